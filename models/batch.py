@@ -1,0 +1,48 @@
+"""What a model eats.
+
+Shape suffixes: B rows, S tokens on this rank, T tokens of the whole row, D document starts and the row's end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+IGNORE = -100
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of tokens, with everything per token beside them, so that no later step needs a neighbour's token."""
+
+    tokens_BS: Tensor
+    """int64."""
+    labels_BS: Tensor
+    """int64: the next token of the same document, already shifted; IGNORE where there is none."""
+    positions_BS: Tensor
+    """int64: offset in the document (in the row, when documents are not masked)."""
+    documents_BS: Tensor
+    """int64: number of the document in its row; padding at the end of a row is one more document."""
+    boundaries_BD: Tensor
+    """int32, always on the host: starts of the documents that attention must not cross, in the whole row, then T,
+    repeated to a length that is the same for all batches of a run. One document: [0, T]."""
+    num_tokens: int
+    """Tokens of these rows, padding left out."""
+    num_pairs: int
+    """(query, key) pairs that the mask allows in these rows, padding left out."""
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch with its per-token tensors on `device`; the copy is asynchronous from pinned memory."""
+        return replace(
+            self,
+            tokens_BS=self.tokens_BS.to(device, non_blocking=True),
+            labels_BS=self.labels_BS.to(device, non_blocking=True),
+            positions_BS=self.positions_BS.to(device, non_blocking=True),
+            documents_BS=self.documents_BS.to(device, non_blocking=True),
+        )
+
+    def num_targets(self) -> Tensor:
+        """Tokens that have a label: an int64 scalar on the batch's device."""
+        return (self.labels_BS != IGNORE).sum()

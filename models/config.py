@@ -1,0 +1,87 @@
+"""What a model is, in numbers: widths, depth, rotary frequencies; and what follows from them: parameters and FLOPs.
+
+Nothing here imports torch, so that a configuration is checked in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding (Su et al., 2021) and how its frequencies are stretched."""
+
+    kind: Literal["default", "llama3"] = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_length: int = 8192
+
+    def problems(self) -> list[str]:
+        if self.kind == "llama3" and not self.low_freq_factor < self.high_freq_factor:
+            low, high = self.low_freq_factor, self.high_freq_factor
+            return [f"model.rope.low_freq_factor = {low} must be below model.rope.high_freq_factor = {high}"]
+        return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A decoder-only Transformer of the Llama kind."""
+
+    vocab_size: int
+    dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+    rope: RopeConfig = field(default_factory=RopeConfig)
+
+    def problems(self) -> list[str]:
+        """The rules that the numbers break, each with its values; empty for a model that can be built."""
+        found = self.rope.problems()
+        if self.num_heads % self.num_kv_heads:
+            heads, kv_heads = self.num_heads, self.num_kv_heads
+            found.append(f"model.num_heads = {heads} must be a multiple of model.num_kv_heads = {kv_heads}")
+        if self.head_dim % 2:
+            found.append(f"model.head_dim = {self.head_dim} must be even: rotary embedding turns pairs")
+        return found
+
+    @property
+    def block_matrix_parameters(self) -> int:
+        """Weights of one block that multiply: the four projections of attention and the three of the feed-forward."""
+        attention = self.dim * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        return attention + 3 * self.dim * self.ffn_dim
+
+    @property
+    def matrix_parameters(self) -> int:
+        """Weights that multiply each token: every block's and the head's (also when tied), not the embedding's."""
+        return self.num_layers * self.block_matrix_parameters + self.vocab_size * self.dim
+
+    @property
+    def num_parameters(self) -> int:
+        """Every parameter; a tied head is counted once."""
+        embedding = 0 if self.tie_embeddings else self.vocab_size * self.dim
+        return self.matrix_parameters + embedding + (2 * self.num_layers + 1) * self.dim
+
+    def flops(self, *, tokens: float, pairs: float) -> float:
+        """Model FLOPs of one update: forward and backward, nothing counted twice.
+
+        `tokens` excludes padding; `pairs` are the (query, key) pairs that the mask allows, the diagonal included
+        (the sum of L (L + 1) / 2 over documents). Two FLOPs per multiply-add, three passes (forward, gradient of
+        the input, gradient of the weight), two matrix products per pair: 6 N T + 12 layers h_q A.
+        """
+        return 6 * self.matrix_parameters * tokens + 12 * self.num_layers * self.num_heads * self.head_dim * pairs
+
+    def executed_flops(self, *, tokens: float, pairs: float, recompute: str) -> float:
+        """FLOPs really carried out: flash backward repeats its scores, full recomputation repeats every block."""
+        forward_attention = 4 * self.num_layers * self.num_heads * self.head_dim * pairs
+        executed = self.flops(tokens=tokens, pairs=pairs) + forward_attention / 2
+        if recompute == "full":
+            executed += 2 * self.num_layers * self.block_matrix_parameters * tokens + forward_attention
+        return executed
