@@ -17,16 +17,16 @@ IGNORE = -100
 class Batch:
     """Rows of tokens, with everything per token beside them, so that no later step needs a neighbour's token."""
 
-    tokens_BS: Tensor
-    """int64."""
-    labels_BS: Tensor
-    """int64: the next token of the same document, already shifted; IGNORE where there is none."""
-    positions_BS: Tensor
-    """int64: offset in the document (in the row, when documents are not masked)."""
-    documents_BS: Tensor
-    """int64: number of the document in its row; padding at the end of a row is one more document."""
-    boundaries_BD: Tensor
-    """int32, always on the host: starts of the documents that attention must not cross, in the whole row, then T,
+    tokens: Tensor
+    """[B, S] int64."""
+    labels: Tensor
+    """[B, S] int64: the next token of the same document, already shifted; IGNORE where there is none."""
+    positions: Tensor
+    """[B, S] int64: offset in the document (in the row, when documents are not masked)."""
+    documents: Tensor
+    """[B, S] int64: number of the document in its row; padding at the end of a row is one more document."""
+    boundaries: Tensor
+    """[B, D] int32, always on the host: starts of the documents that attention must not cross, in the whole row, then T,
     repeated to a length that is the same for all batches of a run. One document: [0, T]."""
     num_tokens: int
     """Tokens of these rows, padding left out."""
@@ -37,12 +37,12 @@ class Batch:
         """The same batch with its per-token tensors on `device`; the copy is asynchronous from pinned memory."""
         return replace(
             self,
-            tokens_BS=self.tokens_BS.to(device, non_blocking=True),
-            labels_BS=self.labels_BS.to(device, non_blocking=True),
-            positions_BS=self.positions_BS.to(device, non_blocking=True),
-            documents_BS=self.documents_BS.to(device, non_blocking=True),
+            tokens=self.tokens.to(device, non_blocking=True),
+            labels=self.labels.to(device, non_blocking=True),
+            positions=self.positions.to(device, non_blocking=True),
+            documents=self.documents.to(device, non_blocking=True),
         )
 
     def num_targets(self) -> Tensor:
         """Tokens that have a label: an int64 scalar on the batch's device."""
-        return (self.labels_BS != IGNORE).sum()
+        return (self.labels != IGNORE).sum()
