@@ -1,0 +1,52 @@
+"""Attention: project, rotate, attend, project back.
+
+Shape suffixes: B rows, S tokens on this rank, N query heads, K key/value heads, H head width, D document starts and
+the row's end, E width of the residual stream.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from models import kernels, rope
+from models.config import ModelConfig
+
+
+class AttentionCore(Protocol):
+    """The one seam through which context parallelism enters: attention over rotated queries, keys and values.
+
+    `boundaries_BD` (int32, on the host) are the document starts of the *whole* row and its length; on one rank the
+    whole row is what it holds. Returns [B, S, N, H].
+    """
+
+    def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Tensor: ...
+
+
+def local_core(q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Tensor:
+    """Attention when this rank holds whole rows."""
+    out_BSNH: Tensor = kernels.attention(q_BSNH, k_BSKH, v_BSKH, boundaries_BD)[0]
+    return out_BSNH
+
+
+class Attention(nn.Module):
+    """Grouped-query self-attention (Ainslie et al., 2023)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.q_proj = nn.Linear(config.dim, config.num_heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.dim, bias=False)
+        self.core: AttentionCore = local_core
+
+    def forward(self, x_BSE: Tensor, rotation_2BS1F: Tensor, boundaries_BD: Tensor) -> Tensor:
+        # -1, not num_heads: tensor parallelism leaves fewer heads here than the config names.
+        q, k, v = (
+            project(x_BSE).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        out_BSNH = self.core(rope.rotate(q, rotation_2BS1F), rope.rotate(k, rotation_2BS1F), v, boundaries_BD)
+        out: Tensor = self.o_proj(out_BSNH.flatten(-2))
+        return out

@@ -1,0 +1,46 @@
+"""The feed-forward half of a block: SwiGLU (Shazeer, 2020).
+
+Shape suffixes: E width of the residual stream, G inner width, after any leading sizes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.config import ModelConfig
+
+
+class GatedProjection(torch.autograd.Function):
+    """`(silu(gate) * up) @ weight.T`; keeps gate and up, and forms their product again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_G: Tensor, up_G: Tensor, weight_EG: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_G, up_G, weight_EG)
+        return F.linear(F.silu(gate_G).mul_(up_G), weight_EG)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        (grad_E,) = grads
+        gate_G, up_G, weight_EG = ctx.saved_tensors
+        open_G = F.silu(gate_G)
+        grad_weight_EG = grad_E.flatten(0, -2).T @ (open_G * up_G).flatten(0, -2)
+        grad_product_G = grad_E @ weight_EG
+        grad_up_G = open_G.mul_(grad_product_G)
+        grad_gate_G = torch.ops.aten.silu_backward(grad_product_G.mul_(up_G), gate_G)
+        return grad_gate_G, grad_up_G, grad_weight_EG
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.up_proj = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.down_proj = nn.Linear(config.ffn_dim, config.dim, bias=False)
+
+    def forward(self, x_E: Tensor) -> Tensor:
+        out: Tensor = GatedProjection.apply(self.gate_proj(x_E), self.up_proj(x_E), self.down_proj.weight)
+        return out

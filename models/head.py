@@ -1,0 +1,82 @@
+"""The end of the model: final norm, projection to the vocabulary and cross-entropy, chunk by chunk.
+
+Shape suffixes: B rows, S tokens, R tokens of all rows, C tokens of a chunk, E width of the residual stream,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models.batch import IGNORE
+from models.config import ModelConfig
+from models.norm import RMSNorm
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """`cross_entropy(x @ weight.T, labels)` per token, of which only one chunk of logits ever exists.
+
+    Gradients are computed beside the losses, while the logits are at hand: three matrix products instead of four.
+    That needs the weight of each token in the final loss, which is not known yet. So they are computed for weight 1
+    and scaled in the backward pass by the *common* weight of all targets (1 / their global number, in training).
+    Targets weighted unequally make every gradient NaN, on purpose: wrong gradients would be silent.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_RE: Tensor, weight_VE: Tensor, labels_R: Tensor, chunk: int) -> Tensor:
+        wide = torch.float64 if x_RE.dtype == torch.float64 else torch.float32
+        losses_R = torch.zeros(x_RE.shape[0], dtype=wide, device=x_RE.device)
+        with_grad = x_RE.requires_grad or weight_VE.requires_grad
+        grad_x_RE = torch.empty_like(x_RE) if with_grad else None
+        grad_weight_VE = torch.zeros_like(weight_VE, dtype=wide) if with_grad else None
+        for start in range(0, x_RE.shape[0], chunk):
+            part = slice(start, start + chunk)
+            x_CE, labels_C1 = x_RE[part], labels_R[part, None]
+            targets_C1 = labels_C1 != IGNORE
+            index_C1 = labels_C1.where(targets_C1, 0)
+            logits_CV = (x_CE @ weight_VE.T).to(wide)
+            lse_C1 = logits_CV.logsumexp(-1, keepdim=True)
+            losses_R[part] = ((lse_C1 - logits_CV.gather(-1, index_C1)) * targets_C1).squeeze(-1)
+            if grad_x_RE is None or grad_weight_VE is None:
+                continue
+            grad_CV = logits_CV.sub_(lse_C1).exp_()
+            grad_CV.scatter_add_(-1, index_C1, -torch.ones_like(lse_C1)).mul_(targets_C1)
+            grad_CV = grad_CV.to(x_RE.dtype)
+            torch.mm(grad_CV, weight_VE, out=grad_x_RE[part])
+            grad_weight_VE += grad_CV.T @ x_CE
+        ctx.save_for_backward(grad_x_RE, grad_weight_VE, labels_R)
+        ctx.weight_dtype = weight_VE.dtype
+        return losses_R
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_R,) = grads
+        grad_x_RE, grad_weight_VE, labels_R = ctx.saved_tensors
+        is_target_R = labels_R != IGNORE
+        highest = grad_R.where(is_target_R, -torch.inf).amax()
+        lowest = grad_R.where(is_target_R, torch.inf).amin()
+        # No targets at all: highest is -inf, and both gradients are zero whatever multiplies them.
+        scale = highest.where(highest == lowest, torch.nan).where(is_target_R.any(), 0)
+        return (grad_x_RE * scale).to(grad_x_RE.dtype), (grad_weight_VE * scale).to(ctx.weight_dtype), None, None
+
+
+class Head(nn.Module):
+    """Final norm, projection and loss."""
+
+    def __init__(self, config: ModelConfig, *, chunk_mib: int = 256) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.proj = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.chunk_mib = chunk_mib
+
+    def forward(self, x_BSE: Tensor, labels_BS: Tensor) -> Tensor:
+        """One loss per token, [B, S], float32 (float64 for float64), zero where there is no target."""
+        weight_VE = self.proj.weight
+        row_bytes = weight_VE.shape[0] * (8 if x_BSE.dtype == torch.float64 else 4)
+        chunk = max(1, (self.chunk_mib << 20) // row_bytes)
+        normed_RE = self.norm(x_BSE).flatten(0, 1)
+        losses_R: Tensor = LinearCrossEntropy.apply(normed_RE, weight_VE, labels_BS.flatten(), chunk)
+        return losses_R.view_as(labels_BS)
