@@ -26,10 +26,12 @@ class LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_RE: Tensor, weight_VE: Tensor, labels_R: Tensor, chunk: int) -> Tensor:
+    def forward(ctx: Any, x_BSE: Tensor, weight_VE: Tensor, labels_BS: Tensor, chunk: int) -> Tensor:
+        x_RE, labels_R = x_BSE.flatten(0, 1), labels_BS.flatten()
         wide = torch.float64 if x_RE.dtype == torch.float64 else torch.float32
-        losses_R = torch.zeros(x_RE.shape[0], dtype=wide, device=x_RE.device)
-        with_grad = x_RE.requires_grad or weight_VE.requires_grad
+        losses_BS = torch.zeros(labels_BS.shape, dtype=wide, device=x_RE.device)
+        losses_R = losses_BS.view(-1)
+        with_grad = any(ctx.needs_input_grad)
         grad_x_RE = torch.empty_like(x_RE) if with_grad else None
         grad_weight_VE = torch.zeros_like(weight_VE, dtype=wide) if with_grad else None
         for start in range(0, x_RE.shape[0], chunk):
@@ -47,20 +49,21 @@ class LinearCrossEntropy(torch.autograd.Function):
             grad_CV = grad_CV.to(x_RE.dtype)
             torch.mm(grad_CV, weight_VE, out=grad_x_RE[part])
             grad_weight_VE += grad_CV.T @ x_CE
-        ctx.save_for_backward(grad_x_RE, grad_weight_VE, labels_R)
+        ctx.save_for_backward(grad_x_RE, grad_weight_VE, labels_BS)
         ctx.weight_dtype = weight_VE.dtype
-        return losses_R
+        return losses_BS
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_R,) = grads
-        grad_x_RE, grad_weight_VE, labels_R = ctx.saved_tensors
-        is_target_R = labels_R != IGNORE
-        highest = grad_R.where(is_target_R, -torch.inf).amax()
-        lowest = grad_R.where(is_target_R, torch.inf).amin()
+        (grad_BS,) = grads
+        grad_x_RE, grad_weight_VE, labels_BS = ctx.saved_tensors
+        is_target_BS = labels_BS != IGNORE
+        highest = grad_BS.where(is_target_BS, -torch.inf).amax()
+        lowest = grad_BS.where(is_target_BS, torch.inf).amin()
         # No targets at all: highest is -inf, and both gradients are zero whatever multiplies them.
-        scale = highest.where(highest == lowest, torch.nan).where(is_target_R.any(), 0)
-        return (grad_x_RE * scale).to(grad_x_RE.dtype), (grad_weight_VE * scale).to(ctx.weight_dtype), None, None
+        scale = highest.where(highest == lowest, torch.nan).where(is_target_BS.any(), 0)
+        grad_x_BSE = (grad_x_RE * scale).to(grad_x_RE.dtype).unflatten(0, labels_BS.shape)
+        return grad_x_BSE, (grad_weight_VE * scale).to(ctx.weight_dtype), None, None
 
 
 class Head(nn.Module):
@@ -77,6 +80,5 @@ class Head(nn.Module):
         weight_VE = self.proj.weight
         row_bytes = weight_VE.shape[0] * (8 if x_BSE.dtype == torch.float64 else 4)
         chunk = max(1, (self.chunk_mib << 20) // row_bytes)
-        normed_RE = self.norm(x_BSE).flatten(0, 1)
-        losses_R: Tensor = LinearCrossEntropy.apply(normed_RE, weight_VE, labels_BS.flatten(), chunk)
-        return losses_R.view_as(labels_BS)
+        losses_BS: Tensor = LinearCrossEntropy.apply(self.norm(x_BSE), weight_VE, labels_BS, chunk)
+        return losses_BS

@@ -17,9 +17,9 @@ from torch import Tensor
 from models.config import RopeConfig
 
 
-def frequencies(config: RopeConfig, head_dim: int) -> Tensor:
+def frequencies(config: RopeConfig, head_dim: int, device: torch.device | None = None) -> Tensor:
     """Radians per position, float64 [F]; `llama3` stretches long wavelengths as Llama 3.1's release does."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
     base_F = config.theta**-exponents
     if config.kind == "default":
         return base_F
@@ -29,8 +29,9 @@ def frequencies(config: RopeConfig, head_dim: int) -> Tensor:
     return base_F * (kept_F + (1 - kept_F) / config.factor)
 
 
-def rotation(positions_BS: Tensor, frequencies_F: Tensor, dtype: torch.dtype) -> Tensor:
+def rotation(config: RopeConfig, head_dim: int, positions_BS: Tensor, dtype: torch.dtype) -> Tensor:
     """Cosine and sine of every angle, [2, B, S, 1, F], in `dtype`; computed once a step for all layers."""
+    frequencies_F = frequencies(config, head_dim, positions_BS.device)
     angles_BSF = (positions_BS.to(torch.float64).unsqueeze(-1) * frequencies_F).remainder(2 * math.pi)
     angles_BSF = angles_BSF.to(dtype)
     return torch.stack((angles_BSF.cos(), angles_BSF.sin())).unsqueeze(3)

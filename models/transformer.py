@@ -60,12 +60,9 @@ class Transformer(nn.Module):
         self.head = Head(config)
         if config.tie_embeddings:
             self.head.proj.weight = self.embed.weight
-        self.register_buffer("frequencies_F", torch.empty(config.head_dim // 2, dtype=torch.float64), persistent=False)
-        self.frequencies_F: Tensor
 
-    def init_buffers(self) -> None:
-        """Fills what is not a parameter; needed after a build on the meta device."""
-        self.frequencies_F.copy_(rope.frequencies(self.config.rope, self.config.head_dim))
+    def layers(self) -> list[Block]:
+        return [block for block in self.blocks.values() if isinstance(block, Block)]
 
     def init_std(self, name: str) -> float | None:
         """Standard deviation of a parameter's initial values; None for norms, which start at one.
@@ -81,8 +78,8 @@ class Transformer(nn.Module):
         """One loss per token, [B, S], zero where there is no target; see `Head`."""
         x_BSE = self.embed(batch.tokens)
         precision = torch.float64 if x_BSE.dtype == torch.float64 else torch.float32
-        rotation_2BS1F = rope.rotation(batch.positions, self.frequencies_F, precision)
-        for block in self.blocks.values():
+        rotation_2BS1F = rope.rotation(self.config.rope, self.config.head_dim, batch.positions, precision)
+        for block in self.layers():
             x_BSE = block(x_BSE, rotation_2BS1F, batch.boundaries)
         losses_BS: Tensor = self.head(x_BSE, batch.labels)
         return losses_BS

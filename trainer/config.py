@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from models import FAMILIES, ModelConfig
+from models import FAMILIES
+from models.config import ModelConfig
 
 Count = Annotated[int, Field(ge=1)]
 Amount = Annotated[int, Field(ge=0)]
@@ -111,7 +112,7 @@ class TokenizerSection(Section):
             )
         if self.path is None:
             return [f'tokenizer.kind = "{self.kind}" needs tokenizer.path, the file to read']
-        if not self.path.is_file():
+        if not (_is_there(self.path) and self.path.is_file()):
             return [f'tokenizer.path = "{self.path}" is not a file']
         return []
 
@@ -133,7 +134,7 @@ class DataSection(Section):
     """Where tokenized corpora are kept."""
 
     def problems(self) -> list[str]:
-        if self.corpus == "python-stdlib" or Path(self.corpus).exists():
+        if self.corpus == "python-stdlib" or _is_there(Path(self.corpus)):
             return []
         return [f'data.corpus = "{self.corpus}" is neither "python-stdlib" nor an existing file or folder']
 
@@ -147,7 +148,7 @@ class TrainingSection(Section):
     """Rows that a rank carries through the model at once."""
     steps: Count = 100
     """Updates in the whole run."""
-    seed: Amount = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Decides initial weights and the order of the data."""
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     """`bfloat16`: compute in bfloat16 over float32 weights; `float32`; `float64`: everything, to prove parity."""
@@ -343,3 +344,10 @@ class Config(Section):
                 f"training.steps = {steps}"
             ]
         return []
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # A name that is too long, or a folder that may not be looked into.
+        return False

@@ -1,0 +1,44 @@
+"""FSDP2 and HSDP: parameters, gradients and optimizer state in shards (Zhao et al., 2023; torch.distributed.fsdp)."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from models.transformer import Transformer
+
+
+def apply(
+    model: Transformer,
+    mesh: DeviceMesh,
+    *,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    reshard_after_forward: bool,
+) -> None:
+    """Shards the model over a 1-D mesh, or over the second axis of a 2-D one with replicas along the first.
+
+    Units are the embedding, each block, and the head; a tied head shares the embedding's. Gradients are *summed*:
+    the loss is already divided by the global number of targets. One process that computes in the dtype it stores
+    has nothing to shard and nothing to cast, and is left as it is.
+    """
+    stored = next(model.parameters()).dtype
+    if mesh.size() == 1 and param_dtype == stored:
+        return
+    # Imported here: it takes as long as the rest of torch, and one process does without.
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    # Inputs stay as they are: casting would round the rotation table, and its float64 angles for nothing.
+    precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    units: list[tuple[nn.Module, bool]] = [(block, reshard_after_forward) for block in model.layers()]
+    if not model.config.tie_embeddings:
+        # The head is the last to run forward and the first backward: resharding it would only gather it twice.
+        units = [(model.embed, reshard_after_forward), *units, (model.head, False)]
+    for unit, reshard in [*units, (model, False)]:
+        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_gradient_divide_factor(1.0)
+            # gloo cannot multiply while it sums (PREMUL_SUM), which a divide factor alone would ask for.
+            unit.set_force_sum_reduction_for_comms(True)

@@ -1,0 +1,95 @@
+# shellcheck shell=bash
+# Sourced by run_train.sh and run_tests.sh: `setup_env [EXTRA]` leaves in PYTHON an interpreter that has what
+# pyproject.toml asks for: the active one, else that of .venv, which is made or completed where it must be.
+
+ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+
+# Prints what pyproject.toml requires, with the extra $2; fails if interpreter $1 lacks some of it, or cannot tell.
+# Versions are read from the packages' metadata: importing torch would take a second on every start.
+requirements() {
+    "$1" -P - "$ROOT/pyproject.toml" "${2:-}" <<'PYTHON'
+import re
+import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError, version
+
+
+def release(text):
+    numbers = [int(number) for number in re.match(r"\d+(?:\.\d+)*", text)[0].split(".")]
+    return numbers + [0] * (4 - len(numbers))
+
+
+def holds(requirement):
+    name, rules = re.match(r"([\w.-]+)\s*(.*)", requirement).groups()
+    try:
+        installed = release(version(name))
+    except (PackageNotFoundError, TypeError):
+        return False
+    bounds = re.findall(r"(>=|<)\s*([\d.]+)", rules)
+    return all((installed >= release(bound)) == (sign == ">=") for sign, bound in bounds)
+
+
+with open(sys.argv[1], "rb") as file:
+    project = tomllib.load(file)["project"]
+wanted = project["dependencies"] + (project["optional-dependencies"][sys.argv[2]] if sys.argv[2] else [])
+print("\n".join(wanted))
+sys.exit(not all(map(holds, wanted)))
+PYTHON
+}
+
+# The newest interpreter that the supported versions of torch have wheels for, and that can make environments.
+find_python() {
+    local name
+    for name in python3.14 python3.13 python3.12 python3.11 python3 python; do
+        if "$name" -P -c 'import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null; then
+            command -v "$name"
+            return
+        fi
+    done
+    echo "error: no Python 3.11 to 3.14 with the venv module was found (on Debian: apt install python3-venv)" >&2
+    return 1
+}
+
+# .venv/incomplete stands while packages are installed, so that an interrupted set-up is taken up again.
+has_all() {
+    [[ ! -e $ROOT/.venv/incomplete ]] && requirements "$ROOT/.venv/bin/python" "$1" >/dev/null 2>&1
+}
+
+make_venv() {
+    local venv=$ROOT/.venv base wanted
+    if has_all "$1"; then return; fi # another process made it while this one waited for the lock
+    echo "setting up $venv (once; torch is large)" >&2
+    mkdir -p "$venv"
+    touch "$venv/incomplete"
+    if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+        base=$(find_python)
+        "$base" -m venv --clear "$venv"
+        touch "$venv/incomplete"
+    fi
+    # Everything in one command, so that nothing else can pull torch over its upper bound.
+    wanted=$(requirements "$venv/bin/python" "$1" || true)
+    "$venv/bin/python" -m pip install --requirement /dev/stdin <<<"$wanted" >&2
+    rm "$venv/incomplete"
+    if ! has_all "$1"; then
+        echo "error: $venv still lacks some of: ${wanted//$'\n'/ }; remove it and start again" >&2
+        return 1
+    fi
+}
+
+setup_env() {
+    local extra=${1:-} active
+    for active in python python3; do
+        if requirements "$active" "$extra" >/dev/null 2>&1; then
+            PYTHON=$(command -v "$active")
+            return
+        fi
+    done
+    PYTHON=$ROOT/.venv/bin/python
+    if has_all "$extra"; then return; fi
+    # One set-up at a time on a file system: srun starts a task per rank, all of them here. The lock is on a file that
+    # is there anyway, opened for writing because NFS asks for that.
+    (
+        if command -v flock >/dev/null; then flock 9; fi
+        make_venv "$extra"
+    ) 9>>"$ROOT/pyproject.toml"
+}

@@ -1,0 +1,154 @@
+import threading
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from models.batch import IGNORE, Batch
+from trainer.config import DataSection
+from trainer.data import DataError, open_rows
+from trainer.data.loader import Loader, Readable
+from trainer.data.rows import Rows
+from trainer.data.tokenizer import ByteTokenizer
+
+SEQ_LEN = 8
+
+
+@pytest.fixture
+def rows(section: Callable[..., DataSection]) -> Rows:
+    texts = {f"{n:02}": f"text {n} of {n * n * n}" for n in range(15)}
+    return open_rows(section(texts), ByteTokenizer(), seq_len=SEQ_LEN, seed=1)
+
+
+class Numbers:
+    """Rows that hold their own number, and what was asked for."""
+
+    seq_len = SEQ_LEN
+    num_rows = 10
+
+    def __init__(self, failing: BaseException | None = None) -> None:
+        self.read_so_far: list[int | None] = []
+        self._failing = failing
+
+    def read(self, numbers: Sequence[int | None]) -> Batch:
+        self.read_so_far += numbers
+        if self._failing and 7 in numbers:
+            raise self._failing
+        filled = torch.tensor([-1 if number is None else number for number in numbers])
+        column = filled[:, None].expand(-1, SEQ_LEN)
+        return Batch(column, column, column, column, torch.zeros(len(numbers), 2, dtype=torch.int32), 0, 0)
+
+
+def loader(rows: Readable, *, rank: int = 0, ranks: int = 1, rows_a_step: int, micro: int = 1) -> Loader:
+    return Loader(rows, rank=rank, ranks=ranks, global_batch_size=rows_a_step, micro_batch_size=micro)
+
+
+def numbers_of(loader: Loader, *, start_row: int, updates: int) -> list[list[list[int]]]:
+    """Row numbers by update and micro-batch; -1 is an empty row."""
+    taken = islice(loader.updates(start_row), updates)
+    return [[batch.tokens[:, 0].tolist() for batch in batches] for batches in taken]
+
+
+def test_micro_batches_take_turns_over_ranks() -> None:
+    first, second = (loader(Numbers(), rank=rank, ranks=2, rows_a_step=8, micro=2) for rank in range(2))
+    assert numbers_of(first, start_row=0, updates=2) == [[[0, 1], [4, 5]], [[8, 9], [12, 13]]]
+    assert numbers_of(second, start_row=0, updates=2) == [[[2, 3], [6, 7]], [[10, 11], [14, 15]]]
+
+
+def test_places_without_a_row_are_empty() -> None:
+    loaders = [loader(Numbers(), rank=rank, ranks=4, rows_a_step=6) for rank in range(4)]
+    taken = [numbers_of(each, start_row=6, updates=1)[0] for each in loaders]
+    assert taken == [[[6], [10]], [[7], [11]], [[8], [-1]], [[9], [-1]]]
+
+
+def rows_by_update(rows: Rows, *, ranks: int, micro: int) -> list[list[tuple[list[int], list[int]]]]:
+    """(tokens, labels) of the rows of six updates, of all ranks together, sorted, empty rows left out."""
+    loaders = [loader(rows, rank=rank, ranks=ranks, rows_a_step=6, micro=micro).updates(0) for rank in range(ranks)]
+    found = []
+    for _ in range(6):
+        batches = [batch for each in loaders for batch in next(each)]
+        pairs = [(b.tolist(), c.tolist()) for batch in batches for b, c in zip(batch.tokens, batch.labels, strict=True)]
+        found.append(sorted(pair for pair in pairs if set(pair[1]) != {IGNORE}))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("micro", [1, 2])
+def test_an_update_is_the_same_rows_for_every_number_of_ranks(ranks: int, micro: int, rows: Rows) -> None:
+    assert rows.num_rows < 6 * 6
+    assert rows_by_update(rows, ranks=ranks, micro=micro) == rows_by_update(rows, ranks=1, micro=6)
+
+
+def test_a_resumed_loader_gives_the_tail_of_an_uninterrupted_one(rows: Rows) -> None:
+    whole = list(islice(loader(rows, rank=1, ranks=2, rows_a_step=5).updates(0), 9))
+    tail = list(islice(loader(rows, rank=1, ranks=2, rows_a_step=5).updates(4 * 5), 5))
+    for expected, resumed in zip(whole[4:], tail, strict=True):
+        for one, other in zip(expected, resumed, strict=True):
+            assert torch.equal(one.tokens, other.tokens)
+            assert torch.equal(one.labels, other.labels)
+            assert torch.equal(one.boundaries, other.boundaries)
+
+
+def test_two_iterations_of_one_loader_are_independent(rows: Rows) -> None:
+    one = loader(rows, rows_a_step=2, micro=2)
+    first, second = one.updates(0), one.updates(0)
+    for _ in range(4):
+        assert torch.equal(next(first)[0].tokens, next(second)[0].tokens)
+
+
+def test_about_one_update_is_read_ahead() -> None:
+    numbers = Numbers()
+    updates = loader(numbers, rows_a_step=4).updates(0)
+    next(updates)
+    deadline = time.monotonic() + 5
+    while len(numbers.read_so_far) < 8 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert numbers.read_so_far == list(range(8))
+
+
+def test_closing_an_iteration_ends_its_thread() -> None:
+    before = threading.active_count()
+    updates = loader(Numbers(), rows_a_step=4).updates(0)
+    next(updates)
+    assert threading.active_count() == before + 1
+    updates.close()
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("failure", [OSError("disk gone"), SystemExit(1), KeyboardInterrupt()])
+def test_a_failing_read_is_an_error_that_names_its_rows(failure: BaseException) -> None:
+    updates = loader(Numbers(failure), rows_a_step=4, micro=2).updates(0)
+    next(updates)
+    raised: list[Exception] = []
+
+    def take() -> None:
+        try:
+            next(updates)
+        except RuntimeError as error:
+            raised.append(error)
+
+    # In a thread, because a loader without this promise waits for ever.
+    waiting = threading.Thread(target=take, daemon=True)
+    waiting.start()
+    waiting.join(timeout=5)
+    assert [str(error) for error in raised] == [f"rows [6, 7] cannot be read: {type(failure).__name__}: {failure}"]
+
+
+def test_damaged_data_stays_a_data_error(rows: Rows) -> None:
+    tokens: Path = rows.prepared.folder / "shard-00000.bin"
+    tokens.write_bytes(array("H", [9999] * rows.prepared.num_tokens).tobytes())
+    updates = loader(rows, rows_a_step=1).updates(3)
+    with pytest.raises(DataError, match=r"rows \[3\]: .*shard-00000.bin is damaged: token \d+ is 9999"):
+        next(updates)
+
+
+def test_the_summary_counts_rows_and_epochs() -> None:
+    assert (
+        loader(Numbers(), rows_a_step=4, micro=2).summary(5)
+        == "10 rows of 8 tokens; 5 updates of 4 rows are 2.00 epochs"
+    )

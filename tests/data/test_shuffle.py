@@ -1,0 +1,41 @@
+from itertools import pairwise
+
+import pytest
+
+from trainer.data.shuffle import shuffled
+
+
+def order(size: int, *, seed: int = 0, epoch: int = 0) -> list[int]:
+    return [shuffled(index, size=size, seed=seed, epoch=epoch) for index in range(size)]
+
+
+def test_it_is_a_permutation_for_every_size() -> None:
+    for size in [*range(1, 130), 255, 256, 257, 1000, 4097]:
+        assert sorted(order(size, seed=size)) == list(range(size)), size
+
+
+def test_seeds_and_epochs_give_other_orders() -> None:
+    orders = [order(100, seed=seed, epoch=epoch) for seed in range(5) for epoch in range(5)]
+    assert len({tuple(each) for each in orders}) == 25
+    assert order(100, seed=1, epoch=2) == order(100, seed=1, epoch=2)
+
+
+def test_every_place_is_about_equally_likely() -> None:
+    size, epochs = 12, 3000
+    counts = [[0] * size for _ in range(size)]
+    for epoch in range(epochs):
+        for index, place in enumerate(order(size, epoch=epoch)):
+            counts[index][place] += 1
+    flat = [count for each in counts for count in each]
+    # Binomial: mean 250, standard deviation 15.1; 144 of them.
+    assert 190 < min(flat) <= max(flat) < 310
+
+
+def test_neighbours_do_not_stay_neighbours() -> None:
+    places = order(10_000)
+    assert sum(abs(a - b) == 1 for a, b in pairwise(places)) < 20
+
+
+def test_an_index_outside_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"index = 5 is not in range\(5\)"):
+        shuffled(5, size=5, seed=0, epoch=0)

@@ -1,0 +1,208 @@
+import base64
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trainer.data import DataError
+from trainer.data.tokenizer import Tokenizer, cut_text, encode_pieces, load_tokenizer
+
+TEXT = "def f(x):\n    return 'naïve 中文 🙂' + x  # <|end_of_text|>\n\n\tdone \n"
+MERGES = [b"  ", b"    ", b"        ", b"aa", b"aaaa", b"re", b"ret", b"de", b"def", b"\n\n"]
+
+
+@pytest.fixture(scope="module")
+def tiktoken_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiktoken") / "tokenizer.model"
+    tokens = [bytes([byte]) for byte in range(256)] + MERGES
+    path.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)))
+    return path
+
+
+@pytest.fixture(scope="module", params=["house", "llama2"])
+def sentencepiece_file(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A model to which a line break is a piece, and one that puts a space before every text, as Llama 2's does."""
+    import sentencepiece
+
+    house = request.param == "house"
+    model = io.BytesIO()
+    lines = [line for line in Path(__file__).read_text().splitlines() if line] * 2
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_writer=model,
+        vocab_size=400,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        allow_whitespace_only_pieces=True,
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=not house,
+        user_defined_symbols=["\n"] if house else [],
+        num_threads=1,
+        minloglevel=2,
+    )
+    path = tmp_path_factory.mktemp("sentencepiece") / "tokenizer.model"
+    path.write_bytes(model.getvalue())
+    return path
+
+
+def round_trip(tokenizer: Tokenizer, text: str) -> str:
+    ids = tokenizer.encode(text)
+    assert int(ids.max()) < tokenizer.vocab_size
+    assert tokenizer.eos not in ids.tolist()
+    assert tokenizer.bos not in ids.tolist()
+    return tokenizer.decode(ids.tolist())
+
+
+def test_bytes_are_their_own_ids_and_eight_specials_follow() -> None:
+    tokenizer = load_tokenizer("byte", None)
+    assert tokenizer.encode("aé").tolist() == [97, 0xC3, 0xA9]
+    assert tokenizer.encode("").tolist() == []
+    assert tokenizer.vocab_size == 264
+    assert 256 <= tokenizer.eos < 264
+    assert round_trip(tokenizer, TEXT) == TEXT
+
+
+def test_a_tiktoken_file_gives_its_ranks_and_llama_3s_specials(tiktoken_file: Path) -> None:
+    tokenizer = load_tokenizer("tiktoken", tiktoken_file)
+    ranks = 256 + len(MERGES)
+    assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eos) == (ranks + 256, ranks, ranks + 1)
+    assert tokenizer.encode("def aa").tolist() == [256 + MERGES.index(b"def"), 32, 256 + MERGES.index(b"aa")]
+    assert tokenizer.decode([ranks, ranks + 1]) == "<|begin_of_text|><|end_of_text|>"
+    assert round_trip(tokenizer, TEXT) == TEXT
+
+
+def test_a_sentencepiece_model_round_trips_line_breaks_and_runs_of_spaces(sentencepiece_file: Path) -> None:
+    tokenizer = load_tokenizer("sentencepiece", sentencepiece_file)
+    assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eos) == (400, 1, 2)
+    assert round_trip(tokenizer, TEXT) == TEXT
+
+
+def test_feeding_sentencepiece_lines_changes_no_id(sentencepiece_file: Path) -> None:
+    import sentencepiece
+
+    text = Path(__file__).read_text()
+    whole = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_file)).encode(text)
+    assert load_tokenizer("sentencepiece", sentencepiece_file).encode(text).tolist() == whole
+
+
+@pytest.mark.parametrize("character", [" ", "a", "\n", "中"])
+def test_a_million_equal_characters_are_tokens(character: str, tiktoken_file: Path) -> None:
+    text = "x" + character * 1_000_000 + "y"
+    tokenizer = load_tokenizer("tiktoken", tiktoken_file)
+    assert tokenizer.decode(tokenizer.encode(text).tolist()) == text
+
+
+def test_pieces_are_bounded_and_join_to_the_text() -> None:
+    words = ("word " * 30 + "\n") * 8000 + " " * 60_000 + "b" * 60_000 + ("x" * 70 + "\n\n  ") * 1000
+    pieces = list(cut_text(words))
+    assert "".join(pieces) == words
+    assert max(map(len, pieces)) <= 400_000
+    assert max(len(run) for piece in pieces for run in re.findall(r"\s+|\S+", piece)) <= 25_000
+
+
+def test_a_panic_is_an_error_with_its_place_and_an_interrupt_stays_one() -> None:
+    class Panic(BaseException):
+        """As pyo3's PanicException: no Exception."""
+
+    def encode(piece: str) -> list[int]:
+        if "!" in piece:
+            raise Panic("stack overflow")
+        if "^C" in piece:
+            raise KeyboardInterrupt
+        return [0]
+
+    text = "some text\n" * 40_000
+    with pytest.raises(DataError, match="failed within 2 characters at 400000: stack overflow"):
+        encode_pieces(f"{text}!\n", encode)
+    with pytest.raises(KeyboardInterrupt):
+        encode_pieces("^C", encode)
+
+
+def test_a_long_text_is_cut_where_a_line_begins() -> None:
+    text = "a line of text\n" * 60_000
+    pieces = list(cut_text(text))
+    assert len(pieces) == 3
+    assert all(piece.startswith("a line") and piece.endswith("text\n") for piece in pieces)
+    indented = "def f():\n    pass\n\n" * 60_000
+    assert all(piece.startswith("def") for piece in cut_text(indented))
+
+
+def test_cuts_change_no_token(tiktoken_file: Path) -> None:
+    tokenizer = load_tokenizer("tiktoken", tiktoken_file)
+    block = "def f(aaaaa):\n    return a\n\n\n"
+    assert len(list(cut_text(block * 20_000))) > 1
+    assert tokenizer.encode(block * 20_000).tolist() == tokenizer.encode(block).tolist() * 20_000
+
+
+def test_fingerprints_are_of_the_contents_not_of_the_path(tiktoken_file: Path, tmp_path: Path) -> None:
+    copy, other = tmp_path / "copy.model", tmp_path / "other.model"
+    copy.write_bytes(tiktoken_file.read_bytes())
+    other.write_bytes(b"".join(tiktoken_file.read_bytes().splitlines(keepends=True)[:-1]))
+    fingerprint = load_tokenizer("tiktoken", tiktoken_file).fingerprint
+    assert load_tokenizer("tiktoken", copy).fingerprint == fingerprint
+    assert load_tokenizer("tiktoken", other).fingerprint != fingerprint
+
+
+def test_a_sentencepiece_model_given_as_tiktoken_is_recognised(sentencepiece_file: Path) -> None:
+    with pytest.raises(DataError, match=r'tokenizer.kind = "tiktoken" needs a tiktoken.* looks like a sentencepiece'):
+        load_tokenizer("tiktoken", sentencepiece_file)
+
+
+def test_a_tiktoken_file_given_as_sentencepiece_is_recognised(tiktoken_file: Path) -> None:
+    with pytest.raises(DataError, match=r'tokenizer.kind = "sentencepiece" needs .* looks like a tiktoken BPE file'):
+        load_tokenizer("sentencepiece", tiktoken_file)
+
+
+@pytest.mark.parametrize("kind", ["tiktoken", "sentencepiece"])
+@pytest.mark.parametrize(
+    ("content", "looks"),
+    [
+        (b"", "an empty file"),
+        (b"\x93\x00\xff\x81" * 200, "binary data"),
+        (b'{"model": {}}', "JSON"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a Git LFS pointer"),
+        (b"<!DOCTYPE html><html></html>", "a web page"),
+        (b"\x1f\x8b\x08\x00", "a compressed file"),
+        (b"\n\n\n\nhello world\n", "plain text"),
+    ],
+)
+def test_a_wrong_file_is_named_by_its_content(kind: str, content: bytes, looks: str, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=rf'tokenizer.path = ".*tokenizer.model" looks like {looks}'):
+        load_tokenizer(kind, path)
+
+
+@pytest.mark.parametrize("keep", [0.5, 0.99])
+def test_a_truncated_sentencepiece_model_is_damaged(keep: float, sentencepiece_file: Path, tmp_path: Path) -> None:
+    content = sentencepiece_file.read_bytes()
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(content[: int(len(content) * keep)])
+    with pytest.raises(DataError, match="damaged"):
+        load_tokenizer("sentencepiece", path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda lines: lines[:100], "156 of the 256 single bytes have no rank, for example byte 100"),
+        (lambda lines: [*lines, b"half a line"], 'line 267 is not "base64 rank"'),
+        (lambda lines: [*lines, lines[-1]], "line 267 repeats a token or breaks the order"),
+        (lambda lines: [*lines, b"!!!! 266"], 'line 267 is not "base64 rank"'),
+    ],
+)
+def test_a_damaged_tiktoken_file_names_the_line(
+    damage: Callable[[list[bytes]], list[bytes]], message: str, tiktoken_file: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(b"\n".join(damage(tiktoken_file.read_bytes().splitlines())))
+    with pytest.raises(DataError, match=message):
+        load_tokenizer("tiktoken", path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r'tokenizer.path = ".*none.model" cannot be read: No such file'):
+        load_tokenizer("tiktoken", tmp_path / "none.model")

@@ -1,0 +1,181 @@
+"""The sections themselves: what a run may be, and how they tell about it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from trainer import describe
+from trainer.config import Config
+from trainer.load import SHIPPED, keys, load, sections
+
+ROOT = Path(__file__).resolve().parents[1]
+CLUSTER_CONFIGS = {"llama3_8b": 8, "llama3_1b": 8}
+
+
+def configured(**values: dict[str, object]) -> Config:
+    return Config.model_validate(values)
+
+
+def test_an_empty_file_is_a_run_that_can_start() -> None:
+    assert Config().problems(1) == []
+    assert Config().problems(8) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "world", "problem"),
+    [
+        ({"model": {"family": "gpt"}}, 2, 'model.family = "gpt" is unknown; there are llama2, llama3'),
+        ({"model": {"size": "9b"}}, 2, 'model.size = "9b" is unknown; family "llama3" has debug, 8b, 70b'),
+        ({"model": {"num_heads": 6}}, 2, "model.num_heads = 6 must be a multiple of model.num_kv_heads = 4"),
+        ({"model": {"head_dim": 33}}, 2, "model.head_dim = 33 must be even"),
+        ({"tokenizer": {"path": "x"}}, 2, 'tokenizer.path = "x" has no use with tokenizer.kind = "byte"'),
+        ({"tokenizer": {"kind": "tiktoken"}}, 2, 'tokenizer.kind = "tiktoken" needs tokenizer.path'),
+        ({"tokenizer": {"kind": "tiktoken", "path": "no"}}, 2, 'tokenizer.path = "no" is not a file'),
+        ({"tokenizer": {"kind": "tiktoken", "path": "n" * 5000}}, 2, "is not a file"),
+        ({"data": {"corpus": "no/where"}}, 2, 'data.corpus = "no/where" is neither'),
+        ({"data": {"corpus": "n" * 5000}}, 2, "is neither"),
+        ({"parallelism": {"dp_shard": 4}}, 2, "needs 4 processes, but there are 2"),
+        ({"parallelism": {"dp_replicate": 2}}, 3, "needs 2 processes, but there are 3"),
+        (
+            {"training": {"global_batch_size": 6, "micro_batch_size": 4}},
+            2,
+            "training.global_batch_size = 6 must be a multiple of training.micro_batch_size = 4",
+        ),
+        (
+            {"training": {"steps": 5}, "schedule": {"warmup_steps": 6}},
+            2,
+            "schedule.warmup_steps = 6 must not exceed training.steps = 5",
+        ),
+        (
+            {"training": {"steps": 5}, "schedule": {"kind": "wsd", "warmup_steps": 3, "decay_steps": 3}},
+            2,
+            "must fit into training.steps = 5",
+        ),
+    ],
+)
+def test_a_problem_names_its_keys_their_values_and_the_rule(
+    values: dict[str, dict[str, object]], world: int, problem: str
+) -> None:
+    assert any(problem in found for found in configured(**values).problems(world))
+
+
+def test_all_problems_are_told_at_once() -> None:
+    config = configured(
+        model={"size": "9b"}, data={"corpus": "no"}, parallelism={"dp_shard": 3}, training={"micro_batch_size": 3}
+    )
+    assert len(config.problems(2)) == 4
+
+
+def test_a_rank_without_rows_in_an_update_is_remarked_on() -> None:
+    config = configured(training={"global_batch_size": 4, "micro_batch_size": 2})
+    assert config.remarks(2) == []
+    assert "1 run empty in every update" in config.remarks(3)[0]
+
+
+def test_keys_that_are_left_out_are_the_presets() -> None:
+    preset = configured(model={"family": "llama3.1", "size": "8b"}).model.build()
+    model = configured(
+        model={"family": "llama3.1", "size": "8b", "num_layers": 2, "rope": {"factor": 2.0}}
+    ).model.build()
+    assert (model.num_layers, model.rope.factor) == (2, 2.0)
+    assert (model.dim, model.rope.theta, model.rope.kind) == (preset.dim, preset.rope.theta, preset.rope.kind)
+
+
+def test_debug_runs_at_any_number_of_processes_up_to_eight() -> None:
+    config = load([])
+    assert all(config.problems(world) == [] for world in range(1, 9))
+
+
+def test_debug_accepts_the_smallest_parity_run() -> None:
+    options = (
+        "--training.seq_len 512 --training.global_batch_size 4 --training.micro_batch_size 1 --training.dtype float64"
+    )
+    assert load(options.split()).problems(4) == []
+
+
+def test_debug_runs_for_any_number_of_steps() -> None:
+    assert load(["--training.steps", "1"]).problems(2) == []
+
+
+def test_debug_states_no_degree_and_divides_by_eight() -> None:
+    config = load(["--config", "debug"])
+    model = config.model.build()
+    assert "[parallelism]" not in (SHIPPED / "debug.toml").read_text()
+    assert (model.num_heads, model.num_kv_heads, model.vocab_size % 8) == (8, 4, 0)
+    assert model.num_layers >= 4
+    assert not config.training.compile
+
+
+def test_every_shipped_configuration_is_known_here() -> None:
+    assert {path.stem for path in SHIPPED.glob("*.toml")} == {"debug", *CLUSTER_CONFIGS}
+
+
+@pytest.mark.parametrize(("name", "world"), CLUSTER_CONFIGS.items())
+def test_a_cluster_configuration_states_every_degree_and_lacks_only_its_files(name: str, world: int) -> None:
+    config = load(["--config", name])
+    assert config.parallelism.dp_shard is not None
+    assert [problem.split(" = ")[0] for problem in config.problems(world)] == ["tokenizer.path", "data.corpus"]
+
+
+def test_checking_needs_no_torch() -> None:
+    code = "import sys, trainer.launch, trainer.describe; from trainer.load import load; load([]).problems(2); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "pydantic" in done.stdout.split()
+    assert "torch" not in done.stdout.split()
+
+
+def test_every_key_has_a_description() -> None:
+    assert not [
+        f"{section}.{key}"
+        for section, owner in sections().items()
+        for key in keys(section)
+        if not owner.model_fields[key].description
+    ]
+
+
+def test_a_key_may_be_absent_only_if_that_is_its_default() -> None:
+    """Else the resolved file, which leaves absent keys out, would not say what it means."""
+    for section, owner in sections().items():
+        for key in keys(section):
+            if type(None) in get_args(owner.model_fields[key].annotation):
+                assert owner.model_fields[key].default is None, f"{section}.{key}"
+
+
+def test_help_has_every_key_within_its_width() -> None:
+    text = describe.help_text()
+    assert all(f"--{section}.{key}  " in text for section in sections() for key in keys(section))
+    assert all(f"\n[{section}]  " in text for section in sections())
+    assert max(map(len, text.splitlines())) <= describe.WIDTH
+
+
+def test_a_type_is_told_in_words() -> None:
+    kinds = {key.name: key.kind for section in ("training", "optimizer", "job") for key in describe.describe(section)}
+    assert kinds["seq_len"] == "integer >= 2"
+    assert kinds["dtype"] == '"bfloat16" | "float32" | "float64"'
+    assert kinds["betas"] == "[number >= 0 < 1, number >= 0 < 1]"
+    assert kinds["compile"] == "true or false"
+    assert kinds["output_dir"] == "path"
+
+
+def test_the_schema_refuses_unknown_keys_and_knows_no_null() -> None:
+    schema = json.loads(describe.schema())
+    assert all(part["additionalProperties"] is False for part in [schema, *schema["$defs"].values()])
+    assert schema["$defs"]["ParallelismSection"]["properties"]["dp_shard"]["type"] == "integer"
+    assert "null" not in describe.schema()
+
+
+def test_the_written_pages_are_in_step() -> None:
+    assert describe.main(write=False) == 0, "run python -m trainer.describe"
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.toml")), ids=lambda path: path.stem)
+def test_a_shipped_file_names_the_schema_for_editors(path: Path) -> None:
+    first = path.read_text().splitlines()[0]
+    assert first.startswith("#:schema ")
+    assert (path.parent / first.removeprefix("#:schema ")).is_file()

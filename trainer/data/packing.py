@@ -1,0 +1,157 @@
+"""Which parts of which documents make up a row.
+
+Documents are cut into pieces of at most seq_len tokens, none is dropped, and a row is a range of pieces:
+
+    best_fit   full pieces have a row each; the remainders fill rows, the longest first, each where least space is left
+    concat     the stream of tokens is cut every seq_len; only the last row has padding
+    single     every piece has a row
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from trainer.data.errors import DataError
+from trainer.data.prepared import Prepared
+
+logger = logging.getLogger(__name__)
+
+Packing = Literal["best_fit", "concat", "single"]
+MAGIC = 0x4C48504C414E0001  # "LHPLAN", version 1
+HEADER = 5
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Rows of pieces. Row n holds pieces rows[n] to rows[n + 1], in the order of the stream."""
+
+    seq_len: int
+    max_pieces: int
+    """Pieces of the row that has most."""
+    rows: Tensor
+    """[rows + 1] int64."""
+    starts: Tensor
+    """[pieces] int64: offset in the stream of tokens."""
+    lengths: Tensor
+    """[pieces] int64: from 1 to seq_len."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows.numel() - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    @property
+    def num_padding(self) -> int:
+        return self.num_rows * self.seq_len - self.num_tokens
+
+
+def plan(lengths: Tensor, *, seq_len: int, packing: Packing) -> Plan:
+    """lengths: [documents] int64, each at least 1. The same lengths give the same plan."""
+    starts = lengths.cumsum(0) - lengths
+    if packing == "concat":
+        cuts = torch.unique(torch.cat([starts, torch.arange(0, int(lengths.sum()), seq_len)]))
+        pieces = torch.diff(cuts, append=lengths.sum().reshape(1))
+        return collect(cuts // seq_len, cuts, pieces, seq_len)
+    starts, pieces = cut(starts, lengths, seq_len)
+    row_of = torch.arange(pieces.numel())
+    if packing == "best_fit":
+        full = pieces == seq_len
+        num_full = int(full.sum())
+        row_of[full] = torch.arange(num_full)
+        row_of[~full] = best_fit(pieces[~full], seq_len) + num_full
+    return collect(row_of, starts, pieces, seq_len)
+
+
+def cut(starts: Tensor, lengths: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
+    """Starts and lengths of the pieces of all documents: full ones, then the remainder."""
+    counts = (lengths + seq_len - 1) // seq_len
+    document = torch.repeat_interleave(counts)
+    offset = (torch.arange(document.numel()) - (counts.cumsum(0) - counts)[document]) * seq_len
+    return starts[document] + offset, (lengths[document] - offset).clamp(max=seq_len)
+
+
+def best_fit(lengths: Tensor, seq_len: int) -> Tensor:
+    """Row of each piece, by best-fit decreasing. Ding et al., "Fewer Truncations Improve Language Modeling", 2024."""
+    longest_first = torch.sort(lengths, descending=True, stable=True)
+    row_of = [0] * lengths.numel()
+    rows_with: dict[int, list[int]] = {}  # free space -> the rows that have it
+    spaces: list[int] = []  # the keys of rows_with, ascending
+    num_rows = 0
+    for length, piece in zip(longest_first.values.tolist(), longest_first.indices.tolist(), strict=True):
+        at = bisect_left(spaces, length)
+        if at < len(spaces):
+            space = spaces[at]
+            row = rows_with[space].pop()
+            if not rows_with[space]:
+                del rows_with[spaces.pop(at)]
+        else:
+            space, row, num_rows = seq_len, num_rows, num_rows + 1
+        row_of[piece] = row
+        if space - length not in rows_with:
+            insort(spaces, space - length)
+            rows_with[space - length] = []
+        rows_with[space - length].append(row)
+    return torch.tensor(row_of, dtype=torch.int64)
+
+
+def collect(row_of: Tensor, starts: Tensor, lengths: Tensor, seq_len: int) -> Plan:
+    """Pieces, given in the order of the stream, sorted by row."""
+    order = row_of.argsort(stable=True)
+    per_row = row_of.bincount()
+    rows = torch.cat([torch.zeros(1, dtype=torch.int64), per_row.cumsum(0)])
+    return Plan(seq_len, int(per_row.max()), rows, starts[order], lengths[order])
+
+
+def saved_plan(prepared: Prepared, *, seq_len: int, packing: Packing) -> Plan:
+    """The plan beside the shards, mapped into memory; made, and if possible written, if it is not there."""
+    path = prepared.folder / f"plan-{packing}-{seq_len}.bin"
+    if not path.exists():
+        made = plan(prepared.lengths, seq_len=seq_len, packing=packing)
+        try:
+            write(made, path)
+        except OSError as error:
+            logger.warning("%s cannot be written and will be made again by every run: %s", path, error)
+            return made
+    loaded = load(path)
+    if loaded.seq_len != seq_len or loaded.num_tokens != prepared.num_tokens:
+        raise DataError(f"{path} is not a plan of these {prepared.num_tokens} tokens; delete it")
+    return loaded
+
+
+def write(made: Plan, path: Path) -> None:
+    """The whole file or nothing; several ranks may do this at once."""
+    header = torch.tensor([MAGIC, made.seq_len, made.max_pieces, made.rows.numel(), made.starts.numel()])
+    numbers = torch.cat([header, made.rows, made.starts, made.lengths])
+    content = bytearray(numbers.numel() * 8)
+    torch.frombuffer(content, dtype=torch.int64).copy_(numbers)
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load(path: Path) -> Plan:
+    size = path.stat().st_size // 8
+    numbers = torch.from_file(str(path), shared=False, size=size, dtype=torch.int64) if size else torch.empty(0)
+    header = numbers[:HEADER].tolist()
+    if len(header) < HEADER or header[0] != MAGIC or size != HEADER + header[3] + 2 * header[4]:
+        raise DataError(f"{path} is damaged; delete it")
+    _, seq_len, max_pieces, num_offsets, num_pieces = header
+    rows, starts, lengths = torch.split(numbers[HEADER:], [num_offsets, num_pieces, num_pieces])
+    return Plan(seq_len, max_pieces, rows, starts, lengths)

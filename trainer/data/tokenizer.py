@@ -1,0 +1,239 @@
+"""How text becomes tokens: bytes, a tiktoken BPE file or a sentencepiece model. Only this file knows those libraries."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from trainer.data.errors import DataError
+
+# tiktoken panics on about a million equal white-space characters; these are the limits that Llama 3's tokenizer keeps.
+MAX_PIECE = 400_000
+MAX_RUN = 25_000
+
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3_SPECIALS = (
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    *(f"<|reserved_special_token_{n}|>" for n in range(4)),
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|reserved_special_token_4|>",
+    "<|eot_id|>",
+    *(f"<|reserved_special_token_{n}|>" for n in range(5, 251)),
+)
+
+TIKTOKEN = "a tiktoken BPE file"
+SENTENCEPIECE = "a sentencepiece model"
+LOOKS: tuple[tuple[bytes, str], ...] = (
+    (rb"\Z", "an empty file"),
+    (rb"[A-Za-z0-9+/]+={0,2} \d+\r?(\n|\Z)", TIKTOKEN),
+    # protobuf: a first piece (field 1), which begins with its text (field 1), then its score (field 2, a float).
+    (rb"(?s)\n.{1,2}\n.{1,60}\x15", SENTENCEPIECE),
+    (rb"version https://git-lfs", "a Git LFS pointer, not the file itself"),
+    (rb"\s*<(!DOCTYPE|html)", "a web page"),
+    (rb"\s*[{\[]", "JSON (Hugging Face's tokenizer.json is not read)"),
+    (rb"(?s)\x1f\x8b|PK\x03\x04|\x28\xb5\x2f\xfd|BZh|\xfd7zXZ", "a compressed file"),
+    (rb"[\t\n\r\x20-\x7e]+\Z", "plain text"),
+)
+
+
+class Tokenizer(Protocol):
+    """Text to tokens and back. Ids are below `vocab_size`; `encode` adds neither `bos` nor `eos`."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def bos(self) -> int | None: ...
+    @property
+    def eos(self) -> int: ...
+    @property
+    def fingerprint(self) -> str:
+        """Equal for two tokenizers that give equal ids, wherever their files are."""
+
+    def encode(self, text: str) -> Tensor:
+        """[tokens] of any integer type. Special tokens written in the text are text."""
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class ByteTokenizer:
+    """A token is a byte of UTF-8; 8 special tokens follow the 256."""
+
+    vocab_size = 264
+    bos = 256
+    eos = 257
+    fingerprint = "byte-264"
+
+    def encode(self, text: str) -> Tensor:
+        data = bytearray(text, "utf-8")
+        return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(token for token in ids if token < 256).decode("utf-8", "replace")
+
+
+class TiktokenTokenizer:
+    """Ranks from lines of `base64 rank`, split and special tokens as in Llama 3."""
+
+    def __init__(self, content: bytes) -> None:
+        import tiktoken
+
+        ranks = read_ranks(content)
+        specials = {name: len(ranks) + index for index, name in enumerate(LLAMA3_SPECIALS)}
+        self._encoding = tiktoken.Encoding(
+            "llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=specials
+        )
+        self.vocab_size = len(ranks) + len(specials)
+        self.bos = specials["<|begin_of_text|>"]
+        self.eos = specials["<|end_of_text|>"]
+        described = (LLAMA3_PATTERN, LLAMA3_SPECIALS, sorted(ranks.items(), key=lambda item: item[1]))
+        self.fingerprint = "tiktoken-" + digest(described)
+
+    def encode(self, text: str) -> Tensor:
+        return encode_pieces(text, self._encoding.encode_ordinary)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._encoding.decode(list(ids))
+
+
+class SentencePieceTokenizer:
+    def __init__(self, content: bytes) -> None:
+        import sentencepiece
+
+        model = sentencepiece.SentencePieceProcessor(model_proto=content)
+        if model.eos_id() < 0:
+            raise DataError("it has no end-of-sentence piece, which ends every document")
+        self._model = model
+        self.vocab_size: int = model.get_piece_size()
+        self.bos: int | None = model.bos_id() if model.bos_id() >= 0 else None
+        self.eos: int = model.eos_id()
+        # The pieces, not the file, which names the machine it was trained on; and a probe of how text is normalised.
+        pieces = [(model.id_to_piece(n), model.get_score(n), model.is_control(n)) for n in range(self.vocab_size)]
+        self.fingerprint = "sentencepiece-" + digest((pieces, model.encode(" a  b\tC\n\n \uff21\u00e9e\u0301 ")))
+        # Several times faster, where a line break always ends a piece and the model puts nothing before a text.
+        first, second = "a b\n", "\n  cd"
+        self._by_line: bool = model.encode(first) + model.encode(second) == model.encode(first + second)
+
+    def encode(self, text: str) -> Tensor:
+        return encode_pieces(text, self._encode_piece)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._model.decode(list(ids)))
+
+    def _encode_piece(self, piece: str) -> list[int]:
+        if not self._by_line:
+            return list(self._model.encode(piece))
+        lines = re.findall(r"[^\n]*\n|[^\n]+", piece)
+        return [token for line in self._model.encode(lines, num_threads=1) for token in line]
+
+
+def load_tokenizer(kind: str, path: Path | None) -> Tokenizer:
+    """The tokenizer of `[tokenizer]`. Raises DataError naming the keys and what the file looks like by its content."""
+    if kind == "byte":
+        return ByteTokenizer()
+    kinds: dict[str, tuple[str, Callable[[bytes], Tokenizer]]] = {
+        "tiktoken": (TIKTOKEN, TiktokenTokenizer),
+        "sentencepiece": (SENTENCEPIECE, SentencePieceTokenizer),
+    }
+    if kind not in kinds or path is None:
+        raise DataError(f'tokenizer.kind = "{kind}" with tokenizer.path = {path} names no tokenizer')
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f'tokenizer.path = "{path}" cannot be read: {error.strerror}') from error
+    wanted, make = kinds[kind]
+    looks = describe(content)
+    if looks != wanted:
+        raise DataError(f'tokenizer.kind = "{kind}" needs {wanted}, but tokenizer.path = "{path}" looks like {looks}')
+    try:
+        return make(content)
+    except (ValueError, RuntimeError, OSError) as error:
+        raise DataError(f'tokenizer.path = "{path}" looks like {looks}, but is damaged: {error}') from error
+
+
+def describe(content: bytes) -> str:
+    """What a file is, judged by how it begins."""
+    head = content[:512]
+    return next((name for pattern, name in LOOKS if re.match(pattern, head)), "binary data of an unknown kind")
+
+
+def read_ranks(content: bytes) -> dict[bytes, int]:
+    """Byte sequences and their ranks. Raises DataError unless ranks count from 0 and every single byte is there."""
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(content.splitlines(), 1):
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError as error:
+            raise DataError(f'line {number} is not "base64 rank": {line[:40]!r}') from error
+        if int(rank) != number - 1 or len(ranks) != number:
+            raise DataError(f"line {number} repeats a token or breaks the order of ranks: {line[:40]!r}")
+    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if missing:
+        raise DataError(f"{len(missing)} of the 256 single bytes have no rank, for example byte {missing[0]}")
+    return ranks
+
+
+def digest(described: object) -> str:
+    return hashlib.sha256(repr(described).encode("utf-8", "backslashreplace")).hexdigest()[:32]
+
+
+def encode_pieces(text: str, encode: Callable[[str], list[int]]) -> Tensor:
+    """[tokens] int32 of a text of any length. Raises DataError where the tokenizer fails."""
+    ids: list[int] = []
+    offset = 0
+    for piece in cut_text(text):
+        try:
+            ids += encode(piece)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a Rust panic is no Exception
+            raise DataError(f"the tokenizer failed within {len(piece)} characters at {offset}: {error}") from error
+        offset += len(piece)
+    return torch.tensor(ids, dtype=torch.int32)
+
+
+def cut_text(text: str) -> Iterator[str]:
+    """Pieces of at most MAX_PIECE characters, each without a longer run of (non-)white space than MAX_RUN."""
+    start = 0
+    while start < len(text):
+        stop = len(text)
+        if stop - start > MAX_PIECE:
+            stop = last_line(text, start, start + MAX_PIECE)
+        yield from cut_runs(text[start:stop])
+        start = stop
+
+
+def last_line(text: str, start: int, stop: int) -> int:
+    """The last cut in (start, stop] that tokenizers do not see: after a line break, before no white space. Else stop."""
+    at = text.rfind("\n", start, stop)
+    while at >= 0 and (at + 1 == len(text) or text[at + 1].isspace()):
+        at = text.rfind("\n", start, at)
+    return at + 1 if at >= 0 else stop
+
+
+def cut_runs(piece: str) -> Iterator[str]:
+    half = MAX_RUN // 2
+    windows = (piece[at : at + half] for at in range(0, len(piece) - half + 1, half))
+    # A longer run covers one of these windows, so almost every text is done here, without a look at its words.
+    if not any(window.isspace() or window.split(maxsplit=1) == [window] for window in windows):
+        yield piece
+        return
+    start = 0
+    for run in re.finditer(r"\s+|\S+", piece):
+        while run.end() - max(run.start(), start) > MAX_RUN:
+            cut = max(run.start(), start) + MAX_RUN
+            yield piece[start:cut]
+            start = cut
+    yield piece[start:]

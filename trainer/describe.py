@@ -1,0 +1,160 @@
+"""What can be configured, told three ways from the sections: `--help`, `docs/configuration.md`, a schema for editors.
+
+`python -m trainer.describe` writes the two files; `--check` only says whether they are in step, with 0 or 1.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import wrap
+from typing import Any
+
+from trainer.config import Config
+from trainer.load import SHIPPED, keys, sections, toml_value
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+KINDS = {"integer": "integer", "number": "number", "boolean": "true or false", "string": "text"}
+BOUNDS = {"minimum": ">= ", "exclusiveMinimum": "> ", "maximum": "<= ", "exclusiveMaximum": "< "}
+VALUES = (bool, int, float, str, list)
+WIDTH = 100
+
+USAGE = """\
+./run_train.sh [--config NAME|PATH] [--section.key VALUE]... [--check] [--plan] [--help]
+
+  --config NAME|PATH  what to run: a TOML file, or one of train_configs/ by name; default: debug
+                      ({names})
+  --check             print the resolved configuration and the mesh, start nothing
+  --plan              what the run would cost on a cluster; not available yet
+  --help              this text
+
+Every key below can stand in the file, under its [section], and on the command line, where it counts
+more. Of a repeated option the last one counts. Lists are written 0.9,0.95; null takes a value back.
+
+NGPU sets the processes per node. Left out: the GPUs present; without any, the product of the
+degrees that the configuration states, at least 2 and at most 8. For several nodes, set NNODES,
+NODE_RANK, MASTER_ADDR and MASTER_PORT on each of them.
+"""
+
+PAGE = """\
+# Configuration
+
+<!-- Written by `python -m trainer.describe`; edit the docstrings in trainer/config.py instead. -->
+
+A run is described by a TOML file and by options of the form `--section.key VALUE`, which count more than the file.
+Unknown keys, wrong types and values out of range are refused, all at once, before any process starts. A key marked
+*left out* has no value unless one is given; on the command line, `null` takes it back.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """One key, in words."""
+
+    name: str
+    kind: str
+    default: str | None
+    meaning: str
+
+
+def describe(section: str) -> list[Key]:
+    """The keys of a section, with their types, ranges, defaults and docstrings."""
+    owner = sections()[section]
+    properties = owner.model_json_schema()["properties"]
+    defaults = owner().model_dump(mode="json")
+    return [
+        Key(
+            name=key,
+            kind=kind_of(properties[key]),
+            default=None if defaults[key] is None else toml_value(defaults[key]),
+            meaning=properties[key]["description"],
+        )
+        for key in keys(section)
+    ]
+
+
+def kind_of(schema: dict[str, Any]) -> str:
+    """A type and its range, from JSON schema: `integer >= 1`, `"a" | "b"`, `[number, number]`."""
+    if "anyOf" in schema:
+        return " | ".join(kind_of(option) for option in schema["anyOf"] if option.get("type") != "null")
+    choices = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    if choices:
+        return " | ".join(toml_value(choice) for choice in choices)
+    if schema["type"] == "array":
+        return f"[{', '.join(kind_of(item) for item in schema['prefixItems'])}]"
+    kind = schema["format"] if schema.get("format") == "path" else KINDS[schema["type"]]
+    limits = [f"{sign}{schema[bound]:g}" for bound, sign in BOUNDS.items() if bound in schema]
+    return " ".join([kind, *limits])
+
+
+def help_text() -> str:
+    names = ", ".join(sorted(path.stem for path in SHIPPED.glob("*.toml")))
+    lines = USAGE.format(names=names).splitlines()
+    for section in sections():
+        lines += ["", f"[{section}]  {_purpose(section)}"]
+        for key in describe(section):
+            default = "left out" if key.default is None else key.default
+            lines += [f"  --{section}.{key.name}  {key.kind}  (default: {default})"]
+            lines += wrap(key.meaning, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines)
+
+
+def page() -> str:
+    """`docs/configuration.md`."""
+    lines = [PAGE]
+    for section in sections():
+        lines += [
+            f"## [{section}]",
+            "",
+            _purpose(section),
+            "",
+            "| key | type | default | meaning |",
+            "|---|---|---|---|",
+        ]
+        for key in describe(section):
+            kind = key.kind.replace("|", "\\|")
+            default = "*left out*" if key.default is None else f"`{key.default}`"
+            lines += [f"| `{key.name}` | {kind} | {default} | {key.meaning} |"]
+        lines += [""]
+    return "\n".join(lines)
+
+
+def schema() -> str:
+    """`docs/config.schema.json`, which editors read because of the `#:schema` line on top of a TOML file."""
+    return json.dumps(_for_toml(Config.model_json_schema()), indent=2) + "\n"
+
+
+def main(*, write: bool) -> int:
+    pages = {DOCS / "configuration.md": page(), DOCS / "config.schema.json": schema()}
+    stale = [path for path, text in pages.items() if not path.is_file() or path.read_text() != text]
+    for path in stale:
+        if write:
+            path.write_text(pages[path])
+        sys.stderr.write(f"{path} {'was written' if write else 'is out of step: run python -m trainer.describe'}\n")
+    return 0 if write or not stale else 1
+
+
+def _purpose(section: str) -> str:
+    above, _, name = section.rpartition(".")
+    owner = sections()[above] if above else Config
+    return str(owner.model_fields[name].description)
+
+
+def _for_toml(node: object) -> object:
+    """Without null, which TOML does not have, and without the defaults of whole sections, which repeat their keys'."""
+    if isinstance(node, list):
+        return [_for_toml(item) for item in node if item != {"type": "null"}]
+    if not isinstance(node, dict):
+        return node
+    kept = {key: _for_toml(value) for key, value in node.items() if key != "default" or type(value) in VALUES}
+    options = kept.get("anyOf")
+    if isinstance(options, list) and len(options) == 1:
+        del kept["anyOf"]
+        return {**options[0], **kept}
+    return kept
+
+
+if __name__ == "__main__":
+    sys.exit(main(write="--check" not in sys.argv[1:]))

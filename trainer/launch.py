@@ -1,0 +1,294 @@
+"""`python -m trainer.launch`: checks a run in one process, for the world it would have, and only then starts it.
+
+Workers are started by torchrun's agent inside this process, or, as a task of `srun`, this process becomes the worker.
+Leaves with 2 when the configuration is wrong, else as the workers do. torch is imported after the checks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import FrameType
+
+from trainer.config import Config
+from trainer.load import ConfigError, find, load, show_path, split, to_toml
+
+TRAIN = Path(__file__).resolve().parents[1] / "train.py"
+BAD_CONFIGURATION = 2
+TELLING_CODES = (78, BAD_CONFIGURATION)
+SHOWN_GROUPS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """What starts where: `processes` on each of `nodes`; `task` is this process's rank if srun started it."""
+
+    processes: int
+    nodes: int = 1
+    node_rank: int = 0
+    master: str = "127.0.0.1:0"
+    task: int | None = None
+
+    @property
+    def world_size(self) -> int:
+        return self.processes * self.nodes
+
+
+def main() -> int:
+    words = sys.argv[1:]
+    flags = {"-h", "--help", "--check", "--plan"}.intersection(words)
+    argv = [word for word in words if word not in flags]
+    if flags & {"-h", "--help"}:
+        from trainer.describe import help_text
+
+        sys.stdout.write(help_text() + "\n")
+        return 0
+    if "--plan" in flags:
+        sys.stderr.write("error: --plan: the planner does not exist yet\n")
+        return BAD_CONFIGURATION
+    config, cluster, problems = examine(argv, os.environ)
+    if problems or cluster is None:
+        if cluster is None or not cluster.task:
+            sys.stderr.write(complaint(problems, argv, cluster))
+        return BAD_CONFIGURATION
+    if "--check" in flags:
+        if not cluster.task:
+            sys.stdout.write(report(config, cluster))
+        return 0
+    prepare_environment(os.environ, cluster)
+    if cluster.task is not None:
+        os.execv(sys.executable, [sys.executable, "-u", str(TRAIN), *argv])
+    logging.disable(logging.ERROR)  # The agent's view of a failed worker; `start` tells it in one line.
+    return start(TRAIN, argv, cluster)
+
+
+def examine(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[Config, Cluster | None, list[str]]:
+    """The run, its world if that is known, and everything that is wrong with either."""
+    problems: list[str] = []
+    config, cluster = Config(), None
+    try:
+        config = load(argv)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        cluster = read_cluster(environment, config, gpus=0 if environment.get("NGPU") else count_gpus())
+    except ConfigError as error:
+        problems += error.problems
+    if cluster and not problems:
+        problems = config.problems(cluster.world_size)
+    return config, cluster, problems
+
+
+# ---- the world
+
+
+def read_cluster(environment: Mapping[str, str], config: Config, *, gpus: int) -> Cluster:
+    """The world that NGPU and NNODES, or srun, describe. Raises `ConfigError`."""
+    task = _slurm_task(environment)
+    if task is not None:
+        return task
+    problems: list[str] = []
+
+    def integer(name: str, default: int, *, least: int, below: int | None = None) -> int:
+        text = environment.get(name) or str(default)
+        if text.isdecimal() and least <= int(text) and (below is None or int(text) < below):
+            return int(text)
+        rule = f"at least {least}" if below is None else f"{least} to {below - 1}"
+        problems.append(f'environment: {name} = "{text}" must be an integer, {rule}')
+        return default
+
+    processes = integer("NGPU", gpus or default_processes(config), least=1)
+    nodes = integer("NNODES", 1, least=1)
+    node_rank, port = 0, 0
+    if nodes > 1:
+        node_rank = integer("NODE_RANK", 0, least=0, below=nodes)
+        port = integer("MASTER_PORT", 29500, least=1, below=65536)
+        problems += [
+            f"environment: NNODES = {nodes} needs {name}, {meaning}"
+            for name, meaning in (("NODE_RANK", "this node's number"), ("MASTER_ADDR", "the host of node 0"))
+            if not environment.get(name)
+        ]
+    if problems:
+        raise ConfigError(problems)
+    address = "127.0.0.1" if nodes == 1 else environment["MASTER_ADDR"]
+    return Cluster(processes=processes, nodes=nodes, node_rank=node_rank, master=f"{address}:{port}")
+
+
+def default_processes(config: Config) -> int:
+    """Without GPUs: as many processes as the stated degrees need, within what one machine stands."""
+    return min(max(prod(config.parallelism.degrees(1).values()), 2), 8)
+
+
+def count_gpus() -> int:
+    if not _has_gpus():
+        return 0
+    import torch
+
+    return int(torch.cuda.device_count())
+
+
+def prepare_environment(environment: dict[str, str] | os._Environ[str], cluster: Cluster) -> None:
+    """What workers inherit: threads that share the cores, and an allocator that does not fragment; both can be set."""
+    if _has_gpus():
+        environment.setdefault("OMP_NUM_THREADS", environment.get("SLURM_CPUS_PER_TASK", "1"))
+        if "PYTORCH_CUDA_ALLOC_CONF" not in environment:  # The old name, which torch still reads, with a warning.
+            environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+        return
+    cores = len(os.sched_getaffinity(0))  # srun binds a task to its own cores, torchrun's workers share them.
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // (cluster.processes if cluster.task is None else 1))))
+
+
+def _slurm_task(environment: Mapping[str, str]) -> Cluster | None:
+    # The step's own count: a shell inside an allocation of several tasks is a step of one.
+    tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS", "1")
+    if "SLURM_STEP_ID" not in environment or "SLURM_PROCID" not in environment or int(tasks) == 1:
+        return None
+    return Cluster(processes=int(tasks), task=int(environment["SLURM_PROCID"]))
+
+
+def _has_gpus() -> bool:
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists() or Path("/dev/dxg").exists()
+
+
+# ---- what is told before anything starts
+
+
+def complaint(problems: Sequence[str], argv: Sequence[str], cluster: Cluster | None) -> str:
+    """A line for each problem, and one for where they are."""
+    name = split(argv).config
+    with suppress(ConfigError):
+        name = show_path(find(name))
+    world = f" for {_world(cluster)}" if cluster else ""
+    lines = [f"error: {problem}\n" for problem in problems]
+    return "".join([*lines, f"nothing was started: {count(len(problems), 'problem')} in {name}{world}\n"])
+
+
+def report(config: Config, cluster: Cluster) -> str:
+    """The resolved configuration, and as comments, so that the whole is TOML, what it means for this world."""
+    model, training = config.model.build(), config.training
+    degrees = config.parallelism.degrees(cluster.world_size)
+    total, each = config.micro_batches(cluster.world_size)
+    rows = training.global_batch_size
+    lines = [
+        f"mesh of {_world(cluster)}",
+        f"  {'axis':<14}{'size':>4}  ranks that talk",
+        *(f"  {axis:<14}{size:>4}  {_spell_groups(groups(degrees, axis))}".rstrip() for axis, size in degrees.items()),
+        f"model {config.model.family} {config.model.size}: {model.num_parameters:,} parameters",
+        f"update of {count(rows, 'row')} x {training.seq_len:,} tokens = {rows * training.seq_len:,} tokens: "
+        f"{count(total, 'micro-batch', 'es')} of {count(training.micro_batch_size, 'row')}, "
+        f"{each} on each data-parallel rank",
+        *(f"remark: {remark}" for remark in config.remarks(cluster.world_size)),
+    ]
+    return to_toml(config) + "\n" + "".join(f"# {line}\n" for line in lines)
+
+
+def groups(degrees: Mapping[str, int], axis: str) -> list[range]:
+    """The ranks that talk along an axis; the last axis of a mesh varies fastest."""
+    sizes = list(degrees.values())
+    place = list(degrees).index(axis)
+    stride = prod(sizes[place + 1 :])
+    span = stride * sizes[place]
+    return [range(base + i, base + i + span, stride) for base in range(0, prod(sizes), span) for i in range(stride)]
+
+
+def _spell_groups(found: Sequence[range]) -> str:
+    if len(found[0]) == 1:
+        return "-"
+    more = f" ... ({len(found)} groups)" if len(found) > SHOWN_GROUPS else ""
+    return "  ".join(_spell_ranks(ranks) for ranks in found[:SHOWN_GROUPS]) + more
+
+
+def _spell_ranks(ranks: range) -> str:
+    if ranks.step == 1:
+        return f"{ranks[0]}-{ranks[-1]}"
+    if len(ranks) <= SHOWN_GROUPS:
+        return ",".join(map(str, ranks))
+    return f"{ranks[0]},{ranks[1]},..,{ranks[-1]}"
+
+
+def count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number:,} {noun}{plural if number != 1 else ''}"
+
+
+def _world(cluster: Cluster) -> str:
+    nodes = "" if cluster.nodes == 1 else f" ({count(cluster.nodes, 'node')} x {cluster.processes})"
+    return f"{count(cluster.world_size, 'process', 'es')}{nodes}"
+
+
+# ---- the workers
+
+
+def start(script: Path, argv: Sequence[str], cluster: Cluster) -> int:
+    """Runs `script` once per process of this node under torchrun's agent, without restarts; returns the exit status."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.run import config_from_args, get_args_parser
+
+    _forward_stop_signals()
+    config, command, arguments = config_from_args(
+        get_args_parser().parse_args(_torchrun_options(cluster, script, argv))
+    )
+    try:
+        elastic_launch(config, command)(*arguments)
+    except ChildFailedError as error:
+        failures = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
+        for failure in failures:
+            how = f"left with {failure.exitcode}" if failure.exitcode > 0 else f"was killed by {failure.signal_name()}"
+            sys.stderr.write(f"error: local rank {failure.local_rank} (pid {failure.pid}) {how}\n")
+        return exit_status(failure.exitcode for failure in failures)
+    except SignalException as error:
+        sys.stderr.write(f"error: stopped by {error.sigval.name}\n")
+        return 1
+    return 0
+
+
+def exit_status(codes: Iterable[int]) -> int:
+    """Of the workers that failed, the one that says why decides: its peers fail because it left."""
+    failed = list(codes)
+    return next((code for code in TELLING_CODES if code in failed), 1)
+
+
+def _torchrun_options(cluster: Cluster, script: Path, argv: Sequence[str]) -> list[str]:
+    alone = cluster.nodes == 1
+    options = {
+        "--nnodes": cluster.nodes,
+        "--nproc-per-node": cluster.processes,
+        "--max-restarts": 0,
+        "--rdzv-backend": "c10d",
+        "--rdzv-endpoint": cluster.master,
+        "--rdzv-id": "longhaul",
+        "--rdzv-conf": f"is_host={int(cluster.node_rank == 0)}",
+        "--signals-to-handle": "SIGINT,SIGHUP,SIGQUIT",
+    }
+    local = ["--local-addr=127.0.0.1"] if alone else []
+    return [*(f"{option}={value}" for option, value in options.items()), *local, str(script), *argv]
+
+
+def _forward_stop_signals() -> None:
+    """A request to stop is the workers' to answer: they save, leave with 0, and so does this process.
+
+    torchrun's agent would kill them after a grace that a large checkpoint does not keep.
+    """
+
+    def forward(number: int, _: FrameType | None) -> None:
+        workers = [pid for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()]
+        if not workers:
+            raise SystemExit(1)
+        for pid in workers:
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), number)
+
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, forward)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
