@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import tomli
 
-from trainer.config import Config
+from trainer.config import Config, ConfigError
 from trainer.launch import (
     Cluster,
     complaint,
@@ -23,7 +23,7 @@ from trainer.launch import (
     read_cluster,
     report,
 )
-from trainer.load import ConfigError, load
+from trainer.load import load
 
 ROOT = Path(__file__).resolve().parents[1]
 Launch = Callable[..., subprocess.CompletedProcess[str]]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config import Config
-from trainer.load import ConfigError, load, overlay, split, to_toml
+from trainer.config import Config, ConfigError
+from trainer.load import load, overlay, split, to_toml
 
 
 @pytest.fixture

@@ -31,6 +31,14 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
+class ConfigError(Exception):
+    """Everything that is wrong with a configuration, one line each. The caller prints it and leaves with 2."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
 class JobSection(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
     """Name of the run: letters, digits, `.`, `_` and `-`."""
@@ -259,10 +267,8 @@ class ProfilerSection(Section):
 
 
 class DistributedSection(Section):
-    init_timeout_minutes: Count = 30
-    """How long a collective may take until the first update is done: set-up and compilation."""
-    timeout_minutes: Count = 10
-    """How long a collective may take from the second update on."""
+    timeout_minutes: Count = 30
+    """How long a collective may take before the run is given up; the first includes set-up and compilation."""
 
 
 class Config(Section):
@@ -308,6 +314,22 @@ class Config(Section):
             *self.parallelism.problems(world_size),
         ]
         return found + self._batch_problems() + self._schedule_problems()
+
+    def require(self, world_size: int) -> None:
+        """Raises `ConfigError` with all problems, if there are any."""
+        if problems := self.problems(world_size):
+            raise ConfigError(problems)
+
+    def require_vocabulary(self, tokens: int) -> None:
+        """Raises `ConfigError` unless the model has a row for each of the tokenizer's tokens."""
+        size = self.model.build().vocab_size
+        if tokens > size:
+            raise ConfigError(
+                [
+                    f"model.vocab_size = {size} must be at least the {tokens} tokens of tokenizer.kind = "
+                    f'"{self.tokenizer.kind}"'
+                ]
+            )
 
     def micro_batches(self, world_size: int) -> tuple[int, int]:
         """(micro-batches of one update, how many of them each data-parallel rank runs); the last may be empty."""

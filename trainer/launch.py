@@ -17,8 +17,8 @@ from math import prod
 from pathlib import Path
 from types import FrameType
 
-from trainer.config import Config
-from trainer.load import ConfigError, find, load, show_path, split, to_toml
+from trainer.config import Config, ConfigError
+from trainer.load import find, load, show_path, split, to_toml
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 BAD_CONFIGURATION = 2

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
-from trainer.config import Config, Section
+from trainer.config import Config, ConfigError, Section
 
 SHIPPED = Path(__file__).resolve().parents[1] / "train_configs"
 DEFAULT = "debug.toml"
@@ -57,14 +57,6 @@ TOML_TYPES = {
     list: "an array",
     dict: "a table",
 }
-
-
-class ConfigError(Exception):
-    """Everything that is wrong with a configuration, one line each. The caller prints it and leaves with 2."""
-
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems
 
 
 def load(argv: Sequence[str]) -> Config:

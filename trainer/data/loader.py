@@ -49,7 +49,8 @@ class Loader:
     def updates(self, start_row: int) -> Generator[list[Batch], None, None]:
         """The micro-batches of each update, for ever, from the update that begins at `start_row`.
 
-        There is no other state. About one update is read ahead, by a thread that ends with the generator. Raises DataError or RuntimeError naming the rows.
+        There is no other state. About one update is read ahead, by a thread that ends with the generator. Raises
+        DataError or RuntimeError naming the rows.
         """
         from torchdata.nodes import IterableWrapper, Mapper, Prefetcher
 

@@ -25,6 +25,7 @@ class Rows:
         self.plan = plan
         self.seq_len = plan.seq_len
         self.num_rows = plan.num_rows
+        self.fingerprint = prepared.fingerprint
         self._masked = mask == "document"
         self._seed = seed
         one_each = not self._masked or (plan.max_pieces == 1 and plan.num_padding == 0)

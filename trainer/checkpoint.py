@@ -1,0 +1,128 @@
+"""Checkpoints: written beside, committed by a rename, resumed from automatically.
+
+Tensors go through torch.distributed.checkpoint, each rank its shards; everything else is in `state.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from trainer.config import Config
+from trainer.run_folder import ResumeError, RunFolder, check_resume, identity
+from trainer.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    def __init__(self, config: Config, folder: RunFolder) -> None:
+        self.config = config
+        self.folder = folder
+
+    def due(self, step: int) -> bool:
+        section = self.config.checkpoint
+        return section.enabled and (step % section.interval == 0 or step == self.config.training.steps)
+
+    def resume(self, trainer: Trainer) -> Path | None:
+        """Loads the newest committed checkpoint into the trainer, if there is one.
+
+        Raises `ResumeError` when it is of another run or holds other tensors than the trainer needs.
+        """
+        checkpoint = self.folder.newest(self.config)
+        if checkpoint is None:
+            return None
+        state = check_resume(self.config, checkpoint)
+        if state["data"] != trainer.rows.fingerprint:
+            raise ResumeError(
+                f"{checkpoint} was trained on data of fingerprint {state['data']}, "
+                f"but data.corpus = {self.config.data.corpus!r} has {trainer.rows.fingerprint}"
+            )
+        self._load(checkpoint, trainer)
+        trainer.restore(state["trainer"])
+        return checkpoint
+
+    def save(self, trainer: Trainer) -> Path:
+        """Writes and commits the trainer's state, then drops checkpoints beyond the newest `checkpoint.keep`."""
+        import torch.distributed.checkpoint as dcp
+
+        final = self.folder.checkpoints / f"step-{trainer.step}"
+        if final.exists():
+            return final
+        started = time.perf_counter()
+        leading = trainer.world.rank == 0
+        temporary = self.folder.checkpoints / f".tmp-{final.name}"
+        scalars = trainer.scalars()
+        if leading:
+            self.folder.checkpoints.mkdir(parents=True, exist_ok=True)
+            for left_over in self.folder.checkpoints.glob(".tmp-*"):
+                shutil.rmtree(left_over)
+            temporary.mkdir()
+        distributed.barrier()
+        dcp.save(trainer.tensors(), storage_writer=dcp.FileSystemWriter(temporary))
+        if leading:
+            self._write_state(temporary, trainer, scalars)
+            _sync(temporary)
+            temporary.rename(final)
+            _sync(self.folder.checkpoints)
+            self._prune()
+        distributed.barrier()
+        log.info("checkpoint %s (%.1f s)", final, time.perf_counter() - started)
+        return final
+
+    def _load(self, checkpoint: Path, trainer: Trainer) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        tensors = trainer.tensors()
+        reader = dcp.FileSystemReader(checkpoint)
+        _check_tensors(checkpoint, reader.read_metadata(), tensors)
+        dcp.load(tensors, storage_reader=reader)
+
+    def _write_state(self, folder: Path, trainer: Trainer, scalars: dict[str, Any]) -> None:
+        state = {
+            "step": trainer.step,
+            "trainer": scalars,
+            "data": trainer.rows.fingerprint,
+            "identity": identity(self.config),
+            "degrees": trainer.mesh.degrees,
+            "torch": torch.__version__,
+        }
+        path = folder / "state.json"
+        path.write_text(json.dumps(state, indent=1, allow_nan=False) + "\n")
+        _sync(path)
+
+    def _prune(self) -> None:
+        for _, folder in self.folder.committed()[: -self.config.checkpoint.keep]:
+            # Out of the way under a name that is no checkpoint's, so that a crash while deleting leaves none in part.
+            doomed = folder.rename(folder.with_name(f".tmp-old-{folder.name}"))
+            shutil.rmtree(doomed)
+
+
+def _check_tensors(checkpoint: Path, metadata: Any, tensors: dict[str, torch.Tensor]) -> None:
+    """torch.distributed.checkpoint loads silently what lacks a tensor's name or has another dtype; this does not."""
+    saved = {name: (tuple(entry.size), entry.properties.dtype) for name, entry in metadata.state_dict_metadata.items()}
+    wanted = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    wrong = [
+        f"{name} is {saved.get(name, 'absent')} there and {wanted.get(name, 'absent')} here"
+        for name in sorted(saved.keys() | wanted.keys())
+        if saved.get(name) != wanted.get(name)
+    ]
+    if wrong:
+        shown = "".join(f"\n  {line}" for line in wrong[:5])
+        raise ResumeError(f"{checkpoint} does not hold this model: {len(wrong)} tensors differ:{shown}")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

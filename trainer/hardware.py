@@ -1,0 +1,102 @@
+"""What differs between devices: their peak, their memory, and how time is read on them."""
+
+from __future__ import annotations
+
+import resource
+import time
+
+import torch
+from torch import Tensor
+
+GIB = 1 << 30
+
+# Dense bfloat16 FLOP/s by a part of the device's name, from the vendors' data sheets; the first match counts.
+PEAK_FLOPS = {
+    "GB200": 2500e12,
+    "GB300": 2500e12,
+    "B200": 2250e12,
+    "B300": 2250e12,
+    "H200": 989.4e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989.4e12,
+    "H800": 989.4e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "A6000": 154.8e12,
+    "MI250X": 191.5e12,
+    "MI300X": 1300e12,
+    "MI325X": 1300e12,
+    "MI355X": 2500e12,
+}
+
+
+def choose_device(local_rank: int) -> torch.device:
+    return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Peak of the device, None where it is unknown: a CPU has none, and another device's would be a lie."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+
+def device_memory(device: torch.device) -> tuple[float, float] | None:
+    """Peak bytes allocated and reserved on the device since the process began; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    return float(torch.cuda.max_memory_allocated(device)), float(torch.cuda.max_memory_reserved(device))
+
+
+def host_memory() -> float:
+    """Bytes of this process that were resident at once, at their peak."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+
+
+class Stopwatch:
+    """Seconds of work on a device between `start` and `stop`; reading them waits for that work, nothing before does."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self._cuda else []
+        self._times = [0.0, 0.0]
+
+    def start(self) -> None:
+        self._mark(0)
+
+    def stop(self) -> None:
+        self._mark(1)
+
+    def seconds(self) -> float:
+        if not self._cuda:
+            return self._times[1] - self._times[0]
+        self._events[1].synchronize()
+        milliseconds: float = self._events[0].elapsed_time(self._events[1])
+        return milliseconds / 1000
+
+    def _mark(self, end: int) -> None:
+        if self._cuda:
+            self._events[end].record()
+        else:
+            self._times[end] = time.perf_counter()
+
+
+class Numbers:
+    """A vector on its way from the device: the copy starts at once, `read` waits for it."""
+
+    def __init__(self, vector: Tensor) -> None:
+        self._vector = vector
+        self._copied: torch.cuda.Event | None = None
+        if vector.device.type == "cuda":
+            self._vector = torch.empty_like(vector, device="cpu", pin_memory=True).copy_(vector, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def read(self) -> list[float]:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._vector.tolist()

@@ -1,0 +1,161 @@
+"""The run folder: what lies where, what is committed, and whether a run may go on from it. Imports no torch.
+
+config.toml                resolved configuration of the newest start
+metrics.jsonl              one line per logged update
+events.jsonl               starts, resumes, checkpoints, skipped updates, the end
+tensorboard/  logs/
+checkpoints/step-<N>/      committed by a rename: a folder of this name is whole
+checkpoints/.tmp-step-<N>/ being written, or left by a process that died
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from trainer.config import Config, ConfigError
+from trainer.load import to_toml
+
+# What a run is: a checkpoint continues only under the same values. Everything else may change on resume.
+IDENTITY = ("model", "tokenizer.kind", "data", "training.seq_len", "training.seed", "training.dtype", "optimizer.name")
+INCIDENTAL = ("data.cache_dir", "data.bad_files")
+
+
+class ResumeError(Exception):
+    """A checkpoint that this configuration cannot continue, or none that can be read; a retry would not mend it."""
+
+
+class RunFolder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.toml"
+        self.metrics = path / "metrics.jsonl"
+        self.events = path / "events.jsonl"
+        self.tensorboard = path / "tensorboard"
+        self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
+
+    def make(self) -> None:
+        """Creates the folder. Raises `ConfigError` if nothing can be written there."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.path):
+                pass
+        except OSError as error:
+            problem = f"job.output_dir = {self.path} cannot be written to: {error.strerror}"
+            raise ConfigError([problem]) from None
+
+    def begin(self, config: Config, step: int) -> None:
+        """Called on one rank when a run starts at, or goes on from, update `step`."""
+        self.config.write_text(to_toml(config))
+        self.cut_metrics(step)
+
+    def event(self, kind: str, **facts: Any) -> None:
+        """Appends to events.jsonl; called on one rank."""
+        event = {"time": time.time(), "event": kind, **facts}
+        with self.events.open("a") as file:
+            file.write(json.dumps(event, allow_nan=False) + "\n")
+
+    def committed(self) -> list[tuple[int, Path]]:
+        """Committed checkpoints as (step, folder), oldest first."""
+        found = self.checkpoints.glob("step-*") if self.checkpoints.is_dir() else ()
+        numbered = ((folder.name.removeprefix("step-"), folder) for folder in found)
+        return sorted((int(number), folder) for number, folder in numbered if number.isdecimal())
+
+    def newest(self, config: Config) -> Path | None:
+        """The checkpoint to go on from; None for a fresh start."""
+        committed = self.committed() if config.checkpoint.enabled else []
+        return committed[-1][1] if committed else None
+
+    def cut_metrics(self, step: int) -> None:
+        """Drops lines past `step` and a torn last one, so that a resumed run has each update once."""
+        if not self.metrics.exists():
+            return
+        lines = self.metrics.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if (at := _step(line)) is not None and at <= step]
+        if len(kept) != len(lines):
+            swap = self.metrics.with_suffix(".tmp")
+            swap.write_bytes(b"".join(kept))
+            swap.replace(self.metrics)
+
+
+def _step(line: bytes) -> int | None:
+    try:
+        step = json.loads(line)["step"] if line.endswith(b"\n") else None
+    except (ValueError, KeyError, TypeError):
+        return None
+    return step if isinstance(step, int) else None
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The scalars of a checkpoint. Raises `ResumeError` naming the file."""
+    path = checkpoint / "state.json"
+    try:
+        state: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ResumeError(f"{path} cannot be read: {error}") from None
+    return state
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """The values by which a run is known, by dotted key, the model's with its preset resolved."""
+    values = config.model_dump(mode="json")
+    values["model"] = _plain(config.model.build())
+    flat = _flatten("", values)
+    return {
+        key: value
+        for key, value in flat.items()
+        if key not in INCIDENTAL and any(key == name or key.startswith(f"{name}.") for name in IDENTITY)
+    }
+
+
+def differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
+    """Every key whose value differs, in words."""
+    return [
+        f"{key} was {json.dumps(saved.get(key))} and is now {json.dumps(current.get(key))}"
+        for key in sorted(saved.keys() | current.keys())
+        if saved.get(key) != current.get(key)
+    ]
+
+
+def check_resume(config: Config, checkpoint: Path) -> dict[str, Any]:
+    """The state of a checkpoint that this configuration continues. Raises `ResumeError` listing every difference."""
+    state = read_state(checkpoint)
+    changed = differences(state["identity"], identity(config))
+    if changed:
+        listed = "".join(f"\n  {line}" for line in changed)
+        raise ResumeError(
+            f"{checkpoint} is of another run:{listed}\nchange these back, or choose another job.output_dir"
+        )
+    return state
+
+
+def finished(config: Config) -> str | None:
+    """A sentence if the newest checkpoint is already at the last update; nothing then needs to start."""
+    checkpoint = RunFolder(config.output_dir).newest(config)
+    if checkpoint is None:
+        return None
+    step, steps = check_resume(config, checkpoint)["step"], config.training.steps
+    if step < steps:
+        return None
+    return (
+        f"done already: {checkpoint} holds update {step} of {steps}. To go on, raise --training.steps; "
+        f"to start anew, choose another --job.output_dir or remove {config.output_dir}"
+    )
+
+
+def _plain(value: Any) -> Any:
+    return {key: _plain(inner) for key, inner in vars(value).items()} if hasattr(value, "__dict__") else value
+
+
+def _flatten(prefix: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {prefix: value}
+    return {
+        key: leaf
+        for name, inner in value.items()
+        for key, leaf in _flatten(f"{prefix}.{name}" if prefix else name, inner).items()
+    }
