@@ -6,12 +6,11 @@ source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/setup_env.sh"
 setup_env dev
 cd -- "$ROOT"
 
-marks="not slow and not gpu"
+marks="not slow"
 arguments=()
 for argument in "$@"; do
     if [[ $argument == --all ]]; then
-        marks="not gpu"
-        if [[ -e /dev/nvidia0 ]]; then marks=""; fi
+        marks=""
     else
         arguments+=("$argument")
     fi
