@@ -68,7 +68,7 @@ def train(config: Config, folder: RunFolder, world: World, rows: Rows) -> int:
                     metrics.checkpointed(checkpoints.save(trainer))
         except torch.OutOfMemoryError as error:
             return refuse(world.rank, FAILED, profilers.out_of_memory(error))
-    log.info(metrics.farewell())
+    metrics.farewell()
     return DONE
 
 

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -81,7 +82,7 @@ def measure(argv: list[str]) -> None:
 
     train.Trainer = Timed  # type: ignore[misc]
     status = train.main(argv)
-    seconds = [after[0] - before[0] for before, after in zip(ends, ends[1:], strict=False)]
+    seconds = [after[0] - before[0] for before, after in pairwise(ends)]
     result = {
         "cpu_s_per_step": median(seconds[2:]),
         "peak_rss_mib": host_memory() / 2**20,
@@ -118,9 +119,7 @@ def main() -> None:
         item.write_text(ITEM)
         common = ["--config", str(item), "--data.cache_dir", f"{folder}/prepared", "--job.output_dir", f"{folder}/run"]
         ours = [sys.executable, __file__, "--measure", *common]
-        commands = {
-            name: [*ours, *extra] for name, extra in VARIANTS.items() if options.only in (None, name)
-        }
+        commands = {name: [*ours, *extra] for name, extra in VARIANTS.items() if options.only in (None, name)}
         if options.rival:
             commands["rival"] = shlex.split(options.rival)
         run([*ours, "--training.steps", "3"])  # Tokenizes the corpus and warms the page cache.
@@ -139,7 +138,9 @@ def report(results: dict[str, list[dict[str, float]]]) -> None:
 
     write = sys.stdout.write
     write(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}\n\n")
-    write("| | CPU-s per update (min) | tokens per CPU-s | peak RSS MiB | first update done s |\n|---|---|---|---|---|\n")
+    write(
+        "| | CPU-s per update (min) | tokens per CPU-s | peak RSS MiB | first update done s |\n|---|---|---|---|---|\n"
+    )
     rival = {key: median(run[key] for run in results["rival"]) for key in KEYS} if "rival" in results else None
     for name, runs in results.items():
         middle = {key: median(run[key] for run in runs) for key in KEYS}

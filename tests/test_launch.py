@@ -102,7 +102,15 @@ def test_a_wrong_environment_is_told_variable_by_variable(environment: dict[str,
 
 def test_a_task_of_srun_is_one_rank_of_its_step() -> None:
     environment = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "NGPU": "7"}
-    assert read_cluster(environment, Config(), gpus=2) == Cluster(processes=4, task=3)
+    assert read_cluster(environment, Config(), gpus=2) == Cluster(processes=4, task=3, master="127.0.0.1:20000")
+    told = environment | {"MASTER_ADDR": "node7", "MASTER_PORT": "123", "SLURM_STEP_NUM_NODES": "2"}
+    assert read_cluster(told, Config(), gpus=2).master == "node7:123"
+
+
+def test_srun_on_several_nodes_needs_to_know_where_they_meet() -> None:
+    environment = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2"}
+    with pytest.raises(ConfigError, match="srun on 2 nodes needs MASTER_ADDR"):
+        read_cluster(environment, Config(), gpus=2)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +170,7 @@ def test_a_report_is_the_resolved_toml_with_the_mesh_in_comments() -> None:
     assert "#   dp_replicate     2  0,16  1,17  2,18  3,19 ... (16 groups)\n" in text
     assert "#   tp               1  -\n" in text
     assert f"{config.model.build().num_parameters:,} parameters" in text
-    assert "2 micro-batches of 4 rows, 1 on each data-parallel rank" in text
+    assert "8 micro-batches of 1 row, 1 on each data-parallel rank" in text
     assert "# remark: training.global_batch_size = 8" in text
 
 

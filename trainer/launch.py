@@ -19,10 +19,12 @@ from types import FrameType
 
 from trainer.config import Config, ConfigError
 from trainer.load import find, load, show_path, split, to_toml
+from trainer.run_folder import ResumeError, finished
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 BAD_CONFIGURATION = 2
-TELLING_CODES = (78, BAD_CONFIGURATION)
+NO_RETRY = 78
+TELLING_CODES = (NO_RETRY, BAD_CONFIGURATION)
 SHOWN_GROUPS = 4
 
 
@@ -61,6 +63,14 @@ def main() -> int:
     if "--check" in flags:
         if not cluster.task:
             sys.stdout.write(report(config, cluster))
+        return 0
+    try:
+        already = finished(config)
+    except ResumeError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return NO_RETRY
+    if already:
+        sys.stderr.write(f"{already}\n")
         return 0
     prepare_environment(os.environ, cluster)
     if cluster.task is not None:
@@ -136,6 +146,8 @@ def count_gpus() -> int:
 
 def prepare_environment(environment: dict[str, str] | os._Environ[str], cluster: Cluster) -> None:
     """What workers inherit: threads that share the cores, and an allocator that does not fragment; both can be set."""
+    if cluster.task is not None:
+        environment["MASTER_ADDR"], _, environment["MASTER_PORT"] = cluster.master.rpartition(":")
     if _has_gpus():
         environment.setdefault("OMP_NUM_THREADS", environment.get("SLURM_CPUS_PER_TASK", "1"))
         if "PYTORCH_CUDA_ALLOC_CONF" not in environment:  # The old name, which torch still reads, with a warning.
@@ -146,11 +158,20 @@ def prepare_environment(environment: dict[str, str] | os._Environ[str], cluster:
 
 
 def _slurm_task(environment: Mapping[str, str]) -> Cluster | None:
+    """The world of an srun step. Raises `ConfigError` when ranks on several nodes could not find each other."""
     # The step's own count: a shell inside an allocation of several tasks is a step of one.
     tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS", "1")
     if "SLURM_STEP_ID" not in environment or "SLURM_PROCID" not in environment or int(tasks) == 1:
         return None
-    return Cluster(processes=int(tasks), task=int(environment["SLURM_PROCID"]))
+    address = environment.get("MASTER_ADDR")
+    if address is None:
+        nodes = int(environment.get("SLURM_STEP_NUM_NODES", "1"))
+        if nodes > 1:
+            raise ConfigError([f"environment: srun on {nodes} nodes needs MASTER_ADDR, the host of task 0"])
+        address = "127.0.0.1"
+    # Without MASTER_PORT, one that all tasks of the step know and other jobs on the host do not use.
+    port = environment.get("MASTER_PORT") or 20_000 + int(environment.get("SLURM_JOB_ID", "0")) % 10_000
+    return Cluster(processes=int(tasks), master=f"{address}:{port}", task=int(environment["SLURM_PROCID"]))
 
 
 def _has_gpus() -> bool:

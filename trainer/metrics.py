@@ -65,8 +65,7 @@ class Metrics:
         self.peak = config.metrics.peak_flops or peak_flops(self.world.device)
         self.steps = config.training.steps
         self.first_step = trainer.step + 1
-        self.losses: list[float] = []
-        """Of the first and of the newest update of this start."""
+        self.last_loss = math.nan
         self._pending: Update | None = None
         self._since = Totals()
         self.sinks: list[Sink] = []
@@ -92,16 +91,22 @@ class Metrics:
         if self.world.rank == 0:
             self.folder.event("checkpoint", path=str(checkpoint))
 
-    def farewell(self) -> str:
-        """Why the run ended, where everything is, and what to do next."""
-        if self.world.rank == 0:
-            self.folder.event("end", step=self.steps, loss=_finite(self.losses[-1]))
-        first, newest = self.losses[0], self.losses[-1]
-        saved = f"newest checkpoint: {committed[-1][1]}; " if (committed := self.folder.committed()) else ""
-        return (
-            f"done: all {self.steps} updates; loss {first:.3f} -> {newest:.3f}. Everything is in {self.folder.path} "
-            f"({saved}metrics.jsonl). Look: tensorboard --logdir {self.folder.tensorboard}. "
-            f"Go on: the same command with a higher --training.steps"
+    def farewell(self) -> None:
+        """Says why the run ended, where everything is, and what to do next."""
+        if self.world.rank != 0:
+            return
+        self.folder.event("end", step=self.steps, loss=_finite(self.last_loss))
+        committed = self.folder.committed()
+        where = f"newest checkpoint {committed[-1][1]}, " if committed else ""
+        log.info(
+            "done: all %d updates; loss %s -> %.3f. Everything is in %s (%smetrics.jsonl). "
+            "Look: tensorboard --logdir %s. Go on: the same command with a higher --training.steps",
+            self.steps,
+            _or_dash(self.folder.first_loss(), ".3f"),
+            self.last_loss,
+            self.folder.path,
+            where,
+            self.folder.tensorboard,
         )
 
     def write(self, update: Update) -> None:
@@ -123,7 +128,7 @@ class Metrics:
     def _take(self, update: Update) -> None:
         measured = update.read()
         self._since.add(update, measured)
-        self.losses = [*self.losses[:1], measured.loss]
+        self.last_loss = measured.loss
         if measured.skipped:
             log.warning("update %d skipped: its gradient is not finite", update.step)
             if self.world.rank == 0:

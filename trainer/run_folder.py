@@ -20,7 +20,7 @@ from trainer.config import Config, ConfigError
 from trainer.load import to_toml
 
 # What a run is: a checkpoint continues only under the same values. Everything else may change on resume.
-IDENTITY = ("model", "tokenizer.kind", "data", "training.seq_len", "training.seed", "training.dtype", "optimizer.name")
+IDENTITY = ("model", "tokenizer.kind", "data", "training.seq_len", "training.seed", "optimizer.name")
 INCIDENTAL = ("data.cache_dir", "data.bad_files")
 
 
@@ -69,6 +69,12 @@ class RunFolder:
         """The checkpoint to go on from; None for a fresh start."""
         committed = self.committed() if config.checkpoint.enabled else []
         return committed[-1][1] if committed else None
+
+    def first_loss(self) -> float | None:
+        """Loss of the run's first logged update."""
+        with self.metrics.open() as lines:
+            loss: float | None = json.loads(next(lines))["loss"]
+        return loss
 
     def cut_metrics(self, step: int) -> None:
         """Drops lines past `step` and a torn last one, so that a resumed run has each update once."""

@@ -1,0 +1,86 @@
+"""A model that a test can afford, and rows of random documents for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from models.batch import IGNORE, Batch
+from models.config import ModelConfig, RopeConfig
+from models.transformer import Transformer
+
+SMALL = ModelConfig(
+    vocab_size=37,
+    dim=16,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    ffn_dim=20,
+    rope=RopeConfig(theta=500.0),
+)
+TIED = replace(SMALL, tie_embeddings=True)
+
+
+def small_model(config: ModelConfig = SMALL, *, dtype: torch.dtype = torch.float64) -> Transformer:
+    """With weights large enough that every part of the model matters to its losses."""
+    model = Transformer(config).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(1 + values / 5 if parameter.ndim == 1 else values / 3)
+    return model
+
+
+def starts(*rows: list[int], width: int = 0) -> Tensor:
+    """Boundaries of rows with documents of these lengths, padded to `width` and to the same length."""
+    bounds = [[0, *accumulate(lengths)] for lengths in rows]
+    width = max(width, *(len(row) for row in bounds))
+    return torch.tensor([row + row[-1:] * (width - len(row)) for row in bounds], dtype=torch.int32)
+
+
+def packed(*rows: list[int], seed: int = 0, vocab_size: int = SMALL.vocab_size, targets: int | None = None) -> Batch:
+    """Random tokens in rows with documents of these lengths; no more than `targets` labels are kept."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(vocab_size, (len(rows), sum(rows[0])), generator=generator)
+    labels = torch.full_like(tokens, IGNORE)
+    positions, documents = torch.empty_like(tokens), torch.empty_like(tokens)
+    for index, lengths in enumerate(rows):
+        end = 0
+        for document, length in enumerate(lengths):
+            start, end = end, end + length
+            labels[index, start : end - 1] = tokens[index, start + 1 : end]
+            positions[index, start:end] = torch.arange(length)
+            documents[index, start:end] = document
+    if targets is not None:
+        flat = labels.view(-1)
+        flat[(flat != IGNORE).nonzero().flatten()[targets:]] = IGNORE
+    return Batch(
+        tokens=tokens,
+        labels=labels,
+        positions=positions,
+        documents=documents,
+        boundaries=starts(*rows, width=8),
+        num_tokens=tokens.numel(),
+        num_pairs=sum(length * (length + 1) // 2 for lengths in rows for length in lengths),
+    )
+
+
+def gradients(model: Transformer, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Losses, and every parameter's gradient of their mean over targets."""
+    model.zero_grad()
+    losses: Tensor = model(batch)
+    (losses.sum() / batch.num_targets()).backward()
+    return losses.detach(), {
+        name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
+
+
+def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Over all tensors, each relative to its own largest value."""
+    assert found.keys() == expected.keys()
+    return max(float((found[name] - expected[name]).abs().max() / expected[name].abs().max()) for name in expected)

@@ -1,0 +1,29 @@
+"""What a model eats."""
+
+from __future__ import annotations
+
+import torch
+from small import packed, starts
+
+from models.batch import IGNORE
+
+
+def test_targets_are_the_tokens_that_have_a_label() -> None:
+    batch = packed([3, 1, 4], [8])
+    assert (batch.labels != IGNORE).sum() == 2 + 0 + 3 + 7
+    assert int(batch.num_targets()) == 12
+    assert batch.num_targets().dtype == torch.int64
+    assert int(packed([8], targets=0).num_targets()) == 0
+
+
+def test_moving_a_batch_leaves_its_boundaries_on_the_host() -> None:
+    batch = packed([3, 1, 4], [8])
+    moved = batch.to(torch.device("meta"))
+    per_token = (moved.tokens, moved.labels, moved.positions, moved.documents)
+    assert {tensor.device.type for tensor in per_token} == {"meta"}
+    assert moved.boundaries is batch.boundaries
+    assert (moved.num_tokens, moved.num_pairs) == (16, 6 + 1 + 10 + 36)
+
+
+def test_boundaries_of_a_test_are_those_a_hand_writes() -> None:
+    assert starts([3, 1, 4], [8], width=5).tolist() == [[0, 3, 4, 8, 8], [0, 8, 8, 8, 8]]

@@ -1,0 +1,62 @@
+"""SwiGLU: the formula's values and gradients, and what is kept for the backward pass."""
+
+from __future__ import annotations
+
+import torch
+from small import SMALL
+from torch import Tensor
+from torch.nn import functional as F
+
+from models.feed_forward import FeedForward, GatedProjection
+
+ROWS, TOKENS = 2, 5
+X = (ROWS, TOKENS, SMALL.dim)
+INNER = (ROWS, TOKENS, SMALL.ffn_dim)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).requires_grad_()
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    given = (draw(ROWS, 3, 7), draw(ROWS, 3, 7, seed=1), draw(4, 7, seed=2))
+    torch.autograd.gradcheck(GatedProjection.apply, given)
+
+
+def test_values_and_gradients_are_those_of_the_formula() -> None:
+    module, x_E = FeedForward(SMALL).double(), draw(*X)
+    gate, up, down = module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight
+    expected = (F.silu(x_E @ gate.T) * (x_E @ up.T)) @ down.T
+    found = module(x_E)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+    grad = draw(*X, seed=1)
+    leaves = (x_E, gate, up, down)
+    for ours, plain in zip(
+        torch.autograd.grad(found, leaves, grad), torch.autograd.grad(expected, leaves, grad), strict=True
+    ):
+        torch.testing.assert_close(ours, plain, rtol=0, atol=1e-13)
+
+
+def test_half_precision_stays_half_precision() -> None:
+    module, x_E = FeedForward(SMALL).bfloat16(), draw(*X).detach().bfloat16().requires_grad_()
+    out = module(x_E)
+    assert out.dtype == torch.bfloat16
+    out.sum().backward()
+    wide = FeedForward(SMALL).double()
+    wide.load_state_dict(module.state_dict())
+    exact = x_E.detach().double().requires_grad_()
+    wide(exact).sum().backward()
+    assert x_E.grad is not None
+    assert exact.grad is not None
+    assert (x_E.grad - exact.grad).abs().max() < 0.02 * exact.grad.abs().max()
+
+
+def test_gate_and_up_are_kept_and_neither_their_product_nor_the_open_gate() -> None:
+    module, x_E = FeedForward(SMALL).double(), draw(*X)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        module(x_E)
+    weights = {parameter.data_ptr() for parameter in module.parameters()}
+    elements = {tensor.data_ptr(): tensor.numel() for tensor in kept if tensor.data_ptr() not in weights}
+    assert sorted(elements.values()) == sorted([x_E.numel(), *[ROWS * TOKENS * SMALL.ffn_dim] * 2])
+    assert x_E.data_ptr() in elements

@@ -1,0 +1,115 @@
+"""Sizes and costs that follow from a configuration: published counts, and FLOPs that torch counts too."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+import torch
+from small import SMALL, TIED, packed, small_model
+from torch.utils.flop_counter import FlopCounterMode
+
+from models import FAMILIES
+from models.config import ModelConfig, RopeConfig
+from models.transformer import Transformer
+from parallelisms import recompute
+
+PUBLISHED = {
+    ("llama2", "7b"): 6_738_415_616,
+    ("llama2", "13b"): 13_015_864_320,
+    ("llama2", "70b"): 68_976_648_192,
+    ("llama3", "8b"): 8_030_261_248,
+    ("llama3", "70b"): 70_553_706_496,
+    ("llama3.1", "8b"): 8_030_261_248,
+    ("llama3.1", "70b"): 70_553_706_496,
+    ("llama3.1", "405b"): 405_853_388_800,
+    ("llama3.2", "1b"): 1_235_814_400,
+    ("llama3.2", "3b"): 3_212_749_824,
+}
+PRESETS = [(family, size) for family, sizes in FAMILIES.items() for size in sizes]
+
+
+@pytest.mark.parametrize(("family", "size"), PUBLISHED)
+def test_the_count_of_parameters_is_the_published_one(family: str, size: str) -> None:
+    assert FAMILIES[family][size].num_parameters == PUBLISHED[family, size]
+
+
+@pytest.mark.parametrize(("family", "size"), PRESETS)
+def test_a_model_has_as_many_parameters_as_its_configuration_says(family: str, size: str) -> None:
+    config = FAMILIES[family][size]
+    assert config.problems() == []
+    with torch.device("meta"):
+        model = Transformer(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == config.num_parameters
+
+
+def test_every_preset_but_the_debug_model_is_held_to_a_published_count() -> None:
+    assert {*PRESETS} - {*PUBLISHED} == {("llama3", "debug")}
+
+
+@pytest.mark.parametrize("size", ["1b", "3b"])
+def test_the_small_models_of_llama_3_2_tie_their_embeddings_and_stretch_by_32(size: str) -> None:
+    config = FAMILIES["llama3.2"][size]
+    assert config.tie_embeddings
+    assert config.rope == RopeConfig(kind="llama3", theta=500_000.0, factor=32.0, original_length=8192)
+
+
+def test_llama_3_1_differs_from_llama_3_by_its_rotation_alone() -> None:
+    stretched = RopeConfig(
+        kind="llama3",
+        theta=500_000.0,
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_length=8192,
+    )
+    for size in ("8b", "70b"):
+        assert FAMILIES["llama3.1"][size] == replace(FAMILIES["llama3"][size], rope=stretched)
+
+
+def test_flops_are_those_that_a_hand_counts() -> None:
+    config = ModelConfig(vocab_size=7, dim=2, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=4, ffn_dim=5)
+    # per block: q 2x8, k 2x4, v 2x4, o 8x2, three of 2x5; head 7x2
+    assert config.block_matrix_parameters == 16 + 8 + 8 + 16 + 30
+    assert config.matrix_parameters == 3 * 78 + 14
+    # one document of 4 tokens: 1 + 2 + 3 + 4 pairs; a pair costs 2 products of 8 multiply-adds, 3 times, in 3 layers
+    assert config.flops(tokens=4, pairs=10) == 6 * 248 * 4 + 10 * (2 * 8 * 2) * 3 * 3
+    assert replace(config, tie_embeddings=True).flops(tokens=4, pairs=10) == config.flops(tokens=4, pairs=10)
+
+
+@pytest.mark.parametrize("config", [SMALL, TIED])
+@pytest.mark.parametrize("policy", get_args(recompute.Policy))
+def test_flops_outside_attention_are_those_that_torch_counts(config: ModelConfig, policy: recompute.Policy) -> None:
+    model, batch = small_model(config), packed([5, 7, 4], [9, 6, 1])
+    recompute.apply(model, policy=policy)
+    with FlopCounterMode(display=False) as counter:
+        model(batch).sum().backward()
+    executed = config.executed_flops(tokens=batch.num_tokens, pairs=0, recompute=policy)
+    assert counter.get_total_flops() == executed
+    assert (executed == config.flops(tokens=batch.num_tokens, pairs=0)) == (policy == "none")
+
+
+def test_executed_flops_of_attention_are_3_5_forward_passes_and_4_5_with_recomputation() -> None:
+    forward = 4 * SMALL.num_layers * SMALL.num_heads * SMALL.head_dim * 100
+    assert SMALL.flops(tokens=0, pairs=100) == 3 * forward
+    assert SMALL.executed_flops(tokens=0, pairs=100, recompute="none") == 3.5 * forward
+    assert SMALL.executed_flops(tokens=0, pairs=100, recompute="full") == 4.5 * forward
+
+
+def test_flops_of_llama_3_8b_are_those_of_the_performance_note() -> None:
+    config = FAMILIES["llama3"]["8b"]
+    for length, gigaflops in ((8 << 10, 51.5), (32 << 10, 70.8), (128 << 10, 148)):
+        per_token = config.flops(tokens=1, pairs=(length + 1) / 2)
+        assert per_token / 1e9 == pytest.approx(gigaflops, rel=5e-3)
+
+
+def test_what_cannot_be_built_is_said_with_its_numbers() -> None:
+    assert SMALL.problems() == []
+    rope = RopeConfig(kind="llama3", low_freq_factor=4.0, high_freq_factor=4.0)
+    broken = replace(SMALL, num_heads=5, num_kv_heads=2, head_dim=7, rope=rope)
+    assert broken.problems() == [
+        "model.rope.low_freq_factor = 4.0 must be below model.rope.high_freq_factor = 4.0",
+        "model.num_heads = 5 must be a multiple of model.num_kv_heads = 2",
+        "model.head_dim = 7 must be even: rotary embedding turns pairs",
+    ]

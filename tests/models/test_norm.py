@@ -1,0 +1,75 @@
+"""RMSNorm: torch's values and gradients, and what is kept for the backward pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from models.norm import NormFunction, RMSNorm
+
+EPS = 1e-2
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x_E = torch.randn(2, 5, 12, generator=generator, dtype=torch.float64) / 5
+    weight_E = 1 + torch.randn(12, generator=generator, dtype=torch.float64)
+    return x_E.to(dtype).requires_grad_(), weight_E.to(dtype).requires_grad_()
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    torch.autograd.gradcheck(lambda x_E, weight_E: NormFunction.apply(x_E, weight_E, EPS), inputs())
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-6)])
+def test_values_and_gradients_are_those_of_torch(dtype: torch.dtype, tolerance: float) -> None:
+    given = inputs(dtype)
+    ours, torchs = NormFunction.apply(*given, EPS), F.rms_norm(given[0], (12,), given[1], EPS)
+    torch.testing.assert_close(ours, torchs, rtol=0, atol=tolerance)
+    grad = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    for found, expected in zip(
+        torch.autograd.grad(ours, given, grad), torch.autograd.grad(torchs, given, grad), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=0, atol=10 * tolerance)
+
+
+def test_statistics_of_half_precision_are_single() -> None:
+    x_E, weight_E = inputs(torch.bfloat16)
+    out = NormFunction.apply(x_E, weight_E, EPS)
+    assert out.dtype == torch.bfloat16
+    normed = F.rms_norm(x_E.detach().float(), (12,), eps=EPS).bfloat16()
+    assert torch.equal(out, normed * weight_E)
+    dx, dweight = torch.autograd.grad(out, (x_E, weight_E), torch.ones_like(out))
+    assert dx.dtype == dweight.dtype == torch.bfloat16
+
+
+def test_a_large_sum_of_squares_does_not_overflow() -> None:
+    x_E = torch.full((1, 4096), 1e18)
+    out = NormFunction.apply(x_E, torch.ones(4096), 1e-5)
+    torch.testing.assert_close(out, torch.ones(1, 4096), rtol=1e-6, atol=0)
+
+
+def test_a_row_of_zeros_has_finite_gradients() -> None:
+    x_E, weight_E = torch.zeros(1, 12, requires_grad=True), torch.ones(12, requires_grad=True)
+    dx, dweight = torch.autograd.grad(NormFunction.apply(x_E, weight_E, EPS), (x_E, weight_E), torch.ones(1, 12))
+    torch.testing.assert_close(dx, torch.full((1, 12), EPS**-0.5))
+    assert dweight.count_nonzero() == 0
+
+
+def test_the_input_is_kept_once_and_the_output_not_at_all() -> None:
+    x_E, weight_E = inputs()
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        out = NormFunction.apply(x_E, weight_E, EPS)
+    assert sorted(tuple(tensor.shape) for tensor in kept) == [(2, 5, 1), (2, 5, 12), (12,)]
+    assert {tensor.data_ptr() for tensor in kept if tensor.shape != (2, 5, 1)} == {x_E.data_ptr(), weight_E.data_ptr()}
+    assert out.data_ptr() not in {tensor.data_ptr() for tensor in kept}
+
+
+def test_the_module_uses_its_weight_and_its_epsilon() -> None:
+    norm = RMSNorm(12, eps=EPS).double()
+    x_E, weight_E = inputs()
+    norm.weight.data.copy_(weight_E)
+    assert torch.equal(norm(x_E), NormFunction.apply(x_E, weight_E, EPS))

@@ -1,0 +1,151 @@
+"""Rotary embedding: held to complex numbers, to the published formula of its stretching, and to exact angles."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from models import FAMILIES, rope
+from models.config import RopeConfig
+
+PLAIN = RopeConfig(theta=500_000.0)
+STRETCHED = RopeConfig(kind="llama3", theta=500_000.0, factor=8.0, original_length=8192)
+WIDTH = 16
+POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 5000], [7, 6, 0, 100_000, 1, 1, 2]])
+
+
+def rotation(config: RopeConfig = PLAIN, *, head_dim: int = WIDTH, positions: Tensor = POSITIONS) -> Tensor:
+    return rope.rotation(config, head_dim, positions, torch.float64)
+
+
+def draw(positions: Tensor = POSITIONS, *, head_dim: int = WIDTH) -> Tensor:
+    return torch.randn(*positions.shape, 3, head_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def as_complex(x: Tensor) -> Tensor:
+    """Element i of the first half and element i of the second are one number."""
+    return torch.complex(x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :])
+
+
+def test_halves_are_turned_as_complex_numbers_are() -> None:
+    x = draw()
+    frequencies = torch.tensor([500_000.0 ** (-2 * i / WIDTH) for i in range(WIDTH // 2)], dtype=torch.float64)
+    angles = POSITIONS[:, :, None, None] * frequencies
+    expected = as_complex(x) * torch.exp(1j * angles)
+    torch.testing.assert_close(as_complex(rope.rotate(x, rotation())), expected, rtol=0, atol=1e-10)
+
+
+def test_rotation_is_the_one_of_hugging_face() -> None:
+    x = draw()
+    cos, sin = (torch.cat((half, half), dim=-1) for half in rotation())
+    left, right = x.chunk(2, dim=-1)
+    expected = x * cos + torch.cat((-right, left), dim=-1) * sin
+    torch.testing.assert_close(rope.rotate(x, rotation()), expected, rtol=0, atol=1e-15)
+
+
+def test_position_zero_is_left_as_it_is() -> None:
+    x = draw()
+    turned = rope.rotate(x, rotation())
+    assert torch.equal(turned[POSITIONS == 0], x[POSITIONS == 0])
+    assert not torch.isclose(turned[POSITIONS == 1], x[POSITIONS == 1]).any(-1).all()
+
+
+@pytest.mark.parametrize("config", [PLAIN, STRETCHED])
+def test_products_depend_on_the_distance_alone(config: RopeConfig) -> None:
+    distances = []
+    for first in (0, 3, 4097, 1_000_000):
+        positions = torch.tensor([[first + 11, first]])
+        q, k = rope.rotate(draw(torch.zeros(1, 2)), rotation(config, positions=positions))[0]
+        distances.append((q * k).sum(-1))
+    for products in distances[1:]:
+        torch.testing.assert_close(products, distances[0], rtol=0, atol=1e-8)
+    other = rope.rotate(draw(torch.zeros(1, 2)), rotation(config, positions=torch.tensor([[12, 0]])))[0]
+    assert ((other[0] * other[1]).sum(-1) - distances[0]).abs().min() > 1e-3
+
+
+def published(config: RopeConfig, head_dim: int) -> list[float]:
+    """Llama 3.1's scaling, by wavelength, one frequency after the other."""
+    frequencies = []
+    for i in range(head_dim // 2):
+        frequency = 1.0 / config.theta ** (2 * i / head_dim)
+        wavelength = 2 * math.pi / frequency
+        if wavelength < config.original_length / config.high_freq_factor:
+            frequencies.append(frequency)
+        elif wavelength > config.original_length / config.low_freq_factor:
+            frequencies.append(frequency / config.factor)
+        else:
+            smooth = config.original_length / wavelength - config.low_freq_factor
+            smooth /= config.high_freq_factor - config.low_freq_factor
+            frequencies.append((1 - smooth) * frequency / config.factor + smooth * frequency)
+    return frequencies
+
+
+@pytest.mark.parametrize(
+    ("config", "head_dim"),
+    [
+        (FAMILIES["llama3.1"]["8b"].rope, 128),
+        (FAMILIES["llama3.2"]["1b"].rope, 64),
+        (RopeConfig(kind="llama3", theta=10_000.0, factor=4.0, low_freq_factor=2.0, high_freq_factor=16.0), 32),
+    ],
+)
+def test_long_wavelengths_are_stretched_as_published(config: RopeConfig, head_dim: int) -> None:
+    found, expected = rope.frequencies(config, head_dim), published(config, head_dim)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
+    shares = found / rope.frequencies(RopeConfig(theta=config.theta), head_dim)
+    assert shares[0] == 1
+    assert float(shares[-1]) == pytest.approx(1 / config.factor)
+    assert ((shares > 1.001 / config.factor) & (shares < 0.999)).any()
+
+
+@pytest.mark.parametrize("position", [8_000, 1_000_000, 4_000_000, 10_000_000])
+@pytest.mark.parametrize("theta", [500_000.0, 8_000_000.0])
+def test_the_angle_between_two_tokens_is_right_however_far_they_are_in_the_document(
+    position: int, theta: float
+) -> None:
+    config = RopeConfig(theta=theta)
+    firsts = torch.arange(position - 50, position)
+    table = rope.rotation(config, 128, torch.stack((firsts, firsts + 1000)), torch.float32).double()
+    cos, sin = table.squeeze(3)
+    angles = torch.atan2(sin, cos)
+    error = angles[1] - angles[0] - 1000 * rope.frequencies(config, 128)
+    error = torch.remainder(error + math.pi, 2 * math.pi) - math.pi
+    # Public trainers, with angles in float32, are off by 0.05 at 1M.
+    assert error.abs().max() < 2e-6
+
+
+def test_the_table_is_as_precise_as_its_dtype() -> None:
+    exact = rotation(positions=torch.tensor([[4_000_000]]))
+    single = rope.rotation(PLAIN, WIDTH, torch.tensor([[4_000_000]]), torch.float32)
+    assert single.dtype == torch.float32
+    assert single.shape == (2, 1, 1, 1, WIDTH // 2)
+    torch.testing.assert_close(single.double(), exact, rtol=0, atol=5e-7)
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    torch.autograd.gradcheck(lambda x: rope.rotate(x, rotation()), draw().requires_grad_())
+
+
+def test_half_precision_is_turned_in_single_precision() -> None:
+    table = rope.rotation(PLAIN, WIDTH, POSITIONS, torch.float32)
+    half = draw().bfloat16().requires_grad_()
+    single = half.detach().float().requires_grad_()
+    out, wide = rope.rotate(half, table), rope.rotate(single, table)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, wide.bfloat16())
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    out.backward(grad)
+    wide.backward(grad.float())
+    assert half.grad is not None
+    assert single.grad is not None
+    assert half.grad.dtype == torch.bfloat16
+    assert torch.equal(half.grad, single.grad.bfloat16())
+
+
+def test_no_activation_is_kept() -> None:
+    x, kept = draw().requires_grad_(), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        rope.rotate(x, rotation())
+    assert {tensor.shape[-1] for tensor in kept} == {WIDTH // 2}

@@ -1,0 +1,63 @@
+"""Recomputation changes what is kept, and not one bit of what is computed."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+import torch
+from jobs import SMALL, TIED, gradients, packed, small_model
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from models.config import ModelConfig
+from parallelisms import recompute
+
+BATCH = packed([9, 1, 14], [24])
+
+
+class Calls(TorchDispatchMode):
+    """How often attention ran, forward and backward."""
+
+    forward = 0
+    backward = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
+    ) -> Any:
+        self.forward += function is torch.ops.longhaul.attention.default
+        self.backward += function is torch.ops.longhaul.attention_backward.default
+        return function(*arguments, **(options or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("config", [SMALL, TIED])
+def test_every_policy_gives_the_same_bits(config: ModelConfig, dtype: torch.dtype) -> None:
+    losses, expected = gradients(small_model(config, dtype=dtype), BATCH)
+    for policy in get_args(recompute.Policy):
+        model = small_model(config, dtype=dtype)
+        recompute.apply(model, policy=policy)
+        found_losses, found = gradients(model, BATCH)
+        assert torch.equal(found_losses, losses)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(("policy", "runs"), [("none", 1), ("full", 2)])
+def test_attention_runs_once_more_where_everything_is_recomputed(policy: recompute.Policy, runs: int) -> None:
+    model = small_model()
+    recompute.apply(model, policy=policy)
+    with Calls() as calls:
+        model(BATCH).sum().backward()
+    assert (calls.forward, calls.backward) == (runs * SMALL.num_layers, SMALL.num_layers)
+
+
+def test_recomputing_everything_keeps_a_block_s_input_alone() -> None:
+    model = small_model()
+    recompute.apply(model, policy="full")
+    kept = []
+    x = torch.randn(2, 24, SMALL.dim, dtype=torch.float64, requires_grad=True)
+    table = torch.ones(2, 2, 24, 1, SMALL.head_dim // 2, dtype=torch.float64)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        out = model.layers()[0](x, table, BATCH.boundaries)
+    assert {tensor.data_ptr() for tensor in kept} <= {tensor.data_ptr() for tensor in (x, table, BATCH.boundaries)}
+    out.sum().backward()
+    assert x.grad is not None

@@ -1,0 +1,255 @@
+"""Whole runs of a tiny configuration: by the launcher, as a user has them, or forked, which takes a second.
+
+Forked ranks run `train.main` in the environment that torchrun gives a worker, without its agent; what they compute is
+the same. Both ways use one thread, and the forked one turns warnings into errors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from tests.ranks import context
+
+ROOT = Path(__file__).resolve().parents[2]
+WORDS = "the quick brown fox jumps over lazy dogs while rivers run under bridges of stone and light".split()
+PLACES = ("NGPU", "NNODES", "NODE_RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_ID", "SLURM_NTASKS")
+
+RUN = """\
+[model]
+family = "llama3"
+size = "debug"
+num_layers = 2
+dim = 64
+num_heads = 4
+num_kv_heads = 2
+head_dim = 16
+ffn_dim = 96
+
+[tokenizer]
+kind = "byte"
+
+[data]
+corpus = "{root}/corpus"
+cache_dir = "{root}/prepared"
+
+[training]
+seq_len = 64
+global_batch_size = 6
+steps = 6
+dtype = "float32"
+
+[optimizer]
+lr = 1e-2
+
+[checkpoint]
+interval = 3
+
+[metrics]
+log_interval = 1
+tensorboard = false
+"""
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a run ended: the exit status of each process, the launcher's alone if it was launched, and what was said."""
+
+    statuses: list[int]
+    said: str
+
+
+def write_run(root: Path) -> Path:
+    """A corpus of documents of odd lengths, and a configuration that trains on it; returns the latter's path."""
+    draw = random.Random(0)
+    for number in range(40):
+        words = (draw.choice(WORDS) for _ in range(draw.randint(1, 40)))
+        path = root / "corpus" / f"{number:02}.txt"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(" ".join(words) + "\n")
+    config = root / "run.toml"
+    config.write_text(RUN.format(root=root))
+    return config
+
+
+def arguments(config: Path, folder: Path, *options: str) -> list[str]:
+    return ["--config", str(config), "--job.output_dir", str(folder), *options]
+
+
+# ---- by the launcher
+
+
+def launch(config: Path, folder: Path, *options: str, processes: int) -> subprocess.Popen[str]:
+    environment = {key: value for key, value in os.environ.items() if key not in PLACES}
+    environment |= {"NGPU": str(processes), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-P", "-m", "trainer.launch", *arguments(config, folder, *options)]
+    # A file, not a pipe: a worker that outlives its launcher would keep a pipe open.
+    with folder.with_suffix(".log").open("a") as log:
+        return subprocess.Popen(command, cwd=config.parent, env=environment, stdout=log, stderr=log, text=True)
+
+
+def launched(config: Path, folder: Path, *options: str, processes: int) -> Done:
+    log = folder.with_suffix(".log")
+    said_before = len(log.read_text()) if log.exists() else 0
+    status = launch(config, folder, *options, processes=processes).wait(120)
+    return Done([status], log.read_text()[said_before:])
+
+
+def workers(launcher: int) -> list[int]:
+    """The processes of `train.py` below a process that is alive."""
+    found: list[int] = []
+    for task in Path(f"/proc/{launcher}/task").glob("*/children"):
+        try:
+            below = [int(pid) for pid in task.read_text().split()]
+        except OSError:  # The thread has ended.
+            continue
+        for pid in below:
+            found += [pid, *workers(pid)] if b"train.py" in command_of(pid) else workers(pid)
+    return found
+
+
+def command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def is_alive(pid: int) -> bool:
+    """Zombies are not: somebody has only not asked yet how they ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60) -> bool:
+    """Whether the condition came true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.002)
+    return True
+
+
+def kill_launcher(launcher: subprocess.Popen[str]) -> list[int]:
+    """Kills it as `kill -9` does; returns the workers that are still there two seconds later, and ends them too."""
+    below = workers(launcher.pid)
+    launcher.kill()
+    launcher.wait()
+    wait_for(lambda: not any(map(is_alive, below)), 2)
+    left = [pid for pid in below if is_alive(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    return left
+
+
+# ---- forked
+
+
+def fork(config: Path, folder: Path, *options: str, processes: int) -> list[ForkServerProcess]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = folder.with_suffix(".log")
+    ranks = [
+        context.Process(
+            target=_train,
+            args=(rank, processes, port, log, arguments(config, folder, *options)),
+            daemon=True,
+        )
+        for rank in range(processes)
+    ]
+    for rank in ranks:
+        rank.start()
+    return ranks
+
+
+def forked(config: Path, folder: Path, *options: str, processes: int = 1, seconds: float = 60) -> Done:
+    log = folder.with_suffix(".log")
+    said_before = len(log.read_text()) if log.exists() else 0
+    ranks = fork(config, folder, *options, processes=processes)
+    # Peers of a rank that failed wait for it in a collective; the launcher would end them.
+    wait_for(lambda: all(rank.exitcode == 0 for rank in ranks) or any(rank.exitcode for rank in ranks), seconds)
+    wait_for(lambda: not any(rank.is_alive() for rank in ranks), 2)
+    end(ranks)
+    return Done([rank.exitcode or 0 for rank in ranks], log.read_text()[said_before:])
+
+
+def end(ranks: list[ForkServerProcess]) -> None:
+    for rank in ranks:
+        rank.kill()
+    for rank in ranks:
+        rank.join()
+
+
+def _train(rank: int, size: int, port: int, log: Path, argv: list[str]) -> None:
+    place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({key: str(value) for key, value in place.items()})
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    import train
+
+    sys.exit(train.main(argv))
+
+
+# ---- what a run left
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def metrics(folder: Path, *keys: str) -> list[tuple[Any, ...]]:
+    """These keys of every line of metrics.jsonl; numbers as JSON wrote them, which is exact."""
+    return [tuple(line[key] for key in keys) for line in lines(folder / "metrics.jsonl")]
+
+
+def steps(folder: Path) -> list[int]:
+    return [step for (step,) in metrics(folder, "step")]
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").glob("*"))
+
+
+def tensors(checkpoint: Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint, whole, whatever ranks wrote it."""
+    reader = dcp.FileSystemReader(checkpoint)
+    entries = reader.read_metadata().state_dict_metadata
+    loaded = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # That there is no process group is what is asked for.
+        dcp.load(loaded, storage_reader=reader, no_dist=True)
+    return loaded
+
+
+def digests(checkpoint: Path) -> dict[str, str]:
+    found = tensors(checkpoint)
+    return {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in sorted(found.items())}
+
+
+def state(checkpoint: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((checkpoint / "state.json").read_text())
+    return found

@@ -1,0 +1,166 @@
+"""How runs end, and which may go on."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.system.runs import checkpoints, forked, launch, launched, lines, steps, workers, write_run
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `run.toml`, its corpus, and a finished run in `run`."""
+    root = tmp_path_factory.mktemp("finished")
+    assert forked(write_run(root), root / "run", "--training.steps", "3").statuses == [0]
+    return root
+
+
+@pytest.fixture
+def copied(finished: Path, tmp_path: Path) -> Path:
+    """The finished run, in a folder of its own."""
+    return Path(shutil.copytree(finished / "run", tmp_path / "moved"))
+
+
+def end_and_workers(launcher: subprocess.Popen[str]) -> tuple[int, set[int]]:
+    """The launcher's exit status, and every worker that was ever there."""
+    seen: set[int] = set()
+    while (status := launcher.poll()) is None:
+        seen.update(workers(launcher.pid))
+        time.sleep(0.005)
+    return status, seen
+
+
+# ---- through the launcher
+
+
+@pytest.mark.ranks
+def test_a_finished_run_says_so_and_starts_no_worker(finished: Path, copied: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in copied.rglob("*")}
+    status, seen = end_and_workers(launch(finished / "run.toml", copied, "--training.steps", "3", processes=2))
+    said = copied.with_suffix(".log").read_text()
+    assert status == 0, said
+    assert said.count("done already") == 1
+    assert f"{copied}/checkpoints/step-3 holds update 3 of 3. To go on, raise --training.steps" in said
+    assert {path: path.stat().st_mtime_ns for path in copied.rglob("*")} == before
+    assert seen == set()
+
+
+def test_a_bad_configuration_leaves_with_2_before_any_worker(finished: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    launcher = launch(finished / "run.toml", folder, "--parallelism.dp_shard", "3", "--model.num_heads", "3", processes=2)
+    assert end_and_workers(launcher) == (2, set())
+    assert folder.with_suffix(".log").read_text().count("error: ") == 2
+    assert not folder.exists()
+
+
+@pytest.mark.ranks
+def test_a_data_error_leaves_the_launcher_with_78(tmp_path: Path) -> None:
+    config, empty = write_run(tmp_path), tmp_path / "empty"
+    empty.mkdir()
+    done = launched(config, tmp_path / "run", "--data.corpus", str(empty), processes=2)
+    assert done.statuses == [78]
+    assert f'error: data.corpus = "{empty}": there is no text file' in done.said
+    assert "Traceback" not in done.said
+
+
+# ---- what a worker decides
+
+
+def test_raising_steps_goes_on(finished: Path, copied: Path) -> None:
+    done = forked(finished / "run.toml", copied, "--training.steps", "5")
+    assert done.statuses == [0]
+    assert "next are update 4 and row 18" in done.said
+    assert steps(copied) == [1, 2, 3, 4, 5]
+    assert checkpoints(copied) == ["step-3", "step-5"]
+
+
+def test_fewer_steps_than_there_are_is_finished(finished: Path, copied: Path) -> None:
+    done = forked(finished / "run.toml", copied, "--training.steps", "2")
+    assert done.statuses == [0]
+    assert "holds update 3 of 2" in done.said
+    assert steps(copied) == [1, 2, 3]
+
+
+CHANGES = {
+    "model": (("--model.dim", "32", "--model.tie_embeddings", "true"), ["model.dim was 64 and is now 32"]),
+    "data": (("--data.packing", "concat"), ['data.packing was "best_fit" and is now "concat"']),
+    "mask": (("--data.mask", "none"), ['data.mask was "document" and is now "none"']),
+    "seed": (("--training.seed", "1"), ["training.seed was 0 and is now 1"]),
+    "length": (("--training.seq_len", "32"), ["training.seq_len was 64 and is now 32"]),
+}
+
+
+@pytest.mark.parametrize("options,told", CHANGES.values(), ids=list(CHANGES))
+def test_another_run_is_refused_with_its_differences(
+    finished: Path, copied: Path, options: tuple[str, ...], told: list[str]
+) -> None:
+    before = (copied / "metrics.jsonl").read_bytes()
+    done = forked(finished / "run.toml", copied, "--training.steps", "5", *options)
+    assert done.statuses == [78]
+    assert f"error: {copied}/checkpoints/step-3 is of another run:\n  " in done.said
+    assert all(f"  {line}\n" in done.said for line in told)
+    assert done.said.count(" was ") == len(options) // 2
+    assert "Traceback" not in done.said
+    assert (copied / "metrics.jsonl").read_bytes() == before
+    assert checkpoints(copied) == ["step-3"]
+
+
+def test_a_corpus_that_changed_is_refused(finished: Path, copied: Path, tmp_path: Path) -> None:
+    config = write_run(tmp_path)
+    (tmp_path / "corpus" / "07.txt").write_text("not what it was\n")
+    config.write_text(config.read_text().replace(f'corpus = "{tmp_path}', f'corpus = "{finished}'))
+    shutil.rmtree(copied)
+    shutil.copytree(finished / "run", copied)
+    corpus = finished / "corpus" / "07.txt"
+    text = corpus.read_text()
+    try:
+        corpus.write_text("not what it was\n")
+        done = forked(config, copied, "--training.steps", "5")
+    finally:
+        corpus.write_text(text)
+    assert done.statuses == [78]
+    assert "was trained on data of fingerprint" in done.said
+
+
+@pytest.mark.ranks
+def test_what_a_run_is_not_known_by_may_change(finished: Path, copied: Path) -> None:
+    options = ("--training.micro_batch_size", "3", "--metrics.log_interval", "2", "--parallelism.dp_replicate", "2")
+    options += ("--memory.recompute", "full", "--checkpoint.keep", "1", "--job.name", "other", "--optimizer.lr", "1e-3")
+    done = forked(finished / "run.toml", copied, "--training.steps", "7", *options, processes=2)
+    assert done.statuses == [0, 0], done.said
+    assert steps(copied) == [1, 2, 3, 4, 6, 7], "the first of this start, every second, the last"
+    assert checkpoints(copied) == ["step-7"]
+
+
+def test_a_vocabulary_that_is_too_small_leaves_with_2(finished: Path, tmp_path: Path) -> None:
+    done = forked(finished / "run.toml", tmp_path / "run", "--model.vocab_size", "200")
+    assert done.statuses == [2]
+    assert "error: model.vocab_size = 200 must be at least the" in done.said
+
+
+def test_a_checkpoint_without_its_state_is_named_and_leaves_with_78(finished: Path, copied: Path) -> None:
+    (copied / "checkpoints" / "step-3" / "state.json").write_text('{"step": 3, "tra')
+    done = forked(finished / "run.toml", copied, "--training.steps", "5")
+    assert done.statuses == [78]
+    assert f"error: {copied}/checkpoints/step-3/state.json cannot be read" in done.said
+
+
+def test_a_bad_file_is_named_and_training_goes_on_unless_refused(finished: Path, tmp_path: Path) -> None:
+    config, folder = write_run(tmp_path), tmp_path / "run"
+    (tmp_path / "corpus" / "latin.txt").write_bytes(b"caf\xe9 au lait\n")
+    done = forked(config, folder, "--training.steps", "2")
+    assert done.statuses == [0]
+    assert "skipped latin.txt: not UTF-8 text: byte 0xe9 at offset 3" in done.said
+    assert steps(folder) == [1, 2]
+    refused = forked(config, tmp_path / "refused", "--data.bad_files", "refuse")
+    assert refused.statuses == [78]
+    assert "latin.txt" in refused.said
+    # The bad file is no part of what the run is known by: without it the run goes on.
+    assert forked(finished / "run.toml", tmp_path / "other", "--training.steps", "2").statuses == [0]
+    clean, dirty = (lines(tmp_path / name / "metrics.jsonl") for name in ("other", "run"))
+    assert [line["loss"] for line in clean] == [line["loss"] for line in dirty]

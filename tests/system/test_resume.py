@@ -1,0 +1,128 @@
+"""A run that was killed goes on, and ends bitwise as if it had not been."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.system.runs import (
+    checkpoints,
+    digests,
+    end,
+    fork,
+    forked,
+    kill_launcher,
+    launch,
+    lines,
+    metrics,
+    state,
+    steps,
+    tensors,
+    wait_for,
+    workers,
+    write_run,
+)
+
+pytestmark = pytest.mark.ranks
+
+REPLICAS = ("--parallelism.dp_replicate", "2", "--parallelism.dp_shard", "2")
+EXACT = ("step", "tokens", "loss", "grad_norm", "lr")
+
+
+@pytest.mark.parametrize(
+    ("processes", "options"),
+    [(1, ()), (2, ("--memory.recompute", "full")), (4, ()), (4, (*REPLICAS, "--model.tie_embeddings", "true"))],
+    ids=["1", "2", "4", "2x2"],
+)
+def test_three_updates_a_kill_and_three_updates_are_six(tmp_path: Path, processes: int, options: tuple[str, ...]) -> None:
+    config = write_run(tmp_path)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    options = (*options, "--training.global_batch_size", "48")  # An update takes long enough to be killed in one.
+    assert forked(config, whole, *options, processes=processes).statuses == [0] * processes
+
+    victim = launch(config, killed, *options, processes=processes)
+    assert wait_for((killed / "checkpoints" / "step-3").exists)
+    assert len(workers(victim.pid)) == processes
+    assert kill_launcher(victim) == []
+    assert checkpoints(killed) == ["step-3"], "the kill came too late for this test"
+
+    resumed = forked(config, killed, *options, processes=processes)
+    assert resumed.statuses == [0] * processes
+    assert f"resumed from {killed}/checkpoints/step-3: next are update 4 and row 144" in resumed.said
+    assert metrics(killed, *EXACT) == metrics(whole, *EXACT)
+    assert steps(killed) == [1, 2, 3, 4, 5, 6]
+    for step in ("step-3", "step-6"):
+        assert digests(killed / "checkpoints" / step) == digests(whole / "checkpoints" / step)
+    assert state(killed / "checkpoints" / "step-6") == state(whole / "checkpoints" / "step-6")
+    assert [line["step"] for line in lines(killed / "events.jsonl") if line["event"] == "start"] == [0, 3]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_workers_that_still_import_torch_die_with_their_launcher(tmp_path: Path, processes: int) -> None:
+    victim = launch(write_run(tmp_path), tmp_path / "run", processes=processes)
+    assert wait_for(lambda: len(workers(victim.pid)) == processes)
+    assert kill_launcher(victim) == []
+
+
+# ---- a storm
+
+
+@pytest.mark.parametrize("way", ["forked", pytest.param("launched", marks=pytest.mark.slow)])
+def test_a_run_killed_again_and_again_ends_as_if_it_had_not_been(tmp_path: Path, way: str) -> None:
+    config = write_run(tmp_path)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    options = ("--training.steps", "30", "--checkpoint.interval", "1", "--checkpoint.keep", "2")
+    assert forked(config, whole, *options, processes=2).statuses == [0, 0]
+
+    draw = random.Random(0)
+    for _ in range(4):
+        before = newest(killed)
+        launcher = launch(config, killed, *options, processes=2) if way == "launched" else None
+        ranks = [] if launcher else fork(config, killed, *options, processes=2)
+        assert wait_for(lambda before=before: newest(killed) > before)  # type: ignore[misc]
+        wait_for(lambda: False, draw.uniform(0, 0.3))
+        end(ranks)
+        assert launcher is None or kill_launcher(launcher) == []
+        assert 0 < newest(killed) < 30, "the kill came too late for this test"
+        lines_of_every_checkpoint_are_there(killed)
+
+    last = forked(config, killed, *options, processes=2)
+    assert last.statuses == [0, 0]
+    assert metrics(killed, *EXACT) == metrics(whole, *EXACT)
+    assert checkpoints(killed) == ["step-29", "step-30"]
+    assert digests(killed / "checkpoints" / "step-30") == digests(whole / "checkpoints" / "step-30")
+    assert state(killed / "checkpoints" / "step-30") == state(whole / "checkpoints" / "step-30")
+
+
+def newest(folder: Path) -> int:
+    return max((int(path.name[5:]) for path in (folder / "checkpoints").glob("step-*")), default=0)
+
+
+def lines_of_every_checkpoint_are_there(folder: Path) -> None:
+    """Whatever the moment of a kill: the newest checkpoint is whole, and no line up to it is missing."""
+    step = newest(folder)
+    whole_lines = [line for line in (folder / "metrics.jsonl").read_text().splitlines(True) if line.endswith("\n")]
+    assert [f'"step": {number},' in line for number, line in enumerate(whole_lines[:step], 1)] == [True] * step
+    assert state(folder / "checkpoints" / f"step-{step}")["step"] == step
+    assert len(tensors(folder / "checkpoints" / f"step-{step}")) == 4 * 21  # Each of 21 parameters, and its Adam state.
+
+
+def test_a_leftover_of_a_dead_process_is_ignored_and_then_removed(tmp_path: Path) -> None:
+    config, folder = write_run(tmp_path), tmp_path / "run"
+    assert forked(config, folder, "--training.steps", "3", "--schedule.kind", "constant").statuses == [0]
+    for name in (".tmp-step-6", ".tmp-old-step-1", ".tmp-step-9"):
+        shutil.copytree(folder / "checkpoints" / "step-3", folder / "checkpoints" / name)
+    resumed = forked(config, folder, "--schedule.kind", "constant")
+    assert resumed.statuses == [0]
+    assert "checkpoints/step-3: next are update 4" in resumed.said
+    assert checkpoints(folder) == ["step-3", "step-6"]
+
+
+def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+    config, folder = write_run(tmp_path), tmp_path / "run"
+    options = ("--training.steps", "13", "--checkpoint.interval", "2", "--checkpoint.keep", "3")
+    assert forked(config, folder, *options).statuses == [0]
+    assert checkpoints(folder) == ["step-10", "step-12", "step-13"]

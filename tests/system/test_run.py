@@ -1,0 +1,98 @@
+"""What a run leaves behind, and what it is worth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tomli
+
+from tests.system.runs import Done, checkpoints, digests, forked, launched, lines, metrics, state, steps, tensors, write_run
+
+
+@pytest.fixture(scope="module")
+def launched_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
+    """A run of two processes through the launcher, with everything on: its folder, and how it ended."""
+    root = tmp_path_factory.mktemp("launched")
+    options = ("--metrics.tensorboard", "true", "--profiler.trace_step", "2")
+    return root / "run", launched(write_run(root), root / "run", *options, processes=2)
+
+
+@pytest.mark.ranks
+def test_the_last_line_says_how_it_ended_and_what_is_next(launched_run: tuple[Path, Done]) -> None:
+    folder, done = launched_run
+    assert done.statuses == [0]
+    last = done.said.splitlines()[-1]
+    assert "done: all 6 updates; loss 5." in last
+    assert f"newest checkpoint: {folder}/checkpoints/step-6" in last
+    assert "Go on: the same command with a higher --training.steps" in last
+    assert "Traceback" not in done.said
+    assert "Warning" not in done.said
+    assert [line.split()[2] for line in done.said.splitlines() if " update " in line] == [f"{n}/6" for n in range(1, 7)]
+
+
+@pytest.mark.ranks
+def test_the_run_folder_holds_what_the_contract_lists(launched_run: tuple[Path, Done]) -> None:
+    folder, _ = launched_run
+    listed = {"config.toml", "metrics.jsonl", "events.jsonl", "tensorboard", "checkpoints", "logs"}
+    assert {path.name for path in folder.iterdir()} == listed
+    assert checkpoints(folder) == ["step-3", "step-6"]
+    assert [path.name.startswith("events.out") for path in (folder / "tensorboard").iterdir()] == [True]
+    assert sorted(path.name for path in (folder / "logs").iterdir()) == [f"trace-step-2-rank-{rank}.json" for rank in (0, 1)]
+    told = [line["event"] for line in lines(folder / "events.jsonl")]
+    assert told == ["start", "checkpoint", "checkpoint", "end"]
+    saved = state(folder / "checkpoints" / "step-6")
+    assert (saved["step"], saved["trainer"]["next_row"], saved["degrees"]["dp_shard"]) == (6, 36, 2)
+    assert saved["trainer"]["tokens"] == metrics(folder, "tokens")[-1][0]
+
+
+@pytest.mark.ranks
+def test_its_own_configuration_gives_the_same_run(launched_run: tuple[Path, Done], tmp_path: Path) -> None:
+    folder, _ = launched_run
+    again = tmp_path / "again"
+    assert forked(folder / "config.toml", again, processes=2).statuses == [0, 0]
+    exact = ("step", "tokens", "loss", "grad_norm", "lr")
+    assert metrics(again, *exact) == metrics(folder, *exact)
+    assert digests(again / "checkpoints" / "step-6") == digests(folder / "checkpoints" / "step-6")
+    ours, theirs = (tomli.loads((path / "config.toml").read_text()) for path in (again, folder))
+    assert ours.pop("job")["output_dir"] == str(again)
+    assert theirs.pop("job")["output_dir"] == str(folder)
+    assert ours == theirs
+
+
+@pytest.mark.ranks
+def test_the_loss_falls(launched_run: tuple[Path, Done]) -> None:
+    losses = [loss for (loss,) in metrics(launched_run[0], "loss")]
+    assert 5.3 < losses[0] < 5.9, "an untrained model knows nothing: log(264) = 5.58"
+    assert losses[-1] < losses[0] - 1
+
+
+@pytest.mark.slow
+def test_the_shipped_debug_run_learns(tmp_path: Path) -> None:
+    options = ("--training.steps", "8", "--data.cache_dir", str(tmp_path / "prepared"), "--training.seq_len", "256")
+    done = forked(Path("debug.toml"), tmp_path / "run", *options, seconds=300)
+    assert done.statuses == [0], done.said
+    losses = [loss for (loss,) in metrics(tmp_path / "run", "loss")]
+    assert len(losses) == 8
+    assert losses[-1] < losses[0] - 1
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_update_whose_gradient_is_not_finite_is_skipped_and_told(tmp_path: Path, processes: int) -> None:
+    folder = tmp_path / "run"
+    # After one update at this rate the products of weights overflow float32.
+    options = ("--optimizer.lr", "1e30", "--schedule.kind", "constant", "--checkpoint.interval", "1")
+    options += ("--training.steps", "3", "--metrics.log_interval", "100")
+    done = forked(write_run(tmp_path), folder, *options, processes=processes)
+    assert done.statuses == [0] * processes, done.said
+    first, *skipped = lines(folder / "metrics.jsonl")
+    assert (first["step"], "skipped" in first) == (1, False)
+    assert [(line["step"], line["skipped"]) for line in skipped] == [(2, True), (3, True)]
+    assert [line["grad_norm"] for line in skipped] == [None, None]
+    assert [line["step"] for line in lines(folder / "events.jsonl") if line["event"] == "skipped"] == [2, 3]
+    assert done.said.count("update 2 skipped: its gradient is not finite") == 1
+    assert state(folder / "checkpoints" / "step-3")["trainer"]["skipped"] == 2
+    assert digests(folder / "checkpoints" / "step-1") == digests(folder / "checkpoints" / "step-3")
+    assert all(tensor.isfinite().all() for tensor in tensors(folder / "checkpoints" / "step-3").values())
+    assert steps(folder) == [1, 2, 3]
