@@ -38,6 +38,7 @@ def main(argv: list[str]) -> int:
             return DONE
         folder = RunFolder(config.output_dir)
         folder.make()
+        logs.keep(folder.logs, rank)
         tokenizer = load_tokenizer(config.tokenizer.kind, config.tokenizer.path)
         config.require_vocabulary(tokenizer.vocab_size)
         # Before the process group exists: its patience is not made for tokenizing a corpus.

@@ -45,7 +45,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             if grad_x_RE is None or grad_weight_VE is None:
                 continue
             grad_CV = logits_CV.sub_(lse_C1).exp_()
-            grad_CV.scatter_add_(-1, index_C1, -torch.ones_like(lse_C1)).mul_(targets_C1)
+            # scatter, not scatter_add: that one has no deterministic kernel on CUDA.
+            grad_CV.scatter_(-1, index_C1, grad_CV.gather(-1, index_C1) - 1).mul_(targets_C1)
             grad_CV = grad_CV.to(x_RE.dtype)
             torch.mm(grad_CV, weight_VE, out=grad_x_RE[part])
             grad_weight_VE += grad_CV.T @ x_CE

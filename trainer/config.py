@@ -313,7 +313,7 @@ class Config(Section):
             *self.data.problems(),
             *self.parallelism.problems(world_size),
         ]
-        return found + self._batch_problems() + self._schedule_problems()
+        return found + self._batch_problems() + self._schedule_problems() + self._profiler_problems()
 
     def require(self, world_size: int) -> None:
         """Raises `ConfigError` with all problems, if there are any."""
@@ -373,3 +373,15 @@ def _is_there(path: Path) -> bool:
         return path.exists()
     except OSError:  # A name that is too long, or a folder that may not be looked into.
         return False
+
+    def _profiler_problems(self) -> list[str]:
+        section, steps = self.profiler, self.training.steps
+        windows = {
+            "trace": (section.trace_step, section.trace_steps),
+            "memory": (section.memory_step, section.memory_steps),
+        }
+        return [
+            f"profiler.{name}_step = {first} and profiler.{name}_steps = {count} reach past training.steps = {steps}"
+            for name, (first, count) in windows.items()
+            if first is not None and first + count - 1 > steps
+        ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import time
 
@@ -35,6 +36,12 @@ PEAK_FLOPS = {
 
 def choose_device(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def refuse_nondeterminism() -> None:
+    """From here on, operators without a deterministic kernel raise, and cuBLAS keeps to one order of summation."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)  # noqa: FBT003
 
 
 def peak_flops(device: torch.device) -> float | None:

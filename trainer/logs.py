@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from pathlib import Path
 from typing import TextIO
 
 
@@ -16,8 +17,20 @@ class _StandardError(logging.StreamHandler[TextIO]):
 
 
 def configure(rank: int) -> None:
-    origin = "" if rank == 0 else f"[rank {rank}] "
     handler = _StandardError()
-    handler.setFormatter(logging.Formatter(f"%(asctime)s {origin}%(message)s", datefmt="%H:%M:%S"))
+    handler.setFormatter(_format(rank, "%H:%M:%S"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("trainer").setLevel(logging.INFO if rank == 0 else logging.WARNING)
+
+
+def keep(folder: Path, rank: int) -> None:
+    """Appends what this rank says to a file of its own, too; a rank that says nothing has none."""
+    folder.mkdir(exist_ok=True)
+    handler = logging.FileHandler(folder / f"rank-{rank}.log", delay=True)
+    handler.setFormatter(_format(rank, "%Y-%m-%d %H:%M:%S"))
+    logging.getLogger().addHandler(handler)
+
+
+def _format(rank: int, time: str) -> logging.Formatter:
+    origin = "" if rank == 0 else f"[rank {rank}] "
+    return logging.Formatter(f"%(asctime)s {origin}%(message)s", datefmt=time)

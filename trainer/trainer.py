@@ -26,7 +26,7 @@ from trainer.config import Config
 from trainer.data.loader import Loader
 from trainer.data.rows import Rows
 from trainer.distributed import World
-from trainer.hardware import Numbers, Stopwatch
+from trainer.hardware import Numbers, Stopwatch, refuse_nondeterminism
 from trainer.optimizer import Optimizer
 from trainer.schedule import factor
 
@@ -86,6 +86,8 @@ class Trainer:
         self.config = config
         self.world = world
         self.rows = rows
+        if config.training.deterministic:
+            refuse_nondeterminism()
         self.mesh = Mesh(world.device.type, config.parallelism.degrees(world.size), rank=world.rank)
         self.model = build_model(config, self.mesh, world.device)
         self.optimizer = Optimizer(self.model, config.optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 
@@ -78,6 +79,20 @@ def gradients(model: Transformer, batch: Batch) -> tuple[Tensor, dict[str, Tenso
     return losses.detach(), {
         name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None
     }
+
+
+def remember(kept: list[Tensor]) -> Callable[[Tensor], Tensor]:
+    """A hook that adds what autograd saves to `kept`, for `saved_tensors_hooks(remember(kept), unchanged)`."""
+
+    def hook(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    return hook
+
+
+def unchanged(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from small import SMALL, packed
 from torch import Tensor
 
 from models import rope
 from models.attention import Attention, local_core
+from tests.models.small import SMALL, packed
 
 
 def layer_inputs() -> tuple[Attention, Tensor, Tensor, Tensor]:
@@ -31,7 +31,9 @@ def test_the_core_sees_rotated_queries_and_keys_values_as_they_are_and_whole_bou
     attention(x_BSE, rotation, boundaries)
     q, k, v, given = seen
     width = SMALL.head_dim
-    assert torch.equal(q, rope.rotate((x_BSE @ attention.q_proj.weight.T).view(2, 16, SMALL.num_heads, width), rotation))
+    assert torch.equal(
+        q, rope.rotate((x_BSE @ attention.q_proj.weight.T).view(2, 16, SMALL.num_heads, width), rotation)
+    )
     assert torch.equal(
         k, rope.rotate((x_BSE @ attention.k_proj.weight.T).view(2, 16, SMALL.num_kv_heads, width), rotation)
     )
@@ -44,5 +46,8 @@ def test_what_the_core_returns_is_projected_head_after_head() -> None:
     answer = torch.randn(2, 16, SMALL.num_heads, SMALL.head_dim, dtype=torch.float64)
     attention.core = lambda *_: answer
     torch.testing.assert_close(
-        attention(x_BSE, rotation, boundaries), answer.reshape(2, 16, -1) @ attention.o_proj.weight.T, rtol=0, atol=1e-14
+        attention(x_BSE, rotation, boundaries),
+        answer.reshape(2, 16, -1) @ attention.o_proj.weight.T,
+        rtol=0,
+        atol=1e-14,
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from small import packed, starts
 
 from models.batch import IGNORE
+from tests.models.small import packed, starts
 
 
 def test_targets_are_the_tokens_that_have_a_label() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from small import SMALL
 from torch import Tensor
 from torch.nn import functional as F
 
 from models.feed_forward import FeedForward, GatedProjection
+from tests.models.small import SMALL, remember, unchanged
 
 ROWS, TOKENS = 2, 5
 X = (ROWS, TOKENS, SMALL.dim)
@@ -54,7 +54,7 @@ def test_half_precision_stays_half_precision() -> None:
 def test_gate_and_up_are_kept_and_neither_their_product_nor_the_open_gate() -> None:
     module, x_E = FeedForward(SMALL).double(), draw(*X)
     kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(remember(kept), unchanged):
         module(x_E)
     weights = {parameter.data_ptr() for parameter in module.parameters()}
     elements = {tensor.data_ptr(): tensor.numel() for tensor in kept if tensor.data_ptr() not in weights}

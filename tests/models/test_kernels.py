@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterable
 
 import pytest
 import torch
-from small import starts
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as F
 
 from models import kernels
+from tests.models.small import starts
 
 HEADS = [(4, 4), (4, 2), (6, 2), (4, 1)]
 LAYOUTS = {
@@ -94,7 +95,7 @@ def test_output_gradients_and_log_sum_exp_are_those_of_a_dense_masked_softmax(
 def test_inputs_may_have_any_strides(layout: str) -> None:
     boundaries_BD = LAYOUTS[layout]
     q, k, v = inputs(boundaries_BD)
-    turned = (q, *(x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (k, v)))
+    turned = three([q, *(x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (k, v))])
     for found, expected in zip(
         run(kernels.attention, turned, boundaries_BD), run(dense, (q, k, v), boundaries_BD), strict=True
     ):
@@ -166,8 +167,8 @@ def test_bfloat16_errs_no_more_than_twice_as_much_as_one_call_of_torch(lengths: 
         tokens = torch.arange(q.shape[1])
         document_S = (tokens[:, None] >= boundaries_BD[0]).sum(-1)
         mask = (document_S[:, None] == document_S[None, :]) & (tokens[:, None] >= tokens[None, :])
-        heads_first = (x.transpose(1, 2) for x in (q, k, v))
-        out = torch.nn.functional.scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         return out.transpose(1, 2), torch.zeros(())
 
     ours, torchs = (run(function, half, boundaries_BD)[:4] for function in (kernels.attention, one_call))

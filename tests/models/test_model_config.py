@@ -7,13 +7,13 @@ from typing import get_args
 
 import pytest
 import torch
-from small import SMALL, TIED, packed, small_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from models import FAMILIES
 from models.config import ModelConfig, RopeConfig
 from models.transformer import Transformer
 from parallelisms import recompute
+from tests.models.small import SMALL, TIED, packed, small_model
 
 PUBLISHED = {
     ("llama2", "7b"): 6_738_415_616,

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models.norm import NormFunction, RMSNorm
+from tests.models.small import remember, unchanged
 
 EPS = 1e-2
 
@@ -45,12 +46,6 @@ def test_statistics_of_half_precision_are_single() -> None:
     assert dx.dtype == dweight.dtype == torch.bfloat16
 
 
-def test_a_large_sum_of_squares_does_not_overflow() -> None:
-    x_E = torch.full((1, 4096), 1e18)
-    out = NormFunction.apply(x_E, torch.ones(4096), 1e-5)
-    torch.testing.assert_close(out, torch.ones(1, 4096), rtol=1e-6, atol=0)
-
-
 def test_a_row_of_zeros_has_finite_gradients() -> None:
     x_E, weight_E = torch.zeros(1, 12, requires_grad=True), torch.ones(12, requires_grad=True)
     dx, dweight = torch.autograd.grad(NormFunction.apply(x_E, weight_E, EPS), (x_E, weight_E), torch.ones(1, 12))
@@ -61,7 +56,7 @@ def test_a_row_of_zeros_has_finite_gradients() -> None:
 def test_the_input_is_kept_once_and_the_output_not_at_all() -> None:
     x_E, weight_E = inputs()
     kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(remember(kept), unchanged):
         out = NormFunction.apply(x_E, weight_E, EPS)
     assert sorted(tuple(tensor.shape) for tensor in kept) == [(2, 5, 1), (2, 5, 12), (12,)]
     assert {tensor.data_ptr() for tensor in kept if tensor.shape != (2, 5, 1)} == {x_E.data_ptr(), weight_E.data_ptr()}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from models import FAMILIES, rope
 from models.config import RopeConfig
+from tests.models.small import remember, unchanged
 
 PLAIN = RopeConfig(theta=500_000.0)
 STRETCHED = RopeConfig(kind="llama3", theta=500_000.0, factor=8.0, original_length=8192)
@@ -50,7 +51,7 @@ def test_position_zero_is_left_as_it_is() -> None:
     x = draw()
     turned = rope.rotate(x, rotation())
     assert torch.equal(turned[POSITIONS == 0], x[POSITIONS == 0])
-    assert not torch.isclose(turned[POSITIONS == 1], x[POSITIONS == 1]).any(-1).all()
+    assert (turned[POSITIONS == 1] - x[POSITIONS == 1]).abs().amax(-1).min() > 0.1
 
 
 @pytest.mark.parametrize("config", [PLAIN, STRETCHED])
@@ -145,7 +146,8 @@ def test_half_precision_is_turned_in_single_precision() -> None:
 
 
 def test_no_activation_is_kept() -> None:
-    x, kept = draw().requires_grad_(), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    x = draw().requires_grad_()
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(remember(kept), unchanged):
         rope.rotate(x, rotation())
     assert {tensor.shape[-1] for tensor in kept} == {WIDTH // 2}

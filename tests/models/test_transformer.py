@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small import SMALL, TIED, gradients, largest_difference, packed, small_model
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -14,9 +13,14 @@ from models import rope
 from models.batch import IGNORE, Batch
 from models.config import ModelConfig, RopeConfig
 from models.transformer import Transformer
+from tests.models.small import SMALL, TIED, gradients, largest_difference, packed, small_model
 
 GROUPED = replace(SMALL, num_heads=6, num_kv_heads=2, norm_eps=1e-2)
 STRETCHED = replace(SMALL, rope=RopeConfig(kind="llama3", theta=500.0, factor=8.0, original_length=32))
+# Dynamo itself does what torch warns of: it looks at .grad of every tensor, and instantiates functions.
+dynamo = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor:UserWarning", "ignore:.*should not be instantiated:DeprecationWarning"
+)
 BATCH = packed([9, 1, 14], [24], [1, 22, 1])
 
 
@@ -30,7 +34,8 @@ def plain(model: Transformer, batch: Batch) -> Tensor:
     mask = (batch.documents[:, :, None] == batch.documents[:, None, :]) & (tokens[:, None] >= tokens[None, :])
 
     def norm(x: Tensor, name: str) -> Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + config.norm_eps).rsqrt() * weights[name]
+        out: Tensor = x * (x.square().mean(-1, keepdim=True) + config.norm_eps).rsqrt() * weights[name]
+        return out
 
     def heads(x: Tensor, name: str, *, rotated: bool) -> Tensor:
         y = F.linear(x, weights[name]).unflatten(-1, (-1, config.head_dim))
@@ -53,9 +58,10 @@ def plain(model: Transformer, batch: Batch) -> Tensor:
         x = x + F.linear(gate * gate.sigmoid() * up, weights[at + "feed_forward.down_proj.weight"])
     projection = weights["embed.weight" if config.tie_embeddings else "head.proj.weight"]
     logits = F.linear(norm(x, "head.norm.weight"), projection)
-    losses = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none", ignore_index=IGNORE)
+    losses: Tensor = F.cross_entropy(
+        logits.flatten(0, 1), batch.labels.flatten(), reduction="none", ignore_index=IGNORE
+    )
     return losses.view_as(batch.labels)
-
 
 
 @pytest.mark.parametrize("config", [SMALL, TIED, GROUPED, STRETCHED])
@@ -109,13 +115,13 @@ def test_a_tied_gradient_is_the_sum_of_the_embedding_s_and_the_projection_s() ->
     assert largest_difference(found, parts) < 1e-14
 
 
+@dynamo
 @pytest.mark.parametrize("config", [SMALL, TIED])
 def test_compiled_blocks_give_the_losses_and_gradients_of_eager_ones(config: ModelConfig) -> None:
     torch._dynamo.reset()
     eager, compiled = small_model(config), small_model(config)
     for block in compiled.layers():
         block.compile(fullgraph=True, backend="aot_eager")
-    losses, expected = gradients(eager, BATCH)
     for batch in (BATCH, packed([24], [3, 21], [2, 2, 20], seed=1)):
         losses, expected = gradients(eager, batch)
         found_losses, found = gradients(compiled, batch)
@@ -124,6 +130,7 @@ def test_compiled_blocks_give_the_losses_and_gradients_of_eager_ones(config: Mod
 
 
 @pytest.mark.slow
+@dynamo
 def test_blocks_compiled_by_inductor_give_the_losses_and_gradients_of_eager_ones() -> None:
     torch._dynamo.reset()
     config = replace(SMALL, num_layers=1)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import distributed
 
-from jobs import RankError, run_ranks
+from tests.ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.ranks
 

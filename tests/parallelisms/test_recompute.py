@@ -6,11 +6,11 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from jobs import SMALL, TIED, gradients, packed, small_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.config import ModelConfig
 from parallelisms import recompute
+from tests.models.small import SMALL, TIED, gradients, packed, remember, small_model, unchanged
 
 BATCH = packed([9, 1, 14], [24])
 
@@ -53,10 +53,10 @@ def test_attention_runs_once_more_where_everything_is_recomputed(policy: recompu
 def test_recomputing_everything_keeps_a_block_s_input_alone() -> None:
     model = small_model()
     recompute.apply(model, policy="full")
-    kept = []
+    kept: list[torch.Tensor] = []
     x = torch.randn(2, 24, SMALL.dim, dtype=torch.float64, requires_grad=True)
     table = torch.ones(2, 2, 24, 1, SMALL.head_dim // 2, dtype=torch.float64)
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(remember(kept), unchanged):
         out = model.layers()[0](x, table, BATCH.boundaries)
     assert {tensor.data_ptr() for tensor in kept} <= {tensor.data_ptr() for tensor in (x, table, BATCH.boundaries)}
     out.sum().backward()

@@ -237,7 +237,7 @@ def checkpoints(folder: Path) -> list[str]:
 def tensors(checkpoint: Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, whole, whatever ranks wrote it."""
     reader = dcp.FileSystemReader(checkpoint)
-    entries = reader.read_metadata().state_dict_metadata
+    entries: dict[str, Any] = reader.read_metadata().state_dict_metadata
     loaded = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # That there is no process group is what is asked for.

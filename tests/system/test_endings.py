@@ -110,28 +110,30 @@ def test_another_run_is_refused_with_its_differences(
     assert checkpoints(copied) == ["step-3"]
 
 
-def test_a_corpus_that_changed_is_refused(finished: Path, copied: Path, tmp_path: Path) -> None:
-    config = write_run(tmp_path)
+def test_a_corpus_that_changed_is_refused(tmp_path: Path) -> None:
+    config, folder = write_run(tmp_path), tmp_path / "run"
+    assert forked(config, folder, "--training.steps", "3").statuses == [0]
     (tmp_path / "corpus" / "07.txt").write_text("not what it was\n")
-    config.write_text(config.read_text().replace(f'corpus = "{tmp_path}', f'corpus = "{finished}'))
-    shutil.rmtree(copied)
-    shutil.copytree(finished / "run", copied)
-    corpus = finished / "corpus" / "07.txt"
-    text = corpus.read_text()
-    try:
-        corpus.write_text("not what it was\n")
-        done = forked(config, copied, "--training.steps", "5")
-    finally:
-        corpus.write_text(text)
+    done = forked(config, folder, "--training.steps", "5")
     assert done.statuses == [78]
-    assert "was trained on data of fingerprint" in done.said
+    assert f"error: {folder}/checkpoints/step-3 was trained on data of fingerprint" in done.said
+    assert steps(folder) == [1, 2, 3]
+
+
+def test_weights_of_another_type_are_refused_and_computing_in_another_is_not(finished: Path, copied: Path) -> None:
+    done = forked(finished / "run.toml", copied, "--training.steps", "5", "--training.dtype", "float64")
+    assert done.statuses == [78]
+    assert "does not hold this model: 63 tensors differ" in done.said
+    assert "model.blocks.0.attention.k_proj.weight is ((32, 64), torch.float32) there" in done.said
+    assert steps(copied) == [1, 2, 3]
+    assert forked(finished / "run.toml", copied, "--training.steps", "5", "--training.dtype", "bfloat16").statuses == [0]
 
 
 @pytest.mark.ranks
 def test_what_a_run_is_not_known_by_may_change(finished: Path, copied: Path) -> None:
-    options = ("--training.micro_batch_size", "3", "--metrics.log_interval", "2", "--parallelism.dp_replicate", "2")
-    options += ("--memory.recompute", "full", "--checkpoint.keep", "1", "--job.name", "other", "--optimizer.lr", "1e-3")
-    done = forked(finished / "run.toml", copied, "--training.steps", "7", *options, processes=2)
+    how = ("--training.micro_batch_size", "3", "--parallelism.dp_replicate", "2", "--memory.recompute", "full")
+    what = ("--metrics.log_interval", "2", "--checkpoint.keep", "1", "--job.name", "other", "--optimizer.lr", "1e-3")
+    done = forked(finished / "run.toml", copied, "--training.steps", "7", *how, *what, processes=2)
     assert done.statuses == [0, 0], done.said
     assert steps(copied) == [1, 2, 3, 4, 6, 7], "the first of this start, every second, the last"
     assert checkpoints(copied) == ["step-7"]

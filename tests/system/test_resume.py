@@ -33,14 +33,21 @@ EXACT = ("step", "tokens", "loss", "grad_norm", "lr")
 
 
 @pytest.mark.parametrize(
-    ("processes", "options"),
-    [(1, ()), (2, ("--memory.recompute", "full")), (4, ()), (4, (*REPLICAS, "--model.tie_embeddings", "true"))],
+    ("processes", "rows", "options"),
+    [
+        (1, 48, ()),
+        (2, 24, ("--memory.recompute", "full")),
+        (4, 12, ()),
+        (4, 12, (*REPLICAS, "--model.tie_embeddings", "true")),
+    ],
     ids=["1", "2", "4", "2x2"],
 )
-def test_three_updates_a_kill_and_three_updates_are_six(tmp_path: Path, processes: int, options: tuple[str, ...]) -> None:
+def test_three_updates_a_kill_and_three_updates_are_six(
+    tmp_path: Path, processes: int, rows: int, options: tuple[str, ...]
+) -> None:
     config = write_run(tmp_path)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    options = (*options, "--training.global_batch_size", "48")  # An update takes long enough to be killed in one.
+    options = (*options, "--training.global_batch_size", str(rows))  # An update takes long enough to be killed in one.
     assert forked(config, whole, *options, processes=processes).statuses == [0] * processes
 
     victim = launch(config, killed, *options, processes=processes)
@@ -51,7 +58,7 @@ def test_three_updates_a_kill_and_three_updates_are_six(tmp_path: Path, processe
 
     resumed = forked(config, killed, *options, processes=processes)
     assert resumed.statuses == [0] * processes
-    assert f"resumed from {killed}/checkpoints/step-3: next are update 4 and row 144" in resumed.said
+    assert f"resumed from {killed}/checkpoints/step-3: next are update 4 and row {3 * rows}" in resumed.said
     assert metrics(killed, *EXACT) == metrics(whole, *EXACT)
     assert steps(killed) == [1, 2, 3, 4, 5, 6]
     for step in ("step-3", "step-6"):

@@ -24,7 +24,7 @@ def test_the_last_line_says_how_it_ended_and_what_is_next(launched_run: tuple[Pa
     assert done.statuses == [0]
     last = done.said.splitlines()[-1]
     assert "done: all 6 updates; loss 5." in last
-    assert f"newest checkpoint: {folder}/checkpoints/step-6" in last
+    assert f"Everything is in {folder} (newest checkpoint {folder}/checkpoints/step-6, metrics.jsonl)" in last
     assert "Go on: the same command with a higher --training.steps" in last
     assert "Traceback" not in done.said
     assert "Warning" not in done.said
@@ -82,9 +82,9 @@ def test_the_shipped_debug_run_learns(tmp_path: Path) -> None:
 def test_an_update_whose_gradient_is_not_finite_is_skipped_and_told(tmp_path: Path, processes: int) -> None:
     folder = tmp_path / "run"
     # After one update at this rate the products of weights overflow float32.
-    options = ("--optimizer.lr", "1e30", "--schedule.kind", "constant", "--checkpoint.interval", "1")
-    options += ("--training.steps", "3", "--metrics.log_interval", "100")
-    done = forked(write_run(tmp_path), folder, *options, processes=processes)
+    rate = ("--optimizer.lr", "1e30", "--schedule.kind", "constant")
+    options = ("--checkpoint.interval", "1", "--training.steps", "3", "--metrics.log_interval", "100")
+    done = forked(write_run(tmp_path), folder, *rate, *options, processes=processes)
     assert done.statuses == [0] * processes, done.said
     first, *skipped = lines(folder / "metrics.jsonl")
     assert (first["step"], "skipped" in first) == (1, False)

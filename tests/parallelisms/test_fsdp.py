@@ -1,0 +1,282 @@
+"""Sharded training is training on one process: losses, gradients and weights, in double precision."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor
+
+from models.batch import Batch
+from models.config import ModelConfig
+from models.transformer import Transformer
+from parallelisms import fsdp, recompute
+from parallelisms.collectives import sum_over, whole
+from parallelisms.initialize import initialize
+from parallelisms.mesh import AXES, Mesh
+from parallelisms.parallelize import parallelize
+from tests.models.small import SMALL, TIED, largest_difference, packed
+from tests.ranks import run_ranks
+from trainer.config import OptimizerSection
+from trainer.optimizer import Optimizer
+
+pytestmark = pytest.mark.ranks
+
+# Documents of twelve rows, and how many of a row's tokens are targets. The first four have none, so that the first of
+# three ranks and the first of four have nothing to learn from.
+ROWS = [[20], [7, 13], [1] * 5 + [15], [20], [3, 17], [20], [19, 1], [10, 10], [20], [2, 18], [6, 6, 8], [20]]
+TARGETS = [0, 0, 0, 0, 18, 3, 18, 1, 19, 18, 0, 7]
+UPDATES = 5
+OPTIMIZER = OptimizerSection(lr=1e-2, max_grad_norm=0.5)
+
+
+@dataclass(frozen=True)
+class Plan:
+    config: ModelConfig = SMALL
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    policy: recompute.Policy = "none"
+    reshard: bool = True
+    micro_batch: int = 12
+    compiled: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.dp_replicate * self.dp_shard
+
+    def mesh(self) -> Mesh:
+        sizes = dict.fromkeys(AXES, 1) | {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}
+        return Mesh("cpu", sizes, rank=distributed.get_rank())
+
+
+@dataclass
+class Course:
+    """What a run of a few updates came to."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    finite: list[bool] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def build(plan: Plan, mesh: Mesh) -> Transformer:
+    double = torch.float64
+    with torch.device("meta"):
+        model = Transformer(plan.config).to(double)
+    if plan.compiled:
+        # The recipe's order with a compiler that costs nothing; it may warn of what torch itself does.
+        warnings.simplefilter("ignore")
+        recompute.apply(model, policy=plan.policy)
+        for block in model.layers():
+            block.compile(fullgraph=True, backend="aot_eager")
+        fsdp.apply(model, mesh.fsdp, param_dtype=double, reduce_dtype=double, reshard_after_forward=plan.reshard)
+    else:
+        parallelize(
+            model,
+            mesh,
+            policy=plan.policy,
+            compiled=False,
+            param_dtype=double,
+            reduce_dtype=double,
+            reshard_after_forward=plan.reshard,
+        )
+    initialize(model, seed=0, device=torch.device("cpu"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Far from the linear regime of small weights, so that every part matters.
+            parameter.mul_(10 if parameter.ndim > 1 else 1)
+    return model
+
+
+def micro_batches(plan: Plan, rank: int, update: int) -> list[Batch]:
+    mine = range(rank * len(ROWS) // plan.ranks, (rank + 1) * len(ROWS) // plan.ranks)
+    rows = [packed(ROWS[row], seed=100 * update + row, targets=TARGETS[row]) for row in mine]
+    return [joined(rows[start : start + plan.micro_batch]) for start in range(0, len(rows), plan.micro_batch)]
+
+
+def joined(rows: list[Batch]) -> Batch:
+    names = ("tokens", "labels", "positions", "documents", "boundaries")
+    tensors = {name: torch.cat([getattr(row, name) for row in rows]) for name in names}
+    return Batch(**tensors, num_tokens=20 * len(rows), num_pairs=0)
+
+
+def train(plan: Plan) -> Course:
+    mesh = plan.mesh()
+    model = build(plan, mesh)
+    optimizer = Optimizer(model, OPTIMIZER)
+    course = Course()
+    for update in range(UPDATES):
+        batches = micro_batches(plan, mesh.data_rank, update)
+        targets = sum_over(mesh.tokens, sum((batch.num_targets() for batch in batches), torch.tensor(0)))
+        loss = torch.zeros((), dtype=torch.float64)
+        for batch in batches:
+            part = model(batch).sum() / targets
+            part.backward()
+            loss += part.detach()
+        if update == 0:
+            course.gradients = {
+                name: whole(parameter.grad).clone()
+                for name, parameter in model.named_parameters()
+                if parameter.grad is not None
+            }
+        norm, finite = optimizer.step(OPTIMIZER.lr)
+        course.losses.append(float(sum_over(mesh.tokens, loss)))
+        course.norms.append(float(norm))
+        course.finite.append(bool(finite))
+    course.weights = {name: whole(parameter.detach()).clone() for name, parameter in model.named_parameters()}
+    return course
+
+
+@cache
+def alone(config: ModelConfig) -> Course:
+    (course,) = run_ranks(train, 1, Plan(config))
+    return course
+
+
+MESHES = [Plan(dp_shard=4), Plan(dp_replicate=2, dp_shard=2), Plan(dp_shard=3), Plan(dp_replicate=3)]
+PLANS = [
+    replace(mesh, config=config, policy=policy, reshard=reshard)
+    for mesh in MESHES[:3]
+    for config in (SMALL, TIED)
+    for policy, reshard in (("none", True), ("full", True), ("none", False), ("full", False))
+]
+PLANS += [replace(mesh, config=config, micro_batch=1) for mesh in MESHES for config in (SMALL, TIED)]
+PLANS += [Plan(config, micro_batch=5, policy="full") for config in (SMALL, TIED)]
+COMPILED = [
+    Plan(config, dp_shard=4, policy=policy, compiled=True) for config in (SMALL, TIED) for policy in ("none", "full")
+]
+
+
+def name_of(plan: Plan) -> str:
+    tied = "tied" if plan.config.tie_embeddings else "untied"
+    kept = "resharded" if plan.reshard else "kept"
+    return f"{plan.dp_replicate}x{plan.dp_shard}-{tied}-{plan.policy}-{kept}-{plan.micro_batch}"
+
+
+@pytest.mark.parametrize("plan", [*PLANS, *COMPILED], ids=name_of)
+def test_a_mesh_computes_what_one_process_computes(plan: Plan) -> None:
+    expected = alone(plan.config)
+    assert all(expected.finite)
+    assert min(expected.norms) > OPTIMIZER.max_grad_norm
+    for found in run_ranks(train, plan.ranks, plan):
+        assert found.losses == pytest.approx(expected.losses, rel=1e-12, abs=0)
+        assert found.norms == pytest.approx(expected.norms, rel=1e-12, abs=0)
+        assert found.finite == expected.finite
+        assert largest_difference(found.gradients, expected.gradients) < 1e-12
+        assert largest_difference(found.weights, expected.weights) < 1e-11
+
+
+def test_one_process_computes_the_mean_over_targets() -> None:
+    expected = alone(SMALL)
+    reference = run_ranks(plain_losses, 1)[0]
+    assert expected.losses[0] == pytest.approx(reference, rel=1e-13)
+    assert len(set(expected.losses)) == UPDATES
+
+
+def plain_losses() -> float:
+    plan = Plan()
+    model = build(plan, plan.mesh())
+    losses = [model(batch) for batch in micro_batches(replace(plan, micro_batch=1), 0, 0)]
+    return float(sum(loss.sum() for loss in losses) / sum(TARGETS))
+
+
+# ---- precision
+
+
+@dataclass
+class Seen:
+    stored: set[torch.dtype] = field(default_factory=set)
+    gradients: set[torch.dtype] = field(default_factory=set)
+    weights: set[torch.dtype] = field(default_factory=set)
+    stream: set[torch.dtype] = field(default_factory=set)
+    tables: list[Tensor] = field(default_factory=list)
+    losses: Tensor | None = None
+
+
+def half_precision(ranks: int) -> Seen:
+    plan = Plan(dp_shard=ranks)
+    model = mixed(plan, plan.mesh(), torch.bfloat16)
+    seen = Seen()
+
+    def look(block: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        x_BSE, table, _ = arguments
+        seen.stream.add(x_BSE.dtype)
+        seen.tables.append(table)
+        seen.weights |= {parameter.dtype for parameter in block.parameters()}
+
+    for block in model.layers():
+        # Inside the block, where the unit's own hook has gathered and cast its weights.
+        block.attention.register_forward_pre_hook(look)
+        block.attention.register_forward_hook(lambda _, __, out: seen.stream.add(out.dtype))
+    batch = packed([300], seed=7)
+    seen.losses = model(batch)
+    (seen.losses.sum() / 299).backward()
+    seen.losses = seen.losses.detach()
+    seen.stored = {parameter.dtype for parameter in model.parameters()}
+    seen.gradients = {parameter.grad.dtype for parameter in model.parameters() if parameter.grad is not None}
+    return seen
+
+
+def mixed(plan: Plan, mesh: Mesh, compute: torch.dtype) -> Transformer:
+    with torch.device("meta"):
+        model = Transformer(plan.config)
+    fsdp.apply(model, mesh.fsdp, param_dtype=compute, reduce_dtype=torch.float32, reshard_after_forward=plan.reshard)
+    initialize(model, seed=0, device=torch.device("cpu"))
+    return model
+
+
+def single_losses() -> Tensor:
+    plan = Plan()
+    losses: Tensor = mixed(plan, plan.mesh(), torch.float32)(packed([300], seed=7)).detach()
+    return losses
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_blocks_compute_in_half_precision_and_everything_that_lasts_is_single(ranks: int) -> None:
+    (exact,) = run_ranks(single_losses, 1)
+    for seen in run_ranks(half_precision, ranks, ranks):
+        assert seen.stored == seen.gradients == {torch.float32}
+        assert seen.weights == seen.stream == {torch.bfloat16}
+        assert seen.losses is not None
+        assert seen.losses.dtype == torch.float32
+        torch.testing.assert_close(seen.losses, exact, rtol=0, atol=0.02)
+        for table in seen.tables:
+            assert table.dtype == torch.float32
+            assert not torch.equal(table, table.bfloat16().float())
+
+
+# ---- what stays gathered
+
+
+def sharded_after_forward(plan: Plan) -> dict[str, bool]:
+    model = build(plan, plan.mesh())
+    model(packed([20]))
+    return {name: isinstance(parameter, DTensor) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("config", [SMALL, TIED], ids=["untied", "tied"])
+def test_the_head_stays_gathered_until_its_backward_pass(config: ModelConfig, reshard: bool) -> None:  # noqa: FBT001
+    for sharded in run_ranks(sharded_after_forward, 2, Plan(config, dp_shard=2, reshard=reshard)):
+        last = {name for name in sharded if name.startswith("head.")}
+        if config.tie_embeddings:
+            last.add("embed.weight")
+        assert last
+        assert {name for name, is_sharded in sharded.items() if not is_sharded} == (last if reshard else {*sharded})
+
+
+def units(compute: torch.dtype) -> list[str]:
+    plan = Plan()
+    return [type(module).__name__ for module in mixed(plan, plan.mesh(), compute).modules()]
+
+
+def test_one_process_is_wrapped_only_to_compute_in_another_dtype() -> None:
+    (plain,), (cast,) = run_ranks(units, 1, torch.float32), run_ranks(units, 1, torch.bfloat16)
+    assert not [name for name in plain if name.startswith("FSDP")]
+    wrapped = {"FSDPTransformer": 1, "FSDPEmbedding": 1, "FSDPBlock": SMALL.num_layers, "FSDPHead": 1}
+    assert {name: cast.count(name) for name in cast if name.startswith("FSDP")} == wrapped

@@ -1,0 +1,225 @@
+"""The house: imports point down and never round, one door to each dependency, and nothing grows too large to read."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FLOORS = ("models", "parallelisms", "trainer", "train")
+BELOW = {
+    "models": {"models"},
+    "parallelisms": {"models", "parallelisms"},
+    "trainer": {"models", "parallelisms", "trainer"},
+    "train": {"models", "parallelisms", "trainer"},
+}
+FILES = sorted([ROOT / "train.py", *(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))])
+NAMES = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in FILES}
+TREES = {path: ast.parse(path.read_text()) for path in FILES}
+
+# Who may name a package outside the standard library; torch is everybody's.
+DOORS = {
+    "numpy": set[str](),
+    "pydantic": {"trainer.config", "trainer.load", "trainer.data.prepared"},
+    "pydantic_core": {"trainer.load"},
+    "pydantic_settings": {"trainer.load"},
+    "rich": {"trainer.metrics", "trainer.data.progress"},
+    "safetensors": {"models.hf"},
+    "sentencepiece": {"trainer.data.tokenizer"},
+    "tensorboard": set[str](),
+    "tiktoken": {"trainer.data.tokenizer"},
+    "tomli": {"trainer.load"},
+    "torchdata": {"trainer.data.loader"},
+}
+# What makes ranks wait for each other. Tensors go through one file; checkpoints agree on when a folder is whole.
+COLLECTIVES = {
+    "all_reduce": {"parallelisms.collectives"},
+    "barrier": {"trainer.checkpoint", "parallelisms.collectives"},
+    "init_process_group": {"trainer.distributed"},
+    "destroy_process_group": {"trainer.distributed"},
+    "new_group": {"trainer.distributed", "parallelisms.mesh"},
+}
+OTHER_COLLECTIVES = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_to_all",
+    "all_to_all_single",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "irecv",
+    "isend",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+)
+# Reads that wait for a device. Everything else called so is on the host from the start: rows, plans, boundaries.
+WAITS = {
+    "models.kernels": {"documents_of_rows", "masks", "attend"},
+    "parallelisms.collectives": {"max_over"},
+    "trainer.hardware": {"seconds", "read"},
+    "trainer.trainer": {"scalars"},
+}
+DIRECT = {"item", "tolist", "synchronize"}
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Every module that is imported, also inside functions; `from a import b` gives both a and a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield str(node.module)
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def calls(tree: ast.AST) -> Iterator[str]:
+    """The last part of the name of everything that is called: `barrier` of `distributed.barrier()`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
+            yield node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
+
+
+def local_imports(path: Path) -> set[str]:
+    """Our own modules that a file imports; `from package import name` counts the package only if name is no module."""
+    ours = set(NAMES.values())
+    found = {name for name in imports(TREES[path]) if name in ours}
+    # The package of a module that is imported from it is not itself what was asked for.
+    deeper = {name for name in found if any(other.startswith(f"{name}.") for other in found)}
+    asked = {
+        node.module
+        for node in ast.walk(TREES[path])
+        if isinstance(node, ast.ImportFrom) and any(f"{node.module}.{alias.name}" not in ours for alias in node.names)
+    }
+    return {name for name in found if name not in deeper or name in asked}
+
+
+# ---- floors
+
+
+@pytest.mark.parametrize("floor", FLOORS)
+def test_imports_point_down(floor: str) -> None:
+    upward = {
+        (NAMES[path], name)
+        for path in FILES
+        if NAMES[path].partition(".")[0] == floor
+        for name in imports(TREES[path])
+        if name.partition(".")[0] in FLOORS and name.partition(".")[0] not in BELOW[floor]
+    }
+    assert upward == set()
+
+
+def test_nothing_imports_in_a_circle() -> None:
+    graph = {NAMES[path]: local_imports(path) - {NAMES[path]} for path in FILES}
+    assert sum(map(len, graph.values())) > 50, "the imports were not found"
+    TopologicalSorter(graph).prepare()  # Raises CycleError naming the circle.
+
+
+def test_models_need_torch_and_nothing_else() -> None:
+    allowed = sys.stdlib_module_names | {"torch", "models"}
+    needed = {
+        (NAMES[path], name)
+        for path in FILES
+        if NAMES[path].partition(".")[0] == "models" and NAMES[path] != "models.hf"
+        for name in imports(TREES[path])
+        if name.partition(".")[0] not in allowed
+    }
+    assert needed == set()
+    ranks = {name for path in FILES if NAMES[path].startswith("models") for name in imports(TREES[path])}
+    assert not any(name.startswith("torch.distributed") for name in ranks), "a model does not know of ranks"
+
+
+@pytest.mark.parametrize("module", ["trainer.config", "trainer.load", "trainer.run_folder", "trainer.launch", "models.config"])
+def test_a_configuration_is_checked_without_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+
+
+# ---- doors
+
+
+def test_every_dependency_has_its_doors() -> None:
+    known = sys.stdlib_module_names | set(FLOORS) | {"torch"} | set(DOORS)
+    found: dict[str, set[str]] = {package: set() for package in DOORS}
+    for path in FILES:
+        for package in {name.partition(".")[0] for name in imports(TREES[path])}:
+            assert package in known, f"{NAMES[path]} imports {package}"
+            if package in found:
+                found[package].add(NAMES[path])
+    assert {package: modules - DOORS[package] for package, modules in found.items() if modules - DOORS[package]} == {}
+
+
+def test_ranks_wait_for_each_other_in_few_places() -> None:
+    wrong = {
+        (NAMES[path], name)
+        for path in FILES
+        for name in calls(TREES[path])
+        if (name in COLLECTIVES and NAMES[path] not in COLLECTIVES[name])
+        or (name in OTHER_COLLECTIVES and not NAMES[path].startswith("parallelisms.c"))
+    }
+    assert wrong == set()
+
+
+def test_numbers_leave_the_device_in_few_places() -> None:
+    """In what runs inside an update, on tensors of the step: models, parallelisms, and the trainer's loop."""
+    hot = [path for path in FILES if NAMES[path].startswith(("models.", "parallelisms.")) or path.parent == ROOT / "trainer"]
+    wrong = {
+        (NAMES[path], function.name, name)
+        for path in hot
+        if NAMES[path] != "models.kernels"  # Its lists are of boundaries, which are on the host by contract.
+        for function in functions(TREES[path])
+        for name in calls(function)
+        if name in DIRECT and function.name not in WAITS.get(NAMES[path], set())
+    }
+    assert wrong == set()
+
+
+# ---- sizes and manners
+
+
+def test_every_file_can_be_read_in_one_go() -> None:
+    lengths = {NAMES[path]: len(path.read_text().splitlines()) for path in FILES}
+    assert {name: length for name, length in lengths.items() if length > 400} == {}
+    assert sum(lengths.values()) <= 8000
+
+
+def test_every_function_fits_on_a_screen() -> None:
+    long = {
+        (NAMES[path], function.name): (function.end_lineno or 0) - function.lineno + 1
+        for path in FILES
+        for function in functions(TREES[path])
+    }
+    assert {name: length for name, length in long.items() if length > 60} == {}
+
+
+def test_nothing_is_printed_and_nothing_left_for_later() -> None:
+    assert [NAMES[path] for path in FILES if "print" in calls(TREES[path])] == []
+    later = ("TO" + "DO", "FIX" + "ME", "X" + "XX", "HA" + "CK")
+    everything = [*FILES, *(ROOT / "tests").rglob("*.py"), *ROOT.glob("*.sh"), *(ROOT / "train_configs").glob("*.toml")]
+    assert [path for path in everything if any(word in path.read_text() for word in later)] == []
+
+
+def test_the_environment_is_read_where_processes_begin() -> None:
+    readers = {NAMES[path] for path in FILES if "os.environ" in path.read_text() or "getenv" in path.read_text()}
+    assert readers <= {"train", "trainer.launch", "trainer.distributed"}
+
+
+def test_every_module_begins_with_a_docstring_and_future_annotations() -> None:
+    for path in FILES:
+        assert ast.get_docstring(TREES[path]), f"{NAMES[path]} does not say what it is"
+        has_code = any(not isinstance(node, ast.Expr) for node in TREES[path].body)
+        if has_code and path.name != "__init__.py":
+            assert "__future__.annotations" in set(imports(TREES[path])), NAMES[path]
