@@ -367,13 +367,6 @@ class Config(Section):
             ]
         return []
 
-
-def _is_there(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # A name that is too long, or a folder that may not be looked into.
-        return False
-
     def _profiler_problems(self) -> list[str]:
         section, steps = self.profiler, self.training.steps
         windows = {
@@ -385,3 +378,10 @@ def _is_there(path: Path) -> bool:
             for name, (first, count) in windows.items()
             if first is not None and first + count - 1 > steps
         ]
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # A name that is too long, or a folder that may not be looked into.
+        return False
