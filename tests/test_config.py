@@ -48,14 +48,9 @@ def test_an_empty_file_is_a_run_that_can_start() -> None:
             "training.global_batch_size = 6 must be a multiple of training.micro_batch_size = 4",
         ),
         (
-            {"training": {"steps": 5}, "schedule": {"warmup_steps": 6}},
-            2,
-            "schedule.warmup_steps = 6 must not exceed training.steps = 5",
-        ),
-        (
-            {"training": {"steps": 5}, "schedule": {"kind": "wsd", "warmup_steps": 3, "decay_steps": 3}},
-            2,
-            "must fit into training.steps = 5",
+            {"training": {"steps": 5}, "profiler": {"trace_step": 5, "trace_steps": 2}},
+            1,
+            "profiler.trace_step = 5 and profiler.trace_steps = 2 reach past training.steps = 5",
         ),
     ],
 )
@@ -76,6 +71,11 @@ def test_a_rank_without_rows_in_an_update_is_remarked_on() -> None:
     config = configured(training={"global_batch_size": 4, "micro_batch_size": 2})
     assert config.remarks(2) == []
     assert "1 run empty in every update" in config.remarks(3)[0]
+
+
+def test_a_warm_up_that_fills_the_run_is_remarked_on() -> None:
+    assert configured(training={"steps": 6}, schedule={"warmup_steps": 5}).remarks(1) == []
+    assert "learning rate only rises" in configured(training={"steps": 5}, schedule={"warmup_steps": 5}).remarks(1)[0]
 
 
 def test_keys_that_are_left_out_are_the_presets() -> None:

@@ -313,7 +313,7 @@ class Config(Section):
             *self.data.problems(),
             *self.parallelism.problems(world_size),
         ]
-        return found + self._batch_problems() + self._schedule_problems() + self._profiler_problems()
+        return found + self._batch_problems() + self._profiler_problems()
 
     def require(self, world_size: int) -> None:
         """Raises `ConfigError` with all problems, if there are any."""
@@ -338,34 +338,28 @@ class Config(Section):
         return total, -(-total // (degrees["dp_replicate"] * degrees["dp_shard"]))
 
     def remarks(self, world_size: int) -> list[str]:
-        """What is allowed on `world_size` processes and wasteful all the same."""
+        """What is allowed on `world_size` processes, and seldom meant."""
         total, each = self.micro_batches(world_size)
         degrees = self.parallelism.degrees(world_size)
         slots = each * degrees["dp_replicate"] * degrees["dp_shard"]
-        if slots == total:
-            return []
-        return [
-            f"training.global_batch_size = {self.training.global_batch_size} makes {total} micro-batches for {slots} "
-            f"places on {slots // each} data-parallel ranks: {slots - total} run empty in every update"
-        ]
+        steps, warmup = self.training.steps, self.schedule.warmup_steps
+        found = []
+        if slots != total:
+            found.append(
+                f"training.global_batch_size = {self.training.global_batch_size} makes {total} micro-batches for "
+                f"{slots} places on {slots // each} data-parallel ranks: {slots - total} run empty in every update"
+            )
+        if warmup >= steps:
+            found.append(
+                f"schedule.warmup_steps = {warmup} is all of training.steps = {steps}: the learning rate only rises"
+            )
+        return found
 
     def _batch_problems(self) -> list[str]:
         rows, micro = self.training.global_batch_size, self.training.micro_batch_size
         if rows % micro == 0:
             return []
         return [f"training.global_batch_size = {rows} must be a multiple of training.micro_batch_size = {micro}"]
-
-    def _schedule_problems(self) -> list[str]:
-        steps, warmup = self.training.steps, self.schedule.warmup_steps
-        decay = self.schedule.decay_steps
-        if warmup > steps:
-            return [f"schedule.warmup_steps = {warmup} must not exceed training.steps = {steps}"]
-        if self.schedule.kind == "wsd" and decay is not None and warmup + decay > steps:
-            return [
-                f"schedule.warmup_steps = {warmup} and schedule.decay_steps = {decay} must fit into "
-                f"training.steps = {steps}"
-            ]
-        return []
 
     def _profiler_problems(self) -> list[str]:
         section, steps = self.profiler, self.training.steps

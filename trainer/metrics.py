@@ -80,6 +80,8 @@ class Metrics:
         degrees = " x ".join(f"{axis} {size}" for axis, size in trainer.mesh.degrees.items())
         log.info("%s on %s, %s", degrees, self.world.device, f"{self.model.num_parameters:,} parameters")
         log.info("%s", trainer.loader.summary(self.steps))
+        for remark in self.config.remarks(self.world.size):
+            log.warning("%s", remark)
         if self.peak is None and self.world.device.type == "cuda":
             log.warning("no peak FLOP/s is known for this device, so no MFU: set metrics.peak_flops")
         if resumed is not None:

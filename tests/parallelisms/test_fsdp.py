@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -14,12 +13,12 @@ from torch.distributed.tensor import DTensor
 from models.batch import Batch
 from models.config import ModelConfig
 from models.transformer import Transformer
-from parallelisms import fsdp, recompute
+from parallelisms import fsdp
 from parallelisms.collectives import sum_over, whole
 from parallelisms.initialize import initialize
-from parallelisms.mesh import AXES, Mesh
-from parallelisms.parallelize import parallelize
+from parallelisms.mesh import Mesh
 from tests.models.small import SMALL, TIED, largest_difference, packed
+from tests.parallelisms.plans import Plan, build, joined
 from tests.ranks import run_ranks
 from trainer.config import OptimizerSection
 from trainer.optimizer import Optimizer
@@ -34,25 +33,6 @@ UPDATES = 5
 OPTIMIZER = OptimizerSection(lr=1e-2, max_grad_norm=0.5)
 
 
-@dataclass(frozen=True)
-class Plan:
-    config: ModelConfig = SMALL
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    policy: recompute.Policy = "none"
-    reshard: bool = True
-    micro_batch: int = 12
-    compiled: bool = False
-
-    @property
-    def ranks(self) -> int:
-        return self.dp_replicate * self.dp_shard
-
-    def mesh(self) -> Mesh:
-        sizes = dict.fromkeys(AXES, 1) | {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}
-        return Mesh("cpu", sizes, rank=distributed.get_rank())
-
-
 @dataclass
 class Course:
     """What a run of a few updates came to."""
@@ -64,45 +44,10 @@ class Course:
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
-def build(plan: Plan, mesh: Mesh) -> Transformer:
-    double = torch.float64
-    with torch.device("meta"):
-        model = Transformer(plan.config).to(double)
-    if plan.compiled:
-        # The recipe's order with a compiler that costs nothing; it may warn of what torch itself does.
-        warnings.simplefilter("ignore")
-        recompute.apply(model, policy=plan.policy)
-        for block in model.layers():
-            block.compile(fullgraph=True, backend="aot_eager")
-        fsdp.apply(model, mesh.fsdp, param_dtype=double, reduce_dtype=double, reshard_after_forward=plan.reshard)
-    else:
-        parallelize(
-            model,
-            mesh,
-            policy=plan.policy,
-            compiled=False,
-            param_dtype=double,
-            reduce_dtype=double,
-            reshard_after_forward=plan.reshard,
-        )
-    initialize(model, seed=0, device=torch.device("cpu"))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            # Far from the linear regime of small weights, so that every part matters.
-            parameter.mul_(10 if parameter.ndim > 1 else 1)
-    return model
-
-
 def micro_batches(plan: Plan, rank: int, update: int) -> list[Batch]:
     mine = range(rank * len(ROWS) // plan.ranks, (rank + 1) * len(ROWS) // plan.ranks)
     rows = [packed(ROWS[row], seed=100 * update + row, targets=TARGETS[row]) for row in mine]
     return [joined(rows[start : start + plan.micro_batch]) for start in range(0, len(rows), plan.micro_batch)]
-
-
-def joined(rows: list[Batch]) -> Batch:
-    names = ("tokens", "labels", "positions", "documents", "boundaries")
-    tensors = {name: torch.cat([getattr(row, name) for row in rows]) for name in names}
-    return Batch(**tensors, num_tokens=20 * len(rows), num_pairs=0)
 
 
 def train(plan: Plan) -> Course:
@@ -139,17 +84,22 @@ def alone(config: ModelConfig) -> Course:
 
 
 MESHES = [Plan(dp_shard=4), Plan(dp_replicate=2, dp_shard=2), Plan(dp_shard=3), Plan(dp_replicate=3)]
-PLANS = [
-    replace(mesh, config=config, policy=policy, reshard=reshard)
-    for mesh in MESHES[:3]
+GRID = [
+    replace(mesh, config=config, policy=policy, reshard=reshard, micro_batch=micro_batch)
+    for mesh in MESHES
     for config in (SMALL, TIED)
-    for policy, reshard in (("none", True), ("full", True), ("none", False), ("full", False))
+    for policy in get_args(recompute.Policy)
+    for reshard in (True, False)
+    for micro_batch in (12, 1)
 ]
-PLANS += [replace(mesh, config=config, micro_batch=1) for mesh in MESHES for config in (SMALL, TIED)]
-PLANS += [Plan(config, micro_batch=5, policy="full") for config in (SMALL, TIED)]
 COMPILED = [
     Plan(config, dp_shard=4, policy=policy, compiled=True) for config in (SMALL, TIED) for policy in ("none", "full")
 ]
+ALONE = [Plan(config, micro_batch=5, policy="full") for config in (SMALL, TIED)]
+# Every pair of options on some mesh, every option on every mesh; the whole grid takes minutes.
+FAST = {
+    (Plan(), "none", True, 12): MESHES[:1],
+}
 
 
 def name_of(plan: Plan) -> str:

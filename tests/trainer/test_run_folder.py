@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -96,13 +95,6 @@ def test_a_folder_that_cannot_be_written_to_is_told() -> None:
     # /proc refuses root as well, whom no permission stops.
     with pytest.raises(ConfigError, match=r"^job.output_dir = /proc/self/task cannot be written to: ."):
         RunFolder(Path("/proc/self/task")).make()
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_folder_is_told(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(ConfigError, match="cannot be written to: Permission denied"):
-        RunFolder(tmp_path).make()
 
 
 def test_the_configuration_is_kept_resolved(tmp_path: Path) -> None:

@@ -1,0 +1,72 @@
+"""A model spread over a mesh, as a test asks for it."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import distributed
+
+from models.batch import Batch
+from models.config import ModelConfig
+from models.transformer import Transformer
+from parallelisms import fsdp, recompute
+from parallelisms.initialize import initialize
+from parallelisms.mesh import AXES, Mesh
+from parallelisms.parallelize import parallelize
+from tests.models.small import SMALL
+
+
+@dataclass(frozen=True)
+class Plan:
+    config: ModelConfig = SMALL
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    policy: recompute.Policy = "none"
+    reshard: bool = True
+    micro_batch: int = 12
+    compiled: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.dp_replicate * self.dp_shard
+
+    def mesh(self) -> Mesh:
+        sizes = dict.fromkeys(AXES, 1) | {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}
+        return Mesh("cpu", sizes, rank=distributed.get_rank())
+
+
+def build(plan: Plan, mesh: Mesh) -> Transformer:
+    double = torch.float64
+    with torch.device("meta"):
+        model = Transformer(plan.config).to(double)
+    if plan.compiled:
+        # The recipe's order with a compiler that costs nothing; it may warn of what torch itself does.
+        warnings.simplefilter("ignore")
+        recompute.apply(model, policy=plan.policy)
+        for block in model.layers():
+            block.compile(fullgraph=True, backend="aot_eager")
+        fsdp.apply(model, mesh.fsdp, param_dtype=double, reduce_dtype=double, reshard_after_forward=plan.reshard)
+    else:
+        parallelize(
+            model,
+            mesh,
+            policy=plan.policy,
+            compiled=False,
+            param_dtype=double,
+            reduce_dtype=double,
+            reshard_after_forward=plan.reshard,
+        )
+    initialize(model, seed=0, device=torch.device("cpu"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Far from the linear regime of small weights, so that every part matters.
+            parameter.mul_(10 if parameter.ndim > 1 else 1)
+    return model
+
+
+def joined(rows: list[Batch]) -> Batch:
+    names = ("tokens", "labels", "positions", "documents", "boundaries")
+    tensors = {name: torch.cat([getattr(row, name) for row in rows]) for name in names}
+    return Batch(**tensors, num_tokens=20 * len(rows), num_pairs=0)

@@ -1,0 +1,46 @@
+"""A run in this process: the configuration of the whole-run tests, and a trainer on its own process group."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from train import train
+from trainer.config import Config
+from trainer.data import open_rows
+from trainer.data.rows import Rows
+from trainer.data.tokenizer import ByteTokenizer
+from trainer.distributed import World, process_group
+from trainer.load import load
+from trainer.run_folder import RunFolder
+from trainer.trainer import Trainer
+
+from tests.system.runs import arguments
+
+
+def configured(run: Path, folder: Path, *options: str) -> Config:
+    return load(arguments(run, folder, *options))
+
+
+def rows_of(config: Config) -> Rows:
+    return open_rows(config.data, ByteTokenizer(), seq_len=config.training.seq_len, seed=config.training.seed)
+
+
+def run_here(config: Config) -> int:
+    """Trains in this process; the exit status."""
+    folder = RunFolder(config.output_dir)
+    folder.make()
+    rows = rows_of(config)
+    with process_group(config.distributed) as world:
+        return train(config, folder, world, rows)
+
+
+@contextmanager
+def trainer_of(config: Config) -> Iterator[Trainer]:
+    rows = rows_of(config)
+    with process_group(config.distributed) as world:
+        assert isinstance(world, World)
+        yield Trainer(config, world, rows)
+    gc.collect()

@@ -1,0 +1,129 @@
+"""When a checkpoint is due, how it is committed, and what may be loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.system.runs import checkpoints, state, tensors, write_run
+from tests.trainer.small import configured, run_here, trainer_of
+from trainer.checkpoint import Checkpoints
+from trainer.run_folder import ResumeError, RunFolder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "due"),
+    [
+        ((), [3, 6, 7]),
+        (("--checkpoint.interval", "100"), [7]),
+        (("--checkpoint.interval", "1"), [1, 2, 3, 4, 5, 6, 7]),
+        (("--checkpoint.enabled", "false"), []),
+    ],
+)
+def test_every_nth_update_and_the_last_are_saved(run: Path, options: tuple[str, ...], due: list[int]) -> None:
+    config = configured(run, run.parent / "run", "--training.steps", "7", *options)
+    found = Checkpoints(config, RunFolder(config.output_dir))
+    assert [step for step in range(1, 8) if found.due(step)] == due
+
+
+def test_a_checkpoint_is_what_the_trainer_holds_and_gives_it_back(run: Path) -> None:
+    config = configured(run, run.parent / "run")
+    folder = RunFolder(config.output_dir)
+    with trainer_of(config) as trainer:
+        updates = trainer.updates()
+        for _ in range(2):
+            next(updates)
+        held = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
+        scalars = trainer.scalars()
+        saved = Checkpoints(config, folder).save(trainer)
+        updates.close()
+    assert saved == folder.checkpoints / "step-2"
+    assert {name: tensor.tolist() for name, tensor in tensors(saved).items()} == {
+        name: tensor.tolist() for name, tensor in held.items()
+    }
+    assert sorted(path.name for path in saved.iterdir()) == [".metadata", "__0_0.distcp", "state.json"]
+    assert scalars == state(saved)["trainer"] == {"step": 2, "next_row": 12, "tokens": scalars["tokens"], "skipped": 0}
+    with trainer_of(config) as trainer:
+        assert Checkpoints(config, folder).resume(trainer) == saved
+        assert trainer.scalars() == scalars
+        assert all(torch.equal(tensor, held[name]) for name, tensor in trainer.tensors().items())
+
+
+def test_a_fresh_run_resumes_from_nothing(run: Path) -> None:
+    config = configured(run, run.parent / "run")
+    with trainer_of(config) as trainer:
+        assert Checkpoints(config, RunFolder(config.output_dir)).resume(trainer) is None
+        assert (trainer.step, trainer.next_row) == (0, 0)
+
+
+def test_a_committed_step_is_not_written_again(run: Path) -> None:
+    config = configured(run, run.parent / "run")
+    folder = RunFolder(config.output_dir)
+    with trainer_of(config) as trainer:
+        saved = Checkpoints(config, folder).save(trainer)
+        before = {path: path.stat().st_mtime_ns for path in saved.iterdir()}
+        assert Checkpoints(config, folder).save(trainer) == saved
+    assert {path: path.stat().st_mtime_ns for path in saved.iterdir()} == before
+
+
+def test_a_save_that_fails_leaves_no_checkpoint_and_the_next_start_goes_on(run: Path) -> None:
+    config = configured(run, run.parent / "run", "--checkpoint.interval", "2")
+    folder = RunFolder(config.output_dir)
+    folder.checkpoints.mkdir(parents=True)
+    (folder.checkpoints / "step-4").touch()  # A rename onto a file fails, as a full disk would.
+    (folder.checkpoints / "step-4").rename(folder.checkpoints / ".tmp-old-step-4")
+    (folder.checkpoints / ".tmp-old-step-4").unlink()
+    with trainer_of(config) as trainer:
+        trainer.counts = torch.tensor([float("nan"), 0.0], dtype=torch.float64)  # state.json refuses it.
+        with pytest.raises(ValueError, match="JSON"):
+            Checkpoints(config, folder).save(trainer)
+    assert folder.committed() == []
+    assert checkpoints(folder.path) == [".tmp-step-0"]
+    assert run_here(config) == 0
+    assert checkpoints(folder.path) == ["step-2", "step-4", "step-6"]
+
+
+CHANGES = {
+    "absent": ("model.embed.weight", None, r"model.embed.weight is absent there and \(\(264, 64\), torch.float32\) here"),
+    "too much": ("model.extra", torch.zeros(2), r"model.extra is \(\(2,\), torch.float32\) there and absent here"),
+    "dtype": ("model.head.norm.weight", torch.ones(64).half(), r"\(\(64,\), torch.float16\) there and .*float32\) here"),
+    "shape": ("model.head.norm.weight", torch.ones(32), r"\(\(32,\), torch.float32\) there and \(\(64,\), torch.float32"),
+}
+
+
+@pytest.mark.parametrize(("name", "value", "told"), CHANGES.values(), ids=list(CHANGES))
+def test_other_tensors_are_refused_and_nothing_is_loaded(
+    run: Path, name: str, value: torch.Tensor | None, told: str
+) -> None:
+    """torch.distributed.checkpoint by itself loads an absent name or another dtype without a word."""
+    config = configured(run, run.parent / "run")
+    folder = RunFolder(config.output_dir)
+    with trainer_of(config) as trainer:
+        mine = trainer.tensors()
+        theirs = {key: tensor for key, tensor in mine.items() if key != name} | ({} if value is None else {name: value})
+        trainer.tensors = lambda: theirs  # type: ignore[method-assign]
+        Checkpoints(config, folder).save(trainer)
+        trainer.tensors = lambda: mine  # type: ignore[method-assign]
+        before = {key: tensor.clone() for key, tensor in mine.items()}
+        with pytest.raises(ResumeError, match=rf"(?s)step-0 does not hold this model: 1 tensors differ:\n  .*{told}"):
+            Checkpoints(config, folder).resume(trainer)
+        assert all(torch.equal(tensor, before[key]) for key, tensor in mine.items())
+
+
+def test_other_data_is_refused(run: Path) -> None:
+    config = configured(run, run.parent / "run")
+    folder = RunFolder(config.output_dir)
+    with trainer_of(config) as trainer:
+        saved = Checkpoints(config, folder).save(trainer)
+        path = saved / "state.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"data": "another"}))
+        with pytest.raises(ResumeError, match="was trained on data of fingerprint another"):
+            Checkpoints(config, folder).resume(trainer)

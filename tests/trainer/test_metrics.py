@@ -1,0 +1,239 @@
+"""What is written about an update: names, values, and which updates."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
+
+from models.batch import Batch
+from tests.system.runs import lines, metrics, steps, write_run
+from tests.trainer.small import configured, rows_of, run_here
+from trainer.metrics import TAGS, duration, line, position_names
+
+# The contract's list, in its order.
+CONTRACT = """step, tokens, loss, grad_norm, lr, step_seconds, tokens_per_second, tokens_per_second_per_device,
+tflops_per_device, mfu, hfu, data_wait_pct, memory_peak_gib, memory_reserved_gib, rss_gib"""
+KEYS = [key.strip() for key in CONTRACT.replace("\n", " ").split(",")]
+DOCUMENTED_EXTRAS = ["loss_by_position"]
+RECORD: dict[str, Any] = {
+    "step": 20,
+    "loss": 3.21449,
+    "grad_norm": 0.8204,
+    "lr": 9.1e-4,
+    "tokens_per_second": 4812.4,
+    "tflops_per_device": 0.0123,
+    "mfu": None,
+    "memory_peak_gib": None,
+    "rss_gib": 0.33,
+    "data_wait_pct": 0.26,
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs of 7 updates: `every`, which logs each and knows a peak, and `third`, which logs every third."""
+    root = tmp_path_factory.mktemp("metrics")
+    run = write_run(root)
+    shared = ("--training.steps", "7", "--checkpoint.interval", "4", "--memory.recompute", "full")
+    everything = ("--metrics.tensorboard", "true", "--metrics.peak_flops", "1e12")
+    assert run_here(configured(run, root / "every", *shared, *everything)) == 0
+    assert run_here(configured(run, root / "third", *shared, "--metrics.log_interval", "3")) == 0
+    return root
+
+
+def batches(root: Path) -> list[Batch]:
+    """The rows of each update."""
+    rows = rows_of(configured(root / "run.toml", root / "every"))
+    return [rows.read(range(6 * update, 6 * update + 6)) for update in range(7)]
+
+
+def pairs_of(batch: Batch) -> int:
+    """(query, key) pairs by looking at every two tokens; padding is the last document of a row that is not full."""
+    same = batch.documents[:, :, None] == batch.documents[:, None, :]
+    real = batch.documents < batch.documents[:, -1:] if batch.num_tokens < batch.tokens.numel() else same[..., 0]
+    causal = torch.ones(same.shape[1:], dtype=torch.bool).tril()
+    per_row = (same & causal).sum((1, 2))
+    padded = (~real).sum(1) if batch.num_tokens < batch.tokens.numel() else torch.zeros(len(per_row), dtype=torch.long)
+    return int((per_row - padded * (padded + 1) // 2).sum())
+
+
+# ---- the record
+
+
+def test_a_record_has_the_keys_of_the_contract_and_the_documented_ones(root: Path) -> None:
+    for name in ("every", "third"):
+        for record in lines(root / name / "metrics.jsonl"):
+            assert list(record) == KEYS + DOCUMENTED_EXTRAS
+
+
+def test_a_record_is_json_without_surprises(root: Path) -> None:
+    def refuse(constant: str) -> float:
+        raise AssertionError(constant)
+
+    for text in (root / "every" / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(text, parse_constant=refuse)
+        assert type(record["step"]) is type(record["tokens"]) is int
+        assert all(type(record[key]) is float or record[key] is None for key in KEYS[2:])
+
+
+def test_numbers_are_written_at_full_precision(root: Path) -> None:
+    for values in metrics(root / "every", "loss", "grad_norm", "step_seconds", "lr"):
+        for value in values:
+            assert len(repr(value)) >= 10 or value == round(value, 10)
+    assert all(len(repr(loss)) > 14 for (loss,) in metrics(root / "every", "loss"))
+
+
+def test_what_a_cpu_does_not_have_is_null(root: Path) -> None:
+    nulls = ("mfu", "hfu", "memory_peak_gib", "memory_reserved_gib")
+    assert metrics(root / "third", *nulls) == [(None,) * 4] * 4
+    assert metrics(root / "every", *nulls[2:]) == [(None, None)] * 7
+
+
+def test_tokens_are_counted_without_padding_since_the_run_began(root: Path) -> None:
+    counted = torch.tensor([batch.num_tokens for batch in batches(root)]).cumsum(0).tolist()
+    assert [tokens for (tokens,) in metrics(root / "every", "tokens")] == counted
+    assert counted[-1] < 7 * 6 * 64, "there should be padding"
+
+
+def test_mfu_is_the_hand_count(root: Path) -> None:
+    dim, heads, kv_heads, head_dim, ffn, vocabulary, layers = 64, 4, 2, 16, 96, 264, 2
+    block = dim * head_dim * (2 * heads + 2 * kv_heads) + 3 * dim * ffn
+    weights = layers * block + vocabulary * dim
+    for record, batch in zip(lines(root / "every" / "metrics.jsonl"), batches(root), strict=True):
+        pairs = pairs_of(batch)
+        model_flops = 6 * weights * batch.num_tokens + 12 * layers * heads * head_dim * pairs
+        again = 2 * layers * block * batch.num_tokens + (4 + 2) * layers * heads * head_dim * pairs
+        assert record["tokens_per_second"] == pytest.approx(batch.num_tokens / record["step_seconds"])
+        assert record["tokens_per_second_per_device"] == record["tokens_per_second"]
+        assert record["tflops_per_device"] == pytest.approx(model_flops / record["step_seconds"] / 1e12)
+        assert record["mfu"] == pytest.approx(model_flops / record["step_seconds"] / 1e12)
+        assert record["hfu"] == pytest.approx((model_flops + again) / record["step_seconds"] / 1e12)
+        assert 0 <= record["data_wait_pct"] <= 100
+        assert 0.05 < record["rss_gib"] < 20
+
+
+def test_losses_by_position_are_means_over_their_targets(root: Path) -> None:
+    for record in lines(root / "every" / "metrics.jsonl"):
+        by_position = record["loss_by_position"]
+        assert list(by_position) == position_names()
+        # Rows are 64 long, so every target is in the first bucket.
+        assert by_position.pop("0-256") == pytest.approx(record["loss"])
+        assert set(by_position.values()) == {None}
+
+
+def test_positions_are_named_by_powers_of_four() -> None:
+    assert position_names() == ["0-256", "256-1K", "1K-4K", "4K-16K", "16K-64K", "64K-256K", "256K-1M", "1M-"]
+
+
+# ---- which updates
+
+
+def test_the_first_every_nth_and_the_last_update_are_logged(root: Path) -> None:
+    assert steps(root / "every") == [1, 2, 3, 4, 5, 6, 7]
+    assert steps(root / "third") == [1, 3, 6, 7]
+
+
+def test_what_is_logged_does_not_depend_on_how_often(root: Path) -> None:
+    exact = ("step", "tokens", "loss", "grad_norm", "lr")
+    kept = [values for values in metrics(root / "every", *exact) if values[0] in (1, 3, 6, 7)]
+    assert metrics(root / "third", *exact) == kept
+
+
+def test_rates_are_over_all_updates_since_the_line_before(root: Path) -> None:
+    tokens = [batch.num_tokens for batch in batches(root)]
+    spans = [tokens[0:1], tokens[1:3], tokens[3:6], tokens[6:7]]
+    for (rate, seconds), span in zip(metrics(root / "third", "tokens_per_second", "step_seconds"), spans, strict=True):
+        assert rate * seconds * len(span) == pytest.approx(sum(span))
+
+
+# ---- for people
+
+
+def test_a_line_can_be_read(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    with caplog.at_level(logging.INFO, logger="trainer"):
+        assert run_here(configured(write_run(tmp_path), tmp_path / "run", "--training.steps", "2")) == 0
+    said = [record.getMessage() for record in caplog.records if record.name == "trainer.metrics"]
+    assert any(text.startswith("update 1/2  loss 5.") for text in said)
+    assert any(text.startswith("update 2/2  loss ") and text.endswith("left 0:00:00") for text in said)
+    assert said[-1].startswith("done: all 2 updates; loss 5.")
+
+
+def test_a_line_has_what_is_known_and_no_more() -> None:
+    assert line(RECORD, steps=100, remaining_seconds=3_725.4) == (
+        "update 20/100  loss 3.2145  grad 0.820  lr 9.10e-04  4,812 tok/s  0.0123 TFLOP/s  rss 0.33 GiB  data 0.3%  "
+        "left 1:02:05"
+    )
+    on_gpu = line(RECORD | {"mfu": 0.4123, "memory_peak_gib": 71.26}, steps=100, remaining_seconds=0)
+    assert "mfu 41.2%  gpu 71.3 GiB  rss" in on_gpu
+    assert "loss -  grad -  lr" in line(RECORD | {"loss": None, "grad_norm": None}, steps=100, remaining_seconds=0)
+
+
+@pytest.mark.parametrize(("seconds", "written"), [(0, "0:00:00"), (59.6, "0:01:00"), (90_061, "25:01:01")])
+def test_a_duration_is_hours_minutes_and_seconds(seconds: float, written: str) -> None:
+    assert duration(seconds) == written
+
+
+# ---- TensorBoard
+
+
+@pytest.fixture(scope="module")
+def events(root: Path) -> EventAccumulator:
+    accumulator = EventAccumulator(str(root / "every" / "tensorboard"))  # type: ignore[no-untyped-call]
+    accumulator.Reload()  # type: ignore[no-untyped-call]
+    return accumulator
+
+
+def test_tags_are_groups_and_names(events: EventAccumulator) -> None:
+    known = {tag for key, tag in TAGS.items() if not key.startswith("memory_")}
+    assert set(events.Tags()["scalars"]) == known | {"position/0-256"}  # type: ignore[no-untyped-call]
+    assert {"train/loss", "train/grad_norm", "train/lr", "perf/mfu", "memory/rss_gib"} <= known
+    assert set(TAGS) == set(KEYS) - {"step"}
+
+
+def test_tensorboard_shows_what_the_file_says(root: Path, events: EventAccumulator) -> None:
+    for key in ("loss", "lr", "mfu", "tokens"):
+        written = metrics(root / "every", "step", key)
+        shown = [(point.step, point.value) for point in events.Scalars(TAGS[key])]  # type: ignore[no-untyped-call]
+        assert [step for step, _ in shown] == [step for step, _ in written]
+        for (_, ours), (_, theirs) in zip(written, shown, strict=True):
+            assert math.isclose(ours, theirs, rel_tol=1e-6)
+
+
+def test_the_dashboard_names_tags_that_exist(root: Path, events: EventAccumulator) -> None:
+    (content,) = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val  # type: ignore[no-untyped-call]
+    layout = layout_pb2.Layout.FromString(content)
+    assert [category.title for category in layout.category] == ["training", "performance"]
+    shown = [tag for category in layout.category for chart in category.chart for tag in chart.multiline.tag]
+    assert set(shown) - {"position/.*", "memory/.*"} <= set(TAGS.values())
+    assert {"train/loss", "train/grad_norm", "perf/mfu", "position/.*"} <= set(shown)
+
+
+def test_the_configuration_is_shown_as_text(root: Path, events: EventAccumulator) -> None:
+    (content,) = events.Tensors("config/text_summary")[0].tensor_proto.string_val  # type: ignore[no-untyped-call]
+    text = content.decode().removeprefix("```toml\n").removesuffix("```")
+    assert tomli.loads(text) == tomli.loads((root / "every" / "config.toml").read_text())
+
+
+def test_without_tensorboard_there_is_no_folder(root: Path) -> None:
+    assert not (root / "third" / "tensorboard").exists()
+
+
+def test_a_resumed_run_hides_what_its_earlier_life_wrote_too_much(tmp_path: Path) -> None:
+    run, folder = write_run(tmp_path), tmp_path / "run"
+    options = ("--metrics.tensorboard", "true", "--schedule.kind", "constant", "--checkpoint.interval", "2")
+    assert run_here(configured(run, folder, *options, "--training.steps", "4")) == 0
+    (folder / "checkpoints" / "step-4").rename(folder / "checkpoints" / ".tmp-step-4")
+    assert run_here(configured(run, folder, *options, "--training.steps", "5")) == 0
+    accumulator = EventAccumulator(str(folder / "tensorboard"))  # type: ignore[no-untyped-call]
+    accumulator.Reload()  # type: ignore[no-untyped-call]
+    assert [point.step for point in accumulator.Scalars("train/loss")] == [1, 2, 3, 4, 5]  # type: ignore[no-untyped-call]
+    assert steps(folder) == [1, 2, 3, 4, 5]

@@ -1,0 +1,124 @@
+"""AdamW held to a few lines of arithmetic, and updates that skip themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainer.config import OptimizerSection
+from trainer.optimizer import Optimizer
+
+SECTION = OptimizerSection(lr=0.5, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.25, max_grad_norm=1.0)
+
+
+class Model(nn.Module):
+    """A matrix and a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.matrix = nn.Parameter(torch.randn(3, 4, dtype=torch.float64, generator=generator))
+        self.norm = nn.Parameter(torch.randn(4, dtype=torch.float64, generator=generator))
+
+
+def give_gradients(model: nn.Module, scale: float, *, seed: int = 1) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = scale * torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator)
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def state(optimizer: Optimizer) -> dict[str, Tensor]:
+    weights = {name: parameter.detach().clone() for name, parameter in optimizer.named.items()}
+    return weights | {name: tensor.clone() for name, tensor in optimizer.tensors().items()}
+
+
+@pytest.mark.parametrize("scale", [0.01, 100.0], ids=["below the limit", "clipped"])
+def test_three_updates_are_those_of_the_paper(scale: float) -> None:
+    model = Model()
+    optimizer = Optimizer(model, SECTION)
+    wanted = [parameter.detach().clone() for parameter in model.parameters()]
+    first = [torch.zeros_like(weight) for weight in wanted]
+    second = [torch.zeros_like(weight) for weight in wanted]
+    for step, lr in enumerate((0.5, 0.1, 0.02), 1):
+        gradients = give_gradients(model, scale, seed=step)
+        norm, finite = optimizer.step(lr)
+        expected = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+        torch.testing.assert_close(norm, expected)
+        assert finite
+        for index, (gradient, decay) in enumerate(zip(gradients, (0.25, 0.0), strict=True)):
+            clipped = gradient * (1 / (expected + 1e-6)).clamp(max=1)
+            first[index] = 0.8 * first[index] + 0.2 * clipped
+            second[index] = 0.9 * second[index] + 0.1 * clipped**2
+            ratio = first[index] / (1 - 0.8**step) / ((second[index] / (1 - 0.9**step)).sqrt() + 1e-6)
+            wanted[index] = wanted[index] * (1 - lr * decay) - lr * ratio
+        for parameter, weight in zip(model.parameters(), wanted, strict=True):
+            torch.testing.assert_close(parameter.detach(), weight, rtol=1e-9, atol=1e-12)
+            assert parameter.grad is None
+
+
+def test_matrices_decay_and_vectors_do_not() -> None:
+    model = Model()
+    optimizer = Optimizer(model, SECTION)
+    before = state(optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step(0.5)
+    torch.testing.assert_close(model.matrix.detach(), before["matrix"] * (1 - 0.5 * 0.25))
+    assert torch.equal(model.norm.detach(), before["norm"])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_an_update_with_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
+    model = Model()
+    optimizer = Optimizer(model, SECTION)
+    give_gradients(model, 1.0)
+    optimizer.step(0.5)
+    before = state(optimizer)
+    give_gradients(model, 1.0, seed=2)
+    assert model.norm.grad is not None
+    model.norm.grad[1] = bad
+    norm, finite = optimizer.step(0.5)
+    assert not finite
+    assert not norm.isfinite()
+    after = state(optimizer)
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_an_update_after_a_skipped_one_is_as_if_that_had_not_been() -> None:
+    skipping, plain = Model(), Model()
+    optimizers = [Optimizer(skipping, SECTION), Optimizer(plain, SECTION)]
+    for step in range(3):
+        if step == 1:
+            give_gradients(skipping, float("nan"))
+            optimizers[0].step(0.5)
+        for model, optimizer in zip((skipping, plain), optimizers, strict=True):
+            give_gradients(model, 1.0, seed=step)
+            optimizer.step(0.1)
+    ours, theirs = map(state, optimizers)
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def test_the_state_exists_from_the_start_under_the_parameters_names() -> None:
+    found = Optimizer(Model(), SECTION).tensors()
+    assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in found.items()} == {
+        "matrix.step": ((), torch.float32),
+        "matrix.exp_avg": ((3, 4), torch.float64),
+        "matrix.exp_avg_sq": ((3, 4), torch.float64),
+        "norm.step": ((), torch.float32),
+        "norm.exp_avg": ((4,), torch.float64),
+        "norm.exp_avg_sq": ((4,), torch.float64),
+    }
+    assert not any(tensor.any() for tensor in found.values())
+
+
+def test_tensors_are_the_state_itself_so_that_loading_writes_into_it() -> None:
+    model = Model()
+    optimizer = Optimizer(model, SECTION)
+    held = optimizer.tensors()
+    give_gradients(model, 1.0)
+    optimizer.step(0.5)
+    assert held["matrix.step"] == 1
+    assert held["matrix.exp_avg"].any()

@@ -1,0 +1,72 @@
+"""Traces of a window of updates, and nothing at all without one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.system.runs import ROOT, arguments, write_run
+from tests.trainer.small import configured, run_here
+from trainer.profiler import NullProfiler, Profilers, Trace
+
+LEAVES_OUT = """
+import sys
+import train
+assert train.main(sys.argv[1:]) == 0
+left_out = ("tensorboard", "torch.utils.tensorboard", "rich", "torch.distributed.fsdp", "torch._inductor.compile_fx")
+sys.exit(str([name for name in left_out if name in sys.modules] or ""))
+"""
+
+
+def test_a_trace_of_its_window_is_written(tmp_path: Path) -> None:
+    options = ("--profiler.trace_step", "2", "--profiler.trace_steps", "2", "--training.steps", "4")
+    assert run_here(configured(write_run(tmp_path), tmp_path / "run", *options)) == 0
+    logs = tmp_path / "run" / "logs"
+    assert [path.name for path in logs.iterdir()] == ["trace-step-2-rank-0.json"]
+    trace = json.loads((logs / "trace-step-2-rank-0.json").read_text())
+    names = [event.get("name") for event in trace["traceEvents"]]
+    # Two layers and the head: norms, seven products each, and one optimizer step per update of the window.
+    assert "aten::mm" in names
+    assert sum("Optimizer.step#AdamW.step" in str(name) for name in names) == 2
+
+
+def test_without_a_window_there_is_no_profiler(tmp_path: Path) -> None:
+    config = configured(write_run(tmp_path), tmp_path / "run")
+    profilers = Profilers(config, tmp_path / "logs", rank=0, device=torch.device("cpu"))
+    assert isinstance(profilers.trace, NullProfiler)
+    assert isinstance(profilers.memory, NullProfiler)
+    for done in range(4):
+        profilers.step(done)
+    assert not (tmp_path / "logs").exists()
+
+
+def test_memory_of_a_cpu_is_not_recorded(tmp_path: Path) -> None:
+    config = configured(write_run(tmp_path), tmp_path / "run", "--profiler.memory_step", "1")
+    profilers = Profilers(config, tmp_path / "logs", rank=0, device=torch.device("cpu"))
+    assert isinstance(profilers.memory, NullProfiler)
+    told = profilers.out_of_memory(torch.OutOfMemoryError("tried to allocate"))
+    assert told.startswith("out of device memory: tried to allocate\nless memory: ")
+
+
+def test_every_rank_has_a_trace_of_its_own(tmp_path: Path) -> None:
+    config = configured(write_run(tmp_path), tmp_path / "run", "--profiler.trace_step", "5")
+    traces = [Profilers(config, tmp_path, rank=rank, device=torch.device("cpu")).trace for rank in (0, 3)]
+    paths = [trace.path.name for trace in traces if isinstance(trace, Trace)]
+    assert paths == ["trace-step-5-rank-0.json", "trace-step-5-rank-3.json"]
+
+
+@pytest.mark.parametrize("first", ["3", "4"])
+def test_a_window_beyond_the_last_update_does_not_hurt(tmp_path: Path, first: str) -> None:
+    options = ("--profiler.trace_step", first, "--profiler.trace_steps", "5", "--training.steps", "3")
+    assert run_here(configured(write_run(tmp_path), tmp_path / "run", *options)) == 0
+
+
+def test_what_is_off_is_not_imported(tmp_path: Path) -> None:
+    argv = arguments(write_run(tmp_path), tmp_path / "run", "--training.steps", "2")
+    done = subprocess.run([sys.executable, "-c", LEAVES_OUT, *argv], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
