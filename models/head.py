@@ -81,5 +81,9 @@ class Head(nn.Module):
         weight_VE = self.proj.weight
         row_bytes = weight_VE.shape[0] * (8 if x_BSE.dtype == torch.float64 else 4)
         chunk = max(1, (self.chunk_mib << 20) // row_bytes)
-        losses_BS: Tensor = LinearCrossEntropy.apply(self.norm(x_BSE), weight_VE, labels_BS, chunk)
+        normed_BSE = self.norm(x_BSE)
+        if not torch.is_grad_enabled():
+            # A function cannot see that: it is told by inputs that want no gradient.
+            normed_BSE, weight_VE = normed_BSE.detach(), weight_VE.detach()
+        losses_BS: Tensor = LinearCrossEntropy.apply(normed_BSE, weight_VE, labels_BS, chunk)
         return losses_BS

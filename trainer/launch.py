@@ -149,6 +149,7 @@ def prepare_environment(environment: dict[str, str] | os._Environ[str], cluster:
     if cluster.task is not None:
         environment["MASTER_ADDR"], _, environment["MASTER_PORT"] = cluster.master.rpartition(":")
     if _has_gpus():
+        environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # For training.deterministic; too early to ask.
         environment.setdefault("OMP_NUM_THREADS", environment.get("SLURM_CPUS_PER_TASK", "1"))
         if "PYTORCH_CUDA_ALLOC_CONF" not in environment:  # The old name, which torch still reads, with a warning.
             environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

@@ -22,6 +22,7 @@ from trainer.load import to_toml
 # What a run is: a checkpoint continues only under the same values. Everything else may change on resume.
 IDENTITY = ("model", "tokenizer.kind", "data", "training.seq_len", "training.seed", "optimizer.name")
 INCIDENTAL = ("data.cache_dir", "data.bad_files")
+STATE = {"step", "trainer", "data", "identity"}
 
 
 class ResumeError(Exception):
@@ -62,8 +63,8 @@ class RunFolder:
     def committed(self) -> list[tuple[int, Path]]:
         """Committed checkpoints as (step, folder), oldest first."""
         found = self.checkpoints.glob("step-*") if self.checkpoints.is_dir() else ()
-        numbered = ((folder.name.removeprefix("step-"), folder) for folder in found)
-        return sorted((int(number), folder) for number, folder in numbered if number.isdecimal())
+        numbered = ((_number(folder.name), folder) for folder in found if folder.is_dir())
+        return sorted((number, folder) for number, folder in numbered if number is not None)
 
     def newest(self, config: Config) -> Path | None:
         """The checkpoint to go on from; None for a fresh start."""
@@ -88,6 +89,11 @@ class RunFolder:
             swap.replace(self.metrics)
 
 
+def _number(name: str) -> int | None:
+    number = name.removeprefix("step-")
+    return int(number) if number.isascii() and number.isdecimal() and str(int(number)) == number else None
+
+
 def _step(line: bytes) -> int | None:
     try:
         step = json.loads(line)["step"] if line.endswith(b"\n") else None
@@ -100,9 +106,11 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     """The scalars of a checkpoint. Raises `ResumeError` naming the file."""
     path = checkpoint / "state.json"
     try:
-        state: dict[str, Any] = json.loads(path.read_text())
+        state = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ResumeError(f"{path} cannot be read: {error}") from None
+    if not isinstance(state, dict) or not state.keys() >= STATE:
+        raise ResumeError(f"{path} is damaged: it must hold {', '.join(sorted(STATE))}")
     return state
 
 
