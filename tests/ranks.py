@@ -17,10 +17,12 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
+
+Result = TypeVar("Result")
 
 PRELOADED = [
     "pytest",
@@ -42,7 +44,7 @@ class RankError(AssertionError):
     """A rank raised, or died, or did not answer in time."""
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 60) -> list[Any]:
+def run_ranks(function: Callable[..., Result], world_size: int, *arguments: Any, timeout: float = 60) -> list[Result]:
     """`function(*arguments)` on each of `world_size` ranks: their results, in order.
 
     `function` stands at the top of a module; arguments and results are pickled, tensors as their values. The first

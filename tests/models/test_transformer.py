@@ -42,7 +42,8 @@ def plain(model: Transformer, batch: Batch) -> Tensor:
         if rotated:
             z = torch.complex(y[..., :half], y[..., half:]) * turn
             y = torch.cat((z.real, z.imag), dim=-1)
-        return y.transpose(1, 2).repeat_interleave(config.num_heads // y.shape[2], dim=1)
+        repeated: Tensor = y.transpose(1, 2).repeat_interleave(config.num_heads // y.shape[2], dim=1)
+        return repeated
 
     x = F.embedding(batch.tokens, weights["embed.weight"])
     for layer in range(config.num_layers):
@@ -130,7 +131,7 @@ def test_compiled_blocks_give_the_losses_and_gradients_of_eager_ones(config: Mod
 
 
 @pytest.mark.slow
-@dynamo
+@pytest.mark.filterwarnings("ignore")
 def test_blocks_compiled_by_inductor_give_the_losses_and_gradients_of_eager_ones() -> None:
     torch._dynamo.reset()
     config = replace(SMALL, num_layers=1)

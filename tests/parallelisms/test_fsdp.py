@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import get_args
 
 import pytest
 import torch
-from torch import Tensor, distributed, nn
+from _pytest.mark import ParameterSet
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from models.batch import Batch
 from models.config import ModelConfig
 from models.transformer import Transformer
-from parallelisms import fsdp
+from parallelisms import fsdp, recompute
 from parallelisms.collectives import sum_over, whole
 from parallelisms.initialize import initialize
 from parallelisms.mesh import Mesh
@@ -92,14 +95,8 @@ GRID = [
     for reshard in (True, False)
     for micro_batch in (12, 1)
 ]
-COMPILED = [
-    Plan(config, dp_shard=4, policy=policy, compiled=True) for config in (SMALL, TIED) for policy in ("none", "full")
-]
-ALONE = [Plan(config, micro_batch=5, policy="full") for config in (SMALL, TIED)]
-# Every pair of options on some mesh, every option on every mesh; the whole grid takes minutes.
-FAST = {
-    (Plan(), "none", True, 12): MESHES[:1],
-}
+# Any two options meet in every pair of their values; the whole grid takes minutes.
+PAIRS = [(SMALL, "none", True, 12), (SMALL, "full", False, 1), (TIED, "none", False, 1), (TIED, "full", True, 12)]
 
 
 def name_of(plan: Plan) -> str:
@@ -108,7 +105,22 @@ def name_of(plan: Plan) -> str:
     return f"{plan.dp_replicate}x{plan.dp_shard}-{tied}-{plan.policy}-{kept}-{plan.micro_batch}"
 
 
-@pytest.mark.parametrize("plan", [*PLANS, *COMPILED], ids=name_of)
+def cases() -> list[ParameterSet]:
+    found = []
+    for plan in GRID:
+        fast = (plan.config, plan.policy, plan.reshard, plan.micro_batch) in PAIRS
+        found.append(pytest.param(plan, id=name_of(plan), marks=() if fast else pytest.mark.slow))
+    for config, policy in itertools.product((SMALL, TIED), get_args(recompute.Policy)):
+        plan = Plan(config, dp_shard=2, policy=policy, compiled=True)
+        fast = (config, policy) == (TIED, "full")
+        found.append(pytest.param(plan, id=f"{name_of(plan)}-compiled", marks=() if fast else pytest.mark.slow))
+    return [
+        *found,
+        *(pytest.param(Plan(config, micro_batch=5), id=f"alone-{config.tie_embeddings}") for config in (SMALL, TIED)),
+    ]
+
+
+@pytest.mark.parametrize("plan", cases())
 def test_a_mesh_computes_what_one_process_computes(plan: Plan) -> None:
     expected = alone(plan.config)
     assert all(expected.finite)
@@ -131,8 +143,9 @@ def test_one_process_computes_the_mean_over_targets() -> None:
 def plain_losses() -> float:
     plan = Plan()
     model = build(plan, plan.mesh())
-    losses = [model(batch) for batch in micro_batches(replace(plan, micro_batch=1), 0, 0)]
-    return float(sum(loss.sum() for loss in losses) / sum(TARGETS))
+    with torch.no_grad():
+        sums = [model(batch).sum() for batch in micro_batches(replace(plan, micro_batch=1), 0, 0)]
+    return float(sum(sums, torch.tensor(0.0)) / sum(TARGETS))
 
 
 # ---- precision

@@ -6,11 +6,12 @@ from typing import Literal
 
 import pytest
 import torch
-from test_fsdp import Plan, build, joined
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from models.transformer import Transformer
 from tests.models.small import packed, small_model
+from tests.parallelisms.plans import Plan, build, joined
 from tests.ranks import run_ranks
 from trainer.config import OptimizerSection
 from trainer.optimizer import Optimizer
@@ -20,25 +21,31 @@ Poison = Literal["gradient", "infinite gradient", "loss"]
 
 
 def state_of(model: Transformer, optimizer: Optimizer) -> dict[str, Tensor]:
-    """This rank's part of everything that an update may change."""
+    """Everything that an update may change, the part of this rank."""
     tensors = dict(model.named_parameters()) | optimizer.tensors()
-    return {name: getattr(x, "_local_tensor", x).detach().clone() for name, x in tensors.items()}
+    return {name: local(x.detach()).clone() for name, x in tensors.items()}
 
 
 def skip(plan: Plan, poison: Poison) -> tuple[list[bool], list[str], list[str], list[float]]:
     """Whether updates were finite, and what changed in one with bad numbers on the last rank, and in the one after."""
-    model = build(plan, plan.mesh())
+    mesh = plan.mesh()
+    model = build(plan, mesh)
     optimizer = Optimizer(model, OptimizerSection(lr=1e-2))
-    rank, finite, states = distributed.get_rank(), [], []
+    rank = mesh.rank
+    finite: list[bool] = []
+    states: list[dict[str, Tensor]] = []
     for update in range(4):
-        bad = update == 2 and rank == plan.ranks - 1
+        # Reduced gradients are the same bits on all replicas, so all that hold the last shard have the bad number.
+        last = rank == plan.ranks - 1 if poison == "loss" else mesh.place["dp_shard"] == plan.dp_shard - 1
+        bad = update == 2 and last
         losses = model(joined([packed([20], seed=10 * update + rank)]))
         if bad and poison == "loss":
             losses = losses * torch.nan
         (losses.sum() / 19).backward()
         if bad and poison != "loss":
-            local = whole_local(model.blocks["1"].get_parameter("attention.o_proj.weight").grad)
-            local.view(-1)[0] = torch.nan if poison == "gradient" else torch.inf
+            gradient = model.blocks["1"].get_parameter("attention.o_proj.weight").grad
+            assert gradient is not None
+            local(gradient).view(-1)[0] = torch.nan if poison == "gradient" else torch.inf
         states.append(state_of(model, optimizer))
         finite.append(bool(optimizer.step(1e-2)[1]))
     states.append(state_of(model, optimizer))
@@ -51,9 +58,8 @@ def skip(plan: Plan, poison: Poison) -> tuple[list[bool], list[str], list[str], 
     return finite, skipped, after, steps
 
 
-def whole_local(gradient: Tensor | None) -> Tensor:
-    assert gradient is not None
-    return getattr(gradient, "_local_tensor", gradient)
+def local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 @pytest.mark.ranks
@@ -65,12 +71,6 @@ def test_numbers_on_one_rank_that_are_not_finite_change_nothing_on_any(plan: Pla
         assert skipped == []
         assert set(steps) == {3.0}
         assert {name.split(".")[-1] for name in after} == {"weight", "exp_avg", "exp_avg_sq", "step"}
-
-
-def with_gradients() -> Transformer:
-    model = small_model()
-    (model(BATCH).sum() / BATCH.num_targets()).backward()
-    return model
 
 
 @pytest.mark.parametrize("limit", [1e-3, 1e6])
