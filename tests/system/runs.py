@@ -29,7 +29,23 @@ from torch import Tensor
 from tests.ranks import context
 
 ROOT = Path(__file__).resolve().parents[2]
-WORDS = "the quick brown fox jumps over lazy dogs while rivers run under bridges of stone and light".split()
+WORDS = [
+    "fox",
+    "river",
+    "stone",
+    "light",
+    "bridge",
+    "morning",
+    "the",
+    "a",
+    "and",
+    "of",
+    "under",
+    "over",
+    "runs",
+    "jumps",
+    "rests",
+]
 PLACES = ("NGPU", "NNODES", "NODE_RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_ID", "SLURM_NTASKS")
 
 RUN = """\

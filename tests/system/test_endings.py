@@ -52,7 +52,9 @@ def test_a_finished_run_says_so_and_starts_no_worker(finished: Path, copied: Pat
 
 def test_a_bad_configuration_leaves_with_2_before_any_worker(finished: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    launcher = launch(finished / "run.toml", folder, "--parallelism.dp_shard", "3", "--model.num_heads", "3", processes=2)
+    launcher = launch(
+        finished / "run.toml", folder, "--parallelism.dp_shard", "3", "--model.num_heads", "3", processes=2
+    )
     assert end_and_workers(launcher) == (2, set())
     assert folder.with_suffix(".log").read_text().count("error: ") == 2
     assert not folder.exists()
@@ -126,7 +128,9 @@ def test_weights_of_another_type_are_refused_and_computing_in_another_is_not(fin
     assert "does not hold this model: 63 tensors differ" in done.said
     assert "model.blocks.0.attention.k_proj.weight is ((32, 64), torch.float32) there" in done.said
     assert steps(copied) == [1, 2, 3]
-    assert forked(finished / "run.toml", copied, "--training.steps", "5", "--training.dtype", "bfloat16").statuses == [0]
+    assert forked(finished / "run.toml", copied, "--training.steps", "5", "--training.dtype", "bfloat16").statuses == [
+        0
+    ]
 
 
 @pytest.mark.ranks

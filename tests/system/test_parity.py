@@ -37,7 +37,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def assert_same_run(folder: Path, reference: Path) -> None:
     assert metrics(folder, "step", "tokens", "lr") == metrics(reference, "step", "tokens", "lr")
-    ours, theirs = (torch.tensor(metrics(path, "loss", "grad_norm"), dtype=torch.float64) for path in (folder, reference))
+    ours, theirs = (
+        torch.tensor(metrics(path, "loss", "grad_norm"), dtype=torch.float64) for path in (folder, reference)
+    )
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.system.runs import arguments
 from train import train
 from trainer.config import Config
 from trainer.data import open_rows
@@ -16,8 +17,6 @@ from trainer.distributed import World, process_group
 from trainer.load import load
 from trainer.run_folder import RunFolder
 from trainer.trainer import Trainer
-
-from tests.system.runs import arguments
 
 
 def configured(run: Path, folder: Path, *options: str) -> Config:

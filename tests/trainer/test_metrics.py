@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import math
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tomli
-import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+from tensorboard.plugins.custom_scalar import layout_pb2  # type: ignore[import-untyped]
 
-from models.batch import Batch
 from tests.system.runs import lines, metrics, steps, write_run
-from tests.trainer.small import configured, rows_of, run_here
+from tests.trainer.inside import configured, rows_of, run_here
 from trainer.metrics import TAGS, duration, line, position_names
 
 # The contract's list, in its order.
@@ -50,20 +49,17 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def batches(root: Path) -> list[Batch]:
-    """The rows of each update."""
+def amounts(root: Path) -> list[tuple[int, int]]:
+    """(tokens, pairs of a query and a key) of each update, by looking at every two tokens of a row."""
     rows = rows_of(configured(root / "run.toml", root / "every"))
-    return [rows.read(range(6 * update, 6 * update + 6)) for update in range(7)]
-
-
-def pairs_of(batch: Batch) -> int:
-    """(query, key) pairs by looking at every two tokens; padding is the last document of a row that is not full."""
-    same = batch.documents[:, :, None] == batch.documents[:, None, :]
-    real = batch.documents < batch.documents[:, -1:] if batch.num_tokens < batch.tokens.numel() else same[..., 0]
-    causal = torch.ones(same.shape[1:], dtype=torch.bool).tril()
-    per_row = (same & causal).sum((1, 2))
-    padded = (~real).sum(1) if batch.num_tokens < batch.tokens.numel() else torch.zeros(len(per_row), dtype=torch.long)
-    return int((per_row - padded * (padded + 1) // 2).sum())
+    counted = []
+    for number in range(7 * 6):
+        row = rows.read([number])
+        documents = row.documents[0, : row.num_tokens]  # Padding is at the end.
+        pairs = (documents[:, None] == documents[None, :]).tril().sum()
+        counted.append((row.num_tokens, int(pairs)))
+    updates = [counted[first : first + 6] for first in range(0, 7 * 6, 6)]
+    return [(sum(tokens for tokens, _ in rows), sum(pairs for _, pairs in rows)) for rows in updates]
 
 
 # ---- the record
@@ -99,7 +95,7 @@ def test_what_a_cpu_does_not_have_is_null(root: Path) -> None:
 
 
 def test_tokens_are_counted_without_padding_since_the_run_began(root: Path) -> None:
-    counted = torch.tensor([batch.num_tokens for batch in batches(root)]).cumsum(0).tolist()
+    counted = list(accumulate(tokens for tokens, _ in amounts(root)))
     assert [tokens for (tokens,) in metrics(root / "every", "tokens")] == counted
     assert counted[-1] < 7 * 6 * 64, "there should be padding"
 
@@ -108,11 +104,10 @@ def test_mfu_is_the_hand_count(root: Path) -> None:
     dim, heads, kv_heads, head_dim, ffn, vocabulary, layers = 64, 4, 2, 16, 96, 264, 2
     block = dim * head_dim * (2 * heads + 2 * kv_heads) + 3 * dim * ffn
     weights = layers * block + vocabulary * dim
-    for record, batch in zip(lines(root / "every" / "metrics.jsonl"), batches(root), strict=True):
-        pairs = pairs_of(batch)
-        model_flops = 6 * weights * batch.num_tokens + 12 * layers * heads * head_dim * pairs
-        again = 2 * layers * block * batch.num_tokens + (4 + 2) * layers * heads * head_dim * pairs
-        assert record["tokens_per_second"] == pytest.approx(batch.num_tokens / record["step_seconds"])
+    for record, (tokens, pairs) in zip(lines(root / "every" / "metrics.jsonl"), amounts(root), strict=True):
+        model_flops = 6 * weights * tokens + 12 * layers * heads * head_dim * pairs
+        again = 2 * layers * block * tokens + (4 + 2) * layers * heads * head_dim * pairs
+        assert record["tokens_per_second"] == pytest.approx(tokens / record["step_seconds"])
         assert record["tokens_per_second_per_device"] == record["tokens_per_second"]
         assert record["tflops_per_device"] == pytest.approx(model_flops / record["step_seconds"] / 1e12)
         assert record["mfu"] == pytest.approx(model_flops / record["step_seconds"] / 1e12)
@@ -149,7 +144,7 @@ def test_what_is_logged_does_not_depend_on_how_often(root: Path) -> None:
 
 
 def test_rates_are_over_all_updates_since_the_line_before(root: Path) -> None:
-    tokens = [batch.num_tokens for batch in batches(root)]
+    tokens = [tokens for tokens, _ in amounts(root)]
     spans = [tokens[0:1], tokens[1:3], tokens[3:6], tokens[6:7]]
     for (rate, seconds), span in zip(metrics(root / "third", "tokens_per_second", "step_seconds"), spans, strict=True):
         assert rate * seconds * len(span) == pytest.approx(sum(span))
@@ -187,14 +182,14 @@ def test_a_duration_is_hours_minutes_and_seconds(seconds: float, written: str) -
 
 @pytest.fixture(scope="module")
 def events(root: Path) -> EventAccumulator:
-    accumulator = EventAccumulator(str(root / "every" / "tensorboard"))  # type: ignore[no-untyped-call]
-    accumulator.Reload()  # type: ignore[no-untyped-call]
+    accumulator = EventAccumulator(str(root / "every" / "tensorboard"))
+    accumulator.Reload()
     return accumulator
 
 
 def test_tags_are_groups_and_names(events: EventAccumulator) -> None:
     known = {tag for key, tag in TAGS.items() if not key.startswith("memory_")}
-    assert set(events.Tags()["scalars"]) == known | {"position/0-256"}  # type: ignore[no-untyped-call]
+    assert set(events.Tags()["scalars"]) == known | {"position/0-256"}
     assert {"train/loss", "train/grad_norm", "train/lr", "perf/mfu", "memory/rss_gib"} <= known
     assert set(TAGS) == set(KEYS) - {"step"}
 
@@ -202,14 +197,14 @@ def test_tags_are_groups_and_names(events: EventAccumulator) -> None:
 def test_tensorboard_shows_what_the_file_says(root: Path, events: EventAccumulator) -> None:
     for key in ("loss", "lr", "mfu", "tokens"):
         written = metrics(root / "every", "step", key)
-        shown = [(point.step, point.value) for point in events.Scalars(TAGS[key])]  # type: ignore[no-untyped-call]
+        shown = [(point.step, point.value) for point in events.Scalars(TAGS[key])]
         assert [step for step, _ in shown] == [step for step, _ in written]
         for (_, ours), (_, theirs) in zip(written, shown, strict=True):
             assert math.isclose(ours, theirs, rel_tol=1e-6)
 
 
-def test_the_dashboard_names_tags_that_exist(root: Path, events: EventAccumulator) -> None:
-    (content,) = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val  # type: ignore[no-untyped-call]
+def test_the_dashboard_names_tags_that_exist(events: EventAccumulator) -> None:
+    (content,) = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val
     layout = layout_pb2.Layout.FromString(content)
     assert [category.title for category in layout.category] == ["training", "performance"]
     shown = [tag for category in layout.category for chart in category.chart for tag in chart.multiline.tag]
@@ -218,7 +213,7 @@ def test_the_dashboard_names_tags_that_exist(root: Path, events: EventAccumulato
 
 
 def test_the_configuration_is_shown_as_text(root: Path, events: EventAccumulator) -> None:
-    (content,) = events.Tensors("config/text_summary")[0].tensor_proto.string_val  # type: ignore[no-untyped-call]
+    (content,) = events.Tensors("config/text_summary")[0].tensor_proto.string_val
     text = content.decode().removeprefix("```toml\n").removesuffix("```")
     assert tomli.loads(text) == tomli.loads((root / "every" / "config.toml").read_text())
 
@@ -233,7 +228,7 @@ def test_a_resumed_run_hides_what_its_earlier_life_wrote_too_much(tmp_path: Path
     assert run_here(configured(run, folder, *options, "--training.steps", "4")) == 0
     (folder / "checkpoints" / "step-4").rename(folder / "checkpoints" / ".tmp-step-4")
     assert run_here(configured(run, folder, *options, "--training.steps", "5")) == 0
-    accumulator = EventAccumulator(str(folder / "tensorboard"))  # type: ignore[no-untyped-call]
-    accumulator.Reload()  # type: ignore[no-untyped-call]
-    assert [point.step for point in accumulator.Scalars("train/loss")] == [1, 2, 3, 4, 5]  # type: ignore[no-untyped-call]
+    accumulator = EventAccumulator(str(folder / "tensorboard"))
+    accumulator.Reload()
+    assert [point.step for point in accumulator.Scalars("train/loss")] == [1, 2, 3, 4, 5]
     assert steps(folder) == [1, 2, 3, 4, 5]

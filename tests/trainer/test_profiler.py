@@ -7,19 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
 from tests.system.runs import ROOT, arguments, write_run
-from tests.trainer.small import configured, run_here
+from tests.trainer.inside import configured, run_here
 from trainer.profiler import NullProfiler, Profilers, Trace
 
 LEAVES_OUT = """
 import sys
 import train
 assert train.main(sys.argv[1:]) == 0
-left_out = ("tensorboard", "torch.utils.tensorboard", "rich", "torch.distributed.fsdp", "torch._inductor.compile_fx")
-sys.exit(str([name for name in left_out if name in sys.modules] or ""))
+left_out = ("tensorboard", "torch.utils.tensorboard", "rich", "torch._inductor.compile_fx")
+sys.exit(str([name for name in left_out if name in sys.modules]) if set(left_out) & set(sys.modules) else 0)
 """
 
 
@@ -60,13 +59,9 @@ def test_every_rank_has_a_trace_of_its_own(tmp_path: Path) -> None:
     assert paths == ["trace-step-5-rank-0.json", "trace-step-5-rank-3.json"]
 
 
-@pytest.mark.parametrize("first", ["3", "4"])
-def test_a_window_beyond_the_last_update_does_not_hurt(tmp_path: Path, first: str) -> None:
-    options = ("--profiler.trace_step", first, "--profiler.trace_steps", "5", "--training.steps", "3")
-    assert run_here(configured(write_run(tmp_path), tmp_path / "run", *options)) == 0
-
-
 def test_what_is_off_is_not_imported(tmp_path: Path) -> None:
     argv = arguments(write_run(tmp_path), tmp_path / "run", "--training.steps", "2")
-    done = subprocess.run([sys.executable, "-c", LEAVES_OUT, *argv], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVES_OUT, *argv], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr

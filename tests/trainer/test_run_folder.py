@@ -37,7 +37,17 @@ def test_checkpoints_are_listed_by_number(tmp_path: Path) -> None:
     assert RunFolder(tmp_path).newest(config(tmp_path)) == tmp_path / "checkpoints" / "step-1000"
 
 
-JUNK = [".tmp-step-9", ".tmp-old-step-9", "step-", "step-9.bak", "step--9", "step-9a", "bad-step-9", "step-1e1", "steps-9"]
+JUNK = [
+    ".tmp-step-9",
+    ".tmp-old-step-9",
+    "step-",
+    "step-9.bak",
+    "step--9",
+    "step-9a",
+    "bad-step-9",
+    "step-1e1",
+    "steps-9",
+]
 
 
 @pytest.mark.parametrize("name", JUNK)
@@ -126,7 +136,9 @@ def test_a_torn_last_line_is_cut(tmp_path: Path, torn: bytes) -> None:
     assert cut(tmp_path, b'{"step": 2}\n' + torn, 5) == b'{"step": 2}\n'
 
 
-@pytest.mark.parametrize("junk", [b"junk\n", b"\n", b"[1]\n", b'"step"\n', b"null\n", b"7\n", b'{"loss": 1}\n', b'{"step": "2"}\n'])
+@pytest.mark.parametrize(
+    "junk", [b"junk\n", b"\n", b"[1]\n", b'"step"\n', b"null\n", b"7\n", b'{"loss": 1}\n', b'{"step": "2"}\n']
+)
 def test_what_is_no_record_is_cut(tmp_path: Path, junk: bytes) -> None:
     assert cut(tmp_path, b'{"step": 1}\n' + junk + b'{"step": 2}\n', 5) == b'{"step": 1}\n{"step": 2}\n'
 
@@ -181,7 +193,9 @@ def test_what_a_run_is_known_by_is_told_with_both_values(
 
 
 def test_all_differences_are_told(tmp_path: Path) -> None:
-    other = config(tmp_path, model={"dim": 128, "num_layers": 2}, data={"mask": "none"}, training={"steps": 6, "seed": 3})
+    other = config(
+        tmp_path, model={"dim": 128, "num_layers": 2}, data={"mask": "none"}, training={"steps": 6, "seed": 3}
+    )
     keys = [line.split()[0] for line in differences(identity(config(tmp_path)), identity(other))]
     assert keys == ["data.mask", "model.dim", "model.num_layers", "training.seed"]
     assert differences({"a": 1}, {"b": 2}) == ["a was 1 and is now null", "b was null and is now 2"]
@@ -259,5 +273,5 @@ def test_a_state_without_what_it_must_hold_is_named(tmp_path: Path, content: str
     mine = config(tmp_path)
     checkpoint = commit(tmp_path, 6, mine)
     (checkpoint / "state.json").write_text(content)
-    with pytest.raises(ResumeError, match="state.json"):
+    with pytest.raises(ResumeError, match=r"state\.json"):
         finished(mine)

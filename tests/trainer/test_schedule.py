@@ -49,6 +49,12 @@ def test_wsd_falls_for_a_tenth_of_the_run_unless_told() -> None:
 
 def test_warm_up_ends_before_wsd_falls() -> None:
     assert rates(10, kind="wsd", warmup_steps=10, final=0.0)[-1] == 1.0
+    assert rates(4, kind="wsd", warmup_steps=3, decay_steps=3, final=0.0) == pytest.approx([1 / 3, 2 / 3, 1, 0])
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "wsd", "constant"])
+def test_a_run_shorter_than_its_warm_up_only_rises(kind: str) -> None:
+    assert rates(3, kind=kind, warmup_steps=4, final=0.0) == [0.25, 0.5, 0.75]
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "wsd", "constant"])
