@@ -6,6 +6,12 @@ import logging
 import os
 import sys
 
+if __name__ == "__main__":
+    # Importing torch takes seconds, in which the launcher may die and leave its workers to themselves.
+    from trainer.orphans import die_with_launcher
+
+    die_with_launcher()
+
 import torch
 
 from trainer import logs
@@ -14,7 +20,7 @@ from trainer.config import Config, ConfigError
 from trainer.data import DataError, open_rows
 from trainer.data.rows import Rows
 from trainer.data.tokenizer import load_tokenizer
-from trainer.distributed import World, die_with_launcher, place, process_group
+from trainer.distributed import World, place, process_group
 from trainer.load import load
 from trainer.metrics import Metrics, recording
 from trainer.profiler import Profilers
@@ -27,7 +33,6 @@ DONE, FAILED, BAD_CONFIGURATION, NO_RETRY = 0, 1, 2, 78
 
 
 def main(argv: list[str]) -> int:
-    die_with_launcher()
     rank, world_size, _ = place(os.environ)
     logs.configure(rank)
     try:

@@ -22,6 +22,9 @@ Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
+BYTE_TOKENS = 264
+"""Vocabulary of the byte tokenizer: 256 values and 8 special tokens."""
+
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
@@ -313,6 +316,8 @@ class Config(Section):
             *self.data.problems(),
             *self.parallelism.problems(world_size),
         ]
+        if self.tokenizer.kind == "byte" and not self.model.problems():
+            found += self._vocabulary_problems(BYTE_TOKENS)
         return found + self._batch_problems() + self._profiler_problems()
 
     def require(self, world_size: int) -> None:
@@ -322,14 +327,14 @@ class Config(Section):
 
     def require_vocabulary(self, tokens: int) -> None:
         """Raises `ConfigError` unless the model has a row for each of the tokenizer's tokens."""
-        size = self.model.build().vocab_size
-        if tokens > size:
-            raise ConfigError(
-                [
-                    f"model.vocab_size = {size} must be at least the {tokens} tokens of tokenizer.kind = "
-                    f'"{self.tokenizer.kind}"'
-                ]
-            )
+        if problems := self._vocabulary_problems(tokens):
+            raise ConfigError(problems)
+
+    def _vocabulary_problems(self, tokens: int) -> list[str]:
+        size, kind = self.model.build().vocab_size, self.tokenizer.kind
+        if tokens <= size:
+            return []
+        return [f'model.vocab_size = {size} must be at least {tokens}, the tokens of tokenizer.kind = "{kind}"']
 
     def micro_batches(self, world_size: int) -> tuple[int, int]:
         """(micro-batches of one update, how many of them each data-parallel rank runs); the last may be empty."""

@@ -1,10 +1,8 @@
-"""Processes: who this one is, its process group, and its end with its launcher."""
+"""Processes: who this one is, and its process group."""
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,14 +32,6 @@ def place(environment: Mapping[str, str]) -> tuple[int, int, int]:
     if "SLURM_STEP_ID" in environment and int(tasks) > 1:
         return int(environment["SLURM_PROCID"]), int(tasks), int(environment["SLURM_LOCALID"])
     return 0, 1, 0
-
-
-def die_with_launcher() -> None:
-    """Under torchrun: asks the kernel to kill this process when its parent ends, however it ends (Linux)."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return
-    set_parent_death_signal = 1
-    ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 @contextmanager

@@ -19,7 +19,8 @@ from types import FrameType
 
 from trainer.config import Config, ConfigError
 from trainer.load import find, load, show_path, split, to_toml
-from trainer.run_folder import ResumeError, finished
+from trainer.orphans import LAUNCHER
+from trainer.run_folder import ResumeError, RunFolder, finished
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 BAD_CONFIGURATION = 2
@@ -64,19 +65,29 @@ def main() -> int:
         if not cluster.task:
             sys.stdout.write(report(config, cluster))
         return 0
-    try:
-        already = finished(config)
-    except ResumeError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return NO_RETRY
-    if already:
-        sys.stderr.write(f"{already}\n")
-        return 0
+    settled = nothing_to_start(config)
+    if settled is not None:
+        status, reason = settled
+        if not cluster.task:
+            sys.stderr.write(f"{reason}\n")
+        return status
     prepare_environment(os.environ, cluster)
     if cluster.task is not None:
         os.execv(sys.executable, [sys.executable, "-u", str(TRAIN), *argv])
     logging.disable(logging.ERROR)  # The agent's view of a failed worker; `start` tells it in one line.
     return start(TRAIN, argv, cluster)
+
+
+def nothing_to_start(config: Config) -> tuple[int, str] | None:
+    """Exit status and reason, if the run folder says that there is nothing to do or that it must not be done."""
+    try:
+        RunFolder(config.output_dir).make()
+        already = finished(config)
+    except ConfigError as error:
+        return BAD_CONFIGURATION, f"error: {error}"
+    except ResumeError as error:
+        return NO_RETRY, f"error: {error}"
+    return (0, already) if already else None
 
 
 def examine(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[Config, Cluster | None, list[str]]:
@@ -255,6 +266,7 @@ def start(script: Path, argv: Sequence[str], cluster: Cluster) -> int:
     from torch.distributed.run import config_from_args, get_args_parser
 
     _forward_stop_signals()
+    os.environ[LAUNCHER] = str(os.getpid())
     config, command, arguments = config_from_args(
         get_args_parser().parse_args(_torchrun_options(cluster, script, argv))
     )

@@ -102,13 +102,13 @@ class Metrics:
         where = f"newest checkpoint {committed[-1][1]}, " if committed else ""
         log.info(
             "done: all %d updates; loss %s -> %.3f. Everything is in %s (%smetrics.jsonl). "
-            "Look: tensorboard --logdir %s. Go on: the same command with a higher --training.steps",
+            "%sGo on: the same command with a higher --training.steps",
             self.steps,
             _or_dash(self.folder.first_loss(), ".3f"),
             self.last_loss,
             self.folder.path,
             where,
-            self.folder.tensorboard,
+            f"Look: tensorboard --logdir {self.folder.tensorboard}. " if self.config.metrics.tensorboard else "",
         )
 
     def write(self, update: Update) -> None:
@@ -131,10 +131,9 @@ class Metrics:
         measured = update.read()
         self._since.add(update, measured)
         self.last_loss = measured.loss
-        if measured.skipped:
+        if measured.skipped and self.world.rank == 0:
             log.warning("update %d skipped: its gradient is not finite", update.step)
-            if self.world.rank == 0:
-                self.folder.event("skipped", step=update.step)
+            self.folder.event("skipped", step=update.step)
         if update.step in (self.first_step, self.steps) or measured.skipped or self._is_due(update.step):
             record = self._record(update, measured)
             self._since = Totals()

@@ -11,6 +11,7 @@ checkpoints/.tmp-step-<N>/ being written, or left by a process that died
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -57,8 +58,9 @@ class RunFolder:
     def event(self, kind: str, **facts: Any) -> None:
         """Appends to events.jsonl; called on one rank."""
         event = {"time": time.time(), "event": kind, **facts}
+        torn = self.events.exists() and not self.events.read_bytes().endswith(b"\n")
         with self.events.open("a") as file:
-            file.write(json.dumps(event, allow_nan=False) + "\n")
+            file.write("\n" * torn + json.dumps(event, allow_nan=False) + "\n")
 
     def committed(self) -> list[tuple[int, Path]]:
         """Committed checkpoints as (step, folder), oldest first."""
@@ -85,7 +87,10 @@ class RunFolder:
         kept = [line for line in lines if (at := _step(line)) is not None and at <= step]
         if len(kept) != len(lines):
             swap = self.metrics.with_suffix(".tmp")
-            swap.write_bytes(b"".join(kept))
+            with swap.open("wb") as file:
+                file.writelines(kept)
+                file.flush()
+                os.fsync(file.fileno())
             swap.replace(self.metrics)
 
 
@@ -148,8 +153,17 @@ def check_resume(config: Config, checkpoint: Path) -> dict[str, Any]:
 
 
 def finished(config: Config) -> str | None:
-    """A sentence if the newest checkpoint is already at the last update; nothing then needs to start."""
-    checkpoint = RunFolder(config.output_dir).newest(config)
+    """A sentence if the newest checkpoint is already at the last update; nothing then needs to start.
+
+    Raises `ResumeError` if the run cannot go on from it, or would start over beside it.
+    """
+    folder = RunFolder(config.output_dir)
+    if not config.checkpoint.enabled and folder.committed():
+        raise ResumeError(
+            f"checkpoint.enabled = false would start anew in {folder.path}, which holds checkpoints of a run; "
+            "choose another job.output_dir"
+        )
+    checkpoint = folder.newest(config)
     if checkpoint is None:
         return None
     step, steps = check_resume(config, checkpoint)["step"], config.training.steps

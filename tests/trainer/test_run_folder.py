@@ -76,11 +76,13 @@ def test_an_empty_or_absent_folder_has_none(tmp_path: Path) -> None:
     assert RunFolder(tmp_path).newest(config(tmp_path)) is None
 
 
-def test_without_checkpoints_a_run_starts_afresh(tmp_path: Path) -> None:
+def test_without_checkpoints_a_run_starts_afresh_but_not_beside_some(tmp_path: Path) -> None:
     off = config(tmp_path, checkpoint={"enabled": False})
+    assert finished(off) is None
     commit(tmp_path, 6, off)
     assert RunFolder(tmp_path).newest(off) is None
-    assert finished(off) is None
+    with pytest.raises(ResumeError, match="would start anew"):
+        finished(off)
 
 
 # ---- where it lies

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from trainer.config import BYTE_TOKENS
 from trainer.data.errors import DataError
 
 # tiktoken panics on about a million equal white-space characters; these are the limits that Llama 3's tokenizer keeps.
@@ -70,7 +71,7 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """A token is a byte of UTF-8; 8 special tokens follow the 256."""
 
-    vocab_size = 264
+    vocab_size = BYTE_TOKENS
     bos = 256
     eos = 257
     fingerprint = "byte-264"
