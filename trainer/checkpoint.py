@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from torch import distributed
 
 from trainer.config import Config
+from trainer.files import sync, write_synced
 from trainer.run_folder import ResumeError, RunFolder, check_resume, identity
 from trainer.trainer import Trainer
 
@@ -70,9 +70,9 @@ class Checkpoints:
         dcp.save(trainer.tensors(), storage_writer=dcp.FileSystemWriter(temporary))
         if leading:
             self._write_state(temporary, trainer, scalars)
-            _sync(temporary)
+            sync(temporary)
             temporary.rename(final)
-            _sync(self.folder.checkpoints)
+            sync(self.folder.checkpoints)
             self._prune()
         distributed.barrier()
         log.info("checkpoint %s (%.1f s)", final, time.perf_counter() - started)
@@ -95,9 +95,8 @@ class Checkpoints:
             "degrees": trainer.mesh.degrees,
             "torch": torch.__version__,
         }
-        path = folder / "state.json"
-        path.write_text(json.dumps(state, indent=1, allow_nan=False) + "\n")
-        _sync(path)
+        content = json.dumps(state, indent=1, allow_nan=False) + "\n"
+        write_synced(folder / "state.json", content.encode())
 
     def _prune(self) -> None:
         for _, folder in self.folder.committed()[: -self.config.checkpoint.keep]:
@@ -118,11 +117,3 @@ def _check_tensors(checkpoint: Path, metadata: Any, tensors: dict[str, torch.Ten
     if wrong:
         shown = "".join(f"\n  {line}" for line in wrong[:5])
         raise ResumeError(f"{checkpoint} does not hold this model: {len(wrong)} tensors differ:{shown}")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

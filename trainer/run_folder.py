@@ -11,13 +11,13 @@ checkpoints/.tmp-step-<N>/ being written, or left by a process that died
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from trainer.config import Config, ConfigError
+from trainer.files import write_synced
 from trainer.load import to_toml
 
 # What a run is: a checkpoint continues only under the same values. Everything else may change on resume.
@@ -87,10 +87,7 @@ class RunFolder:
         kept = [line for line in lines if (at := _step(line)) is not None and at <= step]
         if len(kept) != len(lines):
             swap = self.metrics.with_suffix(".tmp")
-            with swap.open("wb") as file:
-                file.writelines(kept)
-                file.flush()
-                os.fsync(file.fileno())
+            write_synced(swap, b"".join(kept))
             swap.replace(self.metrics)
 
 

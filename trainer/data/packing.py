@@ -21,6 +21,7 @@ from torch import Tensor
 
 from trainer.data.errors import DataError
 from trainer.data.prepared import Prepared
+from trainer.files import write_synced
 
 logger = logging.getLogger(__name__)
 
@@ -137,10 +138,7 @@ def write(made: Plan, path: Path) -> None:
     torch.frombuffer(content, dtype=torch.int64).copy_(numbers)
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        write_synced(temporary, content)
         temporary.rename(path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -28,6 +28,7 @@ from trainer.data.errors import DataError
 from trainer.data.prepared import META, VERSION, Meta, Prepared, Shard, narrowest
 from trainer.data.progress import LOG_SECONDS, progress
 from trainer.data.tokenizer import Tokenizer
+from trainer.files import sync, write_synced
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ def tokenize(
                 writer.end_document()
         meta = writer.finish(files=len(corpus.files), skipped=len(corpus.skipped))
         write_synced(temporary / META, meta.model_dump_json(indent=2).encode())
-        sync_folder(temporary)
+        sync(temporary)
         publish(temporary, folder)
     finally:
         writer.close()
@@ -136,22 +137,7 @@ def publish(temporary: Path, folder: Path) -> None:
         # Without locks another process may have been first; what it wrote is the same.
         if not (folder / META).exists():
             raise
-    sync_folder(folder.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_synced(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    sync(folder.parent)
 
 
 class ShardWriter:
