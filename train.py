@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 
@@ -12,6 +11,9 @@ if __name__ == "__main__":
 
     die_with_launcher()
 
+import logging
+from contextlib import closing
+
 import torch
 
 from trainer import logs
@@ -20,16 +22,15 @@ from trainer.config import Config, ConfigError
 from trainer.data import DataError, open_rows
 from trainer.data.rows import Rows
 from trainer.data.tokenizer import load_tokenizer
-from trainer.distributed import World, place, process_group
+from trainer.distributed import World, place, process_group, require_agreement
 from trainer.load import load
-from trainer.metrics import Metrics, recording
+from trainer.metrics import Metrics
 from trainer.profiler import Profilers
 from trainer.run_folder import ResumeError, RunFolder, finished
+from trainer.status import BAD_CONFIGURATION, DONE, FAILED, NO_RETRY, RankError
 from trainer.trainer import Trainer
 
 log = logging.getLogger("trainer")
-
-DONE, FAILED, BAD_CONFIGURATION, NO_RETRY = 0, 1, 2, 78
 
 
 def main(argv: list[str]) -> int:
@@ -48,39 +49,46 @@ def main(argv: list[str]) -> int:
         config.require_vocabulary(tokenizer.vocab_size)
         # Before the process group exists: its patience is not made for tokenizing a corpus.
         rows = open_rows(config.data, tokenizer, seq_len=config.training.seq_len, seed=config.training.seed)
-        with process_group(config.distributed) as world:
-            return train(config, folder, world, rows)
+        with folder.locked(leading=rank == 0), process_group(config.distributed) as world:
+            require_agreement(config, rows.fingerprint)
+            train(config, folder, world, rows)
+        return DONE
+    except RankError as error:
+        return refuse(error.status, f"[rank {rank}] {error}")
+    # What follows is found by all ranks alike.
     except ConfigError as error:
-        return refuse(rank, BAD_CONFIGURATION, *error.problems)
+        return refuse(BAD_CONFIGURATION, *(error.problems if rank == 0 else ()))
     except (DataError, ResumeError) as error:
-        return refuse(rank, NO_RETRY, str(error))
+        return refuse(NO_RETRY, *([str(error)] if rank == 0 else ()))
     except KeyboardInterrupt:
-        return refuse(rank, FAILED, "interrupted; the same command goes on from the newest checkpoint")
+        resume = "interrupted; the same command goes on from the newest checkpoint"
+        return refuse(FAILED, *([resume] if rank == 0 else ()))
 
 
-def train(config: Config, folder: RunFolder, world: World, rows: Rows) -> int:
-    trainer = Trainer(config, world, rows)
-    checkpoints = Checkpoints(config, folder)
-    resumed = checkpoints.resume(trainer)
+def train(config: Config, folder: RunFolder, world: World, rows: Rows) -> None:
     profilers = Profilers(config, folder.logs, rank=world.rank, device=world.device)
-    with recording(Metrics(config, folder, trainer, resumed=resumed)) as metrics:
+    try:
+        trainer = Trainer(config, world, rows)
+        checkpoints = Checkpoints(config, folder)
+        resumed = checkpoints.resume(trainer)
         profilers.step(trainer.step)
-        try:
+        with closing(Metrics(config, folder, trainer, resumed=resumed)) as metrics:
             for update in trainer.updates():
                 metrics.write(update)
                 profilers.step(update.step)
                 if checkpoints.due(update.step):
                     metrics.flush()  # The lines of all updates in a checkpoint are on disk before it is.
                     metrics.checkpointed(checkpoints.save(trainer))
-        except torch.OutOfMemoryError as error:
-            return refuse(world.rank, FAILED, profilers.out_of_memory(error))
-    metrics.farewell()
-    return DONE
+            metrics.flush()
+            metrics.farewell()
+    except DataError as error:
+        raise RankError(NO_RETRY, str(error)) from error
+    except torch.OutOfMemoryError as error:
+        raise RankError(FAILED, profilers.out_of_memory(error)) from error
 
 
-def refuse(rank: int, status: int, *problems: str) -> int:
-    if rank == 0:
-        sys.stderr.write("".join(f"error: {problem}\n" for problem in problems))
+def refuse(status: int, *problems: str) -> int:
+    sys.stderr.write("".join(f"error: {problem}\n" for problem in problems))
     return status
 
 

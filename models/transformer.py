@@ -7,6 +7,7 @@ and the row's end.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -51,18 +52,18 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A decoder-only language model: a batch in, one loss per token out."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, head_chunk_mib: int = 256) -> None:
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.dim)
         # Keyed by layer number, so that a pipeline stage's names do not depend on where the model is cut.
         self.blocks = nn.ModuleDict({str(index): Block(config) for index in range(config.num_layers)})
-        self.head = Head(config)
+        self.head = Head(config, chunk_mib=head_chunk_mib)
         if config.tie_embeddings:
             self.head.proj.weight = self.embed.weight
 
     def layers(self) -> list[Block]:
-        return [block for block in self.blocks.values() if isinstance(block, Block)]
+        return [cast(Block, block) for block in self.blocks.values()]
 
     def init_std(self, name: str) -> float | None:
         """Standard deviation of a parameter's initial values; None for norms, which start at one.

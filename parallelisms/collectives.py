@@ -5,8 +5,12 @@ Sums and maxima here are of numbers about a step, not part of the graph that aut
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor, distributed
+
+T = TypeVar("T")
 
 
 def sum_over(group: distributed.ProcessGroup, x: Tensor) -> Tensor:
@@ -20,6 +24,13 @@ def max_over(group: distributed.ProcessGroup | None, values: list[float]) -> lis
     numbers = torch.tensor(values, dtype=torch.float64)
     distributed.all_reduce(numbers, distributed.ReduceOp.MAX, group=group)
     return numbers.tolist()
+
+
+def gather_over(value: T) -> list[T]:
+    """Every rank's value, by rank; for what is compared once, at the start."""
+    values: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(values, value)
+    return values
 
 
 def whole(x: Tensor) -> Tensor:

@@ -37,6 +37,8 @@ def apply(
         units = [(model.embed, reshard_after_forward), *units, (model.head, False)]
     for unit, reshard in [*units, (model, False)]:
         fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
+    if isinstance(model.embed, FSDPModule):
+        model.embed.set_unshard_in_backward(False)
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.set_gradient_divide_factor(1.0)

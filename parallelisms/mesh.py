@@ -12,6 +12,7 @@ Axes of size 1 exist like the others. Unions of neighbouring axes are views of t
 
 from __future__ import annotations
 
+from datetime import timedelta
 from math import prod
 
 import torch
@@ -24,7 +25,9 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 class Mesh:
     """The process groups of a run. `degrees` gives the size of each axis; their product is the world size."""
 
-    def __init__(self, device_type: str, degrees: dict[str, int], *, rank: int) -> None:
+    def __init__(
+        self, device_type: str, degrees: dict[str, int], *, rank: int, timeout: timedelta | None = None
+    ) -> None:
         self.degrees = degrees
         self.rank = rank
         size = prod(degrees.values())
@@ -37,6 +40,8 @@ class Mesh:
         self._tokens = DeviceMesh(
             device_type, ranks.view(pp, replicate * shard * cp, tp), mesh_dim_names=("pp", "tokens", "tp")
         )
+        if timeout is not None:
+            set_timeout(timeout, self._weights, self._tokens)
         places = torch.unravel_index(torch.tensor(rank), (pp, replicate, shard, cp, tp))
         self.place = {axis: int(place) for axis, place in zip(AXES, places, strict=True)}
 
@@ -65,3 +70,12 @@ class Mesh:
     def data_rank(self) -> int:
         """Which of them this rank is; the same for all ranks that share rows (cp, tp, pp)."""
         return self.place["dp_replicate"] * self.degrees["dp_shard"] + self.place["dp_shard"]
+
+
+def set_timeout(timeout: timedelta, *meshes: DeviceMesh) -> None:
+    """DeviceMesh gives its groups the library's default, whatever the run's is; there is no public way to say it."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    for mesh in meshes:
+        for axis in mesh.mesh_dim_names or ():
+            _set_pg_timeout(timeout, mesh.get_group(axis))

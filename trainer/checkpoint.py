@@ -17,7 +17,7 @@ from torch import distributed
 
 from trainer.config import Config
 from trainer.files import sync, write_synced
-from trainer.run_folder import ResumeError, RunFolder, check_resume, identity
+from trainer.run_folder import ResumeError, RunFolder, check_resume, differences, flat
 from trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ class Checkpoints:
             )
         self._load(checkpoint, trainer)
         trainer.restore(state["trainer"])
+        trainer.changes = differences(state["config"], flat(self.config))
         return checkpoint
 
     def save(self, trainer: Trainer) -> Path:
@@ -80,18 +81,26 @@ class Checkpoints:
 
     def _load(self, checkpoint: Path, trainer: Trainer) -> None:
         import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint import CheckpointException
 
         tensors = trainer.tensors()
         reader = dcp.FileSystemReader(checkpoint)
-        _check_tensors(checkpoint, reader.read_metadata(), tensors)
-        dcp.load(tensors, storage_reader=reader)
+        try:
+            metadata = reader.read_metadata()
+        except Exception as error:
+            raise ResumeError(f"{checkpoint} cannot be read: {describe(error)}") from error
+        _check_tensors(checkpoint, metadata, tensors)
+        try:
+            dcp.load(tensors, storage_reader=reader)
+        except (Exception, CheckpointException) as error:
+            raise ResumeError(f"{checkpoint} cannot be read: {describe(error)}") from error
 
     def _write_state(self, folder: Path, trainer: Trainer, scalars: dict[str, Any]) -> None:
         state = {
             "step": trainer.step,
             "trainer": scalars,
             "data": trainer.rows.fingerprint,
-            "identity": identity(self.config),
+            "config": flat(self.config),
             "degrees": trainer.mesh.degrees,
             "torch": torch.__version__,
         }
@@ -103,6 +112,13 @@ class Checkpoints:
             # Out of the way under a name that is no checkpoint's, so that a crash while deleting leaves none in part.
             doomed = folder.rename(folder.with_name(f".tmp-old-{folder.name}"))
             shutil.rmtree(doomed)
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line; of several ranks' errors the first."""
+    failures = getattr(error, "failures", None)
+    cause = next(iter(failures.values()))[0] if failures else error
+    return f"{type(cause).__name__}: {cause}".splitlines()[0]
 
 
 def _check_tensors(checkpoint: Path, metadata: Any, tensors: dict[str, torch.Tensor]) -> None:

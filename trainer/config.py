@@ -22,6 +22,9 @@ Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
+LONGEST_ROW = 2**31 - 1
+"""Tokens: kernels take the starts of documents as int32."""
+
 BYTE_TOKENS = 264
 """Vocabulary of the byte tokenizer: 256 values and 8 special tokens."""
 
@@ -107,7 +110,10 @@ class ModelSection(Section):
         sizes = FAMILIES[self.family]
         if self.size not in sizes:
             return [f'model.size = "{self.size}" is unknown; family "{self.family}" has {", ".join(sizes)}']
-        return self.build().problems()
+        built = self.build()
+        if self.rope.factor is not None and built.rope.kind == "default":
+            return [f'model.rope.factor = {self.rope.factor} has no use with model.rope.kind = "default"']
+        return built.problems()
 
 
 class TokenizerSection(Section):
@@ -133,8 +139,8 @@ class DataSection(Section):
     """`python-stdlib` (the sources of the running interpreter's library), or a text or `.jsonl` file, or a folder."""
     documents: Literal["file", "repository"] = "file"
     """What is one document: a file (or a line of `.jsonl`), or all files of one top-level folder in path order."""
-    max_document: Count | None = None
-    """Longest document in tokens; longer ones are cut into several. Left out: uncut."""
+    max_document: Annotated[int, Field(ge=3)] | None = None
+    """Longest document in tokens, its first and last special ones included; longer ones are cut into several. Left out: uncut."""
     packing: Literal["best_fit", "concat", "single"] = "best_fit"
     """How documents fill rows: best-fit, end to end, or one per row."""
     mask: Literal["document", "none"] = "document"
@@ -318,6 +324,9 @@ class Config(Section):
         ]
         if self.tokenizer.kind == "byte" and not self.model.problems():
             found += self._vocabulary_problems(BYTE_TOKENS)
+        if self.schedule.decay_steps is not None and self.schedule.kind != "wsd":
+            decay, kind = self.schedule.decay_steps, self.schedule.kind
+            found.append(f'schedule.decay_steps = {decay} has no use with schedule.kind = "{kind}"')
         return found + self._batch_problems() + self._profiler_problems()
 
     def require(self, world_size: int) -> None:
@@ -362,9 +371,14 @@ class Config(Section):
 
     def _batch_problems(self) -> list[str]:
         rows, micro = self.training.global_batch_size, self.training.micro_batch_size
-        if rows % micro == 0:
-            return []
-        return [f"training.global_batch_size = {rows} must be a multiple of training.micro_batch_size = {micro}"]
+        found = []
+        if self.training.seq_len > LONGEST_ROW:
+            found.append(f"training.seq_len = {self.training.seq_len} must be at most {LONGEST_ROW}")
+        if rows % micro:
+            found.append(
+                f"training.global_batch_size = {rows} must be a multiple of training.micro_batch_size = {micro}"
+            )
+        return found
 
     def _profiler_problems(self) -> list[str]:
         section, steps = self.profiler, self.training.steps

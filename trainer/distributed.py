@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,8 +12,13 @@ from datetime import timedelta
 import torch
 from torch import distributed
 
-from trainer.config import DistributedSection
+from parallelisms.collectives import gather_over
+from trainer.config import Config, ConfigError, DistributedSection
 from trainer.hardware import choose_device
+from trainer.run_folder import flat
+
+# Where things lie may differ between nodes.
+OWN = ("data.corpus", "data.cache_dir", "tokenizer.path")
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,21 @@ def place(environment: Mapping[str, str]) -> tuple[int, int, int]:
     return 0, 1, 0
 
 
+def require_agreement(config: Config, fingerprint: str) -> None:
+    """Raises `ConfigError`, on all ranks, if some were started with another configuration or read other data."""
+    mine = flat(config) | {"data.fingerprint": fingerprint}
+    mine = {key: value for key, value in mine.items() if key not in OWN}
+    everyone = gather_over(mine)
+    problems = [
+        f"{key} is {json.dumps(everyone[0].get(key))} on rank 0 and {json.dumps(other.get(key))} on rank {rank}"
+        for rank, other in enumerate(everyone)
+        for key in mine
+        if other.get(key) != everyone[0].get(key)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
 @contextmanager
 def process_group(config: DistributedSection) -> Iterator[World]:
     """Joins the run's processes: gloo for host tensors, NCCL beside it on CUDA devices."""
@@ -48,7 +69,11 @@ def process_group(config: DistributedSection) -> Iterator[World]:
         world_size=size,
         timeout=timedelta(minutes=config.timeout_minutes),
     )
+    whole = size == 1
     try:
         yield World(rank, size, device)
+        whole = True
     finally:
-        distributed.destroy_process_group()
+        # Not after an error: peers may be inside a collective, and leaving must not wait for them.
+        if whole:
+            distributed.destroy_process_group()

@@ -34,7 +34,10 @@ PEAK_FLOPS = {
 
 
 def choose_device(local_rank: int) -> torch.device:
-    return torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    # A scheduler may show each task its own device only, which is then number 0.
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
 def refuse_nondeterminism() -> None:

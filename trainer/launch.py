@@ -21,10 +21,9 @@ from trainer.config import Config, ConfigError
 from trainer.load import find, load, show_path, split, to_toml
 from trainer.orphans import LAUNCHER
 from trainer.run_folder import ResumeError, RunFolder, finished
+from trainer.status import BAD_CONFIGURATION, FAILED, NO_RETRY
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
-BAD_CONFIGURATION = 2
-NO_RETRY = 78
 TELLING_CODES = (NO_RETRY, BAD_CONFIGURATION)
 SHOWN_GROUPS = 4
 
@@ -307,7 +306,7 @@ def _torchrun_options(cluster: Cluster, script: Path, argv: Sequence[str]) -> li
 
 
 def _forward_stop_signals() -> None:
-    """A request to stop is the workers' to answer: they save, leave with 0, and so does this process.
+    """A request to stop is the workers' to answer, and this process leaves as they do.
 
     torchrun's agent would kill them after a grace that a large checkpoint does not keep.
     """
@@ -325,4 +324,7 @@ def _forward_stop_signals() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(FAILED)

@@ -25,7 +25,6 @@ def configure(rank: int) -> None:
 
 def keep(folder: Path, rank: int) -> None:
     """Appends what this rank says to a file of its own, too; a rank that says nothing has none."""
-    folder.mkdir(exist_ok=True)
     handler = logging.FileHandler(folder / f"rank-{rank}.log", delay=True)
     handler.setFormatter(_format(rank, "%Y-%m-%d %H:%M:%S"))
     logging.getLogger().addHandler(handler)

@@ -10,8 +10,6 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -66,6 +64,8 @@ class Metrics:
         self.steps = config.training.steps
         self.first_step = trainer.step + 1
         self.last_loss = math.nan
+        self.skipped = trainer.scalars()["skipped"]
+        """Updates of the run so far whose gradient was not finite."""
         self._pending: Update | None = None
         self._since = Totals()
         self.sinks: list[Sink] = []
@@ -77,6 +77,8 @@ class Metrics:
                 self.sinks.append(TensorBoard(folder, config, self.first_step))
 
     def _greet(self, trainer: Trainer, resumed: Path | None) -> None:
+        for change in trainer.changes:
+            log.info("changed since the checkpoint: %s", change)
         degrees = " x ".join(f"{axis} {size}" for axis, size in trainer.mesh.degrees.items())
         log.info("%s on %s, %s", degrees, self.world.device, f"{self.model.num_parameters:,} parameters")
         log.info("%s", trainer.loader.summary(self.steps))
@@ -97,13 +99,14 @@ class Metrics:
         """Says why the run ended, where everything is, and what to do next."""
         if self.world.rank != 0:
             return
-        self.folder.event("end", step=self.steps, loss=_finite(self.last_loss))
+        self.folder.event("end", step=self.steps, loss=_finite(self.last_loss), skipped=self.skipped)
         committed = self.folder.committed()
         where = f"newest checkpoint {committed[-1][1]}, " if committed else ""
         log.info(
-            "done: all %d updates; loss %s -> %.3f. Everything is in %s (%smetrics.jsonl). "
+            "done: all %d updates%s; loss %s -> %.3f. Everything is in %s (%smetrics.jsonl). "
             "%sGo on: the same command with a higher --training.steps",
             self.steps,
+            f", {self.skipped} of them skipped because their gradient was not finite" if self.skipped else "",
             _or_dash(self.folder.first_loss(), ".3f"),
             self.last_loss,
             self.folder.path,
@@ -131,6 +134,7 @@ class Metrics:
         measured = update.read()
         self._since.add(update, measured)
         self.last_loss = measured.loss
+        self.skipped += measured.skipped
         if measured.skipped and self.world.rank == 0:
             log.warning("update %d skipped: its gradient is not finite", update.step)
             self.folder.event("skipped", step=update.step)
@@ -318,11 +322,11 @@ class LogLines:
         pass
 
 
-class Bar(LogLines):
+class Bar:
     """The same lines over a progress bar, for a terminal."""
 
     def __init__(self, steps: int) -> None:
-        super().__init__(steps)
+        self._lines = LogLines(steps)
         from rich.console import Console
         from rich.progress import Progress
 
@@ -332,7 +336,7 @@ class Bar(LogLines):
 
     def write(self, record: Record) -> None:
         self._progress.update(self._task, completed=record["step"])
-        super().write(record)
+        self._lines.write(record)
 
     def close(self) -> None:
         self._progress.stop()
@@ -341,13 +345,3 @@ class Bar(LogLines):
 def console(config: Config) -> Sink:
     steps = config.training.steps
     return Bar(steps) if sys.stderr.isatty() else LogLines(steps)
-
-
-@contextmanager
-def recording(metrics: Metrics) -> Iterator[Metrics]:
-    """Whatever ends the loop, the last line is written and the files are closed."""
-    try:
-        yield metrics
-        metrics.flush()
-    finally:
-        metrics.close()

@@ -18,72 +18,87 @@ LEVERS = (
 )
 
 
-class Profiler(Protocol):
-    def step(self, done: int) -> None:
-        """Called when `done` updates have run: before the first, and after each."""
-
-
-class NullProfiler:
-    def step(self, done: int) -> None:
-        pass
+class Recorder(Protocol):
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
 
 
 class Trace:
-    """torch.profiler over a window, as a file for chrome://tracing or Perfetto."""
+    """torch.profiler, as a file for chrome://tracing or Perfetto."""
 
-    def __init__(self, folder: Path, *, rank: int, first: int, count: int) -> None:
-        self.path = folder / f"trace-step-{first}-rank-{rank}.json"
-        self.window = (first - 1, first - 1 + count)
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self.profile = torch.profiler.profile(record_shapes=True)
 
-    def step(self, done: int) -> None:
-        if done == self.window[0]:
-            self.profile.start()
-        if done == self.window[1]:
-            self.profile.stop()
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.profile.export_chrome_trace(str(self.path))
-            log.info("trace %s", self.path)
+    def start(self) -> None:
+        self.profile.start()
+
+    def stop(self) -> None:
+        self.profile.stop()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.profile.export_chrome_trace(str(self.path))
+        log.info("trace %s", self.path)
 
 
 class MemoryRecording:
-    """Every CUDA allocation of a window, as a file for pytorch.org/memory_viz; also written when memory runs out."""
+    """Every CUDA allocation, as a file for pytorch.org/memory_viz."""
 
-    def __init__(self, folder: Path, *, rank: int, first: int, count: int) -> None:
-        self.path = folder / f"memory-step-{first}-rank-{rank}.pickle"
-        self.window = (first - 1, first - 1 + count)
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def start(self) -> None:
+        torch.cuda.memory._record_memory_history(max_entries=1_000_000)
+
+    def stop(self) -> None:
+        dump_memory(self.path)
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+class Window:
+    """Records `count` updates from update `first` on, or what is left of them after a resume."""
+
+    def __init__(self, recorder: Recorder, *, first: int, count: int) -> None:
+        self.recorder = recorder
+        self.updates = range(first, first + count)
+        self.on = False
 
     def step(self, done: int) -> None:
-        if done == self.window[0]:
-            torch.cuda.memory._record_memory_history(max_entries=1_000_000)
-        if done == self.window[1]:
-            self.dump()
-            torch.cuda.memory._record_memory_history(enabled=None)
-
-    def dump(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(self.path))
-        log.info("memory snapshot %s", self.path)
+        following = done + 1
+        if following in self.updates and not self.on:
+            self.recorder.start()
+            self.on = True
+        elif self.on and following not in self.updates:
+            self.recorder.stop()
+            self.on = False
 
 
 class Profilers:
-    """The recordings that the configuration asks for, as one."""
+    """The windows that the configuration asks for; mostly none."""
 
     def __init__(self, config: Config, folder: Path, *, rank: int, device: torch.device) -> None:
         section = config.profiler
-        self.trace: Profiler = NullProfiler()
-        self.memory: Profiler = NullProfiler()
-        if section.trace_step is not None:
-            self.trace = Trace(folder, rank=rank, first=section.trace_step, count=section.trace_steps)
-        if section.memory_step is not None and device.type == "cuda":
-            self.memory = MemoryRecording(folder, rank=rank, first=section.memory_step, count=section.memory_steps)
+        self.windows: list[Window] = []
+        self.snapshot = folder / f"memory-exhausted-rank-{rank}.pickle" if device.type == "cuda" else None
+        if (first := section.trace_step) is not None:
+            trace = Trace(folder / f"trace-step-{first}-rank-{rank}.json")
+            self.windows.append(Window(trace, first=first, count=section.trace_steps))
+        if (first := section.memory_step) is not None and device.type == "cuda":
+            memory = MemoryRecording(folder / f"memory-step-{first}-rank-{rank}.pickle")
+            self.windows.append(Window(memory, first=first, count=section.memory_steps))
 
     def step(self, done: int) -> None:
-        self.trace.step(done)
-        self.memory.step(done)
+        """Called when `done` updates have run: before the first, and after each."""
+        for window in self.windows:
+            window.step(done)
 
     def out_of_memory(self, error: torch.OutOfMemoryError) -> str:
-        """Saves what was recorded; returns what to tell the user."""
-        if isinstance(self.memory, MemoryRecording):
-            self.memory.dump()
+        """Saves what fills the device; returns what to tell the user."""
+        if self.snapshot is not None:
+            dump_memory(self.snapshot)
         return f"out of device memory: {error}\n{LEVERS}"
+
+
+def dump_memory(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.cuda.memory._dump_snapshot(str(path))
+    log.warning("memory snapshot %s", path)

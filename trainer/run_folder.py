@@ -10,9 +10,15 @@ checkpoints/.tmp-step-<N>/ being written, or left by a process that died
 
 from __future__ import annotations
 
+import dataclasses
+import fcntl
 import json
+import os
+import socket
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +26,11 @@ from trainer.config import Config, ConfigError
 from trainer.files import write_synced
 from trainer.load import to_toml
 
-# What a run is: a checkpoint continues only under the same values. Everything else may change on resume.
+# What a run is: a checkpoint continues only under the same values. Everything else may change on resume. Where the
+# corpus lies is not part of it: its fingerprint is compared instead.
 IDENTITY = ("model", "tokenizer.kind", "data", "training.seq_len", "training.seed", "optimizer.name")
-INCIDENTAL = ("data.cache_dir", "data.bad_files")
-STATE = {"step", "trainer", "data", "identity"}
+INCIDENTAL = ("data.cache_dir", "data.bad_files", "data.corpus")
+STATE = {"step": int, "trainer": dict, "data": str, "config": dict}
 
 
 class ResumeError(Exception):
@@ -43,12 +50,33 @@ class RunFolder:
     def make(self) -> None:
         """Creates the folder. Raises `ConfigError` if nothing can be written there."""
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            for folder in (self.checkpoints, self.logs):
+                folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.path):
                 pass
         except OSError as error:
             problem = f"job.output_dir = {self.path} cannot be written to: {error.strerror}"
             raise ConfigError([problem]) from None
+
+    @contextmanager
+    def locked(self, *, leading: bool) -> Iterator[None]:
+        """Keeps other runs out of the folder while this one lasts, however it ends. Raises `ConfigError`."""
+        if not leading:
+            yield
+            return
+        with (self.logs / "lock").open("a+") as file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                owner = file.read().strip()
+                raise ConfigError([f"job.output_dir = {self.path} is in use by {owner}"]) from None
+            except OSError:
+                pass  # A file system without locks.
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+            yield
 
     def begin(self, config: Config, step: int) -> None:
         """Called on one rank when a run starts at, or goes on from, update `step`."""
@@ -58,7 +86,7 @@ class RunFolder:
     def event(self, kind: str, **facts: Any) -> None:
         """Appends to events.jsonl; called on one rank."""
         event = {"time": time.time(), "event": kind, **facts}
-        torn = self.events.exists() and not self.events.read_bytes().endswith(b"\n")
+        torn = self.events.exists() and not _ends_whole(self.events)
         with self.events.open("a") as file:
             file.write("\n" * torn + json.dumps(event, allow_nan=False) + "\n")
 
@@ -91,6 +119,13 @@ class RunFolder:
             swap.replace(self.metrics)
 
 
+def _ends_whole(path: Path) -> bool:
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        return file.read(1) in (b"", b"\n")
+
+
 def _number(name: str) -> int | None:
     number = name.removeprefix("step-")
     return int(number) if number.isascii() and number.isdecimal() and str(int(number)) == number else None
@@ -111,19 +146,27 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         state = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ResumeError(f"{path} cannot be read: {error}") from None
-    if not isinstance(state, dict) or not state.keys() >= STATE:
-        raise ResumeError(f"{path} is damaged: it must hold {', '.join(sorted(STATE))}")
+    if not isinstance(state, dict) or not all(isinstance(state.get(key), kind) for key, kind in STATE.items()):
+        raise ResumeError(f"{path} is damaged: it must hold {', '.join(STATE)}")
     return state
 
 
+def flat(config: Config) -> dict[str, Any]:
+    """Every value by its dotted key, the model's with its preset resolved; without the run's name and place."""
+    values = config.model_dump(mode="json", exclude={"job"})
+    values["model"] = dataclasses.asdict(config.model.build())
+    return _flatten("", values)
+
+
 def identity(config: Config) -> dict[str, Any]:
-    """The values by which a run is known, by dotted key, the model's with its preset resolved."""
-    values = config.model_dump(mode="json")
-    values["model"] = _plain(config.model.build())
-    flat = _flatten("", values)
+    """The values by which a run is known."""
+    return _known(flat(config))
+
+
+def _known(values: dict[str, Any]) -> dict[str, Any]:
     return {
         key: value
-        for key, value in flat.items()
+        for key, value in values.items()
         if key not in INCIDENTAL and any(key == name or key.startswith(f"{name}.") for name in IDENTITY)
     }
 
@@ -140,7 +183,7 @@ def differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
 def check_resume(config: Config, checkpoint: Path) -> dict[str, Any]:
     """The state of a checkpoint that this configuration continues. Raises `ResumeError` listing every difference."""
     state = read_state(checkpoint)
-    changed = differences(state["identity"], identity(config))
+    changed = differences(_known(state["config"]), identity(config))
     if changed:
         listed = "".join(f"\n  {line}" for line in changed)
         raise ResumeError(
@@ -170,10 +213,6 @@ def finished(config: Config) -> str | None:
         f"done already: {checkpoint} holds update {step} of {steps}. To go on, raise --training.steps; "
         f"to start anew, choose another --job.output_dir or remove {config.output_dir}"
     )
-
-
-def _plain(value: Any) -> Any:
-    return {key: _plain(inner) for key, inner in vars(value).items()} if hasattr(value, "__dict__") else value
 
 
 def _flatten(prefix: str, value: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from hashlib import blake2b
 from typing import Any
 
@@ -88,7 +89,12 @@ class Trainer:
         self.rows = rows
         if config.training.deterministic:
             refuse_nondeterminism()
-        self.mesh = Mesh(world.device.type, config.parallelism.degrees(world.size), rank=world.rank)
+        self.mesh = Mesh(
+            world.device.type,
+            config.parallelism.degrees(world.size),
+            rank=world.rank,
+            timeout=timedelta(minutes=config.distributed.timeout_minutes),
+        )
         self.model = build_model(config, self.mesh, world.device)
         self.optimizer = Optimizer(self.model, config.optimizer)
         self.loader = Loader(
@@ -99,6 +105,8 @@ class Trainer:
             micro_batch_size=config.training.micro_batch_size,
             pin_memory=world.device.type == "cuda",
         )
+        self.changes: list[str] = []
+        """Keys that differ from the checkpoint that the run goes on from."""
         self.step = 0
         self.next_row = 0
         self.position_edges = torch.tensor(POSITIONS, device=world.device)
@@ -133,7 +141,7 @@ class Trainer:
         device, group = self.world.device, self.mesh.tokens
         # A mean over the targets of the whole step, whichever micro-batch or rank they are in.
         targets = torch.stack([batch.num_targets() for batch in micro_batches]).sum().to(device, non_blocking=True)
-        global_targets = sum_over(group, targets.clone()).clamp(min=1)
+        global_targets = sum_over(group, targets).clamp(min=1)
         sums = torch.zeros(len(SUMS) + 2 * (len(POSITIONS) + 1), dtype=torch.float64, device=device)
         for batch in (batch.to(device) for batch in micro_batches):
             losses_BS = self.model(batch)
@@ -180,8 +188,7 @@ def build_model(config: Config, mesh: Mesh, device: torch.device) -> Transformer
     stored = torch.float64 if compute == torch.float64 else torch.float32
     reduced = getattr(torch, training.reduce_dtype) if compute == torch.bfloat16 else stored
     with torch.device("meta"):
-        model = Transformer(config.model.build()).to(stored)
-    model.head.chunk_mib = config.memory.head_chunk_mib
+        model = Transformer(config.model.build(), head_chunk_mib=config.memory.head_chunk_mib).to(stored)
     parallelize(
         model,
         mesh,

@@ -27,13 +27,13 @@ def rows_of(config: Config) -> Rows:
     return open_rows(config.data, ByteTokenizer(), seq_len=config.training.seq_len, seed=config.training.seed)
 
 
-def run_here(config: Config) -> int:
-    """Trains in this process; the exit status."""
+def run_here(config: Config) -> None:
+    """Trains in this process."""
     folder = RunFolder(config.output_dir)
     folder.make()
     rows = rows_of(config)
     with process_group(config.distributed) as world:
-        return train(config, folder, world, rows)
+        train(config, folder, world, rows)
 
 
 @contextmanager

@@ -82,7 +82,7 @@ def test_a_save_that_fails_leaves_no_checkpoint_and_the_next_start_goes_on(run: 
             Checkpoints(config, folder).save(trainer)
     assert folder.committed() == []
     assert checkpoints(folder.path) == [".tmp-step-0"]
-    assert run_here(config) == 0
+    run_here(config)
     assert checkpoints(folder.path) == ["step-2", "step-4", "step-6"]
 
 

@@ -44,8 +44,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = write_run(root)
     shared = ("--training.steps", "7", "--checkpoint.interval", "4", "--memory.recompute", "full")
     everything = ("--metrics.tensorboard", "true", "--metrics.peak_flops", "1e12")
-    assert run_here(configured(run, root / "every", *shared, *everything)) == 0
-    assert run_here(configured(run, root / "third", *shared, "--metrics.log_interval", "3")) == 0
+    run_here(configured(run, root / "every", *shared, *everything))
+    run_here(configured(run, root / "third", *shared, "--metrics.log_interval", "3"))
     return root
 
 
@@ -155,7 +155,7 @@ def test_rates_are_over_all_updates_since_the_line_before(root: Path) -> None:
 
 def test_a_line_can_be_read(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     with caplog.at_level(logging.INFO, logger="trainer"):
-        assert run_here(configured(write_run(tmp_path), tmp_path / "run", "--training.steps", "2")) == 0
+        run_here(configured(write_run(tmp_path), tmp_path / "run", "--training.steps", "2"))
     said = [record.getMessage() for record in caplog.records if record.name == "trainer.metrics"]
     assert any(text.startswith("update 1/2  loss 5.") for text in said)
     assert any(text.startswith("update 2/2  loss ") and text.endswith("left 0:00:00") for text in said)
@@ -225,9 +225,9 @@ def test_without_tensorboard_there_is_no_folder(root: Path) -> None:
 def test_a_resumed_run_hides_what_its_earlier_life_wrote_too_much(tmp_path: Path) -> None:
     run, folder = write_run(tmp_path), tmp_path / "run"
     options = ("--metrics.tensorboard", "true", "--schedule.kind", "constant", "--checkpoint.interval", "2")
-    assert run_here(configured(run, folder, *options, "--training.steps", "4")) == 0
+    run_here(configured(run, folder, *options, "--training.steps", "4"))
     (folder / "checkpoints" / "step-4").rename(folder / "checkpoints" / ".tmp-step-4")
-    assert run_here(configured(run, folder, *options, "--training.steps", "5")) == 0
+    run_here(configured(run, folder, *options, "--training.steps", "5"))
     accumulator = EventAccumulator(str(folder / "tensorboard"))
     accumulator.Reload()
     assert [point.step for point in accumulator.Scalars("train/loss")] == [1, 2, 3, 4, 5]

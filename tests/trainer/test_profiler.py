@@ -7,11 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.system.runs import ROOT, arguments, write_run
 from tests.trainer.inside import configured, run_here
-from trainer.profiler import NullProfiler, Profilers, Trace
+from trainer.profiler import Profilers, Trace, Window
 
 LEAVES_OUT = """
 import sys
@@ -24,7 +25,7 @@ sys.exit(str([name for name in left_out if name in sys.modules]) if set(left_out
 
 def test_a_trace_of_its_window_is_written(tmp_path: Path) -> None:
     options = ("--profiler.trace_step", "2", "--profiler.trace_steps", "2", "--training.steps", "4")
-    assert run_here(configured(write_run(tmp_path), tmp_path / "run", *options)) == 0
+    run_here(configured(write_run(tmp_path), tmp_path / "run", *options))
     logs = tmp_path / "run" / "logs"
     assert [path.name for path in logs.iterdir()] == ["trace-step-2-rank-0.json"]
     trace = json.loads((logs / "trace-step-2-rank-0.json").read_text())
@@ -36,26 +37,49 @@ def test_a_trace_of_its_window_is_written(tmp_path: Path) -> None:
 
 def test_without_a_window_there_is_no_profiler(tmp_path: Path) -> None:
     config = configured(write_run(tmp_path), tmp_path / "run")
-    profilers = Profilers(config, tmp_path / "logs", rank=0, device=torch.device("cpu"))
-    assert isinstance(profilers.trace, NullProfiler)
-    assert isinstance(profilers.memory, NullProfiler)
-    for done in range(4):
-        profilers.step(done)
-    assert not (tmp_path / "logs").exists()
+    assert Profilers(config, tmp_path / "logs", rank=0, device=torch.device("cpu")).windows == []
+
+
+class Counted:
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def start(self) -> None:
+        self.calls.append("start")
+
+    def stop(self) -> None:
+        self.calls.append("stop")
+
+
+@pytest.mark.parametrize("resumed_at", [0, 2, 3], ids=["before", "at its first", "inside"])
+def test_a_window_records_once_what_is_left_of_it(resumed_at: int) -> None:
+    recorder = Counted()
+    window = Window(recorder, first=3, count=2)
+    for done in range(resumed_at, 8):
+        window.step(done)
+    assert recorder.calls == ["start", "stop"]
+
+
+def test_a_window_that_is_over_when_a_run_resumes_records_nothing() -> None:
+    recorder = Counted()
+    window = Window(recorder, first=3, count=2)
+    for done in range(4, 8):
+        window.step(done)
+    assert recorder.calls == []
 
 
 def test_memory_of_a_cpu_is_not_recorded(tmp_path: Path) -> None:
     config = configured(write_run(tmp_path), tmp_path / "run", "--profiler.memory_step", "1")
     profilers = Profilers(config, tmp_path / "logs", rank=0, device=torch.device("cpu"))
-    assert isinstance(profilers.memory, NullProfiler)
+    assert profilers.windows == []
     told = profilers.out_of_memory(torch.OutOfMemoryError("tried to allocate"))
     assert told.startswith("out of device memory: tried to allocate\nless memory: ")
 
 
 def test_every_rank_has_a_trace_of_its_own(tmp_path: Path) -> None:
     config = configured(write_run(tmp_path), tmp_path / "run", "--profiler.trace_step", "5")
-    traces = [Profilers(config, tmp_path, rank=rank, device=torch.device("cpu")).trace for rank in (0, 3)]
-    paths = [trace.path.name for trace in traces if isinstance(trace, Trace)]
+    windows = [Profilers(config, tmp_path, rank=rank, device=torch.device("cpu")).windows[0] for rank in (0, 3)]
+    paths = [window.recorder.path.name for window in windows if isinstance(window.recorder, Trace)]
     assert paths == ["trace-step-5-rank-0.json", "trace-step-5-rank-3.json"]
 
 

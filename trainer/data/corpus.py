@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from trainer.data.errors import DataError
 from trainer.data.tokenizer import last_line
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 PYTHON_STDLIB = "python-stdlib"
 # Installed packages are not the library's; encodings/ are near-equal Unicode tables, which flatter a loss.
@@ -129,7 +129,7 @@ class Corpus:
             raise DataError(f'data.bad_files = "refuse", and {self._root} holds {name}: {reason}')
 
     def _report(self, skipped: str) -> None:
-        logger.log(logging.INFO if self.is_stdlib else logging.WARNING, "skipped %s", skipped)
+        log.log(logging.INFO if self.is_stdlib else logging.WARNING, "skipped %s", skipped)
 
     def _repository(self, file: File) -> str:
         """The top-level folder whose files make one document; files outside of all folders make one, too."""

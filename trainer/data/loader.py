@@ -91,9 +91,13 @@ class Loader:
 
     @staticmethod
     def _take(item: Batch | Exception) -> Batch:
-        if isinstance(item, Exception):
+        if not isinstance(item, Exception):
+            return item
+        try:
             raise item
-        return item
+        finally:
+            # Else the traceback keeps this frame, and so the node and its thread, alive until the process ends.
+            del item
 
 
 def pinned(batch: Batch) -> Batch:

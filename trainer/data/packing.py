@@ -23,7 +23,7 @@ from trainer.data.errors import DataError
 from trainer.data.prepared import Prepared
 from trainer.files import write_synced
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 Packing = Literal["best_fit", "concat", "single"]
 MAGIC = 0x4C48504C414E0001  # "LHPLAN", version 1
@@ -122,7 +122,7 @@ def saved_plan(prepared: Prepared, *, seq_len: int, packing: Packing) -> Plan:
         try:
             write(made, path)
         except OSError as error:
-            logger.warning("%s cannot be written and will be made again by every run: %s", path, error)
+            log.warning("%s cannot be written and will be made again by every run: %s", path, error)
             return made
     loaded = load(path)
     if loaded.seq_len != seq_len or loaded.num_tokens != prepared.num_tokens:

@@ -30,7 +30,7 @@ from trainer.data.progress import LOG_SECONDS, progress
 from trainer.data.tokenizer import Tokenizer
 from trainer.files import sync, write_synced
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 SHARD_TOKENS = 1 << 29
 FLUSH_TOKENS = 1 << 20
@@ -56,7 +56,7 @@ def prepare(data: DataSection, tokenizer: Tokenizer, *, shard_tokens: int = SHAR
     except OSError as error:
         raise DataError(f'data.cache_dir = "{data.cache_dir}" cannot be written: {error}') from error
     prepared = Prepared(folder)
-    logger.info(
+    log.info(
         "%s: %s tokens, %s documents, the longest %s; fingerprint %s",
         folder,
         *(f"{count:,}" for count in (prepared.num_tokens, prepared.num_documents, prepared.meta.longest)),
@@ -81,7 +81,7 @@ def locked(path: Path) -> Iterator[bool]:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 if error.errno not in (errno.EAGAIN, errno.EACCES):
-                    logger.warning("%s: no locks on this file system (%s); others may prepare too", path, error)
+                    log.warning("%s: no locks on this file system (%s); others may prepare too", path, error)
                     yield False
                     return
             else:
@@ -89,7 +89,7 @@ def locked(path: Path) -> Iterator[bool]:
                 return
             if time.monotonic() - said >= LOG_SECONDS:
                 said = time.monotonic()
-                logger.info("waiting for the process that holds %s", path)
+                log.info("waiting for the process that holds %s", path)
             time.sleep(LOCK_SECONDS)
 
 
@@ -97,7 +97,7 @@ def remove_leftovers(folder: Path) -> None:
     """What a process that was killed left of `folder`; only its lock's holder may call this."""
     for path in [folder, *folder.parent.glob(f"{folder.name}.tmp-*")]:
         if path.exists():
-            logger.info("removing %s, which was never finished", path)
+            log.info("removing %s, which was never finished", path)
             shutil.rmtree(path)
 
 
@@ -127,7 +127,7 @@ def tokenize(
         writer.close()
         shutil.rmtree(temporary, ignore_errors=True)
     if corpus.skipped:
-        logger.warning("%s: %d bad files or lines were skipped", corpus.name, len(corpus.skipped))
+        log.warning("%s: %d bad files or lines were skipped", corpus.name, len(corpus.skipped))
 
 
 def publish(temporary: Path, folder: Path) -> None:

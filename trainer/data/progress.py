@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 LOG_SECONDS = 10.0
 
@@ -54,6 +54,6 @@ def lines(title: str, total_bytes: int) -> Iterator[Callable[[int, int], None]]:
         logged = now
         left = (now - began) * max(total_bytes - done, 0) / max(done, 1)
         share, rate = 100 * done / max(total_bytes, 1), tokens / (now - began)
-        logger.info("%s: %.0f %%, %s tokens/s, %.0f s left", title, share, f"{rate:,.0f}", left)
+        log.info("%s: %.0f %%, %s tokens/s, %.0f s left", title, share, f"{rate:,.0f}", left)
 
     yield advance

@@ -1,0 +1,17 @@
+"""Exit codes, as the contract has them; and the one error that stands for any of them."""
+
+from __future__ import annotations
+
+DONE = 0
+FAILED = 1
+BAD_CONFIGURATION = 2
+NO_RETRY = 78
+"""Stopped for a reason that a retry cannot mend."""
+
+
+class RankError(Exception):
+    """What ended a single rank, in words; its peers do not know."""
+
+    def __init__(self, status: int, problem: str) -> None:
+        super().__init__(problem)
+        self.status = status
