@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 if __name__ == "__main__":
-    # Importing torch takes seconds, in which the launcher may die and leave its workers to themselves.
+    # Importing torch takes seconds, in which the launcher may die and leave its workers to themselves, or the user may
+    # interrupt, who has no use for the traceback of an import.
     from trainer.orphans import die_with_launcher
 
     die_with_launcher()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import logging
 from contextlib import closing
@@ -18,7 +21,7 @@ import torch
 
 from trainer import logs
 from trainer.checkpoint import Checkpoints
-from trainer.config import Config, ConfigError
+from trainer.config import Config
 from trainer.data import DataError, open_rows
 from trainer.data.rows import Rows
 from trainer.data.tokenizer import load_tokenizer
@@ -27,7 +30,7 @@ from trainer.load import load
 from trainer.metrics import Metrics
 from trainer.profiler import Profilers
 from trainer.run_folder import ResumeError, RunFolder, finished
-from trainer.status import BAD_CONFIGURATION, DONE, FAILED, NO_RETRY, RankError
+from trainer.status import BAD_CONFIGURATION, DONE, FAILED, NO_RETRY, ConfigError, RankError
 from trainer.trainer import Trainer
 
 log = logging.getLogger("trainer")
@@ -93,4 +96,5 @@ def refuse(status: int, *problems: str) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))

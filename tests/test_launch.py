@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import tomli
 
-from trainer.config import Config, ConfigError
+from trainer.config import Config
 from trainer.launch import (
     Cluster,
     complaint,
@@ -24,6 +24,7 @@ from trainer.launch import (
     report,
 )
 from trainer.load import load
+from trainer.status import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 Launch = Callable[..., subprocess.CompletedProcess[str]]

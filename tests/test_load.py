@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config import Config, ConfigError
+from trainer.config import Config
 from trainer.load import load, overlay, split, to_toml
+from trainer.status import ConfigError
 
 
 @pytest.fixture

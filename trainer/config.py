@@ -11,22 +11,29 @@ from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from models import FAMILIES
 from models.config import ModelConfig
+from trainer.status import ConfigError
+
+
+def _not_empty(value: object) -> object:
+    # An unset variable in a shell, which as a path would mean the current folder.
+    if value == "":
+        raise ValueError("must not be empty")
+    return value
+
 
 Count = Annotated[int, Field(ge=1)]
 Amount = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
+Location = Annotated[Path, BeforeValidator(_not_empty)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
-LONGEST_ROW = 2**31 - 1
-"""Tokens: kernels take the starts of documents as int32."""
-
-BYTE_TOKENS = 264
-"""Vocabulary of the byte tokenizer: 256 values and 8 special tokens."""
+LONGEST_ROW = 2**31 - 1  # tokens: kernels take the starts of documents as int32
+BYTE_TOKENS = 264  # the byte tokenizer's: 256 values and 8 special tokens
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -37,18 +44,10 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
-class ConfigError(Exception):
-    """Everything that is wrong with a configuration, one line each. The caller prints it and leaves with 2."""
-
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems
-
-
 class JobSection(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
     """Name of the run: letters, digits, `.`, `_` and `-`."""
-    output_dir: Path | None = None
+    output_dir: Location | None = None
     """The run folder: configuration, metrics, checkpoints, TensorBoard files. Left out: `outputs/<job.name>`."""
 
 
@@ -119,7 +118,7 @@ class ModelSection(Section):
 class TokenizerSection(Section):
     kind: Literal["byte", "tiktoken", "sentencepiece"] = "byte"
     """`byte` needs no file; `tiktoken` reads a BPE file (Llama 3's `tokenizer.model`), `sentencepiece` a model."""
-    path: Path | None = None
+    path: Location | None = None
     """The tokenizer's file; none for `byte`."""
 
     def problems(self) -> list[str]:
@@ -135,7 +134,7 @@ class TokenizerSection(Section):
 
 
 class DataSection(Section):
-    corpus: str = "python-stdlib"
+    corpus: Annotated[str, BeforeValidator(_not_empty)] = "python-stdlib"
     """`python-stdlib` (the sources of the running interpreter's library), or a text or `.jsonl` file, or a folder."""
     documents: Literal["file", "repository"] = "file"
     """What is one document: a file (or a line of `.jsonl`), or all files of one top-level folder in path order."""
@@ -147,7 +146,7 @@ class DataSection(Section):
     """Whether attention stays inside a document."""
     bad_files: Literal["skip", "refuse"] = "skip"
     """What to do about a file that cannot be read as text: name and skip it, or name it and stop."""
-    cache_dir: Path = Path("prepared")
+    cache_dir: Location = Path("prepared")
     """Where tokenized corpora are kept."""
 
     def problems(self) -> list[str]:

@@ -13,9 +13,10 @@ import torch
 from torch import distributed
 
 from parallelisms.collectives import gather_over
-from trainer.config import Config, ConfigError, DistributedSection
+from trainer.config import Config, DistributedSection
 from trainer.hardware import choose_device
 from trainer.run_folder import flat
+from trainer.status import ConfigError
 
 # Where things lie may differ between nodes.
 OWN = ("data.corpus", "data.cache_dir", "tokenizer.path")

@@ -17,11 +17,11 @@ from math import prod
 from pathlib import Path
 from types import FrameType
 
-from trainer.config import Config, ConfigError
+from trainer.config import Config
 from trainer.load import find, load, show_path, split, to_toml
 from trainer.orphans import LAUNCHER
 from trainer.run_folder import ResumeError, RunFolder, finished
-from trainer.status import BAD_CONFIGURATION, FAILED, NO_RETRY
+from trainer.status import BAD_CONFIGURATION, FAILED, NO_RETRY, ConfigError
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 TELLING_CODES = (NO_RETRY, BAD_CONFIGURATION)
@@ -101,9 +101,9 @@ def examine(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[Config
         cluster = read_cluster(environment, config, gpus=0 if environment.get("NGPU") else count_gpus())
     except ConfigError as error:
         problems += error.problems
-    if cluster and not problems:
-        problems = config.problems(cluster.world_size)
-    return config, cluster, problems
+    if problems:
+        return config, None, problems
+    return config, cluster, config.problems(cluster.world_size) if cluster else []
 
 
 # ---- the world
@@ -172,16 +172,19 @@ def _slurm_task(environment: Mapping[str, str]) -> Cluster | None:
     """The world of an srun step. Raises `ConfigError` when ranks on several nodes could not find each other."""
     # The step's own count: a shell inside an allocation of several tasks is a step of one.
     tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS", "1")
-    if "SLURM_STEP_ID" not in environment or "SLURM_PROCID" not in environment or int(tasks) == 1:
+    if "SLURM_STEP_ID" not in environment or "SLURM_PROCID" not in environment or tasks == "1":
         return None
+    # Without MASTER_PORT, one that all tasks of the step know and other jobs on the host do not use.
+    port = environment.get("MASTER_PORT") or str(20_000 + int(environment.get("SLURM_JOB_ID", "0")) % 10_000)
+    for name, text in (("SLURM_NTASKS", tasks), ("MASTER_PORT", port)):
+        if not text.isdecimal():
+            raise ConfigError([f'environment: {name} = "{text}" must be an integer'])
     address = environment.get("MASTER_ADDR")
     if address is None:
         nodes = int(environment.get("SLURM_STEP_NUM_NODES", "1"))
         if nodes > 1:
             raise ConfigError([f"environment: srun on {nodes} nodes needs MASTER_ADDR, the host of task 0"])
         address = "127.0.0.1"
-    # Without MASTER_PORT, one that all tasks of the step know and other jobs on the host do not use.
-    port = environment.get("MASTER_PORT") or 20_000 + int(environment.get("SLURM_JOB_ID", "0")) % 10_000
     return Cluster(processes=int(tasks), master=f"{address}:{port}", task=int(environment["SLURM_PROCID"]))
 
 
@@ -273,7 +276,8 @@ def start(script: Path, argv: Sequence[str], cluster: Cluster) -> int:
         elastic_launch(config, command)(*arguments)
     except ChildFailedError as error:
         failures = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
-        for failure in failures:
+        told = [failure for failure in failures if failure.exitcode != -signal.SIGTERM] or failures
+        for failure in told:  # The agent ends the others with SIGTERM.
             how = f"left with {failure.exitcode}" if failure.exitcode > 0 else f"was killed by {failure.signal_name()}"
             sys.stderr.write(f"error: local rank {failure.local_rank} (pid {failure.pid}) {how}\n")
         return exit_status(failure.exitcode for failure in failures)
@@ -291,18 +295,18 @@ def exit_status(codes: Iterable[int]) -> int:
 
 def _torchrun_options(cluster: Cluster, script: Path, argv: Sequence[str]) -> list[str]:
     alone = cluster.nodes == 1
-    options = {
+    options: dict[str, object] = {
         "--nnodes": cluster.nodes,
         "--nproc-per-node": cluster.processes,
         "--max-restarts": 0,
-        "--rdzv-backend": "c10d",
-        "--rdzv-endpoint": cluster.master,
-        "--rdzv-id": "longhaul",
-        "--rdzv-conf": f"is_host={int(cluster.node_rank == 0)}",
         "--signals-to-handle": "SIGINT,SIGHUP,SIGQUIT",
     }
-    local = ["--local-addr=127.0.0.1"] if alone else []
-    return [*(f"{option}={value}" for option, value in options.items()), *local, str(script), *argv]
+    address, _, port = cluster.master.rpartition(":")
+    if alone:
+        options |= {"--rdzv-backend": "c10d", "--rdzv-endpoint": cluster.master, "--local-addr": address}
+    else:  # c10d would number the nodes as they arrive; rank 0 and its log belong on node 0.
+        options |= {"--node-rank": cluster.node_rank, "--master-addr": address, "--master-port": port}
+    return [*(f"{option}={value}" for option, value in options.items()), str(script), *argv]
 
 
 def _forward_stop_signals() -> None:
@@ -327,4 +331,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
+        sys.stderr.write("error: interrupted\n")
         sys.exit(FAILED)

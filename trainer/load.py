@@ -20,7 +20,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
-from trainer.config import Config, ConfigError, Section
+from trainer.config import Config, Section
+from trainer.status import ConfigError
 
 SHIPPED = Path(__file__).resolve().parents[1] / "train_configs"
 DEFAULT = "debug.toml"
@@ -47,6 +48,7 @@ RULES = {
     "string_type": "must be text",
     "too_long": "must have no more than {max_length} items",
     "too_short": "must have at least {min_length} items",
+    "value_error": "{error}",
     "tuple_type": "must be a list",
 }
 TOML_TYPES = {

@@ -101,6 +101,8 @@ class Metrics:
             return
         self.folder.event("end", step=self.steps, loss=_finite(self.last_loss), skipped=self.skipped)
         committed = self.folder.committed()
+        beside = Path(sys.executable).with_name("tensorboard")
+        tensorboard = beside if beside.exists() else "tensorboard"
         where = f"newest checkpoint {committed[-1][1]}, " if committed else ""
         log.info(
             "done: all %d updates%s; loss %s -> %.3f. Everything is in %s (%smetrics.jsonl). "
@@ -111,7 +113,7 @@ class Metrics:
             self.last_loss,
             self.folder.path,
             where,
-            f"Look: tensorboard --logdir {self.folder.tensorboard}. " if self.config.metrics.tensorboard else "",
+            f"Look: {tensorboard} --logdir {self.folder.tensorboard}. " if self.config.metrics.tensorboard else "",
         )
 
     def write(self, update: Update) -> None:
@@ -136,7 +138,7 @@ class Metrics:
         self.last_loss = measured.loss
         self.skipped += measured.skipped
         if measured.skipped and self.world.rank == 0:
-            log.warning("update %d skipped: its gradient is not finite", update.step)
+            log.warning("update %d skipped: its gradient is not finite (norm %s)", update.step, measured.grad_norm)
             self.folder.event("skipped", step=update.step)
         if update.step in (self.first_step, self.steps) or measured.skipped or self._is_due(update.step):
             record = self._record(update, measured)

@@ -22,9 +22,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainer.config import Config, ConfigError
+from trainer.config import Config
 from trainer.files import write_synced
 from trainer.load import to_toml
+from trainer.status import ConfigError
 
 # What a run is: a checkpoint continues only under the same values. Everything else may change on resume. Where the
 # corpus lies is not part of it: its fingerprint is compared instead.

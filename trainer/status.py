@@ -1,4 +1,4 @@
-"""Exit codes, as the contract has them; and the one error that stands for any of them."""
+"""Exit codes, and the errors that lead to them."""
 
 from __future__ import annotations
 
@@ -15,3 +15,11 @@ class RankError(Exception):
     def __init__(self, status: int, problem: str) -> None:
         super().__init__(problem)
         self.status = status
+
+
+class ConfigError(Exception):
+    """Everything that is wrong with a configuration, one line each. The caller prints it and leaves with 2."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems

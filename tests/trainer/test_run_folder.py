@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from trainer.config import Config, ConfigError
+from trainer.config import Config
 from trainer.load import load
 from trainer.run_folder import ResumeError, RunFolder, check_resume, differences, finished, flat, identity, read_state
+from trainer.status import ConfigError
 
 
 def config(folder: Path, **sections: dict[str, Any]) -> Config:
