@@ -40,13 +40,16 @@ class LinearCrossEntropy(torch.autograd.Function):
             targets_C1 = labels_C1 != IGNORE
             index_C1 = labels_C1.where(targets_C1, 0)
             logits_CV = (x_CE @ weight_VE.T).to(wide)
-            lse_C1 = logits_CV.logsumexp(-1, keepdim=True)
-            losses_R[part] = ((lse_C1 - logits_CV.gather(-1, index_C1)) * targets_C1).squeeze(-1)
+            highest_C1 = logits_CV.amax(-1, keepdim=True)
+            at_label_C1 = logits_CV.gather(-1, index_C1)
+            grad_CV = logits_CV.sub_(highest_C1).exp_()
+            total_C1 = grad_CV.sum(-1, keepdim=True)
+            losses_R[part] = ((total_C1.log() + highest_C1 - at_label_C1) * targets_C1).squeeze(-1)
             if grad_x_RE is None or grad_weight_VE is None:
                 continue
-            grad_CV = logits_CV.sub_(lse_C1).exp_()
+            grad_CV.mul_(targets_C1 / total_C1)
             # scatter, not scatter_add: that one has no deterministic kernel on CUDA.
-            grad_CV.scatter_(-1, index_C1, grad_CV.gather(-1, index_C1) - 1).mul_(targets_C1)
+            grad_CV.scatter_(-1, index_C1, grad_CV.gather(-1, index_C1) - targets_C1.to(wide))
             grad_CV = grad_CV.to(x_RE.dtype)
             torch.mm(grad_CV, weight_VE, out=grad_x_RE[part])
             grad_weight_VE += grad_CV.T @ x_CE

@@ -45,7 +45,8 @@ PAGE = """\
 
 A run is described by a TOML file and by options of the form `--section.key VALUE`, which count more than the file.
 Unknown keys, wrong types and values out of range are refused, all at once, before any process starts. A key marked
-*left out* has no value unless one is given; on the command line, `null` takes it back.
+*left out* has no value unless one is given; on the command line, `null` takes it back. Relative paths are relative to
+the folder where the command is given, not to the file.
 """
 
 

@@ -250,6 +250,20 @@ def test_plain_matrix_products_give_what_the_flash_kernel_gives(heads: tuple[int
     torch.testing.assert_close(plain, flash, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("heads", HEADS)
+def test_the_operator_with_plain_matrix_products_is_exact(
+    heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What single and double precision on CUDA run, below autograd as there."""
+    monkeypatch.setattr(kernels, "_cpu_forward", kernels._plain_forward)
+    monkeypatch.setattr(kernels, "_cpu_backward", kernels._plain_backward)
+    for boundaries_BD in (starts([23], [23]), starts([7, 1, 15], [23], width=4)):
+        given = inputs(boundaries_BD, heads)
+        pairs = zip(run(kernels.attention, given, boundaries_BD), run(dense, given, boundaries_BD), strict=True)
+        for found, expected in pairs:
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
 def test_the_log_sum_exp_is_no_part_of_the_graph() -> None:
     boundaries_BD = starts([23])
     out, lse = kernels.attention(*inputs(boundaries_BD), boundaries_BD)

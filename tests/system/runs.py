@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -181,7 +181,9 @@ def kill_launcher(launcher: subprocess.Popen[str]) -> list[int]:
 # ---- forked
 
 
-def fork(config: Path, folder: Path, *options: str, processes: int) -> list[ForkServerProcess]:
+def fork(
+    config: Path, folder: Path, *options: str, processes: int, of_rank: Mapping[int, tuple[str, ...]] | None = None
+) -> list[ForkServerProcess]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -189,7 +191,7 @@ def fork(config: Path, folder: Path, *options: str, processes: int) -> list[Fork
     ranks = [
         context.Process(
             target=_train,
-            args=(rank, processes, port, log, arguments(config, folder, *options)),
+            args=(rank, processes, port, log, arguments(config, folder, *options, *(of_rank or {}).get(rank, ()))),
             daemon=True,
         )
         for rank in range(processes)
@@ -199,10 +201,18 @@ def fork(config: Path, folder: Path, *options: str, processes: int) -> list[Fork
     return ranks
 
 
-def forked(config: Path, folder: Path, *options: str, processes: int = 1, seconds: float = 60) -> Done:
+def forked(
+    config: Path,
+    folder: Path,
+    *options: str,
+    processes: int = 1,
+    seconds: float = 60,
+    of_rank: Mapping[int, tuple[str, ...]] | None = None,
+) -> Done:
+    """Options of `of_rank` are given to that rank alone."""
     log = folder.with_suffix(".log")
     said_before = len(log.read_text()) if log.exists() else 0
-    ranks = fork(config, folder, *options, processes=processes)
+    ranks = fork(config, folder, *options, processes=processes, of_rank=of_rank)
     # Peers of a rank that failed wait for it in a collective; the launcher would end them.
     wait_for(lambda: all(rank.exitcode == 0 for rank in ranks) or any(rank.exitcode for rank in ranks), seconds)
     wait_for(lambda: not any(rank.is_alive() for rank in ranks), 2)

@@ -9,7 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.runs import checkpoints, forked, launch, launched, lines, steps, workers, write_run
+from tests.system.runs import (
+    checkpoints,
+    forked,
+    kill_launcher,
+    launch,
+    launched,
+    lines,
+    steps,
+    wait_for,
+    workers,
+    write_run,
+)
 
 
 @pytest.fixture(scope="module")
@@ -170,3 +181,74 @@ def test_a_bad_file_is_named_and_training_goes_on_unless_refused(finished: Path,
     assert forked(finished / "run.toml", tmp_path / "other", "--training.steps", "2").statuses == [0]
     clean, dirty = (lines(tmp_path / name / "metrics.jsonl") for name in ("other", "run"))
     assert [line["loss"] for line in clean] == [line["loss"] for line in dirty]
+
+
+# ---- what only some ranks know
+
+
+@pytest.mark.ranks
+def test_ranks_that_were_started_differently_do_not_train(finished: Path, tmp_path: Path) -> None:
+    config, folder = finished / "run.toml", tmp_path / "run"
+    done = forked(config, folder, processes=2, of_rank={1: ("--training.seed", "1", "--optimizer.lr", "0.5")})
+    assert done.statuses == [2, 2]
+    assert "error: training.seed is 0 on rank 0 and 1 on rank 1" in done.said
+    assert "error: optimizer.lr is 0.01 on rank 0 and 0.5 on rank 1" in done.said
+    assert not (folder / "metrics.jsonl").exists()
+
+
+@pytest.mark.ranks
+def test_ranks_that_read_other_tokens_do_not_train(finished: Path, tmp_path: Path) -> None:
+    other = write_run(tmp_path)
+    (tmp_path / "corpus" / "00.txt").write_text("other words")
+    of_rank = {1: ("--data.corpus", str(tmp_path / "corpus"), "--data.cache_dir", str(tmp_path / "prepared"))}
+    done = forked(finished / "run.toml", tmp_path / "run", processes=2, of_rank=of_rank)
+    assert other.exists()
+    assert done.statuses == [2, 2]
+    assert "error: data.fingerprint is " in done.said
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("processes", [1, 2])
+def test_damaged_tokens_are_named_by_the_rank_that_meets_them(tmp_path: Path, processes: int) -> None:
+    config, folder = write_run(tmp_path), tmp_path / "run"
+    assert forked(config, folder, "--training.steps", "1").statuses == [0]
+    (shard,) = (tmp_path / "prepared").glob("*/shard-00000.bin")
+    content = bytearray(shard.read_bytes())
+    content[1::2] = b"\xff" * len(content[1::2])  # Every token is far out of the vocabulary.
+    shard.write_bytes(content)
+    done = launched(config, folder, "--training.steps", "3", processes=processes)
+    assert done.statuses == [78]
+    assert "error: [rank " in done.said
+    assert str(shard) in done.said
+    assert "Traceback" not in done.said
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "metadata"])
+def test_a_checkpoint_that_cannot_be_read_is_named_and_leaves_with_78(
+    finished: Path, copied: Path, damage: str
+) -> None:
+    checkpoint = copied / "checkpoints" / "step-3"
+    data = checkpoint / ("" if damage == "gone" else ".metadata" if damage == "metadata" else "__0_0.distcp")
+    if damage == "gone":
+        (checkpoint / "__0_0.distcp").unlink()
+    else:
+        data.write_bytes(data.read_bytes()[:100])
+    done = forked(finished / "run.toml", copied, "--training.steps", "5")
+    assert done.statuses == [78]
+    assert f"error: {checkpoint} cannot be read: " in done.said
+    assert "Traceback" not in done.said
+
+
+@pytest.mark.ranks
+def test_a_second_run_in_the_folder_is_refused_and_the_first_goes_on(finished: Path, tmp_path: Path) -> None:
+    config, folder = finished / "run.toml", tmp_path / "run"
+    first = launch(config, folder, "--training.steps", "100000", "--checkpoint.interval", "100000", processes=1)
+    try:
+        assert wait_for(lambda: (folder / "metrics.jsonl").exists())
+        done = forked(config, folder)
+        assert done.statuses == [2]
+        assert f"error: job.output_dir = {folder} is in use by process " in done.said
+        assert first.poll() is None
+    finally:
+        kill_launcher(first)
+    assert forked(config, folder, "--training.steps", "1").statuses == [0]
