@@ -57,8 +57,12 @@ class Loader:
         wanted = IterableWrapper(self._numbers(start_row))
         node = Prefetcher(Mapper(wanted, self._read), prefetch_factor=self.num_micro_batches)
         node.reset()
-        while True:
-            yield [self._take(next(node)) for _ in range(self.num_micro_batches)]
+        try:
+            while True:
+                yield [self._take(next(node)) for _ in range(self.num_micro_batches)]
+        finally:
+            # Its thread ends with it: here, and not when the traceback of a failed read lets go, which may be at exit.
+            del node
 
     def summary(self, num_updates: int) -> str:
         """What `num_updates` take of the data, for the log."""
