@@ -149,10 +149,6 @@ class ShardWriter:
         self._bos = [] if tokenizer.bos is None else [torch.tensor([tokenizer.bos], dtype=torch.int32)]
         self._eos = torch.tensor([tokenizer.eos], dtype=torch.int32)
         self._room = None if max_document is None else max_document - len(self._bos) - 1
-        if self._room is not None and self._room < 1:
-            raise DataError(
-                f"data.max_document = {max_document} leaves no room between a document's first and last token"
-            )
         self._dtype = narrowest(tokenizer.vocab_size)
         self._shard_tokens = shard_tokens
         self._shards: list[Shard] = []
