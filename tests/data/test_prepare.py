@@ -5,6 +5,7 @@ import subprocess
 import sys
 from array import array
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -220,19 +221,24 @@ def test_files_without_a_token_are_an_error_and_leave_nothing(section: Section) 
     assert names(data) == []
 
 
-@pytest.fixture
+@contextmanager
 def small_files() -> Iterator[None]:
-    """No file can grow beyond 20,000 bytes, as on a disk that is almost full."""
+    """No file can grow beyond 20,000 bytes, as on a disk that is almost full.
+
+    Only around the call under test: pytest's own output may be a longer file.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.usefixtures("small_files")
 def test_a_full_disk_is_named_and_nothing_is_left(section: Section) -> None:
     data = section({"a": "x" * 15_000})
-    with pytest.raises(DataError, match=r'data.cache_dir = ".*cache" cannot be written: .*File too large'):
+    message = r'data.cache_dir = ".*cache" cannot be written: .*File too large'
+    with small_files(), pytest.raises(DataError, match=message):
         prepare(data, ByteTokenizer())
     assert names(data) == []
 
