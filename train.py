@@ -22,9 +22,9 @@ import torch
 from trainer import logs
 from trainer.checkpoint import Checkpoints
 from trainer.config import Config
-from trainer.data import DataError, open_rows
+from trainer.data import DataError, rows_of
+from trainer.data.copy import CopyRows
 from trainer.data.rows import Rows
-from trainer.data.tokenizer import load_tokenizer
 from trainer.distributed import World, place, process_group, require_agreement
 from trainer.load import load
 from trainer.metrics import Metrics
@@ -48,10 +48,8 @@ def main(argv: list[str]) -> int:
         folder = RunFolder(config.output_dir)
         folder.make()
         logs.keep(folder.logs, rank)
-        tokenizer = load_tokenizer(config.tokenizer.kind, config.tokenizer.path)
-        config.require_vocabulary(tokenizer.vocab_size)
         # Before the process group exists: its patience is not made for tokenizing a corpus.
-        rows = open_rows(config.data, tokenizer, seq_len=config.training.seq_len, seed=config.training.seed)
+        rows = rows_of(config)
         with folder.locked(leading=rank == 0), process_group(config.distributed) as world:
             require_agreement(config, rows.fingerprint)
             train(config, folder, world, rows)
@@ -68,7 +66,7 @@ def main(argv: list[str]) -> int:
         return refuse(FAILED, *([resume] if rank == 0 else ()))
 
 
-def train(config: Config, folder: RunFolder, world: World, rows: Rows) -> None:
+def train(config: Config, folder: RunFolder, world: World, rows: Rows | CopyRows) -> None:
     profilers = Profilers(config, folder.logs, rank=world.rank, device=world.device)
     try:
         trainer = Trainer(config, world, rows)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from models import kernels, rope
+from models import causal, rope
 from models.config import ModelConfig
 
 
@@ -26,8 +26,7 @@ class AttentionCore(Protocol):
 
 def local_core(q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Tensor:
     """Attention when this rank holds whole rows."""
-    out_BSNH: Tensor = kernels.attention(q_BSNH, k_BSKH, v_BSKH, boundaries_BD)[0]
-    return out_BSNH
+    return causal.attention(q_BSNH, k_BSKH, v_BSKH, boundaries_BD)[0]
 
 
 class Attention(nn.Module):

@@ -32,6 +32,8 @@ class Batch:
     """Tokens of these rows, padding left out."""
     num_pairs: int
     """(query, key) pairs that the mask allows in these rows, padding left out."""
+    attended: int
+    """(query, key) pairs that attention computes on this rank in these rows, padding's included: its share of the work."""
 
     def to(self, device: torch.device) -> Batch:
         """The same batch with its per-token tensors on `device`; the copy is asynchronous from pinned memory."""

@@ -79,9 +79,13 @@ class ModelConfig:
         return 6 * self.matrix_parameters * tokens + 12 * self.num_layers * self.num_heads * self.head_dim * pairs
 
     def executed_flops(self, *, tokens: float, pairs: float, recompute: str) -> float:
-        """FLOPs really carried out: flash backward repeats its scores, full recomputation repeats every block."""
+        """FLOPs really carried out: flash backward repeats its scores, recomputation repeats every block, with or
+        without its attention.
+        """
         forward_attention = 4 * self.num_layers * self.num_heads * self.head_dim * pairs
         executed = self.flops(tokens=tokens, pairs=pairs) + forward_attention / 2
+        if recompute != "none":
+            executed += 2 * self.num_layers * self.block_matrix_parameters * tokens
         if recompute == "full":
-            executed += 2 * self.num_layers * self.block_matrix_parameters * tokens + forward_attention
+            executed += forward_attention
         return executed

@@ -1,35 +1,45 @@
 """The only door to communication of tensors.
 
-Sums and maxima here are of numbers about a step, not part of the graph that autograd differentiates.
+Nothing here is part of the graph that autograd differentiates: sums and maxima are of numbers about a step, and what
+moves inside a model moves inside operators that have a backward of their own.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, distributed
+from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
 
 
-def sum_over(group: distributed.ProcessGroup, x: Tensor) -> Tensor:
+def sum_over(group: ProcessGroup, x: Tensor) -> Tensor:
     """The sum of every rank's `x`, on every rank; `x` itself is overwritten with it."""
     distributed.all_reduce(x, group=group)
     return x
 
 
-def max_over(group: distributed.ProcessGroup | None, values: list[float]) -> list[float]:
+def largest_over(group: ProcessGroup, x: Tensor) -> Tensor:
+    """The largest of every rank's `x`, element by element, on every rank; `x` itself is overwritten with it."""
+    distributed.all_reduce(x, distributed.ReduceOp.MAX, group=group)
+    return x
+
+
+def max_over(group: ProcessGroup | None, values: list[float]) -> list[float]:
     """The largest of every rank's values, one by one; waits for the slowest rank, through the host."""
     numbers = torch.tensor(values, dtype=torch.float64)
     distributed.all_reduce(numbers, distributed.ReduceOp.MAX, group=group)
     return numbers.tolist()
 
 
-def gather_over(value: T) -> list[T]:
+def gather_over(value: T, group: ProcessGroup | None = None) -> list[T]:
     """Every rank's value, by rank; for what is compared once, at the start."""
-    values: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(values, value)
+    values: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(values, value, group=group)
     return values
 
 
@@ -37,3 +47,89 @@ def whole(x: Tensor) -> Tensor:
     """A sharded or partial tensor (DTensor) as a plain one with its global value; a plain one as it is."""
     full = getattr(x, "full_tensor", None)
     return x if full is None else full()
+
+
+# ---- inside operators
+
+
+def named(group_name: str) -> ProcessGroup:
+    """The group of that name: operators take names, since a graph cannot hold a group."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(cast(Any, group_name))
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A tensor on its way."""
+
+    result: Tensor
+    sent: Tensor
+    """Kept alive while it is read."""
+    works: tuple[distributed.Work, ...]
+
+    def wait(self) -> Tensor:
+        """The tensor, once it is here. On CUDA the device's queue waits, not the host."""
+        for work in self.works:
+            work.wait()
+        return self.result
+
+
+def rotate(x: Tensor, group: ProcessGroup) -> Pending:
+    """Starts to send `x` to the next rank and to receive as much from the one before, point to point."""
+    _require_neighbours(group)
+    sent, received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    rank, size = group.rank(), group.size()
+    send = distributed.P2POp(distributed.isend, sent, group=group, group_peer=(rank + 1) % size)
+    receive = distributed.P2POp(distributed.irecv, received, group=group, group_peer=(rank - 1) % size)
+    return Pending(received, sent, tuple(distributed.batch_isend_irecv([send, receive])))
+
+
+def rotate_all_to_all(x: Tensor, group: ProcessGroup) -> Pending:
+    """The same by one collective, in which every other pair of ranks exchanges nothing."""
+    _require_neighbours(group)
+    sent, received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    rank, size = group.rank(), group.size()
+    outgoing, incoming = ([0] * size for _ in range(2))
+    outgoing[(rank + 1) % size] = incoming[(rank - 1) % size] = x.numel()
+    work = distributed.all_to_all_single(
+        received.view(-1), sent.view(-1), incoming, outgoing, group=group, async_op=True
+    )
+    return Pending(received, sent, (work,))
+
+
+def gather(x: Tensor, group: ProcessGroup) -> Pending:
+    """Starts to collect every rank's `x`: [ranks, *x.shape]."""
+    sent = x.contiguous()
+    everyone = x.new_empty(group.size(), *x.shape)
+    work = _all_gather(everyone.view(-1), sent.view(-1), group=group, async_op=True)
+    return Pending(everyone, sent, (work,))
+
+
+def reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum of every rank's `x[rank]`, x being [ranks, ...]."""
+    mine = x.new_empty(x.shape[1:])
+    _reduce_scatter(mine.view(-1), x.contiguous().view(-1), group=group)
+    return mine
+
+
+def exchange(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Every rank's `x[rank]` by rank, x being [ranks, ...]: all-to-all."""
+    received = torch.empty_like(x, memory_format=torch.contiguous_format)
+    distributed.all_to_all_single(received, x.contiguous(), group=group)
+    return received
+
+
+def _require_neighbours(group: ProcessGroup) -> None:
+    if group.size() < 2:
+        raise ValueError("a ring of one rank has no neighbour to send to")
+
+
+def _renamed(new: str, old: str) -> Callable[..., Any]:
+    # torch 2.13 warns of the old names, 2.11 lacks the new ones.
+    function: Callable[..., Any] = getattr(distributed, new, None) or getattr(distributed, old)
+    return function
+
+
+_all_gather = _renamed("all_gather_single", "all_gather_into_tensor")
+_reduce_scatter = _renamed("reduce_scatter_single", "reduce_scatter_tensor")

@@ -19,14 +19,23 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+from parallelisms.rules import AXES
 
 
 class Mesh:
-    """The process groups of a run. `degrees` gives the size of each axis; their product is the world size."""
+    """The process groups of a run. `degrees` gives the size of each axis; their product is the world size.
+
+    `ulysses` neighbours of a cp axis exchange heads, where other ranks of it rotate keys and values: `hybrid`.
+    """
 
     def __init__(
-        self, device_type: str, degrees: dict[str, int], *, rank: int, timeout: timedelta | None = None
+        self,
+        device_type: str,
+        degrees: dict[str, int],
+        *,
+        rank: int,
+        ulysses: int = 1,
+        timeout: timedelta | None = None,
     ) -> None:
         self.degrees = degrees
         self.rank = rank
@@ -40,8 +49,15 @@ class Mesh:
         self._tokens = DeviceMesh(
             device_type, ranks.view(pp, replicate * shard * cp, tp), mesh_dim_names=("pp", "tokens", "tp")
         )
+        meshes = [self._weights, self._tokens]
+        if cp > 1:
+            # Its own groups: what attention sends must not queue behind what FSDP sends.
+            sizes = {"others": pp * replicate * shard, "rotate": cp // ulysses, "exchange": ulysses, "tp": tp}
+            shape = {axis: size for axis, size in sizes.items() if size > 1 or (axis == "rotate" and ulysses > 1)}
+            meshes.append(DeviceMesh(device_type, ranks.view(tuple(shape.values())), mesh_dim_names=tuple(shape)))
+        self._context = meshes[-1]
         if timeout is not None:
-            set_timeout(timeout, self._weights, self._tokens)
+            set_timeout(timeout, *meshes)
         places = torch.unravel_index(torch.tensor(rank), (pp, replicate, shard, cp, tp))
         self.place = {axis: int(place) for axis, place in zip(AXES, places, strict=True)}
 
@@ -55,6 +71,17 @@ class Mesh:
         if self.degrees["dp_replicate"] > 1:
             return self._weights["dp_replicate", "fsdp"]
         return self._weights["fsdp"]
+
+    @property
+    def context(self) -> DeviceMesh:
+        """The ranks that share rows: 1-D, or 2-D (those that rotate, those that exchange heads) for `hybrid`.
+
+        Raises ValueError if none do.
+        """
+        if self.degrees["cp"] == 1:
+            raise ValueError("parallelism.cp = 1: no ranks share rows")
+        axes = tuple(axis for axis in ("rotate", "exchange") if axis in (self._context.mesh_dim_names or ()))
+        return self._context[axes]
 
     @property
     def tokens(self) -> ProcessGroup:

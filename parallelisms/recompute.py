@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
+import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from models.transformer import Layer, Transformer
 
-Policy = Literal["none", "full"]
+Policy = Literal["none", "full", "keep_attention"]
+
+ATTENTION = ("attention", "context_attention")
 
 
 def recompute_everything(layer: Layer, x_BSE: Tensor, rotation_2BS1F: Tensor, boundaries_BD: Tensor) -> Tensor:
@@ -18,7 +22,31 @@ def recompute_everything(layer: Layer, x_BSE: Tensor, rotation_2BS1F: Tensor, bo
     return out
 
 
+def recompute_all_but_attention(layer: Layer, x_BSE: Tensor, rotation_2BS1F: Tensor, boundaries_BD: Tensor) -> Tensor:
+    """Keeps a block's input, and attention's output and log-sum-exp, which take longest to compute (DISTFLASHATTN,
+    Li et al., 2024).
+    """
+    out: Tensor = checkpoint(
+        layer,
+        x_BSE,
+        rotation_2BS1F,
+        boundaries_BD,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=partial(create_selective_checkpoint_contexts, _keep_attention),
+    )
+    return out
+
+
 def apply(model: Transformer, *, policy: Policy) -> None:
-    if policy == "full":
+    policies = {"full": recompute_everything, "keep_attention": recompute_all_but_attention}
+    if policy in policies:
         for block in model.layers():
-            block.policy = recompute_everything
+            block.policy = policies[policy]
+
+
+def _keep_attention(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+    del context, arguments, options
+    namespace = torch.ops.longhaul
+    kept = [getattr(namespace, name).default for name in ATTENTION if hasattr(namespace, name)]
+    return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -42,6 +42,13 @@ def test_an_empty_file_is_a_run_that_can_start() -> None:
         ({"data": {"corpus": "n" * 5000}}, 2, "is neither"),
         ({"parallelism": {"dp_shard": 4}}, 2, "needs 4 processes, but there are 2"),
         ({"parallelism": {"dp_replicate": 2}}, 3, "needs 2 processes, but there are 3"),
+        ({"parallelism": {"tp": 2}}, 2, "parallelism.tp = 2 is not supported yet; it must be 1"),
+        ({"parallelism": {"pp": 2}}, 2, "parallelism.pp = 2 is not supported yet; it must be 1"),
+        (
+            {"data": {"corpus": "no"}},
+            2,
+            'data.corpus = "no" is neither "python-stdlib", "copy" nor an existing file or',
+        ),
         (
             {"training": {"global_batch_size": 6, "micro_batch_size": 4}},
             2,
@@ -60,11 +67,192 @@ def test_a_problem_names_its_keys_their_values_and_the_rule(
     assert any(problem in found for found in configured(**values).problems(world))
 
 
+@pytest.mark.parametrize(
+    ("section", "problems"),
+    [
+        (
+            {"cp": 4, "cp_method": "hybrid", "cp_ulysses": 3},
+            [
+                "parallelism.cp_ulysses = 3 must divide cp = 4",
+                'parallelism.cp_method "hybrid" gives heads to 3 ranks, which must divide the 8 query heads of a rank',
+            ],
+        ),
+        (
+            {"cp": 3, "cp_method": "ulysses"},
+            ['parallelism.cp_method "ulysses" gives heads to 3 ranks, which must divide the 8 query heads of a rank'],
+        ),
+        (
+            {"cp": 4, "cp_method": "ring", "cp_layout": "balanced"},
+            [
+                'parallelism.cp_layout "balanced" does not fit cp_method "ring"; '
+                'it takes "doc_headtail", "headtail", "contiguous"'
+            ],
+        ),
+        (
+            {"cp": 4, "cp_method": "ulysses", "cp_layout": "headtail"},
+            ['parallelism.cp_layout "headtail" does not fit cp_method "ulysses"; it takes "contiguous"'],
+        ),
+        (
+            {"cp": 4, "cp_method": "ring", "cp_ulysses": 2, "cp_outer": "ring"},
+            [
+                'parallelism.cp_ulysses = 2 has no use with cp_method "ring"; use "hybrid"',
+                'parallelism.cp_outer = "ring" has no use with cp_method "ring"; use "hybrid"',
+            ],
+        ),
+        ({"cp": 4, "cp_method": "hybrid", "cp_ulysses": 2, "cp_outer": "alltoall", "cp_layout": "headtail"}, []),
+        ({"cp_method": "ring", "cp_layout": "headtail"}, []),
+        (
+            {"cp_ulysses": 2},
+            ['parallelism.cp_ulysses = 2 has no use with cp_method "ulysses"; use "hybrid"'],
+        ),
+    ],
+)
+def test_a_problem_of_context_parallelism_names_its_key(section: dict[str, object], problems: list[str]) -> None:
+    config = configured(parallelism=section)
+    assert config.problems(config.parallelism.cp) == problems
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "takes"),
+    [
+        ("flash", "float32", "bfloat16"),
+        ("cudnn", "float64", "bfloat16"),
+        ("fa3", "float32", "bfloat16"),
+        ("fa4", "float32", "bfloat16"),
+        ("efficient", "float64", "bfloat16 or float32"),
+    ],
+)
+def test_a_kernel_that_does_not_take_the_type_is_refused(kernel: str, dtype: str, takes: str) -> None:
+    config = configured(training={"attention": kernel, "dtype": dtype})
+    assert config.problems(1) == [f'training.attention = "{kernel}" takes {takes}, not training.dtype = "{dtype}"']
+    assert configured(training={"attention": kernel, "dtype": "bfloat16"}).problems(1) == []
+
+
+def test_a_model_with_problems_is_not_asked_how_its_heads_divide() -> None:
+    config = configured(model={"num_heads": 6}, parallelism={"cp": 4, "cp_method": "ulysses"})
+    assert config.problems(4) == ["model.num_heads = 6 must be a multiple of model.num_kv_heads = 4"]
+
+
+def test_heads_that_tp_does_not_divide_are_no_problem_of_cp() -> None:
+    heads: dict[str, object] = {"num_heads": 18, "num_kv_heads": 9}
+    config = configured(model=heads, parallelism={"cp": 2, "tp": 2, "cp_method": "ulysses"})
+    assert config.problems(4) == ["parallelism.tp = 2 is not supported yet; it must be 1"]
+
+
+@pytest.mark.parametrize(
+    ("values", "cp", "summary"),
+    [
+        (
+            {},
+            16,
+            "hybrid (8 x 2, allgather across), layout balanced "
+            "(auto: cp 16 spans nodes of 8 ranks, 8 of which divide the heads)",
+        ),
+        (
+            {"parallelism": {"node_ranks": 2}, "data": {"packing": "single"}},
+            8,
+            "hybrid (2 x 4, ring across), layout doc_headtail "
+            "(auto: cp 8 spans nodes of 2 ranks, 2 of which divide the heads)",
+        ),
+        (
+            {},
+            4,
+            "ulysses (4 ranks), layout contiguous (auto: 8 heads divide among 4 ranks; packed documents)",
+        ),
+        (
+            {"data": {"mask": "none"}},
+            2,
+            "ulysses (2 ranks), layout contiguous "
+            "(auto: 8 heads divide among 2 ranks; one document per row, fewer bytes than keys and values)",
+        ),
+        (
+            {},
+            3,
+            "allgather (3 ranks), layout balanced "
+            "(auto: 8 heads do not divide among 3 ranks; packed documents balance best when gathered)",
+        ),
+        (
+            {"data": {"corpus": "copy"}},
+            3,
+            "allgather (3 ranks), layout balanced (auto: 8 heads do not divide among 3 ranks; "
+            "one document per row; gathering would hold 0.0 GiB per layer)",
+        ),
+        (
+            {"model": {"num_kv_heads": 1}, "data": {"packing": "single"}, "training": {"seq_len": 3 * 2**19}},
+            2,
+            "allgather (2 ranks), layout balanced (auto: one document per row; gathering would hold 1.1 GiB per layer)",
+        ),
+        (
+            {"data": {"packing": "single"}, "training": {"seq_len": 2**20, "micro_batch_size": 2}},
+            3,
+            "ring (3 ranks), layout doc_headtail (auto: 8 heads do not divide among 3 ranks; "
+            "one document per row; gathering would hold 6.0 GiB per layer, more than 4)",
+        ),
+    ],
+)
+def test_auto_chooses_by_ranks_heads_documents_and_memory(
+    values: dict[str, dict[str, object]], cp: int, summary: str
+) -> None:
+    section = {**values.get("parallelism", {}), "cp": cp}
+    config = configured(**{**values, "parallelism": section})
+    assert config.problems(cp) == []
+    assert config.context_plan().summary() == summary
+
+
+def test_a_context_plan_counts_the_heads_and_the_node_of_one_tp_rank() -> None:
+    plan = configured(parallelism={"tp": 8, "cp": 2, "node_ranks": 4}).context_plan()
+    assert (plan.heads, plan.kv_heads, plan.node) == (1, 1, 1)
+    plan = configured(parallelism={"tp": 2, "cp": 2}, training={"micro_batch_size": 2}).context_plan()
+    assert (plan.heads, plan.kv_heads, plan.node) == (4, 2, 4)
+    assert (plan.head_dim, plan.row_tokens) == (32, 2 * 2048)
+
+
+def test_rows_that_cp_does_not_divide_are_remarked_on() -> None:
+    def remarks(seq_len: int, **section: object) -> list[str]:
+        return configured(training={"seq_len": seq_len}, parallelism=section).remarks(1)
+
+    assert remarks(512, cp=3) == [
+        "training.seq_len = 512 does not divide by 6, which cp = 3 needs: every row is padded by 4 tokens"
+    ]
+    assert remarks(511, cp=2) == [
+        "training.seq_len = 511 does not divide by 2, which cp = 2 needs: every row is padded by 1 token"
+    ]
+    assert remarks(510, cp=2) == []
+    assert remarks(511, cp_method="ring") == [], "one rank holds its rows as they are"
+
+
+def test_a_copied_row_repeats_itself_before_it_ends() -> None:
+    def problems(seq_len: int = 64, **data: object) -> list[str]:
+        return configured(data=data, training={"seq_len": seq_len}).problems(1)
+
+    assert problems(corpus="copy", copy_period=63) == []
+    assert problems(corpus="copy", copy_period=64) == ["data.copy_period = 64 must be below training.seq_len = 64"]
+    assert problems(copy_period=64) == ['data.copy_period = 64 has no use with data.corpus = "python-stdlib"']
+
+
+def test_the_copy_corpus_needs_no_tokenizer() -> None:
+    small: dict[str, object] = {"vocab_size": 16}
+    assert configured(model=small).problems(1) == [
+        'model.vocab_size = 16 must be at least 264, the tokens of tokenizer.kind = "byte"'
+    ]
+    assert configured(model=small, data={"corpus": "copy"}).problems(1) == []
+    assert load(["--config", "llama3_8b", "--data.corpus", "copy"]).problems(CLUSTER_CONFIGS["llama3_8b"]) == []
+
+
+def test_a_folder_named_copy_is_reached_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert configured(data={"corpus": "./copy"}).problems(1)[0].startswith('data.corpus = "./copy" is neither')
+    (tmp_path / "copy").mkdir()
+    assert configured(data={"corpus": "./copy"}).problems(1) == []
+
+
 def test_all_problems_are_told_at_once() -> None:
     config = configured(
         model={"size": "9b"}, data={"corpus": "no"}, parallelism={"dp_shard": 3}, training={"micro_batch_size": 3}
     )
     assert len(config.problems(2)) == 4
+    wrong = {"tp": 2, "cp": 4, "cp_method": "ring", "cp_layout": "balanced", "cp_ulysses": 2, "cp_outer": "ring"}
+    assert len(configured(data={"copy_period": 1}, parallelism=wrong).problems(2)) == 6
 
 
 def test_a_rank_without_rows_in_an_update_is_remarked_on() -> None:
@@ -90,6 +278,16 @@ def test_keys_that_are_left_out_are_the_presets() -> None:
 def test_debug_runs_at_any_number_of_processes_up_to_eight() -> None:
     config = load([])
     assert all(config.problems(world) == [] for world in range(1, 9))
+
+
+def test_debug_shares_its_rows_among_any_number_of_processes_up_to_eight() -> None:
+    chosen = {}
+    for world in range(1, 9):
+        config = load(["--parallelism.cp", str(world)])
+        assert config.problems(world) == []
+        chosen[world] = config.context_plan().chosen
+    assert [world for world, method in chosen.items() if method == "ulysses"] == [1, 2, 4, 8]
+    assert [world for world, method in chosen.items() if method == "allgather"] == [3, 5, 6, 7]
 
 
 def test_debug_accepts_the_smallest_parity_run() -> None:

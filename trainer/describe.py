@@ -41,7 +41,7 @@ NODE_RANK, MASTER_ADDR and MASTER_PORT on each of them.
 PAGE = """\
 # Configuration
 
-<!-- Written by `python -m trainer.describe`; edit the docstrings in trainer/config.py instead. -->
+<!-- Written by `python -m trainer.describe`; edit the docstrings in trainer/sections.py instead. -->
 
 A run is described by a TOML file and by options of the form `--section.key VALUE`, which count more than the file.
 Unknown keys, wrong types and values out of range are refused, all at once, before any process starts. A key marked
@@ -97,7 +97,8 @@ def help_text() -> str:
         lines += ["", f"[{section}]  {_purpose(section)}"]
         for key in describe(section):
             default = "left out" if key.default is None else key.default
-            lines += [f"  --{section}.{key.name}  {key.kind}  (default: {default})"]
+            told = f"--{section}.{key.name}  {key.kind}  (default: {default})"
+            lines += wrap(told, WIDTH, initial_indent="  ", subsequent_indent=" " * 10, break_on_hyphens=False)
             lines += wrap(key.meaning, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
 

@@ -6,7 +6,12 @@ import resource
 import time
 
 import torch
+import torch.nn.attention
 from torch import Tensor
+
+from models import kernels
+from trainer.config import Config
+from trainer.status import ConfigError
 
 GIB = 1 << 30
 
@@ -43,6 +48,25 @@ def choose_device(local_rank: int) -> torch.device:
 def refuse_nondeterminism() -> None:
     """From here on, operators without a deterministic kernel raise; cuBLAS is told by the launcher."""
     torch.use_deterministic_algorithms(True)  # noqa: FBT003
+
+
+def attention_kernel(config: Config, device: torch.device) -> str:
+    """What `models.kernels` is to use, shown on this device to compute what matrix products do.
+
+    Activates FlashAttention 3 or 4 where asked for. Raises ConfigError where a kernel is missing, or wrong.
+    """
+    wanted = config.training.attention
+    if device.type == "cpu":
+        return "plain" if wanted == "plain" else "auto"
+    compute, width = getattr(torch, config.training.dtype), config.model.build().head_dim
+    try:
+        if wanted in ("fa3", "fa4"):
+            torch.nn.attention.activate_flash_attention_impl(wanted.upper())
+        name = "flash" if wanted in ("fa3", "fa4") else wanted
+        kernels.check(name, device, compute, width=width)
+    except (ImportError, RuntimeError, ValueError) as error:
+        raise ConfigError([f'training.attention = "{wanted}" does not work on this device: {error}']) from error
+    return name
 
 
 def peak_flops(device: torch.device) -> float | None:

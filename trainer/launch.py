@@ -215,6 +215,7 @@ def report(config: Config, cluster: Cluster) -> str:
         f"mesh of {_world(cluster)}",
         f"  {'axis':<14}{'size':>4}  ranks that talk",
         *(f"  {axis:<14}{size:>4}  {_spell_groups(groups(degrees, axis))}".rstrip() for axis, size in degrees.items()),
+        *_context(config),
         f"model {config.model.family} {config.model.size}: {model.num_parameters:,} parameters",
         f"update of {count(rows, 'row')} x {training.seq_len:,} tokens = {rows * training.seq_len:,} tokens: "
         f"{count(total, 'micro-batch', 'es')} of {count(training.micro_batch_size, 'row')}, "
@@ -222,6 +223,10 @@ def report(config: Config, cluster: Cluster) -> str:
         *(f"remark: {remark}" for remark in config.remarks(cluster.world_size)),
     ]
     return to_toml(config) + "\n" + "".join(f"# {line}\n" for line in lines)
+
+
+def _context(config: Config) -> list[str]:
+    return [f"context parallelism: {config.context_plan().summary()}"] if config.parallelism.cp > 1 else []
 
 
 def groups(degrees: Mapping[str, int], axis: str) -> list[range]:

@@ -15,11 +15,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
+from models import kernels
 from parallelisms.collectives import max_over
 from trainer.config import Config
 from trainer.hardware import GIB, device_memory, host_memory, peak_flops
+from trainer.numbers import POSITIONS
 from trainer.run_folder import RunFolder
-from trainer.trainer import POSITIONS, Measured, Trainer, Update
+from trainer.trainer import Measured, Trainer, Update
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ TAGS = {
     "tokens_per_second_per_device": "perf/tokens_per_second_per_device",
     "step_seconds": "perf/step_seconds",
     "data_wait_pct": "perf/data_wait_pct",
+    "attention_imbalance": "perf/attention_imbalance",
     "memory_peak_gib": "memory/peak_gib",
     "memory_reserved_gib": "memory/reserved_gib",
     "rss_gib": "memory/rss_gib",
@@ -64,6 +67,7 @@ class Metrics:
         self.steps = config.training.steps
         self.first_step = trainer.step + 1
         self.last_loss = math.nan
+        self.last_by_shard: list[float | None] | None = None
         self.skipped = trainer.scalars()["skipped"]
         """Updates of the run so far whose gradient was not finite."""
         self._pending: Update | None = None
@@ -72,7 +76,7 @@ class Metrics:
         if self.world.rank == 0:
             folder.begin(config, trainer.step)
             self._greet(trainer, resumed)
-            self.sinks = [JsonLines(folder), console(config)]
+            self.sinks = [JsonLines(folder), console(config, ranks=trainer.mesh.tokens.size())]
             if config.metrics.tensorboard:
                 self.sinks.append(TensorBoard(folder, config, self.first_step))
 
@@ -81,6 +85,9 @@ class Metrics:
             log.info("changed since the checkpoint: %s", change)
         degrees = " x ".join(f"{axis} {size}" for axis, size in trainer.mesh.degrees.items())
         log.info("%s on %s, %s", degrees, self.world.device, f"{self.model.num_parameters:,} parameters")
+        if trainer.context is not None:
+            log.info("context parallelism: %s", self.config.context_plan().summary())
+        log.info("attention kernel: %s", kernels.described(trainer.kernel, self.world.device, trainer.compute))
         log.info("%s", trainer.loader.summary(self.steps))
         for remark in self.config.remarks(self.world.size):
             log.warning("%s", remark)
@@ -105,12 +112,13 @@ class Metrics:
         tensorboard = beside if beside.exists() else "tensorboard"
         where = f"newest checkpoint {committed[-1][1]}, " if committed else ""
         log.info(
-            "done: all %d updates%s; loss %s -> %.3f. Everything is in %s (%smetrics.jsonl). "
+            "done: all %d updates%s; loss %s -> %.3f%s. Everything is in %s (%smetrics.jsonl). "
             "%sGo on: the same command with a higher --training.steps",
             self.steps,
             f", {self.skipped} of them skipped because their gradient was not finite" if self.skipped else "",
             _or_dash(self.folder.first_loss(), ".3f"),
             self.last_loss,
+            f" (shards {_in_a_row(self.last_by_shard)})" if self.last_by_shard else "",
             self.folder.path,
             where,
             f"Look: {tensorboard} --logdir {self.folder.tensorboard}. " if self.config.metrics.tensorboard else "",
@@ -136,6 +144,7 @@ class Metrics:
         measured = update.read()
         self._since.add(update, measured)
         self.last_loss = measured.loss
+        self.last_by_shard = measured.loss_by_shard
         self.skipped += measured.skipped
         if measured.skipped and self.world.rank == 0:
             log.warning("update %d skipped: its gradient is not finite (norm %s)", update.step, measured.grad_norm)
@@ -177,7 +186,9 @@ class Metrics:
             "memory_peak_gib": peak / GIB if on_device else None,
             "memory_reserved_gib": reserved / GIB if on_device else None,
             "rss_gib": rss / GIB,
-            "loss_by_position": dict(zip(position_names(), measured.loss_by_position, strict=True)),
+            "attention_imbalance": measured.attention_imbalance,
+            "loss_by_position": dict(zip(position_names(), map(_finite, measured.loss_by_position), strict=True)),
+            "loss_by_shard": [_finite(loss) for loss in measured.loss_by_shard] if measured.loss_by_shard else None,
         }
         return record | {"skipped": True} if measured.skipped else record
 
@@ -200,9 +211,9 @@ class Totals:
         self.pairs += measured.pairs
 
 
-def _finite(value: float) -> float | None:
+def _finite(value: float | None) -> float | None:
     """JSON has no NaN: what is not finite is null, and the line says that the update was skipped."""
-    return value if math.isfinite(value) else None
+    return value if value is not None and math.isfinite(value) else None
 
 
 def position_names() -> list[str]:
@@ -252,6 +263,9 @@ class TensorBoard:
         for name, loss in record["loss_by_position"].items():
             if loss is not None:
                 self._writer.add_scalar(f"position/{name}", loss, step)
+        for shard, loss in enumerate(record["loss_by_shard"] or ()):
+            if loss is not None:
+                self._writer.add_scalar(f"loss_by_shard/{shard}", loss, step)
 
     def close(self) -> None:
         if self._writer is not None:
@@ -270,11 +284,13 @@ class TensorBoard:
             "training": {
                 "loss": ["Multiline", [TAGS["loss"]]],
                 "loss by position": ["Multiline", ["position/.*"]],
+                "loss by shard": ["Multiline", ["loss_by_shard/.*"]],
                 "gradient norm": ["Multiline", [TAGS["grad_norm"]]],
             },
             "performance": {
                 "utilisation": ["Multiline", [TAGS["mfu"], TAGS["hfu"]]],
                 "tokens per second": ["Multiline", [TAGS["tokens_per_second"]]],
+                "attention imbalance": ["Multiline", [TAGS["attention_imbalance"]]],
                 "GiB": ["Multiline", ["memory/.*"]],
             },
         }
@@ -282,11 +298,15 @@ class TensorBoard:
         return writer
 
 
-def line(record: Record, *, steps: int, remaining_seconds: float) -> str:
-    """A record for people: `update 20/100  loss 3.214  grad 0.82  lr 9.1e-04  4,812 tok/s  ...`."""
+def line(record: Record, *, steps: int, remaining_seconds: float, ranks: int) -> str:
+    """A record for people: `update 20/100  loss 3.214  grad 0.82  lr 9.1e-04  4,812 tok/s  ...`.
+
+    `ranks` hold tokens: one alone has nothing to balance.
+    """
     parts = [
         f"update {record['step']}/{steps}",
         f"loss {_or_dash(record['loss'], '.4f')}",
+        *([f"shards {_in_a_row(record['loss_by_shard'])}"] if record["loss_by_shard"] else []),
         f"grad {_or_dash(record['grad_norm'], '.3f')}",
         f"lr {record['lr']:.2e}",
         f"{record['tokens_per_second']:,.0f} tok/s",
@@ -295,6 +315,7 @@ def line(record: Record, *, steps: int, remaining_seconds: float) -> str:
         *([f"gpu {record['memory_peak_gib']:.1f} GiB"] if record["memory_peak_gib"] is not None else []),
         f"rss {record['rss_gib']:.2f} GiB",
         f"data {record['data_wait_pct']:.1f}%",
+        *([f"imbalance {record['attention_imbalance']:.2f}"] if ranks > 1 else []),
         f"left {duration(remaining_seconds)}",
     ]
     return "  ".join(parts)
@@ -302,6 +323,14 @@ def line(record: Record, *, steps: int, remaining_seconds: float) -> str:
 
 def _or_dash(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
+
+
+def _in_a_row(losses: list[float | None]) -> str:
+    """Each of them, or of more than a line has room for, the range."""
+    known = [loss for loss in losses if loss is not None]
+    if len(losses) > 8 and known:
+        return f"{min(known):.2f} to {max(known):.2f}"
+    return " ".join(_or_dash(loss, ".2f") for loss in losses)
 
 
 def duration(seconds: float) -> str:
@@ -313,12 +342,13 @@ def duration(seconds: float) -> str:
 class LogLines:
     """A line per record in the log, readable in a SLURM file."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, *, ranks: int) -> None:
         self._steps = steps
+        self._ranks = ranks
 
     def write(self, record: Record) -> None:
         left = (self._steps - record["step"]) * record["step_seconds"]
-        log.info("%s", line(record, steps=self._steps, remaining_seconds=left))
+        log.info("%s", line(record, steps=self._steps, remaining_seconds=left, ranks=self._ranks))
 
     def close(self) -> None:
         pass
@@ -327,8 +357,8 @@ class LogLines:
 class Bar:
     """The same lines over a progress bar, for a terminal."""
 
-    def __init__(self, steps: int) -> None:
-        self._lines = LogLines(steps)
+    def __init__(self, steps: int, *, ranks: int) -> None:
+        self._lines = LogLines(steps, ranks=ranks)
         from rich.console import Console
         from rich.progress import Progress
 
@@ -344,6 +374,6 @@ class Bar:
         self._progress.stop()
 
 
-def console(config: Config) -> Sink:
-    steps = config.training.steps
-    return Bar(steps) if sys.stderr.isatty() else LogLines(steps)
+def console(config: Config, *, ranks: int) -> Sink:
+    kind = Bar if sys.stderr.isatty() else LogLines
+    return kind(config.training.steps, ranks=ranks)

@@ -17,23 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.batch import IGNORE, Batch
+from models.batch import Batch
 from models.transformer import Transformer
 from parallelisms.collectives import sum_over
+from parallelisms.context import ContextParallel
 from parallelisms.initialize import initialize
 from parallelisms.mesh import Mesh
 from parallelisms.parallelize import parallelize
 from trainer.config import Config
+from trainer.data.copy import CopyRows
 from trainer.data.loader import Loader
 from trainer.data.rows import Rows
 from trainer.distributed import World
-from trainer.hardware import Numbers, Stopwatch, refuse_nondeterminism
+from trainer.hardware import Numbers, Stopwatch, attention_kernel, refuse_nondeterminism
+from trainer.numbers import Slots, Tally, means
 from trainer.optimizer import Optimizer
 from trainer.schedule import factor
-
-# Losses are also reported by position in the document: below 256, below 1K, ..., and the rest.
-POSITIONS = tuple(4**power for power in range(4, 11))
-SUMS = ("loss", "targets", "tokens", "pairs")
 
 
 @dataclass(frozen=True)
@@ -45,26 +44,23 @@ class Update:
     data_wait_seconds: float
     stopwatch: Stopwatch
     numbers: Numbers
+    slots: Slots
 
     def read(self) -> Measured:
         """The numbers, over all ranks. Waits for the update."""
-        values = self.numbers.read()
-        sums = dict(zip(SUMS, values, strict=False))
-        buckets = len(POSITIONS) + 1
-        by_position = values[len(SUMS) : len(SUMS) + 2 * buckets]
-        norm, finite, tokens_seen = values[-3:]
+        parts = self.slots.parts(self.numbers.read())
+        one = {name: values[0] for name, values in parts.items()}
         return Measured(
-            loss=sums["loss"] / max(1.0, sums["targets"]),
-            grad_norm=norm,
-            skipped=not finite,
-            tokens=sums["tokens"],
-            pairs=sums["pairs"],
-            tokens_seen=int(tokens_seen),
+            loss=one["loss"] / max(1.0, one["targets"]),
+            grad_norm=one["grad_norm"],
+            skipped=not one["finite"],
+            tokens=one["tokens"],
+            pairs=one["pairs"],
+            tokens_seen=int(one["tokens_seen"]),
             step_seconds=self.stopwatch.seconds(),
-            loss_by_position=[
-                total / count if count else None
-                for total, count in zip(by_position[:buckets], by_position[buckets:], strict=True)
-            ],
+            attention_imbalance=one["attention_imbalance"],
+            loss_by_position=means(parts["loss_by_position"], parts["targets_by_position"]),
+            loss_by_shard=means(parts["loss_by_shard"], parts["targets_by_shard"]) if self.slots.shards > 1 else None,
         )
 
 
@@ -79,23 +75,33 @@ class Measured:
     pairs: float
     tokens_seen: int
     step_seconds: float
+    attention_imbalance: float
+    """Attended pairs of the busiest rank, over the mean of all ranks that hold tokens."""
     loss_by_position: list[float | None]
+    loss_by_shard: list[float | None] | None
+    """By place among the ranks that share rows; None where none are shared."""
 
 
 class Trainer:
-    def __init__(self, config: Config, world: World, rows: Rows) -> None:
+    def __init__(self, config: Config, world: World, rows: Rows | CopyRows) -> None:
         self.config = config
         self.world = world
         self.rows = rows
         if config.training.deterministic:
             refuse_nondeterminism()
+        plan = config.context_plan()
         self.mesh = Mesh(
             world.device.type,
             config.parallelism.degrees(world.size),
             rank=world.rank,
+            ulysses=plan.ulysses if plan.chosen == "hybrid" else 1,
             timeout=timedelta(minutes=config.distributed.timeout_minutes),
         )
-        self.model = build_model(config, self.mesh, world.device)
+        self.compute: torch.dtype = getattr(torch, config.training.dtype)
+        self.kernel = attention_kernel(config, world.device)
+        self.context = context_parallel(config, self.mesh, self.kernel) if plan.cp > 1 else None
+        """Where ranks share rows."""
+        self.model = build_model(config, self.mesh, world.device, core=self.context, kernel=self.kernel)
         self.optimizer = Optimizer(self.model, config.optimizer)
         self.loader = Loader(
             rows,
@@ -103,13 +109,15 @@ class Trainer:
             ranks=self.mesh.data_ranks,
             global_batch_size=config.training.global_batch_size,
             micro_batch_size=config.training.micro_batch_size,
+            shard=self.context.shard_batch if self.context else None,
             pin_memory=world.device.type == "cuda",
         )
         self.changes: list[str] = []
         """Keys that differ from the checkpoint that the run goes on from."""
         self.step = 0
         self.next_row = 0
-        self.position_edges = torch.tensor(POSITIONS, device=world.device)
+        self._first = True
+        self.tally = Tally(self.mesh, world.device)
         self.counts = torch.zeros(2, dtype=torch.int64, device=world.device)
         """Tokens seen and updates skipped, since the run began."""
 
@@ -126,43 +134,35 @@ class Trainer:
                 fetching = time.perf_counter()
                 micro_batches = next(batches)
                 waited = time.perf_counter() - fetching
+                if self.context and self._first:
+                    self.context.require_agreement(micro_batches[0].boundaries)
+                self._first = False
                 self.step += 1
                 lr = self.config.optimizer.lr * factor(self.config.schedule, step=self.step, steps=training.steps)
                 numbers = Numbers(self.train_step(micro_batches, lr))
                 self.next_row += training.global_batch_size
                 collect(self.step)
                 stopwatch.stop()
-                yield Update(self.step, lr, waited, stopwatch, numbers)
+                yield Update(self.step, lr, waited, stopwatch, numbers, self.tally.slots)
 
     def train_step(self, micro_batches: list[Batch], lr: float) -> Tensor:
-        """One update from this rank's micro-batches; returns its numbers, float64, in the order `Update.read` takes."""
+        """One update from this rank's micro-batches; returns its numbers, by the names of `tally.slots`."""
         # Every draw of random numbers is a function of the step, so none has to be saved.
         torch.manual_seed(_seed(self.config.training.seed, self.step, self.world.rank))
-        device, group = self.world.device, self.mesh.tokens
+        device = self.world.device
         # A mean over the targets of the whole step, whichever micro-batch or rank they are in.
         targets = torch.stack([batch.num_targets() for batch in micro_batches]).sum().to(device, non_blocking=True)
-        global_targets = sum_over(group, targets).clamp(min=1)
-        sums = torch.zeros(len(SUMS) + 2 * (len(POSITIONS) + 1), dtype=torch.float64, device=device)
+        global_targets = sum_over(self.mesh.tokens, targets).clamp(min=1)
+        numbers = self.tally.begin()
         for batch in (batch.to(device) for batch in micro_batches):
             losses_BS = self.model(batch)
             (losses_BS.sum() / global_targets).backward()
-            sums += self._sums(losses_BS.detach(), batch)
+            self.tally.add(numbers, losses_BS.detach(), batch)
         norm, finite = self.optimizer.step(lr)
-        sums = sum_over(group, sums)
-        self.counts += torch.stack((sums[SUMS.index("tokens")].long(), (~finite).long()))
-        return torch.cat((sums, torch.stack((norm.double(), finite.double(), self.counts[0].double()))))
-
-    def _sums(self, losses_BS: Tensor, batch: Batch) -> Tensor:
-        """The sums over the global batch, this rank's share; ranks that share a row (cp) count it once."""
-        share = 1 / self.mesh.degrees["cp"]
-        is_target = (batch.labels != IGNORE).flatten().double()
-        losses = losses_BS.double().flatten()
-        bucket = torch.bucketize(batch.positions.flatten(), self.position_edges, right=True)
-        by_position = torch.zeros(2, len(POSITIONS) + 1, dtype=torch.float64, device=losses.device)
-        by_position.index_add_(1, bucket, torch.stack((losses, is_target)))
-        rows = torch.tensor((batch.num_tokens * share, batch.num_pairs * share), dtype=torch.float64)
-        totals = torch.stack((losses.sum(), is_target.sum()))
-        return torch.cat((totals, rows.to(losses.device, non_blocking=True), by_position.flatten()))
+        parts = self.tally.sum_over_ranks(numbers)
+        self.counts += torch.cat((parts["tokens"].long(), (~finite).long().view(1)))
+        parts["grad_norm"][0], parts["finite"][0], parts["tokens_seen"][0] = norm, finite, self.counts[0]
+        return numbers
 
     # ---- state
 
@@ -181,7 +181,25 @@ class Trainer:
         self.counts.copy_(torch.tensor([scalars["tokens"], scalars["skipped"]]))
 
 
-def build_model(config: Config, mesh: Mesh, device: torch.device) -> Transformer:
+def context_parallel(config: Config, mesh: Mesh, kernel: str) -> ContextParallel:
+    """What the plan of the configuration makes of the mesh. Collective."""
+    plan = config.context_plan()
+    return ContextParallel(
+        mesh.context,
+        method=plan.chosen,
+        layout=plan.kind,
+        outer=plan.rotation if plan.chosen == "hybrid" and plan.rotation else "auto",
+        heads=plan.heads,
+        kv_heads=plan.kv_heads,
+        head_dim=plan.head_dim,
+        reduce_dtype=getattr(torch, config.parallelism.cp_reduce_dtype),
+        kernel=kernel,
+    )
+
+
+def build_model(
+    config: Config, mesh: Mesh, device: torch.device, *, core: ContextParallel | None = None, kernel: str = "auto"
+) -> Transformer:
     """The model of this run, spread over the mesh, with its initial weights."""
     training = config.training
     compute = getattr(torch, training.dtype)
@@ -192,6 +210,8 @@ def build_model(config: Config, mesh: Mesh, device: torch.device) -> Transformer
     parallelize(
         model,
         mesh,
+        core=core,
+        kernel=kernel,
         policy=config.memory.recompute,
         compiled=training.compile,
         param_dtype=compute,

@@ -2,6 +2,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -40,7 +41,7 @@ class Numbers:
             raise self._failing
         filled = torch.tensor([-1 if number is None else number for number in numbers])
         column = filled[:, None].expand(-1, SEQ_LEN)
-        return Batch(column, column, column, column, torch.zeros(len(numbers), 2, dtype=torch.int32), 0, 0)
+        return Batch(column, column, column, column, torch.zeros(len(numbers), 2, dtype=torch.int32), 0, 0, 0)
 
 
 def loader(rows: Readable, *, rank: int = 0, ranks: int = 1, rows_a_step: int, micro: int = 1) -> Loader:
@@ -91,6 +92,33 @@ def test_a_resumed_loader_gives_the_tail_of_an_uninterrupted_one(rows: Rows) -> 
             assert torch.equal(one.tokens, other.tokens)
             assert torch.equal(one.labels, other.labels)
             assert torch.equal(one.boundaries, other.boundaries)
+
+
+def test_a_batch_is_cut_to_this_ranks_part_before_it_is_handed_on(rows: Rows) -> None:
+    cut_by: list[threading.Thread] = []
+
+    def second_half(batch: Batch) -> Batch:
+        cut_by.append(threading.current_thread())
+        return replace(
+            batch, tokens=batch.tokens[:, SEQ_LEN // 2 :], labels=batch.labels[:, SEQ_LEN // 2 :], attended=7
+        )
+
+    cutting = Loader(rows, rank=0, ranks=1, global_batch_size=4, micro_batch_size=2, shard=second_half)
+    parts, whole = (next(each.updates(0)) for each in (cutting, loader(rows, rows_a_step=4, micro=2)))
+    for part, batch in zip(parts, whole, strict=True):
+        assert torch.equal(part.tokens, batch.tokens[:, SEQ_LEN // 2 :])
+        assert torch.equal(part.labels, batch.labels[:, SEQ_LEN // 2 :])
+        assert (part.attended, part.num_tokens) == (7, batch.num_tokens)
+    assert threading.current_thread() not in cut_by, "the loop would wait for it"
+
+
+def test_a_batch_that_cannot_be_cut_is_an_error_that_names_its_rows(rows: Rows) -> None:
+    def refuse(batch: Batch) -> Batch:
+        raise ValueError(f"{batch.tokens.shape[1]} tokens do not divide")
+
+    cutting = Loader(rows, rank=0, ranks=1, global_batch_size=2, micro_batch_size=2, shard=refuse)
+    with pytest.raises(RuntimeError, match=r"rows \[4, 5\] cannot be read: ValueError: 8 tokens do not divide"):
+        next(cutting.updates(4))
 
 
 def test_two_iterations_of_one_loader_are_independent(rows: Rows) -> None:

@@ -53,6 +53,7 @@ def test_a_batch_is_what_a_hand_writes(section: Section) -> None:
     assert batch.documents.tolist() == [[0, 0, 0, 0, 0], [0, 0, 1, 1, 1], [0, 0, 1, 1, 1]]
     assert batch.boundaries.tolist() == [[0, 5, 5, 5], [0, 2, 5, 5], [0, 2, 5, 5]]
     assert (batch.num_tokens, batch.num_pairs) == (12, 15 + 3 + 6 + 3)
+    assert batch.attended == 15 + (3 + 6) + (3 + 6)
     assert {batch.tokens.dtype, batch.labels.dtype, batch.positions.dtype, batch.documents.dtype} == {torch.int64}
     assert batch.boundaries.dtype == torch.int32
 
@@ -67,7 +68,7 @@ def test_without_a_mask_positions_run_on_and_labels_stay(section: Section) -> No
     assert torch.equal(batch.documents, other.documents)
     assert batch.positions.tolist() == [[0, 1, 2, 3, 4]] * 3
     assert batch.boundaries.tolist() == [[0, 5]] * 3
-    assert (batch.num_tokens, batch.num_pairs) == (12, 15 + 15 + 3)
+    assert (batch.num_tokens, batch.num_pairs, batch.attended) == (12, 15 + 15 + 3, 15 + 15 + 15)
 
 
 def test_a_piece_of_one_token_is_followed_by_nothing(section: Section) -> None:
@@ -77,7 +78,7 @@ def test_a_piece_of_one_token_is_followed_by_nothing(section: Section) -> None:
     assert batch.tokens.tolist() == [[A, B], [EOS, EOS], [C, EOS]]
     assert batch.labels.tolist() == [[B, EOS], [__, __], [EOS, __]]
     assert batch.boundaries.tolist() == [[0, 2, 2], [0, 1, 2], [0, 2, 2]]
-    assert (batch.num_tokens, batch.num_pairs) == (5, 3 + 1 + 3)
+    assert (batch.num_tokens, batch.num_pairs, batch.attended) == (5, 3 + 1 + 3, 3 + (1 + 1) + 3)
 
 
 def test_a_document_of_one_token_is_never_a_target(tmp_path: Path) -> None:
@@ -114,6 +115,13 @@ def test_an_empty_row_is_padding_without_targets(mask: str, section: Section) ->
     assert torch.equal(batch.boundaries[1:], full.boundaries)
     assert (batch.num_tokens, batch.num_pairs) == (full.num_tokens, full.num_pairs)
     assert rows.read([None]).num_tokens == rows.read([None]).num_pairs == 0
+    assert (rows.read([None]).attended, batch.attended) == (15, 15 + full.attended)
+
+
+@pytest.mark.parametrize("mask", ["document", "none"])
+def test_attended_pairs_of_a_long_row_are_exact(mask: str, section: Section) -> None:
+    rows = rows_of(section(TINY, mask=mask), seq_len=100_003)
+    assert rows.read([None]).attended == 100_003 * 100_004 // 2 > 2**32
 
 
 # Every character once, so that a token says where in which document it stands.
@@ -154,6 +162,7 @@ def test_boundaries_documents_positions_and_pairs_agree(packing: Packing, mask: 
         pairs += batch.num_pairs
         real = batch.num_tokens
         assert int(allowed[:real, :real].sum()) == batch.num_pairs
+        assert int(allowed.sum()) == batch.attended
         offsets = torch.tensor([allowed[at].nonzero()[0].item() for at in range(16)])
         assert torch.equal(batch.positions[0], torch.arange(16) - offsets)
         if mask == "document":

@@ -60,6 +60,7 @@ def packed(*rows: list[int], seed: int = 0, vocab_size: int = SMALL.vocab_size, 
     if targets is not None:
         flat = labels.view(-1)
         flat[(flat != IGNORE).nonzero().flatten()[targets:]] = IGNORE
+    pairs = sum(length * (length + 1) // 2 for lengths in rows for length in lengths)
     return Batch(
         tokens=tokens,
         labels=labels,
@@ -67,7 +68,8 @@ def packed(*rows: list[int], seed: int = 0, vocab_size: int = SMALL.vocab_size, 
         documents=documents,
         boundaries=starts(*rows, width=8),
         num_tokens=tokens.numel(),
-        num_pairs=sum(length * (length + 1) // 2 for lengths in rows for length in lengths),
+        num_pairs=pairs,
+        attended=pairs,
     )
 
 

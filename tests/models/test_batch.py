@@ -22,7 +22,7 @@ def test_moving_a_batch_leaves_its_boundaries_on_the_host() -> None:
     per_token = (moved.tokens, moved.labels, moved.positions, moved.documents)
     assert {tensor.device.type for tensor in per_token} == {"meta"}
     assert moved.boundaries is batch.boundaries
-    assert (moved.num_tokens, moved.num_pairs) == (16, 6 + 1 + 10 + 36)
+    assert (moved.num_tokens, moved.num_pairs, moved.attended) == (16, 6 + 1 + 10 + 36, 6 + 1 + 10 + 36)
 
 
 def test_boundaries_of_a_test_are_those_a_hand_writes() -> None:

@@ -1,321 +1,211 @@
-"""Attention inside documents, held to a dense masked softmax, in values and in every gradient.
-
-Shape suffixes: B rows, S tokens, N query heads, K key/value heads, H head width, D document starts and the row's end.
-"""
+"""What every kernel promises for its rectangles, whatever device it is for."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch.nn import functional as F
 
 from models import kernels
-from tests.models.small import starts
+from models.kernels import Rectangle
 
 HEADS = [(4, 4), (4, 2), (6, 2), (4, 1)]
-LAYOUTS = {
-    "one document": starts([23], [23]),
-    "one document, padded": starts([23], [23], width=5),
-    "packed odd lengths": starts([7, 3, 13], [7, 3, 13]),
-    "documents of one token": starts([1, 1, 20, 1], [1, 5, 1, 16]),
-    "only documents of one token": starts([1] * 23, [1] * 23),
-    "rows with different documents": starts([23], [4, 19], [22, 1], width=7),
-}
-Inputs = tuple[Tensor, Tensor, Tensor]
-
-
-def inputs(
-    boundaries_BD: Tensor,
-    heads: tuple[int, int] = (4, 2),
-    dtype: torch.dtype = torch.float64,
-    *,
-    head_dim: int = 8,
-    device: str = "cpu",
-) -> Inputs:
-    rows, tokens = boundaries_BD.shape[0], int(boundaries_BD[0, -1])
-    generator = torch.Generator().manual_seed(1)
-
-    def draw(count: int) -> Tensor:
-        values = torch.randn(rows, tokens, count, head_dim, generator=generator, dtype=torch.float64)
-        return values.to(device, dtype).requires_grad_()
-
-    return draw(heads[0]), draw(heads[1]), draw(heads[1])
-
-
-def dense(q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> tuple[Tensor, Tensor]:
-    """The definition, with a mask that is written out: same document, and not in the future."""
-    group = q_BSNH.shape[2] // k_BSKH.shape[2]
-    tokens = torch.arange(q_BSNH.shape[1])
-    document_BS = (tokens[None, :, None] >= boundaries_BD[:, None, :]).sum(-1)
-    allowed_BSS = (document_BS[:, :, None] == document_BS[:, None, :]) & (tokens[:, None] >= tokens[None, :])
-    k_BSNH, v_BSNH = (x.repeat_interleave(group, dim=2) for x in (k_BSKH, v_BSKH))
-    scores_BNSS = torch.einsum("bqnh,bknh->bnqk", q_BSNH, k_BSNH) / q_BSNH.shape[-1] ** 0.5
-    scores_BNSS = scores_BNSS.masked_fill(~allowed_BSS[:, None], -torch.inf)
-    return torch.einsum("bnqk,bknh->bqnh", scores_BNSS.softmax(-1), v_BSNH), scores_BNSS.logsumexp(-1)
-
-
-def run(function: Callable[..., tuple[Tensor, Tensor]], given: Inputs, boundaries_BD: Tensor) -> list[Tensor]:
-    """Output, gradients of q, k and v for a fixed gradient of the output, and the log-sum-exp."""
-    out, lse = function(*given, boundaries_BD)
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    grads = torch.autograd.grad(out, given, weights.to(out))
-    return [x.detach() for x in (out, *grads, lse)]
-
-
-def three(tensors: Iterable[Tensor]) -> Inputs:
-    q, k, v = tensors
-    return q, k, v
-
-
-def rms_error(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected).square().mean().sqrt() / expected.square().mean().sqrt())
-
-
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_output_gradients_and_log_sum_exp_are_those_of_a_dense_masked_softmax(
-    layout: str, heads: tuple[int, int]
-) -> None:
-    boundaries_BD = LAYOUTS[layout]
-    given = inputs(boundaries_BD, heads)
-    for found, expected in zip(
-        run(kernels.attention, given, boundaries_BD), run(dense, given, boundaries_BD), strict=True
-    ):
-        assert found.shape == expected.shape
-        assert found.is_contiguous()
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_inputs_may_have_any_strides(layout: str) -> None:
-    boundaries_BD = LAYOUTS[layout]
-    q, k, v = inputs(boundaries_BD)
-    turned = three([q, *(x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (k, v))])
-    for found, expected in zip(
-        run(kernels.attention, turned, boundaries_BD), run(dense, (q, k, v), boundaries_BD), strict=True
-    ):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
-def test_padding_boundaries_changes_no_bit() -> None:
-    bare, padded = starts([7, 3, 13], [23]), starts([7, 3, 13], [23], width=9)
-    given = inputs(bare)
-    for found, expected in zip(run(kernels.attention, given, padded), run(kernels.attention, given, bare), strict=True):
-        assert torch.equal(found, expected)
-
-
-def test_a_boundary_that_stands_twice_in_the_middle_is_no_document() -> None:
-    once, twice = starts([7, 16]), torch.tensor([[0, 0, 7, 7, 7, 23]], dtype=torch.int32)
-    given = inputs(once)
-    for found, expected in zip(run(kernels.attention, given, twice), run(kernels.attention, given, once), strict=True):
-        assert torch.equal(found, expected)
-
-
-def test_no_value_and_no_gradient_crosses_a_document() -> None:
-    boundaries_BD = starts([7, 3, 13])
-    q, k, v = inputs(boundaries_BD)
-    out = kernels.attention(q, k, v, boundaries_BD)[0]
-    for grad in torch.autograd.grad(out[:, 7:10].sum(), (q, k, v)):
-        assert grad[:, :7].count_nonzero() == grad[:, 10:].count_nonzero() == 0
-    with torch.no_grad():
-        poisoned = [x.clone() for x in (q, k, v)]
-        for x in poisoned:
-            x[:, :7] = torch.nan
-        again = kernels.attention(*poisoned, boundaries_BD)[0]
-    assert torch.equal(again[:, 7:], out[:, 7:])
-
-
-def test_no_gradient_comes_from_the_future() -> None:
-    boundaries_BD = starts([23])
-    q, k, v = inputs(boundaries_BD)
-    out = kernels.attention(q, k, v, boundaries_BD)[0]
-    dk, dv = torch.autograd.grad(out[:, :9].sum(), (k, v))
-    assert dk[:, 9:].count_nonzero() == dv[:, 9:].count_nonzero() == 0
-    assert dv[:, 8].count_nonzero() > 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("layout", ["one document", "packed odd lengths"])
-def test_outputs_and_gradients_keep_their_dtype_and_the_log_sum_exp_is_wide(layout: str, dtype: torch.dtype) -> None:
-    out, *grads, lse = run(kernels.attention, inputs(LAYOUTS[layout], dtype=dtype), LAYOUTS[layout])
-    assert {x.dtype for x in (out, *grads)} == {dtype}
-    assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-
-
-@pytest.mark.parametrize("layout", ["one document", "packed odd lengths", "rows with different documents"])
-def test_single_precision_errs_by_its_rounding(layout: str) -> None:
-    boundaries_BD = LAYOUTS[layout]
-    exact = run(dense, inputs(boundaries_BD), boundaries_BD)
-    for found, expected in zip(
-        run(kernels.attention, inputs(boundaries_BD, dtype=torch.float32), boundaries_BD), exact, strict=True
-    ):
-        assert rms_error(found, expected) < 1e-6
-
-
-@pytest.mark.parametrize("lengths", [[256], [101, 3, 152], [1] * 16 + [240]])
-def test_bfloat16_errs_no_more_than_twice_as_much_as_one_call_of_torch(lengths: list[int]) -> None:
-    boundaries_BD = starts(lengths)
-    half = inputs(boundaries_BD, dtype=torch.bfloat16, head_dim=32)
-    exact = run(dense, three(x.detach().double().requires_grad_() for x in half), boundaries_BD)
-
-    def one_call(q: Tensor, k: Tensor, v: Tensor, boundaries_BD: Tensor) -> tuple[Tensor, Tensor]:
-        tokens = torch.arange(q.shape[1])
-        document_S = (tokens[:, None] >= boundaries_BD[0]).sum(-1)
-        mask = (document_S[:, None] == document_S[None, :]) & (tokens[:, None] >= tokens[None, :])
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-        return out.transpose(1, 2), torch.zeros(())
-
-    ours, torchs = (run(function, half, boundaries_BD)[:4] for function in (kernels.attention, one_call))
-    for found, plain, expected in zip(ours, torchs, exact, strict=False):
-        assert rms_error(found, expected) <= 2 * rms_error(plain, expected)
-
-
-@pytest.mark.parametrize(
-    ("boundaries", "message"),
-    [
-        ([[0, 22]], "boundaries [0, 22] must ascend from 0 to the 23 tokens of the row"),
-        ([[0, 24]], "boundaries [0, 24] must ascend from 0 to the 23 tokens of the row"),
-        ([[1, 23]], "boundaries [1, 23] must ascend from 0 to the 23 tokens of the row"),
-        ([[0, 9, 5, 23]], "boundaries [0, 9, 5, 23] must ascend from 0 to the 23 tokens of the row"),
-        ([[0, 23, 0]], "boundaries [0, 23, 0] must ascend from 0 to the 23 tokens of the row"),
-    ],
-)
-def test_boundaries_that_do_not_cover_the_row_are_refused(boundaries: list[list[int]], message: str) -> None:
-    given = inputs(starts([23]))
-    with pytest.raises(ValueError, match=re.escape(message)):
-        kernels.attention(*given, torch.tensor(boundaries, dtype=torch.int32))
-
-
-def test_every_row_is_checked() -> None:
-    with pytest.raises(ValueError, match=re.escape("boundaries [0, 9, 22] must ascend from 0 to the 23 tokens")):
-        kernels.attention(*inputs(starts([23], [23])), torch.tensor([[0, 9, 23], [0, 9, 22]], dtype=torch.int32))
-
-
-@pytest.mark.parametrize(
-    ("boundaries", "message"),
-    [
-        (torch.tensor([[0, 23]]), "boundaries must be int32 on the host, not torch.int64 on cpu"),
-        (
-            torch.empty(1, 2, dtype=torch.int32, device="meta"),
-            "boundaries must be int32 on the host, not torch.int32 on meta",
-        ),
-    ],
-)
-def test_boundaries_of_another_dtype_or_elsewhere_are_refused(boundaries: Tensor, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        kernels.check_boundaries(boundaries, 23)
-
-
-@pytest.mark.parametrize("layout", ["one document", "rows with different documents"])
-def test_both_operators_pass_the_checks_of_torch(layout: str) -> None:
-    boundaries_BD = LAYOUTS[layout]
-    given = inputs(boundaries_BD)
-    out, lse = (x.detach() for x in kernels.attention(*given, boundaries_BD))
-    detached = [x.detach() for x in given]
-    found = torch.library.opcheck(kernels.attention, (*given, boundaries_BD))
-    assert {*found.values()} == {"SUCCESS"}
-    found = torch.library.opcheck(
-        kernels.attention_backward, (torch.ones_like(out), *detached, out, lse, boundaries_BD)
-    )
-    assert {*found.values()} == {"SUCCESS"}
-
-
-def test_five_layouts_of_documents_cost_one_compilation() -> None:
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(lambda *given: kernels.attention(*given), backend=counter, fullgraph=True)
-    layouts = [starts(lengths, width=8) for lengths in ([23], [7, 16], [1] * 5 + [18], [20, 2, 1], [11, 1, 11])]
-    for boundaries_BD in layouts:
-        given = inputs(boundaries_BD)
-        for found, expected in zip(run(compiled, given, boundaries_BD), run(dense, given, boundaries_BD), strict=True):
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    assert counter.frame_count == 1
-
-
-@pytest.mark.parametrize("heads", HEADS)
-def test_plain_matrix_products_give_what_the_flash_kernel_gives(heads: tuple[int, int]) -> None:
-    given = [x.detach().transpose(1, 2) for x in inputs(starts([23], [23]), heads)]
-    out, lse = kernels._cpu_forward(given[0], given[1], given[2])
-    plain_out, plain_lse = kernels._plain_forward(given[0], given[1], given[2])
-    torch.testing.assert_close((plain_out, plain_lse), (out, lse), rtol=0, atol=1e-12)
-    grad = torch.ones_like(out)
-    flash = kernels._cpu_backward(grad, given[0], given[1], given[2], out, lse)
-    plain = kernels._plain_backward(grad, given[0], given[1], given[2], out, lse)
-    torch.testing.assert_close(plain, flash, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("heads", HEADS)
-def test_the_operator_with_plain_matrix_products_is_exact(
-    heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What single and double precision on CUDA run, below autograd as there."""
-    monkeypatch.setattr(kernels, "_cpu_forward", kernels._plain_forward)
-    monkeypatch.setattr(kernels, "_cpu_backward", kernels._plain_backward)
-    for boundaries_BD in (starts([23], [23]), starts([7, 1, 15], [23], width=4)):
-        given = inputs(boundaries_BD, heads)
-        pairs = zip(run(kernels.attention, given, boundaries_BD), run(dense, given, boundaries_BD), strict=True)
-        for found, expected in pairs:
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
-def test_the_log_sum_exp_is_no_part_of_the_graph() -> None:
-    boundaries_BD = starts([23])
-    out, lse = kernels.attention(*inputs(boundaries_BD), boundaries_BD)
-    assert out.requires_grad
-    assert not lse.requires_grad
-
-
-def test_lengths_for_cuda_are_those_of_the_flattened_rows() -> None:
-    lengths, longest = kernels._flash_lengths(starts([7, 3, 13], [23], [1, 22], width=6), torch.device("cpu"))
-    assert lengths.tolist() == [0, 7, 10, 23, 46, 47, 69]
-    assert lengths.dtype == torch.int32
-    assert longest == 23
-
-
+RECTANGLES = [Rectangle(0, 5, 0, 3), Rectangle(5, 9, 0, 7), Rectangle(12, 20, 9, 10)]
+SQUARES = [Rectangle(0, 7, 0, 7), Rectangle(7, 8, 7, 8), Rectangle(8, 20, 8, 20)]
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
 
+def draw(
+    heads: tuple[int, int], dtype: torch.dtype = torch.float64, device: str = "cpu", width: int = 8
+) -> tuple[Tensor, ...]:
+    """A gradient of the output, queries, keys and values of 20 tokens."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((20, heads[0], width), (20, heads[0], width), (20, heads[1], width), (20, heads[1], width))
+    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes)
+
+
+def written_out(
+    given: tuple[Tensor, ...], rectangles: list[Rectangle], *, causal: bool
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """Output and log-sum-exp over all rectangles, zero and -inf where a query has none; and the gradients."""
+    grad, *qkv = (x.detach().double().cpu() for x in given)
+    q, k, v = (x.requires_grad_() for x in qkv)
+    allowed = torch.zeros(20, 20, dtype=torch.bool)
+    for q0, q1, k0, k1 in rectangles:
+        allowed[q0:q1, k0:k1] = torch.ones(q1 - q0, k1 - k0).tril() if causal else True
+    keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = torch.einsum("qnh,knh->nqk", q, keys) * q.shape[-1] ** -0.5
+    scores = scores.masked_fill(~allowed, -torch.inf)
+    out = torch.einsum("nqk,knh->qnh", scores.softmax(-1).nan_to_num(), values)
+    return out.detach(), scores.logsumexp(-1).detach(), torch.autograd.grad(out, (q, k, v), grad)
+
+
+def computed(
+    given: tuple[Tensor, ...], rectangles: list[Rectangle], *, causal: bool, kernel: str
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    grad, q, k, v = given
+    out = torch.zeros_like(q)
+    lse = q.new_full((q.shape[1], 20), -torch.inf, dtype=kernels.widest(q.dtype))
+    for at, part, part_lse in kernels.attend(q, k, v, rectangles, causal=causal, kernel=kernel):
+        out[at], lse[:, at] = part, part_lse
+    grads = tuple(torch.zeros_like(x) for x in (q, k, v))
+    for at, keys, *parts in kernels.attend_backward(grad, q, k, v, out, lse, rectangles, causal=causal, kernel=kernel):
+        for whole, where, part in zip(grads, (at, keys, keys), parts, strict=True):
+            whole[where] += part
+    return out, lse, grads
+
+
+@pytest.mark.parametrize("kernel", ["auto", "plain"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads", HEADS)
+def test_rectangles_are_attended_exactly(heads: tuple[int, int], kernel: str, *, causal: bool) -> None:
+    rectangles = SQUARES if causal else RECTANGLES
+    given = draw(heads)
+    ours = computed(given, rectangles, causal=causal, kernel=kernel)
+    torch.testing.assert_close(ours, written_out(given, rectangles, causal=causal), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "plain"])
+def test_with_the_log_sum_exp_of_all_keys_the_gradient_of_some_is_exact(kernel: str) -> None:
+    given = draw((4, 2))
+    whole = [Rectangle(0, 20, 0, 20)]
+    out, lse, expected = written_out(given, whole, causal=False)
+    grads = tuple(torch.zeros_like(x) for x in given[1:])
+    for k0, k1 in pairwise([0, 1, 8, 20]):
+        part = [Rectangle(0, 20, k0, k1)]
+        grad_out, q, k, v = given
+        found = kernels.attend_backward(grad_out, q, k, v, out, lse, part, causal=False, kernel=kernel)
+        for at, keys, *parts in found:
+            for sums, where, grad in zip(grads, (at, keys, keys), parts, strict=True):
+                sums[where] += grad
+    torch.testing.assert_close(grads, expected, rtol=0, atol=1e-12)
+
+
+def test_an_empty_rectangle_is_an_error_and_not_the_end_of_the_process() -> None:
+    grad, q, k, v = draw((4, 2))
+    for empty in (Rectangle(0, 0, 0, 3), Rectangle(0, 3, 4, 4)):
+        with pytest.raises(ValueError, match=re.escape(f"{empty} is empty: attention needs at least one query")):
+            list(kernels.attend(q, k, v, [empty], causal=False))
+        with pytest.raises(ValueError, match=re.escape(f"{empty} is empty: attention needs at least one query")):
+            list(kernels.attend_backward(grad, q, k, v, q, q[..., 0].T, [empty], causal=False))
+
+
+def test_only_a_square_can_be_causal() -> None:
+    _, q, k, v = draw((4, 2))
+    with pytest.raises(ValueError, match=r"Rectangle\(q0=0, q1=5, k0=0, k1=3\) cannot be causal"):
+        list(kernels.attend(q, k, v, RECTANGLES, causal=True))
+
+
+def test_an_unknown_kernel_is_named() -> None:
+    _, q, k, v = draw((4, 2))
+    with pytest.raises(ValueError, match='attention kernel "fast" is unknown; there are auto, flash, cudnn'):
+        list(kernels.attend(q, k, v, RECTANGLES, causal=False, kernel="fast"))
+
+
+# ---- what one call with lengths takes
+
+
+def test_rectangles_with_the_same_keys_go_into_different_calls() -> None:
+    one, two = kernels._batches(tuple(RECTANGLES), torch.device("cpu"))
+    assert one.query_starts.tolist() == [0, 5, 13]
+    assert one.key_starts.tolist() == [0, 3, 4]
+    assert isinstance(one.queries, Tensor)
+    assert one.queries.tolist() == [*range(5), *range(12, 20)]
+    assert isinstance(one.keys, Tensor)
+    assert one.keys.tolist() == [0, 1, 2, 9]
+    assert (one.longest_query, one.longest_key) == (8, 3)
+    assert (two.queries, two.keys) == (slice(5, 9), slice(0, 7))
+    assert two.query_starts.dtype == torch.int32
+
+
+def test_squares_that_follow_each_other_need_no_index() -> None:
+    (batch,) = kernels._batches(tuple(SQUARES), torch.device("cpu"))
+    assert (batch.queries, batch.keys) == (slice(0, 20), slice(0, 20))
+    assert batch.query_starts.tolist() == batch.key_starts.tolist() == [0, 7, 8, 20]
+    assert batch.longest_query == batch.longest_key == 12
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_calls_with_lengths_put_every_part_in_its_place(monkeypatch: pytest.MonkeyPatch, *, causal: bool) -> None:
+    """The way of CUDA flash, with a stand-in for the kernel that runs segment by segment on the CPU."""
+
+    def segments(batch: kernels._Batch) -> list[Rectangle]:
+        queries, keys = (pairwise(starts.tolist()) for starts in (batch.query_starts, batch.key_starts))
+        return [Rectangle(*q, *k) for q, k in zip(queries, keys, strict=True)]
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, batch: kernels._Batch, causal: bool) -> tuple[Tensor, Tensor]:  # noqa: FBT001
+        parts = list(kernels.attend(q, k, v, segments(batch), causal=causal, kernel="plain"))
+        return torch.cat([out for _, out, _ in parts]), torch.cat([lse for _, _, lse in parts], dim=1)
+
+    def backward(*inputs: Any) -> tuple[Tensor, ...]:
+        *tensors, batch, causal = inputs
+        arguments: Any = (*tensors, segments(batch))
+        _, _, *grads = zip(*kernels.attend_backward(*arguments, causal=causal, kernel="plain"), strict=True)
+        return tuple(torch.cat(parts) for parts in grads)
+
+    choose = kernels.choose
+    monkeypatch.setattr(kernels, "_flash_forward", forward)
+    monkeypatch.setattr(kernels, "_flash_backward", backward)
+    monkeypatch.setattr(
+        kernels, "choose", lambda q, count, kernel: "flash" if kernel == "flash" else choose(q, count, kernel)
+    )
+    rectangles = SQUARES if causal else RECTANGLES
+    given = draw((4, 2))
+    ours = computed(given, rectangles, causal=causal, kernel="flash")
+    torch.testing.assert_close(ours, written_out(given, rectangles, causal=causal), rtol=0, atol=1e-12)
+
+
+# ---- CUDA
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kernel", ["flash", "cudnn", "efficient", "plain"])
+def test_torch_takes_the_arguments_of_every_cuda_kernel(kernel: str, *, causal: bool) -> None:
+    """Shapes and types only, on tensors without values: whether they are right shows on a device."""
+    dtype = torch.float32 if kernel == "efficient" else torch.bfloat16
+    rectangles = SQUARES if causal else RECTANGLES
+    with torch.device("meta"):
+        shapes = ((20, 4, 64), (20, 4, 64), (20, 2, 64), (20, 2, 64))
+        grad, q, k, v = (torch.empty(shape, dtype=dtype) for shape in shapes)
+        out, lse = torch.empty_like(q), torch.empty(4, 20)
+        for (_, part, part_lse), (q0, q1, _, _) in zip(
+            kernels.attend(q, k, v, rectangles, causal=causal, kernel=kernel), rectangles, strict=False
+        ):
+            assert part.shape[1:] == (4, 64)
+            assert part_lse.shape == (4, part.shape[0])
+            assert kernel == "flash" or part.shape[0] == q1 - q0
+        inputs = (grad, q, k, v, out, lse)
+        for _, _, dq, dk, dv in kernels.attend_backward(*inputs, rectangles, causal=causal, kernel=kernel):
+            assert dq.shape[1:] == (4, 64)
+            assert dk.shape == dv.shape == (dk.shape[0], 2, 64)
+
+
 @pytest.mark.gpu
 @needs_cuda
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2)])
-@pytest.mark.parametrize("lengths", [[256], [101, 3, 152], [1] * 16 + [240]])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_cuda_flash_errs_no_more_than_twice_as_much_as_the_cpu_kernel(
-    dtype: torch.dtype, lengths: list[int], heads: tuple[int, int]
+@pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [
+        ("flash", torch.bfloat16),
+        ("flash", torch.float16),
+        ("cudnn", torch.bfloat16),
+        ("cudnn", torch.float16),
+        ("efficient", torch.float32),
+        ("plain", torch.float64),
+    ],
+)
+def test_cuda_kernels_err_no_more_than_their_type(
+    kernel: str, dtype: torch.dtype, heads: tuple[int, int], *, causal: bool
 ) -> None:
-    boundaries_BD = starts(lengths, lengths[::-1], width=20)
-    host = inputs(boundaries_BD, heads, dtype, head_dim=64)
-    device = three(x.detach().cuda().requires_grad_() for x in host)
-    assert kernels.uses_flash(device[0])
-    exact = run(dense, three(x.detach().double().requires_grad_() for x in host), boundaries_BD)
-    for found, plain, expected in zip(
-        run(kernels.attention, device, boundaries_BD), run(kernels.attention, host, boundaries_BD), exact, strict=True
-    ):
-        assert found.is_contiguous()
-        assert rms_error(found.cpu(), expected) <= 2 * rms_error(plain, expected) + 1e-6
-
-
-@pytest.mark.gpu
-@needs_cuda
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_double_precision_on_cuda_equals_the_dense_softmax(layout: str) -> None:
-    boundaries_BD = LAYOUTS[layout]
-    host = inputs(boundaries_BD)
-    device = three(x.detach().cuda().requires_grad_() for x in host)
-    for found, expected in zip(
-        run(kernels.attention, device, boundaries_BD), run(dense, host, boundaries_BD), strict=True
-    ):
-        torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.gpu
-@needs_cuda
-def test_boundaries_on_the_device_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"boundaries must be int32 on the host, not torch\.int32 on cuda:0"):
-        kernels.check_boundaries(starts([23]).cuda(), 23)
+    rectangles = SQUARES if causal else [Rectangle(0, 5, 0, 3), Rectangle(5, 9, 0, 7), Rectangle(12, 20, 9, 12)]
+    given = draw(heads, dtype, "cuda", width=64)
+    ours = computed(given, rectangles, causal=causal, kernel=kernel)
+    expected = written_out(given, rectangles, causal=causal)
+    near = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}[dtype]
+    for found, right in zip((*ours[:2], *ours[2]), (*expected[:2], *expected[2]), strict=True):
+        torch.testing.assert_close(found.cpu().double(), right, rtol=near, atol=near)

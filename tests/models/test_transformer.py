@@ -84,7 +84,7 @@ def part(batch: Batch, row: int, start: int, end: int) -> Batch:
         name: getattr(batch, name)[row : row + 1, start:end] for name in ("tokens", "labels", "positions", "documents")
     }
     boundaries = torch.tensor([[0, end - start]], dtype=torch.int32)
-    return Batch(**per_token, boundaries=boundaries, num_tokens=end - start, num_pairs=0)
+    return Batch(**per_token, boundaries=boundaries, num_tokens=end - start, num_pairs=0, attended=0)
 
 
 @pytest.mark.parametrize("config", [SMALL, STRETCHED])

@@ -13,8 +13,9 @@ from models.config import ModelConfig
 from models.transformer import Transformer
 from parallelisms import fsdp, recompute
 from parallelisms.initialize import initialize
-from parallelisms.mesh import AXES, Mesh
+from parallelisms.mesh import Mesh
 from parallelisms.parallelize import parallelize
+from parallelisms.rules import AXES
 from tests.models.small import SMALL
 
 
@@ -69,4 +70,4 @@ def build(plan: Plan, mesh: Mesh) -> Transformer:
 def joined(rows: list[Batch]) -> Batch:
     names = ("tokens", "labels", "positions", "documents", "boundaries")
     tensors = {name: torch.cat([getattr(row, name) for row in rows]) for name in names}
-    return Batch(**tensors, num_tokens=20 * len(rows), num_pairs=0)
+    return Batch(**tensors, num_tokens=20 * len(rows), num_pairs=0, attended=0)

@@ -14,7 +14,8 @@ from models.transformer import Transformer
 from parallelisms import fsdp
 from parallelisms.collectives import whole
 from parallelisms.initialize import initialize, normal_rows
-from parallelisms.mesh import AXES, Mesh
+from parallelisms.mesh import Mesh
+from parallelisms.rules import AXES
 from tests.models.small import SMALL
 from tests.ranks import run_ranks
 

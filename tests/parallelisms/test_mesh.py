@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import pytest
 from torch import distributed
 
-from parallelisms.mesh import AXES, Mesh
+from parallelisms.mesh import Mesh
+from parallelisms.rules import AXES
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks

@@ -12,12 +12,27 @@ from tests.system.runs import forked, metrics, state, tensors, write_run
 
 pytestmark = pytest.mark.ranks
 
+
+def cp(degree: int, method: str, *options: str) -> tuple[str, ...]:
+    return ("--parallelism.cp", str(degree), "--parallelism.cp_method", method, *options)
+
+
+REPLICAS = ("--parallelism.dp_replicate", "2")
+KEEP = ("--memory.recompute", "keep_attention")
+ROWS = ("--training.micro_batch_size", "5")
 MESHES: dict[str, tuple[int, tuple[str, ...]]] = {
     "alone": (1, ()),
     "dp_shard 4": (4, ()),
     "dp_replicate 2 x dp_shard 2": (4, ("--parallelism.dp_replicate", "2", "--parallelism.dp_shard", "2")),
     "3 processes": (3, ()),
-    "2 processes, whole rows at once": (2, ("--training.micro_batch_size", "5")),
+    "2 processes, whole rows at once": (2, ROWS),
+    "cp 4 ring": (4, cp(4, "ring", *KEEP)),
+    "cp 3 alltoall, rows that do not divide": (3, cp(3, "alltoall")),
+    "cp 2 alltoall, head-tail, rows at once": (2, cp(2, "alltoall", "--parallelism.cp_layout", "headtail", *ROWS)),
+    "cp 4 allgather": (4, cp(4, "allgather")),
+    "dp_shard 2 x cp 2 ulysses": (4, cp(2, "ulysses", "--memory.recompute", "full")),
+    "dp_replicate 2 x cp 2 auto": (4, cp(2, "auto", *REPLICAS)),
+    "cp 4 hybrid": (4, cp(4, "hybrid", "--parallelism.cp_ulysses", "2")),
 }
 # 5 rows: some ranks of every mesh but one run a micro-batch that is empty.
 OPTIONS = ("--training.dtype", "float64", "--training.global_batch_size", "5")
@@ -65,7 +80,9 @@ def test_the_runs_are_not_trivially_equal(root: Path) -> None:
     assert max(norms) > 1 > 0.1 * min(norms) > 0, "clipping should matter"
 
 
-@pytest.mark.parametrize(("before", "after"), [("dp_shard 4", 1), ("alone", 4), ("dp_replicate 2 x dp_shard 2", 3)])
+@pytest.mark.parametrize(
+    ("before", "after"), [("dp_shard 4", 1), ("alone", 4), ("dp_replicate 2 x dp_shard 2", 3), ("cp 4 ring", 2)]
+)
 def test_a_checkpoint_resumes_on_another_number_of_ranks(root: Path, tmp_path: Path, before: str, after: int) -> None:
     folder = tmp_path / "copied"
     shutil.copytree(root / before, folder)

@@ -5,24 +5,38 @@ from __future__ import annotations
 import json
 import logging
 import math
+from contextlib import closing
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tomli
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 from tensorboard.plugins.custom_scalar import layout_pb2  # type: ignore[import-untyped]
+from torch import Tensor
 
-from tests.system.runs import lines, metrics, steps, write_run
-from tests.trainer.inside import configured, rows_of, run_here
-from trainer.metrics import TAGS, duration, line, position_names
+from models.batch import IGNORE
+from parallelisms.mesh import Mesh
+from parallelisms.rules import AXES
+from tests.models.small import packed
+from tests.ranks import run_ranks
+from tests.system.runs import forked, lines, metrics, steps, write_run
+from tests.trainer.inside import configured, rows_of, run_here, trainer_of
+from trainer.config import Config
+from trainer.hardware import Numbers, Stopwatch
+from trainer.metrics import TAGS, Metrics, duration, line, position_names
+from trainer.numbers import Slots, Tally
+from trainer.run_folder import RunFolder
+from trainer.trainer import Measured, Trainer, Update
 
 # The contract's list, in its order.
 CONTRACT = """step, tokens, loss, grad_norm, lr, step_seconds, tokens_per_second, tokens_per_second_per_device,
 tflops_per_device, mfu, hfu, data_wait_pct, memory_peak_gib, memory_reserved_gib, rss_gib"""
 KEYS = [key.strip() for key in CONTRACT.replace("\n", " ").split(",")]
-DOCUMENTED_EXTRAS = ["loss_by_position"]
+DOCUMENTED_EXTRAS = ["attention_imbalance", "loss_by_position", "loss_by_shard"]
 RECORD: dict[str, Any] = {
     "step": 20,
     "loss": 3.21449,
@@ -34,6 +48,8 @@ RECORD: dict[str, Any] = {
     "memory_peak_gib": None,
     "rss_gib": 0.33,
     "data_wait_pct": 0.26,
+    "attention_imbalance": 1.26,
+    "loss_by_shard": None,
 }
 
 
@@ -60,6 +76,23 @@ def amounts(root: Path) -> list[tuple[int, int]]:
         counted.append((row.num_tokens, int(pairs)))
     updates = [counted[first : first + 6] for first in range(0, 7 * 6, 6)]
     return [(sum(tokens for tokens, _ in rows), sum(pairs for _, pairs in rows)) for rows in updates]
+
+
+def vector_of(slots: Slots, **numbers: list[float]) -> Tensor:
+    vector = torch.zeros(sum(slots.widths.values()), dtype=torch.float64)
+    for name, values in numbers.items():
+        slots.parts(vector)[name].copy_(torch.tensor(values))
+    return vector
+
+
+def write(config: Config, trainer: Trainer, update: Update) -> None:
+    """A run's numbers, were this its only update."""
+    folder = RunFolder(config.output_dir)
+    folder.make()
+    with closing(Metrics(config, folder, trainer, resumed=None)) as written:
+        written.write(update)
+        written.flush()
+        written.farewell()
 
 
 # ---- the record
@@ -125,8 +158,129 @@ def test_losses_by_position_are_means_over_their_targets(root: Path) -> None:
         assert set(by_position.values()) == {None}
 
 
+def test_one_process_has_nothing_to_balance_and_shares_no_row(root: Path) -> None:
+    assert metrics(root / "every", "attention_imbalance", "loss_by_shard") == [(1.0, None)] * 7
+
+
+@pytest.mark.ranks
+def test_imbalance_of_a_run_is_that_of_the_rows_its_ranks_took(tmp_path: Path) -> None:
+    run, folder = write_run(tmp_path), tmp_path / "run"
+    assert forked(run, folder, "--training.steps", "3", processes=2).statuses == [0, 0]
+    rows = rows_of(configured(run, folder))
+    measured = [imbalance for (imbalance,) in metrics(folder, "attention_imbalance")]
+    expected = []
+    for first in range(0, 3 * 6, 6):
+        mine, theirs = (rows.read(range(first + rank, first + 6, 2)).attended for rank in (0, 1))
+        expected.append(max(mine, theirs) / ((mine + theirs) / 2))
+    assert measured == pytest.approx(expected, rel=1e-15)
+    assert max(measured) > 1.01, "some rows should hold more pairs than others"
+    said = (folder / "logs" / "rank-0.log").read_text()
+    assert f"imbalance {measured[0]:.2f}  left" in said
+    assert "shards" not in said
+
+
+def test_a_loss_that_is_not_a_number_is_null_wherever_it_is_told(tmp_path: Path) -> None:
+    config = configured(write_run(tmp_path), tmp_path / "run", "--training.steps", "1")
+    with trainer_of(config) as trainer:
+        with torch.no_grad():
+            trainer.model.get_parameter("head.norm.weight").fill_(torch.nan)
+        write(config, trainer, next(trainer.updates()))
+    (record,) = lines(tmp_path / "run" / "metrics.jsonl")
+    assert (record["skipped"], record["loss"], record["grad_norm"]) == (True, None, None)
+    assert set(record["loss_by_position"].values()) == {None}
+
+
 def test_positions_are_named_by_powers_of_four() -> None:
     assert position_names() == ["0-256", "256-1K", "1K-4K", "4K-16K", "16K-64K", "64K-256K", "256K-1M", "1M-"]
+
+
+# ---- ranks that share rows
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank has of an update: a loss for each of its micro-batches' targets, and how many pairs it attends."""
+
+    losses: list[float]
+    targets: list[int]
+    attended: list[int]
+
+
+def measure(shares: list[Share], degrees: dict[str, int]) -> Measured:
+    """An update of these ranks, each of which has its share of rows that hold 7 tokens and 11 pairs a micro-batch."""
+    mesh = Mesh("cpu", dict.fromkeys(AXES, 1) | degrees, rank=torch.distributed.get_rank())
+    share = shares[mesh.rank]
+    tally = Tally(mesh, torch.device("cpu"))
+    vector = tally.begin()
+    for loss, targets, attended in zip(share.losses, share.targets, share.attended, strict=True):
+        batch = replace(packed([24], targets=targets), num_tokens=7, num_pairs=11, attended=attended)
+        tally.add(vector, torch.where(batch.labels != IGNORE, loss, 0.0), batch)
+    tally.sum_over_ranks(vector)
+    return Update(1, 0.1, 0.0, Stopwatch(torch.device("cpu")), Numbers(vector), tally.slots).read()
+
+
+def shared(shares: list[Share], **degrees: int) -> Measured:
+    """What all ranks measured alike."""
+    first, *others = run_ranks(measure, len(shares), shares, degrees)
+    assert all(other == first for other in others)
+    return first
+
+
+@pytest.mark.ranks
+def test_each_shard_of_a_row_has_a_loss_of_its_own() -> None:
+    measured = shared([Share([1.0, 2.0], [4, 4], [100, 20]), Share([5.0, 5.0], [8, 16], [40, 40])], cp=2)
+    assert measured.loss_by_shard == [1.5, 5.0]
+    assert measured.loss == (4 * 1.0 + 4 * 2.0 + 24 * 5.0) / 32
+
+
+@pytest.mark.ranks
+def test_a_shard_is_the_same_place_of_all_rows_and_may_have_no_target() -> None:
+    shares = [Share([3.0], [2], [1]), Share([9.0], [0], [1]), Share([6.0], [4], [1]), Share([9.0], [0], [1])]
+    measured = shared(shares, dp_shard=2, cp=2)
+    assert measured.loss_by_shard == [5.0, None]
+    assert measured.loss == 5.0
+
+
+@pytest.mark.ranks
+def test_the_busiest_rank_is_that_of_the_whole_update() -> None:
+    # Whoever is busier in one micro-batch is less so in the other; over both, 120 and 80.
+    measured = shared([Share([1.0, 1.0], [1, 1], [100, 20]), Share([1.0, 1.0], [1, 1], [10, 70])], dp_shard=2)
+    assert measured.attention_imbalance == 1.2
+    assert measured.loss_by_shard is None
+
+
+@pytest.mark.ranks
+def test_a_row_that_ranks_share_is_counted_once() -> None:
+    measured = shared([Share([1.0, 1.0], [1, 1], [3, 3])] * 3, cp=3)
+    assert (measured.tokens, measured.pairs) == (14, 22)
+    assert measured.attention_imbalance == 1.0
+
+
+def test_every_number_has_a_slot_of_its_own() -> None:
+    slots = Slots(3)
+    vector = list(map(float, range(sum(slots.widths.values()))))
+    assert [number for part in slots.parts(vector).values() for number in part] == vector
+    assert [len(slots.parts(vector)[f"{name}_by_shard"]) for name in ("loss", "targets")] == [3, 3]
+
+
+def test_losses_of_shards_are_told_wherever_a_loss_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = configured(write_run(tmp_path), tmp_path / "run", "--training.steps", "1", "--metrics.tensorboard", "true")
+    slots = Slots(3)
+    vector = vector_of(
+        slots, loss=[8.0], targets=[4.0], finite=[1.0], loss_by_shard=[6.0, 0.0, 2.0], targets_by_shard=[2.0, 0.0, 2.0]
+    )
+    stopwatch = Stopwatch(torch.device("cpu"))
+    stopwatch.start()
+    stopwatch.stop()
+    with trainer_of(config) as trainer, caplog.at_level(logging.INFO, logger="trainer"):
+        write(config, trainer, Update(1, 0.1, 0.0, stopwatch, Numbers(vector), slots))
+    assert metrics(tmp_path / "run", "loss", "loss_by_shard") == [(2.0, [3.0, None, 1.0])]
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    shown = {tag: events.Scalars(tag)[0].value for tag in events.Tags()["scalars"] if tag.startswith("loss_by")}
+    assert shown == {"loss_by_shard/0": 3.0, "loss_by_shard/2": 1.0}
+    assert "loss 2.0000  shards 3.00 - 1.00  grad" in caplog.text
+    assert "loss 2.000 -> 2.000 (shards 3.00 - 1.00). Everything is in" in caplog.text
 
 
 # ---- which updates
@@ -163,13 +317,24 @@ def test_a_line_can_be_read(caplog: pytest.LogCaptureFixture, tmp_path: Path) ->
 
 
 def test_a_line_has_what_is_known_and_no_more() -> None:
-    assert line(RECORD, steps=100, remaining_seconds=3_725.4) == (
+    assert line(RECORD, steps=100, remaining_seconds=3_725.4, ranks=1) == (
         "update 20/100  loss 3.2145  grad 0.820  lr 9.10e-04  4,812 tok/s  0.0123 TFLOP/s  rss 0.33 GiB  data 0.3%  "
         "left 1:02:05"
     )
-    on_gpu = line(RECORD | {"mfu": 0.4123, "memory_peak_gib": 71.26}, steps=100, remaining_seconds=0)
+    on_gpu = line(RECORD | {"mfu": 0.4123, "memory_peak_gib": 71.26}, steps=100, remaining_seconds=0, ranks=1)
     assert "mfu 41.2%  gpu 71.3 GiB  rss" in on_gpu
-    assert "loss -  grad -  lr" in line(RECORD | {"loss": None, "grad_norm": None}, steps=100, remaining_seconds=0)
+    without = RECORD | {"loss": None, "grad_norm": None}
+    assert "loss -  grad -  lr" in line(without, steps=100, remaining_seconds=0, ranks=1)
+
+
+def test_a_line_of_several_ranks_says_how_they_share() -> None:
+    def told(**changes: Any) -> str:
+        return line(RECORD | changes, steps=100, remaining_seconds=0, ranks=2)
+
+    assert told().endswith("data 0.3%  imbalance 1.26  left 0:00:00")
+    assert "loss 3.2145  shards 0.04 - 3.20  grad" in told(loss_by_shard=[0.0401, None, 3.2])
+    assert "shards 0.01 to 0.15  grad" in told(loss_by_shard=[None, *(number / 100 for number in range(1, 16))])
+    assert "shards - - -" in told(loss_by_shard=[None] * 3)
 
 
 @pytest.mark.parametrize(("seconds", "written"), [(0, "0:00:00"), (59.6, "0:01:00"), (90_061, "25:01:01")])
@@ -191,7 +356,8 @@ def test_tags_are_groups_and_names(events: EventAccumulator) -> None:
     known = {tag for key, tag in TAGS.items() if not key.startswith("memory_")}
     assert set(events.Tags()["scalars"]) == known | {"position/0-256"}
     assert {"train/loss", "train/grad_norm", "train/lr", "perf/mfu", "memory/rss_gib"} <= known
-    assert set(TAGS) == set(KEYS) - {"step"}
+    assert set(TAGS) == set(KEYS) - {"step"} | {"attention_imbalance"}
+    assert TAGS["attention_imbalance"] == "perf/attention_imbalance"
 
 
 def test_tensorboard_shows_what_the_file_says(root: Path, events: EventAccumulator) -> None:
@@ -208,8 +374,8 @@ def test_the_dashboard_names_tags_that_exist(events: EventAccumulator) -> None:
     layout = layout_pb2.Layout.FromString(content)
     assert [category.title for category in layout.category] == ["training", "performance"]
     shown = [tag for category in layout.category for chart in category.chart for tag in chart.multiline.tag]
-    assert set(shown) - {"position/.*", "memory/.*"} <= set(TAGS.values())
-    assert {"train/loss", "train/grad_norm", "perf/mfu", "position/.*"} <= set(shown)
+    assert set(shown) - {"position/.*", "loss_by_shard/.*", "memory/.*"} <= set(TAGS.values())
+    assert {"train/loss", "train/grad_norm", "perf/mfu", "position/.*", "loss_by_shard/.*"} <= set(shown)
 
 
 def test_the_configuration_is_shown_as_text(root: Path, events: EventAccumulator) -> None:

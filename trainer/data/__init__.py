@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
-from trainer.config import DataSection
+from trainer.config import COPY, Config, DataSection
+from trainer.data.copy import CopyRows
 from trainer.data.errors import DataError
 from trainer.data.packing import saved_plan
 from trainer.data.prepare import prepare
 from trainer.data.rows import Rows
-from trainer.data.tokenizer import Tokenizer
+from trainer.data.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["DataError", "open_rows"]
+__all__ = ["DataError", "open_rows", "rows_of"]
+
+
+def rows_of(config: Config) -> Rows | CopyRows:
+    """The rows of a run; text is tokenized first. Call it before any process group exists.
+
+    Raises DataError, and ConfigError if the model has no row for a token of the tokenizer's.
+    """
+    data, training = config.data, config.training
+    if data.corpus == COPY:
+        return CopyRows(
+            vocab_size=config.model.build().vocab_size,
+            period=data.copy_period or training.seq_len // 2,
+            seq_len=training.seq_len,
+            num_rows=training.steps * training.global_batch_size,
+            seed=training.seed,
+        )
+    tokenizer = load_tokenizer(config.tokenizer.kind, config.tokenizer.path)
+    config.require_vocabulary(tokenizer.vocab_size)
+    return open_rows(data, tokenizer, seq_len=training.seq_len, seed=training.seed)
 
 
 def open_rows(data: DataSection, tokenizer: Tokenizer, *, seq_len: int, seed: int) -> Rows:

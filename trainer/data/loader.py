@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -26,6 +26,8 @@ class Loader:
 
         global_batch_size 6, micro_batch_size 1, 4 ranks     micro-batch 0     rank 0..3 reads row 0 1 2 3
                                                              micro-batch 1                         4 5 - -
+
+    `shard` makes of a batch the part that this rank holds, where several ranks share rows.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class Loader:
         ranks: int,
         global_batch_size: int,
         micro_batch_size: int,
+        shard: Callable[[Batch], Batch] | None = None,
         pin_memory: bool = False,
     ) -> None:
         self._rows = rows
@@ -43,6 +46,7 @@ class Loader:
         self._ranks = ranks
         self._global_batch_size = global_batch_size
         self._micro_batch_size = micro_batch_size
+        self._shard = shard
         self._pin_memory = pin_memory
         self.num_micro_batches = -(-global_batch_size // (ranks * micro_batch_size))
 
@@ -85,6 +89,8 @@ class Loader:
     def _read(self, numbers: list[int | None]) -> Batch | Exception:
         try:
             batch = self._rows.read(numbers)
+            if self._shard is not None:
+                batch = self._shard(batch)
             return pinned(batch) if self._pin_memory else batch
         except DataError as error:
             return DataError(f"rows {numbers}: {error}")

@@ -60,9 +60,17 @@ class Rows:
                 positions_BT[index] -= (ends - sizes)[documents_BT[index]]
                 boundaries_BD[index, 1 : ends.numel() + 1] = ends[: self._num_boundaries - 1]
             num_tokens += length
-            pairs = lengths_P * (lengths_P + 1) // 2
-            num_pairs += int(pairs.sum()) if self._masked else length * (length + 1) // 2
-        return Batch(tokens_BT, labels_BT, positions_BT, documents_BT, boundaries_BD, num_tokens, num_pairs)
+            num_pairs += _pairs(lengths_P if self._masked else lengths_P.sum())
+        return Batch(
+            tokens=tokens_BT,
+            labels=labels_BT,
+            positions=positions_BT,
+            documents=documents_BT,
+            boundaries=boundaries_BD,
+            num_tokens=num_tokens,
+            num_pairs=num_pairs,
+            attended=_pairs(boundaries_BD.diff().long()),
+        )
 
     def _pieces(self, number: int) -> tuple[Tensor, Tensor]:
         _, row = self.locate(number)
@@ -81,3 +89,8 @@ class Rows:
             tokens_T[at : at + length] = stream[:length]
             labels_T[at : at + stream.numel() - 1] = stream[1:]
             at += length
+
+
+def _pairs(lengths: Tensor) -> int:
+    """(query, key) pairs inside documents of these lengths, int64."""
+    return int((lengths * (lengths + 1) // 2).sum())

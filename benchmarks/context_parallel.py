@@ -1,0 +1,289 @@
+"""What sharing a row costs, rank by rank in one process: no transport, all of the arithmetic.
+
+    python benchmarks/context_parallel.py [--tokens 16384] [--cp 2 4 8] [--heads 8 2] [--rounds 3] [--packed]
+                                          [--device cuda --dtype bfloat16 --kernel flash]
+
+Every rank's forward and backward pass of one layer's attention runs alone, with what it would receive put into its
+hands, and is timed (CPU-seconds of one thread, or CUDA events). The slowest rank is compared with the ideal: the time
+of the whole row in one process, divided by the number of ranks. Also: attended pairs of the busiest rank over the
+mean, bytes that a rank sends (counted as it hands them over), and the peak of what it allocates on top of its inputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import random
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from models import causal
+from parallelisms.context import gather, ring, tasks
+from parallelisms.context.layout import SeqLayout
+from parallelisms.context.tasks import Share
+from parallelisms.rules import ContextPlan, repeats
+
+Job = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One layer's attention."""
+
+    tokens: int
+    heads: int
+    kv_heads: int
+    width: int
+    boundaries: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    kernel: str
+
+    def draw(self, tokens: int, heads: int) -> Tensor:
+        return torch.randn(tokens, heads, self.width, device=self.device, dtype=self.dtype)
+
+
+@dataclass
+class Wire:
+    """Hands a rank what it would receive, and counts what it sends."""
+
+    received: list[Tensor]
+    sent: int = 0
+    step: int = 0
+
+    def rotate(self, x: Tensor) -> Arrived:
+        self.sent += x.nbytes
+        self.step += 1
+        return Arrived(self.received[self.step % len(self.received)] if x.dtype == self.received[0].dtype else x)
+
+    def gather(self, x: Tensor) -> Arrived:
+        self.sent += x.nbytes * (len(self.received) - 1)
+        return Arrived(torch.stack(self.received))
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        self.sent += x.nbytes * (len(self.received) - 1) // len(self.received)
+        return x[0]
+
+
+@dataclass(frozen=True)
+class Arrived:
+    x: Tensor
+
+    def wait(self) -> Tensor:
+        return self.x
+
+
+@dataclass
+class Peak(TorchDispatchMode):
+    """The most bytes that lived at once, of those allocated inside."""
+
+    bytes: int = 0
+    alive: int = 0
+    seen: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        out = function(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in given | self.seen:
+                self._born(x.untyped_storage())
+        return out
+
+    def _born(self, storage: torch.UntypedStorage) -> None:
+        place, size = storage.data_ptr(), storage.nbytes()
+        self.seen.add(place)
+        self.alive += size
+        self.bytes = max(self.bytes, self.alive)
+        weakref.finalize(storage, self._died, place, size)
+
+    def _died(self, place: int, size: int) -> None:
+        self.seen.discard(place)
+        self.alive -= size
+
+
+def seconds(job: Job, device: str) -> float:
+    if device != "cuda":
+        start = time.process_time()
+        job()
+        return time.process_time() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    job()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) / 1000
+
+
+def whole(item: Item, heads: int, kv_heads: int) -> Job:
+    """Forward and backward of all tokens in one process."""
+    q, grad = (item.draw(item.tokens, heads) for _ in range(2))
+    k, v = (item.draw(item.tokens, kv_heads) for _ in range(2))
+    squares = causal.squares(torch.tensor([item.boundaries], dtype=torch.int32), item.tokens)
+
+    def job() -> None:
+        out, lse = causal.forward(q, k, v, squares, kernel=item.kernel)
+        causal.backward(grad, q, k, v, out, lse, squares, kernel=item.kernel)
+
+    return job
+
+
+def shares(item: Item, plan: ContextPlan) -> Iterator[tuple[Job, Wire]]:
+    """Forward and backward of each rank of the ring, with its part of the heads."""
+    heads = item.heads // plan.ulysses
+    kv_heads = item.kv_heads * repeats(plan.ulysses, item.kv_heads) // plan.ulysses
+    if plan.rotation is None or plan.ring == 1:
+        yield whole(item, heads, kv_heads), Wire([])
+        return
+    rows = (SeqLayout(plan.kind, plan.ring, item.boundaries),)
+    held = item.tokens // plan.ring
+    everyone = [torch.stack([item.draw(held, kv_heads) for _ in range(2)]) for _ in range(plan.ring)]
+    for rank in range(plan.ring):
+        yield share_of(item, plan, Share(rows, rank, item.kernel), everyone, heads)
+
+
+def share_of(item: Item, plan: ContextPlan, share: Share, everyone: list[Tensor], heads: int) -> tuple[Job, Wire]:
+    k, v = everyone[share.rank]
+    q, grad = (item.draw(k.shape[0], heads) for _ in range(2))
+    wire = Wire([everyone[(share.rank - step) % plan.ring] for step in range(plan.ring)])
+    tasks.own(share.rows, share.rank)
+
+    def job() -> None:
+        wire.sent = wire.step = 0
+        if plan.rotation == "allgather":
+            out, lse = gather.forward(q, k, v, share, gather=wire.gather)
+            gather.backward(grad, q, k, v, out, lse, share, gather=wire.gather, reduce_scatter=wire.reduce_scatter)
+            return
+        out, lse = ring.forward(q, k, v, share, rotate=wire.rotate)
+        wire.step = 0
+        ring.backward(grad, q, k, v, out, lse, share, rotate=wire.rotate)
+
+    return job, wire
+
+
+@contextmanager
+def measured_peak(device: str) -> Iterator[list[float]]:
+    found: list[float] = []
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        yield found
+        found.append((torch.cuda.max_memory_allocated() - before) / 2**20)
+        return
+    with Peak() as peak:
+        yield found
+    found.append(peak.bytes / 2**20)
+
+
+def exchanged(item: Item, plan: ContextPlan) -> int:
+    """Bytes that trading heads for tokens sends, both ways: q, k, v there and o back, and their gradients."""
+    u = plan.ulysses
+    kv_heads = item.kv_heads * repeats(u, item.kv_heads)
+    size = torch.empty(0, dtype=item.dtype).element_size()
+    return 2 * (2 * item.heads + 2 * kv_heads) * (item.tokens // plan.cp) * item.width * size * (u - 1) // u
+
+
+def row(item: Item, plan: ContextPlan, rounds: int) -> str:
+    alone = whole(item, item.heads, item.kv_heads)
+    jobs = list(shares(item, plan))
+    alone()
+    # Rounds alternate, so that a machine whose speed drifts does so for both; the least disturbed of each counts.
+    single: list[float] = []
+    ranks: list[list[float]] = [[] for _ in jobs]
+    for _ in range(rounds):
+        single.append(seconds(alone, item.device))
+        for times, (job, _) in zip(ranks, jobs, strict=True):
+            times.append(seconds(job, item.device))
+    slowest = max(min(times) for times in ranks)
+    peaks = []
+    for job, _ in jobs:
+        with measured_peak(item.device) as found:
+            job()
+        peaks.append(found[0])
+    work = SeqLayout(plan.kind, plan.ring, item.boundaries).work()
+    sent = max(wire.sent for _, wire in jobs) + exchanged(item, plan)
+    ideal = min(single) / plan.cp
+    cells = (
+        f"{plan.chosen}, {plan.kind}"
+        if plan.chosen != "hybrid"
+        else f"hybrid {plan.ulysses} x {plan.ring}, {plan.rotation}, {plan.kind}",
+        str(plan.cp),
+        f"{item.tokens // plan.cp}",
+        f"{slowest:.3f}",
+        f"{slowest / ideal - 1:+.1%}",
+        f"{max(work) * len(work) / sum(work):.3f}",
+        f"{sent / 2**20:.1f}",
+        f"{max(peaks):.0f}",
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+def documents(tokens: int, *, packed: bool) -> tuple[int, ...]:
+    """One document, or a row of long-tailed ones (log-normal, median 1K)."""
+    if not packed:
+        return (0, tokens)
+    draw, ends = random.Random(0), [0]
+    while ends[-1] < tokens:
+        ends.append(min(tokens, ends[-1] + max(1, int(draw.lognormvariate(7, 1.2)))))
+    return tuple(ends)
+
+
+def plans(cp: int, item: Item, *, packed: bool) -> Iterator[ContextPlan]:
+    shape: dict[str, Any] = {"cp": cp, "heads": item.heads, "kv_heads": item.kv_heads}
+    yield ContextPlan(method="ring", **shape)
+    yield ContextPlan(method="allgather", **shape)
+    if packed:
+        yield ContextPlan(method="allgather", layout="headtail", **shape)
+    if item.heads % cp == 0:
+        yield ContextPlan(method="ulysses", **shape)
+    if cp > 2:
+        yield ContextPlan(method="hybrid", cp_ulysses=2, outer="ring", **shape)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16384])
+    parser.add_argument("--cp", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--heads", type=int, nargs=2, default=[8, 2], metavar=("QUERY", "KEY_VALUE"))
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--packed", action="store_true")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--kernel", default="auto")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    heads, kv_heads = given.heads
+    name = torch.cuda.get_device_name() if given.device == "cuda" else platform.machine()
+    out = sys.stdout.write
+    out(f"torch {torch.__version__}, {name}, {given.dtype}, {heads}/{kv_heads} heads of {given.width}, ")
+    out(f"kernel {given.kernel}, {given.rounds} rounds\n")
+    for tokens in given.tokens:
+        boundaries = documents(tokens, packed=given.packed)
+        out(f"\n{tokens} tokens, {len(boundaries) - 1} documents\n\n")
+        out("| method, layout | cp | tokens/rank | slowest rank s | over ideal | balance | MiB sent | peak MiB |\n")
+        out("|---|---|---|---|---|---|---|---|\n")
+        item = Item(
+            tokens, heads, kv_heads, given.width, boundaries, getattr(torch, given.dtype), given.device, given.kernel
+        )
+        for cp in given.cp:
+            for plan in plans(cp, item, packed=given.packed):
+                out(row(item, plan, given.rounds) + "\n")
+                sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""Attention to some keys and attention to others, joined into attention to all of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from models.kernels import At, widest
+
+
+class Running:
+    """Output [X, N, H] and log-sum-exp [N, X] over the keys seen so far, in float32 (float64 for float64).
+
+    With weight w = sigmoid(lse' - lse) a part with (out', lse') is joined by out += w (out' - out), which neither
+    overflows nor loses digits however far apart the two lie; online softmax (Milakov & Gimelshein, 2018).
+    """
+
+    def __init__(self, out_XNH: Tensor, lse_NX: Tensor) -> None:
+        """Takes both over: they are written to."""
+        self.out_XNH = out_XNH.to(widest(out_XNH.dtype))
+        self.lse_NX = lse_NX
+
+    def add(self, at: At, out_PNH: Tensor, lse_NP: Tensor) -> None:
+        """Joins what the queries `at` attend to among further keys; an lse of -inf says that they saw none."""
+        out, lse = self.out_XNH[at], self.lse_NX[:, at]
+        weight_NP = torch.where(lse_NP == -torch.inf, 0.0, torch.sigmoid(lse_NP - lse))
+        self.out_XNH[at] = out.lerp_(out_PNH.to(out.dtype), weight_NP.T.unsqueeze(-1).contiguous())
+        self.lse_NX[:, at] = torch.logaddexp(lse, lse_NP)

@@ -1,0 +1,128 @@
+"""Attention over rows that the ranks of a ring share: the operator behind `ring`, `alltoall` and `allgather`.
+
+All of a method's control flow lies inside: every rank traces the same graph, whatever it holds, and documents may
+change from batch to batch without a new compilation.
+
+Shape suffixes: B rows, S tokens of this rank, N query heads, K key/value heads, H head width, D document starts and the
+row's end.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from models import causal
+from parallelisms import collectives
+from parallelisms.context import gather, ring
+from parallelisms.context.layout import SeqLayout
+from parallelisms.context.tasks import Rows, Share
+from parallelisms.rules import Layout
+
+
+def attention(
+    q_BSNH: Tensor,
+    k_BSKH: Tensor,
+    v_BSKH: Tensor,
+    boundaries_BD: Tensor,
+    *,
+    rotation: str,
+    layout: str,
+    group_name: str,
+    wire: torch.dtype,
+    kernel: str,
+) -> tuple[Tensor, Tensor]:
+    """What `models.causal.attention` returns, for this rank's tokens of rows that the group shares.
+
+    `boundaries_BD` are those of whole rows. Gradients of keys and values travel as `wire` in half
+    precision, else as what they are.
+    """
+    result: tuple[Tensor, Tensor] = _attention(
+        q_BSNH, k_BSKH, v_BSKH, boundaries_BD, rotation, layout, group_name, wire, kernel
+    )
+    return result
+
+
+@torch.library.custom_op("longhaul::context_attention", mutates_args=())
+def _attention(
+    q_BSNH: Tensor,
+    k_BSKH: Tensor,
+    v_BSKH: Tensor,
+    boundaries_BD: Tensor,
+    rotation: str,
+    layout: str,
+    group_name: str,
+    wire: torch.dtype,
+    kernel: str,
+) -> tuple[Tensor, Tensor]:
+    group = collectives.named(group_name)
+    rows = layouts(boundaries_BD, layout, ring=group.size(), held=q_BSNH.shape[1])
+    share = Share(rows, group.rank(), kernel, wire)
+    q, k, v = (x.flatten(0, 1) for x in (q_BSNH, k_BSKH, v_BSKH))
+    if rotation == "allgather":
+        out, lse = gather.forward(q, k, v, share, gather=partial(collectives.gather, group=group))
+    else:
+        out, lse = ring.forward(q, k, v, share, rotate=partial(HOPS[rotation], group=group))
+    return out.view_as(q_BSNH), causal.by_row(lse, len(rows))
+
+
+@torch.library.custom_op("longhaul::context_attention_backward", mutates_args=())
+def _attention_backward(
+    grad_BSNH: Tensor,
+    q_BSNH: Tensor,
+    k_BSKH: Tensor,
+    v_BSKH: Tensor,
+    out_BSNH: Tensor,
+    lse_BNS: Tensor,
+    boundaries_BD: Tensor,
+    rotation: str,
+    layout: str,
+    group_name: str,
+    wire: torch.dtype,
+    kernel: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    group = collectives.named(group_name)
+    rows = layouts(boundaries_BD, layout, ring=group.size(), held=q_BSNH.shape[1])
+    share = Share(rows, group.rank(), kernel, wire if q_BSNH.dtype.itemsize < 4 else q_BSNH.dtype)
+    grad, q, k, v, out = (x.flatten(0, 1) for x in (grad_BSNH, q_BSNH, k_BSKH, v_BSKH, out_BSNH))
+    lse = causal.laid_out(lse_BNS)
+    if rotation == "allgather":
+        all_ranks = partial(collectives.gather, group=group)
+        reduce = partial(collectives.reduce_scatter, group=group)
+        grads = gather.backward(grad, q, k, v, out, lse, share, gather=all_ranks, reduce_scatter=reduce)
+    else:
+        grads = ring.backward(grad, q, k, v, out, lse, share, rotate=partial(HOPS[rotation], group=group))
+    dq, dk, dv = (grad.view(x.shape) for grad, x in zip(grads, (q_BSNH, k_BSKH, v_BSKH), strict=True))
+    return dq, dk, dv
+
+
+def layouts(boundaries_BD: Tensor, kind: str, *, ring: int, held: int) -> Rows:
+    """The layout of every row, of which each of `ring` ranks holds `held` tokens. Raises ValueError."""
+    rows = causal.checked(boundaries_BD, held * ring)
+    return tuple(SeqLayout(cast(Layout, kind), ring, tuple(row)) for row in rows)
+
+
+HOPS = {"ring": collectives.rotate, "alltoall": collectives.rotate_all_to_all}
+
+
+@_attention.register_fake
+def _(q_BSNH: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    del rest
+    return causal.like_output(q_BSNH)
+
+
+@_attention_backward.register_fake
+def _(grad_BSNH: Tensor, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    del grad_BSNH, rest
+    return causal.like_grads(q_BSNH, k_BSKH, v_BSKH)
+
+
+def _grad(ctx: Any, grad_BSNH: Tensor, grad_lse: None) -> tuple[Tensor | None, ...]:
+    del grad_lse
+    return *_attention_backward(grad_BSNH, *ctx.saved_tensors, *ctx.options), *[None] * (1 + len(ctx.options))
+
+
+_attention.register_autograd(_grad, setup_context=causal.save)

@@ -1,0 +1,78 @@
+"""The copy corpus: rows that repeat themselves, whose targets are what attention over a period can know."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from models.batch import IGNORE, Batch
+from trainer.config import Config
+from trainer.data import rows_of
+from trainer.data.copy import CopyRows
+
+__ = IGNORE
+
+
+def rows(*, vocab_size: int = 64, period: int = 5, seq_len: int = 12, num_rows: int = 3, seed: int = 0) -> CopyRows:
+    return CopyRows(vocab_size=vocab_size, period=period, seq_len=seq_len, num_rows=num_rows, seed=seed)
+
+
+def configured(**data: object) -> Config:
+    training = {"seq_len": 12, "steps": 7, "global_batch_size": 2, "seed": 3}
+    return Config.model_validate({"data": {"corpus": "copy", **data}, "training": training, "model": {"vocab_size": 9}})
+
+
+def same(one: Batch, other: Batch) -> bool:
+    return torch.equal(one.tokens, other.tokens) and torch.equal(one.labels, other.labels)
+
+
+def test_a_batch_is_what_a_hand_writes() -> None:
+    batch = rows(period=3, seq_len=8).read([4, None])
+    a, b, c = batch.tokens[0, :3].tolist()
+    assert batch.tokens.tolist() == [[a, b, c, a, b, c, a, b], [0] * 8]
+    assert batch.labels.tolist() == [[__, __, a, b, c, a, b, __], [__] * 8]
+    assert batch.positions.tolist() == [list(range(8))] * 2
+    assert batch.documents.tolist() == [[0] * 8] * 2
+    assert batch.boundaries.tolist() == [[0, 8]] * 2
+    assert (batch.num_tokens, batch.num_pairs, batch.attended) == (8, 36, 2 * 36)
+    assert {batch.tokens.dtype, batch.labels.dtype, batch.positions.dtype, batch.documents.dtype} == {torch.int64}
+    assert batch.boundaries.dtype == torch.int32
+
+
+def test_a_target_is_the_next_token_and_stands_one_period_back() -> None:
+    for period in range(1, 12):
+        batch = rows(period=period).read(range(20))
+        rows_at, at = (batch.labels != IGNORE).nonzero(as_tuple=True)
+        assert torch.equal(batch.labels[rows_at, at], batch.tokens[rows_at, at + 1])
+        assert torch.equal(batch.labels[rows_at, at], batch.tokens[rows_at, at + 1 - period])
+        assert sorted(set(at.tolist())) == list(range(period - 1, 11))
+
+
+def test_a_row_depends_on_its_number_and_the_seed_alone() -> None:
+    together = rows().read([0, 1, 10**12])
+    alone = [rows(num_rows=99).read([number]) for number in (0, 1, 10**12)]
+    assert torch.equal(together.tokens, torch.cat([batch.tokens for batch in alone]))
+    assert not same(rows().read([0]), rows().read([1]))
+    assert not same(rows().read([0]), rows(seed=1).read([0]))
+    assert not same(rows(seed=1).read([0]), rows().read([1])), "seed and number are not the same thing"
+
+
+def test_tokens_are_uniform_over_the_vocabulary() -> None:
+    tokens = rows(vocab_size=7, period=1000, seq_len=1001).read(range(7)).tokens[:, :1000]
+    counts = tokens.flatten().bincount()
+    assert counts.numel() == 7
+    assert all(abs(count - 1000) < 5 * math.sqrt(1000) for count in counts.tolist())
+
+
+def test_a_run_takes_the_models_vocabulary_and_no_tokenizer() -> None:
+    read = rows_of(configured(copy_period=4))
+    assert isinstance(read, CopyRows)
+    assert (read.seq_len, read.num_rows, read.fingerprint) == (12, 14, "copy-9-4")
+    expected = rows(vocab_size=9, period=4, num_rows=14, seed=3)
+    assert same(read.read([5]), expected.read([5]))
+
+
+def test_a_row_repeats_its_first_half_unless_told_otherwise() -> None:
+    tokens = rows_of(configured()).read([0]).tokens[0]
+    assert torch.equal(tokens[:6], tokens[6:])

@@ -1,0 +1,51 @@
+"""Attention as it is defined, with a mask that is written out: the reference of every kernel and of every method.
+
+Shape suffixes: B rows, S tokens, N query heads, K key/value heads, H head width, D document starts and the row's end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Inputs = tuple[Tensor, Tensor, Tensor]
+
+
+def inputs(
+    boundaries_BD: Tensor,
+    heads: tuple[int, int] = (4, 2),
+    dtype: torch.dtype = torch.float64,
+    *,
+    head_dim: int = 8,
+    device: str = "cpu",
+) -> Inputs:
+    rows, tokens = boundaries_BD.shape[0], int(boundaries_BD[0, -1])
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(count: int) -> Tensor:
+        values = torch.randn(rows, tokens, count, head_dim, generator=generator, dtype=torch.float64)
+        return values.to(device, dtype).requires_grad_()
+
+    return draw(heads[0]), draw(heads[1]), draw(heads[1])
+
+
+def dense(q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> tuple[Tensor, Tensor]:
+    """The definition, with a mask that is written out: same document, and not in the future."""
+    group = q_BSNH.shape[2] // k_BSKH.shape[2]
+    tokens = torch.arange(q_BSNH.shape[1])
+    document_BS = (tokens[None, :, None] >= boundaries_BD[:, None, :]).sum(-1)
+    allowed_BSS = (document_BS[:, :, None] == document_BS[:, None, :]) & (tokens[:, None] >= tokens[None, :])
+    k_BSNH, v_BSNH = (x.repeat_interleave(group, dim=2) for x in (k_BSKH, v_BSKH))
+    scores_BNSS = torch.einsum("bqnh,bknh->bnqk", q_BSNH, k_BSNH) / q_BSNH.shape[-1] ** 0.5
+    scores_BNSS = scores_BNSS.masked_fill(~allowed_BSS[:, None], -torch.inf)
+    return torch.einsum("bnqk,bknh->bqnh", scores_BNSS.softmax(-1), v_BSNH), scores_BNSS.logsumexp(-1)
+
+
+def run(function: Callable[..., tuple[Tensor, Tensor]], given: Inputs, boundaries_BD: Tensor) -> list[Tensor]:
+    """Output, gradients of q, k and v for a fixed gradient of the output, and the log-sum-exp."""
+    out, lse = function(*given, boundaries_BD)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    grads = torch.autograd.grad(out, given, weights.to(out))
+    return [x.detach() for x in (out, *grads, lse)]

@@ -1,0 +1,124 @@
+"""Every method, layout, kind of heads and kind of documents against a dense masked softmax in one process, in float64.
+
+Shape suffixes: B rows, T tokens of the row, N heads, H head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from parallelisms.context import ContextParallel
+from parallelisms.rules import LAYOUTS, ROTATIONS
+from tests.models.dense import dense, inputs, run
+from tests.models.small import starts
+from tests.ranks import run_ranks
+
+HEADS = {"MHA": (4, 4), "GQA": (8, 2), "one key/value head": (8, 1), "three of them": (6, 3)}
+Case = tuple[str, dict[str, Any], tuple[int, int]]
+
+
+def documents(tokens: int) -> dict[str, Tensor]:
+    """Batches of two rows, each with its own documents but for the first."""
+    odd = [3, 37, 35, 1, 49, 62]
+    return {
+        "one document": starts([tokens], [tokens]),
+        "odd lengths, and one": starts([*odd, tokens - sum(odd)], [tokens], width=9),
+        "one that spans ranks, short ones": starts([tokens - 12, 12], [1] * 7 + [tokens - 9, 2]),
+        "many alike": starts([12] * (tokens // 12), [tokens - 5, 5], width=tokens // 12 + 1),
+    }
+
+
+def cases(ranks: int) -> Iterator[Case]:
+    """(name, arguments, mesh) of everything that this many ranks can do with some heads."""
+    for rotation in ROTATIONS:
+        for layout in LAYOUTS[rotation]:
+            yield f"{rotation} {layout}", {"method": rotation, "layout": layout}, (ranks, 0)
+    yield "ulysses", {"method": "ulysses"}, (ranks, 0)
+    for ulysses in (2, 4):
+        if ranks % ulysses == 0 and ranks > ulysses:
+            for rotation in ROTATIONS:
+                mesh = (ranks // ulysses, ulysses)
+                yield f"hybrid {mesh} {rotation}", {"method": "hybrid", "outer": rotation}, mesh
+
+
+def errors(tokens: int) -> dict[str, float]:
+    """The largest error of output and gradients, by what was run."""
+    ranks = distributed.get_world_size()
+    found = {}
+    meshes: dict[tuple[int, int], DeviceMesh] = {}
+    for kind, heads in HEADS.items():
+        for name, boundaries_BD in documents(tokens).items():
+            given = inputs(boundaries_BD, heads)
+            *expected, _ = run(dense, given, boundaries_BD)
+            for method, arguments, shape in cases(ranks):
+                if shape not in meshes:
+                    meshes[shape] = init_device_mesh("cpu", shape if shape[1] else shape[:1])
+                if (arguments["method"] == "ulysses" and heads[0] % ranks) or (shape[1] and heads[0] % shape[1]):
+                    continue
+                core = ContextParallel(meshes[shape], heads=heads[0], kv_heads=heads[1], **arguments)
+                ours = shared(core, given, boundaries_BD)
+                differences = (abs(a - b).max().item() for a, b in zip(ours, expected, strict=True))
+                found[f"{method}, {kind}, {name}"] = max(differences)
+    return found
+
+
+def shared(core: ContextParallel, given: tuple[Tensor, ...], boundaries_BD: Tensor) -> list[Tensor]:
+    """Output and gradients of attention on all ranks, put together, for the gradient that `run` gives."""
+    q, k, v = (core.shard(x.detach(), boundaries_BD).requires_grad_() for x in given)
+    out = core(q, k, v, boundaries_BD)
+    weights = torch.randn(given[0].shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    grads = torch.autograd.grad(out, (q, k, v), core.shard(weights.to(out.dtype), boundaries_BD))
+    return [core.unshard(x.detach(), boundaries_BD) for x in (out, *grads)]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("ranks", "tokens"), [(1, 192), (2, 192), (3, 192), (4, 192), (8, 192)])
+def test_every_method_is_exact(ranks: int, tokens: int) -> None:
+    by_rank = run_ranks(errors, ranks, tokens, timeout=240)
+    assert all(set(found) == set(by_rank[0]) for found in by_rank)
+    assert len(by_rank[0]) >= 160
+    assert {name: error for name, error in by_rank[0].items() if not error <= 1e-12} == {}
+
+
+def rounding(dtype: torch.dtype, method: str) -> list[tuple[float, float]]:
+    """(error of sharing, error of one process), of output and gradients, both against float64."""
+    boundaries_BD = starts([101, 3, 152], [256])
+    narrow = inputs(boundaries_BD, (4, 2), dtype, head_dim=32)
+    wide: Any = tuple(x.detach().double().requires_grad_() for x in narrow)
+    *exact, _ = run(dense, wide, boundaries_BD)
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    core = ContextParallel(mesh, method=method, heads=4, kv_heads=2)
+    ours = shared(core, narrow, boundaries_BD)
+    alone = shared(Alone(), narrow, boundaries_BD)  # type: ignore[arg-type]
+    return [
+        (abs(a.double() - b).max().item(), abs(c.double() - b).max().item())
+        for a, b, c in zip(ours, exact, alone, strict=True)
+    ]
+
+
+class Alone:
+    """The same interface for one process."""
+
+    def shard(self, x: Tensor, boundaries_BD: Tensor) -> Tensor:
+        del boundaries_BD
+        return x.clone()
+
+    unshard = shard
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, boundaries_BD: Tensor) -> Tensor:
+        from models import causal
+
+        return causal.attention(q, k, v, boundaries_BD)[0]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("method", ["ring", "allgather", "ulysses"])
+def test_half_precision_errs_at_most_twice_as_much_as_in_one_process(method: str) -> None:
+    for ours, alone in run_ranks(rounding, 4, torch.bfloat16, method)[0]:
+        assert 0 < ours <= 2 * alone

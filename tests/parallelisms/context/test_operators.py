@@ -1,0 +1,278 @@
+"""The operators: what torch checks of them, what compilation and recomputation make of them, and what they send."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from math import prod
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor, distributed
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from models.transformer import Transformer
+from parallelisms import collectives, recompute
+from parallelisms.context import ContextParallel, install, ring, rotation, ulysses
+from parallelisms.context.tasks import Share
+from tests.models.dense import dense, inputs, run
+from tests.models.small import SMALL, gradients, packed, small_model, starts
+from tests.parallelisms.context.test_exact import shared
+from tests.ranks import run_ranks
+
+BATCH = packed([9, 1, 14], [24])
+CPU_KERNEL = "aten::_scaled_dot_product_flash_attention_for_cpu"
+METHODS = {"ring": (2,), "alltoall": (2,), "allgather": (2,), "ulysses": (2,), "hybrid": (2, 2)}
+
+
+def core_of(method: str, heads: tuple[int, int] = (4, 2)) -> ContextParallel:
+    mesh = init_device_mesh("cpu", METHODS[method])
+    return ContextParallel(mesh, method=method, heads=heads[0], kv_heads=heads[1])
+
+
+def checks(name: str) -> set[str]:
+    """What torch says of an operator on this rank."""
+    warnings.simplefilter("ignore")
+    core = core_of(name if name in METHODS else "ulysses")
+    boundaries_BD = starts([9, 1, 14], [24], width=6)
+    q, k, v = (core.shard(x.detach(), boundaries_BD) for x in inputs(boundaries_BD))
+    if name == "to_heads":
+        arguments: tuple[Any, ...] = (q.requires_grad_(), core.ulysses_group, 2)
+        return set(torch.library.opcheck(ulysses._to_heads, arguments).values())
+    if name == "to_tokens":
+        heads = ulysses.to_heads(q, core.ulysses_group, 2)
+        return set(torch.library.opcheck(ulysses._to_tokens, (heads.requires_grad_(), core.ulysses_group, 2)).values())
+    options = (name, core.layout, core.ring_group, torch.float32, "auto")
+    out, lse = rotation._attention(q, k, v, boundaries_BD, *options)
+    backward = (torch.ones_like(out), q, k, v, out, lse, boundaries_BD, *options)
+    found = set(torch.library.opcheck(rotation._attention_backward, backward).values())
+    given = [x.clone().requires_grad_() for x in (q, k, v)]
+    return found | set(torch.library.opcheck(rotation._attention, (*given, boundaries_BD, *options)).values())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["ring", "alltoall", "allgather", "to_heads", "to_tokens"])
+def test_every_operator_passes_the_checks_of_torch(name: str) -> None:
+    assert run_ranks(checks, 2, name) == [{"SUCCESS"}] * 2
+
+
+def compilations(method: str) -> tuple[int, float]:
+    """How often three batches with other documents were compiled, and the largest error."""
+    warnings.simplefilter("ignore")
+    core = core_of(method)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(core.__call__, backend=counter, fullgraph=True)
+    worst = 0.0
+    for boundaries_BD in (starts([64], width=6), starts([7, 1, 56], width=6), starts([1, 2, 3, 50, 8])):
+        given = inputs(boundaries_BD)
+        *expected, _ = run(dense, given, boundaries_BD)
+        for ours, right in zip(shared(Called(core, compiled), given, boundaries_BD), expected, strict=True):  # type: ignore[arg-type]
+            worst = max(worst, abs(ours - right).max().item())
+    return counter.frame_count, worst
+
+
+class Called:
+    """A core whose call is another function."""
+
+    def __init__(self, core: ContextParallel, function: Any) -> None:
+        self.shard, self.unshard, self.function = core.shard, core.unshard, function
+
+    def __call__(self, *arguments: Tensor) -> Tensor:
+        out: Tensor = self.function(*arguments)
+        return out
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("method", METHODS)
+def test_three_layouts_of_documents_cost_one_compilation_without_a_break(method: str) -> None:
+    for compiled, error in run_ranks(compilations, prod(METHODS[method]), method):
+        assert compiled == 1
+        assert error <= 1e-12
+
+
+def trained(method: str, *, compiled: bool) -> dict[str, tuple[int, float]]:
+    """By policy: attention kernels that ran in one pass of a model, and the largest error of losses and gradients."""
+    warnings.simplefilter("ignore")
+    losses, expected = gradients(small_model(), BATCH)
+    core = core_of(method, (SMALL.num_heads, SMALL.num_kv_heads))
+    found = {}
+    for policy in get_args(recompute.Policy):
+        model = small_model()
+        install(model, core, kernel="auto")
+        recompute.apply(model, policy=policy)
+        if compiled:
+            for block in model.layers():
+                block.compile(fullgraph=True, backend="aot_eager")
+            one_pass(model, core)
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            ours = one_pass(model, core)
+        worst = abs(core.unshard(ours, BATCH.boundaries) - losses).max().item()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            distributed.all_reduce(parameter.grad)
+            worst = max(worst, abs(parameter.grad - expected[name]).max().item())
+        found[policy] = sum(event.name == CPU_KERNEL for event in profiler.events() or ()), worst
+    return found
+
+
+def one_pass(model: Transformer, core: ContextParallel) -> Tensor:
+    model.zero_grad()
+    losses: Tensor = model(core.shard_batch(BATCH))
+    (losses.sum() / BATCH.num_targets()).backward()
+    return losses.detach()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("method", "compiled"),
+    [
+        *((method, False) for method in METHODS),
+        ("ring", True),
+        *(pytest.param(method, True, marks=pytest.mark.slow) for method in METHODS if method != "ring"),
+    ],
+)
+def test_attention_runs_once_where_it_is_kept_and_twice_where_nothing_is(method: str, *, compiled: bool) -> None:
+    for found in run_ranks(partial(trained, compiled=compiled), prod(METHODS[method]), method):
+        kernels = {policy: count for policy, (count, _) in found.items()}
+        assert max(error for _, error in found.values()) <= 1e-12
+        assert kernels["none"] >= SMALL.num_layers
+        assert kernels == {"none": kernels["none"], "full": 2 * kernels["none"], "keep_attention": kernels["none"]}
+
+
+# ---- traffic
+
+
+class Sent(TorchDispatchMode):
+    """Every collective that starts inside, with the bytes of what it sends to others."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self.calls: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function._schema.name.removeprefix("c10d::")
+        if name == "send":
+            self.calls.append((name, args[0][0].nbytes))
+        elif name == "alltoall_base_":
+            # With splits, all of it goes to one other rank; without, a part stays.
+            self.calls.append((name, args[1].nbytes if args[4] else args[1].nbytes * (self.ranks - 1) // self.ranks))
+        elif name == "_allgather_base_":
+            self.calls.append((name, args[1].nbytes * (self.ranks - 1)))
+        elif name == "_reduce_scatter_base_":
+            self.calls.append((name, args[1].nbytes * (self.ranks - 1) // self.ranks))
+        return function(*args, **(kwargs or {}))
+
+
+def traffic(method: str, dtype: torch.dtype, tokens: int, wire: torch.dtype) -> list[list[tuple[str, int]]]:
+    """What one layer sends forward, and backward: bodies of the operators, which a mode does not look into."""
+    ranks = distributed.get_world_size()
+    group = distributed.group.WORLD
+    assert group is not None
+    boundaries_BD = starts([tokens])
+    mesh = init_device_mesh("cpu", (ranks,))
+    core = ContextParallel(mesh, method=method, heads=8, kv_heads=2)
+    q, k, v = (core.shard(x.detach().to(dtype), boundaries_BD) for x in inputs(boundaries_BD, (8, 2)))
+    if method == "ulysses":
+        with Sent(ranks) as forward:
+            for x in (q, k, v):
+                ulysses._to_heads._init_fn(
+                    x.repeat_interleave(max(1, ranks // x.shape[2]), dim=2), core.ulysses_group, ranks
+                )
+            ulysses._to_tokens._init_fn(ulysses.to_heads(q, core.ulysses_group, ranks), core.ulysses_group, ranks)
+        return [forward.calls, forward.calls]
+    share = Share(rotation.layouts(boundaries_BD, core.layout, ring=ranks, held=q.shape[1]), group.rank(), wire=wire)
+    q, k, v = (x[0] for x in (q, k, v))
+    if method == "allgather":
+        from parallelisms.context import gather
+
+        moves: Any = {"gather": partial(collectives.gather, group=group)}
+        step: Any = gather
+        backward_moves = moves | {"reduce_scatter": partial(collectives.reduce_scatter, group=group)}
+    else:
+        step = ring
+        moves = backward_moves = {"rotate": partial(rotation.HOPS[method], group=group)}
+    with Sent(ranks) as forward:
+        out, lse = step.forward(q, k, v, share, **moves)
+    with Sent(ranks) as backward:
+        step.backward(out, q, k, v, out, lse, share, **backward_moves)
+    return [forward.calls, backward.calls]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_ring_makes_one_hop_less_than_it_has_ranks_and_three_times_as_many_in_all(ranks: int) -> None:
+    tokens, kv_heads, width = 64, 2, 8
+    hop = 2 * (tokens // ranks) * kv_heads * width
+    for method, name in (("ring", "send"), ("alltoall", "alltoall_base_")):
+        for forward, backward in run_ranks(traffic, ranks, method, torch.bfloat16, tokens, torch.float32):
+            assert forward == [(name, hop * 2)] * (ranks - 1)
+            assert sorted(backward) == sorted([(name, hop * 2), (name, hop * 4)] * (ranks - 1))
+
+
+@pytest.mark.ranks
+def test_gradients_of_keys_and_values_travel_in_the_type_that_is_asked_for() -> None:
+    for wire, size in ((torch.bfloat16, 2), (torch.float32, 4)):
+        _, backward = run_ranks(traffic, 2, "ring", torch.bfloat16, 64, wire)[0]
+        assert [sent for _, sent in backward] == [2 * 32 * 2 * 8 * 2, 2 * 32 * 2 * 8 * size]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gathering_takes_one_collective_forward_and_two_backward_and_as_many_bytes_as_a_ring(ranks: int) -> None:
+    tokens, kv_heads, width = 64, 2, 8
+    others = 2 * tokens * kv_heads * width * (ranks - 1) // ranks
+    for forward, backward in run_ranks(traffic, ranks, "allgather", torch.bfloat16, tokens, torch.float32):
+        assert forward == [("_allgather_base_", others * 2)]
+        assert backward == [("_allgather_base_", others * 2), ("_reduce_scatter_base_", others * 4)]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ulysses_sends_what_its_formula_says(ranks: int) -> None:
+    tokens, heads, kv_heads, width = 64, 8, 2, 8
+    for forward, _ in run_ranks(traffic, ranks, "ulysses", torch.bfloat16, tokens, torch.float32):
+        sent = sum(size for _, size in forward)
+        assert sent == (2 * heads + 2 * max(kv_heads, ranks)) * (tokens // ranks) * width * 2 * (ranks - 1) // ranks
+
+
+def calls_through_the_core(method: str) -> list[str]:
+    warnings.simplefilter("ignore")
+    core = core_of(method)
+    q, k, v = (core.shard(x.detach()).requires_grad_() for x in inputs(starts([64])))
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        core(q, k, v).sum().backward()
+    return [event.name for event in profiler.events() or () if event.name.startswith("c10d::")]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("ring", {"c10d::send": 3, "c10d::recv_": 3}),
+        ("alltoall", {"c10d::alltoall_base_": 3}),
+        ("allgather", {"c10d::_allgather_base_": 2, "c10d::_reduce_scatter_base_": 1}),
+        ("ulysses", {"c10d::alltoall_base_": 8}),
+    ],
+)
+def test_nothing_else_is_sent_on_two_ranks(method: str, expected: dict[str, int]) -> None:
+    for names in run_ranks(calls_through_the_core, 2, method):
+        assert {name: names.count(name) for name in names} == expected
+
+
+def repeated(method: str) -> bool:
+    core = core_of(method)
+    boundaries_BD = starts([20, 44])
+    given = inputs(boundaries_BD)
+    first, second = (shared(core, given, boundaries_BD) for _ in range(2))
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("method", METHODS)
+def test_the_same_input_gives_the_same_bits(method: str) -> None:
+    assert all(run_ranks(repeated, prod(METHODS[method]), method))

@@ -1,0 +1,302 @@
+"""The sections of a configuration: every key, its type, its range and, in its docstring, its `--help`.
+
+Nothing here imports torch. What keys of several sections mean together is `trainer/config.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from models import FAMILIES
+from models.config import ModelConfig
+from parallelisms.rules import AXES
+
+
+def _not_empty(value: object) -> object:
+    # An unset variable in a shell, which as a path would mean the current folder.
+    if value == "":
+        raise ValueError("must not be empty")
+    return value
+
+
+Count = Annotated[int, Field(ge=1)]
+Amount = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Location = Annotated[Path, BeforeValidator(_not_empty)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+COPY = "copy"  # the corpus that is made up: trainer/data/copy.py
+
+
+class Section(BaseModel):
+    """What every section is: frozen, without unknown keys, each field documented by the string below it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class JobSection(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
+    """Name of the run: letters, digits, `.`, `_` and `-`."""
+    output_dir: Location | None = None
+    """The run folder: configuration, metrics, checkpoints, TensorBoard files. Left out: `outputs/<job.name>`."""
+
+
+class RopeSection(Section):
+    kind: Literal["default", "llama3"] | None = None
+    """How frequencies are stretched: `default` (not at all), or `llama3` (by wavelength, as Llama 3.1 does)."""
+    theta: Positive | None = None
+    """Base of the rotary frequencies."""
+    factor: Annotated[float, Field(ge=1)] | None = None
+    """By how much the context is extended beyond `original_length`."""
+    low_freq_factor: Positive | None = None
+    """`llama3`: wavelengths above `original_length / low_freq_factor` are stretched by the whole factor."""
+    high_freq_factor: Positive | None = None
+    """`llama3`: wavelengths below `original_length / high_freq_factor` stay as they are."""
+    original_length: Count | None = None
+    """Tokens of context that the frequencies were first trained for."""
+
+
+class ModelSection(Section):
+    """A preset, and what differs from it: a key that is left out is the preset's."""
+
+    family: str = "llama3"
+    """Family of presets."""
+    size: str = "debug"
+    """Preset of that family."""
+    vocab_size: Count | None = None
+    """Rows of the embedding and of the head; at least the tokenizer's vocabulary."""
+    dim: Count | None = None
+    """Width of the residual stream."""
+    num_layers: Count | None = None
+    """Transformer blocks."""
+    num_heads: Count | None = None
+    """Query heads."""
+    num_kv_heads: Count | None = None
+    """Key and value heads; `num_heads` must be a multiple."""
+    head_dim: Count | None = None
+    """Width of a head."""
+    ffn_dim: Count | None = None
+    """Inner width of the feed-forward."""
+    norm_eps: Positive | None = None
+    """Epsilon of every RMSNorm."""
+    tie_embeddings: bool | None = None
+    """Whether the head uses the embedding's weight."""
+    rope: RopeSection = RopeSection()
+    """Rotary position embedding, where it differs from the preset's."""
+
+    def build(self) -> ModelConfig:
+        """The preset with the keys given here put over it. The family and size must exist."""
+        preset = FAMILIES[self.family][self.size]
+        given: dict[str, Any] = {
+            key: value for key, value in self if value is not None and key not in ("family", "size", "rope")
+        }
+        rope: dict[str, Any] = {key: value for key, value in self.rope if value is not None}
+        return dataclasses.replace(preset, **given, rope=dataclasses.replace(preset.rope, **rope))
+
+    def problems(self) -> list[str]:
+        if self.family not in FAMILIES:
+            return [f'model.family = "{self.family}" is unknown; there are {", ".join(FAMILIES)}']
+        sizes = FAMILIES[self.family]
+        if self.size not in sizes:
+            return [f'model.size = "{self.size}" is unknown; family "{self.family}" has {", ".join(sizes)}']
+        built = self.build()
+        if self.rope.factor is not None and built.rope.kind == "default":
+            return [f'model.rope.factor = {self.rope.factor} has no use with model.rope.kind = "default"']
+        return built.problems()
+
+
+class TokenizerSection(Section):
+    kind: Literal["byte", "tiktoken", "sentencepiece"] = "byte"
+    """`byte` needs no file; `tiktoken` reads a BPE file (Llama 3's `tokenizer.model`), `sentencepiece` a model."""
+    path: Location | None = None
+    """The tokenizer's file; none for `byte`."""
+
+    def problems(self) -> list[str]:
+        if self.kind == "byte":
+            return (
+                [] if self.path is None else [f'tokenizer.path = "{self.path}" has no use with tokenizer.kind = "byte"']
+            )
+        if self.path is None:
+            return [f'tokenizer.kind = "{self.kind}" needs tokenizer.path, the file to read']
+        if not (_is_there(self.path) and self.path.is_file()):
+            return [f'tokenizer.path = "{self.path}" is not a file']
+        return []
+
+
+class DataSection(Section):
+    corpus: Annotated[str, BeforeValidator(_not_empty)] = "python-stdlib"
+    """`python-stdlib` (the sources of the running interpreter's library), `copy` (rows that repeat random tokens, without text or tokenizer), or a text or `.jsonl` file, or a folder."""
+    copy_period: Count | None = None
+    """`copy` corpus: tokens after which a row repeats itself; left out: half of training.seq_len."""
+    documents: Literal["file", "repository"] = "file"
+    """What is one document: a file (or a line of `.jsonl`), or all files of one top-level folder in path order."""
+    max_document: Annotated[int, Field(ge=3)] | None = None
+    """Longest document in tokens, its first and last special ones included; longer ones are cut into several. Left out: uncut."""
+    packing: Literal["best_fit", "concat", "single"] = "best_fit"
+    """How documents fill rows: best-fit, end to end, or one per row."""
+    mask: Literal["document", "none"] = "document"
+    """Whether attention stays inside a document."""
+    bad_files: Literal["skip", "refuse"] = "skip"
+    """What to do about a file that cannot be read as text: name and skip it, or name it and stop."""
+    cache_dir: Location = Path("prepared")
+    """Where tokenized corpora are kept."""
+
+    def problems(self) -> list[str]:
+        found = []
+        if self.corpus not in ("python-stdlib", COPY) and not _is_there(Path(self.corpus)):
+            known = f'"python-stdlib", "{COPY}"'
+            found.append(f'data.corpus = "{self.corpus}" is neither {known} nor an existing file or folder')
+        if self.copy_period is not None and self.corpus != COPY:
+            found.append(f'data.copy_period = {self.copy_period} has no use with data.corpus = "{self.corpus}"')
+        return found
+
+
+class TrainingSection(Section):
+    seq_len: Annotated[int, Field(ge=2)] = 2048
+    """Tokens in a row."""
+    global_batch_size: Count = 8
+    """Rows in one update, over all ranks and micro-batches."""
+    micro_batch_size: Count = 1
+    """Rows that a rank carries through the model at once."""
+    steps: Count = 100
+    """Updates in the whole run."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Decides initial weights and the order of the data."""
+    dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
+    """`bfloat16`: compute in bfloat16 over float32 weights; `float32`; `float64`: everything, to prove parity."""
+    reduce_dtype: Literal["bfloat16", "float32"] = "float32"
+    """Type in which bfloat16 gradients are summed over ranks; float32 and float64 runs keep their own."""
+    attention: Literal["auto", "flash", "cudnn", "efficient", "plain", "fa3", "fa4"] = "auto"
+    """Kernel of attention on CUDA; `auto` takes what suits device, type and documents, and says so. A CPU has one."""
+    compile: bool = False
+    """Compile each block with torch.compile."""
+    deterministic: bool = False
+    """Refuse kernels whose result depends on timing."""
+    gc_interval: Count = 50
+    """Updates between collections of Python's garbage, at the same step on all ranks; automatic collection is off."""
+
+
+class ParallelismSection(Section):
+    dp_replicate: Count = 1
+    """Replicas of the sharded model (HSDP)."""
+    dp_shard: Count | None = None
+    """Ranks over which parameters, gradients and optimizer state are sharded (FSDP2). Left out: the remaining ranks."""
+    cp: Count = 1
+    """Ranks that share one row's tokens (context parallelism)."""
+    cp_method: Literal["auto", "allgather", "ring", "alltoall", "ulysses", "hybrid"] = "auto"
+    """How they attend to each other's tokens: keys and values are gathered, go round a ring or are sent one by one; heads are exchanged for tokens (`ulysses`); or both (`hybrid`)."""
+    cp_layout: Literal["auto", "headtail", "balanced", "doc_headtail", "contiguous"] = "auto"
+    """Which tokens of a row each of them holds. `auto` takes what suits the method."""
+    cp_ulysses: Count | None = None
+    """`hybrid`: ranks that exchange heads. Left out: as many as a node's ranks and the heads allow."""
+    cp_outer: Literal["auto", "ring", "alltoall", "allgather"] = "auto"
+    """`hybrid`: how keys and values reach the other groups of `cp_ulysses` ranks."""
+    cp_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which gradients of keys and values travel between cp ranks in bfloat16 runs; float32 and float64 runs keep their own."""
+    node_ranks: Count = 8
+    """Ranks joined by fast links (NVLink): `auto` and `hybrid` exchange heads only among them."""
+    tp: Count = 1
+    """Ranks that share each matrix (tensor parallelism)."""
+    pp: Count = 1
+    """Stages that share the layers (pipeline parallelism)."""
+    reshard_after_forward: bool = True
+    """Whether a block's gathered weights are freed after its forward and gathered again for its backward."""
+
+    def degrees(self, world_size: int) -> dict[str, int]:
+        """The size of each axis, in mesh order; an axis that was left out takes the remaining ranks."""
+        stated = {axis: getattr(self, axis) or 1 for axis in AXES}
+        if self.dp_shard is None:
+            stated["dp_shard"] = max(1, world_size // prod(stated.values()))
+        return stated
+
+    def problems(self, world_size: int) -> list[str]:
+        found = [
+            f"parallelism.{axis} = {getattr(self, axis)} is not supported yet; it must be 1"
+            for axis in ("tp", "pp")
+            if getattr(self, axis) > 1
+        ]
+        degrees = self.degrees(world_size)
+        if prod(degrees.values()) != world_size:
+            product = " x ".join(f"{axis} {size}" for axis, size in degrees.items())
+            found.append(f"the mesh {product} needs {prod(degrees.values())} processes, but there are {world_size}")
+        return found
+
+
+class MemorySection(Section):
+    recompute: Literal["none", "full", "keep_attention"] = "none"
+    """What the backward pass computes again instead of keeping: nothing, every block, or (`keep_attention`) everything but attention's output and log-sum-exp."""
+    head_chunk_mib: Count = 256
+    """Memory for one chunk of logits, in MiB; logits never exist whole."""
+
+
+class OptimizerSection(Section):
+    name: Literal["adamw"] = "adamw"
+    """AdamW (Loshchilov & Hutter, 2019)."""
+    lr: Positive = 3e-4
+    """Highest learning rate, reached after warm-up."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """Decay of the first and of the second moment."""
+    eps: Positive = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Decoupled decay of matrices; norms are not decayed."""
+    max_grad_norm: Positive = 1.0
+    """Gradients are scaled down to this norm over the whole mesh; a huge value only measures."""
+
+
+class ScheduleSection(Section):
+    kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """After warm-up: half a cosine, a line, warm-up-stable-decay (constant, then a line), or constant."""
+    warmup_steps: Amount = 0
+    """Updates over which the learning rate rises from zero."""
+    decay_steps: Count | None = None
+    """`wsd`: updates of the final decay. Left out: a tenth of the run."""
+    final: Fraction = 0.1
+    """Learning rate at the last update, as a fraction of the highest."""
+
+
+class CheckpointSection(Section):
+    enabled: bool = True
+    """Whether checkpoints are written, and resumed from."""
+    interval: Count = 500
+    """Updates between checkpoints; the last update is always saved."""
+    keep: Count = 3
+    """Newest checkpoints that are kept."""
+
+
+class MetricsSection(Section):
+    log_interval: Count = 10
+    """Updates between lines of metrics; the first and the last update are always logged."""
+    peak_flops: Positive | None = None
+    """Peak dense FLOP/s of a device, for MFU. Left out: looked up; a CPU has none, so MFU is absent there."""
+    tensorboard: bool = True
+    """Whether TensorBoard files are written."""
+
+
+class ProfilerSection(Section):
+    trace_step: Count | None = None
+    """First update of a torch.profiler trace, written to `logs/`. Left out: no trace."""
+    trace_steps: Count = 1
+    """Updates that the trace covers."""
+    memory_step: Count | None = None
+    """First update whose CUDA allocations are recorded, written to `logs/`, also when memory runs out."""
+    memory_steps: Count = 1
+    """Updates that the recording of memory covers."""
+
+
+class DistributedSection(Section):
+    timeout_minutes: Count = 30
+    """How long a collective may take before the run is given up; the first includes set-up and compilation."""
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # A name that is too long, or a folder that may not be looked into.
+        return False
