@@ -1,12 +1,16 @@
 """What sharing a row costs, rank by rank in one process: no transport, all of the arithmetic.
 
-    python benchmarks/context_parallel.py [--tokens 16384] [--cp 2 4 8] [--heads 8 2] [--rounds 3] [--packed]
-                                          [--device cuda --dtype bfloat16 --kernel flash]
+    python -m benchmarks.context_parallel [--tokens 16384] [--cp 2 4 8] [--heads 8 2] [--methods ring] [--rounds 3]
+                                          [--packed] [--device cuda --dtype bfloat16 --kernel flash]
+    python -m benchmarks.context_parallel --balance
 
 Every rank's forward and backward pass of one layer's attention runs alone, with what it would receive put into its
 hands, and is timed (CPU-seconds of one thread, or CUDA events). The slowest rank is compared with the ideal: the time
 of the whole row in one process, divided by the number of ranks. Also: attended pairs of the busiest rank over the
 mean, bytes that a rank sends (counted as it hands them over), and the peak of what it allocates on top of its inputs.
+
+--balance prints, for twenty rows each of 128K tokens packed with documents of several kinds, the largest ratio of the
+busiest rank's attended pairs to the mean; nothing is timed.
 """
 
 from __future__ import annotations
@@ -28,10 +32,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from models import causal
-from parallelisms.context import gather, ring, tasks
+from parallelisms.context import gather, ring
 from parallelisms.context.layout import SeqLayout
 from parallelisms.context.tasks import Share
-from parallelisms.rules import ContextPlan, repeats
+from parallelisms.rules import METHODS, ContextPlan, Layout, repeats
 
 Job = Callable[[], None]
 
@@ -60,11 +64,17 @@ class Wire:
     received: list[Tensor]
     sent: int = 0
     step: int = 0
+    passing: int = 0
 
     def rotate(self, x: Tensor) -> Arrived:
+        """Keys and values come from the rank before; of gradients only the size matters."""
         self.sent += x.nbytes
+        if self.step and x.data_ptr() != self.passing:
+            return Arrived(torch.zeros_like(x))
         self.step += 1
-        return Arrived(self.received[self.step % len(self.received)] if x.dtype == self.received[0].dtype else x)
+        arrived = self.received[self.step].clone()
+        self.passing = arrived.data_ptr()
+        return Arrived(arrived)
 
     def gather(self, x: Tensor) -> Arrived:
         self.sent += x.nbytes * (len(self.received) - 1)
@@ -72,7 +82,7 @@ class Wire:
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         self.sent += x.nbytes * (len(self.received) - 1) // len(self.received)
-        return x[0]
+        return x[0].clone()
 
 
 @dataclass(frozen=True)
@@ -131,7 +141,7 @@ def whole(item: Item, heads: int, kv_heads: int) -> Job:
     """Forward and backward of all tokens in one process."""
     q, grad = (item.draw(item.tokens, heads) for _ in range(2))
     k, v = (item.draw(item.tokens, kv_heads) for _ in range(2))
-    squares = causal.squares(torch.tensor([item.boundaries], dtype=torch.int32), item.tokens)
+    squares = causal.squares(torch.tensor([item.boundaries], dtype=torch.int32), 1, item.tokens)
 
     def job() -> None:
         out, lse = causal.forward(q, k, v, squares, kernel=item.kernel)
@@ -151,24 +161,26 @@ def shares(item: Item, plan: ContextPlan) -> Iterator[tuple[Job, Wire]]:
     held = item.tokens // plan.ring
     everyone = [torch.stack([item.draw(held, kv_heads) for _ in range(2)]) for _ in range(plan.ring)]
     for rank in range(plan.ring):
-        yield share_of(item, plan, Share(rows, rank, item.kernel), everyone, heads)
+        yield share_of(item, plan, Share(rows, rank), everyone, heads)
 
 
 def share_of(item: Item, plan: ContextPlan, share: Share, everyone: list[Tensor], heads: int) -> tuple[Job, Wire]:
     k, v = everyone[share.rank]
     q, grad = (item.draw(k.shape[0], heads) for _ in range(2))
     wire = Wire([everyone[(share.rank - step) % plan.ring] for step in range(plan.ring)])
-    tasks.own(share.rows, share.rank)
+    kernel = item.kernel
 
     def job() -> None:
         wire.sent = wire.step = 0
         if plan.rotation == "allgather":
-            out, lse = gather.forward(q, k, v, share, gather=wire.gather)
-            gather.backward(grad, q, k, v, out, lse, share, gather=wire.gather, reduce_scatter=wire.reduce_scatter)
+            out, lse = gather.forward(q, k, v, share, gather=wire.gather, kernel=kernel)
+            saved = (grad, q, k, v, out, lse, share)
+            reduce = wire.reduce_scatter
+            gather.backward(*saved, gather=wire.gather, reduce_scatter=reduce, wire=torch.float32, kernel=kernel)
             return
-        out, lse = ring.forward(q, k, v, share, rotate=wire.rotate)
+        out, lse = ring.forward(q, k, v, share, rotate=wire.rotate, kernel=kernel)
         wire.step = 0
-        ring.backward(grad, q, k, v, out, lse, share, rotate=wire.rotate)
+        ring.backward(grad, q, k, v, out, lse, share, rotate=wire.rotate, wire=torch.float32, kernel=kernel)
 
     return job, wire
 
@@ -230,6 +242,32 @@ def row(item: Item, plan: ContextPlan, rounds: int) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+KINDS: dict[str, Callable[[random.Random, int], float]] = {
+    "log-normal, mean 16K": lambda draw, _: draw.lognormvariate(9.2, 1.0),
+    "log-normal, mean 2K": lambda draw, _: draw.lognormvariate(6.9, 1.2),
+    "Pareto, from 256": lambda draw, _: 256 * draw.paretovariate(1.1),
+    "half the row, then short": lambda draw, number: 2**16 if number == 0 else draw.uniform(1, 2000),
+    "one document": lambda *_: 2**17,
+}
+
+
+def balance(rows: int = 20, tokens: int = 2**17) -> None:
+    out = sys.stdout.write
+    layouts: tuple[Layout, ...] = ("contiguous", "headtail", "doc_headtail", "balanced")
+    out(f"| {tokens // 1024}K tokens, documents | cp | {' | '.join(layouts)} |\n|---|---|---|---|---|---|\n")
+    for name, length in KINDS.items():
+        for cp in (4, 8, 16):
+            worst = dict.fromkeys(layouts, 0.0)
+            for seed in range(rows):
+                draw, ends = random.Random(seed), [0]
+                while ends[-1] < tokens:
+                    ends.append(min(tokens, ends[-1] + max(1, int(length(draw, len(ends) - 1)))))
+                for layout in layouts:
+                    work = SeqLayout(layout, cp, tuple(ends)).work()
+                    worst[layout] = max(worst[layout], max(work) * cp / sum(work))
+            out(f"| {name} | {cp} | {' | '.join(f'{ratio:.3f}' for ratio in worst.values())} |\n")
+
+
 def documents(tokens: int, *, packed: bool) -> tuple[int, ...]:
     """One document, or a row of long-tailed ones (log-normal, median 1K)."""
     if not packed:
@@ -259,11 +297,16 @@ def main() -> None:
     parser.add_argument("--heads", type=int, nargs=2, default=[8, 2], metavar=("QUERY", "KEY_VALUE"))
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--packed", action="store_true")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--kernel", default="auto")
+    parser.add_argument("--balance", action="store_true")
     given = parser.parse_args()
+    if given.balance:
+        balance()
+        return
     torch.set_num_threads(1)
     torch.manual_seed(0)
     heads, kv_heads = given.heads
@@ -281,6 +324,8 @@ def main() -> None:
         )
         for cp in given.cp:
             for plan in plans(cp, item, packed=given.packed):
+                if plan.chosen not in given.methods:
+                    continue
                 out(row(item, plan, given.rounds) + "\n")
                 sys.stdout.flush()
 

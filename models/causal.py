@@ -10,7 +10,7 @@ D document starts and the row's end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from models import kernels
-from models.kernels import Rectangle
+from models.kernels import Rectangle, Work
+
+Boundaries = tuple[tuple[int, ...], ...]
 
 
 def attention(
@@ -39,7 +41,7 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:
     rows, tokens = q_BSNH.shape[:2]
     q, k, v = (x.flatten(0, 1) for x in (q_BSNH, k_BSKH, v_BSKH))
-    out_XNH, lse_NX = forward(q, k, v, squares(boundaries_BD, tokens), kernel=kernel)
+    out_XNH, lse_NX = forward(q, k, v, squares(boundaries_BD, rows, tokens), kernel=kernel)
     return out_XNH.unflatten(0, (rows, tokens)), by_row(lse_NX, rows)
 
 
@@ -55,17 +57,17 @@ def _attention_backward(
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad, q, k, v, out = (x.flatten(0, 1) for x in (grad_BSNH, q_BSNH, k_BSKH, v_BSKH, out_BSNH))
-    tokens = squares(boundaries_BD, q_BSNH.shape[1])
-    dq, dk, dv = backward(grad, q, k, v, out, laid_out(lse_BNS), tokens, kernel=kernel)
+    documents = squares(boundaries_BD, *q_BSNH.shape[:2])
+    dq, dk, dv = backward(grad, q, k, v, out, laid_out(lse_BNS), documents, kernel=kernel)
     return dq.view_as(q_BSNH), dk.view_as(k_BSKH), dv.view_as(v_BSKH)
 
 
 def forward(
-    q_XNH: Tensor, k_XKH: Tensor, v_XKH: Tensor, squares: Sequence[Rectangle], *, kernel: str = "auto"
+    q_XNH: Tensor, k_XKH: Tensor, v_XKH: Tensor, squares: Work, *, kernel: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp [N, X] of squares that cover all tokens; below autograd."""
-    parts = kernels.attend(q_XNH, k_XKH, v_XKH, squares, causal=True, kernel=kernel)
-    if len(squares) == 1:
+    parts = kernels.attend(q_XNH, k_XKH, v_XKH, squares, kernel=kernel)
+    if len(squares.rectangles) == 1:
         _, out, lse = next(parts)
         return out.contiguous(), lse.contiguous()
     out_XNH = torch.empty_like(q_XNH, memory_format=torch.contiguous_format)
@@ -83,14 +85,14 @@ def backward(
     v_XKH: Tensor,
     out_XNH: Tensor,
     lse_NX: Tensor,
-    squares: Sequence[Rectangle],
+    squares: Work,
     *,
     kernel: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v from squares that cover all tokens, in their types; below autograd."""
     inputs = (grad_XNH, q_XNH, k_XKH, v_XKH, out_XNH, lse_NX)
-    parts = kernels.attend_backward(*inputs, squares, causal=True, kernel=kernel)
-    if len(squares) == 1:
+    parts = kernels.attend_backward(*inputs, squares, kernel=kernel)
+    if len(squares.rectangles) == 1:
         _, _, *grads = next(parts)
         dq, dk, dv = (x.contiguous() for x in grads)
         return dq, dk, dv
@@ -101,28 +103,40 @@ def backward(
     return dq, dk, dv
 
 
-def squares(boundaries_BD: Tensor, tokens: int) -> tuple[Rectangle, ...]:
-    """The documents of all rows, laid end to end.
+def squares(boundaries_BD: Tensor, rows: int, tokens: int) -> Work:
+    """The documents of all rows, laid end to end. Raises ValueError as `integers` and `checked` do."""
+    return _squares(integers(boundaries_BD, rows), tokens)
 
-    Raises ValueError unless boundaries are int32 on the host and every row's run from 0 to `tokens`, ascending.
-    """
-    return tuple(
-        Rectangle(*(row * tokens + at for at in (start, end, start, end)))
-        for row, boundaries in enumerate(checked(boundaries_BD, tokens))
-        for start, end in pairwise(boundaries)
-        if end > start
+
+@lru_cache(maxsize=64)
+def _squares(rows: Boundaries, tokens: int) -> Work:
+    # Every layer asks for the same, and a batch ahead may have been asked for.
+    return Work(
+        (
+            Rectangle(*(row * tokens + at for at in (start, end, start, end)))
+            for row, boundaries in enumerate(checked(rows, tokens))
+            for start, end in pairwise(boundaries)
+            if end > start
+        ),
+        causal=True,
     )
 
 
-def checked(boundaries_BD: Tensor, tokens: int) -> list[list[int]]:
-    """Boundaries as integers, row by row; raises ValueError as `squares` does."""
+def integers(boundaries_BD: Tensor, rows: int) -> Boundaries:
+    """Boundaries row by row. Raises ValueError unless they are int32 on the host, and of so many rows."""
     if boundaries_BD.device.type != "cpu" or boundaries_BD.dtype != torch.int32:
         where, what = boundaries_BD.device, boundaries_BD.dtype
         raise ValueError(f"boundaries must be int32 on the host, not {what} on {where}")
-    rows: list[list[int]] = boundaries_BD.tolist()
+    if (given := boundaries_BD.shape[0]) != rows:
+        raise ValueError(f"boundaries of {given} row{'s' * (given != 1)} do not fit a batch of {rows}")
+    return tuple(map(tuple, boundaries_BD.tolist()))
+
+
+def checked(rows: Boundaries, tokens: int) -> Boundaries:
+    """The same; raises ValueError unless every row's run from 0 to `tokens`, ascending."""
     for row in rows:
         if row[0] != 0 or row[-1] != tokens or any(end < start for start, end in pairwise(row)):
-            raise ValueError(f"boundaries {row} must ascend from 0 to the {tokens} tokens of the row")
+            raise ValueError(f"boundaries {list(row)} must ascend from 0 to the {tokens} tokens of the row")
     return rows
 
 
@@ -178,7 +192,8 @@ def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> No
 
 def _grad(ctx: Any, grad_BSNH: Tensor, grad_lse: None) -> tuple[Tensor | None, ...]:
     del grad_lse
-    return *_attention_backward(grad_BSNH, *ctx.saved_tensors, *ctx.options), None, None
+    # Kernels may plan for the strides of what they saw first.
+    return *_attention_backward(grad_BSNH.contiguous(), *ctx.saved_tensors, *ctx.options), None, None
 
 
 _attention.register_autograd(_grad, setup_context=save)

@@ -6,8 +6,7 @@ moves inside a model moves inside operators that have a backward of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -59,20 +58,19 @@ def named(group_name: str) -> ProcessGroup:
     return _resolve_process_group(cast(Any, group_name))
 
 
-@dataclass(frozen=True)
 class Pending:
-    """A tensor on its way."""
+    """A tensor on its way. What is sent is kept alive while it is read, and no longer than until the wait."""
 
-    result: Tensor
-    sent: Tensor
-    """Kept alive while it is read."""
-    works: tuple[distributed.Work, ...]
+    def __init__(self, result: Tensor, sent: Tensor, works: Sequence[distributed.Work]) -> None:
+        self._on_its_way = (result, sent, works)
 
     def wait(self) -> Tensor:
-        """The tensor, once it is here. On CUDA the device's queue waits, not the host."""
-        for work in self.works:
+        """The tensor, once it is here. On CUDA the device's queue waits, not the host. To be called once."""
+        result, _, works = self._on_its_way
+        del self._on_its_way
+        for work in works:
             work.wait()
-        return self.result
+        return result
 
 
 def rotate(x: Tensor, group: ProcessGroup) -> Pending:
@@ -82,7 +80,7 @@ def rotate(x: Tensor, group: ProcessGroup) -> Pending:
     rank, size = group.rank(), group.size()
     send = distributed.P2POp(distributed.isend, sent, group=group, group_peer=(rank + 1) % size)
     receive = distributed.P2POp(distributed.irecv, received, group=group, group_peer=(rank - 1) % size)
-    return Pending(received, sent, tuple(distributed.batch_isend_irecv([send, receive])))
+    return Pending(received, sent, distributed.batch_isend_irecv([send, receive]))
 
 
 def rotate_all_to_all(x: Tensor, group: ProcessGroup) -> Pending:

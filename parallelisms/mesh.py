@@ -25,7 +25,7 @@ from parallelisms.rules import AXES
 class Mesh:
     """The process groups of a run. `degrees` gives the size of each axis; their product is the world size.
 
-    `ulysses` neighbours of a cp axis exchange heads, where other ranks of it rotate keys and values: `hybrid`.
+    For `hybrid`, `ulysses` neighbours of the cp axis exchange heads, and such groups rotate keys and values.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Mesh:
         degrees: dict[str, int],
         *,
         rank: int,
-        ulysses: int = 1,
+        ulysses: int | None = None,
         timeout: timedelta | None = None,
     ) -> None:
         self.degrees = degrees
@@ -52,8 +52,8 @@ class Mesh:
         meshes = [self._weights, self._tokens]
         if cp > 1:
             # Its own groups: what attention sends must not queue behind what FSDP sends.
-            sizes = {"others": pp * replicate * shard, "rotate": cp // ulysses, "exchange": ulysses, "tp": tp}
-            shape = {axis: size for axis, size in sizes.items() if size > 1 or (axis == "rotate" and ulysses > 1)}
+            shared = {"cp": cp} if ulysses is None else {"rotate": cp // ulysses, "exchange": ulysses}
+            shape = {"others": pp * replicate * shard, **shared, "tp": tp}
             meshes.append(DeviceMesh(device_type, ranks.view(tuple(shape.values())), mesh_dim_names=tuple(shape)))
         self._context = meshes[-1]
         if timeout is not None:
@@ -80,8 +80,7 @@ class Mesh:
         """
         if self.degrees["cp"] == 1:
             raise ValueError("parallelism.cp = 1: no ranks share rows")
-        axes = tuple(axis for axis in ("rotate", "exchange") if axis in (self._context.mesh_dim_names or ()))
-        return self._context[axes]
+        return self._context["cp"] if self._context.ndim == 3 else self._context["rotate", "exchange"]
 
     @property
     def tokens(self) -> ProcessGroup:

@@ -86,12 +86,14 @@ class ContextPlan:
         """The layout of tokens over the ring."""
         if self.layout != "auto":
             return self.layout
+        if self.cp == 1:
+            return "contiguous"
         return "contiguous" if self.rotation is None else LAYOUTS[self.rotation][0]
 
     @property
     def multiple(self) -> int:
         """Rows must be a multiple of this many tokens."""
-        return self.cp if self.kind == "contiguous" or self.cp == 1 else 2 * self.cp
+        return self.cp if self.cp == 1 or self.kind == "contiguous" else 2 * self.cp
 
     def problems(self) -> list[str]:
         """Every rule that is broken, in words; empty when the plan can run."""
@@ -106,7 +108,7 @@ class ContextPlan:
             for key, name, known in asked
             if name not in ("auto", *known)
         ]
-        if found:
+        if found or self.cp == 1:
             return found
         if self.kv_heads < 1 or self.heads % self.kv_heads:
             found.append(f"{self.heads} query heads must be a multiple of {self.kv_heads} key/value heads")
@@ -135,17 +137,18 @@ class ContextPlan:
         return f"{self.chosen} ({parts}), layout {self.kind} ({self.reason})"
 
     def _inside_node(self) -> int:
-        """The most ranks of a node that can exchange heads."""
-        return max(u for u in range(1, self.cp + 1) if u <= self.node and self.cp % u == 0 and self.heads % u == 0)
+        """The most ranks that can exchange heads without leaving a node: those that divide it, cp and the heads."""
+        return gcd(self.node, self.cp, self.heads)
 
     def _choice(self) -> tuple[Method, str]:
         documents = "packed documents" if self.packed else "one document per row"
-        inside = self._inside_node()
-        if self.cp > self.node and inside > 1:
+        inside, one_node = self._inside_node(), self.node % self.cp == 0
+        if not one_node and inside > 1:
             return "hybrid", f"cp {self.cp} spans nodes of {self.node} ranks, {inside} of which divide the heads"
         # Where a ring must carry float32 gradients, heads are fewer bytes from this many ranks on.
         fewer_bytes = 2 * self.kv_heads * self.cp > self.heads + self.kv_heads
-        if self.cp <= self.node and self.heads % self.cp == 0 and (self.packed or fewer_bytes):
+        whole_heads = self.heads % self.cp == 0 and self.layout in ("auto", "contiguous")
+        if one_node and whole_heads and (self.packed or fewer_bytes):
             why = documents if self.packed else f"{documents}, fewer bytes than keys and values"
             return "ulysses", f"{self.heads} heads divide among {self.cp} ranks; {why}"
         undivided = "" if self.heads % self.cp == 0 else f"{self.heads} heads do not divide among {self.cp} ranks; "
@@ -153,7 +156,7 @@ class ContextPlan:
             return "allgather", f"{undivided}{documents} balance best when gathered"
         held = self.row_tokens * self.kv_heads * self.head_dim * GATHER_BYTES
         gib = f"gathering would hold {held / 2**30:.1f} GiB per layer"
-        if held <= GATHER_BUDGET:
+        if held <= GATHER_BUDGET or self.layout == "balanced":
             return "allgather", f"{undivided}{documents}; {gib}"
         return "ring", f"{undivided}{documents}; {gib}, more than {GATHER_BUDGET / 2**30:.0f}"
 

@@ -61,7 +61,7 @@ OTHER_COLLECTIVES = (
 )
 # Reads that wait for a device, or of boundaries, which are on the host by contract.
 WAITS = {
-    "models.causal": {"checked"},
+    "models.causal": {"integers"},
     "parallelisms.context": {"layouts", "require_agreement"},
     "parallelisms.collectives": {"max_over"},
     "trainer.hardware": {"seconds", "read"},

@@ -134,6 +134,8 @@ class Config(Section):
 
     def _attention_problems(self) -> list[str]:
         kernel, dtype = self.training.attention, self.training.dtype
+        if kernel == "cudnn" and self.training.deterministic:
+            return ['training.attention = "cudnn" is not deterministic, which training.deterministic = true asks for']
         types = {"efficient": ("bfloat16", "float32")} | dict.fromkeys(("flash", "cudnn", "fa3", "fa4"), ("bfloat16",))
         if kernel not in types or dtype in types[kernel]:
             return []

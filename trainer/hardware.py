@@ -11,7 +11,7 @@ from torch import Tensor
 
 from models import kernels
 from trainer.config import Config
-from trainer.status import ConfigError
+from trainer.status import BAD_CONFIGURATION, RankError
 
 GIB = 1 << 30
 
@@ -51,21 +51,23 @@ def refuse_nondeterminism() -> None:
 
 
 def attention_kernel(config: Config, device: torch.device) -> str:
-    """What `models.kernels` is to use, shown on this device to compute what matrix products do.
+    """The kernel of attention on this device, shown there to compute what matrix products do.
 
-    Activates FlashAttention 3 or 4 where asked for. Raises ConfigError where a kernel is missing, or wrong.
+    Activates FlashAttention 3 or 4 where asked for. Raises RankError where a kernel is missing, or wrong: devices
+    may differ.
     """
-    wanted = config.training.attention
+    wanted, compute = config.training.attention, getattr(torch, config.training.dtype)
+    asked = "flash" if wanted in ("fa3", "fa4") else wanted
+    name = kernels.choose(torch.empty(0, dtype=compute, device=device), asked)
     if device.type == "cpu":
-        return "plain" if wanted == "plain" else "auto"
-    compute, width = getattr(torch, config.training.dtype), config.model.build().head_dim
+        return name
     try:
         if wanted in ("fa3", "fa4"):
             torch.nn.attention.activate_flash_attention_impl(wanted.upper())
-        name = "flash" if wanted in ("fa3", "fa4") else wanted
-        kernels.check(name, device, compute, width=width)
+        kernels.check(name, device, compute, width=config.model.build().head_dim)
     except (ImportError, RuntimeError, ValueError) as error:
-        raise ConfigError([f'training.attention = "{wanted}" does not work on this device: {error}']) from error
+        message = f'training.attention = "{wanted}" does not work on {device}: {error}'
+        raise RankError(BAD_CONFIGURATION, message) from error
     return name
 
 

@@ -15,7 +15,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-from models import kernels
 from parallelisms.collectives import max_over
 from trainer.config import Config
 from trainer.hardware import GIB, device_memory, host_memory, peak_flops
@@ -87,7 +86,7 @@ class Metrics:
         log.info("%s on %s, %s", degrees, self.world.device, f"{self.model.num_parameters:,} parameters")
         if trainer.context is not None:
             log.info("context parallelism: %s", self.config.context_plan().summary())
-        log.info("attention kernel: %s", kernels.described(trainer.kernel, self.world.device, trainer.compute))
+        log.info("attention kernel: %s", trainer.kernel)
         log.info("%s", trainer.loader.summary(self.steps))
         for remark in self.config.remarks(self.world.size):
             log.warning("%s", remark)

@@ -94,10 +94,9 @@ class Trainer:
             world.device.type,
             config.parallelism.degrees(world.size),
             rank=world.rank,
-            ulysses=plan.ulysses if plan.chosen == "hybrid" else 1,
+            ulysses=plan.ulysses if plan.chosen == "hybrid" else None,
             timeout=timedelta(minutes=config.distributed.timeout_minutes),
         )
-        self.compute: torch.dtype = getattr(torch, config.training.dtype)
         self.kernel = attention_kernel(config, world.device)
         self.context = context_parallel(config, self.mesh, self.kernel) if plan.cp > 1 else None
         """Where ranks share rows."""
@@ -116,7 +115,6 @@ class Trainer:
         """Keys that differ from the checkpoint that the run goes on from."""
         self.step = 0
         self.next_row = 0
-        self._first = True
         self.tally = Tally(self.mesh, world.device)
         self.counts = torch.zeros(2, dtype=torch.int64, device=world.device)
         """Tokens seen and updates skipped, since the run began."""
@@ -128,15 +126,16 @@ class Trainer:
             closing(self.loader.updates(start_row=self.next_row)) as batches,
             _collected(training.gc_interval) as collect,
         ):
+            first = True
             while self.step < training.steps:
                 stopwatch = Stopwatch(self.world.device)
                 stopwatch.start()
                 fetching = time.perf_counter()
                 micro_batches = next(batches)
                 waited = time.perf_counter() - fetching
-                if self.context and self._first:
+                if self.context and (first or training.deterministic):
                     self.context.require_agreement(micro_batches[0].boundaries)
-                self._first = False
+                first = False
                 self.step += 1
                 lr = self.config.optimizer.lr * factor(self.config.schedule, step=self.step, steps=training.steps)
                 numbers = Numbers(self.train_step(micro_batches, lr))

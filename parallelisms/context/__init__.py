@@ -62,6 +62,7 @@ class ContextParallel:
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
+            node=mesh.size(),
             **plan,
         )
         refused = [*self.plan.problems(), *_unsupported(self.plan, causal=causal, window=window, dropout=dropout)]
@@ -86,7 +87,7 @@ class ContextParallel:
         """
         self._require_shapes(q_BSNH, k_BSKH, v_BSKH)
         if boundaries_BD is None:
-            row = torch.tensor([[0, q_BSNH.shape[1] * self.plan.cp]], dtype=torch.int32)
+            row = torch.tensor([[0, q_BSNH.shape[1] * self.plan.cp]], dtype=torch.int32, device="cpu")
             boundaries_BD = row.repeat(q_BSNH.shape[0], 1)
         if self.ulysses > 1:
             q_BSNH, k_BSKH, v_BSKH = (
@@ -176,7 +177,7 @@ class ContextParallel:
         if boundaries_BD is None:
             order = SeqLayout(self.layout, self.ring, (0, tokens)).order().expand(x_BT.shape[0], -1)
         else:
-            causal.checked(boundaries_BD, tokens)
+            causal.checked(causal.integers(boundaries_BD, x_BT.shape[0]), tokens)
             order = torch.stack([row.order() for row in self.layouts(boundaries_BD)])
         return order.to(x_BT.device)
 

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from models.kernels import ranges
 from parallelisms.rules import Layout
 
 # `balanced` takes the smallest number of chunks per rank that comes this close to the mean...
@@ -83,21 +84,13 @@ class SeqLayout:
         return torch.argsort(self.order())
 
 
-def ranges(starts: list[int], lengths: list[int]) -> Tensor:
-    """int64: `length` numbers from each start on, one range after the other."""
-    sizes = torch.tensor(lengths, dtype=torch.int64)
-    total = sum(lengths)
-    before = torch.tensor(starts, dtype=torch.int64) - (sizes.cumsum(0) - sizes)
-    return before.repeat_interleave(sizes, output_size=total) + torch.arange(total)
-
-
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def _pieces(layout: SeqLayout) -> tuple[tuple[Piece, ...], ...]:
     if layout.ring < 1 or layout.tokens % layout.ring:
         raise ValueError(f"a row of {layout.tokens} tokens does not divide among {layout.ring} ranks")
     spans = {"contiguous": _contiguous, "headtail": _headtail, "doc_headtail": _doc_headtail, "balanced": _balanced}
     held: list[list[Piece]] = [[] for _ in range(layout.ring)]
-    for rank, document, start, end in spans[layout.kind](layout):
+    for rank, document, start, end in spans[layout.kind if layout.ring > 1 else "contiguous"](layout):
         pieces = held[rank]
         if pieces and pieces[-1].start + pieces[-1].length == start and pieces[-1].document == document:
             last = pieces.pop()

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from models import causal, kernels
-from parallelisms.context import tasks
 from parallelisms.context.merge import Running
 from parallelisms.context.tasks import Share
 
@@ -33,16 +32,17 @@ Send = Callable[[Tensor], Arriving]
 Grads = tuple[Tensor, Tensor, Tensor]
 
 
-def forward(q_XNH: Tensor, k_XKH: Tensor, v_XKH: Tensor, share: Share, *, rotate: Send) -> tuple[Tensor, Tensor]:
+def forward(
+    q_XNH: Tensor, k_XKH: Tensor, v_XKH: Tensor, share: Share, *, rotate: Send, kernel: str = "auto"
+) -> tuple[Tensor, Tensor]:
     """Output, in the type of q, and log-sum-exp [N, X]."""
     arriving = rotate(torch.stack((k_XKH, v_XKH)))
-    running = Running(*causal.forward(q_XNH, k_XKH, v_XKH, tasks.own(share.rows, share.rank), kernel=share.kernel))
-    for step in range(1, share.ring):
+    running = Running(*causal.forward(q_XNH, k_XKH, v_XKH, share.own, kernel=kernel))
+    for step, work in enumerate(share.steps, start=1):
         kv_2XKH = arriving.wait()
         if step < share.ring - 1:
             arriving = rotate(kv_2XKH)
-        rectangles = tasks.with_source(share.rows, share.rank, (share.rank - step) % share.ring)
-        for part in kernels.attend(q_XNH, kv_2XKH[0], kv_2XKH[1], rectangles, causal=False, kernel=share.kernel):
+        for part in kernels.attend(q_XNH, kv_2XKH[0], kv_2XKH[1], work, kernel=kernel):
             running.add(*part)
     return running.out_XNH.to(q_XNH.dtype), running.lse_NX
 
@@ -57,34 +57,41 @@ def backward(
     share: Share,
     *,
     rotate: Send,
+    wire: torch.dtype,
+    kernel: str = "auto",
 ) -> Grads:
-    """Gradients of q, k and v, in their types; those of keys and values travel as `share.wire`."""
+    """Gradients of q, k and v, in their types; those of keys and values travel as `wire`."""
     arriving = rotate(torch.stack((k_XKH, v_XKH)))
-    squares = tasks.own(share.rows, share.rank)
-    dq, *home = causal.backward(grad_XNH, q_XNH, k_XKH, v_XKH, out_XNH, lse_NX, squares, kernel=share.kernel)
-    dq_XNH, home_2XKH = summed(dq), summed(torch.stack(home))
+    own = (grad_XNH, q_XNH, k_XKH, v_XKH, out_XNH, lse_NX)
+    dq_XNH, home_2XKH = summed(*causal.backward(*own, share.own, kernel=kernel))
     travelling: Arriving | None = None
-    for step in range(1, share.ring):
+    for step, work in enumerate(share.steps, start=1):
         kv_2XKH = arriving.wait()
         if step < share.ring - 1:
             arriving = rotate(kv_2XKH)
         passing_2XKH = torch.zeros_like(home_2XKH)
-        rectangles = tasks.with_source(share.rows, share.rank, (share.rank - step) % share.ring)
         inputs = (grad_XNH, q_XNH, kv_2XKH[0], kv_2XKH[1], out_XNH, lse_NX)
-        parts = kernels.attend_backward(*inputs, rectangles, causal=False, kernel=share.kernel)
-        for queries, keys, dq, dk, dv in parts:
+        for queries, keys, dq, dk, dv in kernels.attend_backward(*inputs, work, kernel=kernel):
             dq_XNH[queries] += dq
             passing_2XKH[0][keys] += dk
             passing_2XKH[1][keys] += dv
         if travelling is not None:
             passing_2XKH += travelling.wait()
-        travelling = rotate(passing_2XKH.to(share.wire))
+        travelling = rotate(passing_2XKH.to(wire))
     if travelling is not None:
         home_2XKH += travelling.wait()
-    dk_XKH, dv_XKH = (home_XKH.to(k_XKH.dtype, copy=True) for home_XKH in home_2XKH)
-    return dq_XNH.to(q_XNH.dtype), dk_XKH, dv_XKH
+    return dq_XNH.to(q_XNH.dtype), *apart(home_2XKH, k_XKH.dtype)
 
 
-def summed(x: Tensor) -> Tensor:
-    """As an accumulator: in the type in which parts are summed."""
-    return x.to(kernels.widest(x.dtype))
+def summed(dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+    """As accumulators, in the type in which parts are summed: the gradient of q, and those of k and v in one."""
+    wide = kernels.widest(dq.dtype)
+    home = torch.empty(2, *dk.shape, dtype=wide, device=dk.device)
+    home[0], home[1] = dk, dv
+    return dq.to(wide), home
+
+
+def apart(home_2XKH: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The gradients of k and v, each in memory of its own, as an operator must return them."""
+    dk_XKH, dv_XKH = (x.to(dtype, copy=True) for x in home_2XKH)
+    return dk_XKH, dv_XKH

@@ -9,17 +9,18 @@ row's end.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from models import causal
 from parallelisms import collectives
 from parallelisms.context import gather, ring
 from parallelisms.context.layout import SeqLayout
-from parallelisms.context.tasks import Rows, Share
+from parallelisms.context.tasks import Share
 from parallelisms.rules import Layout
 
 
@@ -58,15 +59,15 @@ def _attention(
     wire: torch.dtype,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
+    del wire  # Only gradients travel so.
     group = collectives.named(group_name)
-    rows = layouts(boundaries_BD, layout, ring=group.size(), held=q_BSNH.shape[1])
-    share = Share(rows, group.rank(), kernel, wire)
+    share = share_of(boundaries_BD, layout, group, *q_BSNH.shape[:2])
     q, k, v = (x.flatten(0, 1) for x in (q_BSNH, k_BSKH, v_BSKH))
     if rotation == "allgather":
-        out, lse = gather.forward(q, k, v, share, gather=partial(collectives.gather, group=group))
+        out, lse = gather.forward(q, k, v, share, gather=partial(collectives.gather, group=group), kernel=kernel)
     else:
-        out, lse = ring.forward(q, k, v, share, rotate=partial(HOPS[rotation], group=group))
-    return out.view_as(q_BSNH), causal.by_row(lse, len(rows))
+        out, lse = ring.forward(q, k, v, share, rotate=partial(HOPS[rotation], group=group), kernel=kernel)
+    return out.view_as(q_BSNH), causal.by_row(lse, q_BSNH.shape[0])
 
 
 @torch.library.custom_op("longhaul::context_attention_backward", mutates_args=())
@@ -85,24 +86,30 @@ def _attention_backward(
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     group = collectives.named(group_name)
-    rows = layouts(boundaries_BD, layout, ring=group.size(), held=q_BSNH.shape[1])
-    share = Share(rows, group.rank(), kernel, wire if q_BSNH.dtype.itemsize < 4 else q_BSNH.dtype)
+    share = share_of(boundaries_BD, layout, group, *q_BSNH.shape[:2])
     grad, q, k, v, out = (x.flatten(0, 1) for x in (grad_BSNH, q_BSNH, k_BSKH, v_BSKH, out_BSNH))
-    lse = causal.laid_out(lse_BNS)
+    inputs = (grad, q, k, v, out, causal.laid_out(lse_BNS))
+    wire = wire if q.dtype.itemsize < 4 else q.dtype
     if rotation == "allgather":
-        all_ranks = partial(collectives.gather, group=group)
+        everyone = partial(collectives.gather, group=group)
         reduce = partial(collectives.reduce_scatter, group=group)
-        grads = gather.backward(grad, q, k, v, out, lse, share, gather=all_ranks, reduce_scatter=reduce)
+        grads = gather.backward(*inputs, share, gather=everyone, reduce_scatter=reduce, kernel=kernel, wire=wire)
     else:
-        grads = ring.backward(grad, q, k, v, out, lse, share, rotate=partial(HOPS[rotation], group=group))
+        rotate = partial(HOPS[rotation], group=group)
+        grads = ring.backward(*inputs, share, rotate=rotate, kernel=kernel, wire=wire)
     dq, dk, dv = (grad.view(x.shape) for grad, x in zip(grads, (q_BSNH, k_BSKH, v_BSKH), strict=True))
     return dq, dk, dv
 
 
-def layouts(boundaries_BD: Tensor, kind: str, *, ring: int, held: int) -> Rows:
-    """The layout of every row, of which each of `ring` ranks holds `held` tokens. Raises ValueError."""
-    rows = causal.checked(boundaries_BD, held * ring)
-    return tuple(SeqLayout(cast(Layout, kind), ring, tuple(row)) for row in rows)
+def share_of(boundaries_BD: Tensor, kind: str, group: ProcessGroup, rows: int, held: int) -> Share:
+    """What this rank computes of rows of which each rank holds `held` tokens. Raises ValueError."""
+    return _share_of(causal.integers(boundaries_BD, rows), cast(Layout, kind), group.size(), group.rank(), held)
+
+
+@lru_cache(maxsize=64)
+def _share_of(rows: causal.Boundaries, kind: Layout, ring: int, rank: int, held: int) -> Share:
+    # Every layer asks for the same.
+    return Share(tuple(SeqLayout(kind, ring, row) for row in causal.checked(rows, held * ring)), rank)
 
 
 HOPS = {"ring": collectives.rotate, "alltoall": collectives.rotate_all_to_all}
@@ -122,7 +129,9 @@ def _(grad_BSNH: Tensor, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, *rest: 
 
 def _grad(ctx: Any, grad_BSNH: Tensor, grad_lse: None) -> tuple[Tensor | None, ...]:
     del grad_lse
-    return *_attention_backward(grad_BSNH, *ctx.saved_tensors, *ctx.options), *[None] * (1 + len(ctx.options))
+    return *_attention_backward(grad_BSNH.contiguous(), *ctx.saved_tensors, *ctx.options), *[None] * (
+        1 + len(ctx.options)
+    )
 
 
 _attention.register_autograd(_grad, setup_context=causal.save)

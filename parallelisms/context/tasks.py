@@ -18,38 +18,18 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from models.kernels import Rectangle
-from parallelisms.context.layout import Piece, SeqLayout, ranges
+from models.kernels import Rectangle, Work, ranges, to_device
+from parallelisms.context.layout import Piece, SeqLayout
 
 Rows = tuple[SeqLayout, ...]
 
 
-@dataclass(frozen=True)
-class Share:
-    """What a rank computes of a batch, and how."""
-
-    rows: Rows
-    """The layouts of the batch's rows: all over the same ring."""
-    rank: int
-    """Which rank of the ring this is."""
-    kernel: str = "auto"
-    """For `models.kernels`."""
-    wire: torch.dtype = torch.float32
-    """The type in which gradients of keys and values travel."""
-
-    @property
-    def ring(self) -> int:
-        return self.rows[0].ring
-
-
-@lru_cache(maxsize=16)
 def own(rows: Rows, rank: int) -> tuple[Rectangle, ...]:
     """The causal squares among the rank's own tokens: a document's tokens are one run."""
     found = []
@@ -61,7 +41,6 @@ def own(rows: Rows, rank: int) -> tuple[Rectangle, ...]:
     return tuple(found)
 
 
-@lru_cache(maxsize=256)
 def with_source(rows: Rows, rank: int, source: int) -> tuple[Rectangle, ...]:
     """What the queries of `rank` attend to among the keys that another rank, `source`, holds."""
     return tuple(
@@ -71,7 +50,6 @@ def with_source(rows: Rows, rank: int, source: int) -> tuple[Rectangle, ...]:
     )
 
 
-@lru_cache(maxsize=16)
 def with_foreign(rows: Rows, rank: int) -> tuple[Rectangle, ...]:
     """What the queries of `rank` attend to among the foreign keys: see `foreign`, which says where they are."""
     found = []
@@ -88,9 +66,8 @@ def with_foreign(rows: Rows, rank: int) -> tuple[Rectangle, ...]:
     return tuple(found)
 
 
-@lru_cache(maxsize=16)
-def foreign(rows: Rows, rank: int, device: torch.device) -> Tensor:
-    """int64: the keys of other ranks that queries of `rank` attend to, row after row in the order of the row.
+def foreign(rows: Rows, rank: int) -> Tensor:
+    """int64, on the host: the keys of other ranks that queries of `rank` attend to, row after row in the order of the row.
 
     They count through all ranks' tokens: source * tokens of a rank + place there.
     """
@@ -100,7 +77,7 @@ def foreign(rows: Rows, rank: int, device: torch.device) -> Tensor:
         for base, layout in _based(rows)
         for source, piece in _foreign(layout, rank)
     ]
-    return ranges([start for start, _ in pieces], [length for _, length in pieces]).to(device)
+    return ranges([start for start, _ in pieces], [length for _, length in pieces])
 
 
 def _based(rows: Rows) -> Iterator[tuple[int, SeqLayout]]:
@@ -147,3 +124,38 @@ def _rectangles(queries: Sequence[Piece], keys: Sequence[Piece]) -> Iterator[Rec
         last = Rectangle(piece.local, piece.local + piece.length, k0, k1)
     if last:
         yield last
+
+
+class Share:
+    """What one rank of a ring computes of a batch, worked out once for all layers."""
+
+    def __init__(self, rows: Rows, rank: int) -> None:
+        self.rows = rows
+        self.rank = rank
+        self.ring = rows[0].ring
+        self._places: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    @cached_property
+    def own(self) -> Work:
+        """Attention to the rank's own keys."""
+        return Work(own(self.rows, self.rank), causal=True)
+
+    @cached_property
+    def steps(self) -> list[Work]:
+        """Attention to the keys that arrive in each step of the ring, but the first, which are its own."""
+        sources = ((self.rank - step) % self.ring for step in range(1, self.ring))
+        return [Work(with_source(self.rows, self.rank, source), causal=False) for source in sources]
+
+    @cached_property
+    def foreign(self) -> Work:
+        """Attention to the foreign keys, in the order of the row."""
+        return Work(with_foreign(self.rows, self.rank), causal=False)
+
+    def places(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Where the foreign keys, and where their values, stand in everyone's [ranks, 2, tokens], laid end to end."""
+        if device not in self._places:
+            held = sum(layout.tokens // layout.ring for layout in self.rows)
+            places = foreign(self.rows, self.rank)
+            keys = places + places // held * held
+            self._places[device] = to_device(keys, device), to_device(keys + held, device)
+        return self._places[device]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import pytest
 from torch import distributed
@@ -64,3 +65,69 @@ def test_stages_and_tensor_ranks_share_rows_and_sum_apart() -> None:
 def test_one_rank_has_a_place_on_every_axis() -> None:
     (alone,) = run_ranks(place, 1, degrees())
     assert alone == Place(dict.fromkeys(AXES, 0), 1, (0, 1), [[0]], [0])
+
+
+@dataclass
+class Sharing:
+    """The ranks with which a rank shares rows."""
+
+    groups: list[list[int]]
+    """By axis: one, or for `hybrid` those that rotate and those that exchange."""
+    place: list[int]
+    apart: bool
+    """Whether what they send has communicators of its own."""
+
+
+def sharing(cases: list[tuple[dict[str, int], int | None]]) -> list[Sharing]:
+    found = []
+    for sizes, ulysses in cases:
+        mesh = Mesh("cpu", sizes, rank=distributed.get_rank(), ulysses=ulysses, timeout=timedelta(seconds=30))
+        ours = mesh.context.get_all_groups()
+        others = {group.group_name for group in [*mesh.fsdp.get_all_groups(), mesh.tokens]}
+        found.append(
+            Sharing(
+                [distributed.get_process_group_ranks(group) for group in ours],
+                [mesh.context.get_local_rank(axis) for axis in range(mesh.context.ndim)],
+                not others & {group.group_name for group in ours},
+            )
+        )
+    return found
+
+
+def test_neighbours_exchange_heads_and_keys_rotate_among_ranks_further_apart() -> None:
+    grid = (degrees(dp_shard=2, cp=4), 2)
+    line = (degrees(dp_shard=2, cp=4), None)
+    all_exchange = (degrees(dp_replicate=2, cp=4), 4)
+    with_tensor_ranks = (degrees(cp=4, tp=2), 2)
+    one_ring = (degrees(cp=8), 4)
+    none_exchange = (degrees(dp_shard=2, cp=4), 1)
+    by_rank = run_ranks(sharing, 8, [grid, line, all_exchange, with_tensor_ranks, one_ring, none_exchange])
+    assert all(found.apart for cases in by_rank for found in cases)
+    of_grid, of_line, of_all, of_tensor, of_ring, of_none = ([cases[index] for cases in by_rank] for index in range(6))
+    rotate = [[0, 2], [1, 3], [0, 2], [1, 3], [4, 6], [5, 7], [4, 6], [5, 7]]
+    pairs = [[0, 1], [0, 1], [2, 3], [2, 3], [4, 5], [4, 5], [6, 7], [6, 7]]
+    assert [found.groups for found in of_grid] == [[*both] for both in zip(rotate, pairs, strict=True)]
+    assert [found.place for found in of_grid] == [[0, 0], [0, 1], [1, 0], [1, 1]] * 2
+    first, second = [0, 1, 2, 3], [4, 5, 6, 7]
+    assert [found.groups for found in of_line] == [[first]] * 4 + [[second]] * 4
+    assert [found.place for found in of_line] == [[0], [1], [2], [3]] * 2
+    assert [found.groups for found in of_all] == [[[rank], first if rank < 4 else second] for rank in range(8)]
+    assert [found.groups for found in of_none] == [[first if rank < 4 else second, [rank]] for rank in range(8)]
+    # Tensor-parallel ranks are the nearest, and share what their neighbours of the same part share.
+    rotate = [[0, 4], [1, 5], [2, 6], [3, 7], [0, 4], [1, 5], [2, 6], [3, 7]]
+    pairs = [[0, 2], [1, 3], [0, 2], [1, 3], [4, 6], [5, 7], [4, 6], [5, 7]]
+    assert [found.groups for found in of_tensor] == [[*both] for both in zip(rotate, pairs, strict=True)]
+    assert [found.groups for found in of_ring] == [
+        [[rank % 4, rank % 4 + 4], first if rank < 4 else second] for rank in range(8)
+    ]
+
+
+def nobody_shares() -> str:
+    mesh = Mesh("cpu", degrees(dp_shard=2), rank=distributed.get_rank())
+    with pytest.raises(ValueError, match="no ranks share rows") as raised:
+        _ = mesh.context
+    return str(raised.value)
+
+
+def test_where_no_ranks_share_rows_there_is_no_mesh_of_those_that_do() -> None:
+    assert run_ranks(nobody_shares, 2) == ["parallelism.cp = 1: no ranks share rows"] * 2

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from models.transformer import Transformer
 from parallelisms import collectives, recompute
 from parallelisms.context import ContextParallel, install, ring, rotation, ulysses
-from parallelisms.context.tasks import Share
 from tests.models.dense import dense, inputs, run
 from tests.models.small import SMALL, gradients, packed, small_model, starts
 from tests.parallelisms.context.test_exact import shared
@@ -185,7 +184,7 @@ def traffic(method: str, dtype: torch.dtype, tokens: int, wire: torch.dtype) -> 
                 )
             ulysses._to_tokens._init_fn(ulysses.to_heads(q, core.ulysses_group, ranks), core.ulysses_group, ranks)
         return [forward.calls, forward.calls]
-    share = Share(rotation.layouts(boundaries_BD, core.layout, ring=ranks, held=q.shape[1]), group.rank(), wire=wire)
+    share = rotation.share_of(boundaries_BD, core.layout, group, 1, q.shape[1])
     q, k, v = (x[0] for x in (q, k, v))
     if method == "allgather":
         from parallelisms.context import gather
@@ -199,7 +198,7 @@ def traffic(method: str, dtype: torch.dtype, tokens: int, wire: torch.dtype) -> 
     with Sent(ranks) as forward:
         out, lse = step.forward(q, k, v, share, **moves)
     with Sent(ranks) as backward:
-        step.backward(out, q, k, v, out, lse, share, **backward_moves)
+        step.backward(out, q, k, v, out, lse, share, **backward_moves, wire=wire)
     return [forward.calls, backward.calls]
 
 

@@ -31,9 +31,17 @@ LONG = replace(PACKED, packed=False)
         (LONG, "ulysses", "32 heads divide among 8 ranks; one document per row, fewer bytes than keys and values"),
         (replace(LONG, cp=2), "allgather", "one document per row; gathering would hold 3.0 GiB per layer"),
         (
-            replace(LONG, cp=6),
+            replace(LONG, cp=5),
             "allgather",
-            "32 heads do not divide among 6 ranks; one document per row; gathering would hold 3.0 GiB per layer",
+            "32 heads do not divide among 5 ranks; one document per row; gathering would hold 3.0 GiB per layer",
+        ),
+        (replace(PACKED, cp=6), "hybrid", "cp 6 spans nodes of 8 ranks, 2 of which divide the heads"),
+        # What is said of the layout narrows the choice.
+        (replace(PACKED, layout="balanced"), "allgather", "packed documents balance best when gathered"),
+        (
+            replace(LONG, cp=2, row_tokens=K * K, layout="balanced"),
+            "allgather",
+            "one document per row; gathering would hold 24.0 GiB per layer",
         ),
         (
             replace(LONG, cp=2, row_tokens=K * K),
@@ -41,9 +49,9 @@ LONG = replace(PACKED, packed=False)
             "one document per row; gathering would hold 24.0 GiB per layer, more than 4",
         ),
         (
-            replace(LONG, cp=6, row_tokens=K * K),
+            replace(LONG, cp=5, row_tokens=K * K),
             "ring",
-            "32 heads do not divide among 6 ranks; one document per row; gathering would hold 24.0 GiB per layer, "
+            "32 heads do not divide among 5 ranks; one document per row; gathering would hold 24.0 GiB per layer, "
             "more than 4",
         ),
         (replace(PACKED, cp=16), "hybrid", "cp 16 spans nodes of 8 ranks, 8 of which divide the heads"),
@@ -132,9 +140,15 @@ def test_a_hybrid_exchanges_heads_inside_a_node_and_rotates_across() -> None:
     assert replace(hybrid, layout="contiguous").multiple == 16
 
 
+def test_one_rank_shares_nothing_so_any_plan_will_do() -> None:
+    for plan in (replace(PACKED, cp=1, method="ring", layout="balanced"), replace(PACKED, cp=1, cp_ulysses=4)):
+        assert plan.problems() == []
+        assert plan.multiple == 1
+
+
 @pytest.mark.parametrize(
     ("cp", "heads", "node", "inside"),
-    [(16, 32, 8, 8), (16, 32, 4, 4), (12, 32, 8, 4), (16, 12, 8, 4), (16, 9, 8, 1), (4, 32, 8, 4), (16, 32, 6, 4)],
+    [(16, 32, 8, 8), (16, 32, 4, 4), (12, 32, 8, 4), (16, 12, 8, 4), (16, 9, 8, 1), (4, 32, 8, 4), (16, 32, 6, 2)],
 )
 def test_as_many_ranks_exchange_heads_as_divide_the_ranks_and_the_heads_of_a_node(
     cp: int, heads: int, node: int, inside: int
@@ -236,7 +250,7 @@ def test_every_rotation_has_layouts() -> None:
             'cp_layout "headtail" does not fit cp_method "ulysses"; it takes "contiguous"',
         ),
         (
-            replace(PACKED, layout="balanced"),
+            replace(PACKED, method="ulysses", layout="balanced"),
             'cp_layout "balanced" does not fit cp_method "ulysses"; it takes "contiguous"',
         ),
     ],

@@ -48,7 +48,7 @@ def held(rows: Rows, rank: int) -> Tensor:
 
 def foreign_keys(rows: Rows, rank: int) -> Tensor:
     """The keys that `with_foreign` counts through, by their place in the rows laid end to end."""
-    places = foreign(rows, rank, torch.device("cpu"))
+    places = foreign(rows, rank)
     assert places.dtype == torch.int64
     gathered = torch.cat([held(rows, source) for source in range(rows[0].ring)])
     assert not torch.isin(gathered[places], held(rows, rank)).any()

@@ -1,0 +1,88 @@
+"""The examples run as their first lines say, and hold themselves to one process."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+RANKS = 4
+
+pytestmark = pytest.mark.ranks
+compiled = (
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="torch.compile needs a C++ compiler"
+    ),
+)
+
+
+def run(name: str, *options: str) -> list[str]:
+    """What an example prints on four processes."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    done = subprocess.run(
+        [*launcher, "-m", f"examples.{name}", *options],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("options", "plan"),
+    [
+        ((), "ring (4 ranks), layout doc_headtail (as configured)"),
+        pytest.param(
+            ("--rotation", "alltoall"),
+            "alltoall (4 ranks), layout doc_headtail (as configured)",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("--rotation", "allgather"),
+            "allgather (4 ranks), layout balanced (as configured)",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(("--compile",), "ring (4 ranks), layout doc_headtail (as configured), compiled", marks=compiled),
+        pytest.param(
+            ("--rotation", "allgather", "--compile"),
+            "allgather (4 ranks), layout balanced (as configured), compiled",
+            marks=compiled,
+        ),
+    ],
+)
+def test_attention_of_four_processes_is_that_of_one(options: tuple[str, ...], plan: str) -> None:
+    *errors, summary = run("context_parallel", *options)
+    assert [line.split(":")[0].strip() for line in errors] == ["out", "dq", "dk", "dv"]
+    for line in errors:
+        error, largest = map(float, re.findall(r"[\d.]+(?:e-\d+)?", line))
+        assert error <= 1e-4 <= largest
+    assert summary == plan
+
+
+@pytest.mark.parametrize(
+    ("options", "plan"),
+    [
+        ((), "hybrid (2 x 2, ring across), layout doc_headtail"),
+        pytest.param(("--ulysses", "1"), "hybrid (1 x 4, ring across), layout doc_headtail", marks=pytest.mark.slow),
+        pytest.param(("--ulysses", "4"), "hybrid (4 x 1, ring across), layout doc_headtail", marks=pytest.mark.slow),
+        pytest.param(("--compile",), "hybrid (2 x 2, ring across), layout doc_headtail", marks=compiled),
+    ],
+)
+def test_a_model_of_four_processes_has_the_losses_of_one(options: tuple[str, ...], plan: str) -> None:
+    summary, losses = run("unified_attention", *options)
+    assert summary == f"{plan} (as configured){', compiled' if '--compile' in options else ''}"
+    found = re.fullmatch(r"losses of 4 processes (\S+) \.\.\. (\S+), of one (\S+) \.\.\. (\S+)", losses)
+    assert found
+    first, last, first_alone, last_alone = map(float, found.groups())
+    assert (first, last) == pytest.approx((first_alone, last_alone), rel=1e-5)
+    assert last < first - 1, "it should learn"
