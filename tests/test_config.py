@@ -310,7 +310,19 @@ def test_debug_states_no_degree_and_divides_by_eight() -> None:
 
 
 def test_every_shipped_configuration_is_known_here() -> None:
-    assert {path.stem for path in SHIPPED.glob("*.toml")} == {"debug", *CLUSTER_CONFIGS}
+    assert {path.stem for path in SHIPPED.glob("*.toml")} == {"debug", "copy", *CLUSTER_CONFIGS}
+
+
+def test_what_copy_repeats_is_always_on_another_rank() -> None:
+    config = load(["--config", "copy"])
+    assert config.problems(4) == []
+    assert config.remarks(4) == []
+    period, chunk = config.data.copy_period, config.training.seq_len // (2 * config.parallelism.cp)
+    assert period is not None
+    assert (period % chunk, config.context_plan().kind, config.context_plan().rotation) == (0, "doc_headtail", "ring")
+    holders = [0, 1, 2, 3, 3, 2, 1, 0]
+    back = period // chunk
+    assert all(holders[at] != holders[before] for at in range(8) for before in range(at - back, -1, -back))
 
 
 @pytest.mark.parametrize(("name", "world"), CLUSTER_CONFIGS.items())

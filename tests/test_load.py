@@ -154,7 +154,7 @@ def test_a_value_of_several_lines_is_told_in_one() -> None:
 @pytest.mark.usefixtures("here")
 def test_a_missing_file_is_answered_with_the_ones_that_exist() -> None:
     assert refused("--config", "debg") == [
-        "debg: there is no such file; did you mean debug? train_configs/ holds debug, llama3_1b, llama3_8b"
+        "debg: there is no such file; did you mean debug? train_configs/ holds copy, debug, llama3_1b, llama3_8b"
     ]
     assert "there is no such file" in refused("--config", "./debug.toml")[0]
     assert "File name too long" in refused("--config", "n" * 500)[0]

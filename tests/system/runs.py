@@ -121,10 +121,10 @@ def launch(config: Path, folder: Path, *options: str, processes: int) -> subproc
         return subprocess.Popen(command, cwd=config.parent, env=environment, stdout=log, stderr=log, text=True)
 
 
-def launched(config: Path, folder: Path, *options: str, processes: int) -> Done:
+def launched(config: Path, folder: Path, *options: str, processes: int, patience: float = 120) -> Done:
     log = folder.with_suffix(".log")
     said_before = len(log.read_text()) if log.exists() else 0
-    status = launch(config, folder, *options, processes=processes).wait(120)
+    status = launch(config, folder, *options, processes=processes).wait(patience)
     return Done([status], log.read_text()[said_before:])
 
 
