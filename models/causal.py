@@ -127,6 +127,8 @@ def integers(boundaries_BD: Tensor, rows: int) -> Boundaries:
     if boundaries_BD.device.type != "cpu" or boundaries_BD.dtype != torch.int32:
         where, what = boundaries_BD.device, boundaries_BD.dtype
         raise ValueError(f"boundaries must be int32 on the host, not {what} on {where}")
+    if boundaries_BD.ndim != 2:
+        raise ValueError(f"boundaries must be [rows, starts and end], not of shape {tuple(boundaries_BD.shape)}")
     if (given := boundaries_BD.shape[0]) != rows:
         raise ValueError(f"boundaries of {given} row{'s' * (given != 1)} do not fit a batch of {rows}")
     return tuple(map(tuple, boundaries_BD.tolist()))

@@ -200,7 +200,7 @@ class ParallelismSection(Section):
     cp_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients of keys and values travel between cp ranks in bfloat16 runs; float32 and float64 runs keep their own."""
     node_ranks: Count = 8
-    """Ranks joined by fast links (NVLink): `auto` and `hybrid` exchange heads only among them."""
+    """Ranks joined by fast links (NVLink): `auto` and `hybrid` without `cp_ulysses` exchange heads only among them."""
     tp: Count = 1
     """Ranks that share each matrix (tensor parallelism)."""
     pp: Count = 1

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from models import causal
+from models import causal as documents
+from models import kernels
 from models.batch import IGNORE, Batch
 from models.transformer import Transformer
 from parallelisms import collectives
@@ -68,6 +69,10 @@ class ContextParallel:
         refused = [*self.plan.problems(), *_unsupported(self.plan, causal=causal, window=window, dropout=dropout)]
         if self.plan.chosen == "hybrid" and not hybrid:
             refused.append('cp_method "hybrid" needs a mesh of two axes: ranks that rotate, ranks that exchange heads')
+        if mesh.ndim > 2:
+            refused.append(f"a mesh of {mesh.ndim} axes is not supported; take its one or two that share rows")
+        if kernel not in kernels.KERNELS:
+            refused.append(f'attention kernel "{kernel}" is unknown; there are {", ".join(kernels.KERNELS)}')
         self._groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
         self._agree(vars(self.plan) | {"reduce_dtype": reduce_dtype, "refused": refused}, "plans")
         if refused:
@@ -98,7 +103,7 @@ class ContextParallel:
 
     def _attend(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Tensor:
         if self.rotation is None or self.ring == 1:
-            return causal.attention(q_BSNH, k_BSKH, v_BSKH, boundaries_BD, kernel=self.kernel)[0]
+            return documents.attention(q_BSNH, k_BSKH, v_BSKH, boundaries_BD, kernel=self.kernel)[0]
         return rotation.attention(
             q_BSNH,
             k_BSKH,
@@ -177,19 +182,28 @@ class ContextParallel:
         if boundaries_BD is None:
             order = SeqLayout(self.layout, self.ring, (0, tokens)).order().expand(x_BT.shape[0], -1)
         else:
-            causal.checked(causal.integers(boundaries_BD, x_BT.shape[0]), tokens)
+            documents.checked(documents.integers(boundaries_BD, x_BT.shape[0]), tokens)
             order = torch.stack([row.order() for row in self.layouts(boundaries_BD)])
         return order.to(x_BT.device)
 
     def _require_shapes(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> None:
+        # Before anything is sent: a rank that raised later would leave the others with what they have on its way.
+        if q_BSNH.ndim != 4 or k_BSKH.ndim != 4 or v_BSKH.ndim != 4:
+            given = _spelled(q_BSNH, k_BSKH, v_BSKH)
+            raise ValueError(f"queries, keys and values must be [rows, tokens, heads, width], not {given}")
         if q_BSNH.shape[2] != self.heads or k_BSKH.shape[2] != self.kv_heads:
             raise ValueError(
                 f"the plan is for {self.heads} query and {self.kv_heads} key/value heads, not {q_BSNH.shape[2]} and "
                 f"{k_BSKH.shape[2]}"
             )
-        if k_BSKH.shape != v_BSKH.shape or q_BSNH.shape[:2] != k_BSKH.shape[:2]:
-            shapes = ", ".join(str(tuple(x.shape)) for x in (q_BSNH, k_BSKH, v_BSKH))
-            raise ValueError(f"queries, keys and values must have the same rows and tokens, not shapes {shapes}")
+        fits = q_BSNH.shape[:2] == k_BSKH.shape[:2] and q_BSNH.shape[3] == k_BSKH.shape[3]
+        if not fits or k_BSKH.shape != v_BSKH.shape or not q_BSNH.dtype == k_BSKH.dtype == v_BSKH.dtype:
+            given = _spelled(q_BSNH, k_BSKH, v_BSKH)
+            raise ValueError(f"queries, keys and values must have the same rows, tokens, width and type, not {given}")
+
+
+def _spelled(*tensors: Tensor) -> str:
+    return ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in tensors)
 
 
 def install(model: Transformer, core: ContextParallel | None, *, kernel: str) -> None:
@@ -200,7 +214,7 @@ def install(model: Transformer, core: ContextParallel | None, *, kernel: str) ->
 
 def _local(kernel: str) -> Any:
     def core(q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Tensor:
-        return causal.attention(q_BSNH, k_BSKH, v_BSKH, boundaries_BD, kernel=kernel)[0]
+        return documents.attention(q_BSNH, k_BSKH, v_BSKH, boundaries_BD, kernel=kernel)[0]
 
     return core
 

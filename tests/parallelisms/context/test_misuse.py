@@ -151,6 +151,9 @@ def test_ranks_with_different_plans_or_documents_all_say_so_and_none_waits(shape
 
 # ---- calls
 
+ALIKE = "queries, keys and values must have the same rows, tokens, width and type, not"
+F32 = "torch.float32"
+
 
 def calls() -> dict[str, str]:
     """By what is wrong with it, what is said of a call."""
@@ -165,20 +168,26 @@ def calls() -> dict[str, str]:
             k: tuple[int, ...] = (1, 8, 4, 4),
             v: tuple[int, ...] = (1, 8, 4, 4),
             boundaries: Tensor | None = None,
+            dtype: torch.dtype = torch.float32,
             core: ContextParallel = core,
         ) -> str:
             given = starts(*rows) if rows else boundaries
-            return said(core, *(torch.ones(shape) for shape in (q, k, v)), given)
+            return said(core, torch.ones(q, dtype=dtype), torch.ones(k), torch.ones(v), given)
 
         found[f"{method}, query heads"] = call(q=(1, 8, 4, 4))
         found[f"{method}, key heads"] = call(k=(1, 8, 8, 4), v=(1, 8, 8, 4))
         found[f"{method}, values of another width"] = call(v=(1, 8, 4, 6))
         found[f"{method}, keys of fewer tokens"] = call(k=(1, 6, 4, 4), v=(1, 6, 4, 4))
+        found[f"{method}, queries of another width"] = call(q=(1, 8, 8, 6))
+        found[f"{method}, queries of another type"] = call(dtype=torch.float64)
+        found[f"{method}, no rows"] = call(q=(8, 8, 4), k=(8, 4, 4), v=(8, 4, 4))
         found[f"{method}, shorter row"] = call([3, 9])
         found[f"{method}, longer row"] = call([3, 29])
         found[f"{method}, int64"] = call(boundaries=starts([16]).long())
         found[f"{method}, descending"] = call(boundaries=torch.tensor([[0, 9, 5, 16]], dtype=torch.int32))
         found[f"{method}, no start"] = call(boundaries=torch.tensor([[3, 16]], dtype=torch.int32))
+        # What was refused has left nothing on its way.
+        assert torch.equal(core(*(torch.ones(1, 8, heads, 4) for heads in (8, 4, 4))), torch.ones(1, 8, 8, 4))
     return found
 
 
@@ -187,10 +196,12 @@ def test_a_call_that_does_not_fit_is_refused_by_every_method() -> None:
     expected = {
         "query heads": "the plan is for 8 query and 4 key/value heads, not 4 and 4",
         "key heads": "the plan is for 8 query and 4 key/value heads, not 8 and 8",
-        "values of another width": "queries, keys and values must have the same rows and tokens, not shapes "
-        "(1, 8, 8, 4), (1, 8, 4, 4), (1, 8, 4, 6)",
-        "keys of fewer tokens": "queries, keys and values must have the same rows and tokens, not shapes "
-        "(1, 8, 8, 4), (1, 6, 4, 4), (1, 6, 4, 4)",
+        "values of another width": f"{ALIKE} (1, 8, 8, 4) {F32}, (1, 8, 4, 4) {F32}, (1, 8, 4, 6) {F32}",
+        "keys of fewer tokens": f"{ALIKE} (1, 8, 8, 4) {F32}, (1, 6, 4, 4) {F32}, (1, 6, 4, 4) {F32}",
+        "queries of another width": f"{ALIKE} (1, 8, 8, 6) {F32}, (1, 8, 4, 4) {F32}, (1, 8, 4, 4) {F32}",
+        "queries of another type": f"{ALIKE} (1, 8, 8, 4) torch.float64, (1, 8, 4, 4) {F32}, (1, 8, 4, 4) {F32}",
+        "no rows": "queries, keys and values must be [rows, tokens, heads, width], not "
+        f"(8, 8, 4) {F32}, (8, 4, 4) {F32}, (8, 4, 4) {F32}",
         "shorter row": "boundaries [0, 3, 12] must ascend from 0 to the 16 tokens of the row",
         "longer row": "boundaries [0, 3, 32] must ascend from 0 to the 16 tokens of the row",
         "int64": "boundaries must be int32 on the host, not torch.int64 on cpu",
