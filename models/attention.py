@@ -24,9 +24,11 @@ class AttentionCore(Protocol):
     def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Tensor: ...
 
 
-def local_core(q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Tensor:
+def local_core(
+    q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor, *, kernel: str = "auto"
+) -> Tensor:
     """Attention when this rank holds whole rows."""
-    return causal.attention(q_BSNH, k_BSKH, v_BSKH, boundaries_BD)[0]
+    return causal.attention(q_BSNH, k_BSKH, v_BSKH, boundaries_BD, kernel=kernel)[0]
 
 
 class Attention(nn.Module):

@@ -13,6 +13,7 @@ D document starts and the row's end.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.nn import functional as F
 
 from models import causal as documents
 from models import kernels
+from models.attention import local_core
 from models.batch import IGNORE, Batch
 from models.transformer import Transformer
 from parallelisms import collectives
@@ -209,14 +211,7 @@ def _spelled(*tensors: Tensor) -> str:
 def install(model: Transformer, core: ContextParallel | None, *, kernel: str) -> None:
     """Puts context parallelism, or for None attention to whole rows, into every attention of the model."""
     for block in model.layers():
-        block.attention.core = core or _local(kernel)
-
-
-def _local(kernel: str) -> Any:
-    def core(q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Tensor:
-        return documents.attention(q_BSNH, k_BSKH, v_BSKH, boundaries_BD, kernel=kernel)[0]
-
-    return core
+        block.attention.core = core or partial(local_core, kernel=kernel)
 
 
 def _unsupported(plan: ContextPlan, *, causal: bool, window: int | None, dropout: float) -> list[str]:

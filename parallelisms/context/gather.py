@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from models import causal, kernels
-from parallelisms.context.merge import Running
-from parallelisms.context.ring import Grads, Send, apart, summed
+from parallelisms.context.merge import Running, apart, summed
+from parallelisms.context.ring import Grads, Send
 from parallelisms.context.tasks import Share
 
 

@@ -1,4 +1,4 @@
-"""Attention to some keys and attention to others, joined into attention to all of them."""
+"""Attention to some keys and attention to others, joined into attention to all of them; and their gradients, summed."""
 
 from __future__ import annotations
 
@@ -26,3 +26,17 @@ class Running:
         weight_NP = torch.where(lse_NP == -torch.inf, 0.0, torch.sigmoid(lse_NP - lse))
         self.out_XNH[at] = out.lerp_(out_PNH.to(out.dtype), weight_NP.T.unsqueeze(-1).contiguous())
         self.lse_NX[:, at] = torch.logaddexp(lse, lse_NP)
+
+
+def summed(dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+    """As accumulators, in the type in which parts are summed: the gradient of q, and those of k and v in one."""
+    wide = widest(dq.dtype)
+    home = torch.empty(2, *dk.shape, dtype=wide, device=dk.device)
+    home[0], home[1] = dk, dv
+    return dq.to(wide), home
+
+
+def apart(home_2XKH: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The gradients of k and v, each in memory of its own, as an operator must return them."""
+    dk_XKH, dv_XKH = (x.to(dtype, copy=True) for x in home_2XKH)
+    return dk_XKH, dv_XKH

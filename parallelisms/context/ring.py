@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from models import causal, kernels
-from parallelisms.context.merge import Running
+from parallelisms.context.merge import Running, apart, summed
 from parallelisms.context.tasks import Share
 
 
@@ -81,17 +81,3 @@ def backward(
     if travelling is not None:
         home_2XKH += travelling.wait()
     return dq_XNH.to(q_XNH.dtype), *apart(home_2XKH, k_XKH.dtype)
-
-
-def summed(dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-    """As accumulators, in the type in which parts are summed: the gradient of q, and those of k and v in one."""
-    wide = kernels.widest(dq.dtype)
-    home = torch.empty(2, *dk.shape, dtype=wide, device=dk.device)
-    home[0], home[1] = dk, dv
-    return dq.to(wide), home
-
-
-def apart(home_2XKH: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The gradients of k and v, each in memory of its own, as an operator must return them."""
-    dk_XKH, dv_XKH = (x.to(dtype, copy=True) for x in home_2XKH)
-    return dk_XKH, dv_XKH

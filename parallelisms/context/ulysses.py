@@ -36,14 +36,14 @@ def to_tokens(x_BTMH: Tensor, group_name: str, ranks: int) -> Tensor:
 @torch.library.custom_op("longhaul::to_heads", mutates_args=())
 def _to_heads(x_BSNH: Tensor, group_name: str, ranks: int) -> Tensor:
     by_rank = x_BSNH.unflatten(2, (ranks, -1)).movedim(2, 0)
-    received = collectives.exchange(by_rank.contiguous(), collectives.named(group_name))
+    received = collectives.exchange(by_rank, collectives.named(group_name))
     return received.movedim(0, 1).flatten(1, 2).contiguous()
 
 
 @torch.library.custom_op("longhaul::to_tokens", mutates_args=())
 def _to_tokens(x_BTMH: Tensor, group_name: str, ranks: int) -> Tensor:
     by_rank = x_BTMH.unflatten(1, (ranks, -1)).movedim(1, 0)
-    received = collectives.exchange(by_rank.contiguous(), collectives.named(group_name))
+    received = collectives.exchange(by_rank, collectives.named(group_name))
     return received.movedim(0, 2).flatten(2, 3).contiguous()
 
 
