@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from models import causal, rope
 from models.config import ModelConfig
+from models.linear import Linear
 
 
 class AttentionCore(Protocol):
@@ -37,10 +38,10 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.q_proj = nn.Linear(config.dim, config.num_heads * config.head_dim, bias=False)
-        self.k_proj = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=False)
-        self.v_proj = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=False)
-        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.dim, bias=False)
+        self.q_proj = Linear(config.dim, config.num_heads * config.head_dim)
+        self.k_proj = Linear(config.dim, config.num_kv_heads * config.head_dim)
+        self.v_proj = Linear(config.dim, config.num_kv_heads * config.head_dim)
+        self.o_proj = Linear(config.num_heads * config.head_dim, config.dim)
         self.core: AttentionCore = local_core
 
     def forward(self, x_BSE: Tensor, rotation_2BS1F: Tensor, boundaries_BD: Tensor) -> Tensor:

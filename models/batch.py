@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 IGNORE = -100
 
@@ -48,3 +49,22 @@ class Batch:
     def num_targets(self) -> Tensor:
         """Tokens that have a label: an int64 scalar on the batch's device."""
         return (self.labels != IGNORE).sum()
+
+
+def padded(batch: Batch, multiple: int) -> Batch:
+    """Rows whose length is a multiple, made so by one more document at their end, which has no labels."""
+    rows, tokens = batch.tokens.shape
+    missing = -tokens % multiple
+    if not missing:
+        return batch
+    last = batch.documents[:, -1:] + 1
+    ends = torch.full_like(batch.boundaries[:, :1], tokens + missing)
+    return replace(
+        batch,
+        tokens=F.pad(batch.tokens, (0, missing)),
+        labels=F.pad(batch.labels, (0, missing), value=IGNORE),
+        positions=torch.cat([batch.positions, torch.arange(missing).expand(rows, -1)], dim=1),
+        documents=torch.cat([batch.documents, last.expand(-1, missing)], dim=1),
+        boundaries=torch.cat([batch.boundaries, ends], dim=1),
+        attended=batch.attended + rows * missing * (missing + 1) // 2,
+    )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.config import ModelConfig
+from models.linear import Linear
 
 
 class GatedProjection(torch.autograd.Function):
@@ -37,10 +38,10 @@ class GatedProjection(torch.autograd.Function):
 class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.dim, config.ffn_dim, bias=False)
-        self.up_proj = nn.Linear(config.dim, config.ffn_dim, bias=False)
-        self.down_proj = nn.Linear(config.ffn_dim, config.dim, bias=False)
+        self.gate_proj = Linear(config.dim, config.ffn_dim)
+        self.up_proj = Linear(config.dim, config.ffn_dim)
+        self.down_proj = Linear(config.ffn_dim, config.dim)
 
     def forward(self, x_E: Tensor) -> Tensor:
-        out: Tensor = GatedProjection.apply(self.gate_proj(x_E), self.up_proj(x_E), self.down_proj.weight)
+        out: Tensor = GatedProjection.apply(self.gate_proj(x_E), self.up_proj(x_E), self.down_proj.matrix())
         return out

@@ -1,11 +1,13 @@
 """The end of the model: final norm, projection to the vocabulary and cross-entropy, chunk by chunk.
 
 Shape suffixes: B rows, S tokens, R tokens of all rows, C tokens of a chunk, E width of the residual stream,
-V vocabulary.
+V rows of the vocabulary here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +15,20 @@ from torch import Tensor, nn
 
 from models.batch import IGNORE
 from models.config import ModelConfig
+from models.linear import Linear, unchanged
 from models.norm import RMSNorm
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The part of the vocabulary that is here, and how numbers about parts become numbers about the whole."""
+
+    first: int = 0
+    """The label of the first row of the projection."""
+    largest: Callable[[Tensor], Tensor] = unchanged
+    """Of every part's numbers, one by one, the largest."""
+    total: Callable[[Tensor], Tensor] = unchanged
+    """Of every part's numbers, one by one, the sum."""
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -26,7 +41,9 @@ class LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_BSE: Tensor, weight_VE: Tensor, labels_BS: Tensor, chunk: int) -> Tensor:
+    def forward(
+        ctx: Any, x_BSE: Tensor, weight_VE: Tensor, labels_BS: Tensor, chunk: int, vocabulary: Vocabulary
+    ) -> Tensor:
         x_RE, labels_R = x_BSE.flatten(0, 1), labels_BS.flatten()
         wide = torch.float64 if x_RE.dtype == torch.float64 else torch.float32
         losses_BS = torch.zeros(labels_BS.shape, dtype=wide, device=x_RE.device)
@@ -38,18 +55,20 @@ class LinearCrossEntropy(torch.autograd.Function):
             part = slice(start, start + chunk)
             x_CE, labels_C1 = x_RE[part], labels_R[part, None]
             targets_C1 = labels_C1 != IGNORE
-            index_C1 = labels_C1.where(targets_C1, 0)
+            index_C1 = labels_C1 - vocabulary.first
+            here_C1 = targets_C1 & (index_C1 >= 0) & (index_C1 < weight_VE.shape[0])
+            index_C1 = index_C1.where(here_C1, 0)
             logits_CV = (x_CE @ weight_VE.T).to(wide)
-            highest_C1 = logits_CV.amax(-1, keepdim=True)
-            at_label_C1 = logits_CV.gather(-1, index_C1)
+            highest_C1 = vocabulary.largest(logits_CV.amax(-1, keepdim=True))
+            at_label_C1 = logits_CV.gather(-1, index_C1).where(here_C1, 0)
             grad_CV = logits_CV.sub_(highest_C1).exp_()
-            total_C1 = grad_CV.sum(-1, keepdim=True)
+            total_C1, at_label_C1 = vocabulary.total(torch.stack((grad_CV.sum(-1, keepdim=True), at_label_C1))).unbind()
             losses_R[part] = ((total_C1.log() + highest_C1 - at_label_C1) * targets_C1).squeeze(-1)
             if grad_x_RE is None or grad_weight_VE is None:
                 continue
             grad_CV.mul_(targets_C1 / total_C1)
             # scatter, not scatter_add: that one has no deterministic kernel on CUDA.
-            grad_CV.scatter_(-1, index_C1, grad_CV.gather(-1, index_C1) - targets_C1.to(wide))
+            grad_CV.scatter_(-1, index_C1, grad_CV.gather(-1, index_C1) - here_C1.to(wide))
             grad_CV = grad_CV.to(x_RE.dtype)
             torch.mm(grad_CV, weight_VE, out=grad_x_RE[part])
             grad_weight_VE += grad_CV.T @ x_CE
@@ -67,7 +86,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         # No targets at all: highest is -inf, and both gradients are zero whatever multiplies them.
         scale = highest.where(highest == lowest, torch.nan).where(is_target_BS.any(), 0)
         grad_x_BSE = (grad_x_RE * scale).to(grad_x_RE.dtype).unflatten(0, labels_BS.shape)
-        return grad_x_BSE, (grad_weight_VE * scale).to(ctx.weight_dtype), None, None
+        return grad_x_BSE, (grad_weight_VE * scale).to(ctx.weight_dtype), None, None, None
 
 
 class Head(nn.Module):
@@ -76,17 +95,18 @@ class Head(nn.Module):
     def __init__(self, config: ModelConfig, *, chunk_mib: int = 256) -> None:
         super().__init__()
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
-        self.proj = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.proj = Linear(config.dim, config.vocab_size)
+        self.vocabulary = Vocabulary()
         self.chunk_mib = chunk_mib
 
     def forward(self, x_BSE: Tensor, labels_BS: Tensor) -> Tensor:
         """One loss per token, [B, S], float32 (float64 for float64), zero where there is no target."""
-        weight_VE = self.proj.weight
+        weight_VE = self.proj.matrix()
         row_bytes = weight_VE.shape[0] * (8 if x_BSE.dtype == torch.float64 else 4)
         chunk = max(1, (self.chunk_mib << 20) // row_bytes)
         normed_BSE = self.norm(x_BSE)
         if not torch.is_grad_enabled():
             # A function cannot see that: it is told by inputs that want no gradient.
             normed_BSE, weight_VE = normed_BSE.detach(), weight_VE.detach()
-        losses_BS: Tensor = LinearCrossEntropy.apply(normed_BSE, weight_VE, labels_BS, chunk)
+        losses_BS: Tensor = LinearCrossEntropy.apply(normed_BSE, weight_VE, labels_BS, chunk, self.vocabulary)
         return losses_BS

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from models.linear import View, unchanged
+
 
 class NormFunction(torch.autograd.Function):
     """Keeps the input, which the residual stream keeps anyway, and one number per token for the backward pass."""
@@ -39,9 +41,10 @@ class RMSNorm(nn.Module):
     def __init__(self, dim: int, *, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
+        self.view: View = unchanged
         self.eps = eps
 
     def forward(self, x_E: Tensor) -> Tensor:
         """[..., E] -> [..., E] in x's dtype; statistics in float32 (float64 for float64)."""
-        out: Tensor = NormFunction.apply(x_E, self.weight, self.eps)
+        out: Tensor = NormFunction.apply(x_E, self.view(self.weight), self.eps)
         return out

@@ -7,6 +7,7 @@ and the row's end.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -18,6 +19,7 @@ from models.batch import Batch
 from models.config import ModelConfig
 from models.feed_forward import FeedForward
 from models.head import Head
+from models.linear import Embedding
 from models.norm import RMSNorm
 
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -49,17 +51,27 @@ class Block(nn.Module):
         return self.policy(self.layer, x_BSE, rotation_2BS1F, boundaries_BD)
 
 
-class Transformer(nn.Module):
-    """A decoder-only language model: a batch in, one loss per token out."""
+@dataclass(frozen=True)
+class Part:
+    """A piece of a model that is cut between blocks: these layers, the embedding before them, the head after them."""
 
-    def __init__(self, config: ModelConfig, *, head_chunk_mib: int = 256) -> None:
+    layers: range
+    embed: bool = True
+    head: bool = True
+
+
+class Transformer(nn.Module):
+    """A decoder-only language model: a batch in, one loss per token out. Or a part of one, under the same names."""
+
+    def __init__(self, config: ModelConfig, *, part: Part | None = None, head_chunk_mib: int = 256) -> None:
         super().__init__()
+        part = part or Part(range(config.num_layers))
         self.config = config
-        self.embed = nn.Embedding(config.vocab_size, config.dim)
-        # Keyed by layer number, so that a pipeline stage's names do not depend on where the model is cut.
-        self.blocks = nn.ModuleDict({str(index): Block(config) for index in range(config.num_layers)})
-        self.head = Head(config, chunk_mib=head_chunk_mib)
-        if config.tie_embeddings:
+        self.embed = Embedding(config.vocab_size, config.dim) if part.embed else None
+        # Keyed by layer number, so that names do not depend on where the model is cut.
+        self.blocks = nn.ModuleDict({str(index): Block(config) for index in part.layers})
+        self.head = Head(config, chunk_mib=head_chunk_mib) if part.head else None
+        if config.tie_embeddings and self.embed is not None and self.head is not None:
             self.head.proj.weight = self.embed.weight
 
     def layers(self) -> list[Block]:
@@ -75,12 +87,17 @@ class Transformer(nn.Module):
         into_stream = name.endswith(("o_proj.weight", "down_proj.weight"))
         return 0.02 * (2 * self.config.num_layers) ** -0.5 if into_stream else 0.02
 
-    def forward(self, batch: Batch) -> Tensor:
-        """One loss per token, [B, S], zero where there is no target; see `Head`."""
-        x_BSE = self.embed(batch.tokens)
+    def forward(self, batch: Batch, x_BSE: Tensor | None = None) -> Tensor:
+        """One loss per token, [B, S], zero where there is no target; see `Head`.
+
+        A part without embedding takes the residual stream [B, S, E] too, and one without head returns it.
+        """
+        if self.embed is not None:
+            x_BSE = self.embed(batch.tokens)
+        if x_BSE is None:
+            raise ValueError("a part of a model without embedding needs the residual stream that enters it")
         precision = torch.float64 if x_BSE.dtype == torch.float64 else torch.float32
         rotation_2BS1F = rope.rotation(self.config.rope, self.config.head_dim, batch.positions, precision)
         for block in self.layers():
             x_BSE = block(x_BSE, rotation_2BS1F, batch.boundaries)
-        losses_BS: Tensor = self.head(x_BSE, batch.labels)
-        return losses_BS
+        return x_BSE if self.head is None else self.head(x_BSE, batch.labels)

@@ -7,6 +7,7 @@ moves inside a model moves inside operators that have a backward of their own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, TypeVar, cast
 
 import torch
@@ -16,8 +17,8 @@ from torch.distributed import ProcessGroup
 T = TypeVar("T")
 
 
-def sum_over(group: ProcessGroup, x: Tensor) -> Tensor:
-    """The sum of every rank's `x`, on every rank; `x` itself is overwritten with it."""
+def sum_over(group: ProcessGroup | None, x: Tensor) -> Tensor:
+    """The sum of every rank's `x`, on every rank; `x` itself is overwritten with it. None means all ranks."""
     distributed.all_reduce(x, group=group)
     return x
 
@@ -40,6 +41,21 @@ def gather_over(value: T, group: ProcessGroup | None = None) -> list[T]:
     values: list[Any] = [None] * distributed.get_world_size(group)
     distributed.all_gather_object(values, value, group=group)
     return values
+
+
+def local(x: Tensor) -> Tensor:
+    """What this rank holds of a sharded tensor (DTensor); a plain one as it is."""
+    to_local = getattr(x, "to_local", None)
+    return x if to_local is None else to_local()
+
+
+def copies(x: Tensor) -> int:
+    """How many ranks hold the same part of a sharded tensor; a plain one is this rank's alone."""
+    mesh = getattr(x, "device_mesh", None)
+    if mesh is None:
+        return 1
+    placements = cast(Any, x).placements
+    return prod(size for size, placement in zip(mesh.shape, placements, strict=True) if placement.is_replicate())
 
 
 def whole(x: Tensor) -> Tensor:
@@ -116,6 +132,39 @@ def exchange(x: Tensor, group: ProcessGroup) -> Tensor:
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
     distributed.all_to_all_single(received, x.contiguous(), group=group)
     return received
+
+
+# ---- between operators: what a compiler sees, and may overlap with matrix products
+
+
+def gather_tokens(x_BSE: Tensor, group_name: str, size: int) -> Tensor:
+    """Every rank's tokens in a row: [B, S, ...] -> [B, S * size, ...]."""
+    functional = torch.ops._c10d_functional
+    gathered = functional.wait_tensor(functional.all_gather_into_tensor(x_BSE.contiguous(), size, group_name))
+    one_row = x_BSE.shape[0] == 1
+    return _shaped(gathered, 1, x_BSE) if one_row else torch.cat(gathered.chunk(size), dim=1)
+
+
+def scatter_tokens(x_BTE: Tensor, group_name: str, size: int) -> Tensor:
+    """The sum of every rank's `x`, of this rank's tokens: [B, T, ...] -> [B, T / size, ...]."""
+    functional = torch.ops._c10d_functional
+    by_rank = x_BTE if x_BTE.shape[0] == 1 else torch.cat(x_BTE.chunk(size, dim=1))
+    flat = by_rank.reshape(-1, *x_BTE.shape[2:])
+    mine = functional.wait_tensor(functional.reduce_scatter_tensor(flat, "sum", size, group_name))
+    return _shaped(mine, x_BTE.shape[0], x_BTE)
+
+
+def sum_of(x: Tensor, group_name: str) -> Tensor:
+    """The sum of every rank's `x`, on every rank."""
+    functional = torch.ops._c10d_functional
+    total: Tensor = functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", group_name))
+    return total
+
+
+def _shaped(x: Tensor, rows: int, like: Tensor) -> Tensor:
+    # Not a view, of which FSDP2 warns where a module that it wraps returns one.
+    shaped: Tensor = torch.ops.aten._unsafe_view(x, [rows, -1, *like.shape[2:]])
+    return shaped
 
 
 def _require_neighbours(group: ProcessGroup) -> None:

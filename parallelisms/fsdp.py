@@ -16,27 +16,27 @@ def apply(
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     reshard_after_forward: bool,
+    offload: bool = False,
 ) -> None:
     """Shards the model over a 1-D mesh, or over the second axis of a 2-D one with replicas along the first.
 
     Units are the embedding, each block, and the head; a tied head shares the embedding's. Gradients are *summed*:
-    the loss is already divided by the global number of targets. One process that computes in the dtype it stores
-    has nothing to shard and nothing to cast, and is left as it is.
+    the loss is already divided by the global number of targets. With `offload` shards lie in host memory, gradients
+    and optimizer state too, and each unit is fetched when it runs.
     """
-    stored = next(model.parameters()).dtype
-    if mesh.size() == 1 and param_dtype == stored:
-        return
     # Imported here: it takes as long as the rest of torch, and one process does without.
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     # Inputs stay as they are: casting would round the rotation table, and its float64 angles for nothing.
     precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
     units: list[tuple[nn.Module, bool]] = [(block, reshard_after_forward) for block in model.layers()]
     if not model.config.tie_embeddings:
+        ends = ((model.embed, reshard_after_forward), (model.head, False))
         # The head is the last to run forward and the first backward: resharding it would only gather it twice.
-        units = [(model.embed, reshard_after_forward), *units, (model.head, False)]
+        units += [(unit, reshard) for unit, reshard in ends if unit is not None]
     for unit, reshard in [*units, (model, False)]:
-        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
+        fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=place, reshard_after_forward=reshard)
     if isinstance(model.embed, FSDPModule):
         model.embed.set_unshard_in_backward(False)
     for unit in model.modules():

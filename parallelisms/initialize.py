@@ -7,11 +7,13 @@ a row has no part in it. Values are drawn on the host in float32, so they do not
 from __future__ import annotations
 
 from hashlib import blake2b
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from models.transformer import Transformer
+from parallelisms.collectives import local
 
 BLOCK_ELEMENTS = 1 << 16
 
@@ -25,9 +27,9 @@ def initialize(model: Transformer, *, seed: int, device: torch.device) -> None:
             if std is None:
                 parameter.fill_(1.0)
             else:
-                shard = _local(parameter)
-                first, last = _local_rows(parameter)
-                shard.copy_(normal_rows(parameter.shape, std=std, key=f"{seed}/{name}", first=first, last=last))
+                rows, columns = held(parameter)
+                values = normal_rows(parameter.shape, std=std, key=f"{seed}/{name}", first=rows.start, last=rows.stop)
+                local(parameter).copy_(values[:, columns.start : columns.stop])
 
 
 def _materialise(model: nn.Module, device: torch.device) -> None:
@@ -57,20 +59,17 @@ def normal_rows(shape: torch.Size, *, std: float, key: str, first: int, last: in
     return out
 
 
-def _local(parameter: Tensor) -> Tensor:
-    to_local = getattr(parameter, "to_local", None)
-    return parameter if to_local is None else to_local()
-
-
-def _local_rows(parameter: Tensor) -> tuple[int, int]:
-    """The rows [first, last) of a parameter that this rank holds."""
-    placements = getattr(parameter, "placements", None)
-    if placements is None:
-        return 0, parameter.shape[0]
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    if not isinstance(parameter, DTensor) or any(place.is_shard() and not place.is_shard(0) for place in placements):
-        raise NotImplementedError(f"initial weights of a parameter placed as {placements}")
-    indices = torch.arange(parameter.shape[0], device=parameter.to_local().device)
-    held = distribute_tensor(indices, parameter.device_mesh, placements, src_data_rank=None).to_local()
-    return (int(held[0]), int(held[-1]) + 1) if held.numel() else (0, 0)
+def held(parameter: Tensor) -> tuple[range, range]:
+    """The rows and columns of a matrix that this rank holds, of a parameter cut along tp first and then by FSDP."""
+    sides = [range(size) for size in parameter.shape]
+    placements = getattr(parameter, "placements", ())
+    # The inner axes of the mesh cut first, the outer ones cut what is left; pieces are those of torch.chunk.
+    for axis, placement in reversed(list(enumerate(placements))):
+        cut: int | None = getattr(placement, "dim", None)
+        if cut is not None:
+            mesh = cast(Any, parameter).device_mesh
+            piece = -(-len(sides[cut]) // mesh.size(axis))
+            first = mesh.get_local_rank(axis) * piece
+            sides[cut] = sides[cut][first : first + piece]
+    rows, columns = sides
+    return rows, columns

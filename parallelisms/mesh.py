@@ -7,19 +7,26 @@
     cp                 0       1       0       1       0       1       0       1
     rank               0       1       2       3       4       5       6       7
 
-Axes of size 1 exist like the others. Unions of neighbouring axes are views of the same ranks, built from public parts.
+Axes of size 1 exist like the others. `topology.channels` says along which axes, and unions of neighbouring axes, there
+are process groups.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from math import prod
 
 import torch
+from torch import distributed
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from parallelisms.collectives import max_over
 from parallelisms.rules import AXES
+from parallelisms.topology import channels, groups, place, spell
+
+WEIGHTS = ("pp", "dp_replicate", "fsdp", "tp")
 
 
 class Mesh:
@@ -37,29 +44,22 @@ class Mesh:
         ulysses: int | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        self.degrees = degrees
+        self.degrees = degrees = {axis: degrees[axis] for axis in AXES}
         self.rank = rank
-        size = prod(degrees.values())
-        pp, replicate, shard, cp, tp = (degrees[axis] for axis in AXES)
-        ranks = torch.arange(size, dtype=torch.int)
-        # Parameters are sharded over dp_shard x cp: context-parallel ranks hold the same weights, so they share them.
-        self._weights = DeviceMesh(
-            device_type, ranks.view(pp, replicate, shard * cp, tp), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp")
-        )
-        self._tokens = DeviceMesh(
-            device_type, ranks.view(pp, replicate * shard * cp, tp), mesh_dim_names=("pp", "tokens", "tp")
-        )
-        meshes = [self._weights, self._tokens]
-        if cp > 1:
-            # Its own groups: what attention sends must not queue behind what FSDP sends.
-            shared = {"cp": cp} if ulysses is None else {"rotate": cp // ulysses, "exchange": ulysses}
-            shape = {"others": pp * replicate * shard, **shared, "tp": tp}
-            meshes.append(DeviceMesh(device_type, ranks.view(tuple(shape.values())), mesh_dim_names=tuple(shape)))
-        self._context = meshes[-1]
-        if timeout is not None:
-            set_timeout(timeout, *meshes)
-        places = torch.unravel_index(torch.tensor(rank), (pp, replicate, shard, cp, tp))
-        self.place = {axis: int(place) for axis, place in zip(AXES, places, strict=True)}
+        self.place = place(degrees, rank)
+        self._groups = {
+            name: _make(name, found, rank=rank, timeout=timeout) for name, found in channels(degrees, ulysses).items()
+        }
+        # One root for all four: FSDP2 and tensor parallelism cut the same parameters.
+        self._weights = self._grid(device_type, WEIGHTS, range(self.size))
+        sharing = next(ranks for ranks in groups(degrees, "cp") if rank in ranks)
+        halves = [name for name in ("cp", "rotate", "exchange") if name in self._groups]
+        self._context = self._grid(device_type, halves, sharing) if halves else None
+
+    def _grid(self, device_type: str, names: Sequence[str], ranks: range) -> DeviceMesh:
+        made = [self._groups[name] for name in names]
+        grid = torch.arange(ranks.start, ranks.stop, ranks.step).view([group.size() for group in made])
+        return DeviceMesh.from_group(made, device_type, grid, mesh_dim_names=tuple(names))
 
     @property
     def size(self) -> int:
@@ -73,19 +73,34 @@ class Mesh:
         return self._weights["fsdp"]
 
     @property
+    def tp(self) -> DeviceMesh:
+        """The ranks that share each matrix."""
+        return self._weights["tp"]
+
+    @property
+    def pp(self) -> ProcessGroup:
+        """The ranks that share the layers."""
+        return self._groups["pp"]
+
+    @property
     def context(self) -> DeviceMesh:
         """The ranks that share rows: 1-D, or 2-D (those that rotate, those that exchange heads) for `hybrid`.
 
         Raises ValueError if none do.
         """
-        if self.degrees["cp"] == 1:
+        if self._context is None:
             raise ValueError("parallelism.cp = 1: no ranks share rows")
-        return self._context["cp"] if self._context.ndim == 3 else self._context["rotate", "exchange"]
+        return self._context
 
     @property
     def tokens(self) -> ProcessGroup:
-        """The ranks that hold different tokens: sums over them are sums over the global batch."""
-        return self._tokens.get_group("tokens")
+        """The ranks of this stage that hold different tokens: sums over them are sums over the global batch."""
+        return self._groups["tokens"]
+
+    @property
+    def numbers(self) -> ProcessGroup:
+        """The ranks that hold different tokens or different layers: those of all stages."""
+        return self._groups.get("numbers", self.tokens)
 
     @property
     def data_ranks(self) -> int:
@@ -97,11 +112,17 @@ class Mesh:
         """Which of them this rank is; the same for all ranks that share rows (cp, tp, pp)."""
         return self.place["dp_replicate"] * self.degrees["dp_shard"] + self.place["dp_shard"]
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """From now on every collective of the run may take this long. Collective."""
+        # All ranks have come this far: one that is ahead would not wait for the compilation of another.
+        max_over(None, [0.0])
+        for group in filter(None, (distributed.group.WORLD, *self._groups.values())):
+            group.set_timeout(timeout)
 
-def set_timeout(timeout: timedelta, *meshes: DeviceMesh) -> None:
-    """DeviceMesh gives its groups the library's default, whatever the run's is; there is no public way to say it."""
-    from torch.distributed.distributed_c10d import _set_pg_timeout
 
-    for mesh in meshes:
-        for axis in mesh.mesh_dim_names or ():
-            _set_pg_timeout(timeout, mesh.get_group(axis))
+def _make(name: str, found: Sequence[range], *, rank: int, timeout: timedelta | None) -> ProcessGroup:
+    """The group that this rank belongs to. Every rank takes part in making all of them, in this order."""
+    made: list[ProcessGroup] = [
+        distributed.new_group(list(ranks), timeout=timeout, group_desc=f"{name} {spell(ranks)}") for ranks in found
+    ]
+    return next(group for group, ranks in zip(made, found, strict=True) if rank in ranks)

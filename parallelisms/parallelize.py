@@ -1,11 +1,11 @@
-"""The recipe that spreads a model over a mesh, in its one order: context -> recompute -> compile -> shard."""
+"""The recipe that spreads a model over a mesh, in its one order: context -> tensor -> recompute -> compile -> shard."""
 
 from __future__ import annotations
 
 import torch
 
 from models.transformer import Transformer
-from parallelisms import context, fsdp, recompute
+from parallelisms import context, fsdp, recompute, tensor
 from parallelisms.context import ContextParallel
 from parallelisms.mesh import Mesh
 
@@ -16,22 +16,30 @@ def parallelize(
     *,
     core: ContextParallel | None = None,
     kernel: str = "auto",
+    sequence_parallel: bool = True,
+    loss_parallel: bool = True,
     policy: recompute.Policy,
     compiled: bool,
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     reshard_after_forward: bool,
+    offload: bool = False,
 ) -> None:
     """Changes the model in place; its parameters may still be on the meta device."""
     context.install(model, core, kernel=kernel)
+    tensor.apply(model, mesh.tp, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     recompute.apply(model, policy=policy)
     if compiled:
         for block in model.layers():
             block.compile(fullgraph=True)
+    stored = next(model.parameters()).dtype
+    if mesh.fsdp.size() == mesh.tp.size() == 1 and param_dtype == stored and not offload:
+        return  # Nothing to shard, to sum, to cast or to fetch.
     fsdp.apply(
         model,
         mesh.fsdp,
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
         reshard_after_forward=reshard_after_forward,
+        offload=offload,
     )

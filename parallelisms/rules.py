@@ -7,7 +7,7 @@ A configuration is checked with these rules before any process starts, and the p
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, lcm
 from typing import Literal
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -51,6 +51,8 @@ class ContextPlan:
     row_tokens: int = 0
     packed: bool = True
     node: int = 8
+    tp: int = 1
+    """Ranks that share each rank's tokens further (sequence parallelism)."""
 
     @property
     def chosen(self) -> Method:
@@ -93,7 +95,8 @@ class ContextPlan:
     @property
     def multiple(self) -> int:
         """Rows must be a multiple of this many tokens."""
-        return self.cp if self.cp == 1 or self.kind == "contiguous" else 2 * self.cp
+        alone = self.cp == 1 or self.kind == "contiguous"
+        return lcm(self.cp if alone else 2 * self.cp, self.cp * self.tp)
 
     def problems(self) -> list[str]:
         """Every rule that is broken, in words; empty when the plan can run."""
@@ -164,3 +167,19 @@ class ContextPlan:
 def repeats(ulysses: int, kv_heads: int) -> int:
     """How often each key/value head is repeated so that they divide among `ulysses` ranks."""
     return ulysses // gcd(ulysses, kv_heads)
+
+
+def tensor_problems(
+    tp: int, *, heads: int, kv_heads: int, ffn_dim: int, vocab_size: int, whole_vocabulary: bool = False
+) -> list[str]:
+    """Every rule that a cut of the model over `tp` ranks breaks, in words."""
+    sizes = {"model.num_heads": heads, "model.ffn_dim": ffn_dim}
+    if not whole_vocabulary:
+        sizes["model.vocab_size"] = vocab_size
+    found = [f"parallelism.tp = {tp} must divide {name} = {size}" for name, size in sizes.items() if size % tp]
+    if kv_heads % tp and tp % kv_heads:
+        found.append(
+            f"parallelism.tp = {tp} must divide model.num_kv_heads = {kv_heads}, or be a multiple of it: each rank then "
+            "has one of them, as its neighbours do"
+        )
+    return found

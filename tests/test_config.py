@@ -15,7 +15,15 @@ from trainer.config import Config
 from trainer.load import SHIPPED, keys, load, sections
 
 ROOT = Path(__file__).resolve().parents[1]
-CLUSTER_CONFIGS = {"llama3_8b": 8, "llama3_1b": 8}
+CLUSTER_CONFIGS = {
+    "llama3_8b": 8,
+    "llama3_1b": 8,
+    "llama2_7b_32k": 8,
+    "llama3_8b_128k": 8,
+    "llama3_8b_1m": 32,
+    "llama3_70b_128k": 64,
+    "llama3_405b_128k": 4096,
+}
 
 
 def configured(**values: dict[str, object]) -> Config:
@@ -42,8 +50,12 @@ def test_an_empty_file_is_a_run_that_can_start() -> None:
         ({"data": {"corpus": "n" * 5000}}, 2, "is neither"),
         ({"parallelism": {"dp_shard": 4}}, 2, "needs 4 processes, but there are 2"),
         ({"parallelism": {"dp_replicate": 2}}, 3, "needs 2 processes, but there are 3"),
-        ({"parallelism": {"tp": 2}}, 2, "parallelism.tp = 2 is not supported yet; it must be 1"),
-        ({"parallelism": {"pp": 2}}, 2, "parallelism.pp = 2 is not supported yet; it must be 1"),
+        ({"parallelism": {"tp": 3}}, 3, "parallelism.tp = 3 must divide model.num_heads = 8"),
+        (
+            {"parallelism": {"pp": 2}, "training": {"global_batch_size": 1}},
+            2,
+            'parallelism.pp_schedule "1F1B" needs at least as many as stages, 2',
+        ),
         (
             {"data": {"corpus": "no"}},
             2,
@@ -134,7 +146,10 @@ def test_a_model_with_problems_is_not_asked_how_its_heads_divide() -> None:
 def test_heads_that_tp_does_not_divide_are_no_problem_of_cp() -> None:
     heads: dict[str, object] = {"num_heads": 18, "num_kv_heads": 9}
     config = configured(model=heads, parallelism={"cp": 2, "tp": 2, "cp_method": "ulysses"})
-    assert config.problems(4) == ["parallelism.tp = 2 is not supported yet; it must be 1"]
+    assert config.problems(4) == [
+        "parallelism.tp = 2 must divide model.num_kv_heads = 9, or be a multiple of it: each rank then has one of them, "
+        "as its neighbours do"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -210,10 +225,10 @@ def test_rows_that_cp_does_not_divide_are_remarked_on() -> None:
         return configured(training={"seq_len": seq_len}, parallelism=section).remarks(1)
 
     assert remarks(512, cp=3) == [
-        "training.seq_len = 512 does not divide by 6, which cp = 3 needs: every row is padded by 4 tokens"
+        "training.seq_len = 512 does not divide by 6 (cp = 3): every row is padded by 4 tokens"
     ]
     assert remarks(511, cp=2) == [
-        "training.seq_len = 511 does not divide by 2, which cp = 2 needs: every row is padded by 1 token"
+        "training.seq_len = 511 does not divide by 2 (cp = 2): every row is padded by 1 token"
     ]
     assert remarks(510, cp=2) == []
     assert remarks(511, cp_method="ring") == [], "one rank holds its rows as they are"
@@ -250,7 +265,7 @@ def test_all_problems_are_told_at_once() -> None:
     )
     assert len(config.problems(2)) == 4
     wrong = {"tp": 2, "cp": 4, "cp_method": "ring", "cp_layout": "balanced", "cp_ulysses": 2, "cp_outer": "ring"}
-    assert len(configured(data={"copy_period": 1}, parallelism=wrong).problems(2)) == 6
+    assert len(configured(data={"copy_period": 1}, parallelism=wrong).problems(2)) == 5
 
 
 def test_a_rank_without_rows_in_an_update_is_remarked_on() -> None:

@@ -18,7 +18,6 @@ from trainer.launch import (
     default_processes,
     examine,
     exit_status,
-    groups,
     prepare_environment,
     read_cluster,
     report,
@@ -105,7 +104,9 @@ def test_a_task_of_srun_is_one_rank_of_its_step() -> None:
     environment = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "NGPU": "7"}
     assert read_cluster(environment, Config(), gpus=2) == Cluster(processes=4, task=3, master="127.0.0.1:20000")
     told = environment | {"MASTER_ADDR": "node7", "MASTER_PORT": "123", "SLURM_STEP_NUM_NODES": "2"}
-    assert read_cluster(told, Config(), gpus=2).master == "node7:123"
+    assert read_cluster(told, Config(), gpus=2) == Cluster(processes=2, nodes=2, task=3, master="node7:123")
+    uneven = told | {"SLURM_NTASKS": "5"}
+    assert read_cluster(uneven, Config(), gpus=2) == Cluster(processes=5, task=3, master="node7:123")
 
 
 def test_srun_on_several_nodes_needs_to_know_where_they_meet() -> None:
@@ -153,26 +154,21 @@ def test_a_complaint_names_the_file_and_the_world() -> None:
     assert text.splitlines()[1].endswith("debug.toml for 8 processes (2 nodes x 4)")
 
 
-def test_groups_of_a_mesh() -> None:
-    degrees = {"pp": 1, "dp_replicate": 2, "dp_shard": 2, "cp": 1, "tp": 2}
-    spelled = {axis: [list(ranks) for ranks in groups(degrees, axis)] for axis in degrees}
-    assert spelled["tp"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert spelled["dp_shard"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert spelled["dp_replicate"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert spelled["pp"] == [[rank] for rank in range(8)]
-
-
 def test_a_report_is_the_resolved_toml_with_the_mesh_in_comments() -> None:
     config = load(["--parallelism.dp_replicate", "2", "--parallelism.dp_shard", "16"])
     text = report(config, Cluster(processes=8, nodes=4))
     assert Config.model_validate(tomli.loads(text)) == config
     assert "# mesh of 32 processes (4 nodes x 8)" in text
-    assert "#   dp_shard        16  0-15  16-31\n" in text
-    assert "#   dp_replicate     2  0,16  1,17  2,18  3,19 ... (16 groups)\n" in text
-    assert "#   tp               1  -\n" in text
+    assert "#   dp_shard                16  across 2 nodes    0-15  16-31\n" in text
+    assert "#   dp_replicate             2  across 2 nodes    0,16  1,17  2,18  3,19 ... (16 groups)\n" in text
+    assert "#   tp                       1  -\n" in text
     assert f"{config.model.build().num_parameters:,} parameters" in text
     assert "8 micro-batches of 1 row, 1 on each data-parallel rank" in text
     assert "# remark: training.global_batch_size = 8" in text
+    assert "node_ranks" not in text.partition("# mesh of")[2]
+    text = report(load(["--parallelism.tp", "16"]), Cluster(processes=4, nodes=4))
+    assert "# remark: parallelism.tp = 16 crosses nodes of 8 ranks" in text
+    assert "# remark: parallelism.node_ranks = 8, but each of 4 nodes runs 4 processes" in text
 
 
 def test_check_prints_and_starts_nothing(launch: Launch) -> None:

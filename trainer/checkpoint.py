@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from parallelisms.collectives import gather_over
 from trainer.config import Config
 from trainer.files import sync, write_synced
 from trainer.run_folder import ResumeError, RunFolder, check_resume, differences, flat
@@ -89,7 +90,7 @@ class Checkpoints:
             metadata = reader.read_metadata()
         except Exception as error:
             raise ResumeError(f"{checkpoint} cannot be read: {describe(error)}") from error
-        _check_tensors(checkpoint, metadata, tensors)
+        _check_tensors(checkpoint, metadata, tensors, trainer.mesh.pp)
         try:
             dcp.load(tensors, storage_reader=reader)
         except (Exception, CheckpointException) as error:
@@ -121,10 +122,13 @@ def describe(error: BaseException) -> str:
     return f"{type(cause).__name__}: {cause}".splitlines()[0]
 
 
-def _check_tensors(checkpoint: Path, metadata: Any, tensors: dict[str, torch.Tensor]) -> None:
+def _check_tensors(
+    checkpoint: Path, metadata: Any, tensors: dict[str, torch.Tensor], stages: distributed.ProcessGroup
+) -> None:
     """torch.distributed.checkpoint loads silently what lacks a tensor's name or has another dtype; this does not."""
     saved = {name: (tuple(entry.size), entry.properties.dtype) for name, entry in metadata.state_dict_metadata.items()}
-    wanted = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    mine = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    wanted = {name: entry for stage in gather_over(mine, stages) for name, entry in stage.items()}
     wrong = [
         f"{name} is {saved.get(name, 'absent')} there and {wanted.get(name, 'absent')} here"
         for name in sorted(saved.keys() | wanted.keys())

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from parallelisms.rules import ContextPlan
+from parallelisms.rules import ContextPlan, tensor_problems
+from parallelisms.stages import PipelinePlan
+from parallelisms.topology import Topology
 from trainer.sections import (
     COPY,
     CheckpointSection,
@@ -84,7 +86,9 @@ class Config(Section):
             *self._tokenizer_problems(),
             *self.data.problems(),
             *self.parallelism.problems(world_size),
+            *self._tensor_problems(),
             *self._context_problems(),
+            *self._pipeline_problems(world_size),
             *self._attention_problems(),
         ]
         if self.schedule.decay_steps is not None and self.schedule.kind != "wsd":
@@ -130,7 +134,65 @@ class Config(Section):
             row_tokens=training.micro_batch_size * training.seq_len,
             packed=documents,
             node=max(1, section.node_ranks // section.tp),
+            tp=section.tp if section.sequence_parallel else 1,
         )
+
+    def pipeline_plan(self, world_size: int) -> PipelinePlan:
+        """How the layers are cut into stages, and who runs them when. The model must have no problems."""
+        section, model = self.parallelism, self.model.build()
+        # The head counts by its products, and so does the embedding, which does nothing but hold as many weights.
+        keys = self.training.seq_len / 2 * model.num_heads * model.head_dim * 2
+        ends = model.vocab_size * model.dim / (model.block_matrix_parameters + keys)
+        return PipelinePlan(
+            pp=section.pp,
+            schedule=section.pp_schedule,
+            num_layers=model.num_layers,
+            per_rank=section.pp_stages_per_rank,
+            layers=section.pp_layers,
+            embed_cost=ends,
+            head_cost=ends,
+            micro_batches=self.micro_batches(world_size)[1],
+            tied=model.tie_embeddings,
+            compiled=self.training.compile,
+            recompute=self.memory.recompute,
+        )
+
+    def topology(self, world_size: int, *, nodes: int = 1) -> Topology:
+        """Who talks to whom. The model must have no problems."""
+        section = self.parallelism
+        degrees = section.degrees(world_size)
+        return Topology(degrees=degrees, plan=self.context_plan(), node=section.node_ranks, hosts=nodes)
+
+    def plans(self, world_size: int) -> list[str]:
+        """What is done along the axes that leave a choice, a line each. The model must have no problems."""
+        section = self.parallelism
+        found = []
+        if section.cp > 1:
+            found.append(f"context parallelism: {self.context_plan().summary()}")
+        if section.tp > 1:
+            shared = {"tokens": section.sequence_parallel, "vocabulary": section.loss_parallel}
+            told = ", ".join(f"{name} {'shared' if is_shared else 'whole'}" for name, is_shared in shared.items())
+            found.append(f"tensor parallelism: {section.tp} ranks, {told}")
+        if section.pp > 1:
+            found.append(f"pipeline parallelism: {self.pipeline_plan(world_size).summary()}")
+        return found
+
+    def _tensor_problems(self) -> list[str]:
+        if self.model.problems():
+            return []
+        section, model = self.parallelism, self.model.build()
+        return tensor_problems(
+            section.tp,
+            heads=model.num_heads,
+            kv_heads=model.num_kv_heads,
+            ffn_dim=model.ffn_dim,
+            vocab_size=model.vocab_size,
+            # Only a tied embedding is kept whole with its head.
+            whole_vocabulary=model.tie_embeddings and not section.loss_parallel,
+        )
+
+    def _pipeline_problems(self, world_size: int) -> list[str]:
+        return [] if self.model.problems() else self.pipeline_plan(world_size).problems()
 
     def _attention_problems(self) -> list[str]:
         kernel, dtype = self.training.attention, self.training.dtype
@@ -171,12 +233,12 @@ class Config(Section):
             found.append(
                 f"schedule.warmup_steps = {warmup} is all of training.steps = {steps}: the learning rate only rises"
             )
-        length, cp = self.training.seq_len, self.parallelism.cp
-        multiple = self.context_plan().multiple if cp > 1 else 1
-        if length % multiple:
-            padding = -length % multiple
+        length, plan = self.training.seq_len, self.context_plan()
+        if length % plan.multiple:
+            padding = -length % plan.multiple
+            axes = ", ".join(f"{axis} = {degrees[axis]}" for axis in ("cp", "tp") if degrees[axis] > 1)
             found.append(
-                f"training.seq_len = {length} does not divide by {multiple}, which cp = {cp} needs: "
+                f"training.seq_len = {length} does not divide by {plan.multiple} ({axes}): "
                 f"every row is padded by {padding} token{'s' if padding > 1 else ''}"
             )
         return found

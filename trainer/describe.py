@@ -9,7 +9,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import wrap
+from textwrap import fill, wrap
 from typing import Any
 
 from trainer.config import Config
@@ -77,22 +77,25 @@ def describe(section: str) -> list[Key]:
 
 
 def kind_of(schema: dict[str, Any]) -> str:
-    """A type and its range, from JSON schema: `integer >= 1`, `"a" | "b"`, `[number, number]`."""
+    """A type and its range, from JSON schema: `integer >= 1`, `"a" | "b"`, `[number, number]`, `[integer, ...]`."""
     if "anyOf" in schema:
         return " | ".join(kind_of(option) for option in schema["anyOf"] if option.get("type") != "null")
     choices = schema.get("enum", [schema["const"]] if "const" in schema else [])
     if choices:
         return " | ".join(toml_value(choice) for choice in choices)
     if schema["type"] == "array":
-        return f"[{', '.join(kind_of(item) for item in schema['prefixItems'])}]"
+        parts = [kind_of(item) for item in schema.get("prefixItems", ())] or [kind_of(schema["items"]), "..."]
+        return f"[{', '.join(parts)}]"
     kind = schema["format"] if schema.get("format") == "path" else KINDS[schema["type"]]
     limits = [f"{sign}{schema[bound]:g}" for bound, sign in BOUNDS.items() if bound in schema]
     return " ".join([kind, *limits])
 
 
-def help_text() -> str:
-    names = ", ".join(sorted(path.stem for path in SHIPPED.glob("*.toml")))
-    lines = USAGE.format(names=names).splitlines()
+def help_text(usage: str = USAGE) -> str:
+    names = fill(
+        ", ".join(sorted(path.stem for path in SHIPPED.glob("*.toml"))), WIDTH - 24, subsequent_indent=" " * 23
+    )
+    lines = usage.format(names=names).splitlines()
     for section in sections():
         lines += ["", f"[{section}]  {_purpose(section)}"]
         for key in describe(section):

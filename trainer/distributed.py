@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 from torch import distributed
@@ -29,6 +30,7 @@ class World:
     rank: int
     size: int
     device: torch.device
+    nodes: int = 1
 
 
 def place(environment: Mapping[str, str]) -> tuple[int, int, int]:
@@ -39,6 +41,14 @@ def place(environment: Mapping[str, str]) -> tuple[int, int, int]:
     if "SLURM_STEP_ID" in environment and int(tasks) > 1:
         return int(environment["SLURM_PROCID"]), int(tasks), int(environment["SLURM_LOCALID"])
     return 0, 1, 0
+
+
+def nodes(environment: Mapping[str, str]) -> int:
+    """On how many machines the processes run; 1 where nobody says."""
+    _, size, _ = place(environment)
+    if "RANK" in environment:
+        return size // int(environment.get("LOCAL_WORLD_SIZE", size))
+    return int(environment.get("SLURM_STEP_NUM_NODES", "1")) if size > 1 else 1
 
 
 def require_agreement(config: Config, fingerprint: str) -> None:
@@ -68,13 +78,27 @@ def process_group(config: DistributedSection) -> Iterator[World]:
         store=distributed.HashStore() if size == 1 else None,
         rank=rank,
         world_size=size,
-        timeout=timedelta(minutes=config.timeout_minutes),
+        timeout=timedelta(minutes=config.start_timeout_minutes),
     )
     whole = size == 1
     try:
-        yield World(rank, size, device)
+        yield World(rank, size, device, nodes(os.environ))
         whole = True
     finally:
         # Not after an error: peers may be inside a collective, and leaving must not wait for them.
         if whole:
             distributed.destroy_process_group()
+
+
+@contextmanager
+def on_this_machine(config: DistributedSection, *, rank: int, size: int, store: Path) -> Iterator[World]:
+    """Joins processes that meet in the file `store`, to compute on the CPU also where there are other devices."""
+    distributed.init_process_group(
+        "gloo",
+        store=distributed.FileStore(str(store), size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(minutes=config.start_timeout_minutes),
+    )
+    yield World(rank, size, torch.device("cpu"))
+    distributed.destroy_process_group()  # After an error it is left to itself, for the same reason.

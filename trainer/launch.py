@@ -25,7 +25,6 @@ from trainer.status import BAD_CONFIGURATION, FAILED, NO_RETRY, ConfigError
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 TELLING_CODES = (NO_RETRY, BAD_CONFIGURATION)
-SHOWN_GROUPS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,16 +175,22 @@ def _slurm_task(environment: Mapping[str, str]) -> Cluster | None:
         return None
     # Without MASTER_PORT, one that all tasks of the step know and other jobs on the host do not use.
     port = environment.get("MASTER_PORT") or str(20_000 + int(environment.get("SLURM_JOB_ID", "0")) % 10_000)
+    nodes = environment.get("SLURM_STEP_NUM_NODES", "1")
     for name, text in (("SLURM_NTASKS", tasks), ("MASTER_PORT", port)):
         if not text.isdecimal():
             raise ConfigError([f'environment: {name} = "{text}" must be an integer'])
     address = environment.get("MASTER_ADDR")
     if address is None:
-        nodes = int(environment.get("SLURM_STEP_NUM_NODES", "1"))
-        if nodes > 1:
+        if nodes != "1":
             raise ConfigError([f"environment: srun on {nodes} nodes needs MASTER_ADDR, the host of task 0"])
         address = "127.0.0.1"
-    return Cluster(processes=int(tasks), master=f"{address}:{port}", task=int(environment["SLURM_PROCID"]))
+    even = int(nodes) if int(tasks) % int(nodes) == 0 else 1  # srun may deal tasks unevenly.
+    return Cluster(
+        processes=int(tasks) // even,
+        nodes=even,
+        master=f"{address}:{port}",
+        task=int(environment["SLURM_PROCID"]),
+    )
 
 
 def _has_gpus() -> bool:
@@ -208,49 +213,20 @@ def complaint(problems: Sequence[str], argv: Sequence[str], cluster: Cluster | N
 def report(config: Config, cluster: Cluster) -> str:
     """The resolved configuration, and as comments, so that the whole is TOML, what it means for this world."""
     model, training = config.model.build(), config.training
-    degrees = config.parallelism.degrees(cluster.world_size)
+    topology = config.topology(cluster.world_size, nodes=cluster.nodes)
     total, each = config.micro_batches(cluster.world_size)
     rows = training.global_batch_size
     lines = [
         f"mesh of {_world(cluster)}",
-        f"  {'axis':<14}{'size':>4}  ranks that talk",
-        *(f"  {axis:<14}{size:>4}  {_spell_groups(groups(degrees, axis))}".rstrip() for axis, size in degrees.items()),
-        *_context(config),
+        *(f"  {line}" for line in topology.drawing()),
+        *config.plans(cluster.world_size),
         f"model {config.model.family} {config.model.size}: {model.num_parameters:,} parameters",
         f"update of {count(rows, 'row')} x {training.seq_len:,} tokens = {rows * training.seq_len:,} tokens: "
         f"{count(total, 'micro-batch', 'es')} of {count(training.micro_batch_size, 'row')}, "
         f"{each} on each data-parallel rank",
-        *(f"remark: {remark}" for remark in config.remarks(cluster.world_size)),
+        *(f"remark: {remark}" for remark in (*config.remarks(cluster.world_size), *topology.remarks())),
     ]
     return to_toml(config) + "\n" + "".join(f"# {line}\n" for line in lines)
-
-
-def _context(config: Config) -> list[str]:
-    return [f"context parallelism: {config.context_plan().summary()}"] if config.parallelism.cp > 1 else []
-
-
-def groups(degrees: Mapping[str, int], axis: str) -> list[range]:
-    """The ranks that talk along an axis; the last axis of a mesh varies fastest."""
-    sizes = list(degrees.values())
-    place = list(degrees).index(axis)
-    stride = prod(sizes[place + 1 :])
-    span = stride * sizes[place]
-    return [range(base + i, base + i + span, stride) for base in range(0, prod(sizes), span) for i in range(stride)]
-
-
-def _spell_groups(found: Sequence[range]) -> str:
-    if len(found[0]) == 1:
-        return "-"
-    more = f" ... ({len(found)} groups)" if len(found) > SHOWN_GROUPS else ""
-    return "  ".join(_spell_ranks(ranks) for ranks in found[:SHOWN_GROUPS]) + more
-
-
-def _spell_ranks(ranks: range) -> str:
-    if ranks.step == 1:
-        return f"{ranks[0]}-{ranks[-1]}"
-    if len(ranks) <= SHOWN_GROUPS:
-        return ",".join(map(str, ranks))
-    return f"{ranks[0]},{ranks[1]},..,{ranks[-1]}"
 
 
 def count(number: int, noun: str, plural: str = "s") -> str:

@@ -84,11 +84,12 @@ class Metrics:
             log.info("changed since the checkpoint: %s", change)
         degrees = " x ".join(f"{axis} {size}" for axis, size in trainer.mesh.degrees.items())
         log.info("%s on %s, %s", degrees, self.world.device, f"{self.model.num_parameters:,} parameters")
-        if trainer.context is not None:
-            log.info("context parallelism: %s", self.config.context_plan().summary())
+        topology = self.config.topology(self.world.size, nodes=self.world.nodes)
+        for told in (*topology.drawing(), *self.config.plans(self.world.size)):
+            log.info("%s", told)
         log.info("attention kernel: %s", trainer.kernel)
         log.info("%s", trainer.loader.summary(self.steps))
-        for remark in self.config.remarks(self.world.size):
+        for remark in (*self.config.remarks(self.world.size), *topology.remarks()):
             log.warning("%s", remark)
         if self.peak is None and self.world.device.type == "cuda":
             log.warning("no peak FLOP/s is known for this device, so no MFU: set metrics.peak_flops")

@@ -54,7 +54,10 @@ class Slots:
 
 
 class Tally:
-    """Fills the vector of an update, from this rank's place in the mesh. Nothing here waits for the device."""
+    """Fills the vector of an update, from this rank's place in the mesh. Nothing here waits for the device.
+
+    Of a pipeline's stages the last one adds, since it has the losses.
+    """
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
         self.slots = Slots(mesh.degrees["cp"])
@@ -85,10 +88,10 @@ class Tally:
 
     def sum_over_ranks(self, vector: Tensor) -> dict[str, Tensor]:
         """Makes the sums those of the global batch, on every rank, and returns the vector by name."""
-        parts, group = self.slots.parts(vector), self._mesh.tokens
+        parts, group = self.slots.parts(vector), self._mesh.numbers
         busiest = largest_over(group, parts["attended"].clone())
         sum_over(group, vector)
-        parts["attention_imbalance"].copy_(busiest * group.size() / parts["attended"])
+        parts["attention_imbalance"].copy_(busiest * self._mesh.tokens.size() / parts["attended"])
         return parts
 
 

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor, nn
 
-from parallelisms.collectives import whole
+from models.linear import unchanged
+from parallelisms.collectives import copies, local
 from trainer.config import OptimizerSection
 
 
 class Optimizer:
-    """AdamW whose state exists from the start, under the parameters' names, so that it can be saved and loaded."""
+    """AdamW whose state exists from the start, under the parameters' names, so that it can be saved and loaded.
 
-    def __init__(self, model: nn.Module, config: OptimizerSection) -> None:
+    `parts` are the parts of the model on this rank, whose names differ; `total` is the sum of a number of every rank.
+    """
+
+    def __init__(
+        self, parts: Sequence[nn.Module], config: OptimizerSection, *, total: Callable[[Tensor], Tensor] = unchanged
+    ) -> None:
         self.max_grad_norm = config.max_grad_norm
-        self.named = dict(model.named_parameters())
+        self.named = {name: parameter for part in parts for name, parameter in part.named_parameters()}
+        self._total = total
         matrices = [parameter for parameter in self.named.values() if parameter.ndim > 1]
         vectors = [parameter for parameter in self.named.values() if parameter.ndim < 2]
         self.adamw = torch.optim.AdamW(
@@ -49,8 +59,7 @@ class Optimizer:
         device. With a norm that is not finite nothing changes, on any rank, and the host does not have to look:
         the fused kernel reads the flag that gradient scalers use.
         """
-        gradients = [parameter.grad for parameter in self.named.values() if parameter.grad is not None]
-        norm = whole(nn.utils.get_total_norm(gradients))
+        norm = self._norm()
         finite = norm.isfinite()
         nn.utils.clip_grads_with_norm_(self.named.values(), self.max_grad_norm, norm)
         self.adamw.found_inf = (~finite).to(torch.float32)  # type: ignore[attr-defined]
@@ -59,3 +68,12 @@ class Optimizer:
         self.adamw.step()
         self.adamw.zero_grad()
         return norm, finite
+
+    def _norm(self) -> Tensor:
+        """The norm of all gradients of the whole mesh, float64; what several ranks hold alike counts once."""
+        alike: defaultdict[int, list[Tensor]] = defaultdict(list)
+        for parameter in self.named.values():
+            if parameter.grad is not None:
+                alike[copies(parameter.grad)].append(local(parameter.grad))
+        squares = [nn.utils.get_total_norm(held).double().square() / count for count, held in alike.items()]
+        return self._total(torch.stack(squares).sum()).sqrt()

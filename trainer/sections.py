@@ -203,8 +203,22 @@ class ParallelismSection(Section):
     """Ranks joined by fast links (NVLink): `auto` and `hybrid` without `cp_ulysses` exchange heads only among them."""
     tp: Count = 1
     """Ranks that share each matrix (tensor parallelism)."""
+    sequence_parallel: bool = True
+    """Whether tp ranks also share the tokens of norms and of the residual stream, instead of holding all of them."""
+    loss_parallel: bool = True
+    """Whether tp ranks share the vocabulary of the head; else each has all of it."""
+    async_tp: bool = False
+    """Overlap the communication of tp with its matrix products: compiled, on CUDA devices joined by NVLink."""
     pp: Count = 1
-    """Stages that share the layers (pipeline parallelism)."""
+    """Ranks that share the layers (pipeline parallelism)."""
+    pp_schedule: Literal["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"] = (
+        "1F1B"
+    )
+    """Order in which stages run the micro-batches of an update."""
+    pp_stages_per_rank: Count | None = None
+    """Stages on each pp rank. Left out: 1, or 2 for schedules that need several."""
+    pp_layers: tuple[Amount, ...] | None = None
+    """Blocks of each stage, first to last. Left out: balanced, embedding and head counted as part of a block."""
     reshard_after_forward: bool = True
     """Whether a block's gathered weights are freed after its forward and gathered again for its backward."""
 
@@ -216,16 +230,11 @@ class ParallelismSection(Section):
         return stated
 
     def problems(self, world_size: int) -> list[str]:
-        found = [
-            f"parallelism.{axis} = {getattr(self, axis)} is not supported yet; it must be 1"
-            for axis in ("tp", "pp")
-            if getattr(self, axis) > 1
-        ]
         degrees = self.degrees(world_size)
-        if prod(degrees.values()) != world_size:
-            product = " x ".join(f"{axis} {size}" for axis, size in degrees.items())
-            found.append(f"the mesh {product} needs {prod(degrees.values())} processes, but there are {world_size}")
-        return found
+        if prod(degrees.values()) == world_size:
+            return []
+        product = " x ".join(f"{axis} {size}" for axis, size in degrees.items())
+        return [f"the mesh {product} needs {prod(degrees.values())} processes, but there are {world_size}"]
 
 
 class MemorySection(Section):
@@ -233,6 +242,8 @@ class MemorySection(Section):
     """What the backward pass computes again instead of keeping: nothing, every block, or (`keep_attention`) everything but attention's output and log-sum-exp."""
     head_chunk_mib: Count = 256
     """Memory for one chunk of logits, in MiB; logits never exist whole."""
+    optimizer_placement: Literal["device", "host"] = "device"
+    """Where parameters, gradients and optimizer state lie between uses; `host` fetches each block when it runs, and updates on the CPU."""
 
 
 class OptimizerSection(Section):
@@ -291,8 +302,10 @@ class ProfilerSection(Section):
 
 
 class DistributedSection(Section):
-    timeout_minutes: Count = 30
-    """How long a collective may take before the run is given up; the first includes set-up and compilation."""
+    start_timeout_minutes: Count = 30
+    """How long a rank may wait for the others until the first update is done: for set-up, loading and compilation."""
+    timeout_minutes: Count = 20
+    """How long a rank may wait for the others once the first update is done, also while a checkpoint is written."""
 
 
 def _is_there(path: Path) -> bool:

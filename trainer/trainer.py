@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from models.batch import Batch
-from models.transformer import Transformer
+from models.batch import Batch, padded
+from models.transformer import Part, Transformer
 from parallelisms.collectives import sum_over
 from parallelisms.context import ContextParallel
 from parallelisms.initialize import initialize
 from parallelisms.mesh import Mesh
 from parallelisms.parallelize import parallelize
+from parallelisms.pipeline import Pipeline
+from parallelisms.stages import PipelinePlan
 from trainer.config import Config
 from trainer.data.copy import CopyRows
 from trainer.data.loader import Loader
@@ -33,6 +36,8 @@ from trainer.hardware import Numbers, Stopwatch, attention_kernel, refuse_nondet
 from trainer.numbers import Slots, Tally, means
 from trainer.optimizer import Optimizer
 from trainer.schedule import factor
+
+Runner = Callable[[Iterable[Batch], Tensor, Callable[[Tensor, Batch], None]], None]
 
 
 @dataclass(frozen=True)
@@ -95,20 +100,24 @@ class Trainer:
             config.parallelism.degrees(world.size),
             rank=world.rank,
             ulysses=plan.ulysses if plan.chosen == "hybrid" else None,
-            timeout=timedelta(minutes=config.distributed.timeout_minutes),
+            timeout=timedelta(minutes=config.distributed.start_timeout_minutes),
         )
         self.kernel = attention_kernel(config, world.device)
         self.context = context_parallel(config, self.mesh, self.kernel) if plan.cp > 1 else None
         """Where ranks share rows."""
-        self.model = build_model(config, self.mesh, world.device, core=self.context, kernel=self.kernel)
-        self.optimizer = Optimizer(self.model, config.optimizer)
+        self.stages = config.pipeline_plan(world.size)
+        build = partial(build_model, config, self.mesh, world.device, core=self.context, kernel=self.kernel)
+        self.parts = {stage: build(self.stages.part(stage)) for stage in self.stages.stages_of(self.mesh.place["pp"])}
+        """What this rank holds of the model, by stage of the pipeline; one that is not cut has one."""
+        self.run = runner(config, self.mesh, world.device, self.stages, self.parts)
+        self.optimizer = Optimizer([*self.parts.values()], config.optimizer, total=partial(sum_over, None))
         self.loader = Loader(
             rows,
             rank=self.mesh.data_rank,
             ranks=self.mesh.data_ranks,
             global_batch_size=config.training.global_batch_size,
             micro_batch_size=config.training.micro_batch_size,
-            shard=self.context.shard_batch if self.context else None,
+            shard=partial(share, multiple=plan.multiple, context=self.context),
             pin_memory=world.device.type == "cuda",
         )
         self.changes: list[str] = []
@@ -135,10 +144,12 @@ class Trainer:
                 waited = time.perf_counter() - fetching
                 if self.context and (first or training.deterministic):
                     self.context.require_agreement(micro_batches[0].boundaries)
-                first = False
                 self.step += 1
                 lr = self.config.optimizer.lr * factor(self.config.schedule, step=self.step, steps=training.steps)
                 numbers = Numbers(self.train_step(micro_batches, lr))
+                if first:
+                    self.mesh.set_timeout(timedelta(minutes=self.config.distributed.timeout_minutes))
+                first = False
                 self.next_row += training.global_batch_size
                 collect(self.step)
                 stopwatch.stop()
@@ -146,6 +157,11 @@ class Trainer:
 
     def train_step(self, micro_batches: list[Batch], lr: float) -> Tensor:
         """One update from this rank's micro-batches; returns its numbers, by the names of `tally.slots`."""
+        numbers = self.accumulate(micro_batches)
+        return self.update(numbers, lr)
+
+    def accumulate(self, micro_batches: list[Batch]) -> Tensor:
+        """Leaves the gradients of the mean loss of all ranks' micro-batches; returns this rank's numbers."""
         # Every draw of random numbers is a function of the step, so none has to be saved.
         torch.manual_seed(_seed(self.config.training.seed, self.step, self.world.rank))
         device = self.world.device
@@ -153,10 +169,11 @@ class Trainer:
         targets = torch.stack([batch.num_targets() for batch in micro_batches]).sum().to(device, non_blocking=True)
         global_targets = sum_over(self.mesh.tokens, targets).clamp(min=1)
         numbers = self.tally.begin()
-        for batch in (batch.to(device) for batch in micro_batches):
-            losses_BS = self.model(batch)
-            (losses_BS.sum() / global_targets).backward()
-            self.tally.add(numbers, losses_BS.detach(), batch)
+        self.run((batch.to(device) for batch in micro_batches), global_targets, partial(self.tally.add, numbers))
+        return numbers
+
+    def update(self, numbers: Tensor, lr: float) -> Tensor:
+        """Moves the weights along the gradients; returns the numbers over all ranks."""
         norm, finite = self.optimizer.step(lr)
         parts = self.tally.sum_over_ranks(numbers)
         self.counts += torch.cat((parts["tokens"].long(), (~finite).long().view(1)))
@@ -167,7 +184,7 @@ class Trainer:
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor of a checkpoint, by a name that does not depend on the mesh; loading writes into them."""
-        weights = {f"model.{name}": parameter.detach() for name, parameter in self.model.named_parameters()}
+        weights = {f"model.{name}": parameter.detach() for name, parameter in self.optimizer.named.items()}
         return weights | {f"optimizer.{name}": tensor for name, tensor in self.optimizer.tensors().items()}
 
     def scalars(self) -> dict[str, Any]:
@@ -196,26 +213,64 @@ def context_parallel(config: Config, mesh: Mesh, kernel: str) -> ContextParallel
     )
 
 
+def share(batch: Batch, *, multiple: int, context: ContextParallel | None) -> Batch:
+    """What this rank holds of a batch, whose rows are made to divide."""
+    batch = padded(batch, multiple)
+    return context.shard_batch(batch) if context else batch
+
+
+def runner(
+    config: Config, mesh: Mesh, device: torch.device, plan: PipelinePlan, parts: dict[int, Transformer]
+) -> Runner:
+    """How the micro-batches of an update go through the model."""
+    if plan.pp == 1:
+        return partial(one_by_one, parts[0])
+    context, training = config.context_plan(), config.training
+    tokens = (training.seq_len + -training.seq_len % context.multiple) // (context.cp * context.tp)
+    shape = (training.micro_batch_size, tokens, config.model.build().dim)
+    return Pipeline(parts, plan, mesh.pp, device=device, shape=shape, dtype=getattr(torch, training.dtype)).run
+
+
+def one_by_one(
+    model: Transformer, batches: Iterable[Batch], targets: Tensor, record: Callable[[Tensor, Batch], None]
+) -> None:
+    """Forward and backward of the sum of all losses over `targets`; `record` gets each batch's losses."""
+    for batch in batches:
+        losses_BS = model(batch)
+        (losses_BS.sum() / targets).backward()
+        record(losses_BS.detach(), batch)
+
+
 def build_model(
-    config: Config, mesh: Mesh, device: torch.device, *, core: ContextParallel | None = None, kernel: str = "auto"
+    config: Config,
+    mesh: Mesh,
+    device: torch.device,
+    part: Part | None = None,
+    *,
+    core: ContextParallel | None = None,
+    kernel: str = "auto",
 ) -> Transformer:
-    """The model of this run, spread over the mesh, with its initial weights."""
+    """The model of this run, or a part of it, spread over the mesh, with its initial weights."""
     training = config.training
     compute = getattr(torch, training.dtype)
     stored = torch.float64 if compute == torch.float64 else torch.float32
     reduced = getattr(torch, training.reduce_dtype) if compute == torch.bfloat16 else stored
     with torch.device("meta"):
-        model = Transformer(config.model.build(), head_chunk_mib=config.memory.head_chunk_mib).to(stored)
+        model = Transformer(config.model.build(), part=part, head_chunk_mib=config.memory.head_chunk_mib).to(stored)
     parallelize(
         model,
         mesh,
         core=core,
         kernel=kernel,
+        sequence_parallel=config.parallelism.sequence_parallel,
+        loss_parallel=config.parallelism.loss_parallel,
         policy=config.memory.recompute,
         compiled=training.compile,
         param_dtype=compute,
         reduce_dtype=reduced,
-        reshard_after_forward=config.parallelism.reshard_after_forward,
+        # A pipeline would gather the weights again for each micro-batch.
+        reshard_after_forward=config.parallelism.reshard_after_forward and config.parallelism.pp == 1,
+        offload=config.memory.optimizer_placement == "host",
     )
     initialize(model, seed=training.seed, device=device)
     return model

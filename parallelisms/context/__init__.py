@@ -19,12 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import functional as F
 
 from models import causal as documents
 from models import kernels
 from models.attention import local_core
-from models.batch import IGNORE, Batch
+from models.batch import IGNORE, Batch, padded
 from models.transformer import Transformer
 from parallelisms import collectives
 from parallelisms.context import rotation, ulysses
@@ -143,7 +142,7 @@ class ContextParallel:
         if labels are not the next tokens: shifted after the cut, they would be wrong wherever two pieces meet.
         """
         _require_shifted(batch)
-        batch = _padded(batch, self.plan.multiple)
+        batch = padded(batch, self.plan.multiple)
         rows = self.layouts(batch.boundaries)
         index_BS = self._order(batch.tokens, batch.boundaries).chunk(self.plan.cp, dim=1)[self.rank]
         return replace(
@@ -240,20 +239,3 @@ def _require_shifted(batch: Batch) -> None:
     crosses = batch.documents[:, 1:] != batch.documents[:, :-1]
     if not bool(((labels == next_tokens) | (labels == IGNORE) | crosses).all()):
         raise ValueError("labels must be the next tokens of their documents, shifted on the whole row before it is cut")
-
-
-def _padded(batch: Batch, multiple: int) -> Batch:
-    tokens = batch.tokens.shape[1]
-    missing = -tokens % multiple
-    if not missing:
-        return batch
-    last = batch.documents[:, -1:] + 1
-    ends = torch.full_like(batch.boundaries[:, :1], tokens + missing)
-    return replace(
-        batch,
-        tokens=F.pad(batch.tokens, (0, missing)),
-        labels=F.pad(batch.labels, (0, missing), value=IGNORE),
-        positions=torch.cat([batch.positions, torch.arange(missing).expand(len(last), -1)], dim=1),
-        documents=torch.cat([batch.documents, last.expand(-1, missing)], dim=1),
-        boundaries=torch.cat([batch.boundaries, ends], dim=1),
-    )

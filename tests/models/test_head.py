@@ -16,11 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from models.batch import IGNORE
-from models.head import Head, LinearCrossEntropy
+from models.head import Head, LinearCrossEntropy, Vocabulary
 from tests.models.small import SMALL
 
 B, S, E, V = 2, 11, 6, 13
 CHUNKS = [1, 5, 7, B * S, 1000]
+
+
+def linear_cross_entropy(x_BSE: Tensor, weight_VE: Tensor, labels_BS: Tensor, chunk: int) -> Tensor:
+    losses_BS: Tensor = LinearCrossEntropy.apply(x_BSE, weight_VE, labels_BS, chunk, Vocabulary())
+    return losses_BS
 
 
 def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,7 +46,7 @@ def plain(x_BSE: Tensor, weight_VE: Tensor, labels_BS: Tensor) -> Tensor:
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_losses_and_gradients_are_those_of_torch_whatever_the_chunk(chunk: int) -> None:
     x_BSE, weight_VE, labels_BS = inputs()
-    ours, torchs = LinearCrossEntropy.apply(x_BSE, weight_VE, labels_BS, chunk), plain(x_BSE, weight_VE, labels_BS)
+    ours, torchs = linear_cross_entropy(x_BSE, weight_VE, labels_BS, chunk), plain(x_BSE, weight_VE, labels_BS)
     torch.testing.assert_close(ours, torchs, rtol=0, atol=1e-13)
     leaves = (x_BSE, weight_VE)
     for found, expected in zip(
@@ -52,13 +57,13 @@ def test_losses_and_gradients_are_those_of_torch_whatever_the_chunk(chunk: int) 
 
 def test_gradients_are_those_of_finite_differences() -> None:
     x_BSE, weight_VE, labels_BS = inputs()
-    torch.autograd.gradcheck(lambda x, w: LinearCrossEntropy.apply(x, w, labels_BS, 5).sum() / 3, (x_BSE, weight_VE))
+    torch.autograd.gradcheck(lambda x, w: linear_cross_entropy(x, w, labels_BS, 5).sum() / 3, (x_BSE, weight_VE))
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_a_token_without_a_target_has_no_loss_and_no_gradient_at_all(chunk: int) -> None:
     x_BSE, weight_VE, labels_BS = inputs()
-    losses_BS = LinearCrossEntropy.apply(x_BSE, weight_VE, labels_BS, chunk)
+    losses_BS = linear_cross_entropy(x_BSE, weight_VE, labels_BS, chunk)
     (dx,) = torch.autograd.grad(losses_BS.sum(), x_BSE)
     assert torch.equal(losses_BS != 0, labels_BS != IGNORE)
     assert torch.equal((dx != 0).any(-1), labels_BS != IGNORE)
@@ -66,7 +71,7 @@ def test_a_token_without_a_target_has_no_loss_and_no_gradient_at_all(chunk: int)
 
 def test_a_batch_without_targets_has_zero_losses_and_gradients() -> None:
     x_BSE, weight_VE, labels_BS = inputs()
-    losses_BS = LinearCrossEntropy.apply(x_BSE, weight_VE, torch.full_like(labels_BS, IGNORE), 5)
+    losses_BS = linear_cross_entropy(x_BSE, weight_VE, torch.full_like(labels_BS, IGNORE), 5)
     dx, dweight = torch.autograd.grad(losses_BS.sum() / 7, (x_BSE, weight_VE))
     assert losses_BS.count_nonzero() == dx.count_nonzero() == dweight.count_nonzero() == 0
 
@@ -74,7 +79,7 @@ def test_a_batch_without_targets_has_zero_losses_and_gradients() -> None:
 def test_the_common_weight_of_targets_scales_the_gradients_whatever_stands_on_other_tokens() -> None:
     x_BSE, weight_VE, labels_BS = inputs()
     leaves = (x_BSE, weight_VE)
-    losses_BS = LinearCrossEntropy.apply(x_BSE, weight_VE, labels_BS, 5)
+    losses_BS = linear_cross_entropy(x_BSE, weight_VE, labels_BS, 5)
     odd = torch.where(labels_BS == IGNORE, 3.0, 0.25)
     expected = torch.autograd.grad(plain(x_BSE, weight_VE, labels_BS), leaves, torch.full_like(losses_BS, 0.25))
     for found, gradient in zip(torch.autograd.grad(losses_BS, leaves, odd.double()), expected, strict=True):
@@ -83,7 +88,7 @@ def test_the_common_weight_of_targets_scales_the_gradients_whatever_stands_on_ot
 
 def test_unequal_weights_of_targets_make_every_gradient_not_a_number() -> None:
     x_BSE, weight_VE, labels_BS = inputs()
-    losses_BS = LinearCrossEntropy.apply(x_BSE, weight_VE, labels_BS, 5)
+    losses_BS = linear_cross_entropy(x_BSE, weight_VE, labels_BS, 5)
     weights = torch.ones_like(losses_BS)
     weights[1, 0] = 2
     assert all(grad.isnan().all() for grad in torch.autograd.grad(losses_BS, (x_BSE, weight_VE), weights))
@@ -93,21 +98,21 @@ def test_a_loss_that_is_not_a_number_stays_in_the_sum() -> None:
     x_BSE, weight_VE, labels_BS = inputs()
     with torch.no_grad():
         x_BSE[1, 2] = torch.nan
-    losses_BS = LinearCrossEntropy.apply(x_BSE, weight_VE, labels_BS, 5)
+    losses_BS = linear_cross_entropy(x_BSE, weight_VE, labels_BS, 5)
     assert losses_BS.sum().isnan()
     assert all(g.isnan().any() for g in torch.autograd.grad(losses_BS.sum(), (x_BSE, weight_VE)))
 
 
 def test_logits_far_apart_do_not_overflow() -> None:
     x_BSE, weight_VE, labels_BS = inputs(torch.float32)
-    found = LinearCrossEntropy.apply(x_BSE * 1e4, weight_VE, labels_BS, 5)
+    found = linear_cross_entropy(x_BSE * 1e4, weight_VE, labels_BS, 5)
     exact = plain(x_BSE.double() * 1e4, weight_VE.double(), labels_BS)
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-1)
 
 
 def test_half_precision_has_single_precision_losses_and_gradients_near_the_exact_ones() -> None:
     x_BSE, weight_VE, labels_BS = inputs(torch.bfloat16)
-    losses_BS = LinearCrossEntropy.apply(x_BSE, weight_VE, labels_BS, 5)
+    losses_BS = linear_cross_entropy(x_BSE, weight_VE, labels_BS, 5)
     assert losses_BS.dtype == torch.float32
     exact = [x.detach().double().requires_grad_() for x in (x_BSE, weight_VE)]
     expected_BS = plain(exact[0], exact[1], labels_BS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import get_args
 
 import pytest
@@ -20,6 +20,7 @@ from parallelisms import fsdp, recompute
 from parallelisms.collectives import sum_over, whole
 from parallelisms.initialize import initialize
 from parallelisms.mesh import Mesh
+from parallelisms.parallelize import parallelize
 from tests.models.small import SMALL, TIED, largest_difference, packed
 from tests.parallelisms.plans import Plan, build, joined
 from tests.ranks import run_ranks
@@ -56,7 +57,7 @@ def micro_batches(plan: Plan, rank: int, update: int) -> list[Batch]:
 def train(plan: Plan) -> Course:
     mesh = plan.mesh()
     model = build(plan, mesh)
-    optimizer = Optimizer(model, OPTIMIZER)
+    optimizer = Optimizer([model], OPTIMIZER, total=partial(sum_over, None))
     course = Course()
     for update in range(UPDATES):
         batches = micro_batches(plan, mesh.data_rank, update)
@@ -234,8 +235,18 @@ def test_the_head_stays_gathered_until_its_backward_pass(config: ModelConfig, re
 
 
 def units(compute: torch.dtype) -> list[str]:
-    plan = Plan()
-    return [type(module).__name__ for module in mixed(plan, plan.mesh(), compute).modules()]
+    with torch.device("meta"):
+        model = Transformer(SMALL)
+    parallelize(
+        model,
+        Plan().mesh(),
+        policy="none",
+        compiled=False,
+        param_dtype=compute,
+        reduce_dtype=torch.float32,
+        reshard_after_forward=True,
+    )
+    return [type(module).__name__ for module in model.modules()]
 
 
 def test_one_process_is_wrapped_only_to_compute_in_another_dtype() -> None:

@@ -30,7 +30,7 @@ def made(config: ModelConfig, sizes: dict[str, int], seed: int, dtype: torch.dty
         model = Transformer(config).to(dtype)
     fsdp.apply(model, mesh.fsdp, param_dtype=dtype, reduce_dtype=dtype, reshard_after_forward=True)
     initialize(model, seed=seed, device=torch.device("cpu"))
-    assert (model.head.proj.weight is model.embed.weight) == config.tie_embeddings
+    assert (model.get_parameter("head.proj.weight") is model.get_parameter("embed.weight")) == config.tie_embeddings
     return {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
 
 

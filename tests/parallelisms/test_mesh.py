@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 
 import pytest
+import torch
 from torch import distributed
+from torch.distributed import ProcessGroup
 
+from parallelisms.collectives import sum_over
 from parallelisms.mesh import Mesh
 from parallelisms.rules import AXES
 from tests.ranks import run_ranks
@@ -67,6 +71,109 @@ def test_one_rank_has_a_place_on_every_axis() -> None:
     assert alone == Place(dict.fromkeys(AXES, 0), 1, (0, 1), [[0]], [0])
 
 
+# ---- process groups
+
+
+TOKENS = "dp_replicate dp_shard cp"
+
+
+def groups_of(mesh: Mesh) -> dict[str, ProcessGroup]:
+    """Every group that has a use, by the axes along which its ranks lie."""
+    replicas = {"dp_replicate": mesh.fsdp.get_group("dp_replicate")} if mesh.degrees["dp_replicate"] > 1 else {}
+    sharing = {"cp": mesh.context.get_group("cp")} if mesh.degrees["cp"] > 1 else {}
+    return {
+        "pp": mesh.pp,
+        **replicas,
+        "dp_shard cp": mesh.fsdp.get_group("fsdp"),
+        "tp": mesh.tp.get_group(),
+        TOKENS: mesh.tokens,
+        f"pp {TOKENS}": mesh.numbers,
+        **sharing,
+    }
+
+
+Told = dict[str, tuple[str, str, list[int]]]
+
+
+def told(cases: list[dict[str, int]]) -> list[Told]:
+    """The name, description and ranks of each group, by mesh."""
+    meshes = [Mesh("cpu", sizes, rank=distributed.get_rank()) for sizes in cases]
+    return [
+        {
+            axes: (group.group_name, group.group_desc, distributed.get_process_group_ranks(group))
+            for axes, group in groups_of(mesh).items()
+        }
+        for mesh in meshes
+    ]
+
+
+def along(sizes: dict[str, int], axes: str, rank: int) -> list[int]:
+    """The ranks that differ from `rank` along these axes alone."""
+    grid = torch.arange(8).view(list(sizes.values()))
+    place = [int(index) for index in (grid == rank).nonzero()[0]]
+    fixed = tuple(slice(None) if axis in axes.split() else place[index] for index, axis in enumerate(AXES))
+    found: list[int] = grid[fixed].flatten().tolist()
+    return found
+
+
+FIVE_AXES = [
+    degrees(pp=2, dp_shard=2, tp=2),
+    degrees(pp=2, dp_replicate=2, cp=2),
+    degrees(dp_replicate=2, dp_shard=2, tp=2),
+    degrees(pp=2, cp=2, tp=2),
+    degrees(pp=8),
+    degrees(tp=8),
+    degrees(cp=8),
+    degrees(dp_shard=8),
+]
+
+
+def test_every_group_holds_the_ranks_along_its_axes_and_is_called_the_same_on_all_of_them() -> None:
+    by_rank = run_ranks(told, 8, FIVE_AXES)
+    everyone: dict[str, tuple[str, list[int]]] = {}
+    for case, sizes in enumerate(FIVE_AXES):
+        for rank, cases in enumerate(by_rank):
+            for axes, (name, description, ranks) in cases[case].items():
+                assert ranks == along(sizes, axes, rank), (sizes, axes)
+                # Names are counted as groups are made: were the order another on one rank, its names would be too.
+                assert everyone.setdefault(name, (description, ranks)) == (description, ranks)
+            numbers, tokens = (cases[case][axes][0] for axes in (f"pp {TOKENS}", TOKENS))
+            assert (numbers == tokens) == (sizes["pp"] == 1), "one stage needs no second group"
+    assert "0" not in everyone, "the default group has another purpose"
+    descriptions = {cases[0][axes][1] for cases in by_rank for axes in cases[0]}
+    assert descriptions >= {"pp 0,4", "fsdp 0,2", "tp 6-7", "tokens 5,7", "numbers 0,2,4,6"}
+
+
+def alone(group: ProcessGroup | None) -> str:
+    """What happens to this rank in a collective that nobody else joins."""
+    with pytest.raises(RuntimeError) as raised:
+        distributed.all_reduce(torch.ones(1), group=group)
+    return str(raised.value).partition("] ")[2]
+
+
+def patience(late: float) -> list[str]:
+    """What rank 0 is told by one group as it was made, and by all of them once there is less time than at the start."""
+    rank = distributed.get_rank()
+    mesh = Mesh("cpu", degrees(pp=2, cp=2), rank=rank, timeout=timedelta(seconds=late))
+    first = [alone(mesh.context.get_group())] if rank == 0 else []
+    mesh = Mesh("cpu", degrees(pp=2, cp=2), rank=rank, timeout=timedelta(seconds=60))
+    time.sleep(late * (rank == 1))
+    mesh.set_timeout(timedelta(seconds=late * 2 / 3))
+    # Nobody has lost patience with the one that was late.
+    assert int(sum_over(mesh.numbers, torch.tensor(1))) == 4
+    mesh.set_timeout(timedelta(seconds=0.5))
+    groups = [group for group in groups_of(mesh).values() if group.size() > 1]
+    return [*first, *(alone(group) for group in (*groups, None))] if rank == 0 else []
+
+
+def test_every_group_waits_as_long_as_it_is_told_to() -> None:
+    told = "Timed out waiting {}ms for recv operation to complete"
+    assert run_ranks(patience, 4, 3.0)[0] == [told.format(3000), *[told.format(500)] * 6]
+
+
+# ---- ranks that share rows
+
+
 @dataclass
 class Sharing:
     """The ranks with which a rank shares rows."""
@@ -101,7 +208,8 @@ def test_neighbours_exchange_heads_and_keys_rotate_among_ranks_further_apart() -
     with_tensor_ranks = (degrees(cp=4, tp=2), 2)
     one_ring = (degrees(cp=8), 4)
     none_exchange = (degrees(dp_shard=2, cp=4), 1)
-    by_rank = run_ranks(sharing, 8, [grid, line, all_exchange, with_tensor_ranks, one_ring, none_exchange])
+    everyone = (degrees(cp=8), None)
+    by_rank = run_ranks(sharing, 8, [grid, line, all_exchange, with_tensor_ranks, one_ring, none_exchange, everyone])
     assert all(found.apart for cases in by_rank for found in cases)
     of_grid, of_line, of_all, of_tensor, of_ring, of_none = ([cases[index] for cases in by_rank] for index in range(6))
     rotate = [[0, 2], [1, 3], [0, 2], [1, 3], [4, 6], [5, 7], [4, 6], [5, 7]]

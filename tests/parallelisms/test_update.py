@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from models.transformer import Transformer
+from parallelisms.collectives import sum_over
 from tests.models.small import packed, small_model
 from tests.parallelisms.plans import Plan, build, joined
 from tests.ranks import run_ranks
@@ -30,7 +32,7 @@ def skip(plan: Plan, poison: Poison) -> tuple[list[bool], list[str], list[str], 
     """Whether updates were finite, and what changed in one with bad numbers on the last rank, and in the one after."""
     mesh = plan.mesh()
     model = build(plan, mesh)
-    optimizer = Optimizer(model, OptimizerSection(lr=1e-2))
+    optimizer = Optimizer([model], OptimizerSection(lr=1e-2), total=partial(sum_over, None))
     rank = mesh.rank
     finite: list[bool] = []
     states: list[dict[str, Tensor]] = []
@@ -77,7 +79,7 @@ def test_numbers_on_one_rank_that_are_not_finite_change_nothing_on_any(plan: Pla
 def test_updates_of_one_process_are_those_of_torch(limit: float) -> None:
     ours, torchs = small_model(), small_model()
     options = OptimizerSection(lr=1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3, max_grad_norm=limit)
-    optimizer = Optimizer(ours, options)
+    optimizer = Optimizer([ours], options)
     matrices = [parameter for parameter in torchs.parameters() if parameter.ndim == 2]
     vectors = [parameter for parameter in torchs.parameters() if parameter.ndim == 1]
     reference = torch.optim.AdamW(
@@ -103,7 +105,7 @@ def test_updates_of_one_process_are_those_of_torch(limit: float) -> None:
 
 def test_matrices_decay_and_norms_do_not() -> None:
     model = small_model()
-    optimizer = Optimizer(model, OptimizerSection(weight_decay=0.25))
+    optimizer = Optimizer([model], OptimizerSection(weight_decay=0.25))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -115,7 +117,7 @@ def test_matrices_decay_and_norms_do_not() -> None:
 
 def test_the_state_exists_before_the_first_update_under_the_parameters_names() -> None:
     model = small_model()
-    optimizer = Optimizer(model, OptimizerSection())
+    optimizer = Optimizer([model], OptimizerSection())
     names = {name for name, _ in model.named_parameters()}
     keys = {"step", "exp_avg", "exp_avg_sq"}
     before = optimizer.tensors()
@@ -134,6 +136,6 @@ def test_gradients_are_dropped_and_the_norm_is_the_one_before_clipping() -> None
     squares = sum(
         float(parameter.grad.square().sum()) for parameter in model.parameters() if parameter.grad is not None
     )
-    norm, _ = Optimizer(model, OptimizerSection(max_grad_norm=1e-3)).step(1e-3)
+    norm, _ = Optimizer([model], OptimizerSection(max_grad_norm=1e-3)).step(1e-3)
     assert float(norm) == pytest.approx(squares**0.5, rel=1e-13)
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -3,51 +3,141 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Iterable
+from itertools import combinations
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from parallelisms.rules import AXES
 from tests.system.runs import forked, metrics, state, tensors, write_run
 
 pytestmark = pytest.mark.ranks
 
+Options = tuple[str, ...]
+UPDATES = 5
+# Eight rows: three data-parallel ranks leave one of their nine places empty.
+RUN: Options = (
+    "--model.num_layers=4",
+    "--training.dtype=float64",
+    "--training.global_batch_size=8",
+    f"--training.steps={UPDATES}",
+    "--checkpoint.interval=3",
+)
+FULL, KEEP = ("--memory.recompute=full",), ("--memory.recompute=keep_attention",)
+TOKENS_WHOLE, LOSS_WHOLE = ("--parallelism.sequence_parallel=false",), ("--parallelism.loss_parallel=false",)
+ROWS = ("--training.micro_batch_size=4",)
+HOST = ("--memory.optimizer_placement=host",)
+TIED = ("--model.tie_embeddings=true",)
+HEADTAIL = ("--parallelism.cp_layout=headtail",)
+HYBRID = ("--parallelism.cp_ulysses=2",)
 
-def cp(degree: int, method: str, *options: str) -> tuple[str, ...]:
-    return ("--parallelism.cp", str(degree), "--parallelism.cp_method", method, *options)
+
+def mesh(*, method: str = "auto", schedule: str = "1F1B", **degrees: int) -> tuple[int, Options]:
+    """Processes, if dp_shard is 1 or given, and options."""
+    stated: dict[str, Any] = dict(degrees)
+    if degrees.get("cp", 1) > 1:
+        stated["cp_method"] = method
+    if degrees.get("pp", 1) > 1:
+        stated["pp_schedule"] = schedule
+    return prod(degrees.values()), tuple(f"--parallelism.{key}={value}" for key, value in stated.items())
 
 
-REPLICAS = ("--parallelism.dp_replicate", "2")
-KEEP = ("--memory.recompute", "keep_attention")
-ROWS = ("--training.micro_batch_size", "5")
-MESHES: dict[str, tuple[int, tuple[str, ...]]] = {
-    "alone": (1, ()),
-    "dp_shard 4": (4, ()),
-    "dp_replicate 2 x dp_shard 2": (4, ("--parallelism.dp_replicate", "2", "--parallelism.dp_shard", "2")),
-    "3 processes": (3, ()),
-    "2 processes, whole rows at once": (2, ROWS),
-    "cp 4 ring": (4, cp(4, "ring", *KEEP)),
-    "cp 3 alltoall, rows that do not divide": (3, cp(3, "alltoall")),
-    "cp 2 alltoall, head-tail, rows at once": (2, cp(2, "alltoall", "--parallelism.cp_layout", "headtail", *ROWS)),
-    "cp 4 allgather": (4, cp(4, "allgather")),
-    "dp_shard 2 x cp 2 ulysses": (4, cp(2, "ulysses", "--memory.recompute", "full")),
-    "dp_replicate 2 x cp 2 auto": (4, cp(2, "auto", *REPLICAS)),
-    "cp 4 hybrid": (4, cp(4, "hybrid", "--parallelism.cp_ulysses", "2")),
-}
-# 5 rows: some ranks of every mesh but one run a micro-batch that is empty.
-OPTIONS = ("--training.dtype", "float64", "--training.global_batch_size", "5")
-SPREAD = list(MESHES)[1:]
+def case(
+    name: str, ranks_and_options: tuple[int, Options], *more: Options, slow: bool = False
+) -> tuple[str, int, Options, bool]:
+    ranks, options = ranks_and_options
+    return name, ranks, (*options, *(word for words in more for word in words)), slow
+
+
+CASES = [
+    case("dp_shard 4", mesh(dp_shard=4)),
+    case("dp_replicate 2 x dp_shard 2", mesh(dp_replicate=2, dp_shard=2)),
+    case("dp_shard 3, a place empty", mesh(dp_shard=3)),
+    case("dp_shard 2, whole rows at once", mesh(dp_shard=2), ROWS),
+    case("dp_shard 2, state on the host", mesh(dp_shard=2), HOST, slow=True),
+    # Context parallelism
+    case("cp 4 ring", mesh(cp=4, method="ring"), KEEP),
+    case("cp 3 alltoall, rows that do not divide", mesh(cp=3, method="alltoall")),
+    case("cp 2 alltoall, head-tail, rows at once", mesh(cp=2, method="alltoall"), HEADTAIL, ROWS),
+    case("cp 4 allgather", mesh(cp=4, method="allgather")),
+    case("dp_shard 2 x cp 2 ulysses", mesh(dp_shard=2, cp=2, method="ulysses"), FULL),
+    case("dp_replicate 2 x cp 2 auto", mesh(dp_replicate=2, cp=2)),
+    case("cp 4 hybrid", mesh(cp=4, method="hybrid"), HYBRID),
+    # Tensor parallelism
+    case("tp 2", mesh(tp=2)),
+    case("tp 2, tokens whole", mesh(tp=2), TOKENS_WHOLE),
+    case("tp 2, loss whole", mesh(tp=2), LOSS_WHOLE),
+    case("tp 2, tokens and loss whole, rows at once", mesh(tp=2), TOKENS_WHOLE, LOSS_WHOLE, ROWS),
+    case("tp 4, key heads shared", mesh(tp=4), slow=True),
+    case("tp 2, state on the host", mesh(tp=2), HOST, KEEP, slow=True),
+    case("dp_shard 2 x tp 2", mesh(dp_shard=2, tp=2), KEEP),
+    case("dp_shard 3 x tp 2, a place empty", mesh(dp_shard=3, tp=2), slow=True),
+    case("dp_replicate 2 x tp 2", mesh(dp_replicate=2, tp=2), FULL),
+    # Context and tensor parallelism
+    case("cp 2 ring x tp 2", mesh(cp=2, tp=2, method="ring"), KEEP),
+    case("cp 2 allgather x tp 2, loss whole", mesh(cp=2, tp=2, method="allgather"), LOSS_WHOLE, slow=True),
+    case("cp 2 ulysses x tp 2", mesh(cp=2, tp=2, method="ulysses"), FULL, slow=True),
+    case("cp 2 alltoall x tp 2, tokens whole", mesh(cp=2, tp=2, method="alltoall"), TOKENS_WHOLE, slow=True),
+    case("cp 3 ring x tp 2, rows that do not divide", mesh(cp=3, tp=2, method="ring"), slow=True),
+    case("cp 4 hybrid x tp 2", mesh(cp=4, tp=2, method="hybrid"), HYBRID, slow=True),
+    # Pipelines
+    case("pp 2", mesh(pp=2), KEEP),
+    case("pp 2 GPipe, rows at once", mesh(pp=2, schedule="GPipe"), ROWS),
+    case("pp 2 Interleaved1F1B", mesh(pp=2, schedule="Interleaved1F1B"), FULL),
+    case("pp 2 InterleavedZeroBubble", mesh(pp=2, schedule="InterleavedZeroBubble")),
+    case("pp 2 ZBVZeroBubble", mesh(pp=2, schedule="ZBVZeroBubble")),
+    case("pp 2 DualPipeV", mesh(pp=2, schedule="DualPipeV")),
+    case("pp 2, layers as given", mesh(pp=2), ("--parallelism.pp_layers=3,1",), slow=True),
+    case("pp 2, state on the host", mesh(pp=2), HOST, slow=True),
+    case("pp 4", mesh(pp=4), slow=True),
+    case("dp_replicate 2 x pp 2", mesh(dp_replicate=2, pp=2), slow=True),
+    case("dp_shard 2 x pp 2 Interleaved1F1B", mesh(dp_shard=2, pp=2, schedule="Interleaved1F1B"), KEEP),
+    case("dp_shard 2 x pp 2 ZBVZeroBubble", mesh(dp_shard=2, pp=2, schedule="ZBVZeroBubble"), slow=True),
+    # Pipelines with the others
+    case("cp 2 ring x pp 2", mesh(cp=2, pp=2, method="ring"), KEEP),
+    case("cp 2 allgather x pp 2 ZBVZeroBubble", mesh(cp=2, pp=2, method="allgather", schedule="ZBVZeroBubble")),
+    case("cp 2 ulysses x pp 2 DualPipeV", mesh(cp=2, pp=2, method="ulysses", schedule="DualPipeV"), slow=True),
+    case("cp 2 alltoall x pp 2 GPipe", mesh(cp=2, pp=2, method="alltoall", schedule="GPipe"), FULL, slow=True),
+    case("cp 4 hybrid x pp 2", mesh(cp=4, pp=2, method="hybrid"), HYBRID, slow=True),
+    case("tp 2 x pp 2", mesh(tp=2, pp=2), KEEP),
+    case("tp 2 x pp 2 GPipe, loss whole", mesh(tp=2, pp=2, schedule="GPipe"), LOSS_WHOLE, slow=True),
+    case("tp 2 x pp 2 InterleavedZeroBubble", mesh(tp=2, pp=2, schedule="InterleavedZeroBubble"), slow=True),
+    case("tp 2 x pp 2 DualPipeV, tokens whole", mesh(tp=2, pp=2, schedule="DualPipeV"), TOKENS_WHOLE, slow=True),
+    # Three axes and more on eight ranks
+    case("dp_replicate 2 x dp_shard 2 x tp 2", mesh(dp_replicate=2, dp_shard=2, tp=2), slow=True),
+    case("dp_shard 2 x cp 2 x tp 2", mesh(dp_shard=2, cp=2, tp=2, method="ring"), KEEP, slow=True),
+    case("dp_shard 2 x tp 2 x pp 2", mesh(dp_shard=2, tp=2, pp=2), FULL, slow=True),
+    case("dp_replicate 2 x cp 2 x pp 2", mesh(dp_replicate=2, cp=2, pp=2, method="alltoall"), slow=True),
+    case("cp 2 x tp 2 x pp 2", mesh(cp=2, tp=2, pp=2, method="ring", schedule="Interleaved1F1B"), KEEP),
+    case("cp 2 x tp 2 x pp 2 ZBVZeroBubble", mesh(cp=2, tp=2, pp=2, schedule="ZBVZeroBubble"), slow=True),
+    case("dp_shard 2 x pp 4", mesh(dp_shard=2, pp=4), slow=True),
+    # Tied embeddings
+    case("tied, dp_shard 2 x tp 2", mesh(dp_shard=2, tp=2), TIED, slow=True),
+    case("tied, tp 2, loss whole", mesh(tp=2), TIED, LOSS_WHOLE),
+]
+MESHES = {"alone": (1, ()), "tied": (1, TIED)} | {name: (ranks, options) for name, ranks, options, _ in CASES}
+Runs = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One run of six updates per mesh, each in the folder of its name."""
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """The folder of a mesh's run, by its name; each is run when it is first asked for."""
     root = tmp_path_factory.mktemp("parity")
     config = write_run(root)
-    for name, (processes, options) in MESHES.items():
-        done = forked(config, root / name, *OPTIONS, *options, processes=processes)
-        assert done.statuses == [0] * processes, done.said
-    return root
+
+    def run(name: str) -> Path:
+        folder = root / name.replace(" ", "-")
+        if not folder.exists():
+            processes, options = MESHES[name]
+            done = forked(config, folder, *RUN, *options, processes=processes)
+            assert done.statuses == [0] * processes, done.said
+        return folder
+
+    return run
 
 
 def assert_same_run(folder: Path, reference: Path) -> None:
@@ -55,42 +145,83 @@ def assert_same_run(folder: Path, reference: Path) -> None:
     ours, theirs = (
         torch.tensor(metrics(path, "loss", "grad_norm"), dtype=torch.float64) for path in (folder, reference)
     )
+    assert ours.shape == (UPDATES, 2)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("name", SPREAD)
-def test_every_mesh_has_the_same_losses_and_norms(root: Path, name: str) -> None:
-    assert len(metrics(root / name, "loss")) == 6
-    assert_same_run(root / name, root / "alone")
-
-
-@pytest.mark.parametrize("name", SPREAD)
-def test_every_mesh_ends_with_the_same_weights_and_moments(root: Path, name: str) -> None:
-    ours, theirs = (tensors(root / mesh / "checkpoints" / "step-6") for mesh in (name, "alone"))
+def assert_same_state(folder: Path, reference: Path) -> None:
+    """Weights and moments of the last update, each within a part of its largest value."""
+    ours, theirs = (tensors(path / "checkpoints" / f"step-{UPDATES}") for path in (folder, reference))
     assert ours.keys() == theirs.keys()
-    for key, tensor in ours.items():
-        torch.testing.assert_close(tensor, theirs[key], rtol=1e-12, atol=1e-12, msg=key)
-
-
-def test_the_runs_are_not_trivially_equal(root: Path) -> None:
-    first, last = (tensors(root / "alone" / "checkpoints" / step) for step in ("step-3", "step-6"))
-    for key in first:
-        assert not torch.equal(first[key], last[key]), f"{key} did not move"
-    norms = [norm for (norm,) in metrics(root / "alone", "grad_norm")]
-    assert max(norms) > 1 > 0.1 * min(norms) > 0, "clipping should matter"
+    for name, tensor in theirs.items():
+        atol = 1e-11 * float(tensor.abs().max())
+        torch.testing.assert_close(ours[name], tensor, rtol=0, atol=atol, msg=name)
+    everything = [state(path / "checkpoints" / f"step-{UPDATES}")["trainer"] for path in (folder, reference)]
+    assert everything[0] == everything[1]
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [("dp_shard 4", 1), ("alone", 4), ("dp_replicate 2 x dp_shard 2", 3), ("cp 4 ring", 2)]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if slow else []) for name, _, _, slow in CASES]
 )
-def test_a_checkpoint_resumes_on_another_number_of_ranks(root: Path, tmp_path: Path, before: str, after: int) -> None:
+def test_every_mesh_is_one_process(runs: Runs, name: str) -> None:
+    reference = runs("tied" if name.startswith("tied") else "alone")
+    assert_same_run(runs(name), reference)
+    assert_same_state(runs(name), reference)
+
+
+def degrees(options: Iterable[str]) -> dict[str, int]:
+    stated = (option.removeprefix("--parallelism.").split("=") for option in options)
+    return {words[0]: int(words[1]) for words in stated if words[0] in AXES}
+
+
+def test_the_matrix_has_every_pair_of_axes_every_method_and_every_schedule() -> None:
+    pairs = {pair for _, _, options, _ in CASES for pair in combinations(sorted(degrees(options)), 2)}
+    assert pairs == set(combinations(sorted(AXES), 2))
+    for axis in ("tp", "pp"):
+        said = {word for _, _, options, _ in CASES if axis in degrees(options) for word in options}
+        for method in ("ring", "alltoall", "allgather", "ulysses", "hybrid"):
+            assert f"--parallelism.cp_method={method}" in said
+    for schedule in ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
+        assert any(f"--parallelism.pp_schedule={schedule}" in options for _, _, options, _ in CASES)
+
+
+def test_the_runs_are_not_trivially_equal(runs: Runs) -> None:
+    first, last = (tensors(runs("alone") / "checkpoints" / step) for step in ("step-3", f"step-{UPDATES}"))
+    for key in first:
+        assert not torch.equal(first[key], last[key]), f"{key} did not move"
+    norms = [norm for (norm,) in metrics(runs("alone"), "grad_norm")]
+    assert max(norms) > 1 > 0.1 * min(norms) > 0, "clipping should matter"
+
+
+RESHARDED = [
+    ("cp 2 x tp 2 x pp 2", "alone", False),
+    ("cp 2 x tp 2 x pp 2", "pp 2 ZBVZeroBubble", False),
+    ("cp 2 x tp 2 x pp 2", "dp_shard 3, a place empty", False),
+    ("cp 2 x tp 2 x pp 2", "dp_shard 2 x tp 2", True),
+    ("alone", "tp 2 x pp 2", False),
+    ("alone", "dp_replicate 2 x dp_shard 2 x tp 2", True),
+    ("pp 2 ZBVZeroBubble", "cp 4 ring", True),
+    ("pp 2 ZBVZeroBubble", "pp 2 Interleaved1F1B", True),
+    ("dp_replicate 2 x dp_shard 2", "pp 2 DualPipeV", True),
+    ("dp_shard 2 x tp 2", "dp_shard 2 x pp 2 Interleaved1F1B", False),
+    ("dp_shard 2 x tp 2", "tp 2, loss whole", True),
+    ("dp_shard 2 x tp 2", "tp 4, key heads shared", True),
+    ("cp 4 ring", "alone", False),
+]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [pytest.param(*names, marks=[pytest.mark.slow] if slow else []) for *names, slow in RESHARDED],
+)
+def test_a_checkpoint_of_one_mesh_is_continued_on_another(runs: Runs, tmp_path: Path, before: str, after: str) -> None:
     folder = tmp_path / "copied"
-    shutil.copytree(root / before, folder)
-    shutil.rmtree(folder / "checkpoints" / "step-6")
-    done = forked(root / "run.toml", folder, *OPTIONS, processes=after)
-    assert done.statuses == [0] * after, done.said
-    assert f"resumed from {folder}/checkpoints/step-3: next are update 4 and row 15" in done.said
-    assert_same_run(folder, root / "alone")
-    assert metrics(folder, "loss")[:3] == metrics(root / before, "loss")[:3]
-    ours, theirs = (state(path / "checkpoints" / "step-6") for path in (folder, root / "alone"))
-    assert ours["trainer"] == theirs["trainer"]
+    shutil.copytree(runs(before), folder)
+    shutil.rmtree(folder / "checkpoints" / f"step-{UPDATES}")
+    processes, options = MESHES[after]
+    done = forked(runs(before).parent / "run.toml", folder, *RUN, *options, processes=processes)
+    assert done.statuses == [0] * processes, done.said
+    assert f"resumed from {folder}/checkpoints/step-3: next are update 4 and row 24" in done.said
+    assert_same_run(folder, runs("alone"))
+    assert_same_state(folder, runs("alone"))
+    assert metrics(folder, "loss")[:3] == metrics(runs(before), "loss")[:3]

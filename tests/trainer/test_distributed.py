@@ -7,7 +7,7 @@ import torch
 from torch import distributed
 
 from trainer.config import DistributedSection
-from trainer.distributed import World, place, process_group
+from trainer.distributed import World, nodes, place, process_group
 
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
 
@@ -45,9 +45,18 @@ def test_the_step_and_not_the_allocation_says_how_many() -> None:
     assert place(SRUN | {"SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "8"}) == (5, 8, 1)
 
 
+def test_the_machines_of_a_run_are_those_that_its_launcher_names() -> None:
+    torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+    assert nodes(torchrun | {"LOCAL_WORLD_SIZE": "4"}) == 2
+    assert nodes(torchrun) == 1
+    assert nodes(SRUN | {"SLURM_STEP_NUM_NODES": "4"}) == 4
+    assert nodes(SRUN) == 1
+    assert nodes({"SLURM_STEP_NUM_NODES": "4"}) == 1
+
+
 def test_one_process_has_a_group_that_needs_no_address_and_ends() -> None:
     for _ in range(2):
-        with process_group(DistributedSection(timeout_minutes=1)) as world:
+        with process_group(DistributedSection(start_timeout_minutes=1)) as world:
             assert world == World(0, 1, torch.device("cpu")) or world.device.type == "cuda"
             assert distributed.get_world_size() == 1
         assert not distributed.is_initialized()

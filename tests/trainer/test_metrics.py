@@ -183,7 +183,7 @@ def test_a_loss_that_is_not_a_number_is_null_wherever_it_is_told(tmp_path: Path)
     config = configured(write_run(tmp_path), tmp_path / "run", "--training.steps", "1")
     with trainer_of(config) as trainer:
         with torch.no_grad():
-            trainer.model.get_parameter("head.norm.weight").fill_(torch.nan)
+            trainer.parts[0].get_parameter("head.norm.weight").fill_(torch.nan)
         write(config, trainer, next(trainer.updates()))
     (record,) = lines(tmp_path / "run" / "metrics.jsonl")
     assert (record["skipped"], record["loss"], record["grad_norm"]) == (True, None, None)

@@ -37,7 +37,7 @@ def state(optimizer: Optimizer) -> dict[str, Tensor]:
 @pytest.mark.parametrize("scale", [0.01, 100.0], ids=["below the limit", "clipped"])
 def test_three_updates_are_those_of_the_paper(scale: float) -> None:
     model = Model()
-    optimizer = Optimizer(model, SECTION)
+    optimizer = Optimizer([model], SECTION)
     wanted = [parameter.detach().clone() for parameter in model.parameters()]
     first = [torch.zeros_like(weight) for weight in wanted]
     second = [torch.zeros_like(weight) for weight in wanted]
@@ -60,7 +60,7 @@ def test_three_updates_are_those_of_the_paper(scale: float) -> None:
 
 def test_matrices_decay_and_vectors_do_not() -> None:
     model = Model()
-    optimizer = Optimizer(model, SECTION)
+    optimizer = Optimizer([model], SECTION)
     before = state(optimizer)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -72,7 +72,7 @@ def test_matrices_decay_and_vectors_do_not() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_an_update_with_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
     model = Model()
-    optimizer = Optimizer(model, SECTION)
+    optimizer = Optimizer([model], SECTION)
     give_gradients(model, 1.0)
     optimizer.step(0.5)
     before = state(optimizer)
@@ -89,7 +89,7 @@ def test_an_update_with_a_gradient_that_is_not_finite_changes_nothing(bad: float
 
 def test_an_update_after_a_skipped_one_is_as_if_that_had_not_been() -> None:
     skipping, plain = Model(), Model()
-    optimizers = [Optimizer(skipping, SECTION), Optimizer(plain, SECTION)]
+    optimizers = [Optimizer([skipping], SECTION), Optimizer([plain], SECTION)]
     for step in range(3):
         if step == 1:
             give_gradients(skipping, float("nan"))
@@ -102,7 +102,7 @@ def test_an_update_after_a_skipped_one_is_as_if_that_had_not_been() -> None:
 
 
 def test_the_state_exists_from_the_start_under_the_parameters_names() -> None:
-    found = Optimizer(Model(), SECTION).tensors()
+    found = Optimizer([Model()], SECTION).tensors()
     assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in found.items()} == {
         "matrix.step": ((), torch.float32),
         "matrix.exp_avg": ((3, 4), torch.float64),
@@ -116,7 +116,7 @@ def test_the_state_exists_from_the_start_under_the_parameters_names() -> None:
 
 def test_tensors_are_the_state_itself_so_that_loading_writes_into_it() -> None:
     model = Model()
-    optimizer = Optimizer(model, SECTION)
+    optimizer = Optimizer([model], SECTION)
     held = optimizer.tensors()
     give_gradients(model, 1.0)
     optimizer.step(0.5)

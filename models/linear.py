@@ -1,0 +1,50 @@
+"""Matrices as modules use them. `view` is the third seam: what of the weight this rank multiplies by.
+
+Shape suffixes: B rows, S tokens, E width of the residual stream, I inputs, O outputs, V rows of the embedding here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+View = Callable[[Tensor], Tensor]
+
+
+def unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+class Linear(nn.Linear):
+    """`x @ weight.T`."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+        self.view: View = unchanged
+
+    def matrix(self) -> Tensor:
+        """The weight, or the part of it that is used here: [O, I]."""
+        return self.view(self.weight)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name is torch's
+        return F.linear(input, self.matrix())
+
+
+class Embedding(nn.Embedding):
+    """A row of the weight for each token; zeros for a token whose row is not among those that are used here."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__(rows, width)
+        self.view: View = unchanged
+        self.first: int | None = None
+        """The token of the first row that is used here; None where all rows are."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name is torch's
+        weight_VE = self.view(self.weight)
+        if self.first is None:
+            return F.embedding(input, weight_VE)
+        index_BS = input - self.first
+        here_BS = (index_BS >= 0) & (index_BS < weight_VE.shape[0])
+        return F.embedding(index_BS.where(here_BS, 0), weight_VE) * here_BS.unsqueeze(-1)

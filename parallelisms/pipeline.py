@@ -1,0 +1,105 @@
+"""Pipeline parallelism: this rank's stages, and the micro-batches of an update through them.
+
+The schedules are torch's: GPipe (Huang et al., 2019), 1F1B and its interleaved form (Narayanan et al., 2021), zero
+bubble (Qi et al., 2023) and DualPipeV (DeepSeek-V3, 2024). Between ranks travel the residual stream and its gradient.
+Everything else about a micro-batch is known to all of them, so the schedule carries its number and nothing more.
+
+Shape suffixes: B rows, S tokens on this rank, E width of the residual stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from models.batch import Batch
+from models.transformer import Transformer
+from parallelisms.stages import SINGLE, PipelinePlan
+
+
+class Pipeline:
+    """The stages of this rank, in the order of a schedule.
+
+    `parts` are the parts of the model that `plan` gives to this rank of `group`, by stage, spread over all other axes.
+    `shape` [B, S, E] and `dtype` are those of the residual stream that leaves a stage. Weights that FSDP shards must
+    stay gathered after the forward pass: schedules that go back twice would lose gradients. Raises ValueError if the
+    plan has problems, or other parts.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[int, Transformer],
+        plan: PipelinePlan,
+        group: ProcessGroup,
+        *,
+        device: torch.device,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+    ) -> None:
+        # Imported here: it takes a while, and runs without stages do without.
+        from torch.distributed.pipelining import PipelineStage
+        from torch.distributed.pipelining.schedules import get_schedule_class
+
+        mine = plan.stages_of(group.rank())
+        if found := plan.problems():
+            raise ValueError("; ".join(found))
+        if tuple(sorted(parts)) != mine:
+            raise ValueError(f"rank {group.rank()} of the pipeline has stages {mine}, not {tuple(sorted(parts))}")
+        self._parts, self._plan = parts, plan
+        # Said in advance: else torch would run the parts, with their collectives, on nothing to find out.
+        stream_BSE = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+        loss = torch.empty((), dtype=torch.float64 if dtype == torch.float64 else torch.float32, device="meta")
+        stages = [
+            PipelineStage(
+                parts[stage],
+                stage,
+                plan.num_stages,
+                device,
+                input_args=() if stage == 0 else stream_BSE,
+                output_args=loss if stage == plan.num_stages - 1 else stream_BSE,
+                group=group,
+            )
+            for stage in mine
+        ]
+        self._schedule: Any = get_schedule_class(plan.schedule)(
+            stages[0] if plan.schedule in SINGLE else stages,
+            plan.micro_batches,
+            loss_fn=_as_it_is,
+            # By default gradients are divided by the number of micro-batches; the loss already is a mean.
+            scale_grads=False,
+        )
+
+    def run(self, batches: Iterable[Batch], targets: Tensor, record: Callable[[Tensor, Batch], None]) -> None:
+        """Adds the gradients of the sum of all losses over `targets` to the weights of this rank's stages.
+
+        All ranks of the pipeline hand in the same batches, on their devices. Where the last stage is, `record` gets
+        the losses [B, S] of each, without graph. Raises ValueError if they are not as many as planned.
+        """
+        held = [*batches]
+        if len(held) != self._plan.micro_batches:
+            raise ValueError(f"{len(held)} micro-batches were given; the pipeline runs {self._plan.micro_batches}")
+
+        def enter(_: nn.Module, received: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            return (held[int(options["number"])], *received), {}
+
+        def leave(_: nn.Module, received: tuple[Any, ...], losses_BS: Tensor) -> Tensor:
+            record(losses_BS.detach(), received[0])
+            return losses_BS.sum() / targets
+
+        with ExitStack() as hooks:
+            for stage, part in self._parts.items():
+                # Before FSDP's hook, which would move the number to the device, where reading it waits.
+                hooks.enter_context(part.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+                if stage == self._plan.num_stages - 1:
+                    hooks.enter_context(part.register_forward_hook(leave))
+            numbers = torch.arange(len(held))
+            self._schedule.step(number=numbers, target=numbers, return_outputs=False)
+
+
+def _as_it_is(loss: Tensor, _: Tensor) -> Tensor:
+    return loss
