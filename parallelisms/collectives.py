@@ -141,17 +141,19 @@ def gather_tokens(x_BSE: Tensor, group_name: str, size: int) -> Tensor:
     """Every rank's tokens in a row: [B, S, ...] -> [B, S * size, ...]."""
     functional = torch.ops._c10d_functional
     gathered = functional.wait_tensor(functional.all_gather_into_tensor(x_BSE.contiguous(), size, group_name))
-    one_row = x_BSE.shape[0] == 1
-    return _shaped(gathered, 1, x_BSE) if one_row else torch.cat(gathered.chunk(size), dim=1)
+    if x_BSE.shape[0] == 1 and not torch.compiler.is_compiling():
+        return _one_row(gathered.flatten(0, 1))
+    # In this form the compiler knows an exchange that it can overlap with the products that follow.
+    return torch.cat(gathered.chunk(size), dim=1)
 
 
 def scatter_tokens(x_BTE: Tensor, group_name: str, size: int) -> Tensor:
     """The sum of every rank's `x`, of this rank's tokens: [B, T, ...] -> [B, T / size, ...]."""
     functional = torch.ops._c10d_functional
-    by_rank = x_BTE if x_BTE.shape[0] == 1 else torch.cat(x_BTE.chunk(size, dim=1))
-    flat = by_rank.reshape(-1, *x_BTE.shape[2:])
-    mine = functional.wait_tensor(functional.reduce_scatter_tensor(flat, "sum", size, group_name))
-    return _shaped(mine, x_BTE.shape[0], x_BTE)
+    one_row = x_BTE.shape[0] == 1
+    by_rank = x_BTE.reshape(-1, *x_BTE.shape[2:]) if one_row else torch.cat(x_BTE.chunk(size, dim=1))
+    mine: Tensor = functional.wait_tensor(functional.reduce_scatter_tensor(by_rank, "sum", size, group_name))
+    return _one_row(mine) if one_row else mine
 
 
 def sum_of(x: Tensor, group_name: str) -> Tensor:
@@ -161,10 +163,10 @@ def sum_of(x: Tensor, group_name: str) -> Tensor:
     return total
 
 
-def _shaped(x: Tensor, rows: int, like: Tensor) -> Tensor:
+def _one_row(x_TE: Tensor) -> Tensor:
     # Not a view, of which FSDP2 warns where a module that it wraps returns one.
-    shaped: Tensor = torch.ops.aten._unsafe_view(x, [rows, -1, *like.shape[2:]])
-    return shaped
+    row: Tensor = torch.ops.aten._unsafe_view(x_TE, [1, *x_TE.shape])
+    return row
 
 
 def _require_neighbours(group: ProcessGroup) -> None:

@@ -181,17 +181,17 @@ class PipelinePlan:
         if self.schedule not in SPLIT:
             return []
         schedule = (
-            f'parallelism.pp_schedule "{self.schedule}" goes back through a stage twice, for inputs and for weights'
+            f'parallelism.pp_schedule "{self.schedule}" goes back through a stage twice, for its input and its weights'
         )
         found = []
         if self.compiled:
             found.append(
-                f"{schedule}; training.compile must be false: the first time overwrites what compiled blocks kept for "
-                "the second, and gradients would be wrong"
+                f"{schedule}; training.compile must be false: compiled blocks overwrite the first time what they need the "
+                "second, if torch has them from its cache, and gradients would be wrong"
             )
         if self.recompute != "none":
             found.append(
-                f'{schedule}; memory.recompute must be "none", not "{self.recompute}": a block would be computed again '
-                "for each of its weights"
+                f'{schedule}; memory.recompute must be "none", not "{self.recompute}": what is computed again serves one '
+                "way back, and each weight would have its own"
             )
         return found

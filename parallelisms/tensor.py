@@ -23,6 +23,7 @@ Shape suffixes: B rows, S tokens of this rank, T tokens of all tp ranks, E width
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -77,6 +78,20 @@ def apply(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, loss
         cutter.head(model.head, whole=whole)
     if model.embed is not None and model.head is not None and model.config.tie_embeddings:
         model.head.proj.weight = model.embed.weight
+
+
+def overlap(mesh: DeviceMesh) -> None:
+    """Lets the compiler split matrix products, and exchange each piece while it works on the next (async TP).
+
+    Needs CUDA devices that reach each other's memory, and the private switch and memory of torch.
+    """
+    import torch._inductor.config
+    from torch.distributed import _symmetric_memory
+
+    torch._inductor.config._micro_pipeline_tp = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # 2.13 no longer needs this call, 2.11 may.
+        _symmetric_memory.enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
 class Cutter:

@@ -181,7 +181,14 @@ class Config(Section):
         if self.model.problems():
             return []
         section, model = self.parallelism, self.model.build()
-        return tensor_problems(
+        needs = {
+            "parallelism.tp above 1": section.tp > 1,
+            "parallelism.sequence_parallel = true": section.sequence_parallel,
+            "training.compile = true": self.training.compile,
+        }
+        missing = [need for need, is_met in needs.items() if section.async_tp and not is_met]
+        found = [f"parallelism.async_tp = true needs {' and '.join(missing)}"] if missing else []
+        return found + tensor_problems(
             section.tp,
             heads=model.num_heads,
             kv_heads=model.num_kv_heads,

@@ -50,6 +50,20 @@ def refuse_nondeterminism() -> None:
     torch.use_deterministic_algorithms(True)  # noqa: FBT003
 
 
+def require_peers(device: torch.device) -> None:
+    """Raises RankError unless the devices of this host reach each other's memory."""
+    others = range(torch.cuda.device_count() if device.type == "cuda" else 0)
+    lone = [other for other in others if other != device.index and not _reach(device, other)]
+    if lone or len(others) < 2:
+        found = f"{device} does not reach {lone}" if lone else f"this is {device}"
+        message = f"parallelism.async_tp = true needs several CUDA devices that reach each other's memory; {found}"
+        raise RankError(BAD_CONFIGURATION, message)
+
+
+def _reach(device: torch.device, other: int) -> bool:
+    return bool(torch.cuda.can_device_access_peer(device, other))
+
+
 def attention_kernel(config: Config, device: torch.device) -> str:
     """The kernel of attention on this device, shown there to compute what matrix products do.
 

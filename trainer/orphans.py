@@ -15,13 +15,9 @@ SET_PARENT_DEATH_SIGNAL = 1
 def die_with_launcher() -> None:
     """Asks the kernel to kill this process when its launcher ends (Linux). Without a launcher, nothing happens."""
     launcher = os.environ.get(LAUNCHER)
-    if launcher is not None:
-        die_with(int(launcher))
-
-
-def die_with(parent: int) -> None:
-    """Asks the kernel to kill this process when its parent, of that process id, ends (Linux)."""
+    if launcher is None:
+        return
     ctypes.CDLL(None, use_errno=True).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:
+    if os.getppid() != int(launcher):
         # It ended before the kernel was asked.
         os.kill(os.getpid(), signal.SIGKILL)

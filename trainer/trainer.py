@@ -20,6 +20,7 @@ from torch import Tensor
 
 from models.batch import Batch, padded
 from models.transformer import Part, Transformer
+from parallelisms import tensor
 from parallelisms.collectives import sum_over
 from parallelisms.context import ContextParallel
 from parallelisms.initialize import initialize
@@ -32,7 +33,7 @@ from trainer.data.copy import CopyRows
 from trainer.data.loader import Loader
 from trainer.data.rows import Rows
 from trainer.distributed import World
-from trainer.hardware import Numbers, Stopwatch, attention_kernel, refuse_nondeterminism
+from trainer.hardware import Numbers, Stopwatch, attention_kernel, refuse_nondeterminism, require_peers
 from trainer.numbers import Slots, Tally, means
 from trainer.optimizer import Optimizer
 from trainer.schedule import factor
@@ -103,6 +104,9 @@ class Trainer:
             timeout=timedelta(minutes=config.distributed.start_timeout_minutes),
         )
         self.kernel = attention_kernel(config, world.device)
+        if config.parallelism.async_tp:
+            require_peers(world.device)
+            tensor.overlap(self.mesh.tp)
         self.context = context_parallel(config, self.mesh, self.kernel) if plan.cp > 1 else None
         """Where ranks share rows."""
         self.stages = config.pipeline_plan(world.size)
@@ -174,7 +178,7 @@ class Trainer:
 
     def update(self, numbers: Tensor, lr: float) -> Tensor:
         """Moves the weights along the gradients; returns the numbers over all ranks."""
-        norm, finite = self.optimizer.step(lr)
+        norm, finite = (found.to(numbers.device, non_blocking=True) for found in self.optimizer.step(lr))
         parts = self.tally.sum_over_ranks(numbers)
         self.counts += torch.cat((parts["tokens"].long(), (~finite).long().view(1)))
         parts["grad_norm"][0], parts["finite"][0], parts["tokens_seen"][0] = norm, finite, self.counts[0]
@@ -255,6 +259,7 @@ def build_model(
     compute = getattr(torch, training.dtype)
     stored = torch.float64 if compute == torch.float64 else torch.float32
     reduced = getattr(torch, training.reduce_dtype) if compute == torch.bfloat16 else stored
+    on_host = config.memory.optimizer_placement == "host"
     with torch.device("meta"):
         model = Transformer(config.model.build(), part=part, head_chunk_mib=config.memory.head_chunk_mib).to(stored)
     parallelize(
@@ -270,9 +275,9 @@ def build_model(
         reduce_dtype=reduced,
         # A pipeline would gather the weights again for each micro-batch.
         reshard_after_forward=config.parallelism.reshard_after_forward and config.parallelism.pp == 1,
-        offload=config.memory.optimizer_placement == "host",
+        offload=on_host,
     )
-    initialize(model, seed=training.seed, device=device)
+    initialize(model, seed=training.seed, device=torch.device("cpu") if on_host else device)
     return model
 
 

@@ -7,6 +7,7 @@ import warnings
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
+from typing import Any
 
 import pytest
 import torch
@@ -213,3 +214,54 @@ def test_what_does_not_divide_is_said_with_its_numbers() -> None:
     ]
     assert len(problems(8)) == 2
     assert len(problems(8, whole_vocabulary=True)) == 1
+
+
+# ---- what a compiler sees
+
+
+def recognised() -> list[tuple[int, int]]:
+    """Per graph: matrix products that follow a gathering of tokens, and those that a scattered sum follows."""
+    warnings.simplefilter("ignore")
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes import joint_graph, micro_pipeline_tp, post_grad
+
+    found: list[tuple[int, int]] = []
+
+    def look(module: torch.fx.GraphModule, _: object) -> Any:
+        joint_graph.joint_graph_passes(module)
+        post_grad.view_to_reshape(module)
+        gathers = micro_pipeline_tp.find_all_gather_patterns(module.graph)
+        scatters = micro_pipeline_tp.find_reduce_scatter_patterns(module.graph)
+        after = [micro_pipeline_tp._find_consumer_matmuls(gather.res_node) for gather in gathers]
+        before = [micro_pipeline_tp._find_producer_matmul(scatter.input_node) for scatter in scatters]
+        found.append((sum(map(len, after)), sum(product is not None for product in before)))
+        return make_boxed_func(module.forward)
+
+    mesh = Mesh("cpu", dict.fromkeys(AXES, 1) | {"tp": 2}, rank=distributed.get_rank())
+    model = Transformer(replace(CONFIG, num_layers=1)).double()
+    tensor.apply(model, mesh.tp, sequence_parallel=True, loss_parallel=True)
+    backend = aot_autograd(fw_compiler=look, bw_compiler=look, decompositions=select_decomp_table())
+    for block in model.layers():
+        block.compile(fullgraph=True, backend=backend)
+    for lengths in ([24],), ([9, 15], [24]):
+        model(packed(*lengths, vocab_size=44)).sum().backward()
+    return found
+
+
+@pytest.mark.ranks
+def test_the_compiler_knows_the_exchanges_that_it_can_overlap() -> None:
+    """By torch's own passes for async TP, which are private: this says when they change."""
+    one_row, one_row_backward, rows, _ = run_ranks(recognised, 2)[0]
+    assert one_row == rows == (5, 2)
+    # Backward, a sum of several products is scattered, which those passes leave alone.
+    assert one_row_backward[0] >= 2
+
+
+def test_what_overlaps_exchanges_still_exists() -> None:
+    import torch._inductor.config
+    from torch.distributed import _symmetric_memory
+
+    assert torch._inductor.config._micro_pipeline_tp is False
+    assert callable(_symmetric_memory.enable_symm_mem_for_group)

@@ -193,6 +193,25 @@ def test_the_runs_are_not_trivially_equal(runs: Runs) -> None:
     assert max(norms) > 1 > 0.1 * min(norms) > 0, "clipping should matter"
 
 
+HALF = ("--training.dtype=bfloat16",)
+GENTLE = ("--optimizer.lr=1e-3",)  # Else rounding is amplified from update to update, on one process too.
+
+
+@pytest.mark.parametrize("name", ["dp_shard 2 x tp 2", pytest.param("cp 2 x tp 2 x pp 2", marks=pytest.mark.slow)])
+def test_half_precision_on_a_mesh_is_as_near_as_on_one_process(runs: Runs, tmp_path: Path, name: str) -> None:
+    found = {}
+    for label, mesh_name, more in (("exact", "alone", ()), ("alone", "alone", HALF), ("mesh", name, HALF)):
+        processes, options = MESHES[mesh_name]
+        folder = tmp_path / label
+        done = forked(runs("alone").parent / "run.toml", folder, *RUN, *options, *GENTLE, *more, processes=processes)
+        assert done.statuses == [0] * processes, done.said
+        found[label] = torch.tensor(metrics(folder, "loss", "grad_norm"))
+    off = {label: (values / found["exact"] - 1).abs().amax(0) for label, values in found.items()}
+    assert (off["alone"] > 0).all()
+    assert (off["alone"] < 0.01).all()
+    assert (off["mesh"] < 0.01).all()
+
+
 RESHARDED = [
     ("cp 2 x tp 2 x pp 2", "alone", False),
     ("cp 2 x tp 2 x pp 2", "pp 2 ZBVZeroBubble", False),
