@@ -145,7 +145,17 @@ def test_models_need_torch_and_nothing_else() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["trainer.config", "trainer.load", "trainer.run_folder", "trainer.launch", "models.config", "parallelisms.rules"],
+    [
+        "trainer.config",
+        "trainer.load",
+        "trainer.run_folder",
+        "trainer.launch",
+        "trainer.selfcheck.__main__",
+        "models.config",
+        "parallelisms.rules",
+        "parallelisms.stages",
+        "parallelisms.topology",
+    ],
 )
 def test_a_configuration_is_checked_without_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
