@@ -6,7 +6,8 @@ The item: a Llama of 6,163,712 parameters (dim 256, 6 layers, 8 heads, SwiGLU 76
 2048 tokens, 2 a step, each attended as one document; float32, AdamW, clipping, no recomputation; one thread; six
 updates of the real `train.py`, of which the median of the last four counts. COMMAND is anything that runs the same
 item and prints one JSON line {"cpu_s_per_step": s, "peak_rss_mib": m, "first_step_done_s": t}; its runs alternate
-with ours, so that the ratios hold on a machine whose speed drifts.
+with ours, so that the ratios hold on a machine whose speed drifts. Variants of two processes share the same update: CPU-seconds are
+their sum, memory and time those of the larger.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import os
 import platform
 import shlex
+import socket
 import subprocess
 import sys
 import tempfile
@@ -55,10 +57,14 @@ enabled = false
 log_interval = 1
 tensorboard = false
 """
-VARIANTS = {
-    "eager": [],
-    "compiled": ["--training.compile", "true"],
-    "full recompute": ["--memory.recompute", "full"],
+VARIANTS: dict[str, tuple[int, list[str]]] = {
+    "eager": (1, []),
+    "compiled": (1, ["--training.compile", "true"]),
+    "full recompute": (1, ["--memory.recompute", "full"]),
+    "dp_shard 2": (2, ["--training.micro_batch_size", "1"]),
+    "tp 2": (2, ["--parallelism.tp", "2"]),
+    "pp 2": (2, ["--parallelism.pp", "2", "--training.micro_batch_size", "1"]),
+    "cp 2": (2, ["--parallelism.cp", "2"]),
 }
 KEYS = ("cpu_s_per_step", "peak_rss_mib", "first_step_done_s")
 TOKENS = 4096
@@ -99,13 +105,27 @@ def since_start() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
-def run(command: list[str]) -> dict[str, float]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{shlex.join(command)} left with {done.returncode}:\n{done.stderr[-2000:]}")
-    result: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
-    return result
+def run(command: list[str], processes: int = 1) -> dict[str, float]:
+    """What the ranks of a run measured together."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": str(processes)}
+    common = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            command,
+            env=common | (meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(processes)
+    ]
+    said = [rank.communicate() for rank in ranks]
+    if failed := [errors for rank, (_, errors) in zip(ranks, said, strict=True) if rank.returncode]:
+        sys.exit(f"{shlex.join(command)} failed:\n{failed[0][-2000:]}")
+    results: list[dict[str, float]] = [json.loads(output.strip().splitlines()[-1]) for output, _ in said]
+    return {key: (sum if key == "cpu_s_per_step" else max)(result[key] for result in results) for key in KEYS}
 
 
 def main() -> None:
@@ -119,14 +139,15 @@ def main() -> None:
         item.write_text(ITEM)
         common = ["--config", str(item), "--data.cache_dir", f"{folder}/prepared", "--job.output_dir", f"{folder}/run"]
         ours = [sys.executable, __file__, "--measure", *common]
-        commands = {name: [*ours, *extra] for name, extra in VARIANTS.items() if options.only in (None, name)}
+        wanted = [name for name in VARIANTS if options.only in (None, name)]
+        commands = {name: ([*ours, *VARIANTS[name][1]], VARIANTS[name][0]) for name in wanted}
         if options.rival:
-            commands["rival"] = shlex.split(options.rival)
+            commands["rival"] = (shlex.split(options.rival), 1)
         run([*ours, "--training.steps", "3"])  # Tokenizes the corpus and warms the page cache.
         results: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
         for number in range(options.rounds):
             for name, command in commands.items():
-                results[name].append(run(command))
+                results[name].append(run(*command))
                 shown = "  ".join(f"{key} {results[name][-1][key]:.2f}" for key in KEYS)
                 load = os.getloadavg()[0]
                 sys.stderr.write(f"round {number + 1}, {name}: {shown}  (load {load:.1f})\n")
