@@ -78,14 +78,15 @@ class ModelConfig:
         """
         return 6 * self.matrix_parameters * tokens + 12 * self.num_layers * self.num_heads * self.head_dim * pairs
 
-    def executed_flops(self, *, tokens: float, pairs: float, recompute: str) -> float:
+    def executed_flops(self, *, tokens: float, pairs: float, recompute: str, tiled: bool = False) -> float:
         """FLOPs really carried out: flash backward repeats its scores, recomputation repeats every block, with or
-        without its attention.
+        without its attention, and tiles repeat gate and up: instead of the whole feed-forward, not beside it.
         """
         forward_attention = 4 * self.num_layers * self.num_heads * self.head_dim * pairs
         executed = self.flops(tokens=tokens, pairs=pairs) + forward_attention / 2
-        if recompute != "none":
-            executed += 2 * self.num_layers * self.block_matrix_parameters * tokens
+        matrix = self.dim * self.ffn_dim
+        again = self.block_matrix_parameters if recompute != "none" else 3 * matrix * tiled
+        executed += 2 * self.num_layers * (again - matrix * tiled) * tokens
         if recompute == "full":
             executed += forward_attention
         return executed

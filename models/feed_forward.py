@@ -5,6 +5,7 @@ Shape suffixes: E width of the residual stream, G inner width, after any leading
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.config import ModelConfig
-from models.linear import Linear
+from models.linear import Linear, unchanged
+
+Pointwise = Callable[[Tensor], Tensor]
+Run = Callable[[Tensor, Pointwise, Tensor, Tensor, Tensor], Tensor]
+
+
+def gated_backward(grad_E: Tensor, gate_G: Tensor, up_G: Tensor, weight_EG: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of gate, up and weight, where `(silu(gate) * up) @ weight.T` has this one."""
+    open_G = F.silu(gate_G)
+    grad_weight_EG = grad_E.flatten(0, -2).T @ (open_G * up_G).flatten(0, -2)
+    grad_product_G = grad_E @ weight_EG
+    grad_up_G = open_G.mul_(grad_product_G)
+    grad_product_G.mul_(up_G)
+    grad_gate_G = torch.ops.aten.silu_backward.grad_input(grad_product_G, gate_G, grad_input=grad_product_G)
+    return grad_gate_G, grad_up_G, grad_weight_EG
 
 
 class GatedProjection(torch.autograd.Function):
@@ -26,13 +41,14 @@ class GatedProjection(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         (grad_E,) = grads
-        gate_G, up_G, weight_EG = ctx.saved_tensors
-        open_G = F.silu(gate_G)
-        grad_weight_EG = grad_E.flatten(0, -2).T @ (open_G * up_G).flatten(0, -2)
-        grad_product_G = grad_E @ weight_EG
-        grad_up_G = open_G.mul_(grad_product_G)
-        grad_gate_G = torch.ops.aten.silu_backward(grad_product_G.mul_(up_G), gate_G)
-        return grad_gate_G, grad_up_G, grad_weight_EG
+        return gated_backward(grad_E, *ctx.saved_tensors)
+
+
+def at_once(x_E: Tensor, norm: Pointwise, gate_GE: Tensor, up_GE: Tensor, down_EG: Tensor) -> Tensor:
+    """All tokens, keeping what the backward pass needs."""
+    x_E = norm(x_E)
+    out: Tensor = GatedProjection.apply(F.linear(x_E, gate_GE), F.linear(x_E, up_GE), down_EG)
+    return out
 
 
 class FeedForward(nn.Module):
@@ -41,7 +57,9 @@ class FeedForward(nn.Module):
         self.gate_proj = Linear(config.dim, config.ffn_dim)
         self.up_proj = Linear(config.dim, config.ffn_dim)
         self.down_proj = Linear(config.ffn_dim, config.dim)
+        # Over all tokens, or by tiles that are computed again (`models/tiles.py`).
+        self.run: Run = at_once
 
-    def forward(self, x_E: Tensor) -> Tensor:
-        out: Tensor = GatedProjection.apply(self.gate_proj(x_E), self.up_proj(x_E), self.down_proj.matrix())
-        return out
+    def forward(self, x_E: Tensor, norm: Pointwise = unchanged) -> Tensor:
+        """Of `norm(x)`, which is left to `run`: a tile then begins with the residual stream, which is kept anyway."""
+        return self.run(x_E, norm, self.gate_proj.matrix(), self.up_proj.matrix(), self.down_proj.matrix())

@@ -13,28 +13,40 @@ from torch import Tensor, nn
 from models.linear import View, unchanged
 
 
+def normalise(x_E: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """In x's dtype; and, for the backward pass, what each token was multiplied by, in float32 (float64 for float64)."""
+    wide = torch.float64 if x_E.dtype == torch.float64 else torch.float32
+    norm_1 = torch.linalg.vector_norm(x_E, dim=-1, keepdim=True, dtype=wide)
+    inverse_1 = (norm_1.square() / x_E.shape[-1] + eps).rsqrt()
+    out_E: Tensor = (x_E * inverse_1).to(x_E.dtype)
+    return out_E.mul_(weight_E), inverse_1
+
+
+def normalise_backward(grad_E: Tensor, x_E: Tensor, weight_E: Tensor, inverse_1: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of x, in its dtype, and of the weight, in that of the statistics."""
+    normed_E = x_E * inverse_1
+    grad_weight_E = (grad_E * normed_E).flatten(0, -2).sum(0)
+    grad_normed_E = grad_E * weight_E
+    along_1 = (grad_normed_E * normed_E).mean(-1, keepdim=True)
+    grad_x_E = (grad_normed_E - normed_E * along_1) * inverse_1
+    return grad_x_E.to(x_E.dtype), grad_weight_E
+
+
 class NormFunction(torch.autograd.Function):
     """Keeps the input, which the residual stream keeps anyway, and one number per token for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x_E: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-        wide = torch.float64 if x_E.dtype == torch.float64 else torch.float32
-        norm_1 = torch.linalg.vector_norm(x_E, dim=-1, keepdim=True, dtype=wide)
-        inverse_1 = (norm_1.square() / x_E.shape[-1] + eps).rsqrt()
+        out_E, inverse_1 = normalise(x_E, weight_E, eps)
         ctx.save_for_backward(x_E, weight_E, inverse_1)
-        out_E: Tensor = (x_E * inverse_1).to(x_E.dtype)
-        return out_E.mul_(weight_E)
+        return out_E
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_E,) = grads
         x_E, weight_E, inverse_1 = ctx.saved_tensors
-        normed_E = x_E * inverse_1
-        grad_weight_E = (grad_E * normed_E).flatten(0, -2).sum(0)
-        grad_normed_E = grad_E * weight_E
-        along_1 = (grad_normed_E * normed_E).mean(-1, keepdim=True)
-        grad_x_E = (grad_normed_E - normed_E * along_1) * inverse_1
-        return grad_x_E.to(x_E.dtype), grad_weight_E.to(weight_E.dtype), None
+        grad_x_E, grad_weight_E = normalise_backward(grad_E, x_E, weight_E, inverse_1)
+        return grad_x_E, grad_weight_E.to(weight_E.dtype), None
 
 
 class RMSNorm(nn.Module):

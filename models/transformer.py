@@ -44,7 +44,7 @@ class Block(nn.Module):
 
     def layer(self, x_BSE: Tensor, rotation_2BS1F: Tensor, boundaries_BD: Tensor) -> Tensor:
         x_BSE = x_BSE + self.attention(self.attention_norm(x_BSE), rotation_2BS1F, boundaries_BD)
-        out: Tensor = x_BSE + self.feed_forward(self.ffn_norm(x_BSE))
+        out: Tensor = x_BSE + self.feed_forward(x_BSE, self.ffn_norm)
         return out
 
     def forward(self, x_BSE: Tensor, rotation_2BS1F: Tensor, boundaries_BD: Tensor) -> Tensor:

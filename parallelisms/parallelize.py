@@ -19,6 +19,7 @@ def parallelize(
     sequence_parallel: bool = True,
     loss_parallel: bool = True,
     policy: recompute.Policy,
+    mlp_tile_mib: int | None = None,
     compiled: bool,
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
@@ -28,7 +29,7 @@ def parallelize(
     """Changes the model in place; its parameters may still be on the meta device."""
     context.install(model, core, kernel=kernel)
     tensor.apply(model, mesh.tp, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
-    recompute.apply(model, policy=policy)
+    recompute.apply(model, policy=policy, mlp_tile_mib=mlp_tile_mib)
     if compiled:
         for block in model.layers():
             block.compile(fullgraph=True)

@@ -1,4 +1,4 @@
-"""Activation checkpointing (Chen et al., 2016): what the backward pass computes again."""
+"""Activation checkpointing (Chen et al., 2016): what the backward pass computes again, block by block or by tiles."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from models import tiles
 from models.transformer import Layer, Transformer
 
 Policy = Literal["none", "full", "keep_attention"]
@@ -38,11 +39,15 @@ def recompute_all_but_attention(layer: Layer, x_BSE: Tensor, rotation_2BS1F: Ten
     return out
 
 
-def apply(model: Transformer, *, policy: Policy) -> None:
+def apply(model: Transformer, *, policy: Policy, mlp_tile_mib: int | None = None) -> None:
+    """Sets what blocks recompute, and their feed-forwards within: tiles of that size, whatever the policy of the block."""
     policies = {"full": recompute_everything, "keep_attention": recompute_all_but_attention}
     if policy in policies:
         for block in model.layers():
             block.policy = policies[policy]
+    if mlp_tile_mib is not None:
+        for block in model.layers():
+            block.feed_forward.run = partial(tiles.feed_forward, mib=mlp_tile_mib)
 
 
 def _keep_attention(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:

@@ -69,6 +69,7 @@ def apply(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, loss
             cutter.place(cast(Any, block.get_submodule(name)), "whole" if name in alike else cut)
         for name in alike:
             cutter.share_heads(cast(Linear, block.get_submodule(name)), kv_heads)
+        block.feed_forward.register_forward_pre_hook(_normalised)
         for name in PAIRS:
             cutter.pair(block.get_submodule(name))
     whole = not loss_parallel
@@ -163,6 +164,12 @@ class Cutter:
 
     def _mine(self, x_BT: Tensor) -> Tensor:
         return x_BT.chunk(self._size, dim=1)[self._rank]
+
+
+def _normalised(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Tensor]:
+    """Before tokens are gathered, each rank's own."""
+    x_BSE, norm = arguments
+    return (norm(x_BSE),)
 
 
 # ---- what a module sees of its weight

@@ -168,7 +168,9 @@ class Metrics:
         devices = self.world.size
         amounts = {"tokens": since.tokens, "pairs": since.pairs}
         flops = self.model.flops(**amounts) / seconds / devices
-        executed = self.model.executed_flops(**amounts, recompute=self.config.memory.recompute) / seconds / devices
+        memory = self.config.memory
+        tiled = memory.mlp_tile_mib is not None
+        executed = self.model.executed_flops(**amounts, recompute=memory.recompute, tiled=tiled) / seconds / devices
         on_device = self.world.device.type != "cpu"
         record: Record = {
             "step": update.step,

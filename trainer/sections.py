@@ -242,6 +242,8 @@ class MemorySection(Section):
     """What the backward pass computes again instead of keeping: nothing, every block, or (`keep_attention`) everything but attention's output and log-sum-exp."""
     head_chunk_mib: Count = 256
     """Memory for one chunk of logits, in MiB; logits never exist whole."""
+    mlp_tile_mib: Count | None = None
+    """Memory for one tile of tokens in a feed-forward, in MiB; tiles keep their input and are computed again. Left out: all tokens at once, nothing of them again."""
     optimizer_placement: Literal["device", "host"] = "device"
     """Where parameters, gradients and optimizer state lie between uses; `host` fetches each block when it runs, and updates on the CPU."""
 

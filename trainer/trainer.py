@@ -270,6 +270,7 @@ def build_model(
         sequence_parallel=config.parallelism.sequence_parallel,
         loss_parallel=config.parallelism.loss_parallel,
         policy=config.memory.recompute,
+        mlp_tile_mib=config.memory.mlp_tile_mib,
         compiled=training.compile,
         param_dtype=compute,
         reduce_dtype=reduced,
