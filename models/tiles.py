@@ -25,23 +25,28 @@ from models.feed_forward import Pointwise, gated_backward
 from models.norm import RMSNorm, normalise, normalise_backward
 
 
-def feed_forward(x_E: Tensor, norm: Pointwise, gate_GE: Tensor, up_GE: Tensor, down_EG: Tensor, *, mib: int) -> Tensor:
-    """What `feed_forward.at_once` computes, in tiles whose intermediates take no more than `mib` MiB."""
+def feed_forward(
+    x_E: Tensor, norm: Pointwise, gate_GE: Tensor, up_GE: Tensor, down_EG: Tensor, *, limit: int
+) -> Tensor:
+    """What `feed_forward.at_once` computes, in tiles whose intermediates take no more than `limit` bytes."""
     weight_E, eps = None, 0.0
     if isinstance(norm, RMSNorm):
         weight_E, eps = norm.view(norm.weight), norm.eps
     else:
         x_E = norm(x_E)
-    most = tokens_within(mib << 20, width=x_E.shape[-1], inner=gate_GE.shape[0], size=x_E.element_size())
+    most = max(1, limit // bytes_of_token(x_E, gate_GE, normed=weight_E is not None))
     inputs = (x_E, weight_E, gate_GE, up_GE, down_EG)
     promised_E = Remember.apply(*inputs, eps, most)
     out_E: Tensor = Tiles.apply(promised_E, *(x if x is None else x.detach() for x in inputs), eps, most)
     return out_E
 
 
-def tokens_within(limit: int, *, width: int, inner: int, size: int) -> int:
-    """At least one. Most lives in the backward pass: gate, up and the gradients of both, beside the normalised input."""
-    return max(1, limit // ((4 * inner + width) * size))
+def bytes_of_token(x_E: Tensor, gate_GE: Tensor, *, normed: bool) -> int:
+    """In the backward pass, where most lives at once: gate, up and what becomes the gradients of both, then these
+    gradients and two of the input; beside the normalised input.
+    """
+    inner, width = gate_GE.shape
+    return (2 * inner + 2 * max(inner, width) + width * normed) * x_E.element_size()
 
 
 def tiles(tokens: int, most: int) -> Iterator[slice]:
@@ -117,20 +122,36 @@ def backward(
     sums = [torch.zeros_like(weight, dtype=wide) for weight in weights]
     grad_x_RE = torch.empty_like(x_RE, memory_format=torch.contiguous_format)
     for part in tiles(x_RE.shape[0], most):
-        x_CE, inverse_C1 = (x_RE[part], None) if norm_E is None else normalise(x_RE[part], norm_E, eps)
-        gate_CG, up_CG = x_CE @ gate_GE.T, x_CE @ up_GE.T
-        grad_gate_CG, grad_up_CG, grad_down_EG = gated_backward(grad_RE[part], gate_CG, up_CG, down_EG)
-        del gate_CG, up_CG
-        sums[2] += grad_down_EG
-        sums[0] += grad_gate_CG.T @ x_CE
-        sums[1] += grad_up_CG.T @ x_CE
-        grad_x_CE = torch.mm(grad_gate_CG, gate_GE, out=grad_x_RE[part]).addmm_(grad_up_CG, up_GE)
-        if norm_E is not None and inverse_C1 is not None:
-            del grad_gate_CG, grad_up_CG, x_CE
-            grad_x_RE[part], grad_norm_E = normalise_backward(grad_x_CE, x_RE[part], norm_E, inverse_C1)
-            sums[3] += grad_norm_E
+        grad_x_RE[part] = tile_backward(grad_RE[part], x_RE[part], norm_E, gate_GE, up_GE, down_EG, eps, sums)
     grad_gate_GE, grad_up_GE, grad_down_EG, *grad_norm = (sums.pop(0).to(weight.dtype) for weight in weights)
     return [grad_x_RE.view(x_E.shape), *grad_norm, grad_gate_GE, grad_up_GE, grad_down_EG]
+
+
+def tile_backward(
+    grad_CE: Tensor,
+    x_CE: Tensor,
+    norm_E: Tensor | None,
+    gate_GE: Tensor,
+    up_GE: Tensor,
+    down_EG: Tensor,
+    eps: float,
+    sums: list[Tensor],
+) -> Tensor:
+    """The gradient of x; those of gate, up, down and norm are added to the sums."""
+    normed_CE, inverse_C1 = (x_CE, None) if norm_E is None else normalise(x_CE, norm_E, eps)
+    gate_CG, up_CG = normed_CE @ gate_GE.T, normed_CE @ up_GE.T
+    grad_gate_CG, grad_up_CG, grad_down_EG = gated_backward(grad_CE, gate_CG, up_CG, down_EG)
+    del gate_CG, up_CG
+    sums[2] += grad_down_EG
+    sums[0] += grad_gate_CG.T @ normed_CE
+    sums[1] += grad_up_CG.T @ normed_CE
+    grad_x_CE = torch.addmm(grad_gate_CG @ gate_GE, grad_up_CG, up_GE)
+    if norm_E is None or inverse_C1 is None:
+        return grad_x_CE
+    del grad_gate_CG, grad_up_CG, normed_CE
+    grad_x_CE, grad_norm_E = normalise_backward(grad_x_CE, x_CE, norm_E, inverse_C1)
+    sums[3] += grad_norm_E
+    return grad_x_CE
 
 
 _forward = torch.library.custom_op("longhaul::feed_forward", forward, mutates_args=())

@@ -47,7 +47,7 @@ def apply(model: Transformer, *, policy: Policy, mlp_tile_mib: int | None = None
             block.policy = policies[policy]
     if mlp_tile_mib is not None:
         for block in model.layers():
-            block.feed_forward.run = partial(tiles.feed_forward, mib=mlp_tile_mib)
+            block.feed_forward.run = partial(tiles.feed_forward, limit=mlp_tile_mib << 20)
 
 
 def _keep_attention(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import get_args
+from functools import partial
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from models import FAMILIES
+from models import FAMILIES, tiles
 from models.config import ModelConfig, RopeConfig
 from models.transformer import Transformer
 from parallelisms import recompute
@@ -78,16 +79,33 @@ def test_flops_are_those_that_a_hand_counts() -> None:
     assert replace(config, tie_embeddings=True).flops(tokens=4, pairs=10) == config.flops(tokens=4, pairs=10)
 
 
-@pytest.mark.parametrize("config", [SMALL, TIED])
-@pytest.mark.parametrize("policy", get_args(recompute.Policy))
-def test_flops_outside_attention_are_those_that_torch_counts(config: ModelConfig, policy: recompute.Policy) -> None:
-    model, batch = small_model(config), packed([5, 7, 4], [9, 6, 1])
-    recompute.apply(model, policy=policy)
+def flops_inside(function: Any, *shapes: Any, **_: Any) -> int:
+    """Of an operator that torch does not look into, from the function that it is made of."""
     with FlopCounterMode(display=False) as counter:
+        function(*(torch.zeros(shape) if isinstance(shape, torch.Size) else shape for shape in shapes))
+    return int(counter.get_total_flops())
+
+
+@pytest.mark.parametrize("config", [SMALL, TIED])
+@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("policy", get_args(recompute.Policy))
+def test_flops_outside_attention_are_those_that_torch_counts(
+    config: ModelConfig,
+    policy: recompute.Policy,
+    tiled: bool,  # noqa: FBT001
+) -> None:
+    model, batch = small_model(config), packed([5, 7, 4], [9, 6, 1])
+    recompute.apply(model, policy=policy, mlp_tile_mib=0 if tiled else None)
+    operators = torch.ops.longhaul.feed_forward, torch.ops.longhaul.feed_forward_backward
+    known = {
+        operator: partial(flops_inside, function)
+        for operator, function in zip(operators, (tiles.forward, tiles.backward), strict=True)
+    }
+    with FlopCounterMode(display=False, custom_mapping=known) as counter:
         model(batch).sum().backward()
-    executed = config.executed_flops(tokens=batch.num_tokens, pairs=0, recompute=policy)
+    executed = config.executed_flops(tokens=batch.num_tokens, pairs=0, recompute=policy, tiled=tiled)
     assert counter.get_total_flops() == executed
-    assert (executed == config.flops(tokens=batch.num_tokens, pairs=0)) == (policy == "none")
+    assert (executed == config.flops(tokens=batch.num_tokens, pairs=0)) == (policy == "none" and not tiled)
 
 
 def test_executed_flops_of_attention_are_3_5_forward_passes_and_4_5_with_recomputation() -> None:

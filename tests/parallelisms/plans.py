@@ -25,6 +25,7 @@ class Plan:
     dp_replicate: int = 1
     dp_shard: int = 1
     policy: recompute.Policy = "none"
+    tile_mib: int | None = None
     reshard: bool = True
     micro_batch: int = 12
     compiled: bool = False
@@ -45,7 +46,7 @@ def build(plan: Plan, mesh: Mesh) -> Transformer:
     if plan.compiled:
         # The recipe's order with a compiler that costs nothing; it may warn of what torch itself does.
         warnings.simplefilter("ignore")
-        recompute.apply(model, policy=plan.policy)
+        recompute.apply(model, policy=plan.policy, mlp_tile_mib=plan.tile_mib)
         for block in model.layers():
             block.compile(fullgraph=True, backend="aot_eager")
         fsdp.apply(model, mesh.fsdp, param_dtype=double, reduce_dtype=double, reshard_after_forward=plan.reshard)
@@ -54,6 +55,7 @@ def build(plan: Plan, mesh: Mesh) -> Transformer:
             model,
             mesh,
             policy=plan.policy,
+            mlp_tile_mib=plan.tile_mib,
             compiled=False,
             param_dtype=double,
             reduce_dtype=double,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
 from _pytest.mark import ParameterSet
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.batch import Batch
 from models.config import ModelConfig
@@ -115,8 +117,15 @@ def cases() -> list[ParameterSet]:
         plan = Plan(config, dp_shard=2, policy=policy, compiled=True)
         fast = (config, policy) == (TIED, "full")
         found.append(pytest.param(plan, id=f"{name_of(plan)}-compiled", marks=() if fast else pytest.mark.slow))
+    # A token in each tile.
+    tiled = [
+        Plan(dp_shard=2, tile_mib=0, reshard=False),
+        Plan(dp_shard=2, tile_mib=0, policy="full"),
+        Plan(dp_shard=2, tile_mib=0, policy="keep_attention", compiled=True),
+    ]
     return [
         *found,
+        *(pytest.param(plan, id=f"{name_of(plan)}-tiled") for plan in tiled),
         *(pytest.param(Plan(config, micro_batch=5), id=f"alone-{config.tie_embeddings}") for config in (SMALL, TIED)),
     ]
 
@@ -147,6 +156,38 @@ def plain_losses() -> float:
     with torch.no_grad():
         sums = [model(batch).sum() for batch in micro_batches(replace(plan, micro_batch=1), 0, 0)]
     return float(sum(sums, torch.tensor(0.0)) / sum(TARGETS))
+
+
+# ---- exchanges
+
+
+class Exchanges(TorchDispatchMode):
+    """What ranks exchange, by the operator's name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        if function.namespace in ("c10d", "_c10d_functional"):
+            self.counts[function.name()] += 1
+        return function(*arguments, **(options or {}))
+
+
+def exchanges(plan: Plan) -> dict[str, int]:
+    model = build(plan, plan.mesh())
+    with Exchanges() as seen:
+        model(packed([20])).sum().backward()
+    return dict(seen.counts)
+
+
+@pytest.mark.parametrize("policy", get_args(recompute.Policy))
+def test_weights_are_gathered_and_their_gradients_reduced_once_for_all_tiles(policy: recompute.Policy) -> None:
+    plain, tiled = (
+        run_ranks(exchanges, 2, Plan(dp_shard=2, policy=policy, tile_mib=tile_mib))[0] for tile_mib in (None, 0)
+    )
+    assert sum(plain.values()) >= 3 * SMALL.num_layers
+    assert tiled == plain
 
 
 # ---- precision

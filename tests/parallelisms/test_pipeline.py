@@ -44,6 +44,7 @@ class Case:
     tp: int = 1
     policy: recompute.Policy = "none"
     compiled: bool = False
+    tiled: bool = False
 
     @property
     def config(self) -> ModelConfig:
@@ -114,6 +115,7 @@ def build(case: Case, mesh: Mesh, stage: int, core: ContextParallel | None) -> T
         mesh,
         core=core,
         policy=case.policy,
+        mlp_tile_mib=0 if case.tiled else None,
         compiled=False,
         param_dtype=double,
         reduce_dtype=double,
@@ -238,6 +240,11 @@ def test_stages_may_be_cut_at_will(plan: PipelinePlan) -> None:
 @pytest.mark.parametrize("plan", [PLANS[0], PLANS[2]], ids=lambda plan: plan.schedule)
 def test_stages_may_recompute(plan: PipelinePlan, policy: recompute.Policy) -> None:
     require_equal(Case(replace(plan, recompute=policy), policy=policy))
+
+
+@pytest.mark.parametrize("plan", PLANS[2:6], ids=lambda plan: plan.schedule)
+def test_stages_may_run_feed_forwards_by_tiles(plan: PipelinePlan) -> None:
+    require_equal(Case(plan, tiled=True))
 
 
 def test_stages_may_be_compiled() -> None:

@@ -41,6 +41,7 @@ class Case:
     loss: bool = True
     compiled: bool = False
     policy: recompute.Policy = "none"
+    tiled: bool = False
     offload: bool = False
     rows: int = 4
 
@@ -56,6 +57,7 @@ class Case:
             "loss-whole": not self.loss,
             "compiled": self.compiled,
             self.policy: self.policy != "none",
+            "tiled": self.tiled,
             "host": self.offload,
         }
         return " ".join([axes, *(name for name, is_so in named.items() if is_so)])
@@ -78,7 +80,7 @@ def train(case: Case) -> Found:
     if model.head is not None:
         model.head.chunk_mib = 0  # One token at a time, so that there are many chunks.
     tensor.apply(model, mesh.tp, sequence_parallel=case.sequence, loss_parallel=case.loss)
-    recompute.apply(model, policy=case.policy)
+    recompute.apply(model, policy=case.policy, mlp_tile_mib=0 if case.tiled else None)
     if case.compiled:
         warnings.simplefilter("ignore")
         for block in model.layers():
@@ -136,6 +138,10 @@ CASES = [
     Case((("dp_shard", 2), ("tp", 2)), offload=True),
     Case((("dp_replicate", 2), ("tp", 2)), sequence=False),
     Case((("dp_replicate", 2), ("dp_shard", 2), ("tp", 2))),
+    Case(TP2, tiled=True),
+    Case(TP2, sequence=False, policy="full", tiled=True),
+    Case(TP4, policy="keep_attention", compiled=True, tiled=True),
+    Case((("dp_shard", 2), ("tp", 2)), policy="full", tiled=True),
 ]
 
 
