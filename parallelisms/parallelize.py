@@ -29,7 +29,8 @@ def parallelize(
     """Changes the model in place; its parameters may still be on the meta device."""
     context.install(model, core, kernel=kernel)
     tensor.apply(model, mesh.tp, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
-    recompute.apply(model, policy=policy, mlp_tile_mib=mlp_tile_mib)
+    recompute.apply(model, policy=policy)
+    recompute.apply_tiles(model, mib=mlp_tile_mib)
     if compiled:
         for block in model.layers():
             block.compile(fullgraph=True)

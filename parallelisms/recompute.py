@@ -39,15 +39,18 @@ def recompute_all_but_attention(layer: Layer, x_BSE: Tensor, rotation_2BS1F: Ten
     return out
 
 
-def apply(model: Transformer, *, policy: Policy, mlp_tile_mib: int | None = None) -> None:
-    """Sets what blocks recompute, and their feed-forwards within: tiles of that size, whatever the policy of the block."""
+def apply(model: Transformer, *, policy: Policy) -> None:
     policies = {"full": recompute_everything, "keep_attention": recompute_all_but_attention}
     if policy in policies:
         for block in model.layers():
             block.policy = policies[policy]
-    if mlp_tile_mib is not None:
+
+
+def apply_tiles(model: Transformer, *, mib: int | None) -> None:
+    """Lets feed-forwards keep nothing but their input, and compute it again tile by tile, whatever their block does."""
+    if mib is not None:
         for block in model.layers():
-            block.feed_forward.run = partial(tiles.feed_forward, limit=mlp_tile_mib << 20)
+            block.feed_forward.run = partial(tiles.feed_forward, limit=mib << 20)
 
 
 def _keep_attention(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:

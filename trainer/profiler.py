@@ -13,8 +13,8 @@ from trainer.config import Config
 log = logging.getLogger(__name__)
 
 LEVERS = (
-    'less memory: memory.recompute = "full"; a smaller training.micro_batch_size, memory.head_chunk_mib or '
-    'training.seq_len; training.dtype = "bfloat16"; more ranks in parallelism.dp_shard'
+    'less memory: memory.recompute = "full"; memory.mlp_tile_mib = 512; a smaller training.micro_batch_size, '
+    'memory.head_chunk_mib or training.seq_len; training.dtype = "bfloat16"; more ranks in parallelism.dp_shard'
 )
 
 

@@ -95,7 +95,8 @@ def test_flops_outside_attention_are_those_that_torch_counts(
     tiled: bool,  # noqa: FBT001
 ) -> None:
     model, batch = small_model(config), packed([5, 7, 4], [9, 6, 1])
-    recompute.apply(model, policy=policy, mlp_tile_mib=0 if tiled else None)
+    recompute.apply(model, policy=policy)
+    recompute.apply_tiles(model, mib=0 if tiled else None)
     operators = torch.ops.longhaul.feed_forward, torch.ops.longhaul.feed_forward_backward
     known = {
         operator: partial(flops_inside, function)

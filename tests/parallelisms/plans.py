@@ -46,7 +46,8 @@ def build(plan: Plan, mesh: Mesh) -> Transformer:
     if plan.compiled:
         # The recipe's order with a compiler that costs nothing; it may warn of what torch itself does.
         warnings.simplefilter("ignore")
-        recompute.apply(model, policy=plan.policy, mlp_tile_mib=plan.tile_mib)
+        recompute.apply(model, policy=plan.policy)
+        recompute.apply_tiles(model, mib=plan.tile_mib)
         for block in model.layers():
             block.compile(fullgraph=True, backend="aot_eager")
         fsdp.apply(model, mesh.fsdp, param_dtype=double, reduce_dtype=double, reshard_after_forward=plan.reshard)

@@ -49,8 +49,10 @@ def test_every_policy_gives_the_same_bits(config: ModelConfig, dtype: torch.dtyp
 @pytest.mark.parametrize("policy", get_args(recompute.Policy))
 def test_tiles_are_the_same_under_every_policy_and_recomputed_once(policy: recompute.Policy) -> None:
     plain, model = small_model(), small_model()
-    recompute.apply(plain, policy="none", mlp_tile_mib=0)
-    recompute.apply(model, policy=policy, mlp_tile_mib=0)
+    recompute.apply(plain, policy="none")
+    recompute.apply_tiles(plain, mib=0)
+    recompute.apply(model, policy=policy)
+    recompute.apply_tiles(model, mib=0)
     losses, expected = gradients(plain, BATCH)
     with Calls() as calls:
         found_losses, found = gradients(model, BATCH)
@@ -64,7 +66,8 @@ def test_tiles_are_the_same_under_every_policy_and_recomputed_once(policy: recom
 def test_tiles_compute_what_all_tokens_at_once_do(policy: recompute.Policy, compiled: bool) -> None:  # noqa: FBT001
     losses, expected = gradients(small_model(), BATCH)
     model = small_model()
-    recompute.apply(model, policy=policy, mlp_tile_mib=0)
+    recompute.apply(model, policy=policy)
+    recompute.apply_tiles(model, mib=0)
     if compiled:
         warnings.simplefilter("ignore")
         for block in model.layers():

@@ -80,7 +80,8 @@ def train(case: Case) -> Found:
     if model.head is not None:
         model.head.chunk_mib = 0  # One token at a time, so that there are many chunks.
     tensor.apply(model, mesh.tp, sequence_parallel=case.sequence, loss_parallel=case.loss)
-    recompute.apply(model, policy=case.policy, mlp_tile_mib=0 if case.tiled else None)
+    recompute.apply(model, policy=case.policy)
+    recompute.apply_tiles(model, mib=0 if case.tiled else None)
     if case.compiled:
         warnings.simplefilter("ignore")
         for block in model.layers():

@@ -30,6 +30,7 @@ RUN: Options = (
 FULL, KEEP = ("--memory.recompute=full",), ("--memory.recompute=keep_attention",)
 TOKENS_WHOLE, LOSS_WHOLE = ("--parallelism.sequence_parallel=false",), ("--parallelism.loss_parallel=false",)
 ROWS = ("--training.micro_batch_size=4",)
+TILES = ("--memory.mlp_tile_mib=1", "--memory.recompute=full")
 HOST = ("--memory.optimizer_placement=host",)
 TIED = ("--model.tie_embeddings=true",)
 HEADTAIL = ("--parallelism.cp_layout=headtail",)
@@ -59,6 +60,7 @@ CASES = [
     case("dp_shard 3, a place empty", mesh(dp_shard=3)),
     case("dp_shard 2, whole rows at once", mesh(dp_shard=2), ROWS),
     case("dp_shard 2, state on the host", mesh(dp_shard=2), HOST, slow=True),
+    case("dp_shard 2, feed-forwards by tiles", mesh(dp_shard=2), TILES),
     # Context parallelism
     case("cp 4 ring", mesh(cp=4, method="ring"), KEEP),
     case("cp 3 alltoall, rows that do not divide", mesh(cp=3, method="alltoall")),

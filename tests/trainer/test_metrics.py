@@ -62,6 +62,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     everything = ("--metrics.tensorboard", "true", "--metrics.peak_flops", "1e12")
     run_here(configured(run, root / "every", *shared, *everything))
     run_here(configured(run, root / "third", *shared, "--metrics.log_interval", "3"))
+    run_here(configured(run, root / "tiled", "--training.steps", "1", "--memory.mlp_tile_mib", "1", *everything))
     return root
 
 
@@ -147,6 +148,12 @@ def test_mfu_is_the_hand_count(root: Path) -> None:
         assert record["hfu"] == pytest.approx((model_flops + again) / record["step_seconds"] / 1e12)
         assert 0 <= record["data_wait_pct"] <= 100
         assert 0.05 < record["rss_gib"] < 20
+
+
+def test_hfu_counts_what_tiles_compute_again(root: Path) -> None:
+    (record,), (tokens, pairs) = lines(root / "tiled" / "metrics.jsonl"), amounts(root)[0]
+    again = 2 * 2 * (2 * 64 * 96) * tokens + 2 * 2 * 4 * 16 * pairs  # Gate and up, and scores, in two layers.
+    assert record["hfu"] - record["mfu"] == pytest.approx(again / record["step_seconds"] / 1e12)
 
 
 def test_losses_by_position_are_means_over_their_targets(root: Path) -> None:
