@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.linear import View, unchanged
+from models.view import View, unchanged
 
 
 class NormFunction(torch.autograd.Function):

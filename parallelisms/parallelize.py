@@ -33,8 +33,8 @@ def parallelize(
         for block in model.layers():
             block.compile(fullgraph=True)
     stored = next(model.parameters()).dtype
-    if mesh.fsdp.size() == mesh.tp.size() == 1 and param_dtype == stored and not offload:
-        return  # Nothing to shard, to sum, to cast or to fetch.
+    if mesh.fsdp.size() == 1 and param_dtype == stored and not offload:
+        return  # Nothing to shard, to cast or to fetch.
     fsdp.apply(
         model,
         mesh.fsdp,

@@ -168,7 +168,7 @@ class PipelinePlan:
         rule = ""
         if self.schedule in ("1F1B", "DualPipeV") and asked < stages:
             rule = f"needs at least as many as stages, {stages}"
-        if self.schedule in IN_TURN and asked % rounds:
+        elif self.schedule in IN_TURN and asked % rounds:
             rule = f"runs them in {rounds} rounds ({asked} // parallelism.pp = {self.pp}), all of the same number"
         if not rule:
             return []

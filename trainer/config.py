@@ -199,7 +199,8 @@ class Config(Section):
         )
 
     def _pipeline_problems(self, world_size: int) -> list[str]:
-        return [] if self.model.problems() else self.pipeline_plan(world_size).problems()
+        uneven = self.training.global_batch_size % self.training.micro_batch_size > 0  # Its own problem.
+        return [] if uneven or self.model.problems() else self.pipeline_plan(world_size).problems()
 
     def _attention_problems(self) -> list[str]:
         kernel, dtype = self.training.attention, self.training.dtype
@@ -240,6 +241,11 @@ class Config(Section):
             found.append(
                 f"schedule.warmup_steps = {warmup} is all of training.steps = {steps}: the learning rate only rises"
             )
+        found += [
+            f"parallelism.{key} has no use with parallelism.pp = 1"
+            for key in ("pp_layers", "pp_stages_per_rank")
+            if degrees["pp"] == 1 and getattr(self.parallelism, key) is not None
+        ]
         length, plan = self.training.seq_len, self.context_plan()
         if length % plan.multiple:
             padding = -length % plan.multiple

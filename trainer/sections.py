@@ -220,7 +220,7 @@ class ParallelismSection(Section):
     pp_layers: tuple[Amount, ...] | None = None
     """Blocks of each stage, first to last. Left out: balanced, embedding and head counted as part of a block."""
     reshard_after_forward: bool = True
-    """Whether a block's gathered weights are freed after its forward and gathered again for its backward."""
+    """Whether a block's gathered weights are freed after its forward and gathered again for its backward. A pipeline keeps them: it would gather them for every micro-batch."""
 
     def degrees(self, world_size: int) -> dict[str, int]:
         """The size of each axis, in mesh order; an axis that was left out takes the remaining ranks."""
