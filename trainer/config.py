@@ -81,10 +81,16 @@ class Config(Section):
 
     def problems(self, world_size: int) -> list[str]:
         """Everything that would stop this run on `world_size` processes, all at once; empty when it can start."""
+        return [*self.source_problems(), *self.shape_problems(world_size)]
+
+    def source_problems(self) -> list[str]:
+        """What is wrong with the text and the tokenizer, whose files may lie elsewhere."""
+        return [*self._tokenizer_problems(), *self.data.problems()]
+
+    def shape_problems(self, world_size: int) -> list[str]:
+        """What is wrong with everything else."""
         found = [
             *self.model.problems(),
-            *self._tokenizer_problems(),
-            *self.data.problems(),
             *self.parallelism.problems(world_size),
             *self._tensor_problems(),
             *self._context_problems(),

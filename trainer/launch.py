@@ -55,13 +55,13 @@ def main() -> int:
         sys.stderr.write("error: --plan: the planner does not exist yet\n")
         return BAD_CONFIGURATION
     config, cluster, problems = examine(argv, os.environ)
+    if "--check" in flags and cluster and not cluster.task and not config.shape_problems(cluster.world_size):
+        sys.stdout.write(report(config, cluster))  # Also where corpus and tokenizer are not.
     if problems or cluster is None:
         if cluster is None or not cluster.task:
             sys.stderr.write(complaint(problems, argv, cluster))
         return BAD_CONFIGURATION
     if "--check" in flags:
-        if not cluster.task:
-            sys.stdout.write(report(config, cluster))
         return 0
     settled = nothing_to_start(config)
     if settled is not None:

@@ -234,7 +234,8 @@ class ParallelismSection(Section):
         if prod(degrees.values()) == world_size:
             return []
         product = " x ".join(f"{axis} {size}" for axis, size in degrees.items())
-        return [f"the mesh {product} needs {prod(degrees.values())} processes, but there are {world_size}"]
+        needed = prod(degrees.values())
+        return [f"the mesh {product} needs {needed:,} processes, but there are {world_size:,} (NGPU x NNODES)"]
 
 
 class MemorySection(Section):
