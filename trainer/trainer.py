@@ -255,7 +255,7 @@ def one_by_one(
 
 
 def host_memory_of(config: Config, world: World, plan: PipelinePlan, *, rank: int) -> HostMemory | None:
-    """This rank's part of its node's memory for what blocks keep; None where they keep it on the device."""
+    """What this rank has of its node's memory for what blocks keep; None where they keep it on the device."""
     section = config.memory
     if section.offload == "none":
         return None
