@@ -124,7 +124,7 @@ def test_several_batches_may_be_between_their_passes() -> None:
     """As in a pipeline, and in any order."""
     model, host = offloaded("inputs_and_attention")
     other = packed([24], [20, 4], seed=3)
-    expected = {}
+    expected: dict[str, Any] = {}
     for batch in (BATCH, other):
         plain = small_model()
         plain(batch).sum().backward()
