@@ -320,6 +320,28 @@ def test_a_folder_named_copy_is_reached_by_its_path(tmp_path: Path, monkeypatch:
     assert configured(data={"corpus": "./copy"}).problems(1) == []
 
 
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"memory": {"offload": "inputs"}}, 'needs memory.recompute = "full" or "keep_attention", not "none"'),
+        (
+            {"memory": {"offload": "inputs_and_attention", "recompute": "full"}},
+            'needs memory.recompute = "keep_attention"',
+        ),
+        ({"memory": {"host_budget_gib": 4.0}}, 'has no use with memory.offload = "none"'),
+        (
+            {"memory": {"offload": "inputs", "recompute": "full"}, "training": {"compile": True}},
+            "needs training.compile = false",
+        ),
+    ],
+)
+def test_blocks_go_to_the_host_only_where_they_are_computed_again(
+    values: dict[str, dict[str, object]], problem: str
+) -> None:
+    (found,) = configured(**values).problems(1)
+    assert problem in found
+
+
 def test_all_problems_are_told_at_once() -> None:
     config = configured(
         model={"size": "9b"}, data={"corpus": "no"}, parallelism={"dp_shard": 3}, training={"micro_batch_size": 3}

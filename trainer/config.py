@@ -91,6 +91,8 @@ class Config(Section):
         """What is wrong with everything else."""
         found = [
             *self.model.problems(),
+            *self.memory.problems(),
+            *self._offload_problems(),
             *self.parallelism.problems(world_size),
             *self._tensor_problems(),
             *self._context_problems(),
@@ -216,6 +218,14 @@ class Config(Section):
         if kernel not in types or dtype in types[kernel]:
             return []
         return [f'training.attention = "{kernel}" takes {" or ".join(types[kernel])}, not training.dtype = "{dtype}"']
+
+    def _offload_problems(self) -> list[str]:
+        if self.memory.offload == "none" or not self.training.compile:
+            return []
+        return [
+            f'memory.offload = "{self.memory.offload}" needs training.compile = false: what a compiled block keeps is not '
+            "seen from outside"
+        ]
 
     def _context_problems(self) -> list[str]:
         if self.model.problems():

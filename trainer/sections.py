@@ -241,10 +241,25 @@ class ParallelismSection(Section):
 class MemorySection(Section):
     recompute: Literal["none", "full", "keep_attention"] = "none"
     """What the backward pass computes again instead of keeping: nothing, every block, or (`keep_attention`) everything but attention's output and log-sum-exp."""
+    offload: Literal["none", "inputs", "inputs_and_attention"] = "none"
+    """What blocks keep in host memory instead of on the device: nothing, their inputs, or also attention's output and log-sum-exp."""
+    host_budget_gib: Positive | None = None
+    """Host memory of a node for that, in GiB; what finds no room stays on the device, or is computed again. Left out: no limit."""
     head_chunk_mib: Count = 256
     """Memory for one chunk of logits, in MiB; logits never exist whole."""
     optimizer_placement: Literal["device", "host"] = "device"
     """Where parameters, gradients and optimizer state lie between uses; `host` fetches each block when it runs, and updates on the CPU."""
+
+    def problems(self) -> list[str]:
+        needed = {"inputs": ("full", "keep_attention"), "inputs_and_attention": ("keep_attention",)}
+        allowed = needed.get(self.offload, (self.recompute,))
+        found = []
+        if self.recompute not in allowed:
+            names = " or ".join(f'"{name}"' for name in allowed)
+            found.append(f'memory.offload = "{self.offload}" needs memory.recompute = {names}, not "{self.recompute}"')
+        if self.host_budget_gib is not None and self.offload == "none":
+            found.append(f'memory.host_budget_gib = {self.host_budget_gib} has no use with memory.offload = "none"')
+        return found
 
 
 class OptimizerSection(Section):
