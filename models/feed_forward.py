@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.config import ModelConfig
-from models.linear import Linear, unchanged
+from models.linear import Linear
+from models.view import unchanged
 
 Pointwise = Callable[[Tensor], Tensor]
 Run = Callable[[Tensor, Pointwise, Tensor, Tensor, Tensor], Tensor]

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from models.batch import IGNORE
 from models.config import ModelConfig
-from models.linear import Linear, unchanged
+from models.linear import Linear
 from models.norm import RMSNorm
+from models.view import unchanged
 
 
 @dataclass(frozen=True)

@@ -5,16 +5,10 @@ Shape suffixes: B rows, S tokens, E width of the residual stream, I inputs, O ou
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-View = Callable[[Tensor], Tensor]
-
-
-def unchanged(x: Tensor) -> Tensor:
-    return x
+from models.view import View, unchanged
 
 
 class Linear(nn.Linear):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.linear import View, unchanged
+from models.view import View, unchanged
 
 
 def normalise(x_E: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:

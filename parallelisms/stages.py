@@ -101,6 +101,13 @@ class PipelinePlan:
         return Part(layers, embed=stage == 0, head=stage == self.num_stages - 1)
 
     @property
+    def most_in_flight(self) -> int:
+        """No more micro-batches than that are between their forward and their backward pass on a rank."""
+        if self.pp == 1:
+            return 1
+        return self.micro_batches if self.schedule == "GPipe" else min(self.micro_batches, 2 * self.pp)
+
+    @property
     def bubble(self) -> float | None:
         """The share of an update that a rank waits, were all stages alike and nothing else took time.
 
@@ -168,7 +175,7 @@ class PipelinePlan:
         rule = ""
         if self.schedule in ("1F1B", "DualPipeV") and asked < stages:
             rule = f"needs at least as many as stages, {stages}"
-        if self.schedule in IN_TURN and asked % rounds:
+        elif self.schedule in IN_TURN and asked % rounds:
             rule = f"runs them in {rounds} rounds ({asked} // parallelism.pp = {self.pp}), all of the same number"
         if not rule:
             return []

@@ -112,13 +112,13 @@ class Cutter:
         placement = {"whole": Replicate(), "rows": Shard(0), "columns": Shard(1)}[cut]
         module.weight = nn.Parameter(distribute_tensor(module.weight, self._mesh, [placement], src_data_rank=None))
         # A whole weight has met a part of the tokens only, where ranks share them.
-        module.view = _part_of_sum if cut == "whole" and self._shares_tokens else _here
+        module.view = partial(_of_parts, name=self._name) if cut == "whole" and self._shares_tokens else _here
 
     def share_heads(self, projection: Linear, heads: int) -> None:
         """Of a whole projection to fewer heads than ranks, each rank computes the head that its queries need."""
         width = projection.weight.shape[0] // heads
         first = self._rank * heads // self._size * width
-        projection.view = partial(_rows_of_sum, rows=slice(first, first + width))
+        projection.view = partial(_of_parts, name=self._name, rows=slice(first, first + width))
 
     def pair(self, module: nn.Module) -> None:
         """Lets a pair of matrices begin with all tokens and end in a sum."""
@@ -180,16 +180,10 @@ def _here(weight: Tensor) -> Tensor:
     return local
 
 
-def _part_of_sum(weight: Tensor) -> Tensor:
-    """A weight that all ranks have, of whose gradient each finds a part."""
-    from torch.distributed.tensor import Partial
-
-    local: Tensor = cast(Any, weight).to_local(grad_placements=[Partial()])
-    return local
-
-
-def _rows_of_sum(weight: Tensor, *, rows: slice) -> Tensor:
-    return _part_of_sum(weight)[rows]
+def _of_parts(weight: Tensor, *, name: str, rows: slice | None = None) -> Tensor:
+    """A weight that all ranks have, or these rows of it, of whose gradient each rank finds a part."""
+    local: Tensor = Common.apply(_here(weight), name)
+    return local if rows is None else local[rows]
 
 
 # ---- exchanges, each with its opposite for the gradient
@@ -247,6 +241,21 @@ class Fan(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return collectives.sum_of(grads[0], ctx.name), None, None
+
+
+class Common(torch.autograd.Function):
+    """A weight that is the same on all ranks; parts of its gradient are summed, in single precision at least."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        return collectives.sum_of(grad.to(wide), ctx.name).to(grad.dtype), None
 
 
 class Join(torch.autograd.Function):

@@ -143,6 +143,67 @@ def test_a_model_with_problems_is_not_asked_how_its_heads_divide() -> None:
     assert config.problems(4) == ["model.num_heads = 6 must be a multiple of model.num_kv_heads = 4"]
 
 
+ZERO_BUBBLE: dict[str, object] = {"pp": 2, "pp_schedule": "ZBVZeroBubble"}
+
+
+@pytest.mark.parametrize(
+    ("values", "world", "problem"),
+    [
+        ({"parallelism": ZERO_BUBBLE, "training": {"compile": True}}, 2, "training.compile must be false"),
+        ({"parallelism": ZERO_BUBBLE, "memory": {"recompute": "full"}}, 2, 'memory.recompute must be "none"'),
+        ({"parallelism": {"pp": 2}, "model": {"tie_embeddings": True}}, 2, "tie_embeddings needs parallelism.pp = 1"),
+        ({"parallelism": {"pp": 4}}, 16, "give each data rank 2 micro-batches per update"),
+        ({"parallelism": {"pp": 2, "pp_layers": [4, 4]}}, 2, "pp_layers adds up to 8; model.num_layers = 4"),
+        ({"parallelism": {"pp": 2, "pp_stages_per_rank": 2}}, 2, "which has 1 on each rank"),
+        ({"parallelism": {"tp": 2}, "model": {"vocab_size": 265}}, 2, "must divide model.vocab_size = 265"),
+        (
+            {"parallelism": {"tp": 2, "loss_parallel": False}, "model": {"vocab_size": 265}},
+            2,
+            "must divide model.vocab_size = 265",  # The embedding's rows are shared all the same.
+        ),
+        ({"parallelism": {"async_tp": True}}, 1, "needs parallelism.tp above 1 and training.compile = true"),
+    ],
+)
+def test_what_a_mesh_cannot_do_exactly_is_refused(
+    values: dict[str, dict[str, object]], world: int, problem: str
+) -> None:
+    (found,) = configured(**values).problems(world)
+    assert problem in found
+
+
+def test_what_is_near_those_can_start() -> None:
+    whole: dict[str, object] = {"vocab_size": 265, "tie_embeddings": True}
+    assert configured(model=whole, parallelism={"tp": 2, "loss_parallel": False}).problems(2) == []
+    assert configured(parallelism=ZERO_BUBBLE).problems(2) == []
+    assert configured(parallelism={"pp": 4}, training={"global_batch_size": 16}).problems(16) == []
+    (uneven,) = configured(parallelism={"pp": 2}, training={"global_batch_size": 2, "micro_batch_size": 4}).problems(2)
+    assert "must be a multiple of training.micro_batch_size" in uneven
+
+
+def test_rows_are_padded_for_the_ranks_that_share_tokens_alone() -> None:
+    odd: dict[str, object] = {"seq_len": 63}
+    assert "63 does not divide by 2 (tp = 2)" in configured(parallelism={"tp": 2}, training=odd).remarks(2)[0]
+    assert configured(parallelism={"tp": 2, "sequence_parallel": False}, training=odd).remarks(2) == []
+    assert (
+        "63 does not divide by 8 (cp = 2, tp = 4)"
+        in configured(parallelism={"cp": 2, "tp": 4, "cp_method": "ring"}, training=odd).remarks(8)[0]
+    )
+
+
+def test_keys_of_a_pipeline_without_one_are_remarked_on() -> None:
+    assert configured(parallelism={"pp_layers": [1, 3], "pp_stages_per_rank": 2}).remarks(1) == [
+        "parallelism.pp_layers has no use with parallelism.pp = 1",
+        "parallelism.pp_stages_per_rank has no use with parallelism.pp = 1",
+    ]
+
+
+def test_the_head_counts_as_part_of_a_block_where_layers_are_cut() -> None:
+    wide = configured(model={"vocab_size": 32768, "num_layers": 8}, parallelism={"pp": 2})
+    assert wide.pipeline_plan(2).embed_cost == wide.pipeline_plan(2).head_cost > 5
+    heavy = configured(model={"vocab_size": 32768, "num_layers": 8}, parallelism={"pp": 4}).pipeline_plan(4)
+    assert heavy.blocks[0] == heavy.blocks[-1] == 0
+
+
 def test_heads_that_tp_does_not_divide_are_no_problem_of_cp() -> None:
     heads: dict[str, object] = {"num_heads": 18, "num_kv_heads": 9}
     config = configured(model=heads, parallelism={"cp": 2, "tp": 2, "cp_method": "ulysses"})
@@ -257,6 +318,28 @@ def test_a_folder_named_copy_is_reached_by_its_path(tmp_path: Path, monkeypatch:
     assert configured(data={"corpus": "./copy"}).problems(1)[0].startswith('data.corpus = "./copy" is neither')
     (tmp_path / "copy").mkdir()
     assert configured(data={"corpus": "./copy"}).problems(1) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"memory": {"offload": "inputs"}}, 'needs memory.recompute = "full" or "keep_attention", not "none"'),
+        (
+            {"memory": {"offload": "inputs_and_attention", "recompute": "full"}},
+            'needs memory.recompute = "keep_attention"',
+        ),
+        ({"memory": {"host_budget_gib": 4.0}}, 'has no use with memory.offload = "none"'),
+        (
+            {"memory": {"offload": "inputs", "recompute": "full"}, "training": {"compile": True}},
+            "needs training.compile = false",
+        ),
+    ],
+)
+def test_blocks_go_to_the_host_only_where_they_are_computed_again(
+    values: dict[str, dict[str, object]], problem: str
+) -> None:
+    (found,) = configured(**values).problems(1)
+    assert problem in found
 
 
 def test_all_problems_are_told_at_once() -> None:

@@ -18,6 +18,7 @@ from trainer.launch import (
     default_processes,
     examine,
     exit_status,
+    main,
     prepare_environment,
     read_cluster,
     report,
@@ -263,3 +264,19 @@ def test_two_launchers_make_one_world(tmp_path: Path) -> None:
     told = [node.communicate(timeout=120)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0]
     assert sorted("".join(told).splitlines()) == ["0 2", "1 2"]
+
+
+def test_a_mesh_can_be_looked_at_before_corpus_and_tokenizer_are_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NGPU", "8")
+    monkeypatch.setattr(sys, "argv", ["launch", "--config", "llama3_8b_128k", "--check"])
+    assert main() == 2
+    told = capsys.readouterr()
+    assert "# mesh of 8 processes" in told.out
+    assert "error: tokenizer.path" in told.err
+    monkeypatch.setenv("NGPU", "4")
+    assert main() == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "needs 8 processes, but there are 4 (NGPU x NNODES)" in told.err

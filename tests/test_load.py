@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainer.config import Config
-from trainer.load import load, overlay, split, to_toml
+from trainer.load import SHIPPED, load, overlay, split, to_toml
 from trainer.status import ConfigError
 
 
@@ -29,7 +29,7 @@ def refused(*argv: str) -> list[str]:
         ("[training]\nseq_length = 5", "training.seq_length = 5: there is no such key; did you mean seq_len?"),
         ("[model]\nseq_len = 5", "model.seq_len = 5: there is no such key; seq_len belongs to [training]"),
         ("[metrics]\nname = 'x'", 'metrics.name = "x": there is no such key; name belongs to [job] or [optimizer]'),
-        ("[memory]\nzebra = 1", "memory.zebra = 1: there is no such key; [memory] has recompute, head_chunk_mib"),
+        ("[memory]\nzebra = 1", "memory.zebra = 1: there is no such key; [memory] has recompute, offload"),
         ("seq_len = 5", "seq_len = 5: there is no such key; seq_len belongs to [training]"),
         ("[trainig]\nsteps = 5", "[trainig]: there is no section [trainig]; did you mean [training]?"),
         ("[zebra]\nsteps = 5", "[zebra]: there is no section [zebra]; there are job, model, model.rope"),
@@ -153,8 +153,9 @@ def test_a_value_of_several_lines_is_told_in_one() -> None:
 
 @pytest.mark.usefixtures("here")
 def test_a_missing_file_is_answered_with_the_ones_that_exist() -> None:
+    there = ", ".join(sorted(path.stem for path in SHIPPED.glob("*.toml")))
     assert refused("--config", "debg") == [
-        "debg: there is no such file; did you mean debug? train_configs/ holds copy, debug, llama3_1b, llama3_8b"
+        f"debg: there is no such file; did you mean debug? train_configs/ holds {there}"
     ]
     assert "there is no such file" in refused("--config", "./debug.toml")[0]
     assert "File name too long" in refused("--config", "n" * 500)[0]

@@ -81,10 +81,18 @@ class Config(Section):
 
     def problems(self, world_size: int) -> list[str]:
         """Everything that would stop this run on `world_size` processes, all at once; empty when it can start."""
+        return [*self.source_problems(), *self.shape_problems(world_size)]
+
+    def source_problems(self) -> list[str]:
+        """What is wrong with the text and the tokenizer, whose files may lie elsewhere."""
+        return [*self._tokenizer_problems(), *self.data.problems()]
+
+    def shape_problems(self, world_size: int) -> list[str]:
+        """What is wrong with everything else."""
         found = [
             *self.model.problems(),
-            *self._tokenizer_problems(),
-            *self.data.problems(),
+            *self.memory.problems(),
+            *self._offload_problems(),
             *self.parallelism.problems(world_size),
             *self._tensor_problems(),
             *self._context_problems(),
@@ -199,7 +207,8 @@ class Config(Section):
         )
 
     def _pipeline_problems(self, world_size: int) -> list[str]:
-        return [] if self.model.problems() else self.pipeline_plan(world_size).problems()
+        uneven = self.training.global_batch_size % self.training.micro_batch_size > 0  # Its own problem.
+        return [] if uneven or self.model.problems() else self.pipeline_plan(world_size).problems()
 
     def _attention_problems(self) -> list[str]:
         kernel, dtype = self.training.attention, self.training.dtype
@@ -209,6 +218,14 @@ class Config(Section):
         if kernel not in types or dtype in types[kernel]:
             return []
         return [f'training.attention = "{kernel}" takes {" or ".join(types[kernel])}, not training.dtype = "{dtype}"']
+
+    def _offload_problems(self) -> list[str]:
+        if self.memory.offload == "none" or not self.training.compile:
+            return []
+        return [
+            f'memory.offload = "{self.memory.offload}" needs training.compile = false: what a compiled block keeps is not '
+            "seen from outside"
+        ]
 
     def _context_problems(self) -> list[str]:
         if self.model.problems():
@@ -240,6 +257,11 @@ class Config(Section):
             found.append(
                 f"schedule.warmup_steps = {warmup} is all of training.steps = {steps}: the learning rate only rises"
             )
+        found += [
+            f"parallelism.{key} has no use with parallelism.pp = 1"
+            for key in ("pp_layers", "pp_stages_per_rank")
+            if degrees["pp"] == 1 and getattr(self.parallelism, key) is not None
+        ]
         length, plan = self.training.seq_len, self.context_plan()
         if length % plan.multiple:
             padding = -length % plan.multiple

@@ -55,7 +55,7 @@ def require_peers(device: torch.device) -> None:
     others = range(torch.cuda.device_count() if device.type == "cuda" else 0)
     lone = [other for other in others if other != device.index and not _reach(device, other)]
     if lone or len(others) < 2:
-        found = f"{device} does not reach {lone}" if lone else f"this is {device}"
+        found = f"{device} does not reach {lone}" if lone else f"this process sees {device} alone"
         message = f"parallelism.async_tp = true needs several CUDA devices that reach each other's memory; {found}"
         raise RankError(BAD_CONFIGURATION, message)
 

@@ -55,13 +55,13 @@ def main() -> int:
         sys.stderr.write("error: --plan: the planner does not exist yet\n")
         return BAD_CONFIGURATION
     config, cluster, problems = examine(argv, os.environ)
+    if "--check" in flags and cluster and not cluster.task and not config.shape_problems(cluster.world_size):
+        sys.stdout.write(report(config, cluster))  # Also where corpus and tokenizer are not.
     if problems or cluster is None:
         if cluster is None or not cluster.task:
             sys.stderr.write(complaint(problems, argv, cluster))
         return BAD_CONFIGURATION
     if "--check" in flags:
-        if not cluster.task:
-            sys.stdout.write(report(config, cluster))
         return 0
     settled = nothing_to_start(config)
     if settled is not None:
@@ -69,7 +69,7 @@ def main() -> int:
         if not cluster.task:
             sys.stderr.write(f"{reason}\n")
         return status
-    prepare_environment(os.environ, cluster)
+    prepare_environment(os.environ, cluster, host_works=config.memory.optimizer_placement == "host")
     if cluster.task is not None:
         os.execv(sys.executable, [sys.executable, "-u", str(TRAIN), *argv])
     logging.disable(logging.ERROR)  # The agent's view of a failed worker; `start` tells it in one line.
@@ -153,18 +153,23 @@ def count_gpus() -> int:
     return int(torch.cuda.device_count())
 
 
-def prepare_environment(environment: dict[str, str] | os._Environ[str], cluster: Cluster) -> None:
-    """What workers inherit: threads that share the cores, and an allocator that does not fragment; both can be set."""
+def prepare_environment(
+    environment: dict[str, str] | os._Environ[str], cluster: Cluster, *, host_works: bool = False
+) -> None:
+    """What workers inherit: threads that share the cores, and an allocator that does not fragment; both can be set.
+
+    Beside GPUs one thread is enough, unless the host updates the weights.
+    """
+    cores = len(os.sched_getaffinity(0))  # srun binds a task to its own cores, torchrun's workers share them.
+    share = str(max(1, cores // (cluster.processes if cluster.task is None else 1)))
     if cluster.task is not None:
         environment["MASTER_ADDR"], _, environment["MASTER_PORT"] = cluster.master.rpartition(":")
     if _has_gpus():
         environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # For training.deterministic; too early to ask.
-        environment.setdefault("OMP_NUM_THREADS", environment.get("SLURM_CPUS_PER_TASK", "1"))
+        environment.setdefault("OMP_NUM_THREADS", environment.get("SLURM_CPUS_PER_TASK", share if host_works else "1"))
         if "PYTORCH_CUDA_ALLOC_CONF" not in environment:  # The old name, which torch still reads, with a warning.
             environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-        return
-    cores = len(os.sched_getaffinity(0))  # srun binds a task to its own cores, torchrun's workers share them.
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // (cluster.processes if cluster.task is None else 1))))
+    environment.setdefault("OMP_NUM_THREADS", share)
 
 
 def _slurm_task(environment: Mapping[str, str]) -> Cluster | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from models.linear import unchanged
+from models.view import unchanged
 from parallelisms.collectives import copies, local
 from trainer.config import OptimizerSection
 

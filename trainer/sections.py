@@ -220,7 +220,7 @@ class ParallelismSection(Section):
     pp_layers: tuple[Amount, ...] | None = None
     """Blocks of each stage, first to last. Left out: balanced, embedding and head counted as part of a block."""
     reshard_after_forward: bool = True
-    """Whether a block's gathered weights are freed after its forward and gathered again for its backward."""
+    """Whether a block's gathered weights are freed after its forward and gathered again for its backward. A pipeline keeps them: it would gather them for every micro-batch."""
 
     def degrees(self, world_size: int) -> dict[str, int]:
         """The size of each axis, in mesh order; an axis that was left out takes the remaining ranks."""
@@ -234,18 +234,34 @@ class ParallelismSection(Section):
         if prod(degrees.values()) == world_size:
             return []
         product = " x ".join(f"{axis} {size}" for axis, size in degrees.items())
-        return [f"the mesh {product} needs {prod(degrees.values())} processes, but there are {world_size}"]
+        needed = prod(degrees.values())
+        return [f"the mesh {product} needs {needed:,} processes, but there are {world_size:,} (NGPU x NNODES)"]
 
 
 class MemorySection(Section):
     recompute: Literal["none", "full", "keep_attention"] = "none"
     """What the backward pass computes again instead of keeping: nothing, every block, or (`keep_attention`) everything but attention's output and log-sum-exp."""
+    offload: Literal["none", "inputs", "inputs_and_attention"] = "none"
+    """What blocks keep in host memory instead of on the device: nothing, their inputs, or also attention's output and log-sum-exp."""
+    host_budget_gib: Positive | None = None
+    """Host memory of a node for that, in GiB; what finds no room stays on the device, or is computed again. Left out: no limit."""
     head_chunk_mib: Count = 256
     """Memory for one chunk of logits, in MiB; logits never exist whole."""
     mlp_tile_mib: Count | None = None
     """Memory for one tile of tokens in a feed-forward, in MiB; tiles keep their input and are computed again. Left out: all tokens at once, nothing of them again."""
     optimizer_placement: Literal["device", "host"] = "device"
     """Where parameters, gradients and optimizer state lie between uses; `host` fetches each block when it runs, and updates on the CPU."""
+
+    def problems(self) -> list[str]:
+        needed = {"inputs": ("full", "keep_attention"), "inputs_and_attention": ("keep_attention",)}
+        allowed = needed.get(self.offload, (self.recompute,))
+        found = []
+        if self.recompute not in allowed:
+            names = " or ".join(f'"{name}"' for name in allowed)
+            found.append(f'memory.offload = "{self.offload}" needs memory.recompute = {names}, not "{self.recompute}"')
+        if self.host_budget_gib is not None and self.offload == "none":
+            found.append(f'memory.host_budget_gib = {self.host_budget_gib} has no use with memory.offload = "none"')
+        return found
 
 
 class OptimizerSection(Section):

@@ -25,6 +25,7 @@ from parallelisms.collectives import sum_over
 from parallelisms.context import ContextParallel
 from parallelisms.initialize import initialize
 from parallelisms.mesh import Mesh
+from parallelisms.offload import HostMemory
 from parallelisms.parallelize import parallelize
 from parallelisms.pipeline import Pipeline
 from parallelisms.stages import PipelinePlan
@@ -33,7 +34,7 @@ from trainer.data.copy import CopyRows
 from trainer.data.loader import Loader
 from trainer.data.rows import Rows
 from trainer.distributed import World
-from trainer.hardware import Numbers, Stopwatch, attention_kernel, refuse_nondeterminism, require_peers
+from trainer.hardware import GIB, Numbers, Stopwatch, attention_kernel, refuse_nondeterminism, require_peers
 from trainer.numbers import Slots, Tally, means
 from trainer.optimizer import Optimizer
 from trainer.schedule import factor
@@ -110,7 +111,15 @@ class Trainer:
         self.context = context_parallel(config, self.mesh, self.kernel) if plan.cp > 1 else None
         """Where ranks share rows."""
         self.stages = config.pipeline_plan(world.size)
-        build = partial(build_model, config, self.mesh, world.device, core=self.context, kernel=self.kernel)
+        build = partial(
+            build_model,
+            config,
+            self.mesh,
+            world.device,
+            core=self.context,
+            kernel=self.kernel,
+            host=host_memory_of(config, world, self.stages, rank=self.mesh.place["pp"]),
+        )
         self.parts = {stage: build(self.stages.part(stage)) for stage in self.stages.stages_of(self.mesh.place["pp"])}
         """What this rank holds of the model, by stage of the pipeline; one that is not cut has one."""
         self.run = runner(config, self.mesh, world.device, self.stages, self.parts)
@@ -245,6 +254,18 @@ def one_by_one(
         record(losses_BS.detach(), batch)
 
 
+def host_memory_of(config: Config, world: World, plan: PipelinePlan, *, rank: int) -> HostMemory | None:
+    """What this rank has of its node's memory for what blocks keep; None where they keep it on the device."""
+    section = config.memory
+    if section.offload == "none":
+        return None
+    blocks = sum(plan.blocks[stage] for stage in plan.stages_of(rank))
+    budget = None
+    if section.host_budget_gib is not None:
+        budget = int(section.host_budget_gib * GIB) // max(1, world.size // world.nodes)
+    return HostMemory(inputs=blocks * plan.most_in_flight, budget=budget)
+
+
 def build_model(
     config: Config,
     mesh: Mesh,
@@ -253,6 +274,7 @@ def build_model(
     *,
     core: ContextParallel | None = None,
     kernel: str = "auto",
+    host: HostMemory | None = None,
 ) -> Transformer:
     """The model of this run, or a part of it, spread over the mesh, with its initial weights."""
     training = config.training
@@ -276,7 +298,9 @@ def build_model(
         reduce_dtype=reduced,
         # A pipeline would gather the weights again for each micro-batch.
         reshard_after_forward=config.parallelism.reshard_after_forward and config.parallelism.pp == 1,
-        offload=on_host,
+        keep=config.memory.offload,
+        host=host,
+        state_on_host=on_host,
     )
     initialize(model, seed=training.seed, device=torch.device("cpu") if on_host else device)
     return model

@@ -131,6 +131,8 @@ CASES = [
         for config, sequence, loss in ((CONFIG, True, True), (CONFIG, False, False), (TIED, True, False))
     ),
     Case(TP2, policy="full"),
+    Case(TP2, loss=False, policy="full"),
+    Case((("dp_replicate", 2), ("tp", 2)), compiled=True),
     Case(TP2, policy="keep_attention", sequence=False),
     Case(TP4, policy="keep_attention", compiled=True),
     Case((("dp_shard", 3), ("tp", 2)), rows=3),

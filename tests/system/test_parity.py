@@ -32,6 +32,9 @@ TOKENS_WHOLE, LOSS_WHOLE = ("--parallelism.sequence_parallel=false",), ("--paral
 ROWS = ("--training.micro_batch_size=4",)
 TILES = ("--memory.mlp_tile_mib=1", "--memory.recompute=full")
 HOST = ("--memory.optimizer_placement=host",)
+ON_HOST = (*KEEP, "--memory.offload=inputs_and_attention")
+INPUTS_ON_HOST = (*FULL, "--memory.offload=inputs")
+LITTLE = ("--memory.host_budget_gib=0.0004",)
 TIED = ("--model.tie_embeddings=true",)
 HEADTAIL = ("--parallelism.cp_layout=headtail",)
 HYBRID = ("--parallelism.cp_ulysses=2",)
@@ -70,6 +73,8 @@ CASES = [
     case("dp_replicate 2 x cp 2 auto", mesh(dp_replicate=2, cp=2)),
     case("cp 4 hybrid", mesh(cp=4, method="hybrid"), HYBRID),
     case("dp_replicate 2 x cp 2, state on the host", mesh(dp_replicate=2, cp=2), HOST, slow=True),
+    case("dp_shard 2, blocks on the host", mesh(dp_shard=2), ON_HOST, slow=True),
+    case("cp 2 ulysses, blocks on the host, little of it", mesh(cp=2, method="ulysses"), ON_HOST, LITTLE, slow=True),
     # Tensor parallelism
     case("tp 2", mesh(tp=2)),
     case("tp 2, tokens whole", mesh(tp=2), TOKENS_WHOLE),
@@ -85,6 +90,7 @@ CASES = [
     case("dp_replicate 2 x tp 2", mesh(dp_replicate=2, tp=2), FULL),
     case("dp_replicate 2 x tp 2, loss whole", mesh(dp_replicate=2, tp=2), LOSS_WHOLE, slow=True),
     case("dp_replicate 2 x tp 4, key heads shared", mesh(dp_replicate=2, tp=4), slow=True),
+    case("tp 2, inputs on the host", mesh(tp=2), INPUTS_ON_HOST, slow=True),
     # Context and tensor parallelism
     case("cp 2 ring x tp 2", mesh(cp=2, tp=2, method="ring"), KEEP),
     case("cp 2 allgather x tp 2, loss whole", mesh(cp=2, tp=2, method="allgather"), LOSS_WHOLE, slow=True),
@@ -106,10 +112,16 @@ CASES = [
     case("dp_replicate 2 x pp 2", mesh(dp_replicate=2, pp=2), slow=True),
     case("dp_replicate 2 x pp 2 Interleaved1F1B", mesh(dp_replicate=2, pp=2, schedule="Interleaved1F1B"), slow=True),
     case("dp_replicate 2 x pp 2 DualPipeV", mesh(dp_replicate=2, pp=2, schedule="DualPipeV"), slow=True),
-    case("dp_shard 2 x pp 2 Interleaved1F1B", mesh(dp_shard=2, pp=2, schedule="Interleaved1F1B"), KEEP),
-    case("dp_shard 2 x pp 2 ZBVZeroBubble", mesh(dp_shard=2, pp=2, schedule="ZBVZeroBubble"), slow=True),
+    case("dp_shard 2 x pp 2 Interleaved1F1B", mesh(dp_shard=2, pp=2, schedule="Interleaved1F1B"), KEEP, slow=True),
+    case("dp_shard 2 x pp 2 ZBVZeroBubble", mesh(dp_shard=2, pp=2, schedule="ZBVZeroBubble")),
     # Pipelines with the others
     case("cp 2 ring x pp 2", mesh(cp=2, pp=2, method="ring"), KEEP),
+    case(
+        "cp 2 ring x pp 2 Interleaved1F1B, blocks on the host",
+        mesh(cp=2, pp=2, method="ring", schedule="Interleaved1F1B"),
+        ON_HOST,
+    ),
+    case("cp 2 x tp 2 x pp 2, blocks on the host", mesh(cp=2, tp=2, pp=2), ON_HOST, slow=True),
     case("cp 2 allgather x pp 2 ZBVZeroBubble", mesh(cp=2, pp=2, method="allgather", schedule="ZBVZeroBubble")),
     case("cp 2 ulysses x pp 2 DualPipeV", mesh(cp=2, pp=2, method="ulysses", schedule="DualPipeV"), slow=True),
     case("cp 2 alltoall x pp 2 GPipe", mesh(cp=2, pp=2, method="alltoall", schedule="GPipe"), FULL, slow=True),
@@ -118,7 +130,7 @@ CASES = [
     case("tp 4 x pp 2, key heads shared", mesh(tp=4, pp=2), slow=True),
     case("tp 2 x pp 2 GPipe, loss whole", mesh(tp=2, pp=2, schedule="GPipe"), LOSS_WHOLE, slow=True),
     case("tp 2 x pp 2 InterleavedZeroBubble", mesh(tp=2, pp=2, schedule="InterleavedZeroBubble"), slow=True),
-    case("tp 2 x pp 2 DualPipeV, tokens whole", mesh(tp=2, pp=2, schedule="DualPipeV"), TOKENS_WHOLE, slow=True),
+    case("tp 2 x pp 2 DualPipeV, tokens whole", mesh(tp=2, pp=2, schedule="DualPipeV"), TOKENS_WHOLE),
     # Three axes and more on eight ranks
     case("dp_replicate 2 x dp_shard 2 x tp 2", mesh(dp_replicate=2, dp_shard=2, tp=2), slow=True),
     case("dp_shard 2 x cp 2 x tp 2", mesh(dp_shard=2, cp=2, tp=2, method="ring"), KEEP, slow=True),
@@ -234,7 +246,7 @@ RESHARDED = [
     ("pp 2 ZBVZeroBubble", "cp 4 ring", True),
     ("pp 2 ZBVZeroBubble", "pp 2 Interleaved1F1B", True),
     ("dp_replicate 2 x dp_shard 2", "pp 2 DualPipeV", True),
-    ("dp_shard 2 x tp 2", "dp_shard 2 x pp 2 Interleaved1F1B", False),
+    ("dp_shard 2 x tp 2", "dp_shard 2 x pp 2 ZBVZeroBubble", False),
     ("dp_shard 2 x tp 2", "tp 2, loss whole", True),
     ("dp_shard 2 x tp 2", "tp 4, key heads shared", True),
     ("cp 4 ring", "alone", False),

@@ -263,6 +263,14 @@ def test_a_row_that_ranks_share_is_counted_once() -> None:
     assert measured.attention_imbalance == 1.0
 
 
+@pytest.mark.ranks
+def test_of_a_pipeline_the_last_stage_measures_for_all() -> None:
+    nothing = Share([], [], [])
+    measured = shared([nothing, nothing, Share([1.0], [1], [120]), Share([3.0], [3], [80])], pp=2, dp_shard=2)
+    assert (measured.loss, measured.tokens) == (2.5, 14)
+    assert measured.attention_imbalance == 1.2
+
+
 def test_every_number_has_a_slot_of_its_own() -> None:
     slots = Slots(3)
     vector = list(map(float, range(sum(slots.widths.values()))))

@@ -263,6 +263,7 @@ def _told(run: Run, pairings: Sequence[Pairing]) -> list[str]:
         f"cp_method {run.context.summary()}" if "cp" in degrees else "",
         f"packing {config.data.packing}, mask {config.data.mask}, recompute {config.memory.recompute}",
         "compile, to graphs without kernels (aot_eager)" if config.training.compile else "",
+        "without async_tp, which needs CUDA" if config.parallelism.async_tp else "",
     ]
     told = {
         "mesh": ", ".join(_changed(axis, size, run.folded[axis]) for axis, size in degrees.items()) or "one process",

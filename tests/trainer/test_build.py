@@ -1,0 +1,55 @@
+"""A trainer is built as its configuration says, also where what it computes would not show it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+from tests.system.runs import forked, write_run
+from tests.trainer.inside import configured, trainer_of
+
+
+@pytest.mark.parametrize(("where", "policy"), [("host", CPUOffloadPolicy), ("device", OffloadPolicy)])
+def test_state_lies_where_it_is_to_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, policy: type
+) -> None:
+    found: list[Any] = []
+    plain = torch.distributed.fsdp.fully_shard
+
+    def look(module: Any, **options: Any) -> Any:
+        found.append(options["offload_policy"])
+        return plain(module, **options)
+
+    monkeypatch.setattr(torch.distributed.fsdp, "fully_shard", look)
+    options = ("--training.dtype=bfloat16", f"--memory.optimizer_placement={where}")
+    with trainer_of(configured(write_run(tmp_path), tmp_path / "run", *options)) as trainer:
+        assert {parameter.device.type for parameter in trainer.optimizer.named.values()} == {"cpu"}
+    assert {type(one) for one in found} == {policy}
+
+
+def test_one_process_keeps_its_state_on_the_host_too(tmp_path: Path) -> None:
+    options = ("--training.dtype=float64", "--memory.optimizer_placement=host")
+    with trainer_of(configured(write_run(tmp_path), tmp_path / "run", *options)) as trainer:
+        assert isinstance(trainer.parts[0], torch.distributed.fsdp.FSDPModule)
+
+
+@pytest.mark.ranks
+def test_overlapped_exchanges_are_refused_where_devices_do_not_reach_each_other(tmp_path: Path) -> None:
+    options = ("--parallelism.tp=2", "--training.compile=true", "--parallelism.async_tp=true")
+    done = forked(write_run(tmp_path), tmp_path / "run", *options, processes=2)
+    assert 2 in done.statuses
+    assert "parallelism.async_tp = true needs several CUDA devices that reach each other" in done.said
+
+
+def test_exchanges_are_overlapped_where_they_reach_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr("trainer.trainer.require_peers", asked.append)
+    monkeypatch.setattr("parallelisms.tensor.overlap", asked.append)
+    options = ("--parallelism.async_tp=true",)
+    with trainer_of(configured(write_run(tmp_path), tmp_path / "run", *options)) as trainer:
+        assert asked == [torch.device("cpu"), trainer.mesh.tp]
