@@ -1,0 +1,398 @@
+"""Where a run's memory goes: bytes of its fullest rank, predicted from the configuration alone, without torch.
+
+An update is fullest at one of a few moments, which are all added up; the largest is what the run needs. What kernels and
+communication take for themselves is not counted, nor holes in the allocator. Letters are those of docs/parallelism.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import lcm
+
+from models.config import ModelConfig
+from parallelisms.rules import ContextPlan
+from parallelisms.stages import SINGLE, SPLIT, PipelinePlan
+from trainer.config import Config
+
+GIB = 2**30
+BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+Shapes = list[tuple[int, int]]
+"""Rows and columns of parameters, as one tp rank holds them; norms have one column."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """What one kind of thing takes, in bytes."""
+
+    name: str
+    device: float = 0
+    host: float = 0
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What a rank holds when it holds most."""
+
+    moment: str
+    place: int
+    """Among the ranks of the pipeline."""
+    stream: int
+    """Bytes of the residual stream on one rank: u."""
+    lines: tuple[Line, ...]
+
+    @property
+    def device(self) -> float:
+        return sum(line.device for line in self.lines)
+
+    @property
+    def host(self) -> float:
+        return sum(line.host for line in self.lines)
+
+    @property
+    def states(self) -> float:
+        """Parameters, gradients and optimizer states, as far as they are on the device."""
+        return sum(line.device for line in self.lines[:3])
+
+    @property
+    def k(self) -> float:
+        """The peak is states + k u."""
+        return (self.device - self.states) / self.stream
+
+    def table(self) -> list[str]:
+        """GiB, a line each; the sum last."""
+        where = f"fullest {self.moment}, pipeline rank {self.place}"
+        total = Line(f"together: states + {self.k:.1f} x {_gib(self.stream)}", self.device, self.host)
+        shown = [line for line in self.lines if line.device or line.host]
+        rows = [f"{line.name:<34}{_gib(line.device):>9}{_gib(line.host):>9}" for line in (*shown, total)]
+        return [f"{f'GiB, {where}':<34}{'device':>9}{'host':>9}", *rows]
+
+    def short(self) -> str:
+        """One line."""
+        parts = sorted(self.lines, key=lambda line: -line.device)[:3]
+        most = ", ".join(f"{line.name} {_gib(line.device)}" for line in parts)
+        return f"memory: {_gib(self.device)} GiB on the fullest rank, {_gib(self.host)} on the host of each ({most})"
+
+
+def ledger(config: Config, world_size: int) -> Ledger:
+    """Of the fullest rank. The configuration must have no problems."""
+    return max(ledgers(config, world_size), key=lambda found: found.device)
+
+
+def ledgers(config: Config, world_size: int) -> list[Ledger]:
+    """Of each rank of the pipeline, at its fullest moment; one where it is not cut."""
+    ranks = (Rank(config, world_size, place) for place in range(config.parallelism.pp))
+    return [max(rank.moments(), key=lambda found: found.device) for rank in ranks]
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a block holds of `tokens`, those of all tp ranks together. `wide` is the type of statistics, in bytes."""
+
+    model: ModelConfig
+    tokens: int
+    bytes: int = 2
+    wide: int = 4
+    tp: int = 1
+    shares_tokens: bool = True
+    compiled: bool = False
+    context: ContextPlan | None = None
+
+    @property
+    def stream(self) -> int:
+        return self.bytes * self.model.dim * self.tokens // (self.tp if self.shares_tokens else 1)
+
+    @property
+    def queries(self) -> int:
+        """Elements: of queries, of outputs, of the gradients of either."""
+        return self.model.num_heads * self.model.head_dim * self.tokens // self.tp
+
+    @property
+    def keys(self) -> int:
+        """Elements of keys and values; heads are repeated until they divide among those that exchange them."""
+        heads = max(1, self.model.num_kv_heads // self.tp)
+        return 2 * lcm(heads, self.context.ulysses if self.context else 1) * self.model.head_dim * self.tokens
+
+    @property
+    def inner(self) -> int:
+        return self.bytes * self.model.ffn_dim * self.tokens // self.tp
+
+    def kept(self, policy: str) -> int:
+        """For the backward pass: by attention, then by the feed-forward."""
+        return self.kept_by_attention(policy) + (self.kept_by_feed_forward() if policy == "none" else 0)
+
+    def kept_by_attention(self, policy: str) -> int:
+        output = self.bytes * self.queries + self.wide * self.model.num_heads * self.tokens // self.tp
+        if policy != "none":
+            return self.stream + output * (policy == "keep_attention")
+        exchanged = self.bytes * self.queries * (self.context is not None and self.context.ulysses > 1)
+        return self._normed() + self.bytes * (self.queries + self.keys) + output + exchanged
+
+    def kept_by_feed_forward(self) -> int:
+        return self._normed() + (3 if self.compiled else 2) * self.inner
+
+    def _normed(self) -> int:
+        """What enters a norm, a number per token, and what leaves it for all tp ranks' tokens."""
+        numbers = self.wide * self.stream // (self.bytes * self.model.dim)
+        return self.stream + numbers + self.bytes * self.model.dim * self.tokens
+
+    def in_feed_forward(self) -> int:
+        """Its backward pass: the gradient of its output, whole under tp; of gate and up; and one of these opened."""
+        gathered = self.bytes * self.model.dim * self.tokens * (self.tp > 1 and self.shares_tokens)
+        return self.stream + gathered + 3 * self.inner
+
+    def in_attention(self, travels: int) -> int:
+        """Its backward pass: gradients of the stream, output, queries, keys and values; and what other ranks send.
+
+        `travels` are the bytes in which gradients of keys and values are sent.
+        """
+        own = self.stream + self.bytes * (2 * self.queries + self.keys)
+        if self.context is None or self.context.ring == 1:
+            return own
+        # Gradients are summed in the wide type, beside those of the part that was just computed.
+        own += self.wide * (self.queries + self.keys)
+        ring = self.context.ring
+        if self.context.rotation == "allgather":
+            parts = (2 * ring * self.bytes, ring * (2 * self.bytes + self.wide), ring * (self.wide + travels))
+            return own + self.keys * max(parts)
+        again = 2 * travels + self.bytes if ring > 2 else 0  # Keys and gradients that are on their way.
+        return own + self.keys * (self.bytes + self.wide + again)
+
+
+class Rank:
+    """One rank of the pipeline, with what follows from the configuration for it."""
+
+    def __init__(self, config: Config, world_size: int, place: int) -> None:
+        training, parallelism = config.training, config.parallelism
+        self.config, self.place, self.model = config, place, config.model.build()
+        degrees = parallelism.degrees(world_size)
+        self.tp, self.pipeline = degrees["tp"], config.pipeline_plan(world_size)
+        self.shards = degrees["dp_shard"] * degrees["cp"]
+        self.micro_batches = config.micro_batches(world_size)[1]
+        self.compute, self.stored = BYTES[training.dtype], max(4, BYTES[training.dtype])
+        self.reduced = BYTES[training.reduce_dtype] if self.compute == 2 else self.stored
+        self.on_host = config.memory.optimizer_placement == "host"
+        alone = self.shards * degrees["dp_replicate"] * self.tp == 1
+        self.is_sharded = not alone or self.compute != self.stored or self.on_host
+        plan = config.context_plan()
+        row = training.seq_len + -training.seq_len % plan.multiple
+        self.tokens = training.micro_batch_size * row // degrees["cp"]
+        self.block = Block(
+            self.model, self.tokens, self.compute, self.stored, self.tp, parallelism.sequence_parallel,
+            training.compile, plan if degrees["cp"] > 1 else None,
+        )  # fmt: skip
+        stages = self.pipeline.stages_of(place)
+        self.blocks = sum(self.pipeline.blocks[stage] for stage in stages)
+        self.is_first, self.is_last = 0 in stages, self.pipeline.num_stages - 1 in stages
+
+    # ---- parameters
+
+    def block_shapes(self) -> Shapes:
+        E, G, tp = self.model.dim, self.model.ffn_dim // self.tp, self.tp
+        queries = self.model.num_heads * self.model.head_dim // tp
+        keys = self.model.num_kv_heads * self.model.head_dim // (tp if self.model.num_kv_heads >= tp else 1)
+        return [(queries, E), (keys, E), (keys, E), (E, queries), (G, E), (G, E), (E, G), (E, 1), (E, 1)]
+
+    def head_shapes(self) -> Shapes:
+        shared = self.config.parallelism.loss_parallel
+        return [(self.model.vocab_size // (self.tp if shared else 1), self.model.dim)]
+
+    def embed_shapes(self) -> Shapes:
+        tied = self.model.tie_embeddings
+        return self.head_shapes() if tied else [(self.model.vocab_size // self.tp, self.model.dim)]
+
+    def shard(self, shapes: Shapes) -> int:
+        """Elements that this rank holds for good; of rows that do not divide, the first rank has most."""
+        return sum(-(-rows // self.shards) * columns for rows, columns in shapes)
+
+    def parameters(self) -> int:
+        tied = self.model.tie_embeddings
+        ends = self.embed_shapes() * self.is_first + (self.head_shapes() * (not tied) + [(self.model.dim, 1)]) * (
+            self.is_last
+        )
+        return self.blocks * self.shard(self.block_shapes()) + self.shard(ends)
+
+    # ---- what is gathered, and what is not yet scattered
+
+    def weights(self, unit: Shapes) -> int:
+        """Bytes of a unit of FSDP that is gathered, in the type of computation; without FSDP the parameters serve."""
+        return self.compute * _elements(unit) * self.is_sharded
+
+    def others(self, gathered: int) -> int:
+        """Bytes of gathered units that stay so: those of a tied head, of so many blocks, of all stages of a pipeline."""
+        ends = (self.embed_shapes() * self.is_first + self.head_shapes() * self.is_last) if self.pipeline.pp > 1 else []
+        root = self.head_shapes() if self.model.tie_embeddings else ends
+        keeps = self.pipeline.pp > 1 or not self.config.parallelism.reshard_after_forward
+        return self.weights(root) + self.weights(self.block_shapes()) * (gathered if keeps else min(1, gathered))
+
+    def unscattered(self, unit: Shapes) -> int:
+        """Bytes of a unit's gradients on their way to be summed. They stay until the next unit's are there."""
+        if not self.is_sharded or self.pipeline.pp > 1:
+            return 0
+        return self.reduced * self.shard(unit) * self.shards
+
+    # ---- moments
+
+    def moments(self) -> Iterator[Ledger]:
+        kept = self._kept()
+        if self.is_last:
+            yield from self._in_head(kept)
+        for index in sorted({0, min(1, self.blocks - 1), self.blocks - 1} - {-1}):
+            yield from self._in_block(index, kept)
+        if self.is_first:
+            yield self._in_embedding()
+        yield self._at("in the optimizer", gradients=self.parameters())
+
+    def in_flight(self) -> float:
+        """Micro-batches through all blocks of this rank of which it keeps activations."""
+        plan, count = self.pipeline, self.micro_batches
+        if plan.pp == 1 or plan.schedule == "GPipe":
+            return 1 if plan.pp == 1 else count
+        if plan.schedule in SPLIT:
+            return plan.pp + (plan.schedule == "DualPipeV") / 2
+        if plan.schedule in SINGLE:
+            return min(count, plan.pp - self.place)
+        laps = plan.stages_per_rank
+        return min(laps * count, (laps - 1) * plan.pp + 2 * (plan.pp - 1 - self.place) + 1) / laps
+
+    def _kept(self) -> float:
+        """By all blocks; the table of angles, and the stream that leaves a stage or enters the head."""
+        rotation = self.stored * self.model.head_dim * self.tokens
+        block = self.block.kept(self.config.memory.recompute)
+        return self.in_flight() * (self.blocks * block + rotation + self.block.stream)
+
+    def _in_head(self, kept: float) -> Iterator[Ledger]:
+        block, shared, width = self.block, self.config.parallelism.loss_parallel, self.model.dim
+        rows = self.head_shapes()[0][0]
+        tokens = self.tokens if shared else block.stream // (self.compute * width)
+        narrow = self.compute * (self.compute < self.stored)
+        chunk = max(1, (self.config.memory.head_chunk_mib << 20) // (self.stored * rows))
+        # The last chunk's gradients are there until the next chunk's are.
+        logits = (self.stored + narrow) * rows * min(chunk, tokens) * (2 if chunk < tokens else 1)
+        entering, weight = self.compute * tokens * width, self.stored * rows * width
+        begun = self._all_or(0)
+        unit = [] if self.model.tie_embeddings else self.head_shapes()
+        head, before = self.weights(unit) * (self.pipeline.pp == 1), self.weights(self.block_shapes())
+        yield self._at(
+            "in the head, forward",
+            gradients=begun,
+            # What was gathered last lies there twice, as it came and as it is used.
+            weights=self.others(self.blocks) - before * self._reshards() + (2 * head or before),
+            kept=kept,
+            head=2 * entering + weight + logits,
+        )
+        yield self._at(
+            "in the head, backward",
+            gradients=begun,
+            weights=self.others(self.blocks) + 2 * head,
+            kept=kept,
+            head=2 * entering + 2 * weight + narrow * rows * width,
+        )
+
+    def _in_block(self, index: int, kept: float) -> Iterator[Ledger]:
+        """Backward through block `index` of the rank, when those after it are done."""
+        block, memory, shapes = self.block, self.config.memory, self.block_shapes()
+        is_last = index == self.blocks - 1
+        tied = self.model.tie_embeddings
+        later = self.blocks - 1 - index
+        done = self._all_or(later * self.shard(shapes) + self.shard(self.head_shapes()) * self.is_last)
+        kept -= later * block.kept(memory.recompute) + self.block.stream * self.is_last
+        computed_again = block.kept("none") - block.kept(memory.recompute)
+        own = self.weights(shapes)
+        following = own * (self._reshards() and index > 0)
+        late = self.unscattered(([] if tied else self.head_shapes()) if is_last else shapes)
+        waiting = self._accumulated() + self.weights(self.head_shapes()) * tied
+        attention = block.in_attention(self._travels()) - block.kept_by_feed_forward()
+        _, _, _, output, *inner, _, _ = shapes
+        for name, passing, found in (
+            ("feed-forward", block.in_feed_forward(), inner[2:]),
+            ("attention", attention, [output, *inner]),
+        ):
+            grown = _elements(found)
+            yield self._at(
+                f"in {name} of block {index}, backward",
+                gradients=done if self.is_sharded else done + grown,
+                weights=self.others(index + 1) + following,
+                whole_gradients=late + waiting + self.compute * grown * self.is_sharded,
+                kept=kept,
+                passing=computed_again + passing,
+            )
+        yield self._at(
+            f"behind block {index}, scattering",
+            gradients=done if self.is_sharded else done + self.shard(shapes),
+            weights=self.others(index) if not self._reshards() else self.others(0) + following,
+            whole_gradients=waiting + own + self.unscattered(shapes),
+            kept=kept - block.kept(memory.recompute),
+        )
+
+    def _in_embedding(self) -> Ledger:
+        unit = self.embed_shapes()
+        whole = self.weights(unit) + self.unscattered(unit) + self._accumulated()
+        return self._at(
+            "in the embedding, backward",
+            gradients=self.parameters() + _elements(unit) * (not self.is_sharded and self.micro_batches > 1),
+            weights=self.others(0),
+            whole_gradients=whole,
+        )
+
+    def _at(
+        self,
+        moment: str,
+        *,
+        gradients: float,
+        weights: float = 0,
+        whole_gradients: float = 0,
+        kept: float = 0,
+        passing: float = 0,
+        head: float = 0,
+    ) -> Ledger:
+        """`gradients` in elements, all else in bytes."""
+        plan, states = self.pipeline, self.stored * self.parameters()
+        # One for each input and each gradient that a stage receives in an update; some schedules keep what they send.
+        stages = plan.stages_per_rank * (3 if plan.schedule in SPLIT else 2) - self.is_first - self.is_last
+        buffers = (plan.pp > 1) * self.micro_batches * stages * self.block.stream
+        batch = 32 * self.tokens  # Tokens, labels, positions and documents are int64.
+        states_of = {
+            "parameters": states,
+            "gradients": self.stored * gradients,
+            "optimizer states": 2 * states,
+        }
+        lines = (
+            *(Line(name, **{"host" if self.on_host else "device": size}) for name, size in states_of.items()),
+            Line("gathered weights", weights),
+            Line("gradients before they are summed", whole_gradients),
+            Line("kept for the backward pass", kept),
+            Line("a block in passing", passing),
+            Line("the head", head),
+            Line("buffers of the pipeline", buffers),
+            # An update is read while the one before it is computed.
+            Line("the batch", batch * (self.micro_batches if plan.pp > 1 else 1), 2 * batch * self.micro_batches),
+        )
+        return Ledger(moment, self.place, self.block.stream, lines)
+
+    def _reshards(self) -> bool:
+        return self.is_sharded and self.pipeline.pp == 1 and self.config.parallelism.reshard_after_forward
+
+    def _all_or(self, found: int) -> int:
+        """Elements of the gradients that are there: from the second micro-batch on, all of them."""
+        if self.pipeline.pp > 1 and self.is_sharded:
+            return 0  # They are scattered once, at the end of the update.
+        return self.parameters() if self.micro_batches > 1 else found
+
+    def _accumulated(self) -> int:
+        """Bytes of the whole gradients that a pipeline holds of its stages until the end of the update."""
+        if self.pipeline.pp == 1 or not self.is_sharded:
+            return 0
+        ends = self.embed_shapes() * self.is_first + self.head_shapes() * self.is_last
+        return self.reduced * (self.blocks * _elements(self.block_shapes()) + _elements(ends))
+
+    def _travels(self) -> int:
+        return BYTES[self.config.parallelism.cp_reduce_dtype] if self.compute == 2 else self.compute
+
+
+def _elements(shapes: Iterable[tuple[int, int]]) -> int:
+    return sum(rows * columns for rows, columns in shapes)
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.2f}"
