@@ -147,6 +147,8 @@ def test_models_need_torch_and_nothing_else() -> None:
     "module",
     [
         "trainer.config",
+        "trainer.ledger",
+        "trainer.levers",
         "trainer.load",
         "trainer.run_folder",
         "trainer.launch",

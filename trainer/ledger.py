@@ -12,10 +12,9 @@ from math import lcm
 
 from models.config import ModelConfig
 from parallelisms.rules import ContextPlan
-from parallelisms.stages import SINGLE, SPLIT, PipelinePlan
+from parallelisms.stages import SINGLE, SPLIT
 from trainer.config import Config
 
-GIB = 2**30
 BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 Shapes = list[tuple[int, int]]
 """Rows and columns of parameters, as one tp rank holds them; norms have one column."""
@@ -29,6 +28,10 @@ class Line:
     device: float = 0
     host: float = 0
 
+    @property
+    def total(self) -> float:
+        return self.device + self.host
+
 
 @dataclass(frozen=True)
 class Ledger:
@@ -36,7 +39,8 @@ class Ledger:
 
     moment: str
     place: int
-    """Among the ranks of the pipeline."""
+    """Among the `pp` ranks of the pipeline."""
+    pp: int
     stream: int
     """Bytes of the residual stream on one rank: u."""
     lines: tuple[Line, ...]
@@ -49,6 +53,9 @@ class Ledger:
     def host(self) -> float:
         return sum(line.host for line in self.lines)
 
+    def line(self, name: str) -> Line:
+        return next(line for line in self.lines if line.name == name)
+
     @property
     def states(self) -> float:
         """Parameters, gradients and optimizer states, as far as they are on the device."""
@@ -58,20 +65,6 @@ class Ledger:
     def k(self) -> float:
         """The peak is states + k u."""
         return (self.device - self.states) / self.stream
-
-    def table(self) -> list[str]:
-        """GiB, a line each; the sum last."""
-        where = f"fullest {self.moment}, pipeline rank {self.place}"
-        total = Line(f"together: states + {self.k:.1f} x {_gib(self.stream)}", self.device, self.host)
-        shown = [line for line in self.lines if line.device or line.host]
-        rows = [f"{line.name:<34}{_gib(line.device):>9}{_gib(line.host):>9}" for line in (*shown, total)]
-        return [f"{f'GiB, {where}':<34}{'device':>9}{'host':>9}", *rows]
-
-    def short(self) -> str:
-        """One line."""
-        parts = sorted(self.lines, key=lambda line: -line.device)[:3]
-        most = ", ".join(f"{line.name} {_gib(line.device)}" for line in parts)
-        return f"memory: {_gib(self.device)} GiB on the fullest rank, {_gib(self.host)} on the host of each ({most})"
 
 
 def ledger(config: Config, world_size: int) -> Ledger:
@@ -146,17 +139,19 @@ class Block:
 
         `travels` are the bytes in which gradients of keys and values are sent.
         """
-        own = self.stream + self.bytes * (2 * self.queries + self.keys)
+        own = self.stream + self.bytes * 2 * self.queries
         if self.context is None or self.context.ring == 1:
-            return own
+            return own + self.bytes * self.keys
         # Gradients are summed in the wide type, beside those of the part that was just computed.
         own += self.wide * (self.queries + self.keys)
         ring = self.context.ring
         if self.context.rotation == "allgather":
-            parts = (2 * ring * self.bytes, ring * (2 * self.bytes + self.wide), ring * (self.wide + travels))
-            return own + self.keys * max(parts)
+            others = ring - 1
+            apart = others * (2 * self.bytes + self.wide)
+            together = others * (self.bytes + self.wide) + ring * travels
+            return own + self.keys * max(apart, together)
         again = 2 * travels + self.bytes if ring > 2 else 0  # Keys and gradients that are on their way.
-        return own + self.keys * (self.bytes + self.wide + again)
+        return own + self.keys * (2 * self.bytes + self.wide + again)
 
 
 class Rank:
@@ -201,16 +196,17 @@ class Rank:
         tied = self.model.tie_embeddings
         return self.head_shapes() if tied else [(self.model.vocab_size // self.tp, self.model.dim)]
 
+    def ends(self) -> Shapes:
+        """What of embedding and head is on this rank."""
+        head = self.head_shapes() * (not self.model.tie_embeddings) + [(self.model.dim, 1)]
+        return self.embed_shapes() * self.is_first + head * self.is_last
+
     def shard(self, shapes: Shapes) -> int:
         """Elements that this rank holds for good; of rows that do not divide, the first rank has most."""
         return sum(-(-rows // self.shards) * columns for rows, columns in shapes)
 
     def parameters(self) -> int:
-        tied = self.model.tie_embeddings
-        ends = self.embed_shapes() * self.is_first + (self.head_shapes() * (not tied) + [(self.model.dim, 1)]) * (
-            self.is_last
-        )
-        return self.blocks * self.shard(self.block_shapes()) + self.shard(ends)
+        return self.blocks * self.shard(self.block_shapes()) + self.shard(self.ends())
 
     # ---- what is gathered, and what is not yet scattered
 
@@ -220,10 +216,11 @@ class Rank:
 
     def others(self, gathered: int) -> int:
         """Bytes of gathered units that stay so: those of a tied head, of so many blocks, of all stages of a pipeline."""
-        ends = (self.embed_shapes() * self.is_first + self.head_shapes() * self.is_last) if self.pipeline.pp > 1 else []
-        root = self.head_shapes() if self.model.tie_embeddings else ends
-        keeps = self.pipeline.pp > 1 or not self.config.parallelism.reshard_after_forward
-        return self.weights(root) + self.weights(self.block_shapes()) * (gathered if keeps else min(1, gathered))
+        block = self.weights(self.block_shapes())
+        if self.pipeline.pp > 1:
+            return self.blocks * block + self.weights(self.ends())
+        root = self.weights(self.head_shapes()) * self.model.tie_embeddings
+        return root + block * (gathered if not self.config.parallelism.reshard_after_forward else min(1, gathered))
 
     def unscattered(self, unit: Shapes) -> int:
         """Bytes of a unit's gradients on their way to be summed. They stay until the next unit's are there."""
@@ -256,35 +253,36 @@ class Rank:
         return min(laps * count, (laps - 1) * plan.pp + 2 * (plan.pp - 1 - self.place) + 1) / laps
 
     def _kept(self) -> float:
-        """By all blocks; the table of angles, and the stream that leaves a stage or enters the head."""
-        rotation = self.stored * self.model.head_dim * self.tokens
+        """By all blocks; tables of angles; and the stream behind the last, if it does not begin in a buffer."""
+        rotation = self.stored * self.model.head_dim * self.tokens * self.pipeline.stages_per_rank
         block = self.block.kept(self.config.memory.recompute)
-        return self.in_flight() * (self.blocks * block + rotation + self.block.stream)
+        return self.in_flight() * (self.blocks * block + rotation + self.block.stream * self.is_first)
 
     def _in_head(self, kept: float) -> Iterator[Ledger]:
-        block, shared, width = self.block, self.config.parallelism.loss_parallel, self.model.dim
-        rows = self.head_shapes()[0][0]
-        tokens = self.tokens if shared else block.stream // (self.compute * width)
+        rows, width = self.head_shapes()[0]
+        entering, weight = self._entering(), self.stored * rows * width
+        tokens = entering // (self.compute * width)
         narrow = self.compute * (self.compute < self.stored)
         chunk = max(1, (self.config.memory.head_chunk_mib << 20) // (self.stored * rows))
-        # The last chunk's gradients are there until the next chunk's are.
-        logits = (self.stored + narrow) * rows * min(chunk, tokens) * (2 if chunk < tokens else 1)
-        entering, weight = self.compute * tokens * width, self.stored * rows * width
+        token = (self.stored + narrow) * rows
+        # Beside a chunk is its part of the weight's gradient, or the next chunk, as long as names hold both.
+        beside = max(self.compute * rows * width, token * min(chunk, max(0, tokens - chunk)))
+        logits = token * min(chunk, tokens) + beside
         begun = self._all_or(0)
         unit = [] if self.model.tie_embeddings else self.head_shapes()
         head, before = self.weights(unit) * (self.pipeline.pp == 1), self.weights(self.block_shapes())
+        twice = self.shards > 1  # What was gathered last is there as it came, and as it is used.
         yield self._at(
             "in the head, forward",
             gradients=begun,
-            # What was gathered last lies there twice, as it came and as it is used.
-            weights=self.others(self.blocks) - before * self._reshards() + (2 * head or before),
+            weights=self.others(self.blocks) - before * self._reshards() + head + twice * (head or before),
             kept=kept,
             head=2 * entering + weight + logits,
         )
         yield self._at(
             "in the head, backward",
             gradients=begun,
-            weights=self.others(self.blocks) + 2 * head,
+            weights=self.others(self.blocks) + head + twice * head,
             kept=kept,
             head=2 * entering + 2 * weight + narrow * rows * width,
         )
@@ -299,9 +297,10 @@ class Rank:
         kept -= later * block.kept(memory.recompute) + self.block.stream * self.is_last
         computed_again = block.kept("none") - block.kept(memory.recompute)
         own = self.weights(shapes)
-        following = own * (self._reshards() and index > 0)
+        following = own * (self._reshards() and self.shards > 1 and index > 0)
         late = self.unscattered(([] if tied else self.head_shapes()) if is_last else shapes)
         waiting = self._accumulated() + self.weights(self.head_shapes()) * tied
+        computed_again -= block.stream * (is_last and not self.is_last)  # Its gradient lies in a buffer.
         attention = block.in_attention(self._travels()) - block.kept_by_feed_forward()
         _, _, _, output, *inner, _, _ = shapes
         for name, passing, found in (
@@ -351,6 +350,11 @@ class Rank:
         # One for each input and each gradient that a stage receives in an update; some schedules keep what they send.
         stages = plan.stages_per_rank * (3 if plan.schedule in SPLIT else 2) - self.is_first - self.is_last
         buffers = (plan.pp > 1) * self.micro_batches * stages * self.block.stream
+        # Each micro-batch that is in the head has gradients there.
+        waiting = {"GPipe": self.micro_batches, "InterleavedZeroBubble": plan.pp}.get(plan.schedule, 1) - 1
+        head += (
+            self.is_last * (plan.pp > 1) * waiting * (self._entering() + self.stored * _elements(self.head_shapes()))
+        )
         batch = 32 * self.tokens  # Tokens, labels, positions and documents are int64.
         states_of = {
             "parameters": states,
@@ -368,23 +372,27 @@ class Rank:
             # An update is read while the one before it is computed.
             Line("the batch", batch * (self.micro_batches if plan.pp > 1 else 1), 2 * batch * self.micro_batches),
         )
-        return Ledger(moment, self.place, self.block.stream, lines)
+        return Ledger(moment, self.place, plan.pp, self.block.stream, lines)
 
     def _reshards(self) -> bool:
         return self.is_sharded and self.pipeline.pp == 1 and self.config.parallelism.reshard_after_forward
 
     def _all_or(self, found: int) -> int:
-        """Elements of the gradients that are there: from the second micro-batch on, all of them."""
+        """Elements of the gradients that are there: all, unless the first micro-batch that goes back is the fullest."""
         if self.pipeline.pp > 1 and self.is_sharded:
             return 0  # They are scattered once, at the end of the update.
-        return self.parameters() if self.micro_batches > 1 else found
+        return self.parameters() if self.micro_batches > self.in_flight() else found
 
     def _accumulated(self) -> int:
         """Bytes of the whole gradients that a pipeline holds of its stages until the end of the update."""
         if self.pipeline.pp == 1 or not self.is_sharded:
             return 0
-        ends = self.embed_shapes() * self.is_first + self.head_shapes() * self.is_last
-        return self.reduced * (self.blocks * _elements(self.block_shapes()) + _elements(ends))
+        return self.reduced * (self.blocks * _elements(self.block_shapes()) + _elements(self.ends()))
+
+    def _entering(self) -> int:
+        """Bytes of the tokens that enter the head on this rank."""
+        shared = self.config.parallelism.loss_parallel
+        return self.compute * self.tokens * self.model.dim if shared else self.block.stream
 
     def _travels(self) -> int:
         return BYTES[self.config.parallelism.cp_reduce_dtype] if self.compute == 2 else self.compute
@@ -392,7 +400,3 @@ class Rank:
 
 def _elements(shapes: Iterable[tuple[int, int]]) -> int:
     return sum(rows * columns for rows, columns in shapes)
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:.2f}"
