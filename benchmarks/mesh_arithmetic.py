@@ -20,6 +20,7 @@ from typing import Any
 
 from models.config import ModelConfig
 from models.llama import LLAMA31
+from parallelisms.footprint import Block
 from parallelisms.rules import GATHER_BYTES
 from parallelisms.stages import SINGLE, SPLIT, PipelinePlan, Schedule
 from trainer.load import load
@@ -35,12 +36,9 @@ EXCHANGES = {"none": 8, "keep_attention": 11, "full": 11}
 Action = tuple[str, int, int]  # what is done, its stage, its micro-batch
 
 
-def kept(model: ModelConfig, policy: str, *, tp: int = 1, compiled: bool = False, exchanged: bool = False) -> int:
-    """Bytes that a block keeps of a token for its backward pass. Compiled, it keeps the gated product too."""
-    E, N, G = model.dim, model.num_heads, model.ffn_dim
-    NH, KH = N * model.head_dim, model.num_kv_heads * model.head_dim
-    everything = 4 * E + 4 * NH + 4 * KH + (6 if compiled else 4) * G + 4 * N + 4 * E * tp + 2 * NH * exchanged
-    return {"full": 2 * E, "keep_attention": 2 * E + 2 * NH + 4 * N, "none": everything}[policy]
+def kept(model: ModelConfig, policy: str, *, tp: int = 1, compiled: bool = False) -> int:
+    """Bytes that a block keeps of a token for its backward pass."""
+    return Block(model, tokens=tp, tp=tp, compiled=compiled).kept(policy)
 
 
 class Run:
@@ -69,8 +67,9 @@ class Run:
     # ---- bytes of one GPU
 
     def kept(self, policy: str, *, compiled: bool) -> float:
-        exchanged = self.context.ulysses > 1
-        return self.tokens * kept(self.model, policy, tp=self.tp, compiled=compiled, exchanged=exchanged)
+        context = self.context if self.cp > 1 else None
+        tokens = self.tokens * self.tp
+        return Block(self.model, tokens=tokens, tp=self.tp, compiled=compiled, context=context).kept(policy)
 
     def kept_by_all(self, policy: str) -> float:
         blocks = most_held(self.actions, self.pipeline.blocks) if self.pp > 1 else self.model.num_layers

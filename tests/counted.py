@@ -1,7 +1,8 @@
 """Bytes that a run really holds, counted: every allocation and release that torch's CPU allocator reports.
 
 torch.profiler sees them all: inside operators and kernels, in storages that are resized, in the backward pass. Left out
-are copies that gloo makes of what it sends, since NCCL makes none. Not seen is what MKL and Python take for themselves.
+are what only a CPU run has: copies that gloo makes of what it sends, and the scratch of the CPU's attention. Not seen is
+what MKL and Python take for themselves, and what gloo's threads release; `Live` finds that out later.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from trainer.config import Config
 from trainer.data.copy import CopyRows
 from trainer.distributed import World
 from trainer.trainer import Trainer
+
+SCRATCH = ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "aten::empty")
 
 
 @dataclass(frozen=True)
@@ -63,22 +66,27 @@ def _counted(profiled: Any) -> Counted:
     spans: dict[str, tuple[int, int]] = {}
     for event, inside in _walk(results.experimental_event_tree()):
         if event.typed[0] == _EventType.Allocation:
-            sent = any(name.startswith(("c10d::", "gloo:")) for name in inside)
             size = event.typed[1].alloc_size
-            if size < 0 or not sent:
+            sent = any(name.startswith(("c10d::", "gloo:")) for name in inside)
+            if size < 0 or not (sent or inside[-2:] == SCRATCH):
                 changes.append((event.start_time_ns, event.typed[1].ptr, size))
         elif event.name.startswith("update "):
             spans[event.name] = (event.start_time_ns, event.end_time_ns)
     live = Live()
-    states, peaks = 0, dict.fromkeys(spans, 0)
+    states, peaks, before = 0, dict.fromkeys(spans, 0), dict.fromkeys(spans, 0)
     for at, pointer, size in sorted(changes):
         live.take(pointer, size)
         if at < spans["update 0"][0]:
             states = live.held
         for name, (begin, end) in spans.items():
-            if begin <= at <= end:
+            if at < begin:
+                before[name] = live.held
+            elif at <= end:
                 peaks[name] = max(peaks[name], live.held)
-    return Counted(states, min(peak for name, peak in peaks.items() if name != "update 0"))
+    # Between updates there is always the same; what is more was released unseen.
+    later = [name for name in spans if name != "update 0"]
+    between = min(before[name] for name in later)
+    return Counted(states, min(peaks[name] - before[name] + between for name in later))
 
 
 class Live:

@@ -53,5 +53,4 @@ def test_a_block_keeps_as_many_bytes_of_a_token_as_the_page_counts() -> None:
         block(x_BSE, rotation, torch.tensor([[0, tokens]], dtype=torch.int32))
     for given in (rotation, *block.parameters()):
         found.pop(given.untyped_storage().data_ptr(), None)
-    norms = 2 * 4  # One number each, which the page leaves out.
-    assert sum(x.untyped_storage().nbytes() for x in found.values()) == tokens * (kept(config, "none") + norms)
+    assert sum(x.untyped_storage().nbytes() for x in found.values()) == tokens * kept(config, "none")

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from math import lcm
 
-from models.config import ModelConfig
-from parallelisms.rules import ContextPlan
+from parallelisms.footprint import Block
 from parallelisms.stages import SINGLE, SPLIT
 from trainer.config import Config
 
@@ -76,82 +74,6 @@ def ledgers(config: Config, world_size: int) -> list[Ledger]:
     """Of each rank of the pipeline, at its fullest moment; one where it is not cut."""
     ranks = (Rank(config, world_size, place) for place in range(config.parallelism.pp))
     return [max(rank.moments(), key=lambda found: found.device) for rank in ranks]
-
-
-@dataclass(frozen=True)
-class Block:
-    """What a block holds of `tokens`, those of all tp ranks together. `wide` is the type of statistics, in bytes."""
-
-    model: ModelConfig
-    tokens: int
-    bytes: int = 2
-    wide: int = 4
-    tp: int = 1
-    shares_tokens: bool = True
-    compiled: bool = False
-    context: ContextPlan | None = None
-
-    @property
-    def stream(self) -> int:
-        return self.bytes * self.model.dim * self.tokens // (self.tp if self.shares_tokens else 1)
-
-    @property
-    def queries(self) -> int:
-        """Elements: of queries, of outputs, of the gradients of either."""
-        return self.model.num_heads * self.model.head_dim * self.tokens // self.tp
-
-    @property
-    def keys(self) -> int:
-        """Elements of keys and values; heads are repeated until they divide among those that exchange them."""
-        heads = max(1, self.model.num_kv_heads // self.tp)
-        return 2 * lcm(heads, self.context.ulysses if self.context else 1) * self.model.head_dim * self.tokens
-
-    @property
-    def inner(self) -> int:
-        return self.bytes * self.model.ffn_dim * self.tokens // self.tp
-
-    def kept(self, policy: str) -> int:
-        """For the backward pass: by attention, then by the feed-forward."""
-        return self.kept_by_attention(policy) + (self.kept_by_feed_forward() if policy == "none" else 0)
-
-    def kept_by_attention(self, policy: str) -> int:
-        output = self.bytes * self.queries + self.wide * self.model.num_heads * self.tokens // self.tp
-        if policy != "none":
-            return self.stream + output * (policy == "keep_attention")
-        exchanged = self.bytes * self.queries * (self.context is not None and self.context.ulysses > 1)
-        return self._normed() + self.bytes * (self.queries + self.keys) + output + exchanged
-
-    def kept_by_feed_forward(self) -> int:
-        return self._normed() + (3 if self.compiled else 2) * self.inner
-
-    def _normed(self) -> int:
-        """What enters a norm, a number per token, and what leaves it for all tp ranks' tokens."""
-        numbers = self.wide * self.stream // (self.bytes * self.model.dim)
-        return self.stream + numbers + self.bytes * self.model.dim * self.tokens
-
-    def in_feed_forward(self) -> int:
-        """Its backward pass: the gradient of its output, whole under tp; of gate and up; and one of these opened."""
-        gathered = self.bytes * self.model.dim * self.tokens * (self.tp > 1 and self.shares_tokens)
-        return self.stream + gathered + 3 * self.inner
-
-    def in_attention(self, travels: int) -> int:
-        """Its backward pass: gradients of the stream, output, queries, keys and values; and what other ranks send.
-
-        `travels` are the bytes in which gradients of keys and values are sent.
-        """
-        own = self.stream + self.bytes * 2 * self.queries
-        if self.context is None or self.context.ring == 1:
-            return own + self.bytes * self.keys
-        # Gradients are summed in the wide type, beside those of the part that was just computed.
-        own += self.wide * (self.queries + self.keys)
-        ring = self.context.ring
-        if self.context.rotation == "allgather":
-            others = ring - 1
-            apart = others * (2 * self.bytes + self.wide)
-            together = others * (self.bytes + self.wide) + ring * travels
-            return own + self.keys * max(apart, together)
-        again = 2 * travels + self.bytes if ring > 2 else 0  # Keys and gradients that are on their way.
-        return own + self.keys * (2 * self.bytes + self.wide + again)
 
 
 class Rank:
@@ -296,11 +218,11 @@ class Rank:
         done = self._all_or(later * self.shard(shapes) + self.shard(self.head_shapes()) * self.is_last)
         kept -= later * block.kept(memory.recompute) + self.block.stream * self.is_last
         computed_again = block.kept("none") - block.kept(memory.recompute)
+        computed_again -= block.stream * (is_last and not self.is_last)  # The gradient that came lies in a buffer.
         own = self.weights(shapes)
         following = own * (self._reshards() and self.shards > 1 and index > 0)
         late = self.unscattered(([] if tied else self.head_shapes()) if is_last else shapes)
         waiting = self._accumulated() + self.weights(self.head_shapes()) * tied
-        computed_again -= block.stream * (is_last and not self.is_last)  # Its gradient lies in a buffer.
         attention = block.in_attention(self._travels()) - block.kept_by_feed_forward()
         _, _, _, output, *inner, _, _ = shapes
         for name, passing, found in (
@@ -316,9 +238,11 @@ class Rank:
                 kept=kept,
                 passing=computed_again + passing,
             )
+        if not self.is_sharded:
+            return
         yield self._at(
             f"behind block {index}, scattering",
-            gradients=done if self.is_sharded else done + self.shard(shapes),
+            gradients=done,
             weights=self.others(index) if not self._reshards() else self.others(0) + following,
             whole_gradients=waiting + own + self.unscattered(shapes),
             kept=kept - block.kept(memory.recompute),
@@ -352,15 +276,11 @@ class Rank:
         buffers = (plan.pp > 1) * self.micro_batches * stages * self.block.stream
         # Each micro-batch that is in the head has gradients there.
         waiting = {"GPipe": self.micro_batches, "InterleavedZeroBubble": plan.pp}.get(plan.schedule, 1) - 1
-        head += (
-            self.is_last * (plan.pp > 1) * waiting * (self._entering() + self.stored * _elements(self.head_shapes()))
-        )
+        if self.is_last and plan.pp > 1:
+            head += waiting * (self._entering() + self.stored * _elements(self.head_shapes()))
         batch = 32 * self.tokens  # Tokens, labels, positions and documents are int64.
-        states_of = {
-            "parameters": states,
-            "gradients": self.stored * gradients,
-            "optimizer states": 2 * states,
-        }
+        held = self.stored * (self.parameters() if self.on_host else gradients)  # The host has to have room for all.
+        states_of = {"parameters": states, "gradients": held, "optimizer states": 2 * states}
         lines = (
             *(Line(name, **{"host" if self.on_host else "device": size}) for name, size in states_of.items()),
             Line("gathered weights", weights),

@@ -44,7 +44,7 @@ MODEL = [
 HALF = "training.dtype=bfloat16"
 FULL, KEEP = "memory.recompute=full", "memory.recompute=keep_attention"
 FOUR = "parallelism.pp=2 model.num_layers=4 training.global_batch_size=4"
-HEAVY = "training.seq_len=256 model.ffn_dim=512"  # weights
+HEAVY = "training.seq_len=128 model.ffn_dim=512"  # weights
 CASES = {
     1: (
         "",
@@ -54,7 +54,7 @@ CASES = {
         f"training.global_batch_size=2 training.micro_batch_size=2 {FULL}",
         f"model.tie_embeddings=true {FULL}",
         f"{HALF} {FULL}",
-        "memory.optimizer_placement=host",
+        "training.global_batch_size=2 memory.optimizer_placement=host",
     ),
     2: (
         f"{HALF} training.global_batch_size=2",
@@ -97,7 +97,7 @@ def configured(changes: str = "") -> Config:
 
 
 def counted(cases: tuple[str, ...]) -> list[Counted]:
-    return [count(configured(changes), updates=4) for changes in cases]
+    return [count(configured(changes), updates=3) for changes in cases]
 
 
 def compare(world_size: int, cases: tuple[str, ...]) -> None:
@@ -112,7 +112,7 @@ def compare(world_size: int, cases: tuple[str, ...]) -> None:
             # A step of each parameter, and counters.
             assert 0 <= max(rank.states for rank in ranks) - states < 2048, case
             peak = max(rank.peak for rank in ranks)
-            assert predicted.device + predicted.host == pytest.approx(peak, rel=0.03), (case, predicted)
+            assert predicted.device + predicted.host == pytest.approx(peak, rel=0.03), case
 
 
 @pytest.mark.ranks
@@ -131,7 +131,7 @@ def test_the_ledger_is_what_is_counted_on_further_meshes(world_size: int) -> Non
 def test_states_on_the_host_leave_the_device() -> None:
     here, there = (ledger(configured(f"memory.optimizer_placement={place}"), 1) for place in ("device", "host"))
     assert there.states == 0
-    assert there.host - here.host == here.states == 16 * configured().model.build().num_parameters
+    assert there.host - here.host == 16 * configured().model.build().num_parameters
     assert there.device < here.device
 
 
