@@ -23,6 +23,8 @@ from models.llama import LLAMA31
 from parallelisms.footprint import Block
 from parallelisms.rules import GATHER_BYTES
 from parallelisms.stages import SINGLE, SPLIT, PipelinePlan, Schedule
+from trainer.ledger import ledger
+from trainer.levers import levers
 from trainer.load import load
 
 FLOPS = 550e12  # per second, that a GPU really computes
@@ -374,6 +376,36 @@ def others() -> list[str]:
     return table(["file", "with", *parts, "% of tp", "heads", "weights", "work"], rows)
 
 
+def memory() -> list[str]:
+    """The page on memory: the ledger of each shipped file, at its fullest moment."""
+    found = [ledger(run.config, run.ranks) for run in map(Run, SHIPPED)]
+    names = [line.name for line in found[0].lines]
+    rows = [[name, *(_gib(one.line(name).device) for one in found)] for name in names]
+    rows.append(["**together**", *(_gib(one.device) for one in found)])
+    rows.append(["k", *(f"{one.k:.0f}" for one in found)])
+    rows.append(["fullest", *(one.moment.replace(", backward", "").replace(", forward", "") for one in found)])
+    return table(["GiB of the fullest rank", *(f"`{name}`" for name in SHIPPED)], rows)
+
+
+def pulled() -> list[str]:
+    """The page on memory: what changes of single keys free."""
+    runs = [
+        Run("llama3_8b_128k", changes)
+        for changes in ("recompute=none", "recompute=full", "recompute=full cp=8 dp_shard=1")
+    ]
+    found = [{lever.change: lever.frees for lever in levers(run.config, run.ranks)} for run in runs]
+    changes = sorted(
+        {change for one in found for change in one}, key=lambda change: -max(one.get(change, 0) for one in found)
+    )
+    rows = [[f"`{change}`", *(_gib(one.get(change, 0)) for one in found)] for change in changes]
+    peaks = ["predicted", *(_gib(ledger(run.config, run.ranks).device) for run in runs)]
+    return table(["frees GiB", "`none`, 2 x 4", "`full`, 2 x 4", "`full`, 1 x 8"], [peaks, *rows])
+
+
+def _gib(count: float) -> str:
+    return f"{count / GIB:.1f}" if count >= 0.05 * GIB else ""
+
+
 if __name__ == "__main__":
-    for made in (thumb, keeps, shipped, eight, pipelines, others):
+    for made in (thumb, keeps, shipped, eight, pipelines, others, memory, pulled):
         sys.stdout.write(f"{made.__name__}\n\n" + "\n".join(made()) + "\n\n")

@@ -271,9 +271,9 @@ class Rank:
     ) -> Ledger:
         """`gradients` in elements, all else in bytes."""
         plan, states = self.pipeline, self.stored * self.parameters()
-        # One for each input and each gradient that a stage receives in an update; some schedules keep what they send.
-        stages = plan.stages_per_rank * (3 if plan.schedule in SPLIT else 2) - self.is_first - self.is_last
-        buffers = (plan.pp > 1) * self.micro_batches * stages * self.block.stream
+        # One for each input and each gradient that a stage receives in an update.
+        received = self.micro_batches * (2 * plan.stages_per_rank - self.is_first - self.is_last)
+        buffers = (plan.pp > 1) * (received + self._sent()) * self.block.stream
         # Each micro-batch that is in the head has gradients there.
         waiting = {"GPipe": self.micro_batches, "InterleavedZeroBubble": plan.pp}.get(plan.schedule, 1) - 1
         if self.is_last and plan.pp > 1:
@@ -293,6 +293,14 @@ class Rank:
             Line("the batch", batch * (self.micro_batches if plan.pp > 1 else 1), 2 * batch * self.micro_batches),
         )
         return Ledger(moment, self.place, plan.pp, self.block.stream, lines)
+
+    def _sent(self) -> float:
+        """Outputs and gradients of micro-batches that are through, which longer schedules keep until the update ends."""
+        laps = self.pipeline.stages_per_rank
+        if self.pipeline.schedule in SINGLE:
+            return 0
+        through = laps * (self.micro_batches - self.in_flight())
+        return max(0, 2 * through - self.is_first * (through // laps) - self.is_last * -(-through // laps))
 
     def _reshards(self) -> bool:
         return self.is_sharded and self.pipeline.pp == 1 and self.config.parallelism.reshard_after_forward

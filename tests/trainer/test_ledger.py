@@ -78,6 +78,7 @@ MORE = {
         f"{FOUR} {FULL}",
         f"{FOUR} {HALF}",
         f"{FOUR} parallelism.pp_schedule=GPipe",
+        f"{FOUR} parallelism.pp_schedule=Interleaved1F1B",
     ),
     4: (
         f"parallelism.tp=2 {HALF} training.global_batch_size=2",
