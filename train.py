@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
 
 
 def train(config: Config, folder: RunFolder, world: World, rows: Rows | CopyRows) -> None:
-    profilers = Profilers(config, folder.logs, rank=world.rank, device=world.device)
+    profilers = Profilers(config, folder.logs, rank=world.rank, world_size=world.size, device=world.device)
     try:
         trainer = Trainer(config, world, rows)
         checkpoints = Checkpoints(config, folder)

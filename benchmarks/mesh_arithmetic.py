@@ -20,8 +20,11 @@ from typing import Any
 
 from models.config import ModelConfig
 from models.llama import LLAMA31
+from parallelisms.footprint import Block
 from parallelisms.rules import GATHER_BYTES
 from parallelisms.stages import SINGLE, SPLIT, PipelinePlan, Schedule
+from trainer.ledger import ledger
+from trainer.levers import levers
 from trainer.load import load
 
 FLOPS = 550e12  # per second, that a GPU really computes
@@ -35,12 +38,9 @@ EXCHANGES = {"none": 8, "keep_attention": 11, "full": 11}
 Action = tuple[str, int, int]  # what is done, its stage, its micro-batch
 
 
-def kept(model: ModelConfig, policy: str, *, tp: int = 1, compiled: bool = False, exchanged: bool = False) -> int:
-    """Bytes that a block keeps of a token for its backward pass. Compiled, it keeps the gated product too."""
-    E, N, G = model.dim, model.num_heads, model.ffn_dim
-    NH, KH = N * model.head_dim, model.num_kv_heads * model.head_dim
-    everything = 4 * E + 4 * NH + 4 * KH + (6 if compiled else 4) * G + 4 * N + 4 * E * tp + 2 * NH * exchanged
-    return {"full": 2 * E, "keep_attention": 2 * E + 2 * NH + 4 * N, "none": everything}[policy]
+def kept(model: ModelConfig, policy: str, *, tp: int = 1, compiled: bool = False) -> int:
+    """Bytes that a block keeps of a token for its backward pass."""
+    return Block(model, tokens=tp, tp=tp, compiled=compiled).kept(policy)
 
 
 class Run:
@@ -69,8 +69,9 @@ class Run:
     # ---- bytes of one GPU
 
     def kept(self, policy: str, *, compiled: bool) -> float:
-        exchanged = self.context.ulysses > 1
-        return self.tokens * kept(self.model, policy, tp=self.tp, compiled=compiled, exchanged=exchanged)
+        context = self.context if self.cp > 1 else None
+        tokens = self.tokens * self.tp
+        return Block(self.model, tokens=tokens, tp=self.tp, compiled=compiled, context=context).kept(policy)
 
     def kept_by_all(self, policy: str) -> float:
         blocks = most_held(self.actions, self.pipeline.blocks) if self.pp > 1 else self.model.num_layers
@@ -375,6 +376,37 @@ def others() -> list[str]:
     return table(["file", "with", *parts, "% of tp", "heads", "weights", "work"], rows)
 
 
+def memory() -> list[str]:
+    """The page on memory: the ledger of each shipped file, at its fullest moment."""
+    found = [ledger(run.config, run.ranks) for run in map(Run, SHIPPED)]
+    names = [line.name for line in found[0].lines]
+    rows = [[name, *(_gib(one.line(name).device) for one in found)] for name in names]
+    rows.append(["**together**", *(_gib(one.device) for one in found)])
+    rows.append(["k", *(f"{one.k:.0f}" for one in found)])
+    rows.append(["fullest", *(one.moment.replace(", backward", "").replace(", forward", "") for one in found)])
+    return table(["GiB of the fullest rank", *(f"`{name}`" for name in SHIPPED)], rows)
+
+
+def pulled() -> list[str]:
+    """The page on memory: what changes of single keys free."""
+    runs = [
+        Run("llama3_8b_128k", changes)
+        for changes in ("recompute=none", "recompute=full", "recompute=full cp=8 dp_shard=1")
+    ]
+    found = [{lever.change: lever.frees for lever in levers(run.config, run.ranks)} for run in runs]
+    changes = sorted(
+        {change for one in found for change in one},
+        key=lambda change: (-max(one.get(change, 0) for one in found), change),
+    )
+    rows = [[f"`{change}`", *(_gib(one.get(change, 0)) for one in found)] for change in changes]
+    peaks = ["predicted", *(_gib(ledger(run.config, run.ranks).device) for run in runs)]
+    return table(["frees GiB", "`none`, 2 x 4", "`full`, 2 x 4", "`full`, 1 x 8"], [peaks, *rows])
+
+
+def _gib(count: float) -> str:
+    return f"{count / GIB:.1f}" if count >= 0.05 * GIB else ""
+
+
 if __name__ == "__main__":
-    for made in (thumb, keeps, shipped, eight, pipelines, others):
+    for made in (thumb, keeps, shipped, eight, pipelines, others, memory, pulled):
         sys.stdout.write(f"{made.__name__}\n\n" + "\n".join(made()) + "\n\n")

@@ -1,4 +1,4 @@
-"""docs/parallelism.md has the tables that its script makes, and blocks keep what they say."""
+"""The pages on parallelism and memory have the tables that their script makes, and blocks keep what they say."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.mesh_arithmetic import actions, eight, idle, keeps, kept, pipelines, shipped, thumb
+from benchmarks.mesh_arithmetic import actions, eight, idle, keeps, kept, memory, pipelines, pulled, shipped, thumb
 from models import rope
 from models.config import ModelConfig
 from models.transformer import Block
 from parallelisms.stages import PipelinePlan, Schedule
 
-PAGE = Path(__file__).parents[1] / "docs" / "parallelism.md"
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = dict.fromkeys((thumb, keeps, shipped, eight, pipelines), "parallelism.md") | {
+    memory: "memory.md",
+    pulled: "memory.md",
+}
 
 
-@pytest.mark.parametrize("make", [thumb, keeps, shipped, eight, pipelines], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", PAGES, ids=lambda make: make.__name__)
 def test_the_page_has_the_table_that_the_script_makes(make: Callable[[], list[str]]) -> None:
     rows = make()
-    page = [line.strip() for line in PAGE.read_text().splitlines()]
+    page = [line.strip() for line in (DOCS / PAGES[make]).read_text().splitlines()]
     places = [place for place, line in enumerate(page) if line.startswith(rows[0])]
     assert len(places) == 1
     # The page may have more columns.
@@ -53,5 +57,4 @@ def test_a_block_keeps_as_many_bytes_of_a_token_as_the_page_counts() -> None:
         block(x_BSE, rotation, torch.tensor([[0, tokens]], dtype=torch.int32))
     for given in (rotation, *block.parameters()):
         found.pop(given.untyped_storage().data_ptr(), None)
-    norms = 2 * 4  # One number each, which the page leaves out.
-    assert sum(x.untyped_storage().nbytes() for x in found.values()) == tokens * (kept(config, "none") + norms)
+    assert sum(x.untyped_storage().nbytes() for x in found.values()) == tokens * kept(config, "none")

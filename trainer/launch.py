@@ -18,6 +18,8 @@ from pathlib import Path
 from types import FrameType
 
 from trainer.config import Config
+from trainer.ledger import ledger
+from trainer.levers import short
 from trainer.load import find, load, show_path, split, to_toml
 from trainer.orphans import LAUNCHER
 from trainer.run_folder import ResumeError, RunFolder, finished
@@ -225,6 +227,7 @@ def report(config: Config, cluster: Cluster) -> str:
         f"mesh of {_world(cluster)}",
         *(f"  {line}" for line in topology.drawing()),
         *config.plans(cluster.world_size),
+        short(ledger(config, cluster.world_size)),
         f"model {config.model.family} {config.model.size}: {model.num_parameters:,} parameters",
         f"update of {count(rows, 'row')} x {training.seq_len:,} tokens = {rows * training.seq_len:,} tokens: "
         f"{count(total, 'micro-batch', 'es')} of {count(training.micro_batch_size, 'row')}, "

@@ -18,6 +18,8 @@ from typing import Any, Protocol
 from parallelisms.collectives import max_over
 from trainer.config import Config
 from trainer.hardware import GIB, device_memory, host_memory, peak_flops
+from trainer.ledger import ledger
+from trainer.levers import table
 from trainer.numbers import POSITIONS
 from trainer.run_folder import RunFolder
 from trainer.trainer import Measured, Trainer, Update
@@ -62,6 +64,7 @@ class Metrics:
         self.folder = folder
         self.world = trainer.world
         self.model = config.model.build()
+        self.predicted = ledger(config, self.world.size)
         self.peak = config.metrics.peak_flops or peak_flops(self.world.device)
         self.steps = config.training.steps
         self.first_step = trainer.step + 1
@@ -85,7 +88,7 @@ class Metrics:
         degrees = " x ".join(f"{axis} {size}" for axis, size in trainer.mesh.degrees.items())
         log.info("%s on %s, %s", degrees, self.world.device, f"{self.model.num_parameters:,} parameters")
         topology = self.config.topology(self.world.size, nodes=self.world.nodes)
-        for told in (*topology.drawing(), *self.config.plans(self.world.size)):
+        for told in (*topology.drawing(), *self.config.plans(self.world.size), *table(self.predicted)):
             log.info("%s", told)
         log.info("attention kernel: %s", trainer.kernel)
         log.info("%s", trainer.loader.summary(self.steps))
@@ -154,6 +157,9 @@ class Metrics:
             self._since = Totals()
             for sink in self.sinks:
                 sink.write(record)
+            if update.step == self.first_step and record["memory_peak_gib"] is not None and self.world.rank == 0:
+                predicted = self.predicted.device / GIB
+                log.info("memory at its peak: %.2f GiB, predicted %.2f", record["memory_peak_gib"], predicted)
 
     def _is_due(self, step: int) -> bool:
         return step % self.config.metrics.log_interval == 0

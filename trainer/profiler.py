@@ -9,13 +9,9 @@ from typing import Protocol
 import torch
 
 from trainer.config import Config
+from trainer.levers import advice
 
 log = logging.getLogger(__name__)
-
-LEVERS = (
-    'less memory: memory.recompute = "full"; memory.mlp_tile_mib = 512; a smaller training.micro_batch_size, '
-    'memory.head_chunk_mib or training.seq_len; training.dtype = "bfloat16"; more ranks in parallelism.dp_shard'
-)
 
 
 class Recorder(Protocol):
@@ -75,7 +71,8 @@ class Window:
 class Profilers:
     """The windows that the configuration asks for; mostly none."""
 
-    def __init__(self, config: Config, folder: Path, *, rank: int, device: torch.device) -> None:
+    def __init__(self, config: Config, folder: Path, *, rank: int, world_size: int, device: torch.device) -> None:
+        self.config, self.world_size = config, world_size
         section = config.profiler
         self.windows: list[Window] = []
         self.snapshot = folder / f"memory-exhausted-rank-{rank}.pickle" if device.type == "cuda" else None
@@ -95,7 +92,7 @@ class Profilers:
         """Saves what fills the device; returns what to tell the user."""
         if self.snapshot is not None:
             dump_memory(self.snapshot)
-        return f"out of device memory: {error}\n{LEVERS}"
+        return "\n".join((f"out of device memory: {error}", *advice(self.config, self.world_size)))
 
 
 def dump_memory(path: Path) -> None:

@@ -1,0 +1,122 @@
+"""Bytes that a run really holds, counted: every allocation and release that torch's CPU allocator reports.
+
+torch.profiler sees them all: inside operators and kernels, in storages that are resized, in the backward pass. Left out
+are what only a CPU run has: copies that gloo makes of what it sends, and the scratch of the CPU's attention. Not seen is
+what MKL and Python take for themselves, and what gloo's threads release; `Live` finds that out later.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from trainer.config import Config
+from trainer.data.copy import CopyRows
+from trainer.distributed import World
+from trainer.trainer import Trainer
+
+SCRATCH = ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "aten::empty")
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Bytes of one rank: before the first update, and the most at once in each of the following."""
+
+    states: int
+    peak: int
+
+
+def count(config: Config, *, updates: int) -> Counted:
+    """Some updates of a configuration on the ranks of the process group; the least peak of all but the first.
+
+    Threads of gloo release without telling. What they do too late makes an update look fuller than it is.
+    """
+    training = config.training
+    rows = CopyRows(
+        vocab_size=config.model.build().vocab_size,
+        period=training.seq_len // 2,
+        seq_len=training.seq_len,
+        num_rows=training.global_batch_size * training.steps,
+        seed=0,
+    )
+    world = World(distributed.get_rank(), distributed.get_world_size(), torch.device("cpu"))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        trainer = Trainer(config, world, rows)
+        reading = trainer.loader.updates(0)
+        for update in range(updates):
+            batches = next(reading)
+            trainer.step += 1
+            with record_function(f"update {update}"):
+                trainer.train_step(batches, 1e-3)
+            del batches
+        reading.close()
+    return _counted(profiled)
+
+
+def _counted(profiled: Any) -> Counted:
+    results: Any = profiled.profiler.kineto_results
+    changes: list[tuple[int, int, int]] = []
+    spans: dict[str, tuple[int, int]] = {}
+    for event, inside in _walk(results.experimental_event_tree()):
+        if event.typed[0] == _EventType.Allocation:
+            size = event.typed[1].alloc_size
+            sent = any(name.startswith(("c10d::", "gloo:")) for name in inside)
+            if size < 0 or not (sent or inside[-2:] == SCRATCH):
+                changes.append((event.start_time_ns, event.typed[1].ptr, size))
+        elif event.name.startswith("update "):
+            spans[event.name] = (event.start_time_ns, event.end_time_ns)
+    live = Live()
+    states, peaks, before = 0, dict.fromkeys(spans, 0), dict.fromkeys(spans, 0)
+    for at, pointer, size in sorted(changes):
+        live.take(pointer, size)
+        if at < spans["update 0"][0]:
+            states = live.held
+        for name, (begin, end) in spans.items():
+            if at < begin:
+                before[name] = live.held
+            elif at <= end:
+                peaks[name] = max(peaks[name], live.held)
+    # Between updates there is always the same; what is more was released unseen.
+    later = [name for name in spans if name != "update 0"]
+    between = min(before[name] for name in later)
+    return Counted(states, min(peaks[name] - before[name] + between for name in later))
+
+
+class Live:
+    """What is allocated; what was released unseen counts until its place is taken again."""
+
+    def __init__(self) -> None:
+        self.held = 0
+        self._starts: list[int] = []
+        self._sizes: dict[int, int] = {}
+
+    def take(self, start: int, size: int) -> None:
+        """Takes `size` bytes from `start` on, or gives back what begins there where the size is negative."""
+        at = bisect_left(self._starts, start)
+        if size < 0:
+            if start in self._sizes:
+                self._drop(at)
+            return
+        if at and self._starts[at - 1] + self._sizes[self._starts[at - 1]] > start:
+            at -= 1
+        while at < len(self._starts) and self._starts[at] < start + size:
+            self._drop(at)
+        self._starts.insert(at, start)
+        self._sizes[start] = size
+        self.held += size
+
+    def _drop(self, at: int) -> None:
+        self.held -= self._sizes.pop(self._starts.pop(at))
+
+
+def _walk(events: Any, inside: tuple[str, ...] = ()) -> Iterator[tuple[Any, tuple[str, ...]]]:
+    for event in events:
+        yield event, inside
+        yield from _walk(event.children, (*inside, event.name))
