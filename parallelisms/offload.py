@@ -24,10 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from models.transformer import Layer, Transformer
+from parallelisms.recompute import is_attention
 
 What = Literal["none", "inputs", "inputs_and_attention"]
 
-ATTENTION = ("attention", "context_attention")
 AHEAD = 4
 """Tensors on their way back at a time: those of one block, and the input of the next."""
 
@@ -217,7 +217,7 @@ class Remember(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         outputs = function(*arguments, **(options or {}))
-        if _is_attention(function):
+        if is_attention(function):
             self.memory.remember(outputs)
         return outputs
 
@@ -226,10 +226,6 @@ class Recall(Remember):
     """Gives what was kept instead of computing it again."""
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        if _is_attention(function) and (outputs := self.memory.recall()) is not None:
+        if is_attention(function) and (outputs := self.memory.recall()) is not None:
             return outputs
         return function(*arguments, **(options or {}))
-
-
-def _is_attention(function: Any) -> bool:
-    return function.namespace == "longhaul" and function.__name__.partition(".")[0] in ATTENTION

@@ -53,8 +53,12 @@ def apply_tiles(model: Transformer, *, mib: int | None) -> None:
             block.feed_forward.run = partial(tiles.feed_forward, limit=mib << 20)
 
 
+def is_attention(operator: Any) -> bool:
+    """Whether this operator attends, forward, on one rank or over rows that ranks share."""
+    namespace = torch.ops.longhaul
+    return operator in [getattr(namespace, name).default for name in ATTENTION if hasattr(namespace, name)]
+
+
 def _keep_attention(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
     del context, arguments, options
-    namespace = torch.ops.longhaul
-    kept = [getattr(namespace, name).default for name in ATTENTION if hasattr(namespace, name)]
-    return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if is_attention(operator) else CheckpointPolicy.PREFER_RECOMPUTE

@@ -98,6 +98,10 @@ class ContextPlan:
         alone = self.cp == 1 or self.kind == "contiguous"
         return lcm(self.cp if alone else 2 * self.cp, self.cp * self.tp)
 
+    def padded(self, tokens: int) -> int:
+        """The length of a row of so many tokens, made to divide."""
+        return tokens + -tokens % self.multiple
+
     def problems(self) -> list[str]:
         """Every rule that is broken, in words; empty when the plan can run."""
         kinds = LAYOUTS["allgather"]

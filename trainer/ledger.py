@@ -14,6 +14,7 @@ from parallelisms.footprint import Block
 from parallelisms.stages import SINGLE, SPLIT
 from trainer.config import Config
 
+GIB = 1 << 30
 BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 Shapes = list[tuple[int, int]]
 """Rows and columns of parameters, as one tp rank holds them; norms have one column."""
@@ -93,8 +94,7 @@ class Rank:
         alone = self.shards * degrees["dp_replicate"] * self.tp == 1
         self.is_sharded = not alone or self.compute != self.stored or self.on_host
         plan = config.context_plan()
-        row = training.seq_len + -training.seq_len % plan.multiple
-        self.tokens = training.micro_batch_size * row // degrees["cp"]
+        self.tokens = training.micro_batch_size * plan.padded(training.seq_len) // degrees["cp"]
         self.block = Block(
             self.model, self.tokens, self.compute, self.stored, self.tp, parallelism.sequence_parallel,
             training.compile, plan if degrees["cp"] > 1 else None,
@@ -190,7 +190,7 @@ class Rank:
         held = self.in_flight() * self.blocks
         if memory.offload == "none" or not held:
             return kept, 0
-        room = inf if memory.host_budget_gib is None else memory.host_budget_gib * 2**30 / self.node / held
+        room = inf if memory.host_budget_gib is None else memory.host_budget_gib * GIB / self.node / held
         stream = min(block.stream, room)
         if memory.offload == "inputs":
             return kept - stream, stream

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.config import Config
-from trainer.ledger import Ledger, Line, ledger
+from trainer.ledger import GIB, Ledger, Line, ledger
 from trainer.load import toml_value
 from trainer.sections import MemorySection
-
-GIB = 1 << 30
 
 
 @dataclass(frozen=True)

@@ -239,7 +239,7 @@ def runner(
     if plan.pp == 1:
         return partial(one_by_one, parts[0])
     context, training = config.context_plan(), config.training
-    tokens = (training.seq_len + -training.seq_len % context.multiple) // (context.cp * context.tp)
+    tokens = context.padded(training.seq_len) // (context.cp * context.tp)
     shape = (training.micro_batch_size, tokens, config.model.build().dim)
     return Pipeline(parts, plan, mesh.pp, device=device, shape=shape, dtype=getattr(torch, training.dtype)).run
 
