@@ -6,7 +6,8 @@ the row's end, E width of the residual stream.
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -19,17 +20,46 @@ class AttentionCore(Protocol):
     """The one seam through which context parallelism enters: attention over rotated queries, keys and values.
 
     `boundaries_BD` (int32, on the host) are the document starts of the *whole* row and its length; on one rank the
-    whole row is what it holds. Returns [B, S, N, H].
+    whole row is what it holds. Below autograd the same is done in steps; what `start` returns is theirs alone.
     """
 
-    def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Tensor: ...
+    def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Tensor:
+        """[B, S, N, H]; differentiable."""
+
+    def start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Any:
+        """Begins to send what other ranks need."""
+
+    def forward(self, started: Any, boundaries_BD: Tensor) -> tuple[Tensor, Tensor]:
+        """Output [B, S, N, H], and log-sum-exp."""
+
+    def backward(
+        self, grad_BSNH: Tensor, started: Any, out_BSNH: Tensor, lse: Tensor, boundaries_BD: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of queries, keys and values."""
 
 
-def local_core(
-    q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor, *, kernel: str = "auto"
-) -> Tensor:
+@dataclass(frozen=True)
+class LocalCore:
     """Attention when this rank holds whole rows."""
-    return causal.attention(q_BSNH, k_BSKH, v_BSKH, boundaries_BD, kernel=kernel)[0]
+
+    kernel: str = "auto"
+
+    def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Tensor:
+        return causal.attention(q_BSNH, k_BSKH, v_BSKH, boundaries_BD, kernel=self.kernel)[0]
+
+    def start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> tuple[Tensor, ...]:
+        return q_BSNH, k_BSKH, v_BSKH
+
+    def forward(self, started: tuple[Tensor, ...], boundaries_BD: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = started
+        return causal.attention(q, k, v, boundaries_BD, kernel=self.kernel)
+
+    def backward(
+        self, grad_BSNH: Tensor, started: tuple[Tensor, ...], out_BSNH: Tensor, lse: Tensor, boundaries_BD: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grads = causal.attention_backward(grad_BSNH, *started, out_BSNH, lse, boundaries_BD, self.kernel)
+        dq, dk, dv = grads
+        return dq, dk, dv
 
 
 class Attention(nn.Module):
@@ -42,7 +72,7 @@ class Attention(nn.Module):
         self.k_proj = Linear(config.dim, config.num_kv_heads * config.head_dim)
         self.v_proj = Linear(config.dim, config.num_kv_heads * config.head_dim)
         self.o_proj = Linear(config.num_heads * config.head_dim, config.dim)
-        self.core: AttentionCore = local_core
+        self.core: AttentionCore = LocalCore()
 
     def forward(self, x_BSE: Tensor, rotation_2BS1F: Tensor, boundaries_BD: Tensor) -> Tensor:
         # -1, not num_heads: tensor parallelism leaves fewer heads here than the config names.

@@ -46,7 +46,7 @@ def _attention(
 
 
 @torch.library.custom_op("longhaul::attention_backward", mutates_args=())
-def _attention_backward(
+def attention_backward(
     grad_BSNH: Tensor,
     q_BSNH: Tensor,
     k_BSKH: Tensor,
@@ -172,7 +172,7 @@ def _(q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor, ker
     return like_output(q_BSNH)
 
 
-@_attention_backward.register_fake
+@attention_backward.register_fake
 def _(
     grad_BSNH: Tensor,
     q_BSNH: Tensor,
@@ -195,7 +195,7 @@ def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> No
 def _grad(ctx: Any, grad_BSNH: Tensor, grad_lse: None) -> tuple[Tensor | None, ...]:
     del grad_lse
     # Kernels may plan for the strides of what they saw first.
-    return *_attention_backward(grad_BSNH.contiguous(), *ctx.saved_tensors, *ctx.options), None, None
+    return *attention_backward(grad_BSNH.contiguous(), *ctx.saved_tensors, *ctx.options), None, None
 
 
 _attention.register_autograd(_grad, setup_context=save)

@@ -5,7 +5,6 @@ Shape suffixes: E width of the residual stream, G inner width, after any leading
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,10 +13,6 @@ from torch.nn import functional as F
 
 from models.config import ModelConfig
 from models.linear import Linear
-from models.view import unchanged
-
-Pointwise = Callable[[Tensor], Tensor]
-Run = Callable[[Tensor, Pointwise, Tensor, Tensor, Tensor], Tensor]
 
 
 def gated_backward(grad_E: Tensor, gate_G: Tensor, up_G: Tensor, weight_EG: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -45,22 +40,13 @@ class GatedProjection(torch.autograd.Function):
         return gated_backward(grad_E, *ctx.saved_tensors)
 
 
-def at_once(x_E: Tensor, norm: Pointwise, gate_GE: Tensor, up_GE: Tensor, down_EG: Tensor) -> Tensor:
-    """All tokens, keeping what the backward pass needs."""
-    x_E = norm(x_E)
-    out: Tensor = GatedProjection.apply(F.linear(x_E, gate_GE), F.linear(x_E, up_GE), down_EG)
-    return out
-
-
 class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.gate_proj = Linear(config.dim, config.ffn_dim)
         self.up_proj = Linear(config.dim, config.ffn_dim)
         self.down_proj = Linear(config.ffn_dim, config.dim)
-        # Over all tokens, or by tiles that are computed again (`models/tiles.py`).
-        self.run: Run = at_once
 
-    def forward(self, x_E: Tensor, norm: Pointwise = unchanged) -> Tensor:
-        """Of `norm(x)`, which is left to `run`: a tile then begins with the residual stream, which is kept anyway."""
-        return self.run(x_E, norm, self.gate_proj.matrix(), self.up_proj.matrix(), self.down_proj.matrix())
+    def forward(self, x_E: Tensor) -> Tensor:
+        out: Tensor = GatedProjection.apply(self.gate_proj(x_E), self.up_proj(x_E), self.down_proj.matrix())
+        return out

@@ -43,15 +43,16 @@ class Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BSNH: Tensor, cos_BS1F: Tensor, sin_BS1F: Tensor) -> Tensor:
         ctx.save_for_backward(cos_BS1F, sin_BS1F)
-        return _turn(x_BSNH, cos_BS1F, sin_BS1F)
+        return turn(x_BSNH, cos_BS1F, sin_BS1F)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos_BS1F, sin_BS1F = ctx.saved_tensors
-        return _turn(grads[0], cos_BS1F, -sin_BS1F), None, None
+        return turn(grads[0], cos_BS1F, -sin_BS1F), None, None
 
 
-def _turn(x_BSNH: Tensor, cos_BS1F: Tensor, sin_BS1F: Tensor) -> Tensor:
+def turn(x_BSNH: Tensor, cos_BS1F: Tensor, sin_BS1F: Tensor) -> Tensor:
+    """What `rotate` computes, below autograd."""
     # Written half by half into one tensor: a temporary per product would leave holes in the heap of a CPU run.
     left, right = x_BSNH.to(cos_BS1F.dtype).chunk(2, dim=-1)
     out_BSNH = torch.empty_like(x_BSNH, dtype=cos_BS1F.dtype)

@@ -1,171 +1,104 @@
-"""The feed-forward by tiles of tokens, each computed again in the backward pass (ALST, Bekman et al., 2025).
+"""What a block computes of a tile of tokens, forward and backward, below autograd.
 
-A tile begins with the residual stream, or with what the norm made of it, and that is all that is kept. Backward, its
-gate and up are computed again, never its output. Two autograd functions follow each other:
+A tile is what lives at once where a block is computed again in its backward pass (ALST, Bekman et al., 2025). Tokens
+meet in attention only, so tiles are exact, of whatever length.
 
-    x, weights --> Remember --> x, standing for the output --> Tiles --> output
-                   keeps x and weights                         keeps nothing
-                   gradients of both <-- gradient of output <-- the same
-
-so that a checkpoint around the block, which runs it again until all that was kept is there, stops before the tiles.
-
-Shape suffixes: R tokens of all rows, C tokens of a tile, E width of the residual stream, G inner width here.
+Shape suffixes: B rows, C tokens of a tile, E width of the residual stream, G inner width here, Q and K widths of all
+query and of all key heads, F rotary frequencies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.feed_forward import Pointwise, gated_backward
-from models.norm import RMSNorm, normalise, normalise_backward
+from models import rope
+from models.feed_forward import gated_backward
 
 
-def feed_forward(
-    x_E: Tensor, norm: Pointwise, gate_GE: Tensor, up_GE: Tensor, down_EG: Tensor, *, limit: int
-) -> Tensor:
-    """What `feed_forward.at_once` computes, in tiles whose intermediates take no more than `limit` bytes."""
-    weight_E, eps = None, 0.0
-    if isinstance(norm, RMSNorm):
-        weight_E, eps = norm.view(norm.weight), norm.eps
-    else:
-        x_E = norm(x_E)
-    most = max(1, limit // bytes_of_token(x_E, gate_GE, normed=weight_E is not None))
-    inputs = (x_E, weight_E, gate_GE, up_GE, down_EG)
-    promised_E = Remember.apply(*inputs, eps, most)
-    out_E: Tensor = Tiles.apply(promised_E, *(x if x is None else x.detach() for x in inputs), eps, most)
-    return out_E
-
-
-def bytes_of_token(x_E: Tensor, gate_GE: Tensor, *, normed: bool) -> int:
-    """In the backward pass, where most lives at once: gate, up and what becomes the gradients of both, then these
-    gradients and two of the input; beside the normalised input.
-    """
-    inner, width = gate_GE.shape
-    return (2 * inner + 2 * max(inner, width) + width * normed) * x_E.element_size()
-
-
-def tiles(tokens: int, most: int) -> Iterator[slice]:
+def tiles(tokens: int, most: int | None = None) -> list[slice]:
     """As few as possible, and as equal as possible: no small one at the end, which would waste a device."""
-    count = -(-tokens // most)
+    count = 1 if most is None else -(-tokens // max(1, most))
     size = -(-tokens // count)
-    yield from (slice(start, start + size) for start in range(0, tokens, size))
+    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
-class Remember(torch.autograd.Function):
-    """Keeps what tiles begin with, and returns x in the place of their output, whose gradient it then gets."""
-
-    @staticmethod
-    def forward(ctx: Any, x_E: Tensor, *inputs: Any) -> Tensor:
-        *weights, eps, most = inputs
-        ctx.save_for_backward(x_E, *weights)
-        ctx.options = (eps, most)
-        return x_E.view_as(x_E)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        kept = ctx.saved_tensors  # Once: what is computed again is there once.
-        found = iter(_backward(grads[0], *kept, *ctx.options))
-        return *(x if x is None else next(found) for x in kept), None, None
-
-
-class Tiles(torch.autograd.Function):
-    """The output, in the place of which `Remember` returned its first input."""
-
-    @staticmethod
-    def forward(ctx: Any, promised_E: Tensor, *inputs: Any) -> Tensor:
-        del ctx, promised_E
-        out_E: Tensor = _forward(*inputs)
-        return out_E
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        del ctx
-        return grads[0], *(None,) * 7
-
-
-# ---- operators, so that a compiler does not keep of one pass what the next would compute again
-
-
-def forward(
-    x_E: Tensor, norm_E: Tensor | None, gate_GE: Tensor, up_GE: Tensor, down_EG: Tensor, eps: float, most: int
-) -> Tensor:
-    x_RE = x_E.reshape(-1, x_E.shape[-1])
-    out_RE = torch.empty_like(x_RE, memory_format=torch.contiguous_format)
-    for part in tiles(x_RE.shape[0], most):
-        x_CE = x_RE[part] if norm_E is None else normalise(x_RE[part], norm_E, eps)[0]
-        product_CG = F.silu(x_CE @ gate_GE.T, inplace=True).mul_(x_CE @ up_GE.T)
-        torch.mm(product_CG, down_EG.T, out=out_RE[part])
-    return out_RE.view(x_E.shape)
-
-
-def backward(
-    grad_E: Tensor,
-    x_E: Tensor,
-    norm_E: Tensor | None,
-    gate_GE: Tensor,
-    up_GE: Tensor,
-    down_EG: Tensor,
-    eps: float,
-    most: int,
-) -> list[Tensor]:
-    """Gradients of x, of the norm's weight if there is one, and of the three matrices, summed over tiles in float32
-    (float64 for float64).
+def bytes_of_token(width: int, inner: int, size: int) -> int:
+    """In a feed-forward's backward pass, where most lives at once: gate, up and what becomes the gradients of both, then
+    these gradients and two of the input; beside the normalised input. A number takes `size`.
     """
-    x_RE, grad_RE = (x.reshape(-1, x_E.shape[-1]) for x in (x_E, grad_E))
-    weights = [weight for weight in (gate_GE, up_GE, down_EG, norm_E) if weight is not None]
-    wide = torch.float64 if x_E.dtype == torch.float64 else torch.float32
-    sums = [torch.zeros_like(weight, dtype=wide) for weight in weights]
-    grad_x_RE = torch.empty_like(x_RE, memory_format=torch.contiguous_format)
-    for part in tiles(x_RE.shape[0], most):
-        grad_x_RE[part] = tile_backward(grad_RE[part], x_RE[part], norm_E, gate_GE, up_GE, down_EG, eps, sums)
-    grad_gate_GE, grad_up_GE, grad_down_EG, *grad_norm = (sums.pop(0).to(weight.dtype) for weight in weights)
-    return [grad_x_RE.view(x_E.shape), *grad_norm, grad_gate_GE, grad_up_GE, grad_down_EG]
+    return (2 * inner + 2 * max(inner, width) + width) * size
 
 
-def tile_backward(
-    grad_CE: Tensor,
-    x_CE: Tensor,
-    norm_E: Tensor | None,
-    gate_GE: Tensor,
-    up_GE: Tensor,
-    down_EG: Tensor,
-    eps: float,
-    sums: list[Tensor],
-) -> Tensor:
-    """The gradient of x; those of gate, up, down and norm are added to the sums."""
-    normed_CE, inverse_C1 = (x_CE, None) if norm_E is None else normalise(x_CE, norm_E, eps)
-    gate_CG, up_CG = normed_CE @ gate_GE.T, normed_CE @ up_GE.T
-    grad_gate_CG, grad_up_CG, grad_down_EG = gated_backward(grad_CE, gate_CG, up_CG, down_EG)
-    del gate_CG, up_CG
-    sums[2] += grad_down_EG
-    sums[0] += grad_gate_CG.T @ normed_CE
-    sums[1] += grad_up_CG.T @ normed_CE
-    grad_x_CE = torch.addmm(grad_gate_CG @ gate_GE, grad_up_CG, up_GE)
-    if norm_E is None or inverse_C1 is None:
-        return grad_x_CE
-    del grad_gate_CG, grad_up_CG, normed_CE
-    grad_x_CE, grad_norm_E = normalise_backward(grad_x_CE, x_CE, norm_E, inverse_C1)
-    sums[3] += grad_norm_E
-    return grad_x_CE
+def project(
+    normed_BCE: Tensor, cos_BC1F: Tensor, sin_BC1F: Tensor, q_QE: Tensor, k_KE: Tensor, v_KE: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys, rotated, and values: [B, C, heads, 2 F]."""
+    width = 2 * cos_BC1F.shape[-1]
+    q, k, v = (F.linear(normed_BCE, weight).unflatten(-1, (-1, width)) for weight in (q_QE, k_KE, v_KE))
+    return rope.turn(q, cos_BC1F, sin_BC1F), rope.turn(k, cos_BC1F, sin_BC1F), v
 
 
-_forward = torch.library.custom_op("longhaul::feed_forward", forward, mutates_args=())
-_backward = torch.library.custom_op("longhaul::feed_forward_backward", backward, mutates_args=())
+def project_backward(
+    normed_BCE: Tensor, cos_BC1F: Tensor, sin_BC1F: Tensor, grads: Sequence[Tensor], weights: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Gradients of the input, and of the three matrices."""
+    dq, dk, dv = grads
+    flat = [x.flatten(-2) for x in (rope.turn(dq, cos_BC1F, -sin_BC1F), rope.turn(dk, cos_BC1F, -sin_BC1F), dv)]
+    grad_BCE = sum_of_products(flat, weights)
+    return grad_BCE, *(weight_grad(grad, normed_BCE) for grad in flat)
 
 
-@_forward.register_fake
-def _(x_E: Tensor, *rest: Any) -> Tensor:
-    del rest
-    return torch.empty_like(x_E, memory_format=torch.contiguous_format)
+def feed(normed_BCE: Tensor, gate_GE: Tensor, up_GE: Tensor, down_EG: Tensor) -> Tensor:
+    gate, up = F.linear(normed_BCE, gate_GE), F.linear(normed_BCE, up_GE)
+    return F.linear(F.silu(gate).mul_(up), down_EG)
 
 
-@_backward.register_fake
-def _(grad_E: Tensor, *inputs: Any) -> list[Tensor]:
-    del grad_E
-    tensors = (x for x in inputs if isinstance(x, Tensor))
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
+def feed_backward(
+    grad_BCE: Tensor, normed_BCE: Tensor, gate_GE: Tensor, up_GE: Tensor, down_EG: Tensor
+) -> tuple[Tensor, ...]:
+    """Gradients of the input, and of the three matrices."""
+    gate, up = F.linear(normed_BCE, gate_GE), F.linear(normed_BCE, up_GE)
+    grad_gate, grad_up, grad_down_EG = gated_backward(grad_BCE, gate, up, down_EG)
+    del gate, up
+    both = [weight_grad(grad, normed_BCE) for grad in (grad_gate, grad_up)]
+    return sum_of_products([grad_gate, grad_up], (gate_GE, up_GE)), *both, grad_down_EG
+
+
+def weight_grad(grad: Tensor, x: Tensor) -> Tensor:
+    """Of the weight that made of `x` what has this gradient."""
+    return grad.flatten(0, -2).T @ x.flatten(0, -2)
+
+
+def sum_of_products(grads: list[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """The gradient of what several weights multiply."""
+    total = grads[0].flatten(0, -2) @ weights[0]
+    for grad, weight in zip(grads[1:], weights[1:], strict=True):
+        total.addmm_(grad.flatten(0, -2), weight)
+    return total.view(*grads[0].shape[:-1], -1)
+
+
+class Sums:
+    """Gradients of weights, summed over so many tiles in float32 (float64 for float64)."""
+
+    def __init__(self, weights: Sequence[Tensor], tiles: int) -> None:
+        self._dtypes = [weight.dtype for weight in weights]
+        self._sums: list[Tensor] = []
+        if tiles > 1:
+            wide = torch.promote_types(weights[0].dtype, torch.float32)
+            self._sums = [torch.zeros_like(weight, dtype=wide) for weight in weights]
+
+    def add(self, grads: Sequence[Tensor]) -> None:
+        if not self._sums:
+            self._sums = [*grads]
+            return
+        for total, grad in zip(self._sums, grads, strict=True):
+            total += grad
+
+    def done(self) -> Iterator[Tensor]:
+        """Each in its weight's type, and no longer held here."""
+        for dtype in self._dtypes:
+            yield self._sums.pop(0).to(dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +21,16 @@ from models.feed_forward import FeedForward
 from models.head import Head
 from models.linear import Embedding
 from models.norm import RMSNorm
+from models.view import unchanged
 
-Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
 
+class Exchange(NamedTuple):
+    """How ranks that share a block's matrices trade tokens; each is what the other's gradient needs."""
 
-def keep_everything(layer: Layer, x_BSE: Tensor, rotation_2BS1F: Tensor, boundaries_BD: Tensor) -> Tensor:
-    """The recomputation policy that recomputes nothing."""
-    return layer(x_BSE, rotation_2BS1F, boundaries_BD)
+    gather: Callable[[Tensor], Tensor] = unchanged
+    """[B, S, E] of this rank's tokens -> [B, T, E] of all ranks'."""
+    reduce: Callable[[Tensor], Tensor] = unchanged
+    """[B, T, E], of which each rank has a part of the sum -> [B, S, E]."""
 
 
 class Block(nn.Module):
@@ -39,16 +42,19 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.ffn_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.feed_forward = FeedForward(config)
-        # The second seam: how the layer is run, so that a policy may recompute it in the backward pass.
-        self.policy: Callable[[Layer, Tensor, Tensor, Tensor], Tensor] = keep_everything
-
-    def layer(self, x_BSE: Tensor, rotation_2BS1F: Tensor, boundaries_BD: Tensor) -> Tensor:
-        x_BSE = x_BSE + self.attention(self.attention_norm(x_BSE), rotation_2BS1F, boundaries_BD)
-        out: Tensor = x_BSE + self.feed_forward(x_BSE, self.ffn_norm)
-        return out
+        self.exchange = Exchange()
+        # The second seam: how a block runs, so that it may keep less and compute it again in the backward pass.
+        self.run: Callable[[Block, Tensor, Tensor, Tensor], Tensor] = keep_everything
 
     def forward(self, x_BSE: Tensor, rotation_2BS1F: Tensor, boundaries_BD: Tensor) -> Tensor:
-        return self.policy(self.layer, x_BSE, rotation_2BS1F, boundaries_BD)
+        return self.run(self, x_BSE, rotation_2BS1F, boundaries_BD)
+
+
+def keep_everything(block: Block, x_BSE: Tensor, rotation_2BS1F: Tensor, boundaries_BD: Tensor) -> Tensor:
+    """As autograd does it."""
+    x_BSE = x_BSE + block.attention(block.attention_norm(x_BSE), rotation_2BS1F, boundaries_BD)
+    out: Tensor = x_BSE + block.feed_forward(block.ffn_norm(x_BSE))
+    return out
 
 
 @dataclass(frozen=True)

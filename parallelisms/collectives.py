@@ -127,11 +127,11 @@ def reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
     return mine
 
 
-def exchange(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Every rank's `x[rank]` by rank, x being [ranks, ...]: all-to-all."""
-    received = torch.empty_like(x, memory_format=torch.contiguous_format)
-    distributed.all_to_all_single(received, x.contiguous(), group=group)
-    return received
+def exchange(x: Tensor, group: ProcessGroup) -> Pending:
+    """Starts to collect every rank's `x[rank]` by rank, x being [ranks, ...]: all-to-all."""
+    sent, received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    work = distributed.all_to_all_single(received, sent, group=group, async_op=True)
+    return Pending(received, sent, (work,))
 
 
 # ---- between operators: what a compiler sees, and may overlap with matrix products

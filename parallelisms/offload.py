@@ -5,105 +5,67 @@
     backward    block 2     block 1     block 0
     copies         1 in        0 in
 
-A block runs as activation checkpointing runs it, but its input, and attention's output and log-sum-exp, are not held on
-the device: they are fetched when the backward pass comes to the block, and attention is not computed again. Copies have
-streams of their own, for which the device waits and the host does not. On a CPU the same code copies at once.
-
-Shape suffixes: B rows, S tokens of this rank, E width of the residual stream, F rotary frequencies, D document starts
-and the row's end.
+Copies have streams of their own, for which the device waits and the host does not. On a CPU the same code copies at once.
 """
 
 from __future__ import annotations
 
+from collections import Counter, deque
+from collections.abc import Sequence
 from math import inf
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
-
-from models.transformer import Layer, Transformer
-from parallelisms.recompute import is_attention
 
 What = Literal["none", "inputs", "inputs_and_attention"]
 
-AHEAD = 4
-"""Tensors on their way back at a time: those of one block, and the input of the next."""
+LEAVING = 4
+"""Tensors on their way out at a time, at most."""
 
 
-def apply(model: Transformer, *, host: HostMemory, what: What, keep_attention: bool) -> None:
-    """Lets every block keep its input in host memory, with `inputs_and_attention` also what attention gave.
-
-    `keep_attention` keeps that on the device otherwise; without either, attention is computed again.
-    """
-    if what == "none":
-        return
-    attention: Literal["device", "host"] | None = "host" if what == "inputs_and_attention" else None
-    if what == "inputs" and keep_attention:
-        attention = "device"
-    for block in model.layers():
-        block.policy = Keeping(host, attention=attention)
+Kind = Literal["inputs", "attention"]
+Pairs = list[tuple[Tensor, Tensor]]
+"""What is written, and what is read."""
 
 
 class Kept:
-    """A tensor, held in host memory or, where there was no room, where it is."""
+    """A tensor, on the host or, without memory there, where it is."""
 
-    def __init__(self, x: Tensor, host: Tensor | None, copies: Copies | None) -> None:
-        self._device = x.device
-        self._copies = copies
-        self.host = host
-        self._here = x if host is None else None
-        if host is not None:
-            host.copy_(x) if copies is None else copies.out(host, x)
+    def __init__(self, x: Tensor, memory: HostMemory | None = None, kind: Kind = "inputs") -> None:
+        self._memory, self._kind = memory, kind
+        self._shape, self._dtype, self._device = x.shape, x.dtype, x.device
+        self._here: Tensor | None = x if memory is None else None
+        self._host: list[Tensor] = [] if memory is None else memory.copy_out(x, kind)
 
     def start(self) -> None:
-        """Starts the way back to the device."""
-        if self._here is None and self.host is not None:
-            self._here = self.host.clone() if self._copies is None else self._copies.back(self.host, self._device)
+        """Lets it begin its way back to the device."""
+        if self._here is None and self._memory is not None and self._host:
+            self._here = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+            self._memory.copy_back(self._host, self._here)
+
+    def read(self) -> Tensor:
+        """The tensor, on its device; it stays kept."""
+        self.start()
+        here = self._here
+        if here is None:
+            raise RuntimeError("what a block kept for its backward pass has been taken already")
+        if self._memory is not None:
+            self._memory.wait()
+            self._here = None
+        return here
 
     def take(self) -> Tensor:
-        """The tensor, on its device again. To be called once."""
-        self.start()
-        x, self._here = self._here, None
-        if x is None:
-            raise RuntimeError("what a block kept for its backward pass has been taken already")
-        if self._copies is not None and self.host is not None:
-            self._copies.wait(x)
-        self.host = None
-        return x
-
-    @property
-    def nbytes(self) -> int:
-        """In host memory."""
-        return 0 if self.host is None else self.host.nbytes
-
-
-class Copies:
-    """Copies between a CUDA device and pinned memory, each way on a stream of its own."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._out, self._in = (torch.cuda.Stream(device) for _ in range(2))
-
-    def out(self, host: Tensor, x: Tensor) -> None:
-        self._out.wait_stream(torch.cuda.current_stream(x.device))
-        with torch.cuda.stream(self._out):
-            host.copy_(x, non_blocking=True)
-        x.record_stream(self._out)
-
-    def back(self, host: Tensor, device: torch.device) -> Tensor:
-        self._in.wait_stream(self._out)
-        with torch.cuda.stream(self._in):
-            return host.to(device, non_blocking=True)
-
-    def wait(self, x: Tensor) -> None:
-        current = torch.cuda.current_stream(x.device)
-        current.wait_stream(self._in)
-        x.record_stream(current)
+        """The tensor, on its device, and kept no longer."""
+        here = self.read()
+        if self._memory is not None:
+            self._memory.held[self._kind] -= sum(piece.nbytes for piece in self._host)
+        self._here, self._host = None, []
+        return here
 
 
 class HostMemory:
-    """Keeps tensors of this rank, up to `budget` bytes. What was kept last is fetched first.
+    """Keeps tensors of this rank, up to `budget` bytes.
 
     `inputs` of blocks are held at a time, at most, and come first: what attention gave has the room that they leave.
     An input that finds none stays on its device; attention is then computed again, on all ranks that share rows alike,
@@ -111,121 +73,110 @@ class HostMemory:
     """
 
     def __init__(self, *, inputs: int, budget: int | None = None) -> None:
-        self.held = 0
+        self.held: Counter[Kind] = Counter()
         """Bytes in host memory."""
+        self.passes: list[Any] = []
+        """Passes through blocks that are to go back; the last goes first."""
         self._inputs = inputs
         self._budget = inf if budget is None else budget
-        self._of_attention = 0
         self._copies: Copies | None = None
-        self._kept: list[Kept] = []
 
-    def keep(self, x: Tensor) -> Kept:
+    def keep_input(self, x: Tensor) -> Kept:
         """A block's input."""
-        return self._keep(x, has_room=self.held + x.nbytes <= self._budget)
+        return Kept(x, self if self.held["inputs"] + rounded(x.nbytes) <= self._budget else None)
 
-    def keep_attention(self, outputs: tuple[Tensor, ...], *, x: Tensor) -> tuple[Kept, ...]:
-        """What attention gave in the block of this input; nothing if there is no room."""
-        wanted = sum(output.nbytes for output in outputs)
-        if self._of_attention + wanted > self._budget - self._inputs * x.nbytes:
-            return ()
-        self._of_attention += wanted
-        return tuple(self._keep(output, has_room=True) for output in outputs)
+    def has_room(self, outputs: Sequence[Tensor], *, times: int, x: Tensor) -> bool:
+        """For so many times what attention gave, beside all inputs, which are like x."""
+        wanted = times * sum(rounded(output.nbytes) for output in outputs)
+        return self.held["attention"] + wanted <= self._budget - self._inputs * rounded(x.nbytes)
 
-    def take(self, kept: Kept) -> Tensor:
-        nbytes = kept.nbytes
-        x = kept.take()
-        self._kept.remove(kept)
-        self.held -= nbytes
-        if not self._kept:
-            self._of_attention = 0
-        for earlier in self._kept[-AHEAD:]:
-            earlier.start()
-        return x
+    def copy_out(self, x: Tensor, kind: Kind) -> list[Tensor]:
+        """Pieces of host memory with the bytes of x, or on their way to have them."""
+        on_device = x.device.type != "cpu"
+        if on_device and self._copies is None:
+            self._copies = Copies(x.device)
+        host = [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=on_device) for size in pieces(x.nbytes)]
+        self.held[kind] += sum(piece.nbytes for piece in host)
+        if self._copies is None:
+            _copy(_paired(host, x))
+        else:
+            self._copies.out(_paired(host, x))
+        return host
 
-    def _keep(self, x: Tensor, *, has_room: bool) -> Kept:
-        host = None
-        if has_room:
-            on_device = x.device.type != "cpu"
-            if on_device and self._copies is None:
-                self._copies = Copies(x.device)
-            host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=on_device)
-            self.held += x.nbytes
-        self._kept.append(Kept(x, host, self._copies))
-        return self._kept[-1]
+    def copy_back(self, host: list[Tensor], x: Tensor) -> None:
+        pairs = [(here, there) for there, here in _paired(host, x)]
+        _copy(pairs) if self._copies is None else self._copies.back(pairs)
+
+    def wait(self) -> None:
+        """Until what was copied back is here: the device waits, the host does not."""
+        if self._copies is not None:
+            self._copies.wait()
 
 
-class Keeping:
-    """The policy of a block: its input is kept by `host`, and the rest is computed again.
+class Copies:
+    """Copies between a CUDA device and pinned memory, each way on a stream of its own.
 
-    `attention` says where what attention gave is kept: on its device, by the host, or (None) not at all.
+    What leaves is held until the device, not the host, has waited for the copy: its memory may then be used again.
     """
 
-    def __init__(self, host: HostMemory, *, attention: Literal["device", "host"] | None) -> None:
-        self._host = host
-        self._attention = attention
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._out, self._in = (torch.cuda.Stream(device) for _ in range(2))
+        self._leaving: deque[tuple[torch.cuda.Event, Pairs]] = deque()
 
-    def __call__(self, layer: Layer, x_BSE: Tensor, rotation_2BS1F: Tensor, boundaries_BD: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            return layer(x_BSE, rotation_2BS1F, boundaries_BD)
-        kept = self._host.keep(x_BSE.detach())
-        entering = [x_BSE]
-        memory = Memory(self._host, x_BSE.detach(), self._attention)
+    def out(self, pairs: Pairs) -> None:
+        current = torch.cuda.current_stream(self._device)
+        if len(self._leaving) == LEAVING:
+            gone, _ = self._leaving.popleft()
+            current.wait_event(gone)
+        self._out.wait_stream(current)
+        with torch.cuda.stream(self._out):
+            _copy(pairs)
+        self._leaving.append((self._out.record_event(), pairs))
 
-        def run() -> Tensor:
-            # The graph is that of the first run; the second one only makes again what that would have saved.
-            x = entering.pop() if entering else self._host.take(kept).requires_grad_()
-            return layer(x, rotation_2BS1F, boundaries_BD)
+    def back(self, pairs: Pairs) -> None:
+        # The memory that it goes to was used before, and what was copied out has to be there.
+        self._in.wait_stream(torch.cuda.current_stream(self._device))
+        self._in.wait_stream(self._out)
+        with torch.cuda.stream(self._in):
+            _copy(pairs)
 
-        out: Tensor = checkpoint(
-            run, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: (Remember(memory), Recall(memory))
-        )
-        return out
-
-
-class Memory:
-    """What attention gave in one block, between its two runs."""
-
-    def __init__(self, host: HostMemory, x_BSE: Tensor, where: Literal["device", "host"] | None) -> None:
-        self._host, self._where = host, where
-        self._x: Tensor | None = x_BSE
-        self._kept: tuple[Kept, ...] = ()
-        self._here: tuple[Tensor, ...] = ()
-
-    def remember(self, outputs: tuple[Tensor, ...]) -> None:
-        if self._x is None:
-            raise RuntimeError("a block attends once; what was kept of it would be lost")
-        if self._where == "host":
-            self._kept = self._host.keep_attention(outputs, x=self._x)
-        elif self._where == "device":
-            self._here = outputs
-        self._x = None
-
-    def recall(self) -> tuple[Tensor, ...] | None:
-        """The same, or None if it is to be computed again. To be called once."""
-        # The last to be kept is the first on its way back.
-        here = self._here or tuple(self._host.take(kept) for kept in reversed(self._kept))[::-1]
-        self._here = self._kept = ()
-        return here or None
+    def wait(self) -> None:
+        current = torch.cuda.current_stream(self._device)
+        while self._leaving:
+            current.wait_event(self._leaving.popleft()[0])
+        current.wait_stream(self._in)
 
 
-class Remember(TorchDispatchMode):
-    """Keeps what attention gives."""
+def pieces(size: int) -> list[int]:
+    """Powers of two that sum up to so many bytes, or at most a sixteenth more, largest first.
 
-    def __init__(self, memory: Memory) -> None:
-        super().__init__()
-        self.memory = memory
+    PyTorch rounds every piece of pinned memory up to a power of two, 1.1 GiB to 2.
+    """
+    found, rest = [], size
+    while rest > 0:
+        piece = 1 << (rest.bit_length() - 1)
+        if piece < rest and 16 * (2 * piece - rest) <= size:
+            piece *= 2
+        found.append(piece)
+        rest -= piece
+    return found
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        outputs = function(*arguments, **(options or {}))
-        if is_attention(function):
-            self.memory.remember(outputs)
-        return outputs
+
+def rounded(size: int) -> int:
+    return sum(pieces(size))
 
 
-class Recall(Remember):
-    """Gives what was kept instead of computing it again."""
+def _paired(host: list[Tensor], x: Tensor) -> Pairs:
+    flat = x.reshape(-1).view(torch.uint8)
+    pairs, start = [], 0
+    for piece in host:
+        part = flat[start : start + piece.nbytes]
+        pairs.append((piece[: part.nbytes], part))
+        start += piece.nbytes
+    return pairs
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        if is_attention(function) and (outputs := self.memory.recall()) is not None:
-            return outputs
-        return function(*arguments, **(options or {}))
+
+def _copy(pairs: Pairs) -> None:
+    for to, source in pairs:
+        to.copy_(source, non_blocking=True)

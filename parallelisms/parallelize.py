@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from models.transformer import Transformer
-from parallelisms import context, fsdp, offload, recompute, tensor
+from parallelisms import context, fsdp, recompute, tensor
 from parallelisms.context import ContextParallel
 from parallelisms.mesh import Mesh
+from parallelisms.recompute import Recompute
 
 
 def parallelize(
@@ -18,25 +19,18 @@ def parallelize(
     kernel: str = "auto",
     sequence_parallel: bool = True,
     loss_parallel: bool = True,
-    policy: recompute.Policy,
-    mlp_tile_mib: int | None = None,
-    compiled: bool,
+    keep: Recompute,
+    compiled: bool = False,
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     reshard_after_forward: bool,
-    keep: offload.What = "none",
-    host: offload.HostMemory | None = None,
     state_on_host: bool = False,
 ) -> None:
     """Changes the model in place; its parameters may still be on the meta device."""
     context.install(model, core, kernel=kernel)
     tensor.apply(model, mesh.tp, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
-    if host is None:
-        recompute.apply(model, policy=policy)
-    else:
-        offload.apply(model, host=host, what=keep, keep_attention=policy == "keep_attention")
-    recompute.apply_tiles(model, mib=mlp_tile_mib)
-    if compiled:
+    recompute.apply(model, keep)
+    if compiled and keep.policy == "none":  # Other blocks compile what they compute of a tile.
         for block in model.layers():
             block.compile(fullgraph=True)
     stored = next(model.parameters()).dtype

@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from models.head import Head, Vocabulary
 from models.linear import Embedding, Linear
 from models.norm import RMSNorm
-from models.transformer import Transformer
+from models.transformer import Exchange, Transformer
 from parallelisms import collectives
 
 Cut = Literal["whole", "rows", "columns"]
@@ -69,7 +69,7 @@ def apply(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, loss
             cutter.place(cast(Any, block.get_submodule(name)), "whole" if name in alike else cut)
         for name in alike:
             cutter.share_heads(cast(Linear, block.get_submodule(name)), kv_heads)
-        block.feed_forward.register_forward_pre_hook(_normalised)
+        block.exchange = cutter.exchange()
         for name in PAIRS:
             cutter.pair(block.get_submodule(name))
     whole = not loss_parallel
@@ -125,6 +125,13 @@ class Cutter:
         module.register_forward_pre_hook(lambda _, arguments: (self._begin(arguments[0]), *arguments[1:]))
         module.register_forward_hook(lambda _, __, x_BTE: self._end(x_BTE))
 
+    def exchange(self) -> Exchange:
+        """The same, for a block that finds its gradients by hand."""
+        if not self._shares_tokens:
+            return Exchange(reduce=partial(collectives.sum_of, group_name=self._name))
+        group: Any = {"group_name": self._name, "size": self._size}
+        return Exchange(partial(collectives.gather_tokens, **group), partial(collectives.scatter_tokens, **group))
+
     def embedding(self, module: Embedding, *, whole: bool) -> None:
         if not whole:
             self.place(module, "rows")
@@ -164,12 +171,6 @@ class Cutter:
 
     def _mine(self, x_BT: Tensor) -> Tensor:
         return x_BT.chunk(self._size, dim=1)[self._rank]
-
-
-def _normalised(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Tensor]:
-    """Before tokens are gathered, each rank's own."""
-    x_BSE, norm = arguments
-    return (norm(x_BSE),)
 
 
 # ---- what a module sees of its weight

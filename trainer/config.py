@@ -92,7 +92,7 @@ class Config(Section):
         found = [
             *self.model.problems(),
             *self.memory.problems(),
-            *self._offload_problems(),
+            *self._group_problems(),
             *self.parallelism.problems(world_size),
             *self._tensor_problems(),
             *self._context_problems(),
@@ -219,13 +219,21 @@ class Config(Section):
             return []
         return [f'training.attention = "{kernel}" takes {" or ".join(types[kernel])}, not training.dtype = "{dtype}"']
 
-    def _offload_problems(self) -> list[str]:
-        if self.memory.offload == "none" or not self.training.compile:
+    def _group_problems(self) -> list[str]:
+        if self.model.problems() or (groups := self.memory.head_groups) == 1:
             return []
-        return [
-            f'memory.offload = "{self.memory.offload}" needs training.compile = false: what a compiled block keeps is not '
-            "seen from outside"
-        ]
+        plan = self.context_plan()
+        if plan.kv_heads % groups:
+            return [
+                f"memory.head_groups = {groups} must divide the {plan.kv_heads} key/value heads of a rank "
+                "(model.num_kv_heads / parallelism.tp)"
+            ]
+        if plan.cp > 1 and not plan.problems() and plan.heads // groups % plan.ulysses:
+            return [
+                f"memory.head_groups = {groups} leaves {plan.heads // groups} query heads in a group, which "
+                f'{plan.ulysses} ranks cannot exchange (parallelism.cp_method = "{plan.chosen}")'
+            ]
+        return []
 
     def _context_problems(self) -> list[str]:
         if self.model.problems():

@@ -239,26 +239,42 @@ class ParallelismSection(Section):
 
 
 class MemorySection(Section):
-    recompute: Literal["none", "full", "keep_attention"] = "none"
+    recompute: Literal["none", "full", "keep_attention"] = "keep_attention"
     """What the backward pass computes again instead of keeping: nothing, every block, or (`keep_attention`) everything but attention's output and log-sum-exp."""
     offload: Literal["none", "inputs", "inputs_and_attention"] = "none"
     """What blocks keep in host memory instead of on the device: nothing, their inputs, or also attention's output and log-sum-exp."""
     host_budget_gib: Positive | None = None
     """Host memory of a node for that, in GiB; what finds no room stays on the device, or is computed again. Left out: no limit."""
+    input_every: Count = 1
+    """Of so many blocks, one keeps its input; the others' are computed again from it, which takes no attention."""
+    head_groups: Count = 1
+    """Groups of key/value heads that attention takes one after the other, so that what it holds in passing is divided by them."""
+    mlp_tile_mib: Count | None = None
+    """Memory for one tile of tokens, in MiB, by which blocks compute all but attention. Left out: all tokens at once."""
     head_chunk_mib: Count = 256
     """Memory for one chunk of logits, in MiB; logits never exist whole."""
-    mlp_tile_mib: Count | None = None
-    """Memory for one tile of tokens in a feed-forward, in MiB; tiles keep their input and are computed again. Left out: all tokens at once, nothing of them again."""
     optimizer_placement: Literal["device", "host"] = "device"
     """Where parameters, gradients and optimizer state lie between uses; `host` fetches each block when it runs, and updates on the CPU."""
 
     def problems(self) -> list[str]:
-        needed = {"inputs": ("full", "keep_attention"), "inputs_and_attention": ("keep_attention",)}
-        allowed = needed.get(self.offload, (self.recompute,))
+        one_by_one = {"offload": "none", "input_every": 1, "head_groups": 1, "mlp_tile_mib": None}
+        asked = {key: getattr(self, key) for key, without in one_by_one.items() if getattr(self, key) != without}
         found = []
-        if self.recompute not in allowed:
-            names = " or ".join(f'"{name}"' for name in allowed)
-            found.append(f'memory.offload = "{self.offload}" needs memory.recompute = {names}, not "{self.recompute}"')
+        if self.recompute == "none":
+            found += [
+                f'memory.{key} = {_told(value)} needs memory.recompute = "full" or "keep_attention": with "none" autograd '
+                "keeps what a block computes"
+                for key, value in asked.items()
+            ]
+        elif self.recompute == "full":
+            kept = {"offload": "inputs_and_attention"} | (
+                {"input_every": self.input_every} if self.input_every > 1 else {}
+            )
+            found += [
+                f'memory.{key} = {_told(value)} needs memory.recompute = "keep_attention", not "full"'
+                for key, value in kept.items()
+                if asked.get(key) == value
+            ]
         if self.host_budget_gib is not None and self.offload == "none":
             found.append(f'memory.host_budget_gib = {self.host_budget_gib} has no use with memory.offload = "none"')
         return found
@@ -324,6 +340,10 @@ class DistributedSection(Section):
     """How long a rank may wait for the others until the first update is done: for set-up, loading and compilation."""
     timeout_minutes: Count = 20
     """How long a rank may wait for the others once the first update is done, also while a checkpoint is written."""
+
+
+def _told(value: str | int) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def _is_there(path: Path) -> bool:

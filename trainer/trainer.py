@@ -23,11 +23,13 @@ from models.transformer import Part, Transformer
 from parallelisms import tensor
 from parallelisms.collectives import sum_over
 from parallelisms.context import ContextParallel
+from parallelisms.halves import Bodies, Pieces, compiled_bodies
 from parallelisms.initialize import initialize
 from parallelisms.mesh import Mesh
 from parallelisms.offload import HostMemory
 from parallelisms.parallelize import parallelize
 from parallelisms.pipeline import Pipeline
+from parallelisms.recompute import Recompute
 from parallelisms.stages import PipelinePlan
 from trainer.config import Config
 from trainer.data.copy import CopyRows
@@ -259,11 +261,31 @@ def host_memory_of(config: Config, world: World, plan: PipelinePlan, *, rank: in
     section = config.memory
     if section.offload == "none":
         return None
-    blocks = sum(plan.blocks[stage] for stage in plan.stages_of(rank))
+    blocks = sum(-(-plan.blocks[stage] // section.input_every) for stage in plan.stages_of(rank))
     budget = None
     if section.host_budget_gib is not None:
         budget = int(section.host_budget_gib * GIB) // max(1, world.size // world.nodes)
     return HostMemory(inputs=blocks * plan.most_in_flight, budget=budget)
+
+
+def recompute_of(config: Config, host: HostMemory | None) -> Recompute:
+    """What blocks keep between their passes."""
+    memory = config.memory
+    bodies = compiled_bodies() if config.training.compile else Bodies()
+    tile = None if memory.mlp_tile_mib is None else memory.mlp_tile_mib << 20
+    return Recompute(
+        policy=memory.recompute,
+        host=host,
+        attention_on_host=memory.offload == "inputs_and_attention",
+        every=memory.input_every,
+        pieces=Pieces(memory.head_groups, tile, bodies),
+        reshards=reshards(config),
+    )
+
+
+def reshards(config: Config) -> bool:
+    # A pipeline would gather the weights again for each micro-batch.
+    return config.parallelism.reshard_after_forward and config.parallelism.pp == 1
 
 
 def build_model(
@@ -291,15 +313,11 @@ def build_model(
         kernel=kernel,
         sequence_parallel=config.parallelism.sequence_parallel,
         loss_parallel=config.parallelism.loss_parallel,
-        policy=config.memory.recompute,
-        mlp_tile_mib=config.memory.mlp_tile_mib,
+        keep=recompute_of(config, host),
         compiled=training.compile,
         param_dtype=compute,
         reduce_dtype=reduced,
-        # A pipeline would gather the weights again for each micro-batch.
-        reshard_after_forward=config.parallelism.reshard_after_forward and config.parallelism.pp == 1,
-        keep=config.memory.offload,
-        host=host,
+        reshard_after_forward=reshards(config),
         state_on_host=on_host,
     )
     initialize(model, seed=training.seed, device=torch.device("cpu") if on_host else device)

@@ -12,9 +12,9 @@ D document starts and the row's end.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,13 +22,24 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from models import causal as documents
 from models import kernels
-from models.attention import local_core
+from models.attention import LocalCore
 from models.batch import IGNORE, Batch, padded
 from models.transformer import Transformer
 from parallelisms import collectives
 from parallelisms.context import rotation, ulysses
 from parallelisms.context.layout import SeqLayout
+from parallelisms.context.ring import Arriving
 from parallelisms.rules import ContextPlan, Layout, Method, Rotation
+
+
+class Started(NamedTuple):
+    """Queries, keys and values on their way."""
+
+    exchanges: list[ulysses.ToHeads] | None
+    """To the ranks that have their heads."""
+    given: Sequence[Tensor]
+    arriving: Arriving | None = None
+    """Keys and values of other ranks of the ring."""
 
 
 class ContextParallel:
@@ -101,6 +112,53 @@ class ContextParallel:
             )
         out = self._attend(q_BSNH, k_BSKH, v_BSKH, boundaries_BD)
         return ulysses.to_tokens(out, self.ulysses_group, self.ulysses) if self.ulysses > 1 else out
+
+    # ---- the same in steps, below autograd, of as many heads as are given
+
+    def start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Started:
+        """Lets everything begin its way to the ranks that need it."""
+        given = (q_BSNH, k_BSKH, v_BSKH)
+        if self.ulysses > 1:
+            return Started([ulysses.ToHeads(x, self.ulysses_group, self.ulysses) for x in given], given)
+        return Started(None, given, self._rotate(k_BSKH, v_BSKH))
+
+    def forward(self, started: Started, boundaries_BD: Tensor) -> tuple[Tensor, Tensor]:
+        """Output [B, S, N, H] and log-sum-exp, of this rank's heads."""
+        (q, k, v), arriving = self._arrived(started)
+        if arriving is None or self.rotation is None:
+            out, lse = documents.attention(q, k, v, boundaries_BD, kernel=self.kernel)
+        else:
+            options = (self.rotation, self.layout, self.ring_group, self.kernel)
+            out, lse = rotation.forward(q, k, v, arriving, boundaries_BD, *options)
+        return (ulysses.to_tokens(out, self.ulysses_group, self.ulysses) if self.ulysses > 1 else out), lse
+
+    def backward(
+        self, grad_BSNH: Tensor, started: Started, out_BSNH: Tensor, lse: Tensor, boundaries_BD: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of queries, keys and values."""
+        if self.ulysses > 1:
+            grad_BSNH, out_BSNH = (ulysses.to_heads(x, self.ulysses_group, self.ulysses) for x in (grad_BSNH, out_BSNH))
+        (q, k, v), arriving = self._arrived(started)
+        if arriving is None or self.rotation is None:
+            grads = documents.attention_backward(grad_BSNH, q, k, v, out_BSNH, lse, boundaries_BD, self.kernel)
+        else:
+            options = (self.rotation, self.layout, self.ring_group, self.reduce_dtype, self.kernel)
+            grads = rotation.backward(grad_BSNH, q, k, v, arriving, out_BSNH, lse, boundaries_BD, *options)
+        if started.exchanges is not None:
+            grads = tuple(exchange.backward(grad) for exchange, grad in zip(started.exchanges, grads, strict=True))
+        dq, dk, dv = grads
+        return dq, dk, dv
+
+    def _arrived(self, started: Started) -> tuple[Sequence[Tensor], Arriving | None]:
+        if started.exchanges is None:
+            return started.given, started.arriving
+        given = [exchange.wait() for exchange in started.exchanges]
+        return given, self._rotate(*given[1:])
+
+    def _rotate(self, k_BSKH: Tensor, v_BSKH: Tensor) -> Arriving | None:
+        if self.rotation is None or self.ring == 1:
+            return None
+        return rotation.start(k_BSKH, v_BSKH, self.rotation, self.ring_group)
 
     def _attend(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Tensor:
         if self.rotation is None or self.ring == 1:
@@ -210,7 +268,7 @@ def _spelled(*tensors: Tensor) -> str:
 def install(model: Transformer, core: ContextParallel | None, *, kernel: str) -> None:
     """Puts context parallelism, or for None attention to whole rows, into every attention of the model."""
     for block in model.layers():
-        block.attention.core = core or partial(local_core, kernel=kernel)
+        block.attention.core = core or LocalCore(kernel)
 
 
 def _unsupported(plan: ContextPlan, *, causal: bool, window: int | None, dropout: float) -> list[str]:

@@ -16,15 +16,14 @@ from torch import Tensor
 
 from models import causal, kernels
 from parallelisms.context.merge import Running, apart, summed
-from parallelisms.context.ring import Grads, Send
+from parallelisms.context.ring import Arriving, Grads
 from parallelisms.context.tasks import Share
 
 
 def forward(
-    q_XNH: Tensor, k_XKH: Tensor, v_XKH: Tensor, share: Share, *, gather: Send, kernel: str = "auto"
+    q_XNH: Tensor, k_XKH: Tensor, v_XKH: Tensor, arriving: Arriving, share: Share, *, kernel: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Output, in the type of q, and log-sum-exp [N, X]."""
-    arriving = gather(torch.stack((k_XKH, v_XKH)))
+    """Output, in the type of q, and log-sum-exp [N, X]. Everyone's keys and values, stacked, are `arriving`."""
     running = Running(*causal.forward(q_XNH, k_XKH, v_XKH, share.own, kernel=kernel))
     k_YKH, v_YKH = _in_row_order(arriving.wait(), share)
     for part in kernels.attend(q_XNH, k_YKH, v_YKH, share.foreign, kernel=kernel):
@@ -37,17 +36,16 @@ def backward(
     q_XNH: Tensor,
     k_XKH: Tensor,
     v_XKH: Tensor,
+    arriving: Arriving,
     out_XNH: Tensor,
     lse_NX: Tensor,
     share: Share,
     *,
-    gather: Send,
     reduce_scatter: Callable[[Tensor], Tensor],
     wire: torch.dtype,
     kernel: str = "auto",
 ) -> Grads:
     """Gradients of q, k and v, in their types; those of keys and values travel as `wire`."""
-    arriving = gather(torch.stack((k_XKH, v_XKH)))
     own = (grad_XNH, q_XNH, k_XKH, v_XKH, out_XNH, lse_NX)
     dq_XNH, home_2XKH = summed(*causal.backward(*own, share.own, kernel=kernel))
     k_YKH, v_YKH = _in_row_order(arriving.wait(), share)

@@ -33,10 +33,16 @@ Grads = tuple[Tensor, Tensor, Tensor]
 
 
 def forward(
-    q_XNH: Tensor, k_XKH: Tensor, v_XKH: Tensor, share: Share, *, rotate: Send, kernel: str = "auto"
+    q_XNH: Tensor,
+    k_XKH: Tensor,
+    v_XKH: Tensor,
+    arriving: Arriving,
+    share: Share,
+    *,
+    rotate: Send,
+    kernel: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Output, in the type of q, and log-sum-exp [N, X]."""
-    arriving = rotate(torch.stack((k_XKH, v_XKH)))
+    """Output, in the type of q, and log-sum-exp [N, X]. Of keys and values, stacked, the first hop is `arriving`."""
     running = Running(*causal.forward(q_XNH, k_XKH, v_XKH, share.own, kernel=kernel))
     for step, work in enumerate(share.steps, start=1):
         kv_2XKH = arriving.wait()
@@ -52,6 +58,7 @@ def backward(
     q_XNH: Tensor,
     k_XKH: Tensor,
     v_XKH: Tensor,
+    arriving: Arriving,
     out_XNH: Tensor,
     lse_NX: Tensor,
     share: Share,
@@ -61,7 +68,6 @@ def backward(
     kernel: str = "auto",
 ) -> Grads:
     """Gradients of q, k and v, in their types; those of keys and values travel as `wire`."""
-    arriving = rotate(torch.stack((k_XKH, v_XKH)))
     own = (grad_XNH, q_XNH, k_XKH, v_XKH, out_XNH, lse_NX)
     dq_XNH, home_2XKH = summed(*causal.backward(*own, share.own, kernel=kernel))
     travelling: Arriving | None = None

@@ -9,6 +9,7 @@ row's end.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from models import causal
 from parallelisms import collectives
 from parallelisms.context import gather, ring
 from parallelisms.context.layout import SeqLayout
+from parallelisms.context.ring import Arriving
 from parallelisms.context.tasks import Share
 from parallelisms.rules import Layout
 
@@ -60,14 +62,8 @@ def _attention(
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     del wire  # Only gradients travel so.
-    group = collectives.named(group_name)
-    share = share_of(boundaries_BD, layout, group, *q_BSNH.shape[:2])
-    q, k, v = (x.flatten(0, 1) for x in (q_BSNH, k_BSKH, v_BSKH))
-    if rotation == "allgather":
-        out, lse = gather.forward(q, k, v, share, gather=partial(collectives.gather, group=group), kernel=kernel)
-    else:
-        out, lse = ring.forward(q, k, v, share, rotate=partial(HOPS[rotation], group=group), kernel=kernel)
-    return out.view_as(q_BSNH), causal.by_row(lse, q_BSNH.shape[0])
+    arriving = start(k_BSKH, v_BSKH, rotation, group_name)
+    return forward(q_BSNH, k_BSKH, v_BSKH, arriving, boundaries_BD, rotation, layout, group_name, kernel)
 
 
 @torch.library.custom_op("longhaul::context_attention_backward", mutates_args=())
@@ -85,18 +81,67 @@ def _attention_backward(
     wire: torch.dtype,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    arriving = start(k_BSKH, v_BSKH, rotation, group_name)
+    given = (grad_BSNH, q_BSNH, k_BSKH, v_BSKH, arriving, out_BSNH, lse_BNS, boundaries_BD)
+    return backward(*given, rotation, layout, group_name, wire, kernel)
+
+
+# ---- the same in steps, below autograd
+
+
+def start(k_BSKH: Tensor, v_BSKH: Tensor, rotation: str, group_name: str) -> Arriving:
+    """Lets keys and values begin their way to the other ranks."""
+    return _SEND[rotation](torch.stack((k_BSKH.flatten(0, 1), v_BSKH.flatten(0, 1))), collectives.named(group_name))
+
+
+def forward(
+    q_BSNH: Tensor,
+    k_BSKH: Tensor,
+    v_BSKH: Tensor,
+    arriving: Arriving,
+    boundaries_BD: Tensor,
+    rotation: str,
+    layout: str,
+    group_name: str,
+    kernel: str,
+) -> tuple[Tensor, Tensor]:
+    group = collectives.named(group_name)
+    share = share_of(boundaries_BD, layout, group, *q_BSNH.shape[:2])
+    q, k, v = (x.flatten(0, 1) for x in (q_BSNH, k_BSKH, v_BSKH))
+    if rotation == "allgather":
+        out, lse = gather.forward(q, k, v, arriving, share, kernel=kernel)
+    else:
+        rotate = partial(_SEND[rotation], group=group)
+        out, lse = ring.forward(q, k, v, arriving, share, rotate=rotate, kernel=kernel)
+    return out.view_as(q_BSNH), causal.by_row(lse, q_BSNH.shape[0])
+
+
+def backward(
+    grad_BSNH: Tensor,
+    q_BSNH: Tensor,
+    k_BSKH: Tensor,
+    v_BSKH: Tensor,
+    arriving: Arriving,
+    out_BSNH: Tensor,
+    lse_BNS: Tensor,
+    boundaries_BD: Tensor,
+    rotation: str,
+    layout: str,
+    group_name: str,
+    wire: torch.dtype,
+    kernel: str,
+) -> tuple[Tensor, Tensor, Tensor]:
     group = collectives.named(group_name)
     share = share_of(boundaries_BD, layout, group, *q_BSNH.shape[:2])
     grad, q, k, v, out = (x.flatten(0, 1) for x in (grad_BSNH, q_BSNH, k_BSKH, v_BSKH, out_BSNH))
-    inputs = (grad, q, k, v, out, causal.laid_out(lse_BNS))
+    inputs = (grad, q, k, v, arriving, out, causal.laid_out(lse_BNS), share)
     wire = wire if q.dtype.itemsize < 4 else q.dtype
     if rotation == "allgather":
-        everyone = partial(collectives.gather, group=group)
         reduce = partial(collectives.reduce_scatter, group=group)
-        grads = gather.backward(*inputs, share, gather=everyone, reduce_scatter=reduce, kernel=kernel, wire=wire)
+        grads = gather.backward(*inputs, reduce_scatter=reduce, kernel=kernel, wire=wire)
     else:
-        rotate = partial(HOPS[rotation], group=group)
-        grads = ring.backward(*inputs, share, rotate=rotate, kernel=kernel, wire=wire)
+        rotate = partial(_SEND[rotation], group=group)
+        grads = ring.backward(*inputs, rotate=rotate, kernel=kernel, wire=wire)
     dq, dk, dv = (grad.view(x.shape) for grad, x in zip(grads, (q_BSNH, k_BSKH, v_BSKH), strict=True))
     return dq, dk, dv
 
@@ -112,7 +157,11 @@ def _share_of(rows: causal.Boundaries, kind: Layout, ring: int, rank: int, held:
     return Share(tuple(SeqLayout(kind, ring, row) for row in causal.checked(rows, held * ring)), rank)
 
 
-HOPS = {"ring": collectives.rotate, "alltoall": collectives.rotate_all_to_all}
+_SEND: dict[str, Callable[..., Arriving]] = {
+    "ring": collectives.rotate,
+    "alltoall": collectives.rotate_all_to_all,
+    "allgather": collectives.gather,
+}
 
 
 @_attention.register_fake

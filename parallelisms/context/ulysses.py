@@ -33,17 +33,37 @@ def to_tokens(x_BTMH: Tensor, group_name: str, ranks: int) -> Tensor:
     return out
 
 
+class ToHeads:
+    """`to_heads` in two steps, below autograd."""
+
+    def __init__(self, x_BSNH: Tensor, group_name: str, ranks: int) -> None:
+        self._times = repeats(ranks, x_BSNH.shape[2])
+        self._group = (group_name, ranks)
+        by_rank = x_BSNH.repeat_interleave(self._times, dim=2).unflatten(2, (ranks, -1)).movedim(2, 0)
+        self._pending = collectives.exchange(by_rank, collectives.named(group_name))
+
+    def wait(self) -> Tensor:
+        """[B, T, M, H]."""
+        return self._pending.wait().movedim(0, 1).flatten(1, 2).contiguous()
+
+    def backward(self, grad_BTMH: Tensor) -> Tensor:
+        """[B, S, N, H]: heads that were repeated get the sum of the gradients of all."""
+        grad_BSNH = to_tokens(grad_BTMH, *self._group)
+        if self._times == 1:
+            return grad_BSNH
+        summed: Tensor = grad_BSNH.unflatten(2, (-1, self._times)).sum(3)
+        return summed
+
+
 @torch.library.custom_op("longhaul::to_heads", mutates_args=())
 def _to_heads(x_BSNH: Tensor, group_name: str, ranks: int) -> Tensor:
-    by_rank = x_BSNH.unflatten(2, (ranks, -1)).movedim(2, 0)
-    received = collectives.exchange(by_rank, collectives.named(group_name))
-    return received.movedim(0, 1).flatten(1, 2).contiguous()
+    return ToHeads(x_BSNH, group_name, ranks).wait()
 
 
 @torch.library.custom_op("longhaul::to_tokens", mutates_args=())
 def _to_tokens(x_BTMH: Tensor, group_name: str, ranks: int) -> Tensor:
     by_rank = x_BTMH.unflatten(1, (ranks, -1)).movedim(1, 0)
-    received = collectives.exchange(by_rank, collectives.named(group_name))
+    received = collectives.exchange(by_rank, collectives.named(group_name)).wait()
     return received.movedim(0, 2).flatten(2, 3).contiguous()
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from models import rope
-from models.attention import Attention, local_core
+from models.attention import Attention, LocalCore
 from tests.models.small import SMALL, packed
 
 
@@ -25,7 +25,7 @@ def test_the_core_sees_rotated_queries_and_keys_values_as_they_are_and_whole_bou
 
     def core(q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Tensor:
         seen.extend((q_BSNH, k_BSKH, v_BSKH, boundaries_BD))
-        return local_core(q_BSNH, k_BSKH, v_BSKH, boundaries_BD)
+        return LocalCore()(q_BSNH, k_BSKH, v_BSKH, boundaries_BD)
 
     attention.core = core
     attention(x_BSE, rotation, boundaries)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from parallelisms.rules import AXES
+from parallelisms.stages import SPLIT
 from tests.system.runs import forked, metrics, state, tensors, write_run
 
 pytestmark = pytest.mark.ranks
@@ -34,6 +35,10 @@ TILES = ("--memory.mlp_tile_mib=1", "--memory.recompute=full")
 HOST = ("--memory.optimizer_placement=host",)
 ON_HOST = (*KEEP, "--memory.offload=inputs_and_attention")
 INPUTS_ON_HOST = (*FULL, "--memory.offload=inputs")
+NO_GROUPS = (*ON_HOST, "--memory.input_every=2", "--memory.mlp_tile_mib=1")
+EVERYTHING = (*NO_GROUPS, "--memory.head_groups=2")
+GROUPS = (*KEEP, "--memory.head_groups=2")
+EVERY = (*KEEP, "--memory.input_every=2", "--memory.mlp_tile_mib=1")
 LITTLE = ("--memory.host_budget_gib=0.0004",)
 TIED = ("--model.tie_embeddings=true",)
 HEADTAIL = ("--parallelism.cp_layout=headtail",)
@@ -47,7 +52,8 @@ def mesh(*, method: str = "auto", schedule: str = "1F1B", **degrees: int) -> tup
         stated["cp_method"] = method
     if degrees.get("pp", 1) > 1:
         stated["pp_schedule"] = schedule
-    return prod(degrees.values()), tuple(f"--parallelism.{key}={value}" for key, value in stated.items())
+    once = ("--memory.recompute=none",) if schedule in SPLIT else ()  # They go back twice.
+    return prod(degrees.values()), (*(f"--parallelism.{key}={value}" for key, value in stated.items()), *once)
 
 
 def case(
@@ -75,7 +81,21 @@ CASES = [
     case("dp_replicate 2 x cp 2, state on the host", mesh(dp_replicate=2, cp=2), HOST, slow=True),
     case("dp_shard 2, blocks on the host", mesh(dp_shard=2), ON_HOST, slow=True),
     case("cp 2 ulysses, blocks on the host, little of it", mesh(cp=2, method="ulysses"), ON_HOST, LITTLE, slow=True),
+    case("dp_shard 2, everything", mesh(dp_shard=2), EVERYTHING),
+    case("cp 4 ring, everything", mesh(cp=4, method="ring"), EVERYTHING),
+    case("cp 2 alltoall, head groups", mesh(cp=2, method="alltoall"), GROUPS),
+    case("cp 2 allgather, everything", mesh(cp=2, method="allgather"), EVERYTHING),
+    case("cp 2 ulysses, everything", mesh(cp=2, method="ulysses"), EVERYTHING),
+    case("cp 4 hybrid, everything", mesh(cp=4, method="hybrid"), HYBRID, EVERYTHING),
+    case("dp_replicate 2, one input of two", mesh(dp_replicate=2), EVERY),
     # Tensor parallelism
+    case("tp 2, all but head groups", mesh(tp=2), NO_GROUPS),
+    case("tp 2, all but head groups, tokens whole", mesh(tp=2), NO_GROUPS, TOKENS_WHOLE),
+    case("tp 2, all but head groups, rows at once", mesh(tp=2), NO_GROUPS, ROWS),
+    case("dp_shard 2 x tp 2, all but head groups", mesh(dp_shard=2, tp=2), NO_GROUPS),
+    case("cp 2 ring x tp 2, all but head groups", mesh(cp=2, tp=2, method="ring"), NO_GROUPS),
+    case("pp 2, everything", mesh(pp=2), EVERYTHING),
+    case("cp 2 x tp 2 x pp 2, all but head groups", mesh(cp=2, tp=2, pp=2), NO_GROUPS),
     case("tp 2", mesh(tp=2)),
     case("tp 2, tokens whole", mesh(tp=2), TOKENS_WHOLE),
     case("tp 2, loss whole", mesh(tp=2), LOSS_WHOLE),
