@@ -24,8 +24,10 @@ class Block:
     shares_tokens: bool = True
     compiled: bool = False
     context: ContextPlan | None = None
+    groups: int = 1
+    """Of key/value heads."""
     tile: int | None = None
-    """Bytes of a tile of the feed-forward, where it runs by tiles."""
+    """Bytes of a tile, where blocks compute again."""
 
     @property
     def stream(self) -> int:
@@ -63,8 +65,6 @@ class Block:
         return self._normed() + self.bytes * (self.queries + self.keys) + output + exchanged
 
     def kept_by_feed_forward(self) -> int:
-        if self.tile is not None:  # It begins with the stream, or under tp with what the norm made of it.
-            return self._normed() if self.tp > 1 else self.stream
         return self._normed() + (3 if self.compiled else 2) * self.inner
 
     def _normed(self) -> int:
@@ -72,23 +72,25 @@ class Block:
         numbers = self.wide * self.stream // (self.bytes * self.model.dim)
         return self.stream + numbers + self.bytes * self.model.dim * self.tokens
 
+    @property
+    def gathered(self) -> int:
+        """The tokens of all tp ranks, where they are shared between them."""
+        return self.bytes * self.model.dim * self.tokens * (self.tp > 1 and self.shares_tokens)
+
     def in_feed_forward(self) -> int:
-        """Its backward pass: the gradient of its output, whole under tp; of gate and up."""
-        gathered = self.bytes * self.model.dim * self.tokens * (self.tp > 1 and self.shares_tokens)
-        if self.tile is None:
-            return self.stream + gathered + 2 * self.inner
-        width, inner = self.model.dim, self.model.ffn_dim // self.tp
-        token = self.bytes * (2 * inner + 2 * max(inner, width) + width * (self.tp == 1))
-        # The gradients of its matrices are summed over tiles in the wide type.
-        tiles = min(self.tile, self.tokens * token)
-        return 2 * self.stream + gathered + tiles + self.wide * 3 * width * inner
+        """Its backward pass, where all is kept: the gradient of its output, whole under tp; of gate and up."""
+        return self.stream + self.gathered + 2 * self.inner
 
     def in_attention(self, travels: int) -> int:
-        """Its backward pass: gradients of the stream, output, queries, keys and values; and what other ranks send.
+        """Its backward pass, where all is kept: the gradient of the stream, and what the operator holds."""
+        return self.stream + self._attending(travels)
+
+    def _attending(self, travels: int) -> int:
+        """Gradients of attention's output, queries, keys and values; and what other ranks send.
 
         `travels` are the bytes in which gradients of keys and values are sent.
         """
-        own = self.stream + self.bytes * 2 * self.queries
+        own = self.bytes * 2 * self.queries
         if self.context is None or self.context.ring == 1:
             return own + self.bytes * self.keys
         # Gradients are summed in the wide type, beside those of the part that was just computed.
@@ -101,3 +103,73 @@ class Block:
             return own + self.keys * max(apart, together)
         again = 2 * travels + self.bytes if ring > 2 else 0  # Keys and gradients that are on their way.
         return own + self.keys * (2 * self.bytes + self.wide + again)
+
+    # ---- backward passes that compute again: everything but what is kept of other blocks
+
+    def tiles(self) -> tuple[int, int]:
+        """How many, and the tokens of the largest, of all tp ranks."""
+        if self.tile is None:
+            return 1, self.tokens
+        parts = self.tp if self.shares_tokens else 1
+        held = self.tokens // parts
+        most = max(1, self.tile // self._token() // parts)
+        count = -(-held // most)
+        return count, -(-held // count) * parts
+
+    def _token(self) -> int:
+        width, inner = self.model.dim, self.model.ffn_dim // self.tp
+        return self.bytes * (2 * inner + 2 * max(inner, width) + width)
+
+    def feed_forward_again(self, *, between: bool = False) -> int:
+        """x and what attention gave, the gradient that came and the one that goes; and a tile, in the feed-forward or in
+        its norm, with the gradients of all matrices. Or else, where x is made again, what lies between the halves.
+        """
+        count, tokens = self.tiles()
+        width, inner = self.model.dim, self.model.ffn_dim // self.tp
+        own = self.bytes * width * tokens // (self.tp if self.shares_tokens else 1)
+        gathered = self.bytes * width * tokens * (self.tp > 1 and self.shares_tokens)
+        gates = self.bytes * inner * tokens
+        weights = self.bytes * width * inner
+        feeding = max(4 * gates + weights, 2 * gates + 3 * weights + own)
+        norming = 3 * weights + own + 3 * self.wide * own // self.bytes
+        sums = self.wide * 3 * width * inner * (count > 1)
+        entering = max(own + gathered, 2 * gathered)
+        backward = sums + own + entering + max(feeding, norming - own)
+        forward = self.stream + entering + 3 * gates
+        lasting = (2 + (count > 1)) * self.stream + self.attended
+        return lasting + (max(forward, backward) if between else backward)
+
+    def attention_again(self, travels: int) -> int:
+        """x and its gradient, whole under tp too; of groups that are done, the gradients of queries, in the place of
+        attention's output, and of keys and values; queries, keys and values of one at work and of one on its way.
+        """
+        whole = self.bytes * self.queries
+        keys = self.bytes * self.keys
+        groups = self.groups
+        done = max(0, groups - 2) * keys // groups
+        at_work = min(2, groups) * self._sent() // groups
+        return 2 * self.stream + 2 * self.gathered + self.attended + done + at_work + self._attending(travels) // groups
+
+    def _sent(self) -> int:
+        """Of all heads: queries, keys and values, and what is sent and received of them."""
+        own = self.bytes * (self.queries + self.keys)
+        if self.context is None:
+            return own
+        if self.context.ulysses > 1:
+            return 2 * own
+        if self.context.ring == 1:
+            return own
+        return own + self.bytes * self.keys * (1 + (self.context.ring if self.context.rotation == "allgather" else 1))
+
+    def projections_again(self) -> int:
+        """x and its gradient, the gradients of queries, keys and values; and a tile of them, turned back, and its norm."""
+        count, tokens = self.tiles()
+        width = self.model.dim
+        heads = self.bytes * (self.queries + self.keys)
+        own = self.bytes * width * tokens // (self.tp if self.shares_tokens else 1)
+        weights = self.bytes * width * heads // self.bytes // max(1, self.tokens)
+        tile = heads * tokens // self.tokens
+        turning = tile * (self.groups > 1) + tile + 2 * self.wide * self.queries * tokens // self.tokens
+        norming = weights + own + 3 * self.wide * own // self.bytes
+        sums = (self.wide * weights // self.bytes) * (count > 1)
+        return 2 * self.stream + self.gathered + heads + own + sums + max(turning, norming)

@@ -1,7 +1,8 @@
 """Bytes that a run really holds, counted: every allocation and release that torch's CPU allocator reports.
 
 torch.profiler sees them all: inside operators and kernels, in storages that are resized, in the backward pass. Left out
-are what only a CPU run has: copies that gloo makes of what it sends, and the scratch of the CPU's attention. Not seen is
+are what blocks keep in host memory, and what only a CPU run has: copies that gloo makes of what it sends, casts of what is
+added to a wider sum, and the scratch of the CPU's attention. Not seen is
 what MKL and Python take for themselves, and what gloo's threads release; `Live` finds that out later.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +19,14 @@ from torch import distributed
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from parallelisms.offload import HostMemory
 from trainer.config import Config
 from trainer.data.copy import CopyRows
 from trainer.distributed import World
 from trainer.trainer import Trainer
 
+ON_HOST = "kept on the host"
+CAST = ("aten::add_", "aten::to", "aten::_to_copy")
 SCRATCH = ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "aten::empty")
 
 
@@ -47,7 +52,7 @@ def count(config: Config, *, updates: int) -> Counted:
         seed=0,
     )
     world = World(distributed.get_rank(), distributed.get_world_size(), torch.device("cpu"))
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with _told(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         trainer = Trainer(config, world, rows)
         reading = trainer.loader.updates(0)
         for update in range(updates):
@@ -60,6 +65,20 @@ def count(config: Config, *, updates: int) -> Counted:
     return _counted(profiled)
 
 
+@contextmanager
+def _told() -> Iterator[None]:
+    """Lets the profiler see what is allocated in host memory."""
+    copy_out = HostMemory.copy_out
+
+    def told(memory: HostMemory, *arguments: Any) -> Any:
+        with record_function(ON_HOST):
+            return copy_out(memory, *arguments)
+
+    HostMemory.copy_out = told  # type: ignore[method-assign]
+    yield
+    HostMemory.copy_out = copy_out  # type: ignore[method-assign]
+
+
 def _counted(profiled: Any) -> Counted:
     results: Any = profiled.profiler.kineto_results
     changes: list[tuple[int, int, int]] = []
@@ -68,7 +87,8 @@ def _counted(profiled: Any) -> Counted:
         if event.typed[0] == _EventType.Allocation:
             size = event.typed[1].alloc_size
             sent = any(name.startswith(("c10d::", "gloo:")) for name in inside)
-            if size < 0 or not (sent or inside[-2:] == SCRATCH):
+            left_out = sent or inside[-2:] == SCRATCH or inside[-4:-1] == CAST or ON_HOST in inside
+            if size < 0 or not left_out:
                 changes.append((event.start_time_ns, event.typed[1].ptr, size))
         elif event.name.startswith("update "):
             spans[event.name] = (event.start_time_ns, event.end_time_ns)

@@ -97,7 +97,7 @@ class Rank:
         self.tokens = training.micro_batch_size * plan.padded(training.seq_len) // degrees["cp"]
         self.block = Block(
             self.model, self.tokens, self.compute, self.stored, self.tp, parallelism.sequence_parallel,
-            training.compile, plan if degrees["cp"] > 1 else None,
+            training.compile, plan if degrees["cp"] > 1 else None, config.memory.head_groups,
             None if config.memory.mlp_tile_mib is None else config.memory.mlp_tile_mib << 20,
         )  # fmt: skip
         self.node = min(world_size, parallelism.node_ranks)
@@ -180,22 +180,26 @@ class Rank:
     def _kept(self) -> float:
         """By all blocks; tables of angles; and the stream behind the last, if it does not begin in a buffer."""
         rotation = self.stored * self.model.head_dim * self.tokens * self.pipeline.stages_per_rank
-        block, _ = self._of_block()
-        return self.in_flight() * (self.blocks * block + rotation + self.block.stream * self.is_first)
+        return self.in_flight() * (self._by_blocks(self.blocks)[0] + rotation + self.block.stream * self.is_first)
 
-    def _of_block(self) -> tuple[float, float]:
-        """Bytes that a block keeps on the device and on the host, as a mean: the host's may not suffice for all."""
-        memory, block = self.config.memory, self.block
-        kept = block.kept(memory.recompute)
-        held = self.in_flight() * self.blocks
-        if memory.offload == "none" or not held:
-            return kept, 0
-        room = inf if memory.host_budget_gib is None else memory.host_budget_gib * GIB / self.node / held
-        stream = min(block.stream, room)
+    def _by_blocks(self, count: int, *, at_work: bool = False) -> tuple[float, float]:
+        """Bytes that so many blocks keep on the device and on the host; one more is at work, with its inputs, or not."""
+        memory, block, every = self.config.memory, self.block, self.config.memory.input_every
+        if memory.recompute == "none":
+            return count * block.kept("none"), 0
+        inputs = count // every if at_work else -(-count // every)
+        attended = block.attended * (memory.recompute == "keep_attention")
+        all_inputs = self.in_flight() * -(-self.blocks // every)
+        if memory.offload == "none" or not all_inputs:
+            return inputs * block.stream + count * attended, 0
+        room = inf if memory.host_budget_gib is None else memory.host_budget_gib * GIB / self.node
+        stream = min(block.stream, room / all_inputs)
+        room -= all_inputs * block.stream
+        on_host, on_device = stream * inputs, (block.stream - stream) * inputs
         if memory.offload == "inputs":
-            return kept - stream, stream
+            return on_device + count * attended, on_host
         # What attention gave and finds no room is computed again.
-        return block.stream - stream, stream + min(block.attended, room - stream)
+        return on_device, on_host + count * min(attended, max(0, room / (self.in_flight() * self.blocks)))
 
     def _in_head(self, kept: float) -> Iterator[Ledger]:
         rows, width = self.head_shapes()[0]
@@ -207,7 +211,7 @@ class Rank:
         # Beside a chunk is its part of the weight's gradient, or the next chunk, as long as names hold both.
         beside = max(self.compute * rows * width, token * min(chunk, max(0, tokens - chunk)))
         logits = token * min(chunk, tokens) + beside
-        begun, on_host = self._all_or(0), self.in_flight() * self.blocks * self._of_block()[1]
+        begun, on_host = self._all_or(0), self.in_flight() * self._by_blocks(self.blocks)[1]
         unit = [] if self.model.tie_embeddings else self.head_shapes()
         head, before = self.weights(unit) * (self.pipeline.pp == 1), self.weights(self.block_shapes())
         twice = self.shards > 1  # What was gathered last is there as it came, and as it is used.
@@ -230,36 +234,28 @@ class Rank:
 
     def _in_block(self, index: int, kept: float) -> Iterator[Ledger]:
         """Backward through block `index` of the rank, when those after it are done."""
-        block, shapes = self.block, self.block_shapes()
-        is_last = index == self.blocks - 1
-        tied = self.model.tie_embeddings
-        later = self.blocks - 1 - index
+        shapes, tied = self.block_shapes(), self.model.tie_embeddings
+        is_last, later = index == self.blocks - 1, self.blocks - 1 - index
         done = self._all_or(later * self.shard(shapes) + self.shard(self.head_shapes()) * self.is_last)
-        on_device, on_host = self._of_block()
-        kept -= later * on_device + self.block.stream * self.is_last
-        waiting_on_host = (self.in_flight() * self.blocks - later - 1) * on_host
-        computed_again = block.kept("none") - on_device - on_host
-        fetched = on_host * min(2, index + 1)  # And those of the block before.
-        computed_again -= block.stream * (is_last and not self.is_last)  # The gradient that came lies in a buffer.
+        again = self.config.memory.recompute != "none"
+        everything, left = self._by_blocks(self.blocks), self._by_blocks(index if again else index + 1, at_work=again)
+        on_device = kept - everything[0] + left[0] - self.block.stream * self.is_last
+        on_host = self.in_flight() * everything[1] - everything[1] + left[1]
         own = self.weights(shapes)
         following = own * (self._reshards() and self.shards > 1 and index > 0)
         late = self.unscattered(([] if tied else self.head_shapes()) if is_last else shapes)
         waiting = self._accumulated() + self.weights(self.head_shapes()) * tied
-        attention = block.in_attention(self._travels()) - block.kept_by_feed_forward()
-        _, _, _, output, *inner, _, _ = shapes
-        for name, passing, found in (
-            ("feed-forward", block.in_feed_forward(), inner[2:]),
-            ("attention", attention, [output, *inner]),
-        ):
+        for name, passing, found in self._phases(index):
             grown = _elements(found)
             yield self._at(
                 f"in {name} of block {index}, backward",
                 gradients=done if self.is_sharded else done + grown,
                 weights=self.others(index + 1) + following,
                 whole_gradients=late + waiting + self.compute * grown * self.is_sharded,
-                kept=kept,
-                on_host=waiting_on_host,
-                passing=computed_again + passing + fetched,
+                kept=on_device,
+                on_host=on_host,
+                # The gradient that came may lie in a buffer of the pipeline.
+                passing=passing - self.block.stream * (is_last and not self.is_last),
             )
         if not self.is_sharded:
             return
@@ -268,10 +264,33 @@ class Rank:
             gradients=done,
             weights=self.others(index) if not self._reshards() else self.others(0) + following,
             whole_gradients=waiting + own + self.unscattered(shapes),
-            kept=kept - on_device,
-            on_host=waiting_on_host,
-            passing=fetched - on_host,
+            kept=on_device - (0 if again else self.block.kept("none")),
+            on_host=on_host,
+            passing=self.block.stream + self._fetched(index) if again else 0,
         )
+
+    def _phases(self, index: int) -> Iterator[tuple[str, float, Shapes]]:
+        """Of the backward pass of a block: bytes in passing, and the matrices whose gradients have been found."""
+        block = self.block
+        _, _, _, output, *inner, _, _ = self.block_shapes()
+        if self.config.memory.recompute == "none":
+            yield "feed-forward", block.in_feed_forward(), inner[2:]
+            yield "attention", block.in_attention(self._travels()) - block.kept_by_feed_forward(), [output, *inner]
+            return
+        inputs = index % self.config.memory.input_every * block.stream
+        yield "feed-forward", block.feed_forward_again(between=inputs > 0) + inputs, []
+        yield "attention", block.attention_again(self._travels()) + inputs, [output, *inner]
+        yield "projections", block.projections_again() + inputs + self._fetched(index), [output, *inner]
+
+    def _fetched(self, index: int) -> float:
+        """Bytes on their way back to the device for the block before."""
+        if self.config.memory.offload == "none" or index == 0:
+            return 0
+        inputs, attention = self._by_blocks(1)[1], 0.0
+        inputs = min(self.block.stream, inputs)
+        if self.config.memory.head_groups == 1:
+            attention = self._by_blocks(1)[1] - inputs
+        return inputs + attention
 
     def _in_embedding(self) -> Ledger:
         unit = self.embed_shapes()

@@ -56,10 +56,12 @@ CASES = {
         f"model.tie_embeddings=true {FULL}",
         f"{HALF} {FULL}",
         "training.global_batch_size=2 memory.optimizer_placement=host",
-        "memory.mlp_tile_mib=1",
         f"memory.mlp_tile_mib=1 {KEEP}",
+        f"memory.mlp_tile_mib=1 memory.head_groups=2 {FULL}",
         f"memory.offload=inputs {FULL}",
         f"memory.offload=inputs_and_attention {KEEP}",
+        f"memory.input_every=3 memory.mlp_tile_mib=1 {HALF} {KEEP}",
+        f"memory.offload=inputs_and_attention memory.input_every=2 memory.head_groups=2 memory.mlp_tile_mib=1 {KEEP}",
     ),
     2: (
         f"{HALF} training.global_batch_size=2",
@@ -120,7 +122,9 @@ def compare(world_size: int, cases: tuple[str, ...]) -> None:
             # A step of each parameter, and counters.
             assert 0 <= max(rank.states for rank in ranks) - states < 2048, case
             peak = max(rank.peak for rank in ranks)
-            assert predicted.device + predicted.host == pytest.approx(peak, rel=0.05), case
+            # States may be there, and what is kept there is not counted.
+            on_host = predicted.host - predicted.line("kept for the backward pass").host
+            assert predicted.device + on_host == pytest.approx(peak, rel=0.05), case
 
 
 @pytest.mark.ranks
