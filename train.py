@@ -25,7 +25,7 @@ from trainer.config import Config
 from trainer.data import DataError, rows_of
 from trainer.data.copy import CopyRows
 from trainer.data.rows import Rows
-from trainer.distributed import World, place, process_group, require_agreement
+from trainer.distributed import World, place, process_group, require_agreement, settled
 from trainer.load import load
 from trainer.metrics import Metrics
 from trainer.profiler import Profilers
@@ -52,6 +52,7 @@ def main(argv: list[str]) -> int:
         rows = rows_of(config)
         with folder.locked(leading=rank == 0), process_group(config.distributed) as world:
             require_agreement(config, rows.fingerprint)
+            config = settled(config, world)
             train(config, folder, world, rows)
         return DONE
     except RankError as error:

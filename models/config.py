@@ -78,15 +78,18 @@ class ModelConfig:
         """
         return 6 * self.matrix_parameters * tokens + 12 * self.num_layers * self.num_heads * self.head_dim * pairs
 
-    def executed_flops(self, *, tokens: float, pairs: float, recompute: str, tiled: bool = False) -> float:
-        """FLOPs really carried out: flash backward repeats its scores, recomputation repeats every block, with or
-        without its attention, and tiles repeat gate and up: instead of the whole feed-forward, not beside it.
+    def executed_flops(self, *, tokens: float, pairs: float, recompute: str = "none", input_every: int = 1) -> float:
+        """FLOPs really carried out: flash backward repeats its scores, and recomputation all products of a block but the
+        last, with or without its attention; inputs that are not kept take what is behind attention once more.
         """
         forward_attention = 4 * self.num_layers * self.num_heads * self.head_dim * pairs
         executed = self.flops(tokens=tokens, pairs=pairs) + forward_attention / 2
-        matrix = self.dim * self.ffn_dim
-        again = self.block_matrix_parameters if recompute != "none" else 3 * matrix * tiled
-        executed += 2 * self.num_layers * (again - matrix * tiled) * tokens
+        if recompute == "none":
+            return executed
+        down, output = self.dim * self.ffn_dim, self.dim * self.num_heads * self.head_dim
+        made_again = self.num_layers - -(-self.num_layers // input_every)
+        again = self.num_layers * (self.block_matrix_parameters - down) + made_again * (output + 3 * down)
+        executed += 2 * again * tokens
         if recompute == "full":
             executed += forward_attention
         return executed

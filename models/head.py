@@ -66,6 +66,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             total_C1, at_label_C1 = vocabulary.total(torch.stack((grad_CV.sum(-1, keepdim=True), at_label_C1))).unbind()
             losses_R[part] = ((total_C1.log() + highest_C1 - at_label_C1) * targets_C1).squeeze(-1)
             if grad_x_RE is None or grad_weight_VE is None:
+                del logits_CV, grad_CV
                 continue
             grad_CV.mul_(targets_C1 / total_C1)
             # scatter, not scatter_add: that one has no deterministic kernel on CUDA.
@@ -73,6 +74,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             grad_CV = grad_CV.to(x_RE.dtype)
             torch.mm(grad_CV, weight_VE, out=grad_x_RE[part])
             grad_weight_VE += grad_CV.T @ x_CE
+            del logits_CV, grad_CV  # Or they would be held beside those of the next chunk.
         ctx.save_for_backward(grad_x_RE, grad_weight_VE, labels_BS)
         ctx.weight_dtype = weight_VE.dtype
         return losses_BS

@@ -121,7 +121,7 @@ class Block:
         return self.bytes * (2 * inner + 2 * max(inner, width) + width)
 
     def feed_forward_again(self, *, between: bool = False) -> int:
-        """x and what attention gave, the gradient that came and the one that goes; and a tile, in the feed-forward or in
+        """Of x and what attention gave, the gradient that came and the one that goes; and a tile, in the feed-forward or in
         its norm, with the gradients of all matrices. Or else, where x is made again, what lies between the halves.
         """
         count, tokens = self.tiles()
@@ -140,13 +140,11 @@ class Block:
         return lasting + (max(forward, backward) if between else backward)
 
     def attention_again(self, travels: int) -> int:
-        """x and its gradient, whole under tp too; of groups that are done, the gradients of queries, in the place of
+        """Of x and its gradient, whole under tp too; of groups that are done, the gradients of queries, in the place of
         attention's output, and of keys and values; queries, keys and values of one at work and of one on its way.
         """
-        whole = self.bytes * self.queries
-        keys = self.bytes * self.keys
         groups = self.groups
-        done = max(0, groups - 2) * keys // groups
+        done = max(0, groups - 2) * self.bytes * self.keys // groups
         at_work = min(2, groups) * self._sent() // groups
         return 2 * self.stream + 2 * self.gathered + self.attended + done + at_work + self._attending(travels) // groups
 
@@ -162,12 +160,12 @@ class Block:
         return own + self.bytes * self.keys * (1 + (self.context.ring if self.context.rotation == "allgather" else 1))
 
     def projections_again(self) -> int:
-        """x and its gradient, the gradients of queries, keys and values; and a tile of them, turned back, and its norm."""
+        """Of x and its gradient, the gradients of queries, keys and values; and a tile of them, turned back, and its norm."""
         count, tokens = self.tiles()
         width = self.model.dim
         heads = self.bytes * (self.queries + self.keys)
         own = self.bytes * width * tokens // (self.tp if self.shares_tokens else 1)
-        weights = self.bytes * width * heads // self.bytes // max(1, self.tokens)
+        weights = width * heads // self.tokens
         tile = heads * tokens // self.tokens
         turning = tile * (self.groups > 1) + tile + 2 * self.wide * self.queries * tokens // self.tokens
         norming = weights + own + 3 * self.wide * own // self.bytes

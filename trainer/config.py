@@ -162,7 +162,7 @@ class Config(Section):
             micro_batches=self.micro_batches(world_size)[1],
             tied=model.tie_embeddings,
             compiled=self.training.compile,
-            recompute=self.memory.recompute,
+            recompute="none" if self.memory.recompute == "auto" else self.memory.recompute,
         )
 
     def topology(self, world_size: int, *, nodes: int = 1) -> Topology:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,11 +14,15 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from parallelisms.collectives import gather_over
+from parallelisms.collectives import gather_over, max_over
 from trainer.config import Config, DistributedSection
+from trainer.fit import fitted, memory_of_node, told
 from trainer.hardware import choose_device
+from trainer.ledger import GIB
 from trainer.run_folder import flat
 from trainer.status import ConfigError
+
+log = logging.getLogger("trainer")
 
 # Where things lie may differ between nodes.
 OWN = ("data.corpus", "data.cache_dir", "tokenizer.path")
@@ -64,6 +69,23 @@ def require_agreement(config: Config, fingerprint: str) -> None:
     ]
     if problems:
         raise ConfigError(problems)
+
+
+def settled(config: Config, world: World) -> Config:
+    """With `memory.recompute = "auto"` made into levers, as the smallest device and node of all ranks allow."""
+    if config.memory.recompute != "auto":
+        return config
+    host = memory_of_node()
+    device = host * world.nodes / world.size
+    if world.device.type == "cuda":
+        device = float(torch.cuda.get_device_properties(world.device).total_memory)
+    if config.memory.device_gib is not None:
+        device = config.memory.device_gib * GIB
+    device, host = (-size for size in max_over(None, [-device, -host]))
+    found = fitted(config, world.size, device=device, host=host)
+    if world.rank == 0:
+        log.info('memory.recompute = "auto" takes %s', told(found))
+    return found
 
 
 @contextmanager

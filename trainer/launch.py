@@ -18,7 +18,8 @@ from pathlib import Path
 from types import FrameType
 
 from trainer.config import Config
-from trainer.ledger import ledger
+from trainer.fit import fitted, memory_of_node, told
+from trainer.ledger import GIB, ledger
 from trainer.levers import short
 from trainer.load import find, load, show_path, split, to_toml
 from trainer.orphans import LAUNCHER
@@ -104,7 +105,12 @@ def examine(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[Config
         problems += error.problems
     if problems:
         return config, None, problems
-    return config, cluster, config.problems(cluster.world_size) if cluster else []
+    if cluster and not (problems := config.problems(cluster.world_size)):
+        try:
+            _fitted(config, cluster)
+        except ConfigError as error:
+            problems = error.problems
+    return config, cluster, problems
 
 
 # ---- the world
@@ -223,11 +229,12 @@ def report(config: Config, cluster: Cluster) -> str:
     topology = config.topology(cluster.world_size, nodes=cluster.nodes)
     total, each = config.micro_batches(cluster.world_size)
     rows = training.global_batch_size
+    settled = _settled(config, cluster)
     lines = [
         f"mesh of {_world(cluster)}",
         *(f"  {line}" for line in topology.drawing()),
         *config.plans(cluster.world_size),
-        short(ledger(config, cluster.world_size)),
+        *settled,
         f"model {config.model.family} {config.model.size}: {model.num_parameters:,} parameters",
         f"update of {count(rows, 'row')} x {training.seq_len:,} tokens = {rows * training.seq_len:,} tokens: "
         f"{count(total, 'micro-batch', 'es')} of {count(training.micro_batch_size, 'row')}, "
@@ -235,6 +242,26 @@ def report(config: Config, cluster: Cluster) -> str:
         *(f"remark: {remark}" for remark in (*config.remarks(cluster.world_size), *topology.remarks())),
     ]
     return to_toml(config) + "\n" + "".join(f"# {line}\n" for line in lines)
+
+
+def _settled(config: Config, cluster: Cluster) -> list[str]:
+    """What memory will hold, as far as it is known before a device is seen."""
+    try:
+        found = _fitted(config, cluster)
+    except ConfigError:  # Told elsewhere.
+        return []
+    if found is None:
+        return ['memory.recompute = "auto" is settled when devices are seen; with memory.device_gib it is shown here']
+    chosen = [f'memory.recompute = "auto" takes {told(found)}'] * (found is not config)
+    return [*chosen, short(ledger(found, cluster.world_size))]
+
+
+def _fitted(config: Config, cluster: Cluster) -> Config | None:
+    """With `auto` made into levers; None as long as no device is known. Raises ConfigError."""
+    if config.memory.recompute == "auto" and config.memory.device_gib is None:
+        return None
+    device = (config.memory.device_gib or 0) * GIB
+    return fitted(config, cluster.world_size, device=device, host=memory_of_node())
 
 
 def count(number: int, noun: str, plural: str = "s") -> str:

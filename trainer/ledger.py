@@ -208,9 +208,7 @@ class Rank:
         narrow = self.compute * (self.compute < self.stored)
         chunk = max(1, (self.config.memory.head_chunk_mib << 20) // (self.stored * rows))
         token = (self.stored + narrow) * rows
-        # Beside a chunk is its part of the weight's gradient, or the next chunk, as long as names hold both.
-        beside = max(self.compute * rows * width, token * min(chunk, max(0, tokens - chunk)))
-        logits = token * min(chunk, tokens) + beside
+        logits = token * min(chunk, tokens) + self.compute * rows * width  # And its part of the weight's gradient.
         begun, on_host = self._all_or(0), self.in_flight() * self._by_blocks(self.blocks)[1]
         unit = [] if self.model.tie_embeddings else self.head_shapes()
         head, before = self.weights(unit) * (self.pipeline.pp == 1), self.weights(self.block_shapes())

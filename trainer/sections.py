@@ -239,8 +239,10 @@ class ParallelismSection(Section):
 
 
 class MemorySection(Section):
-    recompute: Literal["none", "full", "keep_attention"] = "keep_attention"
-    """What the backward pass computes again instead of keeping: nothing, every block, or (`keep_attention`) everything but attention's output and log-sum-exp."""
+    recompute: Literal["none", "full", "keep_attention", "auto"] = "keep_attention"
+    """What the backward pass computes again instead of keeping: nothing, every block, or (`keep_attention`) everything but attention's output and log-sum-exp. `auto` takes the fastest that is predicted to fit, with those of the following levers that are not given."""
+    device_gib: Positive | None = None
+    """Memory of a device in GiB, for `auto`. Left out: what it has; a CPU's rank has its part of the machine."""
     offload: Literal["none", "inputs", "inputs_and_attention"] = "none"
     """What blocks keep in host memory instead of on the device: nothing, their inputs, or also attention's output and log-sum-exp."""
     host_budget_gib: Positive | None = None
@@ -275,8 +277,10 @@ class MemorySection(Section):
                 for key, value in kept.items()
                 if asked.get(key) == value
             ]
-        if self.host_budget_gib is not None and self.offload == "none":
+        if self.host_budget_gib is not None and self.offload == "none" and self.recompute != "auto":
             found.append(f'memory.host_budget_gib = {self.host_budget_gib} has no use with memory.offload = "none"')
+        if self.device_gib is not None and self.recompute != "auto":
+            found.append(f'memory.device_gib = {self.device_gib} is for memory.recompute = "auto"')
         return found
 
 

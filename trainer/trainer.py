@@ -274,7 +274,7 @@ def recompute_of(config: Config, host: HostMemory | None) -> Recompute:
     bodies = compiled_bodies() if config.training.compile else Bodies()
     tile = None if memory.mlp_tile_mib is None else memory.mlp_tile_mib << 20
     return Recompute(
-        policy=memory.recompute,
+        policy="none" if memory.recompute == "auto" else memory.recompute,  # Settled before.
         host=host,
         attention_on_host=memory.offload == "inputs_and_attention",
         every=memory.input_every,

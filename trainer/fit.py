@@ -1,0 +1,97 @@
+"""`memory.recompute = "auto"`: the fastest choice of what to keep and where that is predicted to fit. Without torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+from trainer.config import Config
+from trainer.ledger import GIB, Ledger, ledger
+from trainer.load import toml_value
+from trainer.status import ConfigError
+
+DEVICE, HOST = 0.9, 0.75
+"""What may be filled of a device, where kernels and the allocator need the rest, and of a node, where data is read."""
+# Each in the order in which it is tried, with what it adds to the time, about: copies, launches and sums of more pieces.
+LEVERS: dict[str, dict[Any, float]] = {
+    "recompute": {"none": 0, "keep_attention": 0, "full": 0},
+    "offload": {"none": 0, "inputs": 0.004, "inputs_and_attention": 0.008},
+    "mlp_tile_mib": {None: 0, 1024: 0.01, 256: 0.03},
+    "head_groups": {1: 0, 2: 0.004, 4: 0.01, 8: 0.02, 16: 0.04},
+    "input_every": {1: 0, 2: 0, 4: 0, 8: 0},
+}
+
+
+def fitted(config: Config, world_size: int, *, device: float, host: float) -> Config:
+    """The configuration with `auto` made into levers. Keys of `memory` that were given stay as they are.
+
+    `device` are the bytes of a device, `host` those of a node. Raises ConfigError where nothing fits.
+    """
+    if config.memory.recompute != "auto":
+        return config
+    room = device * DEVICE
+    closest: tuple[float, Config] | None = None
+    for choice in sorted(_choices(config, host), key=lambda choice: _time(choice)):
+        if choice.shape_problems(world_size):
+            continue
+        found = ledger(choice, world_size)
+        if found.device <= room and _on_host(found, choice, world_size) <= host * HOST:
+            return choice
+        if closest is None or found.device < closest[0]:
+            closest = found.device, choice
+    if closest is None:
+        raise ConfigError(['memory.recompute = "auto" finds nothing that goes with the other keys'])
+    least, choice = closest
+    raise ConfigError(
+        [
+            f'memory.recompute = "auto" finds nothing that fits {room / GIB:.1f} GiB of a device (0.9 of it) and '
+            f"{host * HOST / GIB:.0f} GiB of a node (0.75 of it); least is {least / GIB:.1f} GiB, with {told(choice)}"
+        ]
+    )
+
+
+def told(config: Config) -> str:
+    """What is kept and where, in words."""
+    return ", ".join(f"memory.{key} = {toml_value(value)}" for key, value in _changed(config).items())
+
+
+def memory_of_node() -> float:
+    """Bytes."""
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def _changed(config: Config) -> dict[str, Any]:
+    return {
+        key: value
+        for key, values in LEVERS.items()
+        if (value := getattr(config.memory, key)) is not None and (key == "recompute" or value != next(iter(values)))
+    }
+
+
+def _choices(config: Config, host: float) -> Iterator[Config]:
+    memory = config.memory
+    given = memory.model_fields_set - {"recompute"}
+    values = [[getattr(memory, key)] if key in given else [*LEVERS[key]] for key in LEVERS]
+    budget = memory.host_budget_gib or host * HOST / GIB
+    for chosen in product(*values):
+        levers = dict(zip(LEVERS, chosen, strict=True)) | {"device_gib": None}
+        if levers["offload"] != "none":
+            levers["host_budget_gib"] = budget
+        yield config.model_copy(update={"memory": memory.model_copy(update=levers)})
+
+
+def _time(config: Config) -> tuple[float, int]:
+    """Executed FLOPs of a token, and about what else takes time; of equals the one with fewer levers is first."""
+    memory, model = config.memory, config.model.build()
+    flops = model.executed_flops(
+        tokens=1, pairs=config.training.seq_len / 2, recompute=memory.recompute, input_every=memory.input_every
+    )
+    more = sum(values.get(getattr(memory, key), 0) for key, values in LEVERS.items())
+    return flops * (1 + more), len(_changed(config))
+
+
+def _on_host(found: Ledger, config: Config, world_size: int) -> float:
+    """Bytes of a node."""
+    return found.host * min(world_size, config.parallelism.node_ranks)
