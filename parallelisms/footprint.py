@@ -145,19 +145,25 @@ class Block:
         """
         groups = self.groups
         done = max(0, groups - 2) * self.bytes * self.keys // groups
-        at_work = min(2, groups) * self._sent() // groups
-        return 2 * self.stream + 2 * self.gathered + self.attended + done + at_work + self._attending(travels) // groups
+        at_work = self._at_work() + self._on_its_way() * (groups > 1) + self._attending(travels)
+        return 2 * self.stream + 2 * self.gathered + self.attended + done + at_work // groups
 
-    def _sent(self) -> int:
-        """Of all heads: queries, keys and values, and what is sent and received of them."""
+    def _at_work(self) -> int:
+        """Of all heads: queries, keys and values. Ranks that exchange heads hold these twice in the end, before and after
+        the exchange, and attention's output and its gradient too.
+        """
         own = self.bytes * (self.queries + self.keys)
-        if self.context is None:
+        return own + (self.bytes * 2 * self.queries) * (self.context is not None and self.context.ulysses > 1)
+
+    def _on_its_way(self) -> int:
+        """Of all heads: queries, keys and values, with what is sent and received of them."""
+        own = self.bytes * (self.queries + self.keys)
+        if self.context is None or self.context.cp == 1:
             return own
         if self.context.ulysses > 1:
             return 2 * own
-        if self.context.ring == 1:
-            return own
-        return own + self.bytes * self.keys * (1 + (self.context.ring if self.context.rotation == "allgather" else 1))
+        received = self.context.ring if self.context.rotation == "allgather" else 1
+        return own + self.bytes * self.keys * (1 + received)
 
     def projections_again(self) -> int:
         """Of x and its gradient, the gradients of queries, keys and values; and a tile of them, turned back, and its norm."""
