@@ -48,6 +48,7 @@ micro_batch_size = 2
 steps = 6
 dtype = "float32"
 [memory]
+recompute = "none"
 head_chunk_mib = 8
 [optimizer]
 lr = 8e-4

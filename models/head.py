@@ -107,6 +107,7 @@ class Head(nn.Module):
         weight_VE = self.proj.matrix()
         row_bytes = weight_VE.shape[0] * (8 if x_BSE.dtype == torch.float64 else 4)
         chunk = max(1, (self.chunk_mib << 20) // row_bytes)
+        self.norm.most = chunk
         normed_BSE = self.norm(x_BSE)
         if not torch.is_grad_enabled():
             # A function cannot see that: it is told by inputs that want no gradient.

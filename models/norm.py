@@ -5,6 +5,7 @@ Shape suffixes: E width, after any leading sizes; 1 one number per token.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -36,8 +37,15 @@ class NormFunction(torch.autograd.Function):
     """Keeps the input, which the residual stream keeps anyway, and one number per token for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x_E: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-        out_E, inverse_1 = normalise(x_E, weight_E, eps)
+    def forward(ctx: Any, x_E: Tensor, weight_E: Tensor, eps: float, most: int | None) -> Tensor:
+        ctx.most = most
+        if most is None:
+            out_E, inverse_1 = normalise(x_E, weight_E, eps)
+        else:
+            out_E = torch.empty_like(x_E)
+            inverse_1 = x_E.new_empty(*x_E.shape[:-1], 1, dtype=torch.promote_types(x_E.dtype, torch.float32))
+            for part_E, of_part_E, of_part_1 in _parts(most, x_E, out_E, inverse_1):
+                of_part_E[:], of_part_1[:] = normalise(part_E, weight_E, eps)
         ctx.save_for_backward(x_E, weight_E, inverse_1)
         return out_E
 
@@ -45,8 +53,19 @@ class NormFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_E,) = grads
         x_E, weight_E, inverse_1 = ctx.saved_tensors
-        grad_x_E, grad_weight_E = normalise_backward(grad_E, x_E, weight_E, inverse_1)
-        return grad_x_E, grad_weight_E.to(weight_E.dtype), None
+        if ctx.most is None:
+            grad_x_E, grad_weight_E = normalise_backward(grad_E, x_E, weight_E, inverse_1)
+        else:
+            grad_x_E, grad_weight_E = torch.empty_like(x_E), torch.zeros_like(weight_E, dtype=inverse_1.dtype)
+            for grad_x_of_part_E, *part in _parts(ctx.most, grad_x_E, grad_E, x_E, inverse_1):
+                grad_of_part_E, part_E, of_part_1 = part
+                grad_x_of_part_E[:], found_E = normalise_backward(grad_of_part_E, part_E, weight_E, of_part_1)
+                grad_weight_E += found_E
+        return grad_x_E, grad_weight_E.to(weight_E.dtype), None, None
+
+
+def _parts(most: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*(x.flatten(0, -2).split(most) for x in tensors), strict=True)
 
 
 class RMSNorm(nn.Module):
@@ -55,8 +74,10 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim))
         self.view: View = unchanged
         self.eps = eps
+        self.most: int | None = None
+        """Tokens at a time: single precision is in passing of so many only. None: all."""
 
     def forward(self, x_E: Tensor) -> Tensor:
         """[..., E] -> [..., E] in x's dtype; statistics in float32 (float64 for float64)."""
-        out: Tensor = NormFunction.apply(x_E, self.view(self.weight), self.eps)
+        out: Tensor = NormFunction.apply(x_E, self.view(self.weight), self.eps, self.most)
         return out

@@ -7,7 +7,7 @@ communication take for themselves is not counted, nor holes in the allocator. Le
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from parallelisms.footprint import Block
@@ -15,6 +15,7 @@ from parallelisms.stages import SINGLE, SPLIT
 from trainer.config import Config
 
 GIB = 1 << 30
+KEPT = "kept for the backward pass"
 BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 Shapes = list[tuple[int, int]]
 """Rows and columns of parameters, as one tp rank holds them; norms have one column."""
@@ -75,7 +76,14 @@ def ledger(config: Config, world_size: int) -> Ledger:
 def ledgers(config: Config, world_size: int) -> list[Ledger]:
     """Of each rank of the pipeline, at its fullest moment; one where it is not cut."""
     ranks = (Rank(config, world_size, place) for place in range(config.parallelism.pp))
-    return [max(rank.moments(), key=lambda found: found.device) for rank in ranks]
+    return [_fullest([*rank.moments()]) for rank in ranks]
+
+
+def _fullest(moments: list[Ledger]) -> Ledger:
+    """Of the device; what the host keeps is most at another moment, when the forward pass ends."""
+    fullest = max(moments, key=lambda found: found.device)
+    most = max(found.line(KEPT).host for found in moments)
+    return replace(fullest, lines=tuple(replace(line, host=most) if line.name == KEPT else line for line in fullest.lines))
 
 
 class Rank:
@@ -180,9 +188,9 @@ class Rank:
     def _kept(self) -> float:
         """By all blocks; tables of angles; and the stream behind the last, if it does not begin in a buffer."""
         rotation = self.stored * self.model.head_dim * self.tokens * self.pipeline.stages_per_rank
-        return self.in_flight() * (self._by_blocks(self.blocks)[0] + rotation + self.block.stream * self.is_first)
+        return self.in_flight() * (self.by_blocks(self.blocks)[0] + rotation + self.block.stream * self.is_first)
 
-    def _by_blocks(self, count: int, *, at_work: bool = False) -> tuple[float, float]:
+    def by_blocks(self, count: int, *, at_work: bool = False) -> tuple[float, float]:
         """Bytes that so many blocks keep on the device and on the host; one more is at work, with its inputs, or not."""
         memory, block, every = self.config.memory, self.block, self.config.memory.input_every
         if memory.recompute == "none":
@@ -209,7 +217,7 @@ class Rank:
         chunk = max(1, (self.config.memory.head_chunk_mib << 20) // (self.stored * rows))
         token = (self.stored + narrow) * rows
         logits = token * min(chunk, tokens) + self.compute * rows * width  # And its part of the weight's gradient.
-        begun, on_host = self._all_or(0), self.in_flight() * self._by_blocks(self.blocks)[1]
+        begun, on_host = self._all_or(0), self.in_flight() * self.by_blocks(self.blocks)[1]
         unit = [] if self.model.tie_embeddings else self.head_shapes()
         head, before = self.weights(unit) * (self.pipeline.pp == 1), self.weights(self.block_shapes())
         twice = self.shards > 1  # What was gathered last is there as it came, and as it is used.
@@ -236,7 +244,7 @@ class Rank:
         is_last, later = index == self.blocks - 1, self.blocks - 1 - index
         done = self._all_or(later * self.shard(shapes) + self.shard(self.head_shapes()) * self.is_last)
         again = self.config.memory.recompute != "none"
-        everything, left = self._by_blocks(self.blocks), self._by_blocks(index if again else index + 1, at_work=again)
+        everything, left = self.by_blocks(self.blocks), self.by_blocks(index if again else index + 1, at_work=again)
         on_device = kept - everything[0] + left[0] - self.block.stream * self.is_last
         on_host = self.in_flight() * everything[1] - everything[1] + left[1]
         own = self.weights(shapes)
@@ -284,10 +292,10 @@ class Rank:
         """Bytes on their way back to the device for the block before."""
         if self.config.memory.offload == "none" or index == 0:
             return 0
-        inputs, attention = self._by_blocks(1)[1], 0.0
+        inputs, attention = self.by_blocks(1)[1], 0.0
         inputs = min(self.block.stream, inputs)
         if self.config.memory.head_groups == 1:
-            attention = self._by_blocks(1)[1] - inputs
+            attention = self.by_blocks(1)[1] - inputs
         return inputs + attention
 
     def _in_embedding(self) -> Ledger:
@@ -328,7 +336,7 @@ class Rank:
             *(Line(name, **{"host" if self.on_host else "device": size}) for name, size in states_of.items()),
             Line("gathered weights", weights),
             Line("gradients before they are summed", whole_gradients),
-            Line("kept for the backward pass", kept, on_host),
+            Line(KEPT, kept, on_host),
             Line("a block in passing", passing),
             Line("the head", head),
             Line("buffers of the pipeline", buffers),

@@ -82,6 +82,8 @@ def _of_memory(memory: MemorySection) -> Iterator[dict[str, Any]]:
         yield {"offload": "inputs_and_attention"}
     if memory.mlp_tile_mib is None:
         yield {"mlp_tile_mib": 512}
+    yield {"head_groups": 2 * memory.head_groups}
+    yield {"input_every": 2 * memory.input_every}
     if memory.optimizer_placement == "device":
         yield {"optimizer_placement": "host"}
 

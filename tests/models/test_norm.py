@@ -21,13 +21,13 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
 
 
 def test_gradients_are_those_of_finite_differences() -> None:
-    torch.autograd.gradcheck(lambda x_E, weight_E: NormFunction.apply(x_E, weight_E, EPS), inputs())
+    torch.autograd.gradcheck(lambda x_E, weight_E: NormFunction.apply(x_E, weight_E, EPS, None), inputs())
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-6)])
 def test_values_and_gradients_are_those_of_torch(dtype: torch.dtype, tolerance: float) -> None:
     given = inputs(dtype)
-    ours, torchs = NormFunction.apply(*given, EPS), F.rms_norm(given[0], (12,), given[1], EPS)
+    ours, torchs = NormFunction.apply(*given, EPS, None), F.rms_norm(given[0], (12,), given[1], EPS)
     torch.testing.assert_close(ours, torchs, rtol=0, atol=tolerance)
     grad = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
     for found, expected in zip(
@@ -38,7 +38,7 @@ def test_values_and_gradients_are_those_of_torch(dtype: torch.dtype, tolerance: 
 
 def test_statistics_of_half_precision_are_single() -> None:
     x_E, weight_E = inputs(torch.bfloat16)
-    out = NormFunction.apply(x_E, weight_E, EPS)
+    out = NormFunction.apply(x_E, weight_E, EPS, None)
     assert out.dtype == torch.bfloat16
     normed = F.rms_norm(x_E.detach().float(), (12,), eps=EPS).bfloat16()
     assert torch.equal(out, normed * weight_E)
@@ -48,7 +48,7 @@ def test_statistics_of_half_precision_are_single() -> None:
 
 def test_a_row_of_zeros_has_finite_gradients() -> None:
     x_E, weight_E = torch.zeros(1, 12, requires_grad=True), torch.ones(12, requires_grad=True)
-    dx, dweight = torch.autograd.grad(NormFunction.apply(x_E, weight_E, EPS), (x_E, weight_E), torch.ones(1, 12))
+    dx, dweight = torch.autograd.grad(NormFunction.apply(x_E, weight_E, EPS, None), (x_E, weight_E), torch.ones(1, 12))
     torch.testing.assert_close(dx, torch.full((1, 12), EPS**-0.5))
     assert dweight.count_nonzero() == 0
 
@@ -57,7 +57,7 @@ def test_the_input_is_kept_once_and_the_output_not_at_all() -> None:
     x_E, weight_E = inputs()
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(remember(kept), unchanged):
-        out = NormFunction.apply(x_E, weight_E, EPS)
+        out = NormFunction.apply(x_E, weight_E, EPS, None)
     assert sorted(tuple(tensor.shape) for tensor in kept) == [(2, 5, 1), (2, 5, 12), (12,)]
     assert {tensor.data_ptr() for tensor in kept if tensor.shape != (2, 5, 1)} == {x_E.data_ptr(), weight_E.data_ptr()}
     assert out.data_ptr() not in {tensor.data_ptr() for tensor in kept}
@@ -67,4 +67,20 @@ def test_the_module_uses_its_weight_and_its_epsilon() -> None:
     norm = RMSNorm(12, eps=EPS).double()
     x_E, weight_E = inputs()
     norm.weight.data.copy_(weight_E)
-    assert torch.equal(norm(x_E), NormFunction.apply(x_E, weight_E, EPS))
+    assert torch.equal(norm(x_E), NormFunction.apply(x_E, weight_E, EPS, None))
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7])
+def test_some_tokens_at_a_time_give_the_same(most: int) -> None:
+    whole, parts = (RMSNorm(12, eps=EPS).double() for _ in range(2))
+    parts.most = most
+    x_E = torch.randn(2, 3, 12, dtype=torch.float64)
+    found = []
+    for norm in (whole, parts):
+        torch.nn.init.constant_(norm.weight, 1.5)
+        given = x_E.clone().requires_grad_()
+        out = norm(given)
+        grads = torch.autograd.grad(out, (given, norm.weight), x_E.flip(0))
+        found.append((out, *grads))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-14)

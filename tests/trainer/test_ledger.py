@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import distributed
 
-from tests.counted import Counted, count
+from benchmarks.counted import Counted, count
 from tests.ranks import run_ranks
 from trainer.config import Config
 from trainer.ledger import Ledger, ledger, ledgers

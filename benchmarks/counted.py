@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,13 +19,14 @@ from torch import distributed
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from models.batch import Batch
 from parallelisms.offload import HostMemory
 from trainer.config import Config
 from trainer.data.copy import CopyRows
 from trainer.distributed import World
 from trainer.trainer import Trainer
 
-ON_HOST = "kept on the host"
+ON_HOST, HEAD = "kept on the host", "the head begins"
 CAST = ("aten::add_", "aten::to", "aten::_to_copy")
 SCRATCH = ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "aten::empty")
 
@@ -36,11 +37,17 @@ class Counted:
 
     states: int
     peak: int
+    """Without what is kept in host memory."""
+    kept: int = 0
+    """When the head begins: what is there on the device beside states and batch,"""
+    on_host: int = 0
+    """and what blocks keep in host memory."""
 
 
-def count(config: Config, *, updates: int) -> Counted:
+def count(config: Config, *, updates: int, documents: int | None = None) -> Counted:
     """Some updates of a configuration on the ranks of the process group; the least peak of all but the first.
 
+    With `documents` rows are cut into documents of so many tokens: attention then takes little time, and as much memory.
     Threads of gloo release without telling. What they do too late makes an update look fuller than it is.
     """
     training = config.training
@@ -54,15 +61,31 @@ def count(config: Config, *, updates: int) -> Counted:
     world = World(distributed.get_rank(), distributed.get_world_size(), torch.device("cpu"))
     with _told(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         trainer = Trainer(config, world, rows)
+        for part in trainer.parts.values():
+            if part.head is not None:
+                part.head.register_forward_pre_hook(_begins)
         reading = trainer.loader.updates(0)
         for update in range(updates):
             batches = next(reading)
             trainer.step += 1
             with record_function(f"update {update}"):
-                trainer.train_step(batches, 1e-3)
+                trainer.train_step([_cut(batch, documents) for batch in batches], 1e-3)
             del batches
         reading.close()
     return _counted(profiled)
+
+
+def _begins(*_: Any) -> None:
+    with record_function(HEAD):
+        pass
+
+
+def _cut(batch: Batch, length: int | None) -> Batch:
+    if length is None:
+        return batch
+    rows, tokens = batch.tokens.shape
+    starts = torch.arange(0, tokens + 1, length, dtype=torch.int32).repeat(rows, 1)
+    return replace(batch, boundaries=starts)
 
 
 @contextmanager
@@ -74,39 +97,53 @@ def _told() -> Iterator[None]:
         with record_function(ON_HOST):
             return copy_out(memory, *arguments)
 
-    HostMemory.copy_out = told  # type: ignore[method-assign]
+    HostMemory.copy_out = told  # type: ignore[assignment, method-assign]
     yield
     HostMemory.copy_out = copy_out  # type: ignore[method-assign]
 
 
-def _counted(profiled: Any) -> Counted:
+Change = tuple[int, int, int, bool]
+"""When, where, how many bytes more or less, and whether in host memory."""
+Spans = dict[str, tuple[int, int]]
+
+
+def _read(profiled: Any) -> tuple[list[Change], Spans]:
     results: Any = profiled.profiler.kineto_results
-    changes: list[tuple[int, int, int]] = []
-    spans: dict[str, tuple[int, int]] = {}
+    changes: list[Change] = []
+    spans: Spans = {}
     for event, inside in _walk(results.experimental_event_tree()):
         if event.typed[0] == _EventType.Allocation:
             size = event.typed[1].alloc_size
             sent = any(name.startswith(("c10d::", "gloo:")) for name in inside)
-            left_out = sent or inside[-2:] == SCRATCH or inside[-4:-1] == CAST or ON_HOST in inside
-            if size < 0 or not left_out:
-                changes.append((event.start_time_ns, event.typed[1].ptr, size))
-        elif event.name.startswith("update "):
+            if size < 0 or not (sent or inside[-2:] == SCRATCH or inside[-4:-1] == CAST):
+                changes.append((event.start_time_ns, event.typed[1].ptr, size, ON_HOST in inside))
+        elif event.name.startswith("update ") or event.name == HEAD:
             spans[event.name] = (event.start_time_ns, event.end_time_ns)
-    live = Live()
-    states, peaks, before = 0, dict.fromkeys(spans, 0), dict.fromkeys(spans, 0)
-    for at, pointer, size in sorted(changes):
-        live.take(pointer, size)
+    return sorted(changes), spans
+
+
+def _counted(profiled: Any) -> Counted:
+    changes, spans = _read(profiled)
+    last, _ = spans.pop(HEAD, (0, 0))  # The last one of them.
+    live, hosted = Live(), Live()
+    states, kept, on_host = 0, 0, 0
+    peaks, before = dict.fromkeys(spans, 0), dict.fromkeys(spans, 0)
+    for at, pointer, size, is_hosted in changes:
+        for those in (live, hosted) if size < 0 else (hosted if is_hosted else live,):
+            those.take(pointer, size)
         if at < spans["update 0"][0]:
             states = live.held
+        if at < last:
+            kept, on_host = live.held, hosted.held
         for name, (begin, end) in spans.items():
             if at < begin:
                 before[name] = live.held
             elif at <= end:
                 peaks[name] = max(peaks[name], live.held)
     # Between updates there is always the same; what is more was released unseen.
-    later = [name for name in spans if name != "update 0"]
-    between = min(before[name] for name in later)
-    return Counted(states, min(peaks[name] - before[name] + between for name in later))
+    between = min(held for name, held in before.items() if name != "update 0")
+    least = min(peaks[name] - before[name] + between for name in spans if name != "update 0")
+    return Counted(states, least, kept - between, on_host)
 
 
 class Live:
