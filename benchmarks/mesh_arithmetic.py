@@ -21,7 +21,6 @@ from typing import Any
 from models.config import ModelConfig
 from models.llama import LLAMA31
 from parallelisms.footprint import Block
-from parallelisms.rules import GATHER_BYTES
 from parallelisms.stages import SINGLE, SPLIT, PipelinePlan, Schedule
 from trainer.ledger import ledger
 from trainer.levers import levers
@@ -69,9 +68,14 @@ class Run:
     # ---- bytes of one GPU
 
     def kept(self, policy: str, *, compiled: bool) -> float:
-        context = self.context if self.cp > 1 else None
+        return self._block(compiled=compiled).kept(policy)
+
+    def _block(self, *, compiled: bool) -> Block:
+        memory, context = self.config.memory, self.context if self.cp > 1 else None
+        tile = None if memory.mlp_tile_mib is None else memory.mlp_tile_mib << 20
+        pieces: dict[str, Any] = {"groups": memory.head_groups, "tile": tile}
         tokens = self.tokens * self.tp
-        return Block(self.model, tokens=tokens, tp=self.tp, compiled=compiled, context=context).kept(policy)
+        return Block(self.model, tokens=tokens, tp=self.tp, compiled=compiled, context=context, **pieces)
 
     def kept_by_all(self, policy: str) -> float:
         blocks = most_held(self.actions, self.pipeline.blocks) if self.pp > 1 else self.model.num_layers
@@ -95,10 +99,11 @@ class Run:
         return max(found) / self.tp
 
     def passing(self) -> float:
-        """Of the block at work: what it computes again, about as much for gradients, and gathered keys and values."""
-        gathers = self.context.rotation == "allgather" and self.context.ring > 1
-        held = GATHER_BYTES * self.row * self.kv_heads // self.context.ulysses * self.model.head_dim
-        return self.kept("none", compiled=False) * (1 if self.policy == "none" else 2) + held * gathers
+        """Of the block at work, beside what other blocks keep: gradients, and what it computes again."""
+        block = self._block(compiled=False)
+        if self.policy == "none":
+            return max(block.in_feed_forward(), block.in_attention(4))
+        return max(block.feed_forward_again(), block.attention_again(4), block.projections_again())
 
     def buffers(self) -> float:
         """Of a pipeline: torch has one for each input and each gradient that a stage receives in an update."""

@@ -20,7 +20,9 @@ CLUSTER_CONFIGS = {
     "llama3_1b": 8,
     "llama2_7b_32k": 8,
     "llama3_8b_128k": 8,
+    "llama3_1b_1m_1gpu": 1,
     "llama3_8b_1m": 32,
+    "llama3_8b_1m_8gpu": 8,
     "llama3_70b_128k": 64,
     "llama3_405b_128k": 4096,
 }
