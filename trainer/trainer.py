@@ -123,7 +123,12 @@ class Trainer:
         self.parts = {stage: build(self.stages.part(stage)) for stage in self.stages.stages_of(self.mesh.place["pp"])}
         """What this rank holds of the model, by stage of the pipeline; one that is not cut has one."""
         self.run = runner(config, self.mesh, world.device, self.stages, self.parts)
-        self.optimizer = Optimizer([*self.parts.values()], config.optimizer, total=partial(sum_over, None))
+        self.optimizer = Optimizer(
+            [*self.parts.values()],
+            config.optimizer,
+            moments=torch.bfloat16 if config.memory.optimizer_dtype == "bfloat16" else None,
+            total=partial(sum_over, None),
+        )
         self.loader = Loader(
             rows,
             rank=self.mesh.data_rank,
