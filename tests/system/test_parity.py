@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from parallelisms.rules import AXES
-from tests.system.runs import forked, metrics, state, tensors, write_run
+from tests.system.runs import digests, forked, metrics, state, tensors, write_run
 
 pytestmark = pytest.mark.ranks
 
@@ -260,6 +260,20 @@ def test_moments_in_bfloat16_on_a_mesh_are_those_of_one_process(runs: Runs, tmp_
         torch.testing.assert_close(
             ours[key], tensor, rtol=0.02, atol=0.01 * scale if "exp_avg" in key else 1e-3 * scale
         )
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_state_on_the_host_changes_no_bit_of_a_run(runs: Runs, tmp_path: Path, moments: str) -> None:
+    """Where blocks are updated when they next run, and micro-batches are several."""
+    config, places = runs("alone").parent / "run.toml", ("device", "host")
+    for place in places:
+        options = (f"--memory.optimizer_placement={place}", f"--memory.optimizer_dtype={moments}", *HALF, *FULL)
+        done = forked(config, tmp_path / place, *RUN, *options, processes=2)
+        assert done.statuses == [0, 0], done.said
+    assert metrics(tmp_path / "host", "loss", "grad_norm") == metrics(tmp_path / "device", "loss", "grad_norm")
+    for step in ("step-3", f"step-{UPDATES}"):
+        ours, theirs = (digests(tmp_path / place / "checkpoints" / step) for place in places)
+        assert ours == theirs
 
 
 RESHARDED = [

@@ -207,3 +207,88 @@ def test_training_with_moments_in_bfloat16_follows_that_in_float32() -> None:
     assert narrow != wide
     assert wide[-1] < 0.1 * wide[0]
     assert max(abs(ours - theirs) for ours, theirs in zip(*losses, strict=True)) < 0.01 * wide[0]
+
+
+# ---- units that are updated when they next run
+
+
+class Units(nn.Module):
+    """Two units, and a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(3, 3, bias=False, dtype=torch.float64) for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.first(x)) * self.scale
+        return y
+
+
+def late(model: Units) -> Optimizer:
+    return Optimizer([model], SECTION, units=[model, model.first, model.second])
+
+
+def trained(model: Units, optimizer: Optimizer, updates: int) -> None:
+    for update in range(updates):
+        x = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(update))
+        for part in x.split(3):
+            model(part).square().sum().backward()
+        if update == 2:
+            model.first.weight.grad = torch.full_like(model.first.weight, torch.nan)
+        optimizer.step(0.1 / (update + 1))
+
+
+def test_units_that_are_updated_late_end_bitwise_where_others_do() -> None:
+    torch.manual_seed(0)
+    lately, model = Units(), Units()
+    lately.load_state_dict(model.state_dict())
+    optimizers = [late(lately), Optimizer([model], SECTION)]
+    for one, optimizer in zip((lately, model), optimizers, strict=True):
+        trained(one, optimizer, 5)
+    assert not torch.equal(lately.second.weight, model.second.weight)
+    optimizers[0].finish()
+    ours, theirs = map(state, optimizers)
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+    assert all(parameter.grad is None for parameter in lately.parameters())
+
+
+def test_a_unit_is_updated_before_it_runs_and_not_earlier() -> None:
+    model = Units()
+    optimizer = late(model)
+    trained(model, optimizer, 1)
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    seen: list[list[str]] = []
+
+    def look(*_: object) -> None:
+        seen.append([name for name, x in model.named_parameters() if not torch.equal(x, weights[name])])
+
+    model.first.register_forward_pre_hook(look)
+    model.second.register_forward_pre_hook(look)
+    model(torch.ones(1, 3, dtype=torch.float64))
+    assert seen == [["scale", "first.weight"], ["scale", "first.weight", "second.weight"]]
+
+
+def test_asking_for_the_state_updates_what_waits() -> None:
+    model = Units()
+    optimizer = late(model)
+    trained(model, optimizer, 1)
+    assert {float(tensor) for name, tensor in optimizer.tensors().items() if name.endswith("step")} == {1.0}
+
+
+def test_a_unit_that_did_not_run_between_two_updates_misses_none() -> None:
+    torch.manual_seed(0)
+    lately, model = Units(), Units()
+    lately.load_state_dict(model.state_dict())
+    optimizers = [late(lately), Optimizer([model], SECTION)]
+    for one, optimizer in zip((lately, model), optimizers, strict=True):
+        trained(one, optimizer, 1)
+        one.first(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+        optimizer.step(0.05)
+    ours, theirs = (optimizer.tensors() for optimizer in optimizers)
+    assert {name: float(x) for name, x in ours.items() if name.endswith("step")} == {
+        "scale.step": 1.0,
+        "first.weight.step": 2.0,
+        "second.weight.step": 1.0,
+    }
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
