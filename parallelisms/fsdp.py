@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -39,8 +41,14 @@ def apply(
         fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=place, reshard_after_forward=reshard)
     if isinstance(model.embed, FSDPModule):
         model.embed.set_unshard_in_backward(False)
-    for unit in model.modules():
-        if isinstance(unit, FSDPModule):
-            unit.set_gradient_divide_factor(1.0)
-            # gloo cannot multiply while it sums (PREMUL_SUM), which a divide factor alone would ask for.
-            unit.set_force_sum_reduction_for_comms(True)
+    for unit in units_of(model):
+        unit.set_gradient_divide_factor(1.0)
+        # gloo cannot multiply while it sums (PREMUL_SUM), which a divide factor alone would ask for.
+        unit.set_force_sum_reduction_for_comms(True)
+
+
+def units_of(model: nn.Module) -> list[Any]:
+    """What is gathered at once, outer ones before those inside them."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]

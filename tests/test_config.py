@@ -69,6 +69,16 @@ def test_an_empty_file_is_a_run_that_can_start() -> None:
             "training.global_batch_size = 6 must be a multiple of training.micro_batch_size = 4",
         ),
         (
+            {"training": {"dtype": "float64"}, "memory": {"optimizer_dtype": "bfloat16"}},
+            1,
+            'memory.optimizer_dtype = "bfloat16" has no use with training.dtype = "float64", which is to round nothing',
+        ),
+        (
+            {"optimizer": {"betas": (0.9, 0.999)}, "memory": {"optimizer_dtype": "bfloat16"}},
+            1,
+            "optimizer.betas up to 0.99, not 0.999: smaller changes are rounded away",
+        ),
+        (
             {"training": {"steps": 5}, "profiler": {"trace_step": 5, "trace_steps": 2}},
             1,
             "profiler.trace_step = 5 and profiler.trace_steps = 2 reach past training.steps = 5",

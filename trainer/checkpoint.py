@@ -125,9 +125,14 @@ def describe(error: BaseException) -> str:
 def _check_tensors(
     checkpoint: Path, metadata: Any, tensors: dict[str, torch.Tensor], stages: distributed.ProcessGroup
 ) -> None:
-    """torch.distributed.checkpoint loads silently what lacks a tensor's name or has another dtype; this does not."""
-    saved = {name: (tuple(entry.size), entry.properties.dtype) for name, entry in metadata.state_dict_metadata.items()}
-    mine = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    """torch.distributed.checkpoint loads silently what lacks a tensor's name or has another dtype; this does not.
+
+    Except that moments of memory.optimizer_dtype, which alone may be bfloat16, become those of the other.
+    """
+    alike = {torch.bfloat16: torch.float32}
+    found = {name: (tuple(entry.size), entry.properties.dtype) for name, entry in metadata.state_dict_metadata.items()}
+    saved = {name: (size, alike.get(dtype, dtype)) for name, (size, dtype) in found.items()}
+    mine = {name: (tuple(tensor.shape), alike.get(tensor.dtype, tensor.dtype)) for name, tensor in tensors.items()}
     wanted = {name: entry for stage in gather_over(mine, stages) for name, entry in stage.items()}
     wrong = [
         f"{name} is {saved.get(name, 'absent')} there and {wanted.get(name, 'absent')} here"

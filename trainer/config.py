@@ -93,6 +93,7 @@ class Config(Section):
             *self.model.problems(),
             *self.memory.problems(),
             *self._group_problems(),
+            *self._moment_problems(),
             *self.parallelism.problems(world_size),
             *self._tensor_problems(),
             *self._context_problems(),
@@ -234,6 +235,16 @@ class Config(Section):
                 f'{plan.ulysses} ranks cannot exchange (parallelism.cp_method = "{plan.chosen}")'
             ]
         return []
+
+    def _moment_problems(self) -> list[str]:
+        if self.memory.optimizer_dtype == "float32":
+            return []
+        key, slowest, found = 'memory.optimizer_dtype = "bfloat16"', max(self.optimizer.betas), []
+        if self.training.dtype == "float64":
+            found.append(f'{key} has no use with training.dtype = "float64", which is to round nothing')
+        if slowest > 0.99:
+            found.append(f"{key} needs optimizer.betas up to 0.99, not {slowest}: smaller changes are rounded away")
+        return found
 
     def _context_problems(self) -> list[str]:
         if self.model.problems():

@@ -17,7 +17,7 @@ from torch import distributed
 from parallelisms.collectives import gather_over, max_over
 from trainer.config import Config, DistributedSection
 from trainer.fit import fitted, memory_of_node, told
-from trainer.hardware import choose_device
+from trainer.hardware import choose_device, stay_near
 from trainer.ledger import GIB
 from trainer.run_folder import flat
 from trainer.status import ConfigError
@@ -95,6 +95,7 @@ def process_group(config: DistributedSection) -> Iterator[World]:
     device = choose_device(local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    stay_near(device)
     distributed.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=distributed.HashStore() if size == 1 else None,

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import resource
 import time
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.attention
@@ -14,6 +18,7 @@ from trainer.config import Config
 from trainer.status import BAD_CONFIGURATION, RankError
 
 GIB = 1 << 30
+log = logging.getLogger(__name__)
 
 # Dense bfloat16 FLOP/s by a part of the device's name, from the vendors' data sheets; the first match counts.
 PEAK_FLOPS = {
@@ -43,6 +48,31 @@ def choose_device(local_rank: int) -> torch.device:
         return torch.device("cpu")
     # A scheduler may show each task its own device only, which is then number 0.
     return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def stay_near(device: torch.device, pci: Path = Path("/sys/bus/pci/devices")) -> None:
+    """Binds this process to the CPUs beside a CUDA device, of those it may use: memory comes from where they are."""
+    if device.type != "cuda":
+        return
+    allowed = os.sched_getaffinity(0)
+    near = [_beside(torch.cuda.get_device_properties(other), pci) for other in range(torch.cuda.device_count())]
+    mine = near[device.index] & allowed
+    if mine and mine != allowed:
+        os.sched_setaffinity(0, mine)
+        # Whoever started this process dealt threads out for all CPUs of the machine.
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), len(mine) // near.count(near[device.index]))))
+        log.info("bound to the %d of %d CPUs that are beside %s", len(mine), len(allowed), device)
+
+
+def _beside(properties: Any, pci: Path) -> set[int]:
+    """CPUs of the same NUMA node; none where nobody says."""
+    address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    try:
+        listed = (pci / address / "local_cpulist").read_text()  # 0-27,56-83
+        ends = [[int(end) for end in part.split("-")] for part in listed.split(",") if part.strip()]
+    except (OSError, ValueError):
+        return set()
+    return {cpu for first, *last in ends for cpu in range(first, (last or [first])[0] + 1)}
 
 
 def refuse_nondeterminism() -> None:

@@ -13,6 +13,7 @@ from math import inf
 from parallelisms.footprint import Block
 from parallelisms.stages import SINGLE, SPLIT
 from trainer.config import Config
+from trainer.sections import PIECE
 
 GIB = 1 << 30
 KEPT = "kept for the backward pass"
@@ -83,7 +84,9 @@ def _fullest(moments: list[Ledger]) -> Ledger:
     """Of the device; what the host keeps is most at another moment, when the forward pass ends."""
     fullest = max(moments, key=lambda found: found.device)
     most = max(found.line(KEPT).host for found in moments)
-    return replace(fullest, lines=tuple(replace(line, host=most) if line.name == KEPT else line for line in fullest.lines))
+    return replace(
+        fullest, lines=tuple(replace(line, host=most) if line.name == KEPT else line for line in fullest.lines)
+    )
 
 
 class Rank:
@@ -98,6 +101,7 @@ class Rank:
         self.micro_batches = config.micro_batches(world_size)[1]
         self.compute, self.stored = BYTES[training.dtype], max(4, BYTES[training.dtype])
         self.reduced = BYTES[training.reduce_dtype] if self.compute == 2 else self.stored
+        self.moment = 2 if config.memory.optimizer_dtype == "bfloat16" else self.stored
         self.on_host = config.memory.optimizer_placement == "host"
         alone = self.shards * degrees["dp_replicate"] * self.tp == 1
         self.is_sharded = not alone or self.compute != self.stored or self.on_host
@@ -171,7 +175,10 @@ class Rank:
             yield from self._in_block(index, kept)
         if self.is_first:
             yield self._in_embedding()
-        yield self._at("in the optimizer", gradients=self.parameters())
+        # Narrow moments are widened by pieces.
+        piece = min(PIECE, max(self.shard([shape]) for shape in self.block_shapes() + self.ends()))
+        wide = 2 * self.stored * piece * (self.moment < self.stored and not self.on_host)
+        yield self._at("in the optimizer", gradients=self.parameters(), passing=wide)
 
     def in_flight(self) -> float:
         """Micro-batches through all blocks of this rank of which it keeps activations."""
@@ -331,7 +338,7 @@ class Rank:
             head += waiting * (self._entering() + self.stored * _elements(self.head_shapes()))
         batch = 32 * self.tokens  # Tokens, labels, positions and documents are int64.
         held = self.stored * (self.parameters() if self.on_host else gradients)  # The host has to have room for all.
-        states_of = {"parameters": states, "gradients": held, "optimizer states": 2 * states}
+        states_of = {"parameters": states, "gradients": held, "optimizer states": 2 * self.moment * self.parameters()}
         lines = (
             *(Line(name, **{"host" if self.on_host else "device": size}) for name, size in states_of.items()),
             Line("gathered weights", weights),

@@ -86,6 +86,8 @@ def _of_memory(memory: MemorySection) -> Iterator[dict[str, Any]]:
     yield {"input_every": 2 * memory.input_every}
     if memory.optimizer_placement == "device":
         yield {"optimizer_placement": "host"}
+    if memory.optimizer_dtype == "float32":
+        yield {"optimizer_dtype": "bfloat16"}
 
 
 def _doubled(config: Config, world_size: int, axis: str) -> tuple[str, Config, int]:

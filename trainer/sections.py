@@ -32,6 +32,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 COPY = "copy"  # the corpus that is made up: trainer/data/copy.py
+PIECE = 1 << 22  # elements whose moments are widened at once: trainer/optimizer.py
 
 
 class Section(BaseModel):
@@ -257,6 +258,8 @@ class MemorySection(Section):
     """Memory for one chunk of logits, in MiB; logits never exist whole."""
     optimizer_placement: Literal["device", "host"] = "device"
     """Where parameters, gradients and optimizer state lie between uses; `host` fetches each block when it runs, and updates on the CPU."""
+    optimizer_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which AdamW's two moments are kept; they change in float32 and are rounded to nearest. float64 runs keep their own."""
 
     def problems(self) -> list[str]:
         one_by_one = {"offload": "none", "input_every": 1, "head_groups": 1, "mlp_tile_mib": None}

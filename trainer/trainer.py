@@ -23,6 +23,7 @@ from models.transformer import Part, Transformer
 from parallelisms import tensor
 from parallelisms.collectives import sum_over
 from parallelisms.context import ContextParallel
+from parallelisms.fsdp import units_of
 from parallelisms.halves import Bodies, Pieces, compiled_bodies
 from parallelisms.initialize import initialize
 from parallelisms.mesh import Mesh
@@ -125,7 +126,15 @@ class Trainer:
         self.parts = {stage: build(self.stages.part(stage)) for stage in self.stages.stages_of(self.mesh.place["pp"])}
         """What this rank holds of the model, by stage of the pipeline; one that is not cut has one."""
         self.run = runner(config, self.mesh, world.device, self.stages, self.parts)
-        self.optimizer = Optimizer([*self.parts.values()], config.optimizer, total=partial(sum_over, None))
+        # Some schedules of a pipeline fetch weights before what holds them runs.
+        late = config.memory.optimizer_placement == "host" and self.stages.pp == 1
+        self.optimizer = Optimizer(
+            [*self.parts.values()],
+            config.optimizer,
+            moments=torch.bfloat16 if config.memory.optimizer_dtype == "bfloat16" else None,
+            units=units_of(self.parts[0]) if late else (),
+            total=partial(sum_over, None),
+        )
         self.loader = Loader(
             rows,
             rank=self.mesh.data_rank,

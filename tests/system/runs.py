@@ -273,7 +273,8 @@ def tensors(checkpoint: Path) -> dict[str, Tensor]:
 
 def digests(checkpoint: Path) -> dict[str, str]:
     found = tensors(checkpoint)
-    return {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in sorted(found.items())}
+    bits = {name: tensor.view(-1).view(torch.uint8).numpy().tobytes() for name, tensor in sorted(found.items())}
+    return {name: hashlib.sha256(one).hexdigest() for name, one in bits.items()}
 
 
 def state(checkpoint: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 
 from parallelisms.rules import AXES
 from parallelisms.stages import SPLIT
-from tests.system.runs import forked, metrics, state, tensors, write_run
+from tests.system.runs import digests, forked, metrics, state, tensors, write_run
 
 pytestmark = pytest.mark.ranks
 
@@ -128,6 +128,7 @@ CASES = [
     case("pp 2 DualPipeV", mesh(pp=2, schedule="DualPipeV")),
     case("pp 2, layers as given", mesh(pp=2), ("--parallelism.pp_layers=3,1",), slow=True),
     case("pp 2, state on the host", mesh(pp=2), HOST, slow=True),
+    case("pp 2 Interleaved1F1B, state on the host", mesh(pp=2, schedule="Interleaved1F1B"), HOST),
     case("pp 4", mesh(pp=4), slow=True),
     case("dp_replicate 2 x pp 2", mesh(dp_replicate=2, pp=2), slow=True),
     case("dp_replicate 2 x pp 2 Interleaved1F1B", mesh(dp_replicate=2, pp=2, schedule="Interleaved1F1B"), slow=True),
@@ -254,6 +255,45 @@ def test_half_precision_on_a_mesh_is_as_near_as_on_one_process(runs: Runs, tmp_p
     assert (off["alone"] > 0).all()
     assert (off["alone"] < 0.01).all()
     assert (off["mesh"] < 0.01).all()
+
+
+NARROW = ("--training.dtype=float32", "--memory.optimizer_dtype=bfloat16")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["dp_shard 2 x tp 2", "pp 2 Interleaved1F1B, state on the host", "dp_replicate 2 x cp 2, state on the host"],
+)
+def test_moments_in_bfloat16_on_a_mesh_are_those_of_one_process(runs: Runs, tmp_path: Path, name: str) -> None:
+    config, found, kept = runs("alone").parent / "run.toml", [], []
+    for place, mesh_name in (("alone", "alone"), ("mesh", name)):
+        processes, options = MESHES[mesh_name]
+        done = forked(config, tmp_path / place, *RUN, *options, *GENTLE, *NARROW, processes=processes)
+        assert done.statuses == [0] * processes, done.said
+        found.append(torch.tensor(metrics(tmp_path / place, "loss", "grad_norm")))
+        kept.append(tensors(tmp_path / place / "checkpoints" / f"step-{UPDATES}"))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=0)
+    ours, theirs = kept
+    assert {x.dtype for key, x in ours.items() if "exp_avg" in key} == {torch.bfloat16}
+    for key, tensor in theirs.items():
+        scale = float(tensor.abs().max())
+        torch.testing.assert_close(
+            ours[key], tensor, rtol=0.02, atol=0.01 * scale if "exp_avg" in key else 1e-3 * scale
+        )
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_state_on_the_host_changes_no_bit_of_a_run(runs: Runs, tmp_path: Path, moments: str) -> None:
+    """Where blocks are updated when they next run, and micro-batches are several."""
+    config, places = runs("alone").parent / "run.toml", ("device", "host")
+    for place in places:
+        options = (f"--memory.optimizer_placement={place}", f"--memory.optimizer_dtype={moments}", *HALF, *FULL)
+        done = forked(config, tmp_path / place, *RUN, *options, processes=2)
+        assert done.statuses == [0, 0], done.said
+    assert metrics(tmp_path / "host", "loss", "grad_norm") == metrics(tmp_path / "device", "loss", "grad_norm")
+    for step in ("step-3", f"step-{UPDATES}"):
+        ours, theirs = (digests(tmp_path / place / "checkpoints" / step) for place in places)
+        assert ours == theirs
 
 
 RESHARDED = [

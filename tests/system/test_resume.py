@@ -28,6 +28,7 @@ from tests.system.runs import (
 
 pytestmark = pytest.mark.ranks
 
+HOST = ("--memory.optimizer_placement", "host", "--memory.optimizer_dtype", "bfloat16")
 REPLICAS = ("--parallelism.dp_replicate", "2", "--parallelism.dp_shard", "2")
 EXACT = ("step", "tokens", "loss", "grad_norm", "lr")
 
@@ -39,8 +40,9 @@ EXACT = ("step", "tokens", "loss", "grad_norm", "lr")
         (2, 24, ("--memory.recompute", "full")),
         (4, 12, ("--training.deterministic", "true")),
         (4, 12, (*REPLICAS, "--model.tie_embeddings", "true")),
+        (2, 24, HOST),
     ],
-    ids=["1", "2", "4", "2x2"],
+    ids=["1", "2", "4", "2x2", "2, moments in bfloat16 on the host"],
 )
 def test_three_updates_a_kill_and_three_updates_are_six(
     tmp_path: Path, processes: int, rows: int, options: tuple[str, ...]

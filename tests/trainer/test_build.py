@@ -12,6 +12,7 @@ import torch.distributed.fsdp
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from models import feed_forward, tiles
+from parallelisms.collectives import local
 from tests.system.runs import forked, write_run
 from tests.trainer.inside import configured, trainer_of
 
@@ -38,6 +39,20 @@ def test_one_process_keeps_its_state_on_the_host_too(tmp_path: Path) -> None:
     options = ("--training.dtype=float64", "--memory.optimizer_placement=host")
     with trainer_of(configured(write_run(tmp_path), tmp_path / "run", *options)) as trainer:
         assert isinstance(trainer.parts[0], torch.distributed.fsdp.FSDPModule)
+
+
+@pytest.mark.filterwarnings("ignore")  # A compiler warns of what torch itself does.
+def test_compiled_blocks_on_the_host_are_updated_before_they_run(tmp_path: Path) -> None:
+    run, found = write_run(tmp_path), []
+    for where in ("device", "host"):
+        options = ("--training.compile=true", "--training.dtype=bfloat16", f"--memory.optimizer_placement={where}")
+        config = configured(run, tmp_path / where, *options)
+        with torch.compiler.set_stance("default", force_backend="aot_eager"), trainer_of(config) as trainer:
+            updates = trainer.updates()
+            losses = [next(updates).read().loss for _ in range(3)]
+            found.append((losses, {name: local(tensor).tolist() for name, tensor in trainer.tensors().items()}))
+            del updates
+    assert found[0] == found[1]
 
 
 @pytest.mark.ranks

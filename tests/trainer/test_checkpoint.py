@@ -125,6 +125,25 @@ def test_other_tensors_are_refused_and_nothing_is_loaded(
         assert all(torch.equal(tensor, before[key]) for key, tensor in mine.items())
 
 
+def test_moments_become_those_of_the_type_that_is_asked_for(run: Path) -> None:
+    """And only moments: nothing else is bfloat16."""
+    held: list[dict[str, torch.Tensor]] = []
+    for step, moments in enumerate(("float32", "bfloat16", "float32"), 1):
+        config = configured(run, run.parent / "run", f"--memory.optimizer_dtype={moments}")
+        with trainer_of(config) as trainer:
+            checkpoints = Checkpoints(config, RunFolder(config.output_dir))
+            checkpoints.resume(trainer)
+            loaded = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
+            for name, tensor in held[-1].items() if held else ():
+                assert torch.equal(loaded[name], tensor.to(loaded[name].dtype)), name
+                assert str(loaded[name].dtype) == f"torch.{moments if '.exp_avg' in name else 'float32'}"
+            assert trainer.step == step - 1
+            assert len(trainer.changes) == (step > 1)
+            next(trainer.updates())
+            held.append({name: tensor.clone() for name, tensor in trainer.tensors().items()})
+            checkpoints.save(trainer)
+
+
 def test_other_data_is_refused(run: Path) -> None:
     config = configured(run, run.parent / "run")
     folder = RunFolder(config.output_dir)

@@ -62,6 +62,13 @@ def test_one_process_has_a_group_that_needs_no_address_and_ends() -> None:
         assert not distributed.is_initialized()
 
 
+def test_a_process_goes_beside_its_device_when_it_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+    monkeypatch.setattr("trainer.distributed.stay_near", asked.append)
+    with process_group(DistributedSection(start_timeout_minutes=1)) as world:
+        assert asked == [world.device]
+
+
 def test_the_group_ends_with_an_error_too() -> None:
     with pytest.raises(ValueError, match="broken"), process_group(DistributedSection()):
         raise ValueError("broken")

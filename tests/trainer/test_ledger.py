@@ -11,6 +11,7 @@ from trainer.config import Config
 from trainer.ledger import Ledger, ledger, ledgers
 from trainer.levers import advice, levers, table
 from trainer.load import load
+from trainer.sections import PIECE
 
 # Activations weigh most, and every part enough to be missed. The CPU's matrix products in bfloat16 take room of their
 # own in a large head, so the vocabulary is small.
@@ -46,6 +47,8 @@ HALF = "training.dtype=bfloat16"
 FULL, KEEP = "memory.recompute=full", "memory.recompute=keep_attention"
 FOUR = "parallelism.pp=2 model.num_layers=4 training.global_batch_size=4"
 HEAVY = "training.seq_len=128 model.ffn_dim=512"  # weights
+LARGE = "training.seq_len=16 model.num_layers=1 model.ffn_dim=8192"  # of which one weighs most, when it is updated
+NARROW = "memory.optimizer_dtype=bfloat16"
 CASES = {
     1: (
         "",
@@ -62,6 +65,9 @@ CASES = {
         f"memory.offload=inputs_and_attention {KEEP}",
         f"memory.input_every=3 memory.mlp_tile_mib=1 {HALF} {KEEP}",
         f"memory.offload=inputs_and_attention memory.input_every=2 memory.head_groups=2 memory.mlp_tile_mib=1 {KEEP}",
+        NARROW,
+        f"{NARROW} {LARGE}",
+        f"{NARROW} memory.optimizer_placement=host {LARGE}",
     ),
     2: (
         f"{HALF} training.global_batch_size=2",
@@ -70,6 +76,7 @@ CASES = {
         f"parallelism.cp=2 parallelism.cp_method=ring {FULL}",
         f"parallelism.cp=2 parallelism.cp_method=ulysses {HALF}",
         f"{FOUR}",
+        f"{NARROW} {HALF} training.global_batch_size=2 {HEAVY}",
     ),
 }
 MORE = {
@@ -144,7 +151,18 @@ def test_states_on_the_host_leave_the_device() -> None:
     here, there = (ledger(configured(f"memory.optimizer_placement={place}"), 1) for place in ("device", "host"))
     assert there.states == 0
     assert there.host - here.host == 16 * configured().model.build().num_parameters
+    narrow = ledger(configured(f"memory.optimizer_placement=host {NARROW}"), 1)
+    assert narrow.host - here.host == 12 * configured().model.build().num_parameters
     assert there.device < here.device
+
+
+def test_narrow_moments_take_half_and_are_widened_by_pieces() -> None:
+    wide, narrow = (ledger(configured(f"{LARGE} memory.optimizer_dtype={kept}"), 1) for kept in ("float32", "bfloat16"))
+    assert narrow.line("optimizer states").device == wide.line("optimizer states").device / 2
+    assert (wide.moment, narrow.moment) == ("in the embedding, backward", "in the optimizer")
+    assert narrow.line("a block in passing").device == 8 * 8192 * 128
+    huge = ledger(configured(f"{NARROW} training.seq_len=2 model.num_layers=1 model.ffn_dim=200000"), 1)
+    assert huge.line("a block in passing").device == 8 * PIECE
 
 
 def test_the_peak_is_states_and_so_many_streams() -> None:
@@ -180,11 +198,15 @@ def test_levers_are_those_that_exist_and_free_what_the_other_ledger_lacks() -> N
     less = ledger(configured(f"parallelism.tp=2 parallelism.sequence_parallel=false {FULL}"), 2)
     assert changes['memory.recompute = "full"'] == ledger(config, 2).device - less.device
     assert "parallelism.cp = 2 on 4 processes" in changes
+    narrow = ledger(configured(f"parallelism.tp=2 parallelism.sequence_parallel=false {NARROW}"), 2)
+    assert changes['memory.optimizer_dtype = "bfloat16"'] == ledger(config, 2).device - narrow.device
 
 
 def test_levers_break_no_rule() -> None:
     # The heads do not divide among more ranks, and no micro-batch is smaller than a row.
     changes = [lever.change for lever in levers(configured("model.num_heads=1 model.num_kv_heads=1"), 1)]
+    slow = [lever.change for lever in levers(configured("optimizer.betas=0.9,0.999"), 1)]
+    assert not any("optimizer_dtype" in change for change in slow)
     assert not any("parallelism.tp" in change or "micro_batch_size" in change for change in changes)
     assert [told.count(" would free ") for told in advice(configured(), 1)] == [0, 1, 1, 1]
 

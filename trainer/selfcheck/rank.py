@@ -61,7 +61,8 @@ def gradients(trainer: Trainer) -> Tensors:
 
 
 def weights(trainer: Trainer) -> Tensors:
-    """The same parameters, whole. Collective."""
+    """The same parameters, whole and up to date. Collective."""
+    trainer.optimizer.finish()
     return {name: whole(weight.detach()).clone() for name, weight in trainer.optimizer.named.items()}
 
 
