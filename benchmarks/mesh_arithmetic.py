@@ -16,11 +16,12 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from math import lcm, prod
-from typing import Any
+from typing import Any, cast
 
 from models.config import ModelConfig
 from models.llama import LLAMA31
 from parallelisms.footprint import Block
+from parallelisms.rules import ContextPlan
 from parallelisms.stages import SINGLE, SPLIT, PipelinePlan, Schedule
 from trainer.ledger import ledger
 from trainer.levers import levers
@@ -381,6 +382,27 @@ def others() -> list[str]:
     return table(["file", "with", *parts, "% of tp", "heads", "weights", "work"], rows)
 
 
+def working() -> list[str]:
+    """What the block at work holds, in u, of rows so long that tiles and weights count for nothing."""
+    model, tokens = LLAMA31["8b"], 1 << 26
+    methods: dict[str, ContextPlan | None] = {"whole rows on a rank": None}
+    for method in ("ulysses", "ring", "allgather"):
+        plan = ContextPlan(cp=8, method=cast(Any, method), heads=model.num_heads, kv_heads=model.num_kv_heads)
+        methods[f"`{method}` over 8"] = plan
+    rows = []
+    for name, plan in methods.items():
+        blocks = [Block(model, tokens, context=plan, groups=groups, tile=1 << 20) for groups in (1, 2, 4, 8)]
+        attending = [block.attention_again(4) / block.stream for block in blocks]
+        cells = [
+            f"{k:.1f}" if plan is None or model.num_heads // 2**i % plan.ulysses == 0 else ""
+            for i, k in enumerate(attending)
+        ]
+        rows.append([name, *cells])
+    others = {"feed-forward": blocks[0].feed_forward_again(), "projections": blocks[0].projections_again()}
+    rows += [[name, *[f"{size / blocks[0].stream:.1f}"] * 4] for name, size in others.items()]
+    return table(["backward, in u", *(f"{groups} group{'s' * (groups > 1)}" for groups in (1, 2, 4, 8))], rows)
+
+
 def memory() -> list[str]:
     """The page on memory: the ledger of each shipped file, at its fullest moment."""
     found = [ledger(run.config, run.ranks) for run in map(Run, SHIPPED)]
@@ -413,5 +435,5 @@ def _gib(count: float) -> str:
 
 
 if __name__ == "__main__":
-    for made in (thumb, keeps, shipped, eight, pipelines, others, memory, pulled):
+    for made in (thumb, keeps, shipped, eight, pipelines, others, memory, pulled, working):
         sys.stdout.write(f"{made.__name__}\n\n" + "\n".join(made()) + "\n\n")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.mesh_arithmetic import actions, eight, idle, keeps, kept, memory, pipelines, pulled, shipped, thumb
+from benchmarks.mesh_arithmetic import actions, eight, idle, keeps, kept, memory, pipelines, pulled, shipped, thumb, working
 from models import rope
 from models.config import ModelConfig
 from models.transformer import Block
@@ -19,6 +19,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 PAGES = dict.fromkeys((thumb, keeps, shipped, eight, pipelines), "parallelism.md") | {
     memory: "memory.md",
     pulled: "memory.md",
+    working: "memory.md",
 }
 
 
