@@ -26,6 +26,7 @@ from trainer.data import DataError, rows_of
 from trainer.data.copy import CopyRows
 from trainer.data.rows import Rows
 from trainer.distributed import World, place, process_group, require_agreement, settled
+from trainer.heartbeat import Heartbeat
 from trainer.load import load
 from trainer.metrics import Metrics
 from trainer.profiler import Profilers
@@ -74,8 +75,8 @@ def train(config: Config, folder: RunFolder, world: World, rows: Rows | CopyRows
         checkpoints = Checkpoints(config, folder)
         resumed = checkpoints.resume(trainer)
         profilers.step(trainer.step)
-        with closing(Metrics(config, folder, trainer, resumed=resumed)) as metrics:
-            for update in trainer.updates():
+        with closing(Metrics(config, folder, trainer, resumed=resumed)) as metrics, Heartbeat(trainer) as heartbeat:
+            for update in heartbeat.updates():
                 metrics.write(update)
                 profilers.step(update.step)
                 if checkpoints.due(update.step):

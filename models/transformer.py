@@ -77,6 +77,8 @@ class Transformer(nn.Module):
         # Keyed by layer number, so that names do not depend on where the model is cut.
         self.blocks = nn.ModuleDict({str(index): Block(config) for index in part.layers})
         self.head = Head(config, chunk_mib=head_chunk_mib) if part.head else None
+        # Gets the residual stream before each block and after the last: for who wants to know how far this is.
+        self.between: Callable[[Tensor], Tensor] = unchanged
         if config.tie_embeddings and self.embed is not None and self.head is not None:
             self.head.proj.weight = self.embed.weight
 
@@ -105,5 +107,6 @@ class Transformer(nn.Module):
         precision = torch.float64 if x_BSE.dtype == torch.float64 else torch.float32
         rotation_2BS1F = rope.rotation(self.config.rope, self.config.head_dim, batch.positions, precision)
         for block in self.layers():
-            x_BSE = block(x_BSE, rotation_2BS1F, batch.boundaries)
+            x_BSE = block(self.between(x_BSE), rotation_2BS1F, batch.boundaries)
+        x_BSE = self.between(x_BSE)
         return x_BSE if self.head is None else self.head(x_BSE, batch.labels)

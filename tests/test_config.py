@@ -12,6 +12,7 @@ import pytest
 
 from trainer import describe
 from trainer.config import Config
+from trainer.ledger import GIB, ledger
 from trainer.load import SHIPPED, keys, load, sections
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -420,7 +421,16 @@ def test_debug_states_no_degree_and_divides_by_eight() -> None:
 
 
 def test_every_shipped_configuration_is_known_here() -> None:
-    assert {path.stem for path in SHIPPED.glob("*.toml")} == {"debug", "copy", *CLUSTER_CONFIGS}
+    assert {path.stem for path in SHIPPED.glob("*.toml")} == {"debug", "debug_1m", "copy", *CLUSTER_CONFIGS}
+
+
+def test_a_million_tokens_need_two_processes_and_no_file() -> None:
+    config = load(["--config", "debug_1m"])
+    assert config.problems(2) == []
+    assert config.remarks(2) == []
+    assert (config.training.seq_len, config.parallelism.cp) == (1 << 20, 2)
+    assert (config.data.documents, config.data.max_document, config.data.mask) == ("file", 16_384, "document")
+    assert ledger(config, 2).device < 2 * GIB
 
 
 def test_what_copy_repeats_is_always_on_another_rank() -> None:

@@ -128,10 +128,12 @@ class Metrics:
         )
 
     def write(self, update: Update) -> None:
-        """Takes an update and writes the one before, whose numbers have left the device by now."""
+        """Takes an update and writes the one before, whose numbers have left the device by now; a CPU's are there."""
         previous, self._pending = self._pending, update
         if previous is not None:
             self._take(previous)
+        if self.world.device.type == "cpu":
+            self.flush()
 
     def flush(self) -> None:
         """Writes the update that is still pending; waits for the device."""

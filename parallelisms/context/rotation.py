@@ -151,9 +151,9 @@ def share_of(boundaries_BD: Tensor, kind: str, group: ProcessGroup, rows: int, h
     return _share_of(causal.integers(boundaries_BD, rows), cast(Layout, kind), group.size(), group.rank(), held)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def _share_of(rows: causal.Boundaries, kind: Layout, ring: int, rank: int, held: int) -> Share:
-    # Every layer asks for the same.
+    # Every layer asks for the same. Few are kept: each may hold 15 MiB on the device, at a million tokens.
     return Share(tuple(SeqLayout(kind, ring, row) for row in causal.checked(rows, held * ring)), rank)
 
 

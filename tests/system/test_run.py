@@ -91,6 +91,18 @@ def test_the_shipped_debug_run_learns(tmp_path: Path) -> None:
     assert losses[-1] < losses[0] - 1
 
 
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_the_shipped_run_of_a_million_tokens_fits_a_laptop(tmp_path: Path) -> None:
+    options = ("--training.steps", "1", "--data.cache_dir", str(tmp_path / "prepared"), "--checkpoint.enabled", "false")
+    done = forked(Path("debug_1m.toml"), tmp_path / "run", *options, processes=2, seconds=1200)
+    assert done.statuses == [0, 0], done.said
+    ((tokens, loss, rss),) = metrics(tmp_path / "run", "tokens", "loss", "rss_gib")
+    assert tokens == 1 << 20
+    assert 5.3 < loss < 5.9, "an untrained model knows nothing: log(264) = 5.58"
+    assert rss < 4
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("processes", [1, 2])
 def test_an_update_whose_gradient_is_not_finite_is_skipped_and_told(tmp_path: Path, processes: int) -> None:

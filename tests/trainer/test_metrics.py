@@ -319,6 +319,17 @@ def test_rates_are_over_all_updates_since_the_line_before(root: Path) -> None:
         assert rate * seconds * len(span) == pytest.approx(sum(span))
 
 
+def test_nobody_waits_for_an_update_that_a_cpu_has_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    config = configured(write_run(tmp_path), tmp_path / "run", "--training.steps", "2")
+    folder = RunFolder(config.output_dir)
+    folder.make()
+    with trainer_of(config) as trainer, closing(Metrics(config, folder, trainer, resumed=None)) as written:
+        for update in trainer.updates():
+            written.write(update)
+            assert steps(tmp_path / "run")[-1] == update.step
+
+
 # ---- for people
 
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from models.kernels import Rectangle
+from parallelisms.context import rotation
 from parallelisms.context.layout import SeqLayout
-from parallelisms.context.tasks import Rows, foreign, own, with_foreign, with_source
+from parallelisms.context.tasks import Rows, Share, foreign, own, with_foreign, with_source
 from parallelisms.rules import Layout
 from tests.parallelisms.context.documents import (
     DISTRIBUTIONS,
@@ -265,3 +266,11 @@ def test_ranks_wait_for_each_other_with_head_and_tail_of_the_row() -> None:
     for distribution in DISTRIBUTIONS:
         waiting = worst("headtail", distribution, 128 * 1024, 8)
         assert waiting < 1.001 if distribution == "one document" else waiting > 1.5
+
+
+def test_what_is_remembered_of_rows_of_a_million_tokens_is_little() -> None:
+    share = Share((SeqLayout("balanced", 16, (0, 1 << 20)),), 0)
+    on_device = sum(places.nbytes for places in share.places(torch.device("cpu")))
+    remembered = rotation._share_of.cache_parameters()["maxsize"]
+    assert remembered is not None
+    assert remembered * on_device < 128 << 20
