@@ -43,7 +43,9 @@ def altered(pairing: Pairing, section: str, **values: object) -> Pairing:
 
 def test_a_mesh_is_the_same_as_one_process() -> None:
     words = "--world-size 64 --parallelism.cp 4 --parallelism.dp_replicate 2 --training.global_batch_size 31"
-    done = subprocess.run(command(*words.split()), cwd=ROOT, capture_output=True, text=True, timeout=120)
+    memory = "--memory.optimizer_placement host --memory.optimizer_dtype bfloat16"
+    called = command(*words.split(), *memory.split())
+    done = subprocess.run(called, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     said = done.stdout.splitlines()
     assert said[:2] == ["a run of 64 processes, made small:", "mesh    dp_replicate 2, dp_shard 8 -> 2, cp 4 -> 2"]

@@ -41,6 +41,21 @@ def test_one_process_keeps_its_state_on_the_host_too(tmp_path: Path) -> None:
         assert isinstance(trainer.parts[0], torch.distributed.fsdp.FSDPModule)
 
 
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_weights_on_the_host_move_when_they_are_next_used_or_asked_for(tmp_path: Path, where: str) -> None:
+    options = ("--training.dtype=bfloat16", f"--memory.optimizer_placement={where}")
+    with trainer_of(configured(write_run(tmp_path), tmp_path / "run", *options)) as trainer:
+        named = trainer.optimizer.named
+        before = {name: local(weight.detach()).clone() for name, weight in named.items()}
+        updates = trainer.updates()
+        next(updates)
+        still = [name for name, weight in named.items() if torch.equal(local(weight), before[name])]
+        assert still == ([*named] if where == "host" else [])
+        trainer.tensors()
+        assert not any(torch.equal(local(weight), before[name]) for name, weight in named.items())
+        del updates
+
+
 @pytest.mark.filterwarnings("ignore")  # A compiler warns of what torch itself does.
 def test_compiled_blocks_on_the_host_are_updated_before_they_run(tmp_path: Path) -> None:
     run, found = write_run(tmp_path), []
