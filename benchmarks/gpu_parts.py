@@ -1,0 +1,267 @@
+"""Phases 0 to 2 of the GPU benchmark: the machine, parity, attention and the head by themselves."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from queue import SimpleQueue
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_rows import BACKENDS, Bench, K, measure_attention, measure_wide
+from benchmarks.gpu_steps import begin_memory, configured
+from models import causal
+from models.head import Head
+from models.kernels import Rectangle, Work
+from parallelisms.collectives import local
+from parallelisms.context import ring
+from parallelisms.context.layout import SeqLayout
+from parallelisms.context.tasks import Share
+from trainer.data import rows_of
+from trainer.distributed import process_group
+from trainer.hardware import GIB
+from trainer.trainer import Trainer
+
+KEPT = "--memory.recompute keep_attention"
+
+
+# ---- 0: the machine
+
+
+def environment(bench: Bench) -> None:
+    row = partial(told, bench)
+    row("torch", f"{torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}")
+    row(
+        "processor",
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
+    )
+    row("host memory", f"{bench.host / GIB:.0f} GiB")
+    if bench.cuda:
+        found = torch.cuda.get_device_properties(bench.device)
+        row(
+            "device", f"{found.name}, {found.total_memory / GIB:.1f} GiB, {found.multi_processor_count} multiprocessors"
+        )
+        row(
+            "triton",
+            getattr(bench.attempt("triton", partial(importlib.import_module, "triton")), "__version__", "none"),
+        )
+        fields = "driver_version,clocks.sm,clocks.mem,temperature.gpu,power.draw,clocks_event_reasons.active"
+        row("driver, clocks, heat", output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"))
+    size = 8192 if bench.cuda else 512
+    a, b = bench.draw(size, size), bench.draw(size, size)
+    seconds = median(bench.timed(lambda: a @ b))
+    row(f"product of {size} x {size} in bfloat16", f"{2 * size**3 / seconds / 1e12:.4g} TFLOP/s")
+    x, y = (
+        torch.empty((4 * GIB if bench.cuda else GIB // 64), dtype=torch.uint8, device=bench.device) for _ in range(2)
+    )
+    seconds = median(bench.timed(lambda: x.copy_(y)))
+    row("copy on the device", f"{2 * x.numel() / seconds / 1e9:.4g} GB/s, read and written")
+    if bench.cuda:
+        transfers(bench, a, b)
+
+
+def told(bench: Bench, what: str, result: str) -> None:
+    bench.report.row(what=what, result=result)
+
+
+def output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def transfers(bench: Bench, a: Tensor, b: Tensor) -> None:
+    """Copies to and from pinned memory, alone and beside matrix products; and how fast memory is pinned."""
+    begin = time.perf_counter()
+    host = torch.empty(4 * GIB, dtype=torch.uint8, pin_memory=True)
+    told(bench, "page-locking", f"{4 / (time.perf_counter() - begin):.3g} GiB/s")
+    there, side = torch.empty_like(host, device=bench.device), torch.cuda.Stream()
+    products = median(bench.timed(lambda: [a @ b for _ in range(100)], rounds=3))
+    for name, to, source in (("host to device", there, host), ("device to host", host, there)):
+        alone = median(bench.timed(partial(to.copy_, source, non_blocking=True)))
+        begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+        def both(to: Tensor = to, source: Tensor = source, marks: tuple[Any, Any] = (begun, done)) -> None:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                marks[0].record()
+                to.copy_(source, non_blocking=True)
+                marks[1].record()
+            for _ in range(100):
+                a @ b
+
+        beside = median(bench.timed(both, rounds=3))
+        torch.cuda.synchronize()
+        beneath = begun.elapsed_time(done) / 1e3
+        slower = f"products {beside / products - 1:+.1%}"
+        rates = f"{host.numel() / alone / 1e9:.3g} GB/s alone, {host.numel() / beneath / 1e9:.3g} under products"
+        told(bench, f"{name}, pinned", f"{rates}, {slower}")
+
+
+# ---- 1: parity
+
+
+Seen = tuple[float, float, dict[str, Tensor]]
+# What is compared, with what, and how it is configured.
+VARIANTS = {
+    "float32": ("", "--training.dtype float32 --memory.recompute none"),
+    "none": ("float32", "--memory.recompute none"),
+    "none, once more": ("none", "--memory.recompute none"),
+    "keep_attention": ("none", KEPT),
+    "full": ("none", "--memory.recompute full"),
+    "inputs on the host": ("keep_attention", f"{KEPT} --memory.offload inputs"),
+    "all on the host": ("keep_attention", f"{KEPT} --memory.offload inputs_and_attention"),
+    "one input of 2": ("keep_attention", f"{KEPT} --memory.input_every 2"),
+    "2 head groups": ("keep_attention", f"{KEPT} --memory.head_groups 2"),
+    "4 head groups": ("keep_attention", f"{KEPT} --memory.head_groups 4"),
+    "tiles": ("keep_attention", f"{KEPT} --memory.mlp_tile_mib 1"),
+    "states on the host": ("keep_attention", f"{KEPT} --memory.optimizer_placement host"),
+    "cudnn": ("keep_attention", f"{KEPT} --training.attention cudnn"),
+    "efficient": ("keep_attention", f"{KEPT} --training.attention efficient"),
+}
+
+
+def parity(bench: Bench) -> None:
+    """Loss, norm and gradients of the first update in one way, beside those in another."""
+    seen: dict[str, Seen] = {}
+    torch.use_deterministic_algorithms(True, warn_only=True)  # noqa: FBT003
+    try:
+        for name, (other, options) in VARIANTS.items():
+            needs_cuda = name in ("cudnn", "efficient")
+            found = None if needs_cuda and not bench.cuda else bench.attempt(name, partial(seen_by, bench, options))
+            if found is not None:
+                seen[name] = found
+                loss, norm, _ = found
+                far = distance(found[2], seen[other][2]) if other in seen else None
+                bench.report.row(
+                    variant=name, loss=f"{loss:.7f}", norm=f"{norm:.6f}", beside=other or None, gradients=far
+                )
+    finally:
+        torch.use_deterministic_algorithms(False)  # noqa: FBT003
+    bench.attempt("4 ranks of a ring", partial(ring_parity, bench))
+
+
+def seen_by(bench: Bench, options: str) -> Seen:
+    default = "" if "--training.attention" in options else "--training.attention auto"
+    config = configured(bench, "parity", 4 * K, options, default)
+    with process_group(config.distributed) as world:
+        trainer = Trainer(config, world, rows_of(config))
+        reading = trainer.loader.updates(0)
+        vector = trainer.accumulate(next(reading))
+        reading.close()
+        named = trainer.optimizer.named.items()
+        grads = {name: local(x.grad).to(bench.device, copy=True) for name, x in named if x.grad is not None}
+        parts = trainer.tally.slots.parts(trainer.update(vector, 1e-3))
+        return float(parts["loss"] / parts["targets"]), float(parts["grad_norm"]), grads
+
+
+def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> str:
+    if ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours):
+        return "bitwise the same"
+    far = max(float((ours[name] - x).norm() / x.norm()) for name, x in theirs.items())
+    return f"{far:.1e} of a tensor's norm apart"
+
+
+@dataclass(frozen=True)
+class Wire:
+    wait: Callable[[], Tensor]
+
+
+def ring_job(bench: Bench, kernel: str, tokens: int, ranks: int = 4) -> tuple[Callable[[], list[Tensor]], ...]:
+    """Forward and backward of a row by one call, and by ranks in threads that share the device; what both give is in order."""
+    q, grad = (bench.draw(tokens, 32, 128) for _ in range(2))
+    k, v = (bench.draw(tokens, 8, 128) for _ in range(2))
+    work = Work([Rectangle(0, tokens, 0, tokens)], causal=True)
+    layout = SeqLayout("headtail", ranks, (0, tokens))
+    shares = [Share((layout,), rank) for rank in range(ranks)]
+    order, back = layout.order().to(bench.device), layout.inverse().to(bench.device)
+    parts = list(zip(*(x[order].chunk(ranks) for x in (grad, q, k, v)), strict=True))
+
+    def alone() -> list[Tensor]:
+        out, lse = causal.forward(q, k, v, work, kernel=kernel)
+        return [out, *causal.backward(grad, q, k, v, out, lse, work, kernel=kernel)]
+
+    def one(rank: int, hops: dict[tuple[int, int], SimpleQueue[Tensor]]) -> list[Tensor]:
+        number = count()
+
+        def rotate(x: Tensor) -> Wire:
+            hop = next(number)
+            hops[(rank + 1) % ranks, hop].put(x)
+            return Wire(partial(hops[rank, hop].get, timeout=20))
+
+        grad, q, k, v = parts[rank]
+        kv = torch.stack((k, v))
+        out, lse = ring.forward(q, k, v, rotate(kv), shares[rank], rotate=rotate, kernel=kernel)
+        passing = {"rotate": rotate, "wire": torch.float32, "kernel": kernel}
+        return [out, *ring.backward(grad, q, k, v, rotate(kv), out, lse, shares[rank], **passing)]  # type: ignore[arg-type]
+
+    def shared() -> list[Tensor]:
+        hops = {(rank, hop): SimpleQueue[Tensor]() for rank in range(ranks) for hop in range(4 * ranks)}
+        with ThreadPoolExecutor(ranks) as pool:
+            found = list(pool.map(lambda rank: one(rank, hops), range(ranks)))
+        return [torch.cat(rows) for rows in zip(*found, strict=True)]
+
+    return alone, lambda: [x[back] for x in shared()], shared
+
+
+def ring_parity(bench: Bench) -> None:
+    alone, in_order, _ = ring_job(bench, "flash" if bench.cuda else "auto", bench.size(8 * K))
+    names = ("output", "dq", "dk", "dv")
+    far = {
+        name: float((a.float() - b.float()).norm() / b.float().norm())
+        for name, a, b in zip(names, in_order(), alone(), strict=True)
+    }
+    told(bench, "4 ranks of a ring beside one", ", ".join(f"{name} {error:.1e}" for name, error in far.items()))
+
+
+# ---- 2: attention and the head by themselves
+
+
+def attention(bench: Bench) -> None:
+    for tokens in (16 * K, 64 * K):
+        for width in (128, 64):
+            for kernel in BACKENDS if bench.cuda else ("auto",):
+                job = partial(measure_attention, bench, kernel, width, bench.size(tokens))
+                bench.attempt(f"{kernel}, {tokens} tokens, width {width}", job, needs=5)
+                bench.clear()
+    fastest = bench.kernel(configured(bench, "8b", 16 * K))
+    for kernel in BACKENDS if bench.cuda else ("auto",):
+        bench.attempt(f"large attention of {kernel}", partial(measure_wide, bench, kernel), needs=5)
+        bench.clear()
+    for tokens in (2 * K, 8 * K, 32 * K):
+        bench.attempt(f"virtual ring, {tokens} tokens per rank", partial(ring_row, bench, fastest, tokens), needs=10)
+        bench.clear()
+    for mib in (64, 256, 1024):
+        bench.attempt(f"head, chunks of {mib} MiB", partial(head_row, bench, mib), needs=5)
+        bench.clear()
+
+
+def ring_row(bench: Bench, kernel: str, held: int) -> None:
+    alone, _, shared = ring_job(bench, kernel, 4 * bench.size(held))
+    one, four = (median(bench.timed(job, warmups=1, rounds=3)) for job in (alone, shared))
+    result = f"{1e3 * four:.4g} ms over {1e3 * one:.4g} of one call, {four / one - 1:+.1%}, no transport, {kernel}"
+    told(bench, f"forward and backward of 4 ranks with {bench.size(held)} tokens each", result)
+
+
+def head_row(bench: Bench, mib: int) -> None:
+    model, tokens = configured(bench, "8b", 16 * K).model.build(), bench.size(16 * K)
+    head = Head(model, chunk_mib=mib).to(bench.device, torch.bfloat16)
+    x = bench.draw(1, tokens, model.dim).requires_grad_()
+    labels = torch.randint(model.vocab_size, (1, tokens), device=bench.device)
+    begin_memory(bench)
+    seconds = median(bench.timed(lambda: head(x, labels).sum().backward()))
+    flops = 6 * tokens * model.dim * model.vocab_size / seconds
+    peak = f", {torch.cuda.max_memory_allocated() / GIB:.3g} GiB" if bench.cuda else ""
+    told(bench, f"head of 8B, {tokens} tokens, chunks of {mib} MiB", f"{flops / 1e12:.4g} TFLOP/s{peak}")

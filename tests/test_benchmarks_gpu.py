@@ -1,0 +1,104 @@
+"""The GPU benchmark without a GPU: its rehearsal gives every row, and what fails or takes too long gives one too."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu import main
+from benchmarks.gpu_parts import VARIANTS
+from benchmarks.gpu_rows import Bench, Report
+from benchmarks.gpu_steps import Packed, configured, seconds_of, with_length
+from models import causal
+
+ROOT = Path(__file__).resolve().parents[1]
+POLICIES = [
+    "none",
+    "full",
+    "keep_attention",
+    "keep_attention, inputs on the host",
+    "keep_attention, inputs_and_attention on the host",
+    "keep_attention, tiles of 512 MiB",
+    "keep_attention, 2 head groups",
+    "keep_attention, 4 head groups",
+    "keep_attention, one input of 4",
+    "keep_attention, inputs_and_attention on the host, one input of 4, 4 head groups, tiles of 1024 MiB",
+]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(torch.device("cpu"), Report(tmp_path / "rows.jsonl", commit="c"), time.monotonic() + 60, rehearse=True)
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would measure")
+def test_without_a_device_nothing_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert capsys.readouterr().out == "no CUDA device: nothing measured\n"
+
+
+def test_a_rehearsal_has_a_row_for_every_way(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--phases", "1,4", "--out", str(out)]
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=hidden, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    found = rows(out)
+    assert [row["result"] for row in found if "failed" in str(row.get("result"))] == []
+    beside = {row["variant"]: row["gradients"] for row in found if "variant" in row}
+    assert list(beside) == [name for name in VARIANTS if name not in ("cudnn", "efficient")]
+    assert {name for name, far in beside.items() if far == "bitwise the same"} >= {"inputs on the host", "tiles"}
+    steps = [row for row in found if "s_step" in row]
+    assert [row["policy"] for row in steps] == POLICIES
+    assert [row["loss"] for row in steps] == pytest.approx([steps[0]["loss"]] * len(steps), rel=1e-4)
+    for row in steps:
+        assert (row["seq_len"], row["attended"], row["n"], row["kernel"]) == (128, 64.5, 1, "cpu")
+        assert min(row["s_step"], row["tok_s"], row["rss_gib"], row["predicted_gib"], row["predicted_k"]) > 0
+        assert row["mfu"] is row["peak_gib"] is row["k"] is None, "a CPU has none"
+    assert done.stdout.count("| phase | model |") == 1, "one header for rows of the same columns"
+
+
+def test_what_fails_or_takes_too_long_becomes_a_row(bench: Bench) -> None:
+    def full() -> None:
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB\nand more")
+
+    assert bench.attempt("first", full) is None
+    assert bench.attempt("second", lambda: [][1]) is None
+    assert bench.attempt("third", lambda: 3, needs=1e6) is None
+    assert bench.attempt("fourth", lambda: 4, needs=1) == 4
+    assert bench.report._out is not None
+    found = [row["result"] for row in rows(bench.report._out)]
+    assert found[:2] == ["out of memory: tried to allocate 2 GiB", "failed: IndexError: list index out of range"]
+    assert found[2].startswith("skipped: about 1000000 s")
+
+
+def test_rows_are_packed_with_documents_of_the_lengths_asked_for(bench: Bench) -> None:
+    config = with_length(configured(bench, "8b", 1 << 16), 10)
+    packed = Packed(config, [4, 100])
+    short, whole = packed.read([0]), packed.read([5])
+    assert short.boundaries.tolist() == [[0, 4, 8, 10]]
+    assert (short.num_pairs, whole.num_pairs) == (23, 55)
+    assert short.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 0, 1]]
+    assert short.documents.tolist() == [[0, 0, 0, 0, 1, 1, 1, 1, 2, 2]]
+    assert len(causal.squares(short.boundaries, 1, 10).rectangles) == 3
+
+
+def test_a_prediction_counts_what_is_computed_again(bench: Bench) -> None:
+    none, keep, full = (
+        seconds_of(bench, configured(bench, "8b", 1 << 16, f"--memory.recompute {policy}"), 8256)
+        for policy in ("none", "keep_attention", "full")
+    )
+    assert none < keep < full
+    assert full - keep == pytest.approx(1e4 * 4 * 2 * 64 * 8256 / 360e12)
