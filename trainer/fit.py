@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from trainer.config import Config
-from trainer.ledger import GIB, Ledger, ledger
+from trainer.ledger import GIB, ledger
 from trainer.load import toml_value
 from trainer.status import ConfigError
 
@@ -31,23 +31,26 @@ def fitted(config: Config, world_size: int, *, device: float, host: float) -> Co
     """
     if config.memory.recompute != "auto":
         return config
-    room = device * DEVICE
+    room, budget = device * DEVICE, host * HOST
+    if config.memory.host_budget_gib is not None:
+        budget = config.memory.host_budget_gib * GIB
     closest: tuple[float, Config] | None = None
-    for choice in sorted(_choices(config, host), key=lambda choice: _time(choice)):
+    for choice in sorted(_choices(config), key=_time):
         if choice.shape_problems(world_size):
             continue
         found = ledger(choice, world_size)
-        if found.device <= room and _on_host(found, choice, world_size) <= host * HOST:
-            return choice
-        if closest is None or found.device < closest[0]:
+        on_host = found.host * min(world_size, config.parallelism.node_ranks)
+        if found.device <= room and on_host <= budget:
+            return _with_budget(choice, budget / GIB)
+        if on_host <= budget and (closest is None or found.device < closest[0]):
             closest = found.device, choice
     if closest is None:
-        raise ConfigError(['memory.recompute = "auto" finds nothing that goes with the other keys'])
+        raise ConfigError([f'memory.recompute = "auto" finds nothing that fits {budget / GIB:.0f} GiB of a node'])
     least, choice = closest
     raise ConfigError(
         [
-            f'memory.recompute = "auto" finds nothing that fits {room / GIB:.1f} GiB of a device (0.9 of it) and '
-            f"{host * HOST / GIB:.0f} GiB of a node (0.75 of it); least is {least / GIB:.1f} GiB, with {told(choice)}"
+            f'memory.recompute = "auto" finds nothing that fits {room / GIB:.1f} GiB of a device ({DEVICE} of it) and '
+            f"{budget / GIB:.0f} GiB of a node; least is {least / GIB:.1f} GiB, with {told(choice)}"
         ]
     )
 
@@ -70,16 +73,20 @@ def _changed(config: Config) -> dict[str, Any]:
     }
 
 
-def _choices(config: Config, host: float) -> Iterator[Config]:
+def _choices(config: Config) -> Iterator[Config]:
+    """Without a budget, within which attention might be computed again after all."""
     memory = config.memory
     given = memory.model_fields_set - {"recompute"}
     values = [[getattr(memory, key)] if key in given else [*LEVERS[key]] for key in LEVERS]
-    budget = memory.host_budget_gib or host * HOST / GIB
     for chosen in product(*values):
-        levers = dict(zip(LEVERS, chosen, strict=True)) | {"device_gib": None}
-        if levers["offload"] != "none":
-            levers["host_budget_gib"] = budget
+        levers = dict(zip(LEVERS, chosen, strict=True)) | {"device_gib": None, "host_budget_gib": None}
         yield config.model_copy(update={"memory": memory.model_copy(update=levers)})
+
+
+def _with_budget(config: Config, gib: float) -> Config:
+    if config.memory.offload == "none":
+        return config
+    return config.model_copy(update={"memory": config.memory.model_copy(update={"host_budget_gib": gib})})
 
 
 def _time(config: Config) -> tuple[float, int]:
@@ -90,8 +97,3 @@ def _time(config: Config) -> tuple[float, int]:
     )
     more = sum(values.get(getattr(memory, key), 0) for key, values in LEVERS.items())
     return flops * (1 + more), len(_changed(config))
-
-
-def _on_host(found: Ledger, config: Config, world_size: int) -> float:
-    """Bytes of a node."""
-    return found.host * min(world_size, config.parallelism.node_ranks)
