@@ -78,15 +78,21 @@ class ModelConfig:
         """
         return 6 * self.matrix_parameters * tokens + 12 * self.num_layers * self.num_heads * self.head_dim * pairs
 
-    def executed_flops(self, *, tokens: float, pairs: float, recompute: str, tiled: bool = False) -> float:
-        """FLOPs really carried out: flash backward repeats its scores, recomputation repeats every block, with or
-        without its attention, and tiles repeat gate and up: instead of the whole feed-forward, not beside it.
+    def executed_flops(self, *, tokens: float, pairs: float, recompute: str, every: int = 1) -> float:
+        """FLOPs really carried out: flash backward repeats its scores, and recomputation every product but the last.
+        Where all is computed again, projections are twice; and of `every` blocks but one, what makes its output too.
         """
         forward_attention = 4 * self.num_layers * self.num_heads * self.head_dim * pairs
         executed = self.flops(tokens=tokens, pairs=pairs) + forward_attention / 2
+        if recompute == "none":
+            return executed
         matrix = self.dim * self.ffn_dim
-        again = self.block_matrix_parameters if recompute != "none" else 3 * matrix * tiled
-        executed += 2 * self.num_layers * (again - matrix * tiled) * tokens
+        out = self.dim * self.num_heads * self.head_dim
+        projected = self.block_matrix_parameters - 3 * matrix - out
+        again = self.num_layers * (self.block_matrix_parameters - matrix)
+        again += (self.num_layers - -(-self.num_layers // every)) * (out + 3 * matrix)
         if recompute == "full":
+            again += self.num_layers * projected
             executed += forward_attention
+        executed += 2 * again * tokens
         return executed

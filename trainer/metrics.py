@@ -175,8 +175,8 @@ class Metrics:
         amounts = {"tokens": since.tokens, "pairs": since.pairs}
         flops = self.model.flops(**amounts) / seconds / devices
         memory = self.config.memory
-        tiled = memory.mlp_tile_mib is not None
-        executed = self.model.executed_flops(**amounts, recompute=memory.recompute, tiled=tiled) / seconds / devices
+        repeated = {"recompute": memory.recompute, "every": memory.input_every}
+        executed = self.model.executed_flops(**amounts, **repeated) / seconds / devices
         on_device = self.world.device.type != "cpu"
         record: Record = {
             "step": update.step,
