@@ -172,15 +172,17 @@ def share_of(item: Item, plan: ContextPlan, share: Share, everyone: list[Tensor]
 
     def job() -> None:
         wire.sent = wire.step = 0
+        send = wire.gather if plan.rotation == "allgather" else wire.rotate
+        both = torch.stack((k, v))
         if plan.rotation == "allgather":
-            out, lse = gather.forward(q, k, v, share, gather=wire.gather, kernel=kernel)
-            saved = (grad, q, k, v, out, lse, share)
-            reduce = wire.reduce_scatter
-            gather.backward(*saved, gather=wire.gather, reduce_scatter=reduce, wire=torch.float32, kernel=kernel)
+            out, lse = gather.forward(q, k, v, send(both), share, kernel=kernel)
+            saved = (grad, q, k, v, send(both), out, lse, share)
+            gather.backward(*saved, reduce_scatter=wire.reduce_scatter, wire=torch.float32, kernel=kernel)
             return
-        out, lse = ring.forward(q, k, v, share, rotate=wire.rotate, kernel=kernel)
+        out, lse = ring.forward(q, k, v, send(both), share, rotate=send, kernel=kernel)
         wire.step = 0
-        ring.backward(grad, q, k, v, out, lse, share, rotate=wire.rotate, wire=torch.float32, kernel=kernel)
+        saved = (grad, q, k, v, send(both), out, lse, share)
+        ring.backward(*saved, rotate=send, wire=torch.float32, kernel=kernel)
 
     return job, wire
 
