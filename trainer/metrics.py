@@ -175,8 +175,8 @@ class Metrics:
         amounts = {"tokens": since.tokens, "pairs": since.pairs}
         flops = self.model.flops(**amounts) / seconds / devices
         memory = self.config.memory
-        repeated = {"recompute": memory.recompute, "every": memory.input_every}
-        executed = self.model.executed_flops(**amounts, **repeated) / seconds / devices
+        every = memory.input_every
+        executed = self.model.executed_flops(**amounts, recompute=memory.recompute, every=every) / seconds / devices
         on_device = self.world.device.type != "cpu"
         record: Record = {
             "step": update.step,
