@@ -79,17 +79,20 @@ class ModelConfig:
         return 6 * self.matrix_parameters * tokens + 12 * self.num_layers * self.num_heads * self.head_dim * pairs
 
     def executed_flops(self, *, tokens: float, pairs: float, recompute: str = "none", input_every: int = 1) -> float:
-        """FLOPs really carried out: flash backward repeats its scores, and recomputation all products of a block but the
-        last, with or without its attention; inputs that are not kept take what is behind attention once more.
+        """FLOPs really carried out: flash backward repeats its scores, and recomputation every product but the last.
+        Where all is computed again, projections are twice; and of `input_every` blocks but one, what makes its output too.
         """
         forward_attention = 4 * self.num_layers * self.num_heads * self.head_dim * pairs
         executed = self.flops(tokens=tokens, pairs=pairs) + forward_attention / 2
         if recompute == "none":
             return executed
-        down, output = self.dim * self.ffn_dim, self.dim * self.num_heads * self.head_dim
-        made_again = self.num_layers - -(-self.num_layers // input_every)
-        again = self.num_layers * (self.block_matrix_parameters - down) + made_again * (output + 3 * down)
-        executed += 2 * again * tokens
+        matrix = self.dim * self.ffn_dim
+        out = self.dim * self.num_heads * self.head_dim
+        projected = self.block_matrix_parameters - 3 * matrix - out
+        again = self.num_layers * (self.block_matrix_parameters - matrix)
+        again += (self.num_layers - -(-self.num_layers // input_every)) * (out + 3 * matrix)
         if recompute == "full":
+            again += self.num_layers * projected
             executed += forward_attention
+        executed += 2 * again * tokens
         return executed

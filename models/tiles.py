@@ -10,6 +10,7 @@ query and of all key heads, F rotary frequencies.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -22,8 +23,8 @@ from models.feed_forward import gated_backward
 def tiles(tokens: int, most: int | None = None) -> list[slice]:
     """As few as possible, and as equal as possible: no small one at the end, which would waste a device."""
     count = 1 if most is None else -(-tokens // max(1, most))
-    size = -(-tokens // count)
-    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+    starts = [-(-tokens * index // count) for index in range(count + 1)]
+    return [slice(start, end) for start, end in pairwise(starts)]
 
 
 def bytes_of_token(width: int, inner: int, size: int) -> int:

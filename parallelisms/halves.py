@@ -127,7 +127,9 @@ class Halves:
     def attend(self, x_BSE: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """What attention gives, group by group."""
         for sent in self._sent(self._enter(x_BSE)):
-            yield self._core.forward(sent, self._boundaries)
+            found = self._core.forward(sent, self._boundaries)
+            del sent  # Before there is another.
+            yield found
 
     def leave(self, x_BSE: Tensor, outs: list[Tensor]) -> Tensor:
         """What lies between the halves: x, and what attention gave, projected."""
@@ -142,12 +144,12 @@ class Halves:
         `then` is called when all groups are done.
         """
         o_EQ = self.attention_weights()[-1]
-        o_of_group, grad_o_EQ = o_EQ.chunk(self._groups, dim=1), torch.empty_like(o_EQ)
+        grad_o_EQ = torch.empty_like(o_EQ)
+        columns = zip(o_EQ.chunk(self._groups, dim=1), grad_o_EQ.chunk(self._groups, dim=1), strict=True)
         entrance, grad_BTE = self._enter(x_BSE), self._exchange.gather(grad_BSE)
         grads: list[tuple[Tensor, ...]] = []
-        for sent, o_EP, grad_o_EP in zip(
-            self._sent(entrance), o_of_group, grad_o_EQ.chunk(self._groups, dim=1), strict=True
-        ):
+        for sent in self._sent(entrance):  # Not zipped, which would hold a group until there is another.
+            o_EP, grad_o_EP = next(columns)
             out_BTNH, lse = found.pop(0)
             grad_o_EP.copy_(tiles.weight_grad(grad_BTE, out_BTNH.flatten(-2)))
             grad_out_BTNH = (grad_BTE @ o_EP).view_as(out_BTNH)

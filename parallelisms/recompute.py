@@ -16,10 +16,11 @@ frequencies, D document starts and the row's end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -58,7 +59,8 @@ def apply(model: Transformer, recompute: Recompute) -> None:
 class Line:
     """Where a block finds the pass through the one before it."""
 
-    last: Pass | None = None
+    last: Callable[[], Pass | None] = staticmethod(lambda: None)
+    """A reference that does not hold it: its graph does, as long as it is to go back."""
 
 
 class Run:
@@ -71,8 +73,8 @@ class Run:
         halves = Halves(block, x_BSE, rotation_2BT1F, boundaries_BD, self._recompute.pieces)
         if not torch.is_grad_enabled():
             return halves.feed(halves.leave(x_BSE, [out for out, _ in halves.attend(x_BSE)]))
-        this = Pass(halves, self._recompute, None if self._is_first else self._line.last)
-        self._line.last = this
+        this = Pass(halves, self._recompute, None if self._is_first else self._line.last())
+        self._line.last = ref(this)
         between_BSE = AttentionHalf.apply(x_BSE, this, *halves.attention_weights())
         out_BSE: Tensor = FeedForwardHalf.apply(between_BSE, this, *halves.feed_weights())
         return out_BSE

@@ -9,7 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.mesh_arithmetic import actions, eight, idle, keeps, kept, memory, pipelines, pulled, shipped, thumb, working
+from benchmarks.mesh_arithmetic import (
+    actions,
+    eight,
+    idle,
+    keeps,
+    kept,
+    memory,
+    pipelines,
+    pulled,
+    shipped,
+    thumb,
+    working,
+)
 from models import rope
 from models.config import ModelConfig
 from models.transformer import Block

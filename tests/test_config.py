@@ -333,26 +333,85 @@ def test_a_folder_named_copy_is_reached_by_its_path(tmp_path: Path, monkeypatch:
     assert configured(data={"corpus": "./copy"}).problems(1) == []
 
 
+NEEDS = 'needs memory.recompute = "full" or "keep_attention": with "none" autograd keeps what a block computes'
+NOT_FULL = 'needs memory.recompute = "keep_attention", not "full"'
+
+
 @pytest.mark.parametrize(
-    ("values", "problem"),
+    ("memory", "problems"),
     [
-        ({"memory": {"offload": "inputs"}}, 'needs memory.recompute = "full" or "keep_attention", not "none"'),
+        ({"recompute": "none"}, []),
+        ({"recompute": "none", "offload": "inputs"}, [f'memory.offload = "inputs" {NEEDS}']),
+        ({"recompute": "none", "input_every": 2}, [f"memory.input_every = 2 {NEEDS}"]),
+        ({"recompute": "none", "head_groups": 2}, [f"memory.head_groups = 2 {NEEDS}"]),
+        ({"recompute": "none", "mlp_tile_mib": 64}, [f"memory.mlp_tile_mib = 64 {NEEDS}"]),
         (
-            {"memory": {"offload": "inputs_and_attention", "recompute": "full"}},
-            'needs memory.recompute = "keep_attention"',
+            {"recompute": "none", "head_groups": 2, "mlp_tile_mib": 64, "input_every": 3},
+            [f"memory.input_every = 3 {NEEDS}", f"memory.head_groups = 2 {NEEDS}", f"memory.mlp_tile_mib = 64 {NEEDS}"],
         ),
-        ({"memory": {"host_budget_gib": 4.0}}, 'has no use with memory.offload = "none"'),
+        ({"recompute": "full", "offload": "inputs", "head_groups": 2, "mlp_tile_mib": 64}, []),
         (
-            {"memory": {"offload": "inputs", "recompute": "full"}, "training": {"compile": True}},
-            "needs training.compile = false",
+            {"recompute": "full", "offload": "inputs_and_attention"},
+            [f'memory.offload = "inputs_and_attention" {NOT_FULL}'],
+        ),
+        ({"recompute": "full", "input_every": 2}, [f"memory.input_every = 2 {NOT_FULL}"]),
+        (
+            {"recompute": "full", "input_every": 2, "offload": "inputs_and_attention"},
+            [f'memory.offload = "inputs_and_attention" {NOT_FULL}', f"memory.input_every = 2 {NOT_FULL}"],
+        ),
+        ({"host_budget_gib": 4.0}, ['memory.host_budget_gib = 4.0 has no use with memory.offload = "none"']),
+        ({"host_budget_gib": 4.0, "offload": "inputs"}, []),
+        (
+            {"offload": "inputs_and_attention", "input_every": 4, "head_groups": 4, "mlp_tile_mib": 1},
+            [],
         ),
     ],
 )
-def test_blocks_go_to_the_host_only_where_they_are_computed_again(
-    values: dict[str, dict[str, object]], problem: str
+def test_what_blocks_keep_fits_what_they_recompute(memory: dict[str, object], problems: list[str]) -> None:
+    for compiled in (False, True):
+        assert configured(memory=memory, training={"compile": compiled}).problems(1) == problems
+
+
+def test_blocks_keep_what_attention_gave_unless_asked_otherwise() -> None:
+    memory = Config().memory
+    assert (memory.recompute, memory.offload, memory.input_every) == ("keep_attention", "none", 1)
+    assert (memory.head_groups, memory.mlp_tile_mib) == (1, None)
+
+
+@pytest.mark.parametrize(
+    ("groups", "parallelism", "problem"),
+    [
+        (4, {}, None),
+        (3, {}, "memory.head_groups = 3 must divide the 4 key/value heads of a rank"),
+        (8, {}, "memory.head_groups = 8 must divide the 4 key/value heads of a rank"),
+        (2, {"tp": 2}, None),
+        (4, {"tp": 2}, "memory.head_groups = 4 must divide the 2 key/value heads of a rank (model.num_kv_heads / "),
+        (2, {"tp": 4}, "memory.head_groups = 2 must divide the 1 key/value heads of a rank"),
+        (4, {"cp": 2, "cp_method": "ring"}, None),
+        (4, {"cp": 2, "cp_method": "ulysses"}, None),
+        (2, {"cp": 4, "cp_method": "ulysses"}, None),
+        (
+            4,
+            {"cp": 4, "cp_method": "ulysses"},
+            "memory.head_groups = 4 leaves 2 query heads in a group, which 4 ranks cannot exchange "
+            '(parallelism.cp_method = "ulysses")',
+        ),
+        (
+            4,
+            {"cp": 8, "cp_method": "hybrid", "cp_ulysses": 4},
+            "memory.head_groups = 4 leaves 2 query heads in a group, which 4 ranks cannot exchange",
+        ),
+        (4, {"cp": 4, "cp_method": "hybrid", "cp_ulysses": 2}, None),
+    ],
+)
+def test_groups_of_heads_divide_what_a_rank_has(
+    groups: int, parallelism: dict[str, object], problem: str | None
 ) -> None:
-    (found,) = configured(**values).problems(1)
-    assert problem in found
+    world = int(str(parallelism.get("cp", 1))) * int(str(parallelism.get("tp", 1)))
+    config = configured(memory={"head_groups": groups}, parallelism=parallelism)
+    found = config.problems(world)
+    assert found == [] if problem is None else len(found) == 1
+    assert problem is None or found[0].startswith(problem)
 
 
 def test_all_problems_are_told_at_once() -> None:

@@ -38,6 +38,7 @@ class Started(NamedTuple):
     exchanges: list[ulysses.ToHeads] | None
     """To the ranks that have their heads."""
     given: Sequence[Tensor]
+    """Unless they are exchanged, and held no longer than that."""
     arriving: Arriving | None = None
     """Keys and values of other ranks of the ring."""
 
@@ -119,7 +120,7 @@ class ContextParallel:
         """Lets everything begin its way to the ranks that need it."""
         given = (q_BSNH, k_BSKH, v_BSKH)
         if self.ulysses > 1:
-            return Started([ulysses.ToHeads(x, self.ulysses_group, self.ulysses) for x in given], given)
+            return Started([ulysses.ToHeads(x, self.ulysses_group, self.ulysses) for x in given], ())
         return Started(None, given, self._rotate(k_BSKH, v_BSKH))
 
     def forward(self, started: Started, boundaries_BD: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
 from models import rope
 from models.attention import Attention, LocalCore
-from tests.models.small import SMALL, packed
+from tests.models.dense import inputs
+from tests.models.small import SMALL, packed, starts
 
 
 def layer_inputs() -> tuple[Attention, Tensor, Tensor, Tensor]:
@@ -23,11 +25,12 @@ def test_the_core_sees_rotated_queries_and_keys_values_as_they_are_and_whole_bou
     attention, x_BSE, rotation, boundaries = layer_inputs()
     seen: list[Tensor] = []
 
-    def core(q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Tensor:
-        seen.extend((q_BSNH, k_BSKH, v_BSKH, boundaries_BD))
-        return LocalCore()(q_BSNH, k_BSKH, v_BSKH, boundaries_BD)
+    class Core(LocalCore):
+        def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Tensor:
+            seen.extend((q_BSNH, k_BSKH, v_BSKH, boundaries_BD))
+            return super().__call__(q_BSNH, k_BSKH, v_BSKH, boundaries_BD)
 
-    attention.core = core
+    attention.core = Core()
     attention(x_BSE, rotation, boundaries)
     q, k, v, given = seen
     width = SMALL.head_dim
@@ -44,10 +47,32 @@ def test_the_core_sees_rotated_queries_and_keys_values_as_they_are_and_whole_bou
 def test_what_the_core_returns_is_projected_head_after_head() -> None:
     attention, x_BSE, rotation, boundaries = layer_inputs()
     answer = torch.randn(2, 16, SMALL.num_heads, SMALL.head_dim, dtype=torch.float64)
-    attention.core = lambda *_: answer
+
+    class Core(LocalCore):
+        def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Tensor:
+            del q_BSNH, k_BSKH, v_BSKH, boundaries_BD
+            return answer
+
+    attention.core = Core()
     torch.testing.assert_close(
         attention(x_BSE, rotation, boundaries),
         answer.reshape(2, 16, -1) @ attention.o_proj.weight.T,
         rtol=0,
         atol=1e-14,
     )
+
+
+@pytest.mark.parametrize("kernel", ["auto", "plain"])
+def test_the_core_in_steps_is_the_core_and_its_gradients_are_those_of_autograd(kernel: str) -> None:
+    boundaries_BD = starts([5, 7, 4], [15, 1])
+    given = inputs(boundaries_BD, (4, 2))
+    core = LocalCore(kernel)
+    out = core(*given, boundaries_BD)
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    expected = torch.autograd.grad(out, given, grad)
+    started = core.start(*(x.detach() for x in given))
+    found, lse = core.forward(started, boundaries_BD)
+    assert torch.equal(found, out)
+    assert lse.shape == (2, 4, 16)
+    for ours, right in zip(core.backward(grad, started, found, lse, boundaries_BD), expected, strict=True):
+        assert torch.equal(ours, right)

@@ -184,7 +184,7 @@ def test_both_operators_pass_the_checks_of_torch(layout: str) -> None:
     found = torch.library.opcheck(causal._attention, (*given, boundaries_BD, "auto"))
     assert {*found.values()} == {"SUCCESS"}
     found = torch.library.opcheck(
-        causal._attention_backward, (torch.ones_like(out), *detached, out, lse, boundaries_BD, "auto")
+        causal.attention_backward, (torch.ones_like(out), *detached, out, lse, boundaries_BD, "auto")
     )
     assert {*found.values()} == {"SUCCESS"}
 

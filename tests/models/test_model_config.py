@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
-from typing import Any, get_args
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from models import FAMILIES, tiles
+from models import FAMILIES
 from models.config import ModelConfig, RopeConfig
 from models.transformer import Transformer
 from parallelisms import recompute
+from parallelisms.halves import Pieces
+from parallelisms.recompute import Recompute
 from tests.models.small import SMALL, TIED, packed, small_model
 
 PUBLISHED = {
@@ -79,34 +79,35 @@ def test_flops_are_those_that_a_hand_counts() -> None:
     assert replace(config, tie_embeddings=True).flops(tokens=4, pairs=10) == config.flops(tokens=4, pairs=10)
 
 
-def flops_inside(function: Any, *shapes: Any, **_: Any) -> int:
-    """Of an operator that torch does not look into, from the function that it is made of."""
-    with FlopCounterMode(display=False) as counter:
-        function(*(torch.zeros(shape) if isinstance(shape, torch.Size) else shape for shape in shapes))
-    return int(counter.get_total_flops())
+def flops_of_addition(_: object, left: torch.Size, right: torch.Size, **__: object) -> int:
+    """Of a product that is added to what is there, which torch does not know."""
+    return 2 * left[0] * left[1] * right[1]
 
 
 @pytest.mark.parametrize("config", [SMALL, TIED])
-@pytest.mark.parametrize("tiled", [False, True])
-@pytest.mark.parametrize("policy", get_args(recompute.Policy))
+@pytest.mark.parametrize(
+    ("policy", "every", "pieces"),
+    [
+        ("none", 1, Pieces()),
+        ("full", 1, Pieces()),
+        ("full", 1, Pieces(groups=2, tile=1)),
+        ("keep_attention", 1, Pieces()),
+        ("keep_attention", 1, Pieces(groups=2, tile=1)),
+        ("keep_attention", 2, Pieces()),
+        ("keep_attention", 3, Pieces(groups=2, tile=1)),
+    ],
+)
 def test_flops_outside_attention_are_those_that_torch_counts(
-    config: ModelConfig,
-    policy: recompute.Policy,
-    tiled: bool,  # noqa: FBT001
+    config: ModelConfig, policy: recompute.Policy, every: int, pieces: Pieces
 ) -> None:
+    config = replace(config, num_layers=5)
     model, batch = small_model(config), packed([5, 7, 4], [9, 6, 1])
-    recompute.apply(model, policy=policy)
-    recompute.apply_tiles(model, mib=0 if tiled else None)
-    operators = torch.ops.longhaul.feed_forward, torch.ops.longhaul.feed_forward_backward
-    known = {
-        operator: partial(flops_inside, function)
-        for operator, function in zip(operators, (tiles.forward, tiles.backward), strict=True)
-    }
-    with FlopCounterMode(display=False, custom_mapping=known) as counter:
+    recompute.apply(model, Recompute(policy, input_every=every, pieces=pieces))
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: flops_of_addition}) as counter:
         model(batch).sum().backward()
-    executed = config.executed_flops(tokens=batch.num_tokens, pairs=0, recompute=policy, tiled=tiled)
+    executed = config.executed_flops(tokens=batch.num_tokens, pairs=0, recompute=policy, input_every=every)
     assert counter.get_total_flops() == executed
-    assert (executed == config.flops(tokens=batch.num_tokens, pairs=0)) == (policy == "none" and not tiled)
+    assert (executed == config.flops(tokens=batch.num_tokens, pairs=0)) == (policy == "none")
 
 
 def test_executed_flops_of_attention_are_3_5_forward_passes_and_4_5_with_recomputation() -> None:

@@ -1,138 +1,154 @@
-"""Tiles change what is kept and what lives at once, and nothing of what is computed but its last digits."""
+"""What is computed of a tile by hand is what autograd finds; tiles are few, alike, and summed in single precision."""
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from benchmarks.context_parallel import Peak
-from models import tiles
-from models.feed_forward import FeedForward
-from models.norm import RMSNorm
-from tests.models.small import SMALL, remember, unchanged
+from models import rope, tiles
+from tests.models.small import SMALL
 
 ROWS, TOKENS = 3, 7
-NAMES = ("x", "norm", "gate", "up", "down")
+STREAM = (ROWS, TOKENS, SMALL.dim)
+WIDTHS = [heads * SMALL.head_dim for heads in (SMALL.num_heads, SMALL.num_kv_heads, SMALL.num_kv_heads)]
+POSITIONS = torch.arange(TOKENS).expand(ROWS, -1)
+INTO = [(SMALL.ffn_dim, SMALL.dim)] * 2
+OUT_OF = (SMALL.dim, SMALL.ffn_dim)
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def made(*, tile: int | None = None, dtype: torch.dtype = torch.float64) -> tuple[RMSNorm, FeedForward]:
-    """With weights that do not depend on how it runs; at most so many tokens in a tile."""
-    norm, module = RMSNorm(SMALL.dim, eps=1e-5).to(dtype), FeedForward(SMALL).to(dtype)
-    with torch.no_grad():
-        for seed, weight in enumerate((*norm.parameters(), *module.parameters())):
-            weight.copy_(draw(*weight.shape, seed=seed, dtype=dtype) / 2 + (weight.ndim == 1))
-    if tile is not None:
-        module.run = partial(tiles.feed_forward, limit=tile * (4 * SMALL.ffn_dim + SMALL.dim) * dtype.itemsize)
-    return norm, module
+def differentiated(
+    function: Callable[..., Tensor | Sequence[Tensor]], given: Sequence[Tensor], grads: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What it computes and the gradients of what it is given, by autograd."""
+    leaves = [x.detach().clone().requires_grad_() for x in given]
+    found = function(*leaves)
+    outs = [found] if isinstance(found, Tensor) else [*found]
+    return [out.detach() for out in outs], [*torch.autograd.grad(outs, leaves, [*grads])]
 
 
-def run(norm: RMSNorm, module: FeedForward, x_E: Tensor, *, inside: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output, and the gradients of the input and of each weight; with the norm inside of a tile or before it."""
-    x_E = x_E.detach().requires_grad_()
-    out_E = module(x_E, norm) if inside else module(norm(x_E))
-    leaves = (x_E, *norm.parameters(), *module.parameters())
-    grads = torch.autograd.grad(out_E, leaves, draw(*x_E.shape, seed=9, dtype=x_E.dtype))
-    return out_E.detach(), dict(zip(NAMES, grads, strict=True))
+def assert_near(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for ours, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, right, rtol=0, atol=1e-13 * float(right.abs().max()))
 
 
-@pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("tile", [1, 2, 4, 7, 20, 21, 100])
-def test_values_and_gradients_are_those_of_all_tokens_at_once(tile: int, inside: bool) -> None:  # noqa: FBT001
-    x_E = draw(ROWS, TOKENS, SMALL.dim, seed=8)
-    expected, expected_grads = run(*made(), x_E)
-    found, grads = run(*made(tile=tile), x_E, inside=inside)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
-    for name, grad in expected_grads.items():
-        torch.testing.assert_close(grads[name], grad, rtol=0, atol=1e-13 * float(grad.abs().max()), msg=name)
+# ---- what is computed of one tile
+
+
+def test_projections_and_their_gradients_are_those_of_autograd() -> None:
+    cos, sin = rope.rotation(SMALL.rope, SMALL.head_dim, POSITIONS, torch.float64)
+    given = [draw(*STREAM, seed=9), *(draw(width, SMALL.dim, seed=width) for width in WIDTHS)]
+    grads = [draw(ROWS, TOKENS, width // SMALL.head_dim, SMALL.head_dim, seed=5 + width) for width in WIDTHS]
+
+    def plain(x: Tensor, *weights: Tensor) -> list[Tensor]:
+        q, k, v = ((x @ weight.T).unflatten(-1, (-1, SMALL.head_dim)) for weight in weights)
+        table = torch.stack((cos, sin))
+        return [rope.rotate(q, table), rope.rotate(k, table), v]
+
+    outs, expected = differentiated(plain, given, grads)
+    assert_near(tiles.project(given[0], cos, sin, *given[1:]), outs)
+    assert_near(tiles.project_backward(given[0], cos, sin, grads, given[1:]), expected)
+
+
+def test_the_feed_forward_and_its_gradients_are_those_of_autograd() -> None:
+    given = [draw(*STREAM, seed=9), *(draw(*shape, seed=seed) for seed, shape in enumerate((*INTO, OUT_OF)))]
+    grad = draw(*STREAM, seed=8)
+    outs, expected = differentiated(lambda x, gate, up, down: (F.silu(x @ gate.T) * (x @ up.T)) @ down.T, given, [grad])
+    assert_near([tiles.feed(*given)], outs)
+    before = grad.clone()
+    assert_near(tiles.feed_backward(grad, *given), expected)
+    assert torch.equal(grad, before), "a gradient that is given is only read"
+
+
+def test_a_sum_of_products_is_the_gradient_of_what_they_multiply() -> None:
+    grads, weights = [draw(2, 3, 5, seed=1), draw(2, 3, 4, seed=2)], [draw(5, 6, seed=3), draw(4, 6, seed=4)]
+    expected = grads[0] @ weights[0] + grads[1] @ weights[1]
+    assert_near([tiles.sum_of_products(grads, weights)], [expected])
+    assert_near([tiles.sum_of_products(grads[:1], weights[:1])], [grads[0] @ weights[0]])
+
+
+# ---- how tokens are cut
+
+
+def sizes(tokens: int, most: int | None = None) -> list[int]:
+    return [len(range(tokens)[part]) for part in tiles.tiles(tokens, most)]
 
 
 def test_tiles_are_few_and_alike() -> None:
-    def sizes(tokens: int, most: int) -> list[int]:
-        return [len(range(tokens)[part]) for part in tiles.tiles(tokens, most)]
-
-    assert sizes(21, 21) == sizes(21, 100) == [21]
+    assert sizes(21) == sizes(21, 21) == sizes(21, 100) == [21]
     assert sizes(21, 20) == [11, 10]
     assert sizes(21, 10) == [7, 7, 7]
-    assert sizes(3, 1) == [1, 1, 1]
+    assert sizes(21, 5) == [5, 4, 4, 4, 4]
+    assert sizes(3, 1) == sizes(3, 0) == [1, 1, 1]
 
 
-def test_gradients_of_weights_are_summed_in_single_precision() -> None:
-    """Of 512 tiles. A sum in half precision would lose most of them: here it would be wrong by a tenth."""
-    x_E = draw(1, 512, SMALL.dim, seed=8, dtype=torch.bfloat16)
-    norm, module = made(dtype=torch.bfloat16)
-    _, exact = run(norm.double(), module.double(), x_E.double())
-    _, found = run(*made(tile=1, dtype=torch.bfloat16), x_E)
-    for name, grad in found.items():
-        assert grad.dtype == torch.bfloat16
-        assert (grad - exact[name]).abs().max() < 0.02 * exact[name].abs().max(), name
+@pytest.mark.parametrize("tokens", [1, 2, 7, 64, 97])
+def test_tiles_cover_all_tokens_in_their_order_and_differ_by_one_at_most(tokens: int) -> None:
+    for most in range(1, tokens + 2):
+        found = tiles.tiles(tokens, most)
+        assert [part.start for part in found] == [0, *(part.stop for part in found[:-1])]
+        assert found[-1].stop == tokens
+        alike = sizes(tokens, most)
+        assert len(alike) == -(-tokens // most)
+        assert max(alike) <= most
+        assert max(alike) - min(alike) <= 1
 
 
-@pytest.mark.parametrize("inside", [True, False])
-def test_nothing_but_the_input_is_kept(inside: bool) -> None:  # noqa: FBT001
-    norm, module = made(tile=2)
-    x_E = draw(ROWS, TOKENS, SMALL.dim).requires_grad_()
-    normed_E = x_E if inside else norm(x_E)
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(remember(kept), unchanged):
-        module(normed_E, *[norm] * inside)
-    weights = {weight.data_ptr() for weight in (*norm.parameters(), *module.parameters())}
-    assert {tensor.data_ptr() for tensor in kept} - weights == {normed_E.data_ptr()}
-
-
-def test_nothing_is_kept_where_no_gradient_is_wanted() -> None:
-    norm, module = made(tile=2)
-    kept: list[Tensor] = []
-    with torch.no_grad(), torch.autograd.graph.saved_tensors_hooks(remember(kept), unchanged):
-        out_E = module(draw(ROWS, TOKENS, SMALL.dim), norm)
-    assert kept == []
-    assert not out_E.requires_grad
-
-
-def peaks(tokens: int, *, tile: int, inner: int, normed: bool) -> tuple[int, int, int]:
-    """Most bytes alive at once, forward and backward; and the bytes of gradients of weights, in single precision."""
-    width, half = 32, torch.bfloat16
-    norm_E = draw(width, dtype=half) if normed else None
+@pytest.mark.parametrize(("inner", "width"), [(96, 32), (16, 32)])
+def test_a_feed_forward_s_backward_pass_holds_what_is_said_of_a_token(inner: int, width: int) -> None:
+    """Where it is wider than the residual stream; and with 16, as on a rank of tp's, narrower."""
+    half = torch.bfloat16
     weights = [draw(*shape, dtype=half) for shape in ((inner, width), (inner, width), (width, inner))]
-    x_E, grad_E = (draw(1, tokens, width, seed=seed, dtype=half) for seed in (1, 2))
-    found = []
-    for given in ((tiles.forward, x_E), (tiles.backward, grad_E, x_E)):
-        function: Any = given[0]
-        with Peak() as peak:
-            out = function(*given[1:], norm_E, *weights, 1e-5, tile)
-        del out
-        found.append(peak.bytes)
-    return (
-        found[0],
-        found[1],
-        sum(4 * weight.numel() for weight in (*weights, *[x for x in (norm_E,) if x is not None])),
-    )
+
+    def peak(tokens: int) -> int:
+        grad, normed = (draw(1, tokens, width, seed=seed, dtype=half) for seed in (1, 2))
+        with Peak() as seen:
+            found = tiles.feed_backward(grad, normed, *weights)
+        del found
+        return int(seen.bytes)
+
+    each = (peak(1024) - peak(512)) / 512
+    # The normalised input is given, and so is not seen here; with 16, two gradients of it come later.
+    assert each == tiles.bytes_of_token(width, inner, 2) - width * 2 - (2 * 32 if inner == 16 else 0)
 
 
-@pytest.mark.parametrize(("inner", "normed"), [(96, True), (96, False), (16, False)])
-def test_what_lives_at_once_is_one_tile_and_a_gradient_per_token(inner: int, normed: bool) -> None:  # noqa: FBT001
-    """With 16, a rank of tp's: narrower than the residual stream, and normalised before tokens were gathered."""
-    few, many = (peaks(tokens, tile=256, inner=inner, normed=normed) for tokens in (512, 2048))
-    assert many[0] - few[0] == many[1] - few[1] == (2048 - 512) * 32 * 2
-    x_E, gate_GE = torch.empty(1, 32, dtype=torch.bfloat16), torch.empty(inner, 32)
-    limit = 256 * tiles.bytes_of_token(x_E, gate_GE, normed=normed)
-    # Beside: one gradient of a matrix, before it is added, and the norm's number per token.
-    assert few[1] - 512 * 32 * 2 - few[2] <= limit + 2 * inner * 32 + 256 * 4 * normed
-    assert few[1] - 512 * 32 * 2 - few[2] >= limit
-    assert few[0] - 512 * 32 * 2 <= limit
+# ---- gradients of weights over tiles
 
 
-@pytest.mark.parametrize("normed", [True, False])
-def test_the_operators_are_what_a_compiler_is_told_they_are(normed: bool) -> None:  # noqa: FBT001
-    norm, module = made()
-    x_E, grad_E = (draw(ROWS, TOKENS, SMALL.dim, seed=seed) for seed in (1, 2))
-    weights = [norm.weight.detach() if normed else None, *(weight.detach() for weight in module.parameters())]
-    for operator, given in ((tiles._forward, (x_E,)), (tiles._backward, (grad_E, x_E))):
-        torch.library.opcheck(operator, (*given, *weights, 1e-5, 4), test_utils=("test_schema", "test_faketensor"))
+@pytest.mark.parametrize(
+    ("dtype", "wide"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_gradients_of_weights_are_summed_in_single_precision_at_least(dtype: torch.dtype, wide: torch.dtype) -> None:
+    """Of 512 tiles. A sum in half precision would stop to grow at 256."""
+    weights = [torch.empty(2, 3, dtype=dtype), torch.empty(4, dtype=dtype)]
+    sums = tiles.Sums(weights, 512)
+    assert {x.dtype for x in sums._sums} == {wide}
+    for _ in range(512):
+        sums.add([torch.ones(2, 3, dtype=dtype), torch.full((4,), 2, dtype=wide)])
+    matrix, vector = sums.done()
+    assert (matrix.dtype, vector.dtype) == (dtype, dtype)
+    assert torch.equal(matrix, torch.full_like(weights[0], 512))
+    assert torch.equal(vector, torch.full_like(weights[1], 1024))
+
+
+def test_the_gradients_of_a_single_tile_are_not_copied_but_for_their_type() -> None:
+    sums = tiles.Sums([torch.empty(2), torch.empty(3, dtype=torch.bfloat16)], 1)
+    mine, wide = torch.ones(2), torch.ones(3)
+    sums.add([mine, wide])
+    first, second = sums.done()
+    assert first is mine
+    assert second.dtype == torch.bfloat16

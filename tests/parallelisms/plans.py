@@ -11,10 +11,13 @@ from torch import distributed
 from models.batch import Batch
 from models.config import ModelConfig
 from models.transformer import Transformer
-from parallelisms import fsdp, recompute
+from parallelisms import recompute
+from parallelisms.halves import Bodies, Pieces, compiled_bodies
 from parallelisms.initialize import initialize
 from parallelisms.mesh import Mesh
+from parallelisms.offload import HostMemory
 from parallelisms.parallelize import parallelize
+from parallelisms.recompute import Recompute
 from parallelisms.rules import AXES
 from tests.models.small import SMALL
 
@@ -25,7 +28,10 @@ class Plan:
     dp_replicate: int = 1
     dp_shard: int = 1
     policy: recompute.Policy = "none"
-    tile_mib: int | None = None
+    every: int = 1
+    groups: int = 1
+    tile: int | None = None
+    on_host: bool = False
     reshard: bool = True
     micro_batch: int = 12
     compiled: bool = False
@@ -43,25 +49,25 @@ def build(plan: Plan, mesh: Mesh) -> Transformer:
     double = torch.float64
     with torch.device("meta"):
         model = Transformer(plan.config).to(double)
+    bodies = Bodies()
     if plan.compiled:
-        # The recipe's order with a compiler that costs nothing; it may warn of what torch itself does.
+        # A compiler that costs nothing; it may warn of what torch itself does.
         warnings.simplefilter("ignore")
-        recompute.apply(model, policy=plan.policy)
-        recompute.apply_tiles(model, mib=plan.tile_mib)
+        bodies = compiled_bodies(backend="aot_eager")
+    pieces = Pieces(plan.groups, plan.tile, bodies) if plan.policy != "none" else Pieces()
+    host = HostMemory(inputs=plan.config.num_layers) if plan.on_host else None
+    keep = Recompute(plan.policy, host, plan.on_host, plan.every, pieces, plan.reshard)
+    if plan.compiled and plan.policy == "none":
         for block in model.layers():
             block.compile(fullgraph=True, backend="aot_eager")
-        fsdp.apply(model, mesh.fsdp, param_dtype=double, reduce_dtype=double, reshard_after_forward=plan.reshard)
-    else:
-        parallelize(
-            model,
-            mesh,
-            policy=plan.policy,
-            mlp_tile_mib=plan.tile_mib,
-            compiled=False,
-            param_dtype=double,
-            reduce_dtype=double,
-            reshard_after_forward=plan.reshard,
-        )
+    parallelize(
+        model,
+        mesh,
+        keep=keep,
+        param_dtype=double,
+        reduce_dtype=double,
+        reshard_after_forward=plan.reshard,
+    )
     initialize(model, seed=0, device=torch.device("cpu"))
     with torch.no_grad():
         for parameter in model.parameters():

@@ -37,7 +37,7 @@ def everything(dtype: torch.dtype) -> dict[str, Any]:
         "rotate_all_to_all": collectives.rotate_all_to_all(some, group).wait(),
         "gather": collectives.gather(some, group).wait(),
         "reduce_scatter": collectives.reduce_scatter(parts, group),
-        "exchange": collectives.exchange(parts, group),
+        "exchange": collectives.exchange(parts, group).wait(),
         "gather_over": collectives.gather_over({"rank": rank}, group),
     }
     assert torch.equal(some, before[0])

@@ -23,6 +23,7 @@ from parallelisms.collectives import sum_over, whole
 from parallelisms.initialize import initialize
 from parallelisms.mesh import Mesh
 from parallelisms.parallelize import parallelize
+from parallelisms.recompute import Recompute
 from tests.models.small import SMALL, TIED, largest_difference, packed
 from tests.parallelisms.plans import Plan, build, joined
 from tests.ranks import run_ranks
@@ -117,15 +118,18 @@ def cases() -> list[ParameterSet]:
         plan = Plan(config, dp_shard=2, policy=policy, compiled=True)
         fast = (config, policy) == (TIED, "full")
         found.append(pytest.param(plan, id=f"{name_of(plan)}-compiled", marks=() if fast else pytest.mark.slow))
-    # A token in each tile.
+    # A token in each tile; three blocks, of which the last is alone where two share an input.
+    three = replace(SMALL, num_layers=3)
     tiled = [
-        Plan(dp_shard=2, tile_mib=0, reshard=False),
-        Plan(dp_shard=2, tile_mib=0, policy="full"),
-        Plan(dp_shard=2, tile_mib=0, policy="keep_attention", compiled=True),
+        Plan(dp_shard=2, tile=0, policy="full", groups=2),
+        Plan(dp_shard=2, tile=0, policy="keep_attention", compiled=True),
+        Plan(three, dp_shard=2, every=2, policy="keep_attention", on_host=True),
+        Plan(three, dp_shard=2, every=3, policy="keep_attention", reshard=False, micro_batch=1, groups=2),
+        Plan(three, dp_shard=2, every=3, policy="keep_attention", micro_batch=1, tile=0, on_host=True),
     ]
     return [
         *found,
-        *(pytest.param(plan, id=f"{name_of(plan)}-tiled") for plan in tiled),
+        *(pytest.param(plan, id=f"{name_of(plan)}-{plan.every}-in-pieces") for plan in tiled),
         *(pytest.param(Plan(config, micro_batch=5), id=f"alone-{config.tie_embeddings}") for config in (SMALL, TIED)),
     ]
 
@@ -181,13 +185,35 @@ def exchanges(plan: Plan) -> dict[str, int]:
     return dict(seen.counts)
 
 
-@pytest.mark.parametrize("policy", get_args(recompute.Policy))
-def test_weights_are_gathered_and_their_gradients_reduced_once_for_all_tiles(policy: recompute.Policy) -> None:
+@pytest.mark.parametrize("policy", ["full", "keep_attention"])
+def test_weights_are_gathered_and_their_gradients_reduced_once_for_all_tiles_and_groups(
+    policy: recompute.Policy,
+) -> None:
     plain, tiled = (
-        run_ranks(exchanges, 2, Plan(dp_shard=2, policy=policy, tile_mib=tile_mib))[0] for tile_mib in (None, 0)
+        run_ranks(exchanges, 2, Plan(dp_shard=2, policy=policy, groups=groups, tile=tile))[0]
+        for groups, tile in ((1, None), (2, 0))
     )
     assert sum(plain.values()) >= 3 * SMALL.num_layers
     assert tiled == plain
+
+
+@pytest.mark.parametrize(("layers", "every"), [(4, 1), (4, 2), (4, 4), (5, 2), (5, 3)])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_blocks_that_are_made_again_are_gathered_once_more(layers: int, every: int, *, reshard: bool) -> None:
+    """Each once forward and once backward; and all but the last of those that share an input once more."""
+    config = replace(SMALL, num_layers=layers)
+    found, plain = (
+        run_ranks(exchanges, 2, Plan(config, dp_shard=2, policy="keep_attention", every=one, reshard=reshard))[0]
+        for one in (every, 1)
+    )
+    (gather,) = (name for name in plain if "allgather" in name.replace("_", ""))
+    ends = 3 if reshard else 2  # The embedding's backward pass needs none.
+    assert plain[gather] in range(layers * (1 + reshard), layers * (1 + reshard) + ends + 1)
+    again = layers - -(-layers // every)
+    assert found[gather] - plain[gather] == again * reshard
+    assert {name: count for name, count in found.items() if name != gather} == {
+        name: count for name, count in plain.items() if name != gather
+    }
 
 
 # ---- precision
@@ -281,8 +307,7 @@ def units(compute: torch.dtype) -> list[str]:
     parallelize(
         model,
         Plan().mesh(),
-        policy="none",
-        compiled=False,
+        keep=Recompute(),
         param_dtype=compute,
         reduce_dtype=torch.float32,
         reshard_after_forward=True,

@@ -1,166 +1,291 @@
-"""What blocks keep in host memory changes where it lies, and not one bit of what is computed."""
+"""What blocks keep in host memory: so much of it, in pieces, back in time, and never more than is allowed."""
 
 from __future__ import annotations
 
+import random
 import weakref
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.transformer import Transformer
-from parallelisms import offload, recompute
-from parallelisms.offload import HostMemory
-from tests.models.small import SMALL, TIED, gradients, packed, small_model
-from tests.parallelisms.test_recompute import Calls
+from parallelisms import recompute
+from parallelisms.halves import Pieces
+from parallelisms.offload import HostMemory, Kept, pieces, rounded
+from parallelisms.recompute import Pass, Recompute
+from tests.models.small import SMALL, gradients, packed, small_model
+from tests.parallelisms.test_recompute import BATCH, BATCHES, DEEP, Calls, assert_same_bits, kept_by
 
-BATCH = packed([9, 1, 14], [24])
 TOKENS = BATCH.tokens.numel()
-INPUT = TOKENS * SMALL.dim * 8
-OUTPUT = TOKENS * SMALL.num_heads * (SMALL.head_dim + 1) * 8
-KINDS = [("inputs", False), ("inputs", True), ("inputs_and_attention", True)]
+INPUT = rounded(TOKENS * SMALL.dim * 8)
+WIDTH, HEADS = SMALL.head_dim, SMALL.num_heads
 
 
-def offloaded(
-    what: offload.What, *, keep_attention: bool = True, budget: int | None = None, **options: Any
+def output(groups: int = 1) -> int:
+    """Host memory of what attention gives in a block of `SMALL`."""
+    heads = HEADS // groups
+    return groups * (rounded(TOKENS * heads * WIDTH * 8) + rounded(TOKENS * heads * 8))
+
+
+def hosted(
+    *, policy: recompute.Policy = "keep_attention", attention: bool = True, budget: int | None = None, **options: Any
 ) -> tuple[Transformer, HostMemory]:
-    model = small_model(**options)
-    host = HostMemory(inputs=SMALL.num_layers, budget=budget)
-    offload.apply(model, host=host, what=what, keep_attention=keep_attention)
-    return model, host
+    every = options.get("every", 1)
+    host = HostMemory(inputs=-(-SMALL.num_layers // every), budget=budget)
+    return kept_by(Recompute(policy, host, attention, **options)), host
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("config", [SMALL, TIED], ids=["untied", "tied"])
-@pytest.mark.parametrize(("what", "keep_attention"), KINDS)
-def test_it_gives_the_same_bits(what: offload.What, keep_attention: bool, config: Any, dtype: torch.dtype) -> None:  # noqa: FBT001
-    losses, expected = gradients(small_model(config, dtype=dtype), BATCH)
-    model, _ = offloaded(what, keep_attention=keep_attention, config=config, dtype=dtype)
-    for _ in range(2):
-        found_losses, found = gradients(model, BATCH)
-        assert torch.equal(found_losses, losses)
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+# ---- pieces
 
 
-@pytest.mark.parametrize(("what", "keep_attention"), KINDS)
-def test_tiles_give_the_same_bits_and_are_computed_again_once(what: offload.What, keep_attention: bool) -> None:  # noqa: FBT001
-    model, (hosted, host) = small_model(), offloaded(what, keep_attention=keep_attention)
-    for each in (model, hosted):
-        recompute.apply_tiles(each, mib=0)
-    losses, expected = gradients(model, BATCH)
-    with Calls() as calls:
-        found_losses, found = gradients(hosted, BATCH)
-    assert torch.equal(found_losses, losses)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert (calls.tiled, calls.tiled_backward, host.held) == (SMALL.num_layers, SMALL.num_layers, 0)
+def test_pieces_are_powers_of_two_and_cost_a_sixteenth_at_most() -> None:
+    rng = random.Random(0)
+    some = [rng.randrange(1, 1 << rng.randrange(1, 40)) for _ in range(5000)]
+    for size in (*range(1, 5000), *some):
+        found = pieces(size)
+        assert all(piece & (piece - 1) == 0 for piece in found)
+        assert found == sorted(found, reverse=True)
+        assert size <= sum(found) <= size + size / 16
+        assert len(found) <= 5
+        assert rounded(size) == sum(found)
+    assert pieces(0) == []
+
+
+def test_pieces_are_as_few_as_that_allows() -> None:
+    assert pieces(1 << 20) == [1 << 20]
+    assert pieces((1 << 20) - 1) == [1 << 20]
+    assert pieces(96) == [64, 32]
+    assert pieces(97) == [64, 32, 1]
+    assert pieces(127 << 20) == [128 << 20]
+
+
+# ---- one tensor
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(1,), (3, 5, 7), (2, 4, 6), (1, 97, 1)])
+def test_a_tensor_comes_back_as_it_was(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    memory = HostMemory(inputs=1)
+    # Also one that is not laid out in its order.
+    for x in (torch.randn(*shape).to(dtype), torch.randn(*reversed(shape)).to(dtype).movedim(0, -1)):
+        before = x.clone()
+        kept = Kept(x, memory, "attention")
+        assert memory.held == {"attention": rounded(x.nbytes)}
+        x.zero_()
+        for _ in range(2):
+            assert torch.equal(kept.read(), before), "reading does not take"
+        assert memory.held["attention"] == rounded(x.nbytes)
+        kept.start()
+        found = kept.take()
+        assert torch.equal(found, before)
+        assert (found.dtype, found.shape) == (before.dtype, before.shape)
+        assert memory.held.total() == 0
+        with pytest.raises(RuntimeError, match="has been taken already"):
+            kept.take()
+
+
+def test_without_memory_a_tensor_stays_where_it_is_until_it_is_taken() -> None:
+    x = torch.ones(3)
+    kept, alive = Kept(x), weakref.ref(x)
+    kept.start()
+    assert kept.read() is x
+    assert kept.take() is x
+    del x
+    assert alive() is None
+    with pytest.raises(RuntimeError, match="has been taken already"):
+        kept.read()
+
+
+def test_what_is_on_the_host_is_not_held_here_until_it_is_asked_for() -> None:
+    memory = HostMemory(inputs=1)
+    kept = Kept(torch.ones(3), memory)
+    assert kept._here is None
+    kept.start()
+    first = kept._here
+    kept.start()
+    assert kept._here is first, "it starts once"
+    kept.read()
+    assert kept._here is None, "nor after it was read"
+
+
+# ---- budgets
 
 
 @pytest.mark.parametrize(
-    ("what", "keep_attention", "budget", "runs"),
+    ("attention", "every", "groups", "budget", "held"),
     [
-        ("inputs", False, None, 2 * SMALL.num_layers),
-        ("inputs", True, None, SMALL.num_layers),
-        ("inputs_and_attention", True, None, SMALL.num_layers),
-        ("inputs_and_attention", True, 0, 2 * SMALL.num_layers),
-        ("inputs_and_attention", True, 2 * INPUT + OUTPUT - 1, 2 * SMALL.num_layers),
-        ("inputs_and_attention", True, 2 * INPUT + OUTPUT, 2 * SMALL.num_layers - 1),
-        ("inputs_and_attention", True, 2 * INPUT + 2 * OUTPUT, SMALL.num_layers),
+        (False, 1, 1, None, (2 * INPUT, 0)),
+        (False, 2, 1, None, (INPUT, 0)),
+        (False, 1, 1, 2 * INPUT, (2 * INPUT, 0)),
+        (False, 1, 1, 2 * INPUT - 1, (INPUT, 0)),
+        (False, 1, 1, INPUT - 1, (0, 0)),
+        (False, 1, 1, 0, (0, 0)),
+        (True, 1, 1, None, (2 * INPUT, 2 * output())),
+        (True, 2, 2, None, (INPUT, 2 * output(2))),
+        (True, 1, 1, 2 * INPUT + 2 * output(), (2 * INPUT, 2 * output())),
+        (True, 1, 1, 2 * INPUT + 2 * output() - 1, (2 * INPUT, output())),
+        (True, 1, 1, 2 * INPUT + output(), (2 * INPUT, output())),
+        (True, 1, 1, 2 * INPUT + output() - 1, (2 * INPUT, 0)),
+        (True, 2, 1, INPUT + output(), (INPUT, output())),
+        (True, 2, 2, INPUT + output(2), (INPUT, output(2))),
+        (True, 1, 2, 2 * INPUT + output(2) - 1, (2 * INPUT, 0)),
+        (True, 1, 1, INPUT + output(), (2 * INPUT, 0)),
     ],
 )
-def test_attention_that_is_kept_runs_once(
-    what: offload.What,
-    keep_attention: bool,  # noqa: FBT001
+def test_the_host_holds_inputs_first_and_then_what_attention_gave(
+    *,
+    attention: bool,
+    every: int,
+    groups: int,
+    budget: int | None,
+    held: tuple[int, int],
+) -> None:
+    model, host = hosted(attention=attention, budget=budget, every=every, pieces=Pieces(groups))
+    losses = model(BATCH)
+    assert (host.held["inputs"], host.held["attention"]) == held
+    losses.sum().backward()
+    assert host.held.total() == 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "attention", "budget", "runs"),
+    [
+        ("full", False, None, 4),
+        ("keep_attention", False, 0, 2),
+        ("keep_attention", True, None, 2),
+        ("keep_attention", True, 0, 4),
+        ("keep_attention", True, 2 * INPUT + output() - 1, 4),
+        ("keep_attention", True, 2 * INPUT + output(), 3),
+        ("keep_attention", True, 2 * INPUT + 2 * output(), 2),
+    ],
+)
+def test_attention_runs_again_only_where_it_found_no_room(
+    *,
+    policy: recompute.Policy,
+    attention: bool,
     budget: int | None,
     runs: int,
 ) -> None:
-    model, _ = offloaded(what, keep_attention=keep_attention, budget=budget)
-    losses, expected = gradients(small_model(), BATCH)
+    model, _ = hosted(policy=policy, attention=attention, budget=budget)
     with Calls() as calls:
-        found_losses, found = gradients(model, BATCH)
+        model(BATCH).sum().backward()
     assert (calls.forward, calls.backward) == (runs, SMALL.num_layers)
-    assert torch.equal(found_losses, losses)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize(
-    ("what", "budget", "held"),
-    [
-        ("inputs", None, 2 * INPUT),
-        ("inputs", 2 * INPUT - 1, INPUT),
-        ("inputs", 0, 0),
-        ("inputs_and_attention", None, 2 * INPUT + 2 * OUTPUT),
-        ("inputs_and_attention", 2 * INPUT + OUTPUT, 2 * INPUT + OUTPUT),
-        ("inputs_and_attention", 2 * INPUT, 2 * INPUT),
-    ],
-)
-def test_the_host_holds_what_its_budget_allows_until_the_backward_pass(
-    what: offload.What, budget: int | None, held: int
-) -> None:
-    model, host = offloaded(what, budget=budget)
-    losses = model(BATCH)
-    assert host.held == held
-    losses.sum().backward()
-    assert host.held == 0
+class Watched(HostMemory):
+    """Remembers the most bytes that were held at a time."""
+
+    most = 0
+
+    def copy_out(self, x: Tensor, kind: Any) -> list[Tensor]:
+        found = super().copy_out(x, kind)
+        self.most = max(self.most, self.held.total())
+        return found
 
 
-class Outputs(TorchDispatchMode):
-    """What attention gave, as long as somebody holds it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[weakref.ref[Tensor]] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        outputs = function(*arguments, **(options or {}))
-        if function is torch.ops.longhaul.attention.default:
-            self.seen += map(weakref.ref, outputs)
-        return outputs
-
-
-@pytest.mark.parametrize(("what", "kept"), [("inputs", 2 * SMALL.num_layers), ("inputs_and_attention", 0)])
-def test_nothing_of_a_block_stays_on_the_device(what: offload.What, kept: int) -> None:
-    model, _ = offloaded(what)
-    inputs: list[weakref.ref[Tensor]] = []
-    for block in model.layers():
-        block.register_forward_pre_hook(lambda _, arguments: inputs.append(weakref.ref(arguments[0])))
-    with Outputs() as outputs:
-        losses = model(BATCH)
-    assert len(inputs) == SMALL.num_layers
-    assert [x for x in inputs if x() is not None] == []
-    assert sum(x() is not None for x in outputs.seen) == kept
-    losses.sum().backward()
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_no_budget_is_ever_exceeded_and_none_changes_a_bit(every: int, groups: int) -> None:
+    """With three batches between their passes, as in a pipeline."""
+    rng, cut = random.Random(0), Pieces(groups)
+    losses, expected = gradients(kept_by(Recompute("full", pieces=cut), DEEP), BATCH)
+    inputs = 3 * -(-DEEP.num_layers // every)
+    everything = Watched(inputs=inputs)
+    all_at_once(kept_by(Recompute("keep_attention", everything, True, every, cut), DEEP))  # noqa: FBT003
+    used = set()
+    for budget in (0, everything.most, *(rng.randrange(everything.most) for _ in range(12))):
+        host = Watched(inputs=inputs, budget=budget)
+        model = kept_by(Recompute("keep_attention", host, True, every, cut), DEEP)  # noqa: FBT003
+        all_at_once(model)
+        used.add(host.most)
+        assert host.most <= budget
+        assert host.held.total() == 0
+        found_losses, found = gradients(model, BATCH)
+        assert torch.equal(found_losses, losses)
+        assert_same_bits(found, expected)
+    assert everything.most in used
+    assert len(used) > 5
 
 
-def test_several_batches_may_be_between_their_passes() -> None:
-    """As in a pipeline, and in any order."""
-    model, host = offloaded("inputs_and_attention")
-    other = packed([24], [20, 4], seed=3)
-    expected: dict[str, Any] = {}
-    for batch in (BATCH, other):
-        plain = small_model()
-        plain(batch).sum().backward()
-        for name, parameter in plain.named_parameters():
-            expected[name] = expected.get(name, 0) + parameter.grad
-    losses = [model(batch) for batch in (BATCH, other)]
-    for loss in losses:
-        loss.sum().backward()
-    assert host.held == 0
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name], rtol=0, atol=1e-12)
-
-
-def test_without_gradients_nothing_is_kept() -> None:
-    model, host = offloaded("inputs_and_attention")
-    with torch.no_grad():
-        assert torch.equal(model(BATCH), small_model()(BATCH))
-    assert host.held == 0
-
-
-def test_what_was_kept_can_be_taken_once() -> None:
-    model, _ = offloaded("inputs")
-    losses = model(BATCH)
-    losses.sum().backward(retain_graph=True)
-    with pytest.raises(RuntimeError):
+def all_at_once(model: Transformer) -> None:
+    for losses in [model(batch) for batch in BATCHES]:
         losses.sum().backward()
+
+
+# ---- the way back
+
+
+def began(every: int, order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[str]:
+    """What is said when: a block's pass goes back, and what begins its way meanwhile; batches by letter."""
+    told: list[str] = []
+    names: dict[int, str] = {}
+    start, back, leave = Kept.start, Pass.attend_backward, Pass.attend
+
+    def named(this: Pass, x_BSE: Tensor) -> Tensor:
+        number = next(passes)
+        name = f"{'abc'[number // layers]}{number % layers}"
+        names[id(this)] = name
+        alive.append(this)
+        found = leave(this, x_BSE)
+        for kept, kind in ((this._input, "x"), *((kept, "o") for group in this._attended for kept in group[:1])):
+            if kept is not None:
+                names[id(kept)] = name + kind
+                alive.append(kept)
+        return found
+
+    def starts(this: Kept) -> None:
+        if this._here is None and id(this) in names:
+            told.append(names[id(this)])
+        start(this)
+
+    def goes(this: Pass, grad_BSE: Tensor) -> Any:
+        told.append(names[id(this)])
+        return back(this, grad_BSE)
+
+    alive: list[Any] = []
+    passes = count()
+    layers = DEEP.num_layers
+    for name, function in (("attend", named), ("attend_backward", goes)):
+        monkeypatch.setattr(Pass, name, function)
+    monkeypatch.setattr(Kept, "start", starts)
+    host = HostMemory(inputs=9)
+    model = kept_by(Recompute("keep_attention", host, True, every, **options), DEEP)  # noqa: FBT003
+    losses = [model(batch) for batch in BATCHES[: len(order)]]
+    for index in order:
+        losses[index].sum().backward()
+    assert host.passes == []
+    return told
+
+
+def test_a_block_s_tensors_come_back_while_the_one_behind_it_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = began(1, (0,), monkeypatch)
+    assert found == ["a2x", "a2o", "a2", "a1x", "a1o", "a1", "a0x", "a0o", "a0"]
+
+
+def test_where_an_input_is_made_again_that_of_the_block_before_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three blocks, the first and the third keep theirs; a0o is read once to make a1's input, and taken later."""
+    found = began(2, (0,), monkeypatch)
+    assert found == ["a2x", "a2o", "a2", "a0x", "a1o", "a0o", "a1", "a0o", "a0"]
+
+
+def test_groups_wait_for_their_turn_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = began(1, (0,), monkeypatch, pieces=Pieces(2))
+    assert found == ["a2x", "a2o", "a2o", "a2", "a1x", "a1o", "a1o", "a1", "a0x", "a0o", "a0o", "a0"]
+
+
+def test_the_batch_that_went_last_comes_back_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = began(1, (1, 0), monkeypatch)
+    assert [name for name in found if len(name) == 2] == ["b2", "b1", "b0", "a2", "a1", "a0"]
+    assert found[found.index("b0") + 1 :][:2] == ["a2x", "a2o"]
+
+
+def test_gradients_are_the_same_with_little_of_it_and_tiles() -> None:
+    """As a run has it where the host is small: half of the blocks find room for what attention gave."""
+    batch = packed([24], [20, 4], seed=3)
+    expected = gradients(small_model(), batch)[1]
+    model, _ = hosted(budget=INPUT + output(2), every=2, pieces=Pieces(2, 2000))
+    for name, grad in gradients(model, batch)[1].items():
+        torch.testing.assert_close(grad, expected[name], rtol=0, atol=1e-12)

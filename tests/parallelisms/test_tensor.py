@@ -13,12 +13,15 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
+from models import tiles
 from models.config import ModelConfig
 from models.transformer import Transformer
 from parallelisms import fsdp, recompute, tensor
 from parallelisms.collectives import local, sum_over, whole
+from parallelisms.halves import Bodies, Pieces, compiled_bodies
 from parallelisms.initialize import initialize
 from parallelisms.mesh import Mesh
+from parallelisms.recompute import Recompute
 from parallelisms.rules import AXES, tensor_problems
 from tests.models.small import SMALL, packed
 from tests.parallelisms.plans import joined
@@ -29,6 +32,7 @@ from trainer.optimizer import Optimizer
 # Two key/value heads: four ranks share them. 44 rows of the vocabulary: three FSDP ranks do not divide those of two.
 CONFIG = replace(SMALL, vocab_size=44, num_heads=8, num_kv_heads=2, head_dim=2)
 TIED = replace(CONFIG, tie_embeddings=True)
+FOUR = replace(CONFIG, num_kv_heads=4)
 ROWS = [[9, 1, 14], [24], [3, 21], [8] * 3]
 TARGETS = {rows: 24 * rows - sum(map(len, ROWS[:rows])) for rows in (3, 4)}
 
@@ -41,6 +45,8 @@ class Case:
     loss: bool = True
     compiled: bool = False
     policy: recompute.Policy = "none"
+    every: int = 1
+    groups: int = 1
     tiled: bool = False
     offload: bool = False
     rows: int = 4
@@ -57,6 +63,8 @@ class Case:
             "loss-whole": not self.loss,
             "compiled": self.compiled,
             self.policy: self.policy != "none",
+            f"every-{self.every}": self.every > 1,
+            f"groups-{self.groups}": self.groups > 1,
             "tiled": self.tiled,
             "host": self.offload,
         }
@@ -80,12 +88,16 @@ def train(case: Case) -> Found:
     if model.head is not None:
         model.head.chunk_mib = 0  # One token at a time, so that there are many chunks.
     tensor.apply(model, mesh.tp, sequence_parallel=case.sequence, loss_parallel=case.loss)
-    recompute.apply(model, policy=case.policy)
-    recompute.apply_tiles(model, mib=0 if case.tiled else None)
+    bodies = Bodies()
     if case.compiled:
         warnings.simplefilter("ignore")
+        bodies = compiled_bodies(backend="aot_eager")
+    if case.compiled and case.policy == "none":
         for block in model.layers():
             block.compile(fullgraph=True, backend="aot_eager")
+    # Some tokens in a tile: what it may take is shared among the ranks' tokens.
+    tile = 6 * tiles.bytes_of_token(case.config.dim, case.config.ffn_dim, 8) if case.tiled else None
+    recompute.apply(model, Recompute(case.policy, every=case.every, pieces=Pieces(case.groups, tile, bodies)))
     if mesh.size > 1:
         fsdp.apply(
             model, mesh.fsdp, param_dtype=double, reduce_dtype=double, reshard_after_forward=True, offload=case.offload
@@ -117,6 +129,7 @@ def alone(config: ModelConfig, rows: int) -> Found:
     return run_ranks(train, 1, Case(config=config, rows=rows))[0]
 
 
+PIECES: list[tuple[recompute.Policy, int, bool]] = [("full", 1, False), ("keep_attention", 2, True)]
 TP2, TP4 = (("tp", 2),), (("tp", 4),)
 CASES = [
     *(
@@ -141,10 +154,16 @@ CASES = [
     Case((("dp_shard", 2), ("tp", 2)), offload=True),
     Case((("dp_replicate", 2), ("tp", 2)), sequence=False),
     Case((("dp_replicate", 2), ("dp_shard", 2), ("tp", 2))),
-    Case(TP2, tiled=True),
+    Case(TP2, policy="keep_attention", tiled=True),
     Case(TP2, sequence=False, policy="full", tiled=True),
     Case(TP4, policy="keep_attention", compiled=True, tiled=True),
     Case((("dp_shard", 2), ("tp", 2)), policy="full", tiled=True),
+    *(
+        Case(TP2, FOUR, sequence, policy=policy, groups=2, every=every, tiled=tiled)
+        for sequence in (True, False)
+        for policy, every, tiled in PIECES
+    ),
+    Case((("dp_shard", 2), ("tp", 2)), FOUR, policy="keep_attention", groups=2, every=2, tiled=True),
 ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,14 @@ import torch
 import torch.distributed.fsdp
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from models import feed_forward, tiles
 from parallelisms.collectives import local
+from parallelisms.halves import Bodies, Pieces
+from parallelisms.recompute import Recompute
 from tests.system.runs import forked, write_run
 from tests.trainer.inside import configured, trainer_of
+from trainer import trainer
+from trainer.distributed import World
+from trainer.load import load
 
 
 @pytest.mark.parametrize(("where", "policy"), [("host", CPUOffloadPolicy), ("device", OffloadPolicy)])
@@ -87,15 +90,40 @@ def test_exchanges_are_overlapped_where_they_reach_each_other(tmp_path: Path, mo
         assert asked == [torch.device("cpu"), trainer.mesh.tp]
 
 
-@pytest.mark.parametrize("mib", [None, 3])
-def test_feed_forwards_run_by_tiles_of_the_size_that_was_asked_for(tmp_path: Path, mib: int | None) -> None:
-    options = () if mib is None else ("--memory.mlp_tile_mib", str(mib))
-    with trainer_of(configured(write_run(tmp_path), tmp_path / "run", *options)) as trainer:
-        runs = [block.feed_forward.run for part in trainer.parts.values() for block in part.layers()]
-    assert len(runs) == 2
-    for run in runs:
-        if mib is None:
-            assert run is feed_forward.at_once
-        else:
-            assert isinstance(run, partial)
-            assert (run.func, run.keywords) == (tiles.feed_forward, {"limit": 3 << 20})
+def recompute_of(*options: str) -> Recompute:
+    config = load(["--config", "debug", *options])
+    return trainer.recompute_of(config, None)
+
+
+def test_blocks_recompute_as_asked() -> None:
+    found = recompute_of("--memory.recompute=keep_attention")
+    assert (found.policy, found.every, found.pieces, found.attention_on_host) == ("keep_attention", 1, Pieces(), False)
+    found = recompute_of(
+        "--memory.recompute=keep_attention",
+        "--memory.mlp_tile_mib=3",
+        "--memory.head_groups=2",
+        "--memory.input_every=4",
+        "--memory.offload=inputs_and_attention",
+    )
+    assert (found.every, found.attention_on_host, found.reshards) == (4, True, True)
+    assert found.pieces == Pieces(groups=2, tile=3 << 20)
+    assert not recompute_of("--memory.recompute=full", "--memory.offload=inputs").attention_on_host
+    assert not recompute_of("--parallelism.reshard_after_forward=false").reshards
+    assert not recompute_of("--parallelism.pp=2").reshards
+
+
+def test_compiled_runs_compile_what_is_computed_of_a_tile() -> None:
+    assert recompute_of().pieces.bodies == Bodies()
+    assert not set(recompute_of("--training.compile=true").pieces.bodies) & set(Bodies())
+
+
+@pytest.mark.parametrize(("every", "inputs"), [(1, 4), (2, 2), (3, 2), (4, 1)])
+def test_the_host_has_room_for_the_inputs_that_are_kept(every: int, inputs: int) -> None:
+    config = load(
+        ["--config", "debug", "--memory.offload=inputs", f"--memory.input_every={every}", "--memory.host_budget_gib=1"]
+    )
+    world = World(0, 1, torch.device("cpu"))
+    assert config.model.build().num_layers == 4
+    host = trainer.host_memory_of(config, world, config.pipeline_plan(1), rank=0)
+    assert host is not None
+    assert (host._inputs, host._budget) == (inputs, 1 << 30)

@@ -89,13 +89,15 @@ def shared(
         share = Share((layout,), rank)
         if rotation == "allgather":
             everyone = partial(wires.gather, rank=rank)
-            out, lse = gather.forward(q, k, v, share, gather=everyone)
+            out, lse = gather.forward(q, k, v, everyone(torch.stack((k, v))), share)
             reduce = partial(wires.reduce_scatter, rank=rank)
-            grads = gather.backward(grad, q, k, v, out, lse, share, gather=everyone, reduce_scatter=reduce, wire=wire)
+            arriving = everyone(torch.stack((k, v)))
+            grads = gather.backward(grad, q, k, v, arriving, out, lse, share, reduce_scatter=reduce, wire=wire)
         else:
             hop = partial(wires.rotate, rank=rank)
-            out, lse = ring.forward(q, k, v, share, rotate=hop)
-            grads = ring.backward(grad, q, k, v, out, lse, share, rotate=hop, wire=wire)
+            out, lse = ring.forward(q, k, v, hop(torch.stack((k, v))), share, rotate=hop)
+            arriving = hop(torch.stack((k, v)))
+            grads = ring.backward(grad, q, k, v, arriving, out, lse, share, rotate=hop, wire=wire)
         return out, *grads, lse.T
 
     with ThreadPoolExecutor(ranks) as pool:

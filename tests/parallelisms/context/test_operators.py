@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
+import weakref
+from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +18,10 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.transformer import Transformer
-from parallelisms import collectives, recompute
-from parallelisms.context import ContextParallel, install, ring, rotation, ulysses
+from parallelisms import recompute
+from parallelisms.context import ContextParallel, install, rotation, ulysses
+from parallelisms.halves import Bodies, Pieces, compiled_bodies
+from parallelisms.recompute import Recompute
 from tests.models.dense import dense, inputs, run
 from tests.models.small import SMALL, gradients, packed, small_model, starts
 from tests.parallelisms.context.test_exact import shared
@@ -94,27 +98,36 @@ def test_three_layouts_of_documents_cost_one_compilation_without_a_break(method:
 
 
 def trained(method: str, *, compiled: bool) -> dict[str, tuple[int, float]]:
-    """By policy: attention kernels that ran in one pass of a model, and the largest error of losses and gradients."""
+    """By what is kept: attention kernels that ran in one pass of a model, and the largest error of its numbers."""
     warnings.simplefilter("ignore")
     losses, expected = gradients(small_model(), BATCH)
     core = core_of(method, (SMALL.num_heads, SMALL.num_kv_heads))
+    cut = Pieces(tile=2000, bodies=compiled_bodies(backend="aot_eager") if compiled else Bodies())
+    kept = {
+        "none": Recompute(),
+        "full": Recompute("full", pieces=cut),
+        "keep_attention": Recompute("keep_attention", pieces=cut),
+        "one input of two": Recompute("keep_attention", every=2, pieces=cut),
+        "groups": Recompute("keep_attention", pieces=replace(cut, groups=2)),
+    }
     found = {}
-    for policy in get_args(recompute.Policy):
+    for name, one in kept.items():
         model = small_model()
         install(model, core, kernel="auto")
-        recompute.apply(model, policy=policy)
-        if compiled:
+        recompute.apply(model, one)
+        if compiled and name == "none":
             for block in model.layers():
                 block.compile(fullgraph=True, backend="aot_eager")
+        if compiled:
             one_pass(model, core)
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             ours = one_pass(model, core)
         worst = abs(core.unshard(ours, BATCH.boundaries) - losses).max().item()
-        for name, parameter in model.named_parameters():
+        for parameter_name, parameter in model.named_parameters():
             assert parameter.grad is not None
             distributed.all_reduce(parameter.grad)
-            worst = max(worst, abs(parameter.grad - expected[name]).max().item())
-        found[policy] = sum(event.name == CPU_KERNEL for event in profiler.events() or ()), worst
+            worst = max(worst, abs(parameter.grad - expected[parameter_name]).max().item())
+        found[name] = sum(event.name == CPU_KERNEL for event in profiler.events() or ()), worst
     return found
 
 
@@ -139,7 +152,14 @@ def test_attention_runs_once_where_it_is_kept_and_twice_where_nothing_is(method:
         kernels = {policy: count for policy, (count, _) in found.items()}
         assert max(error for _, error in found.values()) <= 1e-12
         assert kernels["none"] >= SMALL.num_layers
-        assert kernels == {"none": kernels["none"], "full": 2 * kernels["none"], "keep_attention": kernels["none"]}
+        once = kernels["none"]
+        assert kernels == {
+            "none": once,
+            "full": 2 * once,
+            "keep_attention": once,
+            "one input of two": once,
+            "groups": 2 * once,
+        }
 
 
 # ---- traffic
@@ -168,37 +188,15 @@ class Sent(TorchDispatchMode):
 
 
 def traffic(method: str, dtype: torch.dtype, tokens: int, wire: torch.dtype) -> list[list[tuple[str, int]]]:
-    """What one layer sends forward, and backward: bodies of the operators, which a mode does not look into."""
+    """What one layer sends forward, and backward."""
     ranks = distributed.get_world_size()
-    group = distributed.group.WORLD
-    assert group is not None
     boundaries_BD = starts([tokens])
-    mesh = init_device_mesh("cpu", (ranks,))
-    core = ContextParallel(mesh, method=method, heads=8, kv_heads=2)
-    q, k, v = (core.shard(x.detach().to(dtype), boundaries_BD) for x in inputs(boundaries_BD, (8, 2)))
-    if method == "ulysses":
-        with Sent(ranks) as forward:
-            for x in (q, k, v):
-                ulysses._to_heads._init_fn(
-                    x.repeat_interleave(max(1, ranks // x.shape[2]), dim=2), core.ulysses_group, ranks
-                )
-            ulysses._to_tokens._init_fn(ulysses.to_heads(q, core.ulysses_group, ranks), core.ulysses_group, ranks)
-        return [forward.calls, forward.calls]
-    share = rotation.share_of(boundaries_BD, core.layout, group, 1, q.shape[1])
-    q, k, v = (x[0] for x in (q, k, v))
-    if method == "allgather":
-        from parallelisms.context import gather
-
-        moves: Any = {"gather": partial(collectives.gather, group=group)}
-        step: Any = gather
-        backward_moves = moves | {"reduce_scatter": partial(collectives.reduce_scatter, group=group)}
-    else:
-        step = ring
-        moves = backward_moves = {"rotate": partial(rotation.HOPS[method], group=group)}
+    core = ContextParallel(init_device_mesh("cpu", (ranks,)), method=method, heads=8, kv_heads=2, reduce_dtype=wire)
+    given = [core.shard(x.detach().to(dtype), boundaries_BD) for x in inputs(boundaries_BD, (8, 2))]
     with Sent(ranks) as forward:
-        out, lse = step.forward(q, k, v, share, **moves)
+        out, lse = core.forward(core.start(*given), boundaries_BD)
     with Sent(ranks) as backward:
-        step.backward(out, q, k, v, out, lse, share, **backward_moves, wire=wire)
+        core.backward(out, core.start(*given), out, lse, boundaries_BD)
     return [forward.calls, backward.calls]
 
 
@@ -234,9 +232,129 @@ def test_gathering_takes_one_collective_forward_and_two_backward_and_as_many_byt
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ulysses_sends_what_its_formula_says(ranks: int) -> None:
     tokens, heads, kv_heads, width = 64, 8, 2, 8
-    for forward, _ in run_ranks(traffic, ranks, "ulysses", torch.bfloat16, tokens, torch.float32):
+    for forward, backward in run_ranks(traffic, ranks, "ulysses", torch.bfloat16, tokens, torch.float32):
         sent = sum(size for _, size in forward)
         assert sent == (2 * heads + 2 * max(kv_heads, ranks)) * (tokens // ranks) * width * 2 * (ranks - 1) // ranks
+        # Below autograd queries, keys and values are sent once more, and out with its gradient; and what comes back.
+        again = (4 * heads + 4 * max(kv_heads, ranks)) * (tokens // ranks) * width * 2 * (ranks - 1) // ranks
+        assert sum(size for _, size in backward) == again
+
+
+# ---- in steps, below autograd
+
+
+def stepwise(method: str) -> dict[str, float]:
+    """The largest differences of output and gradients from those of autograd through the core, by kinds of heads."""
+    found = {}
+    for heads, some in (((8, 4), (8, 4)), ((8, 4), (4, 2)), ((8, 4), (2, 1)), ((8, 2), (4, 1))):
+        core = core_of(method, heads)
+        for boundaries_BD in (starts([9, 1, 54], [64]), starts([5, 3, 40, 16], [32, 32])):
+            q, k, v = (core.shard(x.detach(), boundaries_BD) for x in inputs(boundaries_BD, heads))
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            out = core(leaves[0], leaves[1], leaves[2], boundaries_BD)
+            grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+            expected = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+            worst = 0.0
+            # One group of heads after the other, the next on its way while one is at work.
+            groups = heads[0] // some[0]
+            cut = [[x.chunk(groups, dim=2)[group].contiguous() for x in (q, k, v)] for group in range(groups)]
+            pieces = []
+            started = [core.start(*part) for part in cut]
+            outs = [core.forward(one, boundaries_BD) for one in started]
+            started = [core.start(*part) for part in cut]
+            for one, (part, lse), grad_part in zip(started, outs, grad.chunk(groups, dim=2), strict=True):
+                pieces.append([part, *core.backward(grad_part, one, part, lse, boundaries_BD)])
+            for parts, right in zip(zip(*pieces, strict=True), expected, strict=True):
+                worst = max(worst, abs(torch.cat(parts, dim=2) - right).max().item())
+            found[f"{heads} {some} {boundaries_BD[0].tolist()}"] = worst
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("method", METHODS)
+def test_steps_give_what_autograd_gives_also_of_some_of_the_heads(method: str) -> None:
+    for found in run_ranks(stepwise, prod(METHODS[method]), method):
+        assert len(found) == 8
+        assert {name: error for name, error in found.items() if not error <= 1e-13} == {}
+
+
+def held_after_start(method: str) -> list[bool]:
+    """Whether queries, keys and values are still there when attention runs, having been exchanged."""
+    core = core_of(method)
+    q, k, v = (core.shard(x.detach()).clone() for x in inputs(starts([64])))
+    refs = [weakref.ref(x) for x in (q, k, v)]
+    started = core.start(q, k, v)
+    del q, k, v
+    given, _ = core._arrived(started)
+    del given
+    return [one() is not None for one in refs]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("method", ["ulysses", "hybrid"])
+def test_what_was_exchanged_is_held_no_longer(method: str) -> None:
+    assert run_ranks(held_after_start, prod(METHODS[method]), method) == [[False] * 3] * prod(METHODS[method])
+
+
+def sent_by_a_model(method: str, groups: int, policy: recompute.Policy) -> dict[str, list[int]]:
+    """Sizes of what a block sends, by collective: forward, and in all."""
+    ranks = prod(METHODS[method])
+    core = core_of(method, (SMALL.num_heads, SMALL.num_kv_heads))
+    model = small_model()
+    install(model, core, kernel="auto")
+    recompute.apply(model, Recompute(policy, pieces=Pieces(groups)))
+    with Sent(ranks) as forward:
+        losses = model(core.shard_batch(BATCH))
+    with Sent(ranks) as backward:
+        losses.sum().backward()
+    return {"forward": [size for _, size in forward.calls], "backward": [size for _, size in backward.calls]}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("method", ["ring", "alltoall"])
+def test_where_attention_is_kept_keys_and_values_go_round_once_forward_and_once_backward(
+    method: str, groups: int
+) -> None:
+    """With two ranks a hop forward; backward, one of them and one of their gradients: each of a group's heads."""
+    hop = 2 * (BATCH.tokens.numel() // 2) * (SMALL.num_kv_heads // groups) * SMALL.head_dim * 8
+    once = groups * SMALL.num_layers
+    for kept in run_ranks(sent_by_a_model, 2, method, groups, "keep_attention"):
+        assert kept == {"forward": [hop] * once, "backward": [hop] * 2 * once}
+    for again in run_ranks(sent_by_a_model, 2, method, groups, "full"):
+        assert again == {"forward": [hop] * once, "backward": [hop] * 3 * once}
+
+
+def order_of_calls(method: str, groups: int) -> tuple[list[str], list[str]]:
+    """What the core is asked to do in a block's forward, and in its backward pass."""
+    core = core_of(method, (8, 4))
+    told: list[str] = []
+
+    class Told:
+        def __getattr__(self, name: str) -> Any:
+            def call(*given: Any) -> Any:
+                told.append(name)
+                return getattr(core, name)(*given)
+
+            return call
+
+    model = small_model(replace(SMALL, num_layers=1, num_heads=8, num_kv_heads=4))
+    recompute.apply(model, Recompute("keep_attention", pieces=Pieces(groups)))
+    model.layers()[0].attention.core = Told()
+    losses = model(core.shard_batch(BATCH))
+    forward, told[:] = [*told], []
+    losses.sum().backward()
+    return forward, told
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_the_next_group_is_on_its_way_while_one_is_at_work(method: str) -> None:
+    for forward, backward in run_ranks(order_of_calls, 2, method, 4):
+        assert forward == ["start", *["start", "forward"] * 3, "forward"]
+        assert backward == ["start", *["start", "backward"] * 3, "backward"]
+    for forward, backward in run_ranks(order_of_calls, 2, method, 1):
+        assert (forward, backward) == (["start", "forward"], ["start", "backward"])
 
 
 def calls_through_the_core(method: str) -> list[str]:
