@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from math import lcm, prod
-from typing import Any, cast
+from typing import Any
 
 from models.config import ModelConfig
 from models.llama import LLAMA31
@@ -385,21 +385,20 @@ def others() -> list[str]:
 def working() -> list[str]:
     """What the block at work holds, in u, of rows so long that tiles and weights count for nothing."""
     model, tokens = LLAMA31["8b"], 1 << 26
-    methods: dict[str, ContextPlan | None] = {"whole rows on a rank": None}
-    for method in ("ulysses", "ring", "allgather"):
-        plan = ContextPlan(cp=8, method=cast(Any, method), heads=model.num_heads, kv_heads=model.num_kv_heads)
-        methods[f"`{method}` over 8"] = plan
+    heads: dict[str, Any] = {"heads": model.num_heads, "kv_heads": model.num_kv_heads}
+    plans = [None, *(ContextPlan(cp=8, method=method, **heads) for method in ("ulysses", "ring", "allgather"))]
     rows = []
-    for name, plan in methods.items():
-        blocks = [Block(model, tokens, context=plan, groups=groups, tile=1 << 20) for groups in (1, 2, 4, 8)]
-        attending = [block.attention_again(4) / block.stream for block in blocks]
-        cells = [
-            f"{k:.1f}" if plan is None or model.num_heads // 2**i % plan.ulysses == 0 else ""
-            for i, k in enumerate(attending)
-        ]
+    for plan in plans:
+        name = f"`{plan.chosen}` over 8" if plan else "whole rows on a rank"
+        cells = []
+        for groups in (1, 2, 4, 8):
+            held = Block(model, tokens, context=plan, groups=groups, tile=1 << 20)
+            fits = plan is None or model.num_heads // groups % plan.ulysses == 0
+            cells.append(f"{held.attention_again(4) / held.stream:.1f}" if fits else "")
         rows.append([name, *cells])
-    others = {"feed-forward": blocks[0].feed_forward_again(), "projections": blocks[0].projections_again()}
-    rows += [[name, *[f"{size / blocks[0].stream:.1f}"] * 4] for name, size in others.items()]
+    block = Block(model, tokens, tile=1 << 20)
+    others = {"feed-forward": block.feed_forward_again(), "projections": block.projections_again()}
+    rows += [[name, *[f"{size / block.stream:.1f}"] * 4] for name, size in others.items()]
     return table(["backward, in u", *(f"{groups} group{'s' * (groups > 1)}" for groups in (1, 2, 4, 8))], rows)
 
 

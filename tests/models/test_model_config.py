@@ -102,7 +102,7 @@ def test_flops_outside_attention_are_those_that_torch_counts(
 ) -> None:
     config = replace(config, num_layers=5)
     model, batch = small_model(config), packed([5, 7, 4], [9, 6, 1])
-    recompute.apply(model, Recompute(policy, input_every=every, pieces=pieces))
+    recompute.apply(model, Recompute(policy, every=every, pieces=pieces))
     with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: flops_of_addition}) as counter:
         model(batch).sum().backward()
     executed = config.executed_flops(tokens=batch.num_tokens, pairs=0, recompute=policy, input_every=every)
