@@ -157,12 +157,17 @@ def test_a_model_with_problems_is_not_asked_how_its_heads_divide() -> None:
 
 
 ZERO_BUBBLE: dict[str, object] = {"pp": 2, "pp_schedule": "ZBVZeroBubble"}
+NONE: dict[str, object] = {"recompute": "none"}
 
 
 @pytest.mark.parametrize(
     ("values", "world", "problem"),
     [
-        ({"parallelism": ZERO_BUBBLE, "training": {"compile": True}}, 2, "training.compile must be false"),
+        (
+            {"parallelism": ZERO_BUBBLE, "training": {"compile": True}, "memory": NONE},
+            2,
+            "training.compile must be false",
+        ),
         ({"parallelism": ZERO_BUBBLE, "memory": {"recompute": "full"}}, 2, 'memory.recompute must be "none"'),
         ({"parallelism": {"pp": 2}, "model": {"tie_embeddings": True}}, 2, "tie_embeddings needs parallelism.pp = 1"),
         ({"parallelism": {"pp": 4}}, 16, "give each data rank 2 micro-batches per update"),
@@ -187,7 +192,7 @@ def test_what_a_mesh_cannot_do_exactly_is_refused(
 def test_what_is_near_those_can_start() -> None:
     whole: dict[str, object] = {"vocab_size": 265, "tie_embeddings": True}
     assert configured(model=whole, parallelism={"tp": 2, "loss_parallel": False}).problems(2) == []
-    assert configured(parallelism=ZERO_BUBBLE).problems(2) == []
+    assert configured(parallelism=ZERO_BUBBLE, memory=NONE).problems(2) == []
     assert configured(parallelism={"pp": 4}, training={"global_batch_size": 16}).problems(16) == []
     (uneven,) = configured(parallelism={"pp": 2}, training={"global_batch_size": 2, "micro_batch_size": 4}).problems(2)
     assert "must be a multiple of training.micro_batch_size" in uneven
