@@ -230,6 +230,29 @@ def test_sequence_parallelism_shares_the_tokens_of_the_residual_stream() -> None
     assert run_ranks(kept, 2, Case(TP2, sequence=False))[0] == [(1, 24, 16)] * 2
 
 
+def largest_tile(sequence: bool) -> int:  # noqa: FBT001
+    """Tokens of all ranks that a feed-forward meets at a time, of 24, where six of them have room."""
+    mesh = Mesh("cpu", dict.fromkeys(AXES, 1) | {"tp": 2}, rank=distributed.get_rank())
+    model, met = Transformer(CONFIG).double(), []
+
+    def feed(x_BCE: Tensor, *weights: Tensor) -> Tensor:
+        met.append(x_BCE.shape[1])
+        return tiles.feed(x_BCE, *weights)
+
+    tensor.apply(model, mesh.tp, sequence_parallel=sequence, loss_parallel=True)
+    # What a rank computes of a token is its part of the inner width.
+    room = 6 * tiles.bytes_of_token(CONFIG.dim, CONFIG.ffn_dim // 2, 8)
+    recompute.apply(model, Recompute("full", pieces=Pieces(tile=room, bodies=Bodies(feed=feed))))
+    model(packed([24], vocab_size=44)).sum().backward()
+    return max(met)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("sequence", [True, False])
+def test_a_tile_has_room_for_the_tokens_of_all_ranks(*, sequence: bool) -> None:
+    assert run_ranks(largest_tile, 2, sequence) == [6, 6]
+
+
 def test_what_does_not_divide_is_said_with_its_numbers() -> None:
     problems = partial(tensor_problems, heads=8, kv_heads=2, ffn_dim=20, vocab_size=44)
     assert problems(1) == problems(2) == problems(4) == []

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from models.transformer import Transformer
 from parallelisms import recompute
 from parallelisms.context import ContextParallel, install, rotation, ulysses
-from parallelisms.halves import Bodies, Pieces, compiled_bodies
+from parallelisms.halves import Pieces, compiled_bodies
 from parallelisms.recompute import Recompute
 from tests.models.dense import dense, inputs, run
 from tests.models.small import SMALL, gradients, packed, small_model, starts
@@ -102,7 +102,7 @@ def trained(method: str, *, compiled: bool) -> dict[str, tuple[int, float]]:
     warnings.simplefilter("ignore")
     losses, expected = gradients(small_model(), BATCH)
     core = core_of(method, (SMALL.num_heads, SMALL.num_kv_heads))
-    cut = Pieces(tile=2000, bodies=compiled_bodies(backend="aot_eager") if compiled else Bodies())
+    cut = Pieces(bodies=compiled_bodies(backend="aot_eager")) if compiled else Pieces(tile=2000)
     kept = {
         "none": Recompute(),
         "full": Recompute("full", pieces=cut),
@@ -110,6 +110,8 @@ def trained(method: str, *, compiled: bool) -> dict[str, tuple[int, float]]:
         "one input of two": Recompute("keep_attention", every=2, pieces=cut),
         "groups": Recompute("keep_attention", pieces=replace(cut, groups=2)),
     }
+    if compiled:  # The others are made of the same bodies.
+        kept = {name: kept[name] for name in ("none", "full", "keep_attention")}
     found = {}
     for name, one in kept.items():
         model = small_model()
@@ -148,18 +150,13 @@ def one_pass(model: Transformer, core: ContextParallel) -> Tensor:
     ],
 )
 def test_attention_runs_once_where_it_is_kept_and_twice_where_nothing_is(method: str, *, compiled: bool) -> None:
-    for found in run_ranks(partial(trained, compiled=compiled), prod(METHODS[method]), method):
+    for found in run_ranks(partial(trained, compiled=compiled), prod(METHODS[method]), method, timeout=240):
         kernels = {policy: count for policy, (count, _) in found.items()}
         assert max(error for _, error in found.values()) <= 1e-12
         assert kernels["none"] >= SMALL.num_layers
         once = kernels["none"]
-        assert kernels == {
-            "none": once,
-            "full": 2 * once,
-            "keep_attention": once,
-            "one input of two": once,
-            "groups": 2 * once,
-        }
+        expected = {"none": 1, "full": 2, "keep_attention": 1, "one input of two": 1, "groups": 2}
+        assert kernels == {name: expected[name] * once for name in kernels}
 
 
 # ---- traffic
@@ -193,6 +190,8 @@ def traffic(method: str, dtype: torch.dtype, tokens: int, wire: torch.dtype) -> 
     boundaries_BD = starts([tokens])
     core = ContextParallel(init_device_mesh("cpu", (ranks,)), method=method, heads=8, kv_heads=2, reduce_dtype=wire)
     given = [core.shard(x.detach().to(dtype), boundaries_BD) for x in inputs(boundaries_BD, (8, 2))]
+    for name in ("_to_heads", "_to_tokens"):  # A mode does not look into operators.
+        setattr(ulysses, name, getattr(ulysses, name)._init_fn)
     with Sent(ranks) as forward:
         out, lse = core.forward(core.start(*given), boundaries_BD)
     with Sent(ranks) as backward:
