@@ -44,14 +44,15 @@ class Counted:
     """and what blocks keep in host memory."""
 
 
-def count(config: Config, *, updates: int, documents: int | None = None) -> Counted:
+def count(config: Config, *, updates: int, documents: int | None = None, rows: Any = None) -> Counted:
     """Some updates of a configuration on the ranks of the process group; the least peak of all but the first.
 
-    With `documents` rows are cut into documents of so many tokens: attention then takes little time, and as much memory.
+    Rows are random unless they are given. With `documents` they are cut into documents of so many tokens: attention then
+    takes little time, and as much memory.
     Threads of gloo release without telling. What they do too late makes an update look fuller than it is.
     """
     training = config.training
-    rows = CopyRows(
+    rows = rows or CopyRows(
         vocab_size=config.model.build().vocab_size,
         period=training.seq_len // 2,
         seq_len=training.seq_len,

@@ -2,6 +2,7 @@
 
     python -m benchmarks.memory bytes [--longest 32768]      bytes alive at most, by length
     python -m benchmarks.memory seconds [--rounds 2]         CPU-seconds of an update at 32768 tokens
+    python -m benchmarks.memory run debug_1m                 two updates of a shipped file, counted beside its ledger
     python -m benchmarks.memory draw docs/memory_ladder.svg  the picture of what `bytes` found
 
 Every number is of a fresh process. Bytes are those that torch's allocator gives out (`benchmarks/counted.py`), of a model
@@ -18,7 +19,9 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
+from math import prod
 from pathlib import Path
 from statistics import median
 
@@ -124,6 +127,35 @@ def timed(rung: str, tokens: int) -> dict[str, float]:
     return {"seconds": time.process_time() - start}
 
 
+def of_file(name: str) -> None:
+    """On as many processes as the file states degrees for."""
+    from torch import multiprocessing
+
+    config = load(["--config", name])
+    world_size = prod(config.parallelism.degrees(1).values())
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(_on_rank, (name, world_size, Path(folder)), nprocs=world_size)
+        found = [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(world_size)]
+    told, peak = ledger(config, world_size), max(one["peak"] for one in found)
+    say(
+        f"{name}: {peak / 2**20:.0f} MiB counted at most, {told.device / 2**20:.0f} predicted: {told.device / peak - 1:+.1%}"
+    )
+
+
+def _on_rank(rank: int, name: str, world_size: int, folder: Path) -> None:
+    import torch
+
+    from benchmarks.counted import count
+    from trainer.data import rows_of
+    from trainer.distributed import on_this_machine
+
+    torch.set_num_threads(1)
+    config = load(["--config", name])
+    rows = rows_of(config)
+    with on_this_machine(config.distributed, rank=rank, size=world_size, store=folder / "store"):
+        (folder / str(rank)).write_text(json.dumps(vars(count(config, updates=2, rows=rows))))
+
+
 # ---- many
 
 
@@ -216,6 +248,7 @@ def main() -> None:
     seconds = commands.add_parser("seconds")
     seconds.add_argument("--rounds", type=int, default=2)
     seconds.add_argument("--tokens", type=int, default=32768)
+    commands.add_parser("run").add_argument("name")
     commands.add_parser("draw").add_argument("path", type=Path)
     commands.add_parser("one").add_argument("arguments", nargs=3)
     asked = parser.parse_args()
@@ -223,6 +256,8 @@ def main() -> None:
         bytes_table(asked.longest)
     elif asked.command == "seconds":
         seconds_table(asked.rounds, asked.tokens)
+    elif asked.command == "run":
+        of_file(asked.name)
     elif asked.command == "draw":
         draw(asked.path)
     else:
