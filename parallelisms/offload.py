@@ -76,7 +76,7 @@ class HostMemory:
         self.held: Counter[Kind] = Counter()
         """Bytes in host memory."""
         self.passes: list[Any] = []
-        """Passes through blocks that are to go back; the last goes first."""
+        """Passes through blocks that are to go back; of a batch, the last goes first."""
         self._inputs = inputs
         self._budget = inf if budget is None else budget
         self._copies: Copies | None = None

@@ -164,8 +164,6 @@ class Pass:
 
     def start(self) -> None:
         """Lets what is on the host begin its way back."""
-        if self._previous is not None:
-            self._previous.start_input()
         self.start_input()
         if self._recompute.pieces.groups == 1:  # Else rows are so long that copies take no time, but much room.
             for kept in (kept for group in self._attended for kept in group):
@@ -196,9 +194,10 @@ class Pass:
 
     def _fetch_the_next(self) -> None:
         if (host := self._recompute.host) is not None:
-            host.passes.remove(self)
-            if host.passes:
-                host.passes[-1].start()
+            at = host.passes.index(self)
+            del host.passes[at]
+            if at > 0:  # The last may be another batch's, whose turn comes later.
+                host.passes[at - 1].start()
 
 
 @contextmanager

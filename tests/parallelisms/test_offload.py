@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import weakref
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from models.config import ModelConfig
 from models.transformer import Transformer
 from parallelisms import recompute
 from parallelisms.halves import Pieces
@@ -175,6 +177,15 @@ def test_attention_runs_again_only_where_it_found_no_room(
     assert (calls.forward, calls.backward) == (runs, SMALL.num_layers)
 
 
+def test_room_is_counted_in_pieces() -> None:
+    """127 bytes take 128, and 31 take 32."""
+    outputs, x = [torch.empty(127, dtype=torch.uint8)], torch.empty(31, dtype=torch.uint8)
+    for budget, has_room in ((2 * 128 + 3 * 32, True), (2 * 128 + 3 * 32 - 1, False)):
+        assert HostMemory(inputs=3, budget=budget).has_room(outputs, times=2, x=x) == has_room
+    assert HostMemory(inputs=1, budget=32).keep_input(x)._here is None
+    assert HostMemory(inputs=1, budget=31).keep_input(x)._here is x
+
+
 class Watched(HostMemory):
     """Remembers the most bytes that were held at a time."""
 
@@ -218,11 +229,13 @@ def all_at_once(model: Transformer) -> None:
 # ---- the way back
 
 
-def began(every: int, order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[str]:
-    """What is said when: a block's pass goes back, and what begins its way meanwhile; batches by letter."""
+def began(
+    every: int, order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, config: ModelConfig = DEEP, **options: Any
+) -> list[str]:
+    """What happens when: a block's feed-forward (-) and attention go back, and what begins its way; batches by letter."""
     told: list[str] = []
     names: dict[int, str] = {}
-    start, back, leave = Kept.start, Pass.attend_backward, Pass.attend
+    start, first, back, leave = Kept.start, Pass.feed_backward, Pass.attend_backward, Pass.attend
 
     def named(this: Pass, x_BSE: Tensor) -> Tensor:
         number = next(passes)
@@ -241,18 +254,22 @@ def began(every: int, order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, *
             told.append(names[id(this)])
         start(this)
 
-    def goes(this: Pass, grad_BSE: Tensor) -> Any:
+    def begins(this: Pass, grad_BSE: Tensor) -> Any:
+        told.append(f"{names[id(this)]}-")
+        return first(this, grad_BSE)
+
+    def goes(this: Pass, *given: Any, **options: Any) -> Any:
         told.append(names[id(this)])
-        return back(this, grad_BSE)
+        return back(this, *given, **options)
 
     alive: list[Any] = []
     passes = count()
-    layers = DEEP.num_layers
-    for name, function in (("attend", named), ("attend_backward", goes)):
+    layers = config.num_layers
+    for name, function in (("attend", named), ("feed_backward", begins), ("attend_backward", goes)):
         monkeypatch.setattr(Pass, name, function)
     monkeypatch.setattr(Kept, "start", starts)
     host = HostMemory(inputs=9)
-    model = kept_by(Recompute("keep_attention", host, True, every, **options), DEEP)  # noqa: FBT003
+    model = kept_by(Recompute("keep_attention", host, True, every, **options), config)  # noqa: FBT003
     losses = [model(batch) for batch in BATCHES[: len(order)]]
     for index in order:
         losses[index].sum().backward()
@@ -262,24 +279,34 @@ def began(every: int, order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, *
 
 def test_a_block_s_tensors_come_back_while_the_one_behind_it_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
     found = began(1, (0,), monkeypatch)
-    assert found == ["a2x", "a2o", "a2", "a1x", "a1o", "a1", "a0x", "a0o", "a0"]
+    assert found == ["a2-", "a2x", "a2o", "a2", "a1x", "a1o", "a1-", "a1", "a0x", "a0o", "a0-", "a0"]
 
 
 def test_where_an_input_is_made_again_that_of_the_block_before_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three blocks, the first and the third keep theirs; a0o is read once to make a1's input, and taken later."""
     found = began(2, (0,), monkeypatch)
-    assert found == ["a2x", "a2o", "a2", "a0x", "a1o", "a0o", "a1", "a0o", "a0"]
+    assert found == ["a2-", "a2x", "a2o", "a2", "a0x", "a1o", "a1-", "a0o", "a1", "a0o", "a0-", "a0"]
+    found = began(3, (0,), monkeypatch, replace(DEEP, num_layers=4))
+    assert found[:7] == ["a3-", "a3x", "a3o", "a3", "a0x", "a2o", "a2-"], "also from two blocks before"
 
 
 def test_groups_wait_for_their_turn_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     found = began(1, (0,), monkeypatch, pieces=Pieces(2))
-    assert found == ["a2x", "a2o", "a2o", "a2", "a1x", "a1o", "a1o", "a1", "a0x", "a0o", "a0o", "a0"]
+    behind = ["a1x", "a1-", "a1o", "a1o", "a1", "a0x", "a0-", "a0o", "a0o", "a0"]
+    assert found == ["a2-", "a2x", "a2o", "a2o", "a2", *behind]
 
 
 def test_the_batch_that_went_last_comes_back_first(monkeypatch: pytest.MonkeyPatch) -> None:
     found = began(1, (1, 0), monkeypatch)
     assert [name for name in found if len(name) == 2] == ["b2", "b1", "b0", "a2", "a1", "a0"]
-    assert found[found.index("b0") + 1 :][:2] == ["a2x", "a2o"]
+    assert found[found.index("b0") + 1 :][:3] == ["a2x", "a2o", "a2-"]
+
+
+def test_no_batch_comes_back_while_the_one_before_it_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a pipeline, where batches go back in the order in which they came."""
+    found = began(1, (0, 1, 2), monkeypatch)
+    of_one = ["2-", "2x", "2o", "2", "1x", "1o", "1-", "1", "0x", "0o", "0-", "0"]
+    assert found == [f"{batch}{what}" for batch in "abc" for what in of_one]
 
 
 def test_gradients_are_the_same_with_little_of_it_and_tiles() -> None:
