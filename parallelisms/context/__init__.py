@@ -146,7 +146,10 @@ class ContextParallel:
             options = (self.rotation, self.layout, self.ring_group, self.reduce_dtype, self.kernel)
             grads = rotation.backward(grad_BSNH, q, k, v, arriving, out_BSNH, lse, boundaries_BD, *options)
         if started.exchanges is not None:
-            grads = tuple(exchange.backward(grad) for exchange, grad in zip(started.exchanges, grads, strict=True))
+            del q, k, v, grad_BSNH, out_BSNH  # Before as much comes back.
+            given = [*grads]
+            del grads
+            grads = tuple([exchange.backward(given.pop(0)) for exchange in started.exchanges])
         dq, dk, dv = grads
         return dq, dk, dv
 
