@@ -137,9 +137,9 @@ class ContextParallel:
         self, grad_BSNH: Tensor, started: Started, out_BSNH: Tensor, lse: Tensor, boundaries_BD: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of queries, keys and values."""
+        (q, k, v), arriving = self._arrived(started)
         if self.ulysses > 1:
             grad_BSNH, out_BSNH = (ulysses.to_heads(x, self.ulysses_group, self.ulysses) for x in (grad_BSNH, out_BSNH))
-        (q, k, v), arriving = self._arrived(started)
         if arriving is None or self.rotation is None:
             grads = documents.attention_backward(grad_BSNH, q, k, v, out_BSNH, lse, boundaries_BD, self.kernel)
         else:
