@@ -109,7 +109,7 @@ def configured(bench: Bench, model: str, tokens: int, *levers: str) -> Config:
         config = load([*argv, "--training.attention", bench.kernel(config)])
     config.require(1)
     room = torch.cuda.get_device_properties(bench.device).total_memory if bench.cuda else bench.host
-    return fitted(config, 1, device=float(room), host=bench.host)
+    return fitted(config, 1, ranks=1, device=float(room), host=bench.host)
 
 
 def seconds_of(bench: Bench, config: Config, pairs: float) -> float:

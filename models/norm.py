@@ -42,7 +42,7 @@ class NormFunction(torch.autograd.Function):
         if most is None:
             out_E, inverse_1 = normalise(x_E, weight_E, eps)
         else:
-            out_E = torch.empty_like(x_E)
+            out_E = torch.empty_like(x_E, memory_format=torch.contiguous_format)
             inverse_1 = x_E.new_empty(*x_E.shape[:-1], 1, dtype=torch.promote_types(x_E.dtype, torch.float32))
             for part_E, of_part_E, of_part_1 in _parts(most, x_E, out_E, inverse_1):
                 of_part_E[:], of_part_1[:] = normalise(part_E, weight_E, eps)
@@ -56,7 +56,8 @@ class NormFunction(torch.autograd.Function):
         if ctx.most is None:
             grad_x_E, grad_weight_E = normalise_backward(grad_E, x_E, weight_E, inverse_1)
         else:
-            grad_x_E, grad_weight_E = torch.empty_like(x_E), torch.zeros_like(weight_E, dtype=inverse_1.dtype)
+            grad_x_E = torch.empty_like(x_E, memory_format=torch.contiguous_format)
+            grad_weight_E = torch.zeros_like(weight_E, dtype=inverse_1.dtype)
             for grad_x_of_part_E, *part in _parts(ctx.most, grad_x_E, grad_E, x_E, inverse_1):
                 grad_of_part_E, part_E, of_part_1 = part
                 grad_x_of_part_E[:], found_E = normalise_backward(grad_of_part_E, part_E, weight_E, of_part_1)

@@ -40,9 +40,10 @@ class Block:
 
     @property
     def keys(self) -> int:
-        """Elements of keys and values; heads are repeated until they divide among those that exchange them."""
-        heads = max(1, self.model.num_kv_heads // self.tp)
-        return 2 * lcm(heads, self.context.ulysses if self.context else 1) * self.model.head_dim * self.tokens
+        """Elements of keys and values; a group's heads are repeated until they divide among those that exchange them."""
+        heads = max(1, self.model.num_kv_heads // self.tp) // self.groups
+        each = lcm(heads, self.context.ulysses if self.context else 1)
+        return 2 * self.groups * each * self.model.head_dim * self.tokens
 
     @property
     def inner(self) -> int:

@@ -106,7 +106,7 @@ class Halves:
         most = None
         if pieces.tile is not None:
             inner, width = block.feed_forward.gate_proj.matrix().shape
-            most = pieces.tile // tiles.bytes_of_token(width, inner, x_BSE.element_size())
+            most = pieces.tile // tiles.bytes_of_token(width, inner, x_BSE.element_size()) // x_BSE.shape[0]
         self._tokens = Tokens(x_BSE.shape[1], rotation_2BT1F.shape[2], most)
 
     # ---- weights, as they are now: FSDP frees and gathers them between the passes
@@ -141,8 +141,11 @@ class Halves:
     ) -> tuple[Tensor, ...]:
         """Gradients of x, in the place of the one that is given, and of the weights. What was found is used up.
 
-        `then` is called when all groups are done.
+        `then` lets come back from the host what is needed next: at once, or, where rows are so long that heads go in
+        groups and its room counts, when all groups are done.
         """
+        if self._groups == 1:
+            then()
         o_EQ = self.attention_weights()[-1]
         grad_o_EQ = torch.empty_like(o_EQ)
         columns = zip(o_EQ.chunk(self._groups, dim=1), grad_o_EQ.chunk(self._groups, dim=1), strict=True)
@@ -156,7 +159,8 @@ class Halves:
             grads.append(self._core.backward(grad_out_BTNH, sent, out_BTNH, lse, self._boundaries))
             del sent, out_BTNH, lse, grad_out_BTNH
         del grad_BTE
-        then()
+        if self._groups > 1:
+            then()
         return *self._project_backward(grad_BSE, entrance, grads), grad_o_EQ
 
     def _enter(self, x_BSE: Tensor) -> Entrance:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from math import inf
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ class Kept:
         """The tensor, on its device, and kept no longer."""
         here = self.read()
         if self._memory is not None:
-            self._memory.held[self._kind] -= sum(piece.nbytes for piece in self._host)
+            self._memory.give_back(self._host, self._kind)
         self._here, self._host = None, []
         return here
 
@@ -75,11 +75,10 @@ class HostMemory:
     def __init__(self, *, inputs: int, budget: int | None = None) -> None:
         self.held: Counter[Kind] = Counter()
         """Bytes in host memory."""
-        self.passes: list[Any] = []
-        """Passes through blocks that are to go back; of a batch, the last goes first."""
         self._inputs = inputs
         self._budget = inf if budget is None else budget
         self._copies: Copies | None = None
+        self._free: dict[int, list[Tensor]] = {}
 
     def keep_input(self, x: Tensor) -> Kept:
         """A block's input."""
@@ -95,13 +94,28 @@ class HostMemory:
         on_device = x.device.type != "cpu"
         if on_device and self._copies is None:
             self._copies = Copies(x.device)
-        host = [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=on_device) for size in pieces(x.nbytes)]
+        host = [self._piece(size, pinned=on_device) for size in pieces(x.nbytes)]
         self.held[kind] += sum(piece.nbytes for piece in host)
         if self._copies is None:
             _copy(_paired(host, x))
         else:
             self._copies.out(_paired(host, x))
         return host
+
+    def give_back(self, host: list[Tensor], kind: Kind) -> None:
+        """For the next tensor: pinned memory is slow to get, and stays within the budget only if it is used again."""
+        for piece in host:
+            self.held[kind] -= piece.nbytes
+            self._free.setdefault(piece.nbytes, []).append(piece)
+
+    def settle(self) -> None:
+        """Lets go of what has left for the host: the device waits for the copies, the host does not."""
+        if self._copies is not None:
+            self._copies.settle()
+
+    def _piece(self, size: int, *, pinned: bool) -> Tensor:
+        free = self._free.get(size)
+        return free.pop() if free else torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
     def copy_back(self, host: list[Tensor], x: Tensor) -> None:
         pairs = [(here, there) for there, here in _paired(host, x)]
@@ -130,6 +144,7 @@ class Copies:
             gone, _ = self._leaving.popleft()
             current.wait_event(gone)
         self._out.wait_stream(current)
+        self._out.wait_stream(self._in)  # Which may still read what this is written over.
         with torch.cuda.stream(self._out):
             _copy(pairs)
         self._leaving.append((self._out.record_event(), pairs))
@@ -143,9 +158,13 @@ class Copies:
 
     def wait(self) -> None:
         current = torch.cuda.current_stream(self._device)
+        current.wait_stream(self._in)
+        self.settle()
+
+    def settle(self) -> None:
+        current = torch.cuda.current_stream(self._device)
         while self._leaving:
             current.wait_event(self._leaving.popleft()[0])
-        current.wait_stream(self._in)
 
 
 def pieces(size: int) -> list[int]:

@@ -53,7 +53,7 @@ def apply(model: Transformer, recompute: Recompute) -> None:
         return
     line = Line()
     for index, block in enumerate(model.layers()):
-        block.run = Run(recompute, line, is_first=index % recompute.every == 0)
+        block.run = Run(recompute, line, index, is_last=index == len(model.blocks) - 1)
 
 
 class Line:
@@ -66,17 +66,20 @@ class Line:
 class Run:
     """How a block runs."""
 
-    def __init__(self, recompute: Recompute, line: Line, *, is_first: bool) -> None:
-        self._recompute, self._line, self._is_first = recompute, line, is_first
+    def __init__(self, recompute: Recompute, line: Line, index: int, *, is_last: bool) -> None:
+        self._recompute, self._line, self._index, self._is_last = recompute, line, index, is_last
 
     def __call__(self, block: Block, x_BSE: Tensor, rotation_2BT1F: Tensor, boundaries_BD: Tensor) -> Tensor:
         halves = Halves(block, x_BSE, rotation_2BT1F, boundaries_BD, self._recompute.pieces)
         if not torch.is_grad_enabled():
             return halves.feed(halves.leave(x_BSE, [out for out, _ in halves.attend(x_BSE)]))
-        this = Pass(halves, self._recompute, None if self._is_first else self._line.last())
+        before = self._line.last() if self._index > 0 else None
+        this = Pass(halves, self._recompute, before, keeps_input=self._index % self._recompute.every == 0)
         self._line.last = ref(this)
         between_BSE = AttentionHalf.apply(x_BSE, this, *halves.attention_weights())
         out_BSE: Tensor = FeedForwardHalf.apply(between_BSE, this, *halves.feed_weights())
+        if self._is_last and self._recompute.host is not None:
+            self._recompute.host.settle()  # The head needs the room.
         return out_BSE
 
 
@@ -113,9 +116,10 @@ class FeedForwardHalf(torch.autograd.Function):
 class Pass:
     """One batch's pass through a block: what is kept of it, and how the rest is found again."""
 
-    def __init__(self, halves: Halves, recompute: Recompute, previous: Pass | None) -> None:
+    def __init__(self, halves: Halves, recompute: Recompute, before: Pass | None, *, keeps_input: bool) -> None:
         self.halves = halves
-        self._recompute, self._previous = recompute, previous
+        self._recompute, self._before = recompute, before
+        self._previous = None if keeps_input else before
         self._input: Kept | None = None
         """Unless it is made again from the previous one."""
         self._attended: list[tuple[Kept, ...]] = []
@@ -134,8 +138,6 @@ class Pass:
             if self._keeps(group, x_BSE):
                 self._attended.append(tuple(Kept(x, self._host_of_attention(), "attention") for x in group))
             outs.append(group[0])
-        if host is not None:
-            host.passes.append(self)
         return self.halves.leave(x_BSE, outs)
 
     def _keeps(self, group: tuple[Tensor, ...], x_BSE: Tensor) -> bool:
@@ -154,7 +156,8 @@ class Pass:
 
     def feed_backward(self, grad_BSE: Tensor) -> tuple[Tensor, ...]:
         x_BSE = self._entering()
-        self._found = [cast(Any, tuple(kept.take() for kept in group)) for group in self._attended]
+        if self._attended:
+            self._found = [cast(Any, tuple(kept.take() for kept in group)) for group in self._attended]
         self._found = self._found or [*self.halves.attend(x_BSE)]
         return self.halves.feed_backward(grad_BSE, x_BSE, [out for out, _ in self._found])
 
@@ -179,7 +182,9 @@ class Pass:
         """The output, made again without what is not needed for it."""
         x_BSE = self._entering()
         with _gathered(self.halves.block, reshards=self._recompute.reshards):
-            outs = [group[0].read() for group in self._attended] or [out for out, _ in self.halves.attend(x_BSE)]
+            if not self._attended:
+                self._found = [*self.halves.attend(x_BSE)]  # Once again is enough.
+            outs = [group[0].read() for group in self._attended] or [out for out, _ in self._found]
             return self.halves.feed(self.halves.leave(x_BSE, outs))
 
     def _entering(self) -> Tensor:
@@ -193,11 +198,9 @@ class Pass:
         return self._x_BSE
 
     def _fetch_the_next(self) -> None:
-        if (host := self._recompute.host) is not None:
-            at = host.passes.index(self)
-            del host.passes[at]
-            if at > 0:  # The last may be another batch's, whose turn comes later.
-                host.passes[at - 1].start()
+        before, self._before = self._before, None
+        if before is not None:
+            before.start()
 
 
 @contextmanager

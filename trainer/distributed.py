@@ -76,13 +76,15 @@ def settled(config: Config, world: World) -> Config:
     if config.memory.recompute != "auto":
         return config
     host = memory_of_node()
-    device = host * world.nodes / world.size
+    ranks = max(1, world.size // world.nodes)
+    device = host = host / 2  # A CPU's own memory is both.
+    device /= ranks
     if world.device.type == "cuda":
-        device = float(torch.cuda.get_device_properties(world.device).total_memory)
+        host, device = memory_of_node(), float(torch.cuda.get_device_properties(world.device).total_memory)
     if config.memory.device_gib is not None:
         device = config.memory.device_gib * GIB
     device, host = (-size for size in max_over(None, [-device, -host]))
-    found = fitted(config, world.size, device=device, host=host)
+    found = fitted(config, world.size, ranks=ranks, device=device, host=host)
     if world.rank == 0:
         log.info('memory.recompute = "auto" takes %s', told(found))
     return found

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from trainer.config import Config
-from trainer.ledger import GIB, ledger
+from trainer.ledger import GIB, KEPT, ledger
 from trainer.load import toml_value
 from trainer.status import ConfigError
 
 DEVICE, HOST = 0.9, 0.75
 """What may be filled of a device, where kernels and the allocator need the rest, and of a node, where data is read."""
+ROUNDED = 17 / 16
+"""What pinned memory takes at most of what lies in it."""
 # Each in the order in which it is tried, with what it adds to the time, about: copies, launches and sums of more pieces.
 LEVERS: dict[str, dict[Any, float]] = {
     "recompute": {"none": 0, "keep_attention": 0, "full": 0},
@@ -24,33 +28,37 @@ LEVERS: dict[str, dict[Any, float]] = {
 }
 
 
-def fitted(config: Config, world_size: int, *, device: float, host: float) -> Config:
+def fitted(config: Config, world_size: int, *, ranks: int, device: float, host: float) -> Config:
     """The configuration with `auto` made into levers. Keys of `memory` that were given stay as they are.
 
-    `device` are the bytes of a device, `host` those of a node. Raises ConfigError where nothing fits.
+    `device` are the bytes of a device, `host` those of a node of so many `ranks`. Raises ConfigError where nothing fits.
     """
     if config.memory.recompute != "auto":
         return config
-    room, budget = device * DEVICE, host * HOST
-    if config.memory.host_budget_gib is not None:
-        budget = config.memory.host_budget_gib * GIB
+    room, node, given = device * DEVICE, host * HOST, config.memory.host_budget_gib
+    budget = node if given is None else given * GIB
+    broken: list[str] = []
     closest: tuple[float, Config] | None = None
     for choice in sorted(_choices(config), key=_time):
-        if choice.shape_problems(world_size):
+        if problems := choice.shape_problems(world_size):
+            broken = broken or problems
             continue
         found = ledger(choice, world_size)
-        on_host = found.host * min(world_size, config.parallelism.node_ranks)
-        if found.device <= room and on_host <= budget:
+        kept = found.line(KEPT).host * ranks * ROUNDED
+        fits_host = kept <= budget and (found.host - found.line(KEPT).host) * ranks + kept <= node
+        if fits_host and found.device <= room:
             return _with_budget(choice, budget / GIB)
-        if on_host <= budget and (closest is None or found.device < closest[0]):
+        if fits_host and (closest is None or found.device < closest[0]):
             closest = found.device, choice
     if closest is None:
-        raise ConfigError([f'memory.recompute = "auto" finds nothing that fits {budget / GIB:.0f} GiB of a node'])
+        raise ConfigError(
+            broken or [f'memory.recompute = "auto" finds nothing that fits {node / GIB:.1f} GiB of a node']
+        )
     least, choice = closest
     raise ConfigError(
         [
             f'memory.recompute = "auto" finds nothing that fits {room / GIB:.1f} GiB of a device ({DEVICE} of it) and '
-            f"{budget / GIB:.0f} GiB of a node; least is {least / GIB:.1f} GiB, with {told(choice)}"
+            f"{node / GIB:.1f} GiB of a node; least is {least / GIB:.1f} GiB, with {told(choice)}"
         ]
     )
 
@@ -61,8 +69,11 @@ def told(config: Config) -> str:
 
 
 def memory_of_node() -> float:
-    """Bytes."""
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    """Bytes, or fewer if a container may take no more."""
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):
+        return float(min(installed, int(Path("/sys/fs/cgroup/memory.max").read_text())))
+    return float(installed)
 
 
 def _changed(config: Config) -> dict[str, Any]:

@@ -261,7 +261,7 @@ def _fitted(config: Config, cluster: Cluster) -> Config | None:
     if config.memory.recompute == "auto" and config.memory.device_gib is None:
         return None
     device = (config.memory.device_gib or 0) * GIB
-    return fitted(config, cluster.world_size, device=device, host=memory_of_node())
+    return fitted(config, cluster.world_size, ranks=cluster.processes, device=device, host=memory_of_node())
 
 
 def count(number: int, noun: str, plural: str = "s") -> str:

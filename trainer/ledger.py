@@ -292,7 +292,8 @@ class Rank:
             return
         inputs = index % self.config.memory.input_every * block.stream
         yield "feed-forward", block.feed_forward_again(between=inputs > 0) + inputs, []
-        yield "attention", block.attention_again(self._travels()) + inputs, [output, *inner]
+        fetched = self._fetched(index) if self.config.memory.head_groups == 1 else 0
+        yield "attention", block.attention_again(self._travels()) + inputs + fetched, [output, *inner]
         yield "projections", block.projections_again() + inputs + self._fetched(index), [output, *inner]
 
     def _fetched(self, index: int) -> float:

@@ -249,7 +249,7 @@ class MemorySection(Section):
     host_budget_gib: Positive | None = None
     """Host memory of a node for that, in GiB; what finds no room stays on the device, or is computed again. Left out: no limit."""
     input_every: Count = 1
-    """Of so many blocks, one keeps its input; the others' are computed again from it, which takes no attention."""
+    """Of so many blocks, one keeps its input; the others' are computed again from it, which takes no attention unless a budget leaves no room for what that gave."""
     head_groups: Count = 1
     """Groups of key/value heads that attention takes one after the other, so that what it holds in passing is divided by them."""
     mlp_tile_mib: Count | None = None

@@ -263,6 +263,7 @@ def one_by_one(
         losses_BS = model(batch)
         (losses_BS.sum() / targets).backward()
         record(losses_BS.detach(), batch)
+        del losses_BS  # Its graph would live through the next forward pass.
 
 
 def host_memory_of(config: Config, world: World, plan: PipelinePlan, *, rank: int) -> HostMemory | None:
@@ -280,10 +281,12 @@ def host_memory_of(config: Config, world: World, plan: PipelinePlan, *, rank: in
 def recompute_of(config: Config, host: HostMemory | None) -> Recompute:
     """What blocks keep between their passes."""
     memory = config.memory
+    if memory.recompute == "auto":
+        raise ValueError('memory.recompute = "auto" is to be settled before a model is built')
     bodies = compiled_bodies() if config.training.compile else Bodies()
     tile = None if memory.mlp_tile_mib is None else memory.mlp_tile_mib << 20
     return Recompute(
-        policy="none" if memory.recompute == "auto" else memory.recompute,  # Settled before.
+        policy=memory.recompute,
         host=host,
         attention_on_host=memory.offload == "inputs_and_attention",
         every=memory.input_every,

@@ -18,7 +18,7 @@ def automatic(*words: str) -> Config:
 
 
 def chosen(gib: float, *words: str, host: float = TERABYTE) -> Config:
-    return fitted(automatic(*words), 8, device=gib * GIB, host=host)
+    return fitted(automatic(*words), 8, ranks=8, device=gib * GIB, host=host)
 
 
 def test_where_there_is_room_nothing_is_computed_again() -> None:
@@ -71,9 +71,20 @@ def test_where_nothing_fits_the_least_is_named() -> None:
 
 def test_a_stated_choice_is_left_alone() -> None:
     config = load(["--config", "llama3_8b_128k"])
-    assert fitted(config, 8, device=1, host=1) is config
+    assert fitted(config, 8, ranks=8, device=1, host=1) is config
 
 
 def test_schedules_that_go_back_twice_get_what_they_allow() -> None:
     words = ("--parallelism.pp", "2", "--parallelism.pp_schedule", "ZBVZeroBubble", "--parallelism.dp_shard", "1")
     assert chosen(400, *words, "--training.compile", "false").memory.recompute == "none"
+
+
+def test_states_on_the_host_do_not_count_against_what_blocks_may_keep_there() -> None:
+    words = ("--memory.optimizer_placement", "host", "--memory.host_budget_gib", "1", "--memory.offload", "none")
+    assert chosen(60, *words).memory.recompute == "keep_attention"
+
+
+def test_where_every_choice_breaks_a_rule_the_rule_is_named() -> None:
+    words = ("--parallelism.pp", "2", "--parallelism.pp_schedule", "ZBVZeroBubble", "--parallelism.dp_shard", "1")
+    with pytest.raises(ConfigError, match="memory[.]offload"):
+        chosen(400, *words, "--training.compile", "false", "--memory.offload", "inputs")

@@ -223,7 +223,9 @@ def _small(run: Run, rows: int) -> Values:
             "dtype": "float64",
             "attention": "auto",
         },
-        "memory": {"head_chunk_mib": 1, "optimizer_dtype": "float32"},
+        "memory": {"head_chunk_mib": 1, "optimizer_dtype": "float32", "device_gib": None}
+        # Of a small model all would fit; the run takes something else.
+        | ({"recompute": "keep_attention"} if run.config.memory.recompute == "auto" else {}),
         # Where a gradient is nothing but rounding, AdamW divides it by little more than eps.
         "optimizer": {"lr": LEARNING_RATE, "eps": max(1e-8, run.config.optimizer.eps)},
         "schedule": {"kind": "constant"},
