@@ -86,5 +86,5 @@ def test_states_on_the_host_do_not_count_against_what_blocks_may_keep_there() ->
 
 def test_where_every_choice_breaks_a_rule_the_rule_is_named() -> None:
     words = ("--parallelism.pp", "2", "--parallelism.pp_schedule", "ZBVZeroBubble", "--parallelism.dp_shard", "1")
-    with pytest.raises(ConfigError, match="memory[.]offload"):
+    with pytest.raises(ConfigError, match=r"memory[.]offload"):
         chosen(400, *words, "--training.compile", "false", "--memory.offload", "inputs")
