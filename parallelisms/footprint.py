@@ -121,9 +121,9 @@ class Block:
         width, inner = self.model.dim, self.model.ffn_dim // self.tp
         return self.bytes * (2 * inner + 2 * max(inner, width) + width)
 
-    def feed_forward_again(self, *, between: bool = False) -> int:
+    def feed_forward_again(self) -> int:
         """Of x and what attention gave, the gradient that came and the one that goes; and a tile, in the feed-forward or in
-        its norm, with the gradients of all matrices. Or else, where x is made again, what lies between the halves.
+        its norm, with the gradients of all matrices.
         """
         count, tokens = self.tiles()
         width, inner = self.model.dim, self.model.ffn_dim // self.tp
@@ -134,11 +134,8 @@ class Block:
         feeding = max(4 * gates + weights, 2 * gates + 3 * weights + own)
         norming = 3 * weights + own + 3 * self.wide * own // self.bytes
         sums = self.wide * 3 * width * inner * (count > 1)
-        entering = max(own + gathered, 2 * gathered)
-        backward = sums + own + entering + max(feeding, norming - own)
-        forward = self.stream + entering + 3 * gates
-        lasting = (2 + (count > 1)) * self.stream + self.attended
-        return lasting + (max(forward, backward) if between else backward)
+        tile = own + max(own + gathered, 2 * gathered) + max(feeding, norming - own)
+        return (2 + (count > 1)) * self.stream + self.attended + sums + tile
 
     def attention_again(self, travels: int) -> int:
         """Of x and its gradient, whole under tp too; of groups that are done, the gradients of queries, in the place of

@@ -75,6 +75,8 @@ class HostMemory:
     def __init__(self, *, inputs: int, budget: int | None = None) -> None:
         self.held: Counter[Kind] = Counter()
         """Bytes in host memory."""
+        self.reserved = 0
+        """Bytes that were got for them, also those that wait for the next tensor."""
         self._inputs = inputs
         self._budget = inf if budget is None else budget
         self._copies: Copies | None = None
@@ -114,8 +116,10 @@ class HostMemory:
             self._copies.settle()
 
     def _piece(self, size: int, *, pinned: bool) -> Tensor:
-        free = self._free.get(size)
-        return free.pop() if free else torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        if free := self._free.get(size):
+            return free.pop()
+        self.reserved += size
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
     def copy_back(self, host: list[Tensor], x: Tensor) -> None:
         pairs = [(here, there) for there, here in _paired(host, x)]

@@ -291,7 +291,7 @@ class Rank:
             yield "attention", block.in_attention(self._travels()) - block.kept_by_feed_forward(), [output, *inner]
             return
         inputs = index % self.config.memory.input_every * block.stream
-        yield "feed-forward", block.feed_forward_again(between=inputs > 0) + inputs, []
+        yield "feed-forward", block.feed_forward_again() + inputs, []
         fetched = self._fetched(index) if self.config.memory.head_groups == 1 else 0
         yield "attention", block.attention_again(self._travels()) + inputs + fetched, [output, *inner]
         yield "projections", block.projections_again() + inputs + self._fetched(index), [output, *inner]

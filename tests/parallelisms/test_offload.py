@@ -226,6 +226,16 @@ def all_at_once(model: Transformer) -> None:
         losses.sum().backward()
 
 
+def test_memory_of_the_host_is_got_once_and_used_again() -> None:
+    model, host = hosted(budget=2 * INPUT + output(2))
+    most = 0
+    for _ in range(3):
+        losses = model(BATCH)
+        most = max(most, host.held.total())
+        losses.sum().backward()
+    assert host.reserved == most > 0
+
+
 # ---- the way back
 
 

@@ -298,7 +298,7 @@ def test_nothing_is_left_after_the_backward_pass(policy: recompute.Policy, every
         with Born() as born:
             model(BATCH).sum().backward()
         model.zero_grad()
-        assert born.alive() <= 512
+        assert born.alive() - (0 if memory is None else memory.reserved) <= 512
         assert memory is None or memory.held.total() == 0
 
 
@@ -363,7 +363,7 @@ class Most(TorchDispatchMode):
 
 def test_nothing_of_a_feed_forward_is_larger_than_a_tile() -> None:
     config = replace(SMALL, ffn_dim=320)
-    for tile, tokens in ((None, 24), (5 * tiles.bytes_of_token(SMALL.dim, 320, 8), 5)):
+    for tile, tokens in ((None, 24), (5 * tiles.bytes_of_token(SMALL.dim, 320, 8), 2)):  # Of each of two rows.
         model = kept_by(Recompute("keep_attention", pieces=Pieces(tile=tile)), config)
         with Most() as most:
             model(BATCH).sum().backward()

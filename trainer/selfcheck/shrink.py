@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, count
-from math import log2, prod
+from math import gcd, log2, prod
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -103,7 +103,10 @@ def shrink(config: Config, world_size: int, folder: Path) -> Shrunk:
         pairings = [_pairing(small, mesh) for mesh in meshes]
         problems = [problem for pairing in pairings for problem in pairing.config.problems(pairing.processes)]
         if not problems:
-            alone = overlay(small, {"training": {"compile": False}}) | {"parallelism": {"dp_shard": 1}, "memory": {}}
+            alone = overlay(small, {"training": {"compile": False}}) | {
+                "parallelism": {"dp_shard": 1},
+                "memory": {"recompute": "none"},
+            }
             told = _told(run, pairings)
             return Shrunk(reference=Config.model_validate(alone), pairings=pairings, told=told)
     raise ConfigError([f"made small: {problem}" for problem in problems])
@@ -205,6 +208,7 @@ def _small(run: Run, rows: int) -> Values:
     layers = _blocks(run.pipeline) if run.pipeline.pp > 1 else (min(2, model.num_layers),)
     ulysses = run.context.ulysses if run.context.cp > 1 else 1
     query, key = heads(model.num_heads, model.num_kv_heads, tp=run.degrees["tp"], ulysses=ulysses)
+    groups = gcd(run.config.memory.head_groups, max(1, key // run.degrees["tp"])) if ulysses == 1 else 1
     padded = training.seq_len % run.context.multiple > 0
     length = max(GRAIN, min(LENGTH, training.seq_len) // GRAIN * GRAIN) - padded
     changes: Values = {
@@ -223,7 +227,7 @@ def _small(run: Run, rows: int) -> Values:
             "dtype": "float64",
             "attention": "auto",
         },
-        "memory": {"head_chunk_mib": 1, "optimizer_dtype": "float32", "device_gib": None}
+        "memory": {"head_chunk_mib": 1, "optimizer_dtype": "float32", "head_groups": groups, "device_gib": None}
         # Of a small model all would fit; the run takes something else.
         | ({"recompute": "keep_attention"} if run.config.memory.recompute == "auto" else {}),
         # Where a gradient is nothing but rounding, AdamW divides it by little more than eps.
