@@ -29,7 +29,7 @@ def refused(*argv: str) -> list[str]:
         ("[training]\nseq_length = 5", "training.seq_length = 5: there is no such key; did you mean seq_len?"),
         ("[model]\nseq_len = 5", "model.seq_len = 5: there is no such key; seq_len belongs to [training]"),
         ("[metrics]\nname = 'x'", 'metrics.name = "x": there is no such key; name belongs to [job] or [optimizer]'),
-        ("[memory]\nzebra = 1", "memory.zebra = 1: there is no such key; [memory] has recompute, offload"),
+        ("[memory]\nzebra = 1", "memory.zebra = 1: there is no such key; [memory] has recompute, device_gib"),
         ("seq_len = 5", "seq_len = 5: there is no such key; seq_len belongs to [training]"),
         ("[trainig]\nsteps = 5", "[trainig]: there is no section [trainig]; did you mean [training]?"),
         ("[zebra]\nsteps = 5", "[zebra]: there is no section [zebra]; there are job, model, model.rope"),

@@ -116,7 +116,12 @@ SPREAD = {
     "tp": (2, ("--parallelism.tp=2", "--memory.recompute=keep_attention")),
     "pipeline": (
         2,
-        ("--parallelism.pp=2", "--parallelism.pp_schedule=InterleavedZeroBubble", "--model.num_layers=4"),
+        (
+            "--parallelism.pp=2",
+            "--parallelism.pp_schedule=InterleavedZeroBubble",
+            "--model.num_layers=4",
+            "--memory.recompute=none",
+        ),
     ),
 }
 
