@@ -10,6 +10,8 @@ import os
 import signal
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -47,15 +49,25 @@ def run(config: Config, size: int, folder: Path, *, reference: Path, patience: f
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs, config, rank, size, folder, reference), daemon=True)
-            process.start()
-            theirs.close()
-            ranks.append((process, ours))
+            with _uninterrupted():  # A process of which only half has been told would say so, on top of what is said.
+                process.start()
+                theirs.close()
+                ranks.append((process, ours))
         return _collected(ranks, patience)
     finally:
         for process, connection in ranks:
             connection.close()  # None leaves before all are done, so none sees a peer vanish.
             process.kill()
             process.join()
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _collected(ranks: list[tuple[ForkServerProcess, Connection]], patience: float) -> list[list[Seen]]:
