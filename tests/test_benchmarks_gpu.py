@@ -95,11 +95,9 @@ def test_rows_are_packed_with_documents_of_the_lengths_asked_for(bench: Bench) -
     assert len(causal.squares(short.boundaries, 1, 10).rectangles) == 3
 
 
-POLICIES = ("none", "keep_attention", "full")
-
-
 def test_a_prediction_counts_what_is_computed_again(bench: Bench) -> None:
-    configs = [configured(bench, "8b", 1 << 16, f"--memory.recompute {policy}") for policy in POLICIES]
+    policies = ("none", "keep_attention", "full")
+    configs = [configured(bench, "8b", 1 << 16, f"--memory.recompute {policy}") for policy in policies]
     none, keep, full = (seconds_of(bench, config, 8256) for config in configs)
     assert none < keep < full
     model, tokens = configs[0].model.build(), configs[0].training.seq_len
