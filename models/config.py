@@ -13,12 +13,19 @@ from typing import Literal
 class RopeConfig:
     """Rotary position embedding (Su et al., 2021) and how its frequencies are stretched."""
 
-    kind: Literal["default", "llama3"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
     theta: float = 10_000.0
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_length: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    precision: Literal["float64", "float32"] = "float64"
 
     def problems(self) -> list[str]:
         if self.kind == "llama3" and not self.low_freq_factor < self.high_freq_factor:
@@ -40,6 +47,8 @@ class ModelConfig:
     ffn_dim: int
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
+    qk_norm: bool = False
+    nope_every: int | None = None
     rope: RopeConfig = field(default_factory=RopeConfig)
 
     def problems(self) -> list[str]:

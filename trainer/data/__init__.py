@@ -8,9 +8,10 @@ from trainer.data.errors import DataError
 from trainer.data.packing import saved_plan
 from trainer.data.prepare import prepare
 from trainer.data.rows import Rows
+from trainer.data.source import Source
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["DataError", "open_rows", "rows_of"]
+__all__ = ["DataError", "open_rows", "rows_of", "sources_of"]
 
 
 def rows_of(config: Config) -> Rows | CopyRows:
@@ -37,3 +38,17 @@ def open_rows(data: DataSection, tokenizer: Tokenizer, *, seq_len: int, seed: in
     prepared = prepare(data, tokenizer)
     plan = saved_plan(prepared, seq_len=seq_len, packing=data.packing)
     return Rows(prepared, plan, mask=data.mask, seed=seed)
+
+
+def sources_of(config: Config) -> dict[str, Source]:
+    """Every corpus of a run, by its name."""
+    data = config.data
+    return {
+        "corpus": Source(
+            corpus=data.corpus,
+            documents=data.documents,
+            max_document=data.max_document,
+            bad_files=data.bad_files,
+            cache_dir=data.cache_dir,
+        )
+    }
