@@ -15,22 +15,23 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import logging
+from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 
 import torch
 
 from trainer import logs
 from trainer.checkpoint import Checkpoints
-from trainer.config import Config
+from trainer.config import Config, Stage
 from trainer.data import DataError, rows_of
-from trainer.data.copy import CopyRows
 from trainer.data.rows import Rows
 from trainer.distributed import World, place, process_group, require_agreement, settled
 from trainer.heartbeat import Heartbeat
 from trainer.load import load
 from trainer.metrics import Metrics
 from trainer.profiler import Profilers
-from trainer.run_folder import ResumeError, RunFolder, finished
+from trainer.run_folder import ResumeError, RunFolder, finished, next_stage
 from trainer.status import BAD_CONFIGURATION, DONE, FAILED, NO_RETRY, ConfigError, RankError
 from trainer.trainer import Trainer
 
@@ -42,19 +43,21 @@ def main(argv: list[str]) -> int:
     logs.configure(rank)
     try:
         config = load(argv)
-        config.require(world_size)
-        if already := finished(config):
-            log.info(already)
+        if problems := config.stage_problems():
+            raise ConfigError(problems)
+        stage = next_stage(config)
+        config.require(world_size, first=stage.index if stage else 0)
+        if stage is None:
+            log.info(finished(config))
             return DONE
         folder = RunFolder(config.output_dir)
         folder.make()
         logs.keep(folder.logs, rank)
         # Before the process group exists: its patience is not made for tokenizing a corpus.
-        rows = rows_of(config)
+        rows = [rows_of(each.config, stage=each.index) for each in config.stages[stage.index :]]
         with folder.locked(leading=rank == 0), process_group(config.distributed) as world:
-            require_agreement(config, rows.fingerprint)
-            config = settled(config, world)
-            train(config, folder, world, rows)
+            require_agreement(stage.config, rows[0].fingerprints)
+            train(config, replace(stage, config=settled(stage.config, world)), folder, world, rows)
         return DONE
     except RankError as error:
         return refuse(error.status, f"[rank {rank}] {error}")
@@ -68,18 +71,20 @@ def main(argv: list[str]) -> int:
         return refuse(FAILED, *([resume] if rank == 0 else ()))
 
 
-def train(config: Config, folder: RunFolder, world: World, rows: Rows | CopyRows) -> None:
-    profilers = Profilers(config, folder.logs, rank=world.rank, world_size=world.size, device=world.device)
+def train(config: Config, stage: Stage, folder: RunFolder, world: World, rows: Sequence[Rows]) -> None:
+    """Runs a stage, whose rows are the first; the others are those of later ones."""
+    profilers = Profilers(stage.config, folder.logs, rank=world.rank, world_size=world.size, device=world.device)
     try:
-        trainer = Trainer(config, world, rows)
+        trainer = Trainer(stage.config, world, rows[0], stage=stage)
         checkpoints = Checkpoints(config, folder)
         resumed = checkpoints.resume(trainer)
         profilers.step(trainer.step)
-        with closing(Metrics(config, folder, trainer, resumed=resumed)) as metrics, Heartbeat(trainer) as heartbeat:
+        metrics = Metrics(config, folder, trainer, later=rows[1:], resumed=resumed)
+        with closing(metrics), Heartbeat(trainer) as heartbeat:
             for update in heartbeat.updates():
                 metrics.write(update)
                 profilers.step(update.step)
-                if checkpoints.due(update.step):
+                if checkpoints.due(update.step, stage):
                     metrics.flush()  # The lines of all updates in a checkpoint are on disk before it is.
                     metrics.checkpointed(checkpoints.save(trainer))
             metrics.flush()

@@ -23,6 +23,7 @@ from models.batch import Batch
 from parallelisms.offload import HostMemory
 from trainer.config import Config
 from trainer.data.copy import CopyRows
+from trainer.data.rows import Rows
 from trainer.distributed import World
 from trainer.trainer import Trainer
 
@@ -52,13 +53,14 @@ def count(config: Config, *, updates: int, documents: int | None = None, rows: A
     Threads of gloo release without telling. What they do too late makes an update look fuller than it is.
     """
     training = config.training
-    rows = rows or CopyRows(
+    copied = CopyRows(
         vocab_size=config.model.build().vocab_size,
         period=training.seq_len // 2,
         seq_len=training.seq_len,
         num_rows=training.global_batch_size * training.steps,
         seed=0,
     )
+    rows = rows or Rows([copied], seq_len=training.seq_len)
     world = World(distributed.get_rank(), distributed.get_world_size(), torch.device("cpu"))
     with _told(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         trainer = Trainer(config, world, rows)

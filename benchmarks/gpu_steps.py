@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ from benchmarks.gpu_rows import Bench, K
 from models.batch import Batch
 from trainer.config import Config
 from trainer.data.copy import CopyRows
+from trainer.data.rows import WHOLE, Rows, Share
 from trainer.distributed import process_group
 from trainer.fit import fitted
 from trainer.hardware import GIB, peak_flops
@@ -45,7 +47,7 @@ SHORT = 4 * K
 """Tokens of documents in warm-ups that would else take long."""
 
 
-class Packed(CopyRows):
+class Packed(Rows):
     """Random tokens, the second half of a row the first again; row n is packed with documents of `documents[n]` tokens.
 
     Its last length is that of all rows after it.
@@ -55,11 +57,12 @@ class Packed(CopyRows):
         training = config.training
         vocabulary, length = config.model.build().vocab_size, training.seq_len
         rows = training.steps * training.global_batch_size
-        super().__init__(vocab_size=vocabulary, period=length // 2, seq_len=length, num_rows=rows, seed=training.seed)
+        copied: Any = {"vocab_size": vocabulary, "period": length // 2, "num_rows": rows, "seed": training.seed}
+        super().__init__([CopyRows(**copied, seq_len=length)], seq_len=length)
         self._documents = documents
 
-    def read(self, numbers: Sequence[int | None]) -> Batch:
-        batch, (number,) = super().read(numbers), numbers
+    def read(self, numbers: Sequence[int | None], share: Share = WHOLE) -> Batch:
+        batch, (number,) = super().read(numbers, share), numbers
         length = min(self.seq_len, self._documents[min(number or 0, len(self._documents) - 1)])
         whole, rest = divmod(self.seq_len, length)
         pairs = whole * (length * (length + 1) // 2) + rest * (rest + 1) // 2

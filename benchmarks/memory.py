@@ -113,12 +113,14 @@ def timed(rung: str, tokens: int) -> dict[str, float]:
     import torch
 
     from trainer.data.copy import CopyRows
+    from trainer.data.rows import Rows
     from trainer.distributed import World
     from trainer.trainer import Trainer
 
     config = configured(rung, tokens, ITEM | WIDE)
     model = config.model.build()
-    rows = CopyRows(vocab_size=model.vocab_size, period=tokens // 2, seq_len=tokens, num_rows=1, seed=0)
+    copied = CopyRows(vocab_size=model.vocab_size, period=tokens // 2, seq_len=tokens, num_rows=1, seed=0)
+    rows = Rows([copied], seq_len=tokens)
     trainer = Trainer(config, World(0, 1, torch.device("cpu")), rows)
     batch = rows.read([0])
     trainer.step += 1

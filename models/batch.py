@@ -35,6 +35,8 @@ class Batch:
     """(query, key) pairs that the mask allows in these rows, padding left out."""
     attended: int
     """(query, key) pairs that attention computes on this rank in these rows, padding's included: its share of the work."""
+    sources: tuple[tuple[int, int], ...] = ()
+    """Of each row: from which of a run's sources it is, and its tokens, padding left out."""
 
     def to(self, device: torch.device) -> Batch:
         """The same batch with its per-token tensors on `device`; the copy is asynchronous from pinned memory."""

@@ -548,7 +548,8 @@ def test_help_has_every_key_within_its_width() -> None:
 
 
 def test_a_type_is_told_in_words() -> None:
-    kinds = {key.name: key.kind for section in ("training", "optimizer", "job") for key in describe.describe(section)}
+    owners = [sections()[section] for section in ("training", "optimizer", "job")]
+    kinds = {key.name: key.kind for owner in owners for key in describe.describe(owner, [*owner.model_fields])}
     assert kinds["seq_len"] == "integer >= 2"
     assert kinds["dtype"] == '"bfloat16" | "float32" | "float64"'
     assert kinds["betas"] == "[number >= 0 < 1, number >= 0 < 1]"

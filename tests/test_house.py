@@ -26,10 +26,10 @@ TREES = {path: ast.parse(path.read_text()) for path in FILES}
 # Who may name a package outside the standard library; torch is everybody's.
 DOORS = {
     "numpy": set[str](),
-    "pydantic": {"trainer.sections", "trainer.load", "trainer.data.prepared"},
+    "pydantic": {"trainer.corpora", "trainer.load", "trainer.sections", "trainer.stages", "trainer.data.prepared"},
     "pydantic_core": {"trainer.load"},
     "pydantic_settings": {"trainer.load"},
-    "rich": {"trainer.metrics", "trainer.data.progress"},
+    "rich": {"trainer.sinks", "trainer.data.progress"},
     "safetensors": {"models.hf"},
     "sentencepiece": {"trainer.data.tokenizer"},
     "tensorboard": set[str](),

@@ -16,22 +16,24 @@ import torch
 from torch import distributed
 
 from parallelisms.collectives import gather_over
-from trainer.config import Config
+from trainer.config import Config, Stage
 from trainer.files import sync, write_synced
-from trainer.run_folder import ResumeError, RunFolder, check_resume, differences, flat
+from trainer.run_folder import ResumeError, RunFolder, check_resume, differences, flat, place
 from trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
 
 class Checkpoints:
+    """Of a run, whose configuration has all its stages."""
+
     def __init__(self, config: Config, folder: RunFolder) -> None:
         self.config = config
         self.folder = folder
 
-    def due(self, step: int) -> bool:
+    def due(self, step: int, stage: Stage) -> bool:
         section = self.config.checkpoint
-        return section.enabled and (step % section.interval == 0 or step == self.config.training.steps)
+        return section.enabled and (step % section.interval == 0 or step == stage.last_step)
 
     def resume(self, trainer: Trainer) -> Path | None:
         """Loads the newest committed checkpoint into the trainer, if there is one.
@@ -42,14 +44,19 @@ class Checkpoints:
         if checkpoint is None:
             return None
         state = check_resume(self.config, checkpoint)
-        if state["data"] != trainer.rows.fingerprint:
-            raise ResumeError(
-                f"{checkpoint} was trained on data of fingerprint {state['data']}, "
-                f"but data.corpus = {self.config.data.corpus!r} has {trainer.rows.fingerprint}"
-            )
-        self._load(checkpoint, trainer)
+        theirs, mine = state["data"], trainer.rows.fingerprints
+        shared = theirs.keys() & mine.keys()
+        if begins := state["stage"]["index"] != trainer.stage.index:
+            theirs = {name: theirs[name] for name in shared}
+            mine = {name: mine[name] for name in shared}
+        if changed := differences(theirs, mine):
+            raise ResumeError(f"{checkpoint} was trained on other data: {'; '.join(changed)}")
+        tensors = trainer.tensors()
+        if begins and trainer.stage.is_fresh:
+            tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
+        self._load(checkpoint, tensors, trainer.mesh.pp)
         trainer.restore(state["trainer"])
-        trainer.changes = differences(state["config"], flat(self.config))
+        trainer.changes = [] if begins else differences(state["config"], flat(trainer.config))
         return checkpoint
 
     def save(self, trainer: Trainer) -> Path:
@@ -80,17 +87,16 @@ class Checkpoints:
         log.info("checkpoint %s (%.1f s)", final, time.perf_counter() - started)
         return final
 
-    def _load(self, checkpoint: Path, trainer: Trainer) -> None:
+    def _load(self, checkpoint: Path, tensors: dict[str, torch.Tensor], stages: distributed.ProcessGroup) -> None:
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint import CheckpointException
 
-        tensors = trainer.tensors()
         reader = dcp.FileSystemReader(checkpoint)
         try:
             metadata = reader.read_metadata()
         except Exception as error:
             raise ResumeError(f"{checkpoint} cannot be read: {describe(error)}") from error
-        _check_tensors(checkpoint, metadata, tensors, trainer.mesh.pp)
+        _check_tensors(checkpoint, metadata, tensors, stages)
         try:
             dcp.load(tensors, storage_reader=reader)
         except (Exception, CheckpointException) as error:
@@ -100,8 +106,9 @@ class Checkpoints:
         state = {
             "step": trainer.step,
             "trainer": scalars,
-            "data": trainer.rows.fingerprint,
-            "config": flat(self.config),
+            "stage": place(trainer.stage),
+            "data": trainer.rows.fingerprints,
+            "config": flat(trainer.config),
             "degrees": trainer.mesh.degrees,
             "torch": torch.__version__,
         }
@@ -134,6 +141,8 @@ def _check_tensors(
     saved = {name: (size, alike.get(dtype, dtype)) for name, (size, dtype) in found.items()}
     mine = {name: (tuple(tensor.shape), alike.get(tensor.dtype, tensor.dtype)) for name, tensor in tensors.items()}
     wanted = {name: entry for stage in gather_over(mine, stages) for name, entry in stage.items()}
+    if all(name.startswith("model.") for name in wanted):
+        saved = {name: entry for name, entry in saved.items() if name.startswith("model.")}
     wrong = [
         f"{name} is {saved.get(name, 'absent')} there and {wanted.get(name, 'absent')} here"
         for name in sorted(saved.keys() | wanted.keys())

@@ -6,15 +6,15 @@ fraction of a second, before any worker starts. Reading files and the command li
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from parallelisms.rules import ContextPlan, tensor_problems
 from parallelisms.stages import PipelinePlan
 from parallelisms.topology import Topology
+from trainer.corpora import COPY, CORPUS, STDLIB, DataSection, TokenizerSection
 from trainer.sections import (
-    COPY,
     CheckpointSection,
-    DataSection,
     DistributedSection,
     JobSection,
     MemorySection,
@@ -25,20 +25,23 @@ from trainer.sections import (
     ProfilerSection,
     ScheduleSection,
     Section,
-    TokenizerSection,
     TrainingSection,
 )
+from trainer.stages import StageSection
 from trainer.status import ConfigError
 
 __all__ = [
     "BYTE_TOKENS",
     "COPY",
+    "CORPUS",
+    "STDLIB",
     "Config",
     "DataSection",
     "DistributedSection",
     "OptimizerSection",
     "ScheduleSection",
     "Section",
+    "Stage",
 ]
 
 LONGEST_ROW = 2**31 - 1  # tokens: kernels take the starts of documents as int32
@@ -74,22 +77,62 @@ class Config(Section):
     """Traces and memory recordings."""
     distributed: DistributedSection = DistributedSection()
     """Processes and their patience."""
+    stage: tuple[StageSection, ...] = ()
+    """Parts of the run, one after the other. Left out: it has one, which is what the sections say."""
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The run's parts in their order, each with a configuration of its own. The stages must have no problems."""
+        if not self.stage:
+            return (Stage(self, total=self.training.steps),)
+        base = self.model_dump(exclude_unset=True, exclude={"stage"})
+        configs = [Config.model_validate(stage.over(base)) for stage in self.stage]
+        steps = [config.training.steps for config in configs]
+        return tuple(
+            Stage(config, stage.name, index, len(configs), sum(steps[:index]), sum(steps), stage.optimizer == "fresh")
+            for index, (stage, config) in enumerate(zip(self.stage, configs, strict=True))
+        )
 
     @property
     def output_dir(self) -> Path:
         return self.job.output_dir or Path("outputs") / self.job.name
 
-    def problems(self, world_size: int) -> list[str]:
-        """Everything that would stop this run on `world_size` processes, all at once; empty when it can start."""
-        return [*self.source_problems(), *self.shape_problems(world_size)]
+    def problems(self, world_size: int, *, first: int = 0) -> list[str]:
+        """Everything that would stop this run, from stage `first` on, on `world_size` processes, all at once."""
+        return [*self.source_problems(), *self.shape_problems(world_size, first=first)]
 
     def source_problems(self) -> list[str]:
         """What is wrong with the text and the tokenizer, whose files may lie elsewhere."""
-        return [*self._tokenizer_problems(), *self.data.problems()]
+        if self.stage_problems():
+            return self._tokenizer_problems()
+        every = [
+            problem
+            for stage in self.stages
+            for problem in (*stage.config._tokenizer_problems(), *stage.config.data.source_problems())
+        ]
+        return [*dict.fromkeys(every)]
 
-    def shape_problems(self, world_size: int) -> list[str]:
+    def shape_problems(self, world_size: int, *, first: int = 0) -> list[str]:
         """What is wrong with everything else."""
+        if found := self.stage_problems():
+            return found
+        if not self.stage:
+            return self._alone_problems(world_size) + self._profiler_problems(self.training.steps)
+        for stage in self.stages[first:]:
+            found += [f"{stage}: {problem}" for problem in stage.config._alone_problems(world_size)]
+        return found + self._profiler_problems(self.stages[0].total)
+
+    def stage_problems(self) -> list[str]:
+        names = [stage.name for stage in self.stage]
+        found = [f'stage "{stage.name}": {problem}' for stage in self.stage for problem in stage.problems()]
+        found += [f'two stages have the name "{name}"' for name in sorted({x for x in names if names.count(x) > 1})]
+        if len(names) > 1 and not self.checkpoint.enabled:
+            found.append("checkpoint.enabled = false: a stage goes on from the checkpoint of the one before")
+        return found
+
+    def _alone_problems(self, world_size: int) -> list[str]:
         found = [
+            *self.data.problems(),
             *self.model.problems(),
             *self.memory.problems(),
             *self._group_problems(),
@@ -103,11 +146,11 @@ class Config(Section):
         if self.schedule.decay_steps is not None and self.schedule.kind != "wsd":
             decay, kind = self.schedule.decay_steps, self.schedule.kind
             found.append(f'schedule.decay_steps = {decay} has no use with schedule.kind = "{kind}"')
-        return found + self._batch_problems() + self._profiler_problems()
+        return found + self._batch_problems()
 
-    def require(self, world_size: int) -> None:
+    def require(self, world_size: int, *, first: int = 0) -> None:
         """Raises `ConfigError` with all problems, if there are any."""
-        if problems := self.problems(world_size):
+        if problems := self.problems(world_size, first=first):
             raise ConfigError(problems)
 
     def require_vocabulary(self, tokens: int) -> None:
@@ -116,10 +159,15 @@ class Config(Section):
             raise ConfigError(problems)
 
     def _tokenizer_problems(self) -> list[str]:
-        if self.data.corpus == COPY:  # It needs no tokenizer, and has the model's vocabulary.
+        if self.is_made_up:
             return []
         known = self.tokenizer.kind == "byte" and not self.model.problems()
         return self.tokenizer.problems() + (self._vocabulary_problems(BYTE_TOKENS) if known else [])
+
+    @property
+    def is_made_up(self) -> bool:
+        """Whether all rows are of the `copy` corpus, which needs no tokenizer and has the model's vocabulary."""
+        return self.data.corpus == COPY and all(item.source == CORPUS for item in self.data.drawn)
 
     def _vocabulary_problems(self, tokens: int) -> list[str]:
         size, kind = self.model.build().vocab_size, self.tokenizer.kind
@@ -130,7 +178,7 @@ class Config(Section):
     def context_plan(self) -> ContextPlan:
         """How the cp ranks share rows. The model must have no problems."""
         section, model, training = self.parallelism, self.model.build(), self.training
-        documents = self.data.mask == "document" and self.data.packing != "single" and self.data.corpus != COPY
+        documents = self.data.mask == "document" and self.data.packing != "single" and not self.is_made_up
         return ContextPlan(
             cp=section.cp,
             method=section.cp_method,
@@ -305,8 +353,8 @@ class Config(Section):
             )
         return found
 
-    def _profiler_problems(self) -> list[str]:
-        section, steps = self.profiler, self.training.steps
+    def _profiler_problems(self, steps: int) -> list[str]:
+        section = self.profiler
         windows = {
             "trace": (section.trace_step, section.trace_steps),
             "memory": (section.memory_step, section.memory_steps),
@@ -316,3 +364,35 @@ class Config(Section):
             for name, (first, count) in windows.items()
             if first is not None and first + count - 1 > steps
         ]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a run: its configuration, whose `training.steps` are its own, and where it stands."""
+
+    config: Config
+    name: str = ""
+    index: int = 0
+    count: int = 1
+    first_step: int = 0
+    """Updates before it."""
+    total: int = 0
+    """Updates of the whole run."""
+    is_fresh: bool = False
+    """Whether its optimizer begins without state."""
+
+    def __str__(self) -> str:
+        return f'stage "{self.name}"'
+
+    @property
+    def last_step(self) -> int:
+        return self.first_step + self.config.training.steps
+
+    def summary(self) -> str:
+        """One line for the log."""
+        training = self.config.training
+        rows = training.global_batch_size
+        return (
+            f"{self} ({self.index + 1} of {self.count}): updates {self.first_step + 1} to {self.last_step} of "
+            f"{rows} x {training.seq_len:,} tokens = {rows * training.seq_len * training.steps:,} tokens"
+        )

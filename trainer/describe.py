@@ -13,7 +13,8 @@ from textwrap import fill, wrap
 from typing import Any
 
 from trainer.config import Config
-from trainer.load import SHIPPED, keys, sections, toml_value
+from trainer.load import SHIPPED, keys, sections, tables, toml_value
+from trainer.sections import Section
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 KINDS = {"integer": "integer", "number": "number", "boolean": "true or false", "string": "text"}
@@ -60,24 +61,42 @@ class Key:
     meaning: str
 
 
-def describe(section: str) -> list[Key]:
-    """The keys of a section, with their types, ranges, defaults and docstrings."""
-    owner = sections()[section]
+def headings() -> dict[str, tuple[type[Section], list[str]]]:
+    """Sections and tables as the file writes them, and the keys of each."""
+    found = {f"[{name}]": (owner, keys(name)) for name, owner in sections().items()}
+    for name, owner in tables().items():
+        heading = f"[{name}.NAME]" if name == "data.sources" else f"[[{name}]]"
+        found[heading] = (owner, [*owner.model_fields])
+    return found
+
+
+def describe(owner: type[Section], names: list[str]) -> list[Key]:
+    """These keys of a section, with their types, ranges, defaults and docstrings."""
     properties = owner.model_json_schema()["properties"]
-    defaults = owner().model_dump(mode="json")
+    fields = {key: owner.model_fields[key] for key in names}
+    defaults = {key: "needed" if about.is_required() else about.get_default() for key, about in fields.items()}
     return [
         Key(
             name=key,
             kind=kind_of(properties[key]),
-            default=None if defaults[key] is None else toml_value(defaults[key]),
+            default=None
+            if default is None or isinstance(default, Section) or default == ()
+            else toml_value(plain(default)),
             meaning=properties[key]["description"],
         )
-        for key in keys(section)
+        for key, default in defaults.items()
     ]
+
+
+def plain(default: Any) -> Any:
+    """A default as TOML has it."""
+    return [*default] if isinstance(default, tuple) else str(default) if isinstance(default, Path) else default
 
 
 def kind_of(schema: dict[str, Any]) -> str:
     """A type and its range, from JSON schema: `integer >= 1`, `"a" | "b"`, `[number, number]`, `[integer, ...]`."""
+    if "$ref" in schema:
+        return f"table: {schema['$ref'].rpartition('/')[2].removesuffix('Section').lower()}"
     if "anyOf" in schema:
         return " | ".join(kind_of(option) for option in schema["anyOf"] if option.get("type") != "null")
     choices = schema.get("enum", [schema["const"]] if "const" in schema else [])
@@ -92,15 +111,16 @@ def kind_of(schema: dict[str, Any]) -> str:
 
 
 def help_text(usage: str = USAGE) -> str:
-    names = fill(
+    shipped = fill(
         ", ".join(sorted(path.stem for path in SHIPPED.glob("*.toml"))), WIDTH - 24, subsequent_indent=" " * 23
     )
-    lines = usage.format(names=names).splitlines()
-    for section in sections():
-        lines += ["", f"[{section}]  {_purpose(section)}"]
-        for key in describe(section):
+    lines = usage.format(names=shipped).splitlines()
+    for heading, (owner, names) in headings().items():
+        lines += ["", f"{heading}  {_purpose(heading.strip('[]'))}"]
+        option = "" if heading.strip("[]") not in sections() else f"--{heading.strip('[]')}."
+        for key in describe(owner, names):
             default = "left out" if key.default is None else key.default
-            told = f"--{section}.{key.name}  {key.kind}  (default: {default})"
+            told = f"{option}{key.name}  {key.kind}  (default: {default})"
             lines += wrap(told, WIDTH, initial_indent="  ", subsequent_indent=" " * 10, break_on_hyphens=False)
             lines += wrap(key.meaning, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
@@ -109,16 +129,16 @@ def help_text(usage: str = USAGE) -> str:
 def page() -> str:
     """`docs/configuration.md`."""
     lines = [PAGE]
-    for section in sections():
+    for heading, (owner, names) in headings().items():
         lines += [
-            f"## [{section}]",
+            f"## {heading}",
             "",
-            _purpose(section),
+            _purpose(heading.strip("[]")),
             "",
             "| key | type | default | meaning |",
             "|---|---|---|---|",
         ]
-        for key in describe(section):
+        for key in describe(owner, names):
             kind = key.kind.replace("|", "\\|")
             default = "*left out*" if key.default is None else f"`{key.default}`"
             lines += [f"| `{key.name}` | {kind} | {default} | {key.meaning} |"]
@@ -142,7 +162,7 @@ def main(*, write: bool) -> int:
 
 
 def _purpose(section: str) -> str:
-    above, _, name = section.rpartition(".")
+    above, _, name = section.removesuffix(".NAME").rpartition(".")
     owner = sections()[above] if above else Config
     return str(owner.model_fields[name].description)
 

@@ -19,7 +19,7 @@ from trainer.config import Config, DistributedSection
 from trainer.fit import fitted, memory_of_node, told
 from trainer.hardware import choose_device, stay_near
 from trainer.ledger import GIB
-from trainer.run_folder import flat
+from trainer.run_folder import flat, is_place
 from trainer.status import ConfigError
 
 log = logging.getLogger("trainer")
@@ -56,10 +56,10 @@ def nodes(environment: Mapping[str, str]) -> int:
     return int(environment.get("SLURM_STEP_NUM_NODES", "1")) if size > 1 else 1
 
 
-def require_agreement(config: Config, fingerprint: str) -> None:
+def require_agreement(config: Config, fingerprints: Mapping[str, str]) -> None:
     """Raises `ConfigError`, on all ranks, if some were started with another configuration or read other data."""
-    mine = flat(config) | {"data.fingerprint": fingerprint}
-    mine = {key: value for key, value in mine.items() if key not in OWN}
+    mine = flat(config) | {f"fingerprint of {name}": value for name, value in fingerprints.items()}
+    mine = {key: value for key, value in mine.items() if key not in OWN and not is_place(key)}
     everyone = gather_over(mine)
     problems = [
         f"{key} is {json.dumps(everyone[0].get(key))} on rank 0 and {json.dumps(other.get(key))} on rank {rank}"

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from models.view import unchanged
-from trainer.metrics import duration
+from trainer.sinks import duration
 from trainer.trainer import Trainer, Update
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class Heartbeat:
 
     def __init__(self, trainer: Trainer, *, interval: float = 60.0) -> None:
         self._trainer, self._interval = trainer, interval
-        self._steps, self._micro_batches = trainer.config.training.steps, trainer.loader.num_micro_batches
+        self._steps, self._micro_batches = trainer.stage.total, trainer.loader.num_micro_batches
         self.work = (1 + BACKWARD) * self._micro_batches * sum(len(part.blocks) for part in trainer.parts.values())
         """Forward passes of a block that an update lasts; `done` are behind it."""
         self.done = 0.0
@@ -64,7 +64,7 @@ class Heartbeat:
     def updates(self) -> Iterator[Update]:
         """Those of the trainer."""
         updates = self._trainer.updates()
-        while self._trainer.step < self._steps:
+        while self._trainer.step < self._trainer.stage.last_step:
             self._mark(self._begin, self._trainer.step + 1)
             update = next(updates)
             self._mark(self._end)

@@ -23,7 +23,7 @@ from trainer.ledger import GIB, ledger
 from trainer.levers import short
 from trainer.load import find, load, show_path, split, to_toml
 from trainer.orphans import LAUNCHER
-from trainer.run_folder import ResumeError, RunFolder, finished
+from trainer.run_folder import ResumeError, RunFolder, finished, next_stage
 from trainer.status import BAD_CONFIGURATION, FAILED, NO_RETRY, ConfigError
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
@@ -76,7 +76,19 @@ def main() -> int:
     if cluster.task is not None:
         os.execv(sys.executable, [sys.executable, "-u", str(TRAIN), *argv])
     logging.disable(logging.ERROR)  # The agent's view of a failed worker; `start` tells it in one line.
-    return start(TRAIN, argv, cluster)
+    return start_stages(config, argv, cluster)
+
+
+def start_stages(config: Config, argv: Sequence[str], cluster: Cluster) -> int:
+    """Runs what is left of the stages, each in processes of its own; returns the exit status of the last one started."""
+    while True:
+        before = next_stage(config)
+        status = start(TRAIN, argv, cluster)
+        if status or not config.stage:
+            return status
+        after = next_stage(config)
+        if after is None or before is None or after.index == before.index:
+            return status
 
 
 def nothing_to_start(config: Config) -> tuple[int, str] | None:
@@ -105,12 +117,21 @@ def examine(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[Config
         problems += error.problems
     if problems:
         return config, None, problems
-    if cluster and not (problems := config.problems(cluster.world_size)):
+    if cluster and not (problems := config.problems(cluster.world_size, first=first_stage(config))):
         try:
-            _fitted(config, cluster)
+            for stage in config.stages[first_stage(config) :]:
+                _fitted(stage.config, cluster)
         except ConfigError as error:
             problems = error.problems
     return config, cluster, problems
+
+
+def first_stage(config: Config) -> int:
+    """The number of the stage that is next; what is done may not fit the processes that are left. 0 if that is unclear."""
+    with suppress(ResumeError, ConfigError):
+        stage = next_stage(config)
+        return 0 if stage is None else stage.index
+    return 0
 
 
 # ---- the world
@@ -150,7 +171,8 @@ def read_cluster(environment: Mapping[str, str], config: Config, *, gpus: int) -
 
 def default_processes(config: Config) -> int:
     """Without GPUs: as many processes as the stated degrees need, within what one machine stands."""
-    return min(max(prod(config.parallelism.degrees(1).values()), 2), 8)
+    needed = [prod(stage.config.parallelism.degrees(1).values()) for stage in config.stages]
+    return min(max(*needed, 2), 8)
 
 
 def count_gpus() -> int:
@@ -225,13 +247,19 @@ def complaint(problems: Sequence[str], argv: Sequence[str], cluster: Cluster | N
 
 def report(config: Config, cluster: Cluster) -> str:
     """The resolved configuration, and as comments, so that the whole is TOML, what it means for this world."""
+    lines = [f"mesh of {_world(cluster)}"]
+    for stage in config.stages:
+        lines += [stage.summary()] * bool(config.stage) + report_stage(stage.config, cluster)
+    return to_toml(config) + "\n" + "".join(f"# {line}\n" for line in lines)
+
+
+def report_stage(config: Config, cluster: Cluster) -> list[str]:
     model, training = config.model.build(), config.training
     topology = config.topology(cluster.world_size, nodes=cluster.nodes)
     total, each = config.micro_batches(cluster.world_size)
     rows = training.global_batch_size
     settled = _settled(config, cluster)
-    lines = [
-        f"mesh of {_world(cluster)}",
+    return [
         *(f"  {line}" for line in topology.drawing()),
         *config.plans(cluster.world_size),
         *settled,
@@ -241,7 +269,6 @@ def report(config: Config, cluster: Cluster) -> str:
         f"{each} on each data-parallel rank",
         *(f"remark: {remark}" for remark in (*config.remarks(cluster.world_size), *topology.remarks())),
     ]
-    return to_toml(config) + "\n" + "".join(f"# {line}\n" for line in lines)
 
 
 def _settled(config: Config, cluster: Cluster) -> list[str]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import tomli
 from pydantic import ValidationError
@@ -85,6 +85,8 @@ def load(argv: Sequence[str]) -> Config:
 def to_toml(config: Config) -> str:
     """The resolved configuration as a file that `load` reads back to an equal one; absent keys are left out."""
     values = config.model_dump(mode="json", exclude_none=True)
+    # What a stage does not say is the sections'.
+    values["stage"] = [stage.model_dump(mode="json", exclude_unset=True) for stage in config.stage]
     return "\n".join(_toml_tables((), values)).lstrip() + "\n"
 
 
@@ -94,10 +96,18 @@ def sections() -> dict[str, type[Section]]:
     return dict(_sections("", Config))
 
 
+@cache
+def tables() -> dict[str, type[Section]]:
+    """What the file may hold several of, by its heading: `[data.sources.NAME]`, `[[data.mix]]`, `[[stage]]`."""
+    places: list[tuple[str, type[Section]]] = [(f"{name}.", owner) for name, owner in sections().items()]
+    places.append(("", Config))
+    found = {f"{prefix}{key}": _inner(owner, key) for prefix, owner in places for key in owner.model_fields}
+    return {key: inner for key, inner in found.items() if inner is not None and key not in sections()}
+
+
 def keys(section: str) -> list[str]:
-    """The keys of a section, without its sub-sections."""
-    inner = sections()
-    return [key for key in inner[section].model_fields if f"{section}.{key}" not in inner]
+    """The keys of a section, without its sub-sections and tables."""
+    return [key for key in sections()[section].model_fields if _inner(sections()[section], key) is None]
 
 
 # ---- the command line
@@ -150,6 +160,8 @@ def _options(argv: Sequence[str]) -> Iterator[tuple[str, str | None]]:
 
 def _option_problem(option: str, value: str | None) -> str | None:
     section, _, key = option.removeprefix("--").rpartition(".")
+    if held := next((table for table in tables() if f"{option[2:]}.".startswith(f"{table}.")), None):
+        return f"{_shorten(option)}: {held} is for the file; the command line sets single keys"
     if not option.startswith("--") or not key:
         return f'"{_shorten(option)}" stands alone; options are written --section.key VALUE'
     if option != "--config" and (section not in sections() or key not in keys(section)):
@@ -239,26 +251,44 @@ class Source:
 
     def explain(self, details: ErrorDetails) -> str:
         """One fault in one line: source, key, value, rule."""
-        path = [str(part) for part in details["loc"] if isinstance(part, str)]
-        items = [part for part in details["loc"] if isinstance(part, int)]
-        value = self._value(path)
-        written = self._written(".".join(path), value)
+        at, path = self._place(details["loc"])
+        items = [part for part in path if isinstance(part, int)]
+        names = [part for part in path if isinstance(part, str)]
+        value = self._value(details["loc"][: len(details["loc"]) - len(items)])
+        key = ".".join(names)
+        written = f"{at}{key if details['type'] == 'missing' else self._written(key, value)}"
         if details["type"] == "extra_forbidden":
-            return f"{self.name}: {written}: {_unknown('.'.join(path[:-1]), path[-1], table=isinstance(value, dict))}"
+            owner = _owner(details["loc"][:-1])
+            return f"{self.name}: {written}: {_unknown('.'.join(names[:-1]), names[-1], owner, table=isinstance(value, dict))}"
         limits = {
             key: f"{value:g}" if isinstance(value, float) else value for key, value in details.get("ctx", {}).items()
         }
         rule = RULES.get(details["type"], details["msg"]).format(**limits).replace("'", '"')
         if details["type"].endswith("_type") and self.typed and not items:
             rule += f", not {TOML_TYPES.get(type(value), 'a date or time')}"
-        if details["type"] == "string_pattern_mismatch":
-            rule += f" ({sections()['.'.join(path[:-1])].model_fields[path[-1]].description})"
+        owner = _owner(details["loc"][:-1])
+        if details["type"] == "string_pattern_mismatch" and owner and names[-1] in owner.model_fields:
+            rule += f" ({owner.model_fields[names[-1]].description})"
         return f"{self.name}: {written}{f': item {items[0] + 1}' if items else ''} {rule}"
 
-    def _value(self, path: list[str]) -> object:
+    def _place(self, loc: tuple[int | str, ...]) -> tuple[str, list[int | str]]:
+        """The table of a list that a fault is in, in words, and where it is there."""
+        told, rest = "", list[int | str]()
+        for index, part in enumerate(loc):
+            rest.append(part)
+            if isinstance(part, int) and index + 1 < len(loc):
+                name = self._value((*loc[: index + 1], "name"))
+                told += f"{'.'.join(map(str, rest[:-1]))} {part + 1 if name is None else toml_value(name)}: "
+                rest = []
+        return told, rest
+
+    def _value(self, path: Sequence[int | str]) -> object:
         value: Any = self.values
         for key in path:
-            value = value[key]
+            try:
+                value = value[key]
+            except (KeyError, IndexError, TypeError):  # What is missing has none.
+                return None
         return value
 
     def _written(self, key: str, value: object) -> str:
@@ -268,14 +298,18 @@ class Source:
         return f"--{key} {_shorten(text)}"
 
 
-def _unknown(section: str, key: str, *, table: bool = False) -> str:
-    """What a key that does not exist was probably meant to be."""
+def _unknown(section: str, key: str, owner: type[Section] | None = None, *, table: bool = False) -> str:
+    """What a key that does not exist, in this section or table, was probably meant to be."""
     name = f"{section}.{key}".lstrip(".")
+    if owner not in (None, Config, sections().get(section)):
+        here = [*owner.model_fields]
+        near = get_close_matches(key, here, n=1)
+        return f"there is no such key; {f'did you mean {near[0]}?' if near else 'there are ' + ', '.join(here)}"
     if name in sections():
         return f"a section, not a key; [{name}] has {', '.join(keys(name))}"
     if table or (section and section not in sections()):
         wrong = name if table else section
-        near = get_close_matches(wrong, sections(), n=1)
+        near = get_close_matches(wrong, [*sections(), *tables()], n=1)
         guess = f"did you mean [{near[0]}]?" if near else f"there are {', '.join(sections())}"
         return f"there is no section [{wrong}]; {guess}"
     homes = [f"[{home}]" for home in sections() if key in keys(home)]
@@ -305,19 +339,26 @@ def toml_value(value: object) -> str:
     """A value as TOML writes it."""
     if isinstance(value, list):
         return f"[{', '.join(map(toml_value, value))}]"
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{key} = {toml_value(inner)}' for key, inner in value.items())} }}"
     if isinstance(value, (bool, str)):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON leaves DEL bare, TOML forbids it
     return str(value)
 
 
 def _toml_tables(path: tuple[str, ...], table: dict[str, Any]) -> Iterator[str]:
-    plain = {key: value for key, value in table.items() if not isinstance(value, dict)}
+    several = {key: value for key, value in table.items() if isinstance(value, list) and not path}
+    plain = {key: value for key, value in table.items() if not isinstance(value, dict) and key not in several}
     if plain and path:
         yield f"\n[{'.'.join(path)}]"
     yield from (f"{key} = {toml_value(value)}" for key, value in plain.items())
     for key, value in table.items():
         if isinstance(value, dict):
             yield from _toml_tables((*path, key), value)
+    for key, tables in several.items():
+        for one in tables:
+            yield f"\n[[{key}]]"
+            yield from (f"{name} = {toml_value(value)}" for name, value in one.items())
 
 
 def _sections(prefix: str, owner: type[Section]) -> Iterator[tuple[str, type[Section]]]:
@@ -325,6 +366,28 @@ def _sections(prefix: str, owner: type[Section]) -> Iterator[tuple[str, type[Sec
         if isinstance(about.annotation, type) and issubclass(about.annotation, Section):
             yield f"{prefix}{key}", about.annotation
             yield from _sections(f"{prefix}{key}.", about.annotation)
+
+
+def _inner(owner: type[Section], key: str) -> type[Section] | None:
+    """The section that a key is, or those that it holds several of, are of."""
+    annotation = owner.model_fields[key].annotation
+    kinds = [annotation, *get_args(annotation)]
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+
+
+def _owner(loc: Sequence[int | str]) -> type[Section] | None:
+    """The section at a place, of which numbers and names of a table are parts."""
+    owner: type[Section] | None = Config
+    named = False
+    for part in loc:
+        if named or isinstance(part, int):
+            named = False
+        elif owner is None or part not in owner.model_fields:
+            return None
+        else:
+            named = get_args(owner.model_fields[part].annotation)[:1] not in ((), (_inner(owner, part),))
+            owner = _inner(owner, part)
+    return owner
 
 
 def _shorten(text: str) -> str:

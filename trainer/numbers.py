@@ -28,6 +28,7 @@ class Slots:
 
     shards: int
     """Ranks that share a row's tokens."""
+    sources: int = 1
 
     @property
     def widths(self) -> dict[str, int]:
@@ -43,6 +44,9 @@ class Slots:
             "targets_by_position": buckets,
             "loss_by_shard": self.shards,
             "targets_by_shard": self.shards,
+            "loss_by_source": self.sources,
+            "targets_by_source": self.sources,
+            "tokens_by_source": self.sources,
         }
         # Of the whole mesh: zero until the sums are there.
         return sums | {"attention_imbalance": 1, "grad_norm": 1, "finite": 1, "tokens_seen": 1}
@@ -59,8 +63,8 @@ class Tally:
     Of a pipeline's stages the last one adds, since it has the losses.
     """
 
-    def __init__(self, mesh: Mesh, device: torch.device) -> None:
-        self.slots = Slots(mesh.degrees["cp"])
+    def __init__(self, mesh: Mesh, device: torch.device, *, sources: int = 1) -> None:
+        self.slots = Slots(mesh.degrees["cp"], sources)
         self._mesh = mesh
         self._empty = torch.zeros(sum(self.slots.widths.values()), dtype=torch.float64, device=device)
         self._edges = torch.tensor(POSITIONS, device=device)
@@ -81,10 +85,14 @@ class Tally:
             parts[f"{name}_by_shard"][shard] += total
             by_position = parts[f"{name}_by_position"]
             by_position += torch.zeros_like(by_position).index_add_(0, bucket, values)
+            for row, (source, _) in zip(values.view_as(losses_BS), batch.sources, strict=False):
+                parts[f"{name}_by_source"][source] += row.sum()
         parts["attended"] += batch.attended
         if shard == 0:  # These are of whole rows, which the ranks that share them count once.
             parts["tokens"] += batch.num_tokens
             parts["pairs"] += batch.num_pairs
+            for source, tokens in batch.sources:
+                parts["tokens_by_source"][source] += tokens
 
     def sum_over_ranks(self, vector: Tensor) -> dict[str, Tensor]:
         """Makes the sums those of the global batch, on every rank, and returns the vector by name."""

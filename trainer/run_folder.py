@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainer.config import Config
+from trainer.config import Config, Stage
 from trainer.files import write_synced
 from trainer.load import to_toml
 from trainer.status import ConfigError
@@ -31,7 +31,7 @@ from trainer.status import ConfigError
 # corpus lies is not part of it: its fingerprint is compared instead.
 IDENTITY = ("model", "tokenizer.kind", "data", "training.seq_len", "training.seed", "optimizer.name")
 INCIDENTAL = ("data.cache_dir", "data.bad_files", "data.corpus")
-STATE = {"step": int, "trainer": dict, "data": str, "config": dict}
+STATE = {"step": int, "trainer": dict, "data": dict, "config": dict, "stage": dict}
 
 
 class ResumeError(Exception):
@@ -154,9 +154,9 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 def flat(config: Config) -> dict[str, Any]:
     """Every value by its dotted key, the model's with its preset resolved; without the run's name and place."""
-    values = config.model_dump(mode="json", exclude={"job"})
+    values = config.model_dump(mode="json", exclude={"job", "stage"})
     values["model"] = dataclasses.asdict(config.model.build())
-    return _flatten("", values)
+    return json.loads(json.dumps(_flatten("", values)))  # type: ignore[no-any-return]  # Tuples, as they are read back.
 
 
 def identity(config: Config) -> dict[str, Any]:
@@ -168,8 +168,15 @@ def _known(values: dict[str, Any]) -> dict[str, Any]:
     return {
         key: value
         for key, value in values.items()
-        if key not in INCIDENTAL and any(key == name or key.startswith(f"{name}.") for name in IDENTITY)
+        if key not in INCIDENTAL
+        and not is_place(key)
+        and any(key == name or key.startswith(f"{name}.") for name in IDENTITY)
     }
+
+
+def is_place(key: str) -> bool:
+    """Whether a key says where a source lies, and not what it is."""
+    return key.startswith("data.sources.") and key.endswith(".path")
 
 
 def differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
@@ -182,9 +189,18 @@ def differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
 
 
 def check_resume(config: Config, checkpoint: Path) -> dict[str, Any]:
-    """The state of a checkpoint that this configuration continues. Raises `ResumeError` listing every difference."""
+    """The state of a checkpoint that this configuration continues. Raises `ResumeError` listing every difference.
+
+    Compared are the stage that wrote it and where that began; what comes later may still change.
+    """
     state = read_state(checkpoint)
-    changed = differences(_known(state["config"]), identity(config))
+    index = state["stage"]["index"]
+    if index >= len(config.stages):
+        raise ResumeError(f"{checkpoint} is of stage {index + 1}, but there are {len(config.stages)}")
+    stage = config.stages[index]
+    changed = differences(_known(state["config"]) | state["stage"], identity(stage.config) | place(stage))
+    if stage.index + 1 < stage.count and state["step"] > stage.last_step:
+        changed.append(f"{stage} was at update {state['step']} and now ends with {stage.last_step}")
     if changed:
         listed = "".join(f"\n  {line}" for line in changed)
         raise ResumeError(
@@ -193,8 +209,13 @@ def check_resume(config: Config, checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def finished(config: Config) -> str | None:
-    """A sentence if the newest checkpoint is already at the last update; nothing then needs to start.
+def place(stage: Stage) -> dict[str, Any]:
+    """Where a stage stands in its run, as a checkpoint has it."""
+    return {"stage": stage.name, "index": stage.index, "updates before the stage": stage.first_step}
+
+
+def next_stage(config: Config) -> Stage | None:
+    """The first stage that is not done by the newest checkpoint; None if all are.
 
     Raises `ResumeError` if the run cannot go on from it, or would start over beside it.
     """
@@ -205,13 +226,22 @@ def finished(config: Config) -> str | None:
             "choose another job.output_dir"
         )
     checkpoint = folder.newest(config)
-    if checkpoint is None:
+    step = 0 if checkpoint is None else check_resume(config, checkpoint)["step"]
+    return next((stage for stage in config.stages if step < stage.last_step), None)
+
+
+def finished(config: Config) -> str | None:
+    """A sentence if the newest checkpoint is at the last update of the last stage; nothing then needs to start.
+
+    Raises as `next_stage` does.
+    """
+    if next_stage(config) is not None:
         return None
-    step, steps = check_resume(config, checkpoint)["step"], config.training.steps
-    if step < steps:
-        return None
+    folder = RunFolder(config.output_dir)
+    more = "append a [[stage]]" if config.stage else "raise --training.steps"
+    step, checkpoint = folder.committed()[-1]
     return (
-        f"done already: {checkpoint} holds update {step} of {steps}. To go on, raise --training.steps; "
+        f"done already: {checkpoint} holds update {step} of {config.stages[0].total}. To go on, {more}; "
         f"to start anew, choose another --job.output_dir or remove {config.output_dir}"
     )
 

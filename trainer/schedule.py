@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import math
 
-from trainer.config import ScheduleSection
+from trainer.config import ScheduleSection, Stage
+
+
+def learning_rate(stage: Stage, step: int) -> float:
+    """Of update `step` of the run, which is one of this stage's."""
+    schedule = stage.config.schedule
+    first, steps = (0, stage.total) if schedule.over == "run" else (stage.first_step, stage.config.training.steps)
+    return stage.config.optimizer.lr * factor(schedule, step=step - first, steps=steps)
 
 
 def factor(schedule: ScheduleSection, *, step: int, steps: int) -> float:

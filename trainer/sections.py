@@ -17,7 +17,7 @@ from models.config import ModelConfig
 from parallelisms.rules import AXES
 
 
-def _not_empty(value: object) -> object:
+def not_empty(value: object) -> object:
     # An unset variable in a shell, which as a path would mean the current folder.
     if value == "":
         raise ValueError("must not be empty")
@@ -27,11 +27,10 @@ def _not_empty(value: object) -> object:
 Count = Annotated[int, Field(ge=1)]
 Amount = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
-Location = Annotated[Path, BeforeValidator(_not_empty)]
+Location = Annotated[Path, BeforeValidator(not_empty)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
-COPY = "copy"  # the corpus that is made up: trainer/data/copy.py
 PIECE = 1 << 22  # elements whose moments are widened at once: trainer/optimizer.py
 
 
@@ -110,52 +109,6 @@ class ModelSection(Section):
         if self.rope.factor is not None and built.rope.kind == "default":
             return [f'model.rope.factor = {self.rope.factor} has no use with model.rope.kind = "default"']
         return built.problems()
-
-
-class TokenizerSection(Section):
-    kind: Literal["byte", "tiktoken", "sentencepiece"] = "byte"
-    """`byte` needs no file; `tiktoken` reads a BPE file (Llama 3's `tokenizer.model`), `sentencepiece` a model."""
-    path: Location | None = None
-    """The tokenizer's file; none for `byte`."""
-
-    def problems(self) -> list[str]:
-        if self.kind == "byte":
-            return (
-                [] if self.path is None else [f'tokenizer.path = "{self.path}" has no use with tokenizer.kind = "byte"']
-            )
-        if self.path is None:
-            return [f'tokenizer.kind = "{self.kind}" needs tokenizer.path, the file to read']
-        if not (_is_there(self.path) and self.path.is_file()):
-            return [f'tokenizer.path = "{self.path}" is not a file']
-        return []
-
-
-class DataSection(Section):
-    corpus: Annotated[str, BeforeValidator(_not_empty)] = "python-stdlib"
-    """`python-stdlib` (the sources of the running interpreter's library), `copy` (rows that repeat random tokens, without text or tokenizer), or a text or `.jsonl` file, or a folder."""
-    copy_period: Count | None = None
-    """`copy` corpus: tokens after which a row repeats itself; left out: half of training.seq_len."""
-    documents: Literal["file", "repository"] = "file"
-    """What is one document: a file (or a line of `.jsonl`), or all files of one top-level folder in path order."""
-    max_document: Annotated[int, Field(ge=3)] | None = None
-    """Longest document in tokens, its first and last special ones included; longer ones are cut into several. Left out: uncut."""
-    packing: Literal["best_fit", "concat", "single"] = "best_fit"
-    """How documents fill rows: best-fit, end to end, or one per row."""
-    mask: Literal["document", "none"] = "document"
-    """Whether attention stays inside a document."""
-    bad_files: Literal["skip", "refuse"] = "skip"
-    """What to do about a file that cannot be read as text: name and skip it, or name it and stop."""
-    cache_dir: Location = Path("prepared")
-    """Where tokenized corpora are kept."""
-
-    def problems(self) -> list[str]:
-        found = []
-        if self.corpus not in ("python-stdlib", COPY) and not _is_there(Path(self.corpus)):
-            known = f'"python-stdlib", "{COPY}"'
-            found.append(f'data.corpus = "{self.corpus}" is neither {known} nor an existing file or folder')
-        if self.copy_period is not None and self.corpus != COPY:
-            found.append(f'data.copy_period = {self.copy_period} has no use with data.corpus = "{self.corpus}"')
-        return found
 
 
 class TrainingSection(Section):
@@ -311,6 +264,8 @@ class ScheduleSection(Section):
     """`wsd`: updates of the final decay. Left out: a tenth of the run."""
     final: Fraction = 0.1
     """Learning rate at the last update, as a fraction of the highest."""
+    over: Literal["stage", "run"] = "stage"
+    """Whether the curve is that of each stage, and starts again with it, or one over all stages."""
 
 
 class CheckpointSection(Section):
@@ -353,7 +308,7 @@ def _told(value: str | int) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
-def _is_there(path: Path) -> bool:
+def is_there(path: Path) -> bool:
     try:
         return path.exists()
     except OSError:  # A name that is too long, or a folder that may not be looked into.

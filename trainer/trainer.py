@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.batch import Batch, padded
+from models.batch import Batch
 from models.transformer import Part, Transformer
 from parallelisms import tensor
 from parallelisms.collectives import sum_over
@@ -32,15 +32,14 @@ from parallelisms.parallelize import parallelize
 from parallelisms.pipeline import Pipeline
 from parallelisms.recompute import Recompute
 from parallelisms.stages import PipelinePlan
-from trainer.config import Config
-from trainer.data.copy import CopyRows
+from trainer.config import Config, Stage
 from trainer.data.loader import Loader
-from trainer.data.rows import Rows
+from trainer.data.rows import Rows, Whole
 from trainer.distributed import World
 from trainer.hardware import GIB, Numbers, Stopwatch, attention_kernel, refuse_nondeterminism, require_peers
 from trainer.numbers import Slots, Tally, means
 from trainer.optimizer import Optimizer
-from trainer.schedule import factor
+from trainer.schedule import learning_rate
 
 Runner = Callable[[Iterable[Batch], Tensor, Callable[[Tensor, Batch], None]], None]
 
@@ -51,6 +50,8 @@ class Update:
 
     step: int
     lr: float
+    rows: int
+    """Of the stage, up to and with this update's."""
     data_wait_seconds: float
     stopwatch: Stopwatch
     numbers: Numbers
@@ -71,6 +72,8 @@ class Update:
             attention_imbalance=one["attention_imbalance"],
             loss_by_position=means(parts["loss_by_position"], parts["targets_by_position"]),
             loss_by_shard=means(parts["loss_by_shard"], parts["targets_by_shard"]) if self.slots.shards > 1 else None,
+            loss_by_source=means(parts["loss_by_source"], parts["targets_by_source"]),
+            tokens_by_source=parts["tokens_by_source"],
         )
 
 
@@ -90,11 +93,16 @@ class Measured:
     loss_by_position: list[float | None]
     loss_by_shard: list[float | None] | None
     """By place among the ranks that share rows; None where none are shared."""
+    loss_by_source: list[float | None]
+    tokens_by_source: list[float]
+    """Since the run began."""
 
 
 class Trainer:
-    def __init__(self, config: Config, world: World, rows: Rows | CopyRows) -> None:
+    def __init__(self, config: Config, world: World, rows: Rows, *, stage: Stage | None = None) -> None:
+        """Of a run with stages, `config` and `rows` are those of this one."""
         self.config = config
+        self.stage = stage or config.stages[0]
         self.world = world
         self.rows = rows
         if config.training.deterministic:
@@ -141,16 +149,19 @@ class Trainer:
             ranks=self.mesh.data_ranks,
             global_batch_size=config.training.global_batch_size,
             micro_batch_size=config.training.micro_batch_size,
-            shard=partial(share, multiple=plan.multiple, context=self.context),
+            share=self.context or Whole(plan.multiple),
             pin_memory=world.device.type == "cuda",
         )
         self.changes: list[str] = []
         """Keys that differ from the checkpoint that the run goes on from."""
         self.step = 0
         self.next_row = 0
-        self.tally = Tally(self.mesh, world.device)
-        self.counts = torch.zeros(2, dtype=torch.int64, device=world.device)
-        """Tokens seen and updates skipped, since the run began."""
+        """Of the stage."""
+        self.tally = Tally(self.mesh, world.device, sources=len(rows.names))
+        self.counts = torch.zeros(2 + len(rows.names), dtype=torch.int64, device=world.device)
+        """Tokens seen, updates skipped, and tokens of each source, since the run began."""
+        self.earlier: dict[str, int] = {}
+        """Tokens of sources, also of those that only earlier stages drew from."""
 
     def updates(self) -> Iterator[Update]:
         """Runs the updates that are left, one per item."""
@@ -160,7 +171,7 @@ class Trainer:
             _collected(training.gc_interval) as collect,
         ):
             first = True
-            while self.step < training.steps:
+            while self.step < self.stage.last_step:
                 stopwatch = Stopwatch(self.world.device)
                 stopwatch.start()
                 fetching = time.perf_counter()
@@ -169,7 +180,7 @@ class Trainer:
                 if self.context and (first or training.deterministic):
                     self.context.require_agreement(micro_batches[0].boundaries)
                 self.step += 1
-                lr = self.config.optimizer.lr * factor(self.config.schedule, step=self.step, steps=training.steps)
+                lr = learning_rate(self.stage, self.step)
                 numbers = Numbers(self.train_step(micro_batches, lr))
                 if first:
                     self.mesh.set_timeout(timedelta(minutes=self.config.distributed.timeout_minutes))
@@ -177,7 +188,7 @@ class Trainer:
                 self.next_row += training.global_batch_size
                 collect(self.step)
                 stopwatch.stop()
-                yield Update(self.step, lr, waited, stopwatch, numbers, self.tally.slots)
+                yield Update(self.step, lr, self.next_row, waited, stopwatch, numbers, self.tally.slots)
 
     def train_step(self, micro_batches: list[Batch], lr: float) -> Tensor:
         """One update from this rank's micro-batches; returns its numbers, by the names of `tally.slots`."""
@@ -200,8 +211,9 @@ class Trainer:
         """Moves the weights along the gradients; returns the numbers over all ranks."""
         norm, finite = (found.to(numbers.device, non_blocking=True) for found in self.optimizer.step(lr))
         parts = self.tally.sum_over_ranks(numbers)
-        self.counts += torch.cat((parts["tokens"].long(), (~finite).long().view(1)))
+        self.counts += torch.cat((parts["tokens"], (~finite).view(1), parts["tokens_by_source"])).long()
         parts["grad_norm"][0], parts["finite"][0], parts["tokens_seen"][0] = norm, finite, self.counts[0]
+        parts["tokens_by_source"].copy_(self.counts[2:])
         return numbers
 
     # ---- state
@@ -213,12 +225,16 @@ class Trainer:
 
     def scalars(self) -> dict[str, Any]:
         """Everything else. Waits for the device."""
-        tokens, skipped = self.counts.tolist()
-        return {"step": self.step, "next_row": self.next_row, "tokens": tokens, "skipped": skipped}
+        tokens, skipped, *drawn = self.counts.tolist()
+        sources = self.earlier | dict(zip(self.rows.names, drawn, strict=True))
+        return {"step": self.step, "next_row": self.next_row, "tokens": tokens, "skipped": skipped, "sources": sources}
 
     def restore(self, scalars: dict[str, Any]) -> None:
-        self.step, self.next_row = scalars["step"], scalars["next_row"]
-        self.counts.copy_(torch.tensor([scalars["tokens"], scalars["skipped"]]))
+        """What `scalars` gave, in this stage or in the one before, whose rows are not this one's."""
+        self.step, self.earlier = scalars["step"], scalars["sources"]
+        self.next_row = scalars["next_row"] if self.step > self.stage.first_step else 0
+        drawn = [self.earlier.get(name, 0) for name in self.rows.names]
+        self.counts.copy_(torch.tensor([scalars["tokens"], scalars["skipped"], *drawn]))
 
 
 def context_parallel(config: Config, mesh: Mesh, kernel: str) -> ContextParallel:
@@ -235,12 +251,6 @@ def context_parallel(config: Config, mesh: Mesh, kernel: str) -> ContextParallel
         reduce_dtype=getattr(torch, config.parallelism.cp_reduce_dtype),
         kernel=kernel,
     )
-
-
-def share(batch: Batch, *, multiple: int, context: ContextParallel | None) -> Batch:
-    """What this rank holds of a batch, whose rows are made to divide."""
-    batch = padded(batch, multiple)
-    return context.shard_batch(batch) if context else batch
 
 
 def runner(

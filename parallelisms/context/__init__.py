@@ -205,7 +205,6 @@ class ContextParallel:
         """
         _require_shifted(batch)
         batch = padded(batch, self.plan.multiple)
-        rows = self.layouts(batch.boundaries)
         index_BS = self._order(batch.tokens, batch.boundaries).chunk(self.plan.cp, dim=1)[self.rank]
         return replace(
             batch,
@@ -213,8 +212,25 @@ class ContextParallel:
             labels=_taken(batch.labels, index_BS),
             positions=_taken(batch.positions, index_BS),
             documents=_taken(batch.documents, index_BS),
-            attended=sum(row.work()[self.rank // self.ulysses] for row in rows) // self.ulysses,
+            attended=sum(self.work(tuple(row)) for row in documents.integers(batch.boundaries, len(batch.tokens))),
         )
+
+    def padded(self, tokens: int) -> int:
+        """The length of a row of so many tokens, made to divide among the ranks."""
+        return self.plan.padded(tokens)
+
+    def spans(self, boundaries: tuple[int, ...]) -> list[tuple[int, int]]:
+        """(start, length) of what this rank holds of a row with these document starts and length, in its order."""
+        pieces = SeqLayout(self.layout, self.ring, boundaries).pieces(self.rank // self.ulysses)
+        # Neighbours that exchange heads hold neighbouring parts.
+        tokens = boundaries[-1] // self.plan.cp
+        first = self.rank % self.ulysses * tokens
+        cuts = [(max(piece.local, first), min(piece.local + piece.length, first + tokens), piece) for piece in pieces]
+        return [(piece.start + low - piece.local, high - low) for low, high, piece in cuts if low < high]
+
+    def work(self, boundaries: tuple[int, ...]) -> int:
+        """(query, key) pairs that this rank attends to in such a row."""
+        return SeqLayout(self.layout, self.ring, boundaries).work()[self.rank // self.ulysses] // self.ulysses
 
     def require_agreement(self, boundaries_BD: Tensor) -> None:
         """Raises ValueError, on all ranks, if they were given different boundaries: a layout would not match."""

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
 from models.batch import IGNORE, Batch
 from trainer.config import Config
 from trainer.data import rows_of
 from trainer.data.copy import CopyRows
+from trainer.data.rows import Rows
 
 __ = IGNORE
 
 
-def rows(*, vocab_size: int = 64, period: int = 5, seq_len: int = 12, num_rows: int = 3, seed: int = 0) -> CopyRows:
-    return CopyRows(vocab_size=vocab_size, period=period, seq_len=seq_len, num_rows=num_rows, seed=seed)
+def rows(*, vocab_size: int = 64, period: int = 5, seq_len: int = 12, num_rows: int = 3, seed: int = 0) -> Rows:
+    made = CopyRows(vocab_size=vocab_size, period=period, seq_len=seq_len, num_rows=num_rows, seed=seed)
+    return Rows([made], seq_len=seq_len)
 
 
 def configured(**data: object) -> Config:
@@ -49,6 +52,18 @@ def test_a_target_is_the_next_token_and_stands_one_period_back() -> None:
         assert sorted(set(at.tolist())) == list(range(period - 1, 11))
 
 
+@pytest.mark.parametrize("period", [1, 3, 5, 11])
+def test_a_part_of_a_row_is_that_part(period: int) -> None:
+    made = CopyRows(vocab_size=64, period=period, seq_len=12, num_rows=3, seed=0)
+    whole = rows(period=period).read([2])
+    for start in range(12):
+        for end in range(start + 1, 13):
+            tokens, labels = torch.zeros(end - start, dtype=torch.int64), torch.full((end - start,), IGNORE)
+            made.fill(2, 0, start, tokens, labels)
+            assert torch.equal(tokens, whole.tokens[0, start:end])
+            assert torch.equal(labels, whole.labels[0, start:end])
+
+
 def test_a_row_depends_on_its_number_and_the_seed_alone() -> None:
     together = rows().read([0, 1, 10**12])
     alone = [rows(num_rows=99).read([number]) for number in (0, 1, 10**12)]
@@ -67,8 +82,7 @@ def test_tokens_are_uniform_over_the_vocabulary() -> None:
 
 def test_a_run_takes_the_models_vocabulary_and_no_tokenizer() -> None:
     read = rows_of(configured(copy_period=4))
-    assert isinstance(read, CopyRows)
-    assert (read.seq_len, read.num_rows, read.fingerprint) == (12, 14, "copy-9-4")
+    assert (read.seq_len, read.sources[0].num_rows, read.fingerprints) == (12, 14, {"corpus": "copy-9-4"})
     expected = rows(vocab_size=9, period=4, num_rows=14, seed=3)
     assert same(read.read([5]), expected.read([5]))
 

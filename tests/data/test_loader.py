@@ -2,7 +2,6 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -13,7 +12,8 @@ from models.batch import IGNORE, Batch
 from trainer.config import DataSection
 from trainer.data import DataError, open_rows
 from trainer.data.loader import Loader, Readable
-from trainer.data.rows import Rows
+from trainer.data.packed import Packed
+from trainer.data.rows import Rows, Share, Whole
 from trainer.data.tokenizer import ByteTokenizer
 
 SEQ_LEN = 8
@@ -25,17 +25,20 @@ def rows(section: Callable[..., DataSection]) -> Rows:
     return open_rows(section(texts), ByteTokenizer(), seq_len=SEQ_LEN, seed=1)
 
 
+def packed(rows: Rows) -> Packed:
+    assert isinstance(rows.sources[0], Packed)
+    return rows.sources[0]
+
+
 class Numbers:
     """Rows that hold their own number, and what was asked for."""
-
-    seq_len = SEQ_LEN
-    num_rows = 10
 
     def __init__(self, failing: BaseException | None = None) -> None:
         self.read_so_far: list[int | None] = []
         self._failing = failing
 
-    def read(self, numbers: Sequence[int | None]) -> Batch:
+    def read(self, numbers: Sequence[int | None], share: Share) -> Batch:
+        del share
         self.read_so_far += numbers
         if self._failing and 7 in numbers:
             raise self._failing
@@ -80,7 +83,7 @@ def rows_by_update(rows: Rows, *, ranks: int, micro: int) -> list[list[tuple[lis
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("micro", [1, 2])
 def test_an_update_is_the_same_rows_for_every_number_of_ranks(ranks: int, micro: int, rows: Rows) -> None:
-    assert rows.num_rows < 6 * 6
+    assert packed(rows).num_rows < 6 * 6
     assert rows_by_update(rows, ranks=ranks, micro=micro) == rows_by_update(rows, ranks=1, micro=6)
 
 
@@ -94,31 +97,39 @@ def test_a_resumed_loader_gives_the_tail_of_an_uninterrupted_one(rows: Rows) -> 
             assert torch.equal(one.boundaries, other.boundaries)
 
 
-def test_a_batch_is_cut_to_this_ranks_part_before_it_is_handed_on(rows: Rows) -> None:
-    cut_by: list[threading.Thread] = []
+class SecondHalf(Whole):
+    """The last tokens of every row, if they divide."""
 
-    def second_half(batch: Batch) -> Batch:
-        cut_by.append(threading.current_thread())
-        return replace(
-            batch, tokens=batch.tokens[:, SEQ_LEN // 2 :], labels=batch.labels[:, SEQ_LEN // 2 :], attended=7
-        )
+    def __init__(self) -> None:
+        self.asked_by: list[threading.Thread] = []
 
-    cutting = Loader(rows, rank=0, ranks=1, global_batch_size=4, micro_batch_size=2, shard=second_half)
-    parts, whole = (next(each.updates(0)) for each in (cutting, loader(rows, rows_a_step=4, micro=2)))
+    def spans(self, boundaries: tuple[int, ...]) -> Sequence[tuple[int, int]]:
+        self.asked_by.append(threading.current_thread())
+        if boundaries[-1] % 2:
+            raise ValueError(f"{boundaries[-1]} tokens do not divide")
+        return [(boundaries[-1] // 2, boundaries[-1] // 2)]
+
+    def work(self, boundaries: tuple[int, ...]) -> int:
+        del boundaries
+        return 7
+
+
+def test_only_this_ranks_part_is_read_and_that_beside_the_loop(rows: Rows) -> None:
+    share = SecondHalf()
+    reading = Loader(rows, rank=0, ranks=1, global_batch_size=4, micro_batch_size=2, share=share)
+    parts, whole = (next(each.updates(0)) for each in (reading, loader(rows, rows_a_step=4, micro=2)))
     for part, batch in zip(parts, whole, strict=True):
         assert torch.equal(part.tokens, batch.tokens[:, SEQ_LEN // 2 :])
         assert torch.equal(part.labels, batch.labels[:, SEQ_LEN // 2 :])
-        assert (part.attended, part.num_tokens) == (7, batch.num_tokens)
-    assert threading.current_thread() not in cut_by, "the loop would wait for it"
+        assert (part.attended, part.num_tokens) == (14, batch.num_tokens)
+    assert threading.current_thread() not in share.asked_by, "the loop would wait for it"
 
 
-def test_a_batch_that_cannot_be_cut_is_an_error_that_names_its_rows(rows: Rows) -> None:
-    def refuse(batch: Batch) -> Batch:
-        raise ValueError(f"{batch.tokens.shape[1]} tokens do not divide")
-
-    cutting = Loader(rows, rank=0, ranks=1, global_batch_size=2, micro_batch_size=2, shard=refuse)
-    with pytest.raises(RuntimeError, match=r"rows \[4, 5\] cannot be read: ValueError: 8 tokens do not divide"):
-        next(cutting.updates(4))
+def test_a_row_that_does_not_divide_is_an_error_that_names_it(section: Callable[..., DataSection]) -> None:
+    odd = open_rows(section({"a": "text"}), ByteTokenizer(), seq_len=7, seed=1)
+    reading = Loader(odd, rank=0, ranks=1, global_batch_size=2, micro_batch_size=2, share=SecondHalf())
+    with pytest.raises(RuntimeError, match=r"rows \[4, 5\] cannot be read: ValueError: 7 tokens do not divide"):
+        next(reading.updates(4))
 
 
 def test_two_iterations_of_one_loader_are_independent(rows: Rows) -> None:
@@ -168,15 +179,8 @@ def test_a_failing_read_is_an_error_that_names_its_rows(failure: BaseException) 
 
 
 def test_damaged_data_stays_a_data_error(rows: Rows) -> None:
-    tokens: Path = rows.prepared.folder / "shard-00000.bin"
-    tokens.write_bytes(array("H", [9999] * rows.prepared.num_tokens).tobytes())
+    tokens: Path = packed(rows).prepared.folder / "shard-00000.bin"
+    tokens.write_bytes(array("H", [9999] * packed(rows).prepared.num_tokens).tobytes())
     updates = loader(rows, rows_a_step=1).updates(3)
     with pytest.raises(DataError, match=r"rows \[3\]: .*shard-00000.bin is damaged: token \d+ is 9999"):
         next(updates)
-
-
-def test_the_summary_counts_rows_and_epochs() -> None:
-    assert (
-        loader(Numbers(), rows_a_step=4, micro=2).summary(5)
-        == "10 rows of 8 tokens; 5 updates of 4 rows are 2.00 epochs"
-    )

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.config import DataSection
 from trainer.data import DataError
 from trainer.data.packing import Packing, Plan, load, plan, saved_plan, write
 from trainer.data.prepare import prepare
+from trainer.data.source import Source
 from trainer.data.tokenizer import ByteTokenizer
 
 PACKINGS: tuple[Packing, ...] = get_args(Packing)
@@ -83,8 +83,8 @@ def test_best_fit_of_many_short_documents_wastes_next_to_nothing() -> None:
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_a_plan_is_the_same_every_time_and_after_a_file(packing: Packing, tmp_path: Path) -> None:
     first, second = (plan(lengths_of(3), seq_len=32, packing=packing) for _ in range(2))
-    write(first, tmp_path / "plan")
-    for other in (second, load(tmp_path / "plan")):
+    write(first, tmp_path / "plan", of=7)
+    for other in (second, load(tmp_path / "plan", seq_len=32, of=7)):
         assert rows_of(other) == rows_of(first)
         assert (other.seq_len, other.max_pieces) == (first.seq_len, first.max_pieces)
     assert [path.name for path in tmp_path.iterdir()] == ["plan"]
@@ -92,18 +92,18 @@ def test_a_plan_is_the_same_every_time_and_after_a_file(packing: Packing, tmp_pa
 
 def test_a_plan_is_kept_beside_the_shards_and_refused_when_damaged(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text")
-    prepared = prepare(DataSection(corpus=str(tmp_path / "a.txt"), cache_dir=tmp_path), ByteTokenizer())
+    prepared = prepare(Source(corpus=str(tmp_path / "a.txt"), cache_dir=tmp_path), ByteTokenizer())
     first = saved_plan(prepared, seq_len=8, packing="concat")
-    path = prepared.folder / "plan-concat-8.bin"
+    path = prepared.folder / "concat-8.plan"
     written = path.stat().st_mtime_ns
     assert rows_of(saved_plan(prepared, seq_len=8, packing="concat")) == rows_of(first)
     assert path.stat().st_mtime_ns == written
     for content in (b"", path.read_bytes()[:-8], bytes(len(path.read_bytes()))):
         path.unlink()
         path.write_bytes(content)
-        with pytest.raises(DataError, match=r"plan-concat-8.bin is damaged; delete it"):
+        with pytest.raises(DataError, match=r"concat-8.plan is damaged; delete it"):
             saved_plan(prepared, seq_len=8, packing="concat")
     path.unlink()
-    write(plan(torch.tensor([3]), seq_len=8, packing="concat"), path)
+    write(plan(torch.tensor([3]), seq_len=8, packing="concat"), path, of=3)
     with pytest.raises(DataError, match="is not a plan of these 11 tokens"):
         saved_plan(prepared, seq_len=8, packing="concat")

@@ -10,6 +10,8 @@ import torch
 
 from models.batch import IGNORE
 from trainer.config import DataSection
+from trainer.data import source_of
+from trainer.data.packed import Packed
 from trainer.data.packing import Packing, plan, saved_plan
 from trainer.data.prepare import prepare
 from trainer.data.prepared import Meta, Prepared, Shard
@@ -30,13 +32,19 @@ class Plain(ByteTokenizer):
 
 
 def rows_of(data: DataSection, *, seq_len: int, shard_tokens: int = 1 << 20) -> Rows:
-    prepared = prepare(data, Plain(), shard_tokens=shard_tokens)
-    return Rows(prepared, saved_plan(prepared, seq_len=seq_len, packing=data.packing), mask=data.mask, seed=0)
+    prepared = prepare(source_of(data, "corpus"), Plain(), shard_tokens=shard_tokens)
+    plan = saved_plan(prepared, seq_len=seq_len, packing=data.packing)
+    return Rows([Packed(prepared, plan, seed=0)], seq_len=seq_len, mask=data.mask)
+
+
+def source(rows: Rows) -> Packed:
+    assert isinstance(rows.sources[0], Packed)
+    return rows.sources[0]
 
 
 def in_plan_order(rows: Rows) -> list[int]:
     """Global numbers of the first epoch's rows, in the order of the plan."""
-    return sorted(range(rows.num_rows), key=lambda number: rows.locate(number)[1])
+    return sorted(range(source(rows).num_rows), key=lambda number: source(rows).locate(number)[1])
 
 
 A, B, C = 97, 98, 99
@@ -89,7 +97,8 @@ def test_a_document_of_one_token_is_never_a_target(tmp_path: Path) -> None:
     meta = Meta(version=1, tokens=4, documents=3, files=1, skipped=0, shards=[shard], **described)
     (tmp_path / "meta.json").write_text(meta.model_dump_json())
     prepared = Prepared(tmp_path)
-    rows = Rows(prepared, plan(prepared.lengths, seq_len=6, packing="best_fit"), mask="document", seed=0)
+    made = plan(prepared.lengths, seq_len=6, packing="best_fit")
+    rows = Rows([Packed(prepared, made, seed=0)], seq_len=6)
     batch = rows.read([0])
     assert batch.labels.tolist() == [[__, EOS, __, __, __, __]]
     assert batch.positions.tolist() == [[0, 0, 1, 0, 0, 1]]
@@ -135,16 +144,16 @@ def test_over_an_epoch_every_token_but_a_first_is_a_target_once(
     packing: Packing, mask: str, seq_len: int, section: Section
 ) -> None:
     rows = rows_of(section(LETTERS, packing=packing, mask=mask), seq_len=seq_len, shard_tokens=30)
-    assert len(rows.prepared.meta.shards) > 2
+    assert len(source(rows).prepared.meta.shards) > 2
     expected: Counter[tuple[int, int]] = Counter()
     for text in LETTERS.values():
         tokens = [*text.encode(), EOS]
         expected.update(pairwise(tokens))
     for epoch in range(2):
-        batch = rows.read(range(epoch * rows.num_rows, (epoch + 1) * rows.num_rows))
+        batch = rows.read(range(epoch * source(rows).num_rows, (epoch + 1) * source(rows).num_rows))
         found = Counter(zip(batch.tokens.flatten().tolist(), batch.labels.flatten().tolist(), strict=True))
         assert {pair: count for pair, count in found.items() if pair[1] != IGNORE} == expected
-        assert batch.num_tokens == rows.prepared.num_tokens
+        assert batch.num_tokens == source(rows).prepared.num_tokens
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -152,7 +161,7 @@ def test_over_an_epoch_every_token_but_a_first_is_a_target_once(
 def test_boundaries_documents_positions_and_pairs_agree(packing: Packing, mask: str, section: Section) -> None:
     rows = rows_of(section(LETTERS, packing=packing, mask=mask), seq_len=16)
     pairs = 0
-    for number in range(rows.num_rows):
+    for number in range(source(rows).num_rows):
         batch = rows.read([number])
         starts = batch.boundaries[0, :-1].unique().tolist()
         attended = torch.bucketize(
@@ -167,13 +176,16 @@ def test_boundaries_documents_positions_and_pairs_agree(packing: Packing, mask: 
         assert torch.equal(batch.positions[0], torch.arange(16) - offsets)
         if mask == "document":
             assert torch.equal(batch.documents[0], attended - 1)
-    assert pairs == rows.read(range(rows.num_rows)).num_pairs
+    assert pairs == rows.read(range(source(rows).num_rows)).num_pairs
 
 
 def test_epochs_hold_the_same_rows_in_another_order(section: Section) -> None:
     rows = rows_of(section(LETTERS), seq_len=4)
-    epochs = [[rows.locate(number) for number in range(n * rows.num_rows, (n + 1) * rows.num_rows)] for n in range(3)]
+    epochs = [
+        [source(rows).locate(number) for number in range(n * source(rows).num_rows, (n + 1) * source(rows).num_rows)]
+        for n in range(3)
+    ]
     orders = [[row for _, row in epoch] for epoch in epochs]
     assert [{epoch for epoch, _ in each} for each in epochs] == [{0}, {1}, {2}]
-    assert all(sorted(order) == list(range(rows.num_rows)) for order in orders)
+    assert all(sorted(order) == list(range(source(rows).num_rows)) for order in orders)
     assert orders[0] != orders[1] != orders[2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import distributed
@@ -78,5 +79,5 @@ def build(plan: Plan, mesh: Mesh) -> Transformer:
 
 def joined(rows: list[Batch]) -> Batch:
     names = ("tokens", "labels", "positions", "documents", "boundaries")
-    tensors = {name: torch.cat([getattr(row, name) for row in rows]) for name in names}
+    tensors: Any = {name: torch.cat([getattr(row, name) for row in rows]) for name in names}
     return Batch(**tensors, num_tokens=20 * len(rows), num_pairs=0, attended=0)

@@ -34,7 +34,7 @@ def train_until_one_rank_is_full(argv: list[str], full: int) -> None:
     folder.make()
     rows = open_rows(config.data, ByteTokenizer(), seq_len=config.training.seq_len, seed=0)
     world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
-    train.train(config, folder, world, rows)
+    train.train(config, config.stages[0], folder, world, [rows])
 
 
 @pytest.mark.ranks

@@ -33,7 +33,7 @@ def run_here(config: Config) -> None:
     folder.make()
     rows = rows_of(config)
     with process_group(config.distributed) as world:
-        train(config, folder, world, rows)
+        train(config, config.stages[0], folder, world, [rows])
 
 
 @contextmanager

@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> Path:
 def test_every_nth_update_and_the_last_are_saved(run: Path, options: tuple[str, ...], due: list[int]) -> None:
     config = configured(run, run.parent / "run", "--training.steps", "7", *options)
     found = Checkpoints(config, RunFolder(config.output_dir))
-    assert [step for step in range(1, 8) if found.due(step)] == due
+    assert [step for step in range(1, 8) if found.due(step, config.stages[0])] == due
 
 
 def test_a_checkpoint_is_what_the_trainer_holds_and_gives_it_back(run: Path) -> None:

@@ -27,9 +27,10 @@ from tests.system.runs import forked, lines, metrics, steps, write_run
 from tests.trainer.inside import configured, rows_of, run_here, trainer_of
 from trainer.config import Config
 from trainer.hardware import Numbers, Stopwatch
-from trainer.metrics import TAGS, Metrics, duration, line, position_names
+from trainer.metrics import Metrics, position_names
 from trainer.numbers import Slots, Tally
 from trainer.run_folder import RunFolder
+from trainer.sinks import TAGS, duration, line
 from trainer.trainer import Measured, Trainer, Update
 
 # The contract's list, in its order.
@@ -226,7 +227,7 @@ def measure(shares: list[Share], degrees: dict[str, int]) -> Measured:
         batch = replace(packed([24], targets=targets), num_tokens=7, num_pairs=11, attended=attended)
         tally.add(vector, torch.where(batch.labels != IGNORE, loss, 0.0), batch)
     tally.sum_over_ranks(vector)
-    return Update(1, 0.1, 0.0, Stopwatch(torch.device("cpu")), Numbers(vector), tally.slots).read()
+    return Update(1, 0.1, 0, 0.0, Stopwatch(torch.device("cpu")), Numbers(vector), tally.slots).read()
 
 
 def shared(shares: list[Share], **degrees: int) -> Measured:
@@ -291,7 +292,7 @@ def test_losses_of_shards_are_told_wherever_a_loss_is(tmp_path: Path, caplog: py
     stopwatch.start()
     stopwatch.stop()
     with trainer_of(config) as trainer, caplog.at_level(logging.INFO, logger="trainer"):
-        write(config, trainer, Update(1, 0.1, 0.0, stopwatch, Numbers(vector), slots))
+        write(config, trainer, Update(1, 0.1, 0, 0.0, stopwatch, Numbers(vector), slots))
     assert metrics(tmp_path / "run", "loss", "loss_by_shard") == [(2.0, [3.0, None, 1.0])]
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()

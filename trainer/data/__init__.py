@@ -2,53 +2,70 @@
 
 from __future__ import annotations
 
-from trainer.config import COPY, Config, DataSection
+from trainer.config import CORPUS, Config, DataSection
 from trainer.data.copy import CopyRows
 from trainer.data.errors import DataError
-from trainer.data.packing import saved_plan
+from trainer.data.packed import Packed
+from trainer.data.packing import Choice, saved_plan
 from trainer.data.prepare import prepare
-from trainer.data.rows import Rows
+from trainer.data.rows import Rows, RowSource
+from trainer.data.shuffle import mix
 from trainer.data.source import Source
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["DataError", "open_rows", "rows_of", "sources_of"]
 
 
-def rows_of(config: Config) -> Rows | CopyRows:
-    """The rows of a run; text is tokenized first. Call it before any process group exists.
+def rows_of(config: Config, *, stage: int = 0) -> Rows:
+    """The rows of a run, or of its stage of this number; text is tokenized first. Call it before any process group
+    exists.
 
     Raises DataError, and ConfigError if the model has no row for a token of the tokenizer's.
     """
-    data, training = config.data, config.training
-    if data.corpus == COPY:
-        return CopyRows(
+    training = config.training
+    if config.is_made_up:
+        copied = CopyRows(
             vocab_size=config.model.build().vocab_size,
-            period=data.copy_period or training.seq_len // 2,
+            period=config.data.copy_period or training.seq_len // 2,
             seq_len=training.seq_len,
             num_rows=training.steps * training.global_batch_size,
             seed=training.seed,
         )
+        return Rows([copied], seq_len=training.seq_len)
     tokenizer = load_tokenizer(config.tokenizer.kind, config.tokenizer.path)
     config.require_vocabulary(tokenizer.vocab_size)
-    return open_rows(data, tokenizer, seq_len=training.seq_len, seed=training.seed)
+    return open_rows(config.data, tokenizer, seq_len=training.seq_len, seed=training.seed, stage=stage)
 
 
-def open_rows(data: DataSection, tokenizer: Tokenizer, *, seq_len: int, seed: int) -> Rows:
-    """The rows of `[data]`, prepared if they are not yet. Call it before any process group exists. Raises DataError."""
-    prepared = prepare(data, tokenizer)
-    plan = saved_plan(prepared, seq_len=seq_len, packing=data.packing)
-    return Rows(prepared, plan, mask=data.mask, seed=seed)
+def open_rows(data: DataSection, tokenizer: Tokenizer, *, seq_len: int, seed: int, stage: int = 0) -> Rows:
+    """The rows of `[data]`, prepared if they are not yet. Call it before any process group exists. Raises DataError.
+
+    Every source of every stage has an order of its own.
+    """
+    sources = {name: prepare(source_of(data, name), tokenizer) for name in sorted({item.source for item in data.drawn})}
+    packed: list[RowSource] = []
+    for index, item in enumerate(data.drawn):
+        choice = Choice(at_least=item.at_least, below=item.below, max_len=item.max_len)
+        plan = saved_plan(sources[item.source], seq_len=seq_len, packing=data.packing, choice=choice)
+        own = mix(mix(seed) ^ stage << 32 ^ index) if stage or index else seed
+        packed.append(Packed(sources[item.source], plan, seed=own))
+    return Rows(
+        packed,
+        seq_len=seq_len,
+        mask=data.mask,
+        weights=[item.weight for item in data.drawn],
+        names=[item.label for item in data.drawn],
+    )
 
 
 def sources_of(config: Config) -> dict[str, Source]:
-    """Every corpus of a run, by its name."""
-    data = config.data
-    return {
-        "corpus": Source(
-            corpus=data.corpus,
-            documents=data.documents,
-            max_document=data.max_document,
-            bad_files=data.bad_files,
-            cache_dir=data.cache_dir,
-        )
-    }
+    """The corpora that a run reads, in any of its stages, by name."""
+    drawn = {item.source for stage in config.stages for item in stage.config.data.drawn}
+    return {name: source_of(config.data, name) for name in sorted(drawn)}
+
+
+def source_of(data: DataSection, name: str) -> Source:
+    given = {} if name == CORPUS else data.sources[name].model_dump(exclude_none=True)
+    inherited = ("documents", "max_document", "bad_files", "text_key", "cache_dir")
+    values = {key: getattr(data, key) for key in inherited} | given
+    return Source(corpus=values.pop("path", data.corpus), **values)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from trainer.data.errors import DataError
+from trainer.data.source import Documents
 from trainer.data.tokenizer import last_line
 
 log = logging.getLogger(__name__)
@@ -48,9 +49,7 @@ class Corpus:
     tests hold such files on purpose, refuses none.
     """
 
-    def __init__(
-        self, corpus: str, *, documents: Literal["file", "repository"], bad_files: Literal["skip", "refuse"]
-    ) -> None:
+    def __init__(self, corpus: str, *, documents: Documents, bad_files: Literal["skip", "refuse"]) -> None:
         self.name = re.sub(r"[^A-Za-z0-9._-]+", "_", Path(corpus).resolve().name) or "root"
         self.is_stdlib = corpus == PYTHON_STDLIB
         self.skipped: list[str] = []

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from models.batch import Batch
 from trainer.data.errors import DataError
+from trainer.data.rows import WHOLE, Share
 
 
 class Readable(Protocol):
     """What a loader reads from: `trainer.data.rows.Rows`."""
 
-    seq_len: int
-    num_rows: int
-
-    def read(self, numbers: Sequence[int | None]) -> Batch: ...
+    def read(self, numbers: Sequence[int | None], share: Share) -> Batch: ...
 
 
 class Loader:
@@ -27,7 +25,7 @@ class Loader:
         global_batch_size 6, micro_batch_size 1, 4 ranks     micro-batch 0     rank 0..3 reads row 0 1 2 3
                                                              micro-batch 1                         4 5 - -
 
-    `shard` makes of a batch the part that this rank holds, where several ranks share rows.
+    `share` says which part of each row this rank holds, where several ranks share rows.
     """
 
     def __init__(
@@ -38,7 +36,7 @@ class Loader:
         ranks: int,
         global_batch_size: int,
         micro_batch_size: int,
-        shard: Callable[[Batch], Batch] | None = None,
+        share: Share = WHOLE,
         pin_memory: bool = False,
     ) -> None:
         self._rows = rows
@@ -46,7 +44,7 @@ class Loader:
         self._ranks = ranks
         self._global_batch_size = global_batch_size
         self._micro_batch_size = micro_batch_size
-        self._shard = shard
+        self._share = share
         self._pin_memory = pin_memory
         self.num_micro_batches = -(-global_batch_size // (ranks * micro_batch_size))
 
@@ -68,14 +66,6 @@ class Loader:
             # Its thread ends with it: here, and not when the traceback of a failed read lets go, which may be at exit.
             del node
 
-    def summary(self, num_updates: int) -> str:
-        """What `num_updates` take of the data, for the log."""
-        rows = num_updates * self._global_batch_size
-        return (
-            f"{self._rows.num_rows:,} rows of {self._rows.seq_len:,} tokens; {num_updates:,} updates of "
-            f"{self._global_batch_size} rows are {rows / self._rows.num_rows:.2f} epochs"
-        )
-
     def _numbers(self, start_row: int) -> Iterator[list[int | None]]:
         """Row numbers of each micro-batch of this rank; None where the update has no more rows."""
         size = self._micro_batch_size
@@ -88,9 +78,7 @@ class Loader:
 
     def _read(self, numbers: list[int | None]) -> Batch | Exception:
         try:
-            batch = self._rows.read(numbers)
-            if self._shard is not None:
-                batch = self._shard(batch)
+            batch = self._rows.read(numbers, self._share)
             return pinned(batch) if self._pin_memory else batch
         except DataError as error:
             return DataError(f"rows {numbers}: {error}")

@@ -26,8 +26,24 @@ from trainer.files import write_synced
 log = logging.getLogger(__name__)
 
 Packing = Literal["best_fit", "concat", "single"]
-MAGIC = 0x4C48504C414E0001  # "LHPLAN", version 1
-HEADER = 5
+MAGIC = 0x4C48504C414E0002  # "LHPLAN", version 2
+HEADER = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Which documents are taken, and how long they may be, in tokens."""
+
+    at_least: int | None = None
+    below: int | None = None
+    max_len: int | None = None
+    """Longer documents are cut into several, which do not see each other."""
+
+    def __str__(self) -> str:
+        return "".join(f"-{key}-{value}" for key, value in vars(self).items() if value is not None)
+
+
+ALL = Choice()
 
 
 @dataclass(frozen=True)
@@ -57,14 +73,26 @@ class Plan:
         return self.num_rows * self.seq_len - self.num_tokens
 
 
-def plan(lengths: Tensor, *, seq_len: int, packing: Packing) -> Plan:
-    """lengths: [documents] int64, each at least 1. The same lengths give the same plan."""
+def plan(lengths: Tensor, *, seq_len: int, packing: Packing, choice: Choice = ALL) -> Plan:
+    """lengths: [documents] int64, each at least 1. The same lengths give the same plan.
+
+    Raises DataError if the choice leaves no document.
+    """
     starts = lengths.cumsum(0) - lengths
+    taken = (lengths >= (choice.at_least or 0)) & (lengths < (choice.below or torch.inf))
+    if not bool(taken.any()):
+        raise DataError(f"no document has {choice}: the longest of {lengths.numel()} has {int(lengths.max())} tokens")
+    starts, lengths = starts[taken], lengths[taken]
+    longest = min(choice.max_len or seq_len, seq_len)
     if packing == "concat":
-        cuts = torch.unique(torch.cat([starts, torch.arange(0, int(lengths.sum()), seq_len)]))
-        pieces = torch.diff(cuts, append=lengths.sum().reshape(1))
-        return collect(cuts // seq_len, cuts, pieces, seq_len)
-    starts, pieces = cut(starts, lengths, seq_len)
+        if choice.max_len is not None:
+            starts, lengths = cut(starts, lengths, longest)
+        ends = lengths.cumsum(0)  # of the stream of what is taken
+        cuts = torch.unique(torch.cat([ends - lengths, torch.arange(0, int(ends[-1]), seq_len)]))
+        piece = torch.searchsorted(ends, cuts, right=True)
+        starts = starts[piece] + cuts - (ends - lengths)[piece]
+        return collect(cuts // seq_len, starts, torch.diff(cuts, append=ends[-1:]), seq_len)
+    starts, pieces = cut(starts, lengths, longest)
     row_of = torch.arange(pieces.numel())
     if packing == "best_fit":
         full = pieces == seq_len
@@ -74,12 +102,12 @@ def plan(lengths: Tensor, *, seq_len: int, packing: Packing) -> Plan:
     return collect(row_of, starts, pieces, seq_len)
 
 
-def cut(starts: Tensor, lengths: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
+def cut(starts: Tensor, lengths: Tensor, longest: int) -> tuple[Tensor, Tensor]:
     """Starts and lengths of the pieces of all documents: full ones, then the remainder."""
-    counts = (lengths + seq_len - 1) // seq_len
+    counts = (lengths + longest - 1) // longest
     document = torch.repeat_interleave(counts)
-    offset = (torch.arange(document.numel()) - (counts.cumsum(0) - counts)[document]) * seq_len
-    return starts[document] + offset, (lengths[document] - offset).clamp(max=seq_len)
+    offset = (torch.arange(document.numel()) - (counts.cumsum(0) - counts)[document]) * longest
+    return starts[document] + offset, (lengths[document] - offset).clamp(max=longest)
 
 
 def best_fit(lengths: Tensor, seq_len: int) -> Tensor:
@@ -114,25 +142,22 @@ def collect(row_of: Tensor, starts: Tensor, lengths: Tensor, seq_len: int) -> Pl
     return Plan(seq_len, int(per_row.max()), rows, starts[order], lengths[order])
 
 
-def saved_plan(prepared: Prepared, *, seq_len: int, packing: Packing) -> Plan:
+def saved_plan(prepared: Prepared, *, seq_len: int, packing: Packing, choice: Choice = ALL) -> Plan:
     """The plan beside the shards, mapped into memory; made, and if possible written, if it is not there."""
-    path = prepared.folder / f"plan-{packing}-{seq_len}.bin"
+    path = prepared.folder / f"{packing}-{seq_len}{choice}.plan"
     if not path.exists():
-        made = plan(prepared.lengths, seq_len=seq_len, packing=packing)
+        made = plan(prepared.lengths, seq_len=seq_len, packing=packing, choice=choice)
         try:
-            write(made, path)
+            write(made, path, of=prepared.num_tokens)
         except OSError as error:
             log.warning("%s cannot be written and will be made again by every run: %s", path, error)
             return made
-    loaded = load(path)
-    if loaded.seq_len != seq_len or loaded.num_tokens != prepared.num_tokens:
-        raise DataError(f"{path} is not a plan of these {prepared.num_tokens} tokens; delete it")
-    return loaded
+    return load(path, seq_len=seq_len, of=prepared.num_tokens)
 
 
-def write(made: Plan, path: Path) -> None:
-    """The whole file or nothing; several ranks may do this at once."""
-    header = torch.tensor([MAGIC, made.seq_len, made.max_pieces, made.rows.numel(), made.starts.numel()])
+def write(made: Plan, path: Path, *, of: int) -> None:
+    """The whole file or nothing, of a corpus of so many tokens; several ranks may do this at once."""
+    header = torch.tensor([MAGIC, of, made.seq_len, made.max_pieces, made.rows.numel(), made.starts.numel()])
     numbers = torch.cat([header, made.rows, made.starts, made.lengths])
     content = bytearray(numbers.numel() * 8)
     torch.frombuffer(content, dtype=torch.int64).copy_(numbers)
@@ -144,12 +169,14 @@ def write(made: Plan, path: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def load(path: Path) -> Plan:
+def load(path: Path, *, seq_len: int, of: int) -> Plan:
     size = path.stat().st_size // 8
     numbers = torch.from_file(str(path), shared=False, size=size, dtype=torch.int64) if size else torch.empty(0)
     header = numbers[:HEADER].tolist()
-    if len(header) < HEADER or header[0] != MAGIC or size != HEADER + header[3] + 2 * header[4]:
+    if len(header) < HEADER or header[0] != MAGIC or size != HEADER + header[4] + 2 * header[5]:
         raise DataError(f"{path} is damaged; delete it")
-    _, seq_len, max_pieces, num_offsets, num_pieces = header
+    _, tokens, length, max_pieces, num_offsets, num_pieces = header
+    if (length, tokens) != (seq_len, of):
+        raise DataError(f"{path} is not a plan of these {of} tokens; delete it")
     rows, starts, lengths = torch.split(numbers[HEADER:], [num_offsets, num_pieces, num_pieces])
     return Plan(seq_len, max_pieces, rows, starts, lengths)

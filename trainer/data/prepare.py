@@ -22,11 +22,11 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from trainer.config import DataSection
 from trainer.data.corpus import Corpus
 from trainer.data.errors import DataError
 from trainer.data.prepared import META, VERSION, Meta, Prepared, Shard, narrowest
 from trainer.data.progress import LOG_SECONDS, progress
+from trainer.data.source import Source
 from trainer.data.tokenizer import Tokenizer
 from trainer.files import sync, write_synced
 
@@ -37,7 +37,7 @@ FLUSH_TOKENS = 1 << 20
 LOCK_SECONDS = 0.2
 
 
-def prepare(data: DataSection, tokenizer: Tokenizer, *, shard_tokens: int = SHARD_TOKENS) -> Prepared:
+def prepare(data: Source, tokenizer: Tokenizer, *, shard_tokens: int = SHARD_TOKENS) -> Prepared:
     """The tokens of `data.corpus`, from `data.cache_dir` if they are there.
 
     Every rank calls this; of those that share a file system one tokenizes and the others wait. The result depends on
@@ -65,7 +65,7 @@ def prepare(data: DataSection, tokenizer: Tokenizer, *, shard_tokens: int = SHAR
     return prepared
 
 
-def cache_key(corpus: Corpus, data: DataSection, tokenizer: Tokenizer, shard_tokens: int) -> str:
+def cache_key(corpus: Corpus, data: Source, tokenizer: Tokenizer, shard_tokens: int) -> str:
     files = [(file.name, file.size, file.mtime_ns) for file in corpus.files]
     options = [VERSION, corpus.is_stdlib, data.documents, data.max_document, data.bad_files, shard_tokens]
     return hashlib.sha256(json.dumps([files, options, tokenizer.fingerprint]).encode()).hexdigest()[:16]

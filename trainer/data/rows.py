@@ -1,96 +1,217 @@
-"""Rows as a pure function of their number: which documents, which labels, which boundaries.
+"""Rows as a pure function of their number: which source and documents, which labels, which boundaries.
 
-Shape suffixes: B rows, T tokens of a row, D document starts and the row's end, P pieces of one row.
+Of a row a rank reads what it holds, wherever that lies: a row is pieces of documents, and a rank's spans cut it again.
+
+    pieces of the row          aaaaaaaabbbbcccccc____        ____ is padding, the last piece
+    spans of a rank            ------          ------
+    what is read, and filled   aaaaaa          cc____
+
+Shape suffixes: B rows, S tokens of a row on this rank, T tokens of the whole row, D document starts and the row's end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from models.batch import IGNORE, Batch
-from trainer.data.packing import Plan
-from trainer.data.prepared import Prepared
-from trainer.data.shuffle import shuffled
+from trainer.data.mix import Mix
+
+
+class RowSource(Protocol):
+    """Numbered rows without end, each of pieces that together have at most so many tokens as a row."""
+
+    num_rows: int
+    """After how many of them an epoch ends."""
+    max_pieces: int
+    is_full: bool
+    """Whether its rows have no padding."""
+    padding: int
+    """The token that fills a row's end."""
+    fingerprint: str
+
+    def pieces(self, number: int) -> list[int]:
+        """Lengths of the pieces of a row."""
+
+    def fill(self, number: int, piece: int, start: int, tokens: Tensor, labels: Tensor) -> None:
+        """Writes a piece's tokens from `start` on, and the labels of those that have one, as many as there is room."""
+
+
+class Share(Protocol):
+    """Which tokens of rows a rank holds."""
+
+    def padded(self, tokens: int) -> int:
+        """The length of a row of so many tokens, made to divide among all ranks."""
+
+    def spans(self, boundaries: tuple[int, ...]) -> Sequence[tuple[int, int]]:
+        """(start, length) of what the rank holds of a row with these document starts and length."""
+
+    def work(self, boundaries: tuple[int, ...]) -> int:
+        """(query, key) pairs that the rank attends to."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Whole rows, padded to a multiple."""
+
+    multiple: int = 1
+
+    def padded(self, tokens: int) -> int:
+        return tokens + -tokens % self.multiple
+
+    def spans(self, boundaries: tuple[int, ...]) -> Sequence[tuple[int, int]]:
+        return [(0, boundaries[-1])]
+
+    def work(self, boundaries: tuple[int, ...]) -> int:
+        return pairs(end - start for start, end in pairwise(boundaries))
+
+
+WHOLE = Whole()
+
+
+class Segment(NamedTuple):
+    """A part of a piece that a rank holds."""
+
+    piece: int
+    start: int
+    """In the piece."""
+    length: int
 
 
 class Rows:
-    """An endless sequence of rows: every epoch holds each row of the plan once, in an order of its own."""
+    """An endless sequence of rows of several sources, every epoch of which holds each of its rows once.
 
-    def __init__(self, prepared: Prepared, plan: Plan, *, mask: Literal["document", "none"], seed: int) -> None:
-        self.prepared = prepared
-        self.plan = plan
-        self.seq_len = plan.seq_len
-        self.num_rows = plan.num_rows
-        self.fingerprint = prepared.fingerprint
+    `mask` says whether attention stays inside pieces; `names` are those of the sources, one for each weight.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[RowSource],
+        *,
+        seq_len: int,
+        mask: Literal["document", "none"] = "document",
+        weights: Sequence[float] = (1,),
+        names: Sequence[str] = ("corpus",),
+    ) -> None:
+        self.sources, self.names = [*sources], [*names]
+        self.seq_len = seq_len
+        self.mix = Mix(weights)
         self._masked = mask == "document"
-        self._seed = seed
-        one_each = not self._masked or (plan.max_pieces == 1 and plan.num_padding == 0)
-        self._num_boundaries = 2 if one_each else plan.max_pieces + 2
+        self._is_one = not self._masked or all(source.max_pieces == 1 and source.is_full for source in sources)
+        self._most = max(source.max_pieces for source in sources)
 
-    def locate(self, number: int) -> tuple[int, int]:
-        """(epoch, row of the plan) of a global row number."""
-        epoch, index = divmod(number, self.num_rows)
-        return epoch, shuffled(index, size=self.num_rows, seed=self._seed, epoch=epoch)
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Of the tokens of every source, by name."""
+        return {name: source.fingerprint for name, source in zip(self.names, self.sources, strict=True)}
 
-    def read(self, numbers: Sequence[int | None]) -> Batch:
-        """The rows with these global numbers, on the host; None is a row of padding."""
-        shape = (len(numbers), self.seq_len)
-        tokens_BT = torch.full(shape, self.prepared.eos)
-        labels_BT = torch.full(shape, IGNORE)
-        positions_BT = torch.arange(self.seq_len).repeat(len(numbers), 1)
-        documents_BT = torch.zeros(shape, dtype=torch.int64)
-        boundaries_BD = torch.full((len(numbers), self._num_boundaries), self.seq_len, dtype=torch.int32)
-        boundaries_BD[:, 0] = 0
-        num_tokens = num_pairs = 0
-        for index, number in enumerate(numbers):
-            if number is None:
-                continue
-            starts_P, lengths_P = self._pieces(number)
-            self._fill(tokens_BT[index], labels_BT[index], starts_P, lengths_P)
-            length = int(lengths_P.sum())
-            # Padding is one more piece, which may be empty.
-            sizes = torch.cat([lengths_P, torch.tensor([self.seq_len - length])])
-            ends = sizes.cumsum(0)
-            documents_BT[index] = torch.repeat_interleave(sizes, output_size=self.seq_len)
-            if self._masked:
-                positions_BT[index] -= (ends - sizes)[documents_BT[index]]
-                boundaries_BD[index, 1 : ends.numel() + 1] = ends[: self._num_boundaries - 1]
-            num_tokens += length
-            num_pairs += _pairs(lengths_P if self._masked else lengths_P.sum())
+    def summary(self, rows: int) -> list[str]:
+        """What so many first rows take of every source, a line each."""
+        taken = zip(self.names, self.sources, self.mix.counts(rows), self.epochs(rows), strict=True)
+        return [
+            f"{name}: {source.num_rows:,} rows of {self.seq_len:,} tokens, of which the {rows:,} rows of this run take "
+            f"{count:,} ({epochs:.2f} epochs)"
+            for name, source, count, epochs in taken
+        ]
+
+    def epochs(self, rows: int) -> list[float]:
+        """How often each source was gone through in so many first rows."""
+        drawn = zip(self.mix.counts(rows), self.sources, strict=True)
+        return [count / source.num_rows for count, source in drawn]
+
+    def read(self, numbers: Sequence[int | None], share: Share = WHOLE) -> Batch:
+        """What a rank holds of the rows with these global numbers, on the host; None is a row of padding."""
+        length = share.padded(self.seq_len)
+        rows = [self._read(number, share, length) for number in numbers]
+        tokens_BS, labels_BS, positions_BS, documents_BS, boundaries_BD = (
+            torch.stack(parts) for parts in zip(*(row.tensors for row in rows), strict=True)
+        )
         return Batch(
-            tokens=tokens_BT,
-            labels=labels_BT,
-            positions=positions_BT,
-            documents=documents_BT,
+            tokens=tokens_BS,
+            labels=labels_BS,
+            positions=positions_BS,
+            documents=documents_BS,
             boundaries=boundaries_BD,
-            num_tokens=num_tokens,
-            num_pairs=num_pairs,
-            attended=_pairs(boundaries_BD.diff().long()),
+            num_tokens=sum(row.tokens for row in rows),
+            num_pairs=sum(row.pairs for row in rows),
+            attended=sum(row.attended for row in rows),
+            sources=tuple((row.source, row.tokens) for row in rows),
         )
 
-    def _pieces(self, number: int) -> tuple[Tensor, Tensor]:
-        _, row = self.locate(number)
-        first, last = self.plan.rows[row : row + 2].tolist()
-        return self.plan.starts[first:last], self.plan.lengths[first:last]
+    def _read(self, number: int | None, share: Share, length: int) -> Row:
+        index, at = (0, 0) if number is None else self.mix.locate(number)
+        source = self.sources[index]
+        pieces = [] if number is None else source.pieces(at)
+        filled = sum(pieces)
+        # Padding is one more piece, which may be empty; what makes the row divide is another.
+        sizes = [*pieces, self.seq_len - filled, length - self.seq_len]
+        starts = [*accumulate(sizes, initial=0)]
+        boundaries = self._boundaries(starts)
+        found = segments(starts, share.spans(tuple(boundaries)))
+        tokens_S = torch.full((sum(segment.length for segment in found),), source.padding)
+        labels_S = torch.full_like(tokens_S, IGNORE)
+        done = 0
+        for segment in found:
+            here = slice(done, done + segment.length)
+            if segment.piece < len(pieces):
+                source.fill(at, segment.piece, segment.start, tokens_S[here], labels_S[here])
+            done += segment.length
+        documents_S, positions_S = self._placed(found, starts, len(pieces))
+        tensors = (tokens_S, labels_S, positions_S, documents_S, torch.tensor(boundaries, dtype=torch.int32))
+        return Row(tensors, index, filled, pairs(pieces if self._masked else [filled]), share.work(tuple(boundaries)))
 
-    def _fill(self, tokens_T: Tensor, labels_T: Tensor, starts_P: Tensor, lengths_P: Tensor) -> None:
-        """Where a piece ends inside its document, its last label is the document's next token."""
-        ends_P = starts_P + lengths_P
-        documents = self.prepared.starts
-        continued_P = documents[torch.searchsorted(documents, ends_P)] != ends_P
-        at = 0
-        for start, end, continued in zip(starts_P.tolist(), ends_P.tolist(), continued_P.tolist(), strict=True):
-            stream = self.prepared.read(start, end + continued)
-            length = end - start
-            tokens_T[at : at + length] = stream[:length]
-            labels_T[at : at + stream.numel() - 1] = stream[1:]
-            at += length
+    def _boundaries(self, starts: list[int]) -> list[int]:
+        """As many for every row: kernels and compiled graphs want one shape."""
+        *_, seq_len, length = starts
+        extra = [length] * (length > seq_len)
+        if self._is_one:
+            return [0, seq_len, *extra]
+        inner = starts[1:-2] if self._masked else []
+        inner = inner + [seq_len] * (self._most + 1 - len(inner))
+        return [0, *inner, *extra]
+
+    def _placed(self, found: list[Segment], starts: list[int], pieces: int) -> tuple[Tensor, Tensor]:
+        """Each token's number of piece, and its position in it, or in the row where pieces are not told apart."""
+        lengths = torch.tensor([segment.length for segment in found])
+        documents_S = torch.tensor([segment.piece for segment in found]).repeat_interleave(lengths)
+        origins = [segment.start for segment in found]
+        if not self._masked:
+            # What makes the row divide begins anew.
+            origins = [segment.start + (starts[segment.piece] if segment.piece <= pieces else 0) for segment in found]
+        offsets = torch.tensor(origins) - (lengths.cumsum(0) - lengths)
+        return documents_S, torch.arange(documents_S.numel()) + offsets.repeat_interleave(lengths)
 
 
-def _pairs(lengths: Tensor) -> int:
-    """(query, key) pairs inside documents of these lengths, int64."""
-    return int((lengths * (lengths + 1) // 2).sum())
+class Row(NamedTuple):
+    """One row, or a rank's part of it."""
+
+    tensors: tuple[Tensor, ...]
+    source: int
+    tokens: int
+    pairs: int
+    attended: int
+
+
+def segments(starts: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[Segment]:
+    """The parts of pieces, which begin at `starts`, that lie in these spans."""
+    found = []
+    for start, length in spans:
+        end = start + length
+        piece = bisect_right(starts, start) - 1
+        while start < end:
+            stop = min(end, starts[piece + 1])
+            if stop > start:
+                found.append(Segment(piece, start - starts[piece], stop - start))
+            start, piece = stop, piece + 1
+    return found
+
+
+def pairs(lengths: Iterable[int]) -> int:
+    """(query, key) pairs inside documents of these lengths."""
+    return sum(length * (length + 1) // 2 for length in lengths)
