@@ -203,7 +203,7 @@ def updates(
             if number + 1 == warmups:
                 begin_memory(bench)
         del weight
-        return found[warmups:], trainer.kernel, memory(bench)
+        return found[warmups:], trainer.placed.kernel, memory(bench)
 
 
 def training_row(

@@ -127,6 +127,17 @@ def reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
     return mine
 
 
+def send(x: Tensor, group: ProcessGroup, *, to: int) -> None:
+    """To that rank of the group, which receives it."""
+    distributed.send(x.contiguous(), group=group, group_dst=to)
+
+
+def receive(group: ProcessGroup, *, like: Tensor, source: int) -> Tensor:
+    """What that rank of the group sends, in the shape and type of `like`, into which it is written."""
+    distributed.recv(like, group=group, group_src=source)
+    return like
+
+
 def exchange(x: Tensor, group: ProcessGroup) -> Pending:
     """Starts to collect every rank's `x[rank]` by rank, x being [ranks, ...]: all-to-all."""
     sent, received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)

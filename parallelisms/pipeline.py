@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from models.batch import Batch
 from models.transformer import Transformer
+from parallelisms import collectives
 from parallelisms.stages import SINGLE, PipelinePlan
 
 
@@ -99,6 +100,36 @@ class Pipeline:
                     hooks.enter_context(part.register_forward_hook(leave))
             numbers = torch.arange(len(held))
             self._schedule.step(number=numbers, target=numbers, return_outputs=False)
+
+
+def pass_on(
+    parts: Mapping[int, Transformer],
+    plan: PipelinePlan,
+    group: ProcessGroup,
+    batch: Batch,
+    *,
+    shared_by: int,
+    dtype: torch.dtype,
+) -> Tensor | None:
+    """One batch through all stages, forward only: its losses [B, S] where the last stage is.
+
+    `dtype` is that of the residual stream, whose tokens so many ranks share. A rank goes on with the next batch once it has handed this one on.
+    """
+    x_BSE: Tensor | None = None
+    for stage in range(plan.num_stages):
+        before, here = plan.rank_of(max(0, stage - 1)), plan.rank_of(stage)
+        if before != here and group.rank() == before and x_BSE is not None:
+            collectives.send(x_BSE, group, to=here)
+        if group.rank() != here:
+            x_BSE = None
+            continue
+        if before != here:
+            rows, tokens = batch.tokens.shape
+            shape = (rows, tokens // shared_by, parts[stage].config.dim)
+            like = torch.empty(shape, dtype=dtype, device=batch.tokens.device)
+            x_BSE = collectives.receive(group, like=like, source=before)
+        x_BSE = parts[stage](batch, x_BSE)
+    return x_BSE
 
 
 def _as_it_is(loss: Tensor, _: Tensor) -> Tensor:

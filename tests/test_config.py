@@ -13,7 +13,7 @@ import pytest
 from trainer import describe
 from trainer.config import Config
 from trainer.ledger import GIB, ledger
-from trainer.load import SHIPPED, keys, load, sections
+from trainer.load import SHIPPED, keys, load, sections, tables
 
 ROOT = Path(__file__).resolve().parents[1]
 CLUSTER_CONFIGS = {
@@ -62,7 +62,7 @@ def test_an_empty_file_is_a_run_that_can_start() -> None:
         (
             {"data": {"corpus": "no"}},
             2,
-            'data.corpus = "no" is neither "python-stdlib", "copy" nor an existing file or',
+            'data.corpus = "no" is neither "python-stdlib", "copy", a dataset ("hf:NAME"), nor an',
         ),
         (
             {"training": {"global_batch_size": 6, "micro_batch_size": 4}},
@@ -544,6 +544,8 @@ def test_help_has_every_key_within_its_width() -> None:
     text = describe.help_text()
     assert all(f"--{section}.{key}  " in text for section in sections() for key in keys(section))
     assert all(f"\n[{section}]  " in text for section in sections())
+    assert all(f"\n{heading}  " in text for heading in ("[data.sources.NAME]", "[[data.mix]]", "[[stage]]"))
+    assert all(f"\n  {key}  " in text for owner in tables().values() for key in owner.model_fields)
     assert max(map(len, text.splitlines())) <= describe.WIDTH
 
 

@@ -116,7 +116,7 @@ def help_text(usage: str = USAGE) -> str:
     )
     lines = usage.format(names=shipped).splitlines()
     for heading, (owner, names) in headings().items():
-        lines += ["", f"{heading}  {_purpose(heading.strip('[]'))}"]
+        lines += ["", *wrap(f"{heading}  {_purpose(heading.strip('[]'))}", WIDTH)]
         option = "" if heading.strip("[]") not in sections() else f"--{heading.strip('[]')}."
         for key in describe(owner, names):
             default = "left out" if key.default is None else key.default

@@ -256,7 +256,8 @@ class Source:
         names = [part for part in path if isinstance(part, str)]
         value = self._value(details["loc"][: len(details["loc"]) - len(items)])
         key = ".".join(names)
-        written = f"{at}{key if details['type'] == 'missing' else self._written(key, value)}"
+        is_absent = details["type"] == "missing" and not items
+        written = f"{at}{key if is_absent else self._written(key, value)}"
         if details["type"] == "extra_forbidden":
             owner = _owner(details["loc"][:-1])
             return f"{self.name}: {written}: {_unknown('.'.join(names[:-1]), names[-1], owner, table=isinstance(value, dict))}"

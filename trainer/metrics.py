@@ -69,7 +69,7 @@ class Metrics:
         topology = self.config.topology(self.world.size, nodes=self.world.nodes)
         for told in (*topology.drawing(), *self.config.plans(self.world.size), *table(self.predicted)):
             log.info("%s", told)
-        log.info("attention kernel: %s", trainer.kernel)
+        log.info("attention kernel: %s", trainer.placed.kernel)
         for stage, rows in left:
             if stage.count > 1:
                 log.info("%s", stage.summary())

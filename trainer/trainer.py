@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,29 +19,17 @@ import torch
 from torch import Tensor
 
 from models.batch import Batch
-from models.transformer import Part, Transformer
-from parallelisms import tensor
 from parallelisms.collectives import sum_over
-from parallelisms.context import ContextParallel
 from parallelisms.fsdp import units_of
-from parallelisms.halves import Bodies, Pieces, compiled_bodies
-from parallelisms.initialize import initialize
-from parallelisms.mesh import Mesh
-from parallelisms.offload import HostMemory
-from parallelisms.parallelize import parallelize
-from parallelisms.pipeline import Pipeline
-from parallelisms.recompute import Recompute
-from parallelisms.stages import PipelinePlan
 from trainer.config import Config, Stage
 from trainer.data.loader import Loader
-from trainer.data.rows import Rows, Whole
+from trainer.data.rows import Rows
 from trainer.distributed import World
-from trainer.hardware import GIB, Numbers, Stopwatch, attention_kernel, refuse_nondeterminism, require_peers
+from trainer.hardware import Numbers, Stopwatch, refuse_nondeterminism
 from trainer.numbers import Slots, Tally, means
 from trainer.optimizer import Optimizer
+from trainer.placed import Placed, runner
 from trainer.schedule import learning_rate
-
-Runner = Callable[[Iterable[Batch], Tensor, Callable[[Tensor, Batch], None]], None]
 
 
 @dataclass(frozen=True)
@@ -107,35 +95,11 @@ class Trainer:
         self.rows = rows
         if config.training.deterministic:
             refuse_nondeterminism()
-        plan = config.context_plan()
-        self.mesh = Mesh(
-            world.device.type,
-            config.parallelism.degrees(world.size),
-            rank=world.rank,
-            ulysses=plan.ulysses if plan.chosen == "hybrid" else None,
-            timeout=timedelta(minutes=config.distributed.start_timeout_minutes),
-        )
-        self.kernel = attention_kernel(config, world.device)
-        if config.parallelism.async_tp:
-            require_peers(world.device)
-            tensor.overlap(self.mesh.tp)
-        self.context = context_parallel(config, self.mesh, self.kernel) if plan.cp > 1 else None
-        """Where ranks share rows."""
-        self.stages = config.pipeline_plan(world.size)
-        build = partial(
-            build_model,
-            config,
-            self.mesh,
-            world.device,
-            core=self.context,
-            kernel=self.kernel,
-            host=host_memory_of(config, world, self.stages, rank=self.mesh.place["pp"]),
-        )
-        self.parts = {stage: build(self.stages.part(stage)) for stage in self.stages.stages_of(self.mesh.place["pp"])}
-        """What this rank holds of the model, by stage of the pipeline; one that is not cut has one."""
-        self.run = runner(config, self.mesh, world.device, self.stages, self.parts)
+        placed = Placed(config, world)
+        self.placed, self.mesh, self.parts, self.context = placed, placed.mesh, placed.parts, placed.context
+        self.run = runner(config, placed)
         # Some schedules of a pipeline fetch weights before what holds them runs.
-        late = config.memory.optimizer_placement == "host" and self.stages.pp == 1
+        late = config.memory.optimizer_placement == "host" and placed.stages.pp == 1
         self.optimizer = Optimizer(
             [*self.parts.values()],
             config.optimizer,
@@ -149,7 +113,7 @@ class Trainer:
             ranks=self.mesh.data_ranks,
             global_batch_size=config.training.global_batch_size,
             micro_batch_size=config.training.micro_batch_size,
-            share=self.context or Whole(plan.multiple),
+            share=placed.share,
             pin_memory=world.device.type == "cuda",
         )
         self.changes: list[str] = []
@@ -235,115 +199,6 @@ class Trainer:
         self.next_row = scalars["next_row"] if self.step > self.stage.first_step else 0
         drawn = [self.earlier.get(name, 0) for name in self.rows.names]
         self.counts.copy_(torch.tensor([scalars["tokens"], scalars["skipped"], *drawn]))
-
-
-def context_parallel(config: Config, mesh: Mesh, kernel: str) -> ContextParallel:
-    """What the plan of the configuration makes of the mesh. Collective."""
-    plan = config.context_plan()
-    return ContextParallel(
-        mesh.context,
-        method=plan.chosen,
-        layout=plan.kind,
-        outer=plan.rotation if plan.chosen == "hybrid" and plan.rotation else "auto",
-        heads=plan.heads,
-        kv_heads=plan.kv_heads,
-        head_dim=plan.head_dim,
-        reduce_dtype=getattr(torch, config.parallelism.cp_reduce_dtype),
-        kernel=kernel,
-    )
-
-
-def runner(
-    config: Config, mesh: Mesh, device: torch.device, plan: PipelinePlan, parts: dict[int, Transformer]
-) -> Runner:
-    """How the micro-batches of an update go through the model."""
-    if plan.pp == 1:
-        return partial(one_by_one, parts[0])
-    context, training = config.context_plan(), config.training
-    tokens = context.padded(training.seq_len) // (context.cp * context.tp)
-    shape = (training.micro_batch_size, tokens, config.model.build().dim)
-    return Pipeline(parts, plan, mesh.pp, device=device, shape=shape, dtype=getattr(torch, training.dtype)).run
-
-
-def one_by_one(
-    model: Transformer, batches: Iterable[Batch], targets: Tensor, record: Callable[[Tensor, Batch], None]
-) -> None:
-    """Forward and backward of the sum of all losses over `targets`; `record` gets each batch's losses."""
-    for batch in batches:
-        losses_BS = model(batch)
-        (losses_BS.sum() / targets).backward()
-        record(losses_BS.detach(), batch)
-        del losses_BS  # Its graph would live through the next forward pass.
-
-
-def host_memory_of(config: Config, world: World, plan: PipelinePlan, *, rank: int) -> HostMemory | None:
-    """What this rank has of its node's memory for what blocks keep; None where they keep it on the device."""
-    section = config.memory
-    if section.offload == "none":
-        return None
-    blocks = sum(-(-plan.blocks[stage] // section.input_every) for stage in plan.stages_of(rank))
-    budget = None
-    if section.host_budget_gib is not None:
-        budget = int(section.host_budget_gib * GIB) // max(1, world.size // world.nodes)
-    return HostMemory(inputs=blocks * plan.most_in_flight, budget=budget)
-
-
-def recompute_of(config: Config, host: HostMemory | None) -> Recompute:
-    """What blocks keep between their passes."""
-    memory = config.memory
-    if memory.recompute == "auto":
-        raise ValueError('memory.recompute = "auto" is to be settled before a model is built')
-    bodies = compiled_bodies() if config.training.compile else Bodies()
-    tile = None if memory.mlp_tile_mib is None else memory.mlp_tile_mib << 20
-    return Recompute(
-        policy=memory.recompute,
-        host=host,
-        attention_on_host=memory.offload == "inputs_and_attention",
-        every=memory.input_every,
-        pieces=Pieces(memory.head_groups, tile, bodies),
-        reshards=reshards(config),
-    )
-
-
-def reshards(config: Config) -> bool:
-    # A pipeline would gather the weights again for each micro-batch.
-    return config.parallelism.reshard_after_forward and config.parallelism.pp == 1
-
-
-def build_model(
-    config: Config,
-    mesh: Mesh,
-    device: torch.device,
-    part: Part | None = None,
-    *,
-    core: ContextParallel | None = None,
-    kernel: str = "auto",
-    host: HostMemory | None = None,
-) -> Transformer:
-    """The model of this run, or a part of it, spread over the mesh, with its initial weights."""
-    training = config.training
-    compute = getattr(torch, training.dtype)
-    stored = torch.float64 if compute == torch.float64 else torch.float32
-    reduced = getattr(torch, training.reduce_dtype) if compute == torch.bfloat16 else stored
-    on_host = config.memory.optimizer_placement == "host"
-    with torch.device("meta"):
-        model = Transformer(config.model.build(), part=part, head_chunk_mib=config.memory.head_chunk_mib).to(stored)
-    parallelize(
-        model,
-        mesh,
-        core=core,
-        kernel=kernel,
-        sequence_parallel=config.parallelism.sequence_parallel,
-        loss_parallel=config.parallelism.loss_parallel,
-        keep=recompute_of(config, host),
-        compiled=training.compile,
-        param_dtype=compute,
-        reduce_dtype=reduced,
-        reshard_after_forward=reshards(config),
-        state_on_host=on_host,
-    )
-    initialize(model, seed=training.seed, device=torch.device("cpu") if on_host else device)
-    return model
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from parallelisms.halves import Bodies, Pieces
 from parallelisms.recompute import Recompute
 from tests.system.runs import forked, write_run
 from tests.trainer.inside import configured, trainer_of
-from trainer import trainer
+from trainer import placed
 from trainer.distributed import World
 from trainer.load import load
 
@@ -83,7 +83,7 @@ def test_overlapped_exchanges_are_refused_where_devices_do_not_reach_each_other(
 
 def test_exchanges_are_overlapped_where_they_reach_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
-    monkeypatch.setattr("trainer.trainer.require_peers", asked.append)
+    monkeypatch.setattr("trainer.placed.require_peers", asked.append)
     monkeypatch.setattr("parallelisms.tensor.overlap", asked.append)
     options = ("--parallelism.async_tp=true",)
     with trainer_of(configured(write_run(tmp_path), tmp_path / "run", *options)) as trainer:
@@ -92,7 +92,7 @@ def test_exchanges_are_overlapped_where_they_reach_each_other(tmp_path: Path, mo
 
 def recompute_of(*options: str) -> Recompute:
     config = load(["--config", "debug", *options])
-    return trainer.recompute_of(config, None)
+    return placed.recompute_of(config, None)
 
 
 def test_blocks_recompute_as_asked() -> None:
@@ -124,6 +124,6 @@ def test_the_host_has_room_for_the_inputs_that_are_kept(every: int, inputs: int)
     )
     world = World(0, 1, torch.device("cpu"))
     assert config.model.build().num_layers == 4
-    host = trainer.host_memory_of(config, world, config.pipeline_plan(1), rank=0)
+    host = placed.host_memory_of(config, world, config.pipeline_plan(1), rank=0)
     assert host is not None
     assert (host._inputs, host._budget) == (inputs, 1 << 30)

@@ -49,7 +49,17 @@ def test_a_checkpoint_is_what_the_trainer_holds_and_gives_it_back(run: Path) -> 
         name: tensor.tolist() for name, tensor in held.items()
     }
     assert sorted(path.name for path in saved.iterdir()) == [".metadata", "__0_0.distcp", "state.json"]
-    assert scalars == state(saved)["trainer"] == {"step": 2, "next_row": 12, "tokens": scalars["tokens"], "skipped": 0}
+    assert (
+        scalars
+        == state(saved)["trainer"]
+        == {
+            "step": 2,
+            "next_row": 12,
+            "tokens": scalars["tokens"],
+            "skipped": 0,
+            "sources": {"corpus": scalars["tokens"]},
+        }
+    )
     with trainer_of(config) as trainer:
         assert Checkpoints(config, folder).resume(trainer) == saved
         assert trainer.scalars() == scalars
@@ -77,7 +87,7 @@ def test_a_save_that_fails_leaves_no_checkpoint_and_the_next_start_goes_on(run: 
     config = configured(run, run.parent / "run", "--checkpoint.interval", "2")
     folder = RunFolder(config.output_dir)
     with trainer_of(config) as trainer:
-        trainer.counts = torch.tensor([float("nan"), 0.0], dtype=torch.float64)  # state.json refuses it.
+        trainer.counts = torch.tensor([float("nan"), 0.0, 0.0], dtype=torch.float64)  # state.json refuses it.
         with pytest.raises(ValueError, match="JSON"):
             Checkpoints(config, folder).save(trainer)
     assert folder.committed() == []
@@ -150,6 +160,6 @@ def test_other_data_is_refused(run: Path) -> None:
     with trainer_of(config) as trainer:
         saved = Checkpoints(config, folder).save(trainer)
         path = saved / "state.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"data": "another"}))
-        with pytest.raises(ResumeError, match="was trained on data of fingerprint another"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"data": {"corpus": "another"}}))
+        with pytest.raises(ResumeError, match='was trained on other data: corpus was "another" and is now "'):
             Checkpoints(config, folder).resume(trainer)

@@ -32,7 +32,7 @@ class Standin:
 
     def __init__(self, *, device: str = "cpu", rank: int = 0) -> None:
         self.world = World(rank, 1, torch.device(device))
-        self.config = SimpleNamespace(training=SimpleNamespace(steps=3))
+        self.stage = SimpleNamespace(last_step=3, total=3)
         self.loader = SimpleNamespace(num_micro_batches=2)
         self.parts = {0: small_model()}
         self.step = 0

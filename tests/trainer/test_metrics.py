@@ -37,7 +37,7 @@ from trainer.trainer import Measured, Trainer, Update
 CONTRACT = """step, tokens, loss, grad_norm, lr, step_seconds, tokens_per_second, tokens_per_second_per_device,
 tflops_per_device, mfu, hfu, data_wait_pct, memory_peak_gib, memory_reserved_gib, rss_gib"""
 KEYS = [key.strip() for key in CONTRACT.replace("\n", " ").split(",")]
-DOCUMENTED_EXTRAS = ["attention_imbalance", "loss_by_position", "loss_by_shard"]
+DOCUMENTED_EXTRAS = ["attention_imbalance", "loss_by_position", "loss_by_shard", "stage", "sources"]
 RECORD: dict[str, Any] = {
     "step": 20,
     "loss": 3.21449,
@@ -340,7 +340,7 @@ def test_nobody_waits_for_an_update_that_a_cpu_has_done(tmp_path: Path, monkeypa
 def test_a_line_can_be_read(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     with caplog.at_level(logging.INFO, logger="trainer"):
         run_here(configured(write_run(tmp_path), tmp_path / "run", "--training.steps", "2"))
-    said = [record.getMessage() for record in caplog.records if record.name == "trainer.metrics"]
+    said = [record.getMessage() for record in caplog.records if record.name in ("trainer.metrics", "trainer.sinks")]
     assert any(text.startswith("update 1/2  loss 5.") for text in said)
     assert any(text.startswith("update 2/2  loss ") and text.endswith("left 0:00:00") for text in said)
     assert said[-1].startswith("done: all 2 updates; loss 5.")
@@ -404,7 +404,7 @@ def test_the_dashboard_names_tags_that_exist(events: EventAccumulator) -> None:
     layout = layout_pb2.Layout.FromString(content)
     assert [category.title for category in layout.category] == ["training", "performance"]
     shown = [tag for category in layout.category for chart in category.chart for tag in chart.multiline.tag]
-    assert set(shown) - {"position/.*", "loss_by_shard/.*", "memory/.*"} <= set(TAGS.values())
+    assert set(shown) - {"position/.*", "loss_by_shard/.*", "loss_by_source/.*", "memory/.*"} <= set(TAGS.values())
     assert {"train/loss", "train/grad_norm", "perf/mfu", "position/.*", "loss_by_shard/.*"} <= set(shown)
 
 

@@ -10,7 +10,17 @@ import pytest
 
 from trainer.config import Config
 from trainer.load import load
-from trainer.run_folder import ResumeError, RunFolder, check_resume, differences, finished, flat, identity, read_state
+from trainer.run_folder import (
+    ResumeError,
+    RunFolder,
+    check_resume,
+    differences,
+    finished,
+    flat,
+    identity,
+    place,
+    read_state,
+)
 from trainer.status import ConfigError
 
 
@@ -23,7 +33,7 @@ def commit(folder: Path, step: int, of: Config) -> Path:
     """A checkpoint without tensors."""
     checkpoint = folder / "checkpoints" / f"step-{step}"
     checkpoint.mkdir(parents=True)
-    state = {"step": step, "config": flat(of), "trainer": {}, "data": ""}
+    state = {"step": step, "config": flat(of), "trainer": {}, "data": {}, "stage": place(of.stages[0])}
     (checkpoint / "state.json").write_text(json.dumps(state))
     return checkpoint
 
