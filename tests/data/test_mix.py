@@ -1,0 +1,78 @@
+"""Mixes: which source a row is from, exact after every row, without state."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from trainer.data.mix import Mix, integers
+
+WEIGHTS = some.lists(some.integers(1, 40), min_size=1, max_size=8)
+
+
+def test_three_to_one_is_what_a_hand_writes() -> None:
+    mix = Mix([3, 1])
+    assert [mix.locate(row) for row in range(8)] == [(0, 0), (0, 1), (1, 0), (0, 2), (0, 3), (0, 4), (1, 1), (0, 5)]
+    assert [mix.counts(rows) for rows in range(5)] == [[0, 0], [1, 0], [2, 0], [2, 1], [3, 1]]
+
+
+def test_equal_weights_take_turns_in_the_order_of_the_list() -> None:
+    assert [Mix([0.2, 0.2, 0.2]).locate(row)[0] for row in range(6)] == [0, 1, 2, 0, 1, 2]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(WEIGHTS)
+def test_every_row_of_every_source_comes_once_and_in_order(weights: list[int]) -> None:
+    mix = Mix(weights)
+    rows = 2 * mix.round + mix.round // 2
+    drawn = [mix.locate(row) for row in range(rows)]
+    for source in range(len(weights)):
+        numbers = [number for other, number in drawn if other == source]
+        assert numbers == list(range(len(numbers)))
+    assert mix.counts(rows) == [sum(other == source for other, _ in drawn) for source in range(len(weights))]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(WEIGHTS)
+def test_no_source_is_ever_far_from_its_share(weights: list[int]) -> None:
+    mix, counts = Mix(weights), [0] * len(weights)
+    for row in range(mix.round):
+        counts[mix.locate(row)[0]] += 1
+        shares = [Fraction(weight * (row + 1), sum(weights)) for weight in weights]
+        assert max(abs(count - share) for count, share in zip(counts, shares, strict=True)) < 1.25
+    assert counts == mix.shares
+
+
+@pytest.mark.parametrize(
+    ("weights", "shares"),
+    [
+        ([0.3, 0.3, 0.4], [3, 3, 4]),
+        ([0.15, 0.15, 0.4, 0.05, 0.25], [3, 3, 8, 1, 5]),
+        ([1, 6], [1, 6]),
+        ([1e-3, 1.0], [1, 1000]),
+        ([7], [1]),
+        ([1 / 3, 2 / 3], [1, 2]),
+        ([0.1234567, 0.8765432], [123_457, 876_543]),
+    ],
+)
+def test_weights_become_the_smallest_integers(weights: list[float], shares: list[int]) -> None:
+    assert integers(weights) == shares
+
+
+@pytest.mark.parametrize("weights", [[], [1.0, 0.0], [1.0, -1.0], [1.0, 1e-9]])
+def test_weights_that_draw_nothing_are_refused(weights: list[float]) -> None:
+    with pytest.raises(ValueError, match="weights"):
+        Mix(weights)
+
+
+def test_a_row_is_known_without_those_before_it() -> None:
+    mix = Mix([5, 2, 3])
+    for rounds, place in product((0, 1, 10**12), range(10)):
+        source, number = mix.locate(rounds * 10 + place)
+        before, after = mix.counts(rounds * 10 + place), mix.counts(rounds * 10 + place + 1)
+        assert number == before[source]
+        assert [new - old for old, new in zip(before, after, strict=True)] == [int(n == source) for n in range(3)]
