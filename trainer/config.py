@@ -128,6 +128,9 @@ class Config(Section):
         found += [f'two stages have the name "{name}"' for name in sorted({x for x in names if names.count(x) > 1})]
         if len(names) > 1 and not self.checkpoint.enabled:
             found.append("checkpoint.enabled = false: a stage goes on from the checkpoint of the one before")
+        mixes = [self.data.drawn, *(stage.mix for stage in self.stage)]
+        drawn = {item.source for mix in mixes for item in mix}
+        found += [f"data.sources.{name}: no mix draws from it" for name in self.data.sources if name not in drawn]
         return found
 
     def _alone_problems(self, world_size: int) -> list[str]:

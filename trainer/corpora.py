@@ -129,8 +129,6 @@ class DataSection(Section):
         found += [f"data.mix: {label} is there twice" for label in sorted({x for x in labels if labels.count(x) > 1})]
         if CORPUS in self.sources:
             found.append(f"data.sources.{CORPUS} is the name of data.corpus itself")
-        if self.sources and not self.mix:
-            found.append(f"data.sources has {', '.join(self.sources)}, of which data.mix draws nothing")
         found += [
             f'data.sources.{name}.path = "{COPY}" is for data.corpus only'
             for name, source in self.sources.items()

@@ -79,7 +79,10 @@ class Metrics:
             log.warning("%s", remark)
         if self.peak is None and self.world.device.type == "cuda":
             log.warning("no peak FLOP/s is known for this device, so no MFU: set metrics.peak_flops")
-        if resumed is not None:
+        if resumed is not None and trainer.step == self.stage.first_step and self.stage.index > 0:
+            state = "a fresh optimizer" if self.stage.is_fresh else "the optimizer's state"
+            log.info("%s begins from %s, with %s", self.stage, resumed, state)
+        elif resumed is not None:
             drawn = dict(zip(self.rows.names, self.rows.mix.counts(trainer.next_row), strict=True))
             told = f" ({', '.join(f'{name} {count}' for name, count in drawn.items())})" if len(drawn) > 1 else ""
             log.info(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 
-from trainer.config import Config
+from trainer.config import Config, Stage
 from trainer.describe import help_text
 from trainer.launch import Cluster, complaint, count
 from trainer.load import load
@@ -52,14 +52,23 @@ def main(words: Sequence[str]) -> int:
             raise ConfigError([f"command line: {OPTION} {asked} must be an integer, at least 1"])
         config = load(argv)
         cluster = Cluster(processes=int(asked) if asked else default_processes(config))
-        with tempfile.TemporaryDirectory(prefix="longhaul-") as folder:
-            write_documents(Path(folder))
-            small = shrink(config, cluster.world_size, Path(folder))
-            processes.preload()
-            return check(small, Path(folder), cluster.world_size)
+        if problems := config.stage_problems():
+            raise ConfigError(problems)
+        statuses = [check_stage(stage, cluster.world_size) for stage in config.stages]
+        return FAILED if any(statuses) else DONE
     except ConfigError as error:
         sys.stderr.write(complaint(error.problems, argv, cluster))
         return BAD_CONFIGURATION
+
+
+def check_stage(stage: Stage, world_size: int) -> int:
+    if stage.count > 1:
+        say("", stage.summary())
+    with tempfile.TemporaryDirectory(prefix="longhaul-") as folder:
+        write_documents(Path(folder))
+        small = shrink(stage.config, world_size, Path(folder))
+        processes.preload()
+        return check(small, Path(folder), world_size)
 
 
 def split(words: Sequence[str]) -> tuple[list[str], str | None]:
@@ -75,8 +84,9 @@ def split(words: Sequence[str]) -> tuple[list[str], str | None]:
 
 
 def default_processes(config: Config) -> int:
-    stated = prod(config.parallelism.degrees(1).values())
-    return stated if config.parallelism.dp_shard is not None else max(2, stated)
+    meshes = [stage.config.parallelism for stage in config.stages]
+    stated = max(prod(mesh.degrees(1).values()) for mesh in meshes)
+    return stated if all(mesh.dp_shard is not None for mesh in meshes) else max(2, stated)
 
 
 def check(small: Shrunk, folder: Path, world_size: int) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 from models.config import ModelConfig
 from parallelisms.rules import AXES, ContextPlan
 from parallelisms.stages import PipelinePlan
-from trainer.config import COPY, Config
+from trainer.config import Config
 from trainer.load import overlay
 from trainer.status import ConfigError
 
@@ -251,8 +251,9 @@ def _rows(run: Run) -> Iterator[int]:
 
 
 def _with_documents(config: Config, folder: Path) -> Config:
-    made = {} if config.data.corpus == COPY else {"corpus": str(folder / "documents")}
+    made = {} if config.is_made_up else {"corpus": str(folder / "documents")}
     values = overlay(config.model_dump(), {"data": made | {"cache_dir": folder / "prepared"}})
+    values["data"] |= {"sources": {}, "mix": ()}
     if config.tokenizer.kind != "byte" and config.tokenizer.path is not None:
         values["tokenizer"] = {}
     return Config.model_validate(values)

@@ -1,0 +1,188 @@
+"""A recipe: its stages follow each other, whatever stops them and on whatever mesh they go on."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.system.runs import (
+    checkpoints,
+    end,
+    fork,
+    forked,
+    launched,
+    lines,
+    metrics,
+    state,
+    tensors,
+    wait_for,
+    write_run,
+)
+
+pytestmark = pytest.mark.ranks
+
+RECIPE = """
+[data.sources.all]
+path = "{root}/corpus"
+documents = "folder"
+
+[[stage]]
+name = "short"
+seq_len = 32
+steps = 4
+batch_tokens = 192
+lr = 5e-3
+
+[[stage]]
+name = "middle"
+seq_len = 64
+tokens = 1_500 # four updates of 384
+batch_tokens = 384
+warmup = 0.5
+mix = [{{ source = "corpus", weight = 0.6 }}, {{ source = "all", max_len = 24, weight = 0.4 }}]
+rope = {{ theta = 2e6 }}
+
+[[stage]]
+name = "long"
+seq_len = 128
+steps = 3
+batch_tokens = 512
+optimizer = "fresh"
+packing = "concat"
+mask = "none"
+schedule = {{ kind = "constant" }}
+"""
+DOUBLE = ("--training.dtype=float64", "--checkpoint.interval=1", "--metrics.log_interval=1")
+MESHES = {
+    1: [()],
+    2: [(), ("--parallelism.cp=2",), ("--parallelism.tp=2",), ("--parallelism.pp=2", "--memory.recompute=full")],
+    4: [("--parallelism.cp=2", "--parallelism.tp=2"), ("--parallelism.cp=4", "--parallelism.cp_method=ring")],
+}
+TOTAL = 11
+
+
+def recipe(root: Path) -> Path:
+    config = write_run(root)
+    config.write_text(config.read_text() + RECIPE.format(root=root))
+    return config
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of one process, without an interruption but that between stages."""
+    root = tmp_path_factory.mktemp("recipe")
+    config = recipe(root)
+    for said in ('stage "short" is done', 'stage "middle" is done', "done: all 11 updates"):
+        done = forked(config, root / "whole", *DOUBLE)
+        assert done.statuses == [0]
+        assert said in done.said
+    return root
+
+
+def same_losses(folder: Path, whole: Path) -> None:
+    found, expected = (
+        metrics(folder, "step", "tokens", "loss", "grad_norm", "lr"),
+        metrics(whole, "step", "tokens", "loss", "grad_norm", "lr"),
+    )
+    assert [line[:2] for line in found] == [line[:2] for line in expected]
+    for line, other in zip(found, expected, strict=True):
+        assert line[2:] == pytest.approx(other[2:], rel=1e-11)
+
+
+def test_stages_follow_each_other_and_say_what_they_are(whole: Path) -> None:
+    folder = whole / "whole"
+    said = folder.with_suffix(".log").read_text()
+    assert [stage for (stage,) in metrics(folder, "stage")] == ["short"] * 4 + ["middle"] * 4 + ["long"] * 3
+    assert f'stage "middle" begins from {folder}/checkpoints/step-4, with the optimizer\'s state' in said
+    assert f'stage "long" begins from {folder}/checkpoints/step-8, with a fresh optimizer' in said
+    assert 'stage "middle" (2 of 3): updates 5 to 8 of 6 x 64 tokens = 1,536 tokens' in said
+    written = [state(folder / "checkpoints" / name) for name in checkpoints(folder)]
+    assert [(one["step"], one["stage"]["stage"], one["trainer"]["next_row"]) for one in written] == [
+        (10, "long", 8),
+        (11, "long", 12),
+        (9, "long", 4),
+    ]
+    kinds = [line["event"] for line in lines(folder / "events.jsonl") if line["event"] != "checkpoint"]
+    assert kinds == ["start", "stage", "start", "stage", "start", "end"]
+
+
+def test_schedules_restart_with_a_stage(whole: Path) -> None:
+    rates = [lr for (lr,) in metrics(whole / "whole", "lr")]
+    assert rates[:4] == sorted(rates[:4], reverse=True)
+    assert rates[0] < 5e-3
+    assert rates[4:6] == pytest.approx([0.5e-2, 1e-2])
+    assert rates[8:] == [1e-2] * 3
+
+
+def test_what_every_source_gave_is_told(whole: Path) -> None:
+    last = dict(metrics(whole / "whole", "step", "sources"))
+    assert list(last[4]) == list(last[11]) == ["corpus"]
+    assert list(last[8]) == ["corpus", "all|24"]
+    for step, total in metrics(whole / "whole", "step", "tokens"):
+        every = {name: found["tokens"] for at in range(1, step + 1) for name, found in last[at].items()}
+        assert sum(every.values()) == total
+    assert last[8]["all|24"]["loss"] is not None
+
+
+def test_the_optimizer_is_carried_or_fresh(whole: Path) -> None:
+    step = tensors(whole / "whole" / "checkpoints" / "step-11")["optimizer.head.proj.weight.step"]
+    assert step == 3, "of the stage that began fresh"
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_a_recipe_killed_at_random_and_resumed_on_other_meshes_ends_the_same(
+    whole: Path, tmp_path: Path, seed: int
+) -> None:
+    draw, folder = random.Random(seed), tmp_path / "killed"
+    config = whole / "run.toml"
+
+    def newest() -> int:
+        return max((int(path.name[5:]) for path in (folder / "checkpoints").glob("step-*")), default=0)
+
+    kills = 0
+    while newest() < TOTAL:
+        processes = draw.choice([1, 2, 2, 4])
+        options = (*DOUBLE, *draw.choice(MESHES[processes]), f"--training.micro_batch_size={draw.choice([1, 2])}")
+        before = newest()
+        if kills < 4 and before not in (3, 7, 10):
+            ranks = fork(config, folder, *options, processes=processes)
+            assert wait_for(lambda before=before: newest() > before or newest() >= TOTAL)  # type: ignore[misc]
+            wait_for(lambda: False, draw.uniform(0, 0.2))
+            end(ranks)
+            kills += 1
+        else:
+            assert forked(config, folder, *options, processes=processes).statuses == [0] * processes
+    assert kills > 2
+    same_losses(folder, whole / "whole")
+
+
+def test_one_command_runs_all_stages_each_in_fresh_processes(whole: Path, tmp_path: Path) -> None:
+    done = launched(whole / "run.toml", tmp_path / "run", *DOUBLE, processes=2)
+    assert done.statuses == [0]
+    assert done.said.count("is done, loss") == 2
+    same_losses(tmp_path / "run", whole / "whole")
+
+
+def test_a_stage_that_was_begun_may_not_change_and_a_later_one_may(whole: Path, tmp_path: Path) -> None:
+    text, folder = (whole / "run.toml").read_text(), tmp_path / "run"
+    config = tmp_path / "run.toml"
+    config.write_text(text)
+    assert forked(config, folder, *DOUBLE).statuses == [0]
+    changes = {
+        "lr = 5e-3\n": ("lr = 6e-3\n", None),
+        "seq_len = 32": ("seq_len = 48", "training.seq_len was 32 and is now 48"),
+        "steps = 4\n": ("steps = 3\n", 'stage "short" was at update 4 and now ends with 3'),
+        'name = "short"': ('name = "brief"', 'stage was "short" and is now "brief"'),
+        "theta = 2e6": ("theta = 3e6", None),
+    }
+    for old, (new, problem) in changes.items():
+        changed = tmp_path / "changed.toml"
+        changed.write_text(text.replace(old, new))
+        done = launched(changed, folder, *DOUBLE, "--check", processes=1)
+        assert done.statuses == [0], done.said
+        if problem is not None:
+            refused = launched(changed, folder, *DOUBLE, processes=1)
+            assert refused.statuses == [78]
+            assert problem in refused.said
