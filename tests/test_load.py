@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config import Config
 from trainer.load import SHIPPED, load, overlay, split, to_toml
+from trainer.stages import Recipe
 from trainer.status import ConfigError
 
 
@@ -230,7 +230,7 @@ def test_the_resolved_file_reads_back_as_an_equal_configuration(here: Path) -> N
         "--model.rope.factor 4 --model.rope.kind llama3 --parallelism.dp_shard null --training.seed 9007199254740993"
     )
     awkward = 'a "quoted" \\ back\tslash, DEL \x7f, é and 日本'
-    for config in (Config(), load([]), load([*options.split(), "--data.corpus", awkward])):
+    for config in (Recipe(), load([]), load([*options.split(), "--data.corpus", awkward])):
         (here / "resolved.toml").write_text(to_toml(config), encoding="utf-8")
         assert load(["--config", "./resolved.toml"]) == config
 

@@ -27,7 +27,6 @@ from trainer.sections import (
     Section,
     TrainingSection,
 )
-from trainer.stages import StageSection
 from trainer.status import ConfigError
 
 __all__ = [
@@ -77,21 +76,11 @@ class Config(Section):
     """Traces and memory recordings."""
     distributed: DistributedSection = DistributedSection()
     """Processes and their patience."""
-    stage: tuple[StageSection, ...] = ()
-    """Parts of the run, one after the other. Left out: it has one, which is what the sections say."""
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """The run's parts in their order, each with a configuration of its own. The stages must have no problems."""
-        if not self.stage:
-            return (Stage(self, total=self.training.steps),)
-        base = self.model_dump(exclude_unset=True, exclude={"stage"})
-        configs = [Config.model_validate(stage.over(base)) for stage in self.stage]
-        steps = [config.training.steps for config in configs]
-        return tuple(
-            Stage(config, stage.name, index, len(configs), sum(steps[:index]), sum(steps), stage.optimizer == "fresh")
-            for index, (stage, config) in enumerate(zip(self.stage, configs, strict=True))
-        )
+        """The run's parts in their order, each with a configuration of its own; it must have no problems."""
+        return (Stage(self, total=self.training.steps),)
 
     @property
     def output_dir(self) -> Path:
@@ -103,37 +92,15 @@ class Config(Section):
 
     def source_problems(self) -> list[str]:
         """What is wrong with the text and the tokenizer, whose files may lie elsewhere."""
-        if self.stage_problems():
-            return self._tokenizer_problems()
-        every = [
-            problem
-            for stage in self.stages
-            for problem in (*stage.config._tokenizer_problems(), *stage.config.data.source_problems())
-        ]
-        return [*dict.fromkeys(every)]
+        return [*self._tokenizer_problems(), *self.data.source_problems()]
 
     def shape_problems(self, world_size: int, *, first: int = 0) -> list[str]:
         """What is wrong with everything else."""
-        if found := self.stage_problems():
-            return found
-        if not self.stage:
-            return self._alone_problems(world_size) + self._profiler_problems(self.training.steps)
-        for stage in self.stages[first:]:
-            found += [f"{stage}: {problem}" for problem in stage.config._alone_problems(world_size)]
-        return found + self._profiler_problems(self.stages[0].total)
+        del first
+        return self.alone_problems(world_size) + self.profiler_problems(self.training.steps)
 
-    def stage_problems(self) -> list[str]:
-        names = [stage.name for stage in self.stage]
-        found = [f'stage "{stage.name}": {problem}' for stage in self.stage for problem in stage.problems()]
-        found += [f'two stages have the name "{name}"' for name in sorted({x for x in names if names.count(x) > 1})]
-        if len(names) > 1 and not self.checkpoint.enabled:
-            found.append("checkpoint.enabled = false: a stage goes on from the checkpoint of the one before")
-        mixes = [self.data.drawn, *(stage.mix for stage in self.stage)]
-        drawn = {item.source for mix in mixes for item in mix}
-        found += [f"data.sources.{name}: no mix draws from it" for name in self.data.sources if name not in drawn]
-        return found
-
-    def _alone_problems(self, world_size: int) -> list[str]:
+    def alone_problems(self, world_size: int) -> list[str]:
+        """What is wrong with it whatever the run's other stages are."""
         found = [
             *self.data.problems(),
             *self.model.problems(),
@@ -356,7 +323,7 @@ class Config(Section):
             )
         return found
 
-    def _profiler_problems(self, steps: int) -> list[str]:
+    def profiler_problems(self, steps: int) -> list[str]:
         section = self.profiler
         windows = {
             "trace": (section.trace_step, section.trace_steps),

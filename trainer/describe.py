@@ -12,9 +12,9 @@ from pathlib import Path
 from textwrap import fill, wrap
 from typing import Any
 
-from trainer.config import Config
 from trainer.load import SHIPPED, keys, sections, tables, toml_value
 from trainer.sections import Section
+from trainer.stages import Recipe
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 KINDS = {"integer": "integer", "number": "number", "boolean": "true or false", "string": "text"}
@@ -148,7 +148,7 @@ def page() -> str:
 
 def schema() -> str:
     """`docs/config.schema.json`, which editors read because of the `#:schema` line on top of a TOML file."""
-    return json.dumps(_for_toml(Config.model_json_schema()), indent=2) + "\n"
+    return json.dumps(_for_toml(Recipe.model_json_schema()), indent=2) + "\n"
 
 
 def main(*, write: bool) -> int:
@@ -163,7 +163,7 @@ def main(*, write: bool) -> int:
 
 def _purpose(section: str) -> str:
     above, _, name = section.removesuffix(".NAME").rpartition(".")
-    owner = sections()[above] if above else Config
+    owner = sections()[above] if above else Recipe
     return str(owner.model_fields[name].description)
 
 

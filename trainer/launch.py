@@ -84,10 +84,10 @@ def start_stages(config: Config, argv: Sequence[str], cluster: Cluster) -> int:
     while True:
         before = next_stage(config)
         status = start(TRAIN, argv, cluster)
-        if status or not config.stage:
+        if status or before is None or not before.name:
             return status
         after = next_stage(config)
-        if after is None or before is None or after.index == before.index:
+        if after is None or after.index == before.index:
             return status
 
 
@@ -249,7 +249,7 @@ def report(config: Config, cluster: Cluster) -> str:
     """The resolved configuration, and as comments, so that the whole is TOML, what it means for this world."""
     lines = [f"mesh of {_world(cluster)}"]
     for stage in config.stages:
-        lines += [stage.summary()] * bool(config.stage) + report_stage(stage.config, cluster)
+        lines += [stage.summary()] * bool(stage.name) + report_stage(stage.config, cluster)
     return to_toml(config) + "\n" + "".join(f"# {line}\n" for line in lines)
 
 

@@ -1,4 +1,4 @@
-"""From a TOML file and a command line to a `Config`, or to the list of everything that is wrong with them.
+"""From a TOML file and a command line to a `Recipe`, or to the list of everything that is wrong with them.
 
 Each of the two sources is checked by itself, so that a fault names where it stands; what they say is then put together,
 the command line last. TOML has types, so `"50"` is no integer there; on the command line everything is text.
@@ -21,6 +21,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
 from trainer.config import Config, Section
+from trainer.stages import Recipe
 from trainer.status import ConfigError
 
 SHIPPED = Path(__file__).resolve().parents[1] / "train_configs"
@@ -61,7 +62,7 @@ TOML_TYPES = {
 }
 
 
-def load(argv: Sequence[str]) -> Config:
+def load(argv: Sequence[str]) -> Recipe:
     """The configuration that `--config NAME|PATH` and `--section.key VALUE` describe, or `ConfigError`."""
     arguments = split(argv)
     problems = list(arguments.problems)
@@ -79,28 +80,29 @@ def load(argv: Sequence[str]) -> Config:
             problems += [source.explain(details) for details in error.errors()]
     if problems:
         raise ConfigError(problems)
-    return Config.model_validate(merged)
+    return Recipe.model_validate(merged)
 
 
 def to_toml(config: Config) -> str:
     """The resolved configuration as a file that `load` reads back to an equal one; absent keys are left out."""
     values = config.model_dump(mode="json", exclude_none=True)
     # What a stage does not say is the sections'.
-    values["stage"] = [stage.model_dump(mode="json", exclude_unset=True) for stage in config.stage]
+    if isinstance(config, Recipe):
+        values["stage"] = [stage.model_dump(mode="json", exclude_unset=True) for stage in config.stage]
     return "\n".join(_toml_tables((), values)).lstrip() + "\n"
 
 
 @cache
 def sections() -> dict[str, type[Section]]:
     """Every section by its name, in order: `job`, `model`, `model.rope`, ..."""
-    return dict(_sections("", Config))
+    return dict(_sections("", Recipe))
 
 
 @cache
 def tables() -> dict[str, type[Section]]:
     """What the file may hold several of, by its heading: `[data.sources.NAME]`, `[[data.mix]]`, `[[stage]]`."""
     places: list[tuple[str, type[Section]]] = [(f"{name}.", owner) for name, owner in sections().items()]
-    places.append(("", Config))
+    places.append(("", Recipe))
     found = {f"{prefix}{key}": _inner(owner, key) for prefix, owner in places for key in owner.model_fields}
     return {key: inner for key, inner in found.items() if inner is not None and key not in sections()}
 
@@ -177,7 +179,7 @@ def _option_problem(option: str, value: str | None) -> str | None:
 
 @cache
 def _cli_source() -> CliSettingsSource[BaseSettings]:
-    class CommandLine(BaseSettings, Config):  # type: ignore[misc]  # Both declare model_config, settings with more keys.
+    class CommandLine(BaseSettings, Recipe):  # type: ignore[misc]  # Both declare model_config, settings with more keys.
         """The sections, with the parser that pydantic-settings makes of them."""
 
     return CliSettingsSource(CommandLine, cli_parse_args=False, cli_exit_on_error=False)
@@ -242,12 +244,12 @@ class Source:
     values: dict[str, Any]
     typed: bool
 
-    def check(self) -> Config:
-        """A `Config` whose set fields are those of this source. Raises `ValidationError`."""
+    def check(self) -> Recipe:
+        """A `Recipe` whose set fields are those of this source. Raises `ValidationError`."""
         if not self.typed:
-            return Config.model_validate(self.values, strict=False)
+            return Recipe.model_validate(self.values, strict=False)
         # By way of JSON, because its strict types are TOML's: text for a path, an array for a tuple, 1 for 1.0.
-        return Config.model_validate_json(json.dumps(self.values, default=lambda date: [str(date)]), strict=True)
+        return Recipe.model_validate_json(json.dumps(self.values, default=lambda date: [str(date)]), strict=True)
 
     def explain(self, details: ErrorDetails) -> str:
         """One fault in one line: source, key, value, rule."""
@@ -302,7 +304,7 @@ class Source:
 def _unknown(section: str, key: str, owner: type[Section] | None = None, *, table: bool = False) -> str:
     """What a key that does not exist, in this section or table, was probably meant to be."""
     name = f"{section}.{key}".lstrip(".")
-    if owner not in (None, Config, sections().get(section)):
+    if owner not in (None, Recipe, sections().get(section)):
         here = [*owner.model_fields]
         near = get_close_matches(key, here, n=1)
         return f"there is no such key; {f'did you mean {near[0]}?' if near else 'there are ' + ', '.join(here)}"
@@ -378,7 +380,7 @@ def _inner(owner: type[Section], key: str) -> type[Section] | None:
 
 def _owner(loc: Sequence[int | str]) -> type[Section] | None:
     """The section at a place, of which numbers and names of a table are parts."""
-    owner: type[Section] | None = Config
+    owner: type[Section] | None = Recipe
     named = False
     for part in loc:
         if named or isinstance(part, int):

@@ -238,7 +238,7 @@ def finished(config: Config) -> str | None:
     if next_stage(config) is not None:
         return None
     folder = RunFolder(config.output_dir)
-    more = "append a [[stage]]" if config.stage else "raise --training.steps"
+    more = "append a [[stage]]" if config.stages[0].name else "raise --training.steps"
     step, checkpoint = folder.committed()[-1]
     return (
         f"done already: {checkpoint} holds update {step} of {config.stages[0].total}. To go on, {more}; "

@@ -1,4 +1,7 @@
-"""`[[stage]]`: a run in several parts, each with a length, a mix and a mesh of its own. Nothing here imports torch."""
+"""`[[stage]]`: a run in several parts, each with a length, a mix and a mesh of its own.
+
+A recipe becomes configurations of single stages, which is all that the rest of a run sees. Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from trainer.config import Config, Stage
 from trainer.corpora import MixSection
 from trainer.sections import (
     Count,
@@ -95,3 +99,47 @@ class StageSection(Section):
         if self.warmup is not None:
             values["schedule"]["warmup_steps"] = round(self.warmup * training["steps"])
         return values
+
+
+class Recipe(Config):
+    """A run of Longhaul, in one stage or several."""
+
+    stage: tuple[StageSection, ...] = ()
+    """Parts of the run, one after the other. Left out: it has one, which is what the sections say."""
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        base = self.model_dump(exclude_unset=True, exclude={"stage"})
+        if not self.stage:
+            return Config.model_validate(base).stages
+        configs = [Config.model_validate(stage.over(base)) for stage in self.stage]
+        steps = [config.training.steps for config in configs]
+        return tuple(
+            Stage(config, stage.name, index, len(configs), sum(steps[:index]), sum(steps), stage.optimizer == "fresh")
+            for index, (stage, config) in enumerate(zip(self.stage, configs, strict=True))
+        )
+
+    def source_problems(self) -> list[str]:
+        """Of all stages, each problem once."""
+        stages = () if self.stage_problems() else self.stages
+        return [*dict.fromkeys(problem for stage in stages for problem in stage.config.source_problems())]
+
+    def shape_problems(self, world_size: int, *, first: int = 0) -> list[str]:
+        """Those of the stages from `first` on; what is done may need another world."""
+        if found := self.stage_problems():
+            return found
+        for stage in self.stages[first:]:
+            told = f"{stage}: " if stage.name else ""
+            found += [told + problem for problem in stage.config.alone_problems(world_size)]
+        return found + self.profiler_problems(self.stages[0].total)
+
+    def stage_problems(self) -> list[str]:
+        """What keeps the stages from being told apart."""
+        names = [stage.name for stage in self.stage]
+        found = [f'stage "{stage.name}": {problem}' for stage in self.stage for problem in stage.problems()]
+        found += [f'two stages have the name "{name}"' for name in sorted({x for x in names if names.count(x) > 1})]
+        if len(names) > 1 and not self.checkpoint.enabled:
+            found.append("checkpoint.enabled = false: a stage goes on from the checkpoint of the one before")
+        drawn = {item.source for mix in (self.data.drawn, *(stage.mix for stage in self.stage)) for item in mix}
+        found += [f"data.sources.{name}: no mix draws from it" for name in self.data.sources if name not in drawn]
+        return found

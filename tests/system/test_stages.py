@@ -55,7 +55,7 @@ mask = "none"
 schedule = {{ kind = "constant" }}
 """
 DOUBLE = ("--training.dtype=float64", "--checkpoint.interval=1", "--metrics.log_interval=1")
-MESHES = {
+MESHES: dict[int, list[tuple[str, ...]]] = {
     1: [()],
     2: [(), ("--parallelism.cp=2",), ("--parallelism.tp=2",), ("--parallelism.pp=2", "--memory.recompute=full")],
     4: [("--parallelism.cp=2", "--parallelism.tp=2"), ("--parallelism.cp=4", "--parallelism.cp_method=ring")],
