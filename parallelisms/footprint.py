@@ -63,10 +63,15 @@ class Block:
         if policy != "none":
             return self.stream + output * (policy == "keep_attention")
         exchanged = self.bytes * self.queries * (self.context is not None and self.context.ulysses > 1)
-        return self._normed() + self.bytes * (self.queries + self.keys) + output + exchanged
+        return self._normed() + self.bytes * (self.queries + self.keys) + output + exchanged + self._normed_heads()
 
     def kept_by_feed_forward(self) -> int:
         return self._normed() + (3 if self.compiled else 2) * self.inner
+
+    def _normed_heads(self) -> int:
+        """What enters the norms of queries and keys, and a number for each head."""
+        heads = self.model.num_heads // self.tp + max(1, self.model.num_kv_heads // self.tp)
+        return heads * (self.bytes * self.model.head_dim + self.wide) * self.tokens * self.model.qk_norm
 
     def _normed(self) -> int:
         """What enters a norm, a number per token, and what leaves it for all tp ranks' tokens."""
