@@ -53,7 +53,7 @@ class RopeConfig:
             for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast"))
             if low in used and not given[low] < given[high]
         ]
-        for key in {"short_factors", "long_factors"}.intersection(used):
+        for key in [key for key in ("short_factors", "long_factors") if key in used]:
             if len(given[key]) != head_dim // 2:
                 count, half = len(given[key]), head_dim // 2
                 found.append(f"model.rope.{key} are {count}, and must be {half}: half of model.head_dim = {head_dim}")

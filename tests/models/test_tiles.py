@@ -12,13 +12,12 @@ from torch.nn import functional as F
 from benchmarks.context_parallel import Peak
 from models import rope, tiles
 from models.config import RopeConfig
-from tests.models.small import SMALL
+from tests.models.small import SMALL, YARN
 
 ROWS, TOKENS = 3, 7
 STREAM = (ROWS, TOKENS, SMALL.dim)
 WIDTHS = [heads * SMALL.head_dim for heads in (SMALL.num_heads, SMALL.num_kv_heads, SMALL.num_kv_heads)]
 POSITIONS = torch.arange(TOKENS).expand(ROWS, -1)
-YARN = RopeConfig(kind="yarn", theta=500.0, factor=4.0, original_length=32, beta_fast=4.0)
 INTO = [(SMALL.ffn_dim, SMALL.dim)] * 2
 OUT_OF = (SMALL.dim, SMALL.ffn_dim)
 
