@@ -25,7 +25,8 @@ def inverse(x_E: Tensor, eps: float) -> Tensor:
     """What each token is multiplied by, in float32 (float64 for float64)."""
     wide = torch.float64 if x_E.dtype == torch.float64 else torch.float32
     norm_1 = torch.linalg.vector_norm(x_E, dim=-1, keepdim=True, dtype=wide)
-    return (norm_1.square() / x_E.shape[-1] + eps).rsqrt()
+    inverse_1: Tensor = (norm_1.square() / x_E.shape[-1] + eps).rsqrt()
+    return inverse_1
 
 
 def normalise_backward(grad_E: Tensor, x_E: Tensor, weight_E: Tensor, inverse_1: Tensor) -> tuple[Tensor, Tensor]:

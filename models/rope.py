@@ -21,9 +21,7 @@ from models.config import RopeConfig
 
 
 @lru_cache(maxsize=64)
-def frequencies(
-    config: RopeConfig, head_dim: int, device: torch.device | None = None, *, seq_len: int = 0
-) -> Tensor:
+def frequencies(config: RopeConfig, head_dim: int, device: torch.device | None = None, *, seq_len: int = 0) -> Tensor:
     """Radians per position [F], in the configuration's precision."""
     # Kept, because a copy to the device would wait for it, in every batch.
     if config.precision == "float64":

@@ -60,7 +60,9 @@ def test_products_depend_on_the_distance_alone(config: RopeConfig) -> None:
     distances = []
     for first in (0, 3, 4097, 1_000_000):
         positions = torch.tensor([[first + 11, first]])
-        q, k = rope.rotate(draw(torch.zeros(1, 2), head_dim=128), rotation(config, head_dim=128, positions=positions))[0]
+        q, k = rope.rotate(draw(torch.zeros(1, 2), head_dim=128), rotation(config, head_dim=128, positions=positions))[
+            0
+        ]
         distances.append((q * k).sum(-1))
     for products in distances[1:]:
         torch.testing.assert_close(products, distances[0], rtol=0, atol=1e-8)

@@ -113,9 +113,7 @@ def test_without_recomputation_blocks_run_as_autograd_does_it() -> None:
 @pytest.mark.parametrize("tile", [None, TILE])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("config", [DEEP, NORMED], ids=["plain", "normed"])
-def test_half_precision_is_as_near_to_double_as_autograd_is(
-    config: ModelConfig, groups: int, tile: int | None
-) -> None:
+def test_half_precision_is_as_near_to_double_as_autograd_is(config: ModelConfig, groups: int, tile: int | None) -> None:
     half = torch.bfloat16
     rounded = small_model(config, dtype=half).double()
     losses, exact = gradients(rounded, BATCH)
