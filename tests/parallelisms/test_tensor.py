@@ -33,7 +33,7 @@ from trainer.optimizer import Optimizer
 CONFIG = replace(SMALL, vocab_size=44, num_heads=8, num_kv_heads=2, head_dim=2)
 TIED = replace(CONFIG, tie_embeddings=True)
 FOUR = replace(CONFIG, num_kv_heads=4)
-NORMED = replace(MIXED, vocab_size=44, num_heads=8, num_kv_heads=4, head_dim=2)
+NORMED = replace(MIXED, vocab_size=44, num_heads=8, num_kv_heads=4)
 FEW = replace(NORMED, num_layers=2, nope_every=2, num_kv_heads=2)  # Fewer key heads than four ranks.
 ROWS = [[9, 1, 14], [24], [3, 21], [8] * 3]
 TARGETS = {rows: 24 * rows - sum(map(len, ROWS[:rows])) for rows in (3, 4)}
@@ -216,7 +216,7 @@ def test_a_rank_holds_its_part_of_every_matrix() -> None:
         "feed_forward.up_proj.weight": (10, 16),
         "feed_forward.down_proj.weight": (16, 10),
     }
-    assert run_ranks(shares, 2, Case(TP2, NORMED))[0]["blocks.0.attention.q_norm.weight"] == (2,)
+    assert run_ranks(shares, 2, Case(TP2, NORMED))[0]["blocks.0.attention.q_norm.weight"] == (6,)
     assert held["embed.weight"] == held["head.proj.weight"] == (22, 16)
     assert run_ranks(shares, 2, Case(TP2, loss=False))[0]["head.proj.weight"] == (44, 16)
 
