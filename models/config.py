@@ -82,6 +82,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     ffn_dim: int
+    activation: Literal["silu"] = "silu"
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
     qk_norm: bool = False

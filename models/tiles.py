@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models import norm, rope
-from models.feed_forward import gated_backward
+from models.feed_forward import gated, gated_backward
 
 
 def tiles(tokens: int, most: int | None = None) -> list[slice]:
@@ -81,17 +81,16 @@ def _heads(normed_BCE: Tensor, weight: Tensor, cos_BC1F: Tensor) -> Tensor:
     return heads
 
 
-def feed(normed_BCE: Tensor, gate_GE: Tensor, up_GE: Tensor, down_EG: Tensor) -> Tensor:
-    gate, up = F.linear(normed_BCE, gate_GE), F.linear(normed_BCE, up_GE)
-    return F.linear(F.silu(gate).mul_(up), down_EG)
+def feed(normed_BCE: Tensor, gate_GE: Tensor, up_GE: Tensor, down_EG: Tensor, *, activation: str) -> Tensor:
+    return gated(F.linear(normed_BCE, gate_GE), F.linear(normed_BCE, up_GE), down_EG, activation=activation)
 
 
 def feed_backward(
-    grad_BCE: Tensor, normed_BCE: Tensor, gate_GE: Tensor, up_GE: Tensor, down_EG: Tensor
+    grad_BCE: Tensor, normed_BCE: Tensor, gate_GE: Tensor, up_GE: Tensor, down_EG: Tensor, *, activation: str
 ) -> tuple[Tensor, ...]:
     """Gradients of the input, and of the three matrices."""
     gate, up = F.linear(normed_BCE, gate_GE), F.linear(normed_BCE, up_GE)
-    grad_gate, grad_up, grad_down_EG = gated_backward(grad_BCE, gate, up, down_EG)
+    grad_gate, grad_up, grad_down_EG = gated_backward(grad_BCE, gate, up, down_EG, activation=activation)
     del gate, up
     both = [weight_grad(grad, normed_BCE) for grad in (grad_gate, grad_up)]
     return sum_of_products([grad_gate, grad_up], (gate_GE, up_GE)), *both, grad_down_EG

@@ -101,6 +101,7 @@ class Halves:
     ) -> None:
         self.block, self._groups, self._run = block, pieces.groups, pieces.bodies
         self._exchange, self._core = block.exchange, block.attention.core
+        self._activation = block.feed_forward.activation
         self._cos, self._sin = rotation_2BT1F.unbind(0)
         self._boundaries = boundaries_BD
         most = None
@@ -221,7 +222,8 @@ class Halves:
         def of(tile: slice) -> list[Tensor]:
             x_BCE = between_BSE[:, tile]
             normed, _ = self._run.normalise(x_BCE, norm_E, self.block.ffn_norm.eps)
-            return [self._exchange.reduce(self._run.feed(self._exchange.gather(normed), *weights)).add_(x_BCE)]
+            fed = self._run.feed(self._exchange.gather(normed), *weights, activation=self._activation)
+            return [self._exchange.reduce(fed).add_(x_BCE)]
 
         (out_BSE,) = self._tokens.by_tiles(of)
         return out_BSE
@@ -235,7 +237,7 @@ class Halves:
             between_BCE, grad_BCE = self._left(x_BSE, outs, tile), grad_BSE[:, tile]
             normed, inverse = self._run.normalise(between_BCE, norm_E, self.block.ffn_norm.eps)
             normed, grad = self._exchange.gather(normed), self._exchange.gather(grad_BCE)
-            grad, *grad_weights = self._run.feed_backward(grad, normed, *weights)
+            grad, *grad_weights = self._run.feed_backward(grad, normed, *weights, activation=self._activation)
             del normed
             grad, grad_norm_E = self._run.normalise_backward(self._exchange.reduce(grad), between_BCE, norm_E, inverse)
             sums.add((grad_norm_E, *grad_weights))

@@ -69,9 +69,9 @@ def test_the_feed_forward_and_its_gradients_are_those_of_autograd() -> None:
     given = [draw(*STREAM, seed=9), *(draw(*shape, seed=seed) for seed, shape in enumerate((*INTO, OUT_OF)))]
     grad = draw(*STREAM, seed=8)
     outs, expected = differentiated(lambda x, gate, up, down: (F.silu(x @ gate.T) * (x @ up.T)) @ down.T, given, [grad])
-    assert_near([tiles.feed(*given)], outs)
+    assert_near([tiles.feed(*given, activation="silu")], outs)
     before = grad.clone()
-    assert_near(tiles.feed_backward(grad, *given), expected)
+    assert_near(tiles.feed_backward(grad, *given, activation="silu"), expected)
     assert torch.equal(grad, before), "a gradient that is given is only read"
 
 
@@ -118,7 +118,7 @@ def test_a_feed_forward_s_backward_pass_holds_what_is_said_of_a_token(inner: int
     def peak(tokens: int) -> int:
         grad, normed = (draw(1, tokens, width, seed=seed, dtype=half) for seed in (1, 2))
         with Peak() as seen:
-            found = tiles.feed_backward(grad, normed, *weights)
+            found = tiles.feed_backward(grad, normed, *weights, activation="silu")
         del found
         return int(seen.bytes)
 

@@ -171,9 +171,9 @@ def test_a_block_that_is_made_again_is_so_once() -> None:
     """Of five blocks the first and the fourth keep their input; those of the second, third and fifth are made again."""
     fed: list[int] = []
 
-    def feed(x_BCE: Tensor, *weights: Tensor) -> Tensor:
+    def feed(x_BCE: Tensor, *weights: Tensor, activation: str) -> Tensor:
         fed.append(x_BCE.shape[1])
-        return tiles.feed(x_BCE, *weights)
+        return tiles.feed(x_BCE, *weights, activation=activation)
 
     bodies = Bodies(feed=feed)
     model = kept_by(Recompute("keep_attention", every=3, pieces=Pieces(bodies=bodies)), replace(SMALL, num_layers=5))

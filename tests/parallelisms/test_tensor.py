@@ -244,9 +244,9 @@ def largest_tile(sequence: bool) -> int:  # noqa: FBT001
     mesh = Mesh("cpu", dict.fromkeys(AXES, 1) | {"tp": 2}, rank=distributed.get_rank())
     model, met = Transformer(CONFIG).double(), []
 
-    def feed(x_BCE: Tensor, *weights: Tensor) -> Tensor:
+    def feed(x_BCE: Tensor, *weights: Tensor, activation: str) -> Tensor:
         met.append(x_BCE.shape[1])
-        return tiles.feed(x_BCE, *weights)
+        return tiles.feed(x_BCE, *weights, activation=activation)
 
     tensor.apply(model, mesh.tp, sequence_parallel=sequence, loss_parallel=True)
     # What a rank computes of a token is its part of the inner width.
