@@ -460,7 +460,9 @@ def test_what_is_wrong_with_a_rotation_is_said_at_once_with_its_keys() -> None:
 
 
 def test_the_rotation_is_told_before_a_run() -> None:
-    config = load("--model.rope.kind yarn --model.rope.factor 8 --model.nope_every 4 --training.seq_len 64".split())
+    config = load(
+        ["--model.rope.kind", "yarn", "--model.rope.factor", "8", "--model.nope_every", "4", "--training.seq_len", "64"]
+    )
     assert config.plans(1) == [summary(config.model.build(), 64)]
     assert config.plans(1)[0].startswith("rope yarn: theta 500,000, ")
     assert config.plans(1)[0].endswith("attention factor 1.2079; none in every 4th layer")
