@@ -21,8 +21,7 @@ CONFIGS = {
     "llama3.2": FAMILIES["llama3.2"]["1b"].rope,
     "llama3, other bounds": replace(KINDS["llama3"], low_freq_factor=2.0, high_freq_factor=16.0),
     "yarn, bounds between indices": replace(YARN, truncate=False, beta_fast=4.0),
-    "yarn, bounds that meet": replace(YARN, beta_fast=1e5, beta_slow=9e4),
-    "yarn, bounds that are one": replace(YARN, beta_fast=1e5, beta_slow=9e4, truncate=False),
+    "yarn, bounds that meet": replace(YARN, beta_fast=1e5, beta_slow=1350.0),
     "yarn, as DeepSeek": replace(YARN, theta=10_000.0, factor=40.0, original_length=4096, attention_factor=1.369),
     "longrope, as told": replace(LONGROPE, attention_factor=1.19),
 }
