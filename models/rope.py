@@ -49,7 +49,9 @@ def rotation(
 
 def still(rotation_2BS1F: Tensor) -> Tensor:
     """The table of the same shape that turns nothing, and takes no room."""
-    return rotation_2BS1F.new_tensor([1.0, 0.0]).view(2, 1, 1, 1, 1).expand_as(rotation_2BS1F)
+    # Counted down on the device: a list would be copied there, which waits.
+    one_and_none_2 = torch.arange(1, -1, -1, dtype=rotation_2BS1F.dtype, device=rotation_2BS1F.device)
+    return one_and_none_2.view(2, 1, 1, 1, 1).expand_as(rotation_2BS1F)
 
 
 class Rotation(torch.autograd.Function):

@@ -40,9 +40,9 @@ class Projections(NamedTuple):
 
     matrices: Sequence[Tensor]
     """Of queries [Q, E], keys [K, E] and values [K, E]."""
-    norms: Sequence[Tensor] = ()
+    norms: Sequence[Tensor]
     """Of each head of queries and of keys, [H]; or none."""
-    eps: float = 0.0
+    eps: float
 
     def group(self, number: int, groups: int) -> Projections:
         """Those of some of the heads."""
