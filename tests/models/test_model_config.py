@@ -70,6 +70,14 @@ def test_the_small_models_of_llama_3_2_tie_their_embeddings_and_stretch_by_32(si
     assert config.rope == RopeConfig(kind="llama3", theta=500_000.0, factor=32.0, original_length=8192)
 
 
+def test_qwen3_normalises_heads_and_ties_its_small_models() -> None:
+    sizes = {size: config for size, config in FAMILIES["qwen3"].items() if size != "debug"}
+    assert {size for size, config in sizes.items() if config.tie_embeddings} == {"0.6b", "1.7b", "4b"}
+    for config in sizes.values():
+        assert (config.norm_eps, config.rope, config.qk_norm) == (1e-6, RopeConfig(theta=1e6), True)
+        assert (config.vocab_size, config.head_dim, config.num_kv_heads) == (151_936, 128, 8)
+
+
 def test_llama_3_1_differs_from_llama_3_by_its_rotation_alone() -> None:
     stretched = RopeConfig(
         kind="llama3",
