@@ -1,4 +1,4 @@
-"""Attention: project, rotate, attend, project back.
+"""Attention: project, normalise heads, rotate, attend, project back.
 
 Shape suffixes: B rows, S tokens on this rank, N query heads, K key/value heads, H head width, D document starts and
 the row's end, E width of the residual stream.
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from models import causal, rope
 from models.config import ModelConfig
 from models.linear import Linear
+from models.norm import RMSNorm
 
 
 class AttentionCore(Protocol):
@@ -63,7 +64,7 @@ class LocalCore:
 
 
 class Attention(nn.Module):
-    """Grouped-query self-attention (Ainslie et al., 2023)."""
+    """Grouped-query self-attention (Ainslie et al., 2023); each head of queries and keys may be normalised (Qwen3)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -72,13 +73,21 @@ class Attention(nn.Module):
         self.k_proj = Linear(config.dim, config.num_kv_heads * config.head_dim)
         self.v_proj = Linear(config.dim, config.num_kv_heads * config.head_dim)
         self.o_proj = Linear(config.num_heads * config.head_dim, config.dim)
+        self.q_norm, self.k_norm = (
+            RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity() for _ in "qk"
+        )
         self.core: AttentionCore = LocalCore()
+
+    def norms(self) -> list[RMSNorm]:
+        """Of queries and keys, if they are normalised."""
+        return [norm for norm in (self.q_norm, self.k_norm) if isinstance(norm, RMSNorm)]
 
     def forward(self, x_BSE: Tensor, rotation_2BS1F: Tensor, boundaries_BD: Tensor) -> Tensor:
         # -1, not num_heads: tensor parallelism leaves fewer heads here than the config names.
         q, k, v = (
             project(x_BSE).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        out_BSNH = self.core(rope.rotate(q, rotation_2BS1F), rope.rotate(k, rotation_2BS1F), v, boundaries_BD)
+        q, k = (rope.rotate(norm(x), rotation_2BS1F) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
+        out_BSNH = self.core(q, k, v, boundaries_BD)
         out: Tensor = self.o_proj(out_BSNH.flatten(-2))
         return out

@@ -5,8 +5,21 @@ Nothing here imports torch, so that a configuration is checked in a fraction of 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
+
+USES: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "original_length", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "original_length", "beta_fast", "beta_slow", "truncate", "attention_factor"),
+    "longrope": ("factor", "original_length", "short_factors", "long_factors", "attention_factor"),
+}
+"""What each kind of rotary embedding reads beside theta and precision."""
+LEAST = {"theta": 1, "factor": 1, "original_length": 1} | dict.fromkeys(
+    ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"), 0
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +40,35 @@ class RopeConfig:
     long_factors: tuple[float, ...] = ()
     precision: Literal["float64", "float32"] = "float64"
 
-    def problems(self) -> list[str]:
-        if self.kind == "llama3" and not self.low_freq_factor < self.high_freq_factor:
-            low, high = self.low_freq_factor, self.high_freq_factor
-            return [f"model.rope.low_freq_factor = {low} must be below model.rope.high_freq_factor = {high}"]
-        return []
+    def problems(self, head_dim: int) -> list[str]:
+        used = ("theta", *USES[self.kind])
+        given = {key: getattr(self, key) for key in used}
+        found = [
+            f'model.rope.{key} = {given[key]} must be above {least} for model.rope.kind = "{self.kind}"'
+            for key, least in LEAST.items()
+            if key in used and given[key] is not None and not given[key] > least
+        ]
+        found += [
+            f"model.rope.{low} = {given[low]} must be below model.rope.{high} = {given[high]}"
+            for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast"))
+            if low in used and not given[low] < given[high]
+        ]
+        for key in [key for key in ("short_factors", "long_factors") if key in used]:
+            if len(given[key]) != head_dim // 2:
+                count, half = len(given[key]), head_dim // 2
+                found.append(f"model.rope.{key} are {count}, and must be {half}: half of model.head_dim = {head_dim}")
+            if any(not factor > 0 for factor in given[key]):
+                found.append(f"model.rope.{key} must be above 0, not {min(given[key])}")
+        return found
+
+    def useless(self, keys: Iterable[str]) -> list[str]:
+        """Which of these keys the kind does not read, and which kinds do."""
+        found = []
+        for key in keys:
+            kinds = " or ".join(f'"{kind}"' for kind, used in USES.items() if key in used)
+            if kinds and key not in USES[self.kind]:
+                found.append(f'model.rope.{key} has no use with model.rope.kind = "{self.kind}"; it belongs to {kinds}')
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +82,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     ffn_dim: int
+    activation: Literal["silu"] = "silu"
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
     qk_norm: bool = False
@@ -53,13 +91,17 @@ class ModelConfig:
 
     def problems(self) -> list[str]:
         """The rules that the numbers break, each with its values; empty for a model that can be built."""
-        found = self.rope.problems()
+        found = self.rope.problems(self.head_dim)
         if self.num_heads % self.num_kv_heads:
             heads, kv_heads = self.num_heads, self.num_kv_heads
             found.append(f"model.num_heads = {heads} must be a multiple of model.num_kv_heads = {kv_heads}")
         if self.head_dim % 2:
             found.append(f"model.head_dim = {self.head_dim} must be even: rotary embedding turns pairs")
         return found
+
+    def rotates(self, layer: int) -> bool:
+        """Whether attention of this layer, counted from 0, is told positions (Kazemnejad et al., 2023, on those not)."""
+        return self.nope_every is None or (layer + 1) % self.nope_every > 0
 
     @property
     def block_matrix_parameters(self) -> int:
@@ -76,7 +118,8 @@ class ModelConfig:
     def num_parameters(self) -> int:
         """Every parameter; a tied head is counted once."""
         embedding = 0 if self.tie_embeddings else self.vocab_size * self.dim
-        return self.matrix_parameters + embedding + (2 * self.num_layers + 1) * self.dim
+        norms = (2 * self.num_layers + 1) * self.dim + 2 * self.num_layers * self.head_dim * self.qk_norm
+        return self.matrix_parameters + embedding + norms
 
     def flops(self, *, tokens: float, pairs: float) -> float:
         """Model FLOPs of one update: forward and backward, nothing counted twice.
@@ -90,6 +133,7 @@ class ModelConfig:
     def executed_flops(self, *, tokens: float, pairs: float, recompute: str = "none", input_every: int = 1) -> float:
         """FLOPs really carried out: flash backward repeats its scores, and recomputation every product but the last.
         Where all is computed again, projections are twice; and of `input_every` blocks but one, what makes its output too.
+        Gradients of norms of queries and keys need what entered these once more.
         """
         forward_attention = 4 * self.num_layers * self.num_heads * self.head_dim * pairs
         executed = self.flops(tokens=tokens, pairs=pairs) + forward_attention / 2
@@ -100,6 +144,8 @@ class ModelConfig:
         projected = self.block_matrix_parameters - 3 * matrix - out
         again = self.num_layers * (self.block_matrix_parameters - matrix)
         again += (self.num_layers - -(-self.num_layers // input_every)) * (out + 3 * matrix)
+        if self.qk_norm:
+            again += self.num_layers * self.dim * self.head_dim * (self.num_heads + self.num_kv_heads)
         if recompute == "full":
             again += self.num_layers * projected
             executed += forward_attention

@@ -15,12 +15,18 @@ from models.view import View, unchanged
 
 
 def normalise(x_E: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """In x's dtype; and, for the backward pass, what each token was multiplied by, in float32 (float64 for float64)."""
-    wide = torch.float64 if x_E.dtype == torch.float64 else torch.float32
-    norm_1 = torch.linalg.vector_norm(x_E, dim=-1, keepdim=True, dtype=wide)
-    inverse_1 = (norm_1.square() / x_E.shape[-1] + eps).rsqrt()
+    """In x's dtype; and, for the backward pass, what each token was multiplied by."""
+    inverse_1 = inverse(x_E, eps)
     out_E: Tensor = (x_E * inverse_1).to(x_E.dtype)
     return out_E.mul_(weight_E), inverse_1
+
+
+def inverse(x_E: Tensor, eps: float) -> Tensor:
+    """What each token is multiplied by, in float32 (float64 for float64)."""
+    wide = torch.float64 if x_E.dtype == torch.float64 else torch.float32
+    norm_1 = torch.linalg.vector_norm(x_E, dim=-1, keepdim=True, dtype=wide)
+    inverse_1: Tensor = (norm_1.square() / x_E.shape[-1] + eps).rsqrt()
+    return inverse_1
 
 
 def normalise_backward(grad_E: Tensor, x_E: Tensor, weight_E: Tensor, inverse_1: Tensor) -> tuple[Tensor, Tensor]:

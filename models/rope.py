@@ -3,42 +3,59 @@
 Shape suffixes: B rows, S tokens, N heads, H head width, F frequencies = H / 2.
 
 Angles are products of position and frequency in float64, reduced before they are rounded: in float32 the relative
-angle of two tokens 1000 apart is off by 0.05 rad at position 1M.
+angle of two tokens 1000 apart is off by 0.05 rad at position 1M. `precision = "float32"` asks for just that, bit by bit
+as Hugging Face has it.
 """
 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from models import turning
 from models.config import RopeConfig
 
 
-def frequencies(config: RopeConfig, head_dim: int, device: torch.device | None = None) -> Tensor:
-    """Radians per position, float64 [F]; `llama3` stretches long wavelengths as Llama 3.1's release does."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
-    base_F = config.theta**-exponents
-    if config.kind == "default":
-        return base_F
-    turns_F = config.original_length * base_F / (2 * math.pi)
-    low, high = config.low_freq_factor, config.high_freq_factor
-    kept_F = ((turns_F - low) / (high - low)).clamp(0, 1)
-    return base_F * (kept_F + (1 - kept_F) / config.factor)
+@lru_cache(maxsize=64)
+def frequencies(config: RopeConfig, head_dim: int, device: torch.device | None = None, *, seq_len: int = 0) -> Tensor:
+    """Radians per position [F], in the configuration's precision."""
+    # Kept, because a copy to the device would wait for it, in every batch.
+    if config.precision == "float64":
+        exact = turning.frequencies(config, head_dim, seq_len=seq_len)
+        return torch.tensor(exact, dtype=torch.float64, device=device)
+    powers_F = config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    indices_F = torch.arange(head_dim // 2, dtype=torch.float32)
+    return torch.stack(turning.stretched(config, powers_F, indices_F, seq_len=seq_len)).to(device)
 
 
-def rotation(config: RopeConfig, head_dim: int, positions_BS: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cosine and sine of every angle, [2, B, S, 1, F], in `dtype`; computed once a step for all layers."""
-    frequencies_F = frequencies(config, head_dim, positions_BS.device)
-    angles_BSF = (positions_BS.to(torch.float64).unsqueeze(-1) * frequencies_F).remainder(2 * math.pi)
-    angles_BSF = angles_BSF.to(dtype)
-    return torch.stack((angles_BSF.cos(), angles_BSF.sin())).unsqueeze(3)
+def rotation(
+    config: RopeConfig, head_dim: int, positions_BS: Tensor, dtype: torch.dtype, *, seq_len: int = 0
+) -> Tensor:
+    """Cosine and sine of every angle, times the attention factor: [2, B, S, 1, F], in `dtype`.
+
+    Computed once a step for all layers, whose rows have `seq_len` tokens.
+    """
+    frequencies_F = frequencies(config, head_dim, positions_BS.device, seq_len=seq_len)
+    angles_BSF = positions_BS.to(frequencies_F.dtype).unsqueeze(-1) * frequencies_F
+    if config.precision == "float64":
+        angles_BSF = angles_BSF.remainder(2 * math.pi).to(dtype)
+    table_2BSF = torch.stack((angles_BSF.cos(), angles_BSF.sin())).mul_(turning.attention_factor(config))
+    return table_2BSF.to(dtype).unsqueeze(3)
+
+
+def still(rotation_2BS1F: Tensor) -> Tensor:
+    """The table of the same shape that turns nothing, and takes no room."""
+    # Counted down on the device: a list would be copied there, which waits.
+    one_and_none_2 = torch.arange(1, -1, -1, dtype=rotation_2BS1F.dtype, device=rotation_2BS1F.device)
+    return one_and_none_2.view(2, 1, 1, 1, 1).expand_as(rotation_2BS1F)
 
 
 class Rotation(torch.autograd.Function):
-    """Turns by the angles; the backward pass turns back by them, and keeps no activation."""
+    """Turns by the angles; its transpose turns back by them, times the same factor. Keeps no activation."""
 
     @staticmethod
     def forward(ctx: Any, x_BSNH: Tensor, cos_BS1F: Tensor, sin_BS1F: Tensor) -> Tensor:

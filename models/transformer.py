@@ -67,12 +67,17 @@ class Part:
 
 
 class Transformer(nn.Module):
-    """A decoder-only language model: a batch in, one loss per token out. Or a part of one, under the same names."""
+    """A decoder-only language model: a batch in, one loss per token out. Or a part of one, under the same names.
 
-    def __init__(self, config: ModelConfig, *, part: Part | None = None, head_chunk_mib: int = 256) -> None:
+    `seq_len` are the tokens of the rows that it is for: `longrope` has other factors for longer ones.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, part: Part | None = None, seq_len: int = 0, head_chunk_mib: int = 256
+    ) -> None:
         super().__init__()
         part = part or Part(range(config.num_layers))
-        self.config = config
+        self.config, self.seq_len = config, seq_len
         self.embed = Embedding(config.vocab_size, config.dim) if part.embed else None
         # Keyed by layer number, so that names do not depend on where the model is cut.
         self.blocks = nn.ModuleDict({str(index): Block(config) for index in part.layers})
@@ -105,8 +110,11 @@ class Transformer(nn.Module):
         if x_BSE is None:
             raise ValueError("a part of a model without embedding needs the residual stream that enters it")
         precision = torch.float64 if x_BSE.dtype == torch.float64 else torch.float32
-        rotation_2BS1F = rope.rotation(self.config.rope, self.config.head_dim, batch.positions, precision)
-        for block in self.layers():
-            x_BSE = block(self.between(x_BSE), rotation_2BS1F, batch.boundaries)
+        config = self.config
+        rotation_2BS1F = rope.rotation(config.rope, config.head_dim, batch.positions, precision, seq_len=self.seq_len)
+        still_2BS1F = rope.still(rotation_2BS1F)
+        for index, block in self.blocks.items():
+            rotates = config.rotates(int(index))
+            x_BSE = block(self.between(x_BSE), rotation_2BS1F if rotates else still_2BS1F, batch.boundaries)
         x_BSE = self.between(x_BSE)
         return x_BSE if self.head is None else self.head(x_BSE, batch.labels)

@@ -63,10 +63,15 @@ class Block:
         if policy != "none":
             return self.stream + output * (policy == "keep_attention")
         exchanged = self.bytes * self.queries * (self.context is not None and self.context.ulysses > 1)
-        return self._normed() + self.bytes * (self.queries + self.keys) + output + exchanged
+        return self._normed() + self.bytes * (self.queries + self.keys) + output + exchanged + self._normed_heads()
 
     def kept_by_feed_forward(self) -> int:
         return self._normed() + (3 if self.compiled else 2) * self.inner
+
+    def _normed_heads(self) -> int:
+        """What enters the norms of queries and keys, and a number for each head."""
+        heads = self.model.num_heads // self.tp + max(1, self.model.num_kv_heads // self.tp)
+        return heads * (self.bytes * self.model.head_dim + self.wide) * self.tokens * self.model.qk_norm
 
     def _normed(self) -> int:
         """What enters a norm, a number per token, and what leaves it for all tp ranks' tokens."""
@@ -83,8 +88,14 @@ class Block:
         return self.stream + self.gathered + 2 * self.inner
 
     def in_attention(self, travels: int) -> int:
-        """Its backward pass, where all is kept: the gradient of the stream, and what the operator holds."""
-        return self.stream + self._attending(travels)
+        """Its backward pass, where all is kept: the gradient of the stream, and what the operator holds. When it is done,
+        so is what it kept.
+        """
+        return self.stream + max(self._attending(travels), self._norming_heads(self.bytes) - self.attended)
+
+    def _norming_heads(self, narrow: int) -> int:
+        """In the backward pass of the norm of queries: so many bytes of each number, and three of the type of statistics."""
+        return (narrow + 3 * self.wide) * self.queries * self.model.qk_norm
 
     def _attending(self, travels: int) -> int:
         """Gradients of attention's output, queries, keys and values; and what other ranks send.
@@ -171,7 +182,8 @@ class Block:
         own = self.bytes * width * tokens // (self.tp if self.shares_tokens else 1)
         weights = width * heads // self.tokens
         tile = heads * tokens // self.tokens
-        turning = tile * (self.groups > 1) + tile + 2 * self.wide * self.queries * tokens // self.tokens
+        passing = max(2 * self.wide * self.queries, self._norming_heads(2 * self.bytes))
+        turning = tile * (self.groups > 1) + tile + passing * tokens // self.tokens
         norming = weights + own + 3 * self.wide * own // self.bytes
         sums = (self.wide * weights // self.bytes) * (count > 1)
         return 2 * self.stream + self.gathered + heads + own + sums + max(turning, norming)

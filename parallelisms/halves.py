@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models import norm, tiles
-from models.tiles import Sums
+from models.tiles import Projections, Sums
 from models.transformer import Block
 
 Attended = list[tuple[Tensor, Tensor]]
@@ -101,6 +101,7 @@ class Halves:
     ) -> None:
         self.block, self._groups, self._run = block, pieces.groups, pieces.bodies
         self._exchange, self._core = block.exchange, block.attention.core
+        self._activation = block.feed_forward.activation
         self._cos, self._sin = rotation_2BT1F.unbind(0)
         self._boundaries = boundaries_BD
         most = None
@@ -112,10 +113,14 @@ class Halves:
     # ---- weights, as they are now: FSDP frees and gathers them between the passes
 
     def attention_weights(self) -> tuple[Tensor, ...]:
-        """Of norm, queries, keys, values and output."""
-        norm, half = self.block.attention_norm, self.block.attention
-        projections = (half.q_proj, half.k_proj, half.v_proj, half.o_proj)
-        return norm.view(norm.weight), *(projection.matrix() for projection in projections)
+        """Of norm, queries, keys, values and, if there are any, the norms of queries and keys; and of output."""
+        norm, through = self.block.attention_norm, self._projections()
+        return norm.view(norm.weight), *through.matrices, *through.norms, self.block.attention.o_proj.matrix()
+
+    def _projections(self) -> Projections:
+        half, norms = self.block.attention, self.block.attention.norms()
+        matrices = [projection.matrix() for projection in (half.q_proj, half.k_proj, half.v_proj)]
+        return Projections(matrices, [norm.view(norm.weight) for norm in norms], self.block.attention_norm.eps)
 
     def feed_weights(self) -> tuple[Tensor, ...]:
         """Of norm, gate, up and down."""
@@ -179,31 +184,28 @@ class Halves:
 
     def _sent(self, entrance: Entrance) -> Iterator[Any]:
         """Queries, keys and values of each group, on their way while the one before is at work."""
-        _, *weights, _ = self.attention_weights()
-        following = None
+        through, following = self._projections(), None
         for group in range(self._groups + 1):
             sent = following
             if group < self._groups:
-                rows = [weight.chunk(self._groups)[group] for weight in weights]
-                following = self._core.start(
-                    *self._tokens.by_tiles(partial(self._projected, entrance, rows), gathered=True)
-                )
+                projected = partial(self._projected, entrance, through.group(group, self._groups))
+                following = self._core.start(*self._tokens.by_tiles(projected, gathered=True))
             if sent is not None:
                 yield sent
 
-    def _projected(self, entrance: Entrance, weights: list[Tensor], tile: slice) -> Sequence[Tensor]:
-        found: Sequence[Tensor] = self._run.project(entrance.of(tile)[0], *self._turn(tile), *weights)
+    def _projected(self, entrance: Entrance, through: Projections, tile: slice) -> Sequence[Tensor]:
+        found: Sequence[Tensor] = self._run.project(entrance.of(tile)[0], *self._turn(tile), through)
         return found
 
     def _project_backward(
         self, grad_BSE: Tensor, entrance: Entrance, grads: list[tuple[Tensor, ...]]
     ) -> tuple[Tensor, ...]:
         norm_E, *weights, _ = self.attention_weights()
-        sums = Sums((norm_E, *weights), len(self._tokens.tiles))
+        through, sums = self._projections(), Sums((norm_E, *weights), len(self._tokens.tiles))
         for tile in self._tokens.tiles:
             normed, inverse = entrance.of(tile)
             of_tile = [_joined([self._tokens.of(x, tile) for x in groups], 2) for groups in zip(*grads, strict=True)]
-            grad, *grad_weights = self._run.project_backward(normed, *self._turn(tile), of_tile, weights)
+            grad, *grad_weights = self._run.project_backward(normed, *self._turn(tile), of_tile, through)
             grad, grad_norm_E = self._run.normalise_backward(
                 self._exchange.reduce(grad), entrance.stream[:, tile], norm_E, inverse
             )
@@ -220,7 +222,8 @@ class Halves:
         def of(tile: slice) -> list[Tensor]:
             x_BCE = between_BSE[:, tile]
             normed, _ = self._run.normalise(x_BCE, norm_E, self.block.ffn_norm.eps)
-            return [self._exchange.reduce(self._run.feed(self._exchange.gather(normed), *weights)).add_(x_BCE)]
+            fed = self._run.feed(self._exchange.gather(normed), *weights, activation=self._activation)
+            return [self._exchange.reduce(fed).add_(x_BCE)]
 
         (out_BSE,) = self._tokens.by_tiles(of)
         return out_BSE
@@ -234,7 +237,7 @@ class Halves:
             between_BCE, grad_BCE = self._left(x_BSE, outs, tile), grad_BSE[:, tile]
             normed, inverse = self._run.normalise(between_BCE, norm_E, self.block.ffn_norm.eps)
             normed, grad = self._exchange.gather(normed), self._exchange.gather(grad_BCE)
-            grad, *grad_weights = self._run.feed_backward(grad, normed, *weights)
+            grad, *grad_weights = self._run.feed_backward(grad, normed, *weights, activation=self._activation)
             del normed
             grad, grad_norm_E = self._run.normalise_backward(self._exchange.reduce(grad), between_BCE, norm_E, inverse)
             sums.add((grad_norm_E, *grad_weights))

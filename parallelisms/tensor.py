@@ -6,6 +6,7 @@ width, for all tokens; a cut by columns turns these into its part of a sum. Betw
     embed                                          rows       ends in a sum
     attention_norm                                 whole
     attention    q_proj, k_proj, v_proj            rows       begins with all tokens
+                 q_norm, k_norm                    for heads
                  o_proj                            columns    ends in a sum
     ffn_norm                                       whole
     feed_forward gate_proj, up_proj                rows       begins with all tokens
@@ -37,13 +38,15 @@ from models.norm import RMSNorm
 from models.transformer import Exchange, Transformer
 from parallelisms import collectives
 
-Cut = Literal["whole", "rows", "columns"]
+Cut = Literal["whole", "for heads", "rows", "columns"]
 
 BLOCK: dict[str, Cut] = {
     "attention_norm": "whole",
     "attention.q_proj": "rows",
     "attention.k_proj": "rows",
     "attention.v_proj": "rows",
+    "attention.q_norm": "for heads",
+    "attention.k_norm": "for heads",
     "attention.o_proj": "columns",
     "ffn_norm": "whole",
     "feed_forward.gate_proj": "rows",
@@ -66,6 +69,8 @@ def apply(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, loss
     alike = KEYS if kv_heads < mesh.size() else ()
     for block in model.layers():
         for name, cut in BLOCK.items():
+            if cut == "for heads" and not model.config.qk_norm:
+                continue
             cutter.place(cast(Any, block.get_submodule(name)), "whole" if name in alike else cut)
         for name in alike:
             cutter.share_heads(cast(Linear, block.get_submodule(name)), kv_heads)
@@ -109,10 +114,11 @@ class Cutter:
         """Cuts the weight, and lets the module see the part that is here."""
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-        placement = {"whole": Replicate(), "rows": Shard(0), "columns": Shard(1)}[cut]
+        placement = {"rows": Shard(0), "columns": Shard(1)}.get(cut, Replicate())
         module.weight = nn.Parameter(distribute_tensor(module.weight, self._mesh, [placement], src_data_rank=None))
-        # A whole weight has met a part of the tokens only, where ranks share them.
-        module.view = partial(_of_parts, name=self._name) if cut == "whole" and self._shares_tokens else _here
+        # A whole weight has met a part of the heads only, or of the tokens, where ranks share them.
+        is_partial = cut == "for heads" or (cut == "whole" and self._shares_tokens)
+        module.view = partial(_of_parts, name=self._name) if is_partial else _here
 
     def share_heads(self, projection: Linear, heads: int) -> None:
         """Of a whole projection to fewer heads than ranks, each rank computes the head that its queries need."""

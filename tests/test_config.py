@@ -10,6 +10,7 @@ from typing import get_args
 
 import pytest
 
+from models.turning import summary
 from trainer import describe
 from trainer.config import Config
 from trainer.ledger import GIB, ledger
@@ -446,6 +447,28 @@ def test_keys_that_are_left_out_are_the_presets() -> None:
     ).model.build()
     assert (model.num_layers, model.rope.factor) == (2, 2.0)
     assert (model.dim, model.rope.theta, model.rope.kind) == (preset.dim, preset.rope.theta, preset.rope.kind)
+
+
+def test_what_is_wrong_with_a_rotation_is_said_at_once_with_its_keys() -> None:
+    options = "--model.rope.kind longrope --model.rope.long_factors 2,3 --model.rope.beta_fast 8 --model.rope.theta 1e6"
+    assert load([*options.split(), "--data.corpus", "copy"]).problems(1) == [
+        'model.rope.beta_fast has no use with model.rope.kind = "longrope"; it belongs to "yarn"',
+        'model.rope.factor = 1.0 must be above 1 for model.rope.kind = "longrope"',
+        "model.rope.short_factors are 0, and must be 16: half of model.head_dim = 32",
+        "model.rope.long_factors are 2, and must be 16: half of model.head_dim = 32",
+    ]
+
+
+def test_the_rotation_is_told_before_a_run() -> None:
+    config = load(
+        ["--model.rope.kind", "yarn", "--model.rope.factor", "8", "--model.nope_every", "4", "--training.seq_len", "64"]
+    )
+    assert config.plans(1) == [summary(config.model.build(), 64)]
+    assert config.plans(1)[0].startswith("rope yarn: theta 500,000, ")
+    assert config.plans(1)[0].endswith("attention factor 1.2079; none in every 4th layer")
+    preset = load(["--model.family", "qwen3"]).model.build()
+    assert (preset.qk_norm, preset.nope_every, preset.rope.kind) == (True, None, "default")
+    assert not load(["--model.family", "qwen3", "--model.qk_norm", "false"]).model.build().qk_norm
 
 
 def test_debug_runs_at_any_number_of_processes_up_to_eight() -> None:

@@ -123,7 +123,7 @@ def test_a_file_that_is_not_toml_is_refused_with_its_line(here: Path, raw: bytes
         ("--optimizer.betas 0.9,x", "--optimizer.betas 0.9,x: item 2 must be a number"),
         ("--optimizer.betas [0.9,", "--optimizer.betas [0.9, must be a list such as 1,2 or [1, 2]"),
         ("--training.dtype fp8", '--training.dtype fp8 must be "bfloat16", "float32" or "float64"'),
-        ("--model.rope.kind x", '--model.rope.kind x must be "default" or "llama3"'),
+        ("--model.rope.kind x", '--model.rope.kind x must be "default", "linear", "llama3", "yarn" or "longrope"'),
         ("--job.name null", "--job.name null must be text"),
         ("--job.name=\udcff", "the value is not valid UTF-8"),
     ],

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from models.turning import summary
 from parallelisms.rules import ContextPlan, tensor_problems
 from parallelisms.stages import PipelinePlan
 from parallelisms.topology import Topology
@@ -191,9 +192,11 @@ class Config(Section):
         return Topology(degrees=degrees, plan=self.context_plan(), node=section.node_ranks, hosts=nodes)
 
     def plans(self, world_size: int) -> list[str]:
-        """What is done along the axes that leave a choice, a line each. The model must have no problems."""
+        """What positions mean, and what is done along the axes that leave a choice, a line each. The model must have no
+        problems.
+        """
         section = self.parallelism
-        found = []
+        found = [summary(self.model.build(), self.training.seq_len)]
         if section.cp > 1:
             found.append(f"context parallelism: {self.context_plan().summary()}")
         if section.tp > 1:

@@ -123,7 +123,8 @@ class Rank:
         E, G, tp = self.model.dim, self.model.ffn_dim // self.tp, self.tp
         queries = self.model.num_heads * self.model.head_dim // tp
         keys = self.model.num_kv_heads * self.model.head_dim // (tp if self.model.num_kv_heads >= tp else 1)
-        return [(queries, E), (keys, E), (keys, E), (E, queries), (G, E), (G, E), (E, G), (E, 1), (E, 1)]
+        heads = [(self.model.head_dim, 1)] * (2 * self.model.qk_norm)
+        return [(queries, E), (keys, E), (keys, E), (E, queries), (G, E), (G, E), (E, G), (E, 1), (E, 1), *heads]
 
     def head_shapes(self) -> Shapes:
         shared = self.config.parallelism.loss_parallel
@@ -285,7 +286,7 @@ class Rank:
     def _phases(self, index: int) -> Iterator[tuple[str, float, Shapes]]:
         """Of the backward pass of a block: bytes in passing, and the matrices whose gradients have been found."""
         block = self.block
-        _, _, _, output, *inner, _, _ = self.block_shapes()
+        _, _, _, output, *inner = self.block_shapes()[:7]
         if self.config.memory.recompute == "none":
             yield "feed-forward", block.in_feed_forward(), inner[2:]
             yield "attention", block.in_attention(self._travels()) - block.kept_by_feed_forward(), [output, *inner]

@@ -176,7 +176,8 @@ def build_model(
     reduced = getattr(torch, training.reduce_dtype) if compute == torch.bfloat16 else stored
     on_host = config.memory.optimizer_placement == "host"
     with torch.device("meta"):
-        model = Transformer(config.model.build(), part=part, head_chunk_mib=config.memory.head_chunk_mib).to(stored)
+        built, chunk = config.model.build(), config.memory.head_chunk_mib
+        model = Transformer(built, part=part, seq_len=training.seq_len, head_chunk_mib=chunk).to(stored)
     parallelize(
         model,
         mesh,

@@ -48,18 +48,32 @@ class JobSection(Section):
 
 
 class RopeSection(Section):
-    kind: Literal["default", "llama3"] | None = None
-    """How frequencies are stretched: `default` (not at all), or `llama3` (by wavelength, as Llama 3.1 does)."""
-    theta: Positive | None = None
+    kind: Literal["default", "linear", "llama3", "yarn", "longrope"] | None = None
+    """How frequencies are stretched: `default` (not at all: for ABF raise `theta`), `linear` (all alike), `llama3` (by wavelength, as Llama 3.1 does), `yarn` (by turns, and scores sharpened), `longrope` (each by its own factor)."""
+    theta: Annotated[float, Field(gt=1)] | None = None
     """Base of the rotary frequencies."""
     factor: Annotated[float, Field(ge=1)] | None = None
-    """By how much the context is extended beyond `original_length`."""
+    """By how much the context is extended beyond `original_length`. For all kinds but `default`, which do nothing without it."""
     low_freq_factor: Positive | None = None
     """`llama3`: wavelengths above `original_length / low_freq_factor` are stretched by the whole factor."""
     high_freq_factor: Positive | None = None
     """`llama3`: wavelengths below `original_length / high_freq_factor` stay as they are."""
     original_length: Count | None = None
     """Tokens of context that the frequencies were first trained for."""
+    beta_fast: Positive | None = None
+    """`yarn`: frequencies that turn more often than this over `original_length` stay as they are."""
+    beta_slow: Positive | None = None
+    """`yarn`: frequencies that turn less often than this over `original_length` are stretched by the whole factor."""
+    truncate: bool | None = None
+    """`yarn`: whether the ramp between the two begins and ends at whole frequencies."""
+    attention_factor: Positive | None = None
+    """`yarn` and `longrope`: what cosine and sine are multiplied by. Left out: 0.1 ln(factor) + 1, and sqrt(1 + ln(factor) / ln(original_length))."""
+    short_factors: tuple[float, ...] | None = None
+    """`longrope`: what each frequency is divided by where training.seq_len is at most `original_length`; half as many as `head_dim`."""
+    long_factors: tuple[float, ...] | None = None
+    """`longrope`: the same for longer rows."""
+    precision: Literal["float64", "float32"] | None = None
+    """Type of angles. `float32` is off by 0.05 rad at position 1M, and bit by bit what Hugging Face computes."""
 
 
 class ModelSection(Section):
@@ -87,6 +101,10 @@ class ModelSection(Section):
     """Epsilon of every RMSNorm."""
     tie_embeddings: bool | None = None
     """Whether the head uses the embedding's weight."""
+    qk_norm: bool | None = None
+    """Whether each head of queries and keys is normalised before it is rotated, as in Qwen3."""
+    nope_every: Count | None = None
+    """Each layer whose number, from 1 on, is a multiple of this has no rotary embedding, as each 4th of SmolLM3. Left out: as the preset."""
     rope: RopeSection = RopeSection()
     """Rotary position embedding, where it differs from the preset's."""
 
@@ -106,9 +124,8 @@ class ModelSection(Section):
         if self.size not in sizes:
             return [f'model.size = "{self.size}" is unknown; family "{self.family}" has {", ".join(sizes)}']
         built = self.build()
-        if self.rope.factor is not None and built.rope.kind == "default":
-            return [f'model.rope.factor = {self.rope.factor} has no use with model.rope.kind = "default"']
-        return built.problems()
+        given = [key for key, value in self.rope if value is not None]
+        return [*built.rope.useless(given), *built.problems()]
 
 
 class TrainingSection(Section):

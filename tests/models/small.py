@@ -24,6 +24,10 @@ SMALL = ModelConfig(
     rope=RopeConfig(theta=500.0),
 )
 TIED = replace(SMALL, tie_embeddings=True)
+NORMED = replace(SMALL, qk_norm=True)
+# Of every three layers two are rotated, and their frequencies stretched.
+YARN = RopeConfig(kind="yarn", theta=500.0, factor=4.0, original_length=16, beta_fast=2.0, beta_slow=0.5)
+MIXED = replace(NORMED, num_layers=3, nope_every=3, rope=YARN)
 
 
 def small_model(config: ModelConfig = SMALL, *, dtype: torch.dtype = torch.float64) -> Transformer:

@@ -14,7 +14,7 @@ from models.transformer import Transformer
 from parallelisms import recompute
 from parallelisms.halves import Pieces
 from parallelisms.recompute import Recompute
-from tests.models.small import SMALL, TIED, packed, small_model
+from tests.models.small import NORMED, SMALL, TIED, packed, small_model
 
 PUBLISHED = {
     ("llama2", "7b"): 6_738_415_616,
@@ -27,6 +27,12 @@ PUBLISHED = {
     ("llama3.1", "405b"): 405_853_388_800,
     ("llama3.2", "1b"): 1_235_814_400,
     ("llama3.2", "3b"): 3_212_749_824,
+    ("qwen3", "0.6b"): 596_049_920,
+    ("qwen3", "1.7b"): 1_720_574_976,
+    ("qwen3", "4b"): 4_022_468_096,
+    ("qwen3", "8b"): 8_190_735_360,
+    ("qwen3", "14b"): 14_768_307_200,
+    ("qwen3", "32b"): 32_762_123_264,
 }
 PRESETS = [(family, size) for family, sizes in FAMILIES.items() for size in sizes]
 
@@ -45,8 +51,16 @@ def test_a_model_has_as_many_parameters_as_its_configuration_says(family: str, s
     assert sum(parameter.numel() for parameter in model.parameters()) == config.num_parameters
 
 
-def test_every_preset_but_the_debug_model_is_held_to_a_published_count() -> None:
-    assert {*PRESETS} - {*PUBLISHED} == {("llama3", "debug")}
+def test_every_preset_but_debug_models_is_held_to_a_published_count() -> None:
+    assert {*PRESETS} - {*PUBLISHED} == {("llama3", "debug"), ("qwen3", "debug")}
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+def test_debug_models_divide_among_eight_ranks(family: str) -> None:
+    config = FAMILIES[family]["debug"]
+    assert all(size % 8 == 0 for size in (config.vocab_size, config.dim, config.num_heads, config.ffn_dim))
+    assert (config.num_layers, config.num_kv_heads) == (4, 4)
+    assert config.qk_norm == config.tie_embeddings == (family == "qwen3")
 
 
 @pytest.mark.parametrize("size", ["1b", "3b"])
@@ -54,6 +68,14 @@ def test_the_small_models_of_llama_3_2_tie_their_embeddings_and_stretch_by_32(si
     config = FAMILIES["llama3.2"][size]
     assert config.tie_embeddings
     assert config.rope == RopeConfig(kind="llama3", theta=500_000.0, factor=32.0, original_length=8192)
+
+
+def test_qwen3_normalises_heads_and_ties_its_small_models() -> None:
+    sizes = {size: config for size, config in FAMILIES["qwen3"].items() if size != "debug"}
+    assert {size for size, config in sizes.items() if config.tie_embeddings} == {"0.6b", "1.7b", "4b"}
+    for config in sizes.values():
+        assert (config.norm_eps, config.rope, config.qk_norm) == (1e-6, RopeConfig(theta=1e6), True)
+        assert (config.vocab_size, config.head_dim, config.num_kv_heads) == (151_936, 128, 8)
 
 
 def test_llama_3_1_differs_from_llama_3_by_its_rotation_alone() -> None:
@@ -84,7 +106,7 @@ def flops_of_addition(_: object, left: torch.Size, right: torch.Size, **__: obje
     return 2 * left[0] * left[1] * right[1]
 
 
-@pytest.mark.parametrize("config", [SMALL, TIED])
+@pytest.mark.parametrize("config", [SMALL, TIED, NORMED])
 @pytest.mark.parametrize(
     ("policy", "every", "pieces"),
     [
@@ -126,7 +148,7 @@ def test_flops_of_llama_3_8b_are_those_of_the_performance_note() -> None:
 
 def test_what_cannot_be_built_is_said_with_its_numbers() -> None:
     assert SMALL.problems() == []
-    rope = RopeConfig(kind="llama3", low_freq_factor=4.0, high_freq_factor=4.0)
+    rope = RopeConfig(kind="llama3", factor=8.0, low_freq_factor=4.0, high_freq_factor=4.0)
     broken = replace(SMALL, num_heads=5, num_kv_heads=2, head_dim=7, rope=rope)
     assert broken.problems() == [
         "model.rope.low_freq_factor = 4.0 must be below model.rope.high_freq_factor = 4.0",

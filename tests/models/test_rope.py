@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from models import FAMILIES, rope
+from models import rope
 from models.config import RopeConfig
+from tests.models.ropes import KINDS
 from tests.models.small import remember, unchanged
 
 PLAIN = RopeConfig(theta=500_000.0)
-STRETCHED = RopeConfig(kind="llama3", theta=500_000.0, factor=8.0, original_length=8192)
 WIDTH = 16
 POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 5000], [7, 6, 0, 100_000, 1, 1, 2]])
 
@@ -54,59 +55,27 @@ def test_position_zero_is_left_as_it_is() -> None:
     assert (turned[POSITIONS == 1] - x[POSITIONS == 1]).abs().amax(-1).min() > 0.1
 
 
-@pytest.mark.parametrize("config", [PLAIN, STRETCHED])
+@pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)
 def test_products_depend_on_the_distance_alone(config: RopeConfig) -> None:
     distances = []
     for first in (0, 3, 4097, 1_000_000):
         positions = torch.tensor([[first + 11, first]])
-        q, k = rope.rotate(draw(torch.zeros(1, 2)), rotation(config, positions=positions))[0]
+        q, k = rope.rotate(draw(torch.zeros(1, 2), head_dim=128), rotation(config, head_dim=128, positions=positions))[
+            0
+        ]
         distances.append((q * k).sum(-1))
     for products in distances[1:]:
         torch.testing.assert_close(products, distances[0], rtol=0, atol=1e-8)
-    other = rope.rotate(draw(torch.zeros(1, 2)), rotation(config, positions=torch.tensor([[12, 0]])))[0]
+    positions = torch.tensor([[12, 0]])
+    other = rope.rotate(draw(torch.zeros(1, 2), head_dim=128), rotation(config, head_dim=128, positions=positions))[0]
     assert ((other[0] * other[1]).sum(-1) - distances[0]).abs().min() > 1e-3
 
 
-def published(config: RopeConfig, head_dim: int) -> list[float]:
-    """Llama 3.1's scaling, by wavelength, one frequency after the other."""
-    frequencies = []
-    for i in range(head_dim // 2):
-        frequency = 1.0 / config.theta ** (2 * i / head_dim)
-        wavelength = 2 * math.pi / frequency
-        if wavelength < config.original_length / config.high_freq_factor:
-            frequencies.append(frequency)
-        elif wavelength > config.original_length / config.low_freq_factor:
-            frequencies.append(frequency / config.factor)
-        else:
-            smooth = config.original_length / wavelength - config.low_freq_factor
-            smooth /= config.high_freq_factor - config.low_freq_factor
-            frequencies.append((1 - smooth) * frequency / config.factor + smooth * frequency)
-    return frequencies
-
-
-@pytest.mark.parametrize(
-    ("config", "head_dim"),
-    [
-        (FAMILIES["llama3.1"]["8b"].rope, 128),
-        (FAMILIES["llama3.2"]["1b"].rope, 64),
-        (RopeConfig(kind="llama3", theta=10_000.0, factor=4.0, low_freq_factor=2.0, high_freq_factor=16.0), 32),
-    ],
-)
-def test_long_wavelengths_are_stretched_as_published(config: RopeConfig, head_dim: int) -> None:
-    found, expected = rope.frequencies(config, head_dim), published(config, head_dim)
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
-    shares = found / rope.frequencies(RopeConfig(theta=config.theta), head_dim)
-    assert shares[0] == 1
-    assert float(shares[-1]) == pytest.approx(1 / config.factor)
-    assert ((shares > 1.001 / config.factor) & (shares < 0.999)).any()
-
-
 @pytest.mark.parametrize("position", [8_000, 1_000_000, 4_000_000, 10_000_000])
-@pytest.mark.parametrize("theta", [500_000.0, 8_000_000.0])
+@pytest.mark.parametrize("config", [RopeConfig(theta=8e6), *KINDS.values()], ids=["abf", *KINDS])
 def test_the_angle_between_two_tokens_is_right_however_far_they_are_in_the_document(
-    position: int, theta: float
+    position: int, config: RopeConfig
 ) -> None:
-    config = RopeConfig(theta=theta)
     firsts = torch.arange(position - 50, position)
     table = rope.rotation(config, 128, torch.stack((firsts, firsts + 1000)), torch.float32).double()
     cos, sin = table.squeeze(3)
@@ -125,8 +94,22 @@ def test_the_table_is_as_precise_as_its_dtype() -> None:
     torch.testing.assert_close(single.double(), exact, rtol=0, atol=5e-7)
 
 
-def test_gradients_are_those_of_finite_differences() -> None:
-    torch.autograd.gradcheck(lambda x: rope.rotate(x, rotation()), draw().requires_grad_())
+@pytest.mark.parametrize("config", [PLAIN, replace(KINDS["yarn"], attention_factor=1.7)], ids=["default", "yarn"])
+def test_gradients_are_those_of_finite_differences(config: RopeConfig) -> None:
+    torch.autograd.gradcheck(lambda x: rope.rotate(x, rotation(config)), draw().requires_grad_())
+
+
+def test_what_stands_still_is_left_as_it_is_and_its_table_takes_no_room() -> None:
+    x, still = draw().requires_grad_(), rope.still(rotation(KINDS["yarn"], head_dim=WIDTH))
+    out = rope.rotate(x, still)
+    assert torch.equal(out, x)
+    out.backward(torch.ones_like(x).cumsum(-1))
+    assert torch.equal(torch.ones_like(x).cumsum(-1), x.grad if x.grad is not None else x)
+    assert still.untyped_storage().nbytes() == 2 * 8
+
+
+def test_frequencies_are_computed_once() -> None:
+    assert rope.frequencies(PLAIN, WIDTH) is rope.frequencies(PLAIN, WIDTH)
 
 
 def test_half_precision_is_turned_in_single_precision() -> None:

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from benchmarks.context_parallel import Peak
 from models import rope, tiles
-from tests.models.small import SMALL
+from models.config import RopeConfig
+from tests.models.small import SMALL, YARN
 
 ROWS, TOKENS = 3, 7
 STREAM = (ROWS, TOKENS, SMALL.dim)
@@ -43,28 +44,34 @@ def assert_near(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 # ---- what is computed of one tile
 
 
-def test_projections_and_their_gradients_are_those_of_autograd() -> None:
-    cos, sin = rope.rotation(SMALL.rope, SMALL.head_dim, POSITIONS, torch.float64)
-    given = [draw(*STREAM, seed=9), *(draw(width, SMALL.dim, seed=width) for width in WIDTHS)]
+@pytest.mark.parametrize("rope_config", [SMALL.rope, YARN])
+@pytest.mark.parametrize("normed", [False, True])
+def test_projections_and_their_gradients_are_those_of_autograd(*, normed: bool, rope_config: RopeConfig) -> None:
+    cos, sin = rope.rotation(rope_config, SMALL.head_dim, POSITIONS, torch.float64)
+    given = [draw(*STREAM, seed=9), *(draw(width, SMALL.dim, seed=seed) for seed, width in enumerate(WIDTHS))]
+    given += [1 + draw(SMALL.head_dim, seed=seed) / 5 for seed in (21, 22)] * normed
     grads = [draw(ROWS, TOKENS, width // SMALL.head_dim, SMALL.head_dim, seed=5 + width) for width in WIDTHS]
 
     def plain(x: Tensor, *weights: Tensor) -> list[Tensor]:
-        q, k, v = ((x @ weight.T).unflatten(-1, (-1, SMALL.head_dim)) for weight in weights)
+        q, k, v = ((x @ weight.T).unflatten(-1, (-1, SMALL.head_dim)) for weight in weights[:3])
+        if normed:
+            q, k = (F.rms_norm(y, y.shape[-1:], weight, 1e-2) for y, weight in zip((q, k), weights[3:], strict=True))
         table = torch.stack((cos, sin))
         return [rope.rotate(q, table), rope.rotate(k, table), v]
 
     outs, expected = differentiated(plain, given, grads)
-    assert_near(tiles.project(given[0], cos, sin, *given[1:]), outs)
-    assert_near(tiles.project_backward(given[0], cos, sin, grads, given[1:]), expected)
+    through = tiles.Projections(given[1:4], given[4:], 1e-2)
+    assert_near(tiles.project(given[0], cos, sin, through), outs)
+    assert_near(tiles.project_backward(given[0], cos, sin, grads, through), expected)
 
 
 def test_the_feed_forward_and_its_gradients_are_those_of_autograd() -> None:
     given = [draw(*STREAM, seed=9), *(draw(*shape, seed=seed) for seed, shape in enumerate((*INTO, OUT_OF)))]
     grad = draw(*STREAM, seed=8)
     outs, expected = differentiated(lambda x, gate, up, down: (F.silu(x @ gate.T) * (x @ up.T)) @ down.T, given, [grad])
-    assert_near([tiles.feed(*given)], outs)
+    assert_near([tiles.feed(*given, activation="silu")], outs)
     before = grad.clone()
-    assert_near(tiles.feed_backward(grad, *given), expected)
+    assert_near(tiles.feed_backward(grad, *given, activation="silu"), expected)
     assert torch.equal(grad, before), "a gradient that is given is only read"
 
 
@@ -111,7 +118,7 @@ def test_a_feed_forward_s_backward_pass_holds_what_is_said_of_a_token(inner: int
     def peak(tokens: int) -> int:
         grad, normed = (draw(1, tokens, width, seed=seed, dtype=half) for seed in (1, 2))
         with Peak() as seen:
-            found = tiles.feed_backward(grad, normed, *weights)
+            found = tiles.feed_backward(grad, normed, *weights, activation="silu")
         del found
         return int(seen.bytes)
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models import rope
+from models import FAMILIES, rope, turning
 from models.batch import IGNORE, Batch
 from models.config import ModelConfig, RopeConfig
-from models.transformer import Transformer
-from tests.models.small import SMALL, TIED, gradients, largest_difference, packed, small_model
+from models.transformer import Part, Transformer
+from tests.models.small import MIXED, NORMED, SMALL, TIED, gradients, largest_difference, packed, small_model
 
 GROUPED = replace(SMALL, num_heads=6, num_kv_heads=2, norm_eps=1e-2)
 STRETCHED = replace(SMALL, rope=RopeConfig(kind="llama3", theta=500.0, factor=8.0, original_length=32))
@@ -29,7 +29,8 @@ def plain(model: Transformer, batch: Batch) -> Tensor:
     config, weights = model.config, dict(model.named_parameters())
     half = config.head_dim // 2
     angles = batch.positions.double()[..., None] * rope.frequencies(config.rope, config.head_dim)
-    turn = torch.polar(torch.ones_like(angles), angles)[:, :, None]
+    size = turning.attention_factor(config.rope)
+    turn = torch.polar(torch.full_like(angles, size), angles)[:, :, None]
     tokens = torch.arange(batch.tokens.shape[1])
     mask = (batch.documents[:, :, None] == batch.documents[:, None, :]) & (tokens[:, None] >= tokens[None, :])
 
@@ -38,7 +39,9 @@ def plain(model: Transformer, batch: Batch) -> Tensor:
         return out
 
     def heads(x: Tensor, name: str, *, rotated: bool) -> Tensor:
-        y = F.linear(x, weights[name]).unflatten(-1, (-1, config.head_dim))
+        y = F.linear(x, weights[f"{name}_proj.weight"]).unflatten(-1, (-1, config.head_dim))
+        if f"{name}_norm.weight" in weights:
+            y = norm(y, f"{name}_norm.weight")
         if rotated:
             z = torch.complex(y[..., :half], y[..., half:]) * turn
             y = torch.cat((z.real, z.imag), dim=-1)
@@ -49,10 +52,11 @@ def plain(model: Transformer, batch: Batch) -> Tensor:
     for layer in range(config.num_layers):
         at = f"blocks.{layer}."
         y = norm(x, at + "attention_norm.weight")
-        q, k = (heads(y, f"{at}attention.{which}_proj.weight", rotated=True) for which in "qk")
+        rotated = config.nope_every is None or layer + 1 not in range(config.nope_every, 99, config.nope_every)
+        q, k = (heads(y, f"{at}attention.{which}", rotated=rotated) for which in "qk")
         scores = q @ k.transpose(-1, -2) / config.head_dim**0.5
         chances = scores.masked_fill(~mask[:, None], -torch.inf).softmax(-1)
-        seen = chances @ heads(y, at + "attention.v_proj.weight", rotated=False)
+        seen = chances @ heads(y, at + "attention.v", rotated=False)
         x = x + F.linear(seen.transpose(1, 2).flatten(-2), weights[at + "attention.o_proj.weight"])
         y = norm(x, at + "ffn_norm.weight")
         gate, up = (F.linear(y, weights[f"{at}feed_forward.{which}_proj.weight"]) for which in ("gate", "up"))
@@ -65,7 +69,7 @@ def plain(model: Transformer, batch: Batch) -> Tensor:
     return losses.view_as(batch.labels)
 
 
-@pytest.mark.parametrize("config", [SMALL, TIED, GROUPED, STRETCHED])
+@pytest.mark.parametrize("config", [SMALL, TIED, GROUPED, STRETCHED, NORMED, MIXED])
 def test_losses_and_every_gradient_are_those_of_the_book(config: ModelConfig) -> None:
     model = small_model(config)
     losses, found = gradients(model, BATCH)
@@ -87,7 +91,7 @@ def part(batch: Batch, row: int, start: int, end: int) -> Batch:
     return Batch(**per_token, boundaries=boundaries, num_tokens=end - start, num_pairs=0, attended=0)
 
 
-@pytest.mark.parametrize("config", [SMALL, STRETCHED])
+@pytest.mark.parametrize("config", [SMALL, MIXED])
 def test_a_packed_row_has_the_losses_of_its_documents_alone(config: ModelConfig) -> None:
     model = small_model(config)
     with torch.no_grad():
@@ -121,7 +125,7 @@ def test_a_tied_gradient_is_the_sum_of_the_embedding_s_and_the_projection_s() ->
 
 
 @dynamo
-@pytest.mark.parametrize("config", [SMALL, TIED])
+@pytest.mark.parametrize("config", [SMALL, TIED, MIXED])
 def test_compiled_blocks_give_the_losses_and_gradients_of_eager_ones(config: ModelConfig) -> None:
     torch._dynamo.reset()
     eager, compiled = small_model(config), small_model(config)
@@ -146,6 +150,64 @@ def test_blocks_compiled_by_inductor_give_the_losses_and_gradients_of_eager_ones
     found_losses, found = gradients(compiled, BATCH)
     torch.testing.assert_close(found_losses, losses, rtol=0, atol=1e-12)
     assert largest_difference(found, expected) < 1e-12
+
+
+def test_a_part_of_a_model_leaves_the_same_layers_unrotated() -> None:
+    model = small_model(MIXED)
+    with torch.no_grad():
+        expected = model(BATCH)
+        first, second = (
+            Transformer(MIXED, part=Part(layers, embed=index == 0, head=index == 1)).double()
+            for index, layers in enumerate((range(1), range(1, 3)))
+        )
+        for part in (first, second):
+            part.load_state_dict({name: model.state_dict()[name] for name in part.state_dict()})
+        assert torch.equal(second(BATCH, first(BATCH)), expected)
+
+
+def test_the_length_of_rows_decides_the_factors_of_longrope_and_not_that_of_a_batch() -> None:
+    rope_ = RopeConfig(kind="longrope", factor=2.0, original_length=100, short_factors=(1,) * 3, long_factors=(9,) * 3)
+    config = replace(SMALL, rope=rope_)
+    of_length = {}
+    for seq_len in (0, 100, 101):
+        model = Transformer(config, seq_len=seq_len).double()
+        model.load_state_dict(small_model(config).state_dict())
+        of_length[seq_len] = model(BATCH).detach()
+    assert torch.equal(of_length[0], of_length[100])
+    assert not torch.equal(of_length[101], of_length[100])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_logits_of_qwen3_are_those_of_hugging_face() -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = FAMILIES["qwen3"]["debug"]
+    given = Qwen3Config(
+        vocab_size=config.vocab_size, hidden_size=config.dim, intermediate_size=config.ffn_dim,
+        num_hidden_layers=config.num_layers, num_attention_heads=config.num_heads, head_dim=config.head_dim,
+        num_key_value_heads=config.num_kv_heads, rms_norm_eps=config.norm_eps, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
+    )  # fmt: skip
+    theirs, ours = Qwen3ForCausalLM(given).eval(), small_model(config, dtype=torch.float32)
+    names = {"embed.weight": "model.embed_tokens.weight", "head.norm.weight": "model.norm.weight"}
+    inner = {"attention.": "self_attn.", "attention_norm": "input_layernorm"}
+    inner |= {"ffn_norm": "post_attention_layernorm", "feed_forward": "mlp"}
+    weights = {}
+    for name, parameter in ours.named_parameters():
+        there = names.get(name, name.replace("blocks.", "model.layers."))
+        for old, new in inner.items():
+            there = there.replace(f".{old}", f".{new}")
+        weights[there] = parameter.detach()
+        with torch.no_grad():
+            parameter.mul_(0.3 if parameter.ndim > 1 else 1)
+    missing, unexpected = theirs.load_state_dict(weights, strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"], [])
+    batch = packed([300], vocab_size=config.vocab_size)
+    with torch.no_grad():
+        logits = theirs(batch.tokens).logits
+        expected = F.cross_entropy(logits[0, :-1], batch.tokens[0, 1:], reduction="none")
+        torch.testing.assert_close(ours(batch)[0, :-1], expected, rtol=0, atol=1e-4)
+    assert float(logits.std()) > 1
 
 
 def test_projections_into_the_residual_stream_start_smaller_and_norms_at_one() -> None:

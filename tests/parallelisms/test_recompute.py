@@ -25,7 +25,7 @@ from parallelisms import recompute
 from parallelisms.halves import Bodies, Pieces, compiled_bodies
 from parallelisms.offload import HostMemory
 from parallelisms.recompute import Recompute
-from tests.models.small import SMALL, TIED, gradients, largest_difference, packed, small_model
+from tests.models.small import MIXED, SMALL, TIED, gradients, largest_difference, packed, small_model
 
 BATCH = packed([9, 1, 14], [24])
 OTHER = packed([24], [20, 4], seed=3)
@@ -33,6 +33,7 @@ BATCHES = [BATCH, OTHER, packed([12, 12], [1, 23], seed=5)]
 POLICIES: tuple[recompute.Policy, ...] = ("full", "keep_attention")
 # Three blocks: of two that share an input, the last is then alone. Four key/value heads: groups may have several.
 DEEP = replace(SMALL, num_layers=3, num_heads=8, num_kv_heads=4)
+NORMED = replace(MIXED, num_heads=8, num_kv_heads=4)
 TILE = 5 * tiles.bytes_of_token(SMALL.dim, SMALL.ffn_dim, 8)  # Five tokens of 24, in double precision.
 CUTS = [(1, None), (1, TILE), (2, None), (2, TILE), (4, TILE), (2, 0)]
 
@@ -64,18 +65,20 @@ class Calls(TorchDispatchMode):
 
 
 @cache
-def by_autograd() -> tuple[Tensor, dict[str, Tensor]]:
-    return gradients(small_model(DEEP), BATCH)
+def by_autograd(config: ModelConfig = DEEP) -> tuple[Tensor, dict[str, Tensor]]:
+    return gradients(small_model(config), BATCH)
 
 
 @pytest.mark.parametrize(("groups", "tile"), CUTS)
-@pytest.mark.parametrize("every", [1, 2, 3])
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("config", "every"), [*((DEEP, every) for every in (1, 2, 3)), (NORMED, 2)], ids=["1", "2", "3", "normed-2"]
+)
 def test_losses_and_gradients_are_those_of_autograd(
-    policy: recompute.Policy, every: int, groups: int, tile: int | None
+    config: ModelConfig, policy: recompute.Policy, every: int, groups: int, tile: int | None
 ) -> None:
-    losses, expected = by_autograd()
-    found_losses, found = gradients(kept_by(Recompute(policy, every=every, pieces=Pieces(groups, tile)), DEEP), BATCH)
+    losses, expected = by_autograd(config)
+    found_losses, found = gradients(kept_by(Recompute(policy, every=every, pieces=Pieces(groups, tile)), config), BATCH)
     torch.testing.assert_close(found_losses, losses, rtol=1e-12, atol=1e-12)
     assert largest_difference(found, expected) < 1e-12
 
@@ -86,6 +89,7 @@ def test_losses_and_gradients_are_those_of_autograd(
         (SMALL, torch.float64, TILE),
         (TIED, torch.float32, None),
         (SMALL, torch.bfloat16, None),
+        (MIXED, torch.bfloat16, TILE),
         (TIED, torch.bfloat16, TILE),
     ],
 )
@@ -109,13 +113,14 @@ def test_without_recomputation_blocks_run_as_autograd_does_it() -> None:
 
 @pytest.mark.parametrize("tile", [None, TILE])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_half_precision_is_as_near_to_double_as_autograd_is(groups: int, tile: int | None) -> None:
+@pytest.mark.parametrize("config", [DEEP, NORMED], ids=["plain", "normed"])
+def test_half_precision_is_as_near_to_double_as_autograd_is(config: ModelConfig, groups: int, tile: int | None) -> None:
     half = torch.bfloat16
-    rounded = small_model(DEEP, dtype=half).double()
+    rounded = small_model(config, dtype=half).double()
     losses, exact = gradients(rounded, BATCH)
-    plain_losses, plain = gradients(small_model(DEEP, dtype=half), BATCH)
+    plain_losses, plain = gradients(small_model(config, dtype=half), BATCH)
     found_losses, found = gradients(
-        kept_by(Recompute("keep_attention", pieces=Pieces(groups, tile)), DEEP, dtype=half), BATCH
+        kept_by(Recompute("keep_attention", pieces=Pieces(groups, tile)), config, dtype=half), BATCH
     )
     assert (found_losses - losses).norm() <= 1.5 * (plain_losses - losses).norm()
     for name, right in exact.items():
@@ -167,9 +172,9 @@ def test_a_block_that_is_made_again_is_so_once() -> None:
     """Of five blocks the first and the fourth keep their input; those of the second, third and fifth are made again."""
     fed: list[int] = []
 
-    def feed(x_BCE: Tensor, *weights: Tensor) -> Tensor:
+    def feed(x_BCE: Tensor, *weights: Tensor, activation: str) -> Tensor:
         fed.append(x_BCE.shape[1])
-        return tiles.feed(x_BCE, *weights)
+        return tiles.feed(x_BCE, *weights, activation=activation)
 
     bodies = Bodies(feed=feed)
     model = kept_by(Recompute("keep_attention", every=3, pieces=Pieces(bodies=bodies)), replace(SMALL, num_layers=5))
@@ -179,21 +184,23 @@ def test_a_block_that_is_made_again_is_so_once() -> None:
     assert len(fed) == 5 + 3
 
 
-@pytest.mark.parametrize(("groups", "tile"), [(1, None), (2, TILE)])
-def test_compiled_bodies_give_the_same_and_are_compiled_for_all_blocks_at_once(groups: int, tile: int | None) -> None:
+@pytest.mark.parametrize(("config", "groups", "tile"), [(DEEP, 1, None), (NORMED, 2, TILE)], ids=["plain", "normed"])
+def test_compiled_bodies_give_the_same_and_are_compiled_for_all_blocks_at_once(
+    config: ModelConfig, groups: int, tile: int | None
+) -> None:
     warnings.simplefilter("ignore")
-    losses, expected = by_autograd()
+    losses, expected = by_autograd(config)
     compilations = []
-    for layers in (DEEP.num_layers, 2 * DEEP.num_layers):
+    for layers in (3, 6):
         torch._dynamo.reset()
         counter = CompileCounterWithBackend("aot_eager")
         pieces = Pieces(groups, tile, compiled_bodies(backend=counter))
-        model = kept_by(Recompute("keep_attention", every=2, pieces=pieces), replace(DEEP, num_layers=layers))
+        model = kept_by(Recompute("keep_attention", every=2, pieces=pieces), replace(config, num_layers=layers))
         found_losses, found = gradients(model, BATCH)
         compilations.append(counter.frame_count)
         gradients(model, OTHER)
         compilations.append(counter.frame_count)
-        if layers == DEEP.num_layers:
+        if layers == 3:
             torch.testing.assert_close(found_losses, losses, rtol=1e-12, atol=1e-12)
             assert largest_difference(found, expected) < 1e-12
     # What differs is whether autograd knows of a tensor, and how long a tile is.

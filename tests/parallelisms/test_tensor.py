@@ -23,7 +23,7 @@ from parallelisms.initialize import initialize
 from parallelisms.mesh import Mesh
 from parallelisms.recompute import Recompute
 from parallelisms.rules import AXES, tensor_problems
-from tests.models.small import SMALL, packed
+from tests.models.small import MIXED, SMALL, packed
 from tests.parallelisms.plans import joined
 from tests.ranks import run_ranks
 from trainer.config import OptimizerSection
@@ -33,6 +33,8 @@ from trainer.optimizer import Optimizer
 CONFIG = replace(SMALL, vocab_size=44, num_heads=8, num_kv_heads=2, head_dim=2)
 TIED = replace(CONFIG, tie_embeddings=True)
 FOUR = replace(CONFIG, num_kv_heads=4)
+NORMED = replace(MIXED, vocab_size=44, num_heads=8, num_kv_heads=4)
+FEW = replace(NORMED, num_layers=2, nope_every=2, num_kv_heads=2)  # Fewer key heads than four ranks.
 ROWS = [[9, 1, 14], [24], [3, 21], [8] * 3]
 TARGETS = {rows: 24 * rows - sum(map(len, ROWS[:rows])) for rows in (3, 4)}
 
@@ -59,6 +61,7 @@ class Case:
         axes = " ".join(f"{axis}{size}" for axis, size in self.sizes)
         named = {
             "tied": self.config.tie_embeddings,
+            "normed": self.config.qk_norm,
             "tokens-whole": not self.sequence,
             "loss-whole": not self.loss,
             "compiled": self.compiled,
@@ -164,6 +167,11 @@ CASES = [
         for policy, every, tiled in PIECES
     ),
     Case((("dp_shard", 2), ("tp", 2)), FOUR, policy="keep_attention", groups=2, every=2, tiled=True),
+    Case(TP4, FEW),
+    Case(TP4, FEW, sequence=False, policy="full"),
+    Case(TP2, NORMED, sequence=False),
+    Case(TP2, NORMED, compiled=True, policy="full", groups=2, tiled=True),
+    Case((("dp_shard", 2), ("tp", 2)), NORMED, policy="keep_attention", groups=2, tiled=True),
 ]
 
 
@@ -208,6 +216,7 @@ def test_a_rank_holds_its_part_of_every_matrix() -> None:
         "feed_forward.up_proj.weight": (10, 16),
         "feed_forward.down_proj.weight": (16, 10),
     }
+    assert run_ranks(shares, 2, Case(TP2, NORMED))[0]["blocks.0.attention.q_norm.weight"] == (6,)
     assert held["embed.weight"] == held["head.proj.weight"] == (22, 16)
     assert run_ranks(shares, 2, Case(TP2, loss=False))[0]["head.proj.weight"] == (44, 16)
 
@@ -235,9 +244,9 @@ def largest_tile(sequence: bool) -> int:  # noqa: FBT001
     mesh = Mesh("cpu", dict.fromkeys(AXES, 1) | {"tp": 2}, rank=distributed.get_rank())
     model, met = Transformer(CONFIG).double(), []
 
-    def feed(x_BCE: Tensor, *weights: Tensor) -> Tensor:
+    def feed(x_BCE: Tensor, *weights: Tensor, activation: str) -> Tensor:
         met.append(x_BCE.shape[1])
-        return tiles.feed(x_BCE, *weights)
+        return tiles.feed(x_BCE, *weights, activation=activation)
 
     tensor.apply(model, mesh.tp, sequence_parallel=sequence, loss_parallel=True)
     # What a rank computes of a token is its part of the inner width.

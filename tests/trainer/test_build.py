@@ -127,3 +127,8 @@ def test_the_host_has_room_for_the_inputs_that_are_kept(every: int, inputs: int)
     host = placed.host_memory_of(config, world, config.pipeline_plan(1), rank=0)
     assert host is not None
     assert (host._inputs, host._budget) == (inputs, 1 << 30)
+
+
+def test_a_model_knows_the_length_of_rows(tmp_path: Path) -> None:
+    with trainer_of(configured(write_run(tmp_path), tmp_path / "run", "--training.seq_len=48")) as trainer:
+        assert trainer.parts[0].seq_len == 48

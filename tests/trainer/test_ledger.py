@@ -48,6 +48,7 @@ FULL, KEEP = "memory.recompute=full", "memory.recompute=keep_attention"
 FOUR = "parallelism.pp=2 model.num_layers=4 training.global_batch_size=4"
 HEAVY = "training.seq_len=128 model.ffn_dim=512"  # weights
 LARGE = "training.seq_len=16 model.num_layers=1 model.ffn_dim=8192"  # of which one weighs most, when it is updated
+HEADS = "model.qk_norm=true model.num_heads=16 model.ffn_dim=64"  # which weigh most, and their norms
 NARROW = "memory.optimizer_dtype=bfloat16"
 CASES = {
     1: (
@@ -65,6 +66,9 @@ CASES = {
         f"memory.offload=inputs_and_attention {KEEP}",
         f"memory.input_every=3 memory.mlp_tile_mib=1 {HALF} {KEEP}",
         f"memory.offload=inputs_and_attention memory.input_every=2 memory.head_groups=2 memory.mlp_tile_mib=1 {KEEP}",
+        HEADS,
+        f"{HEADS} {FULL}",
+        f"{HEADS} memory.mlp_tile_mib=1 memory.head_groups=2 {FULL}",
         NARROW,
         f"{NARROW} {LARGE}",
         f"{NARROW} memory.optimizer_placement=host {LARGE}",
@@ -76,6 +80,7 @@ CASES = {
         f"parallelism.cp=2 parallelism.cp_method=ring {FULL}",
         f"parallelism.cp=2 parallelism.cp_method=ulysses {HALF}",
         f"{FOUR}",
+        f"{HEADS} parallelism.tp=2",
         f"{NARROW} {HALF} training.global_batch_size=2 {HEAVY}",
     ),
 }
@@ -89,6 +94,9 @@ MORE = {
         "parallelism.tp=2 parallelism.loss_parallel=false",
         f"parallelism.cp=2 parallelism.cp_method=allgather {FULL}",
         f"parallelism.cp=2 parallelism.cp_method=alltoall {KEEP}",
+        f"{HEADS} parallelism.tp=2 parallelism.sequence_parallel=false memory.mlp_tile_mib=1 {FULL}",
+        "model.qk_norm=true parallelism.cp=2 parallelism.cp_method=ulysses",
+        f"{HEADS} parallelism.cp=2 parallelism.cp_method=ring",
         f"{FOUR} {FULL}",
         f"{FOUR} {HALF}",
         f"{FOUR} parallelism.pp_schedule=GPipe",

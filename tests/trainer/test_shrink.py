@@ -204,6 +204,16 @@ def test_stages_keep_their_order_of_size(layers: tuple[int, ...], few: tuple[int
     assert pairing.config.parallelism.pp_layers == few
 
 
+def test_layers_without_rotation_and_factors_for_long_rows_stay(small: Shrink) -> None:
+    rope = {"kind": "longrope", "factor": 8.0, "original_length": 1024}
+    rope |= {key: [1.5] * 16 for key in ("short_factors", "long_factors")}
+    for seq_len, is_longer in ((1024, False), (2048, True)):
+        made = small(model={"nope_every": 4, "rope": rope}, training={"seq_len": seq_len}).pairings[0].config
+        model, length = made.model.build(), made.training.seq_len
+        assert (length > model.rope.original_length) == is_longer
+        assert not model.rotates(model.num_layers - 1)
+
+
 def test_the_copy_task_keeps_its_period(small: Shrink) -> None:
     values = {"corpus": "copy", "copy_period": 1024}
     (pairing,) = small(data=values, model={"vocab_size": 63}, training={"seq_len": 4096}).pairings

@@ -16,7 +16,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from models.config import ModelConfig
+from models.config import ModelConfig, RopeConfig
 from parallelisms.rules import AXES, ContextPlan
 from parallelisms.stages import PipelinePlan
 from trainer.config import Config
@@ -213,6 +213,8 @@ def _small(run: Run, rows: int) -> Values:
     length = max(GRAIN, min(LENGTH, training.seq_len) // GRAIN * GRAIN) - padded
     changes: Values = {
         "model": WIDTHS
+        | {"rope": _rope(model.rope, length / training.seq_len)}
+        | {"nope_every": model.nope_every and min(model.nope_every, sum(layers))}
         | {"num_layers": sum(layers), "num_heads": query, "num_kv_heads": key}
         | {"vocab_size": min(VOCABULARY, model.vocab_size // 2 * 2)},
         "data": {
@@ -237,6 +239,14 @@ def _small(run: Run, rows: int) -> Values:
         "distributed": {"start_timeout_minutes": 5, "timeout_minutes": 5},
     }
     return overlay(run.config.model_dump(include=set(KEPT)), changes)
+
+
+def _rope(rope: RopeConfig, part: float) -> Values:
+    """Of `longrope` as many factors as there are frequencies, and those that the run has: for rows as long as they are."""
+    if rope.kind != "longrope":
+        return {}
+    factors = {key: getattr(rope, key)[: WIDTHS["head_dim"] // 2] for key in ("short_factors", "long_factors")}
+    return {**factors, "original_length": max(2, int(rope.original_length * part))}
 
 
 def _rows(run: Run) -> Iterator[int]:

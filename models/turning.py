@@ -1,0 +1,85 @@
+"""How fast rotary embedding turns: frequencies and what stretches them, as plain numbers, without torch.
+
+With d the head width, theta ** (2 i / d) is the i-th power, and its inverse the frequency, in radians per position. To
+extend the context from L to s L tokens, frequencies are stretched: all alike (`linear`, Chen et al., 2023), by wavelength
+(`llama3`, its release), by their turns over L (`yarn`, Peng et al., 2023), or each by its own factor (`longrope`, Ding et
+al., 2024). The last two multiply cosine and sine too, by the attention factor, and so scores by its square.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from models.config import ModelConfig, RopeConfig
+
+
+def frequencies(config: RopeConfig, head_dim: int, *, seq_len: int) -> list[float]:
+    """Radians per position, of rows of `seq_len` tokens."""
+    indices = range(head_dim // 2)
+    return stretched(config, [config.theta ** (2 * i / head_dim) for i in indices], indices, seq_len=seq_len)
+
+
+def stretched(config: RopeConfig, powers: Iterable[Any], indices: Iterable[Any], *, seq_len: int) -> list[Any]:
+    """The same from powers and their indices: numbers, or tensors of one, in whose precision all is computed.
+
+    The order of operations is that of Hugging Face, so that in float32 bits are theirs.
+    """
+    pairs = list(zip(powers, indices, strict=True))
+    length, factor = config.original_length, config.factor
+    if config.kind == "linear":
+        return [1 / power / factor for power, _ in pairs]
+    if config.kind == "llama3":
+        low, high = config.low_freq_factor, config.high_freq_factor
+        kept = [_clipped((length / (2 * math.pi / (1 / power)) - low) / (high - low)) for power, _ in pairs]
+        return [(1 - g) * (1 / power) / factor + g * (1 / power) for g, (power, _) in zip(kept, pairs, strict=True)]
+    if config.kind == "yarn":
+        first, last = ramp(config, 2 * len(pairs))
+        kept = [1 - _clipped((index - first) / (last - first)) for _, index in pairs]
+        return [1 / (factor * power) * (1 - g) + 1 / power * g for g, (power, _) in zip(kept, pairs, strict=True)]
+    if config.kind == "longrope":
+        factors = config.long_factors if seq_len > length else config.short_factors
+        return [1 / (each * power) for each, (power, _) in zip(factors, pairs, strict=True)]
+    return [1 / power for power, _ in pairs]
+
+
+def ramp(config: RopeConfig, head_dim: int) -> tuple[float, float]:
+    """`yarn`: the index from which frequencies are stretched, and the one from which they are by the whole factor."""
+
+    def index(turns: float) -> float:
+        return head_dim * math.log(config.original_length / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    first, last = index(config.beta_fast), index(config.beta_slow)
+    if config.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    return first, last + 0.001 * (first == last)
+
+
+def attention_factor(config: RopeConfig) -> float:
+    """What cosine and sine are multiplied by."""
+    if config.kind not in ("yarn", "longrope"):
+        return 1.0
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if config.kind == "yarn":
+        return 0.1 * math.log(config.factor) + 1
+    return math.sqrt(1 + math.log(config.factor) / math.log(config.original_length))
+
+
+def summary(model: ModelConfig, seq_len: int) -> str:
+    """The rotation in words, for who forgot to stretch it."""
+    rope = model.rope
+    found = frequencies(rope, model.head_dim, seq_len=seq_len)
+    slow = sum(seq_len * frequency < 2 * math.pi for frequency in found)
+    still = "" if model.nope_every is None else f"; none in every {model.nope_every}th layer"
+    return (
+        f"rope {rope.kind}: theta {rope.theta:,.0f}, slowest wavelength {2 * math.pi / min(found):,.0f} tokens for "
+        f"training.seq_len = {seq_len:,}, {slow} of {len(found)} frequencies turn less than once in it, "
+        f"attention factor {attention_factor(rope):.4f}{still}"
+    )
+
+
+def _clipped(x: Any) -> Any:
+    return min(max(x, 0), 1)
