@@ -25,17 +25,20 @@ TREES = {path: ast.parse(path.read_text()) for path in FILES}
 
 # Who may name a package outside the standard library; torch is everybody's.
 DOORS = {
+    "datasets": {"trainer.data.hub"},
     "numpy": set[str](),
+    "pyarrow": {"trainer.data.formats"},
     "pydantic": {"trainer.sections", "trainer.load", "trainer.data.prepared"},
     "pydantic_core": {"trainer.load"},
     "pydantic_settings": {"trainer.load"},
-    "rich": {"trainer.metrics", "trainer.data.progress"},
+    "rich": {"trainer.metrics", "trainer.data.progress", "trainer.data.prepare.report"},
     "safetensors": {"models.hf"},
-    "sentencepiece": {"trainer.data.tokenizer"},
+    "sentencepiece": {"trainer.data.tokenizer", "trainer.data.prepare.train_tokenizer"},
     "tensorboard": set[str](),
     "tiktoken": {"trainer.data.tokenizer"},
     "tomli": {"trainer.load"},
     "torchdata": {"trainer.data.loader"},
+    "zstandard": {"trainer.data.formats"},
 }
 # What makes ranks wait for each other. Tensors go through one file; checkpoints agree on when a folder is whole.
 COLLECTIVES = {

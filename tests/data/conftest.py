@@ -2,22 +2,40 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from trainer.config import DataSection
+from trainer.data.source import Source
+
+Files = dict[str, str | bytes]
+
+
+def write(folder: Path, files: Files) -> str:
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(folder)
 
 
 @pytest.fixture
 def section(tmp_path: Path) -> Callable[..., DataSection]:
     """`[data]` of a folder with these files, whose cache is beside it."""
 
-    def make(files: dict[str, str | bytes], **options: object) -> DataSection:
-        for name, content in files.items():
-            path = tmp_path / "corpus" / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        given = {"corpus": str(tmp_path / "corpus"), "cache_dir": tmp_path / "cache", **options}
+    def make(files: Files, **options: object) -> DataSection:
+        given = {"corpus": write(tmp_path / "corpus", files), "cache_dir": tmp_path / "cache", **options}
         return DataSection.model_validate(given)
+
+    return make
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Callable[..., Source]:
+    """A folder with these files, whose cache is beside it."""
+
+    def make(files: Files, **options: Any) -> Source:
+        return Source(**{"corpus": write(tmp_path / "corpus", files), "cache_dir": tmp_path / "cache", **options})
 
     return make

@@ -14,16 +14,17 @@ from trainer.data.corpus import BLOCK, PYTHON_STDLIB, Corpus
 Section = Callable[..., DataSection]
 
 
-def documents(
-    corpus: str, *, as_what: Literal["file", "repository"] = "file", bad_files: Literal["skip", "refuse"] = "skip"
-) -> dict[str, str]:
-    texts: dict[str, str] = {}
-    for part in Corpus(corpus, documents=as_what, bad_files=bad_files).parts():
-        assert part.document not in texts or part.document == list(texts)[-1], "a document's parts are apart"
-        texts[part.document] = texts.get(part.document, "") + part.text
-    return texts
-
-
+def documents(corpus: str, **options: Any) -> list[str]:
+    """The text of every document, in order."""
+    found: list[tuple[str, str]] = []
+    bad: list[str] = []
+    read = Corpus(Source(corpus=corpus, **options))
+    for unit in (unit for piece in read.pieces() for unit in piece):
+        for blocks in texts(unit, text_key=options.get("text_key", "text")):
+            try:
+                found.append((unit.document, "".join(blocks)))
+            except BadText as error:
+                bad.append(str(error))
 def test_a_folder_is_its_files_in_path_order_whatever_their_extension(section: Section) -> None:
     data = section({"b.md": "B", "a/z.txt": "AZ", "a/c": "AC\r\n", "empty.txt": ""})
     assert list(documents(data.corpus).items()) == [("a/c", "AC\r\n"), ("a/z.txt", "AZ"), ("b.md", "B")]

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.config import DataSection
 from trainer.data import DataError
 from trainer.data.packing import Packing, Plan, load, plan, saved_plan, write
 from trainer.data.prepare import prepare
+from trainer.data.source import Source
 from trainer.data.tokenizer import ByteTokenizer
 
 PACKINGS: tuple[Packing, ...] = get_args(Packing)
@@ -92,7 +92,7 @@ def test_a_plan_is_the_same_every_time_and_after_a_file(packing: Packing, tmp_pa
 
 def test_a_plan_is_kept_beside_the_shards_and_refused_when_damaged(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text")
-    prepared = prepare(DataSection(corpus=str(tmp_path / "a.txt"), cache_dir=tmp_path), ByteTokenizer())
+    prepared = prepare(Source(corpus=str(tmp_path / "a.txt"), cache_dir=tmp_path), ByteTokenizer())
     first = saved_plan(prepared, seq_len=8, packing="concat")
     path = prepared.folder / "plan-concat-8.bin"
     written = path.stat().st_mtime_ns

@@ -35,20 +35,21 @@ def rows_of(config: Config) -> Rows | CopyRows:
 
 def open_rows(data: DataSection, tokenizer: Tokenizer, *, seq_len: int, seed: int) -> Rows:
     """The rows of `[data]`, prepared if they are not yet. Call it before any process group exists. Raises DataError."""
-    prepared = prepare(data, tokenizer)
+    prepared = prepare(_source(data), tokenizer)
     plan = saved_plan(prepared, seq_len=seq_len, packing=data.packing)
     return Rows(prepared, plan, mask=data.mask, seed=seed)
 
 
 def sources_of(config: Config) -> dict[str, Source]:
     """Every corpus of a run, by its name."""
-    data = config.data
-    return {
-        "corpus": Source(
-            corpus=data.corpus,
-            documents=data.documents,
-            max_document=data.max_document,
-            bad_files=data.bad_files,
-            cache_dir=data.cache_dir,
-        )
-    }
+    return {"corpus": _source(config.data)}
+
+
+def _source(data: DataSection) -> Source:
+    return Source(
+        corpus=data.corpus,
+        documents=data.documents,
+        max_document=data.max_document,
+        bad_files=data.bad_files,
+        cache_dir=data.cache_dir,
+    )
