@@ -1,13 +1,16 @@
 """A corpus in a temporary folder, and what is made of it."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from trainer.config import DataSection
+from trainer.data.prepare import prepare
 from trainer.data.source import Source
+from trainer.data.tokenizer import ByteTokenizer
 
 Files = dict[str, str | bytes]
 
@@ -39,3 +42,19 @@ def source(tmp_path: Path) -> Callable[..., Source]:
         return Source(**{"corpus": write(tmp_path / "corpus", files), "cache_dir": tmp_path / "cache", **options})
 
     return make
+
+
+@pytest.fixture
+def documents() -> Callable[..., list[str]]:
+    """The documents of a source, prepared with bytes as tokens and read back."""
+
+    def read(source: Source, **options: Any) -> list[str]:
+        prepared = prepare(source, ByteTokenizer(), **options)
+        found = []
+        for start, stop in pairwise(prepared.starts.tolist()):
+            ids = prepared.read(start, stop).tolist()
+            assert (ids[0], ids[-1]) == (ByteTokenizer.bos, ByteTokenizer.eos)
+            found.append(bytes(ids[1:-1]).decode())
+        return found
+
+    return read

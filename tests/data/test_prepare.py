@@ -203,7 +203,7 @@ def test_what_is_no_preparation_is_not_written_over(source: Make) -> None:
     given = source({"a": "A"})
     folder = prepare(given, ByteTokenizer()).folder
     (folder / "meta.json").unlink()
-    with pytest.raises(DataError, match="cannot be written: .*not empty"):
+    with pytest.raises(DataError, match=r"cannot be written: .*not empty"):
         prepare(given, ByteTokenizer())
 
 

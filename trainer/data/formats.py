@@ -148,7 +148,10 @@ def read_lines(unit: Unit, key: str) -> Iterator[Iterator[str]]:
 
 
 def parsed(line: bytes, key: str) -> Iterator[str]:
-    record = json.loads(line.decode("utf-8-sig"))
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except json.JSONDecodeError as error:  # Its own words name a line, always the first.
+        raise ValueError(f"{error.msg} at character {error.pos}") from error
     if not isinstance(record, dict):
         raise ValueError("it is no JSON object")  # noqa: TRY004
     yield from blocks_of(record.get(key), key)

@@ -127,7 +127,10 @@ def tokenize(corpus: Corpus, job: Job, *, workers: int) -> None:
     if (job.folder / META).exists():
         return
     pieces = list(enumerate(corpus.pieces()))
-    job.record(0).parent.mkdir(parents=True, exist_ok=True)
+    records = job.folder / RECORDS
+    records.mkdir(parents=True, exist_ok=True)
+    for unfinished in (path for path in records.iterdir() if path.is_dir()):
+        shutil.rmtree(unfinished)
     todo = [piece for piece in pieces if job.done(piece[0]) is None]
     if len(todo) < len(pieces):
         log.info("%s: %d of %d pieces are there already", job.folder, len(pieces) - len(todo), len(pieces))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import shutil
 import signal
 import traceback
 from collections.abc import Callable, Iterable
@@ -132,11 +134,28 @@ def _work(connection: Connection, job: Job) -> None:
 
 
 def write_piece(job: Job, piece: Numbered, advance: Advance) -> None:
+    number, _ = piece
+    # Its own: a worker whose parent was killed may not have noticed when the next one does the same piece.
+    scratch = job.record(number).with_name(f"{number:05d}-{os.getpid()}")
+    scratch.mkdir()
+    try:
+        record = _written(job, scratch, piece, advance)
+        for path in scratch.iterdir():
+            path.rename(job.folder / path.name)
+        write_synced(scratch / "record", record.model_dump_json().encode())
+        (scratch / "record").rename(job.record(number))
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _written(job: Job, folder: Path, piece: Numbered, advance: Advance) -> Piece:
+    """Writes the shards of a piece."""
     number, units = piece
-    name = f"shard-{number:05d}"
-    writer = ShardWriter(job.folder, name, job.tokenizer, max_document=job.max_document, shard_tokens=job.shard_tokens)
     bad: list[str] = []
     document = ""
+    writer = ShardWriter(
+        folder, f"shard-{number:05d}", job.tokenizer, max_document=job.max_document, shard_tokens=job.shard_tokens
+    )
     with closing(writer):
         for unit in units:
             if unit.document != document:
@@ -146,10 +165,7 @@ def write_piece(job: Job, piece: Numbered, advance: Advance) -> None:
             if unit.mtime_ns and _mtime_ns(unit) != unit.mtime_ns:
                 raise DataError(f"{unit.path} was changed while the corpus was read; start again")
         writer.finish()
-    record = Piece(shards=writer.shards, longest=writer.longest, skipped=len(bad), bad=bad[:NAMED])
-    path = job.record(number)
-    write_synced(path.with_suffix(".tmp"), record.model_dump_json().encode())
-    path.with_suffix(".tmp").rename(path)
+    return Piece(shards=writer.shards, longest=writer.longest, skipped=len(bad), bad=bad[:NAMED])
 
 
 def _add(job: Job, writer: ShardWriter, unit: Unit, advance: Advance) -> list[str]:
