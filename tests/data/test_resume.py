@@ -32,6 +32,7 @@ PIECE = 60
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus, "PIECE", PIECE)
+    monkeypatch.setattr(os, "fsync", int)  # Killing a process does not lose what it wrote.
     multiprocessing.get_context("forkserver").set_forkserver_preload(["trainer.data.prepare"])
 
 
@@ -64,6 +65,7 @@ def _killed(work: Callable[[], object], step: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     corpus.PIECE = PIECE
+    vars(os)["fsync"] = int
     sys.addaudithook(count)
     work()
 
