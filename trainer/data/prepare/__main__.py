@@ -163,19 +163,19 @@ def make(arguments: Arguments) -> None:
 
 
 def inspect(arguments: Arguments) -> None:
-    from trainer.data.prepare import report
+    from trainer.data.prepare.report import report
 
     tokenizer = load_tokenizer(arguments.config.tokenizer.kind, arguments.config.tokenizer.path)
     samples, verify = arguments.number("--samples", 3), arguments.flag("--verify")
     if arguments.folder is not None:
         if not is_prepared(arguments.folder):
             raise ConfigError([f"command line: {arguments.folder} is not a folder that was prepared"])
-        report.show(Prepared(arguments.folder), tokenizer, samples=samples, verify=verify)
+        sys.stdout.write(report(Prepared(arguments.folder), tokenizer, samples=samples, verify=verify))
         return
     if not arguments.named:
         raise ConfigError(["command line: inspect needs a folder or --config"])
     for source in arguments.sources().values():
-        report.show(prepare(source, tokenizer), tokenizer, samples=samples, verify=verify)
+        sys.stdout.write(report(prepare(source, tokenizer), tokenizer, samples=samples, verify=verify))
 
 
 def train_tokenizer(arguments: Arguments) -> None:

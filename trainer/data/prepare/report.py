@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import torch
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
@@ -18,11 +18,10 @@ LENGTHS = (0, 256, K, 4 * K, 16 * K, 64 * K, 256 * K, K * K)
 SHOWN = 64  # tokens of a sample
 
 
-def show(prepared: Prepared, tokenizer: Tokenizer, *, samples: int, verify: bool) -> None:
+def report(prepared: Prepared, tokenizer: Tokenizer, *, samples: int, verify: bool) -> str:
     """Raises DataError if it is damaged."""
     if verify:
         check(prepared)
-    console = Console(highlight=False)
     meta = prepared.meta
     facts = Table(show_header=False, title=Text(str(prepared.folder)), title_justify="left")
     counts = {"tokens": meta.tokens, "documents": meta.documents, "longest": meta.longest}
@@ -33,17 +32,20 @@ def show(prepared: Prepared, tokenizer: Tokenizer, *, samples: int, verify: bool
     facts.add_row("fingerprint", prepared.fingerprint)
     if verify:
         facts.add_row("sums", "right")
-    console.print(facts)
-    console.print(histogram(prepared.lengths))
-    if meta.tokenizer != tokenizer.fingerprint:
-        console.print(f"No samples: [tokenizer] is {tokenizer.fingerprint}, another one.", markup=False)
-        return
+    shown: Table | Text = Text(f"No samples: [tokenizer] is {tokenizer.fingerprint}, another one.\n")
+    if meta.tokenizer == tokenizer.fingerprint:
+        shown = beginnings(prepared, tokenizer, samples)
+    rendered = Console().render(Group(facts, histogram(prepared.lengths), shown))
+    return "".join(segment.text for segment in rendered)
+
+
+def beginnings(prepared: Prepared, tokenizer: Tokenizer, samples: int) -> Table:
     table = Table("document", "tokens", "how it begins")
-    for number in sorted({meta.documents * sample // samples for sample in range(samples)}):
+    for number in sorted({prepared.num_documents * sample // samples for sample in range(samples)}):
         start, stop = prepared.starts[number : number + 2].tolist()
         text = tokenizer.decode(prepared.read(start, min(stop, start + SHOWN)).tolist())
         table.add_row(f"{number:,}", f"{stop - start:,}", Text(repr(text)[1:-1]))
-    console.print(table)
+    return table
 
 
 def histogram(lengths: torch.Tensor) -> Table:
