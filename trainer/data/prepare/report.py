@@ -32,7 +32,7 @@ def report(prepared: Prepared, tokenizer: Tokenizer, *, samples: int, verify: bo
     facts.add_row("fingerprint", prepared.fingerprint)
     if verify:
         facts.add_row("sums", "right")
-    shown: Table | Text = Text(f"No samples: [tokenizer] is {tokenizer.fingerprint}, another one.\n")
+    shown: Table | Text = Text(f"No samples: [tokenizer] is {tokenizer.fingerprint}, another one.")
     if meta.tokenizer == tokenizer.fingerprint:
         shown = beginnings(prepared, tokenizer, samples)
     rendered = Console().render(Group(facts, histogram(prepared.lengths), shown))
