@@ -25,17 +25,20 @@ TREES = {path: ast.parse(path.read_text()) for path in FILES}
 
 # Who may name a package outside the standard library; torch is everybody's.
 DOORS = {
+    "datasets": {"trainer.data.hub"},
     "numpy": set[str](),
+    "pyarrow": {"trainer.data.formats"},
     "pydantic": {"trainer.corpora", "trainer.load", "trainer.sections", "trainer.stages", "trainer.data.prepared"},
     "pydantic_core": {"trainer.load"},
     "pydantic_settings": {"trainer.load"},
-    "rich": {"trainer.sinks", "trainer.data.progress"},
+    "rich": {"trainer.sinks", "trainer.data.progress", "trainer.data.prepare.report"},
     "safetensors": {"models.hf"},
-    "sentencepiece": {"trainer.data.tokenizer"},
+    "sentencepiece": {"trainer.data.tokenizer", "trainer.data.prepare.train_tokenizer"},
     "tensorboard": set[str](),
     "tiktoken": {"trainer.data.tokenizer"},
     "tomli": {"trainer.load"},
     "torchdata": {"trainer.data.loader"},
+    "zstandard": {"trainer.data.formats"},
 }
 # What makes ranks wait for each other. Tensors go through one file; checkpoints agree on when a folder is whole.
 COLLECTIVES = {

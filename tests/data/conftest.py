@@ -1,23 +1,60 @@
 """A corpus in a temporary folder, and what is made of it."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from trainer.config import DataSection
+from trainer.data.prepare import prepare
+from trainer.data.source import Source
+from trainer.data.tokenizer import ByteTokenizer
+
+Files = dict[str, str | bytes]
+
+
+def write(folder: Path, files: Files) -> str:
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(folder)
 
 
 @pytest.fixture
 def section(tmp_path: Path) -> Callable[..., DataSection]:
     """`[data]` of a folder with these files, whose cache is beside it."""
 
-    def make(files: dict[str, str | bytes], **options: object) -> DataSection:
-        for name, content in files.items():
-            path = tmp_path / "corpus" / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        given = {"corpus": str(tmp_path / "corpus"), "cache_dir": tmp_path / "cache", **options}
+    def make(files: Files, **options: object) -> DataSection:
+        given = {"corpus": write(tmp_path / "corpus", files), "cache_dir": tmp_path / "cache", **options}
         return DataSection.model_validate(given)
 
     return make
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Callable[..., Source]:
+    """A folder with these files, whose cache is beside it."""
+
+    def make(files: Files, **options: Any) -> Source:
+        return Source(**{"corpus": write(tmp_path / "corpus", files), "cache_dir": tmp_path / "cache", **options})
+
+    return make
+
+
+@pytest.fixture
+def documents() -> Callable[..., list[str]]:
+    """The documents of a source, prepared with bytes as tokens and read back."""
+
+    def read(source: Source, **options: Any) -> list[str]:
+        prepared = prepare(source, ByteTokenizer(), **options)
+        found = []
+        for start, stop in pairwise(prepared.starts.tolist()):
+            ids = prepared.read(start, stop).tolist()
+            assert (ids[0], ids[-1]) == (ByteTokenizer.bos, ByteTokenizer.eos)
+            found.append(bytes(ids[1:-1]).decode())
+        return found
+
+    return read

@@ -2,66 +2,49 @@ import json
 import logging
 import sysconfig
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
-from trainer.config import DataSection
 from trainer.data import DataError
-from trainer.data.corpus import BLOCK, PYTHON_STDLIB, Corpus
+from trainer.data.corpus import PYTHON_STDLIB, Corpus
+from trainer.data.formats import BLOCK, texts
+from trainer.data.source import Source
 
-Section = Callable[..., DataSection]
-
-
-def documents(
-    corpus: str, *, as_what: Literal["file", "repository"] = "file", bad_files: Literal["skip", "refuse"] = "skip"
-) -> dict[str, str]:
-    texts: dict[str, str] = {}
-    for part in Corpus(corpus, documents=as_what, bad_files=bad_files).parts():
-        assert part.document not in texts or part.document == list(texts)[-1], "a document's parts are apart"
-        texts[part.document] = texts.get(part.document, "") + part.text
-    return texts
+Make = Callable[..., Source]
+Documents = Callable[[Source], list[str]]
 
 
-def test_a_folder_is_its_files_in_path_order_whatever_their_extension(section: Section) -> None:
-    data = section({"b.md": "B", "a/z.txt": "AZ", "a/c": "AC\r\n", "empty.txt": ""})
-    assert list(documents(data.corpus).items()) == [("a/c", "AC\r\n"), ("a/z.txt", "AZ"), ("b.md", "B")]
+def test_a_folder_is_its_files_in_path_order_whatever_their_extension(source: Make, documents: Documents) -> None:
+    given = source({"b.md": "B", "a/z.txt": "AZ", "a/c": "AC\r\n", "empty.txt": ""})
+    assert documents(given) == ["AC\r\n", "AZ", "B"]
 
 
-def test_a_repository_is_a_top_level_folder_with_its_files_named(section: Section) -> None:
-    data = section({"b.md": "B", "a.md": "A\n", "r/y/1.py": "y = 1\n", "r/x.py": "x = 1", "q/x.py": "", "c": "C"})
-    assert documents(data.corpus, as_what="repository") == {
-        ".": "# a.md\nA\n# b.md\nB\n# c\nC\n",
-        "q": "# q/x.py\n",
-        "r": "# r/x.py\nx = 1\n# r/y/1.py\ny = 1\n",
-    }
+FILES = {"b.md": "B", "a.md": "A\n", "r/y/1.py": "y = 1\n", "r/x.py": "x = 1", "r/z.py": "z", "q/x.py": "", "c": "C"}
 
 
-def test_a_text_file_is_one_document(tmp_path: Path) -> None:
+def test_a_repository_is_a_top_level_folder_with_its_files_named(source: Make, documents: Documents) -> None:
+    assert documents(source(FILES, documents="repository")) == [
+        "# a.md\nA\n# b.md\nB\n# c\nC\n",
+        "# q/x.py\n",
+        "# r/x.py\nx = 1\n# r/y/1.py\ny = 1\n# r/z.py\nz\n",
+    ]
+
+
+def test_a_folder_alone_is_its_files_without_those_below(source: Make, documents: Documents) -> None:
+    assert documents(source(FILES, documents="folder")) == [
+        "# a.md\nA\n# b.md\nB\n# c\nC\n",
+        "# q/x.py\n",
+        "# r/x.py\nx = 1\n# r/z.py\nz\n",
+        "# r/y/1.py\ny = 1\n",
+    ]
+
+
+def test_a_text_file_is_one_document(tmp_path: Path, documents: Documents) -> None:
     path = tmp_path / "book.anything"
     path.write_bytes(b"\xef\xbb\xbfonce\n")
-    assert documents(str(path)) == {"book.anything": "once\n"}
-
-
-def test_a_line_of_jsonl_is_a_document(section: Section) -> None:
-    data = section({"a.jsonl": '{"text": "one\\n\\u00e9", "id": 1}\n\n{"text": "two"}'})
-    assert documents(data.corpus) == {"a.jsonl:1": "one\né", "a.jsonl:3": "two"}
-    assert documents(data.corpus, as_what="repository") == {".": "one\né\ntwo\n"}
-
-
-BAD_LINES = ['{"text": 3}', '{"txt": "a"}', "[1]", '{"text": "a"', '{"text": "\\ud800"}', "[" * 100_000]
-
-
-@pytest.mark.parametrize("line", BAD_LINES)
-def test_a_bad_line_is_named_and_skipped_or_refused(
-    line: str, section: Section, caplog: pytest.LogCaptureFixture
-) -> None:
-    data = section({"a.jsonl": '{"text": "one"}\n' + line + '\n{"text": "two"}\n'})
-    assert list(documents(data.corpus).values()) == ["one", "two"]
-    assert "skipped a.jsonl:2: " in caplog.text
-    with pytest.raises(DataError, match=r'^data.bad_files = "refuse", and \S*corpus holds a.jsonl:2: '):
-        documents(data.corpus, bad_files="refuse")
+    assert documents(Source(corpus=str(path), cache_dir=tmp_path / "cache")) == ["once\n"]
 
 
 BAD_FILES = {
@@ -75,56 +58,73 @@ BAD_FILES = {
 
 @pytest.mark.parametrize("name", BAD_FILES)
 def test_a_bad_file_is_named_and_skipped_or_refused(
-    name: str, section: Section, caplog: pytest.LogCaptureFixture
+    name: str, source: Make, documents: Documents, caplog: pytest.LogCaptureFixture
 ) -> None:
     content, message = BAD_FILES[name]
-    data = section({"a.txt": "A", name: content, "z.txt": "Z"})
-    assert documents(data.corpus) == {"a.txt": "A", "z.txt": "Z"}
+    given = source({"a.txt": "A", name: content, "z.txt": "Z"})
+    assert documents(given) == ["A", "Z"]
     assert f"skipped {message}" in caplog.text
     with pytest.raises(DataError, match=f"corpus holds {message}"):
-        documents(data.corpus, bad_files="refuse")
+        documents(replace(given, bad_files="refuse"))
 
 
-def test_a_link_is_read_if_it_leads_to_a_file_and_named_otherwise(section: Section, tmp_path: Path) -> None:
-    data = section({"a/a.txt": "A"})
-    root = Path(data.corpus)
+def test_a_bad_file_of_a_repository_leaves_its_neighbours(source: Make, documents: Documents) -> None:
+    given = source({"r/a": "A", "r/b": b"B" * BLOCK + b"\xff", "r/c": "C", "s": "S"}, documents="repository")
+    assert documents(given) == ["# s\nS\n", "# r/a\nA\n# r/c\nC\n"]
+    assert documents(replace(given, max_document=7)) == ["# s\nS", "\n", "# r/a", "\nA\n# ", "r/c\nC", "\n"]
+
+
+def test_a_link_is_read_if_it_leads_to_a_file_and_named_otherwise(
+    source: Make, documents: Documents, tmp_path: Path
+) -> None:
+    given = source({"a/a.txt": "A"})
+    root = Path(given.corpus)
     (root / "b.txt").symlink_to(root / "a" / "a.txt")
     (root / "again").symlink_to(root / "a")
     (root / "nowhere.txt").symlink_to(tmp_path / "none")
-    assert documents(data.corpus) == {"a/a.txt": "A", "b.txt": "A"}
-    corpus = Corpus(data.corpus, documents="file", bad_files="skip")
-    assert corpus.skipped == ["again: a link to a folder", "nowhere.txt: No such file or directory"]
+    assert documents(given) == ["A", "A"]
+    assert Corpus(given).skipped == ["again: a link to a folder", "nowhere.txt: No such file or directory"]
 
 
-def test_a_large_file_comes_in_blocks_that_end_with_a_line(section: Section) -> None:
+def test_a_large_file_comes_in_blocks_that_end_with_a_line(source: Make) -> None:
     line = "a line with é in it\n"
-    data = section({"large.txt": line * (2 * BLOCK // len(line))})
-    parts = list(Corpus(data.corpus, documents="file", bad_files="refuse").parts())
-    assert len(parts) > 1
-    assert all(part.text.endswith("\n") for part in parts)
-    assert "".join(part.text for part in parts) == line * (2 * BLOCK // len(line))
+    given = source({"large.txt": line * (2 * BLOCK // len(line))})
+    [[unit]] = Corpus(given).pieces()
+    blocks = [block for text in texts(unit, text_key="text") for block in text]
+    assert len(blocks) > 1
+    assert all(block.endswith("\n") for block in blocks)
+    assert "".join(blocks) == line * (2 * BLOCK // len(line))
 
 
-def test_a_bad_byte_at_the_end_leaves_nothing_of_a_large_file(section: Section) -> None:
-    data = section({"a.txt": "A", "large.txt": b"x\n" * BLOCK + b"\xff"})
-    assert documents(data.corpus) == {"a.txt": "A"}
+def test_a_bad_byte_at_the_end_leaves_nothing_of_a_large_file(source: Make, documents: Documents) -> None:
+    assert documents(source({"a.txt": "A", "large.txt": b"x\n" * BLOCK + b"\xff", "z.txt": "Z"})) == ["A", "Z"]
 
 
 @pytest.mark.parametrize("files", [{}, {".hidden": "x"}])
-def test_a_folder_without_text_is_an_error(files: dict[str, str], section: Section, tmp_path: Path) -> None:
+def test_a_folder_without_text_is_an_error(files: dict[str, str], source: Make, tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
     with pytest.raises(DataError, match=r'data.corpus = ".*corpus": there is no text file'):
-        Corpus(section(files).corpus, documents="file", bad_files="skip")
+        Corpus(source(files))
+
+
+def test_pieces_hold_whole_documents_whatever_their_size(source: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.data.corpus.PIECE", 10)
+    given = source({"a/1": "x" * 8, "a/2": "x" * 8, "a/3": "x" * 8, "b/1": "x" * 3, "b/2": "", "c/1": "x" * 9})
+    assert [[unit.name for unit in piece] for piece in Corpus(replace(given, documents="repository")).pieces()] == [
+        ["a/1", "a/2", "a/3"],
+        ["b/1", "b/2", "c/1"],
+    ]
+    assert [len(piece) for piece in Corpus(given).pieces()] == [2, 2, 2]
 
 
 def test_the_standard_library_is_read_without_packages_and_unicode_tables(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    corpus = Corpus(PYTHON_STDLIB, documents="repository", bad_files="refuse")
+    corpus = Corpus(Source(corpus=PYTHON_STDLIB, documents="repository", bad_files="refuse"))
     names = [file.name for file in corpus.files]
     assert "json/decoder.py" in names
     assert not any(name.startswith(("site-packages/", "encodings/")) or "__pycache__" in name for name in names)
-    first = next(corpus.parts())
+    first = corpus.pieces()[0][0]
     assert first.document == "."
-    source = Path(sysconfig.get_paths()["stdlib"], first.file).read_bytes().decode()
-    assert first.text == f"# {first.file}\n{source}"
+    source = Path(sysconfig.get_paths()["stdlib"], first.name).read_bytes().decode()
+    assert "".join(next(texts(first, text_key="text"))) == f"# {first.name}\n{source}"
     assert json.dumps(names[:1]) == json.dumps(["__future__.py"])

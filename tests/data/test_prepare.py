@@ -6,6 +6,7 @@ import sys
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,11 +16,13 @@ from torch import Tensor
 
 from trainer.config import DataSection
 from trainer.data import DataError, open_rows
+from trainer.data.packed import Packed
 from trainer.data.prepare import prepare
 from trainer.data.prepared import Prepared
+from trainer.data.source import Source
 from trainer.data.tokenizer import ByteTokenizer
 
-Section = Callable[..., DataSection]
+Make = Callable[..., Source]
 BOS, EOS = ByteTokenizer.bos, ByteTokenizer.eos
 
 
@@ -53,22 +56,22 @@ def texts(prepared: Prepared) -> list[str]:
     return found
 
 
-def names(data: DataSection) -> list[str]:
+def names(source: Source) -> list[str]:
     """What the cache holds, locks left out."""
-    folder = data.cache_dir
+    folder = source.cache_dir
     return sorted(path.name for path in folder.iterdir() if path.suffix != ".lock") if folder.exists() else []
 
 
-def test_documents_stand_between_bos_and_eos(section: Section) -> None:
-    prepared = prepare(section({"a.txt": "one", "b.txt": "é", "empty": ""}), ByteTokenizer())
+def test_documents_stand_between_bos_and_eos(source: Make) -> None:
+    prepared = prepare(source({"a.txt": "one", "b.txt": "é", "empty": ""}), ByteTokenizer())
     assert prepared.read(0, prepared.num_tokens).tolist() == [BOS, 111, 110, 101, EOS, BOS, 0xC3, 0xA9, EOS]
     assert prepared.lengths.tolist() == [5, 4]
     assert (prepared.num_tokens, prepared.num_documents, prepared.meta.longest) == (9, 2, 5)
 
 
-def test_slices_cross_shards_and_no_document_does(section: Section) -> None:
-    data = section({f"{n}.txt": "x" * n + "!" for n in range(1, 9)})
-    whole, cut = prepare(data, ByteTokenizer()), prepare(data, ByteTokenizer(), shard_tokens=10)
+def test_slices_cross_shards_and_no_document_does(source: Make) -> None:
+    given = source({f"{n}.txt": "x" * n + "!" for n in range(1, 9)})
+    whole, cut = prepare(given, ByteTokenizer()), prepare(given, ByteTokenizer(), shard_tokens=10)
     assert len(cut.meta.shards) > 2
     stream = whole.read(0, whole.num_tokens)
     for start in range(whole.num_tokens):
@@ -78,68 +81,68 @@ def test_slices_cross_shards_and_no_document_does(section: Section) -> None:
     assert texts(cut) == texts(whole)
 
 
-def test_ids_beyond_16_bits_are_kept(section: Section) -> None:
-    prepared = prepare(section({"a": "ab"}), Large())
+def test_ids_beyond_16_bits_are_kept(source: Make) -> None:
+    prepared = prepare(source({"a": "ab"}), Large())
     assert prepared.meta.dtype == "int32"
     assert prepared.read(0, 3).tolist() == [69_097, 69_098, EOS]
 
 
-def test_max_document_cuts_longer_ones_and_keeps_every_byte(section: Section) -> None:
-    data = section({"a": "abcdefgh", "b": "abc", "c": "abcdef"}, max_document=5)
-    prepared = prepare(data, ByteTokenizer())
+def test_max_document_cuts_longer_ones_and_keeps_every_byte(source: Make) -> None:
+    given = source({"a": "abcdefgh", "b": "abc", "c": "abcdef"}, max_document=5)
+    prepared = prepare(given, ByteTokenizer())
     assert texts(prepared) == ["abc", "def", "gh", "abc", "abc", "def"]
     with pytest.raises(ValueError, match="greater than or equal to 3"):  # the first and the last are special
-        section({}, max_document=2)
+        DataSection(max_document=2)
 
 
-def test_a_second_call_reads_no_text(section: Section) -> None:
-    data, tokenizer = section({"a": "A", "b": "B"}), Counting()
-    first = prepare(data, tokenizer)
-    second = prepare(data, tokenizer)
+def test_a_second_call_reads_no_text(source: Make) -> None:
+    given, tokenizer = source({"a": "A", "b": "B"}), Counting()
+    first = prepare(given, tokenizer)
+    second = prepare(given, tokenizer)
     assert tokenizer.calls == 2
     assert first.fingerprint == second.fingerprint
 
 
 @pytest.mark.parametrize("change", ["content", "file", "documents", "max_document", "tokenizer"])
-def test_a_change_is_prepared_anew(change: str, section: Section) -> None:
-    data, tokenizer = section({"a/a": "AAAA", "a/b": "B"}), ByteTokenizer()
-    before = prepare(data, tokenizer)
+def test_a_change_is_prepared_anew(change: str, source: Make) -> None:
+    given, tokenizer = source({"a/a": "AAAA", "a/b": "B"}), ByteTokenizer()
+    before = prepare(given, tokenizer)
     if change == "content":
-        Path(data.corpus, "a", "b").write_text("C")
-        os.utime(Path(data.corpus, "a", "b"), ns=(0, 0))
+        Path(given.corpus, "a", "b").write_text("C")
+        os.utime(Path(given.corpus, "a", "b"), ns=(0, 0))
     elif change == "file":
-        Path(data.corpus, "c").write_text("C")
+        Path(given.corpus, "c").write_text("C")
     elif change == "documents":
-        data = data.model_copy(update={"documents": "repository"})
+        given = replace(given, documents="repository")
     elif change == "max_document":
-        data = data.model_copy(update={"max_document": 4})
+        given = replace(given, max_document=4)
     else:
         tokenizer = Large()
-    after = prepare(data, tokenizer)
+    after = prepare(given, tokenizer)
     assert after.folder != before.folder
     assert after.fingerprint != before.fingerprint
 
 
-def test_the_fingerprint_is_of_tokens_not_of_times_and_paths(section: Section, tmp_path: Path) -> None:
-    data = section({"a": "A", "b": "B"})
-    first = prepare(data, ByteTokenizer())
-    shutil.copytree(data.corpus, tmp_path / "elsewhere")
+def test_the_fingerprint_is_of_tokens_not_of_times_and_paths(source: Make, tmp_path: Path) -> None:
+    given = source({"a": "A", "b": "B"})
+    first = prepare(given, ByteTokenizer())
+    shutil.copytree(given.corpus, tmp_path / "elsewhere")
     os.utime(tmp_path / "elsewhere" / "a", ns=(1, 1))
-    moved = prepare(data.model_copy(update={"corpus": str(tmp_path / "elsewhere")}), ByteTokenizer())
+    moved = prepare(replace(given, corpus=str(tmp_path / "elsewhere")), ByteTokenizer())
     assert moved.folder != first.folder
     assert moved.fingerprint == first.fingerprint
 
 
-def test_documents_with_the_same_tokens_but_other_ends_differ(section: Section) -> None:
+def test_documents_with_the_same_tokens_but_other_ends_differ(source: Make) -> None:
     ends = chr(0x101)  # as a token of Large, one text's character is another's end
 
     class Ends(Large):
         def encode(self, text: str) -> Tensor:
             return torch.tensor([ord(character) for character in text], dtype=torch.int32)
 
-    one = prepare(section({"a": f"x{ends}y"}), Ends())
-    data = section({"a": "x", "b": "y"})
-    two = prepare(data, Ends())
+    one = prepare(source({"a": f"x{ends}y"}), Ends())
+    given = source({"a": "x", "b": "y"})
+    two = prepare(given, Ends())
     assert torch.equal(one.read(0, 4), two.read(0, 4))
     assert one.fingerprint != two.fingerprint
 
@@ -147,8 +150,9 @@ def test_documents_with_the_same_tokens_but_other_ends_differ(section: Section) 
 PREPARE = """
 import sys, time
 from pathlib import Path
-from trainer.config import DataSection
+from trainer.data.packed import Packed
 from trainer.data.prepare import prepare
+from trainer.data.source import Source
 from trainer.data.tokenizer import ByteTokenizer
 
 class Slow(ByteTokenizer):
@@ -162,15 +166,15 @@ go = Path(sys.argv[3] + ".go")
 Path(sys.argv[3] + sys.argv[4]).touch()
 while not go.exists():
     time.sleep(0.001)
-print(prepare(DataSection(corpus=sys.argv[1], cache_dir=sys.argv[2]), Slow()).fingerprint)
+print(prepare(Source(corpus=sys.argv[1], cache_dir=Path(sys.argv[2])), Slow()).fingerprint)
 """
 
 
 @pytest.mark.ranks
-def test_of_two_processes_one_tokenizes_and_both_get_the_result(section: Section, tmp_path: Path) -> None:
-    data = section({f"{n}.txt": str(n) for n in range(10)})
+def test_of_two_processes_one_tokenizes_and_both_get_the_result(source: Make, tmp_path: Path) -> None:
+    given = source({f"{n}.txt": str(n) for n in range(10)})
     calls = tmp_path / "calls"
-    arguments = [sys.executable, "-c", PREPARE, data.corpus, str(data.cache_dir), str(calls)]
+    arguments = [sys.executable, "-c", PREPARE, given.corpus, str(given.cache_dir), str(calls)]
     processes = [subprocess.Popen([*arguments, n], stdout=subprocess.PIPE, text=True) for n in "01"]
     while not all(Path(f"{calls}{n}").exists() for n in "01"):
         assert all(process.poll() is None for process in processes)
@@ -178,47 +182,47 @@ def test_of_two_processes_one_tokenizes_and_both_get_the_result(section: Section
     printed = [process.communicate(timeout=60)[0] for process in processes]
     assert printed[0] == printed[1] != ""
     assert calls.read_text() == "x" * 10
-    assert len(names(data)) == 1
+    assert len(names(given)) == 1
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, DataError, MemoryError])
-def test_a_failure_leaves_nothing_behind(failure: type[BaseException], section: Section) -> None:
+def test_a_failure_leaves_no_result_and_can_go_on(failure: type[BaseException], source: Make) -> None:
     class Failing(Counting):
         def encode(self, text: str) -> Tensor:
             if text == "B":
                 raise failure("no")
             return super().encode(text)
 
-    data = section({"a": "A", "b": "B"})
+    given = source({"a": "A", "b": "B"})
     with pytest.raises(failure):
-        prepare(data, Failing())
-    assert names(data) == []
+        prepare(given, Failing())
+    assert [Path(name).suffix for name in names(given)] == [".tmp"]
+    assert texts(prepare(given, Counting())) == ["A", "B"]
+    assert [Path(name).suffix for name in names(given)] == [""]
 
 
-def test_what_a_killed_process_left_is_no_result_and_is_removed(section: Section) -> None:
-    data = section({"a": "A"})
-    folder = prepare(data, ByteTokenizer()).folder
-    folder.rename(folder.with_name(f"{folder.name}.tmp-elsewhere-1"))
-    folder.mkdir()
-    (folder / "shard-00000.bin").write_bytes(b"torn")
-    assert texts(prepare(data, ByteTokenizer())) == ["A"]
-    assert names(data) == [folder.name]
+def test_what_is_no_preparation_is_not_written_over(source: Make) -> None:
+    given = source({"a": "A"})
+    folder = prepare(given, ByteTokenizer()).folder
+    (folder / "meta.json").unlink()
+    with pytest.raises(DataError, match=r"cannot be written: .*not empty"):
+        prepare(given, ByteTokenizer())
 
 
-def test_a_text_that_the_tokenizer_refuses_is_named_with_its_file(section: Section) -> None:
+def test_a_text_that_the_tokenizer_refuses_is_named_with_its_file(source: Make) -> None:
     class Refusing(ByteTokenizer):
         def encode(self, text: str) -> Tensor:
             raise DataError(f"cannot encode {text}")
 
     with pytest.raises(DataError, match=r"b.txt: cannot encode B"):
-        prepare(section({"b.txt": "B"}), Refusing())
+        prepare(source({"b.txt": "B"}), Refusing())
 
 
-def test_files_without_a_token_are_an_error_and_leave_nothing(section: Section) -> None:
-    data = section({"a": "", "b": b"\xff"})
-    with pytest.raises(DataError, match="the corpus has no text: 2 files, 1 bad files or lines"):
-        prepare(data, ByteTokenizer())
-    assert names(data) == []
+def test_files_without_a_token_are_an_error_and_leave_nothing(source: Make) -> None:
+    given = source({"a": "", "b": b"\xff"})
+    with pytest.raises(DataError, match="the corpus has no text: 2 files, 1 bad files or lines, the first b: not UTF"):
+        prepare(given, ByteTokenizer())
+    assert names(given) == []
 
 
 @contextmanager
@@ -235,24 +239,24 @@ def small_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_is_named_and_nothing_is_left(section: Section) -> None:
-    data = section({"a": "x" * 15_000})
+def test_a_full_disk_is_named_and_nothing_is_left(source: Make) -> None:
+    given = source({"a": "x" * 15_000})
     message = r'data.cache_dir = ".*cache" cannot be written: .*File too large'
     with small_files(), pytest.raises(DataError, match=message):
-        prepare(data, ByteTokenizer())
-    assert names(data) == []
+        prepare(given, ByteTokenizer())
+    assert texts(prepare(given, ByteTokenizer())) == ["x" * 15_000]
 
 
-def test_a_cache_that_cannot_be_written_is_named(section: Section, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_named(source: Make, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file, where a folder should be")
     with pytest.raises(DataError, match=r'data.cache_dir = ".*cache" cannot be written'):
-        prepare(section({"a": "A"}), ByteTokenizer())
+        prepare(source({"a": "A"}), ByteTokenizer())
 
 
 @pytest.mark.parametrize("damage", ["torn", "long", "missing", "offsets", "meta"])
-def test_a_damaged_result_is_refused(damage: str, section: Section) -> None:
-    data = section({"a": "A", "b": "B"})
-    folder = prepare(data, ByteTokenizer()).folder
+def test_a_damaged_result_is_refused(damage: str, source: Make) -> None:
+    given = source({"a": "A", "b": "B"})
+    folder = prepare(given, ByteTokenizer()).folder
     tokens, offsets = folder / "shard-00000.bin", folder / "shard-00000.idx"
     if damage == "missing":
         tokens.unlink()
@@ -266,23 +270,23 @@ def test_a_damaged_result_is_refused(damage: str, section: Section) -> None:
         "torn": "shard-00000.bin is damaged: meta.json says 12 bytes, there are 11; delete",
         "long": "shard-00000.bin is damaged: meta.json says 12 bytes, there are 14; delete",
         "missing": "shard-00000.bin cannot be read",
-        "offsets": "shard-00000.idx is damaged: meta.json says documents that fill 6 tokens",
+        "offsets": "shard-00000.idx is damaged: meta.json has another sum of its 24 bytes; delete",
         "meta": "meta.json cannot be read; delete",
     }[damage]
     with pytest.raises(DataError, match=message):
-        prepare(data, ByteTokenizer())
+        prepare(given, ByteTokenizer())
 
 
-def test_a_token_outside_the_vocabulary_is_named(section: Section) -> None:
-    data = section({"a": "abc", "b": "def"})
-    prepared = prepare(data, ByteTokenizer(), shard_tokens=4)
-    tokens = prepared.folder / "shard-00001.bin"
+def test_a_token_outside_the_vocabulary_is_named(source: Make) -> None:
+    given = source({"a": "abc", "b": "def"})
+    prepared = prepare(given, ByteTokenizer(), shard_tokens=4)
+    tokens = prepared.folder / "shard-00000-1.bin"
     content = array("H", tokens.read_bytes())
     content[2] = 264
     tokens.write_bytes(content.tobytes())
     again = Prepared(prepared.folder)
     assert again.read(0, 7).tolist() == prepared.read(0, 7).tolist()
-    with pytest.raises(DataError, match=r"shard-00001.bin is damaged: token 2 is 264, and vocab_size = 264"):
+    with pytest.raises(DataError, match=r"shard-00000-1.bin is damaged: token 2 is 264, and vocab_size = 264"):
         again.read(3, 9)
 
 
@@ -290,5 +294,7 @@ def test_the_standard_library_opens_as_rows(tmp_path: Path) -> None:
     data = DataSection(cache_dir=tmp_path)
     rows = open_rows(data, ByteTokenizer(), seq_len=512, seed=0)
     assert rows.read([0, 1]).tokens.shape == (2, 512)
-    assert rows.num_rows * 512 >= rows.prepared.num_tokens
-    assert [path.name for path in rows.prepared.folder.glob("plan-*")] == ["plan-best_fit-512.bin"]
+    (source,) = rows.sources
+    assert isinstance(source, Packed)
+    assert source.num_rows * 512 >= source.prepared.num_tokens
+    assert [path.name for path in source.prepared.folder.glob("*.plan")] == ["best_fit-512.plan"]

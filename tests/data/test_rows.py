@@ -1,3 +1,4 @@
+import hashlib
 from array import array
 from collections import Counter
 from collections.abc import Callable
@@ -91,11 +92,13 @@ def test_a_piece_of_one_token_is_followed_by_nothing(section: Section) -> None:
 
 def test_a_document_of_one_token_is_never_a_target(tmp_path: Path) -> None:
     (tmp_path / "shard-00000.bin").write_bytes(array("H", [EOS, A, EOS, EOS]).tobytes())
-    (tmp_path / "shard-00000.idx").write_bytes(array("q", [0, 1, 3, 4]).tobytes())
-    shard = Shard(name="shard-00000", tokens=4, documents=3, bin_sha256="", idx_sha256="")
+    starts = array("q", [0, 1, 3, 4]).tobytes()
+    (tmp_path / "shard-00000.idx").write_bytes(starts)
+    idx_sha256 = hashlib.sha256(starts).hexdigest()
+    shard = Shard(name="shard-00000", tokens=4, documents=3, bin_sha256="", idx_sha256=idx_sha256)
     described = {"dtype": "uint16", "vocab_size": 264, "bos": None, "eos": EOS, "longest": 2, "tokenizer": ""}
     meta = Meta(version=1, tokens=4, documents=3, files=1, skipped=0, shards=[shard], **described)
-    (tmp_path / "meta.json").write_text(meta.model_dump_json())
+    (tmp_path / "meta.json").write_text(meta.sealed().model_dump_json())
     prepared = Prepared(tmp_path)
     made = plan(prepared.lengths, seq_len=6, packing="best_fit")
     rows = Rows([Packed(prepared, made, seed=0)], seq_len=6)

@@ -1,28 +1,26 @@
-"""A corpus as a stream of text that says which document it belongs to."""
+"""A corpus as a list of what is to be read, cut into pieces that do not depend on who reads them."""
 
 from __future__ import annotations
 
-import codecs
-import json
-import logging
 import os
 import re
 import stat
 import sysconfig
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from trainer.data.errors import DataError
-from trainer.data.source import Documents
-from trainer.data.tokenizer import last_line
-
-log = logging.getLogger(__name__)
+from trainer.data.formats import BAD, Unit, explain, kind_of, row_groups
+from trainer.data.hub import HUB, is_saved, open_dataset
+from trainer.data.source import Source
 
 PYTHON_STDLIB = "python-stdlib"
 # Installed packages are not the library's; encodings/ are near-equal Unicode tables, which flatter a loss.
 NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "encodings"}
-BLOCK = 1 << 22  # bytes
+PIECE = 1 << 23  # bytes: what a killed preparation does again, and what a worker does before it takes more
+MOST_PIECES = 1000  # of which each is at least one file that every run maps into memory
 
 
 class File(NamedTuple):
@@ -34,53 +32,99 @@ class File(NamedTuple):
     mtime_ns: int
 
 
-class Part(NamedTuple):
-    """Text of a document; parts of one document follow each other."""
-
-    document: str
-    file: str
-    text: str
-
-
 class Corpus:
-    """The standard library, a text or `.jsonl` file, or a folder of such files.
+    """The standard library, a file or a folder of them, or a data set.
 
-    A file that is no text is bad: it is named and counted, or refused with a DataError. The standard library, whose
-    tests hold such files on purpose, refuses none.
+    What is no text is bad: it is named and counted, or refused with a DataError. The standard library, whose tests
+    hold such files on purpose, refuses none.
     """
 
-    def __init__(self, corpus: str, *, documents: Documents, bad_files: Literal["skip", "refuse"]) -> None:
-        self.name = re.sub(r"[^A-Za-z0-9._-]+", "_", Path(corpus).resolve().name) or "root"
+    def __init__(self, source: Source) -> None:
+        corpus = source.corpus
         self.is_stdlib = corpus == PYTHON_STDLIB
         self.skipped: list[str] = []
-        self._documents = documents
-        self._refuse = bad_files == "refuse" and not self.is_stdlib
+        self.refuses = source.bad_files == "refuse" and not self.is_stdlib
+        self._documents = source.documents
+        self._dataset = corpus if corpus.startswith(HUB) else f"{HUB}{corpus}" if is_saved(Path(corpus)) else None
         self._root = Path(sysconfig.get_paths()["stdlib"]) if self.is_stdlib else Path(corpus)
-        self.files = sorted(self._scan(), key=lambda file: (self._repository(file), file.name))
-        if not self.files:
+        name = self._dataset.removeprefix(HUB).partition(",")[0] if self._dataset else Path(corpus).resolve()
+        self.name = re.sub(r"[^A-Za-z0-9._-]+", "_", Path(name).name) or "root"
+        self.files = [] if self._dataset else sorted(self._scan(), key=lambda file: (self._group(file.name), file.name))
+        if not self._dataset and not self.files:
             advice = "; set data.corpus to a text file or a folder" if self.is_stdlib else ""
             raise DataError(f'data.corpus = "{corpus}": there is no text file in {self._root}{advice}')
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
-        return sum(file.size for file in self.files)
+        """Bytes, as far as they are known."""
+        return open_dataset(self._dataset).size if self._dataset else sum(file.size for file in self.files)
 
-    def parts(self) -> Iterator[Part]:
-        """The text of all files in path order; of a large file in blocks that end with a line where possible."""
-        for name in self.skipped:
-            self._report(name)
+    @property
+    def identity(self) -> list[object]:
+        """Equal for equal texts, as far as names, sizes and times tell."""
+        if self._dataset:
+            return [open_dataset(self._dataset).version]
+        return [self.is_stdlib, *((file.name, file.size, file.mtime_ns) for file in self.files)]
+
+    def pieces(self) -> list[list[Unit]]:
+        """Whole documents of at least about PIECE bytes, which depend on the corpus alone."""
+        least = max(PIECE, self.size // MOST_PIECES)
+        pieces: list[list[Unit]] = []
+        filled, document = least, ""
+        for unit in self._units(least):
+            if filled >= least and not (unit.document and unit.document == document):
+                pieces.append([])
+                filled = 0
+            pieces[-1].append(unit)
+            filled, document = filled + unit.size, unit.document
+        return pieces
+
+    def reject(self, problem: str) -> None:
+        """Counts what is bad, or refuses it."""
+        if self.refuses:
+            raise DataError(f'data.bad_files = "refuse", and {self._dataset or self._root} holds {problem}')
+        self.skipped.append(problem)
+
+    def _units(self, least: int) -> Iterator[Unit]:
+        if self._dataset:
+            opened = open_dataset(self._dataset)
+            # Rows of a saved data set are of one kind; the files of a stream are not to be counted on.
+            step = max(1, least * opened.parts // opened.size) if opened.size else 1
+            for start in range(0, opened.parts, step):
+                stop = min(start + step, opened.parts)
+                size = (stop - start) * opened.size // opened.parts if opened.size else least
+                yield Unit(self._dataset, self.name, size, start=start, stop=stop)
         for file in self.files:
-            try:
-                if file.name.endswith(".jsonl"):
-                    yield from self._read_lines(file)
-                else:
-                    yield from self._read_text(file)
-            except DataError:
-                raise
-            except (OSError, ValueError) as error:
-                self._reject(file.name, explain(error))
-                self._report(self.skipped[-1])
+            yield from self._cut(file, least)
+
+    def _cut(self, file: File, least: int) -> Iterator[Unit]:
+        group, kind = self._group(file.name), kind_of(file.name)
+        whole = Unit(str(file.path), file.name, file.size, group, mtime_ns=file.mtime_ns)
+        if kind == ".parquet":
+            sizes = [0]
+            with suppress(*BAD):  # Whoever reads it will say so.
+                sizes = row_groups(file.path) or sizes
+            share = file.size / max(1, sum(sizes))
+            for number, size in enumerate(sizes):
+                yield whole._replace(size=int(size * share), start=number, stop=number + 1)
+        elif file.name.endswith(".jsonl"):
+            for start in range(0, max(1, file.size), least):
+                size = min(least, file.size - start)
+                yield whole._replace(size=size, start=start, stop=start + size)
+        elif kind == ".jsonl":
+            yield whole
+        else:
+            yield whole._replace(title=f"# {file.name}\n" if group or self.is_stdlib else "")
+
+    def _group(self, name: str) -> str:
+        """The folder whose files make one document, files outside of all folders one, too; "": each is its own."""
+        if self._documents == "file":
+            return ""
+        return (
+            (name.partition("/") if self._documents == "repository" else name.rpartition("/"))[0]
+            if "/" in name
+            else "."
+        )
 
     def _scan(self) -> Iterator[File]:
         if not self._root.is_dir():
@@ -90,7 +134,7 @@ class Corpus:
 
     def _scan_folder(self) -> Iterator[File]:
         def unreadable(error: OSError) -> None:
-            self._reject(str(error.filename), explain(error))
+            self.reject(f"{error.filename}: {explain(error)}")
 
         for where, folders, names in os.walk(self._root, onerror=unreadable):
             folders.sort()
@@ -101,7 +145,8 @@ class Corpus:
                 path = Path(where) / name
                 if name.startswith(".") or path.is_symlink():
                     folders.remove(name)
-                    self._reject(self._name(path), "a hidden folder" if name.startswith(".") else "a link to a folder")
+                    kind = "a hidden folder" if name.startswith(".") else "a link to a folder"
+                    self.reject(f"{self._name(path)}: {kind}")
             for name in sorted(names):
                 path = Path(where) / name
                 file = self._stat(path, self._name(path))
@@ -112,96 +157,12 @@ class Corpus:
         try:
             status = path.stat()
         except OSError as error:
-            self._reject(name, explain(error))
+            self.reject(f"{name}: {explain(error)}")
             return None
         if stat.S_ISREG(status.st_mode) and (path == self._root or not path.name.startswith(".")):
             return File(path, name, status.st_size, status.st_mtime_ns)
-        self._reject(name, "a hidden file" if path.name.startswith(".") else "not a regular file")
+        self.reject(f"{name}: {'a hidden file' if path.name.startswith('.') else 'not a regular file'}")
         return None
 
     def _name(self, path: Path) -> str:
         return os.fsencode(path.relative_to(self._root).as_posix()).decode("utf-8", "replace")
-
-    def _reject(self, name: str, reason: str) -> None:
-        self.skipped.append(f"{name}: {reason}")
-        if self._refuse:
-            raise DataError(f'data.bad_files = "refuse", and {self._root} holds {name}: {reason}')
-
-    def _report(self, skipped: str) -> None:
-        log.log(logging.INFO if self.is_stdlib else logging.WARNING, "skipped %s", skipped)
-
-    def _repository(self, file: File) -> str:
-        """The top-level folder whose files make one document; files outside of all folders make one, too."""
-        if self._documents == "file":
-            return ""
-        folder, slash, _ = file.name.partition("/")
-        return folder if slash else "."
-
-    def _read_text(self, file: File) -> Iterator[Part]:
-        document = self._repository(file) or file.name
-        blocks = read_blocks(file.path)
-        if file.size >= BLOCK:
-            # A bad byte at its end must not leave half of a file behind.
-            for _ in read_blocks(file.path):
-                pass
-        text = next(blocks, "")
-        if self.is_stdlib or self._documents == "repository":
-            text = f"# {file.name}\n{text}"
-        while text:
-            yield Part(document, file.name, text)
-            following = next(blocks, "")
-            if not following and self._documents == "repository" and not text.endswith("\n"):
-                yield Part(document, file.name, "\n")
-            text = following
-
-    def _read_lines(self, file: File) -> Iterator[Part]:
-        with file.path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                name = f"{file.name}:{number}"
-                if not line.strip():
-                    continue
-                try:
-                    text = read_line(line)
-                except (ValueError, RecursionError) as error:
-                    self._reject(name, explain(error))
-                    self._report(self.skipped[-1])
-                    continue
-                yield Part(self._repository(file) or name, name, text)
-                if self._documents == "repository" and not text.endswith("\n"):
-                    yield Part(self._repository(file), name, "\n")
-
-
-def read_blocks(path: Path) -> Iterator[str]:
-    """The text of a file; only a file smaller than BLOCK is known to be good before the first block is out."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    rest, offset, final = "", 0, False
-    with path.open("rb") as file:
-        while not final:
-            data = file.read(BLOCK)
-            offset += len(data)
-            final = len(data) < BLOCK
-            try:
-                text = rest + decoder.decode(data, final)
-            except UnicodeDecodeError as error:
-                at = offset - len(error.object) + error.start
-                raise ValueError(f"not UTF-8 text: byte {error.object[error.start]:#04x} at offset {at}") from error
-            if "\0" in text:
-                raise ValueError("not text: it holds a zero byte")
-            cut = len(text) if final else last_line(text, 0, len(text))
-            if cut:
-                yield text[:cut]
-            rest = text[cut:]
-
-
-def read_line(line: bytes) -> str:
-    """The text of a line of JSON. Raises ValueError if it is not an object with a string at "text"."""
-    record = json.loads(line.decode("utf-8-sig"))
-    text = record.get("text") if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        raise ValueError('it has no string at key "text"')  # noqa: TRY004
-    text.encode()  # JSON can escape half a character, which is no text
-    return text
-
-
-def explain(error: Exception) -> str:
-    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -3,3 +3,7 @@
 
 class DataError(ValueError):
     """Data or a tokenizer's file that cannot be used. Trying again does not mend it."""
+
+
+def needs(package: str, what: object) -> DataError:
+    return DataError(f'{what} needs {package}: pip install "longhaul[data]", or pip install {package}')

@@ -22,6 +22,7 @@ from trainer.data.errors import DataError
 
 VERSION = 1
 META = "meta.json"
+DTYPES = {"uint16": torch.uint16, "int32": torch.int32}
 
 
 class Shard(BaseModel):
@@ -32,6 +33,18 @@ class Shard(BaseModel):
     documents: int
     bin_sha256: str
     idx_sha256: str
+
+
+class Piece(BaseModel):
+    """What became of a piece of a corpus."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    shards: list[Shard]
+    longest: int
+    skipped: int
+    bad: list[str]
+    """Some of what was skipped, in words."""
 
 
 class Meta(BaseModel):
@@ -49,14 +62,25 @@ class Meta(BaseModel):
     skipped: int
     tokenizer: str
     shards: list[Shard]
+    sha256: str = ""
+    """Of everything above."""
 
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return torch.uint16 if self.dtype == "uint16" else torch.int32
+    def sealed(self) -> Meta:
+        """The same, with its sum."""
+        content = self.model_dump_json(exclude={"sha256"})
+        return self.model_copy(update={"sha256": hashlib.sha256(content.encode()).hexdigest()})
 
 
 def narrowest(vocab_size: int) -> Literal["uint16", "int32"]:
     return "uint16" if vocab_size <= 1 << 16 else "int32"
+
+
+def is_prepared(folder: Path) -> bool:
+    """Whether a folder holds tokens, damaged or not, and no text."""
+    try:
+        return b'"shards"' in (folder / META).read_bytes()
+    except OSError:
+        return False
 
 
 class Prepared:
@@ -71,6 +95,8 @@ class Prepared:
             self.meta = Meta.model_validate_json((folder / META).read_bytes())
         except (OSError, ValueError) as error:
             raise DataError(f"{folder / META} cannot be read; delete {folder} to prepare it again: {error}") from error
+        if self.meta != self.meta.sealed():
+            raise DataError(f"{folder / META} was changed after it was written; delete {folder} to prepare it again")
         self.num_tokens = self.meta.tokens
         self.num_documents = self.meta.documents
         self.vocab_size = self.meta.vocab_size
@@ -79,12 +105,10 @@ class Prepared:
         identity = [self.meta.tokenizer, [(shard.bin_sha256, shard.idx_sha256) for shard in self.meta.shards]]
         self.fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
         self._first = list(accumulate((shard.tokens for shard in self.meta.shards), initial=0))
-        self._tokens = [self._map(shard.name + ".bin", shard.tokens) for shard in self.meta.shards]
+        self._tokens = [self._map(shard) for shard in self.meta.shards]
         starts = [self._starts(shard) + first for shard, first in zip(self.meta.shards, self._first, strict=False)]
         self.starts = torch.cat([*(each[:-1] for each in starts), torch.tensor([self.num_tokens])])
         """[documents + 1] int64: where each document starts in the stream, and where the stream ends."""
-        if self.starts.numel() != self.num_documents + 1 or self._first[-1] != self.num_tokens:
-            raise self._broken(META, f"{self.num_tokens} tokens and {self.num_documents} documents, its shards do not")
 
     @property
     def lengths(self) -> Tensor:
@@ -116,25 +140,26 @@ class Prepared:
             f"delete {self.folder} to prepare it again"
         )
 
-    def _map(self, name: str, tokens: int, dtype: torch.dtype | None = None) -> Tensor:
-        dtype = dtype or self.meta.torch_dtype
-        path = self.folder / name
-        wanted = tokens * dtype.itemsize
+    def _map(self, shard: Shard) -> Tensor:
+        path, dtype = self.folder / f"{shard.name}.bin", DTYPES[self.meta.dtype]
+        wanted = shard.tokens * dtype.itemsize
         try:
             size = path.stat().st_size
             if size != wanted or not size:
-                raise self._broken(name, f"{wanted} bytes, there are {size}")
-            return torch.from_file(str(path), shared=False, size=tokens, dtype=dtype)
+                raise self._broken(path.name, f"says {wanted} bytes, there are {size}")
+            return torch.from_file(str(path), shared=False, size=shard.tokens, dtype=dtype)
         except (OSError, RuntimeError) as error:
             raise DataError(f"{path} cannot be read: {error}") from error
 
     def _starts(self, shard: Shard) -> Tensor:
-        starts = self._map(shard.name + ".idx", shard.documents + 1, torch.int64)
-        if starts[0] != 0 or starts[-1] != shard.tokens or not bool((starts.diff() > 0).all()):
-            raise self._broken(f"{shard.name}.idx", f"documents that fill {shard.tokens} tokens, these offsets do not")
-        return starts
+        path = self.folder / f"{shard.name}.idx"
+        try:
+            content = bytearray(path.read_bytes())
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error}") from error
+        if hashlib.sha256(content).hexdigest() != shard.idx_sha256:
+            raise self._broken(path.name, f"has another sum of its {len(content)} bytes")
+        return torch.frombuffer(content, dtype=torch.int64)
 
     def _broken(self, name: str, said: str) -> DataError:
-        return DataError(
-            f"{self.folder / name} is damaged: {META} says {said}; delete {self.folder} to prepare it again"
-        )
+        return DataError(f"{self.folder / name} is damaged: {META} {said}; delete {self.folder} to prepare it again")

@@ -29,7 +29,7 @@ def bar(title: str, total_bytes: int) -> Iterator[Callable[[int, int], None]]:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), rate, TimeRemainingColumn())
     began, tokens = time.monotonic(), 0
     with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-        task = shown.add_task(title, total=total_bytes, rate=0.0)
+        task = shown.add_task(title, total=total_bytes or None, rate=0.0)
 
         def advance(more_bytes: int, more_tokens: int) -> None:
             nonlocal tokens
@@ -52,8 +52,11 @@ def lines(title: str, total_bytes: int) -> Iterator[Callable[[int, int], None]]:
         if now - logged < LOG_SECONDS:
             return
         logged = now
+        rate = f"{tokens / (now - began):,.0f} tokens/s"
+        if not total_bytes:
+            log.info("%s: %s tokens, %s", title, f"{tokens:,}", rate)
+            return
         left = (now - began) * max(total_bytes - done, 0) / max(done, 1)
-        share, rate = 100 * done / max(total_bytes, 1), tokens / (now - began)
-        log.info("%s: %.0f %%, %s tokens/s, %.0f s left", title, share, f"{rate:,.0f}", left)
+        log.info("%s: %.0f %%, %s, %.0f s left", title, 100 * done / total_bytes, rate, left)
 
     yield advance

@@ -1,0 +1,119 @@
+"""What data costs before and beside training.
+
+    python -m benchmarks.data prepare [--vocab-size 8192] [--rounds 3]
+
+prepare: text of the standard library to tokens on disk, one process, for each kind of tokenizer: bytes, a BPE in
+tiktoken's format and a sentencepiece BPE, both trained on the spot on the same lines. CPU-seconds of the whole call of
+`prepare`, reading and writing included, the best of the rounds; the tokenizers' training does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+
+import regex
+import torch
+
+from trainer.data.corpus import PYTHON_STDLIB, Corpus
+from trainer.data.prepare import prepare
+from trainer.data.prepare.train_tokenizer import draw, train
+from trainer.data.source import Source
+from trainer.data.tokenizer import LLAMA3_PATTERN, LLAMA3_SPECIALS, Tokenizer, load_tokenizer
+
+LINES = 100_000
+
+
+def byte_pairs(lines: list[str], vocab_size: int) -> list[bytes]:
+    """Byte sequences in the order of their rank: what byte-pair encoding learns from lines."""
+    counts = Counter(word.encode() for line in lines for word in regex.findall(LLAMA3_PATTERN, f"{line}\n"))
+    words = [([bytes([byte]) for byte in word], count) for word, count in counts.items()]
+    tokens = [bytes([byte]) for byte in range(256)]
+    pairs: Counter[tuple[bytes, bytes]] = Counter()
+    where: defaultdict[tuple[bytes, bytes], set[int]] = defaultdict(set)
+    for number, (parts, count) in enumerate(words):
+        for pair in pairwise(parts):
+            pairs[pair] += count
+            where[pair].add(number)
+    while len(tokens) < vocab_size:
+        best = max(pairs, key=lambda pair: (pairs[pair], pair))
+        tokens.append(b"".join(best))
+        for number in where.pop(best):
+            parts, count = words[number]
+            for pair in pairwise(parts):
+                pairs[pair] -= count
+            parts[:] = merged(parts, best)
+            for pair in pairwise(parts):
+                pairs[pair] += count
+                where[pair].add(number)
+        del pairs[best]
+    return tokens
+
+
+def merged(parts: list[bytes], pair: tuple[bytes, bytes]) -> list[bytes]:
+    found: list[bytes] = []
+    for part in parts:
+        if found and (found[-1], part) == pair:
+            found[-1] += part
+        else:
+            found.append(part)
+    return found
+
+
+def tokenizers(folder: Path, vocab_size: int) -> dict[str, Tokenizer]:
+    source = Source(corpus=PYTHON_STDLIB)
+    (folder / "sentencepiece").write_bytes(train([source], vocab_size=vocab_size, lines=LINES))
+    tokens = byte_pairs(draw([source], LINES // 10), vocab_size - len(LLAMA3_SPECIALS))
+    ranks = b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens))
+    (folder / "tiktoken").write_bytes(ranks)
+    kinds = ("tiktoken", "sentencepiece")
+    return {"byte": load_tokenizer("byte", None)} | {kind: load_tokenizer(kind, folder / kind) for kind in kinds}
+
+
+def measure_prepare(vocab_size: int, rounds: int) -> None:
+    torch.set_num_threads(1)
+    size = Corpus(Source(corpus=PYTHON_STDLIB)).size
+    say(
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, "
+        f"Python {platform.python_version()}, {datetime.now(UTC):%Y-%m-%d}; {size / 1e6:.1f} MB, {rounds} rounds\n"
+    )
+    say("| tokenizer | vocabulary | bytes a token | CPU-s | MB/s of a core |\n|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        for name, tokenizer in tokenizers(Path(folder), vocab_size).items():
+            seconds, tokens = [], 0
+            for number in range(rounds):
+                source = Source(corpus=PYTHON_STDLIB, cache_dir=Path(folder, name + str(number)))
+                began = time.process_time()
+                tokens = prepare(source, tokenizer).num_tokens
+                seconds.append(time.process_time() - began)
+            best = min(seconds)
+            say(f"| {name} | {tokenizer.vocab_size} | {size / tokens:.2f} | {best:.2f} | {size / 1e6 / best:.1f} |")
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    preparing = commands.add_parser("prepare", help="text to tokens on disk")
+    preparing.add_argument("--vocab-size", type=int, default=8192)
+    preparing.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    if options.command == "prepare":
+        measure_prepare(options.vocab_size, options.rounds)
+
+
+if __name__ == "__main__":
+    main()

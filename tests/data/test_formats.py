@@ -1,0 +1,254 @@
+import gzip
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.data import DataError
+from trainer.data.corpus import Corpus
+from trainer.data.formats import BLOCK, lines_before
+from trainer.data.source import Source
+
+Make = Callable[..., Source]
+Documents = Callable[[Source], list[str]]
+WORDS = [f"text {n} é\nof two lines " * (n % 7) + "." for n in range(40)]
+LINES = "".join(json.dumps({"text": word, "id": 1}) + "\n" for word in WORDS)
+
+
+def zstandard(content: bytes) -> bytes:
+    import zstandard as library
+
+    return library.ZstdCompressor(write_checksum=True).compress(content)
+
+
+def parquet(columns: dict[str, list[Any]], *, rows: int = 100) -> bytes:
+    import pyarrow
+    from pyarrow import parquet as library
+
+    sink = pyarrow.BufferOutputStream()
+    library.write_table(pyarrow.table(columns), sink, row_group_size=rows)
+    return bytes(sink.getvalue())
+
+
+# ---- lines
+
+
+def test_a_line_of_jsonl_is_a_document(source: Make, documents: Documents) -> None:
+    given = source({"a.jsonl": '{"text": "one\\n\\u00e9", "id": 1}\n\n{"text": "two"}'})
+    assert documents(given) == ["one\né", "two"]
+    assert documents(replace(given, documents="repository")) == ["one\né\ntwo\n"]
+
+
+@pytest.mark.parametrize("piece", [1, 7, 100, 1 << 20])
+def test_every_line_is_in_one_piece(
+    piece: int, source: Make, documents: Documents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.data.corpus.PIECE", piece)
+    lines = "".join(LINES.splitlines(keepends=True)[:5])
+    given = source({"a.jsonl": lines, "b.jsonl": "", "c.jsonl": lines[:-1]})
+    assert documents(given) == WORDS[:5] * 2
+    assert (len(Corpus(given).pieces()) > 2) == (piece < 1000)
+
+
+BAD_LINES = {
+    '{"text": 3}': 'it has no string at key "text"',
+    '{"text": null}': 'it has no string at key "text"',
+    '{"text": ["a"]}': 'it has no string at key "text"',
+    '{"txt": "a"}': 'it has no string at key "text"',
+    "[1]": "it is no JSON object",
+    "1": "it is no JSON object",
+    "null": "it is no JSON object",
+    '{"text": "a"': "Expecting ',' delimiter at character 13",
+    '{"text": "\\ud800"}': "'utf-8' codec can't encode character",
+    '{"text": "\xff"}': "'utf-8' codec can't decode byte 0xff in position 10",
+    "[" * 5_000: "maximum recursion depth exceeded",
+    "\0": "Expecting value at character 0",
+}
+
+
+@pytest.mark.parametrize("line", BAD_LINES, ids=range(len(BAD_LINES)))
+@pytest.mark.parametrize("piece", [30, 1 << 20])
+def test_a_bad_line_is_named_and_skipped_or_refused(
+    line: str,
+    piece: int,
+    source: Make,
+    documents: Documents,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trainer.data.corpus.PIECE", piece)
+    content = b'{"text": "one"}\n\n' + line.encode("latin-1") + b'\n{"text": "two"}\n'
+    given = source({"a.jsonl": content})
+    assert documents(given) == ["one", "two"]
+    assert f"skipped a.jsonl:3: {BAD_LINES[line]}" in caplog.text
+    with pytest.raises(DataError, match=r'^data.bad_files = "refuse", and the corpus holds a.jsonl:3: '):
+        documents(replace(given, bad_files="refuse"))
+
+
+def test_lines_before_a_byte_are_those_that_begin_before_it(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b"ab\n\nc\nd")
+    assert [lines_before(path, start) for start in range(8)] == [0, 1, 1, 1, 2, 3, 3, 4]
+
+
+def test_a_line_beyond_all_bounds_ends_its_file(
+    source: Make, documents: Documents, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("trainer.data.formats.LONGEST_LINE", 30)
+    given = source({"a.jsonl": '{"text": "one"}\n{"text": "' + "x" * 100 + '"}\n', "b": "B"})
+    assert documents(given) == ["one", "B"]
+    assert "skipped a.jsonl: it has a line of more than 30 bytes" in caplog.text
+
+
+# ---- another key, tables, compression
+
+
+def test_the_text_may_be_at_another_key(source: Make, documents: Documents) -> None:
+    files: dict[str, str | bytes] = {"a.jsonl": '{"text": "a", "body": "b"}', "b.parquet": parquet({"body": ["c"]})}
+    assert documents(source(files, text_key="body")) == ["b", "c"]
+
+
+@pytest.mark.parametrize("piece", [1, 1 << 20])
+@pytest.mark.parametrize("rows", [1, 7, 100])
+def test_a_row_of_a_table_is_a_document(
+    rows: int, piece: int, source: Make, documents: Documents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.data.corpus.PIECE", piece)
+    given = source({"a.parquet": parquet({"id": list(range(40)), "text": WORDS}, rows=rows)})
+    assert documents(given) == WORDS
+    assert len(Corpus(given).pieces()) == (-(-40 // rows) if piece == 1 else 1)
+
+
+def test_bad_rows_and_columns_are_named(source: Make, documents: Documents, caplog: pytest.LogCaptureFixture) -> None:
+    files: dict[str, str | bytes] = {
+        "a.parquet": parquet({"text": ["a", None, "b"]}, rows=1),
+        "b.parquet": parquet({"title": ["a"], "n": [1]}),
+        "c.parquet": parquet({"text": [1, 2]}),
+        "d.parquet": parquet({"text": WORDS})[:-100],
+        "e.parquet": b"",
+    }
+    assert documents(source(files)) == ["a", "b"]
+    for named in (
+        'a.parquet: row 2: it has no string at key "text"',
+        'b.parquet: it has no column "text", but title, n',
+        'c.parquet: row 2: it has no string at key "text"',
+        "d.parquet: ",
+        "e.parquet: Parquet file size is 0 bytes",
+    ):
+        assert f"skipped {named}" in caplog.text
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+def test_compressed_files_are_what_they_unpack_to(suffix: str, source: Make, documents: Documents) -> None:
+    pack = gzip.compress if suffix == "gz" else zstandard
+    long = "a line\n" * (BLOCK // 4)
+    given = source(
+        {
+            f"a.jsonl.{suffix}": pack(LINES[:200].encode()) + pack(LINES[200:].encode()),
+            f"b.txt.{suffix}": pack(long.encode()),
+            f"c.{suffix}": pack(b"C"),
+            f"d.{suffix}": pack(b""),
+        }
+    )
+    assert documents(given) == [*WORDS, long, "C"]
+
+
+@pytest.mark.parametrize("suffix", ["gz", "zst"])
+@pytest.mark.parametrize("damage", ["cut", "torn head", "changed", "followed"])
+def test_damaged_compressed_files_are_named_and_leave_no_half_text(
+    damage: str, suffix: str, source: Make, documents: Documents, caplog: pytest.LogCaptureFixture
+) -> None:
+    pack = gzip.compress if suffix == "gz" else zstandard
+    packed = pack("".join(f"{n * n} " for n in range(100_000)).encode())
+    damaged = {
+        "cut": packed[: len(packed) // 2],
+        "torn head": packed[:3],
+        "changed": packed[:100] + b"\0" * 300 + packed[400:],
+        "followed": packed + b"something else",
+    }[damage]
+    given = source({"a": "A", f"b.txt.{suffix}": damaged, "c": "C"})
+    assert documents(given) == ["A", "C"]
+    assert f"skipped b.txt.{suffix}: " in caplog.text
+
+
+def test_lines_before_a_cut_are_kept_and_the_file_is_named(
+    source: Make, documents: Documents, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = source({"a.jsonl.gz": gzip.compress(LINES.encode())[:-20], "b": "B"})
+    found = documents(given)
+    assert found[:-1] == WORDS[: len(found) - 1]
+    assert "skipped a.jsonl.gz: Compressed file ended before" in caplog.text
+
+
+@pytest.mark.parametrize(("name", "package"), [("a.parquet", "pyarrow"), ("a.txt.zst", "zstandard")])
+def test_a_missing_package_is_named_with_what_installs_it(
+    name: str, package: str, source: Make, documents: Documents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(DataError, match=rf'{name} needs {package}: pip install "longhaul\[data\]"'):
+        documents(source({name: b"x"}))
+
+
+# ---- data sets
+
+
+def saved(folder: Path, *, split: str | None = None) -> Path:
+    import datasets
+
+    datasets.disable_progress_bars()
+    rows = datasets.Dataset.from_dict({"text": WORDS, "id": list(range(40))})
+    (datasets.DatasetDict({split: rows}) if split else rows).save_to_disk(folder)
+    return folder
+
+
+@pytest.mark.parametrize("piece", [1, 300, 1 << 20])
+@pytest.mark.parametrize("split", [None, "train"])
+def test_a_saved_data_set_is_its_rows(
+    split: str | None, piece: int, tmp_path: Path, documents: Documents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.data.corpus.PIECE", piece)
+    folder = saved(tmp_path / "set", split=split)
+    named = Source(corpus=str(folder), cache_dir=tmp_path / "cache")
+    assert documents(named) == WORDS
+    assert documents(replace(named, corpus=f"hf:{folder},split=train")) == WORDS
+
+
+def test_a_streamed_data_set_is_its_files_and_what_changes_is_another(tmp_path: Path, documents: Documents) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text(LINES)
+    corpus = f"hf:json,data_files={tmp_path}/*.jsonl"
+    given = Source(corpus=corpus, cache_dir=tmp_path / "cache")
+    assert documents(given) == WORDS * 2
+    assert len(Corpus(given).pieces()) == 2
+    before = Corpus(given).identity
+    (tmp_path / "a.jsonl").write_text(LINES + LINES)
+    from trainer.data.hub import open_dataset
+
+    open_dataset.cache_clear()
+    assert Corpus(given).identity != before
+
+
+@pytest.mark.parametrize(
+    ("corpus", "message"),
+    [
+        ("hf:", "it is written hf:NAME,split=NAME"),
+        ("hf:json,data=x", "options: config, split, data_files, revision, not data"),
+        ("hf:json,split", "it is written hf:NAME"),
+        ("hf:json,data_files=/nowhere/x.jsonl", "cannot be opened: FileNotFoundError"),
+        ("hf:SAVED,split=test", "cannot be opened: KeyError: 'test'"),
+    ],
+)
+def test_a_data_set_that_is_not_there_is_named(corpus: str, message: str, tmp_path: Path, documents: Documents) -> None:
+    corpus = corpus.replace("SAVED", str(saved(tmp_path / "set", split="train")) if "SAVED" in corpus else "")
+    with pytest.raises(DataError, match=message):
+        documents(Source(corpus=corpus, cache_dir=tmp_path / "cache"))
+
+
+def test_a_data_set_without_the_column_is_an_error(tmp_path: Path, documents: Documents) -> None:
+    given = Source(corpus=str(saved(tmp_path / "set")), text_key="body", cache_dir=tmp_path / "cache")
+    with pytest.raises(DataError, match='has no column "body", but text, id'):
+        documents(given)

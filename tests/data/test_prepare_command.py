@@ -1,0 +1,209 @@
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trainer.data.prepare.__main__ import main
+from trainer.data.prepare.train_tokenizer import draw
+from trainer.data.prepared import Prepared
+from trainer.data.source import Source
+from trainer.data.tokenizer import load_tokenizer
+
+Run = Callable[..., tuple[int, str, str]]
+STORY = "Once upon a time there was a document, and 12345 more of them.\n\n    And they were long.\n"
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """The command in a folder with a corpus `text`: its exit status and what it says."""
+    monkeypatch.chdir(tmp_path)
+    for n in range(5):
+        path = tmp_path / "text" / f"{n}.txt"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"{n} {STORY}" * 10**n)
+
+    def command(*words: str) -> tuple[int, str, str]:
+        status = main(words)
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return command
+
+
+def test_the_corpus_of_a_configuration_is_made_where_a_run_finds_it(run: Run, tmp_path: Path) -> None:
+    status, said, _ = run("--data.corpus", "text", "--data.cache_dir", "made")
+    assert status == 0
+    [folder] = (tmp_path / "made").glob("text-*")
+    made = Prepared(folder)
+    tokens = sum(path.stat().st_size + 2 for path in (tmp_path / "text").iterdir())
+    assert said == (f"made/{folder.name}: {tokens:,} tokens, 5 documents, 0 skipped; fingerprint {made.fingerprint}\n")
+    assert run("--data.corpus=text", "--data.cache_dir=made")[:2] == (0, said)
+
+
+def test_a_corpus_of_the_command_line_goes_into_the_folder_that_is_asked_for(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"body": "some text"}) + "\n{\n")
+    status, said, _ = run("--corpus", "a.jsonl", "--data.text_key", "body", "--output", "new/made")
+    assert (status, said.split(":")[0]) == (0, "new/made")
+    assert Prepared(tmp_path / "new" / "made").num_documents == 1
+    assert "1 skipped" in said
+    # A run can name it, and another tokenizer is refused.
+    assert run("--corpus", "new/made")[:2] == (0, said)
+    assert run("--corpus", "a.jsonl", "--output", "new/made") == (
+        2,
+        "",
+        "error: command line: --output new/made is not empty\n",
+    )
+
+
+@pytest.mark.ranks
+def test_workers_change_nothing_of_what_is_made(run: Run, tmp_path: Path) -> None:
+    one, two = run("--corpus", "text", "--output", "one"), run("--corpus", "text", "--output", "two", "--workers", "2")
+    assert (one[0], two[0], one[1].replace("one:", "two:")) == (0, 0, two[1])
+    assert [path.read_bytes() for path in sorted((tmp_path / "one").iterdir())] == [
+        path.read_bytes() for path in sorted((tmp_path / "two").iterdir())
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        (["--workers", "0"], 2, "command line: --workers 0 must be an integer, at least 1"),
+        (["--workers", "many"], 2, "command line: --workers many must be an integer, at least 1"),
+        (["--output"], 2, "command line: --output needs a value"),
+        (["--output", "--workers", "2"], 2, "command line: --output needs a value"),
+        (["--outputs", "x"], 2, "command line: --outputs x: there is no such key; see --help"),
+        (["--verify"], 2, "command line: --verify: there is no such key; see --help"),
+        (["--corpus", "nowhere"], 2, "command line: --corpus nowhere is not there"),
+        (["--data.corpus", "nowhere"], 2, 'data.corpus = "nowhere" is neither'),
+        (["--data.corpus", "copy"], 2, 'data.corpus = "copy" is made up: there is nothing to prepare'),
+        (["--config", "nowhere"], 2, "nowhere: there is no such file"),
+        (["--tokenizer.kind", "tiktoken"], 2, 'tokenizer.kind = "tiktoken" needs tokenizer.path'),
+        (["--tokenizer.kind", "tiktoken", "--tokenizer.path", "text/0.txt"], 78, "looks like plain text"),
+        (["--corpus", "text/empty"], 78, "the corpus has no text: 1 files"),
+        (["--corpus", "hf:"], 78, "it is written hf:NAME"),
+        (["--corpus", "text", "--output", "text/0.txt/made"], 78, "text/0.txt/made cannot be written"),
+        (["inspect"], 2, "command line: inspect needs a folder or --config"),
+        (["inspect", "text"], 2, "command line: text is not a folder that was prepared"),
+        (["inspect", "text", "--samples", "x"], 2, "command line: --samples x must be an integer, at least 1"),
+        (["train-tokenizer"], 2, "command line: train-tokenizer needs --vocab-size"),
+        (["train-tokenizer", "--vocab-size", "300"], 2, "command line: train-tokenizer needs --output"),
+        (["train-tokenizer", "--vocab-size", "300", "--output", "text/0.txt"], 2, "--output text/0.txt is there"),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_a_status(
+    words: list[str], status: int, message: str, run: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "text" / "empty").touch()
+    found, said, errors = run(*words)
+    assert (found, said) == (status, "")
+    assert re.fullmatch(rf"error: [^\n]*{re.escape(message)}[^\n]*\n", errors)
+
+
+def test_inspect_tells_counts_lengths_and_how_documents_begin(run: Run) -> None:
+    run("--corpus", "text", "--output", "made")
+    status, said, _ = run("inspect", "made", "--verify", "--samples", "5")
+    assert status == 0
+    flat = re.sub(r"[│┃\s]+", " ", said)
+    lengths = [(len(STORY) + 2) * 10**n + 2 for n in range(5)]
+    for fact in (
+        f"tokens {sum(lengths):,}",
+        "documents 5",
+        f"longest {max(lengths):,}",
+        "byte-264",
+        "sums right",
+        "0 to 256 1 92 0.0 % 100.0 %",
+        f"256K to 1M 1 {lengths[4]:,} 90.0 % 90.0 %",
+        f"64K to 256K 1 {lengths[3]:,} 9.0 % 99.0 %",
+        "at least 1M 0 0 0.0 % 0.0 %",
+        r"0 92 0 Once upon a time",
+        "4 900,002 4 Once upon a time",
+    ):
+        assert fact in flat, fact
+
+
+def test_inspect_of_a_configuration_prepares_what_it_shows(run: Run) -> None:
+    status, said, _ = run("inspect", "--config", "debug", "--data.corpus", "text", "--data.cache_dir", "made")
+    assert status == 0
+    assert "made/text-" in said
+
+
+def test_inspect_with_another_tokenizer_shows_no_samples(run: Run) -> None:
+    run("train-tokenizer", "--vocab-size", "300", "--output", "made.model", "--corpus", "text")
+    run("--corpus", "text", "--output", "made")
+    status, said, _ = run("inspect", "made", "--tokenizer.kind", "sentencepiece", "--tokenizer.path", "made.model")
+    assert status == 0
+    assert "No samples: [tokenizer] is sentencepiece-" in said
+
+
+def test_verify_finds_a_token_that_was_changed(run: Run, tmp_path: Path) -> None:
+    run("--corpus", "text", "--output", "made")
+    path = tmp_path / "made" / "shard-00000.bin"
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1
+    path.write_bytes(content)
+    assert run("inspect", "made")[0] == 0
+    status, said, errors = run("inspect", "made", "--verify")
+    assert (status, said) == (78, "")
+    assert re.fullmatch(r"error: made/shard-00000.bin is damaged: its sum is another; delete made .*\n", errors)
+
+
+def test_a_tokenizer_is_trained_the_same_twice_and_loses_nothing(run: Run, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        assert run("train-tokenizer", "--vocab-size", "320", "--output", f"{name}.model", "--corpus", "text")[0] == 0
+    assert (tmp_path / "one.model").read_bytes() == (tmp_path / "two.model").read_bytes()
+    tokenizer = load_tokenizer("sentencepiece", tmp_path / "one.model")
+    assert tokenizer.vocab_size == 320
+    for text in (STORY, "\u4e2d \U0001f642 naïve", "  \n\n \n   x\t\n", "a" * 50_000, "", "\r\n\r", "</s><unk>\n<s>"):
+        assert tokenizer.decode(tokenizer.encode(text).tolist()) == text
+    digits = tokenizer.encode("12345").tolist()
+    assert len({*digits}) == 5, "every digit is a piece"
+    assert len(tokenizer.encode(STORY)) < len(STORY) / 2
+
+
+def test_more_tokens_than_the_text_gives_are_refused_in_one_line(run: Run) -> None:
+    status, _, errors = run("train-tokenizer", "--vocab-size", "9999", "--output", "made.model", "--corpus", "text")
+    assert status == 78
+    assert re.fullmatch(r"error: no tokenizer of 9999 tokens can be made of \d+ lines: Vocabulary size .*\n", errors)
+
+
+def test_the_sample_is_drawn_from_all_of_the_text(tmp_path: Path) -> None:
+    (tmp_path / "lines").mkdir()
+    for name in "ab":
+        (tmp_path / "lines" / name).write_text("".join(f"{name} {n}\n" for n in range(5000)))
+    source = Source(corpus=str(tmp_path / "lines"))
+    sample = draw([source], 1000)
+    assert len({*sample}) == 1000
+    assert sample == draw([source], 1000)
+    assert 400 < sum(line.startswith("a") for line in sample) < 600
+    numbers = [int(line[2:]) for line in sample]
+    assert 400 < sum(number < 2500 for number in numbers) < 600
+    assert len(draw([source], 20_000)) == 10_000
+
+
+@pytest.mark.parametrize("words", [["--help"], ["inspect", "--help"], ["train-tokenizer", "-h"]])
+def test_help_names_every_option(words: list[str], run: Run) -> None:
+    status, said, _ = run(*words)
+    assert status == 0
+    for option in (
+        "--workers",
+        "--output",
+        "--corpus",
+        "--verify",
+        "--samples",
+        "--vocab-size",
+        "--lines",
+    ):
+        assert f"\n  {option} " in said
+
+
+@pytest.mark.ranks
+def test_it_is_a_module_that_can_be_run(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-m", "trainer.data.prepare", "--corpus", str(tmp_path), "--output", str(tmp_path / "o")]
+    (tmp_path / "a.txt").write_text("text")
+    done = subprocess.run([*command, "--workers", "2"], cwd=root, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.partition(":")[0]) == (0, str(tmp_path / "o")), done.stderr

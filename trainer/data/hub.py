@@ -1,0 +1,83 @@
+"""Data sets of Hugging Face, saved on this disk or read as a stream. Only this file knows `datasets`.
+
+    hf:NAME[,config=NAME][,split=NAME][,data_files=PATH][,revision=NAME]
+
+NAME is a data set of the Hub, a format (`json`, `parquet`, `text`, ...) with its `data_files`, or a folder that
+`save_to_disk` wrote. Code of a data set is never run: `datasets` has known no such thing since version 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainer.data.errors import DataError, needs
+
+HUB = "hf:"
+OPTIONS = ("config", "split", "data_files", "revision")
+ROWS = 64  # in memory at once
+
+
+class Opened(NamedTuple):
+    """A data set. Its parts are rows if it lies on this disk, else the files that it is streamed from."""
+
+    data: Any
+    version: str
+    """Differs where the data differ."""
+    parts: int
+    size: int
+    """Bytes, if they are known."""
+
+
+def is_saved(path: Path) -> bool:
+    """Whether `save_to_disk` wrote a folder."""
+    return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
+@cache
+def open_dataset(spelled: str) -> Opened:
+    """What `hf:...` names. Raises DataError."""
+    name, *given = spelled.removeprefix(HUB).split(",")
+    options = dict(option.partition("=")[::2] for option in given)
+    if not name or (unknown := set(options) - set(OPTIONS)) or not all(options.values()):
+        wrong = f", not {', '.join(sorted(unknown))}" if name and unknown else ""
+        raise DataError(
+            f'data.corpus = "{spelled}": it is written hf:NAME,split=NAME; options: {", ".join(OPTIONS)}{wrong}'
+        )
+    try:
+        import datasets
+    except ImportError as error:
+        raise needs("datasets", f'data.corpus = "{spelled}"') from error
+    split = options.pop("split", "train")
+    try:
+        if is_saved(Path(name)):
+            data = datasets.load_from_disk(name)
+            data = data[split] if isinstance(data, datasets.DatasetDict) else data
+            return Opened(data, data._fingerprint, len(data), data.data.nbytes)
+        builder = datasets.load_dataset_builder(name, options.pop("config", None), **options)
+        data = builder.as_streaming_dataset(split=split)
+        return Opened(data, f"{builder.config_id}-{builder.hash}-{split}", data.num_shards, 0)
+    except Exception as error:
+        raise DataError(f'data.corpus = "{spelled}" cannot be opened: {type(error).__name__}: {error}') from error
+
+
+def read_dataset(spelled: str, start: int, stop: int, key: str) -> Iterator[tuple[int, object]]:
+    """Number within its part, from 1, and value of each row of parts `start` to `stop`. Raises DataError.
+
+    What a network does is not to decide what is in a corpus: a stream that fails is no bad text.
+    """
+    opened = open_dataset(spelled)
+    saved = hasattr(opened.data, "select")
+    part = opened.data.select(range(start, stop)) if saved else opened.data.shard(opened.parts, start)
+    first = start + 1 if saved else 1
+    try:
+        if key not in (columns := part.column_names or [key]):
+            raise DataError(f'data.corpus = "{spelled}" has no column "{key}", but {", ".join(columns)}')
+        for number, batch in enumerate(part.select_columns([key]).iter(ROWS)):
+            yield from enumerate(batch[key], first + number * ROWS)
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f'data.corpus = "{spelled}" cannot be read: {type(error).__name__}: {error}') from error
