@@ -27,6 +27,7 @@ from trainer.data.copy import CopyRows
 from trainer.data.rows import Rows
 from trainer.distributed import World, place, process_group, require_agreement, settled
 from trainer.heartbeat import Heartbeat
+from trainer.initial import require_initial
 from trainer.load import load
 from trainer.metrics import Metrics
 from trainer.profiler import Profilers
@@ -46,6 +47,7 @@ def main(argv: list[str]) -> int:
         if already := finished(config):
             log.info(already)
             return DONE
+        require_initial(config)
         folder = RunFolder(config.output_dir)
         folder.make()
         logs.keep(folder.logs, rank)

@@ -19,6 +19,7 @@ from types import FrameType
 
 from trainer.config import Config
 from trainer.fit import fitted, memory_of_node, told
+from trainer.initial import require_initial
 from trainer.ledger import GIB, ledger
 from trainer.levers import short
 from trainer.load import find, load, show_path, split, to_toml
@@ -107,6 +108,7 @@ def examine(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[Config
         return config, None, problems
     if cluster and not (problems := config.problems(cluster.world_size)):
         try:
+            require_initial(config)
             _fitted(config, cluster)
         except ConfigError as error:
             problems = error.problems
