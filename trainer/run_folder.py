@@ -155,7 +155,8 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 def flat(config: Config) -> dict[str, Any]:
     """Every value by its dotted key, the model's with its preset resolved; without the run's name and place."""
     values = config.model_dump(mode="json", exclude={"job"})
-    values["model"] = dataclasses.asdict(config.model.build())
+    # As JSON gives it back: with lists for tuples.
+    values["model"] = json.loads(json.dumps(dataclasses.asdict(config.model.build())))
     return _flatten("", values)
 
 
