@@ -268,20 +268,13 @@ def _write_rope(rope: RopeConfig) -> dict[str, Any]:
 # ---- between two
 
 
-def differences(theirs: ModelConfig, ours: ModelConfig) -> tuple[list[str], list[str]]:
-    """Every field that differs, in words: of the model, and of how it turns positions, which training may change."""
-    of_model = [
-        f"model.{field.name} = {_told(getattr(ours, field.name))} is {_told(getattr(theirs, field.name))} there"
-        for field in dataclasses.fields(ModelConfig)
-        if field.name != "rope" and getattr(theirs, field.name) != getattr(ours, field.name)
-    ]
-    of_rope = [
-        f"model.rope.{key} = {_told(getattr(ours.rope, key))} is {_told(getattr(theirs.rope, key))} there"
-        for key in rope_fields(theirs.rope) | rope_fields(ours.rope)
-        if getattr(theirs.rope, key) != getattr(ours.rope, key)
-    ]
-    turns = [line for line in of_model if line.startswith("model.nope_every")]
-    return [line for line in of_model if line not in turns], turns + of_rope
+def differences(theirs: ModelConfig, ours: ModelConfig) -> dict[str, tuple[Any, Any]]:
+    """Every field that differs, those of `rope.` as far as the kinds have them, with its value there and here."""
+    fields = [field.name for field in dataclasses.fields(ModelConfig) if field.name != "rope"]
+    both = {key: (getattr(theirs, key), getattr(ours, key)) for key in fields}
+    for key in rope_fields(theirs.rope) | rope_fields(ours.rope):
+        both[f"rope.{key}"] = getattr(theirs.rope, key), getattr(ours.rope, key)
+    return {key: (there, here) for key, (there, here) in both.items() if there != here}
 
 
 def rope_fields(rope: RopeConfig) -> dict[str, None]:

@@ -6,6 +6,7 @@ Only weights are taken: the optimizer, the data and the count of updates begin a
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -84,15 +85,18 @@ def require_initial(config: Config) -> None:
 
 
 def _examine(initial: str, ours: ModelConfig) -> tuple[list[str], list[str]]:
+    """What keeps the model from beginning so, and how it turns positions otherwise, in words."""
     folder = folder_of(initial)
-    if not is_hugging_face(initial):
-        return differences(model_of(read_state(folder)), ours)
-    if not folder.is_dir():
+    if is_hugging_face(initial) and not folder.is_dir():
         return [f"{folder} is not a folder"], []
-    theirs = read_model(read_config(folder))
-    found, turned = differences(theirs, ours)
-    # Tensors that do not fit another model would be told as many times over.
-    return found or Weights(folder).problems(theirs), turned
+    theirs = read_model(read_config(folder)) if is_hugging_face(initial) else model_of(read_state(folder))
+    found, turned = list[str](), list[str]()
+    for key, (there, here) in differences(theirs, ours).items():
+        lines = turned if key == "nope_every" or key.startswith("rope.") else found
+        lines.append(f"model.{key} = {json.dumps(here)} is {json.dumps(there)} there")
+    if not found and is_hugging_face(initial):
+        found = Weights(folder).problems(theirs)
+    return found, turned
 
 
 def load_hugging_face(folder: Path, model: ModelConfig, parameters: Mapping[str, Tensor]) -> None:
