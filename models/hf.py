@@ -151,7 +151,8 @@ class Weights:
         raise HuggingFaceError([f"{path}: {entry.name} is {there.get_shape()} and not {list(entry.shape)}"])
 
     def has(self, name: str) -> bool:
-        return name in self._files or ("" in self._files and name in self._open(self._files[""], "pt"))
+        only = self._files.get("")
+        return name in (self._files if only is None else self._open(only, "pt").keys())  # noqa: SIM118 - no dict
 
     def _open(self, path: Path, framework: str) -> Any:
         from safetensors import SafetensorError, safe_open

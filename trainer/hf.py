@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from models import FAMILIES, hf
 from models.config import ModelConfig
@@ -138,7 +138,7 @@ class Saved:
             metadata = FileSystemReader(checkpoint).read_metadata()
         except Exception as error:
             raise ResumeError(f"{checkpoint} cannot be read: {error}") from error
-        self._saved: dict[str, Any] = metadata.state_dict_metadata
+        self._saved = cast(dict[str, Any], metadata.state_dict_metadata)
         shapes = {name: tuple(entry.size) for name, entry in self._saved.items() if name.startswith(WEIGHTS)}
         wrong = [
             f"\n  {WEIGHTS}{name} is {shapes.get(WEIGHTS + name, 'absent')} and not {entry.shape}"
