@@ -152,7 +152,7 @@ class Weights:
 
     def has(self, name: str) -> bool:
         only = self._files.get("")
-        return name in (self._files if only is None else self._open(only, "pt").keys())  # noqa: SIM118 - no dict
+        return name in (self._files if only is None else self._open(only, "pt").keys())
 
     def _open(self, path: Path, framework: str) -> Any:
         from safetensors import SafetensorError, safe_open
