@@ -90,6 +90,7 @@ def load(folder: Path, config: ModelConfig) -> Transformer:
 def logits_of(model: Transformer, config: ModelConfig, length: int = 40) -> tuple[Tensor, Tensor]:
     """Tokens of a row, and our logits."""
     batch = packed([length], vocab_size=config.vocab_size)
+    vars(model)["seq_len"] = length  # Which list of longrope's holds is a matter of the rows' length.
     head, model.head = model.head, None
     assert head is not None
     with torch.no_grad():
