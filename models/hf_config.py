@@ -186,6 +186,8 @@ def _rope_of(name: str, rope: Mapping[str, Any], values: Mapping[str, Any], prob
         if kind != "llama3" and "factor" not in given and _is_number(longest) and _is_number(original):
             given["factor"] = longest / original
     given |= _mscale(kind, given)
+    if kind == "longrope" and given.get("attention_factor") == _sharpened(given.get("factor"), given.get(ORIGINAL)):
+        given.pop("attention_factor", None)
     unknown = given.keys() - known.keys() - KIND_KEYS - (set(MSCALES) if kind == "yarn" else set())
     problems += [_refused(f"{name}.{key}", given[key], (None,)) for key in sorted(unknown) if not _is_whole(key, given)]
     missing = known.keys() - given.keys() - OPTIONAL
@@ -218,6 +220,13 @@ def _mscale(kind: str, given: Mapping[str, Any]) -> dict[str, float]:
     return {"attention_factor": one / all_dim}
 
 
+def _sharpened(factor: object, original: object) -> float | None:
+    """longrope's attention factor where none is given."""
+    if not _is_number(factor) or not _is_number(original) or factor <= 1 or original <= 1:
+        return None
+    return math.sqrt(1 + math.log(factor) / math.log(original))
+
+
 # ---- ours -> theirs
 
 
@@ -235,12 +244,15 @@ def write_model(
     if problems:
         raise HuggingFaceError(problems)
     scaling = _write_rope(model.rope)
+    # Where transformers 4 looks for it; else it takes `length`.
+    original = {ORIGINAL: model.rope.original_length} if model.rope.kind == "longrope" else {}
     return {
         "architectures": [ARCHITECTURES[kind]],
         "model_type": kind,
         **{theirs: getattr(model, ours) for theirs, ours in FIELDS.items()},
         "hidden_act": "silu",
         "max_position_embeddings": length,
+        **original,
         "rope_theta": model.rope.theta,
         "rope_scaling": scaling or None,
         "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": model.rope.theta},
@@ -261,6 +273,8 @@ def _write_rope(rope: RopeConfig) -> dict[str, Any]:
     if rope.kind == "default":
         return {}
     fields = {theirs: getattr(rope, ours) for theirs, ours in ROPE[rope.kind].items()}
+    if rope.kind == "longrope":  # transformers 4 would find another, from the trained length.
+        fields["attention_factor"] = rope.attention_factor or _sharpened(rope.factor, rope.original_length)
     lists = {key: list(value) if isinstance(value, tuple) else value for key, value in fields.items()}
     return {"rope_type": rope.kind} | {key: value for key, value in lists.items() if value is not None}
 

@@ -111,8 +111,6 @@ def export(source: Path, output: Path, *, dtype: str | None, file_bytes: int, to
         ):
             raise HuggingFaceError([f"{output} was not written: {problem}" for problem in problems])
     say(f"{output} is complete: every tensor was read again and is the same")
-    if model.rope.kind == "longrope":
-        say('rope kind "longrope" needs transformers 5 to be read rightly')
 
 
 def tokenizer_of(values: dict[str, Any], moved: Path | None, *, length: int) -> tuple[int | None, int | None, Any]:
