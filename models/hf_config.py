@@ -221,7 +221,7 @@ def _mscale(kind: str, given: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _sharpened(factor: object, original: object) -> float | None:
-    """longrope's attention factor where none is given."""
+    """What longrope multiplies cosine and sine by where nothing is given."""
     if not _is_number(factor) or not _is_number(original) or factor <= 1 or original <= 1:
         return None
     return math.sqrt(1 + math.log(factor) / math.log(original))
