@@ -222,6 +222,7 @@ def write(
     for name, members in zip(names, files, strict=True):
         tensors = {known[ours].name: read(ours).to(dtype).contiguous() for ours in members}
         save_file(tensors, folder / name, metadata={"format": "pt"})
+        (folder / name).chmod(folder.stat().st_mode & 0o666)  # safetensors lets nobody else read it.
         _compare(folder / name, tensors, {known[ours] for ours in members})
         written(name)
     if len(files) > 1:

@@ -43,8 +43,8 @@ def main(words: Sequence[str]) -> int:
         if asked.command == "import":
             bring_in(asked.folder, asked.output)
         else:
-            size = int(asked.max_shard_gib * 2**30)
-            export(asked.source, asked.output, dtype=asked.dtype, file_bytes=size, tokenizer=asked.tokenizer)
+            most = int(asked.max_shard_gib * 2**30)
+            export(asked.source, asked.output, dtype=asked.dtype, file_bytes=most, tokenizer=asked.tokenizer)
     except HuggingFaceError as error:
         return refuse(*error.problems)
     except (ResumeError, DataError) as error:
@@ -66,12 +66,19 @@ def parser() -> argparse.ArgumentParser:
     export_.add_argument("source", type=Path, metavar="RUN_FOLDER|CHECKPOINT")
     export_.add_argument("output", type=Path, metavar="OUTPUT", help="a folder that is not there yet, or is empty")
     export_.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: what the run computed in")
-    export_.add_argument("--max-shard-gib", type=float, default=4.0, metavar="N", help="GiB of a file; default: 4")
+    export_.add_argument("--max-shard-gib", type=size, default=4.0, metavar="N", help="GiB of a file; default: 4")
     export_.add_argument("--tokenizer", type=Path, metavar="FILE", help="where tokenizer.path of the run now lies")
     import_ = commands.add_parser("import", help="a configuration that begins with a Hugging Face model")
     import_.add_argument("folder", type=Path, metavar="HF_DIR")
     import_.add_argument("output", type=Path, nargs="?", metavar="OUTPUT.toml", help="default: it is printed")
     return found
+
+
+def size(text: str) -> float:
+    """Above 0; argparse says what is not."""
+    if not float(text) > 0:
+        raise ValueError(text)
+    return float(text)
 
 
 # ---- export

@@ -27,10 +27,11 @@ def files_of(kind: str, path: Path | None, *, length: int) -> tuple[Tokenizer, d
     tokenizer = load_tokenizer(kind, path)
     common = {"clean_up_tokenization_spaces": False, "model_max_length": length}
     if path is not None and isinstance(tokenizer, SentencePieceTokenizer):
-        # The class alone would put a space before every text and drop those around special tokens.
+        # By the class alone a space stands before every text. Where it does in the model, `legacy` puts it also before
+        # a text that begins with one, in transformers 4; 5 never does.
         config = {
             "tokenizer_class": "LlamaTokenizer",
-            "legacy": False,
+            "legacy": tokenizer.adds_space,
             "add_prefix_space": tokenizer.adds_space,
             "add_bos_token": tokenizer.bos is not None,
             "add_eos_token": False,
