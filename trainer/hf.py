@@ -139,10 +139,12 @@ class Saved:
         """Raises `ResumeError` unless all that the model needs are there."""
         from torch.distributed.checkpoint import FileSystemReader
 
+        from trainer.checkpoint import describe
+
         try:
             metadata = FileSystemReader(checkpoint).read_metadata()
         except Exception as error:
-            raise ResumeError(f"{checkpoint} cannot be read: {error}") from error
+            raise ResumeError(f"{checkpoint} cannot be read: {describe(error)}") from error
         self._saved = cast(dict[str, Any], metadata.state_dict_metadata)
         shapes = {name: tuple(entry.size) for name, entry in self._saved.items() if name.startswith(WEIGHTS)}
         wrong = [
@@ -164,6 +166,9 @@ class Saved:
         """Raises `ResumeError`."""
         import torch
         import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint import CheckpointException
+
+        from trainer.checkpoint import describe
 
         key = WEIGHTS + name
         entry = self._saved[key]
@@ -172,8 +177,8 @@ class Saved:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 dcp.load(into, storage_reader=self._reader(self._checkpoint), no_dist=True)
-        except Exception as error:
-            raise ResumeError(f"{self._checkpoint}: {key} cannot be read: {error}") from error
+        except (Exception, CheckpointException) as error:
+            raise ResumeError(f"{self._checkpoint}: {key} cannot be read: {describe(error)}") from error
         return into[key]
 
 
