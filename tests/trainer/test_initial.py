@@ -28,7 +28,6 @@ from trainer.run_folder import ResumeError, RunFolder, read_state
 from trainer.status import ConfigError
 from trainer.trainer import Trainer
 
-NOT_YET = pytest.mark.skip(reason="the model does not have it yet")
 ODD = ("--model.ffn_dim=68", "--model.vocab_size=268")
 
 
@@ -110,7 +109,6 @@ def test_every_rank_reads_its_part_of_the_weights_and_no_more(run: Path, ranks: 
 
 
 @pytest.mark.ranks
-@NOT_YET
 def test_norms_of_heads_are_read_too(run: Path) -> None:
     folder, options = run.parent / "model", ("--parallelism.tp=2", "--model.qk_norm=true")
     expected = written(run, folder, *options)

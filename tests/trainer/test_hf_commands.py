@@ -12,8 +12,8 @@ from torch import Tensor
 
 from models import FAMILIES, hf
 from models.hf_config import differences, read_model
-from tests.models.test_hf import load as load_model
-from tests.models.test_hf import logits_of, logits_there, made_by_transformers
+from tests.models.hugging_face import NOT_YET, logits_of, logits_there, made_by_transformers
+from tests.models.hugging_face import load as load_model
 from tests.system.runs import forked, tensors, write_run
 from tests.trainer.inside import configured, run_here, trainer_of
 from trainer.checkpoint import Checkpoints
@@ -21,8 +21,6 @@ from trainer.config import Config
 from trainer.hf import main, nearest
 from trainer.load import load
 from trainer.run_folder import RunFolder
-
-NOT_YET = pytest.mark.skip(reason="the model does not have it yet")
 
 
 @pytest.fixture
