@@ -231,6 +231,7 @@ def write(
         content = {"metadata": {"total_size": total}, "weight_map": placed}
         (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n")
         names.append(INDEX)
+        written(INDEX)
     return [folder / name for name in names]
 
 

@@ -25,7 +25,8 @@ ORIGINAL = Path("original/tokenizer.model")  # where Meta's own file lies in its
 def files_of(kind: str, path: Path | None, *, length: int) -> tuple[Tokenizer, dict[Path, bytes]]:
     """The tokenizer, and by name the files that say the same. Raises DataError as `load_tokenizer` does."""
     tokenizer = load_tokenizer(kind, path)
-    common = {"clean_up_tokenization_spaces": False, "model_max_length": length}
+    inputs = ["input_ids", "attention_mask"]  # Or transformers 4 adds types of tokens, which models refuse.
+    common = {"clean_up_tokenization_spaces": False, "model_max_length": length, "model_input_names": inputs}
     if path is not None and isinstance(tokenizer, SentencePieceTokenizer):
         # By the class alone a space stands before every text. Where it does in the model, `legacy` puts it also before
         # a text that begins with one, in transformers 4; 5 never does.

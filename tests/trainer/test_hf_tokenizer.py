@@ -131,6 +131,7 @@ def test_transformers_gives_the_ids_of_training_and_the_text_back(kind: str, tmp
     assert there("a b")["input_ids"] == [ours.bos, *ours.encode("a b").tolist()]
     assert len(there) == ours.vocab_size
     assert there.model_max_length == 64
+    assert there("a").keys() == {"input_ids", "attention_mask"}
 
 
 @pytest.mark.parametrize(
