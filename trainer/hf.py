@@ -258,4 +258,7 @@ def refuse(*problems: str, status: int = BAD_CONFIGURATION) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(refuse("interrupted", status=FAILED))

@@ -88,7 +88,7 @@ def _examine(initial: str, ours: ModelConfig) -> tuple[list[str], list[str]]:
     """What keeps the model from beginning so, and how it turns positions otherwise, in words."""
     folder = folder_of(initial)
     if is_hugging_face(initial) and not folder.is_dir():
-        return [f"{folder} is not a folder"], []
+        return [f"{folder} is not a folder, and nothing is downloaded"], []
     theirs = read_model(read_config(folder)) if is_hugging_face(initial) else model_of(read_state(folder))
     found, turned = list[str](), list[str]()
     for key, (there, here) in differences(theirs, ours).items():

@@ -208,7 +208,9 @@ def test_every_tensor_is_looked_for(run: Path) -> None:
     first.write_bytes(first.read_bytes()[:-1])
     (told,) = problems_of(run, f"--checkpoint.initial=hf:{folder}")
     assert f"{first} cannot be read" in told
-    assert problems_of(run, "--checkpoint.initial=hf:/no/where")[0].endswith("/no/where is not a folder")
+    assert problems_of(run, "--checkpoint.initial=hf:/no/where")[0].endswith(
+        ": /no/where is not a folder, and nothing is downloaded"
+    )
     (folder / hf.CONFIG).unlink()
     assert "config.json cannot be read: No such file" in problems_of(run, f"--checkpoint.initial=hf:{folder}")[0]
 
@@ -216,7 +218,7 @@ def test_every_tensor_is_looked_for(run: Path) -> None:
 def test_it_is_checked_before_anything_starts(run: Path) -> None:
     arguments = ["--config", str(run), "--checkpoint.initial", "hf:/no/where"]
     _, _, problems = examine(arguments, {"NGPU": "2"})
-    assert problems == ['checkpoint.initial = "hf:/no/where": /no/where is not a folder']
+    assert problems == ['checkpoint.initial = "hf:/no/where": /no/where is not a folder, and nothing is downloaded']
 
 
 def test_weights_that_cannot_be_read_end_the_run_for_good(run: Path) -> None:
