@@ -98,7 +98,8 @@ def test_weights_are_written_in_the_type_that_is_asked_for(
     for name, tensor in weights_in(run.parent / "hf").items():
         assert tensor.dtype == written
         assert torch.equal(tensor, saved[f"model.{name}"].to(written)), name
-    assert hf.read_config(run.parent / "hf")["dtype"] == str(written).partition(".")[2]
+    values = hf.read_config(run.parent / "hf")
+    assert {f"torch.{values[key]}" for key in ("dtype", "torch_dtype")} == {str(written)}
 
 
 def test_a_tied_head_is_left_out(run: Path) -> None:
