@@ -28,6 +28,7 @@ from trainer.data import DataError, rows_of
 from trainer.data.rows import Rows
 from trainer.distributed import World, place, process_group, require_agreement, settled
 from trainer.heartbeat import Heartbeat
+from trainer.initial import require_initial
 from trainer.load import load
 from trainer.metrics import Metrics
 from trainer.profiler import Profilers
@@ -50,6 +51,7 @@ def main(argv: list[str]) -> int:
         if stage is None:
             log.info(finished(config))
             return DONE
+        require_initial(stage.config)
         folder = RunFolder(config.output_dir)
         folder.make()
         logs.keep(folder.logs, rank)

@@ -18,13 +18,15 @@ from parallelisms.collectives import local
 BLOCK_ELEMENTS = 1 << 16
 
 
-def initialize(model: Transformer, *, seed: int, device: torch.device) -> None:
-    """Gives a model built on the meta device its storage and initial weights."""
+def initialize(model: Transformer, *, seed: int | None, device: torch.device) -> None:
+    """Gives a model built on the meta device its storage and initial weights: without a seed NaN, for who loads them."""
     _materialise(model, device)
     for name, parameter in model.named_parameters():
         std = model.init_std(name)
         with torch.no_grad():
-            if std is None:
+            if seed is None:
+                parameter.fill_(torch.nan)
+            elif std is None:
                 parameter.fill_(1.0)
             else:
                 rows, columns = held(parameter)
@@ -59,8 +61,8 @@ def normal_rows(shape: torch.Size, *, std: float, key: str, first: int, last: in
     return out
 
 
-def held(parameter: Tensor) -> tuple[range, range]:
-    """The rows and columns of a matrix that this rank holds, of a parameter cut along tp first and then by FSDP."""
+def held(parameter: Tensor) -> list[range]:
+    """The rows, and columns, that this rank holds of a parameter that is cut along tp first and then by FSDP."""
     sides = [range(size) for size in parameter.shape]
     placements = getattr(parameter, "placements", ())
     # The inner axes of the mesh cut first, the outer ones cut what is left; pieces are those of torch.chunk.
@@ -71,5 +73,4 @@ def held(parameter: Tensor) -> tuple[range, range]:
             piece = -(-len(sides[cut]) // mesh.size(axis))
             first = mesh.get_local_rank(axis) * piece
             sides[cut] = sides[cut][first : first + piece]
-    rows, columns = sides
-    return rows, columns
+    return sides

@@ -154,6 +154,8 @@ def test_models_need_torch_and_nothing_else() -> None:
         "trainer.levers",
         "trainer.load",
         "trainer.run_folder",
+        "trainer.hf",
+        "trainer.initial",
         "trainer.launch",
         "trainer.selfcheck.__main__",
         "models.config",

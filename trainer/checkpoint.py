@@ -15,13 +15,17 @@ from typing import Any
 import torch
 from torch import distributed
 
+from models.hf_config import HuggingFaceError
 from parallelisms.collectives import gather_over
 from trainer.config import Config, Stage
 from trainer.files import sync, write_synced
+from trainer.initial import folder_of, is_hugging_face, load_hugging_face
 from trainer.run_folder import ResumeError, RunFolder, check_resume, differences, flat, place
+from trainer.status import NO_RETRY, RankError
 from trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
+WEIGHTS = "model."
 
 
 class Checkpoints:
@@ -36,12 +40,14 @@ class Checkpoints:
         return section.enabled and (step % section.interval == 0 or step == stage.last_step)
 
     def resume(self, trainer: Trainer) -> Path | None:
-        """Loads the newest committed checkpoint into the trainer, if there is one.
+        """Loads the newest committed checkpoint into the trainer, if there is one; else weights to begin with.
 
         Raises `ResumeError` when it is of another run or holds other tensors than the trainer needs.
         """
         checkpoint = self.folder.newest(self.config)
         if checkpoint is None:
+            if self.config.checkpoint.initial is not None:
+                self._begin(self.config.checkpoint.initial, trainer)
             return None
         state = check_resume(self.config, checkpoint)
         theirs, mine = state["data"], trainer.rows.fingerprints
@@ -52,9 +58,9 @@ class Checkpoints:
         if changed := differences(theirs, mine):
             raise ResumeError(f"{checkpoint} was trained on other data: {'; '.join(changed)}")
         tensors = trainer.tensors()
-        if begins and trainer.stage.is_fresh:
-            tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
-        self._load(checkpoint, tensors, trainer.mesh.pp)
+        prefix = WEIGHTS if begins and trainer.stage.is_fresh else ""
+        tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        load(checkpoint, tensors, trainer.mesh.pp, prefix=prefix)
         trainer.restore(state["trainer"])
         trainer.changes = [] if begins else differences(state["config"], flat(trainer.config))
         return checkpoint
@@ -87,20 +93,19 @@ class Checkpoints:
         log.info("checkpoint %s (%.1f s)", final, time.perf_counter() - started)
         return final
 
-    def _load(self, checkpoint: Path, tensors: dict[str, torch.Tensor], stages: distributed.ProcessGroup) -> None:
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint import CheckpointException
-
-        reader = dcp.FileSystemReader(checkpoint)
-        try:
-            metadata = reader.read_metadata()
-        except Exception as error:
-            raise ResumeError(f"{checkpoint} cannot be read: {describe(error)}") from error
-        _check_tensors(checkpoint, metadata, tensors, stages)
-        try:
-            dcp.load(tensors, storage_reader=reader)
-        except (Exception, CheckpointException) as error:
-            raise ResumeError(f"{checkpoint} cannot be read: {describe(error)}") from error
+    def _begin(self, initial: str, trainer: Trainer) -> None:
+        """Only the weights. What is wrong with them on this rank alone raises `RankError`."""
+        # Another run may commit while ranks look for its newest.
+        folder = gather_over(folder_of(initial))[0]
+        if is_hugging_face(initial):
+            try:
+                load_hugging_face(folder, trainer.config.model.build(), trainer.optimizer.named)
+            except HuggingFaceError as error:
+                raise RankError(NO_RETRY, str(error)) from error
+        else:
+            weights = {name: tensor for name, tensor in trainer.tensors().items() if name.startswith(WEIGHTS)}
+            load(folder, weights, trainer.mesh.pp, prefix=WEIGHTS)
+        log.info("the run begins with the weights of %s", folder)
 
     def _write_state(self, folder: Path, trainer: Trainer, scalars: dict[str, Any]) -> None:
         state = {
@@ -116,10 +121,33 @@ class Checkpoints:
         write_synced(folder / "state.json", content.encode())
 
     def _prune(self) -> None:
+        initial = Path(self.config.checkpoint.initial or "").resolve()
         for _, folder in self.folder.committed()[: -self.config.checkpoint.keep]:
+            if folder.resolve() == initial:
+                continue
             # Out of the way under a name that is no checkpoint's, so that a crash while deleting leaves none in part.
             doomed = folder.rename(folder.with_name(f".tmp-old-{folder.name}"))
             shutil.rmtree(doomed)
+
+
+def load(
+    checkpoint: Path, tensors: dict[str, torch.Tensor], stages: distributed.ProcessGroup, *, prefix: str = ""
+) -> None:
+    """Fills the tensors, which of all `stages` together must be those in the checkpoint whose names have the prefix."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import CheckpointException
+
+    reader = dcp.FileSystemReader(checkpoint)
+    try:
+        metadata = reader.read_metadata()
+    except Exception as error:
+        raise ResumeError(f"{checkpoint} cannot be read: {describe(error)}") from error
+    entries = {name: entry for name, entry in metadata.state_dict_metadata.items() if name.startswith(prefix)}
+    _check_tensors(checkpoint, entries, tensors, stages)
+    try:
+        dcp.load(tensors, storage_reader=reader)
+    except (Exception, CheckpointException) as error:
+        raise ResumeError(f"{checkpoint} cannot be read: {describe(error)}") from error
 
 
 def describe(error: BaseException) -> str:
@@ -130,14 +158,14 @@ def describe(error: BaseException) -> str:
 
 
 def _check_tensors(
-    checkpoint: Path, metadata: Any, tensors: dict[str, torch.Tensor], stages: distributed.ProcessGroup
+    checkpoint: Path, entries: dict[str, Any], tensors: dict[str, torch.Tensor], stages: distributed.ProcessGroup
 ) -> None:
     """torch.distributed.checkpoint loads silently what lacks a tensor's name or has another dtype; this does not.
 
     Except that moments of memory.optimizer_dtype, which alone may be bfloat16, become those of the other.
     """
     alike = {torch.bfloat16: torch.float32}
-    found = {name: (tuple(entry.size), entry.properties.dtype) for name, entry in metadata.state_dict_metadata.items()}
+    found = {name: (tuple(entry.size), entry.properties.dtype) for name, entry in entries.items()}
     saved = {name: (size, alike.get(dtype, dtype)) for name, (size, dtype) in found.items()}
     mine = {name: (tuple(tensor.shape), alike.get(tensor.dtype, tensor.dtype)) for name, tensor in tensors.items()}
     wanted = {name: entry for stage in gather_over(mine, stages) for name, entry in stage.items()}

@@ -19,6 +19,7 @@ from types import FrameType
 
 from trainer.config import Config
 from trainer.fit import fitted, memory_of_node, told
+from trainer.initial import require_initial
 from trainer.ledger import GIB, ledger
 from trainer.levers import short
 from trainer.load import find, load, show_path, split, to_toml
@@ -119,7 +120,9 @@ def examine(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[Config
         return config, None, problems
     if cluster and not (problems := config.problems(cluster.world_size, first=first_stage(config))):
         try:
-            for stage in config.stages[first_stage(config) :]:
+            left = config.stages[first_stage(config) :]
+            require_initial(left[0].config)
+            for stage in left:
                 _fitted(stage.config, cluster)
         except ConfigError as error:
             problems = error.problems

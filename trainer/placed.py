@@ -169,7 +169,7 @@ def build_model(
     kernel: str = "auto",
     host: HostMemory | None = None,
 ) -> Transformer:
-    """The model of this run, or a part of it, spread over the mesh, with its initial weights."""
+    """The model of this run, or a part of it, spread over the mesh, with its initial weights if they are drawn."""
     training = config.training
     compute = getattr(torch, training.dtype)
     stored = torch.float64 if compute == torch.float64 else torch.float32
@@ -192,5 +192,6 @@ def build_model(
         reshard_after_forward=reshards(config),
         state_on_host=on_host,
     )
-    initialize(model, seed=training.seed, device=torch.device("cpu") if on_host else device)
+    seed = training.seed if config.checkpoint.initial is None else None
+    initialize(model, seed=seed, device=torch.device("cpu") if on_host else device)
     return model

@@ -292,6 +292,8 @@ class CheckpointSection(Section):
     """Updates between checkpoints; the last update is always saved."""
     keep: Count = 3
     """Newest checkpoints that are kept."""
+    initial: Annotated[str, BeforeValidator(not_empty)] | None = None
+    """Weights that a new run begins with, its optimizer being new: `hf:` and the folder of a model in Hugging Face's format, or another run's folder or checkpoint. Left out: drawn at random."""
 
 
 class MetricsSection(Section):

@@ -119,6 +119,10 @@ class SentencePieceTokenizer:
         self.vocab_size: int = model.get_piece_size()
         self.bos: int | None = model.bos_id() if model.bos_id() >= 0 else None
         self.eos: int = model.eos_id()
+        specials = {"bos_token": model.bos_id(), "eos_token": model.eos_id(), "unk_token": model.unk_id()}
+        self.names: dict[str, str] = {role: model.id_to_piece(token) for role, token in specials.items() if token >= 0}
+        self.adds_space: bool = model.encode("a", out_type=str)[0] != "a"
+        """Whether a text is taken as if a space stood before it."""
         # The pieces, not the file, which names the machine it was trained on; and a probe of how text is normalised.
         pieces = [(model.id_to_piece(n), model.get_score(n), model.is_control(n)) for n in range(self.vocab_size)]
         self.fingerprint = "sentencepiece-" + digest((pieces, model.encode(" a  b\tC\n\n \uff21\u00e9e\u0301 ")))

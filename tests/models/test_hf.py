@@ -1,0 +1,357 @@
+"""Weights and configurations in Hugging Face's format, held to what transformers makes of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models import hf
+from models.config import ModelConfig, RopeConfig
+from models.hf_config import HuggingFaceError, differences, parse_config, read_model, write_model
+from tests.models.hugging_face import (
+    LENGTH,
+    LLAMA,
+    NOT_YET,
+    QWEN,
+    load,
+    logits_of,
+    logits_there,
+    made_by_transformers,
+    write,
+)
+from tests.models.small import small_model
+
+
+def stretched(kind: str, **fields: Any) -> RopeConfig:
+    given: dict[str, Any] = {"kind": kind, "factor": 4.0, "original_length": 16} | fields
+    return replace(LLAMA.rope, **given)
+
+
+ROPES = {
+    "default": LLAMA.rope,
+    "linear": stretched("linear"),
+    "llama3": stretched("llama3", high_freq_factor=3.0),
+    "yarn": stretched("yarn", beta_fast=4.0),
+    "yarn untruncated": stretched("yarn", beta_fast=4.0, truncate=False, attention_factor=1.5),
+    "longrope": stretched("longrope", short_factors=(1.0, 1.5, 2.0), long_factors=(1.0, 3.0, 5.0)),
+    "longrope given": stretched(
+        "longrope", short_factors=(1.0, 1.5, 2.0), long_factors=(1.0, 3.0, 5.0), attention_factor=1.1
+    ),
+}
+IN_MODEL = {"default", "llama3"}
+MODELS = {
+    **{
+        f"llama {name}": pytest.param(replace(LLAMA, rope=rope), marks=[] if name in IN_MODEL else NOT_YET)
+        for name, rope in ROPES.items()
+    },
+    "llama tied": pytest.param(replace(LLAMA, tie_embeddings=True)),
+    "llama wide heads": pytest.param(replace(LLAMA, head_dim=8)),
+    "qwen3": pytest.param(QWEN, marks=NOT_YET),
+    "qwen3 tied": pytest.param(replace(QWEN, tie_embeddings=True, rope=ROPES["yarn"]), marks=NOT_YET),
+}
+
+
+# ---- transformers reads what is written
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=list(MODELS))
+def test_transformers_computes_the_same_logits(config: ModelConfig, tmp_path: Path) -> None:
+    model = small_model(config, dtype=torch.float32)
+    folder = write(tmp_path, config, model, file_bytes=3000)
+    assert len(list(folder.glob("*.safetensors"))) > 3
+    for length in (10, 40):  # longrope has a list for rows of the original length, and one for longer ones.
+        tokens, logits = logits_of(model, config, length)
+        assert logits.abs().max() > 3
+        torch.testing.assert_close(logits, logits_there(folder, tokens), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("config", MODELS.values(), ids=list(MODELS))
+def test_what_is_written_is_read_bit_by_bit(config: ModelConfig, tmp_path: Path) -> None:
+    model = small_model(config, dtype=torch.float32)
+    folder = write(tmp_path / "a", config, model, file_bytes=3000)
+    found = load(folder, config)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, found.get_parameter(name)), name
+    again = write(tmp_path / "b", config, found, file_bytes=3000)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
+        path.name: path.read_bytes() for path in again.iterdir()
+    }
+
+
+# ---- what transformers writes is read
+
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("Llama", {}),
+        ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3 | {"original_max_position_embeddings": 16}}),
+        pytest.param("Qwen3", {"head_dim": 8}, marks=NOT_YET),
+        pytest.param("Qwen3", {"tie_word_embeddings": True}, marks=NOT_YET),
+    ],
+)
+def test_models_of_transformers_compute_the_same_here(
+    kind: str, options: dict[str, Any], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    made = made_by_transformers(kind, dtype, **options)
+    made.save_pretrained(tmp_path, max_shard_size="4KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    config = read_model(hf.read_config(tmp_path))
+    config = replace(config, rope=replace(config.rope, precision="float32"))
+    tokens, logits = logits_of(load(tmp_path, config), config)
+    # Read again, as `float()` would not give back what `bfloat16()` took from its frequencies.
+    torch.testing.assert_close(logits, logits_there(tmp_path, tokens), rtol=0, atol=1e-4)
+
+
+# ---- config.json
+
+
+@pytest.mark.parametrize("rope", ROPES.values(), ids=list(ROPES))
+@pytest.mark.parametrize("base", [LLAMA, QWEN], ids=["llama", "qwen3"])
+def test_a_configuration_comes_back_from_either_dialect(base: ModelConfig, rope: RopeConfig) -> None:
+    if rope.short_factors:
+        base = replace(base, head_dim=6)
+    config = replace(base, rope=rope)
+    values = json.loads(json.dumps(write_model(config, length=LENGTH, dtype="bfloat16")))
+    new, old = ("rope_parameters", "dtype"), ("rope_theta", "rope_scaling", "torch_dtype")
+    for left_out in ((), new, old):
+        assert differences(read_model({key: values[key] for key in values if key not in left_out}), config) == {}
+    assert values["max_position_embeddings"] == LENGTH
+
+
+def values_of(**changes: Any) -> dict[str, Any]:
+    values = write_model(LLAMA, length=LENGTH, dtype="float32")
+    return {key: value for key, value in (values | changes).items() if value != "absent"}
+
+
+def test_absent_keys_are_what_transformers_takes_for_them() -> None:
+    absent = dict.fromkeys(
+        ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters"), "absent"
+    )
+    llama = read_model(values_of(**absent))
+    assert (llama.num_kv_heads, llama.head_dim, llama.norm_eps, llama.rope.theta) == (4, 6, 1e-6, 10_000)
+    transformers = pytest.importorskip("transformers")
+    known = transformers.LlamaConfig(hidden_size=24, num_attention_heads=4)
+    assert (known.num_key_value_heads, known.head_dim, known.rms_norm_eps) == (4, 6, 1e-6)
+    assert known.rope_parameters["rope_theta"] == 10_000
+    known = transformers.Qwen3Config()
+    qwen = read_model(
+        values_of(architectures=["Qwen3ForCausalLM"], model_type="qwen3", num_attention_heads=64, **absent)
+    )
+    assert (qwen.num_kv_heads, qwen.head_dim) == (known.num_key_value_heads, known.head_dim) == (32, 128)
+
+
+def test_the_older_words_for_a_rope_are_understood() -> None:
+    rope = {
+        "type": "yarn",
+        "factor": None,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+        "original_max_position_embeddings": 16,
+    }
+    found = read_model(values_of(rope_parameters="absent", rope_scaling=rope, rope_theta=1000)).rope
+    assert (found.kind, found.theta, found.factor, found.original_length) == ("yarn", 1000, 4, 16)
+    assert found.attention_factor == (0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1)
+
+
+REFUSED = {
+    "hidden_act": ({"hidden_act": "gelu"}, ['hidden_act = "gelu" is not supported; only "silu"']),
+    "bias": (
+        {"attention_bias": True, "mlp_bias": True},
+        ["attention_bias = true is not supported; only false or null", "mlp_bias = true is not supported; only false"],
+    ),
+    "window": ({"sliding_window": 512}, ["sliding_window = 512 is not supported"]),
+    "layers": ({"layer_types": ["sliding_attention"]}, ['layer_types = ["sliding_attention"] is not supported']),
+    "experts": ({"num_experts": 8}, ["num_experts = 8 is not supported"]),
+    "code": ({"auto_map": {"AutoModel": "x.Y"}}, ["auto_map = "]),
+    "quantized": ({"quantization_config": {"bits": 4}}, ["quantization_config = "]),
+    "other head": (
+        {"architectures": ["LlamaForSequenceClassification"]},
+        ['architectures = ["LlamaForSequenceClassification"] is not supported; only ["LlamaForCausalLM"]'],
+    ),
+    "model": ({"model_type": "qwen3_moe"}, ['model_type = "qwen3_moe" is not supported; only "llama" or "qwen3"']),
+    "rope": (
+        {"rope_parameters": "absent", "rope_scaling": {"rope_type": "dynamic", "factor": 2}},
+        ['rope_scaling.rope_type = "dynamic" is not supported; only "default" or "linear" or'],
+    ),
+    "rope key": (
+        {"rope_scaling": "absent", "rope_parameters": {"rope_type": "linear", "factor": 2, "mrope_section": [1]}},
+        ["rope_parameters.mrope_section = [1] is not supported"],
+    ),
+    "rope without": (
+        {"rope_parameters": "absent", "rope_scaling": {"rope_type": "llama3", "factor": 8}},
+        ['rope_type "llama3" lacks high_freq_factor', "lacks low_freq_factor"],
+    ),
+    "rope of two minds": ({"rope_theta": 7.0}, ["are not the same"]),
+    "rope of another type": ({"rope_parameters": [1]}, ["rope_parameters = [1] must be an object"]),
+    "numbers": (
+        {"hidden_size": "24", "num_hidden_layers": True, "rms_norm_eps": -1},
+        ['hidden_size = "24" must be an integer above 0', "num_hidden_layers = true must", "rms_norm_eps = -1 must"],
+    ),
+    "heads": ({"num_key_value_heads": 3}, ["model.num_heads = 4 must be a multiple of model.num_kv_heads = 3"]),
+}
+
+
+@pytest.mark.parametrize(("changes", "told"), REFUSED.values(), ids=list(REFUSED))
+def test_what_is_not_implemented_is_refused_by_key_and_value(changes: dict[str, Any], told: list[str]) -> None:
+    with pytest.raises(HuggingFaceError) as caught:
+        read_model(values_of(**changes))
+    assert len(caught.value.problems) == len(told)
+    for problem in told:
+        assert any(problem in line for line in caught.value.problems), caught.value.problems
+
+
+@pytest.mark.parametrize("content", ["[1]", "null", '"llama"', "{", "[" * 100_000, "\x80"])
+def test_a_config_that_is_no_object_is_refused(content: str) -> None:
+    with pytest.raises(HuggingFaceError, match=r"config\.json (must be an object|is no JSON)"):
+        parse_config(content)
+
+
+def test_what_config_json_has_no_words_for_is_not_written() -> None:
+    with pytest.raises(HuggingFaceError, match="nope_every = 4") as caught:
+        write_model(replace(LLAMA, nope_every=4, dim=26), length=LENGTH, dtype="float32")
+    assert len(caught.value.problems) == 2
+
+
+# ---- the files
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write(tmp_path / "model", LLAMA, small_model(LLAMA, dtype=torch.float32), file_bytes=8000)
+
+
+def told_by(folder: Path, config: ModelConfig = LLAMA) -> list[str]:
+    try:
+        return hf.Weights(folder).problems(config)
+    except HuggingFaceError as error:
+        return error.problems
+
+
+def test_parts_of_a_tensor_are_read_alone(folder: Path) -> None:
+    weights, entry = hf.Weights(folder), hf.entries(LLAMA)["blocks.1.feed_forward.down_proj.weight"]
+    whole = weights.read(entry)
+    assert torch.equal(weights.read(entry, [range(3, 9), range(5, 20)]), whole[3:9, 5:20])
+    assert torch.equal(weights.read(entry, [range(24), range(7)]), whole[:, :7])
+    assert weights.read(entry, [range(24, 24), range(20)]).shape == (0, 20)
+    norm = hf.entries(LLAMA)["head.norm.weight"]
+    assert torch.equal(weights.read(norm, [range(2, 5)]), weights.read(norm)[2:5])
+
+
+def test_missing_unexpected_and_misshaped_tensors_are_told_at_once(folder: Path) -> None:
+    found = told_by(folder, replace(QWEN, num_layers=1, ffn_dim=21, head_dim=6))
+    assert "model.layers.0.self_attn.q_norm.weight is missing" in found
+    assert "model.layers.1.mlp.up_proj.weight [20, 24] is unexpected" in found
+    assert "model.layers.0.mlp.down_proj.weight is [24, 20] and not [24, 21]" in found
+    assert len(found) == 2 + 9 + 3
+
+
+def test_a_head_beside_tied_embeddings_and_old_frequencies_are_no_strangers(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tied = replace(LLAMA, tie_embeddings=True)
+    folder = write(tmp_path, tied, small_model(tied, dtype=torch.float32))
+    tensors = load_file(folder / hf.ONE_FILE)
+    assert hf.HEAD not in tensors
+    extra = {hf.HEAD: torch.zeros(40, 24), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(3)}
+    save_file(tensors | extra, folder / hf.ONE_FILE)
+    assert told_by(folder, tied) == []
+    assert hf.Weights(folder).has(hf.HEAD)
+    save_file(tensors | {hf.HEAD: torch.zeros(40, 23)}, folder / hf.ONE_FILE)
+    assert told_by(folder, tied) == ["lm_head.weight [40, 23] is unexpected"]
+
+
+def change_index(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    path = folder / hf.INDEX
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/x.safetensors", "model.bin", "..", "a/b.safetensors"])
+def test_an_index_that_leads_elsewhere_is_not_followed(folder: Path, name: str) -> None:
+    change_index(folder, lambda index: {"weight_map": index["weight_map"] | {"lm_head.weight": name}})
+    assert [line.partition(" names ")[2] for line in told_by(folder)] == [
+        f"{json.dumps(name)}, no safetensors file of its folder"
+    ]
+
+
+@pytest.mark.parametrize("content", [[], {}, {"weight_map": []}, {"weight_map": {"a": 1}}])
+def test_an_index_of_another_form_is_refused(folder: Path, content: Any) -> None:
+    change_index(folder, lambda _: content)
+    assert [line.partition("index.json ")[2] for line in told_by(folder)] == ["has no weight_map from tensors to files"]
+
+
+def test_a_missing_file_is_named(folder: Path) -> None:
+    first = sorted(folder.glob("*.safetensors"))[0]
+    first.unlink()
+    assert [line.partition(" names ")[2] for line in told_by(folder)] == [f"{first.name}, which is not there"]
+
+
+@pytest.mark.parametrize("size", [0, 5, 100, -1])
+def test_a_truncated_file_is_named(folder: Path, size: int) -> None:
+    first = sorted(folder.glob("*.safetensors"))[0]
+    first.write_bytes(first.read_bytes()[:size])
+    (line,) = told_by(folder)
+    assert line.startswith(f"{first} cannot be read: ")
+    with pytest.raises(HuggingFaceError, match=r"embed_tokens.*cannot be read|cannot be read"):
+        hf.Weights(folder).read(hf.entries(LLAMA)["embed.weight"])
+
+
+def test_an_index_that_errs_about_files_is_told(folder: Path) -> None:
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    change_index(folder, lambda index: {"weight_map": index["weight_map"] | {"lm_head.weight": names[0]}})
+    assert told_by(folder) == [f"lm_head.weight is not in the file where {hf.INDEX} has it"]
+
+
+def test_integers_are_refused(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"lm_head.weight": torch.zeros(40, 24, dtype=torch.int8)}, tmp_path / hf.ONE_FILE)
+    assert told_by(tmp_path) == ["model.safetensors: lm_head.weight is I8; only BF16, F16, F32, F64"]
+
+
+def test_pickles_are_not_opened(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    assert told_by(tmp_path) == [
+        f"{tmp_path} holds neither {hf.ONE_FILE} nor {hf.INDEX}; pytorch_model.bin is a pickle, "
+        "which can execute anything when it is read, and is not"
+    ]
+
+
+def test_files_hold_as_much_as_they_may_and_are_read_again(tmp_path: Path) -> None:
+    model = small_model(LLAMA, dtype=torch.float32)
+    said: list[str] = []
+    folder = write(tmp_path, LLAMA, model, file_bytes=4000, dtype=torch.bfloat16, written=said.append)
+    files = sorted(folder.glob("*.safetensors"))
+    assert [*(path.name for path in files), hf.INDEX] == said
+    assert all(path.stat().st_size < 4000 + 2000 for path in files)
+    index = json.loads((folder / hf.INDEX).read_text())
+    assert index["metadata"]["total_size"] == LLAMA.num_parameters * 2
+    assert hf.Weights(folder).read(hf.entries(LLAMA)["embed.weight"]).dtype == torch.bfloat16
+
+
+def test_a_file_that_is_not_what_was_written_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import safetensors.torch
+
+    save = safetensors.torch.save_file
+
+    def damage(tensors: dict[str, Tensor], path: Path, **options: Any) -> None:
+        save(tensors, path, **options)
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 128
+        path.write_bytes(content)
+
+    monkeypatch.setattr(safetensors.torch, "save_file", damage)
+    with pytest.raises(HuggingFaceError, match="does not hold what was written"):
+        write(tmp_path, LLAMA, small_model(LLAMA, dtype=torch.float32))
