@@ -20,8 +20,6 @@ from models.hf_config import write_model
 from models.transformer import Transformer
 from tests.models.small import packed
 
-NOT_YET = pytest.mark.skip(reason="the model does not have it yet")
-
 LLAMA = ModelConfig(
     vocab_size=40,
     dim=24,

@@ -19,7 +19,6 @@ from models.hf_config import HuggingFaceError, differences, parse_config, read_m
 from tests.models.hugging_face import (
     LENGTH,
     LLAMA,
-    NOT_YET,
     QWEN,
     load,
     logits_of,
@@ -46,16 +45,12 @@ ROPES = {
         "longrope", short_factors=(1.0, 1.5, 2.0), long_factors=(1.0, 3.0, 5.0), attention_factor=1.1
     ),
 }
-IN_MODEL = {"default", "llama3"}
 MODELS = {
-    **{
-        f"llama {name}": pytest.param(replace(LLAMA, rope=rope), marks=[] if name in IN_MODEL else NOT_YET)
-        for name, rope in ROPES.items()
-    },
-    "llama tied": pytest.param(replace(LLAMA, tie_embeddings=True)),
-    "llama wide heads": pytest.param(replace(LLAMA, head_dim=8)),
-    "qwen3": pytest.param(QWEN, marks=NOT_YET),
-    "qwen3 tied": pytest.param(replace(QWEN, tie_embeddings=True, rope=ROPES["yarn"]), marks=NOT_YET),
+    **{f"llama {name}": replace(LLAMA, rope=rope) for name, rope in ROPES.items()},
+    "llama tied": replace(LLAMA, tie_embeddings=True),
+    "llama wide heads": replace(LLAMA, head_dim=8),
+    "qwen3": QWEN,
+    "qwen3 tied": replace(QWEN, tie_embeddings=True, rope=ROPES["yarn"]),
 }
 
 
@@ -98,8 +93,8 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_f
     [
         ("Llama", {}),
         ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3 | {"original_max_position_embeddings": 16}}),
-        pytest.param("Qwen3", {"head_dim": 8}, marks=NOT_YET),
-        pytest.param("Qwen3", {"tie_word_embeddings": True}, marks=NOT_YET),
+        ("Qwen3", {"head_dim": 8}),
+        ("Qwen3", {"tie_word_embeddings": True}),
     ],
 )
 def test_models_of_transformers_compute_the_same_here(

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from models import FAMILIES, hf
 from models.hf_config import differences, read_model
-from tests.models.hugging_face import NOT_YET, logits_of, logits_there, made_by_transformers
 from tests.models.hugging_face import load as load_model
+from tests.models.hugging_face import logits_of, logits_there, made_by_transformers
 from tests.system.runs import forked, tensors, write_run
 from tests.trainer.inside import configured, run_here, trainer_of
 from trainer.checkpoint import Checkpoints
@@ -169,7 +169,7 @@ def test_a_checkpoint_of_another_model_is_told(run: Path, capsys: pytest.Capture
 # ---- import
 
 
-@pytest.mark.parametrize("kind", ["Llama", pytest.param("Qwen3", marks=NOT_YET)])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
 def test_a_model_of_transformers_goes_in_and_comes_out_bit_by_bit(
     kind: str, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,7 +17,6 @@ from models import hf
 from models.hf_config import write_model
 from models.transformer import Transformer
 from parallelisms.collectives import local, whole
-from tests.models.hugging_face import NOT_YET
 from tests.ranks import run_ranks
 from tests.system.runs import checkpoints, forked, metrics, tensors, write_run
 from tests.trainer.inside import configured, rows_of, run_here, trainer_of
@@ -110,7 +109,6 @@ def test_every_rank_reads_its_part_of_the_weights_and_no_more(run: Path, ranks: 
 
 
 @pytest.mark.ranks
-@NOT_YET
 def test_norms_of_heads_are_read_too(run: Path) -> None:
     folder, options = run.parent / "model", ("--parallelism.tp=2", "--model.qk_norm=true")
     expected = written(run, folder, *options)
