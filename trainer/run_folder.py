@@ -248,7 +248,7 @@ def finished(config: Config) -> str | None:
 
 def _flatten(prefix: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        return {prefix: value}
+        return {prefix: [*value] if isinstance(value, tuple) else value}  # As JSON has it.
     return {
         key: leaf
         for name, inner in value.items()
