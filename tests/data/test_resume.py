@@ -63,7 +63,6 @@ def _killed(work: Callable[[], object], step: int) -> None:
         if left < 0 and event in STEPS:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    corpus.PIECE = PIECE
     vars(os)["fsync"] = int
     sys.addaudithook(count)
     work()
@@ -76,6 +75,7 @@ class Preparing:
         self.source, self.workers = source, workers
 
     def __call__(self) -> None:
+        corpus.PIECE = PIECE
         prepare(self.source, ByteTokenizer(), workers=self.workers, shard_tokens=150)
 
 
