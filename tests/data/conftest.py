@@ -1,5 +1,6 @@
 """A corpus in a temporary folder, and what is made of it."""
 
+import os
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +22,12 @@ def write(folder: Path, files: Files) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a machine that loses its power loses what was not synced."""
+    monkeypatch.setattr(os, "fsync", int)
 
 
 @pytest.fixture

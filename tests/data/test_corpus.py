@@ -68,8 +68,11 @@ def test_a_bad_file_is_named_and_skipped_or_refused(
         documents(replace(given, bad_files="refuse"))
 
 
-def test_a_bad_file_of_a_repository_leaves_its_neighbours(source: Make, documents: Documents) -> None:
-    given = source({"r/a": "A", "r/b": b"B" * BLOCK + b"\xff", "r/c": "C", "s": "S"}, documents="repository")
+def test_a_bad_file_of_a_repository_leaves_its_neighbours(
+    source: Make, documents: Documents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.data.formats.BLOCK", 4)
+    given = source({"r/a": "A", "r/b": b"B" * 40 + b"\xff", "r/c": "C", "s": "S"}, documents="repository")
     assert documents(given) == ["# s\nS\n", "# r/a\nA\n# r/c\nC\n"]
     assert documents(replace(given, max_document=7)) == ["# s\nS", "\n", "# r/a", "\nA\n# ", "r/c\nC", "\n"]
 
@@ -97,7 +100,7 @@ def test_a_large_file_comes_in_blocks_that_end_with_a_line(source: Make) -> None
 
 
 def test_a_bad_byte_at_the_end_leaves_nothing_of_a_large_file(source: Make, documents: Documents) -> None:
-    assert documents(source({"a.txt": "A", "large.txt": b"x\n" * BLOCK + b"\xff", "z.txt": "Z"})) == ["A", "Z"]
+    assert documents(source({"a.txt": "A", "large.txt": b"x\n" * (2 * BLOCK) + b"\xff", "z.txt": "Z"})) == ["A", "Z"]
 
 
 @pytest.mark.parametrize("files", [{}, {".hidden": "x"}])

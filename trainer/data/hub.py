@@ -33,7 +33,9 @@ class Opened(NamedTuple):
 
 def is_saved(path: Path) -> bool:
     """Whether `save_to_disk` wrote a folder."""
-    return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+    return (path / "dataset_dict.json").is_file() or all(
+        (path / name).is_file() for name in ("state.json", "dataset_info.json")
+    )
 
 
 @cache

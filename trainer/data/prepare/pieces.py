@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -71,7 +71,6 @@ def write_pieces(job: Job, pieces: list[Numbered], *, workers: int, advance: Adv
         return
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    waiting = iter(pieces)
     connections: dict[Connection, ForkServerProcess] = {}
     try:
         for _ in range(workers):
@@ -80,7 +79,7 @@ def write_pieces(job: Job, pieces: list[Numbered], *, workers: int, advance: Adv
             process.start()
             theirs.close()
             connections[ours] = process
-        _serve(connections, waiting, advance)
+        _serve(connections, iter(pieces), advance)
     finally:
         for connection, process in connections.items():
             connection.close()
@@ -88,11 +87,9 @@ def write_pieces(job: Job, pieces: list[Numbered], *, workers: int, advance: Adv
             process.join()
 
 
-def _serve(connections: dict[Connection, ForkServerProcess], waiting: Iterable[Numbered], advance: Advance) -> None:
-    """Gives each worker another piece when it is done with one, until there is none."""
-    pieces, busy = iter(waiting), set(connections)
-    for connection in connections:
-        connection.send(next(pieces))
+def _serve(connections: dict[Connection, ForkServerProcess], pieces: Iterator[Numbered], advance: Advance) -> None:
+    """Gives each worker a piece when it asks, with None, until there is none."""
+    busy = set(connections)
     while busy:
         for connection in [each for each in wait(list(busy)) if isinstance(each, Connection)]:
             try:
@@ -123,8 +120,8 @@ def _work(connection: Connection, job: Job) -> None:
     with suppress(EOFError, ConnectionError):
         try:
             while True:
-                write_piece(job, connection.recv(), advance)
                 connection.send(None)
+                write_piece(job, connection.recv(), advance)
         except (EOFError, ConnectionError):
             raise
         except (DataError, OSError) as error:
