@@ -95,6 +95,8 @@ def main(words: Sequence[str]) -> int:
         return refuse(NO_RETRY, str(error))
     except RankError as error:
         return refuse(error.status, str(error))
+    except torch.OutOfMemoryError as error:
+        return refuse(FAILED, f"a shorter prompt or fewer tokens would need less: {describe(error)}")
 
 
 # ---- the command line

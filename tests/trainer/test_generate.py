@@ -111,6 +111,20 @@ def test_a_seed_gives_its_text_again(trained: Path, capsys: pytest.CaptureFixtur
     assert first != second
 
 
+def test_the_end_of_a_document_is_told(
+    trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (trained, "--temperature", "0", "--prompt", "ab")
+    found = generate.find_checkpoint(trained, [])
+    decoder = Decoder(generate.open_model(found, torch.device("cpu")), capacity=3)
+    likeliest = int(decoder.read(generate.encoded("ab", ByteTokenizer())).argmax())
+    monkeypatch.setattr(ByteTokenizer, "eos", likeliest)
+    status, text, aside = sample(capsys, *words)
+    assert (status, text) == (0, "ab\n")
+    assert "sample 1: 0 tokens in " in aside
+    assert aside.endswith(", then the end of the document\n")
+
+
 def test_a_checkpoint_may_be_named(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, first, aside = sample(capsys, trained / "checkpoints" / "step-1", "--tokens", "20")
     assert (status, "step-1, update 1" in aside) == (0, True)
