@@ -52,7 +52,7 @@ run's config.toml, and what is given here.
   --help              this text
 
 A value that begins with -- is written --prompt=VALUE. Keys that matter here are those of [model],
-[tokenizer], training.dtype and training.attention. Shipped configurations, for --config: {names}.
+[tokenizer], training.dtype and training.attention.
 """
 OPTIONS = {"--tokens": "200", "--temperature": "0.8", "--top-k": "50", "--seed": "0", "--samples": "1"}
 TEXTS = ("--prompt", "--prompt-file")

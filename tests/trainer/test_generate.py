@@ -54,6 +54,12 @@ def copied(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
+@pytest.fixture
+def endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No token ends a document, so that a text has as many as are asked for."""
+    monkeypatch.setattr(ByteTokenizer, "eos", 999)
+
+
 Said = tuple[int, str, str]
 
 
@@ -89,6 +95,7 @@ def test_the_likeliest_tokens_are_those_of_the_training_pass(trained: Path) -> N
     assert likeliest[len(prompt) - 1 : -1].tolist() == drawn
 
 
+@pytest.mark.usefixtures("endless")
 def test_prompt_and_text_go_out_and_the_rest_is_said_aside(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, text, aside = sample(capsys, trained, "--prompt", "Größe 🙂: ", "--tokens", "30")
     assert status == 0
@@ -102,6 +109,7 @@ def test_prompt_and_text_go_out_and_the_rest_is_said_aside(trained: Path, capsys
     assert "remark" not in aside
 
 
+@pytest.mark.usefixtures("endless")
 def test_a_seed_gives_its_text_again(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = (trained, "--tokens", "20", "--prompt", "a", "--temperature", "3")
     _, both, _ = sample(capsys, *words, "--samples", "2")
@@ -125,6 +133,7 @@ def test_the_end_of_a_document_is_told(
     assert aside.endswith(", then the end of the document\n")
 
 
+@pytest.mark.usefixtures("endless")
 def test_a_checkpoint_may_be_named(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, first, aside = sample(capsys, trained / "checkpoints" / "step-1", "--tokens", "20")
     assert (status, "step-1, update 1" in aside) == (0, True)
