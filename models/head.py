@@ -114,3 +114,9 @@ class Head(nn.Module):
             normed_BSE, weight_VE = normed_BSE.detach(), weight_VE.detach()
         losses_BS: Tensor = LinearCrossEntropy.apply(normed_BSE, weight_VE, labels_BS, chunk, self.vocabulary)
         return losses_BS
+
+    def logits(self, x_BSE: Tensor) -> Tensor:
+        """[B, S, V], whole, in the losses' precision: for few tokens."""
+        wide = torch.float64 if x_BSE.dtype == torch.float64 else torch.float32
+        logits_BSV: Tensor = self.proj(self.norm(x_BSE)).to(wide)
+        return logits_BSV

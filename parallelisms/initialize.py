@@ -20,7 +20,7 @@ BLOCK_ELEMENTS = 1 << 16
 
 def initialize(model: Transformer, *, seed: int | None, device: torch.device) -> None:
     """Gives a model built on the meta device its storage and initial weights: without a seed NaN, for who loads them."""
-    _materialise(model, device)
+    materialise(model, device)
     for name, parameter in model.named_parameters():
         std = model.init_std(name)
         with torch.no_grad():
@@ -34,7 +34,7 @@ def initialize(model: Transformer, *, seed: int | None, device: torch.device) ->
                 local(parameter).copy_(values[:, columns.start : columns.stop])
 
 
-def _materialise(model: nn.Module, device: torch.device) -> None:
+def materialise(model: nn.Module, device: torch.device) -> None:
     """What `nn.Module.to_empty` does, but a parameter that two modules share stays one."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():

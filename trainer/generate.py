@@ -1,0 +1,340 @@
+"""`python -m trainer.generate`: a sample of text from a checkpoint, in one process, so that people can look at a model.
+
+Text goes to standard output, what is said about it to standard error. Leaves with 0, with 2 for wrong arguments or
+configuration, with 78 where the checkpoint or its tokenizer cannot be used.
+
+Shape suffixes: S tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.decode import Decoder
+from models.transformer import Transformer
+from parallelisms.initialize import materialise
+from trainer.checkpoint import describe
+from trainer.config import Config
+from trainer.data import DataError
+from trainer.data.tokenizer import Tokenizer, load_tokenizer
+from trainer.describe import help_text
+from trainer.hardware import attention_kernel, choose_device
+from trainer.load import load
+from trainer.run_folder import ResumeError, RunFolder, differences, read_state
+from trainer.status import BAD_CONFIGURATION, DONE, FAILED, NO_RETRY, ConfigError, RankError
+
+USAGE = """\
+python -m trainer.generate CHECKPOINT [option]... [--section.key VALUE]...
+
+Goes on from a text as a trained model does, on one GPU or on the CPU. CHECKPOINT is a run folder, of
+which the newest checkpoint is taken, or a folder checkpoints/step-N in one. The configuration is the
+run's config.toml, and what is given here.
+
+  --prompt TEXT       how the text begins; default: nothing, the beginning of a document
+  --prompt-file FILE  the same, from a file of UTF-8 text
+  --tokens N          how many tokens to add at most; the end of the document ends it too (default: 200)
+  --temperature T     logits are divided by it; 0 takes the likeliest token (default: 0.8)
+  --top-k K           only the K likeliest tokens are drawn (default: 50)
+  --seed N            decides what is drawn; sample n is the first sample of seed N + n - 1 (default: 0)
+  --samples N         how many texts (default: 1)
+  --help              this text
+
+A value that begins with -- is written --prompt=VALUE. Keys that matter here are those of [model],
+[tokenizer], training.dtype and training.attention.
+"""
+OPTIONS = {"--tokens": "200", "--temperature": "0.8", "--top-k": "50", "--seed": "0", "--samples": "1"}
+TEXTS = ("--prompt", "--prompt-file")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A command line taken apart."""
+
+    checkpoint: Path
+    prompt: str
+    tokens: int
+    temperature: float
+    top_k: int
+    seed: int
+    samples: int
+    overrides: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A checkpoint, and the configuration of the stage that wrote it."""
+
+    folder: Path
+    config: Config
+    state: dict[str, Any]
+
+
+def main(words: Sequence[str]) -> int:
+    if {"-h", "--help"}.intersection(words):
+        say(help_text(USAGE) + "\n")
+        return DONE
+    try:
+        request = parse(words)
+        generate(request, find_checkpoint(request.checkpoint, request.overrides))
+        return DONE
+    except ConfigError as error:
+        return refuse(BAD_CONFIGURATION, *error.problems)
+    except (DataError, ResumeError) as error:
+        return refuse(NO_RETRY, str(error))
+    except RankError as error:
+        return refuse(error.status, str(error))
+    except torch.OutOfMemoryError as error:
+        return refuse(FAILED, f"a shorter prompt or fewer tokens would need less: {describe(error)}")
+
+
+# ---- the command line
+
+
+def parse(words: Sequence[str]) -> Request:
+    """Raises `ConfigError` with all that is wrong."""
+    given, places, overrides = split(words)
+    problems = [f"{option} needs a value" for option, value in given.items() if value is None]
+    said = OPTIONS | {option: value for option, value in given.items() if value is not None}
+
+    def whole(option: str, least: int) -> int:
+        if said[option].isdecimal() and least <= int(said[option]) < 1 << 62:
+            return int(said[option])
+        problems.append(f"{option} {said[option]} must be an integer, at least {least}")
+        return least
+
+    if len(places) != 1:
+        problems.append(f"one CHECKPOINT is needed, not {len(places)} ({' '.join(places)})".removesuffix(" ()"))
+    tokens, top_k, samples = (whole(option, 1) for option in ("--tokens", "--top-k", "--samples"))
+    seed, temperature = whole("--seed", 0), -1.0
+    with suppress(ValueError):
+        temperature = float(said["--temperature"])
+    if not (temperature >= 0 and isfinite(temperature)):
+        problems.append(f"--temperature {said['--temperature']} must be a number, at least 0")
+    prompt = said.get("--prompt", "")
+    if "--prompt-file" in said:
+        problems += ["--prompt and --prompt-file say the same thing"] * ("--prompt" in said)
+        try:
+            prompt = Path(said["--prompt-file"]).read_bytes().decode("utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            problems.append(f"--prompt-file {said['--prompt-file']} cannot be read: {reason}")
+    elif any("\ud800" <= character <= "\udfff" for character in prompt):
+        problems.append("--prompt is not valid UTF-8")
+    if problems:
+        raise ConfigError([f"command line: {problem}" for problem in problems])
+    numbers = {"tokens": tokens, "top_k": top_k, "seed": seed, "samples": samples}
+    return Request(checkpoint=Path(places[0]), prompt=prompt, temperature=temperature, overrides=overrides, **numbers)
+
+
+def split(words: Sequence[str]) -> tuple[dict[str, str | None], list[str], list[str]]:
+    """Options of this command, words that stand alone, and options for the configuration."""
+    given, places, overrides = dict[str, str | None](), list[str](), list[str]()
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        option, equals, value = word.partition("=")
+        if not word.startswith("--"):
+            places.append(word)
+            continue
+        if not equals and left and not left[0].startswith("--"):
+            equals, value = "=", left.pop(0)
+        if option in OPTIONS or option in TEXTS:
+            given[option] = value if equals else None
+        else:
+            overrides.append(f"{option}{equals}{value}")
+    return given, places, overrides
+
+
+# ---- the checkpoint
+
+
+def find_checkpoint(path: Path, overrides: Sequence[str]) -> Found:
+    """Raises `ConfigError` where no run is, and `ResumeError` where its checkpoint cannot be read."""
+    whole = path.resolve()
+    is_checkpoint = whole.name.startswith("step-")
+    run = RunFolder(whole.parents[1] if is_checkpoint else whole)
+    if not run.config.is_file():
+        raise ConfigError([f"{path} is neither a run folder nor checkpoints/step-N in one: there is no {run.config}"])
+    if not is_checkpoint and not run.committed():
+        raise ResumeError(f"{path} holds no checkpoint yet")
+    folder = whole if is_checkpoint else run.committed()[-1][1]
+    config, state = load(["--config", str(run.config), *overrides]), read_state(folder)
+    if problems := config.stage_problems():
+        raise ConfigError(problems)
+    index = state["stage"]["index"]
+    if index >= len(config.stages):
+        raise ResumeError(f"{folder} is of stage {index + 1}, but there are {len(config.stages)}")
+    config = config.stages[index].config
+    if problems := config.model.problems():
+        raise ConfigError(problems)
+    return Found(folder=folder, config=config, state=state)
+
+
+def open_model(found: Found, device: torch.device) -> Transformer:
+    """The model of a checkpoint, in training.dtype. Raises `ResumeError`."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import CheckpointException
+
+    config = found.config
+    with torch.device("meta"):
+        model = Transformer(config.model.build(), seq_len=config.training.seq_len)
+    model = model.to(getattr(torch, config.training.dtype))
+    materialise(model, device)
+    tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    reader = dcp.FileSystemReader(found.folder)
+    try:
+        entries: dict[str, Any] = reader.read_metadata().state_dict_metadata
+        there = {name: (*entry.size,) for name, entry in entries.items() if name.startswith("model.")}
+        here = {name: (*tensor.shape,) for name, tensor in tensors.items()}
+        if wrong := differences(there, here):
+            raise ResumeError(f"{found.folder} does not hold this model: {len(wrong)} tensors differ: {wrong[0]}")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # That there is no process group is what is asked for.
+            dcp.load(tensors, storage_reader=reader, no_dist=True)
+    except ResumeError:
+        raise
+    except (Exception, CheckpointException) as error:
+        raise ResumeError(f"{found.folder} cannot be read: {describe(error)}") from error
+    return model
+
+
+def open_tokenizer(found: Found) -> Tokenizer:
+    """Raises `ConfigError` where there is no text, and DataError unless the tokenizer may be that of the training."""
+    config = found.config
+    if config.is_made_up:
+        raise ConfigError(
+            ['there is no text to show: data.corpus = "copy" trains on made-up tokens, without tokenizer']
+        )
+    kind, trained = config.tokenizer.kind, found.state["config"].get("tokenizer.kind")
+    if kind != trained:
+        raise DataError(f'tokenizer.kind = "{kind}" is not what {found.folder} was trained with, "{trained}"')
+    tokenizer, rows = load_tokenizer(kind, config.tokenizer.path), config.model.build().vocab_size
+    if tokenizer.vocab_size > rows:
+        raise DataError(
+            f"{found.folder} was trained with another tokenizer: this one has {tokenizer.vocab_size} tokens, "
+            f"the model rows for {rows}"
+        )
+    return tokenizer
+
+
+# ---- the text
+
+
+def generate(request: Request, found: Found) -> None:
+    """Writes the samples. Raises as `open_model` and `open_tokenizer` do, and RankError where a kernel does not work."""
+    config, tokenizer, device = found.config, open_tokenizer(found), choose_device(0)
+    prompt_S = encoded(request.prompt, tokenizer)
+    read, trained = prompt_S.numel(), config.training.seq_len
+    model, kernel = open_model(found, device), attention_kernel(config, device)
+    remark(
+        f"model {config.model.family} {config.model.size}: {model.config.num_parameters:,} parameters, "
+        f"{config.training.dtype} on {device}; checkpoint {found.folder}, update {found.state['step']:,}"
+    )
+    if read + request.tokens > trained:
+        remark(f"remark: up to {read + request.tokens:,} tokens are more than training.seq_len = {trained:,}")
+    decoder = Decoder(model, capacity=read + request.tokens, kernel=kernel)
+    started = time.perf_counter()
+    first_V = decoder.read(prompt_S).cpu()
+    remark(f"prompt: {rate(read, time.perf_counter() - started)}")
+    for sample in range(request.samples):
+        decoder.rewind(read)
+        say("\n---\n" * (sample > 0) + request.prompt)
+        generator, count = torch.Generator().manual_seed(request.seed + sample), -1  # One piece more than tokens.
+        started = time.perf_counter()
+        tokens = islice(continuation(decoder, first_V, tokenizer, request, generator), request.tokens)
+        for piece in pieces(tokens, tokenizer, before=prompt_S[-8:].tolist()):
+            say(piece)
+            count += 1
+        say("\n")
+        ended = ", then the end of the document" * (count < request.tokens)
+        remark(f"sample {sample + 1}: {rate(count, time.perf_counter() - started)}{ended}")
+
+
+def encoded(prompt: str, tokenizer: Tokenizer) -> Tensor:
+    """int64 [S]: a document that begins so. Raises `ConfigError` if that is nothing at all."""
+    bos = [] if tokenizer.bos is None else [tokenizer.bos]
+    tokens_S = torch.cat([torch.tensor(bos, dtype=torch.int64), tokenizer.encode(prompt).long()])
+    if not tokens_S.numel():
+        raise ConfigError(["command line: --prompt is needed: this tokenizer has no token that begins a document"])
+    return tokens_S
+
+
+def continuation(
+    decoder: Decoder, logits_V: Tensor, tokenizer: Tokenizer, request: Request, generator: torch.Generator
+) -> Iterator[int]:
+    """Tokens up to the end of the document. Raises `ResumeError` where the model has diverged."""
+    while True:
+        if not bool(logits_V.isfinite().all()):
+            raise ResumeError("the model gives numbers that are not finite: its training has diverged")
+        # The model may have more rows than the tokenizer has tokens.
+        known_V = logits_V[: tokenizer.vocab_size]
+        token = draw(known_V, temperature=request.temperature, top_k=request.top_k, generator=generator)
+        if token == tokenizer.eos:
+            return
+        yield token
+        logits_V = decoder.read(torch.tensor([token])).cpu()
+
+
+def draw(logits_V: Tensor, *, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    """A token by its chances, of logits on the host: the same on every device, as far as the logits are."""
+    if temperature == 0:
+        return int(logits_V.argmax())
+    kept, tokens = logits_V.double().topk(min(top_k, logits_V.numel()))
+    # Less the largest: a very small temperature would make all of them infinite.
+    chances = ((kept - kept[0]) / temperature).softmax(-1)
+    return int(tokens[chances.multinomial(1, generator=generator)])
+
+
+def pieces(tokens: Iterable[int], tokenizer: Tokenizer, *, before: Sequence[int]) -> Iterator[str]:
+    """What each token adds to the text, as soon as its characters are whole, and what is left at the end.
+
+    `before` are some tokens that the text goes on from: a piece may read differently where a text begins.
+    """
+    ids = list(before)
+    shown = len(tokenizer.decode(ids))
+    for token in tokens:
+        ids.append(token)
+        text = tokenizer.decode(ids)
+        text = text[:-3] + text[-3:].rstrip("\ufffd")  # A character that is not whole reads as one to three of these.
+        yield text[shown:]
+        shown = max(shown, len(text))
+    yield tokenizer.decode(ids)[shown:]
+
+
+def rate(tokens: int, seconds: float) -> str:
+    return f"{tokens:,} tokens in {seconds:.2f} s, {tokens / seconds:,.0f} tokens/s"
+
+
+def say(text: str) -> None:
+    sys.stdout.buffer.write(text.encode())  # UTF-8, whatever the locale is.
+    sys.stdout.buffer.flush()
+
+
+def remark(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+
+
+def refuse(status: int, *problems: str) -> int:
+    for problem in problems:
+        remark(f"error: {problem}")
+    return status
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.stderr.write("error: interrupted\n")
+        sys.exit(FAILED)
