@@ -45,6 +45,8 @@ class SourceSection(Section):
     """What is one document."""
     max_document: Annotated[int, Field(ge=3)] | None = None
     """Longest document in tokens."""
+    separators: Annotated[str, BeforeValidator(not_empty)] | None = None
+    """What documents begin and end with."""
     text_key: str | None = None
     """Where the text of a line of `.jsonl` or of a table is."""
 
@@ -87,6 +89,8 @@ class DataSection(Section):
     """Where the text of a line of `.jsonl` is, or the column of a table."""
     max_document: Annotated[int, Field(ge=3)] | None = None
     """Longest document in tokens, its first and last special ones included; longer ones are cut into several. Left out: uncut."""
+    separators: Annotated[str, BeforeValidator(not_empty)] = "bos_eos"
+    """What documents begin and end with: `bos_eos`, the tokenizer's first and last token; `eos`; `none`; or by its name the special token that they end with."""
     packing: Literal["best_fit", "concat", "single"] = "best_fit"
     """How documents fill rows: best-fit, end to end, or one per row."""
     mask: Literal["document", "none"] = "document"

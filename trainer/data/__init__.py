@@ -66,6 +66,6 @@ def sources_of(config: Config) -> dict[str, Source]:
 
 def source_of(data: DataSection, name: str) -> Source:
     given = {} if name == CORPUS else data.sources[name].model_dump(exclude_none=True)
-    inherited = ("documents", "max_document", "bad_files", "text_key", "cache_dir")
+    inherited = ("documents", "max_document", "bad_files", "separators", "text_key", "cache_dir")
     values = {key: getattr(data, key) for key in inherited} | given
     return Source(corpus=values.pop("path", data.corpus), **values)

@@ -12,11 +12,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trainer.data.errors import DataError
 from trainer.data.prepared import DTYPES, Shard, narrowest
 from trainer.data.tokenizer import Tokenizer
 from trainer.files import write_synced
 
 FLUSH_TOKENS = 1 << 20
+
+
+def between(tokenizer: Tokenizer, separators: str) -> tuple[Tensor, Tensor]:
+    """What a document begins and ends with, int32. Raises DataError for a special token that there is not."""
+    begins = [] if separators != "bos_eos" or tokenizer.bos is None else [tokenizer.bos]
+    ends = [] if separators == "none" else [tokenizer.eos]
+    if separators not in ("bos_eos", "eos", "none"):
+        if separators not in tokenizer.specials:
+            known = ", ".join([*tokenizer.specials][:8]) or "none"
+            raise DataError(f'data.separators = "{separators}" is no special token of the tokenizer; it has {known}')
+        ends = [tokenizer.specials[separators]]
+    return torch.tensor(begins, dtype=torch.int32), torch.tensor(ends, dtype=torch.int32)
 
 
 class Mark(NamedTuple):
@@ -28,22 +41,28 @@ class Mark(NamedTuple):
 
 
 class ShardWriter:
-    """Appends documents to shards, each between `bos` (if there is one) and `eos`. A document is never in two shards.
+    """Appends documents to shards, each between its separators. A document is never in two shards.
 
     The first is named `name`, those that follow `name-1`, ...
     """
 
     def __init__(
-        self, folder: Path, name: str, tokenizer: Tokenizer, *, max_document: int | None, shard_tokens: int
+        self,
+        folder: Path,
+        name: str,
+        tokenizer: Tokenizer,
+        *,
+        separators: str = "bos_eos",
+        max_document: int | None,
+        shard_tokens: int,
     ) -> None:
         self.shards: list[Shard] = []
         self.longest = 0
         """Tokens of the longest document in `shards`."""
         self._folder = folder
         self._stem = name
-        self._bos = [] if tokenizer.bos is None else [torch.tensor([tokenizer.bos], dtype=torch.int32)]
-        self._eos = torch.tensor([tokenizer.eos], dtype=torch.int32)
-        self._room = None if max_document is None else max_document - len(self._bos) - 1
+        self._begins, self._ends = between(tokenizer, separators)
+        self._room = None if max_document is None else max_document - len(self._begins) - len(self._ends)
         self._dtype = DTYPES[narrowest(tokenizer.vocab_size)]
         self._shard_tokens = shard_tokens
         self._file: FileIO | None = None
@@ -54,14 +73,13 @@ class ShardWriter:
         self._pending: list[Tensor] = []
         self._num_pending = 0
         self._tokens = 0  # of this shard, pending ones included
-        self._body = 0  # of the open document, bos left out
+        self._body = 0  # of the open document, separators left out
 
     def add(self, ids: Tensor) -> None:
         """Tokens of the open document, which is cut, and another begun, where it reaches `max_document`."""
         while ids.numel():
             if not self._body:
-                for bos in self._bos:
-                    self._append(bos)
+                self._append(self._begins)
             part = ids if self._room is None else ids[: self._room - self._body]
             self._append(part)
             self._body += part.numel()
@@ -104,7 +122,7 @@ class ShardWriter:
 
     def _close_document(self) -> None:
         if self._body:
-            self._append(self._eos)
+            self._append(self._ends)
             self._starts.append(self._tokens)
             self._body = 0
 

@@ -18,6 +18,8 @@ class Source:
     max_document: int | None = None
     """Longest document in tokens; None: uncut."""
     bad_files: Literal["skip", "refuse"] = "skip"
+    separators: str = "bos_eos"
+    """What documents begin and end with: `bos_eos`, `eos`, `none`, or the special token that they end with."""
     text_key: str = "text"
     """Of a line of `.jsonl`, or a column of a table: where its text is."""
     cache_dir: Path = Path("prepared")

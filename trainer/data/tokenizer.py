@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -59,6 +59,11 @@ class Tokenizer(Protocol):
     @property
     def eos(self) -> int: ...
     @property
+    def specials(self) -> Mapping[str, int]:
+        """Tokens that no text becomes, by name."""
+        ...
+
+    @property
     def fingerprint(self) -> str:
         """Equal for two tokenizers that give equal ids, wherever their files are."""
 
@@ -74,6 +79,7 @@ class ByteTokenizer:
     vocab_size = BYTE_TOKENS
     bos = 256
     eos = 257
+    specials: Mapping[str, int] = {f"<|reserved_special_token_{n}|>": 258 + n for n in range(6)}
     fingerprint = "byte-264"
 
     def encode(self, text: str) -> Tensor:
@@ -91,13 +97,13 @@ class TiktokenTokenizer:
         import tiktoken
 
         ranks = read_ranks(content)
-        specials = {name: len(ranks) + index for index, name in enumerate(LLAMA3_SPECIALS)}
+        self.specials = {name: len(ranks) + index for index, name in enumerate(LLAMA3_SPECIALS)}
         self._encoding = tiktoken.Encoding(
-            "llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=specials
+            "llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=self.specials
         )
-        self.vocab_size = len(ranks) + len(specials)
-        self.bos = specials["<|begin_of_text|>"]
-        self.eos = specials["<|end_of_text|>"]
+        self.vocab_size = len(ranks) + len(self.specials)
+        self.bos = self.specials["<|begin_of_text|>"]
+        self.eos = self.specials["<|end_of_text|>"]
         described = (LLAMA3_PATTERN, LLAMA3_SPECIALS, sorted(ranks.items(), key=lambda item: item[1]))
         self.fingerprint = "tiktoken-" + digest(described)
 
@@ -121,6 +127,9 @@ class SentencePieceTokenizer:
         self.eos: int = model.eos_id()
         specials = {"bos_token": model.bos_id(), "eos_token": model.eos_id(), "unk_token": model.unk_id()}
         self.names: dict[str, str] = {role: model.id_to_piece(token) for role, token in specials.items() if token >= 0}
+        self.specials: dict[str, int] = {
+            model.id_to_piece(token): token for token in range(self.vocab_size) if model.is_control(token)
+        }
         self.adds_space: bool = model.encode("a", out_type=str)[0] != "a"
         """Whether a text is taken as if a space stood before it."""
         # The pieces, not the file, which names the machine it was trained on; and a probe of how text is normalised.

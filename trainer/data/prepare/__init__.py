@@ -21,6 +21,7 @@ from trainer.data.errors import DataError
 from trainer.data.prepare.pieces import RECORDS, Job, write_pieces
 from trainer.data.prepared import META, VERSION, Meta, Piece, Prepared, is_prepared, narrowest
 from trainer.data.progress import LOG_SECONDS, progress
+from trainer.data.shards import between
 from trainer.data.source import Source
 from trainer.data.tokenizer import Tokenizer
 from trainer.files import sync, write_synced
@@ -47,6 +48,7 @@ def prepare(
     """
     if is_prepared(Path(source.corpus)):
         return opened(Path(source.corpus), source, tokenizer)
+    between(tokenizer, source.separators)
     corpus = Corpus(source)
     name = f"{corpus.name}-{cache_key(corpus, source, tokenizer, shard_tokens)}"
     told = f'data.cache_dir = "{source.cache_dir}"' if folder is None else str(folder)
@@ -61,6 +63,7 @@ def prepare(
                         folder=folder.with_name(f"{name}.tmp{mine}"),
                         tokenizer=tokenizer,
                         text_key=source.text_key,
+                        separators=source.separators,
                         max_document=source.max_document,
                         shard_tokens=shard_tokens,
                         refuses=corpus.refuses,

@@ -39,6 +39,7 @@ class Job:
     folder: Path
     tokenizer: Tokenizer
     text_key: str
+    separators: str
     max_document: int | None
     shard_tokens: int
     refuses: bool
@@ -151,7 +152,12 @@ def _written(job: Job, folder: Path, piece: Numbered, advance: Advance) -> Piece
     bad: list[str] = []
     document = ""
     writer = ShardWriter(
-        folder, f"shard-{number:05d}", job.tokenizer, max_document=job.max_document, shard_tokens=job.shard_tokens
+        folder,
+        f"shard-{number:05d}",
+        job.tokenizer,
+        separators=job.separators,
+        max_document=job.max_document,
+        shard_tokens=job.shard_tokens,
     )
     with closing(writer):
         for unit in units:

@@ -1,0 +1,52 @@
+"""What stands between documents, and what of it rows make labels of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from models.batch import IGNORE
+from trainer.config import DataSection
+from trainer.data import DataError, open_rows
+from trainer.data.tokenizer import ByteTokenizer
+
+A, B, C, BOS, EOS, SPECIAL, __ = 97, 98, 99, 256, 257, 259, IGNORE
+
+Section = Callable[..., DataSection]
+
+
+@pytest.mark.parametrize(
+    ("separators", "tokens", "labels"),
+    [
+        ("bos_eos", [BOS, A, B, EOS, BOS, C, EOS], [A, B, EOS, __, C, EOS, __]),
+        ("eos", [A, B, EOS, C, EOS, EOS, EOS], [B, EOS, __, EOS, __, __, __]),
+        ("none", [A, B, C, EOS, EOS, EOS, EOS], [B, __, __, __, __, __, __]),
+        ("<|reserved_special_token_1|>", [A, B, SPECIAL, C, SPECIAL, EOS, EOS], [B, SPECIAL, __, SPECIAL, __, __, __]),
+    ],
+)
+@pytest.mark.parametrize("mask", ["document", "none"])
+def test_documents_stand_between_the_separators_that_are_asked_for(
+    separators: str, tokens: list[int], labels: list[int], mask: str, section: Section
+) -> None:
+    data = section({"1": "ab", "2": "c"}, separators=separators, mask=mask)
+    batch = open_rows(data, ByteTokenizer(), seq_len=7, seed=0).read([0])
+    assert batch.tokens.tolist() == [tokens]
+    assert batch.labels.tolist() == [labels]
+
+
+@pytest.mark.parametrize(("separators", "pieces"), [("bos_eos", 4), ("eos", 3), ("none", 2)])
+def test_the_longest_document_counts_them(separators: str, pieces: int, section: Section) -> None:
+    data = section({"1": "abcdefgh"}, separators=separators, max_document=4)
+    rows = open_rows(data, ByteTokenizer(), seq_len=16, seed=0)
+    assert len(rows.sources[0].pieces(0)) == pieces
+
+
+def test_one_that_the_tokenizer_does_not_have_is_named_before_a_file_is_read(section: Section, tmp_path: Path) -> None:
+    data = section({"1": "ab"}, separators="<|sep|>")
+    with pytest.raises(
+        DataError, match=r'data.separators = "<\|sep\|>" is no special token of the tokenizer; it has <'
+    ):
+        open_rows(data, ByteTokenizer(), seq_len=7, seed=0)
+    assert not (tmp_path / "cache").exists()
