@@ -27,7 +27,11 @@ CLUSTER_CONFIGS = {
     "llama3_8b_1m_8gpu": 8,
     "llama3_70b_128k": 64,
     "llama3_405b_128k": 4096,
+    "prolong_8b_512k": 32,
+    "llama31_8b_128k": 64,
+    "ultralong_8b_1m": 32,
 }
+LAPTOP_CONFIGS = {"debug", "debug_1m", "copy", "stages_debug"}
 
 
 def configured(**values: dict[str, object]) -> Config:
@@ -508,7 +512,7 @@ def test_debug_states_no_degree_and_divides_by_eight() -> None:
 
 
 def test_every_shipped_configuration_is_known_here() -> None:
-    assert {path.stem for path in SHIPPED.glob("*.toml")} == {"debug", "debug_1m", "copy", *CLUSTER_CONFIGS}
+    assert {path.stem for path in SHIPPED.glob("*.toml")} == {*LAPTOP_CONFIGS, *CLUSTER_CONFIGS}
 
 
 def test_a_million_tokens_need_two_processes_and_no_file() -> None:
@@ -535,8 +539,31 @@ def test_what_copy_repeats_is_always_on_another_rank() -> None:
 @pytest.mark.parametrize(("name", "world"), CLUSTER_CONFIGS.items())
 def test_a_cluster_configuration_states_every_degree_and_lacks_only_its_files(name: str, world: int) -> None:
     config = load(["--config", name])
-    assert config.parallelism.dp_shard is not None
-    assert [problem.split(" = ")[0] for problem in config.problems(world)] == ["tokenizer.path", "data.corpus"]
+    assert all(stage.config.parallelism.dp_shard is not None for stage in config.stages)
+    corpora = [f"data.sources.{source}.path" for source in config.data.sources] or ["data.corpus"]
+    assert [problem.split(" = ")[0] for problem in config.problems(world)] == ["tokenizer.path", *corpora]
+
+
+@pytest.mark.parametrize("name", list(CLUSTER_CONFIGS)[-3:])
+def test_every_stage_fits_the_devices_that_it_is_for(name: str) -> None:
+    config = load(["--config", name])
+    for stage in config.stages:
+        assert ledger(stage.config, CLUSTER_CONFIGS[name]).device < 80 * GIB, str(stage)
+
+
+def test_recipes_have_what_was_published() -> None:
+    prolong, llama31, ultralong = (load(["--config", name]) for name in list(CLUSTER_CONFIGS)[-3:])
+    assert [stage.config.training.seq_len for stage in prolong.stages] == [65_536, 524_288]
+    assert [stage.config.model.build().rope.theta for stage in prolong.stages] == [8e6, 1.28e8]
+    assert [round(sum(item.weight for item in stage.config.data.mix), 9) for stage in prolong.stages] == [1, 1]
+    lengths = [stage.config.training.seq_len for stage in llama31.stages]
+    assert (len(lengths), lengths[0], lengths[-1]) == (6, 8_192, 131_072)
+    assert sum(stage.tokens or 0 for stage in llama31.stage) == 800e9
+    assert {stage.config.model.build().rope.kind for stage in llama31.stages} == {"llama3"}
+    (only,) = ultralong.stages
+    rope = only.config.model.build().rope
+    assert (rope.kind, rope.factor, rope.beta_fast, rope.beta_slow) == ("yarn", 128, 4, 1)
+    assert (only.config.data.mask, only.config.training.seq_len) == ("none", 1 << 20)
 
 
 def test_checking_needs_no_torch() -> None:

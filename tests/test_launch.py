@@ -24,6 +24,7 @@ from trainer.launch import (
     report,
 )
 from trainer.load import load
+from trainer.stages import Recipe
 from trainer.status import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,7 +40,7 @@ sys.exit(start(Path(sys.argv[1]), sys.argv[2:], Cluster(processes=2)))
 
 
 def stated(**degrees: int) -> Config:
-    return Config.model_validate({"parallelism": degrees})
+    return Recipe.model_validate({"parallelism": degrees})
 
 
 @pytest.fixture
@@ -75,7 +76,7 @@ def test_gpus_decide_where_there_are_some_and_ngpu_decides_always() -> None:
 
 def test_nodes_multiply_the_world() -> None:
     environment = {"NGPU": "8", "NNODES": "4", "NODE_RANK": "3", "MASTER_ADDR": "host", "MASTER_PORT": "1234"}
-    cluster = read_cluster(environment, Config(), gpus=0)
+    cluster = read_cluster(environment, Recipe(), gpus=0)
     assert cluster == Cluster(processes=8, nodes=4, node_rank=3, master="host:1234")
     assert cluster.world_size == 32
 
@@ -96,24 +97,24 @@ def test_nodes_multiply_the_world() -> None:
 )
 def test_a_wrong_environment_is_told_variable_by_variable(environment: dict[str, str], problems: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        read_cluster(environment, Config(), gpus=0)
+        read_cluster(environment, Recipe(), gpus=0)
     assert len(caught.value.problems) == len(problems)
     assert all(part in found for part, found in zip(problems, caught.value.problems, strict=True))
 
 
 def test_a_task_of_srun_is_one_rank_of_its_step() -> None:
     environment = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "NGPU": "7"}
-    assert read_cluster(environment, Config(), gpus=2) == Cluster(processes=4, task=3, master="127.0.0.1:20000")
+    assert read_cluster(environment, Recipe(), gpus=2) == Cluster(processes=4, task=3, master="127.0.0.1:20000")
     told = environment | {"MASTER_ADDR": "node7", "MASTER_PORT": "123", "SLURM_STEP_NUM_NODES": "2"}
-    assert read_cluster(told, Config(), gpus=2) == Cluster(processes=2, nodes=2, task=3, master="node7:123")
+    assert read_cluster(told, Recipe(), gpus=2) == Cluster(processes=2, nodes=2, task=3, master="node7:123")
     uneven = told | {"SLURM_NTASKS": "5"}
-    assert read_cluster(uneven, Config(), gpus=2) == Cluster(processes=5, task=3, master="node7:123")
+    assert read_cluster(uneven, Recipe(), gpus=2) == Cluster(processes=5, task=3, master="node7:123")
 
 
 def test_srun_on_several_nodes_needs_to_know_where_they_meet() -> None:
     environment = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2"}
     with pytest.raises(ConfigError, match="srun on 2 nodes needs MASTER_ADDR"):
-        read_cluster(environment, Config(), gpus=2)
+        read_cluster(environment, Recipe(), gpus=2)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,7 @@ def test_srun_on_several_nodes_needs_to_know_where_they_meet() -> None:
     ids=["batch script", "single task", "shell in an allocation"],
 )
 def test_slurm_without_several_tasks_starts_its_own_workers(environment: dict[str, str]) -> None:
-    assert read_cluster(environment, Config(), gpus=2) == Cluster(processes=2)
+    assert read_cluster(environment, Recipe(), gpus=2) == Cluster(processes=2)
 
 
 def test_workers_share_the_cores_unless_told_otherwise() -> None:
@@ -143,7 +144,7 @@ def test_workers_share_the_cores_unless_told_otherwise() -> None:
 
 def test_problems_of_file_command_line_and_environment_are_told_together() -> None:
     config, cluster, problems = examine(["--config", "nowhere", "--training.steps", "0"], {"NGPU": "x"})
-    assert (config, cluster, len(problems)) == (Config(), None, 3)
+    assert (config, cluster, len(problems)) == (Recipe(), None, 3)
     assert complaint(problems, ["--config", "nowhere"], cluster).endswith(
         "nothing was started: 3 problems in nowhere\n"
     )
@@ -158,7 +159,7 @@ def test_a_complaint_names_the_file_and_the_world() -> None:
 def test_a_report_is_the_resolved_toml_with_the_mesh_in_comments() -> None:
     config = load(["--parallelism.dp_replicate", "2", "--parallelism.dp_shard", "16"])
     text = report(config, Cluster(processes=8, nodes=4))
-    assert Config.model_validate(tomli.loads(text)) == config
+    assert Recipe.model_validate(tomli.loads(text)) == config
     assert "# mesh of 32 processes (4 nodes x 8)" in text
     assert "#   dp_shard                16  across 2 nodes    0-15  16-31\n" in text
     assert "#   dp_replicate             2  across 2 nodes    0,16  1,17  2,18  3,19 ... (16 groups)\n" in text

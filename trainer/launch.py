@@ -10,9 +10,10 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from types import FrameType
@@ -25,6 +26,7 @@ from trainer.levers import short
 from trainer.load import find, load, show_path, split, to_toml
 from trainer.orphans import LAUNCHER
 from trainer.run_folder import ResumeError, RunFolder, finished, next_stage
+from trainer.stages import Recipe
 from trainer.status import BAD_CONFIGURATION, FAILED, NO_RETRY, ConfigError
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
@@ -104,10 +106,10 @@ def nothing_to_start(config: Config) -> tuple[int, str] | None:
     return (0, already) if already else None
 
 
-def examine(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[Config, Cluster | None, list[str]]:
+def examine(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[Recipe, Cluster | None, list[str]]:
     """The run, its world if that is known, and everything that is wrong with either."""
     problems: list[str] = []
-    config, cluster = Config(), None
+    config, cluster = Recipe(), None
     try:
         config = load(argv)
     except ConfigError as error:
@@ -118,15 +120,24 @@ def examine(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[Config
         problems += error.problems
     if problems:
         return config, None, problems
-    if cluster and not (problems := config.problems(cluster.world_size, first=first_stage(config))):
-        try:
-            left = config.stages[first_stage(config) :]
-            require_initial(left[0].config)
-            for stage in left:
-                _fitted(stage.config, cluster)
-        except ConfigError as error:
-            problems = error.problems
+    if cluster is None or config.stage_problems():
+        return config, cluster, config.stage_problems()
+    left = config.stages[first_stage(config) :]
+    problems = config.problems(cluster.world_size, first=left[0].index)
+    if not left[0].config.model.problems():
+        problems += complaints_of(lambda: require_initial(left[0].config))
+    for stage in () if problems else left:
+        problems += complaints_of(partial(_fitted, stage.config, cluster))
     return config, cluster, problems
+
+
+def complaints_of(check: Callable[[], object]) -> list[str]:
+    """What a check raises."""
+    try:
+        check()
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
 def first_stage(config: Config) -> int:
