@@ -1,10 +1,16 @@
 """What data costs before and beside training.
 
     python -m benchmarks.data prepare [--vocab-size 8192] [--rounds 3]
+    python -m benchmarks.data rows [--rounds 5]
 
 prepare: text of the standard library to tokens on disk, one process, for each kind of tokenizer: bytes, a BPE in
 tiktoken's format and a sentencepiece BPE, both trained on the spot on the same lines. CPU-seconds of the whole call of
 `prepare`, reading and writing included, the best of the rounds; the tokenizers' training does not count.
+
+rows: what one rank reads of a row of 64K and of 1M tokens, alone and as one of eight that share it head-tail: CPU-seconds
+of the slowest rank's whole batch (tokens, labels, positions, documents, boundaries), the mean over rows, best of the
+rounds, from a warm cache; and the bytes of that batch. Packed by best fit from the standard library as bytes, a document
+a package (long pieces) or a file (many short ones).
 """
 
 from __future__ import annotations
@@ -17,16 +23,22 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import regex
 import torch
 
+from parallelisms.context.layout import SeqLayout
+from trainer.config import DataSection
+from trainer.data import open_rows
 from trainer.data.corpus import PYTHON_STDLIB, Corpus
 from trainer.data.prepare import prepare
 from trainer.data.prepare.train_tokenizer import draw, train
+from trainer.data.rows import WHOLE
 from trainer.data.source import Source
 from trainer.data.tokenizer import LLAMA3_PATTERN, LLAMA3_SPECIALS, Tokenizer, load_tokenizer
 
@@ -82,10 +94,7 @@ def tokenizers(folder: Path, vocab_size: int) -> dict[str, Tokenizer]:
 def measure_prepare(vocab_size: int, rounds: int) -> None:
     torch.set_num_threads(1)
     size = Corpus(Source(corpus=PYTHON_STDLIB)).size
-    say(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, "
-        f"Python {platform.python_version()}, {datetime.now(UTC):%Y-%m-%d}; {size / 1e6:.1f} MB, {rounds} rounds\n"
-    )
+    say(f"{machine()}; {size / 1e6:.1f} MB, {rounds} rounds\n")
     say("| tokenizer | vocabulary | bytes a token | CPU-s | MB/s of a core |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         for name, tokenizer in tokenizers(Path(folder), vocab_size).items():
@@ -99,6 +108,59 @@ def measure_prepare(vocab_size: int, rounds: int) -> None:
             say(f"| {name} | {tokenizer.vocab_size} | {size / tokens:.2f} | {best:.2f} | {size / 1e6 / best:.1f} |")
 
 
+@dataclass(frozen=True)
+class HeadTail:
+    """The part of one of several ranks that share rows; see `Share`."""
+
+    rank: int
+    ranks: int
+
+    def padded(self, tokens: int) -> int:
+        return tokens + -tokens % (2 * self.ranks)
+
+    def spans(self, boundaries: tuple[int, ...]) -> Sequence[tuple[int, int]]:
+        return [
+            (piece.start, piece.length) for piece in SeqLayout("headtail", self.ranks, boundaries).pieces(self.rank)
+        ]
+
+    def work(self, boundaries: tuple[int, ...]) -> int:
+        return SeqLayout("headtail", self.ranks, boundaries).work()[self.rank]
+
+
+def measure_rows(rounds: int) -> None:
+    torch.set_num_threads(1)
+    say(f"{machine()}; {rounds} rounds\n")
+    say("| document | tokens of a row | pieces of a row | cp | CPU-ms a row | rows/s | MiB on a rank |")
+    say("|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        for documents, seq_len, ranks in product(("repository", "file"), (1 << 16, 1 << 20), (1, 8)):
+            data = DataSection(documents=documents, cache_dir=Path(folder))
+            rows = open_rows(data, load_tokenizer("byte", None), seq_len=seq_len, seed=0)
+            (source,) = rows.sources
+            numbers = range(min(8, source.num_rows))
+            mean = sum(len(source.pieces(number)) for number in numbers) / len(numbers)
+            slowest, held = 0.0, 0
+            for rank in (0, ranks - 1):
+                share = HeadTail(rank, ranks) if ranks > 1 else WHOLE
+                batch, times = rows.read([0], share), []
+                for _ in range(rounds):
+                    began = time.process_time()
+                    for number in numbers:
+                        batch = rows.read([number], share)
+                    times.append((time.process_time() - began) / len(numbers))
+                tensors = (batch.tokens, batch.labels, batch.positions, batch.documents)
+                slowest, held = max(slowest, min(times)), sum(tensor.nbytes for tensor in tensors)
+            cells = (documents, f"{seq_len:,}", f"{mean:.0f}", ranks, f"{1000 * slowest:.2f}", f"{1 / slowest:,.0f}")
+            say(f"| {' | '.join(map(str, cells))} | {held / 2**20:.1f} |")
+
+
+def machine() -> str:
+    return (
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, "
+        f"Python {platform.python_version()}, {datetime.now(UTC):%Y-%m-%d}"
+    )
+
+
 def say(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
@@ -110,9 +172,13 @@ def main() -> None:
     preparing = commands.add_parser("prepare", help="text to tokens on disk")
     preparing.add_argument("--vocab-size", type=int, default=8192)
     preparing.add_argument("--rounds", type=int, default=3)
+    reading = commands.add_parser("rows", help="tokens on disk to what a rank holds")
+    reading.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     if options.command == "prepare":
         measure_prepare(options.vocab_size, options.rounds)
+    else:
+        measure_rows(options.rounds)
 
 
 if __name__ == "__main__":
