@@ -14,6 +14,7 @@ from parallelisms.stages import PipelinePlan
 from parallelisms.topology import Topology
 from trainer.corpora import COPY, CORPUS, STDLIB, DataSection, TokenizerSection
 from trainer.sections import (
+    LONGEST_ROW,
     CheckpointSection,
     DistributedSection,
     JobSection,
@@ -27,6 +28,7 @@ from trainer.sections import (
     Section,
     TrainingSection,
 )
+from trainer.sets import ValidationSection
 from trainer.stages import StageSection
 from trainer.status import ConfigError
 
@@ -44,7 +46,6 @@ __all__ = [
     "Stage",
 ]
 
-LONGEST_ROW = 2**31 - 1  # tokens: kernels take the starts of documents as int32
 BYTE_TOKENS = 264  # the byte tokenizer's: 256 values and 8 special tokens
 
 
@@ -71,6 +72,8 @@ class Config(Section):
     """The learning rate over the run."""
     checkpoint: CheckpointSection = CheckpointSection()
     """When state is saved."""
+    validation: ValidationSection = ValidationSection()
+    """What it is judged by meanwhile."""
     metrics: MetricsSection = MetricsSection()
     """What is measured and when it is written."""
     profiler: ProfilerSection = ProfilerSection()
@@ -105,12 +108,9 @@ class Config(Section):
         """What is wrong with the text and the tokenizer, whose files may lie elsewhere."""
         if self.stage_problems():
             return self._tokenizer_problems()
-        every = [
-            problem
-            for stage in self.stages
-            for problem in (*stage.config._tokenizer_problems(), *stage.config.data.source_problems())
-        ]
-        return [*dict.fromkeys(every)]
+        also, configs = self.validation.sources, [stage.config for stage in self.stages]
+        every = [[*config._tokenizer_problems(), *config.data.source_problems(also)] for config in configs]
+        return [*dict.fromkeys(problem for problems in every for problem in problems)]
 
     def shape_problems(self, world_size: int, *, first: int = 0) -> list[str]:
         """What is wrong with everything else."""
@@ -132,7 +132,8 @@ class Config(Section):
 
     def _alone_problems(self, world_size: int) -> list[str]:
         found = [
-            *self.data.problems(),
+            *self.data.problems(self.validation.sources),
+            *self.validation.problems(self.data),
             *self.model.problems(),
             *self.memory.problems(),
             *self._group_problems(),

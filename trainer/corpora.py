@@ -5,6 +5,7 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -87,6 +88,8 @@ class DataSection(Section):
     """Where the text of a line of `.jsonl` is, or the column of a table."""
     max_document: Annotated[int, Field(ge=3)] | None = None
     """Longest document in tokens, its first and last special ones included; longer ones are cut into several. Left out: uncut."""
+    holdout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Part of the documents that training leaves out, for [validation]: of every source that rows are drawn from."""
     packing: Literal["best_fit", "concat", "single"] = "best_fit"
     """How documents fill rows: best-fit, end to end, or one per row."""
     mask: Literal["document", "none"] = "document"
@@ -101,9 +104,9 @@ class DataSection(Section):
         """The mix, also where there is one corpus."""
         return self.mix or (MixSection(source=CORPUS),)
 
-    def source_problems(self) -> list[str]:
-        """What is wrong with the corpora, which may lie elsewhere."""
-        used = {item.source for item in self.drawn}
+    def source_problems(self, validated: Set[str] = frozenset()) -> list[str]:
+        """What is wrong with the corpora, which may lie elsewhere; those of these names are validated on."""
+        used = validated | {item.source for item in self.drawn}
         paths = {"data.corpus": self.corpus} if CORPUS in used else {}
         paths |= {f"data.sources.{name}.path": source.path for name, source in self.sources.items() if name in used}
         known = f'"{STDLIB}", "{COPY}"'
@@ -113,7 +116,8 @@ class DataSection(Section):
             if path not in (STDLIB, COPY) and not path.startswith(DATASET) and not is_there(Path(path))
         ]
 
-    def problems(self) -> list[str]:
+    def problems(self, validated: Set[str] = frozenset()) -> list[str]:
+        """What is wrong with the rest; sources of these names are validated on."""
         known = [CORPUS, *self.sources]
         labels = [item.label for item in self.mix]
         found = [
@@ -129,13 +133,25 @@ class DataSection(Section):
         found += [f"data.mix: {label} is there twice" for label in sorted({x for x in labels if labels.count(x) > 1})]
         if CORPUS in self.sources:
             found.append(f"data.sources.{CORPUS} is the name of data.corpus itself")
-        if self.sources and not self.mix:
-            found.append(f"data.sources has {', '.join(self.sources)}, of which data.mix draws nothing")
+        unused = [name for name in self.sources if name not in validated]
+        if unused and not self.mix:
+            found.append(f"data.sources has {', '.join(unused)}, of which data.mix draws nothing")
+        cuts = {"data.max_document": self.max_document} | {
+            f"data.sources.{name}.max_document": source.max_document for name, source in self.sources.items()
+        }
+        found += [
+            f"data.holdout = {self.holdout} with {key} = {longest} would part documents that belong together; "
+            "data.mix can cut them too (max_len)"
+            for key, longest in cuts.items()
+            if longest is not None and self.holdout
+        ]
         found += [
             f'data.sources.{name}.path = "{COPY}" is for data.corpus only'
             for name, source in self.sources.items()
             if source.path == COPY
         ]
+        if self.holdout and self.corpus == COPY and all(item.source == CORPUS for item in self.drawn):
+            found.append(f'data.holdout = {self.holdout} has no use with data.corpus = "{COPY}"')
         if self.copy_period is not None and self.corpus != COPY:
             found.append(f'data.copy_period = {self.copy_period} has no use with data.corpus = "{self.corpus}"')
         return found

@@ -2,7 +2,7 @@
 
 config.toml                resolved configuration of the newest start
 metrics.jsonl              one line per logged update
-events.jsonl               starts, resumes, checkpoints, skipped updates, the end
+events.jsonl               starts, resumes, checkpoints, validations, skipped updates, the end
 tensorboard/  logs/
 checkpoints/step-<N>/      committed by a rename: a folder of this name is whole
 checkpoints/.tmp-step-<N>/ being written, or left by a process that died
@@ -107,6 +107,12 @@ class RunFolder:
         with self.metrics.open() as lines:
             loss: float | None = json.loads(next(lines))["loss"]
         return loss
+
+    def first_validation(self, name: str) -> float | None:
+        """Loss of the first validation of that name in this run, of whatever start of it."""
+        lines = self.events.read_text().splitlines() if self.events.exists() else []
+        found = (json.loads(line) for line in lines if '"validation"' in line and line.endswith("}"))
+        return next((event["loss"] for event in found if event["event"] == "validation" and event["set"] == name), None)
 
     def cut_metrics(self, step: int) -> None:
         """Drops lines past `step` and a torn last one, so that a resumed run has each update once."""

@@ -27,8 +27,8 @@ from tests.system.runs import forked, lines, metrics, steps, write_run
 from tests.trainer.inside import configured, rows_of, run_here, trainer_of
 from trainer.config import Config
 from trainer.hardware import Numbers, Stopwatch
-from trainer.metrics import Metrics, position_names
-from trainer.numbers import Slots, Tally
+from trainer.metrics import Metrics
+from trainer.numbers import Slots, Tally, position_names
 from trainer.run_folder import RunFolder
 from trainer.sinks import TAGS, duration, line
 from trainer.trainer import Measured, Trainer, Update
