@@ -25,11 +25,20 @@ TREES = {path: ast.parse(path.read_text()) for path in FILES}
 
 # Who may name a package outside the standard library; torch is everybody's.
 DOORS = {
+    "PIL": {"trainer.evaluation.report"},
     "numpy": set[str](),
-    "pydantic": {"trainer.corpora", "trainer.load", "trainer.sections", "trainer.stages", "trainer.data.prepared"},
+    "pydantic": {
+        "trainer.corpora",
+        "trainer.data.prepared",
+        "trainer.evaluation.opened",
+        "trainer.load",
+        "trainer.sections",
+        "trainer.sets",
+        "trainer.stages",
+    },
     "pydantic_core": {"trainer.load"},
     "pydantic_settings": {"trainer.load"},
-    "rich": {"trainer.sinks", "trainer.data.progress"},
+    "rich": {"trainer.sinks", "trainer.data.progress", "trainer.evaluation.report"},
     "safetensors": {"models.hf"},
     "sentencepiece": {"trainer.data.tokenizer"},
     "tensorboard": set[str](),

@@ -54,7 +54,7 @@ class Checkpoints:
         tensors = trainer.tensors()
         if begins and trainer.stage.is_fresh:
             tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
-        self._load(checkpoint, tensors, trainer.mesh.pp)
+        self.load(checkpoint, tensors, trainer.mesh.pp)
         trainer.restore(state["trainer"])
         trainer.changes = [] if begins else differences(state["config"], flat(trainer.config))
         return checkpoint
@@ -87,7 +87,11 @@ class Checkpoints:
         log.info("checkpoint %s (%.1f s)", final, time.perf_counter() - started)
         return final
 
-    def _load(self, checkpoint: Path, tensors: dict[str, torch.Tensor], stages: distributed.ProcessGroup) -> None:
+    def load(self, checkpoint: Path, tensors: dict[str, torch.Tensor], stages: distributed.ProcessGroup) -> None:
+        """Writes into these tensors, of a rank of the pipeline `stages`, what the checkpoint has of their names.
+
+        Raises `ResumeError` if it cannot be read, or holds others.
+        """
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint import CheckpointException
 

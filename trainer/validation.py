@@ -121,15 +121,19 @@ def see_rows(rows: Rows, num_rows: int, placed: Placed, *, most: int) -> Seen:
 
 
 def batches(rows: Rows, num_rows: int, placed: Placed, *, most: int) -> Iterator[Batch]:
-    """What a rank reads of so many first rows: as many batches on every rank, the last filled up with padding."""
+    """What a rank reads of so many first rows, about so many tokens at once."""
+    for numbers in shared_out(num_rows, placed, size=max(1, most // rows.seq_len)):
+        yield rows.read(numbers, placed.share)
+
+
+def shared_out(num_rows: int, placed: Placed, *, size: int) -> Iterator[list[int | None]]:
+    """Numbers of the rows of each batch of this rank, as many on every rank; None, which is padding, fills them up."""
     rank, ranks = placed.mesh.data_rank, placed.mesh.data_ranks
     each = -(-num_rows // ranks)
-    size = max(1, min(each, most // rows.seq_len))
-    mine = [
-        number if number < num_rows else None for number in range(rank, rank + -(-each // size) * size * ranks, ranks)
-    ]
-    for first in range(0, len(mine), size):
-        yield rows.read(mine[first : first + size], placed.share)
+    size = min(each, size)
+    for first in range(0, each, size):
+        numbers = range(first * ranks + rank, (first + size) * ranks, ranks)
+        yield [number if number < num_rows else None for number in numbers]
 
 
 def sentence(event: Mapping[str, Any]) -> str:

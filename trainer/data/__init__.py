@@ -14,7 +14,7 @@ from trainer.data.shuffle import mix
 from trainer.data.source import Source
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["DataError", "held_out_of", "open_rows", "rows_of", "sources_of"]
+__all__ = ["DataError", "held_out_of", "load_tokenizer", "open_rows", "rows_of", "source_of", "sources_of"]
 
 
 def rows_of(config: Config, *, stage: int = 0) -> Rows:

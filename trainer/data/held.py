@@ -67,13 +67,13 @@ def held_out(
         plan = saved_plan(prepared, seq_len=longest, packing="single" if several else packing, choice=choice)
     except DataError as error:
         raise DataError(f"validation.sets.{name}: {error}") from error
+    ends: list[Packed] = []
     if several:
         full = plan.lengths == longest
         starts, lengths = plan.starts[full], plan.lengths[full]
         plan = Plan(longest, 1, lengths.new_tensor(range(lengths.numel() + 1)), starts, lengths)
-        each = [Ends(prepared, plan, length=length, tail=section.targets) for length in section.seq_len]
-    else:
-        each = [Packed(prepared, plan, seed=ORDER)]
+        ends += [Ends(prepared, plan, length=length, tail=section.targets) for length in section.seq_len]
+    each = ends if several else [Packed(prepared, plan, seed=ORDER)]
     rows = tuple(
         Rows([source], seq_len=length, mask="none" if mask == "none" else "document", names=[section.source])
         for source, length in zip(each, section.seq_len, strict=True)
