@@ -234,6 +234,7 @@ def test_what_a_run_consists_of_can_be_read_in_a_day() -> None:
             reached.add(name)
             waiting += local_imports(paths[name])
     assert {"models.kernels", "parallelisms.context.ring", "trainer.data.packing"} <= reached
+    assert not any(name.startswith("trainer.evaluation") for name in reached)
     assert sum(len(paths[name].read_text().splitlines()) for name in reached) <= 12_000
 
 

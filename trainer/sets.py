@@ -45,7 +45,7 @@ class ValidationSetSection(Section):
             found.append(f"seq_len = {[*self.seq_len]} must ascend")
         if self.tail is not None and len(self.seq_len) == 1:
             found.append(f"tail = {self.tail} has no use with one length")
-        elif self.targets > min(self.seq_len):
+        elif self.tail is not None and self.tail > min(self.seq_len):
             found.append(f"tail = {self.tail} must be at most {min(self.seq_len)}, the shortest of seq_len")
         return found
 

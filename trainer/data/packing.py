@@ -89,7 +89,8 @@ def plan(lengths: Tensor, *, seq_len: int, packing: Packing, choice: Choice = AL
         held = held_out(lengths.numel(), part)
         taken &= held if choice.only else ~held
     if not bool(taken.any()):
-        raise DataError(f"no document has {choice}: the longest of {lengths.numel()} has {int(lengths.max())} tokens")
+        said = ", ".join(f"{key} = {value}" for key, value in vars(choice).items() if value is not None)
+        raise DataError(f"no document has {said}: the longest of {lengths.numel()} has {int(lengths.max())} tokens")
     starts, lengths = starts[taken], lengths[taken]
     longest = min(choice.max_len or seq_len, seq_len)
     if packing == "concat":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,8 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
         made.add_column(column, justify="right")
     for row in rows:
         made.add_row(*row)
-    Console().print(made)
+    console = Console()
+    sys.stdout.write("".join(segment.text for segment in console.render(made)))
 
 
 def show(grid: Grid) -> None:
