@@ -38,12 +38,12 @@ name = "long-context"
 [model]
 size = "debug"
 dim = 128
-num_layers = 4
+num_layers = 2
 num_heads = 4
 num_kv_heads = 4
 head_dim = 32
 ffn_dim = 352
-rope.theta = 10000.0
+rope.theta = 100.0
 [data]
 corpus = "python-stdlib"
 documents = "repository"
@@ -55,7 +55,7 @@ dtype = "float32"
 [memory]
 recompute = "none"
 [optimizer]
-lr = 4e-3
+lr = 6e-3
 [schedule]
 warmup_steps = 20
 final = 0.02

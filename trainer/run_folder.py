@@ -110,9 +110,9 @@ class RunFolder:
 
     def first_validation(self, name: str) -> float | None:
         """Loss of the first validation of that name in this run, of whatever start of it."""
-        lines = self.events.read_text().splitlines() if self.events.exists() else []
-        found = (json.loads(line) for line in lines if '"validation"' in line and line.endswith("}"))
-        return next((event["loss"] for event in found if event["event"] == "validation" and event["set"] == name), None)
+        lines = self.events.read_bytes().splitlines() if self.events.exists() else []
+        events = (_event(line) for line in lines if b'"validation"' in line)
+        return next((event["loss"] for event in events if event.get("set") == name), None)
 
     def cut_metrics(self, step: int) -> None:
         """Drops lines past `step` and a torn last one, so that a resumed run has each update once."""
@@ -136,6 +136,15 @@ def _ends_whole(path: Path) -> bool:
 def _number(name: str) -> int | None:
     number = name.removeprefix("step-")
     return int(number) if number.isascii() and number.isdecimal() and str(int(number)) == number else None
+
+
+def _event(line: bytes) -> dict[str, Any]:
+    """An event; nothing of a line that is torn."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return {}
+    return event if isinstance(event, dict) and event.get("event") == "validation" else {}
 
 
 def _step(line: bytes) -> int | None:

@@ -137,6 +137,17 @@ def test_a_rank_reads_its_part_of_a_row_with_the_labels_of_the_tail(section: Sec
     assert int((part.labels != IGNORE).sum()) == 2
 
 
+@pytest.mark.parametrize("mask", ["document", "none"])
+def test_documents_of_a_row_are_told_apart_as_training_does(section: Section, mask: str) -> None:
+    data = section(TEXTS, holdout=0.3, mask=mask)
+    (held,) = held_out_of(config(data, one={"seq_len": 100, "rows": 99}))
+    batches = [held.rows[0].read([number]) for number in range(held.num_rows)]
+    most = max(int(batch.documents.max()) for batch in batches)
+    assert most > 1, "several in a row"
+    origins = sum(int((batch.positions == 0).sum()) for batch in batches)
+    assert (origins > held.num_rows) == (mask == "document")
+
+
 def test_rows_are_the_same_whatever_the_seed_and_no_more_than_there_are(section: Section) -> None:
     data = section(TEXTS, holdout=0.3)
     sets = {"one": {"seq_len": 30, "rows": 5}, "all": {"seq_len": 30, "rows": 10_000}}

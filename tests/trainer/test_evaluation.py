@@ -10,7 +10,7 @@ import shutil
 import socket
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,14 @@ from models.batch import IGNORE
 from tests.ranks import context
 from tests.system.runs import forked, lines, wait_for, write_run
 from trainer.config import DataSection
-from trainer.data import source_of
+from trainer.data import held_out_of, source_of
 from trainer.data.prepare import prepare
 from trainer.data.rows import Rows
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.evaluation import needle, perplexity, report
 from trainer.evaluation.needle import Haystacks, Words
+from trainer.evaluation.perplexity import num_bytes
+from trainer.load import load
 
 pytestmark = pytest.mark.ranks
 
@@ -127,6 +129,15 @@ def test_bits_per_byte_are_of_the_bytes_that_targets_stand_for(alone: list[dict[
     assert packed["bytes"] < packed["targets"]
     for one in alone:
         assert one["bits_per_byte"] == pytest.approx(one["loss"] / math.log(2) * one["targets"] / one["bytes"])
+
+
+def test_ends_of_documents_have_no_bytes_whatever_they_are_written_as(run: Path) -> None:
+    class Loud(ByteTokenizer):
+        def decode(self, ids: Sequence[int]) -> str:
+            return "".join("<eos>" if token == self.eos else super(Loud, self).decode([token]) for token in ids)
+
+    packed, _ = held_out_of(load(["--config", str(run / "config.toml")]))
+    assert num_bytes(packed, Loud()) == num_bytes(packed, ByteTokenizer()) > 100
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ A set of one length is packed as training is. One of several has the same target
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
@@ -56,7 +57,7 @@ def held_out(
     prepared: Prepared,
     *,
     packing: Packing,
-    mask: str,
+    mask: Literal["document", "none"],
     part: float | None,
 ) -> HeldOut:
     """The rows of a set, of this part of the documents; None: of all. Raises DataError if there are none."""
@@ -75,7 +76,7 @@ def held_out(
         ends += [Ends(prepared, plan, length=length, tail=section.targets) for length in section.seq_len]
     each = ends if several else [Packed(prepared, plan, seed=ORDER)]
     rows = tuple(
-        Rows([source], seq_len=length, mask="none" if mask == "none" else "document", names=[section.source])
+        Rows([source], seq_len=length, mask=mask, names=[section.source])
         for source, length in zip(each, section.seq_len, strict=True)
     )
     return HeldOut(name, rows, min(section.rows, plan.num_rows))
