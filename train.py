@@ -24,7 +24,8 @@ import torch
 from trainer import logs
 from trainer.checkpoint import Checkpoints
 from trainer.config import Config, Stage
-from trainer.data import DataError, rows_of
+from trainer.data import DataError, held_out_of, rows_of
+from trainer.data.held import HeldOut
 from trainer.data.rows import Rows
 from trainer.distributed import World, place, process_group, require_agreement, settled
 from trainer.heartbeat import Heartbeat
@@ -35,6 +36,7 @@ from trainer.profiler import Profilers
 from trainer.run_folder import ResumeError, RunFolder, finished, next_stage
 from trainer.status import BAD_CONFIGURATION, DONE, FAILED, NO_RETRY, ConfigError, RankError
 from trainer.trainer import Trainer
+from trainer.validation import Validation
 
 log = logging.getLogger("trainer")
 
@@ -57,9 +59,10 @@ def main(argv: list[str]) -> int:
         logs.keep(folder.logs, rank)
         # Before the process group exists: its patience is not made for tokenizing a corpus.
         rows = [rows_of(each.config, stage=each.index) for each in config.stages[stage.index :]]
+        sets = held_out_of(config)
         with folder.locked(leading=rank == 0), process_group(config.distributed) as world:
-            require_agreement(stage.config, rows[0].fingerprints)
-            train(config, replace(stage, config=settled(stage.config, world)), folder, world, rows)
+            require_agreement(stage.config, rows[0].fingerprints | {each.name: each.fingerprint for each in sets})
+            train(config, replace(stage, config=settled(stage.config, world)), folder, world, rows, sets)
         return DONE
     except RankError as error:
         return refuse(error.status, f"[rank {rank}] {error}")
@@ -73,8 +76,10 @@ def main(argv: list[str]) -> int:
         return refuse(FAILED, *([resume] if rank == 0 else ()))
 
 
-def train(config: Config, stage: Stage, folder: RunFolder, world: World, rows: Sequence[Rows]) -> None:
-    """Runs a stage, whose rows are the first; the others are those of later ones."""
+def train(
+    config: Config, stage: Stage, folder: RunFolder, world: World, rows: Sequence[Rows], sets: Sequence[HeldOut] = ()
+) -> None:
+    """Runs a stage, whose rows are the first; the others are those of later ones. It is judged by the sets."""
     profilers = Profilers(stage.config, folder.logs, rank=world.rank, world_size=world.size, device=world.device)
     try:
         trainer = Trainer(stage.config, world, rows[0], stage=stage)
@@ -82,10 +87,15 @@ def train(config: Config, stage: Stage, folder: RunFolder, world: World, rows: S
         resumed = checkpoints.resume(trainer)
         profilers.step(trainer.step)
         metrics = Metrics(config, folder, trainer, later=rows[1:], resumed=resumed)
+        validation = Validation(trainer, sets)
         with closing(metrics), Heartbeat(trainer) as heartbeat:
+            if not trainer.step:
+                metrics.validated(validation.run())
             for update in heartbeat.updates():
                 metrics.write(update)
                 profilers.step(update.step)
+                if validation.due(update.step):
+                    metrics.validated(validation.run())
                 if checkpoints.due(update.step, stage):
                     metrics.flush()  # The lines of all updates in a checkpoint are on disk before it is.
                     metrics.checkpointed(checkpoints.save(trainer))

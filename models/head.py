@@ -31,6 +31,13 @@ class Vocabulary:
     total: Callable[[Tensor], Tensor] = unchanged
     """Of every part's numbers, one by one, the sum."""
 
+    def first_of(self, logits_CV: Tensor, highest_C1: Tensor) -> Tensor:
+        """The lowest label whose logit is the highest, [C, 1]: of equals the first, whichever part it is in."""
+        at_C1 = logits_CV.argmax(-1, keepdim=True)
+        beyond = torch.iinfo(at_C1.dtype).max
+        mine_C1 = (at_C1 + self.first).where(logits_CV.gather(-1, at_C1) == highest_C1, beyond)
+        return -self.largest(-mine_C1)
+
 
 class LinearCrossEntropy(torch.autograd.Function):
     """`cross_entropy(x @ weight.T, labels)` per token, of which only one chunk of logits ever exists.
@@ -39,11 +46,19 @@ class LinearCrossEntropy(torch.autograd.Function):
     That needs the weight of each token in the final loss, which is not known yet. So they are computed for weight 1
     and scaled in the backward pass by the *common* weight of all targets (1 / their global number, in training).
     Targets weighted unequally make every gradient NaN, on purpose: wrong gradients would be silent.
+
+    `hits_BS`, if given, gets 1 where the target is the most likely token, of equally likely ones the first.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x_BSE: Tensor, weight_VE: Tensor, labels_BS: Tensor, chunk: int, vocabulary: Vocabulary
+        ctx: Any,
+        x_BSE: Tensor,
+        weight_VE: Tensor,
+        labels_BS: Tensor,
+        chunk: int,
+        vocabulary: Vocabulary,
+        hits_BS: Tensor | None = None,
     ) -> Tensor:
         x_RE, labels_R = x_BSE.flatten(0, 1), labels_BS.flatten()
         wide = torch.float64 if x_RE.dtype == torch.float64 else torch.float32
@@ -61,6 +76,9 @@ class LinearCrossEntropy(torch.autograd.Function):
             index_C1 = index_C1.where(here_C1, 0)
             logits_CV = (x_CE @ weight_VE.T).to(wide)
             highest_C1 = vocabulary.largest(logits_CV.amax(-1, keepdim=True))
+            if hits_BS is not None:
+                likeliest_C1 = vocabulary.first_of(logits_CV, highest_C1)
+                hits_BS.view(-1)[part] = (likeliest_C1 == labels_C1).squeeze(-1)
             at_label_C1 = logits_CV.gather(-1, index_C1).where(here_C1, 0)
             grad_CV = logits_CV.sub_(highest_C1).exp_()
             total_C1, at_label_C1 = vocabulary.total(torch.stack((grad_CV.sum(-1, keepdim=True), at_label_C1))).unbind()
@@ -89,7 +107,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         # No targets at all: highest is -inf, and both gradients are zero whatever multiplies them.
         scale = highest.where(highest == lowest, torch.nan).where(is_target_BS.any(), 0)
         grad_x_BSE = (grad_x_RE * scale).to(grad_x_RE.dtype).unflatten(0, labels_BS.shape)
-        return grad_x_BSE, (grad_weight_VE * scale).to(ctx.weight_dtype), None, None, None
+        return grad_x_BSE, (grad_weight_VE * scale).to(ctx.weight_dtype), None, None, None, None
 
 
 class Head(nn.Module):
@@ -101,9 +119,14 @@ class Head(nn.Module):
         self.proj = Linear(config.dim, config.vocab_size)
         self.vocabulary = Vocabulary()
         self.chunk_mib = chunk_mib
+        self.judges = False
+        """Whether it also says, without gradients, which targets were the most likely tokens."""
 
     def forward(self, x_BSE: Tensor, labels_BS: Tensor) -> Tensor:
-        """One loss per token, [B, S], float32 (float64 for float64), zero where there is no target."""
+        """One loss per token, [B, S], float32 (float64 for float64), zero where there is no target.
+
+        Of one that judges [B, S, 2]: beside each loss 1 where the target was the most likely token, else 0.
+        """
         weight_VE = self.proj.matrix()
         row_bytes = weight_VE.shape[0] * (8 if x_BSE.dtype == torch.float64 else 4)
         chunk = max(1, (self.chunk_mib << 20) // row_bytes)
@@ -112,8 +135,9 @@ class Head(nn.Module):
         if not torch.is_grad_enabled():
             # A function cannot see that: it is told by inputs that want no gradient.
             normed_BSE, weight_VE = normed_BSE.detach(), weight_VE.detach()
-        losses_BS: Tensor = LinearCrossEntropy.apply(normed_BSE, weight_VE, labels_BS, chunk, self.vocabulary)
-        return losses_BS
+        hits_BS = torch.zeros_like(labels_BS) if self.judges else None
+        losses_BS: Tensor = LinearCrossEntropy.apply(normed_BSE, weight_VE, labels_BS, chunk, self.vocabulary, hits_BS)
+        return losses_BS if hits_BS is None else torch.stack((losses_BS, hits_BS.to(losses_BS.dtype)), dim=-1)
 
     def logits(self, x_BSE: Tensor) -> Tensor:
         """[B, S, V], whole, in the losses' precision: for few tokens."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import get_args
 
@@ -625,3 +626,49 @@ def test_a_shipped_file_names_the_schema_for_editors(path: Path) -> None:
     first = path.read_text().splitlines()[0]
     assert first.startswith("#:schema ")
     assert (path.parent / first.removeprefix("#:schema ")).is_file()
+
+
+# ---- validation
+
+
+def validated(data: Mapping[str, object] | None = None, **one: object) -> list[str]:
+    return configured(data=dict(data or {}), validation={"sets": {"one": one}}).problems(1)
+
+
+def test_validation_sets_are_checked_before_anything_starts() -> None:
+    assert validated(seq_len=4096) == validated(seq_len=[64, 4096], tail=64) == []
+    said = 'validation.sets.one: source = "web" is not one of corpus, books'
+    books = {"sources": {"books": {"path": "python-stdlib"}}, "mix": [{"source": "books"}]}
+    assert validated(books, seq_len=64, source="web") == [said]
+    assert validated(seq_len=[64, 32]) == ["validation.sets.one: seq_len = [64, 32] must ascend"]
+    assert validated(seq_len=[64, 64]) == ["validation.sets.one: seq_len = [64, 64] must ascend"]
+    too_long = "validation.sets.one: tail = 65 must be at most 64, the shortest of seq_len"
+    assert validated(seq_len=[64, 128], tail=65) == [too_long]
+    assert validated(seq_len=64, tail=8) == ["validation.sets.one: tail = 8 has no use with one length"]
+    assert validated({"corpus": "copy"}, seq_len=64) == [
+        'validation.sets.one: source = "corpus" is "copy", which shows no row twice'
+    ]
+
+
+def test_the_tail_is_the_shortest_length_or_2048() -> None:
+    def targets(*seq_len: int) -> int:
+        made = configured(validation={"sets": {"one": {"seq_len": seq_len}}})
+        return made.validation.sets["one"].targets
+
+    assert (targets(64, 128), targets(2048, 4096), targets(4096, 65_536)) == (64, 2048, 2048)
+
+
+def test_a_source_may_be_there_for_validation_alone() -> None:
+    only = {"sources": {"books": {"path": "python-stdlib"}}}
+    assert validated(only, seq_len=64, source="books") == []
+    assert validated(only, seq_len=64) == ["data.sources has books, of which data.mix draws nothing"]
+    gone = {"sources": {"books": {"path": "/nowhere"}}}
+    assert validated(gone, seq_len=64, source="books")[0].startswith('data.sources.books.path = "/nowhere" is neither')
+
+
+def test_a_holdout_needs_whole_documents_and_text() -> None:
+    said = configured(data={"holdout": 0.1, "max_document": 64}).problems(1)
+    assert said[0].startswith("data.holdout = 0.1 with data.max_document = 64 would part documents")
+    assert configured(data={"holdout": 0.1, "corpus": "copy"}).problems(1) == [
+        'data.holdout = 0.1 has no use with data.corpus = "copy"'
+    ]

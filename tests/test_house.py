@@ -25,13 +25,22 @@ TREES = {path: ast.parse(path.read_text()) for path in FILES}
 
 # Who may name a package outside the standard library; torch is everybody's.
 DOORS = {
+    "PIL": {"trainer.evaluation.report"},
     "datasets": {"trainer.data.hub"},
     "numpy": set[str](),
     "pyarrow": {"trainer.data.formats"},
-    "pydantic": {"trainer.corpora", "trainer.load", "trainer.sections", "trainer.stages", "trainer.data.prepared"},
+    "pydantic": {
+        "trainer.corpora",
+        "trainer.data.prepared",
+        "trainer.evaluation.opened",
+        "trainer.load",
+        "trainer.sections",
+        "trainer.sets",
+        "trainer.stages",
+    },
     "pydantic_core": {"trainer.load"},
     "pydantic_settings": {"trainer.load"},
-    "rich": {"trainer.sinks", "trainer.data.progress", "trainer.data.prepare.report"},
+    "rich": {"trainer.sinks", "trainer.data.prepare.report", "trainer.data.progress", "trainer.evaluation.report"},
     "safetensors": {"models.hf"},
     "sentencepiece": {"trainer.data.tokenizer", "trainer.data.prepare.train_tokenizer"},
     "tensorboard": set[str](),
@@ -245,6 +254,7 @@ def test_what_a_run_consists_of_can_be_read_in_a_day() -> None:
     run = reached("train", "trainer.launch", beside=("trainer.data.prepare", "models.hf", "models.hf_config"))
     assert {"models.kernels", "parallelisms.context.ring", "trainer.data.packing"} <= run
     assert not {"models.decode", "trainer.generate"} & run
+    assert not any(name.startswith("trainer.evaluation") for name in run)
     assert lines(run) <= 11_800
     assert lines(reached("trainer.data.prepare") - run) <= 1_300
     assert lines(reached("models.hf", "models.hf_config") - run) <= 650

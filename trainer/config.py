@@ -15,6 +15,7 @@ from parallelisms.stages import PipelinePlan
 from parallelisms.topology import Topology
 from trainer.corpora import COPY, CORPUS, STDLIB, DataSection, TokenizerSection
 from trainer.sections import (
+    LONGEST_ROW,
     CheckpointSection,
     DistributedSection,
     JobSection,
@@ -28,6 +29,7 @@ from trainer.sections import (
     Section,
     TrainingSection,
 )
+from trainer.sets import ValidationSection
 from trainer.status import ConfigError
 
 __all__ = [
@@ -44,7 +46,6 @@ __all__ = [
     "Stage",
 ]
 
-LONGEST_ROW = 2**31 - 1  # tokens: kernels take the starts of documents as int32
 BYTE_TOKENS = 264  # the byte tokenizer's: 256 values and 8 special tokens
 
 
@@ -71,6 +72,8 @@ class Config(Section):
     """The learning rate over the run."""
     checkpoint: CheckpointSection = CheckpointSection()
     """When state is saved."""
+    validation: ValidationSection = ValidationSection()
+    """What it is judged by meanwhile."""
     metrics: MetricsSection = MetricsSection()
     """What is measured and when it is written."""
     profiler: ProfilerSection = ProfilerSection()
@@ -93,7 +96,7 @@ class Config(Section):
 
     def source_problems(self) -> list[str]:
         """What is wrong with the text and the tokenizer, whose files may lie elsewhere."""
-        return [*self._tokenizer_problems(), *self.data.source_problems()]
+        return [*self._tokenizer_problems(), *self.data.source_problems(self.validation.sources)]
 
     def shape_problems(self, world_size: int, *, first: int = 0) -> list[str]:
         """What is wrong with everything else."""
@@ -104,6 +107,7 @@ class Config(Section):
         """What is wrong with it whatever the run's other stages are."""
         found = [
             *self.data.problems(),
+            *self.validation.problems(self.data),
             *self.model.problems(),
             *self.memory.problems(),
             *self._group_problems(),

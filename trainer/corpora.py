@@ -5,6 +5,7 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -91,6 +92,8 @@ class DataSection(Section):
     """Longest document in tokens, its first and last special ones included; longer ones are cut into several. Left out: uncut."""
     separators: Annotated[str, BeforeValidator(not_empty)] = "bos_eos"
     """What documents begin and end with: `bos_eos`, the tokenizer's first and last token; `eos`; `none`; or by its name the special token that they end with."""
+    holdout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Part of the documents that training leaves out, for [validation]: of every source that rows are drawn from."""
     packing: Literal["best_fit", "concat", "single"] = "best_fit"
     """How documents fill rows: best-fit, end to end, or one per row."""
     mask: Literal["document", "none"] = "document"
@@ -105,9 +108,9 @@ class DataSection(Section):
         """The mix, also where there is one corpus."""
         return self.mix or (MixSection(source=CORPUS),)
 
-    def source_problems(self) -> list[str]:
-        """What is wrong with the corpora, which may lie elsewhere."""
-        used = {item.source for item in self.drawn}
+    def source_problems(self, validated: Set[str] = frozenset()) -> list[str]:
+        """What is wrong with the corpora, which may lie elsewhere; those of these names are validated on."""
+        used = validated | {item.source for item in self.drawn}
         paths = {"data.corpus": self.corpus} if CORPUS in used else {}
         paths |= {f"data.sources.{name}.path": source.path for name, source in self.sources.items() if name in used}
         known = f'"{STDLIB}", "{COPY}"'
@@ -118,6 +121,7 @@ class DataSection(Section):
         ]
 
     def problems(self) -> list[str]:
+        """What is wrong with the rest."""
         known = [CORPUS, *self.sources]
         labels = [item.label for item in self.mix]
         found = [
@@ -133,11 +137,22 @@ class DataSection(Section):
         found += [f"data.mix: {label} is there twice" for label in sorted({x for x in labels if labels.count(x) > 1})]
         if CORPUS in self.sources:
             found.append(f"data.sources.{CORPUS} is the name of data.corpus itself")
+        cuts = {"data.max_document": self.max_document} | {
+            f"data.sources.{name}.max_document": source.max_document for name, source in self.sources.items()
+        }
+        found += [
+            f"data.holdout = {self.holdout} with {key} = {longest} would part documents that belong together; "
+            "data.mix can cut them too (max_len)"
+            for key, longest in cuts.items()
+            if longest is not None and self.holdout
+        ]
         found += [
             f'data.sources.{name}.path = "{COPY}" is for data.corpus only'
             for name, source in self.sources.items()
             if source.path == COPY
         ]
+        if self.holdout and self.corpus == COPY and all(item.source == CORPUS for item in self.drawn):
+            found.append(f'data.holdout = {self.holdout} has no use with data.corpus = "{COPY}"')
         if self.copy_period is not None and self.corpus != COPY:
             found.append(f'data.copy_period = {self.copy_period} has no use with data.corpus = "{self.corpus}"')
         return found

@@ -65,7 +65,7 @@ def headings() -> dict[str, tuple[type[Section], list[str]]]:
     """Sections and tables as the file writes them, and the keys of each."""
     found = {f"[{name}]": (owner, keys(name)) for name, owner in sections().items()}
     for name, owner in tables().items():
-        heading = f"[{name}.NAME]" if name == "data.sources" else f"[[{name}]]"
+        heading = f"[{name}.NAME]" if name in ("data.sources", "validation.sets") else f"[[{name}]]"
         found[heading] = (owner, [*owner.model_fields])
     return found
 

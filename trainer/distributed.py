@@ -48,6 +48,11 @@ def place(environment: Mapping[str, str]) -> tuple[int, int, int]:
     return 0, 1, 0
 
 
+def here() -> tuple[int, int, int]:
+    """`place` of this process."""
+    return place(os.environ)
+
+
 def nodes(environment: Mapping[str, str]) -> int:
     """On how many machines the processes run; 1 where nobody says."""
     _, size, _ = place(environment)
@@ -93,7 +98,7 @@ def settled(config: Config, world: World) -> Config:
 @contextmanager
 def process_group(config: DistributedSection) -> Iterator[World]:
     """Joins the run's processes: gloo for host tensors, NCCL beside it on CUDA devices."""
-    rank, size, local_rank = place(os.environ)
+    rank, size, local_rank = here()
     device = choose_device(local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)

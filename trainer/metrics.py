@@ -10,7 +10,6 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 from parallelisms.collectives import max_over
@@ -19,10 +18,11 @@ from trainer.data.rows import Rows
 from trainer.hardware import GIB, device_memory, host_memory, peak_flops
 from trainer.ledger import ledger
 from trainer.levers import table
-from trainer.numbers import POSITIONS
+from trainer.numbers import finite, position_names
 from trainer.run_folder import RunFolder
 from trainer.sinks import JsonLines, Record, Sink, TensorBoard, console, in_a_row, or_dash
 from trainer.trainer import Measured, Trainer, Update
+from trainer.validation import Result, sentence
 
 log = logging.getLogger(__name__)
 
@@ -101,11 +101,25 @@ class Metrics:
         if self.world.rank == 0:
             self.folder.event("checkpoint", path=str(checkpoint))
 
+    def validated(self, results: Sequence[Result]) -> None:
+        """Writes what the sets say after the last update that was written or taken."""
+        self.flush()
+        if self.world.rank != 0:
+            return
+        for result in results:
+            first = self.folder.first_validation(result.name)
+            event = result.event(first)
+            self.folder.event("validation", stage=self.stage.name, **event)
+            log.info("%s", sentence(event))
+            for sink in self.sinks:
+                if isinstance(sink, TensorBoard):
+                    sink.add(result.tags(), result.step)
+
     def farewell(self) -> None:
         """Says why the run ended, where everything is, and what to do next."""
         if self.world.rank != 0:
             return
-        facts = {"step": self.stage.last_step, "loss": _finite(self.last_loss), "skipped": self.skipped}
+        facts = {"step": self.stage.last_step, "loss": finite(self.last_loss), "skipped": self.skipped}
         if self.stage.index + 1 < self.stage.count:
             self.folder.event("stage", name=self.stage.name, **facts)
             log.info("%s is done, loss %.3f; the same command goes on with the next", self.stage, self.last_loss)
@@ -185,8 +199,8 @@ class Metrics:
         record: Record = {
             "step": update.step,
             "tokens": measured.tokens_seen,
-            "loss": _finite(measured.loss),
-            "grad_norm": _finite(measured.grad_norm),
+            "loss": finite(measured.loss),
+            "grad_norm": finite(measured.grad_norm),
             "lr": update.lr,
             "step_seconds": seconds / since.updates,
             "tokens_per_second": since.tokens / seconds,
@@ -199,8 +213,8 @@ class Metrics:
             "memory_reserved_gib": reserved / GIB if on_device else None,
             "rss_gib": rss / GIB,
             "attention_imbalance": measured.attention_imbalance,
-            "loss_by_position": dict(zip(position_names(), map(_finite, measured.loss_by_position), strict=True)),
-            "loss_by_shard": [_finite(loss) for loss in measured.loss_by_shard] if measured.loss_by_shard else None,
+            "loss_by_position": dict(zip(position_names(), map(finite, measured.loss_by_position), strict=True)),
+            "loss_by_shard": [finite(loss) for loss in measured.loss_by_shard] if measured.loss_by_shard else None,
             "stage": self.stage.name,
             "sources": self._sources(update, measured),
         }
@@ -210,7 +224,7 @@ class Metrics:
         epochs = self.rows.epochs(update.rows)
         each = zip(self.rows.names, measured.tokens_by_source, epochs, measured.loss_by_source, strict=True)
         return {
-            name: {"tokens": int(tokens), "epochs": gone_through, "loss": loss and _finite(loss)}
+            name: {"tokens": int(tokens), "epochs": gone_through, "loss": loss and finite(loss)}
             for name, tokens, gone_through, loss in each
         }
 
@@ -231,21 +245,3 @@ class Totals:
         self.waited += update.data_wait_seconds
         self.tokens += measured.tokens
         self.pairs += measured.pairs
-
-
-def _finite(value: float | None) -> float | None:
-    """JSON has no NaN: what is not finite is null, and the line says that the update was skipped."""
-    return value if value is not None and math.isfinite(value) else None
-
-
-def position_names() -> list[str]:
-    """`0-256`, `256-1K`, ..., `1M-`."""
-    names = ["0", *(_short(edge) for edge in POSITIONS), ""]
-    return [f"{low}-{high}" for low, high in pairwise(names)]
-
-
-def _short(number: int) -> str:
-    for size, letter in ((1 << 20, "M"), (1 << 10, "K")):
-        if number >= size and number % size == 0:
-            return f"{number // size}{letter}"
-    return str(number)

@@ -5,8 +5,9 @@ Shape suffixes: B rows, S tokens on this rank.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TypeVar
 
 import torch
@@ -106,3 +107,21 @@ class Tally:
 def means(totals: list[float], counts: list[float]) -> list[float | None]:
     """One by one; None where nothing was counted."""
     return [total / count if count else None for total, count in zip(totals, counts, strict=True)]
+
+
+def finite(value: float | None) -> float | None:
+    """JSON has no NaN: what is not finite is null."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def position_names() -> list[str]:
+    """`0-256`, `256-1K`, ..., `1M-`."""
+    names = ["0", *(_short(edge) for edge in POSITIONS), ""]
+    return [f"{low}-{high}" for low, high in pairwise(names)]
+
+
+def _short(number: int) -> str:
+    for size, letter in ((1 << 20, "M"), (1 << 10, "K")):
+        if number >= size and number % size == 0:
+            return f"{number // size}{letter}"
+    return str(number)

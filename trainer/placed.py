@@ -5,7 +5,8 @@ Shape suffixes: B rows, S tokens on this rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -32,6 +33,7 @@ from trainer.distributed import World
 from trainer.hardware import GIB, attention_kernel, require_peers
 
 Record = Callable[[Tensor, Batch], None]
+Judged = Callable[[Tensor, Tensor, Batch], None]
 Runner = Callable[[Iterable[Batch], Tensor, Record], None]
 
 
@@ -57,6 +59,7 @@ class Placed:
         self.share: Share = self.context or Whole(plan.multiple)
         """Which tokens of a row are this rank's."""
         self._stream: Any = {"shared_by": plan.tp, "dtype": getattr(torch, config.training.dtype)}
+        self._is_compiled = config.training.compile
         self.stages = config.pipeline_plan(world.size)
         build = partial(
             build_model,
@@ -71,21 +74,38 @@ class Placed:
         """What this rank holds of the model, by stage of the pipeline; one that is not cut has one."""
 
     @torch.no_grad()
-    def judge(self, batches: Iterable[Batch], record: Record) -> None:
-        """Forward only, of rows of any length; `record` gets the losses [B, S] of each batch where the last stage is.
+    def judge(self, batches: Iterable[Batch], record: Judged) -> None:
+        """Forward only, of rows of any length. Where the last stage is, `record` gets of each batch the losses [B, S],
+        and as [B, S] 1 where the target was the most likely token, else 0.
 
         All ranks hand in as many batches; those of a pipeline the same.
         """
-        between = {part: part.between for part in self.parts.values()}
-        for part in self.parts.values():
+        with self._judging():
+            for batch in batches:
+                there = batch.to(self.device)
+                found_BS2 = pass_on(self.parts, self.stages, self.mesh.pp, there, **self._stream)
+                if found_BS2 is not None:
+                    losses_BS, hits_BS = found_BS2.unbind(-1)
+                    record(losses_BS, hits_BS, there)
+
+    @contextmanager
+    def _judging(self) -> Iterator[None]:
+        parts = [*self.parts.values()]
+        heads = [part.head for part in parts if part.head is not None]
+        told = [part.between for part in parts]
+        for part in parts:
             part.between = unchanged  # It is told how far an update is.
-        for batch in batches:
-            there = batch.to(self.device)
-            losses_BS = pass_on(self.parts, self.stages, self.mesh.pp, there, **self._stream)
-            if losses_BS is not None:
-                record(losses_BS, there)
-        for part, told in between.items():
-            part.between = told
+        for head in heads:
+            head.judges = True
+        try:
+            # Rows of another length would be one more graph, or make those of training slower.
+            with torch.compiler.set_stance("force_eager") if self._is_compiled else nullcontext():
+                yield
+        finally:
+            for head in heads:
+                head.judges = False
+            for part, each in zip(parts, told, strict=True):
+                part.between = each
 
 
 def runner(config: Config, placed: Placed) -> Runner:

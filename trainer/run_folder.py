@@ -2,7 +2,7 @@
 
 config.toml                resolved configuration of the newest start
 metrics.jsonl              one line per logged update
-events.jsonl               starts, resumes, checkpoints, skipped updates, the end
+events.jsonl               starts, resumes, checkpoints, validations, skipped updates, the end
 tensorboard/  logs/
 checkpoints/step-<N>/      committed by a rename: a folder of this name is whole
 checkpoints/.tmp-step-<N>/ being written, or left by a process that died
@@ -108,6 +108,12 @@ class RunFolder:
             loss: float | None = json.loads(next(lines))["loss"]
         return loss
 
+    def first_validation(self, name: str) -> float | None:
+        """Loss of the first validation of that name in this run, of whatever start of it."""
+        lines = self.events.read_bytes().splitlines() if self.events.exists() else []
+        events = (_event(line) for line in lines if b'"validation"' in line)
+        return next((event["loss"] for event in events if event.get("set") == name), None)
+
     def cut_metrics(self, step: int) -> None:
         """Drops lines past `step` and a torn last one, so that a resumed run has each update once."""
         if not self.metrics.exists():
@@ -130,6 +136,15 @@ def _ends_whole(path: Path) -> bool:
 def _number(name: str) -> int | None:
     number = name.removeprefix("step-")
     return int(number) if number.isascii() and number.isdecimal() and str(int(number)) == number else None
+
+
+def _event(line: bytes) -> dict[str, Any]:
+    """An event; nothing of a line that is torn."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return {}
+    return event if isinstance(event, dict) and event.get("event") == "validation" else {}
 
 
 def _step(line: bytes) -> int | None:

@@ -31,6 +31,7 @@ Location = Annotated[Path, BeforeValidator(not_empty)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
+LONGEST_ROW = 2**31 - 1  # tokens: kernels take the starts of documents as int32
 PIECE = 1 << 22  # elements whose moments are widened at once: trainer/optimizer.py
 
 

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from trainer.config import Config
@@ -65,24 +66,27 @@ class TensorBoard:
         self._writer: Any = None
 
     def write(self, record: Record) -> None:
-        if self._writer is None:
-            self._writer = self._open()
         numbers = {tag: record[key] for key, tag in TAGS.items()}
         numbers |= {f"position/{name}": loss for name, loss in record["loss_by_position"].items()}
         numbers |= {f"loss_by_shard/{shard}": loss for shard, loss in enumerate(record["loss_by_shard"] or ())}
         if len(record["sources"]) > 1:
             each = record["sources"].items()
             numbers |= {f"{key}_by_source/{name}": value for name, found in each for key, value in found.items()}
+        self.add(numbers, record["step"])
+
+    def add(self, numbers: Mapping[str, float | None], step: int) -> None:
+        """Numbers by their tags; None is left out."""
+        self._writer = self._writer or self._open()
         for tag, number in numbers.items():
             if number is not None:
-                self._writer.add_scalar(tag, number, record["step"])
+                self._writer.add_scalar(tag, number, step)
 
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
 
     def _open(self) -> Any:
-        # Imported at the first line, after the first update: it is not what a user waits for at start-up.
+        # Imported at the first line: it is not what a user waits for at start-up.
         from torch.utils.tensorboard import SummaryWriter
 
         from trainer.load import to_toml
@@ -97,6 +101,10 @@ class TensorBoard:
                 "loss by shard": ["Multiline", ["loss_by_shard/.*"]],
                 "loss by source": ["Multiline", ["loss_by_source/.*"]],
                 "gradient norm": ["Multiline", [TAGS["grad_norm"]]],
+            },
+            "validation": {
+                "loss": ["Multiline", ["validation/.*"]],
+                "loss by context": ["Multiline", ["validation_context/.*"]],
             },
             "performance": {
                 "utilisation": ["Multiline", [TAGS["mfu"], TAGS["hfu"]]],

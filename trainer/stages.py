@@ -140,6 +140,7 @@ class Recipe(Config):
         found += [f'two stages have the name "{name}"' for name in sorted({x for x in names if names.count(x) > 1})]
         if len(names) > 1 and not self.checkpoint.enabled:
             found.append("checkpoint.enabled = false: a stage goes on from the checkpoint of the one before")
-        drawn = {item.source for mix in (self.data.drawn, *(stage.mix for stage in self.stage)) for item in mix}
-        found += [f"data.sources.{name}: no mix draws from it" for name in self.data.sources if name not in drawn]
+        used = {item.source for mix in (self.data.drawn, *(stage.mix for stage in self.stage)) for item in mix}
+        used |= self.validation.sources
+        found += [f"data.sources.{name}: nothing draws from it" for name in self.data.sources if name not in used]
         return found

@@ -180,3 +180,67 @@ def test_the_head_normalises_before_it_projects() -> None:
     labels_BS = inputs()[2]
     normed = F.rms_norm(x_BSE, (SMALL.dim,), head.norm.weight, SMALL.norm_eps)
     torch.testing.assert_close(head(x_BSE, labels_BS), plain(normed, head.proj.weight, labels_BS), rtol=0, atol=1e-13)
+
+
+# ---- the most likely token
+
+
+def hits(x_BSE: Tensor, weight_VE: Tensor, labels_BS: Tensor, *, chunk: int, parts: int = 1) -> Tensor:
+    """[B, S]: of a vocabulary in so many parts, whose exchanges are done here; all parts must say the same."""
+    size = weight_VE.shape[0] // parts
+    waiting: list[Tensor] = []
+
+    def run(part: int, numbers: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """A part, whose exchanges give these numbers; and what it would have exchanged next."""
+        given, asked = iter(numbers), list[Tensor]()
+
+        def exchange(x: Tensor) -> Tensor:
+            asked.append(x.clone())
+            return next(given, x)
+
+        found_BS = torch.zeros_like(labels_BS)
+        vocabulary = Vocabulary(first=part * size, largest=exchange, total=exchange)
+        mine_VE = weight_VE.detach()[part * size : (part + 1) * size]
+        LinearCrossEntropy.apply(x_BSE.detach(), mine_VE, labels_BS, chunk, vocabulary, found_BS)
+        return found_BS, asked
+
+    for _ in range(3 * -(-labels_BS.numel() // chunk)):
+        asked = [run(part, waiting)[1][len(waiting)] for part in range(parts)]
+        is_sum = len(waiting) % 3 == 2  # In every chunk: the highest, the first of the highest, sums.
+        together = torch.stack(asked)
+        waiting.append(together.sum(0) if is_sum else together.amax(0))
+    found = [run(part, waiting)[0] for part in range(parts)]
+    assert all(torch.equal(found[0], other) for other in found)
+    return found[0]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_a_hit_is_the_most_likely_token_however_the_vocabulary_is_cut(chunk: int, parts: int) -> None:
+    x_BSE, weight_VE, labels_BS = inputs()
+    weight_VE = torch.cat([weight_VE.detach()] * 2)[: 12 + 12]  # Every logit but one is there twice: ties.
+    likeliest_BS = (x_BSE.detach() @ weight_VE.T).argmax(-1)
+    labels_BS = labels_BS.where((torch.arange(S) % 2 == 0) | (labels_BS == IGNORE), likeliest_BS)
+    expected_BS = (likeliest_BS == labels_BS).long()
+    assert 5 < int(expected_BS.sum()) < labels_BS.numel() - 5
+    assert torch.equal(hits(x_BSE, weight_VE, labels_BS, chunk=chunk, parts=parts), expected_BS)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_of_equally_likely_tokens_only_the_first_is_a_hit(parts: int) -> None:
+    labels_BS = torch.arange(4).view(1, 4)
+    equal = hits(torch.ones(1, 4, 2), torch.ones(4, 2), labels_BS, chunk=3, parts=parts)
+    assert equal.tolist() == [[1, 0, 0, 0]]
+
+
+def test_a_head_says_hits_only_where_it_judges() -> None:
+    torch.manual_seed(0)
+    head = Head(replace(SMALL, vocab_size=V, dim=E), chunk_mib=0)
+    x_BSE, _, labels_BS = inputs(torch.float32)
+    with torch.no_grad():
+        alone_BS = head(x_BSE, labels_BS)
+        head.judges = True
+        losses_BS, hits_BS = head(x_BSE, labels_BS).unbind(-1)
+        logits_BSV = head.norm(x_BSE) @ head.proj.weight.T
+    assert torch.equal(alone_BS, losses_BS)
+    assert torch.equal(hits_BS, (logits_BSV.argmax(-1) == labels_BS).float())

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.system.runs import arguments
 from train import train
 from trainer.config import Config
-from trainer.data import open_rows
+from trainer.data import held_out_of, open_rows
 from trainer.data.rows import Rows
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.distributed import World, process_group
@@ -31,9 +31,9 @@ def run_here(config: Config) -> None:
     """Trains in this process."""
     folder = RunFolder(config.output_dir)
     folder.make()
-    rows = rows_of(config)
+    rows, sets = rows_of(config), held_out_of(config)
     with process_group(config.distributed) as world:
-        train(config, config.stages[0], folder, world, [rows])
+        train(config, config.stages[0], folder, world, [rows], sets)
 
 
 @contextmanager

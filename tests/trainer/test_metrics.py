@@ -27,8 +27,8 @@ from tests.system.runs import forked, lines, metrics, steps, write_run
 from tests.trainer.inside import configured, rows_of, run_here, trainer_of
 from trainer.config import Config
 from trainer.hardware import Numbers, Stopwatch
-from trainer.metrics import Metrics, position_names
-from trainer.numbers import Slots, Tally
+from trainer.metrics import Metrics
+from trainer.numbers import Slots, Tally, position_names
 from trainer.run_folder import RunFolder
 from trainer.sinks import TAGS, duration, line
 from trainer.trainer import Measured, Trainer, Update
@@ -402,9 +402,10 @@ def test_tensorboard_shows_what_the_file_says(root: Path, events: EventAccumulat
 def test_the_dashboard_names_tags_that_exist(events: EventAccumulator) -> None:
     (content,) = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val
     layout = layout_pb2.Layout.FromString(content)
-    assert [category.title for category in layout.category] == ["training", "performance"]
+    assert [category.title for category in layout.category] == ["training", "validation", "performance"]
     shown = [tag for category in layout.category for chart in category.chart for tag in chart.multiline.tag]
-    assert set(shown) - {"position/.*", "loss_by_shard/.*", "loss_by_source/.*", "memory/.*"} <= set(TAGS.values())
+    groups = ("position", "loss_by_shard", "loss_by_source", "memory", "validation", "validation_context")
+    assert set(shown) - {f"{group}/.*" for group in groups} <= set(TAGS.values())
     assert {"train/loss", "train/grad_norm", "perf/mfu", "position/.*", "loss_by_shard/.*"} <= set(shown)
 
 

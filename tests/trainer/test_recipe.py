@@ -138,7 +138,7 @@ STAGE = {"name": "a", "seq_len": 64}
             {"stage": [STAGE | {"steps": 1, "mix": [{"source": "x"}]}]},
             'stage "a": data.mix: source = "x" is not one of corpus',
         ),
-        ({"data": {"sources": {"x": {"path": "docs"}}}}, "data.sources.x: no mix draws from it"),
+        ({"data": {"sources": {"x": {"path": "docs"}}}}, "data.sources.x: nothing draws from it"),
         ({"data": {"sources": {"corpus": {"path": "docs"}}}}, "data.sources.corpus is the name of data.corpus itself"),
         (
             {"data": {"sources": {"x": {"path": "nowhere"}}, "mix": [{"source": "x"}]}},

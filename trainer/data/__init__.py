@@ -5,6 +5,7 @@ from __future__ import annotations
 from trainer.config import CORPUS, Config, DataSection
 from trainer.data.copy import CopyRows
 from trainer.data.errors import DataError
+from trainer.data.held import HeldOut, held_out
 from trainer.data.packed import Packed
 from trainer.data.packing import Choice, saved_plan
 from trainer.data.prepare import prepare
@@ -13,7 +14,7 @@ from trainer.data.shuffle import mix
 from trainer.data.source import Source
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["DataError", "open_rows", "rows_of", "sources_of"]
+__all__ = ["DataError", "held_out_of", "load_tokenizer", "open_rows", "rows_of", "source_of", "sources_of"]
 
 
 def rows_of(config: Config, *, stage: int = 0) -> Rows:
@@ -45,7 +46,8 @@ def open_rows(data: DataSection, tokenizer: Tokenizer, *, seq_len: int, seed: in
     sources = {name: prepare(source_of(data, name), tokenizer) for name in sorted({item.source for item in data.drawn})}
     packed: list[RowSource] = []
     for index, item in enumerate(data.drawn):
-        choice = Choice(at_least=item.at_least, below=item.below, max_len=item.max_len)
+        without = data.holdout or None
+        choice = Choice(at_least=item.at_least, below=item.below, max_len=item.max_len, without=without)
         plan = saved_plan(sources[item.source], seq_len=seq_len, packing=data.packing, choice=choice)
         own = mix(mix(seed) ^ stage << 32 ^ index) if stage or index else seed
         packed.append(Packed(sources[item.source], plan, seed=own))
@@ -58,10 +60,39 @@ def open_rows(data: DataSection, tokenizer: Tokenizer, *, seq_len: int, seed: in
     )
 
 
+def held_out_of(config: Config) -> list[HeldOut]:
+    """The rows of the run's validation sets, prepared if they are not yet. Call it before any process group exists.
+
+    Raises as `rows_of` does.
+    """
+    data, sets = config.data, config.validation.sets
+    if not sets:
+        return []
+    tokenizer = load_tokenizer(config.tokenizer.kind, config.tokenizer.path)
+    config.require_vocabulary(tokenizer.vocab_size)
+    prepared = {name: prepare(source_of(data, name), tokenizer) for name in sorted(config.validation.sources)}
+    learned = drawn_of(config)
+    return [
+        held_out(
+            name,
+            section,
+            prepared[section.source],
+            packing=data.packing,
+            mask=data.mask,
+            part=(data.holdout or None) if section.source in learned else None,
+        )
+        for name, section in sets.items()
+    ]
+
+
 def sources_of(config: Config) -> dict[str, Source]:
     """The corpora that a run reads, in any of its stages, by name."""
-    drawn = {item.source for stage in config.stages for item in stage.config.data.drawn}
-    return {name: source_of(config.data, name) for name in sorted(drawn)}
+    return {name: source_of(config.data, name) for name in sorted(drawn_of(config) | config.validation.sources)}
+
+
+def drawn_of(config: Config) -> set[str]:
+    """Names of the sources that rows are drawn from, in any stage."""
+    return {item.source for stage in config.stages for item in stage.config.data.drawn}
 
 
 def source_of(data: DataSection, name: str) -> Source:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from trainer.data.errors import DataError
 from trainer.data.prepared import Prepared
+from trainer.data.shuffle import mix
 from trainer.files import write_synced
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,10 @@ class Choice:
     below: int | None = None
     max_len: int | None = None
     """Longer documents are cut into several, which do not see each other."""
+    without: float | None = None
+    """All but this part of the documents, which is held out."""
+    only: float | None = None
+    """That part."""
 
     def __str__(self) -> str:
         return "".join(f"-{key}-{value}" for key, value in vars(self).items() if value is not None)
@@ -80,8 +85,12 @@ def plan(lengths: Tensor, *, seq_len: int, packing: Packing, choice: Choice = AL
     """
     starts = lengths.cumsum(0) - lengths
     taken = (lengths >= (choice.at_least or 0)) & (lengths < (choice.below or torch.inf))
+    if part := choice.without or choice.only:
+        held = held_out(lengths.numel(), part)
+        taken &= held if choice.only else ~held
     if not bool(taken.any()):
-        raise DataError(f"no document has {choice}: the longest of {lengths.numel()} has {int(lengths.max())} tokens")
+        said = ", ".join(f"{key} = {value}" for key, value in vars(choice).items() if value is not None)
+        raise DataError(f"no document has {said}: the longest of {lengths.numel()} has {int(lengths.max())} tokens")
     starts, lengths = starts[taken], lengths[taken]
     longest = min(choice.max_len or seq_len, seq_len)
     if packing == "concat":
@@ -100,6 +109,18 @@ def plan(lengths: Tensor, *, seq_len: int, packing: Packing, choice: Choice = AL
         row_of[full] = torch.arange(num_full)
         row_of[~full] = best_fit(pieces[~full], seq_len) + num_full
     return collect(row_of, starts, pieces, seq_len)
+
+
+def held_out(documents: int, part: float) -> Tensor:
+    """[documents] bool: which are held out, by a hash of their number, so that it is the same whatever rows are.
+
+    Raises DataError if that is none or all of them.
+    """
+    held = torch.tensor([mix(number) < part * 2.0**64 for number in range(documents)])
+    if bool(held.any()) and not bool(held.all()):
+        return held
+    rest = "all" if bool(held.any()) else "none"
+    raise DataError(f"data.holdout = {part} holds out {rest} of the {documents} documents; choose another part")
 
 
 def cut(starts: Tensor, lengths: Tensor, longest: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,163 @@
+"""In float64 every mesh says the same of the validation sets, of rows of any length, and the same as a plain model."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+
+from models.batch import IGNORE
+from tests.ranks import run_ranks
+from tests.system.runs import arguments, write_run
+from trainer.config import Config
+from trainer.data import held_out_of
+from trainer.distributed import World
+from trainer.load import load
+from trainer.placed import Placed
+from trainer.validation import see
+
+pytestmark = pytest.mark.ranks
+
+Options = tuple[str, ...]
+Found = dict[str, dict[int, dict[str, object]]]
+
+SETS = """
+[validation.sets.packed]
+seq_len = 50
+rows = 7
+
+[validation.sets.context]
+seq_len = [16, 40, 81]
+rows = 5
+tail = 11
+"""
+LOSS_WHOLE, TOKENS_WHOLE = ("parallelism.loss_parallel=false",), ("parallelism.sequence_parallel=false",)
+
+
+def mesh(**degrees: object) -> Options:
+    return tuple(f"parallelism.{key}={value}" for key, value in degrees.items())
+
+
+MESHES: dict[int, list[Options]] = {
+    2: [
+        mesh(dp_shard=2),
+        mesh(dp_replicate=2),
+        mesh(cp=2, cp_method="ring", cp_layout="headtail"),
+        mesh(cp=2, cp_method="alltoall"),
+        mesh(cp=2, cp_method="allgather"),
+        mesh(cp=2, cp_method="ulysses"),
+        mesh(tp=2),
+        (*mesh(tp=2), *LOSS_WHOLE),
+        (*mesh(tp=2), *LOSS_WHOLE, *TOKENS_WHOLE, "memory.recompute=full"),
+        mesh(pp=2),
+        (*mesh(pp=2, pp_schedule="Interleaved1F1B"), "memory.recompute=keep_attention", "memory.offload=inputs"),
+        (*mesh(pp=2, pp_schedule="ZBVZeroBubble"), "memory.recompute=none"),
+    ],
+    3: [mesh(cp=3, cp_method="alltoall"), mesh(dp_shard=3)],
+    4: [
+        mesh(cp=4, cp_method="hybrid", cp_ulysses=2),
+        mesh(cp=2, cp_method="ring", tp=2),
+        mesh(cp=2, pp=2, pp_schedule="Interleaved1F1B"),
+        mesh(dp_shard=2, pp=2),
+        mesh(dp_shard=2, tp=2),
+    ],
+}
+
+
+def configured(config: Path, options: Options) -> Config:
+    fixed = ("model.num_layers=4", "training.dtype=float64", "training.micro_batch_size=2", "data.holdout=0.4")
+    return load(arguments(config, config.with_suffix(""), *(f"--{option}" for option in (*fixed, *options))))
+
+
+def judged(config: Path, meshes: list[Options]) -> list[Found]:
+    world = World(distributed.get_rank(), distributed.get_world_size(), torch.device("cpu"))
+    found = []
+    for options in meshes:
+        made = configured(config, options)
+        assert made.problems(world.size) == []
+        placed = Placed(made, world)
+        sets = {held.name: see(held, placed, most=made.training.seq_len * 2) for held in held_out_of(made)}
+        found.append({name: {length: asdict(seen) for length, seen in each.items()} for name, each in sets.items()})
+    return found
+
+
+def plainly(config: Path) -> Found:
+    """Row by row through a model that knows of no mesh, without the head's judgement: hits from logits."""
+    made = configured(config, ())
+    placed = Placed(made, World(0, 1, torch.device("cpu")))
+    model, found = placed.parts[0], Found()
+    for held in held_out_of(made):
+        found[held.name] = {}
+        for rows in held.rows:
+            losses, hits, count = 0.0, 0, 0
+            for number in range(held.num_rows):
+                batch = rows.read([number])
+                with torch.no_grad():
+                    assert model.head is not None
+                    head, model.head = model.head, None
+                    x_BSE = model(batch)
+                    model.head = head
+                    logits_SV = (head.norm(x_BSE) @ head.proj.weight.T)[0]
+                labels_S = batch.labels[0]
+                targets_S = labels_S != IGNORE
+                losses += float(torch.nn.functional.cross_entropy(logits_SV, labels_S, reduction="sum"))
+                hits += int((logits_SV.argmax(-1) == labels_S)[targets_S].sum())
+                count += int(targets_S.sum())
+            found[held.name][rows.seq_len] = {"loss": losses / count, "accuracy": hits / count, "targets": count}
+    return found
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = write_run(tmp_path_factory.mktemp("parity"))
+    config.write_text(config.read_text() + SETS)
+    return config
+
+
+@pytest.fixture(scope="module")
+def alone(run: Path) -> tuple[Found, Found]:
+    """By one process, and plainly."""
+    ((found, plain),) = run_ranks(both, 1, run)
+    return found, plain
+
+
+def both(config: Path) -> tuple[Found, Found]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return judged(config, [()])[0], plainly(config)
+
+
+def test_one_process_says_what_a_plain_model_says(alone: tuple[Found, Found]) -> None:
+    found, plain = alone
+    assert [(name, [*each]) for name, each in found.items()] == [("packed", [50]), ("context", [16, 40, 81])]
+    for name, each in plain.items():
+        for length, expected in each.items():
+            seen = found[name][length]
+            assert seen["targets"] == expected["targets"]
+            assert seen["accuracy"] == expected["accuracy"]
+            assert seen["loss"] == pytest.approx(expected["loss"], rel=1e-12, abs=0)
+
+
+def test_context_changes_the_loss_and_not_the_targets(alone: tuple[Found, Found]) -> None:
+    short, middle, long = alone[0]["context"].values()
+    assert short["targets"] == middle["targets"] == long["targets"]
+    assert 5 * 10 <= int(str(long["targets"])) <= 5 * 11
+    assert len({short["loss"], middle["loss"], long["loss"]}) == 3
+
+
+@pytest.mark.parametrize("processes", MESHES)
+def test_every_mesh_says_the_same(run: Path, alone: tuple[Found, Found], processes: int) -> None:
+    of_ranks = run_ranks(judged, processes, run, MESHES[processes])
+    for rank in of_ranks:
+        for options, found in zip(MESHES[processes], rank, strict=True):
+            for name, each in alone[0].items():
+                for length, expected in each.items():
+                    seen = found[name][length]
+                    assert seen["targets"] == expected["targets"], options
+                    assert seen["accuracy"] == expected["accuracy"], options
+                    numbers = [[one["loss"], *filter(None, one["by_position"])] for one in (seen, expected)]  # type: ignore[call-overload]
+                    assert numbers[0] == pytest.approx(numbers[1], rel=1e-12, abs=0), options
