@@ -196,7 +196,7 @@ def processor() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--folder", type=Path, default=Path("outputs"))
     parser.add_argument("--svg", type=Path, default=Path("docs/long_context.svg"))
     asked = parser.parse_args()

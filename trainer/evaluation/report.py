@@ -31,13 +31,13 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     from rich.console import Console
     from rich.table import Table
 
-    made = Table(title=title, title_justify="left")
+    made = Table()
     for column in columns:
         made.add_column(column, justify="right")
     for row in rows:
         made.add_row(*row)
     console = Console()
-    sys.stdout.write("".join(segment.text for segment in console.render(made)))
+    sys.stdout.write(f"{title}\n" + "".join(segment.text for segment in console.render(made)))
 
 
 def show(grid: Grid) -> None:
