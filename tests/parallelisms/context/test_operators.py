@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -30,6 +32,13 @@ from tests.ranks import run_ranks
 BATCH = packed([9, 1, 14], [24])
 CPU_KERNEL = "aten::_scaled_dot_product_flash_attention_for_cpu"
 METHODS = {"ring": (2,), "alltoall": (2,), "allgather": (2,), "ulysses": (2,), "hybrid": (2, 2)}
+
+FAST = [("ring", False), ("ring", True), ("ulysses", False), ("hybrid", False)]
+
+
+def some_fast(names: Iterable[str], *fast: str) -> list[Any]:
+    """Parameters of which the others are slow: they go through the same code, with another exchange."""
+    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in names]
 
 
 def core_of(method: str, heads: tuple[int, int] = (4, 2)) -> ContextParallel:
@@ -58,7 +67,9 @@ def checks(name: str) -> set[str]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["ring", "alltoall", "allgather", "to_heads", "to_tokens"])
+@pytest.mark.parametrize(
+    "name", some_fast(["ring", "alltoall", "allgather", "to_heads", "to_tokens"], "ring", "to_heads")
+)
 def test_every_operator_passes_the_checks_of_torch(name: str) -> None:
     assert run_ranks(checks, 2, name) == [{"SUCCESS"}] * 2
 
@@ -90,7 +101,7 @@ class Called:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", some_fast(METHODS, "ring", "ulysses"))
 def test_three_layouts_of_documents_cost_one_compilation_without_a_break(method: str) -> None:
     for compiled, error in run_ranks(compilations, prod(METHODS[method]), method):
         assert compiled == 1
@@ -144,9 +155,8 @@ def one_pass(model: Transformer, core: ContextParallel) -> Tensor:
 @pytest.mark.parametrize(
     ("method", "compiled"),
     [
-        *((method, False) for method in METHODS),
-        ("ring", True),
-        *(pytest.param(method, True, marks=pytest.mark.slow) for method in METHODS if method != "ring"),
+        pytest.param(method, compiled, marks=() if (method, compiled) in FAST else pytest.mark.slow)
+        for method, compiled in product(METHODS, (False, True))
     ],
 )
 def test_attention_runs_once_where_it_is_kept_and_twice_where_nothing_is(method: str, *, compiled: bool) -> None:
