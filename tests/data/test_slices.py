@@ -180,3 +180,14 @@ def test_stages_and_places_in_a_mix_have_orders_of_their_own(section: Callable[.
     )
     both = twice.read(range(2))
     assert not torch.equal(both.tokens[0], both.tokens[1])
+
+
+def test_in_a_mix_a_source_gives_each_of_its_rows_once_an_epoch(
+    section: Callable[..., DataSection], tmp_path: Any
+) -> None:
+    rows = mixed(section, tmp_path, [{"source": "corpus", "weight": 2}, {"source": "long", "weight": 3}])
+    for index, source in enumerate(rows.sources):
+        drawn = [number for number in range(5 * source.num_rows) if rows.mix.locate(number)[0] == index]
+        epoch = rows.read(drawn[: source.num_rows])
+        alone = Rows([source], seq_len=rows.seq_len).read(range(source.num_rows))
+        assert torch.equal(epoch.tokens, alone.tokens)
