@@ -8,6 +8,7 @@ import pytest
 
 from trainer.data import DataError
 from trainer.data.tokenizer import Tokenizer, cut_text, encode_pieces, load_tokenizer
+from trainer.evaluation.needle import Words
 
 TEXT = "def f(x):\n    return 'naïve 中文 🙂' + x  # <|end_of_text|>\n\n\tdone \n"
 MERGES = [b"  ", b"    ", b"        ", b"aa", b"aaaa", b"re", b"ret", b"de", b"def", b"\n\n"]
@@ -206,3 +207,16 @@ def test_a_damaged_tiktoken_file_names_the_line(
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r'tokenizer.path = ".*none.model" cannot be read: No such file'):
         load_tokenizer("tiktoken", tmp_path / "none.model")
+
+
+def test_a_hidden_number_is_the_same_tokens_at_both_places(tiktoken_file: Path, sentencepiece_file: Path) -> None:
+    for kind, path in (("byte", None), ("tiktoken", tiktoken_file), ("sentencepiece", sentencepiece_file)):
+        tokenizer = load_tokenizer(kind, path)
+        for trial in range(3):
+            question, hidden, number = Words(tokenizer).hidden(trial)
+            assert hidden[: len(question) + len(number)] == [*question, *number]
+            said = tokenizer.decode(number).strip()
+            assert len(said) == 5
+            assert said.isdigit()
+            assert "The secret number is" in tokenizer.decode(hidden)
+            assert max(hidden) < tokenizer.vocab_size
