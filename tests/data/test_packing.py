@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from trainer.data import DataError
-from trainer.data.packing import Packing, Plan, load, plan, saved_plan, write
+from trainer.data.packing import Choice, Packing, Plan, load, plan, saved_plan, write
 from trainer.data.prepare import prepare
 from trainer.data.source import Source
 from trainer.data.tokenizer import ByteTokenizer
@@ -107,3 +107,35 @@ def test_a_plan_is_kept_beside_the_shards_and_refused_when_damaged(tmp_path: Pat
     write(plan(torch.tensor([3]), seq_len=8, packing="concat"), path, of=3)
     with pytest.raises(DataError, match="is not a plan of these 11 tokens"):
         saved_plan(prepared, seq_len=8, packing="concat")
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize(
+    ("choice", "taken"),
+    [
+        (Choice(at_least=5), [5, 8, 6]),
+        (Choice(below=6), [5, 3]),
+        (Choice(at_least=3, below=8), [5, 3, 6]),
+        (Choice(at_least=8, below=9), [8]),
+        (Choice(max_len=2), [5, 8, 3, 6]),
+        (Choice(below=8, max_len=4), [5, 3, 6]),
+    ],
+    ids=str,
+)
+def test_pieces_are_those_of_the_documents_that_are_chosen(packing: Packing, choice: Choice, taken: list[int]) -> None:
+    lengths = [5, 8, 3, 6]
+    made = plan(torch.tensor(lengths), seq_len=7, packing=packing, choice=choice)
+    firsts = [sum(lengths[:n]) for n in range(4)]
+    document_of = {first + n: first for first, length in zip(firsts, lengths, strict=True) for n in range(length)}
+    seen: list[int] = []
+    for start, length in zip(made.starts.tolist(), made.lengths.tolist(), strict=True):
+        assert 0 < length <= min(7, choice.max_len or 7)
+        assert len({document_of[token] for token in range(start, start + length)}) == 1
+        seen += range(start, start + length)
+    chosen = [(first, length) for first, length in zip(firsts, lengths, strict=True) if length in taken]
+    assert sorted(seen) == [token for first, length in chosen for token in range(first, first + length)]
+
+
+def test_a_choice_that_leaves_nothing_is_named() -> None:
+    with pytest.raises(DataError, match="no document has .*at_least.*9.*: the longest of 2 has 8 tokens"):
+        plan(torch.tensor([5, 8]), seq_len=4, packing="best_fit", choice=Choice(at_least=9))
