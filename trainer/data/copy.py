@@ -24,7 +24,7 @@ class CopyRows:
     """
 
     max_pieces = 1
-    is_full = True
+    num_padding = 0
     padding = 0
 
     def __init__(self, *, vocab_size: int, period: int, seq_len: int, num_rows: int, seed: int) -> None:

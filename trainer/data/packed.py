@@ -19,7 +19,7 @@ class Packed:
         self.prepared, self.plan = prepared, plan
         self.num_rows = plan.num_rows
         self.max_pieces = plan.max_pieces
-        self.is_full = plan.num_padding == 0
+        self.num_padding = plan.num_padding
         self.padding = prepared.eos
         self.fingerprint = prepared.fingerprint
         self._seed = seed

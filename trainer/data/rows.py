@@ -30,8 +30,8 @@ class RowSource(Protocol):
     num_rows: int
     """After how many of them an epoch ends."""
     max_pieces: int
-    is_full: bool
-    """Whether its rows have no padding."""
+    num_padding: int
+    """Tokens of an epoch that are padding."""
     padding: int
     """The token that fills a row's end."""
     fingerprint: str
@@ -103,7 +103,7 @@ class Rows:
         self.seq_len = seq_len
         self.mix = Mix(weights)
         self._masked = mask == "document"
-        self._is_one = not self._masked or all(source.max_pieces == 1 and source.is_full for source in sources)
+        self._is_one = not self._masked or all(source.max_pieces == 1 and not source.num_padding for source in sources)
         self._most = max(source.max_pieces for source in sources)
 
     @property
@@ -116,7 +116,7 @@ class Rows:
         taken = zip(self.names, self.sources, self.mix.counts(rows), self.epochs(rows), strict=True)
         return [
             f"{name}: {source.num_rows:,} rows of {self.seq_len:,} tokens, of which the {rows:,} rows of this run take "
-            f"{count:,} ({epochs:.2f} epochs)"
+            f"{count:,} ({epochs:.2f} epochs); {source.num_padding / source.num_rows / self.seq_len:.2%} is padding"
             for name, source, count, epochs in taken
         ]
 
