@@ -52,14 +52,9 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "FSDP that keeps weights": (2, ("--parallelism.reshard_after_forward=false", "--parallelism.dp_shard=2")),
     "late updates on the host": (2, ("--memory.optimizer_placement=host", "--memory.recompute=keep_attention")),
     "blocks on the host": (1, ("--memory.recompute=keep_attention", "--memory.offload=inputs_and_attention")),
-    "a pipeline with cp": (
-        4,
-        (
-            "--parallelism.cp=2",
-            "--parallelism.pp=2",
-            "--parallelism.pp_schedule=Interleaved1F1B",
-            "--model.num_layers=4",
-        ),
+    "a pipeline": (
+        2,
+        ("--parallelism.pp=2", "--parallelism.pp_schedule=Interleaved1F1B", "--model.num_layers=4"),
     ),
 }
 
