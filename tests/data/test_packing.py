@@ -137,5 +137,5 @@ def test_pieces_are_those_of_the_documents_that_are_chosen(packing: Packing, cho
 
 
 def test_a_choice_that_leaves_nothing_is_named() -> None:
-    with pytest.raises(DataError, match="no document has .*at_least.*9.*: the longest of 2 has 8 tokens"):
+    with pytest.raises(DataError, match=r"no document has .*at_least.*9.*: the longest of 2 has 8 tokens"):
         plan(torch.tensor([5, 8]), seq_len=4, packing="best_fit", choice=Choice(at_least=9))

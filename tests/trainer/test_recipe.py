@@ -15,7 +15,7 @@ from trainer.stages import Recipe
 from trainer.status import ConfigError
 
 TWO = {
-    "model": {"rope": {"kind": "llama3", "factor": 8.0}},
+    "model": {"num_layers": 3, "rope": {"kind": "llama3", "factor": 8.0}},
     "training": {"global_batch_size": 6, "micro_batch_size": 2},
     "schedule": {"kind": "wsd", "warmup_steps": 5},
     "parallelism": {"tp": 2, "cp_method": "ring"},
@@ -56,6 +56,7 @@ def test_a_stage_is_the_sections_with_what_it_says_over_them() -> None:
     assert (training.seq_len, training.global_batch_size, training.steps) == (512, 2, 10)
     assert training.micro_batch_size == 1
     assert second.config.model.rope.model_dump(exclude_unset=True) == {"theta": 8e6, "kind": "default"}
+    assert second.config.model.num_layers == 3
     assert (second.config.data.mask, second.config.data.packing) == ("none", "concat")
     assert (second.config.optimizer.lr, schedule.warmup_steps, schedule.kind) == (1e-5, 1, "constant")
     mesh = second.config.parallelism

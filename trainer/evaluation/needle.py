@@ -75,7 +75,7 @@ class Haystacks:
     """Rows of one length: `depths` places of the number, `trials` of each. See `RowSource`."""
 
     max_pieces = 1
-    is_full = True
+    num_padding = 0
 
     def __init__(
         self, words: Words, prepared: Prepared, documents: list[int], *, length: int, depths: int, trials: int
