@@ -46,8 +46,9 @@ PAGE = """\
 
 A run is described by a TOML file and by options of the form `--section.key VALUE`, which count more than the file.
 Unknown keys, wrong types and values out of range are refused, all at once, before any process starts. A key marked
-*left out* has no value unless one is given; on the command line, `null` takes it back. Relative paths are relative to
-the folder where the command is given, not to the file.
+*left out* has no value unless one is given; on the command line, `null` takes it back. A key marked *needed* has none
+that could be meant. Tables that may be there several times are for the file only. Relative paths are relative to the
+folder where the command is given, not to the file.
 """
 
 
@@ -73,19 +74,24 @@ def headings() -> dict[str, tuple[type[Section], list[str]]]:
 def describe(owner: type[Section], names: list[str]) -> list[Key]:
     """These keys of a section, with their types, ranges, defaults and docstrings."""
     properties = owner.model_json_schema()["properties"]
-    fields = {key: owner.model_fields[key] for key in names}
-    defaults = {key: "needed" if about.is_required() else about.get_default() for key, about in fields.items()}
     return [
         Key(
             name=key,
             kind=kind_of(properties[key]),
-            default=None
-            if default is None or isinstance(default, Section) or default == ()
-            else toml_value(plain(default)),
+            default=default_of(owner, key),
             meaning=properties[key]["description"],
         )
-        for key, default in defaults.items()
+        for key in names
     ]
+
+
+def default_of(owner: type[Section], key: str) -> str | None:
+    """As TOML writes it; empty for a key that is needed, None for one that is left out."""
+    about = owner.model_fields[key]
+    default = "" if about.is_required() else about.get_default()
+    if default is None or isinstance(default, Section) or default in ((), {}):
+        return None
+    return "" if about.is_required() else toml_value(plain(default))
 
 
 def plain(default: Any) -> Any:
@@ -119,8 +125,8 @@ def help_text(usage: str = USAGE) -> str:
         lines += ["", *wrap(f"{heading}  {_purpose(heading.strip('[]'))}", WIDTH)]
         option = "" if heading.strip("[]") not in sections() else f"--{heading.strip('[]')}."
         for key in describe(owner, names):
-            default = "left out" if key.default is None else key.default
-            told = f"{option}{key.name}  {key.kind}  (default: {default})"
+            default = "needed" if key.default == "" else f"default: {key.default or 'left out'}"
+            told = f"{option}{key.name}  {key.kind}  ({default})"
             lines += wrap(told, WIDTH, initial_indent="  ", subsequent_indent=" " * 10, break_on_hyphens=False)
             lines += wrap(key.meaning, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
@@ -140,7 +146,7 @@ def page() -> str:
         ]
         for key in describe(owner, names):
             kind = key.kind.replace("|", "\\|")
-            default = "*left out*" if key.default is None else f"`{key.default}`"
+            default = {None: "*left out*", "": "*needed*"}.get(key.default, f"`{key.default}`")
             lines += [f"| `{key.name}` | {kind} | {default} | {key.meaning} |"]
         lines += [""]
     return "\n".join(lines)
