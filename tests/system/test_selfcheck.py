@@ -32,7 +32,7 @@ def command(*words: str) -> list[str]:
 
 def made_small(folder: Path, *words: str) -> tuple[Shrunk, Pairing]:
     write_documents(folder)
-    small = shrink(load([*ONE_LAYER, *words]), 2, folder)
+    small = shrink(load([*ONE_LAYER, *words]).stages[0].config, 2, folder)
     return small, small.pairings[0]
 
 

@@ -16,7 +16,8 @@ from trainer.selfcheck.__main__ import default_processes
 from trainer.selfcheck.shrink import Shrunk, cover, fold, heads, shrink, write_documents
 from trainer.status import ConfigError
 
-NAMES = sorted(path.stem for path in SHIPPED.glob("*.toml"))
+RUNS = {path.stem: load(["--config", path.stem]) for path in sorted(SHIPPED.glob("*.toml"))}
+STAGES = {f"{name} {stage.name}".strip(): stage.config for name, run in RUNS.items() for stage in run.stages}
 SCHEDULES = {
     "1F1B": None,
     "GPipe": None,
@@ -47,9 +48,9 @@ def small(folder: Path) -> Shrink:
 # ---- every shipped configuration
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", STAGES)
 def test_a_shipped_run_fits_and_every_two_of_its_axes_meet(name: str, folder: Path) -> None:
-    config = load(["--config", name])
+    config = STAGES[name]
     world_size = default_processes(config)
     made = shrink(config, world_size, folder)
     assert made.reference.problems(1) == []
@@ -62,9 +63,9 @@ def test_a_shipped_run_fits_and_every_two_of_its_axes_meet(name: str, folder: Pa
         assert any(all(mesh[axis] > 1 for axis in some) for mesh in meshes), some
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", STAGES)
 def test_a_shipped_run_keeps_its_methods(name: str, folder: Path) -> None:
-    config = load(["--config", name])
+    config = STAGES[name]
     plan, model = config.context_plan(), config.model.build()
     for pairing in shrink(config, default_processes(config), folder).pairings:
         kept, few = pairing.config.context_plan(), pairing.config.model.build()
@@ -82,7 +83,7 @@ def test_a_shipped_run_keeps_its_methods(name: str, folder: Path) -> None:
 
 
 def test_a_thousand_ranks_are_told_in_a_few_lines(folder: Path) -> None:
-    config = load(["--config", "llama3_405b_128k"])
+    config = STAGES["llama3_405b_128k"]
     made = shrink(config, default_processes(config), folder)
     assert made.told[0] == "mesh    pp 16 -> 2, dp_shard 2, cp 16 -> 2, tp 8 -> 2"
     assert "num_layers 126 -> 14" in made.told[1]
