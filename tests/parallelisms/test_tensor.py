@@ -175,8 +175,19 @@ CASES = [
 ]
 
 
+# Each takes a compiler many seconds, and what it would show others show that are compiled.
+SLOW = [
+    Case(TP4, CONFIG, sequence=False, loss=False, compiled=True),
+    Case(TP4, TIED, loss=False, compiled=True),
+    Case((("dp_replicate", 2), ("tp", 2)), compiled=True),
+    Case(TP4, policy="keep_attention", compiled=True),
+]
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in CASES], ids=str
+)
 def test_every_cut_is_one_process(case: Case) -> None:
     expected = alone(case.config, case.rows)
     for rank, found in enumerate(run_ranks(train, case.ranks, case)):
