@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from models.batch import IGNORE, Batch
 from trainer.data import held_out_of
-from trainer.evaluation.opened import find, opened, take
+from trainer.opened import find, opened, take
 from trainer.validation import batches
 
 LENGTH, TAIL = 1024, 64

@@ -32,7 +32,7 @@ DOORS = {
     "pydantic": {
         "trainer.corpora",
         "trainer.data.prepared",
-        "trainer.evaluation.opened",
+        "trainer.opened",
         "trainer.load",
         "trainer.sections",
         "trainer.sets",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -26,14 +26,13 @@ from models.decode import Decoder
 from models.transformer import Transformer
 from parallelisms.initialize import materialise
 from trainer.checkpoint import describe
-from trainer.config import Config
 from trainer.data import DataError
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
-from trainer.describe import help_text
 from trainer.hardware import attention_kernel, choose_device
-from trainer.load import load
-from trainer.run_folder import ResumeError, RunFolder, differences, read_state
-from trainer.status import BAD_CONFIGURATION, DONE, FAILED, NO_RETRY, ConfigError, RankError
+from trainer.load import COMMAND_LINE
+from trainer.opened import Found, command, find, take
+from trainer.run_folder import ResumeError, differences, read_state
+from trainer.status import FAILED, ConfigError, RankError
 
 USAGE = """\
 python -m trainer.generate CHECKPOINT [option]... [--section.key VALUE]...
@@ -60,53 +59,33 @@ TEXTS = ("--prompt", "--prompt-file")
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A command line taken apart."""
+    """What is asked for."""
 
-    checkpoint: Path
     prompt: str
     tokens: int
     temperature: float
     top_k: int
     seed: int
     samples: int
-    overrides: list[str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """A checkpoint, and the configuration of the stage that wrote it."""
-
-    folder: Path
-    config: Config
-    state: dict[str, Any]
-
-
-def main(words: Sequence[str]) -> int:
-    if {"-h", "--help"}.intersection(words):
-        say(help_text(USAGE) + "\n")
-        return DONE
+def run(words: Sequence[str]) -> None:
+    asked = take(words, [*OPTIONS, *TEXTS])
+    request, found = parse(asked.options), find(asked)
+    if problems := found.config.model.problems():
+        raise ConfigError(problems)
     try:
-        request = parse(words)
-        generate(request, find_checkpoint(request.checkpoint, request.overrides))
-        return DONE
-    except ConfigError as error:
-        return refuse(BAD_CONFIGURATION, *error.problems)
-    except (DataError, ResumeError) as error:
-        return refuse(NO_RETRY, str(error))
-    except RankError as error:
-        return refuse(error.status, str(error))
+        generate(request, found)
     except torch.OutOfMemoryError as error:
-        return refuse(FAILED, f"a shorter prompt or fewer tokens would need less: {describe(error)}")
+        raise RankError(FAILED, f"a shorter prompt or fewer tokens would need less: {describe(error)}") from error
 
 
 # ---- the command line
 
 
-def parse(words: Sequence[str]) -> Request:
+def parse(options: Mapping[str, str]) -> Request:
     """Raises `ConfigError` with all that is wrong."""
-    given, places, overrides = split(words)
-    problems = [f"{option} needs a value" for option, value in given.items() if value is None]
-    said = OPTIONS | {option: value for option, value in given.items() if value is not None}
+    problems, said = list[str](), OPTIONS | dict(options)
 
     def whole(option: str, least: int) -> int:
         if said[option].isdecimal() and least <= int(said[option]) < 1 << 62:
@@ -114,8 +93,6 @@ def parse(words: Sequence[str]) -> Request:
         problems.append(f"{option} {said[option]} must be an integer, at least {least}")
         return least
 
-    if len(places) != 1:
-        problems.append(f"one CHECKPOINT is needed, not {len(places)} ({' '.join(places)})".removesuffix(" ()"))
     tokens, top_k, samples = (whole(option, 1) for option in ("--tokens", "--top-k", "--samples"))
     seed, temperature = whole("--seed", 0), -1.0
     with suppress(ValueError):
@@ -133,53 +110,11 @@ def parse(words: Sequence[str]) -> Request:
     elif any("\ud800" <= character <= "\udfff" for character in prompt):
         problems.append("--prompt is not valid UTF-8")
     if problems:
-        raise ConfigError([f"command line: {problem}" for problem in problems])
-    numbers = {"tokens": tokens, "top_k": top_k, "seed": seed, "samples": samples}
-    return Request(checkpoint=Path(places[0]), prompt=prompt, temperature=temperature, overrides=overrides, **numbers)
-
-
-def split(words: Sequence[str]) -> tuple[dict[str, str | None], list[str], list[str]]:
-    """Options of this command, words that stand alone, and options for the configuration."""
-    given, places, overrides = dict[str, str | None](), list[str](), list[str]()
-    left = list(words)
-    while left:
-        word = left.pop(0)
-        option, equals, value = word.partition("=")
-        if not word.startswith("--"):
-            places.append(word)
-            continue
-        if not equals and left and not left[0].startswith("--"):
-            equals, value = "=", left.pop(0)
-        if option in OPTIONS or option in TEXTS:
-            given[option] = value if equals else None
-        else:
-            overrides.append(f"{option}{equals}{value}")
-    return given, places, overrides
+        raise ConfigError([f"{COMMAND_LINE}: {problem}" for problem in problems])
+    return Request(prompt=prompt, temperature=temperature, tokens=tokens, top_k=top_k, seed=seed, samples=samples)
 
 
 # ---- the checkpoint
-
-
-def find_checkpoint(path: Path, overrides: Sequence[str]) -> Found:
-    """Raises `ConfigError` where no run is, and `ResumeError` where its checkpoint cannot be read."""
-    whole = path.resolve()
-    is_checkpoint = whole.name.startswith("step-")
-    run = RunFolder(whole.parents[1] if is_checkpoint else whole)
-    if not run.config.is_file():
-        raise ConfigError([f"{path} is neither a run folder nor checkpoints/step-N in one: there is no {run.config}"])
-    if not is_checkpoint and not run.committed():
-        raise ResumeError(f"{path} holds no checkpoint yet")
-    folder = whole if is_checkpoint else run.committed()[-1][1]
-    config, state = load(["--config", str(run.config), *overrides]), read_state(folder)
-    if problems := config.stage_problems():
-        raise ConfigError(problems)
-    index = state["stage"]["index"]
-    if index >= len(config.stages):
-        raise ResumeError(f"{folder} is of stage {index + 1}, but there are {len(config.stages)}")
-    config = config.stages[index].config
-    if problems := config.model.problems():
-        raise ConfigError(problems)
-    return Found(folder=folder, config=config, state=state)
 
 
 def open_model(found: Found, device: torch.device) -> Transformer:
@@ -193,20 +128,20 @@ def open_model(found: Found, device: torch.device) -> Transformer:
     model = model.to(getattr(torch, config.training.dtype))
     materialise(model, device)
     tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
-    reader = dcp.FileSystemReader(found.folder)
+    reader = dcp.FileSystemReader(found.checkpoint)
     try:
         entries: dict[str, Any] = reader.read_metadata().state_dict_metadata
         there = {name: (*entry.size,) for name, entry in entries.items() if name.startswith("model.")}
         here = {name: (*tensor.shape,) for name, tensor in tensors.items()}
         if wrong := differences(there, here):
-            raise ResumeError(f"{found.folder} does not hold this model: {len(wrong)} tensors differ: {wrong[0]}")
+            raise ResumeError(f"{found.checkpoint} does not hold this model: {len(wrong)} tensors differ: {wrong[0]}")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # That there is no process group is what is asked for.
             dcp.load(tensors, storage_reader=reader, no_dist=True)
     except ResumeError:
         raise
     except (Exception, CheckpointException) as error:
-        raise ResumeError(f"{found.folder} cannot be read: {describe(error)}") from error
+        raise ResumeError(f"{found.checkpoint} cannot be read: {describe(error)}") from error
     return model
 
 
@@ -217,13 +152,13 @@ def open_tokenizer(found: Found) -> Tokenizer:
         raise ConfigError(
             ['there is no text to show: data.corpus = "copy" trains on made-up tokens, without tokenizer']
         )
-    kind, trained = config.tokenizer.kind, found.state["config"].get("tokenizer.kind")
+    kind, trained = config.tokenizer.kind, read_state(found.checkpoint)["config"].get("tokenizer.kind")
     if kind != trained:
-        raise DataError(f'tokenizer.kind = "{kind}" is not what {found.folder} was trained with, "{trained}"')
+        raise DataError(f'tokenizer.kind = "{kind}" is not what {found.checkpoint} was trained with, "{trained}"')
     tokenizer, rows = load_tokenizer(kind, config.tokenizer.path), config.model.build().vocab_size
     if tokenizer.vocab_size > rows:
         raise DataError(
-            f"{found.folder} was trained with another tokenizer: this one has {tokenizer.vocab_size} tokens, "
+            f"{found.checkpoint} was trained with another tokenizer: this one has {tokenizer.vocab_size} tokens, "
             f"the model rows for {rows}"
         )
     return tokenizer
@@ -240,7 +175,7 @@ def generate(request: Request, found: Found) -> None:
     model, kernel = open_model(found, device), attention_kernel(config, device)
     remark(
         f"model {config.model.family} {config.model.size}: {model.config.num_parameters:,} parameters, "
-        f"{config.training.dtype} on {device}; checkpoint {found.folder}, update {found.state['step']:,}"
+        f"{config.training.dtype} on {device}; checkpoint {found.checkpoint}, update {found.step:,}"
     )
     if read + request.tokens > trained:
         remark(f"remark: up to {read + request.tokens:,} tokens are more than training.seq_len = {trained:,}")
@@ -326,15 +261,5 @@ def remark(line: str) -> None:
     sys.stderr.write(f"{line}\n")
 
 
-def refuse(status: int, *problems: str) -> int:
-    for problem in problems:
-        remark(f"error: {problem}")
-    return status
-
-
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:
-        sys.stderr.write("error: interrupted\n")
-        sys.exit(FAILED)
+    sys.exit(command(sys.argv[1:], USAGE, run))

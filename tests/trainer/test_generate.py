@@ -19,8 +19,9 @@ from models.transformer import Transformer
 from tests.models.small import packed
 from tests.system.runs import tensors, write_run
 from tests.trainer.inside import configured, run_here
-from trainer import generate
+from trainer import generate, logs
 from trainer.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, TiktokenTokenizer, Tokenizer
+from trainer.opened import Asked, Found, command, find, take
 from trainer.run_folder import ResumeError
 
 TEXT = " naïve 中文 🙂 end"
@@ -54,6 +55,12 @@ def copied(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
+@pytest.fixture(autouse=True)
+def one_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command would send the log of all later tests to what this one captures."""
+    monkeypatch.setattr(logs, "configure", lambda _: None)
+
+
 @pytest.fixture
 def endless(monkeypatch: pytest.MonkeyPatch) -> None:
     """No token ends a document, so that a text has as many as are asked for."""
@@ -65,23 +72,27 @@ Said = tuple[int, str, str]
 
 def sample(capsys: pytest.CaptureFixture[str], *words: object) -> Said:
     """Exit status, standard output and standard error."""
-    status = generate.main([str(word) for word in words])
+    status = command([str(word) for word in words], generate.USAGE, generate.run)
     return status, *capsys.readouterr()
+
+
+def found_in(checkpoint: Path, *overrides: str) -> Found:
+    return find(Asked(str(checkpoint), {}, [*overrides]))
 
 
 # ---- whole samples
 
 
 def test_the_likeliest_tokens_are_those_of_the_training_pass(trained: Path) -> None:
-    found = generate.find_checkpoint(trained, ["--training.dtype", "float64"])
+    found = found_in(trained, "--training.dtype=float64")
     model = generate.open_model(found, torch.device("cpu"))
     assert all(parameter.dtype == torch.float64 for parameter in model.parameters())
     whole = Transformer(model.config).double()
-    saved = {name: tensor for name, tensor in tensors(found.folder).items() if name.startswith("model.")}
+    saved = {name: tensor for name, tensor in tensors(found.checkpoint).items() if name.startswith("model.")}
     whole.load_state_dict({name.removeprefix("model."): tensor for name, tensor in saved.items()})
     prompt = generate.encoded("the fox ", ByteTokenizer())
     assert prompt.tolist() == [256, *b"the fox "]
-    request = generate.parse([str(trained), "--temperature", "0"])
+    request = generate.parse({"--temperature": "0"})
     decoder = Decoder(model, capacity=60)
     endless = generate.continuation(decoder, decoder.read(prompt), ByteTokenizer(), request, torch.Generator())
     drawn = [next(endless) for _ in range(20)]
@@ -123,7 +134,7 @@ def test_the_end_of_a_document_is_told(
     trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = (trained, "--temperature", "0", "--prompt", "ab")
-    found = generate.find_checkpoint(trained, [])
+    found = found_in(trained)
     decoder = Decoder(generate.open_model(found, torch.device("cpu")), capacity=3)
     likeliest = int(decoder.read(generate.encoded("ab", ByteTokenizer())).argmax())
     monkeypatch.setattr(ByteTokenizer, "eos", likeliest)
@@ -151,24 +162,24 @@ def test_rows_longer_than_trained_are_remarked(trained: Path, capsys: pytest.Cap
 
 def test_of_stages_the_one_that_wrote_the_checkpoint_counts(copied: Path) -> None:
     (copied / "config.toml").write_text((copied / "config.toml").read_text() + STAGES)
-    assert generate.find_checkpoint(copied, []).config.training.seq_len == 64
+    assert found_in(copied).config.training.seq_len == 64
     path = copied / "checkpoints" / "step-2" / "state.json"
     state = json.loads(path.read_text())
     state["stage"]["index"] = 1
     path.write_text(json.dumps(state))
-    config = generate.find_checkpoint(copied, []).config
+    config = found_in(copied).config
     assert (config.training.seq_len, config.model.build().rope.theta) == (256, 9000.0)
-    assert generate.find_checkpoint(copied / "checkpoints" / "step-1", []).config.training.seq_len == 64
+    assert found_in(copied / "checkpoints" / "step-1").config.training.seq_len == 64
     state["stage"]["index"] = 2
     path.write_text(json.dumps(state))
-    with pytest.raises(ResumeError, match="is of stage 3, but there are 2"):
-        generate.find_checkpoint(copied, [])
+    with pytest.raises(ResumeError, match=r"is of stage 3, but .*config.toml has 2"):
+        found_in(copied)
 
 
 def test_help_names_the_options_and_the_keys(capsys: pytest.CaptureFixture[str]) -> None:
     status, told, _ = sample(capsys, "--help")
     assert status == 0
-    assert all(option in told for option in (*generate.OPTIONS, *generate.TEXTS, "--training.dtype"))
+    assert all(option in told for option in (*generate.OPTIONS, *generate.TEXTS, "training.dtype"))
     assert all(f"(default: {value})" in told for value in generate.OPTIONS.values())
 
 
@@ -178,8 +189,8 @@ def test_help_names_the_options_and_the_keys(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
-        ([], 2, "one CHECKPOINT is needed, not 0"),
-        (["{run}", "more"], 2, "one CHECKPOINT is needed, not 2 ({run} more)"),
+        ([], 2, "one CHECKPOINT is needed, a run folder or its checkpoints/step-N; none is given"),
+        (["{run}", "more"], 2, "2 are given: {run} more"),
         (["{run}", "--tokens", "0"], 2, "--tokens 0 must be an integer, at least 1"),
         (["{run}", "--top-k=0"], 2, "--top-k 0 must be an integer, at least 1"),
         (["{run}", "--samples", "1.5"], 2, "--samples 1.5 must be an integer, at least 1"),
@@ -192,12 +203,12 @@ def test_help_names_the_options_and_the_keys(capsys: pytest.CaptureFixture[str])
         (["{run}", "--prompt", "\udcff"], 2, "--prompt is not valid UTF-8"),
         (["{run}", "--prompt-file", "{run}/none"], 2, "--prompt-file {run}/none cannot be read: No such file"),
         (["{run}", "--prompt", "a", "--prompt-file", "{run}/config.toml"], 2, "say the same thing"),
-        (["{run}", "--token", "3"], 2, "--token 3: there is no such key"),
+        (["{run}", "--token", "3"], 2, "there is no option --token; did you mean --tokens?"),
         (["{run}", "--model.num_heads", "3"], 2, "model.num_heads = 3 must be a multiple of model.num_kv_heads = 2"),
         (["{run}", "--data.corpus", "copy"], 2, "there is no text to show"),
-        (["{run}/checkpoints"], 2, "is neither a run folder nor checkpoints/step-N in one"),
-        (["{run}/none"], 2, "is neither a run folder nor checkpoints/step-N in one"),
-        (["{run}/checkpoints/step-9"], 78, "step-9/state.json cannot be read"),
+        (["{run}/checkpoints"], 2, "is no run folder and no checkpoint of one"),
+        (["{run}/none"], 2, "is no run folder and no checkpoint of one"),
+        (["{run}/checkpoints/step-9"], 2, "holds step-1, step-2"),
         (["{run}", "--model.num_layers", "1"], 78, "step-2 does not hold this model: 9 tensors differ"),
         (["{run}", "--model.ffn_dim", "95"], 78, "step-2 does not hold this model: 6 tensors differ"),
         (["{run}", "--tokenizer.kind", "tiktoken"], 78, 'tokenizer.kind = "tiktoken" is not what'),
@@ -220,9 +231,11 @@ def test_all_wrong_arguments_are_told_at_once(trained: Path, capsys: pytest.Capt
 
 
 def test_a_value_may_begin_with_dashes_after_an_equals_sign(trained: Path) -> None:
-    request = generate.parse(["--training.dtype", "float64", str(trained), "--prompt=--x=1", "--tokens", "3"])
-    assert (request.prompt, request.tokens, request.checkpoint) == ("--x=1", 3, trained)
-    assert request.overrides == ["--training.dtype=float64"]
+    words = ["--training.dtype", "float64", str(trained), "--prompt=--x=1", "--tokens", "3"]
+    asked = take(words, [*generate.OPTIONS, *generate.TEXTS])
+    request = generate.parse(asked.options)
+    assert (request.prompt, request.tokens, asked.checkpoint) == ("--x=1", 3, str(trained))
+    assert asked.overrides == ["--training.dtype=float64"]
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
@@ -237,7 +250,7 @@ def test_a_damaged_checkpoint_is_told(name: str, copied: Path, capsys: pytest.Ca
 
 def test_a_run_without_checkpoint_is_told(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.rmtree(copied / "checkpoints")
-    assert sample(capsys, copied) == (78, "", f"error: {copied} holds no checkpoint yet\n")
+    assert sample(capsys, copied) == (2, "", f"error: {copied} is no checkpoint; {copied}/checkpoints holds nothing\n")
 
 
 def test_a_missing_tokenizer_file_is_told(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,7 +309,7 @@ class Scripted:
 
 
 def continued(script: Scripted) -> Iterator[int]:
-    request = generate.parse(["run", "--temperature", "0"])
+    request = generate.parse({"--temperature": "0"})
     decoder = cast(Decoder, script)
     return generate.continuation(decoder, script.logits(), ByteTokenizer(), request, torch.Generator())
 

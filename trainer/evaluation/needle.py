@@ -32,8 +32,8 @@ from trainer.data.rows import Rows
 from trainer.data.shuffle import mix
 from trainer.data.tokenizer import Tokenizer
 from trainer.evaluation import report
-from trainer.evaluation.opened import Asked, Found, command, find, integers, opened, take
 from trainer.hardware import Numbers
+from trainer.opened import Asked, Found, command, find_to_judge, integers, opened, take
 from trainer.placed import Placed
 from trainer.status import ConfigError
 from trainer.validation import shared_out
@@ -190,7 +190,7 @@ def search(source: Haystacks, placed: Placed, *, length: int) -> list[Cell]:
 
 def run(words: Sequence[str]) -> None:
     asked = take(words, OPTIONS)
-    found = find(asked)
+    found = find_to_judge(asked)
     whole = found.config.training.seq_len
     lengths = sorted(set(integers(asked, "--lengths", (whole // 4, whole), least=2)))
     (depths,), (trials,) = (one(asked, option, default) for option, default in (("--depths", 5), ("--trials", 2)))

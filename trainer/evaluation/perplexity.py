@@ -20,7 +20,7 @@ from trainer.data import DataError, held_out_of, load_tokenizer
 from trainer.data.held import HeldOut
 from trainer.data.tokenizer import Tokenizer
 from trainer.evaluation import report
-from trainer.evaluation.opened import command, find, opened, take
+from trainer.opened import command, find_to_judge, opened, take
 from trainer.sets import ValidationSection, ValidationSetSection
 from trainer.sinks import or_dash
 from trainer.status import ConfigError
@@ -94,7 +94,7 @@ def tell(checkpoint: Path, each: Sequence[Mapping[str, Any]]) -> None:
 
 def run(words: Sequence[str]) -> None:
     asked = take(words, ("--json",))
-    found = find(asked)
+    found = find_to_judge(asked)
     config = found.config
     sets = sets_of(config)
     tokenizer = load_tokenizer(config.tokenizer.kind, config.tokenizer.path)

@@ -1,4 +1,4 @@
-"""What both commands begin with: a command line, a checkpoint's configuration, and its weights on a mesh."""
+"""What commands on a checkpoint begin with: a command line, the configuration, and the weights on a mesh."""
 
 from __future__ import annotations
 
@@ -107,10 +107,15 @@ def find(asked: Asked) -> Found:
     if index >= len(whole.stages):
         raise ResumeError(f"{checkpoint} is of stage {index + 1}, but {folder.config} has {len(whole.stages)}")
     values = whole.stages[index].config.model_dump(exclude_unset=True, exclude={"parallelism", "memory", "profiler"})
-    config = Config.model_validate(overlay(values, overrides(asked)))
+    return Found(folder, checkpoint, step, Config.model_validate(overlay(values, overrides(asked))))
+
+
+def find_to_judge(asked: Asked) -> Found:
+    """The same, if its rows can be read and its mesh is that of the processes which were started."""
+    found = find(asked)
     _, world_size, _ = here()
-    config.require(world_size)
-    return Found(folder, checkpoint, step, config)
+    found.config.require(world_size)
+    return found
 
 
 def overrides(asked: Asked) -> dict[str, object]:
