@@ -129,7 +129,7 @@ def test_a_corpus_that_changed_is_refused(tmp_path: Path) -> None:
     (tmp_path / "corpus" / "07.txt").write_text("not what it was\n")
     done = forked(config, folder, "--training.steps", "5")
     assert done.statuses == [78]
-    assert f"error: {folder}/checkpoints/step-3 was trained on data of fingerprint" in done.said
+    assert f"error: {folder}/checkpoints/step-3 was trained on other data: corpus was" in done.said
     assert steps(folder) == [1, 2, 3]
 
 
@@ -204,7 +204,7 @@ def test_ranks_that_read_other_tokens_do_not_train(finished: Path, tmp_path: Pat
     done = forked(finished / "run.toml", tmp_path / "run", processes=2, of_rank=of_rank)
     assert other.exists()
     assert done.statuses == [2, 2]
-    assert "error: data.fingerprint is " in done.said
+    assert "error: fingerprint of corpus is " in done.said
 
 
 @pytest.mark.ranks
