@@ -61,7 +61,11 @@ def main(argv: list[str]) -> int:
         rows = [rows_of(each.config, stage=each.index) for each in config.stages[stage.index :]]
         sets = held_out_of(config)
         with folder.locked(leading=rank == 0), process_group(config.distributed) as world:
-            require_agreement(stage.config, rows[0].fingerprints | {each.name: each.fingerprint for each in sets})
+            facts = {f"fingerprint of {name}": value for name, value in rows[0].fingerprints.items()}
+            facts |= {f"fingerprint of the set {each.name}": each.fingerprint for each in sets}
+            require_agreement(
+                stage.config, facts | {"stage": stage.name, "newest checkpoint": str(folder.newest(config))}
+            )
             train(config, replace(stage, config=settled(stage.config, world)), folder, world, rows, sets)
         return DONE
     except RankError as error:

@@ -16,6 +16,7 @@ from trainer import describe
 from trainer.config import Config
 from trainer.ledger import GIB, ledger
 from trainer.load import SHIPPED, keys, load, sections, tables
+from trainer.stages import Recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 CLUSTER_CONFIGS = {
@@ -632,7 +633,7 @@ def test_a_shipped_file_names_the_schema_for_editors(path: Path) -> None:
 
 
 def validated(data: Mapping[str, object] | None = None, **one: object) -> list[str]:
-    return configured(data=dict(data or {}), validation={"sets": {"one": one}}).problems(1)
+    return Recipe.model_validate({"data": dict(data or {}), "validation": {"sets": {"one": one}}}).problems(1)
 
 
 def test_validation_sets_are_checked_before_anything_starts() -> None:
@@ -661,9 +662,19 @@ def test_the_tail_is_the_shortest_length_or_2048() -> None:
 def test_a_source_may_be_there_for_validation_alone() -> None:
     only = {"sources": {"books": {"path": "python-stdlib"}}}
     assert validated(only, seq_len=64, source="books") == []
-    assert validated(only, seq_len=64) == ["data.sources has books, of which data.mix draws nothing"]
+    assert validated(only, seq_len=64) == ["data.sources.books: nothing draws from it"]
     gone = {"sources": {"books": {"path": "/nowhere"}}}
     assert validated(gone, seq_len=64, source="books")[0].startswith('data.sources.books.path = "/nowhere" is neither')
+
+
+def test_what_is_trained_on_cannot_be_held_out_under_another_name() -> None:
+    sources = {"train": {"path": "docs"}, "judge": {"path": "docs"}, "whole": {"path": "docs", "documents": "folder"}}
+    two = {"mix": [{"source": "train"}]}
+    alike = two | {"sources": {name: sources[name] for name in ("train", "judge")}}
+    other = two | {"sources": {name: sources[name] for name in ("train", "whole")}}
+    assert validated(alike, seq_len=64, source="judge") == []
+    (said,) = validated(other, seq_len=64, source="whole")
+    assert said.startswith('validation.sets.one: source = "whole" is the corpus of "train", which is trained on')
 
 
 def test_a_holdout_needs_whole_documents_and_text() -> None:

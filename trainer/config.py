@@ -297,7 +297,7 @@ class Config(Section):
                 f"training.global_batch_size = {self.training.global_batch_size} makes {total} micro-batches for "
                 f"{slots} places on {slots // each} data-parallel ranks: {slots - total} run empty in every update"
             )
-        if warmup >= steps:
+        if warmup >= steps and self.schedule.over == "stage":
             found.append(
                 f"schedule.warmup_steps = {warmup} is all of training.steps = {steps}: the learning rate only rises"
             )
@@ -357,6 +357,8 @@ class Stage:
     """Updates of the whole run."""
     is_fresh: bool = False
     """Whether its optimizer begins without state."""
+    has_tokens: bool = False
+    """Whether its length is given in tokens, so that its updates depend on its batch."""
 
     def __str__(self) -> str:
         return f'stage "{self.name}"'

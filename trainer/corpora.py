@@ -108,6 +108,12 @@ class DataSection(Section):
         """The mix, also where there is one corpus."""
         return self.mix or (MixSection(source=CORPUS),)
 
+    def described(self, name: str) -> dict[str, object]:
+        """What makes the documents of a source what they are."""
+        given = {} if name == CORPUS else self.sources[name].model_dump(exclude_none=True)
+        own = {"path": self.corpus} | {key: getattr(self, key) for key in ("documents", "max_document", "text_key")}
+        return own | {key: value for key, value in given.items() if key in own}
+
     def source_problems(self, validated: Set[str] = frozenset()) -> list[str]:
         """What is wrong with the corpora, which may lie elsewhere; those of these names are validated on."""
         used = validated | {item.source for item in self.drawn}
@@ -124,7 +130,13 @@ class DataSection(Section):
         """What is wrong with the rest."""
         known = [CORPUS, *self.sources]
         labels = [item.label for item in self.mix]
-        found = [
+        weights = [item.weight for item in self.mix]
+        found = [f"data.mix: weights {weights} differ by more than a thousand"] * (
+            bool(weights) and max(weights) > 1000 * min(weights)
+        )
+        if self.corpus == COPY and any(item.source == CORPUS for item in self.mix):
+            found.append(f'data.corpus = "{COPY}" is not for data.mix')
+        found += [
             f'data.mix: source = "{item.source}" is not one of {", ".join(known)}'
             for item in self.mix
             if item.source not in known

@@ -61,9 +61,9 @@ def nodes(environment: Mapping[str, str]) -> int:
     return int(environment.get("SLURM_STEP_NUM_NODES", "1")) if size > 1 else 1
 
 
-def require_agreement(config: Config, fingerprints: Mapping[str, str]) -> None:
+def require_agreement(config: Config, facts: Mapping[str, str]) -> None:
     """Raises `ConfigError`, on all ranks, if some were started with another configuration or read other data."""
-    mine = flat(config) | {f"fingerprint of {name}": value for name, value in fingerprints.items()}
+    mine = flat(config) | dict(facts)
     mine = {key: value for key, value in mine.items() if key not in OWN and not is_place(key)}
     everyone = gather_over(mine)
     problems = [

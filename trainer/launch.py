@@ -84,14 +84,19 @@ def main() -> int:
 
 def start_stages(config: Config, argv: Sequence[str], cluster: Cluster) -> int:
     """Runs what is left of the stages, each in processes of its own; returns the exit status of the last one started."""
+    before = next_stage(config)
     while True:
-        before = next_stage(config)
         status = start(TRAIN, argv, cluster)
         if status or before is None or not before.name:
             return status
-        after = next_stage(config)
+        try:
+            after = next_stage(load(argv))  # What is still to come may have been changed meanwhile.
+        except (ConfigError, ResumeError) as error:
+            sys.stderr.write(f"error: {error}\n")
+            return BAD_CONFIGURATION if isinstance(error, ConfigError) else NO_RETRY
         if after is None or after.index == before.index:
             return status
+        before = after
 
 
 def nothing_to_start(config: Config) -> tuple[int, str] | None:

@@ -89,6 +89,8 @@ def to_toml(config: Config) -> str:
     # What a stage does not say is the sections'.
     if isinstance(config, Recipe):
         values["stage"] = [stage.model_dump(mode="json", exclude_unset=True) for stage in config.stage]
+        for key in ("steps", "seq_len") if config.stage else ():
+            del values["training"][key]
     return "\n".join(_toml_tables((), values)).lstrip() + "\n"
 
 

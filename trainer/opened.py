@@ -22,6 +22,7 @@ from trainer.distributed import World, here, process_group
 from trainer.load import COMMAND_LINE, Source, load, overlay, split
 from trainer.placed import Placed
 from trainer.run_folder import ResumeError, RunFolder, read_state
+from trainer.stages import Recipe
 from trainer.status import BAD_CONFIGURATION, DONE, FAILED, NO_RETRY, ConfigError, RankError
 
 log = logging.getLogger("trainer")
@@ -44,6 +45,8 @@ class Found:
     checkpoint: Path
     step: int
     config: Config
+    whole: Recipe
+    """The run's, of all stages, which its validation sets are of."""
 
 
 def take(words: Sequence[str], options: Sequence[str]) -> Asked:
@@ -107,7 +110,9 @@ def find(asked: Asked) -> Found:
     if index >= len(whole.stages):
         raise ResumeError(f"{checkpoint} is of stage {index + 1}, but {folder.config} has {len(whole.stages)}")
     values = whole.stages[index].config.model_dump(exclude_unset=True, exclude={"parallelism", "memory", "profiler"})
-    return Found(folder, checkpoint, step, Config.model_validate(overlay(values, overrides(asked))))
+    over = overrides(asked)
+    whole = Recipe.model_validate(overlay(whole.model_dump(exclude_unset=True), over))
+    return Found(folder, checkpoint, step, Config.model_validate(overlay(values, over)), whole)
 
 
 def find_to_judge(asked: Asked) -> Found:

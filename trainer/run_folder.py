@@ -109,10 +109,14 @@ class RunFolder:
         return loss
 
     def first_validation(self, name: str) -> float | None:
-        """Loss of the first validation of that name in this run, of whatever start of it."""
-        lines = self.events.read_bytes().splitlines() if self.events.exists() else []
-        events = (_event(line) for line in lines if b'"validation"' in line)
-        return next((event["loss"] for event in events if event.get("set") == name), None)
+        """Loss of the first validation of that name since the run began anew, of whatever start of it."""
+        first: float | None = None
+        for event in map(_event, self.events.read_bytes().splitlines() if self.events.exists() else []):
+            if event.get("event") == "start" and event.get("step") == 0:
+                first = None
+            elif event.get("event") == "validation" and event.get("set") == name and first is None:
+                first = event["loss"]
+        return first
 
     def cut_metrics(self, step: int) -> None:
         """Drops lines past `step` and a torn last one, so that a resumed run has each update once."""
@@ -180,6 +184,13 @@ def identity(config: Config) -> dict[str, Any]:
 
 
 def _known(values: dict[str, Any]) -> dict[str, Any]:
+    drawn = {item["source"] for item in values.get("data.mix", ())}
+    # What a stage does not draw from may still change.
+    values = {
+        key: value
+        for key, value in values.items()
+        if not key.startswith("data.sources.") or key.removeprefix("data.sources.").partition(".")[0] in drawn
+    }
     return {
         key: value
         for key, value in values.items()
@@ -226,7 +237,8 @@ def check_resume(config: Config, checkpoint: Path) -> dict[str, Any]:
 
 def place(stage: Stage) -> dict[str, Any]:
     """Where a stage stands in its run, as a checkpoint has it."""
-    return {"stage": stage.name, "index": stage.index, "updates before the stage": stage.first_step}
+    rows = {"rows of an update": stage.config.training.global_batch_size} if stage.has_tokens else {}
+    return {"stage": stage.name, "index": stage.index, "updates before the stage": stage.first_step, **rows}
 
 
 def next_stage(config: Config) -> Stage | None:

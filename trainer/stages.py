@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from trainer.config import Config, Stage
-from trainer.corpora import MixSection
+from trainer.corpora import CORPUS, MixSection
 from trainer.sections import (
     Count,
     Fraction,
@@ -75,6 +75,8 @@ class StageSection(Section):
             )
         if self.warmup is not None and "warmup_steps" in self.schedule.model_fields_set:
             found.append(f"warmup = {self.warmup} and schedule.warmup_steps say the same thing")
+        if self.warmup is not None and self.schedule.over == "run":
+            found.append(f'warmup = {self.warmup} is part of a stage, and schedule.over = "run" has one curve over all')
         return found
 
     def over(self, base: Values) -> Values:
@@ -115,7 +117,16 @@ class Recipe(Config):
         configs = [Config.model_validate(stage.over(base)) for stage in self.stage]
         steps = [config.training.steps for config in configs]
         return tuple(
-            Stage(config, stage.name, index, len(configs), sum(steps[:index]), sum(steps), stage.optimizer == "fresh")
+            Stage(
+                config,
+                stage.name,
+                index,
+                len(configs),
+                sum(steps[:index]),
+                sum(steps),
+                stage.optimizer == "fresh",
+                stage.tokens is not None,
+            )
             for index, (stage, config) in enumerate(zip(self.stage, configs, strict=True))
         )
 
@@ -138,8 +149,24 @@ class Recipe(Config):
         names = [stage.name for stage in self.stage]
         found = [f'stage "{stage.name}": {problem}' for stage in self.stage for problem in stage.problems()]
         found += [f'two stages have the name "{name}"' for name in sorted({x for x in names if names.count(x) > 1})]
+        given = self.training.model_fields_set & {"steps", "seq_len"} if self.stage else ()
+        found += [
+            f"training.{key} = {getattr(self.training, key)} has no use beside [[stage]]" for key in sorted(given)
+        ]
         if len(names) > 1 and not self.checkpoint.enabled:
             found.append("checkpoint.enabled = false: a stage goes on from the checkpoint of the one before")
+        drawn = {item.source for stage in self.stage for item in stage.mix or self.data.mix} or {
+            item.source for item in self.data.drawn
+        }
+        known = {CORPUS, *self.data.sources}
+        for name, each in self.validation.sets.items():
+            mine = self.data.described(each.source) if each.source in known else {}
+            for other in sorted(drawn & known - {each.source}):
+                if mine.get("path") == (theirs := self.data.described(other))["path"] and mine != theirs:
+                    found.append(
+                        f'validation.sets.{name}: source = "{each.source}" is the corpus of "{other}", which is trained '
+                        "on, cut into other documents: none can be held out"
+                    )
         used = {item.source for mix in (self.data.drawn, *(stage.mix for stage in self.stage)) for item in mix}
         used |= self.validation.sources
         found += [f"data.sources.{name}: nothing draws from it" for name in self.data.sources if name not in used]

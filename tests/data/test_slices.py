@@ -137,14 +137,30 @@ def test_rows_of_a_mix_come_from_their_sources_in_proportion(
     rows = mixed(section, tmp_path, [{"source": "corpus", "weight": 0.75}, {"source": "long", "weight": 0.25}])
     batch = rows.read(range(40))
     assert rows.names == ["corpus", "long"]
-    drawn = [source for source, _ in batch.sources]
-    assert all(abs(drawn[:n].count(1) - n / 4) <= 1 for n in range(41))
     upper = set(range(65, 71))
     for row, (source, tokens) in zip(batch.tokens, batch.sources, strict=True):
         letters = set(row[:tokens].tolist()) - {256, 257}
         assert (letters <= upper and len(letters) > 0) == (source == 1)
-    assert rows.epochs(40) == [count / source.num_rows for count, source in zip([30, 10], rows.sources, strict=True)]
+    counts = [[source for source, _ in batch.sources].count(n) for n in range(2)]
+    assert rows.epochs(40) == [count / source.num_rows for count, source in zip(counts, rows.sources, strict=True)]
     assert batch.num_tokens == sum(tokens for _, tokens in batch.sources)
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "concat", "single"])
+def test_weights_are_parts_of_the_tokens_whatever_padding_rows_have(
+    packing: str, section: Callable[..., DataSection], tmp_path: Any
+) -> None:
+    for name, length in (("short", 9), ("long", 30)):
+        (tmp_path / name).mkdir()
+        for n in range(20):
+            (tmp_path / name / f"{n:02}").write_text("x" * length)
+    sources = {name: {"path": str(tmp_path / name)} for name in ("short", "long")}
+    mix = [{"source": "short", "weight": 1}, {"source": "long", "weight": 3}]
+    rows = open_rows(section({}, sources=sources, mix=mix, packing=packing), ByteTokenizer(), seq_len=32, seed=0)
+    drawn = rows.read(range(400)).sources
+    for count in (100, 200, 400):
+        tokens = [sum(tokens for source, tokens in drawn[:count] if source == n) for n in range(2)]
+        assert tokens[0] / sum(tokens) == pytest.approx(0.25, abs=0.01)
 
 
 def test_one_source_gives_long_documents_and_short_ones_and_pieces_of_both(

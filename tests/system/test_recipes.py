@@ -65,7 +65,8 @@ TOTAL = 11
 
 def recipe(root: Path) -> Path:
     config = write_run(root)
-    config.write_text(config.read_text() + RECIPE.format(root=root))
+    sections = config.read_text().replace("seq_len = 64\n", "").replace("steps = 6\n", "")  # They are the stages'.
+    config.write_text(sections + RECIPE.format(root=root))
     return config
 
 
@@ -176,6 +177,7 @@ def test_a_stage_that_was_begun_may_not_change_and_a_later_one_may(whole: Path, 
         "steps = 4\n": ("steps = 3\n", 'stage "short" was at update 4 and now ends with 3'),
         'name = "short"': ('name = "brief"', 'stage was "short" and is now "brief"'),
         "theta = 2e6": ("theta = 3e6", None),
+        'documents = "folder"': ('documents = "repository"', None),
     }
     for old, (new, problem) in changes.items():
         changed = tmp_path / "changed.toml"
@@ -186,3 +188,19 @@ def test_a_stage_that_was_begun_may_not_change_and_a_later_one_may(whole: Path, 
             refused = launched(changed, folder, *DOUBLE, processes=1)
             assert refused.statuses == [78]
             assert problem in refused.said
+
+
+def test_a_batch_may_change_in_a_stage_of_so_many_updates_and_not_of_so_many_tokens(
+    whole: Path, tmp_path: Path
+) -> None:
+    text, folder = (whole / "run.toml").read_text(), tmp_path / "run"
+    config = tmp_path / "run.toml"
+    config.write_text(text)
+    for _ in range(2):
+        assert forked(config, folder, *DOUBLE).statuses == [0]
+    config.write_text(text.replace("tokens = 1_500", "tokens = 3_000"))
+    assert launched(config, folder, *DOUBLE, "--check", processes=1).statuses == [0]
+    config.write_text(text.replace("batch_tokens = 384", "batch_tokens = 768"))
+    refused = forked(config, folder, *DOUBLE)
+    assert refused.statuses == [78]
+    assert "rows of an update was 6 and is now 12" in refused.said

@@ -67,7 +67,9 @@ def test_a_stage_is_the_sections_with_what_it_says_over_them() -> None:
         (0, 10, 20),
         (10, 20, 20),
     ]
-    assert place(second) == {"stage": "b", "index": 1, "updates before the stage": 10}
+    assert place(first) == {"stage": "a", "index": 0, "updates before the stage": 0}
+    # Of a length in tokens, updates depend on the batch.
+    assert place(second) == {"stage": "b", "index": 1, "updates before the stage": 10, "rows of an update": 2}
 
 
 def test_a_run_without_stages_is_one() -> None:
@@ -150,6 +152,19 @@ STAGE = {"name": "a", "seq_len": 64}
             "data.mix: below = 8 leaves nothing at_least = 8",
         ),
         ({"data": {"mix": [{"source": "corpus"}, {"source": "corpus"}]}}, "data.mix: corpus is there twice"),
+        ({"data": {"corpus": "copy", "mix": [{"source": "corpus"}]}}, 'data.corpus = "copy" is not for data.mix'),
+        (
+            {"data": {"mix": [{"source": "corpus"}, {"source": "corpus", "below": 9, "weight": 1e-4}]}},
+            "data.mix: weights [1.0, 0.0001] differ by more than a thousand",
+        ),
+        (
+            {"stage": [STAGE | {"steps": 1, "warmup": 0.1, "schedule": {"over": "run"}}]},
+            'stage "a": warmup = 0.1 is part of a stage, and schedule.over = "run" has one curve over all',
+        ),
+        (
+            {"training": {"steps": 5, "seq_len": 8}, "stage": [STAGE | {"steps": 1}]},
+            "training.steps = 5 has no use beside [[stage]]",
+        ),
     ],
 )
 def test_a_problem_names_its_stage_its_keys_and_the_rule(values: dict[str, Any], told: str) -> None:

@@ -9,7 +9,7 @@ from trainer.data.held import HeldOut, held_out
 from trainer.data.packed import Packed
 from trainer.data.packing import Choice, saved_plan
 from trainer.data.prepare import prepare
-from trainer.data.rows import Rows, RowSource
+from trainer.data.rows import Rows
 from trainer.data.shuffle import mix
 from trainer.data.source import Source
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
@@ -44,7 +44,7 @@ def open_rows(data: DataSection, tokenizer: Tokenizer, *, seq_len: int, seed: in
     Every source of every stage has an order of its own.
     """
     sources = {name: prepare(source_of(data, name), tokenizer) for name in sorted({item.source for item in data.drawn})}
-    packed: list[RowSource] = []
+    packed: list[Packed] = []
     for index, item in enumerate(data.drawn):
         without = data.holdout or None
         choice = Choice(at_least=item.at_least, below=item.below, max_len=item.max_len, without=without)
@@ -55,7 +55,7 @@ def open_rows(data: DataSection, tokenizer: Tokenizer, *, seq_len: int, seed: in
         packed,
         seq_len=seq_len,
         mask=data.mask,
-        weights=[item.weight for item in data.drawn],
+        weights=[item.weight / source.filled for item, source in zip(data.drawn, packed, strict=True)],
         names=[item.label for item in data.drawn],
     )
 
@@ -63,7 +63,7 @@ def open_rows(data: DataSection, tokenizer: Tokenizer, *, seq_len: int, seed: in
 def held_out_of(config: Config) -> list[HeldOut]:
     """The rows of the run's validation sets, prepared if they are not yet. Call it before any process group exists.
 
-    Raises as `rows_of` does.
+    They are the same in every stage: `config` is that of the whole run. Raises as `rows_of` does.
     """
     data, sets = config.data, config.validation.sets
     if not sets:
@@ -71,7 +71,7 @@ def held_out_of(config: Config) -> list[HeldOut]:
     tokenizer = load_tokenizer(config.tokenizer.kind, config.tokenizer.path)
     config.require_vocabulary(tokenizer.vocab_size)
     prepared = {name: prepare(source_of(data, name), tokenizer) for name in sorted(config.validation.sources)}
-    learned = drawn_of(config)
+    learned = [source_of(data, name) for name in drawn_of(config)]  # A corpus may have several names.
     return [
         held_out(
             name,
@@ -79,7 +79,7 @@ def held_out_of(config: Config) -> list[HeldOut]:
             prepared[section.source],
             packing=data.packing,
             mask=data.mask,
-            part=(data.holdout or None) if section.source in learned else None,
+            part=(data.holdout or None) if source_of(data, section.source) in learned else None,
         )
         for name, section in sets.items()
     ]

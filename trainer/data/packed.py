@@ -20,6 +20,8 @@ class Packed:
         self.num_rows = plan.num_rows
         self.max_pieces = plan.max_pieces
         self.num_padding = plan.num_padding
+        self.filled = round(plan.num_tokens / (plan.num_rows * plan.seq_len), 2) or 0.01
+        """Part of its rows that is no padding, in hundredths: more of emptier rows make as many tokens."""
         self.padding = prepared.eos
         self.fingerprint = prepared.fingerprint
         self._seed = seed

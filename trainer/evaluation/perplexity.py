@@ -41,10 +41,10 @@ Leaves with 0, or 2 for wrong arguments, 78 for data or a checkpoint that cannot
 """
 
 
-def sets_of(config: Config) -> list[HeldOut]:
+def sets_of(config: Config, whole: Config) -> list[HeldOut]:
     """The run's sets, or two of its corpus. Raises `ConfigError` or `DataError`."""
-    if config.validation.sets:
-        return held_out_of(config)
+    if whole.validation.sets:
+        return held_out_of(whole)
     if config.is_made_up:
         raise ConfigError([f'data.corpus = "{config.data.corpus}" has no text to judge by; give --data.corpus'])
     length, source = config.training.seq_len, config.data.drawn[0].source
@@ -53,7 +53,7 @@ def sets_of(config: Config) -> list[HeldOut]:
     for name, lengths in ("packed", (length,)), ("context", tuple(context)):
         section = ValidationSection(sets={name: ValidationSetSection(source=source, seq_len=lengths)})
         try:
-            found += held_out_of(config.model_copy(update={"validation": section}))
+            found += held_out_of(whole.model_copy(update={"validation": section}))
         except DataError as error:
             if name == "packed":
                 raise
@@ -96,7 +96,7 @@ def run(words: Sequence[str]) -> None:
     asked = take(words, ("--json",))
     found = find_to_judge(asked)
     config = found.config
-    sets = sets_of(config)
+    sets = sets_of(config, found.whole)
     tokenizer = load_tokenizer(config.tokenizer.kind, config.tokenizer.path)
     most = config.training.micro_batch_size * config.training.seq_len
     with opened(found) as (placed, world):

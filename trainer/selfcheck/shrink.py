@@ -263,7 +263,8 @@ def _rows(run: Run) -> Iterator[int]:
 def _with_documents(config: Config, folder: Path) -> Config:
     made = {} if config.is_made_up else {"corpus": str(folder / "documents")}
     values = overlay(config.model_dump(), {"data": made | {"cache_dir": folder / "prepared"}})
-    values["data"] |= {"sources": {}, "mix": ()}
+    values["data"] |= {"sources": {}, "mix": (), "holdout": 0.0}
+    values["validation"] = {}
     if config.tokenizer.kind != "byte" and config.tokenizer.path is not None:
         values["tokenizer"] = {}
     return Config.model_validate(values)
