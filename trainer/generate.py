@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -27,6 +27,7 @@ from models.transformer import Transformer
 from parallelisms.initialize import materialise
 from trainer.checkpoint import describe
 from trainer.data import DataError
+from trainer.data.shards import between
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.hardware import attention_kernel, choose_device
 from trainer.load import COMMAND_LINE
@@ -170,7 +171,8 @@ def open_tokenizer(found: Found) -> Tokenizer:
 def generate(request: Request, found: Found) -> None:
     """Writes the samples. Raises as `open_model` and `open_tokenizer` do, and RankError where a kernel does not work."""
     config, tokenizer, device = found.config, open_tokenizer(found), choose_device(0)
-    prompt_S = encoded(request.prompt, tokenizer)
+    prompt_S = encoded(request.prompt, tokenizer, separators=config.data.separators)
+    ends = {tokenizer.eos, *map(int, between(tokenizer, config.data.separators)[1])}
     read, trained = prompt_S.numel(), config.training.seq_len
     model, kernel = open_model(found, device), attention_kernel(config, device)
     remark(
@@ -188,7 +190,8 @@ def generate(request: Request, found: Found) -> None:
         say("\n---\n" * (sample > 0) + request.prompt)
         generator, count = torch.Generator().manual_seed(request.seed + sample), -1  # One piece more than tokens.
         started = time.perf_counter()
-        tokens = islice(continuation(decoder, first_V, tokenizer, request, generator), request.tokens)
+        drawn = continuation(decoder, first_V, request, generator, known=tokenizer.vocab_size, ends=ends)
+        tokens = islice(drawn, request.tokens)
         for piece in pieces(tokens, tokenizer, before=prompt_S[-8:].tolist()):
             say(piece)
             count += 1
@@ -197,26 +200,31 @@ def generate(request: Request, found: Found) -> None:
         remark(f"sample {sample + 1}: {rate(count, time.perf_counter() - started)}{ended}")
 
 
-def encoded(prompt: str, tokenizer: Tokenizer) -> Tensor:
+def encoded(prompt: str, tokenizer: Tokenizer, *, separators: str = "bos_eos") -> Tensor:
     """int64 [S]: a document that begins so. Raises `ConfigError` if that is nothing at all."""
-    bos = [] if tokenizer.bos is None else [tokenizer.bos]
-    tokens_S = torch.cat([torch.tensor(bos, dtype=torch.int64), tokenizer.encode(prompt).long()])
+    begins, _ = between(tokenizer, separators)
+    tokens_S = torch.cat([begins, tokenizer.encode(prompt)]).long()
     if not tokens_S.numel():
-        raise ConfigError(["command line: --prompt is needed: this tokenizer has no token that begins a document"])
+        raise ConfigError(["command line: --prompt is needed: no token begins the documents of this run"])
     return tokens_S
 
 
 def continuation(
-    decoder: Decoder, logits_V: Tensor, tokenizer: Tokenizer, request: Request, generator: torch.Generator
+    decoder: Decoder,
+    logits_V: Tensor,
+    request: Request,
+    generator: torch.Generator,
+    *,
+    known: int,
+    ends: Container[int],
 ) -> Iterator[int]:
-    """Tokens up to the end of the document. Raises `ResumeError` where the model has diverged."""
+    """Tokens up to the end of the document, of the `known` first. Raises `ResumeError` where the model has diverged."""
     while True:
         if not bool(logits_V.isfinite().all()):
             raise ResumeError("the model gives numbers that are not finite: its training has diverged")
         # The model may have more rows than the tokenizer has tokens.
-        known_V = logits_V[: tokenizer.vocab_size]
-        token = draw(known_V, temperature=request.temperature, top_k=request.top_k, generator=generator)
-        if token == tokenizer.eos:
+        token = draw(logits_V[:known], temperature=request.temperature, top_k=request.top_k, generator=generator)
+        if token in ends:
             return
         yield token
         logits_V = decoder.read(torch.tensor([token])).cpu()

@@ -129,7 +129,13 @@ def tokenizer_of(values: dict[str, Any], moved: Path | None, *, length: int) -> 
         return None, None, {}
     path = moved or values.get("tokenizer.path")
     found, files = files_of(values["tokenizer.kind"], None if path is None else Path(path), length=length)
-    return found.bos, found.eos, files
+    separators = values.get("data.separators", "bos_eos")
+    if separators != "bos_eos":
+        say(
+            f'remark: documents of this run stand between "{separators}"; this tokenizer puts its first token before a text '
+            "all the same, unless it is called with add_special_tokens=False"
+        )
+    return found.bos, found.specials.get(separators, found.eos), files
 
 
 class Saved:

@@ -23,6 +23,7 @@ from trainer import generate, logs
 from trainer.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, TiktokenTokenizer, Tokenizer
 from trainer.opened import Asked, Found, command, find, take
 from trainer.run_folder import ResumeError
+from trainer.status import ConfigError
 
 TEXT = " naïve 中文 🙂 end"
 STAGES = """
@@ -94,7 +95,9 @@ def test_the_likeliest_tokens_are_those_of_the_training_pass(trained: Path) -> N
     assert prompt.tolist() == [256, *b"the fox "]
     request = generate.parse({"--temperature": "0"})
     decoder = Decoder(model, capacity=60)
-    endless = generate.continuation(decoder, decoder.read(prompt), ByteTokenizer(), request, torch.Generator())
+    endless = generate.continuation(
+        decoder, decoder.read(prompt), request, torch.Generator(), known=264, ends={ByteTokenizer.eos}
+    )
     drawn = [next(endless) for _ in range(20)]
     row = torch.cat([prompt, torch.tensor(drawn)])
     vocab = ByteTokenizer.vocab_size
@@ -311,7 +314,17 @@ class Scripted:
 def continued(script: Scripted) -> Iterator[int]:
     request = generate.parse({"--temperature": "0"})
     decoder = cast(Decoder, script)
-    return generate.continuation(decoder, script.logits(), ByteTokenizer(), request, torch.Generator())
+    return generate.continuation(
+        decoder, script.logits(), request, torch.Generator(), known=264, ends={ByteTokenizer.eos}
+    )
+
+
+def test_a_text_begins_and_ends_with_what_documents_do() -> None:
+    begins = {"bos_eos": [256], "eos": [], "none": [], "<|reserved_special_token_0|>": []}
+    for separators, first in begins.items():
+        assert generate.encoded("ab", ByteTokenizer(), separators=separators).tolist() == [*first, 97, 98]
+    with pytest.raises(ConfigError, match="no token begins the documents"):
+        generate.encoded("", ByteTokenizer(), separators="none")
 
 
 def test_the_end_of_a_document_ends_the_text_and_is_not_part_of_it() -> None:

@@ -64,7 +64,7 @@ def sets_of(config: Config, whole: Config) -> list[HeldOut]:
 def num_bytes(held: HeldOut, tokenizer: Tokenizer) -> int:
     """Bytes of the text that a set's targets stand for; a character that a row's end cuts counts by what is there."""
     rows, total = held.rows[-1], 0
-    special = {tokenizer.bos, tokenizer.eos}
+    special = {tokenizer.bos, tokenizer.eos, *tokenizer.specials.values()}
     for number in range(held.num_rows):
         batch = rows.read([number])
         for document in batch.documents[0].unique():
