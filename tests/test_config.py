@@ -677,6 +677,13 @@ def test_what_is_trained_on_cannot_be_held_out_under_another_name() -> None:
     assert said.startswith('validation.sets.one: source = "whole" is the corpus of "train", which is trained on')
 
 
+def test_a_set_of_what_is_trained_on_is_remarked() -> None:
+    one = {"sets": {"one": {"seq_len": 64}}}
+    said = "validation.sets.one judges by documents that are trained on: data.holdout = 0"
+    assert said in configured(validation=one).remarks(1)
+    assert said not in configured(validation=one, data={"holdout": 0.1}).remarks(1)
+
+
 def test_a_holdout_needs_whole_documents_and_text() -> None:
     said = configured(data={"holdout": 0.1, "max_document": 64}).problems(1)
     assert said[0].startswith("data.holdout = 0.1 with data.max_document = 64 would part documents")

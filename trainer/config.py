@@ -301,6 +301,12 @@ class Config(Section):
             found.append(
                 f"schedule.warmup_steps = {warmup} is all of training.steps = {steps}: the learning rate only rises"
             )
+        drawn = {item.source for item in self.data.drawn}
+        found += [
+            f"validation.sets.{name} judges by documents that are trained on: data.holdout = 0"
+            for name, each in self.validation.sets.items()
+            if each.source in drawn and not self.data.holdout
+        ]
         found += [
             f"parallelism.{key} has no use with parallelism.pp = 1"
             for key in ("pp_layers", "pp_stages_per_rank")

@@ -69,7 +69,7 @@ class StageSection(Section):
             found.append("one of steps and tokens must be given")
         if self.batch_tokens is not None and self.batch_tokens % self.seq_len:
             down = self.batch_tokens // self.seq_len * self.seq_len
-            near = f"{down or self.seq_len} or {down + self.seq_len}" if down else f"{self.seq_len}"
+            near = " or ".join(str(tokens) for tokens in (down, down + self.seq_len) if tokens)
             found.append(
                 f"batch_tokens = {self.batch_tokens} must be a multiple of seq_len = {self.seq_len}, as {near} is"
             )

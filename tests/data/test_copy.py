@@ -87,6 +87,12 @@ def test_a_run_takes_the_models_vocabulary_and_no_tokenizer() -> None:
     assert same(read.read([5]), expected.read([5]))
 
 
+def test_every_stage_has_rows_of_its_own() -> None:
+    first, again, second = (rows_of(configured(), stage=stage).read([0]) for stage in (0, 0, 1))
+    assert same(first, again)
+    assert not same(first, second)
+
+
 def test_a_row_repeats_its_first_half_unless_told_otherwise() -> None:
     tokens = rows_of(configured()).read([0]).tokens[0]
     assert torch.equal(tokens[:6], tokens[6:])

@@ -30,7 +30,7 @@ def rows_of(config: Config, *, stage: int = 0) -> Rows:
             period=config.data.copy_period or training.seq_len // 2,
             seq_len=training.seq_len,
             num_rows=training.steps * training.global_batch_size,
-            seed=training.seed,
+            seed=order(training.seed, stage, 0),
         )
         return Rows([copied], seq_len=training.seq_len)
     tokenizer = load_tokenizer(config.tokenizer.kind, config.tokenizer.path)
@@ -49,8 +49,7 @@ def open_rows(data: DataSection, tokenizer: Tokenizer, *, seq_len: int, seed: in
         without = data.holdout or None
         choice = Choice(at_least=item.at_least, below=item.below, max_len=item.max_len, without=without)
         plan = saved_plan(sources[item.source], seq_len=seq_len, packing=data.packing, choice=choice)
-        own = mix(mix(seed) ^ stage << 32 ^ index) if stage or index else seed
-        packed.append(Packed(sources[item.source], plan, seed=own))
+        packed.append(Packed(sources[item.source], plan, seed=order(seed, stage, index)))
     return Rows(
         packed,
         seq_len=seq_len,
@@ -58,6 +57,11 @@ def open_rows(data: DataSection, tokenizer: Tokenizer, *, seq_len: int, seed: in
         weights=[item.weight / source.filled for item, source in zip(data.drawn, packed, strict=True)],
         names=[item.label for item in data.drawn],
     )
+
+
+def order(seed: int, stage: int, index: int) -> int:
+    """The seed of a source of a stage."""
+    return mix(mix(seed) ^ stage << 32 ^ index) if stage or index else seed
 
 
 def held_out_of(config: Config) -> list[HeldOut]:
