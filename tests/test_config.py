@@ -678,7 +678,7 @@ def test_what_is_trained_on_cannot_be_held_out_under_another_name() -> None:
 
 
 def test_a_set_of_what_is_trained_on_is_remarked() -> None:
-    one = {"sets": {"one": {"seq_len": 64}}}
+    one: dict[str, object] = {"sets": {"one": {"seq_len": 64}}}
     said = "validation.sets.one judges by documents that are trained on: data.holdout = 0"
     assert said in configured(validation=one).remarks(1)
     assert said not in configured(validation=one, data={"holdout": 0.1}).remarks(1)
