@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 from trainer.config import CORPUS, Config, DataSection
 from trainer.data.copy import CopyRows
 from trainer.data.errors import DataError
@@ -54,7 +56,7 @@ def open_rows(data: DataSection, tokenizer: Tokenizer, *, seq_len: int, seed: in
         packed,
         seq_len=seq_len,
         mask=data.mask,
-        weights=[item.weight / source.filled for item, source in zip(data.drawn, packed, strict=True)],
+        weights=[Fraction(str(item.weight)) / source.filled for item, source in zip(data.drawn, packed, strict=True)],
         names=[item.label for item in data.drawn],
     )
 

@@ -23,7 +23,7 @@ class Mix:
     such round is all there is to know.
     """
 
-    def __init__(self, weights: Sequence[float]) -> None:
+    def __init__(self, weights: Sequence[float | Fraction]) -> None:
         """Raises ValueError for a weight that is not positive or vanishes beside the others."""
         self.shares = integers(weights)
         self.round = sum(self.shares)
@@ -53,7 +53,7 @@ class Mix:
         return counts
 
 
-def integers(weights: Sequence[float]) -> list[int]:
+def integers(weights: Sequence[float | Fraction]) -> list[int]:
     """The smallest in proportion to the weights; in proportion to a millionth of their sum, if they sum to more."""
     if not weights or min(weights) <= 0:
         raise ValueError(f"weights {list(weights)} must be positive")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from functools import lru_cache
 
 import torch
@@ -20,7 +21,7 @@ class Packed:
         self.num_rows = plan.num_rows
         self.max_pieces = plan.max_pieces
         self.num_padding = plan.num_padding
-        self.filled = round(plan.num_tokens / (plan.num_rows * plan.seq_len), 2) or 0.01
+        self.filled = Fraction(max(1, round(100 * plan.num_tokens / (plan.num_rows * plan.seq_len))), 100)
         """Part of its rows that is no padding, in hundredths: more of emptier rows make as many tokens."""
         self.padding = prepared.eos
         self.fingerprint = prepared.fingerprint

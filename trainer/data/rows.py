@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple, Protocol
 
@@ -96,7 +97,7 @@ class Rows:
         *,
         seq_len: int,
         mask: Literal["document", "none"] = "document",
-        weights: Sequence[float] = (1,),
+        weights: Sequence[float | Fraction] = (1,),
         names: Sequence[str] = ("corpus",),
     ) -> None:
         self.sources, self.names = [*sources], [*names]
