@@ -175,8 +175,14 @@ CASES = [
 ]
 
 
-# Each takes a compiler many seconds, and what it would show others show that are compiled.
+# Each takes a compiler many seconds, and what it would show others show that are compiled; or is one more of a kind.
 SLOW = [
+    *(Case(TP2, TIED, sequence, loss) for sequence in (True, False) for loss in (True, False)),
+    *(Case(TP4, CONFIG, sequence, loss) for sequence in (True, False) for loss in (True, False)),
+    *(
+        Case(TP2, FOUR, sequence=False, policy=policy, groups=2, every=every, tiled=tiled)
+        for policy, every, tiled in PIECES
+    ),
     Case(TP4, CONFIG, sequence=False, loss=False, compiled=True),
     Case(TP4, TIED, loss=False, compiled=True),
     Case((("dp_replicate", 2), ("tp", 2)), compiled=True),

@@ -37,9 +37,9 @@ EXACT = ("step", "tokens", "loss", "grad_norm", "lr")
     ("processes", "rows", "options"),
     [
         (1, 48, ()),
-        (2, 24, ("--memory.recompute", "full")),
+        pytest.param(2, 24, ("--memory.recompute", "full"), marks=pytest.mark.slow),
         (4, 12, ("--training.deterministic", "true")),
-        (4, 12, (*REPLICAS, "--model.tie_embeddings", "true")),
+        pytest.param(4, 12, (*REPLICAS, "--model.tie_embeddings", "true"), marks=pytest.mark.slow),
         (2, 24, HOST),
     ],
     ids=["1", "2", "4", "2x2", "2, moments in bfloat16 on the host"],
