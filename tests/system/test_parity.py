@@ -83,10 +83,10 @@ CASES = [
     case("dp_shard 2, state on the host", mesh(dp_shard=2), HOST, slow=True),
     case("dp_shard 2, feed-forwards by tiles", mesh(dp_shard=2), TILES),
     # Context parallelism
-    case("cp 4 ring", mesh(cp=4, method="ring"), KEEP),
+    case("cp 4 ring", mesh(cp=4, method="ring"), KEEP, slow=True),
     case("cp 3 alltoall, rows that do not divide", mesh(cp=3, method="alltoall")),
     case("cp 2 alltoall, head-tail, rows at once", mesh(cp=2, method="alltoall"), HEADTAIL, ROWS, slow=True),
-    case("cp 4 allgather", mesh(cp=4, method="allgather")),
+    case("cp 4 allgather", mesh(cp=4, method="allgather"), slow=True),
     case("dp_shard 2 x cp 2 ulysses", mesh(dp_shard=2, cp=2, method="ulysses"), FULL),
     case("dp_replicate 2 x cp 2 auto", mesh(dp_replicate=2, cp=2), slow=True),
     case("cp 4 hybrid", mesh(cp=4, method="hybrid"), HYBRID),
@@ -309,7 +309,7 @@ def test_moments_in_bfloat16_on_a_mesh_are_those_of_one_process(runs: Runs, tmp_
         )
 
 
-@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+@pytest.mark.parametrize("moments", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_state_on_the_host_changes_no_bit_of_a_run(runs: Runs, tmp_path: Path, moments: str) -> None:
     """Where blocks are updated when they next run, and micro-batches are several."""
     config, places = runs("alone").parent / "run.toml", ("device", "host")

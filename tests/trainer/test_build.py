@@ -59,6 +59,7 @@ def test_weights_on_the_host_move_when_they_are_next_used_or_asked_for(tmp_path:
         del updates
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # A compiler warns of what torch itself does.
 def test_compiled_blocks_on_the_host_are_updated_before_they_run(tmp_path: Path) -> None:
     run, found = write_run(tmp_path), []

@@ -78,7 +78,9 @@ def shared(core: ContextParallel, given: tuple[Tensor, ...], boundaries_BD: Tens
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("ranks", "tokens"), [(1, 192), (2, 192), (3, 192), (4, 192), (8, 192)])
+@pytest.mark.parametrize(
+    ("ranks", "tokens"), [(1, 192), (2, 192), (3, 192), (4, 192), pytest.param(8, 192, marks=pytest.mark.slow)]
+)
 def test_every_method_is_exact(ranks: int, tokens: int) -> None:
     by_rank = run_ranks(errors, ranks, tokens, timeout=240)
     assert all(set(found) == set(by_rank[0]) for found in by_rank)
