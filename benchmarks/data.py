@@ -123,8 +123,8 @@ class HeadTail:
             (piece.start, piece.length) for piece in SeqLayout("headtail", self.ranks, boundaries).pieces(self.rank)
         ]
 
-    def work(self, boundaries: tuple[int, ...]) -> int:
-        return SeqLayout("headtail", self.ranks, boundaries).work()[self.rank]
+    def work(self, rows: Sequence[tuple[int, ...]]) -> int:
+        return sum(SeqLayout("headtail", self.ranks, boundaries).work()[self.rank] for boundaries in rows)
 
 
 def measure_rows(rounds: int) -> None:

@@ -212,7 +212,7 @@ class ContextParallel:
             labels=_taken(batch.labels, index_BS),
             positions=_taken(batch.positions, index_BS),
             documents=_taken(batch.documents, index_BS),
-            attended=sum(self.work(tuple(row)) for row in documents.integers(batch.boundaries, len(batch.tokens))),
+            attended=self.work(documents.integers(batch.boundaries, len(batch.tokens))),
         )
 
     def padded(self, tokens: int) -> int:
@@ -228,9 +228,10 @@ class ContextParallel:
         cuts = [(max(piece.local, first), min(piece.local + piece.length, first + tokens), piece) for piece in pieces]
         return [(piece.start + low - piece.local, high - low) for low, high, piece in cuts if low < high]
 
-    def work(self, boundaries: tuple[int, ...]) -> int:
-        """(query, key) pairs that this rank attends to in such a row."""
-        return SeqLayout(self.layout, self.ring, boundaries).work()[self.rank // self.ulysses] // self.ulysses
+    def work(self, rows: Sequence[tuple[int, ...]]) -> int:
+        """(query, key) pairs that this rank attends to in rows with these document starts and lengths."""
+        layouts = (SeqLayout(self.layout, self.ring, boundaries) for boundaries in rows)
+        return sum(layout.work()[self.rank // self.ulysses] for layout in layouts) // self.ulysses
 
     def require_agreement(self, boundaries_BD: Tensor) -> None:
         """Raises ValueError, on all ranks, if they were given different boundaries: a layout would not match."""

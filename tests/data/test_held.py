@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,8 +127,8 @@ def test_a_rank_reads_its_part_of_a_row_with_the_labels_of_the_tail(section: Sec
             del boundaries
             return [(2, 3), (50, 7)]
 
-        def work(self, boundaries: tuple[int, ...]) -> int:
-            del boundaries
+        def work(self, rows: Sequence[tuple[int, ...]]) -> int:
+            del rows
             return 0
 
     rows = ends(section).rows[-1]
@@ -160,9 +162,10 @@ def test_rows_are_the_same_whatever_the_seed_and_no_more_than_there_are(section:
     assert len({*map(tuple, texts(every.rows[0], every.num_rows))}) == every.num_rows, "none is there twice"
 
 
-def test_a_source_that_is_not_learned_from_is_judged_by_as_a_whole(section: Section) -> None:
+def test_a_source_that_is_not_learned_from_is_judged_by_as_a_whole(section: Section, tmp_path: Path) -> None:
     data = section(TEXTS, holdout=0.3)
-    data = DataSection.model_validate({**data.model_dump(), "sources": {"other": {"path": data.corpus}}})
+    copied = str(shutil.copytree(data.corpus, tmp_path / "copied"))
+    data = DataSection.model_validate({**data.model_dump(), "sources": {"other": {"path": copied}}})
     made = config(data, mine={"seq_len": 50, "rows": 999}, other={"seq_len": 50, "rows": 999, "source": "other"})
     assert made.problems(1) == []
     mine, other = held_out_of(made)

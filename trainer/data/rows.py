@@ -53,8 +53,8 @@ class Share(Protocol):
     def spans(self, boundaries: tuple[int, ...]) -> Sequence[tuple[int, int]]:
         """(start, length) of what the rank holds of a row with these document starts and length."""
 
-    def work(self, boundaries: tuple[int, ...]) -> int:
-        """(query, key) pairs that the rank attends to."""
+    def work(self, rows: Sequence[tuple[int, ...]]) -> int:
+        """(query, key) pairs that the rank attends to in rows with these document starts and lengths."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Whole:
     def spans(self, boundaries: tuple[int, ...]) -> Sequence[tuple[int, int]]:
         return [(0, boundaries[-1])]
 
-    def work(self, boundaries: tuple[int, ...]) -> int:
-        return pairs(end - start for start, end in pairwise(boundaries))
+    def work(self, rows: Sequence[tuple[int, ...]]) -> int:
+        return pairs(end - start for boundaries in rows for start, end in pairwise(boundaries))
 
 
 WHOLE = Whole()
@@ -141,7 +141,7 @@ class Rows:
             boundaries=boundaries_BD,
             num_tokens=sum(row.tokens for row in rows),
             num_pairs=sum(row.pairs for row in rows),
-            attended=sum(row.attended for row in rows),
+            attended=share.work([row.boundaries for row in rows]),
             sources=tuple((row.source, row.tokens) for row in rows),
         )
 
@@ -165,7 +165,7 @@ class Rows:
             done += segment.length
         documents_S, positions_S = self._placed(found, starts, len(pieces))
         tensors = (tokens_S, labels_S, positions_S, documents_S, torch.tensor(boundaries, dtype=torch.int32))
-        return Row(tensors, index, filled, pairs(pieces if self._masked else [filled]), share.work(tuple(boundaries)))
+        return Row(tensors, index, filled, pairs(pieces if self._masked else [filled]), tuple(boundaries))
 
     def _boundaries(self, starts: list[int]) -> list[int]:
         """As many for every row: kernels and compiled graphs want one shape."""
@@ -196,7 +196,7 @@ class Row(NamedTuple):
     source: int
     tokens: int
     pairs: int
-    attended: int
+    boundaries: tuple[int, ...]
 
 
 def segments(starts: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[Segment]:
