@@ -62,6 +62,8 @@ def _attention(
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     del wire  # Only gradients travel so.
+    # Refused before anything is sent: what nobody waits for would be taken for the next.
+    share_of(boundaries_BD, layout, collectives.named(group_name), *q_BSNH.shape[:2])
     arriving = start(k_BSKH, v_BSKH, rotation, group_name)
     return forward(q_BSNH, k_BSKH, v_BSKH, arriving, boundaries_BD, rotation, layout, group_name, kernel)
 
