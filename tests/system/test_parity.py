@@ -89,7 +89,7 @@ CASES = [
     case("cp 4 allgather", mesh(cp=4, method="allgather"), slow=True),
     case("dp_shard 2 x cp 2 ulysses", mesh(dp_shard=2, cp=2, method="ulysses"), FULL),
     case("dp_replicate 2 x cp 2 auto", mesh(dp_replicate=2, cp=2), slow=True),
-    case("cp 4 hybrid", mesh(cp=4, method="hybrid"), HYBRID),
+    case("cp 4 hybrid", mesh(cp=4, method="hybrid"), HYBRID, slow=True),
     case("dp_replicate 2 x cp 2, state on the host", mesh(dp_replicate=2, cp=2), HOST, slow=True),
     case("dp_shard 2, blocks on the host", mesh(dp_shard=2), ON_HOST, slow=True),
     case("cp 2 ulysses, blocks on the host, little of it", mesh(cp=2, method="ulysses"), ON_HOST, LITTLE, slow=True),
@@ -181,7 +181,7 @@ CASES = [
         MIXED,
         EVERYTHING,
     ),
-    case("mixed, cp 2 x tp 2 x pp 2, everything", mesh(cp=2, tp=2, pp=2), MIXED, EVERYTHING),
+    case("mixed, cp 2 x tp 2 x pp 2, everything", mesh(cp=2, tp=2, pp=2), MIXED, EVERYTHING, slow=True),
 ]
 REFERENCES = {"alone": (), "tied": TIED, "mixed": MIXED}
 MESHES = {name: (1, options) for name, options in REFERENCES.items()} | {

@@ -38,7 +38,7 @@ EXACT = ("step", "tokens", "loss", "grad_norm", "lr")
     [
         (1, 48, ()),
         pytest.param(2, 24, ("--memory.recompute", "full"), marks=pytest.mark.slow),
-        (4, 12, ("--training.deterministic", "true")),
+        pytest.param(4, 12, ("--training.deterministic", "true"), marks=pytest.mark.slow),
         pytest.param(4, 12, (*REPLICAS, "--model.tie_embeddings", "true"), marks=pytest.mark.slow),
         (2, 24, HOST),
     ],
