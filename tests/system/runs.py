@@ -83,6 +83,18 @@ log_interval = 1
 tensorboard = false
 """
 
+# Of one length, and of the same targets with growing context; neither divides among ranks.
+SETS = """
+[validation.sets.packed]
+seq_len = 50
+rows = 7
+
+[validation.sets.context]
+seq_len = [16, 40, 81]
+rows = 5
+tail = 11
+"""
+
 
 @dataclass(frozen=True)
 class Done:
@@ -227,7 +239,8 @@ def end(ranks: list[ForkServerProcess]) -> None:
         rank.join()
 
 
-def _train(rank: int, size: int, port: int, log: Path, argv: list[str]) -> None:
+def become(rank: int, size: int, port: int, log: Path) -> None:
+    """Makes this process a rank, as torchrun would, whose output goes to a file, and in which warnings are errors."""
     place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in place.items()})
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -235,6 +248,10 @@ def _train(rank: int, size: int, port: int, log: Path, argv: list[str]) -> None:
     os.dup2(output, 2)
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+
+
+def _train(rank: int, size: int, port: int, log: Path, argv: list[str]) -> None:
+    become(rank, size, port, log)
     import train
 
     sys.exit(train.main(argv))

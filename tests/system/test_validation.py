@@ -9,23 +9,11 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
-from tests.system.runs import checkpoints, digests, forked, lines, metrics, write_run
+from tests.system.runs import SETS, checkpoints, digests, forked, lines, metrics, write_run
 
 pytestmark = pytest.mark.ranks
 
-SETS = """
-[validation]
-interval = 2
-
-[validation.sets.packed]
-seq_len = 50
-rows = 7
-
-[validation.sets.context]
-seq_len = [16, 40, 81]
-rows = 5
-tail = 11
-"""
+EVERY_OTHER = "\n[validation]\ninterval = 2\n" + SETS
 RUN = ("--data.holdout=0.4", "--training.steps=5", "--checkpoint.interval=3", "--schedule.kind=constant")
 
 
@@ -38,7 +26,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def judged(plain: Path) -> Path:
     """The same with validation."""
     path = plain.with_name("judged.toml")
-    path.write_text(plain.read_text() + SETS)
+    path.write_text(plain.read_text() + EVERY_OTHER)
     return path
 
 

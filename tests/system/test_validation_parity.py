@@ -12,7 +12,7 @@ from torch import distributed
 
 from models.batch import IGNORE
 from tests.ranks import run_ranks
-from tests.system.runs import arguments, write_run
+from tests.system.runs import SETS, arguments, write_run
 from trainer.config import Config
 from trainer.data import held_out_of
 from trainer.distributed import World
@@ -25,16 +25,6 @@ pytestmark = pytest.mark.ranks
 Options = tuple[str, ...]
 Found = dict[str, dict[int, dict[str, object]]]
 
-SETS = """
-[validation.sets.packed]
-seq_len = 50
-rows = 7
-
-[validation.sets.context]
-seq_len = [16, 40, 81]
-rows = 5
-tail = 11
-"""
 LOSS_WHOLE, TOKENS_WHOLE = ("parallelism.loss_parallel=false",), ("parallelism.sequence_parallel=false",)
 
 

@@ -5,23 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import shutil
 import socket
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from models.batch import IGNORE
 from tests.ranks import context
-from tests.system.runs import forked, lines, wait_for, write_run
+from tests.system.runs import SETS, become, forked, lines, wait_for, write_run
 from trainer.config import DataSection
 from trainer.data import held_out_of, source_of
 from trainer.data.prepare import prepare
@@ -34,16 +31,6 @@ from trainer.load import load
 
 pytestmark = pytest.mark.ranks
 
-SETS = """
-[validation.sets.packed]
-seq_len = 50
-rows = 7
-
-[validation.sets.context]
-seq_len = [16, 40, 81]
-rows = 5
-tail = 11
-"""
 RUN = ("--training.steps=2", "--training.dtype=float64", "--data.holdout=0.4", "--checkpoint.interval=1")
 
 
@@ -85,13 +72,7 @@ def evaluated(command: str, words: list[str], *, processes: int, log: Path) -> l
 
 
 def _evaluate(rank: int, size: int, port: int, log: Path, command: str, words: list[str]) -> None:
-    place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({key: str(value) for key, value in place.items()})
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    torch.set_num_threads(1)
-    warnings.simplefilter("error")
+    become(rank, size, port, log)
     module = {"needle": needle, "perplexity": perplexity}[command]
     sys.exit(module.command(words, module.USAGE, module.run))
 
