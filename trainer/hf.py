@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from models import FAMILIES, hf
 from models.config import ModelConfig
 from models.hf_config import HuggingFaceError, differences, read_model, rope_fields, write_model
-from trainer.config import COPY
+from trainer.config import COPY, CORPUS
 from trainer.files import sync, write_synced
 from trainer.initial import HUGGING_FACE, checkpoint_of, model_of
 from trainer.run_folder import ResumeError, read_state
@@ -124,7 +124,8 @@ def tokenizer_of(values: dict[str, Any], moved: Path | None, *, length: int) -> 
     """First and last token of documents, and the files; nothing for a run on tokens that stand for no text."""
     from trainer.hf_tokenizer import files_of
 
-    if values.get("data.corpus") == COPY:
+    drawn = {item["source"] for item in values.get("data.mix") or [{"source": CORPUS}]}
+    if values.get("data.corpus") == COPY and drawn == {CORPUS}:
         say("the run had no text, and the model has no tokenizer")
         return None, None, {}
     path = moved or values.get("tokenizer.path")

@@ -5,6 +5,7 @@ A recipe becomes configurations of single stages, which is all that the rest of 
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -25,6 +26,17 @@ from trainer.sections import (
 
 DEFAULT_ROWS = TrainingSection().global_batch_size
 Values = dict[str, Any]
+
+# What each stage can have of its own.
+OWN = {
+    "training.global_batch_size": "batch_tokens",
+    "training.micro_batch_size": "micro_batch_size",
+    "model.rope": "rope",
+    "data.mix": "mix",
+    "data.mask": "mask",
+    "data.packing": "packing",
+    "optimizer.lr": "lr",
+}
 
 
 class StageSection(Section):
@@ -153,6 +165,10 @@ class Recipe(Config):
         found += [
             f"training.{key} = {getattr(self.training, key)} has no use beside [[stage]]" for key in sorted(given)
         ]
+        for key, own in OWN.items() if self.stage else ():
+            owner = reduce(getattr, key.split(".")[:-1], self)
+            if key.split(".")[-1] in owner.model_fields_set and all(own in stage.model_fields_set for stage in self.stage):
+                found.append(f"{key} has no use: every [[stage]] has its own {own}")
         if len(names) > 1 and not self.checkpoint.enabled:
             found.append("checkpoint.enabled = false: a stage goes on from the checkpoint of the one before")
         drawn = {item.source for stage in self.stage for item in stage.mix or self.data.mix} or {

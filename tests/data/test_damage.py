@@ -131,6 +131,8 @@ def test_a_preparation_is_a_corpus_for_its_own_tokenizer_only(source: Make) -> N
         prepare(Source(corpus=str(made.folder)), Other())
     with pytest.raises(DataError, match=r"max_document = 5, and .* was prepared with documents of up to 11 tokens"):
         prepare(Source(corpus=str(made.folder), max_document=5), ByteTokenizer())
+    with pytest.raises(DataError, match=r'was prepared with data.separators = "bos_eos", and it is "eos" now'):
+        prepare(Source(corpus=str(made.folder), separators="eos"), ByteTokenizer())
 
 
 def test_a_preparation_without_its_shards_is_not_taken_for_text(source: Make) -> None:

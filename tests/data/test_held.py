@@ -13,9 +13,10 @@ import torch
 
 from models.batch import IGNORE
 from trainer.config import Config, DataSection
-from trainer.data import DataError, held_out_of, open_rows, sources_of
+from trainer.data import DataError, held_out_of, open_rows, source_of, sources_of
 from trainer.data.held import HeldOut
 from trainer.data.packing import Choice, held_out, plan
+from trainer.data.prepare import prepare
 from trainer.data.rows import Rows
 from trainer.data.tokenizer import ByteTokenizer
 
@@ -177,3 +178,11 @@ def test_a_source_that_is_not_learned_from_is_judged_by_as_a_whole(section: Sect
 def test_documents_that_are_too_short_are_told(section: Section) -> None:
     with pytest.raises(DataError, match=r"validation\.sets\.one: no document has .*the longest of 40 has 276 tokens"):
         held_out_of(config(section(TEXTS), one={"seq_len": [10, 300]}))
+
+
+def test_what_was_cut_when_it_was_prepared_cannot_be_held_out_of(section: Section) -> None:
+    data = section(TEXTS, max_document=30)
+    made = prepare(source_of(data, "corpus"), ByteTokenizer())
+    again = DataSection(corpus=str(made.folder), holdout=0.3)
+    with pytest.raises(DataError, match=r"was prepared with data.max_document = 30: holding out some"):
+        open_rows(again, ByteTokenizer(), seq_len=16, seed=3)

@@ -97,7 +97,8 @@ def test_a_document_of_one_token_is_never_a_target(tmp_path: Path) -> None:
     idx_sha256 = hashlib.sha256(starts).hexdigest()
     shard = Shard(name="shard-00000", tokens=4, documents=3, bin_sha256="", idx_sha256=idx_sha256)
     described = {"dtype": "uint16", "vocab_size": 264, "bos": None, "eos": EOS, "longest": 2, "tokenizer": ""}
-    meta = Meta(version=1, tokens=4, documents=3, files=1, skipped=0, shards=[shard], **described)
+    asked = {"separators": "eos", "max_document": None}
+    meta = Meta(version=2, tokens=4, documents=3, files=1, skipped=0, shards=[shard], **described, **asked)
     (tmp_path / "meta.json").write_text(meta.sealed().model_dump_json())
     prepared = Prepared(tmp_path)
     made = plan(prepared.lengths, seq_len=6, packing="best_fit")

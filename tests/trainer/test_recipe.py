@@ -165,6 +165,14 @@ STAGE = {"name": "a", "seq_len": 64}
             {"training": {"steps": 5, "seq_len": 8}, "stage": [STAGE | {"steps": 1}]},
             "training.steps = 5 has no use beside [[stage]]",
         ),
+        (
+            {"optimizer": {"lr": 1e-3}, "stage": [STAGE | {"steps": 1, "lr": 1e-4}]},
+            "optimizer.lr has no use: every [[stage]] has its own lr",
+        ),
+        (
+            {"model": {"rope": {"theta": 1e5}}, "stage": [STAGE | {"steps": 1, "rope": {"theta": 1e6}}]},
+            "model.rope has no use: every [[stage]] has its own rope",
+        ),
     ],
 )
 def test_a_problem_names_its_stage_its_keys_and_the_rule(values: dict[str, Any], told: str) -> None:

@@ -12,7 +12,7 @@ from fractions import Fraction
 from itertools import repeat
 from math import gcd, lcm
 
-MILLIONTHS = 1_000_000
+PARTS = 100_000  # rows of the longest round
 
 
 class Mix:
@@ -54,14 +54,14 @@ class Mix:
 
 
 def integers(weights: Sequence[float | Fraction]) -> list[int]:
-    """The smallest in proportion to the weights; in proportion to a millionth of their sum, if they sum to more."""
+    """The smallest in proportion to the weights; in proportion to 1/PARTS of their sum, if they sum to more."""
     if not weights or min(weights) <= 0:
         raise ValueError(f"weights {list(weights)} must be positive")
     exact = [Fraction(str(weight)) for weight in weights]
     finest = lcm(*(weight.denominator for weight in exact))
     shares = [int(weight * finest) for weight in exact]
-    if sum(shares) // gcd(*shares) > MILLIONTHS:
-        shares = [round(weight / sum(exact) * MILLIONTHS) for weight in exact]
+    if sum(shares) // gcd(*shares) > PARTS:
+        shares = [round(weight / sum(exact) * PARTS) for weight in exact]
     if min(shares) == 0:
-        raise ValueError(f"weights {list(weights)} differ by more than a million")
+        raise ValueError(f"weights {list(weights)} differ too much")
     return [share // gcd(*shares) for share in shares]

@@ -165,7 +165,12 @@ def collect(row_of: Tensor, starts: Tensor, lengths: Tensor, seq_len: int) -> Pl
 
 def saved_plan(prepared: Prepared, *, seq_len: int, packing: Packing, choice: Choice = ALL) -> Plan:
     """The plan beside the shards, mapped into memory; made, and if possible written, if it is not there."""
-    path = prepared.folder / f"{packing}-{seq_len}{choice}.plan"
+    path, cut = prepared.folder / f"{packing}-{seq_len}{choice}.plan", prepared.meta.max_document
+    if cut is not None and (choice.without or choice.only):
+        raise DataError(
+            f"{prepared.folder} was prepared with data.max_document = {cut}: holding out some of its documents would "
+            "part what belongs together; data.mix can cut them too (max_len)"
+        )
     if not path.exists():
         made = plan(prepared.lengths, seq_len=seq_len, packing=packing, choice=choice)
         try:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trainer.data.errors import DataError
 
-VERSION = 1
+VERSION = 2
 META = "meta.json"
 DTYPES = {"uint16": torch.uint16, "int32": torch.int32}
 
@@ -50,7 +50,7 @@ class Piece(BaseModel):
 class Meta(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    version: Literal[1]
+    version: Literal[2]
     dtype: Literal["uint16", "int32"]
     vocab_size: int
     bos: int | None
@@ -61,6 +61,8 @@ class Meta(BaseModel):
     files: int
     skipped: int
     tokenizer: str
+    separators: str
+    max_document: int | None
     shards: list[Shard]
     sha256: str = ""
     """Of everything above."""

@@ -83,6 +83,11 @@ def opened(folder: Path, source: Source, tokenizer: Tokenizer) -> Prepared:
             f'data.corpus = "{folder}" was prepared with the tokenizer {prepared.meta.tokenizer}, '
             f"and [tokenizer] is {tokenizer.fingerprint}"
         )
+    if prepared.meta.separators != source.separators:
+        raise DataError(
+            f'data.corpus = "{folder}" was prepared with data.separators = "{prepared.meta.separators}", '
+            f'and it is "{source.separators}" now'
+        )
     if source.max_document is not None and prepared.meta.longest > source.max_document:
         raise DataError(
             f'data.max_document = {source.max_document}, and data.corpus = "{folder}" was prepared with documents of '
@@ -143,12 +148,12 @@ def tokenize(corpus: Corpus, job: Job, *, workers: int) -> None:
     done = [Piece.model_validate_json(job.record(number).read_bytes()) for number, _ in pieces]
     if not any(piece.shards for piece in done):
         shutil.rmtree(job.folder)
-    meta = summed(corpus, job.tokenizer, done)
+    meta = summed(corpus, job, done)
     write_synced(job.folder / "meta.tmp", meta.sealed().model_dump_json(indent=2).encode())
     (job.folder / "meta.tmp").rename(job.folder / META)
 
 
-def summed(corpus: Corpus, tokenizer: Tokenizer, done: Sequence[Piece]) -> Meta:
+def summed(corpus: Corpus, job: Job, done: Sequence[Piece]) -> Meta:
     """What all pieces are together, and in the log what was bad. Raises DataError if there is no text."""
     bad = [*corpus.skipped, *(problem for piece in done for problem in piece.bad)]
     for problem in bad:
@@ -160,6 +165,7 @@ def summed(corpus: Corpus, tokenizer: Tokenizer, done: Sequence[Piece]) -> Meta:
     if not shards:
         files, first = len(corpus.files), f", the first {bad[0]}" if bad else ""
         raise DataError(f"the corpus has no text: {files} files, {skipped} bad files or lines{first}")
+    tokenizer = job.tokenizer
     return Meta(
         version=VERSION,
         dtype=narrowest(tokenizer.vocab_size),
@@ -172,6 +178,8 @@ def summed(corpus: Corpus, tokenizer: Tokenizer, done: Sequence[Piece]) -> Meta:
         files=len(corpus.files),
         skipped=skipped,
         tokenizer=tokenizer.fingerprint,
+        separators=job.separators,
+        max_document=job.max_document,
         shards=shards,
     )
 
