@@ -41,7 +41,7 @@ def run(name: str, *options: str) -> list[str]:
 @pytest.mark.parametrize(
     ("options", "plan"),
     [
-        ((), "ring (4 ranks), layout doc_headtail (as configured)"),
+        pytest.param((), "ring (4 ranks), layout doc_headtail (as configured)", marks=pytest.mark.slow),
         pytest.param(
             ("--rotation", "alltoall"),
             "alltoall (4 ranks), layout doc_headtail (as configured)",

@@ -232,7 +232,11 @@ ODD_PLANS = {
 }
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.schedule}-{plan.pp}")
+@pytest.mark.parametrize(
+    "plan",
+    [pytest.param(plan, marks=pytest.mark.slow if plan.pp == 4 else ()) for plan in PLANS],
+    ids=lambda plan: f"{plan.schedule}-{plan.pp}",
+)
 def test_every_schedule_computes_what_one_process_computes(plan: PipelinePlan) -> None:
     require_equal(Case(plan))
 
@@ -261,7 +265,11 @@ def test_stages_may_be_compiled() -> None:
 # ---- with other axes
 
 
-@pytest.mark.parametrize("plan", [PLANS[0], *PLANS[2:6]], ids=lambda plan: plan.schedule)
+@pytest.mark.parametrize(
+    "plan",
+    [PLANS[0], PLANS[5], *(pytest.param(plan, marks=pytest.mark.slow) for plan in PLANS[2:5])],
+    ids=lambda plan: plan.schedule,
+)
 def test_stages_may_be_sharded(plan: PipelinePlan) -> None:
     require_equal(Case(plan, dp_shard=2))
 
@@ -297,7 +305,9 @@ def test_stages_may_have_replicas() -> None:
     require_equal(Case(PLANS[0], dp_replicate=2))
 
 
-@pytest.mark.parametrize("plan", [PLANS[0], PLANS[3]], ids=lambda plan: plan.schedule)
+@pytest.mark.parametrize(
+    "plan", [PLANS[0], pytest.param(PLANS[3], marks=pytest.mark.slow)], ids=lambda plan: plan.schedule
+)
 @pytest.mark.parametrize(("cp", "tp"), [(2, 1), (1, 2)])
 def test_ranks_of_a_stage_may_share_rows_and_matrices(plan: PipelinePlan, cp: int, tp: int) -> None:
     require_equal(Case(plan, cp=cp, tp=tp))

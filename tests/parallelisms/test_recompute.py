@@ -184,7 +184,11 @@ def test_a_block_that_is_made_again_is_so_once() -> None:
     assert len(fed) == 5 + 3
 
 
-@pytest.mark.parametrize(("config", "groups", "tile"), [(DEEP, 1, None), (NORMED, 2, TILE)], ids=["plain", "normed"])
+@pytest.mark.parametrize(
+    ("config", "groups", "tile"),
+    [pytest.param(DEEP, 1, None, marks=pytest.mark.slow), (NORMED, 2, TILE)],
+    ids=["plain", "normed"],
+)
 def test_compiled_bodies_give_the_same_and_are_compiled_for_all_blocks_at_once(
     config: ModelConfig, groups: int, tile: int | None
 ) -> None:

@@ -183,7 +183,9 @@ SLOW = [
         Case(TP2, FOUR, sequence=False, policy=policy, groups=2, every=every, tiled=tiled)
         for policy, every, tiled in PIECES
     ),
+    Case(TP4, CONFIG, compiled=True),
     Case(TP4, CONFIG, sequence=False, loss=False, compiled=True),
+    Case(TP4, policy="keep_attention", compiled=True, tiled=True),
     Case(TP4, TIED, loss=False, compiled=True),
     Case((("dp_replicate", 2), ("tp", 2)), compiled=True),
     Case(TP4, policy="keep_attention", compiled=True),
@@ -328,6 +330,7 @@ def recognised() -> list[tuple[int, int]]:
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_the_compiler_knows_the_exchanges_that_it_can_overlap() -> None:
     """By torch's own passes for async TP, which are private: this says when they change."""
     one_row, one_row_backward, rows, _ = run_ranks(recognised, 2)[0]

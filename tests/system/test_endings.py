@@ -208,7 +208,7 @@ def test_ranks_that_read_other_tokens_do_not_train(finished: Path, tmp_path: Pat
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_damaged_tokens_are_named_by_the_rank_that_meets_them(tmp_path: Path, processes: int) -> None:
     config, folder = write_run(tmp_path), tmp_path / "run"
     assert forked(config, folder, "--training.steps", "1").statuses == [0]

@@ -76,12 +76,12 @@ def case(
 
 
 CASES = [
-    case("dp_shard 4", mesh(dp_shard=4)),
-    case("dp_replicate 2 x dp_shard 2", mesh(dp_replicate=2, dp_shard=2)),
+    case("dp_shard 4", mesh(dp_shard=4), slow=True),
+    case("dp_replicate 2 x dp_shard 2", mesh(dp_replicate=2, dp_shard=2), slow=True),
     case("dp_shard 3, a place empty", mesh(dp_shard=3)),
     case("dp_shard 2, whole rows at once", mesh(dp_shard=2), ROWS, slow=True),
     case("dp_shard 2, state on the host", mesh(dp_shard=2), HOST, slow=True),
-    case("dp_shard 2, feed-forwards by tiles", mesh(dp_shard=2), TILES),
+    case("dp_shard 2, feed-forwards by tiles", mesh(dp_shard=2), TILES, slow=True),
     # Context parallelism
     case("cp 4 ring", mesh(cp=4, method="ring"), KEEP, slow=True),
     case("cp 3 alltoall, rows that do not divide", mesh(cp=3, method="alltoall")),
@@ -107,9 +107,9 @@ CASES = [
     case("dp_shard 2 x tp 2, all but head groups", mesh(dp_shard=2, tp=2), NO_GROUPS, slow=True),
     case("cp 2 ring x tp 2, all but head groups", mesh(cp=2, tp=2, method="ring"), NO_GROUPS, slow=True),
     case("pp 2, everything", mesh(pp=2), EVERYTHING),
-    case("tp 2", mesh(tp=2)),
+    case("tp 2", mesh(tp=2), slow=True),
     case("tp 2, tokens whole", mesh(tp=2), TOKENS_WHOLE, slow=True),
-    case("tp 2, loss whole", mesh(tp=2), LOSS_WHOLE),
+    case("tp 2, loss whole", mesh(tp=2), LOSS_WHOLE, slow=True),
     case("tp 2, tokens and loss whole, rows at once", mesh(tp=2), TOKENS_WHOLE, LOSS_WHOLE, ROWS, slow=True),
     case("tp 4, key heads shared", mesh(tp=4), slow=True),
     case("tp 2, state on the host", mesh(tp=2), HOST, KEEP, slow=True),
@@ -135,7 +135,7 @@ CASES = [
     case("pp 2 GPipe, rows at once", mesh(pp=2, schedule="GPipe"), ROWS, slow=True),
     case("pp 2 Interleaved1F1B", mesh(pp=2, schedule="Interleaved1F1B"), FULL),
     case("pp 2 InterleavedZeroBubble", mesh(pp=2, schedule="InterleavedZeroBubble")),
-    case("pp 2 ZBVZeroBubble", mesh(pp=2, schedule="ZBVZeroBubble")),
+    case("pp 2 ZBVZeroBubble", mesh(pp=2, schedule="ZBVZeroBubble"), slow=True),
     case("pp 2 DualPipeV", mesh(pp=2, schedule="DualPipeV"), slow=True),
     case("pp 2, layers as given", mesh(pp=2), ("--parallelism.pp_layers=3,1",), slow=True),
     case("pp 2, state on the host", mesh(pp=2), HOST, slow=True),
@@ -154,7 +154,9 @@ CASES = [
         ON_HOST,
     ),
     case("cp 2 x tp 2 x pp 2, blocks on the host", mesh(cp=2, tp=2, pp=2), ON_HOST, slow=True),
-    case("cp 2 allgather x pp 2 ZBVZeroBubble", mesh(cp=2, pp=2, method="allgather", schedule="ZBVZeroBubble")),
+    case(
+        "cp 2 allgather x pp 2 ZBVZeroBubble", mesh(cp=2, pp=2, method="allgather", schedule="ZBVZeroBubble"), slow=True
+    ),
     case("cp 2 ulysses x pp 2 DualPipeV", mesh(cp=2, pp=2, method="ulysses", schedule="DualPipeV"), slow=True),
     case("cp 2 alltoall x pp 2 GPipe", mesh(cp=2, pp=2, method="alltoall", schedule="GPipe"), FULL, slow=True),
     case("cp 4 hybrid x pp 2", mesh(cp=4, pp=2, method="hybrid"), HYBRID, slow=True),
@@ -286,8 +288,10 @@ NARROW = ("--training.dtype=float32", "--memory.optimizer_dtype=bfloat16")
 @pytest.mark.parametrize(
     "name",
     [
-        "dp_shard 2 x tp 2",
-        pytest.param("pp 2 Interleaved1F1B, state on the host", marks=pytest.mark.slow),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("dp_shard 2 x tp 2", "pp 2 Interleaved1F1B, state on the host")
+        ),
         "dp_replicate 2 x cp 2, state on the host",
     ],
 )

@@ -40,7 +40,7 @@ EXACT = ("step", "tokens", "loss", "grad_norm", "lr")
         pytest.param(2, 24, ("--memory.recompute", "full"), marks=pytest.mark.slow),
         pytest.param(4, 12, ("--training.deterministic", "true"), marks=pytest.mark.slow),
         pytest.param(4, 12, (*REPLICAS, "--model.tie_embeddings", "true"), marks=pytest.mark.slow),
-        (2, 24, HOST),
+        pytest.param(2, 24, HOST, marks=pytest.mark.slow),
     ],
     ids=["1", "2", "4", "2x2", "2, moments in bfloat16 on the host"],
 )

@@ -122,7 +122,11 @@ def test_ends_of_documents_have_no_bytes_whatever_they_are_written_as(run: Path)
 
 
 @pytest.mark.parametrize(
-    "mesh", [("--parallelism.cp=2", "--parallelism.cp_method=ring"), ("--parallelism.pp=2",), ("--parallelism.tp=2",)]
+    "mesh",
+    [
+        ("--parallelism.cp=2", "--parallelism.cp_method=ring"),
+        *(pytest.param((f"--parallelism.{axis}=2",), marks=pytest.mark.slow) for axis in ("pp", "tp")),
+    ],
 )
 def test_both_commands_say_the_same_on_every_mesh(
     run: Path, alone: list[dict[str, Any]], found: list[dict[str, Any]], mesh: tuple[str, ...], tmp_path: Path

@@ -33,7 +33,7 @@ BATCH = packed([9, 1, 14], [24])
 CPU_KERNEL = "aten::_scaled_dot_product_flash_attention_for_cpu"
 METHODS = {"ring": (2,), "alltoall": (2,), "allgather": (2,), "ulysses": (2,), "hybrid": (2, 2)}
 
-FAST = [("ring", False), ("ring", True), ("ulysses", False)]
+FAST = [("ring", True), ("ulysses", False)]
 
 
 def some_fast(names: Iterable[str], *fast: str) -> list[Any]:
@@ -101,7 +101,7 @@ class Called:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("method", some_fast(METHODS, "ring", "ulysses"))
+@pytest.mark.parametrize("method", some_fast(METHODS, "ring"))
 def test_three_layouts_of_documents_cost_one_compilation_without_a_break(method: str) -> None:
     for compiled, error in run_ranks(compilations, prod(METHODS[method]), method):
         assert compiled == 1
@@ -210,7 +210,7 @@ def traffic(method: str, dtype: torch.dtype, tokens: int, wire: torch.dtype) -> 
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_a_ring_makes_one_hop_less_than_it_has_ranks_and_three_times_as_many_in_all(ranks: int) -> None:
     tokens, kv_heads, width = 64, 2, 8
     hop = 2 * (tokens // ranks) * kv_heads * width
@@ -228,7 +228,7 @@ def test_gradients_of_keys_and_values_travel_in_the_type_that_is_asked_for() -> 
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_gathering_takes_one_collective_forward_and_two_backward_and_as_many_bytes_as_a_ring(ranks: int) -> None:
     tokens, kv_heads, width = 64, 2, 8
     others = 2 * tokens * kv_heads * width * (ranks - 1) // ranks
@@ -238,7 +238,7 @@ def test_gathering_takes_one_collective_forward_and_two_backward_and_as_many_byt
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_ulysses_sends_what_its_formula_says(ranks: int) -> None:
     tokens, heads, kv_heads, width = 64, 8, 2, 8
     for forward, backward in run_ranks(traffic, ranks, "ulysses", torch.bfloat16, tokens, torch.float32):
@@ -280,7 +280,7 @@ def stepwise(method: str) -> dict[str, float]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", some_fast(METHODS, "ring", "hybrid"))
 def test_steps_give_what_autograd_gives_also_of_some_of_the_heads(method: str) -> None:
     for found in run_ranks(stepwise, prod(METHODS[method]), method):
         assert len(found) == 10
@@ -320,8 +320,8 @@ def sent_by_a_model(method: str, groups: int, policy: recompute.Policy) -> dict[
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("method", ["ring", "alltoall"])
+@pytest.mark.parametrize("groups", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("method", some_fast(["ring", "alltoall"], "ring"))
 def test_where_attention_is_kept_keys_and_values_go_round_once_forward_and_once_backward(
     method: str, groups: int
 ) -> None:
