@@ -167,7 +167,9 @@ class Recipe(Config):
         ]
         for key, own in OWN.items() if self.stage else ():
             owner = reduce(getattr, key.split(".")[:-1], self)
-            if key.split(".")[-1] in owner.model_fields_set and all(own in stage.model_fields_set for stage in self.stage):
+            if key.split(".")[-1] in owner.model_fields_set and all(
+                own in stage.model_fields_set for stage in self.stage
+            ):
                 found.append(f"{key} has no use: every [[stage]] has its own {own}")
         if len(names) > 1 and not self.checkpoint.enabled:
             found.append("checkpoint.enabled = false: a stage goes on from the checkpoint of the one before")
