@@ -22,7 +22,7 @@ from dataclasses import replace
 import torch
 
 from trainer import logs
-from trainer.checkpoint import Checkpoints
+from trainer.checkpoint.checkpoints import Checkpoints
 from trainer.config import Config, Stage
 from trainer.data import DataError, held_out_of, rows_of
 from trainer.data.held import HeldOut
@@ -34,7 +34,7 @@ from trainer.load import load
 from trainer.metrics import Metrics
 from trainer.profiler import Profilers
 from trainer.run_folder import ResumeError, RunFolder, finished, next_stage
-from trainer.status import BAD_CONFIGURATION, DONE, FAILED, NO_RETRY, ConfigError, RankError
+from trainer.status import BAD_CONFIGURATION, DONE, FAILED, NO_RETRY, ConfigError, RankError, RunError
 from trainer.trainer import Trainer
 from trainer.validation import Validation
 
@@ -75,6 +75,8 @@ def main(argv: list[str]) -> int:
         return refuse(BAD_CONFIGURATION, *(error.problems if rank == 0 else ()))
     except (DataError, ResumeError) as error:
         return refuse(NO_RETRY, *([str(error)] if rank == 0 else ()))
+    except RunError as error:
+        return refuse(FAILED, *([str(error)] if rank == 0 else ()))
     except KeyboardInterrupt:
         resume = "interrupted; the same command goes on from the newest checkpoint"
         return refuse(FAILED, *([resume] if rank == 0 else ()))
@@ -87,12 +89,12 @@ def train(
     profilers = Profilers(stage.config, folder.logs, rank=world.rank, world_size=world.size, device=world.device)
     try:
         trainer = Trainer(stage.config, world, rows[0], stage=stage)
-        checkpoints = Checkpoints(config, folder)
+        checkpoints = Checkpoints(config, folder, world)
         resumed = checkpoints.resume(trainer)
         profilers.step(trainer.step)
         metrics = Metrics(config, folder, trainer, later=rows[1:], resumed=resumed)
         validation = Validation(trainer, sets)
-        with closing(metrics), Heartbeat(trainer) as heartbeat:
+        with closing(metrics), checkpoints, Heartbeat(trainer) as heartbeat:
             if not trainer.step:
                 metrics.validated(validation.run())
             for update in heartbeat.updates():
@@ -100,10 +102,15 @@ def train(
                 profilers.step(update.step)
                 if validation.due(update.step):
                     metrics.validated(validation.run())
+                metrics.checkpointed(checkpoints.collected())
                 if checkpoints.due(update.step, stage):
                     metrics.flush()  # The lines of all updates in a checkpoint are on disk before it is.
-                    metrics.checkpointed(checkpoints.save(trainer))
+                    checkpoints.save(trainer)
             metrics.flush()
+            last = checkpoints.wait()
+            metrics.checkpointed(checkpoints.collected())
+            if last is not None and last.problem is not None:
+                raise RunError(f"the checkpoint of update {last.step}, the last, failed: {last.problem}")
             metrics.farewell()
     except DataError as error:
         raise RankError(NO_RETRY, str(error)) from error

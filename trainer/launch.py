@@ -27,7 +27,7 @@ from trainer.load import find, load, show_path, split, to_toml
 from trainer.orphans import LAUNCHER
 from trainer.run_folder import ResumeError, RunFolder, finished, next_stage
 from trainer.stages import Recipe
-from trainer.status import BAD_CONFIGURATION, FAILED, NO_RETRY, ConfigError
+from trainer.status import BAD_CONFIGURATION, FAILED, NO_RETRY, ConfigError, RunError
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 TELLING_CODES = (NO_RETRY, BAD_CONFIGURATION)
@@ -91,9 +91,9 @@ def start_stages(config: Config, argv: Sequence[str], cluster: Cluster) -> int:
             return status
         try:
             after = next_stage(load(argv))  # What is still to come may have been changed meanwhile.
-        except (ConfigError, ResumeError) as error:
+        except (ConfigError, ResumeError, RunError) as error:
             sys.stderr.write(f"error: {error}\n")
-            return BAD_CONFIGURATION if isinstance(error, ConfigError) else NO_RETRY
+            return {ConfigError: BAD_CONFIGURATION, ResumeError: NO_RETRY}.get(type(error), FAILED)
         if after is None or after.index == before.index:
             return status
         before = after
@@ -106,8 +106,8 @@ def nothing_to_start(config: Config) -> tuple[int, str] | None:
         already = finished(config)
     except ConfigError as error:
         return BAD_CONFIGURATION, f"error: {error}"
-    except ResumeError as error:
-        return NO_RETRY, f"error: {error}"
+    except (ResumeError, RunError) as error:
+        return NO_RETRY if isinstance(error, ResumeError) else FAILED, f"error: {error}"
     return (0, already) if already else None
 
 
@@ -147,7 +147,7 @@ def complaints_of(check: Callable[[], object]) -> list[str]:
 
 def first_stage(config: Config) -> int:
     """The number of the stage that is next; what is done may not fit the processes that are left. 0 if that is unclear."""
-    with suppress(ResumeError, ConfigError):
+    with suppress(ResumeError, ConfigError, RunError):
         stage = next_stage(config)
         return 0 if stage is None else stage.index
     return 0

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parallelisms.collectives import max_over
+from trainer.checkpoint.background import Saved
 from trainer.config import Config, Stage
 from trainer.data.rows import Rows
 from trainer.hardware import GIB, device_memory, host_memory, peak_flops
@@ -50,6 +51,8 @@ class Metrics:
         self.last_by_shard: list[float | None] | None = None
         self.skipped = trainer.scalars()["skipped"]
         """Updates of the run so far whose gradient was not finite."""
+        self.failed_saves = 0
+        """Checkpoints that could not be written since this start."""
         self._pending: Update | None = None
         self._since = Totals()
         self.sinks: list[Sink] = []
@@ -97,9 +100,21 @@ class Metrics:
         }
         self.folder.event("start", **start)
 
-    def checkpointed(self, checkpoint: Path) -> None:
-        if self.world.rank == 0:
-            self.folder.event("checkpoint", path=str(checkpoint))
+    def checkpointed(self, saves: Sequence[Saved]) -> None:
+        """Writes how saves ended."""
+        self.failed_saves += sum(saved.problem is not None for saved in saves)
+        for saved in saves if self.world.rank == 0 else ():
+            if saved.problem is not None:
+                self.folder.event("checkpoint_failed", step=saved.step, reason=saved.problem)
+                numbers = {"checkpoint/failures": float(self.failed_saves)}
+            else:
+                keys = ("bytes", "seconds", "blocked_seconds")
+                facts = {key: getattr(saved, key) for key in keys}
+                self.folder.event("checkpoint", path=str(saved.path), step=saved.step, **facts)
+                numbers = {f"checkpoint/{key}": float(value) for key, value in facts.items()}
+            for sink in self.sinks:
+                if isinstance(sink, TensorBoard):
+                    sink.add(numbers, saved.step)
 
     def validated(self, results: Sequence[Result]) -> None:
         """Writes what the sets say after the last update that was written or taken."""
