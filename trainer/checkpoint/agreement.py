@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from torch import distributed
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import CheckpointException
 
@@ -13,6 +14,7 @@ from trainer.status import ResumeError, RunError
 
 T = TypeVar("T")
 SHOWN = 3
+"""Ranks whose problems are told; a disk that is full is a problem of all."""
 
 
 class PhaseError(Exception):
@@ -26,21 +28,22 @@ def everywhere(function: Callable[[], T], group: ProcessGroup | None) -> T:
     """
     value: T | None = None
     kind: type[Exception] = PhaseError
-    problem = ""
+    problems: dict[int, str] = {}
+    rank = distributed.get_rank(group)
     try:
         value = function()
     except (ResumeError, RunError, PhaseError) as error:
-        kind, problem = type(error), str(error)
-    except (Exception, CheckpointException) as error:  # noqa: BLE001 - whatever it is, the others are to hear of it
-        problem = describe(error)
-    outcomes = gather_over((kind, problem), group)
-    told = dict.fromkeys(
-        problem if len(outcomes) == 1 else f"[rank {rank}] {problem}"
-        for rank, (_, problem) in enumerate(outcomes)
-        if problem
-    )
-    if told:
-        first = next(kind for kind, problem in outcomes if problem)
+        kind, problems = type(error), {rank: str(error)}
+    except CheckpointException as error:  # All ranks raise it, and it says who met what.
+        problems = {rank: describe(failure) for rank, (failure, _) in error.failures.items()}
+    except Exception as error:  # noqa: BLE001 - whatever it is, the others are to hear of it
+        problems = {rank: describe(error)}
+    outcomes = gather_over((kind, problems), group)
+    if met := {rank: problem for _, problems in outcomes for rank, problem in sorted(problems.items())}:
+        first = next(kind for kind, problems in outcomes if problems)
+        # What is wrong with a checkpoint is the same whoever reads it.
+        unnamed = first is not PhaseError or distributed.get_world_size(group) == 1
+        told = dict.fromkeys(problem if unnamed else f"[rank {rank}] {problem}" for rank, problem in met.items())
         raise first("; ".join([*told][:SHOWN]))
     return value  # type: ignore[return-value]  # Without a problem it is the function's.
 
