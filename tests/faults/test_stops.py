@@ -68,10 +68,10 @@ def saves_at(*seconds: float) -> list[bool]:
     """Whether the clock asks for a checkpoint at these times, each of which is then begun."""
     import trainer.stops as module
 
-    now = 0.0
-    vars(module)["time"] = SimpleNamespace(monotonic=lambda: now, time=time.time)
+    clock = SimpleNamespace(now=0.0)
+    vars(module)["time"] = SimpleNamespace(monotonic=lambda: clock.now, time=time.time)
     stops, found = stops_of(0, Requests(), checkpoint={"interval_minutes": 5}), []
-    for now in seconds:
+    for clock.now in seconds:
         found.append(stops.ask(0.0).saves)
         if found[-1]:
             stops.saved()
