@@ -42,7 +42,7 @@ NODE_RANK, MASTER_ADDR and MASTER_PORT on each of them.
 PAGE = """\
 # Configuration
 
-<!-- Written by `python -m trainer.describe`; edit the docstrings in trainer/sections.py instead. -->
+<!-- Written by `python -m trainer.describe`; edit the docstrings of the sections in trainer/ instead. -->
 
 A run is described by a TOML file and by options of the form `--section.key VALUE`, which count more than the file.
 Unknown keys, wrong types and values out of range are refused, all at once, before any process starts. A key marked

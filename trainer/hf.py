@@ -199,7 +199,10 @@ def lines_of(folder: Path, model: ModelConfig, length: object) -> Iterator[str]:
         yield from ("", "[tokenizer]", f'kind = "{kind}"')
         yield from () if path is None else (f"path = {json.dumps(str(path.resolve()))}",)
     else:
-        yield from ("", "# No file of its tokenizer is one that is read here: set [tokenizer], or prepared data.")
+        yield from (
+            "",
+            "# No file of its tokenizer is one that is read here. Without [tokenizer] tokens are bytes, not its own.",
+        )
     yield from ("", "[checkpoint]", f"initial = {json.dumps(f'{HUGGING_FACE}{folder.resolve()}')}")
 
 

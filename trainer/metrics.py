@@ -172,7 +172,9 @@ class Metrics:
             return
         if self.stage.index + 1 < self.stage.count:
             self.folder.event("stage", name=self.stage.name, **facts)
-            log.info("%s is done, loss %.3f; the same command goes on with the next", self.stage, self.last_loss)
+            log.info(
+                "%s is done, loss %.3f; the next one follows, or the same command begins it", self.stage, self.last_loss
+            )
             return
         self.folder.event("end", **facts)
         committed = self.folder.committed()

@@ -217,7 +217,9 @@ class ParallelismSection(Section):
             return []
         product = " x ".join(f"{axis} {size}" for axis, size in degrees.items())
         needed = prod(degrees.values())
-        return [f"the mesh {product} needs {needed:,} processes, but there are {world_size:,} (NGPU x NNODES)"]
+        return [
+            f"the mesh {product} needs {needed:,} processes, but there are {world_size:,} (NGPU x NNODES, or torchrun's)"
+        ]
 
 
 class MemorySection(Section):

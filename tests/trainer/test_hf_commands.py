@@ -178,6 +178,7 @@ def test_a_model_of_transformers_goes_in_and_comes_out_bit_by_bit(
     made_by_transformers(kind, torch.bfloat16, vocab_size=264).save_pretrained(there, max_shard_size="10KB")
     assert run_main("import", there, run.parent / "begin.toml") == 0
     assert 'rope: kind "default", theta 10000' in capsys.readouterr().out
+    assert "# No file of its tokenizer is one that is read here. Without" in (run.parent / "begin.toml").read_text()
     options = (f"--data.corpus={run.parent / 'corpus'}", f"--data.cache_dir={run.parent / 'prepared'}")
     config = configured(run.parent / "begin.toml", run.parent / "run", "--training.seq_len=64", *options)
     assert config.checkpoint.initial == f"hf:{there}"
