@@ -93,8 +93,9 @@ class Loop:
 
     def run(self) -> str:
         with closing(self.metrics), self.checkpoints, Heartbeat(self.trainer) as heartbeat:
+            self._expect_waiting("the first update")
             if not self.trainer.step:
-                self.metrics.validated(self.validation.run())
+                self._validate()
             while True:
                 try:
                     reason = self._updates(heartbeat)
@@ -111,9 +112,9 @@ class Loop:
         began = time.monotonic()
         with closing(heartbeat.updates()) as updates:
             for update in updates:
+                self.metrics.write(update)  # Waits for the update before, where a device computes it.
                 self.slowest = max(self.slowest, time.monotonic() - began)
-                # What follows takes as long as it takes, the ranks waiting for each other.
-                self.watchdog.expect(f"what follows update {update.step}", 60 * section.start_timeout_minutes)
+                self._expect_waiting(f"what follows update {update.step}")
                 if reason := self._between(update):
                     return reason
                 began = time.monotonic()
@@ -122,10 +123,9 @@ class Loop:
 
     def _between(self, update: Update) -> str:
         """Does what is due after an update; why all ranks leave now, if they do."""
-        self.metrics.write(update)
         self.profilers.step(update.step)
         if self.validation.due(update.step):
-            self.metrics.validated(self.validation.run())
+            self._validate()
         for saved in self._collected():
             self._save_seconds = saved.seconds
         verdict = self.stops.ask(self._save_seconds)
@@ -138,6 +138,17 @@ class Loop:
             self.metrics.rollbacks = 0
             self.stops.saved()
         return leaves
+
+    def _validate(self) -> None:
+        results = []
+        for result in self.validation.run():
+            results.append(result)
+            self._expect_waiting("what follows a set of validation")
+        self.metrics.validated(results)
+
+    def _expect_waiting(self, what: str) -> None:
+        """What takes as long as it takes, while ranks wait for each other."""
+        self.watchdog.expect(what, 60 * self.trainer.config.distributed.start_timeout_minutes)
 
     def _collected(self) -> list[Saved]:
         """The saves that ended meanwhile, which are told."""
