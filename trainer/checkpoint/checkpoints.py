@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from parallelisms.collectives import max_over
 from trainer.checkpoint import resuming
 from trainer.checkpoint.background import Saved, UnderWay
-from trainer.checkpoint.manifest import read, size
+from trainer.checkpoint.manifest import size
 from trainer.checkpoint.retention import delete, good, superfluous
 from trainer.checkpoint.staging import Staging, in_place
 from trainer.checkpoint.writing import Save
@@ -43,6 +43,7 @@ class Checkpoints:
         self._last_step: int | None = None
         """Of the newest save that did not fail."""
         self._last_bytes = 0
+        """Of the newest that this start wrote."""
         self._begun = time.monotonic()
         self._under_way: UnderWay | None = None
         self._ended: list[Saved] = []
@@ -86,7 +87,7 @@ class Checkpoints:
             self._kept.append(Path(initial).expanduser())
         if checkpoint is not None:
             self._kept.append(checkpoint)
-            self._last_step, self._last_bytes = trainer.step, read(checkpoint).bytes
+            self._last_step = trainer.step
         self._begun = time.monotonic()
         return checkpoint
 
