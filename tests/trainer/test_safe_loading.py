@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,11 +27,18 @@ from trainer.run_folder import ResumeError, RunFolder, read_state
 NAME = "model.head.norm.weight"
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    config = configured(write_run(tmp_path), tmp_path / "run")
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("made")
+    config = configured(write_run(root), root / "run")
     with trainer_of(config) as trainer:
         return saved_by(Checkpoints(config, RunFolder(config.output_dir), trainer.world), trainer)
+
+
+@pytest.fixture
+def saved(made: Path, tmp_path: Path) -> Path:
+    """A checkpoint, to be changed."""
+    return Path(shutil.copytree(made, tmp_path / made.name))
 
 
 class Hostile:

@@ -255,7 +255,7 @@ def test_a_missing_folder_is_made(run: Path) -> None:
     assert checkpoints(folder.path) == ["step-0"]
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.EDQUOT, errno.EROFS, errno.ENOSPC])
+@pytest.mark.parametrize("number", [errno.EIO, errno.EDQUOT, errno.EROFS])
 def test_an_error_of_the_disk_is_told_and_cleaned_up(run: Path, number: int) -> None:
     def break_it(_: RunFolder) -> Callable[[], object]:
         context = pytest.MonkeyPatch()
