@@ -12,10 +12,11 @@ import torch
 
 from tests.system.runs import checkpoints, digests, forked, lines, metrics, state, steps, write_run
 from tests.trainer.inside import configured, run_here
-from trainer.checkpoint import manifest
+from trainer.checkpoint import manifest, verification
 from trainer.checkpoint.verification import newest_good
 from trainer.distributed import gloo_group, process_group
 from trainer.run_folder import ResumeError, RunFolder, next_stage
+from trainer.status import RunError
 
 EXACT = ("step", "tokens", "loss", "grad_norm", "lr")
 OPTIONS = ("--schedule.kind=constant", "--checkpoint.interval=2", "--training.dtype=float32")
@@ -134,9 +135,21 @@ def test_one_that_cannot_be_read_now_is_no_damage(root: Path, stopped: Path, mon
     monkeypatch.setattr(manifest, "PAUSE", 0.0)
     monkeypatch.setattr(manifest, "hash_of", fail)
     config = configured(root / "run.toml", stopped, *OPTIONS)
-    with pytest.raises(Exception, match=r"cannot be read \(attempt 4\): Input/output error") as caught:
+    with pytest.raises(RunError, match=r"cannot be read \(attempt 4\): Input/output error"):  # Which leaves with 1.
         run_here(config)
-    assert type(caught.value).__name__ == "RunError", "which leaves with 1, to be tried again"
+    assert checkpoints(stopped) == ["step-2", "step-4"]
+
+
+def test_damage_that_cannot_be_put_aside_ends_the_run(
+    root: Path, stopped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    flip(stopped / "checkpoints" / "step-4" / "__0_0.distcp")
+    monkeypatch.setattr(verification, "quarantine", refuse)
+    with pytest.raises(RunError, match=r"step-4 is damaged \(.*\) and cannot be put aside: Permission denied"):
+        run_here(configured(root / "run.toml", stopped, *OPTIONS))
     assert checkpoints(stopped) == ["step-2", "step-4"]
 
 

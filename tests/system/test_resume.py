@@ -79,15 +79,25 @@ def test_workers_that_still_import_torch_die_with_their_launcher(tmp_path: Path,
 # ---- a storm
 
 
-@pytest.mark.parametrize("way", ["forked", pytest.param("launched", marks=pytest.mark.slow)])
-def test_a_run_killed_again_and_again_ends_as_if_it_had_not_been(tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "kills", "updates"),
+    [
+        ("forked", 4, 24),
+        pytest.param("launched", 4, 24, marks=pytest.mark.slow),
+        pytest.param("forked", 20, 200, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_killed_again_and_again_ends_as_if_it_had_not_been(
+    tmp_path: Path, way: str, kills: int, updates: int
+) -> None:
+    """A save is under way at almost every moment, since every update is saved."""
     config = write_run(tmp_path)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    options = ("--training.steps", "24", "--checkpoint.interval", "1", "--checkpoint.keep", "2")
+    options = ("--training.steps", str(updates), "--checkpoint.interval", "1", "--checkpoint.keep", "2")
     assert forked(config, whole, *options, processes=2).statuses == [0, 0]
 
     draw = random.Random(0)
-    for _ in range(4):
+    for _ in range(kills):
         before = newest(killed)
         launcher = launch(config, killed, *options, processes=2) if way == "launched" else None
         ranks = [] if launcher else fork(config, killed, *options, processes=2)
@@ -95,16 +105,19 @@ def test_a_run_killed_again_and_again_ends_as_if_it_had_not_been(tmp_path: Path,
         wait_for(lambda: False, draw.uniform(0, 0.3))
         end(ranks)
         assert launcher is None or kill_launcher(launcher) == []
-        assert 0 < newest(killed) < 24, "the kill came too late for this test"
+        assert 0 < newest(killed) < updates, "the kill came too late for this test"
         lines_of_every_checkpoint_are_there(killed)
 
     begun = newest(killed)
+    last_step = f"step-{updates}"
     last = forked(config, killed, *options, processes=2)
     assert last.statuses == [0, 0]
     assert metrics(killed, *EXACT) == metrics(whole, *EXACT)
-    assert {*checkpoints(killed)} == {"step-23", "step-24", f"step-{begun}"}, "the newest, and what it went on from"
-    assert digests(killed / "checkpoints" / "step-24") == digests(whole / "checkpoints" / "step-24")
-    assert state(killed / "checkpoints" / "step-24") == state(whole / "checkpoints" / "step-24")
+    assert {*checkpoints(killed)} == {f"step-{step}" for step in (updates - 1, updates, begun)}, (
+        "the newest, and what it went on from"
+    )
+    assert digests(killed / "checkpoints" / last_step) == digests(whole / "checkpoints" / last_step)
+    assert state(killed / "checkpoints" / last_step) == state(whole / "checkpoints" / last_step)
 
 
 def newest(folder: Path) -> int:

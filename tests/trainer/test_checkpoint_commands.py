@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.system.runs import ROOT, checkpoints, reseal, state, tensors, write_run
-from tests.trainer.inside import configured, run_here, trainer_of
+from tests.trainer.inside import configured, run_here, saved_by, trainer_of
 from trainer.checkpoint.__main__ import main
 from trainer.checkpoint.checkpoints import Checkpoints
 from trainer.run_folder import RunFolder
@@ -121,6 +121,17 @@ def test_the_weights_alone_become_a_checkpoint_that_a_run_begins_with(
         held = trainer.tensors()
         assert all(torch.equal(held[name], tensor) for name, tensor in slim.items())
     assert said(capsys, "export", output, output)[0] == 2
+
+
+def test_weights_are_found_wherever_they_lie_in_a_file(trained: Path, tmp_path: Path, capsys: Capture) -> None:
+    config = configured(trained / "run.toml", tmp_path / "run")
+    with trainer_of(config) as trainer:
+        held = dict(reversed(trainer.tensors().items()))
+        trainer.tensors = lambda: held  # type: ignore[method-assign]
+        saved = saved_by(Checkpoints(config, RunFolder(config.output_dir), trainer.world), trainer)
+    assert said(capsys, "export", saved, tmp_path / "weights")[0] == 0
+    whole, slim = tensors(saved), tensors(tmp_path / "weights")
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in slim.items())
 
 
 def test_an_export_of_what_is_damaged_leaves_nothing(run: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from trainer.checkpoint import resuming
 from trainer.checkpoint.background import Saved, UnderWay
-from trainer.checkpoint.manifest import read, size
+from trainer.checkpoint.manifest import size
 from trainer.checkpoint.retention import delete, good, superfluous
 from trainer.checkpoint.staging import Staging, in_place
 from trainer.checkpoint.writing import Save
@@ -42,6 +42,7 @@ class Checkpoints:
         self._last_step: int | None = None
         """Of the newest save that did not fail."""
         self._last_bytes = 0
+        """Of the newest that this start wrote."""
         self._under_way: UnderWay | None = None
         self._ended: list[Saved] = []
         self._newest: Saved | None = None
@@ -76,7 +77,7 @@ class Checkpoints:
             self._kept.append(Path(initial).expanduser())
         if checkpoint is not None:
             self._kept.append(checkpoint)
-            self._last_step, self._last_bytes = trainer.step, read(checkpoint).bytes
+            self._last_step = trainer.step
         return checkpoint
 
     # ---- saving

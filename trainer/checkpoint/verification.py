@@ -19,7 +19,7 @@ from trainer.checkpoint.agreement import agreed, everywhere
 from trainer.checkpoint.manifest import DamageError
 from trainer.checkpoint.retention import quarantine
 from trainer.run_folder import RunFolder, no_good_checkpoint
-from trainer.status import ResumeError
+from trainer.status import ResumeError, RunError
 
 log = logging.getLogger("trainer")
 
@@ -67,6 +67,9 @@ def damage(checkpoint: Path, group: ProcessGroup | None) -> list[str]:
 
 
 def _put_aside(folder: RunFolder, checkpoint: Path, reason: str) -> None:
-    aside = quarantine(checkpoint, reason)
+    try:
+        aside = quarantine(checkpoint, reason)
+    except OSError as error:
+        raise RunError(f"{checkpoint} is damaged ({reason}) and cannot be put aside: {error.strerror}") from None
     log.warning("%s is damaged and was put aside as %s: %s", checkpoint, aside.name, reason)
     folder.event("quarantined", path=str(checkpoint), moved=str(aside), reason=reason)

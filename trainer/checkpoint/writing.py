@@ -47,7 +47,7 @@ class Save:
     state: Mapping[str, Any]
     mesh: Mapping[str, int]
     last: int
-    """Bytes of the checkpoint before; 0 if that is not known."""
+    """Bytes of the checkpoint before, of the same state; 0 if there is none."""
 
     @property
     def final(self) -> Path:
@@ -87,7 +87,8 @@ def _prepare(save: Save, group: ProcessGroup, *, leading: bool) -> tuple[Mapping
         parts.append(save.held())
         return sum(local(tensor).nbytes / copies(tensor) for tensor in save.tensors.values())
 
-    needed = max(save.last, int(sum(agreed(stage, group))))
+    computed = int(sum(agreed(stage, group)))
+    needed = save.last or computed
 
     def room() -> int | None:
         if save.final.exists():
