@@ -122,7 +122,7 @@ class Checkpoints:
             mesh=trainer.mesh.degrees,
             last=self._last_bytes,
         )
-        self._under_way = UnderWay(save, self._group, committed=self._prune, began=self._begun)
+        self._under_way = UnderWay(save, self._group, self.world.device, committed=self._prune, began=self._begun)
         self._under_way.start(threaded=section.asynchronous)
         if not section.asynchronous:
             self._take()
