@@ -105,6 +105,7 @@ def test_stages_follow_each_other_and_say_what_they_are(whole: Path) -> None:
     assert [(one["step"], one["stage"]["stage"], one["trainer"]["next_row"]) for one in written] == [
         (10, "long", 8),
         (11, "long", 12),
+        (8, "middle", 24),  # What the last stage went on from.
         (9, "long", 4),
     ]
     kinds = [line["event"] for line in lines(folder / "events.jsonl") if line["event"] != "checkpoint"]

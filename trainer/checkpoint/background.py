@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 
+import torch
 from torch.distributed import ProcessGroup
 
 from trainer.checkpoint.agreement import PhaseError, describe
@@ -32,9 +33,11 @@ class Saved:
 class UnderWay:
     """A daemon thread: a process that leaves because of an error must not wait for ranks that are gone."""
 
-    def __init__(self, save: Save, group: ProcessGroup, *, committed: Callable[[], None], began: float) -> None:
+    def __init__(
+        self, save: Save, group: ProcessGroup, device: torch.device, *, committed: Callable[[], None], began: float
+    ) -> None:
         """`committed` is called in the thread, after a commit; `began` is when training began to stand still."""
-        self._save, self._group, self._committed = save, group, committed
+        self._save, self._group, self._device, self._committed = save, group, device, committed
         self._began, self._blocked = began, 0.0
         self._bytes, self._seconds = 0, 0.0
         self._problem: str | None = None
@@ -75,6 +78,8 @@ class UnderWay:
 
     def _run(self) -> None:
         try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # Of this thread; else it would be the machine's first.
             self._bytes = write(self._save, self._group)
             self._committed()
         except (PhaseError, ResumeError, RunError) as error:

@@ -111,7 +111,7 @@ class Checkpoints:
             mesh=trainer.mesh.degrees,
             last=self._last_bytes,
         )
-        self._under_way = UnderWay(save, self._group, committed=self._prune, began=began)
+        self._under_way = UnderWay(save, self._group, self.world.device, committed=self._prune, began=began)
         self._under_way.start(threaded=section.asynchronous)
         if not section.asynchronous:
             self._take()

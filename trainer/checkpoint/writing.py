@@ -29,6 +29,8 @@ from trainer.checkpoint.retention import wipe
 from trainer.checkpoint.staging import Held, Planner
 from trainer.files import sync, write_synced
 
+AHEAD = 10_000_000
+"""Bytes that are on their way from a device while others are written."""
 ROOM = 1.1
 """Free bytes that a save asks for, by the bytes that it writes."""
 
@@ -108,7 +110,9 @@ def _prepare(save: Save, group: ProcessGroup, *, leading: bool) -> tuple[Mapping
 def _write(save: Save, held: Mapping[str, Tensor], group: ProcessGroup, *, leading: bool) -> None:
     # Other nodes may not see the folder yet; its exist_ok is for those that do.
     save.temporary.mkdir(exist_ok=True)
-    writer = dcp.FileSystemWriter(save.temporary)
+    # On a device torch copies ahead, and waits for all that is queued there, training too; on the host there is no need.
+    ahead = 0 if all(part.device.type == "cpu" for part in held.values()) else AHEAD
+    writer = dcp.FileSystemWriter(save.temporary, per_thread_copy_ahead=ahead)
     dcp.save(dict(save.tensors), storage_writer=writer, planner=Planner(held), process_group=group)
     if leading:
         content = json.dumps(save.state, indent=1, allow_nan=False) + "\n"
