@@ -38,6 +38,21 @@ class State:
     ran: str
     limit: str
 
+    @classmethod
+    def read(cls, job: str, told: str) -> State:
+        """From what `scontrol --oneliner show job` says."""
+        facts = dict(re.findall(r"(?:^|\s)([\w:/]+)=(\S*)", told))
+        return cls(
+            job=job,
+            state=facts.get("JobState", "UNKNOWN"),
+            reason=facts.get("Reason", ""),
+            nodes=facts.get("NodeList", ""),
+            requeues=int(facts.get("Restarts", "0")),
+            exit_code=facts.get("ExitCode", ""),
+            ran=facts.get("RunTime", ""),
+            limit=facts.get("TimeLimit", ""),
+        )
+
     @property
     def is_over(self) -> bool:
         return self.state in ENDED
@@ -65,17 +80,7 @@ def state(job: str) -> State | None:
         if "Invalid job id" in str(error):
             return None
         raise
-    facts = dict(re.findall(r"(?:^|\s)([\w:/]+)=(\S*)", told))
-    return State(
-        job=job,
-        state=facts.get("JobState", "UNKNOWN"),
-        reason=facts.get("Reason", ""),
-        nodes=facts.get("NodeList", ""),
-        requeues=int(facts.get("Restarts", "0")),
-        exit_code=facts.get("ExitCode", ""),
-        ran=facts.get("RunTime", ""),
-        limit=facts.get("TimeLimit", ""),
-    )
+    return State.read(job, told)
 
 
 def cancel(job: str) -> None:
