@@ -84,6 +84,10 @@ def missing() -> str | None:
     return None
 
 
+class CommandError(Exception):
+    """A command failed; with what it said."""
+
+
 class Cluster:
     """Made by `with`; the folder is not below pytest's, which munged finds too private."""
 
@@ -152,7 +156,8 @@ class Cluster:
     @property
     def environment(self) -> dict[str, str]:
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "PYTEST_"))}
-        return inherited | {"SLURM_CONF": str(self.folder / "slurm.conf")}
+        # One thread, as everywhere in the tests: results are compared bit by bit.
+        return inherited | {"SLURM_CONF": str(self.folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
 
     # ---- what can happen to it
 
@@ -181,7 +186,7 @@ class Cluster:
     # ---- what is asked of it
 
     def command(self, *command: str) -> str:
-        """What a command says that is typed on the controller. Raises `CalledProcessError`."""
+        """What a command says that is typed on the controller. Raises `CommandError`."""
         return self._enter("ctl", *command)
 
     def state(self, job: str) -> State:
@@ -218,7 +223,7 @@ class Cluster:
 def _run(*command: str, environment: dict[str, str] | None = None) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
     if done.returncode:
-        raise subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
+        raise CommandError(f"{' '.join(command)} left with {done.returncode}\n{done.stdout}{done.stderr}")
     return done.stdout
 
 

@@ -157,7 +157,7 @@ def examined(argv: Sequence[str]) -> tuple[Recipe | None, list[str]]:
 
 
 def refuse_run(argv: Sequence[str], config: Recipe | None, problems: Sequence[str]) -> int:
-    cluster = config and Cluster(processes=config.slurm.processes, nodes=config.slurm.nodes)
+    cluster = None if config is None else Cluster(processes=config.slurm.processes, nodes=config.slurm.nodes)
     sys.stderr.write(complaint(problems, argv, cluster))
     return BAD_CONFIGURATION
 

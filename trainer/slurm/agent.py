@@ -23,15 +23,16 @@ def main(words: Sequence[str]) -> int:
     address, _, port = asked.meet.rpartition(":")
     place = {"NGPU": asked.processes, "NNODES": asked.nodes, "NODE_RANK": "0", "MASTER_ADDR": address}
     config, cluster, problems = examine(argv, place | {"MASTER_PORT": port})
+    speaks = os.environ.get("SLURM_NODEID", "0") == "0"
     if problems or cluster is None:
-        sys.stderr.write(complaint(problems, argv, cluster))
+        sys.stderr.write(complaint(problems, argv, cluster) * speaks)
         return BAD_CONFIGURATION
     settled = nothing_to_start(config)
     if settled is not None:
         status, reason = settled
-        sys.stderr.write(f"{reason}\n")
+        sys.stderr.write(f"{reason}\n" * speaks)
         return status
-    # Also of a single node: its port is the job's, not one that is looked for.
+    # Of a single node, too, the place to meet is the job's.
     cluster = Cluster(processes=cluster.processes, nodes=cluster.nodes, master=asked.meet, rendezvous=asked.id)
     prepare_environment(os.environ, cluster, host_works=config.memory.optimizer_placement == "host")
     logging.disable(logging.ERROR)  # The agent's view of a failed worker; `start` tells it in one line.

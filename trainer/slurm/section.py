@@ -10,6 +10,7 @@ from trainer.sections import Amount, Count, Section
 
 # One word of a line that both sbatch and a shell read.
 Word = Annotated[str, Field(pattern=r"^[^\s\"'\\$`#]+$")]
+Image = Annotated[str, Field(pattern=r"^[^\s\"'\\$`]+$")]
 Option = Annotated[str, Field(pattern=r"^--[A-Za-z][^\n\"'\\$`#]*$")]
 
 LONGEST_LEAD = 65_535  # seconds: what sbatch takes
@@ -52,8 +53,8 @@ class SlurmSection(Section):
     """Lines of shell before anything else, such as `module load cuda`."""
     python: Word | None = None
     """Interpreter on the nodes: a path or a name without spaces. Left out: the one that renders the script, or `python3` in a container."""
-    container: Word | None = None
-    """Image that ranks run in, without spaces; needs the pyxis plugin of srun."""
+    container: Image | None = None
+    """Image that ranks run in, without spaces, such as `nvcr.io#nvidia/pytorch:26.01-py3`; needs the pyxis plugin of srun."""
     options: tuple[Option, ...] = ()
     """Further options of sbatch, such as `--exclusive` or `--mail-type=FAIL`."""
     srun_options: tuple[Option, ...] = ()
