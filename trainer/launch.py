@@ -35,14 +35,13 @@ TELLING_CODES = (NO_RETRY, BAD_CONFIGURATION)
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """What starts where. `task`: this process's rank, if srun started it; `rendezvous`: name of a c10d meeting of agents."""
+    """What starts where: `processes` on each of `nodes`; `task` is this process's rank if srun started it."""
 
     processes: int
     nodes: int = 1
     node_rank: int = 0
     master: str = "127.0.0.1:0"
     task: int | None = None
-    rendezvous: str | None = None
 
     @property
     def world_size(self) -> int:
@@ -365,9 +364,7 @@ def _torchrun_options(cluster: Cluster, script: Path, argv: Sequence[str]) -> li
         "--signals-to-handle": "SIGINT,SIGHUP,SIGQUIT",
     }
     address, _, port = cluster.master.rpartition(":")
-    if cluster.rendezvous is not None:
-        options |= {"--rdzv-backend": "c10d", "--rdzv-endpoint": cluster.master, "--rdzv-id": cluster.rendezvous}
-    elif alone:
+    if alone:
         options |= {"--rdzv-backend": "c10d", "--rdzv-endpoint": cluster.master, "--local-addr": address}
     else:  # c10d would number the nodes as they arrive; rank 0 and its log belong on node 0.
         options |= {"--node-rank": cluster.node_rank, "--master-addr": address, "--master-port": port}

@@ -53,6 +53,12 @@ class Rank:
         """Rank 1 dies; its peers are told to leave, and cannot save."""
         return 1 if self.number == 1 else self.train()
 
+    def intruded(self) -> int:
+        """Another start in the folder is refused, and then rank 1 dies."""
+        if self.number == 0:
+            self.mark("STOP", "another")
+        return self.crash()
+
     def progress(self) -> int:
         """Saves, and crashes later."""
         self.save(None)
@@ -94,13 +100,14 @@ class Rank:
             time.sleep(0.01)
         if self.number == 0:
             steps = [int(path.name.partition("-")[2]) for path in (self.run / "checkpoints").iterdir()]
-            (self.run / "checkpoints" / f"step-{max(steps, default=0) + 1}").mkdir()
+            (self.run / "checkpoints" / f"step-{max(steps, default=8) + 1}").mkdir()
             if marker:
                 self.mark(marker)
         return 0
 
-    def mark(self, marker: str) -> None:
-        facts = {"step": 1, "reason": "the plan", "attempt": os.environ["LONGHAUL_ATTEMPT"], "time": time.time()}
+    def mark(self, marker: str, attempt: str = "") -> None:
+        attempt = attempt or os.environ["LONGHAUL_ATTEMPT"]
+        facts = {"step": 1, "reason": "the plan", "attempt": attempt, "time": time.time()}
         (self.run / marker).write_text(json.dumps(facts))
 
 
@@ -109,6 +116,7 @@ def main(words: list[str]) -> int:
         sys.stdout.write("a node\n")
         return 0
     rank = Rank(Path(words[words.index("--config") + 1]).parents[2])
+    rank.did(f"meets at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}")
     action = json.loads((rank.run / "plan.json").read_text()).get(rank.attempt, "finish")
     status: int = getattr(rank, action)()
     rank.did(f"left with {status} after {' '.join(rank.heard) or 'nothing'}")

@@ -27,6 +27,10 @@ newest() { # the number of the newest checkpoint, 0 without any
     echo "$most"
 }
 
+left() { # whether this attempt left marker $1; another start in the folder may have left one of its own
+    grep -qsF "\"attempt\": \"$LONGHAUL_ATTEMPT\"" "$RUN/$1"
+}
+
 await() { # waits for process $1 and leaves its exit status in $status; a trapped signal does not end the wait
     while heard=0; do
         wait "$1"
@@ -60,7 +64,7 @@ mkdir -p "$RUN/slurm"
 ((life)) || echo 0 >"$RUN/slurm/stuck"
 for ((attempt = 0; ; attempt++)); do
     ((told)) && requeue
-    # Markers say how ranks ended. Those of earlier attempts must not decide about this one.
+    # Markers say how ranks ended, and so far nothing did.
     rm -f "$RUN"/{DONE,REQUEUE,STOP}
     before=$(newest)
     export LONGHAUL_ATTEMPT=$SLURM_JOB_ID.$life.$attempt
@@ -74,10 +78,10 @@ for ((attempt = 0; ; attempt++)); do
     after=$(newest)
     say "attempt $LONGHAUL_ATTEMPT ended with $status, newest checkpoint: step $after"
 
-    if [[ -f $RUN/DONE ]]; then
+    if left DONE; then
         say "done"
         exit 0
-    elif [[ -f $RUN/STOP ]]; then
+    elif left STOP; then
         say "stopped, a retry cannot mend it: $(cat "$RUN/STOP")"
         exit 78
     elif ((status == 2 || status == 78)); then
@@ -86,13 +90,13 @@ for ((attempt = 0; ; attempt++)); do
     fi
 
     stuck=$(($(cat "$RUN/slurm/stuck" 2>/dev/null || echo 0) + 1))
-    if [[ -f $RUN/REQUEUE ]] || ((after > before)); then stuck=0; fi
+    if left REQUEUE || ((after > before)); then stuck=0; fi
     echo "$stuck" >"$RUN/slurm/stuck"
     if ((stuck >= MAX_STUCK)); then
         say "$stuck starts in a row without a new checkpoint: giving up"
         exit 1
     fi
-    if [[ -f $RUN/REQUEUE ]] || ((told)); then requeue; fi
+    if left REQUEUE || ((told)); then requeue; fi
 
     # Otherwise ranks crashed, or a stage ended and the next is to begin: they are started again.
     ((stuck == 0)) || say "starting again in $((stuck * BACKOFF)) s"
