@@ -42,8 +42,9 @@ class Rank:
         return self.save("REQUEUE")
 
     def last(self) -> int:
-        """Is told to leave when there is nothing left to do."""
+        """Is told to leave when there is nothing left to do but to save, which takes a while."""
         self.wait()
+        time.sleep(2)
         return self.save("DONE")
 
     def finish(self) -> int:
