@@ -3,119 +3,118 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 
+from trainer.requests import Asked, Requests
+
+REQUESTS = Requests()
+
 if __name__ == "__main__":
-    # Importing torch takes seconds, in which the launcher may die and leave its workers to themselves, or the user may
-    # interrupt, who has no use for the traceback of an import.
+    # Importing torch takes seconds, in which the launcher may die and leave its workers to themselves, or somebody may
+    # ask this process to leave.
     from trainer.orphans import die_with_launcher
 
     die_with_launcher()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    REQUESTS.listen()
 
 import logging
-from collections.abc import Sequence
-from contextlib import closing
+from contextlib import suppress
 from dataclasses import replace
 
-import torch
-
-from trainer import logs
-from trainer.checkpoint import Checkpoints
+from trainer import logs, markers
 from trainer.config import Config, Stage
 from trainer.data import DataError, held_out_of, rows_of
 from trainer.data.held import HeldOut
 from trainer.data.rows import Rows
-from trainer.distributed import World, place, process_group, require_agreement, settled
-from trainer.heartbeat import Heartbeat
+from trainer.distributed import place, process_group, require_agreement, settled
+from trainer.health import LostError
 from trainer.initial import require_initial
 from trainer.load import load
-from trainer.metrics import Metrics
-from trainer.profiler import Profilers
+from trainer.loop import train
 from trainer.run_folder import ResumeError, RunFolder, finished, next_stage
 from trainer.status import BAD_CONFIGURATION, DONE, FAILED, NO_RETRY, ConfigError, RankError
-from trainer.trainer import Trainer
-from trainer.validation import Validation
+from trainer.stops import Stops, end_of_time
 
 log = logging.getLogger("trainer")
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], requests: Requests | None = None) -> int:
     rank, world_size, _ = place(os.environ)
     logs.configure(rank)
+    if requests is None:
+        requests = Requests()
+        requests.listen()
+    folder: RunFolder | None = None
     try:
         config = load(argv)
-        if problems := config.stage_problems():
-            raise ConfigError(problems)
-        stage = next_stage(config)
-        config.require(world_size, first=stage.index if stage else 0)
-        if stage is None:
-            log.info(finished(config))
-            return DONE
-        require_initial(stage.config)
         folder = RunFolder(config.output_dir)
-        folder.make()
-        logs.keep(folder.logs, rank)
-        # Before the process group exists: its patience is not made for tokenizing a corpus.
-        rows = [rows_of(each.config, stage=each.index) for each in config.stages[stage.index :]]
-        sets = held_out_of(config)
-        with folder.locked(leading=rank == 0), process_group(config.distributed) as world:
-            facts = {f"fingerprint of {name}": value for name, value in rows[0].fingerprints.items()}
-            facts |= {f"fingerprint of the set {each.name}": each.fingerprint for each in sets}
-            require_agreement(
-                stage.config, facts | {"stage": stage.name, "newest checkpoint": str(folder.newest(config))}
-            )
-            train(config, replace(stage, config=settled(stage.config, world)), folder, world, rows, sets)
-        return DONE
+        # Nobody waits yet, and there is nothing to save.
+        with requests.raised():
+            if problems := config.stage_problems():
+                raise ConfigError(problems)
+            stage = next_stage(config)
+            config.require(world_size, first=stage.index if stage else 0)
+            if stage is None:
+                log.info(finished(config))
+                return DONE
+            require_initial(stage.config)
+            folder.make()
+            logs.keep(folder.logs, rank)
+            # Before the process group exists: its patience is not made for tokenizing a corpus.
+            rows = [rows_of(each.config, stage=each.index) for each in config.stages[stage.index :]]
+            sets = held_out_of(config)
+        run(config, stage, folder, rows, sets, requests)
+    except Asked:
+        if rank == 0 and folder is not None and folder.path.is_dir():
+            mark(folder, "REQUEUE", "asked to leave before the first update")
+        return refuse(None, FAILED, *(["asked to leave before the first update"] if rank == 0 else ()))
     except RankError as error:
-        return refuse(error.status, f"[rank {rank}] {error}")
+        return refuse(folder, error.status, f"[rank {rank}] {error}")
     # What follows is found by all ranks alike.
     except ConfigError as error:
-        return refuse(BAD_CONFIGURATION, *(error.problems if rank == 0 else ()))
-    except (DataError, ResumeError) as error:
-        return refuse(NO_RETRY, *([str(error)] if rank == 0 else ()))
-    except KeyboardInterrupt:
-        resume = "interrupted; the same command goes on from the newest checkpoint"
-        return refuse(FAILED, *([resume] if rank == 0 else ()))
+        return refuse(folder, BAD_CONFIGURATION, *(error.problems if rank == 0 else ()))
+    except (DataError, LostError, ResumeError) as error:
+        return refuse(folder, NO_RETRY, *([str(error)] if rank == 0 else ()))
+    return DONE
 
 
-def train(
-    config: Config, stage: Stage, folder: RunFolder, world: World, rows: Sequence[Rows], sets: Sequence[HeldOut] = ()
+def run(
+    config: Config, stage: Stage, folder: RunFolder, rows: list[Rows], sets: list[HeldOut], requests: Requests
 ) -> None:
-    """Runs a stage, whose rows are the first; the others are those of later ones. It is judged by the sets."""
-    profilers = Profilers(stage.config, folder.logs, rank=world.rank, world_size=world.size, device=world.device)
-    try:
-        trainer = Trainer(stage.config, world, rows[0], stage=stage)
-        checkpoints = Checkpoints(config, folder)
-        resumed = checkpoints.resume(trainer)
-        profilers.step(trainer.step)
-        metrics = Metrics(config, folder, trainer, later=rows[1:], resumed=resumed)
-        validation = Validation(trainer, sets)
-        with closing(metrics), Heartbeat(trainer) as heartbeat:
-            if not trainer.step:
-                metrics.validated(validation.run())
-            for update in heartbeat.updates():
-                metrics.write(update)
-                profilers.step(update.step)
-                if validation.due(update.step):
-                    metrics.validated(validation.run())
-                if checkpoints.due(update.step, stage):
-                    metrics.flush()  # The lines of all updates in a checkpoint are on disk before it is.
-                    metrics.checkpointed(checkpoints.save(trainer))
-            metrics.flush()
-            metrics.farewell()
-    except DataError as error:
-        raise RankError(NO_RETRY, str(error)) from error
-    except torch.OutOfMemoryError as error:
-        raise RankError(FAILED, profilers.out_of_memory(error)) from error
+    """Runs a stage on all ranks, and says how it ended."""
+    rank, _, _ = place(os.environ)
+    with folder.locked(leading=rank == 0), process_group(config.distributed) as world:
+        facts = {f"fingerprint of {name}": value for name, value in rows[0].fingerprints.items()}
+        facts |= {f"fingerprint of the set {each.name}": each.fingerprint for each in sets}
+        facts |= {"stage": stage.name, "newest checkpoint": str(folder.newest(config))}
+        require_agreement(stage.config, facts)
+        stops = Stops(config, requests, leading=rank == 0, limit=end_of_time(config, os.environ))
+        stage = replace(stage, config=settled(stage.config, world))
+        reason = train(config, stage, folder, world, rows=rows, sets=sets, stops=stops)
+        if reason and not config.checkpoint.enabled:
+            raise LostError(f"{reason}: left without a checkpoint, because checkpoint.enabled = false")
+        if rank == 0 and (reason or stage.index + 1 == stage.count):
+            mark(folder, "REQUEUE" if reason else "DONE", reason or "all updates are done")
 
 
-def refuse(status: int, *problems: str) -> int:
+def refuse(folder: RunFolder | None, status: int, *problems: str) -> int:
+    """Tells what is wrong, and whatever started this that a retry would not mend it."""
     sys.stderr.write("".join(f"error: {problem}\n" for problem in problems))
+    if folder is not None and problems and status in (NO_RETRY, BAD_CONFIGURATION):
+        mark(folder, "STOP", "; ".join(problems))
     return status
 
 
+def mark(folder: RunFolder, kind: markers.Kind, reason: str) -> None:
+    # A folder that cannot be written to is what is told, then.
+    with suppress(OSError):
+        markers.write(folder.path, kind, reason=reason, attempt=os.environ.get(markers.ATTEMPT))
+
+
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:], REQUESTS)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not by way of destructors, which may wait for ever for processes that have left.
+    os._exit(status)

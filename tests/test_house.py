@@ -280,7 +280,15 @@ def test_nothing_is_printed_and_nothing_left_for_later() -> None:
 
 def test_the_environment_is_read_where_processes_begin() -> None:
     readers = {NAMES[path] for path in FILES if "os.environ" in path.read_text() or "getenv" in path.read_text()}
-    assert readers <= {"train", "trainer.launch", "trainer.orphans", "trainer.distributed", "trainer.slurm.agent"}
+    assert readers <= {
+        "train",
+        "trainer.launch",
+        "trainer.lives",
+        "trainer.workers",
+        "trainer.orphans",
+        "trainer.distributed",
+        "trainer.slurm.agent",
+    }
 
 
 def test_every_module_says_what_it_is() -> None:

@@ -11,31 +11,25 @@ from pathlib import Path
 import pytest
 import tomli
 
+from trainer.cluster import Cluster, default_processes, prepare_environment, read_cluster
 from trainer.config import Config
-from trainer.launch import (
-    Cluster,
-    complaint,
-    default_processes,
-    examine,
-    exit_status,
-    main,
-    prepare_environment,
-    read_cluster,
-    report,
-)
+from trainer.launch import complaint, examine, main, report
 from trainer.load import load
 from trainer.stages import Recipe
 from trainer.status import ConfigError
+from trainer.workers import exit_status
 
 ROOT = Path(__file__).resolve().parents[1]
 Launch = Callable[..., subprocess.CompletedProcess[str]]
 
 START = """
-import logging, sys
+import sys
 from pathlib import Path
-from trainer.launch import Cluster, start
-logging.disable(logging.ERROR)
-sys.exit(start(Path(sys.argv[1]), sys.argv[2:], Cluster(processes=2)))
+from trainer.cluster import Cluster
+from trainer.workers import Workers
+workers = Workers()
+with workers.listening():
+    sys.exit(workers.start(Path(sys.argv[1]), sys.argv[2:], Cluster(processes=2)))
 """
 
 

@@ -35,9 +35,9 @@ class Checkpoints:
         self.config = config
         self.folder = folder
 
-    def due(self, step: int, stage: Stage) -> bool:
+    def due(self, step: int, stage: Stage, *, asked: bool = False) -> bool:
         section = self.config.checkpoint
-        return section.enabled and (step % section.interval == 0 or step == stage.last_step)
+        return section.enabled and (asked or step % section.interval == 0 or step == stage.last_step)
 
     def resume(self, trainer: Trainer) -> Path | None:
         """Loads the newest committed checkpoint into the trainer, if there is one; else weights to begin with.

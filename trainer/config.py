@@ -18,6 +18,7 @@ from trainer.sections import (
     LONGEST_ROW,
     CheckpointSection,
     DistributedSection,
+    HealthSection,
     JobSection,
     MemorySection,
     MetricsSection,
@@ -77,6 +78,8 @@ class Config(Section):
     """What it is judged by meanwhile."""
     metrics: MetricsSection = MetricsSection()
     """What is measured and when it is written."""
+    health: HealthSection = HealthSection()
+    """What is wrong with a run that goes on."""
     profiler: ProfilerSection = ProfilerSection()
     """Traces and memory recordings."""
     distributed: DistributedSection = DistributedSection()

@@ -163,6 +163,32 @@ class Stopwatch:
             self._times[end] = time.perf_counter()
 
 
+class Work:
+    """What this rank does by itself, apart from waiting for others, in seconds that can be compared among ranks.
+
+    On a CPU that is the process's own time. A CUDA device is asked for a product of two matrices, which is the same on
+    all of them and takes a slow one longer; it is read at the next call, so that nothing waits.
+    """
+
+    def __init__(self, device: torch.device, size: int = 4096) -> None:
+        self._since = time.process_time()
+        self._product: Stopwatch | None = None
+        cuda = device.type == "cuda"
+        self._matrix = torch.ones(size, size, device=device, dtype=torch.bfloat16) if cuda else None
+
+    def seconds(self) -> float:
+        """Since the call before."""
+        if self._matrix is None:
+            before, self._since = self._since, time.process_time()
+            return self._since - before
+        found = 0.0 if self._product is None else self._product.seconds()
+        self._product = Stopwatch(self._matrix.device)
+        self._product.start()
+        torch.mm(self._matrix, self._matrix)
+        self._product.stop()
+        return found
+
+
 class Numbers:
     """A vector on its way from the device: the copy starts at once, `read` waits for it."""
 

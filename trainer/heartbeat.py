@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -61,7 +61,7 @@ class Heartbeat:
         for part in self._trainer.parts.values():
             part.between = unchanged
 
-    def updates(self) -> Iterator[Update]:
+    def updates(self) -> Generator[Update, None, None]:
         """Those of the trainer."""
         updates = self._trainer.updates()
         while self._trainer.step < self._trainer.stage.last_step:

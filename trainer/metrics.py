@@ -11,11 +11,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from socket import gethostname
 
-from parallelisms.collectives import max_over
+from parallelisms.collectives import gather_over, max_over
 from trainer.config import Config, Stage
 from trainer.data.rows import Rows
-from trainer.hardware import GIB, device_memory, host_memory, peak_flops
+from trainer.hardware import GIB, Work, device_memory, host_memory, peak_flops
+from trainer.health import ROLLBACKS, LostError, Pace, SpikeError
 from trainer.ledger import ledger
 from trainer.levers import table
 from trainer.numbers import finite, position_names
@@ -37,7 +39,8 @@ class Metrics:
         self, config: Config, folder: RunFolder, trainer: Trainer, *, later: Sequence[Rows] = (), resumed: Path | None
     ) -> None:
         """`config` is that of all stages, `later` the rows of those after this one."""
-        self.config = trainer.config
+        self.whole, self.config = config, trainer.config
+        self.trainer = trainer
         self.stage, self.rows = trainer.stage, trainer.rows
         self.folder = folder
         self.world = trainer.world
@@ -50,6 +53,13 @@ class Metrics:
         self.last_by_shard: list[float | None] | None = None
         self.skipped = trainer.scalars()["skipped"]
         """Updates of the run so far whose gradient was not finite."""
+        self.pace, self.work, self.host = (
+            Pace(self.config.health.straggler_ratio),
+            Work(self.world.device),
+            gethostname(),
+        )
+        self.is_saved, self.rollbacks = resumed is not None, 0
+        """Whether there is a checkpoint, and how often the run was rolled back to it."""
         self._pending: Update | None = None
         self._since = Totals()
         self.sinks: list[Sink] = []
@@ -57,9 +67,25 @@ class Metrics:
             folder.begin(config, trainer.step)
             left = config.stages[self.stage.index :]
             self._greet(trainer, [*zip(left, (trainer.rows, *later), strict=True)], resumed)
-            self.sinks = [JsonLines(folder), console(self.steps, ranks=trainer.mesh.tokens.size())]
-            if config.metrics.tensorboard:
-                self.sinks.append(TensorBoard(folder, config, self.first_step))
+            self._open(config)
+
+    def _open(self, config: Config) -> None:
+        self.sinks = [JsonLines(self.folder), console(self.steps, ranks=self.trainer.mesh.tokens.size())]
+        if config.metrics.tensorboard:
+            self.sinks.append(TensorBoard(self.folder, config, self.first_step))
+
+    def rolled_back(self, spike: SpikeError, checkpoint: Path | None, rows: tuple[int, int]) -> None:
+        """The trainer goes on from an earlier update; what was written since is cut."""
+        self._pending, self._since, self.first_step = None, Totals(), self.trainer.step + 1
+        self.skipped = self.trainer.scalars()["skipped"]
+        self.rollbacks += 1
+        if self.world.rank != 0:
+            return
+        self.close()
+        self.folder.begin(self.whole, self.trainer.step)
+        self._open(self.whole)
+        self.folder.event("rolled back", step=spike.step, to=str(checkpoint), without_rows=rows)
+        log.warning("rolled back from update %d to %s; rows %d to %d are left out", spike.step, checkpoint, *rows)
 
     def _greet(self, trainer: Trainer, left: Sequence[tuple[Stage, Rows]], resumed: Path | None) -> None:
         for change in trainer.changes:
@@ -98,6 +124,7 @@ class Metrics:
         self.folder.event("start", **start)
 
     def checkpointed(self, checkpoint: Path) -> None:
+        self.is_saved, self.rollbacks = True, 0
         if self.world.rank == 0:
             self.folder.event("checkpoint", path=str(checkpoint))
 
@@ -115,11 +142,23 @@ class Metrics:
                 if isinstance(sink, TensorBoard):
                     sink.add(result.tags(), result.step)
 
-    def farewell(self) -> None:
-        """Says why the run ended, where everything is, and what to do next."""
+    def farewell(self, reason: str = "") -> None:
+        """Says why the run ended, or why it is left, where everything is, and what to do next."""
         if self.world.rank != 0:
             return
-        facts = {"step": self.stage.last_step, "loss": finite(self.last_loss), "skipped": self.skipped}
+        facts = {"step": self.trainer.step, "loss": finite(self.last_loss), "skipped": self.skipped}
+        if reason:
+            self.folder.event("left", reason=reason, **facts)
+            newest = self.folder.committed()[-1:]
+            where = f"from {newest[0][1]}" if newest else "from the beginning: there is no checkpoint"
+            log.info(
+                "left after update %d of %d (%s); the same command goes on %s",
+                self.trainer.step,
+                self.steps,
+                reason,
+                where,
+            )
+            return
         if self.stage.index + 1 < self.stage.count:
             self.folder.event("stage", name=self.stage.name, **facts)
             log.info("%s is done, loss %.3f; the same command goes on with the next", self.stage, self.last_loss)
@@ -167,6 +206,8 @@ class Metrics:
         self.last_loss = measured.loss
         self.last_by_shard = measured.loss_by_shard
         self.skipped += measured.skipped
+        self.trainer.goodput.add(measured.step_seconds)
+        above = self.trainer.losses.take(measured.loss, skipped=measured.skipped)
         if measured.skipped and self.world.rank == 0:
             log.warning("update %d skipped: its gradient is not finite (norm %s)", update.step, measured.grad_norm)
             self.folder.event("skipped", step=update.step)
@@ -179,6 +220,33 @@ class Metrics:
                 predicted = self.predicted.device / GIB
                 log.info("memory at its peak: %.2f GiB, predicted %.2f", record["memory_peak_gib"], predicted)
 
+        if self.trainer.losses.is_lost:
+            skipped = self.trainer.losses.skipped_in_a_row
+            raise LostError(
+                f"update {update.step} and the {skipped - 1} before it had no finite gradient "
+                f"(health.skipped_in_a_row = {skipped})"
+            )
+        if above is not None:
+            self._spike(update, measured, above)
+
+    def _spike(self, update: Update, measured: Measured, above: float) -> None:
+        if self.world.rank == 0:
+            log.warning("update %d: loss %.3f is %.0f sigmas above those before", update.step, measured.loss, above)
+            self.folder.event("spike", step=update.step, loss=measured.loss, sigmas=above)
+        if self.config.health.on_spike == "roll_back" and self.rollbacks < ROLLBACKS and self.is_saved:
+            raise SpikeError(update.step, self.trainer.next_row)
+
+    def _lag(self, seconds: float, waited: float) -> None:
+        """Tells of a rank that the others wait for."""
+        everyone = gather_over((self.host, waited, self.work.seconds()))
+        if self.world.rank != 0:
+            return
+        hosts, waits, works = zip(*everyone, strict=True)
+        straggler = self.pace.take(hosts, waited=waits, worked=works, of=seconds)
+        if straggler is not None:
+            log.warning("%s", straggler)
+            self.folder.event("straggler", **vars(straggler))
+
     def _is_due(self, step: int) -> bool:
         return step % self.config.metrics.log_interval == 0
 
@@ -187,6 +255,7 @@ class Metrics:
         since = self._since
         # The slowest rank sets the pace, and the fullest runs out first.
         peak, reserved = device_memory(self.world.device) or (0.0, 0.0)
+        self._lag(since.seconds, since.waited)
         mine = [since.seconds, since.waited, peak, reserved, host_memory()]
         seconds, waited, peak, reserved, rss = max_over(None, mine)
         devices = self.world.size
@@ -212,6 +281,7 @@ class Metrics:
             "memory_peak_gib": peak / GIB if on_device else None,
             "memory_reserved_gib": reserved / GIB if on_device else None,
             "rss_gib": rss / GIB,
+            "goodput_pct": self.trainer.goodput.percent(),
             "attention_imbalance": measured.attention_imbalance,
             "loss_by_position": dict(zip(position_names(), map(finite, measured.loss_by_position), strict=True)),
             "loss_by_shard": [finite(loss) for loss in measured.loss_by_shard] if measured.loss_by_shard else None,

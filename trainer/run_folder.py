@@ -47,6 +47,7 @@ class RunFolder:
         self.tensorboard = path / "tensorboard"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
+        self.hangs = self.logs / "hang"
 
     def make(self) -> None:
         """Creates the folder. Raises `ConfigError` if nothing can be written there."""

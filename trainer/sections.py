@@ -46,6 +46,8 @@ class JobSection(Section):
     """Name of the run: letters, digits, `.`, `_` and `-`."""
     output_dir: Location | None = None
     """The run folder: configuration, metrics, checkpoints, TensorBoard files. Left out: `outputs/<job.name>`."""
+    max_minutes: Positive | None = None
+    """How long the run may last from the start of its launcher, restarts included: it saves and leaves in time, to be started again. Left out: as long as SLURM says, if it does (SLURM_JOB_END_TIME)."""
 
 
 class RopeSection(Section):
@@ -291,6 +293,8 @@ class CheckpointSection(Section):
     """Whether checkpoints are written, and resumed from."""
     interval: Count = 500
     """Updates between checkpoints; the last update is always saved."""
+    interval_minutes: Positive | None = None
+    """Minutes between checkpoints, beside `interval`. Left out: only updates count."""
     keep: Count = 3
     """Newest checkpoints that are kept."""
     initial: Annotated[str, BeforeValidator(not_empty)] | None = None
@@ -304,6 +308,17 @@ class MetricsSection(Section):
     """Peak dense FLOP/s of a device, for MFU. Left out: looked up; a CPU has none, so MFU is absent there."""
     tensorboard: bool = True
     """Whether TensorBoard files are written."""
+
+
+class HealthSection(Section):
+    skipped_in_a_row: Count = 10
+    """Updates in a row whose gradient is not finite after which the run stops for good."""
+    spike_sigmas: Positive = 6.0
+    """A loss so many standard deviations above the mean of the 128 before is told as a spike."""
+    on_spike: Literal["tell", "roll_back"] = "tell"
+    """`roll_back`: go on from the newest checkpoint, without the rows that were trained on since."""
+    straggler_ratio: Annotated[float, Field(gt=1)] = 1.3
+    """A rank that works so many times as long as the median, or waits so for data, three lines of metrics in a row, is told."""
 
 
 class ProfilerSection(Section):
@@ -322,6 +337,12 @@ class DistributedSection(Section):
     """How long a rank may wait for the others until the first update is done: for set-up, loading and compilation."""
     timeout_minutes: Count = 20
     """How long a rank may wait for the others once the first update is done, also while a checkpoint is written."""
+    hang_minutes: Positive = 15.0
+    """How long an update may last once the first is done, or ten times as long as the slowest of them: then every rank writes where it is, and ends."""
+    restarts: Amount = 2
+    """How often in a row the launcher starts failed workers again without a new checkpoint in between; 0: never."""
+    restart_seconds: Amount = 10
+    """What the launcher waits before that; twice as long each time, up to five minutes."""
 
 
 def _told(value: str | int) -> str:

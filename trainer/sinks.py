@@ -29,6 +29,7 @@ TAGS = {
     "tokens_per_second_per_device": "perf/tokens_per_second_per_device",
     "step_seconds": "perf/step_seconds",
     "data_wait_pct": "perf/data_wait_pct",
+    "goodput_pct": "perf/goodput_pct",
     "attention_imbalance": "perf/attention_imbalance",
     "memory_peak_gib": "memory/peak_gib",
     "memory_reserved_gib": "memory/reserved_gib",

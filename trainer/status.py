@@ -8,6 +8,9 @@ BAD_CONFIGURATION = 2
 NO_RETRY = 78
 """Stopped for a reason that a retry cannot mend."""
 
+BEGAN = "LONGHAUL_BEGAN"
+"""Environment variable with the time at which the launcher was started."""
+
 
 class RankError(Exception):
     """What ended a single rank, in words; its peers do not know."""

@@ -25,7 +25,9 @@ from trainer.config import Config, Stage
 from trainer.data.loader import Loader
 from trainer.data.rows import Rows
 from trainer.distributed import World
+from trainer.goodput import Goodput
 from trainer.hardware import Numbers, Stopwatch, refuse_nondeterminism
+from trainer.health import Losses
 from trainer.numbers import Slots, Tally, means
 from trainer.optimizer import Optimizer
 from trainer.placed import Placed, runner
@@ -124,6 +126,7 @@ class Trainer:
         self.tally = Tally(self.mesh, world.device, sources=len(rows.names))
         self.counts = torch.zeros(2 + len(rows.names), dtype=torch.int64, device=world.device)
         """Tokens seen, updates skipped, and tokens of each source, since the run began."""
+        self.losses, self.goodput = Losses(config), Goodput()
         self.earlier: dict[str, int] = {}
         """Tokens of sources, also of those that only earlier stages drew from."""
 
@@ -191,12 +194,18 @@ class Trainer:
         """Everything else. Waits for the device."""
         tokens, skipped, *drawn = self.counts.tolist()
         sources = self.earlier | dict(zip(self.rows.names, drawn, strict=True))
-        return {"step": self.step, "next_row": self.next_row, "tokens": tokens, "skipped": skipped, "sources": sources}
+        judged = {"losses": self.losses.state(), "goodput": self.goodput.state()}
+        counted = {"tokens": tokens, "skipped": skipped, "sources": sources}
+        return {"step": self.step, "next_row": self.next_row, **counted, **judged}
 
     def restore(self, scalars: dict[str, Any]) -> None:
         """What `scalars` gave, in this stage or in the one before, whose rows are not this one's."""
         self.step, self.earlier = scalars["step"], scalars["sources"]
-        self.next_row = scalars["next_row"] if self.step > self.stage.first_step else 0
+        self.goodput.restore(scalars["goodput"])
+        self.next_row = 0
+        if self.step > self.stage.first_step:
+            self.next_row = scalars["next_row"]
+            self.losses.restore(scalars["losses"])
         drawn = [self.earlier.get(name, 0) for name in self.rows.names]
         self.counts.copy_(torch.tensor([scalars["tokens"], scalars["skipped"], *drawn]))
 

@@ -14,27 +14,30 @@ from tests.system.runs import arguments, write_run
 
 
 def train_until_one_rank_is_full(argv: list[str], full: int) -> None:
-    import train
+    import trainer.loop as loop
     from trainer.data import open_rows
     from trainer.data.tokenizer import ByteTokenizer
     from trainer.distributed import World
     from trainer.load import load
+    from trainer.requests import Requests
     from trainer.run_folder import RunFolder
+    from trainer.stops import Stops
 
-    class Filling(train.Trainer):  # type: ignore[name-defined, misc]
+    class Filling(loop.Trainer):  # type: ignore[name-defined, misc]
         def train_step(self, *given: Any) -> Tensor:
             if self.step == 3 and self.world.rank == full:
                 raise torch.OutOfMemoryError("tried to allocate 9 GiB")
             numbers: Tensor = super().train_step(*given)
             return numbers
 
-    vars(train)["Trainer"] = Filling
+    vars(loop)["Trainer"] = Filling
     config = load(argv)
     folder = RunFolder(config.output_dir)
     folder.make()
     rows = open_rows(config.data, ByteTokenizer(), seq_len=config.training.seq_len, seed=0)
     world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
-    train.train(config, config.stages[0], folder, world, [rows])
+    stops = Stops(config, Requests(), leading=world.rank == 0)
+    loop.train(config, config.stages[0], folder, world, rows=[rows], sets=[], stops=stops)
 
 
 @pytest.mark.ranks

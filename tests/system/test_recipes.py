@@ -65,7 +65,9 @@ TOTAL = 11
 
 def recipe(root: Path) -> Path:
     config = write_run(root)
-    sections = config.read_text().replace("seq_len = 64\n", "").replace("steps = 6\n", "")  # They are the stages'.
+    sections = config.read_text()
+    for own in ("seq_len = 64\n", "steps = 6\n", "global_batch_size = 6\n"):  # They are the stages'.
+        sections = sections.replace(own, "")
     config.write_text(sections + RECIPE.format(root=root))
     return config
 

@@ -46,11 +46,11 @@ def test_the_last_line_says_how_it_ended_and_what_is_next(launched_run: tuple[Pa
 @pytest.mark.ranks
 def test_the_run_folder_holds_what_the_contract_lists(launched_run: tuple[Path, Done]) -> None:
     folder, _ = launched_run
-    listed = {"config.toml", "metrics.jsonl", "events.jsonl", "tensorboard", "checkpoints", "logs"}
+    listed = {"config.toml", "metrics.jsonl", "events.jsonl", "tensorboard", "checkpoints", "logs", "DONE"}
     assert {path.name for path in folder.iterdir()} == listed
     assert checkpoints(folder) == ["step-3", "step-6"]
     assert [path.name.startswith("events.out") for path in (folder / "tensorboard").iterdir()] == [True]
-    logs = ["lock", "rank-0.log", *(f"trace-step-2-rank-{rank}.json" for rank in (0, 1))]
+    logs = ["hang", "lock", "rank-0.log", *(f"trace-step-2-rank-{rank}.json" for rank in (0, 1))]
     assert [name for name in sorted(path.name for path in (folder / "logs").iterdir()) if name != "rank-1.log"] == logs
     assert "done: all 6 updates" in (folder / "logs" / "rank-0.log").read_text()
     told = [line["event"] for line in lines(folder / "events.jsonl")]

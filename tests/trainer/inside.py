@@ -8,14 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.system.runs import arguments
-from train import train
 from trainer.config import Config
 from trainer.data import held_out_of, open_rows
 from trainer.data.rows import Rows
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.distributed import World, process_group
 from trainer.load import load
+from trainer.loop import train
+from trainer.requests import Requests
 from trainer.run_folder import RunFolder
+from trainer.stops import Stops
 from trainer.trainer import Trainer
 
 
@@ -33,7 +35,8 @@ def run_here(config: Config) -> None:
     folder.make()
     rows, sets = rows_of(config), held_out_of(config)
     with process_group(config.distributed) as world:
-        train(config, config.stages[0], folder, world, [rows], sets)
+        stops = Stops(config, Requests(), leading=True)
+        train(config, config.stages[0], folder, world, rows=[rows], sets=sets, stops=stops)
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from trainer.trainer import Measured, Trainer, Update
 CONTRACT = """step, tokens, loss, grad_norm, lr, step_seconds, tokens_per_second, tokens_per_second_per_device,
 tflops_per_device, mfu, hfu, data_wait_pct, memory_peak_gib, memory_reserved_gib, rss_gib"""
 KEYS = [key.strip() for key in CONTRACT.replace("\n", " ").split(",")]
-DOCUMENTED_EXTRAS = ["attention_imbalance", "loss_by_position", "loss_by_shard", "stage", "sources"]
+DOCUMENTED_EXTRAS = ["goodput_pct", "attention_imbalance", "loss_by_position", "loss_by_shard", "stage", "sources"]
 RECORD: dict[str, Any] = {
     "step": 20,
     "loss": 3.21449,
@@ -386,8 +386,8 @@ def test_tags_are_groups_and_names(events: EventAccumulator) -> None:
     known = {tag for key, tag in TAGS.items() if not key.startswith("memory_")}
     assert set(events.Tags()["scalars"]) == known | {"position/0-256"}
     assert {"train/loss", "train/grad_norm", "train/lr", "perf/mfu", "memory/rss_gib"} <= known
-    assert set(TAGS) == set(KEYS) - {"step"} | {"attention_imbalance"}
-    assert TAGS["attention_imbalance"] == "perf/attention_imbalance"
+    assert set(TAGS) == set(KEYS) - {"step"} | {"attention_imbalance", "goodput_pct"}
+    assert (TAGS["attention_imbalance"], TAGS["goodput_pct"]) == ("perf/attention_imbalance", "perf/goodput_pct")
 
 
 def test_tensorboard_shows_what_the_file_says(root: Path, events: EventAccumulator) -> None:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 START = """
 import logging, sys
 from pathlib import Path
-from trainer.launch import Cluster
+from trainer.cluster import Cluster
 from trainer.slurm.agent import start
 logging.disable(logging.ERROR)
 script, nodes, processes, meet, *argv = sys.argv[1:]

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 
+from trainer.cluster import Cluster, count
 from trainer.config import Config, Stage
 from trainer.describe import help_text
-from trainer.launch import Cluster, complaint, count
+from trainer.launch import complaint
 from trainer.load import load
 from trainer.selfcheck import processes
 from trainer.selfcheck.shrink import Shrunk, shrink, write_documents

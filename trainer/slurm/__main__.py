@@ -12,8 +12,9 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from trainer.cluster import Cluster, count
 from trainer.describe import help_text
-from trainer.launch import Cluster, complaint, count, examine, nothing_to_start
+from trainer.launch import complaint, examine, nothing_to_start
 from trainer.load import find, load, split, to_toml
 from trainer.slurm import jobs, scheduler, snapshot
 from trainer.slurm.scheduler import SlurmError

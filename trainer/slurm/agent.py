@@ -18,9 +18,11 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from trainer.launch import TRAIN, Cluster, complaint, examine, exit_status, nothing_to_start, prepare_environment
+from trainer.cluster import Cluster, prepare_environment
+from trainer.launch import TRAIN, complaint, examine, nothing_to_start
 from trainer.orphans import LAUNCHER
 from trainer.status import BAD_CONFIGURATION, DONE, FAILED
+from trainer.workers import exit_status
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -86,7 +88,7 @@ def start(script: Path, argv: Sequence[str], cluster: Cluster, *, meet: str, nam
         for failure in told:  # The agent ends the others with SIGTERM.
             how = f"left with {failure.exitcode}" if failure.exitcode > 0 else f"was killed by {failure.signal_name()}"
             sys.stderr.write(f"error: local rank {failure.local_rank} (pid {failure.pid}) {how}\n")
-        return exit_status(failure.exitcode for failure in failures)
+        return exit_status([failure.exitcode for failure in failures])
     except SignalException as error:
         sys.stderr.write(f"error: stopped by {error.sigval.name}\n")
         return FAILED

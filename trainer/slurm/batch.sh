@@ -9,6 +9,8 @@
 export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR
+LONGHAUL_BEGAN=$(date +%s) # what job.max_minutes counts from
+export LONGHAUL_BEGAN
 
 # ---- small things
 life=${SLURM_RESTART_COUNT:-0} # how often this job was requeued

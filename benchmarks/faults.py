@@ -1,0 +1,207 @@
+"""How long a run takes to get over a fault, and how much of its time is work when there is one every minute.
+
+    python -m benchmarks.faults recovery [--ranks 2] [--rounds 1]
+    python -m benchmarks.faults goodput [--ranks 2] [--minutes 6] [--every 60]
+
+A small model on CPU processes, started as a user starts it, with a checkpoint every ten updates. recovery: seconds from
+the fault to the first update of the next start, and to the first update that the run had not done before. What a start
+costs is mostly importing torch, on cores that all ranks share; on a cluster loading a checkpoint comes to it. goodput: a
+rank is killed every so many seconds; the number is the run's own, from its metrics.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.data import machine, say
+
+CONFIG = """\
+[model]
+family = "llama3"
+size = "debug"
+num_layers = 4
+dim = 128
+num_heads = 8
+num_kv_heads = 4
+head_dim = 16
+ffn_dim = 384
+[training]
+seq_len = 512
+global_batch_size = 4
+steps = 1_000_000
+[checkpoint]
+interval = 10
+[metrics]
+log_interval = 1
+tensorboard = false
+[distributed]
+restart_seconds = 1
+hang_minutes = 0.1
+"""
+
+
+class Run:
+    """A run and the process that started it."""
+
+    def __init__(self, root: Path, ranks: int) -> None:
+        self.folder, self.ranks = root / "run", ranks
+        self.config = root / "run.toml"
+        self.config.write_text(CONFIG)
+        self.log = (root / "log").open("a")
+        self.launcher = self.launch()
+
+    def launch(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-P", "-m", "trainer.launch", "--config", str(self.config)]
+        command += ["--job.output_dir", str(self.folder), "--data.cache_dir", str(self.folder.parent / "prepared")]
+        environment = os.environ | {"NGPU": str(self.ranks), "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+        return subprocess.Popen(command, env=environment, stdout=self.log, stderr=self.log)
+
+    def lines(self, name: str) -> list[dict[str, object]]:
+        try:
+            content = (self.folder / name).read_bytes()
+        except OSError:
+            return []
+        return [json.loads(line) for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
+
+    def step(self) -> int:
+        return max((int(str(line["step"])) for line in self.lines("metrics.jsonl")), default=0)
+
+    def starts(self) -> int:
+        return sum(line["event"] == "start" for line in self.lines("events.jsonl"))
+
+    def workers(self) -> list[int]:
+        path = Path(f"/proc/{self.launcher.pid}/task/{self.launcher.pid}/children")
+        return [int(pid) for pid in path.read_text().split()]
+
+    def get_going(self, updates: int = 25) -> None:
+        """Until so many updates were done, and a checkpoint is there."""
+        wait_for(lambda: self.step() >= updates and any((self.folder / "checkpoints").glob("step-*")))
+
+    def end(self) -> None:
+        self.launcher.kill()
+        self.launcher.wait()
+        self.log.close()
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 600) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError("the run did not get on")
+        time.sleep(0.02)
+
+
+# ---- faults: each leaves a run that goes on by itself, or that was started again by the same command
+
+
+def kill_a_rank(run: Run) -> None:
+    os.kill(run.workers()[-1], signal.SIGKILL)
+
+
+def stop_a_rank(run: Run) -> None:
+    os.kill(run.workers()[-1], signal.SIGSTOP)
+
+
+def kill_everything(run: Run) -> None:
+    run.launcher.kill()
+    run.launcher.wait()
+    run.launcher = run.launch()
+
+
+def ask_and_start_again(run: Run) -> None:
+    run.launcher.send_signal(signal.SIGTERM)
+    run.launcher.wait()
+    run.launcher = run.launch()
+
+
+def damage_and_kill(run: Run) -> None:
+    newest = max((run.folder / "checkpoints").glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+    path = next(newest.glob("*.distcp"))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    kill_everything(run)
+
+
+FAULTS: dict[str, Callable[[Run], None]] = {
+    "kill -9 of a rank": kill_a_rank,
+    "kill -9 of the launcher, started again": kill_everything,
+    "SIGTERM, started again": ask_and_start_again,
+    "SIGSTOP of a rank (patience 6 s, or ten of the slowest update)": stop_a_rank,
+    "a bit of the newest checkpoint flipped, then kill -9, started again": damage_and_kill,
+}
+
+
+def measure_recovery(ranks: int, rounds: int) -> None:
+    say(f"{machine()}; {ranks} ranks, a checkpoint every 10 updates; worst of {rounds}\n")
+    say("| fault | seconds to the next update | to the first new one | updates done again |")
+    say("|---|---|---|---|")
+    for name, fault in FAULTS.items():
+        found = []
+        for _ in range(rounds):
+            with tempfile.TemporaryDirectory() as root:
+                run = Run(Path(root), ranks)
+                run.get_going()
+                found.append(recovery(run, fault))
+                run.end()
+        worst = [max(column) for column in zip(*found, strict=True)]
+        say(f"| {name} | {worst[0]:.1f} | {worst[1]:.1f} | {worst[2]:.0f} |")
+
+
+def recovery(run: Run, fault: Callable[[Run], None]) -> tuple[float, float, float]:
+    starts, began = run.starts(), time.monotonic()
+    at = run.step()
+    fault(run)
+    wait_for(lambda: run.starts() > starts)
+    resumed = int(str([line for line in run.lines("events.jsonl") if line["event"] == "start"][-1]["step"]))
+    wait_for(lambda: run.step() > resumed)
+    first = time.monotonic() - began
+    wait_for(lambda: run.step() > at)
+    return first, time.monotonic() - began, max(0, at - resumed)
+
+
+def measure_goodput(ranks: int, minutes: float, every: float) -> None:
+    with tempfile.TemporaryDirectory() as root:
+        run = Run(Path(root), ranks)
+        began = time.monotonic()
+        run.get_going(1)
+        faults = 0
+        while time.monotonic() - began < 60 * minutes:
+            time.sleep(every - (time.monotonic() - began) % every)
+            kill_a_rank(run)
+            faults += 1
+        wait_for(lambda: run.starts() > faults and run.step() > 0)
+        time.sleep(every / 2)
+        goodput = float(str(run.lines("metrics.jsonl")[-1]["goodput_pct"]))
+        run.end()
+        say(f"{machine()}; {ranks} ranks, {faults} times kill -9 of a rank, every {every:.0f} s")
+        say(f"goodput {goodput:.1f} %, {run.step()} updates")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    recovering, working = commands.add_parser("recovery"), commands.add_parser("goodput")
+    recovering.add_argument("--rounds", type=int, default=1)
+    working.add_argument("--minutes", type=float, default=6)
+    working.add_argument("--every", type=float, default=60)
+    for command in (recovering, working):
+        command.add_argument("--ranks", type=int, default=2)
+    options = parser.parse_args()
+    if options.command == "recovery":
+        measure_recovery(options.ranks, options.rounds)
+    else:
+        measure_goodput(options.ranks, options.minutes, options.every)
+
+
+if __name__ == "__main__":
+    main()

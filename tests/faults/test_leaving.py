@@ -1,0 +1,163 @@
+"""A run that is asked to leave saves once, at an update that all ranks agree on, and goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import train
+from tests.system.runs import (
+    arguments,
+    checkpoints,
+    digests,
+    end,
+    fork,
+    forked,
+    launch,
+    launched,
+    lines,
+    metrics,
+    steps,
+    wait_for,
+    workers,
+    write_run,
+)
+from trainer.requests import Requests
+
+LONG = ("--training.steps", "40", "--checkpoint.interval", "1000", "--training.dtype", "float64")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `run.toml`, and in `whole` a run of two ranks that nobody disturbed."""
+    root = tmp_path_factory.mktemp("whole")
+    assert forked(write_run(root), root / "whole", *LONG, processes=2).statuses == [0, 0]
+    return root
+
+
+def marker(folder: Path, kind: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / kind).read_text())
+    return found
+
+
+def updates(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def require_same_end(folder: Path, whole: Path) -> None:
+    assert steps(folder) == list(range(1, 41))
+    assert metrics(folder, "step", "loss", "grad_norm") == metrics(whole / "whole", "step", "loss", "grad_norm")
+    assert digests(folder / "checkpoints" / "step-40") == digests(whole / "whole" / "checkpoints" / "step-40")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("number", "of"),
+    [
+        pytest.param(signal.SIGTERM, (0, 1), id="TERM to all"),
+        pytest.param(signal.SIGUSR1, (1,), id="USR1 to one"),
+        pytest.param(signal.SIGINT, (0,), id="INT to the first", marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR2, (0, 1), id="USR2 to all", marks=pytest.mark.slow),
+    ],
+)
+def test_a_storm_of_signals_saves_once_and_the_run_goes_on_the_same(
+    whole: Path, tmp_path: Path, number: signal.Signals, of: tuple[int, ...]
+) -> None:
+    folder = tmp_path / "run"
+    ranks = fork(whole / "run.toml", folder, *LONG, processes=2)
+    assert wait_for(lambda: updates(folder) >= 5)
+    for rank in of * 4:
+        os.kill(ranks[rank].pid or 0, number)
+    assert wait_for(lambda: not any(rank.is_alive() for rank in ranks))
+    end(ranks)
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+    (left,) = [event for event in lines(folder / "events.jsonl") if event["event"] == "left"]
+    assert left["reason"] == number.name
+    assert checkpoints(folder) == [f"step-{left['step']}"]
+    assert marker(folder, "REQUEUE")["reason"] == number.name
+    assert steps(folder)[-1] == left["step"] < 40
+    assert forked(whole / "run.toml", folder, *LONG, processes=2).statuses == [0, 0]
+    assert marker(folder, "DONE")
+    require_same_end(folder, whole)
+
+
+@pytest.mark.ranks
+def test_a_launcher_that_is_asked_leaves_with_0_and_starts_nothing_again(whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    launcher = launch(whole / "run.toml", folder, *LONG, processes=2)
+    assert wait_for(lambda: updates(folder) >= 3)
+    for _ in range(3):
+        launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(60) == 0
+    assert [event["event"] for event in lines(folder / "events.jsonl")] == ["start", "checkpoint", "left"]
+    assert f"the same command goes on from {folder}/checkpoints/step-" in folder.with_suffix(".log").read_text()
+    assert launched(whole / "run.toml", folder, *LONG, processes=2).statuses == [0]
+    require_same_end(folder, whole)
+
+
+@pytest.mark.ranks
+def test_a_run_leaves_before_its_time_is_over(whole: Path, tmp_path: Path) -> None:
+    folder, began = tmp_path / "run", time.monotonic()
+    done = forked(whole / "run.toml", folder, *LONG, "--training.steps", "100000", "--job.max_minutes", "0.15")
+    assert done.statuses == [0]
+    assert time.monotonic() - began < 9 + 5  # What the process itself takes to begin is not its launcher's.
+    (left,) = [event for event in lines(folder / "events.jsonl") if event["event"] == "left"]
+    assert left["reason"] == "its time is over"
+    assert checkpoints(folder) == [f"step-{left['step']}"]
+
+
+@pytest.mark.ranks
+def test_a_run_without_checkpoints_cannot_leave_well(whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    options = (*LONG, "--training.steps", "100000", "--job.max_minutes", "0.1", "--checkpoint.enabled", "false")
+    done = forked(whole / "run.toml", folder, *options)
+    assert done.statuses == [78]
+    assert "error: its time is over: left without a checkpoint, because checkpoint.enabled = false" in done.said
+    assert "checkpoint.enabled" in marker(folder, "STOP")["reason"]
+
+
+def test_a_request_before_the_first_update_is_answered_at_once(
+    whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    requests, folder = Requests(), tmp_path / "run"
+    requests.signal = signal.SIGTERM
+    folder.mkdir()
+    assert train.main(arguments(whole / "run.toml", folder, *LONG), requests) == 1
+    assert capfd.readouterr().err == "error: asked to leave before the first update\n"
+    assert marker(folder, "REQUEUE")["reason"] == "asked to leave before the first update"
+
+
+@pytest.mark.ranks
+def test_a_rank_that_is_killed_is_started_again_and_the_run_ends_the_same(whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    options = (*LONG, "--checkpoint.interval", "4", "--distributed.restart_seconds", "0")
+    launcher = launch(whole / "run.toml", folder, *options, processes=2)
+    for least in (6, 20):
+        assert wait_for(lambda least=least: updates(folder) >= least and len(workers(launcher.pid)) == 2)  # type: ignore[misc]
+        os.kill(workers(launcher.pid)[1], signal.SIGKILL)
+        assert wait_for(lambda: len(workers(launcher.pid)) < 2)
+    assert launcher.wait(120) == 0, folder.with_suffix(".log").read_text()
+    assert [event["event"] for event in lines(folder / "events.jsonl")].count("restart") == 2
+    require_same_end(folder, whole)
+
+
+@pytest.mark.ranks
+def test_a_rank_that_stops_is_found_and_the_run_ends_the_same(whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    options = ("--checkpoint.interval", "4", "--distributed.restart_seconds", "0", "--distributed.hang_minutes", "0.05")
+    launcher = launch(whole / "run.toml", folder, *LONG, *options, processes=2)
+    assert wait_for(lambda: updates(folder) >= 6)
+    os.kill(stopped := workers(launcher.pid)[1], signal.SIGSTOP)
+    assert wait_for(lambda: stopped not in workers(launcher.pid), 120)
+    assert launcher.wait(120) == 0, folder.with_suffix(".log").read_text()
+    said = folder.with_suffix(".log").read_text()
+    assert f"{folder}: suspect: rank 1 did not say where it was\n" in said
+    assert "takes too long; about to end, with all stacks in" in said
+    require_same_end(folder, whole)

@@ -1,0 +1,82 @@
+"""The lives of a run: its workers are started again, in fresh processes, until it is done, must not go on, or gets nowhere.
+
+Only checkpoints count as getting on: a run that fails every hour for weeks is kept alive, and one that fails at once is
+given up. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+
+from trainer import markers
+from trainer.cluster import Cluster
+from trainer.config import Config, Stage
+from trainer.hangs import suspects
+from trainer.load import load
+from trainer.run_folder import ResumeError, RunFolder, next_stage
+from trainer.status import BAD_CONFIGURATION, BEGAN, DONE, NO_RETRY, ConfigError
+from trainer.workers import TELLING_CODES, Workers
+
+LONGEST_BACK_OFF = 300.0
+
+
+def live(config: Config, argv: Sequence[str], cluster: Cluster, script: Path) -> int:
+    """Runs what is left of the stages, each in processes of its own; returns the exit status."""
+    folder, patience = RunFolder(config.output_dir), config.distributed
+    os.environ.setdefault(BEGAN, str(time.time()))
+    workers, stuck, stage = Workers(), 0, next_stage(config)
+    with workers.listening():
+        for life in count():
+            attempt = os.environ[markers.ATTEMPT] = f"{os.getpid()}.{life}"
+            if cluster.node_rank == 0:
+                markers.clear(folder.path)
+            before = folder.committed()[-1:]
+            status = workers.start(script, argv, cluster)
+            if markers.read(folder.path, attempt) == "REQUEUE":
+                return DONE
+            if status in TELLING_CODES or (status and workers.asked):
+                return status
+            if status == DONE:
+                stage, status = _after(stage, argv)
+                if stage is None:
+                    return status
+                continue
+            stuck = 0 if folder.committed()[-1:] != before else stuck + 1
+            for line in suspects(folder.hangs, cluster.world_size):
+                _say(folder, line)
+            if not patience.restarts:
+                return status
+            if stuck > patience.restarts:
+                _say(folder, f"given up: {stuck} starts in a row without a new checkpoint (distributed.restarts)")
+                return status
+            seconds = min(patience.restart_seconds * 2 ** max(0, stuck - 1), LONGEST_BACK_OFF)
+            _say(folder, f"starting again in {seconds:g} s from {_newest(folder)}")
+            folder.event("restart", life=life + 1, without_progress=stuck)
+            time.sleep(seconds)
+    raise AssertionError("lives do not end by themselves")
+
+
+def _after(before: Stage | None, argv: Sequence[str]) -> tuple[Stage | None, int]:
+    """The stage that follows one that ended well, if there is one; else the exit status."""
+    if before is None or not before.name:
+        return None, DONE
+    try:
+        after = next_stage(load(argv))  # What is still to come may have been changed meanwhile.
+    except (ConfigError, ResumeError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return None, BAD_CONFIGURATION if isinstance(error, ConfigError) else NO_RETRY
+    return (None if after is None or after.index == before.index else after), DONE
+
+
+def _newest(folder: RunFolder) -> str:
+    committed = folder.committed()
+    return str(committed[-1][1]) if committed else "the beginning: there is no checkpoint yet"
+
+
+def _say(folder: RunFolder, line: str) -> None:
+    sys.stderr.write(f"{folder.path}: {line}\n")

@@ -1,0 +1,45 @@
+"""Requests to stop: signals, which are only noted, since other ranks may be waiting for this one. Imports no torch.
+
+Launchers and schedulers send them two to four times, so the second means no more than the first.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Asked(BaseException):
+    """A request that came when there was nothing to save and nobody waited."""
+
+
+class Requests:
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        """The first that came."""
+        self._is_raised = False
+
+    def listen(self) -> None:
+        """To be called as early as possible: until then a signal ends the process."""
+        for number in ASKING:
+            signal.signal(number, self._note)
+
+    @contextmanager
+    def raised(self) -> Iterator[None]:
+        """Within, a request raises `Asked`, also one that came before."""
+        if self.signal:
+            raise Asked
+        self._is_raised = True
+        try:
+            yield
+        finally:
+            self._is_raised = False
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self.signal = self.signal or signal.Signals(number)
+        if self._is_raised:
+            raise Asked
