@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from trainer import markers
 from trainer.load import load
 from trainer.slurm.script import ROOT, TEMPLATE, Job, render
 
@@ -160,3 +161,15 @@ def test_paths_arrive_as_they_are(run: str) -> None:
     assert said(text, 'printf "%s|" "${ARGUMENTS[@]}"') == f"--config|{run}/slurm/1/config.toml|"
     (output,) = (line for line in directives(script(run="/runs/50% of it")) if line.startswith("--output"))
     assert output == '--output="/runs/50%% of it/slurm/job-%j.log"'
+
+
+@pytest.mark.parametrize("kind", markers.KINDS)
+def test_the_script_knows_the_markers_that_training_leaves(tmp_path: Path, kind: markers.Kind) -> None:
+    lines = TEMPLATE.read_text().splitlines()
+    begin = next(number for number, line in enumerate(lines) if line.startswith("left() {"))
+    function = "\n".join(lines[begin : lines.index("}", begin) + 1])
+    markers.write(tmp_path, kind, reason='"quoted"', attempt="41.0.1")
+    code = f'{function}\nRUN={tmp_path}\nfor LONGHAUL_ATTEMPT in 41.0.1 41.0.11 41.0 ""; do left {kind}; echo $?; done; left OTHER'
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["0", "1", "1", "1"]
+    assert (done.returncode, done.stderr) == (2, "")
