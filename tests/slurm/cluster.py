@@ -81,7 +81,8 @@ def missing() -> str | None:
     if made.returncode:
         return f"no network namespace can be made: {made.stderr.strip()}"
     _run("ip", "netns", "del", probe)
-    return None
+    made = subprocess.run(["unshare", "--uts", "--mount", "true"], capture_output=True, text=True, check=False)
+    return f"no namespace for a host can be made: {made.stderr.strip()}" if made.returncode else None
 
 
 class CommandError(Exception):
@@ -96,7 +97,7 @@ class Cluster:
         self.folder = Path(tempfile.gettempdir()) / self.name
 
     def __enter__(self) -> Cluster:
-        _sweep()
+        sweep()
         try:
             self._up()
         except BaseException:
@@ -255,7 +256,7 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _sweep() -> None:
+def sweep() -> None:
     """Removes clusters whose process is gone."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}-*"):
         owner = folder.name.removeprefix(f"{PREFIX}-")

@@ -9,6 +9,7 @@ from pathlib import Path
 from tests.slurm.cluster import Cluster
 from trainer.run_folder import RunFolder
 
+SIZE = ("--nodes", "2", "--gpus-per-node", "0", "--processes-per-node", "2", "--backoff-seconds", "1")
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
@@ -21,8 +22,7 @@ class Job:
         self.number = ""
 
     def submit(self, *options: str) -> str:
-        size = ("--nodes", "2", "--gpus-per-node", "0", "--processes-per-node", "2", "--backoff-seconds", "1")
-        told = self.slurm("submit", *self.options, *size, *options)
+        told = self.slurm("submit", *self.options, *SIZE, *options)
         self.number = told.split()[1]
         return told
 

@@ -116,7 +116,9 @@ def main(words: list[str]) -> int:
     if "trainer.slurm.node" in words:
         sys.stdout.write("a node\n")
         return 0
-    rank = Rank(Path(words[words.index("--config") + 1]).parents[2])
+    place = "--job.output_dir"  # Only of a script that was rendered by hand; else the configuration lies in the folder.
+    given = words[words.index(place) + 1] if place in words else words[words.index("--config") + 1]
+    rank = Rank(Path(given) if place in words else Path(given).parents[2])
     rank.did(f"meets at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}")
     action = json.loads((rank.run / "plan.json").read_text()).get(rank.attempt, "finish")
     status: int = getattr(rank, action)()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.cluster import GRACE, Cluster
-from tests.slurm.job import Job
+from tests.slurm.job import SIZE, Job
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slurm
@@ -169,3 +169,28 @@ def test_a_run_that_is_done_near_the_limit_is_not_requeued(cluster: Cluster, tmp
     job.near_the_limit()
     assert job.ended("COMPLETED") == "0:0"
     assert attempts(job) == ["0.0"]
+
+
+def test_a_script_can_be_rendered_changed_and_submitted_by_hand(cluster: Cluster, tmp_path: Path) -> None:
+    job = planned(cluster, tmp_path, {"0.0": "stage"})
+    script = job.slurm("render", *job.options, *SIZE)
+    (tmp_path / "job.sh").write_text(script.replace('say "done"', 'say "done by hand"'))
+    (job.folder / "slurm").mkdir()
+    (job.folder / "checkpoints").mkdir()
+    job.number = cluster.command("sbatch", "--parsable", str(tmp_path / "job.sh")).strip()
+    assert job.ended("COMPLETED") == "0:0"
+    assert attempts(job) == ["0.0", "0.1"]
+    assert "done by hand" in job.log()
+
+
+def test_status_follows_a_job(cluster: Cluster, tmp_path: Path) -> None:
+    job = planned(cluster, tmp_path, {"0.0": "train"})
+    job.submit()
+    wait_for(job, "0.0", "trains")
+    assert f"job {job.number}              RUNNING on n[1-2] for 00:00:0" in job.slurm("status", str(job.folder))
+    job.near_the_limit()
+    job.ended("COMPLETED")
+    told = job.slurm("status", *job.options)
+    assert f"job {job.number}              COMPLETED, exit code 0:0, requeued 1 time\n" in told
+    assert "newest checkpoint  step-10, written " in told
+    assert f"DONE               step 1, reason the plan, attempt {job.number}.1.0, " in told

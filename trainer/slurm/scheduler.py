@@ -8,6 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.cluster import count
+
 ENDED = {
     "BOOT_FAIL",
     "CANCELLED",
@@ -64,7 +66,7 @@ class State:
             told = f"PENDING ({self.reason})"
         else:
             told = f"{self.state} on {self.nodes} for {self.ran} of {self.limit}"
-        return f"{told}, requeued {self.requeues} times" if self.requeues else told
+        return f"{told}, requeued {count(self.requeues, 'time')}" if self.requeues else told
 
 
 def submit(script: Path) -> str:
