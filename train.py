@@ -32,7 +32,7 @@ from trainer.initial import require_initial
 from trainer.load import load
 from trainer.loop import train
 from trainer.run_folder import ResumeError, RunFolder, finished, next_stage
-from trainer.status import BAD_CONFIGURATION, DONE, FAILED, NO_RETRY, ConfigError, RankError
+from trainer.status import BAD_CONFIGURATION, DONE, FAILED, NO_RETRY, ConfigError, RankError, RunError
 from trainer.stops import Stops, end_of_time
 
 log = logging.getLogger("trainer")
@@ -75,6 +75,8 @@ def main(argv: list[str], requests: Requests | None = None) -> int:
         return refuse(folder, BAD_CONFIGURATION, *(error.problems if rank == 0 else ()))
     except (DataError, LostError, ResumeError) as error:
         return refuse(folder, NO_RETRY, *([str(error)] if rank == 0 else ()))
+    except RunError as error:
+        return refuse(folder, FAILED, *([str(error)] if rank == 0 else ()))
     return DONE
 
 

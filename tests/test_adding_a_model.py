@@ -50,7 +50,7 @@ def test_the_page_adds_a_model_that_trains(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"\n\d+ passed", done.stdout)
-    lines = (clone / "outputs" / "debug" / "metrics.jsonl").read_text().splitlines()
+    lines = (clone / "outputs" / "toy" / "metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["loss"] for line in lines]
     assert len(losses) == 3
     assert all(map(math.isfinite, losses))

@@ -580,7 +580,7 @@ def test_every_key_has_a_description() -> None:
         f"{section}.{key}"
         for section, owner in sections().items()
         for key in keys(section)
-        if not owner.model_fields[key].description
+        if not owner.by_key()[key].description
     ]
 
 
@@ -588,8 +588,8 @@ def test_a_key_may_be_absent_only_if_that_is_its_default() -> None:
     """Else the resolved file, which leaves absent keys out, would not say what it means."""
     for section, owner in sections().items():
         for key in keys(section):
-            if type(None) in get_args(owner.model_fields[key].annotation):
-                assert owner.model_fields[key].default is None, f"{section}.{key}"
+            if type(None) in get_args(owner.by_key()[key].annotation):
+                assert owner.by_key()[key].default is None, f"{section}.{key}"
 
 
 def test_help_has_every_key_within_its_width() -> None:
@@ -597,13 +597,13 @@ def test_help_has_every_key_within_its_width() -> None:
     assert all(f"--{section}.{key}  " in text for section in sections() for key in keys(section))
     assert all(f"\n[{section}]  " in text for section in sections())
     assert all(f"\n{heading}  " in text for heading in ("[data.sources.NAME]", "[[data.mix]]", "[[stage]]"))
-    assert all(f"\n  {key}  " in text for owner in tables().values() for key in owner.model_fields)
+    assert all(f"\n  {key}  " in text for owner in tables().values() for key in owner.by_key())
     assert max(map(len, text.splitlines())) <= describe.WIDTH
 
 
 def test_a_type_is_told_in_words() -> None:
     owners = [sections()[section] for section in ("training", "optimizer", "job")]
-    kinds = {key.name: key.kind for owner in owners for key in describe.describe(owner, [*owner.model_fields])}
+    kinds = {key.name: key.kind for owner in owners for key in describe.describe(owner, [*owner.by_key()])}
     assert kinds["seq_len"] == "integer >= 2"
     assert kinds["dtype"] == '"bfloat16" | "float32" | "float64"'
     assert kinds["betas"] == "[number >= 0 < 1, number >= 0 < 1]"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.load import SHIPPED, load, overlay, split, to_toml
+from trainer.load import SHIPPED, keys, load, overlay, split, to_toml
 from trainer.stages import Recipe
 from trainer.status import ConfigError
 
@@ -252,3 +252,22 @@ def test_an_overlay_keeps_what_it_does_not_mention() -> None:
         "e": {},
     }
     assert overlay({"a": 1}, {"a": {"b": 2}}) == {"a": {"b": 2}}
+
+
+def test_a_key_may_be_a_word_of_pythons(here: Path) -> None:
+    """Which no field can be called."""
+    (here / "some.toml").write_text("[checkpoint]\nasync = false\n")
+    config = load(["--config", "some.toml"])
+    assert not config.checkpoint.asynchronous
+    assert "\nasync = false\n" in to_toml(config)
+    assert load(["--config", "some.toml", "--checkpoint.async", "true"]).checkpoint.asynchronous
+    assert "async" in keys("checkpoint")
+    assert not {"asynchronous"} & {*keys("checkpoint"), *config.model_dump()["checkpoint"]}
+    assert refused("--checkpoint.async", "maybe") == ["command line: --checkpoint.async maybe must be true or false"]
+    assert refused("--checkpoint.async") == ["command line: --checkpoint.async needs a value: true or false"]
+    (here / "some.toml").write_text("[checkpoint]\nasynchronous = false\nasync = 1\n")
+    problems = refused("--config", "some.toml")
+    assert problems[0].startswith("some.toml: checkpoint.async = 1 must be true or false")
+    assert problems[1].startswith(
+        "some.toml: checkpoint.asynchronous = false: there is no such key; did you mean async"
+    )

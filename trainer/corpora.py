@@ -77,7 +77,7 @@ class MixSection(Section):
 
 class DataSection(Section):
     corpus: Annotated[str, BeforeValidator(not_empty)] = "python-stdlib"
-    """`python-stdlib` (the sources of the running interpreter's library), `copy` (rows that repeat random tokens, without text or tokenizer), or a text or `.jsonl` file, or a folder."""
+    """`python-stdlib` (the sources of the running interpreter's library), `copy` (rows that repeat random tokens, without text or tokenizer), a file of text, `.jsonl` or `.parquet`, a folder of them, `hf:NAME`, or a folder that `trainer.data.prepare` made."""
     sources: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], SourceSection] = Field({})
     """Corpora by name, for `mix`."""
     mix: tuple[MixSection, ...] = ()

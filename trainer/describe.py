@@ -42,7 +42,7 @@ NODE_RANK, MASTER_ADDR and MASTER_PORT on each of them.
 PAGE = """\
 # Configuration
 
-<!-- Written by `python -m trainer.describe`; edit the docstrings in trainer/sections.py instead. -->
+<!-- Written by `python -m trainer.describe`; edit the docstrings of the sections in trainer/ instead. -->
 
 A run is described by a TOML file and by options of the form `--section.key VALUE`, which count more than the file.
 Unknown keys, wrong types and values out of range are refused, all at once, before any process starts. A key marked
@@ -67,7 +67,7 @@ def headings() -> dict[str, tuple[type[Section], list[str]]]:
     found = {f"[{name}]": (owner, keys(name)) for name, owner in sections().items()}
     for name, owner in tables().items():
         heading = f"[{name}.NAME]" if name in ("data.sources", "validation.sets") else f"[[{name}]]"
-        found[heading] = (owner, [*owner.model_fields])
+        found[heading] = (owner, [*owner.by_key()])
     return found
 
 
@@ -87,7 +87,7 @@ def describe(owner: type[Section], names: list[str]) -> list[Key]:
 
 def default_of(owner: type[Section], key: str) -> str | None:
     """As TOML writes it; empty for a key that is needed, None for one that is left out."""
-    about = owner.model_fields[key]
+    about = owner.by_key()[key]
     default = "" if about.is_required() else about.get_default()
     if default is None or isinstance(default, Section) or default in ((), {}):
         return None
@@ -170,7 +170,7 @@ def main(*, write: bool) -> int:
 def _purpose(section: str) -> str:
     above, _, name = section.removesuffix(".NAME").rpartition(".")
     owner = sections()[above] if above else Recipe
-    return str(owner.model_fields[name].description)
+    return str(owner.by_key()[name].description)
 
 
 def _for_toml(node: object) -> object:

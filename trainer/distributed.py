@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from secrets import token_hex
 
 import torch
 from torch import distributed
@@ -19,6 +21,7 @@ from trainer.config import Config, DistributedSection
 from trainer.fit import fitted, memory_of_node, told
 from trainer.hardware import choose_device, stay_near
 from trainer.ledger import GIB
+from trainer.markers import ATTEMPT
 from trainer.run_folder import flat, is_place
 from trainer.status import ConfigError
 
@@ -118,6 +121,21 @@ def process_group(config: DistributedSection) -> Iterator[World]:
         # Not after an error: peers may be inside a collective, and leaving must not wait for them.
         if whole:
             distributed.destroy_process_group()
+
+
+def gloo_group(config: DistributedSection) -> distributed.ProcessGroup:
+    """All ranks once more, through the host, for a thread beside training. Collective."""
+    minutes = max(config.start_timeout_minutes, config.timeout_minutes)
+    group = distributed.new_group(backend="gloo", timeout=timedelta(minutes=minutes))
+    if not isinstance(group, distributed.ProcessGroup):
+        raise TypeError(f"all ranks are one of its ranks, but the group is {group}")
+    return group
+
+
+def attempt() -> str:
+    """What this start of the run is called, on all ranks alike: `LONGHAUL_ATTEMPT`, else a random name. Collective."""
+    mine = re.sub(r"[^A-Za-z0-9_-]", "-", os.environ.get(ATTEMPT, ""))[:64] or token_hex(4)
+    return gather_over(mine)[0]
 
 
 @contextmanager

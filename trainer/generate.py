@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import sys
 import time
-import warnings
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from math import isfinite
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,14 +23,15 @@ from torch import Tensor
 from models.decode import Decoder
 from models.transformer import Transformer
 from parallelisms.initialize import materialise
-from trainer.checkpoint import describe
+from trainer.checkpoint.agreement import describe
+from trainer.checkpoint.reading import WEIGHTS, Reader, fill, require_alike
 from trainer.data import DataError
 from trainer.data.shards import between
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.hardware import attention_kernel, choose_device
 from trainer.load import COMMAND_LINE
 from trainer.opened import Found, command, find, take
-from trainer.run_folder import ResumeError, differences, read_state
+from trainer.run_folder import ResumeError, read_state
 from trainer.status import FAILED, ConfigError, RankError
 
 USAGE = """\
@@ -120,29 +119,16 @@ def parse(options: Mapping[str, str]) -> Request:
 
 def open_model(found: Found, device: torch.device) -> Transformer:
     """The model of a checkpoint, in training.dtype. Raises `ResumeError`."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint import CheckpointException
-
     config = found.config
     with torch.device("meta"):
         model = Transformer(config.model.build(), seq_len=config.training.seq_len)
     model = model.to(getattr(torch, config.training.dtype))
     materialise(model, device)
-    tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
-    reader = dcp.FileSystemReader(found.checkpoint)
-    try:
-        entries: dict[str, Any] = reader.read_metadata().state_dict_metadata
-        there = {name: (*entry.size,) for name, entry in entries.items() if name.startswith("model.")}
-        here = {name: (*tensor.shape,) for name, tensor in tensors.items()}
-        if wrong := differences(there, here):
-            raise ResumeError(f"{found.checkpoint} does not hold this model: {len(wrong)} tensors differ: {wrong[0]}")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # That there is no process group is what is asked for.
-            dcp.load(tensors, storage_reader=reader, no_dist=True)
-    except ResumeError:
-        raise
-    except (Exception, CheckpointException) as error:
-        raise ResumeError(f"{found.checkpoint} cannot be read: {describe(error)}") from error
+    tensors = {f"{WEIGHTS}{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    reader = Reader(found.checkpoint)
+    there = {name: (*entry.size,) for name, entry in reader.entries.items() if name.startswith(WEIGHTS)}
+    require_alike(found.checkpoint, there, {name: (*tensor.shape,) for name, tensor in tensors.items()}, shown=1)
+    fill(reader, tensors, alone=True)
     return model
 
 

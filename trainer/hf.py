@@ -7,25 +7,23 @@ import json
 import os
 import shutil
 import sys
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from models import FAMILIES, hf
 from models.config import ModelConfig
 from models.hf_config import HuggingFaceError, differences, read_model, rope_fields, write_model
 from trainer.config import COPY, CORPUS
 from trainer.files import sync, write_synced
-from trainer.initial import HUGGING_FACE, checkpoint_of, model_of
+from trainer.initial import HUGGING_FACE, checkpoint_of, model_of, require_hashes
 from trainer.run_folder import ResumeError, read_state
-from trainer.status import BAD_CONFIGURATION, DONE, FAILED
+from trainer.status import BAD_CONFIGURATION, DONE, FAILED, RunError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-WEIGHTS = "model."
 ABOUT = """\
 export  writes config.json, generation_config.json, safetensors and the tokenizer's files from a checkpoint
         (the newest of a run folder), reads them again, and compares every tensor bit by bit
@@ -49,6 +47,8 @@ def main(words: Sequence[str]) -> int:
         return refuse(*error.problems)
     except (ResumeError, DataError) as error:
         return refuse(str(error))
+    except RunError as error:
+        return refuse(str(error), status=FAILED)
     except OSError as error:
         return refuse(f"{error.filename}: {error.strerror}", status=FAILED)
     return DONE
@@ -100,10 +100,11 @@ def export(source: Path, output: Path, *, dtype: str | None, file_bytes: int, to
         raise HuggingFaceError([f"{output} is there already"])
     bos, eos, files = tokenizer_of(values, tokenizer, length=length)
     described = write_model(model, length=length, dtype=dtype, bos=bos, eos=eos)
-    saved = Saved(checkpoint, model)
+    require_hashes(checkpoint)
+    read = saved_in(checkpoint, model)
     say(f"{checkpoint}: {model.num_parameters:,} parameters as {dtype}, {length:,} tokens of context")
     with renamed(output) as folder:
-        written = hf.write(folder, model, saved.read, dtype=getattr(torch, dtype), file_bytes=file_bytes, written=say)
+        written = hf.write(folder, model, read, dtype=getattr(torch, dtype), file_bytes=file_bytes, written=say)
         for path in written:
             sync(path)
         generation = {key: described[key] for key in ("bos_token_id", "eos_token_id")}
@@ -139,54 +140,15 @@ def tokenizer_of(values: dict[str, Any], moved: Path | None, *, length: int) -> 
     return found.bos, found.specials.get(separators, found.eos), files
 
 
-class Saved:
-    """The weights of a checkpoint, each whole, whatever ranks wrote it."""
+def saved_in(checkpoint: Path, model: ModelConfig) -> Callable[[str], Tensor]:
+    """Gives the weights of a checkpoint, each whole, by their names. Raises `ResumeError` unless the model's are there."""
+    from trainer.checkpoint.reading import WEIGHTS, Reader, require_alike, whole
 
-    def __init__(self, checkpoint: Path, model: ModelConfig) -> None:
-        """Raises `ResumeError` unless all that the model needs are there."""
-        from torch.distributed.checkpoint import FileSystemReader
-
-        from trainer.checkpoint import describe
-
-        try:
-            metadata = FileSystemReader(checkpoint).read_metadata()
-        except Exception as error:
-            raise ResumeError(f"{checkpoint} cannot be read: {describe(error)}") from error
-        self._saved = cast(dict[str, Any], metadata.state_dict_metadata)
-        shapes = {name: tuple(entry.size) for name, entry in self._saved.items() if name.startswith(WEIGHTS)}
-        wrong = [
-            f"\n  {WEIGHTS}{name} is {shapes.get(WEIGHTS + name, 'absent')} and not {entry.shape}"
-            for name, entry in hf.entries(model).items()
-            if shapes.get(WEIGHTS + name) != entry.shape
-        ]
-        if wrong:
-            raise ResumeError(f"{checkpoint} does not hold this model:{''.join(wrong)}")
-
-        class Reader(FileSystemReader):
-            # Of a large run it takes seconds to read, and every tensor asks for it.
-            def read_metadata(self, *_: Any, **__: Any) -> Any:
-                return metadata
-
-        self._checkpoint, self._reader = checkpoint, Reader
-
-    def read(self, name: str) -> Tensor:
-        """Raises `ResumeError`."""
-        import torch
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint import CheckpointException
-
-        from trainer.checkpoint import describe
-
-        key = WEIGHTS + name
-        entry = self._saved[key]
-        into = {key: torch.empty(entry.size, dtype=entry.properties.dtype)}
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.load(into, storage_reader=self._reader(self._checkpoint), no_dist=True)
-        except (Exception, CheckpointException) as error:
-            raise ResumeError(f"{self._checkpoint}: {key} cannot be read: {describe(error)}") from error
-        return into[key]
+    reader = Reader(checkpoint)
+    there = {name: (*entry.size,) for name, entry in reader.entries.items() if name.startswith(WEIGHTS)}
+    needed = {f"{WEIGHTS}{name}": (*entry.shape,) for name, entry in hf.entries(model).items()}
+    require_alike(checkpoint, there, needed)
+    return lambda name: whole(reader, f"{WEIGHTS}{name}")
 
 
 @contextmanager
@@ -237,7 +199,10 @@ def lines_of(folder: Path, model: ModelConfig, length: object) -> Iterator[str]:
         yield from ("", "[tokenizer]", f'kind = "{kind}"')
         yield from () if path is None else (f"path = {json.dumps(str(path.resolve()))}",)
     else:
-        yield from ("", "# No file of its tokenizer is one that is read here: set [tokenizer], or prepared data.")
+        yield from (
+            "",
+            "# No file of its tokenizer is one that is read here. Without [tokenizer] tokens are bytes, not its own.",
+        )
     yield from ("", "[checkpoint]", f"initial = {json.dumps(f'{HUGGING_FACE}{folder.resolve()}')}")
 
 

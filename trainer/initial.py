@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from models.config import ModelConfig, RopeConfig
 from models.hf import HEAD, Entry, Weights, entries, read_config
 from models.hf_config import HuggingFaceError, differences, read_model
+from trainer.checkpoint import manifest
+from trainer.checkpoint.manifest import DamageError
 from trainer.config import Config
 from trainer.run_folder import ResumeError, RunFolder, read_state
 from trainer.status import ConfigError
@@ -38,13 +40,27 @@ def folder_of(initial: str) -> Path:
 
 
 def checkpoint_of(path: Path) -> Path:
-    """The checkpoint at `path`, or the newest of the run folder there. Raises `ResumeError`."""
-    if (path / "state.json").is_file():
+    """The checkpoint at `path`, or the newest of the run folder there, by its manifest. Raises `ResumeError`."""
+    if (path / manifest.NAME).is_file() or (path / manifest.STATE).is_file():
+        try:
+            manifest.sound(path)
+        except DamageError as error:
+            raise ResumeError(f"{path} cannot be read: {error}") from None
         return path
-    committed = RunFolder(path).committed()
-    if not committed:
+    newest = RunFolder(path).newest_sound()
+    if newest is None:
         raise ResumeError(f"{path} is neither a checkpoint nor a run folder with one")
-    return committed[-1][1]
+    return newest
+
+
+def require_hashes(checkpoint: Path) -> None:
+    """Reads all files of a checkpoint in this process. Raises `ResumeError` unless they are as they were written."""
+    try:
+        about = manifest.sound(checkpoint)
+        if found := manifest.damage(checkpoint, about, about.files):
+            raise DamageError("; ".join(found))
+    except DamageError as error:
+        raise ResumeError(f"{checkpoint} cannot be read: {error}") from None
 
 
 def model_of(state: Mapping[str, Any]) -> ModelConfig:
@@ -69,7 +85,7 @@ def require_initial(config: Config) -> None:
     That positions are turned otherwise than in what it begins with may be on purpose, and is logged.
     """
     initial = config.checkpoint.initial
-    if initial is None or RunFolder(config.output_dir).newest(config) is not None:
+    if initial is None or (config.checkpoint.enabled and RunFolder(config.output_dir).committed()):
         return
     turned = list[str]()
     try:

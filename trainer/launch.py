@@ -24,7 +24,7 @@ from trainer.lives import live
 from trainer.load import find, load, show_path, split, to_toml
 from trainer.run_folder import ResumeError, RunFolder, finished, next_stage
 from trainer.stages import Recipe
-from trainer.status import BAD_CONFIGURATION, FAILED, NO_RETRY, ConfigError
+from trainer.status import BAD_CONFIGURATION, FAILED, NO_RETRY, ConfigError, RunError
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 
@@ -72,6 +72,8 @@ def nothing_to_start(config: Config) -> tuple[int, str] | None:
     except ResumeError as error:
         markers.settle(config.output_dir, "STOP", reason=str(error), attempt=os.environ.get(markers.ATTEMPT))
         return NO_RETRY, f"error: {error}"
+    except RunError as error:
+        return FAILED, f"error: {error}"
     if already:
         markers.settle(config.output_dir, "DONE", reason=already, attempt=os.environ.get(markers.ATTEMPT))
     return (0, already) if already else None
@@ -113,7 +115,7 @@ def complaints_of(check: Callable[[], object]) -> list[str]:
 
 def first_stage(config: Config) -> int:
     """The number of the stage that is next; what is done may not fit the processes that are left. 0 if that is unclear."""
-    with suppress(ResumeError, ConfigError):
+    with suppress(ResumeError, ConfigError, RunError):
         stage = next_stage(config)
         return 0 if stage is None else stage.index
     return 0

@@ -19,7 +19,7 @@ from trainer.config import Config, Stage
 from trainer.hangs import suspects
 from trainer.load import load
 from trainer.run_folder import ResumeError, RunFolder, next_stage
-from trainer.status import BAD_CONFIGURATION, BEGAN, DONE, NO_RETRY, ConfigError
+from trainer.status import BAD_CONFIGURATION, BEGAN, DONE, FAILED, NO_RETRY, ConfigError, RunError
 from trainer.workers import TELLING_CODES, Workers
 
 LONGEST_BACK_OFF = 300.0
@@ -67,9 +67,9 @@ def _after(before: Stage | None, argv: Sequence[str]) -> tuple[Stage | None, int
         return None, DONE
     try:
         after = next_stage(load(argv))  # What is still to come may have been changed meanwhile.
-    except (ConfigError, ResumeError) as error:
+    except (ConfigError, ResumeError, RunError) as error:
         sys.stderr.write(f"error: {error}\n")
-        return None, BAD_CONFIGURATION if isinstance(error, ConfigError) else NO_RETRY
+        return None, {ConfigError: BAD_CONFIGURATION, ResumeError: NO_RETRY}.get(type(error), FAILED)
     return (None if after is None or after.index == before.index else after), DONE
 
 

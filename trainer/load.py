@@ -105,13 +105,13 @@ def tables() -> dict[str, type[Section]]:
     """What the file may hold several of, by its heading: `[data.sources.NAME]`, `[[data.mix]]`, `[[stage]]`."""
     places: list[tuple[str, type[Section]]] = [(f"{name}.", owner) for name, owner in sections().items()]
     places.append(("", Recipe))
-    found = {f"{prefix}{key}": _inner(owner, key) for prefix, owner in places for key in owner.model_fields}
+    found = {f"{prefix}{key}": _inner(owner, key) for prefix, owner in places for key in owner.by_key()}
     return {key: inner for key, inner in found.items() if inner is not None and key not in sections()}
 
 
 def keys(section: str) -> list[str]:
     """The keys of a section, without its sub-sections and tables."""
-    return [key for key in sections()[section].model_fields if _inner(sections()[section], key) is None]
+    return [key for key in sections()[section].by_key() if _inner(sections()[section], key) is None]
 
 
 # ---- the command line
@@ -172,7 +172,7 @@ def _option_problem(option: str, value: str | None) -> str | None:
         written = option if value is None else f"{option} {value}"
         return f"{_shorten(written)}: {_unknown(section, key)}"
     if value is None:
-        switch = section and sections()[section].model_fields[key].annotation is bool
+        switch = section and sections()[section].by_key()[key].annotation is bool
         return f"{option} needs a value{': true or false' if switch else ''}"
     if option != "--config" and any("\ud800" <= character <= "\udfff" for character in value):
         return f"{option} {_shorten(value)}: the value is not valid UTF-8"
@@ -272,8 +272,8 @@ class Source:
         if details["type"].endswith("_type") and self.typed and not items:
             rule += f", not {TOML_TYPES.get(type(value), 'a date or time')}"
         owner = _owner(details["loc"][:-1])
-        if details["type"] == "string_pattern_mismatch" and owner and names[-1] in owner.model_fields:
-            rule += f" ({owner.model_fields[names[-1]].description})"
+        if details["type"] == "string_pattern_mismatch" and owner and names[-1] in owner.by_key():
+            rule += f" ({owner.by_key()[names[-1]].description})"
         return f"{self.name}: {written}{f': item {items[0] + 1}' if items else ''} {rule}"
 
     def _place(self, loc: tuple[int | str, ...]) -> tuple[str, list[int | str]]:
@@ -307,7 +307,7 @@ def _unknown(section: str, key: str, owner: type[Section] | None = None, *, tabl
     """What a key that does not exist, in this section or table, was probably meant to be."""
     name = f"{section}.{key}".lstrip(".")
     if owner not in (None, Recipe, sections().get(section)):
-        here = [*owner.model_fields]
+        here = [*owner.by_key()]
         near = get_close_matches(key, here, n=1)
         return f"there is no such key; {f'did you mean {near[0]}?' if near else 'there are ' + ', '.join(here)}"
     if name in sections():
@@ -367,7 +367,7 @@ def _toml_tables(path: tuple[str, ...], table: dict[str, Any]) -> Iterator[str]:
 
 
 def _sections(prefix: str, owner: type[Section]) -> Iterator[tuple[str, type[Section]]]:
-    for key, about in owner.model_fields.items():
+    for key, about in owner.by_key().items():
         if isinstance(about.annotation, type) and issubclass(about.annotation, Section):
             yield f"{prefix}{key}", about.annotation
             yield from _sections(f"{prefix}{key}.", about.annotation)
@@ -375,7 +375,7 @@ def _sections(prefix: str, owner: type[Section]) -> Iterator[tuple[str, type[Sec
 
 def _inner(owner: type[Section], key: str) -> type[Section] | None:
     """The section that a key is, or those that it holds several of, are of."""
-    annotation = owner.model_fields[key].annotation
+    annotation = owner.by_key()[key].annotation
     kinds = [annotation, *get_args(annotation)]
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
 
@@ -387,10 +387,10 @@ def _owner(loc: Sequence[int | str]) -> type[Section] | None:
     for part in loc:
         if named or isinstance(part, int):
             named = False
-        elif owner is None or part not in owner.model_fields:
+        elif owner is None or part not in owner.by_key():
             return None
         else:
-            named = get_args(owner.model_fields[part].annotation)[:1] not in ((), (_inner(owner, part),))
+            named = get_args(owner.by_key()[part].annotation)[:1] not in ((), (_inner(owner, part),))
             owner = _inner(owner, part)
     return owner
 

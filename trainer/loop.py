@@ -9,7 +9,8 @@ from contextlib import closing
 
 import torch
 
-from trainer.checkpoint import Checkpoints
+from trainer.checkpoint.background import Saved
+from trainer.checkpoint.checkpoints import Checkpoints
 from trainer.config import Config, Stage
 from trainer.data import DataError
 from trainer.data.held import HeldOut
@@ -20,7 +21,7 @@ from trainer.heartbeat import Heartbeat
 from trainer.metrics import Metrics
 from trainer.profiler import Profilers
 from trainer.run_folder import RunFolder
-from trainer.status import FAILED, NO_RETRY, RankError
+from trainer.status import FAILED, NO_RETRY, RankError, RunError
 from trainer.stops import Stops
 from trainer.trainer import Trainer, Update
 from trainer.validation import Validation
@@ -81,7 +82,7 @@ class Loop:
     ) -> None:
         self.stage, self.trainer, self.profilers = trainer.stage, trainer, profilers
         self.stops, self.watchdog = stops, watchdog
-        self.checkpoints = Checkpoints(config, folder)
+        self.checkpoints = Checkpoints(config, folder, trainer.world)
         resumed = self.checkpoints.resume(trainer)
         profilers.step(trainer.step)
         self.metrics = Metrics(config, folder, trainer, later=rows[1:], resumed=resumed)
@@ -91,9 +92,10 @@ class Loop:
         self._save_seconds = 0.0
 
     def run(self) -> str:
-        with closing(self.metrics), Heartbeat(self.trainer) as heartbeat:
+        with closing(self.metrics), self.checkpoints, Heartbeat(self.trainer) as heartbeat:
+            self._expect_waiting("the first update")
             if not self.trainer.step:
-                self.metrics.validated(self.validation.run())
+                self._validate()
             while True:
                 try:
                     reason = self._updates(heartbeat)
@@ -101,6 +103,7 @@ class Loop:
                     self._roll_back(spike)
                 else:
                     self.metrics.flush()
+                    self._settle()
                     self.metrics.farewell(reason)
                     return reason
 
@@ -109,9 +112,9 @@ class Loop:
         began = time.monotonic()
         with closing(heartbeat.updates()) as updates:
             for update in updates:
+                self.metrics.write(update)  # Waits for the update before, where a device computes it.
                 self.slowest = max(self.slowest, time.monotonic() - began)
-                # What follows takes as long as it takes, the ranks waiting for each other.
-                self.watchdog.expect(f"what follows update {update.step}", 60 * section.start_timeout_minutes)
+                self._expect_waiting(f"what follows update {update.step}")
                 if reason := self._between(update):
                     return reason
                 began = time.monotonic()
@@ -120,24 +123,53 @@ class Loop:
 
     def _between(self, update: Update) -> str:
         """Does what is due after an update; why all ranks leave now, if they do."""
-        self.metrics.write(update)
         self.profilers.step(update.step)
         if self.validation.due(update.step):
-            self.metrics.validated(self.validation.run())
+            self._validate()
+        for saved in self._collected():
+            self._save_seconds = saved.seconds
         verdict = self.stops.ask(self._save_seconds)
         leaves = verdict.reason if update.step < self.stage.total else ""
         if leaves:
             log.info("leaving after update %d: %s", update.step, leaves)
         if self.checkpoints.due(update.step, self.stage, asked=verdict.saves or bool(leaves)):
-            began = time.monotonic()
             self.metrics.flush()  # The lines of all updates in a checkpoint are on disk before it is.
-            self.metrics.checkpointed(self.checkpoints.save(self.trainer))
-            self._save_seconds = time.monotonic() - began
+            self.checkpoints.save(self.trainer)
+            self.metrics.rollbacks = 0
             self.stops.saved()
         return leaves
 
+    def _validate(self) -> None:
+        results = []
+        for result in self.validation.run():
+            results.append(result)
+            self._expect_waiting("what follows a set of validation")
+        self.metrics.validated(results)
+
+    def _expect_waiting(self, what: str) -> None:
+        """What takes as long as it takes, while ranks wait for each other."""
+        self.watchdog.expect(what, 60 * self.trainer.config.distributed.start_timeout_minutes)
+
+    def _collected(self) -> list[Saved]:
+        """The saves that ended meanwhile, which are told."""
+        ended = self.checkpoints.collected()
+        self.metrics.checkpointed(ended)
+        return ended
+
+    def _settle(self) -> None:
+        """Waits for a save that is under way. Raises RunError if the newest one failed, which is the last."""
+        last = self.checkpoints.wait()
+        self._collected()
+        if last is not None and last.problem is not None:
+            raise RunError(f"the checkpoint of update {last.step}, the last, failed: {last.problem}")
+
     def _roll_back(self, spike: SpikeError) -> None:
         """To the newest checkpoint, from which on the rows of the updates that followed are left out."""
+        self.checkpoints.wait()
+        self._collected()
+        if not self.checkpoints.are_there:
+            log.warning("there is no checkpoint to go back to")
+            return
         checkpoint = self.checkpoints.resume(self.trainer)
         first = self.trainer.next_row
         self.trainer.next_row = max(first, spike.row)

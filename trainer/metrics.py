@@ -14,6 +14,7 @@ from pathlib import Path
 from socket import gethostname
 
 from parallelisms.collectives import gather_over, max_over
+from trainer.checkpoint.background import Saved
 from trainer.config import Config, Stage
 from trainer.data.rows import Rows
 from trainer.hardware import GIB, Work, device_memory, host_memory, peak_flops
@@ -53,13 +54,12 @@ class Metrics:
         self.last_by_shard: list[float | None] | None = None
         self.skipped = trainer.scalars()["skipped"]
         """Updates of the run so far whose gradient was not finite."""
-        self.pace, self.work, self.host = (
-            Pace(self.config.health.straggler_ratio),
-            Work(self.world.device),
-            gethostname(),
-        )
-        self.is_saved, self.rollbacks = resumed is not None, 0
-        """Whether there is a checkpoint, and how often the run was rolled back to it."""
+        self.pace = Pace(self.config.health.straggler_ratio)
+        self.work, self.host = Work(self.world.device), gethostname()
+        self.rollbacks = 0
+        """Since the newest checkpoint."""
+        self.failed_saves = 0
+        """Checkpoints that could not be written since this start."""
         self._pending: Update | None = None
         self._since = Totals()
         self.sinks: list[Sink] = []
@@ -123,10 +123,21 @@ class Metrics:
         }
         self.folder.event("start", **start)
 
-    def checkpointed(self, checkpoint: Path) -> None:
-        self.is_saved, self.rollbacks = True, 0
-        if self.world.rank == 0:
-            self.folder.event("checkpoint", path=str(checkpoint))
+    def checkpointed(self, saves: Sequence[Saved]) -> None:
+        """Writes how saves ended."""
+        self.failed_saves += sum(saved.problem is not None for saved in saves)
+        for saved in saves if self.world.rank == 0 else ():
+            if saved.problem is not None:
+                self.folder.event("checkpoint_failed", step=saved.step, reason=saved.problem)
+                numbers = {"checkpoint/failures": float(self.failed_saves)}
+            else:
+                keys = ("bytes", "seconds", "blocked_seconds")
+                facts = {key: getattr(saved, key) for key in keys}
+                self.folder.event("checkpoint", path=str(saved.path), step=saved.step, **facts)
+                numbers = {f"checkpoint/{key}": float(value) for key, value in facts.items()}
+            for sink in self.sinks:
+                if isinstance(sink, TensorBoard):
+                    sink.add(numbers, saved.step)
 
     def validated(self, results: Sequence[Result]) -> None:
         """Writes what the sets say after the last update that was written or taken."""
@@ -161,7 +172,9 @@ class Metrics:
             return
         if self.stage.index + 1 < self.stage.count:
             self.folder.event("stage", name=self.stage.name, **facts)
-            log.info("%s is done, loss %.3f; the same command goes on with the next", self.stage, self.last_loss)
+            log.info(
+                "%s is done, loss %.3f; the next one follows, or the same command begins it", self.stage, self.last_loss
+            )
             return
         self.folder.event("end", **facts)
         committed = self.folder.committed()
@@ -233,7 +246,7 @@ class Metrics:
         if self.world.rank == 0:
             log.warning("update %d: loss %.3f is %.0f sigmas above those before", update.step, measured.loss, above)
             self.folder.event("spike", step=update.step, loss=measured.loss, sigmas=above)
-        if self.config.health.on_spike == "roll_back" and self.rollbacks < ROLLBACKS and self.is_saved:
+        if self.config.health.on_spike == "roll_back" and self.rollbacks < ROLLBACKS:
             raise SpikeError(update.step, self.trainer.next_row)
 
     def _lag(self, seconds: float, waited: float) -> None:

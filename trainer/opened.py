@@ -14,16 +14,17 @@ import torch
 from pydantic import ValidationError
 
 from trainer import logs
-from trainer.checkpoint import WEIGHTS
-from trainer.checkpoint import load as load_tensors
+from trainer.checkpoint.reading import WEIGHTS
+from trainer.checkpoint.reading import load as load_tensors
 from trainer.config import Config
 from trainer.data import DataError
 from trainer.distributed import World, here, process_group
+from trainer.initial import checkpoint_of
 from trainer.load import COMMAND_LINE, Source, load, overlay, split
 from trainer.placed import Placed
 from trainer.run_folder import ResumeError, RunFolder, read_state
 from trainer.stages import Recipe
-from trainer.status import BAD_CONFIGURATION, DONE, FAILED, NO_RETRY, ConfigError, RankError
+from trainer.status import BAD_CONFIGURATION, DONE, FAILED, NO_RETRY, ConfigError, RankError, RunError
 
 log = logging.getLogger("trainer")
 
@@ -104,15 +105,16 @@ def find(asked: Asked) -> Found:
     if not wanted:
         there = ", ".join(one.name for _, one in committed) or "nothing"
         raise ConfigError([f"{path} is no checkpoint; {folder.checkpoints} holds {there}"])
-    step, checkpoint = wanted[-1]
+    checkpoint = checkpoint_of(path if folder.path == path else wanted[-1][1])
+    state = read_state(checkpoint)
     whole = load(["--config", str(folder.config.resolve())])
-    index = read_state(checkpoint)["stage"]["index"]
+    index = state["stage"]["index"]
     if index >= len(whole.stages):
         raise ResumeError(f"{checkpoint} is of stage {index + 1}, but {folder.config} has {len(whole.stages)}")
     values = whole.stages[index].config.model_dump(exclude_unset=True, exclude={"parallelism", "memory", "profiler"})
     over = overrides(asked)
     whole = Recipe.model_validate(overlay(whole.model_dump(exclude_unset=True), over))
-    return Found(folder, checkpoint, step, Config.model_validate(overlay(values, over)), whole)
+    return Found(folder, checkpoint, state["step"], Config.model_validate(overlay(values, over)), whole)
 
 
 def find_to_judge(asked: Asked) -> Found:
@@ -169,6 +171,8 @@ def command(words: Sequence[str], usage: str, run: Callable[[Sequence[str]], Non
         status, problems = BAD_CONFIGURATION, error.problems
     except (DataError, ResumeError) as error:
         status, problems = NO_RETRY, [str(error)]
+    except RunError as error:
+        status, problems = FAILED, [str(error)]
     except RankError as error:
         sys.stderr.write(f"error: [rank {rank}] {error}\n")
         return error.status

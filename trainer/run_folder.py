@@ -4,8 +4,9 @@ config.toml                resolved configuration of the newest start
 metrics.jsonl              one line per logged update
 events.jsonl               starts, resumes, checkpoints, validations, skipped updates, the end
 tensorboard/  logs/
-checkpoints/step-<N>/      committed by a rename: a folder of this name is whole
-checkpoints/.tmp-step-<N>/ being written, or left by a process that died
+checkpoints/step-<N>/      committed by a rename: whole when it was written, which its manifest can prove
+checkpoints/.tmp-*/        being written or deleted, or left by a process that died
+checkpoints/bad-step-<N>-* found damaged, and put aside
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoint import manifest
+from trainer.checkpoint.manifest import DamageError
+from trainer.checkpoint.retention import put_aside
 from trainer.config import Config, Stage
 from trainer.files import write_synced
 from trainer.load import to_toml
 from trainer.status import ConfigError
+from trainer.status import ResumeError as ResumeError
 
 # What a run is: a checkpoint continues only under the same values. Everything else may change on resume. Where the
 # corpus lies is not part of it: its fingerprint is compared instead.
 IDENTITY = ("model", "tokenizer.kind", "data", "training.seq_len", "training.seed", "optimizer.name")
 INCIDENTAL = ("data.cache_dir", "data.bad_files", "data.corpus")
 STATE = {"step": int, "trainer": dict, "data": dict, "config": dict, "stage": dict}
-
-
-class ResumeError(Exception):
-    """A checkpoint that this configuration cannot continue, or none that can be read; a retry would not mend it."""
 
 
 class RunFolder:
@@ -99,9 +100,23 @@ class RunFolder:
         return sorted((number, folder) for number, folder in numbered if number is not None)
 
     def newest(self, config: Config) -> Path | None:
-        """The checkpoint to go on from; None for a fresh start."""
-        committed = self.committed() if config.checkpoint.enabled else []
-        return committed[-1][1] if committed else None
+        """The checkpoint to go on from, by what its manifest says; None for a fresh start.
+
+        Raises `ResumeError` if there are checkpoints and none is good, and RunError if they cannot be read now.
+        """
+        return self.newest_sound() if config.checkpoint.enabled else None
+
+    def newest_sound(self) -> Path | None:
+        """The same, whatever a configuration says."""
+        rejected = []
+        for _, checkpoint in reversed(self.committed()):
+            try:
+                manifest.sound(checkpoint)
+                return checkpoint
+            except DamageError as error:
+                rejected.append(f"{checkpoint.name}: {error}")
+        no_good_checkpoint(self, rejected)
+        return None
 
     def first_loss(self) -> float | None:
         """Loss of the run's first logged update."""
@@ -129,6 +144,16 @@ class RunFolder:
             swap = self.metrics.with_suffix(".tmp")
             write_synced(swap, b"".join(kept))
             swap.replace(self.metrics)
+
+
+def no_good_checkpoint(folder: RunFolder, rejected: Sequence[str] = ()) -> None:
+    """A run whose checkpoints are all damaged must not begin anew by itself. Raises `ResumeError` with the reasons."""
+    if bad := [*rejected, *put_aside(folder.checkpoints)]:
+        listed = "".join(f"\n  {line}" for line in bad)
+        raise ResumeError(
+            f"no checkpoint in {folder.checkpoints} is good:{listed}\n"
+            f"to start anew, choose another job.output_dir or remove {folder.checkpoints}"
+        )
 
 
 def _ends_whole(path: Path) -> bool:
@@ -165,9 +190,13 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / "state.json"
     try:
         state = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ResumeError(f"{path} cannot be read: {error}") from None
-    if not isinstance(state, dict) or not all(isinstance(state.get(key), kind) for key, kind in STATE.items()):
+    if (
+        not isinstance(state, dict)
+        or not all(isinstance(state.get(key), kind) for key, kind in STATE.items())
+        or not isinstance(state["stage"].get("index"), int)
+    ):
         raise ResumeError(f"{path} is damaged: it must hold {', '.join(STATE)}")
     return state
 
@@ -267,7 +296,8 @@ def finished(config: Config) -> str | None:
         return None
     folder = RunFolder(config.output_dir)
     more = "append a [[stage]]" if config.stages[0].name else "raise --training.steps"
-    step, checkpoint = folder.committed()[-1]
+    checkpoint = folder.newest(config)
+    step = config.stages[0].total if checkpoint is None else read_state(checkpoint)["step"]
     return (
         f"done already: {checkpoint} holds update {step} of {config.stages[0].total}. To go on, {more}; "
         f"to start anew, choose another --job.output_dir or remove {config.output_dir}"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
 from models import FAMILIES
 from models.config import ModelConfig
@@ -38,7 +39,14 @@ PIECE = 1 << 22  # elements whose moments are widened at once: trainer/optimizer
 class Section(BaseModel):
     """What every section is: frozen, without unknown keys, each field documented by the string below it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, serialize_by_alias=True
+    )
+
+    @classmethod
+    def by_key(cls) -> dict[str, FieldInfo]:
+        """What the file writes, and about what: a key that is a word of Python's has a field of another name."""
+        return {about.alias or name: about for name, about in cls.model_fields.items()}
 
 
 class JobSection(Section):
@@ -209,7 +217,9 @@ class ParallelismSection(Section):
             return []
         product = " x ".join(f"{axis} {size}" for axis, size in degrees.items())
         needed = prod(degrees.values())
-        return [f"the mesh {product} needs {needed:,} processes, but there are {world_size:,} (NGPU x NNODES)"]
+        return [
+            f"the mesh {product} needs {needed:,} processes, but there are {world_size:,} (NGPU x NNODES, or torchrun's)"
+        ]
 
 
 class MemorySection(Section):
@@ -294,9 +304,13 @@ class CheckpointSection(Section):
     interval: Count = 500
     """Updates between checkpoints; the last update is always saved."""
     interval_minutes: Positive | None = None
-    """Minutes between checkpoints, beside `interval`. Left out: only updates count."""
+    """Minutes between checkpoints, by the first rank's clock, in addition. Left out: updates alone count."""
     keep: Count = 3
     """Newest checkpoints that are kept."""
+    keep_every: Count | None = None
+    """Checkpoints of updates that are a multiple of this are kept for ever."""
+    asynchronous: bool = Field(default=True, alias="async")
+    """Whether they are written while training goes on, from a copy on the host that takes as much memory as the state."""
     initial: Annotated[str, BeforeValidator(not_empty)] | None = None
     """Weights that a new run begins with, its optimizer being new: `hf:` and the folder of a model in Hugging Face's format, or another run's folder or checkpoint. Left out: drawn at random."""
 

@@ -20,6 +20,14 @@ class RankError(Exception):
         self.status = status
 
 
+class RunError(Exception):
+    """What ended a run, in words, found by all ranks alike; the next start may do better."""
+
+
+class ResumeError(Exception):
+    """A checkpoint that this configuration cannot continue, or none that can be read; a retry would not mend it."""
+
+
 class ConfigError(Exception):
     """Everything that is wrong with a configuration, one line each. The caller prints it and leaves with 2."""
 

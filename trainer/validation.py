@@ -87,11 +87,12 @@ class Validation:
     def due(self, step: int) -> bool:
         return step % self._interval == 0 or step == self._trainer.stage.last_step
 
-    def run(self) -> list[Result]:
-        """What each set gives now. Collective, and waits for the device."""
+    def run(self) -> Iterator[Result]:
+        """What each set gives now, one after the other. Collective, and waits for the device."""
         training, step = self._trainer.config.training, self._trainer.step
         most = training.micro_batch_size * training.seq_len
-        return [Result(each.name, step, see(each, self._trainer.placed, most=most)) for each in self._sets]
+        for each in self._sets:
+            yield Result(each.name, step, see(each, self._trainer.placed, most=most))
 
 
 def see(held: HeldOut, placed: Placed, *, most: int) -> dict[int, Seen]:

@@ -10,7 +10,9 @@ import pytest
 from trainer.data import DataError
 from trainer.data.corpus import PYTHON_STDLIB, Corpus
 from trainer.data.formats import BLOCK, texts
+from trainer.data.prepare import prepare
 from trainer.data.source import Source
+from trainer.data.tokenizer import ByteTokenizer
 
 Make = Callable[..., Source]
 Documents = Callable[[Source], list[str]]
@@ -131,3 +133,17 @@ def test_the_standard_library_is_read_without_packages_and_unicode_tables(caplog
     source = Path(sysconfig.get_paths()["stdlib"], first.name).read_bytes().decode()
     assert "".join(next(texts(first, text_key="text"))) == f"# {first.name}\n{source}"
     assert json.dumps(names[:1]) == json.dumps(["__future__.py"])
+
+
+def test_bad_files_of_the_standard_library_are_told_but_are_no_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "bad.py").write_bytes(b"\xff")
+    (tmp_path / "lib" / "good.py").write_text("pass")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
+    prepare(Source(corpus=PYTHON_STDLIB, cache_dir=tmp_path / "cache"), ByteTokenizer())
+    assert "skipped bad.py: not UTF-8" in caplog.text
+    assert "python-stdlib: 1 bad files or lines were skipped" in caplog.text
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

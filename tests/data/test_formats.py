@@ -1,5 +1,6 @@
 import gzip
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -189,7 +190,9 @@ def test_a_missing_package_is_named_with_what_installs_it(
     name: str, package: str, source: Make, documents: Documents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(DataError, match=rf'{name} needs {package}: pip install "longhaul\[data\]"'):
+    with pytest.raises(
+        DataError, match=re.escape(f"{name} needs {package}: {sys.executable} -m pip install {package}")
+    ):
         documents(source({name: b"x"}))
 
 

@@ -193,3 +193,12 @@ def test_epochs_hold_the_same_rows_in_another_order(section: Section) -> None:
     assert [{epoch for epoch, _ in each} for each in epochs] == [{0}, {1}, {2}]
     assert all(sorted(order) == list(range(source(rows).num_rows)) for order in orders)
     assert orders[0] != orders[1] != orders[2]
+
+
+def test_what_is_drawn_of_each_source_is_told(section: Section) -> None:
+    one = rows_of(section(TINY), seq_len=5)
+    both = Rows([source(one), source(one)], seq_len=5, weights=(2, 1), names=("a", "b"))
+    assert both.summary(9) == [
+        "a: 3 rows of 5 tokens; of the 9 rows that are drawn it gives 6 (2.00 epochs); 20.00% is padding",
+        "b: 3 rows of 5 tokens; of the 9 rows that are drawn it gives 3 (1.00 epochs); 20.00% is padding",
+    ]

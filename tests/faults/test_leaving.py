@@ -124,8 +124,9 @@ def test_a_run_without_checkpoints_cannot_leave_well(whole: Path, tmp_path: Path
 
 
 def test_a_request_before_the_first_update_is_answered_at_once(
-    whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("trainer.logs.configure", lambda _: None)  # It would outlive the test.
     requests, folder = Requests(), tmp_path / "run"
     requests.signal = signal.SIGTERM
     folder.mkdir()

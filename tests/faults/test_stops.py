@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,6 +62,26 @@ def clocks(limit_of: int) -> list[tuple[str, bool]]:
 def test_the_clock_of_the_first_rank_decides() -> None:
     assert run_ranks(clocks, 2, 0) == [[("its time is over", False), ("", True)]] * 2
     assert run_ranks(clocks, 2, 1) == [[("", False), ("", True)]] * 2
+
+
+def saves_at(*seconds: float) -> list[bool]:
+    """Whether the clock asks for a checkpoint at these times, each of which is then begun."""
+    import trainer.stops as module
+
+    clock = SimpleNamespace(now=0.0)
+    vars(module)["time"] = SimpleNamespace(monotonic=lambda: clock.now, time=time.time)
+    stops, found = stops_of(0, Requests(), checkpoint={"interval_minutes": 5}), []
+    for clock.now in seconds:
+        found.append(stops.ask(0.0).saves)
+        if found[-1]:
+            stops.saved()
+    return found
+
+
+@pytest.mark.ranks
+def test_minutes_count_from_the_last_checkpoint() -> None:
+    (found,) = run_ranks(saves_at, 1, 100.0, 299.0, 300.0, 301.0, 599.0, 601.0)
+    assert found == [False, False, True, False, False, True]
 
 
 def leaves(seconds: float) -> bool:

@@ -17,7 +17,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from tests.ranks import context
+from trainer.checkpoint import manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = [
@@ -292,6 +293,13 @@ def digests(checkpoint: Path) -> dict[str, str]:
     found = tensors(checkpoint)
     bits = {name: tensor.view(-1).view(torch.uint8).numpy().tobytes() for name, tensor in sorted(found.items())}
     return {name: hashlib.sha256(one).hexdigest() for name, one in bits.items()}
+
+
+def reseal(checkpoint: Path) -> None:
+    """Makes the manifest one of the files as they are now, as somebody would who meant to change them."""
+    about = manifest.read(checkpoint)
+    files = {name: manifest.hash_of(checkpoint / name) for name in about.files}
+    manifest.write(checkpoint, replace(about, files=files))
 
 
 def state(checkpoint: Path) -> dict[str, Any]:

@@ -151,7 +151,7 @@ def test_what_a_run_is_not_known_by_may_change(finished: Path, copied: Path) -> 
     done = forked(finished / "run.toml", copied, "--training.steps", "7", *how, *what, processes=2)
     assert done.statuses == [0, 0], done.said
     assert steps(copied) == [1, 2, 3, 4, 6, 7], "the first of this start, every second, the last"
-    assert checkpoints(copied) == ["step-7"]
+    assert checkpoints(copied) == ["step-3", "step-7"], "what it went on from, and the newest"
 
 
 def test_a_vocabulary_that_is_too_small_leaves_with_2(finished: Path, tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_checkpoint_without_its_state_is_named_and_leaves_with_78(finished: Pa
     (copied / "checkpoints" / "step-3" / "state.json").write_text('{"step": 3, "tra')
     done = forked(finished / "run.toml", copied, "--training.steps", "5")
     assert done.statuses == [78]
-    assert f"error: {copied}/checkpoints/step-3/state.json cannot be read" in done.said
+    assert f"error: no checkpoint in {copied}/checkpoints is good:\n  step-3: state.json has " in done.said
 
 
 def test_a_bad_file_is_named_and_training_goes_on_unless_refused(finished: Path, tmp_path: Path) -> None:
@@ -235,8 +235,12 @@ def test_a_checkpoint_that_cannot_be_read_is_named_and_leaves_with_78(
         data.write_bytes(data.read_bytes()[:100])
     done = forked(finished / "run.toml", copied, "--training.steps", "5")
     assert done.statuses == [78]
-    assert f"error: {checkpoint} cannot be read: " in done.said
+    assert f"error: no checkpoint in {copied}/checkpoints is good:\n  bad-step-3-" in done.said
+    assert f": {'.metadata' if damage == 'metadata' else '__0_0.distcp'} " in done.said
     assert "Traceback" not in done.said
+    again = forked(finished / "run.toml", copied, "--training.steps", "5")
+    assert (again.statuses, "Traceback" in again.said) == ([78], False)
+    assert f"error: no checkpoint in {copied}/checkpoints is good:\n  bad-step-3-" in again.said
 
 
 @pytest.mark.ranks

@@ -98,10 +98,11 @@ def test_a_run_killed_again_and_again_ends_as_if_it_had_not_been(tmp_path: Path,
         assert 0 < newest(killed) < 24, "the kill came too late for this test"
         lines_of_every_checkpoint_are_there(killed)
 
+    begun = newest(killed)
     last = forked(config, killed, *options, processes=2)
     assert last.statuses == [0, 0]
     assert metrics(killed, *EXACT) == metrics(whole, *EXACT)
-    assert checkpoints(killed) == ["step-23", "step-24"]
+    assert {*checkpoints(killed)} == {"step-23", "step-24", f"step-{begun}"}, "the newest, and what it went on from"
     assert digests(killed / "checkpoints" / "step-24") == digests(whole / "checkpoints" / "step-24")
     assert state(killed / "checkpoints" / "step-24") == state(whole / "checkpoints" / "step-24")
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.system.runs import arguments
+from trainer.checkpoint.checkpoints import Checkpoints
 from trainer.config import Config
 from trainer.data import held_out_of, open_rows
 from trainer.data.rows import Rows
@@ -27,6 +28,15 @@ def configured(run: Path, folder: Path, *options: str) -> Config:
 
 def rows_of(config: Config) -> Rows:
     return open_rows(config.data, ByteTokenizer(), seq_len=config.training.seq_len, seed=config.training.seed)
+
+
+def saved_by(checkpoints: Checkpoints, trainer: Trainer) -> Path:
+    """Saves what the trainer holds, and waits for it."""
+    checkpoints.save(trainer)
+    saved = checkpoints.wait()
+    assert saved is not None
+    assert saved.path is not None, saved.problem
+    return saved.path
 
 
 def run_here(config: Config) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.system.runs import checkpoints, state, tensors, write_run
-from tests.trainer.inside import configured, run_here, trainer_of
-from trainer.checkpoint import Checkpoints
+from tests.system.runs import checkpoints, reseal, state, tensors, write_run
+from tests.trainer.inside import configured, run_here, saved_by, trainer_of
+from trainer.checkpoint.checkpoints import Checkpoints
+from trainer.distributed import World
 from trainer.run_folder import ResumeError, RunFolder
 
 
@@ -30,7 +31,7 @@ def run(tmp_path: Path) -> Path:
 )
 def test_every_nth_update_and_the_last_are_saved(run: Path, options: tuple[str, ...], due: list[int]) -> None:
     config = configured(run, run.parent / "run", "--training.steps", "7", *options)
-    found = Checkpoints(config, RunFolder(config.output_dir))
+    found = Checkpoints(config, RunFolder(config.output_dir), World(0, 1, torch.device("cpu")))
     assert [step for step in range(1, 8) if found.due(step, config.stages[0])] == due
 
 
@@ -42,13 +43,13 @@ def test_a_checkpoint_is_what_the_trainer_holds_and_gives_it_back(run: Path) -> 
         assert [next(updates).step, next(updates).step] == [1, 2]
         held = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
         scalars = trainer.scalars()
-        saved = Checkpoints(config, folder).save(trainer)
+        saved = saved_by(Checkpoints(config, folder, trainer.world), trainer)
         del updates
     assert saved == folder.checkpoints / "step-2"
     assert {name: tensor.tolist() for name, tensor in tensors(saved).items()} == {
         name: tensor.tolist() for name, tensor in held.items()
     }
-    assert sorted(path.name for path in saved.iterdir()) == [".metadata", "__0_0.distcp", "state.json"]
+    assert sorted(path.name for path in saved.iterdir()) == [".metadata", "__0_0.distcp", "manifest.json", "state.json"]
     assert (
         scalars
         == state(saved)["trainer"]
@@ -61,7 +62,7 @@ def test_a_checkpoint_is_what_the_trainer_holds_and_gives_it_back(run: Path) -> 
         }
     )
     with trainer_of(config) as trainer:
-        assert Checkpoints(config, folder).resume(trainer) == saved
+        assert Checkpoints(config, folder, trainer.world).resume(trainer) == saved
         assert trainer.scalars() == scalars
         assert all(torch.equal(tensor, held[name]) for name, tensor in trainer.tensors().items())
 
@@ -69,7 +70,7 @@ def test_a_checkpoint_is_what_the_trainer_holds_and_gives_it_back(run: Path) -> 
 def test_a_fresh_run_resumes_from_nothing(run: Path) -> None:
     config = configured(run, run.parent / "run")
     with trainer_of(config) as trainer:
-        assert Checkpoints(config, RunFolder(config.output_dir)).resume(trainer) is None
+        assert Checkpoints(config, RunFolder(config.output_dir), trainer.world).resume(trainer) is None
         assert (trainer.step, trainer.next_row) == (0, 0)
 
 
@@ -77,9 +78,9 @@ def test_a_committed_step_is_not_written_again(run: Path) -> None:
     config = configured(run, run.parent / "run")
     folder = RunFolder(config.output_dir)
     with trainer_of(config) as trainer:
-        saved = Checkpoints(config, folder).save(trainer)
+        saved = saved_by(Checkpoints(config, folder, trainer.world), trainer)
         before = {path: path.stat().st_mtime_ns for path in saved.iterdir()}
-        assert Checkpoints(config, folder).save(trainer) == saved
+        assert saved_by(Checkpoints(config, folder, trainer.world), trainer) == saved
     assert {path: path.stat().st_mtime_ns for path in saved.iterdir()} == before
 
 
@@ -88,10 +89,14 @@ def test_a_save_that_fails_leaves_no_checkpoint_and_the_next_start_goes_on(run: 
     folder = RunFolder(config.output_dir)
     with trainer_of(config) as trainer:
         trainer.counts = torch.tensor([float("nan"), 0.0, 0.0], dtype=torch.float64)  # state.json refuses it.
-        with pytest.raises(ValueError, match="JSON"):
-            Checkpoints(config, folder).save(trainer)
+        found = Checkpoints(config, folder, trainer.world)
+        found.save(trainer)
+        failed = found.wait()
+        assert failed is not None
+        assert (failed.step, failed.path) == (0, None)
+        assert "JSON" in str(failed.problem)
     assert folder.committed() == []
-    assert checkpoints(folder.path) == [".tmp-step-0"]
+    assert checkpoints(folder.path) == []
     run_here(config)
     assert checkpoints(folder.path) == ["step-2", "step-4", "step-6"]
 
@@ -127,11 +132,11 @@ def test_other_tensors_are_refused_and_nothing_is_loaded(
         mine = trainer.tensors()
         theirs = {key: tensor for key, tensor in mine.items() if key != name} | ({} if value is None else {name: value})
         trainer.tensors = lambda: theirs  # type: ignore[method-assign]
-        Checkpoints(config, folder).save(trainer)
+        saved_by(Checkpoints(config, folder, trainer.world), trainer)
         trainer.tensors = lambda: mine  # type: ignore[method-assign]
         before = {key: tensor.clone() for key, tensor in mine.items()}
         with pytest.raises(ResumeError, match=rf"(?s)step-0 does not hold this model: 1 tensors differ:\n  .*{told}"):
-            Checkpoints(config, folder).resume(trainer)
+            Checkpoints(config, folder, trainer.world).resume(trainer)
         assert all(torch.equal(tensor, before[key]) for key, tensor in mine.items())
 
 
@@ -141,7 +146,7 @@ def test_moments_become_those_of_the_type_that_is_asked_for(run: Path) -> None:
     for step, moments in enumerate(("float32", "bfloat16", "float32"), 1):
         config = configured(run, run.parent / "run", f"--memory.optimizer_dtype={moments}")
         with trainer_of(config) as trainer:
-            checkpoints = Checkpoints(config, RunFolder(config.output_dir))
+            checkpoints = Checkpoints(config, RunFolder(config.output_dir), trainer.world)
             checkpoints.resume(trainer)
             loaded = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
             for name, tensor in held[-1].items() if held else ():
@@ -151,15 +156,16 @@ def test_moments_become_those_of_the_type_that_is_asked_for(run: Path) -> None:
             assert len(trainer.changes) == (step > 1)
             next(trainer.updates())
             held.append({name: tensor.clone() for name, tensor in trainer.tensors().items()})
-            checkpoints.save(trainer)
+            saved_by(checkpoints, trainer)
 
 
 def test_other_data_is_refused(run: Path) -> None:
     config = configured(run, run.parent / "run")
     folder = RunFolder(config.output_dir)
     with trainer_of(config) as trainer:
-        saved = Checkpoints(config, folder).save(trainer)
+        saved = saved_by(Checkpoints(config, folder, trainer.world), trainer)
         path = saved / "state.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"data": {"corpus": "another"}}))
+        reseal(saved)
         with pytest.raises(ResumeError, match='was trained on other data: corpus was "another" and is now "'):
-            Checkpoints(config, folder).resume(trainer)
+            Checkpoints(config, folder, trainer.world).resume(trainer)

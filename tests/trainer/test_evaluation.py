@@ -211,7 +211,12 @@ def test_a_haystack_hides_the_number_and_asks_for_it(run: Path) -> None:
         (perplexity, ["RUN/checkpoints/step-9"], 2, "holds step-1, step-2"),
         (perplexity, ["RUN", "--data.corpsu=x"], 2, "did you mean corpus?"),
         (perplexity, ["RUN", "--training.seq_len=0"], 2, "must be at least 2"),
-        (perplexity, ["RUN", "--parallelism.tp=2"], 2, "tp 2 needs 2 processes, but there are 1"),
+        (
+            perplexity,
+            ["RUN", "--parallelism.tp=2"],
+            2,
+            "needs 2 processes, but there are 1 (NGPU x NNODES, or torchrun's)",
+        ),
         (perplexity, ["RUN", "--model.dim=32"], 78, "does not hold this model"),
         (perplexity, ["RUN", "--json", "/nowhere/x.json"], 78, "/nowhere/x.json cannot be written"),
         (needle, ["RUN", "--lengths", "12,x"], 2, "--lengths 12,x must be integers such as 1,2"),

@@ -17,7 +17,7 @@ from torch import Tensor
 from models.decode import Decoder
 from models.transformer import Transformer
 from tests.models.small import packed
-from tests.system.runs import tensors, write_run
+from tests.system.runs import reseal, tensors, write_run
 from tests.trainer.inside import configured, run_here
 from trainer import generate, logs
 from trainer.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, TiktokenTokenizer, Tokenizer
@@ -170,11 +170,13 @@ def test_of_stages_the_one_that_wrote_the_checkpoint_counts(copied: Path) -> Non
     state = json.loads(path.read_text())
     state["stage"]["index"] = 1
     path.write_text(json.dumps(state))
+    reseal(path.parent)
     config = found_in(copied).config
     assert (config.training.seq_len, config.model.build().rope.theta) == (256, 9000.0)
     assert found_in(copied / "checkpoints" / "step-1").config.training.seq_len == 64
     state["stage"]["index"] = 2
     path.write_text(json.dumps(state))
+    reseal(path.parent)
     with pytest.raises(ResumeError, match=r"is of stage 3, but .*config.toml has 2"):
         found_in(copied)
 
@@ -259,6 +261,7 @@ def test_a_run_without_checkpoint_is_told(copied: Path, capsys: pytest.CaptureFi
 def test_a_missing_tokenizer_file_is_told(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = copied / "checkpoints" / "step-2" / "state.json"
     path.write_text(path.read_text().replace('"tokenizer.kind": "byte"', '"tokenizer.kind": "tiktoken"'))
+    reseal(path.parent)
     options = ("--tokenizer.kind", "tiktoken", "--tokenizer.path", copied / "tokenizer.model")
     status, _, aside = sample(capsys, copied, *options)
     assert status == 78

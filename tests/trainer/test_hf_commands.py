@@ -14,9 +14,9 @@ from models import FAMILIES, hf
 from models.hf_config import differences, read_model
 from tests.models.hugging_face import load as load_model
 from tests.models.hugging_face import logits_of, logits_there, made_by_transformers
-from tests.system.runs import forked, tensors, write_run
-from tests.trainer.inside import configured, run_here, trainer_of
-from trainer.checkpoint import Checkpoints
+from tests.system.runs import forked, reseal, tensors, write_run
+from tests.trainer.inside import configured, run_here, saved_by, trainer_of
+from trainer.checkpoint.checkpoints import Checkpoints
 from trainer.config import Config
 from trainer.hf import main, nearest
 from trainer.load import load
@@ -28,13 +28,13 @@ def run(tmp_path: Path) -> Path:
     return write_run(tmp_path)
 
 
-def saved_by(config: Config) -> Path:
+def checkpoint_of(config: Config) -> Path:
     """A checkpoint of the weights that a run begins with."""
     folder = RunFolder(config.output_dir)
     with trainer_of(config) as trainer:
-        checkpoints = Checkpoints(config, folder)
+        checkpoints = Checkpoints(config, folder, trainer.world)
         checkpoints.resume(trainer)
-        return checkpoints.save(trainer)
+        return saved_by(checkpoints, trainer)
 
 
 def weights_in(folder: Path) -> dict[str, Tensor]:
@@ -92,7 +92,7 @@ def test_a_checkpoint_of_four_ranks_becomes_a_whole_model(run: Path, capsys: pyt
 def test_weights_are_written_in_the_type_that_is_asked_for(
     run: Path, trained: str, asked: tuple[str, ...], written: torch.dtype
 ) -> None:
-    checkpoint = saved_by(configured(run, run.parent / "run", f"--training.dtype={trained}"))
+    checkpoint = checkpoint_of(configured(run, run.parent / "run", f"--training.dtype={trained}"))
     assert run_main("export", checkpoint, run.parent / "hf", *asked) == 0
     saved = tensors(checkpoint)
     for name, tensor in weights_in(run.parent / "hf").items():
@@ -103,7 +103,7 @@ def test_weights_are_written_in_the_type_that_is_asked_for(
 
 
 def test_a_tied_head_is_left_out(run: Path) -> None:
-    checkpoint = saved_by(configured(run, run.parent / "run", "--model.tie_embeddings=true"))
+    checkpoint = checkpoint_of(configured(run, run.parent / "run", "--model.tie_embeddings=true"))
     assert run_main("export", checkpoint, run.parent / "hf") == 0
     assert hf.read_config(run.parent / "hf")["tie_word_embeddings"] is True
     assert not hf.Weights(run.parent / "hf").has(hf.HEAD)
@@ -116,7 +116,7 @@ def test_a_tokenizer_may_have_moved(run: Path, capsys: pytest.CaptureFixture[str
     old, new = run.parent / "old", run.parent / "new"
     old.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(bytes([byte])), byte) for byte in range(256)))
     options = ("--tokenizer.kind=tiktoken", f"--tokenizer.path={old}", "--model.vocab_size=512")
-    checkpoint = saved_by(configured(run, run.parent / "run", *options))
+    checkpoint = checkpoint_of(configured(run, run.parent / "run", *options))
     old.rename(new)
     assert run_main("export", checkpoint, run.parent / "hf") == 2
     assert f'tokenizer.path = "{old}" cannot be read' in capsys.readouterr().err
@@ -135,7 +135,7 @@ def test_a_run_without_text_has_no_tokenizer(run: Path) -> None:
 
 
 def test_what_is_there_is_not_written_over(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    checkpoint = saved_by(configured(run, run.parent / "run"))
+    checkpoint = checkpoint_of(configured(run, run.parent / "run"))
     out = run.parent / "hf"
     out.mkdir()
     assert run_main("export", checkpoint, out) == 0
@@ -146,7 +146,7 @@ def test_what_is_there_is_not_written_over(run: Path, capsys: pytest.CaptureFixt
 
 
 def test_an_export_that_fails_leaves_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    checkpoint = saved_by(configured(run, run.parent / "run"))
+    checkpoint = checkpoint_of(configured(run, run.parent / "run"))
     data = checkpoint / "__0_0.distcp"
     data.write_bytes(data.read_bytes()[:1000])
     before = sorted(run.parent.iterdir())
@@ -156,14 +156,15 @@ def test_an_export_that_fails_leaves_nothing(run: Path, capsys: pytest.CaptureFi
 
 
 def test_a_checkpoint_of_another_model_is_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    checkpoint = saved_by(configured(run, run.parent / "run"))
+    checkpoint = checkpoint_of(configured(run, run.parent / "run"))
     state = json.loads((checkpoint / "state.json").read_text())
     state["config"] |= {"model.ffn_dim": 97, "model.num_layers": 3}
     (checkpoint / "state.json").write_text(json.dumps(state))
+    reseal(checkpoint)
     assert run_main("export", checkpoint, run.parent / "hf") == 2
     told = capsys.readouterr().err
-    assert "model.blocks.0.feed_forward.up_proj.weight is (96, 64) and not (97, 64)" in told
-    assert "model.blocks.2.attention.q_proj.weight is absent and not (64, 64)" in told
+    assert "model.blocks.0.feed_forward.up_proj.weight is (96, 64) there and (97, 64) here" in told
+    assert "model.blocks.2.attention.q_proj.weight is absent there and (64, 64) here" in told
 
 
 # ---- import
@@ -177,10 +178,11 @@ def test_a_model_of_transformers_goes_in_and_comes_out_bit_by_bit(
     made_by_transformers(kind, torch.bfloat16, vocab_size=264).save_pretrained(there, max_shard_size="10KB")
     assert run_main("import", there, run.parent / "begin.toml") == 0
     assert 'rope: kind "default", theta 10000' in capsys.readouterr().out
+    assert "# No file of its tokenizer is one that is read here. Without" in (run.parent / "begin.toml").read_text()
     options = (f"--data.corpus={run.parent / 'corpus'}", f"--data.cache_dir={run.parent / 'prepared'}")
     config = configured(run.parent / "begin.toml", run.parent / "run", "--training.seq_len=64", *options)
     assert config.checkpoint.initial == f"hf:{there}"
-    checkpoint = saved_by(config)
+    checkpoint = checkpoint_of(config)
     assert run_main("export", checkpoint, run.parent / "out", "--dtype=bfloat16") == 0
     expected, found = weights_in(there), weights_in(run.parent / "out")
     assert expected.keys() == found.keys()

@@ -20,7 +20,7 @@ from parallelisms.collectives import local, whole
 from tests.ranks import run_ranks
 from tests.system.runs import checkpoints, forked, metrics, tensors, write_run
 from tests.trainer.inside import configured, rows_of, run_here, trainer_of
-from trainer.checkpoint import Checkpoints
+from trainer.checkpoint.checkpoints import Checkpoints
 from trainer.distributed import World
 from trainer.initial import HUGGING_FACE, checkpoint_of, model_of, require_initial
 from trainer.launch import examine
@@ -69,7 +69,7 @@ def begun(run: Path, options: tuple[str, ...]) -> tuple[dict[str, Tensor], int, 
         return found
 
     hf.Weights.read = counted  # type: ignore[assignment, method-assign]
-    assert Checkpoints(config, RunFolder(config.output_dir)).resume(trainer) is None
+    assert Checkpoints(config, RunFolder(config.output_dir), trainer.world).resume(trainer) is None
     hf.Weights.read = read  # type: ignore[method-assign]
     assert trainer.step == 0
     found = {name: whole(weight.detach()).clone() for name, weight in named.items()}
@@ -134,7 +134,7 @@ def test_another_runs_weights_are_taken_and_nothing_else(run: Path, place: str) 
     config = configured(run, run.parent / "second", *options)
     require_initial(config)
     with trainer_of(config) as trainer:
-        assert Checkpoints(config, RunFolder(config.output_dir)).resume(trainer) is None
+        assert Checkpoints(config, RunFolder(config.output_dir), trainer.world).resume(trainer) is None
         held = trainer.tensors()
         assert (trainer.step, trainer.next_row) == (0, 0)
     assert held.keys() == saved.keys()
@@ -250,7 +250,7 @@ def test_the_runs_own_checkpoint_comes_first(run: Path) -> None:
     config = configured(run, run.parent / "run", initial)
     require_initial(config)
     with trainer_of(config) as trainer:
-        assert Checkpoints(config, RunFolder(config.output_dir)).resume(trainer) is not None
+        assert Checkpoints(config, RunFolder(config.output_dir), trainer.world).resume(trainer) is not None
         assert trainer.step == 3
         assert all(torch.equal(tensor, saved[name]) for name, tensor in trainer.tensors().items())
 
@@ -268,7 +268,7 @@ def test_weights_of_the_same_folder_are_kept(run: Path) -> None:
     first = first_run(run)
     options = (f"--checkpoint.initial={first / 'checkpoints/step-3'}", "--checkpoint.keep=1", "--training.steps=9")
     run_here(configured(run, first, *options))
-    assert checkpoints(first) == ["step-3", "step-9"]
+    assert checkpoints(first) == ["step-3", "step-6", "step-9"], "what it begins with, resumed from, and the newest"
 
 
 def test_a_model_without_its_weights_is_not_mistaken_for_one(run: Path) -> None:

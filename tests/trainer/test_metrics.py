@@ -384,7 +384,8 @@ def events(root: Path) -> EventAccumulator:
 
 def test_tags_are_groups_and_names(events: EventAccumulator) -> None:
     known = {tag for key, tag in TAGS.items() if not key.startswith("memory_")}
-    assert set(events.Tags()["scalars"]) == known | {"position/0-256"}
+    saves = {"checkpoint/bytes", "checkpoint/seconds", "checkpoint/blocked_seconds"}
+    assert set(events.Tags()["scalars"]) == known | {"position/0-256"} | saves
     assert {"train/loss", "train/grad_norm", "train/lr", "perf/mfu", "memory/rss_gib"} <= known
     assert set(TAGS) == set(KEYS) - {"step"} | {"attention_imbalance", "goodput_pct"}
     assert (TAGS["attention_imbalance"], TAGS["goodput_pct"]) == ("perf/attention_imbalance", "perf/goodput_pct")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from trainer.checkpoint import manifest
 from trainer.config import Config
 from trainer.load import load
 from trainer.run_folder import (
@@ -35,7 +36,17 @@ def commit(folder: Path, step: int, of: Config) -> Path:
     checkpoint.mkdir(parents=True)
     state = {"step": step, "config": flat(of), "trainer": {}, "data": {}, "stage": place(of.stages[0])}
     (checkpoint / "state.json").write_text(json.dumps(state))
+    (checkpoint / ".metadata").touch()
+    seal(checkpoint)
     return checkpoint
+
+
+def seal(checkpoint: Path) -> None:
+    """Gives it a manifest of the files that it has."""
+    step = int(checkpoint.name.removeprefix("step-"))
+    files = {name: manifest.hash_of(checkpoint / name) for name in ("state.json", ".metadata")}
+    about = manifest.Manifest(step=step, attempt="a", world_size=1, mesh={}, versions={}, saved="", files=files)
+    manifest.write(checkpoint, about)
 
 
 # ---- what is committed
@@ -43,7 +54,7 @@ def commit(folder: Path, step: int, of: Config) -> Path:
 
 def test_checkpoints_are_listed_by_number(tmp_path: Path) -> None:
     for step in (1000, 6, 30, 200):
-        (tmp_path / "checkpoints" / f"step-{step}").mkdir(parents=True)
+        commit(tmp_path, step, config(tmp_path))
     assert [step for step, _ in RunFolder(tmp_path).committed()] == [6, 30, 200, 1000]
     assert RunFolder(tmp_path).newest(config(tmp_path)) == tmp_path / "checkpoints" / "step-1000"
 
@@ -285,5 +296,6 @@ def test_a_state_without_what_it_must_hold_is_named(tmp_path: Path, content: str
     mine = config(tmp_path)
     checkpoint = commit(tmp_path, 6, mine)
     (checkpoint / "state.json").write_text(content)
+    seal(checkpoint)
     with pytest.raises(ResumeError, match=r"state\.json"):
         finished(mine)

@@ -3,7 +3,7 @@
 A set of one length is packed as [data] says, whatever the stage is. One of several has the same targets at each of them, with more before:
 
     a row of the longest length    a b c d e f g h i j k l        tail 2
-    fed at length 8                        e f g h i j k l        targets k l and what follows
+    fed at length 8                        e f g h i j k l        targets l and what follows
     fed at length 4                                i j k l        the same
 """
 

@@ -116,7 +116,7 @@ class Rows:
         """What so many first rows take of every source, a line each."""
         taken = zip(self.names, self.sources, self.mix.counts(rows), self.epochs(rows), strict=True)
         return [
-            f"{name}: {source.num_rows:,} rows of {self.seq_len:,} tokens, of which the {rows:,} rows of this run take "
+            f"{name}: {source.num_rows:,} rows of {self.seq_len:,} tokens; of the {rows:,} rows that are drawn it gives "
             f"{count:,} ({epochs:.2f} epochs); {source.num_padding / source.num_rows / self.seq_len:.2%} is padding"
             for name, source, count, epochs in taken
         ]

@@ -156,11 +156,12 @@ def tokenize(corpus: Corpus, job: Job, *, workers: int) -> None:
 def summed(corpus: Corpus, job: Job, done: Sequence[Piece]) -> Meta:
     """What all pieces are together, and in the log what was bad. Raises DataError if there is no text."""
     bad = [*corpus.skipped, *(problem for piece in done for problem in piece.bad)]
+    level = logging.INFO if corpus.is_stdlib else logging.WARNING
     for problem in bad:
-        log.log(logging.INFO if corpus.is_stdlib else logging.WARNING, "skipped %s", problem)
+        log.log(level, "skipped %s", problem)
     skipped = len(corpus.skipped) + sum(piece.skipped for piece in done)
     if skipped:
-        log.warning("%s: %d bad files or lines were skipped", corpus.name, skipped)
+        log.log(level, "%s: %d bad files or lines were skipped", corpus.name, skipped)
     shards = [shard for piece in done for shard in piece.shards]
     if not shards:
         files, first = len(corpus.files), f", the first {bad[0]}" if bad else ""

@@ -1,0 +1,192 @@
+"""Whatever happens to a checkpoint on a disk: it is found, put aside, and the run ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.system.runs import checkpoints, digests, forked, lines, metrics, state, steps, write_run
+from tests.trainer.inside import configured, run_here
+from trainer.checkpoint import manifest
+from trainer.checkpoint.verification import newest_good
+from trainer.distributed import gloo_group, process_group
+from trainer.run_folder import ResumeError, RunFolder, next_stage
+
+EXACT = ("step", "tokens", "loss", "grad_norm", "lr")
+OPTIONS = ("--schedule.kind=constant", "--checkpoint.interval=2", "--training.dtype=float32")
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 16
+    path.write_bytes(content)
+
+
+def zero_a_page(path: Path) -> None:
+    """The second one, or what there is: as a file system leaves what it never wrote."""
+    content = path.read_bytes()
+    start = min(4096, len(content) // 2)
+    path.write_bytes(content[:start] + bytes(min(4096, len(content) - start)) + content[start + 4096 :])
+
+
+WAYS: dict[str, Callable[[Path], object]] = {
+    "a bit": flip,
+    "cut": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "gone": Path.unlink,
+    "a page": zero_a_page,
+    "empty": lambda path: os.truncate(path, 0),
+}
+FILES = ("__0_0.distcp", ".metadata", "state.json", "manifest.json")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 6 updates that was left alone, and one that stopped after the 4th."""
+    root = tmp_path_factory.mktemp("runs")
+    run = write_run(root)
+    run_here(configured(run, root / "whole", *OPTIONS))
+    run_here(configured(run, root / "stopped", *OPTIONS, "--training.steps=4"))
+    assert checkpoints(root / "stopped") == ["step-2", "step-4"]
+    return root
+
+
+@pytest.fixture
+def stopped(root: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(root / "stopped", tmp_path / "run"))
+
+
+def put_aside(folder: Path) -> list[Path]:
+    return sorted((folder / "checkpoints").glob("bad-step-*"))
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("way", WAYS)
+def test_damage_of_every_kind_to_every_file_is_found_and_put_aside(
+    root: Path, stopped: Path, name: str, way: str
+) -> None:
+    WAYS[way](stopped / "checkpoints" / "step-4" / name)
+    config = configured(root / "run.toml", stopped, *OPTIONS)
+    folder = RunFolder(stopped)
+    with process_group(config.distributed):
+        group = gloo_group(config.distributed)
+        assert newest_good(folder, group) == stopped / "checkpoints" / "step-2"
+        assert newest_good(folder, group) == stopped / "checkpoints" / "step-2"
+    (aside,) = put_aside(stopped)
+    assert aside.name.startswith("bad-step-4-")
+    assert name in (aside / "reason").read_text()
+    (event,) = [event for event in lines(folder.events) if event["event"] == "quarantined"]
+    assert (event["path"], event["moved"]) == (str(stopped / "checkpoints" / "step-4"), str(aside))
+    assert name in event["reason"]
+
+
+@pytest.mark.parametrize(("name", "way"), [*zip(FILES, ("a bit", "a page", "cut", "gone"), strict=True)])
+def test_a_run_goes_on_from_the_one_before_and_ends_bitwise_as_if_undisturbed(
+    root: Path, stopped: Path, name: str, way: str
+) -> None:
+    WAYS[way](stopped / "checkpoints" / "step-4" / name)
+    run_here(configured(root / "run.toml", stopped, *OPTIONS))
+    assert len(put_aside(stopped)) == 1
+    assert [place for place in checkpoints(stopped) if place.startswith("step")] == ["step-2", "step-4", "step-6"]
+    assert steps(stopped) == [1, 2, 3, 4, 5, 6]
+    assert metrics(stopped, *EXACT) == metrics(root / "whole", *EXACT)
+    for step in ("step-4", "step-6"):
+        one, other = (folder / "checkpoints" / step for folder in (stopped, root / "whole"))
+        assert digests(one) == digests(other)
+    assert [line["step"] for line in lines(stopped / "events.jsonl") if line["event"] == "start"] == [0, 2]
+
+
+@pytest.mark.ranks
+def test_two_ranks_share_the_files_and_find_what_either_of_them_reads(root: Path, tmp_path: Path) -> None:
+    config, folder = root / "run.toml", tmp_path / "run"
+    assert forked(config, folder, *OPTIONS, "--training.steps=4", processes=2).statuses == [0, 0]
+    for step, name in (("step-4", "__0_0.distcp"), ("step-2", "__1_0.distcp")):
+        flip(folder / "checkpoints" / step / name)
+    done = forked(config, folder, *OPTIONS, processes=2)
+    assert done.statuses == [78, 78]
+    assert [path.name[:11] for path in put_aside(folder)] == ["bad-step-2-", "bad-step-4-"]
+    assert f"error: no checkpoint in {folder}/checkpoints is good:\n  bad-step-2-" in done.said
+    assert "__1_0.distcp has other content than was written\n  bad-step-4-" in done.said
+    assert "is damaged and was put aside as bad-step-4-" in done.said
+    assert "Traceback" not in done.said
+    # Nor does the next start begin at zero without a word.
+    again = forked(config, folder, *OPTIONS, processes=2)
+    assert again.statuses == [78, 78]
+    assert "is good:\n  bad-step-2-" in again.said
+    assert steps(folder) == [1, 2, 3, 4]
+
+
+def test_a_mismatch_is_no_damage(root: Path, stopped: Path) -> None:
+    done = forked(root / "run.toml", stopped, *OPTIONS, "--training.dtype=float64")
+    assert done.statuses == [78]
+    assert "does not hold this model" in done.said
+    assert checkpoints(stopped) == ["step-2", "step-4"]
+
+
+def test_one_that_cannot_be_read_now_is_no_damage(root: Path, stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(manifest, "PAUSE", 0.0)
+    monkeypatch.setattr(manifest, "hash_of", fail)
+    config = configured(root / "run.toml", stopped, *OPTIONS)
+    with pytest.raises(Exception, match=r"cannot be read \(attempt 4\): Input/output error") as caught:
+        run_here(config)
+    assert type(caught.value).__name__ == "RunError", "which leaves with 1, to be tried again"
+    assert checkpoints(stopped) == ["step-2", "step-4"]
+
+
+def test_before_the_ranks_meet_the_newest_that_its_manifest_knows_counts(root: Path, stopped: Path) -> None:
+    folder, config = RunFolder(stopped), configured(root / "run.toml", stopped, *OPTIONS)
+    flip(stopped / "checkpoints" / "step-4" / "__0_0.distcp")
+    assert folder.newest(config) == stopped / "checkpoints" / "step-4", "what is large is not read"
+    flip(stopped / "checkpoints" / "step-4" / "state.json")
+    assert folder.newest(config) == stopped / "checkpoints" / "step-2"
+    (stopped / "checkpoints" / "step-2" / "manifest.json").unlink()
+    with pytest.raises(ResumeError, match=r"is good:\n  step-4: state.json has .*\n  step-2: manifest.json is missing"):
+        next_stage(config)
+    assert checkpoints(stopped) == ["step-2", "step-4"], "nothing is renamed yet"
+
+
+STAGES = """
+[[stage]]
+name = "short"
+seq_len = 64
+steps = 3
+
+[[stage]]
+name = "long"
+seq_len = 128
+steps = 2
+"""
+
+
+def test_damage_that_leads_back_to_an_earlier_stage_asks_for_another_start(tmp_path: Path) -> None:
+    run, folder = write_run(tmp_path), tmp_path / "run"
+    text = run.read_text().replace("seq_len = 64\n", "").replace("steps = 6\n", "")
+    run.write_text(text.replace("interval = 3", "interval = 2") + STAGES)
+    assert forked(run, folder).statuses == [0]  # The first stage.
+    assert checkpoints(folder) == ["step-2", "step-3"]
+    flip(folder / "checkpoints" / "step-3" / "__0_0.distcp")
+    done = forked(run, folder)
+    assert done.statuses == [1]
+    told = f'stage "long" cannot go on from {folder}/checkpoints/step-2, which is of update 2 of an earlier one; '
+    assert f"error: {told}the same command goes on from there\n" in done.said
+    assert "Traceback" not in done.said
+    for step in (3, 5):
+        assert forked(run, folder).statuses == [0]
+        assert state(folder / "checkpoints" / f"step-{step}")["step"] == step
+    assert steps(folder) == [1, 2, 3, 4, 5]
+
+
+def test_weights_to_begin_with_that_are_damaged_are_refused_and_left(root: Path, stopped: Path) -> None:
+    flip(stopped / "checkpoints" / "step-4" / "__0_0.distcp")
+    done = forked(root / "run.toml", root / "other", f"--checkpoint.initial={stopped}")
+    assert done.statuses == [78]
+    assert f"error: {stopped}/checkpoints/step-4 is damaged: __0_0.distcp has other content" in done.said
+    assert checkpoints(stopped) == ["step-2", "step-4"]
+    assert not torch.distributed.is_initialized()
