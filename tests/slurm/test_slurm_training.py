@@ -15,7 +15,7 @@ from tests.system.runs import command_of, digests, forked, metrics, write_run
 
 pytestmark = pytest.mark.slurm
 STEPS = 80  # of 20 to 500 ms, so that what happens comes before the end
-LONG = 400
+LONG = 600
 OPTIONS = ("--checkpoint.interval", "4", "--parallelism.cp", "2", "--training.global_batch_size", "4")
 SETUP = '\n[slurm]\nsetup = ["export GLOO_SOCKET_IFNAME=eth0"]\n'
 PATIENCE = 240  # seconds
@@ -108,8 +108,8 @@ def test_under_torchrun_a_time_limit_changes_nothing(
 def test_a_real_time_limit_changes_nothing(cluster: Cluster, tmp_path: Path) -> None:
     undisturbed = alone(tmp_path, LONG)
     job = training(cluster, undisturbed, tmp_path / "job")
-    # SLURM counts in minutes, and warns up to 20 s too early.
-    job.submit("--time", "00:01:00", "--lead-seconds", "30")
+    # SLURM counts in minutes, and warns up to 20 s too early; a start takes up to 20 s.
+    job.submit("--time", "00:01:00", "--lead-seconds", "15")
     ends_the_same(job, undisturbed, seconds=LONG_PATIENCE)
     assert cluster.state(job.number).requeues >= 1
 
