@@ -36,6 +36,7 @@ DOORS = {
         "trainer.load",
         "trainer.sections",
         "trainer.sets",
+        "trainer.slurm.section",
         "trainer.stages",
     },
     "pydantic_core": {"trainer.load"},
@@ -169,6 +170,7 @@ def test_models_need_torch_and_nothing_else() -> None:
         "trainer.launch",
         "trainer.checkpoint.__main__",
         "trainer.selfcheck.__main__",
+        "trainer.slurm.__main__",
         "models.config",
         "parallelisms.footprint",
         "parallelisms.rules",
@@ -275,7 +277,7 @@ def test_what_a_run_consists_of_can_be_read_in_a_day() -> None:
     assert {"models.kernels", "parallelisms.context.ring", "trainer.data.packing"} <= run
     assert not {"models.decode", "trainer.generate"} & run
     assert not any(name.startswith("trainer.evaluation") for name in run)
-    assert lines(run) <= 12_300
+    assert lines(run) <= 12_350
     assert lines(checkpoints) <= 1_250
     assert lines(ALIVE) <= 700
     assert lines(reached("trainer.data.prepare") - all_of_it) <= 1_300
@@ -307,6 +309,7 @@ def test_the_environment_is_read_where_processes_begin() -> None:
         "trainer.workers",
         "trainer.orphans",
         "trainer.distributed",
+        "trainer.slurm.agent",
     }
 
 

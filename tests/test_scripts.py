@@ -122,13 +122,42 @@ def test_training_leaves_no_shell_in_between_and_passes_arguments_whole(clone: P
 
 def test_the_check_runs_its_stages_in_order_and_passes_arguments_to_pytest(clone: Path) -> None:
     stub(clone, 'echo "$@"')
-    done = bash(".ci/run -k 'one or two' --all", cwd=clone)
+    done = bash("./run_tests.sh -k 'one or two' --all", cwd=clone)
     stages = [line for line in done.stdout.splitlines() if not line.startswith("==")]
     assert done.returncode == 0
     assert stages[:3] == ["-m ruff format --check", "-m ruff check", "-m mypy"]
-    assert stages[3].endswith("-k one or two")
-    assert "slow" not in stages[3]
-    assert "-m not slow" in bash("./run_tests.sh", cwd=clone).stdout
+    assert [stage.partition("-m not slurm ")[2] for stage in stages[3:4]] == ["-k one or two"]
+    assert stages[4:] == ["-m pytest -m slurm -k one or two"]
+    told = bash("./run_tests.sh", cwd=clone).stdout
+    assert "-m not slow and not slurm" in told
+    assert "-m pytest -m not slow and slurm" in told
+
+
+@pytest.mark.parametrize(("empty", "status"), [("not slurm", 0), ("and slurm", 0), ("pytest", 1)])
+def test_a_choice_of_tests_may_be_of_one_kind_only(clone: Path, empty: str, status: int) -> None:
+    stub(clone, f'[[ " $* " != *"{empty}"* ]] || exit 5')
+    assert bash("./run_tests.sh -k some", cwd=clone).returncode == status
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root fetches packages")
+@pytest.mark.parametrize("fetched", [True, False])
+def test_ci_fetches_slurm_where_it_is_missing_and_goes_on_without(clone: Path, fetched: bool) -> None:  # noqa: FBT001
+    tools = clone / "tools"
+    tools.mkdir()
+    for tool in ("bash", "env", "dirname", "readlink", "nproc"):
+        (tools / tool).symlink_to(str(shutil.which(tool)))
+    (tools / "apt-get").write_text(f'#!/bin/bash\necho "$@" >>"{clone}/asked"\nexit {int(not fetched)}\n')
+    (tools / "apt-get").chmod(0o755)
+    stub(clone, "exit 0")
+    done = bash(".ci/run", cwd=clone, path=str(tools))
+    assert done.returncode == 0
+    assert ("that failed; tests that need SLURM are skipped" in done.stdout) != fetched
+    asked = (clone / "asked").read_text().splitlines()
+    install = "-qq install -y --no-install-recommends slurm-wlm munge iproute2"
+    assert asked == ["-qq update", install][: 2 if fetched else 1]
+    for name, fetches in (("slurmctld", True), ("munged", False)):
+        (tools / name).symlink_to("/bin/true")
+        assert ("fetching" in bash(".ci/run", cwd=clone, path=str(tools)).stdout) == fetches
 
 
 @pytest.mark.parametrize(("word", "stage"), [("format", "format"), ("mypy", "types"), ("pytest", "tests")])

@@ -31,6 +31,7 @@ from trainer.sections import (
     TrainingSection,
 )
 from trainer.sets import ValidationSection
+from trainer.slurm.section import SlurmSection
 from trainer.status import ConfigError
 
 __all__ = [
@@ -83,6 +84,8 @@ class Config(Section):
     """Traces and memory recordings."""
     distributed: DistributedSection = DistributedSection()
     """Processes and their patience."""
+    slurm: SlurmSection = SlurmSection()
+    """The job of a batch scheduler (`python -m trainer.slurm`)."""
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -113,6 +116,7 @@ class Config(Section):
             *self.validation.problems(self.data),
             *self.model.problems(),
             *self.memory.problems(),
+            *self.slurm.problems(),
             *self._group_problems(),
             *self._moment_problems(),
             *self.parallelism.problems(world_size),

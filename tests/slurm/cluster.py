@@ -1,0 +1,264 @@
+"""A SLURM of two nodes on this machine: each has a network, a host name and a cable of its own.
+
+Namespaces and the folder are named after this process, so that several clusters may be there at once, and those that a
+killed process left are found and removed. Ended are only processes of these namespaces and of these pid files.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from trainer.slurm.scheduler import State
+
+INSTALL = "apt-get install -y --no-install-recommends slurm-wlm munge iproute2"
+NEEDED = ("slurmctld", "slurmd", "sbatch", "munged", "nsenter", "unshare", "ip")
+NODES = {"ctl": "10.99.0.1", "n1": "10.99.0.11", "n2": "10.99.0.12"}
+CPUS = 2
+PREFIX = "longhaul"
+
+# `cred_expire`: without it a requeued job waits two minutes. `config_overrides`: nodes may have more CPUs than there are.
+CONFIGURATION = """\
+ClusterName=longhaul
+SlurmctldHost=ctl(10.99.0.1)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={folder}/munge/socket,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/run/spool.%n
+SlurmctldPidFile={folder}/run/slurmctld.pid
+SlurmdPidFile={folder}/run/slurmd.%n.pid
+SlurmctldLogFile={folder}/log/slurmctld.log
+SlurmdLogFile={folder}/log/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SwitchType=switch/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerType=sched/backfill
+SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0,sched_min_interval=0,requeue_delay=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+JobRequeue=1
+ReturnToService=2
+SlurmdParameters=config_overrides
+KillWait=30
+OverTimeLimit=0
+InactiveLimit=0
+MinJobAge=600
+SlurmctldTimeout=30
+SlurmdTimeout=15
+MessageTimeout=10
+NodeName=n[1-2] CPUs={cpus} Boards=1 SocketsPerBoard=1 CoresPerSocket={cpus} ThreadsPerCore=1 RealMemory=8000 State=UNKNOWN
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace}
+PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+"""
+ENTER = 'hostname "$0"; mount --bind "$1" /etc/hosts; shift; exec "$@"'
+GRACE = 60  # seconds that a preempted job has to leave
+
+
+def missing() -> str | None:
+    """Why there can be no cluster here."""
+    if os.geteuid() != 0:
+        return "only root can make namespaces"
+    if absent := [name for name in NEEDED if shutil.which(name) is None]:
+        return f"{', '.join(absent)} not found: {INSTALL}"
+    if " /sys/fs/cgroup" not in Path("/proc/mounts").read_text():
+        return "/sys/fs/cgroup is not mounted, and slurmd wants it"
+    probe = f"{PREFIX}-{os.getpid()}-probe"
+    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, check=False)
+    if made.returncode:
+        return f"no network namespace can be made: {made.stderr.strip()}"
+    _run("ip", "netns", "del", probe)
+    made = subprocess.run(["unshare", "--uts", "--mount", "true"], capture_output=True, text=True, check=False)
+    return f"no namespace for a host can be made: {made.stderr.strip()}" if made.returncode else None
+
+
+class CommandError(Exception):
+    """A command failed; with what it said."""
+
+
+class Cluster:
+    """Made by `with`; the folder is not below pytest's, which munged finds too private."""
+
+    def __init__(self) -> None:
+        self.name = f"{PREFIX}-{os.getpid()}"
+        self.folder = Path(tempfile.gettempdir()) / self.name
+
+    def __enter__(self) -> Cluster:
+        sweep()
+        try:
+            self._up()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _remove(self.folder)
+
+    def _up(self) -> None:
+        for name in ("", "state", "log", "run", "munge"):
+            (self.folder / name).mkdir(mode=0o755)
+        hosts = "".join(f"{address} {name}\n" for name, address in NODES.items())
+        (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{hosts}")
+        configuration = CONFIGURATION.format(folder=self.folder, cpus=CPUS, grace=GRACE)
+        (self.folder / "slurm.conf").write_text(configuration)
+        self._wire()
+        self._start_munge()
+        self._enter("ctl", "slurmctld", "-c")
+        for name in ("n1", "n2"):
+            self.start_node(name)
+        self.wait_for(
+            lambda: self.command("sinfo", "-h", "-p", "main", "-o", "%T %D") == "idle 2\n", 20, "two idle nodes"
+        )
+
+    def _wire(self) -> None:
+        """A network for each node, whose cables end in a bridge in the controller's."""
+        control = f"{self.name}-ctl"
+        _run("ip", "netns", "add", control)
+        _run("ip", "-n", control, "link", "set", "lo", "up")
+        _run("ip", "-n", control, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", control, "addr", "add", f"{NODES['ctl']}/24", "dev", "bridge")
+        _run("ip", "-n", control, "link", "set", "bridge", "up")
+        for name in ("n1", "n2"):
+            space = f"{self.name}-{name}"
+            _run("ip", "netns", "add", space)
+            _run("ip", "-n", space, "link", "set", "lo", "up")
+            _run("ip", "link", "add", "eth0", "netns", space, "type", "veth", "peer", "name", name, "netns", control)
+            _run("ip", "-n", control, "link", "set", name, "master", "bridge", "up")
+            _run("ip", "-n", space, "addr", "add", f"{NODES[name]}/24", "dev", "eth0")
+            self.plug(name)
+
+    def _start_munge(self) -> None:
+        folder = self.folder / "munge"
+        (folder / "key").write_bytes(os.urandom(1024))
+        (folder / "key").chmod(0o400)
+        places = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+        _run("munged", *(f"--{option}={folder / name}" for option, name in places.items()))
+
+    def _enter(self, name: str, *command: str) -> str:
+        """Runs a command on a node, or on the controller."""
+        hosts = str(self.folder / "hosts")
+        enter = ["nsenter", f"--net=/run/netns/{self.name}-{name}", "unshare", "--uts", "--mount", "sh", "-c", ENTER]
+        return _run(*enter, name, hosts, *command, environment=self.environment)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "PYTEST_"))}
+        # One thread, as everywhere in the tests: results are compared bit by bit.
+        return inherited | {"SLURM_CONF": str(self.folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
+
+    # ---- what can happen to it
+
+    def start_node(self, name: str) -> None:
+        self._enter(name, "slurmd", "-N", name, "-c")
+
+    def unplug(self, name: str) -> None:
+        _run("ip", "-n", f"{self.name}-{name}", "link", "set", "eth0", "down")
+
+    def plug(self, name: str) -> None:
+        _run("ip", "-n", f"{self.name}-{name}", "link", "set", "eth0", "up")
+
+    def preempt(self, *, seconds: int) -> str:
+        """A job of higher rank that takes all nodes for a time; returns its number."""
+        size = ("--partition=high", "--nodes=2", "--ntasks-per-node=2", f"--output={self.folder}/log/high.log")
+        return self.command("sbatch", "--parsable", *size, f"--wrap=sleep {seconds}").strip()
+
+    def kill_node(self, name: str) -> None:
+        """As when it loses its power."""
+        _kill_all(f"{self.name}-{name}")
+
+    def processes(self, name: str) -> list[int]:
+        """Those on a node."""
+        return _pids(f"{self.name}-{name}")
+
+    # ---- what is asked of it
+
+    def command(self, *command: str) -> str:
+        """What a command says that is typed on the controller. Raises `CommandError`."""
+        return self._enter("ctl", *command)
+
+    def state(self, job: str) -> State:
+        told = self.command("scontrol", "--oneliner", "show", "job", job)
+        return State.read(job, told)
+
+    def wait_state(self, job: str, *states: str, seconds: float) -> State:
+        """Waits until the job is in one of these states."""
+        self.wait_for(lambda: self.state(job).state in states, seconds, f"job {job} to be {' or '.join(states)}")
+        return self.state(job)
+
+    def wait_for(self, condition: Callable[[], object], seconds: float, what: str) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"waited {seconds} s for {what}\n{self.told()}")
+            time.sleep(0.05)
+
+    def told(self) -> str:
+        """What the scheduler knows, for a test that fails."""
+        return (
+            self.command("squeue") + self.command("sinfo") + (self.folder / "log" / "slurmctld.log").read_text()[-3000:]
+        )
+
+    def clear(self) -> None:
+        """Ends all jobs, so that the next test finds the nodes idle."""
+        self.command("scancel", "--user=root")
+        self.command("scancel", "--user=root", "--signal=KILL")
+        self.wait_for(
+            lambda: self.command("sinfo", "-h", "-p", "main", "-o", "%T %D") == "idle 2\n", 60, "two idle nodes"
+        )
+
+
+def _run(*command: str, environment: dict[str, str] | None = None) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
+    if done.returncode:
+        raise CommandError(f"{' '.join(command)} left with {done.returncode}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def _pids(namespace: str) -> list[int]:
+    return [int(pid) for pid in _run("ip", "netns", "pids", namespace).split()]
+
+
+def _kill_all(namespace: str) -> None:
+    while left := _pids(namespace):
+        for pid in left:
+            _kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _kill(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _remove(folder: Path) -> None:
+    """Ends what runs in a cluster and removes it; also what is left of one."""
+    for space in Path("/run/netns").glob(f"{folder.name}-*"):
+        _kill_all(space.name)
+        _run("ip", "netns", "del", space.name)
+    with suppress(OSError):
+        pid = int((folder / "munge" / "pid").read_text())
+        if str(folder).encode() in Path(f"/proc/{pid}/cmdline").read_bytes():  # Else the number is another's by now.
+            _kill(pid, signal.SIGTERM)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def sweep() -> None:
+    """Removes clusters whose process is gone."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}-*"):
+        owner = folder.name.removeprefix(f"{PREFIX}-")
+        if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
+            _remove(folder)

@@ -1,0 +1,1 @@
+"""Runs as jobs of SLURM: the batch script, and what is done with it."""
