@@ -17,7 +17,9 @@ if __name__ == "__main__":
     die_with_launcher()
     REQUESTS.listen()
 
+import faulthandler
 import logging
+import traceback
 from contextlib import suppress
 from dataclasses import replace
 
@@ -26,7 +28,7 @@ from trainer.config import Config, Stage
 from trainer.data import DataError, held_out_of, rows_of
 from trainer.data.held import HeldOut
 from trainer.data.rows import Rows
-from trainer.distributed import place, process_group, require_agreement, settled
+from trainer.distributed import place, process_group, require_agreement, require_same_start, settled
 from trainer.health import LostError
 from trainer.initial import require_initial
 from trainer.load import load
@@ -36,6 +38,8 @@ from trainer.status import BAD_CONFIGURATION, DONE, FAILED, NO_RETRY, ConfigErro
 from trainer.stops import Stops, end_of_time
 
 log = logging.getLogger("trainer")
+
+EXIT_SECONDS = 120.0
 
 
 def main(argv: list[str], requests: Requests | None = None) -> int:
@@ -65,8 +69,7 @@ def main(argv: list[str], requests: Requests | None = None) -> int:
             sets = held_out_of(config)
         run(config, stage, folder, rows, sets, requests)
     except Asked:
-        if rank == 0 and folder is not None and folder.path.is_dir():
-            mark(folder, "REQUEUE", "asked to leave before the first update")
+        # No marker: a peer that fails also has srun ask all others to leave.
         return refuse(None, FAILED, *(["asked to leave before the first update"] if rank == 0 else ()))
     except RankError as error:
         return refuse(folder, error.status, f"[rank {rank}] {error}")
@@ -88,11 +91,13 @@ def run(
     with folder.locked(leading=rank == 0), process_group(config.distributed) as world:
         facts = {f"fingerprint of {name}": value for name, value in rows[0].fingerprints.items()}
         facts |= {f"fingerprint of the set {each.name}": each.fingerprint for each in sets}
-        facts |= {"stage": stage.name, "newest checkpoint": str(folder.newest(config))}
         require_agreement(stage.config, facts)
+        require_same_start(f"{stage} from {folder.newest(config)}")
         stops = Stops(config, requests, leading=rank == 0, limit=end_of_time(config, os.environ))
         stage = replace(stage, config=settled(stage.config, world))
         reason = train(config, stage, folder, world, rows=rows, sets=sets, stops=stops)
+        # All is saved: whoever waits for ranks that have left must not wait for ever.
+        faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True)
         if reason and not config.checkpoint.enabled:
             raise LostError(f"{reason}: left without a checkpoint, because checkpoint.enabled = false")
         if rank == 0 and (reason or stage.index + 1 == stage.count):
@@ -114,7 +119,11 @@ def mark(folder: RunFolder, kind: markers.Kind, reason: str) -> None:
 
 
 if __name__ == "__main__":
-    status = main(sys.argv[1:], REQUESTS)
+    status = FAILED
+    try:
+        status = main(sys.argv[1:], REQUESTS)
+    except BaseException:  # noqa: BLE001 - whatever it is, peers are not to wait for what the interpreter does at its end
+        traceback.print_exc()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -23,7 +23,7 @@ from trainer.hardware import choose_device, stay_near
 from trainer.ledger import GIB
 from trainer.markers import ATTEMPT
 from trainer.run_folder import flat, is_place
-from trainer.status import ConfigError
+from trainer.status import ConfigError, RunError
 
 log = logging.getLogger("trainer")
 
@@ -77,6 +77,15 @@ def require_agreement(config: Config, facts: Mapping[str, str]) -> None:
     ]
     if problems:
         raise ConfigError(problems)
+
+
+def require_same_start(start: str) -> None:
+    """Raises `RunError`, on all ranks, if some see another checkpoint: file systems of several hosts may lag behind."""
+    everyone = gather_over(start)
+    if other := next((rank for rank, seen in enumerate(everyone) if seen != everyone[0]), None):
+        raise RunError(
+            f"rank 0 would start {everyone[0]}, and rank {other} {everyone[other]}: the next start may see the same"
+        )
 
 
 def settled(config: Config, world: World) -> Config:

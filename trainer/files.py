@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
+
+log = logging.getLogger(__name__)
 
 
 def sync(path: Path) -> None:
@@ -20,3 +25,44 @@ def write_synced(path: Path, content: bytes | bytearray) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+class Lines:
+    """Lines at the end of a file. While they cannot be written, because the disk is full or the folder gone, they wait."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._waiting = b""
+
+    def append(self, line: str) -> None:
+        """On disk when this returns, if that can be; never raises for what a disk may do."""
+        told, self._waiting = bool(self._waiting), self._waiting + line.encode() + b"\n"
+        self._try(told=told)
+
+    def close(self) -> None:
+        """The last attempt to write what waits."""
+        if self._waiting:
+            self._try(told=False)
+
+    def _try(self, *, told: bool) -> None:
+        try:
+            with self._path.open("a+b") as file:
+                self._write(file)
+        except OSError as error:
+            if not told:
+                log.warning("%s cannot be written to, its lines wait: %s", self._path, error.strerror)
+            return
+        self._waiting = b""
+
+    def _write(self, file: BinaryIO) -> None:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - 1))
+        torn = file.read(1) not in (b"", b"\n")  # By a process that was killed while it wrote.
+        try:
+            file.write(b"\n" * torn + self._waiting)
+            file.flush()
+            os.fsync(file.fileno())
+        except OSError:
+            with suppress(OSError):
+                file.truncate(end)
+            raise

@@ -7,6 +7,7 @@ given up. Imports no torch.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -27,38 +28,47 @@ LONGEST_BACK_OFF = 300.0
 
 def live(config: Config, argv: Sequence[str], cluster: Cluster, script: Path) -> int:
     """Runs what is left of the stages, each in processes of its own; returns the exit status."""
-    folder, patience = RunFolder(config.output_dir), config.distributed
-    os.environ.setdefault(BEGAN, str(time.time()))
-    workers, stuck, stage = Workers(), 0, next_stage(config)
+    folder, workers = RunFolder(config.output_dir), Workers()
+    began, stuck, stage = time.time(), 0, next_stage(config)
+    os.environ.setdefault(BEGAN, str(began))
     with workers.listening():
         for life in count():
-            attempt = os.environ[markers.ATTEMPT] = f"{os.getpid()}.{life}"
+            attempt = os.environ[markers.ATTEMPT] = f"{socket.gethostname()}-{os.getpid()}-{began:.0f}.{life}"
             if cluster.node_rank == 0:
                 markers.clear(folder.path)
             before = folder.committed()[-1:]
             status = workers.start(script, argv, cluster)
             if markers.read(folder.path, attempt) == "REQUEUE":
                 return DONE
-            if status in TELLING_CODES or (status and workers.asked):
-                return status
             if status == DONE:
                 stage, status = _after(stage, argv)
-                if stage is None:
+                if stage is not None and workers.asked:
+                    markers.write(folder.path, "REQUEUE", reason=workers.asked.name, attempt=attempt)
+                if stage is None or workers.asked:
                     return status
                 continue
             stuck = 0 if folder.committed()[-1:] != before else stuck + 1
-            for line in suspects(folder.hangs, cluster.world_size):
-                _say(folder, line)
-            if not patience.restarts:
+            if status in TELLING_CODES or workers.asked or not _again(config, folder, cluster, life + 1, stuck):
                 return status
-            if stuck > patience.restarts:
-                _say(folder, f"given up: {stuck} starts in a row without a new checkpoint (distributed.restarts)")
-                return status
-            seconds = min(patience.restart_seconds * 2 ** max(0, stuck - 1), LONGEST_BACK_OFF)
-            _say(folder, f"starting again in {seconds:g} s from {_newest(folder)}")
-            folder.event("restart", life=life + 1, without_progress=stuck)
-            time.sleep(seconds)
     raise AssertionError("lives do not end by themselves")
+
+
+def _again(config: Config, folder: RunFolder, cluster: Cluster, life: int, stuck: int) -> bool:
+    """Whether to start again after a failure, the `stuck`-th in a row without a new checkpoint; then after a pause."""
+    patience = config.distributed
+    for line in suspects(folder.hangs, cluster.world_size):
+        _say(folder, line)
+    # Nodes would have to fail, and to start again, at the same time.
+    if not patience.restarts or cluster.nodes > 1:
+        return False
+    if stuck > patience.restarts:
+        _say(folder, f"given up: {stuck} starts in a row without a new checkpoint (distributed.restarts)")
+        return False
+    seconds = min(patience.restart_seconds * 2 ** max(0, stuck - 1), LONGEST_BACK_OFF)
+    _say(folder, f"starting again in {seconds:g} s from {_newest(folder)}")
+    folder.event("restart", life=life, without_progress=stuck)
+    time.sleep(seconds)
+    return True
 
 
 def _after(before: Stage | None, argv: Sequence[str]) -> tuple[Stage | None, int]:

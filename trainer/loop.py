@@ -30,7 +30,9 @@ from trainer.watchdog import Watchdog
 log = logging.getLogger("trainer")
 
 SLOWER = 10
-"""Times the slowest update so far that one may last before it counts as hung."""
+"""Times the slowest update so far that one may last before it counts as hung; the same of saves."""
+LOADING_SECONDS = 4 * 3600.0
+"""For reading a checkpoint twice, once to verify it: terabytes, from slow disks."""
 
 
 def train(
@@ -55,13 +57,14 @@ def train(
         watchdog.expect("the start", 60 * alone.distributed.start_timeout_minutes)
         try:
             trainer = Trainer(alone, world, rows[0], stage=stage)
+            watchdog.expect("loading", LOADING_SECONDS)
             loop = Loop(config, folder, trainer, profilers, rows=rows, sets=sets, stops=stops, watchdog=watchdog)
             return loop.run()
         except DataError as error:
             raise RankError(NO_RETRY, str(error)) from error
         except torch.OutOfMemoryError as error:
-            # What does not fit at first never will; later, memory may be in pieces.
-            status = FAILED if loop is not None and loop.slowest else NO_RETRY
+            # What never fitted never will; later, memory may be in pieces, or another process may still hold some.
+            status = FAILED if folder.committed() or (loop is not None and loop.slowest) else NO_RETRY
             raise RankError(status, profilers.out_of_memory(error)) from error
 
 
@@ -89,7 +92,7 @@ class Loop:
         self.validation = Validation(trainer, sets)
         self.slowest = 0.0
         """Seconds of the slowest update so far."""
-        self._save_seconds = 0.0
+        self._save_seconds: float | None = None
 
     def run(self) -> str:
         with closing(self.metrics), self.checkpoints, Heartbeat(self.trainer) as heartbeat:
@@ -102,7 +105,7 @@ class Loop:
                 except SpikeError as spike:
                     self._roll_back(spike)
                 else:
-                    self.metrics.flush()
+                    self._expect_waiting("the last checkpoint", SLOWER * (self._save_seconds or 0.0))
                     self._settle()
                     self.metrics.farewell(reason)
                     return reason
@@ -114,26 +117,31 @@ class Loop:
             for update in updates:
                 self.metrics.write(update)  # Waits for the update before, where a device computes it.
                 self.slowest = max(self.slowest, time.monotonic() - began)
-                self._expect_waiting(f"what follows update {update.step}")
                 if reason := self._between(update):
                     return reason
                 began = time.monotonic()
                 self.watchdog.expect(f"update {update.step + 1}", max(60 * section.hang_minutes, SLOWER * self.slowest))
+            self.metrics.flush()
         return ""
 
     def _between(self, update: Update) -> str:
         """Does what is due after an update; why all ranks leave now, if they do."""
         self.profilers.step(update.step)
         if self.validation.due(update.step):
+            self._expect_waiting("a set of validation")
             self._validate()
+        self._expect_between(f"what follows update {update.step}")
         for saved in self._collected():
-            self._save_seconds = saved.seconds
+            if saved.problem is None:
+                self._save_seconds = max(self._save_seconds or 0.0, saved.seconds)
         verdict = self.stops.ask(self._save_seconds)
         leaves = verdict.reason if update.step < self.stage.total else ""
         if leaves:
+            self.metrics.flush()
             log.info("leaving after update %d: %s", update.step, leaves)
         if self.checkpoints.due(update.step, self.stage, asked=verdict.saves or bool(leaves)):
             self.metrics.flush()  # The lines of all updates in a checkpoint are on disk before it is.
+            self._expect_waiting("the checkpoint before", SLOWER * (self._save_seconds or 0.0))
             self.checkpoints.save(self.trainer)
             self.metrics.rollbacks = 0
             self.stops.saved()
@@ -143,12 +151,16 @@ class Loop:
         results = []
         for result in self.validation.run():
             results.append(result)
-            self._expect_waiting("what follows a set of validation")
+            self._expect_waiting("a set of validation")
         self.metrics.validated(results)
 
-    def _expect_waiting(self, what: str) -> None:
-        """What takes as long as it takes, while ranks wait for each other."""
-        self.watchdog.expect(what, 60 * self.trainer.config.distributed.start_timeout_minutes)
+    def _expect_waiting(self, what: str, least: float = 0.0) -> None:
+        """What takes long on each rank by itself."""
+        self.watchdog.expect(what, max(least, 60 * self.trainer.config.distributed.start_timeout_minutes))
+
+    def _expect_between(self, what: str) -> None:
+        """What is soon done, unless a rank does not come: told before the ranks' own patience ends."""
+        self.watchdog.expect(what, 0.9 * 60 * self.trainer.config.distributed.timeout_minutes)
 
     def _collected(self) -> list[Saved]:
         """The saves that ended meanwhile, which are told."""
@@ -165,6 +177,7 @@ class Loop:
 
     def _roll_back(self, spike: SpikeError) -> None:
         """To the newest checkpoint, from which on the rows of the updates that followed are left out."""
+        self.watchdog.expect("going back to a checkpoint", LOADING_SECONDS)
         self.checkpoints.wait()
         self._collected()
         if not self.checkpoints.are_there:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
 class Asked(BaseException):
@@ -24,9 +24,13 @@ class Requests:
         self._is_raised = False
 
     def listen(self) -> None:
-        """To be called as early as possible: until then a signal ends the process."""
+        """To be called as early as possible: until then a signal ends the process.
+
+        What is ignored stays so: `nohup` means that the end of a terminal is no request.
+        """
         for number in ASKING:
-            signal.signal(number, self._note)
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._note)
 
     @contextmanager
     def raised(self) -> Iterator[None]:

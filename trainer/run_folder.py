@@ -14,12 +14,13 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
+import logging
 import os
 import socket
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,12 @@ from trainer.checkpoint import manifest
 from trainer.checkpoint.manifest import DamageError
 from trainer.checkpoint.retention import put_aside
 from trainer.config import Config, Stage
-from trainer.files import write_synced
+from trainer.files import Lines, write_synced
 from trainer.load import to_toml
 from trainer.status import ConfigError
 from trainer.status import ResumeError as ResumeError
+
+log = logging.getLogger("trainer")
 
 # What a run is: a checkpoint continues only under the same values. Everything else may change on resume. Where the
 # corpus lies is not part of it: its fingerprint is compared instead.
@@ -45,6 +48,7 @@ class RunFolder:
         self.config = path / "config.toml"
         self.metrics = path / "metrics.jsonl"
         self.events = path / "events.jsonl"
+        self._events = Lines(self.events)
         self.tensorboard = path / "tensorboard"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
@@ -74,8 +78,8 @@ class RunFolder:
                 file.seek(0)
                 owner = file.read().strip()
                 raise ConfigError([f"job.output_dir = {self.path} is in use by {owner}"]) from None
-            except OSError:
-                pass  # A file system without locks.
+            except OSError as error:
+                log.warning("%s: no locks on this file system (%s): nothing keeps a second run out", self.path, error)
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             file.flush()
@@ -83,15 +87,14 @@ class RunFolder:
 
     def begin(self, config: Config, step: int) -> None:
         """Called on one rank when a run starts at, or goes on from, update `step`."""
-        self.config.write_text(to_toml(config))
+        written = self.config.with_suffix(".tmp")
+        write_synced(written, to_toml(config).encode())
+        written.rename(self.config)
         self.cut_metrics(step)
 
     def event(self, kind: str, **facts: Any) -> None:
         """Appends to events.jsonl; called on one rank."""
-        event = {"time": time.time(), "event": kind, **facts}
-        torn = self.events.exists() and not _ends_whole(self.events)
-        with self.events.open("a") as file:
-            file.write("\n" * torn + json.dumps(event, allow_nan=False) + "\n")
+        self._events.append(json.dumps({"time": time.time(), "event": kind, **facts}, allow_nan=False))
 
     def committed(self) -> list[tuple[int, Path]]:
         """Committed checkpoints as (step, folder), oldest first."""
@@ -120,9 +123,10 @@ class RunFolder:
 
     def first_loss(self) -> float | None:
         """Loss of the run's first logged update."""
-        with self.metrics.open() as lines:
+        with suppress(OSError, StopIteration), self.metrics.open() as lines:
             loss: float | None = json.loads(next(lines))["loss"]
-        return loss
+            return loss
+        return None
 
     def first_validation(self, name: str) -> float | None:
         """Loss of the first validation of that name since the run began anew, of whatever start of it."""
@@ -154,13 +158,6 @@ def no_good_checkpoint(folder: RunFolder, rejected: Sequence[str] = ()) -> None:
             f"no checkpoint in {folder.checkpoints} is good:{listed}\n"
             f"to start anew, choose another job.output_dir or remove {folder.checkpoints}"
         )
-
-
-def _ends_whole(path: Path) -> bool:
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - 1))
-        return file.read(1) in (b"", b"\n")
 
 
 def _number(name: str) -> int | None:

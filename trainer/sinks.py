@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from trainer.config import Config
+from trainer.files import Lines
 from trainer.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -46,15 +47,13 @@ class JsonLines:
     """metrics.jsonl, a line at a time, on disk before anything that depends on it is."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self._file = folder.metrics.open("a")
+        self._lines = Lines(folder.metrics)
 
     def write(self, record: Record) -> None:
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        self._lines.append(json.dumps(record, allow_nan=False))
 
     def close(self) -> None:
-        self._file.close()
+        pass
 
 
 class TensorBoard:
@@ -65,6 +64,7 @@ class TensorBoard:
         self._config = config
         self._first_step = first_step
         self._writer: Any = None
+        self._is_lost = False
 
     def write(self, record: Record) -> None:
         numbers = {tag: record[key] for key, tag in TAGS.items()}
@@ -77,14 +77,27 @@ class TensorBoard:
 
     def add(self, numbers: Mapping[str, float | None], step: int) -> None:
         """Numbers by their tags; None is left out."""
-        self._writer = self._writer or self._open()
-        for tag, number in numbers.items():
-            if number is not None:
-                self._writer.add_scalar(tag, number, step)
+        if self._is_lost:
+            return
+        with self._surviving():
+            self._writer = self._writer or self._open()
+            for tag, number in numbers.items():
+                if number is not None:
+                    self._writer.add_scalar(tag, number, step)
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        if self._writer is not None and not self._is_lost:
+            with self._surviving():
+                self._writer.close()
+
+    @contextmanager
+    def _surviving(self) -> Iterator[None]:
+        """What a disk may do is told, and from then on nothing more is written."""
+        try:
+            yield
+        except OSError as error:
+            self._is_lost = True
+            log.warning("%s cannot be written to any more: %s", self._folder.tensorboard, error)
 
     def _open(self) -> Any:
         # Imported at the first line: it is not what a user waits for at start-up.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 DONE = 0
 FAILED = 1
 BAD_CONFIGURATION = 2
@@ -10,6 +12,10 @@ NO_RETRY = 78
 
 BEGAN = "LONGHAUL_BEGAN"
 """Environment variable with the time at which the launcher was started."""
+
+
+STACKS = signal.SIGQUIT
+"""Makes a rank write where it is, and go on."""
 
 
 class RankError(Exception):

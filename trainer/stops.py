@@ -18,6 +18,10 @@ LEAST_SECONDS = 5.0
 """Kept before the end of the time that a run has, beside what two updates and two checkpoints take."""
 
 
+UNKNOWN = 300.0
+"""Taken for a checkpoint before there was one, or a tenth of the time that is left, if that is less."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What all ranks do after an update."""
@@ -38,20 +42,22 @@ class Stops:
         self._limit, self._leads = (limit if leading else None), leading
         self._rest, self._updates = 0, 1
         self._asked = self._saved = time.monotonic()
+        self._unknown = UNKNOWN if self._limit is None else min(UNKNOWN, 0.1 * (self._limit - time.time()))
 
     def saved(self) -> None:
         """A checkpoint was begun."""
         self._saved = time.monotonic()
 
-    def ask(self, save_seconds: float) -> Verdict:
-        """What all ranks do now; a checkpoint took so long. Collective, after some updates."""
+    def ask(self, save_seconds: float | None) -> Verdict:
+        """What all ranks do now; a checkpoint took so long, if there was one. Collective, after some updates."""
         self._rest += 1
         if self._rest < self._updates:
             return Verdict()
         now = time.monotonic()
         each = (now - self._asked) / self._rest
         wanted = min(max(1, int(PACE_SECONDS / max(each, 1e-6))), 2 * self._updates)
-        need = 2 * each * wanted + 2 * save_seconds + LEAST_SECONDS
+        saving = self._unknown if save_seconds is None else save_seconds
+        need = 2 * each * wanted + 2 * saving + LEAST_SECONDS
         ends = self._limit is not None and time.time() + need >= self._limit
         saves = self._leads and self._minutes is not None and now - self._saved >= 60 * self._minutes
         number, ends_, saves_, pace = max_over(None, [float(self._requests.signal or 0), ends, saves, -wanted])

@@ -202,7 +202,7 @@ class Trainer:
         """What `scalars` gave, in this stage or in the one before, whose rows are not this one's."""
         self.step, self.earlier = scalars["step"], scalars["sources"]
         self.goodput.restore(scalars["goodput"])
-        self.next_row = 0
+        self.next_row, self.losses = 0, Losses(self.config)
         if self.step > self.stage.first_step:
             self.next_row = scalars["next_row"]
             self.losses.restore(scalars["losses"])

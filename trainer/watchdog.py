@@ -1,8 +1,8 @@
 """A rank that does not get on writes where it is, and ends, so that a run never hangs for ever.
 
 The stacks are written by a thread of the interpreter that needs no lock of it (faulthandler), so also while an extension
-holds it. A little before, a thread of ours writes which collectives were under way, as far as torch recorded them
-(TORCH_FR_BUFFER_SIZE).
+holds it. A little before, a thread of ours writes which collectives were under way, as far as torch recorded
+them. Asked by a signal (`STACKS`), a rank writes its stacks and goes on.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import logging
 import time
 from pathlib import Path
 from threading import Event, Thread
+
+from trainer.status import STACKS
 
 log = logging.getLogger(__name__)
 
@@ -25,18 +27,20 @@ class Watchdog:
 
     def __init__(self, folder: Path, *, rank: int) -> None:
         folder.mkdir(exist_ok=True)
-        self._stacks, self._collectives = folder / f"rank-{rank}.txt", folder / f"rank-{rank}-collectives.json"
+        self._stacks, self._collectives = folder / f"rank-{rank}.txt", folder / f"rank-{rank}-collectives.jsonl"
         self._file = self._stacks.open("w")
         self._what, self._warned, self._at = "", False, float("inf")
         self._ended = Event()
         self._thread = Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
+        faulthandler.register(STACKS, file=self._file)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         faulthandler.cancel_dump_traceback_later()
+        faulthandler.unregister(STACKS)
         self._ended.set()
         self._thread.join()
         self._file.close()
@@ -56,8 +60,9 @@ class Watchdog:
 
 
 def collectives() -> str:
-    """The collectives that torch recorded, as JSON; empty where it did not. There is no public way to ask."""
+    """The collectives that torch recorded, a line of JSON for each recorder. There is no public way to ask."""
     from torch._C import _distributed_c10d
 
-    dump = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
-    return "{}" if dump is None else dump().decode()
+    # NCCL has a recorder of its own in some versions.
+    dumps = [getattr(_distributed_c10d, f"_dump_{kind}_trace_json", None) for kind in ("fr", "nccl")]
+    return "\n".join(dump().decode() for dump in dumps if dump is not None)

@@ -19,15 +19,13 @@ from types import FrameType
 
 from trainer.cluster import Cluster
 from trainer.orphans import LAUNCHER
-from trainer.status import BAD_CONFIGURATION, DONE, FAILED, NO_RETRY
+from trainer.requests import ASKING
+from trainer.status import BAD_CONFIGURATION, DONE, FAILED, NO_RETRY, STACKS
 
 TELLING_CODES = (NO_RETRY, BAD_CONFIGURATION)
 GRACE_SECONDS = 3.0
 """In which the peers of a rank that failed may say what they saw."""
-POLL_SECONDS = 0.05
-# What workers are told when the launcher is; a terminal that closes asks them to save, too.
-FORWARDED = {number: number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)}
-FORWARDED[signal.SIGHUP] = signal.SIGTERM
+POLL_SECONDS = STACKS_SECONDS = 0.1
 
 
 class Workers:
@@ -50,15 +48,14 @@ class Workers:
                 self._running = workers
             return _ended(workers)
         finally:
-            for worker in workers:
-                worker.kill()
-                worker.wait()
+            _kill([worker for worker in workers if worker.poll() is None])
             self._running = []
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Within, a request to stop is the workers' to answer, and this process leaves as they do."""
-        before = {number: signal.signal(number, self._forward) for number in FORWARDED}
+        heard = [number for number in ASKING if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, self._forward) for number in heard}
         try:
             yield
         finally:
@@ -68,9 +65,20 @@ class Workers:
     def _forward(self, number: int, _: FrameType | None) -> None:
         self.asked = signal.Signals(number)
         for worker in self._running:
-            worker.send_signal(FORWARDED[self.asked])
+            worker.send_signal(self.asked)
         if not self._running:
             raise SystemExit(FAILED)
+
+
+def _kill(workers: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ends what is left, which may first say where it is."""
+    for worker in workers:
+        worker.send_signal(STACKS)
+    if workers:
+        time.sleep(STACKS_SECONDS)
+    for worker in workers:
+        worker.kill()
+        worker.wait()
 
 
 def _world(cluster: Cluster) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks import run_ranks
 from trainer.hangs import suspects
 from trainer.watchdog import Watchdog, collectives
 
@@ -48,7 +50,7 @@ def test_a_rank_that_hangs_ends_and_says_where_it_was(tmp_path: Path, wait: str)
     assert "in waits_for_a_peer" in (tmp_path / "rank-0.txt").read_text()
     if wait == SLEEP:
         assert f"update 7 takes too long; about to end, with all stacks in {tmp_path}" in said
-        assert (tmp_path / "rank-0-collectives.json").read_text().startswith("{")
+        assert (tmp_path / "rank-0-collectives.jsonl").read_text().startswith('{"')
     (told,) = suspects(tmp_path, 1)
     assert told.startswith("ranks 0 waited in waits_for_a_peer")
     assert suspects(tmp_path, 1) == []
@@ -63,8 +65,18 @@ def test_what_happens_in_time_leaves_nothing(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == []
 
 
+def recorded() -> str:
+    from torch import distributed, ones
+
+    distributed.all_reduce(ones(3))
+    return collectives()
+
+
+@pytest.mark.ranks
 def test_torch_still_says_which_collectives_there_were() -> None:
-    assert collectives() != "{}"
+    for told in run_ranks(recorded, 2):
+        entries = [entry for line in told.splitlines() for entry in json.loads(line).get("entries", [])]
+        assert any("all_reduce" in entry["profiling_name"] for entry in entries)
 
 
 def stack(*frames: tuple[str, str]) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 
 import train
 from tests.system.runs import (
+    ROOT,
     arguments,
     checkpoints,
     digests,
@@ -123,16 +126,40 @@ def test_a_run_without_checkpoints_cannot_leave_well(whole: Path, tmp_path: Path
     assert "checkpoint.enabled" in marker(folder, "STOP")["reason"]
 
 
-def test_a_request_before_the_first_update_is_answered_at_once(
+def test_a_request_before_the_first_update_is_answered_at_once_and_asks_for_nothing(
     whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A marker would make a crash at the start, of which srun tells peers by TERM, look like a run that saved."""
     monkeypatch.setattr("trainer.logs.configure", lambda _: None)  # It would outlive the test.
     requests, folder = Requests(), tmp_path / "run"
     requests.signal = signal.SIGTERM
     folder.mkdir()
     assert train.main(arguments(whole / "run.toml", folder, *LONG), requests) == 1
     assert capfd.readouterr().err == "error: asked to leave before the first update\n"
-    assert marker(folder, "REQUEUE")["reason"] == "asked to leave before the first update"
+    assert [*folder.iterdir()] == []
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ignored", [False, True], ids=["of a shell", "nohup"])
+def test_a_terminal_that_closes_asks_to_leave_unless_that_is_ignored(
+    whole: Path, tmp_path: Path, *, ignored: bool
+) -> None:
+    folder = tmp_path / "run"
+    command = [sys.executable, "-P", "-m", "trainer.launch", *arguments(whole / "run.toml", folder, *LONG)]
+    environment = os.environ | {"NGPU": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ignore = (lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) if ignored else None
+    with folder.with_suffix(".log").open("w") as log:
+        process = subprocess.Popen(
+            command, cwd=tmp_path, env=environment, stdout=log, stderr=log, start_new_session=True, preexec_fn=ignore
+        )
+    assert wait_for(lambda: updates(folder) >= 3)
+    os.killpg(process.pid, signal.SIGHUP)
+    assert process.wait(60) == 0, folder.with_suffix(".log").read_text()
+    if ignored:
+        require_same_end(folder, whole)
+    else:
+        assert marker(folder, "REQUEUE")["reason"] == "SIGHUP"
+        assert checkpoints(folder) == [f"step-{steps(folder)[-1]}"]
 
 
 @pytest.mark.ranks

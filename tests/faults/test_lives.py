@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.system.runs import is_alive, lines, wait_for, write_run
+from trainer import lives
+from trainer.cluster import Cluster
+from trainer.config import Config, Stage
+from trainer.workers import Workers
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -152,3 +156,42 @@ def test_peers_of_a_worker_that_failed_are_killed(tmp_path: Path) -> None:
     assert status == 1
     assert said.count("error: local rank") == 1
     assert not is_alive(int((run.folder / "pid-0").read_text()))
+
+
+def test_a_worker_that_is_left_says_where_it_was_before_it_is_killed(tmp_path: Path) -> None:
+    body = (
+        "import torch\n"
+        "from trainer.watchdog import Watchdog\n"
+        "def hangs():\n"
+        "    time.sleep(60)\n"
+        "if rank == 1: time.sleep(1); sys.exit(1)\n"
+        "with Watchdog(folder / 'logs' / 'hang', rank=0) as watchdog:\n"
+        "    hangs()"
+    )
+    run = Run(tmp_path, body)
+    (run.folder / "logs").mkdir()
+    _, said = run.ended("--distributed.restarts", "0")
+    assert f"{run.folder}: ranks 0 waited in hangs: stacks in {run.folder}/logs/hang\n" in said
+    assert f"{run.folder}: suspect: rank 1 did not say where it was\n" in said
+
+
+@pytest.mark.parametrize("asked", [None, signal.SIGTERM])
+def test_a_signal_at_the_end_of_a_stage_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: signal.Signals | None
+) -> None:
+    config = Config.model_validate({"job": {"output_dir": tmp_path}})
+    first, second = (Stage(config, name=name, index=index, count=2) for index, name in enumerate(("first", "second")))
+    started: list[str] = []
+
+    def start(self: Workers, *_: object) -> int:
+        started.append("a stage")
+        self.asked = asked
+        return 0
+
+    following = iter([(second, 0), (None, 0)])
+    monkeypatch.setattr(Workers, "start", start)
+    monkeypatch.setattr(lives, "next_stage", lambda _: first)
+    monkeypatch.setattr(lives, "_after", lambda *_: next(following))
+    assert lives.live(config, [], Cluster(processes=2), Path("unused")) == 0
+    assert len(started) == (2 if asked is None else 1)
+    assert (tmp_path / "REQUEUE").exists() == (asked is not None)

@@ -64,6 +64,7 @@ wait $!
 # ---- the ranks, again and again until something ends them for good
 mkdir -p "$RUN/slurm"
 ((life)) || echo 0 >"$RUN/slurm/stuck"
+stuck=$(cat "$RUN/slurm/stuck" 2>/dev/null || echo 0) # starts in a row without a new checkpoint, over all lives
 for ((attempt = 0; ; attempt++)); do
     ((told)) && requeue
     # Markers say how ranks ended, and so far nothing did.
@@ -91,9 +92,9 @@ for ((attempt = 0; ; attempt++)); do
         exit "$status"
     fi
 
-    stuck=$(($(cat "$RUN/slurm/stuck" 2>/dev/null || echo 0) + 1))
+    stuck=$((stuck + 1))
     if left REQUEUE || ((after > before)); then stuck=0; fi
-    echo "$stuck" >"$RUN/slurm/stuck"
+    echo "$stuck" >"$RUN/slurm/stuck" || say "the count of such starts cannot be kept in $RUN/slurm"
     if ((stuck >= MAX_STUCK)); then
         say "$stuck starts in a row without a new checkpoint: giving up"
         exit 1
