@@ -195,7 +195,7 @@ def _metadata(content: bytes, files: Mapping[str, tuple[int, str]]) -> Metadata:
 
 def _require_fields(instance: object, state: object) -> None:
     """Raises `DamageError` unless the state says fields of a dataclass's instance, or is a tuple for its `__setstate__`."""
-    kind = type(instance)
+    kind: type = type(instance)
     known = _fields(kind)
     own = hasattr(kind, "__setstate__")
     if known and (type(state) is tuple if own else type(state) is dict and state.keys() <= known):
