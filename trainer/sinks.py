@@ -53,7 +53,7 @@ class JsonLines:
         self._lines.append(json.dumps(record, allow_nan=False))
 
     def close(self) -> None:
-        pass
+        self._lines.close()
 
 
 class TensorBoard:

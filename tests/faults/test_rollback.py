@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.runs import forked, lines, metrics, state, steps, write_run
+from tests.system.runs import forked, lines, metrics, reseal, state, steps, write_run
 from tests.trainer.inside import configured, run_here
 from trainer.health import ROLLBACKS, Losses
 
@@ -59,6 +59,7 @@ def test_what_follows_are_the_updates_of_a_run_that_never_had_those_rows(
     content = json.loads(path.read_text())
     content["trainer"]["next_row"] = 42
     path.write_text(json.dumps(content))
+    reseal(path.parent)
     run_here(configured(run, tmp_path / "cut", *OPTIONS))
     keys = ("step", "loss", "grad_norm", "tokens")
     assert metrics(tmp_path / "rolled", *keys) == metrics(tmp_path / "cut", *keys)

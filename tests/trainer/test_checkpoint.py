@@ -59,6 +59,8 @@ def test_a_checkpoint_is_what_the_trainer_holds_and_gives_it_back(run: Path) -> 
             "tokens": scalars["tokens"],
             "skipped": 0,
             "sources": {"corpus": scalars["tokens"]},
+            "losses": trainer.losses.state(),
+            "goodput": trainer.goodput.state(),
         }
     )
     with trainer_of(config) as trainer:
