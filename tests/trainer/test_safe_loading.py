@@ -6,15 +6,21 @@ import io
 import json
 import pickle
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+)
+from torch.serialization import _get_layout
 
 from tests.system.runs import reseal, tensors, write_run
 from tests.trainer.inside import configured, saved_by, trainer_of
@@ -25,6 +31,7 @@ from trainer.checkpoint.reading import ALLOWED, Reader, Restricted, fill, whole
 from trainer.run_folder import ResumeError, RunFolder, read_state
 
 NAME = "model.head.norm.weight"
+IS_DIR = PosixPath.is_dir
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +110,55 @@ def test_names_that_no_checkpoint_needs_are_refused(name: str) -> None:
     content = b"c" + module.encode() + b"\n" + attribute.encode() + b"\n."
     with pytest.raises(DamageError, match=f"names {name}, which no checkpoint needs"):
         Restricted(io.BytesIO(content)).load()
+
+
+SIZE = b"ctorch\nSize\n"
+INDEX = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n"
+PROPERTIES = b"ctorch.distributed.checkpoint.metadata\nTensorProperties\n"
+HARMLESS = b"}X\x03\x00\x00\x00fqnNs"
+ENCODING = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+SETS: dict[str, bytes] = {
+    "a class by two parts": b"cpathlib\nPosixPath\n(N}X\x06\x00\x00\x00is_dir" + SIZE + b"st",
+    "a dataclass": INDEX + HARMLESS,
+    "a dataclass by two parts": INDEX + b"(N" + HARMLESS + b"t",
+    "a function": b"ctorch.serialization\n_get_layout\n}X\x01\x00\x00\x00aNs",
+    "a member of an enum": ENCODING + b"K\x00\x85R}X\x07\x00\x00\x00_value_K\x07s",
+    "an instance of another class": b"ccollections\nOrderedDict\n)R}X\x04\x00\x00\x00keysNs",
+    "an instance by two parts": INDEX + b")\x81(N" + HARMLESS + b"t",
+    "a method of an instance": INDEX + b")\x81}X\x08\x00\x00\x00__hash__Ns",
+    "a way to be set": INDEX + b")\x81}X\x0c\x00\x00\x00__setstate__" + SIZE + b"s",
+    "properties by name": PROPERTIES + b")\x81}X\x05\x00\x00\x00dtypeNs",
+}
+"""Pickles, up to the state of what they set attributes of; they name nothing but what is allowed."""
+
+
+@pytest.fixture
+def mended() -> Iterator[None]:
+    """Takes back what the bytes do that work on pickle's own unpickler."""
+    yield
+    if "is_dir" in vars(PosixPath):
+        del PosixPath.is_dir
+
+
+@pytest.mark.usefixtures("mended")
+def test_a_pickle_sets_attributes_of_a_class_if_it_may() -> None:
+    pickle.loads(b"\x80\x02" + SETS["a class by two parts"] + b"b.")
+    assert vars(PosixPath)["is_dir"] is torch.Size
+
+
+@pytest.mark.usefixtures("mended")
+@pytest.mark.parametrize("content", SETS.values(), ids=list(SETS))
+def test_no_attribute_is_set_but_a_field_of_an_instance(content: bytes) -> None:
+    touched = (PosixPath, MetadataIndex, _get_layout, _MEM_FORMAT_ENCODING(0))
+    before = [{**vars(each)} for each in touched]
+    with pytest.raises(DamageError, match=r"sets attributes of \S+ that are not its own"):
+        Restricted(io.BytesIO(b"\x80\x02" + content + b"b.")).load()
+    assert PosixPath.is_dir is IS_DIR
+    assert [{**vars(each)} for each in touched] == before
+
+
+def test_metadata_is_read_as_pickle_reads_it(saved: Path) -> None:
+    assert Restricted(io.BytesIO((saved / ".metadata").read_bytes())).load() == metadata_of(saved)
 
 
 def test_what_is_no_tensor_is_refused_and_not_unpickled(saved: Path, tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import io
 import pickle
 import warnings
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -61,13 +63,23 @@ ALLOWED = frozenset(
 """All that `.metadata` may name; torch's own classes, and types of numbers."""
 
 
-class Restricted(pickle.Unpickler):
-    """Raises `DamageError` for every name that is not in `ALLOWED`, before anything is done with it."""
+class Restricted(pickle._Unpickler):
+    """Raises `DamageError` for every name that is not in `ALLOWED`, and for every attribute that is no dataclass's field.
+
+    Both before anything is done with them. It is the unpickler in Python, because that in C lets nobody look at a state
+    before it is set: with a state of two parts a pickle sets attributes of whatever it may name, of classes too.
+    """
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         if (module_name, global_name) not in ALLOWED:
             raise DamageError(f"{manifest.METADATA} names {module_name}.{global_name}, which no checkpoint needs")
         return super().find_class(module_name, global_name)
+
+    def load_build(self) -> None:
+        _require_fields(self.stack[-2], self.stack[-1])  # type: ignore[attr-defined]
+        super().load_build()  # type: ignore[misc]
+
+    dispatch = pickle._Unpickler.dispatch | {pickle.BUILD[0]: load_build}  # type: ignore[assignment]
 
 
 class Reader(FileSystemReader):
@@ -179,6 +191,22 @@ def _metadata(content: bytes, files: Mapping[str, tuple[int, str]]) -> Metadata:
     except Exception as error:
         raise DamageError(f"{manifest.METADATA} cannot be understood: {describe(error)}") from error
     return metadata  # type: ignore[no-any-return]  # `_require_tensors` has seen to it.
+
+
+def _require_fields(instance: object, state: object) -> None:
+    """Raises `DamageError` unless the state says fields of a dataclass's instance, or is a tuple for its `__setstate__`."""
+    kind: type = type(instance)
+    known = _fields(kind)
+    own = hasattr(kind, "__setstate__")
+    if known and (type(state) is tuple if own else type(state) is dict and state.keys() <= known):
+        return
+    raise DamageError(f"{manifest.METADATA} sets attributes of {kind.__module__}.{kind.__name__} that are not its own")
+
+
+@cache
+def _fields(kind: type) -> frozenset[str]:
+    """Names of a dataclass's fields; none of what is no dataclass."""
+    return frozenset(field.name for field in fields(kind)) if is_dataclass(kind) else frozenset()
 
 
 def _require_tensors(metadata: Metadata, files: Mapping[str, tuple[int, str]]) -> None:
