@@ -20,13 +20,13 @@ from parallelisms.collectives import local
 from tests.ranks import run_ranks
 from tests.system.runs import checkpoints, digests, lines, state, tensors, write_run
 from tests.trainer.inside import configured, rows_of, run_here, saved_by, trainer_of
-from trainer.checkpoint import manifest, writing
+from trainer.checkpoint import background, manifest, writing
 from trainer.checkpoint.background import Saved
 from trainer.checkpoint.checkpoints import Checkpoints
 from trainer.checkpoint.staging import Staging
 from trainer.distributed import World, attempt
 from trainer.run_folder import RunFolder
-from trainer.status import RunError
+from trainer.status import RankError, RunError
 from trainer.trainer import Trainer
 
 SYNC = "--checkpoint.async=false"
@@ -321,7 +321,113 @@ def test_an_error_on_one_of_two_ranks_is_told_by_both_and_stops_neither(run: Pat
     assert found[0][2]
 
 
+def mended_after(run: Path, kind: str) -> tuple[str, float, str]:
+    """A save that fails because of rank 1, and the next; the first's problem and seconds, and the second's problem."""
+    rank = distributed.get_rank()
+    config = configured(run, run.parent / "run", "--training.global_batch_size=4")
+    trainer = Trainer(config, World(rank, 2, torch.device("cpu")), rows_of(config))
+    updates = trainer.updates()
+    with Checkpoints(config, RunFolder(config.output_dir), trainer.world) as found:
+        next(updates)
+        with pytest.MonkeyPatch.context() as patched:
+            if rank == 1:
+                BREAKS[kind](patched, run.parent)
+            found.save(trainer)
+            first = ended(found)
+        next(updates)
+        found.save(trainer)
+        second = ended(found)
+    return str(first.problem), first.seconds, str(second.problem)
+
+
+def refuse_the_folder(patched: pytest.MonkeyPatch, _: Path) -> None:
+    make = Path.mkdir
+
+    def refuse(path: Path, *arguments: Any, **options: Any) -> None:
+        if path.name.startswith(".tmp-"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        make(path, *arguments, **options)
+
+    patched.setattr(Path, "mkdir", refuse)
+
+
+def write_elsewhere(patched: pytest.MonkeyPatch, place: Path, name: str = ".") -> None:
+    (place / "elsewhere").mkdir()
+    temporary = property(lambda save: place / "elsewhere" / name / f".tmp-step-{save.step}")
+    patched.setattr(writing.Save, "temporary", temporary)
+
+
+def cut_after_hashing(patched: pytest.MonkeyPatch, _: Path) -> None:
+    hashed = writing._hashed
+
+    def cut(folder: Path, rank: int) -> dict[str, tuple[int, str]]:
+        found = hashed(folder, rank)
+        os.truncate(folder / "__1_0.distcp", 1000)
+        return found
+
+    patched.setattr(writing, "_hashed", cut)
+
+
+def move_before_hashing(patched: pytest.MonkeyPatch, _: Path) -> None:
+    hashed = writing._hashed
+    patched.setattr(writing, "_hashed", lambda folder, rank: hashed(folder.with_name(".tmp-gone"), rank))
+
+
+BREAKS: dict[str, Callable[[pytest.MonkeyPatch, Path], None]] = {
+    "mkdir": refuse_the_folder,
+    "elsewhere": write_elsewhere,
+    "nowhere": lambda patched, place: write_elsewhere(patched, place, "absent"),
+    "cut": cut_after_hashing,
+    "moved": move_before_hashing,
+}
+SHARE = "job.output_dir must be on a file system that all nodes share"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("mkdir", "[rank 1] PermissionError: [Errno 13] Permission denied"),
+        ("elsewhere", f"[rank 0] __1_0.distcp was written, but the first rank does not see it: {SHARE}"),
+        ("nowhere", f"/elsewhere/absent is missing: {SHARE}"),
+        ("cut", f" bytes, but the first rank sees 1,000: {SHARE}"),
+        ("moved", "[rank 1] FileNotFoundError: [Errno 2] No such file or directory: "),
+    ],
+)
+def test_what_one_rank_cannot_write_or_the_first_not_see_is_told_by_both_and_not_committed(
+    run: Path, kind: str, told: str
+) -> None:
+    rows_of(configured(run, run.parent / "run"))
+    (problem, seconds, second), other = run_ranks(mended_after, 2, run, kind)
+    assert told in problem
+    assert (other[0], other[2]) == (problem, second)
+    assert max(seconds, other[1]) < 20
+    assert second == "None"
+    assert checkpoints(run.parent / "run") == ["step-2"]
+    assert not [*run.parent.rglob(".tmp-*")]
+
+
 # ---- in a run
+
+
+class Kill(BaseException):
+    """No Exception."""
+
+
+@pytest.mark.parametrize("options", [(), (SYNC,)], ids=["async", "sync"])
+def test_a_save_that_ends_by_what_is_no_exception_is_no_success(
+    run: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    def kill(*_: object) -> int:
+        raise Kill("enough")
+
+    monkeypatch.setattr(background, "write", kill)
+    config = configured(run, run.parent / "run", *options)
+    with trainer_of(config) as trainer:
+        found = Checkpoints(config, RunFolder(config.output_dir), trainer.world)
+        with pytest.raises(RankError, match="the checkpoint of update 0 was given up: Kill: enough"):
+            saved_by(found, trainer)
+    assert checkpoints(config.output_dir) == []
 
 
 def test_a_save_that_fails_is_an_event_and_the_run_goes_on(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

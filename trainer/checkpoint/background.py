@@ -41,7 +41,7 @@ class UnderWay:
         self._began, self._blocked = began, 0.0
         self._bytes, self._seconds = 0, 0.0
         self._problem: str | None = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._thread = Thread(target=self._run, name=f"checkpoint of update {save.step}", daemon=True)
 
     def start(self, *, threaded: bool) -> None:
@@ -84,6 +84,6 @@ class UnderWay:
             self._committed()
         except (PhaseError, ResumeError, RunError) as error:
             self._problem = str(error)
-        except Exception as error:  # noqa: BLE001 - `outcome` raises it where somebody listens
+        except BaseException as error:  # noqa: BLE001 - `outcome` raises it where somebody listens
             self._error = error
         self._seconds = time.monotonic() - self._began

@@ -33,6 +33,7 @@ AHEAD = 10_000_000
 """Bytes that are on their way from a device while others are written."""
 ROOM = 1.1
 """Free bytes that a save asks for, by the bytes that it writes."""
+SHARED = "job.output_dir must be on a file system that all nodes share"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +71,15 @@ def write(save: Save, group: ProcessGroup) -> int:
     if held is None:
         return needed
     try:
+        everywhere(lambda: _make(save.temporary), group)
         everywhere(lambda: _write(save, held, group, leading=leading), group)
         shares = agreed(lambda: _hashed(save.temporary, group.rank()), group)
         files = {name: entry for share in shares for name, entry in share.items()}
         everywhere(lambda: _commit(save, files, group.size()) if leading else None, group)
     except PhaseError as error:
         full = agreed(lambda: _clean(save, needed) if leading else "", group)[0]
+        if not leading:
+            shutil.rmtree(save.temporary, ignore_errors=True)  # Where it is not shared, this rank's part is in its own.
         raise PhaseError(f"{full}{error}") from None
     return sum(size for size, _ in files.values())
 
@@ -107,9 +111,15 @@ def _prepare(save: Save, group: ProcessGroup, *, leading: bool) -> tuple[Mapping
     return (parts[0], needed) if there is None else (None, there)
 
 
+def _make(temporary: Path) -> None:
+    """The folder, for nodes that do not see yet that the first rank made it."""
+    try:
+        temporary.mkdir(exist_ok=True)
+    except FileNotFoundError:
+        raise PhaseError(f"{temporary.parent} is missing: {SHARED}") from None
+
+
 def _write(save: Save, held: Mapping[str, Tensor], group: ProcessGroup, *, leading: bool) -> None:
-    # Other nodes may not see the folder yet; its exist_ok is for those that do.
-    save.temporary.mkdir(exist_ok=True)
     # On a device torch copies ahead, and waits for all that is queued there, training too; on the host there is no need.
     ahead = 0 if all(part.device.type == "cpu" for part in held.values()) else AHEAD
     writer = dcp.FileSystemWriter(save.temporary, per_thread_copy_ahead=ahead)
@@ -121,13 +131,26 @@ def _write(save: Save, held: Mapping[str, Tensor], group: ProcessGroup, *, leadi
 
 def _hashed(folder: Path, rank: int) -> dict[str, tuple[int, str]]:
     """The files that this rank wrote, with their sizes and hashes."""
-    mine = [*folder.glob(f"__{rank}_*")]
+    # Not by glob, which finds nothing, and is content, in a folder that is gone.
+    mine = [path for path in folder.iterdir() if path.name.startswith(f"__{rank}_")]
     if rank == 0:
         mine += [folder / manifest.METADATA, folder / manifest.STATE]
     return {path.name: manifest.hash_of(path) for path in mine}
 
 
+def _require_seen(folder: Path, files: Mapping[str, tuple[int, str]]) -> None:
+    """Raises `PhaseError` if a file that some rank wrote is not what this rank sees."""
+    for name, (size, _) in files.items():
+        try:
+            seen = (folder / name).lstat().st_size
+        except FileNotFoundError:
+            raise PhaseError(f"{name} was written, but the first rank does not see it: {SHARED}") from None
+        if seen != size:
+            raise PhaseError(f"{name} was written with {size:,} bytes, but the first rank sees {seen:,}: {SHARED}")
+
+
 def _commit(save: Save, files: dict[str, tuple[int, str]], world_size: int) -> None:
+    _require_seen(save.temporary, files)
     about = Manifest(
         step=save.step,
         attempt=save.attempt,
