@@ -94,6 +94,7 @@ def test_a_save_in_the_background_is_bit_by_bit_one_in_the_foreground(run: Path)
         assert digests(one) == digests(other)
         states = [state(folder) for folder in (one, other)]
         assert [found["config"].pop("checkpoint.async") for found in states] == [True, False]
+        assert all(found["trainer"].pop("goodput")["productive_seconds"] > 0 for found in states)  # Its own times.
         assert states[0] == states[1]
 
 
