@@ -49,6 +49,7 @@ def test_without_a_device_nothing_is_measured(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == "no CUDA device: nothing measured\n"
 
 
+@pytest.mark.slow
 def test_a_rehearsal_has_a_row_for_every_way(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--phases", "1,4", "--out", str(out)]

@@ -81,6 +81,6 @@ def test_a_run_outlives_its_folder(
 
     monkeypatch.setattr(Trainer, "train_step", train_step)
     with caplog.at_level(logging.WARNING):
-        run_here(configured(write_run(tmp_path), folder))
+        run_here(configured(write_run(tmp_path), folder, "--checkpoint.interval", "100"))
     assert "metrics.jsonl cannot be written to, its lines wait" in caplog.text
     assert "done: all 6 updates" in caplog.text or (folder / "checkpoints" / "step-6").is_dir()

@@ -92,6 +92,7 @@ def test_a_storm_of_signals_saves_once_and_the_run_goes_on_the_same(
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_a_launcher_that_is_asked_leaves_with_0_and_starts_nothing_again(whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     launcher = launch(whole / "run.toml", folder, *LONG, processes=2)
@@ -140,7 +141,7 @@ def test_a_request_before_the_first_update_is_answered_at_once_and_asks_for_noth
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ignored", [False, True], ids=["of a shell", "nohup"])
+@pytest.mark.parametrize("ignored", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["of a shell", "nohup"])
 def test_a_terminal_that_closes_asks_to_leave_unless_that_is_ignored(
     whole: Path, tmp_path: Path, *, ignored: bool
 ) -> None:
@@ -163,6 +164,7 @@ def test_a_terminal_that_closes_asks_to_leave_unless_that_is_ignored(
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_started_again_and_the_run_ends_the_same(whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     options = (*LONG, "--checkpoint.interval", "4", "--distributed.restart_seconds", "0")

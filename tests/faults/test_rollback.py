@@ -79,6 +79,7 @@ def test_a_spike_is_only_told_unless_asked_for_or_where_there_is_no_checkpoint(
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_a_run_is_not_rolled_back_for_ever(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spiking(monkeypatch, *range(5, 100))
     run_here(configured(run, tmp_path / "run", *OPTIONS, "--health.on_spike", "roll_back"))
@@ -88,7 +89,7 @@ def test_a_run_is_not_rolled_back_for_ever(run: Path, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_whose_gradients_stay_infinite_is_given_up(run: Path, tmp_path: Path, processes: int) -> None:
     options = ("--optimizer.lr", "1e38", "--schedule.warmup_steps", "0", "--training.steps", "30")
     done = forked(run, tmp_path / "run", *options, "--health.skipped_in_a_row", "4", processes=processes)

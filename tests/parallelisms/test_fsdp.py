@@ -198,7 +198,7 @@ def test_weights_are_gathered_and_their_gradients_reduced_once_for_all_tiles_and
 
 
 @pytest.mark.parametrize(("layers", "every"), [(4, 1), (4, 2), (4, 4), (5, 2), (5, 3)])
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_blocks_that_are_made_again_are_gathered_once_more(layers: int, every: int, *, reshard: bool) -> None:
     """Each once forward and once backward; and all but the last of those that share an input once more."""
     config = replace(SMALL, num_layers=layers)

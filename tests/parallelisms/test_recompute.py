@@ -186,7 +186,7 @@ def test_a_block_that_is_made_again_is_so_once() -> None:
 
 @pytest.mark.parametrize(
     ("config", "groups", "tile"),
-    [pytest.param(DEEP, 1, None, marks=pytest.mark.slow), (NORMED, 2, TILE)],
+    [pytest.param(DEEP, 1, None, marks=pytest.mark.slow), pytest.param(NORMED, 2, TILE, marks=pytest.mark.slow)],
     ids=["plain", "normed"],
 )
 def test_compiled_bodies_give_the_same_and_are_compiled_for_all_blocks_at_once(

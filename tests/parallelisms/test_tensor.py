@@ -189,6 +189,9 @@ SLOW = [
     Case(TP4, TIED, loss=False, compiled=True),
     Case((("dp_replicate", 2), ("tp", 2)), compiled=True),
     Case(TP4, policy="keep_attention", compiled=True),
+    Case((("dp_replicate", 2), ("dp_shard", 2), ("tp", 2))),
+    Case((("dp_shard", 2), ("tp", 2)), compiled=True, policy="full"),
+    Case((("dp_shard", 3), ("tp", 2)), rows=3),
 ]
 
 

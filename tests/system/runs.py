@@ -305,3 +305,10 @@ def reseal(checkpoint: Path) -> None:
 def state(checkpoint: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((checkpoint / "state.json").read_text())
     return found
+
+
+def timeless(checkpoint: Path) -> dict[str, Any]:
+    """What two runs that did the same have in common: the state without the time that it took."""
+    found = state(checkpoint)
+    assert found["trainer"].pop("goodput")["productive_seconds"] > 0
+    return found

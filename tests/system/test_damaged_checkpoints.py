@@ -66,7 +66,9 @@ def put_aside(folder: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.slow if way in ("cut", "empty") else ()) for way in WAYS]
+)
 def test_damage_of_every_kind_to_every_file_is_found_and_put_aside(
     root: Path, stopped: Path, name: str, way: str
 ) -> None:

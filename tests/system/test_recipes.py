@@ -162,6 +162,7 @@ def test_a_recipe_killed_at_random_and_resumed_on_other_meshes_ends_the_same(
     same_losses(folder, whole / "whole")
 
 
+@pytest.mark.slow
 def test_one_command_runs_all_stages_each_in_fresh_processes(whole: Path, tmp_path: Path) -> None:
     done = launched(whole / "run.toml", tmp_path / "run", *DOUBLE, processes=2)
     assert done.statuses == [0]

@@ -47,7 +47,9 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if case == "a pipeline" else ()) for case in CASES]
+)
 def test_training_never_notices(plain: Path, judged: Path, case: str) -> None:
     processes, options = CASES[case]
     root = plain.parent / case.replace(" ", "-")

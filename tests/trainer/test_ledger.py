@@ -143,7 +143,9 @@ def compare(world_size: int, cases: tuple[str, ...]) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world_size", CASES)
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(size, marks=pytest.mark.slow if size > 1 else ()) for size in CASES]
+)
 def test_the_ledger_is_what_is_counted(world_size: int) -> None:
     compare(world_size, CASES[world_size])
 

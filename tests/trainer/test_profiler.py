@@ -27,7 +27,7 @@ def test_a_trace_of_its_window_is_written(tmp_path: Path) -> None:
     options = ("--profiler.trace_step", "2", "--profiler.trace_steps", "2", "--training.steps", "4")
     run_here(configured(write_run(tmp_path), tmp_path / "run", *options))
     logs = tmp_path / "run" / "logs"
-    assert [path.name for path in logs.iterdir()] == ["trace-step-2-rank-0.json"]
+    assert [path.name for path in logs.iterdir() if path.is_file()] == ["trace-step-2-rank-0.json"]
     trace = json.loads((logs / "trace-step-2-rank-0.json").read_text())
     names = [event.get("name") for event in trace["traceEvents"]]
     # Two layers and the head: norms, seven products each, and one optimizer step per update of the window.

@@ -33,7 +33,7 @@ BATCH = packed([9, 1, 14], [24])
 CPU_KERNEL = "aten::_scaled_dot_product_flash_attention_for_cpu"
 METHODS = {"ring": (2,), "alltoall": (2,), "allgather": (2,), "ulysses": (2,), "hybrid": (2, 2)}
 
-FAST = [("ring", True), ("ulysses", False)]
+FAST = [("ring", True)]
 
 
 def some_fast(names: Iterable[str], *fast: str) -> list[Any]:
