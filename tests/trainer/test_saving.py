@@ -18,7 +18,7 @@ from torch import Tensor, distributed
 
 from parallelisms.collectives import local
 from tests.ranks import run_ranks
-from tests.system.runs import checkpoints, digests, lines, tensors, timeless, write_run
+from tests.system.runs import checkpoints, digests, lines, state, tensors, timeless, write_run
 from tests.trainer.inside import configured, rows_of, run_here, saved_by, trainer_of
 from trainer.checkpoint import background, manifest, writing
 from trainer.checkpoint.background import Saved
