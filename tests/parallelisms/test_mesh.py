@@ -201,6 +201,7 @@ def sharing(cases: list[tuple[dict[str, int], int | None]]) -> list[Sharing]:
     return found
 
 
+@pytest.mark.slow
 def test_neighbours_exchange_heads_and_keys_rotate_among_ranks_further_apart() -> None:
     grid = (degrees(dp_shard=2, cp=4), 2)
     line = (degrees(dp_shard=2, cp=4), None)

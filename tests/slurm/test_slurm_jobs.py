@@ -94,6 +94,7 @@ def test_starts_without_a_new_checkpoint_come_to_an_end(cluster: Cluster, tmp_pa
     assert "3 starts in a row without a new checkpoint: giving up" in job.log()
 
 
+@pytest.mark.slow
 def test_starts_without_a_new_checkpoint_are_counted_over_lives(cluster: Cluster, tmp_path: Path) -> None:
     job = planned(cluster, tmp_path, {"0.0": "crash", "1.0": "crash"})
     job.submit("--max-stuck", "2", "--backoff-seconds", "60")
@@ -139,6 +140,7 @@ def test_a_job_that_is_cancelled_saves_and_stays_away(cluster: Cluster, tmp_path
     assert "has no job that is queued or running" in job.slurm("cancel", str(job.folder))
 
 
+@pytest.mark.slow
 def test_a_job_that_is_preempted_saves_and_comes_back(cluster: Cluster, tmp_path: Path) -> None:
     job = planned(cluster, tmp_path, {"0.0": "train"})
     job.submit()

@@ -221,6 +221,7 @@ def returned(shape: tuple[int, ...], options: list[Options]) -> tuple[list[str],
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_what_was_cut_is_put_back_and_gradients_of_the_parts_are_those_of_the_whole() -> None:
     for shape, options in [*everything(4), ((3,), [{"method": "ring"}]), ((3, 2), [{"outer": "ring"}])]:
         by_rank = run_ranks(returned, torch.Size(shape).numel(), shape, options)
