@@ -84,7 +84,7 @@ def prepare_environment(
 
     Beside GPUs one thread is enough, unless the host updates the weights.
     """
-    cores = len(os.sched_getaffinity(0))  # srun binds a task to its own cores, torchrun's workers share them.
+    cores = len(os.sched_getaffinity(0))  # srun binds a task to its own cores, those of a launcher share them.
     share = str(max(1, cores // (cluster.processes if cluster.task is None else 1)))
     if cluster.task is not None:
         environment["MASTER_ADDR"], _, environment["MASTER_PORT"] = cluster.master.rpartition(":")
