@@ -1,0 +1,134 @@
+"""What the formulas say that a rank sends, against real updates whose every collective is counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.plan.sent import Key, count
+from tests.ranks import run_ranks
+from trainer.config import Config
+from trainer.load import load
+from trainer.plan.traffic import SMALL, sent, traffic
+
+# Everything but norms weighs more than `SMALL` in these.
+MODEL = [
+    "--data.corpus",
+    "copy",
+    *"--model.vocab_size 264 --model.dim 128 --model.num_layers 3 --model.num_heads 4 --model.num_kv_heads 2".split(),
+    *"--model.head_dim 32 --model.ffn_dim 384 --memory.head_chunk_mib 1 --training.seq_len 256".split(),
+    *"--training.steps 4 --training.dtype float32 --training.global_batch_size 4 --memory.recompute none".split(),
+]
+FULL, KEEP = "memory.recompute=full", "memory.recompute=keep_attention"
+HALF = "training.dtype=bfloat16"
+TIED = "model.tie_embeddings=true"
+TP, CP, PP = "parallelism.tp=2", "parallelism.cp=2 parallelism.cp_method=", "parallelism.pp=2 model.num_layers=4"
+WHOLE = f"{TP} parallelism.sequence_parallel=false"
+PIECES = "memory.mlp_tile_mib=1 training.seq_len=2048 model.ffn_dim=512"
+EVERY = f"{KEEP} memory.input_every=2"
+HYBRID = "parallelism.cp=4 parallelism.cp_method=hybrid parallelism.cp_ulysses=2 parallelism.cp_outer="
+LONG = "parallelism.pp=2 model.num_layers=8 training.global_batch_size=8"
+WIDE = "model.dim=1024 model.ffn_dim=64 model.qk_norm=true"  # norms count
+CASES = {
+    2: (
+        f"{HALF} {KEEP} training.global_batch_size=8",
+        f"{TP} {KEEP} {PIECES}",
+        f"{WHOLE} {WIDE}",
+        f"{CP}ring {HALF} {FULL}",
+        f"{CP}ulysses model.num_kv_heads=1 {KEEP}",
+        f"{PP} parallelism.pp_schedule=Interleaved1F1B {KEEP}",
+    ),
+    4: (
+        f"parallelism.dp_replicate=2 {HALF} {KEEP}",
+        f"{HYBRID}allgather {TIED}",
+        f"{PP} {TP} training.global_batch_size=8",
+    ),
+}
+MORE = {
+    2: (
+        "training.global_batch_size=2 model.vocab_size=267 model.ffn_dim=383",
+        f"{HALF} training.reduce_dtype=bfloat16 {FULL} parallelism.reshard_after_forward=false",
+        f"{TIED} {EVERY}",
+        f"{HALF} {KEEP} memory.optimizer_placement=host",
+        "parallelism.dp_replicate=2",
+        "training.dtype=float64 training.micro_batch_size=2",
+        TP,
+        f"{TP} {EVERY} {PIECES} {HALF}",
+        f"{TP} {KEEP} memory.mlp_tile_mib=1 training.seq_len=1001 training.micro_batch_size=2",
+        f"{TP} {FULL} {TIED} parallelism.loss_parallel=false",
+        f"{WHOLE} {EVERY} {PIECES} {TIED} parallelism.loss_parallel=false",
+        f"{CP}ring {HALF} parallelism.cp_reduce_dtype=bfloat16",
+        f"{CP}alltoall {KEEP} memory.head_groups=2",
+        f"{CP}allgather {FULL}",
+        f"{CP}ulysses",
+        PP,
+        f"{PP} parallelism.pp_schedule=GPipe {HALF} {FULL}",
+        f"{PP} parallelism.pp_schedule=ZBVZeroBubble",
+    ),
+    4: (
+        f"{TP} {WIDE} {KEEP} {HALF}",
+        f"{TP} {CP}ulysses {EVERY} {HALF}",
+        f"{TP} {CP}ring {FULL} training.seq_len=250",
+        "parallelism.tp=4 parallelism.loss_parallel=false model.dim=1024 model.ffn_dim=64",
+        f"parallelism.cp=4 parallelism.cp_method=ring {KEEP}",
+        f"parallelism.cp=4 parallelism.cp_method=alltoall {FULL}",
+        f"parallelism.cp=4 parallelism.cp_method=allgather {KEEP} memory.head_groups=2 {HALF}",
+        "parallelism.cp=4 parallelism.cp_method=ulysses",
+        f"{HYBRID}ring {FULL}",
+        f"{PP} training.global_batch_size=8 {HALF} {KEEP}",
+        f"{PP} {TP} parallelism.pp_schedule=Interleaved1F1B",
+        f"{LONG} parallelism.pp_schedule=Interleaved1F1B parallelism.pp_stages_per_rank=4 {HALF}",
+        f"{LONG} parallelism.pp_schedule=InterleavedZeroBubble parallelism.pp_stages_per_rank=4 {HALF}",
+        f"{LONG} parallelism.pp_schedule=DualPipeV {HALF}",
+    ),
+}
+
+
+def configured(changes: str = "") -> Config:
+    return load([*MODEL, *(word for change in changes.split() for word in f"--{change}".split("=", 1))])
+
+
+def counted(cases: tuple[str, ...]) -> list[tuple[int, dict[Key, float], dict[Key, int]]]:
+    return [count(configured(changes)) for changes in cases]
+
+
+def compare(world_size: int, cases: tuple[str, ...]) -> None:
+    for case, *ranks in zip(cases, *run_ranks(counted, world_size, cases, timeout=300), strict=True):
+        config = configured(case)
+        assert config.problems(world_size) == [], case
+        for place, found, calls in ranks:
+            expected, times = Counter[Key](), Counter[Key]()
+            for message in traffic(config, world_size, place):
+                for key in [(message.channel, message.kind, message.phase not in ("forward",))]:
+                    expected[key] += message.bytes
+                    times[key] += message.calls
+            assert _by_kind(found) == pytest.approx(_by_kind(expected), rel=1e-12), case
+            assert _by_kind(calls) == _by_kind(times), case
+            assert _by_phase(found, config) == pytest.approx(_by_phase(expected, config), rel=1e-12), case
+
+
+def _by_kind(found: dict[Key, float]) -> dict[tuple[str, str], float]:
+    sums = Counter[tuple[str, str]]()
+    for (channel, kind, _), number in found.items():
+        sums[channel, kind] += number
+    return dict(sums)
+
+
+def _by_phase(found: dict[Key, float], config: Config) -> dict[Key, float]:
+    """Apart where the gradient's way back is autograd's; a pipeline sends, and gathers weights, beside it."""
+    beside = ("pp", "fsdp", "dp_replicate") if config.parallelism.pp > 1 else ()
+    return {key: number for key, number in found.items() if key[0] not in beside}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world_size", CASES)
+def test_ranks_send_what_the_formulas_say(world_size: int) -> None:
+    compare(world_size, CASES[world_size])
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", MORE)
+def test_ranks_send_what_the_formulas_say_on_further_meshes(world_size: int) -> None:
+    compare(world_size, MORE[world_size])
