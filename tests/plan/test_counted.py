@@ -1,25 +1,37 @@
-"""What the formulas say that a rank sends, against real updates whose every collective is counted."""
+"""What the formulas say that a rank sends and computes, against real updates, counted call by call."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Mapping
 
 import pytest
 
-from tests.plan.sent import Key, count
+from tests.plan.counted import Counted, Key, count
 from tests.ranks import run_ranks
 from trainer.config import Config
+from trainer.ledger import Rank
 from trainer.load import load
-from trainer.plan.traffic import SMALL, sent, traffic
+from trainer.plan.traffic import Message, traffic
+from trainer.plan.work import attended, work
 
 # Everything but norms weighs more than `SMALL` in these.
-MODEL = [
-    "--data.corpus",
-    "copy",
-    *"--model.vocab_size 264 --model.dim 128 --model.num_layers 3 --model.num_heads 4 --model.num_kv_heads 2".split(),
-    *"--model.head_dim 32 --model.ffn_dim 384 --memory.head_chunk_mib 1 --training.seq_len 256".split(),
-    *"--training.steps 4 --training.dtype float32 --training.global_batch_size 4 --memory.recompute none".split(),
-]
+MODEL = {
+    "data.corpus": "copy",
+    "model.vocab_size": 264,
+    "model.dim": 128,
+    "model.num_layers": 3,
+    "model.num_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.head_dim": 32,
+    "model.ffn_dim": 384,
+    "memory.head_chunk_mib": 1,
+    "memory.recompute": "none",
+    "training.seq_len": 256,
+    "training.steps": 4,
+    "training.dtype": "float32",
+    "training.global_batch_size": 4,
+}
 FULL, KEEP = "memory.recompute=full", "memory.recompute=keep_attention"
 HALF = "training.dtype=bfloat16"
 TIED = "model.tie_embeddings=true"
@@ -31,6 +43,11 @@ HYBRID = "parallelism.cp=4 parallelism.cp_method=hybrid parallelism.cp_ulysses=2
 LONG = "parallelism.pp=2 model.num_layers=8 training.global_batch_size=8"
 WIDE = "model.dim=1024 model.ffn_dim=64 model.qk_norm=true"  # norms count
 CASES = {
+    1: (
+        "",
+        f"{FULL} training.micro_batch_size=2",
+        f"{EVERY} memory.head_groups=2 memory.mlp_tile_mib=1 {TIED} model.qk_norm=true",
+    ),
     2: (
         f"{HALF} {KEEP} training.global_batch_size=8",
         f"{TP} {KEEP} {PIECES}",
@@ -86,10 +103,11 @@ MORE = {
 
 
 def configured(changes: str = "") -> Config:
-    return load([*MODEL, *(word for change in changes.split() for word in f"--{change}".split("=", 1))])
+    values = MODEL | dict(change.split("=") for change in changes.split())
+    return load([f"--{key}={value}" for key, value in values.items()])
 
 
-def counted(cases: tuple[str, ...]) -> list[tuple[int, dict[Key, float], dict[Key, int]]]:
+def counted(cases: tuple[str, ...]) -> list[Counted]:
     return [count(configured(changes)) for changes in cases]
 
 
@@ -97,38 +115,44 @@ def compare(world_size: int, cases: tuple[str, ...]) -> None:
     for case, *ranks in zip(cases, *run_ranks(counted, world_size, cases, timeout=300), strict=True):
         config = configured(case)
         assert config.problems(world_size) == [], case
-        for place, found, calls in ranks:
-            expected, times = Counter[Key](), Counter[Key]()
-            for message in traffic(config, world_size, place):
-                for key in [(message.channel, message.kind, message.phase not in ("forward",))]:
-                    expected[key] += message.bytes
-                    times[key] += message.calls
-            assert _by_kind(found) == pytest.approx(_by_kind(expected), rel=1e-12), case
-            assert _by_kind(calls) == _by_kind(times), case
-            assert _by_phase(found, config) == pytest.approx(_by_phase(expected, config), rel=1e-12), case
+        for found in ranks:
+            compare_traffic(case, config, found, traffic(config, world_size, found.place))
+        for place in {found.place for found in ranks}:
+            predicted = work(config, world_size, place)
+            there = [found for found in ranks if found.place == place]
+            assert {found.products for found in there} == {sum(predicted.matmul.values())}, case
+            rank = Rank(config, world_size, place)
+            busiest = max(found.attended for found in there)
+            assert attended(rank) * rank.micro_batches == pytest.approx(busiest, rel=0 if "=250" not in case else 0.02)
 
 
-def _by_kind(found: dict[Key, float]) -> dict[tuple[str, str], float]:
-    sums = Counter[tuple[str, str]]()
-    for (channel, kind, _), number in found.items():
-        sums[channel, kind] += number
-    return dict(sums)
+def compare_traffic(case: str, config: Config, found: Counted, predicted: list[Message]) -> None:
+    sizes, calls = defaultdict[Key, float](float), defaultdict[Key, float](float)
+    for message in predicted:
+        key = (message.channel, message.kind, message.phase != "forward")
+        sizes[key] += message.bytes
+        calls[key] += message.calls
+    assert _sums(found.bytes, config) == pytest.approx(_sums(sizes, config), rel=1e-12), case
+    assert _sums(found.calls, config) == _sums(calls, config), case
 
 
-def _by_phase(found: dict[Key, float], config: Config) -> dict[Key, float]:
+def _sums(found: Mapping[Key, float], config: Config) -> dict[Key, float]:
     """Apart where the gradient's way back is autograd's; a pipeline sends, and gathers weights, beside it."""
     beside = ("pp", "fsdp", "dp_replicate") if config.parallelism.pp > 1 else ()
-    return {key: number for key, number in found.items() if key[0] not in beside}
+    sums = defaultdict[Key, float](float)
+    for (channel, kind, is_backward), number in found.items():
+        sums[channel, kind, is_backward and channel not in beside] += number
+    return dict(sums)
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("world_size", CASES)
-def test_ranks_send_what_the_formulas_say(world_size: int) -> None:
+def test_ranks_send_and_compute_what_the_formulas_say(world_size: int) -> None:
     compare(world_size, CASES[world_size])
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", MORE)
-def test_ranks_send_what_the_formulas_say_on_further_meshes(world_size: int) -> None:
+def test_ranks_send_and_compute_what_the_formulas_say_on_further_meshes(world_size: int) -> None:
     compare(world_size, MORE[world_size])

@@ -1,16 +1,19 @@
-"""What the ranks of a real update send, counted at torch's door to communication."""
+"""What the ranks of a real update send and compute, counted: at torch's door to communication, and product by product."""
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import distributed
 from torch._C._distributed_c10d import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from models import causal
+from parallelisms import collectives
 from parallelisms.context import rotation, ulysses
 from trainer.config import Config
 from trainer.data.copy import CopyRows
@@ -42,7 +45,7 @@ class Sent(TorchDispatchMode):
     def __init__(self, channels: dict[str, str]) -> None:
         """`channels` by the name of their group."""
         super().__init__()
-        self.bytes: Counter[Key] = Counter()
+        self.bytes: defaultdict[Key, float] = defaultdict(float)
         self.calls: Counter[Key] = Counter()
         self._channels = channels
 
@@ -59,7 +62,7 @@ class Sent(TorchDispatchMode):
             return
         size, kind, found = _told(name, args)
         (group,) = (_name(x) for x in args if isinstance(x, torch.ScriptObject | str) and _name(x))
-        ranks = distributed.distributed_c10d._resolve_process_group(group).size()
+        ranks = collectives.named(group).size()
         if size < SMALL or ranks == 1:
             return
         key = (self._channels[group], kind, torch._C._current_graph_task_id() != -1)
@@ -86,7 +89,7 @@ def _told(name: str, args: list[Any]) -> tuple[int, str, Any]:
         return own, "all_to_all", lambda ranks: own if splits else own * (ranks - 1) / ranks
     if name == "send":
         message = args[0][0].nbytes
-        return message, "send", lambda ranks: message
+        return message, "send", lambda _: message
     raise ValueError(f"{name} is not known")
 
 
@@ -100,8 +103,21 @@ def _name(x: Any) -> str:
         return ""
 
 
-def count(config: Config) -> tuple[int, dict[Key, float], dict[Key, int]]:
-    """Place in the pipeline, bytes and calls of this rank in the second update; the first sets things up."""
+@dataclass(frozen=True)
+class Counted:
+    """One rank's second update; the first sets things up."""
+
+    place: int
+    """In the pipeline."""
+    bytes: dict[Key, float]
+    calls: dict[Key, int]
+    products: float
+    """FLOPs of matrix products."""
+    attended: int
+    """(query, key) pairs of a head."""
+
+
+def count(config: Config) -> Counted:
     training = config.training
     rows = CopyRows(
         vocab_size=config.model.build().vocab_size,
@@ -112,12 +128,21 @@ def count(config: Config) -> tuple[int, dict[Key, float], dict[Key, int]]:
     )
     world = World(distributed.get_rank(), distributed.get_world_size(), torch.device("cpu"))
     trainer = Trainer(config, world, Rows([rows], seq_len=training.seq_len))
-    names = {group.group_name: channel for channel, group in trainer.mesh._groups.items()}
-    names[distributed.group.WORLD.group_name] = "world"
+    names = {str(group.group_name): channel for channel, group in trainer.mesh._groups.items()}
+    names[str(cast(ProcessGroup, distributed.group.WORLD).group_name)] = "world"
     reading = trainer.loader.updates(0)
     trainer.step = 1
     trainer.train_step(next(reading), 1e-3)
-    with Sent(names) as seen:
-        trainer.train_step(next(reading), 1e-3)
+    batches = next(reading)
+    products = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _of_addition})
+    with products, Sent(names) as seen:
+        trainer.train_step(batches, 1e-3)
     reading.close()
-    return trainer.mesh.place["pp"], dict(seen.bytes), dict(seen.calls)
+    flops = sum(found for name, found in products.get_flop_counts()["Global"].items() if "mm" in str(name))
+    attended = sum(batch.attended for batch in batches)
+    return Counted(trainer.mesh.place["pp"], dict(seen.bytes), dict(seen.calls), flops, attended)
+
+
+def _of_addition(_: object, left: torch.Size, right: torch.Size, **__: object) -> int:
+    """Of a product that is added to what is there, which torch does not know."""
+    return 2 * left[0] * left[1] * right[1]
