@@ -218,10 +218,8 @@ def _alike(rank: Rank) -> Calls:
     shares, width, vocabulary = rank.block.shares_tokens, rank.model.dim, rank.model.vocab_size
     is_cut, wide = rank.config.parallelism.loss_parallel, rank.stored
     heads = rank.model.num_kv_heads * rank.model.head_dim
-    weights = [
-        (rank.model.head_dim, 2 * rank.blocks * rank.model.qk_norm),
-        (heads * width, 2 * rank.blocks * (rank.model.num_kv_heads < rank.tp)),
-    ]
+    # Norms of heads are alike too, and small.
+    weights = [(heads * width, 2 * rank.blocks * (rank.model.num_kv_heads < rank.tp))]
     if shares:
         weights.append((width, 2 * rank.blocks + rank.is_last))
         if not is_cut:

@@ -1,0 +1,148 @@
+"""What the ranks of a real update send and compute, counted: at torch's door to communication, and product by product."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import distributed
+from torch._C._distributed_c10d import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from models import causal
+from parallelisms import collectives
+from parallelisms.context import rotation, ulysses
+from trainer.config import Config
+from trainer.data.copy import CopyRows
+from trainer.data.rows import Rows
+from trainer.distributed import World
+from trainer.plan.traffic import SMALL
+from trainer.trainer import Trainer
+
+# A mode does not look into our operators, which communicate.
+OPERATORS = {
+    operator._opoverload: operator._init_fn
+    for operator in (
+        rotation._attention,
+        rotation._attention_backward,
+        ulysses._to_heads,
+        ulysses._to_tokens,
+        causal._attention,
+        causal.attention_backward,
+    )
+}
+SILENT = ("recv_", "wait_tensor", "barrier", "monitored_barrier_")
+Key = tuple[str, str, bool]
+"""Channel, kind, and whether autograd was at work on gradients."""
+
+
+class Sent(TorchDispatchMode):
+    """Bytes that this rank sends while inside, and calls, by channel and kind; small messages are left out."""
+
+    def __init__(self, channels: dict[str, str]) -> None:
+        """`channels` by the name of their group."""
+        super().__init__()
+        self.bytes: defaultdict[Key, float] = defaultdict(float)
+        self.calls: Counter[Key] = Counter()
+        self._channels = channels
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in OPERATORS:
+            with self:
+                return OPERATORS[function](*args, **(kwargs or {}))
+        if function.namespace in ("c10d", "_c10d_functional"):
+            self._see(function._schema.name.partition("::")[2], [*args, *(kwargs or {}).values()])
+        return function(*args, **(kwargs or {}))
+
+    def _see(self, name: str, args: list[Any]) -> None:
+        if name in SILENT:
+            return
+        size, kind, found = _told(name, args)
+        (group,) = (_name(x) for x in args if isinstance(x, torch.ScriptObject | str) and _name(x))
+        ranks = collectives.named(group).size()
+        if size < SMALL or ranks == 1:
+            return
+        key = (self._channels[group], kind, torch._C._current_graph_task_id() != -1)
+        self.bytes[key] += found(ranks)
+        self.calls[key] += 1
+
+
+def _told(name: str, args: list[Any]) -> tuple[int, str, Any]:
+    """Size of a message, its kind, and the bytes that leave, by the number of ranks; spelled out once more here."""
+    if name in ("_allgather_base_", "all_gather_into_tensor"):
+        part = args[1 if name == "_allgather_base_" else 0].nbytes
+        return part, "all_gather", lambda ranks: part * (ranks - 1)
+    if name == "_reduce_scatter_base_":
+        left = args[0].nbytes
+        return left, "reduce_scatter", lambda ranks: left * (ranks - 1)
+    if name == "reduce_scatter_tensor":
+        left = args[0].nbytes // args[2]
+        return left, "reduce_scatter", lambda ranks: left * (ranks - 1)
+    if name in ("allreduce_", "all_reduce"):
+        whole = (args[0][0] if name == "allreduce_" else args[0]).nbytes
+        return whole, "all_reduce", lambda ranks: 2 * whole * (ranks - 1) / ranks
+    if name == "alltoall_base_":
+        own, splits = args[1].nbytes, args[4]
+        return own, "all_to_all", lambda ranks: own if splits else own * (ranks - 1) / ranks
+    if name == "send":
+        message = args[0][0].nbytes
+        return message, "send", lambda _: message
+    raise ValueError(f"{name} is not known")
+
+
+def _name(x: Any) -> str:
+    """Of a group; nothing of what is none."""
+    if isinstance(x, str):
+        return "" if x in ("sum", "max") else x
+    try:
+        return str(ProcessGroup.unbox(x).group_name)
+    except (RuntimeError, TypeError):
+        return ""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """One rank's second update; the first sets things up."""
+
+    place: int
+    """In the pipeline."""
+    bytes: dict[Key, float]
+    calls: dict[Key, int]
+    products: float
+    """FLOPs of matrix products."""
+    attended: int
+    """(query, key) pairs of a head."""
+
+
+def count(config: Config) -> Counted:
+    training = config.training
+    rows = CopyRows(
+        vocab_size=config.model.build().vocab_size,
+        period=training.seq_len // 2,
+        seq_len=training.seq_len,
+        num_rows=training.global_batch_size * training.steps,
+        seed=0,
+    )
+    world = World(distributed.get_rank(), distributed.get_world_size(), torch.device("cpu"))
+    trainer = Trainer(config, world, Rows([rows], seq_len=training.seq_len))
+    names = {str(group.group_name): channel for channel, group in trainer.mesh._groups.items()}
+    names[str(cast(ProcessGroup, distributed.group.WORLD).group_name)] = "world"
+    reading = trainer.loader.updates(0)
+    trainer.step = 1
+    trainer.train_step(next(reading), 1e-3)
+    batches = next(reading)
+    products = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _of_addition})
+    with products, Sent(names) as seen:
+        trainer.train_step(batches, 1e-3)
+    reading.close()
+    flops = sum(found for name, found in products.get_flop_counts()["Global"].items() if "mm" in str(name))
+    attended = sum(batch.attended for batch in batches)
+    return Counted(trainer.mesh.place["pp"], dict(seen.bytes), dict(seen.calls), flops, attended)
+
+
+def _of_addition(_: object, left: torch.Size, right: torch.Size, **__: object) -> int:
+    """Of a product that is added to what is there, which torch does not know."""
+    return 2 * left[0] * left[1] * right[1]
