@@ -57,12 +57,18 @@ class PipelinePlan:
     def num_stages(self) -> int:
         return self.pp * self.stages_per_rank
 
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Where each stage is."""
+        folded = self.schedule in FOLDED
+        laps = (divmod(stage, self.pp) for stage in range(self.num_stages))
+        return tuple(self.pp - 1 - place if folded and lap % 2 else place for lap, place in laps)
+
     def rank_of(self, stage: int) -> int:
-        lap, place = divmod(stage, self.pp)
-        return self.pp - 1 - place if self.schedule in FOLDED and lap % 2 else place
+        return self.ranks[stage]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
+        return tuple(stage for stage, where in enumerate(self.ranks) if where == rank)
 
     @property
     def last_rank(self) -> int:
@@ -80,8 +86,7 @@ class PipelinePlan:
         """
         if self.layers is not None and self.pp > 1:
             return self.layers
-        ranks = tuple(map(self.rank_of, range(self.num_stages)))
-        return _dealt(self.num_layers, ranks, self.embed_cost, self.head_cost)
+        return _dealt(self.num_layers, self.ranks, self.embed_cost, self.head_cost)
 
     def gathers(self, rank: int) -> dict[int, int]:
         """How often FSDP gathers the weights of each stage of a rank in an update.
@@ -91,19 +96,9 @@ class PipelinePlan:
         mine = self.stages_of(rank)
         if len(mine) <= GATHERED:
             return dict.fromkeys(mine, 1)
-        wanted: list[int] = []
-        ahead = []
-        for stage in reversed(self._turns(rank)):
-            wanted = [stage, *(other for other in wanted if other != stage)][:GATHERED]
-            ahead.append(wanted)
-        found, held = dict.fromkeys(mine, 0), set[int]()
-        for wanted in reversed(ahead):
-            for stage in wanted:
-                found[stage] += stage not in held
-            held = {*wanted}
-        return found
+        return dict(_gathered(self, rank))
 
-    def _turns(self, rank: int) -> list[int]:
+    def turns(self, rank: int) -> list[int]:
         """The stages that a rank runs, one after the other, where there are several in turn."""
         laps, batches = self.stages_per_rank, self.micro_batches
         has_weights_apart = self.schedule in SPLIT
@@ -251,3 +246,19 @@ def _dealt(blocks: int, ranks: tuple[int, ...], embed_cost: float, head_cost: fl
         costs[stage] += 1
         loads[ranks[stage]] += 1
     return tuple(dealt)
+
+
+@lru_cache(maxsize=1024)
+def _gathered(plan: PipelinePlan, rank: int) -> tuple[tuple[int, int], ...]:
+    """How often each stage of a rank is among those that are wanted next, and was not."""
+    wanted: list[int] = []
+    ahead = []
+    for stage in reversed(plan.turns(rank)):
+        wanted = [stage, *(other for other in wanted if other != stage)][:GATHERED]
+        ahead.append(wanted)
+    found, held = dict.fromkeys(plan.stages_of(rank), 0), set[int]()
+    for wanted in reversed(ahead):
+        for stage in wanted:
+            found[stage] += stage not in held
+        held = {*wanted}
+    return tuple(found.items())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import inf
 
 from parallelisms.footprint import Block
@@ -144,6 +145,10 @@ class Rank:
         return sum(-(-rows // self.shards) * columns for rows, columns in shapes)
 
     def parameters(self) -> int:
+        return self._parameters
+
+    @cached_property
+    def _parameters(self) -> int:
         return self.blocks * self.shard(self.block_shapes()) + self.shard(self.ends())
 
     # ---- what is gathered, and what is not yet scattered

@@ -20,7 +20,7 @@ from trainer.plan.devices import Device
 from trainer.plan.links import Group
 from trainer.plan.pipes import Chunk
 from trainer.plan.traffic import Message, messages
-from trainer.plan.work import Work, work
+from trainer.plan.work import Work, work_of
 
 SUSTAINED = 0.88
 """Of what matrix products were seen to reach at their best shape: under load, with numbers that are not all alike, clocks
@@ -152,7 +152,7 @@ class Stage:
     ) -> None:
         self.config, self.device, self.groups = config, device, groups
         self.rank = Rank(config, world_size, place)
-        self.work: Work = work(config, world_size, place)
+        self.work: Work = work_of(self.rank)
         self.context = self.rank.block.context
         self._messages = messages(self.rank)
         self._scale = OTHER_TYPES[config.training.dtype]
@@ -233,8 +233,7 @@ class Stage:
         copied = self.work.offloaded / self.device.host_link
         late = self._late() if way == "backward" else 0
         yield Piece(HOST, copied * late, copied * (1 - late))
-        if self.work.on_host:
-            yield Piece(HOST, 0, self._states_copied(way))
+        yield Piece(HOST, 0, self._states_copied(way))
 
     def _piece(self, message: Message, seconds: float) -> Piece:
         if message.channel == "tp":
@@ -282,8 +281,8 @@ class Stage:
 
     def _states_copied(self, way: str) -> float:
         """Of states on the host: weights to the device in either pass, gradients back."""
-        size = self.rank.stored * self.rank.parameters() * self.rank.micro_batches
-        return size * (1 if way == "forward" else 2) / self.device.host_link
+        fetched, returned = self.work.fetched / 2, self.work.returned * (way == "backward")
+        return (fetched + returned) / self.device.host_link
 
     # ---- both
 
