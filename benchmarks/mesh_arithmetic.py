@@ -213,8 +213,8 @@ def times(model: ModelConfig, tokens: int) -> dict[str, float]:
     return {"F": 1, "I": inputs / forward, "W": matrices / forward, "B": (inputs + matrices) / forward}
 
 
-def idle(plan: PipelinePlan, ranks: Sequence[Sequence[Action]], takes: Mapping[str, float]) -> float:
-    """Percent of an update that ranks wait, all stages alike and nothing sent."""
+def idle(plan: PipelinePlan, ranks: Sequence[Sequence[Action]], takes: Mapping[str, float], *, hop: float = 0) -> float:
+    """Percent of an update that ranks wait, all stages alike; what goes to another rank is on its way for so long."""
     queues = [deque(action for action in rank if action[0] in takes) for rank in ranks]
     busy = sum(takes[kind] for queue in queues for kind, *_ in queue) / len(queues)
     clocks = [0.0] * len(queues)
@@ -228,7 +228,9 @@ def idle(plan: PipelinePlan, ranks: Sequence[Sequence[Action]], takes: Mapping[s
                 needed = ("F", stage - 1, number) if kind == "F" else ("I", stage + (kind != "W"), number)
                 if needed not in there:
                     break
-                clocks[rank] = max(clocks[rank], there[needed]) + takes[kind]
+                source = needed[1] if 0 <= needed[1] < plan.num_stages else stage
+                late = hop * (plan.rank_of(source) != rank)
+                clocks[rank] = max(clocks[rank], there[needed] + late) + takes[kind]
                 there.setdefault(("F" if kind == "F" else "I", stage, number), clocks[rank])
                 queue.popleft()
         if left == sum(map(len, queues)):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from parallelisms.rules import AXES, METHODS
@@ -12,31 +13,40 @@ from trainer.levers import changed
 from trainer.load import toml_value
 from trainer.plan.devices import Device
 
-Candidate = tuple[str, Config, int]
-"""In words, the configuration, its number of processes."""
 EXTRA = ("fa3", "fa4")
 """Kernels that come in packages of their own."""
+PACKAGE = ", where its package is installed"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    text: str
+    config: Config
+    world_size: int
+
+    @property
+    def key(self) -> str:
+        """What is changed. Kernels of other packages are told beside those that everybody has."""
+        return self.text.partition(" ")[0] + (PACKAGE if self.text.endswith(PACKAGE) else "")
 
 
 def freeing(config: Config, world_size: int, device: Device) -> Iterator[Candidate]:
     """Changes that may free memory of a device or of a node, and break no further rule."""
     del device
-    yield from _allowed(config, world_size, levers.changes(config, world_size))
-    yield from _allowed(config, world_size, _of_host(config, world_size))
-    yield from _allowed(config, world_size, _moves(config, world_size))
+    found = (Candidate(*found) for found in levers.changes(config, world_size))
+    yield from _allowed(config, world_size, (*found, *_of_host(config, world_size), *_moves(config, world_size)))
 
 
 def hastening(config: Config, world_size: int, device: Device) -> Iterator[Candidate]:
     """Changes that may save time on as many devices, and break no further rule."""
-    found = (*_single(config, device), *_moves(config, world_size))
-    yield from _allowed(config, world_size, ((text, other, world_size) for text, other, *_ in found))
+    yield from _allowed(config, world_size, (*_single(config, world_size, device), *_moves(config, world_size)))
 
 
-def _allowed(config: Config, world_size: int, candidates: Iterator[Candidate]) -> Iterator[Candidate]:
+def _allowed(config: Config, world_size: int, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
     known = {*config.shape_problems(world_size)}
-    for text, other, size in candidates:
-        if known.issuperset(other.shape_problems(size)):
-            yield text, other, size
+    for candidate in candidates:
+        if known.issuperset(candidate.config.shape_problems(candidate.world_size)):
+            yield candidate
 
 
 def _of_host(config: Config, world_size: int) -> Iterator[Candidate]:
@@ -48,15 +58,16 @@ def _of_host(config: Config, world_size: int) -> Iterator[Candidate]:
     if memory.optimizer_placement == "host":
         yield _with(config, "memory", "optimizer_placement", "device", world_size)
     if config.checkpoint.asynchronous:
-        yield "checkpoint.async = false", changed(config, "checkpoint", asynchronous=False), world_size
+        other = changed(config, "checkpoint", asynchronous=False)
+        yield Candidate("checkpoint.async = false", other, world_size)
 
 
-def _single(config: Config, device: Device) -> Iterator[Candidate]:
+def _single(config: Config, world_size: int, device: Device) -> Iterator[Candidate]:
     for section, values in _faster(config, device).items():
         for key, choices in values.items():
             for value in choices:
                 if value != getattr(getattr(config, section), key):
-                    yield _with(config, section, key, value, 0)
+                    yield _with(config, section, key, value, world_size)
 
 
 def _faster(config: Config, device: Device) -> dict[str, dict[str, tuple[Any, ...]]]:
@@ -103,11 +114,11 @@ def _moves(config: Config, world_size: int) -> Iterator[Candidate]:
             if less != more and degrees[less] % 2 == 0:
                 sizes = {less: degrees[less] // 2, more: 2 * degrees[more]}
                 told = ", ".join(f"parallelism.{axis} = {size}" for axis, size in sizes.items())
-                yield told, changed(config, "parallelism", **sizes), world_size
+                yield Candidate(told, changed(config, "parallelism", **sizes), world_size)
 
 
-def _with(config: Config, section: str, key: str, value: Any, size: int) -> Candidate:
-    told = f"{section}.{key} = {toml_value(value)}" if value is not None else f"{section}.{key} left out"
+def _with(config: Config, section: str, key: str, value: Any, world_size: int) -> Candidate:
+    told = f"{section}.{key} left out" if value is None else f"{section}.{key} = {toml_value(value)}"
     if key == "attention" and value in EXTRA:
-        told += ", where its package is installed"
-    return told, changed(config, section, **{key: value}), size
+        told += PACKAGE
+    return Candidate(told, changed(config, section, **{key: value}), world_size)

@@ -144,7 +144,7 @@ class Piece:
     behind: str = "compute"
 
 
-class Stage:
+class Passes:
     """A rank at a place of the pipeline."""
 
     def __init__(

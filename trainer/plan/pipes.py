@@ -44,8 +44,8 @@ def waited(plan: PipelinePlan, chunk: Chunk, *, hop: float = 0) -> float:
 
 
 def _hops(plan: PipelinePlan) -> float:
-    """Sends that are waited for: through all ranks and back. Under 1F1B a rank holds just as many micro-batches as it takes
-    to wait for none, so what is on its way is waited for in every one of them.
+    """Sends that are waited for: through all stages and back. Under 1F1B a rank holds just as many micro-batches as it
+    takes to wait for none, so what is on its way is waited for in every further one too.
     """
-    through = 2.0 * (plan.pp - 1)
-    return through + (through / plan.pp * plan.micro_batches if plan.schedule == "1F1B" else 0)
+    through = 2.0 * (plan.num_stages - 1)
+    return through + (through / plan.pp * (plan.micro_batches - 1) if plan.schedule == "1F1B" else 0)

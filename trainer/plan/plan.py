@@ -15,7 +15,7 @@ from functools import cached_property
 from trainer import fit
 from trainer.config import Config
 from trainer.ledger import BYTES, GIB, KEPT, Ledger, ledgers
-from trainer.plan import changes
+from trainer.plan.changes import Candidate, freeing, hastening
 from trainer.plan.devices import Device
 from trainer.plan.times import Times, times
 from trainer.status import ConfigError
@@ -31,6 +31,9 @@ DAY = 86_400
 TOLD = 0.05
 """Of the time of an update, from which on its cause is a limit worth telling."""
 
+WORTH = 0.005
+"""Of the time of an update, which a change must save to be told."""
+
 
 @dataclass(frozen=True)
 class Change:
@@ -42,6 +45,8 @@ class Change:
     """Bytes of a device."""
     saves: float
     """Seconds of an update."""
+    helps: float
+    """By which it is compared with others."""
 
 
 @dataclass(frozen=True)
@@ -212,22 +217,27 @@ class Plan:
 
     @cached_property
     def changes(self) -> list[Change]:
-        """The three changes of a key that help most: that free most where it does not fit, else that save most time and
-        still fit.
-        """
-        candidates = changes.freeing if self.misfits else changes.hastening
-        found = []
-        for text, config, size in candidates(self.config, self.world_size, self.device):
-            other = Plan(config, size, self.device)
-            frees = self.fullest.device - other.fullest.device
-            if self.misfits:
-                if other.overfull < self.overfull:
-                    found.append(Change(text, other, frees, 0))
-            elif other.fits and other.seconds < self.seconds:
-                found.append(Change(text, other, frees, self.seconds - other.seconds))
+        """The three keys whose change helps most: frees most where it does not fit, else saves most time and still fits."""
+        found: dict[str, Change] = {}
+        candidates = freeing if self.misfits else hastening
+        for candidate in candidates(self.config, self.world_size, self.device):
+            change = self._change(candidate)
+            known = found.get(candidate.key)
+            if change is not None and (known is None or change.helps > known.helps):
+                found[candidate.key] = change
+        return sorted(found.values(), key=lambda change: -change.helps)[:3]
+
+    def _change(self, candidate: Candidate) -> Change | None:
+        """None where it does not help."""
+        other = Plan(candidate.config, candidate.world_size, self.device)
+        frees = self.fullest.device - other.fullest.device
         if self.misfits:
-            return sorted(found, key=lambda change: change.plan.overfull)[:3]
-        return sorted(found, key=lambda change: -change.saves)[:3]
+            relieved = self.overfull - other.overfull
+            return Change(candidate.text, other, frees, 0, relieved) if relieved > 0 else None
+        if not other.fits or self.seconds - other.seconds < WORTH * self.seconds:
+            return None
+        saves = self.seconds - other.seconds
+        return Change(candidate.text, other, frees, saves, saves)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from functools import cached_property
 from trainer.config import Config
 from trainer.plan import links
 from trainer.plan.devices import Device
-from trainer.plan.passes import UPDATE, Seconds, Stage
+from trainer.plan.passes import UPDATE, Passes, Seconds
 from trainer.plan.pipes import Chunk, waited
 
 
@@ -37,12 +37,12 @@ class Times:
 def times(config: Config, world_size: int, device: Device) -> Times:
     """The configuration must have no problems, and no `auto` in `memory`."""
     groups = links.groups_of(config, world_size, device)
-    found: dict[tuple[object, ...], Stage] = {}
+    found: dict[tuple[object, ...], Passes] = {}
     places = []
     for place in range(config.parallelism.pp):
         key = _alike(config, world_size, place)
         if key not in found:
-            found[key] = Stage(config, world_size, place, device, groups)
+            found[key] = Passes(config, world_size, place, device, groups)
         places.append(found[key])
     total, waits = _through(places)
     # An update of the optimizer waits for all stages: gradients are clipped by the norm of all.
@@ -65,7 +65,7 @@ def _alike(config: Config, world_size: int, place: int) -> tuple[object, ...]:
     return tuple(plan.blocks[stage] for stage in stages), *ends, budget
 
 
-def _through(places: Sequence[Stage]) -> tuple[float, list[float]]:
+def _through(places: Sequence[Passes]) -> tuple[float, list[float]]:
     """Seconds from the first to the last pass of an update, and how long each rank waits in them."""
     plan = places[0].rank.pipeline
     if plan.pp == 1:
