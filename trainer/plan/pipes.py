@@ -8,6 +8,7 @@ were read off torch's own schedules, run on a clock, and are compared with these
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from parallelisms.stages import PipelinePlan
 
@@ -47,5 +48,5 @@ def _hops(plan: PipelinePlan) -> float:
     """Sends that are waited for: through all stages and back. Under 1F1B a rank holds just as many micro-batches as it
     takes to wait for none, so what is on its way is waited for in every further one too.
     """
-    through = 2.0 * (plan.num_stages - 1)
+    through = 2.0 * sum(one != other for one, other in pairwise(plan.ranks))
     return through + (through / plan.pp * (plan.micro_batches - 1) if plan.schedule == "1F1B" else 0)
