@@ -10,8 +10,9 @@ several in turn, or two as the arms of a V. 8 stages on 4 ranks, Interleaved1F1B
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -80,23 +81,7 @@ class PipelinePlan:
         """
         if self.layers is not None and self.pp > 1:
             return self.layers
-        last = self.num_stages - 1
-        dealt = [0 if stage in (0, last) else 1 for stage in range(self.num_stages)]
-        beside = [self.stages_of(rank) for rank in range(self.pp)]
-
-        def cost(stage: int) -> float:
-            return dealt[stage] + self.embed_cost * (stage == 0) + self.head_cost * (stage == last)
-
-        def load(stage: int) -> tuple[float, float, int]:
-            return sum(map(cost, beside[self.rank_of(stage)])), cost(stage), -stage
-
-        loads = [load(stage) for stage in range(self.num_stages)]
-        for _ in range(self.num_layers - sum(dealt)):
-            chosen = min(range(self.num_stages), key=loads.__getitem__)
-            dealt[chosen] += 1
-            for stage in beside[self.rank_of(chosen)]:
-                loads[stage] = load(stage)
-        return tuple(dealt)
+        return _balanced(self)
 
     def gathers(self, rank: int) -> dict[int, int]:
         """How often FSDP gathers the weights of each stage of a rank in an update.
@@ -104,21 +89,9 @@ class PipelinePlan:
         Schedules of several stages have those of the next three that will run, and free the others'.
         """
         mine = self.stages_of(rank)
-        if len(mine) <= GATHERED:
-            return dict.fromkeys(mine, 1)
-        wanted: list[int] = []
-        ahead = []
-        for stage in reversed(self._turns(rank)):
-            wanted = [stage, *(other for other in wanted if other != stage)][:GATHERED]
-            ahead.append(wanted)
-        found, held = dict.fromkeys(mine, 0), set[int]()
-        for wanted in reversed(ahead):
-            for stage in wanted:
-                found[stage] += stage not in held
-            held = {*wanted}
-        return found
+        return dict.fromkeys(mine, 1) if len(mine) <= GATHERED else dict(_gathers(self, rank))
 
-    def _turns(self, rank: int) -> list[int]:
+    def turns(self, rank: int) -> list[int]:
         """The stages that a rank runs, one after the other, where there are several in turn."""
         laps, batches = self.stages_per_rank, self.micro_batches
         has_weights_apart = self.schedule in SPLIT
@@ -247,3 +220,41 @@ class PipelinePlan:
                 "way back, and each weight would have its own"
             )
         return found
+
+
+@lru_cache(maxsize=64)
+def _gathers(plan: PipelinePlan, rank: int) -> Mapping[int, int]:
+    # Asked for several times of each rank that a plan tells of.
+    wanted: list[int] = []
+    ahead = []
+    for stage in reversed(plan.turns(rank)):
+        wanted = [stage, *(other for other in wanted if other != stage)][:GATHERED]
+        ahead.append(wanted)
+    found, held = dict.fromkeys(plan.stages_of(rank), 0), set[int]()
+    for wanted in reversed(ahead):
+        for stage in wanted:
+            found[stage] += stage not in held
+        held = {*wanted}
+    return found
+
+
+@lru_cache(maxsize=64)
+def _balanced(plan: PipelinePlan) -> tuple[int, ...]:
+    """See `PipelinePlan.blocks`."""
+    last = plan.num_stages - 1
+    dealt = [0 if stage in (0, last) else 1 for stage in range(plan.num_stages)]
+    beside = [plan.stages_of(rank) for rank in range(plan.pp)]
+
+    def cost(stage: int) -> float:
+        return dealt[stage] + plan.embed_cost * (stage == 0) + plan.head_cost * (stage == last)
+
+    def load(stage: int) -> tuple[float, float, int]:
+        return sum(map(cost, beside[plan.rank_of(stage)])), cost(stage), -stage
+
+    loads = [load(stage) for stage in range(plan.num_stages)]
+    for _ in range(plan.num_layers - sum(dealt)):
+        chosen = min(range(plan.num_stages), key=loads.__getitem__)
+        dealt[chosen] += 1
+        for stage in beside[plan.rank_of(chosen)]:
+            loads[stage] = load(stage)
+    return tuple(dealt)
