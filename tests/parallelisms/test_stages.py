@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ from typing import Any, get_args
 import pytest
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from benchmarks.mesh_arithmetic import actions
 from parallelisms.stages import FOLDED, IN_TURN, SINGLE, PipelinePlan, Schedule
 from tests.test_house import ROOT
 
@@ -220,23 +218,6 @@ def test_as_many_micro_batches_are_refused_as_torch_refuses(schedule: Schedule) 
         except ValueError:
             refused = True
         assert bool(plan.problems()) == refused, plan
-
-
-# ---- how often weights are gathered
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_weights_are_gathered_as_often_as_torchs_schedule_asks(schedule: Schedule) -> None:
-    for pp, each, batches in ((2, 2, 4), (2, 4, 1), (2, 4, 4), (4, 3, 8), (4, 4, 10), (3, 5, 9), (2, 6, 2)):
-        if schedule not in IN_TURN:
-            each = 1 if schedule in SINGLE else 2
-            batches = 8
-        plan = PipelinePlan(pp=pp, schedule=schedule, num_layers=pp * each, per_rank=each, micro_batches=batches)
-        assert plan.problems() == []
-        for rank, done in enumerate(actions(plan)):
-            gathered = Counter(stage for kind, stage, _ in done if kind == "gather")
-            assert plan.gathers(rank) == gathered, plan
-            assert (max(gathered.values()) > 1) == (each > 3), plan
 
 
 # ---- what is said

@@ -121,7 +121,7 @@ def compare(world_size: int, cases: tuple[str, ...]) -> None:
             predicted = work(config, world_size, place)
             there = [found for found in ranks if found.place == place]
             # Which of this schedule's micro-batches go back twice is not predicted.
-            few = 0.02 if "DualPipeV" in case else 0
+            few = 0.05 if "DualPipeV" in case else 0
             for found in there:
                 assert sum(predicted.matmul.values()) == pytest.approx(found.products, rel=few, abs=0), case
             rank, busiest = Rank(config, world_size, place), max(found.attended for found in there)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
+from typing import get_args
 
 import pytest
 
+from benchmarks.mesh_arithmetic import actions
+from parallelisms.stages import IN_TURN, SINGLE, PipelinePlan, Schedule
 from tests.plan.test_counted import configured
 from tests.test_house import ROOT
 from trainer.config import Config
 from trainer.ledger import Rank
 from trainer.load import load
+from trainer.plan.gathers import times_gathered
 from trainer.plan.traffic import SMALL, Message, Phase, attends_again, sent, traffic
 
 E, G, T, V = 128, 384, 256, 264  # widths, a row, the vocabulary
@@ -153,6 +158,19 @@ def test_heads_are_exchanged_among_neighbours_and_repeated_until_they_divide() -
     assert of(found, "rotate", "keys and values") == {
         ("send", phase): (12 * 2 * 4 * (T / 2) * 32, 12) for phase in phases[:2]
     }
+
+
+@pytest.mark.parametrize("schedule", get_args(Schedule))
+def test_a_pipeline_gathers_weights_as_often_as_torchs_schedule_asks(schedule: Schedule) -> None:
+    for pp, each, batches in ((2, 2, 4), (2, 4, 1), (2, 4, 4), (4, 3, 8), (4, 4, 10), (3, 5, 9), (2, 6, 2)):
+        if schedule not in IN_TURN:
+            each, batches = 1 if schedule in SINGLE else 2, 8
+        plan = PipelinePlan(pp=pp, schedule=schedule, num_layers=pp * each, per_rank=each, micro_batches=batches)
+        assert plan.problems() == []
+        for rank, done in enumerate(actions(plan)):
+            asked = Counter(stage for kind, stage, _ in done if kind == "gather")
+            assert times_gathered(plan, rank) == asked, plan
+            assert (max(asked.values()) > 1) == (each > 3), plan
 
 
 def test_attention_without_room_on_the_host_is_computed_again() -> None:
