@@ -23,8 +23,6 @@ IN_TURN: tuple[Schedule, ...] = ("Interleaved1F1B", "InterleavedZeroBubble")
 FOLDED: tuple[Schedule, ...] = ("ZBVZeroBubble", "DualPipeV")
 # These find the gradient of a stage's input first, and those of its weights when nothing else is to be done.
 SPLIT: tuple[Schedule, ...] = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-GATHERED = 3
-"""Stages of a rank whose weights torch's schedules have gathered at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,34 +85,6 @@ class PipelinePlan:
         if self.layers is not None and self.pp > 1:
             return self.layers
         return _dealt(self.num_layers, self.ranks, self.embed_cost, self.head_cost)
-
-    def gathers(self, rank: int) -> dict[int, int]:
-        """How often FSDP gathers the weights of each stage of a rank in an update.
-
-        Schedules of several stages have those of the next three that will run, and free the others'.
-        """
-        mine = self.stages_of(rank)
-        if len(mine) <= GATHERED:
-            return dict.fromkeys(mine, 1)
-        return dict(_gathered(self, rank))
-
-    def turns(self, rank: int) -> list[int]:
-        """The stages that a rank runs, one after the other, where there are several in turn."""
-        laps, batches = self.stages_per_rank, self.micro_batches
-        has_weights_apart = self.schedule in SPLIT
-        each = batches // max(1, batches // self.pp)  # Of a round.
-        first = min((laps - 1) * each + (1 if has_weights_apart else 2) * (self.pp - 1 - rank), laps * batches)
-        back = [(laps - 1 - step // each % laps) * self.pp + rank for step in range(laps * batches)]
-        weights = [*back] if has_weights_apart else []
-        found = []
-        for step in range(laps * batches + first):
-            if step < laps * batches:
-                found.append(step // each % laps * self.pp + rank)
-            if step >= first:
-                found.append(back[step - first])
-                if weights and step - first >= rank:
-                    found.append(weights.pop(0))
-        return found + weights
 
     def part(self, stage: int) -> Part:
         """What of the model a stage is."""
@@ -246,19 +216,3 @@ def _dealt(blocks: int, ranks: tuple[int, ...], embed_cost: float, head_cost: fl
         costs[stage] += 1
         loads[ranks[stage]] += 1
     return tuple(dealt)
-
-
-@lru_cache(maxsize=1024)
-def _gathered(plan: PipelinePlan, rank: int) -> tuple[tuple[int, int], ...]:
-    """How often each stage of a rank is among those that are wanted next, and was not."""
-    wanted: list[int] = []
-    ahead = []
-    for stage in reversed(plan.turns(rank)):
-        wanted = [stage, *(other for other in wanted if other != stage)][:GATHERED]
-        ahead.append(wanted)
-    found, held = dict.fromkeys(plan.stages_of(rank), 0), set[int]()
-    for wanted in reversed(ahead):
-        for stage in wanted:
-            found[stage] += stage not in held
-        held = {*wanted}
-    return tuple(found.items())

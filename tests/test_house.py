@@ -168,6 +168,8 @@ def test_models_need_torch_and_nothing_else() -> None:
         "trainer.hf",
         "trainer.initial",
         "trainer.launch",
+        "trainer.plan.traffic",
+        "trainer.plan.work",
         "trainer.checkpoint.__main__",
         "trainer.selfcheck.__main__",
         "trainer.slurm.__main__",

@@ -56,15 +56,13 @@ class Sizes:
 def moved(rank: Rank) -> dict[str, float]:
     """Of all micro-batches: "forward", "backward", "again", "head"."""
     sizes, batches, blocks = Sizes(rank), rank.micro_batches, rank.blocks
-    gathering, scattering = _weights(rank)
-    forward = (
-        blocks * (_entered(sizes) + _attended(sizes) + _fed(sizes)) + sizes.bytes(sizes.stream, COPY) * rank.is_first
-    )
-    backward = blocks * _backward(sizes)
+    gathered = _gathered(rank)
+    embedded = sizes.bytes(sizes.stream, COPY) * rank.is_first
+    forward = blocks * (_entered(sizes) + _attended(sizes) + _fed(sizes)) + embedded
     return {
-        "forward": batches * forward + gathering,
-        "backward": batches * backward + scattering,
-        "again": batches * _again(sizes),
+        "forward": batches * forward + gathered["forward"],
+        "backward": batches * blocks * _backward(sizes) + gathered["backward"] + _scattered(rank),
+        "again": batches * _again(sizes) + gathered["again"],
         "head": batches * _head(sizes) * rank.is_last,
     }
 
@@ -158,17 +156,25 @@ def _head(sizes: Sizes) -> float:
     return found + sizes.bytes(rows * width, Moved(chunks + 1, 2 * chunks + 4))
 
 
-def _weights(rank: Rank) -> tuple[float, float]:
-    """What FSDP copies around its collectives: weights narrowed, put in and taken out; gradients put in, and added."""
-    gathering = scattering = 0.0
-    if not rank.is_sharded:
-        return 0, 0
-    for unit in units(rank):
+def _gathered(rank: Rank) -> dict[str, float]:
+    """What FSDP copies around its gathers, by phase: weights narrowed, and laid out where they come from several ranks."""
+    found = dict.fromkeys(("forward", "backward", "again"), 0.0)
+    for unit in units(rank) if rank.is_sharded else ():
         shard = rank.shard(unit.shapes)
-        whole = shard * rank.shards
-        gathering += sum(unit.gathers.values()) * (shard * (rank.stored + rank.compute) + 2 * whole * rank.compute)
-        scattering += unit.scatters * (whole * (rank.compute + rank.reduced) + shard * (rank.reduced + 2 * rank.stored))
-    return gathering, scattering
+        once = shard * (rank.stored + rank.compute) + 2 * rank.compute * shard * rank.shards * (rank.shards > 1)
+        for phase, times in unit.gathers.items():
+            found["forward" if phase == "update" else phase] += times * once
+    return found
+
+
+def _scattered(rank: Rank) -> float:
+    """The same of gradients: put in, and added to those that are there."""
+    found = 0.0
+    for unit in units(rank) if rank.is_sharded else ():
+        shard = rank.shard(unit.shapes)
+        once = shard * rank.shards * (rank.compute + rank.reduced) + shard * (rank.reduced + 2 * rank.stored)
+        found += unit.scatters * once
+    return found
 
 
 def of_optimizer(rank: Rank) -> float:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from trainer.config import Config
 from trainer.ledger import BYTES, GIB, Rank, Shapes
+from trainer.plan.gathers import times_gathered
 
 Phase = Literal["forward", "backward", "again", "update"]
 """`again` is recomputation within the backward pass, `update` once in an update, beside the passes."""
@@ -96,7 +97,7 @@ def units(rank: Rank) -> Iterator[Unit]:
     blocks, is_tied = rank.block_shapes(), rank.model.tie_embeddings
     embed, head = rank.embed_shapes(), [*rank.head_shapes(), (rank.model.dim, 1)]
     if rank.pipeline.pp > 1:
-        stages = rank.pipeline.gathers(rank.place)
+        stages = times_gathered(rank.pipeline, rank.place)
         held = rank.pipeline.blocks
         yield Unit(
             "blocks", blocks, {"update": sum(held[stage] * times for stage, times in stages.items())}, rank.blocks

@@ -1,9 +1,9 @@
 """What a rank computes in an update, in closed formulas: FLOPs, and bytes that operations move. Without torch.
 
 All micro-batches count as full ones: the last of a rank may be empty, and is computed like the others. What kernels of
-attention compute again in their backward pass is theirs: five products, two of them scores and their gradient. Schedules
-that find gradients of weights later carry out two products of the feed-forward twice, which is counted for all their
-micro-batches.
+attention compute again in their backward pass is theirs: five products instead of four. Schedules that find gradients of
+weights later carry out two products of the feed-forward once more; `DualPipeV` does so for few micro-batches, which are
+left out.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from parallelisms.stages import SPLIT
+from parallelisms.stages import Schedule
 from trainer.config import Config
 from trainer.ledger import Rank
 from trainer.plan.moved import moved, of_optimizer
 from trainer.plan.traffic import attends_again, chunks_of, made_again_of, units
+
+TWICE: tuple[Schedule, ...] = ("InterleavedZeroBubble", "ZBVZeroBubble")
+"""Schedules that go back through a stage for its input, and then for its weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +89,7 @@ def _products(rank: Rank) -> dict[str, float]:
         # All but the last product, whose result no gradient needs; norms of heads need what entered them once more.
         again = rank.blocks * (block - inner + width * (queries + keys) * model.qk_norm)
         again += rank.blocks * attends_again(rank) * projected + made_again_of(rank) * (out + 3 * inner)
-    elif rank.pipeline.pp > 1 and rank.pipeline.schedule in SPLIT:
+    elif rank.pipeline.pp > 1 and rank.pipeline.schedule in TWICE:
         # What finds gradients of input and weight at once runs for each; the first stage has no input.
         again = (rank.blocks - rank.pipeline.blocks[0] * rank.is_first) * 2 * inner
     rows, _ = rank.head_shapes()[0]
