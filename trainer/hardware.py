@@ -15,7 +15,7 @@ from torch import Tensor
 
 from models import kernels
 from trainer.config import Config
-from trainer.plan.devices import device_called
+from trainer.plan.devices import Device, device_called, load_device
 from trainer.status import BAD_CONFIGURATION, RankError
 
 GIB = 1 << 30
@@ -100,6 +100,13 @@ def peak_flops(device: torch.device) -> float | None:
         return None
     known = device_called(torch.cuda.get_device_name(device))
     return None if known is None else known.peak
+
+
+def planned_device(config: Config, device: torch.device) -> Device | None:
+    """What updates are predicted for: `plan.device`, else the device itself, if a table knows it."""
+    if config.plan.device is not None:
+        return load_device(config.plan.device)
+    return device_called(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def device_memory(device: torch.device) -> tuple[float, float] | None:

@@ -38,9 +38,6 @@ def main() -> int:
 
         sys.stdout.write(help_text() + "\n")
         return 0
-    if "--plan" in flags:
-        sys.stderr.write("error: --plan: the planner does not exist yet\n")
-        return BAD_CONFIGURATION
     config, cluster, problems = examine(argv, os.environ)
     if "--check" in flags and cluster and not cluster.task and not config.shape_problems(cluster.world_size):
         sys.stdout.write(report(config, cluster))  # Also where corpus and tokenizer are not.
@@ -48,6 +45,8 @@ def main() -> int:
         if cluster is None or not cluster.task:
             sys.stderr.write(complaint(problems, argv, cluster))
         return BAD_CONFIGURATION
+    if "--plan" in flags and not cluster.task:
+        show_plan(config, cluster)
     if "--check" in flags:
         return 0
     settled = nothing_to_start(config)
@@ -60,6 +59,19 @@ def main() -> int:
     if cluster.task is not None:
         os.execv(sys.executable, [sys.executable, "-u", str(TRAIN), *argv])
     return live(config, argv, cluster, TRAIN)
+
+
+def show_plan(config: Recipe, cluster: Cluster) -> None:
+    """Memory, time and cost, before anything starts; what does not fit may still be tried."""
+    from trainer.plan.console import show
+    from trainer.plan.devices import DEFAULT, device_for, load_device
+    from trainer.plan.plan import run_plan
+    from trainer.plan.telling import planned
+
+    found = run_plan(config, cluster.world_size, device_for(config) or load_device(DEFAULT))
+    show(planned(found, curve=False))
+    for problem in found.misfits:
+        sys.stderr.write(f"warning: this does not fit: {problem}\n")
 
 
 def nothing_to_start(config: Config) -> tuple[int, str] | None:
@@ -99,6 +111,10 @@ def examine(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[Recipe
     problems = config.problems(cluster.world_size, first=left[0].index)
     if not left[0].config.model.problems():
         problems += complaints_of(lambda: require_initial(left[0].config))
+    if config.plan.device is not None:
+        from trainer.plan.devices import device_for
+
+        problems += complaints_of(partial(device_for, config))
     for stage in () if problems else left:
         problems += complaints_of(partial(_fitted, stage.config, cluster))
     return config, cluster, problems

@@ -359,6 +359,11 @@ class DistributedSection(Section):
     """What the launcher waits before that; twice as long each time, up to five minutes."""
 
 
+class PlanSection(Section):
+    device: Annotated[str, BeforeValidator(not_empty)] | None = None
+    """What plans are made for: a table by name (`h100-80gb`, `h200`, `a100-80gb`, ...), or a TOML file like those. Left out: the GPU that is here, if it is known; commands take h100-80gb without one."""
+
+
 def _told(value: str | int) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 

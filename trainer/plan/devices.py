@@ -21,10 +21,13 @@ from math import inf, log
 from pathlib import Path
 from typing import Any
 
+from trainer.config import Config
 from trainer.load import read_toml, show_path
 from trainer.status import ConfigError
 
 TABLES = Path(__file__).parent / "devices"
+DEFAULT = "h100-80gb"
+"""What is planned for where no GPU is."""
 FIGURES = {
     "device": ("memory_gib", "peak_tflops", "matmul_tflops", "memory_gbps", "launch_us"),
     "link": ("devices", "gbps", "share", "latency_us"),
@@ -134,6 +137,19 @@ def device_called(name: str) -> Device | None:
     known = [(part, device) for table in tables() for device in [load_device(table)] for part in device.names]
     fitting = [(len(part), device) for part, device in known if part in name]
     return max(fitting, key=lambda found: found[0], default=(0, None))[1]
+
+
+def device_here(drivers: Path = Path("/proc/driver/nvidia/gpus")) -> Device | None:
+    """The device of this machine's first GPU, as its driver calls it; None where none is, or none that a table knows."""
+    for path in sorted(drivers.glob("*/information")):
+        model = re.search(r"^Model:\s*(.+)$", path.read_text(errors="replace"), re.MULTILINE)
+        return device_called(model[1]) if model else None
+    return None
+
+
+def device_for(config: Config) -> Device | None:
+    """What `plan.device` names, else the device here. Raises ConfigError."""
+    return load_device(config.plan.device) if config.plan.device is not None else device_here()
 
 
 # ---- files

@@ -1,0 +1,185 @@
+"""Plans and searches in words and figures: what `report.py` describes. Without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from trainer.config import Config
+from trainer.ledger import GIB, Ledger
+from trainer.plan.devices import Device
+from trainer.plan.plan import Change, Plan, RunPlan, plan_of
+from trainer.plan.report import Bar, Bars, Curve, Report, Table
+from trainer.plan.search import Found, Way, told, why_slower
+
+LENGTHS = 9
+"""Points of a curve of lengths: of each, half the one after it."""
+SHORTEST = 1024
+
+
+def planned(run: RunPlan, *, curve: bool = True) -> Report:
+    """A run's plan; of a recipe, memory and time of the stage that is fullest."""
+    plan = max(run.stages, key=lambda stage: (not stage.fits, stage.overfull))
+    name = plan.config.job.name
+    parts: list[Bars | Table | Curve] = []
+    if len(run.stages) > 1:
+        parts.append(_stages(run))
+    parts += [_device_memory(plan), _host_memory(plan), _time(plan)]
+    if curve:
+        parts += _curves(plan)
+    return Report(
+        title=f"{name} on {_ranks(plan)}{f', stage {plan.name}' if plan.name else ''}",
+        verdict="; ".join(run.misfits)
+        or f"{_gib(plan.fullest.device)} of {_gib(plan.device_room)} GiB that may be filled",
+        fits=run.fits,
+        facts=_facts(run, plan),
+        parts=parts,
+        notes=[*plan.limits[len(plan.misfits) :], *map(_change, plan.changes), *plan.config.remarks(plan.world_size)],
+    )
+
+
+def searched(found: Found, question: str, device: Device) -> Report:
+    """What a search found."""
+    rows = [_row(way, found.best[0]) for way in found.best]
+    columns = ("layout", "s / update", "MFU %", "tokens / s / device", "GiB", "why not")
+    parts: list[Bars | Table | Curve] = []
+    if rows:
+        parts.append(Table(title="the fastest that fit", columns=columns, rows=rows, best=0))
+    if found.misfits:
+        misfits = [(told(way), f"{way.seconds:.4g}", way.plan.misfits[0]) for way in found.misfits]
+        parts.append(
+            Table(
+                title="would be faster, and do not fit",
+                columns=("layout", "s / update", "what is missing, where least is kept"),
+                rows=misfits,
+            )
+        )
+    if found.best:
+        parts += [_device_memory(found.best[0].plan), _time(found.best[0].plan)]
+    return Report(
+        title=question,
+        verdict=told(found.best[0]) if found.best else "; ".join(found.problems) or "no layout fits",
+        fits=bool(found.best),
+        facts=[("device", device.description), ("plans made", f"{found.tried:,}")],
+        parts=parts,
+        toml=found.best[0].toml() if found.best else "",
+    )
+
+
+def short(plan: Plan) -> str:
+    """A line."""
+    return (
+        f"planned for {plan.device.name}: {_gib(plan.fullest.device)} GiB, {_seconds(plan.seconds)} an update, "
+        f"MFU {plan.mfu:.1%}, {plan.tokens_per_second_per_device:,.0f} tokens/s/device, {plan.days:,.1f} days"
+    )
+
+
+# ---- pieces
+
+
+def _facts(run: RunPlan, plan: Plan) -> list[tuple[str, str]]:
+    training = plan.config.training
+    rows, length = training.global_batch_size, training.seq_len
+    return [
+        ("device", plan.device.description),
+        ("an update", f"{rows:,} x {length:,} = {rows * length:,} tokens in {_seconds(plan.seconds)}"),
+        ("MFU, and HFU", f"{plan.mfu:.1%}, {plan.hfu:.1%}"),
+        ("tokens / s, and of a device", f"{plan.tokens_per_second:,.0f}, {plan.tokens_per_second_per_device:,.0f}"),
+        ("the run", f"{run.tokens:.3g} tokens in {run.days:,.1f} days, {run.device_hours:,.0f} device hours"),
+        ("host memory of a node", f"{_gib(plan.host_needed)} of {_gib(plan.host_room)} GiB that may be filled"),
+        ("a checkpoint", f"{_gib(plan.checkpoint)} GiB"),
+    ]
+
+
+def _stages(run: RunPlan) -> Table:
+    rows = [
+        (
+            stage.name, f"{stage.config.training.seq_len:,}", f"{stage.config.training.steps:,}", _seconds(stage.seconds),
+            f"{100 * stage.mfu:.1f}", _gib(stage.fullest.device), f"{stage.days:,.2f}", "yes" if stage.fits else "no",
+        )
+        for stage in run.stages
+    ]  # fmt: skip
+    columns = ("stage", "row", "updates", "an update", "MFU %", "GiB", "days", "fits")
+    return Table(title="stages of the run", columns=columns, rows=rows)
+
+
+def _device_memory(plan: Plan) -> Bars:
+    bars = [_bar(ledger, plan) for ledger in plan.ledgers]
+    where = plan.fullest.moment
+    return Bars(title=f"memory of a device when it is fullest: {where}", unit="GiB", bars=bars)
+
+
+def _bar(ledger: Ledger, plan: Plan) -> Bar:
+    parts = {line.name: line.device / GIB for line in ledger.lines if line.device > 0}
+    return Bar(label=_place(ledger.place, plan), parts=parts, limit=plan.device_room / GIB)
+
+
+def _host_memory(plan: Plan) -> Bars:
+    parts = {kind: size / GIB for kind, size in plan.host.items()}
+    bar = Bar(label=f"{plan.node_ranks} ranks", parts=parts, limit=plan.host_room / GIB)
+    return Bars(title="memory of a node", unit="GiB", bars=[bar])
+
+
+def _time(plan: Plan) -> Bars:
+    bars = [Bar(label=_place(stage.place, plan), parts=stage.parts()) for stage in plan.times.stages]
+    return Bars(title="time of an update", unit="s", bars=bars)
+
+
+def _place(place: int, plan: Plan) -> str:
+    return f"rank {place} of {plan.config.parallelism.pp}" if plan.config.parallelism.pp > 1 else "every rank"
+
+
+def _curves(plan: Plan) -> list[Curve]:
+    """Memory and MFU of rows of other lengths, on the same mesh."""
+    longer = [_of_length(plan, length) for length in _lengths(plan.config)]
+    tokens = [float(other.config.training.seq_len) for other in longer]
+    memory = [(at, other.fullest.device / GIB) for at, other in zip(tokens, longer, strict=True)]
+    mfu = [(at, 100 * other.mfu) for at, other in zip(tokens, longer, strict=True)]
+    if len(tokens) < 2:
+        return []
+    room = plan.device_room / GIB
+    return [
+        Curve(title="longer and shorter rows: memory", x="tokens of a row", y="GiB of a device", log_x=True, log_y=True,
+              lines={"the fullest rank": memory}, limit=room),
+        Curve(title="longer and shorter rows: MFU", x="tokens of a row", y="MFU %", log_x=True, log_y=False,
+              lines={"MFU": mfu}),
+    ]  # fmt: skip
+
+
+def _lengths(config: Config) -> Iterable[int]:
+    own = config.training.seq_len
+    lengths = [own * 2**power // 2 ** (LENGTHS // 2) for power in range(LENGTHS)]
+    return [length for length in lengths if length >= SHORTEST or length == own]
+
+
+def _of_length(plan: Plan, length: int) -> Plan:
+    """With as many rows as there are: what is asked is what a row costs."""
+    training = plan.config.training.model_copy(update={"seq_len": length})
+    return plan_of(plan.config.model_copy(update={"training": training}), plan.world_size, plan.device)
+
+
+def _row(way: Way, best: Way) -> Sequence[str]:
+    plan = way.plan
+    return (
+        told(way), f"{way.seconds:.4g}", f"{100 * plan.mfu:.1f}", f"{plan.tokens_per_second_per_device:,.0f}",
+        _gib(plan.fullest.device), why_slower(way, best) if way is not best else "",
+    )  # fmt: skip
+
+
+def _change(change: Change) -> str:
+    gain = [f"frees {_gib(change.frees)} GiB"] * (change.frees > 0) + [
+        f"saves {_seconds(change.saves)} of an update"
+    ] * (change.saves > 0)
+    return f"{change.text}: {' and '.join(gain) or 'needs less'}, then {'fits' if change.plan.fits else 'still does not fit'}"
+
+
+def _ranks(plan: Plan) -> str:
+    nodes = -(-plan.world_size // plan.device.node)
+    return f"{plan.world_size:,} x {plan.device.name}" + (f" ({nodes:,} nodes)" if nodes > 1 else "")
+
+
+def _seconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:,.1f}" if size < 1000 * GIB else f"{size / GIB:,.0f}"
