@@ -240,28 +240,25 @@ class Passes:
             hidden = ASYNC_TP if self.config.parallelism.async_tp else 0
             return Piece("tp", seconds * (1 - hidden), seconds * hidden)
         if message.channel in ("cp", "rotate", "exchange"):
-            share, behind = self._of_attention(message)
-            return Piece(message.channel, seconds * (1 - share), seconds * share, behind)
+            share = self._of_attention(message)
+            return Piece(message.channel, seconds * (1 - share), seconds * share, behind="attention")
         if message.phase == "again":  # Made when it is needed, which is at once.
             return Piece(message.channel, seconds)
         ends = min(1.0, ENDS / (self.rank.blocks + ENDS)) * (not message.what.endswith("the head"))
         return Piece(message.channel, seconds * ends, seconds * (1 - ends))
 
-    def _of_attention(self, message: Message) -> tuple[float, str]:
-        """The share of a message that may be hidden, and behind attention of which phase, or what part of it."""
+    def _of_attention(self, message: Message) -> float:
+        """The share of a message that attention of the same pass may hide."""
         groups = self.config.memory.head_groups
         if message.channel == "exchange" or self.context is None or self.context.rotation is None:
             # The next group's way to its heads; not that of results, nor of their gradients.
-            there = {"forward": 0.5, "again": 0.5}.get(message.phase, 0)
-            if message.what == "keys and values":
-                there *= 2
-            return there * (groups - 1) / groups, message.phase
+            there = 0.0 if message.phase == "backward" else 1 if message.what == "keys and values" else 0.5
+            return there * (groups - 1) / groups
         ring = self.context.ring
-        is_gradient = message.what.startswith("gradients")
-        if self._rotates:
-            # The last hop of gradients comes when all is computed.
-            return (ring - 2) / (ring - 1) if is_gradient else 1, message.phase
-        return 0 if is_gradient else 1, message.phase
+        if not message.what.startswith("gradients"):
+            return 1
+        # The last hop of gradients comes when all is computed, and so does their only one of a reduce-scatter.
+        return (ring - 2) / (ring - 1) if self._rotates else 0
 
     def _room(self, phase: str) -> float:
         """Seconds of attention behind which keys of other ranks can come."""
@@ -317,14 +314,12 @@ class Passes:
         exposed, hidden = Spent(), Spent()
         for piece in pieces:
             exposed[piece.channel] += piece.exposed
-        for phase in ("forward", "backward", "again"):
-            behind = [piece for piece in pieces if piece.behind == phase]
-            room = self._room(phase)
-            for piece in behind:
-                covered = min(room, piece.hideable)
-                room -= covered
-                hidden[piece.channel] += covered
-                exposed[piece.channel] += piece.hideable - covered
+        room = self._room("forward") if way == "forward" else self._room("backward") + self._room("again")
+        for piece in (piece for piece in pieces if piece.behind == "attention"):
+            covered = min(room, piece.hideable)
+            room -= covered
+            hidden[piece.channel] += covered
+            exposed[piece.channel] += piece.hideable - covered
         compute = self.compute("forward") if way == "forward" else self.compute("backward") + self.compute("again")
         for piece in (piece for piece in pieces if piece.behind == "compute"):
             link = self._link(piece.channel)
