@@ -30,8 +30,8 @@ from tests.system.runs import (
 from tests.trainer.inside import configured, run_here
 from trainer.files import Lines
 
-EXACT, LAST = ("step", "loss", "grad_norm"), "step-400"
-LONG = ("--training.steps", "400", "--checkpoint.interval", "10", "--checkpoint.keep", "2")
+EXACT, LAST = ("step", "loss", "grad_norm"), "step-150"
+LONG = ("--training.steps", "150", "--checkpoint.interval", "10", "--checkpoint.keep", "2")
 
 
 def test_lines_wait_for_a_disk_that_is_full_and_are_told_once(

@@ -182,6 +182,7 @@ def test_a_signal_at_the_end_of_a_stage_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: signal.Signals | None
 ) -> None:
     config = Config.model_validate({"job": {"output_dir": tmp_path}})
+    (tmp_path / "checkpoints" / "step-3").mkdir(parents=True)  # A stage's end is saved.
     first, second = (Stage(config, name=name, index=index, count=2) for index, name in enumerate(("first", "second")))
     started: list[str] = []
 
