@@ -198,7 +198,7 @@ def test_ranks_that_are_killed_are_started_again_and_the_run_ends_the_same(
     if kills is None:
         kills = tuple((draw.choice(("save", "update")), draw.randrange(processes)) for _ in range(10))
     options = (*LONG, "--training.steps", updates_of_all, "--checkpoint.interval", "4", "--checkpoint.keep", "1000")
-    undisturbed = forked(whole / "run.toml", tmp_path / "whole", *options, processes=processes)
+    undisturbed = forked(whole / "run.toml", tmp_path / "whole", *options, processes=processes, seconds=300)
     assert undisturbed.statuses == [0] * processes
     lives = ("--distributed.restart_seconds", "0", "--distributed.restarts", "20")
     launcher = launch(whole / "run.toml", folder, *options, *lives, processes=processes)
