@@ -58,7 +58,7 @@ class Way:
 
     plan: Plan
     changes: dict[str, Any]
-    """Keys that differ from the configuration that was given, with their values."""
+    """Keys, with the values that they have here."""
 
     @property
     def seconds(self) -> float:
@@ -69,7 +69,8 @@ class Way:
         sections: dict[str, list[str]] = {}
         for key, value in self.changes.items():
             section, _, name = key.partition(".")
-            sections.setdefault(section, []).append(f"{name} = {toml_value(value)}")
+            line = f"# {name}: left out" if value is None else f"{name} = {toml_value(value)}"
+            sections.setdefault(section, []).append(line)
         return "\n\n".join("\n".join([f"[{name}]", *lines]) for name, lines in sections.items()) + "\n"
 
 
@@ -235,7 +236,7 @@ def with_length(config: C, length: int) -> C:
     )
 
 
-def longest(config: Config, ranks: int, device: Device, *, unit: int = 1 << 16, told: Told = None) -> tuple[int, Found]:
+def longest(config: Config, ranks: int, device: Device, *, unit: int = 1 << 12, told: Told = None) -> tuple[int, Found]:
     """The longest rows that fit, in whole units of tokens, and the ways to run them; 0 if one unit does not fit.
 
     One row an update for each group of ranks that shares one.

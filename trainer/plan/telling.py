@@ -33,7 +33,12 @@ def planned(run: RunPlan, *, curve: bool = True) -> Report:
         fits=run.fits,
         facts=_facts(run, plan),
         parts=parts,
-        notes=[*plan.limits[len(plan.misfits) :], *map(_change, plan.changes), *plan.config.remarks(plan.world_size)],
+        notes=[
+            f"devices are {plan.device.description}",
+            *plan.limits[len(plan.misfits) :],
+            *map(_change, plan.changes),
+            *plan.config.remarks(plan.world_size),
+        ],
     )
 
 
@@ -59,8 +64,9 @@ def searched(found: Found, question: str, device: Device) -> Report:
         title=question,
         verdict=told(found.best[0]) if found.best else "; ".join(found.problems) or "no layout fits",
         fits=bool(found.best),
-        facts=[("device", device.description), ("plans made", f"{found.tried:,}")],
+        facts=[("plans made", f"{found.tried:,}")],
         parts=parts,
+        notes=[f"devices are {device.description}"],
         toml=found.best[0].toml() if found.best else "",
     )
 
@@ -80,12 +86,16 @@ def _facts(run: RunPlan, plan: Plan) -> list[tuple[str, str]]:
     training = plan.config.training
     rows, length = training.global_batch_size, training.seq_len
     return [
-        ("device", plan.device.description),
-        ("an update", f"{rows:,} x {length:,} = {rows * length:,} tokens in {_seconds(plan.seconds)}"),
-        ("MFU, and HFU", f"{plan.mfu:.1%}, {plan.hfu:.1%}"),
-        ("tokens / s, and of a device", f"{plan.tokens_per_second:,.0f}, {plan.tokens_per_second_per_device:,.0f}"),
-        ("the run", f"{run.tokens:.3g} tokens in {run.days:,.1f} days, {run.device_hours:,.0f} device hours"),
-        ("host memory of a node", f"{_gib(plan.host_needed)} of {_gib(plan.host_room)} GiB that may be filled"),
+        ("an update", _seconds(plan.seconds)),
+        ("MFU", f"{plan.mfu:.1%}"),
+        ("HFU", f"{plan.hfu:.1%}"),
+        ("tokens / s", f"{plan.tokens_per_second:,.0f}"),
+        ("tokens / s of a device", f"{plan.tokens_per_second_per_device:,.0f}"),
+        ("rows of an update", f"{rows:,} x {length:,}"),
+        ("tokens of the run", _amount(run.tokens)),
+        ("the run", _duration(run.days)),
+        ("device hours", f"{run.device_hours:,.3g}" if run.device_hours < 100 else f"{run.device_hours:,.0f}"),
+        ("host memory of a node", f"{_gib(plan.host_needed)} GiB"),
         ("a checkpoint", f"{_gib(plan.checkpoint)} GiB"),
     ]
 
@@ -179,6 +189,17 @@ def _ranks(plan: Plan) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
+
+
+def _amount(tokens: float) -> str:
+    power = min(3, max(0, (len(f"{tokens:.0f}") - 1) // 3 - 1))
+    return f"{tokens / 1000 ** (power + 1):,.3g} {'KMBT'[power]}"
+
+
+def _duration(days: float) -> str:
+    seconds = 86_400 * days
+    units = (("days", 86_400.0), ("hours", 3600.0), ("minutes", 60.0))
+    return next((f"{seconds / unit:,.1f} {name}" for name, unit in units if seconds >= unit), f"{seconds:.3g} seconds")
 
 
 def _gib(size: float) -> str:
