@@ -33,9 +33,10 @@ def told(name: str) -> str:
     """The plan of a shipped file, on as many devices as its mesh needs."""
     config = load(["--config", name])
     size = max(prod(stage.config.parallelism.degrees(1).values()) for stage in config.stages)
-    console = Console(file=StringIO(), width=WIDTH)
-    show(planned(run_plan(config, size, load_device(config.plan.device or DEFAULT))), console)
-    return console.file.getvalue()  # type: ignore[attr-defined]  # A StringIO.
+    text = StringIO()
+    found = run_plan(config, size, load_device(config.plan.device or DEFAULT))
+    show(planned(found), Console(file=text, width=WIDTH))
+    return text.getvalue()
 
 
 def main(chosen: Sequence[str]) -> None:

@@ -77,10 +77,10 @@ def weak(model: str, gpus: int, length: int) -> Cell:
 
 def short(way: Way) -> str:
     """`dp 4 cp 8u tp 2 pp 4`, with the first letter of how rows are shared."""
-    values = {key.partition(".")[2]: value for key, value in way.changes.items()}
-    data = values["dp_replicate"] * values["dp_shard"]
-    sizes = {"dp": data, "cp": values["cp"], "tp": values["tp"], "pp": values["pp"]}
-    letter = {"ring": "r", "allgather": "g", "ulysses": "u", "hybrid": "h"}.get(values["cp_method"], "")
+    mesh = way.mesh
+    sizes = {"dp": mesh["dp_replicate"] * mesh["dp_shard"], **{axis: mesh[axis] for axis in ("cp", "tp", "pp")}}
+    method = way.plan.config.parallelism.cp_method
+    letter = {"ring": "r", "allgather": "g", "ulysses": "u", "hybrid": "h"}.get(method, "")
     words = [f"{axis} {size}{letter * (axis == 'cp')}" for axis, size in sizes.items() if size > 1]
     return " ".join(words)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -9,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from trainer.ledger import GIB
-from trainer.load import load
+from trainer.load import load, to_toml
 from trainer.plan.devices import Device, load_device
 from trainer.plan.plan import plan_of
 from trainer.plan.search import (
     KEEPS,
-    _keys,
     changed,
     divisors,
     fewest,
@@ -28,6 +28,7 @@ from trainer.plan.search import (
 from trainer.stages import Recipe
 
 H100 = load_device("h100-80gb")
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def configured(*words: str) -> Recipe:
@@ -39,7 +40,7 @@ def everything(config: Recipe, ranks: int, device: Device) -> float:
     best = inf
     for layout in layouts(config, ranks, device):
         for keep in KEEPS:
-            tried = changed(config, layout | _keys(keep))
+            tried = changed(config, layout | keep)
             if not tried.shape_problems(ranks) and (plan := plan_of(tried, ranks, device)).fits:
                 best = min(best, plan.seconds)
     return best
@@ -57,8 +58,7 @@ def test_the_best_is_the_best_of_all(gib: int) -> None:
 
 def test_meshes_differ_and_the_others_are_slower_for_a_reason() -> None:
     found = search(configured(), 32, H100)
-    meshes = [tuple(value for key, value in way.changes.items() if key.endswith(("tp", "cp", "pp", "shard", "replicate")))
-              for way in found.best]  # fmt: skip
+    meshes = [tuple(way.mesh.values()) for way in found.best]
     assert len(meshes) == len({*meshes}) == 5
     assert all(why_slower(way, found.best[0]) for way in found.best[1:])
     assert found.tried > len(meshes)
@@ -73,17 +73,14 @@ def test_what_does_not_fit_is_told_with_what_is_missing() -> None:
 
 
 def test_what_is_pasted_is_what_was_planned(tmp_path: Path) -> None:
-    config = configured()
-    best = search(config, 16, H100).best[0]
-    (tmp_path / "pasted.toml").write_text(best.toml())
-    words = [
-        word for key, value in best.changes.items() for word in (f"--{key}", "null" if value is None else str(value))
-    ]
-    pasted = configured(*words)
-    assert plan_of(pasted, 16, H100).seconds == best.seconds
-    assert pasted.shape_problems(16) == []
-    table = load(["--config", str(tmp_path / "pasted.toml")])
-    assert table.parallelism == pasted.parallelism.model_copy(update={"pp_stages_per_rank": None})
+    shipped = ROOT / "train_configs" / "llama3_8b_128k.toml"
+    for way in search(configured(), 16, H100).best:
+        pasted = tomllib.loads(way.toml())
+        whole = tomllib.loads(shipped.read_text())
+        for section, values in pasted.items():
+            whole[section] = whole.get(section, {}) | values
+        (tmp_path / "whole.toml").write_text(to_toml(Recipe.model_validate(whole)))
+        assert plan_of(load(["--config", str(tmp_path / "whole.toml")]), 16, H100).seconds == way.seconds
 
 
 def test_the_longest_rows_fit_and_longer_ones_do_not() -> None:

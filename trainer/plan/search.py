@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, TypeVar
 
-from parallelisms.rules import AXES
 from trainer.config import Config
 from trainer.load import toml_value
 from trainer.plan.devices import Device
@@ -27,9 +26,10 @@ METHODS = ("ring", "allgather", "ulysses", "hybrid")
 SCHEDULES = ("1F1B", "Interleaved1F1B")
 
 # What is kept and where: the less memory a way takes, the later it is tried.
+LEVERS = ("recompute", "offload", "mlp_tile_mib", "head_groups", "input_every")
 KEEPS: tuple[dict[str, Any], ...] = tuple(
-    {"recompute": recompute, "offload": offload, "mlp_tile_mib": tile, "head_groups": groups, "input_every": every}
-    for recompute, offload, tile, groups, every in (
+    {f"memory.{lever}": value for lever, value in zip(LEVERS, values, strict=True)}
+    for values in (
         ("none", "none", None, 1, 1),
         ("keep_attention", "none", None, 1, 1),
         ("keep_attention", "none", 256, 1, 1),
@@ -58,11 +58,15 @@ class Way:
 
     plan: Plan
     changes: dict[str, Any]
-    """Keys, with the values that they have here."""
+    """Keys whose values are not those of the configuration that was given."""
 
     @property
     def seconds(self) -> float:
         return self.plan.seconds
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        return self.plan.config.parallelism.degrees(self.plan.world_size)
 
     def toml(self) -> str:
         """To paste."""
@@ -71,7 +75,7 @@ class Way:
             section, _, name = key.partition(".")
             line = f"# {name}: left out" if value is None else f"{name} = {toml_value(value)}"
             sections.setdefault(section, []).append(line)
-        return "\n\n".join("\n".join([f"[{name}]", *lines]) for name, lines in sections.items()) + "\n"
+        return "\n\n".join("\n".join([f"[{name}]", *lines]) for name, lines in sections.items())
 
 
 @dataclass(frozen=True)
@@ -117,8 +121,8 @@ class _Looked:
 
     def bounds(self) -> Iterator[Way]:
         """Every mesh with every way to share rows, keeping everything."""
-        for changes in layouts(self.config, self.ranks, self.device):
-            way = self.way(changes | _keys(KEEPS[0]))
+        for layout in layouts(self.config, self.ranks, self.device):
+            way = self.way(layout | KEEPS[0])
             if way is not None:
                 yield way
 
@@ -126,21 +130,21 @@ class _Looked:
         """The fastest way of a layout that fits; and the leanest that was looked at."""
         if bound.plan.fits:
             return bound, bound
-        ways = [way for keep in KEEPS[1:] if (way := self.way(bound.changes | _keys(keep))) is not None]
+        ways = [way for keep in KEEPS[1:] if (way := self.way(keep, bound.plan.config)) is not None]
         fitting = [way for way in ways if way.plan.fits]
-        leanest = min([bound, *ways], key=lambda way: max(ledger.device for ledger in way.plan.ledgers))
+        leanest = min([bound, *ways], key=lambda way: way.plan.overfull)
         return min(fitting, key=lambda way: way.seconds, default=None), leanest
 
-    def way(self, changes: dict[str, Any]) -> Way | None:
+    def way(self, changes: dict[str, Any], config: Config | None = None) -> Way | None:
         """None where the configuration has problems so."""
-        config = changed(self.config, changes)
+        config = changed(config or self.config, changes)
         if problems := config.shape_problems(self.ranks):
             self.problems |= dict.fromkeys(problems)
             return None
         self.plans += 1
         if self.told is not None and self.plans % 100 == 0:
             self.told(self.plans)
-        return Way(plan_of(config, self.ranks, self.device), changes)
+        return Way(plan_of(config, self.ranks, self.device), dict(differing(self.config, config)))
 
 
 def layouts(config: Config, ranks: int, device: Device) -> Iterator[dict[str, Any]]:
@@ -173,6 +177,15 @@ def layouts(config: Config, ranks: int, device: Device) -> Iterator[dict[str, An
                 }
 
 
+def differing(config: Config, other: Config) -> Iterator[tuple[str, Any]]:
+    """The keys that a search may change and did, with their values in the other."""
+    for section in ("parallelism", "training", "memory"):
+        before, after = getattr(config, section), getattr(other, section)
+        for key in type(after).model_fields:
+            if getattr(before, key) != getattr(after, key):
+                yield f"{section}.{key}", getattr(after, key)
+
+
 def divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
@@ -186,10 +199,6 @@ def changed(config: C, changes: dict[str, Any]) -> C:
     return config.model_copy(
         update={name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
     )
-
-
-def _keys(keep: dict[str, Any]) -> dict[str, Any]:
-    return {f"memory.{key}": value for key, value in keep.items()}
 
 
 def _replicas(data: int, sharing: int, device: Device) -> list[int]:
@@ -217,7 +226,7 @@ def _one_of_each_mesh(ways: Iterable[Way]) -> Iterator[Way]:
     """The fastest of those that differ in how they share rows or run stages alone."""
     seen = set()
     for way in sorted(ways, key=lambda way: way.seconds):
-        mesh = tuple(way.changes[f"parallelism.{axis}"] for axis in AXES)
+        mesh = tuple(way.mesh.values())
         if mesh not in seen:
             seen.add(mesh)
             yield way
@@ -275,16 +284,16 @@ def fewest(config: Config, device: Device, *, most: int = 65_536, told: Told = N
 
 def told(way: Way) -> str:
     """A mesh and what goes with it, in a few words."""
-    values = {key.partition(".")[2]: value for key, value in way.changes.items()}
-    mesh = " x ".join(f"{axis} {values[axis]}" for axis in AXES if values[axis] > 1) or "one rank"
-    shared = values["cp_method"] + (f" of {values['cp_ulysses']}" if values["cp_ulysses"] else "")
-    words = [mesh, *[shared] * (values["cp"] > 1), *[values["pp_schedule"]] * (values["pp"] > 1)]
-    words += [f"{values['micro_batch_size']} rows"] * (values["micro_batch_size"] > 1)
-    kept = [str(values["recompute"])] + [f"offload {values['offload']}"] * (values["offload"] != "none")
-    kept += [f"tiles {values['mlp_tile_mib']} MiB"] * (values["mlp_tile_mib"] is not None)
-    kept += [f"{values['head_groups']} head groups"] * (values["head_groups"] > 1)
-    kept += [f"one input of {values['input_every']}"] * (values["input_every"] > 1)
-    return ", ".join([*words, *kept])
+    config = way.plan.config
+    parallelism, memory, rows = config.parallelism, config.memory, config.training.micro_batch_size
+    words = [" x ".join(f"{axis} {size}" for axis, size in way.mesh.items() if size > 1) or "one rank"]
+    if parallelism.cp > 1:
+        words.append(parallelism.cp_method + (f" of {parallelism.cp_ulysses}" if parallelism.cp_ulysses else ""))
+    words += [parallelism.pp_schedule] * (parallelism.pp > 1) + [f"{rows} rows"] * (rows > 1) + [memory.recompute]
+    words += [f"offload {memory.offload}"] * (memory.offload != "none")
+    words += [f"tiles {memory.mlp_tile_mib} MiB"] * (memory.mlp_tile_mib is not None)
+    words += [f"{memory.head_groups} head groups"] * (memory.head_groups > 1)
+    return ", ".join(words + [f"one input of {memory.input_every}"] * (memory.input_every > 1))
 
 
 def why_slower(way: Way, best: Way) -> str:

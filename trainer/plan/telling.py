@@ -67,7 +67,7 @@ def searched(found: Found, question: str, device: Device) -> Report:
         facts=[("plans made", f"{found.tried:,}")],
         parts=parts,
         notes=[f"devices are {device.description}"],
-        toml=found.best[0].toml() if found.best else "",
+        toml="\n\n".join(f"# {told(way)}: {_seconds(way.seconds)} an update\n{way.toml()}" for way in found.best),
     )
 
 
