@@ -61,13 +61,18 @@ def number(element: ElementTree.Element, name: str) -> float:
     return float((element.get(name) or "").rstrip("%"))
 
 
-def evil(parts: int = 3) -> Report:
+def evil() -> Report:
     bars = Bars(title=EVIL, unit=EVIL, bars=[Bar(label=EVIL, parts={EVIL: 1.0}, limit=0.5)])
     table = Table(title=EVIL, columns=[EVIL], rows=[[EVIL]], note=EVIL, best=0)
     curve = Curve(title=EVIL, x=EVIL, y=EVIL, log_x=False, log_y=False, lines={EVIL: [(1, 2), (2, 3)]}, limit=1)
-    shown = [bars, table, curve][:parts]
     return Report(
-        title=EVIL, verdict=EVIL, fits=False, facts=[(EVIL, EVIL)], parts=shown, notes=[EVIL], toml=f"{EVIL}\n{EVIL}"
+        title=EVIL,
+        verdict=EVIL,
+        fits=False,
+        facts=[(EVIL, EVIL)],
+        parts=[bars, table, curve],
+        notes=[EVIL],
+        toml=f"{EVIL}\n{EVIL}",
     )
 
 
