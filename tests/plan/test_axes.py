@@ -9,7 +9,9 @@ import pytest
 
 from trainer.plan.axes import axis, labels, short, steps
 
-TOPS = [factor * 10.0**power for power in range(-6, 8) for factor in (1, 1.0001, 1.7, 2.74, 2.75, 3.3, 5.5, 7.91, 9.99)]
+TOPS = [
+    factor * 10.0**power for power in range(-6, 8) for factor in (1, 1.0001, 1.3, 1.7, 2.74, 2.75, 3.3, 5.5, 7.91, 9.99)
+]
 
 
 def test_steps_are_round_few_and_end_below_the_top() -> None:
@@ -46,6 +48,7 @@ def test_tokens_are_told_in_powers_of_two() -> None:
     assert made.at(32768) == 0
     assert made.at(4 * 1048576) == 1
     assert axis([8.0, 16.0, 16384.0], logarithmic=True).labels == ["16", "64", "256", "1K", "4K", "16K"]
+    assert axis([8.0, 16.0, 8192.0], logarithmic=True).labels == ["8", "32", "128", "512", "2K", "8K"]
 
 
 def test_equal_factors_are_equally_far() -> None:

@@ -128,6 +128,18 @@ def test_labels_sums_and_bars_lie_beside_each_other(told: list[dict[str, Any]]) 
         assert apart([*page["labels"], *page["sums"], *(bar["place"] for bar in page["bars"])])
         assert len(page["labels"]) == len(page["sums"]) == len(page["bars"])
         assert apart(page["facts"])
+        for label, total, bar in zip(page["labels"], page["sums"], page["bars"], strict=True):
+            left, top, right, bottom = bar["place"]
+            middle = (top + bottom) / 2
+            if page["width"] == WIDE:
+                assert label[0] < left < right < total[0]
+                assert label[1] < middle < label[3]
+                assert total[1] < middle < total[3]
+            else:
+                assert label[0] == pytest.approx(left)
+                assert total[2] == pytest.approx(right)
+                assert top - 6 < label[3] <= top
+                assert top - 6 - (label[3] - label[1]) / 2 < total[3] <= top
 
 
 def test_lines_are_named_at_their_ends_or_below_where_there_is_no_room(told: list[dict[str, Any]]) -> None:

@@ -42,7 +42,8 @@ def test_no_line_is_too_long_and_none_ends_in_blanks(width: int) -> None:
 
 
 def test_a_hundred_columns_are_enough_however_wide_the_terminal() -> None:
-    assert shown(SAMPLE, 300) == shown(SAMPLE, 100)
+    wordy = replace(SAMPLE, verdict="too much " * 20, notes=["and why " * 40], title="of a name " * 15)
+    assert shown(wordy, 300) == shown(wordy, 100)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -223,12 +223,16 @@ def test_a_kind_has_one_colour_in_all_bars_and_others_have_others() -> None:
     assert len(colours) == len(dict(colours)) == len({colour for _, colour in colours}) >= 10
     swatches = re.findall(r'class="swatch (k\d+)"></span>(.*?)</th>', page(MEMORY, HOST, stages(16)))
     assert {(kind, f"part {colour}") for colour, kind in swatches} == colours
+    update = pictures(page(MEMORY, TIME), "bar")[-1]
+    assert of(update, "part")[0].get("class") == "part k0"  # Seconds are another matter.
 
 
 def test_the_scale_is_round_and_tells_the_limit() -> None:
     (svg,) = pictures(page(MEMORY), "scale")
     labels = {text.text: number(text, "x") for text in of(svg, "label")}
     assert [*labels] == ["79.1", "0", "20", "40", "60"]
+    (crowded,) = pictures(page(stages(16)), "scale")
+    assert [text.text for text in of(crowded, "label")] == [*labels]
     assert labels["60"] == pytest.approx(100 * 60 / 79.1, abs=0.01)
     (svg,) = pictures(page(replace(MEMORY, bars=[*MEMORY.bars, Bar(label="", parts={}, limit=40.0)])), "scale")
     assert of(svg, "bad") == []
