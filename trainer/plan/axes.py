@@ -56,11 +56,11 @@ def labels(ticks: Sequence[float]) -> list[str]:
 
 
 def short(value: float) -> str:
-    """8192 is 8K, as people say of tokens; numbers that are no multiple of 1024 are written out."""
+    """8192 is 8K, and 1.5M is 1536K, as people say of tokens; numbers that are no multiple of 1024 are written out."""
     if value < KIBI or value % KIBI:
         return f"{value:,.10g}"
-    power = 2 if value % KIBI**2 == 0 else 1
-    return f"{value / KIBI**power:,g}{'KM'[power - 1]}"
+    is_mega = value >= KIBI**2 and value % (KIBI**2 / 8) == 0
+    return f"{value / KIBI**2:,g}M" if is_mega else f"{value / KIBI:,.10g}K"
 
 
 def _is_binary(values: Sequence[float]) -> bool:

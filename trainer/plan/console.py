@@ -144,15 +144,15 @@ def _widths(table: Table, room: int) -> list[int] | None:
 
 def _grid(table: Table, widths: Sequence[int], console: Console) -> str:
     """Without escapes, and without blanks at the ends of lines."""
-    has_names = any(table.columns)
-    grid = Grid(box=box.SIMPLE_HEAD, show_header=has_names, show_edge=False, padding=(0, GAP - 1, 0, 0), pad_edge=False)
+    whole = sum(widths) + GAP * (len(widths) - 1)
+    grid = Grid(box=box.SIMPLE_HEAD, show_header=any(table.columns), show_edge=False, padding=(0, GAP - 1, 0, 0))
     for width, name, *cells in zip(widths, table.columns, *table.rows, strict=True):
         grid.add_column(Text(name), justify="right" if numeric(cells) else "left", width=width, overflow="fold")
     for row in table.rows:
         grid.add_row(*map(Text, row))
-    # One more, for the gap behind the last column, which is cut off.
-    text = "".join(segment.text for segment in console.render(grid, console.options.update(width=WIDTH + GAP)))
-    return "\n".join(line.rstrip() for line in text.splitlines())
+    # The last column has a gap behind it, which is cut off.
+    text = "".join(segment.text for segment in console.render(grid, console.options.update(width=whole + GAP)))
+    return "\n".join(line[:whole].rstrip() for line in text.splitlines())
 
 
 def _blocks(table: Table, width: int) -> str:

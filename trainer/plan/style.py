@@ -33,7 +33,7 @@ p, ul { margin: .4rem 0 0; max-width: 44rem; overflow-wrap: anywhere }
 ul { padding-left: 1.1rem }
 .verdict { font-size: 1.05rem }
 .verdict b { margin-right: .5rem }
-.good { color: var(--good) } .bad { color: var(--bad) } svg .bad { fill: var(--bad) }
+.good { color: var(--good) } .bad { color: var(--bad) }
 .note, summary, .unit { color: var(--soft); font-size: .87rem }
 dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(max(7rem, 100% / var(--across) - 1.5rem), 1fr));
   gap: 1.1rem 1.5rem;  margin: 1.6rem 0 0; padding: 1rem 0; border: solid var(--rule); border-width: 1px 0 }
@@ -46,7 +46,7 @@ dl > div { display: flex; flex-direction: column; justify-content: space-between
 .bars { grid-auto-flow: dense } .bars > * { overflow-wrap: anywhere }
 .bars .of { grid-column: 1 } .bars > svg { grid-column: 2 } .bars .sum { grid-column: 3; text-align: right }
 svg { display: block; width: 100%; overflow: visible; font-size: 12px }
-svg text { fill: var(--ink) } svg .label { fill: var(--soft) }
+svg text { fill: var(--ink) } svg .label { fill: var(--soft) } svg .bad { fill: var(--bad) }
 .part { stroke: var(--paper); stroke-width: 1 }
 svg .ink { fill: #14171a; text-anchor: middle; pointer-events: none } svg .ink.on-dark { fill: #fff }
 .beyond { fill: url(#hatch); pointer-events: none }
@@ -80,7 +80,7 @@ pre { background: var(--tint); padding: .9rem 1.1rem; overflow-x: auto; user-sel
 @media print {
   body { max-width: none; padding: 0; font-size: 10pt } section { margin-top: 1.5rem }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact }
-  .wide { overflow: visible } pre { white-space: pre-wrap }
+  .wide { overflow: visible } tbody th { position: static } pre { white-space: pre-wrap }
 }
 """
 

@@ -64,7 +64,7 @@ def bar(bars: Bars, which: Bar, colours: Mapping[str, int]) -> Made:
             place = {"x": _percent(which.limit / full), "width": _percent((at - which.limit) / full)}
             parts.append(tag("rect", class_="beyond", y=thick - STRIP, height=STRIP, **place))
         at_limit = _percent(which.limit / full)
-        parts.append(tag("line", class_="limit", x1=at_limit, x2=at_limit, y1=-4, y2=thick + 4))
+        parts.append(tag("line", class_="limit", x1=at_limit, x2=at_limit, y1=-5, y2=thick + 5))
     names = ", ".join(f"{kind} {figure(which.parts.get(kind, 0), bars.places) or 0}" for kind in bars.kinds)
     told = [tag("title", f"{which.label}: {sum_of(bars, which)}"), tag("desc", f"{names} {bars.unit}")]
     return tag("svg", *told, *parts, role="img", height=thick, class_="bar")
