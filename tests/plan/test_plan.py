@@ -15,6 +15,7 @@ from trainer import fit
 from trainer.config import Config
 from trainer.ledger import GIB, KEPT
 from trainer.load import SHIPPED, load
+from trainer.plan.changes import freeing, hastening
 from trainer.plan.devices import Device, load_device
 from trainer.plan.plan import DAY, HOST_RESERVE, PROCESS, WORTH, Plan, plan_of, run_plan
 
@@ -148,6 +149,22 @@ def test_no_single_change_that_helps_more_is_left_out() -> None:
     other = Plan(plan.config.model_copy(update={"memory": better}), 8, H100)
     assert other.fits
     assert other.seconds < plan.seconds - least or any("keep_attention" in change.text for change in plan.changes)
+
+
+def test_with_room_nothing_is_computed_again() -> None:
+    config, ranks = shipped("llama3_8b")
+    (plan,) = run_plan(config, ranks, H100).stages
+    assert plan.changes[0].text == 'memory.recompute = "none"'
+
+
+@pytest.mark.parametrize("recompute", ["none", "keep_attention", "full"])
+@pytest.mark.parametrize("mesh", [{"cp": 8, "cp_method": "ulysses"}, {"pp": 4, "dp_shard": 2}, {"tp": 2, "cp": 4}])
+def test_no_change_breaks_a_rule(recompute: str, mesh: dict[str, Any]) -> None:
+    plan = planned(parallelism=mesh, memory={"recompute": recompute})
+    for candidates in (freeing, hastening):
+        found = [*candidates(plan.config, 8, H100)]
+        assert found
+        assert [one.text for one in found if one.config.shape_problems(one.world_size)] == []
 
 
 def test_auto_is_made_into_what_it_takes_on_this_device() -> None:
