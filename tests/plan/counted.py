@@ -124,7 +124,7 @@ class Touched(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes: int = 0
+        self.bytes = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in OPERATORS:
@@ -173,7 +173,7 @@ def touched(config: Config) -> int:
     with Touched() as seen:
         trainer.accumulate(next(reading))
     reading.close()
-    return seen.bytes
+    return int(seen.bytes)
 
 
 def _begun(config: Config) -> tuple[Trainer, Any]:
