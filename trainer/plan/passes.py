@@ -287,7 +287,7 @@ class Passes:
     def seconds(self) -> Seconds:
         exposed, hidden = Spent(), Spent()
         for way in ("forward", "backward"):
-            shown, covered = self._pass(way)
+            shown, covered = self._passes[way]
             exposed.take(shown)
             hidden.take(covered)
         if self.rank.pipeline.pp > 1:
@@ -307,6 +307,10 @@ class Passes:
             hidden={name: seconds for name, seconds in hidden.items() if seconds > 0},
             crowded=CROWDED * sum(seconds for name, seconds in hidden.items() if name != HOST),
         )
+
+    @cached_property
+    def _passes(self) -> dict[str, tuple[Spent, Spent]]:
+        return {way: self._pass(way) for way in ("forward", "backward")}
 
     def _pass(self, way: str) -> tuple[Spent, Spent]:
         """Seconds of communication that are waited for, and that are hidden, by channel."""
@@ -353,8 +357,8 @@ class Passes:
         """The mean one of this rank."""
         count = self.rank.micro_batches * self.rank.pipeline.stages_per_rank
         weights = self.products("backward") / 2
-        forward = self.compute("forward") + sum(self._pass("forward")[0].values()) + self.compute("head") / 2
-        back = self.compute("backward") + self.compute("again") + sum(self._pass("backward")[0].values())
+        forward = self.compute("forward") + sum(self._passes["forward"][0].values()) + self.compute("head") / 2
+        back = self.compute("backward") + self.compute("again") + sum(self._passes["backward"][0].values())
         back += self.compute("head") / 2
         return Chunk(forward=forward / count, inputs=(back - weights) / count, weights=weights / count)
 
