@@ -9,7 +9,7 @@ import pytest
 
 from trainer.config import Config
 from trainer.plan.devices import Device, load_device
-from trainer.plan.passes import CROWDED, HOST, KERNELS, NARROW, REACHED, SHORT, SUSTAINED, UPDATE, Seconds
+from trainer.plan.passes import ASYNC_TP, CROWDED, HOST, KERNELS, NARROW, REACHED, SHORT, SUSTAINED, UPDATE, Seconds
 from trainer.plan.times import Times, times
 from trainer.plan.work import work
 
@@ -214,7 +214,7 @@ def test_tp_is_waited_for_unless_it_is_asynchronous() -> None:
         return stage.exposed["tp"], stage.hidden.get("tp", 0)
 
     assert waits(hidden=False)[1] == 0
-    assert waits(hidden=True)[0] < 0.5 * waits(hidden=False)[0]
+    assert waits(hidden=True)[0] == pytest.approx((1 - ASYNC_TP) * waits(hidden=False)[0])
 
 
 def test_copies_to_the_host_hide_behind_long_rows_and_not_over_a_slow_link() -> None:
