@@ -166,7 +166,12 @@ def test_ranks_send_and_compute_what_the_formulas_say_on_further_meshes(world_si
 # Weights, which FSDP copies, weigh little.
 MOVED = "training.seq_len=4096 model.num_layers=2 training.dtype=bfloat16 training.global_batch_size=1"
 BOUND = {
-    1: (MOVED, f"{MOVED} {FULL}", f"{MOVED} {EVERY} model.qk_norm=true"),
+    1: (
+        MOVED,
+        f"{MOVED} {FULL}",
+        f"{MOVED} {EVERY} model.qk_norm=true",
+        f"{MOVED} training.seq_len=1024 model.vocab_size=8192",
+    ),
     2: (
         f"{MOVED} {CP}ring {KEEP}",
         f"{MOVED} {CP}allgather {KEEP}",
