@@ -36,7 +36,7 @@ OTHER_TYPES = {"bfloat16": 1.0, "float32": 1 / 16, "float64": 1 / 16}
 REACHED = 0.8
 """Of the bandwidth of a device's memory, by kernels that read and write long rows."""
 KERNELS = {"forward": 28, "backward": 60, "again": 24}
-"""Kernels that a block launches, not compiled, for each micro-batch and tile: estimated from what it calls."""
+"""Kernels that a block launches, not compiled, for each micro-batch, tile and group of heads: estimated from what it calls."""
 COMPILED = 0.4
 """Of them, where the compiler joins those between matrix products."""
 ENDS = 2
@@ -155,6 +155,7 @@ class Passes:
         self.work: Work = work_of(self.rank)
         self.context = self.rank.block.context
         self._messages = messages(self.rank)
+        self._beside = min(world_size, device.node)
         self._scale = OTHER_TYPES[config.training.dtype]
 
     # ---- computing
@@ -214,9 +215,10 @@ class Passes:
         """Seconds that a phase lasts at least, because so many kernels are launched."""
         tiles = self.rank.block.tiles()[0] if self.config.memory.recompute != "none" else 1
         again = self.config.memory.recompute != "none"
-        each = self.rank.blocks * self.rank.micro_batches * tiles * self.config.memory.head_groups * self.device.launch
+        parts = tiles + self.config.memory.head_groups - 1
         joined = COMPILED if self.config.training.compile else 1
-        return {phase: each * joined * count * (again or phase != "again") for phase, count in KERNELS.items()}
+        each = self.rank.blocks * self.rank.micro_batches * parts * joined * self.device.launch
+        return {phase: each * count * (again or phase != "again") for phase, count in KERNELS.items()}
 
     def launches(self, phase: str) -> float:
         working = self.products(phase) + self.memory(phase) + self.attention(phase)
@@ -365,17 +367,14 @@ class Passes:
     @property
     def hop(self) -> float:
         """Seconds in which the stream goes to the next stage."""
-        group = self.groups["pp"]
-        return self.rank.block.stream / links.rate("send", group, self.device) + links.latency(
-            "send", group, self.device
-        )
+        taken = (self.groups["pp"], self.device)
+        return self.rank.block.stream / links.rate("send", *taken) + links.latency("send", *taken)
 
     @cached_property
     def optimizer(self) -> float:
         if not self.work.on_host:
             return self.work.optimizer / (REACHED * self.device.hbm)
-        ranks = min(self.device.node, self.rank.node)
-        updating = self.work.optimizer * ranks / (HOST_REACHED * self.device.host_bandwidth)
+        updating = self.work.optimizer * self._beside / (HOST_REACHED * self.device.host_bandwidth)
         # Without a pipeline a block is updated while the one before it runs, in the next update's first micro-batch.
         behind = self.compute("forward") / self.rank.micro_batches if self.rank.pipeline.pp == 1 else 0
         return max(0.0, updating - behind)
