@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, distributed
 from torch._C._distributed_c10d import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from models import causal
@@ -118,6 +119,40 @@ def _name(x: Any) -> str:
         return ""
 
 
+class Touched(TorchDispatchMode):
+    """Bytes that operators read and write, but for matrix products and kernels of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in OPERATORS:
+            with self:
+                return OPERATORS[function](*args, **(kwargs or {}))
+        out = function(*args, **(kwargs or {}))
+        name = function._schema.name.partition("::")[2]
+        if function.namespace == "aten" and not name.startswith(UNTOUCHED) and not _is_view(function):
+            found = [*_tensors(args), *_tensors(out)]
+            # What is only written, and what few numbers are read from, or written to.
+            found = (
+                found[1:] if name in ("copy_", "fill_", "zero_") else [args[3]] * 2 if name == "index_copy_" else found
+            )
+            self.bytes += sum(x.nbytes for x in found)
+        return out
+
+
+UNTOUCHED = ("empty", "new_empty", "mm", "addmm", "bmm", "gather", "scatter", "_scaled_dot", "_unsafe_view", "detach")
+
+
+def _is_view(function: Any) -> bool:
+    return any(result.alias_info is not None and not result.alias_info.is_write for result in function._schema.returns)
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)]
+
+
 @dataclass(frozen=True)
 class Counted:
     """One rank's second update; the first sets things up."""
@@ -132,7 +167,17 @@ class Counted:
     """(query, key) pairs of a head."""
 
 
-def count(config: Config) -> Counted:
+def touched(config: Config) -> int:
+    """Bytes that memory-bound operators move on this rank in both passes of an update, weights of FSDP left out."""
+    trainer, reading = _begun(config)
+    with Touched() as seen:
+        trainer.accumulate(next(reading))
+    reading.close()
+    return int(seen.bytes)
+
+
+def _begun(config: Config) -> tuple[Trainer, Any]:
+    """After its first update, which sets things up; and what it reads."""
     training = config.training
     rows = CopyRows(
         vocab_size=config.model.build().vocab_size,
@@ -143,11 +188,16 @@ def count(config: Config) -> Counted:
     )
     world = World(distributed.get_rank(), distributed.get_world_size(), torch.device("cpu"))
     trainer = Trainer(config, world, Rows([rows], seq_len=training.seq_len))
-    names = {str(group.group_name): channel for channel, group in trainer.mesh._groups.items()}
-    names[str(cast(ProcessGroup, distributed.group.WORLD).group_name)] = "world"
     reading = trainer.loader.updates(0)
     trainer.step = 1
     trainer.train_step(next(reading), 1e-3)
+    return trainer, reading
+
+
+def count(config: Config) -> Counted:
+    trainer, reading = _begun(config)
+    names = {str(group.group_name): channel for channel, group in trainer.mesh._groups.items()}
+    names[str(cast(ProcessGroup, distributed.group.WORLD).group_name)] = "world"
     batches = next(reading)
     with Seen(names) as seen:
         trainer.train_step(batches, 1e-3)

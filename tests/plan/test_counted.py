@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from tests.plan.counted import Counted, Key, count
+from tests.plan.counted import Counted, Key, count, touched
 from tests.ranks import run_ranks
 from trainer.config import Config
 from trainer.ledger import Rank
@@ -77,6 +77,8 @@ MORE = {
         f"{WHOLE} {EVERY} {PIECES} {TIED} parallelism.loss_parallel=false",
         f"{CP}ring {HALF} parallelism.cp_reduce_dtype=bfloat16",
         f"{CP}alltoall {KEEP} memory.head_groups=2",
+        # There is room for what attention gave in two of three blocks.
+        f"{CP}ring {KEEP} memory.offload=inputs_and_attention memory.host_budget_gib=0.00063",
         f"{CP}allgather {FULL}",
         f"{CP}ulysses",
         PP,
@@ -159,3 +161,33 @@ def test_ranks_send_and_compute_what_the_formulas_say(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", MORE)
 def test_ranks_send_and_compute_what_the_formulas_say_on_further_meshes(world_size: int) -> None:
     compare(world_size, MORE[world_size])
+
+
+# Weights, which FSDP copies, weigh little.
+MOVED = "training.seq_len=4096 model.num_layers=2 training.dtype=bfloat16 training.global_batch_size=1"
+BOUND = {
+    1: (
+        MOVED,
+        f"{MOVED} {FULL}",
+        f"{MOVED} {EVERY} model.qk_norm=true",
+        f"{MOVED} training.seq_len=1024 model.vocab_size=8192",
+    ),
+    2: (
+        f"{MOVED} {CP}ring {KEEP}",
+        f"{MOVED} {CP}allgather {KEEP}",
+        f"{MOVED} {CP}ulysses {FULL}",
+        f"{MOVED} {TP} {KEEP}",
+    ),
+}
+
+
+def counted_bytes(cases: tuple[str, ...]) -> list[int]:
+    return [touched(configured(changes)) for changes in cases]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_memory_bound_operations_move_about_what_is_estimated(world_size: int) -> None:
+    for case, *found in zip(BOUND[world_size], *run_ranks(counted_bytes, world_size, BOUND[world_size]), strict=True):
+        predicted = sum(work(configured(case), world_size, 0).moved.values())
+        assert predicted == pytest.approx(max(found), rel=0.1), case

@@ -79,6 +79,7 @@ def test_a_kernel_or_width_without_rates_has_those_of_the_nearest() -> None:
     assert (device.kernel("auto"), device.kernel("fa3"), device.kernel("cudnn")) == ("flash", "flash", "cudnn")
     assert device.attention_rates("flash", 96) == device.attention_rates("flash", 128)
     assert device.attention_rates("flash", 80) == device.attention_rates("flash", 64)
+    assert device.attention_rates("flash", 93) == device.attention_rates("flash", 128)  # By their ratio.
 
 
 def test_a_file_of_ones_own_changes_what_it_says(tmp_path: Path) -> None:

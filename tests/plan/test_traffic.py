@@ -87,6 +87,16 @@ def test_a_pipeline_gathers_and_sums_once_in_an_update() -> None:
     assert of(first, "pp", "gradients of the stream") == of(last, "pp", "the stream") == {}
 
 
+def test_neighbouring_stages_of_one_rank_send_nothing() -> None:
+    config = configured("parallelism.pp=2 model.num_layers=4 parallelism.pp_schedule=ZBVZeroBubble")
+    # Stages 0 and 3 are here, 1 and 2 there: out, and back in the other arm.
+    calls = [
+        {message.phase: message.calls for message in traffic(config, 2, place) if message.channel == "pp"}
+        for place in (0, 1)
+    ]
+    assert calls == [{"forward": 4, "backward": 4}, {"forward": 4, "backward": 4}]
+
+
 @pytest.mark.parametrize(("policy", "again"), [("none", 0), ("keep_attention", 3), ("full", 4)])
 def test_tokens_are_exchanged_eight_times_in_a_block_and_again_what_was_not_kept(policy: str, again: int) -> None:
     found = of(traffic(configured(f"{TP} memory.recompute={policy}"), 2, 0), "tp", "tokens")
@@ -96,6 +106,25 @@ def test_tokens_are_exchanged_eight_times_in_a_block_and_again_what_was_not_kept
     more = {("all_gather", "again"): again - 1.0, ("reduce_scatter", "again"): 1.0} if again else {}
     assert calls == expected | more
     assert {key: size / count for key, (size, count) in found.items()} == dict.fromkeys(calls, one)
+
+
+def test_tiles_are_exchanged_one_by_one_and_blocks_are_made_again_without_attention() -> None:
+    # Two micro-batches of two rows of 512 tokens, of which 256 are here. A token takes 4 (500 + 500 + 500 + 500 + 128)
+    # bytes in passing, so a tile of 1 MiB has 30 of each rank and row.
+    tiled = f"{TP} {KEEP} memory.input_every=3 memory.mlp_tile_mib=1 training.seq_len=512 model.ffn_dim=1000"
+    found = of(traffic(configured(f"{tiled} training.micro_batch_size=2"), 2, 0), "tp", "tokens")
+    assert {key: calls / 2 for key, (_, calls) in found.items()} == {
+        ("all_gather", "forward"): 3 * (1 + 9),
+        ("all_gather", "backward"): 3 * (1 + 9),
+        ("reduce_scatter", "forward"): 3 * 2 * 9,
+        ("reduce_scatter", "backward"): 3 * 2 * 9,
+        # Of three blocks, two are made again for the one after them.
+        ("all_gather", "again"): 3 * (1 + 9) + 2 * 9,
+        ("reduce_scatter", "again"): 3 * 9 + 2 * 2 * 9,
+    }
+    sizes = {key: size / (2 * 4 * E * 512) for key, (size, _) in found.items()}
+    assert sizes["all_gather", "again"] == pytest.approx(3 * 2 + 2)
+    assert sizes["reduce_scatter", "again"] == pytest.approx(3 + 4)
 
 
 def test_whole_tokens_are_summed() -> None:
@@ -114,6 +143,11 @@ def test_a_whole_vocabulary_costs_the_sum_of_its_gradient() -> None:
     assert gradient == {("all_reduce", "backward"): (4 * 4 * V * E, 4)}
     assert of(found, "tp", "losses") == {("all_gather", "forward"): (4 * 4 * 2048, 4)}
     assert of(found, "tp", "tokens of the head") == {}
+    tied = traffic(
+        configured(f"{TP} parallelism.loss_parallel=false model.tie_embeddings=true training.dtype=bfloat16"), 2, 0
+    )
+    # Once as embedding, once as head, both in single precision.
+    assert of(tied, "tp", "gradients of weights that all have") == {("all_reduce", "backward"): (4 * 2 * 4 * V * E, 8)}
 
 
 def test_numbers_of_the_loss_are_three_of_each_token() -> None:
@@ -154,6 +188,8 @@ def test_heads_are_exchanged_among_neighbours_and_repeated_until_they_divide() -
     phases = ("forward", "backward", "again")
     assert of(found, "exchange", "queries and outputs") == {("all_to_all", phase): (queries, 24) for phase in phases}
     assert of(found, "exchange", "keys and values") == {("all_to_all", phase): (keys, 24) for phase in phases}
+    twice = traffic(configured(f"{changes} model.num_kv_heads=1 {FULL}"), 4, 0)
+    assert of(twice, "exchange", "keys and values")["all_to_all", "again"] == (2 * keys, 48)
     # One head of the keys of a half of the row.
     assert of(found, "rotate", "keys and values") == {
         ("send", phase): (12 * 2 * 4 * (T / 2) * 32, 12) for phase in phases[:2]
@@ -162,7 +198,7 @@ def test_heads_are_exchanged_among_neighbours_and_repeated_until_they_divide() -
 
 @pytest.mark.parametrize("schedule", get_args(Schedule))
 def test_a_pipeline_gathers_weights_as_often_as_torchs_schedule_asks(schedule: Schedule) -> None:
-    for pp, each, batches in ((2, 2, 4), (2, 4, 1), (2, 4, 4), (4, 3, 8), (4, 4, 10), (3, 5, 9), (2, 6, 2)):
+    for pp, each, batches in ((2, 2, 4), (3, 4, 1), (2, 4, 4), (4, 3, 8), (4, 4, 10), (3, 5, 9), (2, 6, 2)):
         if schedule not in IN_TURN:
             each, batches = 1 if schedule in SINGLE else 2, 8
         plan = PipelinePlan(pp=pp, schedule=schedule, num_layers=pp * each, per_rank=each, micro_batches=batches)

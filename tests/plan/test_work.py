@@ -112,6 +112,17 @@ def test_what_several_ranks_compute_alike_counts_on_each() -> None:
     assert of_all_ranks(config, 2) == executed(configured())
 
 
+def test_schedules_that_go_back_twice_repeat_two_products_of_the_feed_forward() -> None:
+    def again(schedule: str, place: int) -> float:
+        config = configured(f"parallelism.pp=2 model.num_layers=6 parallelism.pp_schedule={schedule}")
+        assert config.pipeline_plan(2).blocks == (1, 1, 2, 2)
+        return work(config, 2, place).matmul["again"] / (2 * ROWS * T * 2 * INNER)
+
+    # Of stages 0 and 3, the first has no input whose gradient would be found by itself.
+    assert [again("ZBVZeroBubble", place) for place in (0, 1)] == [2, 3]
+    assert [again("DualPipeV", place) for place in (0, 1)] == [0, 0]
+
+
 def test_contiguous_rows_are_as_slow_as_their_end() -> None:
     ring = "parallelism.cp=4 parallelism.cp_method=ring"
     even, uneven = (

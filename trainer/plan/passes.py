@@ -24,26 +24,26 @@ from trainer.plan.work import Work, work_of
 
 SUSTAINED = 0.88
 """Of what matrix products were seen to reach at their best shape: under load, with numbers that are not all alike, clocks
-are lower. 8B's on H100 then run at 650 TFLOP/s, which explains published updates of several systems."""
+are lower. It is chosen such that 8B's run at 650 TFLOP/s on H100, which explains published updates of several systems."""
 NARROW = 256
 """Rows or columns at which a product of matrices takes twice as long as its FLOPs: a GPU computes it in tiles of 128 or
 256, and those at the end of a wave leave processors idle."""
 SHORT = 700
-"""Tokens at which a causal kernel of attention reaches half its rate: the FlashAttention-3 paper's charts have 74 % at
-2K tokens and 92 % at 8K of what they have at 16K."""
+"""Tokens at which a kernel of attention reaches half its rate. Without a mask these are 250 to 400 in the FlashAttention-3
+paper's charts; under a causal one, which wastes half of each tile on the diagonal, about twice as many: estimated."""
 OTHER_TYPES = {"bfloat16": 1.0, "float32": 1 / 16, "float64": 1 / 16}
 """Of bfloat16's rates: A100 and H100 have 1/16 to 1/15 of them in single and in double precision."""
 REACHED = 0.8
 """Of the bandwidth of a device's memory, by kernels that read and write long rows."""
 KERNELS = {"forward": 28, "backward": 60, "again": 24}
-"""Kernels that a block launches, not compiled, for each micro-batch and tile."""
+"""Kernels that a block launches, not compiled, for each micro-batch, tile and group of heads: estimated from what it calls."""
 COMPILED = 0.4
 """Of them, where the compiler joins those between matrix products."""
 ENDS = 2
 """Units of FSDP at each end of a pass that find nothing to hide behind: the first that is gathered, the embedding, and
 the first block; behind the last, the sums of the gradients of both."""
-ASYNC_TP = 0.6
-"""Of tp's exchanges that products hide with `async_tp`; what torchtitan reported, roughly. Not measured here."""
+ASYNC_TP = 0.3
+"""Of tp's exchanges that products hide with `async_tp`: it makes of torchtitan's 829 tokens/s, 70B on 256 H100, its 876."""
 CROWDED = 0.1
 """Of hidden communication that is paid all the same: its kernels take processors and bandwidth from the others."""
 HOST_REACHED = 0.7
@@ -155,6 +155,7 @@ class Passes:
         self.work: Work = work_of(self.rank)
         self.context = self.rank.block.context
         self._messages = messages(self.rank)
+        self._beside = min(world_size, device.node)
         self._scale = OTHER_TYPES[config.training.dtype]
 
     # ---- computing
@@ -214,9 +215,10 @@ class Passes:
         """Seconds that a phase lasts at least, because so many kernels are launched."""
         tiles = self.rank.block.tiles()[0] if self.config.memory.recompute != "none" else 1
         again = self.config.memory.recompute != "none"
-        each = self.rank.blocks * self.rank.micro_batches * tiles * self.config.memory.head_groups * self.device.launch
+        parts = tiles + self.config.memory.head_groups - 1
         joined = COMPILED if self.config.training.compile else 1
-        return {phase: each * joined * count * (again or phase != "again") for phase, count in KERNELS.items()}
+        each = self.rank.blocks * self.rank.micro_batches * parts * joined * self.device.launch
+        return {phase: each * count * (again or phase != "again") for phase, count in KERNELS.items()}
 
     def launches(self, phase: str) -> float:
         working = self.products(phase) + self.memory(phase) + self.attention(phase)
@@ -287,7 +289,7 @@ class Passes:
     def seconds(self) -> Seconds:
         exposed, hidden = Spent(), Spent()
         for way in ("forward", "backward"):
-            shown, covered = self._pass(way)
+            shown, covered = self._passes[way]
             exposed.take(shown)
             hidden.take(covered)
         if self.rank.pipeline.pp > 1:
@@ -307,6 +309,10 @@ class Passes:
             hidden={name: seconds for name, seconds in hidden.items() if seconds > 0},
             crowded=CROWDED * sum(seconds for name, seconds in hidden.items() if name != HOST),
         )
+
+    @cached_property
+    def _passes(self) -> dict[str, tuple[Spent, Spent]]:
+        return {way: self._pass(way) for way in ("forward", "backward")}
 
     def _pass(self, way: str) -> tuple[Spent, Spent]:
         """Seconds of communication that are waited for, and that are hidden, by channel."""
@@ -353,25 +359,22 @@ class Passes:
         """The mean one of this rank."""
         count = self.rank.micro_batches * self.rank.pipeline.stages_per_rank
         weights = self.products("backward") / 2
-        forward = self.compute("forward") + sum(self._pass("forward")[0].values()) + self.compute("head") / 2
-        back = self.compute("backward") + self.compute("again") + sum(self._pass("backward")[0].values())
+        forward = self.compute("forward") + sum(self._passes["forward"][0].values()) + self.compute("head") / 2
+        back = self.compute("backward") + self.compute("again") + sum(self._passes["backward"][0].values())
         back += self.compute("head") / 2
         return Chunk(forward=forward / count, inputs=(back - weights) / count, weights=weights / count)
 
     @property
     def hop(self) -> float:
         """Seconds in which the stream goes to the next stage."""
-        group = self.groups["pp"]
-        return self.rank.block.stream / links.rate("send", group, self.device) + links.latency(
-            "send", group, self.device
-        )
+        taken = (self.groups["pp"], self.device)
+        return self.rank.block.stream / links.rate("send", *taken) + links.latency("send", *taken)
 
     @cached_property
     def optimizer(self) -> float:
         if not self.work.on_host:
             return self.work.optimizer / (REACHED * self.device.hbm)
-        ranks = min(self.device.node, self.rank.node)
-        updating = self.work.optimizer * ranks / (HOST_REACHED * self.device.host_bandwidth)
+        updating = self.work.optimizer * self._beside / (HOST_REACHED * self.device.host_bandwidth)
         # Without a pipeline a block is updated while the one before it runs, in the next update's first micro-batch.
         behind = self.compute("forward") / self.rank.micro_batches if self.rank.pipeline.pp == 1 else 0
         return max(0.0, updating - behind)

@@ -78,6 +78,11 @@ class Plan:
         return self.device.memory * (1 - RESERVE)
 
     @property
+    def reserve(self) -> float:
+        """Bytes of a device that are left to what nobody counts."""
+        return self.device.memory - self.device_room
+
+    @property
     def node_ranks(self) -> int:
         """Ranks that share a host."""
         return min(self.world_size, self.device.node)
@@ -194,11 +199,18 @@ class Plan:
         for share, name in shares:
             if share >= TOLD:
                 found.append(f"{share:.0%} of the time: {name}{self._rate(name)}")
-        kernel = self.config.training.attention
-        if kernel != "auto" and self.device.kernel(kernel) != kernel:
-            found.append(f'no rates of training.attention = "{kernel}" are known here: counted as flash')
-        if self.config.training.dtype != "bfloat16":
-            found.append(f"rates are those of bfloat16, a sixteenth for {self.config.training.dtype}: a rough guess")
+        return found
+
+    @property
+    def assumptions(self) -> list[str]:
+        """What these figures take for granted, in words."""
+        found, training = [], self.config.training
+        if self.config.context_plan().packed:
+            found.append("each row is one document: packed rows attend to less, and take less time")
+        if training.attention != "auto" and self.device.kernel(training.attention) != training.attention:
+            found.append(f'no rates of training.attention = "{training.attention}" are known here: counted as flash')
+        if training.dtype != "bfloat16":
+            found.append(f"rates are those of bfloat16, a sixteenth for {training.dtype}: a rough guess")
         return found
 
     def _rate(self, name: str) -> str:
