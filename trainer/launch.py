@@ -46,7 +46,9 @@ def main() -> int:
             sys.stderr.write(complaint(problems, argv, cluster))
         return BAD_CONFIGURATION
     if "--plan" in flags and not cluster.task:
-        show_plan(config, cluster)
+        from trainer.plan.telling import show_before
+
+        show_before(config, cluster.world_size)
     if "--check" in flags:
         return 0
     settled = nothing_to_start(config)
@@ -59,19 +61,6 @@ def main() -> int:
     if cluster.task is not None:
         os.execv(sys.executable, [sys.executable, "-u", str(TRAIN), *argv])
     return live(config, argv, cluster, TRAIN)
-
-
-def show_plan(config: Recipe, cluster: Cluster) -> None:
-    """Memory, time and cost, before anything starts; what does not fit may still be tried."""
-    from trainer.plan.console import show
-    from trainer.plan.devices import DEFAULT, device_for, load_device
-    from trainer.plan.plan import run_plan
-    from trainer.plan.telling import planned
-
-    found = run_plan(config, cluster.world_size, device_for(config) or load_device(DEFAULT))
-    show(planned(found, curve=False))
-    for problem in found.misfits:
-        sys.stderr.write(f"warning: this does not fit: {problem}\n")
 
 
 def nothing_to_start(config: Config) -> tuple[int, str] | None:

@@ -190,7 +190,7 @@ def tell(report: Report, html: Path | None) -> None:
     if html is not None:
         from trainer.plan.html import html as page
 
-        html.write_text(page(report))
+        html.write_text(page(report), encoding="utf-8")
         sys.stderr.write(f"written: {html}\n")
 
 

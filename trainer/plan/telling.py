@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 
 from trainer.config import Config
 from trainer.ledger import GIB, Ledger
-from trainer.plan.devices import Device
-from trainer.plan.plan import Change, Plan, RunPlan, plan_of
+from trainer.plan.console import show
+from trainer.plan.devices import DEFAULT, Device, device_for, load_device
+from trainer.plan.plan import Change, Plan, RunPlan, plan_of, run_plan
 from trainer.plan.report import Bar, Bars, Curve, Report, Table
 from trainer.plan.search import Found, Way, told, why_slower
 
@@ -71,12 +73,12 @@ def searched(found: Found, question: str, device: Device) -> Report:
     )
 
 
-def short(plan: Plan) -> str:
-    """A line."""
-    return (
-        f"planned for {plan.device.name}: {_gib(plan.fullest.device)} GiB, {_seconds(plan.seconds)} an update, "
-        f"MFU {plan.mfu:.1%}, {plan.tokens_per_second_per_device:,.0f} tokens/s/device, {plan.days:,.1f} days"
-    )
+def show_before(config: Config, world_size: int) -> None:
+    """What a run is to take, before it starts; what does not fit may still be tried."""
+    found = run_plan(config, world_size, device_for(config) or load_device(DEFAULT))
+    show(planned(found, curve=False))
+    for problem in found.misfits:
+        sys.stderr.write(f"warning: this does not fit: {problem}\n")
 
 
 # ---- pieces
@@ -119,7 +121,7 @@ def _device_memory(plan: Plan) -> Bars:
 
 
 def _bar(ledger: Ledger, plan: Plan) -> Bar:
-    parts = {line.name: line.device / GIB for line in ledger.lines if line.device > 0}
+    parts = {line.name: line.device / GIB for line in ledger.lines}
     return Bar(label=_place(ledger.place, plan), parts=parts, limit=plan.device_room / GIB)
 
 
