@@ -29,12 +29,13 @@ from trainer.data import DataError, held_out_of, rows_of
 from trainer.data.held import HeldOut
 from trainer.data.rows import Rows
 from trainer.distributed import place, process_group, require_agreement, require_same_start, settled
+from trainer.hangs import suspects
 from trainer.health import LostError
 from trainer.initial import require_initial
 from trainer.load import load
 from trainer.loop import train
 from trainer.run_folder import ResumeError, RunFolder, finished, next_stage
-from trainer.status import BAD_CONFIGURATION, DONE, FAILED, NO_RETRY, ConfigError, RankError, RunError
+from trainer.status import BAD_CONFIGURATION, DONE, FAILED, NO_RETRY, ConfigError, InUseError, RankError, RunError
 from trainer.stops import Stops, end_of_time
 
 log = logging.getLogger("trainer")
@@ -43,7 +44,9 @@ EXIT_SECONDS = 120.0
 
 
 def main(argv: list[str], requests: Requests | None = None) -> int:
-    rank, world_size, _ = place(os.environ)
+    rank, world_size, local = place(os.environ)
+    # One rank of each node, since nodes may differ; from the process group on, all find the same.
+    speaks, who = local == 0, f"[rank {rank}] " if rank else ""
     logs.configure(rank)
     if requests is None:
         requests = Requests()
@@ -67,19 +70,21 @@ def main(argv: list[str], requests: Requests | None = None) -> int:
             # Before the process group exists: its patience is not made for tokenizing a corpus.
             rows = [rows_of(each.config, stage=each.index) for each in config.stages[stage.index :]]
             sets = held_out_of(config)
+        speaks = rank == 0
         run(config, stage, folder, rows, sets, requests)
     except Asked:
         # No marker: a peer that fails also has srun ask all others to leave.
         return refuse(None, FAILED, *(["asked to leave before the first update"] if rank == 0 else ()))
     except RankError as error:
         return refuse(folder, error.status, f"[rank {rank}] {error}")
-    # What follows is found by all ranks alike.
+    except InUseError as error:
+        return refuse(None, BAD_CONFIGURATION, str(error))  # The markers there are the other run's.
     except ConfigError as error:
-        return refuse(folder, BAD_CONFIGURATION, *(error.problems if rank == 0 else ()))
+        return refuse(folder, BAD_CONFIGURATION, *(who + problem for problem in error.problems if speaks))
     except (DataError, LostError, ResumeError) as error:
-        return refuse(folder, NO_RETRY, *([str(error)] if rank == 0 else ()))
+        return refuse(folder, NO_RETRY, *[f"{who}{error}"] * speaks)
     except RunError as error:
-        return refuse(folder, FAILED, *([str(error)] if rank == 0 else ()))
+        return refuse(folder, FAILED, *[f"{who}{error}"] * speaks)
     return DONE
 
 
@@ -89,6 +94,8 @@ def run(
     """Runs a stage on all ranks, and says how it ended."""
     rank, _, _ = place(os.environ)
     with folder.locked(leading=rank == 0), process_group(config.distributed) as world:
+        if rank == 0:
+            take_over(folder, world.size)
         facts = {f"fingerprint of {name}": value for name, value in rows[0].fingerprints.items()}
         facts |= {f"fingerprint of the set {each.name}": each.fingerprint for each in sets}
         require_agreement(stage.config, facts)
@@ -102,6 +109,14 @@ def run(
             raise LostError(f"{reason}: left without a checkpoint, because checkpoint.enabled = false")
         if rank == 0 and (reason or stage.index + 1 == stage.count):
             mark(folder, "REQUEUE" if reason else "DONE", reason or "all updates are done")
+
+
+def take_over(folder: RunFolder, ranks: int) -> None:
+    """What the start before left is told, and says nothing about this one."""
+    for line in suspects(folder.hangs, ranks):
+        log.warning("the start before hung: %s", line)
+    with suppress(OSError):
+        markers.clear(folder.path)
 
 
 def refuse(folder: RunFolder | None, status: int, *problems: str) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,8 @@ class Lines:
 
     def _try(self, *, told: bool) -> None:
         try:
-            with self._path.open("a+b") as file:
+            # Without a buffer: what was in it would be written after all when the file is closed.
+            with self._path.open("a+b", buffering=0) as file:
                 self._write(file)
         except OSError as error:
             if not told:
@@ -54,13 +55,14 @@ class Lines:
             return
         self._waiting = b""
 
-    def _write(self, file: BinaryIO) -> None:
+    def _write(self, file: FileIO) -> None:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(0, end - 1))
         torn = file.read(1) not in (b"", b"\n")  # By a process that was killed while it wrote.
+        left = b"\n" * torn + self._waiting
         try:
-            file.write(b"\n" * torn + self._waiting)
-            file.flush()
+            while left:
+                left = left[file.write(left) :]
             os.fsync(file.fileno())
         except OSError:
             with suppress(OSError):

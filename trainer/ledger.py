@@ -344,6 +344,7 @@ class Rank:
         if self.is_last and plan.pp > 1:
             head += waiting * (self._entering() + self.stored * _elements(self.head_shapes()))
         batch = 32 * self.tokens  # Tokens, labels, positions and documents are int64.
+        saving = self.config.checkpoint.enabled and self.config.checkpoint.asynchronous
         held = self.stored * (self.parameters() if self.on_host else gradients)  # The host has to have room for all.
         states_of = {"parameters": states, "gradients": held, "optimizer states": 2 * self.moment * self.parameters()}
         lines = (
@@ -354,6 +355,7 @@ class Rank:
             Line("a block in passing", passing),
             Line("the head", head),
             Line("buffers of the pipeline", buffers),
+            Line("the copy that checkpoints are written of", 0, (states + states_of["optimizer states"]) * saving),
             # An update is read while the one before it is computed.
             Line("the batch", batch * (self.micro_batches if plan.pp > 1 else 1), 2 * batch * self.micro_batches),
         )

@@ -34,41 +34,51 @@ def live(config: Config, argv: Sequence[str], cluster: Cluster, script: Path) ->
     with workers.listening():
         for life in count():
             attempt = os.environ[markers.ATTEMPT] = f"{socket.gethostname()}-{os.getpid()}-{began:.0f}.{life}"
-            if cluster.node_rank == 0:
-                markers.clear(folder.path)
             before = folder.committed()[-1:]
             status = workers.start(script, argv, cluster)
             if markers.read(folder.path, attempt) == "REQUEUE":
                 return DONE
             if status == DONE:
                 stage, status = _after(stage, argv)
-                if stage is not None and workers.asked:
-                    markers.write(folder.path, "REQUEUE", reason=workers.asked.name, attempt=attempt)
-                if stage is None or workers.asked:
+                if stage is None:
                     return status
-                continue
-            stuck = 0 if folder.committed()[-1:] != before else stuck + 1
-            if status in TELLING_CODES or workers.asked or not _again(config, folder, cluster, life + 1, stuck):
-                return status
+            else:
+                stuck = 0 if folder.committed()[-1:] != before else stuck + 1
+                if status in TELLING_CODES or workers.asked:
+                    return status
+                seconds = _pause(config, folder, cluster, life + 1, stuck)
+                if seconds is None:
+                    return status
+                workers.pause(seconds)
+            if workers.asked:
+                return _leave(folder, workers.asked.name, attempt)
     raise AssertionError("lives do not end by themselves")
 
 
-def _again(config: Config, folder: RunFolder, cluster: Cluster, life: int, stuck: int) -> bool:
-    """Whether to start again after a failure, the `stuck`-th in a row without a new checkpoint; then after a pause."""
+def _leave(folder: RunFolder, reason: str, attempt: str) -> int:
+    """Asked to while no worker was there to save anything; returns the exit status."""
+    if not folder.committed():
+        return FAILED
+    markers.write(folder.path, "REQUEUE", reason=reason, attempt=attempt)
+    _say(folder, f"leaving: {reason}; the same command goes on from {_newest(folder)}")
+    return DONE
+
+
+def _pause(config: Config, folder: RunFolder, cluster: Cluster, life: int, stuck: int) -> float | None:
+    """Seconds until the start after a failure, the `stuck`-th in a row without a new checkpoint; None for no start."""
     patience = config.distributed
     for line in suspects(folder.hangs, cluster.world_size):
         _say(folder, line)
     # Nodes would have to fail, and to start again, at the same time.
     if not patience.restarts or cluster.nodes > 1:
-        return False
+        return None
     if stuck > patience.restarts:
         _say(folder, f"given up: {stuck} starts in a row without a new checkpoint (distributed.restarts)")
-        return False
-    seconds = min(patience.restart_seconds * 2 ** max(0, stuck - 1), LONGEST_BACK_OFF)
+        return None
+    seconds: float = min(patience.restart_seconds * 2 ** max(0, stuck - 1), LONGEST_BACK_OFF)
     _say(folder, f"starting again in {seconds:g} s from {_newest(folder)}")
     folder.event("restart", life=life, without_progress=stuck)
-    time.sleep(seconds)
-    return True
+    return seconds
 
 
 def _after(before: Stage | None, argv: Sequence[str]) -> tuple[Stage | None, int]:

@@ -22,11 +22,14 @@ ATTEMPT = "LONGHAUL_ATTEMPT"
 
 
 def write(folder: Path, kind: Kind, **facts: Any) -> None:
-    """Whole or not at all."""
+    """Whole or not at all, and in place of any other: a run ended one way."""
     content = {"time": time.time(), **facts}
     temporary = folder / f".{kind}.{os.getpid()}"
     write_synced(temporary, (json.dumps(content) + "\n").encode())
     temporary.rename(folder / kind)
+    for other in KINDS:
+        if other != kind:
+            (folder / other).unlink(missing_ok=True)
     sync(folder)
 
 
@@ -47,6 +50,6 @@ def read(folder: Path, attempt: str) -> Kind | None:
 
 
 def clear(folder: Path) -> None:
-    """Before a start, so that what an earlier one left says nothing about it."""
+    """At a start, once the folder is its own, so that what an earlier one left says nothing about it."""
     for kind in KINDS:
         (folder / kind).unlink(missing_ok=True)

@@ -30,7 +30,7 @@ from trainer.checkpoint.retention import put_aside
 from trainer.config import Config, Stage
 from trainer.files import Lines, write_synced
 from trainer.load import to_toml
-from trainer.status import ConfigError
+from trainer.status import ConfigError, InUseError
 from trainer.status import ResumeError as ResumeError
 
 log = logging.getLogger("trainer")
@@ -67,7 +67,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self, *, leading: bool) -> Iterator[None]:
-        """Keeps other runs out of the folder while this one lasts, however it ends. Raises `ConfigError`."""
+        """Keeps other runs out of the folder while this one lasts, however it ends. Raises `InUseError`."""
         if not leading:
             yield
             return
@@ -77,7 +77,7 @@ class RunFolder:
             except BlockingIOError:
                 file.seek(0)
                 owner = file.read().strip()
-                raise ConfigError([f"job.output_dir = {self.path} is in use by {owner}"]) from None
+                raise InUseError(f"job.output_dir = {self.path} is in use by {owner}") from None
             except OSError as error:
                 log.warning("%s: no locks on this file system (%s): nothing keeps a second run out", self.path, error)
             file.truncate(0)

@@ -26,6 +26,10 @@ class RankError(Exception):
         self.status = status
 
 
+class InUseError(Exception):
+    """The run folder is another run's, which is under way."""
+
+
 class RunError(Exception):
     """What ended a run, in words, found by all ranks alike; the next start may do better."""
 

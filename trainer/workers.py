@@ -36,16 +36,20 @@ class Workers:
         self._running: list[subprocess.Popen[bytes]] = []
 
     def start(self, script: Path, argv: Sequence[str], cluster: Cluster) -> int:
-        """Runs until all have left; returns the exit status."""
+        """Runs until all have left; returns the exit status. Starts none once this process was asked to leave."""
+        if self.asked:
+            return FAILED
         first = cluster.node_rank * cluster.processes
         command = [sys.executable, "-u", str(script), *argv]
         environment = os.environ | _world(cluster)
         workers: list[subprocess.Popen[bytes]] = []
+        self._running = workers
         try:
             for local in range(cluster.processes):
                 place = {"RANK": str(first + local), "LOCAL_RANK": str(local)}
                 workers.append(subprocess.Popen(command, env=environment | place))
-                self._running = workers
+            if self.asked:
+                self._hand_on()  # It came while they were started; twice is not more than once.
             return _ended(workers)
         finally:
             _kill([worker for worker in workers if worker.poll() is None])
@@ -62,12 +66,19 @@ class Workers:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    def pause(self, seconds: float) -> None:
+        """Waits, unless this process is asked to leave."""
+        deadline = time.monotonic() + seconds
+        while not self.asked and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(left, POLL_SECONDS))
+
     def _forward(self, number: int, _: FrameType | None) -> None:
         self.asked = signal.Signals(number)
+        self._hand_on()
+
+    def _hand_on(self) -> None:
         for worker in self._running:
-            worker.send_signal(self.asked)
-        if not self._running:
-            raise SystemExit(FAILED)
+            worker.send_signal(self.asked or signal.SIGTERM)
 
 
 def _kill(workers: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -6,14 +6,32 @@ import errno
 import logging
 import os
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 
-from tests.system.runs import lines, steps, write_run
+from tests.system.runs import (
+    checkpoints,
+    digests,
+    end,
+    fork,
+    forked,
+    lines,
+    metrics,
+    mounted,
+    read_only,
+    steps,
+    wait_for,
+    write_run,
+)
 from tests.trainer.inside import configured, run_here
 from trainer.files import Lines
+
+EXACT, LAST = ("step", "loss", "grad_norm"), "step-150"
+LONG = ("--training.steps", "150", "--checkpoint.interval", "10", "--checkpoint.keep", "2")
 
 
 def test_lines_wait_for_a_disk_that_is_full_and_are_told_once(
@@ -55,7 +73,7 @@ def test_a_run_outlives_a_disk_that_is_full_for_a_while(tmp_path: Path, monkeypa
     calls = iter(range(1000))
     real = Lines._write
 
-    def sometimes(self: Lines, file: BinaryIO) -> None:
+    def sometimes(self: Lines, file: FileIO) -> None:
         if 3 <= next(calls) < 8:
             raise OSError(errno.ENOSPC, "No space left on device")
         real(self, file)
@@ -84,3 +102,53 @@ def test_a_run_outlives_its_folder(
         run_here(configured(write_run(tmp_path), folder, "--checkpoint.interval", "100"))
     assert "metrics.jsonl cannot be written to, its lines wait" in caplog.text
     assert "done: all 6 updates" in caplog.text or (folder / "checkpoints" / "step-6").is_dir()
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Path:
+    """A folder with `run.toml`, and in `whole` a run that nothing disturbed."""
+    assert forked(write_run(tmp_path), tmp_path / "whole", *LONG, processes=2).statuses == [0, 0]
+    return tmp_path
+
+
+@contextmanager
+def filled(folder: Path) -> Iterator[None]:
+    """Within, there is no room left where the folder lies."""
+    ballast = folder / "ballast"
+    with suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    yield
+    ballast.unlink()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("broken", "told"), [(filled, "disk full: "), (read_only, "Read-only file system")], ids=["full", "read-only"]
+)
+def test_a_run_on_a_disk_that_fails_in_earnest_ends_as_if_it_had_not(
+    full: Path, broken: Callable[[Path], AbstractContextManager[None]], told: str
+) -> None:
+    folder = full / "run"
+    with mounted(folder, "-t", "tmpfs", "-o", "size=16m", "tmpfs"):
+        ranks = fork(full / "run.toml", folder, *LONG, processes=2)
+        log = folder.with_suffix(".log")
+        assert wait_for(lambda: (folder / "metrics.jsonl").exists() and len(checkpoints(folder)) > 1)
+        with broken(folder):
+            assert wait_for(lambda: log.read_text().count(told) > 1 and "its lines wait" in log.read_text())
+            assert all(rank.is_alive() for rank in ranks), log.read_text()
+        assert wait_for(lambda: not any(rank.is_alive() for rank in ranks)), log.read_text()
+        end(ranks)
+        assert [rank.exitcode for rank in ranks] == [0, 0], log.read_text()
+        assert metrics(folder, *EXACT) == metrics(full / "whole", *EXACT)
+        assert digests(folder / "checkpoints" / LAST) == digests(full / "whole" / "checkpoints" / LAST)
+        assert not [name for name in checkpoints(folder) if not name.startswith("step-")]
+
+
+@pytest.mark.ranks
+def test_a_folder_that_cannot_be_written_to_is_refused_at_the_start(tmp_path: Path) -> None:
+    (folder := tmp_path / "run").mkdir()
+    with read_only(folder):
+        done = forked(write_run(tmp_path), folder)
+    assert done.statuses == [2]
+    assert f"error: job.output_dir = {folder} cannot be written to: Read-only file system" in done.said

@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+import train
 from tests.ranks import run_ranks
+from trainer import markers
 from trainer.hangs import suspects
+from trainer.run_folder import RunFolder
 from trainer.watchdog import Watchdog, collectives
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,6 +106,18 @@ def test_the_rank_that_says_nothing_is_the_suspect(tmp_path: Path) -> None:
     for rank, text in enumerate((WAITING, "", WAITING[:20])):
         (tmp_path / f"rank-{rank}.txt").write_text(text)
     assert suspects(tmp_path, 4)[1:] == ["suspect: rank 1, 2, 3 did not say where it was"]
+
+
+def test_the_next_start_tells_the_suspects_whoever_began_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = RunFolder(tmp_path)
+    folder.hangs.mkdir(parents=True)
+    for rank, text in enumerate((WAITING, READING, WAITING)):
+        (folder.hangs / f"rank-{rank}.txt").write_text(text)
+    markers.write(tmp_path, "REQUEUE")
+    for _ in range(2):
+        train.take_over(folder, 3)
+    assert caplog.text.count("the start before hung: suspect: rank 1 was in updates") == 1
+    assert not (tmp_path / "REQUEUE").exists()
 
 
 def test_a_start_that_failed_otherwise_has_no_suspects(tmp_path: Path) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from tests.system.runs import (
 )
 from trainer.requests import Requests
 
+EXACT = ("step", "loss", "grad_norm")
 LONG = ("--training.steps", "40", "--checkpoint.interval", "1000", "--training.dtype", "float64")
 
 
@@ -56,7 +59,7 @@ def updates(folder: Path) -> int:
 
 def require_same_end(folder: Path, whole: Path) -> None:
     assert steps(folder) == list(range(1, 41))
-    assert metrics(folder, "step", "loss", "grad_norm") == metrics(whole / "whole", "step", "loss", "grad_norm")
+    assert metrics(folder, *EXACT) == metrics(whole / "whole", *EXACT)
     assert digests(folder / "checkpoints" / "step-40") == digests(whole / "whole" / "checkpoints" / "step-40")
 
 
@@ -140,6 +143,24 @@ def test_a_request_before_the_first_update_is_answered_at_once_and_asks_for_noth
     assert [*folder.iterdir()] == []
 
 
+@pytest.mark.parametrize(("local", "told"), [("0", True), ("3", False)])
+def test_a_node_tells_what_is_wrong_with_it_alone(
+    whole: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    local: str,
+    *,
+    told: bool,
+) -> None:
+    monkeypatch.setattr("trainer.logs.configure", lambda _: None)
+    for key, value in {"RANK": "8", "WORLD_SIZE": "16", "LOCAL_RANK": local}.items():
+        monkeypatch.setenv(key, value)
+    argv = arguments(whole / "run.toml", tmp_path / "run", *LONG, "--data.corpus", str(tmp_path / "absent"))
+    assert train.main([*argv, "--parallelism.dp_shard", "2", "--parallelism.cp", "8"], Requests()) in (2, 78)
+    assert capfd.readouterr().err.startswith("error: [rank 8] ") == told
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("ignored", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["of a shell", "nohup"])
 def test_a_terminal_that_closes_asks_to_leave_unless_that_is_ignored(
@@ -164,18 +185,50 @@ def test_a_terminal_that_closes_asks_to_leave_unless_that_is_ignored(
 
 
 @pytest.mark.ranks
-@pytest.mark.slow
-def test_a_rank_that_is_killed_is_started_again_and_the_run_ends_the_same(whole: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    options = (*LONG, "--checkpoint.interval", "4", "--distributed.restart_seconds", "0")
-    launcher = launch(whole / "run.toml", folder, *options, processes=2)
-    for least in (6, 20):
-        assert wait_for(lambda least=least: updates(folder) >= least and len(workers(launcher.pid)) == 2)  # type: ignore[misc]
-        os.kill(workers(launcher.pid)[1], signal.SIGKILL)
-        assert wait_for(lambda: len(workers(launcher.pid)) < 2)
-    assert launcher.wait(120) == 0, folder.with_suffix(".log").read_text()
-    assert [event["event"] for event in lines(folder / "events.jsonl")].count("restart") == 2
-    require_same_end(folder, whole)
+@pytest.mark.parametrize(
+    ("processes", "kills"),
+    [(2, (("save", 0), ("update", 1))), pytest.param(4, None, marks=pytest.mark.slow)],
+    ids=["a rank of two in a save, then the other", "any of four, ten times, at any moment"],
+)
+def test_ranks_that_are_killed_are_started_again_and_the_run_ends_the_same(
+    whole: Path, tmp_path: Path, processes: int, kills: tuple[tuple[str, int], ...] | None
+) -> None:
+    folder, draw = tmp_path / "run", random.Random(0)
+    updates_of_all = "40" if kills else "400"
+    if kills is None:
+        kills = tuple((draw.choice(("save", "update")), draw.randrange(processes)) for _ in range(10))
+    options = (*LONG, "--training.steps", updates_of_all, "--checkpoint.interval", "4", "--checkpoint.keep", "1000")
+    undisturbed = forked(whole / "run.toml", tmp_path / "whole", *options, processes=processes, seconds=300)
+    assert undisturbed.statuses == [0] * processes
+    lives = ("--distributed.restart_seconds", "0", "--distributed.restarts", "20")
+    launcher = launch(whole / "run.toml", folder, *options, *lives, processes=processes)
+    log = folder.with_suffix(".log")
+    for moment, rank in kills:
+        before = updates(folder)
+        running = partial(is_under_way, folder, launcher.pid, processes, moment, before)
+        assert wait_for(running, 120), log.read_text()
+        time.sleep(draw.uniform(0, 0.05))
+        os.kill(killed := of_rank(launcher.pid, rank), signal.SIGKILL)
+        assert wait_for(lambda killed=killed: killed not in workers(launcher.pid)), log.read_text()  # type: ignore[misc]
+    assert launcher.wait(240) == 0, log.read_text()
+    assert [event["event"] for event in lines(folder / "events.jsonl")].count("restart") == len(kills)
+    assert metrics(folder, *EXACT) == metrics(tmp_path / "whole", *EXACT)
+    assert digests(folder / "checkpoints" / f"step-{updates_of_all}") == digests(
+        tmp_path / "whole" / "checkpoints" / f"step-{updates_of_all}"
+    )
+
+
+def is_under_way(folder: Path, launcher: int, processes: int, moment: str, before: int) -> bool:
+    """Whether all ranks run, and, after more updates than before, are in the midst of that."""
+    if len(workers(launcher)) < processes or updates(folder) <= before:
+        return False
+    return moment == "update" or any((folder / "checkpoints").glob(".tmp-*"))
+
+
+def of_rank(launcher: int, rank: int) -> int:
+    """The process of that rank."""
+    place = f"RANK={rank}".encode()
+    return next(pid for pid in workers(launcher) if place in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
 
 
 @pytest.mark.ranks

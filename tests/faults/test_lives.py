@@ -121,7 +121,6 @@ def test_a_marker_of_an_earlier_start_says_nothing(tmp_path: Path) -> None:
     run = Run(tmp_path, "sys.exit(1)")
     (run.folder / "REQUEUE").write_text('{"attempt": "1.0"}')
     assert run.ended("--distributed.restarts", "0")[0] == 1
-    assert not (run.folder / "REQUEUE").exists()
 
 
 def test_a_signal_reaches_all_workers_and_ends_all_lives(tmp_path: Path) -> None:
@@ -135,14 +134,17 @@ def test_a_signal_reaches_all_workers_and_ends_all_lives(tmp_path: Path) -> None
     assert said.count("left with 1") == 2
 
 
-def test_a_signal_between_two_lives_ends_the_run(tmp_path: Path) -> None:
-    run = Run(tmp_path, "sys.exit(1)")
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_signal_between_two_lives_ends_the_run(tmp_path: Path, *, is_saved: bool) -> None:
+    run = Run(tmp_path, "commit(life)\nsys.exit(1)" if is_saved else "sys.exit(1)")
     process = run.start("--distributed.restart_seconds", "60")
     assert wait_for(lambda: (run.folder / "events.jsonl").exists())
     time.sleep(0.2)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=10)
-    assert process.returncode == 1
+    _, said = process.communicate(timeout=10)
+    assert (process.returncode, run.lives) == (0 if is_saved else 1, 1)
+    assert (run.folder / "REQUEUE").exists() == is_saved
+    assert ("leaving: SIGTERM; the same command goes on from" in said) == is_saved
 
 
 def test_peers_of_a_worker_that_failed_are_killed(tmp_path: Path) -> None:
@@ -180,6 +182,7 @@ def test_a_signal_at_the_end_of_a_stage_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: signal.Signals | None
 ) -> None:
     config = Config.model_validate({"job": {"output_dir": tmp_path}})
+    (tmp_path / "checkpoints" / "step-3").mkdir(parents=True)  # A stage's end is saved.
     first, second = (Stage(config, name=name, index=index, count=2) for index, name in enumerate(("first", "second")))
     started: list[str] = []
 

@@ -15,6 +15,8 @@ def test_a_start_reads_what_it_left_and_nothing_of_another(tmp_path: Path) -> No
     facts = json.loads((tmp_path / "REQUEUE").read_text())
     assert (facts["step"], facts["attempt"]) == (3, "a")
     assert facts["time"] > 1e9
+    markers.write(tmp_path, "DONE", attempt="a")
+    assert [path.name for path in tmp_path.iterdir()] == ["DONE"], "a run ended one way"
     markers.clear(tmp_path)
     assert [*tmp_path.iterdir()] == []
 

@@ -16,12 +16,14 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -144,13 +146,10 @@ def launched(config: Path, folder: Path, *options: str, processes: int, patience
 def workers(launcher: int) -> list[int]:
     """The processes of `train.py` below a process that is alive."""
     found: list[int] = []
-    for task in Path(f"/proc/{launcher}/task").glob("*/children"):
-        try:
-            below = [int(pid) for pid in task.read_text().split()]
-        except OSError:  # The thread has ended.
-            continue
-        for pid in below:
-            found += [pid, *workers(pid)] if b"train.py" in command_of(pid) else workers(pid)
+    with suppress(OSError):  # It, or a thread of it, has ended.
+        for task in Path(f"/proc/{launcher}/task").glob("*/children"):
+            for pid in map(int, task.read_text().split()):
+                found += [pid, *workers(pid)] if b"train.py" in command_of(pid) else workers(pid)
     return found
 
 
@@ -256,6 +255,30 @@ def _train(rank: int, size: int, port: int, log: Path, argv: list[str]) -> None:
     import train
 
     sys.exit(train.main(argv))
+
+
+# ---- disks
+
+
+@contextmanager
+def mounted(place: Path, *options: str) -> Iterator[None]:
+    """Within, `mount` with those options has put something at that place."""
+    place.mkdir(exist_ok=True)
+    said = subprocess.run(["mount", *options, place], capture_output=True, text=True)
+    if said.returncode:
+        pytest.skip(f"nothing can be mounted here, which takes root: {said.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)
+
+
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """Within, nothing that is opened in the folder from now on can be written."""
+    with mounted(folder, "--bind", str(folder)):
+        subprocess.run(["mount", "-o", "remount,ro,bind", folder], check=True)
+        yield
 
 
 # ---- what a run left

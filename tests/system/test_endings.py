@@ -249,10 +249,14 @@ def test_a_second_run_in_the_folder_is_refused_and_the_first_goes_on(finished: P
     first = launch(config, folder, "--training.steps", "100000", "--checkpoint.interval", "100000", processes=1)
     try:
         assert wait_for(lambda: (folder / "metrics.jsonl").exists())
+        (folder / "REQUEUE").touch()
         done = forked(config, folder)
         assert done.statuses == [2]
+        assert (folder / "REQUEUE").exists(), "markers are the first one's"
+        assert not (folder / "STOP").exists()
         assert f"error: job.output_dir = {folder} is in use by process " in done.said
         assert first.poll() is None
     finally:
         kill_launcher(first)
     assert forked(config, folder, "--training.steps", "1").statuses == [0]
+    assert not (folder / "REQUEUE").exists()

@@ -160,11 +160,11 @@ CASES = [
     case("cp 2 ulysses x pp 2 DualPipeV", mesh(cp=2, pp=2, method="ulysses", schedule="DualPipeV"), slow=True),
     case("cp 2 alltoall x pp 2 GPipe", mesh(cp=2, pp=2, method="alltoall", schedule="GPipe"), FULL, slow=True),
     case("cp 4 hybrid x pp 2", mesh(cp=4, pp=2, method="hybrid"), HYBRID, slow=True),
-    case("tp 2 x pp 2", mesh(tp=2, pp=2), KEEP),
+    case("tp 2 x pp 2", mesh(tp=2, pp=2), KEEP, slow=True),
     case("tp 4 x pp 2, key heads shared", mesh(tp=4, pp=2), slow=True),
     case("tp 2 x pp 2 GPipe, loss whole", mesh(tp=2, pp=2, schedule="GPipe"), LOSS_WHOLE, slow=True),
     case("tp 2 x pp 2 InterleavedZeroBubble", mesh(tp=2, pp=2, schedule="InterleavedZeroBubble"), slow=True),
-    case("tp 2 x pp 2 DualPipeV, tokens whole", mesh(tp=2, pp=2, schedule="DualPipeV"), TOKENS_WHOLE),
+    case("tp 2 x pp 2 DualPipeV, tokens whole", mesh(tp=2, pp=2, schedule="DualPipeV"), TOKENS_WHOLE, slow=True),
     # Three axes and more on eight ranks
     case("dp_replicate 2 x dp_shard 2 x tp 2", mesh(dp_replicate=2, dp_shard=2, tp=2), slow=True),
     case("dp_shard 2 x cp 2 x tp 2", mesh(dp_shard=2, cp=2, tp=2, method="ring"), KEEP, slow=True),

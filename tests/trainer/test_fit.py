@@ -54,7 +54,7 @@ def test_keys_that_are_given_stay() -> None:
 
 def test_attention_goes_to_a_host_that_has_room_for_all_of_it() -> None:
     tight = ("--memory.head_chunk_mib", "256", "--memory.input_every", "1")
-    for node in (TERABYTE, 150 * GIB):
+    for node in (TERABYTE, 240 * GIB):
         config = chosen(32, *tight, host=node)
         held = ledger(config, 8).host * 8
         assert held <= 0.75 * node

@@ -42,6 +42,8 @@ MODEL = [
     "float32",
     "--training.global_batch_size",
     "1",
+    "--checkpoint.enabled",
+    "false",
 ]
 HALF = "training.dtype=bfloat16"
 FULL, KEEP = "memory.recompute=full", "memory.recompute=keep_attention"
@@ -117,6 +119,13 @@ MORE = {
 
 def configured(changes: str = "") -> Config:
     return load([*MODEL, *(word for change in changes.split() for word in f"--{change}".split("=", 1))])
+
+
+def test_the_copy_that_checkpoints_are_written_of_is_on_the_host() -> None:
+    without = ledger(configured(), 1).host
+    assert ledger(configured("checkpoint.enabled=true checkpoint.async=false"), 1).host == without
+    copied = ledger(configured("checkpoint.enabled=true"), 1).host - without
+    assert copied == 12 * configured().model.build().num_parameters
 
 
 def counted(cases: tuple[str, ...]) -> list[Counted]:

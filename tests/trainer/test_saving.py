@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import Tensor, distributed
 
 from parallelisms.collectives import local
 from tests.ranks import run_ranks
-from tests.system.runs import checkpoints, digests, lines, state, tensors, timeless, write_run
+from tests.system.runs import checkpoints, digests, lines, mounted, state, tensors, timeless, write_run
 from tests.trainer.inside import configured, rows_of, run_here, saved_by, trainer_of
 from trainer.checkpoint import background, manifest, writing
 from trainer.checkpoint.background import Saved
@@ -246,13 +245,8 @@ def test_too_little_room_is_told_before_anything_is_written(run: Path) -> None:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 8 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk], capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"no file system can be mounted here, which takes root: {mounted.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", "-l", disk], check=True)
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=8m", "tmpfs"):
+        yield tmp_path / "disk"
 
 
 @pytest.mark.parametrize("when", ["before", "while"])

@@ -67,8 +67,6 @@ mkdir -p "$RUN/slurm"
 stuck=$(cat "$RUN/slurm/stuck" 2>/dev/null || echo 0) # starts in a row without a new checkpoint, over all lives
 for ((attempt = 0; ; attempt++)); do
     ((told)) && requeue
-    # Markers say how ranks ended, and so far nothing did.
-    rm -f "$RUN"/{DONE,REQUEUE,STOP}
     before=$(newest)
     export LONGHAUL_ATTEMPT=$SLURM_JOB_ID.$life.$attempt
     # One that this job did not just use, and that its neighbours do not use.
