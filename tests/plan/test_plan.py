@@ -94,7 +94,7 @@ def test_a_node_holds_what_its_ranks_keep_their_copies_and_themselves() -> None:
     plan = planned(16, parallelism=mesh, memory=memory)
     u, states = 2 * 4096 * 8 * K, 12 * 8.03e9 / 16
     assert plan.host[KEPT] == pytest.approx(8 * 32 * u * 17 / 16)
-    assert plan.host["a copy of the state, while it is saved"] == pytest.approx(8 * states, rel=1e-3)
+    assert plan.host["the copy that checkpoints are written of"] == pytest.approx(8 * states, rel=1e-3)
     assert plan.host["processes"] == 8 * PROCESS
     without = planned(16, parallelism=mesh, memory=memory, checkpoint={"async": False})
     assert plan.host_needed - without.host_needed == pytest.approx(8 * states, rel=1e-3)

@@ -90,17 +90,12 @@ class Plan:
     @cached_property
     def host(self) -> dict[str, float]:
         """Bytes of a node's memory, by kind, where most is needed."""
-        most = max(self.ledgers, key=self._of_rank)
+        most = max(self.ledgers, key=lambda found: found.host)
         kinds = {line.name: line.host for line in most.lines if line.host}
         if KEPT in kinds:
             kinds[KEPT] *= fit.ROUNDED
-        if self.config.checkpoint.enabled and self.config.checkpoint.asynchronous:
-            kinds["a copy of the state, while it is saved"] = _state(most)
         kinds["processes"] = PROCESS
         return {kind: self.node_ranks * size for kind, size in kinds.items()}
-
-    def _of_rank(self, found: Ledger) -> float:
-        return found.host + _state(found)
 
     @property
     def host_needed(self) -> float:
@@ -298,11 +293,6 @@ def run_plan(config: Config, world_size: int, device: Device) -> RunPlan:
 
 def _memory(device: Device) -> dict[str, float]:
     return {"device": device.memory, "host": device.host_memory}
-
-
-def _state(found: Ledger) -> float:
-    """Bytes that a rank saves."""
-    return found.line("parameters").total + found.line("optimizer states").total
 
 
 def _most(found: Ledger) -> str:
