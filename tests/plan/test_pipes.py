@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
-from benchmarks.mesh_arithmetic import actions, idle
+from benchmarks.mesh_arithmetic import Action, actions, idle
 from parallelisms.stages import PipelinePlan, Schedule
 from trainer.plan.pipes import Chunk, waited
 
@@ -35,10 +37,15 @@ def made(schedule: Schedule, each: int, pp: int, micro_batches: int) -> Pipeline
     )
 
 
+@cache
+def scheduled(plan: PipelinePlan) -> list[list[Action]]:
+    return actions(plan)
+
+
 def on_a_clock(plan: PipelinePlan, chunk: Chunk, hop: float = 0) -> float:
     """Seconds that ranks wait in torch's schedule."""
     takes = {"F": chunk.forward, "I": chunk.inputs, "W": chunk.weights, "B": chunk.inputs + chunk.weights}
-    share = idle(plan, actions(plan), takes, hop=hop) / 100
+    share = idle(plan, scheduled(plan), takes, hop=hop) / 100
     return plan.micro_batches * plan.stages_per_rank * chunk.all * share / (1 - share)
 
 
