@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from parallelisms.stages import PipelinePlan
 from trainer.config import Config
 from trainer.plan import links
 from trainer.plan.devices import Device
@@ -36,11 +37,11 @@ class Times:
 
 def times(config: Config, world_size: int, device: Device) -> Times:
     """The configuration must have no problems, and no `auto` in `memory`."""
-    groups = links.groups_of(config, world_size, device)
+    groups, plan = links.groups_of(config, world_size, device), config.pipeline_plan(world_size)
     found: dict[tuple[object, ...], Passes] = {}
     places = []
     for place in range(config.parallelism.pp):
-        key = _alike(config, world_size, place)
+        key = _alike(plan, place, budget=config.memory.host_budget_gib is not None)
         if key not in found:
             found[key] = Passes(config, world_size, place, device, groups)
         places.append(found[key])
@@ -56,13 +57,11 @@ def times(config: Config, world_size: int, device: Device) -> Times:
     return Times(stages, update, work_of_all.tokens, work_of_all.pairs, each * sum(stage.executed for stage in places))
 
 
-def _alike(config: Config, world_size: int, place: int) -> tuple[object, ...]:
+def _alike(plan: PipelinePlan, place: int, *, budget: bool) -> tuple[object, ...]:
     """Ranks with as many blocks and ends do the same. With a budget of host memory, those in front keep less there."""
-    plan = config.pipeline_plan(world_size)
     stages = plan.stages_of(place)
-    budget = place if config.memory.host_budget_gib is not None else None
     ends = 0 in stages, plan.num_stages - 1 in stages
-    return tuple(plan.blocks[stage] for stage in stages), *ends, budget
+    return tuple(plan.blocks[stage] for stage in stages), *ends, place if budget else None
 
 
 def _through(places: Sequence[Passes]) -> tuple[float, list[float]]:
