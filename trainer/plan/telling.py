@@ -39,7 +39,7 @@ def planned(run: RunPlan, *, curve: bool = True) -> Report:
             f"devices are {plan.device.description}",
             *plan.limits[len(plan.misfits) :],
             *map(_change, plan.changes),
-            *plan.config.remarks(plan.world_size),
+            *plan.assumptions,
         ],
     )
 
