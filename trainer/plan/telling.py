@@ -9,6 +9,7 @@ from trainer.config import Config
 from trainer.ledger import GIB, Ledger
 from trainer.plan.console import show
 from trainer.plan.devices import DEFAULT, Device, device_for, load_device
+from trainer.plan.passes import TOLD
 from trainer.plan.plan import Change, Plan, RunPlan, plan_of, run_plan
 from trainer.plan.report import Bar, Bars, Curve, Report, Table
 from trainer.plan.search import Found, Way, told, why_slower
@@ -16,6 +17,7 @@ from trainer.plan.search import Found, Way, told, why_slower
 LENGTHS = 9
 """Points of a curve of lengths: of each, half the one after it."""
 SHORTEST = 1024
+KEPT_FREE = "kept free for kernels and fragments"
 
 
 def planned(run: RunPlan, *, curve: bool = True) -> Report:
@@ -26,6 +28,8 @@ def planned(run: RunPlan, *, curve: bool = True) -> Report:
     if len(run.stages) > 1:
         parts.append(_stages(run))
     parts += [_device_memory(plan), _host_memory(plan), _time(plan)]
+    if plan.world_size > 1:
+        parts.append(_communication(plan))
     if curve:
         parts += _curves(plan)
     return Report(
@@ -122,7 +126,8 @@ def _device_memory(plan: Plan) -> Bars:
 
 def _bar(ledger: Ledger, plan: Plan) -> Bar:
     parts = {line.name: line.device / GIB for line in ledger.lines}
-    return Bar(label=_place(ledger.place, plan), parts=parts, limit=plan.device_room / GIB)
+    parts[KEPT_FREE] = plan.reserve / GIB
+    return Bar(label=_place(ledger.place, plan), parts=parts, limit=plan.device.memory / GIB)
 
 
 def _host_memory(plan: Plan) -> Bars:
@@ -134,6 +139,19 @@ def _host_memory(plan: Plan) -> Bars:
 def _time(plan: Plan) -> Bars:
     bars = [Bar(label=_place(stage.place, plan), parts=stage.parts()) for stage in plan.times.stages]
     return Bars(title="time of an update", unit="s", bars=bars)
+
+
+def _communication(plan: Plan) -> Table:
+    """Of the rank that has most to do, by channel."""
+    busiest = plan.times.busiest
+    channels = sorted({**busiest.exposed, **busiest.hidden}, key=lambda name: -busiest.exposed.get(name, 0))
+    rows = [
+        (TOLD.get(name, name), f"{busiest.exposed.get(name, 0):.3g}", f"{busiest.hidden.get(name, 0):.3g}")
+        for name in channels
+    ]
+    return Table(
+        title="messages and copies of an update", columns=("of", "s that are waited for", "s hidden"), rows=rows
+    )
 
 
 def _place(place: int, plan: Plan) -> str:
