@@ -168,6 +168,9 @@ class Counting(TorchDispatchMode):
         if func.namespace == "longhaul":
             with self:  # An operator of our own is what happens inside it.
                 return OPDEFS[func._schema.name]._init_fn(*args, **given)
+        if _is_composite(func):
+            with self:  # Below autograd they come whole.
+                return func.decompose(*args, **given)
         if func.namespace in ("c10d", "_c10d_functional") and any(isinstance(x, FakeTensor) for x in _tensors(args)):
             return self._communicate(func, args, given)
         self._multiply(func.overloadpacket, args)
@@ -303,6 +306,12 @@ def _tensors(values: Sequence[Any]) -> list[Tensor]:
         elif isinstance(value, list | tuple):
             found += _tensors(value)
     return found
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    known = func.namespace == "aten"  # `prim::device` is asked for, but is no operation.
+    return known and bool(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
 
 
 @cache
