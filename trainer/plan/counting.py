@@ -103,6 +103,14 @@ class Alive:
             self.peak, self.fullest, self.moment = self.device, self.held.copy(), moment
 
 
+class Held(FakeWork):
+    """Communication under way. As with real backends, who drops it lets go of what is sent and received."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.tensors = tensors
+
+
 class Counting(TorchDispatchMode):
     """While it counts, tensors of numbers are fake, and what is done with them is counted.
 
@@ -124,6 +132,7 @@ class Counting(TorchDispatchMode):
         self.small: Counter[Key] = Counter()
         """Calls with messages below `SMALL`, which are in no other count."""
         self._fake = _fake_mode()
+        self._work: Held | None = None
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -216,7 +225,9 @@ class Counting(TorchDispatchMode):
         self._send(kind, size, group)
         if func.namespace != "c10d":
             return self._run(func, args, kwargs)
-        work = FakeWork().boxed()
+        # Held here until the next, since on its way to whoever waits for it nobody else does.
+        self._work = Held(_tensors(args))
+        work = self._work.boxed()
         return (args[0], work) if len(func._schema.returns) == 2 else work
 
     def _send(self, kind: str, size: float, group: ProcessGroup) -> None:
