@@ -156,14 +156,14 @@ class Counting(TorchDispatchMode):
         """Forgets what was counted, but not what is alive."""
         self.operations = 0
         for counter in (self.matmul, self.attention, self.bytes, self.calls, self.small):
-            counter.clear()  # type: ignore[attr-defined]
+            counter.clear()
         self.alive.begin()
 
-    def integers(self, *shape: int, on_device: bool) -> Tensor:
-        """Fake, of int64; what is on the host only is not counted."""
+    def integers(self, *shape: int, counted: bool = True) -> Tensor:
+        """A fake tensor of int64."""
         with self._fake:
             made = torch.zeros(shape, dtype=torch.int64)
-        if on_device:
+        if counted:
             self.alive.add(made, self.phase, "integers")
         return made
 
@@ -231,7 +231,7 @@ class Counting(TorchDispatchMode):
         return (args[0], work) if len(func._schema.returns) == 2 else work
 
     def _send(self, kind: str, size: float, group: ProcessGroup) -> None:
-        key = _channel(group), kind, self.phase
+        key = _channel(group), kind, "forward" if self.phase == "head" else self.phase
         ranks = group.size()
         if ranks == 1 or kind == "receive":
             return
@@ -296,12 +296,12 @@ def _is_real(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if tensors:
         return not any(isinstance(x, FakeTensor) for x in tensors)
     dtype = kwargs.get("dtype")
-    if dtype is None and func.overloadpacket is aten.arange and all(isinstance(x, int) for x in args):
-        dtype = torch.int64
-    if dtype is None or dtype.is_floating_point :
+    if func.overloadpacket is aten.arange and all(isinstance(x, int) for x in args):
+        return len(range(*args)) * 8 <= REAL and (dtype is None or not dtype.is_floating_point)
+    if dtype is None or dtype.is_floating_point:
         return False
     size = args[0] if args and isinstance(args[0], list | tuple) else args
-    return prod(size) * dtype.itemsize <= REAL
+    return prod(size) * int(dtype.itemsize) <= REAL
 
 
 def _type(device: torch.device | str | None) -> str:
