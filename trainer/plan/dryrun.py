@@ -94,7 +94,7 @@ def dry_run(
     `documents` are the lengths of those of each row; left out, rows are one. Raises ConfigError for a configuration
     that cannot run, and where `memory.recompute` is still "auto".
     """
-    problems = config.problems(world_size)
+    problems = config.shape_problems(world_size)
     if config.memory.recompute == "auto":
         problems.append('memory.recompute = "auto" is settled on the machine; a dry run needs what it would take')
     if not 0 <= rank < world_size:
