@@ -176,6 +176,7 @@ class Counting(TorchDispatchMode):
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             return func(*args, **given)  # Sharded tensors find the shapes of results so.
         self.operations += 1
+        self._work = None
         if func.namespace == "longhaul":
             with self:  # An operator of our own is what happens inside it.
                 return OPDEFS[func._schema.name]._init_fn(*args, **given)
@@ -227,7 +228,7 @@ class Counting(TorchDispatchMode):
         self._send(kind, size, group)
         if func.namespace != "c10d":
             return self._run(func, args, kwargs)
-        # Held here until the next, since on its way to whoever waits for it nobody else does.
+        # Held here until the next operation: on its way to whoever waits for it nobody else does.
         self._work = Held(_tensors(args))
         work = self._work.boxed()
         return (args[0], work) if len(func._schema.returns) == 2 else work
