@@ -49,15 +49,17 @@ AGAINST_THE_LEDGER = {
         f"{LONG} parallelism.cp=8 {RING} {KEEP}",
         f"{LONG} parallelism.cp=8 {GATHER} {HALF} {FULL}",
         f"{LONG} parallelism.cp=4 parallelism.tp=2 {HYBRID} {KEEP}",
-        f"{LONG} parallelism.cp=4 {ULYSSES} training.global_batch_size=2",
+        f"{LONG} parallelism.cp=2 {ULYSSES} training.global_batch_size=4",
     ),
     256: (
-        f"{LONG} parallelism.dp_shard=16 parallelism.cp=8 parallelism.tp=2 {RING} training.global_batch_size=16 {HALF} {KEEP}",
+        f"{LONG} parallelism.dp_replicate=8 parallelism.dp_shard=2 parallelism.cp=8 parallelism.tp=2 {RING} {HALF} {KEEP} "
+        "training.global_batch_size=16",
         f"{DEEP} parallelism.pp=8 parallelism.dp_shard=4 parallelism.dp_replicate=2 parallelism.tp=4 {HALF} "
         "parallelism.pp_schedule=Interleaved1F1B training.global_batch_size=128",
     ),
     1024: (
-        f"{LONG} parallelism.cp=16 parallelism.tp=4 parallelism.dp_shard=16 {GATHER} training.global_batch_size=16 {FULL}",
+        f"{LONG} parallelism.dp_replicate=16 parallelism.dp_shard=2 parallelism.cp=8 parallelism.tp=4 {GATHER} {FULL} "
+        "training.global_batch_size=32 model.vocab_size=256",
     ),
 }
 
