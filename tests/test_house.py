@@ -60,8 +60,8 @@ DOORS = {
 COLLECTIVES = {
     "all_reduce": {"parallelisms.collectives"},
     "barrier": {"parallelisms.collectives"},
-    "init_process_group": {"trainer.distributed"},
-    "destroy_process_group": {"trainer.distributed"},
+    "init_process_group": {"trainer.distributed", "trainer.plan.counting"},  # There of ranks that are not.
+    "destroy_process_group": {"trainer.distributed", "trainer.plan.counting"},
     "new_group": {"trainer.distributed", "parallelisms.mesh"},
 }
 OTHER_COLLECTIVES = (
