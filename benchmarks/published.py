@@ -273,6 +273,7 @@ def report(found: Sequence[Row]) -> list[str]:
         "MFU %",
         "GiB",
         "predicted",
+        "error",
         "another thing because",
     ]
     errors = [abs(row.error) for row in found if not row.why]
@@ -292,6 +293,7 @@ def _cells(row: Row) -> list[str]:
         f"{100 * plan.mfu:.1f}",
         gib,
         f"{plan.fullest.device / GIB:.1f}",
+        "" if row.gib is None else f"{100 * (plan.fullest.device / GIB / row.gib - 1):+.0f} %",
         row.why,
     ]
 

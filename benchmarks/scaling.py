@@ -3,7 +3,8 @@
     python -m benchmarks.scaling [--quick]
 
 Nothing is timed: every figure is a plan for H100 (`trainer/plan/devices/h100-80gb.toml`) with the fastest mesh that
-`trainer.plan search` finds, beside what others published. Takes some minutes of a core; `--quick` fills few cells.
+`trainer.plan search` finds, beside what others published. Takes some minutes of two cores; `--quick` fills few cells, in
+`outputs/scaling`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from trainer.plan import svg
 from trainer.plan.devices import load_device
 from trainer.plan.plan import plan_of
 from trainer.plan.report import Curve
-from trainer.plan.search import Way, changed, longest, search, told
+from trainer.plan.search import Way, changed, laid_out, longest, search
 from trainer.plan.style import sheet
 from trainer.plan.svg import tag
 from trainer.stages import Recipe
@@ -156,7 +157,7 @@ def sharing(ranks: int, method: str) -> dict[str, object]:
 
 def most(model: str, gpus: int) -> list[str]:
     """The longest rows, and what stops longer ones."""
-    length, found = longest(of_size(model, 64 * K, 64 * K), gpus, DEVICE)
+    length, found, _ = longest(of_size(model, 64 * K, 64 * K), gpus, DEVICE)
     if not length:
         return [model, f"{gpus:,}", "none", "", "", ""]
     plan = found.best[0].plan
@@ -164,7 +165,7 @@ def most(model: str, gpus: int) -> list[str]:
         "host memory" if plan.host_needed / plan.host_room > plan.fullest.device / plan.device_room else "device memory"
     )
     return [
-        model, f"{gpus:,}", f"{length / M:.2f}M", told(found.best[0]),
+        model, f"{gpus:,}", f"{length / M:.2f}M", laid_out(plan),
         f"{plan.fullest.device / GIB:.0f} of {plan.device_room / GIB:.0f}, {plan.host_needed / GIB:,.0f} of {plan.host_room / GIB:,.0f}",
         stops,
     ]  # fmt: skip
@@ -228,16 +229,18 @@ def updating() -> list[list[str]]:
 # ---- the page
 
 
-def page(cells: Sequence[Cell], strongly: Sequence[Cell], lengths: Sequence[Sequence[str]]) -> Iterator[str]:
+def page(
+    cells: Sequence[Cell], strongly: Sequence[Cell], lengths: Sequence[Sequence[str]], folder: Path
+) -> Iterator[str]:
     yield INTRODUCTION
     for model in MODELS:
         yield from (f"### {model}\n", *grid(model, cells), "")
     drawn, spent = strong(strongly)
-    picture("scaling_strong", drawn)
+    picture(folder / "scaling_strong.svg", drawn)
     yield STRONGLY
     yield from (*spent, "")
-    picture("scaling_methods", hidden("8B", M))
-    picture("scaling_methods_128k", hidden("8B", 128 * K))
+    picture(folder / "scaling_methods.svg", hidden("8B", M))
+    picture(folder / "scaling_methods_128k.svg", hidden("8B", 128 * K))
     yield METHODS
     yield LONGEST
     yield from (
@@ -254,7 +257,7 @@ def page(cells: Sequence[Cell], strongly: Sequence[Cell], lengths: Sequence[Sequ
     yield from (*published.report(published.rows()), "")
 
 
-def picture(name: str, drawn: Curve) -> None:
+def picture(file: Path, drawn: Curve) -> None:
     """A file beside the page."""
     sides = svg.margins(drawn)
     height = svg.HEIGHT + 80
@@ -268,7 +271,7 @@ def picture(name: str, drawn: Curve) -> None:
         xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {WIDTH} {height}", width=WIDTH, height=height,
     )  # fmt: skip
     style = sheet() + "svg { font-family: system-ui, sans-serif } .paper { fill: var(--paper) } svg svg { width: auto }"
-    (DOCS / f"{name}.svg").write_text(str(made).replace("{}", style, 1) + "\n")
+    file.write_text(str(made).replace("{}", style, 1) + "\n")
 
 
 def size(length: int) -> str:
@@ -293,8 +296,10 @@ def main(words: Sequence[str]) -> None:
         for number, future in enumerate(futures, 1):
             cells.append(future.result())
             sys.stderr.write(f"{number} of {len(futures)} searches\n")
-        text = "\n".join(page(cells[:ends], cells[ends:], [each.result() for each in reached]))
-    (DOCS / "scaling.md").write_text(text)
+        folder = DOCS.parent / "outputs" / "scaling" if quick else DOCS
+        folder.mkdir(parents=True, exist_ok=True)
+        text = "\n".join(page(cells[:ends], cells[ends:], [each.result() for each in reached], folder))
+    (folder / "scaling.md").write_text(text)
 
 
 INTRODUCTION = """\

@@ -43,6 +43,10 @@ def test_a_run_that_does_not_fit_leaves_with_3_and_says_what_would_help(capsys: 
         (["--trainin.steps", "7"], "error: "),
         (["search"], "error: how many devices? give --gpus N or --nodes N, or ask for the --fewest"),
         (["find"], "error: find: there are search, calibrate; see --help"),
+        (["search", "--gpus", "0"], "error: argument --gpus: 0 must be a whole number, 1 at least"),
+        (["--network", "fast"], "error: argument --network: fast must be a number above 0, in GB/s"),
+        (["--gpus", "8", "--nodes", "4"], "error: --world-size, --gpus and --nodes say how many devices"),
+        (["search", "--gpus", "8", "--longest", "--fewest"], "error: one question at a time"),
     ],
 )
 def test_what_is_wrong_is_told_with_2(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,8 +70,11 @@ def test_a_page_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main([*FITS, "--html", str(page)]) == 0
     assert page.read_text().startswith("<!DOCTYPE html>")
     assert f"written: {page}" in capsys.readouterr().err
-    assert main([*FITS, "--html", str(tmp_path / "absent" / "plan.html")]) == 1
-    assert "No such file or directory" in capsys.readouterr().err
+    assert main([*FITS, "--html", str(tmp_path / "absent" / "plan.html")]) == 2
+    assert capsys.readouterr() == (
+        "",
+        f"error: {tmp_path}/absent/plan.html cannot be written: {tmp_path}/absent is no folder\n",
+    )
 
 
 def test_a_recipe_is_planned_stage_by_stage(capsys: pytest.CaptureFixture[str]) -> None:

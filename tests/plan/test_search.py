@@ -10,18 +10,20 @@ from pathlib import Path
 import pytest
 
 from trainer.ledger import GIB
-from trainer.load import load, to_toml
+from trainer.load import load
 from trainer.plan.devices import Device, load_device
+from trainer.plan.links import groups_of
 from trainer.plan.plan import plan_of
 from trainer.plan.search import (
+    EQUAL,
     KEEPS,
     changed,
     divisors,
     fewest,
+    laid_out,
     layouts,
     longest,
     search,
-    told,
     why_slower,
     with_length,
 )
@@ -51,9 +53,11 @@ def test_the_best_is_the_best_of_all(gib: int) -> None:
     device = replace(H100, memory=gib * GIB)
     config = configured("--training.seq_len", "32768", "--training.global_batch_size", "4")
     found = search(config, 4, device)
-    assert found.best[0].seconds == everything(config, 4, device)
+    fastest = everything(config, 4, device)
+    assert fastest <= found.best[0].seconds <= EQUAL**2 * fastest
     assert all(way.plan.fits and not way.plan.config.shape_problems(4) for way in found.best)
-    assert [way.seconds for way in found.best] == sorted(way.seconds for way in found.best)
+    slower = [way.seconds for way in found.best if way.seconds > EQUAL * min(way.seconds for way in found.best)]
+    assert slower == sorted(slower)
 
 
 def test_meshes_differ_and_the_others_are_slower_for_a_reason() -> None:
@@ -69,18 +73,27 @@ def test_what_does_not_fit_is_told_with_what_is_missing() -> None:
     assert not found.best
     assert found.misfits
     assert "a device needs" in found.misfits[0].plan.misfits[0]
-    assert len({*map(told, found.misfits)}) == len(found.misfits)
+    assert len({laid_out(way.plan) for way in found.misfits}) == len(found.misfits)
 
 
 def test_what_is_pasted_is_what_was_planned(tmp_path: Path) -> None:
     shipped = ROOT / "train_configs" / "llama3_8b_128k.toml"
-    for way in search(configured(), 16, H100).best:
-        pasted = tomllib.loads(way.toml())
-        whole = tomllib.loads(shipped.read_text())
-        for section, values in pasted.items():
-            whole[section] = whole.get(section, {}) | values
-        (tmp_path / "whole.toml").write_text(to_toml(Recipe.model_validate(whole)))
-        assert plan_of(load(["--config", str(tmp_path / "whole.toml")]), 16, H100).seconds == way.seconds
+    for way in search(with_length(configured(), 65_536), 16, H100).best:
+        (tmp_path / "whole.toml").write_text(replaced(shipped.read_text(), way.toml()))
+        config = load(["--config", str(tmp_path / "whole.toml")])
+        assert config.training.seq_len == 65_536
+        assert config.shape_problems(16) == []
+        assert plan_of(config, 16, H100).seconds == way.seconds
+
+
+def replaced(text: str, pasted: str) -> str:
+    """What a user does: their sections out, these in."""
+    mine = {f"[{name}]" for name in tomllib.loads(pasted)}
+    kept, inside = [], False
+    for line in text.splitlines():
+        inside = line.partition("#")[0].strip() in mine if line.startswith("[") else inside
+        kept += [] if inside else [line]
+    return "\n".join(kept) + "\n\n" + pasted + "\n"
 
 
 def test_the_longest_rows_fit_and_longer_ones_do_not() -> None:
@@ -88,10 +101,41 @@ def test_the_longest_rows_fit_and_longer_ones_do_not() -> None:
         replace(H100, memory=16 * GIB),
         load(["--config", "llama3_1b", "--training.global_batch_size", "1"]),
     )
-    length, found = longest(config, 2, device)
+    length, found, stops = longest(config, 2, device)
+    assert "a device needs" in stops
     assert found.best[0].plan.fits
     assert found.best[0].plan.config.training.seq_len == length
-    assert not search(with_length(config, length + length // 8), 2, device, shown=1).best
+    assert not search(with_length(config, length + length // 16), 2, device, shown=1).best
+
+
+def test_the_fewest_may_be_nodes_between_powers_of_two() -> None:
+    config = load(["--config", "llama3_8b", "--training.global_batch_size", "8"])
+    ranks, found = fewest(config, replace(H100, memory=12 * GIB))
+    assert ranks == 24
+    assert found.best[0].plan.fits
+
+
+def test_what_is_fixed_stays() -> None:
+    config = configured("--parallelism.tp", "4", "--memory.recompute", "full")
+    best = search(config, 16, H100, fixed=("parallelism.tp", "memory.recompute")).best
+    assert {(way.mesh["tp"], way.plan.config.memory.recompute) for way in best} == {(4, "full")}
+
+
+def test_groups_that_cross_a_border_of_fast_links_count_as_crossing() -> None:
+    aligned, crossing = (
+        plan_of(changed(configured(), {"parallelism.cp": cp, "parallelism.dp_shard": 24 // cp}), 24, H100)
+        for cp in (4, 3)
+    )
+    assert groups_of(aligned.config, 24, H100)["cp"].islands == 1
+    assert groups_of(crossing.config, 24, H100)["cp"].islands == 2
+    assert groups_of(crossing.config, 24, H100)["cp"].near == 1
+
+
+def test_heads_in_groups_may_beat_what_keeps_everything() -> None:
+    slow = replace(H100, network=5e9)
+    config = configured("--training.global_batch_size", "2")
+    found = search(config, 25, slow)
+    assert found.best[0].seconds <= EQUAL**2 * everything(config, 25, slow)
 
 
 def test_the_fewest_devices_hold_the_run_and_half_of_them_do_not() -> None:

@@ -28,6 +28,7 @@ from trainer.status import ConfigError
 TABLES = Path(__file__).parent / "devices"
 DEFAULT = "h100-80gb"
 """What is planned for where no GPU is."""
+NOBODYS = f"no GPU that a table knows is here: planned for {DEFAULT}; --device or plan.device names another"
 FIGURES = {
     "device": ("memory_gib", "peak_tflops", "matmul_tflops", "memory_gbps", "launch_us"),
     "link": ("devices", "gbps", "share", "latency_us"),
@@ -99,6 +100,8 @@ def load_device(name: str) -> Device:
         for key in keys
         if f"{section}.{key}" not in table.figures
     ]
+    if not problems and table.figures.get("device.matmul_tflops", 0) > table.figures.get("device.peak_tflops", inf):
+        problems.append(f"{told}: [device] matmul_tflops must be at most peak_tflops")
     if not table.problems and not table.attention:
         problems.append(f"{told}: [attention.flash] is missing, or that of another kernel")
     if problems:
@@ -133,9 +136,16 @@ def tables() -> list[str]:
 
 @cache
 def device_called(name: str) -> Device | None:
-    """The device of what torch calls one, by the longest part of the name that a table knows; None if none does."""
+    """The device of what torch calls one, by the longest words of the name that a table knows; None if none does.
+
+    A part of a GPU (MIG) is no device that is known.
+    """
     known = [(part, device) for table in tables() for device in [load_device(table)] for part in device.names]
-    fitting = [(len(part), device) for part, device in known if part in name]
+    fitting = [
+        (len(part), device)
+        for part, device in known
+        if "MIG" not in name and re.search(rf"(?<![A-Za-z0-9]){re.escape(part)}(?![A-Za-z0-9])", name)
+    ]
     return max(fitting, key=lambda found: found[0], default=(0, None))[1]
 
 
@@ -238,7 +248,7 @@ class Table:
             forward, backward = (
                 _positive(given.get(which)) if isinstance(given, dict) else None for which in ("forward", "backward")
             )
-            if not re.fullmatch(r"width_\d+", key):
+            if not re.fullmatch(r"width_[1-9]\d*", key):
                 self.problems.append(
                     f"[attention.{kernel}] {key}: there is no such key; they are width_128, width_64, ..."
                 )

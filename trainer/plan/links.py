@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import lcm
 
 from parallelisms.topology import first_groups
 from trainer.config import Config
@@ -29,15 +31,24 @@ class Group:
 
 
 def groups_of(config: Config, world_size: int, device: Device) -> dict[str, Group]:
-    """By channel. Neighbouring ranks fill one island of fast links after the other."""
+    """By channel, the group that is worst off. Neighbouring ranks fill one island of fast links after the other."""
     plan = config.context_plan()
     degrees = config.parallelism.degrees(world_size)
     first = first_groups(degrees, plan.ulysses if plan.chosen == "hybrid" else None)
-    found = {}
-    for name, ranks in first.items():
-        islands = [rank // device.linked for rank in ranks]
-        found[name] = Group(len(ranks), islands.count(0), len({*islands}))
-    return found
+    return {name: _worst(ranks, world_size, device.linked) for name, ranks in first.items()}
+
+
+def _worst(first: range, world_size: int, linked: int) -> Group:
+    """Of the groups that lie as `first` does, from rank 0 on; where sizes do not divide an island, some cross its border."""
+    span = first.step * len(first)
+    even = linked % span == 0 or (span % linked == 0 and (linked % first.step == 0 or first.step % linked == 0))
+    bases = [0] if even else range(0, min(world_size, lcm(span, linked)), span)
+    offsets = range(1) if even else range(0, first.step, max(1, first.step // linked))
+    found = []
+    for start in (base + offset for base in bases for offset in offsets):
+        islands = Counter((start + rank) // linked for rank in first)
+        found.append(Group(len(first), min(islands.values()), len(islands)))
+    return max(found, key=lambda group: (group.islands, -group.near))
 
 
 def rate(kind: str, group: Group, device: Device) -> float:

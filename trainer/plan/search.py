@@ -7,21 +7,29 @@ can be among the best.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from math import inf
 from typing import Any, TypeVar
 
 from trainer.config import Config
 from trainer.load import toml_value
 from trainer.plan.devices import Device
 from trainer.plan.plan import Plan, plan_of
+from trainer.sections import LONGEST_ROW
 
 SHOWN = 5
 MOST_TOKENS = 32_768
 """Of a micro-batch on a rank: larger ones make no product faster."""
+UNIT = 1 << 12
+"""Of lengths that are tried."""
 LEAST_TOKENS = 512
 """Of a row on a rank, beyond the first: shorter pieces are all messages and no work."""
+PASTED = ("training", "parallelism", "memory")
+EQUAL = 1.005
+"""Times the seconds of the fastest that count as equal to it: what takes least of its devices and hosts is then the best."""
 METHODS = ("ring", "allgather", "ulysses", "hybrid")
 SCHEDULES = ("1F1B", "Interleaved1F1B")
 
@@ -32,6 +40,8 @@ KEEPS: tuple[dict[str, Any], ...] = tuple(
     for values in (
         ("none", "none", None, 1, 1),
         ("keep_attention", "none", None, 1, 1),
+        ("keep_attention", "none", None, 2, 1),
+        ("keep_attention", "none", None, 4, 1),
         ("keep_attention", "none", 256, 1, 1),
         ("keep_attention", "inputs", 256, 1, 1),
         ("keep_attention", "inputs_and_attention", 256, 1, 1),
@@ -48,6 +58,9 @@ KEEPS: tuple[dict[str, Any], ...] = tuple(
 
 
 C = TypeVar("C", bound=Config)
+GROUPED = [keep for keep in KEEPS if keep["memory.head_groups"] > 1 and keep["memory.offload"] == "none"]
+LEAN = 4
+"""Of them, the last, that take least of a device."""
 Told = Callable[[int], None] | None
 """Is given the number of plans that were made, now and then."""
 
@@ -57,8 +70,6 @@ class Way:
     """A run laid out in one way."""
 
     plan: Plan
-    changes: dict[str, Any]
-    """Keys whose values are not those of the configuration that was given."""
 
     @property
     def seconds(self) -> float:
@@ -69,13 +80,15 @@ class Way:
         return self.plan.config.parallelism.degrees(self.plan.world_size)
 
     def toml(self) -> str:
-        """To paste."""
-        sections: dict[str, list[str]] = {}
-        for key, value in self.changes.items():
-            section, _, name = key.partition(".")
-            line = f"# {name}: left out" if value is None else f"{name} = {toml_value(value)}"
-            sections.setdefault(section, []).append(line)
-        return "\n\n".join("\n".join([f"[{name}]", *lines]) for name, lines in sections.items())
+        """Whole sections, to stand in place of the file's."""
+        return "\n\n".join("\n".join(self._section(name)) for name in PASTED)
+
+    def _section(self, name: str) -> Iterator[str]:
+        section = getattr(self.plan.config, name)
+        yield f"[{name}]"
+        for key, value in section:
+            if value is not None and value != type(section).model_fields[key].default:
+                yield f"{key} = {toml_value(value)}"
 
 
 @dataclass(frozen=True)
@@ -83,7 +96,7 @@ class Found:
     """What a search found."""
 
     best: Sequence[Way]
-    """The fastest of each mesh that fits, fastest first."""
+    """The fastest of each mesh that fits, fastest first; of those that are about equal, what fills least."""
     misfits: Sequence[Way]
     """The leanest ways of meshes that would be faster than the best, but do not fit."""
     tried: int
@@ -92,59 +105,106 @@ class Found:
     """Where nothing could be laid out: what stood in the way most often."""
 
 
-def search(config: Config, ranks: int, device: Device, *, shown: int = SHOWN, told: Told = None) -> Found:
-    """The fastest ways to run a configuration on so many devices."""
-    looked = _Looked(config, ranks, device, told)
-    bounds = sorted(looked.bounds(), key=lambda way: way.seconds)
+def search(
+    config: Config,
+    ranks: int,
+    device: Device,
+    *,
+    shown: int = SHOWN,
+    fixed: Sequence[str] = (),
+    told: Told = None,
+) -> Found:
+    """The fastest ways to run a configuration on so many devices. Keys that are `fixed` keep their values."""
+    looked = _Looked(config, ranks, device, fixed, told)
+    bounds = sorted(looked.bounds(), key=_least)
     best: list[Way] = []
     misfits: list[Way] = []
     for bound in bounds:
-        if len(best) == shown and bound.seconds >= best[-1].seconds:
+        if len(best) == shown and _least(bound) >= best[-1].seconds:
             break
         fitting, leanest = looked.fitted(bound)
         if fitting is None:
             misfits.append(leanest)
             continue
         best = sorted(_one_of_each_mesh([*best, fitting]), key=lambda way: way.seconds)[:shown]
-    limit = best[0].seconds if best else float("inf")
+    limit = best[0].seconds if best else inf
+    best.sort(
+        key=lambda way: (
+            way.seconds > EQUAL * limit,
+            way.plan.overfull if way.seconds <= EQUAL * limit else way.seconds,
+        )
+    )
     faster = [way for way in misfits if way.seconds < limit]
-    return Found(best, faster[:shown], looked.plans, [*looked.problems][:3] if not bounds else ())
+    problems = [problem for problem, _ in looked.problems.most_common(3)]
+    return Found(best, faster[:shown], looked.plans, () if bounds else problems)
+
+
+def holds(config: Config, ranks: int, device: Device, *, told: Told = None) -> bool:
+    """Whether some way fits, which is found sooner than the fastest."""
+    looked = _Looked(config, ranks, device, (), told)
+    return any(looked.holds(layout) for layout in layouts(config, ranks, device))
+
+
+def _least(bound: Way) -> float:
+    """Seconds below which no way of a layout can be: where heads go in groups, messages of attention may hide."""
+    exposed = bound.plan.times.busiest.exposed
+    return bound.seconds - sum(exposed.get(channel, 0) for channel in ("cp", "rotate", "exchange"))
 
 
 class _Looked:
     """The ways of one search, and what was seen of them."""
 
-    def __init__(self, config: Config, ranks: int, device: Device, told: Told) -> None:
+    def __init__(self, config: Config, ranks: int, device: Device, fixed: Sequence[str], told: Told) -> None:
         self.config, self.ranks, self.device, self.told = config, ranks, device, told
+        self.fixed = [tuple(key.split(".")) for key in fixed]
         self.plans = 0
-        self.problems: dict[str, None] = {}
+        self.problems: Counter[str] = Counter()
 
     def bounds(self) -> Iterator[Way]:
-        """Every mesh with every way to share rows, keeping everything."""
+        """Every mesh with every way to share rows, keeping everything; or, where that is fixed, as it is asked for."""
         for layout in layouts(self.config, self.ranks, self.device):
-            way = self.way(layout | KEEPS[0])
+            way = self.way(layout | KEEPS[0]) or (self.way(layout) if self.fixed else None)
             if way is not None:
                 yield way
 
     def fitted(self, bound: Way) -> tuple[Way | None, Way]:
-        """The fastest way of a layout that fits; and the leanest that was looked at."""
-        if bound.plan.fits:
+        """The fastest way of a layout that fits, of about equals the one with fewest levers; and the leanest of all."""
+        if bound.plan.fits and bound.mesh["cp"] == 1:
             return bound, bound
-        ways = [way for keep in KEEPS[1:] if (way := self.way(keep, bound.plan.config)) is not None]
+        # Where all fits, only what hides messages of attention may still help.
+        keeps = [keep for keep in KEEPS[1:] if not bound.plan.fits or keep in GROUPED]
+        ways = [bound, *(way for keep in keeps if (way := self.way(keep, bound.plan.config)) is not None)]
         fitting = [way for way in ways if way.plan.fits]
-        leanest = min([bound, *ways], key=lambda way: way.plan.overfull)
-        return min(fitting, key=lambda way: way.seconds, default=None), leanest
+        leanest = min(ways, key=lambda way: way.plan.overfull)
+        least = EQUAL * min((way.seconds for way in fitting), default=inf)
+        return next((way for way in fitting if way.seconds <= least), None), leanest
+
+    def holds(self, layout: dict[str, Any]) -> bool:
+        """Whether a layout fits, one row at a time and without copies of the model, which only take more."""
+        if layout["training.micro_batch_size"] > 1 or layout["parallelism.dp_replicate"] > 1:
+            return False
+        lean = [way for keep in KEEPS[-LEAN:] if (way := self.way(layout | keep)) is not None]
+        if any(way.plan.fits for way in lean):
+            return True
+        # Where the host is what lacks, less may be put there.
+        if all(way.plan.fullest.device > way.plan.device_room for way in lean):
+            return False
+        return any((way := self.way(layout | keep)) is not None and way.plan.fits for keep in KEEPS[:-LEAN])
 
     def way(self, changes: dict[str, Any], config: Config | None = None) -> Way | None:
-        """None where the configuration has problems so."""
+        """None where the configuration has problems so, or is not as it is fixed."""
         config = changed(config or self.config, changes)
+        if any(
+            getattr(getattr(config, name), key) != getattr(getattr(self.config, name), key) for name, key in self.fixed
+        ):
+            return None
         if problems := config.shape_problems(self.ranks):
-            self.problems |= dict.fromkeys(problems)
+            self.problems.update(problems)
             return None
         self.plans += 1
         if self.told is not None and self.plans % 100 == 0:
             self.told(self.plans)
-        return Way(plan_of(config, self.ranks, self.device), dict(differing(self.config, config)))
+        return Way(plan_of(config, self.ranks, self.device))
 
 
 def layouts(config: Config, ranks: int, device: Device) -> Iterator[dict[str, Any]]:
@@ -161,7 +221,7 @@ def layouts(config: Config, ranks: int, device: Device) -> Iterator[dict[str, An
         mesh = {"parallelism.tp": tp, "parallelism.cp": cp, "parallelism.pp": pp}
         for replicas, micro, method, schedule in product(
             _replicas(data, cp * tp, device),
-            _micro_batches(rows // data, length // cp),
+            _micro_batches(rows, data, length // cp),
             METHODS if cp > 1 else ("auto",),
             SCHEDULES if pp > 1 else ("1F1B",),
         ):
@@ -175,15 +235,6 @@ def layouts(config: Config, ranks: int, device: Device) -> Iterator[dict[str, An
                     "parallelism.pp_schedule": schedule,
                     "training.micro_batch_size": micro,
                 }
-
-
-def differing(config: Config, other: Config) -> Iterator[tuple[str, Any]]:
-    """The keys that a search may change and did, with their values in the other."""
-    for section in ("parallelism", "training", "memory"):
-        before, after = getattr(config, section), getattr(other, section)
-        for key in type(after).model_fields:
-            if getattr(before, key) != getattr(after, key):
-                yield f"{section}.{key}", getattr(after, key)
 
 
 def divisors(number: int) -> list[int]:
@@ -207,9 +258,11 @@ def _replicas(data: int, sharing: int, device: Device) -> list[int]:
     return [1] if data <= inside or data % inside else [1, data // inside]
 
 
-def _micro_batches(rows: int, length: int) -> list[int]:
-    """Rows of a micro-batch on a rank that holds so many tokens of each."""
-    return [count for count in divisors(rows) if count == 1 or count * length <= MOST_TOKENS][-2:]
+def _micro_batches(rows: int, data: int, length: int) -> list[int]:
+    """Rows of a micro-batch, on so many data-parallel ranks that hold so many tokens of each: one, and the two largest."""
+    each = -(-rows // data)
+    fitting = [count for count in divisors(each) if rows % count == 0 and count * length <= MOST_TOKENS]
+    return sorted({1, *fitting[-2:]})
 
 
 def _exchanged(method: str, cp: int, tp: int, heads: int, device: Device) -> Iterator[int | None]:
@@ -245,54 +298,58 @@ def with_length(config: C, length: int) -> C:
     )
 
 
-def longest(config: Config, ranks: int, device: Device, *, unit: int = 1 << 12, told: Told = None) -> tuple[int, Found]:
-    """The longest rows that fit, in whole units of tokens, and the ways to run them; 0 if one unit does not fit.
+def longest(config: C, ranks: int, device: Device, *, told: Told = None) -> tuple[int, Found, str]:
+    """The longest rows that fit, to within a thirty-second, the ways to run them, and what stops longer ones; 0 if none fit.
 
     One row an update for each group of ranks that shares one.
     """
-
-    def tried(units: int) -> Found:
-        return search(with_length(config, units * unit), ranks, device, shown=1, told=told)
-
-    return _largest(tried, unit)
-
-
-def _largest(tried: Callable[[int], Found], unit: int) -> tuple[int, Found]:
-    low, high, found = 0, 1, tried(1)
-    last = found
-    while found.best:
-        low, high, last = high, 2 * high, found
-        found = tried(high)
-    while high - low > max(1, low // 16):
+    low, high = 0, 1
+    while high * UNIT <= LONGEST_ROW and holds(with_length(config, high * UNIT), ranks, device, told=told):
+        low, high = high, 2 * high
+    while high - low > max(1, low // 32):
         middle = (low + high) // 2
-        found = tried(middle)
-        low, high = (middle, high) if found.best else (low, middle)
-        last = found if found.best else last
-    return low * unit, last
+        fits = holds(with_length(config, middle * UNIT), ranks, device, told=told)
+        low, high = (middle, high) if fits else (low, middle)
+    beyond = search(with_length(config, high * UNIT), ranks, device, shown=1, told=told)
+    least = min(beyond.misfits, key=lambda way: way.plan.overfull, default=None)
+    stops = "" if least is None else f"{high * UNIT:,} tokens: {least.plan.misfits[0]}"
+    return (
+        low * UNIT,
+        search(with_length(config, low * UNIT), ranks, device, shown=1, told=told) if low else beyond,
+        stops,
+    )
 
 
 def fewest(config: Config, device: Device, *, most: int = 65_536, told: Told = None) -> tuple[int, Found]:
-    """The fewest devices that hold the run: whole nodes, or a power of two of one's devices. 0 if there are none."""
-    found = Found((), (), 0)
-    counts = [1 << power for power in range(most.bit_length())]
-    for ranks in counts:
-        found = search(config, ranks, device, shown=1, told=told)
-        if found.best:
-            return ranks, found
-    return 0, found
+    """The fewest devices that hold the run: of one node any number, else whole nodes, in steps of an eighth of a power of two.
+    0 if there are none.
+    """
+    ranks = next(
+        (count for power in range(most.bit_length()) if holds(config, count := 1 << power, device, told=told)), 0
+    )
+    step = 1 if ranks <= device.node else max(device.node, ranks // 16)
+    for fewer in range(ranks // 2 + step, ranks, step):
+        if holds(config, fewer, device, told=told):
+            ranks = fewer
+            break
+    return ranks, search(config, ranks or most, device, shown=1, told=told)
 
 
-def told(way: Way) -> str:
+def laid_out(plan: Plan) -> str:
     """A mesh and what goes with it, in a few words."""
-    config = way.plan.config
+    config = plan.config
     parallelism, memory, rows = config.parallelism, config.memory, config.training.micro_batch_size
-    words = [" x ".join(f"{axis} {size}" for axis, size in way.mesh.items() if size > 1) or "one rank"]
+    mesh = parallelism.degrees(plan.world_size)
+    words = [" x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "one rank"]
     if parallelism.cp > 1:
-        words.append(parallelism.cp_method + (f" of {parallelism.cp_ulysses}" if parallelism.cp_ulysses else ""))
+        words.append(
+            config.context_plan().chosen + (f" of {config.context_plan().ulysses}" * bool(parallelism.cp_ulysses))
+        )
     words += [parallelism.pp_schedule] * (parallelism.pp > 1) + [f"{rows} rows"] * (rows > 1) + [memory.recompute]
     words += [f"offload {memory.offload}"] * (memory.offload != "none")
     words += [f"tiles {memory.mlp_tile_mib} MiB"] * (memory.mlp_tile_mib is not None)
     words += [f"{memory.head_groups} head groups"] * (memory.head_groups > 1)
+    words += ["states on the host"] * (memory.optimizer_placement == "host")
     return ", ".join(words + [f"one input of {memory.input_every}"] * (memory.input_every > 1))
 
 
@@ -301,4 +358,5 @@ def why_slower(way: Way, best: Way) -> str:
     mine, theirs = (other.plan.times.busiest.parts() for other in (way, best))
     costs = {name: mine.get(name, 0) - theirs.get(name, 0) for name in mine.keys() | theirs.keys()}
     worst = sorted(costs.items(), key=lambda item: -item[1])[:2]
-    return ", ".join(f"{name} {seconds:+.2f} s" for name, seconds in worst if seconds > 0)
+    noticed = [f"{name} {seconds:+.2f} s" for name, seconds in worst if seconds >= 0.005 * best.seconds]
+    return ", ".join(noticed) or "about equal, and fills more"

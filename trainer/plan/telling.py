@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from trainer.config import Config
 from trainer.ledger import GIB, Ledger
 from trainer.plan.console import show
-from trainer.plan.devices import DEFAULT, Device, device_for, load_device
+from trainer.plan.devices import DEFAULT, NOBODYS, Device, device_for, load_device
 from trainer.plan.passes import TOLD
 from trainer.plan.plan import Change, Plan, RunPlan, plan_of, run_plan
 from trainer.plan.report import Bar, Bars, Curve, Report, Table
-from trainer.plan.search import Found, Way, told, why_slower
+from trainer.plan.search import Found, Way, laid_out, why_slower
 
 LENGTHS = 9
 """Points of a curve of lengths: of each, half the one after it."""
@@ -20,67 +20,76 @@ SHORTEST = 1024
 KEPT_FREE = "kept free for kernels and fragments"
 
 
-def planned(run: RunPlan, *, curve: bool = True) -> Report:
+def planned(run: RunPlan, *, curve: bool = True, notes: Sequence[str] = ()) -> Report:
     """A run's plan; of a recipe, memory and time of the stage that is fullest."""
     plan = max(run.stages, key=lambda stage: (not stage.fits, stage.overfull))
     name = plan.config.job.name
     parts: list[Bars | Table | Curve] = []
     if len(run.stages) > 1:
         parts.append(_stages(run))
-    parts += [_device_memory(plan), _host_memory(plan), _time(plan)]
-    if plan.world_size > 1:
-        parts.append(_communication(plan))
+    parts += _pages(plan)
     if curve:
         parts += _curves(plan)
+    filled = f"{_gib(plan.fullest.device)} of {_gib(plan.device_room)} GiB that may be filled"
     return Report(
         title=f"{name} on {_ranks(plan)}{f', stage {plan.name}' if plan.name else ''}",
-        verdict="; ".join(run.misfits)
-        or f"{_gib(plan.fullest.device)} of {_gib(plan.device_room)} GiB that may be filled",
+        verdict="; ".join(run.misfits) or f"{filled}, with {laid_out(plan)}",
         fits=run.fits,
         facts=_facts(run, plan),
         parts=parts,
-        notes=[
-            f"devices are {plan.device.description}",
-            *plan.limits[len(plan.misfits) :],
-            *map(_change, plan.changes),
-            *plan.assumptions,
-        ],
+        notes=[*_notes(plan), *notes],
     )
 
 
-def searched(found: Found, question: str, device: Device) -> Report:
+def searched(found: Found, question: str, device: Device, *, notes: Sequence[str] = ()) -> Report:
     """What a search found."""
-    rows = [_row(way, found.best[0]) for way in found.best]
-    columns = ("layout", "s / update", "MFU %", "tokens / s / device", "GiB", "why not")
     parts: list[Bars | Table | Curve] = []
-    if rows:
+    if found.best:
+        rows = [_row(way, found.best[0]) for way in found.best]
+        columns = ("layout", "s / update", "MFU %", "tokens / s / device", "GiB", "host GiB", "what it loses by")
         parts.append(Table(title="the fastest that fit", columns=columns, rows=rows, best=0))
     if found.misfits:
-        misfits = [(told(way), f"{way.seconds:.4g}", way.plan.misfits[0]) for way in found.misfits]
-        parts.append(
-            Table(
-                title="would be faster, and do not fit",
-                columns=("layout", "s / update", "what is missing, where least is kept"),
-                rows=misfits,
-            )
-        )
-    if found.best:
-        parts += [_device_memory(found.best[0].plan), _time(found.best[0].plan)]
+        misfits = [(laid_out(way.plan), f"{way.seconds:.4g}", way.plan.misfits[0]) for way in found.misfits]
+        missing = ("layout", "s / update", "what is missing, where least is kept")
+        parts.append(Table(title="would be faster, and do not fit", columns=missing, rows=misfits))
+    best = found.best[0].plan if found.best else None
+    parts += _pages(best) if best else []
+    about = _notes(best) if best else [f"devices are {device.description}"]
     return Report(
         title=question,
-        verdict=told(found.best[0]) if found.best else "; ".join(found.problems) or "no layout fits",
-        fits=bool(found.best),
-        facts=[("plans made", f"{found.tried:,}")],
+        verdict=laid_out(best) if best else "; ".join(found.problems) or "no layout fits",
+        fits=best is not None,
+        facts=_facts(RunPlan((best,)), best) if best else [],
         parts=parts,
-        notes=[f"devices are {device.description}"],
-        toml="\n\n".join(f"# {told(way)}: {_seconds(way.seconds)} an update\n{way.toml()}" for way in found.best),
+        notes=[*about, *notes, f"{found.tried:,} plans were made"],
+        toml="\n\n".join(map(_pasted, found.best)),
     )
+
+
+def _pasted(way: Way) -> str:
+    return f"# {laid_out(way.plan)}: {_seconds(way.seconds)} an update\n{way.toml()}"
+
+
+def _pages(plan: Plan) -> list[Bars | Table | Curve]:
+    parts: list[Bars | Table | Curve] = [_device_memory(plan), _host_memory(plan), _time(plan)]
+    return [*parts, _communication(plan)] if plan.world_size > 1 else parts
+
+
+def _notes(plan: Plan) -> list[str]:
+    return [
+        f"devices are {plan.device.description}",
+        *plan.limits[len(plan.misfits) :],
+        *map(_change, plan.changes),
+        *plan.assumptions,
+        *plan.config.remarks(plan.world_size),
+    ]
 
 
 def show_before(config: Config, world_size: int) -> None:
     """What a run is to take, before it starts; what does not fit may still be tried."""
-    found = run_plan(config, world_size, device_for(config) or load_device(DEFAULT))
-    show(planned(found, curve=False))
+    known = device_for(config)
+    found = run_plan(config, world_size, known or load_device(DEFAULT))
+    show(planned(found, curve=False, notes=[] if known else [NOBODYS]))
     for problem in found.misfits:
         sys.stderr.write(f"warning: this does not fit: {problem}\n")
 
@@ -133,7 +142,7 @@ def _bar(ledger: Ledger, plan: Plan) -> Bar:
 def _host_memory(plan: Plan) -> Bars:
     parts = {kind: size / GIB for kind, size in plan.host.items()}
     bar = Bar(label=f"{plan.node_ranks} ranks", parts=parts, limit=plan.host_room / GIB)
-    return Bars(title="memory of a node", unit="GiB", bars=[bar])
+    return Bars(title="host memory of a node", unit="GiB", bars=[bar])
 
 
 def _time(plan: Plan) -> Bars:
@@ -155,7 +164,7 @@ def _communication(plan: Plan) -> Table:
 
 
 def _place(place: int, plan: Plan) -> str:
-    return f"rank {place} of {plan.config.parallelism.pp}" if plan.config.parallelism.pp > 1 else "every rank"
+    return f"place {place + 1} of {plan.config.parallelism.pp}" if plan.config.parallelism.pp > 1 else "every rank"
 
 
 def _curves(plan: Plan) -> list[Curve]:
@@ -190,8 +199,8 @@ def _of_length(plan: Plan, length: int) -> Plan:
 def _row(way: Way, best: Way) -> Sequence[str]:
     plan = way.plan
     return (
-        told(way), f"{way.seconds:.4g}", f"{100 * plan.mfu:.1f}", f"{plan.tokens_per_second_per_device:,.0f}",
-        _gib(plan.fullest.device), why_slower(way, best) if way is not best else "",
+        laid_out(plan), f"{way.seconds:.4g}", f"{100 * plan.mfu:.1f}", f"{plan.tokens_per_second_per_device:,.0f}",
+        _gib(plan.fullest.device), _gib(plan.host_needed), why_slower(way, best) if way is not best else "",
     )  # fmt: skip
 
 
