@@ -32,8 +32,10 @@ INSIDE, BETWEEN = 450e9, 50e9  # bytes per second and GPU, each way, in a node a
 NODE = 8
 GIB = 2**30
 SHIPPED = ("llama2_7b_32k", "llama3_8b_128k", "llama3_8b_1m", "llama3_70b_128k", "llama3_405b_128k")
-# Of tp, in a block: 4 forward, 4 backward, and again all but the last, whose sum no gradient needs.
-EXCHANGES = {"none": 8, "keep_attention": 11, "full": 11}
+# Of tp, in a block: 4 forward, 4 backward, and again all but the last, whose sum no gradient needs. `full` enters attention
+# twice, to compute it and to find its gradient.
+EXCHANGES = {"none": 8, "keep_attention": 11, "full": 12}
+PASSES = {"none": 2, "keep_attention": 3, "full": 4}  # Of an exchange of heads.
 
 Action = tuple[str, int, int]  # what is done, its stage, its micro-batch
 
@@ -128,15 +130,15 @@ class Run:
         return self._percent(EXCHANGES[self.policy] * 2 * self.model.dim * self.tokens * (self.tp - 1), INSIDE)
 
     def of_heads(self) -> float:
-        """Of queries, keys, values and outputs: forward, backward, and again unless everything is kept."""
+        """Of queries, keys, values and outputs: forward, backward, and again unless everything is kept, `full` twice."""
         heads = 2 * self.model.num_heads // self.tp + 2 * self.kv_heads
         sent = 2 * heads * self.model.head_dim * self.tokens * self.tp * (1 - 1 / self.context.ulysses)
-        return self._percent(sent * (2 if self.policy == "none" else 3), INSIDE)
+        return self._percent(sent * PASSES[self.policy], INSIDE)
 
     def of_keys(self) -> float:
-        """Twice in bfloat16, and their gradients in float32."""
+        """Twice in bfloat16, once more with `full`, and their gradients in float32."""
         values = 2 * self.row * self.kv_heads // self.context.ulysses * self.model.head_dim
-        return self._percent(values * (2 + 2 + 4) * (1 - 1 / self.context.ring), BETWEEN)
+        return self._percent(values * (2 + 2 * (self.policy == "full") + 2 + 4) * (1 - 1 / self.context.ring), BETWEEN)
 
     def of_weights(self) -> float:
         """Of a pipeline, what it would be if each micro-batch gathered them. The GPUs of a node fetch one copy."""
@@ -213,8 +215,8 @@ def times(model: ModelConfig, tokens: int) -> dict[str, float]:
     return {"F": 1, "I": inputs / forward, "W": matrices / forward, "B": (inputs + matrices) / forward}
 
 
-def idle(plan: PipelinePlan, ranks: Sequence[Sequence[Action]], takes: Mapping[str, float]) -> float:
-    """Percent of an update that ranks wait, all stages alike and nothing sent."""
+def idle(plan: PipelinePlan, ranks: Sequence[Sequence[Action]], takes: Mapping[str, float], *, hop: float = 0) -> float:
+    """Percent of an update that ranks wait, all stages alike; what goes to another rank is on its way for so long."""
     queues = [deque(action for action in rank if action[0] in takes) for rank in ranks]
     busy = sum(takes[kind] for queue in queues for kind, *_ in queue) / len(queues)
     clocks = [0.0] * len(queues)
@@ -228,7 +230,9 @@ def idle(plan: PipelinePlan, ranks: Sequence[Sequence[Action]], takes: Mapping[s
                 needed = ("F", stage - 1, number) if kind == "F" else ("I", stage + (kind != "W"), number)
                 if needed not in there:
                     break
-                clocks[rank] = max(clocks[rank], there[needed]) + takes[kind]
+                source = needed[1] if 0 <= needed[1] < plan.num_stages else stage
+                late = hop * (plan.rank_of(source) != rank)
+                clocks[rank] = max(clocks[rank], there[needed] + late) + takes[kind]
                 there.setdefault(("F" if kind == "F" else "I", stage, number), clocks[rank])
                 queue.popleft()
         if left == sum(map(len, queues)):
@@ -299,7 +303,7 @@ def thumb() -> list[str]:
     rows = []
     for size, model in ((size, LLAMA31[size]) for size in ("8b", "70b", "405b")):
         products = 8 * model.block_matrix_parameters / FLOPS
-        sent = EXCHANGES["full"] * 2 * model.dim / INSIDE
+        sent = EXCHANGES["keep_attention"] * 2 * model.dim / INSIDE
         cells = [f"{100 * sent * (tp - 1) / products:.0f}" for tp in (2, 4, 8)]
         rows.append([f"{size.upper()}, E {model.dim}", *cells])
     return table(["", "tp 2", "tp 4", "tp 8"], rows)

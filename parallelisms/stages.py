@@ -11,7 +11,7 @@ several in turn, or two as the arms of a V. 8 stages on 4 ranks, Interleaved1F1B
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -55,12 +55,18 @@ class PipelinePlan:
     def num_stages(self) -> int:
         return self.pp * self.stages_per_rank
 
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Where each stage is."""
+        folded = self.schedule in FOLDED
+        laps = (divmod(stage, self.pp) for stage in range(self.num_stages))
+        return tuple(self.pp - 1 - place if folded and lap % 2 else place for lap, place in laps)
+
     def rank_of(self, stage: int) -> int:
-        lap, place = divmod(stage, self.pp)
-        return self.pp - 1 - place if self.schedule in FOLDED and lap % 2 else place
+        return self.ranks[stage]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
+        return tuple(stage for stage, where in enumerate(self.ranks) if where == rank)
 
     @property
     def last_rank(self) -> int:
@@ -78,18 +84,7 @@ class PipelinePlan:
         """
         if self.layers is not None and self.pp > 1:
             return self.layers
-        last = self.num_stages - 1
-        dealt = [0 if stage in (0, last) else 1 for stage in range(self.num_stages)]
-
-        def cost(stage: int) -> float:
-            return dealt[stage] + self.embed_cost * (stage == 0) + self.head_cost * (stage == last)
-
-        def load(stage: int) -> tuple[float, float, int]:
-            return sum(map(cost, self.stages_of(self.rank_of(stage)))), cost(stage), -stage
-
-        for _ in range(self.num_layers - sum(dealt)):
-            dealt[min(range(self.num_stages), key=load)] += 1
-        return tuple(dealt)
+        return _dealt(self.num_layers, self.ranks, self.embed_cost, self.head_cost)
 
     def part(self, stage: int) -> Part:
         """What of the model a stage is."""
@@ -202,3 +197,22 @@ class PipelinePlan:
                 "way back, and each weight would have its own"
             )
         return found
+
+
+@lru_cache(maxsize=256)
+def _dealt(blocks: int, ranks: tuple[int, ...], embed_cost: float, head_cost: float) -> tuple[int, ...]:
+    """How many of so many blocks each stage has, where `ranks` are those of the stages."""
+    last = len(ranks) - 1
+    dealt = [0 if stage in (0, last) else 1 for stage in range(len(ranks))]
+    costs = [float(count) for count in dealt]
+    costs[0] += embed_cost
+    costs[last] += head_cost
+    loads = [0.0] * (max(ranks) + 1)
+    for rank, cost in zip(ranks, costs, strict=True):
+        loads[rank] += cost
+    for _ in range(blocks - sum(dealt)):
+        stage = min(range(len(ranks)), key=lambda stage: (loads[ranks[stage]], costs[stage], -stage))
+        dealt[stage] += 1
+        costs[stage] += 1
+        loads[ranks[stage]] += 1
+    return tuple(dealt)

@@ -31,7 +31,21 @@ def channels(degrees: Mapping[str, int], ulysses: int | None = None) -> dict[str
     among `ulysses` neighbours) and `rotate`. Sums over `tokens` are sums over a stage's part of the global batch,
     those over `numbers` also over stages.
     """
-    spread = {
+    return {name: groups(within, *axes) for name, (within, axes) in _spread(degrees, ulysses).items()}
+
+
+def first_groups(degrees: Mapping[str, int], ulysses: int | None = None) -> dict[str, range]:
+    """Of each channel the group of rank 0, without listing the others, of which there may be thousands."""
+    found = {}
+    for name, (within, axes) in _spread(degrees, ulysses).items():
+        step = _step(within, axes[-1])
+        found[name] = range(0, step * prod(within[axis] for axis in axes), step)
+    return found
+
+
+def _spread(degrees: Mapping[str, int], ulysses: int | None) -> dict[str, tuple[Mapping[str, int], tuple[str, ...]]]:
+    """Along which neighbouring axes of which mesh each channel's ranks differ."""
+    spread: dict[str, tuple[str, ...]] = {
         "pp": ("pp",),
         "dp_replicate": ("dp_replicate",),
         "fsdp": ("dp_shard", "cp"),  # Ranks that share rows hold the same weights, so they share them.
@@ -42,11 +56,13 @@ def channels(degrees: Mapping[str, int], ulysses: int | None = None) -> dict[str
         spread["numbers"] = ("pp", *spread["tokens"])
     if degrees["cp"] > 1 and ulysses is None:
         spread["cp"] = ("cp",)
-    found = {name: groups(degrees, *axes) for name, axes in spread.items()}
+    found: dict[str, tuple[Mapping[str, int], tuple[str, ...]]] = {
+        name: (degrees, axes) for name, axes in spread.items()
+    }
     if degrees["cp"] > 1 and ulysses is not None:
         outer = {axis: degrees[axis] for axis in AXES[:3]}
         halved = outer | {"rotate": degrees["cp"] // ulysses, "exchange": ulysses, "tp": degrees["tp"]}
-        found |= {name: groups(halved, name) for name in ("rotate", "exchange")}
+        found |= {name: (halved, (name,)) for name in ("rotate", "exchange")}
     return found
 
 

@@ -41,7 +41,13 @@ DOORS = {
     },
     "pydantic_core": {"trainer.load"},
     "pydantic_settings": {"trainer.load"},
-    "rich": {"trainer.sinks", "trainer.data.prepare.report", "trainer.data.progress", "trainer.evaluation.report"},
+    "rich": {
+        "trainer.sinks",
+        "trainer.data.prepare.report",
+        "trainer.data.progress",
+        "trainer.evaluation.report",
+        "trainer.plan.console",
+    },
     "safetensors": {"models.hf"},
     "sentencepiece": {"trainer.data.tokenizer", "trainer.data.prepare.train_tokenizer"},
     "tensorboard": set[str](),
@@ -54,8 +60,8 @@ DOORS = {
 COLLECTIVES = {
     "all_reduce": {"parallelisms.collectives"},
     "barrier": {"parallelisms.collectives"},
-    "init_process_group": {"trainer.distributed"},
-    "destroy_process_group": {"trainer.distributed"},
+    "init_process_group": {"trainer.distributed", "trainer.plan.counting"},  # There of ranks that are not.
+    "destroy_process_group": {"trainer.distributed", "trainer.plan.counting"},
     "new_group": {"trainer.distributed", "parallelisms.mesh"},
 }
 OTHER_COLLECTIVES = (
@@ -168,8 +174,12 @@ def test_models_need_torch_and_nothing_else() -> None:
         "trainer.hf",
         "trainer.initial",
         "trainer.launch",
+        "trainer.plan.traffic",
+        "trainer.plan.work",
         "trainer.checkpoint.__main__",
         "trainer.selfcheck.__main__",
+        "trainer.plan.console",
+        "trainer.plan.html",
         "trainer.slurm.__main__",
         "models.config",
         "parallelisms.footprint",
@@ -267,19 +277,21 @@ def lines(names: set[str]) -> int:
 
 
 def test_what_a_run_consists_of_can_be_read_in_a_day() -> None:
-    """Four chapters are read by themselves: text to tokens, Hugging Face's format, checkpoints, staying alive.
+    """Five chapters are read by themselves: text to tokens, Hugging Face's format, checkpoints, staying alive, planning.
 
     Commands beside training are not reached from it, and are read one by one.
     """
     all_of_it = reached("train", "trainer.launch", beside=("trainer.data.prepare", "models.hf", "models.hf_config"))
     checkpoints = {name for name in all_of_it if name.startswith("trainer.checkpoint")}
-    run = all_of_it - checkpoints - ALIVE
+    planning = {name for name in all_of_it if name.startswith("trainer.plan")}
+    run = all_of_it - checkpoints - ALIVE - planning
     assert {"models.kernels", "parallelisms.context.ring", "trainer.data.packing"} <= run
     assert not {"models.decode", "trainer.generate"} & run
     assert not any(name.startswith("trainer.evaluation") for name in run)
-    assert lines(run) <= 12_450
+    assert lines(run) <= 12_500
     assert lines(checkpoints) <= 1_250
     assert lines(ALIVE) <= 700
+    assert lines({name for name in NAMES.values() if name.startswith("trainer.plan")}) <= 4_500
     assert lines(reached("trainer.data.prepare") - all_of_it) <= 1_300
     assert lines(reached("models.hf", "models.hf_config") - all_of_it) <= 650
 

@@ -25,6 +25,7 @@ from trainer.sections import (
     ModelSection,
     OptimizerSection,
     ParallelismSection,
+    PlanSection,
     ProfilerSection,
     ScheduleSection,
     Section,
@@ -86,6 +87,8 @@ class Config(Section):
     """Processes and their patience."""
     slurm: SlurmSection = SlurmSection()
     """The job of a batch scheduler (`python -m trainer.slurm`)."""
+    plan: PlanSection = PlanSection()
+    """What a run would cost (`python -m trainer.plan`)."""
 
     @property
     def stages(self) -> tuple[Stage, ...]:

@@ -15,32 +15,11 @@ from torch import Tensor
 
 from models import kernels
 from trainer.config import Config
+from trainer.plan.devices import Device, device_called, load_device
 from trainer.status import BAD_CONFIGURATION, RankError
 
 GIB = 1 << 30
 log = logging.getLogger(__name__)
-
-# Dense bfloat16 FLOP/s by a part of the device's name, from the vendors' data sheets; the first match counts.
-PEAK_FLOPS = {
-    "GB200": 2500e12,
-    "GB300": 2500e12,
-    "B200": 2250e12,
-    "B300": 2250e12,
-    "H200": 989.4e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H100": 989.4e12,
-    "H800": 989.4e12,
-    "H20": 148e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-    "A6000": 154.8e12,
-    "MI250X": 191.5e12,
-    "MI300X": 1300e12,
-    "MI325X": 1300e12,
-    "MI355X": 2500e12,
-}
 
 
 def choose_device(local_rank: int) -> torch.device:
@@ -119,8 +98,15 @@ def peak_flops(device: torch.device) -> float | None:
     """Peak of the device, None where it is unknown: a CPU has none, and another device's would be a lie."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    known = device_called(torch.cuda.get_device_name(device))
+    return None if known is None else known.peak
+
+
+def planned_device(config: Config, device: torch.device) -> Device | None:
+    """What updates are predicted for: `plan.device`, else the device itself, if a table knows it."""
+    if config.plan.device is not None:
+        return load_device(config.plan.device)
+    return device_called(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def device_memory(device: torch.device) -> tuple[float, float] | None:

@@ -38,9 +38,6 @@ def main() -> int:
 
         sys.stdout.write(help_text() + "\n")
         return 0
-    if "--plan" in flags:
-        sys.stderr.write("error: --plan: the planner does not exist yet\n")
-        return BAD_CONFIGURATION
     config, cluster, problems = examine(argv, os.environ)
     if "--check" in flags and cluster and not cluster.task and not config.shape_problems(cluster.world_size):
         sys.stdout.write(report(config, cluster))  # Also where corpus and tokenizer are not.
@@ -48,6 +45,10 @@ def main() -> int:
         if cluster is None or not cluster.task:
             sys.stderr.write(complaint(problems, argv, cluster))
         return BAD_CONFIGURATION
+    if "--plan" in flags and not cluster.task:
+        from trainer.plan.telling import show_before
+
+        show_before(config, cluster.world_size)
     if "--check" in flags:
         return 0
     settled = nothing_to_start(config)
@@ -99,6 +100,10 @@ def examine(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[Recipe
     problems = config.problems(cluster.world_size, first=left[0].index)
     if not left[0].config.model.problems():
         problems += complaints_of(lambda: require_initial(left[0].config))
+    if config.plan.device is not None:
+        from trainer.plan.devices import device_for
+
+        problems += complaints_of(partial(device_for, config))
     for stage in () if problems else left:
         problems += complaints_of(partial(_fitted, stage.config, cluster))
     return config, cluster, problems

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from math import inf
 
 from parallelisms.footprint import Block
@@ -103,7 +104,7 @@ class Rank:
         self.reduced = BYTES[training.reduce_dtype] if self.compute == 2 else self.stored
         self.moment = 2 if config.memory.optimizer_dtype == "bfloat16" else self.stored
         self.on_host = config.memory.optimizer_placement == "host"
-        alone = self.shards * degrees["dp_replicate"] * self.tp == 1
+        alone = self.shards * degrees["dp_replicate"] == 1
         self.is_sharded = not alone or self.compute != self.stored or self.on_host
         plan = config.context_plan()
         self.tokens = training.micro_batch_size * plan.padded(training.seq_len) // degrees["cp"]
@@ -144,6 +145,10 @@ class Rank:
         return sum(-(-rows // self.shards) * columns for rows, columns in shapes)
 
     def parameters(self) -> int:
+        return self._parameters
+
+    @cached_property
+    def _parameters(self) -> int:
         return self.blocks * self.shard(self.block_shapes()) + self.shard(self.ends())
 
     # ---- what is gathered, and what is not yet scattered
@@ -229,21 +234,24 @@ class Rank:
         unit = [] if self.model.tie_embeddings else self.head_shapes()
         head, before = self.weights(unit) * (self.pipeline.pp == 1), self.weights(self.block_shapes())
         twice = self.shards > 1  # What was gathered last is there as it came, and as it is used.
-        yield self._at(
+        at = partial(self._at, gradients=begun, whole_gradients=self._accumulated(), kept=kept, on_host=on_host)
+        yield at(
             "in the head, forward",
-            gradients=begun,
             weights=self.others(self.blocks) - before * self._reshards() + head + twice * (head or before),
-            kept=kept,
-            on_host=on_host,
             head=2 * entering + weight + logits,
         )
-        yield self._at(
+        yield at(
             "in the head, backward",
-            gradients=begun,
             weights=self.others(self.blocks) + head + twice * head,
-            kept=kept,
-            on_host=on_host,
             head=2 * entering + 2 * weight + narrow * rows * width,
+        )
+        # Its norm goes back by chunks, in single precision, from the gradient that came to the one that goes.
+        chunk = min(chunk, self.block.stream // (self.compute * width))
+        yield at(
+            "in the norm of the head, backward",
+            weights=self.others(self.blocks) + head,
+            whole_gradients=self._accumulated() or self.compute * rows * width,
+            head=2 * self.block.stream + chunk * width * (3 * self.stored + self.compute),
         )
 
     def _in_block(self, index: int, kept: float) -> Iterator[Ledger]:

@@ -50,25 +50,25 @@ def levers(config: Config, world_size: int) -> list[Lever]:
     """The changes that free memory and break no further rule, most first."""
     before, known = ledger(config, world_size).device, {*config.problems(world_size)}
     found = []
-    for change, changed, size in _changes(config, world_size):
-        if known.issuperset(changed.problems(size)) and (frees := before - ledger(changed, size).device) > 0:
+    for change, other, size in changes(config, world_size):
+        if known.issuperset(other.problems(size)) and (frees := before - ledger(other, size).device) > 0:
             found.append(Lever(change, frees))
     return sorted(found, key=lambda lever: -lever.frees)
 
 
-def _changes(config: Config, world_size: int) -> Iterator[tuple[str, Config, int]]:
-    """(in words, the configuration, its number of processes); some break rules."""
+def changes(config: Config, world_size: int) -> Iterator[tuple[str, Config, int]]:
+    """Those that may free memory: (in words, the configuration, its number of processes). Some break rules."""
     memory, training, mesh = config.memory, config.training, config.parallelism
-    for changes in _of_memory(memory):
-        ((key, value),) = changes.items()
-        yield f"memory.{key} = {toml_value(value)}", _with(config, "memory", **changes), world_size
+    for given in _of_memory(memory):
+        ((key, value),) = given.items()
+        yield f"memory.{key} = {toml_value(value)}", changed(config, "memory", **given), world_size
     if (chunk := memory.head_chunk_mib // 4) >= 1:
-        yield f"memory.head_chunk_mib = {chunk}", _with(config, "memory", head_chunk_mib=chunk), world_size
+        yield f"memory.head_chunk_mib = {chunk}", changed(config, "memory", head_chunk_mib=chunk), world_size
     if (rows := training.micro_batch_size // 2) >= 1:
-        yield f"training.micro_batch_size = {rows}", _with(config, "training", micro_batch_size=rows), world_size
+        yield f"training.micro_batch_size = {rows}", changed(config, "training", micro_batch_size=rows), world_size
     for key in ("sequence_parallel", "loss_parallel"):
         if mesh.tp > 1 and not getattr(mesh, key):
-            yield f"parallelism.{key} = true", _with(config, "parallelism", **{key: True}), world_size
+            yield f"parallelism.{key} = true", changed(config, "parallelism", **{key: True}), world_size
     for axis in ("cp", "tp", "dp_shard"):
         yield _doubled(config, world_size, axis)
 
@@ -107,11 +107,12 @@ def _doubled(config: Config, world_size: int, axis: str) -> tuple[str, Config, i
         if len(more) > 1 and any(size < degrees[key] for key, size in more.items())
         else f" on {world_size} processes"
     )
-    return told + added, _with(config, "parallelism", **more), world_size
+    return told + added, changed(config, "parallelism", **more), world_size
 
 
-def _with(config: Config, section: str, **changes: Any) -> Config:
-    return config.model_copy(update={section: getattr(config, section).model_copy(update=changes)})
+def changed(config: Config, section: str, **values: Any) -> Config:
+    """With other values of a section, unchecked."""
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
 def _gib(size: float) -> str:

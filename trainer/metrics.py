@@ -17,11 +17,12 @@ from parallelisms.collectives import gather_over, max_over
 from trainer.checkpoint.background import Saved
 from trainer.config import Config, Stage
 from trainer.data.rows import Rows
-from trainer.hardware import GIB, Work, device_memory, host_memory, peak_flops
+from trainer.hardware import GIB, Work, device_memory, host_memory, peak_flops, planned_device
 from trainer.health import ROLLBACKS, LostError, Pace, SpikeError
 from trainer.ledger import ledger
 from trainer.levers import table
 from trainer.numbers import finite, position_names
+from trainer.plan.beside import Beside
 from trainer.run_folder import RunFolder
 from trainer.sinks import JsonLines, Record, Sink, TensorBoard, console, in_a_row, or_dash
 from trainer.trainer import Measured, Trainer, Update
@@ -47,6 +48,7 @@ class Metrics:
         self.world = trainer.world
         self.model = self.config.model.build()
         self.predicted = ledger(self.config, self.world.size)
+        self.planned = Beside(self.config, self.world.size, planned_device(self.config, self.world.device))
         self.peak = self.config.metrics.peak_flops or peak_flops(self.world.device)
         self.steps = self.stage.total
         self.first_step = trainer.step + 1
@@ -232,7 +234,12 @@ class Metrics:
             if update.step == self.first_step and record["memory_peak_gib"] is not None and self.world.rank == 0:
                 predicted = self.predicted.device / GIB
                 log.info("memory at its peak: %.2f GiB, predicted %.2f", record["memory_peak_gib"], predicted)
-
+        beside = self.planned.take(measured.step_seconds)
+        if beside is not None and self.world.rank == 0:
+            log.info(
+                "an update takes %(measured_seconds).3g s, predicted %(predicted_seconds).3g for %(device)s", beside
+            )
+            self.folder.event("planned", **beside)
         if self.trainer.losses.is_lost:
             skipped = self.trainer.losses.skipped_in_a_row
             raise LostError(

@@ -200,7 +200,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 def flat(config: Config) -> dict[str, Any]:
     """Every value by its dotted key, the model's with its preset resolved; without the run's name, place and job."""
-    values = config.model_dump(mode="json", exclude={"job", "stage", "slurm"})
+    values = config.model_dump(mode="json", exclude={"job", "stage", "slurm", "plan"})
     values["model"] = dataclasses.asdict(config.model.build())
     return json.loads(json.dumps(_flatten("", values)))  # type: ignore[no-any-return]  # Tuples, as they are read back.
 

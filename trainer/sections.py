@@ -6,6 +6,7 @@ Nothing here imports torch. What keys of several sections mean together is `trai
 from __future__ import annotations
 
 import dataclasses
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -121,12 +122,7 @@ class ModelSection(Section):
 
     def build(self) -> ModelConfig:
         """The preset with the keys given here put over it. The family and size must exist."""
-        preset = FAMILIES[self.family][self.size]
-        given: dict[str, Any] = {
-            key: value for key, value in self if value is not None and key not in ("family", "size", "rope")
-        }
-        rope: dict[str, Any] = {key: value for key, value in self.rope if value is not None}
-        return dataclasses.replace(preset, **given, rope=dataclasses.replace(preset.rope, **rope))
+        return _built(self)
 
     def problems(self) -> list[str]:
         if self.family not in FAMILIES:
@@ -357,6 +353,22 @@ class DistributedSection(Section):
     """How often in a row the launcher starts failed workers again without a new checkpoint in between; 0: never."""
     restart_seconds: Amount = 10
     """What the launcher waits before that; twice as long each time, up to five minutes."""
+
+
+@lru_cache(maxsize=64)
+def _built(section: ModelSection) -> ModelConfig:
+    """Plans ask for it a hundred times."""
+    preset = FAMILIES[section.family][section.size]
+    given: dict[str, Any] = {
+        key: value for key, value in section if value is not None and key not in ("family", "size", "rope")
+    }
+    rope: dict[str, Any] = {key: value for key, value in section.rope if value is not None}
+    return dataclasses.replace(preset, **given, rope=dataclasses.replace(preset.rope, **rope))
+
+
+class PlanSection(Section):
+    device: Annotated[str, BeforeValidator(not_empty)] | None = None
+    """What plans are made for: a table by name (`h100-80gb`, `h200`, `a100-80gb`, ...), or a TOML file like those. Left out: the GPU that is here, if it is known; commands take h100-80gb without one."""
 
 
 def _told(value: str | int) -> str:

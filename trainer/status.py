@@ -7,6 +7,8 @@ import signal
 DONE = 0
 FAILED = 1
 BAD_CONFIGURATION = 2
+MISFIT = 3
+"""A plan does not fit."""
 NO_RETRY = 78
 """Stopped for a reason that a retry cannot mend."""
 

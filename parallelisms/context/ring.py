@@ -81,6 +81,7 @@ def backward(
             dq_XNH[queries] += dq
             passing_2XKH[0][keys] += dk
             passing_2XKH[1][keys] += dv
+            del dq, dk, dv  # Or they would be held beside those of the next hop.
         if travelling is not None:
             passing_2XKH += travelling.wait()
         travelling = rotate(passing_2XKH.to(wire))

@@ -203,7 +203,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         folder = root / name.replace(" ", "-")
         if not folder.exists():
             processes, options = MESHES[name]
-            done = forked(config, folder, *RUN, *options, processes=processes)
+            done = forked(config, folder, *RUN, *options, processes=processes, seconds=240)
             assert done.statuses == [0] * processes, done.said
         return folder
 

@@ -10,33 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainer.hardware import GIB, PEAK_FLOPS, Numbers, Stopwatch, device_memory, host_memory, peak_flops, stay_near
+from trainer.hardware import GIB, Numbers, Stopwatch, device_memory, host_memory, peak_flops, stay_near
 
 CPU = torch.device("cpu")
-# As torch.cuda.get_device_name gives them.
-DEVICES = {
-    "NVIDIA H100 80GB HBM3": 989.4e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H100 NVL": 835e12,
-    "NVIDIA H200": 989.4e12,
-    "NVIDIA H20": 148e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA B200": 2250e12,
-    "NVIDIA GB200": 2500e12,
-    "NVIDIA L40S": 362e12,
-    "AMD Instinct MI300X": 1300e12,
-}
-
-
-@pytest.mark.parametrize(("name", "peak"), DEVICES.items())
-def test_the_first_part_of_a_name_that_matches_is_the_right_one(name: str, peak: float) -> None:
-    assert next(found for part, found in PEAK_FLOPS.items() if part in name) == peak
-
-
-def test_no_entry_hides_another() -> None:
-    parts = list(PEAK_FLOPS)
-    hidden = [(part, later) for place, part in enumerate(parts) for later in parts[place + 1 :] if part in later]
-    assert hidden == []
 
 
 def test_a_cpu_has_no_peak_and_no_device_memory() -> None:

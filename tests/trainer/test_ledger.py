@@ -135,7 +135,9 @@ def counted(cases: tuple[str, ...]) -> list[Counted]:
 
 
 def compare(world_size: int, cases: tuple[str, ...]) -> None:
-    """Peaks to 5 %, in most cases to 1; what is there before the first update to some numbers."""
+    """Peaks to 3 %, in most cases to 1; what is there before the first update to some numbers. In bfloat16, for which the
+    CPU's matrix products take room of their own, to 6 %.
+    """
     by_rank = run_ranks(counted, world_size, cases, timeout=300)
     for case, *found in zip(cases, *by_rank, strict=True):
         stages = ledgers(configured(case), world_size)
@@ -148,7 +150,7 @@ def compare(world_size: int, cases: tuple[str, ...]) -> None:
             peak = max(rank.peak for rank in ranks)
             # States may be there, and what is kept there is not counted.
             on_host = predicted.host - predicted.line("kept for the backward pass").host
-            assert predicted.device + on_host == pytest.approx(peak, rel=0.05), case
+            assert predicted.device + on_host == pytest.approx(peak, rel=0.06 if HALF in case else 0.03), case
 
 
 @pytest.mark.ranks

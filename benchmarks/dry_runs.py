@@ -1,0 +1,97 @@
+"""The two roads of the planner beside each other on shipped files: closed formulas, and the real trainer run dry.
+
+    python -m benchmarks.dry_runs
+
+For the first and the last rank of a pipeline: predicted and counted bytes at the peak, FLOPs, bytes sent, and what the
+dry run took: CPU-seconds of its process, its peak memory, operations that torch was asked for. Minutes of a core each.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from math import prod
+
+from benchmarks.mesh_arithmetic import table
+from trainer.ledger import GIB, ledgers
+from trainer.load import load
+from trainer.plan.traffic import traffic
+from trainer.plan.work import work
+
+SHIPPED = ("llama3_8b_128k", "llama3_8b_1m", "llama3_70b_128k", "llama3_405b_128k")
+
+
+def measured(name: str, rank: int) -> dict[str, float]:
+    """In a process of its own."""
+    from trainer.plan.dryrun import dry_run
+
+    config = load(["--config", name])
+    found = dry_run(config, prod(config.parallelism.degrees(1).values()), rank=rank)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return {
+        "peak": found.peak,
+        "flops": sum(found.matmul.values()) + sum(found.attention.values()),
+        "sent": sum(message.bytes for message in found.sent),
+        "operations": found.operations,
+        "seconds": used.ru_utime + used.ru_stime,
+        "memory": used.ru_maxrss * 1024,
+    }
+
+
+def rows(name: str) -> list[list[str]]:
+    config = load(["--config", name])
+    size, pp = prod(config.parallelism.degrees(1).values()), config.parallelism.pp
+    stages, found = ledgers(config, size), []
+    for place in sorted({0, pp - 1}):
+        command = [sys.executable, "-m", "benchmarks.dry_runs", name, str(place * (size // pp))]
+        dry = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+        predicted, counts = stages[place], work(config, size, place)
+        on_host = sum(
+            line.host for line in predicted.lines if line.name in ("parameters", "gradients", "optimizer states")
+        )
+        flops = sum(counts.matmul.values()) + sum(counts.attention.values())
+        sent = sum(message.bytes for message in traffic(config, size, place))
+        found.append(
+            [
+                f"`{name}`", f"{size:,}", f"{place + 1} of {pp}",
+                f"{dry['peak'] / GIB:.2f}", apart(predicted.device + on_host, dry["peak"]),
+                f"{dry['flops']:.4g}", apart(flops, dry["flops"]), f"{dry['sent'] / GIB:,.1f}", apart(sent, dry["sent"]),
+                f"{dry['operations']:,.0f}", f"{dry['seconds']:.0f}", f"{dry['memory'] / GIB:.2f}",
+            ]
+        )  # fmt: skip
+    return found
+
+
+def apart(formula: float, counted: float) -> str:
+    return f"{100 * (formula / counted - 1):+.1f} %"
+
+
+def main() -> None:
+    heading = [
+        "file",
+        "ranks",
+        "stage",
+        "GiB",
+        "ledger",
+        "FLOPs",
+        "formula",
+        "GiB sent",
+        "formula",
+        "operations",
+        "CPU-s",
+        "GiB of it",
+    ]
+    found = []
+    for name in SHIPPED:
+        found += rows(name)
+        sys.stderr.write(f"{name}\n")
+    sys.stdout.write("\n".join(table(heading, found)) + "\n")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        sys.stdout.write(json.dumps(measured(sys.argv[1], int(sys.argv[2]))) + "\n")
+    else:
+        main()

@@ -1,0 +1,50 @@
+"""The plans of all shipped files, as `docs/plans` has them: what `python -m trainer.plan` says of each, for H100.
+
+    python -m benchmarks.plans [NAME]...
+
+Nothing is timed. A test compares them with what the planner says now, so that a change of cost is seen in review.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from io import StringIO
+from math import prod
+from pathlib import Path
+
+from rich.console import Console
+
+from trainer.load import load
+from trainer.plan.console import WIDTH, show
+from trainer.plan.devices import DEFAULT, load_device
+from trainer.plan.plan import run_plan
+from trainer.plan.telling import planned
+
+ROOT = Path(__file__).resolve().parents[1]
+PLANS = ROOT / "docs" / "plans"
+
+
+def names() -> list[str]:
+    return sorted(path.stem for path in (ROOT / "train_configs").glob("*.toml"))
+
+
+def told(name: str) -> str:
+    """The plan of a shipped file, on as many devices as its mesh needs."""
+    config = load(["--config", name])
+    size = max(prod(stage.config.parallelism.degrees(1).values()) for stage in config.stages)
+    text = StringIO()
+    found = run_plan(config, size, load_device(config.plan.device or DEFAULT))
+    show(planned(found), Console(file=text, width=WIDTH))
+    return text.getvalue()
+
+
+def main(chosen: Sequence[str]) -> None:
+    PLANS.mkdir(exist_ok=True)
+    for name in chosen or names():
+        (PLANS / f"{name}.txt").write_text(told(name))
+        sys.stdout.write(f"docs/plans/{name}.txt\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,308 @@
+"""What others published beside what the planner predicts for a configuration of ours that does the same.
+
+    python -m benchmarks.published
+
+Nothing is timed. Kernel rates are those of `trainer/plan/devices`; nothing is fitted to a row. Where others compute linear
+layers in 8 bits, the rate of products is raised by one factor for all of their rows, taken from two rows of torchtitan's
+first table, which are then no evidence. A row with a reason behind it does something that Longhaul does not. Memory is
+that of other programs, which hold logits whole and keep more of a block; it is put there to be seen, not to be compared.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from benchmarks.mesh_arithmetic import table
+from trainer.config import Config
+from trainer.ledger import GIB
+from trainer.plan.devices import Device, load_device
+from trainer.plan.plan import Plan, plan_of
+
+Values = dict[str, Any]
+K, M = 1 << 10, 1 << 20
+H100, A100, B200 = (load_device(name) for name in ("h100-80gb", "a100-80gb", "b200"))
+NARROW_PRODUCTS = 1.5
+"""How much faster linear layers in 8 bits are, with their casts: it makes of 6,667 tokens/s, torchtitan's 8B at 8K, the 8,532
+that it reaches with them."""
+COOL = 0.85
+"""Of the rates of H100 at 700 W, at 500 W: estimated from what clocks lose."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published update. `rate` is tokens/s of a device, or what follows from a published share of the peak."""
+
+    system: str
+    setting: str
+    config: Config
+    device: Device
+    rate: float
+    gib: float | None = None
+    why: str = ""
+    """What makes it another thing than what is predicted."""
+
+    @cached_property
+    def plan(self) -> Plan:
+        return plan_of(self.config, prod(self.config.parallelism.degrees(1).values()), self.device)
+
+    @property
+    def error(self) -> float:
+        """Of what is predicted, over what was published."""
+        return self.plan.tokens_per_second_per_device / self.rate - 1
+
+
+def configured(
+    size: str,
+    tokens: int,
+    *,
+    family: str = "llama3",
+    rows: int = 1,
+    training: Values | None = None,
+    parallelism: Values | None = None,
+    memory: Values | None = None,
+) -> Config:
+    """A configuration, of which every degree is stated that is not 1. Raises ValueError if it breaks a rule."""
+    batch: Values = {"seq_len": tokens, "global_batch_size": rows, "compile": True}
+    config = Config.model_validate(
+        {
+            "model": {"family": family, "size": size},
+            "training": batch | (training or {}),
+            "parallelism": {"dp_shard": 1} | (parallelism or {}),
+            "memory": memory or {},
+        }
+    )
+    if problems := config.shape_problems(prod(config.parallelism.degrees(1).values())):
+        raise ValueError("; ".join(problems))
+    return config
+
+
+def in_eight_bits(device: Device) -> Device:
+    return replace(device, matmul=device.matmul * NARROW_PRODUCTS)
+
+
+def on_grand_teton() -> Device:
+    """torchtitan's: H100 of 96 GB and 2.4 TB/s, held at 500 W."""
+    attention = {
+        kernel: {width: (forward * COOL, backward * COOL) for width, (forward, backward) in widths.items()}
+        for kernel, widths in H100.attention.items()
+    }
+    return replace(H100, memory=95 * GIB, hbm=2.4e12, matmul=H100.matmul * COOL, attention=attention)
+
+
+def of_peak(config: Config, device: Device, percent: float) -> float:
+    """Tokens/s of a device, from the share of its peak that model FLOPs have."""
+    tokens = config.training.seq_len
+    flops = config.model.build().flops(tokens=1, pairs=(tokens + 1) / 2)
+    return percent / 100 * device.peak / flops
+
+
+LONG: Values = {"recompute": "full", "offload": "inputs", "mlp_tile_mib": 1024, "head_chunk_mib": 1024}
+
+
+def upipe() -> Iterator[Row]:
+    """The table of the UPipe paper: 8B on eight H100, FlashAttention 3, everything computed again, inputs on the host."""
+    published: dict[str, dict[int, float]] = {
+        "Ulysses, offload": {128 * K: 2320, 512 * K: 879, M: 475.3, 2 * M: 246, 3 * M: 162},
+        "zigzag ring (USP)": {128 * K: 2065, 512 * K: 841, M: 458.5, 2 * M: 238, 3 * M: 160},
+        "UPipe": {128 * K: 2281, 512 * K: 867, M: 472.5, 2 * M: 246, 3 * M: 166, 4 * M: 126, 5 * M: 98.3},
+        "PyTorch CP": {128 * K: 1374, 512 * K: 474, M: 250},
+    }
+    methods = {"zigzag ring (USP)": "ring", "PyTorch CP": "allgather"}
+    for system, rates in published.items():
+        for tokens, rate in rates.items():
+            is_torch = system == "PyTorch CP"
+            memory = LONG | ({"head_groups": 4} if system == "UPipe" else {})
+            config = configured(
+                "8b",
+                tokens,
+                training={"attention": "flash" if is_torch else "fa3"},
+                parallelism={"cp": 8, "cp_method": methods.get(system, "ulysses")},
+                memory=memory,
+            )
+            why = "beside attention and products theirs takes one to three seconds" if tokens == 128 * K else ""
+            yield Row(system, f"8B, {_short(tokens)}, 8 x H100", config, H100, rate, None, why)
+
+
+def others() -> Iterator[Row]:
+    """Single rows of single systems."""
+    trl = configured(
+        "8b",
+        M,
+        family="qwen3",
+        training={"attention": "cudnn"},
+        parallelism={"cp": 8, "cp_method": "allgather"},
+        memory=LONG,
+    )
+    note = "its weights and states are bfloat16"
+    yield Row("TRL", "Qwen3-8B, 1M, 8 x H100", trl, H100, M / 8 / 380, 56.2e9 / GIB, note)
+    for tokens, ranks, percent in (
+        (500_000, 1, 21.9),
+        (1_100_000, 8, 22.4),
+        (3_700_000, 8, 21.4),
+        (15_000_000, 32, 21.0),
+    ):
+        method = {"cp": ranks, "cp_method": "ulysses"} if ranks > 1 else {}
+        memory = LONG | {"optimizer_placement": "host"}
+        alst = configured("8b", tokens, training={"attention": "flash"}, parallelism=method, memory=memory)
+        yield Row("ALST", f"8B, {_short(tokens)}, {ranks} x H100", alst, H100, of_peak(alst, H100, percent))
+    for tokens, percent in ((512 * K, 38.6), (700 * K, 37.9)):
+        easy = configured(
+            "7b",
+            tokens,
+            family="llama2",
+            training={"attention": "flash"},
+            parallelism={"cp": 8, "cp_method": "ring"},
+            memory=LONG | {"optimizer_placement": "host"},
+        )
+        yield Row("EasyContext", f"Llama2-7B, {_short(tokens)}, 8 x A100", easy, A100, of_peak(easy, A100, percent))
+
+
+def nemo() -> Iterator[Row]:
+    """NVIDIA's tables of long sequences, linear layers in 8 bits: (tokens, tp, cp, dp, rows, share of the bfloat16 peak)."""
+    for tokens, tp, cp, dp, rows, percent in (
+        (128, 2, 4, 4, 32, 41.6),
+        (512, 4, 8, 4, 8, 37.8),
+        (1024, 4, 16, 4, 4, 36.7),
+    ):
+        config = _nemo("8b", "llama3", tokens * K, rows, {"tp": tp, "cp": cp, "dp_shard": dp})
+        setting = f"8B, {_short(tokens * K)}, {tp * cp * dp} x B200"
+        why = "rates of B200 are largely estimated"
+        yield Row("NeMo, FP8", setting, config, in_eight_bits(B200), of_peak(config, B200, percent), None, why)
+    for tokens, tp, cp, dp, percent in ((128, 4, 4, 8, 32.6), (512, 8, 16, 4, 29.0), (1024, 8, 32, 4, 27.7)):
+        config = _nemo("7b", "llama2", tokens * K, dp, {"tp": tp, "cp": cp, "dp_shard": dp})
+        setting = f"Llama2-7B, {_short(tokens * K)}, {tp * cp * dp} x H100"
+        why = "of March 2024: an older kernel, batch and recomputation not told"
+        yield Row("NeMo, FP8", setting, config, in_eight_bits(H100), of_peak(config, H100, percent), None, why)
+
+
+def _nemo(size: str, family: str, tokens: int, rows: int, mesh: dict[str, int]) -> Config:
+    return configured(
+        size,
+        tokens,
+        family=family,
+        rows=rows,
+        training={"attention": "cudnn"},
+        parallelism={**mesh, "cp_method": "ring"},
+        memory={"recompute": "none"},
+    )
+
+
+def torchtitan() -> Iterator[Row]:
+    """Its tables of December 2024, in their order."""
+    bench, narrow = on_grand_teton(), in_eight_bits(on_grand_teton())
+    selective = "it computes every other product again"
+    for ranks, device, compiled, rate, gib in (
+        (8, bench, False, 5762, 82.4),
+        (8, bench, True, 6667, 77.0),
+        (128, bench, False, 5605, 67.0),
+        (128, bench, True, 6514, 62.0),
+        (128, narrow, True, 8380, 61.8),
+    ):
+        config = configured(
+            "8b",
+            8 * K,
+            rows=2 * ranks,
+            training={"compile": compiled, "micro_batch_size": 2, "attention": "flash"},
+            parallelism={"dp_shard": ranks},
+        )
+        name = "torchtitan" + (", compile" if compiled else "") + (", FP8" if device is narrow else "")
+        yield Row(name, f"8B, 8K, {ranks} x H100", config, device, rate, gib, selective)
+    for cp, rate, gib in ((1, 3890, 83.9), (2, 2540, 84.2), (4, 1071, 84.0), (8, 548, 84.5)):
+        config = configured(
+            "8b",
+            32 * K * cp,
+            rows=8 // cp,
+            training={"attention": "flash"},
+            parallelism={"dp_shard": 8 // cp, "cp": cp, **({"cp_method": "allgather"} if cp > 1 else {})},
+            memory={"recompute": "full", "head_chunk_mib": 1 << 14},
+        )
+        why = "it casts what it computes again once more" if cp == 1 else "its first context parallelism"
+        yield Row("torchtitan, FP8", f"8B, {_short(32 * K * cp)}, 8 x H100", config, narrow, rate, gib, why)
+    for hidden, rate, gib in ((False, 829, 71.9), (True, 876, 67.6)):
+        mesh: Values = {"dp_shard": 32, "tp": 8, "async_tp": hidden}
+        config = configured(
+            "70b",
+            8 * K,
+            rows=512,
+            training={"micro_batch_size": 16, "attention": "flash"},
+            parallelism=mesh,
+            memory={"recompute": "full"},
+        )
+        name = f"torchtitan, FP8{', async TP' if hidden else ''}"
+        why = "what async_tp hides is taken from it" if hidden else ""
+        yield Row(name, "70B, 8K, 256 x H100", config, narrow, rate, gib, why)
+    for schedule, rate, gib in (("1F1B", 100, 82.5), ("Interleaved1F1B", 128, 72.7)):
+        config = _largest(8 * K, 256, 4, {"dp_shard": 8, "pp_schedule": schedule})
+        yield Row(f"torchtitan, FP8, {schedule}", "405B, 8K, 512 x H100", config, narrow, rate, gib)
+    for cp, rate, gib in ((1, 76, 75.3), (2, 47, 75.9), (4, 31, 77.1), (8, 16, 84.9)):
+        mesh = {"dp_shard": 8 // cp, "cp": cp, **({"cp_method": "allgather"} if cp > 1 else {})}
+        config = _largest(32 * K * cp, 64 // cp, 1, mesh)
+        why = "" if cp == 1 else "its first context parallelism"
+        yield Row("torchtitan, FP8, 1F1B", f"405B, {_short(32 * K * cp)}, 512 x H100", config, narrow, rate, gib, why)
+
+
+def _largest(tokens: int, rows: int, micro_batch: int, mesh: Values) -> Config:
+    """Eight micro-batches, which is what a pipeline of eight ranks had without being told otherwise."""
+    return configured(
+        "405b",
+        tokens,
+        family="llama3.1",
+        rows=rows,
+        training={"micro_batch_size": micro_batch, "attention": "flash"},
+        parallelism={"tp": 8, "pp": 8, "async_tp": True, **mesh},
+        memory={"recompute": "full"},
+    )
+
+
+def rows() -> list[Row]:
+    return [*upipe(), *others(), *nemo(), *torchtitan()]
+
+
+def report(found: Sequence[Row]) -> list[str]:
+    heading = [
+        "system",
+        "setting",
+        "tokens/s/GPU",
+        "predicted",
+        "error",
+        "MFU %",
+        "GiB",
+        "predicted",
+        "error",
+        "another thing because",
+    ]
+    errors = [abs(row.error) for row in found if not row.why]
+    told = f"{len(errors)} rows of the same thing are off by {sum(errors) / len(errors):.0%} on average, and {max(errors):.0%} at most."
+    return [*table(heading, [_cells(row) for row in found]), "", told]
+
+
+def _cells(row: Row) -> list[str]:
+    plan = row.plan
+    gib = "" if row.gib is None else f"{row.gib:.1f}"
+    return [
+        row.system,
+        row.setting,
+        f"{row.rate:#.3g}".rstrip("."),
+        f"{plan.tokens_per_second_per_device:#.3g}".rstrip("."),
+        f"{100 * row.error:+.0f} %",
+        f"{100 * plan.mfu:.1f}",
+        gib,
+        f"{plan.fullest.device / GIB:.1f}",
+        "" if row.gib is None else f"{100 * (plan.fullest.device / GIB / row.gib - 1):+.0f} %",
+        row.why,
+    ]
+
+
+def _short(tokens: int) -> str:
+    if tokens % K:
+        return f"{tokens / 1e6:g}M"
+    return f"{tokens // K}K" if tokens < M else f"{tokens / M:g}M"
+
+
+if __name__ == "__main__":
+    sys.stdout.write("\n".join(report(rows())) + "\n")

@@ -1,0 +1,267 @@
+"""The dry run against the ledger, against counted bytes of real runs, and against what is counted by hand."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+from torch.distributed import ProcessGroup
+
+from benchmarks.counted import Counted, count
+from parallelisms.collectives import rotate_all_to_all, sum_over
+from tests.ranks import run_ranks
+from tests.trainer.test_ledger import FOUR, FULL, HALF, HEADS, KEEP, NARROW, configured
+from trainer.ledger import KEPT, ledgers
+from trainer.plan.counting import SMALL, Counting, made_up_ranks
+from trainer.plan.dryrun import Dry, dry_run
+from trainer.status import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+TILES = "memory.mlp_tile_mib=1"
+OFFLOAD = "memory.offload=inputs_and_attention"
+RING, GATHER, ULYSSES = (f"parallelism.cp_method={method}" for method in ("ring", "allgather", "ulysses"))
+HYBRID = "parallelism.cp_method=hybrid parallelism.cp_ulysses=2"
+LONG = "training.seq_len=16384"
+DEEP = "model.num_layers=16 training.global_batch_size=32"
+AGAINST_THE_LEDGER = {
+    1: (
+        "",
+        FULL,
+        f"{OFFLOAD} memory.head_groups=2 {TILES} {KEEP}",
+        f"memory.input_every=3 {HALF} {KEEP}",
+        f"{NARROW} memory.optimizer_placement=host training.global_batch_size=2",
+        f"{HEADS} {FULL}",
+    ),
+    2: (
+        "parallelism.tp=2 parallelism.sequence_parallel=false",
+        f"{FOUR} {HALF}",
+        f"{FOUR} parallelism.pp_schedule=Interleaved1F1B",
+        f"{FOUR} parallelism.pp_schedule=GPipe {FULL}",
+    ),
+    8: (
+        f"training.global_batch_size=8 {HALF}",
+        f"{LONG} parallelism.cp=8 {RING} {KEEP}",
+        f"{LONG} parallelism.cp=8 {GATHER} {HALF} {FULL}",
+        f"{LONG} parallelism.cp=4 parallelism.tp=2 {HYBRID} {KEEP}",
+        f"{LONG} parallelism.cp=2 {ULYSSES} training.global_batch_size=4",
+    ),
+    256: (
+        f"{LONG} parallelism.dp_replicate=8 parallelism.dp_shard=2 parallelism.cp=8 parallelism.tp=2 {RING} {HALF} {KEEP} "
+        "training.global_batch_size=16",
+        f"{DEEP} parallelism.pp=8 parallelism.dp_shard=4 parallelism.dp_replicate=2 parallelism.tp=4 {HALF} "
+        "parallelism.pp_schedule=Interleaved1F1B training.global_batch_size=128",
+    ),
+    1024: (
+        f"{LONG} parallelism.dp_replicate=16 parallelism.dp_shard=2 parallelism.cp=8 parallelism.tp=4 {GATHER} {FULL} "
+        "training.global_batch_size=32 model.vocab_size=256",
+    ),
+}
+
+
+@cache
+def dry(changes: str, world_size: int = 1, rank: int = 0) -> Dry:
+    return dry_run(configured(changes), world_size, rank=rank)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes"), [(size, changes) for size, cases in AGAINST_THE_LEDGER.items() for changes in cases]
+)
+def test_the_peak_is_the_ledgers(world_size: int, changes: str) -> None:
+    stages = ledgers(configured(changes), world_size)
+    for place in sorted({0, len(stages) - 1}):
+        found = dry(changes, world_size, place * (world_size // len(stages)))
+        predicted, host = stages[place], stages[place].line(KEPT).host
+        # States on the host are counted with what is on the device, batches there are not.
+        states = predicted.host - host - predicted.line("the batch").host
+        assert found.peak == pytest.approx(predicted.device + states, rel=0.03)
+        assert found.on_host == pytest.approx(host, rel=0.03)
+
+
+# ---- against real runs
+
+
+def counted(cases: tuple[str, ...]) -> list[Counted]:
+    updates = 2 if distributed.get_world_size() == 1 else 3
+    return [count(configured(changes), updates=updates) for changes in cases]
+
+
+REAL = {
+    1: (FULL, f"{HALF} {KEEP}"),
+    2: (f"{FOUR} {HALF}", "parallelism.tp=2 parallelism.sequence_parallel=false", f"parallelism.cp=2 {ULYSSES} {HALF}"),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world_size", [pytest.param(size, marks=[pytest.mark.slow] * (size > 1)) for size in REAL])
+def test_the_peak_is_what_a_real_run_counts(world_size: int) -> None:
+    by_rank = run_ranks(counted, world_size, REAL[world_size], timeout=300)
+    for changes, *ranks in zip(REAL[world_size], *by_rank, strict=True):
+        places = len(ledgers(configured(changes), world_size))
+        each = world_size // places
+        for place in range(places):
+            peak = max(rank.peak for rank in ranks[place * each : (place + 1) * each])
+            assert dry(changes, world_size, place * each).peak == pytest.approx(peak, rel=0.03), changes
+
+
+# ---- FLOPs
+
+
+@pytest.mark.parametrize("changes", ["", KEEP, f"{KEEP} memory.input_every=2", f"model.qk_norm=true {TILES} {FULL}"])
+def test_flops_are_those_that_the_model_says_it_executes(changes: str) -> None:
+    config, found = configured(changes), dry(changes)
+    executed = config.model.build().executed_flops(
+        tokens=1024, pairs=1024 * 1025 / 2, recompute=config.memory.recompute, input_every=config.memory.input_every
+    )
+    assert sum(found.matmul.values()) + sum(found.attention.values()) == executed
+    once = 4 * 3 * 128 * 1024 * 1025 // 2
+    again = {"again": once} if config.memory.recompute == "full" else {}
+    assert found.attention == {"forward": once, "backward": 5 * once // 2} | again
+
+
+def test_documents_are_attended_to_one_by_one() -> None:
+    found = dry_run(configured(), 1, documents=[512, 256, 256])
+    assert found.attention["forward"] == 4 * 3 * 128 * (512 * 513 + 2 * 256 * 257) // 2
+    assert found.matmul == dry("").matmul
+
+
+@pytest.mark.parametrize("method", [RING, GATHER, ULYSSES])
+def test_ranks_that_share_a_row_share_its_attention(method: str) -> None:
+    alone, shared = dry(""), dry(f"parallelism.cp=2 {method}", 2)
+    assert 2 * sum(shared.attention.values()) == sum(alone.attention.values())
+    assert 2 * sum(shared.matmul.values()) == sum(alone.matmul.values())
+
+
+# ---- bytes sent
+
+
+def sent(found: Dry) -> dict[tuple[str, str], tuple[float, float]]:
+    """Bytes and calls by channel and kind; where phases are two, together."""
+    keys = {(message.channel, message.kind) for message in found.sent}
+    return {
+        key: (sum(one.bytes for one in those), sum(one.calls for one in those))
+        for key in keys
+        for those in [[one for one in found.sent if (one.channel, one.kind) == key]]
+    }
+
+
+ENDS, NORM, BLOCK = 264 * 128, 128, 128 * (2 * 128 + 2 * 64) + 3 * 128 * 384 + 2 * 128
+
+
+def test_shards_of_weights_are_gathered_twice_and_gradients_scattered_once() -> None:
+    found = sent(dry(f"training.global_batch_size=2 {HALF}", 2))
+    gathered = ENDS + 2 * 3 * BLOCK + ENDS + NORM  # The head stays, and the embedding is not gathered to go back.
+    assert found == {
+        ("fsdp", "all_gather"): (gathered / 2 * 2, 8),
+        ("fsdp", "reduce_scatter"): ((2 * ENDS + 3 * BLOCK + NORM) / 2 * 4, 5),
+    }
+
+
+def test_tokens_are_gathered_and_summed_four_times_a_block_each() -> None:
+    stream = 4 * 512 * 128
+    found = dry("parallelism.tp=2", 2)
+    by_kind = sent(found)
+    assert by_kind["tp", "all_gather"] == ((3 * 4 + 2) * stream, 14)  # Two in each pass; head, embedding.
+    assert by_kind["tp", "reduce_scatter"] == ((3 * 4 + 2) * stream, 14)
+    assert by_kind["tp", "all_reduce"] == (4 * 1024 + 2 * 4 * 1024, 2)  # The largest logit; and a sum and a logit.
+    assert all(message.bytes == 0 for message in found.small)
+    assert {(message.channel, message.kind) for message in found.small} >= {("tp", "all_reduce")}
+
+
+def test_a_ring_sends_keys_and_values_in_both_passes_and_gradients_in_one() -> None:
+    found = dry(f"{LONG} parallelism.cp=8 {RING} {HALF} {KEEP}", 8)
+    kv = 2 * 2048 * 2 * 32 * 2  # Two of them: tokens, heads, width, bytes.
+    by_phase = {(one.channel, one.kind, one.phase): (one.bytes, one.calls) for one in found.sent}
+    assert by_phase["cp", "send", "forward"] == (3 * 7 * kv, 3 * 7)
+    assert by_phase["cp", "send", "backward"] == (3 * 7 * (kv + 2 * kv), 3 * 14)  # Gradients in single precision.
+
+
+def test_ulysses_sends_of_every_head_what_is_of_other_ranks() -> None:
+    by_kind = sent(dry(f"parallelism.cp=2 {ULYSSES}", 2))
+    q, k = (4 * 512 * 32 * heads for heads in (4, 2))
+    assert by_kind["cp", "all_to_all"] == (3 * 2 * (2 * q + 2 * k) / 2, 3 * 8)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_stages_send_the_stream_and_its_gradient(rank: int) -> None:
+    assert sent(dry(FOUR, 2, rank))["pp", "send"] == (4 * 4 * 1024 * 128, 4)
+
+
+# ---- what it hangs on
+
+
+def test_a_message_is_counted_by_its_group_and_a_small_one_apart() -> None:
+    counting = Counting()
+    with made_up_ranks(3, 8), counting.counted():
+        group = distributed.new_group([1, 3, 5, 7], group_desc="cp 1,3,5,7")
+        assert isinstance(group, ProcessGroup)
+        sum_over(group, torch.empty(SMALL // 4))
+        sum_over(None, torch.empty(SMALL // 4 - 1))
+        rotate_all_to_all(torch.empty(SMALL), group).wait()
+    assert counting.bytes == {("cp", "all_reduce", "setup"): 1.5 * SMALL, ("cp", "all_to_all", "setup"): 4 * SMALL}
+    assert counting.small == {("world", "all_reduce", "setup"): 1}
+
+
+def test_a_message_of_a_kind_that_nobody_knows_is_refused() -> None:
+    with made_up_ranks(0, 2), Counting().counted(), pytest.raises(NotImplementedError, match="broadcast"):
+        distributed.broadcast(torch.empty(8), 0)
+
+
+def test_what_is_sent_lives_until_its_sender_lets_go() -> None:
+    counting = Counting()
+    with made_up_ranks(0, 2), counting.counted():
+        work = distributed.isend(torch.empty(1 << 20), 1)
+        torch.empty(1)
+        held = counting.alive.device
+        del work
+        assert (held, counting.alive.device) == (4 << 20, 0)
+
+
+def test_storages_are_counted_until_they_die_and_as_large_as_they_are() -> None:
+    counting = Counting()
+    with counting.counted():
+        x = torch.empty(1 << 20)
+        view = x.view(1 << 10, 1 << 10)[3:]
+        del x
+        assert counting.alive.device == 4 << 20
+        view.untyped_storage().resize_(0)
+        assert (counting.alive.device, counting.alive.peak) == (0, 4 << 20)
+        bytes_on_host = torch.empty(1 << 25, dtype=torch.uint8)
+        assert (counting.alive.device, counting.alive.most_on_host) == (0, bytes_on_host.nbytes)
+
+
+def test_composite_operations_below_autograd_are_what_they_consist_of() -> None:
+    from models.causal import attention
+
+    counting = Counting()
+    with counting.counted():
+        q, k = torch.empty(2, 64, 4, 8), torch.empty(2, 64, 2, 8)
+        attention(q, k, k, torch.tensor([[0, 64], [0, 64]], dtype=torch.int32))
+        with torch.inference_mode():
+            torch.empty(3, 4, 5) @ torch.empty(5, 6)
+    assert counting.attention == {"setup": 2 * 4 * 4 * 8 * 64 * 65 // 2}
+    assert counting.matmul == {"setup": 2 * 12 * 5 * 6}
+
+
+def test_what_cannot_be_run_is_refused_in_words() -> None:
+    with pytest.raises(ConfigError, match="rank 4 is not one of 4"):
+        dry_run(configured("training.global_batch_size=4"), 4, rank=4)
+    with pytest.raises(ConfigError, match='"auto"'):
+        dry_run(configured("memory.recompute=auto"), 1)
+    with pytest.raises(ConfigError, match="documents have 3 tokens together"):
+        dry_run(configured(), 1, documents=[1, 2])
+
+
+def test_the_command_tells_a_run_in_json() -> None:
+    words = ["--config", "debug", "--world-size", "4", "--rank", "3", "--parallelism.pp", "2", "--json"]
+    command = [sys.executable, "-m", "trainer.plan.dryrun", *words, "--model.num_layers", "4"]
+    done = subprocess.run(command, cwd=ROOT, timeout=300, capture_output=True, text=True)
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["rank"], found["world_size"], found["place"]) == (0, 3, 4, 1)
+    assert found["peak"] > found["states"] > 0
+    assert {message["channel"] for message in found["sent"]} == {"fsdp", "pp"}

@@ -1,0 +1,28 @@
+"""Plans of the shipped files are those that are checked in: a change of what a run costs is seen in review."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from benchmarks.plans import PLANS, names, told
+
+
+def test_each_shipped_file_has_a_plan() -> None:
+    assert sorted(path.stem for path in PLANS.glob("*.txt")) == names()
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_plan_is_the_one_that_is_checked_in(name: str) -> None:
+    assert told(name) == (PLANS / f"{name}.txt").read_text(), "if that is meant: python -m benchmarks.plans"
+
+
+def test_the_page_of_scaling_is_whole() -> None:
+    page = (PLANS.parent / "scaling.md").read_text()
+    lines = page.splitlines()
+    for before, rule, after in zip(lines, lines[1:], lines[2:], strict=False):
+        if rule.startswith("|---"):
+            assert after.startswith("| "), f"the table of {before} is empty"
+    assert all(name in page for name in ("### 8B", "### 70B", "### 405B", "16,384 GPUs", "| 16M |", "| 8K |"))
+    assert all((PLANS.parent / name).exists() for name in re.findall(r"\((scaling\w*\.svg)\)", page))

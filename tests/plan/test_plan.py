@@ -1,0 +1,218 @@
+"""Plans: what fits, what it costs, what limits it and what would help; and what others published."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import pytest
+
+from benchmarks.published import report, rows
+from trainer import fit
+from trainer.config import Config
+from trainer.ledger import GIB, KEPT
+from trainer.load import SHIPPED, load
+from trainer.plan.changes import freeing, hastening
+from trainer.plan.devices import Device, load_device
+from trainer.plan.plan import DAY, HOST_RESERVE, PROCESS, WORTH, Plan, plan_of, run_plan
+
+H100 = load_device("h100-80gb")
+K, M = 1 << 10, 1 << 20
+
+
+def planned(world: int = 8, device: Device = H100, size: str = "8b", **sections: Any) -> Plan:
+    given: dict[str, Any] = {"model": {"family": "llama3.1", "size": size}} | sections
+    given["training"] = {"seq_len": 128 * K, "global_batch_size": 8} | given.get("training", {})
+    config = Config.model_validate(given)
+    assert config.shape_problems(world) == []
+    return plan_of(config, world, device)
+
+
+def shipped(name: str, *words: str) -> tuple[Config, int]:
+    config = load(["--config", name, *words])
+    return config, max(prod(stage.config.parallelism.degrees(1).values()) for stage in config.stages)
+
+
+def test_a_million_tokens_of_8b_fit_four_nodes_of_h100() -> None:
+    config, ranks = shipped("llama3_8b_1m")
+    assert ranks == 32
+    found = run_plan(config, ranks, H100)
+    assert found.misfits == []
+    (plan,) = found.stages
+    assert plan.host_needed < 2000e9
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_shipped_file_has_a_plan(path: Any) -> None:
+    config, ranks = shipped(path.stem)
+    found = run_plan(config, ranks, load_device("h200"))
+    assert found.fits
+    assert found.days == pytest.approx(sum(plan.seconds * plan.config.training.steps for plan in found.stages) / DAY)
+    assert found.device_hours == pytest.approx(found.days * 24 * ranks)
+    for plan in found.stages:
+        assert 0 < plan.mfu < plan.hfu < 0.6 or plan.config.model.size == "debug"
+        assert plan.limits
+        assert len(plan.ledgers) == len(plan.times.stages) == plan.config.parallelism.pp
+
+
+def test_numbers_of_a_plan_are_those_of_its_definitions() -> None:
+    plan = planned(parallelism={"cp": 8, "cp_method": "ulysses"}, training={"steps": 500})
+    assert plan.times.tokens == 8 * 128 * K
+    # 7.505e9 weights that multiply, 32 layers of 4096, one document in each row.
+    flops = 6 * 7.505e9 * 8 * 128 * K + 12 * 32 * 4096 * 8 * (128 * K) * (128 * K + 1) / 2
+    assert plan.mfu == pytest.approx(flops / (plan.seconds * 8 * 989.4e12), rel=1e-3)
+    assert plan.hfu == pytest.approx(plan.times.executed / (plan.seconds * 8 * 989.4e12))
+    assert plan.tokens_per_second_per_device == pytest.approx(128 * K / plan.seconds)
+    assert plan.tokens == 500 * 8 * 128 * K
+    assert plan.days == pytest.approx(500 * plan.seconds / 86_400)
+    assert plan.device_hours == pytest.approx(500 * plan.seconds * 8 / 3600)
+
+
+def test_a_checkpoint_is_weights_and_two_moments() -> None:
+    parameters = 8.03e9
+    assert planned().checkpoint == pytest.approx(12 * parameters, rel=1e-3)
+    assert planned(memory={"optimizer_dtype": "bfloat16"}).checkpoint == pytest.approx(8 * parameters, rel=1e-3)
+
+
+def test_a_device_keeps_a_tenth_and_a_node_too() -> None:
+    plan = planned(memory={"recompute": "full"})
+    tight = replace(H100, memory=plan.fullest.device / 0.9)
+    assert planned(device=tight, memory={"recompute": "full"}).fits
+    over = planned(device=replace(tight, memory=0.999 * tight.memory), memory={"recompute": "full"})
+    assert not over.fits
+    assert "a device needs" in over.misfits[0]
+    assert over.overfull == pytest.approx(1 / 0.999)
+    assert fit.DEVICE + HOST_RESERVE == 1.0
+
+
+def test_a_node_holds_what_its_ranks_keep_their_copies_and_themselves() -> None:
+    memory = {"recompute": "full", "offload": "inputs"}
+    mesh = {"cp": 16, "cp_method": "ring"}
+    plan = planned(16, parallelism=mesh, memory=memory)
+    u, states = 2 * 4096 * 8 * K, 12 * 8.03e9 / 16
+    assert plan.host[KEPT] == pytest.approx(8 * 32 * u * 17 / 16)
+    assert plan.host["the copy that checkpoints are written of"] == pytest.approx(8 * states, rel=1e-3)
+    assert plan.host["processes"] == 8 * PROCESS
+    without = planned(16, parallelism=mesh, memory=memory, checkpoint={"async": False})
+    assert plan.host_needed - without.host_needed == pytest.approx(8 * states, rel=1e-3)
+    small = planned(16, replace(H100, host_memory=0.999 * plan.host_needed / 0.9), parallelism=mesh, memory=memory)
+    assert "a node of 8 ranks needs" in small.misfits[0]
+    assert small.changes[0].text in {"checkpoint.async = false", 'memory.offload = "none"'}
+
+
+def test_states_on_the_host_count_there() -> None:
+    plan = planned(memory={"optimizer_placement": "host"}, checkpoint={"enabled": False})
+    assert plan.host["parameters"] + plan.host["gradients"] == pytest.approx(8 * 8.03e9, rel=1e-3)
+    assert plan.fullest.line("parameters").device == 0
+
+
+def test_what_is_too_much_is_told_with_what_it_is_made_of() -> None:
+    plan = planned(memory={"recompute": "none"})
+    assert not plan.fits
+    assert plan.misfits[0].startswith("a device needs")
+    assert plan.limits[0] == plan.misfits[0]
+    assert KEPT in plan.misfits[0]
+
+
+def test_where_it_does_not_fit_changes_relieve_most_and_are_plans_themselves() -> None:
+    plan = planned(memory={"recompute": "none"})
+    assert len(plan.changes) == 3
+    reliefs = [plan.overfull - change.plan.overfull for change in plan.changes]
+    assert reliefs == sorted(reliefs, reverse=True)
+    assert min(reliefs) > 0
+    first = plan.changes[0]
+    assert first.text == 'memory.recompute = "full"'
+    assert first.plan.config.memory.recompute == "full"
+    assert first.frees == pytest.approx(plan.fullest.device - first.plan.fullest.device)
+
+
+def test_where_it_fits_changes_save_most_time_and_still_fit() -> None:
+    plan = planned(parallelism={"cp": 8, "cp_method": "allgather"}, memory={"recompute": "full"})
+    assert plan.fits
+    saved = [change.saves for change in plan.changes]
+    assert saved == sorted(saved, reverse=True)
+    assert min(saved) > WORTH * plan.seconds
+    assert all(change.plan.fits and change.plan.world_size == 8 for change in plan.changes)
+    assert plan.changes[0].saves == pytest.approx(plan.seconds - plan.changes[0].plan.seconds)
+    told = [change.text for change in plan.changes]
+    assert 'training.attention = "cudnn"' in told
+    assert len({text.partition(" ")[0] for text in told if "package" not in text}) >= 2
+
+
+def test_no_single_change_that_helps_more_is_left_out() -> None:
+    plan = planned(parallelism={"cp": 8, "cp_method": "allgather"}, memory={"recompute": "full"})
+    least = min(change.saves for change in plan.changes)
+    better = plan.config.memory.model_copy(update={"recompute": "keep_attention"})
+    other = Plan(plan.config.model_copy(update={"memory": better}), 8, H100)
+    assert other.fits
+    assert other.seconds < plan.seconds - least or any("keep_attention" in change.text for change in plan.changes)
+
+
+def test_with_room_nothing_is_computed_again() -> None:
+    config, ranks = shipped("llama3_8b")
+    (plan,) = run_plan(config, ranks, H100).stages
+    assert plan.changes[0].text == 'memory.recompute = "none"'
+
+
+@pytest.mark.parametrize("recompute", ["none", "keep_attention", "full"])
+@pytest.mark.parametrize("mesh", [{"cp": 8, "cp_method": "ulysses"}, {"pp": 4, "dp_shard": 2}, {"tp": 2, "cp": 4}])
+def test_no_change_breaks_a_rule(recompute: str, mesh: dict[str, Any]) -> None:
+    plan = planned(parallelism=mesh, memory={"recompute": recompute})
+    for candidates in (freeing, hastening):
+        found = [*candidates(plan.config, 8, H100)]
+        assert found
+        assert [one.text for one in found if one.config.shape_problems(one.world_size)] == []
+
+
+def test_auto_is_made_into_what_it_takes_on_this_device() -> None:
+    tight, roomy = (
+        planned(device=replace(H100, memory=gib * GIB), parallelism={"cp": 8}, memory={"recompute": "auto"})
+        for gib in (32, 140)
+    )
+    assert tight.config.memory.recompute != "auto"
+    assert tight.fits
+    assert roomy.fits
+    assert roomy.seconds <= tight.seconds
+    none = planned(device=replace(H100, memory=4 * GIB), memory={"recompute": "auto"})
+    assert 'memory.recompute = "auto" finds nothing that fits' in none.misfits[0]
+
+
+def test_stages_of_a_recipe_are_planned_one_by_one_and_summed() -> None:
+    config, ranks = shipped("prolong_8b_512k")
+    found = run_plan(config, ranks, H100)
+    assert [plan.name for plan in found.stages] == [stage.name for stage in config.stages]
+    assert found.tokens == sum(
+        stage.config.training.steps * plan.times.tokens for stage, plan in zip(config.stages, found.stages, strict=True)
+    )
+    tiny = run_plan(config, ranks, replace(H100, memory=20 * GIB))
+    assert not tiny.fits
+    assert tiny.misfits[0].startswith(f'stage "{config.stages[-1].name}": a device needs')
+
+
+def test_what_is_taken_for_granted_is_told() -> None:
+    assert planned(data={"packing": "single"}).assumptions == []
+    (documents,) = planned().assumptions
+    assert "each row is one document" in documents
+    *_, wide = planned(training={"dtype": "float32"}).assumptions
+    assert "a sixteenth for float32" in wide
+    *_, kernel = planned(device=load_device("a100-80gb"), training={"attention": "fa3"}).assumptions
+    assert "counted as flash" in kernel
+
+
+def test_405b_fits_4096() -> None:
+    (found, ranks) = shipped("llama3_405b_128k")
+    (stage,) = found.stages
+    plan = plan_of(stage.config, ranks, H100)
+    assert plan.fits
+    assert plan.mfu > 0.25
+
+
+def test_what_others_published_is_predicted_within_15_percent_where_it_is_the_same_thing() -> None:
+    found = rows()
+    errors = {(row.system, row.setting): row.error for row in found if not row.why}
+    assert len(errors) >= 20
+    assert {key: error for key, error in errors.items() if abs(error) > 0.15} == {}
+    assert sum(map(abs, errors.values())) / len(errors) < 0.06
+    assert len({row.system for row in found}) >= 8
+    assert len(report(found)) == len(found) + 4
