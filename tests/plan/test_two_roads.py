@@ -50,7 +50,12 @@ def places(config: Config) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "changes"), [(size, changes) for size, cases in CASES.items() for changes in cases]
+    ("world_size", "changes"),
+    [
+        pytest.param(size, changes, marks=[pytest.mark.slow] * (number > 0))
+        for size, cases in CASES.items()
+        for number, changes in enumerate(cases)
+    ],
 )
 def test_both_roads_lead_to_the_same_counts(world_size: int, changes: str) -> None:
     config = configured(changes)
