@@ -142,3 +142,26 @@ def test_a_name_that_is_nearly_one_is_asked_for() -> None:
 
 def test_every_file_beside_the_module_is_a_table() -> None:
     assert {path.suffix for path in TABLES.iterdir()} == {".toml"}
+
+
+def test_a_figure_in_the_place_of_a_section_is_told(tmp_path: Path) -> None:
+    table = tmp_path / "ours.toml"
+    table.write_text('extends = "h100-80gb"\ndevice = 5\n[attention]\nflash = 6\n')
+    with pytest.raises(ConfigError) as error:
+        load_device(str(table))
+    assert [problem.partition(": ")[2] for problem in error.value.problems] == [
+        "device = 5 must be a section",
+        "attention.flash = 6 must be a section",
+    ]
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GH200 480GB", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "Tesla V100"])
+def test_what_only_sounds_like_a_device_is_none(name: str) -> None:
+    assert device_called(name) is None
+
+
+def test_products_cannot_be_faster_than_the_peak(tmp_path: Path) -> None:
+    table = tmp_path / "ours.toml"
+    table.write_text('extends = "h100-80gb"\n[device]\nmatmul_tflops = 5000\n')
+    with pytest.raises(ConfigError, match="matmul_tflops must be at most peak_tflops"):
+        load_device(str(table))

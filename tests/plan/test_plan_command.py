@@ -98,6 +98,7 @@ def test_a_search_prints_what_to_paste(capsys: pytest.CaptureFixture[str]) -> No
             "hybrid",
         )
     assert main(["search", "--config", "llama3_8b", "--device", "l40s", "--gpus", "1", "--longest"]) == 3
+    assert "not even rows of 4,096 tokens fit" in capsys.readouterr().out
 
 
 def test_a_measured_table_is_one_that_plans_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

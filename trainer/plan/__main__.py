@@ -116,7 +116,8 @@ def search(words: Sequence[str]) -> int:
         raise ConfigError(["how many devices? give --gpus N or --nodes N, or ask for the --fewest"])
     elif asked.longest:
         length, found, stops = ways.longest(config, size, device, told=progress)
-        question = f"{name} on {size:,} x {device.name}: rows of {length:,} tokens"
+        rows = f"rows of {length:,} tokens" if length else f"not even rows of {ways.UNIT:,} tokens fit"
+        question = f"{name} on {size:,} x {device.name}: {rows}"
         config = ways.with_length(config, length) if length else config
     else:
         found = ways.search(config, size, device, fixed=fixed(argv), told=progress)

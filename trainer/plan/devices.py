@@ -207,7 +207,12 @@ class Table:
                 for inner, given in value.items():
                     self._figure(key, inner, given)
             else:
-                self.problems.append(f"[{key}] is no section; {_near(key, (*FIGURES, 'attention', *WORDS))}")
+                sections = (*FIGURES, "attention", *WORDS)
+                self.problems.append(
+                    f"{key} = {value} must be a section"
+                    if key in sections
+                    else f"[{key}] is no section; {_near(key, sections)}"
+                )
         self.problems[known:] = [f"{name}: {problem}" for problem in self.problems[known:]]
 
     def _extend(self, below: str, path: Path, chain: tuple[Path, ...]) -> None:
@@ -241,7 +246,10 @@ class Table:
         self.figures[f"{section}.{key}"] = _positive(value) or 1.0
 
     def _kernel(self, kernel: str, widths: Any) -> None:
-        if kernel not in KERNELS or not isinstance(widths, dict):
+        if kernel in KERNELS and not isinstance(widths, dict):
+            self.problems.append(f"attention.{kernel} = {widths} must be a section")
+            return
+        if kernel not in KERNELS:
             self.problems.append(f"[attention.{kernel}] is no kernel; {_near(kernel, KERNELS)}")
             return
         for key, given in widths.items():
