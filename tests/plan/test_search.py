@@ -121,6 +121,17 @@ def test_what_is_fixed_stays() -> None:
     assert {(way.mesh["tp"], way.plan.config.memory.recompute) for way in best} == {(4, "full")}
 
 
+def test_what_belongs_to_the_files_own_mesh_stands_in_no_others_way() -> None:
+    words = {
+        "parallelism.pp": "4", "parallelism.cp": "1", "parallelism.dp_shard": "1", "parallelism.pp_layers": "6,9,9,8", "parallelism.tp": "2", "parallelism.async_tp": "true",
+        "training.compile": "true", "memory.recompute": "auto", "memory.device_gib": "60",
+    }  # fmt: skip
+    config = configured(*(word for key, value in words.items() for word in (f"--{key}", value)))
+    assert config.shape_problems(8) == []
+    found, plain = (search(each, 8, H100) for each in (config, configured("--training.compile", "true")))
+    assert found.best[0].seconds == plain.best[0].seconds
+
+
 def test_groups_that_cross_a_border_of_fast_links_count_as_crossing() -> None:
     aligned, crossing = (
         plan_of(changed(configured(), {"parallelism.cp": cp, "parallelism.dp_shard": 24 // cp}), 24, H100)

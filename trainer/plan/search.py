@@ -31,12 +31,16 @@ PASTED = ("training", "parallelism", "memory")
 EQUAL = 1.005
 """Times the seconds of the fastest that count as equal to it: what takes least of its devices and hosts is then the best."""
 METHODS = ("ring", "allgather", "ulysses", "hybrid")
-SCHEDULES = ("1F1B", "Interleaved1F1B")
+SCHEDULES = (("1F1B", None), ("Interleaved1F1B", None), ("Interleaved1F1B", 4))
+"""And stages of a rank; None is what a schedule has by itself."""
+AUTO = {"cp_layout": "auto", "cp_outer": "auto", "pp_layers": None}
+"""What belongs to another mesh is not taken over."""
 
 # What is kept and where: the less memory a way takes, the later it is tried.
 LEVERS = ("recompute", "offload", "mlp_tile_mib", "head_groups", "input_every")
 KEEPS: tuple[dict[str, Any], ...] = tuple(
     {f"memory.{lever}": value for lever, value in zip(LEVERS, values, strict=True)}
+    | {"memory.device_gib": None, "memory.host_budget_gib": None}
     for values in (
         ("none", "none", None, 1, 1),
         ("keep_attention", "none", None, 1, 1),
@@ -218,12 +222,14 @@ def layouts(config: Config, ranks: int, device: Device) -> Iterator[dict[str, An
         data = ranks // (tp * cp * pp)
         if data > rows:
             continue
-        mesh = {"parallelism.tp": tp, "parallelism.cp": cp, "parallelism.pp": pp}
-        for replicas, micro, method, schedule in product(
+        mesh: dict[str, Any] = {"parallelism.tp": tp, "parallelism.cp": cp, "parallelism.pp": pp}
+        mesh |= {f"parallelism.{key}": value for key, value in AUTO.items()}
+        mesh["parallelism.async_tp"] = config.parallelism.async_tp and tp > 1
+        for replicas, micro, method, (schedule, stages) in product(
             _replicas(data, cp * tp, device),
             _micro_batches(rows, data, length // cp),
             METHODS if cp > 1 else ("auto",),
-            SCHEDULES if pp > 1 else ("1F1B",),
+            SCHEDULES if pp > 1 else SCHEDULES[:1],
         ):
             for exchanged in _exchanged(method, cp, tp, model.num_heads, device):
                 yield {
@@ -233,6 +239,7 @@ def layouts(config: Config, ranks: int, device: Device) -> Iterator[dict[str, An
                     "parallelism.cp_method": method,
                     "parallelism.cp_ulysses": exchanged,
                     "parallelism.pp_schedule": schedule,
+                    "parallelism.pp_stages_per_rank": stages,
                     "training.micro_batch_size": micro,
                 }
 
@@ -345,7 +352,10 @@ def laid_out(plan: Plan) -> str:
         words.append(
             config.context_plan().chosen + (f" of {config.context_plan().ulysses}" * bool(parallelism.cp_ulysses))
         )
-    words += [parallelism.pp_schedule] * (parallelism.pp > 1) + [f"{rows} rows"] * (rows > 1) + [memory.recompute]
+    stages = f" of {parallelism.pp_stages_per_rank} stages each" if parallelism.pp_stages_per_rank else ""
+    words += (
+        [parallelism.pp_schedule + stages] * (parallelism.pp > 1) + [f"{rows} rows"] * (rows > 1) + [memory.recompute]
+    )
     words += [f"offload {memory.offload}"] * (memory.offload != "none")
     words += [f"tiles {memory.mlp_tile_mib} MiB"] * (memory.mlp_tile_mib is not None)
     words += [f"{memory.head_groups} head groups"] * (memory.head_groups > 1)
