@@ -68,7 +68,7 @@ def require_same_end(folder: Path, whole: Path) -> None:
     ("number", "of"),
     [
         pytest.param(signal.SIGTERM, (0, 1), id="TERM to all"),
-        pytest.param(signal.SIGUSR1, (1,), id="USR1 to one"),
+        pytest.param(signal.SIGUSR1, (1,), id="USR1 to one", marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, (0,), id="INT to the first", marks=pytest.mark.slow),
         pytest.param(signal.SIGUSR2, (0, 1), id="USR2 to all", marks=pytest.mark.slow),
     ],

@@ -187,7 +187,7 @@ def exchanges(plan: Plan) -> dict[str, int]:
     return dict(seen.counts)
 
 
-@pytest.mark.parametrize("policy", ["full", "keep_attention"])
+@pytest.mark.parametrize("policy", [pytest.param("full", marks=pytest.mark.slow), "keep_attention"])
 def test_weights_are_gathered_and_their_gradients_reduced_once_for_all_tiles_and_groups(
     policy: recompute.Policy,
 ) -> None:

@@ -135,7 +135,8 @@ def test_the_optimizer_is_carried_or_fresh(whole: Path) -> None:
     assert step == 3, "of the stage that began fresh"
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow  # Of one stage, test_resume.py has it fast.
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_recipe_killed_at_random_and_resumed_on_other_meshes_ends_the_same(
     whole: Path, tmp_path: Path, seed: int
 ) -> None:

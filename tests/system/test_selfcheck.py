@@ -92,7 +92,7 @@ def test_ranks_that_take_too_long_are_ended(tmp_path: Path) -> None:
         processes.run(pairing.config, 2, tmp_path / "slow", reference=tmp_path / "reference.pt", patience=0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
 def test_no_process_outlives_it(number: int, tmp_path: Path) -> None:
     checking = subprocess.Popen(
         command("--config", "copy"),
