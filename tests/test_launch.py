@@ -194,13 +194,16 @@ def test_only_the_first_task_of_srun_speaks(launch: Launch, monkeypatch: pytest.
         assert ("there are 3" in done.stderr) == spoken
 
 
-def test_help_and_plan_look_at_nothing_else(launch: Launch) -> None:
+def test_help_looks_at_nothing_else(launch: Launch) -> None:
     done = launch("--help", "--zebra")
     assert done.returncode == 0
     assert "--training.seq_len" in done.stdout
+
+
+def test_nothing_is_planned_of_what_is_wrong(launch: Launch) -> None:
     done = launch("--plan", "--zebra")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: --plan: the planner does not exist yet\n"
+    assert "--zebra" in done.stderr
 
 
 # ---- how workers end

@@ -198,8 +198,10 @@ def test_ranks_that_are_killed_are_started_again_and_the_run_ends_the_same(
     if kills is None:
         kills = tuple((draw.choice(("save", "update")), draw.randrange(processes)) for _ in range(10))
     options = (*LONG, "--training.steps", updates_of_all, "--checkpoint.interval", "4", "--checkpoint.keep", "1000")
-    undisturbed = forked(whole / "run.toml", tmp_path / "whole", *options, processes=processes, seconds=300)
-    assert undisturbed.statuses == [0] * processes
+    left_alone = whole / "whole"
+    if processes > 2:
+        left_alone = tmp_path / "whole"
+        assert forked(whole / "run.toml", left_alone, *options, processes=processes, seconds=300).statuses == [0] * 4
     lives = ("--distributed.restart_seconds", "0", "--distributed.restarts", "20")
     launcher = launch(whole / "run.toml", folder, *options, *lives, processes=processes)
     log = folder.with_suffix(".log")
@@ -212,10 +214,9 @@ def test_ranks_that_are_killed_are_started_again_and_the_run_ends_the_same(
         assert wait_for(lambda killed=killed: killed not in workers(launcher.pid)), log.read_text()  # type: ignore[misc]
     assert launcher.wait(240) == 0, log.read_text()
     assert [event["event"] for event in lines(folder / "events.jsonl")].count("restart") == len(kills)
-    assert metrics(folder, *EXACT) == metrics(tmp_path / "whole", *EXACT)
-    assert digests(folder / "checkpoints" / f"step-{updates_of_all}") == digests(
-        tmp_path / "whole" / "checkpoints" / f"step-{updates_of_all}"
-    )
+    assert metrics(folder, *EXACT) == metrics(left_alone, *EXACT)
+    last = Path("checkpoints") / f"step-{updates_of_all}"
+    assert digests(folder / last) == digests(left_alone / last)
 
 
 def is_under_way(folder: Path, launcher: int, processes: int, moment: str, before: int) -> bool:

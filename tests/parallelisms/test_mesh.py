@@ -166,6 +166,7 @@ def patience(late: float) -> list[str]:
     return [*first, *(alone(group) for group in (*groups, None))] if rank == 0 else []
 
 
+@pytest.mark.slow
 def test_every_group_waits_as_long_as_it_is_told_to() -> None:
     told = "Timed out waiting {}ms for recv operation to complete"
     assert run_ranks(patience, 4, 3.0)[0] == [told.format(3000), *[told.format(500)] * 6]

@@ -70,7 +70,12 @@ def dry(changes: str, world_size: int = 1, rank: int = 0) -> Dry:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "changes"), [(size, changes) for size, cases in AGAINST_THE_LEDGER.items() for changes in cases]
+    ("world_size", "changes"),
+    [
+        pytest.param(size, changes, marks=[pytest.mark.slow] * (size in (2, 256) and number > 0))
+        for size, cases in AGAINST_THE_LEDGER.items()
+        for number, changes in enumerate(cases)
+    ],
 )
 def test_the_peak_is_the_ledgers(world_size: int, changes: str) -> None:
     stages = ledgers(configured(changes), world_size)

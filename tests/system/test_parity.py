@@ -94,7 +94,7 @@ CASES = [
     case("dp_shard 2, blocks on the host", mesh(dp_shard=2), ON_HOST, slow=True),
     case("cp 2 ulysses, blocks on the host, little of it", mesh(cp=2, method="ulysses"), ON_HOST, LITTLE, slow=True),
     case("dp_shard 2, everything", mesh(dp_shard=2), EVERYTHING, slow=True),
-    case("cp 4 ring, everything", mesh(cp=4, method="ring"), EVERYTHING),
+    case("cp 4 ring, everything", mesh(cp=4, method="ring"), EVERYTHING, slow=True),
     case("cp 2 alltoall, head groups", mesh(cp=2, method="alltoall"), GROUPS, slow=True),
     case("cp 2 allgather, everything", mesh(cp=2, method="allgather"), EVERYTHING, slow=True),
     case("cp 2 ulysses, everything", mesh(cp=2, method="ulysses"), EVERYTHING, slow=True),

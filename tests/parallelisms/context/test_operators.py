@@ -210,7 +210,7 @@ def traffic(method: str, dtype: torch.dtype, tokens: int, wire: torch.dtype) -> 
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_ring_makes_one_hop_less_than_it_has_ranks_and_three_times_as_many_in_all(ranks: int) -> None:
     tokens, kv_heads, width = 64, 2, 8
     hop = 2 * (tokens // ranks) * kv_heads * width
