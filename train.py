@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import sys
 
-from trainer.requests import Asked, Requests
+from trainer.resilience.signals import Asked, Requests
 
 REQUESTS = Requests()
 
 if __name__ == "__main__":
     # Importing torch takes seconds, in which the launcher may die and leave its workers to themselves, or somebody may
     # ask this process to leave.
-    from trainer.orphans import die_with_launcher
+    from trainer.launch.parent_death import die_with_launcher
 
     die_with_launcher()
     REQUESTS.listen()
@@ -23,20 +23,21 @@ import traceback
 from contextlib import suppress
 from dataclasses import replace
 
-from trainer import logs, markers
-from trainer.config import Config, Stage
+from trainer.checkpoint.initial_weights import require_initial
+from trainer.checkpoint.run_dir import ResumeError, RunFolder, finished, next_stage
+from trainer.config.job_config import Config, Stage
+from trainer.config.parse import load
 from trainer.data import DataError, held_out_of, rows_of
-from trainer.data.held import HeldOut
-from trainer.data.rows import Rows
+from trainer.data.holdout import HeldOut
+from trainer.data.sequences import Rows
 from trainer.distributed import place, process_group, require_agreement, require_same_start, settled
-from trainer.hangs import suspects
-from trainer.health import LostError
-from trainer.initial import require_initial
-from trainer.load import load
-from trainer.loop import train
-from trainer.run_folder import ResumeError, RunFolder, finished, next_stage
-from trainer.status import BAD_CONFIGURATION, DONE, FAILED, NO_RETRY, ConfigError, InUseError, RankError, RunError
-from trainer.stops import Stops, end_of_time
+from trainer.errors import BAD_CONFIGURATION, DONE, FAILED, NO_RETRY, ConfigError, InUseError, RankError, RunError
+from trainer.metrics import log_setup
+from trainer.resilience import exit_markers
+from trainer.resilience.anomalies import LostError
+from trainer.resilience.hang_report import suspects
+from trainer.resilience.preemption import Stops, end_of_time
+from trainer.train_loop import train
 
 log = logging.getLogger("trainer")
 
@@ -47,7 +48,7 @@ def main(argv: list[str], requests: Requests | None = None) -> int:
     rank, world_size, local = place(os.environ)
     # One rank of each node, since nodes may differ; from the process group on, all find the same.
     speaks, who = local == 0, f"[rank {rank}] " if rank else ""
-    logs.configure(rank)
+    log_setup.configure(rank)
     if requests is None:
         requests = Requests()
         requests.listen()
@@ -66,7 +67,7 @@ def main(argv: list[str], requests: Requests | None = None) -> int:
                 return DONE
             require_initial(stage.config)
             folder.make()
-            logs.keep(folder.logs, rank)
+            log_setup.keep(folder.logs, rank)
             # Before the process group exists: its patience is not made for tokenizing a corpus.
             rows = [rows_of(each.config, stage=each.index) for each in config.stages[stage.index :]]
             sets = held_out_of(config)
@@ -116,7 +117,7 @@ def take_over(folder: RunFolder, ranks: int) -> None:
     for line in suspects(folder.hangs, ranks):
         log.warning("the start before hung: %s", line)
     with suppress(OSError):
-        markers.clear(folder.path)
+        exit_markers.clear(folder.path)
 
 
 def refuse(folder: RunFolder | None, status: int, *problems: str) -> int:
@@ -127,10 +128,10 @@ def refuse(folder: RunFolder | None, status: int, *problems: str) -> int:
     return status
 
 
-def mark(folder: RunFolder, kind: markers.Kind, reason: str) -> None:
+def mark(folder: RunFolder, kind: exit_markers.Kind, reason: str) -> None:
     # A folder that cannot be written to is what is told, then.
     with suppress(OSError):
-        markers.write(folder.path, kind, reason=reason, attempt=os.environ.get(markers.ATTEMPT))
+        exit_markers.write(folder.path, kind, reason=reason, attempt=os.environ.get(exit_markers.ATTEMPT))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trainer.config import Config
+    from trainer.config.job_config import Config
     from trainer.distributed import World
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,8 +58,8 @@ def options(asked: argparse.Namespace, folder: Path, *, asynchronous: bool) -> l
 
 def rank_main(asked: argparse.Namespace) -> None:
     sys.path.insert(0, str(ROOT))
+    from trainer.config.parse import load
     from trainer.distributed import process_group
-    from trainer.load import load
 
     folder = Path(asked.worker)
     configs = [load(options(asked, folder, asynchronous=kind)) for kind in (False, True)]
@@ -72,10 +72,10 @@ def rank_main(asked: argparse.Namespace) -> None:
 def measure(config: Config, world: World, saves: int) -> dict[str, float]:
     """Medians of one kind of save, in seconds."""
     from trainer.checkpoint import manifest
-    from trainer.checkpoint.checkpoints import Checkpoints
-    from trainer.checkpoint.verification import require_good
+    from trainer.checkpoint.manager import Checkpoints
+    from trainer.checkpoint.run_dir import RunFolder
+    from trainer.checkpoint.verify import require_good
     from trainer.data import rows_of
-    from trainer.run_folder import RunFolder
     from trainer.trainer import Trainer
 
     trainer = Trainer(config, world, rows_of(config))

@@ -31,11 +31,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from models import causal
-from parallelisms.context import gather, ring
-from parallelisms.context.layout import SeqLayout
-from parallelisms.context.tasks import Share
-from parallelisms.rules import METHODS, ContextPlan, Layout, repeats
+from models import attention_op
+from parallelisms.context import all_gather, ring
+from parallelisms.context.attention_plan import Share
+from parallelisms.context.shard_layout import SeqLayout
+from parallelisms.parallel_dims import METHODS, ContextPlan, Layout, repeats
 
 Job = Callable[[], None]
 
@@ -141,11 +141,11 @@ def whole(item: Item, heads: int, kv_heads: int) -> Job:
     """Forward and backward of all tokens in one process."""
     q, grad = (item.draw(item.tokens, heads) for _ in range(2))
     k, v = (item.draw(item.tokens, kv_heads) for _ in range(2))
-    squares = causal.squares(torch.tensor([item.boundaries], dtype=torch.int32), 1, item.tokens)
+    squares = attention_op.squares(torch.tensor([item.boundaries], dtype=torch.int32), 1, item.tokens)
 
     def job() -> None:
-        out, lse = causal.forward(q, k, v, squares, kernel=item.kernel)
-        causal.backward(grad, q, k, v, out, lse, squares, kernel=item.kernel)
+        out, lse = attention_op.forward(q, k, v, squares, kernel=item.kernel)
+        attention_op.backward(grad, q, k, v, out, lse, squares, kernel=item.kernel)
 
     return job
 
@@ -174,9 +174,9 @@ def share_of(item: Item, plan: ContextPlan, share: Share, everyone: list[Tensor]
         wire.sent = wire.step = 0
         stacked = torch.stack((k, v))
         if plan.rotation == "allgather":
-            out, lse = gather.forward(q, k, v, wire.gather(stacked), share, kernel=kernel)
+            out, lse = all_gather.forward(q, k, v, wire.gather(stacked), share, kernel=kernel)
             saved = (grad, q, k, v, wire.gather(stacked), out, lse, share)
-            gather.backward(*saved, reduce_scatter=wire.reduce_scatter, wire=torch.float32, kernel=kernel)
+            all_gather.backward(*saved, reduce_scatter=wire.reduce_scatter, wire=torch.float32, kernel=kernel)
             return
         out, lse = ring.forward(q, k, v, wire.rotate(stacked), share, rotate=wire.rotate, kernel=kernel)
         wire.step = 0

@@ -20,10 +20,10 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from models.batch import Batch
-from parallelisms.offload import HostMemory
-from trainer.config import Config
-from trainer.data.copy import CopyRows
-from trainer.data.rows import Rows
+from parallelisms.activation_offload import HostMemory
+from trainer.config.job_config import Config
+from trainer.data.copy_task import CopyRows
+from trainer.data.sequences import Rows
 from trainer.distributed import World
 from trainer.trainer import Trainer
 

@@ -75,7 +75,7 @@ def measure(argv: list[str]) -> None:
     """In a fresh process: runs train.py with its updates timed, and prints one JSON line."""
     sys.path.insert(0, str(ROOT))
     import train
-    from trainer.hardware import host_memory
+    from trainer.hardware.device import host_memory
     from trainer.trainer import Trainer, Update
 
     ends: list[tuple[float, float]] = []

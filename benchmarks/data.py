@@ -32,13 +32,13 @@ from pathlib import Path
 import regex
 import torch
 
-from parallelisms.context.layout import SeqLayout
-from trainer.config import DataSection
+from parallelisms.context.shard_layout import SeqLayout
+from trainer.config.job_config import DataSection
 from trainer.data import open_rows
 from trainer.data.corpus import PYTHON_STDLIB, Corpus
 from trainer.data.prepare import prepare
 from trainer.data.prepare.train_tokenizer import draw, train
-from trainer.data.rows import WHOLE
+from trainer.data.sequences import WHOLE
 from trainer.data.source import Source
 from trainer.data.tokenizer import LLAMA3_PATTERN, LLAMA3_SPECIALS, Tokenizer, load_tokenizer
 

@@ -15,17 +15,17 @@ import sys
 from math import prod
 
 from benchmarks.mesh_arithmetic import table
-from trainer.ledger import GIB, ledgers
-from trainer.load import load
-from trainer.plan.traffic import traffic
-from trainer.plan.work import work
+from trainer.config.parse import load
+from trainer.memory.estimator import GIB, ledgers
+from trainer.plan.comm_volume import traffic
+from trainer.plan.flops import work
 
 SHIPPED = ("llama3_8b_128k", "llama3_8b_1m", "llama3_70b_128k", "llama3_405b_128k")
 
 
 def measured(name: str, rank: int) -> dict[str, float]:
     """In a process of its own."""
-    from trainer.plan.dryrun import dry_run
+    from trainer.plan.dry_run import dry_run
 
     config = load(["--config", name])
     found = dry_run(config, prod(config.parallelism.degrees(1).values()), rank=rank)

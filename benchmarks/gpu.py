@@ -33,12 +33,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import parallelisms.initialize
+import parallelisms.init_weights
 from benchmarks.gpu_parts import KEPT, attention, environment, output, parity, told
 from benchmarks.gpu_rows import Bench, K, Report
 from benchmarks.gpu_steps import MODELS, begin_memory, configured, gib, ledger_of, seconds_of, train, with_length
-from trainer.cluster import Cluster, prepare_environment
-from trainer.hardware import GIB, choose_device, peak_flops
+from trainer.hardware.device import GIB, choose_device, peak_flops
+from trainer.launch.cluster import Cluster, prepare_environment
 
 LEAN = "--memory.offload inputs_and_attention --memory.head_groups 4 --memory.mlp_tile_mib 1024"
 
@@ -245,7 +245,7 @@ def main(argv: list[str]) -> int:
     if device.type == "cpu":
         torch.set_num_threads(1)  # Nothing there is large enough to be shared.
     warnings.filterwarnings("ignore")
-    vars(parallelisms.initialize)["normal_rows"] = partial(quick_rows, device)
+    vars(parallelisms.init_weights)["normal_rows"] = partial(quick_rows, device)
     common = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "torch": torch.__version__,

@@ -21,16 +21,16 @@ from torch import Tensor
 
 from benchmarks.gpu_rows import BACKENDS, Bench, K, measure_attention, measure_wide
 from benchmarks.gpu_steps import begin_memory, configured
-from models import causal
-from models.head import Head
+from models import attention_op
 from models.kernels import Rectangle, Work
+from models.loss_head import Head
 from parallelisms.collectives import local
 from parallelisms.context import ring
-from parallelisms.context.layout import SeqLayout
-from parallelisms.context.tasks import Share
+from parallelisms.context.attention_plan import Share
+from parallelisms.context.shard_layout import SeqLayout
 from trainer.data import rows_of
 from trainer.distributed import process_group
-from trainer.hardware import GIB
+from trainer.hardware.device import GIB
 from trainer.trainer import Trainer
 
 KEPT = "--memory.recompute keep_attention"
@@ -190,8 +190,8 @@ def ring_job(bench: Bench, kernel: str, tokens: int, ranks: int = 4) -> tuple[Ca
     parts = list(zip(*(x[order].chunk(ranks) for x in (grad, q, k, v)), strict=True))
 
     def alone() -> list[Tensor]:
-        out, lse = causal.forward(q, k, v, work, kernel=kernel)
-        return [out, *causal.backward(grad, q, k, v, out, lse, work, kernel=kernel)]
+        out, lse = attention_op.forward(q, k, v, work, kernel=kernel)
+        return [out, *attention_op.backward(grad, q, k, v, out, lse, work, kernel=kernel)]
 
     def one(rank: int, hops: dict[tuple[int, int], SimpleQueue[Tensor]]) -> list[Tensor]:
         number = count()

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from models import kernels
 from models.kernels import Rectangle, Work
-from trainer.config import Config
-from trainer.fit import memory_of_node
-from trainer.hardware import Stopwatch
+from trainer.config.job_config import Config
+from trainer.hardware.device import Stopwatch
+from trainer.memory.auto import memory_of_node
 
 T = TypeVar("T")
 Given = tuple[Tensor, Tensor, Tensor, Tensor]

@@ -14,14 +14,14 @@ import torch
 
 from benchmarks.gpu_rows import Bench, K
 from models.batch import Batch
-from trainer.config import Config
-from trainer.data.copy import CopyRows
-from trainer.data.rows import WHOLE, Rows, Share
+from trainer.config.job_config import Config
+from trainer.config.parse import load
+from trainer.data.copy_task import CopyRows
+from trainer.data.sequences import WHOLE, Rows, Share
 from trainer.distributed import process_group
-from trainer.fit import fitted
-from trainer.hardware import GIB, peak_flops
-from trainer.ledger import Ledger, Rank
-from trainer.load import load
+from trainer.hardware.device import GIB, peak_flops
+from trainer.memory.auto import fitted
+from trainer.memory.estimator import Ledger, Rank
 from trainer.trainer import Measured, Trainer
 
 B1 = "--model.family llama3.2 --model.size 1b"

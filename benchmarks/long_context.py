@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from models.batch import IGNORE, Batch
 from trainer.data import held_out_of
-from trainer.opened import find, opened, take
-from trainer.validation import batches
+from trainer.evaluation.validation import batches
+from trainer.export.checkpoint_cli import find, opened, take
 
 LENGTH, TAIL = 1024, 64
 EDGES = [0, *(1 << power for power in range(3, 11))]

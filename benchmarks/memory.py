@@ -25,9 +25,9 @@ from math import prod
 from pathlib import Path
 from statistics import median
 
-from trainer.config import Config
-from trainer.ledger import ledger
-from trainer.load import load
+from trainer.config.job_config import Config
+from trainer.config.parse import load
+from trainer.memory.estimator import ledger
 
 KEEP, TILES = ["--memory.recompute", "keep_attention"], ["--memory.mlp_tile_mib", "4"]
 INPUTS, ALL = ["--memory.offload", "inputs"], ["--memory.offload", "inputs_and_attention"]
@@ -102,7 +102,7 @@ def alive(rung: str, tokens: int) -> dict[str, float]:
 
 def kept(config: Config, tokens: int) -> float:
     """By the formulas of docs/memory.md: by blocks, the stream behind the last and the tables of angles."""
-    from trainer.ledger import Rank
+    from trainer.memory.estimator import Rank
 
     rank = Rank(config, 1, 0)
     device, host = rank.by_blocks(rank.blocks)
@@ -112,8 +112,8 @@ def kept(config: Config, tokens: int) -> float:
 def timed(rung: str, tokens: int) -> dict[str, float]:
     import torch
 
-    from trainer.data.copy import CopyRows
-    from trainer.data.rows import Rows
+    from trainer.data.copy_task import CopyRows
+    from trainer.data.sequences import Rows
     from trainer.distributed import World
     from trainer.trainer import Trainer
 

@@ -20,12 +20,12 @@ from typing import Any
 
 from models.config import ModelConfig
 from models.llama import LLAMA31
-from parallelisms.footprint import Block
-from parallelisms.rules import ContextPlan
-from parallelisms.stages import SINGLE, SPLIT, PipelinePlan, Schedule
-from trainer.ledger import ledger
-from trainer.levers import levers
-from trainer.load import load
+from parallelisms.parallel_dims import ContextPlan
+from parallelisms.pipeline_plan import SINGLE, SPLIT, PipelinePlan, Schedule
+from trainer.config.parse import load
+from trainer.memory.block import Block
+from trainer.memory.estimator import ledger
+from trainer.memory.report import levers
 
 FLOPS = 550e12  # per second, that a GPU really computes
 INSIDE, BETWEEN = 450e9, 50e9  # bytes per second and GPU, each way, in a node and between nodes

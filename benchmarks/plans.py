@@ -15,11 +15,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from trainer.load import load
+from trainer.config.parse import load
+from trainer.hardware.device_specs import DEFAULT, load_device
 from trainer.plan.console import WIDTH, show
-from trainer.plan.devices import DEFAULT, load_device
 from trainer.plan.plan import run_plan
-from trainer.plan.telling import planned
+from trainer.plan.report import planned
 
 ROOT = Path(__file__).resolve().parents[1]
 PLANS = ROOT / "docs" / "plans"

@@ -2,7 +2,7 @@
 
     python -m benchmarks.published
 
-Nothing is timed. Kernel rates are those of `trainer/plan/devices`; nothing is fitted to a row. Where others compute linear
+Nothing is timed. Kernel rates are those of `trainer/hardware/specs`; nothing is fitted to a row. Where others compute linear
 layers in 8 bits, the rate of products is raised by one factor for all of their rows, taken from two rows of torchtitan's
 first table, which are then no evidence. A row with a reason behind it does something that Longhaul does not. Memory is
 that of other programs, which hold logits whole and keep more of a block; it is put there to be seen, not to be compared.
@@ -18,9 +18,9 @@ from math import prod
 from typing import Any
 
 from benchmarks.mesh_arithmetic import table
-from trainer.config import Config
-from trainer.ledger import GIB
-from trainer.plan.devices import Device, load_device
+from trainer.config.job_config import Config
+from trainer.hardware.device_specs import Device, load_device
+from trainer.memory.estimator import GIB
 from trainer.plan.plan import Plan, plan_of
 
 Values = dict[str, Any]

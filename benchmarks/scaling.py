@@ -2,7 +2,7 @@
 
     python -m benchmarks.scaling [--quick]
 
-Nothing is timed: every figure is a plan for H100 (`trainer/plan/devices/h100-80gb.toml`) with the fastest mesh that
+Nothing is timed: every figure is a plan for H100 (`trainer/hardware/specs/h100-80gb.toml`) with the fastest mesh that
 `trainer.plan search` finds, beside what others published. Takes some minutes of two cores; `--quick` fills few cells, in
 `outputs/scaling`.
 """
@@ -18,16 +18,16 @@ from pathlib import Path
 
 from benchmarks import published
 from benchmarks.mesh_arithmetic import table
-from trainer.ledger import GIB, Rank
-from trainer.load import load
+from trainer.config.parse import load
+from trainer.config.training_stages import Recipe
+from trainer.hardware.device_specs import load_device
+from trainer.memory.estimator import GIB, Rank
 from trainer.plan import svg
-from trainer.plan.devices import load_device
+from trainer.plan.document import Curve
 from trainer.plan.plan import plan_of
-from trainer.plan.report import Curve
 from trainer.plan.search import Way, changed, laid_out, longest, search
 from trainer.plan.style import sheet
 from trainer.plan.svg import tag
-from trainer.stages import Recipe
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 K, M = 1 << 10, 1 << 20

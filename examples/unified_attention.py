@@ -15,7 +15,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from models import causal
+from models import attention_op
 from parallelisms.context import ContextParallel
 
 TOKENS, WIDTH, HEADS = 1024, 64, 8
@@ -30,7 +30,7 @@ class Model(nn.Module):
         self.embed = nn.Embedding(256, WIDTH)
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
         self.head = nn.Linear(WIDTH, 256)
-        self.attention = lambda q, k, v, boundaries: causal.attention(q, k, v, boundaries)[0]
+        self.attention = lambda q, k, v, boundaries: attention_op.attention(q, k, v, boundaries)[0]
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from models import causal, rope
+from models import attention_op, rope
 from models.config import ModelConfig
 from models.linear import Linear
 from models.norm import RMSNorm
@@ -46,19 +46,19 @@ class LocalCore:
     kernel: str = "auto"
 
     def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Tensor:
-        return causal.attention(q_BSNH, k_BSKH, v_BSKH, boundaries_BD, kernel=self.kernel)[0]
+        return attention_op.attention(q_BSNH, k_BSKH, v_BSKH, boundaries_BD, kernel=self.kernel)[0]
 
     def start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> tuple[Tensor, ...]:
         return q_BSNH, k_BSKH, v_BSKH
 
     def forward(self, started: tuple[Tensor, ...], boundaries_BD: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = started
-        return causal.attention(q, k, v, boundaries_BD, kernel=self.kernel)
+        return attention_op.attention(q, k, v, boundaries_BD, kernel=self.kernel)
 
     def backward(
         self, grad_BSNH: Tensor, started: tuple[Tensor, ...], out_BSNH: Tensor, lse: Tensor, boundaries_BD: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        grads = causal.attention_backward(grad_BSNH, *started, out_BSNH, lse, boundaries_BD, self.kernel)
+        grads = attention_op.attention_backward(grad_BSNH, *started, out_BSNH, lse, boundaries_BD, self.kernel)
         dq, dk, dv = grads
         return dq, dk, dv
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models import turning
+from models import rope_scaling
 from models.config import RopeConfig
 
 
@@ -25,11 +25,11 @@ def frequencies(config: RopeConfig, head_dim: int, device: torch.device | None =
     """Radians per position [F], in the configuration's precision."""
     # Kept, because a copy to the device would wait for it, in every batch.
     if config.precision == "float64":
-        exact = turning.frequencies(config, head_dim, seq_len=seq_len)
+        exact = rope_scaling.frequencies(config, head_dim, seq_len=seq_len)
         return torch.tensor(exact, dtype=torch.float64, device=device)
     powers_F = config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     indices_F = torch.arange(head_dim // 2, dtype=torch.float32)
-    return torch.stack(turning.stretched(config, powers_F, indices_F, seq_len=seq_len)).to(device)
+    return torch.stack(rope_scaling.stretched(config, powers_F, indices_F, seq_len=seq_len)).to(device)
 
 
 def rotation(
@@ -43,7 +43,7 @@ def rotation(
     angles_BSF = positions_BS.to(frequencies_F.dtype).unsqueeze(-1) * frequencies_F
     if config.precision == "float64":
         angles_BSF = angles_BSF.remainder(2 * math.pi).to(dtype)
-    table_2BSF = torch.stack((angles_BSF.cos(), angles_BSF.sin())).mul_(turning.attention_factor(config))
+    table_2BSF = torch.stack((angles_BSF.cos(), angles_BSF.sin())).mul_(rope_scaling.attention_factor(config))
     return table_2BSF.to(dtype).unsqueeze(3)
 
 

@@ -18,8 +18,8 @@ from models.attention import Attention
 from models.batch import Batch
 from models.config import ModelConfig
 from models.feed_forward import FeedForward
-from models.head import Head
 from models.linear import Embedding
+from models.loss_head import Head
 from models.norm import RMSNorm
 from models.view import unchanged
 

@@ -23,8 +23,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallelisms.collectives import max_over
-from parallelisms.rules import AXES
-from parallelisms.topology import channels, groups, place, spell
+from parallelisms.parallel_dims import AXES
+from parallelisms.process_groups import channels, groups, place, spell
 
 WEIGHTS = ("pp", "dp_replicate", "fsdp", "tp")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from models.transformer import Transformer
-from parallelisms import context, fsdp, recompute, tensor
+from parallelisms import activation_checkpoint, context, fsdp, tensor_parallel
+from parallelisms.activation_checkpoint import Recompute
 from parallelisms.context import ContextParallel
 from parallelisms.mesh import Mesh
-from parallelisms.recompute import Recompute
 
 
 def parallelize(
@@ -28,8 +28,8 @@ def parallelize(
 ) -> None:
     """Changes the model in place; its parameters may still be on the meta device."""
     context.install(model, core, kernel=kernel)
-    tensor.apply(model, mesh.tp, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
-    recompute.apply(model, keep)
+    tensor_parallel.apply(model, mesh.tp, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
+    activation_checkpoint.apply(model, keep)
     if compiled and keep.policy == "none":  # Other blocks compile what they compute of a tile.
         for block in model.layers():
             block.compile(fullgraph=True)

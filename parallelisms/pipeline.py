@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from models.batch import Batch
 from models.transformer import Transformer
 from parallelisms import collectives
-from parallelisms.stages import SINGLE, PipelinePlan
+from parallelisms.pipeline_plan import SINGLE, PipelinePlan
 
 
 class Pipeline:

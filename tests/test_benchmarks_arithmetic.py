@@ -25,7 +25,7 @@ from benchmarks.mesh_arithmetic import (
 from models import rope
 from models.config import ModelConfig
 from models.transformer import Block
-from parallelisms.stages import PipelinePlan, Schedule
+from parallelisms.pipeline_plan import PipelinePlan, Schedule
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = dict.fromkeys((thumb, keeps, shipped, eight, pipelines), "parallelism.md") | {

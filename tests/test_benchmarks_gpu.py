@@ -17,7 +17,7 @@ from benchmarks.gpu import main
 from benchmarks.gpu_parts import VARIANTS
 from benchmarks.gpu_rows import Bench, Report
 from benchmarks.gpu_steps import Packed, configured, seconds_of, with_length
-from models import causal
+from models import attention_op
 
 ROOT = Path(__file__).resolve().parents[1]
 POLICIES = [
@@ -93,7 +93,7 @@ def test_rows_are_packed_with_documents_of_the_lengths_asked_for(bench: Bench) -
     assert (short.num_pairs, whole.num_pairs) == (23, 55)
     assert short.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 0, 1]]
     assert short.documents.tolist() == [[0, 0, 0, 0, 1, 1, 1, 1, 2, 2]]
-    assert len(causal.squares(short.boundaries, 1, 10).rectangles) == 3
+    assert len(attention_op.squares(short.boundaries, 1, 10).rectangles) == 3
 
 
 def test_a_prediction_counts_what_is_computed_again(bench: Bench) -> None:

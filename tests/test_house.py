@@ -26,23 +26,23 @@ TREES = {path: ast.parse(path.read_text()) for path in FILES}
 # Who may name a package outside the standard library; torch is everybody's.
 DOORS = {
     "PIL": {"trainer.evaluation.report"},
-    "datasets": {"trainer.data.hub"},
+    "datasets": {"trainer.data.hf_datasets"},
     "numpy": set[str](),
     "pyarrow": {"trainer.data.formats"},
     "pydantic": {
-        "trainer.corpora",
-        "trainer.data.prepared",
-        "trainer.opened",
-        "trainer.load",
-        "trainer.sections",
-        "trainer.sets",
-        "trainer.slurm.section",
-        "trainer.stages",
+        "trainer.config.data",
+        "trainer.data.token_dataset",
+        "trainer.export.checkpoint_cli",
+        "trainer.config.parse",
+        "trainer.config.sections",
+        "trainer.config.validation",
+        "trainer.config.slurm",
+        "trainer.config.training_stages",
     },
-    "pydantic_core": {"trainer.load"},
-    "pydantic_settings": {"trainer.load"},
+    "pydantic_core": {"trainer.config.parse"},
+    "pydantic_settings": {"trainer.config.parse"},
     "rich": {
-        "trainer.sinks",
+        "trainer.metrics.loggers",
         "trainer.data.prepare.report",
         "trainer.data.progress",
         "trainer.evaluation.report",
@@ -52,7 +52,7 @@ DOORS = {
     "sentencepiece": {"trainer.data.tokenizer", "trainer.data.prepare.train_tokenizer"},
     "tensorboard": set[str](),
     "tiktoken": {"trainer.data.tokenizer"},
-    "tomli": {"trainer.load"},
+    "tomli": {"trainer.config.parse"},
     "torchdata": {"trainer.data.loader"},
     "zstandard": {"trainer.data.formats"},
 }
@@ -60,8 +60,8 @@ DOORS = {
 COLLECTIVES = {
     "all_reduce": {"parallelisms.collectives"},
     "barrier": {"parallelisms.collectives"},
-    "init_process_group": {"trainer.distributed", "trainer.plan.counting"},  # There of ranks that are not.
-    "destroy_process_group": {"trainer.distributed", "trainer.plan.counting"},
+    "init_process_group": {"trainer.distributed", "trainer.plan.op_counter"},  # There of ranks that are not.
+    "destroy_process_group": {"trainer.distributed", "trainer.plan.op_counter"},
     "new_group": {"trainer.distributed", "parallelisms.mesh"},
 }
 OTHER_COLLECTIVES = (
@@ -80,11 +80,11 @@ OTHER_COLLECTIVES = (
 )
 # Reads that wait for a device, or of boundaries, which are on the host by contract.
 WAITS = {
-    "models.causal": {"integers"},
+    "models.attention_op": {"integers"},
     "parallelisms.context": {"layouts", "require_agreement"},
     "parallelisms.collectives": {"max_over"},
-    "trainer.generate": {"generate"},  # the end of a prompt, which is on the host
-    "trainer.hardware": {"seconds", "read"},
+    "trainer.export.generate": {"generate"},  # the end of a prompt, which is on the host
+    "trainer.hardware.device": {"seconds", "read"},
     "trainer.trainer": {"scalars"},
 }
 DIRECT = {"item", "tolist", "synchronize"}
@@ -166,26 +166,26 @@ def test_models_need_torch_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "trainer.config",
-        "trainer.ledger",
-        "trainer.levers",
-        "trainer.load",
-        "trainer.run_folder",
-        "trainer.hf",
-        "trainer.initial",
-        "trainer.launch",
-        "trainer.plan.traffic",
-        "trainer.plan.work",
+        "trainer.config.job_config",
+        "trainer.memory.estimator",
+        "trainer.memory.report",
+        "trainer.config.parse",
+        "trainer.checkpoint.run_dir",
+        "trainer.export.hf",
+        "trainer.checkpoint.initial_weights",
+        "trainer.launch.launcher",
+        "trainer.plan.comm_volume",
+        "trainer.plan.flops",
         "trainer.checkpoint.__main__",
         "trainer.selfcheck.__main__",
         "trainer.plan.console",
         "trainer.plan.html",
         "trainer.slurm.__main__",
         "models.config",
-        "parallelisms.footprint",
-        "parallelisms.rules",
-        "parallelisms.stages",
-        "parallelisms.topology",
+        "trainer.memory.block",
+        "parallelisms.parallel_dims",
+        "parallelisms.pipeline_plan",
+        "parallelisms.process_groups",
     ],
 )
 def test_a_configuration_is_checked_without_torch(module: str) -> None:
@@ -255,20 +255,10 @@ def reached(*names: str, beside: Container[str] = ()) -> set[str]:
     return found
 
 
-ALIVE = {
-    f"trainer.{name}"
-    for name in (
-        "goodput",
-        "hangs",
-        "health",
-        "lives",
-        "markers",
-        "orphans",
-        "requests",
-        "stops",
-        "watchdog",
-        "workers",
-    )
+ALIVE = {name for name in NAMES.values() if name.startswith("trainer.resilience.")} | {
+    "trainer.launch.restarts",
+    "trainer.launch.parent_death",
+    "trainer.launch.workers",
 }
 
 
@@ -281,13 +271,13 @@ def test_what_a_run_consists_of_can_be_read_in_a_day() -> None:
 
     Commands beside training are not reached from it, and are read one by one.
     """
-    all_of_it = reached("train", "trainer.launch", beside=("trainer.data.prepare", "models.hf", "models.hf_config"))
+    all_of_it = reached("train", "trainer.launch.launcher", beside=("trainer.data.prepare", "models.hf", "models.hf_config"))
     checkpoints = {name for name in all_of_it if name.startswith("trainer.checkpoint")}
     planning = {name for name in all_of_it if name.startswith("trainer.plan")}
     run = all_of_it - checkpoints - ALIVE - planning
     assert {"models.kernels", "parallelisms.context.ring", "trainer.data.packing"} <= run
-    assert not {"models.decode", "trainer.generate"} & run
-    assert not any(name.startswith("trainer.evaluation") for name in run)
+    assert not {"models.decode", "trainer.export.generate"} & run
+    assert not any(name.startswith("trainer.evaluation.p") for name in run)
     assert lines(run) <= 12_500
     assert lines(checkpoints) <= 1_250
     assert lines(ALIVE) <= 700
@@ -316,12 +306,12 @@ def test_the_environment_is_read_where_processes_begin() -> None:
     readers = {NAMES[path] for path in FILES if "os.environ" in path.read_text() or "getenv" in path.read_text()}
     assert readers <= {
         "train",
-        "trainer.launch",
-        "trainer.lives",
-        "trainer.workers",
-        "trainer.orphans",
+        "trainer.launch.launcher",
+        "trainer.launch.restarts",
+        "trainer.launch.workers",
+        "trainer.launch.parent_death",
         "trainer.distributed",
-        "trainer.slurm.agent",
+        "trainer.slurm.torchrun_agent",
     }
 
 

@@ -17,13 +17,13 @@ import torch
 from torch import distributed
 
 from parallelisms.collectives import gather_over, max_over
-from trainer.config import Config, DistributedSection
-from trainer.fit import fitted, memory_of_node, told
-from trainer.hardware import choose_device, stay_near
-from trainer.ledger import GIB
-from trainer.markers import ATTEMPT
-from trainer.run_folder import flat, is_place
-from trainer.status import ConfigError, RunError
+from trainer.checkpoint.run_dir import flat, is_place
+from trainer.config.job_config import Config, DistributedSection
+from trainer.errors import ConfigError, RunError
+from trainer.hardware.device import choose_device, stay_near
+from trainer.memory.auto import fitted, memory_of_node, told
+from trainer.memory.estimator import GIB
+from trainer.resilience.exit_markers import ATTEMPT
 
 log = logging.getLogger("trainer")
 

@@ -21,17 +21,17 @@ from torch import Tensor
 from models.batch import Batch
 from parallelisms.collectives import sum_over
 from parallelisms.fsdp import units_of
-from trainer.config import Config, Stage
+from trainer.build import Placed, runner
+from trainer.config.job_config import Config, Stage
 from trainer.data.loader import Loader
-from trainer.data.rows import Rows
+from trainer.data.sequences import Rows
 from trainer.distributed import World
-from trainer.goodput import Goodput
-from trainer.hardware import Numbers, Stopwatch, refuse_nondeterminism
-from trainer.health import Losses
-from trainer.numbers import Slots, Tally, means
-from trainer.optimizer import Optimizer
-from trainer.placed import Placed, runner
-from trainer.schedule import learning_rate
+from trainer.hardware.device import Numbers, Stopwatch, refuse_nondeterminism
+from trainer.metrics.step_metrics import Slots, Tally, means
+from trainer.optim.lr_schedule import learning_rate
+from trainer.optim.optimizer import Optimizer
+from trainer.resilience.anomalies import Losses
+from trainer.resilience.goodput import Goodput
 
 
 @dataclass(frozen=True)

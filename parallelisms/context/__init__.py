@@ -20,16 +20,16 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from models import causal as documents
+from models import attention_op as documents
 from models import kernels
 from models.attention import LocalCore
 from models.batch import IGNORE, Batch, padded
 from models.transformer import Transformer
 from parallelisms import collectives
-from parallelisms.context import rotation, ulysses
-from parallelisms.context.layout import SeqLayout
+from parallelisms.context import cp_attention_op, ulysses
 from parallelisms.context.ring import Arriving
-from parallelisms.rules import ContextPlan, Layout, Method, Rotation
+from parallelisms.context.shard_layout import SeqLayout
+from parallelisms.parallel_dims import ContextPlan, Layout, Method, Rotation
 
 
 class Started(NamedTuple):
@@ -130,7 +130,7 @@ class ContextParallel:
             out, lse = documents.attention(q, k, v, boundaries_BD, kernel=self.kernel)
         else:
             options = (self.rotation, self.layout, self.ring_group, self.kernel)
-            out, lse = rotation.forward(q, k, v, arriving, boundaries_BD, *options)
+            out, lse = cp_attention_op.forward(q, k, v, arriving, boundaries_BD, *options)
         return (ulysses.to_tokens(out, self.ulysses_group, self.ulysses) if self.ulysses > 1 else out), lse
 
     def backward(
@@ -144,7 +144,7 @@ class ContextParallel:
             grads = documents.attention_backward(grad_BSNH, q, k, v, out_BSNH, lse, boundaries_BD, self.kernel)
         else:
             options = (self.rotation, self.layout, self.ring_group, self.reduce_dtype, self.kernel)
-            grads = rotation.backward(grad_BSNH, q, k, v, arriving, out_BSNH, lse, boundaries_BD, *options)
+            grads = cp_attention_op.backward(grad_BSNH, q, k, v, arriving, out_BSNH, lse, boundaries_BD, *options)
         if started.exchanges is not None:
             del q, k, v, grad_BSNH, out_BSNH  # Before as much comes back.
             given = [*grads]
@@ -162,12 +162,12 @@ class ContextParallel:
     def _rotate(self, k_BSKH: Tensor, v_BSKH: Tensor) -> Arriving | None:
         if self.rotation is None or self.ring == 1:
             return None
-        return rotation.start(k_BSKH, v_BSKH, self.rotation, self.ring_group)
+        return cp_attention_op.start(k_BSKH, v_BSKH, self.rotation, self.ring_group)
 
     def _attend(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Tensor:
         if self.rotation is None or self.ring == 1:
             return documents.attention(q_BSNH, k_BSKH, v_BSKH, boundaries_BD, kernel=self.kernel)[0]
-        return rotation.attention(
+        return cp_attention_op.attention(
             q_BSNH,
             k_BSKH,
             v_BSKH,

@@ -18,9 +18,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from models import causal, kernels
-from parallelisms.context.merge import Running, apart, summed
-from parallelisms.context.tasks import Share
+from models import attention_op, kernels
+from parallelisms.context.attention_plan import Share
+from parallelisms.context.online_softmax import Running, apart, summed
 
 
 class Arriving(Protocol):
@@ -43,7 +43,7 @@ def forward(
     kernel: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Output, in the type of q, and log-sum-exp [N, X]. Of keys and values, stacked, the first hop is `arriving`."""
-    running = Running(*causal.forward(q_XNH, k_XKH, v_XKH, share.own, kernel=kernel))
+    running = Running(*attention_op.forward(q_XNH, k_XKH, v_XKH, share.own, kernel=kernel))
     for step, work in enumerate(share.steps, start=1):
         kv_2XKH = arriving.wait()
         if step < share.ring - 1:
@@ -69,7 +69,7 @@ def backward(
 ) -> Grads:
     """Gradients of q, k and v, in their types; those of keys and values travel as `wire`."""
     own = (grad_XNH, q_XNH, k_XKH, v_XKH, out_XNH, lse_NX)
-    dq_XNH, home_2XKH = summed(*causal.backward(*own, share.own, kernel=kernel))
+    dq_XNH, home_2XKH = summed(*attention_op.backward(*own, share.own, kernel=kernel))
     travelling: Arriving | None = None
     for step, work in enumerate(share.steps, start=1):
         kv_2XKH = arriving.wait()

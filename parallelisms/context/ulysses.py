@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from parallelisms import collectives
-from parallelisms.rules import repeats
+from parallelisms.parallel_dims import repeats
 
 
 def to_heads(x_BSNH: Tensor, group_name: str, ranks: int) -> Tensor:

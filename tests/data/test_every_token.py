@@ -13,10 +13,10 @@ from hypothesis import strategies as some
 
 from models.batch import IGNORE
 from trainer.data.loader import Loader
-from trainer.data.packed import Packed
+from trainer.data.packed_dataset import Packed
 from trainer.data.packing import Choice, Packing, plan
-from trainer.data.prepared import Prepared
-from trainer.data.rows import Rows, Share, Whole
+from trainer.data.sequences import Rows, Share, Whole
+from trainer.data.token_dataset import Prepared
 
 PADDING = -1
 CHUNKS = 4

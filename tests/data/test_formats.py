@@ -229,7 +229,7 @@ def test_a_streamed_data_set_is_its_files_and_what_changes_is_another(tmp_path: 
     assert len(Corpus(given).pieces()) == 2
     before = Corpus(given).identity
     (tmp_path / "a.jsonl").write_text(LINES + LINES)
-    from trainer.data.hub import open_dataset
+    from trainer.data.hf_datasets import open_dataset
 
     open_dataset.cache_clear()
     assert Corpus(given).identity != before

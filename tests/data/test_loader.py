@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from models.batch import IGNORE, Batch
-from trainer.config import DataSection
+from trainer.config.job_config import DataSection
 from trainer.data import DataError, open_rows
 from trainer.data.loader import Loader, Readable
-from trainer.data.packed import Packed
-from trainer.data.rows import Rows, Share, Whole
+from trainer.data.packed_dataset import Packed
+from trainer.data.sequences import Rows, Share, Whole
 from trainer.data.tokenizer import ByteTokenizer
 
 SEQ_LEN = 8

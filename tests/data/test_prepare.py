@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.config import DataSection
+from trainer.config.job_config import DataSection
 from trainer.data import DataError, open_rows
-from trainer.data.packed import Packed
+from trainer.data.packed_dataset import Packed
 from trainer.data.prepare import prepare
-from trainer.data.prepared import Prepared
 from trainer.data.source import Source
+from trainer.data.token_dataset import Prepared
 from trainer.data.tokenizer import ByteTokenizer
 
 Make = Callable[..., Source]

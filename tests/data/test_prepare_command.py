@@ -9,8 +9,8 @@ import pytest
 
 from trainer.data.prepare.__main__ import main
 from trainer.data.prepare.train_tokenizer import draw
-from trainer.data.prepared import Prepared
 from trainer.data.source import Source
+from trainer.data.token_dataset import Prepared
 from trainer.data.tokenizer import load_tokenizer
 
 Run = Callable[..., tuple[int, str, str]]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from models.batch import IGNORE
-from trainer.config import DataSection
+from trainer.config.job_config import DataSection
 from trainer.data import DataError, open_rows
 from trainer.data.tokenizer import ByteTokenizer
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from models import rope
 from models.attention import Attention, LocalCore
-from tests.models.dense import inputs
-from tests.models.small import SMALL, packed, starts
+from tests.models.dense_attention import inputs
+from tests.models.small_models import SMALL, packed, starts
 
 
 def layer_inputs() -> tuple[Attention, Tensor, Tensor, Tensor]:

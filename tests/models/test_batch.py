@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from models.batch import IGNORE
-from tests.models.small import packed, starts
+from tests.models.small_models import packed, starts
 
 
 def test_targets_are_the_tokens_that_have_a_label() -> None:

@@ -16,7 +16,7 @@ from models.batch import Batch
 from models.config import ModelConfig
 from models.decode import Decoder
 from models.transformer import Part, Transformer
-from tests.models.small import SMALL, TIED, packed, small_model
+from tests.models.small_models import SMALL, TIED, packed, small_model
 
 LENGTH = 23
 ROW_S = packed([LENGTH]).tokens[0]

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models.feed_forward import FeedForward, GatedProjection
-from tests.models.small import SMALL, remember, unchanged
+from tests.models.small_models import SMALL, remember, unchanged
 
 ROWS, TOKENS = 2, 5
 X = (ROWS, TOKENS, SMALL.dim)

@@ -16,17 +16,8 @@ from torch import Tensor
 from models import hf
 from models.config import ModelConfig, RopeConfig
 from models.hf_config import HuggingFaceError, differences, parse_config, read_model, write_model
-from tests.models.hugging_face import (
-    LENGTH,
-    LLAMA,
-    QWEN,
-    load,
-    logits_of,
-    logits_there,
-    made_by_transformers,
-    write,
-)
-from tests.models.small import small_model
+from tests.models.hf_models import LENGTH, LLAMA, QWEN, load, logits_of, logits_there, made_by_transformers, write
+from tests.models.small_models import small_model
 
 
 def stretched(kind: str, **fields: Any) -> RopeConfig:

@@ -11,10 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from models import FAMILIES
 from models.config import ModelConfig, RopeConfig
 from models.transformer import Transformer
-from parallelisms import recompute
-from parallelisms.halves import Pieces
-from parallelisms.recompute import Recompute
-from tests.models.small import NORMED, SMALL, TIED, packed, small_model
+from parallelisms import activation_checkpoint
+from parallelisms.activation_checkpoint import Recompute
+from parallelisms.block_recompute import Pieces
+from tests.models.small_models import NORMED, SMALL, TIED, packed, small_model
 
 PUBLISHED = {
     ("llama2", "7b"): 6_738_415_616,
@@ -120,11 +120,11 @@ def flops_of_addition(_: object, left: torch.Size, right: torch.Size, **__: obje
     ],
 )
 def test_flops_outside_attention_are_those_that_torch_counts(
-    config: ModelConfig, policy: recompute.Policy, every: int, pieces: Pieces
+    config: ModelConfig, policy: activation_checkpoint.Policy, every: int, pieces: Pieces
 ) -> None:
     config = replace(config, num_layers=5)
     model, batch = small_model(config), packed([5, 7, 4], [9, 6, 1])
-    recompute.apply(model, Recompute(policy, every=every, pieces=pieces))
+    activation_checkpoint.apply(model, Recompute(policy, every=every, pieces=pieces))
     with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: flops_of_addition}) as counter:
         model(batch).sum().backward()
     executed = config.executed_flops(tokens=batch.num_tokens, pairs=0, recompute=policy, input_every=every)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models.norm import NormFunction, RMSNorm
-from tests.models.small import remember, unchanged
+from tests.models.small_models import remember, unchanged
 
 EPS = 1e-2
 

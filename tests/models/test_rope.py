@@ -11,8 +11,8 @@ from torch import Tensor
 
 from models import rope
 from models.config import RopeConfig
-from tests.models.ropes import KINDS
-from tests.models.small import remember, unchanged
+from tests.models.rope_configs import KINDS
+from tests.models.small_models import remember, unchanged
 
 PLAIN = RopeConfig(theta=500_000.0)
 WIDTH = 16

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models import FAMILIES, rope, turning
+from models import FAMILIES, rope, rope_scaling
 from models.batch import IGNORE, Batch
 from models.config import ModelConfig, RopeConfig
 from models.transformer import Part, Transformer
-from tests.models.small import MIXED, NORMED, SMALL, TIED, gradients, largest_difference, packed, small_model
+from tests.models.small_models import MIXED, NORMED, SMALL, TIED, gradients, largest_difference, packed, small_model
 
 GROUPED = replace(SMALL, num_heads=6, num_kv_heads=2, norm_eps=1e-2)
 STRETCHED = replace(SMALL, rope=RopeConfig(kind="llama3", theta=500.0, factor=8.0, original_length=32))
@@ -29,7 +29,7 @@ def plain(model: Transformer, batch: Batch) -> Tensor:
     config, weights = model.config, dict(model.named_parameters())
     half = config.head_dim // 2
     angles = batch.positions.double()[..., None] * rope.frequencies(config.rope, config.head_dim)
-    size = turning.attention_factor(config.rope)
+    size = rope_scaling.attention_factor(config.rope)
     turn = torch.polar(torch.full_like(angles, size), angles)[:, :, None]
     tokens = torch.arange(batch.tokens.shape[1])
     mask = (batch.documents[:, :, None] == batch.documents[:, None, :]) & (tokens[:, None] >= tokens[None, :])

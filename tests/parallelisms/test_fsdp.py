@@ -18,17 +18,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from models.batch import Batch
 from models.config import ModelConfig
 from models.transformer import Transformer
-from parallelisms import fsdp, recompute
+from parallelisms import activation_checkpoint, fsdp
+from parallelisms.activation_checkpoint import Recompute
 from parallelisms.collectives import sum_over, whole
-from parallelisms.initialize import initialize
+from parallelisms.init_weights import initialize
 from parallelisms.mesh import Mesh
 from parallelisms.parallelize import parallelize
-from parallelisms.recompute import Recompute
-from tests.models.small import SMALL, TIED, largest_difference, packed
-from tests.parallelisms.plans import Plan, build, joined
+from tests.models.small_models import SMALL, TIED, largest_difference, packed
+from tests.parallelisms.parallel_models import Plan, build, joined
 from tests.ranks import run_ranks
-from trainer.config import OptimizerSection
-from trainer.optimizer import Optimizer
+from trainer.config.job_config import OptimizerSection
+from trainer.optim.optimizer import Optimizer
 
 pytestmark = pytest.mark.ranks
 
@@ -95,7 +95,7 @@ GRID = [
     replace(mesh, config=config, policy=policy, reshard=reshard, micro_batch=micro_batch)
     for mesh in MESHES
     for config in (SMALL, TIED)
-    for policy in get_args(recompute.Policy)
+    for policy in get_args(activation_checkpoint.Policy)
     for reshard in (True, False)
     for micro_batch in (12, 1)
 ]
@@ -116,7 +116,7 @@ def cases() -> list[ParameterSet]:
         # Each mesh has half of the pairs, its neighbour the other half.
         fast = choice in PAIRS and PAIRS.index(choice) % 2 == number * len(MESHES) // len(GRID) % 2
         found.append(pytest.param(plan, id=name_of(plan), marks=() if fast else pytest.mark.slow))
-    for config, policy in itertools.product((SMALL, TIED), get_args(recompute.Policy)):
+    for config, policy in itertools.product((SMALL, TIED), get_args(activation_checkpoint.Policy)):
         plan = Plan(config, dp_shard=2, policy=policy, compiled=True)
         fast = (config, policy) == (TIED, "full")
         found.append(pytest.param(plan, id=f"{name_of(plan)}-compiled", marks=() if fast else pytest.mark.slow))
@@ -189,7 +189,7 @@ def exchanges(plan: Plan) -> dict[str, int]:
 
 @pytest.mark.parametrize("policy", [pytest.param("full", marks=pytest.mark.slow), "keep_attention"])
 def test_weights_are_gathered_and_their_gradients_reduced_once_for_all_tiles_and_groups(
-    policy: recompute.Policy,
+    policy: activation_checkpoint.Policy,
 ) -> None:
     plain, tiled = (
         run_ranks(exchanges, 2, Plan(dp_shard=2, policy=policy, groups=groups, tile=tile))[0]

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from parallelisms.collectives import sum_over
 from parallelisms.mesh import Mesh
-from parallelisms.rules import AXES
+from parallelisms.parallel_dims import AXES
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks

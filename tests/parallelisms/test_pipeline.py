@@ -16,18 +16,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from models.batch import Batch
 from models.config import ModelConfig
 from models.transformer import Transformer
-from parallelisms import recompute
+from parallelisms import activation_checkpoint
+from parallelisms.activation_checkpoint import Recompute
+from parallelisms.activation_offload import HostMemory
+from parallelisms.block_recompute import Bodies, Pieces, compiled_bodies
 from parallelisms.collectives import whole
 from parallelisms.context import ContextParallel
-from parallelisms.halves import Bodies, Pieces, compiled_bodies
 from parallelisms.mesh import Mesh
-from parallelisms.offload import HostMemory
+from parallelisms.parallel_dims import AXES
 from parallelisms.parallelize import parallelize
 from parallelisms.pipeline import Pipeline
-from parallelisms.recompute import Recompute
-from parallelisms.rules import AXES
-from parallelisms.stages import PipelinePlan
-from tests.models.small import SMALL, largest_difference, packed, small_model
+from parallelisms.pipeline_plan import PipelinePlan
+from tests.models.small_models import SMALL, largest_difference, packed, small_model
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -45,7 +45,7 @@ class Case:
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
-    policy: recompute.Policy = "none"
+    policy: activation_checkpoint.Policy = "none"
     compiled: bool = False
     tiled: bool = False
     every: int = 1
@@ -248,13 +248,13 @@ def test_stages_may_be_cut_at_will(plan: PipelinePlan) -> None:
 
 @pytest.mark.parametrize("policy", ["full", "keep_attention"])
 @pytest.mark.parametrize("plan", [PLANS[0], PLANS[2]], ids=lambda plan: plan.schedule)
-def test_stages_may_recompute(plan: PipelinePlan, policy: recompute.Policy) -> None:
+def test_stages_may_recompute(plan: PipelinePlan, policy: activation_checkpoint.Policy) -> None:
     require_equal(Case(replace(plan, recompute=policy), policy=policy))
 
 
 @pytest.mark.parametrize("plan", [PLANS[0], PLANS[2]], ids=lambda plan: plan.schedule)
 def test_stages_may_keep_one_input_of_two_on_the_host_and_work_in_pieces(plan: PipelinePlan) -> None:
-    policy: recompute.Policy = "keep_attention"
+    policy: activation_checkpoint.Policy = "keep_attention"
     require_equal(Case(replace(plan, recompute=policy), policy=policy, every=2, groups=2, tiled=True, on_host=True))
 
 

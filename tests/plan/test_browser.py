@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.plan.sample import SAMPLE, SEARCH, stages
+from tests.plan.sample_documents import SAMPLE, SEARCH, stages
+from trainer.plan.document import Bar, Bars, Report
 from trainer.plan.html import html
-from trainer.plan.report import Bar, Bars, Report
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 OPTIONS = [

@@ -10,9 +10,9 @@ from typing import Literal
 import pytest
 from rich.console import Console
 
-from tests.plan.sample import HOST, MEMORY, MFU, SAMPLE, SEARCH, TIME, TOKENS, stages
+from tests.plan.sample_documents import HOST, MEMORY, MFU, SAMPLE, SEARCH, TIME, TOKENS, stages
 from trainer.plan.console import show
-from trainer.plan.report import Bar, Bars, Curve, Report, Table
+from trainer.plan.document import Bar, Bars, Curve, Report, Table
 
 WIDTHS = [100, 72, 50, 34]
 

@@ -15,12 +15,12 @@ from torch.distributed import ProcessGroup
 
 from benchmarks.counted import Counted, count
 from parallelisms.collectives import rotate_all_to_all, sum_over
+from tests.memory.test_estimator import FOUR, FULL, HALF, HEADS, KEEP, NARROW, configured
 from tests.ranks import run_ranks
-from tests.trainer.test_ledger import FOUR, FULL, HALF, HEADS, KEEP, NARROW, configured
-from trainer.ledger import KEPT, ledgers
-from trainer.plan.counting import SMALL, Counting, made_up_ranks
-from trainer.plan.dryrun import Dry, dry_run
-from trainer.status import ConfigError
+from trainer.errors import ConfigError
+from trainer.memory.estimator import KEPT, ledgers
+from trainer.plan.dry_run import Dry, dry_run
+from trainer.plan.op_counter import SMALL, Counting, made_up_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 TILES = "memory.mlp_tile_mib=1"
@@ -241,7 +241,7 @@ def test_storages_are_counted_until_they_die_and_as_large_as_they_are() -> None:
 
 
 def test_composite_operations_below_autograd_are_what_they_consist_of() -> None:
-    from models.causal import attention
+    from models.attention_op import attention
 
     counting = Counting()
     with counting.counted():
@@ -264,7 +264,7 @@ def test_what_cannot_be_run_is_refused_in_words() -> None:
 
 def test_the_command_tells_a_run_in_json() -> None:
     words = ["--config", "debug", "--world-size", "4", "--rank", "3", "--parallelism.pp", "2", "--json"]
-    command = [sys.executable, "-m", "trainer.plan.dryrun", *words, "--model.num_layers", "4"]
+    command = [sys.executable, "-m", "trainer.plan.dry_run", *words, "--model.num_layers", "4"]
     done = subprocess.run(command, cwd=ROOT, timeout=300, capture_output=True, text=True)
     found = json.loads(done.stdout)
     assert (done.returncode, found["rank"], found["world_size"], found["place"]) == (0, 3, 4, 1)

@@ -11,9 +11,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.plan.sample import HOST, MEMORY, MFU, SAMPLE, SEARCH, TIME, TOKENS, stages
+from tests.plan.sample_documents import HOST, MEMORY, MFU, SAMPLE, SEARCH, TIME, TOKENS, stages
+from trainer.plan.document import Bar, Bars, Curve, Report, Table
 from trainer.plan.html import html
-from trainer.plan.report import Bar, Bars, Curve, Report, Table
 from trainer.plan.style import DARK, LIGHT, LINES, ON_DARK, PALETTE, sheet
 
 EVIL = "<script>alert('x')</script> & \"q\" <b onclick=\"x\"> ' onload='x' --><![CDATA[ </style></svg>"

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from benchmarks.published import report, rows
-from trainer import fit
-from trainer.config import Config
-from trainer.ledger import GIB, KEPT
-from trainer.load import SHIPPED, load
-from trainer.plan.changes import freeing, hastening
-from trainer.plan.devices import Device, load_device
+from trainer.config.job_config import Config
+from trainer.config.parse import SHIPPED, load
+from trainer.hardware.device_specs import Device, load_device
+from trainer.memory import auto
+from trainer.memory.estimator import GIB, KEPT
 from trainer.plan.plan import DAY, HOST_RESERVE, PROCESS, WORTH, Plan, plan_of, run_plan
+from trainer.plan.suggestions import freeing, hastening
 
 H100 = load_device("h100-80gb")
 K, M = 1 << 10, 1 << 20
@@ -83,7 +83,7 @@ def test_a_device_keeps_a_tenth_and_a_node_too() -> None:
     assert not over.fits
     assert "a device needs" in over.misfits[0]
     assert over.overfull == pytest.approx(1 / 0.999)
-    assert fit.DEVICE + HOST_RESERVE == 1.0
+    assert auto.DEVICE + HOST_RESERVE == 1.0
 
 
 def test_a_node_holds_what_its_ranks_keep_their_copies_and_themselves() -> None:

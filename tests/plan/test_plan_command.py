@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.system.runs import write_run
-from trainer import launch
-from trainer.load import load
+from trainer.config.parse import load
+from trainer.hardware.device_specs import device_here, load_device
+from trainer.launch import launcher
 from trainer.plan.__main__ import main
-from trainer.plan.beside import SETTLED, Beside
-from trainer.plan.devices import device_here, load_device
 from trainer.plan.plan import plan_of
+from trainer.plan.predicted_vs_measured import SETTLED, Beside
 
 FITS = ["--config", "llama3_8b_1m", "--device", "h100-80gb"]
 
@@ -126,9 +126,9 @@ def test_the_drivers_name_of_a_gpu_finds_its_table(tmp_path: Path) -> None:
 
 def started(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     monkeypatch.setattr(sys, "argv", ["launch", *words])
-    monkeypatch.setattr(launch, "live", lambda *_: 0)
+    monkeypatch.setattr(launcher, "live", lambda *_: 0)
     monkeypatch.setenv("NGPU", "2")
-    return launch.main()
+    return launcher.main()
 
 
 def test_a_start_shows_its_plan_and_goes_on(

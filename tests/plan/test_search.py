@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from trainer.ledger import GIB
-from trainer.load import load
-from trainer.plan.devices import Device, load_device
-from trainer.plan.links import groups_of
+from trainer.config.parse import load
+from trainer.config.training_stages import Recipe
+from trainer.hardware.device_specs import Device, load_device
+from trainer.memory.estimator import GIB
+from trainer.plan.interconnect import groups_of
 from trainer.plan.plan import plan_of
 from trainer.plan.search import (
     EQUAL,
@@ -27,7 +28,6 @@ from trainer.plan.search import (
     why_slower,
     with_length,
 )
-from trainer.stages import Recipe
 
 H100 = load_device("h100-80gb")
 ROOT = Path(__file__).resolve().parents[2]

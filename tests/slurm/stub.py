@@ -113,7 +113,7 @@ class Rank:
 
 
 def main(words: list[str]) -> int:
-    if "trainer.slurm.node" in words:
+    if "trainer.slurm.node_info" in words:
         sys.stdout.write("a node\n")
         return 0
     place = "--job.output_dir"  # Only of a script that was rendered by hand; else the configuration lies in the folder.

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.system.in_process import configured, run_here
 from tests.system.runs import checkpoints, digests, forked, lines, metrics, state, steps, write_run
-from tests.trainer.inside import configured, run_here
-from trainer.checkpoint import manifest, verification
-from trainer.checkpoint.verification import newest_good
+from trainer.checkpoint import manifest, verify
+from trainer.checkpoint.run_dir import ResumeError, RunFolder, next_stage
+from trainer.checkpoint.verify import newest_good
 from trainer.distributed import gloo_group, process_group
-from trainer.run_folder import ResumeError, RunFolder, next_stage
-from trainer.status import RunError
+from trainer.errors import RunError
 
 EXACT = ("step", "tokens", "loss", "grad_norm", "lr")
 OPTIONS = ("--schedule.kind=constant", "--checkpoint.interval=2", "--training.dtype=float32")
@@ -149,7 +149,7 @@ def test_damage_that_cannot_be_put_aside_ends_the_run(
         raise PermissionError(13, "Permission denied")
 
     flip(stopped / "checkpoints" / "step-4" / "__0_0.distcp")
-    monkeypatch.setattr(verification, "quarantine", refuse)
+    monkeypatch.setattr(verify, "quarantine", refuse)
     with pytest.raises(RunError, match=r"step-4 is damaged \(.*\) and cannot be put aside: Permission denied"):
         run_here(configured(root / "run.toml", stopped, *OPTIONS))
     assert checkpoints(stopped) == ["step-2", "step-4"]

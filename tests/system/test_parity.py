@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from parallelisms.rules import AXES
-from parallelisms.stages import SPLIT
+from parallelisms.parallel_dims import AXES
+from parallelisms.pipeline_plan import SPLIT
 from tests.system.runs import digests, forked, metrics, state, tensors, write_run
 
 pytestmark = pytest.mark.ranks

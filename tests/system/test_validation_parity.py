@@ -13,12 +13,12 @@ from torch import distributed
 from models.batch import IGNORE
 from tests.ranks import run_ranks
 from tests.system.runs import SETS, arguments, write_run
-from trainer.config import Config
+from trainer.build import Placed
+from trainer.config.job_config import Config
+from trainer.config.parse import load
 from trainer.data import held_out_of
 from trainer.distributed import World
-from trainer.load import load
-from trainer.placed import Placed
-from trainer.validation import see
+from trainer.evaluation.validation import see
 
 pytestmark = pytest.mark.ranks
 

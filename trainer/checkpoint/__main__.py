@@ -12,12 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer.checkpoint import manifest
+from trainer.checkpoint.initial_weights import checkpoint_of, is_hugging_face, require_hashes
 from trainer.checkpoint.manifest import DamageError
 from trainer.checkpoint.retention import delete, good, is_pinned, put_aside, superfluous
-from trainer.initial import checkpoint_of, is_hugging_face, require_hashes
-from trainer.load import load
-from trainer.run_folder import RunFolder
-from trainer.status import BAD_CONFIGURATION, DONE, FAILED, NO_RETRY, ConfigError, ResumeError, RunError
+from trainer.checkpoint.run_dir import RunFolder
+from trainer.config.parse import load
+from trainer.errors import BAD_CONFIGURATION, DONE, FAILED, NO_RETRY, ConfigError, ResumeError, RunError
 
 ABOUT = """\
 list    step, time, size and ranks of every checkpoint, and whether its manifest and state are as they were written
@@ -122,7 +122,7 @@ def prune(asked: argparse.Namespace) -> int:
 
 
 def export(asked: argparse.Namespace) -> int:
-    from trainer.checkpoint.slimming import slim
+    from trainer.export.export_weights import slim
 
     checkpoint = checkpoint_of(asked.folder)
     if asked.output.exists():

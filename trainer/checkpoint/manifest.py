@@ -17,8 +17,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trainer.files import write_synced
-from trainer.status import ResumeError, RunError
+from trainer.checkpoint.durable_io import write_synced
+from trainer.errors import ResumeError, RunError
 
 T = TypeVar("T")
 

@@ -8,9 +8,9 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
+from trainer.checkpoint.durable_io import sync, write_synced
 from trainer.checkpoint.manifest import DamageError, sound
-from trainer.files import sync, write_synced
-from trainer.status import ResumeError, RunError
+from trainer.errors import ResumeError, RunError
 
 PINNED, REASON = "pinned", "reason"
 Committed = Sequence[tuple[int, Path]]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from trainer.config import CORPUS, Config, DataSection
-from trainer.data.copy import CopyRows
+from trainer.config.job_config import CORPUS, Config, DataSection
+from trainer.data.copy_task import CopyRows
 from trainer.data.errors import DataError
-from trainer.data.held import HeldOut, held_out
-from trainer.data.packed import Packed
+from trainer.data.holdout import HeldOut, held_out
+from trainer.data.packed_dataset import Packed
 from trainer.data.packing import Choice, saved_plan
 from trainer.data.prepare import prepare
-from trainer.data.rows import Rows
+from trainer.data.sequences import Rows
 from trainer.data.shuffle import mix
 from trainer.data.source import Source
 from trainer.data.tokenizer import Tokenizer, load_tokenizer

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from trainer.data.errors import DataError
 from trainer.data.formats import BAD, Unit, explain, kind_of, row_groups
-from trainer.data.hub import HUB, is_saved, open_dataset
+from trainer.data.hf_datasets import HUB, is_saved, open_dataset
 from trainer.data.source import Source
 
 PYTHON_STDLIB = "python-stdlib"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from trainer.data.errors import DataError, needs
-from trainer.data.hub import HUB, read_dataset
+from trainer.data.hf_datasets import HUB, read_dataset
 from trainer.data.tokenizer import last_line
 
 BLOCK = 1 << 22  # bytes

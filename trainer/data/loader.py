@@ -8,11 +8,11 @@ from typing import Protocol
 
 from models.batch import Batch
 from trainer.data.errors import DataError
-from trainer.data.rows import WHOLE, Share
+from trainer.data.sequences import WHOLE, Share
 
 
 class Readable(Protocol):
-    """What a loader reads from: `trainer.data.rows.Rows`."""
+    """What a loader reads from: `trainer.data.sequences.Rows`."""
 
     def read(self, numbers: Sequence[int | None], share: Share) -> Batch: ...
 

@@ -19,10 +19,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from trainer.checkpoint.durable_io import write_synced
 from trainer.data.errors import DataError
-from trainer.data.prepared import Prepared
 from trainer.data.shuffle import mix
-from trainer.files import write_synced
+from trainer.data.token_dataset import Prepared
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trainer.config import BYTE_TOKENS
+from trainer.config.job_config import BYTE_TOKENS
 from trainer.data.errors import DataError
 
 # tiktoken panics on about a million equal white-space characters; these are the limits that Llama 3's tokenizer keeps.

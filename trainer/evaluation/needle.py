@@ -23,20 +23,20 @@ from torch import Tensor
 
 from models.batch import IGNORE, Batch
 from parallelisms.collectives import sum_over
-from trainer.config import CORPUS, Config
+from trainer.build import Placed
+from trainer.config.job_config import CORPUS, Config
 from trainer.data import DataError, load_tokenizer, source_of
 from trainer.data.packing import held_out
 from trainer.data.prepare import prepare
-from trainer.data.prepared import Prepared
-from trainer.data.rows import Rows
+from trainer.data.sequences import Rows
 from trainer.data.shuffle import mix
+from trainer.data.token_dataset import Prepared
 from trainer.data.tokenizer import Tokenizer
+from trainer.errors import ConfigError
 from trainer.evaluation import report
-from trainer.hardware import Numbers
-from trainer.opened import Asked, Found, command, find_to_judge, integers, opened, take
-from trainer.placed import Placed
-from trainer.status import ConfigError
-from trainer.validation import shared_out
+from trainer.evaluation.validation import shared_out
+from trainer.export.checkpoint_cli import Asked, Found, command, find_to_judge, integers, opened, take
+from trainer.hardware.device import Numbers
 
 USAGE = """\
 python -m trainer.evaluation.needle CHECKPOINT [--lengths 1024,4096] [--depths 5] [--trials 2]

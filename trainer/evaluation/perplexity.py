@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from models.batch import IGNORE
-from trainer.config import Config
+from trainer.config.job_config import Config
+from trainer.config.validation import ValidationSection, ValidationSetSection
 from trainer.data import DataError, held_out_of, load_tokenizer
-from trainer.data.held import HeldOut
+from trainer.data.holdout import HeldOut
 from trainer.data.tokenizer import Tokenizer
+from trainer.errors import ConfigError
 from trainer.evaluation import report
-from trainer.opened import command, find_to_judge, opened, take
-from trainer.sets import ValidationSection, ValidationSetSection
-from trainer.sinks import or_dash
-from trainer.status import ConfigError
-from trainer.validation import Result, see
+from trainer.evaluation.validation import Result, see
+from trainer.export.checkpoint_cli import command, find_to_judge, opened, take
+from trainer.metrics.loggers import or_dash
 
 log = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from textwrap import fill
 from typing import NoReturn
 
-from trainer.load import load, split
-from trainer.plan.devices import DEFAULT, NOBODYS, Device, device_for, device_here, load_device, tables
+from trainer.config.parse import load, split
+from trainer.config.sections import LONGEST_ROW
+from trainer.config.training_stages import Recipe
+from trainer.errors import BAD_CONFIGURATION, DONE, FAILED, MISFIT, ConfigError
+from trainer.hardware.device_specs import DEFAULT, NOBODYS, Device, device_for, device_here, load_device, tables
+from trainer.plan.document import Report
 from trainer.plan.plan import run_plan
-from trainer.plan.report import Report
-from trainer.sections import LONGEST_ROW
-from trainer.stages import Recipe
-from trainer.status import BAD_CONFIGURATION, DONE, FAILED, MISFIT, ConfigError
 
 USAGE = """\
 python -m trainer.plan [--config NAME|PATH] [OPTION]... [--section.key VALUE]...
@@ -51,7 +51,7 @@ Every key of the configuration is an option, too: ./run_train.sh --help. More: d
 
   python -m trainer.plan --config llama3_8b_1m --device a100-80gb --network 12
   python -m trainer.plan search --config llama3_8b --seq-len 1M --gpus 32 --html plan.html
-  python -m trainer.plan.dryrun --config llama3_8b_1m      the real trainer, counted: minutes
+  python -m trainer.plan.dry_run --config llama3_8b_1m      the real trainer, counted: minutes
 """
 
 
@@ -77,8 +77,8 @@ def main(words: Sequence[str]) -> int:
 
 
 def plan(words: Sequence[str]) -> int:
+    from trainer.plan.report import planned
     from trainer.plan.search import with_length
-    from trainer.plan.telling import planned
 
     asked, argv = parser(COMMON).parse_known_args(words)
     config = load(argv)
@@ -96,7 +96,7 @@ def plan(words: Sequence[str]) -> int:
 
 def search(words: Sequence[str]) -> int:
     from trainer.plan import search as ways
-    from trainer.plan.telling import searched
+    from trainer.plan.report import searched
 
     asked, argv = parser({**COMMON, **SEARCH}).parse_known_args(words)
     if asked.longest + asked.fewest + bool(asked.seq_len and asked.longest) > 1:

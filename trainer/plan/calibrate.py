@@ -16,7 +16,7 @@ import torch
 
 from models import kernels
 from models.kernels import Rectangle, Work
-from trainer.hardware import GIB, Stopwatch, choose_device
+from trainer.hardware.device import GIB, Stopwatch, choose_device
 
 ROUNDS, WARM = 5, 2
 WIDTHS = (64, 128)

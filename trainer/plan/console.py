@@ -13,7 +13,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from trainer.plan.axes import short
-from trainer.plan.report import Bars, Curve, Report, Table, as_table, curve_figure, figure, numeric, places, points
+from trainer.plan.document import Bars, Curve, Report, Table, as_table, curve_figure, figure, numeric, places, points
 
 WIDTH = 100
 GAP = 2  # blanks between columns

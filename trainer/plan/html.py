@@ -7,7 +7,7 @@ from html import escape
 
 from trainer.plan import svg
 from trainer.plan.axes import short
-from trainer.plan.report import Bars, Curve, Report, Table, as_table, curve_figure, numeric, points
+from trainer.plan.document import Bars, Curve, Report, Table, as_table, curve_figure, numeric, points
 from trainer.plan.style import LINES, PALETTE, sheet
 from trainer.plan.svg import Made, tag
 

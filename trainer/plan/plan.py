@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from trainer import fit
-from trainer.config import Config
-from trainer.ledger import BYTES, GIB, KEPT, Ledger, ledgers
-from trainer.plan.changes import Candidate, freeing, hastening
-from trainer.plan.devices import Device
-from trainer.plan.times import Times, times
-from trainer.status import ConfigError
+from trainer.config.job_config import Config
+from trainer.errors import ConfigError
+from trainer.hardware.device_specs import Device
+from trainer.memory import auto
+from trainer.memory.estimator import BYTES, GIB, KEPT, Ledger, ledgers
+from trainer.plan.critical_path import Times, times
+from trainer.plan.suggestions import Candidate, freeing, hastening
 
-RESERVE = 1 - fit.DEVICE
+RESERVE = 1 - auto.DEVICE
 """Of a device's memory, for what the ledger does not count: holes in the allocator, workspaces of kernels and of NCCL, the
 driver's own. The same that `memory.recompute = "auto"` leaves."""
 HOST_RESERVE = 0.1
@@ -93,7 +93,7 @@ class Plan:
         most = max(self.ledgers, key=lambda found: found.host)
         kinds = {line.name: line.host for line in most.lines if line.host}
         if KEPT in kinds:
-            kinds[KEPT] *= fit.ROUNDED
+            kinds[KEPT] *= auto.ROUNDED
         kinds["processes"] = PROCESS
         return {kind: self.node_ranks * size for kind, size in kinds.items()}
 
@@ -278,7 +278,7 @@ def plan_of(config: Config, world_size: int, device: Device, *, name: str = "") 
     """Of a single stage. The configuration must have no problems."""
     notes: tuple[str, ...] = ()
     try:
-        config = fit.fitted(config, world_size, ranks=min(world_size, device.node), **_memory(device))
+        config = auto.fitted(config, world_size, ranks=min(world_size, device.node), **_memory(device))
     except ConfigError as error:
         notes = tuple(error.problems)
         levers = {"recompute": "full", "device_gib": None}

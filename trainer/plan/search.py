@@ -14,11 +14,11 @@ from itertools import product
 from math import inf
 from typing import Any, TypeVar
 
-from trainer.config import Config
-from trainer.load import toml_value
-from trainer.plan.devices import Device
+from trainer.config.job_config import Config
+from trainer.config.parse import toml_value
+from trainer.config.sections import LONGEST_ROW
+from trainer.hardware.device_specs import Device
 from trainer.plan.plan import Plan, plan_of
-from trainer.sections import LONGEST_ROW
 
 SHOWN = 5
 MOST_TOKENS = 32_768

@@ -7,7 +7,7 @@ from html import escape
 from itertools import pairwise
 
 from trainer.plan.axes import Axis, axis, labels, short, steps
-from trainer.plan.report import Bar, Bars, Curve, curve_figure, figure
+from trainer.plan.document import Bar, Bars, Curve, curve_figure, figure
 from trainer.plan.style import LINES, ON_DARK
 
 THICK, THIN = 26, 15  # pixels of a bar, and of one among many

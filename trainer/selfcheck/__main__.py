@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 
-from trainer.cluster import Cluster, count
-from trainer.config import Config, Stage
-from trainer.describe import help_text
-from trainer.launch import complaint
-from trainer.load import load
+from trainer.config.docs import help_text
+from trainer.config.job_config import Config, Stage
+from trainer.config.parse import load
+from trainer.errors import BAD_CONFIGURATION, DONE, FAILED, ConfigError, RankError
+from trainer.launch.cluster import Cluster, count
+from trainer.launch.launcher import complaint
 from trainer.selfcheck import processes
+from trainer.selfcheck.comparison import NUMBERS, TENSORS, farthest, same, table
 from trainer.selfcheck.shrink import Shrunk, shrink, write_documents
-from trainer.selfcheck.verdict import NUMBERS, TENSORS, farthest, same, table
-from trainer.status import BAD_CONFIGURATION, DONE, FAILED, ConfigError, RankError
 
 USAGE = """\
 python -m trainer.selfcheck [--config NAME|PATH] [--world-size N] [--section.key VALUE]... [--help]

@@ -17,16 +17,16 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from threading import Thread
 
-from trainer.config import Config
-from trainer.selfcheck.verdict import Seen
-from trainer.status import DONE, FAILED, RankError
+from trainer.config.job_config import Config
+from trainer.errors import DONE, FAILED, RankError
+from trainer.selfcheck.comparison import Seen
 
 PRELOADED = [
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "torch.distributed.tensor",
-    "trainer.selfcheck.rank",
+    "trainer.selfcheck.worker",
 ]
 PATIENCE = 300.0
 """Seconds that a run may take."""
@@ -104,7 +104,7 @@ def _work(connection: Connection, config: Config, rank: int, size: int, folder: 
         os.dup2(nowhere.fileno(), 2)
     answer: list[Seen] | str
     try:
-        from trainer.selfcheck.rank import measure  # It needs torch.
+        from trainer.selfcheck.worker import measure  # It needs torch.
 
         answer = measure(config, rank=rank, size=size, store=folder / "store", reference=reference)
     except BaseException as error:  # noqa: BLE001 - whatever it is, it is to be told

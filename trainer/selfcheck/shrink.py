@@ -17,11 +17,11 @@ from textwrap import fill
 from typing import Any
 
 from models.config import ModelConfig, RopeConfig
-from parallelisms.rules import AXES, ContextPlan
-from parallelisms.stages import PipelinePlan
-from trainer.config import Config
-from trainer.load import overlay
-from trainer.status import ConfigError
+from parallelisms.parallel_dims import AXES, ContextPlan
+from parallelisms.pipeline_plan import PipelinePlan
+from trainer.config.job_config import Config
+from trainer.config.parse import overlay
+from trainer.errors import ConfigError
 
 MOST = 8
 """Processes at once."""

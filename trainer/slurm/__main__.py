@@ -12,16 +12,16 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from trainer.cluster import Cluster, count
-from trainer.describe import help_text
-from trainer.launch import complaint, examine, nothing_to_start
-from trainer.load import find, load, split, to_toml
+from trainer.config.docs import help_text
+from trainer.config.parse import find, load, split, to_toml
+from trainer.config.slurm import SlurmSection
+from trainer.config.training_stages import Recipe
+from trainer.errors import BAD_CONFIGURATION, DONE, FAILED, ConfigError
+from trainer.launch.cluster import Cluster, count
+from trainer.launch.launcher import complaint, examine, nothing_to_start
 from trainer.slurm import jobs, scheduler, snapshot
 from trainer.slurm.scheduler import SlurmError
 from trainer.slurm.script import ROOT, Job, log_of, python_of, render
-from trainer.slurm.section import SlurmSection
-from trainer.stages import Recipe
-from trainer.status import BAD_CONFIGURATION, DONE, FAILED, ConfigError
 
 USAGE = """\
 python -m trainer.slurm render|submit [--config NAME|PATH] [--section.key VALUE]...

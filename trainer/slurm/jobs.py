@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trainer import markers
-from trainer.run_folder import RunFolder
+from trainer.checkpoint.run_dir import RunFolder
+from trainer.resilience import exit_markers
 from trainer.slurm import scheduler
 from trainer.slurm.scheduler import SlurmError, State
 from trainer.slurm.script import log_of
@@ -47,7 +47,7 @@ def report(run: Path) -> list[str]:
     jobs = submitted(run)
     lines = [("run", str(run)), *((f"job {job}", told) for job, told in _queue(jobs))]
     lines += [("newest update", _newest_update(run)), ("newest checkpoint", _newest_checkpoint(run))]
-    lines += [(name, _marker(facts)) for name in markers.KINDS if (facts := _read(run / name)) is not None]
+    lines += [(name, _marker(facts)) for name in exit_markers.KINDS if (facts := _read(run / name)) is not None]
     if jobs:
         lines.append(("log", str(log_of(run, jobs[-1]))))
     width = max(len(name) for name, _ in lines)

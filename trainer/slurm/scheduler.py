@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.cluster import count
+from trainer.launch.cluster import count
 
 ENDED = {
     "BOOT_FAIL",

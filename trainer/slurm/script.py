@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.config import Config
-from trainer.slurm.section import SlurmSection
+from trainer.config.job_config import Config
+from trainer.config.slurm import SlurmSection
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = Path(__file__).with_name("batch.sh")
@@ -104,7 +104,7 @@ def settings(job: Job) -> list[str]:
 
 def report(slurm: SlurmSection) -> list[str]:
     """What prints a line about each node."""
-    command = '"$PYTHON" -P -m trainer.slurm.node'
+    command = '"$PYTHON" -P -m trainer.slurm.node_info'
     words = ["timeout 120 srun --ntasks-per-node=1", '--ntasks="$SLURM_JOB_NUM_NODES" --label', *container(slurm)]
     return _lines(" ".join(words), command)
 
@@ -118,7 +118,7 @@ def launch(slurm: SlurmSection) -> list[str]:
     if slurm.launcher == "srun":
         return _lines(" ".join(words), f'"$PYTHON" -P -u -m trainer.launch {ours}')
     place = f'--nodes "$SLURM_JOB_NUM_NODES" --processes {slurm.processes} --meet "$MASTER_ADDR:$MASTER_PORT"'
-    agent = f'"$PYTHON" -P -u -m trainer.slurm.agent {place}'
+    agent = f'"$PYTHON" -P -u -m trainer.slurm.torchrun_agent {place}'
     return _lines(" ".join(words), agent, f'--id "$LONGHAUL_ATTEMPT" {ours}')
 
 

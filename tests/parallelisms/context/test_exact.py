@@ -14,9 +14,9 @@ from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from parallelisms.context import ContextParallel
-from parallelisms.rules import LAYOUTS, ROTATIONS
-from tests.models.dense import dense, inputs, run
-from tests.models.small import starts
+from parallelisms.parallel_dims import LAYOUTS, ROTATIONS
+from tests.models.dense_attention import dense, inputs, run
+from tests.models.small_models import starts
 from tests.ranks import run_ranks
 
 HEADS = {"MHA": (4, 4), "GQA": (8, 2), "one key/value head": (8, 1), "three of them": (6, 3)}
@@ -115,9 +115,9 @@ class Alone:
     unshard = shard
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, boundaries_BD: Tensor) -> Tensor:
-        from models import causal
+        from models import attention_op
 
-        return causal.attention(q, k, v, boundaries_BD)[0]
+        return attention_op.attention(q, k, v, boundaries_BD)[0]
 
 
 @pytest.mark.ranks

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from models.batch import IGNORE, Batch
 from parallelisms.context import ContextParallel
-from parallelisms.context.layout import SeqLayout
-from tests.models.small import packed, starts
+from parallelisms.context.shard_layout import SeqLayout
+from tests.models.small_models import packed, starts
 from tests.ranks import run_ranks
 
 HEADS: dict[str, Any] = {"heads": 8, "kv_heads": 4}

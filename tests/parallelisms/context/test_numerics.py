@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from parallelisms.context import ContextParallel, gather, ring
-from parallelisms.context.layout import SeqLayout
-from parallelisms.context.tasks import Share
-from parallelisms.rules import LAYOUTS, Rotation
-from tests.models.dense import dense, inputs, run
-from tests.models.small import starts
+from parallelisms.context import ContextParallel, all_gather, ring
+from parallelisms.context.attention_plan import Share
+from parallelisms.context.shard_layout import SeqLayout
+from parallelisms.parallel_dims import LAYOUTS, Rotation
+from tests.models.dense_attention import dense, inputs, run
+from tests.models.small_models import starts
 from tests.ranks import run_ranks
 
 Result = TypeVar("Result")
@@ -89,10 +89,10 @@ def shared(
         share = Share((layout,), rank)
         if rotation == "allgather":
             everyone = partial(wires.gather, rank=rank)
-            out, lse = gather.forward(q, k, v, everyone(torch.stack((k, v))), share)
+            out, lse = all_gather.forward(q, k, v, everyone(torch.stack((k, v))), share)
             reduce = partial(wires.reduce_scatter, rank=rank)
             arriving = everyone(torch.stack((k, v)))
-            grads = gather.backward(grad, q, k, v, arriving, out, lse, share, reduce_scatter=reduce, wire=wire)
+            grads = all_gather.backward(grad, q, k, v, arriving, out, lse, share, reduce_scatter=reduce, wire=wire)
         else:
             hop = partial(wires.rotate, rank=rank)
             out, lse = ring.forward(q, k, v, hop(torch.stack((k, v))), share, rotate=hop)

@@ -16,15 +16,15 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from trainer.checkpoint.durable_io import sync, write_synced
 from trainer.data.corpus import Corpus
 from trainer.data.errors import DataError
-from trainer.data.prepare.pieces import RECORDS, Job, write_pieces
-from trainer.data.prepared import META, VERSION, Meta, Piece, Prepared, is_prepared, narrowest
+from trainer.data.prepare.tokenize import RECORDS, Job, write_pieces
 from trainer.data.progress import LOG_SECONDS, progress
-from trainer.data.shards import between
+from trainer.data.shard_writer import between
 from trainer.data.source import Source
+from trainer.data.token_dataset import META, VERSION, Meta, Piece, Prepared, is_prepared, narrowest
 from trainer.data.tokenizer import Tokenizer
-from trainer.files import sync, write_synced
 
 log = logging.getLogger(__name__)
 

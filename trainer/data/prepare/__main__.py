@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.config import COPY, CORPUS
+from trainer.config.job_config import COPY, CORPUS
+from trainer.config.parse import load
 from trainer.data import DataError, source_of, sources_of
-from trainer.data.hub import HUB
+from trainer.data.hf_datasets import HUB
 from trainer.data.prepare import prepare
-from trainer.data.prepared import Prepared, is_prepared
 from trainer.data.source import Source
+from trainer.data.token_dataset import Prepared, is_prepared
 from trainer.data.tokenizer import load_tokenizer
-from trainer.load import load
-from trainer.status import BAD_CONFIGURATION, DONE, FAILED, NO_RETRY, ConfigError, RankError
+from trainer.errors import BAD_CONFIGURATION, DONE, FAILED, NO_RETRY, ConfigError, RankError
 
 USAGE = """\
 python -m trainer.data.prepare [--config NAME|PATH] [--section.key VALUE]... [--workers N]

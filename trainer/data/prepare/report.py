@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.data.errors import DataError
-from trainer.data.prepared import Prepared
+from trainer.data.token_dataset import Prepared
 from trainer.data.tokenizer import Tokenizer
 
 K = 1 << 10

@@ -11,11 +11,11 @@ from random import Random
 
 import sentencepiece
 
+from trainer.checkpoint.durable_io import write_synced
 from trainer.data.corpus import Corpus
 from trainer.data.errors import DataError
 from trainer.data.formats import BadText, texts
 from trainer.data.source import Source
-from trainer.files import write_synced
 
 LINES = 100_000
 LONGEST = 16_384  # bytes of a line that is learned from

@@ -1,0 +1,74 @@
+"""Which checkpoints are deleted, which never are, and that none is ever there in part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.test_manifest import commit
+from trainer.checkpoint.retention import delete, good, put_aside, quarantine, superfluous, wipe
+
+
+def several(checkpoints: Path, *steps: int) -> list[tuple[int, Path]]:
+    return [(step, commit(checkpoints / f"step-{step}", step=step)) for step in steps]
+
+
+@pytest.mark.parametrize(
+    ("keep", "keep_every", "deleted"),
+    [(1, None, [2, 4, 6, 8]), (3, None, [2, 4]), (5, None, []), (6, None, []), (1, 4, [2, 6]), (2, 2, [])],
+)
+def test_the_newest_and_every_nth_are_kept(
+    tmp_path: Path, keep: int, keep_every: int | None, deleted: list[int]
+) -> None:
+    committed = several(tmp_path, 2, 4, 6, 8, 10)
+    doomed = superfluous(committed, keep=keep, keep_every=keep_every)
+    assert doomed == [folder for step, folder in committed if step in deleted]
+
+
+def test_pinned_ones_and_those_in_use_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    committed = several(tmp_path / "run", 2, 4, 6, 8)
+    (tmp_path / "run" / "step-4" / "pinned").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    kept = [Path("link/step-2")]
+    assert superfluous(committed, keep=1, kept=kept) == [tmp_path / "run" / "step-6"]
+
+
+def test_damaged_ones_count_for_nothing_and_are_left(tmp_path: Path) -> None:
+    committed = several(tmp_path, 2, 4, 6)
+    (tmp_path / "step-6" / "manifest.json").unlink()
+    (tmp_path / "step-2" / "state.json").write_text("{} ")
+    assert good(committed) == [committed[1]]
+    assert superfluous(good(committed), keep=1) == []
+
+
+def test_what_is_deleted_has_another_name_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    several(tmp_path, 2)
+    names = []
+    monkeypatch.setattr("shutil.rmtree", lambda folder: names.append(folder.name))
+    delete(tmp_path / "step-2")
+    assert names == [path.name for path in tmp_path.iterdir()] == [".tmp-old-step-2"]
+    delete(tmp_path / "step-2")  # It is gone, which is what was wanted.
+    assert names == [".tmp-old-step-2"]
+
+
+def test_all_that_dead_processes_left_is_wiped_and_nothing_else(tmp_path: Path) -> None:
+    several(tmp_path, 2)
+    for name in (".tmp-step-4.dead", ".tmp-old-step-1", "bad-step-3-x"):
+        commit(tmp_path / name)
+    (tmp_path / ".tmp-link").symlink_to(tmp_path / "step-2")
+    (tmp_path / ".tmp-file").touch()
+    wipe(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad-step-3-x", "step-2"]
+    assert len([*(tmp_path / "step-2").iterdir()]) == 4
+
+
+def test_what_is_put_aside_says_why(tmp_path: Path) -> None:
+    several(tmp_path, 2, 4)
+    aside = quarantine(tmp_path / "step-2", "a bit flipped")
+    assert aside.parent == tmp_path
+    assert aside.name.startswith("bad-step-2-")
+    assert (aside / "reason").read_text() == "a bit flipped\n"
+    assert put_aside(tmp_path) == [f"{aside.name}: a bit flipped"]
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-4"]

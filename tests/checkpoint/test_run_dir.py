@@ -1,0 +1,301 @@
+"""The run folder: what counts as a checkpoint, what is cut, and which run may go on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.checkpoint import manifest
+from trainer.checkpoint.run_dir import (
+    ResumeError,
+    RunFolder,
+    check_resume,
+    differences,
+    finished,
+    flat,
+    identity,
+    place,
+    read_state,
+)
+from trainer.config.job_config import Config
+from trainer.config.parse import load
+from trainer.errors import ConfigError
+
+
+def config(folder: Path, **sections: dict[str, Any]) -> Config:
+    given = {"job": {"output_dir": str(folder)}, "training": {"steps": 6}, **sections}
+    return Config.model_validate(given)
+
+
+def commit(folder: Path, step: int, of: Config) -> Path:
+    """A checkpoint without tensors."""
+    checkpoint = folder / "checkpoints" / f"step-{step}"
+    checkpoint.mkdir(parents=True)
+    state = {"step": step, "config": flat(of), "trainer": {}, "data": {}, "stage": place(of.stages[0])}
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    (checkpoint / ".metadata").touch()
+    seal(checkpoint)
+    return checkpoint
+
+
+def seal(checkpoint: Path) -> None:
+    """Gives it a manifest of the files that it has."""
+    step = int(checkpoint.name.removeprefix("step-"))
+    files = {name: manifest.hash_of(checkpoint / name) for name in ("state.json", ".metadata")}
+    about = manifest.Manifest(step=step, attempt="a", world_size=1, mesh={}, versions={}, saved="", files=files)
+    manifest.write(checkpoint, about)
+
+
+# ---- what is committed
+
+
+def test_checkpoints_are_listed_by_number(tmp_path: Path) -> None:
+    for step in (1000, 6, 30, 200):
+        commit(tmp_path, step, config(tmp_path))
+    assert [step for step, _ in RunFolder(tmp_path).committed()] == [6, 30, 200, 1000]
+    assert RunFolder(tmp_path).newest(config(tmp_path)) == tmp_path / "checkpoints" / "step-1000"
+
+
+JUNK = [
+    ".tmp-step-9",
+    ".tmp-old-step-9",
+    "step-",
+    "step-9.bak",
+    "step--9",
+    "step-9a",
+    "bad-step-9",
+    "step-1e1",
+    "steps-9",
+]
+
+
+@pytest.mark.parametrize("name", JUNK)
+def test_what_has_another_name_is_no_checkpoint(tmp_path: Path, name: str) -> None:
+    for folder in ("step-3", name):
+        (tmp_path / "checkpoints" / folder).mkdir(parents=True)
+    assert RunFolder(tmp_path).committed() == [(3, tmp_path / "checkpoints" / "step-3")]
+
+
+@pytest.mark.parametrize("name", ["step-09", "step-٩", "step-9²"])
+def test_a_number_written_otherwise_is_no_checkpoint(tmp_path: Path, name: str) -> None:
+    (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert RunFolder(tmp_path).committed() == []
+
+
+def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "step-9").touch()
+    assert RunFolder(tmp_path).committed() == []
+
+
+def test_an_empty_or_absent_folder_has_none(tmp_path: Path) -> None:
+    assert RunFolder(tmp_path / "absent").committed() == []
+    (tmp_path / "checkpoints").mkdir()
+    assert RunFolder(tmp_path).committed() == []
+    assert RunFolder(tmp_path).newest(config(tmp_path)) is None
+
+
+def test_without_checkpoints_a_run_starts_afresh_but_not_beside_some(tmp_path: Path) -> None:
+    off = config(tmp_path, checkpoint={"enabled": False})
+    assert finished(off) is None
+    commit(tmp_path, 6, off)
+    assert RunFolder(tmp_path).newest(off) is None
+    with pytest.raises(ResumeError, match="would start anew"):
+        finished(off)
+
+
+# ---- where it lies
+
+
+def test_a_folder_is_made_with_its_parents_and_may_exist(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "a" / "b")
+    folder.make()
+    folder.make()
+    assert [path.name for path in sorted(folder.path.iterdir())] == ["checkpoints", "logs"]
+
+
+@pytest.mark.parametrize("under", ["", "deeper"])
+def test_a_file_in_its_place_is_told(tmp_path: Path, under: str) -> None:
+    (tmp_path / "taken").touch()
+    path = tmp_path / "taken" / under
+    with pytest.raises(ConfigError, match=rf"^job.output_dir = {path} cannot be written to: (File exists|Not a dir)"):
+        RunFolder(path).make()
+
+
+def test_a_folder_that_cannot_be_written_to_is_told() -> None:
+    # /proc refuses root as well, whom no permission stops.
+    with pytest.raises(ConfigError, match=r"^job.output_dir = /proc/self/task cannot be written to: ."):
+        RunFolder(Path("/proc/self/task")).make()
+
+
+def test_the_configuration_is_kept_resolved(tmp_path: Path) -> None:
+    given = config(tmp_path, optimizer={"lr": 0.125})
+    RunFolder(tmp_path).begin(given, 0)
+    assert load(["--config", str(tmp_path / "config.toml")]).stages == given.stages
+
+
+# ---- metrics and events
+
+
+def cut(tmp_path: Path, content: bytes, step: int) -> bytes:
+    folder = RunFolder(tmp_path)
+    folder.metrics.write_bytes(content)
+    folder.cut_metrics(step)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    return folder.metrics.read_bytes()
+
+
+def test_lines_past_the_checkpoint_are_cut_and_others_kept_byte_by_byte(tmp_path: Path) -> None:
+    kept = b'{"step": 1,  "loss":1.00}\n{"step": 3, "caf\xc3\xa9": 1e400}\n'
+    assert cut(tmp_path, kept + b'{"step": 4}\n{"step": 10}\n', 3) == kept
+    assert cut(tmp_path, kept, 3) == kept
+    assert cut(tmp_path, kept, 0) == b""
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 3', b'{"step": 3}', b"{", b'{"step": 3, "x": "\xc3', b"\0\0\0\0"])
+def test_a_torn_last_line_is_cut(tmp_path: Path, torn: bytes) -> None:
+    assert cut(tmp_path, b'{"step": 2}\n' + torn, 5) == b'{"step": 2}\n'
+
+
+@pytest.mark.parametrize(
+    "junk", [b"junk\n", b"\n", b"[1]\n", b'"step"\n', b"null\n", b"7\n", b'{"loss": 1}\n', b'{"step": "2"}\n']
+)
+def test_what_is_no_record_is_cut(tmp_path: Path, junk: bytes) -> None:
+    assert cut(tmp_path, b'{"step": 1}\n' + junk + b'{"step": 2}\n', 5) == b'{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_file_with_nothing_to_cut_is_not_written(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.cut_metrics(3)
+    assert not folder.metrics.exists()
+    folder.metrics.write_bytes(b'{"step": 2}\n')
+    before = folder.metrics.stat().st_ino
+    folder.cut_metrics(3)
+    assert folder.metrics.stat().st_ino == before
+
+
+def test_events_are_appended_with_their_time(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.event("start", step=0)
+    folder.event("end", step=6, loss=None)
+    first, second = map(json.loads, folder.events.read_text().splitlines())
+    assert (first.pop("event"), first.pop("step"), list(first)) == ("start", 0, ["time"])
+    assert second.pop("time") > 1e9
+    assert second == {"event": "end", "step": 6, "loss": None}
+    with pytest.raises(ValueError, match="JSON"):
+        folder.event("end", loss=float("nan"))
+
+
+# ---- which run it is
+
+
+def test_the_same_configuration_is_the_same_run(tmp_path: Path) -> None:
+    assert differences(identity(config(tmp_path)), identity(config(tmp_path / "elsewhere"))) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"model": {"dim": 128}}, "model.dim was 256 and is now 128"),
+        ({"model": {"rope": {"theta": 1e4}}}, "model.rope.theta was 500000.0 and is now 10000.0"),
+        ({"model": {"tie_embeddings": True}}, "model.tie_embeddings was false and is now true"),
+        ({"tokenizer": {"kind": "tiktoken", "path": "x"}}, 'tokenizer.kind was "byte" and is now "tiktoken"'),
+        ({"data": {"max_document": 9}}, "data.max_document was null and is now 9"),
+        ({"data": {"documents": "repository"}}, 'data.documents was "file" and is now "repository"'),
+        ({"training": {"steps": 6, "seed": 1}}, "training.seed was 0 and is now 1"),
+        ({"training": {"steps": 6, "seq_len": 512}}, "training.seq_len was 2048 and is now 512"),
+    ],
+)
+def test_what_a_run_is_known_by_is_told_with_both_values(
+    tmp_path: Path, changed: dict[str, dict[str, Any]], told: str
+) -> None:
+    assert differences(identity(config(tmp_path)), identity(config(tmp_path, **changed))) == [told]
+
+
+def test_all_differences_are_told(tmp_path: Path) -> None:
+    other = config(
+        tmp_path, model={"dim": 128, "num_layers": 2}, data={"mask": "none"}, training={"steps": 6, "seed": 3}
+    )
+    keys = [line.split()[0] for line in differences(identity(config(tmp_path)), identity(other))]
+    assert keys == ["data.mask", "model.dim", "model.num_layers", "training.seed"]
+    assert differences({"a": 1}, {"b": 2}) == ["a was 1 and is now null", "b was null and is now 2"]
+
+
+def test_a_preset_and_its_numbers_are_the_same_model(tmp_path: Path) -> None:
+    spelled = {"family": "llama3", "size": "debug", "dim": 256, "num_layers": 4}
+    assert identity(config(tmp_path, model=spelled)) == identity(config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"job": {"name": "other"}},
+        {"data": {"cache_dir": "/x", "bad_files": "refuse"}},
+        {"training": {"steps": 99, "micro_batch_size": 2, "compile": True, "gc_interval": 7}},
+        {"parallelism": {"dp_replicate": 2}},
+        {"memory": {"recompute": "full"}},
+        {"checkpoint": {"keep": 9}, "metrics": {"log_interval": 9}, "profiler": {"trace_step": 1}},
+        {"distributed": {"timeout_minutes": 1}},
+    ],
+)
+def test_the_rest_may_change(tmp_path: Path, changed: dict[str, dict[str, Any]]) -> None:
+    assert differences(identity(config(tmp_path)), identity(config(tmp_path, **changed))) == []
+
+
+def test_an_identity_survives_json(tmp_path: Path) -> None:
+    mine = identity(config(tmp_path))
+    assert json.loads(json.dumps(mine)) == mine
+
+
+# ---- whether it may go on
+
+
+def test_a_run_is_finished_when_its_newest_checkpoint_is_the_last_update(tmp_path: Path) -> None:
+    mine = config(tmp_path)
+    assert finished(mine) is None
+    commit(tmp_path, 3, mine)
+    assert finished(mine) is None
+    last = commit(tmp_path, 6, mine)
+    assert str(finished(mine)).startswith(f"done already: {last} holds update 6 of 6. To go on, raise --training.steps")
+    assert finished(config(tmp_path, training={"steps": 7})) is None
+    assert finished(config(tmp_path, training={"steps": 5})) is not None
+
+
+def test_finished_of_another_run_is_refused(tmp_path: Path) -> None:
+    checkpoint = commit(tmp_path, 6, config(tmp_path))
+    with pytest.raises(ResumeError) as caught:
+        finished(config(tmp_path, training={"steps": 6, "seed": 1}))
+    assert str(caught.value).splitlines() == [
+        f"{checkpoint} is of another run:",
+        "  training.seed was 0 and is now 1",
+        "change these back, or choose another job.output_dir",
+    ]
+
+
+def test_a_moved_folder_goes_on(tmp_path: Path) -> None:
+    commit(tmp_path / "here", 6, config(tmp_path / "here"))
+    (tmp_path / "here").rename(tmp_path / "there")
+    moved = config(tmp_path / "there")
+    assert finished(moved) is not None
+    assert check_resume(moved, tmp_path / "there" / "checkpoints" / "step-6")["step"] == 6
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{", b'{"step": 6, "ident\xff'])
+def test_a_state_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "state.json").write_bytes(content)
+    with pytest.raises(ResumeError, match=rf"^{tmp_path}/state.json cannot be read: "):
+        read_state(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "null", '{"step": 6}'])
+def test_a_state_without_what_it_must_hold_is_named(tmp_path: Path, content: str) -> None:
+    mine = config(tmp_path)
+    checkpoint = commit(tmp_path, 6, mine)
+    (checkpoint / "state.json").write_text(content)
+    seal(checkpoint)
+    with pytest.raises(ResumeError, match=r"state\.json"):
+        finished(mine)

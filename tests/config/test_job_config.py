@@ -1,0 +1,692 @@
+"""The sections themselves: what a run may be, and how they tell about it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from models.rope_scaling import summary
+from trainer.config import docs
+from trainer.config.job_config import Config
+from trainer.config.parse import SHIPPED, keys, load, sections, tables
+from trainer.config.training_stages import Recipe
+from trainer.memory.estimator import GIB, ledger
+
+ROOT = Path(__file__).resolve().parents[2]
+CLUSTER_CONFIGS = {
+    "llama3_8b": 8,
+    "llama3_1b": 8,
+    "llama2_7b_32k": 8,
+    "llama3_8b_128k": 8,
+    "llama3_1b_1m_1gpu": 1,
+    "llama3_8b_1m": 32,
+    "llama3_8b_1m_8gpu": 8,
+    "llama3_70b_128k": 64,
+    "llama3_405b_128k": 4096,
+    "prolong_8b_512k": 32,
+    "llama31_8b_128k": 64,
+    "ultralong_8b_1m": 32,
+}
+LAPTOP_CONFIGS = {"debug", "debug_1m", "copy", "stages_debug"}
+
+
+def configured(**values: dict[str, object]) -> Config:
+    return Config.model_validate(values)
+
+
+def test_an_empty_file_is_a_run_that_can_start() -> None:
+    assert Config().problems(1) == []
+    assert Config().problems(8) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "world", "problem"),
+    [
+        ({"model": {"family": "gpt"}}, 2, 'model.family = "gpt" is unknown; there are llama2, llama3'),
+        ({"model": {"size": "9b"}}, 2, 'model.size = "9b" is unknown; family "llama3" has debug, 8b, 70b'),
+        ({"model": {"num_heads": 6}}, 2, "model.num_heads = 6 must be a multiple of model.num_kv_heads = 4"),
+        ({"model": {"head_dim": 33}}, 2, "model.head_dim = 33 must be even"),
+        ({"tokenizer": {"path": "x"}}, 2, 'tokenizer.path = "x" has no use with tokenizer.kind = "byte"'),
+        ({"tokenizer": {"kind": "tiktoken"}}, 2, 'tokenizer.kind = "tiktoken" needs tokenizer.path'),
+        ({"tokenizer": {"kind": "tiktoken", "path": "no"}}, 2, 'tokenizer.path = "no" is not a file'),
+        ({"tokenizer": {"kind": "tiktoken", "path": "n" * 5000}}, 2, "is not a file"),
+        ({"data": {"corpus": "no/where"}}, 2, 'data.corpus = "no/where" is neither'),
+        ({"data": {"corpus": "n" * 5000}}, 2, "is neither"),
+        ({"parallelism": {"dp_shard": 4}}, 2, "needs 4 processes, but there are 2"),
+        ({"parallelism": {"dp_replicate": 2}}, 3, "needs 2 processes, but there are 3"),
+        ({"parallelism": {"tp": 3}}, 3, "parallelism.tp = 3 must divide model.num_heads = 8"),
+        (
+            {"parallelism": {"pp": 2}, "training": {"global_batch_size": 1}},
+            2,
+            'parallelism.pp_schedule "1F1B" needs at least as many as stages, 2',
+        ),
+        (
+            {"data": {"corpus": "no"}},
+            2,
+            'data.corpus = "no" is neither "python-stdlib", "copy", a dataset ("hf:NAME"), nor an',
+        ),
+        (
+            {"training": {"global_batch_size": 6, "micro_batch_size": 4}},
+            2,
+            "training.global_batch_size = 6 must be a multiple of training.micro_batch_size = 4",
+        ),
+        (
+            {"training": {"dtype": "float64"}, "memory": {"optimizer_dtype": "bfloat16"}},
+            1,
+            'memory.optimizer_dtype = "bfloat16" has no use with training.dtype = "float64", which is to round nothing',
+        ),
+        (
+            {"optimizer": {"betas": (0.9, 0.999)}, "memory": {"optimizer_dtype": "bfloat16"}},
+            1,
+            "optimizer.betas up to 0.99, not 0.999: smaller changes are rounded away",
+        ),
+        (
+            {"training": {"steps": 5}, "profiler": {"trace_step": 5, "trace_steps": 2}},
+            1,
+            "profiler.trace_step = 5 and profiler.trace_steps = 2 reach past training.steps = 5",
+        ),
+    ],
+)
+def test_a_problem_names_its_keys_their_values_and_the_rule(
+    values: dict[str, dict[str, object]], world: int, problem: str
+) -> None:
+    assert any(problem in found for found in configured(**values).problems(world))
+
+
+@pytest.mark.parametrize(
+    ("section", "problems"),
+    [
+        (
+            {"cp": 4, "cp_method": "hybrid", "cp_ulysses": 3},
+            [
+                "parallelism.cp_ulysses = 3 must divide cp = 4",
+                'parallelism.cp_method "hybrid" gives heads to 3 ranks, which must divide the 8 query heads of a rank',
+            ],
+        ),
+        (
+            {"cp": 3, "cp_method": "ulysses"},
+            ['parallelism.cp_method "ulysses" gives heads to 3 ranks, which must divide the 8 query heads of a rank'],
+        ),
+        (
+            {"cp": 4, "cp_method": "ring", "cp_layout": "balanced"},
+            [
+                'parallelism.cp_layout "balanced" does not fit cp_method "ring"; '
+                'it takes "doc_headtail", "headtail", "contiguous"'
+            ],
+        ),
+        (
+            {"cp": 4, "cp_method": "ulysses", "cp_layout": "headtail"},
+            ['parallelism.cp_layout "headtail" does not fit cp_method "ulysses"; it takes "contiguous"'],
+        ),
+        (
+            {"cp": 4, "cp_method": "ring", "cp_ulysses": 2, "cp_outer": "ring"},
+            [
+                'parallelism.cp_ulysses = 2 has no use with cp_method "ring"; use "hybrid"',
+                'parallelism.cp_outer = "ring" has no use with cp_method "ring"; use "hybrid"',
+            ],
+        ),
+        ({"cp": 4, "cp_method": "hybrid", "cp_ulysses": 2, "cp_outer": "alltoall", "cp_layout": "headtail"}, []),
+        ({"cp_method": "ring", "cp_layout": "headtail"}, []),
+        # One rank shares nothing: the keys of a run on many may stay.
+        ({"cp_ulysses": 2}, []),
+    ],
+)
+def test_a_problem_of_context_parallelism_names_its_key(section: dict[str, object], problems: list[str]) -> None:
+    config = configured(parallelism=section)
+    assert config.problems(config.parallelism.cp) == problems
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "takes"),
+    [
+        ("flash", "float32", "bfloat16"),
+        ("cudnn", "float64", "bfloat16"),
+        ("fa3", "float32", "bfloat16"),
+        ("fa4", "float32", "bfloat16"),
+        ("efficient", "float64", "bfloat16 or float32"),
+    ],
+)
+def test_a_kernel_that_does_not_take_the_type_is_refused(kernel: str, dtype: str, takes: str) -> None:
+    config = configured(training={"attention": kernel, "dtype": dtype})
+    assert config.problems(1) == [f'training.attention = "{kernel}" takes {takes}, not training.dtype = "{dtype}"']
+    assert configured(training={"attention": kernel, "dtype": "bfloat16"}).problems(1) == []
+
+
+def test_a_model_with_problems_is_not_asked_how_its_heads_divide() -> None:
+    config = configured(model={"num_heads": 6}, parallelism={"cp": 4, "cp_method": "ulysses"})
+    assert config.problems(4) == ["model.num_heads = 6 must be a multiple of model.num_kv_heads = 4"]
+
+
+ZERO_BUBBLE: dict[str, object] = {"pp": 2, "pp_schedule": "ZBVZeroBubble"}
+NONE: dict[str, object] = {"recompute": "none"}
+
+
+@pytest.mark.parametrize(
+    ("values", "world", "problem"),
+    [
+        (
+            {"parallelism": ZERO_BUBBLE, "training": {"compile": True}, "memory": NONE},
+            2,
+            "training.compile must be false",
+        ),
+        ({"parallelism": ZERO_BUBBLE, "memory": {"recompute": "full"}}, 2, 'memory.recompute must be "none"'),
+        ({"parallelism": {"pp": 2}, "model": {"tie_embeddings": True}}, 2, "tie_embeddings needs parallelism.pp = 1"),
+        ({"parallelism": {"pp": 4}}, 16, "give each data rank 2 micro-batches per update"),
+        ({"parallelism": {"pp": 2, "pp_layers": [4, 4]}}, 2, "pp_layers adds up to 8; model.num_layers = 4"),
+        ({"parallelism": {"pp": 2, "pp_stages_per_rank": 2}}, 2, "which has 1 on each rank"),
+        ({"parallelism": {"tp": 2}, "model": {"vocab_size": 265}}, 2, "must divide model.vocab_size = 265"),
+        (
+            {"parallelism": {"tp": 2, "loss_parallel": False}, "model": {"vocab_size": 265}},
+            2,
+            "must divide model.vocab_size = 265",  # The embedding's rows are shared all the same.
+        ),
+        ({"parallelism": {"async_tp": True}}, 1, "needs parallelism.tp above 1 and training.compile = true"),
+    ],
+)
+def test_what_a_mesh_cannot_do_exactly_is_refused(
+    values: dict[str, dict[str, object]], world: int, problem: str
+) -> None:
+    (found,) = configured(**values).problems(world)
+    assert problem in found
+
+
+def test_what_is_near_those_can_start() -> None:
+    whole: dict[str, object] = {"vocab_size": 265, "tie_embeddings": True}
+    assert configured(model=whole, parallelism={"tp": 2, "loss_parallel": False}).problems(2) == []
+    assert configured(parallelism=ZERO_BUBBLE, memory=NONE).problems(2) == []
+    assert configured(parallelism={"pp": 4}, training={"global_batch_size": 16}).problems(16) == []
+    (uneven,) = configured(parallelism={"pp": 2}, training={"global_batch_size": 2, "micro_batch_size": 4}).problems(2)
+    assert "must be a multiple of training.micro_batch_size" in uneven
+
+
+def test_rows_are_padded_for_the_ranks_that_share_tokens_alone() -> None:
+    odd: dict[str, object] = {"seq_len": 63}
+    assert "63 does not divide by 2 (tp = 2)" in configured(parallelism={"tp": 2}, training=odd).remarks(2)[0]
+    assert configured(parallelism={"tp": 2, "sequence_parallel": False}, training=odd).remarks(2) == []
+    assert (
+        "63 does not divide by 8 (cp = 2, tp = 4)"
+        in configured(parallelism={"cp": 2, "tp": 4, "cp_method": "ring"}, training=odd).remarks(8)[0]
+    )
+
+
+def test_keys_of_a_pipeline_without_one_are_remarked_on() -> None:
+    assert configured(parallelism={"pp_layers": [1, 3], "pp_stages_per_rank": 2}).remarks(1) == [
+        "parallelism.pp_layers has no use with parallelism.pp = 1",
+        "parallelism.pp_stages_per_rank has no use with parallelism.pp = 1",
+    ]
+
+
+def test_the_head_counts_as_part_of_a_block_where_layers_are_cut() -> None:
+    wide = configured(model={"vocab_size": 32768, "num_layers": 8}, parallelism={"pp": 2})
+    assert wide.pipeline_plan(2).embed_cost == wide.pipeline_plan(2).head_cost > 5
+    heavy = configured(model={"vocab_size": 32768, "num_layers": 8}, parallelism={"pp": 4}).pipeline_plan(4)
+    assert heavy.blocks[0] == heavy.blocks[-1] == 0
+
+
+def test_heads_that_tp_does_not_divide_are_no_problem_of_cp() -> None:
+    heads: dict[str, object] = {"num_heads": 18, "num_kv_heads": 9}
+    config = configured(model=heads, parallelism={"cp": 2, "tp": 2, "cp_method": "ulysses"})
+    assert config.problems(4) == [
+        "parallelism.tp = 2 must divide model.num_kv_heads = 9, or be a multiple of it: each rank then has one of them, "
+        "as its neighbours do"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("values", "cp", "summary"),
+    [
+        (
+            {},
+            16,
+            "hybrid (8 x 2, allgather across), layout balanced "
+            "(auto: cp 16 spans nodes of 8 ranks, 8 of which divide the heads)",
+        ),
+        (
+            {"parallelism": {"node_ranks": 2}, "data": {"packing": "single"}},
+            8,
+            "hybrid (2 x 4, ring across), layout doc_headtail "
+            "(auto: cp 8 spans nodes of 2 ranks, 2 of which divide the heads)",
+        ),
+        (
+            {},
+            4,
+            "ulysses (4 ranks), layout contiguous (auto: 8 heads divide among 4 ranks; packed documents)",
+        ),
+        (
+            {"data": {"mask": "none"}},
+            2,
+            "ulysses (2 ranks), layout contiguous "
+            "(auto: 8 heads divide among 2 ranks; one document per row, fewer bytes than keys and values)",
+        ),
+        (
+            {},
+            3,
+            "allgather (3 ranks), layout balanced "
+            "(auto: 8 heads do not divide among 3 ranks; packed documents balance best when gathered)",
+        ),
+        (
+            {"data": {"corpus": "copy"}},
+            3,
+            "allgather (3 ranks), layout balanced (auto: 8 heads do not divide among 3 ranks; "
+            "one document per row; gathering would hold 0.0 GiB per layer)",
+        ),
+        (
+            {"model": {"num_kv_heads": 1}, "data": {"packing": "single"}, "training": {"seq_len": 3 * 2**19}},
+            2,
+            "allgather (2 ranks), layout balanced (auto: one document per row; gathering would hold 1.1 GiB per layer)",
+        ),
+        (
+            {"data": {"packing": "single"}, "training": {"seq_len": 2**20, "micro_batch_size": 2}},
+            3,
+            "ring (3 ranks), layout doc_headtail (auto: 8 heads do not divide among 3 ranks; "
+            "one document per row; gathering would hold 6.0 GiB per layer, more than 4)",
+        ),
+    ],
+)
+def test_auto_chooses_by_ranks_heads_documents_and_memory(
+    values: dict[str, dict[str, object]], cp: int, summary: str
+) -> None:
+    section = {**values.get("parallelism", {}), "cp": cp}
+    config = configured(**{**values, "parallelism": section})
+    assert config.problems(cp) == []
+    assert config.context_plan().summary() == summary
+
+
+def test_a_context_plan_counts_the_heads_and_the_node_of_one_tp_rank() -> None:
+    plan = configured(parallelism={"tp": 8, "cp": 2, "node_ranks": 4}).context_plan()
+    assert (plan.heads, plan.kv_heads, plan.node) == (1, 1, 1)
+    plan = configured(parallelism={"tp": 2, "cp": 2}, training={"micro_batch_size": 2}).context_plan()
+    assert (plan.heads, plan.kv_heads, plan.node) == (4, 2, 4)
+    assert (plan.head_dim, plan.row_tokens) == (32, 2 * 2048)
+
+
+def test_rows_that_cp_does_not_divide_are_remarked_on() -> None:
+    def remarks(seq_len: int, **section: object) -> list[str]:
+        return configured(training={"seq_len": seq_len}, parallelism=section).remarks(1)
+
+    assert remarks(512, cp=3) == [
+        "training.seq_len = 512 does not divide by 6 (cp = 3): every row is padded by 4 tokens"
+    ]
+    assert remarks(511, cp=2) == [
+        "training.seq_len = 511 does not divide by 2 (cp = 2): every row is padded by 1 token"
+    ]
+    assert remarks(510, cp=2) == []
+    assert remarks(511, cp_method="ring") == [], "one rank holds its rows as they are"
+
+
+def test_a_copied_row_repeats_itself_before_it_ends() -> None:
+    def problems(seq_len: int = 64, **data: object) -> list[str]:
+        return configured(data=data, training={"seq_len": seq_len}).problems(1)
+
+    assert problems(corpus="copy", copy_period=63) == []
+    assert problems(corpus="copy", copy_period=64) == ["data.copy_period = 64 must be below training.seq_len = 64"]
+    assert problems(copy_period=64) == ['data.copy_period = 64 has no use with data.corpus = "python-stdlib"']
+
+
+def test_the_copy_corpus_needs_no_tokenizer() -> None:
+    small: dict[str, object] = {"vocab_size": 16}
+    assert configured(model=small).problems(1) == [
+        'model.vocab_size = 16 must be at least 264, the tokens of tokenizer.kind = "byte"'
+    ]
+    assert configured(model=small, data={"corpus": "copy"}).problems(1) == []
+    assert load(["--config", "llama3_8b", "--data.corpus", "copy"]).problems(CLUSTER_CONFIGS["llama3_8b"]) == []
+
+
+def test_a_folder_named_copy_is_reached_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert configured(data={"corpus": "./copy"}).problems(1)[0].startswith('data.corpus = "./copy" is neither')
+    (tmp_path / "copy").mkdir()
+    assert configured(data={"corpus": "./copy"}).problems(1) == []
+
+
+NEEDS = 'needs memory.recompute = "full" or "keep_attention": with "none" autograd keeps what a block computes'
+NOT_FULL = 'needs memory.recompute = "keep_attention", not "full"'
+
+
+@pytest.mark.parametrize(
+    ("memory", "problems"),
+    [
+        ({"recompute": "none"}, []),
+        ({"recompute": "none", "offload": "inputs"}, [f'memory.offload = "inputs" {NEEDS}']),
+        ({"recompute": "none", "input_every": 2}, [f"memory.input_every = 2 {NEEDS}"]),
+        ({"recompute": "none", "head_groups": 2}, [f"memory.head_groups = 2 {NEEDS}"]),
+        ({"recompute": "none", "mlp_tile_mib": 64}, [f"memory.mlp_tile_mib = 64 {NEEDS}"]),
+        (
+            {"recompute": "none", "head_groups": 2, "mlp_tile_mib": 64, "input_every": 3},
+            [f"memory.input_every = 3 {NEEDS}", f"memory.head_groups = 2 {NEEDS}", f"memory.mlp_tile_mib = 64 {NEEDS}"],
+        ),
+        ({"recompute": "full", "offload": "inputs", "head_groups": 2, "mlp_tile_mib": 64}, []),
+        (
+            {"recompute": "full", "offload": "inputs_and_attention"},
+            [f'memory.offload = "inputs_and_attention" {NOT_FULL}'],
+        ),
+        ({"recompute": "full", "input_every": 2}, [f"memory.input_every = 2 {NOT_FULL}"]),
+        (
+            {"recompute": "full", "input_every": 2, "offload": "inputs_and_attention"},
+            [f'memory.offload = "inputs_and_attention" {NOT_FULL}', f"memory.input_every = 2 {NOT_FULL}"],
+        ),
+        ({"host_budget_gib": 4.0}, ['memory.host_budget_gib = 4.0 has no use with memory.offload = "none"']),
+        ({"host_budget_gib": 4.0, "offload": "inputs"}, []),
+        (
+            {"offload": "inputs_and_attention", "input_every": 4, "head_groups": 4, "mlp_tile_mib": 1},
+            [],
+        ),
+    ],
+)
+def test_what_blocks_keep_fits_what_they_recompute(memory: dict[str, object], problems: list[str]) -> None:
+    for compiled in (False, True):
+        assert configured(memory=memory, training={"compile": compiled}).problems(1) == problems
+
+
+def test_blocks_keep_what_attention_gave_unless_asked_otherwise() -> None:
+    memory = Config().memory
+    assert (memory.recompute, memory.offload, memory.input_every) == ("keep_attention", "none", 1)
+    assert (memory.head_groups, memory.mlp_tile_mib) == (1, None)
+
+
+@pytest.mark.parametrize(
+    ("groups", "parallelism", "problem"),
+    [
+        (4, {}, None),
+        (3, {}, "memory.head_groups = 3 must divide the 4 key/value heads of a rank"),
+        (8, {}, "memory.head_groups = 8 must divide the 4 key/value heads of a rank"),
+        (2, {"tp": 2}, None),
+        (4, {"tp": 2}, "memory.head_groups = 4 must divide the 2 key/value heads of a rank (model.num_kv_heads / "),
+        (2, {"tp": 4}, "memory.head_groups = 2 must divide the 1 key/value heads of a rank"),
+        (4, {"cp": 2, "cp_method": "ring"}, None),
+        (4, {"cp": 2, "cp_method": "ulysses"}, None),
+        (2, {"cp": 4, "cp_method": "ulysses"}, None),
+        (
+            4,
+            {"cp": 4, "cp_method": "ulysses"},
+            "memory.head_groups = 4 leaves 2 query heads in a group, which 4 ranks cannot exchange "
+            '(parallelism.cp_method = "ulysses")',
+        ),
+        (
+            4,
+            {"cp": 8, "cp_method": "hybrid", "cp_ulysses": 4},
+            "memory.head_groups = 4 leaves 2 query heads in a group, which 4 ranks cannot exchange",
+        ),
+        (4, {"cp": 4, "cp_method": "hybrid", "cp_ulysses": 2}, None),
+    ],
+)
+def test_groups_of_heads_divide_what_a_rank_has(
+    groups: int, parallelism: dict[str, object], problem: str | None
+) -> None:
+    world = int(str(parallelism.get("cp", 1))) * int(str(parallelism.get("tp", 1)))
+    config = configured(memory={"head_groups": groups}, parallelism=parallelism)
+    found = config.problems(world)
+    assert found == [] if problem is None else len(found) == 1
+    assert problem is None or found[0].startswith(problem)
+
+
+def test_all_problems_are_told_at_once() -> None:
+    config = configured(
+        model={"size": "9b"}, data={"corpus": "no"}, parallelism={"dp_shard": 3}, training={"micro_batch_size": 3}
+    )
+    assert len(config.problems(2)) == 4
+    wrong = {"tp": 2, "cp": 4, "cp_method": "ring", "cp_layout": "balanced", "cp_ulysses": 2, "cp_outer": "ring"}
+    assert len(configured(data={"copy_period": 1}, parallelism=wrong).problems(2)) == 5
+
+
+def test_a_rank_without_rows_in_an_update_is_remarked_on() -> None:
+    config = configured(training={"global_batch_size": 4, "micro_batch_size": 2})
+    assert config.remarks(2) == []
+    assert "1 run empty in every update" in config.remarks(3)[0]
+
+
+def test_a_warm_up_that_fills_the_run_is_remarked_on() -> None:
+    assert configured(training={"steps": 6}, schedule={"warmup_steps": 5}).remarks(1) == []
+    assert "learning rate only rises" in configured(training={"steps": 5}, schedule={"warmup_steps": 5}).remarks(1)[0]
+
+
+def test_keys_that_are_left_out_are_the_presets() -> None:
+    preset = configured(model={"family": "llama3.1", "size": "8b"}).model.build()
+    model = configured(
+        model={"family": "llama3.1", "size": "8b", "num_layers": 2, "rope": {"factor": 2.0}}
+    ).model.build()
+    assert (model.num_layers, model.rope.factor) == (2, 2.0)
+    assert (model.dim, model.rope.theta, model.rope.kind) == (preset.dim, preset.rope.theta, preset.rope.kind)
+
+
+def test_what_is_wrong_with_a_rotation_is_said_at_once_with_its_keys() -> None:
+    options = "--model.rope.kind longrope --model.rope.long_factors 2,3 --model.rope.beta_fast 8 --model.rope.theta 1e6"
+    assert load([*options.split(), "--data.corpus", "copy"]).problems(1) == [
+        'model.rope.beta_fast has no use with model.rope.kind = "longrope"; it belongs to "yarn"',
+        'model.rope.factor = 1.0 must be above 1 for model.rope.kind = "longrope"',
+        "model.rope.short_factors are 0, and must be 16: half of model.head_dim = 32",
+        "model.rope.long_factors are 2, and must be 16: half of model.head_dim = 32",
+    ]
+
+
+def test_the_rotation_is_told_before_a_run() -> None:
+    config = load(
+        ["--model.rope.kind", "yarn", "--model.rope.factor", "8", "--model.nope_every", "4", "--training.seq_len", "64"]
+    )
+    assert config.plans(1) == [summary(config.model.build(), 64)]
+    assert config.plans(1)[0].startswith("rope yarn: theta 500,000, ")
+    assert config.plans(1)[0].endswith("attention factor 1.2079; none in every 4th layer")
+    preset = load(["--model.family", "qwen3"]).model.build()
+    assert (preset.qk_norm, preset.nope_every, preset.rope.kind) == (True, None, "default")
+    assert not load(["--model.family", "qwen3", "--model.qk_norm", "false"]).model.build().qk_norm
+
+
+def test_debug_runs_at_any_number_of_processes_up_to_eight() -> None:
+    config = load([])
+    assert all(config.problems(world) == [] for world in range(1, 9))
+
+
+def test_debug_shares_its_rows_among_any_number_of_processes_up_to_eight() -> None:
+    chosen = {}
+    for world in range(1, 9):
+        config = load(["--parallelism.cp", str(world)])
+        assert config.problems(world) == []
+        chosen[world] = config.context_plan().chosen
+    assert [world for world, method in chosen.items() if method == "ulysses"] == [1, 2, 4, 8]
+    assert [world for world, method in chosen.items() if method == "allgather"] == [3, 5, 7]
+    assert chosen[6] == "hybrid"
+
+
+def test_debug_accepts_the_smallest_parity_run() -> None:
+    options = (
+        "--training.seq_len 512 --training.global_batch_size 4 --training.micro_batch_size 1 --training.dtype float64"
+    )
+    assert load(options.split()).problems(4) == []
+
+
+def test_debug_runs_for_any_number_of_steps() -> None:
+    assert load(["--training.steps", "1"]).problems(2) == []
+
+
+def test_debug_states_no_degree_and_divides_by_eight() -> None:
+    config = load(["--config", "debug"])
+    model = config.model.build()
+    assert "[parallelism]" not in (SHIPPED / "debug.toml").read_text()
+    assert (model.num_heads, model.num_kv_heads, model.vocab_size % 8) == (8, 4, 0)
+    assert model.num_layers >= 4
+    assert not config.training.compile
+
+
+def test_every_shipped_configuration_is_known_here() -> None:
+    assert {path.stem for path in SHIPPED.glob("*.toml")} == {*LAPTOP_CONFIGS, *CLUSTER_CONFIGS}
+
+
+def test_a_million_tokens_need_two_processes_and_no_file() -> None:
+    config = load(["--config", "debug_1m"])
+    assert config.problems(2) == []
+    assert config.remarks(2) == []
+    assert (config.training.seq_len, config.parallelism.cp) == (1 << 20, 2)
+    assert (config.data.documents, config.data.max_document, config.data.mask) == ("file", 16_384, "document")
+    assert ledger(config, 2).device < 2 * GIB
+
+
+def test_what_copy_repeats_is_always_on_another_rank() -> None:
+    config = load(["--config", "copy"])
+    assert config.problems(4) == []
+    assert config.remarks(4) == []
+    period, chunk = config.data.copy_period, config.training.seq_len // (2 * config.parallelism.cp)
+    assert period is not None
+    assert (period % chunk, config.context_plan().kind, config.context_plan().rotation) == (0, "doc_headtail", "ring")
+    holders = [0, 1, 2, 3, 3, 2, 1, 0]
+    back = period // chunk
+    assert all(holders[at] != holders[before] for at in range(8) for before in range(at - back, -1, -back))
+
+
+@pytest.mark.parametrize(("name", "world"), CLUSTER_CONFIGS.items())
+def test_a_cluster_configuration_states_every_degree_and_lacks_only_its_files(name: str, world: int) -> None:
+    config = load(["--config", name])
+    assert all(stage.config.parallelism.dp_shard is not None for stage in config.stages)
+    corpora = [f"data.sources.{source}.path" for source in config.data.sources] or ["data.corpus"]
+    assert [problem.split(" = ")[0] for problem in config.problems(world)] == ["tokenizer.path", *corpora]
+
+
+@pytest.mark.parametrize("name", list(CLUSTER_CONFIGS)[-3:])
+def test_every_stage_fits_the_devices_that_it_is_for(name: str) -> None:
+    config = load(["--config", name])
+    for stage in config.stages:
+        assert ledger(stage.config, CLUSTER_CONFIGS[name]).device < 80 * GIB, str(stage)
+
+
+def test_recipes_have_what_was_published() -> None:
+    prolong, llama31, ultralong = (load(["--config", name]) for name in list(CLUSTER_CONFIGS)[-3:])
+    assert [stage.config.training.seq_len for stage in prolong.stages] == [65_536, 524_288]
+    assert [stage.config.model.build().rope.theta for stage in prolong.stages] == [8e6, 1.28e8]
+    assert [round(sum(item.weight for item in stage.config.data.mix), 9) for stage in prolong.stages] == [1, 1]
+    lengths = [stage.config.training.seq_len for stage in llama31.stages]
+    assert (len(lengths), lengths[0], lengths[-1]) == (6, 8_192, 131_072)
+    assert sum(stage.tokens or 0 for stage in llama31.stage) == 800e9
+    assert {stage.config.model.build().rope.kind for stage in llama31.stages} == {"llama3"}
+    (only,) = ultralong.stages
+    rope = only.config.model.build().rope
+    assert (rope.kind, rope.factor, rope.beta_fast, rope.beta_slow) == ("yarn", 128, 4, 1)
+    assert (only.config.data.mask, only.config.training.seq_len) == ("none", 1 << 20)
+
+
+def test_checking_needs_no_torch() -> None:
+    code = "import sys, trainer.launch, trainer.config.docs; from trainer.config.parse import load; load([]).problems(2); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "pydantic" in done.stdout.split()
+    assert "torch" not in done.stdout.split()
+
+
+def test_every_key_has_a_description() -> None:
+    assert not [
+        f"{section}.{key}"
+        for section, owner in sections().items()
+        for key in keys(section)
+        if not owner.by_key()[key].description
+    ]
+
+
+def test_a_key_may_be_absent_only_if_that_is_its_default() -> None:
+    """Else the resolved file, which leaves absent keys out, would not say what it means."""
+    for section, owner in sections().items():
+        for key in keys(section):
+            if type(None) in get_args(owner.by_key()[key].annotation):
+                assert owner.by_key()[key].default is None, f"{section}.{key}"
+
+
+def test_help_has_every_key_within_its_width() -> None:
+    text = docs.help_text()
+    assert all(f"--{section}.{key}  " in text for section in sections() for key in keys(section))
+    assert all(f"\n[{section}]  " in text for section in sections())
+    assert all(f"\n{heading}  " in text for heading in ("[data.sources.NAME]", "[[data.mix]]", "[[stage]]"))
+    assert all(f"\n  {key}  " in text for owner in tables().values() for key in owner.by_key())
+    assert max(map(len, text.splitlines())) <= docs.WIDTH
+
+
+def test_a_type_is_told_in_words() -> None:
+    owners = [sections()[section] for section in ("training", "optimizer", "job")]
+    kinds = {key.name: key.kind for owner in owners for key in docs.describe(owner, [*owner.by_key()])}
+    assert kinds["seq_len"] == "integer >= 2"
+    assert kinds["dtype"] == '"bfloat16" | "float32" | "float64"'
+    assert kinds["betas"] == "[number >= 0 < 1, number >= 0 < 1]"
+    assert kinds["compile"] == "true or false"
+    assert kinds["output_dir"] == "path"
+
+
+def test_the_schema_refuses_unknown_keys_and_knows_no_null() -> None:
+    schema = json.loads(docs.schema())
+    assert all(part["additionalProperties"] is False for part in [schema, *schema["$defs"].values()])
+    assert schema["$defs"]["ParallelismSection"]["properties"]["dp_shard"]["type"] == "integer"
+    assert "null" not in docs.schema()
+
+
+def test_the_written_pages_are_in_step() -> None:
+    assert docs.main(write=False) == 0, "run python -m trainer.config.docs"
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.toml")), ids=lambda path: path.stem)
+def test_a_shipped_file_names_the_schema_for_editors(path: Path) -> None:
+    first = path.read_text().splitlines()[0]
+    assert first.startswith("#:schema ")
+    assert (path.parent / first.removeprefix("#:schema ")).is_file()
+
+
+# ---- validation
+
+
+def validated(data: Mapping[str, object] | None = None, **one: object) -> list[str]:
+    return Recipe.model_validate({"data": dict(data or {}), "validation": {"sets": {"one": one}}}).problems(1)
+
+
+def test_validation_sets_are_checked_before_anything_starts() -> None:
+    assert validated(seq_len=4096) == validated(seq_len=[64, 4096], tail=64) == []
+    said = 'validation.sets.one: source = "web" is not one of corpus, books'
+    books = {"sources": {"books": {"path": "python-stdlib"}}, "mix": [{"source": "books"}]}
+    assert validated(books, seq_len=64, source="web") == [said]
+    assert validated(seq_len=[64, 32]) == ["validation.sets.one: seq_len = [64, 32] must ascend"]
+    assert validated(seq_len=[64, 64]) == ["validation.sets.one: seq_len = [64, 64] must ascend"]
+    too_long = "validation.sets.one: tail = 65 must be at most 64, the shortest of seq_len"
+    assert validated(seq_len=[64, 128], tail=65) == [too_long]
+    assert validated(seq_len=64, tail=8) == ["validation.sets.one: tail = 8 has no use with one length"]
+    assert validated({"corpus": "copy"}, seq_len=64) == [
+        'validation.sets.one: source = "corpus" is "copy", which shows no row twice'
+    ]
+
+
+def test_the_tail_is_the_shortest_length_or_2048() -> None:
+    def targets(*seq_len: int) -> int:
+        made = configured(validation={"sets": {"one": {"seq_len": seq_len}}})
+        return made.validation.sets["one"].targets
+
+    assert (targets(64, 128), targets(2048, 4096), targets(4096, 65_536)) == (64, 2048, 2048)
+
+
+def test_a_source_may_be_there_for_validation_alone() -> None:
+    only = {"sources": {"books": {"path": "python-stdlib"}}}
+    assert validated(only, seq_len=64, source="books") == []
+    assert validated(only, seq_len=64) == ["data.sources.books: nothing draws from it"]
+    gone = {"sources": {"books": {"path": "/nowhere"}}}
+    assert validated(gone, seq_len=64, source="books")[0].startswith('data.sources.books.path = "/nowhere" is neither')
+
+
+def test_what_is_trained_on_cannot_be_held_out_under_another_name() -> None:
+    sources = {"train": {"path": "docs"}, "judge": {"path": "docs"}, "whole": {"path": "docs", "documents": "folder"}}
+    two = {"mix": [{"source": "train"}]}
+    alike = two | {"sources": {name: sources[name] for name in ("train", "judge")}}
+    other = two | {"sources": {name: sources[name] for name in ("train", "whole")}}
+    assert validated(alike, seq_len=64, source="judge") == []
+    (said,) = validated(other, seq_len=64, source="whole")
+    assert said.startswith('validation.sets.one: source = "whole" is the corpus of "train", which is trained on')
+
+
+def test_a_set_of_what_is_trained_on_is_remarked() -> None:
+    one: dict[str, object] = {"sets": {"one": {"seq_len": 64}}}
+    said = "validation.sets.one judges by documents that are trained on: data.holdout = 0"
+    assert said in configured(validation=one).remarks(1)
+    assert said not in configured(validation=one, data={"holdout": 0.1}).remarks(1)
+
+
+def test_a_holdout_needs_whole_documents_and_text() -> None:
+    said = configured(data={"holdout": 0.1, "max_document": 64}).problems(1)
+    assert said[0].startswith("data.holdout = 0.1 with data.max_document = 64 would part documents")
+    assert configured(data={"holdout": 0.1, "corpus": "copy"}).problems(1) == [
+        'data.holdout = 0.1 has no use with data.corpus = "copy"'
+    ]

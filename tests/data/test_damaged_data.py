@@ -1,0 +1,200 @@
+"""Whatever stands in a file: a clear error, or a text that is skipped and counted; never a row that is wrong."""
+
+import gzip
+import io
+import json
+import multiprocessing
+import tempfile
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.data import DataError
+from trainer.data.formats import BLOCK
+from trainer.data.prepare import prepare
+from trainer.data.prepare.report import check
+from trainer.data.source import Source
+from trainer.data.token_dataset import Prepared
+from trainer.data.tokenizer import ByteTokenizer
+
+Make = Callable[..., Source]
+Documents = Callable[[Source], list[str]]
+WORDS = [f"text {n} é\n" * (n % 5 + 1) for n in range(12)]
+
+
+def valid(name: str) -> bytes:
+    lines = "".join(json.dumps({"text": word}) + "\n" for word in WORDS).encode()
+    if name == "parquet":
+        import pyarrow
+        from pyarrow import parquet
+
+        sink = io.BytesIO()
+        parquet.write_table(pyarrow.table({"text": WORDS}), sink, row_group_size=5)
+        return sink.getvalue()
+    if name.endswith("zst"):
+        import zstandard
+
+        return zstandard.ZstdCompressor().compress(lines)
+    return gzip.compress(lines, mtime=0) if name.endswith("gz") else lines
+
+
+VALID = {name: valid(name) for name in ("txt", "jsonl", "jsonl.gz", "jsonl.zst", "txt.gz", "txt.zst", "parquet")}
+
+
+def damaged(content: bytes, at: float, put: bytes, *, keep: bool) -> bytes:
+    """`put` in the place of as many bytes, and what follows if it is kept."""
+    place = int(at * len(content))
+    return content[:place] + put + (content[place + len(put) :] if keep else b"")
+
+
+@settings(max_examples=100, derandomize=True, deadline=None)
+@given(
+    kind=st.sampled_from(sorted(VALID)),
+    at=st.floats(0, 1),
+    put=st.binary(max_size=6),
+    keep=st.booleans(),
+    documents=st.sampled_from(["file", "repository"]),
+)
+def test_a_damaged_file_leaves_its_neighbours_as_they_are(
+    *, kind: str, at: float, put: bytes, keep: bool, documents: str
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder, "corpus")
+        root.mkdir()
+        (root / "a.txt").write_text("before")
+        (root / f"b.{kind}").write_bytes(damaged(VALID[kind], at, put, keep=keep))
+        (root / "c.txt").write_text("after")
+        given = Source(corpus=str(root), cache_dir=Path(folder, "cache"), documents=documents)  # type: ignore[arg-type]
+        prepared = prepare(given, ByteTokenizer())
+        text = ByteTokenizer().decode(prepared.read(0, prepared.num_tokens).tolist())
+        title = "" if documents == "file" else "# c.txt\n"
+        assert text.removeprefix("# a.txt\n").startswith("before")
+        assert text.rstrip("\n").endswith(f"{title}after")
+        assert "\0" not in text or kind.startswith(("parquet", "jsonl"))
+        assert "\ufffd" not in text
+
+
+# ---- what was written and then changed
+
+
+@settings(max_examples=100, derandomize=True, deadline=None)
+@given(
+    name=st.sampled_from(["shard-00000.bin", "shard-00000.idx", "meta.json"]),
+    at=st.floats(0, 0.999),
+    put=st.binary(min_size=1, max_size=9),
+    keep=st.booleans(),
+)
+def test_a_preparation_that_was_changed_is_no_other_one(*, name: str, at: float, put: bytes, keep: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "a.jsonl").write_bytes(VALID["jsonl"])
+        whole = prepare(Source(corpus=f"{folder}/a.jsonl", cache_dir=Path(folder)), ByteTokenizer())
+        path = whole.folder / name
+        before = path.read_bytes()
+        after = damaged(before, at, put, keep=keep)
+        path.write_bytes(after)
+        try:
+            again = Prepared(whole.folder)
+            if name == "shard-00000.bin":
+                check(again)
+        except DataError as error:
+            assert str(whole.folder) in str(error)
+        else:
+            assert name == "meta.json" or before == after
+            assert again.meta == whole.meta
+
+
+def test_a_number_of_the_meta_that_was_changed_is_found(source: Make) -> None:
+    kept = source({"a": "some text"})
+    path = prepare(kept, ByteTokenizer()).folder / "meta.json"
+    meta = json.loads(path.read_text())
+    for key, value in {"eos": 258, "vocab_size": 65_000, "skipped": 1, "longest": 3, "tokenizer": "x"}.items():
+        path.write_text(json.dumps(meta | {key: value}))
+        with pytest.raises(DataError, match=r"meta.json was changed after it was written; delete"):
+            prepare(kept, ByteTokenizer())
+    path.write_text(json.dumps(meta))
+    prepare(kept, ByteTokenizer())
+
+
+class Other(ByteTokenizer):
+    fingerprint = "other"
+
+
+def test_a_preparation_is_a_corpus_for_its_own_tokenizer_only(source: Make) -> None:
+    made = prepare(source({"a": "some text", "b": "more"}), ByteTokenizer())
+    again = prepare(Source(corpus=str(made.folder)), ByteTokenizer())
+    assert (again.folder, again.fingerprint) == (made.folder, made.fingerprint)
+    with pytest.raises(DataError, match=r"was prepared with the tokenizer byte-264, and \[tokenizer\] is other"):
+        prepare(Source(corpus=str(made.folder)), Other())
+    with pytest.raises(DataError, match=r"max_document = 5, and .* was prepared with documents of up to 11 tokens"):
+        prepare(Source(corpus=str(made.folder), max_document=5), ByteTokenizer())
+    with pytest.raises(DataError, match=r'was prepared with data.separators = "bos_eos", and it is "eos" now'):
+        prepare(Source(corpus=str(made.folder), separators="eos"), ByteTokenizer())
+
+
+def test_a_preparation_without_its_shards_is_not_taken_for_text(source: Make) -> None:
+    folder = prepare(source({"a": "some text"}), ByteTokenizer()).folder
+    (folder / "shard-00000.idx").unlink()
+    with pytest.raises(DataError, match=r"shard-00000.idx cannot be read"):
+        prepare(Source(corpus=str(folder)), ByteTokenizer())
+
+
+def test_a_meta_json_of_somebody_else_is_text(source: Make, documents: Documents) -> None:
+    assert documents(source({"meta.json": '{"license": "none"}', "a": "A"})) == ["A", '{"license": "none"}']
+
+
+# ---- much of it
+
+
+def test_a_million_spaces_are_a_document(source: Make, documents: Documents) -> None:
+    assert (
+        documents(source({"a": " " * 1_000_000, "b.jsonl": json.dumps({"text": " " * 1_000_000})}))
+        == [" " * 1_000_000] * 2
+    )
+
+
+def _peak(connection: Connection, given: Source) -> None:
+    def high() -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) >> 10
+
+    import pyarrow.parquet  # noqa: F401 - what it takes is not the text's
+
+    before = high()
+    prepared = prepare(given, ByteTokenizer())
+    connection.send((high() - before, prepared.num_tokens))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("kind", "mib"), [("txt", 90), ("txt.gz", 90), ("jsonl", 350), ("parquet", 90)])
+def test_memory_is_bounded_by_a_line_and_not_by_a_file(kind: str, mib: int, tmp_path: Path) -> None:
+    size = 50_000_000
+    path = tmp_path / f"corpus.{kind}"
+    if kind == "parquet":
+        import pyarrow
+        from pyarrow import parquet
+
+        rows = [f"{n:06d}" + "x" * (size // 1000 - 6) for n in range(1000)]
+        parquet.write_table(pyarrow.table({"text": rows}), path, write_batch_size=16)
+    else:
+        line = b'{"text": "%s"}' % (b"x" * size) if kind == "jsonl" else b"x" * size
+        path.write_bytes(gzip.compress(line, 1) if kind.endswith("gz") else line)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["trainer.data.prepare"])
+    ours, theirs = context.Pipe()
+    given = Source(corpus=str(path), cache_dir=tmp_path)
+    process = context.Process(target=_peak, args=(theirs, given))
+    process.start()
+    assert ours.poll(60)
+    grown, tokens = ours.recv()
+    process.join()
+    assert tokens == size + (2000 if kind == "parquet" else 2)
+    assert grown < mib
+
+
+def test_a_text_that_cannot_end_with_a_line_is_cut_in_blocks(source: Make, documents: Documents) -> None:
+    long = "x" * (2 * BLOCK + 5)
+    assert documents(source({"a": long, "b.jsonl": json.dumps({"text": long})})) == [long, long]

@@ -1,0 +1,167 @@
+"""Tables of devices: complete, with sources, one truth with MFU; and a user's own file is read with all its faults told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainer.errors import ConfigError
+from trainer.hardware.device_specs import TABLES, device_called, load_device, tables
+
+GIB = 1 << 30
+# As torch.cuda.get_device_name gives them, with the peaks of the vendors' data sheets.
+PEAKS = {
+    "NVIDIA H100 80GB HBM3": 989.4e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H200": 989.4e12,
+    "NVIDIA H800": 989.4e12,
+    "NVIDIA H20": 148e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A800-SXM4-80GB": 312e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA B300 SXM6 AC": 2250e12,
+    "NVIDIA GB200": 2500e12,
+    "NVIDIA GB300": 2500e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA RTX A6000": 154.8e12,
+    "AMD Instinct MI250X": 191.5e12,
+    "AMD Instinct MI300X": 1300e12,
+    "AMD Instinct MI325X": 1300e12,
+    "AMD Instinct MI355X": 2500e12,
+}
+
+
+@pytest.mark.parametrize(("name", "peak"), PEAKS.items())
+def test_a_device_is_known_by_the_name_that_torch_gives_it(name: str, peak: float) -> None:
+    found = device_called(name)
+    assert found is not None
+    assert found.peak == peak
+
+
+def test_a_device_that_no_table_knows_has_none() -> None:
+    assert device_called("NVIDIA GeForce GTX 1080") is None
+
+
+def test_the_longest_part_of_a_name_decides() -> None:
+    found = {
+        name: device_called(name) for name in ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA H100 NVL")
+    }
+    assert [device and device.name for device in found.values()] == ["a100-40gb", "a100-80gb", "h100-nvl"]
+
+
+@pytest.mark.parametrize("name", tables())
+def test_every_figure_of_a_table_has_a_source_and_is_possible(name: str) -> None:
+    device = load_device(name)
+    assert [key for key, source in device.sources.items() if not source] == []
+    assert 0.5 * device.peak < device.matmul < device.peak
+    rates = [rate for widths in device.attention.values() for both in widths.values() for rate in both]
+    assert 0.1 * device.peak < min(rates)
+    assert max(rates) < device.matmul
+    assert device.hbm > device.link > device.network > 1e9
+    assert 20 * GIB < device.memory < 300 * GIB
+    assert device.host_memory > device.node * device.memory / 2
+    assert device.launch < 1e-4
+
+
+def test_units_are_those_of_the_keys() -> None:
+    device = load_device("h100-80gb")
+    assert device.memory == pytest.approx(79.1 * GIB)
+    assert [device.peak, device.hbm, device.launch] == pytest.approx([989.4e12, 3350e9, 5e-6])
+    assert [device.link, device.network] == pytest.approx([360e9, 45e9])
+    assert device.attention_rates("cudnn", 128) == (607e12, 517e12)
+
+
+def test_a_kernel_or_width_without_rates_has_those_of_the_nearest() -> None:
+    device = load_device("a100-80gb")
+    assert (device.kernel("auto"), device.kernel("fa3"), device.kernel("cudnn")) == ("flash", "flash", "cudnn")
+    assert device.attention_rates("flash", 96) == device.attention_rates("flash", 128)
+    assert device.attention_rates("flash", 80) == device.attention_rates("flash", 64)
+    assert device.attention_rates("flash", 93) == device.attention_rates("flash", 128)  # By their ratio.
+
+
+def test_a_file_of_ones_own_changes_what_it_says(tmp_path: Path) -> None:
+    path = tmp_path / "ours.toml"
+    path.write_text(
+        'extends = "h100-80gb"\n[network]\ngbps = { value = 12.5, source = "ours" }\n[host]\nmemory_gib = 512\n'
+    )
+    ours, base = load_device(str(path)), load_device("h100-80gb")
+    assert ours.network == pytest.approx(base.network / 4)
+    assert ours.host_memory == 512 * GIB
+    assert (ours.name, ours.peak, ours.attention) == ("ours", base.peak, base.attention)
+    assert ours.sources["network.gbps"] == "ours"
+    assert ours.names == ()
+
+
+def test_a_file_may_extend_one_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text('extends = "h200"\n[host]\nmemory_gib = 512\n')
+    (tmp_path / "ours.toml").write_text('extends = "base.toml"\n')
+    assert load_device(str(tmp_path / "ours.toml")).host_memory == 512 * GIB
+
+
+FAULTS = {
+    'extends = "h100-80gb"\n[device]\nmemory_gb = 3': "[device] memory_gb: there is no such key; did you mean memory_gib?",
+    'extends = "h100-80gb"\n[devise]\npeak_tflops = 3': "[devise] is no section; did you mean device?",
+    'extends = "h100-80gb"\n[device]\npeak_tflops = "x"': "[device] peak_tflops = x must be a number above 0",
+    'extends = "h100-80gb"\n[link]\nshare = 1.5': "[link] share = 1.5 must be at most 1",
+    'extends = "h100-80gb"\n[link]\ndevices = 1.5': "[link] devices = 1.5 must be a whole number",
+    'extends = "h100-80gb"\n[attention.flsh]\nwidth_128 = 1': "[attention.flsh] is no kernel; did you mean flash?",
+    'extends = "h100-80gb"\n[attention.flash]\nwide = 1': "[attention.flash] wide: there is no such key; they are width_",
+    'extends = "h100-80gb"\n[attention.flash]\nwidth_64 = { forward = 1 }': "must have forward and backward",
+    'extends = "h100-80gbb"': 'device "h100-80gbb": there is no such table or file; did you mean h100-80gb?',
+    'extends = "ours.toml"': 'extends = "ours.toml" goes round in a circle',
+    "extends = 3": "extends = 3 must be text",
+    'names = "H100"': "names = H100 must be a list of names",
+    "[device]\nmemory_gib = 3": "[device] peak_tflops is missing",
+}
+
+
+@pytest.mark.parametrize(("text", "told"), FAULTS.items())
+def test_a_fault_is_told_with_its_rule(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "ours.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_device(str(path))
+    assert told in str(error.value)
+
+
+def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "ours.toml"
+    path.write_text('extends = "h200"\n[device]\nmemory_gb = 1\npeak_tflops = -1\n[hosts]\ngbps = 1\n')
+    with pytest.raises(ConfigError) as error:
+        load_device(str(path))
+    assert len(error.value.problems) == 3
+
+
+def test_a_name_that_is_nearly_one_is_asked_for() -> None:
+    with pytest.raises(ConfigError, match="did you mean h100-80gb"):
+        load_device("h100")
+
+
+def test_every_file_beside_the_module_is_a_table() -> None:
+    assert {path.suffix for path in TABLES.iterdir()} == {".toml"}
+
+
+def test_a_figure_in_the_place_of_a_section_is_told(tmp_path: Path) -> None:
+    table = tmp_path / "ours.toml"
+    table.write_text('extends = "h100-80gb"\ndevice = 5\n[attention]\nflash = 6\n')
+    with pytest.raises(ConfigError) as error:
+        load_device(str(table))
+    assert [problem.partition(": ")[2] for problem in error.value.problems] == [
+        "device = 5 must be a section",
+        "attention.flash = 6 must be a section",
+    ]
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GH200 480GB", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "Tesla V100"])
+def test_what_only_sounds_like_a_device_is_none(name: str) -> None:
+    assert device_called(name) is None
+
+
+def test_products_cannot_be_faster_than_the_peak(tmp_path: Path) -> None:
+    table = tmp_path / "ours.toml"
+    table.write_text('extends = "h100-80gb"\n[device]\nmatmul_tflops = 5000\n')
+    with pytest.raises(ConfigError, match="matmul_tflops must be at most peak_tflops"):
+        load_device(str(table))

@@ -1,0 +1,281 @@
+"""What is decided before workers start, and what the launcher makes of how they end."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tomli
+
+from trainer.config.job_config import Config
+from trainer.config.parse import load
+from trainer.config.training_stages import Recipe
+from trainer.errors import ConfigError
+from trainer.launch.cluster import Cluster, default_processes, prepare_environment, read_cluster
+from trainer.launch.launcher import complaint, examine, main, report
+from trainer.launch.workers import exit_status
+
+ROOT = Path(__file__).resolve().parents[2]
+Launch = Callable[..., subprocess.CompletedProcess[str]]
+
+START = """
+import sys
+from pathlib import Path
+from trainer.cluster import Cluster
+from trainer.workers import Workers
+workers = Workers()
+with workers.listening():
+    sys.exit(workers.start(Path(sys.argv[1]), sys.argv[2:], Cluster(processes=2)))
+"""
+
+
+def stated(**degrees: int) -> Config:
+    return Recipe.model_validate({"parallelism": degrees})
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch) -> Launch:
+    for name in ("NGPU", "NNODES", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def run(*argv: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "trainer.launch", *argv]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    return run
+
+
+# ---- how many processes
+
+
+@pytest.mark.parametrize(
+    ("degrees", "processes"),
+    [({}, 2), ({"cp": 4}, 4), ({"dp_shard": 2, "tp": 2}, 4), ({"dp_shard": 1}, 2), ({"dp_shard": 64}, 8)],
+)
+def test_without_gpus_the_stated_degrees_decide_within_two_and_eight(degrees: dict[str, int], processes: int) -> None:
+    assert default_processes(stated(**degrees)) == processes
+    assert read_cluster({}, stated(**degrees), gpus=0) == Cluster(processes=processes)
+
+
+def test_gpus_decide_where_there_are_some_and_ngpu_decides_always() -> None:
+    assert read_cluster({}, stated(dp_shard=4), gpus=3).processes == 3
+    assert read_cluster({"NGPU": "5"}, stated(dp_shard=4), gpus=3).processes == 5
+    assert read_cluster({"NGPU": ""}, stated(dp_shard=4), gpus=0).processes == 4
+
+
+def test_nodes_multiply_the_world() -> None:
+    environment = {"NGPU": "8", "NNODES": "4", "NODE_RANK": "3", "MASTER_ADDR": "host", "MASTER_PORT": "1234"}
+    cluster = read_cluster(environment, Recipe(), gpus=0)
+    assert cluster == Cluster(processes=8, nodes=4, node_rank=3, master="host:1234")
+    assert cluster.world_size == 32
+
+
+@pytest.mark.parametrize(
+    ("environment", "problems"),
+    [
+        ({"NGPU": "0"}, ['environment: NGPU = "0" must be an integer, at least 1']),
+        ({"NGPU": "-2"}, ['environment: NGPU = "-2" must be an integer, at least 1']),
+        ({"NGPU": "two", "NNODES": "1.5"}, ['NGPU = "two"', 'NNODES = "1.5" must be an integer, at least 1']),
+        ({"NNODES": "2"}, ["NNODES = 2 needs NODE_RANK", "NNODES = 2 needs MASTER_ADDR"]),
+        ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, ['NODE_RANK = "2" must be an integer, 0 to 1']),
+        (
+            {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "70000"},
+            ['MASTER_PORT = "70000" must be an integer, 1 to 65535'],
+        ),
+    ],
+)
+def test_a_wrong_environment_is_told_variable_by_variable(environment: dict[str, str], problems: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_cluster(environment, Recipe(), gpus=0)
+    assert len(caught.value.problems) == len(problems)
+    assert all(part in found for part, found in zip(problems, caught.value.problems, strict=True))
+
+
+def test_a_task_of_srun_is_one_rank_of_its_step() -> None:
+    environment = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "NGPU": "7"}
+    assert read_cluster(environment, Recipe(), gpus=2) == Cluster(processes=4, task=3, master="127.0.0.1:20000")
+    told = environment | {"MASTER_ADDR": "node7", "MASTER_PORT": "123", "SLURM_STEP_NUM_NODES": "2"}
+    assert read_cluster(told, Recipe(), gpus=2) == Cluster(processes=2, nodes=2, task=3, master="node7:123")
+    uneven = told | {"SLURM_NTASKS": "5"}
+    assert read_cluster(uneven, Recipe(), gpus=2) == Cluster(processes=5, task=3, master="node7:123")
+
+
+def test_srun_on_several_nodes_needs_to_know_where_they_meet() -> None:
+    environment = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2"}
+    with pytest.raises(ConfigError, match="srun on 2 nodes needs MASTER_ADDR"):
+        read_cluster(environment, Recipe(), gpus=2)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+    ],
+    ids=["batch script", "single task", "shell in an allocation"],
+)
+def test_slurm_without_several_tasks_starts_its_own_workers(environment: dict[str, str]) -> None:
+    assert read_cluster(environment, Recipe(), gpus=2) == Cluster(processes=2)
+
+
+def test_workers_share_the_cores_unless_told_otherwise() -> None:
+    crowded: dict[str, str] = {}
+    prepare_environment(crowded, Cluster(processes=10_000))
+    assert crowded["OMP_NUM_THREADS"] == "1"
+    told = {"OMP_NUM_THREADS": "3", "PYTORCH_ALLOC_CONF": "backend:native"}
+    prepare_environment(told, Cluster(processes=1))
+    assert told == {"OMP_NUM_THREADS": "3", "PYTORCH_ALLOC_CONF": "backend:native"}
+
+
+# ---- what is told
+
+
+def test_problems_of_file_command_line_and_environment_are_told_together() -> None:
+    config, cluster, problems = examine(["--config", "nowhere", "--training.steps", "0"], {"NGPU": "x"})
+    assert (config, cluster, len(problems)) == (Recipe(), None, 3)
+    assert complaint(problems, ["--config", "nowhere"], cluster).endswith(
+        "nothing was started: 3 problems in nowhere\n"
+    )
+
+
+def test_a_complaint_names_the_file_and_the_world() -> None:
+    text = complaint(["wrong"], [], Cluster(processes=4, nodes=2))
+    assert text.splitlines()[0] == "error: wrong"
+    assert text.splitlines()[1].endswith("debug.toml for 8 processes (2 nodes x 4)")
+
+
+def test_a_report_is_the_resolved_toml_with_the_mesh_in_comments() -> None:
+    config = load(["--parallelism.dp_replicate", "2", "--parallelism.dp_shard", "16"])
+    text = report(config, Cluster(processes=8, nodes=4))
+    assert Recipe.model_validate(tomli.loads(text)) == config
+    assert "# mesh of 32 processes (4 nodes x 8)" in text
+    assert "#   dp_shard                16  across 2 nodes    0-15  16-31\n" in text
+    assert "#   dp_replicate             2  across 2 nodes    0,16  1,17  2,18  3,19 ... (16 groups)\n" in text
+    assert "#   tp                       1  -\n" in text
+    assert f"{config.model.build().num_parameters:,} parameters" in text
+    assert "8 micro-batches of 1 row, 1 on each data-parallel rank" in text
+    assert "# remark: training.global_batch_size = 8" in text
+    assert "node_ranks" not in text.partition("# mesh of")[2]
+    text = report(load(["--parallelism.tp", "16"]), Cluster(processes=4, nodes=4))
+    assert "# remark: parallelism.tp = 16 crosses nodes of 8 ranks" in text
+    assert "# remark: parallelism.node_ranks = 8, but each of 4 nodes runs 4 processes" in text
+
+
+def test_check_prints_and_starts_nothing(launch: Launch) -> None:
+    done = launch("--check", "--parallelism.dp_shard", "4", "--training.steps", "7")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert tomli.loads(done.stdout)["training"]["steps"] == 7
+    assert "# mesh of 4 processes" in done.stdout
+    assert "# memory of the fullest rank, predicted: " in done.stdout
+
+
+@pytest.mark.parametrize("flags", [[], ["--check"]])
+def test_a_wrong_configuration_leaves_with_2_and_no_traceback(launch: Launch, flags: list[str]) -> None:
+    done = launch("--training.micro_batch_size", "3", *flags, "--parallelism.dp_shard", "64")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("error: ") == 2
+    assert "there are 8" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_only_the_first_task_of_srun_speaks(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    monkeypatch.setenv("SLURM_NTASKS", "3")
+    for task, spoken in (("0", True), ("1", False)):
+        monkeypatch.setenv("SLURM_PROCID", task)
+        done = launch("--parallelism.dp_shard", "2")
+        assert done.returncode == 2
+        assert ("there are 3" in done.stderr) == spoken
+
+
+def test_help_looks_at_nothing_else(launch: Launch) -> None:
+    done = launch("--help", "--zebra")
+    assert done.returncode == 0
+    assert "--training.seq_len" in done.stdout
+
+
+def test_nothing_is_planned_of_what_is_wrong(launch: Launch) -> None:
+    done = launch("--plan", "--zebra")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--zebra" in done.stderr
+
+
+# ---- how workers end
+
+
+@pytest.mark.parametrize(
+    ("codes", "status"),
+    [([78], 78), ([1, 78], 78), ([-6, 1, 78], 78), ([2, 2], 2), ([1], 1), ([-9], 1), ([3], 1), ([255, -15], 1)],
+)
+def test_the_worker_that_says_why_decides(codes: list[int], status: int) -> None:
+    assert exit_status(codes) == status
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("body", "status", "told"),
+    [
+        ("sys.exit(0 if sys.argv[1:] == ['--a', 'b c'] else 1)", 0, ""),
+        ("sys.exit(78 if rank == 1 else 0)", 78, "rank 1 (pid"),
+        ("rank == 0 and os.kill(os.getpid(), signal.SIGKILL)", 1, "was killed by SIGKILL"),
+        (
+            "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+            "if rank == 0: time.sleep(1); os.kill(os.getppid(), signal.SIGTERM)\n"
+            "time.sleep(60); sys.exit(1)",
+            0,
+            "",
+        ),
+    ],
+    ids=["done", "stopped for good", "killed", "asked to save and leave"],
+)
+def test_the_launcher_leaves_as_its_workers_do(tmp_path: Path, body: str, status: int, told: str) -> None:
+    worker = tmp_path / "worker.py"
+    worker.write_text(f"import os, signal, sys, time\nrank = int(os.environ['RANK'])\n{body}\n")
+    command = [sys.executable, "-c", START, str(worker), "--a", "b c"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == status, done.stderr
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+    assert bool(done.stderr) == bool(told)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_two_launchers_make_one_world(tmp_path: Path) -> None:
+    worker = tmp_path / "worker.py"
+    worker.write_text("import os\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'])\n")
+    code = START.replace("Cluster(processes=2)", "Cluster(processes=1, nodes=2, node_rank={}, master='localhost:{}')")
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code.format(node, port), str(worker)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
+        for node in range(2)
+    ]
+    told = [node.communicate(timeout=120)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0]
+    assert sorted("".join(told).splitlines()) == ["0 2", "1 2"]
+
+
+def test_a_mesh_can_be_looked_at_before_corpus_and_tokenizer_are_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NGPU", "8")
+    monkeypatch.setattr(sys, "argv", ["launch", "--config", "llama3_8b_128k", "--check"])
+    assert main() == 2
+    told = capsys.readouterr()
+    assert "# mesh of 8 processes" in told.out
+    assert "error: tokenizer.path" in told.err
+    monkeypatch.setenv("NGPU", "4")
+    assert main() == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "needs 8 processes, but there are 4 (NGPU x NNODES, or torchrun's)" in told.err

@@ -1,0 +1,90 @@
+"""`memory.recompute = "auto"` takes the fastest that is predicted to fit, and says why where nothing does."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.config.job_config import Config
+from trainer.config.parse import load
+from trainer.errors import ConfigError
+from trainer.memory.auto import DEVICE, fitted, told
+from trainer.memory.estimator import GIB, ledger
+
+TERABYTE = 2.0**40
+
+
+def automatic(*words: str) -> Config:
+    return load(["--config", "llama3_8b_128k", "--memory.recompute", "auto", *words])
+
+
+def chosen(gib: float, *words: str, host: float = TERABYTE) -> Config:
+    return fitted(automatic(*words), 8, ranks=8, device=gib * GIB, host=host)
+
+
+def test_where_there_is_room_nothing_is_computed_again() -> None:
+    assert told(chosen(200)) == 'memory.recompute = "none"'
+
+
+def test_less_room_takes_more_levers_and_more_flops() -> None:
+    flops = []
+    for gib in (200, 80, 45, 38, 30):
+        config = chosen(gib)
+        assert ledger(config, 8).device <= DEVICE * gib * GIB
+        memory = config.memory
+        assert config.shape_problems(8) == []
+        flops.append(
+            config.model.build().executed_flops(
+                tokens=1, pairs=1 << 16, recompute=memory.recompute, input_every=memory.input_every
+            )
+        )
+    assert flops == sorted(flops)
+
+
+def test_the_next_faster_choice_would_not_have_fitted() -> None:
+    """Keeping all takes 168 GiB: a little less than that is not enough for it."""
+    everything = ledger(automatic("--memory.recompute", "none"), 8).device / GIB
+    assert chosen(everything / DEVICE + 1).memory.recompute == "none"
+    assert chosen(everything / DEVICE - 1).memory.recompute == "keep_attention"
+
+
+def test_keys_that_are_given_stay() -> None:
+    config = chosen(40, "--memory.head_groups", "4", "--memory.offload", "none")
+    assert (config.memory.head_groups, config.memory.offload) == (4, "none")
+
+
+def test_attention_goes_to_a_host_that_has_room_for_all_of_it() -> None:
+    tight = ("--memory.head_chunk_mib", "256", "--memory.input_every", "1")
+    for node in (TERABYTE, 240 * GIB):
+        config = chosen(32, *tight, host=node)
+        held = ledger(config, 8).host * 8
+        assert held <= 0.75 * node
+        if config.memory.offload != "none":
+            assert config.memory.host_budget_gib == pytest.approx(0.75 * node / GIB)
+
+
+def test_where_nothing_fits_the_least_is_named() -> None:
+    with pytest.raises(
+        ConfigError, match=r"nothing that fits 9\.0 GiB of a device .* least is [12]\d\.\d GiB, with memory"
+    ):
+        chosen(10)
+
+
+def test_a_stated_choice_is_left_alone() -> None:
+    config = load(["--config", "llama3_8b_128k"])
+    assert fitted(config, 8, ranks=8, device=1, host=1) is config
+
+
+def test_schedules_that_go_back_twice_get_what_they_allow() -> None:
+    words = ("--parallelism.pp", "2", "--parallelism.pp_schedule", "ZBVZeroBubble", "--parallelism.dp_shard", "1")
+    assert chosen(400, *words, "--training.compile", "false").memory.recompute == "none"
+
+
+def test_states_on_the_host_do_not_count_against_what_blocks_may_keep_there() -> None:
+    words = ("--memory.optimizer_placement", "host", "--memory.host_budget_gib", "1", "--memory.offload", "none")
+    assert chosen(60, *words).memory.recompute == "keep_attention"
+
+
+def test_where_every_choice_breaks_a_rule_the_rule_is_named() -> None:
+    words = ("--parallelism.pp", "2", "--parallelism.pp_schedule", "ZBVZeroBubble", "--parallelism.dp_shard", "1")
+    with pytest.raises(ConfigError, match=r"memory[.]offload"):
+        chosen(400, *words, "--training.compile", "false", "--memory.offload", "inputs")

@@ -1,0 +1,404 @@
+"""The operators: what torch checks of them, what compilation and recomputation make of them, and what they send."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from models.transformer import Transformer
+from parallelisms import activation_checkpoint
+from parallelisms.activation_checkpoint import Recompute
+from parallelisms.block_recompute import Pieces, compiled_bodies
+from parallelisms.context import ContextParallel, cp_attention_op, install, ulysses
+from tests.models.dense_attention import dense, inputs, run
+from tests.models.small_models import SMALL, gradients, packed, small_model, starts
+from tests.parallelisms.context.test_exact import shared
+from tests.ranks import run_ranks
+
+BATCH = packed([9, 1, 14], [24])
+CPU_KERNEL = "aten::_scaled_dot_product_flash_attention_for_cpu"
+METHODS = {"ring": (2,), "alltoall": (2,), "allgather": (2,), "ulysses": (2,), "hybrid": (2, 2)}
+
+FAST = [("ring", True)]
+
+
+def some_fast(names: Iterable[str], *fast: str) -> list[Any]:
+    """Parameters of which the others are slow: they go through the same code, with another exchange."""
+    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in names]
+
+
+def core_of(method: str, heads: tuple[int, int] = (4, 2)) -> ContextParallel:
+    mesh = init_device_mesh("cpu", METHODS[method])
+    return ContextParallel(mesh, method=method, heads=heads[0], kv_heads=heads[1])
+
+
+def checks(name: str) -> set[str]:
+    """What torch says of an operator on this rank."""
+    warnings.simplefilter("ignore")
+    core = core_of(name if name in METHODS else "ulysses")
+    boundaries_BD = starts([9, 1, 14], [24], width=6)
+    q, k, v = (core.shard(x.detach(), boundaries_BD) for x in inputs(boundaries_BD))
+    if name == "to_heads":
+        arguments: tuple[Any, ...] = (q.requires_grad_(), core.ulysses_group, 2)
+        return set(torch.library.opcheck(ulysses._to_heads, arguments).values())
+    if name == "to_tokens":
+        heads = ulysses.to_heads(q, core.ulysses_group, 2)
+        return set(torch.library.opcheck(ulysses._to_tokens, (heads.requires_grad_(), core.ulysses_group, 2)).values())
+    options = (name, core.layout, core.ring_group, torch.float32, "auto")
+    out, lse = cp_attention_op._attention(q, k, v, boundaries_BD, *options)
+    backward = (torch.ones_like(out), q, k, v, out, lse, boundaries_BD, *options)
+    found = set(torch.library.opcheck(cp_attention_op._attention_backward, backward).values())
+    given = [x.clone().requires_grad_() for x in (q, k, v)]
+    return found | set(torch.library.opcheck(cp_attention_op._attention, (*given, boundaries_BD, *options)).values())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "name", some_fast(["ring", "alltoall", "allgather", "to_heads", "to_tokens"], "ring", "to_heads")
+)
+def test_every_operator_passes_the_checks_of_torch(name: str) -> None:
+    assert run_ranks(checks, 2, name) == [{"SUCCESS"}] * 2
+
+
+def compilations(method: str) -> tuple[int, float]:
+    """How often three batches with other documents were compiled, and the largest error."""
+    warnings.simplefilter("ignore")
+    core = core_of(method)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(core.__call__, backend=counter, fullgraph=True)
+    worst = 0.0
+    for boundaries_BD in (starts([64], width=6), starts([7, 1, 56], width=6), starts([1, 2, 3, 50, 8])):
+        given = inputs(boundaries_BD)
+        *expected, _ = run(dense, given, boundaries_BD)
+        for ours, right in zip(shared(Called(core, compiled), given, boundaries_BD), expected, strict=True):  # type: ignore[arg-type]
+            worst = max(worst, abs(ours - right).max().item())
+    return counter.frame_count, worst
+
+
+class Called:
+    """A core whose call is another function."""
+
+    def __init__(self, core: ContextParallel, function: Any) -> None:
+        self.shard, self.unshard, self.function = core.shard, core.unshard, function
+
+    def __call__(self, *arguments: Tensor) -> Tensor:
+        out: Tensor = self.function(*arguments)
+        return out
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("method", some_fast(METHODS, "ring"))
+def test_three_layouts_of_documents_cost_one_compilation_without_a_break(method: str) -> None:
+    for compiled, error in run_ranks(compilations, prod(METHODS[method]), method):
+        assert compiled == 1
+        assert error <= 1e-12
+
+
+def trained(method: str, *, compiled: bool) -> dict[str, tuple[int, float]]:
+    """By what is kept: attention kernels that ran in one pass of a model, and the largest error of its numbers."""
+    warnings.simplefilter("ignore")
+    losses, expected = gradients(small_model(), BATCH)
+    core = core_of(method, (SMALL.num_heads, SMALL.num_kv_heads))
+    cut = Pieces(bodies=compiled_bodies(backend="aot_eager")) if compiled else Pieces(tile=2000)
+    kept = {
+        "none": Recompute(),
+        "full": Recompute("full", pieces=cut),
+        "keep_attention": Recompute("keep_attention", pieces=cut),
+        "one input of two": Recompute("keep_attention", every=2, pieces=cut),
+        "groups": Recompute("keep_attention", pieces=replace(cut, groups=2)),
+    }
+    if compiled:  # The others are made of the same bodies.
+        kept = {name: kept[name] for name in ("none", "full", "keep_attention")}
+    found = {}
+    for name, one in kept.items():
+        model = small_model()
+        install(model, core, kernel="auto")
+        activation_checkpoint.apply(model, one)
+        if compiled and name == "none":
+            for block in model.layers():
+                block.compile(fullgraph=True, backend="aot_eager")
+        if compiled:
+            one_pass(model, core)
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            ours = one_pass(model, core)
+        worst = abs(core.unshard(ours, BATCH.boundaries) - losses).max().item()
+        for parameter_name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            distributed.all_reduce(parameter.grad)
+            worst = max(worst, abs(parameter.grad - expected[parameter_name]).max().item())
+        found[name] = sum(event.name == CPU_KERNEL for event in profiler.events() or ()), worst
+    return found
+
+
+def one_pass(model: Transformer, core: ContextParallel) -> Tensor:
+    model.zero_grad()
+    losses: Tensor = model(core.shard_batch(BATCH))
+    (losses.sum() / BATCH.num_targets()).backward()
+    return losses.detach()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("method", "compiled"),
+    [
+        pytest.param(method, compiled, marks=() if (method, compiled) in FAST else pytest.mark.slow)
+        for method, compiled in product(METHODS, (False, True))
+    ],
+)
+def test_attention_runs_once_where_it_is_kept_and_twice_where_nothing_is(method: str, *, compiled: bool) -> None:
+    for found in run_ranks(partial(trained, compiled=compiled), prod(METHODS[method]), method, timeout=240):
+        kernels = {policy: count for policy, (count, _) in found.items()}
+        assert max(error for _, error in found.values()) <= 1e-12
+        assert kernels["none"] >= SMALL.num_layers
+        once = kernels["none"]
+        expected = {"none": 1, "full": 2, "keep_attention": 1, "one input of two": 1, "groups": 2}
+        assert kernels == {name: expected[name] * once for name in kernels}
+
+
+# ---- traffic
+
+
+class Sent(TorchDispatchMode):
+    """Every collective that starts inside, with the bytes of what it sends to others."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self.calls: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function._schema.name.removeprefix("c10d::")
+        if name == "send":
+            self.calls.append((name, args[0][0].nbytes))
+        elif name == "alltoall_base_":
+            # With splits, all of it goes to one other rank; without, a part stays.
+            self.calls.append((name, args[1].nbytes if args[4] else args[1].nbytes * (self.ranks - 1) // self.ranks))
+        elif name == "_allgather_base_":
+            self.calls.append((name, args[1].nbytes * (self.ranks - 1)))
+        elif name == "_reduce_scatter_base_":
+            self.calls.append((name, args[1].nbytes * (self.ranks - 1) // self.ranks))
+        return function(*args, **(kwargs or {}))
+
+
+def traffic(method: str, dtype: torch.dtype, tokens: int, wire: torch.dtype) -> list[list[tuple[str, int]]]:
+    """What one layer sends forward, and backward."""
+    ranks = distributed.get_world_size()
+    boundaries_BD = starts([tokens])
+    core = ContextParallel(init_device_mesh("cpu", (ranks,)), method=method, heads=8, kv_heads=2, reduce_dtype=wire)
+    given = [core.shard(x.detach().to(dtype), boundaries_BD) for x in inputs(boundaries_BD, (8, 2))]
+    for name in ("_to_heads", "_to_tokens"):  # A mode does not look into operators.
+        setattr(ulysses, name, getattr(ulysses, name)._init_fn)
+    with Sent(ranks) as forward:
+        out, lse = core.forward(core.start(*given), boundaries_BD)
+    with Sent(ranks) as backward:
+        core.backward(out, core.start(*given), out, lse, boundaries_BD)
+    return [forward.calls, backward.calls]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_ring_makes_one_hop_less_than_it_has_ranks_and_three_times_as_many_in_all(ranks: int) -> None:
+    tokens, kv_heads, width = 64, 2, 8
+    hop = 2 * (tokens // ranks) * kv_heads * width
+    for method, name in (("ring", "send"), ("alltoall", "alltoall_base_")):
+        for forward, backward in run_ranks(traffic, ranks, method, torch.bfloat16, tokens, torch.float32):
+            assert forward == [(name, hop * 2)] * (ranks - 1)
+            assert sorted(backward) == sorted([(name, hop * 2), (name, hop * 4)] * (ranks - 1))
+
+
+@pytest.mark.ranks
+def test_gradients_of_keys_and_values_travel_in_the_type_that_is_asked_for() -> None:
+    for wire, size in ((torch.bfloat16, 2), (torch.float32, 4)):
+        _, backward = run_ranks(traffic, 2, "ring", torch.bfloat16, 64, wire)[0]
+        assert [sent for _, sent in backward] == [2 * 32 * 2 * 8 * 2, 2 * 32 * 2 * 8 * size]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
+def test_gathering_takes_one_collective_forward_and_two_backward_and_as_many_bytes_as_a_ring(ranks: int) -> None:
+    tokens, kv_heads, width = 64, 2, 8
+    others = 2 * tokens * kv_heads * width * (ranks - 1) // ranks
+    for forward, backward in run_ranks(traffic, ranks, "allgather", torch.bfloat16, tokens, torch.float32):
+        assert forward == [("_allgather_base_", others * 2)]
+        assert backward == [("_allgather_base_", others * 2), ("_reduce_scatter_base_", others * 4)]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
+def test_ulysses_sends_what_its_formula_says(ranks: int) -> None:
+    tokens, heads, kv_heads, width = 64, 8, 2, 8
+    for forward, backward in run_ranks(traffic, ranks, "ulysses", torch.bfloat16, tokens, torch.float32):
+        sent = sum(size for _, size in forward)
+        assert sent == (2 * heads + 2 * max(kv_heads, ranks)) * (tokens // ranks) * width * 2 * (ranks - 1) // ranks
+        # Below autograd queries, keys and values are sent once more, and out with its gradient; and what comes back.
+        again = (4 * heads + 4 * max(kv_heads, ranks)) * (tokens // ranks) * width * 2 * (ranks - 1) // ranks
+        assert sum(size for _, size in backward) == again
+
+
+# ---- in steps, below autograd
+
+
+def stepwise(method: str) -> dict[str, float]:
+    """The largest differences of output and gradients from those of autograd through the core, by kinds of heads."""
+    found = {}
+    for heads, some in (((8, 4), (8, 4)), ((8, 4), (4, 2)), ((8, 4), (2, 1)), ((8, 2), (4, 1)), ((12, 6), (6, 3))):
+        core = core_of(method, heads)
+        for boundaries_BD in (starts([9, 1, 54], [64]), starts([5, 3, 40, 16], [32, 32])):
+            q, k, v = (core.shard(x.detach(), boundaries_BD) for x in inputs(boundaries_BD, heads))
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            out = core(leaves[0], leaves[1], leaves[2], boundaries_BD)
+            grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+            expected = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+            worst = 0.0
+            # One group of heads after the other, the next on its way while one is at work.
+            groups = heads[0] // some[0]
+            cut = [[x.chunk(groups, dim=2)[group].contiguous() for x in (q, k, v)] for group in range(groups)]
+            pieces = []
+            started = [core.start(*part) for part in cut]
+            outs = [core.forward(one, boundaries_BD) for one in started]
+            started = [core.start(*part) for part in cut]
+            for one, (part, lse), grad_part in zip(started, outs, grad.chunk(groups, dim=2), strict=True):
+                pieces.append([part, *core.backward(grad_part, one, part, lse, boundaries_BD)])
+            for parts, right in zip(zip(*pieces, strict=True), expected, strict=True):
+                worst = max(worst, abs(torch.cat(parts, dim=2) - right).max().item())
+            found[f"{heads} {some} {boundaries_BD[0].tolist()}"] = worst
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("method", some_fast(METHODS, "ring", "hybrid"))
+def test_steps_give_what_autograd_gives_also_of_some_of_the_heads(method: str) -> None:
+    for found in run_ranks(stepwise, prod(METHODS[method]), method):
+        assert len(found) == 10
+        assert {name: error for name, error in found.items() if not error <= 1e-13} == {}
+
+
+def held_after_start(method: str) -> list[bool]:
+    """Whether queries, keys and values are still there when attention runs, having been exchanged."""
+    core = core_of(method)
+    q, k, v = (core.shard(x.detach()).clone() for x in inputs(starts([64])))
+    refs = [weakref.ref(x) for x in (q, k, v)]
+    started = core.start(q, k, v)
+    del q, k, v
+    given, _ = core._arrived(started)
+    del given
+    return [one() is not None for one in refs]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("method", ["ulysses", "hybrid"])
+def test_what_was_exchanged_is_held_no_longer(method: str) -> None:
+    assert run_ranks(held_after_start, prod(METHODS[method]), method) == [[False] * 3] * prod(METHODS[method])
+
+
+def sent_by_a_model(method: str, groups: int, policy: activation_checkpoint.Policy) -> dict[str, list[int]]:
+    """Sizes of what a block sends, by collective: forward, and in all."""
+    ranks = prod(METHODS[method])
+    core = core_of(method, (SMALL.num_heads, SMALL.num_kv_heads))
+    model = small_model()
+    install(model, core, kernel="auto")
+    activation_checkpoint.apply(model, Recompute(policy, pieces=Pieces(groups)))
+    with Sent(ranks) as forward:
+        losses = model(core.shard_batch(BATCH))
+    with Sent(ranks) as backward:
+        losses.sum().backward()
+    return {"forward": [size for _, size in forward.calls], "backward": [size for _, size in backward.calls]}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("groups", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("method", some_fast(["ring", "alltoall"], "ring"))
+def test_where_attention_is_kept_keys_and_values_go_round_once_forward_and_once_backward(
+    method: str, groups: int
+) -> None:
+    """With two ranks a hop forward; backward, one of them and one of their gradients: each of a group's heads."""
+    hop = 2 * (BATCH.tokens.numel() // 2) * (SMALL.num_kv_heads // groups) * SMALL.head_dim * 8
+    once = groups * SMALL.num_layers
+    for kept in run_ranks(sent_by_a_model, 2, method, groups, "keep_attention"):
+        assert kept == {"forward": [hop] * once, "backward": [hop] * 2 * once}
+    for again in run_ranks(sent_by_a_model, 2, method, groups, "full"):
+        assert again == {"forward": [hop] * once, "backward": [hop] * 3 * once}
+
+
+def order_of_calls(method: str, groups: int) -> tuple[list[str], list[str]]:
+    """What the core is asked to do in a block's forward, and in its backward pass."""
+    core = core_of(method, (8, 4))
+    told: list[str] = []
+
+    class Told:
+        def __getattr__(self, name: str) -> Any:
+            def call(*given: Any) -> Any:
+                told.append(name)
+                return getattr(core, name)(*given)
+
+            return call
+
+    model = small_model(replace(SMALL, num_layers=1, num_heads=8, num_kv_heads=4))
+    activation_checkpoint.apply(model, Recompute("keep_attention", pieces=Pieces(groups)))
+    model.layers()[0].attention.core = Told()
+    losses = model(core.shard_batch(BATCH))
+    forward, told[:] = [*told], []
+    losses.sum().backward()
+    return forward, told
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_the_next_group_is_on_its_way_while_one_is_at_work(method: str) -> None:
+    for forward, backward in run_ranks(order_of_calls, 2, method, 4):
+        assert forward == ["start", *["start", "forward"] * 3, "forward"]
+        assert backward == ["start", *["start", "backward"] * 3, "backward"]
+    for forward, backward in run_ranks(order_of_calls, 2, method, 1):
+        assert (forward, backward) == (["start", "forward"], ["start", "backward"])
+
+
+def calls_through_the_core(method: str) -> list[str]:
+    warnings.simplefilter("ignore")
+    core = core_of(method)
+    q, k, v = (core.shard(x.detach()).requires_grad_() for x in inputs(starts([64])))
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        core(q, k, v).sum().backward()
+    return [event.name for event in profiler.events() or () if event.name.startswith("c10d::")]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("ring", {"c10d::send": 3, "c10d::recv_": 3}),
+        ("alltoall", {"c10d::alltoall_base_": 3}),
+        ("allgather", {"c10d::_allgather_base_": 2, "c10d::_reduce_scatter_base_": 1}),
+        ("ulysses", {"c10d::alltoall_base_": 8}),
+    ],
+)
+def test_nothing_else_is_sent_on_two_ranks(method: str, expected: dict[str, int]) -> None:
+    for names in run_ranks(calls_through_the_core, 2, method):
+        assert {name: names.count(name) for name in names} == expected
+
+
+def repeated(method: str) -> bool:
+    core = core_of(method)
+    boundaries_BD = starts([20, 44])
+    given = inputs(boundaries_BD)
+    first, second = (shared(core, given, boundaries_BD) for _ in range(2))
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("method", METHODS)
+def test_the_same_input_gives_the_same_bits(method: str) -> None:
+    assert all(run_ranks(repeated, prod(METHODS[method]), method))

@@ -1,0 +1,116 @@
+"""Parts of attention joined one by one, held to all of them joined at once in float64.
+
+Shape suffixes: M parts, X queries, N heads, H head width.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallelisms.context.online_softmax import Running
+
+PARTS, QUERIES, HEADS, WIDTH = 17, 512, 4, 16
+EVERYTHING = slice(None)
+NONE = -torch.inf
+
+
+def draw(spread: float, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Outputs [M, X, N, H] and log-sum-exps [M, N, X] of this standard deviation, which no type rounds further."""
+    generator = torch.Generator().manual_seed(0)
+    out_MXNH = torch.randn(PARTS, QUERIES, HEADS, WIDTH, generator=generator)
+    lse_MNX = spread * torch.randn(PARTS, HEADS, QUERIES, generator=generator)
+    return out_MXNH.to(dtype), lse_MNX.double() if dtype == torch.float64 else lse_MNX
+
+
+def one_by_one(out_MXNH: Tensor, lse_MNX: Tensor) -> Running:
+    running = Running(out_MXNH[0].clone(), lse_MNX[0].clone())
+    for out_XNH, lse_NX in zip(out_MXNH[1:], lse_MNX[1:], strict=True):
+        running.add(EVERYTHING, out_XNH, lse_NX)
+    return running
+
+
+def at_once(out_MXNH: Tensor, lse_MNX: Tensor) -> tuple[Tensor, Tensor]:
+    lse_MNX = lse_MNX.double()
+    weight_MXN1 = lse_MNX.softmax(dim=0).transpose(1, 2).unsqueeze(-1)
+    return (weight_MXN1 * out_MXNH.double()).sum(dim=0), lse_MNX.logsumexp(dim=0)
+
+
+def errors(spread: float, dtype: torch.dtype = torch.float32) -> tuple[float, float]:
+    """The largest error of the output, and of the log-sum-exp relative to its spread."""
+    parts = draw(spread, dtype)
+    running = one_by_one(*parts)
+    out_XNH, lse_NX = at_once(*parts)
+    return (running.out_XNH - out_XNH).abs().max().item(), (running.lse_NX - lse_NX).abs().max().item() / spread
+
+
+@pytest.mark.parametrize(("spread", "bound"), [(1.0, 7e-7), (30.0, 7e-6), (1e4, 7e-5)])
+def test_sixteen_joins_in_single_precision_cost_few_digits_however_far_apart_the_parts(
+    spread: float, bound: float
+) -> None:
+    out, lse = errors(spread)
+    assert out <= bound
+    assert lse <= 2e-6
+
+
+@pytest.mark.parametrize("spread", [1.0, 30.0, 1e4])
+def test_joins_in_double_precision_are_exact(spread: float) -> None:
+    out, lse = errors(spread, torch.float64)
+    assert out <= 1e-15 * max(10, spread)
+    assert lse <= 1e-14
+
+
+def test_joins_add_up_in_single_precision_whatever_the_type_of_the_parts() -> None:
+    assert errors(1.0, torch.bfloat16)[0] <= 7e-7
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        running = one_by_one(*draw(1.0, dtype))
+        assert running.out_XNH.dtype == running.lse_NX.dtype == torch.float32
+    running = one_by_one(*draw(1.0, torch.float64))
+    assert running.out_XNH.dtype == running.lse_NX.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("before", "part", "out", "lse"),
+    [
+        (NONE, 3.0, 2.0, 3.0),
+        (3.0, NONE, 1.0, 3.0),
+        (NONE, NONE, 1.0, NONE),
+        (NONE, -1e30, 2.0, -1e30),
+        (-1e30, NONE, 1.0, -1e30),
+        (1e30, -1e30, 1.0, 1e30),
+        (-1e30, 1e30, 2.0, 1e30),
+    ],
+)
+def test_a_query_that_saw_no_keys_takes_the_other_part_and_none_stays_none(
+    before: float, part: float, out: float, lse: float
+) -> None:
+    running = Running(torch.full((1, 1, 2), 1.0), torch.full((1, 1), before))
+    running.add(EVERYTHING, torch.full((1, 1, 2), 2.0), torch.full((1, 1), part))
+    assert running.out_XNH.tolist() == [[[out, out]]]
+    assert running.lse_NX.tolist() == [[torch.tensor(lse).item()]]
+
+
+def test_a_part_that_saw_no_keys_changes_no_bit() -> None:
+    out_MXNH, lse_MNX = draw(30.0)
+    running = Running(out_MXNH[0].clone(), lse_MNX[0].clone())
+    running.add(EVERYTHING, out_MXNH[1], torch.full_like(lse_MNX[1], NONE))
+    assert torch.equal(running.out_XNH, out_MXNH[0])
+    assert torch.equal(running.lse_NX, lse_MNX[0])
+
+
+@pytest.mark.parametrize("at", [slice(100, 300), torch.arange(QUERIES - 1, 0, -2)[:200]], ids=["range", "indices"])
+def test_a_part_is_joined_to_its_queries_alone(at: slice | Tensor) -> None:
+    out_MXNH, lse_MNX = draw(1.0)
+    running = Running(out_MXNH[0].clone(), lse_MNX[0].clone())
+    given_out, given_lse = out_MXNH[1, at].clone(), lse_MNX[1][:, at].clone()
+    running.add(at, given_out, given_lse)
+    assert torch.equal(given_out, out_MXNH[1, at]), "a part is only read"
+    assert torch.equal(given_lse, lse_MNX[1][:, at]), "a part is only read"
+    others = torch.ones(QUERIES, dtype=torch.bool)
+    others[at] = False
+    assert torch.equal(running.out_XNH[others], out_MXNH[0, others])
+    assert torch.equal(running.lse_NX[:, others], lse_MNX[0][:, others])
+    out_XNH, lse_NX = at_once(out_MXNH[:2], lse_MNX[:2])
+    torch.testing.assert_close(running.out_XNH[at].double(), out_XNH[at], rtol=0, atol=1e-6)
+    torch.testing.assert_close(running.lse_NX[:, at].double(), lse_NX[:, at], rtol=0, atol=1e-6)

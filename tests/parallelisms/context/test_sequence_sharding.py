@@ -1,0 +1,244 @@
+"""The way into shared rows and out: everything per token is cut by one order, and can be put back."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import init_device_mesh
+
+from models.batch import IGNORE, Batch
+from parallelisms.context import ContextParallel
+from parallelisms.parallel_dims import LAYOUTS, ROTATIONS
+from tests.models.small_models import packed, starts
+from tests.parallelisms.context.documents import small
+from tests.ranks import run_ranks
+
+PER_TOKEN = ("tokens", "labels", "positions", "documents")
+Options = dict[str, Any]
+
+
+def core_of(shape: tuple[int, ...], options: Options) -> ContextParallel:
+    return ContextParallel(init_device_mesh("cpu", shape), heads=4, kv_heads=2, **options)
+
+
+def numbered(*rows: list[int]) -> Batch:
+    """Tokens 0, 1, 2, ... through all rows, with documents of these lengths."""
+    batch = packed(*rows)
+    tokens = torch.arange(batch.tokens.numel()).view(batch.tokens.shape)
+    return replace(batch, tokens=tokens, labels=torch.where(batch.labels == IGNORE, IGNORE, tokens + 1))
+
+
+def cut(shape: tuple[int, ...], options: list[Options], batches: list[Batch]) -> list[list[Batch]]:
+    """Every batch as this rank gets it, by the options of a plan."""
+    cores = [core_of(shape, one) for one in options]
+    return [[core.shard_batch(batch) for batch in batches] for core in cores]
+
+
+def by_options(shape: tuple[int, ...], options: list[Options], batches: list[Batch]) -> list[list[list[Batch]]]:
+    """[options][batch][rank]."""
+    by_rank = run_ranks(cut, torch.Size(shape).numel(), shape, options, batches)
+    return [
+        [[ranks[index][number] for ranks in by_rank] for number in range(len(batches))] for index in range(len(options))
+    ]
+
+
+def everything(ranks: int) -> list[tuple[tuple[int, ...], list[Options]]]:
+    """Every method and layout, by mesh."""
+    alone = [{"method": rotation, "layout": layout} for rotation in ROTATIONS for layout in LAYOUTS[rotation]]
+    both = [{"outer": rotation, "layout": layout} for rotation in ROTATIONS for layout in LAYOUTS[rotation]]
+    return [((ranks,), [*alone, {"method": "ulysses"}]), ((ranks // 2, 2), both)]
+
+
+# ---- tables
+
+
+@pytest.mark.ranks
+def test_labels_and_positions_are_those_of_the_row_whatever_the_pieces() -> None:
+    ids = torch.arange(1, 9)[None]
+    labels = torch.tensor([[2, 3, 4, 5, 6, 7, 8, IGNORE]])
+    one = replace(numbered([8]), tokens=ids, labels=labels)
+    options = [
+        {"method": "ring", "layout": "contiguous"},
+        {"method": "ring", "layout": "headtail"},
+        {"method": "ring", "layout": "doc_headtail"},
+    ]
+    contiguous, headtail, doc_headtail = by_options((2,), options, [one, numbered([8, 4])])
+    assert [part.tokens.tolist() for part in contiguous[0]] == [[[1, 2, 3, 4]], [[5, 6, 7, 8]]]
+    assert [part.labels.tolist() for part in contiguous[0]] == [[[2, 3, 4, 5]], [[6, 7, 8, IGNORE]]]
+    assert [part.positions.tolist() for part in contiguous[0]] == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
+    for kind in (headtail, doc_headtail):
+        assert [part.tokens.tolist() for part in kind[0]] == [[[1, 2, 7, 8]], [[3, 4, 5, 6]]]
+        assert [part.labels.tolist() for part in kind[0]] == [[[2, 3, 8, IGNORE]], [[4, 5, 6, 7]]]
+        assert [part.positions.tolist() for part in kind[0]] == [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
+    first, second = doc_headtail[1]
+    assert first.tokens.tolist() == [[0, 1, 6, 7, 8, 11]]
+    assert first.labels.tolist() == [[1, 2, 7, IGNORE, 9, IGNORE]]
+    assert first.positions.tolist() == [[0, 1, 6, 7, 0, 3]]
+    assert first.documents.tolist() == [[0, 0, 0, 0, 1, 1]]
+    assert second.tokens.tolist() == [[2, 3, 4, 5, 9, 10]]
+    assert second.labels.tolist() == [[3, 4, 5, 6, 10, 11]]
+    assert second.positions.tolist() == [[2, 3, 4, 5, 1, 2]]
+    assert second.documents.tolist() == [[0, 0, 0, 0, 1, 1]]
+
+
+@pytest.mark.ranks
+def test_neighbours_that_exchange_heads_hold_halves_of_what_a_ring_s_rank_would() -> None:
+    headtail = {"outer": "ring", "layout": "headtail"}
+    ((parts,),) = by_options((2, 2), [headtail], [numbered([16])])
+    held = [part.tokens[0].tolist() for part in parts]
+    assert held == [[0, 1, 2, 3], [12, 13, 14, 15], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
+# ---- what holds for any documents
+
+
+def lengths(boundaries: tuple[int, ...]) -> list[int]:
+    return [end - start for start, end in pairwise(boundaries)]
+
+
+def batches(tokens: int) -> list[Batch]:
+    """Rows of every kind, alone and two by two: rows of one batch have other documents."""
+    rows = [lengths(boundaries) for boundaries in small(tokens)]
+    return [*(numbered(row) for row in rows), *(numbered(first, second) for first, second in pairwise(rows))]
+
+
+def pairs(batch: Batch) -> int:
+    """(query, key) pairs of all documents, padding's too."""
+    sizes = batch.boundaries.diff(dim=1)
+    return int((sizes * (sizes + 1) // 2).sum())
+
+
+def assert_cut_alike(parts: list[Batch], whole: Batch, *, ulysses: int) -> None:
+    """Every token is on one rank, with what belongs to it; and the ranks' work is that of the row."""
+    joined = {name: torch.cat([getattr(part, name) for part in parts], dim=1) for name in PER_TOKEN}
+    for row, order in enumerate(joined["tokens"].argsort(dim=1)):
+        for name in PER_TOKEN:
+            assert torch.equal(joined[name][row, order], getattr(whole, name)[row]), name
+    assert len({part.tokens.shape for part in parts}) == 1
+    others = {field.name for field in fields(Batch)} - {*PER_TOKEN, "attended", "boundaries"}
+    for part in parts:
+        assert torch.equal(part.boundaries, whole.boundaries)
+        assert (part.boundaries.dtype, part.boundaries.device.type) == (torch.int32, "cpu")
+        assert all(getattr(part, name) == getattr(whole, name) for name in others)
+    assert sum(int(part.num_targets()) for part in parts) == int(whole.num_targets())
+    # Ranks that exchange heads compute the same pairs, each for a share of the heads.
+    shares = [part.attended for part in parts]
+    assert all(len(set(same)) == 1 for same in zip(*[iter(shares)] * ulysses, strict=True))
+    assert 0 <= pairs(whole) - sum(shares) < len(parts)
+
+
+@pytest.mark.ranks
+def test_everything_per_token_is_cut_by_the_same_order() -> None:
+    given = batches(48)
+    for shape, options in everything(4):
+        for one, cuts in zip(options, by_options(shape, options, given), strict=True):
+            ulysses = 4 if one.get("method") == "ulysses" else len(shape)
+            for whole, parts in zip(given, cuts, strict=True):
+                assert_cut_alike(parts, whole, ulysses=ulysses)
+
+
+@pytest.mark.ranks
+def test_work_of_a_rank_is_counted_by_its_own_queries() -> None:
+    options: list[Options] = [{"method": "ring", "layout": "contiguous"}, {"method": "ulysses"}]
+    given = [numbered([8]), numbered([3, 5]), numbered([8], [3, 5]), numbered([1] * 7 + [1])]
+    ring, ulysses = by_options((2,), options, given)
+    assert [[part.attended for part in parts] for parts in ring] == [[10, 26], [7, 14], [17, 40], [4, 4]]
+    assert [[part.attended for part in parts] for parts in ulysses] == [[18, 18], [10, 10], [28, 28], [4, 4]]
+
+
+# ---- rows that do not divide
+
+
+def filled(whole: Batch, multiple: int) -> Batch:
+    """The batch with one more document at the end of every row, written out token by token."""
+    rows, tokens = whole.tokens.shape
+    more = -tokens % multiple
+    at_end = {"tokens": [0] * more, "labels": [IGNORE] * more, "positions": list(range(more))}
+    joined: dict[str, Any] = {
+        name: torch.tensor([[*row, *at_end[name]] for row in getattr(whole, name).tolist()]) for name in at_end
+    }
+    documents = [[*row, *[row[-1] + 1] * more] for row in whole.documents.tolist()]
+    ends = torch.full((rows, 1), tokens + more, dtype=torch.int32)
+    boundaries = torch.cat([whole.boundaries, ends], dim=1) if more else whole.boundaries
+    return replace(whole, **joined, documents=torch.tensor(documents), boundaries=boundaries)
+
+
+def one_more(batch: Batch) -> Batch:
+    """With tokens that count from 1: padding is token 0."""
+    return replace(batch, tokens=batch.tokens + 1, labels=batch.labels.where(batch.labels == IGNORE, batch.labels + 1))
+
+
+@pytest.mark.ranks
+def test_a_row_that_does_not_divide_gets_a_document_without_labels_at_its_end() -> None:
+    rows = [rows for size in (37, 45, 46, 47, 48) for rows in ([[size]], [[size - 4, 3, 1], [1, 2, size - 3]])]
+    given = [one_more(numbered(*lengths)) for lengths in rows]
+    for shape, options in everything(4):
+        for one, cuts in zip(options, by_options(shape, options, given), strict=True):
+            contiguous = one.get("layout") == "contiguous" or one.get("method") == "ulysses"
+            for whole, parts in zip(given, cuts, strict=True):
+                assert_filled(parts, whole, filled(whole, 4 if contiguous else 8))
+
+
+def assert_filled(parts: list[Batch], whole: Batch, expected: Batch) -> None:
+    joined = {name: torch.cat([getattr(part, name) for part in parts], dim=1) for name in PER_TOKEN}
+    for row in range(len(expected.tokens)):
+        ours, right = (
+            sorted(zip(*(tensors[name][row].tolist() for name in PER_TOKEN), strict=True))
+            for tensors in (joined, vars(expected))
+        )
+        assert ours == right
+    assert all(torch.equal(part.boundaries, expected.boundaries) for part in parts)
+    assert 0 <= pairs(expected) - sum(part.attended for part in parts) < len(parts)
+    assert {(part.num_tokens, part.num_pairs) for part in parts} == {(whole.num_tokens, whole.num_pairs)}
+
+
+# ---- in and out again
+
+
+def returned(shape: tuple[int, ...], options: list[Options]) -> tuple[list[str], list[Tensor]]:
+    """What did not come back as it was; and by plan the gradient of a row of which this rank took its part."""
+    wrong, gradients = [], []
+    rows = starts([3, 1, 44], [48])
+    weights = torch.arange(96.0).view(2, 48)
+    for one in options:
+        core = core_of(shape, one)
+        for width in ((), (4, 3), (2, 2, 2)):
+            x = torch.randn(2, 48, *width)
+            distributed.broadcast(x, 0)
+            for boundaries_BD in (None, rows):
+                part = core.shard(x, boundaries_BD)
+                back = core.unshard(part.requires_grad_(), boundaries_BD)
+                if part.shape != (2, 48 // core.plan.cp, *width) or not torch.equal(back, x) or back.requires_grad:
+                    wrong.append(f"{one}, {width}")
+        row = torch.zeros(2, 48, requires_grad=True)
+        gradients.append(torch.autograd.grad(core.shard(row, rows), row, core.shard(weights, rows))[0])
+    return wrong, gradients
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_what_was_cut_is_put_back_and_gradients_of_the_parts_are_those_of_the_whole() -> None:
+    for shape, options in [*everything(4), ((3,), [{"method": "ring"}]), ((3, 2), [{"outer": "ring"}])]:
+        by_rank = run_ranks(returned, torch.Size(shape).numel(), shape, options)
+        assert [wrong for wrong, _ in by_rank] == [[]] * len(by_rank)
+        for parts in zip(*(gradients for _, gradients in by_rank), strict=True):
+            assert torch.equal(torch.stack(parts).sum(0), torch.arange(96.0).view(2, 48))
+            assert ((torch.stack(parts) != 0).sum(0) <= 1).all(), "a token is on one rank"
+
+
+def rows_differ() -> list[bool]:
+    core = core_of((2,), {"method": "ring"})
+    rows = starts([5, 19], [24], [1, 23])
+    x = torch.randn(3, 24, 2)
+    together = core.shard(x, rows)
+    return [torch.equal(together[row], core.shard(x[row : row + 1], rows[row : row + 1])[0]) for row in range(3)]
+
+
+@pytest.mark.ranks
+def test_every_row_is_cut_by_its_own_documents() -> None:
+    assert run_ranks(rows_differ, 2) == [[True] * 3] * 2

@@ -1,0 +1,307 @@
+"""Which tokens a rank holds: held to tables worked out by hand, and to a count of pairs that knows no layout."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import gcd
+from typing import get_args
+
+import pytest
+import torch
+
+from models.batch import IGNORE
+from parallelisms.context.shard_layout import SeqLayout
+from parallelisms.parallel_dims import Layout
+from tests.parallelisms.context.documents import (
+    DISTRIBUTIONS,
+    Distribution,
+    document_of,
+    few,
+    keys_seen,
+    of_lengths,
+    packed,
+    small,
+)
+
+KINDS: tuple[Layout, ...] = get_args(Layout)
+RINGS = (1, 2, 3, 4, 8)
+# A multiple of twice every ring.
+TOKENS = 48
+
+
+def held(layout: SeqLayout) -> list[list[int]]:
+    """The tokens of every rank, by their place in the row."""
+    parts: list[list[int]] = [part.tolist() for part in layout.order().chunk(layout.ring)]
+    return parts
+
+
+def owners(layout: SeqLayout) -> list[int]:
+    """The rank of every token of the row, as the pictures draw it."""
+    of_token = {token: rank for rank, tokens in enumerate(held(layout)) for token in tokens}
+    return [of_token[token] for token in range(layout.tokens)]
+
+
+def longest_first(sums: list[int], ring: int) -> list[int]:
+    """The rank of each chunk: heaviest chunks first, to the least loaded rank that has room; ties by index."""
+    rank_of = [0] * len(sums)
+    load, count = [0] * ring, [0] * ring
+    for chunk in sorted(range(len(sums)), key=lambda chunk: sums[chunk], reverse=True):
+        rank = min((r for r in range(ring) if count[r] < len(sums) // ring), key=lambda r: load[r])
+        rank_of[chunk] = rank
+        load[rank] += sums[chunk]
+        count[rank] += 1
+    return rank_of
+
+
+def dealt(boundaries: tuple[int, ...], ring: int, per_rank: int) -> tuple[list[int], float]:
+    """The rank of each chunk with so many chunks per rank, and the busiest rank's work over the mean."""
+    sums = keys_seen(boundaries).view(ring * per_rank, -1).sum(1)
+    rank_of = longest_first(sums.tolist(), ring)
+    totals = torch.zeros(ring, dtype=torch.int64).index_add_(0, torch.tensor(rank_of), sums)
+    return rank_of, (totals.max() * ring / sums.sum()).item()
+
+
+def imbalance(layout: SeqLayout) -> float:
+    work = layout.work()
+    return max(work) * layout.ring / sum(work)
+
+
+# ---- tables
+
+
+def test_headtail_gives_a_rank_its_chunk_and_the_mirrored_one() -> None:
+    first, second = held(SeqLayout("headtail", 2, (0, 32)))
+    assert first == [*range(8), *range(24, 32)]
+    assert second == [*range(8, 24)]
+    ids = torch.arange(1, 9)
+    order = SeqLayout("headtail", 2, (0, 8)).order()
+    assert [part.tolist() for part in ids[order].chunk(2)] == [[1, 2, 7, 8], [3, 4, 5, 6]]
+    assert torch.equal(ids[SeqLayout("headtail", 1, (0, 8)).order()], ids)
+    assert owners(SeqLayout("headtail", 4, (0, 3, 8))) == [0, 1, 2, 3, 3, 2, 1, 0]
+
+
+def test_contiguous_gives_a_rank_one_run() -> None:
+    assert owners(SeqLayout("contiguous", 2, (0, 8))) == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert owners(SeqLayout("contiguous", 3, (0, 1, 5, 9))) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+def test_doc_headtail_cuts_every_document_for_all_ranks() -> None:
+    assert held(SeqLayout("doc_headtail", 2, (0, 8, 12))) == [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
+
+
+@pytest.mark.parametrize(
+    ("ring", "lengths", "expected"),
+    [
+        (2, (2, 6), ["01", "001110"]),
+        # Three left over, 0 1 0; then one, for rank 1.
+        (2, (3, 1, 4), ["010", "1", "0110"]),
+        # Four left over, 0 1 2 0; then one, for rank 1's head; then one, for rank 2.
+        (3, (4, 7, 1), ["0120", "0112210", "2"]),
+        # Five left over, 0 1 2 0 1; then five, 2 0 1 2 0; then two, 1 2.
+        (3, (5, 5, 2), ["01210", "01220", "12"]),
+        (4, (1, 1, 1, 1, 1, 1, 1, 1), [*"01230123"]),
+    ],
+)
+def test_tokens_left_over_are_dealt_in_turn_first_to_heads_then_to_tails(
+    ring: int, lengths: tuple[int, ...], expected: list[str]
+) -> None:
+    picture = "".join(map(str, owners(SeqLayout("doc_headtail", ring, of_lengths(*lengths)))))
+    ends = of_lengths(*lengths)
+    assert [picture[start:end] for start, end in pairwise(ends)] == expected
+
+
+def test_balanced_gives_the_heaviest_chunk_first_and_every_rank_as_many() -> None:
+    # Chunks of four tokens weigh 10, 26, 10, 10. By weight alone rank 1 would get three of them.
+    layout = SeqLayout("balanced", 2, of_lengths(8, 4, 4))
+    assert owners(layout) == [*[1] * 4, *[0] * 4, *[1] * 4, *[0] * 4]
+    assert layout.work() == (36, 20)
+
+
+def test_work_of_documents_of_four_and_twelve_is_even() -> None:
+    assert SeqLayout("doc_headtail", 2, of_lengths(4, 12)).work() == (44, 44)
+    assert SeqLayout("doc_headtail", 2, of_lengths(12, 4)).work() == (44, 44)
+
+
+def test_work_counts_the_keys_of_every_query() -> None:
+    assert SeqLayout("contiguous", 2, (0, 8)).work() == (1 + 2 + 3 + 4, 5 + 6 + 7 + 8)
+    assert SeqLayout("contiguous", 2, (0, 3, 8)).work() == (1 + 2 + 3 + 1, 2 + 3 + 4 + 5)
+
+
+def test_labels_shifted_before_the_cut_are_right_on_every_rank() -> None:
+    labels = torch.tensor([2, 3, 4, 5, 6, 7, 8, IGNORE])
+    expected: dict[Layout, list[list[int]]] = {
+        "contiguous": [[2, 3, 4, 5], [6, 7, 8, IGNORE]],
+        "headtail": [[2, 3, 8, IGNORE], [4, 5, 6, 7]],
+    }
+    for kind, parts in expected.items():
+        order = SeqLayout(kind, 2, (0, 8)).order()
+        assert [part.tolist() for part in labels[order].chunk(2)] == parts
+
+
+# ---- what holds for any documents
+
+
+@pytest.mark.parametrize("ring", RINGS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_is_dealt_out_evenly_and_can_be_put_back(kind: Layout, ring: int) -> None:
+    for boundaries in small(TOKENS):
+        layout = SeqLayout(kind, ring, boundaries)
+        parts = held(layout)
+        assert layout.order().dtype == torch.int64
+        assert sorted(token for part in parts for token in part) == list(range(TOKENS))
+        assert [len(part) for part in parts] == [TOKENS // ring] * ring
+        assert all(part == sorted(part) for part in parts), "a rank holds its tokens in the order of the row"
+        row = torch.arange(TOKENS) * 7
+        assert torch.equal(row[layout.order()][layout.inverse()], row)
+
+
+@pytest.mark.parametrize("ring", RINGS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_are_the_longest_runs_of_a_document_on_a_rank(kind: Layout, ring: int) -> None:
+    for boundaries in small(TOKENS):
+        layout = SeqLayout(kind, ring, boundaries)
+        documents = document_of(boundaries).tolist()
+        for rank, tokens in enumerate(held(layout)):
+            begins = [
+                local
+                for local, token in enumerate(tokens)
+                if not local or tokens[local - 1] != token - 1 or documents[token - 1] != documents[token]
+            ]
+            ends = [*begins[1:], len(tokens)]
+            assert [tuple(piece) for piece in layout.pieces(rank)] == [
+                (begin, tokens[begin], end - begin, boundaries[documents[tokens[begin]]])
+                for begin, end in zip(begins, ends, strict=True)
+            ]
+
+
+@pytest.mark.parametrize("ring", RINGS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_work_is_every_visible_pair_once(kind: Layout, ring: int) -> None:
+    for boundaries in small(TOKENS):
+        layout = SeqLayout(kind, ring, boundaries)
+        seen = keys_seen(boundaries)
+        assert layout.work() == tuple(int(seen[tokens].sum()) for tokens in held(layout))
+        lengths = [end - start for start, end in pairwise(boundaries)]
+        assert sum(layout.work()) == sum(length * (length + 1) // 2 for length in lengths)
+
+
+@pytest.mark.parametrize("ring", RINGS)
+def test_doc_headtail_visits_the_ranks_upwards_then_downwards_in_every_document(ring: int) -> None:
+    for boundaries in small(TOKENS):
+        ranks = owners(SeqLayout("doc_headtail", ring, boundaries))
+        for start, end in pairwise(boundaries):
+            size, left_over = divmod(end - start, 2 * ring)
+            document = ranks[start:end]
+            turn = next(
+                place for place in range(len(document) + 1) if document[place:] == sorted(document[place:])[::-1]
+            )
+            assert document[:turn] == sorted(document[:turn])
+            counts = [document.count(rank) - 2 * size for rank in range(ring)]
+            assert set(counts) <= {left_over // ring, -(-left_over // ring)}
+
+
+@pytest.mark.parametrize("ring", RINGS)
+def test_one_document_is_head_and_tail_in_every_balancing_layout(ring: int) -> None:
+    row = (0, 48 * 1024)
+    expected = held(SeqLayout("headtail", ring, row))
+    assert held(SeqLayout("doc_headtail", ring, row)) == expected
+    # With the ranks renamed.
+    assert sorted(held(SeqLayout("balanced", ring, row))) == expected
+    assert imbalance(SeqLayout("headtail", ring, row)) < 1 + 1e-9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_row_length_may_be_repeated_to_fill_a_list_of_boundaries(kind: Layout) -> None:
+    layout, filled = SeqLayout(kind, 2, (0, 3, 16)), SeqLayout(kind, 2, (0, 3, 16, 16, 16))
+    assert filled.tokens == 16
+    assert filled.documents == layout.documents == [(0, 3), (3, 16)]
+    assert [filled.pieces(rank) for rank in range(2)] == [layout.pieces(rank) for rank in range(2)]
+    assert filled.work() == layout.work()
+
+
+@pytest.mark.parametrize("ring", [2, 4])
+# More chunks per rank would be shorter than 128 tokens, or not equal.
+@pytest.mark.parametrize(("tokens", "counts"), [(1024, (2, 4, 8)), (1028, (2, 4))])
+def test_balanced_cuts_no_more_chunks_than_make_work_even(ring: int, tokens: int, counts: tuple[int, ...]) -> None:
+    per_ranks = set()
+    for seed in range(30):
+        boundaries = few(tokens * ring, seed)
+        tried = {per_rank: dealt(boundaries, ring, per_rank) for per_rank in counts}
+        even = [per_rank for per_rank, (_, ratio) in tried.items() if ratio <= 1.01]
+        per_rank = even[0] if even else min(tried, key=lambda per_rank: tried[per_rank][1])
+        per_ranks.add((per_rank, bool(even)))
+        expected = [rank for rank in tried[per_rank][0] for _ in range(tokens // per_rank)]
+        assert owners(SeqLayout("balanced", ring, boundaries)) == expected
+    assert per_ranks >= {*((count, True) for count in counts), (counts[-1], False)}
+
+
+@pytest.mark.parametrize(("long", "at_most"), [(6553, 1.01), (1638, 1.06)])
+def test_balanced_cuts_up_to_thirty_two_chunks_per_rank_beside_one_long_document(long: int, at_most: float) -> None:
+    boundaries = (0, long, *range(long + 64, 8192 * 4, 64), 8192 * 4)
+    rank_of, ratio = dealt(boundaries, 4, 32)
+    assert ratio <= at_most < min(dealt(boundaries, 4, per_rank)[1] for per_rank in (2, 4, 8, 16))
+    # 64 chunks of 128 tokens would fit.
+    assert owners(SeqLayout("balanced", 4, boundaries)) == [rank for rank in rank_of for _ in range(256)]
+
+
+def test_balanced_cuts_chunks_no_shorter_than_a_tile_of_a_kernel_unless_the_row_is_short() -> None:
+    shortest = 2048
+    for seed in range(20):
+        ranks = owners(SeqLayout("balanced", 4, few(2048, seed)))
+        changes = [token for token in range(1, 2048) if ranks[token] != ranks[token - 1]]
+        shortest = gcd(shortest, *changes)
+    assert shortest == 128
+    # Here no more than two chunks per rank, however uneven.
+    layout = SeqLayout("balanced", 2, (0, 64, 256))
+    assert owners(layout) == [rank for rank in dealt((0, 64, 256), 2, 2)[0] for _ in range(64)]
+    assert imbalance(layout) > 1.01
+
+
+# ---- refusals
+
+
+def test_a_row_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^a row of 7 tokens does not divide among 2 ranks$"):
+        SeqLayout("contiguous", 2, (0, 7)).order()
+    with pytest.raises(ValueError, match=r"^a row of 8 tokens does not divide among 0 ranks$"):
+        SeqLayout("contiguous", 0, (0, 8)).work()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "contiguous"])
+def test_a_row_without_two_equal_chunks_per_rank_is_refused(kind: Layout) -> None:
+    message = rf'^layout "{kind}" over 4 ranks needs a row that is a multiple of 8 tokens, not 12$'
+    with pytest.raises(ValueError, match=message):
+        SeqLayout(kind, 4, (0, 5, 12)).pieces(0)
+    assert owners(SeqLayout("contiguous", 4, (0, 5, 12))) == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+
+
+# ---- balance
+
+
+def worst(kind: Layout, rows: list[tuple[int, ...]], ring: int) -> float:
+    return max(imbalance(SeqLayout(kind, ring, boundaries)) for boundaries in rows)
+
+
+@pytest.mark.parametrize("ring", [4, 8, 16])
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_packed_documents_are_even_work(distribution: Distribution, ring: int) -> None:
+    rows = [packed(distribution, 128 * 1024, seed) for seed in range(20)]
+    assert worst("doc_headtail", rows, ring) <= 1.01
+    assert worst("balanced", rows, ring) <= 1.02
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ring", [4, 8, 16, 32])
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_packed_rows_of_a_million_tokens_are_even_work(distribution: Distribution, ring: int) -> None:
+    rows = [packed(distribution, 1024 * 1024, seed) for seed in range(20)]
+    assert worst("doc_headtail", rows, ring) <= 1.01
+    assert worst("balanced", rows, ring) <= 1.02
+
+
+def test_head_and_tail_of_the_row_are_uneven_work_for_packed_documents() -> None:
+    """What the balance of the others is measured against."""
+    for distribution in DISTRIBUTIONS:
+        rows = [packed(distribution, 128 * 1024, seed) for seed in range(20)]
+        mean = sum(imbalance(SeqLayout("headtail", 16, boundaries)) for boundaries in rows) / len(rows)
+        assert mean == 1 if distribution == "one document" else mean > 1.4

@@ -1,0 +1,112 @@
+"""The same seed gives bitwise the same weights wherever they are made."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, distributed
+
+from models.config import ModelConfig
+from models.transformer import Transformer
+from parallelisms import fsdp
+from parallelisms.collectives import whole
+from parallelisms.init_weights import initialize, normal_rows
+from parallelisms.mesh import Mesh
+from parallelisms.parallel_dims import AXES
+from tests.models.small_models import SMALL
+from tests.ranks import run_ranks
+
+# Two blocks of random numbers in the embedding; rows that no number of ranks divides, and fewer rows than ranks.
+CONFIG = replace(SMALL, vocab_size=5003, num_kv_heads=1, head_dim=2)
+TIED = replace(CONFIG, tie_embeddings=True)
+
+
+def made(config: ModelConfig, sizes: dict[str, int], seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    mesh = Mesh("cpu", {axis: sizes.get(axis, 1) for axis in AXES}, rank=distributed.get_rank())
+    with torch.device("meta"):
+        model = Transformer(config).to(dtype)
+    fsdp.apply(model, mesh.fsdp, param_dtype=dtype, reduce_dtype=dtype, reshard_after_forward=True)
+    initialize(model, seed=seed, device=torch.device("cpu"))
+    assert (model.get_parameter("head.proj.weight") is model.get_parameter("embed.weight")) == config.tie_embeddings
+    return {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
+
+
+def alone(config: ModelConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    with torch.device("meta"):
+        model = Transformer(config).to(dtype)
+    initialize(model, seed=seed, device=torch.device("cpu"))
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+alone_once = cache(alone)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "sizes",
+    [{}, {"dp_shard": 2}, {"dp_shard": 3}, {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 2}],
+    ids=str,
+)
+def test_a_seed_gives_the_same_bits_on_every_mesh(sizes: dict[str, int], config: ModelConfig) -> None:
+    expected = alone_once(config)
+    for found in run_ranks(
+        made, sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1), config, sizes, 0, torch.float32
+    ):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_tied_weights_are_those_of_the_same_names_untied() -> None:
+    tied, untied = alone_once(TIED), alone_once(CONFIG)
+    assert untied.keys() - tied.keys() == {"head.proj.weight"}
+    assert all(torch.equal(tied[name], untied[name]) for name in tied)
+
+
+def test_double_precision_starts_from_the_same_values() -> None:
+    double = alone(CONFIG, dtype=torch.float64)
+    assert all(torch.equal(double[name], tensor.double()) for name, tensor in alone_once(CONFIG).items())
+
+
+def test_another_seed_and_another_name_give_other_values() -> None:
+    first, second = alone_once(CONFIG), alone(CONFIG, seed=1)
+    matrices = [name for name, tensor in first.items() if tensor.ndim == 2]
+    assert not any((first[name] == second[name]).any() for name in matrices)
+    layers = [first[f"blocks.{layer}.feed_forward.up_proj.weight"] for layer in (0, 1)]
+    assert not (layers[0] == layers[1]).any()
+    assert not (first["embed.weight"] == first["head.proj.weight"]).any()
+
+
+def test_values_are_normal_with_the_deviation_of_their_place_and_norms_are_one() -> None:
+    config = replace(SMALL, vocab_size=3000, dim=128, ffn_dim=512, num_kv_heads=4, head_dim=32, num_layers=8)
+    for name, tensor in alone(config).items():
+        if tensor.ndim == 1:
+            assert tensor.eq(1).all()
+            continue
+        expected = 0.005 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+        noise = tensor.numel() ** -0.5
+        assert float(tensor.mean()) == pytest.approx(0, abs=5 * noise * expected)
+        assert float(tensor.std()) == pytest.approx(expected, rel=5 * noise)
+        assert float((tensor.abs() < expected).double().mean()) == pytest.approx(0.6827, abs=5 * noise)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(37, 16), (5003, 16), (10, 1 << 16), (3, 100_000), (1 << 17, 1)])
+def test_any_slice_of_rows_is_that_of_the_whole(rows: int, width: int) -> None:
+    shape = torch.Size((rows, width))
+    everything = normal_rows(shape, std=0.5, key="0/name", first=0, last=rows)
+    assert everything.shape == shape
+    assert not (everything[1:] == everything[:-1]).all(-1).any()
+    generator = torch.Generator().manual_seed(0)
+    bounds = torch.randint(rows + 1, (10, 2), generator=generator).sort(1).values.tolist()
+    for first, last in [*bounds, (0, 0), (rows, rows), (rows - 1, rows), (0, 1)]:
+        assert torch.equal(normal_rows(shape, std=0.5, key="0/name", first=first, last=last), everything[first:last])
+
+
+def test_random_numbers_of_the_process_are_left_alone() -> None:
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    alone(SMALL)
+    assert torch.equal(torch.get_rng_state(), state)

@@ -1,0 +1,206 @@
+"""What the ranks of a real update send and compute, counted: at torch's door to communication, and product by product."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, distributed
+from torch._C._distributed_c10d import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from models import attention_op
+from parallelisms import collectives
+from parallelisms.context import cp_attention_op, ulysses
+from trainer.config.job_config import Config
+from trainer.data.copy_task import CopyRows
+from trainer.data.sequences import Rows
+from trainer.distributed import World
+from trainer.plan.comm_volume import SMALL
+from trainer.trainer import Trainer
+
+# A mode does not look into our operators, which communicate.
+OPERATORS = {
+    operator._opoverload: operator._init_fn
+    for operator in (
+        cp_attention_op._attention,
+        cp_attention_op._attention_backward,
+        ulysses._to_heads,
+        ulysses._to_tokens,
+        attention_op._attention,
+        attention_op.attention_backward,
+    )
+}
+
+
+def _of_addition(_: Tensor, left: Tensor, right: Tensor, **__: object) -> int:
+    """Of a product that is added to what is there, which torch does not know."""
+    return 2 * left.shape[0] * left.shape[1] * right.shape[1]
+
+
+aten = torch.ops.aten
+PRODUCTS = {packet: flop_registry[packet] for packet in (aten.mm, aten.addmm, aten.bmm)} | {aten.addmm_: _of_addition}
+SILENT = ("recv_", "wait_tensor", "barrier", "monitored_barrier_")
+Key = tuple[str, str, bool]
+"""Channel, kind, and whether autograd was at work on gradients."""
+
+
+class Seen(TorchDispatchMode):
+    """Bytes that this rank sends while inside, and calls, by channel and kind, without small messages; and FLOPs of matrix
+    products, by torch's formulas. Torch's own counter hooks into modules, which schedules that go back twice refuse.
+    """
+
+    def __init__(self, channels: dict[str, str]) -> None:
+        """`channels` by the name of their group."""
+        super().__init__()
+        self.bytes: defaultdict[Key, float] = defaultdict(float)
+        self.calls: Counter[Key] = Counter()
+        self.products = 0
+        self._channels = channels
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in OPERATORS:
+            with self:
+                return OPERATORS[function](*args, **(kwargs or {}))
+        if function.namespace in ("c10d", "_c10d_functional"):
+            self._see(function._schema.name.partition("::")[2], [*args, *(kwargs or {}).values()])
+        out = function(*args, **(kwargs or {}))
+        if function.overloadpacket in PRODUCTS:
+            self.products += PRODUCTS[function.overloadpacket](*args, **(kwargs or {}), out_val=out)
+        return out
+
+    def _see(self, name: str, args: list[Any]) -> None:
+        if name in SILENT:
+            return
+        size, kind, found = _told(name, args)
+        (group,) = (_name(x) for x in args if isinstance(x, torch.ScriptObject | str) and _name(x))
+        ranks = collectives.named(group).size()
+        if size < SMALL or ranks == 1:
+            return
+        key = (self._channels[group], kind, torch._C._current_graph_task_id() != -1)
+        self.bytes[key] += found(ranks)
+        self.calls[key] += 1
+
+
+def _told(name: str, args: list[Any]) -> tuple[int, str, Any]:
+    """Size of a message, its kind, and the bytes that leave, by the number of ranks; spelled out once more here."""
+    if name in ("_allgather_base_", "all_gather_into_tensor"):
+        part = args[1 if name == "_allgather_base_" else 0].nbytes
+        return part, "all_gather", lambda ranks: part * (ranks - 1)
+    if name == "_reduce_scatter_base_":
+        left = args[0].nbytes
+        return left, "reduce_scatter", lambda ranks: left * (ranks - 1)
+    if name == "reduce_scatter_tensor":
+        left = args[0].nbytes // args[2]
+        return left, "reduce_scatter", lambda ranks: left * (ranks - 1)
+    if name in ("allreduce_", "all_reduce"):
+        whole = (args[0][0] if name == "allreduce_" else args[0]).nbytes
+        return whole, "all_reduce", lambda ranks: 2 * whole * (ranks - 1) / ranks
+    if name == "alltoall_base_":
+        own, splits = args[1].nbytes, args[4]
+        return own, "all_to_all", lambda ranks: own if splits else own * (ranks - 1) / ranks
+    if name == "send":
+        message = args[0][0].nbytes
+        return message, "send", lambda _: message
+    raise ValueError(f"{name} is not known")
+
+
+def _name(x: Any) -> str:
+    """Of a group; nothing of what is none."""
+    if isinstance(x, str):
+        return "" if x in ("sum", "max") else x
+    try:
+        return str(ProcessGroup.unbox(x).group_name)
+    except (RuntimeError, TypeError):
+        return ""
+
+
+class Touched(TorchDispatchMode):
+    """Bytes that operators read and write, but for matrix products and kernels of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in OPERATORS:
+            with self:
+                return OPERATORS[function](*args, **(kwargs or {}))
+        out = function(*args, **(kwargs or {}))
+        name = function._schema.name.partition("::")[2]
+        if function.namespace == "aten" and not name.startswith(UNTOUCHED) and not _is_view(function):
+            found = [*_tensors(args), *_tensors(out)]
+            # What is only written, and what few numbers are read from, or written to.
+            found = (
+                found[1:] if name in ("copy_", "fill_", "zero_") else [args[3]] * 2 if name == "index_copy_" else found
+            )
+            self.bytes += sum(x.nbytes for x in found)
+        return out
+
+
+UNTOUCHED = ("empty", "new_empty", "mm", "addmm", "bmm", "gather", "scatter", "_scaled_dot", "_unsafe_view", "detach")
+
+
+def _is_view(function: Any) -> bool:
+    return any(result.alias_info is not None and not result.alias_info.is_write for result in function._schema.returns)
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)]
+
+
+@dataclass(frozen=True)
+class Counted:
+    """One rank's second update; the first sets things up."""
+
+    place: int
+    """In the pipeline."""
+    bytes: dict[Key, float]
+    calls: dict[Key, int]
+    products: float
+    """FLOPs of matrix products."""
+    attended: int
+    """(query, key) pairs of a head."""
+
+
+def touched(config: Config) -> int:
+    """Bytes that memory-bound operators move on this rank in both passes of an update, weights of FSDP left out."""
+    trainer, reading = _begun(config)
+    with Touched() as seen:
+        trainer.accumulate(next(reading))
+    reading.close()
+    return int(seen.bytes)
+
+
+def _begun(config: Config) -> tuple[Trainer, Any]:
+    """After its first update, which sets things up; and what it reads."""
+    training = config.training
+    rows = CopyRows(
+        vocab_size=config.model.build().vocab_size,
+        period=training.seq_len // 2,
+        seq_len=training.seq_len,
+        num_rows=training.global_batch_size * training.steps,
+        seed=0,
+    )
+    world = World(distributed.get_rank(), distributed.get_world_size(), torch.device("cpu"))
+    trainer = Trainer(config, world, Rows([rows], seq_len=training.seq_len))
+    reading = trainer.loader.updates(0)
+    trainer.step = 1
+    trainer.train_step(next(reading), 1e-3)
+    return trainer, reading
+
+
+def count(config: Config) -> Counted:
+    trainer, reading = _begun(config)
+    names = {str(group.group_name): channel for channel, group in trainer.mesh._groups.items()}
+    names[str(cast(ProcessGroup, distributed.group.WORLD).group_name)] = "world"
+    batches = next(reading)
+    with Seen(names) as seen:
+        trainer.train_step(batches, 1e-3)
+    reading.close()
+    attended = sum(batch.attended for batch in batches)
+    return Counted(trainer.mesh.place["pp"], dict(seen.bytes), dict(seen.calls), seen.products, attended)

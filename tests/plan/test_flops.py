@@ -1,0 +1,187 @@
+"""FLOPs and bytes that ranks compute and move, by hand. Real updates are counted in test_counted.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.plan.test_counted_steps import configured
+from trainer.config.job_config import Config
+from trainer.config.parse import load
+from trainer.memory.estimator import Rank
+from trainer.plan.flops import Work, attended, work
+
+E, G, T, V = 128, 384, 256, 264
+Q, K = 4 * 32, 2 * 32
+PROJECTED, OUT, INNER = E * (Q + 2 * K), E * Q, E * G
+ROWS = 4
+PAIRS = T * (T + 1) // 2
+FULL, KEEP = "memory.recompute=full", "memory.recompute=keep_attention"
+SHIPPED = {
+    "llama2_7b_32k": 8,
+    "llama3_8b_128k": 8,
+    "llama3_8b_1m": 32,
+    "llama3_8b_1m_8gpu": 8,
+    "llama3_70b_128k": 64,
+    "llama3_405b_128k": 4096,
+}
+
+
+def total(found: Work) -> float:
+    return sum(found.matmul.values()) + sum(found.attention.values())
+
+
+def executed(config: Config) -> float:
+    """As one rank would compute it."""
+    memory, training, rows = config.memory, config.training, config.training.global_batch_size
+    length = config.context_plan().padded(training.seq_len)
+    return config.model.build().executed_flops(
+        tokens=rows * length,
+        pairs=rows
+        * (training.seq_len * (training.seq_len + 1) + (length - training.seq_len) * (length - training.seq_len + 1))
+        / 2,
+        recompute=memory.recompute,
+        input_every=memory.input_every,
+    )
+
+
+def of_all_ranks(config: Config, world_size: int) -> float:
+    places = range(config.parallelism.pp)
+    return sum(total(work(config, world_size, place)) for place in places) * world_size / config.parallelism.pp
+
+
+def test_flops_are_those_that_a_hand_counts() -> None:
+    found = work(configured(), 1, 0)
+    block = PROJECTED + OUT + 3 * INNER
+    assert found.matmul == {
+        "forward": 2 * ROWS * T * 3 * block,
+        "backward": 4 * ROWS * T * 3 * block,
+        "again": 0,
+        "head": 6 * ROWS * T * V * E,
+    }
+    # Two products forward and five backward, in three layers.
+    assert found.attention == {"forward": 4 * 3 * Q * ROWS * PAIRS, "backward": 10 * 3 * Q * ROWS * PAIRS, "again": 0}
+    assert (found.tokens, found.pairs) == (ROWS * T, ROWS * PAIRS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "again", "attends"),
+    [
+        (FULL, 3 * (2 * PROJECTED + OUT + 2 * INNER), 1),
+        (KEEP, 3 * (PROJECTED + OUT + 2 * INNER), 0),
+        (f"{KEEP} memory.input_every=2", 3 * (PROJECTED + OUT + 2 * INNER) + OUT + 3 * INNER, 0),
+        (f"{KEEP} model.qk_norm=true", 3 * (PROJECTED + OUT + 2 * INNER + E * (Q + K)), 0),
+    ],
+)
+def test_what_is_computed_again_is_all_that_a_gradient_needs(changes: str, again: int, attends: int) -> None:
+    found = work(configured(changes), 1, 0)
+    assert found.matmul["again"] == 2 * ROWS * T * again
+    assert found.attention["again"] == attends * found.attention["forward"]
+    assert total(found) == executed(configured(changes))
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_ranks_together_compute_what_one_would(name: str) -> None:
+    config = load(["--config", name])
+    assert config.shape_problems(SHIPPED[name]) == []
+    assert of_all_ranks(config, SHIPPED[name]) == pytest.approx(executed(config), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        "parallelism.tp=4 model.num_kv_heads=4",
+        "parallelism.tp=2 parallelism.cp=2 parallelism.cp_method=ring",
+        "parallelism.tp=2 parallelism.loss_parallel=false",
+        "parallelism.cp=4 parallelism.cp_method=ulysses model.num_kv_heads=1",
+        "parallelism.pp=2 model.num_layers=5",
+        f"parallelism.cp=4 training.seq_len=250 {FULL}",
+    ],
+)
+def test_no_mesh_of_these_computes_anything_twice(changes: str) -> None:
+    assert of_all_ranks(configured(changes), 4) == pytest.approx(executed(configured(changes)), rel=1e-12)
+
+
+def test_what_several_ranks_compute_alike_counts_on_each() -> None:
+    config = configured("parallelism.tp=4")  # Of two heads of keys, each rank computes one.
+    more = 6 * ROWS * T * 3 * E * 2 * 2 * 32
+    assert of_all_ranks(config, 4) == executed(config) + more
+    config = configured("parallelism.tp=2 parallelism.sequence_parallel=false parallelism.loss_parallel=false")
+    assert of_all_ranks(config, 2) == executed(config) + 6 * ROWS * T * V * E
+    # Three rows among two ranks: one of four micro-batches is empty.
+    config = configured("training.global_batch_size=3")
+    assert of_all_ranks(config, 2) == executed(configured())
+
+
+def test_schedules_that_go_back_twice_repeat_two_products_of_the_feed_forward() -> None:
+    def again(schedule: str, place: int) -> float:
+        config = configured(f"parallelism.pp=2 model.num_layers=6 parallelism.pp_schedule={schedule}")
+        assert config.pipeline_plan(2).blocks == (1, 1, 2, 2)
+        return work(config, 2, place).matmul["again"] / (2 * ROWS * T * 2 * INNER)
+
+    # Of stages 0 and 3, the first has no input whose gradient would be found by itself.
+    assert [again("ZBVZeroBubble", place) for place in (0, 1)] == [2, 3]
+    assert [again("DualPipeV", place) for place in (0, 1)] == [0, 0]
+
+
+def test_contiguous_rows_are_as_slow_as_their_end() -> None:
+    ring = "parallelism.cp=4 parallelism.cp_method=ring"
+    even, uneven = (
+        attended(Rank(configured(f"{ring} parallelism.cp_layout={layout}"), 4, 0))
+        for layout in ("headtail", "contiguous")
+    )
+    assert even == PAIRS / 4
+    assert uneven == sum(range(T - T // 4 + 1, T + 1))
+
+
+def test_what_blocks_keep_on_the_host_goes_there_for_each_micro_batch() -> None:
+    stream = 4 * E * T
+    assert work(configured(f"{FULL} memory.offload=inputs"), 1, 0).offloaded == ROWS * 3 * stream
+    attention = work(configured(f"{KEEP} memory.offload=inputs_and_attention memory.input_every=2"), 1, 0).offloaded
+    assert attention == ROWS * (2 * stream + 3 * 4 * (Q + 4) * T)
+    assert work(configured(FULL), 1, 0).offloaded == 0
+
+
+def test_states_on_the_host_are_fetched_when_they_are_gathered() -> None:
+    here, there = (work(configured(f"memory.optimizer_placement={place}"), 2, 0) for place in ("device", "host"))
+    blocks, ends = 3 * (PROJECTED + OUT + 3 * INNER + 2 * E), 2 * V * E + E
+    # Two micro-batches on each of two ranks; blocks are gathered twice.
+    assert (there.fetched, there.returned) == (4 * 2 * (2 * blocks + ends) / 2, 4 * 2 * (blocks + ends) / 2)
+    assert (here.fetched, here.returned, here.on_host, there.on_host) == (0, 0, False, True)
+
+
+def test_the_optimizer_moves_weights_gradients_and_both_moments() -> None:
+    parameters = configured().model.build().num_parameters
+    wide = work(configured(), 1, 0).optimizer
+    # The gradient three times for norm and clipping, and once more; the weight and each moment twice.
+    assert wide == 4 * parameters * (3 + 1 + 2 + 4)
+    assert work(configured("memory.optimizer_dtype=bfloat16"), 1, 0).optimizer > wide
+
+
+def test_compiled_blocks_and_kept_activations_move_less() -> None:
+    plain, compiled, again = (work(configured(changes), 1, 0).moved for changes in ("", "training.compile=true", FULL))
+    assert all(compiled[phase] < plain[phase] for phase in ("forward", "backward"))
+    assert compiled["head"] == plain["head"]
+    assert plain["again"] == 0 < again["again"]
+    half = work(configured("training.seq_len=128"), 1, 0).moved
+    assert plain["forward"] > 1.9 * half["forward"]
+
+
+def test_norms_sums_rotations_and_gates_move_what_a_hand_counts() -> None:
+    config = configured("training.dtype=bfloat16 training.compile=true training.global_batch_size=1")
+    stream, heads, inner = E * T, (Q + K) * T, G * T
+    # Of a block two norms and two sums; queries and keys; gate, up and their product. And the embedding.
+    forward = 3 * 2 * (2 * 2 * stream + 2 * 3 * stream + 2 * heads + 3 * inner) + 2 * 2 * stream
+    # Weights are read wide and written narrow.
+    narrowed = config.model.build().num_parameters * (4 + 2)
+    assert work(config, 1, 0).moved["forward"] == forward + narrowed
+
+
+def test_a_ring_moves_more_with_every_hop() -> None:
+    alone, two, four = (
+        work(
+            configured(f"parallelism.cp={ranks} parallelism.cp_method=ring training.seq_len={ranks * T}"), ranks, 0
+        ).moved
+        for ranks in (1, 2, 4)
+    )
+    assert alone["forward"] < two["forward"] < four["forward"]
+    assert alone["backward"] < two["backward"] < four["backward"]

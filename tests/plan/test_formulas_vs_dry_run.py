@@ -1,0 +1,68 @@
+"""Closed formulas against the dry run, on worlds that no test could start: bytes sent, FLOPs and memory, beside each other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+
+from tests.memory.test_estimator import FOUR, FULL, HALF, KEEP, configured
+from trainer.config.job_config import Config
+from trainer.plan.comm_volume import Message, traffic
+from trainer.plan.dry_run import dry_run
+from trainer.plan.flops import work
+
+LONG = "training.seq_len=16384 parallelism.dp_replicate=2"
+DEEP = "model.num_layers=16 parallelism.pp=8 training.global_batch_size=64"
+CASES = {
+    1: (KEEP, f"{HALF} {FULL}"),
+    4: (f"{FOUR} {HALF} parallelism.dp_shard=2", f"{FOUR} parallelism.tp=2 parallelism.pp_schedule=Interleaved1F1B"),
+    16: (
+        f"{LONG} parallelism.cp=8 parallelism.cp_method=ring {HALF} {KEEP} training.global_batch_size=2",
+        f"{LONG} parallelism.cp=4 parallelism.tp=2 parallelism.cp_method=allgather {FULL} training.global_batch_size=2",
+        f"{LONG} parallelism.cp=4 parallelism.dp_shard=2 parallelism.cp_method=hybrid parallelism.cp_ulysses=2 {KEEP} "
+        "training.global_batch_size=4",
+    ),
+    256: (
+        f"{DEEP} parallelism.dp_shard=4 parallelism.dp_replicate=2 parallelism.tp=4 {HALF} "
+        "parallelism.pp_schedule=Interleaved1F1B training.global_batch_size=128",
+    ),
+    1024: (
+        f"{LONG} parallelism.cp=8 parallelism.tp=4 parallelism.dp_shard=16 parallelism.cp_method=ring {HALF} {KEEP} "
+        "training.global_batch_size=32",
+    ),
+}
+
+
+def summed(messages: Iterable[Message]) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
+    """Bytes and calls by channel and kind."""
+    sizes, calls = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for message in messages:
+        if message.bytes:
+            sizes[message.channel, message.kind] += round(message.bytes)
+            calls[message.channel, message.kind] += round(message.calls)
+    return sizes, calls
+
+
+def places(config: Config) -> list[int]:
+    return sorted({0, config.parallelism.pp - 1})
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes"),
+    [
+        pytest.param(size, changes, marks=[pytest.mark.slow] * (number > 0))
+        for size, cases in CASES.items()
+        for number, changes in enumerate(cases)
+    ],
+)
+def test_both_roads_lead_to_the_same_counts(world_size: int, changes: str) -> None:
+    config = configured(changes)
+    assert config.shape_problems(world_size) == []
+    for place in places(config):
+        dry = dry_run(config, world_size, rank=place * (world_size // config.parallelism.pp))
+        assert summed(dry.sent) == summed(traffic(config, world_size, place))
+        formulas = work(config, world_size, place)
+        assert sum(dry.matmul.values()) == pytest.approx(sum(formulas.matmul.values()), rel=1e-9)
+        assert sum(dry.attention.values()) == pytest.approx(sum(formulas.attention.values()), rel=0.01)

@@ -1,0 +1,77 @@
+"""How long messages take: counted by hand on eight-device nodes of 450 and 50 GB/s, of which 0.8 and 0.9 are reached."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from trainer.config.job_config import Config
+from trainer.hardware.device_specs import load_device
+from trainer.plan.comm_volume import Message
+from trainer.plan.interconnect import CALL, Group, groups_of, latency, rate, seconds
+
+H100 = load_device("h100-80gb")
+INSIDE, BETWEEN = 360e9, 45e9
+
+
+def mesh(**parallelism: object) -> Config:
+    return Config.model_validate({"parallelism": parallelism, "model": {"family": "llama3", "size": "8b"}})
+
+
+def test_neighbours_share_a_node_and_others_do_not() -> None:
+    config = mesh(dp_shard=2, cp=4, tp=4, pp=2, cp_method="hybrid", cp_ulysses=2)
+    found = groups_of(config, 64, H100)
+    assert found["tp"] == Group(ranks=4, near=4, islands=1)
+    assert found["exchange"] == Group(ranks=2, near=2, islands=1)
+    assert found["rotate"] == Group(ranks=2, near=1, islands=2)
+    assert found["fsdp"] == Group(ranks=8, near=2, islands=4)
+    assert found["pp"] == Group(ranks=2, near=1, islands=2)
+
+
+def test_a_rack_of_fast_links_is_one_island() -> None:
+    config = mesh(dp_shard=8, cp=8, cp_method="ring")
+    assert groups_of(config, 64, H100)["fsdp"].islands == 8
+    assert groups_of(config, 64, load_device("gb200"))["fsdp"].islands == 1
+
+
+def test_groups_are_those_of_all_channels() -> None:
+    config = mesh(dp_shard=2, dp_replicate=2, cp=2, tp=2, pp=2, cp_method="ring")
+    assert {*groups_of(config, 32, H100)} == {"pp", "dp_replicate", "fsdp", "tp", "tokens", "numbers", "cp"}
+
+
+def test_inside_a_node_everything_goes_over_its_links() -> None:
+    group = Group(ranks=8, near=8, islands=1)
+    for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"):
+        assert rate(kind, group, H100) == pytest.approx(INSIDE)
+
+
+def test_collectives_across_nodes_use_the_links_of_all_their_ranks_there() -> None:
+    assert rate("all_gather", Group(32, 8, 4), H100) == pytest.approx(min(INSIDE, 8 * BETWEEN))
+    assert rate("reduce_scatter", Group(8, 2, 4), H100) == pytest.approx(2 * BETWEEN)
+    assert rate("all_reduce", Group(4, 1, 4), H100) == pytest.approx(BETWEEN)
+    wide = replace(H100, network=1e12)
+    assert rate("all_gather", Group(32, 8, 4), wide) == pytest.approx(INSIDE)
+
+
+def test_what_goes_round_waits_for_the_one_that_leaves_the_node() -> None:
+    assert rate("send", Group(16, 8, 2), H100) == pytest.approx(BETWEEN)
+
+
+def test_an_exchange_sends_most_to_other_nodes() -> None:
+    # 16 ranks of two nodes: 8 of 15 parts leave, 7 stay.
+    assert rate("all_to_all", Group(16, 8, 2), H100) == pytest.approx(BETWEEN * 15 / 8)
+
+
+def test_a_ring_of_n_has_n_less_one_steps_of_which_one_for_each_further_node_is_slow() -> None:
+    inside, between = H100.link_latency, H100.network_latency
+    assert latency("all_gather", Group(8, 8, 1), H100) == pytest.approx(CALL + 7 * inside)
+    assert latency("all_gather", Group(32, 8, 4), H100) == pytest.approx(CALL + 28 * inside + 3 * between)
+    assert latency("all_reduce", Group(32, 8, 4), H100) == pytest.approx(CALL + 56 * inside + 6 * between)
+    assert latency("send", Group(32, 8, 4), H100) == pytest.approx(CALL + between)
+
+
+def test_a_message_takes_its_bytes_and_its_calls() -> None:
+    message = Message(channel="tp", kind="all_gather", phase="forward", what="tokens", bytes=36e9, calls=100)
+    groups = {"tp": Group(2, 2, 1)}
+    assert seconds(message, groups, H100) == pytest.approx(0.1 + 100 * (CALL + H100.link_latency))

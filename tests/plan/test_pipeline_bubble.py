@@ -1,0 +1,86 @@
+"""What ranks of a pipeline wait, by formula: held to torch's schedules, run on a clock."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from benchmarks.mesh_arithmetic import Action, actions, idle
+from parallelisms.pipeline_plan import PipelinePlan, Schedule
+from trainer.plan.pipeline_bubble import Chunk, waited
+
+SCHEDULES: list[tuple[Schedule, int]] = [
+    ("GPipe", 1),
+    ("1F1B", 1),
+    ("Interleaved1F1B", 2),
+    ("Interleaved1F1B", 4),
+    ("InterleavedZeroBubble", 2),
+    ("InterleavedZeroBubble", 3),
+    ("ZBVZeroBubble", 2),
+    ("DualPipeV", 2),
+]
+CHUNKS = [
+    Chunk(forward=1, inputs=inputs, weights=weights) for inputs, weights in ((1, 1), (1.6, 0.6), (2.4, 0.05), (2.5, 1))
+]
+
+
+def made(schedule: Schedule, each: int, pp: int, micro_batches: int) -> PipelinePlan:
+    stages = pp * each
+    return PipelinePlan(
+        pp=pp,
+        schedule=schedule,
+        num_layers=stages,
+        layers=(1,) * stages,
+        per_rank=each,
+        micro_batches=micro_batches,
+    )
+
+
+@cache
+def scheduled(plan: PipelinePlan) -> list[list[Action]]:
+    return actions(plan)
+
+
+def on_a_clock(plan: PipelinePlan, chunk: Chunk, hop: float = 0) -> float:
+    """Seconds that ranks wait in torch's schedule."""
+    takes = {"F": chunk.forward, "I": chunk.inputs, "W": chunk.weights, "B": chunk.inputs + chunk.weights}
+    share = idle(plan, scheduled(plan), takes, hop=hop) / 100
+    return plan.micro_batches * plan.stages_per_rank * chunk.all * share / (1 - share)
+
+
+@pytest.mark.parametrize(("schedule", "each"), SCHEDULES)
+@pytest.mark.parametrize(("pp", "micro_batches"), [(2, 4), (4, 16)])
+def test_ranks_wait_as_long_as_in_torchs_schedule(schedule: Schedule, each: int, pp: int, micro_batches: int) -> None:
+    plan = made(schedule, each, pp, micro_batches)
+    for chunk in CHUNKS:
+        assert waited(plan, chunk) == pytest.approx(on_a_clock(plan, chunk), rel=0.08)
+
+
+@pytest.mark.parametrize(("schedule", "each"), SCHEDULES)
+@pytest.mark.parametrize(("pp", "micro_batches"), [(2, 8), (4, 16)])
+def test_what_is_on_its_way_is_waited_for_as_in_torchs_schedule(
+    schedule: Schedule, each: int, pp: int, micro_batches: int
+) -> None:
+    plan, chunk, hop = made(schedule, each, pp, micro_batches), CHUNKS[1], 0.1
+    more = on_a_clock(plan, chunk, hop) - on_a_clock(plan, chunk)
+    assert waited(plan, chunk, hop=hop) - waited(plan, chunk) == pytest.approx(
+        more, rel=0.25 if schedule in ("1F1B", "GPipe", "Interleaved1F1B") else 0.5
+    )
+
+
+def test_only_under_1f1b_every_micro_batch_waits_for_it() -> None:
+    few, many = (made("1F1B", 1, 4, count) for count in (8, 80))
+    assert waited(many, CHUNKS[0], hop=1) > 5 * waited(few, CHUNKS[0], hop=1) - 5 * waited(few, CHUNKS[0])
+    few, many = (made("GPipe", 1, 4, count) for count in (8, 80))
+    assert waited(many, CHUNKS[0], hop=1) == waited(few, CHUNKS[0], hop=1)
+
+
+def test_a_rank_alone_waits_for_none() -> None:
+    assert waited(made("1F1B", 1, 1, 4), CHUNKS[0], hop=1) == 0
+
+
+def test_with_fewer_micro_batches_than_ranks_every_lap_begins_with_a_wait() -> None:
+    plan = made("Interleaved1F1B", 2, 4, 2)
+    share = waited(plan, CHUNKS[0]) / (waited(plan, CHUNKS[0]) + 4 * CHUNKS[0].all)
+    assert share == pytest.approx(plan.bubble)

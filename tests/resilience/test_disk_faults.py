@@ -1,0 +1,171 @@
+"""A disk that is full, or a folder that is gone, does not end a run: what cannot be written waits, and is told once."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
+from io import FileIO
+from pathlib import Path
+
+import pytest
+
+from tests.system.in_process import configured, run_here
+from tests.system.runs import (
+    checkpoints,
+    digests,
+    end,
+    fork,
+    forked,
+    lines,
+    metrics,
+    mounted,
+    read_only,
+    steps,
+    wait_for,
+    write_run,
+)
+from trainer.checkpoint.durable_io import Lines
+
+EXACT, LAST = ("step", "loss", "grad_norm"), "step-90"
+LONG = ("--training.steps", "90", "--checkpoint.interval", "6", "--checkpoint.keep", "2")
+
+
+def test_lines_wait_for_a_disk_that_is_full_and_are_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, written = tmp_path / "x.jsonl", Lines(tmp_path / "x.jsonl")
+    written.append("first")
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        written.append("second")
+        written.append("third")
+        assert path.read_text() == "first\n", "what was written in part is taken back"
+    written.append("fourth")
+    assert path.read_text() == "first\nsecond\nthird\nfourth\n"
+    assert caplog.text.count(f"{path} cannot be written to, its lines wait: No space left on device") == 1
+
+
+def test_lines_wait_for_a_folder_that_is_gone(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    written = Lines(folder / "x.jsonl")
+    written.append("first")
+    folder.mkdir()
+    written.append("second")
+    assert (folder / "x.jsonl").read_text() == "first\nsecond\n"
+
+
+def test_a_line_follows_a_torn_one_on_a_line_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text("whole\nto")
+    Lines(tmp_path / "x.jsonl").append("next")
+    assert (tmp_path / "x.jsonl").read_text() == "whole\nto\nnext\n"
+
+
+@pytest.mark.ranks
+def test_a_run_outlives_a_disk_that_is_full_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = iter(range(1000))
+    real = Lines._write
+
+    def sometimes(self: Lines, file: FileIO) -> None:
+        if 3 <= next(calls) < 8:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(self, file)
+
+    monkeypatch.setattr(Lines, "_write", sometimes)
+    run_here(configured(write_run(tmp_path), tmp_path / "run"))
+    assert steps(tmp_path / "run") == [1, 2, 3, 4, 5, 6]
+    assert [event["event"] for event in lines(tmp_path / "run" / "events.jsonl")][-1] == "end"
+
+
+@pytest.mark.ranks
+def test_a_run_outlives_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from trainer.trainer import Trainer
+
+    real, folder = Trainer.train_step, tmp_path / "run"
+
+    def train_step(self: Trainer, *given: object) -> object:
+        if self.step == 4:
+            shutil.rmtree(folder, ignore_errors=True)  # The watchdog may write meanwhile.
+        return real(self, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    with caplog.at_level(logging.WARNING):
+        run_here(configured(write_run(tmp_path), folder, "--checkpoint.interval", "100"))
+    assert "metrics.jsonl cannot be written to, its lines wait" in caplog.text
+    assert "done: all 6 updates" in caplog.text or (folder / "checkpoints" / "step-6").is_dir()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `run.toml`, and in `whole` a run that nothing disturbed."""
+    root = tmp_path_factory.mktemp("undisturbed")
+    assert forked(write_run(root), root / "whole", *LONG, processes=2).statuses == [0, 0]
+    return root
+
+
+@contextmanager
+def filled(folder: Path) -> Iterator[Callable[[], None]]:
+    """Within, there is no room left where the folder lies; what is given fills what became free meanwhile."""
+    ballast = folder / "ballast"
+
+    def fill() -> None:
+        with suppress(OSError), ballast.open("ab", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+
+    fill()
+    yield fill
+    ballast.unlink()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("broken", "told"), [(filled, "disk full: "), (read_only, "Read-only file system")], ids=["full", "read-only"]
+)
+def test_a_run_on_a_disk_that_fails_in_earnest_ends_as_if_it_had_not(
+    undisturbed: Path,
+    tmp_path: Path,
+    broken: Callable[[Path], AbstractContextManager[Callable[[], None] | None]],
+    told: str,
+) -> None:
+    folder = tmp_path / "run"
+    with mounted(folder, "-t", "tmpfs", "-o", "size=16m", "tmpfs"):
+        ranks = fork(undisturbed / "run.toml", folder, *LONG, processes=2)
+        log = folder.with_suffix(".log")
+        assert wait_for(lambda: (folder / "metrics.jsonl").exists() and len(checkpoints(folder)) > 1)
+        with broken(folder) as again:
+            assert wait_for(partial(is_told, log, told, again)), log.read_text()
+            assert all(rank.is_alive() for rank in ranks), log.read_text()
+        assert wait_for(lambda: not any(rank.is_alive() for rank in ranks)), log.read_text()
+        end(ranks)
+        assert [rank.exitcode for rank in ranks] == [0, 0], log.read_text()
+        assert metrics(folder, *EXACT) == metrics(undisturbed / "whole", *EXACT)
+        assert digests(folder / "checkpoints" / LAST) == digests(undisturbed / "whole" / "checkpoints" / LAST)
+        assert not [name for name in checkpoints(folder) if not name.startswith("step-")]
+
+
+def is_told(log: Path, told: str, again: Callable[[], None] | None) -> bool:
+    """Whether two saves and lines were told to have failed, the disk being kept as it is."""
+    if again is not None:
+        again()
+    said = log.read_text()
+    return said.count(told) > 1 and "its lines wait" in said
+
+
+@pytest.mark.ranks
+def test_a_folder_that_cannot_be_written_to_is_refused_at_the_start(tmp_path: Path) -> None:
+    (folder := tmp_path / "run").mkdir()
+    with read_only(folder):
+        done = forked(write_run(tmp_path), folder)
+    assert done.statuses == [2]
+    assert f"error: job.output_dir = {folder} cannot be written to: Read-only file system" in done.said

@@ -1,0 +1,48 @@
+"""Goodput counts what a run kept, over all the time since it first began."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.system.runs import forked, metrics, state, write_run
+from trainer.resilience import goodput
+from trainer.resilience.goodput import Goodput
+
+
+def test_it_is_the_time_of_updates_over_all_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(goodput, "time", SimpleNamespace(time=lambda: clock.now))
+    first = Goodput()
+    first.add(30.0)
+    clock.now += 60
+    assert first.percent() == 50
+    saved = first.state()
+    first.add(30.0)  # Lost with the process.
+    clock.now += 40
+    second = Goodput()
+    second.restore(saved)
+    assert second.percent() == 30
+    second.add(20.0)
+    assert second.percent() == 50
+
+
+@pytest.mark.ranks
+def test_all_starts_of_a_run_count_and_lost_updates_do_not(tmp_path: Path) -> None:
+    config, folder = write_run(tmp_path), tmp_path / "run"
+    assert forked(config, folder, "--training.steps", "4", "--checkpoint.interval", "4").statuses == [0]
+    first = state(folder / "checkpoints" / "step-4")["trainer"]["goodput"]
+    kept = sum(seconds for (seconds,) in metrics(folder, "step_seconds"))
+    assert first["productive_seconds"] == pytest.approx(kept)
+    assert first["began"] < time.time()
+    time.sleep(1)
+    assert forked(config, folder, "--training.steps", "6", "--checkpoint.interval", "4").statuses == [0]
+    second = state(folder / "checkpoints" / "step-6")["trainer"]["goodput"]
+    assert second["began"] == first["began"]
+    assert second["productive_seconds"] == pytest.approx(sum(seconds for (seconds,) in metrics(folder, "step_seconds")))
+    percents = [percent for (percent,) in metrics(folder, "goodput_pct")]
+    assert all(0 < percent < 100 for percent in percents)
+    assert percents[4] < percents[3], "the pause between the starts counts"

@@ -1,0 +1,35 @@
+"""What the log of a job says of each node."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from trainer.slurm.node_info import gpus, line
+
+VERSION = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\nGCC version: 12.2.0\n"
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> Path:
+    for number, model in enumerate(["NVIDIA H200", "NVIDIA H200", "NVIDIA L4"]):
+        folder = tmp_path / "gpus" / f"0000:0{number}:00.0"
+        folder.mkdir(parents=True)
+        (folder / "information").write_text(f"Model: \t\t {model}\nIRQ:   \t\t 42\n")
+    (tmp_path / "version").write_text(VERSION)
+    return tmp_path
+
+
+def test_gpus_are_counted_by_model_with_their_driver(driver: Path) -> None:
+    assert gpus(driver) == "2 x NVIDIA H200 and 1 x NVIDIA L4 (driver 570.86.15)"
+    (driver / "version").unlink()
+    assert gpus(driver).endswith(" (driver of unknown version)")
+
+
+def test_a_node_is_told_in_a_line(tmp_path: Path) -> None:
+    told = line(tmp_path)
+    assert told.startswith(f"{socket.gethostname()}: no GPUs, ")
+    assert ", torch 2." in told
+    assert "\n" not in told

@@ -1,0 +1,324 @@
+"""`python -m trainer.slurm`, with a scheduler of three scripts that write down what they were asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.system.runs import lines
+from trainer.config.parse import load
+from trainer.slurm import jobs, snapshot
+from trainer.slurm.__main__ import main, options_of_the_run, spelled_out
+from trainer.slurm.scheduler import State
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZE = ["--nodes", "2", "--gpus-per-node", "0", "--processes-per-node", "2"]
+FAKE = """\
+#!/bin/bash
+echo "$(basename "$0") $*" >>"{folder}/asked.txt"
+{body}
+"""
+# As Slurm 22.05 says it.
+JOB = (
+    "JobId=41 JobName=run UserId=root(0) GroupId=root(0) MCS_label=N/A Priority=4294901759 Nice=0 Account=(null) "
+    "QOS=(null) JobState={state} Reason={reason} Dependency=(null) Requeue=1 Restarts={restarts} BatchFlag=1 Reboot=0 "
+    "ExitCode=0:0 RunTime=00:02:07 TimeLimit=1-00:00:00 TimeMin=N/A Partition=main ReqNodeList=(null) "
+    "ExcNodeList=(null) NodeList=n[1-2] BatchHost=n1 NumNodes=2 NumCPUs=4 NumTasks=4"
+)
+RUNNING = JOB.format(state="RUNNING", reason="None", restarts=2)
+PENDING = JOB.format(state="PENDING", reason="Resources", restarts=0)
+ENDED = JOB.format(state="COMPLETED", reason="None", restarts=0)
+FORGOTTEN = 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1'
+
+
+class Scheduler:
+    """Scripts in the place of the scheduler's commands."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        self.answer("sbatch", "echo 41")
+        self.answer("scontrol", FORGOTTEN)
+        self.answer("scancel", "")
+
+    def answer(self, command: str, body: str) -> None:
+        path = self.folder / command
+        path.write_text(FAKE.format(folder=self.folder, body=body))
+        path.chmod(0o755)
+
+    def has(self, job: str) -> None:
+        self.answer("scontrol", f"echo '{job}'")
+
+    def asked(self) -> list[str]:
+        path = self.folder / "asked.txt"
+        return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.fixture
+def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scheduler:
+    found = Scheduler(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{found.folder}:{os.environ['PATH']}")
+    return found
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+def submit(run: Path, *options: str) -> int:
+    return main(["submit", "--config", "debug", "--job.output_dir", str(run), *SIZE, *options])
+
+
+# ---- the command line
+
+
+def test_options_of_the_job_can_be_written_short() -> None:
+    words = ["--gpus-per-node", "4", "--time=1:00:00", "--training.steps", "5", "--slurm.nodes", "2"]
+    expected = ["--slurm.gpus_per_node", "4", "--slurm.time=1:00:00", *words[3:]]
+    assert spelled_out(words) == expected
+    assert load(spelled_out(words)).slurm.gpus_per_node == 4
+
+
+def test_ranks_are_given_the_runs_own_options_only() -> None:
+    words = [
+        "--config",
+        "a.toml",
+        "--slurm.nodes",
+        "4",
+        "--training.steps=5",
+        "--slurm.time=1:00:00",
+        "--job.name",
+        "b",
+    ]
+    assert options_of_the_run(words) == ["--training.steps=5", "--job.name", "b"]
+
+
+def test_help_has_every_key_of_the_job(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("python -m trainer.slurm render|submit")
+    assert "--slurm.lead_seconds  integer >= 1 <= 65535  (default: 300)" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ([], "error: no command: there are render, submit, status, cancel; see --help\n"),
+        (["start"], "error: start: there are render, submit, status, cancel; see --help\n"),
+        (["status"], "error: which run? give its folder, or --config NAME|PATH\n"),
+        (["cancel", "/nowhere"], "error: /nowhere: there is no such run folder\n"),
+        (["status", "--config", "debug", "--zebra", "1"], "--zebra"),
+    ],
+)
+def test_a_wrong_command_line_leaves_with_2(words: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    told = capsys.readouterr()
+    assert problem in told.err
+    assert told.out == ""
+
+
+# ---- render
+
+
+def test_render_prints_what_submit_writes_but_for_the_configuration(
+    scheduler: Scheduler, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["render", "--config", "debug", "--job.output_dir", str(run), *SIZE]) == 0
+    printed = capsys.readouterr().out
+    assert scheduler.asked() == []
+    assert not run.exists()
+    submit(run)
+    written = (run / "slurm" / "1" / "job.sh").read_text()
+    differ = [pair for pair in zip(printed.splitlines(), written.splitlines(), strict=True) if pair[0] != pair[1]]
+    ours = ROOT / "train_configs" / "debug.toml"
+    assert differ == [
+        (
+            f"ARGUMENTS=(--config {ours} --job.output_dir {run})",
+            f"ARGUMENTS=(--config {run}/slurm/1/config.toml)",
+        )
+    ]
+    assert f"PYTHON={sys.executable}\n" in printed
+
+
+def test_a_script_can_be_looked_at_before_corpus_and_tokenizer_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["render", "--config", "llama3_8b_1m", "--nodes", "4"]) == 2
+    told = capsys.readouterr()
+    assert "#SBATCH --nodes=4\n" in told.out
+    assert "error: tokenizer.path" in told.err
+    assert main(["render", "--config", "llama3_8b_1m", "--nodes", "3"]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "needs 32 processes, but there are 24 (" in told.err
+    assert told.err.endswith("for 24 processes (3 nodes x 8)\n")
+
+
+# ---- submit
+
+
+def test_submit_keeps_what_the_job_was_made_of_and_says_what_to_type_next(
+    scheduler: Scheduler, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submit(run, "--training.steps", "7") == 0
+    folder = run / "slurm" / "1"
+    assert scheduler.asked() == [f"sbatch --parsable {folder}/job.sh"]
+    assert load(["--config", str(folder / "config.toml")]).training.steps == 7
+    assert json.loads((folder / "job.json").read_text())["job"] == "41"
+    assert (folder / "code.txt").read_text().splitlines()[0] == snapshot.version(ROOT)
+    told = capsys.readouterr().out
+    assert told.startswith(f"job 41 submitted: 2 nodes x 2 ranks, as {folder}/job.sh\n")
+    for line in (f"tail -F {run}/slurm/job-41.log\n", f"trainer.slurm status {run}\n", f"trainer.slurm cancel {run}\n"):
+        assert line in told
+
+
+def test_submissions_are_numbered(scheduler: Scheduler, run: Path) -> None:
+    assert [jobs.next_folder(run).name for _ in range(11)] == [str(number) for number in range(1, 12)]
+    scheduler.answer("sbatch", "echo '41;cluster'")
+    assert submit(run) == 0
+    (run / "slurm" / "9" / "job.json").write_text('{"job": "40"}')
+    assert (run / "slurm" / "12" / "job.sh").is_file()
+    assert jobs.submitted(run) == ["40", "41"]
+
+
+def test_a_wrong_configuration_is_told_whole_and_nothing_is_submitted(
+    scheduler: Scheduler, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submit(run, "--parallelism.dp_shard", "3", "--training.micro_batch_size", "3") == 2
+    told = capsys.readouterr().err
+    assert told.count("error: ") == 2
+    assert "but there are 4 (" in told
+    assert submit(run, "--zebra", "3", "--time", "soon") == 2
+    assert capsys.readouterr().err.count("error: ") == 2
+    assert scheduler.asked() == []
+    assert not (run / "slurm").exists()
+
+
+def test_a_run_that_is_queued_is_not_submitted_again(
+    scheduler: Scheduler, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submit(run) == 0
+    for job, code in ((PENDING, 2), (RUNNING, 2), (ENDED, 0)):
+        scheduler.has(job)
+        assert submit(run) == code
+    assert "error: job 41 of this run is PENDING (Resources); cancel it first: " in capsys.readouterr().err
+    assert sum(line.startswith("sbatch") for line in scheduler.asked()) == 2
+
+
+def test_a_run_folder_of_another_run_is_refused_before_anything_is_queued(
+    scheduler: Scheduler, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "checkpoints" / "step-3").mkdir(parents=True)
+    assert submit(run) == 78
+    assert "is good:" in capsys.readouterr().err
+    assert scheduler.asked() == []
+
+
+def test_what_the_scheduler_refuses_is_told(
+    scheduler: Scheduler, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scheduler.answer("sbatch", "echo 'sbatch: error: invalid partition specified: x' >&2; exit 1")
+    assert submit(run) == 1
+    assert capsys.readouterr().err == "error: sbatch: error: invalid partition specified: x\n"
+    assert jobs.submitted(run) == []
+
+
+def test_without_slurm_there_is_one_clear_error(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert submit(run) == 1
+    rule = "this has to be typed on a machine that can submit jobs to SLURM"
+    assert capsys.readouterr().err == f"error: sbatch is not on PATH: {rule}\n"
+
+
+# ---- status and cancel
+
+
+def test_status_tells_queue_newest_update_checkpoint_and_markers(
+    scheduler: Scheduler, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submit(run)
+    scheduler.has(RUNNING)
+    facts = {"step": 12, "loss": 2.345678, "grad_norm": None, "step_seconds": 0.5}
+    (run / "metrics.jsonl").write_text(f'{{"step": 11}}\n{json.dumps(facts)}\n{{"step": 13, "lo')
+    assert len(lines(run / "slurm" / "1" / "job.json")) == 1
+    (run / "checkpoints" / "step-9").mkdir()
+    (run / "checkpoints" / "step-10").mkdir()
+    (run / "REQUEUE").write_text('{"step": 10, "reason": "SIGUSR1", "attempt": "41.2.0", "time": 0}')
+    capsys.readouterr()
+    assert main(["status", str(run)]) == 0
+    told = [line.partition("  ") for line in capsys.readouterr().out.splitlines()]
+    said = {name: value.strip() for name, _, value in told}
+    assert said["run"] == str(run)
+    assert said["job 41"] == "RUNNING on n[1-2] for 00:02:07 of 1-00:00:00, requeued 2 times"
+    assert said["newest update"] == "step 12, loss 2.3457, step_seconds 0.5, written 0 s ago"
+    assert said["newest checkpoint"] == "step-10, written 0 s ago"
+    assert said["REQUEUE"].startswith("step 10, reason SIGUSR1, attempt 41.2.0, 19")
+    assert said["log"] == f"{run}/slurm/job-41.log"
+
+
+@pytest.mark.usefixtures("scheduler")
+def test_status_tells_what_is_known_where_nothing_is(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submit(run) == 0
+    capsys.readouterr()
+    command = ["status", "--config", "debug", "--job.output_dir", str(run)]
+    assert main(command) == 0
+    told = capsys.readouterr().out
+    assert "is over, and the scheduler has forgotten it\n" in told
+    assert told.count("  none\n") == 2
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert main(command) == 0
+    assert "unknown: scontrol is not on PATH" in capsys.readouterr().out
+
+
+def test_cancel_takes_the_right_to_come_back_first(
+    scheduler: Scheduler, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submit(run)
+    scheduler.has(RUNNING)
+    assert main(["cancel", str(run)]) == 0
+    assert scheduler.asked()[-2:] == ["scontrol update JobId=41 Requeue=0", "scancel 41"]
+    assert "job 41 cancelled; it was RUNNING on n[1-2]" in capsys.readouterr().out
+    scheduler.has(ENDED)
+    assert main(["cancel", str(run)]) == 0
+    assert scheduler.asked()[-1] == "scontrol --oneliner show job 41"
+    assert capsys.readouterr().out == f"{run} has no job that is queued or running\n"
+
+
+@pytest.mark.parametrize(
+    ("state", "is_over"),
+    [("PENDING", False), ("RUNNING", False), ("COMPLETING", False), ("REQUEUED", False), ("TIMEOUT", True)],
+)
+def test_a_job_is_over_when_it_cannot_come_back(state: str, is_over: bool) -> None:  # noqa: FBT001
+    assert State.read("41", JOB.format(state=state, reason="None", restarts=0)).is_over == is_over
+
+
+# ---- the code
+
+
+def test_a_snapshot_has_commit_changes_and_what_git_does_not_know(tmp_path: Path) -> None:
+    root, folder = tmp_path / "code", tmp_path / "kept"
+    folder.mkdir()
+    root.mkdir()
+    (root / "pyproject.toml").write_text('[project]\nversion = "1.2"\n')
+    assert snapshot.version(root) == "version 1.2"
+    assert snapshot.changes(root) == ("", [])
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
+        subprocess.run(["git", *who, *words], cwd=root, check=True, capture_output=True)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, check=True, capture_output=True, text=True).stdout
+    snapshot.write(root, folder)
+    assert [path.name for path in folder.iterdir()] == ["code.txt"]
+    assert (folder / "code.txt").read_text() == f"commit {commit}"
+    (root / "pyproject.toml").write_text('[project]\nversion = "1.3"\n')
+    (root / "new.py").touch()
+    snapshot.write(root, folder)
+    assert (folder / "code.txt").read_text() == f"commit {commit.strip()} and changes\nnot under git: new.py\n"
+    assert '+version = "1.3"' in (folder / "code.diff").read_text()

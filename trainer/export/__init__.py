@@ -1,0 +1,1 @@
+"""Out of a checkpoint: Hugging Face folders, weights alone, generated text."""

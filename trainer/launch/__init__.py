@@ -1,0 +1,1 @@
+"""Launching: checks before any worker starts, worker processes, and restarts. Imports no torch."""

@@ -1,0 +1,1 @@
+"""What a run reports: metrics per step, loggers, progress, profiler traces and the log."""

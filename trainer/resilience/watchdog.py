@@ -1,0 +1,68 @@
+"""A rank that does not get on writes where it is, and ends, so that a run never hangs for ever.
+
+The stacks are written by a thread of the interpreter that needs no lock of it (faulthandler), so also while an extension
+holds it. A little before, a thread of ours writes which collectives were under way, as far as torch recorded
+them. Asked by a signal (`STACKS`), a rank writes its stacks and goes on.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import time
+from pathlib import Path
+from threading import Event, Thread
+
+from trainer.errors import STACKS
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.2
+LEAD = 0.2
+"""Part of the patience that is left, a minute at most, when the collectives are written."""
+
+
+class Watchdog:
+    """While this is entered, what is expected has to happen in its time, or the process ends with 1."""
+
+    def __init__(self, folder: Path, *, rank: int) -> None:
+        folder.mkdir(exist_ok=True)
+        self._stacks, self._collectives = folder / f"rank-{rank}.txt", folder / f"rank-{rank}-collectives.jsonl"
+        self._file = self._stacks.open("w")
+        self._what, self._warned, self._at = "", False, float("inf")
+        self._ended = Event()
+        self._thread = Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        faulthandler.register(STACKS, file=self._file)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        faulthandler.cancel_dump_traceback_later()
+        faulthandler.unregister(STACKS)
+        self._ended.set()
+        self._thread.join()
+        self._file.close()
+        self._stacks.unlink(missing_ok=True)
+
+    def expect(self, what: str, seconds: float) -> None:
+        """From now on this is waited for, for so long. Cheap enough for each update."""
+        self._what, self._warned, self._at = what, False, time.monotonic() + max((1 - LEAD) * seconds, seconds - 60)
+        faulthandler.dump_traceback_later(seconds, exit=True, file=self._file)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(POLL_SECONDS):
+            if time.monotonic() >= self._at and not self._warned:
+                self._warned = True
+                log.error("%s takes too long; about to end, with all stacks in %s", self._what, self._stacks.parent)
+                self._collectives.write_text(collectives())
+
+
+def collectives() -> str:
+    """The collectives that torch recorded, a line of JSON for each recorder. There is no public way to ask."""
+    from torch._C import _distributed_c10d
+
+    # NCCL has a recorder of its own in some versions.
+    dumps = [getattr(_distributed_c10d, f"_dump_{kind}_trace_json", None) for kind in ("fr", "nccl")]
+    return "\n".join(dump().decode() for dump in dumps if dump is not None)
