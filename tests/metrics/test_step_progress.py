@@ -139,7 +139,7 @@ def test_every_block_counts_once_forward_and_once_backward(tmp_path: Path, sprea
 @pytest.mark.parametrize("block", range(SMALL.num_layers))
 def test_a_long_update_tells_where_it_is_and_a_short_one_nothing(told: pytest.LogCaptureFixture, block: int) -> None:
     trainer = Standin()
-    module = trainer.parts[0].blocks[str(block)]
+    module = trainer.model_parts[0].blocks[str(block)]
     places = {"forward": f"forward, {block} of 2 blocks done", "backward": f"backward, {1 - block} of 2 blocks done"}
     rows = {"forward": 0, "backward": 0}
 
@@ -165,13 +165,13 @@ def test_what_was_launched_is_not_what_was_done(told: pytest.LogCaptureFixture, 
     streams: list[weakref.ref[Tensor]] = []
     trainer = Standin(device="cuda")
     with trainer.heartbeat() as heartbeat:
-        counting = trainer.parts[0].block_boundary_hook
+        counting = trainer.model_parts[0].block_boundary_hook
 
         def between(x: Tensor) -> Tensor:
             streams.append(weakref.ref(x))
             return counting(x)
 
-        trainer.parts[0].block_boundary_hook = between
+        trainer.model_parts[0].block_boundary_hook = between
         assert steps(heartbeat, 2) == [1, 2]
         # Begun, ended, and for both rows three places that the stream passes, each way.
         assert device.recorded == 2 * (1 + 2 * 6 + 1)
@@ -226,7 +226,7 @@ def test_it_ends_with_the_run_and_with_an_error() -> None:
         assert beating()
         assert steps(heartbeat, 9) == [1, 2, 3]
     assert not beating()
-    assert trainer.parts[0].block_boundary_hook is identity
+    assert trainer.model_parts[0].block_boundary_hook is identity
     with pytest.raises(ZeroDivisionError), trainer.heartbeat():
         raise ZeroDivisionError
     assert not beating()
@@ -249,5 +249,5 @@ def test_other_ranks_have_none() -> None:
     trainer = Standin(rank=1)
     with trainer.heartbeat() as heartbeat:
         assert not beating()
-        assert trainer.parts[0].block_boundary_hook is identity
+        assert trainer.model_parts[0].block_boundary_hook is identity
         assert steps(heartbeat, 9) == [1, 2, 3]
