@@ -6,7 +6,7 @@ For a change that must not change numbers, a rename for instance. Each commit is
 its own `./run_train.sh` runs with the packages of the interpreter that runs this file, one run after the other, one
 thread per rank. Every step's loss and gradient norm, and every tensor of the last checkpoint, optimizer state included,
 are compared bit by bit. The status is 1 if a run fails, or if something differs: in float64 by more than 1e-13
-relative to the largest element, in other types at all.
+relative to the largest element, in other types at all. The table says "no" wherever a bit differs.
 
 Commits may spell keys of the configuration differently: `RENAMED` has those that are used here, and each commit's
 `--help` tells which spelling it knows. Nothing of either commit is imported.
@@ -60,10 +60,10 @@ WORDS = (
     "rests",
 )
 
-# Of keys that are used here, those whose name has changed: the new name and the old one.
+# Keys that are used below and once had another name: the new one and the old one. A run that sets a key which is in
+# neither commit's words fails with the launcher's own message.
 RENAMED = {
     "memory.blocks_per_checkpoint": "memory.input_every",
-    "memory.logits_chunk_mib": "memory.head_chunk_mib",
     "parallelism.cp_outer_method": "parallelism.cp_outer",
 }
 # What launchers set, which would be taken for a world that exists.
@@ -150,7 +150,7 @@ RUNS = {
             "memory.head_groups": 2,
             "memory.mlp_tile_mib": 1,
             "memory.blocks_per_checkpoint": 2,
-            "memory.logits_chunk_mib": 1,
+            "memory.head_chunk_mib": 1,
         },
     ),
     "recipe": Run(2, config=STAGES),
@@ -287,7 +287,8 @@ def _read(checkpoint: Path) -> dict[str, Tensor]:
 def _conditions(name: str) -> str:
     """What a kept result depends on beside the commit."""
     run = RUNS[name]
-    asked = {"processes": run.processes, "values": run.values, "config": run.config}
+    values = {RENAMED.get(key, key): value for key, value in run.values.items()}  # As before any rename.
+    asked = {"processes": run.processes, "values": values, "config": run.config}
     return json.dumps(asked | {"torch": torch.__version__, "python": platform.python_version()}, sort_keys=True)
 
 
