@@ -9,6 +9,7 @@ Nothing is timed: every figure is a plan for H100 (`trainer/hardware/specs/h100-
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -232,7 +233,8 @@ def updating() -> list[list[str]]:
 def page(
     cells: Sequence[Cell], strongly: Sequence[Cell], lengths: Sequence[Sequence[str]], folder: Path
 ) -> Iterator[str]:
-    yield INTRODUCTION
+    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=DOCS, text=True).strip()
+    yield INTRODUCTION.format(commit=commit)
     for model in MODELS:
         yield from (f"### {model}\n", *generated(grid(model, cells)), "")
     drawn, spent = strong(strongly)
@@ -314,11 +316,11 @@ INTRODUCTION = """\
 # Scaling, predicted
 
 Every figure on this page is a prediction of the [planner](planning.md), written by `python -m benchmarks.scaling`; its
-figures were last computed for commit eecf1bb. Assumptions: H100 SXM 80 GB, eight per node, 400 Gb/s of network each,
+figures were computed at commit {commit}. Assumptions: H100 SXM 80 GB, eight per node, 400 Gb/s of network each,
 cuDNN attention, compiled blocks, one document per sequence, and the fastest mesh that `longhaul plan search` finds.
 [Below](#against-published-measurements), the same planner is compared with measurements of other projects.
 
-In short: MFU stays near 45 % to 16,384 GPUs while a step has 16K tokens per GPU. With a fixed batch of 16M tokens it
+In short: MFU stays at 41 to 50 % up to 16,384 GPUs while a step has 16K tokens per GPU. With a fixed batch of 16M tokens it
 falls to 28 to 36 %. Host memory, not device memory, limits the longest sequences.
 
 ## Weak scaling
