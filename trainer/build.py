@@ -58,7 +58,7 @@ class ParallelModel:
         """Where ranks share rows."""
         self.sequence_shard: SequenceShard = self.context_parallel or FullSequence(context_plan.seq_len_divisor)
         """Which tokens of a row are this rank's."""
-        self._residual_options: Any = {"shared_by": context_plan.tp, "dtype": getattr(torch, config.training.dtype)}
+        self._residual_options: Any = {"tp": context_plan.tp, "dtype": getattr(torch, config.training.dtype)}
         self._is_compiled = config.training.compile
         self.pipeline_plan = config.pipeline_plan(world.size)
         build_stage = partial(

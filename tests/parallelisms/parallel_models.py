@@ -78,6 +78,6 @@ def build(plan: Plan, mesh: Mesh) -> Transformer:
 
 
 def joined(rows: list[Batch]) -> Batch:
-    names = ("tokens", "labels", "positions", "documents", "boundaries")
+    names = ("tokens", "labels", "positions", "document_ids", "boundaries")
     tensors: Any = {name: torch.cat([getattr(row, name) for row in rows]) for name in names}
     return Batch(**tensors, num_tokens=20 * len(rows), num_pairs=0, num_computed_pairs=0)

@@ -185,7 +185,7 @@ def test_room_is_counted_in_pieces() -> None:
     """127 bytes take 128, and 31 take 32."""
     outputs, x = [torch.empty(127, dtype=torch.uint8)], torch.empty(31, dtype=torch.uint8)
     for budget, has_room in ((2 * 128 + 3 * 32, True), (2 * 128 + 3 * 32 - 1, False)):
-        assert HostActivationPool(max_inputs=3, budget=budget).has_room(outputs, head_groups=2, x=x) == has_room
+        assert HostActivationPool(max_inputs=3, budget=budget).has_headroom(outputs, head_groups=2, x=x) == has_room
     assert HostActivationPool(max_inputs=1, budget=32).save_input(x)._device_tensor is None
     assert HostActivationPool(max_inputs=1, budget=31).save_input(x)._device_tensor is x
 

@@ -307,7 +307,7 @@ def test_what_does_not_divide_is_said_with_its_numbers() -> None:
         "them, as its neighbours do",
     ]
     assert len(problems(8)) == 2
-    assert len(problems(8, replicated_vocabulary=True)) == 1
+    assert len(problems(8, replicate_vocab=True)) == 1
 
 
 # ---- what a compiler sees
