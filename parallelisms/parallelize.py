@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from models.transformer import Transformer
-from parallelisms import activation_checkpoint, context, fsdp, tensor_parallel
+from parallelisms import activation_checkpoint, fsdp, tensor_parallel
 from parallelisms.activation_checkpoint import RecomputeConfig
-from parallelisms.context import ContextParallel
+from parallelisms.context.context_parallel import ContextParallel, set_attention_core
 from parallelisms.mesh import Mesh
 
 
@@ -26,8 +26,8 @@ def parallelize(
     reshard_after_forward: bool,
     cpu_offload: bool = False,
 ) -> None:
-    """Modifies the model in place; its parameters may be on the meta device."""
-    context.set_attention_core(model, core, kernel=kernel)
+    """Changes the model in place; its parameters may still be on the meta device."""
+    set_attention_core(model, core, kernel=kernel)
     tensor_parallel.apply(model, mesh.tp_mesh, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     activation_checkpoint.apply(model, recompute_config)
     if compiled and recompute_config.policy == "none":  # Recomputed blocks compile their tile operations.

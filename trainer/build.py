@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from models.batch import Batch
+from models.linear import identity
 from models.transformer import StageSpec, Transformer
-from models.view import identity
 from parallelisms import tensor_parallel
 from parallelisms.activation_checkpoint import RecomputeConfig
 from parallelisms.activation_offload import HostActivationPool
 from parallelisms.block_recompute import TileOps, Tiling, compile_tile_ops
-from parallelisms.context import ContextParallel
+from parallelisms.context.context_parallel import ContextParallel
 from parallelisms.init_weights import initialize
 from parallelisms.mesh import Mesh
 from parallelisms.parallelize import parallelize

@@ -21,7 +21,7 @@ from parallelisms.activation_checkpoint import RecomputeConfig
 from parallelisms.activation_offload import HostActivationPool
 from parallelisms.block_recompute import TileOps, Tiling, compile_tile_ops
 from parallelisms.collectives import full_tensor
-from parallelisms.context import ContextParallel
+from parallelisms.context.context_parallel import ContextParallel
 from parallelisms.mesh import Mesh
 from parallelisms.parallel_dims import AXES
 from parallelisms.parallelize import parallelize

@@ -13,7 +13,7 @@ import torch
 import torch.nn.attention
 from torch import Tensor
 
-from models import kernels
+from models import kernel_check, kernels
 from trainer.config.job_config import Config
 from trainer.errors import EXIT_BAD_CONFIG, RankFailedError
 from trainer.hardware.device_specs import match_device
@@ -90,7 +90,7 @@ def choose_attention_kernel(config: Config, device: torch.device) -> str:
     try:
         if configured in ("fa3", "fa4"):
             torch.nn.attention.activate_flash_attention_impl(configured.upper())
-        kernels.verify_kernel(name, device, compute_dtype, width=config.model.build().head_dim)
+        kernel_check.verify_kernel(name, device, compute_dtype, width=config.model.build().head_dim)
     except (ImportError, RuntimeError, ValueError) as error:
         message = f'training.attention = "{configured}" does not work on {device}: {error}'
         raise RankFailedError(EXIT_BAD_CONFIG, message) from error

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import AdamW, adamw
 
-from models.view import identity
+from models.linear import identity
 from parallelisms.collectives import num_replicas, to_local
 from trainer.config.job_config import OptimizerSection
 from trainer.config.sections import OPTIMIZER_CHUNK_ELEMENTS
