@@ -26,10 +26,14 @@ def corpus(lengths: list[int]) -> TokenDataset:
     """Documents of these lengths, in which every token is its place in the stream."""
     stream = torch.arange(sum(lengths))
     starts = torch.tensor([0, *lengths]).cumsum(0)
-    found = SimpleNamespace(
-        starts=starts, lengths=starts.diff(), eos=PADDING, fingerprint="", read=lambda a, b: stream[a:b]
+    dataset = SimpleNamespace(
+        document_starts=starts,
+        document_lengths=starts.diff(),
+        eos=PADDING,
+        fingerprint="",
+        read=lambda start, stop: stream[start:stop],
     )
-    return cast(TokenDataset, found)
+    return cast(TokenDataset, dataset)
 
 
 class Chunks(FullSequence):

@@ -150,9 +150,8 @@ def test_documents_with_the_same_tokens_but_other_ends_differ(source: Make) -> N
 PREPARE = """
 import sys, time
 from pathlib import Path
-from trainer.data.packed import Packed
 from trainer.data.prepare import prepare
-from trainer.data.source import Source
+from trainer.data.source import CorpusSpec
 from trainer.data.tokenizer import ByteTokenizer
 
 class Slow(ByteTokenizer):
@@ -166,7 +165,7 @@ go = Path(sys.argv[3] + ".go")
 Path(sys.argv[3] + sys.argv[4]).touch()
 while not go.exists():
     time.sleep(0.001)
-print(prepare(Source(corpus=sys.argv[1], cache_dir=Path(sys.argv[2])), Slow()).fingerprint)
+print(prepare(CorpusSpec(corpus=sys.argv[1], cache_dir=Path(sys.argv[2])), Slow()).fingerprint)
 """
 
 

@@ -151,10 +151,10 @@ class BlendedDataset:
             sequence_sources=tuple((row.source_index, row.num_tokens) for row in sequences),
         )
 
-    def _read_sequence(self, source_index: int | None, shard: SequenceShard, padded_len: int) -> LocalSequence:
-        source_index, index_in_source = (0, 0) if source_index is None else self.round_robin.locate(source_index)
+    def _read_sequence(self, index: int | None, shard: SequenceShard, padded_len: int) -> LocalSequence:
+        source_index, index_in_source = (0, 0) if index is None else self.round_robin.locate(index)
         source = self.sources[source_index]
-        lengths = [] if source_index is None else source.segment_lengths(index_in_source)
+        lengths = [] if index is None else source.segment_lengths(index_in_source)
         num_tokens = sum(lengths)
         # Padding is one more piece, which may be empty; what makes the row divide is another.
         sizes = [*lengths, self.seq_len - num_tokens, padded_len - self.seq_len]
