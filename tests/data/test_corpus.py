@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from trainer.config.data import STDLIB_CORPUS
 from trainer.data import DataError
-from trainer.data.corpus import PYTHON_STDLIB, Corpus
+from trainer.data.corpus import Corpus
 from trainer.data.formats import BLOCK, read_texts
 from trainer.data.prepare import prepare
 from trainer.data.source import CorpusSpec
@@ -124,7 +125,7 @@ def test_pieces_hold_whole_documents_whatever_their_size(source: Make, monkeypat
 
 def test_the_standard_library_is_read_without_packages_and_unicode_tables(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    corpus = Corpus(CorpusSpec(corpus=PYTHON_STDLIB, documents="repository", bad_files="refuse"))
+    corpus = Corpus(CorpusSpec(corpus=STDLIB_CORPUS, documents="repository", bad_files="refuse"))
     names = [file.name for file in corpus.files]
     assert "json/decoder.py" in names
     assert not any(name.startswith(("site-packages/", "encodings/")) or "__pycache__" in name for name in names)
@@ -143,7 +144,7 @@ def test_bad_files_of_the_standard_library_are_told_but_are_no_warning(
     (tmp_path / "lib" / "bad.py").write_bytes(b"\xff")
     (tmp_path / "lib" / "good.py").write_text("pass")
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
-    prepare(CorpusSpec(corpus=PYTHON_STDLIB, cache_dir=tmp_path / "cache"), ByteTokenizer())
+    prepare(CorpusSpec(corpus=STDLIB_CORPUS, cache_dir=tmp_path / "cache"), ByteTokenizer())
     assert "skipped bad.py: not UTF-8" in caplog.text
     assert "python-stdlib: 1 bad files or lines were skipped" in caplog.text
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

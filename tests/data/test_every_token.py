@@ -13,8 +13,7 @@ from hypothesis import strategies as some
 
 from models.batch import IGNORE_INDEX
 from trainer.data.loader import MicroBatchLoader
-from trainer.data.packed_dataset import PackedDataset
-from trainer.data.packing import DocumentFilter, Packing, pack_documents
+from trainer.data.packing import DocumentFilter, PackedDataset, Packing, pack_documents
 from trainer.data.sequences import BlendedDataset, FullSequence, SequenceShard
 from trainer.data.token_dataset import TokenDataset
 

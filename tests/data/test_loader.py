@@ -12,7 +12,7 @@ from models.batch import IGNORE_INDEX, Batch
 from trainer.config.job_config import DataSection
 from trainer.data import DataError, build_blended_dataset
 from trainer.data.loader import BatchReader, MicroBatchLoader
-from trainer.data.packed_dataset import PackedDataset
+from trainer.data.packing import PackedDataset
 from trainer.data.sequences import BlendedDataset, FullSequence, SequenceShard
 from trainer.data.tokenizer import ByteTokenizer
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from trainer.data.mix import WeightedRoundRobin, integer_weights
+from trainer.data.sequences import WeightedRoundRobin, integer_weights
 
 WEIGHTS = some.lists(some.integers(1, 40), min_size=1, max_size=8)
 

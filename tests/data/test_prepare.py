@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainer.config.job_config import DataSection
 from trainer.data import DataError, build_blended_dataset
-from trainer.data.packed_dataset import PackedDataset
+from trainer.data.packing import PackedDataset
 from trainer.data.prepare import prepare
 from trainer.data.source import CorpusSpec
 from trainer.data.token_dataset import TokenDataset

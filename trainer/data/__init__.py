@@ -6,15 +6,14 @@ from fractions import Fraction
 
 from trainer.config.job_config import DEFAULT_SOURCE, Config, DataSection
 from trainer.data.copy_task import CopyDataset
-from trainer.data.errors import DataError
 from trainer.data.holdout import ValidationSet, build_validation_set
-from trainer.data.packed_dataset import PackedDataset
-from trainer.data.packing import DocumentFilter, load_or_build_plan
+from trainer.data.packing import DocumentFilter, PackedDataset, load_or_build_plan
 from trainer.data.prepare import prepare
 from trainer.data.sequences import BlendedDataset
 from trainer.data.shuffle import splitmix64
 from trainer.data.source import CorpusSpec
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
+from trainer.errors import DataError
 
 __all__ = [
     "DataError",

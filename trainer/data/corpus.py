@@ -11,12 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer.data.errors import DataError
+from trainer.config.data import HF_PREFIX, STDLIB_CORPUS
 from trainer.data.formats import READ_ERRORS, InputSplit, error_message, row_group_sizes, uncompressed_suffix
-from trainer.data.hf_datasets import HUB_PREFIX, is_saved_dataset, open_dataset
+from trainer.data.hf_datasets import is_saved_dataset, open_dataset
 from trainer.data.source import CorpusSpec
+from trainer.errors import DataError
 
-PYTHON_STDLIB = "python-stdlib"
 # Installed packages are not the library's; encodings/ are near-equal Unicode tables, which flatter a loss.
 STDLIB_EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "encodings"}
 PARTITION_BYTES = 1 << 23  # bytes: what a killed preparation does again, and what a worker does before it takes more
@@ -41,19 +41,19 @@ class Corpus:
 
     def __init__(self, source: CorpusSpec) -> None:
         corpus = source.corpus
-        self.is_stdlib = corpus == PYTHON_STDLIB
+        self.is_stdlib = corpus == STDLIB_CORPUS
         self.skipped: list[str] = []
         self.fail_on_bad_files = source.bad_files == "refuse" and not self.is_stdlib
         self._documents = source.documents
         self._dataset = (
             corpus
-            if corpus.startswith(HUB_PREFIX)
-            else f"{HUB_PREFIX}{corpus}"
+            if corpus.startswith(HF_PREFIX)
+            else f"{HF_PREFIX}{corpus}"
             if is_saved_dataset(Path(corpus))
             else None
         )
         self._root = Path(sysconfig.get_paths()["stdlib"]) if self.is_stdlib else Path(corpus)
-        name = self._dataset.removeprefix(HUB_PREFIX).partition(",")[0] if self._dataset else Path(corpus).resolve()
+        name = self._dataset.removeprefix(HF_PREFIX).partition(",")[0] if self._dataset else Path(corpus).resolve()
         self.name = re.sub(r"[^A-Za-z0-9._-]+", "_", Path(name).name) or "root"
         self.files = (
             [] if self._dataset else sorted(self._scan(), key=lambda file: (self._document_key(file.name), file.name))

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from trainer.data.errors import DataError, missing_package
-from trainer.data.hf_datasets import HUB_PREFIX, read_dataset
+from trainer.config.data import HF_PREFIX
+from trainer.data.hf_datasets import read_dataset
 from trainer.data.tokenizer import last_safe_split
+from trainer.errors import DataError, missing_package
 
 BLOCK = 1 << 22  # bytes
 COMPRESSED_BLOCK = 1 << 12  # bytes that are unpacked at once: a few may unpack to very many
@@ -48,7 +49,7 @@ class BadText(Exception):  # noqa: N818 - it ends a text, and nothing else
 def read_texts(split: InputSplit, *, text_key: str) -> Iterator[Iterator[str]]:
     """The texts of a unit, in blocks that end with a line where possible. Instead of any block, BadText may come."""
     try:
-        if split.path.startswith(HUB_PREFIX):
+        if split.path.startswith(HF_PREFIX):
             for row, record_text in read_dataset(split.path, split.start, split.stop, text_key):
                 yield document_blocks(split, text_blocks(record_text, text_key), lambda row=row: f": row {row}")  # type: ignore[misc]
         elif uncompressed_suffix(split.name) == ".parquet":

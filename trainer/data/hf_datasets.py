@@ -13,9 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.data.errors import DataError, missing_package
+from trainer.config.data import HF_PREFIX
+from trainer.errors import DataError, missing_package
 
-HUB_PREFIX = "hf:"
 OPTIONS = ("config", "split", "data_files", "revision")
 BATCH_ROWS = 64  # in memory at once
 
@@ -41,7 +41,7 @@ def is_saved_dataset(path: Path) -> bool:
 @cache
 def open_dataset(spec: str) -> OpenedDataset:
     """What `hf:...` names. Raises DataError."""
-    name, *option_texts = spec.removeprefix(HUB_PREFIX).split(",")
+    name, *option_texts = spec.removeprefix(HF_PREFIX).split(",")
     options = dict(option.partition("=")[::2] for option in option_texts)
     if not name or (unknown := set(options) - set(OPTIONS)) or not all(options.values()):
         hint = f", not {', '.join(sorted(unknown))}" if name and unknown else ""

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from models.batch import IGNORE_INDEX
 from trainer.config.validation import ValidationSetSection
-from trainer.data.errors import DataError
-from trainer.data.packed_dataset import PackedDataset
-from trainer.data.packing import DocumentFilter, Packing, PackingPlan, load_or_build_plan
+from trainer.data.packing import DocumentFilter, PackedDataset, Packing, PackingPlan, load_or_build_plan
 from trainer.data.sequences import BlendedDataset
 from trainer.data.token_dataset import TokenDataset
+from trainer.errors import DataError
 
 SHUFFLE_SEED = 0  # the seed: not the run's, so that runs can be compared
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Protocol
 
 from models.batch import Batch
-from trainer.data.errors import DataError
 from trainer.data.sequences import FULL_SEQUENCE, SequenceShard
+from trainer.errors import DataError
 
 
 class BatchReader(Protocol):

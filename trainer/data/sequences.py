@@ -11,18 +11,21 @@ Shape suffixes: B rows, S tokens of a row on this rank, T tokens of the whole ro
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, repeat
+from math import gcd, lcm
 from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from models.batch import IGNORE_INDEX, Batch
-from trainer.data.mix import WeightedRoundRobin
+
+MAX_PERIOD = 100_000  # sequences after which the order of sources repeats
 
 
 class SequenceSource(Protocol):
@@ -233,3 +236,55 @@ def slice_segments(starts: Sequence[int], spans: Sequence[tuple[int, int]]) -> l
 def causal_pairs(lengths: Iterable[int]) -> int:
     """(query, key) pairs inside documents of these lengths."""
     return sum(length * (length + 1) // 2 for length in lengths)
+
+
+class WeightedRoundRobin:
+    """Smooth weighted round-robin: before each row every source gains its weight; who has most is drawn and pays all.
+
+    The number of rows from a source is within one of its share after every row (two sources), and near it for more.
+    What is drawn repeats after as many rows as the smallest integers in proportion to the weights sum to, so that one
+    such round is all there is to know.
+    """
+
+    def __init__(self, weights: Sequence[float | Fraction]) -> None:
+        """Raises ValueError for a weight that is not positive or vanishes beside the others."""
+        self.weights = integer_weights(weights)
+        self.period = sum(self.weights)
+        self._source_at, self._count_before = array("H"), array("l")
+        credit, counts = [0] * len(self.weights), [0] * len(self.weights)
+        for _ in repeat(None, self.period):
+            for source, weight in enumerate(self.weights):
+                credit[source] += weight
+            selected = credit.index(max(credit))
+            credit[selected] -= self.period
+            self._source_at.append(selected)
+            self._count_before.append(counts[selected])
+            counts[selected] += 1
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """(source, how many rows were from it before) of a row."""
+        cycles, position = divmod(index, self.period)
+        source = self._source_at[position]
+        return source, cycles * self.weights[source] + self._count_before[position]
+
+    def counts(self, num_sequences: int) -> list[int]:
+        """How many of so many first rows are from each source."""
+        cycles, remainder = divmod(num_sequences, self.period)
+        counts = [cycles * share for share in self.weights]
+        for source in self._source_at[:remainder]:
+            counts[source] += 1
+        return counts
+
+
+def integer_weights(weights: Sequence[float | Fraction]) -> list[int]:
+    """The smallest in proportion to the weights; in proportion to 1/PARTS of their sum, if they sum to more."""
+    if not weights or min(weights) <= 0:
+        raise ValueError(f"weights {list(weights)} must be positive")
+    fractions = [Fraction(str(weight)) for weight in weights]
+    denominator = lcm(*(weight.denominator for weight in fractions))
+    scaled = [int(weight * denominator) for weight in fractions]
+    if sum(scaled) // gcd(*scaled) > MAX_PERIOD:
+        scaled = [round(weight / sum(fractions) * MAX_PERIOD) for weight in fractions]
+    if min(scaled) == 0:
+        raise ValueError(f"weights {list(weights)} differ too much")
+    return [share // gcd(*scaled) for share in scaled]

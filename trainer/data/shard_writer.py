@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.durable_io import write_and_fsync
-from trainer.data.errors import DataError
 from trainer.data.token_dataset import DTYPES, TokenShard, token_dtype
 from trainer.data.tokenizer import Tokenizer
+from trainer.errors import DataError
 
 FLUSH_TOKENS = 1 << 20
 

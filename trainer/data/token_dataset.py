@@ -18,7 +18,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from trainer.data.errors import DataError
+from trainer.errors import DataError
 
 VERSION = 2
 META_FILENAME = "meta.json"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainer.config.job_config import BYTE_VOCAB_SIZE
-from trainer.data.errors import DataError
+from trainer.errors import DataError
 
 # tiktoken panics on about a million equal white-space characters; these are the limits that Llama 3's tokenizer keeps.
 MAX_CHUNK_CHARS = 400_000

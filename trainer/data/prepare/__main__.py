@@ -14,7 +14,7 @@ from pathlib import Path
 from trainer.config.job_config import COPY_CORPUS, DEFAULT_SOURCE
 from trainer.config.parse import load
 from trainer.data import DataError, corpus_spec, corpus_specs
-from trainer.data.hf_datasets import HUB_PREFIX
+from trainer.data.hf_datasets import HF_PREFIX
 from trainer.data.prepare import prepare
 from trainer.data.source import CorpusSpec
 from trainer.data.token_dataset import TokenDataset, is_token_dataset
@@ -117,7 +117,7 @@ class PrepareArguments:
                 problems.append(f'data.corpus = "{COPY_CORPUS}" is made up: there is nothing to prepare')
         else:
             specs = {Path(corpus).name: replace(corpus_spec(data, DEFAULT_SOURCE), corpus=corpus)}
-            if not corpus.startswith(HUB_PREFIX) and corpus != "python-stdlib" and not Path(corpus).exists():
+            if not corpus.startswith(HF_PREFIX) and corpus != "python-stdlib" and not Path(corpus).exists():
                 problems.append(f"command line: --corpus {corpus} is not there")
         if problems:
             raise ConfigError(problems)

@@ -9,9 +9,9 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from trainer.data.errors import DataError
 from trainer.data.token_dataset import TokenDataset
 from trainer.data.tokenizer import Tokenizer
+from trainer.errors import DataError
 
 K = 1 << 10
 LENGTH_BINS = (0, 256, K, 4 * K, 16 * K, 64 * K, 256 * K, K * K)

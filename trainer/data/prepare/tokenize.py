@@ -16,13 +16,12 @@ from pathlib import Path
 
 import torch
 
-from trainer.checkpoint.durable_io import write_and_fsync
-from trainer.data.errors import DataError
+from trainer.checkpoint.durable_io import write_atomic
 from trainer.data.formats import BadText, InputSplit, read_texts
 from trainer.data.shard_writer import ShardWriter
 from trainer.data.token_dataset import DTYPES, PartitionResult, token_dtype
 from trainer.data.tokenizer import Tokenizer
-from trainer.errors import EXIT_FAILURE, RankFailedError
+from trainer.errors import EXIT_FAILURE, DataError, RankFailedError
 
 RECORDS_FOLDER = "pieces"
 REPORT_BYTES = 1 << 20  # bytes of text between two reports
@@ -146,8 +145,7 @@ def tokenize_partition(job: TokenizeJob, partition: NumberedPartition, advance: 
         result = _write_shards(job, scratch, partition, advance)
         for path in scratch.iterdir():
             path.rename(job.folder / path.name)
-        write_and_fsync(scratch / "record", result.model_dump_json().encode())
-        (scratch / "record").rename(job.record_path(number))
+        write_atomic(job.record_path(number), result.model_dump_json().encode())
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

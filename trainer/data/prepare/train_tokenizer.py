@@ -11,11 +11,11 @@ from random import Random
 
 import sentencepiece
 
-from trainer.checkpoint.durable_io import write_and_fsync
+from trainer.checkpoint.durable_io import write_atomic
 from trainer.data.corpus import Corpus
-from trainer.data.errors import DataError
 from trainer.data.formats import BadText, read_texts
 from trainer.data.source import CorpusSpec
+from trainer.errors import DataError
 
 DEFAULT_LINES = 100_000
 MAX_LINE_BYTES = 16_384  # bytes of a line that is learned from
@@ -82,10 +82,8 @@ def iter_lines(source: CorpusSpec) -> Iterator[str]:
 
 def write_model(model: bytes, path: Path) -> None:
     """The whole file or nothing. Raises DataError."""
-    temporary = path.with_name(f"{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_and_fsync(temporary, model)
-        temporary.rename(path)
+        write_atomic(path, model)
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error}") from error
