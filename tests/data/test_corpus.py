@@ -53,7 +53,7 @@ def test_a_text_file_is_one_document(tmp_path: Path, documents: Documents) -> No
 BAD_FILES = {
     "bad.txt": (b"good until here \xff", "bad.txt: not UTF-8 text: byte 0xff at offset 16"),
     "cut.txt": (b"half a character \xc3", "cut.txt: not UTF-8 text: byte 0xc3 at offset 17"),
-    "weights.bin": (b"PK\0\0", "weights.bin: not text: it holds a zero byte"),
+    "weights.bin": (b"PK\0\0", "weights.bin: not text: contains a zero byte"),
     ".hidden": (b"text", ".hidden: a hidden file"),
     ".git/config": (b"text", ".git: a hidden folder"),
 }
@@ -89,7 +89,7 @@ def test_a_link_is_read_if_it_leads_to_a_file_and_named_otherwise(
     (root / "again").symlink_to(root / "a")
     (root / "nowhere.txt").symlink_to(tmp_path / "none")
     assert documents(given) == ["A", "A"]
-    assert Corpus(given).skipped == ["again: a link to a folder", "nowhere.txt: No such file or directory"]
+    assert Corpus(given).skipped == ["again: a symlink to a folder", "nowhere.txt: No such file or directory"]
 
 
 def test_a_large_file_comes_in_blocks_that_end_with_a_line(source: Make) -> None:
@@ -109,7 +109,7 @@ def test_a_bad_byte_at_the_end_leaves_nothing_of_a_large_file(source: Make, docu
 @pytest.mark.parametrize("files", [{}, {".hidden": "x"}])
 def test_a_folder_without_text_is_an_error(files: dict[str, str], source: Make, tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
-    with pytest.raises(DataError, match=r'data.corpus = ".*corpus": there is no text file'):
+    with pytest.raises(DataError, match=r'data.corpus = ".*corpus": no text file in'):
         Corpus(source(files))
 
 

@@ -56,13 +56,13 @@ def test_every_line_is_in_one_piece(
 
 
 BAD_LINES = {
-    '{"text": 3}': 'it has no string at key "text"',
-    '{"text": null}': 'it has no string at key "text"',
-    '{"text": ["a"]}': 'it has no string at key "text"',
-    '{"txt": "a"}': 'it has no string at key "text"',
-    "[1]": "it is no JSON object",
-    "1": "it is no JSON object",
-    "null": "it is no JSON object",
+    '{"text": 3}': 'no string at key "text"',
+    '{"text": null}': 'no string at key "text"',
+    '{"text": ["a"]}': 'no string at key "text"',
+    '{"txt": "a"}': 'no string at key "text"',
+    "[1]": "not a JSON object",
+    "1": "not a JSON object",
+    "null": "not a JSON object",
     '{"text": "a"': "Expecting ',' delimiter at character 13",
     '{"text": "\\ud800"}': "'utf-8' codec can't encode character",
     '{"text": "\xff"}': "'utf-8' codec can't decode byte 0xff in position 10",
@@ -102,7 +102,7 @@ def test_a_line_beyond_all_bounds_ends_its_file(
     monkeypatch.setattr("trainer.data.formats.LONGEST_LINE", 30)
     given = source({"a.jsonl": '{"text": "one"}\n{"text": "' + "x" * 100 + '"}\n', "b": "B"})
     assert documents(given) == ["one", "B"]
-    assert "skipped a.jsonl: it has a line of more than 30 bytes" in caplog.text
+    assert "skipped a.jsonl: a line is longer than 30 bytes" in caplog.text
 
 
 # ---- another key, tables, compression
@@ -134,9 +134,9 @@ def test_bad_rows_and_columns_are_named(source: Make, documents: Documents, capl
     }
     assert documents(source(files)) == ["a", "b"]
     for named in (
-        'a.parquet: row 2: it has no string at key "text"',
-        'b.parquet: it has no column "text", but title, n',
-        'c.parquet: row 2: it has no string at key "text"',
+        'a.parquet: row 2: no string at key "text"',
+        'b.parquet: no column "text"; its columns are title, n',
+        'c.parquet: row 2: no string at key "text"',
         "d.parquet: ",
         "e.parquet: Parquet file size is 0 bytes",
     ):
@@ -238,9 +238,9 @@ def test_a_streamed_data_set_is_its_files_and_what_changes_is_another(tmp_path: 
 @pytest.mark.parametrize(
     ("corpus", "message"),
     [
-        ("hf:", "it is written hf:NAME,split=NAME"),
+        ("hf:", r"must be hf:NAME\[,option=value\]"),
         ("hf:json,data=x", "options: config, split, data_files, revision, not data"),
-        ("hf:json,split", "it is written hf:NAME"),
+        ("hf:json,split", "must be hf:NAME"),
         ("hf:json,data_files=/nowhere/x.jsonl", "cannot be opened: FileNotFoundError"),
         ("hf:SAVED,split=test", "cannot be opened: KeyError: 'test'"),
     ],
@@ -253,5 +253,5 @@ def test_a_data_set_that_is_not_there_is_named(corpus: str, message: str, tmp_pa
 
 def test_a_data_set_without_the_column_is_an_error(tmp_path: Path, documents: Documents) -> None:
     given = CorpusSpec(corpus=str(saved(tmp_path / "set")), text_key="body", cache_dir=tmp_path / "cache")
-    with pytest.raises(DataError, match='has no column "body", but text, id'):
+    with pytest.raises(DataError, match='has no column "body"; its columns are text, id'):
         documents(given)

@@ -186,7 +186,7 @@ def test_a_source_that_is_not_learned_from_is_judged_by_as_a_whole(section: Sect
 
 
 def test_documents_that_are_too_short_are_told(section: Section) -> None:
-    with pytest.raises(DataError, match=r"validation\.sets\.one: no document has .*the longest of 40 has 276 tokens"):
+    with pytest.raises(DataError, match=r"validation\.sets\.one: no document with .*the longest of 40 has 276 tokens"):
         build_validation_sets(config(section(TEXTS), one={"seq_len": [10, 300]}))
 
 
@@ -194,5 +194,5 @@ def test_what_was_cut_when_it_was_prepared_cannot_be_held_out_of(section: Sectio
     data = section(TEXTS, max_document=30)
     made = prepare(corpus_spec(data, "corpus"), ByteTokenizer())
     again = DataSection(corpus=str(made.folder), holdout=0.3)
-    with pytest.raises(DataError, match=r"was prepared with data.max_document = 30: holding out some"):
+    with pytest.raises(DataError, match=r"was prepared with data.max_document = 30: data.holdout could hold out"):
         build_blended_dataset(again, ByteTokenizer(), seq_len=16, seed=3)

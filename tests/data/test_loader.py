@@ -127,7 +127,7 @@ def test_only_this_ranks_part_is_read_and_that_beside_the_loop(rows: BlendedData
 def test_a_row_that_does_not_divide_is_an_error_that_names_it(section: Callable[..., DataSection]) -> None:
     odd = build_blended_dataset(section({"a": "text"}), ByteTokenizer(), seq_len=7, seed=1)
     reading = MicroBatchLoader(odd, dp_rank=0, dp_size=1, global_batch_size=2, micro_batch_size=2, shard=SecondHalf())
-    with pytest.raises(RuntimeError, match=r"rows \[4, 5\] cannot be read: ValueError: 7 tokens do not divide"):
+    with pytest.raises(RuntimeError, match=r"sequences \[4, 5\] cannot be read: ValueError: 7 tokens do not divide"):
         next(reading.steps(4))
 
 
@@ -174,12 +174,12 @@ def test_a_failing_read_is_an_error_that_names_its_rows(failure: BaseException) 
     waiting = threading.Thread(target=take, daemon=True)
     waiting.start()
     waiting.join(timeout=5)
-    assert [str(error) for error in raised] == [f"rows [6, 7] cannot be read: {type(failure).__name__}: {failure}"]
+    assert [str(error) for error in raised] == [f"sequences [6, 7] cannot be read: {type(failure).__name__}: {failure}"]
 
 
 def test_damaged_data_stays_a_data_error(rows: BlendedDataset) -> None:
     tokens: Path = packed(rows).token_dataset.folder / "shard-00000.bin"
     tokens.write_bytes(array("H", [9999] * packed(rows).token_dataset.num_tokens).tobytes())
     updates = loader(rows, rows_a_step=1).steps(3)
-    with pytest.raises(DataError, match=r"rows \[3\]: .*shard-00000.bin is damaged: token \d+ is 9999"):
+    with pytest.raises(DataError, match=r"sequences \[3\]: .*shard-00000.bin is damaged: token \d+ is 9999"):
         next(updates)

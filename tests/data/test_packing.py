@@ -113,7 +113,7 @@ def test_a_plan_is_kept_beside_the_shards_and_refused_when_damaged(tmp_path: Pat
             load_or_build_plan(prepared, seq_len=8, packing="concat")
     path.unlink()
     write_plan(pack_documents(torch.tensor([3]), seq_len=8, packing="concat"), path, num_tokens=3)
-    with pytest.raises(DataError, match="is not a plan of these 11 tokens"):
+    with pytest.raises(DataError, match="is the plan of another corpus, not of these 11 tokens"):
         load_or_build_plan(prepared, seq_len=8, packing="concat")
 
 
@@ -147,7 +147,7 @@ def test_pieces_are_those_of_the_documents_that_are_chosen(
 
 
 def test_a_choice_that_leaves_nothing_is_named() -> None:
-    with pytest.raises(DataError, match=r"no document has .*min_length.*9.*: the longest of 2 has 8 tokens"):
+    with pytest.raises(DataError, match=r"no document with .*min_length.*9.*: the longest of 2 has 8 tokens"):
         pack_documents(
             torch.tensor([5, 8]), seq_len=4, packing="best_fit", document_filter=DocumentFilter(min_length=9)
         )

@@ -266,10 +266,10 @@ def test_a_damaged_result_is_refused(damage: str, source: Make) -> None:
     else:
         tokens.write_bytes(tokens.read_bytes()[:-1] if damage == "torn" else tokens.read_bytes() + b"\0\0")
     message = {
-        "torn": "shard-00000.bin is damaged: meta.json says 12 bytes, there are 11; delete",
-        "long": "shard-00000.bin is damaged: meta.json says 12 bytes, there are 14; delete",
+        "torn": "shard-00000.bin is damaged: 11 bytes, meta.json says 12; delete",
+        "long": "shard-00000.bin is damaged: 14 bytes, meta.json says 12; delete",
         "missing": "shard-00000.bin cannot be read",
-        "offsets": "shard-00000.idx is damaged: meta.json has another sum of its 24 bytes; delete",
+        "offsets": r"shard-00000.idx is damaged: checksum mismatch \(24 bytes\); delete",
         "meta": "meta.json cannot be read; delete",
     }[damage]
     with pytest.raises(DataError, match=message):
@@ -285,7 +285,7 @@ def test_a_token_outside_the_vocabulary_is_named(source: Make) -> None:
     tokens.write_bytes(content.tobytes())
     again = TokenDataset(prepared.folder)
     assert again.read(0, 7).tolist() == prepared.read(0, 7).tolist()
-    with pytest.raises(DataError, match=r"shard-00000-1.bin is damaged: token 2 is 264, and vocab_size = 264"):
+    with pytest.raises(DataError, match=r"shard-00000-1.bin is damaged: token 2 is 264, but vocab_size = 264"):
         again.read(3, 9)
 
 

@@ -171,7 +171,7 @@ def test_a_file_that_changes_meanwhile_is_an_error(source: Make) -> None:
             Path(kept.corpus, "b/3.txt").write_text("3 of b, and longer than before\n")
             return super().encode(text)
 
-    with pytest.raises(DataError, match=r"b/3.txt was changed while the corpus was read"):
+    with pytest.raises(DataError, match=r"b/3.txt changed while the corpus was read"):
         prepare(kept, Changing())
 
 
@@ -212,7 +212,7 @@ def test_any_number_of_workers_writes_the_same_bytes(documents: str, source: Mak
     [
         ("error", DataError, r"c/3.txt: no such text"),
         ("bug", RuntimeError, r"ZeroDivisionError: a bug"),
-        ("worker", RankFailedError, r"a worker ended \(killed by SIGKILL\); the same command goes on"),
+        ("worker", RankFailedError, r"a worker ended \(killed by SIGKILL\); run the same command again"),
     ],
 )
 def test_what_ends_a_worker_ends_all_and_can_go_on(

@@ -46,7 +46,7 @@ def test_the_longest_document_counts_them(separators: str, pieces: int, section:
 def test_one_that_the_tokenizer_does_not_have_is_named_before_a_file_is_read(section: Section, tmp_path: Path) -> None:
     data = section({"1": "ab"}, separators="<|sep|>")
     with pytest.raises(
-        DataError, match=r'data.separators = "<\|sep\|>" is no special token of the tokenizer; it has <'
+        DataError, match=r'data.separators = "<\|sep\|>" is not a special token of the tokenizer; it has <'
     ):
         build_blended_dataset(data, ByteTokenizer(), seq_len=7, seed=0)
     assert not (tmp_path / "cache").exists()

@@ -201,6 +201,6 @@ def test_what_is_drawn_of_each_source_is_told(section: Section) -> None:
     one = rows_of(section(TINY), seq_len=5)
     both = BlendedDataset([source(one), source(one)], seq_len=5, weights=(2, 1), names=("a", "b"))
     assert both.summary(9) == [
-        "a: 3 rows of 5 tokens; of the 9 rows that are drawn it gives 6 (2.00 epochs); 20.00% is padding",
-        "b: 3 rows of 5 tokens; of the 9 rows that are drawn it gives 3 (1.00 epochs); 20.00% is padding",
+        "a: 3 sequences of 5 tokens; 6 of 9 drawn (2.00 epochs), 20.00% padding",
+        "b: 3 sequences of 5 tokens; 3 of 9 drawn (1.00 epochs), 20.00% padding",
     ]
