@@ -19,7 +19,7 @@ Make = Callable[..., CorpusSpec]
 Documents = Callable[[CorpusSpec], list[str]]
 
 
-def test_a_folder_is_its_files_in_path_order_whatever_their_extension(source: Make, documents: Documents) -> None:
+def test_a_folder_is_read_in_path_order_with_any_extension(source: Make, documents: Documents) -> None:
     given = source({"b.md": "B", "a/z.txt": "AZ", "a/c": "AC\r\n", "empty.txt": ""})
     assert documents(given) == ["AC\r\n", "AZ", "B"]
 
@@ -27,7 +27,7 @@ def test_a_folder_is_its_files_in_path_order_whatever_their_extension(source: Ma
 FILES = {"b.md": "B", "a.md": "A\n", "r/y/1.py": "y = 1\n", "r/x.py": "x = 1", "r/z.py": "z", "q/x.py": "", "c": "C"}
 
 
-def test_a_repository_is_a_top_level_folder_with_its_files_named(source: Make, documents: Documents) -> None:
+def test_a_repository_is_one_document_with_a_header_per_file(source: Make, documents: Documents) -> None:
     assert documents(source(FILES, documents="repository")) == [
         "# a.md\nA\n# b.md\nB\n# c\nC\n",
         "# q/x.py\n",
@@ -35,7 +35,7 @@ def test_a_repository_is_a_top_level_folder_with_its_files_named(source: Make, d
     ]
 
 
-def test_a_folder_alone_is_its_files_without_those_below(source: Make, documents: Documents) -> None:
+def test_documents_folder_joins_the_files_of_one_folder_without_its_subfolders(source: Make, documents: Documents) -> None:
     assert documents(source(FILES, documents="folder")) == [
         "# a.md\nA\n# b.md\nB\n# c\nC\n",
         "# q/x.py\n",
@@ -60,7 +60,7 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_a_bad_file_is_named_and_skipped_or_refused(
+def test_a_bad_file_is_logged_and_skipped_or_raises(
     name: str, source: Make, documents: Documents, caplog: pytest.LogCaptureFixture
 ) -> None:
     content, message = BAD_FILES[name]
@@ -71,7 +71,7 @@ def test_a_bad_file_is_named_and_skipped_or_refused(
         documents(replace(given, bad_files="refuse"))
 
 
-def test_a_bad_file_of_a_repository_leaves_its_neighbours(
+def test_a_bad_file_does_not_affect_other_files_of_its_repository(
     source: Make, documents: Documents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.data.formats.BLOCK", 4)
@@ -80,7 +80,7 @@ def test_a_bad_file_of_a_repository_leaves_its_neighbours(
     assert documents(replace(given, max_document=7)) == ["# s\nS", "\n", "# r/a", "\nA\n# ", "r/c\nC", "\n"]
 
 
-def test_a_link_is_read_if_it_leads_to_a_file_and_named_otherwise(
+def test_a_symlink_is_followed_to_a_file_and_skipped_otherwise(
     source: Make, documents: Documents, tmp_path: Path
 ) -> None:
     given = source({"a/a.txt": "A"})
@@ -92,7 +92,7 @@ def test_a_link_is_read_if_it_leads_to_a_file_and_named_otherwise(
     assert Corpus(given).skipped == ["again: a symlink to a folder", "nowhere.txt: No such file or directory"]
 
 
-def test_a_large_file_comes_in_blocks_that_end_with_a_line(source: Make) -> None:
+def test_a_large_file_is_read_in_blocks_that_end_at_line_breaks(source: Make) -> None:
     line = "a line with é in it\n"
     given = source({"large.txt": line * (2 * BLOCK // len(line))})
     [[unit]] = Corpus(given).partitions()
@@ -102,18 +102,18 @@ def test_a_large_file_comes_in_blocks_that_end_with_a_line(source: Make) -> None
     assert "".join(blocks) == line * (2 * BLOCK // len(line))
 
 
-def test_a_bad_byte_at_the_end_leaves_nothing_of_a_large_file(source: Make, documents: Documents) -> None:
+def test_a_bad_byte_at_the_end_discards_the_whole_file(source: Make, documents: Documents) -> None:
     assert documents(source({"a.txt": "A", "large.txt": b"x\n" * (2 * BLOCK) + b"\xff", "z.txt": "Z"})) == ["A", "Z"]
 
 
 @pytest.mark.parametrize("files", [{}, {".hidden": "x"}])
-def test_a_folder_without_text_is_an_error(files: dict[str, str], source: Make, tmp_path: Path) -> None:
+def test_a_folder_without_text_raises(files: dict[str, str], source: Make, tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
     with pytest.raises(DataError, match=r'data.corpus = ".*corpus": no text file in'):
         Corpus(source(files))
 
 
-def test_pieces_hold_whole_documents_whatever_their_size(source: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partitions_hold_whole_documents_of_any_size(source: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.data.corpus.PARTITION_BYTES", 10)
     given = source({"a/1": "x" * 8, "a/2": "x" * 8, "a/3": "x" * 8, "b/1": "x" * 3, "b/2": "", "c/1": "x" * 9})
     assert [[unit.name for unit in piece] for piece in Corpus(replace(given, documents="repository")).partitions()] == [
@@ -123,7 +123,7 @@ def test_pieces_hold_whole_documents_whatever_their_size(source: Make, monkeypat
     assert [len(piece) for piece in Corpus(given).partitions()] == [2, 2, 2]
 
 
-def test_the_standard_library_is_read_without_packages_and_unicode_tables(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_standard_library_excludes_packages_and_unicode_tables(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     corpus = Corpus(CorpusSpec(corpus=STDLIB_CORPUS, documents="repository", bad_files="refuse"))
     names = [file.name for file in corpus.files]
@@ -136,7 +136,7 @@ def test_the_standard_library_is_read_without_packages_and_unicode_tables(caplog
     assert json.dumps(names[:1]) == json.dumps(["__future__.py"])
 
 
-def test_bad_files_of_the_standard_library_are_told_but_are_no_warning(
+def test_bad_files_of_the_standard_library_are_logged_at_info(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)

@@ -66,7 +66,7 @@ MESHES = some.tuples(some.integers(1, 4), some.sampled_from([1, 2, 4]), some.int
     rows_an_update=some.integers(1, 7),
     meshes=some.lists(MESHES, min_size=1, max_size=3),
 )
-def test_over_epochs_every_token_is_read_and_every_one_but_a_first_is_a_target_once(
+def test_every_token_is_read_once_per_epoch_and_is_a_target_unless_it_starts_a_document(
     lengths: list[int],
     seq_len: int,
     packing: Packing,
