@@ -12,6 +12,7 @@ from torch import Tensor
 
 from models import kernel_check, kernels
 from models.kernels import ScoreBlock, ScoreBlocks
+from models.linear import accumulation_dtype
 
 HEADS = [(4, 4), (4, 2), (6, 2), (4, 1)]
 RECTANGLES = [ScoreBlock(0, 5, 0, 3), ScoreBlock(5, 9, 0, 7), ScoreBlock(12, 20, 9, 10)]
@@ -49,7 +50,7 @@ def computed(
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     grad, q, k, v = given
     out = torch.zeros_like(q)
-    lse = q.new_full((q.shape[1], 20), -torch.inf, dtype=kernels.accumulation_dtype(q.dtype))
+    lse = q.new_full((q.shape[1], 20), -torch.inf, dtype=accumulation_dtype(q.dtype))
     for at, part, part_lse in kernels.attend_blocks(q, k, v, ScoreBlocks(rectangles, causal=causal), kernel=kernel):
         out[at], lse[:, at] = part, part_lse
     grads = tuple(torch.zeros_like(x) for x in (q, k, v))

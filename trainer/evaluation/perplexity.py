@@ -17,12 +17,11 @@ from typing import Any
 from models.batch import IGNORE_INDEX
 from trainer.config.job_config import Config
 from trainer.config.validation import ValidationSection, ValidationSetSection
-from trainer.data import DataError
 from trainer.data.datasets import build_validation_sets
 from trainer.data.holdout import ValidationSet
 from trainer.data.prepare import prepare_datasets
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, DataError
 from trainer.evaluation import report
 from trainer.evaluation.validation import ValidationResult, evaluate_set
 from trainer.export.checkpoint_cli import load_parallel_model, parse_args, resolve_for_evaluation, run_command

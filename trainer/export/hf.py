@@ -36,7 +36,7 @@ import  checks every tensor of a model, and writes the configuration that begins
 
 def main(argv: Sequence[str]) -> int:
     args = build_parser().parse_args(argv)
-    from trainer.data.errors import DataError
+    from trainer.errors import DataError
 
     try:
         if args.command == "import":

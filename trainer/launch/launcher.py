@@ -19,7 +19,6 @@ from trainer.checkpoint.run_dir import ResumeError, RunDir, finished_message, ne
 from trainer.config.job_config import Config
 from trainer.config.parse import find_config_file, load, parse_arguments, show_path, to_toml
 from trainer.config.training_stages import Recipe
-from trainer.data import DataError
 from trainer.data.prepare import prepare_datasets
 from trainer.errors import (
     EXIT_BAD_CONFIG,
@@ -28,6 +27,7 @@ from trainer.errors import (
     EXIT_NO_RETRY,
     EXIT_SUCCESS,
     ConfigError,
+    DataError,
     RunFailedError,
 )
 from trainer.hardware.device_specs import select_device

@@ -19,7 +19,6 @@ from pathlib import Path
 from trainer.checkpoint.durable_io import fsync_path, write_and_fsync
 from trainer.config.job_config import Config
 from trainer.data.corpus import Corpus
-from trainer.data.errors import DataError
 from trainer.data.prepare.tokenize import RECORDS_FOLDER, TokenizeJob, tokenize_partitions
 from trainer.data.progress import LOG_SECONDS, progress
 from trainer.data.shard_writer import document_separators
@@ -34,6 +33,7 @@ from trainer.data.token_dataset import (
     token_dtype,
 )
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
+from trainer.errors import DataError
 
 log = logging.getLogger(__name__)
 
