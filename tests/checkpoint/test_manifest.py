@@ -155,7 +155,7 @@ def test_a_file_that_cannot_be_read_now_is_asked_for_again_and_is_no_damage(
 ) -> None:
     folder = commit(tmp_path / "step-6")
     monkeypatch.setattr(manifest, "RETRY_DELAY_SECONDS", 0.0)
-    monkeypatch.setattr(manifest, "hash_of", failing(manifest.hash_file, times, number))
+    monkeypatch.setattr(manifest, "hash_file", failing(manifest.hash_file, times, number))
     if passes:
         assert read_validated(folder).step == 6
     else:

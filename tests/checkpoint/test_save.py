@@ -61,11 +61,11 @@ def test_training_on_while_saving_does_not_change_what_is_saved(run: Path, monke
     config = configured(run, run.parent / "run")
     changed, write = Event(), save._write_tensors
 
-    def wait_and_write(*arguments: Any, leading: bool) -> None:
+    def wait_and_write(*arguments: Any, is_rank_zero: bool) -> None:
         assert changed.wait(60)
-        write(*arguments, is_rank_zero=leading)
+        write(*arguments, is_rank_zero=is_rank_zero)
 
-    monkeypatch.setattr(save, "_write", wait_and_write)
+    monkeypatch.setattr(save, "_write_tensors", wait_and_write)
     with trainer_of(config) as trainer, CheckpointManager(config, RunDir(config.output_dir), trainer.world) as found:
         updates = trainer.train_steps()
         next(updates)
@@ -236,7 +236,7 @@ def test_an_error_of_the_disk_is_told_and_cleaned_up(run: Path, number: int) -> 
 def test_too_little_room_is_told_before_anything_is_written(run: Path) -> None:
     def break_it(_: RunDir) -> Callable[[], object]:
         context = pytest.MonkeyPatch()
-        context.setattr(save, "_free", lambda _: 100_000)
+        context.setattr(save, "_free_bytes", lambda _: 100_000)
         return context.undo
 
     fails(run, "disk full: 97.7 KiB free, 1.", break_it=break_it)
@@ -268,7 +268,7 @@ def test_a_disk_that_is_full_in_earnest_stops_no_training(
             if when == "while":
                 answers = iter([free])
                 ask = save._free_bytes
-                patched.setattr(save, "_free", lambda folder: next(answers, None) or ask(folder))
+                patched.setattr(save, "_free_bytes", lambda folder: next(answers, None) or ask(folder))
             found.save(trainer)
             saved = ended(found)
         assert "disk full: " in str(saved.problem)
@@ -348,7 +348,7 @@ def refuse_the_folder(patched: pytest.MonkeyPatch, _: Path) -> None:
 def write_elsewhere(patched: pytest.MonkeyPatch, place: Path, name: str = ".") -> None:
     (place / "elsewhere").mkdir()
     temporary = property(lambda save: place / "elsewhere" / name / f".tmp-step-{save.step}")
-    patched.setattr(save.SaveRequest, "temporary", temporary)
+    patched.setattr(save.SaveRequest, "temporary_path", temporary)
 
 
 def cut_after_hashing(patched: pytest.MonkeyPatch, _: Path) -> None:
@@ -359,12 +359,12 @@ def cut_after_hashing(patched: pytest.MonkeyPatch, _: Path) -> None:
         os.truncate(folder / "__1_0.distcp", 1000)
         return found
 
-    patched.setattr(save, "_hashed", cut)
+    patched.setattr(save, "_hash_own_files", cut)
 
 
 def move_before_hashing(patched: pytest.MonkeyPatch, _: Path) -> None:
     hashed = save._hash_own_files
-    patched.setattr(save, "_hashed", lambda folder, rank: hashed(folder.with_name(".tmp-gone"), rank))
+    patched.setattr(save, "_hash_own_files", lambda folder, rank: hashed(folder.with_name(".tmp-gone"), rank))
 
 
 BREAKS: dict[str, Callable[[pytest.MonkeyPatch, Path], None]] = {

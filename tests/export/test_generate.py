@@ -323,7 +323,7 @@ class Scripted:
         logits[self.left.pop(0)] = 5.0
         return logits
 
-    def read(self, tokens_S: Tensor) -> Tensor:
+    def next_token_logits(self, tokens_S: Tensor) -> Tensor:
         self.read_tokens += tokens_S.tolist()
         return self.logits()
 
@@ -354,7 +354,7 @@ def test_numbers_that_are_not_finite_are_told() -> None:
     script = Scripted(7)
     tokens = continued(script)
     assert next(tokens) == 7
-    script.read = lambda _: torch.full((300,), torch.nan)  # type: ignore[assignment]
+    script.next_token_logits = lambda _: torch.full((300,), torch.nan)  # type: ignore[assignment]
     with pytest.raises(ResumeError, match="not finite"):
         next(tokens)
 
