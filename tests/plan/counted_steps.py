@@ -202,5 +202,5 @@ def count(config: Config) -> Counted:
     with Seen(names) as seen:
         trainer.train_step(batches, 1e-3)
     reading.close()
-    attended = sum(batch.attended for batch in batches)
+    attended = sum(batch.num_computed_pairs for batch in batches)
     return Counted(trainer.mesh.coordinate["pp"], dict(seen.bytes), dict(seen.calls), seen.products, attended)

@@ -301,7 +301,7 @@ def plan_run(config: Config, world_size: int, device: DeviceSpec) -> RunPlan:
 
 
 def _memory_limits(device: DeviceSpec) -> dict[str, float]:
-    return {"device": device.memory, "host": device.host_memory}
+    return {"device_bytes": device.memory, "host_bytes": device.host_memory}
 
 
 def _largest_lines(ledger: MemoryEstimate) -> str:
