@@ -84,8 +84,8 @@ def test_the_peak_is_the_ledgers(world_size: int, changes: str) -> None:
         predicted, host = stages[place], stages[place].item(SAVED_ACTIVATIONS).host_bytes
         # States on the host are counted with what is on the device, batches there are not.
         states = predicted.host_bytes - host - predicted.item("the batch").host_bytes
-        assert found.peak == pytest.approx(predicted.device_bytes + states, rel=0.03)
-        assert found.on_host == pytest.approx(host, rel=0.03)
+        assert found.peak_bytes == pytest.approx(predicted.device_bytes + states, rel=0.03)
+        assert found.peak_host_bytes == pytest.approx(host, rel=0.03)
 
 
 # ---- against real runs
@@ -111,7 +111,7 @@ def test_the_peak_is_what_a_real_run_counts(world_size: int) -> None:
         each = world_size // places
         for place in range(places):
             peak = max(rank.peak for rank in ranks[place * each : (place + 1) * each])
-            assert dry(changes, world_size, place * each).peak == pytest.approx(peak, rel=0.03), changes
+            assert dry(changes, world_size, place * each).peak_bytes == pytest.approx(peak, rel=0.03), changes
 
 
 # ---- FLOPs
@@ -128,16 +128,16 @@ def test_flops_are_those_that_the_model_says_it_executes(changes: str) -> None:
         recompute=config.memory.recompute,
         blocks_per_checkpoint=config.memory.blocks_per_checkpoint,
     )
-    assert sum(found.matmul.values()) + sum(found.attention.values()) == executed
+    assert sum(found.matmul_flops.values()) + sum(found.attention_flops.values()) == executed
     once = 4 * 3 * 128 * 1024 * 1025 // 2
     again = {"again": once} if config.memory.recompute == "full" else {}
-    assert found.attention == {"forward": once, "backward": 5 * once // 2} | again
+    assert found.attention_flops == {"forward": once, "backward": 5 * once // 2} | again
 
 
 def test_documents_are_attended_to_one_by_one() -> None:
     found = dry_run(configured(), 1, documents=[512, 256, 256])
-    assert found.attention["forward"] == 4 * 3 * 128 * (512 * 513 + 2 * 256 * 257) // 2
-    assert found.matmul == dry("").matmul
+    assert found.attention_flops["forward"] == 4 * 3 * 128 * (512 * 513 + 2 * 256 * 257) // 2
+    assert found.matmul_flops == dry("").matmul_flops
 
 
 @pytest.mark.parametrize("method", [RING, GATHER, ULYSSES])
@@ -152,11 +152,11 @@ def test_ranks_that_share_a_row_share_its_attention(method: str) -> None:
 
 def sent(found: DryRunResult) -> dict[tuple[str, str], tuple[float, float]]:
     """Bytes and calls by channel and kind; where phases are two, together."""
-    keys = {(message.channel, message.kind) for message in found.sent}
+    keys = {(message.channel, message.kind) for message in found.messages}
     return {
         key: (sum(one.bytes for one in those), sum(one.calls for one in those))
         for key in keys
-        for those in [[one for one in found.sent if (one.channel, one.kind) == key]]
+        for those in [[one for one in found.messages if (one.channel, one.kind) == key]]
     }
 
 
@@ -179,14 +179,14 @@ def test_tokens_are_gathered_and_summed_four_times_a_block_each() -> None:
     assert by_kind["tp", "all_gather"] == ((3 * 4 + 2) * stream, 14)  # Two in each pass; head, embedding.
     assert by_kind["tp", "reduce_scatter"] == ((3 * 4 + 2) * stream, 14)
     assert by_kind["tp", "all_reduce"] == (4 * 1024 + 2 * 4 * 1024, 2)  # The largest logit; and a sum and a logit.
-    assert all(message.bytes == 0 for message in found.small)
-    assert {(message.channel, message.kind) for message in found.small} >= {("tp", "all_reduce")}
+    assert all(message.bytes == 0 for message in found.small_messages)
+    assert {(message.channel, message.kind) for message in found.small_messages} >= {("tp", "all_reduce")}
 
 
 def test_a_ring_sends_keys_and_values_in_both_passes_and_gradients_in_one() -> None:
     found = dry(f"{LONG} parallelism.cp=8 {RING} {HALF} {KEEP}", 8)
     kv = 2 * 2048 * 2 * 32 * 2  # Two of them: tokens, heads, width, bytes.
-    by_phase = {(one.channel, one.kind, one.phase): (one.bytes, one.calls) for one in found.sent}
+    by_phase = {(one.channel, one.kind, one.phase): (one.bytes, one.calls) for one in found.messages}
     assert by_phase["cp", "send", "forward"] == (3 * 7 * kv, 3 * 7)
     assert by_phase["cp", "send", "backward"] == (3 * 7 * (kv + 2 * kv), 3 * 14)  # Gradients in single precision.
 

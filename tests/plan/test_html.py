@@ -262,7 +262,9 @@ def test_a_standalone_svg_is_xml_with_a_namespace() -> None:
     assert ElementTree.fromstring(render_svg(TOKENS)).tag == "{http://www.w3.org/2000/svg}svg"
 
 
-@pytest.mark.parametrize("top", [factor * 10.0**power for power in range(-6, 8) for factor in (1, 1.3, 2.74, 5.5, 9.99)])
+@pytest.mark.parametrize(
+    "top", [factor * 10.0**power for power in range(-6, 8) for factor in (1, 1.3, 2.74, 5.5, 9.99)]
+)
 def test_linear_ticks_are_few_round_and_span_the_values(top: float) -> None:
     ticks = axis_ticks([top], log=False)
     assert ticks[0] == 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import floor, isfinite, log10
 
 NUMBER_PATTERN = re.compile(r"[<>~+-]*\s*\d")
-KIBI = 1 << 10
+KIBI, GIB = 1 << 10, 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,9 @@ class Table:
             if len(row) != len(self.columns):
                 raise ValueError(f"row {list(row)} of table {self.title!r} must have {len(self.columns)} cells")
         if self.best is not None and not 0 <= self.best < len(self.rows):
-            raise ValueError(f"best = {self.best} of table {self.title!r} must be below {len(self.rows)}, the number of rows")
+            raise ValueError(
+                f"best = {self.best} of table {self.title!r} must be below {len(self.rows)}, the number of rows"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +129,10 @@ def format_number(value: float, decimals: int) -> str:
         return ""
     smallest_shown = 10.0**-decimals
     return f"<{smallest_shown:.{decimals}f}" if 0 < value <= smallest_shown / 2 else f"{value:,.{decimals}f}"
+
+
+def format_gib(size: float) -> str:
+    return f"{size / GIB:,.1f}" if size < 1000 * GIB else f"{size / GIB:,.0f}"
 
 
 def format_tokens(value: float) -> str:

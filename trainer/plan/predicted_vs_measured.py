@@ -1,4 +1,4 @@
-"""What was predicted of an update beside what is measured, once a run is under way. Without torch."""
+"""Compares the predicted step time with the first measured steps of a run. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from trainer.config.job_config import Config
 from trainer.hardware.device_specs import DeviceSpec
 
 MEASURED_STEPS = 3
-"""Updates that are measured, after the first, which compiles, allocates and connects."""
+"""Measured steps, after the first, which includes compilation, allocation and connection set-up."""
 
 
 class PredictedVsMeasured:
-    """Of one start of a run. Where no device is known, nothing is predicted."""
+    """One comparison per launch; none if `device` is None."""
 
     def __init__(self, config: Config, world_size: int, device: DeviceSpec | None) -> None:
         self._device, self._predicted_seconds = device, 0.0
@@ -24,7 +24,7 @@ class PredictedVsMeasured:
             self._predicted_seconds = predict_step_time(config, world_size, device).seconds
 
     def record_step(self, seconds: float) -> dict[str, float | str] | None:
-        """Of the next update. Once, when there are enough: what was planned, and the median of what was measured."""
+        """Returns the prediction and the median measurement once, after MEASURED_STEPS steps."""
         self._num_steps += 1
         if self._device is None or self._num_steps == 1 or self._num_steps > MEASURED_STEPS + 1:
             return None
