@@ -15,7 +15,9 @@ MEMORY = BarChart(
     unit="GiB",
     bars=[
         StackedBar(
-            label="in attention of block 31", segments={**STATES, **UNSHARDED, **ACTIVATIONS, "reserve": 4.0}, limit=79.1
+            label="in attention of block 31",
+            segments={**STATES, **UNSHARDED, **ACTIVATIONS, "reserve": 4.0},
+            limit=79.1,
         ),
         StackedBar(
             label="in the loss head", segments={**STATES, "saved activations": 31.7, "loss head": 6.4}, limit=79.1
@@ -134,8 +136,7 @@ SAMPLE = PlanReport(
 def stages(count: int, *, unit: str = "GiB") -> BarChart:
     """Memory of pipeline stages, of which the third is the fullest."""
     parts = [
-        {"parameters": 11.0, "saved activations": 40.0 - 32 * stage / count, "reserve": 4.0}
-        for stage in range(count)
+        {"parameters": 11.0, "saved activations": 40.0 - 32 * stage / count, "reserve": 4.0} for stage in range(count)
     ]
     parts[0]["embedding"] = 1.5
     parts[-1]["loss head"] = 9.5
