@@ -31,10 +31,10 @@ def measured(name: str, rank: int) -> dict[str, float]:
     found = dry_run(config, prod(config.parallelism.degrees(1).values()), rank=rank)
     used = resource.getrusage(resource.RUSAGE_SELF)
     return {
-        "peak": found.peak,
-        "flops": sum(found.matmul.values()) + sum(found.attention.values()),
-        "sent": sum(message.bytes for message in found.sent),
-        "operations": found.operations,
+        "peak": found.peak_bytes,
+        "flops": sum(found.matmul_flops.values()) + sum(found.attention_flops.values()),
+        "sent": sum(message.bytes for message in found.messages),
+        "operations": found.num_ops,
         "seconds": used.ru_utime + used.ru_stime,
         "memory": used.ru_maxrss * 1024,
     }
