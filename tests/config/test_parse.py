@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config.parse import CONFIG_DIR, deep_merge, load, parse_arguments, section_keys, to_toml
+from trainer.config.parse import CONFIG_DIR, deep_merge, load, parse_arguments, section_keys
+from trainer.config.toml_format import to_toml
 from trainer.config.training_stages import Recipe
 from trainer.errors import ConfigError
 

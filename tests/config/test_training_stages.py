@@ -9,7 +9,8 @@ import pytest
 
 from trainer.checkpoint.run_dir import stage_position
 from trainer.config.job_config import Config
-from trainer.config.parse import load, to_toml
+from trainer.config.parse import load
+from trainer.config.toml_format import to_toml
 from trainer.config.training_stages import Recipe
 from trainer.errors import ConfigError
 from trainer.optim.lr_schedule import learning_rate

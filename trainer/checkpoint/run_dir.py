@@ -29,7 +29,7 @@ from trainer.checkpoint.durable_io import LineAppender, write_and_fsync
 from trainer.checkpoint.manifest import DamageError
 from trainer.checkpoint.retention import list_quarantined
 from trainer.config.job_config import Config, TrainingStage
-from trainer.config.parse import to_toml
+from trainer.config.toml_format import to_toml
 from trainer.errors import ConfigError, RunFolderInUseError
 from trainer.errors import ResumeError as ResumeError
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from textwrap import fill, wrap
 from typing import Any
 
-from trainer.config.parse import CONFIG_DIR, all_sections, repeated_tables, section_keys, toml_value
+from trainer.config.parse import CONFIG_DIR, all_sections, repeated_tables, section_keys
 from trainer.config.sections import Section
+from trainer.config.toml_format import toml_value
 from trainer.config.training_stages import Recipe
 
 DOCS_DIR = Path(__file__).resolve().parents[2] / "docs"

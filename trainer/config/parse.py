@@ -20,7 +20,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
-from trainer.config.job_config import Config, Section
+from trainer.config.sections import Section
+from trainer.config.toml_format import toml_value
 from trainer.config.training_stages import Recipe
 from trainer.errors import ConfigError
 
@@ -81,17 +82,6 @@ def load(argv: Sequence[str]) -> Recipe:
     if problems:
         raise ConfigError(problems)
     return Recipe.model_validate(merged)
-
-
-def to_toml(config: Config) -> str:
-    """The resolved configuration as a file that `load` reads back to an equal one; absent keys are left out."""
-    values = config.model_dump(mode="json", exclude_none=True)
-    # What a stage does not say is the sections'.
-    if isinstance(config, Recipe):
-        values["stage"] = [stage.model_dump(mode="json", exclude_unset=True) for stage in config.stage]
-        for key in ("steps", "seq_len") if config.stage else ():
-            del values["training"][key]
-    return "\n".join(_toml_lines((), values)).lstrip() + "\n"
 
 
 @cache
@@ -352,32 +342,6 @@ def deep_merge(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any
         if isinstance(value, dict) and isinstance(base.get(key), dict)
     }
     return base | overrides | merged
-
-
-def toml_value(value: object) -> str:
-    """A value as TOML writes it."""
-    if isinstance(value, list):
-        return f"[{', '.join(map(toml_value, value))}]"
-    if isinstance(value, dict):
-        return f"{{ {', '.join(f'{key} = {toml_value(inner)}' for key, inner in value.items())} }}"
-    if isinstance(value, (bool, str)):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON leaves DEL bare, TOML forbids it
-    return str(value)
-
-
-def _toml_lines(path: tuple[str, ...], table: dict[str, Any]) -> Iterator[str]:
-    array_tables = {key: value for key, value in table.items() if isinstance(value, list) and not path}
-    scalars = {key: value for key, value in table.items() if not isinstance(value, dict) and key not in array_tables}
-    if scalars and path:
-        yield f"\n[{'.'.join(path)}]"
-    yield from (f"{key} = {toml_value(value)}" for key, value in scalars.items())
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _toml_lines((*path, key), value)
-    for key, tables in array_tables.items():
-        for entry in tables:
-            yield f"\n[[{key}]]"
-            yield from (f"{name} = {toml_value(value)}" for name, value in entry.items())
 
 
 def _iter_sections(prefix: str, owner: type[Section]) -> Iterator[tuple[str, type[Section]]]:

@@ -16,7 +16,8 @@ from pathlib import Path
 from trainer.checkpoint.initial_weights import validate_initial_weights
 from trainer.checkpoint.run_dir import ResumeError, RunDir, finished_message, next_stage
 from trainer.config.job_config import Config
-from trainer.config.parse import find_config_file, load, parse_arguments, show_path, to_toml
+from trainer.config.parse import find_config_file, load, parse_arguments, show_path
+from trainer.config.toml_format import to_toml
 from trainer.config.training_stages import Recipe
 from trainer.errors import EXIT_BAD_CONFIG, EXIT_FAILURE, EXIT_NO_RETRY, ConfigError, RunFailedError
 from trainer.launch.cluster import LaunchWorld, count_gpus, detect_launch_world, pluralize, set_worker_environment
