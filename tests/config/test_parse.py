@@ -57,7 +57,7 @@ def refused(*argv: str) -> list[str]:
         ("[optimizer]\nbetas = [0.9, '1']", 'optimizer.betas = [0.9, "1"]: item 2 must be a number'),
         ("[optimizer]\nbetas = [0, 0, 0]", "optimizer.betas = [0, 0, 0] must have no more than 2 items"),
         ("[optimizer]\nbetas = 0.9", "optimizer.betas = 0.9 must be a list, not a float"),
-        ("[schedule]\nfinal = 1.5", "schedule.final = 1.5 must be at most 1"),
+        ("[schedule]\nmin_lr_factor = 1.5", "schedule.min_lr_factor = 1.5 must be at most 1"),
         ("[job]\nname = 5", "job.name = 5 must be text, not an integer"),
         ("[job]\nname = 'a b'", 'job.name = "a b" must match ^[A-Za-z0-9][A-Za-z0-9._-]*$ (Name of the run: letters'),
         ("[job]\noutput_dir = []", "job.output_dir = [] must be text, not an array"),

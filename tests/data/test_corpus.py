@@ -67,7 +67,7 @@ def test_a_bad_file_is_named_and_skipped_or_refused(
     assert documents(given) == ["A", "Z"]
     assert f"skipped {message}" in caplog.text
     with pytest.raises(DataError, match=f"corpus holds {message}"):
-        documents(replace(given, bad_files="refuse"))
+        documents(replace(given, bad_files="error"))
 
 
 def test_a_bad_file_of_a_repository_leaves_its_neighbours(
@@ -124,7 +124,7 @@ def test_pieces_hold_whole_documents_whatever_their_size(source: Make, monkeypat
 
 def test_the_standard_library_is_read_without_packages_and_unicode_tables(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    corpus = Corpus(CorpusSpec(corpus=PYTHON_STDLIB, documents="repository", bad_files="refuse"))
+    corpus = Corpus(CorpusSpec(corpus=PYTHON_STDLIB, documents="repository", bad_files="error"))
     names = [file.name for file in corpus.files]
     assert "json/decoder.py" in names
     assert not any(name.startswith(("site-packages/", "encodings/")) or "__pycache__" in name for name in names)

@@ -29,6 +29,7 @@ from trainer.checkpoint.durable_io import LineAppender, write_and_fsync
 from trainer.checkpoint.manifest import DamageError
 from trainer.checkpoint.retention import list_quarantined
 from trainer.config.job_config import Config, TrainingStage
+from trainer.config.migrations import SCHEMA_KEY, migrate
 from trainer.config.toml_format import to_toml
 from trainer.errors import ConfigError, RunFolderInUseError
 from trainer.errors import ResumeError as ResumeError
@@ -197,6 +198,10 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         or not isinstance(state["stage"].get("index"), int)
     ):
         raise ResumeError(f"{path} is damaged: it must hold {', '.join(STATE_FIELD_TYPES)}")
+    try:
+        state["config"] = migrate(state["config"], version=state.get(SCHEMA_KEY, 1))
+    except ConfigError as error:
+        raise ResumeError(f"{path}: {error}") from None
     return state
 
 
@@ -256,8 +261,8 @@ def check_resume(config: Config, checkpoint: Path) -> dict[str, Any]:
     mismatches = describe_differences(
         _identity_values(state["config"]) | state["stage"], run_identity(stage.config) | stage_position(stage)
     )
-    if stage.index + 1 < stage.count and state["step"] > stage.last_step:
-        mismatches.append(f"{stage} was at update {state['step']} and now ends with {stage.last_step}")
+    if stage.index + 1 < stage.num_stages and state["step"] > stage.end_step:
+        mismatches.append(f"{stage} was at update {state['step']} and now ends with {stage.end_step}")
     if mismatches:
         listed = "".join(f"\n  {line}" for line in mismatches)
         raise ResumeError(

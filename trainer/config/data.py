@@ -98,7 +98,7 @@ class DataSection(Section):
     """How documents fill rows: best-fit, end to end, or one per row."""
     mask: Literal["document", "none"] = "document"
     """Whether attention stays inside a document."""
-    bad_files: Literal["skip", "refuse"] = "skip"
+    bad_files: Literal["skip", "error"] = "skip"
     """What to do about a file that cannot be read as text: name and skip it, or name it and stop."""
     cache_dir: NonEmptyPath = Path("prepared")
     """Where tokenized corpora are kept."""

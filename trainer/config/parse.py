@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
+from trainer.config.migrations import migrate_file
 from trainer.config.sections import Section
 from trainer.config.toml_format import toml_value
 from trainer.config.training_stages import Recipe
@@ -70,7 +71,7 @@ def load(argv: Sequence[str]) -> Recipe:
     sources = [ConfigSource(name=COMMAND_LINE, values=arguments.values, typed=False)]
     try:
         path = find_config_file(arguments.config)
-        sources.insert(0, ConfigSource(name=show_path(path), values=read_toml(path), typed=True))
+        sources.insert(0, ConfigSource(name=show_path(path), values=migrate_file(read_toml(path)), typed=True))
     except ConfigError as error:
         problems += error.problems
     merged: dict[str, Any] = {}

@@ -325,7 +325,7 @@ class HealthSection(Section):
     """Updates in a row whose gradient is not finite after which the run stops for good."""
     spike_sigmas: PositiveFloat = 6.0
     """A loss so many standard deviations above the mean of the 128 before is told as a spike."""
-    on_spike: Literal["tell", "roll_back"] = "tell"
+    on_spike: Literal["warn", "roll_back"] = "warn"
     """`roll_back`: go on from the newest checkpoint, without the rows that were trained on since."""
     straggler_ratio: Annotated[float, Field(gt=1)] = 1.3
     """A rank that works so many times as long as the median, or waits so for data, three lines of metrics in a row, is told."""

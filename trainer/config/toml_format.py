@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainer.config.job_config import Config
+from trainer.config.migrations import SCHEMA_KEY, SCHEMA_VERSION
 from trainer.config.training_stages import Recipe
 
 
 def to_toml(config: Config) -> str:
     """The resolved configuration as a TOML file that parses to an equal one; keys without a value are omitted."""
-    values = config.model_dump(mode="json", exclude_none=True)
+    values = {SCHEMA_KEY: SCHEMA_VERSION, **config.model_dump(mode="json", exclude_none=True)}
     # A stage lists only its overrides.
     if isinstance(config, Recipe):
         values["stage"] = [stage.model_dump(mode="json", exclude_unset=True) for stage in config.stage]

@@ -43,7 +43,7 @@ class Corpus:
         corpus = source.corpus
         self.is_stdlib = corpus == PYTHON_STDLIB
         self.skipped: list[str] = []
-        self.fail_on_bad_files = source.bad_files == "refuse" and not self.is_stdlib
+        self.fail_on_bad_files = source.bad_files == "error" and not self.is_stdlib
         self._documents = source.documents
         self._dataset = (
             corpus
@@ -90,7 +90,7 @@ class Corpus:
     def record_bad_file(self, problem: str) -> None:
         """Counts what is bad, or refuses it."""
         if self.fail_on_bad_files:
-            raise DataError(f'data.bad_files = "refuse", and {self._dataset or self._root} holds {problem}')
+            raise DataError(f'data.bad_files = "error", and {self._dataset or self._root} holds {problem}')
         self.skipped.append(problem)
 
     def _splits(self, min_bytes: int) -> Iterator[InputSplit]:

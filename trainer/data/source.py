@@ -17,7 +17,7 @@ class CorpusSpec:
     documents: Documents = "file"
     max_document: int | None = None
     """Longest document in tokens; None: uncut."""
-    bad_files: Literal["skip", "refuse"] = "skip"
+    bad_files: Literal["skip", "error"] = "skip"
     separators: str = "bos_eos"
     """What documents begin and end with: `bos_eos`, `eos`, `none`, or the special token that they end with."""
     text_key: str = "text"
