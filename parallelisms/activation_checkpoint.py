@@ -98,7 +98,7 @@ class AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x_BSE, *weight_grads = ctx.this.attend_backward(grads[0])
+        grad_x_BSE, *weight_grads = ctx.this.attention_backward(grads[0])
         return grad_x_BSE, None, *weight_grads
 
 
