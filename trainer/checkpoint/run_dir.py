@@ -282,6 +282,9 @@ def next_stage(config: Config) -> TrainingStage | None:
 
     Raises `ResumeError` if the run cannot go on from it, or would start over beside it.
     """
+    # Comparing with a checkpoint builds the models.
+    if problems := [problem for stage in config.training_stages for problem in stage.config.model.problems()]:
+        raise ConfigError(problems)
     run_dir = RunDir(config.output_dir)
     if not config.checkpoint.enabled and run_dir.committed_checkpoints():
         raise ResumeError(

@@ -169,7 +169,7 @@ class DataSection(Section):
             and self.corpus == COPY_CORPUS
             and all(item.source == DEFAULT_SOURCE for item in self.effective_mix)
         ):
-            problems.append(f'data.holdout = {self.holdout} needs text, which data.corpus = "{COPY_CORPUS}" has not')
+            problems.append(f'data.holdout = {self.holdout} needs documents; data.corpus = "{COPY_CORPUS}" has none')
         if self.copy_period is not None and self.corpus != COPY_CORPUS:
             problems.append(
                 f'data.copy_period = {self.copy_period} is only used with data.corpus = "{COPY_CORPUS}", not "{self.corpus}"'

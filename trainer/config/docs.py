@@ -34,8 +34,8 @@ USAGE = """\
   --plan              print the plan of the run: memory, step time, bottleneck; start nothing
   --help              print this text
 
-Every key below can be set in the file, under its [section], and on the command line, which overrides
-the file. The last of a repeated option counts. Lists are written 0.9,0.95; null unsets a key.
+Every key below can be set in the file, under its [section], and on the command line, which takes
+precedence. The last of a repeated option counts. Lists are written 0.9,0.95; null unsets a key.
 
 NGPU sets the processes per node. Default: the GPUs present; without GPUs, the product of the
 degrees in the configuration, at least 2 and at most 8. For several nodes, set NNODES, NODE_RANK,

@@ -145,6 +145,17 @@ def parse_arguments(argv: Sequence[str]) -> ParsedArguments:
     return ParsedArguments(config=config, values=values, problems=problems)
 
 
+def name_flags(problem: str, argv: Sequence[str]) -> str:
+    """The problem with the options that set the keys it names."""
+    words = {word.strip('():;,"') for word in problem.split()}
+    options = {option for option, _ in _options(argv) if option.removeprefix("--") in words}
+    return (
+        problem
+        if problem.startswith(COMMAND_LINE) or not options
+        else f"{problem} (set by {', '.join(sorted(options))})"
+    )
+
+
 def _options(argv: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     remaining = list(argv)
     while remaining:

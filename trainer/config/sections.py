@@ -263,9 +263,7 @@ class MemorySection(Section):
                 if non_default.get(key) == value
             ]
         if self.host_budget_gib is not None and self.offload == "none" and self.recompute != "auto":
-            problems.append(
-                f'memory.host_budget_gib = {self.host_budget_gib} is only used with memory.offload or memory.recompute = "auto"'
-            )
+            problems.append(f'memory.host_budget_gib = {self.host_budget_gib} is not used with memory.offload = "none"')
         if self.device_gib is not None and self.recompute != "auto":
             problems.append(f'memory.device_gib = {self.device_gib} is only used with memory.recompute = "auto"')
         return problems
@@ -320,7 +318,7 @@ class MetricsSection(Section):
     log_interval: PositiveInt = 10
     """Steps between logged metrics; the first and last steps are always logged."""
     peak_flops: PositiveFloat | None = None
-    """Peak dense FLOP/s of a device, for MFU. Left out: looked up; CPUs have none, so MFU is null there."""
+    """Peak dense FLOP/s of a device, for MFU. Left out: looked up; CPUs have none, so MFU is absent there."""
     tensorboard: bool = True
     """Whether TensorBoard files are written."""
 

@@ -14,7 +14,7 @@ from trainer.config.training_stages import Recipe
 def to_toml(config: Config) -> str:
     """The resolved configuration as a TOML file that parses to an equal one; keys without a value are omitted."""
     values = {SCHEMA_KEY: SCHEMA_VERSION, **config.model_dump(mode="json", exclude_none=True)}
-    # A stage lists only its overrides.
+    # Stages list only their overrides.
     if isinstance(config, Recipe):
         values["stage"] = [stage.model_dump(mode="json", exclude_unset=True) for stage in config.stage]
         for key in ("steps", "seq_len") if config.stage else ():
