@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -16,6 +17,8 @@ from trainer.config import docs
 from trainer.config.job_config import Config
 from trainer.config.parse import CONFIG_DIR, all_sections, load, repeated_tables, section_keys
 from trainer.config.training_stages import Recipe
+from trainer.errors import ConfigError
+from trainer.launch.launcher import format_problems, load_and_validate
 from trainer.memory.estimator import GIB, estimate_memory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,62 +48,83 @@ def test_the_default_configuration_is_valid() -> None:
     assert Config().problems(8) == []
 
 
-@pytest.mark.parametrize(
-    ("values", "world", "problem"),
-    [
-        ({"model": {"family": "gpt"}}, 2, 'model.family = "gpt" is unknown; there are llama2, llama3'),
-        ({"model": {"size": "9b"}}, 2, 'model.size = "9b" is unknown; family "llama3" has debug, 8b, 70b'),
-        ({"model": {"num_heads": 6}}, 2, "model.num_heads = 6 must be a multiple of model.num_kv_heads = 4"),
-        ({"model": {"head_dim": 33}}, 2, "model.head_dim = 33 must be even"),
-        (
-            {"tokenizer": {"path": "x"}},
-            2,
-            'tokenizer.path = "x" is not used by tokenizer.kind = "byte"; set tokenizer.kind to "tiktoken"',
-        ),
-        ({"tokenizer": {"kind": "tiktoken"}}, 2, 'tokenizer.kind = "tiktoken" needs tokenizer.path'),
-        ({"tokenizer": {"kind": "tiktoken", "path": "no"}}, 2, 'tokenizer.path = "no" is not a file'),
-        ({"tokenizer": {"kind": "tiktoken", "path": "n" * 5000}}, 2, "is not a file"),
-        ({"data": {"corpus": "no/where"}}, 2, 'data.corpus = "no/where" is neither'),
-        ({"data": {"corpus": "n" * 5000}}, 2, "is neither"),
-        ({"parallelism": {"dp_shard": 4}}, 2, "needs 4 processes, but the world size is 2"),
-        ({"parallelism": {"dp_replicate": 2}}, 3, "needs 2 processes, but the world size is 3"),
-        ({"parallelism": {"tp": 3}}, 3, "parallelism.tp = 3 must divide model.num_heads = 8"),
-        (
-            {"parallelism": {"pp": 2}, "training": {"global_batch_size": 1}},
-            2,
-            'parallelism.pp_schedule "1F1B" needs at least as many as stages, 2',
-        ),
-        (
-            {"data": {"corpus": "no"}},
-            2,
-            'data.corpus = "no" is neither "python-stdlib", "copy", a dataset ("hf:NAME"), nor an',
-        ),
-        (
-            {"training": {"global_batch_size": 6, "micro_batch_size": 4}},
-            2,
-            "training.global_batch_size = 6 must be a multiple of training.micro_batch_size = 4",
-        ),
-        (
-            {"training": {"dtype": "float64"}, "memory": {"optimizer_dtype": "bfloat16"}},
-            1,
-            'memory.optimizer_dtype = "bfloat16" contradicts training.dtype = "float64"',
-        ),
-        (
-            {"optimizer": {"betas": (0.9, 0.999)}, "memory": {"optimizer_dtype": "bfloat16"}},
-            1,
-            "optimizer.betas up to 0.99, not 0.999: bfloat16 rounds smaller changes away",
-        ),
-        (
-            {"training": {"steps": 5}, "profiler": {"trace_step": 5, "trace_steps": 2}},
-            1,
-            "profiler.trace_step = 5 and profiler.trace_steps = 2 must end by training.steps = 5",
-        ),
-    ],
-)
+PROBLEMS: list[tuple[dict[str, dict[str, object]], int, str]] = [
+    ({"model": {"family": "gpt"}}, 2, 'model.family = "gpt" is unknown; there are llama2, llama3'),
+    ({"model": {"size": "9b"}}, 2, 'model.size = "9b" is unknown; family "llama3" has debug, 8b, 70b'),
+    ({"model": {"num_heads": 6}}, 2, "model.num_heads = 6 must be a multiple of model.num_kv_heads = 4"),
+    ({"model": {"head_dim": 33}}, 2, "model.head_dim = 33 must be even"),
+    (
+        {"tokenizer": {"path": "x"}},
+        2,
+        'tokenizer.path = "x" is not used by tokenizer.kind = "byte"; set tokenizer.kind to "tiktoken"',
+    ),
+    ({"tokenizer": {"kind": "tiktoken"}}, 2, 'tokenizer.kind = "tiktoken" needs tokenizer.path'),
+    ({"tokenizer": {"kind": "tiktoken", "path": "no"}}, 2, 'tokenizer.path = "no" is not a file'),
+    ({"tokenizer": {"kind": "tiktoken", "path": "n" * 5000}}, 2, "is not a file"),
+    ({"data": {"corpus": "no/where"}}, 2, 'data.corpus = "no/where" is neither'),
+    ({"data": {"corpus": "n" * 5000}}, 2, "is neither"),
+    ({"parallelism": {"dp_shard": 4}}, 2, "needs 4 processes, but the world size is 2"),
+    ({"parallelism": {"dp_replicate": 2}}, 3, "needs 2 processes, but the world size is 3"),
+    ({"parallelism": {"tp": 3}}, 3, "parallelism.tp = 3 must divide model.num_heads = 8"),
+    (
+        {"parallelism": {"pp": 2}, "training": {"global_batch_size": 1}},
+        2,
+        'parallelism.pp_schedule "1F1B" needs at least as many as stages, 2',
+    ),
+    (
+        {"data": {"corpus": "no"}},
+        2,
+        'data.corpus = "no" is neither "python-stdlib", "copy", a dataset ("hf:NAME"), nor an',
+    ),
+    (
+        {"training": {"global_batch_size": 6, "micro_batch_size": 4}},
+        2,
+        "training.global_batch_size = 6 must be a multiple of training.micro_batch_size = 4",
+    ),
+    (
+        {"training": {"dtype": "float64"}, "memory": {"optimizer_dtype": "bfloat16"}},
+        1,
+        'memory.optimizer_dtype = "bfloat16" contradicts training.dtype = "float64"',
+    ),
+    (
+        {"optimizer": {"betas": (0.9, 0.999)}, "memory": {"optimizer_dtype": "bfloat16"}},
+        1,
+        "optimizer.betas up to 0.99, not 0.999: bfloat16 rounds smaller changes away",
+    ),
+    (
+        {"training": {"steps": 5}, "profiler": {"trace_step": 5, "trace_steps": 2}},
+        1,
+        "profiler.trace_step = 5 and profiler.trace_steps = 2 must end by training.steps = 5",
+    ),
+]
+
+
+@pytest.mark.parametrize(("values", "world", "problem"), PROBLEMS)
 def test_a_problem_names_its_keys_their_values_and_the_rule(
     values: dict[str, dict[str, object]], world: int, problem: str
 ) -> None:
     assert any(problem in found for found in configured(**values).problems(world))
+
+
+@pytest.fixture(scope="module")
+def used_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with a checkpoint."""
+    return shutil.copytree(ROOT / "tests" / "fixtures" / "run_5676d2a", tmp_path_factory.mktemp("used") / "run")
+
+
+@pytest.mark.parametrize(("values", "world", "problem"), PROBLEMS)
+@pytest.mark.parametrize("kind", ["fresh", "used"])
+def test_the_launcher_reports_every_problem_on_fresh_and_used_run_folders(
+    used_folder: Path, tmp_path: Path, values: dict[str, dict[str, object]], world: int, problem: str, kind: str
+) -> None:
+    folder = used_folder if kind == "used" else tmp_path / "run"
+    options = [
+        f"--{section}.{key}={json.dumps(value) if isinstance(value, tuple) else value}"
+        for section, keys in values.items()
+        for key, value in keys.items()
+    ]
+    _, _, problems = load_and_validate([f"--job.output_dir={folder}", *options], {"NGPU": str(world)})
+    assert any(problem in found for found in problems)
 
 
 @pytest.mark.parametrize(
@@ -434,6 +458,20 @@ def test_head_groups_divide_the_kv_heads_of_a_rank(
     found = config.problems(world)
     assert found == [] if problem is None else len(found) == 1
     assert problem is None or found[0].startswith(problem)
+
+
+def test_a_problem_names_the_flags_that_set_its_keys() -> None:
+    argv = ["--model.size", "9000b", "--training.steps=3"]
+    _, cluster, problems = load_and_validate(argv, {"NGPU": "1"})
+    text = format_problems(problems, argv, cluster)
+    assert text.startswith('error: model.size = "9000b" is unknown; ')
+    assert text.splitlines()[0].endswith(" (set by --model.size)")
+
+
+@pytest.mark.parametrize("key", ["job.output_dir", "data.cache_dir"])
+def test_a_url_is_not_a_folder(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"--{key} s3://bucket/run must be a local or mounted path, not a URL"):
+        load([f"--{key}", "s3://bucket/run"])
 
 
 def test_all_problems_are_reported_together() -> None:
