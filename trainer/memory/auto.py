@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 from trainer.config.job_config import Config
-from trainer.config.parse import toml_value
+from trainer.config.toml_format import toml_value
 from trainer.errors import ConfigError
 from trainer.memory.estimator import GIB, SAVED_ACTIVATIONS, estimate_memory
 

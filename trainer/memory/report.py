@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.job_config import Config
-from trainer.config.parse import toml_value
 from trainer.config.sections import MemorySection
+from trainer.config.toml_format import toml_value
 from trainer.memory.estimator import GIB, MemoryEstimate, MemoryItem, estimate_memory
 
 
