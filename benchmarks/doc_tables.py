@@ -31,7 +31,14 @@ from trainer.plan.plan import Plan, plan_of
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 DEVICE = "h100-80gb"
-SHIPPED = ("llama2_7b_32k", "llama3_8b_128k", "llama3_8b_1m_8gpu", "llama3_8b_1m", "llama3_70b_128k", "llama3_405b_128k")
+SHIPPED = (
+    "llama2_7b_32k",
+    "llama3_8b_128k",
+    "llama3_8b_1m_8gpu",
+    "llama3_8b_1m",
+    "llama3_70b_128k",
+    "llama3_405b_128k",
+)
 ALTERNATIVES = (
     ("llama2_7b_32k", "parallelism.dp_shard=8 parallelism.cp=1 memory.recompute=keep_attention"),
     ("llama3_8b_128k", "parallelism.dp_shard=4 parallelism.cp=2"),
@@ -124,7 +131,9 @@ def alternatives() -> Table:
         base, plan = planned(name), planned(name, changes)
         cells = [f"{base.fullest.device / GIB:.1f} → {plan.fullest.device / GIB:.1f}"]
         cells += [f"{100 * base.mfu:.1f} → {100 * plan.mfu:.1f}", "" if plan.fits else "does not fit"]
-        rows.append([f"`{name}`", " ".join(f"`{change}`" for change in changes.replace("parallelism.", "").split()), *cells])
+        rows.append(
+            [f"`{name}`", " ".join(f"`{change}`" for change in changes.replace("parallelism.", "").split()), *cells]
+        )
     return markdown(["file", "with", "peak GiB", "MFU, %", ""], rows)
 
 
@@ -149,7 +158,7 @@ def bubbles(pp: int = 4, micro_batches: int = 16) -> Table:
             wait = waited(plan, chunk)
             share = 100 * wait / (wait + micro_batches * each * chunk.all)
             cells.append(f"{share:.{0 if share >= 9.95 else 1}f} %")
-        rows.append([f"`{schedule}`", str(each), *cells, f"{_in_flight(schedule, each, pp):g}"])
+        rows.append([f"`{schedule}`", str(each), *cells, f"{in_flight(schedule, each, pp):g}"])
     ratios = ["bubble at 1 : 1 : 1", *(f"1 : {chunk.inputs:.1f} : {chunk.weights:.2f}" for chunk in chunks[1:])]
     return markdown(["`pp_schedule`", "stages per rank", *ratios, "micro-batches in flight"], rows)
 
@@ -162,10 +171,12 @@ def _chunk(size: str, tokens: int) -> Chunk:
     return Chunk(forward=1, inputs=(matrices + 2.5 * attention) / forward, weights=matrices / forward)
 
 
-def _in_flight(schedule: Schedule, each: int, pp: int) -> float:
+def in_flight(schedule: Schedule, each: int, pp: int) -> float:
     """Micro-batches whose activations the first rank holds, through all of its blocks."""
     layers = pp * each
-    base, _ = configured("debug", f"model.num_layers={max(4, layers)} training.global_batch_size=16 training.micro_batch_size=1")
+    base, _ = configured(
+        "debug", f"model.num_layers={max(4, layers)} training.global_batch_size=16 training.micro_batch_size=1"
+    )
     changes = {"pp": pp, "pp_schedule": schedule, "pp_stages_per_rank": each}
     section = base.parallelism.model_copy(update=changes)
     return Rank(base.model_copy(update={"parallelism": section}), pp, 0).in_flight()
@@ -189,11 +200,16 @@ def estimates() -> Table:
 
 
 def savings() -> Table:
-    changes = ("memory.recompute=none", "memory.recompute=full", "memory.recompute=full parallelism.cp=8 parallelism.dp_shard=1")
+    changes = (
+        "memory.recompute=none",
+        "memory.recompute=full",
+        "memory.recompute=full parallelism.cp=8 parallelism.dp_shard=1",
+    )
     runs = [configured("llama3_8b_128k", change) for change in changes]
     found = [{lever.change: lever.frees for lever in levers(*run)} for run in runs]
     order = sorted(
-        {change for one in found for change in one}, key=lambda change: (-max(one.get(change, 0) for one in found), change)
+        {change for one in found for change in one},
+        key=lambda change: (-max(one.get(change, 0) for one in found), change),
     )
     rows = [["peak", *(_gib(ledger(*run).device) for run in runs)]]
     rows += [[f"`{change}`", *(_gib(one.get(change, 0)) for one in found)] for change in order]

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from math import prod
 
-from benchmarks.mesh_arithmetic import table
+from benchmarks.doc_tables import markdown
 from trainer.config.parse import load
 from trainer.memory.estimator import GIB, ledgers
 from trainer.plan.comm_volume import traffic
@@ -87,7 +87,7 @@ def main() -> None:
     for name in SHIPPED:
         found += rows(name)
         sys.stderr.write(f"{name}\n")
-    sys.stdout.write("\n".join(table(heading, found)) + "\n")
+    sys.stdout.write("\n".join(markdown(heading, found)) + "\n")
 
 
 if __name__ == "__main__":

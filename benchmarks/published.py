@@ -17,7 +17,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from benchmarks.mesh_arithmetic import table
+from benchmarks.doc_tables import markdown
 from trainer.config.job_config import Config
 from trainer.hardware.device_specs import Device, load_device
 from trainer.memory.estimator import GIB
@@ -278,7 +278,7 @@ def report(found: Sequence[Row]) -> list[str]:
     ]
     errors = [abs(row.error) for row in found if not row.why]
     told = f"{len(errors)} rows of the same thing are off by {sum(errors) / len(errors):.0%} on average, and {max(errors):.0%} at most."
-    return [*table(heading, [_cells(row) for row in found]), "", told]
+    return [*markdown(heading, [_cells(row) for row in found]), "", told]
 
 
 def _cells(row: Row) -> list[str]:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import published
-from benchmarks.mesh_arithmetic import table
+from benchmarks.doc_tables import markdown
 from trainer.config.parse import load
 from trainer.config.training_stages import Recipe
 from trainer.hardware.device_specs import load_device
@@ -93,7 +93,7 @@ def grid(model: str, cells: Sequence[Cell]) -> list[str]:
     found = {(each.gpus, each.length): each for each in cells if each.model == model}
     gpus, lengths = sorted({at for at, _ in found}), sorted({at for _, at in found})
     rows = [[size(length), *(found[count, length].words() for count in gpus)] for length in lengths]
-    return table(["row", *(f"{count:,} GPUs" for count in gpus)], rows)
+    return markdown(["row", *(f"{count:,} GPUs" for count in gpus)], rows)
 
 
 def strong(cells: Sequence[Cell]) -> tuple[Curve, list[str]]:
@@ -126,7 +126,7 @@ def strong(cells: Sequence[Cell]) -> tuple[Curve, list[str]]:
         log_y=False,
         lines={name: line for name, line in lines.items() if line},
     )
-    return drawn, table(heading, rows)
+    return drawn, markdown(heading, rows)
 
 
 WORK = ("matrix products", "attention", "the head")
@@ -244,15 +244,15 @@ def page(
     yield METHODS
     yield LONGEST
     yield from (
-        *table(["model", "GPUs", "longest row", "with", "GiB of a device, of a node", "stopped by"], lengths),
+        *markdown(["model", "GPUs", "longest row", "with", "GiB of a device, of a node", "stopped by"], lengths),
         "",
     )
     yield BREAKS_GATHER
-    yield from (*table(["ranks", "ring", "allgather", "ulysses"], gathered(M)), "")
+    yield from (*markdown(["ranks", "ring", "allgather", "ulysses"], gathered(M)), "")
     yield BREAKS_BUBBLE
-    yield from (*table(["micro-batches", "1F1B: bubble, MFU %", "Interleaved1F1B"], bubble()), "")
+    yield from (*markdown(["micro-batches", "1F1B: bubble, MFU %", "Interleaved1F1B"], bubble()), "")
     yield BREAKS_STEP
-    yield from (*table(["row", "on the device", "on the host"], updating()), "")
+    yield from (*markdown(["row", "on the device", "on the host"], updating()), "")
     yield PUBLISHED
     yield from (*published.report(published.rows()), "")
 

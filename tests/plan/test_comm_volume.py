@@ -9,8 +9,8 @@ from typing import get_args
 
 import pytest
 
-from benchmarks.mesh_arithmetic import actions
 from parallelisms.pipeline_plan import IN_TURN, SINGLE, PipelinePlan, Schedule
+from tests.parallelisms.schedule_clock import record_actions
 from tests.plan.test_counted_steps import configured
 from tests.test_house import ROOT
 from trainer.config.job_config import Config
@@ -203,7 +203,7 @@ def test_a_pipeline_gathers_weights_as_often_as_torchs_schedule_asks(schedule: S
             each, batches = 1 if schedule in SINGLE else 2, 8
         plan = PipelinePlan(pp=pp, schedule=schedule, num_layers=pp * each, per_rank=each, micro_batches=batches)
         assert plan.problems() == []
-        for rank, done in enumerate(actions(plan)):
+        for rank, done in enumerate(record_actions(plan)):
             asked = Counter(stage for kind, stage, _ in done if kind == "gather")
             assert times_gathered(plan, rank) == asked, plan
             assert (max(asked.values()) > 1) == (each > 3), plan

@@ -6,8 +6,9 @@ from functools import cache
 
 import pytest
 
-from benchmarks.mesh_arithmetic import Action, actions, idle
+from benchmarks.doc_tables import in_flight as bubbles_in_flight
 from parallelisms.pipeline_plan import PipelinePlan, Schedule
+from tests.parallelisms.schedule_clock import Action, idle_fraction, max_saved_blocks, record_actions
 from trainer.plan.pipeline_bubble import Chunk, waited
 
 SCHEDULES: list[tuple[Schedule, int]] = [
@@ -39,13 +40,13 @@ def made(schedule: Schedule, each: int, pp: int, micro_batches: int) -> Pipeline
 
 @cache
 def scheduled(plan: PipelinePlan) -> list[list[Action]]:
-    return actions(plan)
+    return record_actions(plan)
 
 
 def on_a_clock(plan: PipelinePlan, chunk: Chunk, hop: float = 0) -> float:
     """Seconds that ranks wait in torch's schedule."""
     takes = {"F": chunk.forward, "I": chunk.inputs, "W": chunk.weights, "B": chunk.inputs + chunk.weights}
-    share = idle(plan, scheduled(plan), takes, hop=hop) / 100
+    share = idle_fraction(plan, scheduled(plan), takes, hop=hop)
     return plan.micro_batches * plan.stages_per_rank * chunk.all * share / (1 - share)
 
 
@@ -84,3 +85,19 @@ def test_with_fewer_micro_batches_than_ranks_every_lap_begins_with_a_wait() -> N
     plan = made("Interleaved1F1B", 2, 4, 2)
     share = waited(plan, CHUNKS[0]) / (waited(plan, CHUNKS[0]) + 4 * CHUNKS[0].all)
     assert share == pytest.approx(plan.bubble)
+
+
+@pytest.mark.parametrize(("schedule", "each"), [("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 3)])
+def test_the_bubble_fraction_is_that_of_torchs_schedule(schedule: Schedule, each: int) -> None:
+    plan = PipelinePlan(pp=4, schedule=schedule, num_layers=12, per_rank=each, micro_batches=8)
+    assert plan.bubble is not None
+    assert idle_fraction(plan, scheduled(plan), {"F": 1.0, "B": 2.5}) == pytest.approx(plan.bubble)
+
+
+@pytest.mark.parametrize(("schedule", "each"), SCHEDULES)
+def test_the_estimator_counts_the_micro_batches_that_torchs_schedule_keeps_in_flight(
+    schedule: Schedule, each: int
+) -> None:
+    plan = made(schedule, each, pp=4, micro_batches=16)
+    saved = max_saved_blocks(scheduled(plan), (1,) * plan.num_stages) / each
+    assert bubbles_in_flight(schedule, each, pp=4) == saved

@@ -1,6 +1,6 @@
 """What a block holds for its backward pass, and while it runs: bytes, as plain numbers, without torch.
 
-Counted against real tensors in tests/memory/test_estimator.py and tests/test_benchmarks_arithmetic.py.
+Counted against real tensors in tests/memory/test_estimator.py and tests/memory/test_block.py.
 """
 
 from __future__ import annotations
