@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -106,15 +107,12 @@ def launch(options: Sequence[str], ranks: int, folder: Path) -> dict[str, float]
 
 
 def tree(pid: int) -> Iterator[int]:
-    """A process and its descendants."""
+    """A process and its descendants, of those that still run."""
     yield pid
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            found = children.read_text().split()
-        except OSError:
-            continue
-        for child in found:
-            yield from tree(int(child))
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            for child in Path(f"/proc/{pid}/task/{thread}/children").read_text().split():
+                yield from tree(int(child))
 
 
 def cpu_seconds(pid: int) -> float:

@@ -1,6 +1,6 @@
 """How long a run takes to get over a fault, and how much of its time is work when there is one every minute.
 
-    python -m benchmarks.faults recovery [--ranks 2] [--rounds 1]
+    python -m benchmarks.faults recovery [--ranks 2] [--rounds 1] [--only TEXT]
     python -m benchmarks.faults goodput [--ranks 2] [--minutes 6] [--every 60]
 
 A small model on CPU processes, started as a user starts it, with a checkpoint every ten updates. recovery: seconds from
@@ -141,11 +141,11 @@ FAULTS: dict[str, Callable[[Run], None]] = {
 }
 
 
-def measure_recovery(ranks: int, rounds: int) -> None:
+def measure_recovery(ranks: int, rounds: int, only: str) -> None:
     say(f"{machine()}; {ranks} ranks, a checkpoint every 10 updates; worst of {rounds}\n")
     say("| fault | seconds to the next update | to the first new one | updates done again |")
     say("|---|---|---|---|")
-    for name, fault in FAULTS.items():
+    for name, fault in ((name, fault) for name, fault in FAULTS.items() if only in name):
         found = []
         for _ in range(rounds):
             with tempfile.TemporaryDirectory() as root:
@@ -192,13 +192,14 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     recovering, working = commands.add_parser("recovery"), commands.add_parser("goodput")
     recovering.add_argument("--rounds", type=int, default=1)
+    recovering.add_argument("--only", default="", metavar="TEXT", help="faults whose name has this text")
     working.add_argument("--minutes", type=float, default=6)
     working.add_argument("--every", type=float, default=60)
     for command in (recovering, working):
         command.add_argument("--ranks", type=int, default=2)
     options = parser.parse_args()
     if options.command == "recovery":
-        measure_recovery(options.ranks, options.rounds)
+        measure_recovery(options.ranks, options.rounds, options.only)
     else:
         measure_goodput(options.ranks, options.minutes, options.every)
 

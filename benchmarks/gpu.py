@@ -25,15 +25,12 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
-from hashlib import blake2b
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 
-import parallelisms.init_weights
 from benchmarks.gpu_parts import KEPT, attention, environment, output, parity, told
 from benchmarks.gpu_rows import Bench, K, Report
 from benchmarks.gpu_steps import MODELS, begin_memory, configured, gib, ledger_of, seconds_of, train, with_length
@@ -212,13 +209,6 @@ def longest(bench: Bench, model: str) -> None:
     told(bench, f"longest row of {model} by device memory, from truncated depth", result)
 
 
-def quick_rows(device: torch.device, shape: torch.Size, *, std: float, key: str, first: int, last: int) -> Tensor:
-    """In the place of what draws initial weights on the host, bitwise the same on every mesh."""
-    seed = int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
-    generator = torch.Generator(device).manual_seed(seed)
-    return torch.empty(last - first, shape[1], device=device).normal_(std=std, generator=generator)
-
-
 def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10)
@@ -245,7 +235,6 @@ def main(argv: list[str]) -> int:
     if device.type == "cpu":
         torch.set_num_threads(1)  # Nothing there is large enough to be shared.
     warnings.filterwarnings("ignore")
-    vars(parallelisms.init_weights)["normal_rows"] = partial(quick_rows, device)
     common = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "torch": torch.__version__,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_rows import BACKENDS, Bench, K, measure_attention, measure_wide
-from benchmarks.gpu_steps import begin_memory, configured
+from benchmarks.gpu_steps import begin_memory, configured, draw_weights
 from models import attention_op
 from models.kernels import Rectangle, Work
 from models.loss_head import Head
@@ -158,6 +158,7 @@ def seen_by(bench: Bench, options: str) -> Seen:
     config = configured(bench, "parity", 4 * K, options, default)
     with process_group(config.distributed) as world:
         trainer = Trainer(config, world, rows_of(config))
+        draw_weights(trainer, world.device)
         reading = trainer.loader.updates(0)
         vector = trainer.accumulate(next(reading))
         reading.close()

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from benchmarks.gpu_rows import Bench, K
 from models.batch import Batch
+from parallelisms.collectives import local
 from trainer.config.job_config import Config
 from trainer.config.parse import load
 from trainer.data.copy_task import CopyRows
@@ -37,7 +39,8 @@ TINY = (
 )
 COMMON = (
     "--config debug --job.name gpu --data.corpus copy --training.global_batch_size 1 --training.dtype bfloat16 "
-    "--memory.recompute keep_attention --checkpoint.enabled false --metrics.tensorboard false"
+    "--memory.recompute keep_attention --checkpoint.enabled false --metrics.tensorboard false "
+    "--checkpoint.initial drawn-on-the-device"  # So the trainer leaves the weights to `draw_weights`.
 )
 LINEAR = 650e12
 """FLOP/s of matrix products that predictions assume."""
@@ -197,6 +200,7 @@ def updates(
         found: list[Measured] = []
         weight = torch.empty(ballast, dtype=torch.uint8, device=world.device)
         trainer = Trainer(config, world, Packed(config, documents))
+        draw_weights(trainer, world.device)
         begin_memory(bench)
         for number, update in enumerate(trainer.updates()):
             found.append(update.read())
@@ -204,6 +208,18 @@ def updates(
                 begin_memory(bench)
         del weight
         return found[warmups:], trainer.placed.kernel, memory(bench)
+
+
+def draw_weights(trainer: Trainer, device: torch.device) -> None:
+    """Initial weights, drawn on the device: a tenth of the time that the host takes. Bitwise the same in every run."""
+    (model,) = trainer.parts.values()
+    for name, tensor in trainer.tensors().items():
+        if name.startswith("model."):
+            weight, std = local(tensor), model.init_std(name.removeprefix("model."))
+            seed = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
+            generator = torch.Generator(device).manual_seed(seed)
+            drawn = torch.ones_like(weight, device=device)
+            weight.copy_(drawn if std is None else drawn.normal_(std=std, generator=generator))
 
 
 def training_row(
