@@ -110,8 +110,8 @@ def tree(pid: int) -> Iterator[int]:
     """A process and its descendants, of those that still run."""
     yield pid
     with suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            for child in Path(f"/proc/{pid}/task/{thread}/children").read_text().split():
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            for child in (thread / "children").read_text().split():
                 yield from tree(int(child))
 
 

@@ -32,23 +32,23 @@ from trainer.memory.estimator import ledger
 KEEP, TILES = ["--memory.recompute", "keep_attention"], ["--memory.mlp_tile_mib", "4"]
 INPUTS, ALL = ["--memory.offload", "inputs"], ["--memory.offload", "inputs_and_attention"]
 LADDER: dict[str, list[str]] = {
-    "nothing (`none`)": ["--memory.recompute", "none"],
+    "`none`": ["--memory.recompute", "none"],
     "`full`": ["--memory.recompute", "full"],
     "`keep_attention`": KEEP,
-    "and tiles": [*KEEP, *TILES],
-    "and inputs on the host": [*KEEP, *TILES, *INPUTS],
-    "and attention on the host": [*KEEP, *TILES, *ALL],
-    "and 2 head groups": [*KEEP, *TILES, *ALL, "--memory.head_groups", "2"],
-    "and 8 head groups: everything": [*KEEP, *TILES, *ALL, "--memory.head_groups", "8"],
-    "and one input of four": [*KEEP, *TILES, *ALL, "--memory.head_groups", "8", "--memory.input_every", "4"],
+    "+ tiling": [*KEEP, *TILES],
+    "+ offload `inputs`": [*KEEP, *TILES, *INPUTS],
+    "+ offload `inputs_and_attention`": [*KEEP, *TILES, *ALL],
+    "+ 2 head groups": [*KEEP, *TILES, *ALL, "--memory.head_groups", "2"],
+    "+ 8 head groups": [*KEEP, *TILES, *ALL, "--memory.head_groups", "8"],
+    "+ `blocks_per_checkpoint` 4": [*KEEP, *TILES, *ALL, "--memory.head_groups", "8", "--memory.input_every", "4"],
 }
 TIMED = (
-    "nothing (`none`)",
+    "`none`",
     "`full`",
     "`keep_attention`",
-    "and tiles",
-    "and 8 head groups: everything",
-    "and one input of four",
+    "+ tiling",
+    "+ 8 head groups",
+    "+ `blocks_per_checkpoint` 4",
 )
 ITEM = {
     "data.corpus": "copy",
@@ -175,7 +175,7 @@ def bytes_table(longest: int) -> None:
     say(
         "| | "
         + " | ".join(f"{tokens // 1024}K" for tokens in lengths)
-        + " | k | kept, u | of it on the host, u | kept, predicted | peak, predicted |"
+        + " | k | saved, u | on the host, u | saved, predicted | peak, predicted |"
     )
     say("|---" * (len(lengths) + 6) + "|")
     ladder: dict[str, dict[str, float]] = {}
@@ -209,7 +209,7 @@ def seconds_table(rounds: int, tokens: int) -> None:
             found[rung].append(measure("seconds", rung, tokens)["seconds"])
             sys.stderr.write(f"round {number + 1}: {rung} {found[rung][-1]:.1f}" + "\n")
     full = median(found["`full`"])
-    say("| | CPU-s per update | of `full` |\n|---|---|---|")
+    say("| | CPU-s per step | of `full` |\n|---|---|---|")
     for rung, seconds in found.items():
         say(
             f"| {rung} | {median(seconds):.1f} ({min(seconds):.1f} to {max(seconds):.1f}) | {median(seconds) / full:.2f}x |"
@@ -230,7 +230,7 @@ def draw(path: Path) -> None:
             f'<rect x="{left}" y="{y}" width="{found["kept"] * scale:.1f}" height="20" fill="#3182bd"/>',
             f'<text x="{left + found["k"] * scale + 6:.1f}" y="{y + 15}">{found["k"]:.1f}</text>',
         ]
-    title = "k: device memory that a token takes, in residual streams (dark: kept between the passes)"
+    title = "k: device memory per token, in residual streams (dark: saved for the backward pass)"
     height = 44 + len(ladder) * row
     path.write_text(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="13">'
