@@ -52,7 +52,7 @@ steps = 6
 dtype = "float32"
 [memory]
 recompute = "none"
-head_chunk_mib = 8
+loss_chunk_mib = 8
 [optimizer]
 lr = 8e-4
 [checkpoint]

@@ -19,9 +19,9 @@ from typing import Any
 
 from benchmarks.doc_tables import markdown
 from trainer.config.job_config import Config
-from trainer.hardware.device_specs import Device, load_device
+from trainer.hardware.device_specs import DeviceSpec, load_device
 from trainer.memory.estimator import GIB
-from trainer.plan.plan import Plan, plan_of
+from trainer.plan.plan import TrainingPlan, plan_stage
 
 Values = dict[str, Any]
 K, M = 1 << 10, 1 << 20
@@ -40,15 +40,15 @@ class Row:
     system: str
     setting: str
     config: Config
-    device: Device
+    device: DeviceSpec
     rate: float
     gib: float | None = None
     why: str = ""
     """What makes it another thing than what is predicted."""
 
     @cached_property
-    def plan(self) -> Plan:
-        return plan_of(self.config, prod(self.config.parallelism.degrees(1).values()), self.device)
+    def plan(self) -> TrainingPlan:
+        return plan_stage(self.config, prod(self.config.parallelism.degrees(1).values()), self.device)
 
     @property
     def error(self) -> float:
@@ -76,32 +76,34 @@ def configured(
             "memory": memory or {},
         }
     )
-    if problems := config.shape_problems(prod(config.parallelism.degrees(1).values())):
+    if problems := config.layout_problems(prod(config.parallelism.degrees(1).values())):
         raise ValueError("; ".join(problems))
     return config
 
 
-def in_eight_bits(device: Device) -> Device:
-    return replace(device, matmul=device.matmul * NARROW_PRODUCTS)
+def in_eight_bits(device: DeviceSpec) -> DeviceSpec:
+    return replace(device, matmul_flops=device.matmul_flops * NARROW_PRODUCTS)
 
 
-def on_grand_teton() -> Device:
+def on_grand_teton() -> DeviceSpec:
     """torchtitan's: H100 of 96 GB and 2.4 TB/s, held at 500 W."""
     attention = {
         kernel: {width: (forward * COOL, backward * COOL) for width, (forward, backward) in widths.items()}
-        for kernel, widths in H100.attention.items()
+        for kernel, widths in H100.attention_flops.items()
     }
-    return replace(H100, memory=95 * GIB, hbm=2.4e12, matmul=H100.matmul * COOL, attention=attention)
+    return replace(
+        H100, memory=95 * GIB, hbm_bandwidth=2.4e12, matmul_flops=H100.matmul_flops * COOL, attention_flops=attention
+    )
 
 
-def of_peak(config: Config, device: Device, percent: float) -> float:
+def of_peak(config: Config, device: DeviceSpec, percent: float) -> float:
     """Tokens/s of a device, from the share of its peak that model FLOPs have."""
     tokens = config.training.seq_len
     flops = config.model.build().flops(tokens=1, pairs=(tokens + 1) / 2)
-    return percent / 100 * device.peak / flops
+    return percent / 100 * device.peak_flops / flops
 
 
-LONG: Values = {"recompute": "full", "offload": "inputs", "mlp_tile_mib": 1024, "head_chunk_mib": 1024}
+LONG: Values = {"recompute": "full", "offload": "inputs", "mlp_tile_mib": 1024, "loss_chunk_mib": 1024}
 
 
 def upipe() -> Iterator[Row]:
@@ -219,7 +221,7 @@ def torchtitan() -> Iterator[Row]:
             rows=8 // cp,
             training={"attention": "flash"},
             parallelism={"dp_shard": 8 // cp, "cp": cp, **({"cp_method": "allgather"} if cp > 1 else {})},
-            memory={"recompute": "full", "head_chunk_mib": 1 << 14},
+            memory={"recompute": "full", "loss_chunk_mib": 1 << 14},
         )
         why = "it casts what it computes again once more" if cp == 1 else "its first context parallelism"
         yield Row("torchtitan, FP8", f"8B, {_short(32 * K * cp)}, 8 x H100", config, narrow, rate, gib, why)
@@ -292,8 +294,8 @@ def _cells(row: Row) -> list[str]:
         f"{100 * row.error:+.0f} %",
         f"{100 * plan.mfu:.1f}",
         gib,
-        f"{plan.fullest.device / GIB:.1f}",
-        "" if row.gib is None else f"{100 * (plan.fullest.device / GIB / row.gib - 1):+.0f} %",
+        f"{plan.peak_memory.device_bytes / GIB:.1f}",
+        "" if row.gib is None else f"{100 * (plan.peak_memory.device_bytes / GIB / row.gib - 1):+.0f} %",
         row.why,
     ]
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from models import rope
 from models.config import ModelConfig
-from models.transformer import Block as TransformerBlock
-from trainer.memory.block import Block
+from models.transformer import TransformerBlock
+from trainer.memory.block import BlockMemory
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
@@ -20,7 +20,7 @@ def test_a_block_saves_as_many_bytes_as_the_estimator_counts(*, qk_norm: bool) -
     tokens = 16
     block = TransformerBlock(config).bfloat16()
     x_BSE = torch.randn(1, tokens, config.dim, dtype=torch.bfloat16)
-    rotation = rope.rotation(config.rope, config.head_dim, torch.arange(tokens)[None], torch.float32)
+    rotation = rope.cos_sin_table(config.rope, config.head_dim, torch.arange(tokens)[None], torch.float32)
     saved: dict[int, Tensor] = {}
 
     def record(x: Tensor) -> Tensor:
@@ -33,4 +33,4 @@ def test_a_block_saves_as_many_bytes_as_the_estimator_counts(*, qk_norm: bool) -
     for given in (rotation, *block.parameters()):
         saved.pop(given.untyped_storage().data_ptr(), None)
     found = sum(x.untyped_storage().nbytes() for x in saved.values())
-    assert found == Block(config, tokens=tokens).kept("none")
+    assert found == BlockMemory(config, tokens=tokens).saved_bytes("none")

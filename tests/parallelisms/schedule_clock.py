@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from parallelisms.pipeline_plan import SINGLE, PipelinePlan
+from parallelisms.pipeline_plan import SINGLE_STAGE_SCHEDULES, PipelinePlan
 
 Action = tuple[str, int, int]
 """Kind, stage, micro-batch. F is forward, B backward, or split into I (input gradient) and W (weight gradient); "gather" is
@@ -44,11 +44,11 @@ def record_actions(plan: PipelinePlan) -> list[list[Action]]:
     schedule: Any = None
     for rank, record in enumerate(records):
         stages: Any = [RecordingStage(plan, stage, record) for stage in plan.stages_of(rank)]
-        if plan.schedule in SINGLE:
-            schedule = get_schedule_class(plan.schedule)(stages[0], plan.micro_batches, loss_fn=lambda *_: None)
+        if plan.schedule in SINGLE_STAGE_SCHEDULES:
+            schedule = get_schedule_class(plan.schedule)(stages[0], plan.num_micro_batches, loss_fn=lambda *_: None)
             record.append(("gather", rank, 0))
         elif rank == 0:
-            schedule = get_schedule_class(plan.schedule)(stages, plan.micro_batches, loss_fn=lambda *_: None)
+            schedule = get_schedule_class(plan.schedule)(stages, plan.num_micro_batches, loss_fn=lambda *_: None)
             schedule.register_custom_function(
                 _ComputationType.UNSHARD,
                 lambda action, run: records[run.schedule_ref.rank].append(("gather", action.stage_index, 0)),
@@ -56,7 +56,7 @@ def record_actions(plan: PipelinePlan) -> list[list[Action]]:
         # Private to torch: without tensors nothing needs initialization, and one schedule has the lists of all ranks.
         schedule._initialize_stage = schedule._initialize_stages = lambda *_: None
         schedule.rank, schedule._stages = rank, stages
-        schedule._step_microbatches(target_mbs=[None] * plan.micro_batches, return_outputs=False)
+        schedule._step_microbatches(target_mbs=[None] * plan.num_micro_batches, return_outputs=False)
     return records
 
 
@@ -69,7 +69,7 @@ def idle_fraction(
     clocks = [0.0] * len(queues)
     # When the output of a stage (F), or the gradient of its input (I), is ready.
     ends = (("F", -1), ("I", plan.num_stages))
-    ready = {(kind, stage, number): 0.0 for kind, stage in ends for number in range(plan.micro_batches)}
+    ready = {(kind, stage, number): 0.0 for kind, stage in ends for number in range(plan.num_micro_batches)}
     while remaining := sum(map(len, queues)):
         for rank, queue in enumerate(queues):
             while queue:
