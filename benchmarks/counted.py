@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,14 +19,14 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from models.batch import Batch
-from parallelisms.activation_offload import HostActivationPool
+from parallelisms.activation_offload import OFFLOAD_RANGE
 from trainer.config.job_config import Config
 from trainer.data.copy_task import CopyDataset
 from trainer.data.sequences import BlendedDataset
 from trainer.distributed import World
 from trainer.trainer import Trainer
 
-ON_HOST, HEAD = "kept on the host", "the head begins"
+HEAD = "the head begins"
 CAST = ("aten::add_", "aten::to", "aten::_to_copy")
 SCRATCH = ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "aten::empty")
 
@@ -62,7 +61,7 @@ def count(config: Config, *, updates: int, documents: int | None = None, rows: A
     )
     rows = rows or BlendedDataset([copied], seq_len=training.seq_len)
     world = World(distributed.get_rank(), distributed.get_world_size(), torch.device("cpu"))
-    with _told(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         trainer = Trainer(config, world, rows)
         for part in trainer.stage_modules.values():
             if part.head is not None:
@@ -91,20 +90,6 @@ def _cut(batch: Batch, length: int | None) -> Batch:
     return replace(batch, boundaries=starts)
 
 
-@contextmanager
-def _told() -> Iterator[None]:
-    """Lets the profiler see what is allocated in host memory."""
-    copy_out = HostActivationPool.offload
-
-    def told(memory: HostActivationPool, *arguments: Any) -> Any:
-        with record_function(ON_HOST):
-            return copy_out(memory, *arguments)
-
-    HostActivationPool.offload = told  # type: ignore[assignment, method-assign]
-    yield
-    HostActivationPool.offload = copy_out  # type: ignore[method-assign]
-
-
 Change = tuple[int, int, int, bool]
 """When, where, how many bytes more or less, and whether in host memory."""
 Spans = dict[str, tuple[int, int]]
@@ -119,7 +104,7 @@ def _read(profiled: Any) -> tuple[list[Change], Spans]:
             size = event.typed[1].alloc_size
             sent = any(name.startswith(("c10d::", "gloo:")) for name in inside)
             if size < 0 or not (sent or inside[-2:] == SCRATCH or inside[-4:-1] == CAST):
-                changes.append((event.start_time_ns, event.typed[1].ptr, size, ON_HOST in inside))
+                changes.append((event.start_time_ns, event.typed[1].ptr, size, OFFLOAD_RANGE in inside))
         elif event.name.startswith("update ") or event.name == HEAD:
             spans[event.name] = (event.start_time_ns, event.end_time_ns)
     return sorted(changes), spans

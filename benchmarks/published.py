@@ -126,7 +126,7 @@ def upipe() -> Iterator[Row]:
                 parallelism={"cp": 8, "cp_method": methods.get(system, "ulysses")},
                 memory=memory,
             )
-            why = "beside attention and products theirs takes one to three seconds" if tokens == 128 * K else ""
+            why = "its step has one to three more seconds outside attention and matmul" if tokens == 128 * K else ""
             yield Row(system, f"8B, {_short(tokens)}, 8 x H100", config, H100, rate, None, why)
 
 
@@ -140,7 +140,7 @@ def others() -> Iterator[Row]:
         parallelism={"cp": 8, "cp_method": "allgather"},
         memory=LONG,
     )
-    note = "its weights and states are bfloat16"
+    note = "its weights and optimizer state are bfloat16"
     yield Row("TRL", "Qwen3-8B, 1M, 8 x H100", trl, H100, M / 8 / 380, 56.2e9 / GIB, note)
     for tokens, ranks, percent in (
         (500_000, 1, 21.9),
@@ -173,12 +173,12 @@ def nemo() -> Iterator[Row]:
     ):
         config = _nemo("8b", "llama3", tokens * K, rows, {"tp": tp, "cp": cp, "dp_shard": dp})
         setting = f"8B, {_short(tokens * K)}, {tp * cp * dp} x B200"
-        why = "rates of B200 are largely estimated"
+        why = "B200 rates are largely estimated"
         yield Row("NeMo, FP8", setting, config, in_eight_bits(B200), of_peak(config, B200, percent), None, why)
     for tokens, tp, cp, dp, percent in ((128, 4, 4, 8, 32.6), (512, 8, 16, 4, 29.0), (1024, 8, 32, 4, 27.7)):
         config = _nemo("7b", "llama2", tokens * K, dp, {"tp": tp, "cp": cp, "dp_shard": dp})
         setting = f"Llama2-7B, {_short(tokens * K)}, {tp * cp * dp} x H100"
-        why = "of March 2024: an older kernel, batch and recomputation not told"
+        why = "March 2024: older kernel; batch and recomputation not published"
         yield Row("NeMo, FP8", setting, config, in_eight_bits(H100), of_peak(config, H100, percent), None, why)
 
 
@@ -197,7 +197,7 @@ def _nemo(size: str, family: str, tokens: int, rows: int, mesh: dict[str, int]) 
 def torchtitan() -> Iterator[Row]:
     """Its tables of December 2024, in their order."""
     bench, narrow = on_grand_teton(), in_eight_bits(on_grand_teton())
-    selective = "it computes every other product again"
+    selective = "it recomputes every other matmul"
     for ranks, device, compiled, rate, gib in (
         (8, bench, False, 5762, 82.4),
         (8, bench, True, 6667, 77.0),
@@ -223,7 +223,7 @@ def torchtitan() -> Iterator[Row]:
             parallelism={"dp_shard": 8 // cp, "cp": cp, **({"cp_method": "allgather"} if cp > 1 else {})},
             memory={"recompute": "full", "loss_chunk_mib": 1 << 14},
         )
-        why = "it casts what it computes again once more" if cp == 1 else "its first context parallelism"
+        why = "it repeats the FP8 casts in recomputation" if cp == 1 else "its first context parallelism"
         yield Row("torchtitan, FP8", f"8B, {_short(32 * K * cp)}, 8 x H100", config, narrow, rate, gib, why)
     for hidden, rate, gib in ((False, 829, 71.9), (True, 876, 67.6)):
         mesh: Values = {"dp_shard": 32, "tp": 8, "async_tp": hidden}
@@ -236,7 +236,7 @@ def torchtitan() -> Iterator[Row]:
             memory={"recompute": "full"},
         )
         name = f"torchtitan, FP8{', async TP' if hidden else ''}"
-        why = "what async_tp hides is taken from it" if hidden else ""
+        why = "the overlap of async TP is taken from its own figure" if hidden else ""
         yield Row(name, "70B, 8K, 256 x H100", config, narrow, rate, gib, why)
     for schedule, rate, gib in (("1F1B", 100, 82.5), ("Interleaved1F1B", 128, 72.7)):
         config = _largest(8 * K, 256, 4, {"dp_shard": 8, "pp_schedule": schedule})
@@ -276,10 +276,10 @@ def report(found: Sequence[Row]) -> list[str]:
         "GiB",
         "predicted",
         "error",
-        "another thing because",
+        "what differs",
     ]
     errors = [abs(row.error) for row in found if not row.why]
-    told = f"{len(errors)} rows of the same thing are off by {sum(errors) / len(errors):.0%} on average, and {max(errors):.0%} at most."
+    told = f"Over {len(errors)} rows of the same configuration, the mean error is {sum(errors) / len(errors):.0%} and the largest {max(errors):.0%}."
     return [*markdown(heading, [_cells(row) for row in found]), "", told]
 
 

@@ -117,7 +117,7 @@ def strong(cells: Sequence[Cell]) -> tuple[LineChart, list[str]]:
             [each.model, f"{each.gpus:,}", short(each.way), f"{plan.step_seconds:.3g}", f"{100 * plan.mfu:.1f}",
              f"{100 * work / plan.step_seconds:.0f} %", lost]
         )  # fmt: skip
-    heading = ["model", "GPUs", "mesh", "s / update", "MFU %", "products and attention", "most of the rest"]
+    heading = ["model", "GPUs", "mesh", "s / step", "MFU %", "matmul and attention", "largest of the rest"]
     drawn = LineChart(
         title="strong scaling",
         x="GPUs",

@@ -33,6 +33,7 @@ QUICK = {
     "published": "",
 }
 SLOW = {
+    "compare_commits": "HEAD HEAD --runs one_process",
     "cpu_step": "--rounds 1 --rehearse",
     "data": "prepare --vocab-size 512 --rounds 1 --corpus {tmp}/corpus",
     "dry_runs": "debug",
