@@ -1,4 +1,4 @@
-"""What data costs before and beside training.
+"""What data costs before and during training.
 
     python -m benchmarks.data prepare [--vocab-size 8192] [--rounds 3] [--corpus PATH]
     python -m benchmarks.data rows [--rounds 5] [--seq-len 65536 1048576]
@@ -131,7 +131,9 @@ class HeadTail:
 def measure_rows(rounds: int, lengths: Sequence[int]) -> None:
     torch.set_num_threads(1)
     say(f"{machine()}; {rounds} rounds\n")
-    say("| document | tokens of a row | pieces of a row | cp | CPU-ms a row | rows/s | MiB on a rank |")
+    say(
+        "| document | tokens per sequence | segments per sequence | cp | CPU-ms per sequence | sequences/s | MiB per rank |"
+    )
     say("|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         for documents, seq_len, ranks in product(("repository", "file"), lengths, (1, 8)):

@@ -1,4 +1,4 @@
-"""The two roads of the planner beside each other on shipped files: closed formulas, and the real trainer run dry.
+"""Compare the planner's formulas with dry runs of the real trainer, on shipped files.
 
     python -m benchmarks.dry_runs [NAME]...
 

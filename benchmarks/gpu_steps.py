@@ -155,7 +155,7 @@ def train(
     ballast: int = 0,
     note: str = "",
 ) -> float | None:
-    """A row about updates of a model; their median in seconds, or None."""
+    """Report a row of training steps; returns their median seconds, or None."""
     what = f"{model} {bench.size(tokens)} {' '.join(levers)}"
     config = bench.attempt(what, lambda: configured(bench, model, tokens, *levers))
     if config is None:
@@ -170,7 +170,7 @@ def train(
         bench.report.row(what=what, result=f"skipped: {held / GIB:.0f} GiB of host memory")
         return None
     documents = [SHORT if is_short else document or length] * warmups + [document or length]
-    job = partial(updates, bench, config, warmups, documents, ballast)
+    job = partial(run_steps, bench, config, warmups, documents, ballast)
     needs = 1.05 * (warmups * (short if is_short else each) + count * each) + bench.cuda * (
         60 if config.training.compile else 5
     )
@@ -192,18 +192,18 @@ def with_length(config: Config, tokens: int) -> Config:
     return config.model_copy(update={"training": config.training.model_copy(update={"seq_len": tokens})})
 
 
-def updates(
+def run_steps(
     bench: Bench, config: Config, warmups: int, documents: list[int], ballast: int = 0
 ) -> tuple[list[StepMetrics], str, Memory]:
-    """What updates after the warm-ups measured, the kernel that ran, and the most memory meanwhile."""
+    """Metrics of the steps after warm-up, the kernel that ran, and peak memory."""
     with process_group(config.distributed) as world:
         found: list[StepMetrics] = []
         weight = torch.empty(ballast, dtype=torch.uint8, device=world.device)
         trainer = Trainer(config, world, Packed(config, documents))
         draw_weights(trainer, world.device)
         begin_memory(bench)
-        for number, update in enumerate(trainer.train_steps()):
-            found.append(update.read())
+        for number, result in enumerate(trainer.train_steps()):
+            found.append(result.read())
             if number + 1 == warmups:
                 begin_memory(bench)
         del weight
@@ -234,7 +234,7 @@ def training_row(
     note: str,
 ) -> float:
     model, levers, length = config.model.build(), config.memory, config.training.seq_len
-    times = [update.step_seconds for update in found]
+    times = [each.step_seconds for each in found]
     seconds, work = median(times), {"tokens": found[-1].tokens, "pairs": found[-1].attended_pairs}
     again = model.hardware_flops(**work, recompute=levers.recompute, blocks_per_checkpoint=levers.blocks_per_checkpoint)
     peak, expected = peak_flops(bench.device), ledger_of(config)[0]

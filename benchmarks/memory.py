@@ -1,8 +1,8 @@
-"""What each lever of memory saves and costs, on one CPU process.
+"""What each memory option saves and costs, on one CPU process.
 
     python -m benchmarks.memory bytes [--longest 32768]      bytes alive at most, by length
-    python -m benchmarks.memory seconds [--rounds 2]         CPU-seconds of an update at 32768 tokens
-    python -m benchmarks.memory run debug_1m                 two updates of a shipped file, counted beside its ledger
+    python -m benchmarks.memory seconds [--rounds 2]         CPU-seconds of a step at 32768 tokens
+    python -m benchmarks.memory run debug_1m                 two steps of a shipped file, counted and predicted
     python -m benchmarks.memory draw docs/memory_ladder.svg  the picture of what `bytes` found
 
 Every number is of a fresh process. Bytes are those that torch's allocator gives out (`benchmarks/counted.py`), of a model
@@ -104,7 +104,7 @@ def alive(rung: str, tokens: int) -> dict[str, float]:
     from benchmarks.counted import count
 
     config = configured(rung, tokens, ITEM)
-    found, told = count(config, updates=2, documents=DOCUMENT), estimate_memory(config, 1)
+    found, told = count(config, steps=2, documents=DOCUMENT), estimate_memory(config, 1)
     return vars(found) | {"predicted": told.device_bytes, "predicted_kept": kept(config, tokens)}
 
 
@@ -163,7 +163,7 @@ def _on_rank(rank: int, name: str, world_size: int, folder: Path) -> None:
     config = load(["--config", name])
     rows = build_train_dataset(config)
     with single_host_process_group(config.distributed, rank=rank, size=world_size, store=folder / "store"):
-        (folder / str(rank)).write_text(json.dumps(vars(count(config, updates=2, rows=rows))))
+        (folder / str(rank)).write_text(json.dumps(vars(count(config, steps=2, rows=rows))))
 
 
 # ---- many
@@ -225,7 +225,7 @@ def seconds_table(rounds: int, tokens: int) -> None:
 
 
 def draw(path: Path) -> None:
-    """Bars of k, what is kept on the device in a darker part."""
+    """Bars of k; saved activations on the device are dark."""
     ladder: dict[str, dict[str, float]] = json.loads(FOUND.read_text())
     width, row, left = 720, 30, 250
     scale = (width - left - 60) / max(found["k"] for found in ladder.values())

@@ -1,4 +1,4 @@
-"""What others published beside what the planner predicts for a configuration of ours that does the same.
+"""Compare published measurements with the planner's predictions for equivalent configurations.
 
     python -m benchmarks.published
 
@@ -35,7 +35,7 @@ COOL = 0.85
 
 @dataclass(frozen=True)
 class Row:
-    """A published update. `rate` is tokens/s of a device, or what follows from a published share of the peak."""
+    """A published measurement. `rate` is tokens/s of a device, or what follows from a published share of the peak."""
 
     system: str
     setting: str

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import published, scaling
 from benchmarks.doc_tables import DOCS, TABLES, regenerated
 
 pytestmark = pytest.mark.ranks
@@ -75,6 +76,12 @@ def test_every_script_is_run() -> None:
 @pytest.mark.parametrize("page", TABLES)
 def test_the_tables_of_a_page_are_those_that_the_script_makes(page: str) -> None:
     assert regenerated(page) == (DOCS / page).read_text()
+
+
+def test_the_page_on_scaling_compares_with_what_the_planner_predicts_now() -> None:
+    parts = scaling.GENERATED.findall((DOCS / "scaling.md").read_text())
+    assert len(parts) == 9
+    assert parts[-1] == "\n".join((scaling.BEGIN, "", *published.report(published.rows()), "", scaling.END))
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

@@ -130,8 +130,8 @@ def test_the_copy_that_checkpoints_are_written_of_is_on_the_host() -> None:
 
 def counted(cases: tuple[str, ...]) -> list[Counted]:
     # Alone, nothing is released unseen.
-    updates = 2 if distributed.get_world_size() == 1 else 3
-    return [count(configured(changes), updates=updates) for changes in cases]
+    steps = 2 if distributed.get_world_size() == 1 else 3
+    return [count(configured(changes), steps=steps) for changes in cases]
 
 
 def compare(world_size: int, cases: tuple[str, ...]) -> None:
