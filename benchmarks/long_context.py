@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from models.batch import IGNORE_INDEX, Batch
-from trainer.data import build_validation_sets
+from tests.datasets import build_validation_sets
 from trainer.evaluation.validation import eval_batches
 from trainer.export.checkpoint_cli import load_parallel_model, parse_args, resolve_checkpoint
 

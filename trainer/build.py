@@ -30,7 +30,8 @@ from parallelisms.pipeline_plan import PipelinePlan
 from trainer.config.job_config import Config
 from trainer.data.sequences import FullSequence, SequenceShard
 from trainer.distributed import World
-from trainer.hardware.device import GIB, choose_attention_kernel, require_peer_access
+from trainer.hardware.device import choose_attention_kernel, require_peer_access
+from trainer.hardware.host import GIB
 
 LossCallback = Callable[[Tensor, Batch], None]
 EvaluationCallback = Callable[[Tensor, Tensor, Batch], None]

@@ -25,11 +25,11 @@ Launch = Callable[..., subprocess.CompletedProcess[str]]
 START = """
 import sys
 from pathlib import Path
-from trainer.cluster import Cluster
-from trainer.workers import Workers
+from trainer.launch.cluster import LaunchWorld
+from trainer.launch.workers import Workers
 workers = Workers()
-with workers.listening():
-    sys.exit(workers.start(Path(sys.argv[1]), sys.argv[2:], Cluster(processes=2)))
+with workers.forward_signals():
+    sys.exit(workers.run(Path(sys.argv[1]), sys.argv[2:], LaunchWorld(nproc_per_node=2)))
 """
 
 
@@ -99,15 +99,15 @@ def test_a_wrong_environment_is_told_variable_by_variable(environment: dict[str,
 def test_a_task_of_srun_is_one_rank_of_its_step() -> None:
     environment = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "NGPU": "7"}
     assert detect_launch_world(environment, Recipe(), gpus=2) == LaunchWorld(
-        nproc_per_node=4, srun_rank=3, master_endpoint="127.0.0.1:20000"
+        nproc_per_node=4, rank=3, master_endpoint="127.0.0.1:20000"
     )
     told = environment | {"MASTER_ADDR": "node7", "MASTER_PORT": "123", "SLURM_STEP_NUM_NODES": "2"}
     assert detect_launch_world(told, Recipe(), gpus=2) == LaunchWorld(
-        nproc_per_node=2, num_nodes=2, srun_rank=3, master_endpoint="node7:123"
+        nproc_per_node=2, num_nodes=2, rank=3, master_endpoint="node7:123"
     )
     uneven = told | {"SLURM_NTASKS": "5"}
     assert detect_launch_world(uneven, Recipe(), gpus=2) == LaunchWorld(
-        nproc_per_node=5, srun_rank=3, master_endpoint="node7:123"
+        nproc_per_node=5, rank=3, master_endpoint="node7:123"
     )
 
 
