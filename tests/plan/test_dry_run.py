@@ -92,8 +92,8 @@ def test_peak_matches_the_estimate(world_size: int, changes: str) -> None:
 
 
 def counted(cases: tuple[str, ...]) -> list[Counted]:
-    updates = 2 if distributed.get_world_size() == 1 else 3
-    return [count(configured(changes), updates=updates) for changes in cases]
+    steps = 2 if distributed.get_world_size() == 1 else 3
+    return [count(configured(changes), steps=steps) for changes in cases]
 
 
 REAL = {
