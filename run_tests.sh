@@ -23,7 +23,7 @@ stage() {
     "$@" || { echo "run_tests.sh: $name failed" >&2; exit 1; }
 }
 
-# pytest leaves with 5 when it finds no test, which may be so for one of the two choices below.
+# pytest exits with 5 if it collects no test; that is allowed for one of the two selections below.
 without=0
 choose() {
     local status=0
@@ -38,7 +38,7 @@ choose() {
 stage "format" "$PYTHON" -m ruff format --check
 stage "lint" "$PYTHON" -m ruff check
 stage "types" "$PYTHON" -m mypy
-# Two at a time where there are two cores: many tests are of one process. `-n 0` runs them one after the other.
+# One worker per core: many tests use one process. `-n 0` runs tests one at a time.
 stage "tests" choose -n "$(nproc)" -m "${marks:+$marks and }not slurm"
-# By themselves, one after the other: they share a cluster, whose jobs need the cores.
+# One at a time: they share a cluster whose jobs need the cores.
 stage "slurm" choose -m "${marks:+$marks and }slurm"

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # ./run_train.sh [--config NAME|PATH] [--section.key VALUE]... [--check] [--plan] [--help]
-# Sets up on first use, then starts training. Works from any folder; relative paths are relative to that folder.
+# Sets up the environment on first use, then starts training. Relative paths are relative to the current folder.
 set -euo pipefail
 
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/setup_env.sh"
 setup_env
 export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
-# exec: no shell stays between, so signals reach the launcher and its end is this script's. -P: a folder named `trainer`
-# or `models` where the user stands is not ours.
+# exec: signals reach the launcher, and its exit status is the script's. -P: a folder named `trainer` or `models` in the
+# current folder must not shadow ours.
 exec "$PYTHON" -P -m trainer.launch "$@"

@@ -1,11 +1,11 @@
 # shellcheck shell=bash
-# Sourced by run_train.sh and run_tests.sh: `setup_env [EXTRA]` leaves in PYTHON an interpreter that has what
-# pyproject.toml asks for: the active one, else that of .venv, which is made or completed where it must be.
+# Sourced by run_train.sh and run_tests.sh. `setup_env [EXTRA]` sets PYTHON to an interpreter with pyproject.toml's
+# requirements: the active one, else that of .venv, which it creates or completes if necessary.
 
 ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 
-# Prints what pyproject.toml requires, with the extra $2; fails if interpreter $1 lacks some of it, or cannot tell.
-# Versions are read from the packages' metadata: importing torch would take a second on every start.
+# Prints the requirements of pyproject.toml with the extra $2. Fails if interpreter $1 lacks one or cannot tell.
+# Reads package metadata, because importing torch would cost a second on every start.
 requirements() {
     "$1" -P - "$ROOT/pyproject.toml" "${2:-}" <<'PYTHON'
 import re
@@ -37,7 +37,7 @@ sys.exit(not all(map(holds, wanted)))
 PYTHON
 }
 
-# The newest interpreter that the supported versions of torch have wheels for, and that can make environments.
+# The newest interpreter that torch has wheels for and that has the venv module.
 find_python() {
     local name
     for name in python3.14 python3.13 python3.12 python3.11 python3 python; do
@@ -50,14 +50,14 @@ find_python() {
     return 1
 }
 
-# .venv/incomplete stands while packages are installed, so that an interrupted set-up is taken up again.
+# .venv/incomplete exists during installation, so that an interrupted set-up is repeated.
 has_all() {
     [[ ! -e $ROOT/.venv/incomplete ]] && requirements "$ROOT/.venv/bin/python" "$1" >/dev/null 2>&1
 }
 
 make_venv() {
     local venv=$ROOT/.venv base wanted
-    if has_all "$1"; then return; fi # another process made it while this one waited for the lock
+    if has_all "$1"; then return; fi # another process created it while this one waited for the lock
     echo "setting up $venv (once; torch is large)" >&2
     mkdir -p "$venv"
     touch "$venv/incomplete"
@@ -66,12 +66,12 @@ make_venv() {
         "$base" -m venv --clear "$venv"
         touch "$venv/incomplete"
     fi
-    # Everything in one command, so that nothing else can pull torch over its upper bound.
+    # One command, so that no later requirement can raise torch above its upper bound.
     wanted=$(requirements "$venv/bin/python" "$1" || true)
     "$venv/bin/python" -m pip install --requirement /dev/stdin <<<"$wanted" >&2
     rm "$venv/incomplete"
     if ! has_all "$1"; then
-        echo "error: $venv still lacks some of: ${wanted//$'\n'/ }; remove it and start again" >&2
+        echo "error: $venv still lacks some of: ${wanted//$'\n'/ }; remove it and run this again" >&2
         return 1
     fi
 }
@@ -86,8 +86,7 @@ setup_env() {
     done
     PYTHON=$ROOT/.venv/bin/python
     if has_all "$extra"; then return; fi
-    # One set-up at a time on a file system: srun starts a task per rank, all of them here. The lock is on a file that
-    # is there anyway, opened for writing because NFS asks for that.
+    # One set-up at a time per file system: srun starts a task per rank. NFS locks only files opened for writing.
     (
         if command -v flock >/dev/null; then flock 9; fi
         make_venv "$extra"

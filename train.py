@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 
-from trainer.resilience.signals import Asked, Requests
+from trainer.resilience.signals import Interrupted, SignalHandler
 
-REQUESTS = Requests()
+SIGNAL_HANDLER = SignalHandler()
 
 if __name__ == "__main__":
     # Importing torch takes seconds, in which the launcher may die and leave its workers to themselves, or somebody may
@@ -15,7 +15,7 @@ if __name__ == "__main__":
     from trainer.launch.parent_death import die_with_launcher
 
     die_with_launcher()
-    REQUESTS.listen()
+    SIGNAL_HANDLER.install()
 
 import faulthandler
 import logging
@@ -23,121 +23,147 @@ import traceback
 from contextlib import suppress
 from dataclasses import replace
 
-from trainer.checkpoint.initial_weights import require_initial
-from trainer.checkpoint.run_dir import ResumeError, RunFolder, finished, next_stage
-from trainer.config.job_config import Config, Stage
+from trainer.checkpoint.initial_weights import validate_initial_weights
+from trainer.checkpoint.run_dir import ResumeError, RunDir, finished_message, next_stage
+from trainer.config.job_config import Config, TrainingStage
 from trainer.config.parse import load
-from trainer.data import DataError, held_out_of, rows_of
-from trainer.data.holdout import HeldOut
-from trainer.data.sequences import Rows
-from trainer.distributed import place, process_group, require_agreement, require_same_start, settled
-from trainer.errors import BAD_CONFIGURATION, DONE, FAILED, NO_RETRY, ConfigError, InUseError, RankError, RunError
+from trainer.data import DataError, build_train_dataset, build_validation_sets
+from trainer.data.holdout import ValidationSet
+from trainer.data.sequences import BlendedDataset
+from trainer.distributed import (
+    process_group,
+    rank_from_environment,
+    require_same_checkpoint,
+    require_same_config,
+    resolve_auto,
+)
+from trainer.errors import (
+    EXIT_BAD_CONFIG,
+    EXIT_FAILURE,
+    EXIT_NO_RETRY,
+    EXIT_SUCCESS,
+    ConfigError,
+    RankFailedError,
+    RunFailedError,
+    RunFolderInUseError,
+)
 from trainer.metrics import log_setup
 from trainer.resilience import exit_markers
-from trainer.resilience.anomalies import LostError
-from trainer.resilience.hang_report import suspects
-from trainer.resilience.preemption import Stops, end_of_time
+from trainer.resilience.anomalies import DivergedError
+from trainer.resilience.hang_report import summarize_hang
+from trainer.resilience.preemption import Preemption, job_deadline
 from trainer.train_loop import train
 
 log = logging.getLogger("trainer")
 
-EXIT_SECONDS = 120.0
+EXIT_TIMEOUT_SECONDS = 120.0
 
 
-def main(argv: list[str], requests: Requests | None = None) -> int:
-    rank, world_size, local = place(os.environ)
+def main(argv: list[str], signal_handler: SignalHandler | None = None) -> int:
+    rank, world_size, local_rank = rank_from_environment(os.environ)
     # One rank of each node, since nodes may differ; from the process group on, all find the same.
-    speaks, who = local == 0, f"[rank {rank}] " if rank else ""
+    should_report, prefix = local_rank == 0, f"[rank {rank}] " if rank else ""
     log_setup.configure(rank)
-    if requests is None:
-        requests = Requests()
-        requests.listen()
-    folder: RunFolder | None = None
+    if signal_handler is None:
+        signal_handler = SignalHandler()
+        signal_handler.install()
+    folder: RunDir | None = None
     try:
         config = load(argv)
-        folder = RunFolder(config.output_dir)
+        folder = RunDir(config.output_dir)
         # Nobody waits yet, and there is nothing to save.
-        with requests.raised():
+        with signal_handler.raising():
             if problems := config.stage_problems():
                 raise ConfigError(problems)
             stage = next_stage(config)
-            config.require(world_size, first=stage.index if stage else 0)
+            config.require_valid(world_size, first_stage=stage.index if stage else 0)
             if stage is None:
-                log.info(finished(config))
-                return DONE
-            require_initial(stage.config)
-            folder.make()
-            log_setup.keep(folder.logs, rank)
+                log.info(finished_message(config))
+                return EXIT_SUCCESS
+            validate_initial_weights(stage.config)
+            folder.create()
+            log_setup.add_file_handler(folder.logs_dir, rank)
             # Before the process group exists: its patience is not made for tokenizing a corpus.
-            rows = [rows_of(each.config, stage=each.index) for each in config.stages[stage.index :]]
-            sets = held_out_of(config)
-        speaks = rank == 0
-        run(config, stage, folder, rows, sets, requests)
-    except Asked:
+            datasets = [
+                build_train_dataset(each.config, stage=each.index) for each in config.training_stages[stage.index :]
+            ]
+            validation_sets = build_validation_sets(config)
+        should_report = rank == 0
+        run_stage(config, stage, folder, datasets, validation_sets, signal_handler)
+    except Interrupted:
         # No marker: a peer that fails also has srun ask all others to leave.
-        return refuse(None, FAILED, *(["asked to leave before the first update"] if rank == 0 else ()))
-    except RankError as error:
-        return refuse(folder, error.status, f"[rank {rank}] {error}")
-    except InUseError as error:
-        return refuse(None, BAD_CONFIGURATION, str(error))  # The markers there are the other run's.
+        return report_failure(None, EXIT_FAILURE, *(["asked to leave before the first update"] if rank == 0 else ()))
+    except RankFailedError as error:
+        return report_failure(folder, error.status, f"[rank {rank}] {error}")
+    except RunFolderInUseError as error:
+        return report_failure(None, EXIT_BAD_CONFIG, str(error))  # The markers there are the other run's.
     except ConfigError as error:
-        return refuse(folder, BAD_CONFIGURATION, *(who + problem for problem in error.problems if speaks))
-    except (DataError, LostError, ResumeError) as error:
-        return refuse(folder, NO_RETRY, *[f"{who}{error}"] * speaks)
-    except RunError as error:
-        return refuse(folder, FAILED, *[f"{who}{error}"] * speaks)
-    return DONE
+        return report_failure(
+            folder, EXIT_BAD_CONFIG, *(prefix + problem for problem in error.problems if should_report)
+        )
+    except (DataError, DivergedError, ResumeError) as error:
+        return report_failure(folder, EXIT_NO_RETRY, *[f"{prefix}{error}"] * should_report)
+    except RunFailedError as error:
+        return report_failure(folder, EXIT_FAILURE, *[f"{prefix}{error}"] * should_report)
+    return EXIT_SUCCESS
 
 
-def run(
-    config: Config, stage: Stage, folder: RunFolder, rows: list[Rows], sets: list[HeldOut], requests: Requests
+def run_stage(
+    config: Config,
+    stage: TrainingStage,
+    folder: RunDir,
+    datasets: list[BlendedDataset],
+    validation_sets: list[ValidationSet],
+    signal_handler: SignalHandler,
 ) -> None:
     """Runs a stage on all ranks, and says how it ended."""
-    rank, _, _ = place(os.environ)
-    with folder.locked(leading=rank == 0), process_group(config.distributed) as world:
+    rank, _, _ = rank_from_environment(os.environ)
+    with folder.lock(is_rank_zero=rank == 0), process_group(config.distributed) as world:
         if rank == 0:
-            take_over(folder, world.size)
-        facts = {f"fingerprint of {name}": value for name, value in rows[0].fingerprints.items()}
-        facts |= {f"fingerprint of the set {each.name}": each.fingerprint for each in sets}
-        require_agreement(stage.config, facts)
-        require_same_start(f"{stage} from {folder.newest(config)}")
-        stops = Stops(config, requests, leading=rank == 0, limit=end_of_time(config, os.environ))
-        stage = replace(stage, config=settled(stage.config, world))
-        reason = train(config, stage, folder, world, rows=rows, sets=sets, stops=stops)
+            report_previous_hang(folder, world.size)
+        fingerprints = {f"fingerprint of {name}": value for name, value in datasets[0].fingerprints.items()}
+        fingerprints |= {f"fingerprint of the set {each.name}": each.fingerprint for each in validation_sets}
+        require_same_config(stage.config, fingerprints)
+        require_same_checkpoint(f"{stage} from {folder.resume_checkpoint(config)}")
+        preemption = Preemption(config, signal_handler, is_leader=rank == 0, deadline=job_deadline(config, os.environ))
+        stage = replace(stage, config=resolve_auto(stage.config, world))
+        reason = train(
+            config, stage, folder, world, datasets=datasets, validation_sets=validation_sets, preemption=preemption
+        )
         # All is saved: whoever waits for ranks that have left must not wait for ever.
-        faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True)
+        faulthandler.dump_traceback_later(EXIT_TIMEOUT_SECONDS, exit=True)
         if reason and not config.checkpoint.enabled:
-            raise LostError(f"{reason}: left without a checkpoint, because checkpoint.enabled = false")
-        if rank == 0 and (reason or stage.index + 1 == stage.count):
-            mark(folder, "REQUEUE" if reason else "DONE", reason or "all updates are done")
+            raise DivergedError(f"{reason}: left without a checkpoint, because checkpoint.enabled = false")
+        if rank == 0 and (reason or stage.index + 1 == stage.num_stages):
+            write_marker(folder, "REQUEUE" if reason else "DONE", reason or "all updates are done")
 
 
-def take_over(folder: RunFolder, ranks: int) -> None:
+def report_previous_hang(folder: RunDir, world_size: int) -> None:
     """What the start before left is told, and says nothing about this one."""
-    for line in suspects(folder.hangs, ranks):
+    for line in summarize_hang(folder.hangs_dir, world_size):
         log.warning("the start before hung: %s", line)
     with suppress(OSError):
         exit_markers.clear(folder.path)
 
 
-def refuse(folder: RunFolder | None, status: int, *problems: str) -> int:
+def report_failure(folder: RunDir | None, status: int, *problems: str) -> int:
     """Tells what is wrong, and whatever started this that a retry would not mend it."""
     sys.stderr.write("".join(f"error: {problem}\n" for problem in problems))
-    if folder is not None and problems and status in (NO_RETRY, BAD_CONFIGURATION):
-        mark(folder, "STOP", "; ".join(problems))
+    if folder is not None and problems and status in (EXIT_NO_RETRY, EXIT_BAD_CONFIG):
+        write_marker(folder, "STOP", "; ".join(problems))
     return status
 
 
-def mark(folder: RunFolder, kind: exit_markers.Kind, reason: str) -> None:
+def write_marker(folder: RunDir, kind: exit_markers.ExitMarker, reason: str) -> None:
     # A folder that cannot be written to is what is told, then.
     with suppress(OSError):
-        exit_markers.write(folder.path, kind, reason=reason, attempt=os.environ.get(exit_markers.ATTEMPT))
+        exit_markers.write(folder.path, kind, reason=reason, attempt=os.environ.get(exit_markers.ATTEMPT_VARIABLE))
 
 
 if __name__ == "__main__":
-    status = FAILED
+    status = EXIT_FAILURE
     try:
-        status = main(sys.argv[1:], REQUESTS)
+        status = main(sys.argv[1:], SIGNAL_HANDLER)
     except BaseException:  # noqa: BLE001 - whatever it is, peers are not to wait for what the interpreter does at its end
         traceback.print_exc()
     logging.shutdown()

@@ -72,18 +72,18 @@ def rank_main(asked: argparse.Namespace) -> None:
 def measure(config: Config, world: World, saves: int) -> dict[str, float]:
     """Medians of one kind of save, in seconds."""
     from trainer.checkpoint import manifest
-    from trainer.checkpoint.manager import Checkpoints
-    from trainer.checkpoint.run_dir import RunFolder
-    from trainer.checkpoint.verify import require_good
-    from trainer.data import rows_of
+    from trainer.checkpoint.manager import CheckpointManager
+    from trainer.checkpoint.run_dir import RunDir
+    from trainer.checkpoint.verify import require_verified
+    from trainer.data import build_train_dataset
     from trainer.trainer import Trainer
 
-    trainer = Trainer(config, world, rows_of(config))
-    folder = RunFolder(config.output_dir)
-    folder.make()
+    trainer = Trainer(config, world, build_train_dataset(config))
+    folder = RunDir(config.output_dir)
+    folder.create()
     found, quiet, meanwhile = [], list[float](), list[float]()
-    with Checkpoints(config, folder, world) as checkpoints:
-        updates = trainer.updates()
+    with CheckpointManager(config, folder, world) as checkpoints:
+        updates = trainer.train_steps()
         next(updates)
         for _ in range(saves + 1):
             quiet += [timed(updates) for _ in range(3)]
@@ -91,7 +91,7 @@ def measure(config: Config, world: World, saves: int) -> dict[str, float]:
             # As many on every rank; a rank that asks may hear later than another.
             meanwhile += [timed(updates) for _ in range(6)] if config.checkpoint.asynchronous else []
             ended = checkpoints.wait() if not config.checkpoint.asynchronous else None
-            while ended is None and not (collected := checkpoints.collected()):
+            while ended is None and not (collected := checkpoints.pop_finished()):
                 time.sleep(0.01)
             found.append(ended or collected[0])
         del updates
@@ -99,17 +99,17 @@ def measure(config: Config, world: World, saves: int) -> dict[str, float]:
     if last is None:
         raise RuntimeError(f"a save failed: {found[-1].problem}")
     started = time.perf_counter()
-    require_good(last, None)
+    require_verified(last, None)
     verified = time.perf_counter() - started
     del trainer
     gc.collect()
-    fresh = Trainer(config, world, rows_of(config))
+    fresh = Trainer(config, world, build_train_dataset(config))
     started = time.perf_counter()
-    Checkpoints(config, folder, world).resume(fresh)
+    CheckpointManager(config, folder, world).resume(fresh)
     resumed = time.perf_counter() - started
     mine = last / f"__{world.rank}_0.distcp"
     started = time.perf_counter()
-    size, _ = manifest.hash_of(mine)
+    size, _ = manifest.hash_file(mine)
     hashing = size / (time.perf_counter() - started)
     return {
         "bytes": found[-1].bytes,

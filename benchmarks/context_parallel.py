@@ -33,9 +33,9 @@ from torch.utils._pytree import tree_leaves
 
 from models import attention_op
 from parallelisms.context import all_gather, ring
-from parallelisms.context.attention_plan import Share
+from parallelisms.context.attention_plan import RankAttentionPlan
 from parallelisms.context.shard_layout import SeqLayout
-from parallelisms.parallel_dims import METHODS, ContextPlan, Layout, repeats
+from parallelisms.parallel_dims import CP_METHODS, ContextPlan, ShardLayout, kv_head_repeats
 
 Job = Callable[[], None]
 
@@ -141,7 +141,7 @@ def whole(item: Item, heads: int, kv_heads: int) -> Job:
     """Forward and backward of all tokens in one process."""
     q, grad = (item.draw(item.tokens, heads) for _ in range(2))
     k, v = (item.draw(item.tokens, kv_heads) for _ in range(2))
-    squares = attention_op.squares(torch.tensor([item.boundaries], dtype=torch.int32), 1, item.tokens)
+    squares = attention_op.document_blocks(torch.tensor([item.boundaries], dtype=torch.int32), 1, item.tokens)
 
     def job() -> None:
         out, lse = attention_op.forward(q, k, v, squares, kernel=item.kernel)
@@ -152,36 +152,38 @@ def whole(item: Item, heads: int, kv_heads: int) -> Job:
 
 def shares(item: Item, plan: ContextPlan) -> Iterator[tuple[Job, Wire]]:
     """Forward and backward of each rank of the ring, with its part of the heads."""
-    heads = item.heads // plan.ulysses
-    kv_heads = item.kv_heads * repeats(plan.ulysses, item.kv_heads) // plan.ulysses
-    if plan.rotation is None or plan.ring == 1:
+    heads = item.heads // plan.ulysses_degree
+    kv_heads = item.kv_heads * kv_head_repeats(plan.ulysses_degree, item.kv_heads) // plan.ulysses_degree
+    if plan.rotate_method is None or plan.ring_degree == 1:
         yield whole(item, heads, kv_heads), Wire([])
         return
-    rows = (SeqLayout(plan.kind, plan.ring, item.boundaries),)
-    held = item.tokens // plan.ring
-    everyone = [torch.stack([item.draw(held, kv_heads) for _ in range(2)]) for _ in range(plan.ring)]
-    for rank in range(plan.ring):
-        yield share_of(item, plan, Share(rows, rank), everyone, heads)
+    rows = (SeqLayout(plan.resolved_layout, plan.ring_degree, item.boundaries),)
+    held = item.tokens // plan.ring_degree
+    everyone = [torch.stack([item.draw(held, kv_heads) for _ in range(2)]) for _ in range(plan.ring_degree)]
+    for rank in range(plan.ring_degree):
+        yield share_of(item, plan, RankAttentionPlan(rows, rank), everyone, heads)
 
 
-def share_of(item: Item, plan: ContextPlan, share: Share, everyone: list[Tensor], heads: int) -> tuple[Job, Wire]:
+def share_of(
+    item: Item, plan: ContextPlan, share: RankAttentionPlan, everyone: list[Tensor], heads: int
+) -> tuple[Job, Wire]:
     k, v = everyone[share.rank]
     q, grad = (item.draw(k.shape[0], heads) for _ in range(2))
-    wire = Wire([everyone[(share.rank - step) % plan.ring] for step in range(plan.ring)])
+    wire = Wire([everyone[(share.rank - step) % plan.ring_degree] for step in range(plan.ring_degree)])
     kernel = item.kernel
 
     def job() -> None:
         wire.sent = wire.step = 0
         stacked = torch.stack((k, v))
-        if plan.rotation == "allgather":
+        if plan.rotate_method == "allgather":
             out, lse = all_gather.forward(q, k, v, wire.gather(stacked), share, kernel=kernel)
             saved = (grad, q, k, v, wire.gather(stacked), out, lse, share)
-            all_gather.backward(*saved, reduce_scatter=wire.reduce_scatter, wire=torch.float32, kernel=kernel)
+            all_gather.backward(*saved, reduce_scatter=wire.reduce_scatter, reduce_dtype=torch.float32, kernel=kernel)
             return
         out, lse = ring.forward(q, k, v, wire.rotate(stacked), share, rotate=wire.rotate, kernel=kernel)
         wire.step = 0
         saved = (grad, q, k, v, wire.rotate(stacked), out, lse, share)
-        ring.backward(*saved, rotate=wire.rotate, wire=torch.float32, kernel=kernel)
+        ring.backward(*saved, rotate=wire.rotate, reduce_dtype=torch.float32, kernel=kernel)
 
     return job, wire
 
@@ -202,8 +204,8 @@ def measured_peak(device: str) -> Iterator[list[float]]:
 
 def exchanged(item: Item, plan: ContextPlan) -> int:
     """Bytes that trading heads for tokens sends, both ways: q, k, v there and o back, and their gradients."""
-    u = plan.ulysses
-    kv_heads = item.kv_heads * repeats(u, item.kv_heads)
+    u = plan.ulysses_degree
+    kv_heads = item.kv_heads * kv_head_repeats(u, item.kv_heads)
     size = torch.empty(0, dtype=item.dtype).element_size()
     return 2 * (2 * item.heads + 2 * kv_heads) * (item.tokens // plan.cp) * item.width * size * (u - 1) // u
 
@@ -225,13 +227,13 @@ def row(item: Item, plan: ContextPlan, rounds: int) -> str:
         with measured_peak(item.device) as found:
             job()
         peaks.append(found[0])
-    work = SeqLayout(plan.kind, plan.ring, item.boundaries).work()
+    work = SeqLayout(plan.resolved_layout, plan.ring_degree, item.boundaries).pairs_per_rank()
     sent = max(wire.sent for _, wire in jobs) + exchanged(item, plan)
     ideal = min(single) / plan.cp
     cells = (
-        f"{plan.chosen}, {plan.kind}"
-        if plan.chosen != "hybrid"
-        else f"hybrid {plan.ulysses} x {plan.ring}, {plan.rotation}, {plan.kind}",
+        f"{plan.resolved_method}, {plan.resolved_layout}"
+        if plan.resolved_method != "hybrid"
+        else f"hybrid {plan.ulysses_degree} x {plan.ring_degree}, {plan.rotate_method}, {plan.resolved_layout}",
         str(plan.cp),
         f"{item.tokens // plan.cp}",
         f"{slowest:.3f}",
@@ -254,7 +256,7 @@ KINDS: dict[str, Callable[[random.Random, int], float]] = {
 
 def balance(rows: int = 20, tokens: int = 2**17) -> None:
     out = sys.stdout.write
-    layouts: tuple[Layout, ...] = ("contiguous", "headtail", "doc_headtail", "balanced")
+    layouts: tuple[ShardLayout, ...] = ("contiguous", "headtail", "doc_headtail", "balanced")
     out(f"| {tokens // 1024}K tokens, documents | cp | {' | '.join(layouts)} |\n|---|---|---|---|---|---|\n")
     for name, length in KINDS.items():
         for cp in (4, 8, 16):
@@ -264,7 +266,7 @@ def balance(rows: int = 20, tokens: int = 2**17) -> None:
                 while ends[-1] < tokens:
                     ends.append(min(tokens, ends[-1] + max(1, int(length(draw, len(ends) - 1)))))
                 for layout in layouts:
-                    work = SeqLayout(layout, cp, tuple(ends)).work()
+                    work = SeqLayout(layout, cp, tuple(ends)).pairs_per_rank()
                     worst[layout] = max(worst[layout], max(work) * cp / sum(work))
             out(f"| {name} | {cp} | {' | '.join(f'{ratio:.3f}' for ratio in worst.values())} |\n")
 
@@ -288,7 +290,7 @@ def plans(cp: int, item: Item, *, packed: bool) -> Iterator[ContextPlan]:
     if item.heads % cp == 0:
         yield ContextPlan(method="ulysses", **shape)
     if cp > 2:
-        yield ContextPlan(method="hybrid", cp_ulysses=2, outer="ring", **shape)
+        yield ContextPlan(method="hybrid", cp_ulysses=2, outer_method="ring", **shape)
 
 
 def main() -> None:
@@ -298,7 +300,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, nargs=2, default=[8, 2], metavar=("QUERY", "KEY_VALUE"))
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--methods", nargs="+", choices=CP_METHODS, default=CP_METHODS)
     parser.add_argument("--packed", action="store_true")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
@@ -325,7 +327,7 @@ def main() -> None:
         )
         for cp in given.cp:
             for plan in plans(cp, item, packed=given.packed):
-                if plan.chosen not in given.methods:
+                if plan.resolved_method not in given.methods:
                     continue
                 out(row(item, plan, given.rounds) + "\n")
                 sys.stdout.flush()

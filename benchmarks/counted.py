@@ -20,10 +20,10 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from models.batch import Batch
-from parallelisms.activation_offload import HostMemory
+from parallelisms.activation_offload import HostActivationPool
 from trainer.config.job_config import Config
-from trainer.data.copy_task import CopyRows
-from trainer.data.sequences import Rows
+from trainer.data.copy_task import CopyDataset
+from trainer.data.sequences import BlendedDataset
 from trainer.distributed import World
 from trainer.trainer import Trainer
 
@@ -53,21 +53,21 @@ def count(config: Config, *, updates: int, documents: int | None = None, rows: A
     Threads of gloo release without telling. What they do too late makes an update look fuller than it is.
     """
     training = config.training
-    copied = CopyRows(
+    copied = CopyDataset(
         vocab_size=config.model.build().vocab_size,
         period=training.seq_len // 2,
         seq_len=training.seq_len,
-        num_rows=training.global_batch_size * training.steps,
+        num_sequences=training.global_batch_size * training.steps,
         seed=0,
     )
-    rows = rows or Rows([copied], seq_len=training.seq_len)
+    rows = rows or BlendedDataset([copied], seq_len=training.seq_len)
     world = World(distributed.get_rank(), distributed.get_world_size(), torch.device("cpu"))
     with _told(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         trainer = Trainer(config, world, rows)
-        for part in trainer.parts.values():
+        for part in trainer.stage_modules.values():
             if part.head is not None:
                 part.head.register_forward_pre_hook(_begins)
-        reading = trainer.loader.updates(0)
+        reading = trainer.loader.steps(0)
         for update in range(updates):
             batches = next(reading)
             trainer.step += 1
@@ -94,15 +94,15 @@ def _cut(batch: Batch, length: int | None) -> Batch:
 @contextmanager
 def _told() -> Iterator[None]:
     """Lets the profiler see what is allocated in host memory."""
-    copy_out = HostMemory.copy_out
+    copy_out = HostActivationPool.offload
 
-    def told(memory: HostMemory, *arguments: Any) -> Any:
+    def told(memory: HostActivationPool, *arguments: Any) -> Any:
         with record_function(ON_HOST):
             return copy_out(memory, *arguments)
 
-    HostMemory.copy_out = told  # type: ignore[assignment, method-assign]
+    HostActivationPool.offload = told  # type: ignore[assignment, method-assign]
     yield
-    HostMemory.copy_out = copy_out  # type: ignore[method-assign]
+    HostActivationPool.offload = copy_out  # type: ignore[method-assign]
 
 
 Change = tuple[int, int, int, bool]

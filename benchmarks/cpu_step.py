@@ -49,7 +49,7 @@ steps = 6
 dtype = "float32"
 [memory]
 recompute = "none"
-head_chunk_mib = 8
+loss_chunk_mib = 8
 [optimizer]
 lr = 8e-4
 [checkpoint]
@@ -75,15 +75,15 @@ def measure(argv: list[str]) -> None:
     """In a fresh process: runs train.py with its updates timed, and prints one JSON line."""
     sys.path.insert(0, str(ROOT))
     import train
-    from trainer.hardware.device import host_memory
-    from trainer.trainer import Trainer, Update
+    from trainer.hardware.device import peak_host_memory
+    from trainer.trainer import StepResult, Trainer
 
     ends: list[tuple[float, float]] = []
 
     class Timed(Trainer):
-        def updates(self) -> Iterator[Update]:
+        def updates(self) -> Iterator[StepResult]:
             ends.append((time.process_time(), 0.0))
-            for update in super().updates():
+            for update in super().train_steps():
                 ends.append((time.process_time(), since_start()))
                 yield update
 
@@ -92,7 +92,7 @@ def measure(argv: list[str]) -> None:
     seconds = [after[0] - before[0] for before, after in pairwise(ends)]
     result = {
         "cpu_s_per_step": median(seconds[2:]),
-        "peak_rss_mib": host_memory() / 2**20,
+        "peak_rss_mib": peak_host_memory() / 2**20,
         "first_step_done_s": ends[1][1],
         "steps": seconds,
     }

@@ -34,13 +34,13 @@ import torch
 
 from parallelisms.context.shard_layout import SeqLayout
 from trainer.config.job_config import DataSection
-from trainer.data import open_rows
+from trainer.data import build_blended_dataset
 from trainer.data.corpus import PYTHON_STDLIB, Corpus
 from trainer.data.prepare import prepare
-from trainer.data.prepare.train_tokenizer import draw, train
-from trainer.data.sequences import WHOLE
-from trainer.data.source import Source
-from trainer.data.tokenizer import LLAMA3_PATTERN, LLAMA3_SPECIALS, Tokenizer, load_tokenizer
+from trainer.data.prepare.train_tokenizer import sample_lines, train_sentencepiece
+from trainer.data.sequences import FULL_SEQUENCE
+from trainer.data.source import CorpusSpec
+from trainer.data.tokenizer import LLAMA3_PATTERN, LLAMA3_SPECIAL_TOKENS, Tokenizer, load_tokenizer
 
 LINES = 100_000
 
@@ -82,9 +82,9 @@ def merged(parts: list[bytes], pair: tuple[bytes, bytes]) -> list[bytes]:
 
 
 def tokenizers(folder: Path, vocab_size: int) -> dict[str, Tokenizer]:
-    source = Source(corpus=PYTHON_STDLIB)
-    (folder / "sentencepiece").write_bytes(train([source], vocab_size=vocab_size, lines=LINES))
-    tokens = byte_pairs(draw([source], LINES // 10), vocab_size - len(LLAMA3_SPECIALS))
+    source = CorpusSpec(corpus=PYTHON_STDLIB)
+    (folder / "sentencepiece").write_bytes(train_sentencepiece([source], vocab_size=vocab_size, lines=LINES))
+    tokens = byte_pairs(sample_lines([source], LINES // 10), vocab_size - len(LLAMA3_SPECIAL_TOKENS))
     ranks = b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens))
     (folder / "tiktoken").write_bytes(ranks)
     kinds = ("tiktoken", "sentencepiece")
@@ -93,14 +93,14 @@ def tokenizers(folder: Path, vocab_size: int) -> dict[str, Tokenizer]:
 
 def measure_prepare(vocab_size: int, rounds: int) -> None:
     torch.set_num_threads(1)
-    size = Corpus(Source(corpus=PYTHON_STDLIB)).size
+    size = Corpus(CorpusSpec(corpus=PYTHON_STDLIB)).size
     say(f"{machine()}; {size / 1e6:.1f} MB, {rounds} rounds\n")
     say("| tokenizer | vocabulary | bytes a token | CPU-s | MB/s of a core |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         for name, tokenizer in tokenizers(Path(folder), vocab_size).items():
             seconds, tokens = [], 0
             for number in range(rounds):
-                source = Source(corpus=PYTHON_STDLIB, cache_dir=Path(folder, name + str(number)))
+                source = CorpusSpec(corpus=PYTHON_STDLIB, cache_dir=Path(folder, name + str(number)))
                 began = time.process_time()
                 tokens = prepare(source, tokenizer).num_tokens
                 seconds.append(time.process_time() - began)
@@ -115,16 +115,17 @@ class HeadTail:
     rank: int
     ranks: int
 
-    def padded(self, tokens: int) -> int:
-        return tokens + -tokens % (2 * self.ranks)
+    def padded_length(self, seq_len: int) -> int:
+        return seq_len + -seq_len % (2 * self.ranks)
 
     def spans(self, boundaries: tuple[int, ...]) -> Sequence[tuple[int, int]]:
-        return [
-            (piece.start, piece.length) for piece in SeqLayout("headtail", self.ranks, boundaries).pieces(self.rank)
-        ]
+        return [(piece.start, piece.length) for piece in SeqLayout("headtail", self.ranks, boundaries).spans(self.rank)]
 
-    def work(self, rows: Sequence[tuple[int, ...]]) -> int:
-        return sum(SeqLayout("headtail", self.ranks, boundaries).work()[self.rank] for boundaries in rows)
+    def attention_pairs(self, boundaries_per_sequence: Sequence[tuple[int, ...]]) -> int:
+        return sum(
+            SeqLayout("headtail", self.ranks, boundaries).pairs_per_rank()[self.rank]
+            for boundaries in boundaries_per_sequence
+        )
 
 
 def measure_rows(rounds: int) -> None:
@@ -135,20 +136,20 @@ def measure_rows(rounds: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for documents, seq_len, ranks in product(("repository", "file"), (1 << 16, 1 << 20), (1, 8)):
             data = DataSection(documents=documents, cache_dir=Path(folder))
-            rows = open_rows(data, load_tokenizer("byte", None), seq_len=seq_len, seed=0)
+            rows = build_blended_dataset(data, load_tokenizer("byte", None), seq_len=seq_len, seed=0)
             (source,) = rows.sources
-            numbers = range(min(8, source.num_rows))
-            mean = sum(len(source.pieces(number)) for number in numbers) / len(numbers)
+            numbers = range(min(8, source.num_sequences))
+            mean = sum(len(source.segment_lengths(number)) for number in numbers) / len(numbers)
             slowest, held = 0.0, 0
             for rank in (0, ranks - 1):
-                share = HeadTail(rank, ranks) if ranks > 1 else WHOLE
+                share = HeadTail(rank, ranks) if ranks > 1 else FULL_SEQUENCE
                 batch, times = rows.read([0], share), []
                 for _ in range(rounds):
                     began = time.process_time()
                     for number in numbers:
                         batch = rows.read([number], share)
                     times.append((time.process_time() - began) / len(numbers))
-                tensors = (batch.tokens, batch.labels, batch.positions, batch.documents)
+                tensors = (batch.tokens, batch.labels, batch.positions, batch.document_ids)
                 slowest, held = max(slowest, min(times)), sum(tensor.nbytes for tensor in tensors)
             cells = (documents, f"{seq_len:,}", f"{mean:.0f}", ranks, f"{1000 * slowest:.2f}", f"{1 / slowest:,.0f}")
             say(f"| {' | '.join(map(str, cells))} | {held / 2**20:.1f} |")

@@ -16,9 +16,9 @@ from math import prod
 
 from benchmarks.mesh_arithmetic import table
 from trainer.config.parse import load
-from trainer.memory.estimator import GIB, ledgers
-from trainer.plan.comm_volume import traffic
-from trainer.plan.flops import work
+from trainer.memory.estimator import GIB, estimate_memory_per_pp_rank
+from trainer.plan.comm_volume import comm_volumes
+from trainer.plan.flops import rank_workload
 
 SHIPPED = ("llama3_8b_128k", "llama3_8b_1m", "llama3_70b_128k", "llama3_405b_128k")
 
@@ -43,20 +43,20 @@ def measured(name: str, rank: int) -> dict[str, float]:
 def rows(name: str) -> list[list[str]]:
     config = load(["--config", name])
     size, pp = prod(config.parallelism.degrees(1).values()), config.parallelism.pp
-    stages, found = ledgers(config, size), []
+    stages, found = estimate_memory_per_pp_rank(config, size), []
     for place in sorted({0, pp - 1}):
         command = [sys.executable, "-m", "benchmarks.dry_runs", name, str(place * (size // pp))]
         dry = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
-        predicted, counts = stages[place], work(config, size, place)
+        predicted, counts = stages[place], rank_workload(config, size, place)
         on_host = sum(
-            line.host for line in predicted.lines if line.name in ("parameters", "gradients", "optimizer states")
+            line.host_bytes for line in predicted.items if line.name in ("parameters", "gradients", "optimizer states")
         )
-        flops = sum(counts.matmul.values()) + sum(counts.attention.values())
-        sent = sum(message.bytes for message in traffic(config, size, place))
+        flops = sum(counts.matmul_flops.values()) + sum(counts.attention_flops.values())
+        sent = sum(message.bytes for message in comm_volumes(config, size, place))
         found.append(
             [
                 f"`{name}`", f"{size:,}", f"{place + 1} of {pp}",
-                f"{dry['peak'] / GIB:.2f}", apart(predicted.device + on_host, dry["peak"]),
+                f"{dry['peak'] / GIB:.2f}", apart(predicted.device_bytes + on_host, dry["peak"]),
                 f"{dry['flops']:.4g}", apart(flops, dry["flops"]), f"{dry['sent'] / GIB:,.1f}", apart(sent, dry["sent"]),
                 f"{dry['operations']:,.0f}", f"{dry['seconds']:.0f}", f"{dry['memory'] / GIB:.2f}",
             ]

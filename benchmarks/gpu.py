@@ -38,7 +38,7 @@ from benchmarks.gpu_parts import KEPT, attention, environment, output, parity, t
 from benchmarks.gpu_rows import Bench, K, Report
 from benchmarks.gpu_steps import MODELS, begin_memory, configured, gib, ledger_of, seconds_of, train, with_length
 from trainer.hardware.device import GIB, choose_device, peak_flops
-from trainer.launch.cluster import Cluster, prepare_environment
+from trainer.launch.cluster import LaunchWorld, set_worker_environment
 
 LEAN = "--memory.offload inputs_and_attention --memory.head_groups 4 --memory.mlp_tile_mib 1024"
 
@@ -62,8 +62,8 @@ def ablation(bench: Bench) -> None:
         f"{KEPT} --memory.mlp_tile_mib 512",
         f"{KEPT} --memory.head_groups 2",
         f"{KEPT} --memory.head_groups 4",
-        f"{KEPT} --memory.input_every 4",
-        f"{KEPT} {LEAN} --memory.input_every 4",
+        f"{KEPT} --memory.blocks_per_checkpoint 4",
+        f"{KEPT} {LEAN} --memory.blocks_per_checkpoint 4",
     )
     for levers in ways:
         train(bench, "1b-128", 64 * K, levers, room=9)
@@ -179,14 +179,17 @@ def record(bench: Bench, model: str, tokens: int) -> None:
 
 def longest(bench: Bench, model: str) -> None:
     """Two layers, with memory taken for the states of all others: rows grow until they do not fit, or shrink."""
-    levers, unit = f"{KEPT} {LEAN} --memory.input_every 2", 64 * K
+    levers, unit = f"{KEPT} {LEAN} --memory.blocks_per_checkpoint 2", 64 * K
     room = 0.97 * torch.cuda.get_device_properties(bench.device).total_memory if bench.cuda else GIB / 64
     whole, cut = (configured(bench, model, unit, levers, more) for more in ("", "--model.num_layers 2"))
-    layers, ballast = whole.model.build().num_layers, int(ledger_of(whole)[0].states - ledger_of(cut)[0].states)
+    layers, ballast = (
+        whole.model.build().num_layers,
+        int(ledger_of(whole)[0].state_bytes - ledger_of(cut)[0].state_bytes),
+    )
 
     def needed(units: int) -> tuple[float, float]:
         found, host = ledger_of(with_length(whole, bench.size(units * unit)))
-        return found.device, host
+        return found.device_bytes, host
 
     units = 1
     while needed(units + 1)[0] <= room and units < 512:
@@ -239,7 +242,7 @@ def main(argv: list[str]) -> int:
     if device.type == "cpu" and not given.rehearse:
         sys.stdout.write("no CUDA device: nothing measured\n")
         return 0
-    prepare_environment(os.environ, Cluster(processes=1))
+    set_worker_environment(os.environ, LaunchWorld(nproc_per_node=1))
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo")  # A machine without a network has a name that nobody resolves.
     if device.type == "cpu":

@@ -22,13 +22,13 @@ from torch import Tensor
 from benchmarks.gpu_rows import BACKENDS, Bench, K, measure_attention, measure_wide
 from benchmarks.gpu_steps import begin_memory, configured
 from models import attention_op
-from models.kernels import Rectangle, Work
-from models.loss_head import Head
-from parallelisms.collectives import local
+from models.kernels import ScoreBlock, ScoreBlocks
+from models.loss_head import LossHead
+from parallelisms.collectives import to_local
 from parallelisms.context import ring
-from parallelisms.context.attention_plan import Share
+from parallelisms.context.attention_plan import RankAttentionPlan
 from parallelisms.context.shard_layout import SeqLayout
-from trainer.data import rows_of
+from trainer.data import build_train_dataset
 from trainer.distributed import process_group
 from trainer.hardware.device import GIB
 from trainer.trainer import Trainer
@@ -123,7 +123,7 @@ VARIANTS = {
     "full": ("none", "--memory.recompute full"),
     "inputs on the host": ("keep_attention", f"{KEPT} --memory.offload inputs"),
     "all on the host": ("keep_attention", f"{KEPT} --memory.offload inputs_and_attention"),
-    "one input of 2": ("keep_attention", f"{KEPT} --memory.input_every 2"),
+    "one input of 2": ("keep_attention", f"{KEPT} --memory.blocks_per_checkpoint 2"),
     "2 head groups": ("keep_attention", f"{KEPT} --memory.head_groups 2"),
     "4 head groups": ("keep_attention", f"{KEPT} --memory.head_groups 4"),
     "tiles": ("keep_attention", f"{KEPT} --memory.mlp_tile_mib 1"),
@@ -157,13 +157,13 @@ def seen_by(bench: Bench, options: str) -> Seen:
     default = "" if "--training.attention" in options else "--training.attention auto"
     config = configured(bench, "parity", 4 * K, options, default)
     with process_group(config.distributed) as world:
-        trainer = Trainer(config, world, rows_of(config))
-        reading = trainer.loader.updates(0)
-        vector = trainer.accumulate(next(reading))
+        trainer = Trainer(config, world, build_train_dataset(config))
+        reading = trainer.loader.steps(0)
+        vector = trainer.accumulate_gradients(next(reading))
         reading.close()
-        named = trainer.optimizer.named.items()
-        grads = {name: local(x.grad).to(bench.device, copy=True) for name, x in named if x.grad is not None}
-        parts = trainer.tally.slots.parts(trainer.update(vector, 1e-3))
+        named = trainer.optimizer.parameters_by_name.items()
+        grads = {name: to_local(x.grad).to(bench.device, copy=True) for name, x in named if x.grad is not None}
+        parts = trainer.accumulator.layout.split(trainer.optimizer_step(vector, 1e-3))
         return float(parts["loss"] / parts["targets"]), float(parts["grad_norm"]), grads
 
 
@@ -183,10 +183,10 @@ def ring_job(bench: Bench, kernel: str, tokens: int, ranks: int = 4) -> tuple[Ca
     """Forward and backward of a row by one call, and by ranks in threads that share the device; what both give is in order."""
     q, grad = (bench.draw(tokens, 32, 128) for _ in range(2))
     k, v = (bench.draw(tokens, 8, 128) for _ in range(2))
-    work = Work([Rectangle(0, tokens, 0, tokens)], causal=True)
+    work = ScoreBlocks([ScoreBlock(0, tokens, 0, tokens)], causal=True)
     layout = SeqLayout("headtail", ranks, (0, tokens))
-    shares = [Share((layout,), rank) for rank in range(ranks)]
-    order, back = layout.order().to(bench.device), layout.inverse().to(bench.device)
+    shares = [RankAttentionPlan((layout,), rank) for rank in range(ranks)]
+    order, back = layout.permutation().to(bench.device), layout.inverse_permutation().to(bench.device)
     parts = list(zip(*(x[order].chunk(ranks) for x in (grad, q, k, v)), strict=True))
 
     def alone() -> list[Tensor]:
@@ -257,7 +257,7 @@ def ring_row(bench: Bench, kernel: str, held: int) -> None:
 
 def head_row(bench: Bench, mib: int) -> None:
     model, tokens = configured(bench, "8b", 16 * K).model.build(), bench.size(16 * K)
-    head = Head(model, chunk_mib=mib).to(bench.device, torch.bfloat16)
+    head = LossHead(model, chunk_mib=mib).to(bench.device, torch.bfloat16)
     x = bench.draw(1, tokens, model.dim).requires_grad_()
     labels = torch.randint(model.vocab_size, (1, tokens), device=bench.device)
     begin_memory(bench)

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from models import kernels
-from models.kernels import Rectangle, Work
+from models.kernels import ScoreBlock, ScoreBlocks
 from trainer.config.job_config import Config
 from trainer.hardware.device import Stopwatch
-from trainer.memory.auto import memory_of_node
+from trainer.memory.auto import node_memory_bytes
 
 T = TypeVar("T")
 Given = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -68,7 +68,7 @@ class Bench:
     attention: str = "fastest"
     given: Sequence[str] = ()
     """Options of a configuration from the command line."""
-    host: float = field(default_factory=memory_of_node)
+    host: float = field(default_factory=node_memory_bytes)
     """Bytes of host memory."""
     rates: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
     """FLOP/s of attention, forward and backward, by kernel and head width: of kernels that were seen right."""
@@ -149,10 +149,10 @@ class Bench:
 def measure_attention(bench: Bench, kernel: str, width: int, tokens: int, heads: int = 32, kv_heads: int = 8) -> None:
     """A row; its rates count from now on. Raises what `kernels.check` raises of a kernel that computes something else."""
     if bench.cuda:
-        kernels.check(kernel, bench.device, torch.bfloat16, width=width)
+        kernels.verify_kernel(kernel, bench.device, torch.bfloat16, width=width)
     grad, q = (bench.draw(tokens, heads, width) for _ in range(2))
     k, v = (bench.draw(tokens, kv_heads, width) for _ in range(2))
-    work, pairs = Work([Rectangle(0, tokens, 0, tokens)], causal=True), tokens * (tokens + 1) / 2
+    work, pairs = ScoreBlocks([ScoreBlock(0, tokens, 0, tokens)], causal=True), tokens * (tokens + 1) / 2
     forward, backward, error = _attending(bench, kernel, (grad, q, k, v), work, rounds=5)
     rates = (4 * heads * width * pairs / forward, 10 * heads * width * pairs / backward)
     bench.rates[kernel, width] = rates
@@ -173,25 +173,27 @@ def measure_wide(bench: Bench, kernel: str) -> None:
     tokens = bench.size(1 << 20)
     grad, q = (bench.draw(tokens, 32, 128) for _ in range(2))
     k, v = (bench.draw(tokens // 512, 8, 128) for _ in range(2))
-    work = Work([Rectangle(0, tokens, 0, tokens // 512)], causal=False)
+    work = ScoreBlocks([ScoreBlock(0, tokens, 0, tokens // 512)], causal=False)
     _, _, error = _attending(bench, kernel, (grad, q, k, v), work, rounds=0)
     bench.report.row(what=f"{kernel}, queries of {q.numel():,} numbers", result=f"last query errs by {error:.1e}")
     if error < kernels.TOLERANCES[torch.bfloat16]:
         bench.wide.add(kernel)
 
 
-def _attending(bench: Bench, kernel: str, given: Given, work: Work, *, rounds: int) -> tuple[float, float, float]:
+def _attending(
+    bench: Bench, kernel: str, given: Given, work: ScoreBlocks, *, rounds: int
+) -> tuple[float, float, float]:
     """Seconds forward and backward, and the error of the last query."""
     grad, q, k, v = given
-    ((_, out, lse),) = kernels.attend(q, k, v, work, kernel=kernel)
-    ((_, _, dq, _, _),) = kernels.attend_backward(grad, q, k, v, out, lse, work, kernel=kernel)
+    ((_, out, lse),) = kernels.attend_blocks(q, k, v, work, kernel=kernel)
+    ((_, _, dq, _, _),) = kernels.attend_blocks_backward(grad, q, k, v, out, lse, work, kernel=kernel)
     error = _last_query_error(given, out, lse, dq)
     del dq
     forward = bench.timed(
-        lambda: list(kernels.attend(q, k, v, work, kernel=kernel)), warmups=min(3, rounds), rounds=rounds
+        lambda: list(kernels.attend_blocks(q, k, v, work, kernel=kernel)), warmups=min(3, rounds), rounds=rounds
     )
     backward = bench.timed(
-        lambda: list(kernels.attend_backward(grad, q, k, v, out, lse, work, kernel=kernel)),
+        lambda: list(kernels.attend_blocks_backward(grad, q, k, v, out, lse, work, kernel=kernel)),
         warmups=min(3, rounds),
         rounds=rounds,
     )
@@ -202,8 +204,8 @@ def _last_query_error(given: Given, out: Tensor, lse: Tensor, dq: Tensor) -> flo
     """How far the last query's numbers are from those of matrix products, relative to the largest of its kind."""
     grad, q, k, v = given
     last = slice(q.shape[0] - 1, q.shape[0])
-    alone = Work([Rectangle(last.start, last.stop, 0, k.shape[0])], causal=False)
-    ((_, right, right_lse),) = kernels.attend(q, k, v, alone, kernel="plain")
-    ((_, _, right_dq, _, _),) = kernels.attend_backward(grad, q, k, v, out, lse, alone, kernel="plain")
+    alone = ScoreBlocks([ScoreBlock(last.start, last.stop, 0, k.shape[0])], causal=False)
+    ((_, right, right_lse),) = kernels.attend_blocks(q, k, v, alone, kernel="plain")
+    ((_, _, right_dq, _, _),) = kernels.attend_blocks_backward(grad, q, k, v, out, lse, alone, kernel="plain")
     pairs = ((out[last], right), (lse[:, last], right_lse), (dq[last], right_dq))
     return max(float((ours - exact).abs().max() / exact.abs().max()) for ours, exact in pairs)

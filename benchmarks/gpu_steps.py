@@ -16,13 +16,13 @@ from benchmarks.gpu_rows import Bench, K
 from models.batch import Batch
 from trainer.config.job_config import Config
 from trainer.config.parse import load
-from trainer.data.copy_task import CopyRows
-from trainer.data.sequences import WHOLE, Rows, Share
+from trainer.data.copy_task import CopyDataset
+from trainer.data.sequences import FULL_SEQUENCE, BlendedDataset, SequenceShard
 from trainer.distributed import process_group
 from trainer.hardware.device import GIB, peak_flops
-from trainer.memory.auto import fitted
-from trainer.memory.estimator import Ledger, Rank
-from trainer.trainer import Measured, Trainer
+from trainer.memory.auto import fit_memory_options
+from trainer.memory.estimator import MemoryEstimate, RankMemory
+from trainer.trainer import StepMetrics, Trainer
 
 B1 = "--model.family llama3.2 --model.size 1b"
 MODELS = {
@@ -33,7 +33,7 @@ MODELS = {
 }
 TINY = (
     "--model.vocab_size 264 --model.dim 64 --model.num_layers 2 --model.num_heads 8 --model.num_kv_heads 4 --model.head_dim 8 "
-    "--model.ffn_dim 96 --memory.head_chunk_mib 1"
+    "--model.ffn_dim 96 --memory.loss_chunk_mib 1"
 )
 COMMON = (
     "--config debug --job.name gpu --data.corpus copy --training.global_batch_size 1 --training.dtype bfloat16 "
@@ -47,7 +47,7 @@ SHORT = 4 * K
 """Tokens of documents in warm-ups that would else take long."""
 
 
-class Packed(Rows):
+class Packed(BlendedDataset):
     """Random tokens, the second half of a row the first again; row n is packed with documents of `documents[n]` tokens.
 
     Its last length is that of all rows after it.
@@ -58,11 +58,11 @@ class Packed(Rows):
         vocabulary, length = config.model.build().vocab_size, training.seq_len
         rows = training.steps * training.global_batch_size
         copied: Any = {"vocab_size": vocabulary, "period": length // 2, "num_rows": rows, "seed": training.seed}
-        super().__init__([CopyRows(**copied, seq_len=length)], seq_len=length)
+        super().__init__([CopyDataset(**copied, seq_len=length)], seq_len=length)
         self._documents = documents
 
-    def read(self, numbers: Sequence[int | None], share: Share = WHOLE) -> Batch:
-        batch, (number,) = super().read(numbers, share), numbers
+    def read(self, indices: Sequence[int | None], shard: SequenceShard = FULL_SEQUENCE) -> Batch:
+        batch, (number,) = super().read(indices, shard), indices
         length = min(self.seq_len, self._documents[min(number or 0, len(self._documents) - 1)])
         whole, rest = divmod(self.seq_len, length)
         pairs = whole * (length * (length + 1) // 2) + rest * (rest + 1) // 2
@@ -70,10 +70,10 @@ class Packed(Rows):
         return replace(
             batch,
             positions=batch.positions % length,
-            documents=batch.positions // length,
+            document_ids=batch.positions // length,
             boundaries=torch.tensor([starts], dtype=torch.int32),
             num_pairs=pairs,
-            attended=pairs,
+            num_computed_pairs=pairs,
         )
 
 
@@ -110,27 +110,27 @@ def configured(bench: Bench, model: str, tokens: int, *levers: str) -> Config:
     config = load(argv)
     if "--training.attention" not in argv:
         config = load([*argv, "--training.attention", bench.kernel(config)])
-    config.require(1)
+    config.require_valid(1)
     room = torch.cuda.get_device_properties(bench.device).total_memory if bench.cuda else bench.host
-    return fitted(config, 1, ranks=1, device=float(room), host=bench.host)
+    return fit_memory_options(config, 1, ranks_per_node=1, device_bytes=float(room), host_bytes=bench.host)
 
 
 def seconds_of(bench: Bench, config: Config, pairs: float) -> float:
     """Predicted: products at the assumed rate, attention at the measured one."""
     model, levers = config.model.build(), config.memory
     forward, backward = bench.rates.get((config.training.attention, model.head_dim), ASSUMED)
-    again = {"recompute": levers.recompute, "input_every": levers.input_every}
-    products = model.executed_flops(tokens=config.training.seq_len, pairs=0, **again)  # type: ignore[arg-type]
+    again = {"recompute": levers.recompute, "blocks_per_checkpoint": levers.blocks_per_checkpoint}
+    products = model.hardware_flops(tokens=config.training.seq_len, pairs=0, **again)  # type: ignore[arg-type]
     attended = model.num_layers * model.num_heads * model.head_dim * pairs
     passes = 1 + (levers.recompute == "full")
     slower = 1 if bench.cuda else 1e4
     return slower * (products / LINEAR + attended * (4 * passes / forward + 10 / backward))
 
 
-def ledger_of(config: Config) -> tuple[Ledger, float]:
+def ledger_of(config: Config) -> tuple[MemoryEstimate, float]:
     """The fullest moment of the device, and the most bytes that the host holds at any."""
-    moments = list(Rank(config, 1, 0).moments())
-    return max(moments, key=lambda moment: moment.device), max(moment.host for moment in moments)
+    moments = list(RankMemory(config, 1, 0).phase_estimates())
+    return max(moments, key=lambda moment: moment.device_bytes), max(moment.host_bytes for moment in moments)
 
 
 def rounds_for(each: float, short: float, room: float) -> tuple[int, int, bool]:
@@ -191,26 +191,26 @@ def with_length(config: Config, tokens: int) -> Config:
 
 def updates(
     bench: Bench, config: Config, warmups: int, documents: list[int], ballast: int = 0
-) -> tuple[list[Measured], str, Memory]:
+) -> tuple[list[StepMetrics], str, Memory]:
     """What updates after the warm-ups measured, the kernel that ran, and the most memory meanwhile."""
     with process_group(config.distributed) as world:
-        found: list[Measured] = []
+        found: list[StepMetrics] = []
         weight = torch.empty(ballast, dtype=torch.uint8, device=world.device)
         trainer = Trainer(config, world, Packed(config, documents))
         begin_memory(bench)
-        for number, update in enumerate(trainer.updates()):
+        for number, update in enumerate(trainer.train_steps()):
             found.append(update.read())
             if number + 1 == warmups:
                 begin_memory(bench)
         del weight
-        return found[warmups:], trainer.placed.kernel, memory(bench)
+        return found[warmups:], trainer.parallel_model.kernel, memory(bench)
 
 
 def training_row(
     bench: Bench,
     name: str,
     config: Config,
-    found: list[Measured],
+    found: list[StepMetrics],
     kernel: str,
     used: Memory,
     *,
@@ -219,8 +219,8 @@ def training_row(
 ) -> float:
     model, levers, length = config.model.build(), config.memory, config.training.seq_len
     times = [update.step_seconds for update in found]
-    seconds, work = median(times), {"tokens": found[-1].tokens, "pairs": found[-1].pairs}
-    again = model.executed_flops(**work, recompute=levers.recompute, input_every=levers.input_every)
+    seconds, work = median(times), {"tokens": found[-1].tokens, "pairs": found[-1].attended_pairs}
+    again = model.hardware_flops(**work, recompute=levers.recompute, blocks_per_checkpoint=levers.blocks_per_checkpoint)
     peak, expected = peak_flops(bench.device), ledger_of(config)[0]
     bench.report.row(
         model=f"{name}, {model.num_layers} layers",
@@ -241,9 +241,9 @@ def training_row(
         rss_gib=gib(used.rss),
         pinned_gib=gib(used.pinned),
         predicted_s=predicted,
-        predicted_gib=gib(expected.device),
-        k=None if used.peak is None else (used.peak - expected.states) / expected.stream,
-        predicted_k=expected.k,
+        predicted_gib=gib(expected.device_bytes),
+        k=None if used.peak is None else (used.peak - expected.state_bytes) / expected.residual_bytes,
+        predicted_k=expected.residual_multiple,
         loss=found[-1].loss,
         note=note,
     )
@@ -259,7 +259,7 @@ def policy(config: Config) -> str:
     said = {
         levers.recompute: True,
         f"{levers.offload} on the host": levers.offload != "none",
-        f"one input of {levers.input_every}": levers.input_every > 1,
+        f"one input of {levers.blocks_per_checkpoint}": levers.blocks_per_checkpoint > 1,
         f"{levers.head_groups} head groups": levers.head_groups > 1,
         f"tiles of {levers.mlp_tile_mib} MiB": levers.mlp_tile_mib is not None,
         "compiled": config.training.compile,

@@ -25,10 +25,10 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import train
-from models.batch import IGNORE, Batch
-from trainer.data import held_out_of
-from trainer.evaluation.validation import batches
-from trainer.export.checkpoint_cli import find, opened, take
+from models.batch import IGNORE_INDEX, Batch
+from trainer.data import build_validation_sets
+from trainer.evaluation.validation import eval_batches
+from trainer.export.checkpoint_cli import load_parallel_model, parse_args, resolve_checkpoint
 
 LENGTH, TAIL = 1024, 64
 EDGES = [0, *(1 << power for power in range(3, 11))]
@@ -118,18 +118,18 @@ def trained(text: str, folder: Path, *options: str) -> Path:
 
 def by_position(folder: Path) -> list[Point]:
     """Mean loss of the held-out rows' targets, in finer steps than a run reports."""
-    found = find(take([str(folder)], ()))
-    held = held_out_of(found.config)[0]
+    found = resolve_checkpoint(parse_args([str(folder)], ()))
+    held = build_validation_sets(found.config)[0]
     sums = torch.zeros(2, len(EDGES), dtype=torch.float64)
 
     def record(losses_BS: Tensor, hits_BS: Tensor, batch: Batch) -> None:
         del hits_BS
         bucket = torch.bucketize(batch.positions.flatten(), torch.tensor(EDGES), right=True) - 1
-        for row, values_BS in zip(sums, (losses_BS, batch.labels != IGNORE), strict=True):
+        for row, values_BS in zip(sums, (losses_BS, batch.labels != IGNORE_INDEX), strict=True):
             row.index_add_(0, bucket, values_BS.double().flatten())
 
-    with opened(found) as (placed, _):
-        placed.judge(batches(held.rows[0], held.num_rows, placed, most=LENGTH), record)
+    with load_parallel_model(found) as (placed, _):
+        placed.evaluate(eval_batches(held.datasets[0], held.num_sequences, placed, max_tokens=LENGTH), record)
     names = [f"{low}-" for low, _ in pairwise([*EDGES, LENGTH])]
     return [(name, float(loss / count)) for name, loss, count in zip(names, *sums, strict=True) if count]
 

@@ -27,7 +27,7 @@ from statistics import median
 
 from trainer.config.job_config import Config
 from trainer.config.parse import load
-from trainer.memory.estimator import ledger
+from trainer.memory.estimator import estimate_memory
 
 KEEP, TILES = ["--memory.recompute", "keep_attention"], ["--memory.mlp_tile_mib", "4"]
 INPUTS, ALL = ["--memory.offload", "inputs"], ["--memory.offload", "inputs_and_attention"]
@@ -40,7 +40,7 @@ LADDER: dict[str, list[str]] = {
     "and attention on the host": [*KEEP, *TILES, *ALL],
     "and 2 head groups": [*KEEP, *TILES, *ALL, "--memory.head_groups", "2"],
     "and 8 head groups: everything": [*KEEP, *TILES, *ALL, "--memory.head_groups", "8"],
-    "and one input of four": [*KEEP, *TILES, *ALL, "--memory.head_groups", "8", "--memory.input_every", "4"],
+    "and one input of four": [*KEEP, *TILES, *ALL, "--memory.head_groups", "8", "--memory.blocks_per_checkpoint", "4"],
 }
 TIMED = (
     "nothing (`none`)",
@@ -59,7 +59,7 @@ ITEM = {
     "model.num_kv_heads": "8",
     "model.head_dim": "8",
     "model.ffn_dim": "896",
-    "memory.head_chunk_mib": "1",
+    "memory.loss_chunk_mib": "1",
     "training.steps": "2",
     "training.dtype": "bfloat16",
     "training.global_batch_size": "1",
@@ -96,31 +96,31 @@ def alive(rung: str, tokens: int) -> dict[str, float]:
     from benchmarks.counted import count
 
     config = configured(rung, tokens, ITEM)
-    found, told = count(config, updates=2, documents=DOCUMENT), ledger(config, 1)
-    return vars(found) | {"predicted": told.device, "predicted_kept": kept(config, tokens)}
+    found, told = count(config, updates=2, documents=DOCUMENT), estimate_memory(config, 1)
+    return vars(found) | {"predicted": told.device_bytes, "predicted_kept": kept(config, tokens)}
 
 
 def kept(config: Config, tokens: int) -> float:
     """By the formulas of docs/memory.md: by blocks, the stream behind the last and the tables of angles."""
-    from trainer.memory.estimator import Rank
+    from trainer.memory.estimator import RankMemory
 
-    rank = Rank(config, 1, 0)
-    device, host = rank.by_blocks(rank.blocks)
+    rank = RankMemory(config, 1, 0)
+    device, host = rank.saved_block_bytes(rank.num_blocks)
     return device + host + 2 * config.model.build().dim * tokens + 4 * config.model.build().head_dim * tokens
 
 
 def timed(rung: str, tokens: int) -> dict[str, float]:
     import torch
 
-    from trainer.data.copy_task import CopyRows
-    from trainer.data.sequences import Rows
+    from trainer.data.copy_task import CopyDataset
+    from trainer.data.sequences import BlendedDataset
     from trainer.distributed import World
     from trainer.trainer import Trainer
 
     config = configured(rung, tokens, ITEM | WIDE)
     model = config.model.build()
-    copied = CopyRows(vocab_size=model.vocab_size, period=tokens // 2, seq_len=tokens, num_rows=1, seed=0)
-    rows = Rows([copied], seq_len=tokens)
+    copied = CopyDataset(vocab_size=model.vocab_size, period=tokens // 2, seq_len=tokens, num_sequences=1, seed=0)
+    rows = BlendedDataset([copied], seq_len=tokens)
     trainer = Trainer(config, World(0, 1, torch.device("cpu")), rows)
     batch = rows.read([0])
     trainer.step += 1
@@ -138,9 +138,9 @@ def of_file(name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(_on_rank, (name, world_size, Path(folder)), nprocs=world_size)
         found = [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(world_size)]
-    told, peak = ledger(config, world_size), max(one["peak"] for one in found)
+    told, peak = estimate_memory(config, world_size), max(one["peak"] for one in found)
     say(
-        f"{name}: {peak / 2**20:.0f} MiB counted at most, {told.device / 2**20:.0f} predicted: {told.device / peak - 1:+.1%}"
+        f"{name}: {peak / 2**20:.0f} MiB counted at most, {told.device_bytes / 2**20:.0f} predicted: {told.device_bytes / peak - 1:+.1%}"
     )
 
 
@@ -148,13 +148,13 @@ def _on_rank(rank: int, name: str, world_size: int, folder: Path) -> None:
     import torch
 
     from benchmarks.counted import count
-    from trainer.data import rows_of
-    from trainer.distributed import on_this_machine
+    from trainer.data import build_train_dataset
+    from trainer.distributed import single_host_process_group
 
     torch.set_num_threads(1)
     config = load(["--config", name])
-    rows = rows_of(config)
-    with on_this_machine(config.distributed, rank=rank, size=world_size, store=folder / "store"):
+    rows = build_train_dataset(config)
+    with single_host_process_group(config.distributed, rank=rank, size=world_size, store=folder / "store"):
         (folder / str(rank)).write_text(json.dumps(vars(count(config, updates=2, rows=rows))))
 
 

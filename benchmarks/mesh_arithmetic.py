@@ -21,11 +21,11 @@ from typing import Any
 from models.config import ModelConfig
 from models.llama import LLAMA31
 from parallelisms.parallel_dims import ContextPlan
-from parallelisms.pipeline_plan import SINGLE, SPLIT, PipelinePlan, Schedule
+from parallelisms.pipeline_plan import SINGLE_STAGE_SCHEDULES, SPLIT_BACKWARD_SCHEDULES, PipelinePlan, PipelineSchedule
 from trainer.config.parse import load
-from trainer.memory.block import Block
-from trainer.memory.estimator import ledger
-from trainer.memory.report import levers
+from trainer.memory.block import BlockMemory
+from trainer.memory.estimator import estimate_memory
+from trainer.memory.report import memory_savings
 
 FLOPS = 550e12  # per second, that a GPU really computes
 INSIDE, BETWEEN = 450e9, 50e9  # bytes per second and GPU, each way, in a node and between nodes
@@ -42,7 +42,7 @@ Action = tuple[str, int, int]  # what is done, its stage, its micro-batch
 
 def kept(model: ModelConfig, policy: str, *, tp: int = 1, compiled: bool = False) -> int:
     """Bytes that a block keeps of a token for its backward pass."""
-    return Block(model, tokens=tp, tp=tp, compiled=compiled).kept(policy)
+    return BlockMemory(model, tokens=tp, tp=tp, compiled=compiled).saved_bytes(policy)
 
 
 class Run:
@@ -62,7 +62,7 @@ class Run:
         self.tokens = self.row // (self.cp * self.tp)  # S / tp
         self.context, self.pipeline = self.config.context_plan(), self.config.pipeline_plan(self.ranks)
         # Of one tp rank, repeated until they divide among those that exchange heads.
-        self.kv_heads = lcm(max(1, self.model.num_kv_heads // self.tp), self.context.ulysses)
+        self.kv_heads = lcm(max(1, self.model.num_kv_heads // self.tp), self.context.ulysses_degree)
 
     @cached_property
     def actions(self) -> list[list[Action]]:
@@ -71,17 +71,17 @@ class Run:
     # ---- bytes of one GPU
 
     def kept(self, policy: str, *, compiled: bool) -> float:
-        return self._block(compiled=compiled).kept(policy)
+        return self._block(compiled=compiled).saved_bytes(policy)
 
-    def _block(self, *, compiled: bool) -> Block:
+    def _block(self, *, compiled: bool) -> BlockMemory:
         memory, context = self.config.memory, self.context if self.cp > 1 else None
         tile = None if memory.mlp_tile_mib is None else memory.mlp_tile_mib << 20
         pieces: dict[str, Any] = {"groups": memory.head_groups, "tile": tile}
         tokens = self.tokens * self.tp
-        return Block(self.model, tokens=tokens, tp=self.tp, compiled=compiled, context=context, **pieces)
+        return BlockMemory(self.model, tokens=tokens, tp=self.tp, compiled=compiled, context_plan=context, **pieces)
 
     def kept_by_all(self, policy: str) -> float:
-        blocks = most_held(self.actions, self.pipeline.blocks) if self.pp > 1 else self.model.num_layers
+        blocks = most_held(self.actions, self.pipeline.blocks_per_stage) if self.pp > 1 else self.model.num_layers
         return blocks * self.kept(policy, compiled=self.config.training.compile)
 
     def states(self) -> float:
@@ -93,7 +93,7 @@ class Run:
         if self.pp == 1:
             return (10 * block + 6 * head) / self.tp
         last = self.pipeline.num_stages - 1
-        sizes = [block * blocks + head * (i in (0, last)) for i, blocks in enumerate(self.pipeline.blocks)]
+        sizes = [block * blocks + head * (i in (0, last)) for i, blocks in enumerate(self.pipeline.blocks_per_stage)]
         own = 4 * head * most_held(self.actions, [0] * last + [1])
         found = []
         for rank in range(self.pp):
@@ -105,15 +105,19 @@ class Run:
         """Of the block at work, beside what other blocks keep: gradients, and what it computes again."""
         block = self._block(compiled=False)
         if self.policy == "none":
-            return max(block.in_feed_forward(), block.in_attention(4))
-        return max(block.feed_forward_again(), block.attention_again(4), block.projections_again())
+            return max(block.feed_forward_backward_bytes(), block.attention_backward_bytes(4))
+        return max(
+            block.feed_forward_recompute_bytes(), block.attention_recompute_bytes(4), block.qkv_recompute_bytes()
+        )
 
     def buffers(self) -> float:
         """Of a pipeline: torch has one for each input and each gradient that a stage receives in an update."""
         if self.pp == 1:
             return 0
-        each = 3 if self.pipeline.schedule in SPLIT else 2  # Gradients of inputs stay too, where they are found first.
-        count = each * self.pipeline.micro_batches * self.pipeline.stages_per_rank
+        each = (
+            3 if self.pipeline.schedule in SPLIT_BACKWARD_SCHEDULES else 2
+        )  # Gradients of inputs stay too, where they are found first.
+        count = each * self.pipeline.num_micro_batches * self.pipeline.stages_per_rank
         return count * 2 * self.model.dim * self.tokens
 
     def parts(self) -> list[float]:
@@ -124,7 +128,7 @@ class Run:
     def work(self) -> float:
         """FLOPs of one block per token."""
         block = replace(self.model, num_layers=1, vocab_size=0)
-        return block.executed_flops(tokens=1, pairs=self.config.training.seq_len / 2, recompute=self.policy)
+        return block.hardware_flops(tokens=1, pairs=self.config.training.seq_len / 2, recompute=self.policy)
 
     def of_tp(self) -> float:
         return self._percent(EXCHANGES[self.policy] * 2 * self.model.dim * self.tokens * (self.tp - 1), INSIDE)
@@ -132,13 +136,15 @@ class Run:
     def of_heads(self) -> float:
         """Of queries, keys, values and outputs: forward, backward, and again unless everything is kept, `full` twice."""
         heads = 2 * self.model.num_heads // self.tp + 2 * self.kv_heads
-        sent = 2 * heads * self.model.head_dim * self.tokens * self.tp * (1 - 1 / self.context.ulysses)
+        sent = 2 * heads * self.model.head_dim * self.tokens * self.tp * (1 - 1 / self.context.ulysses_degree)
         return self._percent(sent * PASSES[self.policy], INSIDE)
 
     def of_keys(self) -> float:
         """Twice in bfloat16, once more with `full`, and their gradients in float32."""
-        values = 2 * self.row * self.kv_heads // self.context.ulysses * self.model.head_dim
-        return self._percent(values * (2 + 2 * (self.policy == "full") + 2 + 4) * (1 - 1 / self.context.ring), BETWEEN)
+        values = 2 * self.row * self.kv_heads // self.context.ulysses_degree * self.model.head_dim
+        return self._percent(
+            values * (2 + 2 * (self.policy == "full") + 2 + 4) * (1 - 1 / self.context.ring_degree), BETWEEN
+        )
 
     def of_weights(self) -> float:
         """Of a pipeline, what it would be if each micro-batch gathered them. The GPUs of a node fetch one copy."""
@@ -149,11 +155,11 @@ class Run:
         """The same as the schedule gathers them, with gradients reduced once per update."""
         if self.pp == 1:
             return self.of_weights()
-        blocks = self.pipeline.blocks
+        blocks = self.pipeline.blocks_per_stage
         rank = max(range(self.pp), key=lambda rank: sum(blocks[stage] for stage in self.pipeline.stages_of(rank)))
         mine = sum(blocks[stage] for stage in self.pipeline.stages_of(rank))
         gathered = sum(blocks[stage] for kind, stage, _ in self.actions[rank] if kind == "gather")
-        return self.of_weights() * (2 * gathered + 4 * mine) / (8 * mine * self.pipeline.micro_batches)
+        return self.of_weights() * (2 * gathered + 4 * mine) / (8 * mine * self.pipeline.num_micro_batches)
 
     def _percent(self, sent: float, speed: float) -> float:
         return 100 * sent / speed / (self.work() * self.tokens / FLOPS)
@@ -192,11 +198,11 @@ def actions(plan: PipelinePlan) -> list[list[Action]]:
     schedule: Any = None
     for rank, notes in enumerate(found):
         stages: Any = [Noting(plan, stage, notes) for stage in plan.stages_of(rank)]
-        if plan.schedule in SINGLE:
-            schedule = get_schedule_class(plan.schedule)(stages[0], plan.micro_batches, loss_fn=lambda *_: None)
+        if plan.schedule in SINGLE_STAGE_SCHEDULES:
+            schedule = get_schedule_class(plan.schedule)(stages[0], plan.num_micro_batches, loss_fn=lambda *_: None)
             notes.append(("gather", rank, 0))
         elif rank == 0:
-            schedule = get_schedule_class(plan.schedule)(stages, plan.micro_batches, loss_fn=lambda *_: None)
+            schedule = get_schedule_class(plan.schedule)(stages, plan.num_micro_batches, loss_fn=lambda *_: None)
             schedule.register_custom_function(
                 _ComputationType.UNSHARD,
                 lambda action, run: found[run.schedule_ref.rank].append(("gather", action.stage_index, 0)),
@@ -204,7 +210,7 @@ def actions(plan: PipelinePlan) -> list[list[Action]]:
         # Private to torch. Without tensors there is nothing to prepare; and one schedule has the lists of all ranks.
         schedule._initialize_stage = schedule._initialize_stages = lambda *_: None
         schedule.rank, schedule._stages = rank, stages
-        schedule._step_microbatches(target_mbs=[None] * plan.micro_batches, return_outputs=False)
+        schedule._step_microbatches(target_mbs=[None] * plan.num_micro_batches, return_outputs=False)
     return found
 
 
@@ -222,7 +228,7 @@ def idle(plan: PipelinePlan, ranks: Sequence[Sequence[Action]], takes: Mapping[s
     clocks = [0.0] * len(queues)
     # When the output of a stage (F), or the gradient of its input (I), is there.
     ends = (("F", -1), ("I", plan.num_stages))
-    there = {(kind, stage, number): 0.0 for kind, stage in ends for number in range(plan.micro_batches)}
+    there = {(kind, stage, number): 0.0 for kind, stage in ends for number in range(plan.num_micro_batches)}
     while left := sum(map(len, queues)):
         for rank, queue in enumerate(queues):
             while queue:
@@ -264,7 +270,11 @@ def percent(share: float) -> str:
 
 def method(run: Run) -> str:
     plan = run.context
-    return f"hybrid, {plan.ulysses} x {plan.ring}" if plan.chosen == "hybrid" else plan.chosen
+    return (
+        f"hybrid, {plan.ulysses_degree} x {plan.ring_degree}"
+        if plan.resolved_method == "hybrid"
+        else plan.resolved_method
+    )
 
 
 def shipped() -> list[str]:
@@ -290,7 +300,7 @@ def shipped() -> list[str]:
         "whole weights, gradients": [gib(run.whole()) for run in runs],
         "in passing": [gib(run.passing()) for run in runs],
         f"together, of {80e9 / GIB:.1f}": [f"{sum(run.parts()) / GIB:.0f}" for run in runs],
-        "**% of the time:** bubble": [percent(100 * (run.pipeline.bubble or 0)) for run in runs],
+        "**% of the time:** bubble": [percent(100 * (run.pipeline.bubble_fraction or 0)) for run in runs],
         "exchanges of tp": [percent(run.of_tp()) for run in runs],
         "exchange of heads": [percent(run.of_heads()) for run in runs],
         "keys and values between nodes, partly hidden": [percent(run.of_keys()) for run in runs],
@@ -335,7 +345,7 @@ def eight() -> list[str]:
 
 
 def pipelines(pp: int = 4, micro_batches: int = 16) -> list[str]:
-    schedules: tuple[tuple[Schedule, int], ...] = (
+    schedules: tuple[tuple[PipelineSchedule, int], ...] = (
         ("GPipe", 1),
         ("1F1B", 1),
         ("Interleaved1F1B", 2),
@@ -353,7 +363,7 @@ def pipelines(pp: int = 4, micro_batches: int = 16) -> list[str]:
     for schedule, each in schedules:
         blocks = (1,) * (pp * each)
         counts: dict[str, Any] = {"num_layers": pp * each, "layers": blocks, "micro_batches": micro_batches}
-        plan = PipelinePlan(pp=pp, schedule=schedule, per_rank=each, **counts)
+        plan = PipelinePlan(pp=pp, schedule=schedule, pp_stages_per_rank=each, **counts)
         done = actions(plan)
         waits = [f"{wait:.{0 if wait >= 9.95 else 1}f} %" for wait in (idle(plan, done, of) for of in takes)]
         held = [f"{most_held(done, blocks) / each:g}", str(most_held(done, [0] * (len(blocks) - 1) + [1]))]
@@ -393,27 +403,27 @@ def working() -> list[str]:
     plans = [None, *(ContextPlan(cp=8, method=method, **heads) for method in ("ulysses", "ring", "allgather"))]
     rows = []
     for plan in plans:
-        name = f"`{plan.chosen}` over 8" if plan else "whole rows on a rank"
+        name = f"`{plan.resolved_method}` over 8" if plan else "whole rows on a rank"
         cells = []
         for groups in (1, 2, 4, 8):
-            held = Block(model, tokens, context=plan, groups=groups, tile=1 << 20)
-            fits = plan is None or model.num_heads // groups % plan.ulysses == 0
-            cells.append(f"{held.attention_again(4) / held.stream:.1f}" if fits else "")
+            held = BlockMemory(model, tokens, context_plan=plan, head_groups=groups, mlp_tile_bytes=1 << 20)
+            fits = plan is None or model.num_heads // groups % plan.ulysses_degree == 0
+            cells.append(f"{held.attention_recompute_bytes(4) / held.residual_bytes:.1f}" if fits else "")
         rows.append([name, *cells])
-    block = Block(model, tokens, tile=1 << 20)
-    others = {"feed-forward": block.feed_forward_again(), "projections": block.projections_again()}
-    rows += [[name, *[f"{size / block.stream:.1f}"] * 4] for name, size in others.items()]
+    block = BlockMemory(model, tokens, mlp_tile_bytes=1 << 20)
+    others = {"feed-forward": block.feed_forward_recompute_bytes(), "projections": block.qkv_recompute_bytes()}
+    rows += [[name, *[f"{size / block.residual_bytes:.1f}"] * 4] for name, size in others.items()]
     return table(["backward, in u", *(f"{groups} group{'s' * (groups > 1)}" for groups in (1, 2, 4, 8))], rows)
 
 
 def memory() -> list[str]:
     """The page on memory: the ledger of each shipped file, at its fullest moment."""
-    found = [ledger(run.config, run.ranks) for run in map(Run, SHIPPED)]
-    names = [line.name for line in found[0].lines]
-    rows = [[name, *(_gib(one.line(name).device) for one in found)] for name in names]
-    rows.append(["**together**", *(_gib(one.device) for one in found)])
-    rows.append(["k", *(f"{one.k:.0f}" for one in found)])
-    rows.append(["fullest", *(one.moment.replace(", backward", "").replace(", forward", "") for one in found)])
+    found = [estimate_memory(run.config, run.ranks) for run in map(Run, SHIPPED)]
+    names = [line.name for line in found[0].items]
+    rows = [[name, *(_gib(one.item(name).device_bytes) for one in found)] for name in names]
+    rows.append(["**together**", *(_gib(one.device_bytes) for one in found)])
+    rows.append(["k", *(f"{one.residual_multiple:.0f}" for one in found)])
+    rows.append(["fullest", *(one.phase.replace(", backward", "").replace(", forward", "") for one in found)])
     return table(["GiB of the fullest rank", *(f"`{name}`" for name in SHIPPED)], rows)
 
 
@@ -423,13 +433,13 @@ def pulled() -> list[str]:
         Run("llama3_8b_128k", changes)
         for changes in ("recompute=none", "recompute=full", "recompute=full cp=8 dp_shard=1")
     ]
-    found = [{lever.change: lever.frees for lever in levers(run.config, run.ranks)} for run in runs]
+    found = [{lever.change: lever.freed_bytes for lever in memory_savings(run.config, run.ranks)} for run in runs]
     changes = sorted(
         {change for one in found for change in one},
         key=lambda change: (-max(one.get(change, 0) for one in found), change),
     )
     rows = [[f"`{change}`", *(_gib(one.get(change, 0)) for one in found)] for change in changes]
-    peaks = ["predicted", *(_gib(ledger(run.config, run.ranks).device) for run in runs)]
+    peaks = ["predicted", *(_gib(estimate_memory(run.config, run.ranks).device_bytes) for run in runs)]
     return table(["frees GiB", "`none`, 2 x 4", "`full`, 2 x 4", "`full`, 1 x 8"], [peaks, *rows])
 
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from rich.console import Console
 
 from trainer.config.parse import load
-from trainer.hardware.device_specs import DEFAULT, load_device
-from trainer.plan.console import WIDTH, show
-from trainer.plan.plan import run_plan
-from trainer.plan.report import planned
+from trainer.hardware.device_specs import DEFAULT_DEVICE, load_device
+from trainer.plan.console import MAX_WIDTH, show
+from trainer.plan.plan import plan_run
+from trainer.plan.report import plan_report
 
 ROOT = Path(__file__).resolve().parents[1]
 PLANS = ROOT / "docs" / "plans"
@@ -32,10 +32,10 @@ def names() -> list[str]:
 def told(name: str) -> str:
     """The plan of a shipped file, on as many devices as its mesh needs."""
     config = load(["--config", name])
-    size = max(prod(stage.config.parallelism.degrees(1).values()) for stage in config.stages)
+    size = max(prod(stage.config.parallelism.degrees(1).values()) for stage in config.training_stages)
     text = StringIO()
-    found = run_plan(config, size, load_device(config.plan.device or DEFAULT))
-    show(planned(found), Console(file=text, width=WIDTH))
+    found = plan_run(config, size, load_device(config.plan.device or DEFAULT_DEVICE))
+    show(plan_report(found), Console(file=text, width=MAX_WIDTH))
     return text.getvalue()
 
 

@@ -19,9 +19,9 @@ from typing import Any
 
 from benchmarks.mesh_arithmetic import table
 from trainer.config.job_config import Config
-from trainer.hardware.device_specs import Device, load_device
+from trainer.hardware.device_specs import DeviceSpec, load_device
 from trainer.memory.estimator import GIB
-from trainer.plan.plan import Plan, plan_of
+from trainer.plan.plan import TrainingPlan, plan_stage
 
 Values = dict[str, Any]
 K, M = 1 << 10, 1 << 20
@@ -40,15 +40,15 @@ class Row:
     system: str
     setting: str
     config: Config
-    device: Device
+    device: DeviceSpec
     rate: float
     gib: float | None = None
     why: str = ""
     """What makes it another thing than what is predicted."""
 
     @cached_property
-    def plan(self) -> Plan:
-        return plan_of(self.config, prod(self.config.parallelism.degrees(1).values()), self.device)
+    def plan(self) -> TrainingPlan:
+        return plan_stage(self.config, prod(self.config.parallelism.degrees(1).values()), self.device)
 
     @property
     def error(self) -> float:
@@ -76,32 +76,34 @@ def configured(
             "memory": memory or {},
         }
     )
-    if problems := config.shape_problems(prod(config.parallelism.degrees(1).values())):
+    if problems := config.layout_problems(prod(config.parallelism.degrees(1).values())):
         raise ValueError("; ".join(problems))
     return config
 
 
-def in_eight_bits(device: Device) -> Device:
-    return replace(device, matmul=device.matmul * NARROW_PRODUCTS)
+def in_eight_bits(device: DeviceSpec) -> DeviceSpec:
+    return replace(device, matmul_flops=device.matmul_flops * NARROW_PRODUCTS)
 
 
-def on_grand_teton() -> Device:
+def on_grand_teton() -> DeviceSpec:
     """torchtitan's: H100 of 96 GB and 2.4 TB/s, held at 500 W."""
     attention = {
         kernel: {width: (forward * COOL, backward * COOL) for width, (forward, backward) in widths.items()}
-        for kernel, widths in H100.attention.items()
+        for kernel, widths in H100.attention_flops.items()
     }
-    return replace(H100, memory=95 * GIB, hbm=2.4e12, matmul=H100.matmul * COOL, attention=attention)
+    return replace(
+        H100, memory=95 * GIB, hbm_bandwidth=2.4e12, matmul_flops=H100.matmul_flops * COOL, attention_flops=attention
+    )
 
 
-def of_peak(config: Config, device: Device, percent: float) -> float:
+def of_peak(config: Config, device: DeviceSpec, percent: float) -> float:
     """Tokens/s of a device, from the share of its peak that model FLOPs have."""
     tokens = config.training.seq_len
     flops = config.model.build().flops(tokens=1, pairs=(tokens + 1) / 2)
-    return percent / 100 * device.peak / flops
+    return percent / 100 * device.peak_flops / flops
 
 
-LONG: Values = {"recompute": "full", "offload": "inputs", "mlp_tile_mib": 1024, "head_chunk_mib": 1024}
+LONG: Values = {"recompute": "full", "offload": "inputs", "mlp_tile_mib": 1024, "loss_chunk_mib": 1024}
 
 
 def upipe() -> Iterator[Row]:
@@ -124,7 +126,7 @@ def upipe() -> Iterator[Row]:
                 parallelism={"cp": 8, "cp_method": methods.get(system, "ulysses")},
                 memory=memory,
             )
-            why = "beside attention and products theirs takes one to three seconds" if tokens == 128 * K else ""
+            why = "its step has one to three more seconds outside attention and matmul" if tokens == 128 * K else ""
             yield Row(system, f"8B, {_short(tokens)}, 8 x H100", config, H100, rate, None, why)
 
 
@@ -138,7 +140,7 @@ def others() -> Iterator[Row]:
         parallelism={"cp": 8, "cp_method": "allgather"},
         memory=LONG,
     )
-    note = "its weights and states are bfloat16"
+    note = "its weights and optimizer state are bfloat16"
     yield Row("TRL", "Qwen3-8B, 1M, 8 x H100", trl, H100, M / 8 / 380, 56.2e9 / GIB, note)
     for tokens, ranks, percent in (
         (500_000, 1, 21.9),
@@ -171,12 +173,12 @@ def nemo() -> Iterator[Row]:
     ):
         config = _nemo("8b", "llama3", tokens * K, rows, {"tp": tp, "cp": cp, "dp_shard": dp})
         setting = f"8B, {_short(tokens * K)}, {tp * cp * dp} x B200"
-        why = "rates of B200 are largely estimated"
+        why = "B200 rates are largely estimated"
         yield Row("NeMo, FP8", setting, config, in_eight_bits(B200), of_peak(config, B200, percent), None, why)
     for tokens, tp, cp, dp, percent in ((128, 4, 4, 8, 32.6), (512, 8, 16, 4, 29.0), (1024, 8, 32, 4, 27.7)):
         config = _nemo("7b", "llama2", tokens * K, dp, {"tp": tp, "cp": cp, "dp_shard": dp})
         setting = f"Llama2-7B, {_short(tokens * K)}, {tp * cp * dp} x H100"
-        why = "of March 2024: an older kernel, batch and recomputation not told"
+        why = "March 2024: older kernel; batch and recomputation not published"
         yield Row("NeMo, FP8", setting, config, in_eight_bits(H100), of_peak(config, H100, percent), None, why)
 
 
@@ -195,7 +197,7 @@ def _nemo(size: str, family: str, tokens: int, rows: int, mesh: dict[str, int]) 
 def torchtitan() -> Iterator[Row]:
     """Its tables of December 2024, in their order."""
     bench, narrow = on_grand_teton(), in_eight_bits(on_grand_teton())
-    selective = "it computes every other product again"
+    selective = "it recomputes every other matmul"
     for ranks, device, compiled, rate, gib in (
         (8, bench, False, 5762, 82.4),
         (8, bench, True, 6667, 77.0),
@@ -219,9 +221,9 @@ def torchtitan() -> Iterator[Row]:
             rows=8 // cp,
             training={"attention": "flash"},
             parallelism={"dp_shard": 8 // cp, "cp": cp, **({"cp_method": "allgather"} if cp > 1 else {})},
-            memory={"recompute": "full", "head_chunk_mib": 1 << 14},
+            memory={"recompute": "full", "loss_chunk_mib": 1 << 14},
         )
-        why = "it casts what it computes again once more" if cp == 1 else "its first context parallelism"
+        why = "it repeats the FP8 casts in recomputation" if cp == 1 else "its first context parallelism"
         yield Row("torchtitan, FP8", f"8B, {_short(32 * K * cp)}, 8 x H100", config, narrow, rate, gib, why)
     for hidden, rate, gib in ((False, 829, 71.9), (True, 876, 67.6)):
         mesh: Values = {"dp_shard": 32, "tp": 8, "async_tp": hidden}
@@ -234,7 +236,7 @@ def torchtitan() -> Iterator[Row]:
             memory={"recompute": "full"},
         )
         name = f"torchtitan, FP8{', async TP' if hidden else ''}"
-        why = "what async_tp hides is taken from it" if hidden else ""
+        why = "the overlap of async TP is taken from its own figure" if hidden else ""
         yield Row(name, "70B, 8K, 256 x H100", config, narrow, rate, gib, why)
     for schedule, rate, gib in (("1F1B", 100, 82.5), ("Interleaved1F1B", 128, 72.7)):
         config = _largest(8 * K, 256, 4, {"dp_shard": 8, "pp_schedule": schedule})
@@ -274,10 +276,10 @@ def report(found: Sequence[Row]) -> list[str]:
         "GiB",
         "predicted",
         "error",
-        "another thing because",
+        "what differs",
     ]
     errors = [abs(row.error) for row in found if not row.why]
-    told = f"{len(errors)} rows of the same thing are off by {sum(errors) / len(errors):.0%} on average, and {max(errors):.0%} at most."
+    told = f"Over {len(errors)} rows of the same configuration, the mean error is {sum(errors) / len(errors):.0%} and the largest {max(errors):.0%}."
     return [*table(heading, [_cells(row) for row in found]), "", told]
 
 
@@ -292,8 +294,8 @@ def _cells(row: Row) -> list[str]:
         f"{100 * row.error:+.0f} %",
         f"{100 * plan.mfu:.1f}",
         gib,
-        f"{plan.fullest.device / GIB:.1f}",
-        "" if row.gib is None else f"{100 * (plan.fullest.device / GIB / row.gib - 1):+.0f} %",
+        f"{plan.peak_memory.device_bytes / GIB:.1f}",
+        "" if row.gib is None else f"{100 * (plan.peak_memory.device_bytes / GIB / row.gib - 1):+.0f} %",
         row.why,
     ]
 

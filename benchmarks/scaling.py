@@ -21,12 +21,12 @@ from benchmarks.mesh_arithmetic import table
 from trainer.config.parse import load
 from trainer.config.training_stages import Recipe
 from trainer.hardware.device_specs import load_device
-from trainer.memory.estimator import GIB, Rank
+from trainer.memory.estimator import GIB, RankMemory
 from trainer.plan import svg
-from trainer.plan.document import Curve
-from trainer.plan.plan import plan_of
-from trainer.plan.search import Way, changed, laid_out, longest, search
-from trainer.plan.style import sheet
+from trainer.plan.document import LineChart
+from trainer.plan.plan import plan_stage
+from trainer.plan.search import LayoutPlan, describe_layout, longest_sequence, search, with_overrides
+from trainer.plan.style import stylesheet
 from trainer.plan.svg import tag
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -59,7 +59,7 @@ class Cell:
     model: str
     gpus: int
     length: int
-    way: Way | None
+    way: LayoutPlan | None
 
     def words(self) -> str:
         if self.way is None:
@@ -68,7 +68,7 @@ class Cell:
 
 
 def cell(model: str, gpus: int, length: int, tokens: int) -> Cell:
-    found = search(of_size(model, length, tokens), gpus, DEVICE, shown=1)
+    found = search(of_size(model, length, tokens), gpus, DEVICE, max_results=1)
     return Cell(model, gpus, length, found.best[0] if found.best else None)
 
 
@@ -76,7 +76,7 @@ def weak(model: str, gpus: int, length: int) -> Cell:
     return cell(model, gpus, length, max(TOKENS, EACH * gpus))
 
 
-def short(way: Way) -> str:
+def short(way: LayoutPlan) -> str:
     """`dp 4 cp 8u tp 2 pp 4`, with the first letter of how rows are shared."""
     mesh = way.mesh
     sizes = {"dp": mesh["dp_replicate"] * mesh["dp_shard"], **{axis: mesh[axis] for axis in ("cp", "tp", "pp")}}
@@ -96,7 +96,7 @@ def grid(model: str, cells: Sequence[Cell]) -> list[str]:
     return table(["row", *(f"{count:,} GPUs" for count in gpus)], rows)
 
 
-def strong(cells: Sequence[Cell]) -> tuple[Curve, list[str]]:
+def strong(cells: Sequence[Cell]) -> tuple[LineChart, list[str]]:
     """MFU by the number of GPUs, and what the time of the smallest and the largest is spent on."""
     lines = {
         model: [(float(each.gpus), 100 * each.way.plan.mfu) for each in cells if each.model == model and each.way]
@@ -107,18 +107,18 @@ def strong(cells: Sequence[Cell]) -> tuple[Curve, list[str]]:
         if each.way is None:
             continue
         plan = each.way.plan
-        parts = plan.times.busiest.parts()
+        parts = plan.step_time.busiest.breakdown()
         work = sum(parts.get(name, 0) for name in ("matrix products", "attention", "the head"))
         others = sorted(
             ((seconds, name) for name, seconds in parts.items() if seconds and name not in WORK), reverse=True
         )
-        lost = ", ".join(f"{name} {100 * seconds / plan.seconds:.0f} %" for seconds, name in others[:3])
+        lost = ", ".join(f"{name} {100 * seconds / plan.step_seconds:.0f} %" for seconds, name in others[:3])
         rows.append(
-            [each.model, f"{each.gpus:,}", short(each.way), f"{plan.seconds:.3g}", f"{100 * plan.mfu:.1f}",
-             f"{100 * work / plan.seconds:.0f} %", lost]
+            [each.model, f"{each.gpus:,}", short(each.way), f"{plan.step_seconds:.3g}", f"{100 * plan.mfu:.1f}",
+             f"{100 * work / plan.step_seconds:.0f} %", lost]
         )  # fmt: skip
-    heading = ["model", "GPUs", "mesh", "s / update", "MFU %", "products and attention", "most of the rest"]
-    drawn = Curve(
+    heading = ["model", "GPUs", "mesh", "s / step", "MFU %", "matmul and attention", "largest of the rest"]
+    drawn = LineChart(
         title="strong scaling",
         x="GPUs",
         y="MFU %",
@@ -133,19 +133,21 @@ WORK = ("matrix products", "attention", "the head")
 RANKS = (2, 4, 8, 16, 32, 64, 128, 256)
 
 
-def hidden(model: str, length: int) -> Curve:
+def hidden(model: str, length: int) -> LineChart:
     """Percent of an update that is waited for attention's messages, by how many ranks share a row."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for method in ("ring", "allgather", "ulysses", "hybrid"):
         for ranks in RANKS:
-            config = changed(of_size(model, length, length), sharing(ranks, method))
-            if config.shape_problems(ranks):
+            config = with_overrides(of_size(model, length, length), sharing(ranks, method))
+            if config.layout_problems(ranks):
                 continue
-            plan = plan_of(config, ranks, DEVICE)
-            waits = {name: seconds for name, seconds in plan.times.busiest.parts().items() if name.endswith("(cp)")}
-            lines.setdefault(method, []).append((float(ranks), 100 * sum(waits.values()) / plan.seconds))
+            plan = plan_stage(config, ranks, DEVICE)
+            waits = {
+                name: seconds for name, seconds in plan.step_time.busiest.breakdown().items() if name.endswith("(cp)")
+            }
+            lines.setdefault(method, []).append((float(ranks), 100 * sum(waits.values()) / plan.step_seconds))
     title = f"{model}, rows of {size(length)}: what is waited for messages of attention"
-    return Curve(title=title, x="ranks that share a row", y="% of an update", log_x=True, log_y=False, lines=lines)
+    return LineChart(title=title, x="ranks that share a row", y="% of an update", log_x=True, log_y=False, lines=lines)
 
 
 def sharing(ranks: int, method: str) -> dict[str, object]:
@@ -157,16 +159,18 @@ def sharing(ranks: int, method: str) -> dict[str, object]:
 
 def most(model: str, gpus: int) -> list[str]:
     """The longest rows, and what stops longer ones."""
-    length, found, _ = longest(of_size(model, 64 * K, 64 * K), gpus, DEVICE)
+    length, found, _ = longest_sequence(of_size(model, 64 * K, 64 * K), gpus, DEVICE)
     if not length:
         return [model, f"{gpus:,}", "none", "", "", ""]
     plan = found.best[0].plan
     stops = (
-        "host memory" if plan.host_needed / plan.host_room > plan.fullest.device / plan.device_room else "device memory"
+        "host memory"
+        if plan.host_memory_needed / plan.usable_host_memory > plan.peak_memory.device_bytes / plan.usable_device_memory
+        else "device memory"
     )
     return [
-        model, f"{gpus:,}", f"{length / M:.2f}M", laid_out(plan),
-        f"{plan.fullest.device / GIB:.0f} of {plan.device_room / GIB:.0f}, {plan.host_needed / GIB:,.0f} of {plan.host_room / GIB:,.0f}",
+        model, f"{gpus:,}", f"{length / M:.2f}M", describe_layout(plan),
+        f"{plan.peak_memory.device_bytes / GIB:.0f} of {plan.usable_device_memory / GIB:.0f}, {plan.host_memory_needed / GIB:,.0f} of {plan.usable_host_memory / GIB:,.0f}",
         stops,
     ]  # fmt: skip
 
@@ -177,9 +181,12 @@ def gathered(length: int) -> list[list[str]]:
     for ranks in (8, 32, 128):
         words = [f"{ranks}"]
         for method in ("ring", "allgather", "ulysses"):
-            config = changed(of_size("8B", length, length), sharing(ranks, method))
-            held = (moment.line("a block in passing").device / GIB for moment in Rank(config, ranks, 0).moments())
-            words.append("-" if config.shape_problems(ranks) else f"{max(held):.1f}")
+            config = with_overrides(of_size("8B", length, length), sharing(ranks, method))
+            held = (
+                moment.item("a block in passing").device_bytes / GIB
+                for moment in RankMemory(config, ranks, 0).phase_estimates()
+            )
+            words.append("-" if config.layout_problems(ranks) else f"{max(held):.1f}")
         rows.append(words)
     return rows
 
@@ -192,7 +199,7 @@ def bubble() -> list[list[str]]:
         for schedule, stages in (("1F1B", 1), ("Interleaved1F1B", 2)):
             base = load(["--config", "llama3_405b_128k"])
             degrees = base.parallelism.degrees(1)
-            config = changed(
+            config = with_overrides(
                 base,
                 {
                     "training.global_batch_size": count * degrees["dp_replicate"] * degrees["dp_shard"],
@@ -201,8 +208,8 @@ def bubble() -> list[list[str]]:
                     "parallelism.pp_layers": None,
                 },
             )
-            plan = plan_of(config, 4096, DEVICE)
-            words.append(f"{100 * plan.times.busiest.bubble / plan.seconds:.0f} %, {100 * plan.mfu:.1f}")
+            plan = plan_stage(config, 4096, DEVICE)
+            words.append(f"{100 * plan.step_time.busiest.bubble / plan.step_seconds:.0f} %, {100 * plan.mfu:.1f}")
         rows.append(words)
     return rows
 
@@ -213,14 +220,14 @@ def updating() -> list[list[str]]:
     for length in (8 * K, 128 * K, M):
         words = [size(length)]
         for placement in ("device", "host"):
-            config = changed(
+            config = with_overrides(
                 of_size("8B", length, 8 * length),
                 {"parallelism.dp_shard": 8, "memory.optimizer_placement": placement, "memory.recompute": "full",
                  "memory.offload": "inputs", "memory.mlp_tile_mib": 256, "memory.head_groups": 8 if length == M else 1},
             )  # fmt: skip
-            plan = plan_of(config, 8, DEVICE)
+            plan = plan_stage(config, 8, DEVICE)
             words.append(
-                f"{plan.times.busiest.optimizer:.2f} s, {100 * plan.times.busiest.optimizer / plan.seconds:.1f} %"
+                f"{plan.step_time.busiest.optimizer:.2f} s, {100 * plan.step_time.busiest.optimizer / plan.step_seconds:.1f} %"
             )
         rows.append(words)
     return rows
@@ -257,20 +264,23 @@ def page(
     yield from (*published.report(published.rows()), "")
 
 
-def picture(file: Path, drawn: Curve) -> None:
+def picture(file: Path, drawn: LineChart) -> None:
     """A file beside the page."""
     sides = svg.margins(drawn)
-    height = svg.HEIGHT + 80
-    inside = str(svg.curve(drawn)).replace(
+    height = svg.CURVE_HEIGHT + 80
+    inside = str(svg.render_curve(drawn)).replace(
         "<svg ", f'<svg x="{LEFT}" y="36" width="{WIDTH - LEFT - sides["right"]}" ', 1
     )
     made = tag(
         "svg", tag("style", "{}"), tag("rect", class_="paper", width="100%", height="100%"),
-        tag("text", drawn.y, x=8, y=20, class_="label"), svg.Made(inside),
+        tag("text", drawn.y, x=8, y=20, class_="label"), svg.Markup(inside),
         tag("text", drawn.x, x=WIDTH / 2, y=height - 8, class_="label", text_anchor="middle"),
         xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {WIDTH} {height}", width=WIDTH, height=height,
     )  # fmt: skip
-    style = sheet() + "svg { font-family: system-ui, sans-serif } .paper { fill: var(--paper) } svg svg { width: auto }"
+    style = (
+        stylesheet()
+        + "svg { font-family: system-ui, sans-serif } .paper { fill: var(--paper) } svg svg { width: auto }"
+    )
     file.write_text(str(made).replace("{}", style, 1) + "\n")
 
 

@@ -65,7 +65,7 @@ def main() -> None:
     distributed.init_process_group("gloo")
     ranks = distributed.get_world_size()
     mesh = init_device_mesh("cpu", (ranks // given.ulysses, given.ulysses))
-    cp = ContextParallel(mesh, outer="ring", heads=HEADS, kv_heads=HEADS)
+    cp = ContextParallel(mesh, outer_method="ring", heads=HEADS, kv_heads=HEADS)
 
     torch.manual_seed(0)  # The same on all ranks.
     row = torch.randint(256, (1, TOKENS + 1))

@@ -30,17 +30,17 @@ class AttentionCore(Protocol):
     def start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Any:
         """Begins to send what other ranks need."""
 
-    def forward(self, started: Any, boundaries_BD: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, pending: Any, boundaries_BD: Tensor) -> tuple[Tensor, Tensor]:
         """Output [B, S, N, H], and log-sum-exp."""
 
     def backward(
-        self, grad_BSNH: Tensor, started: Any, out_BSNH: Tensor, lse: Tensor, boundaries_BD: Tensor
+        self, grad_BSNH: Tensor, pending: Any, out_BSNH: Tensor, lse: Tensor, boundaries_BD: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of queries, keys and values."""
 
 
 @dataclass(frozen=True)
-class LocalCore:
+class LocalAttentionCore:
     """Attention when this rank holds whole rows."""
 
     kernel: str = "auto"
@@ -51,14 +51,14 @@ class LocalCore:
     def start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> tuple[Tensor, ...]:
         return q_BSNH, k_BSKH, v_BSKH
 
-    def forward(self, started: tuple[Tensor, ...], boundaries_BD: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v = started
+    def forward(self, pending: tuple[Tensor, ...], boundaries_BD: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = pending
         return attention_op.attention(q, k, v, boundaries_BD, kernel=self.kernel)
 
     def backward(
-        self, grad_BSNH: Tensor, started: tuple[Tensor, ...], out_BSNH: Tensor, lse: Tensor, boundaries_BD: Tensor
+        self, grad_BSNH: Tensor, pending: tuple[Tensor, ...], out_BSNH: Tensor, lse: Tensor, boundaries_BD: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        grads = attention_op.attention_backward(grad_BSNH, *started, out_BSNH, lse, boundaries_BD, self.kernel)
+        grads = attention_op.attention_backward(grad_BSNH, *pending, out_BSNH, lse, boundaries_BD, self.kernel)
         dq, dk, dv = grads
         return dq, dk, dv
 
@@ -76,18 +76,19 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (
             RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity() for _ in "qk"
         )
-        self.core: AttentionCore = LocalCore()
+        self.core: AttentionCore = LocalAttentionCore()
 
-    def norms(self) -> list[RMSNorm]:
+    def qk_norms(self) -> list[RMSNorm]:
         """Of queries and keys, if they are normalised."""
         return [norm for norm in (self.q_norm, self.k_norm) if isinstance(norm, RMSNorm)]
 
-    def forward(self, x_BSE: Tensor, rotation_2BS1F: Tensor, boundaries_BD: Tensor) -> Tensor:
+    def forward(self, x_BSE: Tensor, cos_sin_2BS1F: Tensor, boundaries_BD: Tensor) -> Tensor:
         # -1, not num_heads: tensor parallelism leaves fewer heads here than the config names.
         q, k, v = (
-            project(x_BSE).unflatten(-1, (-1, self.head_dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
+            projection(x_BSE).unflatten(-1, (-1, self.head_dim))
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = (rope.rotate(norm(x), rotation_2BS1F) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
+        q, k = (rope.apply_rotary_emb(norm(x), cos_sin_2BS1F) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
         out_BSNH = self.core(q, k, v, boundaries_BD)
         out: Tensor = self.o_proj(out_BSNH.flatten(-2))
         return out

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-USES: Mapping[str, tuple[str, ...]] = {
+ROPE_FIELDS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "original_length", "low_freq_factor", "high_freq_factor"),
@@ -17,7 +17,7 @@ USES: Mapping[str, tuple[str, ...]] = {
     "longrope": ("factor", "original_length", "short_factors", "long_factors", "attention_factor"),
 }
 """What each kind of rotary embedding reads beside theta and precision."""
-LEAST = {"theta": 1, "factor": 1, "original_length": 1} | dict.fromkeys(
+EXCLUSIVE_MINIMUMS = {"theta": 1, "factor": 1, "original_length": 1} | dict.fromkeys(
     ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"), 0
 )
 
@@ -41,34 +41,38 @@ class RopeConfig:
     precision: Literal["float64", "float32"] = "float64"
 
     def problems(self, head_dim: int) -> list[str]:
-        used = ("theta", *USES[self.kind])
-        given = {key: getattr(self, key) for key in used}
-        found = [
-            f'model.rope.{key} = {given[key]} must be above {least} for model.rope.kind = "{self.kind}"'
-            for key, least in LEAST.items()
-            if key in used and given[key] is not None and not given[key] > least
+        required_keys = ("theta", *ROPE_FIELDS[self.kind])
+        values = {key: getattr(self, key) for key in required_keys}
+        problems = [
+            f'model.rope.{key} = {values[key]} must be above {minimum} for model.rope.kind = "{self.kind}"'
+            for key, minimum in EXCLUSIVE_MINIMUMS.items()
+            if key in required_keys and values[key] is not None and not values[key] > minimum
         ]
-        found += [
-            f"model.rope.{low} = {given[low]} must be below model.rope.{high} = {given[high]}"
+        problems += [
+            f"model.rope.{low} = {values[low]} must be below model.rope.{high} = {values[high]}"
             for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast"))
-            if low in used and not given[low] < given[high]
+            if low in required_keys and not values[low] < values[high]
         ]
-        for key in [key for key in ("short_factors", "long_factors") if key in used]:
-            if len(given[key]) != head_dim // 2:
-                count, half = len(given[key]), head_dim // 2
-                found.append(f"model.rope.{key} are {count}, and must be {half}: half of model.head_dim = {head_dim}")
-            if any(not factor > 0 for factor in given[key]):
-                found.append(f"model.rope.{key} must be above 0, not {min(given[key])}")
-        return found
+        for key in [key for key in ("short_factors", "long_factors") if key in required_keys]:
+            if len(values[key]) != head_dim // 2:
+                count, half = len(values[key]), head_dim // 2
+                problems.append(
+                    f"model.rope.{key} are {count}, and must be {half}: half of model.head_dim = {head_dim}"
+                )
+            if any(not factor > 0 for factor in values[key]):
+                problems.append(f"model.rope.{key} must be above 0, not {min(values[key])}")
+        return problems
 
-    def useless(self, keys: Iterable[str]) -> list[str]:
+    def unused_keys(self, keys: Iterable[str]) -> list[str]:
         """Which of these keys the kind does not read, and which kinds do."""
-        found = []
+        problems = []
         for key in keys:
-            kinds = " or ".join(f'"{kind}"' for kind, used in USES.items() if key in used)
-            if kinds and key not in USES[self.kind]:
-                found.append(f'model.rope.{key} has no use with model.rope.kind = "{self.kind}"; it belongs to {kinds}')
-        return found
+            kinds = " or ".join(f'"{kind}"' for kind, used in ROPE_FIELDS.items() if key in used)
+            if kinds and key not in ROPE_FIELDS[self.kind]:
+                problems.append(
+                    f'model.rope.{key} has no use with model.rope.kind = "{self.kind}"; it belongs to {kinds}'
+                )
+        return problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,15 +95,15 @@ class ModelConfig:
 
     def problems(self) -> list[str]:
         """The rules that the numbers break, each with its values; empty for a model that can be built."""
-        found = self.rope.problems(self.head_dim)
+        problems = self.rope.problems(self.head_dim)
         if self.num_heads % self.num_kv_heads:
             heads, kv_heads = self.num_heads, self.num_kv_heads
-            found.append(f"model.num_heads = {heads} must be a multiple of model.num_kv_heads = {kv_heads}")
+            problems.append(f"model.num_heads = {heads} must be a multiple of model.num_kv_heads = {kv_heads}")
         if self.head_dim % 2:
-            found.append(f"model.head_dim = {self.head_dim} must be even: rotary embedding turns pairs")
-        return found
+            problems.append(f"model.head_dim = {self.head_dim} must be even: rotary embedding turns pairs")
+        return problems
 
-    def rotates(self, layer: int) -> bool:
+    def uses_rope(self, layer: int) -> bool:
         """Whether attention of this layer, counted from 0, is told positions (Kazemnejad et al., 2023, on those not)."""
         return self.nope_every is None or (layer + 1) % self.nope_every > 0
 
@@ -130,24 +134,28 @@ class ModelConfig:
         """
         return 6 * self.matrix_parameters * tokens + 12 * self.num_layers * self.num_heads * self.head_dim * pairs
 
-    def executed_flops(self, *, tokens: float, pairs: float, recompute: str = "none", input_every: int = 1) -> float:
+    def hardware_flops(
+        self, *, tokens: float, pairs: float, recompute: str = "none", blocks_per_checkpoint: int = 1
+    ) -> float:
         """FLOPs really carried out: flash backward repeats its scores, and recomputation every product but the last.
-        Where all is computed again, projections are twice; and of `input_every` blocks but one, what makes its output too.
+        Where all is computed again, projections are twice; and of `blocks_per_checkpoint` blocks but one, what makes its output too.
         Gradients of norms of queries and keys need what entered these once more.
         """
         forward_attention = 4 * self.num_layers * self.num_heads * self.head_dim * pairs
         executed = self.flops(tokens=tokens, pairs=pairs) + forward_attention / 2
         if recompute == "none":
             return executed
-        matrix = self.dim * self.ffn_dim
-        out = self.dim * self.num_heads * self.head_dim
-        projected = self.block_matrix_parameters - 3 * matrix - out
-        again = self.num_layers * (self.block_matrix_parameters - matrix)
-        again += (self.num_layers - -(-self.num_layers // input_every)) * (out + 3 * matrix)
+        ffn_matrix = self.dim * self.ffn_dim
+        output_projection = self.dim * self.num_heads * self.head_dim
+        qkv_projections = self.block_matrix_parameters - 3 * ffn_matrix - output_projection
+        recomputed = self.num_layers * (self.block_matrix_parameters - ffn_matrix)
+        recomputed += (self.num_layers - -(-self.num_layers // blocks_per_checkpoint)) * (
+            output_projection + 3 * ffn_matrix
+        )
         if self.qk_norm:
-            again += self.num_layers * self.dim * self.head_dim * (self.num_heads + self.num_kv_heads)
+            recomputed += self.num_layers * self.dim * self.head_dim * (self.num_heads + self.num_kv_heads)
         if recompute == "full":
-            again += self.num_layers * projected
+            recomputed += self.num_layers * qkv_projections
             executed += forward_attention
-        executed += 2 * again * tokens
+        executed += 2 * recomputed * tokens
         return executed

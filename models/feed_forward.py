@@ -16,10 +16,10 @@ from models.config import ModelConfig
 from models.linear import Linear
 
 
-class Activation(NamedTuple):
+class ActivationFunction(NamedTuple):
     """What opens a gate."""
 
-    open: Callable[[Tensor], Tensor]
+    forward: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]
     """Gradient of the gate, in the place of that of the open one, which is given first."""
 
@@ -29,39 +29,39 @@ def _silu_backward(grad_G: Tensor, gate_G: Tensor) -> Tensor:
     return out
 
 
-ACTIVATIONS = {"silu": Activation(F.silu, _silu_backward)}
+ACTIVATIONS = {"silu": ActivationFunction(F.silu, _silu_backward)}
 
 
-def gated(gate_G: Tensor, up_G: Tensor, weight_EG: Tensor, *, activation: str) -> Tensor:
+def gated_linear(gate_G: Tensor, up_G: Tensor, weight_EG: Tensor, *, activation: str) -> Tensor:
     """`(open(gate) * up) @ weight.T`."""
-    return F.linear(ACTIVATIONS[activation].open(gate_G).mul_(up_G), weight_EG)
+    return F.linear(ACTIVATIONS[activation].forward(gate_G).mul_(up_G), weight_EG)
 
 
-def gated_backward(
+def gated_linear_backward(
     grad_E: Tensor, gate_G: Tensor, up_G: Tensor, weight_EG: Tensor, *, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of gate, up and weight."""
-    open_G = ACTIVATIONS[activation].open(gate_G)
-    grad_weight_EG = grad_E.flatten(0, -2).T @ (open_G * up_G).flatten(0, -2)
+    activated_G = ACTIVATIONS[activation].forward(gate_G)
+    grad_weight_EG = grad_E.flatten(0, -2).T @ (activated_G * up_G).flatten(0, -2)
     grad_product_G = grad_E @ weight_EG
-    grad_up_G = open_G.mul_(grad_product_G)
+    grad_up_G = activated_G.mul_(grad_product_G)
     grad_product_G.mul_(up_G)
     return ACTIVATIONS[activation].backward(grad_product_G, gate_G), grad_up_G, grad_weight_EG
 
 
-class GatedProjection(torch.autograd.Function):
+class GatedLinearFunction(torch.autograd.Function):
     """`gated`; keeps gate and up, and forms their product again in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, gate_G: Tensor, up_G: Tensor, weight_EG: Tensor, activation: str) -> Tensor:
         ctx.save_for_backward(gate_G, up_G, weight_EG)
         ctx.activation = activation
-        return gated(gate_G, up_G, weight_EG, activation=activation)
+        return gated_linear(gate_G, up_G, weight_EG, activation=activation)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_E,) = grads
-        return *gated_backward(grad_E, *ctx.saved_tensors, activation=ctx.activation), None
+        return *gated_linear_backward(grad_E, *ctx.saved_tensors, activation=ctx.activation), None
 
 
 class FeedForward(nn.Module):
@@ -74,5 +74,5 @@ class FeedForward(nn.Module):
 
     def forward(self, x_E: Tensor) -> Tensor:
         gate_G, up_G = self.gate_proj(x_E), self.up_proj(x_E)
-        out: Tensor = GatedProjection.apply(gate_G, up_G, self.down_proj.matrix(), self.activation)
+        out: Tensor = GatedLinearFunction.apply(gate_G, up_G, self.down_proj.local_weight(), self.activation)
         return out

@@ -22,16 +22,20 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-CONFIG = "config.json"
-ONE_FILE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-HEAD = "lm_head.weight"
-UNUSED = "rotary_emb.inv_freq"
-FLOATS = {"F64", "F32", "F16", "BF16"}
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+CONFIG_FILE = "config.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+LM_HEAD = "lm_head.weight"
+IGNORED_SUFFIX = "rotary_emb.inv_freq"
+SUPPORTED_DTYPES = {"F64", "F32", "F16", "BF16"}
+PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
-MODEL = {"embed": ("model.embed_tokens", "Vh"), "head.norm": ("model.norm", "h"), "head.proj": ("lm_head", "Vh")}
-BLOCK = {
+MODEL_TENSORS = {
+    "embed": ("model.embed_tokens", "Vh"),
+    "head.norm": ("model.norm", "h"),
+    "head.proj": ("lm_head", "Vh"),
+}
+BLOCK_TENSORS = {
     "attention_norm": ("input_layernorm", "h"),
     "attention.q_proj": ("self_attn.q_proj", "qh"),
     "attention.k_proj": ("self_attn.k_proj", "kh"),
@@ -47,14 +51,14 @@ BLOCK = {
 QK_NORMS = ("attention.q_norm", "attention.k_norm")
 
 
-class Entry(NamedTuple):
+class TensorSpec(NamedTuple):
     """A tensor as it is named there."""
 
     name: str
     shape: tuple[int, ...]
 
 
-def entries(model: ModelConfig) -> dict[str, Entry]:
+def tensor_specs(model: ModelConfig) -> dict[str, TensorSpec]:
     """Every parameter by the name it has here, in the order of the model; a tied head is none."""
     sizes = {
         "V": model.vocab_size,
@@ -65,19 +69,19 @@ def entries(model: ModelConfig) -> dict[str, Entry]:
         "w": model.head_dim,
     }
 
-    def rows() -> Iterator[tuple[str, str, str]]:
-        yield ("embed", *MODEL["embed"])
+    def name_map() -> Iterator[tuple[str, str, str]]:
+        yield ("embed", *MODEL_TENSORS["embed"])
         for layer in range(model.num_layers):
-            for ours, (theirs, letters) in BLOCK.items():
+            for ours, (theirs, letters) in BLOCK_TENSORS.items():
                 if model.qk_norm or ours not in QK_NORMS:
                     yield f"blocks.{layer}.{ours}", f"model.layers.{layer}.{theirs}", letters
-        yield ("head.norm", *MODEL["head.norm"])
+        yield ("head.norm", *MODEL_TENSORS["head.norm"])
         if not model.tie_embeddings:
-            yield ("head.proj", *MODEL["head.proj"])
+            yield ("head.proj", *MODEL_TENSORS["head.proj"])
 
     return {
-        f"{ours}.weight": Entry(f"{theirs}.weight", tuple(sizes[letter] for letter in letters))
-        for ours, theirs, letters in rows()
+        f"{ours}.weight": TensorSpec(f"{theirs}.weight", tuple(sizes[letter] for letter in letters))
+        for ours, theirs, letters in name_map()
     }
 
 
@@ -87,23 +91,23 @@ def entries(model: ModelConfig) -> dict[str, Entry]:
 def read_config(folder: Path) -> dict[str, Any]:
     """The keys of its config.json. Raises `HuggingFaceError`."""
     try:
-        return parse_config((folder / CONFIG).read_bytes())
+        return parse_config((folder / CONFIG_FILE).read_bytes())
     except OSError as error:
-        raise HuggingFaceError([f"{folder / CONFIG} cannot be read: {error.strerror}"]) from None
+        raise HuggingFaceError([f"{folder / CONFIG_FILE} cannot be read: {error.strerror}"]) from None
 
 
-class Weights:
+class SafetensorsReader:
     """The tensors of a folder, whose files are opened when one of them is asked for."""
 
     def __init__(self, folder: Path) -> None:
         """Raises `HuggingFaceError` unless the folder has safetensors, and all that its index names."""
-        self._files = _files(folder)
-        self._opened: dict[tuple[Path, str], Any] = {}
+        self._files = _files_by_tensor(folder)
+        self._open_files: dict[tuple[Path, str], Any] = {}
 
     def problems(self, model: ModelConfig) -> list[str]:
         """Everything by which the files' tensors are not those of the model."""
-        found: dict[str, tuple[int, ...]] = {}
-        placed: dict[str, Path] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        file_by_tensor: dict[str, Path] = {}
         problems = []
         for path in dict.fromkeys(self._files.values()):
             try:
@@ -112,67 +116,73 @@ class Weights:
                 problems += error.problems
                 continue
             for name in file.keys():  # noqa: SIM118 - no dict
-                part = file.get_slice(name)
-                found[name], placed[name] = tuple(part.get_shape()), path
-                if part.get_dtype() not in FLOATS:
-                    problems.append(f"{path.name}: {name} is {part.get_dtype()}; only {', '.join(sorted(FLOATS))}")
+                tensor_slice = file.get_slice(name)
+                shapes[name], file_by_tensor[name] = tuple(tensor_slice.get_shape()), path
+                if tensor_slice.get_dtype() not in SUPPORTED_DTYPES:
+                    problems.append(
+                        f"{path.name}: {name} is {tensor_slice.get_dtype()}; only {', '.join(sorted(SUPPORTED_DTYPES))}"
+                    )
         if problems:
             return problems
         if "" not in self._files:
-            strays = sorted(name for name in placed | self._files if placed.get(name) != self._files.get(name))
-            problems = [f"{name} is not in the file where {INDEX} has it" for name in strays]
-        wanted = {entry.name: entry.shape for entry in entries(model).values()}
-        tied = {HEAD: (model.vocab_size, model.dim)} if model.tie_embeddings else {}
-        missing = [f"{name} is missing" for name in wanted if name not in found]
+            misplaced = sorted(
+                name for name in file_by_tensor | self._files if file_by_tensor.get(name) != self._files.get(name)
+            )
+            problems = [f"{name} is not in the file where {INDEX_FILE} has it" for name in misplaced]
+        expected = {entry.name: entry.shape for entry in tensor_specs(model).values()}
+        tied_head = {LM_HEAD: (model.vocab_size, model.dim)} if model.tie_embeddings else {}
+        missing = [f"{name} is missing" for name in expected if name not in shapes]
         unexpected = [
-            f"{name} {list(found[name])} is unexpected"
-            for name in found
-            if name not in wanted and not name.endswith(UNUSED) and found[name] != tied.get(name)
+            f"{name} {list(shapes[name])} is unexpected"
+            for name in shapes
+            if name not in expected and not name.endswith(IGNORED_SUFFIX) and shapes[name] != tied_head.get(name)
         ]
         misshaped = [
-            f"{name} is {list(found[name])} and not {list(shape)}"
-            for name, shape in wanted.items()
-            if found.get(name, shape) != shape
+            f"{name} is {list(shapes[name])} and not {list(shape)}"
+            for name, shape in expected.items()
+            if shapes.get(name, shape) != shape
         ]
         return problems + missing + unexpected + misshaped
 
-    def read(self, entry: Entry, part: Sequence[range] | None = None) -> Tensor:
+    def read(self, spec: TensorSpec, ranges: Sequence[range] | None = None) -> Tensor:
         """These rows, and columns, of a tensor, or all; nothing else is read. Raises `HuggingFaceError`."""
-        path = self._files.get(entry.name, self._files.get(""))
+        path = self._files.get(spec.name, self._files.get(""))
         if path is None:
-            raise HuggingFaceError([f"{entry.name} is missing"])
+            raise HuggingFaceError([f"{spec.name} is missing"])
         try:
-            there = self._open(path, "pt").get_slice(entry.name)
-            if tuple(there.get_shape()) == entry.shape:
-                found: Tensor = there[tuple(slice(side.start, side.stop) for side in part or map(range, entry.shape))]
-                return found
+            stored = self._open(path, "pt").get_slice(spec.name)
+            if tuple(stored.get_shape()) == spec.shape:
+                tensor: Tensor = stored[
+                    tuple(slice(bounds.start, bounds.stop) for bounds in ranges or map(range, spec.shape))
+                ]
+                return tensor
         except Exception as error:  # safetensors' own, KeyError and OSError among them.
-            raise HuggingFaceError([f"{path}: {entry.name} cannot be read: {error}"]) from error
-        raise HuggingFaceError([f"{path}: {entry.name} is {there.get_shape()} and not {list(entry.shape)}"])
+            raise HuggingFaceError([f"{path}: {spec.name} cannot be read: {error}"]) from error
+        raise HuggingFaceError([f"{path}: {spec.name} is {stored.get_shape()} and not {list(spec.shape)}"])
 
-    def has(self, name: str) -> bool:
-        only = self._files.get("")
-        return name in (self._files if only is None else self._open(only, "pt").keys())
+    def has_tensor(self, name: str) -> bool:
+        single_file = self._files.get("")
+        return name in (self._files if single_file is None else self._open(single_file, "pt").keys())
 
     def _open(self, path: Path, framework: str) -> Any:
         from safetensors import SafetensorError, safe_open
 
-        if (path, framework) not in self._opened:
+        if (path, framework) not in self._open_files:
             try:
-                self._opened[path, framework] = safe_open(path, framework)
+                self._open_files[path, framework] = safe_open(path, framework)
             except (SafetensorError, OSError) as error:
                 raise HuggingFaceError([f"{path} cannot be read: {error}"]) from None
-        return self._opened[path, framework]
+        return self._open_files[path, framework]
 
 
-def _files(folder: Path) -> dict[str, Path]:
+def _files_by_tensor(folder: Path) -> dict[str, Path]:
     """By tensor the file that it is in; "" for all, where there is but one file."""
-    index = folder / INDEX
+    index = folder / INDEX_FILE
     if not index.exists():
-        if (folder / ONE_FILE).exists():
-            return {"": folder / ONE_FILE}
-        pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
-        problem = f"{folder} holds neither {ONE_FILE} nor {INDEX}"
+        if (folder / SINGLE_FILE).exists():
+            return {"": folder / SINGLE_FILE}
+        pickles = sorted(path.name for pattern in PICKLE_PATTERNS for path in folder.glob(pattern))
+        problem = f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}"
         if pickles:
             problem += f"; {pickles[0]} is a pickle, which can execute anything when it is read, and is not"
         raise HuggingFaceError([problem])
@@ -180,33 +190,33 @@ def _files(folder: Path) -> dict[str, Path]:
         content = json.loads(index.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise HuggingFaceError([f"{index} cannot be read: {error}"]) from None
-    named = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise HuggingFaceError([f"{index} has no weight_map from tensors to files"])
-    names = sorted(set(named.values()))
+    file_names = sorted(set(weight_map.values()))
     # Whatever a name leads to would be opened: files of this folder only.
-    wrong = [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]
-    if wrong:
+    invalid = [name for name in file_names if Path(name).name != name or not name.endswith(".safetensors")]
+    if invalid:
         raise HuggingFaceError(
-            [f"{index} names {json.dumps(name)}, no safetensors file of its folder" for name in wrong]
+            [f"{index} names {json.dumps(name)}, no safetensors file of its folder" for name in invalid]
         )
-    missing = [name for name in names if not (folder / name).is_file()]
+    missing = [name for name in file_names if not (folder / name).is_file()]
     if missing:
         raise HuggingFaceError([f"{index} names {name}, which is not there" for name in missing])
-    return {name: folder / file for name, file in named.items()}
+    return {name: folder / file for name, file in weight_map.items()}
 
 
 # ---- writing
 
 
-def write(
+def write_safetensors(
     folder: Path,
     model: ModelConfig,
     read: Callable[[str], Tensor],
     *,
     dtype: torch.dtype,
     file_bytes: int,
-    written: Callable[[str], None] = lambda _: None,
+    on_file_written: Callable[[str], None] = lambda _: None,
 ) -> list[Path]:
     """Writes what `read` gives for each of our names, in files of about `file_bytes`, and an index if there are several.
 
@@ -215,51 +225,51 @@ def write(
     """
     from safetensors.torch import save_file
 
-    known = entries(model)
-    files = list(_files_of({name: entry.shape for name, entry in known.items()}, dtype.itemsize, file_bytes))
+    specs = tensor_specs(model)
+    files = list(_assign_files({name: entry.shape for name, entry in specs.items()}, dtype.itemsize, file_bytes))
     names = [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
-    names = names if len(files) > 1 else [ONE_FILE]
+    names = names if len(files) > 1 else [SINGLE_FILE]
     for name, members in zip(names, files, strict=True):
-        tensors = {known[ours].name: read(ours).to(dtype).contiguous() for ours in members}
+        tensors = {specs[ours].name: read(ours).to(dtype).contiguous() for ours in members}
         save_file(tensors, folder / name, metadata={"format": "pt"})
         (folder / name).chmod(folder.stat().st_mode & 0o666)  # safetensors lets nobody else read it.
-        _compare(folder / name, tensors, {known[ours] for ours in members})
-        written(name)
+        _verify_file(folder / name, tensors, {specs[ours] for ours in members})
+        on_file_written(name)
     if len(files) > 1:
-        total = sum(prod(entry.shape) for entry in known.values()) * dtype.itemsize
-        placed = {known[ours].name: name for name, members in zip(names, files, strict=True) for ours in members}
-        content = {"metadata": {"total_size": total}, "weight_map": placed}
-        (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n")
-        names.append(INDEX)
-        written(INDEX)
+        total_bytes = sum(prod(entry.shape) for entry in specs.values()) * dtype.itemsize
+        weight_map = {specs[ours].name: name for name, members in zip(names, files, strict=True) for ours in members}
+        content = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        (folder / INDEX_FILE).write_text(json.dumps(content, indent=2) + "\n")
+        names.append(INDEX_FILE)
+        on_file_written(INDEX_FILE)
     return [folder / name for name in names]
 
 
-def _files_of(shapes: dict[str, tuple[int, ...]], item: int, most: int) -> Iterator[list[str]]:
+def _assign_files(shapes: dict[str, tuple[int, ...]], itemsize: int, max_bytes: int) -> Iterator[list[str]]:
     """Names in order, as many to a file as `most` bytes hold, and at least one."""
-    members, size = list[str](), 0
+    members, total_bytes = list[str](), 0
     for name, shape in shapes.items():
-        bytes_of = prod(shape) * item
-        if members and size + bytes_of > most:
+        tensor_bytes = prod(shape) * itemsize
+        if members and total_bytes + tensor_bytes > max_bytes:
             yield members
-            members, size = [], 0
+            members, total_bytes = [], 0
         members.append(name)
-        size += bytes_of
+        total_bytes += tensor_bytes
     yield members
 
 
-def _compare(path: Path, tensors: dict[str, Tensor], wanted: Iterable[Entry]) -> None:
+def _verify_file(path: Path, tensors: dict[str, Tensor], expected_specs: Iterable[TensorSpec]) -> None:
     """Raises `HuggingFaceError` unless the file holds exactly these."""
     import torch
     from safetensors import safe_open
 
     with safe_open(path, "pt") as file:
-        right = set(file.keys()) == set(tensors)
-        for entry in wanted:
-            there, here = file.get_tensor(entry.name), tensors[entry.name]
+        is_equal = set(file.keys()) == set(tensors)
+        for spec in expected_specs:
+            stored, written = file.get_tensor(spec.name), tensors[spec.name]
             # As integers: a NaN is not equal to itself, and zero is to minus zero.
-            bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[here.itemsize]
-            same = there.dtype == here.dtype and torch.equal(there.view(bits), here.view(bits))
-            right = right and same and tuple(there.shape) == entry.shape
-    if not right:
+            bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[written.itemsize]
+            same = stored.dtype == written.dtype and torch.equal(stored.view(bits), written.view(bits))
+            is_equal = is_equal and same and tuple(stored.shape) == spec.shape
+    if not is_equal:
         raise HuggingFaceError([f"{path} does not hold what was written to it"])

@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 from models.config import ModelConfig, RopeConfig
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-FIELDS = {
+CONFIG_FIELDS = {
     "vocab_size": "vocab_size",
     "hidden_size": "dim",
     "intermediate_size": "ffn_dim",
@@ -27,7 +27,7 @@ FIELDS = {
     "tie_word_embeddings": "tie_embeddings",
 }
 # What only other models have: the values with which a Llama or Qwen3 does without.
-WITHOUT: dict[str, tuple[object, ...]] = {
+SUPPORTED_VALUES: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
@@ -39,20 +39,20 @@ WITHOUT: dict[str, tuple[object, ...]] = {
     "quantization_config": (None,),
     "auto_map": (None,),
 }
-ORIGINAL = "original_max_position_embeddings"
+ORIGINAL_LENGTH_KEY = "original_max_position_embeddings"
 # By kind of rope: their key, our field. The first of a kind are required, those of OPTIONAL are not.
-ROPE = {
+ROPE_KEYS = {
     "default": {},
     "linear": {"factor": "factor"},
     "llama3": {
         "factor": "factor",
         "low_freq_factor": "low_freq_factor",
         "high_freq_factor": "high_freq_factor",
-        ORIGINAL: "original_length",
+        ORIGINAL_LENGTH_KEY: "original_length",
     },
     "yarn": {
         "factor": "factor",
-        ORIGINAL: "original_length",
+        ORIGINAL_LENGTH_KEY: "original_length",
         "beta_fast": "beta_fast",
         "beta_slow": "beta_slow",
         "truncate": "truncate",
@@ -60,14 +60,14 @@ ROPE = {
     },
     "longrope": {
         "factor": "factor",
-        ORIGINAL: "original_length",
+        ORIGINAL_LENGTH_KEY: "original_length",
         "short_factor": "short_factors",
         "long_factor": "long_factors",
         "attention_factor": "attention_factor",
     },
 }
-OPTIONAL = {"beta_fast", "beta_slow", "truncate", "attention_factor"}
-KIND_KEYS = {"rope_type", "type", "rope_theta"}
+OPTIONAL_ROPE_KEYS = {"beta_fast", "beta_slow", "truncate", "attention_factor"}
+ROPE_TYPE_KEYS = {"rope_type", "type", "rope_theta"}
 MSCALES = ("mscale", "mscale_all_dim")
 
 
@@ -89,174 +89,188 @@ def parse_config(content: str | bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise HuggingFaceError([f"config.json is no JSON: {error}"]) from None
     if not isinstance(values, dict):
-        raise HuggingFaceError([f"config.json must be an object, not {_told(values)}"])
+        raise HuggingFaceError([f"config.json must be an object, not {_format_value(values)}"])
     return values
 
 
-def read_model(values: Mapping[str, Any]) -> ModelConfig:
+def model_config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """The model that a config.json describes. Raises `HuggingFaceError` with everything that is not supported."""
-    kind = values.get("model_type")
-    if kind not in ARCHITECTURES:
-        raise HuggingFaceError([_refused("model_type", kind, tuple(ARCHITECTURES))])
-    wanted = [ARCHITECTURES[kind]]
-    named = values.get("architectures")
-    problems = [_refused("architectures", named, (wanted,))] if named not in (None, wanted) else []
+    model_type = values.get("model_type")
+    if model_type not in ARCHITECTURES:
+        raise HuggingFaceError([_unsupported("model_type", model_type, tuple(ARCHITECTURES))])
+    expected = [ARCHITECTURES[model_type]]
+    architectures = values.get("architectures")
+    problems = (
+        [_unsupported("architectures", architectures, (expected,))] if architectures not in (None, expected) else []
+    )
     problems += [
-        _refused(key, values[key], allowed)
-        for key, allowed in WITHOUT.items()
+        _unsupported(key, values[key], allowed)
+        for key, allowed in SUPPORTED_VALUES.items()
         if key in values and values[key] not in allowed
     ]
     layers = values.get("layer_types")
     if layers is not None and (not isinstance(layers, list) or any(layer != "full_attention" for layer in layers)):
-        problems.append(_refused("layer_types", layers, ("full_attention",)))
+        problems.append(_unsupported("layer_types", layers, ("full_attention",)))
     if values.get("sliding_window") is not None and values.get("use_sliding_window") is not False:
-        problems.append(_refused("sliding_window", values["sliding_window"], (None,)))
-    numbers = _numbers(_with_defaults(values, kind), problems)
-    rope = _read_rope(values, problems)
+        problems.append(_unsupported("sliding_window", values["sliding_window"], (None,)))
+    fields = _read_fields(_with_defaults(values, model_type), problems)
+    rope = _rope_from_hf(values, problems)
     if problems or rope is None:
         raise HuggingFaceError(problems)
-    model = ModelConfig(**numbers, qk_norm=kind == "qwen3", rope=rope)
-    if found := model.problems():
-        raise HuggingFaceError([f"config.json: {problem}" for problem in found])
+    model = ModelConfig(**fields, qk_norm=model_type == "qwen3", rope=rope)
+    if model_problems := model.problems():
+        raise HuggingFaceError([f"config.json: {problem}" for problem in model_problems])
     return model
 
 
-def _with_defaults(values: Mapping[str, Any], kind: str) -> dict[str, Any]:
+def _with_defaults(values: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     """What transformers takes for keys that are not there."""
     heads, width = values.get("num_attention_heads"), values.get("hidden_size")
-    narrow = width // heads if isinstance(heads, int) and isinstance(width, int) and heads > 0 else None
-    known = {key: value for key, value in values.items() if value is not None}
+    default_head_dim = width // heads if isinstance(heads, int) and isinstance(width, int) and heads > 0 else None
+    present = {key: value for key, value in values.items() if value is not None}
     defaults = {
-        "num_key_value_heads": 32 if kind == "qwen3" and "num_key_value_heads" not in values else heads,
-        "head_dim": 128 if kind == "qwen3" else narrow,
+        "num_key_value_heads": 32 if model_type == "qwen3" and "num_key_value_heads" not in values else heads,
+        "head_dim": 128 if model_type == "qwen3" else default_head_dim,
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
     }
-    return defaults | known
+    return defaults | present
 
 
-def _numbers(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    found = {}
-    for theirs, ours in FIELDS.items():
+def _read_fields(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    fields = {}
+    for theirs, ours in CONFIG_FIELDS.items():
         value = values.get(theirs)
         if ours == "tie_embeddings":
-            fits, rule = isinstance(value, bool), "true or false"
+            is_valid, rule = isinstance(value, bool), "true or false"
         elif ours == "norm_eps":
-            fits, rule = _is_number(value) and value > 0, "a number above 0"
+            is_valid, rule = _is_number(value) and value > 0, "a number above 0"
         else:
-            fits, rule = isinstance(value, int) and not isinstance(value, bool) and value > 0, "an integer above 0"
-        if not fits:
-            problems.append(f"config.json: {theirs} = {_told(value)} must be {rule}")
-        found[ours] = value
-    return found
+            is_valid, rule = isinstance(value, int) and not isinstance(value, bool) and value > 0, "an integer above 0"
+        if not is_valid:
+            problems.append(f"config.json: {theirs} = {_format_value(value)} must be {rule}")
+        fields[ours] = value
+    return fields
 
 
-def _read_rope(values: Mapping[str, Any], problems: list[str]) -> RopeConfig | None:
+def _rope_from_hf(values: Mapping[str, Any], problems: list[str]) -> RopeConfig | None:
     """The rope of both dialects. Where a file speaks both, they must say the same."""
     theta = values.get("rope_theta")
-    base = {"rope_theta": 10_000.0 if theta is None else theta}
+    theta_default = {"rope_theta": 10_000.0 if theta is None else theta}
     dialects = {key: values[key] for key in ("rope_parameters", "rope_scaling") if values.get(key) is not None}
     if not dialects or (theta is not None and "rope_scaling" not in dialects and "rope_scaling" in values):
         dialects["rope_scaling"] = {}
-    found = {}
+    ropes = {}
     for key, rope in dialects.items():
         if not isinstance(rope, dict):
-            problems.append(f"config.json: {key} = {_told(rope)} must be an object")
-        elif (read := _rope_of(key, base | rope, values, problems)) is not None:
-            found[key] = read
-    if len(found) == 2 and found["rope_parameters"] != found["rope_scaling"]:
+            problems.append(f"config.json: {key} = {_format_value(rope)} must be an object")
+        elif (parsed := _parse_rope(key, theta_default | rope, values, problems)) is not None:
+            ropes[key] = parsed
+    if len(ropes) == 2 and ropes["rope_parameters"] != ropes["rope_scaling"]:
         problems.append(
-            f"config.json: rope_parameters = {_told(values['rope_parameters'])} and rope_theta = {_told(theta)}, "
-            f"rope_scaling = {_told(values.get('rope_scaling'))} are not the same"
+            f"config.json: rope_parameters = {_format_value(values['rope_parameters'])} and rope_theta = {_format_value(theta)}, "
+            f"rope_scaling = {_format_value(values.get('rope_scaling'))} are not the same"
         )
-    return next(iter(found.values()), None)
+    return next(iter(ropes.values()), None)
 
 
-def _rope_of(name: str, rope: Mapping[str, Any], values: Mapping[str, Any], problems: list[str]) -> RopeConfig | None:
+def _parse_rope(
+    name: str, rope: Mapping[str, Any], values: Mapping[str, Any], problems: list[str]
+) -> RopeConfig | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if not isinstance(kind, str) or kind not in ROPE:
-        problems.append(_refused(f"{name}.rope_type", kind, tuple(ROPE)))
+    if not isinstance(kind, str) or kind not in ROPE_KEYS:
+        problems.append(_unsupported(f"{name}.rope_type", kind, tuple(ROPE_KEYS)))
         return None
-    known, before = ROPE[kind], len(problems)
-    given = {key: value for key, value in rope.items() if value is not None}
+    fields_by_key, num_problems = ROPE_KEYS[kind], len(problems)
+    present = {key: value for key, value in rope.items() if value is not None}
     if kind in ("llama3", "yarn", "longrope"):
-        original = values.get(ORIGINAL) or given.get(ORIGINAL) or values.get("max_position_embeddings")
-        given |= {} if original is None else {ORIGINAL: original}
-        longest = values.get("max_position_embeddings")
-        if kind != "llama3" and "factor" not in given and _is_number(longest) and _is_number(original):
-            given["factor"] = longest / original
-    given |= _mscale(kind, given)
-    if kind == "longrope" and given.get("attention_factor") == _sharpened(given.get("factor"), given.get(ORIGINAL)):
-        given.pop("attention_factor", None)
-    unknown = given.keys() - known.keys() - KIND_KEYS - (set(MSCALES) if kind == "yarn" else set())
-    problems += [_refused(f"{name}.{key}", given[key], (None,)) for key in sorted(unknown) if not _is_whole(key, given)]
-    missing = known.keys() - given.keys() - OPTIONAL
+        original_length = (
+            values.get(ORIGINAL_LENGTH_KEY) or present.get(ORIGINAL_LENGTH_KEY) or values.get("max_position_embeddings")
+        )
+        present |= {} if original_length is None else {ORIGINAL_LENGTH_KEY: original_length}
+        max_length = values.get("max_position_embeddings")
+        if kind != "llama3" and "factor" not in present and _is_number(max_length) and _is_number(original_length):
+            present["factor"] = max_length / original_length
+    present |= _yarn_attention_factor(kind, present)
+    if kind == "longrope" and present.get("attention_factor") == _longrope_attention_factor(
+        present.get("factor"), present.get(ORIGINAL_LENGTH_KEY)
+    ):
+        present.pop("attention_factor", None)
+    unknown = present.keys() - fields_by_key.keys() - ROPE_TYPE_KEYS - (set(MSCALES) if kind == "yarn" else set())
+    problems += [
+        _unsupported(f"{name}.{key}", present[key], (None,))
+        for key in sorted(unknown)
+        if not _is_full_rotary(key, present)
+    ]
+    missing = fields_by_key.keys() - present.keys() - OPTIONAL_ROPE_KEYS
     problems += [f'config.json: {name} of rope_type "{kind}" lacks {key}' for key in sorted(missing)]
-    fields = {"theta": given["rope_theta"]} | {known[key]: value for key, value in given.items() if key in known}
+    fields = {"theta": present["rope_theta"]} | {
+        fields_by_key[key]: value for key, value in present.items() if key in fields_by_key
+    }
     for key, value in fields.items():
         if key.endswith("_factors"):
-            fits = isinstance(value, list) and all(map(_is_number, value))
+            is_valid = isinstance(value, list) and all(map(_is_number, value))
         else:
-            fits = isinstance(value, bool) if key == "truncate" else _is_number(value) and value > 0
-        if not fits:
-            problems.append(f"config.json: {name} has {key} = {_told(value)}")
-    if len(problems) > before:
+            is_valid = isinstance(value, bool) if key == "truncate" else _is_number(value) and value > 0
+        if not is_valid:
+            problems.append(f"config.json: {name} has {key} = {_format_value(value)}")
+    if len(problems) > num_problems:
         return None
-    read: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
-    return RopeConfig(**{"kind": kind} | read)
+    kwargs: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
+    return RopeConfig(**{"kind": kind} | kwargs)
 
 
-def _is_whole(key: str, given: Mapping[str, Any]) -> bool:
-    return key == "partial_rotary_factor" and given[key] == 1
+def _is_full_rotary(key: str, rope: Mapping[str, Any]) -> bool:
+    return key == "partial_rotary_factor" and rope[key] == 1
 
 
-def _mscale(kind: str, given: Mapping[str, Any]) -> dict[str, float]:
+def _yarn_attention_factor(kind: str, rope: Mapping[str, Any]) -> dict[str, float]:
     """DeepSeek's way to name yarn's attention factor."""
-    if kind != "yarn" or "attention_factor" in given or not all(_is_number(given.get(key)) for key in MSCALES):
+    if kind != "yarn" or "attention_factor" in rope or not all(_is_number(rope.get(key)) for key in MSCALES):
         return {}
-    factor = given.get("factor")
-    stretch = 0.1 * math.log(factor) if _is_number(factor) and factor > 1 else 0.0
-    one, all_dim = (given[key] * stretch + 1 for key in MSCALES)
-    return {"attention_factor": one / all_dim}
+    factor = rope.get("factor")
+    log_scale = 0.1 * math.log(factor) if _is_number(factor) and factor > 1 else 0.0
+    numerator, denominator = (rope[key] * log_scale + 1 for key in MSCALES)
+    return {"attention_factor": numerator / denominator}
 
 
-def _sharpened(factor: object, original: object) -> float | None:
+def _longrope_attention_factor(factor: object, original_length: object) -> float | None:
     """What longrope multiplies cosine and sine by where nothing is given."""
-    if not _is_number(factor) or not _is_number(original) or factor <= 1 or original <= 1:
+    if not _is_number(factor) or not _is_number(original_length) or factor <= 1 or original_length <= 1:
         return None
-    return math.sqrt(1 + math.log(factor) / math.log(original))
+    return math.sqrt(1 + math.log(factor) / math.log(original_length))
 
 
 # ---- ours -> theirs
 
 
-def write_model(
-    model: ModelConfig, *, length: int, dtype: str, bos: int | None = None, eos: int | None = None
+def model_config_to_hf(
+    model: ModelConfig, *, max_length: int, dtype: str, bos: int | None = None, eos: int | None = None
 ) -> dict[str, Any]:
     """A config.json for a model trained on `length` tokens. Raises `HuggingFaceError` for what it has no words for."""
-    kind = "qwen3" if model.qk_norm else "llama"
+    model_type = "qwen3" if model.qk_norm else "llama"
     problems = model.problems()
     if model.nope_every is not None:
         problems.append(f"model.nope_every = {model.nope_every}: neither Llama nor Qwen3 has layers without rotation")
-    if kind == "llama" and model.dim % model.num_heads:
+    if model_type == "llama" and model.dim % model.num_heads:
         dim, heads = model.dim, model.num_heads
         problems.append(f"model.dim = {dim} is no multiple of model.num_heads = {heads}, as transformers' Llama needs")
     if problems:
         raise HuggingFaceError(problems)
-    scaling = _write_rope(model.rope)
+    scaling = _rope_to_hf(model.rope)
     # Where transformers 4 looks for it; else it takes `length`.
-    original = {ORIGINAL: model.rope.original_length} if model.rope.kind == "longrope" else {}
+    original_length = {ORIGINAL_LENGTH_KEY: model.rope.original_length} if model.rope.kind == "longrope" else {}
     return {
-        "architectures": [ARCHITECTURES[kind]],
-        "model_type": kind,
-        **{theirs: getattr(model, ours) for theirs, ours in FIELDS.items()},
+        "architectures": [ARCHITECTURES[model_type]],
+        "model_type": model_type,
+        **{theirs: getattr(model, ours) for theirs, ours in CONFIG_FIELDS.items()},
         "hidden_act": "silu",
-        "max_position_embeddings": length,
-        **original,
+        "max_position_embeddings": max_length,
+        **original_length,
         "rope_theta": model.rope.theta,
         "rope_scaling": scaling or None,
         "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": model.rope.theta},
-        **({"use_sliding_window": False} if kind == "qwen3" else {"mlp_bias": False}),
+        **({"use_sliding_window": False} if model_type == "qwen3" else {"mlp_bias": False}),
         "attention_bias": False,
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
@@ -268,13 +282,15 @@ def write_model(
     }
 
 
-def _write_rope(rope: RopeConfig) -> dict[str, Any]:
+def _rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
     """What a rope is besides its theta; empty for one that is not stretched."""
     if rope.kind == "default":
         return {}
-    fields = {theirs: getattr(rope, ours) for theirs, ours in ROPE[rope.kind].items()}
+    fields = {theirs: getattr(rope, ours) for theirs, ours in ROPE_KEYS[rope.kind].items()}
     if rope.kind == "longrope":  # transformers 4 would find another, from the trained length.
-        fields["attention_factor"] = rope.attention_factor or _sharpened(rope.factor, rope.original_length)
+        fields["attention_factor"] = rope.attention_factor or _longrope_attention_factor(
+            rope.factor, rope.original_length
+        )
     lists = {key: list(value) if isinstance(value, tuple) else value for key, value in fields.items()}
     return {"rope_type": rope.kind} | {key: value for key, value in lists.items() if value is not None}
 
@@ -282,25 +298,29 @@ def _write_rope(rope: RopeConfig) -> dict[str, Any]:
 # ---- between two
 
 
-def differences(theirs: ModelConfig, ours: ModelConfig) -> dict[str, tuple[Any, Any]]:
+def config_differences(theirs: ModelConfig, ours: ModelConfig) -> dict[str, tuple[Any, Any]]:
     """Every field that differs, those of `rope.` as far as the kinds have them, with its value there and here."""
     fields = [field.name for field in dataclasses.fields(ModelConfig) if field.name != "rope"]
-    both = {key: (getattr(theirs, key), getattr(ours, key)) for key in fields}
+    pairs = {key: (getattr(theirs, key), getattr(ours, key)) for key in fields}
     for key in rope_fields(theirs.rope) | rope_fields(ours.rope):
-        both[f"rope.{key}"] = getattr(theirs.rope, key), getattr(ours.rope, key)
-    return {key: (there, here) for key, (there, here) in both.items() if there != here}
+        pairs[f"rope.{key}"] = getattr(theirs.rope, key), getattr(ours.rope, key)
+    return {
+        key: (their_value, our_value) for key, (their_value, our_value) in pairs.items() if their_value != our_value
+    }
 
 
 def rope_fields(rope: RopeConfig) -> dict[str, None]:
     """The fields that mean something for this kind, in order."""
-    return dict.fromkeys(("kind", "theta", *ROPE[rope.kind].values()))
+    return dict.fromkeys(("kind", "theta", *ROPE_KEYS[rope.kind].values()))
 
 
-def _refused(key: str, value: object, allowed: tuple[object, ...]) -> str:
-    return f"config.json: {key} = {_told(value)} is not supported; only {' or '.join(map(_told, allowed))}"
+def _unsupported(key: str, value: object, allowed: tuple[object, ...]) -> str:
+    return (
+        f"config.json: {key} = {_format_value(value)} is not supported; only {' or '.join(map(_format_value, allowed))}"
+    )
 
 
-def _told(value: object) -> str:
+def _format_value(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= 120 else f"{text[:117]}..."
 

@@ -20,11 +20,11 @@ from torch.nn import functional as F
 aten = torch.ops.aten
 
 KERNELS = ("auto", "cpu", "flash", "cudnn", "efficient", "plain")
-At = slice | Tensor
+TokenIndex = slice | Tensor
 """Which tokens: a range, or int64 indices without repetition."""
 
 
-class Rectangle(NamedTuple):
+class ScoreBlock(NamedTuple):
     """Queries [q0, q1) and keys [k0, k1)."""
 
     q0: int
@@ -33,113 +33,113 @@ class Rectangle(NamedTuple):
     k1: int
 
 
-class Work:
+class ScoreBlocks:
     """Rectangles to attend to, ascending and disjoint in their queries; checked once, for all layers.
 
     Raises ValueError for an empty rectangle, and for a causal one that is no square.
     """
 
-    def __init__(self, rectangles: Iterable[Rectangle], *, causal: bool) -> None:
-        self.rectangles = tuple(rectangles)
+    def __init__(self, blocks: Iterable[ScoreBlock], *, causal: bool) -> None:
+        self.blocks = tuple(blocks)
         self.causal = causal
-        self.shortest = min((min(q1 - q0, k1 - k0) for q0, q1, k0, k1 in self.rectangles), default=0)
-        self._batches: dict[torch.device, list[Batched]] = {}
+        self.shortest_side = min((min(q1 - q0, k1 - k0) for q0, q1, k0, k1 in self.blocks), default=0)
+        self._varlen_batches: dict[torch.device, list[VarlenBatch]] = {}
         # A length of zero ends the process inside the CPU kernel; kernels differ on where an oblong's diagonal lies.
-        for rectangle in self.rectangles:
-            queries, keys = rectangle.q1 - rectangle.q0, rectangle.k1 - rectangle.k0
+        for block in self.blocks:
+            queries, keys = block.q1 - block.q0, block.k1 - block.k0
             if queries <= 0 or keys <= 0:
-                raise ValueError(f"{rectangle} is empty: attention needs at least one query and one key")
+                raise ValueError(f"{block} is empty: attention needs at least one query and one key")
             if causal and queries != keys:
-                raise ValueError(f"{rectangle} cannot be causal: only a square, with as many queries as keys, can")
+                raise ValueError(f"{block} cannot be causal: only a square, with as many queries as keys, can")
 
-    def batches(self, device: torch.device) -> list[Batched]:
+    def varlen_batches(self, device: torch.device) -> list[VarlenBatch]:
         """The rectangles as calls with lengths take them: in each, the keys are disjoint too."""
-        if device not in self._batches:
-            rounds: list[list[Rectangle]] = []
-            for rectangle in self.rectangles:
-                fitting = next((batch for batch in rounds if batch[-1].k1 <= rectangle.k0), None)
-                if fitting is None:
-                    rounds.append([rectangle])
+        if device not in self._varlen_batches:
+            batches: list[list[ScoreBlock]] = []
+            for block in self.blocks:
+                fitting_batch = next((batch for batch in batches if batch[-1].k1 <= block.k0), None)
+                if fitting_batch is None:
+                    batches.append([block])
                 else:
-                    fitting.append(rectangle)
-            self._batches[device] = [_batched(batch, device) for batch in rounds]
-        return self._batches[device]
+                    fitting_batch.append(block)
+            self._varlen_batches[device] = [_varlen_batch(batch, device) for batch in batches]
+        return self._varlen_batches[device]
 
 
-class Batched(NamedTuple):
+class VarlenBatch(NamedTuple):
     """Rectangles with disjoint keys, for one call."""
 
-    queries: At
-    keys: At
-    query_starts: Tensor
-    key_starts: Tensor
-    longest_query: int
-    longest_key: int
+    queries: TokenIndex
+    keys: TokenIndex
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
 
 
-Forward = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
+ForwardKernel = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 Grads = tuple[Tensor, Tensor, Tensor]
-Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool], Grads]
+BackwardKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool], Grads]
 
 
-def attend(
+def attend_blocks(
     q_XNH: Tensor,
     k_YKH: Tensor,
     v_YKH: Tensor,
-    work: Work,
+    blocks: ScoreBlocks,
     *,
     kernel: str = "auto",
-) -> Iterator[tuple[At, Tensor, Tensor]]:
+) -> Iterator[tuple[TokenIndex, Tensor, Tensor]]:
     """Scaled dot-product attention, scale H ** -0.5, rectangle by rectangle or several at once.
 
     Yields (queries, output [P, N, H], log-sum-exp [N, P]: float64 for float64, else float32).
     """
-    name = _fitting(work, choose(q_XNH, kernel))
+    name = _supported_kernel(blocks, select_kernel(q_XNH, kernel))
     if name == "flash":
-        for batch in work.batches(q_XNH.device):
+        for batch in blocks.varlen_batches(q_XNH.device):
             q, k, v = q_XNH[batch.queries], k_YKH[batch.keys], v_YKH[batch.keys]
-            yield batch.queries, *_flash_forward(q, k, v, batch, work.causal)
+            yield batch.queries, *_flash_forward(q, k, v, batch, blocks.causal)
         return
-    forward, _ = DENSE[name]
-    for q0, q1, k0, k1 in work.rectangles:
+    forward, _ = DENSE_KERNELS[name]
+    for q0, q1, k0, k1 in blocks.blocks:
         q, k, v = (x[None].transpose(1, 2) for x in (q_XNH[q0:q1], k_YKH[k0:k1], v_YKH[k0:k1]))
-        out, lse = forward(q, k, v, work.causal)
+        out, lse = forward(q, k, v, blocks.causal)
         yield slice(q0, q1), out[0].transpose(0, 1), lse[0]
 
 
-def attend_backward(
+def attend_blocks_backward(
     grad_XNH: Tensor,
     q_XNH: Tensor,
     k_YKH: Tensor,
     v_YKH: Tensor,
     out_XNH: Tensor,
     lse_NX: Tensor,
-    work: Work,
+    blocks: ScoreBlocks,
     *,
     kernel: str = "auto",
-) -> Iterator[tuple[At, At, Tensor, Tensor, Tensor]]:
+) -> Iterator[tuple[TokenIndex, TokenIndex, Tensor, Tensor, Tensor]]:
     """Yields (queries, keys, and the gradients that their attention adds to those queries, keys and values).
 
     `out_XNH` and `lse_NX` are of *all* the keys that each query attends to, here or elsewhere: with them the gradient
     of any part of the keys is exact by itself (FlashAttention, Dao et al., 2022, appendix B).
     """
-    name = _fitting(work, choose(q_XNH, kernel))
+    name = _supported_kernel(blocks, select_kernel(q_XNH, kernel))
     if name == "flash":
-        for batch in work.batches(q_XNH.device):
+        for batch in blocks.varlen_batches(q_XNH.device):
             grad, q, out = (x[batch.queries] for x in (grad_XNH, q_XNH, out_XNH))
             k, v = (x[batch.keys] for x in (k_YKH, v_YKH))
-            grads = _flash_backward(grad, q, k, v, out, lse_NX[:, batch.queries], batch, work.causal)
+            grads = _flash_backward(grad, q, k, v, out, lse_NX[:, batch.queries], batch, blocks.causal)
             yield batch.queries, batch.keys, *grads
         return
-    _, backward = DENSE[name]
-    for q0, q1, k0, k1 in work.rectangles:
-        parts = (grad_XNH[q0:q1], q_XNH[q0:q1], k_YKH[k0:k1], v_YKH[k0:k1], out_XNH[q0:q1])
-        grad, q, k, v, out = (x[None].transpose(1, 2) for x in parts)
-        dq, dk, dv = (x[0].transpose(0, 1) for x in backward(grad, q, k, v, out, lse_NX[None, :, q0:q1], work.causal))
+    _, backward = DENSE_KERNELS[name]
+    for q0, q1, k0, k1 in blocks.blocks:
+        dense = (grad_XNH[q0:q1], q_XNH[q0:q1], k_YKH[k0:k1], v_YKH[k0:k1], out_XNH[q0:q1])
+        grad, q, k, v, out = (x[None].transpose(1, 2) for x in dense)
+        dq, dk, dv = (x[0].transpose(0, 1) for x in backward(grad, q, k, v, out, lse_NX[None, :, q0:q1], blocks.causal))
         yield slice(q0, q1), slice(k0, k1), dq, dk, dv
 
 
-def choose(q_XNH: Tensor, kernel: str = "auto") -> str:
+def select_kernel(q_XNH: Tensor, kernel: str = "auto") -> str:
     """The kernel for such queries: "cpu" there, else what was asked for, or suits device and type."""
     if kernel not in KERNELS:
         raise ValueError(f'attention kernel "{kernel}" is unknown; there are {", ".join(KERNELS)}')
@@ -148,30 +148,35 @@ def choose(q_XNH: Tensor, kernel: str = "auto") -> str:
     if kernel != "auto":
         return kernel
     # Not cuDNN: its backward pass was reported wrong for some short lengths, and it plans anew for every shape.
-    suits = {torch.bfloat16: "flash", torch.float16: "flash", torch.float32: "efficient"}
-    return suits.get(q_XNH.dtype, "plain")
+    by_dtype = {torch.bfloat16: "flash", torch.float16: "flash", torch.float32: "efficient"}
+    return by_dtype.get(q_XNH.dtype, "plain")
 
 
-def _fitting(work: Work, name: str) -> str:
+def _supported_kernel(blocks: ScoreBlocks, name: str) -> str:
     # cuDNN takes no single key, and is not to be trusted with a single query.
-    return "flash" if name == "cudnn" and work.shortest == 1 else name
+    return "flash" if name == "cudnn" and blocks.shortest_side == 1 else name
 
 
 # What `check` lets attention compute: lengths of one, several oblongs at once, keys that others see too.
-SAMPLES = {
-    "causal squares": Work(
-        [Rectangle(0, 65, 0, 65), Rectangle(65, 66, 65, 66), Rectangle(66, 192, 66, 192)], causal=True
+CHECK_CASES = {
+    "causal squares": ScoreBlocks(
+        [ScoreBlock(0, 65, 0, 65), ScoreBlock(65, 66, 65, 66), ScoreBlock(66, 192, 66, 192)], causal=True
     ),
-    "an oblong": Work([Rectangle(0, 192, 0, 100)], causal=False),
-    "oblongs": Work(
-        [Rectangle(0, 50, 0, 20), Rectangle(50, 51, 0, 70), Rectangle(51, 100, 70, 71), Rectangle(100, 192, 80, 192)],
+    "an oblong": ScoreBlocks([ScoreBlock(0, 192, 0, 100)], causal=False),
+    "oblongs": ScoreBlocks(
+        [
+            ScoreBlock(0, 50, 0, 20),
+            ScoreBlock(50, 51, 0, 70),
+            ScoreBlock(51, 100, 70, 71),
+            ScoreBlock(100, 192, 80, 192),
+        ],
         causal=False,
     ),
 }
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.05}
 
 
-def check(kernel: str, device: torch.device, dtype: torch.dtype, *, width: int) -> None:
+def verify_kernel(kernel: str, device: torch.device, dtype: torch.dtype, *, width: int) -> None:
     """Raises ValueError unless small attentions, forward and backward, are those of matrix products in float64.
 
     Kernels of one name differ between devices and versions in ways that no error tells; this does. Takes milliseconds.
@@ -180,30 +185,36 @@ def check(kernel: str, device: torch.device, dtype: torch.dtype, *, width: int) 
     shapes = ((192, 4, width), (192, 4, width), (192, 2, width), (192, 2, width))
     grad, q, k, v = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
     # Also with scores far below zero, whose exponentials vanish.
-    for low, (query, key) in {"": (q, k), " of low scores": (5 * q.abs(), -5 * k.abs())}.items():
-        for name, work in SAMPLES.items():
-            found = _all_parts(grad, query, key, v, work, kernel)
-            exact = _all_parts(grad.double(), query.double(), key.double(), v.double(), work, "plain")
-            for part, ours, right in zip(("output", "log-sum-exp", "dq", "dk", "dv"), found, exact, strict=True):
-                error = float((ours.double() - right).abs().max() / right.abs().max())
+    for score_range, (query, key) in {"": (q, k), " of low scores": (5 * q.abs(), -5 * k.abs())}.items():
+        for name, blocks in CHECK_CASES.items():
+            actual = _forward_backward(grad, query, key, v, blocks, kernel)
+            expected = _forward_backward(grad.double(), query.double(), key.double(), v.double(), blocks, "plain")
+            for output_name, actual_tensor, expected_tensor in zip(
+                ("output", "log-sum-exp", "dq", "dk", "dv"), actual, expected, strict=True
+            ):
+                error = float((actual_tensor.double() - expected_tensor).abs().max() / expected_tensor.abs().max())
                 if not error < TOLERANCES[dtype]:
-                    raise ValueError(f'kernel "{kernel}" errs by {error:.1e} in the {part} of {name}{low}')
+                    raise ValueError(
+                        f'kernel "{kernel}" errs by {error:.1e} in the {output_name} of {name}{score_range}'
+                    )
 
 
-def _all_parts(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, work: Work, kernel: str) -> tuple[Tensor, ...]:
+def _forward_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: ScoreBlocks, kernel: str
+) -> tuple[Tensor, ...]:
     """Output, log-sum-exp and gradients of work that covers all queries."""
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=widest(q.dtype))
-    for at, *parts in attend(q, k, v, work, kernel=kernel):
-        out[at], lse[:, at] = parts
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=accumulation_dtype(q.dtype))
+    for queries, *outputs in attend_blocks(q, k, v, blocks, kernel=kernel):
+        out[queries], lse[:, queries] = outputs
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-    for at, keys, *grads in attend_backward(grad, q, k, v, out, lse, work, kernel=kernel):
-        dq[at] += grads[0]
+    for queries, keys, *grads in attend_blocks_backward(grad, q, k, v, out, lse, blocks, kernel=kernel):
+        dq[queries] += grads[0]
         dk[keys] += grads[1]
         dv[keys] += grads[2]
     return out, lse, dq, dk, dv
 
 
-def widest(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type in which parts of this type are summed, and that of every log-sum-exp."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -224,32 +235,34 @@ def _cpu_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, ls
 # ---- CUDA flash (FlashAttention 2, or 3 and 4 where activated): several rectangles in one call.
 
 
-def _batched(rectangles: list[Rectangle], device: torch.device) -> Batched:
-    queries = [(q0, q1) for q0, q1, _, _ in rectangles]
-    keys = [(k0, k1) for _, _, k0, k1 in rectangles]
-    (queries_at, query_starts, longest_query), (keys_at, key_starts, longest_key) = (
-        (_at(spans, device), _starts(spans, device), max(end - start for start, end in spans))
+def _varlen_batch(blocks: list[ScoreBlock], device: torch.device) -> VarlenBatch:
+    queries = [(q0, q1) for q0, q1, _, _ in blocks]
+    keys = [(k0, k1) for _, _, k0, k1 in blocks]
+    (query_index, cu_seqlens_q, max_seqlen_q), (key_index, cu_seqlens_k, max_seqlen_k) = (
+        (_token_index(spans, device), _cu_seqlens(spans, device), max(end - start for start, end in spans))
         for spans in (queries, keys)
     )
-    return Batched(queries_at, keys_at, query_starts, key_starts, longest_query, longest_key)
+    return VarlenBatch(query_index, key_index, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
 
 
-def _at(spans: list[tuple[int, int]], device: torch.device) -> At:
+def _token_index(spans: list[tuple[int, int]], device: torch.device) -> TokenIndex:
     if all(end == start for (_, end), (start, _) in pairwise(spans)):
         return slice(spans[0][0], spans[-1][1])
-    return to_device(ranges([start for start, _ in spans], [end - start for start, end in spans]), device)
+    return to_device(concatenated_ranges([start for start, _ in spans], [end - start for start, end in spans]), device)
 
 
-def _starts(spans: list[tuple[int, int]], device: torch.device) -> Tensor:
+def _cu_seqlens(spans: list[tuple[int, int]], device: torch.device) -> Tensor:
     lengths = torch.tensor([0] + [end - start for start, end in spans], dtype=torch.int32, device="cpu")
     return to_device(lengths.cumsum(0, dtype=torch.int32), device)
 
 
-def ranges(starts: list[int], lengths: list[int]) -> Tensor:
+def concatenated_ranges(starts: list[int], lengths: list[int]) -> Tensor:
     """int64 on the host: `length` numbers from each start on, one range after the other."""
-    begin, sizes = torch.tensor([starts, lengths], dtype=torch.int64, device="cpu")
+    start_tensor, length_tensor = torch.tensor([starts, lengths], dtype=torch.int64, device="cpu")
     total = sum(lengths)
-    offsets: Tensor = (begin - (sizes.cumsum(0) - sizes)).repeat_interleave(sizes, output_size=total)
+    offsets: Tensor = (start_tensor - (length_tensor.cumsum(0) - length_tensor)).repeat_interleave(
+        length_tensor, output_size=total
+    )
     return offsets + torch.arange(total, device="cpu")
 
 
@@ -258,10 +271,10 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, batch: Batched, causal: bool) -> tuple[Tensor, Tensor]:
-    lengths = batch[2:]
-    without_mask = (False,)
-    out, lse, *_ = aten._flash_attention_forward(q, k, v, *lengths, 0.0, causal, *without_mask)
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, batch: VarlenBatch, causal: bool) -> tuple[Tensor, Tensor]:
+    varlen_arguments = batch[2:]
+    return_debug_mask = (False,)
+    out, lse, *_ = aten._flash_attention_forward(q, k, v, *varlen_arguments, 0.0, causal, *return_debug_mask)
     return out, lse
 
 
@@ -272,12 +285,12 @@ def _flash_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    batch: Batched,
+    batch: VarlenBatch,
     causal: bool,
 ) -> Grads:
-    dense = [x.contiguous() for x in (grad, q, k, v, out, lse)]
+    contiguous = [x.contiguous() for x in (grad, q, k, v, out, lse)]
     no_dropout_state = (torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device))
-    dq, dk, dv = aten._flash_attention_backward(*dense, *batch[2:], 0.0, causal, *no_dropout_state)
+    dq, dk, dv = aten._flash_attention_backward(*contiguous, *batch[2:], 0.0, causal, *no_dropout_state)
     return dq, dk, dv
 
 
@@ -285,17 +298,17 @@ def _flash_backward(
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    with_lse = True
-    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, with_lse, 0.0, causal)
+    compute_lse = True
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, compute_lse, 0.0, causal)
     return out, lse.view(q.shape[:3])
 
 
 def _cudnn_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Grads:
-    nothing = torch.empty(0, dtype=torch.int64, device=q.device)
-    lengths = (None, None, q.shape[2], k.shape[2])
+    empty = torch.empty(0, dtype=torch.int64, device=q.device)
+    seqlen_arguments = (None, None, q.shape[2], k.shape[2])
     saved = (out.contiguous(), lse.contiguous()[..., None])
     dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
-        grad, q, k, v, *saved, nothing, nothing, None, *lengths, 0.0, causal
+        grad, q, k, v, *saved, empty, empty, None, *seqlen_arguments, 0.0, causal
     )
     return dq, dk, dv
 
@@ -304,23 +317,23 @@ def _cudnn_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, 
 
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    with_lse = True
+    compute_lse = True
     keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, keys, values, None, with_lse, 0.0, causal)
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, keys, values, None, compute_lse, 0.0, causal)
     # It comes padded to a multiple of 32 queries, and is wanted so again.
     return out, lse[..., : q.shape[2]]
 
 
 def _efficient_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Grads:
-    groups = (k.shape[1], q.shape[1] // k.shape[1])
-    keys, values = (x.repeat_interleave(groups[1], dim=1) for x in (k, v))
-    padded = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
-    nothing = torch.empty((), dtype=torch.int64, device=q.device)
-    wanted = [True, True, True, False]
+    head_groups = (k.shape[1], q.shape[1] // k.shape[1])
+    keys, values = (x.repeat_interleave(head_groups[1], dim=1) for x in (k, v))
+    padded_lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
+    empty = torch.empty((), dtype=torch.int64, device=q.device)
+    grad_mask = [True, True, True, False]
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-        grad, q, keys, values, None, out, padded, nothing, nothing, 0.0, wanted, causal
+        grad, q, keys, values, None, out, padded_lse, empty, empty, 0.0, grad_mask, causal
     )
-    return dq, dk.unflatten(1, groups).sum(2), dv.unflatten(1, groups).sum(2)
+    return dq, dk.unflatten(1, head_groups).sum(2), dv.unflatten(1, head_groups).sum(2)
 
 
 # ---- Anywhere, and for double precision on CUDA: matrix products, the reference of the others.
@@ -331,32 +344,32 @@ def _plain_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     scores: Tensor = q @ repeated.transpose(-2, -1) * q.shape[-1] ** -0.5
     if not causal:
         return scores
-    future = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
-    return scores.masked_fill(future, -torch.inf)
+    causal_mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+    return scores.masked_fill(causal_mask, -torch.inf)
 
 
 def _plain_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    wide_q, wide_k, wide_v = (x.to(widest(x.dtype)) for x in (q, k, v))
-    scores = _plain_scores(wide_q, wide_k, causal)
-    out = scores.softmax(-1) @ wide_v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    q_accum, k_accum, v_accum = (x.to(accumulation_dtype(x.dtype)) for x in (q, k, v))
+    scores = _plain_scores(q_accum, k_accum, causal)
+    out = scores.softmax(-1) @ v_accum.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
     return out.to(q.dtype), scores.logsumexp(-1)
 
 
 def _plain_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Grads:
     # By hand: the body of an operator runs below autograd.
-    narrow = q.dtype
-    grad, q, k, v, out = (x.to(widest(x.dtype)) for x in (grad, q, k, v, out))
-    groups = (k.shape[1], q.shape[1] // k.shape[1])
+    input_dtype = q.dtype
+    grad, q, k, v, out = (x.to(accumulation_dtype(x.dtype)) for x in (grad, q, k, v, out))
+    head_groups = (k.shape[1], q.shape[1] // k.shape[1])
     weights = (_plain_scores(q, k, causal) - lse.unsqueeze(-1)).exp()
-    k_all, v_all = (x.repeat_interleave(groups[1], dim=1) for x in (k, v))
+    k_all, v_all = (x.repeat_interleave(head_groups[1], dim=1) for x in (k, v))
     grad_weights = grad @ v_all.transpose(-2, -1) - (grad * out).sum(-1, keepdim=True)
     grad_scores = weights * grad_weights * q.shape[-1] ** -0.5
-    dk = (grad_scores.transpose(-2, -1) @ q).unflatten(1, groups).sum(2)
-    dv = (weights.transpose(-2, -1) @ grad).unflatten(1, groups).sum(2)
-    return (grad_scores @ k_all).to(narrow), dk.to(narrow), dv.to(narrow)
+    dk = (grad_scores.transpose(-2, -1) @ q).unflatten(1, head_groups).sum(2)
+    dv = (weights.transpose(-2, -1) @ grad).unflatten(1, head_groups).sum(2)
+    return (grad_scores @ k_all).to(input_dtype), dk.to(input_dtype), dv.to(input_dtype)
 
 
-DENSE: dict[str, tuple[Forward, Backward]] = {
+DENSE_KERNELS: dict[str, tuple[ForwardKernel, BackwardKernel]] = {
     "cpu": (_cpu_forward, _cpu_backward),
     "cudnn": (_cudnn_forward, _cudnn_backward),
     "efficient": (_efficient_forward, _efficient_backward),

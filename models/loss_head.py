@@ -13,30 +13,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.batch import IGNORE
+from models.batch import IGNORE_INDEX
 from models.config import ModelConfig
 from models.linear import Linear
 from models.norm import RMSNorm
-from models.view import unchanged
+from models.view import identity
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class VocabShard:
     """The part of the vocabulary that is here, and how numbers about parts become numbers about the whole."""
 
-    first: int = 0
+    vocab_start_index: int = 0
     """The label of the first row of the projection."""
-    largest: Callable[[Tensor], Tensor] = unchanged
+    all_reduce_max: Callable[[Tensor], Tensor] = identity
     """Of every part's numbers, one by one, the largest."""
-    total: Callable[[Tensor], Tensor] = unchanged
+    all_reduce_sum: Callable[[Tensor], Tensor] = identity
     """Of every part's numbers, one by one, the sum."""
 
-    def first_of(self, logits_CV: Tensor, highest_C1: Tensor) -> Tensor:
+    def argmax(self, logits_CV: Tensor, max_logit_C1: Tensor) -> Tensor:
         """The lowest label whose logit is the highest, [C, 1]: of equals the first, whichever part it is in."""
-        at_C1 = logits_CV.argmax(-1, keepdim=True)
-        beyond = torch.iinfo(at_C1.dtype).max
-        mine_C1 = (at_C1 + self.first).where(logits_CV.gather(-1, at_C1) == highest_C1, beyond)
-        return -self.largest(-mine_C1)
+        local_argmax_C1 = logits_CV.argmax(-1, keepdim=True)
+        no_match = torch.iinfo(local_argmax_C1.dtype).max
+        candidate_C1 = (local_argmax_C1 + self.vocab_start_index).where(
+            logits_CV.gather(-1, local_argmax_C1) == max_logit_C1, no_match
+        )
+        return -self.all_reduce_max(-candidate_C1)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -56,41 +58,43 @@ class LinearCrossEntropy(torch.autograd.Function):
         x_BSE: Tensor,
         weight_VE: Tensor,
         labels_BS: Tensor,
-        chunk: int,
-        vocabulary: Vocabulary,
-        hits_BS: Tensor | None = None,
+        chunk_tokens: int,
+        vocab_shard: VocabShard,
+        correct_BS: Tensor | None = None,
     ) -> Tensor:
         x_RE, labels_R = x_BSE.flatten(0, 1), labels_BS.flatten()
-        wide = torch.float64 if x_RE.dtype == torch.float64 else torch.float32
-        losses_BS = torch.zeros(labels_BS.shape, dtype=wide, device=x_RE.device)
+        accumulation_dtype = torch.float64 if x_RE.dtype == torch.float64 else torch.float32
+        losses_BS = torch.zeros(labels_BS.shape, dtype=accumulation_dtype, device=x_RE.device)
         losses_R = losses_BS.view(-1)
-        with_grad = any(ctx.needs_input_grad)
-        grad_x_RE = torch.empty_like(x_RE) if with_grad else None
-        grad_weight_VE = torch.zeros_like(weight_VE, dtype=wide) if with_grad else None
-        for start in range(0, x_RE.shape[0], chunk):
-            part = slice(start, start + chunk)
-            x_CE, labels_C1 = x_RE[part], labels_R[part, None]
-            targets_C1 = labels_C1 != IGNORE
-            index_C1 = labels_C1 - vocabulary.first
-            here_C1 = targets_C1 & (index_C1 >= 0) & (index_C1 < weight_VE.shape[0])
-            index_C1 = index_C1.where(here_C1, 0)
-            logits_CV = (x_CE @ weight_VE.T).to(wide)
-            highest_C1 = vocabulary.largest(logits_CV.amax(-1, keepdim=True))
-            if hits_BS is not None:
-                likeliest_C1 = vocabulary.first_of(logits_CV, highest_C1)
-                hits_BS.view(-1)[part] = (likeliest_C1 == labels_C1).squeeze(-1)
-            at_label_C1 = logits_CV.gather(-1, index_C1).where(here_C1, 0)
-            grad_CV = logits_CV.sub_(highest_C1).exp_()
-            total_C1, at_label_C1 = vocabulary.total(torch.stack((grad_CV.sum(-1, keepdim=True), at_label_C1))).unbind()
-            losses_R[part] = ((total_C1.log() + highest_C1 - at_label_C1) * targets_C1).squeeze(-1)
+        needs_grad = any(ctx.needs_input_grad)
+        grad_x_RE = torch.empty_like(x_RE) if needs_grad else None
+        grad_weight_VE = torch.zeros_like(weight_VE, dtype=accumulation_dtype) if needs_grad else None
+        for start in range(0, x_RE.shape[0], chunk_tokens):
+            token_slice = slice(start, start + chunk_tokens)
+            x_CE, labels_C1 = x_RE[token_slice], labels_R[token_slice, None]
+            is_target_C1 = labels_C1 != IGNORE_INDEX
+            index_C1 = labels_C1 - vocab_shard.vocab_start_index
+            is_local_C1 = is_target_C1 & (index_C1 >= 0) & (index_C1 < weight_VE.shape[0])
+            index_C1 = index_C1.where(is_local_C1, 0)
+            logits_CV = (x_CE @ weight_VE.T).to(accumulation_dtype)
+            max_logit_C1 = vocab_shard.all_reduce_max(logits_CV.amax(-1, keepdim=True))
+            if correct_BS is not None:
+                prediction_C1 = vocab_shard.argmax(logits_CV, max_logit_C1)
+                correct_BS.view(-1)[token_slice] = (prediction_C1 == labels_C1).squeeze(-1)
+            target_logit_C1 = logits_CV.gather(-1, index_C1).where(is_local_C1, 0)
+            grad_CV = logits_CV.sub_(max_logit_C1).exp_()
+            sum_exp_C1, target_logit_C1 = vocab_shard.all_reduce_sum(
+                torch.stack((grad_CV.sum(-1, keepdim=True), target_logit_C1))
+            ).unbind()
+            losses_R[token_slice] = ((sum_exp_C1.log() + max_logit_C1 - target_logit_C1) * is_target_C1).squeeze(-1)
             if grad_x_RE is None or grad_weight_VE is None:
                 del logits_CV, grad_CV
                 continue
-            grad_CV.mul_(targets_C1 / total_C1)
+            grad_CV.mul_(is_target_C1 / sum_exp_C1)
             # scatter, not scatter_add: that one has no deterministic kernel on CUDA.
-            grad_CV.scatter_(-1, index_C1, grad_CV.gather(-1, index_C1) - here_C1.to(wide))
+            grad_CV.scatter_(-1, index_C1, grad_CV.gather(-1, index_C1) - is_local_C1.to(accumulation_dtype))
             grad_CV = grad_CV.to(x_RE.dtype)
-            torch.mm(grad_CV, weight_VE, out=grad_x_RE[part])
+            torch.mm(grad_CV, weight_VE, out=grad_x_RE[token_slice])
             grad_weight_VE += grad_CV.T @ x_CE
             del logits_CV, grad_CV  # Or they would be held beside those of the next chunk.
         ctx.save_for_backward(grad_x_RE, grad_weight_VE, labels_BS)
@@ -101,25 +105,25 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_BS,) = grads
         grad_x_RE, grad_weight_VE, labels_BS = ctx.saved_tensors
-        is_target_BS = labels_BS != IGNORE
-        highest = grad_BS.where(is_target_BS, -torch.inf).amax()
-        lowest = grad_BS.where(is_target_BS, torch.inf).amin()
+        is_target_BS = labels_BS != IGNORE_INDEX
+        max_grad = grad_BS.where(is_target_BS, -torch.inf).amax()
+        min_grad = grad_BS.where(is_target_BS, torch.inf).amin()
         # No targets at all: highest is -inf, and both gradients are zero whatever multiplies them.
-        scale = highest.where(highest == lowest, torch.nan).where(is_target_BS.any(), 0)
+        scale = max_grad.where(max_grad == min_grad, torch.nan).where(is_target_BS.any(), 0)
         grad_x_BSE = (grad_x_RE * scale).to(grad_x_RE.dtype).unflatten(0, labels_BS.shape)
         return grad_x_BSE, (grad_weight_VE * scale).to(ctx.weight_dtype), None, None, None, None
 
 
-class Head(nn.Module):
+class LossHead(nn.Module):
     """Final norm, projection and loss."""
 
     def __init__(self, config: ModelConfig, *, chunk_mib: int = 256) -> None:
         super().__init__()
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.proj = Linear(config.dim, config.vocab_size)
-        self.vocabulary = Vocabulary()
+        self.vocab_shard = VocabShard()
         self.chunk_mib = chunk_mib
-        self.judges = False
+        self.reports_correct = False
         """Whether it also says, without gradients, which targets were the most likely tokens."""
 
     def forward(self, x_BSE: Tensor, labels_BS: Tensor) -> Tensor:
@@ -127,20 +131,22 @@ class Head(nn.Module):
 
         Of one that judges [B, S, 2]: beside each loss 1 where the target was the most likely token, else 0.
         """
-        weight_VE = self.proj.matrix()
-        row_bytes = weight_VE.shape[0] * (8 if x_BSE.dtype == torch.float64 else 4)
-        chunk = max(1, (self.chunk_mib << 20) // row_bytes)
-        self.norm.most = chunk
+        weight_VE = self.proj.local_weight()
+        bytes_per_token = weight_VE.shape[0] * (8 if x_BSE.dtype == torch.float64 else 4)
+        chunk_tokens = max(1, (self.chunk_mib << 20) // bytes_per_token)
+        self.norm.chunk_tokens = chunk_tokens
         normed_BSE = self.norm(x_BSE)
         if not torch.is_grad_enabled():
             # A function cannot see that: it is told by inputs that want no gradient.
             normed_BSE, weight_VE = normed_BSE.detach(), weight_VE.detach()
-        hits_BS = torch.zeros_like(labels_BS) if self.judges else None
-        losses_BS: Tensor = LinearCrossEntropy.apply(normed_BSE, weight_VE, labels_BS, chunk, self.vocabulary, hits_BS)
-        return losses_BS if hits_BS is None else torch.stack((losses_BS, hits_BS.to(losses_BS.dtype)), dim=-1)
+        correct_BS = torch.zeros_like(labels_BS) if self.reports_correct else None
+        losses_BS: Tensor = LinearCrossEntropy.apply(
+            normed_BSE, weight_VE, labels_BS, chunk_tokens, self.vocab_shard, correct_BS
+        )
+        return losses_BS if correct_BS is None else torch.stack((losses_BS, correct_BS.to(losses_BS.dtype)), dim=-1)
 
     def logits(self, x_BSE: Tensor) -> Tensor:
         """[B, S, V], whole, in the losses' precision: for few tokens."""
-        wide = torch.float64 if x_BSE.dtype == torch.float64 else torch.float32
-        logits_BSV: Tensor = self.proj(self.norm(x_BSE)).to(wide)
+        loss_dtype = torch.float64 if x_BSE.dtype == torch.float64 else torch.float32
+        logits_BSV: Tensor = self.proj(self.norm(x_BSE)).to(loss_dtype)
         return logits_BSV

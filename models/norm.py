@@ -11,80 +11,82 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.view import View, unchanged
+from models.view import WeightView, identity
 
 
-def normalise(x_E: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def rms_norm(x_E: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """In x's dtype; and, for the backward pass, what each token was multiplied by."""
-    inverse_1 = inverse(x_E, eps)
-    out_E: Tensor = (x_E * inverse_1).to(x_E.dtype)
-    return out_E.mul_(weight_E), inverse_1
+    rstd_1 = rstd(x_E, eps)
+    out_E: Tensor = (x_E * rstd_1).to(x_E.dtype)
+    return out_E.mul_(weight_E), rstd_1
 
 
-def inverse(x_E: Tensor, eps: float) -> Tensor:
+def rstd(x_E: Tensor, eps: float) -> Tensor:
     """What each token is multiplied by, in float32 (float64 for float64)."""
-    wide = torch.float64 if x_E.dtype == torch.float64 else torch.float32
-    norm_1 = torch.linalg.vector_norm(x_E, dim=-1, keepdim=True, dtype=wide)
-    inverse_1: Tensor = (norm_1.square() / x_E.shape[-1] + eps).rsqrt()
-    return inverse_1
+    accumulation_dtype = torch.float64 if x_E.dtype == torch.float64 else torch.float32
+    norm_1 = torch.linalg.vector_norm(x_E, dim=-1, keepdim=True, dtype=accumulation_dtype)
+    rstd_1: Tensor = (norm_1.square() / x_E.shape[-1] + eps).rsqrt()
+    return rstd_1
 
 
-def normalise_backward(grad_E: Tensor, x_E: Tensor, weight_E: Tensor, inverse_1: Tensor) -> tuple[Tensor, Tensor]:
+def rms_norm_backward(grad_E: Tensor, x_E: Tensor, weight_E: Tensor, rstd_1: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x, in its dtype, and of the weight, in that of the statistics."""
-    normed_E = x_E * inverse_1
+    normed_E = x_E * rstd_1
     grad_weight_E = (grad_E * normed_E).flatten(0, -2).sum(0)
     grad_normed_E = grad_E * weight_E
-    along_1 = (grad_normed_E * normed_E).mean(-1, keepdim=True)
-    grad_x_E = (grad_normed_E - normed_E * along_1) * inverse_1
+    mean_dot_1 = (grad_normed_E * normed_E).mean(-1, keepdim=True)
+    grad_x_E = (grad_normed_E - normed_E * mean_dot_1) * rstd_1
     return grad_x_E.to(x_E.dtype), grad_weight_E
 
 
-class NormFunction(torch.autograd.Function):
+class RMSNormFunction(torch.autograd.Function):
     """Keeps the input, which the residual stream keeps anyway, and one number per token for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, x_E: Tensor, weight_E: Tensor, eps: float, most: int | None) -> Tensor:
-        ctx.most = most
-        if most is None:
-            out_E, inverse_1 = normalise(x_E, weight_E, eps)
+    def forward(ctx: Any, x_E: Tensor, weight_E: Tensor, eps: float, chunk_tokens: int | None) -> Tensor:
+        ctx.most = chunk_tokens
+        if chunk_tokens is None:
+            out_E, rstd_1 = rms_norm(x_E, weight_E, eps)
         else:
             out_E = torch.empty_like(x_E, memory_format=torch.contiguous_format)
-            inverse_1 = x_E.new_empty(*x_E.shape[:-1], 1, dtype=torch.promote_types(x_E.dtype, torch.float32))
-            for part_E, of_part_E, of_part_1 in _parts(most, x_E, out_E, inverse_1):
-                of_part_E[:], of_part_1[:] = normalise(part_E, weight_E, eps)
-        ctx.save_for_backward(x_E, weight_E, inverse_1)
+            rstd_1 = x_E.new_empty(*x_E.shape[:-1], 1, dtype=torch.promote_types(x_E.dtype, torch.float32))
+            for x_chunk_E, out_chunk_E, rstd_chunk_1 in _chunks(chunk_tokens, x_E, out_E, rstd_1):
+                out_chunk_E[:], rstd_chunk_1[:] = rms_norm(x_chunk_E, weight_E, eps)
+        ctx.save_for_backward(x_E, weight_E, rstd_1)
         return out_E
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_E,) = grads
-        x_E, weight_E, inverse_1 = ctx.saved_tensors
+        x_E, weight_E, rstd_1 = ctx.saved_tensors
         if ctx.most is None:
-            grad_x_E, grad_weight_E = normalise_backward(grad_E, x_E, weight_E, inverse_1)
+            grad_x_E, grad_weight_E = rms_norm_backward(grad_E, x_E, weight_E, rstd_1)
         else:
             grad_x_E = torch.empty_like(x_E, memory_format=torch.contiguous_format)
-            grad_weight_E = torch.zeros_like(weight_E, dtype=inverse_1.dtype)
-            for grad_x_of_part_E, *part in _parts(ctx.most, grad_x_E, grad_E, x_E, inverse_1):
-                grad_of_part_E, part_E, of_part_1 = part
-                grad_x_of_part_E[:], found_E = normalise_backward(grad_of_part_E, part_E, weight_E, of_part_1)
-                grad_weight_E += found_E
+            grad_weight_E = torch.zeros_like(weight_E, dtype=rstd_1.dtype)
+            for grad_x_chunk_E, *chunk in _chunks(ctx.most, grad_x_E, grad_E, x_E, rstd_1):
+                grad_chunk_E, x_chunk_E, rstd_chunk_1 = chunk
+                grad_x_chunk_E[:], grad_weight_chunk_E = rms_norm_backward(
+                    grad_chunk_E, x_chunk_E, weight_E, rstd_chunk_1
+                )
+                grad_weight_E += grad_weight_chunk_E
         return grad_x_E, grad_weight_E.to(weight_E.dtype), None, None
 
 
-def _parts(most: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    return zip(*(x.flatten(0, -2).split(most) for x in tensors), strict=True)
+def _chunks(chunk_tokens: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*(x.flatten(0, -2).split(chunk_tokens) for x in tensors), strict=True)
 
 
 class RMSNorm(nn.Module):
     def __init__(self, dim: int, *, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
-        self.view: View = unchanged
+        self.view: WeightView = identity
         self.eps = eps
-        self.most: int | None = None
+        self.chunk_tokens: int | None = None
         """Tokens at a time: single precision is in passing of so many only. None: all."""
 
     def forward(self, x_E: Tensor) -> Tensor:
         """[..., E] -> [..., E] in x's dtype; statistics in float32 (float64 for float64)."""
-        out: Tensor = NormFunction.apply(x_E, self.view(self.weight), self.eps, self.most)
+        out: Tensor = RMSNormFunction.apply(x_E, self.view(self.weight), self.eps, self.chunk_tokens)
         return out

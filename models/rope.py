@@ -21,54 +21,56 @@ from models.config import RopeConfig
 
 
 @lru_cache(maxsize=64)
-def frequencies(config: RopeConfig, head_dim: int, device: torch.device | None = None, *, seq_len: int = 0) -> Tensor:
+def rope_frequencies(
+    config: RopeConfig, head_dim: int, device: torch.device | None = None, *, seq_len: int = 0
+) -> Tensor:
     """Radians per position [F], in the configuration's precision."""
     # Kept, because a copy to the device would wait for it, in every batch.
     if config.precision == "float64":
-        exact = rope_scaling.frequencies(config, head_dim, seq_len=seq_len)
-        return torch.tensor(exact, dtype=torch.float64, device=device)
+        values = rope_scaling.frequencies(config, head_dim, seq_len=seq_len)
+        return torch.tensor(values, dtype=torch.float64, device=device)
     powers_F = config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     indices_F = torch.arange(head_dim // 2, dtype=torch.float32)
-    return torch.stack(rope_scaling.stretched(config, powers_F, indices_F, seq_len=seq_len)).to(device)
+    return torch.stack(rope_scaling.scale_frequencies(config, powers_F, indices_F, seq_len=seq_len)).to(device)
 
 
-def rotation(
-    config: RopeConfig, head_dim: int, positions_BS: Tensor, dtype: torch.dtype, *, seq_len: int = 0
+def cos_sin_table(
+    config: RopeConfig, head_dim: int, position_ids_BS: Tensor, dtype: torch.dtype, *, seq_len: int = 0
 ) -> Tensor:
     """Cosine and sine of every angle, times the attention factor: [2, B, S, 1, F], in `dtype`.
 
     Computed once a step for all layers, whose rows have `seq_len` tokens.
     """
-    frequencies_F = frequencies(config, head_dim, positions_BS.device, seq_len=seq_len)
-    angles_BSF = positions_BS.to(frequencies_F.dtype).unsqueeze(-1) * frequencies_F
+    frequencies_F = rope_frequencies(config, head_dim, position_ids_BS.device, seq_len=seq_len)
+    angles_BSF = position_ids_BS.to(frequencies_F.dtype).unsqueeze(-1) * frequencies_F
     if config.precision == "float64":
         angles_BSF = angles_BSF.remainder(2 * math.pi).to(dtype)
-    table_2BSF = torch.stack((angles_BSF.cos(), angles_BSF.sin())).mul_(rope_scaling.attention_factor(config))
-    return table_2BSF.to(dtype).unsqueeze(3)
+    cos_sin_2BSF = torch.stack((angles_BSF.cos(), angles_BSF.sin())).mul_(rope_scaling.attention_factor(config))
+    return cos_sin_2BSF.to(dtype).unsqueeze(3)
 
 
-def still(rotation_2BS1F: Tensor) -> Tensor:
+def identity_rotation(cos_sin_2BS1F: Tensor) -> Tensor:
     """The table of the same shape that turns nothing, and takes no room."""
     # Counted down on the device: a list would be copied there, which waits.
-    one_and_none_2 = torch.arange(1, -1, -1, dtype=rotation_2BS1F.dtype, device=rotation_2BS1F.device)
-    return one_and_none_2.view(2, 1, 1, 1, 1).expand_as(rotation_2BS1F)
+    one_zero_2 = torch.arange(1, -1, -1, dtype=cos_sin_2BS1F.dtype, device=cos_sin_2BS1F.device)
+    return one_zero_2.view(2, 1, 1, 1, 1).expand_as(cos_sin_2BS1F)
 
 
-class Rotation(torch.autograd.Function):
+class ApplyRotaryEmb(torch.autograd.Function):
     """Turns by the angles; its transpose turns back by them, times the same factor. Keeps no activation."""
 
     @staticmethod
     def forward(ctx: Any, x_BSNH: Tensor, cos_BS1F: Tensor, sin_BS1F: Tensor) -> Tensor:
         ctx.save_for_backward(cos_BS1F, sin_BS1F)
-        return turn(x_BSNH, cos_BS1F, sin_BS1F)
+        return apply_rotary(x_BSNH, cos_BS1F, sin_BS1F)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos_BS1F, sin_BS1F = ctx.saved_tensors
-        return turn(grads[0], cos_BS1F, -sin_BS1F), None, None
+        return apply_rotary(grads[0], cos_BS1F, -sin_BS1F), None, None
 
 
-def turn(x_BSNH: Tensor, cos_BS1F: Tensor, sin_BS1F: Tensor) -> Tensor:
+def apply_rotary(x_BSNH: Tensor, cos_BS1F: Tensor, sin_BS1F: Tensor) -> Tensor:
     """What `rotate` computes, below autograd."""
     # Written half by half into one tensor: a temporary per product would leave holes in the heap of a CPU run.
     left, right = x_BSNH.to(cos_BS1F.dtype).chunk(2, dim=-1)
@@ -79,8 +81,8 @@ def turn(x_BSNH: Tensor, cos_BS1F: Tensor, sin_BS1F: Tensor) -> Tensor:
     return out_BSNH.to(x_BSNH.dtype)
 
 
-def rotate(x_BSNH: Tensor, rotation_2BS1F: Tensor) -> Tensor:
+def apply_rotary_emb(x_BSNH: Tensor, cos_sin_2BS1F: Tensor) -> Tensor:
     """Turns each pair (x[i], x[i + F]) by its angle, in the rotation's precision; returns x's dtype."""
-    cos_BS1F, sin_BS1F = rotation_2BS1F.unbind(0)
-    out_BSNH: Tensor = Rotation.apply(x_BSNH, cos_BS1F, sin_BS1F)
+    cos_BS1F, sin_BS1F = cos_sin_2BS1F.unbind(0)
+    out_BSNH: Tensor = ApplyRotaryEmb.apply(x_BSNH, cos_BS1F, sin_BS1F)
     return out_BSNH

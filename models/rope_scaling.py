@@ -18,43 +18,52 @@ from models.config import ModelConfig, RopeConfig
 def frequencies(config: RopeConfig, head_dim: int, *, seq_len: int) -> list[float]:
     """Radians per position, of rows of `seq_len` tokens."""
     indices = range(head_dim // 2)
-    return stretched(config, [config.theta ** (2 * i / head_dim) for i in indices], indices, seq_len=seq_len)
+    return scale_frequencies(config, [config.theta ** (2 * i / head_dim) for i in indices], indices, seq_len=seq_len)
 
 
-def stretched(config: RopeConfig, powers: Iterable[Any], indices: Iterable[Any], *, seq_len: int) -> list[Any]:
+def scale_frequencies(config: RopeConfig, powers: Iterable[Any], indices: Iterable[Any], *, seq_len: int) -> list[Any]:
     """The same from powers and their indices: numbers, or tensors of one, in whose precision all is computed.
 
     The order of operations is that of Hugging Face, so that in float32 bits are theirs.
     """
     pairs = list(zip(powers, indices, strict=True))
-    length, factor = config.original_length, config.factor
+    original_length, factor = config.original_length, config.factor
     if config.kind == "linear":
         return [1 / power / factor for power, _ in pairs]
     if config.kind == "llama3":
         low, high = config.low_freq_factor, config.high_freq_factor
-        kept = [_clipped((length / (2 * math.pi / (1 / power)) - low) / (high - low)) for power, _ in pairs]
-        return [(1 - g) * (1 / power) / factor + g * (1 / power) for g, (power, _) in zip(kept, pairs, strict=True)]
+        smooth_factors = [
+            _clamp01((original_length / (2 * math.pi / (1 / power)) - low) / (high - low)) for power, _ in pairs
+        ]
+        return [
+            (1 - smooth) * (1 / power) / factor + smooth * (1 / power)
+            for smooth, (power, _) in zip(smooth_factors, pairs, strict=True)
+        ]
     if config.kind == "yarn":
-        first, last = ramp(config, 2 * len(pairs))
-        kept = [1 - _clipped((index - first) / (last - first)) for _, index in pairs]
-        return [1 / (factor * power) * (1 - g) + 1 / power * g for g, (power, _) in zip(kept, pairs, strict=True)]
+        ramp_start, ramp_end = yarn_ramp_bounds(config, 2 * len(pairs))
+        smooth_factors = [1 - _clamp01((index - ramp_start) / (ramp_end - ramp_start)) for _, index in pairs]
+        return [
+            1 / (factor * power) * (1 - g) + 1 / power * g for g, (power, _) in zip(smooth_factors, pairs, strict=True)
+        ]
     if config.kind == "longrope":
-        factors = config.long_factors if seq_len > length else config.short_factors
-        return [1 / (each * power) for each, (power, _) in zip(factors, pairs, strict=True)]
+        factors = config.long_factors if seq_len > original_length else config.short_factors
+        return [1 / (long_factor * power) for long_factor, (power, _) in zip(factors, pairs, strict=True)]
     return [1 / power for power, _ in pairs]
 
 
-def ramp(config: RopeConfig, head_dim: int) -> tuple[float, float]:
+def yarn_ramp_bounds(config: RopeConfig, head_dim: int) -> tuple[float, float]:
     """`yarn`: the index from which frequencies are stretched, and the one from which they are by the whole factor."""
 
-    def index(turns: float) -> float:
-        return head_dim * math.log(config.original_length / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
+    def correction_dim(num_rotations: float) -> float:
+        return (
+            head_dim * math.log(config.original_length / (num_rotations * 2 * math.pi)) / (2 * math.log(config.theta))
+        )
 
-    first, last = index(config.beta_fast), index(config.beta_slow)
+    ramp_start, ramp_end = correction_dim(config.beta_fast), correction_dim(config.beta_slow)
     if config.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, head_dim - 1)
-    return first, last + 0.001 * (first == last)
+        ramp_start, ramp_end = math.floor(ramp_start), math.ceil(ramp_end)
+    ramp_start, ramp_end = max(ramp_start, 0), min(ramp_end, head_dim - 1)
+    return ramp_start, ramp_end + 0.001 * (ramp_start == ramp_end)
 
 
 def attention_factor(config: RopeConfig) -> float:
@@ -68,18 +77,18 @@ def attention_factor(config: RopeConfig) -> float:
     return math.sqrt(1 + math.log(config.factor) / math.log(config.original_length))
 
 
-def summary(model: ModelConfig, seq_len: int) -> str:
+def rope_summary(model: ModelConfig, seq_len: int) -> str:
     """The rotation in words, for who forgot to stretch it."""
     rope = model.rope
-    found = frequencies(rope, model.head_dim, seq_len=seq_len)
-    slow = sum(seq_len * frequency < 2 * math.pi for frequency in found)
-    still = "" if model.nope_every is None else f"; none in every {model.nope_every}th layer"
+    freqs = frequencies(rope, model.head_dim, seq_len=seq_len)
+    num_partial_turns = sum(seq_len * frequency < 2 * math.pi for frequency in freqs)
+    nope_note = "" if model.nope_every is None else f"; none in every {model.nope_every}th layer"
     return (
-        f"rope {rope.kind}: theta {rope.theta:,.0f}, slowest wavelength {2 * math.pi / min(found):,.0f} tokens for "
-        f"training.seq_len = {seq_len:,}, {slow} of {len(found)} frequencies turn less than once in it, "
-        f"attention factor {attention_factor(rope):.4f}{still}"
+        f"rope {rope.kind}: theta {rope.theta:,.0f}, slowest wavelength {2 * math.pi / min(freqs):,.0f} tokens for "
+        f"training.seq_len = {seq_len:,}, {num_partial_turns} of {len(freqs)} frequencies turn less than once in it, "
+        f"attention factor {attention_factor(rope):.4f}{nope_note}"
     )
 
 
-def _clipped(x: Any) -> Any:
+def _clamp01(x: Any) -> Any:
     return min(max(x, 0), 1)

@@ -18,82 +18,82 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models import norm, rope
-from models.feed_forward import gated, gated_backward
+from models.feed_forward import gated_linear, gated_linear_backward
 
 
-def tiles(tokens: int, most: int | None = None) -> list[slice]:
+def split_into_tiles(num_tokens: int, max_tokens: int | None = None) -> list[slice]:
     """As few as possible, and as equal as possible: no small one at the end, which would waste a device."""
-    count = 1 if most is None else -(-tokens // max(1, most))
-    starts = [-(-tokens * index // count) for index in range(count + 1)]
+    count = 1 if max_tokens is None else -(-num_tokens // max(1, max_tokens))
+    starts = [-(-num_tokens * index // count) for index in range(count + 1)]
     return [slice(start, end) for start, end in pairwise(starts)]
 
 
-def bytes_of_token(width: int, inner: int, size: int) -> int:
+def bytes_per_token(dim: int, ffn_dim: int, itemsize: int) -> int:
     """In a feed-forward's backward pass, where most lives at once: gate, up and what becomes the gradients of both, then
     these gradients and two of the input; beside the normalised input. A number takes `size`.
     """
-    return (2 * inner + 2 * max(inner, width) + width) * size
+    return (2 * ffn_dim + 2 * max(ffn_dim, dim) + dim) * itemsize
 
 
-class Projections(NamedTuple):
+class QKVProjections(NamedTuple):
     """What makes queries, keys and values of the normalised stream."""
 
-    matrices: Sequence[Tensor]
+    weights: Sequence[Tensor]
     """Of queries [Q, E], keys [K, E] and values [K, E]."""
-    norms: Sequence[Tensor]
+    norm_weights: Sequence[Tensor]
     """Of each head of queries and of keys, [H]; or none."""
     eps: float
 
-    def group(self, number: int, groups: int) -> Projections:
+    def head_group(self, index: int, num_groups: int) -> QKVProjections:
         """Those of some of the heads."""
-        return self._replace(matrices=[weight.chunk(groups)[number] for weight in self.matrices])
+        return self._replace(weights=[weight.chunk(num_groups)[index] for weight in self.weights])
 
 
-def project(
-    normed_BCE: Tensor, cos_BC1F: Tensor, sin_BC1F: Tensor, through: Projections
+def project_qkv(
+    normed_BCE: Tensor, cos_BC1F: Tensor, sin_BC1F: Tensor, projections: QKVProjections
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys, normalised and rotated, and values: [B, C, heads, H]."""
-    q, k, v = (_heads(normed_BCE, weight, cos_BC1F) for weight in through.matrices)
-    for weight_H, x in zip(through.norms, (q, k), strict=False):
-        x.copy_(norm.normalise(x, weight_H, through.eps)[0])
-    return rope.turn(q, cos_BC1F, sin_BC1F), rope.turn(k, cos_BC1F, sin_BC1F), v
+    q, k, v = (_project_heads(normed_BCE, weight, cos_BC1F) for weight in projections.weights)
+    for weight_H, x in zip(projections.norm_weights, (q, k), strict=False):
+        x.copy_(norm.rms_norm(x, weight_H, projections.eps)[0])
+    return rope.apply_rotary(q, cos_BC1F, sin_BC1F), rope.apply_rotary(k, cos_BC1F, sin_BC1F), v
 
 
-def project_backward(
-    normed_BCE: Tensor, cos_BC1F: Tensor, sin_BC1F: Tensor, grads: Sequence[Tensor], through: Projections
+def project_qkv_backward(
+    normed_BCE: Tensor, cos_BC1F: Tensor, sin_BC1F: Tensor, grads: Sequence[Tensor], projections: QKVProjections
 ) -> tuple[Tensor, ...]:
     """Gradients of the input, of the three matrices, and of the norms, which need what entered them once more."""
     dq, dk, dv = grads
-    back = [rope.turn(dq, cos_BC1F, -sin_BC1F), rope.turn(dk, cos_BC1F, -sin_BC1F), dv]
+    grad_heads = [rope.apply_rotary(dq, cos_BC1F, -sin_BC1F), rope.apply_rotary(dk, cos_BC1F, -sin_BC1F), dv]
     grad_norms = []
-    for index, weight_H in enumerate(through.norms):
-        x = _heads(normed_BCE, through.matrices[index], cos_BC1F)
-        inverse = norm.inverse(x, through.eps)
-        back[index], grad_H = norm.normalise_backward(back[index], x, weight_H, inverse)
+    for index, weight_H in enumerate(projections.norm_weights):
+        x = _project_heads(normed_BCE, projections.weights[index], cos_BC1F)
+        rstd = norm.rstd(x, projections.eps)
+        grad_heads[index], grad_H = norm.rms_norm_backward(grad_heads[index], x, weight_H, rstd)
         grad_norms.append(grad_H)
-    flat = [x.flatten(-2) for x in back]
-    grad_BCE = sum_of_products(flat, through.matrices)
-    return grad_BCE, *(weight_grad(grad, normed_BCE) for grad in flat), *grad_norms
+    grad_flat = [x.flatten(-2) for x in grad_heads]
+    grad_BCE = input_grad(grad_flat, projections.weights)
+    return grad_BCE, *(weight_grad(grad, normed_BCE) for grad in grad_flat), *grad_norms
 
 
-def _heads(normed_BCE: Tensor, weight: Tensor, cos_BC1F: Tensor) -> Tensor:
+def _project_heads(normed_BCE: Tensor, weight: Tensor, cos_BC1F: Tensor) -> Tensor:
     heads: Tensor = F.linear(normed_BCE, weight).unflatten(-1, (-1, 2 * cos_BC1F.shape[-1]))
     return heads
 
 
-def feed(normed_BCE: Tensor, gate_GE: Tensor, up_GE: Tensor, down_EG: Tensor, *, activation: str) -> Tensor:
-    return gated(F.linear(normed_BCE, gate_GE), F.linear(normed_BCE, up_GE), down_EG, activation=activation)
+def feed_forward(normed_BCE: Tensor, gate_GE: Tensor, up_GE: Tensor, down_EG: Tensor, *, activation: str) -> Tensor:
+    return gated_linear(F.linear(normed_BCE, gate_GE), F.linear(normed_BCE, up_GE), down_EG, activation=activation)
 
 
-def feed_backward(
+def feed_forward_backward(
     grad_BCE: Tensor, normed_BCE: Tensor, gate_GE: Tensor, up_GE: Tensor, down_EG: Tensor, *, activation: str
 ) -> tuple[Tensor, ...]:
     """Gradients of the input, and of the three matrices."""
     gate, up = F.linear(normed_BCE, gate_GE), F.linear(normed_BCE, up_GE)
-    grad_gate, grad_up, grad_down_EG = gated_backward(grad_BCE, gate, up, down_EG, activation=activation)
+    grad_gate, grad_up, grad_down_EG = gated_linear_backward(grad_BCE, gate, up, down_EG, activation=activation)
     del gate, up
-    both = [weight_grad(grad, normed_BCE) for grad in (grad_gate, grad_up)]
-    return sum_of_products([grad_gate, grad_up], (gate_GE, up_GE)), *both, grad_down_EG
+    grad_gate_up = [weight_grad(grad, normed_BCE) for grad in (grad_gate, grad_up)]
+    return input_grad([grad_gate, grad_up], (gate_GE, up_GE)), *grad_gate_up, grad_down_EG
 
 
 def weight_grad(grad: Tensor, x: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def weight_grad(grad: Tensor, x: Tensor) -> Tensor:
     return grad.flatten(0, -2).T @ x.flatten(0, -2)
 
 
-def sum_of_products(grads: list[Tensor], weights: Sequence[Tensor]) -> Tensor:
+def input_grad(grads: list[Tensor], weights: Sequence[Tensor]) -> Tensor:
     """The gradient of what several weights multiply."""
     total = grads[0].flatten(0, -2) @ weights[0]
     for grad, weight in zip(grads[1:], weights[1:], strict=True):
@@ -109,24 +109,24 @@ def sum_of_products(grads: list[Tensor], weights: Sequence[Tensor]) -> Tensor:
     return total.view(*grads[0].shape[:-1], -1)
 
 
-class Sums:
+class GradAccumulator:
     """Gradients of weights, summed over so many tiles in float32 (float64 for float64)."""
 
-    def __init__(self, weights: Sequence[Tensor], tiles: int) -> None:
+    def __init__(self, weights: Sequence[Tensor], num_tiles: int) -> None:
         self._dtypes = [weight.dtype for weight in weights]
-        self._sums: list[Tensor] = []
-        if tiles > 1:
-            wide = torch.promote_types(weights[0].dtype, torch.float32)
-            self._sums = [torch.zeros_like(weight, dtype=wide) for weight in weights]
+        self._accumulators: list[Tensor] = []
+        if num_tiles > 1:
+            accumulation_dtype = torch.promote_types(weights[0].dtype, torch.float32)
+            self._accumulators = [torch.zeros_like(weight, dtype=accumulation_dtype) for weight in weights]
 
     def add(self, grads: Sequence[Tensor]) -> None:
-        if not self._sums:
-            self._sums = [*grads]
+        if not self._accumulators:
+            self._accumulators = [*grads]
             return
-        for total, grad in zip(self._sums, grads, strict=True):
+        for total, grad in zip(self._accumulators, grads, strict=True):
             total += grad
 
-    def done(self) -> Iterator[Tensor]:
+    def pop_grads(self) -> Iterator[Tensor]:
         """Each in its weight's type, and no longer held here."""
         for dtype in self._dtypes:
-            yield self._sums.pop(0).to(dtype)
+            yield self._accumulators.pop(0).to(dtype)

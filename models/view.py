@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-View = Callable[[Tensor], Tensor]
+WeightView = Callable[[Tensor], Tensor]
 
 
-def unchanged(x: Tensor) -> Tensor:
+def identity(x: Tensor) -> Tensor:
     return x

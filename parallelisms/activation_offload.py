@@ -18,53 +18,53 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-What = Literal["none", "inputs", "inputs_and_attention"]
+OffloadTarget = Literal["none", "inputs", "inputs_and_attention"]
 
-LEAVING = 4
+MAX_PENDING_OFFLOADS = 4
 """Tensors on their way out at a time, at most."""
 
 
-Kind = Literal["inputs", "attention"]
-Pairs = list[tuple[Tensor, Tensor]]
+SavedKind = Literal["inputs", "attention"]
+CopyPairs = list[tuple[Tensor, Tensor]]
 """What is written, and what is read."""
 
 
-class Kept:
+class SavedTensor:
     """A tensor, on the host or, without memory there, where it is."""
 
-    def __init__(self, x: Tensor, memory: HostMemory | None = None, kind: Kind = "inputs") -> None:
-        self._memory, self._kind = memory, kind
+    def __init__(self, x: Tensor, pool: HostActivationPool | None = None, kind: SavedKind = "inputs") -> None:
+        self._pool, self._kind = pool, kind
         self._shape, self._dtype, self._device = x.shape, x.dtype, x.device
-        self._here: Tensor | None = x if memory is None else None
-        self._host: list[Tensor] = [] if memory is None else memory.copy_out(x, kind)
+        self._device_tensor: Tensor | None = x if pool is None else None
+        self._host_buffers: list[Tensor] = [] if pool is None else pool.offload(x, kind)
 
-    def start(self) -> None:
+    def prefetch(self) -> None:
         """Lets it begin its way back to the device."""
-        if self._here is None and self._memory is not None and self._host:
-            self._here = torch.empty(self._shape, dtype=self._dtype, device=self._device)
-            self._memory.copy_back(self._host, self._here)
+        if self._device_tensor is None and self._pool is not None and self._host_buffers:
+            self._device_tensor = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+            self._pool.reload(self._host_buffers, self._device_tensor)
 
     def read(self) -> Tensor:
         """The tensor, on its device; it stays kept."""
-        self.start()
-        here = self._here
-        if here is None:
+        self.prefetch()
+        device_tensor = self._device_tensor
+        if device_tensor is None:
             raise RuntimeError("what a block kept for its backward pass has been taken already")
-        if self._memory is not None:
-            self._memory.wait()
-            self._here = None
-        return here
+        if self._pool is not None:
+            self._pool.wait()
+            self._device_tensor = None
+        return device_tensor
 
-    def take(self) -> Tensor:
+    def pop(self) -> Tensor:
         """The tensor, on its device, and kept no longer."""
-        here = self.read()
-        if self._memory is not None:
-            self._memory.give_back(self._host, self._kind)
-        self._here, self._host = None, []
-        return here
+        device_tensor = self.read()
+        if self._pool is not None:
+            self._pool.release(self._host_buffers, self._kind)
+        self._device_tensor, self._host_buffers = None, []
+        return device_tensor
 
 
-class HostMemory:
+class HostActivationPool:
     """Keeps tensors of this rank, up to `budget` bytes.
 
     `inputs` of blocks are held at a time, at most, and come first: what attention gave has the room that they leave.
@@ -72,66 +72,70 @@ class HostMemory:
     since their tensors are.
     """
 
-    def __init__(self, *, inputs: int, budget: int | None = None) -> None:
-        self.held: Counter[Kind] = Counter()
+    def __init__(self, *, max_inputs: int, budget: int | None = None) -> None:
+        self.used_bytes: Counter[SavedKind] = Counter()
         """Bytes in host memory."""
-        self.reserved = 0
+        self.reserved_bytes = 0
         """Bytes that were got for them, also those that wait for the next tensor."""
-        self._inputs = inputs
-        self._budget = inf if budget is None else budget
-        self._copies: Copies | None = None
-        self._free: dict[int, list[Tensor]] = {}
+        self._max_inputs = max_inputs
+        self._budget_bytes = inf if budget is None else budget
+        self._streams: OffloadStreams | None = None
+        self._free_buffers: dict[int, list[Tensor]] = {}
 
-    def keep_input(self, x: Tensor) -> Kept:
+    def save_input(self, x: Tensor) -> SavedTensor:
         """A block's input."""
-        return Kept(x, self if self.held["inputs"] + rounded(x.nbytes) <= self._budget else None)
+        return SavedTensor(
+            x, self if self.used_bytes["inputs"] + allocated_size(x.nbytes) <= self._budget_bytes else None
+        )
 
-    def has_room(self, outputs: Sequence[Tensor], *, times: int, x: Tensor) -> bool:
+    def has_room(self, outputs: Sequence[Tensor], *, head_groups: int, x: Tensor) -> bool:
         """For so many times what attention gave, beside all inputs, which are like x."""
-        wanted = times * sum(rounded(output.nbytes) for output in outputs)
-        return self.held["attention"] + wanted <= self._budget - self._inputs * rounded(x.nbytes)
+        required_bytes = head_groups * sum(allocated_size(output.nbytes) for output in outputs)
+        return self.used_bytes["attention"] + required_bytes <= self._budget_bytes - self._max_inputs * allocated_size(
+            x.nbytes
+        )
 
-    def copy_out(self, x: Tensor, kind: Kind) -> list[Tensor]:
+    def offload(self, x: Tensor, kind: SavedKind) -> list[Tensor]:
         """Pieces of host memory with the bytes of x, or on their way to have them."""
         on_device = x.device.type != "cpu"
-        if on_device and self._copies is None:
-            self._copies = Copies(x.device)
-        host = [self._piece(size, pinned=on_device) for size in pieces(x.nbytes)]
-        self.held[kind] += sum(piece.nbytes for piece in host)
-        if self._copies is None:
-            _copy(_paired(host, x))
+        if on_device and self._streams is None:
+            self._streams = OffloadStreams(x.device)
+        buffers = [self._allocate(size, pinned=on_device) for size in buffer_sizes(x.nbytes)]
+        self.used_bytes[kind] += sum(buffer.nbytes for buffer in buffers)
+        if self._streams is None:
+            _copy(_copy_pairs(buffers, x))
         else:
-            self._copies.out(_paired(host, x))
-        return host
+            self._streams.offload(_copy_pairs(buffers, x))
+        return buffers
 
-    def give_back(self, host: list[Tensor], kind: Kind) -> None:
+    def release(self, buffers: list[Tensor], kind: SavedKind) -> None:
         """For the next tensor: pinned memory is slow to get, and stays within the budget only if it is used again."""
-        for piece in host:
-            self.held[kind] -= piece.nbytes
-            self._free.setdefault(piece.nbytes, []).append(piece)
+        for buffer in buffers:
+            self.used_bytes[kind] -= buffer.nbytes
+            self._free_buffers.setdefault(buffer.nbytes, []).append(buffer)
 
-    def settle(self) -> None:
+    def release_offloaded(self) -> None:
         """Lets go of what has left for the host: the device waits for the copies, the host does not."""
-        if self._copies is not None:
-            self._copies.settle()
+        if self._streams is not None:
+            self._streams.release_offloaded()
 
-    def _piece(self, size: int, *, pinned: bool) -> Tensor:
-        if free := self._free.get(size):
-            return free.pop()
-        self.reserved += size
+    def _allocate(self, size: int, *, pinned: bool) -> Tensor:
+        if free_buffers := self._free_buffers.get(size):
+            return free_buffers.pop()
+        self.reserved_bytes += size
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
-    def copy_back(self, host: list[Tensor], x: Tensor) -> None:
-        pairs = [(here, there) for there, here in _paired(host, x)]
-        _copy(pairs) if self._copies is None else self._copies.back(pairs)
+    def reload(self, buffers: list[Tensor], x: Tensor) -> None:
+        pairs = [(device_bytes, host_bytes) for host_bytes, device_bytes in _copy_pairs(buffers, x)]
+        _copy(pairs) if self._streams is None else self._streams.reload(pairs)
 
     def wait(self) -> None:
         """Until what was copied back is here: the device waits, the host does not."""
-        if self._copies is not None:
-            self._copies.wait()
+        if self._streams is not None:
+            self._streams.wait()
 
 
-class Copies:
+class OffloadStreams:
     """Copies between a CUDA device and pinned memory, each way on a stream of its own.
 
     What leaves is held until the device, not the host, has waited for the copy: its memory may then be used again.
@@ -139,67 +143,67 @@ class Copies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._out, self._in = (torch.cuda.Stream(device) for _ in range(2))
-        self._leaving: deque[tuple[torch.cuda.Event, Pairs]] = deque()
+        self._offload_stream, self._reload_stream = (torch.cuda.Stream(device) for _ in range(2))
+        self._pending_offloads: deque[tuple[torch.cuda.Event, CopyPairs]] = deque()
 
-    def out(self, pairs: Pairs) -> None:
+    def offload(self, pairs: CopyPairs) -> None:
         current = torch.cuda.current_stream(self._device)
-        if len(self._leaving) == LEAVING:
-            gone, _ = self._leaving.popleft()
-            current.wait_event(gone)
-        self._out.wait_stream(current)
-        self._out.wait_stream(self._in)  # Which may still read what this is written over.
-        with torch.cuda.stream(self._out):
+        if len(self._pending_offloads) == MAX_PENDING_OFFLOADS:
+            oldest_copy, _ = self._pending_offloads.popleft()
+            current.wait_event(oldest_copy)
+        self._offload_stream.wait_stream(current)
+        self._offload_stream.wait_stream(self._reload_stream)  # Which may still read what this is written over.
+        with torch.cuda.stream(self._offload_stream):
             _copy(pairs)
-        self._leaving.append((self._out.record_event(), pairs))
+        self._pending_offloads.append((self._offload_stream.record_event(), pairs))
 
-    def back(self, pairs: Pairs) -> None:
+    def reload(self, pairs: CopyPairs) -> None:
         # The memory that it goes to was used before, and what was copied out has to be there.
-        self._in.wait_stream(torch.cuda.current_stream(self._device))
-        self._in.wait_stream(self._out)
-        with torch.cuda.stream(self._in):
+        self._reload_stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._reload_stream.wait_stream(self._offload_stream)
+        with torch.cuda.stream(self._reload_stream):
             _copy(pairs)
 
     def wait(self) -> None:
         current = torch.cuda.current_stream(self._device)
-        current.wait_stream(self._in)
-        self.settle()
+        current.wait_stream(self._reload_stream)
+        self.release_offloaded()
 
-    def settle(self) -> None:
+    def release_offloaded(self) -> None:
         current = torch.cuda.current_stream(self._device)
-        while self._leaving:
-            current.wait_event(self._leaving.popleft()[0])
+        while self._pending_offloads:
+            current.wait_event(self._pending_offloads.popleft()[0])
 
 
-def pieces(size: int) -> list[int]:
+def buffer_sizes(size: int) -> list[int]:
     """Powers of two that sum up to so many bytes, or at most a sixteenth more, largest first.
 
     PyTorch rounds every piece of pinned memory up to a power of two, 1.1 GiB to 2.
     """
-    found, rest = [], size
-    while rest > 0:
-        piece = 1 << (rest.bit_length() - 1)
-        if piece < rest and 16 * (2 * piece - rest) <= size:
-            piece *= 2
-        found.append(piece)
-        rest -= piece
-    return found
+    sizes, remaining = [], size
+    while remaining > 0:
+        buffer_size = 1 << (remaining.bit_length() - 1)
+        if buffer_size < remaining and 16 * (2 * buffer_size - remaining) <= size:
+            buffer_size *= 2
+        sizes.append(buffer_size)
+        remaining -= buffer_size
+    return sizes
 
 
-def rounded(size: int) -> int:
-    return sum(pieces(size))
+def allocated_size(size: int) -> int:
+    return sum(buffer_sizes(size))
 
 
-def _paired(host: list[Tensor], x: Tensor) -> Pairs:
+def _copy_pairs(buffers: list[Tensor], x: Tensor) -> CopyPairs:
     flat = x.reshape(-1).view(torch.uint8)
     pairs, start = [], 0
-    for piece in host:
-        part = flat[start : start + piece.nbytes]
-        pairs.append((piece[: part.nbytes], part))
-        start += piece.nbytes
+    for buffer in buffers:
+        device_slice = flat[start : start + buffer.nbytes]
+        pairs.append((buffer[: device_slice.nbytes], device_slice))
+        start += buffer.nbytes
     return pairs
 
 
-def _copy(pairs: Pairs) -> None:
-    for to, source in pairs:
-        to.copy_(source, non_blocking=True)
+def _copy(pairs: CopyPairs) -> None:
+    for destination, source in pairs:
+        destination.copy_(source, non_blocking=True)

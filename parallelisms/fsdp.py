@@ -18,7 +18,7 @@ def apply(
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     reshard_after_forward: bool,
-    offload: bool = False,
+    cpu_offload: bool = False,
 ) -> None:
     """Shards the model over a 1-D mesh, or over the second axis of a 2-D one with replicas along the first.
 
@@ -31,23 +31,23 @@ def apply(
 
     # Inputs stay as they are: casting would round the rotation table, and its float64 angles for nothing.
     precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-    place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
+    offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     units: list[tuple[nn.Module, bool]] = [(block, reshard_after_forward) for block in model.layers()]
     if not model.config.tie_embeddings:
-        ends = ((model.embed, reshard_after_forward), (model.head, False))
+        embedding_and_head = ((model.embed, reshard_after_forward), (model.head, False))
         # The head is the last to run forward and the first backward: resharding it would only gather it twice.
-        units += [(unit, reshard) for unit, reshard in ends if unit is not None]
+        units += [(unit, reshard) for unit, reshard in embedding_and_head if unit is not None]
     for unit, reshard in [*units, (model, False)]:
-        fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=place, reshard_after_forward=reshard)
+        fully_shard(unit, mesh=mesh, mp_policy=precision, offload_policy=offload_policy, reshard_after_forward=reshard)
     if isinstance(model.embed, FSDPModule):
         model.embed.set_unshard_in_backward(False)
-    for unit in units_of(model):
+    for unit in fsdp_modules(model):
         unit.set_gradient_divide_factor(1.0)
         # gloo cannot multiply while it sums (PREMUL_SUM), which a divide factor alone would ask for.
         unit.set_force_sum_reduction_for_comms(True)
 
 
-def units_of(model: nn.Module) -> list[Any]:
+def fsdp_modules(model: nn.Module) -> list[Any]:
     """What is gathered at once, outer ones before those inside them."""
     from torch.distributed.fsdp import FSDPModule
 

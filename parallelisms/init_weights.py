@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from models.transformer import Transformer
-from parallelisms.collectives import local
+from parallelisms.collectives import to_local
 
 BLOCK_ELEMENTS = 1 << 16
 
 
 def initialize(model: Transformer, *, seed: int | None, device: torch.device) -> None:
     """Gives a model built on the meta device its storage and initial weights: without a seed NaN, for who loads them."""
-    materialise(model, device)
+    materialize(model, device)
     for name, parameter in model.named_parameters():
         std = model.init_std(name)
         with torch.no_grad():
@@ -29,48 +29,50 @@ def initialize(model: Transformer, *, seed: int | None, device: torch.device) ->
             elif std is None:
                 parameter.fill_(1.0)
             else:
-                rows, columns = held(parameter)
-                values = normal_rows(parameter.shape, std=std, key=f"{seed}/{name}", first=rows.start, last=rows.stop)
-                local(parameter).copy_(values[:, columns.start : columns.stop])
+                rows, columns = local_ranges(parameter)
+                values = normal_rows(
+                    parameter.shape, std=std, key=f"{seed}/{name}", first_row=rows.start, end_row=rows.stop
+                )
+                to_local(parameter).copy_(values[:, columns.start : columns.stop])
 
 
-def materialise(model: nn.Module, device: torch.device) -> None:
+def materialize(model: nn.Module, device: torch.device) -> None:
     """What `nn.Module.to_empty` does, but a parameter that two modules share stays one."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    materialized: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if parameter not in made:
-                made[parameter] = nn.Parameter(torch.empty_like(parameter, device=device))
-            setattr(module, name, made[parameter])
+            if parameter not in materialized:
+                materialized[parameter] = nn.Parameter(torch.empty_like(parameter, device=device))
+            setattr(module, name, materialized[parameter])
 
 
-def normal_rows(shape: torch.Size, *, std: float, key: str, first: int, last: int) -> Tensor:
+def normal_rows(shape: torch.Size, *, std: float, key: str, first_row: int, end_row: int) -> Tensor:
     """Rows [first, last) of the normal matrix of this shape that `key` names, float32 on the host."""
     rows, width = shape
-    height = max(1, BLOCK_ELEMENTS // width)
-    blocks = range(first // height, -(-last // height))
-    out = torch.empty(last - first, width)
+    rows_per_block = max(1, BLOCK_ELEMENTS // width)
+    blocks = range(first_row // rows_per_block, -(-end_row // rows_per_block))
+    out = torch.empty(end_row - first_row, width)
     for block in blocks:
-        start = block * height
-        values = torch.empty(min(height, rows - start), width)
+        start = block * rows_per_block
+        values = torch.empty(min(rows_per_block, rows - start), width)
         digest = blake2b(f"{key}/{block}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
         values.normal_(std=std, generator=generator)
-        low, high = max(first, start), min(last, start + values.shape[0])
-        out[low - first : high - first] = values[low - start : high - start]
+        low, high = max(first_row, start), min(end_row, start + values.shape[0])
+        out[low - first_row : high - first_row] = values[low - start : high - start]
     return out
 
 
-def held(parameter: Tensor) -> list[range]:
+def local_ranges(parameter: Tensor) -> list[range]:
     """The rows, and columns, that this rank holds of a parameter that is cut along tp first and then by FSDP."""
-    sides = [range(size) for size in parameter.shape]
+    ranges = [range(size) for size in parameter.shape]
     placements = getattr(parameter, "placements", ())
     # The inner axes of the mesh cut first, the outer ones cut what is left; pieces are those of torch.chunk.
     for axis, placement in reversed(list(enumerate(placements))):
-        cut: int | None = getattr(placement, "dim", None)
-        if cut is not None:
+        shard_dim: int | None = getattr(placement, "dim", None)
+        if shard_dim is not None:
             mesh = cast(Any, parameter).device_mesh
-            piece = -(-len(sides[cut]) // mesh.size(axis))
-            first = mesh.get_local_rank(axis) * piece
-            sides[cut] = sides[cut][first : first + piece]
-    return sides
+            shard_size = -(-len(ranges[shard_dim]) // mesh.size(axis))
+            first = mesh.get_local_rank(axis) * shard_size
+            ranges[shard_dim] = ranges[shard_dim][first : first + shard_size]
+    return ranges

@@ -22,11 +22,11 @@ from torch import distributed
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from parallelisms.collectives import max_over
+from parallelisms.collectives import max_over_ranks
 from parallelisms.parallel_dims import AXES
-from parallelisms.process_groups import channels, groups, place, spell
+from parallelisms.process_groups import coordinate, format_ranks, process_group_ranks, rank_groups
 
-WEIGHTS = ("pp", "dp_replicate", "fsdp", "tp")
+WEIGHT_DIMS = ("pp", "dp_replicate", "fsdp", "tp")
 
 
 class Mesh:
@@ -41,88 +41,90 @@ class Mesh:
         degrees: dict[str, int],
         *,
         rank: int,
-        ulysses: int | None = None,
+        ulysses_degree: int | None = None,
         timeout: timedelta | None = None,
     ) -> None:
         self.degrees = degrees = {axis: degrees[axis] for axis in AXES}
         self.rank = rank
-        self.place = place(degrees, rank)
+        self.coordinate = coordinate(degrees, rank)
         self._groups = {
-            name: _make(name, found, rank=rank, timeout=timeout) for name, found in channels(degrees, ulysses).items()
+            name: _new_group(name, grouped_ranks, rank=rank, timeout=timeout)
+            for name, grouped_ranks in process_group_ranks(degrees, ulysses_degree).items()
         }
         # One root for all four: FSDP2 and tensor parallelism cut the same parameters.
-        self._weights = self._grid(device_type, WEIGHTS, range(self.size))
-        sharing = next(ranks for ranks in groups(degrees, "cp") if rank in ranks)
-        halves = [name for name in ("cp", "rotate", "exchange") if name in self._groups]
-        self._context = self._grid(device_type, halves, sharing) if halves else None
+        self._weight_mesh = self._device_mesh(device_type, WEIGHT_DIMS, range(self.size))
+        cp_ranks = next(ranks for ranks in rank_groups(degrees, "cp") if rank in ranks)
+        cp_names = [name for name in ("cp", "rotate", "exchange") if name in self._groups]
+        self._cp_mesh = self._device_mesh(device_type, cp_names, cp_ranks) if cp_names else None
 
-    def _grid(self, device_type: str, names: Sequence[str], ranks: range) -> DeviceMesh:
-        made = [self._groups[name] for name in names]
-        grid = torch.arange(ranks.start, ranks.stop, ranks.step).view([group.size() for group in made])
-        return DeviceMesh.from_group(made, device_type, grid, mesh_dim_names=tuple(names))
+    def _device_mesh(self, device_type: str, names: Sequence[str], ranks: range) -> DeviceMesh:
+        process_groups = [self._groups[name] for name in names]
+        grid = torch.arange(ranks.start, ranks.stop, ranks.step).view([group.size() for group in process_groups])
+        return DeviceMesh.from_group(process_groups, device_type, grid, mesh_dim_names=tuple(names))
 
     @property
     def size(self) -> int:
         return prod(self.degrees.values())
 
     @property
-    def fsdp(self) -> DeviceMesh:
+    def fsdp_mesh(self) -> DeviceMesh:
         """Where parameters are sharded: 1-D, or 2-D (replicas, shards) for HSDP."""
         if self.degrees["dp_replicate"] > 1:
-            return self._weights["dp_replicate", "fsdp"]
-        return self._weights["fsdp"]
+            return self._weight_mesh["dp_replicate", "fsdp"]
+        return self._weight_mesh["fsdp"]
 
     @property
-    def tp(self) -> DeviceMesh:
+    def tp_mesh(self) -> DeviceMesh:
         """The ranks that share each matrix."""
-        return self._weights["tp"]
+        return self._weight_mesh["tp"]
 
     @property
-    def pp(self) -> ProcessGroup:
+    def pp_group(self) -> ProcessGroup:
         """The ranks that share the layers."""
         return self._groups["pp"]
 
     @property
-    def context(self) -> DeviceMesh:
+    def cp_mesh(self) -> DeviceMesh:
         """The ranks that share rows: 1-D, or 2-D (those that rotate, those that exchange heads) for `hybrid`.
 
         Raises ValueError if none do.
         """
-        if self._context is None:
+        if self._cp_mesh is None:
             raise ValueError("parallelism.cp = 1: no ranks share rows")
-        return self._context
+        return self._cp_mesh
 
     @property
-    def tokens(self) -> ProcessGroup:
+    def dp_cp_group(self) -> ProcessGroup:
         """The ranks of this stage that hold different tokens: sums over them are sums over the global batch."""
         return self._groups["tokens"]
 
     @property
-    def numbers(self) -> ProcessGroup:
+    def loss_group(self) -> ProcessGroup:
         """The ranks that hold different tokens or different layers: those of all stages."""
-        return self._groups.get("numbers", self.tokens)
+        return self._groups.get("numbers", self.dp_cp_group)
 
     @property
-    def data_ranks(self) -> int:
+    def dp_degree(self) -> int:
         """How many ranks read different rows."""
         return self.degrees["dp_replicate"] * self.degrees["dp_shard"]
 
     @property
-    def data_rank(self) -> int:
+    def dp_rank(self) -> int:
         """Which of them this rank is; the same for all ranks that share rows (cp, tp, pp)."""
-        return self.place["dp_replicate"] * self.degrees["dp_shard"] + self.place["dp_shard"]
+        return self.coordinate["dp_replicate"] * self.degrees["dp_shard"] + self.coordinate["dp_shard"]
 
     def set_timeout(self, timeout: timedelta) -> None:
         """From now on every collective of the run may take this long. Collective."""
         # All ranks have come this far: one that is ahead would not wait for the compilation of another.
-        max_over(None, [0.0])
+        max_over_ranks(None, [0.0])
         for group in filter(None, (distributed.group.WORLD, *self._groups.values())):
             group.set_timeout(timeout)
 
 
-def _make(name: str, found: Sequence[range], *, rank: int, timeout: timedelta | None) -> ProcessGroup:
+def _new_group(name: str, grouped_ranks: Sequence[range], *, rank: int, timeout: timedelta | None) -> ProcessGroup:
     """The group that this rank belongs to. Every rank takes part in making all of them, in this order."""
-    made: list[ProcessGroup] = [
-        distributed.new_group(list(ranks), timeout=timeout, group_desc=f"{name} {spell(ranks)}") for ranks in found
+    process_groups: list[ProcessGroup] = [
+        distributed.new_group(list(ranks), timeout=timeout, group_desc=f"{name} {format_ranks(ranks)}")
+        for ranks in grouped_ranks
     ]
-    return next(group for group, ranks in zip(made, found, strict=True) if rank in ranks)
+    return next(group for group, ranks in zip(process_groups, grouped_ranks, strict=True) if rank in ranks)

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from models.batch import Batch
 from models.transformer import Transformer
 from parallelisms import collectives
-from parallelisms.pipeline_plan import SINGLE, PipelinePlan
+from parallelisms.pipeline_plan import SINGLE_STAGE_SCHEDULES, PipelinePlan
 
 
 class Pipeline:
@@ -34,7 +34,7 @@ class Pipeline:
 
     def __init__(
         self,
-        parts: Mapping[int, Transformer],
+        stage_modules: Mapping[int, Transformer],
         plan: PipelinePlan,
         group: ProcessGroup,
         *,
@@ -46,64 +46,70 @@ class Pipeline:
         from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining.schedules import get_schedule_class
 
-        mine = plan.stages_of(group.rank())
-        if found := plan.problems():
-            raise ValueError("; ".join(found))
-        if tuple(sorted(parts)) != mine:
-            raise ValueError(f"rank {group.rank()} of the pipeline has stages {mine}, not {tuple(sorted(parts))}")
-        self._parts, self._plan = parts, plan
+        rank_stages = plan.stages_of(group.rank())
+        if problems := plan.problems():
+            raise ValueError("; ".join(problems))
+        if tuple(sorted(stage_modules)) != rank_stages:
+            raise ValueError(
+                f"rank {group.rank()} of the pipeline has stages {rank_stages}, not {tuple(sorted(stage_modules))}"
+            )
+        self._stage_modules, self._plan = stage_modules, plan
         # Said in advance: else torch would run the parts, with their collectives, on nothing to find out.
-        stream_BSE = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+        residual_BSE = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
         loss = torch.empty((), dtype=torch.float64 if dtype == torch.float64 else torch.float32, device="meta")
         stages = [
             PipelineStage(
-                parts[stage],
+                stage_modules[stage],
                 stage,
                 plan.num_stages,
                 device,
-                input_args=() if stage == 0 else stream_BSE,
-                output_args=loss if stage == plan.num_stages - 1 else stream_BSE,
+                input_args=() if stage == 0 else residual_BSE,
+                output_args=loss if stage == plan.num_stages - 1 else residual_BSE,
                 group=group,
             )
-            for stage in mine
+            for stage in rank_stages
         ]
         self._schedule: Any = get_schedule_class(plan.schedule)(
-            stages[0] if plan.schedule in SINGLE else stages,
-            plan.micro_batches,
-            loss_fn=_as_it_is,
+            stages[0] if plan.schedule in SINGLE_STAGE_SCHEDULES else stages,
+            plan.num_micro_batches,
+            loss_fn=_identity_loss,
             # By default gradients are divided by the number of micro-batches; the loss already is a mean.
             scale_grads=False,
         )
 
-    def run(self, batches: Iterable[Batch], targets: Tensor, record: Callable[[Tensor, Batch], None]) -> None:
+    def run(self, batches: Iterable[Batch], num_targets: Tensor, on_losses: Callable[[Tensor, Batch], None]) -> None:
         """Adds the gradients of the sum of all losses over `targets` to the weights of this rank's stages.
 
         All ranks of the pipeline hand in the same batches, on their devices. Where the last stage is, `record` gets
         the losses [B, S] of each, without graph. Raises ValueError if they are not as many as planned.
         """
-        held = [*batches]
-        if len(held) != self._plan.micro_batches:
-            raise ValueError(f"{len(held)} micro-batches were given; the pipeline runs {self._plan.micro_batches}")
+        micro_batches = [*batches]
+        if len(micro_batches) != self._plan.num_micro_batches:
+            raise ValueError(
+                f"{len(micro_batches)} micro-batches were given; the pipeline runs {self._plan.num_micro_batches}"
+            )
 
-        def enter(_: nn.Module, received: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            return (held[int(options["number"])], *received), {}
+        def pre_forward_hook(
+            _: nn.Module, received: tuple[Any, ...], options: dict[str, Any]
+        ) -> tuple[Any, dict[str, Any]]:
+            return (micro_batches[int(options["number"])], *received), {}
 
-        def leave(_: nn.Module, received: tuple[Any, ...], losses_BS: Tensor) -> Tensor:
-            record(losses_BS.detach(), received[0])
-            return losses_BS.sum() / targets
+        def forward_hook(_: nn.Module, received: tuple[Any, ...], losses_BS: Tensor) -> Tensor:
+            on_losses(losses_BS.detach(), received[0])
+            return losses_BS.sum() / num_targets
 
         with ExitStack() as hooks:
-            for stage, part in self._parts.items():
+            for stage, part in self._stage_modules.items():
                 # Before FSDP's hook, which would move the number to the device, where reading it waits.
-                hooks.enter_context(part.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+                hooks.enter_context(part.register_forward_pre_hook(pre_forward_hook, prepend=True, with_kwargs=True))
                 if stage == self._plan.num_stages - 1:
-                    hooks.enter_context(part.register_forward_hook(leave))
-            numbers = torch.arange(len(held))
-            self._schedule.step(number=numbers, target=numbers, return_outputs=False)
+                    hooks.enter_context(part.register_forward_hook(forward_hook))
+            indices = torch.arange(len(micro_batches))
+            self._schedule.step(number=indices, target=indices, return_outputs=False)
 
 
-def pass_on(
-    parts: Mapping[int, Transformer],
+def pipeline_forward(
+    stage_modules: Mapping[int, Transformer],
     plan: PipelinePlan,
     group: ProcessGroup,
     batch: Batch,
@@ -117,20 +123,20 @@ def pass_on(
     """
     x_BSE: Tensor | None = None
     for stage in range(plan.num_stages):
-        before, here = plan.rank_of(max(0, stage - 1)), plan.rank_of(stage)
-        if before != here and group.rank() == before and x_BSE is not None:
-            collectives.send(x_BSE, group, to=here)
-        if group.rank() != here:
+        previous_rank, stage_rank = plan.rank_of(max(0, stage - 1)), plan.rank_of(stage)
+        if previous_rank != stage_rank and group.rank() == previous_rank and x_BSE is not None:
+            collectives.send(x_BSE, group, to=stage_rank)
+        if group.rank() != stage_rank:
             x_BSE = None
             continue
-        if before != here:
-            rows, tokens = batch.tokens.shape
-            shape = (rows, tokens // shared_by, parts[stage].config.dim)
-            like = torch.empty(shape, dtype=dtype, device=batch.tokens.device)
-            x_BSE = collectives.receive(group, like=like, source=before)
-        x_BSE = parts[stage](batch, x_BSE)
+        if previous_rank != stage_rank:
+            batch_size, tokens = batch.tokens.shape
+            shape = (batch_size, tokens // shared_by, stage_modules[stage].config.dim)
+            buffer = torch.empty(shape, dtype=dtype, device=batch.tokens.device)
+            x_BSE = collectives.receive(group, buffer=buffer, source=previous_rank)
+        x_BSE = stage_modules[stage](batch, x_BSE)
     return x_BSE
 
 
-def _as_it_is(loss: Tensor, _: Tensor) -> Tensor:
+def _identity_loss(loss: Tensor, _: Tensor) -> Tensor:
     return loss

@@ -15,14 +15,14 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from models.transformer import Part
+    from models.transformer import StageSpec
 
-Schedule = Literal["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
-SINGLE: tuple[Schedule, ...] = ("1F1B", "GPipe")
-IN_TURN: tuple[Schedule, ...] = ("Interleaved1F1B", "InterleavedZeroBubble")
-FOLDED: tuple[Schedule, ...] = ("ZBVZeroBubble", "DualPipeV")
+PipelineSchedule = Literal["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+SINGLE_STAGE_SCHEDULES: tuple[PipelineSchedule, ...] = ("1F1B", "GPipe")
+INTERLEAVED_SCHEDULES: tuple[PipelineSchedule, ...] = ("Interleaved1F1B", "InterleavedZeroBubble")
+V_SCHEDULES: tuple[PipelineSchedule, ...] = ("ZBVZeroBubble", "DualPipeV")
 # These find the gradient of a stage's input first, and those of its weights when nothing else is to be done.
-SPLIT: tuple[Schedule, ...] = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+SPLIT_BACKWARD_SCHEDULES: tuple[PipelineSchedule, ...] = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,39 +34,39 @@ class PipelinePlan:
     """
 
     pp: int
-    schedule: Schedule = "1F1B"
+    schedule: PipelineSchedule = "1F1B"
     num_layers: int
-    per_rank: int | None = None
-    layers: tuple[int, ...] | None = None
+    pp_stages_per_rank: int | None = None
+    pp_layers: tuple[int, ...] | None = None
     embed_cost: float = 0.0
     head_cost: float = 0.0
-    micro_batches: int
-    tied: bool = False
+    num_micro_batches: int
+    tie_embeddings: bool = False
     compiled: bool = False
     recompute: str = "none"
 
     @property
     def stages_per_rank(self) -> int:
-        if self.pp == 1 or self.schedule in SINGLE:
+        if self.pp == 1 or self.schedule in SINGLE_STAGE_SCHEDULES:
             return 1
-        return 2 if self.schedule in FOLDED else self.per_rank or 2
+        return 2 if self.schedule in V_SCHEDULES else self.pp_stages_per_rank or 2
 
     @property
     def num_stages(self) -> int:
         return self.pp * self.stages_per_rank
 
     @cached_property
-    def ranks(self) -> tuple[int, ...]:
+    def stage_ranks(self) -> tuple[int, ...]:
         """Where each stage is."""
-        folded = self.schedule in FOLDED
-        laps = (divmod(stage, self.pp) for stage in range(self.num_stages))
-        return tuple(self.pp - 1 - place if folded and lap % 2 else place for lap, place in laps)
+        is_v = self.schedule in V_SCHEDULES
+        chunks = (divmod(stage, self.pp) for stage in range(self.num_stages))
+        return tuple(self.pp - 1 - position if is_v and chunk % 2 else position for chunk, position in chunks)
 
     def rank_of(self, stage: int) -> int:
-        return self.ranks[stage]
+        return self.stage_ranks[stage]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        return tuple(stage for stage, where in enumerate(self.ranks) if where == rank)
+        return tuple(stage for stage, stage_rank in enumerate(self.stage_ranks) if stage_rank == rank)
 
     @property
     def last_rank(self) -> int:
@@ -74,7 +74,7 @@ class PipelinePlan:
         return self.rank_of(self.num_stages - 1)
 
     @cached_property
-    def blocks(self) -> tuple[int, ...]:
+    def blocks_per_stage(self) -> tuple[int, ...]:
         """How many blocks each stage has, first to last.
 
         In steady state every rank runs all its stages once per micro-batch, so the busiest rank sets the pace, and
@@ -82,137 +82,143 @@ class PipelinePlan:
         there to its smallest stage, they make both as small as can be. Between equals the later stage gets the
         block, as its rank holds fewer micro-batches at a time.
         """
-        if self.layers is not None and self.pp > 1:
-            return self.layers
-        return _dealt(self.num_layers, self.ranks, self.embed_cost, self.head_cost)
+        if self.pp_layers is not None and self.pp > 1:
+            return self.pp_layers
+        return _balance_blocks(self.num_layers, self.stage_ranks, self.embed_cost, self.head_cost)
 
-    def part(self, stage: int) -> Part:
+    def stage_module(self, stage: int) -> StageSpec:
         """What of the model a stage is."""
         # Here, because it needs torch, and plans are checked without.
-        from models.transformer import Part
+        from models.transformer import StageSpec
 
-        first = sum(self.blocks[:stage])
-        layers = range(first, first + self.blocks[stage])
-        return Part(layers, embed=stage == 0, head=stage == self.num_stages - 1)
+        first = sum(self.blocks_per_stage[:stage])
+        layers = range(first, first + self.blocks_per_stage[stage])
+        return StageSpec(layers, has_embedding=stage == 0, has_head=stage == self.num_stages - 1)
 
     @property
-    def most_in_flight(self) -> int:
+    def max_in_flight(self) -> int:
         """No more micro-batches than that are between their forward and their backward pass on a rank."""
         if self.pp == 1:
             return 1
-        return self.micro_batches if self.schedule == "GPipe" else min(self.micro_batches, 2 * self.pp)
+        return self.num_micro_batches if self.schedule == "GPipe" else min(self.num_micro_batches, 2 * self.pp)
 
     @property
-    def bubble(self) -> float | None:
+    def bubble_fraction(self) -> float | None:
         """The share of an update that a rank waits, were all stages alike and nothing else took time.
 
         As Narayanan et al. (2021) count it; None where weight gradients fill the waits.
         """
-        if self.schedule in SPLIT and self.pp > 1:
+        if self.schedule in SPLIT_BACKWARD_SCHEDULES and self.pp > 1:
             return None
-        laps, batches = self.stages_per_rank, self.micro_batches
+        num_chunks, num_batches = self.stages_per_rank, self.num_micro_batches
         # With fewer micro-batches than ranks, the first is awaited at the start of every lap.
-        steps = max(laps * batches + self.pp - 1, laps * self.pp + batches - 1)
-        return 1 - laps * batches / steps
+        steps = max(num_chunks * num_batches + self.pp - 1, num_chunks * self.pp + num_batches - 1)
+        return 1 - num_chunks * num_batches / steps
 
     def problems(self) -> list[str]:
         """Every rule that is broken, in words; empty when the plan can run."""
         if self.pp == 1:
             return []
-        found = [*self._stage_problems(), *self._count_problems(), *self._split_problems()]
-        if self.tied:
-            found.append(
+        problems = [*self._stage_problems(), *self._micro_batch_problems(), *self._split_backward_problems()]
+        if self.tie_embeddings:
+            problems.append(
                 f"model.tie_embeddings needs parallelism.pp = 1, not {self.pp}: the embedding is in the first stage, "
                 "the head in the last"
             )
-        return found
+        return problems
 
     def summary(self) -> str:
         """One line for the log."""
-        waits = "" if self.bubble is None else f", {self.bubble:.0%} idle at best"
-        blocks = " ".join(map(str, self.blocks))
+        bubble = "" if self.bubble_fraction is None else f", {self.bubble_fraction:.0%} idle at best"
+        blocks = " ".join(map(str, self.blocks_per_stage))
         return (
             f"{self.schedule}: {self.num_stages} stages on {self.pp} ranks, blocks {blocks}; "
-            f"{self.micro_batches} micro-batches{waits}"
+            f"{self.num_micro_batches} micro-batches{bubble}"
         )
 
     def _stage_problems(self) -> list[str]:
-        found = []
-        each = self.stages_per_rank
-        stages = f"{self.num_stages} stages (parallelism.pp = {self.pp}, {each} each)"
-        if self.per_rank not in (None, each):
-            found.append(
-                f'parallelism.pp_stages_per_rank = {self.per_rank} does not fit parallelism.pp_schedule "{self.schedule}", '
-                f"which has {each} on each rank"
+        problems = []
+        stages_per_rank = self.stages_per_rank
+        stages = f"{self.num_stages} stages (parallelism.pp = {self.pp}, {stages_per_rank} each)"
+        if self.pp_stages_per_rank not in (None, stages_per_rank):
+            problems.append(
+                f'parallelism.pp_stages_per_rank = {self.pp_stages_per_rank} does not fit parallelism.pp_schedule "{self.schedule}", '
+                f"which has {stages_per_rank} on each rank"
             )
-        if self.layers is None:
+        if self.pp_layers is None:
             if self.num_layers < self.num_stages - 2:
-                found.append(
+                problems.append(
                     f"model.num_layers = {self.num_layers} is too few for {stages}: all but the first and the last, "
                     "which have embedding and head, need a block"
                 )
-            return found
-        if len(self.layers) != self.num_stages:
-            found.append(f"parallelism.pp_layers names {len(self.layers)} stages; there are {stages}")
-        if sum(self.layers) != self.num_layers:
-            found.append(f"parallelism.pp_layers adds up to {sum(self.layers)}; model.num_layers = {self.num_layers}")
-        empty = [str(stage) for stage, blocks in enumerate(self.layers[1:-1], start=1) if blocks == 0]
+            return problems
+        if len(self.pp_layers) != self.num_stages:
+            problems.append(f"parallelism.pp_layers names {len(self.pp_layers)} stages; there are {stages}")
+        if sum(self.pp_layers) != self.num_layers:
+            problems.append(
+                f"parallelism.pp_layers adds up to {sum(self.pp_layers)}; model.num_layers = {self.num_layers}"
+            )
+        empty = [str(stage) for stage, blocks in enumerate(self.pp_layers[1:-1], start=1) if blocks == 0]
         if empty:
-            found.append(
+            problems.append(
                 f"parallelism.pp_layers leaves stage {', '.join(empty)} without a block; only the first and the last, "
                 "which have embedding and head, may have none"
             )
-        return found
+        return problems
 
-    def _count_problems(self) -> list[str]:
-        asked, stages = self.micro_batches, self.num_stages
-        rounds = max(1, asked // self.pp)
-        rule = ""
-        if self.schedule in ("1F1B", "DualPipeV") and asked < stages:
-            rule = f"needs at least as many as stages, {stages}"
-        elif self.schedule in IN_TURN and asked % rounds:
-            rule = f"runs them in {rounds} rounds ({asked} // parallelism.pp = {self.pp}), all of the same number"
-        if not rule:
+    def _micro_batch_problems(self) -> list[str]:
+        num_micro_batches, num_stages = self.num_micro_batches, self.num_stages
+        rounds = max(1, num_micro_batches // self.pp)
+        requirement = ""
+        if self.schedule in ("1F1B", "DualPipeV") and num_micro_batches < num_stages:
+            requirement = f"needs at least as many as stages, {num_stages}"
+        elif self.schedule in INTERLEAVED_SCHEDULES and num_micro_batches % rounds:
+            requirement = f"runs them in {rounds} rounds ({num_micro_batches} // parallelism.pp = {self.pp}), all of the same number"
+        if not requirement:
             return []
         return [
-            f"training.global_batch_size and training.micro_batch_size give each data rank {asked} micro-batches per "
-            f'update; parallelism.pp_schedule "{self.schedule}" {rule}'
+            f"training.global_batch_size and training.micro_batch_size give each data rank {num_micro_batches} micro-batches per "
+            f'update; parallelism.pp_schedule "{self.schedule}" {requirement}'
         ]
 
-    def _split_problems(self) -> list[str]:
-        if self.schedule not in SPLIT:
+    def _split_backward_problems(self) -> list[str]:
+        if self.schedule not in SPLIT_BACKWARD_SCHEDULES:
             return []
         schedule = (
             f'parallelism.pp_schedule "{self.schedule}" goes back through a stage twice, for its input and its weights'
         )
-        found = []
+        problems = []
         if self.compiled:
-            found.append(
+            problems.append(
                 f"{schedule}; training.compile must be false: compiled blocks overwrite the first time what they need the "
                 "second, if torch has them from its cache, and gradients would be wrong"
             )
         if self.recompute != "none":
-            found.append(
+            problems.append(
                 f'{schedule}; memory.recompute must be "none", not "{self.recompute}": what is computed again serves one '
                 "way back, and each weight would have its own"
             )
-        return found
+        return problems
 
 
 @lru_cache(maxsize=256)
-def _dealt(blocks: int, ranks: tuple[int, ...], embed_cost: float, head_cost: float) -> tuple[int, ...]:
+def _balance_blocks(
+    num_blocks: int, stage_ranks: tuple[int, ...], embed_cost: float, head_cost: float
+) -> tuple[int, ...]:
     """How many of so many blocks each stage has, where `ranks` are those of the stages."""
-    last = len(ranks) - 1
-    dealt = [0 if stage in (0, last) else 1 for stage in range(len(ranks))]
-    costs = [float(count) for count in dealt]
-    costs[0] += embed_cost
-    costs[last] += head_cost
-    loads = [0.0] * (max(ranks) + 1)
-    for rank, cost in zip(ranks, costs, strict=True):
-        loads[rank] += cost
-    for _ in range(blocks - sum(dealt)):
-        stage = min(range(len(ranks)), key=lambda stage: (loads[ranks[stage]], costs[stage], -stage))
-        dealt[stage] += 1
-        costs[stage] += 1
-        loads[ranks[stage]] += 1
-    return tuple(dealt)
+    last = len(stage_ranks) - 1
+    blocks_per_stage = [0 if stage in (0, last) else 1 for stage in range(len(stage_ranks))]
+    stage_costs = [float(count) for count in blocks_per_stage]
+    stage_costs[0] += embed_cost
+    stage_costs[last] += head_cost
+    rank_costs = [0.0] * (max(stage_ranks) + 1)
+    for rank, cost in zip(stage_ranks, stage_costs, strict=True):
+        rank_costs[rank] += cost
+    for _ in range(num_blocks - sum(blocks_per_stage)):
+        stage = min(
+            range(len(stage_ranks)), key=lambda stage: (rank_costs[stage_ranks[stage]], stage_costs[stage], -stage)
+        )
+        blocks_per_stage[stage] += 1
+        stage_costs[stage] += 1
+        rank_costs[stage_ranks[stage]] += 1
+    return tuple(blocks_per_stage)

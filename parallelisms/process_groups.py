@@ -11,19 +11,19 @@ from math import prod
 
 from parallelisms.parallel_dims import AXES, ContextPlan
 
-SHOWN_GROUPS = 4
-DRAWN_RANKS = 64
-LINE_RANKS = 32
+MAX_SHOWN_GROUPS = 4
+MAX_DIAGRAM_RANKS = 64
+RANKS_PER_LINE = 32
 
 
-def groups(degrees: Mapping[str, int], *axes: str) -> list[range]:
+def rank_groups(degrees: Mapping[str, int], *axes: str) -> list[range]:
     """The ranks that differ along neighbouring `axes` alone; the last axis of a mesh varies fastest."""
-    step, size = _step(degrees, axes[-1]), prod(degrees.values())
-    span = step * prod(degrees[axis] for axis in axes)
-    return [range(base + i, base + i + span, step) for base in range(0, size, span) for i in range(step)]
+    stride, size = _stride(degrees, axes[-1]), prod(degrees.values())
+    span = stride * prod(degrees[axis] for axis in axes)
+    return [range(base + i, base + i + span, stride) for base in range(0, size, span) for i in range(stride)]
 
 
-def channels(degrees: Mapping[str, int], ulysses: int | None = None) -> dict[str, list[range]]:
+def process_group_ranks(degrees: Mapping[str, int], ulysses_degree: int | None = None) -> dict[str, list[range]]:
     """What is talked about, and by which groups of ranks, in the order in which a mesh makes the groups.
 
     Activations go along `pp` and `tp`, weights and gradients along `fsdp` and `dp_replicate`. Attention has groups of
@@ -31,21 +31,23 @@ def channels(degrees: Mapping[str, int], ulysses: int | None = None) -> dict[str
     among `ulysses` neighbours) and `rotate`. Sums over `tokens` are sums over a stage's part of the global batch,
     those over `numbers` also over stages.
     """
-    return {name: groups(within, *axes) for name, (within, axes) in _spread(degrees, ulysses).items()}
+    return {name: rank_groups(within, *axes) for name, (within, axes) in _group_axes(degrees, ulysses_degree).items()}
 
 
-def first_groups(degrees: Mapping[str, int], ulysses: int | None = None) -> dict[str, range]:
+def rank_zero_groups(degrees: Mapping[str, int], ulysses_degree: int | None = None) -> dict[str, range]:
     """Of each channel the group of rank 0, without listing the others, of which there may be thousands."""
-    found = {}
-    for name, (within, axes) in _spread(degrees, ulysses).items():
-        step = _step(within, axes[-1])
-        found[name] = range(0, step * prod(within[axis] for axis in axes), step)
-    return found
+    first_groups_by_name = {}
+    for name, (axis_sizes, axes) in _group_axes(degrees, ulysses_degree).items():
+        stride = _stride(axis_sizes, axes[-1])
+        first_groups_by_name[name] = range(0, stride * prod(axis_sizes[axis] for axis in axes), stride)
+    return first_groups_by_name
 
 
-def _spread(degrees: Mapping[str, int], ulysses: int | None) -> dict[str, tuple[Mapping[str, int], tuple[str, ...]]]:
+def _group_axes(
+    degrees: Mapping[str, int], ulysses_degree: int | None
+) -> dict[str, tuple[Mapping[str, int], tuple[str, ...]]]:
     """Along which neighbouring axes of which mesh each channel's ranks differ."""
-    spread: dict[str, tuple[str, ...]] = {
+    axes_by_group: dict[str, tuple[str, ...]] = {
         "pp": ("pp",),
         "dp_replicate": ("dp_replicate",),
         "fsdp": ("dp_shard", "cp"),  # Ranks that share rows hold the same weights, so they share them.
@@ -53,31 +55,35 @@ def _spread(degrees: Mapping[str, int], ulysses: int | None) -> dict[str, tuple[
         "tokens": ("dp_replicate", "dp_shard", "cp"),
     }
     if degrees["pp"] > 1:
-        spread["numbers"] = ("pp", *spread["tokens"])
-    if degrees["cp"] > 1 and ulysses is None:
-        spread["cp"] = ("cp",)
-    found: dict[str, tuple[Mapping[str, int], tuple[str, ...]]] = {
-        name: (degrees, axes) for name, axes in spread.items()
+        axes_by_group["numbers"] = ("pp", *axes_by_group["tokens"])
+    if degrees["cp"] > 1 and ulysses_degree is None:
+        axes_by_group["cp"] = ("cp",)
+    degrees_and_axes: dict[str, tuple[Mapping[str, int], tuple[str, ...]]] = {
+        name: (degrees, axes) for name, axes in axes_by_group.items()
     }
-    if degrees["cp"] > 1 and ulysses is not None:
+    if degrees["cp"] > 1 and ulysses_degree is not None:
         outer = {axis: degrees[axis] for axis in AXES[:3]}
-        halved = outer | {"rotate": degrees["cp"] // ulysses, "exchange": ulysses, "tp": degrees["tp"]}
-        found |= {name: (halved, (name,)) for name in ("rotate", "exchange")}
-    return found
+        split_degrees = outer | {
+            "rotate": degrees["cp"] // ulysses_degree,
+            "exchange": ulysses_degree,
+            "tp": degrees["tp"],
+        }
+        degrees_and_axes |= {name: (split_degrees, (name,)) for name in ("rotate", "exchange")}
+    return degrees_and_axes
 
 
-def place(degrees: Mapping[str, int], rank: int) -> dict[str, int]:
+def coordinate(degrees: Mapping[str, int], rank: int) -> dict[str, int]:
     """Where a rank stands on each axis."""
-    return {axis: rank // _step(degrees, axis) % size for axis, size in degrees.items()}
+    return {axis: rank // _stride(degrees, axis) % size for axis, size in degrees.items()}
 
 
-def spell(ranks: range) -> str:
+def format_ranks(ranks: range) -> str:
     """`0-7`, `0,4,8` or `0,2,..,30`."""
     if len(ranks) == 1:
         return str(ranks[0])
     if ranks.step == 1:
         return f"{ranks[0]}-{ranks[-1]}"
-    if len(ranks) <= SHOWN_GROUPS:
+    if len(ranks) <= MAX_SHOWN_GROUPS:
         return ",".join(map(str, ranks))
     return f"{ranks[0]},{ranks[1]},..,{ranks[-1]}"
 
@@ -90,67 +96,77 @@ class Topology:
     """
 
     degrees: Mapping[str, int]
-    plan: ContextPlan
-    node: int
-    hosts: int = 1
+    context_plan: ContextPlan
+    ranks_per_node: int
+    num_nodes: int = 1
 
-    def drawing(self) -> list[str]:
+    def diagram(self) -> list[str]:
         """Every axis with its ranks and links, and where each rank stands if they are few."""
-        made = self._channels()
-        halves = {f"  {name}": made[name] for name in ("rotate", "exchange") if name in made}
+        process_groups = self._process_groups()
+        cp_subgroups = {f"  {name}": process_groups[name] for name in ("rotate", "exchange") if name in process_groups}
         rows: dict[str, list[range]] = {}
         for axis in AXES:
-            rows |= {axis: groups(self.degrees, axis)} | (halves if axis == "cp" else {})
-        rows["fsdp (dp_shard x cp)"] = made["fsdp"]
+            rows |= {axis: rank_groups(self.degrees, axis)} | (cp_subgroups if axis == "cp" else {})
+        rows["fsdp (dp_shard x cp)"] = process_groups["fsdp"]
         heading = f"{'axis':<20}{'size':>6}  {'links':<16}  ranks that talk"
-        return [heading, *(self._row(name, found) for name, found in rows.items()), *self._places()]
+        return [heading, *(self._format_row(name, found) for name, found in rows.items()), *self._coordinate_table()]
 
-    def remarks(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """What is allowed, and slow or seldom meant."""
-        tp, made = self.degrees["tp"], self._channels()
-        exchanging = made.get("exchange", made.get("cp", []) if self.plan.chosen == "ulysses" else [])
-        slow = f"crosses nodes of {self.node} ranks (parallelism.node_ranks): every layer waits for the slow links"
-        each = prod(self.degrees.values()) // self.hosts
-        found = []
-        if self._nodes(made["tp"]) > 1:
-            found.append(f"parallelism.tp = {tp} {slow}")
-        if self._nodes(exchanging) > 1:
-            among = f"{len(exchanging[0])} ranks x tp {tp}"
-            found.append(f'parallelism.cp_method "{self.plan.chosen}" exchanges heads among {among}, which {slow}')
-        if self.hosts > 1 and each % self.node:
-            found.append(
-                f"parallelism.node_ranks = {self.node}, but each of {self.hosts} nodes runs {each} processes: links are "
-                f"told, and cp_method is chosen, as if {self.node} ranks shared a node"
+        tp, process_groups = self.degrees["tp"], self._process_groups()
+        head_exchange_groups = process_groups.get(
+            "exchange", process_groups.get("cp", []) if self.context_plan.resolved_method == "ulysses" else []
+        )
+        cross_node_warning = f"crosses nodes of {self.ranks_per_node} ranks (parallelism.ranks_per_node): every layer waits for the slow links"
+        ranks_per_host = prod(self.degrees.values()) // self.num_nodes
+        messages = []
+        if self._max_nodes_spanned(process_groups["tp"]) > 1:
+            messages.append(f"parallelism.tp = {tp} {cross_node_warning}")
+        if self._max_nodes_spanned(head_exchange_groups) > 1:
+            group_description = f"{len(head_exchange_groups[0])} ranks x tp {tp}"
+            messages.append(
+                f'parallelism.cp_method "{self.context_plan.resolved_method}" exchanges heads among {group_description}, which {cross_node_warning}'
             )
-        return found
+        if self.num_nodes > 1 and ranks_per_host % self.ranks_per_node:
+            messages.append(
+                f"parallelism.ranks_per_node = {self.ranks_per_node}, but each of {self.num_nodes} nodes runs {ranks_per_host} processes: links are "
+                f"told, and cp_method is chosen, as if {self.ranks_per_node} ranks shared a node"
+            )
+        return messages
 
-    def _channels(self) -> dict[str, list[range]]:
-        return channels(self.degrees, self.plan.ulysses if self.plan.chosen == "hybrid" else None)
+    def _process_groups(self) -> dict[str, list[range]]:
+        return process_group_ranks(
+            self.degrees, self.context_plan.ulysses_degree if self.context_plan.resolved_method == "hybrid" else None
+        )
 
-    def _nodes(self, found: Sequence[range]) -> int:
+    def _max_nodes_spanned(self, grouped_ranks: Sequence[range]) -> int:
         """The most nodes that one of the groups touches."""
-        return max((len({rank // self.node for rank in ranks}) for ranks in found), default=0)
+        return max((len({rank // self.ranks_per_node for rank in ranks}) for ranks in grouped_ranks), default=0)
 
-    def _row(self, name: str, found: Sequence[range]) -> str:
-        size = len(found[0])
+    def _format_row(self, name: str, grouped_ranks: Sequence[range]) -> str:
+        size = len(grouped_ranks[0])
         if size == 1:
             return f"{name:<20}{size:>6}  -"
-        nodes = self._nodes(found)
-        links = "inside a node" if nodes == 1 else f"across {nodes:,} nodes"
-        more = f" ... ({len(found):,} groups)" if len(found) > SHOWN_GROUPS else ""
-        return f"{name:<20}{size:>6}  {links:<16}  {'  '.join(map(spell, found[:SHOWN_GROUPS]))}{more}"
+        num_nodes = self._max_nodes_spanned(grouped_ranks)
+        links = "inside a node" if num_nodes == 1 else f"across {num_nodes:,} nodes"
+        more = f" ... ({len(grouped_ranks):,} groups)" if len(grouped_ranks) > MAX_SHOWN_GROUPS else ""
+        return (
+            f"{name:<20}{size:>6}  {links:<16}  {'  '.join(map(format_ranks, grouped_ranks[:MAX_SHOWN_GROUPS]))}{more}"
+        )
 
-    def _places(self) -> list[str]:
+    def _coordinate_table(self) -> list[str]:
         """The place of each rank on every axis that has several, with a bar between nodes."""
         axes = [axis for axis, size in self.degrees.items() if size > 1]
         size = prod(self.degrees.values())
-        if len(axes) < 2 or size > DRAWN_RANKS:
+        if len(axes) < 2 or size > MAX_DIAGRAM_RANKS:
             return []
         lines = []
-        for first in range(0, size, LINE_RANKS):
-            ranks = range(first, min(first + LINE_RANKS, size))
-            bars = ["|" if rank % self.node == 0 and rank != first else " " for rank in ranks]
-            table = {"rank": list(ranks)} | {axis: [place(self.degrees, rank)[axis] for rank in ranks] for axis in axes}
+        for first in range(0, size, RANKS_PER_LINE):
+            ranks = range(first, min(first + RANKS_PER_LINE, size))
+            bars = ["|" if rank % self.ranks_per_node == 0 and rank != first else " " for rank in ranks]
+            table = {"rank": list(ranks)} | {
+                axis: [coordinate(self.degrees, rank)[axis] for rank in ranks] for axis in axes
+            }
             lines += [
                 f"{name:<14}" + "".join(f"{bar}{number:>2}" for bar, number in zip(bars, row, strict=True))
                 for name, row in table.items()
@@ -158,6 +174,6 @@ class Topology:
         return lines
 
 
-def _step(degrees: Mapping[str, int], axis: str) -> int:
+def _stride(degrees: Mapping[str, int], axis: str) -> int:
     """From a rank to its neighbour along an axis."""
     return prod(list(degrees.values())[list(degrees).index(axis) + 1 :])

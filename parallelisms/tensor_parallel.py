@@ -33,28 +33,28 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from models.linear import Embedding, Linear
-from models.loss_head import Head, Vocabulary
+from models.loss_head import LossHead, VocabShard
 from models.norm import RMSNorm
-from models.transformer import Exchange, Transformer
+from models.transformer import SequenceParallelComm, Transformer
 from parallelisms import collectives
 
-Cut = Literal["whole", "for heads", "rows", "columns"]
+ParallelStyle = Literal["replicate", "replicate_heads", "colwise", "rowwise"]
 
-BLOCK: dict[str, Cut] = {
-    "attention_norm": "whole",
-    "attention.q_proj": "rows",
-    "attention.k_proj": "rows",
-    "attention.v_proj": "rows",
-    "attention.q_norm": "for heads",
-    "attention.k_norm": "for heads",
-    "attention.o_proj": "columns",
-    "ffn_norm": "whole",
-    "feed_forward.gate_proj": "rows",
-    "feed_forward.up_proj": "rows",
-    "feed_forward.down_proj": "columns",
+BLOCK_PLAN: dict[str, ParallelStyle] = {
+    "attention_norm": "replicate",
+    "attention.q_proj": "colwise",
+    "attention.k_proj": "colwise",
+    "attention.v_proj": "colwise",
+    "attention.q_norm": "replicate_heads",
+    "attention.k_norm": "replicate_heads",
+    "attention.o_proj": "rowwise",
+    "ffn_norm": "replicate",
+    "feed_forward.gate_proj": "colwise",
+    "feed_forward.up_proj": "colwise",
+    "feed_forward.down_proj": "rowwise",
 }
-PAIRS = ("attention", "feed_forward")
-KEYS = ("attention.k_proj", "attention.v_proj")
+COLWISE_ROWWISE_PAIRS = ("attention", "feed_forward")
+KV_PROJECTIONS = ("attention.k_proj", "attention.v_proj")
 
 
 def apply(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, loss_parallel: bool) -> None:
@@ -64,29 +64,33 @@ def apply(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, loss
     """
     if mesh.size() == 1:
         return
-    cutter = Cutter(mesh, sequence_parallel=sequence_parallel)
+    parallelizer = TensorParallelizer(mesh, sequence_parallel=sequence_parallel)
     kv_heads = model.config.num_kv_heads
-    alike = KEYS if kv_heads < mesh.size() else ()
+    replicated_projections = KV_PROJECTIONS if kv_heads < mesh.size() else ()
     for block in model.layers():
-        for name, cut in BLOCK.items():
-            if cut == "for heads" and not model.config.qk_norm:
+        for name, style in BLOCK_PLAN.items():
+            if style == "replicate_heads" and not model.config.qk_norm:
                 continue
-            cutter.place(cast(Any, block.get_submodule(name)), "whole" if name in alike else cut)
-        for name in alike:
-            cutter.share_heads(cast(Linear, block.get_submodule(name)), kv_heads)
-        block.exchange = cutter.exchange()
-        for name in PAIRS:
-            cutter.pair(block.get_submodule(name))
-    whole = not loss_parallel
+            parallelizer.distribute_weight(
+                cast(Any, block.get_submodule(name)), "replicate" if name in replicated_projections else style
+            )
+        for name in replicated_projections:
+            parallelizer.select_kv_head(cast(Linear, block.get_submodule(name)), kv_heads)
+        block.sp_comm = parallelizer.sequence_parallel_comm()
+        for name in COLWISE_ROWWISE_PAIRS:
+            parallelizer.add_region_hooks(block.get_submodule(name))
+    replicated_vocabulary = not loss_parallel
     if model.embed is not None:
-        cutter.embedding(model.embed, whole=whole and model.config.tie_embeddings)
+        parallelizer.parallelize_embedding(
+            model.embed, replicated=replicated_vocabulary and model.config.tie_embeddings
+        )
     if model.head is not None:
-        cutter.head(model.head, whole=whole)
+        parallelizer.parallelize_head(model.head, replicated=replicated_vocabulary)
     if model.embed is not None and model.head is not None and model.config.tie_embeddings:
         model.head.proj.weight = model.embed.weight
 
 
-def overlap(mesh: DeviceMesh) -> None:
+def enable_async_tp(mesh: DeviceMesh) -> None:
     """Lets the compiler split matrix products, and exchange each piece while it works on the next (async TP).
 
     Needs CUDA devices that reach each other's memory, and the private switch and memory of torch.
@@ -100,135 +104,140 @@ def overlap(mesh: DeviceMesh) -> None:
         _symmetric_memory.enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
-class Cutter:
+class TensorParallelizer:
     """Cuts modules for this rank of the tp axis."""
 
     def __init__(self, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
         self._mesh = mesh
         self._size, self._rank = mesh.size(), mesh.get_local_rank()
         self._group = mesh.get_group()
-        self._shares_tokens = sequence_parallel
-        self._name = self._group.group_name
+        self._sequence_parallel = sequence_parallel
+        self._group_name = self._group.group_name
 
-    def place(self, module: Linear | Embedding | RMSNorm, cut: Cut) -> None:
+    def distribute_weight(self, module: Linear | Embedding | RMSNorm, style: ParallelStyle) -> None:
         """Cuts the weight, and lets the module see the part that is here."""
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-        placement = {"rows": Shard(0), "columns": Shard(1)}.get(cut, Replicate())
+        placement = {"colwise": Shard(0), "rowwise": Shard(1)}.get(style, Replicate())
         module.weight = nn.Parameter(distribute_tensor(module.weight, self._mesh, [placement], src_data_rank=None))
         # A whole weight has met a part of the heads only, or of the tokens, where ranks share them.
-        is_partial = cut == "for heads" or (cut == "whole" and self._shares_tokens)
-        module.view = partial(_of_parts, name=self._name) if is_partial else _here
+        is_partial = style == "replicate_heads" or (style == "replicate" and self._sequence_parallel)
+        module.view = partial(_replicated_weight, name=self._group_name) if is_partial else _local_weight
 
-    def share_heads(self, projection: Linear, heads: int) -> None:
+    def select_kv_head(self, projection: Linear, num_kv_heads: int) -> None:
         """Of a whole projection to fewer heads than ranks, each rank computes the head that its queries need."""
-        width = projection.weight.shape[0] // heads
-        first = self._rank * heads // self._size * width
-        projection.view = partial(_of_parts, name=self._name, rows=slice(first, first + width))
+        head_dim = projection.weight.shape[0] // num_kv_heads
+        first = self._rank * num_kv_heads // self._size * head_dim
+        projection.view = partial(_replicated_weight, name=self._group_name, rows=slice(first, first + head_dim))
 
-    def pair(self, module: nn.Module) -> None:
+    def add_region_hooks(self, module: nn.Module) -> None:
         """Lets a pair of matrices begin with all tokens and end in a sum."""
-        module.register_forward_pre_hook(lambda _, arguments: (self._begin(arguments[0]), *arguments[1:]))
-        module.register_forward_hook(lambda _, __, x_BTE: self._end(x_BTE))
+        module.register_forward_pre_hook(lambda _, arguments: (self._enter_region(arguments[0]), *arguments[1:]))
+        module.register_forward_hook(lambda _, __, x_BTE: self._exit_region(x_BTE))
 
-    def exchange(self) -> Exchange:
+    def sequence_parallel_comm(self) -> SequenceParallelComm:
         """The same, for a block that finds its gradients by hand."""
-        if not self._shares_tokens:
-            return Exchange(reduce=partial(collectives.sum_of, group_name=self._name))
-        group: Any = {"group_name": self._name, "size": self._size}
-        return Exchange(partial(collectives.gather_tokens, **group), partial(collectives.scatter_tokens, **group))
+        if not self._sequence_parallel:
+            return SequenceParallelComm(reduce=partial(collectives.all_reduce_functional, group_name=self._group_name))
+        group_arguments: Any = {"group_name": self._group_name, "size": self._size}
+        return SequenceParallelComm(
+            partial(collectives.all_gather_tokens, **group_arguments),
+            partial(collectives.reduce_scatter_tokens, **group_arguments),
+        )
 
-    def embedding(self, module: Embedding, *, whole: bool) -> None:
-        if not whole:
-            self.place(module, "rows")
-            module.first = self._rank * (module.weight.shape[0] // self._size)
-            module.register_forward_hook(lambda _, __, x_BTE: self._end(x_BTE))
+    def parallelize_embedding(self, module: Embedding, *, replicated: bool) -> None:
+        if not replicated:
+            self.distribute_weight(module, "colwise")
+            module.vocab_start_index = self._rank * (module.weight.shape[0] // self._size)
+            module.register_forward_hook(lambda _, __, x_BTE: self._exit_region(x_BTE))
             return
-        self.place(module, "whole")
-        if self._shares_tokens:
-            module.register_forward_pre_hook(lambda _, arguments: (self._mine(arguments[0]),))
+        self.distribute_weight(module, "replicate")
+        if self._sequence_parallel:
+            module.register_forward_pre_hook(lambda _, arguments: (self._local_tokens(arguments[0]),))
 
-    def head(self, module: Head, *, whole: bool) -> None:
-        self.place(module.norm, "whole")
-        if not whole:
-            self.place(module.proj, "rows")
-            module.norm.register_forward_hook(lambda _, __, x_BSE: self._begin(x_BSE))
-            module.vocabulary = Vocabulary(
-                first=self._rank * (module.proj.weight.shape[0] // self._size),
-                largest=partial(collectives.largest_over, self._group),
-                total=partial(collectives.sum_over, self._group),
+    def parallelize_head(self, module: LossHead, *, replicated: bool) -> None:
+        self.distribute_weight(module.norm, "replicate")
+        if not replicated:
+            self.distribute_weight(module.proj, "colwise")
+            module.norm.register_forward_hook(lambda _, __, x_BSE: self._enter_region(x_BSE))
+            module.vocab_shard = VocabShard(
+                vocab_start_index=self._rank * (module.proj.weight.shape[0] // self._size),
+                all_reduce_max=partial(collectives.all_reduce_max, self._group),
+                all_reduce_sum=partial(collectives.all_reduce, self._group),
             )
             return
-        self.place(module.proj, "whole")
-        if self._shares_tokens:
+        self.distribute_weight(module.proj, "replicate")
+        if self._sequence_parallel:
             # Each rank finds the losses of its own tokens, and all get them.
-            module.register_forward_pre_hook(lambda _, arguments: (arguments[0], self._mine(arguments[1])))
-            module.register_forward_hook(lambda _, __, losses_BS: Join.apply(losses_BS, self._name, self._size))
+            module.register_forward_pre_hook(lambda _, arguments: (arguments[0], self._local_tokens(arguments[1])))
+            module.register_forward_hook(
+                lambda _, __, losses_BS: AllGatherSplitGrad.apply(losses_BS, self._group_name, self._size)
+            )
 
-    def _begin(self, x_BSE: Tensor) -> Tensor:
-        kind = Gather if self._shares_tokens else Fan
-        out_BTE: Tensor = kind.apply(x_BSE, self._name, self._size)
+    def _enter_region(self, x_BSE: Tensor) -> Tensor:
+        function = AllGather if self._sequence_parallel else CopyToTP
+        out_BTE: Tensor = function.apply(x_BSE, self._group_name, self._size)
         return out_BTE
 
-    def _end(self, x_BTE: Tensor) -> Tensor:
-        kind = Scatter if self._shares_tokens else Sum
-        out_BSE: Tensor = kind.apply(x_BTE, self._name, self._size)
+    def _exit_region(self, x_BTE: Tensor) -> Tensor:
+        function = ReduceScatter if self._sequence_parallel else AllReduce
+        out_BSE: Tensor = function.apply(x_BTE, self._group_name, self._size)
         return out_BSE
 
-    def _mine(self, x_BT: Tensor) -> Tensor:
+    def _local_tokens(self, x_BT: Tensor) -> Tensor:
         return x_BT.chunk(self._size, dim=1)[self._rank]
 
 
 # ---- what a module sees of its weight
 
 
-def _here(weight: Tensor) -> Tensor:
+def _local_weight(weight: Tensor) -> Tensor:
     local: Tensor = cast(Any, weight).to_local()
     return local
 
 
-def _of_parts(weight: Tensor, *, name: str, rows: slice | None = None) -> Tensor:
+def _replicated_weight(weight: Tensor, *, name: str, rows: slice | None = None) -> Tensor:
     """A weight that all ranks have, or these rows of it, of whose gradient each rank finds a part."""
-    local: Tensor = Common.apply(_here(weight), name)
+    local: Tensor = CopyWeightToTP.apply(_local_weight(weight), name)
     return local if rows is None else local[rows]
 
 
 # ---- exchanges, each with its opposite for the gradient
 
 
-class Gather(torch.autograd.Function):
+class AllGather(torch.autograd.Function):
     """Tokens of every rank: [B, S, E] -> [B, T, E]. Gradients are summed, and each rank gets those of its tokens."""
 
     @staticmethod
     def forward(ctx: Any, x_BSE: Tensor, name: str, size: int) -> Tensor:
         ctx.group = (name, size)
-        return collectives.gather_tokens(x_BSE, name, size)
+        return collectives.all_gather_tokens(x_BSE, name, size)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return collectives.scatter_tokens(grads[0], *ctx.group), None, None
+        return collectives.reduce_scatter_tokens(grads[0], *ctx.group), None, None
 
 
-class Scatter(torch.autograd.Function):
+class ReduceScatter(torch.autograd.Function):
     """The sum of every rank's numbers, of this rank's tokens: [B, T, E] -> [B, S, E]. Gradients are gathered."""
 
     @staticmethod
     def forward(ctx: Any, x_BTE: Tensor, name: str, size: int) -> Tensor:
         ctx.group = (name, size)
-        return collectives.scatter_tokens(x_BTE, name, size)
+        return collectives.reduce_scatter_tokens(x_BTE, name, size)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return collectives.gather_tokens(grads[0], *ctx.group), None, None
+        return collectives.all_gather_tokens(grads[0], *ctx.group), None, None
 
 
-class Sum(torch.autograd.Function):
+class AllReduce(torch.autograd.Function):
     """The sum of every rank's numbers. All ranks hold the same gradient of it, which is that of each part."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str, size: int) -> Tensor:
         del ctx, size
-        return collectives.sum_of(x, name)
+        return collectives.all_reduce_functional(x, name)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -236,7 +245,7 @@ class Sum(torch.autograd.Function):
         return grads[0], None, None
 
 
-class Fan(torch.autograd.Function):
+class CopyToTP(torch.autograd.Function):
     """The same numbers to ranks that each make a part of something of them; gradients are summed."""
 
     @staticmethod
@@ -247,10 +256,10 @@ class Fan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return collectives.sum_of(grads[0], ctx.name), None, None
+        return collectives.all_reduce_functional(grads[0], ctx.name), None, None
 
 
-class Common(torch.autograd.Function):
+class CopyWeightToTP(torch.autograd.Function):
     """A weight that is the same on all ranks; parts of its gradient are summed, in single precision at least."""
 
     @staticmethod
@@ -261,18 +270,18 @@ class Common(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        return collectives.sum_of(grad.to(wide), ctx.name).to(grad.dtype), None
+        accumulation_dtype = torch.promote_types(grad.dtype, torch.float32)
+        return collectives.all_reduce_functional(grad.to(accumulation_dtype), ctx.name).to(grad.dtype), None
 
 
-class Join(torch.autograd.Function):
+class AllGatherSplitGrad(torch.autograd.Function):
     """Tokens of every rank, of which all ranks then make the same: a gradient is that of this rank's tokens."""
 
     @staticmethod
-    def forward(ctx: Any, x_BS: Tensor, name: str, size: int) -> Tensor:
-        ctx.tokens = x_BS.shape[1]
-        ctx.rank = collectives.named(name).rank()
-        return collectives.gather_tokens(x_BS, name, size)
+    def forward(ctx: Any, losses_BS: Tensor, name: str, size: int) -> Tensor:
+        ctx.tokens = losses_BS.shape[1]
+        ctx.rank = collectives.resolve_process_group(name).rank()
+        return collectives.all_gather_tokens(losses_BS, name, size)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -24,8 +24,8 @@ from benchmarks.mesh_arithmetic import (
 )
 from models import rope
 from models.config import ModelConfig
-from models.transformer import Block
-from parallelisms.pipeline_plan import PipelinePlan, Schedule
+from models.transformer import TransformerBlock
+from parallelisms.pipeline_plan import PipelinePlan, PipelineSchedule
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = dict.fromkeys((thumb, keeps, shipped, eight, pipelines), "parallelism.md") | {
@@ -47,18 +47,18 @@ def test_the_page_has_the_table_that_the_script_makes(make: Callable[[], list[st
 
 
 @pytest.mark.parametrize(("schedule", "each"), [("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 3)])
-def test_a_schedule_that_goes_back_once_waits_as_its_formula_says(schedule: Schedule, each: int) -> None:
-    plan = PipelinePlan(pp=4, schedule=schedule, num_layers=12, per_rank=each, micro_batches=8)
-    assert plan.bubble is not None
-    assert idle(plan, actions(plan), {"F": 1.0, "B": 2.5}) == pytest.approx(100 * plan.bubble)
+def test_a_schedule_that_goes_back_once_waits_as_its_formula_says(schedule: PipelineSchedule, each: int) -> None:
+    plan = PipelinePlan(pp=4, schedule=schedule, num_layers=12, pp_stages_per_rank=each, num_micro_batches=8)
+    assert plan.bubble_fraction is not None
+    assert idle(plan, actions(plan), {"F": 1.0, "B": 2.5}) == pytest.approx(100 * plan.bubble_fraction)
 
 
 def test_a_block_keeps_as_many_bytes_of_a_token_as_the_page_counts() -> None:
     config = ModelConfig(vocab_size=8, dim=64, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=96)
     tokens = 16
-    block = Block(config).bfloat16()
+    block = TransformerBlock(config).bfloat16()
     x_BSE = torch.randn(1, tokens, config.dim, dtype=torch.bfloat16)
-    rotation = rope.rotation(config.rope, config.head_dim, torch.arange(tokens)[None], torch.float32)
+    rotation = rope.cos_sin_table(config.rope, config.head_dim, torch.arange(tokens)[None], torch.float32)
     found: dict[int, Tensor] = {}
 
     def note(x: Tensor) -> Tensor:

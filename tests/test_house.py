@@ -271,7 +271,9 @@ def test_what_a_run_consists_of_can_be_read_in_a_day() -> None:
 
     Commands beside training are not reached from it, and are read one by one.
     """
-    all_of_it = reached("train", "trainer.launch.launcher", beside=("trainer.data.prepare", "models.hf", "models.hf_config"))
+    all_of_it = reached(
+        "train", "trainer.launch.launcher", beside=("trainer.data.prepare", "models.hf", "models.hf_config")
+    )
     checkpoints = {name for name in all_of_it if name.startswith("trainer.checkpoint")}
     planning = {name for name in all_of_it if name.startswith("trainer.plan")}
     run = all_of_it - checkpoints - ALIVE - planning

@@ -16,19 +16,19 @@ from secrets import token_hex
 import torch
 from torch import distributed
 
-from parallelisms.collectives import gather_over, max_over
-from trainer.checkpoint.run_dir import flat, is_place
+from parallelisms.collectives import all_gather_object, max_over_ranks
+from trainer.checkpoint.run_dir import flatten_config, is_source_path
 from trainer.config.job_config import Config, DistributedSection
-from trainer.errors import ConfigError, RunError
-from trainer.hardware.device import choose_device, stay_near
-from trainer.memory.auto import fitted, memory_of_node, told
+from trainer.errors import ConfigError, RunFailedError
+from trainer.hardware.device import bind_to_numa_node, choose_device
+from trainer.memory.auto import describe_memory_options, fit_memory_options, node_memory_bytes
 from trainer.memory.estimator import GIB
-from trainer.resilience.exit_markers import ATTEMPT
+from trainer.resilience.exit_markers import ATTEMPT_VARIABLE
 
 log = logging.getLogger("trainer")
 
 # Where things lie may differ between nodes.
-OWN = ("data.corpus", "data.cache_dir", "tokenizer.path")
+NODE_LOCAL_KEYS = ("data.corpus", "data.cache_dir", "tokenizer.path")
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class World:
     rank: int
     size: int
     device: torch.device
-    nodes: int = 1
+    num_nodes: int = 1
 
 
-def place(environment: Mapping[str, str]) -> tuple[int, int, int]:
+def rank_from_environment(environment: Mapping[str, str]) -> tuple[int, int, int]:
     """(rank, world size, rank on this node), as torchrun's variables give them, or srun's; alone without either."""
     if "RANK" in environment:
         return int(environment["RANK"]), int(environment["WORLD_SIZE"]), int(environment["LOCAL_RANK"])
@@ -51,70 +51,75 @@ def place(environment: Mapping[str, str]) -> tuple[int, int, int]:
     return 0, 1, 0
 
 
-def here() -> tuple[int, int, int]:
+def process_rank() -> tuple[int, int, int]:
     """`place` of this process."""
-    return place(os.environ)
+    return rank_from_environment(os.environ)
 
 
-def nodes(environment: Mapping[str, str]) -> int:
+def node_count(environment: Mapping[str, str]) -> int:
     """On how many machines the processes run; 1 where nobody says."""
-    _, size, _ = place(environment)
+    _, size, _ = rank_from_environment(environment)
     if "RANK" in environment:
         return size // int(environment.get("LOCAL_WORLD_SIZE", size))
     return int(environment.get("SLURM_STEP_NUM_NODES", "1")) if size > 1 else 1
 
 
-def require_agreement(config: Config, facts: Mapping[str, str]) -> None:
+def require_same_config(config: Config, data_facts: Mapping[str, str]) -> None:
     """Raises `ConfigError`, on all ranks, if some were started with another configuration or read other data."""
-    mine = flat(config) | dict(facts)
-    mine = {key: value for key, value in mine.items() if key not in OWN and not is_place(key)}
-    everyone = gather_over(mine)
+    values = flatten_config(config) | dict(data_facts)
+    values = {key: value for key, value in values.items() if key not in NODE_LOCAL_KEYS and not is_source_path(key)}
+    values_by_rank = all_gather_object(values)
     problems = [
-        f"{key} is {json.dumps(everyone[0].get(key))} on rank 0 and {json.dumps(other.get(key))} on rank {rank}"
-        for rank, other in enumerate(everyone)
-        for key in mine
-        if other.get(key) != everyone[0].get(key)
+        f"{key} is {json.dumps(values_by_rank[0].get(key))} on rank 0 and {json.dumps(other.get(key))} on rank {rank}"
+        for rank, other in enumerate(values_by_rank)
+        for key in values
+        if other.get(key) != values_by_rank[0].get(key)
     ]
     if problems:
         raise ConfigError(problems)
 
 
-def require_same_start(start: str) -> None:
+def require_same_checkpoint(checkpoint: str) -> None:
     """Raises `RunError`, on all ranks, if some see another checkpoint: file systems of several hosts may lag behind."""
-    everyone = gather_over(start)
-    if other := next((rank for rank, seen in enumerate(everyone) if seen != everyone[0]), None):
-        raise RunError(
-            f"rank 0 would start {everyone[0]}, and rank {other} {everyone[other]}: the next start may see the same"
+    checkpoints = all_gather_object(checkpoint)
+    if differing_rank := next((rank for rank, seen in enumerate(checkpoints) if seen != checkpoints[0]), None):
+        raise RunFailedError(
+            f"rank 0 would start {checkpoints[0]}, and rank {differing_rank} {checkpoints[differing_rank]}: the next start may see the same"
         )
 
 
-def settled(config: Config, world: World) -> Config:
+def resolve_auto(config: Config, world: World) -> Config:
     """With `memory.recompute = "auto"` made into levers, as the smallest device and node of all ranks allow."""
     if config.memory.recompute != "auto":
         return config
-    host = memory_of_node()
-    ranks = max(1, world.size // world.nodes)
-    device = host = host / 2  # A CPU's own memory is both.
-    device /= ranks
+    host_bytes = node_memory_bytes()
+    ranks_per_node = max(1, world.size // world.num_nodes)
+    device_bytes = host_bytes = host_bytes / 2  # A CPU's own memory is both.
+    device_bytes /= ranks_per_node
     if world.device.type == "cuda":
-        host, device = memory_of_node(), float(torch.cuda.get_device_properties(world.device).total_memory)
+        host_bytes, device_bytes = (
+            node_memory_bytes(),
+            float(torch.cuda.get_device_properties(world.device).total_memory),
+        )
     if config.memory.device_gib is not None:
-        device = config.memory.device_gib * GIB
-    device, host = (-size for size in max_over(None, [-device, -host]))
-    found = fitted(config, world.size, ranks=ranks, device=device, host=host)
+        device_bytes = config.memory.device_gib * GIB
+    device_bytes, host_bytes = (-size for size in max_over_ranks(None, [-device_bytes, -host_bytes]))
+    resolved = fit_memory_options(
+        config, world.size, ranks_per_node=ranks_per_node, device_bytes=device_bytes, host_bytes=host_bytes
+    )
     if world.rank == 0:
-        log.info('memory.recompute = "auto" takes %s', told(found))
-    return found
+        log.info('memory.recompute = "auto" takes %s', describe_memory_options(resolved))
+    return resolved
 
 
 @contextmanager
 def process_group(config: DistributedSection) -> Iterator[World]:
     """Joins the run's processes: gloo for host tensors, NCCL beside it on CUDA devices."""
-    rank, size, local_rank = here()
+    rank, size, local_rank = process_rank()
     device = choose_device(local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    stay_near(device)
+    bind_to_numa_node(device)
     distributed.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=distributed.HashStore() if size == 1 else None,
@@ -122,13 +127,13 @@ def process_group(config: DistributedSection) -> Iterator[World]:
         world_size=size,
         timeout=timedelta(minutes=config.start_timeout_minutes),
     )
-    whole = size == 1
+    is_clean_exit = size == 1
     try:
-        yield World(rank, size, device, nodes(os.environ))
-        whole = True
+        yield World(rank, size, device, node_count(os.environ))
+        is_clean_exit = True
     finally:
         # Not after an error: peers may be inside a collective, and leaving must not wait for them.
-        if whole:
+        if is_clean_exit:
             distributed.destroy_process_group()
 
 
@@ -141,14 +146,14 @@ def gloo_group(config: DistributedSection) -> distributed.ProcessGroup:
     return group
 
 
-def attempt() -> str:
+def attempt_name() -> str:
     """What this start of the run is called, on all ranks alike: `LONGHAUL_ATTEMPT`, else a random name. Collective."""
-    mine = re.sub(r"[^A-Za-z0-9_-]", "-", os.environ.get(ATTEMPT, ""))[:64] or token_hex(4)
-    return gather_over(mine)[0]
+    name = re.sub(r"[^A-Za-z0-9_-]", "-", os.environ.get(ATTEMPT_VARIABLE, ""))[:64] or token_hex(4)
+    return all_gather_object(name)[0]
 
 
 @contextmanager
-def on_this_machine(config: DistributedSection, *, rank: int, size: int, store: Path) -> Iterator[World]:
+def single_host_process_group(config: DistributedSection, *, rank: int, size: int, store: Path) -> Iterator[World]:
     """Joins processes that meet in the file `store`, to compute on the CPU also where there are other devices."""
     distributed.init_process_group(
         "gloo",

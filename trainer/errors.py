@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import signal
 
-DONE = 0
-FAILED = 1
-BAD_CONFIGURATION = 2
-MISFIT = 3
+EXIT_SUCCESS = 0
+EXIT_FAILURE = 1
+EXIT_BAD_CONFIG = 2
+EXIT_DOES_NOT_FIT = 3
 """A plan does not fit."""
-NO_RETRY = 78
+EXIT_NO_RETRY = 78
 """Stopped for a reason that a retry cannot mend."""
 
-BEGAN = "LONGHAUL_BEGAN"
+START_TIME_ENV = "LONGHAUL_BEGAN"
 """Environment variable with the time at which the launcher was started."""
 
 
-STACKS = signal.SIGQUIT
+STACK_DUMP_SIGNAL = signal.SIGQUIT
 """Makes a rank write where it is, and go on."""
 
 
-class RankError(Exception):
+class RankFailedError(Exception):
     """What ended a single rank, in words; its peers do not know."""
 
     def __init__(self, status: int, problem: str) -> None:
@@ -28,11 +28,11 @@ class RankError(Exception):
         self.status = status
 
 
-class InUseError(Exception):
+class RunFolderInUseError(Exception):
     """The run folder is another run's, which is under way."""
 
 
-class RunError(Exception):
+class RunFailedError(Exception):
     """What ended a run, in words, found by all ranks alike; the next start may do better."""
 
 

@@ -19,63 +19,65 @@ import torch
 from torch import Tensor
 
 from models.batch import Batch
-from parallelisms.collectives import sum_over
-from parallelisms.fsdp import units_of
-from trainer.build import Placed, runner
-from trainer.config.job_config import Config, Stage
-from trainer.data.loader import Loader
-from trainer.data.sequences import Rows
+from parallelisms.collectives import all_reduce
+from parallelisms.fsdp import fsdp_modules
+from trainer.build import ParallelModel, build_forward_backward
+from trainer.config.job_config import Config, TrainingStage
+from trainer.data.loader import MicroBatchLoader
+from trainer.data.sequences import BlendedDataset
 from trainer.distributed import World
-from trainer.hardware.device import Numbers, Stopwatch, refuse_nondeterminism
-from trainer.metrics.step_metrics import Slots, Tally, means
+from trainer.hardware.device import AsyncHostCopy, Stopwatch, require_determinism
+from trainer.metrics.step_metrics import MetricAccumulator, MetricLayout, safe_divide
 from trainer.optim.lr_schedule import learning_rate
 from trainer.optim.optimizer import Optimizer
-from trainer.resilience.anomalies import Losses
+from trainer.resilience.anomalies import LossSpikeDetector
 from trainer.resilience.goodput import Goodput
 
 
 @dataclass(frozen=True)
-class Update:
+class StepResult:
     """One update. Its numbers may still be on the device: reading them waits, so they are read one update later."""
 
     step: int
     lr: float
-    rows: int
+    next_sequence: int
     """Of the stage, up to and with this update's."""
     data_wait_seconds: float
     stopwatch: Stopwatch
-    numbers: Numbers
-    slots: Slots
+    values: AsyncHostCopy
+    layout: MetricLayout
 
-    def read(self) -> Measured:
+    def read(self) -> StepMetrics:
         """The numbers, over all ranks. Waits for the update."""
-        parts = self.slots.parts(self.numbers.read())
-        one = {name: values[0] for name, values in parts.items()}
-        return Measured(
-            loss=one["loss"] / max(1.0, one["targets"]),
-            grad_norm=one["grad_norm"],
-            skipped=not one["finite"],
-            tokens=one["tokens"],
-            pairs=one["pairs"],
-            tokens_seen=int(one["tokens_seen"]),
+        metrics = self.layout.split(self.values.read())
+        scalars = {name: values[0] for name, values in metrics.items()}
+        return StepMetrics(
+            loss=scalars["loss"] / max(1.0, scalars["targets"]),
+            grad_norm=scalars["grad_norm"],
+            skipped=not scalars["finite"],
+            tokens=scalars["tokens"],
+            attended_pairs=scalars["pairs"],
+            tokens_seen=int(scalars["tokens_seen"]),
             step_seconds=self.stopwatch.seconds(),
-            attention_imbalance=one["attention_imbalance"],
-            loss_by_position=means(parts["loss_by_position"], parts["targets_by_position"]),
-            loss_by_shard=means(parts["loss_by_shard"], parts["targets_by_shard"]) if self.slots.shards > 1 else None,
-            loss_by_source=means(parts["loss_by_source"], parts["targets_by_source"]),
-            tokens_by_source=parts["tokens_by_source"],
+            attention_imbalance=scalars["attention_imbalance"],
+            loss_by_position=safe_divide(metrics["loss_by_position"], metrics["targets_by_position"]),
+            loss_by_shard=safe_divide(metrics["loss_by_shard"], metrics["targets_by_shard"])
+            if self.layout.num_shards > 1
+            else None,
+            loss_by_source=safe_divide(metrics["loss_by_source"], metrics["targets_by_source"]),
+            tokens_by_source=metrics["tokens_by_source"],
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class StepMetrics:
     """What an update measured, summed or averaged over the global batch."""
 
     loss: float
     grad_norm: float
     skipped: bool
     tokens: float
-    pairs: float
+    attended_pairs: float
     tokens_seen: int
     step_seconds: float
     attention_imbalance: float
@@ -89,129 +91,140 @@ class Measured:
 
 
 class Trainer:
-    def __init__(self, config: Config, world: World, rows: Rows, *, stage: Stage | None = None) -> None:
+    def __init__(
+        self, config: Config, world: World, dataset: BlendedDataset, *, stage: TrainingStage | None = None
+    ) -> None:
         """Of a run with stages, `config` and `rows` are those of this one."""
         self.config = config
-        self.stage = stage or config.stages[0]
+        self.stage = stage or config.training_stages[0]
         self.world = world
-        self.rows = rows
+        self.dataset = dataset
         if config.training.deterministic:
-            refuse_nondeterminism()
-        placed = Placed(config, world)
-        self.placed, self.mesh, self.parts, self.context = placed, placed.mesh, placed.parts, placed.context
-        self.run = runner(config, placed)
-        # Some schedules of a pipeline fetch weights before what holds them runs.
-        late = config.memory.optimizer_placement == "host" and placed.stages.pp == 1
-        self.optimizer = Optimizer(
-            [*self.parts.values()],
-            config.optimizer,
-            moments=torch.bfloat16 if config.memory.optimizer_dtype == "bfloat16" else None,
-            units=units_of(self.parts[0]) if late else (),
-            total=partial(sum_over, None),
+            require_determinism()
+        parallel_model = ParallelModel(config, world)
+        self.parallel_model, self.mesh, self.stage_modules, self.context_parallel = (
+            parallel_model,
+            parallel_model.mesh,
+            parallel_model.stage_modules,
+            parallel_model.context_parallel,
         )
-        self.loader = Loader(
-            rows,
-            rank=self.mesh.data_rank,
-            ranks=self.mesh.data_ranks,
+        self.forward_backward = build_forward_backward(config, parallel_model)
+        # Some schedules of a pipeline fetch weights before what holds them runs.
+        defer_updates = config.memory.optimizer_placement == "host" and parallel_model.pipeline_plan.pp == 1
+        self.optimizer = Optimizer(
+            [*self.stage_modules.values()],
+            config.optimizer,
+            moment_dtype=torch.bfloat16 if config.memory.optimizer_dtype == "bfloat16" else None,
+            deferred_modules=fsdp_modules(self.stage_modules[0]) if defer_updates else (),
+            all_reduce=partial(all_reduce, None),
+        )
+        self.loader = MicroBatchLoader(
+            dataset,
+            dp_rank=self.mesh.dp_rank,
+            dp_size=self.mesh.dp_degree,
             global_batch_size=config.training.global_batch_size,
             micro_batch_size=config.training.micro_batch_size,
-            share=placed.share,
+            shard=parallel_model.sequence_shard,
             pin_memory=world.device.type == "cuda",
         )
-        self.changes: list[str] = []
+        self.config_changes: list[str] = []
         """Keys that differ from the checkpoint that the run goes on from."""
         self.step = 0
-        self.next_row = 0
+        self.next_sequence = 0
         """Of the stage."""
-        self.tally = Tally(self.mesh, world.device, sources=len(rows.names))
-        self.counts = torch.zeros(2 + len(rows.names), dtype=torch.int64, device=world.device)
+        self.accumulator = MetricAccumulator(self.mesh, world.device, num_sources=len(dataset.names))
+        self.counters = torch.zeros(2 + len(dataset.names), dtype=torch.int64, device=world.device)
         """Tokens seen, updates skipped, and tokens of each source, since the run began."""
-        self.losses, self.goodput = Losses(config), Goodput()
-        self.earlier: dict[str, int] = {}
+        self.loss_spikes, self.goodput = LossSpikeDetector(config), Goodput()
+        self.earlier_tokens_by_source: dict[str, int] = {}
         """Tokens of sources, also of those that only earlier stages drew from."""
 
-    def updates(self) -> Iterator[Update]:
+    def train_steps(self) -> Iterator[StepResult]:
         """Runs the updates that are left, one per item."""
         training = self.config.training
         with (
-            closing(self.loader.updates(start_row=self.next_row)) as batches,
-            _collected(training.gc_interval) as collect,
+            closing(self.loader.steps(start_sequence=self.next_sequence)) as batches,
+            _manual_gc(training.gc_interval) as collect_garbage,
         ):
-            first = True
-            while self.step < self.stage.last_step:
+            is_first_step = True
+            while self.step < self.stage.end_step:
                 stopwatch = Stopwatch(self.world.device)
                 stopwatch.start()
-                fetching = time.perf_counter()
+                fetch_start = time.perf_counter()
                 micro_batches = next(batches)
-                waited = time.perf_counter() - fetching
-                if self.context and (first or training.deterministic):
-                    self.context.require_agreement(micro_batches[0].boundaries)
+                data_wait_seconds = time.perf_counter() - fetch_start
+                if self.context_parallel and (is_first_step or training.deterministic):
+                    self.context_parallel.require_same_boundaries(micro_batches[0].boundaries)
                 self.step += 1
                 lr = learning_rate(self.stage, self.step)
-                numbers = Numbers(self.train_step(micro_batches, lr))
-                if first:
+                values = AsyncHostCopy(self.train_step(micro_batches, lr))
+                if is_first_step:
                     self.mesh.set_timeout(timedelta(minutes=self.config.distributed.timeout_minutes))
-                first = False
-                self.next_row += training.global_batch_size
-                collect(self.step)
+                is_first_step = False
+                self.next_sequence += training.global_batch_size
+                collect_garbage(self.step)
                 stopwatch.stop()
-                yield Update(self.step, lr, self.next_row, waited, stopwatch, numbers, self.tally.slots)
+                yield StepResult(
+                    self.step, lr, self.next_sequence, data_wait_seconds, stopwatch, values, self.accumulator.layout
+                )
 
     def train_step(self, micro_batches: list[Batch], lr: float) -> Tensor:
         """One update from this rank's micro-batches; returns its numbers, by the names of `tally.slots`."""
-        numbers = self.accumulate(micro_batches)
-        return self.update(numbers, lr)
+        values = self.accumulate_gradients(micro_batches)
+        return self.optimizer_step(values, lr)
 
-    def accumulate(self, micro_batches: list[Batch]) -> Tensor:
+    def accumulate_gradients(self, micro_batches: list[Batch]) -> Tensor:
         """Leaves the gradients of the mean loss of all ranks' micro-batches; returns this rank's numbers."""
         # Every draw of random numbers is a function of the step, so none has to be saved.
         torch.manual_seed(_seed(self.config.training.seed, self.step, self.world.rank))
         device = self.world.device
         # A mean over the targets of the whole step, whichever micro-batch or rank they are in.
-        targets = torch.stack([batch.num_targets() for batch in micro_batches]).sum().to(device, non_blocking=True)
-        global_targets = sum_over(self.mesh.tokens, targets).clamp(min=1)
-        numbers = self.tally.begin()
-        self.run((batch.to(device) for batch in micro_batches), global_targets, partial(self.tally.add, numbers))
-        return numbers
+        num_targets = torch.stack([batch.num_targets() for batch in micro_batches]).sum().to(device, non_blocking=True)
+        global_num_targets = all_reduce(self.mesh.dp_cp_group, num_targets).clamp(min=1)
+        values = self.accumulator.new_vector()
+        self.forward_backward(
+            (batch.to(device) for batch in micro_batches), global_num_targets, partial(self.accumulator.add, values)
+        )
+        return values
 
-    def update(self, numbers: Tensor, lr: float) -> Tensor:
+    def optimizer_step(self, values: Tensor, lr: float) -> Tensor:
         """Moves the weights along the gradients; returns the numbers over all ranks."""
-        norm, finite = (found.to(numbers.device, non_blocking=True) for found in self.optimizer.step(lr))
-        parts = self.tally.sum_over_ranks(numbers)
-        self.counts += torch.cat((parts["tokens"], (~finite).view(1), parts["tokens_by_source"])).long()
-        parts["grad_norm"][0], parts["finite"][0], parts["tokens_seen"][0] = norm, finite, self.counts[0]
-        parts["tokens_by_source"].copy_(self.counts[2:])
-        return numbers
+        norm, finite = (scalar.to(values.device, non_blocking=True) for scalar in self.optimizer.step(lr))
+        metrics = self.accumulator.all_reduce(values)
+        self.counters += torch.cat((metrics["tokens"], (~finite).view(1), metrics["tokens_by_source"])).long()
+        metrics["grad_norm"][0], metrics["finite"][0], metrics["tokens_seen"][0] = norm, finite, self.counters[0]
+        metrics["tokens_by_source"].copy_(self.counters[2:])
+        return values
 
     # ---- state
 
-    def tensors(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """Every tensor of a checkpoint, by a name that does not depend on the mesh; loading writes into them."""
-        weights = {f"model.{name}": parameter.detach() for name, parameter in self.optimizer.named.items()}
-        return weights | {f"optimizer.{name}": tensor for name, tensor in self.optimizer.tensors().items()}
+        weights = {f"model.{name}": parameter.detach() for name, parameter in self.optimizer.parameters_by_name.items()}
+        return weights | {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state_dict().items()}
 
-    def scalars(self) -> dict[str, Any]:
+    def train_state(self) -> dict[str, Any]:
         """Everything else. Waits for the device."""
-        tokens, skipped, *drawn = self.counts.tolist()
-        sources = self.earlier | dict(zip(self.rows.names, drawn, strict=True))
-        judged = {"losses": self.losses.state(), "goodput": self.goodput.state()}
-        counted = {"tokens": tokens, "skipped": skipped, "sources": sources}
-        return {"step": self.step, "next_row": self.next_row, **counted, **judged}
+        tokens, skipped, *tokens_by_source = self.counters.tolist()
+        sources = self.earlier_tokens_by_source | dict(zip(self.dataset.names, tokens_by_source, strict=True))
+        detector_state = {"losses": self.loss_spikes.state_dict(), "goodput": self.goodput.state_dict()}
+        counter_state = {"tokens": tokens, "skipped": skipped, "sources": sources}
+        return {"step": self.step, "next_row": self.next_sequence, **counter_state, **detector_state}
 
-    def restore(self, scalars: dict[str, Any]) -> None:
+    def load_train_state(self, train_state: dict[str, Any]) -> None:
         """What `scalars` gave, in this stage or in the one before, whose rows are not this one's."""
-        self.step, self.earlier = scalars["step"], scalars["sources"]
-        self.goodput.restore(scalars["goodput"])
-        self.next_row, self.losses = 0, Losses(self.config)
-        if self.step > self.stage.first_step:
-            self.next_row = scalars["next_row"]
-            self.losses.restore(scalars["losses"])
-        drawn = [self.earlier.get(name, 0) for name in self.rows.names]
-        self.counts.copy_(torch.tensor([scalars["tokens"], scalars["skipped"], *drawn]))
+        self.step, self.earlier_tokens_by_source = train_state["step"], train_state["sources"]
+        self.goodput.load_state_dict(train_state["goodput"])
+        self.next_sequence, self.loss_spikes = 0, LossSpikeDetector(self.config)
+        if self.step > self.stage.start_step:
+            self.next_sequence = train_state["next_row"]
+            self.loss_spikes.load_state_dict(train_state["losses"])
+        tokens_by_source = [self.earlier_tokens_by_source.get(name, 0) for name in self.dataset.names]
+        self.counters.copy_(torch.tensor([train_state["tokens"], train_state["skipped"], *tokens_by_source]))
 
 
 @contextmanager
-def _collected(interval: int) -> Iterator[Callable[[int], None]]:
+def _manual_gc(interval: int) -> Iterator[Callable[[int], None]]:
     """Collects Python's garbage at fixed updates instead of at random ones, when other ranks would have to wait."""
     gc.collect()
     gc.freeze()

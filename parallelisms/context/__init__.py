@@ -20,26 +20,25 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from models import attention_op as documents
-from models import kernels
-from models.attention import LocalCore
-from models.batch import IGNORE, Batch, padded
+from models import attention_op, kernels
+from models.attention import LocalAttentionCore
+from models.batch import IGNORE_INDEX, Batch, pad_batch
 from models.transformer import Transformer
 from parallelisms import collectives
 from parallelisms.context import cp_attention_op, ulysses
-from parallelisms.context.ring import Arriving
+from parallelisms.context.ring import Waitable
 from parallelisms.context.shard_layout import SeqLayout
-from parallelisms.parallel_dims import ContextPlan, Layout, Method, Rotation
+from parallelisms.parallel_dims import ContextPlan, CPMethod, RotateMethod, ShardLayout
 
 
-class Started(NamedTuple):
+class InFlightQKV(NamedTuple):
     """Queries, keys and values on their way."""
 
-    exchanges: list[ulysses.ToHeads] | None
+    all_to_alls: list[ulysses.SeqToHeads] | None
     """To the ranks that have their heads."""
-    given: Sequence[Tensor]
+    qkv: Sequence[Tensor]
     """Unless they are exchanged, and held no longer than that."""
-    arriving: Arriving | None = None
+    pending_kv: Waitable | None = None
     """Keys and values of other ranks of the ring."""
 
 
@@ -56,9 +55,9 @@ class ContextParallel:
         self,
         mesh: DeviceMesh,
         *,
-        method: Method | str = "auto",
-        layout: Layout | str = "auto",
-        outer: Rotation | str = "auto",
+        method: CPMethod | str = "auto",
+        layout: ShardLayout | str = "auto",
+        outer_method: RotateMethod | str = "auto",
         heads: int,
         kv_heads: int,
         head_dim: int = 128,
@@ -68,35 +67,39 @@ class ContextParallel:
         window: int | None = None,
         dropout: float = 0.0,
     ) -> None:
-        hybrid = mesh.ndim == 2
-        plan: Any = {"method": "hybrid" if hybrid and method == "auto" else method, "layout": layout, "outer": outer}
+        is_hybrid = mesh.ndim == 2
+        choices: Any = {
+            "method": "hybrid" if is_hybrid and method == "auto" else method,
+            "layout": layout,
+            "outer_method": outer_method,
+        }
         self.plan = ContextPlan(
             cp=mesh.size(),
-            cp_ulysses=mesh.size(1) if hybrid else None,
+            cp_ulysses=mesh.size(1) if is_hybrid else None,
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            node=mesh.size(),
-            **plan,
+            ranks_per_node=mesh.size(),
+            **choices,
         )
-        refused = [*self.plan.problems(), *_unsupported(self.plan, causal=causal, window=window, dropout=dropout)]
-        if self.plan.chosen == "hybrid" and not hybrid:
-            refused.append('cp_method "hybrid" needs a mesh of two axes: ranks that rotate, ranks that exchange heads')
+        problems = [*self.plan.problems(), *_unsupported(self.plan, causal=causal, window=window, dropout=dropout)]
+        if self.plan.resolved_method == "hybrid" and not is_hybrid:
+            problems.append('cp_method "hybrid" needs a mesh of two axes: ranks that rotate, ranks that exchange heads')
         if mesh.ndim > 2:
-            refused.append(f"a mesh of {mesh.ndim} axes is not supported; take its one or two that share rows")
+            problems.append(f"a mesh of {mesh.ndim} axes is not supported; take its one or two that share rows")
         if kernel not in kernels.KERNELS:
-            refused.append(f'attention kernel "{kernel}" is unknown; there are {", ".join(kernels.KERNELS)}')
+            problems.append(f'attention kernel "{kernel}" is unknown; there are {", ".join(kernels.KERNELS)}')
         self._groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-        self._agree(vars(self.plan) | {"reduce_dtype": reduce_dtype, "refused": refused}, "plans")
-        if refused:
-            raise ValueError("; ".join(refused))
-        self.rotation, self.layout = self.plan.rotation, self.plan.kind
-        self.ring, self.ulysses = self.plan.ring, self.plan.ulysses
+        self._require_same(vars(self.plan) | {"reduce_dtype": reduce_dtype, "refused": problems}, "plans")
+        if problems:
+            raise ValueError("; ".join(problems))
+        self.rotate_method, self.layout = self.plan.rotate_method, self.plan.resolved_layout
+        self.ring_degree, self.ulysses_degree = self.plan.ring_degree, self.plan.ulysses_degree
         self.ring_group = self._groups[0].group_name
         self.ulysses_group = self._groups[-1].group_name
         self.reduce_dtype, self.kernel = reduce_dtype, kernel
         self.heads, self.kv_heads = heads, kv_heads
-        self.rank = mesh.get_local_rank() if mesh.ndim == 1 else _rank(mesh)
+        self.rank = mesh.get_local_rank() if mesh.ndim == 1 else _flat_rank(mesh)
 
     def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor | None = None) -> Tensor:
         """Causal attention inside documents: [B, S, N, H]. Left out, `boundaries_BD` makes each row one document.
@@ -105,77 +108,81 @@ class ContextParallel:
         """
         self._require_shapes(q_BSNH, k_BSKH, v_BSKH)
         if boundaries_BD is None:
-            row = torch.tensor([[0, q_BSNH.shape[1] * self.plan.cp]], dtype=torch.int32, device="cpu")
-            boundaries_BD = row.repeat(q_BSNH.shape[0], 1)
-        if self.ulysses > 1:
+            boundaries_1D = torch.tensor([[0, q_BSNH.shape[1] * self.plan.cp]], dtype=torch.int32, device="cpu")
+            boundaries_BD = boundaries_1D.repeat(q_BSNH.shape[0], 1)
+        if self.ulysses_degree > 1:
             q_BSNH, k_BSKH, v_BSKH = (
-                ulysses.to_heads(x, self.ulysses_group, self.ulysses) for x in (q_BSNH, k_BSKH, v_BSKH)
+                ulysses.seq_to_heads(x, self.ulysses_group, self.ulysses_degree) for x in (q_BSNH, k_BSKH, v_BSKH)
             )
         out = self._attend(q_BSNH, k_BSKH, v_BSKH, boundaries_BD)
-        return ulysses.to_tokens(out, self.ulysses_group, self.ulysses) if self.ulysses > 1 else out
+        return ulysses.heads_to_seq(out, self.ulysses_group, self.ulysses_degree) if self.ulysses_degree > 1 else out
 
     # ---- the same in steps, below autograd, of as many heads as are given
 
-    def start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Started:
+    def start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> InFlightQKV:
         """Lets everything begin its way to the ranks that need it."""
-        given = (q_BSNH, k_BSKH, v_BSKH)
-        if self.ulysses > 1:
-            return Started([ulysses.ToHeads(x, self.ulysses_group, self.ulysses) for x in given], ())
-        return Started(None, given, self._rotate(k_BSKH, v_BSKH))
+        qkv = (q_BSNH, k_BSKH, v_BSKH)
+        if self.ulysses_degree > 1:
+            return InFlightQKV([ulysses.SeqToHeads(x, self.ulysses_group, self.ulysses_degree) for x in qkv], ())
+        return InFlightQKV(None, qkv, self._start_kv_exchange(k_BSKH, v_BSKH))
 
-    def forward(self, started: Started, boundaries_BD: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, pending: InFlightQKV, boundaries_BD: Tensor) -> tuple[Tensor, Tensor]:
         """Output [B, S, N, H] and log-sum-exp, of this rank's heads."""
-        (q, k, v), arriving = self._arrived(started)
-        if arriving is None or self.rotation is None:
-            out, lse = documents.attention(q, k, v, boundaries_BD, kernel=self.kernel)
+        (q, k, v), pending_kv = self._wait_inputs(pending)
+        if pending_kv is None or self.rotate_method is None:
+            out, lse = attention_op.attention(q, k, v, boundaries_BD, kernel=self.kernel)
         else:
-            options = (self.rotation, self.layout, self.ring_group, self.kernel)
-            out, lse = cp_attention_op.forward(q, k, v, arriving, boundaries_BD, *options)
-        return (ulysses.to_tokens(out, self.ulysses_group, self.ulysses) if self.ulysses > 1 else out), lse
+            options = (self.rotate_method, self.layout, self.ring_group, self.kernel)
+            out, lse = cp_attention_op.forward(q, k, v, pending_kv, boundaries_BD, *options)
+        return (
+            ulysses.heads_to_seq(out, self.ulysses_group, self.ulysses_degree) if self.ulysses_degree > 1 else out
+        ), lse
 
     def backward(
-        self, grad_BSNH: Tensor, started: Started, out_BSNH: Tensor, lse: Tensor, boundaries_BD: Tensor
+        self, grad_BSNH: Tensor, pending: InFlightQKV, out_BSNH: Tensor, lse: Tensor, boundaries_BD: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of queries, keys and values."""
-        (q, k, v), arriving = self._arrived(started)
-        if self.ulysses > 1:
-            grad_BSNH, out_BSNH = (ulysses.to_heads(x, self.ulysses_group, self.ulysses) for x in (grad_BSNH, out_BSNH))
-        if arriving is None or self.rotation is None:
-            grads = documents.attention_backward(grad_BSNH, q, k, v, out_BSNH, lse, boundaries_BD, self.kernel)
+        (q, k, v), pending_kv = self._wait_inputs(pending)
+        if self.ulysses_degree > 1:
+            grad_BSNH, out_BSNH = (
+                ulysses.seq_to_heads(x, self.ulysses_group, self.ulysses_degree) for x in (grad_BSNH, out_BSNH)
+            )
+        if pending_kv is None or self.rotate_method is None:
+            grads = attention_op.attention_backward(grad_BSNH, q, k, v, out_BSNH, lse, boundaries_BD, self.kernel)
         else:
-            options = (self.rotation, self.layout, self.ring_group, self.reduce_dtype, self.kernel)
-            grads = cp_attention_op.backward(grad_BSNH, q, k, v, arriving, out_BSNH, lse, boundaries_BD, *options)
-        if started.exchanges is not None:
+            options = (self.rotate_method, self.layout, self.ring_group, self.reduce_dtype, self.kernel)
+            grads = cp_attention_op.backward(grad_BSNH, q, k, v, pending_kv, out_BSNH, lse, boundaries_BD, *options)
+        if pending.all_to_alls is not None:
             del q, k, v, grad_BSNH, out_BSNH  # Before as much comes back.
-            given = [*grads]
+            pending_grads = [*grads]
             del grads
-            grads = tuple([exchange.backward(given.pop(0)) for exchange in started.exchanges])
+            grads = tuple([all_to_all.backward(pending_grads.pop(0)) for all_to_all in pending.all_to_alls])
         dq, dk, dv = grads
         return dq, dk, dv
 
-    def _arrived(self, started: Started) -> tuple[Sequence[Tensor], Arriving | None]:
-        if started.exchanges is None:
-            return started.given, started.arriving
-        given = [exchange.wait() for exchange in started.exchanges]
-        return given, self._rotate(*given[1:])
+    def _wait_inputs(self, pending: InFlightQKV) -> tuple[Sequence[Tensor], Waitable | None]:
+        if pending.all_to_alls is None:
+            return pending.qkv, pending.pending_kv
+        qkv = [exchange.wait() for exchange in pending.all_to_alls]
+        return qkv, self._start_kv_exchange(*qkv[1:])
 
-    def _rotate(self, k_BSKH: Tensor, v_BSKH: Tensor) -> Arriving | None:
-        if self.rotation is None or self.ring == 1:
+    def _start_kv_exchange(self, k_BSKH: Tensor, v_BSKH: Tensor) -> Waitable | None:
+        if self.rotate_method is None or self.ring_degree == 1:
             return None
-        return cp_attention_op.start(k_BSKH, v_BSKH, self.rotation, self.ring_group)
+        return cp_attention_op.start_kv_exchange(k_BSKH, v_BSKH, self.rotate_method, self.ring_group)
 
     def _attend(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Tensor:
-        if self.rotation is None or self.ring == 1:
-            return documents.attention(q_BSNH, k_BSKH, v_BSKH, boundaries_BD, kernel=self.kernel)[0]
+        if self.rotate_method is None or self.ring_degree == 1:
+            return attention_op.attention(q_BSNH, k_BSKH, v_BSKH, boundaries_BD, kernel=self.kernel)[0]
         return cp_attention_op.attention(
             q_BSNH,
             k_BSKH,
             v_BSKH,
             boundaries_BD,
-            rotation=self.rotation,
+            rotate_method=self.rotate_method,
             layout=self.layout,
             group_name=self.ring_group,
-            wire=self.reduce_dtype,
+            reduce_dtype=self.reduce_dtype,
             kernel=self.kernel,
         )[0]
 
@@ -183,19 +190,19 @@ class ContextParallel:
 
     def layouts(self, boundaries_BD: Tensor) -> list[SeqLayout]:
         """How the tokens of each row lie on the ring."""
-        return [SeqLayout(self.layout, self.ring, tuple(row)) for row in boundaries_BD.tolist()]
+        return [SeqLayout(self.layout, self.ring_degree, tuple(row)) for row in boundaries_BD.tolist()]
 
     def shard(self, x_BT: Tensor, boundaries_BD: Tensor | None = None) -> Tensor:
         """The tokens of this rank, of any tensor [B, T, ...]; differentiable. Raises ValueError if T does not divide."""
-        return _taken(x_BT, self._order(x_BT, boundaries_BD).chunk(self.plan.cp, dim=1)[self.rank])
+        return _select_tokens(x_BT, self._permutation(x_BT, boundaries_BD).chunk(self.plan.cp, dim=1)[self.rank])
 
     def unshard(self, x_BS: Tensor, boundaries_BD: Tensor | None = None) -> Tensor:
         """The whole rows on every rank, in their order: [B, T, ...]; no gradient flows through it."""
         with torch.no_grad():
             # Neighbours that exchange heads hold neighbouring parts, so they are joined first.
             for group in reversed(self._groups):
-                x_BS = torch.cat(tuple(collectives.gather(x_BS, group).wait()), dim=1)
-            return _taken(x_BS, self._order(x_BS, boundaries_BD).argsort(dim=1))
+                x_BS = torch.cat(tuple(collectives.all_gather_async(x_BS, group).wait()), dim=1)
+            return _select_tokens(x_BS, self._permutation(x_BS, boundaries_BD).argsort(dim=1))
 
     def shard_batch(self, batch: Batch) -> Batch:
         """The tokens of this rank, everything per token cut alike; boundaries stay those of the whole rows.
@@ -203,118 +210,123 @@ class ContextParallel:
         Rows that do not divide are padded at their end, with one more document that has no labels. Raises ValueError
         if labels are not the next tokens: shifted after the cut, they would be wrong wherever two pieces meet.
         """
-        _require_shifted(batch)
-        batch = padded(batch, self.plan.multiple)
-        index_BS = self._order(batch.tokens, batch.boundaries).chunk(self.plan.cp, dim=1)[self.rank]
+        _require_shifted_labels(batch)
+        batch = pad_batch(batch, self.plan.seq_len_divisor)
+        index_BS = self._permutation(batch.tokens, batch.boundaries).chunk(self.plan.cp, dim=1)[self.rank]
         return replace(
             batch,
-            tokens=_taken(batch.tokens, index_BS),
-            labels=_taken(batch.labels, index_BS),
-            positions=_taken(batch.positions, index_BS),
-            documents=_taken(batch.documents, index_BS),
-            attended=self.work(documents.integers(batch.boundaries, len(batch.tokens))),
+            tokens=_select_tokens(batch.tokens, index_BS),
+            labels=_select_tokens(batch.labels, index_BS),
+            positions=_select_tokens(batch.positions, index_BS),
+            document_ids=_select_tokens(batch.document_ids, index_BS),
+            num_computed_pairs=self.attention_pairs(attention_op.boundary_tuples(batch.boundaries, len(batch.tokens))),
         )
 
-    def padded(self, tokens: int) -> int:
+    def padded_length(self, seq_len: int) -> int:
         """The length of a row of so many tokens, made to divide among the ranks."""
-        return self.plan.padded(tokens)
+        return self.plan.padded_length(seq_len)
 
     def spans(self, boundaries: tuple[int, ...]) -> list[tuple[int, int]]:
         """(start, length) of what this rank holds of a row with these document starts and length, in its order."""
-        pieces = SeqLayout(self.layout, self.ring, boundaries).pieces(self.rank // self.ulysses)
+        token_spans = SeqLayout(self.layout, self.ring_degree, boundaries).spans(self.rank // self.ulysses_degree)
         # Neighbours that exchange heads hold neighbouring parts.
         tokens = boundaries[-1] // self.plan.cp
-        first = self.rank % self.ulysses * tokens
-        cuts = [(max(piece.local, first), min(piece.local + piece.length, first + tokens), piece) for piece in pieces]
-        return [(piece.start + low - piece.local, high - low) for low, high, piece in cuts if low < high]
+        local_start = self.rank % self.ulysses_degree * tokens
+        clipped = [
+            (max(span.local_start, local_start), min(span.local_start + span.length, local_start + tokens), span)
+            for span in token_spans
+        ]
+        return [(piece.start + low - piece.local_start, high - low) for low, high, piece in clipped if low < high]
 
-    def work(self, rows: Sequence[tuple[int, ...]]) -> int:
+    def attention_pairs(self, boundaries_per_sequence: Sequence[tuple[int, ...]]) -> int:
         """(query, key) pairs that this rank attends to in rows with these document starts and lengths."""
-        layouts = (SeqLayout(self.layout, self.ring, boundaries) for boundaries in rows)
-        return sum(layout.work()[self.rank // self.ulysses] for layout in layouts) // self.ulysses
+        layouts = (SeqLayout(self.layout, self.ring_degree, boundaries) for boundaries in boundaries_per_sequence)
+        return (
+            sum(layout.pairs_per_rank()[self.rank // self.ulysses_degree] for layout in layouts) // self.ulysses_degree
+        )
 
-    def require_agreement(self, boundaries_BD: Tensor) -> None:
+    def require_same_boundaries(self, boundaries_BD: Tensor) -> None:
         """Raises ValueError, on all ranks, if they were given different boundaries: a layout would not match."""
-        self._agree({"boundaries": boundaries_BD.tolist()}, "documents")
+        self._require_same({"boundaries": boundaries_BD.tolist()}, "documents")
 
-    def _agree(self, mine: dict[str, Any], what: str) -> None:
-        given = [mine]
+    def _require_same(self, values: dict[str, Any], description: str) -> None:
+        per_rank = [values]
         # Every rank learns what every other has before any raises, or some would wait for those that did.
         for group in reversed(self._groups):
-            given = [one for some in collectives.gather_over(given, group) for one in some]
-        found = [
-            f"{key} is {given[0][key]} on rank 0 and {other[key]} on rank {rank}"
-            for rank, other in enumerate(given)
-            for key in mine
-            if other[key] != given[0][key]
+            per_rank = [one for some in collectives.all_gather_object(per_rank, group) for one in some]
+        mismatches = [
+            f"{key} is {per_rank[0][key]} on rank 0 and {other[key]} on rank {rank}"
+            for rank, other in enumerate(per_rank)
+            for key in values
+            if other[key] != per_rank[0][key]
         ]
-        if found:
-            raise ValueError(f"context-parallel ranks were given different {what}: {'; '.join(found)}")
+        if mismatches:
+            raise ValueError(f"context-parallel ranks were given different {description}: {'; '.join(mismatches)}")
 
-    def _order(self, x_BT: Tensor, boundaries_BD: Tensor | None) -> Tensor:
+    def _permutation(self, x_BT: Tensor, boundaries_BD: Tensor | None) -> Tensor:
         """int64 [B, T] on the device of x: each row's tokens by rank."""
         tokens = x_BT.shape[1]
-        if tokens % self.plan.multiple:
+        if tokens % self.plan.seq_len_divisor:
             raise ValueError(
-                f'a row of {tokens} tokens must be a multiple of {self.plan.multiple} for layout "{self.layout}" over '
+                f'a row of {tokens} tokens must be a multiple of {self.plan.seq_len_divisor} for layout "{self.layout}" over '
                 f"{self.plan.cp} ranks"
             )
         if boundaries_BD is None:
-            order = SeqLayout(self.layout, self.ring, (0, tokens)).order().expand(x_BT.shape[0], -1)
+            permutation = SeqLayout(self.layout, self.ring_degree, (0, tokens)).permutation().expand(x_BT.shape[0], -1)
         else:
-            documents.checked(documents.integers(boundaries_BD, x_BT.shape[0]), tokens)
-            order = torch.stack([row.order() for row in self.layouts(boundaries_BD)])
-        return order.to(x_BT.device)
+            attention_op.validate_boundaries(attention_op.boundary_tuples(boundaries_BD, x_BT.shape[0]), tokens)
+            permutation = torch.stack([layout.permutation() for layout in self.layouts(boundaries_BD)])
+        return permutation.to(x_BT.device)
 
     def _require_shapes(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> None:
         # Before anything is sent: a rank that raised later would leave the others with what they have on its way.
         if q_BSNH.ndim != 4 or k_BSKH.ndim != 4 or v_BSKH.ndim != 4:
-            given = _spelled(q_BSNH, k_BSKH, v_BSKH)
-            raise ValueError(f"queries, keys and values must be [rows, tokens, heads, width], not {given}")
+            shapes = _format_shapes(q_BSNH, k_BSKH, v_BSKH)
+            raise ValueError(f"queries, keys and values must be [rows, tokens, heads, width], not {shapes}")
         if q_BSNH.shape[2] != self.heads or k_BSKH.shape[2] != self.kv_heads:
             raise ValueError(
                 f"the plan is for {self.heads} query and {self.kv_heads} key/value heads, not {q_BSNH.shape[2]} and "
                 f"{k_BSKH.shape[2]}"
             )
-        fits = q_BSNH.shape[:2] == k_BSKH.shape[:2] and q_BSNH.shape[3] == k_BSKH.shape[3]
-        if not fits or k_BSKH.shape != v_BSKH.shape or not q_BSNH.dtype == k_BSKH.dtype == v_BSKH.dtype:
-            given = _spelled(q_BSNH, k_BSKH, v_BSKH)
-            raise ValueError(f"queries, keys and values must have the same rows, tokens, width and type, not {given}")
+        shapes_match = q_BSNH.shape[:2] == k_BSKH.shape[:2] and q_BSNH.shape[3] == k_BSKH.shape[3]
+        if not shapes_match or k_BSKH.shape != v_BSKH.shape or not q_BSNH.dtype == k_BSKH.dtype == v_BSKH.dtype:
+            shapes = _format_shapes(q_BSNH, k_BSKH, v_BSKH)
+            raise ValueError(f"queries, keys and values must have the same rows, tokens, width and type, not {shapes}")
 
 
-def _spelled(*tensors: Tensor) -> str:
+def _format_shapes(*tensors: Tensor) -> str:
     return ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in tensors)
 
 
-def install(model: Transformer, core: ContextParallel | None, *, kernel: str) -> None:
+def set_attention_core(model: Transformer, core: ContextParallel | None, *, kernel: str) -> None:
     """Puts context parallelism, or for None attention to whole rows, into every attention of the model."""
     for block in model.layers():
-        block.attention.core = core or LocalCore(kernel)
+        block.attention.core = core or LocalAttentionCore(kernel)
 
 
 def _unsupported(plan: ContextPlan, *, causal: bool, window: int | None, dropout: float) -> list[str]:
-    found = []
+    problems = []
     if not causal:
-        found.append(f'attention without a causal mask is not supported by cp_method "{plan.chosen}"')
+        problems.append(f'attention without a causal mask is not supported by cp_method "{plan.resolved_method}"')
     if window is not None:
-        found.append(f'sliding window {window} is not supported by cp_method "{plan.chosen}"')
+        problems.append(f'sliding window {window} is not supported by cp_method "{plan.resolved_method}"')
     if dropout > 0:
-        found.append(f'attention dropout {dropout} is not supported by cp_method "{plan.chosen}"')
-    return found
+        problems.append(f'attention dropout {dropout} is not supported by cp_method "{plan.resolved_method}"')
+    return problems
 
 
-def _rank(mesh: DeviceMesh) -> int:
+def _flat_rank(mesh: DeviceMesh) -> int:
     return mesh.get_local_rank(0) * mesh.size(1) + mesh.get_local_rank(1)
 
 
-def _taken(x_BT: Tensor, index_BS: Tensor) -> Tensor:
+def _select_tokens(x_BT: Tensor, index_BS: Tensor) -> Tensor:
     rows = torch.arange(x_BT.shape[0], device=x_BT.device)
     return x_BT[rows[:, None], index_BS]
 
 
-def _require_shifted(batch: Batch) -> None:
+def _require_shifted_labels(batch: Batch) -> None:
     next_tokens = batch.tokens[:, 1:]
     labels = batch.labels[:, :-1]
-    crosses = batch.documents[:, 1:] != batch.documents[:, :-1]
-    if not bool(((labels == next_tokens) | (labels == IGNORE) | crosses).all()):
+    crosses_documents = batch.document_ids[:, 1:] != batch.document_ids[:, :-1]
+    if not bool(((labels == next_tokens) | (labels == IGNORE_INDEX) | crosses_documents).all()):
         raise ValueError("labels must be the next tokens of their documents, shifted on the whole row before it is cut")

@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 
 from models import attention_op, kernels
-from parallelisms.context.attention_plan import Share
-from parallelisms.context.online_softmax import Running, apart, summed
-from parallelisms.context.ring import Arriving, Grads
+from parallelisms.context.attention_plan import RankAttentionPlan
+from parallelisms.context.online_softmax import OnlineSoftmax, split_kv_grads, to_accumulators
+from parallelisms.context.ring import Grads, Waitable
 
 
 def forward(
-    q_XNH: Tensor, k_XKH: Tensor, v_XKH: Tensor, arriving: Arriving, share: Share, *, kernel: str = "auto"
+    q_XNH: Tensor, k_XKH: Tensor, v_XKH: Tensor, pending_kv: Waitable, plan: RankAttentionPlan, *, kernel: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """Output, in the type of q, and log-sum-exp [N, X]. Everyone's keys and values, stacked, are `arriving`."""
-    running = Running(*attention_op.forward(q_XNH, k_XKH, v_XKH, share.own, kernel=kernel))
-    k_YKH, v_YKH = _in_row_order(arriving.wait(), share)
-    for part in kernels.attend(q_XNH, k_YKH, v_YKH, share.foreign, kernel=kernel):
-        running.add(*part)
-    return running.out_XNH.to(q_XNH.dtype), running.lse_NX
+    softmax = OnlineSoftmax(*attention_op.forward(q_XNH, k_XKH, v_XKH, plan.local_blocks, kernel=kernel))
+    k_YKH, v_YKH = _select_remote_kv(pending_kv.wait(), plan)
+    for block_output in kernels.attend_blocks(q_XNH, k_YKH, v_YKH, plan.remote_blocks, kernel=kernel):
+        softmax.merge(*block_output)
+    return softmax.out_XNH.to(q_XNH.dtype), softmax.lse_NX
 
 
 def backward(
@@ -36,37 +36,37 @@ def backward(
     q_XNH: Tensor,
     k_XKH: Tensor,
     v_XKH: Tensor,
-    arriving: Arriving,
+    pending_kv: Waitable,
     out_XNH: Tensor,
     lse_NX: Tensor,
-    share: Share,
+    plan: RankAttentionPlan,
     *,
     reduce_scatter: Callable[[Tensor], Tensor],
-    wire: torch.dtype,
+    reduce_dtype: torch.dtype,
     kernel: str = "auto",
 ) -> Grads:
     """Gradients of q, k and v, in their types; those of keys and values travel as `wire`."""
-    own = (grad_XNH, q_XNH, k_XKH, v_XKH, out_XNH, lse_NX)
-    dq_XNH, home_2XKH = summed(*attention_op.backward(*own, share.own, kernel=kernel))
-    k_YKH, v_YKH = _in_row_order(arriving.wait(), share)
+    local_inputs = (grad_XNH, q_XNH, k_XKH, v_XKH, out_XNH, lse_NX)
+    dq_XNH, dkv_2XKH = to_accumulators(*attention_op.backward(*local_inputs, plan.local_blocks, kernel=kernel))
+    k_YKH, v_YKH = _select_remote_kv(pending_kv.wait(), plan)
     dk_YKH, dv_YKH = (torch.zeros_like(x, dtype=dq_XNH.dtype) for x in (k_YKH, v_YKH))
     inputs = (grad_XNH, q_XNH, k_YKH, v_YKH, out_XNH, lse_NX)
-    for queries, keys, dq, dk, dv in kernels.attend_backward(*inputs, share.foreign, kernel=kernel):
+    for queries, keys, dq, dk, dv in kernels.attend_blocks_backward(*inputs, plan.remote_blocks, kernel=kernel):
         dq_XNH[queries] += dq
         dk_YKH[keys] += dk
         dv_YKH[keys] += dv
     del k_YKH, v_YKH, inputs
-    everyone_R2XKH = torch.zeros(share.ring, *home_2XKH.shape, dtype=wire, device=q_XNH.device)
-    flat = everyone_R2XKH.flatten(0, 2)
-    for places, grads in zip(share.places(q_XNH.device), (dk_YKH, dv_YKH), strict=True):
-        flat.index_copy_(0, places, grads.to(wire))
+    dkv_R2XKH = torch.zeros(plan.ring_degree, *dkv_2XKH.shape, dtype=reduce_dtype, device=q_XNH.device)
+    flat = dkv_R2XKH.flatten(0, 2)
+    for indices, remote_grads in zip(plan.remote_kv_indices(q_XNH.device), (dk_YKH, dv_YKH), strict=True):
+        flat.index_copy_(0, indices, remote_grads.to(reduce_dtype))
     del dk_YKH, dv_YKH
-    home_2XKH += reduce_scatter(everyone_R2XKH)
-    return dq_XNH.to(q_XNH.dtype), *apart(home_2XKH, k_XKH.dtype)
+    dkv_2XKH += reduce_scatter(dkv_R2XKH)
+    return dq_XNH.to(q_XNH.dtype), *split_kv_grads(dkv_2XKH, k_XKH.dtype)
 
 
-def _in_row_order(everyone_R2XKH: Tensor, share: Share) -> tuple[Tensor, Tensor]:
+def _select_remote_kv(kv_R2XKH: Tensor, plan: RankAttentionPlan) -> tuple[Tensor, Tensor]:
     """The foreign keys and their values."""
-    flat = everyone_R2XKH.flatten(0, 2)
-    keys, values = share.places(flat.device)
+    flat = kv_R2XKH.flatten(0, 2)
+    keys, values = plan.remote_kv_indices(flat.device)
     return flat.index_select(0, keys), flat.index_select(0, values)

@@ -24,138 +24,141 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from models.kernels import Rectangle, Work, ranges, to_device
-from parallelisms.context.shard_layout import Piece, SeqLayout
+from models.kernels import ScoreBlock, ScoreBlocks, concatenated_ranges, to_device
+from parallelisms.context.shard_layout import SeqLayout, TokenSpan
 
-Rows = tuple[SeqLayout, ...]
+BatchLayouts = tuple[SeqLayout, ...]
 
 
-def own(rows: Rows, rank: int) -> tuple[Rectangle, ...]:
+def local_score_blocks(layouts: BatchLayouts, rank: int) -> tuple[ScoreBlock, ...]:
     """The causal squares among the rank's own tokens: a document's tokens are one run."""
-    found = []
-    for base, layout in _based(rows):
-        for _, run in groupby(layout.pieces(rank), key=lambda piece: piece.document):
-            pieces = list(run)
-            start, end = base + pieces[0].local, base + pieces[-1].local + pieces[-1].length
-            found.append(Rectangle(start, end, start, end))
-    return tuple(found)
+    blocks = []
+    for offset, layout in _with_offsets(layouts):
+        for _, document_spans in groupby(layout.spans(rank), key=lambda span: span.document_start):
+            spans = list(document_spans)
+            start, end = offset + spans[0].local_start, offset + spans[-1].local_start + spans[-1].length
+            blocks.append(ScoreBlock(start, end, start, end))
+    return tuple(blocks)
 
 
-def with_source(rows: Rows, rank: int, source: int) -> tuple[Rectangle, ...]:
+def source_score_blocks(layouts: BatchLayouts, rank: int, source: int) -> tuple[ScoreBlock, ...]:
     """What the queries of `rank` attend to among the keys that another rank, `source`, holds."""
     return tuple(
-        Rectangle(base + q0, base + q1, base + k0, base + k1)
-        for base, layout in _based(rows)
-        for q0, q1, k0, k1 in _rectangles(layout.pieces(rank), layout.pieces(source))
+        ScoreBlock(offset + q0, offset + q1, offset + k0, offset + k1)
+        for offset, layout in _with_offsets(layouts)
+        for q0, q1, k0, k1 in _score_blocks(layout.spans(rank), layout.spans(source))
     )
 
 
-def with_foreign(rows: Rows, rank: int) -> tuple[Rectangle, ...]:
+def remote_score_blocks(layouts: BatchLayouts, rank: int) -> tuple[ScoreBlock, ...]:
     """What the queries of `rank` attend to among the foreign keys: see `foreign`, which says where they are."""
-    found = []
-    count = 0
-    for base, layout in _based(rows):
-        keys = [piece for _, piece in _foreign(layout, rank)]
+    blocks = []
+    num_keys = 0
+    for offset, layout in _with_offsets(layouts):
+        keys = [span for _, span in _remote_spans(layout, rank)]
         local = 0
         for index, piece in enumerate(keys):
-            keys[index] = piece._replace(local=local)
+            keys[index] = piece._replace(local_start=local)
             local += piece.length
-        for q0, q1, k0, k1 in _rectangles(layout.pieces(rank), keys):
-            found.append(Rectangle(base + q0, base + q1, count + k0, count + k1))
-        count += local
-    return tuple(found)
+        for q0, q1, k0, k1 in _score_blocks(layout.spans(rank), keys):
+            blocks.append(ScoreBlock(offset + q0, offset + q1, num_keys + k0, num_keys + k1))
+        num_keys += local
+    return tuple(blocks)
 
 
-def foreign(rows: Rows, rank: int) -> Tensor:
+def remote_key_indices(layouts: BatchLayouts, rank: int) -> Tensor:
     """int64, on the host: the keys of other ranks that queries of `rank` attend to, row after row in the order of the row.
 
     They count through all ranks' tokens: source * tokens of a rank + place there.
     """
-    held = sum(layout.tokens // layout.ring for layout in rows)
-    pieces = [
-        (source * held + base + piece.local, piece.length)
-        for base, layout in _based(rows)
-        for source, piece in _foreign(layout, rank)
+    tokens_per_rank = sum(layout.num_tokens // layout.ring_degree for layout in layouts)
+    key_ranges = [
+        (source * tokens_per_rank + offset + span.local_start, span.length)
+        for offset, layout in _with_offsets(layouts)
+        for source, span in _remote_spans(layout, rank)
     ]
-    return ranges([start for start, _ in pieces], [length for _, length in pieces])
+    return concatenated_ranges([start for start, _ in key_ranges], [length for _, length in key_ranges])
 
 
-def _based(rows: Rows) -> Iterator[tuple[int, SeqLayout]]:
+def _with_offsets(layouts: BatchLayouts) -> Iterator[tuple[int, SeqLayout]]:
     """Each row, and where it begins on a rank."""
-    base = 0
-    for layout in rows:
-        yield base, layout
-        base += layout.tokens // layout.ring
+    offset = 0
+    for layout in layouts:
+        yield offset, layout
+        offset += layout.num_tokens // layout.ring_degree
 
 
-def _foreign(layout: SeqLayout, rank: int) -> list[tuple[int, Piece]]:
+def _remote_spans(layout: SeqLayout, rank: int) -> list[tuple[int, TokenSpan]]:
     """(the rank that holds it, the piece), in the order of the row; no more than the rank's queries attend to."""
-    last = {piece.document: piece.start for piece in layout.pieces(rank)}
+    last_start_by_document = {piece.document_start: piece.start for piece in layout.spans(rank)}
     return sorted(
         (
             (source, piece)
-            for source in range(layout.ring)
+            for source in range(layout.ring_degree)
             if source != rank
-            for piece in layout.pieces(source)
-            if piece.start < last.get(piece.document, -1)
+            for piece in layout.spans(source)
+            if piece.start < last_start_by_document.get(piece.document_start, -1)
         ),
-        key=lambda held: held[1].start,
+        key=lambda source_span: source_span[1].start,
     )
 
 
-def _rectangles(queries: Sequence[Piece], keys: Sequence[Piece]) -> Iterator[Rectangle]:
+def _score_blocks(queries: Sequence[TokenSpan], keys: Sequence[TokenSpan]) -> Iterator[ScoreBlock]:
     """Each piece of queries with those of the keys that lie before it in its document; neighbours are joined.
 
     Where two see keys up to the same one, they are neighbours of one document: it is that of the keys.
     """
-    starts = [piece.start for piece in keys]
-    ends = [piece.local for piece in keys] + [keys[-1].local + keys[-1].length if keys else 0]
-    last: Rectangle | None = None
+    starts = [span.start for span in keys]
+    ends = [piece.local_start for piece in keys] + [keys[-1].local_start + keys[-1].length if keys else 0]
+    pending_block: ScoreBlock | None = None
     for piece in queries:
-        k0 = ends[bisect_left(starts, piece.document)]
+        k0 = ends[bisect_left(starts, piece.document_start)]
         k1 = ends[bisect_left(starts, piece.start)]
         if k1 == k0:
             continue
-        if last and last.k1 == k1:
-            last = last._replace(q1=piece.local + piece.length)
+        if pending_block and pending_block.k1 == k1:
+            pending_block = pending_block._replace(q1=piece.local_start + piece.length)
             continue
-        if last:
-            yield last
-        last = Rectangle(piece.local, piece.local + piece.length, k0, k1)
-    if last:
-        yield last
+        if pending_block:
+            yield pending_block
+        pending_block = ScoreBlock(piece.local_start, piece.local_start + piece.length, k0, k1)
+    if pending_block:
+        yield pending_block
 
 
-class Share:
+class RankAttentionPlan:
     """What one rank of a ring computes of a batch, worked out once for all layers."""
 
-    def __init__(self, rows: Rows, rank: int) -> None:
-        self.rows = rows
+    def __init__(self, layouts: BatchLayouts, rank: int) -> None:
+        self.layouts = layouts
         self.rank = rank
-        self.ring = rows[0].ring
-        self._places: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self.ring_degree = layouts[0].ring_degree
+        self._remote_kv_indices: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     @cached_property
-    def own(self) -> Work:
+    def local_blocks(self) -> ScoreBlocks:
         """Attention to the rank's own keys."""
-        return Work(own(self.rows, self.rank), causal=True)
+        return ScoreBlocks(local_score_blocks(self.layouts, self.rank), causal=True)
 
     @cached_property
-    def steps(self) -> list[Work]:
+    def ring_step_blocks(self) -> list[ScoreBlocks]:
         """Attention to the keys that arrive in each step of the ring, but the first, which are its own."""
-        sources = ((self.rank - step) % self.ring for step in range(1, self.ring))
-        return [Work(with_source(self.rows, self.rank, source), causal=False) for source in sources]
+        sources = ((self.rank - step) % self.ring_degree for step in range(1, self.ring_degree))
+        return [ScoreBlocks(source_score_blocks(self.layouts, self.rank, source), causal=False) for source in sources]
 
     @cached_property
-    def foreign(self) -> Work:
+    def remote_blocks(self) -> ScoreBlocks:
         """Attention to the foreign keys, in the order of the row."""
-        return Work(with_foreign(self.rows, self.rank), causal=False)
+        return ScoreBlocks(remote_score_blocks(self.layouts, self.rank), causal=False)
 
-    def places(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def remote_kv_indices(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Where the foreign keys, and where their values, stand in everyone's [ranks, 2, tokens], laid end to end."""
-        if device not in self._places:
-            held = sum(layout.tokens // layout.ring for layout in self.rows)
-            places = foreign(self.rows, self.rank)
-            keys = places + places // held * held
-            self._places[device] = to_device(keys, device), to_device(keys + held, device)
-        return self._places[device]
+        if device not in self._remote_kv_indices:
+            tokens_per_rank = sum(layout.num_tokens // layout.ring_degree for layout in self.layouts)
+            key_indices = remote_key_indices(self.layouts, self.rank)
+            flat_keys = key_indices + key_indices // tokens_per_rank * tokens_per_rank
+            self._remote_kv_indices[device] = (
+                to_device(flat_keys, device),
+                to_device(flat_keys + tokens_per_rank, device),
+            )
+        return self._remote_kv_indices[device]

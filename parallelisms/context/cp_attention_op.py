@@ -20,10 +20,10 @@ from torch.distributed import ProcessGroup
 from models import attention_op
 from parallelisms import collectives
 from parallelisms.context import all_gather, ring
-from parallelisms.context.attention_plan import Share
-from parallelisms.context.ring import Arriving
+from parallelisms.context.attention_plan import RankAttentionPlan
+from parallelisms.context.ring import Waitable
 from parallelisms.context.shard_layout import SeqLayout
-from parallelisms.parallel_dims import Layout
+from parallelisms.parallel_dims import ShardLayout
 
 
 def attention(
@@ -32,10 +32,10 @@ def attention(
     v_BSKH: Tensor,
     boundaries_BD: Tensor,
     *,
-    rotation: str,
+    rotate_method: str,
     layout: str,
     group_name: str,
-    wire: torch.dtype,
+    reduce_dtype: torch.dtype,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     """What `models.attention_op.attention` returns, for this rank's tokens of rows that the group shares.
@@ -44,7 +44,7 @@ def attention(
     precision, else as what they are.
     """
     result: tuple[Tensor, Tensor] = _attention(
-        q_BSNH, k_BSKH, v_BSKH, boundaries_BD, rotation, layout, group_name, wire, kernel
+        q_BSNH, k_BSKH, v_BSKH, boundaries_BD, rotate_method, layout, group_name, reduce_dtype, kernel
     )
     return result
 
@@ -55,17 +55,17 @@ def _attention(
     k_BSKH: Tensor,
     v_BSKH: Tensor,
     boundaries_BD: Tensor,
-    rotation: str,
+    rotate_method: str,
     layout: str,
     group_name: str,
-    wire: torch.dtype,
+    reduce_dtype: torch.dtype,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
-    del wire  # Only gradients travel so.
+    del reduce_dtype  # Only gradients travel so.
     # Refused before anything is sent: what nobody waits for would be taken for the next.
-    share_of(boundaries_BD, layout, collectives.named(group_name), *q_BSNH.shape[:2])
-    arriving = start(k_BSKH, v_BSKH, rotation, group_name)
-    return forward(q_BSNH, k_BSKH, v_BSKH, arriving, boundaries_BD, rotation, layout, group_name, kernel)
+    rank_attention_plan(boundaries_BD, layout, collectives.resolve_process_group(group_name), *q_BSNH.shape[:2])
+    pending_kv = start_kv_exchange(k_BSKH, v_BSKH, rotate_method, group_name)
+    return forward(q_BSNH, k_BSKH, v_BSKH, pending_kv, boundaries_BD, rotate_method, layout, group_name, kernel)
 
 
 @torch.library.custom_op("longhaul::context_attention_backward", mutates_args=())
@@ -77,45 +77,47 @@ def _attention_backward(
     out_BSNH: Tensor,
     lse_BNS: Tensor,
     boundaries_BD: Tensor,
-    rotation: str,
+    rotate_method: str,
     layout: str,
     group_name: str,
-    wire: torch.dtype,
+    reduce_dtype: torch.dtype,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    arriving = start(k_BSKH, v_BSKH, rotation, group_name)
-    given = (grad_BSNH, q_BSNH, k_BSKH, v_BSKH, arriving, out_BSNH, lse_BNS, boundaries_BD)
-    return backward(*given, rotation, layout, group_name, wire, kernel)
+    pending_kv = start_kv_exchange(k_BSKH, v_BSKH, rotate_method, group_name)
+    inputs = (grad_BSNH, q_BSNH, k_BSKH, v_BSKH, pending_kv, out_BSNH, lse_BNS, boundaries_BD)
+    return backward(*inputs, rotate_method, layout, group_name, reduce_dtype, kernel)
 
 
 # ---- the same in steps, below autograd
 
 
-def start(k_BSKH: Tensor, v_BSKH: Tensor, rotation: str, group_name: str) -> Arriving:
+def start_kv_exchange(k_BSKH: Tensor, v_BSKH: Tensor, rotate_method: str, group_name: str) -> Waitable:
     """Lets keys and values begin their way to the other ranks."""
-    return _SEND[rotation](torch.stack((k_BSKH.flatten(0, 1), v_BSKH.flatten(0, 1))), collectives.named(group_name))
+    return _START_EXCHANGE[rotate_method](
+        torch.stack((k_BSKH.flatten(0, 1), v_BSKH.flatten(0, 1))), collectives.resolve_process_group(group_name)
+    )
 
 
 def forward(
     q_BSNH: Tensor,
     k_BSKH: Tensor,
     v_BSKH: Tensor,
-    arriving: Arriving,
+    pending_kv: Waitable,
     boundaries_BD: Tensor,
-    rotation: str,
+    rotate_method: str,
     layout: str,
     group_name: str,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
-    group = collectives.named(group_name)
-    share = share_of(boundaries_BD, layout, group, *q_BSNH.shape[:2])
+    group = collectives.resolve_process_group(group_name)
+    plan = rank_attention_plan(boundaries_BD, layout, group, *q_BSNH.shape[:2])
     q, k, v = (x.flatten(0, 1) for x in (q_BSNH, k_BSKH, v_BSKH))
-    if rotation == "allgather":
-        out, lse = all_gather.forward(q, k, v, arriving, share, kernel=kernel)
+    if rotate_method == "allgather":
+        out, lse = all_gather.forward(q, k, v, pending_kv, plan, kernel=kernel)
     else:
-        rotate = partial(_SEND[rotation], group=group)
-        out, lse = ring.forward(q, k, v, arriving, share, rotate=rotate, kernel=kernel)
-    return out.view_as(q_BSNH), attention_op.by_row(lse, q_BSNH.shape[0])
+        rotate = partial(_START_EXCHANGE[rotate_method], group=group)
+        out, lse = ring.forward(q, k, v, pending_kv, plan, rotate=rotate, kernel=kernel)
+    return out.view_as(q_BSNH), attention_op.unflatten_lse(lse, q_BSNH.shape[0])
 
 
 def backward(
@@ -123,66 +125,82 @@ def backward(
     q_BSNH: Tensor,
     k_BSKH: Tensor,
     v_BSKH: Tensor,
-    arriving: Arriving,
+    pending_kv: Waitable,
     out_BSNH: Tensor,
     lse_BNS: Tensor,
     boundaries_BD: Tensor,
-    rotation: str,
+    rotate_method: str,
     layout: str,
     group_name: str,
-    wire: torch.dtype,
+    reduce_dtype: torch.dtype,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    group = collectives.named(group_name)
-    share = share_of(boundaries_BD, layout, group, *q_BSNH.shape[:2])
+    group = collectives.resolve_process_group(group_name)
+    plan = rank_attention_plan(boundaries_BD, layout, group, *q_BSNH.shape[:2])
     grad, q, k, v, out = (x.flatten(0, 1) for x in (grad_BSNH, q_BSNH, k_BSKH, v_BSKH, out_BSNH))
-    inputs = (grad, q, k, v, arriving, out, attention_op.laid_out(lse_BNS), share)
-    wire = wire if q.dtype.itemsize < 4 else q.dtype
-    if rotation == "allgather":
+    inputs = (grad, q, k, v, pending_kv, out, attention_op.flatten_lse(lse_BNS), plan)
+    reduce_dtype = reduce_dtype if q.dtype.itemsize < 4 else q.dtype
+    if rotate_method == "allgather":
         reduce = partial(collectives.reduce_scatter, group=group)
-        grads = all_gather.backward(*inputs, reduce_scatter=reduce, kernel=kernel, wire=wire)
+        grads = all_gather.backward(*inputs, reduce_scatter=reduce, kernel=kernel, reduce_dtype=reduce_dtype)
     else:
-        rotate = partial(_SEND[rotation], group=group)
-        grads = ring.backward(*inputs, rotate=rotate, kernel=kernel, wire=wire)
+        rotate = partial(_START_EXCHANGE[rotate_method], group=group)
+        grads = ring.backward(*inputs, rotate=rotate, kernel=kernel, reduce_dtype=reduce_dtype)
     dq, dk, dv = (grad.view(x.shape) for grad, x in zip(grads, (q_BSNH, k_BSKH, v_BSKH), strict=True))
     return dq, dk, dv
 
 
-def share_of(boundaries_BD: Tensor, kind: str, group: ProcessGroup, rows: int, held: int) -> Share:
+def rank_attention_plan(
+    boundaries_BD: Tensor, layout: str, group: ProcessGroup, batch_size: int, tokens_per_rank: int
+) -> RankAttentionPlan:
     """What this rank computes of rows of which each rank holds `held` tokens. Raises ValueError."""
-    return _share_of(attention_op.integers(boundaries_BD, rows), cast(Layout, kind), group.size(), group.rank(), held)
+    return _rank_attention_plan(
+        attention_op.boundary_tuples(boundaries_BD, batch_size),
+        cast(ShardLayout, layout),
+        group.size(),
+        group.rank(),
+        tokens_per_rank,
+    )
 
 
 @lru_cache(maxsize=8)
-def _share_of(rows: attention_op.Boundaries, kind: Layout, ring: int, rank: int, held: int) -> Share:
+def _rank_attention_plan(
+    batch_boundaries: attention_op.Boundaries, layout: ShardLayout, ring_degree: int, rank: int, tokens_per_rank: int
+) -> RankAttentionPlan:
     # Every layer asks for the same. Few are kept: each may hold 15 MiB on the device, at a million tokens.
-    return Share(tuple(SeqLayout(kind, ring, row) for row in attention_op.checked(rows, held * ring)), rank)
+    return RankAttentionPlan(
+        tuple(
+            SeqLayout(layout, ring_degree, boundaries)
+            for boundaries in attention_op.validate_boundaries(batch_boundaries, tokens_per_rank * ring_degree)
+        ),
+        rank,
+    )
 
 
-_SEND: dict[str, Callable[..., Arriving]] = {
-    "ring": collectives.rotate,
-    "alltoall": collectives.rotate_all_to_all,
-    "allgather": collectives.gather,
+_START_EXCHANGE: dict[str, Callable[..., Waitable]] = {
+    "ring": collectives.ring_shift,
+    "alltoall": collectives.ring_shift_all_to_all,
+    "allgather": collectives.all_gather_async,
 }
 
 
 @_attention.register_fake
 def _(q_BSNH: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     del rest
-    return attention_op.like_output(q_BSNH)
+    return attention_op.empty_output(q_BSNH)
 
 
 @_attention_backward.register_fake
 def _(grad_BSNH: Tensor, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     del grad_BSNH, rest
-    return attention_op.like_grads(q_BSNH, k_BSKH, v_BSKH)
+    return attention_op.empty_grads(q_BSNH, k_BSKH, v_BSKH)
 
 
-def _grad(ctx: Any, grad_BSNH: Tensor, grad_lse: None) -> tuple[Tensor | None, ...]:
+def _autograd_backward(ctx: Any, grad_BSNH: Tensor, grad_lse: None) -> tuple[Tensor | None, ...]:
     del grad_lse
     return *_attention_backward(grad_BSNH.contiguous(), *ctx.saved_tensors, *ctx.options), *[None] * (
         1 + len(ctx.options)
     )
 
 
-_attention.register_autograd(_grad, setup_context=attention_op.save)
+_attention.register_autograd(_autograd_backward, setup_context=attention_op.setup_context)

@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from models import attention_op, kernels
-from parallelisms.context.attention_plan import Share
-from parallelisms.context.online_softmax import Running, apart, summed
+from parallelisms.context.attention_plan import RankAttentionPlan
+from parallelisms.context.online_softmax import OnlineSoftmax, split_kv_grads, to_accumulators
 
 
-class Arriving(Protocol):
+class Waitable(Protocol):
     def wait(self) -> Tensor: ...
 
 
-Send = Callable[[Tensor], Arriving]
+StartExchange = Callable[[Tensor], Waitable]
 """Starts to send a tensor, and gives what is received in its place."""
 Grads = tuple[Tensor, Tensor, Tensor]
 
@@ -36,21 +36,21 @@ def forward(
     q_XNH: Tensor,
     k_XKH: Tensor,
     v_XKH: Tensor,
-    arriving: Arriving,
-    share: Share,
+    pending_kv: Waitable,
+    plan: RankAttentionPlan,
     *,
-    rotate: Send,
+    rotate: StartExchange,
     kernel: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Output, in the type of q, and log-sum-exp [N, X]. Of keys and values, stacked, the first hop is `arriving`."""
-    running = Running(*attention_op.forward(q_XNH, k_XKH, v_XKH, share.own, kernel=kernel))
-    for step, work in enumerate(share.steps, start=1):
-        kv_2XKH = arriving.wait()
-        if step < share.ring - 1:
-            arriving = rotate(kv_2XKH)
-        for part in kernels.attend(q_XNH, kv_2XKH[0], kv_2XKH[1], work, kernel=kernel):
-            running.add(*part)
-    return running.out_XNH.to(q_XNH.dtype), running.lse_NX
+    softmax = OnlineSoftmax(*attention_op.forward(q_XNH, k_XKH, v_XKH, plan.local_blocks, kernel=kernel))
+    for step, blocks in enumerate(plan.ring_step_blocks, start=1):
+        kv_2XKH = pending_kv.wait()
+        if step < plan.ring_degree - 1:
+            pending_kv = rotate(kv_2XKH)
+        for block_output in kernels.attend_blocks(q_XNH, kv_2XKH[0], kv_2XKH[1], blocks, kernel=kernel):
+            softmax.merge(*block_output)
+    return softmax.out_XNH.to(q_XNH.dtype), softmax.lse_NX
 
 
 def backward(
@@ -58,33 +58,33 @@ def backward(
     q_XNH: Tensor,
     k_XKH: Tensor,
     v_XKH: Tensor,
-    arriving: Arriving,
+    pending_kv: Waitable,
     out_XNH: Tensor,
     lse_NX: Tensor,
-    share: Share,
+    plan: RankAttentionPlan,
     *,
-    rotate: Send,
-    wire: torch.dtype,
+    rotate: StartExchange,
+    reduce_dtype: torch.dtype,
     kernel: str = "auto",
 ) -> Grads:
     """Gradients of q, k and v, in their types; those of keys and values travel as `wire`."""
-    own = (grad_XNH, q_XNH, k_XKH, v_XKH, out_XNH, lse_NX)
-    dq_XNH, home_2XKH = summed(*attention_op.backward(*own, share.own, kernel=kernel))
-    travelling: Arriving | None = None
-    for step, work in enumerate(share.steps, start=1):
-        kv_2XKH = arriving.wait()
-        if step < share.ring - 1:
-            arriving = rotate(kv_2XKH)
-        passing_2XKH = torch.zeros_like(home_2XKH)
+    local_inputs = (grad_XNH, q_XNH, k_XKH, v_XKH, out_XNH, lse_NX)
+    dq_XNH, dkv_2XKH = to_accumulators(*attention_op.backward(*local_inputs, plan.local_blocks, kernel=kernel))
+    pending_dkv: Waitable | None = None
+    for step, blocks in enumerate(plan.ring_step_blocks, start=1):
+        kv_2XKH = pending_kv.wait()
+        if step < plan.ring_degree - 1:
+            pending_kv = rotate(kv_2XKH)
+        step_dkv_2XKH = torch.zeros_like(dkv_2XKH)
         inputs = (grad_XNH, q_XNH, kv_2XKH[0], kv_2XKH[1], out_XNH, lse_NX)
-        for queries, keys, dq, dk, dv in kernels.attend_backward(*inputs, work, kernel=kernel):
+        for queries, keys, dq, dk, dv in kernels.attend_blocks_backward(*inputs, blocks, kernel=kernel):
             dq_XNH[queries] += dq
-            passing_2XKH[0][keys] += dk
-            passing_2XKH[1][keys] += dv
+            step_dkv_2XKH[0][keys] += dk
+            step_dkv_2XKH[1][keys] += dv
             del dq, dk, dv  # Or they would be held beside those of the next hop.
-        if travelling is not None:
-            passing_2XKH += travelling.wait()
-        travelling = rotate(passing_2XKH.to(wire))
-    if travelling is not None:
-        home_2XKH += travelling.wait()
-    return dq_XNH.to(q_XNH.dtype), *apart(home_2XKH, k_XKH.dtype)
+        if pending_dkv is not None:
+            step_dkv_2XKH += pending_dkv.wait()
+        pending_dkv = rotate(step_dkv_2XKH.to(reduce_dtype))
+    if pending_dkv is not None:
+        dkv_2XKH += pending_dkv.wait()
+    return dq_XNH.to(q_XNH.dtype), *split_kv_grads(dkv_2XKH, k_XKH.dtype)

@@ -22,43 +22,43 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from models.kernels import ranges
-from parallelisms.parallel_dims import Layout
+from models.kernels import concatenated_ranges
+from parallelisms.parallel_dims import ShardLayout
 
 # `balanced` takes the smallest number of chunks per rank that comes this close to the mean...
-GOOD_ENOUGH = 1.01
+TARGET_IMBALANCE = 1.01
 # ...unless its chunks would be too short to fill a kernel's tile.
-SHORTEST_CHUNK = 128
+MIN_CHUNK_TOKENS = 128
 
 
-class Piece(NamedTuple):
+class TokenSpan(NamedTuple):
     """Consecutive tokens of one document that a rank holds."""
 
-    local: int
+    local_start: int
     """Where they begin on the rank."""
     start: int
     """Where they begin in the row."""
     length: int
-    document: int
+    document_start: int
     """Where their document begins in the row."""
 
     @property
-    def work(self) -> int:
+    def num_pairs(self) -> int:
         """Keys that these tokens attend to, summed."""
-        first = self.start - self.document + 1
-        return self.length * (2 * first + self.length - 1) // 2
+        first_num_keys = self.start - self.document_start + 1
+        return self.length * (2 * first_num_keys + self.length - 1) // 2
 
 
 @dataclass(frozen=True)
 class SeqLayout:
     """The layout of a row over `ring` ranks; `boundaries` are its document starts and its length, ascending."""
 
-    kind: Layout
-    ring: int
+    kind: ShardLayout
+    ring_degree: int
     boundaries: tuple[int, ...]
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         return self.boundaries[-1]
 
     @property
@@ -66,129 +66,133 @@ class SeqLayout:
         """[start, end) of each."""
         return [(start, end) for start, end in pairwise(self.boundaries) if end > start]
 
-    def pieces(self, rank: int) -> tuple[Piece, ...]:
+    def spans(self, rank: int) -> tuple[TokenSpan, ...]:
         """What a rank holds, in the order in which it holds it."""
-        return _pieces(self)[rank]
+        return _token_spans(self)[rank]
 
-    def work(self) -> tuple[int, ...]:
+    def pairs_per_rank(self) -> tuple[int, ...]:
         """(query, key) pairs that each rank's queries attend to."""
-        return tuple(sum(piece.work for piece in pieces) for pieces in _pieces(self))
+        return tuple(sum(piece.num_pairs for piece in pieces) for pieces in _token_spans(self))
 
-    def order(self) -> Tensor:
+    def permutation(self) -> Tensor:
         """int64 [tokens]: the row's tokens by rank; `x[order].chunk(ring)[rank]` is a rank's part."""
-        pieces = [piece for pieces in _pieces(self) for piece in pieces]
-        return ranges([piece.start for piece in pieces], [piece.length for piece in pieces])
+        spans = [piece for pieces in _token_spans(self) for piece in pieces]
+        return concatenated_ranges([piece.start for piece in spans], [piece.length for piece in spans])
 
-    def inverse(self) -> Tensor:
+    def inverse_permutation(self) -> Tensor:
         """int64 [tokens]: where each of the row's tokens stands in `order`."""
-        return torch.argsort(self.order())
+        return torch.argsort(self.permutation())
 
 
 @lru_cache(maxsize=64)
-def _pieces(layout: SeqLayout) -> tuple[tuple[Piece, ...], ...]:
-    if layout.ring < 1 or layout.tokens % layout.ring:
-        raise ValueError(f"a row of {layout.tokens} tokens does not divide among {layout.ring} ranks")
-    spans = {"contiguous": _contiguous, "headtail": _headtail, "doc_headtail": _doc_headtail, "balanced": _balanced}
-    held: list[list[Piece]] = [[] for _ in range(layout.ring)]
-    for rank, document, start, end in spans[layout.kind if layout.ring > 1 else "contiguous"](layout):
-        pieces = held[rank]
-        if pieces and pieces[-1].start + pieces[-1].length == start and pieces[-1].document == document:
-            last = pieces.pop()
-            pieces.append(last._replace(length=last.length + end - start))
+def _token_spans(layout: SeqLayout) -> tuple[tuple[TokenSpan, ...], ...]:
+    if layout.ring_degree < 1 or layout.num_tokens % layout.ring_degree:
+        raise ValueError(f"a row of {layout.num_tokens} tokens does not divide among {layout.ring_degree} ranks")
+    assign = {"contiguous": _contiguous, "headtail": _headtail, "doc_headtail": _doc_headtail, "balanced": _balanced}
+    by_rank: list[list[TokenSpan]] = [[] for _ in range(layout.ring_degree)]
+    for rank, document_start, start, end in assign[layout.kind if layout.ring_degree > 1 else "contiguous"](layout):
+        rank_spans = by_rank[rank]
+        if (
+            rank_spans
+            and rank_spans[-1].start + rank_spans[-1].length == start
+            and rank_spans[-1].document_start == document_start
+        ):
+            last = rank_spans.pop()
+            rank_spans.append(last._replace(length=last.length + end - start))
         elif end > start:
-            local = pieces[-1].local + pieces[-1].length if pieces else 0
-            pieces.append(Piece(local, start, end - start, document))
-    return tuple(tuple(pieces) for pieces in held)
+            local_start = rank_spans[-1].local_start + rank_spans[-1].length if rank_spans else 0
+            rank_spans.append(TokenSpan(local_start, start, end - start, document_start))
+    return tuple(tuple(pieces) for pieces in by_rank)
 
 
-Spans = Iterator[tuple[int, int, int, int]]
+RankSpans = Iterator[tuple[int, int, int, int]]
 """(rank, document, start, end), ascending."""
 
 
-def _contiguous(layout: SeqLayout) -> Spans:
-    yield from _of_chunks(layout, list(range(layout.ring)))
+def _contiguous(layout: SeqLayout) -> RankSpans:
+    yield from _assign_chunks(layout, list(range(layout.ring_degree)))
 
 
-def _headtail(layout: SeqLayout) -> Spans:
+def _headtail(layout: SeqLayout) -> RankSpans:
     """Rank r of n holds chunks r and 2n-1-r of 2n: under a causal mask, as much work as any other."""
     _require_chunks(layout, 2)
-    ranks = list(range(layout.ring))
-    yield from _of_chunks(layout, ranks + ranks[::-1])
+    ranks = list(range(layout.ring_degree))
+    yield from _assign_chunks(layout, ranks + ranks[::-1])
 
 
-def _doc_headtail(layout: SeqLayout) -> Spans:
+def _doc_headtail(layout: SeqLayout) -> RankSpans:
     """Head-tail inside every document. The tokens left over are dealt on from where the last document's ended."""
     _require_chunks(layout, 2)
-    ring, turn = layout.ring, 0
-    for document, document_end in layout.documents:
-        size, left_over = divmod(document_end - document, 2 * ring)
-        extras = [0] * ring
-        for dealt in range(turn, turn + left_over):
-            extras[dealt % ring] += 1
-        turn += left_over
-        start = document
-        heads = [(rank, size + (extras[rank] > 0)) for rank in range(ring)]
-        tails = [(rank, size + (extras[rank] > 1)) for rank in reversed(range(ring))]
+    ring_degree, next_slot = layout.ring_degree, 0
+    for document_start, document_end in layout.documents:
+        chunk_tokens, remainder = divmod(document_end - document_start, 2 * ring_degree)
+        extras = [0] * ring_degree
+        for slot in range(next_slot, next_slot + remainder):
+            extras[slot % ring_degree] += 1
+        next_slot += remainder
+        start = document_start
+        heads = [(rank, chunk_tokens + (extras[rank] > 0)) for rank in range(ring_degree)]
+        tails = [(rank, chunk_tokens + (extras[rank] > 1)) for rank in reversed(range(ring_degree))]
         for rank, length in heads + tails:
-            yield rank, document, start, start + length
+            yield rank, document_start, start, start + length
             start += length
 
 
-def _balanced(layout: SeqLayout) -> Spans:
+def _balanced(layout: SeqLayout) -> RankSpans:
     """Equal chunks, the heaviest first to the rank with the least work (longest processing time, Graham 1969)."""
     _require_chunks(layout, 2)
-    best: list[int] = []
-    least = float("inf")
+    best_owners: list[int] = []
+    lowest_imbalance = float("inf")
     for per_rank in (2, 4, 8, 16, 32):
-        size, rest = divmod(layout.tokens, layout.ring * per_rank)
-        if rest or (best and size < SHORTEST_CHUNK):
+        chunk_tokens, remainder = divmod(layout.num_tokens, layout.ring_degree * per_rank)
+        if remainder or (best_owners and chunk_tokens < MIN_CHUNK_TOKENS):
             continue
-        owners, imbalance = _dealt(_chunk_work(layout, size), layout.ring)
-        if imbalance < least:
-            best, least = owners, imbalance
-        if least <= GOOD_ENOUGH:
+        owners, imbalance = _longest_processing_time(_pairs_per_chunk(layout, chunk_tokens), layout.ring_degree)
+        if imbalance < lowest_imbalance:
+            best_owners, lowest_imbalance = owners, imbalance
+        if lowest_imbalance <= TARGET_IMBALANCE:
             break
-    yield from _of_chunks(layout, best)
+    yield from _assign_chunks(layout, best_owners)
 
 
-def _dealt(work: list[int], ring: int) -> tuple[list[int], float]:
+def _longest_processing_time(chunk_pairs: list[int], ring_degree: int) -> tuple[list[int], float]:
     """The owner of each chunk, as many chunks to every rank; and the busiest rank's work over the mean."""
-    room = [len(work) // ring] * ring
-    totals = [(0, rank) for rank in range(ring)]
-    owners = [0] * len(work)
-    done: list[int] = []
-    for chunk in sorted(range(len(work)), key=lambda chunk: (-work[chunk], chunk)):
+    free_slots = [len(chunk_pairs) // ring_degree] * ring_degree
+    totals = [(0, rank) for rank in range(ring_degree)]
+    owners = [0] * len(chunk_pairs)
+    rank_totals: list[int] = []
+    for chunk in sorted(range(len(chunk_pairs)), key=lambda chunk: (-chunk_pairs[chunk], chunk)):
         total, rank = heappop(totals)
         owners[chunk] = rank
-        room[rank] -= 1
-        if room[rank]:
-            heappush(totals, (total + work[chunk], rank))
+        free_slots[rank] -= 1
+        if free_slots[rank]:
+            heappush(totals, (total + chunk_pairs[chunk], rank))
         else:
-            done.append(total + work[chunk])
-    return owners, max(done) * ring / sum(work)
+            rank_totals.append(total + chunk_pairs[chunk])
+    return owners, max(rank_totals) * ring_degree / sum(chunk_pairs)
 
 
-def _chunk_work(layout: SeqLayout, size: int) -> list[int]:
-    work = [0] * (layout.tokens // size)
-    for _, document, start, end in _of_chunks(layout, list(range(len(work)))):
-        work[start // size] += Piece(0, start, end - start, document).work
-    return work
+def _pairs_per_chunk(layout: SeqLayout, chunk_tokens: int) -> list[int]:
+    chunk_pairs = [0] * (layout.num_tokens // chunk_tokens)
+    for _, document_start, start, end in _assign_chunks(layout, list(range(len(chunk_pairs)))):
+        chunk_pairs[start // chunk_tokens] += TokenSpan(0, start, end - start, document_start).num_pairs
+    return chunk_pairs
 
 
-def _of_chunks(layout: SeqLayout, owners: list[int]) -> Spans:
+def _assign_chunks(layout: SeqLayout, owners: list[int]) -> RankSpans:
     """The row in equal chunks with these owners, cut where documents begin."""
-    size = layout.tokens // len(owners)
-    for document, document_end in layout.documents:
-        start = document
+    chunk_tokens = layout.num_tokens // len(owners)
+    for document_start, document_end in layout.documents:
+        start = document_start
         while start < document_end:
-            end = min(document_end, (start // size + 1) * size)
-            yield owners[start // size], document, start, end
+            end = min(document_end, (start // chunk_tokens + 1) * chunk_tokens)
+            yield owners[start // chunk_tokens], document_start, start, end
             start = end
 
 
 def _require_chunks(layout: SeqLayout, per_rank: int) -> None:
-    if layout.tokens % (layout.ring * per_rank):
+    if layout.num_tokens % (layout.ring_degree * per_rank):
         raise ValueError(
-            f'layout "{layout.kind}" over {layout.ring} ranks needs a row that is a multiple of '
-            f"{layout.ring * per_rank} tokens, not {layout.tokens}"
+            f'layout "{layout.kind}" over {layout.ring_degree} ranks needs a row that is a multiple of '
+            f"{layout.ring_degree * per_rank} tokens, not {layout.num_tokens}"
         )

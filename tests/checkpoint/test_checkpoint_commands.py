@@ -13,8 +13,8 @@ import torch
 from tests.system.in_process import configured, run_here, saved_by, trainer_of
 from tests.system.runs import ROOT, checkpoints, reseal, state, tensors, write_run
 from trainer.checkpoint.__main__ import main
-from trainer.checkpoint.manager import Checkpoints
-from trainer.checkpoint.run_dir import RunFolder
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.run_dir import RunDir
 
 Capture = pytest.CaptureFixture[str]
 
@@ -91,8 +91,8 @@ def test_pruning_keeps_the_newest_and_the_last_that_is_good(run: Path, capsys: C
 
 def test_pruning_keeps_what_is_pinned_and_what_the_run_began_with(trained: Path, run: Path, capsys: Capture) -> None:
     (run / "checkpoints" / "step-2" / "pinned").touch()
-    config = configured(trained / "run.toml", run, f"--checkpoint.initial={run}/checkpoints/step-4")
-    RunFolder(run).begin(config, 6)
+    config = configured(trained / "run.toml", run, f"--checkpoint.initial_load_path={run}/checkpoints/step-4")
+    RunDir(run).record_start(config, 6)
     assert said(capsys, "prune", run, "--keep", 1) == (0, ["3 checkpoints are left"], "")
     (run / "checkpoints" / "step-2" / "pinned").unlink()
     assert said(capsys, "prune", run, "--keep", 1)[1][-1] == "2 checkpoints are left"
@@ -115,10 +115,10 @@ def test_the_weights_alone_become_a_checkpoint_that_a_run_begins_with(
     assert state(output) == state(run / "checkpoints" / "step-6")
     assert said(capsys, "verify", output)[0] == 0
     shutil.rmtree(run)
-    config = configured(trained / "run.toml", tmp_path / "next", f"--checkpoint.initial={output}")
+    config = configured(trained / "run.toml", tmp_path / "next", f"--checkpoint.initial_load_path={output}")
     with trainer_of(config) as trainer:
-        assert Checkpoints(config, RunFolder(config.output_dir), trainer.world).resume(trainer) is None
-        held = trainer.tensors()
+        assert CheckpointManager(config, RunDir(config.output_dir), trainer.world).resume(trainer) is None
+        held = trainer.state_dict()
         assert all(torch.equal(held[name], tensor) for name, tensor in slim.items())
     assert said(capsys, "export", output, output)[0] == 2
 
@@ -126,9 +126,9 @@ def test_the_weights_alone_become_a_checkpoint_that_a_run_begins_with(
 def test_weights_are_found_wherever_they_lie_in_a_file(trained: Path, tmp_path: Path, capsys: Capture) -> None:
     config = configured(trained / "run.toml", tmp_path / "run")
     with trainer_of(config) as trainer:
-        held = dict(reversed(trainer.tensors().items()))
-        trainer.tensors = lambda: held  # type: ignore[method-assign]
-        saved = saved_by(Checkpoints(config, RunFolder(config.output_dir), trainer.world), trainer)
+        held = dict(reversed(trainer.state_dict().items()))
+        trainer.state_dict = lambda: held  # type: ignore[method-assign]
+        saved = saved_by(CheckpointManager(config, RunDir(config.output_dir), trainer.world), trainer)
     assert said(capsys, "export", saved, tmp_path / "weights")[0] == 0
     whole, slim = tensors(saved), tensors(tmp_path / "weights")
     assert all(torch.equal(tensor, whole[name]) for name, tensor in slim.items())

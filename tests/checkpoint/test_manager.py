@@ -10,8 +10,8 @@ import torch
 
 from tests.system.in_process import configured, run_here, saved_by, trainer_of
 from tests.system.runs import checkpoints, reseal, state, tensors, write_run
-from trainer.checkpoint.manager import Checkpoints
-from trainer.checkpoint.run_dir import ResumeError, RunFolder
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.run_dir import ResumeError, RunDir
 from trainer.distributed import World
 
 
@@ -31,21 +31,21 @@ def run(tmp_path: Path) -> Path:
 )
 def test_every_nth_update_and_the_last_are_saved(run: Path, options: tuple[str, ...], due: list[int]) -> None:
     config = configured(run, run.parent / "run", "--training.steps", "7", *options)
-    found = Checkpoints(config, RunFolder(config.output_dir), World(0, 1, torch.device("cpu")))
-    assert [step for step in range(1, 8) if found.due(step, config.stages[0])] == due
+    found = CheckpointManager(config, RunDir(config.output_dir), World(0, 1, torch.device("cpu")))
+    assert [step for step in range(1, 8) if found.should_save(step, config.training_stages[0])] == due
 
 
 def test_a_checkpoint_is_what_the_trainer_holds_and_gives_it_back(run: Path) -> None:
     config = configured(run, run.parent / "run")
-    folder = RunFolder(config.output_dir)
+    folder = RunDir(config.output_dir)
     with trainer_of(config) as trainer:
-        updates = trainer.updates()
+        updates = trainer.train_steps()
         assert [next(updates).step, next(updates).step] == [1, 2]
-        held = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
-        scalars = trainer.scalars()
-        saved = saved_by(Checkpoints(config, folder, trainer.world), trainer)
+        held = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
+        scalars = trainer.train_state()
+        saved = saved_by(CheckpointManager(config, folder, trainer.world), trainer)
         del updates
-    assert saved == folder.checkpoints / "step-2"
+    assert saved == folder.checkpoints_dir / "step-2"
     assert {name: tensor.tolist() for name, tensor in tensors(saved).items()} == {
         name: tensor.tolist() for name, tensor in held.items()
     }
@@ -59,45 +59,45 @@ def test_a_checkpoint_is_what_the_trainer_holds_and_gives_it_back(run: Path) -> 
             "tokens": scalars["tokens"],
             "skipped": 0,
             "sources": {"corpus": scalars["tokens"]},
-            "losses": trainer.losses.state(),
-            "goodput": trainer.goodput.state(),
+            "losses": trainer.loss_spikes.state_dict(),
+            "goodput": trainer.goodput.state_dict(),
         }
     )
     with trainer_of(config) as trainer:
-        assert Checkpoints(config, folder, trainer.world).resume(trainer) == saved
-        assert trainer.scalars() == scalars
-        assert all(torch.equal(tensor, held[name]) for name, tensor in trainer.tensors().items())
+        assert CheckpointManager(config, folder, trainer.world).resume(trainer) == saved
+        assert trainer.train_state() == scalars
+        assert all(torch.equal(tensor, held[name]) for name, tensor in trainer.state_dict().items())
 
 
 def test_a_fresh_run_resumes_from_nothing(run: Path) -> None:
     config = configured(run, run.parent / "run")
     with trainer_of(config) as trainer:
-        assert Checkpoints(config, RunFolder(config.output_dir), trainer.world).resume(trainer) is None
-        assert (trainer.step, trainer.next_row) == (0, 0)
+        assert CheckpointManager(config, RunDir(config.output_dir), trainer.world).resume(trainer) is None
+        assert (trainer.step, trainer.next_sequence) == (0, 0)
 
 
 def test_a_committed_step_is_not_written_again(run: Path) -> None:
     config = configured(run, run.parent / "run")
-    folder = RunFolder(config.output_dir)
+    folder = RunDir(config.output_dir)
     with trainer_of(config) as trainer:
-        saved = saved_by(Checkpoints(config, folder, trainer.world), trainer)
+        saved = saved_by(CheckpointManager(config, folder, trainer.world), trainer)
         before = {path: path.stat().st_mtime_ns for path in saved.iterdir()}
-        assert saved_by(Checkpoints(config, folder, trainer.world), trainer) == saved
+        assert saved_by(CheckpointManager(config, folder, trainer.world), trainer) == saved
     assert {path: path.stat().st_mtime_ns for path in saved.iterdir()} == before
 
 
 def test_a_save_that_fails_leaves_no_checkpoint_and_the_next_start_goes_on(run: Path) -> None:
     config = configured(run, run.parent / "run", "--checkpoint.interval", "2")
-    folder = RunFolder(config.output_dir)
+    folder = RunDir(config.output_dir)
     with trainer_of(config) as trainer:
-        trainer.counts = torch.tensor([float("nan"), 0.0, 0.0], dtype=torch.float64)  # state.json refuses it.
-        found = Checkpoints(config, folder, trainer.world)
+        trainer.counters = torch.tensor([float("nan"), 0.0, 0.0], dtype=torch.float64)  # state.json refuses it.
+        found = CheckpointManager(config, folder, trainer.world)
         found.save(trainer)
         failed = found.wait()
         assert failed is not None
         assert (failed.step, failed.path) == (0, None)
         assert "JSON" in str(failed.problem)
-    assert folder.committed() == []
+    assert folder.committed_checkpoints() == []
     assert checkpoints(folder.path) == []
     run_here(config)
     assert checkpoints(folder.path) == ["step-2", "step-4", "step-6"]
@@ -129,16 +129,16 @@ def test_other_tensors_are_refused_and_nothing_is_loaded(
 ) -> None:
     """torch.distributed.checkpoint by itself loads an absent name or another dtype without a word."""
     config = configured(run, run.parent / "run")
-    folder = RunFolder(config.output_dir)
+    folder = RunDir(config.output_dir)
     with trainer_of(config) as trainer:
-        mine = trainer.tensors()
+        mine = trainer.state_dict()
         theirs = {key: tensor for key, tensor in mine.items() if key != name} | ({} if value is None else {name: value})
-        trainer.tensors = lambda: theirs  # type: ignore[method-assign]
-        saved_by(Checkpoints(config, folder, trainer.world), trainer)
-        trainer.tensors = lambda: mine  # type: ignore[method-assign]
+        trainer.state_dict = lambda: theirs  # type: ignore[method-assign]
+        saved_by(CheckpointManager(config, folder, trainer.world), trainer)
+        trainer.state_dict = lambda: mine  # type: ignore[method-assign]
         before = {key: tensor.clone() for key, tensor in mine.items()}
         with pytest.raises(ResumeError, match=rf"(?s)step-0 does not hold this model: 1 tensors differ:\n  .*{told}"):
-            Checkpoints(config, folder, trainer.world).resume(trainer)
+            CheckpointManager(config, folder, trainer.world).resume(trainer)
         assert all(torch.equal(tensor, before[key]) for key, tensor in mine.items())
 
 
@@ -148,26 +148,26 @@ def test_moments_become_those_of_the_type_that_is_asked_for(run: Path) -> None:
     for step, moments in enumerate(("float32", "bfloat16", "float32"), 1):
         config = configured(run, run.parent / "run", f"--memory.optimizer_dtype={moments}")
         with trainer_of(config) as trainer:
-            checkpoints = Checkpoints(config, RunFolder(config.output_dir), trainer.world)
+            checkpoints = CheckpointManager(config, RunDir(config.output_dir), trainer.world)
             checkpoints.resume(trainer)
-            loaded = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
+            loaded = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
             for name, tensor in held[-1].items() if held else ():
                 assert torch.equal(loaded[name], tensor.to(loaded[name].dtype)), name
                 assert str(loaded[name].dtype) == f"torch.{moments if '.exp_avg' in name else 'float32'}"
             assert trainer.step == step - 1
-            assert len(trainer.changes) == (step > 1)
-            next(trainer.updates())
-            held.append({name: tensor.clone() for name, tensor in trainer.tensors().items()})
+            assert len(trainer.config_changes) == (step > 1)
+            next(trainer.train_steps())
+            held.append({name: tensor.clone() for name, tensor in trainer.state_dict().items()})
             saved_by(checkpoints, trainer)
 
 
 def test_other_data_is_refused(run: Path) -> None:
     config = configured(run, run.parent / "run")
-    folder = RunFolder(config.output_dir)
+    folder = RunDir(config.output_dir)
     with trainer_of(config) as trainer:
-        saved = saved_by(Checkpoints(config, folder, trainer.world), trainer)
+        saved = saved_by(CheckpointManager(config, folder, trainer.world), trainer)
         path = saved / "state.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"data": {"corpus": "another"}}))
         reseal(saved)
         with pytest.raises(ResumeError, match='was trained on other data: corpus was "another" and is now "'):
-            Checkpoints(config, folder, trainer.world).resume(trainer)
+            CheckpointManager(config, folder, trainer.world).resume(trainer)

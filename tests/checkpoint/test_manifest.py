@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from trainer.checkpoint import manifest
-from trainer.checkpoint.manifest import DamageError, Manifest, read, sound
-from trainer.errors import ResumeError, RunError
+from trainer.checkpoint.manifest import DamageError, Manifest, read, read_validated
+from trainer.errors import ResumeError, RunFailedError
 
 
 def commit(folder: Path, **changed: object) -> Path:
@@ -20,21 +20,21 @@ def commit(folder: Path, **changed: object) -> Path:
     folder.mkdir(parents=True)
     for name, content in (("state.json", b"{}"), (".metadata", b"m"), ("__0_0.distcp", bytes(range(256)) * 40)):
         (folder / name).write_bytes(content)
-    files = {path.name: manifest.hash_of(path) for path in folder.iterdir()}
+    files = {path.name: manifest.hash_file(path) for path in folder.iterdir()}
     facts = {"step": 6, "attempt": "a", "world_size": 2, "mesh": {"tp": 2}, "versions": {"torch": "2"}, "saved": "now"}
     manifest.write(folder, Manifest(**(facts | {"files": files} | changed)))  # type: ignore[arg-type]
     return folder
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
-    found = sound(commit(tmp_path / "step-6"))
+    found = read_validated(commit(tmp_path / "step-6"))
     assert (found.step, found.world_size, found.mesh, found.bytes) == (6, 2, {"tp": 2}, 10243)
-    assert manifest.damage(tmp_path / "step-6", found, found.files) == []
+    assert manifest.find_damage(tmp_path / "step-6", found, found.files) == []
 
 
 def test_no_bit_of_a_manifest_changes_unseen(tmp_path: Path) -> None:
     folder = commit(tmp_path / "step-6")
-    path = folder / manifest.NAME
+    path = folder / manifest.MANIFEST_FILE
     content = path.read_bytes()
     for place in range(len(content)):
         path.write_bytes(content[:place] + bytes([content[place] ^ (1 << place % 8)]) + content[place + 1 :])
@@ -57,9 +57,9 @@ def test_no_bit_of_a_manifest_changes_unseen(tmp_path: Path) -> None:
 )
 def test_what_is_no_manifest_is_damage(tmp_path: Path, content: bytes) -> None:
     folder = commit(tmp_path / "step-6")
-    (folder / manifest.NAME).write_bytes(content)
+    (folder / manifest.MANIFEST_FILE).write_bytes(content)
     with pytest.raises(DamageError, match=r"manifest.json (is no manifest|does not have its own hash)"):
-        sound(folder)
+        read_validated(folder)
 
 
 FORGED: dict[str, tuple[dict[str, object], str]] = {
@@ -78,15 +78,15 @@ def test_a_manifest_with_its_own_hash_may_still_say_nothing_of_use(
     tmp_path: Path, changed: dict[str, object], told: str
 ) -> None:
     with pytest.raises(DamageError, match=told):
-        sound(commit(tmp_path / "step-6", **changed))
+        read_validated(commit(tmp_path / "step-6", **changed))
 
 
 def test_a_newer_format_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as newer:
-        newer.setattr(manifest, "FORMAT", 2)
+        newer.setattr(manifest, "FORMAT_VERSION", 2)
         folder = commit(tmp_path / "step-6")
     with pytest.raises(ResumeError, match="of format 2, and this version reads 1"):
-        sound(folder)
+        read_validated(folder)
 
 
 # ---- files
@@ -123,10 +123,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_damage_is_told_with_its_file(tmp_path: Path, do: Callable[[Path], object], told: str) -> None:
     folder = commit(tmp_path / "step-6")
     do(folder / "__0_0.distcp")
-    about = sound(folder)
-    (found,) = manifest.damage(folder, about, about.files)
+    about = read_validated(folder)
+    (found,) = manifest.find_damage(folder, about, about.files)
     assert found.startswith(f"__0_0.distcp {told}")
-    by_size = manifest.damage(folder, about, about.files, hashed=False)
+    by_size = manifest.find_damage(folder, about, about.files, check_hashes=False)
     assert by_size == ([] if "other content" in told else [found])
 
 
@@ -154,22 +154,22 @@ def test_a_file_that_cannot_be_read_now_is_asked_for_again_and_is_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, times: int, *, passes: bool
 ) -> None:
     folder = commit(tmp_path / "step-6")
-    monkeypatch.setattr(manifest, "PAUSE", 0.0)
-    monkeypatch.setattr(manifest, "hash_of", failing(manifest.hash_of, times, number))
+    monkeypatch.setattr(manifest, "RETRY_DELAY_SECONDS", 0.0)
+    monkeypatch.setattr(manifest, "hash_of", failing(manifest.hash_file, times, number))
     if passes:
-        assert sound(folder).step == 6
+        assert read_validated(folder).step == 6
     else:
-        with pytest.raises(RunError, match=rf"state.json cannot be read .*{os.strerror(number)}"):
-            sound(folder)
+        with pytest.raises(RunFailedError, match=rf"state.json cannot be read .*{os.strerror(number)}"):
+            read_validated(folder)
 
 
 def test_sizes_are_told_for_people() -> None:
-    assert [*map(manifest.size, (0, 1023, 1024, 1536, 5 * 2**30, 2**40))] == [
+    assert [*map(manifest.format_bytes, (0, 1023, 1024, 1536, 5 * 2**30, 2**40))] == [
         *("0 B", "1023 B", "1.0 KiB", "1.5 KiB", "5.0 GiB", "1.0 TiB")
     ]
 
 
 def test_the_manifest_is_json_that_others_can_read(tmp_path: Path) -> None:
-    body = json.loads((commit(tmp_path / "step-6") / manifest.NAME).read_text())
+    body = json.loads((commit(tmp_path / "step-6") / manifest.MANIFEST_FILE).read_text())
     assert body["format"] == 1
     assert [*map(type, body["files"]["state.json"])] == [int, str]

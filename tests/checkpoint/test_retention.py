@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.test_manifest import commit
-from trainer.checkpoint.retention import delete, good, put_aside, quarantine, superfluous, wipe
+from trainer.checkpoint.retention import (
+    checkpoints_to_delete,
+    delete_checkpoint,
+    list_quarantined,
+    quarantine,
+    remove_temporary_folders,
+    valid_checkpoints,
+)
 
 
 def several(checkpoints: Path, *steps: int) -> list[tuple[int, Path]]:
@@ -22,7 +29,7 @@ def test_the_newest_and_every_nth_are_kept(
     tmp_path: Path, keep: int, keep_every: int | None, deleted: list[int]
 ) -> None:
     committed = several(tmp_path, 2, 4, 6, 8, 10)
-    doomed = superfluous(committed, keep=keep, keep_every=keep_every)
+    doomed = checkpoints_to_delete(committed, keep=keep, keep_every=keep_every)
     assert doomed == [folder for step, folder in committed if step in deleted]
 
 
@@ -32,24 +39,24 @@ def test_pinned_ones_and_those_in_use_are_kept(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "link").symlink_to(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
     kept = [Path("link/step-2")]
-    assert superfluous(committed, keep=1, kept=kept) == [tmp_path / "run" / "step-6"]
+    assert checkpoints_to_delete(committed, keep=1, protected=kept) == [tmp_path / "run" / "step-6"]
 
 
 def test_damaged_ones_count_for_nothing_and_are_left(tmp_path: Path) -> None:
     committed = several(tmp_path, 2, 4, 6)
     (tmp_path / "step-6" / "manifest.json").unlink()
     (tmp_path / "step-2" / "state.json").write_text("{} ")
-    assert good(committed) == [committed[1]]
-    assert superfluous(good(committed), keep=1) == []
+    assert valid_checkpoints(committed) == [committed[1]]
+    assert checkpoints_to_delete(valid_checkpoints(committed), keep=1) == []
 
 
 def test_what_is_deleted_has_another_name_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     several(tmp_path, 2)
     names = []
     monkeypatch.setattr("shutil.rmtree", lambda folder: names.append(folder.name))
-    delete(tmp_path / "step-2")
+    delete_checkpoint(tmp_path / "step-2")
     assert names == [path.name for path in tmp_path.iterdir()] == [".tmp-old-step-2"]
-    delete(tmp_path / "step-2")  # It is gone, which is what was wanted.
+    delete_checkpoint(tmp_path / "step-2")  # It is gone, which is what was wanted.
     assert names == [".tmp-old-step-2"]
 
 
@@ -59,7 +66,7 @@ def test_all_that_dead_processes_left_is_wiped_and_nothing_else(tmp_path: Path) 
         commit(tmp_path / name)
     (tmp_path / ".tmp-link").symlink_to(tmp_path / "step-2")
     (tmp_path / ".tmp-file").touch()
-    wipe(tmp_path)
+    remove_temporary_folders(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad-step-3-x", "step-2"]
     assert len([*(tmp_path / "step-2").iterdir()]) == 4
 
@@ -70,5 +77,5 @@ def test_what_is_put_aside_says_why(tmp_path: Path) -> None:
     assert aside.parent == tmp_path
     assert aside.name.startswith("bad-step-2-")
     assert (aside / "reason").read_text() == "a bit flipped\n"
-    assert put_aside(tmp_path) == [f"{aside.name}: a bit flipped"]
+    assert list_quarantined(tmp_path) == [f"{aside.name}: a bit flipped"]
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-4"]

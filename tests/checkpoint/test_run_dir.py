@@ -11,14 +11,14 @@ import pytest
 from trainer.checkpoint import manifest
 from trainer.checkpoint.run_dir import (
     ResumeError,
-    RunFolder,
+    RunDir,
     check_resume,
-    differences,
-    finished,
-    flat,
-    identity,
-    place,
+    describe_differences,
+    finished_message,
+    flatten_config,
     read_state,
+    run_identity,
+    stage_position,
 )
 from trainer.config.job_config import Config
 from trainer.config.parse import load
@@ -34,7 +34,13 @@ def commit(folder: Path, step: int, of: Config) -> Path:
     """A checkpoint without tensors."""
     checkpoint = folder / "checkpoints" / f"step-{step}"
     checkpoint.mkdir(parents=True)
-    state = {"step": step, "config": flat(of), "trainer": {}, "data": {}, "stage": place(of.stages[0])}
+    state = {
+        "step": step,
+        "config": flatten_config(of),
+        "trainer": {},
+        "data": {},
+        "stage": stage_position(of.training_stages[0]),
+    }
     (checkpoint / "state.json").write_text(json.dumps(state))
     (checkpoint / ".metadata").touch()
     seal(checkpoint)
@@ -44,7 +50,7 @@ def commit(folder: Path, step: int, of: Config) -> Path:
 def seal(checkpoint: Path) -> None:
     """Gives it a manifest of the files that it has."""
     step = int(checkpoint.name.removeprefix("step-"))
-    files = {name: manifest.hash_of(checkpoint / name) for name in ("state.json", ".metadata")}
+    files = {name: manifest.hash_file(checkpoint / name) for name in ("state.json", ".metadata")}
     about = manifest.Manifest(step=step, attempt="a", world_size=1, mesh={}, versions={}, saved="", files=files)
     manifest.write(checkpoint, about)
 
@@ -55,8 +61,8 @@ def seal(checkpoint: Path) -> None:
 def test_checkpoints_are_listed_by_number(tmp_path: Path) -> None:
     for step in (1000, 6, 30, 200):
         commit(tmp_path, step, config(tmp_path))
-    assert [step for step, _ in RunFolder(tmp_path).committed()] == [6, 30, 200, 1000]
-    assert RunFolder(tmp_path).newest(config(tmp_path)) == tmp_path / "checkpoints" / "step-1000"
+    assert [step for step, _ in RunDir(tmp_path).committed_checkpoints()] == [6, 30, 200, 1000]
+    assert RunDir(tmp_path).resume_checkpoint(config(tmp_path)) == tmp_path / "checkpoints" / "step-1000"
 
 
 JUNK = [
@@ -76,44 +82,44 @@ JUNK = [
 def test_what_has_another_name_is_no_checkpoint(tmp_path: Path, name: str) -> None:
     for folder in ("step-3", name):
         (tmp_path / "checkpoints" / folder).mkdir(parents=True)
-    assert RunFolder(tmp_path).committed() == [(3, tmp_path / "checkpoints" / "step-3")]
+    assert RunDir(tmp_path).committed_checkpoints() == [(3, tmp_path / "checkpoints" / "step-3")]
 
 
 @pytest.mark.parametrize("name", ["step-09", "step-٩", "step-9²"])
 def test_a_number_written_otherwise_is_no_checkpoint(tmp_path: Path, name: str) -> None:
     (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert RunFolder(tmp_path).committed() == []
+    assert RunDir(tmp_path).committed_checkpoints() == []
 
 
 def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "step-9").touch()
-    assert RunFolder(tmp_path).committed() == []
+    assert RunDir(tmp_path).committed_checkpoints() == []
 
 
 def test_an_empty_or_absent_folder_has_none(tmp_path: Path) -> None:
-    assert RunFolder(tmp_path / "absent").committed() == []
+    assert RunDir(tmp_path / "absent").committed_checkpoints() == []
     (tmp_path / "checkpoints").mkdir()
-    assert RunFolder(tmp_path).committed() == []
-    assert RunFolder(tmp_path).newest(config(tmp_path)) is None
+    assert RunDir(tmp_path).committed_checkpoints() == []
+    assert RunDir(tmp_path).resume_checkpoint(config(tmp_path)) is None
 
 
 def test_without_checkpoints_a_run_starts_afresh_but_not_beside_some(tmp_path: Path) -> None:
     off = config(tmp_path, checkpoint={"enabled": False})
-    assert finished(off) is None
+    assert finished_message(off) is None
     commit(tmp_path, 6, off)
-    assert RunFolder(tmp_path).newest(off) is None
+    assert RunDir(tmp_path).resume_checkpoint(off) is None
     with pytest.raises(ResumeError, match="would start anew"):
-        finished(off)
+        finished_message(off)
 
 
 # ---- where it lies
 
 
 def test_a_folder_is_made_with_its_parents_and_may_exist(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "a" / "b")
-    folder.make()
-    folder.make()
+    folder = RunDir(tmp_path / "a" / "b")
+    folder.create()
+    folder.create()
     assert [path.name for path in sorted(folder.path.iterdir())] == ["checkpoints", "logs"]
 
 
@@ -122,30 +128,30 @@ def test_a_file_in_its_place_is_told(tmp_path: Path, under: str) -> None:
     (tmp_path / "taken").touch()
     path = tmp_path / "taken" / under
     with pytest.raises(ConfigError, match=rf"^job.output_dir = {path} cannot be written to: (File exists|Not a dir)"):
-        RunFolder(path).make()
+        RunDir(path).create()
 
 
 def test_a_folder_that_cannot_be_written_to_is_told() -> None:
     # /proc refuses root as well, whom no permission stops.
     with pytest.raises(ConfigError, match=r"^job.output_dir = /proc/self/task cannot be written to: ."):
-        RunFolder(Path("/proc/self/task")).make()
+        RunDir(Path("/proc/self/task")).create()
 
 
 def test_the_configuration_is_kept_resolved(tmp_path: Path) -> None:
     given = config(tmp_path, optimizer={"lr": 0.125})
-    RunFolder(tmp_path).begin(given, 0)
-    assert load(["--config", str(tmp_path / "config.toml")]).stages == given.stages
+    RunDir(tmp_path).record_start(given, 0)
+    assert load(["--config", str(tmp_path / "config.toml")]).training_stages == given.training_stages
 
 
 # ---- metrics and events
 
 
 def cut(tmp_path: Path, content: bytes, step: int) -> bytes:
-    folder = RunFolder(tmp_path)
-    folder.metrics.write_bytes(content)
-    folder.cut_metrics(step)
+    folder = RunDir(tmp_path)
+    folder.metrics_path.write_bytes(content)
+    folder.truncate_metrics(step)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-    return folder.metrics.read_bytes()
+    return folder.metrics_path.read_bytes()
 
 
 def test_lines_past_the_checkpoint_are_cut_and_others_kept_byte_by_byte(tmp_path: Path) -> None:
@@ -168,32 +174,32 @@ def test_what_is_no_record_is_cut(tmp_path: Path, junk: bytes) -> None:
 
 
 def test_a_file_with_nothing_to_cut_is_not_written(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    folder.cut_metrics(3)
-    assert not folder.metrics.exists()
-    folder.metrics.write_bytes(b'{"step": 2}\n')
-    before = folder.metrics.stat().st_ino
-    folder.cut_metrics(3)
-    assert folder.metrics.stat().st_ino == before
+    folder = RunDir(tmp_path)
+    folder.truncate_metrics(3)
+    assert not folder.metrics_path.exists()
+    folder.metrics_path.write_bytes(b'{"step": 2}\n')
+    before = folder.metrics_path.stat().st_ino
+    folder.truncate_metrics(3)
+    assert folder.metrics_path.stat().st_ino == before
 
 
 def test_events_are_appended_with_their_time(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    folder.event("start", step=0)
-    folder.event("end", step=6, loss=None)
-    first, second = map(json.loads, folder.events.read_text().splitlines())
+    folder = RunDir(tmp_path)
+    folder.log_event("start", step=0)
+    folder.log_event("end", step=6, loss=None)
+    first, second = map(json.loads, folder.events_path.read_text().splitlines())
     assert (first.pop("event"), first.pop("step"), list(first)) == ("start", 0, ["time"])
     assert second.pop("time") > 1e9
     assert second == {"event": "end", "step": 6, "loss": None}
     with pytest.raises(ValueError, match="JSON"):
-        folder.event("end", loss=float("nan"))
+        folder.log_event("end", loss=float("nan"))
 
 
 # ---- which run it is
 
 
 def test_the_same_configuration_is_the_same_run(tmp_path: Path) -> None:
-    assert differences(identity(config(tmp_path)), identity(config(tmp_path / "elsewhere"))) == []
+    assert describe_differences(run_identity(config(tmp_path)), run_identity(config(tmp_path / "elsewhere"))) == []
 
 
 @pytest.mark.parametrize(
@@ -212,21 +218,21 @@ def test_the_same_configuration_is_the_same_run(tmp_path: Path) -> None:
 def test_what_a_run_is_known_by_is_told_with_both_values(
     tmp_path: Path, changed: dict[str, dict[str, Any]], told: str
 ) -> None:
-    assert differences(identity(config(tmp_path)), identity(config(tmp_path, **changed))) == [told]
+    assert describe_differences(run_identity(config(tmp_path)), run_identity(config(tmp_path, **changed))) == [told]
 
 
 def test_all_differences_are_told(tmp_path: Path) -> None:
     other = config(
         tmp_path, model={"dim": 128, "num_layers": 2}, data={"mask": "none"}, training={"steps": 6, "seed": 3}
     )
-    keys = [line.split()[0] for line in differences(identity(config(tmp_path)), identity(other))]
+    keys = [line.split()[0] for line in describe_differences(run_identity(config(tmp_path)), run_identity(other))]
     assert keys == ["data.mask", "model.dim", "model.num_layers", "training.seed"]
-    assert differences({"a": 1}, {"b": 2}) == ["a was 1 and is now null", "b was null and is now 2"]
+    assert describe_differences({"a": 1}, {"b": 2}) == ["a was 1 and is now null", "b was null and is now 2"]
 
 
 def test_a_preset_and_its_numbers_are_the_same_model(tmp_path: Path) -> None:
     spelled = {"family": "llama3", "size": "debug", "dim": 256, "num_layers": 4}
-    assert identity(config(tmp_path, model=spelled)) == identity(config(tmp_path))
+    assert run_identity(config(tmp_path, model=spelled)) == run_identity(config(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -242,11 +248,11 @@ def test_a_preset_and_its_numbers_are_the_same_model(tmp_path: Path) -> None:
     ],
 )
 def test_the_rest_may_change(tmp_path: Path, changed: dict[str, dict[str, Any]]) -> None:
-    assert differences(identity(config(tmp_path)), identity(config(tmp_path, **changed))) == []
+    assert describe_differences(run_identity(config(tmp_path)), run_identity(config(tmp_path, **changed))) == []
 
 
 def test_an_identity_survives_json(tmp_path: Path) -> None:
-    mine = identity(config(tmp_path))
+    mine = run_identity(config(tmp_path))
     assert json.loads(json.dumps(mine)) == mine
 
 
@@ -255,19 +261,21 @@ def test_an_identity_survives_json(tmp_path: Path) -> None:
 
 def test_a_run_is_finished_when_its_newest_checkpoint_is_the_last_update(tmp_path: Path) -> None:
     mine = config(tmp_path)
-    assert finished(mine) is None
+    assert finished_message(mine) is None
     commit(tmp_path, 3, mine)
-    assert finished(mine) is None
+    assert finished_message(mine) is None
     last = commit(tmp_path, 6, mine)
-    assert str(finished(mine)).startswith(f"done already: {last} holds update 6 of 6. To go on, raise --training.steps")
-    assert finished(config(tmp_path, training={"steps": 7})) is None
-    assert finished(config(tmp_path, training={"steps": 5})) is not None
+    assert str(finished_message(mine)).startswith(
+        f"done already: {last} holds update 6 of 6. To go on, raise --training.steps"
+    )
+    assert finished_message(config(tmp_path, training={"steps": 7})) is None
+    assert finished_message(config(tmp_path, training={"steps": 5})) is not None
 
 
 def test_finished_of_another_run_is_refused(tmp_path: Path) -> None:
     checkpoint = commit(tmp_path, 6, config(tmp_path))
     with pytest.raises(ResumeError) as caught:
-        finished(config(tmp_path, training={"steps": 6, "seed": 1}))
+        finished_message(config(tmp_path, training={"steps": 6, "seed": 1}))
     assert str(caught.value).splitlines() == [
         f"{checkpoint} is of another run:",
         "  training.seed was 0 and is now 1",
@@ -279,7 +287,7 @@ def test_a_moved_folder_goes_on(tmp_path: Path) -> None:
     commit(tmp_path / "here", 6, config(tmp_path / "here"))
     (tmp_path / "here").rename(tmp_path / "there")
     moved = config(tmp_path / "there")
-    assert finished(moved) is not None
+    assert finished_message(moved) is not None
     assert check_resume(moved, tmp_path / "there" / "checkpoints" / "step-6")["step"] == 6
 
 
@@ -298,4 +306,4 @@ def test_a_state_without_what_it_must_hold_is_named(tmp_path: Path, content: str
     (checkpoint / "state.json").write_text(content)
     seal(checkpoint)
     with pytest.raises(ResumeError, match=r"state\.json"):
-        finished(mine)
+        finished_message(mine)

@@ -25,10 +25,16 @@ from torch.serialization import _get_layout
 from tests.system.in_process import configured, saved_by, trainer_of
 from tests.system.runs import reseal, tensors, write_run
 from trainer.checkpoint import manifest
-from trainer.checkpoint.load import ALLOWED, Reader, Restricted, fill, whole
-from trainer.checkpoint.manager import Checkpoints
+from trainer.checkpoint.load import (
+    ALLOWED_GLOBALS,
+    CheckpointReader,
+    RestrictedUnpickler,
+    read_full_tensor,
+    read_tensors,
+)
+from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.manifest import DamageError
-from trainer.checkpoint.run_dir import ResumeError, RunFolder, read_state
+from trainer.checkpoint.run_dir import ResumeError, RunDir, read_state
 
 NAME = "model.head.norm.weight"
 IS_DIR = PosixPath.is_dir
@@ -39,7 +45,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("made")
     config = configured(write_run(root), root / "run")
     with trainer_of(config) as trainer:
-        return saved_by(Checkpoints(config, RunFolder(config.output_dir), trainer.world), trainer)
+        return saved_by(CheckpointManager(config, RunDir(config.output_dir), trainer.world), trainer)
 
 
 @pytest.fixture
@@ -70,9 +76,9 @@ def rewrite(checkpoint: Path, content: object) -> None:
 
 
 def test_what_is_in_a_checkpoint_is_read_bit_by_bit(saved: Path) -> None:
-    reader, expected = Reader(saved), tensors(saved)
-    assert reader.entries.keys() == expected.keys()
-    assert all(torch.equal(whole(reader, name), tensor) for name, tensor in expected.items())
+    reader, expected = CheckpointReader(saved), tensors(saved)
+    assert reader.tensor_metadata.keys() == expected.keys()
+    assert all(torch.equal(read_full_tensor(reader, name), tensor) for name, tensor in expected.items())
 
 
 def test_torch_names_in_metadata_what_is_allowed(saved: Path) -> None:
@@ -86,7 +92,7 @@ def test_torch_names_in_metadata_what_is_allowed(saved: Path) -> None:
 
     content = (saved / ".metadata").read_bytes()
     Recorder(io.BytesIO(content)).load()
-    assert named <= ALLOWED, f"torch {torch.__version__} names {named - ALLOWED}"
+    assert named <= ALLOWED_GLOBALS, f"torch {torch.__version__} names {named - ALLOWED_GLOBALS}"
     assert len(named) >= 10
 
 
@@ -97,7 +103,7 @@ def test_hostile_metadata_executes_nothing(saved: Path, tmp_path: Path) -> None:
     assert marker.exists(), "it would have been executed"
     marker.unlink()
     with pytest.raises(ResumeError, match=r"step-0 cannot be read: .metadata names pathlib.*which no checkpoint needs"):
-        Reader(saved)
+        CheckpointReader(saved)
     assert not marker.exists()
 
 
@@ -109,7 +115,7 @@ def test_names_that_no_checkpoint_needs_are_refused(name: str) -> None:
     module, _, attribute = name.rpartition(".")
     content = b"c" + module.encode() + b"\n" + attribute.encode() + b"\n."
     with pytest.raises(DamageError, match=f"names {name}, which no checkpoint needs"):
-        Restricted(io.BytesIO(content)).load()
+        RestrictedUnpickler(io.BytesIO(content)).load()
 
 
 SIZE = b"ctorch\nSize\n"
@@ -152,13 +158,13 @@ def test_no_attribute_is_set_but_a_field_of_an_instance(content: bytes) -> None:
     touched = (PosixPath, MetadataIndex, _get_layout, _MEM_FORMAT_ENCODING(0))
     before = [{**vars(each)} for each in touched]
     with pytest.raises(DamageError, match=r"sets attributes of \S+ that are not its own"):
-        Restricted(io.BytesIO(b"\x80\x02" + content + b"b.")).load()
+        RestrictedUnpickler(io.BytesIO(b"\x80\x02" + content + b"b.")).load()
     assert PosixPath.is_dir is IS_DIR
     assert [{**vars(each)} for each in touched] == before
 
 
 def test_metadata_is_read_as_pickle_reads_it(saved: Path) -> None:
-    assert Restricted(io.BytesIO((saved / ".metadata").read_bytes())).load() == metadata_of(saved)
+    assert RestrictedUnpickler(io.BytesIO((saved / ".metadata").read_bytes())).load() == metadata_of(saved)
 
 
 def test_what_is_no_tensor_is_refused_and_not_unpickled(saved: Path, tmp_path: Path) -> None:
@@ -170,15 +176,15 @@ def test_what_is_no_tensor_is_refused_and_not_unpickled(saved: Path, tmp_path: P
         dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
     (folder / "state.json").write_bytes((saved / "state.json").read_bytes())
     about = manifest.read(saved)
-    files = {path.name: manifest.hash_of(path) for path in folder.iterdir()}
+    files = {path.name: manifest.hash_file(path) for path in folder.iterdir()}
     manifest.write(folder, replace(about, step=1, files=files))
     with pytest.raises(ResumeError, match="BytesStorageMetadata, which no checkpoint needs"):
-        Reader(folder)
+        CheckpointReader(folder)
     # And if it came so far, it would still not be unpickled.
-    reader = Reader(saved)
+    reader = CheckpointReader(saved)
     reader.metadata, reader.path = metadata_of(folder), folder
     with pytest.raises(ResumeError, match="hostile is no tensor"):
-        fill(reader, cast(Any, {"hostile": None}), alone=True)
+        read_tensors(reader, cast(Any, {"hostile": None}), no_dist=True)
     assert not marker.exists()
 
 
@@ -195,7 +201,7 @@ def test_a_hostile_data_file_executes_nothing(saved: Path, tmp_path: Path) -> No
         file.write(content.getvalue())
     rewrite(saved, replace(metadata, storage_data=metadata.storage_data | {index: moved}))
     with pytest.raises(ResumeError, match=r"step-0 cannot be read: UnpicklingError: Weights only load failed"):
-        whole(Reader(saved), NAME)
+        read_full_tensor(CheckpointReader(saved), NAME)
     assert not marker.exists()
 
 
@@ -238,7 +244,7 @@ LIES: dict[str, tuple[Callable[[Metadata], object], str]] = {
 def test_metadata_that_leads_elsewhere_is_refused(saved: Path, change: Callable[[Metadata], object], told: str) -> None:
     rewrite(saved, change(metadata_of(saved)))
     with pytest.raises(ResumeError, match=f"step-0 cannot be read: .*({told})"):
-        Reader(saved)
+        CheckpointReader(saved)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +266,7 @@ def test_a_hostile_state_is_refused(saved: Path, content: str) -> None:
 
 def test_a_tensor_is_read_into_the_type_that_is_asked_for(saved: Path) -> None:
     into = {NAME: torch.empty(64, dtype=torch.float64)}
-    fill(Reader(saved), into, alone=True)
+    read_tensors(CheckpointReader(saved), into, no_dist=True)
     assert torch.equal(into[NAME], tensors(saved)[NAME].double())
 
 
@@ -268,4 +274,4 @@ def test_a_manifest_that_others_wrote_is_still_checked(saved: Path) -> None:
     path = saved / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text())))
     with pytest.raises(ResumeError, match=r"step-0 cannot be read: manifest\.json does not have its own hash"):
-        Reader(saved)
+        CheckpointReader(saved)

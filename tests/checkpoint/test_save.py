@@ -15,17 +15,17 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
-from parallelisms.collectives import local
+from parallelisms.collectives import to_local
 from tests.ranks import run_ranks
 from tests.system.in_process import configured, rows_of, run_here, saved_by, trainer_of
 from tests.system.runs import checkpoints, digests, lines, mounted, state, tensors, timeless, write_run
 from trainer.checkpoint import async_save, manifest, save
-from trainer.checkpoint.async_save import Saved
-from trainer.checkpoint.manager import Checkpoints
-from trainer.checkpoint.run_dir import RunFolder
-from trainer.checkpoint.staging import Staging
-from trainer.distributed import World, attempt
-from trainer.errors import RankError, RunError
+from trainer.checkpoint.async_save import SaveResult
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.run_dir import RunDir
+from trainer.checkpoint.staging import HostStaging
+from trainer.distributed import World, attempt_name
+from trainer.errors import RankFailedError, RunFailedError
 from trainer.trainer import Trainer
 
 SYNC = "--checkpoint.async=false"
@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> Path:
     return write_run(tmp_path)
 
 
-def ended(found: Checkpoints) -> Saved:
+def ended(found: CheckpointManager) -> SaveResult:
     saved = found.wait()
     assert saved is not None
     return saved
@@ -59,22 +59,22 @@ class Slow:
 
 def test_training_on_while_saving_does_not_change_what_is_saved(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configured(run, run.parent / "run")
-    changed, write = Event(), save._write
+    changed, write = Event(), save._write_tensors
 
     def wait_and_write(*arguments: Any, leading: bool) -> None:
         assert changed.wait(60)
-        write(*arguments, leading=leading)
+        write(*arguments, is_rank_zero=leading)
 
     monkeypatch.setattr(save, "_write", wait_and_write)
-    with trainer_of(config) as trainer, Checkpoints(config, RunFolder(config.output_dir), trainer.world) as found:
-        updates = trainer.updates()
+    with trainer_of(config) as trainer, CheckpointManager(config, RunDir(config.output_dir), trainer.world) as found:
+        updates = trainer.train_steps()
         next(updates)
-        held = {name: tensor.clone() for name, tensor in trainer.tensors().items()}
+        held = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
         found.save(trainer)
         assert [next(updates).step for _ in range(3)] == [2, 3, 4]
-        for tensor in trainer.tensors().values():
-            local(tensor).fill_(7)
-        assert found.collected() == [], "it ended before the state was changed: the test shows nothing"
+        for tensor in trainer.state_dict().values():
+            to_local(tensor).fill_(7)
+        assert found.pop_finished() == [], "it ended before the state was changed: the test shows nothing"
         changed.set()
         saved = ended(found)
     assert saved.path is not None
@@ -102,9 +102,9 @@ def test_training_waits_for_the_copy_alone(run: Path, monkeypatch: pytest.Monkey
         config = configured(run, run.parent / f"run{len(options)}", *options)
         with monkeypatch.context() as patched, trainer_of(config) as trainer:
             Slow(patched, 0.3)
-            with Checkpoints(config, RunFolder(config.output_dir), trainer.world) as found:
+            with CheckpointManager(config, RunDir(config.output_dir), trainer.world) as found:
                 found.save(trainer)
-                while not (collected := found.collected()):
+                while not (collected := found.pop_finished()):
                     time.sleep(0.01)
         (saved,) = collected
         assert saved.seconds > 1.2, "data, metadata, state, manifest and folders are flushed"
@@ -116,39 +116,39 @@ def test_training_waits_for_the_copy_alone(run: Path, monkeypatch: pytest.Monkey
 def test_one_save_is_under_way_and_the_next_waits_for_it(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configured(run, run.parent / "run")
     Slow(monkeypatch, 0.1)
-    with trainer_of(config) as trainer, Checkpoints(config, RunFolder(config.output_dir), trainer.world) as found:
-        updates = trainer.updates()
+    with trainer_of(config) as trainer, CheckpointManager(config, RunDir(config.output_dir), trainer.world) as found:
+        updates = trainer.train_steps()
         for _ in range(3):
             next(updates)
             found.save(trainer)
             found.save(trainer)  # Of the same update: nothing.
-            assert len([*RunFolder(config.output_dir).checkpoints.glob(".tmp-*")]) <= 1
+            assert len([*RunDir(config.output_dir).checkpoints_dir.glob(".tmp-*")]) <= 1
         assert ended(found).step == 3
-        first, *others = found.collected()
+        first, *others = found.pop_finished()
     assert [saved.step for saved in (first, *others)] == [1, 2, 3]
     assert all(saved.blocked_seconds > 0.5 * saved.seconds for saved in (first, *others)), "each was waited for"
     assert checkpoints(config.output_dir) == ["step-1", "step-2", "step-3"]
 
 
 def test_buffers_are_used_again() -> None:
-    staging, tensor = Staging(), torch.arange(4.0)
-    first = staging.begin({"a": tensor})()["a"]
+    staging, tensor = HostStaging(), torch.arange(4.0)
+    first = staging.start_copy({"a": tensor})()["a"]
     tensor.fill_(5)
     assert first.tolist() == [0, 1, 2, 3]
-    second = staging.begin({"a": tensor})()["a"]
+    second = staging.start_copy({"a": tensor})()["a"]
     assert (second.data_ptr(), second.tolist()) == (first.data_ptr(), [5, 5, 5, 5])
-    assert staging.begin({"a": torch.zeros(5)})()["a"].shape == (5,)
+    assert staging.start_copy({"a": torch.zeros(5)})()["a"].shape == (5,)
 
 
 def test_what_goes_wrong_while_copying_is_the_saves_problem(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configured(run, run.parent / "run")
-    with trainer_of(config) as trainer, Checkpoints(config, RunFolder(config.output_dir), trainer.world) as found:
+    with trainer_of(config) as trainer, CheckpointManager(config, RunDir(config.output_dir), trainer.world) as found:
         with monkeypatch.context() as patched:
 
             def refuse(*_: object) -> Tensor:
                 raise torch.OutOfMemoryError("no host memory")
 
-            patched.setattr(Staging, "_buffer", refuse)
+            patched.setattr(HostStaging, "_buffer", refuse)
             found.save(trainer)
             assert "OutOfMemoryError: no host memory" in str(ended(found).problem)
         saved_by(found, trainer)
@@ -161,7 +161,7 @@ def test_what_goes_wrong_while_copying_is_the_saves_problem(run: Path, monkeypat
 def named(names: dict[int, str]) -> str:
     if name := names.get(distributed.get_rank()):
         os.environ["LONGHAUL_ATTEMPT"] = name
-    return attempt()
+    return attempt_name()
 
 
 @pytest.mark.ranks
@@ -175,13 +175,13 @@ def test_ranks_agree_on_the_name_of_their_attempt() -> None:
 # ---- what fails
 
 
-def fails(run: Path, problem: str, *options: str, break_it: Callable[[RunFolder], object]) -> None:
+def fails(run: Path, problem: str, *options: str, break_it: Callable[[RunDir], object]) -> None:
     """A save that fails leaves nothing, is told, and the next one works."""
     config = configured(run, run.parent / "run", *options)
-    folder = RunFolder(config.output_dir)
-    folder.make()
-    with trainer_of(config) as trainer, Checkpoints(config, folder, trainer.world) as found:
-        updates = trainer.updates()
+    folder = RunDir(config.output_dir)
+    folder.create()
+    with trainer_of(config) as trainer, CheckpointManager(config, folder, trainer.world) as found:
+        updates = trainer.train_steps()
         next(updates)
         mend = break_it(folder)
         found.save(trainer)
@@ -192,19 +192,19 @@ def fails(run: Path, problem: str, *options: str, break_it: Callable[[RunFolder]
             mend()
         assert checkpoints(folder.path) == []
         next(updates)
-        assert saved_by(found, trainer) == folder.checkpoints / "step-2"
-        assert [found.problem is None for found in found.collected()] == [False, True]
+        assert saved_by(found, trainer) == folder.checkpoints_dir / "step-2"
+        assert [found.problem is None for found in found.pop_finished()] == [False, True]
 
 
 @pytest.mark.parametrize("options", [(), (SYNC,)], ids=["async", "sync"])
 def test_a_file_in_the_folders_place_is_told(run: Path, options: tuple[str, ...]) -> None:
-    def replace(folder: RunFolder) -> Callable[[], object]:
-        folder.checkpoints.rmdir()
-        folder.checkpoints.touch()
+    def replace(folder: RunDir) -> Callable[[], object]:
+        folder.checkpoints_dir.rmdir()
+        folder.checkpoints_dir.touch()
 
         def mend() -> None:
-            folder.checkpoints.unlink()
-            folder.make()
+            folder.checkpoints_dir.unlink()
+            folder.create()
 
         return mend
 
@@ -213,15 +213,15 @@ def test_a_file_in_the_folders_place_is_told(run: Path, options: tuple[str, ...]
 
 def test_a_missing_folder_is_made(run: Path) -> None:
     config = configured(run, run.parent / "run")
-    folder = RunFolder(config.output_dir)
+    folder = RunDir(config.output_dir)
     with trainer_of(config) as trainer:
-        saved_by(Checkpoints(config, folder, trainer.world), trainer)
+        saved_by(CheckpointManager(config, folder, trainer.world), trainer)
     assert checkpoints(folder.path) == ["step-0"]
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EDQUOT, errno.EROFS])
 def test_an_error_of_the_disk_is_told_and_cleaned_up(run: Path, number: int) -> None:
-    def break_it(_: RunFolder) -> Callable[[], object]:
+    def break_it(_: RunDir) -> Callable[[], object]:
         context = pytest.MonkeyPatch()
 
         def refuse(_: int) -> None:
@@ -234,7 +234,7 @@ def test_an_error_of_the_disk_is_told_and_cleaned_up(run: Path, number: int) -> 
 
 
 def test_too_little_room_is_told_before_anything_is_written(run: Path) -> None:
-    def break_it(_: RunFolder) -> Callable[[], object]:
+    def break_it(_: RunDir) -> Callable[[], object]:
         context = pytest.MonkeyPatch()
         context.setattr(save, "_free", lambda _: 100_000)
         return context.undo
@@ -255,10 +255,10 @@ def test_a_disk_that_is_full_in_earnest_stops_no_training(
 ) -> None:
     """Found by asking before, or by a write that fails: both are told alike."""
     config = configured(run, small_disk / "run", "--checkpoint.keep=1")
-    folder, ballast = RunFolder(config.output_dir), small_disk / "ballast"
-    folder.make()
-    with trainer_of(config) as trainer, Checkpoints(config, folder, trainer.world) as found:
-        updates = trainer.updates()
+    folder, ballast = RunDir(config.output_dir), small_disk / "ballast"
+    folder.create()
+    with trainer_of(config) as trainer, CheckpointManager(config, folder, trainer.world) as found:
+        updates = trainer.train_steps()
         next(updates)
         saved_by(found, trainer)
         free = shutil.disk_usage(small_disk).free
@@ -267,7 +267,7 @@ def test_a_disk_that_is_full_in_earnest_stops_no_training(
         with monkeypatch.context() as patched:
             if when == "while":
                 answers = iter([free])
-                ask = save._free
+                ask = save._free_bytes
                 patched.setattr(save, "_free", lambda folder: next(answers, None) or ask(folder))
             found.save(trainer)
             saved = ended(found)
@@ -283,25 +283,25 @@ def with_a_bad_rank(run: Path, number: int) -> tuple[list[str], list[float], dic
     """Two saves while training goes on, of which the first fails on rank 1; problems, losses, and what there is then."""
     rank = distributed.get_rank()
     config = configured(run, run.parent / "run", "--training.global_batch_size=4")
-    folder = RunFolder(config.output_dir)
+    folder = RunDir(config.output_dir)
     trainer = Trainer(config, World(rank, 2, torch.device("cpu")), rows_of(config))
     flush, problems, losses = os.fsync, [], []
 
     def refuse(_: int) -> None:
         raise OSError(number, os.strerror(number))
 
-    with Checkpoints(config, folder, trainer.world) as found:
-        for update in trainer.updates():
+    with CheckpointManager(config, folder, trainer.world) as found:
+        for update in trainer.train_steps():
             losses.append(update.read().loss)
             if update.step in (2, 4):
                 os.fsync = refuse if (rank, update.step) == (1, 2) else flush  # type: ignore[assignment]
                 found.save(trainer)
-            problems += [str(saved.problem) for saved in found.collected()]
+            problems += [str(saved.problem) for saved in found.pop_finished()]
         found.wait()
-        problems += [str(saved.problem) for saved in found.collected()]
+        problems += [str(saved.problem) for saved in found.pop_finished()]
     os.fsync = flush
     distributed.barrier()
-    return problems, losses, digests(folder.checkpoints / "step-4") if rank == 0 else {}
+    return problems, losses, digests(folder.checkpoints_dir / "step-4") if rank == 0 else {}
 
 
 @pytest.mark.ranks
@@ -320,8 +320,8 @@ def mended_after(run: Path, kind: str) -> tuple[str, float, str]:
     rank = distributed.get_rank()
     config = configured(run, run.parent / "run", "--training.global_batch_size=4")
     trainer = Trainer(config, World(rank, 2, torch.device("cpu")), rows_of(config))
-    updates = trainer.updates()
-    with Checkpoints(config, RunFolder(config.output_dir), trainer.world) as found:
+    updates = trainer.train_steps()
+    with CheckpointManager(config, RunDir(config.output_dir), trainer.world) as found:
         next(updates)
         with pytest.MonkeyPatch.context() as patched:
             if rank == 1:
@@ -348,11 +348,11 @@ def refuse_the_folder(patched: pytest.MonkeyPatch, _: Path) -> None:
 def write_elsewhere(patched: pytest.MonkeyPatch, place: Path, name: str = ".") -> None:
     (place / "elsewhere").mkdir()
     temporary = property(lambda save: place / "elsewhere" / name / f".tmp-step-{save.step}")
-    patched.setattr(save.Save, "temporary", temporary)
+    patched.setattr(save.SaveRequest, "temporary", temporary)
 
 
 def cut_after_hashing(patched: pytest.MonkeyPatch, _: Path) -> None:
-    hashed = save._hashed
+    hashed = save._hash_own_files
 
     def cut(folder: Path, rank: int) -> dict[str, tuple[int, str]]:
         found = hashed(folder, rank)
@@ -363,7 +363,7 @@ def cut_after_hashing(patched: pytest.MonkeyPatch, _: Path) -> None:
 
 
 def move_before_hashing(patched: pytest.MonkeyPatch, _: Path) -> None:
-    hashed = save._hashed
+    hashed = save._hash_own_files
     patched.setattr(save, "_hashed", lambda folder, rank: hashed(folder.with_name(".tmp-gone"), rank))
 
 
@@ -415,11 +415,11 @@ def test_a_save_that_ends_by_what_is_no_exception_is_no_success(
     def kill(*_: object) -> int:
         raise Kill("enough")
 
-    monkeypatch.setattr(async_save, "write", kill)
+    monkeypatch.setattr(async_save, "write_checkpoint", kill)
     config = configured(run, run.parent / "run", *options)
     with trainer_of(config) as trainer:
-        found = Checkpoints(config, RunFolder(config.output_dir), trainer.world)
-        with pytest.raises(RankError, match="the checkpoint of update 0 was given up: Kill: enough"):
+        found = CheckpointManager(config, RunDir(config.output_dir), trainer.world)
+        with pytest.raises(RankFailedError, match="the checkpoint of update 0 was given up: Kill: enough"):
             saved_by(found, trainer)
     assert checkpoints(config.output_dir) == []
 
@@ -452,7 +452,7 @@ def test_a_last_save_that_fails_ends_the_run(run: Path, monkeypatch: pytest.Monk
     config = configured(run, run.parent / "run")
     run_here(configured(run, run.parent / "run", "--training.steps=3"))
     monkeypatch.setattr(save, "_commit", refuse)
-    with pytest.raises(RunError, match=r"the checkpoint of update 6, the last, failed: OSError: .*No space left"):
+    with pytest.raises(RunFailedError, match=r"the checkpoint of update 6, the last, failed: OSError: .*No space left"):
         run_here(config)
     assert checkpoints(config.output_dir) == ["step-3"]
     assert lines(config.output_dir / "events.jsonl")[-1]["event"] == "checkpoint_failed"

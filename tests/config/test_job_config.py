@@ -11,12 +11,12 @@ from typing import get_args
 
 import pytest
 
-from models.rope_scaling import summary
+from models.rope_scaling import rope_summary
 from trainer.config import docs
 from trainer.config.job_config import Config
-from trainer.config.parse import SHIPPED, keys, load, sections, tables
+from trainer.config.parse import CONFIG_DIR, all_sections, load, repeated_tables, section_keys
 from trainer.config.training_stages import Recipe
-from trainer.memory.estimator import GIB, ledger
+from trainer.memory.estimator import GIB, estimate_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER_CONFIGS = {
@@ -125,13 +125,13 @@ def test_a_problem_names_its_keys_their_values_and_the_rule(
             ['parallelism.cp_layout "headtail" does not fit cp_method "ulysses"; it takes "contiguous"'],
         ),
         (
-            {"cp": 4, "cp_method": "ring", "cp_ulysses": 2, "cp_outer": "ring"},
+            {"cp": 4, "cp_method": "ring", "cp_ulysses": 2, "cp_outer_method": "ring"},
             [
                 'parallelism.cp_ulysses = 2 has no use with cp_method "ring"; use "hybrid"',
-                'parallelism.cp_outer = "ring" has no use with cp_method "ring"; use "hybrid"',
+                'parallelism.cp_outer_method = "ring" has no use with cp_method "ring"; use "hybrid"',
             ],
         ),
-        ({"cp": 4, "cp_method": "hybrid", "cp_ulysses": 2, "cp_outer": "alltoall", "cp_layout": "headtail"}, []),
+        ({"cp": 4, "cp_method": "hybrid", "cp_ulysses": 2, "cp_outer_method": "alltoall", "cp_layout": "headtail"}, []),
         ({"cp_method": "ring", "cp_layout": "headtail"}, []),
         # One rank shares nothing: the keys of a run on many may stay.
         ({"cp_ulysses": 2}, []),
@@ -207,16 +207,16 @@ def test_what_is_near_those_can_start() -> None:
 
 def test_rows_are_padded_for_the_ranks_that_share_tokens_alone() -> None:
     odd: dict[str, object] = {"seq_len": 63}
-    assert "63 does not divide by 2 (tp = 2)" in configured(parallelism={"tp": 2}, training=odd).remarks(2)[0]
-    assert configured(parallelism={"tp": 2, "sequence_parallel": False}, training=odd).remarks(2) == []
+    assert "63 does not divide by 2 (tp = 2)" in configured(parallelism={"tp": 2}, training=odd).warnings(2)[0]
+    assert configured(parallelism={"tp": 2, "sequence_parallel": False}, training=odd).warnings(2) == []
     assert (
         "63 does not divide by 8 (cp = 2, tp = 4)"
-        in configured(parallelism={"cp": 2, "tp": 4, "cp_method": "ring"}, training=odd).remarks(8)[0]
+        in configured(parallelism={"cp": 2, "tp": 4, "cp_method": "ring"}, training=odd).warnings(8)[0]
     )
 
 
 def test_keys_of_a_pipeline_without_one_are_remarked_on() -> None:
-    assert configured(parallelism={"pp_layers": [1, 3], "pp_stages_per_rank": 2}).remarks(1) == [
+    assert configured(parallelism={"pp_layers": [1, 3], "pp_stages_per_rank": 2}).warnings(1) == [
         "parallelism.pp_layers has no use with parallelism.pp = 1",
         "parallelism.pp_stages_per_rank has no use with parallelism.pp = 1",
     ]
@@ -226,7 +226,7 @@ def test_the_head_counts_as_part_of_a_block_where_layers_are_cut() -> None:
     wide = configured(model={"vocab_size": 32768, "num_layers": 8}, parallelism={"pp": 2})
     assert wide.pipeline_plan(2).embed_cost == wide.pipeline_plan(2).head_cost > 5
     heavy = configured(model={"vocab_size": 32768, "num_layers": 8}, parallelism={"pp": 4}).pipeline_plan(4)
-    assert heavy.blocks[0] == heavy.blocks[-1] == 0
+    assert heavy.blocks_per_stage[0] == heavy.blocks_per_stage[-1] == 0
 
 
 def test_heads_that_tp_does_not_divide_are_no_problem_of_cp() -> None:
@@ -248,7 +248,7 @@ def test_heads_that_tp_does_not_divide_are_no_problem_of_cp() -> None:
             "(auto: cp 16 spans nodes of 8 ranks, 8 of which divide the heads)",
         ),
         (
-            {"parallelism": {"node_ranks": 2}, "data": {"packing": "single"}},
+            {"parallelism": {"ranks_per_node": 2}, "data": {"packing": "single"}},
             8,
             "hybrid (2 x 4, ring across), layout doc_headtail "
             "(auto: cp 8 spans nodes of 2 ranks, 2 of which divide the heads)",
@@ -299,16 +299,16 @@ def test_auto_chooses_by_ranks_heads_documents_and_memory(
 
 
 def test_a_context_plan_counts_the_heads_and_the_node_of_one_tp_rank() -> None:
-    plan = configured(parallelism={"tp": 8, "cp": 2, "node_ranks": 4}).context_plan()
-    assert (plan.heads, plan.kv_heads, plan.node) == (1, 1, 1)
+    plan = configured(parallelism={"tp": 8, "cp": 2, "ranks_per_node": 4}).context_plan()
+    assert (plan.heads, plan.kv_heads, plan.ranks_per_node) == (1, 1, 1)
     plan = configured(parallelism={"tp": 2, "cp": 2}, training={"micro_batch_size": 2}).context_plan()
-    assert (plan.heads, plan.kv_heads, plan.node) == (4, 2, 4)
-    assert (plan.head_dim, plan.row_tokens) == (32, 2 * 2048)
+    assert (plan.heads, plan.kv_heads, plan.ranks_per_node) == (4, 2, 4)
+    assert (plan.head_dim, plan.seq_len) == (32, 2 * 2048)
 
 
 def test_rows_that_cp_does_not_divide_are_remarked_on() -> None:
     def remarks(seq_len: int, **section: object) -> list[str]:
-        return configured(training={"seq_len": seq_len}, parallelism=section).remarks(1)
+        return configured(training={"seq_len": seq_len}, parallelism=section).warnings(1)
 
     assert remarks(512, cp=3) == [
         "training.seq_len = 512 does not divide by 6 (cp = 3): every row is padded by 4 tokens"
@@ -354,27 +354,31 @@ NOT_FULL = 'needs memory.recompute = "keep_attention", not "full"'
     [
         ({"recompute": "none"}, []),
         ({"recompute": "none", "offload": "inputs"}, [f'memory.offload = "inputs" {NEEDS}']),
-        ({"recompute": "none", "input_every": 2}, [f"memory.input_every = 2 {NEEDS}"]),
+        ({"recompute": "none", "blocks_per_checkpoint": 2}, [f"memory.blocks_per_checkpoint = 2 {NEEDS}"]),
         ({"recompute": "none", "head_groups": 2}, [f"memory.head_groups = 2 {NEEDS}"]),
         ({"recompute": "none", "mlp_tile_mib": 64}, [f"memory.mlp_tile_mib = 64 {NEEDS}"]),
         (
-            {"recompute": "none", "head_groups": 2, "mlp_tile_mib": 64, "input_every": 3},
-            [f"memory.input_every = 3 {NEEDS}", f"memory.head_groups = 2 {NEEDS}", f"memory.mlp_tile_mib = 64 {NEEDS}"],
+            {"recompute": "none", "head_groups": 2, "mlp_tile_mib": 64, "blocks_per_checkpoint": 3},
+            [
+                f"memory.blocks_per_checkpoint = 3 {NEEDS}",
+                f"memory.head_groups = 2 {NEEDS}",
+                f"memory.mlp_tile_mib = 64 {NEEDS}",
+            ],
         ),
         ({"recompute": "full", "offload": "inputs", "head_groups": 2, "mlp_tile_mib": 64}, []),
         (
             {"recompute": "full", "offload": "inputs_and_attention"},
             [f'memory.offload = "inputs_and_attention" {NOT_FULL}'],
         ),
-        ({"recompute": "full", "input_every": 2}, [f"memory.input_every = 2 {NOT_FULL}"]),
+        ({"recompute": "full", "blocks_per_checkpoint": 2}, [f"memory.blocks_per_checkpoint = 2 {NOT_FULL}"]),
         (
-            {"recompute": "full", "input_every": 2, "offload": "inputs_and_attention"},
-            [f'memory.offload = "inputs_and_attention" {NOT_FULL}', f"memory.input_every = 2 {NOT_FULL}"],
+            {"recompute": "full", "blocks_per_checkpoint": 2, "offload": "inputs_and_attention"},
+            [f'memory.offload = "inputs_and_attention" {NOT_FULL}', f"memory.blocks_per_checkpoint = 2 {NOT_FULL}"],
         ),
         ({"host_budget_gib": 4.0}, ['memory.host_budget_gib = 4.0 has no use with memory.offload = "none"']),
         ({"host_budget_gib": 4.0, "offload": "inputs"}, []),
         (
-            {"offload": "inputs_and_attention", "input_every": 4, "head_groups": 4, "mlp_tile_mib": 1},
+            {"offload": "inputs_and_attention", "blocks_per_checkpoint": 4, "head_groups": 4, "mlp_tile_mib": 1},
             [],
         ),
     ],
@@ -386,7 +390,7 @@ def test_what_blocks_keep_fits_what_they_recompute(memory: dict[str, object], pr
 
 def test_blocks_keep_what_attention_gave_unless_asked_otherwise() -> None:
     memory = Config().memory
-    assert (memory.recompute, memory.offload, memory.input_every) == ("keep_attention", "none", 1)
+    assert (memory.recompute, memory.offload, memory.blocks_per_checkpoint) == ("keep_attention", "none", 1)
     assert (memory.head_groups, memory.mlp_tile_mib) == (1, None)
 
 
@@ -431,19 +435,19 @@ def test_all_problems_are_told_at_once() -> None:
         model={"size": "9b"}, data={"corpus": "no"}, parallelism={"dp_shard": 3}, training={"micro_batch_size": 3}
     )
     assert len(config.problems(2)) == 4
-    wrong = {"tp": 2, "cp": 4, "cp_method": "ring", "cp_layout": "balanced", "cp_ulysses": 2, "cp_outer": "ring"}
+    wrong = {"tp": 2, "cp": 4, "cp_method": "ring", "cp_layout": "balanced", "cp_ulysses": 2, "cp_outer_method": "ring"}
     assert len(configured(data={"copy_period": 1}, parallelism=wrong).problems(2)) == 5
 
 
 def test_a_rank_without_rows_in_an_update_is_remarked_on() -> None:
     config = configured(training={"global_batch_size": 4, "micro_batch_size": 2})
-    assert config.remarks(2) == []
-    assert "1 run empty in every update" in config.remarks(3)[0]
+    assert config.warnings(2) == []
+    assert "1 run empty in every update" in config.warnings(3)[0]
 
 
 def test_a_warm_up_that_fills_the_run_is_remarked_on() -> None:
-    assert configured(training={"steps": 6}, schedule={"warmup_steps": 5}).remarks(1) == []
-    assert "learning rate only rises" in configured(training={"steps": 5}, schedule={"warmup_steps": 5}).remarks(1)[0]
+    assert configured(training={"steps": 6}, schedule={"warmup_steps": 5}).warnings(1) == []
+    assert "learning rate only rises" in configured(training={"steps": 5}, schedule={"warmup_steps": 5}).warnings(1)[0]
 
 
 def test_keys_that_are_left_out_are_the_presets() -> None:
@@ -469,9 +473,9 @@ def test_the_rotation_is_told_before_a_run() -> None:
     config = load(
         ["--model.rope.kind", "yarn", "--model.rope.factor", "8", "--model.nope_every", "4", "--training.seq_len", "64"]
     )
-    assert config.plans(1) == [summary(config.model.build(), 64)]
-    assert config.plans(1)[0].startswith("rope yarn: theta 500,000, ")
-    assert config.plans(1)[0].endswith("attention factor 1.2079; none in every 4th layer")
+    assert config.parallelism_summary(1) == [rope_summary(config.model.build(), 64)]
+    assert config.parallelism_summary(1)[0].startswith("rope yarn: theta 500,000, ")
+    assert config.parallelism_summary(1)[0].endswith("attention factor 1.2079; none in every 4th layer")
     preset = load(["--model.family", "qwen3"]).model.build()
     assert (preset.qk_norm, preset.nope_every, preset.rope.kind) == (True, None, "default")
     assert not load(["--model.family", "qwen3", "--model.qk_norm", "false"]).model.build().qk_norm
@@ -487,7 +491,7 @@ def test_debug_shares_its_rows_among_any_number_of_processes_up_to_eight() -> No
     for world in range(1, 9):
         config = load(["--parallelism.cp", str(world)])
         assert config.problems(world) == []
-        chosen[world] = config.context_plan().chosen
+        chosen[world] = config.context_plan().resolved_method
     assert [world for world, method in chosen.items() if method == "ulysses"] == [1, 2, 4, 8]
     assert [world for world, method in chosen.items() if method == "allgather"] == [3, 5, 7]
     assert chosen[6] == "hybrid"
@@ -507,32 +511,36 @@ def test_debug_runs_for_any_number_of_steps() -> None:
 def test_debug_states_no_degree_and_divides_by_eight() -> None:
     config = load(["--config", "debug"])
     model = config.model.build()
-    assert "[parallelism]" not in (SHIPPED / "debug.toml").read_text()
+    assert "[parallelism]" not in (CONFIG_DIR / "debug.toml").read_text()
     assert (model.num_heads, model.num_kv_heads, model.vocab_size % 8) == (8, 4, 0)
     assert model.num_layers >= 4
     assert not config.training.compile
 
 
 def test_every_shipped_configuration_is_known_here() -> None:
-    assert {path.stem for path in SHIPPED.glob("*.toml")} == {*LAPTOP_CONFIGS, *CLUSTER_CONFIGS}
+    assert {path.stem for path in CONFIG_DIR.glob("*.toml")} == {*LAPTOP_CONFIGS, *CLUSTER_CONFIGS}
 
 
 def test_a_million_tokens_need_two_processes_and_no_file() -> None:
     config = load(["--config", "debug_1m"])
     assert config.problems(2) == []
-    assert config.remarks(2) == []
+    assert config.warnings(2) == []
     assert (config.training.seq_len, config.parallelism.cp) == (1 << 20, 2)
     assert (config.data.documents, config.data.max_document, config.data.mask) == ("file", 16_384, "document")
-    assert ledger(config, 2).device < 2 * GIB
+    assert estimate_memory(config, 2).device_bytes < 2 * GIB
 
 
 def test_what_copy_repeats_is_always_on_another_rank() -> None:
     config = load(["--config", "copy"])
     assert config.problems(4) == []
-    assert config.remarks(4) == []
+    assert config.warnings(4) == []
     period, chunk = config.data.copy_period, config.training.seq_len // (2 * config.parallelism.cp)
     assert period is not None
-    assert (period % chunk, config.context_plan().kind, config.context_plan().rotation) == (0, "doc_headtail", "ring")
+    assert (period % chunk, config.context_plan().resolved_layout, config.context_plan().rotate_method) == (
+        0,
+        "doc_headtail",
+        "ring",
+    )
     holders = [0, 1, 2, 3, 3, 2, 1, 0]
     back = period // chunk
     assert all(holders[at] != holders[before] for at in range(8) for before in range(at - back, -1, -back))
@@ -541,7 +549,7 @@ def test_what_copy_repeats_is_always_on_another_rank() -> None:
 @pytest.mark.parametrize(("name", "world"), CLUSTER_CONFIGS.items())
 def test_a_cluster_configuration_states_every_degree_and_lacks_only_its_files(name: str, world: int) -> None:
     config = load(["--config", name])
-    assert all(stage.config.parallelism.dp_shard is not None for stage in config.stages)
+    assert all(stage.config.parallelism.dp_shard is not None for stage in config.training_stages)
     corpora = [f"data.sources.{source}.path" for source in config.data.sources] or ["data.corpus"]
     assert [problem.split(" = ")[0] for problem in config.problems(world)] == ["tokenizer.path", *corpora]
 
@@ -549,20 +557,20 @@ def test_a_cluster_configuration_states_every_degree_and_lacks_only_its_files(na
 @pytest.mark.parametrize("name", list(CLUSTER_CONFIGS)[-3:])
 def test_every_stage_fits_the_devices_that_it_is_for(name: str) -> None:
     config = load(["--config", name])
-    for stage in config.stages:
-        assert ledger(stage.config, CLUSTER_CONFIGS[name]).device < 80 * GIB, str(stage)
+    for stage in config.training_stages:
+        assert estimate_memory(stage.config, CLUSTER_CONFIGS[name]).device_bytes < 80 * GIB, str(stage)
 
 
 def test_recipes_have_what_was_published() -> None:
     prolong, llama31, ultralong = (load(["--config", name]) for name in list(CLUSTER_CONFIGS)[-3:])
-    assert [stage.config.training.seq_len for stage in prolong.stages] == [65_536, 524_288]
-    assert [stage.config.model.build().rope.theta for stage in prolong.stages] == [8e6, 1.28e8]
-    assert [round(sum(item.weight for item in stage.config.data.mix), 9) for stage in prolong.stages] == [1, 1]
-    lengths = [stage.config.training.seq_len for stage in llama31.stages]
+    assert [stage.config.training.seq_len for stage in prolong.training_stages] == [65_536, 524_288]
+    assert [stage.config.model.build().rope.theta for stage in prolong.training_stages] == [8e6, 1.28e8]
+    assert [round(sum(item.weight for item in stage.config.data.mix), 9) for stage in prolong.training_stages] == [1, 1]
+    lengths = [stage.config.training.seq_len for stage in llama31.training_stages]
     assert (len(lengths), lengths[0], lengths[-1]) == (6, 8_192, 131_072)
     assert sum(stage.tokens or 0 for stage in llama31.stage) == 800e9
-    assert {stage.config.model.build().rope.kind for stage in llama31.stages} == {"llama3"}
-    (only,) = ultralong.stages
+    assert {stage.config.model.build().rope.kind for stage in llama31.training_stages} == {"llama3"}
+    (only,) = ultralong.training_stages
     rope = only.config.model.build().rope
     assert (rope.kind, rope.factor, rope.beta_fast, rope.beta_slow) == ("yarn", 128, 4, 1)
     assert (only.config.data.mask, only.config.training.seq_len) == ("none", 1 << 20)
@@ -578,32 +586,32 @@ def test_checking_needs_no_torch() -> None:
 def test_every_key_has_a_description() -> None:
     assert not [
         f"{section}.{key}"
-        for section, owner in sections().items()
-        for key in keys(section)
-        if not owner.by_key()[key].description
+        for section, owner in all_sections().items()
+        for key in section_keys(section)
+        if not owner.fields_by_key()[key].description
     ]
 
 
 def test_a_key_may_be_absent_only_if_that_is_its_default() -> None:
     """Else the resolved file, which leaves absent keys out, would not say what it means."""
-    for section, owner in sections().items():
-        for key in keys(section):
-            if type(None) in get_args(owner.by_key()[key].annotation):
-                assert owner.by_key()[key].default is None, f"{section}.{key}"
+    for section, owner in all_sections().items():
+        for key in section_keys(section):
+            if type(None) in get_args(owner.fields_by_key()[key].annotation):
+                assert owner.fields_by_key()[key].default is None, f"{section}.{key}"
 
 
 def test_help_has_every_key_within_its_width() -> None:
-    text = docs.help_text()
-    assert all(f"--{section}.{key}  " in text for section in sections() for key in keys(section))
-    assert all(f"\n[{section}]  " in text for section in sections())
+    text = docs.render_help()
+    assert all(f"--{section}.{key}  " in text for section in all_sections() for key in section_keys(section))
+    assert all(f"\n[{section}]  " in text for section in all_sections())
     assert all(f"\n{heading}  " in text for heading in ("[data.sources.NAME]", "[[data.mix]]", "[[stage]]"))
-    assert all(f"\n  {key}  " in text for owner in tables().values() for key in owner.by_key())
+    assert all(f"\n  {key}  " in text for owner in repeated_tables().values() for key in owner.fields_by_key())
     assert max(map(len, text.splitlines())) <= docs.WIDTH
 
 
 def test_a_type_is_told_in_words() -> None:
-    owners = [sections()[section] for section in ("training", "optimizer", "job")]
-    kinds = {key.name: key.kind for owner in owners for key in docs.describe(owner, [*owner.by_key()])}
+    owners = [all_sections()[section] for section in ("training", "optimizer", "job")]
+    kinds = {key.name: key.type_name for owner in owners for key in docs.document_keys(owner, [*owner.fields_by_key()])}
     assert kinds["seq_len"] == "integer >= 2"
     assert kinds["dtype"] == '"bfloat16" | "float32" | "float64"'
     assert kinds["betas"] == "[number >= 0 < 1, number >= 0 < 1]"
@@ -612,17 +620,17 @@ def test_a_type_is_told_in_words() -> None:
 
 
 def test_the_schema_refuses_unknown_keys_and_knows_no_null() -> None:
-    schema = json.loads(docs.schema())
+    schema = json.loads(docs.render_json_schema())
     assert all(part["additionalProperties"] is False for part in [schema, *schema["$defs"].values()])
     assert schema["$defs"]["ParallelismSection"]["properties"]["dp_shard"]["type"] == "integer"
-    assert "null" not in docs.schema()
+    assert "null" not in docs.render_json_schema()
 
 
 def test_the_written_pages_are_in_step() -> None:
     assert docs.main(write=False) == 0, "run python -m trainer.config.docs"
 
 
-@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(CONFIG_DIR.glob("*.toml")), ids=lambda path: path.stem)
 def test_a_shipped_file_names_the_schema_for_editors(path: Path) -> None:
     first = path.read_text().splitlines()[0]
     assert first.startswith("#:schema ")
@@ -654,7 +662,7 @@ def test_validation_sets_are_checked_before_anything_starts() -> None:
 def test_the_tail_is_the_shortest_length_or_2048() -> None:
     def targets(*seq_len: int) -> int:
         made = configured(validation={"sets": {"one": {"seq_len": seq_len}}})
-        return made.validation.sets["one"].targets
+        return made.validation.sets["one"].target_tokens
 
     assert (targets(64, 128), targets(2048, 4096), targets(4096, 65_536)) == (64, 2048, 2048)
 
@@ -680,8 +688,8 @@ def test_what_is_trained_on_cannot_be_held_out_under_another_name() -> None:
 def test_a_set_of_what_is_trained_on_is_remarked() -> None:
     one: dict[str, object] = {"sets": {"one": {"seq_len": 64}}}
     said = "validation.sets.one judges by documents that are trained on: data.holdout = 0"
-    assert said in configured(validation=one).remarks(1)
-    assert said not in configured(validation=one, data={"holdout": 0.1}).remarks(1)
+    assert said in configured(validation=one).warnings(1)
+    assert said not in configured(validation=one, data={"holdout": 0.1}).warnings(1)
 
 
 def test_a_holdout_needs_whole_documents_and_text() -> None:

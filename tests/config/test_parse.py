@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config.parse import SHIPPED, keys, load, overlay, split, to_toml
+from trainer.config.parse import CONFIG_DIR, deep_merge, load, parse_arguments, section_keys, to_toml
 from trainer.config.training_stages import Recipe
 from trainer.errors import ConfigError
 
@@ -153,7 +153,7 @@ def test_a_value_of_several_lines_is_told_in_one() -> None:
 
 @pytest.mark.usefixtures("here")
 def test_a_missing_file_is_answered_with_the_ones_that_exist() -> None:
-    there = ", ".join(sorted(path.stem for path in SHIPPED.glob("*.toml")))
+    there = ", ".join(sorted(path.stem for path in CONFIG_DIR.glob("*.toml")))
     assert refused("--config", "debg") == [
         f"debg: there is no such file; did you mean debug? train_configs/ holds {there}"
     ]
@@ -241,17 +241,17 @@ def test_the_resolved_file_has_the_sections_in_order() -> None:
 
 
 def test_a_command_line_is_taken_apart_without_reading_the_file() -> None:
-    arguments = split(["--config", "nowhere", "--training.steps=5"])
+    arguments = parse_arguments(["--config", "nowhere", "--training.steps=5"])
     assert (arguments.config, arguments.values, arguments.problems) == ("nowhere", {"training": {"steps": "5"}}, [])
 
 
 def test_an_overlay_keeps_what_it_does_not_mention() -> None:
-    assert overlay({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 4}, "e": {}}) == {
+    assert deep_merge({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": 4}, "e": {}}) == {
         "a": {"b": 4, "c": 2},
         "d": 3,
         "e": {},
     }
-    assert overlay({"a": 1}, {"a": {"b": 2}}) == {"a": {"b": 2}}
+    assert deep_merge({"a": 1}, {"a": {"b": 2}}) == {"a": {"b": 2}}
 
 
 def test_a_key_may_be_a_word_of_pythons(here: Path) -> None:
@@ -261,8 +261,8 @@ def test_a_key_may_be_a_word_of_pythons(here: Path) -> None:
     assert not config.checkpoint.asynchronous
     assert "\nasync = false\n" in to_toml(config)
     assert load(["--config", "some.toml", "--checkpoint.async", "true"]).checkpoint.asynchronous
-    assert "async" in keys("checkpoint")
-    assert not {"asynchronous"} & {*keys("checkpoint"), *config.model_dump()["checkpoint"]}
+    assert "async" in section_keys("checkpoint")
+    assert not {"asynchronous"} & {*section_keys("checkpoint"), *config.model_dump()["checkpoint"]}
     assert refused("--checkpoint.async", "maybe") == ["command line: --checkpoint.async maybe must be true or false"]
     assert refused("--checkpoint.async") == ["command line: --checkpoint.async needs a value: true or false"]
     (here / "some.toml").write_text("[checkpoint]\nasynchronous = false\nasync = 1\n")

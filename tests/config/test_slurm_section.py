@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.checkpoint.run_dir import flat, identity
+from trainer.checkpoint.run_dir import flatten_config, run_identity
 from trainer.config.parse import load
-from trainer.config.slurm import seconds
+from trainer.config.slurm import parse_time_limit
 from trainer.errors import ConfigError
 
 
@@ -14,7 +14,7 @@ from trainer.errors import ConfigError
     ("time", "amount"), [("00:00:01", 1), ("1:01:01", 3661), ("100:00:00", 360_000), ("2-03:00:00", 183_600)]
 )
 def test_a_time_limit_is_read_as_slurm_reads_it(time: str, amount: int) -> None:
-    assert seconds(time) == amount
+    assert parse_time_limit(time) == amount
     assert load(["--slurm.time", time]).slurm.time == time
 
 
@@ -53,16 +53,16 @@ def test_a_lead_must_be_shorter_than_the_time_limit() -> None:
 
 
 def test_ranks_are_counted_by_gpus_or_where_there_are_none_by_their_number() -> None:
-    assert load([]).slurm.processes == 8
-    assert load(["--slurm.gpus_per_node", "4"]).slurm.processes == 4
+    assert load([]).slurm.nproc_per_node == 8
+    assert load(["--slurm.gpus_per_node", "4"]).slurm.nproc_per_node == 4
     alone = load(["--slurm.gpus_per_node", "0"]).slurm
-    assert alone.processes == 1
-    assert load(["--slurm.gpus_per_node", "0", "--slurm.processes_per_node", "3"]).slurm.processes == 3
+    assert alone.nproc_per_node == 1
+    assert load(["--slurm.gpus_per_node", "0", "--slurm.processes_per_node", "3"]).slurm.nproc_per_node == 3
     (problem,) = load(["--slurm.processes_per_node", "3"]).slurm.problems()
     assert problem.startswith("slurm.processes_per_node = 3 is for slurm.gpus_per_node = 0; 8 GPUs")
 
 
 def test_a_run_goes_on_in_any_job() -> None:
     one, other = load([]), load(["--slurm.nodes", "4", "--slurm.launcher", "torchrun"])
-    assert identity(one) == identity(other)
-    assert flat(one) == flat(other)
+    assert run_identity(one) == run_identity(other)
+    assert flatten_config(one) == flatten_config(other)

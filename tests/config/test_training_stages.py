@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainer.checkpoint.run_dir import place
+from trainer.checkpoint.run_dir import stage_position
 from trainer.config.job_config import Config
 from trainer.config.parse import load, to_toml
 from trainer.config.training_stages import Recipe
@@ -46,7 +46,7 @@ def configured(**values: Any) -> Recipe:
 
 
 def test_a_stage_is_the_sections_with_what_it_says_over_them() -> None:
-    first, second = configured(**TWO).stages
+    first, second = configured(**TWO).training_stages
     assert (first.config.training.seq_len, first.config.training.steps) == (128, 10)
     assert first.config.training.global_batch_size == 6
     assert first.config.model == configured(**TWO).model
@@ -62,20 +62,20 @@ def test_a_stage_is_the_sections_with_what_it_says_over_them() -> None:
     mesh = second.config.parallelism
     assert (mesh.tp, mesh.cp, mesh.cp_method) == (2, 4, "ring")
     assert second.config.memory.recompute == "full"
-    assert (second.is_fresh, first.is_fresh) == (True, False)
-    assert [(stage.first_step, stage.last_step, stage.total) for stage in (first, second)] == [
+    assert (second.resets_optimizer, first.resets_optimizer) == (True, False)
+    assert [(stage.start_step, stage.end_step, stage.total_steps) for stage in (first, second)] == [
         (0, 10, 20),
         (10, 20, 20),
     ]
-    assert place(first) == {"stage": "a", "index": 0, "updates before the stage": 0}
+    assert stage_position(first) == {"stage": "a", "index": 0, "updates before the stage": 0}
     # Of a length in tokens, updates depend on the batch.
-    assert place(second) == {"stage": "b", "index": 1, "updates before the stage": 10, "rows of an update": 2}
+    assert stage_position(second) == {"stage": "b", "index": 1, "updates before the stage": 10, "rows of an update": 2}
 
 
 def test_a_run_without_stages_is_one() -> None:
     config = configured(training={"steps": 7})
-    (only,) = config.stages
-    assert (only.config, only.name, only.first_step, only.last_step, only.total) == (
+    (only,) = config.training_stages
+    assert (only.config, only.name, only.start_step, only.end_step, only.total_steps) == (
         Config(training=config.training),
         "",
         0,
@@ -89,18 +89,20 @@ def test_the_learning_rate_starts_again_with_a_stage_or_goes_on(over: str, expec
     stages = [{"name": name, "seq_len": 8, "steps": 2} for name in ("a", "b")]
     schedule = {"kind": "constant", "warmup_steps": 2, "over": over}
     config = configured(stage=stages, schedule=schedule, optimizer={"lr": 1.0})
-    first, second = config.stages
+    first, second = config.training_stages
     rates = [learning_rate(stage, step) for stage, step in ((first, 1), (first, 2), (second, 3), (second, 4))]
     assert rates == expected
 
 
 def test_a_recipe_is_read_back_as_it_was_written(tmp_path: Path) -> None:
-    given = TWO | {"data": {"sources": {"x": {"path": "docs"}}, "mix": [{"source": "x", "weight": 0.3, "below": 9}]}}
+    given = TWO | {
+        "data": {"sources": {"x": {"path": "docs"}}, "mix": [{"source": "x", "weight": 0.3, "max_length": 9}]}
+    }
     config = Recipe.model_validate(given)
     path = tmp_path / "recipe.toml"
     path.write_text(to_toml(config))
     again = load(["--config", str(path)])
-    assert again.stages == config.stages
+    assert again.training_stages == config.training_stages
     assert to_toml(again) == to_toml(config)
 
 
@@ -148,13 +150,13 @@ STAGE = {"name": "a", "seq_len": 64}
             'data.sources.x.path = "nowhere" is neither "python-stdlib", "copy", a dataset ("hf:NAME"), nor an',
         ),
         (
-            {"data": {"mix": [{"source": "corpus", "at_least": 8, "below": 8}]}},
-            "data.mix: below = 8 leaves nothing at_least = 8",
+            {"data": {"mix": [{"source": "corpus", "min_length": 8, "max_length": 8}]}},
+            "data.mix: max_length = 8 leaves nothing min_length = 8",
         ),
         ({"data": {"mix": [{"source": "corpus"}, {"source": "corpus"}]}}, "data.mix: corpus is there twice"),
         ({"data": {"corpus": "copy", "mix": [{"source": "corpus"}]}}, 'data.corpus = "copy" is not for data.mix'),
         (
-            {"data": {"mix": [{"source": "corpus"}, {"source": "corpus", "below": 9, "weight": 1e-4}]}},
+            {"data": {"mix": [{"source": "corpus"}, {"source": "corpus", "max_length": 9, "weight": 1e-4}]}},
             "data.mix: weights [1.0, 0.0001] differ by more than a thousand",
         ),
         (

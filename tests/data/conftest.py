@@ -10,7 +10,7 @@ import pytest
 
 from trainer.config.job_config import DataSection
 from trainer.data.prepare import prepare
-from trainer.data.source import Source
+from trainer.data.source import CorpusSpec
 from trainer.data.tokenizer import ByteTokenizer
 
 Files = dict[str, str | bytes]
@@ -42,11 +42,11 @@ def section(tmp_path: Path) -> Callable[..., DataSection]:
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Callable[..., Source]:
+def source(tmp_path: Path) -> Callable[..., CorpusSpec]:
     """A folder with these files, whose cache is beside it."""
 
-    def make(files: Files, **options: Any) -> Source:
-        return Source(**{"corpus": write(tmp_path / "corpus", files), "cache_dir": tmp_path / "cache", **options})
+    def make(files: Files, **options: Any) -> CorpusSpec:
+        return CorpusSpec(**{"corpus": write(tmp_path / "corpus", files), "cache_dir": tmp_path / "cache", **options})
 
     return make
 
@@ -55,10 +55,10 @@ def source(tmp_path: Path) -> Callable[..., Source]:
 def documents() -> Callable[..., list[str]]:
     """The documents of a source, prepared with bytes as tokens and read back."""
 
-    def read(source: Source, **options: Any) -> list[str]:
+    def read(source: CorpusSpec, **options: Any) -> list[str]:
         prepared = prepare(source, ByteTokenizer(), **options)
         found = []
-        for start, stop in pairwise(prepared.starts.tolist()):
+        for start, stop in pairwise(prepared.document_starts.tolist()):
             ids = prepared.read(start, stop).tolist()
             assert (ids[0], ids[-1]) == (ByteTokenizer.bos, ByteTokenizer.eos)
             found.append(bytes(ids[1:-1]).decode())

@@ -7,18 +7,20 @@ import math
 import pytest
 import torch
 
-from models.batch import IGNORE, Batch
+from models.batch import IGNORE_INDEX, Batch
 from trainer.config.job_config import Config
-from trainer.data import rows_of
-from trainer.data.copy_task import CopyRows
-from trainer.data.sequences import Rows
+from trainer.data import build_train_dataset
+from trainer.data.copy_task import CopyDataset
+from trainer.data.sequences import BlendedDataset
 
-__ = IGNORE
+__ = IGNORE_INDEX
 
 
-def rows(*, vocab_size: int = 64, period: int = 5, seq_len: int = 12, num_rows: int = 3, seed: int = 0) -> Rows:
-    made = CopyRows(vocab_size=vocab_size, period=period, seq_len=seq_len, num_rows=num_rows, seed=seed)
-    return Rows([made], seq_len=seq_len)
+def rows(
+    *, vocab_size: int = 64, period: int = 5, seq_len: int = 12, num_rows: int = 3, seed: int = 0
+) -> BlendedDataset:
+    made = CopyDataset(vocab_size=vocab_size, period=period, seq_len=seq_len, num_sequences=num_rows, seed=seed)
+    return BlendedDataset([made], seq_len=seq_len)
 
 
 def configured(**data: object) -> Config:
@@ -36,17 +38,17 @@ def test_a_batch_is_what_a_hand_writes() -> None:
     assert batch.tokens.tolist() == [[a, b, c, a, b, c, a, b], [0] * 8]
     assert batch.labels.tolist() == [[__, __, a, b, c, a, b, __], [__] * 8]
     assert batch.positions.tolist() == [list(range(8))] * 2
-    assert batch.documents.tolist() == [[0] * 8] * 2
+    assert batch.document_ids.tolist() == [[0] * 8] * 2
     assert batch.boundaries.tolist() == [[0, 8]] * 2
-    assert (batch.num_tokens, batch.num_pairs, batch.attended) == (8, 36, 2 * 36)
-    assert {batch.tokens.dtype, batch.labels.dtype, batch.positions.dtype, batch.documents.dtype} == {torch.int64}
+    assert (batch.num_tokens, batch.num_pairs, batch.num_computed_pairs) == (8, 36, 2 * 36)
+    assert {batch.tokens.dtype, batch.labels.dtype, batch.positions.dtype, batch.document_ids.dtype} == {torch.int64}
     assert batch.boundaries.dtype == torch.int32
 
 
 def test_a_target_is_the_next_token_and_stands_one_period_back() -> None:
     for period in range(1, 12):
         batch = rows(period=period).read(range(20))
-        rows_at, at = (batch.labels != IGNORE).nonzero(as_tuple=True)
+        rows_at, at = (batch.labels != IGNORE_INDEX).nonzero(as_tuple=True)
         assert torch.equal(batch.labels[rows_at, at], batch.tokens[rows_at, at + 1])
         assert torch.equal(batch.labels[rows_at, at], batch.tokens[rows_at, at + 1 - period])
         assert sorted(set(at.tolist())) == list(range(period - 1, 11))
@@ -54,11 +56,11 @@ def test_a_target_is_the_next_token_and_stands_one_period_back() -> None:
 
 @pytest.mark.parametrize("period", [1, 3, 5, 11])
 def test_a_part_of_a_row_is_that_part(period: int) -> None:
-    made = CopyRows(vocab_size=64, period=period, seq_len=12, num_rows=3, seed=0)
+    made = CopyDataset(vocab_size=64, period=period, seq_len=12, num_sequences=3, seed=0)
     whole = rows(period=period).read([2])
     for start in range(12):
         for end in range(start + 1, 13):
-            tokens, labels = torch.zeros(end - start, dtype=torch.int64), torch.full((end - start,), IGNORE)
+            tokens, labels = torch.zeros(end - start, dtype=torch.int64), torch.full((end - start,), IGNORE_INDEX)
             made.fill(2, 0, start, tokens, labels)
             assert torch.equal(tokens, whole.tokens[0, start:end])
             assert torch.equal(labels, whole.labels[0, start:end])
@@ -81,18 +83,18 @@ def test_tokens_are_uniform_over_the_vocabulary() -> None:
 
 
 def test_a_run_takes_the_models_vocabulary_and_no_tokenizer() -> None:
-    read = rows_of(configured(copy_period=4))
-    assert (read.seq_len, read.sources[0].num_rows, read.fingerprints) == (12, 14, {"corpus": "copy-9-4"})
+    read = build_train_dataset(configured(copy_period=4))
+    assert (read.seq_len, read.sources[0].num_sequences, read.fingerprints) == (12, 14, {"corpus": "copy-9-4"})
     expected = rows(vocab_size=9, period=4, num_rows=14, seed=3)
     assert same(read.read([5]), expected.read([5]))
 
 
 def test_every_stage_has_rows_of_its_own() -> None:
-    first, again, second = (rows_of(configured(), stage=stage).read([0]) for stage in (0, 0, 1))
+    first, again, second = (build_train_dataset(configured(), stage=stage).read([0]) for stage in (0, 0, 1))
     assert same(first, again)
     assert not same(first, second)
 
 
 def test_a_row_repeats_its_first_half_unless_told_otherwise() -> None:
-    tokens = rows_of(configured()).read([0]).tokens[0]
+    tokens = build_train_dataset(configured()).read([0]).tokens[0]
     assert torch.equal(tokens[:6], tokens[6:])

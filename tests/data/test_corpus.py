@@ -9,13 +9,13 @@ import pytest
 
 from trainer.data import DataError
 from trainer.data.corpus import PYTHON_STDLIB, Corpus
-from trainer.data.formats import BLOCK, texts
+from trainer.data.formats import BLOCK, read_texts
 from trainer.data.prepare import prepare
-from trainer.data.source import Source
+from trainer.data.source import CorpusSpec
 from trainer.data.tokenizer import ByteTokenizer
 
-Make = Callable[..., Source]
-Documents = Callable[[Source], list[str]]
+Make = Callable[..., CorpusSpec]
+Documents = Callable[[CorpusSpec], list[str]]
 
 
 def test_a_folder_is_its_files_in_path_order_whatever_their_extension(source: Make, documents: Documents) -> None:
@@ -46,7 +46,7 @@ def test_a_folder_alone_is_its_files_without_those_below(source: Make, documents
 def test_a_text_file_is_one_document(tmp_path: Path, documents: Documents) -> None:
     path = tmp_path / "book.anything"
     path.write_bytes(b"\xef\xbb\xbfonce\n")
-    assert documents(Source(corpus=str(path), cache_dir=tmp_path / "cache")) == ["once\n"]
+    assert documents(CorpusSpec(corpus=str(path), cache_dir=tmp_path / "cache")) == ["once\n"]
 
 
 BAD_FILES = {
@@ -94,8 +94,8 @@ def test_a_link_is_read_if_it_leads_to_a_file_and_named_otherwise(
 def test_a_large_file_comes_in_blocks_that_end_with_a_line(source: Make) -> None:
     line = "a line with é in it\n"
     given = source({"large.txt": line * (2 * BLOCK // len(line))})
-    [[unit]] = Corpus(given).pieces()
-    blocks = [block for text in texts(unit, text_key="text") for block in text]
+    [[unit]] = Corpus(given).partitions()
+    blocks = [block for text in read_texts(unit, text_key="text") for block in text]
     assert len(blocks) > 1
     assert all(block.endswith("\n") for block in blocks)
     assert "".join(blocks) == line * (2 * BLOCK // len(line))
@@ -113,25 +113,25 @@ def test_a_folder_without_text_is_an_error(files: dict[str, str], source: Make, 
 
 
 def test_pieces_hold_whole_documents_whatever_their_size(source: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.data.corpus.PIECE", 10)
+    monkeypatch.setattr("trainer.data.corpus.PARTITION_BYTES", 10)
     given = source({"a/1": "x" * 8, "a/2": "x" * 8, "a/3": "x" * 8, "b/1": "x" * 3, "b/2": "", "c/1": "x" * 9})
-    assert [[unit.name for unit in piece] for piece in Corpus(replace(given, documents="repository")).pieces()] == [
+    assert [[unit.name for unit in piece] for piece in Corpus(replace(given, documents="repository")).partitions()] == [
         ["a/1", "a/2", "a/3"],
         ["b/1", "b/2", "c/1"],
     ]
-    assert [len(piece) for piece in Corpus(given).pieces()] == [2, 2, 2]
+    assert [len(piece) for piece in Corpus(given).partitions()] == [2, 2, 2]
 
 
 def test_the_standard_library_is_read_without_packages_and_unicode_tables(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    corpus = Corpus(Source(corpus=PYTHON_STDLIB, documents="repository", bad_files="refuse"))
+    corpus = Corpus(CorpusSpec(corpus=PYTHON_STDLIB, documents="repository", bad_files="refuse"))
     names = [file.name for file in corpus.files]
     assert "json/decoder.py" in names
     assert not any(name.startswith(("site-packages/", "encodings/")) or "__pycache__" in name for name in names)
-    first = corpus.pieces()[0][0]
-    assert first.document == "."
+    first = corpus.partitions()[0][0]
+    assert first.document_key == "."
     source = Path(sysconfig.get_paths()["stdlib"], first.name).read_bytes().decode()
-    assert "".join(next(texts(first, text_key="text"))) == f"# {first.name}\n{source}"
+    assert "".join(next(read_texts(first, text_key="text"))) == f"# {first.name}\n{source}"
     assert json.dumps(names[:1]) == json.dumps(["__future__.py"])
 
 
@@ -143,7 +143,7 @@ def test_bad_files_of_the_standard_library_are_told_but_are_no_warning(
     (tmp_path / "lib" / "bad.py").write_bytes(b"\xff")
     (tmp_path / "lib" / "good.py").write_text("pass")
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
-    prepare(Source(corpus=PYTHON_STDLIB, cache_dir=tmp_path / "cache"), ByteTokenizer())
+    prepare(CorpusSpec(corpus=PYTHON_STDLIB, cache_dir=tmp_path / "cache"), ByteTokenizer())
     assert "skipped bad.py: not UTF-8" in caplog.text
     assert "python-stdlib: 1 bad files or lines were skipped" in caplog.text
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from trainer.data import DataError
 from trainer.data.formats import BLOCK
 from trainer.data.prepare import prepare
-from trainer.data.prepare.report import check
-from trainer.data.source import Source
-from trainer.data.token_dataset import Prepared
+from trainer.data.prepare.report import verify_checksums
+from trainer.data.source import CorpusSpec
+from trainer.data.token_dataset import TokenDataset
 from trainer.data.tokenizer import ByteTokenizer
 
-Make = Callable[..., Source]
-Documents = Callable[[Source], list[str]]
+Make = Callable[..., CorpusSpec]
+Documents = Callable[[CorpusSpec], list[str]]
 WORDS = [f"text {n} é\n" * (n % 5 + 1) for n in range(12)]
 
 
@@ -68,7 +68,7 @@ def test_a_damaged_file_leaves_its_neighbours_as_they_are(
         (root / "a.txt").write_text("before")
         (root / f"b.{kind}").write_bytes(damaged(VALID[kind], at, put, keep=keep))
         (root / "c.txt").write_text("after")
-        given = Source(corpus=str(root), cache_dir=Path(folder, "cache"), documents=documents)  # type: ignore[arg-type]
+        given = CorpusSpec(corpus=str(root), cache_dir=Path(folder, "cache"), documents=documents)  # type: ignore[arg-type]
         prepared = prepare(given, ByteTokenizer())
         text = ByteTokenizer().decode(prepared.read(0, prepared.num_tokens).tolist())
         title = "" if documents == "file" else "# c.txt\n"
@@ -91,15 +91,15 @@ def test_a_damaged_file_leaves_its_neighbours_as_they_are(
 def test_a_preparation_that_was_changed_is_no_other_one(*, name: str, at: float, put: bytes, keep: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "a.jsonl").write_bytes(VALID["jsonl"])
-        whole = prepare(Source(corpus=f"{folder}/a.jsonl", cache_dir=Path(folder)), ByteTokenizer())
+        whole = prepare(CorpusSpec(corpus=f"{folder}/a.jsonl", cache_dir=Path(folder)), ByteTokenizer())
         path = whole.folder / name
         before = path.read_bytes()
         after = damaged(before, at, put, keep=keep)
         path.write_bytes(after)
         try:
-            again = Prepared(whole.folder)
+            again = TokenDataset(whole.folder)
             if name == "shard-00000.bin":
-                check(again)
+                verify_checksums(again)
         except DataError as error:
             assert str(whole.folder) in str(error)
         else:
@@ -125,21 +125,21 @@ class Other(ByteTokenizer):
 
 def test_a_preparation_is_a_corpus_for_its_own_tokenizer_only(source: Make) -> None:
     made = prepare(source({"a": "some text", "b": "more"}), ByteTokenizer())
-    again = prepare(Source(corpus=str(made.folder)), ByteTokenizer())
+    again = prepare(CorpusSpec(corpus=str(made.folder)), ByteTokenizer())
     assert (again.folder, again.fingerprint) == (made.folder, made.fingerprint)
     with pytest.raises(DataError, match=r"was prepared with the tokenizer byte-264, and \[tokenizer\] is other"):
-        prepare(Source(corpus=str(made.folder)), Other())
+        prepare(CorpusSpec(corpus=str(made.folder)), Other())
     with pytest.raises(DataError, match=r"max_document = 5, and .* was prepared with documents of up to 11 tokens"):
-        prepare(Source(corpus=str(made.folder), max_document=5), ByteTokenizer())
+        prepare(CorpusSpec(corpus=str(made.folder), max_document=5), ByteTokenizer())
     with pytest.raises(DataError, match=r'was prepared with data.separators = "bos_eos", and it is "eos" now'):
-        prepare(Source(corpus=str(made.folder), separators="eos"), ByteTokenizer())
+        prepare(CorpusSpec(corpus=str(made.folder), separators="eos"), ByteTokenizer())
 
 
 def test_a_preparation_without_its_shards_is_not_taken_for_text(source: Make) -> None:
     folder = prepare(source({"a": "some text"}), ByteTokenizer()).folder
     (folder / "shard-00000.idx").unlink()
     with pytest.raises(DataError, match=r"shard-00000.idx cannot be read"):
-        prepare(Source(corpus=str(folder)), ByteTokenizer())
+        prepare(CorpusSpec(corpus=str(folder)), ByteTokenizer())
 
 
 def test_a_meta_json_of_somebody_else_is_text(source: Make, documents: Documents) -> None:
@@ -156,7 +156,7 @@ def test_a_million_spaces_are_a_document(source: Make, documents: Documents) -> 
     )
 
 
-def _peak(connection: Connection, given: Source) -> None:
+def _peak(connection: Connection, given: CorpusSpec) -> None:
     def high() -> int:
         status = Path("/proc/self/status").read_text()
         return int(status.partition("VmHWM:")[2].split()[0]) >> 10
@@ -185,7 +185,7 @@ def test_memory_is_bounded_by_a_line_and_not_by_a_file(kind: str, mib: int, tmp_
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["trainer.data.prepare"])
     ours, theirs = context.Pipe()
-    given = Source(corpus=str(path), cache_dir=tmp_path)
+    given = CorpusSpec(corpus=str(path), cache_dir=tmp_path)
     process = context.Process(target=_peak, args=(theirs, given))
     process.start()
     assert ours.poll(60)

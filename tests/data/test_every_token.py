@@ -11,28 +11,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from models.batch import IGNORE
-from trainer.data.loader import Loader
-from trainer.data.packed_dataset import Packed
-from trainer.data.packing import Choice, Packing, plan
-from trainer.data.sequences import Rows, Share, Whole
-from trainer.data.token_dataset import Prepared
+from models.batch import IGNORE_INDEX
+from trainer.data.loader import MicroBatchLoader
+from trainer.data.packed_dataset import PackedDataset
+from trainer.data.packing import DocumentFilter, Packing, pack_documents
+from trainer.data.sequences import BlendedDataset, FullSequence, SequenceShard
+from trainer.data.token_dataset import TokenDataset
 
 PADDING = -1
 CHUNKS = 4
 
 
-def corpus(lengths: list[int]) -> Prepared:
+def corpus(lengths: list[int]) -> TokenDataset:
     """Documents of these lengths, in which every token is its place in the stream."""
     stream = torch.arange(sum(lengths))
     starts = torch.tensor([0, *lengths]).cumsum(0)
     found = SimpleNamespace(
         starts=starts, lengths=starts.diff(), eos=PADDING, fingerprint="", read=lambda a, b: stream[a:b]
     )
-    return cast(Prepared, found)
+    return cast(TokenDataset, found)
 
 
-class Chunks(Whole):
+class Chunks(FullSequence):
     """Of a row in four chunks, the ones that a rank of one, two or four holds: first and last, then those between."""
 
     def __init__(self, rank: int, ranks: int) -> None:
@@ -45,7 +45,7 @@ class Chunks(Whole):
         return [(chunk * size, size) for chunk in held]
 
 
-def shares(ranks: int) -> list[Share]:
+def shares(ranks: int) -> list[SequenceShard]:
     return [Chunks(rank, ranks) for rank in range(ranks)]
 
 
@@ -74,25 +74,32 @@ def test_over_epochs_every_token_is_read_and_every_one_but_a_first_is_a_target_o
 ) -> None:
     """Updates are taken by one mesh after the other, each of which goes on at the row where the one before stopped."""
     prepared = corpus(lengths)
-    made = plan(prepared.lengths, seq_len=seq_len, packing=packing, choice=Choice(max_len=max_len))
-    rows = Rows([Packed(prepared, made, seed=1)], seq_len=seq_len, mask=mask)
-    updates = 2 * made.num_rows  # of so many rows: whole epochs
+    made = pack_documents(
+        prepared.document_lengths, seq_len=seq_len, packing=packing, document_filter=DocumentFilter(max_len=max_len)
+    )
+    rows = BlendedDataset([PackedDataset(prepared, made, seed=1)], seq_len=seq_len, mask=mask)
+    updates = 2 * made.num_sequences  # of so many rows: whole epochs
     seen, targets, at = Counter[int](), Counter[tuple[int, int]](), 0
     for number, (ranks, sharing, micro) in enumerate(meshes):
         last = updates if number + 1 == len(meshes) else min(updates, at + 1 + updates // len(meshes))
         for rank in range(ranks):
             for share in shares(sharing):
-                loader = Loader(
-                    rows, rank=rank, ranks=ranks, global_batch_size=rows_an_update, micro_batch_size=micro, share=share
+                loader = MicroBatchLoader(
+                    rows,
+                    dp_rank=rank,
+                    dp_size=ranks,
+                    global_batch_size=rows_an_update,
+                    micro_batch_size=micro,
+                    shard=share,
                 )
                 every = -(-rows_an_update // (ranks * micro))
-                for numbers in islice(loader._numbers(at * rows_an_update), (last - at) * every):
+                for numbers in islice(loader._micro_batch_indices(at * rows_an_update), (last - at) * every):
                     batch = rows.read(numbers, share)
                     tokens, labels = batch.tokens.flatten().tolist(), batch.labels.flatten().tolist()
                     seen.update(token for token in tokens if token != PADDING)
-                    targets.update(pair for pair in zip(tokens, labels, strict=True) if pair[1] != IGNORE)
+                    targets.update(pair for pair in zip(tokens, labels, strict=True) if pair[1] != IGNORE_INDEX)
         at = last
-    starts = set(prepared.starts.tolist())
-    times = updates * rows_an_update // made.num_rows
+    starts = set(prepared.document_starts.tolist())
+    times = updates * rows_an_update // made.num_sequences
     assert seen == dict.fromkeys(range(sum(lengths)), times)
     assert targets == {(token - 1, token): times for token in range(sum(lengths)) if token not in starts}

@@ -11,11 +11,11 @@ import pytest
 
 from trainer.data import DataError
 from trainer.data.corpus import Corpus
-from trainer.data.formats import BLOCK, lines_before
-from trainer.data.source import Source
+from trainer.data.formats import BLOCK, count_lines_before
+from trainer.data.source import CorpusSpec
 
-Make = Callable[..., Source]
-Documents = Callable[[Source], list[str]]
+Make = Callable[..., CorpusSpec]
+Documents = Callable[[CorpusSpec], list[str]]
 WORDS = [f"text {n} é\nof two lines " * (n % 7) + "." for n in range(40)]
 LINES = "".join(json.dumps({"text": word, "id": 1}) + "\n" for word in WORDS)
 
@@ -48,11 +48,11 @@ def test_a_line_of_jsonl_is_a_document(source: Make, documents: Documents) -> No
 def test_every_line_is_in_one_piece(
     piece: int, source: Make, documents: Documents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.data.corpus.PIECE", piece)
+    monkeypatch.setattr("trainer.data.corpus.PARTITION_BYTES", piece)
     lines = "".join(LINES.splitlines(keepends=True)[:4])
     given = source({"a.jsonl": lines, "b.jsonl": "", "c.jsonl": lines[:-1]})
     assert documents(given) == WORDS[:4] * 2
-    assert (len(Corpus(given).pieces()) > 2) == (piece < 1000)
+    assert (len(Corpus(given).partitions()) > 2) == (piece < 1000)
 
 
 BAD_LINES = {
@@ -81,7 +81,7 @@ def test_a_bad_line_is_named_and_skipped_or_refused(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trainer.data.corpus.PIECE", piece)
+    monkeypatch.setattr("trainer.data.corpus.PARTITION_BYTES", piece)
     content = b'{"text": "one"}\n\n' + line.encode("latin-1") + b'\n{"text": "two"}\n'
     given = source({"a.jsonl": content})
     assert documents(given) == ["one", "two"]
@@ -93,7 +93,7 @@ def test_a_bad_line_is_named_and_skipped_or_refused(
 def test_lines_before_a_byte_are_those_that_begin_before_it(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_bytes(b"ab\n\nc\nd")
-    assert [lines_before(path, start) for start in range(8)] == [0, 1, 1, 1, 2, 3, 3, 4]
+    assert [count_lines_before(path, start) for start in range(8)] == [0, 1, 1, 1, 2, 3, 3, 4]
 
 
 def test_a_line_beyond_all_bounds_ends_its_file(
@@ -118,10 +118,10 @@ def test_the_text_may_be_at_another_key(source: Make, documents: Documents) -> N
 def test_a_row_of_a_table_is_a_document(
     rows: int, piece: int, source: Make, documents: Documents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.data.corpus.PIECE", piece)
+    monkeypatch.setattr("trainer.data.corpus.PARTITION_BYTES", piece)
     given = source({"a.parquet": parquet({"id": list(range(40)), "text": WORDS}, rows=rows)})
     assert documents(given) == WORDS
-    assert len(Corpus(given).pieces()) == (-(-40 // rows) if piece == 1 else 1)
+    assert len(Corpus(given).partitions()) == (-(-40 // rows) if piece == 1 else 1)
 
 
 def test_bad_rows_and_columns_are_named(source: Make, documents: Documents, caplog: pytest.LogCaptureFixture) -> None:
@@ -213,9 +213,9 @@ def saved(folder: Path, *, split: str | None = None) -> Path:
 def test_a_saved_data_set_is_its_rows(
     split: str | None, piece: int, tmp_path: Path, documents: Documents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.data.corpus.PIECE", piece)
+    monkeypatch.setattr("trainer.data.corpus.PARTITION_BYTES", piece)
     folder = saved(tmp_path / "set", split=split)
-    named = Source(corpus=str(folder), cache_dir=tmp_path / "cache")
+    named = CorpusSpec(corpus=str(folder), cache_dir=tmp_path / "cache")
     assert documents(named) == WORDS
     assert documents(replace(named, corpus=f"hf:{folder},split=train")) == WORDS
 
@@ -224,9 +224,9 @@ def test_a_streamed_data_set_is_its_files_and_what_changes_is_another(tmp_path: 
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text(LINES)
     corpus = f"hf:json,data_files={tmp_path}/*.jsonl"
-    given = Source(corpus=corpus, cache_dir=tmp_path / "cache")
+    given = CorpusSpec(corpus=corpus, cache_dir=tmp_path / "cache")
     assert documents(given) == WORDS * 2
-    assert len(Corpus(given).pieces()) == 2
+    assert len(Corpus(given).partitions()) == 2
     before = Corpus(given).identity
     (tmp_path / "a.jsonl").write_text(LINES + LINES)
     from trainer.data.hf_datasets import open_dataset
@@ -248,10 +248,10 @@ def test_a_streamed_data_set_is_its_files_and_what_changes_is_another(tmp_path: 
 def test_a_data_set_that_is_not_there_is_named(corpus: str, message: str, tmp_path: Path, documents: Documents) -> None:
     corpus = corpus.replace("SAVED", str(saved(tmp_path / "set", split="train")) if "SAVED" in corpus else "")
     with pytest.raises(DataError, match=message):
-        documents(Source(corpus=corpus, cache_dir=tmp_path / "cache"))
+        documents(CorpusSpec(corpus=corpus, cache_dir=tmp_path / "cache"))
 
 
 def test_a_data_set_without_the_column_is_an_error(tmp_path: Path, documents: Documents) -> None:
-    given = Source(corpus=str(saved(tmp_path / "set")), text_key="body", cache_dir=tmp_path / "cache")
+    given = CorpusSpec(corpus=str(saved(tmp_path / "set")), text_key="body", cache_dir=tmp_path / "cache")
     with pytest.raises(DataError, match='has no column "body", but text, id'):
         documents(given)

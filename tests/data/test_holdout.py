@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from models.batch import IGNORE
+from models.batch import IGNORE_INDEX
 from trainer.config.job_config import Config, DataSection
-from trainer.data import DataError, held_out_of, open_rows, source_of, sources_of
-from trainer.data.holdout import HeldOut
-from trainer.data.packing import Choice, held_out, plan
+from trainer.data import DataError, build_blended_dataset, build_validation_sets, corpus_spec, corpus_specs
+from trainer.data.holdout import ValidationSet
+from trainer.data.packing import DocumentFilter, holdout_mask, pack_documents
 from trainer.data.prepare import prepare
-from trainer.data.sequences import Rows
+from trainer.data.sequences import BlendedDataset
 from trainer.data.tokenizer import ByteTokenizer
 
 Section = Callable[..., DataSection]
@@ -30,11 +30,11 @@ def config(data: DataSection, **sets: dict[str, Any]) -> Config:
     return Config.model_validate({"data": data.model_dump(), "validation": {"sets": sets}})
 
 
-def texts(rows: Rows, count: int) -> list[list[int]]:
+def texts(rows: BlendedDataset, count: int) -> list[list[int]]:
     return [rows.read([number]).tokens[0].tolist() for number in range(count)]
 
 
-def documents_of(rows: Rows, count: int) -> set[int]:
+def documents_of(rows: BlendedDataset, count: int) -> set[int]:
     """Which documents so many first rows hold tokens of, by two-byte characters that are whole."""
     found = set()
     for row in texts(rows, count):
@@ -50,117 +50,127 @@ def test_no_document_is_learned_and_judged_by(section: Section, packing: str) ->
     learned: set[int] = set()
     judged: set[int] = set()
     for seq_len in (16, 50, 400):
-        training = open_rows(data, ByteTokenizer(), seq_len=seq_len, seed=3)
-        (held,) = held_out_of(config(data, one={"seq_len": seq_len, "rows": 1000}))
-        learned |= documents_of(training, training.sources[0].num_rows)
-        judged |= documents_of(held.rows[0], held.num_rows)
+        training = build_blended_dataset(data, ByteTokenizer(), seq_len=seq_len, seed=3)
+        (held,) = build_validation_sets(config(data, one={"seq_len": seq_len, "rows": 1000}))
+        learned |= documents_of(training, training.sources[0].num_sequences)
+        judged |= documents_of(held.datasets[0], held.num_sequences)
     assert not learned & judged
     assert learned | judged == set(range(DOCUMENTS))
     assert 5 < len(judged) < 20
-    expected = {number for number, is_held in enumerate(held_out(DOCUMENTS, 0.3).tolist()) if is_held}
+    expected = {number for number, is_held in enumerate(holdout_mask(DOCUMENTS, 0.3).tolist()) if is_held}
     assert judged == expected
 
 
 def test_a_larger_holdout_holds_out_what_a_smaller_one_does() -> None:
-    shares = [held_out(10_000, part) for part in (0.01, 0.1, 0.5)]
+    shares = [holdout_mask(10_000, part) for part in (0.01, 0.1, 0.5)]
     assert [round(float(share.double().mean()), 2) for share in shares] == [0.01, 0.1, 0.5]
     assert not bool((shares[0] & ~shares[1]).any() | (shares[1] & ~shares[2]).any())
-    assert torch.equal(held_out(20_000, 0.1)[:10_000], shares[1]), "a corpus that grows keeps what it held out"
+    assert torch.equal(holdout_mask(20_000, 0.1)[:10_000], shares[1]), "a corpus that grows keeps what it held out"
 
 
 @pytest.mark.parametrize(("part", "said"), [(0.0001, "holds out none of the 5"), (0.9999, "holds out all of the 5")])
 def test_a_holdout_that_leaves_nothing_on_one_side_is_refused(part: float, said: str) -> None:
-    for choice in (Choice(only=part), Choice(without=part)):
+    for choice in (DocumentFilter(only_holdout=part), DocumentFilter(exclude_holdout=part)):
         with pytest.raises(DataError, match=said):
-            plan(torch.ones(5, dtype=torch.int64), seq_len=4, packing="concat", choice=choice)
+            pack_documents(torch.ones(5, dtype=torch.int64), seq_len=4, packing="concat", document_filter=choice)
 
 
 def test_plans_of_both_sides_are_kept_apart() -> None:
-    names = {str(choice) for choice in (Choice(), Choice(only=0.1), Choice(without=0.1), Choice(without=0.2))}
+    names = {
+        str(choice)
+        for choice in (
+            DocumentFilter(),
+            DocumentFilter(only_holdout=0.1),
+            DocumentFilter(exclude_holdout=0.1),
+            DocumentFilter(exclude_holdout=0.2),
+        )
+    }
     assert len(names) == 4
 
 
-def ends(section: Section, **options: Any) -> HeldOut:
+def ends(section: Section, **options: Any) -> ValidationSet:
     data = section(TEXTS, **options)
-    (held,) = held_out_of(config(data, one={"seq_len": [8, 20, 60], "tail": 5, "rows": 1000}))
+    (held,) = build_validation_sets(config(data, one={"seq_len": [8, 20, 60], "tail": 5, "rows": 1000}))
     return held
 
 
 def test_the_same_targets_have_more_and_more_context(section: Section) -> None:
     held = ends(section)
     # Two bytes a character, a first and a last token: so many rows of 60 tokens.
-    assert held.num_rows == sum((2 * (20 + 3 * n) + 2) // 60 for n in range(DOCUMENTS))
-    for number in range(held.num_rows):
-        short, middle, long = (rows.read([number]) for rows in held.rows)
+    assert held.num_sequences == sum((2 * (20 + 3 * n) + 2) // 60 for n in range(DOCUMENTS))
+    for number in range(held.num_sequences):
+        short, middle, long = (rows.read([number]) for rows in held.datasets)
         assert [batch.tokens.shape[1] for batch in (short, middle, long)] == [8, 20, 60]
         for batch, length in ((short, 8), (middle, 20)):
             assert torch.equal(batch.tokens[0], long.tokens[0, -length:]), "the end of the row, not its beginning"
             assert torch.equal(batch.labels[0, -5:], long.labels[0, -5:])
         for batch in (short, middle, long):
             assert batch.positions[0].tolist() == [*range(batch.tokens.shape[1])]
-            is_target = batch.labels[0] != IGNORE
+            is_target = batch.labels[0] != IGNORE_INDEX
             assert not bool(is_target[:-5].any()) and bool(is_target[-5:-1].all())
             assert torch.equal(batch.labels[0, -5:-1], batch.tokens[0, -4:])
 
 
 def test_the_last_label_is_the_next_token_of_the_document_if_there_is_one(section: Section) -> None:
     data = section({"a": "abcdefghij", "b": "klmnop"})  # A first and a last token make 12 and 8.
-    (held,) = held_out_of(config(data, one={"seq_len": [2, 4], "tail": 2, "rows": 99}))
+    (held,) = build_validation_sets(config(data, one={"seq_len": [2, 4], "tail": 2, "rows": 99}))
     said = {}
-    for number in range(held.num_rows):
-        batch = held.rows[0].read([number])
-        said[held.rows[1].read([number]).tokens[0].tolist()[1]] = batch.labels[0].tolist()
+    for number in range(held.num_sequences):
+        batch = held.datasets[0].read([number])
+        said[held.datasets[1].read([number]).tokens[0].tolist()[1]] = batch.labels[0].tolist()
     assert said == {
         ord("a"): [ord("c"), ord("d")],
         ord("e"): [ord("g"), ord("h")],
-        ord("i"): [ByteTokenizer.eos, IGNORE],
+        ord("i"): [ByteTokenizer.eos, IGNORE_INDEX],
         ord("k"): [ord("m"), ord("n")],
-        ord("o"): [ByteTokenizer.eos, IGNORE],
+        ord("o"): [ByteTokenizer.eos, IGNORE_INDEX],
     }
 
 
 def test_a_rank_reads_its_part_of_a_row_with_the_labels_of_the_tail(section: Section) -> None:
     class Middle:
-        def padded(self, tokens: int) -> int:
-            return tokens
+        def padded_length(self, seq_len: int) -> int:
+            return seq_len
 
         def spans(self, boundaries: tuple[int, ...]) -> list[tuple[int, int]]:
             del boundaries
             return [(2, 3), (50, 7)]
 
-        def work(self, rows: Sequence[tuple[int, ...]]) -> int:
-            del rows
+        def attention_pairs(self, boundaries_per_sequence: Sequence[tuple[int, ...]]) -> int:
+            del boundaries_per_sequence
             return 0
 
-    rows = ends(section).rows[-1]
+    rows = ends(section).datasets[-1]
     whole, part = rows.read([1]), rows.read([1], Middle())
     at = [2, 3, 4, *range(50, 57)]
     assert torch.equal(part.labels[0], whole.labels[0, at])
     assert torch.equal(part.tokens[0], whole.tokens[0, at])
-    assert int((part.labels != IGNORE).sum()) == 2
+    assert int((part.labels != IGNORE_INDEX).sum()) == 2
 
 
 @pytest.mark.parametrize("mask", ["document", "none"])
 def test_documents_of_a_row_are_told_apart_as_training_does(section: Section, mask: str) -> None:
     data = section(TEXTS, holdout=0.3, mask=mask)
-    (held,) = held_out_of(config(data, one={"seq_len": 100, "rows": 99}))
-    batches = [held.rows[0].read([number]) for number in range(held.num_rows)]
-    most = max(int(batch.documents.max()) for batch in batches)
+    (held,) = build_validation_sets(config(data, one={"seq_len": 100, "rows": 99}))
+    batches = [held.datasets[0].read([number]) for number in range(held.num_sequences)]
+    most = max(int(batch.document_ids.max()) for batch in batches)
     assert most > 1, "several in a row"
     origins = sum(int((batch.positions == 0).sum()) for batch in batches)
-    assert (origins > held.num_rows) == (mask == "document")
+    assert (origins > held.num_sequences) == (mask == "document")
 
 
 def test_rows_are_the_same_whatever_the_seed_and_no_more_than_there_are(section: Section) -> None:
     data = section(TEXTS, holdout=0.3)
     sets = {"one": {"seq_len": 30, "rows": 5}, "all": {"seq_len": 30, "rows": 10_000}}
-    first, every = held_out_of(config(data, **sets))
+    first, every = build_validation_sets(config(data, **sets))
     other = Config.model_validate({**config(data, **sets).model_dump(), "training": {"seed": 9}})
-    again, _ = held_out_of(other)
-    assert texts(first.rows[0], 5) == texts(again.rows[0], 5)
-    assert first.num_rows == 5
-    assert every.num_rows == every.rows[0].sources[0].num_rows < 100
-    assert len({*map(tuple, texts(every.rows[0], every.num_rows))}) == every.num_rows, "none is there twice"
+    again, _ = build_validation_sets(other)
+    assert texts(first.datasets[0], 5) == texts(again.datasets[0], 5)
+    assert first.num_sequences == 5
+    assert every.num_sequences == every.datasets[0].sources[0].num_sequences < 100
+    assert len({*map(tuple, texts(every.datasets[0], every.num_sequences))}) == every.num_sequences, (
+        "none is there twice"
+    )
 
 
 def test_a_source_that_is_not_learned_from_is_judged_by_as_a_whole(section: Section, tmp_path: Path) -> None:
@@ -169,20 +179,20 @@ def test_a_source_that_is_not_learned_from_is_judged_by_as_a_whole(section: Sect
     data = DataSection.model_validate({**data.model_dump(), "sources": {"other": {"path": copied}}})
     made = config(data, mine={"seq_len": 50, "rows": 999}, other={"seq_len": 50, "rows": 999, "source": "other"})
     assert made.problems(1) == []
-    mine, other = held_out_of(made)
-    assert documents_of(other.rows[0], other.num_rows) == set(range(DOCUMENTS))
-    assert len(documents_of(mine.rows[0], mine.num_rows)) < 20
-    assert [*sources_of(made)] == ["corpus", "other"]
+    mine, other = build_validation_sets(made)
+    assert documents_of(other.datasets[0], other.num_sequences) == set(range(DOCUMENTS))
+    assert len(documents_of(mine.datasets[0], mine.num_sequences)) < 20
+    assert [*corpus_specs(made)] == ["corpus", "other"]
 
 
 def test_documents_that_are_too_short_are_told(section: Section) -> None:
     with pytest.raises(DataError, match=r"validation\.sets\.one: no document has .*the longest of 40 has 276 tokens"):
-        held_out_of(config(section(TEXTS), one={"seq_len": [10, 300]}))
+        build_validation_sets(config(section(TEXTS), one={"seq_len": [10, 300]}))
 
 
 def test_what_was_cut_when_it_was_prepared_cannot_be_held_out_of(section: Section) -> None:
     data = section(TEXTS, max_document=30)
-    made = prepare(source_of(data, "corpus"), ByteTokenizer())
+    made = prepare(corpus_spec(data, "corpus"), ByteTokenizer())
     again = DataSection(corpus=str(made.folder), holdout=0.3)
     with pytest.raises(DataError, match=r"was prepared with data.max_document = 30: holding out some"):
-        open_rows(again, ByteTokenizer(), seq_len=16, seed=3)
+        build_blended_dataset(again, ByteTokenizer(), seq_len=16, seed=3)

@@ -8,25 +8,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.batch import IGNORE, Batch
+from models.batch import IGNORE_INDEX, Batch
 from trainer.config.job_config import DataSection
-from trainer.data import DataError, open_rows
-from trainer.data.loader import Loader, Readable
-from trainer.data.packed_dataset import Packed
-from trainer.data.sequences import Rows, Share, Whole
+from trainer.data import DataError, build_blended_dataset
+from trainer.data.loader import BatchReader, MicroBatchLoader
+from trainer.data.packed_dataset import PackedDataset
+from trainer.data.sequences import BlendedDataset, FullSequence, SequenceShard
 from trainer.data.tokenizer import ByteTokenizer
 
 SEQ_LEN = 8
 
 
 @pytest.fixture
-def rows(section: Callable[..., DataSection]) -> Rows:
+def rows(section: Callable[..., DataSection]) -> BlendedDataset:
     texts = {f"{n:02}": f"text {n} of {n * n * n}" for n in range(15)}
-    return open_rows(section(texts), ByteTokenizer(), seq_len=SEQ_LEN, seed=1)
+    return build_blended_dataset(section(texts), ByteTokenizer(), seq_len=SEQ_LEN, seed=1)
 
 
-def packed(rows: Rows) -> Packed:
-    assert isinstance(rows.sources[0], Packed)
+def packed(rows: BlendedDataset) -> PackedDataset:
+    assert isinstance(rows.sources[0], PackedDataset)
     return rows.sources[0]
 
 
@@ -37,23 +37,23 @@ class Numbers:
         self.read_so_far: list[int | None] = []
         self._failing = failing
 
-    def read(self, numbers: Sequence[int | None], share: Share) -> Batch:
-        del share
-        self.read_so_far += numbers
-        if self._failing and 7 in numbers:
+    def read(self, indices: Sequence[int | None], shard: SequenceShard) -> Batch:
+        del shard
+        self.read_so_far += indices
+        if self._failing and 7 in indices:
             raise self._failing
-        filled = torch.tensor([-1 if number is None else number for number in numbers])
+        filled = torch.tensor([-1 if number is None else number for number in indices])
         column = filled[:, None].expand(-1, SEQ_LEN)
-        return Batch(column, column, column, column, torch.zeros(len(numbers), 2, dtype=torch.int32), 0, 0, 0)
+        return Batch(column, column, column, column, torch.zeros(len(indices), 2, dtype=torch.int32), 0, 0, 0)
 
 
-def loader(rows: Readable, *, rank: int = 0, ranks: int = 1, rows_a_step: int, micro: int = 1) -> Loader:
-    return Loader(rows, rank=rank, ranks=ranks, global_batch_size=rows_a_step, micro_batch_size=micro)
+def loader(rows: BatchReader, *, rank: int = 0, ranks: int = 1, rows_a_step: int, micro: int = 1) -> MicroBatchLoader:
+    return MicroBatchLoader(rows, dp_rank=rank, dp_size=ranks, global_batch_size=rows_a_step, micro_batch_size=micro)
 
 
-def numbers_of(loader: Loader, *, start_row: int, updates: int) -> list[list[list[int]]]:
+def numbers_of(loader: MicroBatchLoader, *, start_row: int, updates: int) -> list[list[list[int]]]:
     """Row numbers by update and micro-batch; -1 is an empty row."""
-    taken = islice(loader.updates(start_row), updates)
+    taken = islice(loader.steps(start_row), updates)
     return [[batch.tokens[:, 0].tolist() for batch in batches] for batches in taken]
 
 
@@ -69,27 +69,27 @@ def test_places_without_a_row_are_empty() -> None:
     assert taken == [[[6], [10]], [[7], [11]], [[8], [-1]], [[9], [-1]]]
 
 
-def rows_by_update(rows: Rows, *, ranks: int, micro: int) -> list[list[tuple[list[int], list[int]]]]:
+def rows_by_update(rows: BlendedDataset, *, ranks: int, micro: int) -> list[list[tuple[list[int], list[int]]]]:
     """(tokens, labels) of the rows of six updates, of all ranks together, sorted, empty rows left out."""
-    loaders = [loader(rows, rank=rank, ranks=ranks, rows_a_step=6, micro=micro).updates(0) for rank in range(ranks)]
+    loaders = [loader(rows, rank=rank, ranks=ranks, rows_a_step=6, micro=micro).steps(0) for rank in range(ranks)]
     found = []
     for _ in range(6):
         batches = [batch for each in loaders for batch in next(each)]
         pairs = [(b.tolist(), c.tolist()) for batch in batches for b, c in zip(batch.tokens, batch.labels, strict=True)]
-        found.append(sorted(pair for pair in pairs if set(pair[1]) != {IGNORE}))
+        found.append(sorted(pair for pair in pairs if set(pair[1]) != {IGNORE_INDEX}))
     return found
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("micro", [1, 2])
-def test_an_update_is_the_same_rows_for_every_number_of_ranks(ranks: int, micro: int, rows: Rows) -> None:
-    assert packed(rows).num_rows < 6 * 6
+def test_an_update_is_the_same_rows_for_every_number_of_ranks(ranks: int, micro: int, rows: BlendedDataset) -> None:
+    assert packed(rows).num_sequences < 6 * 6
     assert rows_by_update(rows, ranks=ranks, micro=micro) == rows_by_update(rows, ranks=1, micro=6)
 
 
-def test_a_resumed_loader_gives_the_tail_of_an_uninterrupted_one(rows: Rows) -> None:
-    whole = list(islice(loader(rows, rank=1, ranks=2, rows_a_step=5).updates(0), 9))
-    tail = list(islice(loader(rows, rank=1, ranks=2, rows_a_step=5).updates(4 * 5), 5))
+def test_a_resumed_loader_gives_the_tail_of_an_uninterrupted_one(rows: BlendedDataset) -> None:
+    whole = list(islice(loader(rows, rank=1, ranks=2, rows_a_step=5).steps(0), 9))
+    tail = list(islice(loader(rows, rank=1, ranks=2, rows_a_step=5).steps(4 * 5), 5))
     for expected, resumed in zip(whole[4:], tail, strict=True):
         for one, other in zip(expected, resumed, strict=True):
             assert torch.equal(one.tokens, other.tokens)
@@ -97,7 +97,7 @@ def test_a_resumed_loader_gives_the_tail_of_an_uninterrupted_one(rows: Rows) -> 
             assert torch.equal(one.boundaries, other.boundaries)
 
 
-class SecondHalf(Whole):
+class SecondHalf(FullSequence):
     """The last tokens of every row, if they divide."""
 
     def __init__(self) -> None:
@@ -109,38 +109,38 @@ class SecondHalf(Whole):
             raise ValueError(f"{boundaries[-1]} tokens do not divide")
         return [(boundaries[-1] // 2, boundaries[-1] // 2)]
 
-    def work(self, rows: Sequence[tuple[int, ...]]) -> int:
-        return 7 * len(rows)
+    def attention_pairs(self, boundaries_per_sequence: Sequence[tuple[int, ...]]) -> int:
+        return 7 * len(boundaries_per_sequence)
 
 
-def test_only_this_ranks_part_is_read_and_that_beside_the_loop(rows: Rows) -> None:
+def test_only_this_ranks_part_is_read_and_that_beside_the_loop(rows: BlendedDataset) -> None:
     share = SecondHalf()
-    reading = Loader(rows, rank=0, ranks=1, global_batch_size=4, micro_batch_size=2, share=share)
-    parts, whole = (next(each.updates(0)) for each in (reading, loader(rows, rows_a_step=4, micro=2)))
+    reading = MicroBatchLoader(rows, dp_rank=0, dp_size=1, global_batch_size=4, micro_batch_size=2, shard=share)
+    parts, whole = (next(each.steps(0)) for each in (reading, loader(rows, rows_a_step=4, micro=2)))
     for part, batch in zip(parts, whole, strict=True):
         assert torch.equal(part.tokens, batch.tokens[:, SEQ_LEN // 2 :])
         assert torch.equal(part.labels, batch.labels[:, SEQ_LEN // 2 :])
-        assert (part.attended, part.num_tokens) == (14, batch.num_tokens)
+        assert (part.num_computed_pairs, part.num_tokens) == (14, batch.num_tokens)
     assert threading.current_thread() not in share.asked_by, "the loop would wait for it"
 
 
 def test_a_row_that_does_not_divide_is_an_error_that_names_it(section: Callable[..., DataSection]) -> None:
-    odd = open_rows(section({"a": "text"}), ByteTokenizer(), seq_len=7, seed=1)
-    reading = Loader(odd, rank=0, ranks=1, global_batch_size=2, micro_batch_size=2, share=SecondHalf())
+    odd = build_blended_dataset(section({"a": "text"}), ByteTokenizer(), seq_len=7, seed=1)
+    reading = MicroBatchLoader(odd, dp_rank=0, dp_size=1, global_batch_size=2, micro_batch_size=2, shard=SecondHalf())
     with pytest.raises(RuntimeError, match=r"rows \[4, 5\] cannot be read: ValueError: 7 tokens do not divide"):
-        next(reading.updates(4))
+        next(reading.steps(4))
 
 
-def test_two_iterations_of_one_loader_are_independent(rows: Rows) -> None:
+def test_two_iterations_of_one_loader_are_independent(rows: BlendedDataset) -> None:
     one = loader(rows, rows_a_step=2, micro=2)
-    first, second = one.updates(0), one.updates(0)
+    first, second = one.steps(0), one.steps(0)
     for _ in range(4):
         assert torch.equal(next(first)[0].tokens, next(second)[0].tokens)
 
 
 def test_about_one_update_is_read_ahead() -> None:
     numbers = Numbers()
-    updates = loader(numbers, rows_a_step=4).updates(0)
+    updates = loader(numbers, rows_a_step=4).steps(0)
     next(updates)
     deadline = time.monotonic() + 5
     while len(numbers.read_so_far) < 8 and time.monotonic() < deadline:
@@ -151,7 +151,7 @@ def test_about_one_update_is_read_ahead() -> None:
 
 def test_closing_an_iteration_ends_its_thread() -> None:
     before = threading.active_count()
-    updates = loader(Numbers(), rows_a_step=4).updates(0)
+    updates = loader(Numbers(), rows_a_step=4).steps(0)
     next(updates)
     assert threading.active_count() == before + 1
     updates.close()
@@ -160,7 +160,7 @@ def test_closing_an_iteration_ends_its_thread() -> None:
 
 @pytest.mark.parametrize("failure", [OSError("disk gone"), SystemExit(1), KeyboardInterrupt()])
 def test_a_failing_read_is_an_error_that_names_its_rows(failure: BaseException) -> None:
-    updates = loader(Numbers(failure), rows_a_step=4, micro=2).updates(0)
+    updates = loader(Numbers(failure), rows_a_step=4, micro=2).steps(0)
     next(updates)
     raised: list[Exception] = []
 
@@ -177,9 +177,9 @@ def test_a_failing_read_is_an_error_that_names_its_rows(failure: BaseException) 
     assert [str(error) for error in raised] == [f"rows [6, 7] cannot be read: {type(failure).__name__}: {failure}"]
 
 
-def test_damaged_data_stays_a_data_error(rows: Rows) -> None:
-    tokens: Path = packed(rows).prepared.folder / "shard-00000.bin"
-    tokens.write_bytes(array("H", [9999] * packed(rows).prepared.num_tokens).tobytes())
-    updates = loader(rows, rows_a_step=1).updates(3)
+def test_damaged_data_stays_a_data_error(rows: BlendedDataset) -> None:
+    tokens: Path = packed(rows).token_dataset.folder / "shard-00000.bin"
+    tokens.write_bytes(array("H", [9999] * packed(rows).token_dataset.num_tokens).tobytes())
+    updates = loader(rows, rows_a_step=1).steps(3)
     with pytest.raises(DataError, match=r"rows \[3\]: .*shard-00000.bin is damaged: token \d+ is 9999"):
         next(updates)

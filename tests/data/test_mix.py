@@ -9,26 +9,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from trainer.data.mix import Mix, integers
+from trainer.data.mix import WeightedRoundRobin, integer_weights
 
 WEIGHTS = some.lists(some.integers(1, 40), min_size=1, max_size=8)
 
 
 def test_three_to_one_is_what_a_hand_writes() -> None:
-    mix = Mix([3, 1])
+    mix = WeightedRoundRobin([3, 1])
     assert [mix.locate(row) for row in range(8)] == [(0, 0), (0, 1), (1, 0), (0, 2), (0, 3), (0, 4), (1, 1), (0, 5)]
     assert [mix.counts(rows) for rows in range(5)] == [[0, 0], [1, 0], [2, 0], [2, 1], [3, 1]]
 
 
 def test_equal_weights_take_turns_in_the_order_of_the_list() -> None:
-    assert [Mix([0.2, 0.2, 0.2]).locate(row)[0] for row in range(6)] == [0, 1, 2, 0, 1, 2]
+    assert [WeightedRoundRobin([0.2, 0.2, 0.2]).locate(row)[0] for row in range(6)] == [0, 1, 2, 0, 1, 2]
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(WEIGHTS)
 def test_every_row_of_every_source_comes_once_and_in_order(weights: list[int]) -> None:
-    mix = Mix(weights)
-    rows = 2 * mix.round + mix.round // 2
+    mix = WeightedRoundRobin(weights)
+    rows = 2 * mix.period + mix.period // 2
     drawn = [mix.locate(row) for row in range(rows)]
     for source in range(len(weights)):
         numbers = [number for other, number in drawn if other == source]
@@ -39,12 +39,12 @@ def test_every_row_of_every_source_comes_once_and_in_order(weights: list[int]) -
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(WEIGHTS)
 def test_no_source_is_ever_far_from_its_share(weights: list[int]) -> None:
-    mix, counts = Mix(weights), [0] * len(weights)
-    for row in range(mix.round):
+    mix, counts = WeightedRoundRobin(weights), [0] * len(weights)
+    for row in range(mix.period):
         counts[mix.locate(row)[0]] += 1
         shares = [Fraction(weight * (row + 1), sum(weights)) for weight in weights]
         assert max(abs(count - share) for count, share in zip(counts, shares, strict=True)) < 1.25
-    assert counts == mix.shares
+    assert counts == mix.weights
 
 
 @pytest.mark.parametrize(
@@ -60,17 +60,17 @@ def test_no_source_is_ever_far_from_its_share(weights: list[int]) -> None:
     ],
 )
 def test_weights_become_the_smallest_integers(weights: list[float], shares: list[int]) -> None:
-    assert integers(weights) == shares
+    assert integer_weights(weights) == shares
 
 
 @pytest.mark.parametrize("weights", [[], [1.0, 0.0], [1.0, -1.0], [1.0, 1e-9]])
 def test_weights_that_draw_nothing_are_refused(weights: list[float]) -> None:
     with pytest.raises(ValueError, match="weights"):
-        Mix(weights)
+        WeightedRoundRobin(weights)
 
 
 def test_a_row_is_known_without_those_before_it() -> None:
-    mix = Mix([5, 2, 3])
+    mix = WeightedRoundRobin([5, 2, 3])
     for rounds, place in product((0, 1, 10**12), range(10)):
         source, number = mix.locate(rounds * 10 + place)
         before, after = mix.counts(rounds * 10 + place), mix.counts(rounds * 10 + place + 1)

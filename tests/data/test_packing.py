@@ -7,9 +7,17 @@ import torch
 from torch import Tensor
 
 from trainer.data import DataError
-from trainer.data.packing import Choice, Packing, Plan, load, plan, saved_plan, write
+from trainer.data.packing import (
+    DocumentFilter,
+    Packing,
+    PackingPlan,
+    load_or_build_plan,
+    load_plan,
+    pack_documents,
+    write_plan,
+)
 from trainer.data.prepare import prepare
-from trainer.data.source import Source
+from trainer.data.source import CorpusSpec
 from trainer.data.tokenizer import ByteTokenizer
 
 PACKINGS: tuple[Packing, ...] = get_args(Packing)
@@ -21,9 +29,9 @@ def lengths_of(seed: int, documents: int = 200) -> Tensor:
     return drawn.long() + 1
 
 
-def rows_of(made: Plan) -> list[list[tuple[int, int]]]:
+def rows_of(made: PackingPlan) -> list[list[tuple[int, int]]]:
     pieces = list(zip(made.starts.tolist(), made.lengths.tolist(), strict=True))
-    offsets = made.rows.tolist()
+    offsets = made.sequence_offsets.tolist()
     return [pieces[first:last] for first, last in pairwise(offsets)]
 
 
@@ -32,7 +40,7 @@ def rows_of(made: Plan) -> list[list[tuple[int, int]]]:
 @pytest.mark.parametrize("seed", range(3))
 def test_every_token_is_in_one_piece_of_one_document(packing: Packing, seq_len: int, seed: int) -> None:
     lengths = lengths_of(seed)
-    made = plan(lengths, seq_len=seq_len, packing=packing)
+    made = pack_documents(lengths, seq_len=seq_len, packing=packing)
     document = torch.repeat_interleave(lengths)
     covered = torch.zeros_like(document)
     for start, length in zip(made.starts.tolist(), made.lengths.tolist(), strict=True):
@@ -45,86 +53,88 @@ def test_every_token_is_in_one_piece_of_one_document(packing: Packing, seq_len: 
 @pytest.mark.parametrize("seq_len", [2, 16, 33])
 @pytest.mark.parametrize("seed", range(3))
 def test_no_row_is_empty_or_longer_than_seq_len(packing: Packing, seq_len: int, seed: int) -> None:
-    made = plan(lengths_of(seed), seq_len=seq_len, packing=packing)
+    made = pack_documents(lengths_of(seed), seq_len=seq_len, packing=packing)
     rows = rows_of(made)
     sizes = [sum(length for _, length in row) for row in rows]
     assert 0 < min(sizes) <= max(sizes) <= seq_len
-    assert made.max_pieces == max(map(len, rows))
-    assert made.num_padding == sum(seq_len - size for size in sizes)
+    assert made.max_segments == max(map(len, rows))
+    assert made.num_padding_tokens == sum(seq_len - size for size in sizes)
     assert all(row == sorted(row) for row in rows)
 
 
 def test_best_fit_puts_remainders_where_least_space_is_left() -> None:
-    made = plan(torch.tensor([3, 14, 5, 7, 2, 10]), seq_len=10, packing="best_fit")
+    made = pack_documents(torch.tensor([3, 14, 5, 7, 2, 10]), seq_len=10, packing="best_fit")
     #            10 of the 14, the 10; then 7 + 3, 5 + 4, 2
     assert rows_of(made) == [[(3, 10)], [(31, 10)], [(0, 3), (22, 7)], [(13, 4), (17, 5)], [(29, 2)]]
 
-    made = plan(torch.tensor([7, 4, 3, 3, 3]), seq_len=10, packing="best_fit")
+    made = pack_documents(torch.tensor([7, 4, 3, 3, 3]), seq_len=10, packing="best_fit")
     assert rows_of(made) == [[(0, 7), (11, 3)], [(7, 4), (14, 3), (17, 3)]]
 
 
 def test_concat_cuts_the_stream_and_pads_its_last_row_only() -> None:
-    made = plan(torch.tensor([3, 14, 5]), seq_len=10, packing="concat")
+    made = pack_documents(torch.tensor([3, 14, 5]), seq_len=10, packing="concat")
     assert rows_of(made) == [[(0, 3), (3, 7)], [(10, 7), (17, 3)], [(20, 2)]]
-    assert made.num_padding == 8
+    assert made.num_padding_tokens == 8
 
 
 def test_single_gives_every_piece_a_row() -> None:
-    made = plan(torch.tensor([3, 14, 20]), seq_len=10, packing="single")
+    made = pack_documents(torch.tensor([3, 14, 20]), seq_len=10, packing="single")
     assert rows_of(made) == [[(0, 3)], [(3, 10)], [(13, 4)], [(17, 10)], [(27, 10)]]
-    assert made.max_pieces == 1
+    assert made.max_segments == 1
 
 
 def test_best_fit_of_many_short_documents_wastes_next_to_nothing() -> None:
     lengths = lengths_of(0, documents=50_000)
-    assert plan(lengths, seq_len=4096, packing="best_fit").num_padding < 0.002 * int(lengths.sum())
+    assert pack_documents(lengths, seq_len=4096, packing="best_fit").num_padding_tokens < 0.002 * int(lengths.sum())
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_a_plan_is_the_same_every_time_and_after_a_file(packing: Packing, tmp_path: Path) -> None:
-    first, second = (plan(lengths_of(3), seq_len=32, packing=packing) for _ in range(2))
-    write(first, tmp_path / "plan", of=7)
-    for other in (second, load(tmp_path / "plan", seq_len=32, of=7)):
+    first, second = (pack_documents(lengths_of(3), seq_len=32, packing=packing) for _ in range(2))
+    write_plan(first, tmp_path / "plan", num_tokens=7)
+    for other in (second, load_plan(tmp_path / "plan", seq_len=32, num_tokens=7)):
         assert rows_of(other) == rows_of(first)
-        assert (other.seq_len, other.max_pieces) == (first.seq_len, first.max_pieces)
+        assert (other.seq_len, other.max_segments) == (first.seq_len, first.max_segments)
     assert [path.name for path in tmp_path.iterdir()] == ["plan"]
 
 
 def test_a_plan_is_kept_beside_the_shards_and_refused_when_damaged(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text")
-    prepared = prepare(Source(corpus=str(tmp_path / "a.txt"), cache_dir=tmp_path), ByteTokenizer())
-    first = saved_plan(prepared, seq_len=8, packing="concat")
+    prepared = prepare(CorpusSpec(corpus=str(tmp_path / "a.txt"), cache_dir=tmp_path), ByteTokenizer())
+    first = load_or_build_plan(prepared, seq_len=8, packing="concat")
     path = prepared.folder / "concat-8.plan"
     written = path.stat().st_mtime_ns
-    assert rows_of(saved_plan(prepared, seq_len=8, packing="concat")) == rows_of(first)
+    assert rows_of(load_or_build_plan(prepared, seq_len=8, packing="concat")) == rows_of(first)
     assert path.stat().st_mtime_ns == written
     for content in (b"", path.read_bytes()[:-8], bytes(len(path.read_bytes()))):
         path.unlink()
         path.write_bytes(content)
         with pytest.raises(DataError, match=r"concat-8.plan is damaged; delete it"):
-            saved_plan(prepared, seq_len=8, packing="concat")
+            load_or_build_plan(prepared, seq_len=8, packing="concat")
     path.unlink()
-    write(plan(torch.tensor([3]), seq_len=8, packing="concat"), path, of=3)
+    write_plan(pack_documents(torch.tensor([3]), seq_len=8, packing="concat"), path, num_tokens=3)
     with pytest.raises(DataError, match="is not a plan of these 11 tokens"):
-        saved_plan(prepared, seq_len=8, packing="concat")
+        load_or_build_plan(prepared, seq_len=8, packing="concat")
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize(
     ("choice", "taken"),
     [
-        (Choice(at_least=5), [5, 8, 6]),
-        (Choice(below=6), [5, 3]),
-        (Choice(at_least=3, below=8), [5, 3, 6]),
-        (Choice(at_least=8, below=9), [8]),
-        (Choice(max_len=2), [5, 8, 3, 6]),
-        (Choice(below=8, max_len=4), [5, 3, 6]),
+        (DocumentFilter(min_length=5), [5, 8, 6]),
+        (DocumentFilter(max_length=6), [5, 3]),
+        (DocumentFilter(min_length=3, max_length=8), [5, 3, 6]),
+        (DocumentFilter(min_length=8, max_length=9), [8]),
+        (DocumentFilter(max_len=2), [5, 8, 3, 6]),
+        (DocumentFilter(max_length=8, max_len=4), [5, 3, 6]),
     ],
     ids=str,
 )
-def test_pieces_are_those_of_the_documents_that_are_chosen(packing: Packing, choice: Choice, taken: list[int]) -> None:
+def test_pieces_are_those_of_the_documents_that_are_chosen(
+    packing: Packing, choice: DocumentFilter, taken: list[int]
+) -> None:
     lengths = [5, 8, 3, 6]
-    made = plan(torch.tensor(lengths), seq_len=7, packing=packing, choice=choice)
+    made = pack_documents(torch.tensor(lengths), seq_len=7, packing=packing, document_filter=choice)
     firsts = [sum(lengths[:n]) for n in range(4)]
     document_of = {first + n: first for first, length in zip(firsts, lengths, strict=True) for n in range(length)}
     seen: list[int] = []
@@ -137,5 +147,7 @@ def test_pieces_are_those_of_the_documents_that_are_chosen(packing: Packing, cho
 
 
 def test_a_choice_that_leaves_nothing_is_named() -> None:
-    with pytest.raises(DataError, match=r"no document has .*at_least.*9.*: the longest of 2 has 8 tokens"):
-        plan(torch.tensor([5, 8]), seq_len=4, packing="best_fit", choice=Choice(at_least=9))
+    with pytest.raises(DataError, match=r"no document has .*min_length.*9.*: the longest of 2 has 8 tokens"):
+        pack_documents(
+            torch.tensor([5, 8]), seq_len=4, packing="best_fit", document_filter=DocumentFilter(min_length=9)
+        )

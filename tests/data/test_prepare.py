@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from trainer.config.job_config import DataSection
-from trainer.data import DataError, open_rows
-from trainer.data.packed_dataset import Packed
+from trainer.data import DataError, build_blended_dataset
+from trainer.data.packed_dataset import PackedDataset
 from trainer.data.prepare import prepare
-from trainer.data.source import Source
-from trainer.data.token_dataset import Prepared
+from trainer.data.source import CorpusSpec
+from trainer.data.token_dataset import TokenDataset
 from trainer.data.tokenizer import ByteTokenizer
 
-Make = Callable[..., Source]
+Make = Callable[..., CorpusSpec]
 BOS, EOS = ByteTokenizer.bos, ByteTokenizer.eos
 
 
@@ -47,16 +47,16 @@ class Large(ByteTokenizer):
         return super().encode(text).to(torch.int32) + 69_000
 
 
-def texts(prepared: Prepared) -> list[str]:
+def texts(prepared: TokenDataset) -> list[str]:
     found = []
-    for start, stop in pairwise(prepared.starts.tolist()):
+    for start, stop in pairwise(prepared.document_starts.tolist()):
         ids = prepared.read(start, stop).tolist()
         assert (ids[0], ids[-1]) == (BOS, EOS)
         found.append(bytes(ids[1:-1]).decode())
     return found
 
 
-def names(source: Source) -> list[str]:
+def names(source: CorpusSpec) -> list[str]:
     """What the cache holds, locks left out."""
     folder = source.cache_dir
     return sorted(path.name for path in folder.iterdir() if path.suffix != ".lock") if folder.exists() else []
@@ -65,7 +65,7 @@ def names(source: Source) -> list[str]:
 def test_documents_stand_between_bos_and_eos(source: Make) -> None:
     prepared = prepare(source({"a.txt": "one", "b.txt": "é", "empty": ""}), ByteTokenizer())
     assert prepared.read(0, prepared.num_tokens).tolist() == [BOS, 111, 110, 101, EOS, BOS, 0xC3, 0xA9, EOS]
-    assert prepared.lengths.tolist() == [5, 4]
+    assert prepared.document_lengths.tolist() == [5, 4]
     assert (prepared.num_tokens, prepared.num_documents, prepared.meta.longest) == (9, 2, 5)
 
 
@@ -77,7 +77,7 @@ def test_slices_cross_shards_and_no_document_does(source: Make) -> None:
     for start in range(whole.num_tokens):
         assert torch.equal(cut.read(start, whole.num_tokens), stream[start:])
         assert torch.equal(cut.read(0, start), stream[:start])
-    assert torch.equal(cut.starts, whole.starts)
+    assert torch.equal(cut.document_starts, whole.document_starts)
     assert texts(cut) == texts(whole)
 
 
@@ -284,7 +284,7 @@ def test_a_token_outside_the_vocabulary_is_named(source: Make) -> None:
     content = array("H", tokens.read_bytes())
     content[2] = 264
     tokens.write_bytes(content.tobytes())
-    again = Prepared(prepared.folder)
+    again = TokenDataset(prepared.folder)
     assert again.read(0, 7).tolist() == prepared.read(0, 7).tolist()
     with pytest.raises(DataError, match=r"shard-00000-1.bin is damaged: token 2 is 264, and vocab_size = 264"):
         again.read(3, 9)
@@ -292,9 +292,9 @@ def test_a_token_outside_the_vocabulary_is_named(source: Make) -> None:
 
 def test_the_standard_library_opens_as_rows(tmp_path: Path) -> None:
     data = DataSection(cache_dir=tmp_path)
-    rows = open_rows(data, ByteTokenizer(), seq_len=512, seed=0)
+    rows = build_blended_dataset(data, ByteTokenizer(), seq_len=512, seed=0)
     assert rows.read([0, 1]).tokens.shape == (2, 512)
     (source,) = rows.sources
-    assert isinstance(source, Packed)
-    assert source.num_rows * 512 >= source.prepared.num_tokens
-    assert [path.name for path in source.prepared.folder.glob("*.plan")] == ["best_fit-512.plan"]
+    assert isinstance(source, PackedDataset)
+    assert source.num_sequences * 512 >= source.token_dataset.num_tokens
+    assert [path.name for path in source.token_dataset.folder.glob("*.plan")] == ["best_fit-512.plan"]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from trainer.data.prepare.__main__ import main
-from trainer.data.prepare.train_tokenizer import draw
-from trainer.data.source import Source
-from trainer.data.token_dataset import Prepared
+from trainer.data.prepare.train_tokenizer import sample_lines
+from trainer.data.source import CorpusSpec
+from trainer.data.token_dataset import TokenDataset
 from trainer.data.tokenizer import load_tokenizer
 
 Run = Callable[..., tuple[int, str, str]]
@@ -38,7 +38,7 @@ def test_the_corpus_of_a_configuration_is_made_where_a_run_finds_it(run: Run, tm
     status, said, _ = run("--data.corpus", "text", "--data.cache_dir", "made")
     assert status == 0
     [folder] = (tmp_path / "made").glob("text-*")
-    made = Prepared(folder)
+    made = TokenDataset(folder)
     tokens = sum(path.stat().st_size + 2 for path in (tmp_path / "text").iterdir())
     assert said == (f"made/{folder.name}: {tokens:,} tokens, 5 documents, 0 skipped; fingerprint {made.fingerprint}\n")
     assert run("--data.corpus=text", "--data.cache_dir=made")[:2] == (0, said)
@@ -48,7 +48,7 @@ def test_a_corpus_of_the_command_line_goes_into_the_folder_that_is_asked_for(run
     (tmp_path / "a.jsonl").write_text(json.dumps({"body": "some text"}) + "\n{\n")
     status, said, _ = run("--corpus", "a.jsonl", "--data.text_key", "body", "--output", "new/made")
     assert (status, said.split(":")[0]) == (0, "new/made")
-    assert Prepared(tmp_path / "new" / "made").num_documents == 1
+    assert TokenDataset(tmp_path / "new" / "made").num_documents == 1
     assert "1 skipped" in said
     # A run can name it, and another tokenizer is refused.
     assert run("--corpus", "new/made")[:2] == (0, said)
@@ -174,14 +174,14 @@ def test_the_sample_is_drawn_from_all_of_the_text(tmp_path: Path) -> None:
     (tmp_path / "lines").mkdir()
     for name in "ab":
         (tmp_path / "lines" / name).write_text("".join(f"{name} {n}\n" for n in range(5000)))
-    source = Source(corpus=str(tmp_path / "lines"))
-    sample = draw([source], 1000)
+    source = CorpusSpec(corpus=str(tmp_path / "lines"))
+    sample = sample_lines([source], 1000)
     assert len({*sample}) == 1000
-    assert sample == draw([source], 1000)
+    assert sample == sample_lines([source], 1000)
     assert 400 < sum(line.startswith("a") for line in sample) < 600
     numbers = [int(line[2:]) for line in sample]
     assert 400 < sum(number < 2500 for number in numbers) < 600
-    assert len(draw([source], 20_000)) == 10_000
+    assert len(sample_lines([source], 20_000)) == 10_000
 
 
 @pytest.mark.parametrize("words", [["--help"], ["inspect", "--help"], ["train-tokenizer", "-h"]])

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from trainer.data import DataError, corpus
 from trainer.data.prepare import prepare
-from trainer.data.source import Source
-from trainer.data.token_dataset import Prepared
+from trainer.data.source import CorpusSpec
+from trainer.data.token_dataset import TokenDataset
 from trainer.data.tokenizer import ByteTokenizer
-from trainer.errors import RankError
+from trainer.errors import RankFailedError
 
-Make = Callable[..., Source]
+Make = Callable[..., CorpusSpec]
 FILES = {f"{folder}/{n}.txt": f"{n} of {folder}\n" * (n * 7 % 11) for folder in "abc" for n in range(6)}
 STEPS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 PIECE = 60
@@ -31,7 +31,7 @@ PIECE = 60
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "PIECE", PIECE)
+    monkeypatch.setattr(corpus, "PARTITION_BYTES", PIECE)
     multiprocessing.get_context("forkserver").set_forkserver_preload(["trainer.data.prepare"])
 
 
@@ -39,8 +39,8 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def texts(prepared: Prepared) -> Iterator[str]:
-    for start, length in zip(prepared.starts.tolist(), prepared.lengths.tolist(), strict=False):
+def texts(prepared: TokenDataset) -> Iterator[str]:
+    for start, length in zip(prepared.document_starts.tolist(), prepared.document_lengths.tolist(), strict=False):
         yield ByteTokenizer().decode(prepared.read(start, start + length).tolist())
 
 
@@ -71,11 +71,11 @@ def _killed(work: Callable[[], object], step: int) -> None:
 class Preparing:
     """A call of `prepare` that another process can make."""
 
-    def __init__(self, source: Source, workers: int = 1) -> None:
+    def __init__(self, source: CorpusSpec, workers: int = 1) -> None:
         self.source, self.workers = source, workers
 
     def __call__(self) -> None:
-        corpus.PIECE = PIECE
+        corpus.PARTITION_BYTES = PIECE
         prepare(self.source, ByteTokenizer(), workers=self.workers, shard_tokens=150)
 
 
@@ -212,7 +212,7 @@ def test_any_number_of_workers_writes_the_same_bytes(documents: str, source: Mak
     [
         ("error", DataError, r"c/3.txt: no such text"),
         ("bug", RuntimeError, r"ZeroDivisionError: a bug"),
-        ("worker", RankError, r"a worker ended \(killed by SIGKILL\); the same command goes on"),
+        ("worker", RankFailedError, r"a worker ended \(killed by SIGKILL\); the same command goes on"),
     ],
 )
 def test_what_ends_a_worker_ends_all_and_can_go_on(
@@ -229,7 +229,7 @@ def test_what_ends_a_worker_ends_all_and_can_go_on(
 
 class Doomed(Preparing):
     def __call__(self) -> None:
-        corpus.PIECE = PIECE
+        corpus.PARTITION_BYTES = PIECE
         prepare(self.source, Fatal("3 of c", "parent"), workers=2, shard_tokens=150)
 
 
@@ -287,7 +287,7 @@ def test_documents_come_back_as_they_were(
     *, written: list[str], lines: bool, shard_tokens: int, piece: int, stops: list[int], workers: int
 ) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(corpus, "PIECE", piece)
+        patched.setattr(corpus, "PARTITION_BYTES", piece)
         root = Path(folder, "corpus")
         root.mkdir()
         for number, text in enumerate(written):
@@ -298,7 +298,7 @@ def test_documents_come_back_as_they_were(
                 (root / f"{number:03d}").write_bytes(text.encode())
         # A byte order mark at the start of a file says how it is encoded, and is no text.
         wanted = [text for text in (text if lines else text.removeprefix("\ufeff") for text in written) if text]
-        kept = Source(corpus=str(root), cache_dir=Path(folder, "cache"))
+        kept = CorpusSpec(corpus=str(root), cache_dir=Path(folder, "cache"))
         for stop in stops:
             with suppress(KeyboardInterrupt, DataError):
                 prepare(kept, Stopping(stop), shard_tokens=shard_tokens)

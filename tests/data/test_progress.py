@@ -27,7 +27,7 @@ def test_without_a_size_a_log_gets_no_share(caplog: pytest.LogCaptureFixture, mo
 
 def test_a_terminal_gets_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    with progress.bar("tokenizing", 400) as advance:
+    with progress.progress_bar("tokenizing", 400) as advance:
         advance(100, 30)
     shown = capsys.readouterr().err
     assert "tokenizing" in shown

@@ -14,20 +14,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from torch.distributed.device_mesh import init_device_mesh
 
-from models.batch import IGNORE, Batch
+from models.batch import IGNORE_INDEX, Batch
 from parallelisms.context import ContextParallel
-from parallelisms.parallel_dims import LAYOUTS, ROTATIONS
+from parallelisms.parallel_dims import LAYOUTS_BY_ROTATE_METHOD, ROTATE_METHODS
 from tests.ranks import run_ranks
 from trainer.config.job_config import DataSection
-from trainer.data import open_rows
-from trainer.data.sequences import Rows, Whole, segments
+from trainer.data import build_blended_dataset
+from trainer.data.sequences import BlendedDataset, FullSequence, slice_segments
 from trainer.data.tokenizer import ByteTokenizer
 
 TEXTS = {f"{n:02}": "".join(map(chr, range(33, 33 + 7 * n % 61))) for n in range(40)}
 PLANS: list[tuple[tuple[int, ...], dict[str, Any]]] = [
-    *(((4,), {"method": rotation, "layout": layout}) for rotation in ROTATIONS for layout in LAYOUTS[rotation]),
+    *(
+        ((4,), {"method": rotation, "layout": layout})
+        for rotation in ROTATE_METHODS
+        for layout in LAYOUTS_BY_ROTATE_METHOD[rotation]
+    ),
     ((4,), {"method": "ulysses"}),
-    *(((2, 2), {"outer": rotation, "layout": layout}) for rotation in ROTATIONS for layout in LAYOUTS[rotation]),
+    *(
+        ((2, 2), {"outer_method": rotation, "layout": layout})
+        for rotation in ROTATE_METHODS
+        for layout in LAYOUTS_BY_ROTATE_METHOD[rotation]
+    ),
 ]
 SPANS = some.lists(some.integers(1, 9), min_size=1, max_size=12)
 
@@ -41,12 +49,12 @@ def same(one: Batch, other: Batch) -> list[str]:
 def compared(data: DataSection, seq_len: int) -> list[str]:
     """What differs between rows that this rank reads in part, and its part of whole rows, by every plan."""
     found = []
-    rows = open_rows(data, ByteTokenizer(), seq_len=seq_len, seed=0)
+    rows = build_blended_dataset(data, ByteTokenizer(), seq_len=seq_len, seed=0)
     for shape, options in PLANS:
         core = ContextParallel(init_device_mesh("cpu", shape), heads=4, kv_heads=2, **options)
         for first in range(0, 14, 2):
             numbers = [first, None, first + 1]
-            whole = core.shard_batch(rows.read(numbers, Whole(core.plan.multiple)))
+            whole = core.shard_batch(rows.read(numbers, FullSequence(core.plan.seq_len_divisor)))
             found += [f"{options} rows {numbers}: {name}" for name in same(rows.read(numbers, core), whole)]
     return found
 
@@ -66,7 +74,7 @@ def test_a_rank_reads_its_part_of_every_layout(
     seq_len: int, options: dict[str, Any], section: Callable[..., DataSection]
 ) -> None:
     data = section(TEXTS, **options)
-    open_rows(data, ByteTokenizer(), seq_len=seq_len, seed=0)
+    build_blended_dataset(data, ByteTokenizer(), seq_len=seq_len, seed=0)
     assert run_ranks(compared, 4, data, seq_len) == [[]] * 4
 
 
@@ -83,11 +91,11 @@ def test_segments_are_spans_cut_by_pieces(pieces: list[int], spans: list[int]) -
         for piece in range(len(pieces))
         if starts[piece] <= at < starts[piece + 1]
     ]
-    found = segments(starts, held)
-    assert [(s.piece, s.start + n) for s in found for n in range(s.length)] == expected
+    found = slice_segments(starts, held)
+    assert [(s.segment_id, s.start + n) for s in found for n in range(s.length)] == expected
 
 
-class Halves(Whole):
+class Halves(FullSequence):
     """The first or the second half of every row."""
 
     def __init__(self, half: int) -> None:
@@ -98,12 +106,12 @@ class Halves(Whole):
         return [(0, middle), (middle, boundaries[-1] - middle)][self.half : self.half + 1]
 
 
-def targets(rows: Rows, numbers: range) -> Counter[tuple[int, int]]:
+def targets(rows: BlendedDataset, numbers: range) -> Counter[tuple[int, int]]:
     found: Counter[tuple[int, int]] = Counter()
     for half in range(2):
         batch = rows.read([*numbers], Halves(half))
         found.update(zip(batch.tokens.flatten().tolist(), batch.labels.flatten().tolist(), strict=True))
-    return Counter({pair: count for pair, count in found.items() if pair[1] != IGNORE})
+    return Counter({pair: count for pair, count in found.items() if pair[1] != IGNORE_INDEX})
 
 
 @pytest.mark.parametrize("seq_len", [4, 7, 64])
@@ -111,24 +119,26 @@ def targets(rows: Rows, numbers: range) -> Counter[tuple[int, int]]:
 def test_over_an_epoch_of_all_ranks_every_token_but_a_first_is_a_target_once(
     packing: str, seq_len: int, section: Callable[..., DataSection]
 ) -> None:
-    rows = open_rows(section(TEXTS, packing=packing), ByteTokenizer(), seq_len=seq_len, seed=3)
+    rows = build_blended_dataset(section(TEXTS, packing=packing), ByteTokenizer(), seq_len=seq_len, seed=3)
     expected: Counter[tuple[int, int]] = Counter()
     for text in TEXTS.values():
         tokens = [256, *text.encode(), 257]
         expected.update(pairwise(tokens) if text else ())
-    count = rows.sources[0].num_rows
+    count = rows.sources[0].num_sequences
     assert targets(rows, range(count)) == targets(rows, range(count, 2 * count)) == expected
 
 
 # ---- several sources
 
 
-def mixed(section: Callable[..., DataSection], tmp_path: Any, mix: list[dict[str, Any]], seq_len: int = 32) -> Rows:
+def mixed(
+    section: Callable[..., DataSection], tmp_path: Any, mix: list[dict[str, Any]], seq_len: int = 32
+) -> BlendedDataset:
     (tmp_path / "long").mkdir()
     for n in range(6):
         (tmp_path / "long" / f"{n}").write_text(chr(65 + n) * (20 + 30 * n))
     data = section(TEXTS, sources={"long": {"path": str(tmp_path / "long")}}, mix=mix)
-    return open_rows(data, ByteTokenizer(), seq_len=seq_len, seed=5)
+    return build_blended_dataset(data, ByteTokenizer(), seq_len=seq_len, seed=5)
 
 
 def test_rows_of_a_mix_come_from_their_sources_in_proportion(
@@ -138,12 +148,12 @@ def test_rows_of_a_mix_come_from_their_sources_in_proportion(
     batch = rows.read(range(40))
     assert rows.names == ["corpus", "long"]
     upper = set(range(65, 71))
-    for row, (source, tokens) in zip(batch.tokens, batch.sources, strict=True):
+    for row, (source, tokens) in zip(batch.tokens, batch.sequence_sources, strict=True):
         letters = set(row[:tokens].tolist()) - {256, 257}
         assert (letters <= upper and len(letters) > 0) == (source == 1)
-    counts = [[source for source, _ in batch.sources].count(n) for n in range(2)]
-    assert rows.epochs(40) == [count / source.num_rows for count, source in zip(counts, rows.sources, strict=True)]
-    assert batch.num_tokens == sum(tokens for _, tokens in batch.sources)
+    counts = [[source for source, _ in batch.sequence_sources].count(n) for n in range(2)]
+    assert rows.epochs(40) == [count / source.num_sequences for count, source in zip(counts, rows.sources, strict=True)]
+    assert batch.num_tokens == sum(tokens for _, tokens in batch.sequence_sources)
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "concat", "single"])
@@ -156,8 +166,10 @@ def test_weights_are_parts_of_the_tokens_whatever_padding_rows_have(
             (tmp_path / name / f"{n:02}").write_text("x" * length)
     sources = {name: {"path": str(tmp_path / name)} for name in ("short", "long")}
     mix = [{"source": "short", "weight": 1}, {"source": "long", "weight": 3}]
-    rows = open_rows(section({}, sources=sources, mix=mix, packing=packing), ByteTokenizer(), seq_len=32, seed=0)
-    drawn = rows.read(range(400)).sources
+    rows = build_blended_dataset(
+        section({}, sources=sources, mix=mix, packing=packing), ByteTokenizer(), seq_len=32, seed=0
+    )
+    drawn = rows.read(range(400)).sequence_sources
     for count in (100, 200, 400):
         tokens = [sum(tokens for source, tokens in drawn[:count] if source == n) for n in range(2)]
         assert tokens[0] / sum(tokens) == pytest.approx(0.25, abs=0.01)
@@ -167,8 +179,8 @@ def test_one_source_gives_long_documents_and_short_ones_and_pieces_of_both(
     section: Callable[..., DataSection], tmp_path: Any
 ) -> None:
     mix = [
-        {"source": "long", "at_least": 100},
-        {"source": "long", "below": 100},
+        {"source": "long", "min_length": 100},
+        {"source": "long", "max_length": 100},
         {"source": "long", "max_len": 8},
     ]
     rows = mixed(section, tmp_path, mix)
@@ -177,7 +189,7 @@ def test_one_source_gives_long_documents_and_short_ones_and_pieces_of_both(
     longest = dict.fromkeys(seen, 0)
     for number in range(60):
         batch = rows.read([number])
-        ((source, tokens),) = batch.sources
+        ((source, tokens),) = batch.sequence_sources
         seen[source] |= set(batch.tokens[0, :tokens].tolist()) - {256, 257}
         longest[source] = max(longest[source], int(batch.positions[0, :tokens].max()) + 1)
     assert seen == {0: {68, 69, 70}, 1: {65, 66, 67}, 2: set(range(65, 71))}
@@ -186,9 +198,11 @@ def test_one_source_gives_long_documents_and_short_ones_and_pieces_of_both(
 
 def test_stages_and_places_in_a_mix_have_orders_of_their_own(section: Callable[..., DataSection]) -> None:
     data = section(TEXTS)
-    first, second = (open_rows(data, ByteTokenizer(), seq_len=16, seed=1, stage=stage) for stage in range(2))
+    first, second = (
+        build_blended_dataset(data, ByteTokenizer(), seq_len=16, seed=1, stage=stage) for stage in range(2)
+    )
     assert not torch.equal(first.read(range(12)).tokens, second.read(range(12)).tokens)
-    twice = open_rows(
+    twice = build_blended_dataset(
         section({}, mix=[{"source": "corpus"}, {"source": "corpus", "max_len": 15}]),
         ByteTokenizer(),
         seq_len=16,
@@ -203,7 +217,7 @@ def test_in_a_mix_a_source_gives_each_of_its_rows_once_an_epoch(
 ) -> None:
     rows = mixed(section, tmp_path, [{"source": "corpus", "weight": 2}, {"source": "long", "weight": 3}])
     for index, source in enumerate(rows.sources):
-        drawn = [number for number in range(5 * source.num_rows) if rows.mix.locate(number)[0] == index]
-        epoch = rows.read(drawn[: source.num_rows])
-        alone = Rows([source], seq_len=rows.seq_len).read(range(source.num_rows))
+        drawn = [number for number in range(5 * source.num_sequences) if rows.round_robin.locate(number)[0] == index]
+        epoch = rows.read(drawn[: source.num_sequences])
+        alone = BlendedDataset([source], seq_len=rows.seq_len).read(range(source.num_sequences))
         assert torch.equal(epoch.tokens, alone.tokens)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from models.batch import IGNORE
+from models.batch import IGNORE_INDEX
 from trainer.config.job_config import DataSection
-from trainer.data import DataError, open_rows
+from trainer.data import DataError, build_blended_dataset
 from trainer.data.tokenizer import ByteTokenizer
 
-A, B, C, BOS, EOS, SPECIAL, __ = 97, 98, 99, 256, 257, 259, IGNORE
+A, B, C, BOS, EOS, SPECIAL, __ = 97, 98, 99, 256, 257, 259, IGNORE_INDEX
 
 Section = Callable[..., DataSection]
 
@@ -31,7 +31,7 @@ def test_documents_stand_between_the_separators_that_are_asked_for(
     separators: str, tokens: list[int], labels: list[int], mask: str, section: Section
 ) -> None:
     data = section({"1": "ab", "2": "c"}, separators=separators, mask=mask)
-    batch = open_rows(data, ByteTokenizer(), seq_len=7, seed=0).read([0])
+    batch = build_blended_dataset(data, ByteTokenizer(), seq_len=7, seed=0).read([0])
     assert batch.tokens.tolist() == [tokens]
     assert batch.labels.tolist() == [labels]
 
@@ -39,8 +39,8 @@ def test_documents_stand_between_the_separators_that_are_asked_for(
 @pytest.mark.parametrize(("separators", "pieces"), [("bos_eos", 4), ("eos", 3), ("none", 2)])
 def test_the_longest_document_counts_them(separators: str, pieces: int, section: Section) -> None:
     data = section({"1": "abcdefgh"}, separators=separators, max_document=4)
-    rows = open_rows(data, ByteTokenizer(), seq_len=16, seed=0)
-    assert len(rows.sources[0].pieces(0)) == pieces
+    rows = build_blended_dataset(data, ByteTokenizer(), seq_len=16, seed=0)
+    assert len(rows.sources[0].segment_lengths(0)) == pieces
 
 
 def test_one_that_the_tokenizer_does_not_have_is_named_before_a_file_is_read(section: Section, tmp_path: Path) -> None:
@@ -48,5 +48,5 @@ def test_one_that_the_tokenizer_does_not_have_is_named_before_a_file_is_read(sec
     with pytest.raises(
         DataError, match=r'data.separators = "<\|sep\|>" is no special token of the tokenizer; it has <'
     ):
-        open_rows(data, ByteTokenizer(), seq_len=7, seed=0)
+        build_blended_dataset(data, ByteTokenizer(), seq_len=7, seed=0)
     assert not (tmp_path / "cache").exists()

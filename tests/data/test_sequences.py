@@ -9,19 +9,19 @@ from typing import get_args
 import pytest
 import torch
 
-from models.batch import IGNORE
+from models.batch import IGNORE_INDEX
 from trainer.config.job_config import DataSection
-from trainer.data import source_of
-from trainer.data.packed_dataset import Packed
-from trainer.data.packing import Packing, plan, saved_plan
+from trainer.data import corpus_spec
+from trainer.data.packed_dataset import PackedDataset
+from trainer.data.packing import Packing, load_or_build_plan, pack_documents
 from trainer.data.prepare import prepare
-from trainer.data.sequences import Rows
-from trainer.data.token_dataset import Meta, Prepared, Shard
+from trainer.data.sequences import BlendedDataset
+from trainer.data.token_dataset import TokenDataset, TokenDatasetMeta, TokenShard
 from trainer.data.tokenizer import ByteTokenizer
 
 Section = Callable[..., DataSection]
 PACKINGS: tuple[Packing, ...] = get_args(Packing)
-__ = IGNORE
+__ = IGNORE_INDEX
 BOS, EOS = 256, 257
 
 
@@ -32,20 +32,20 @@ class Plain(ByteTokenizer):
     fingerprint = "plain"
 
 
-def rows_of(data: DataSection, *, seq_len: int, shard_tokens: int = 1 << 20) -> Rows:
-    prepared = prepare(source_of(data, "corpus"), Plain(), shard_tokens=shard_tokens)
-    plan = saved_plan(prepared, seq_len=seq_len, packing=data.packing)
-    return Rows([Packed(prepared, plan, seed=0)], seq_len=seq_len, mask=data.mask)
+def rows_of(data: DataSection, *, seq_len: int, shard_tokens: int = 1 << 20) -> BlendedDataset:
+    prepared = prepare(corpus_spec(data, "corpus"), Plain(), shard_tokens=shard_tokens)
+    plan = load_or_build_plan(prepared, seq_len=seq_len, packing=data.packing)
+    return BlendedDataset([PackedDataset(prepared, plan, seed=0)], seq_len=seq_len, mask=data.mask)
 
 
-def source(rows: Rows) -> Packed:
-    assert isinstance(rows.sources[0], Packed)
+def source(rows: BlendedDataset) -> PackedDataset:
+    assert isinstance(rows.sources[0], PackedDataset)
     return rows.sources[0]
 
 
-def in_plan_order(rows: Rows) -> list[int]:
+def in_plan_order(rows: BlendedDataset) -> list[int]:
     """Global numbers of the first epoch's rows, in the order of the plan."""
-    return sorted(range(source(rows).num_rows), key=lambda number: source(rows).locate(number)[1])
+    return sorted(range(source(rows).num_sequences), key=lambda number: source(rows).locate(number)[1])
 
 
 A, B, C = 97, 98, 99
@@ -59,11 +59,11 @@ def test_a_batch_is_what_a_hand_writes(section: Section) -> None:
     assert batch.tokens.tolist() == [[A, B, C, A, B], [C, EOS, C, C, EOS], [B, EOS, EOS, EOS, EOS]]
     assert batch.labels.tolist() == [[B, C, A, B, C], [EOS, __, C, EOS, __], [EOS, __, __, __, __]]
     assert batch.positions.tolist() == [[0, 1, 2, 3, 4], [0, 1, 0, 1, 2], [0, 1, 0, 1, 2]]
-    assert batch.documents.tolist() == [[0, 0, 0, 0, 0], [0, 0, 1, 1, 1], [0, 0, 1, 1, 1]]
+    assert batch.document_ids.tolist() == [[0, 0, 0, 0, 0], [0, 0, 1, 1, 1], [0, 0, 1, 1, 1]]
     assert batch.boundaries.tolist() == [[0, 5, 5, 5], [0, 2, 5, 5], [0, 2, 5, 5]]
     assert (batch.num_tokens, batch.num_pairs) == (12, 15 + 3 + 6 + 3)
-    assert batch.attended == 15 + (3 + 6) + (3 + 6)
-    assert {batch.tokens.dtype, batch.labels.dtype, batch.positions.dtype, batch.documents.dtype} == {torch.int64}
+    assert batch.num_computed_pairs == 15 + (3 + 6) + (3 + 6)
+    assert {batch.tokens.dtype, batch.labels.dtype, batch.positions.dtype, batch.document_ids.dtype} == {torch.int64}
     assert batch.boundaries.dtype == torch.int32
 
 
@@ -74,10 +74,10 @@ def test_without_a_mask_positions_run_on_and_labels_stay(section: Section) -> No
     batch, other = rows.read(in_plan_order(rows)), masked.read(in_plan_order(masked))
     assert torch.equal(batch.tokens, other.tokens)
     assert torch.equal(batch.labels, other.labels)
-    assert torch.equal(batch.documents, other.documents)
+    assert torch.equal(batch.document_ids, other.document_ids)
     assert batch.positions.tolist() == [[0, 1, 2, 3, 4]] * 3
     assert batch.boundaries.tolist() == [[0, 5]] * 3
-    assert (batch.num_tokens, batch.num_pairs, batch.attended) == (12, 15 + 15 + 3, 15 + 15 + 15)
+    assert (batch.num_tokens, batch.num_pairs, batch.num_computed_pairs) == (12, 15 + 15 + 3, 15 + 15 + 15)
 
 
 def test_a_piece_of_one_token_is_followed_by_nothing(section: Section) -> None:
@@ -87,7 +87,7 @@ def test_a_piece_of_one_token_is_followed_by_nothing(section: Section) -> None:
     assert batch.tokens.tolist() == [[A, B], [EOS, EOS], [C, EOS]]
     assert batch.labels.tolist() == [[B, EOS], [__, __], [EOS, __]]
     assert batch.boundaries.tolist() == [[0, 2, 2], [0, 1, 2], [0, 2, 2]]
-    assert (batch.num_tokens, batch.num_pairs, batch.attended) == (5, 3 + 1 + 3, 3 + (1 + 1) + 3)
+    assert (batch.num_tokens, batch.num_pairs, batch.num_computed_pairs) == (5, 3 + 1 + 3, 3 + (1 + 1) + 3)
 
 
 def test_a_document_of_one_token_is_never_a_target(tmp_path: Path) -> None:
@@ -95,18 +95,18 @@ def test_a_document_of_one_token_is_never_a_target(tmp_path: Path) -> None:
     starts = array("q", [0, 1, 3, 4]).tobytes()
     (tmp_path / "shard-00000.idx").write_bytes(starts)
     idx_sha256 = hashlib.sha256(starts).hexdigest()
-    shard = Shard(name="shard-00000", tokens=4, documents=3, bin_sha256="", idx_sha256=idx_sha256)
+    shard = TokenShard(name="shard-00000", tokens=4, documents=3, bin_sha256="", idx_sha256=idx_sha256)
     described = {"dtype": "uint16", "vocab_size": 264, "bos": None, "eos": EOS, "longest": 2, "tokenizer": ""}
     asked = {"separators": "eos", "max_document": None}
-    meta = Meta(version=2, tokens=4, documents=3, files=1, skipped=0, shards=[shard], **described, **asked)
-    (tmp_path / "meta.json").write_text(meta.sealed().model_dump_json())
-    prepared = Prepared(tmp_path)
-    made = plan(prepared.lengths, seq_len=6, packing="best_fit")
-    rows = Rows([Packed(prepared, made, seed=0)], seq_len=6)
+    meta = TokenDatasetMeta(version=2, tokens=4, documents=3, files=1, skipped=0, shards=[shard], **described, **asked)
+    (tmp_path / "meta.json").write_text(meta.with_checksum().model_dump_json())
+    prepared = TokenDataset(tmp_path)
+    made = pack_documents(prepared.document_lengths, seq_len=6, packing="best_fit")
+    rows = BlendedDataset([PackedDataset(prepared, made, seed=0)], seq_len=6)
     batch = rows.read([0])
     assert batch.labels.tolist() == [[__, EOS, __, __, __, __]]
     assert batch.positions.tolist() == [[0, 0, 1, 0, 0, 1]]
-    assert batch.documents.tolist() == [[0, 1, 1, 2, 3, 3]]
+    assert batch.document_ids.tolist() == [[0, 1, 1, 2, 3, 3]]
     assert batch.boundaries.tolist() == [[0, 1, 3, 4, 6]]
 
 
@@ -122,19 +122,19 @@ def test_an_empty_row_is_padding_without_targets(mask: str, section: Section) ->
     assert batch.tokens[0].tolist() == [EOS] * 5
     assert batch.labels[0].tolist() == [__] * 5
     assert batch.positions[0].tolist() == [0, 1, 2, 3, 4]
-    assert batch.documents[0].tolist() == [0] * 5
+    assert batch.document_ids[0].tolist() == [0] * 5
     assert batch.boundaries[0].tolist() == ([0, 5, 5, 5] if mask == "document" else [0, 5])
     assert torch.equal(batch.tokens[1:], full.tokens)
     assert torch.equal(batch.boundaries[1:], full.boundaries)
     assert (batch.num_tokens, batch.num_pairs) == (full.num_tokens, full.num_pairs)
     assert rows.read([None]).num_tokens == rows.read([None]).num_pairs == 0
-    assert (rows.read([None]).attended, batch.attended) == (15, 15 + full.attended)
+    assert (rows.read([None]).num_computed_pairs, batch.num_computed_pairs) == (15, 15 + full.num_computed_pairs)
 
 
 @pytest.mark.parametrize("mask", ["document", "none"])
 def test_attended_pairs_of_a_long_row_are_exact(mask: str, section: Section) -> None:
     rows = rows_of(section(TINY, mask=mask), seq_len=100_003)
-    assert rows.read([None]).attended == 100_003 * 100_004 // 2 > 2**32
+    assert rows.read([None]).num_computed_pairs == 100_003 * 100_004 // 2 > 2**32
 
 
 # Every character once, so that a token says where in which document it stands.
@@ -148,16 +148,16 @@ def test_over_an_epoch_every_token_but_a_first_is_a_target_once(
     packing: Packing, mask: str, seq_len: int, section: Section
 ) -> None:
     rows = rows_of(section(LETTERS, packing=packing, mask=mask), seq_len=seq_len, shard_tokens=30)
-    assert len(source(rows).prepared.meta.shards) > 2
+    assert len(source(rows).token_dataset.meta.shards) > 2
     expected: Counter[tuple[int, int]] = Counter()
     for text in LETTERS.values():
         tokens = [*text.encode(), EOS]
         expected.update(pairwise(tokens))
     for epoch in range(2):
-        batch = rows.read(range(epoch * source(rows).num_rows, (epoch + 1) * source(rows).num_rows))
+        batch = rows.read(range(epoch * source(rows).num_sequences, (epoch + 1) * source(rows).num_sequences))
         found = Counter(zip(batch.tokens.flatten().tolist(), batch.labels.flatten().tolist(), strict=True))
-        assert {pair: count for pair, count in found.items() if pair[1] != IGNORE} == expected
-        assert batch.num_tokens == source(rows).prepared.num_tokens
+        assert {pair: count for pair, count in found.items() if pair[1] != IGNORE_INDEX} == expected
+        assert batch.num_tokens == source(rows).token_dataset.num_tokens
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -165,7 +165,7 @@ def test_over_an_epoch_every_token_but_a_first_is_a_target_once(
 def test_boundaries_documents_positions_and_pairs_agree(packing: Packing, mask: str, section: Section) -> None:
     rows = rows_of(section(LETTERS, packing=packing, mask=mask), seq_len=16)
     pairs = 0
-    for number in range(source(rows).num_rows):
+    for number in range(source(rows).num_sequences):
         batch = rows.read([number])
         starts = batch.boundaries[0, :-1].unique().tolist()
         attended = torch.bucketize(
@@ -175,29 +175,32 @@ def test_boundaries_documents_positions_and_pairs_agree(packing: Packing, mask: 
         pairs += batch.num_pairs
         real = batch.num_tokens
         assert int(allowed[:real, :real].sum()) == batch.num_pairs
-        assert int(allowed.sum()) == batch.attended
+        assert int(allowed.sum()) == batch.num_computed_pairs
         offsets = torch.tensor([allowed[at].nonzero()[0].item() for at in range(16)])
         assert torch.equal(batch.positions[0], torch.arange(16) - offsets)
         if mask == "document":
-            assert torch.equal(batch.documents[0], attended - 1)
-    assert pairs == rows.read(range(source(rows).num_rows)).num_pairs
+            assert torch.equal(batch.document_ids[0], attended - 1)
+    assert pairs == rows.read(range(source(rows).num_sequences)).num_pairs
 
 
 def test_epochs_hold_the_same_rows_in_another_order(section: Section) -> None:
     rows = rows_of(section(LETTERS), seq_len=4)
     epochs = [
-        [source(rows).locate(number) for number in range(n * source(rows).num_rows, (n + 1) * source(rows).num_rows)]
+        [
+            source(rows).locate(number)
+            for number in range(n * source(rows).num_sequences, (n + 1) * source(rows).num_sequences)
+        ]
         for n in range(3)
     ]
     orders = [[row for _, row in epoch] for epoch in epochs]
     assert [{epoch for epoch, _ in each} for each in epochs] == [{0}, {1}, {2}]
-    assert all(sorted(order) == list(range(source(rows).num_rows)) for order in orders)
+    assert all(sorted(order) == list(range(source(rows).num_sequences)) for order in orders)
     assert orders[0] != orders[1] != orders[2]
 
 
 def test_what_is_drawn_of_each_source_is_told(section: Section) -> None:
     one = rows_of(section(TINY), seq_len=5)
-    both = Rows([source(one), source(one)], seq_len=5, weights=(2, 1), names=("a", "b"))
+    both = BlendedDataset([source(one), source(one)], seq_len=5, weights=(2, 1), names=("a", "b"))
     assert both.summary(9) == [
         "a: 3 rows of 5 tokens; of the 9 rows that are drawn it gives 6 (2.00 epochs); 20.00% is padding",
         "b: 3 rows of 5 tokens; of the 9 rows that are drawn it gives 3 (1.00 epochs); 20.00% is padding",

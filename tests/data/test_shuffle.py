@@ -2,11 +2,11 @@ from itertools import pairwise
 
 import pytest
 
-from trainer.data.shuffle import shuffled
+from trainer.data.shuffle import shuffled_index
 
 
 def order(size: int, *, seed: int = 0, epoch: int = 0) -> list[int]:
-    return [shuffled(index, size=size, seed=seed, epoch=epoch) for index in range(size)]
+    return [shuffled_index(index, size=size, seed=seed, epoch=epoch) for index in range(size)]
 
 
 def test_it_is_a_permutation_for_every_size() -> None:
@@ -38,4 +38,4 @@ def test_neighbours_do_not_stay_neighbours() -> None:
 
 def test_an_index_outside_is_refused() -> None:
     with pytest.raises(ValueError, match=r"index = 5 is not in range\(5\)"):
-        shuffled(5, size=5, seed=0, epoch=0)
+        shuffled_index(5, size=5, seed=0, epoch=0)

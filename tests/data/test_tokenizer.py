@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from trainer.data import DataError
-from trainer.data.tokenizer import Tokenizer, cut_text, encode_pieces, load_tokenizer
-from trainer.evaluation.needle import Words
+from trainer.data.tokenizer import Tokenizer, chunk_text, encode_in_chunks, load_tokenizer
+from trainer.evaluation.needle import PasskeySentences
 
 TEXT = "def f(x):\n    return 'naïve 中文 🙂' + x  # <|end_of_text|>\n\n\tdone \n"
 MERGES = [b"  ", b"    ", b"        ", b"aa", b"aaaa", b"re", b"ret", b"de", b"def", b"\n\n"]
@@ -98,7 +98,7 @@ def test_a_million_equal_characters_are_tokens(character: str, tiktoken_file: Pa
 
 def test_pieces_are_bounded_and_join_to_the_text() -> None:
     words = ("word " * 30 + "\n") * 8000 + " " * 60_000 + "b" * 60_000 + ("x" * 70 + "\n\n  ") * 1000
-    pieces = list(cut_text(words))
+    pieces = list(chunk_text(words))
     assert "".join(pieces) == words
     assert max(map(len, pieces)) <= 400_000
     assert max(len(run) for piece in pieces for run in re.findall(r"\s+|\S+", piece)) <= 25_000
@@ -117,24 +117,24 @@ def test_a_panic_is_an_error_with_its_place_and_an_interrupt_stays_one() -> None
 
     text = "some text\n" * 40_000
     with pytest.raises(DataError, match="failed within 2 characters at 400000: stack overflow"):
-        encode_pieces(f"{text}!\n", encode)
+        encode_in_chunks(f"{text}!\n", encode)
     with pytest.raises(KeyboardInterrupt):
-        encode_pieces("^C", encode)
+        encode_in_chunks("^C", encode)
 
 
 def test_a_long_text_is_cut_where_a_line_begins() -> None:
     text = "a line of text\n" * 60_000
-    pieces = list(cut_text(text))
+    pieces = list(chunk_text(text))
     assert len(pieces) == 3
     assert all(piece.startswith("a line") and piece.endswith("text\n") for piece in pieces)
     indented = "def f():\n    pass\n\n" * 60_000
-    assert all(piece.startswith("def") for piece in cut_text(indented))
+    assert all(piece.startswith("def") for piece in chunk_text(indented))
 
 
 def test_cuts_change_no_token(tiktoken_file: Path) -> None:
     tokenizer = load_tokenizer("tiktoken", tiktoken_file)
     block = "def f(aaaaa):\n    return a\n\n\n"
-    assert len(list(cut_text(block * 20_000))) > 1
+    assert len(list(chunk_text(block * 20_000))) > 1
     assert tokenizer.encode(block * 20_000).tolist() == tokenizer.encode(block).tolist() * 20_000
 
 
@@ -213,7 +213,7 @@ def test_a_hidden_number_is_the_same_tokens_at_both_places(tiktoken_file: Path, 
     for kind, path in (("byte", None), ("tiktoken", tiktoken_file), ("sentencepiece", sentencepiece_file)):
         tokenizer = load_tokenizer(kind, path)
         for trial in range(3):
-            question, hidden, number = Words(tokenizer).hidden(trial)
+            question, hidden, number = PasskeySentences(tokenizer).passkey(trial)
             assert hidden[: len(question) + len(number)] == [*question, *number]
             said = tokenizer.decode(number).strip()
             assert len(said) == 5

@@ -16,18 +16,18 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
-from models.batch import IGNORE
+from models.batch import IGNORE_INDEX
 from tests.ranks import context
 from tests.system.runs import SETS, become, forked, lines, wait_for, write_run
 from trainer.config.job_config import DataSection
 from trainer.config.parse import load
-from trainer.data import held_out_of, source_of
+from trainer.data import build_validation_sets, corpus_spec
 from trainer.data.prepare import prepare
-from trainer.data.sequences import Rows
+from trainer.data.sequences import BlendedDataset
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.evaluation import needle, perplexity, report
-from trainer.evaluation.needle import Haystacks, Words
-from trainer.evaluation.perplexity import num_bytes
+from trainer.evaluation.needle import NeedleDataset, PasskeySentences
+from trainer.evaluation.perplexity import count_target_bytes
 
 pytestmark = pytest.mark.ranks
 
@@ -117,8 +117,8 @@ def test_ends_of_documents_have_no_bytes_whatever_they_are_written_as(run: Path)
         def decode(self, ids: Sequence[int]) -> str:
             return "".join("<eos>" if token == self.eos else super(Loud, self).decode([token]) for token in ids)
 
-    packed, _ = held_out_of(load(["--config", str(run / "config.toml")]))
-    assert num_bytes(packed, Loud()) == num_bytes(packed, ByteTokenizer()) > 100
+    packed, _ = build_validation_sets(load(["--config", str(run / "config.toml")]))
+    assert count_target_bytes(packed, Loud()) == count_target_bytes(packed, ByteTokenizer()) > 100
 
 
 @pytest.mark.parametrize(
@@ -179,14 +179,14 @@ def test_needles_are_told_by_length_and_depth(run: Path, tmp_path: Path) -> None
 def test_a_haystack_hides_the_number_and_asks_for_it(run: Path) -> None:
     data = DataSection(corpus=str(run.parent / "corpus"), cache_dir=run.parent / "prepared")
     tokenizer = ByteTokenizer()
-    prepared = prepare(source_of(data, "corpus"), tokenizer)
-    source = Haystacks(Words(tokenizer), prepared, [3, 7, 9], length=300, depths=3, trials=2)
+    prepared = prepare(corpus_spec(data, "corpus"), tokenizer)
+    source = NeedleDataset(PasskeySentences(tokenizer), prepared, [3, 7, 9], length=300, depths=3, trials=2)
     said = []
-    for number in range(source.num_rows):
-        batch = Rows([source], seq_len=300).read([number])
+    for number in range(source.num_sequences):
+        batch = BlendedDataset([source], seq_len=300).read([number])
         text, labels = tokenizer.decode(batch.tokens[0].tolist()), batch.labels[0]
-        (at,) = (labels != IGNORE).nonzero()[:1].flatten().tolist()
-        answer = tokenizer.decode([token for token in labels.tolist() if token != IGNORE])
+        (at,) = (labels != IGNORE_INDEX).nonzero()[:1].flatten().tolist()
+        answer = tokenizer.decode([token for token in labels.tolist() if token != IGNORE_INDEX])
         assert len(answer) == 5 and answer.isdigit()
         assert text.endswith(f"\nThe secret number is: {answer}"), "it is fed, and its last token asks for nothing"
         assert labels[at:-1].tolist() == batch.tokens[0][at + 1 :].tolist()
@@ -242,6 +242,6 @@ def test_a_picture_needs_pillow_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
-    grid = report.Grid(title="x", columns=["1"], rows=["0%"], values={("0%", "1"): (1.0, 0.0)})
-    assert report.picture(grid, tmp_path / "x.png") is None
+    grid = report.ScoreGrid(title="x", columns=["1"], rows=["0%"], values={("0%", "1"): (1.0, 0.0)})
+    assert report.draw_grid(grid, tmp_path / "x.png") is None
     assert "pip install pillow" in caplog.text

@@ -12,11 +12,17 @@ import torch
 from models.batch import Batch
 from tests.system.in_process import configured, run_here, trainer_of
 from tests.system.runs import lines, metrics, write_run
-from trainer.build import Judged, Placed
-from trainer.checkpoint.run_dir import RunFolder
-from trainer.data import held_out_of
-from trainer.evaluation.validation import Result, Seen, Validation, see, sentence
-from trainer.metrics.progress import Heartbeat
+from trainer.build import EvaluationCallback, ParallelModel
+from trainer.checkpoint.run_dir import RunDir
+from trainer.data import build_validation_sets
+from trainer.evaluation.validation import (
+    ValidationMetrics,
+    ValidationResult,
+    Validator,
+    evaluate_set,
+    format_validation,
+)
+from trainer.metrics.progress import ProgressReporter
 
 SETS = """
 [validation.sets.packed]
@@ -35,21 +41,21 @@ def run(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("fails", [False, True])
 def test_nothing_is_left_of_it_also_where_it_fails(run: Path, monkeypatch: pytest.MonkeyPatch, *, fails: bool) -> None:
     config = configured(run, run.with_suffix(""))
-    (held,) = held_out_of(config)
+    (held,) = build_validation_sets(config)
 
-    with trainer_of(config) as trainer, Heartbeat(trainer):
-        (part,) = trainer.parts.values()
-        between, generator = part.between, torch.get_rng_state()
+    with trainer_of(config) as trainer, ProgressReporter(trainer):
+        (part,) = trainer.stage_modules.values()
+        between, generator = part.block_boundary_hook, torch.get_rng_state()
         weights = {name: parameter.clone() for name, parameter in part.named_parameters()}
         assert part.head is not None
         if fails:
-            monkeypatch.setattr(trainer.placed, "share", None)
+            monkeypatch.setattr(trainer.parallel_model, "sequence_shard", None)
             with pytest.raises(AttributeError):
-                see(held, trainer.placed, most=64)
+                evaluate_set(held, trainer.parallel_model, max_tokens=64)
         else:
-            assert see(held, trainer.placed, most=64)[50].loss > 5
-        assert part.between is between
-        assert part.head.judges is False
+            assert evaluate_set(held, trainer.parallel_model, max_tokens=64)[50].loss > 5
+        assert part.block_boundary_hook is between
+        assert part.head.reports_correct is False
         assert torch.equal(torch.get_rng_state(), generator)
         for name, parameter in part.named_parameters():
             assert parameter.grad is None
@@ -59,28 +65,30 @@ def test_nothing_is_left_of_it_also_where_it_fails(run: Path, monkeypatch: pytes
 def test_it_is_due_at_intervals_and_at_a_stages_end(run: Path) -> None:
     config = configured(run, run.with_suffix(""), "--validation.interval=4", "--training.steps=10")
     with trainer_of(config) as trainer:
-        validation = Validation(trainer, ())
-        assert [step for step in range(1, 11) if validation.due(step)] == [4, 8, 10]
-        assert [*validation.run()] == []
+        validation = Validator(trainer, ())
+        assert [step for step in range(1, 11) if validation.should_validate(step)] == [4, 8, 10]
+        assert [*validation.validate()] == []
 
 
 def test_how_many_rows_go_through_at_once_changes_nothing(run: Path) -> None:
     config = configured(run, run.with_suffix(""), "--training.dtype=float64")
-    (held,) = held_out_of(config)
+    (held,) = build_validation_sets(config)
     with trainer_of(config) as trainer:
-        one, three, all_of_them = (see(held, trainer.placed, most=most)[50] for most in (1, 150, 10_000))
+        one, three, all_of_them = (
+            evaluate_set(held, trainer.parallel_model, max_tokens=most)[50] for most in (1, 150, 10_000)
+        )
     assert one.loss == pytest.approx(three.loss, rel=1e-13) == pytest.approx(all_of_them.loss, rel=1e-13)
     assert (one.targets, one.accuracy) == (three.targets, three.accuracy)
 
 
 def test_its_time_is_in_no_rate(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    judge = Placed.judge
+    judge = ParallelModel.evaluate
 
-    def slow(self: Placed, batches: Iterable[Batch], record: Judged) -> None:
+    def slow(self: ParallelModel, batches: Iterable[Batch], record: EvaluationCallback) -> None:
         time.sleep(1.0)
         judge(self, batches, record)
 
-    monkeypatch.setattr(Placed, "judge", slow)
+    monkeypatch.setattr(ParallelModel, "evaluate", slow)
     folder = run.with_suffix("")
     config = configured(run, folder, "--validation.interval=1", "--training.steps=3")
     run_here(config)
@@ -90,20 +98,20 @@ def test_its_time_is_in_no_rate(run: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_torn_event_does_not_hide_where_a_set_began(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    assert folder.first_validation("a") is None
-    folder.event("validation", set="b", loss=1.0)
-    with folder.events.open("a") as file:
+    folder = RunDir(tmp_path)
+    assert folder.first_validation_loss("a") is None
+    folder.log_event("validation", set="b", loss=1.0)
+    with folder.events_path.open("a") as file:
         file.write('{"event": "validation", "set": "a", "by_position": {"0-256": 1.0}')
-    folder.event("other", set="a", validation="validation", loss=4.0)
-    folder.event("validation", set="a", loss=2.0)
-    folder.event("validation", set="a", loss=3.0)
-    assert folder.first_validation("a") == 2.0
+    folder.log_event("other", set="a", validation="validation", loss=4.0)
+    folder.log_event("validation", set="a", loss=2.0)
+    folder.log_event("validation", set="a", loss=3.0)
+    assert folder.first_validation_loss("a") == 2.0
 
 
 def test_a_loss_that_is_not_finite_is_a_dash() -> None:
-    seen = Seen(loss=float("nan"), accuracy=0.0, targets=3, by_position=[None] * 8)
-    event = Result("a", 4, {8: seen, 16: seen}).event(1.0)
+    seen = ValidationMetrics(loss=float("nan"), accuracy=0.0, targets=3, loss_by_position=[None] * 8)
+    event = ValidationResult("a", 4, {8: seen, 16: seen}).event(1.0)
     assert event["loss"] is event["regression"] is event["gain"] is None
     said = "validation a after update 4: loss - (- since the first)  accuracy 0.0%  by context 8: - 16: -, gain -"
-    assert sentence(event) == said
+    assert format_validation(event) == said

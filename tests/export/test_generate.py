@@ -23,7 +23,13 @@ from trainer.checkpoint.run_dir import ResumeError
 from trainer.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, TiktokenTokenizer, Tokenizer
 from trainer.errors import ConfigError
 from trainer.export import generate
-from trainer.export.checkpoint_cli import Asked, Found, command, find, take
+from trainer.export.checkpoint_cli import (
+    CheckpointArgs,
+    ResolvedCheckpoint,
+    parse_args,
+    resolve_checkpoint,
+    run_command,
+)
 from trainer.metrics import log_setup
 
 TEXT = " naïve 中文 🙂 end"
@@ -74,12 +80,12 @@ Said = tuple[int, str, str]
 
 def sample(capsys: pytest.CaptureFixture[str], *words: object) -> Said:
     """Exit status, standard output and standard error."""
-    status = command([str(word) for word in words], generate.USAGE, generate.run)
+    status = run_command([str(word) for word in words], generate.USAGE, generate.run)
     return status, *capsys.readouterr()
 
 
-def found_in(checkpoint: Path, *overrides: str) -> Found:
-    return find(Asked(str(checkpoint), {}, [*overrides]))
+def found_in(checkpoint: Path, *overrides: str) -> ResolvedCheckpoint:
+    return resolve_checkpoint(CheckpointArgs(str(checkpoint), {}, [*overrides]))
 
 
 # ---- whole samples
@@ -87,17 +93,22 @@ def found_in(checkpoint: Path, *overrides: str) -> Found:
 
 def test_the_likeliest_tokens_are_those_of_the_training_pass(trained: Path) -> None:
     found = found_in(trained, "--training.dtype=float64")
-    model = generate.open_model(found, torch.device("cpu"))
+    model = generate.load_model(found, torch.device("cpu"))
     assert all(parameter.dtype == torch.float64 for parameter in model.parameters())
     whole = Transformer(model.config).double()
     saved = {name: tensor for name, tensor in tensors(found.checkpoint).items() if name.startswith("model.")}
     whole.load_state_dict({name.removeprefix("model."): tensor for name, tensor in saved.items()})
-    prompt = generate.encoded("the fox ", ByteTokenizer())
+    prompt = generate.encode_prompt("the fox ", ByteTokenizer())
     assert prompt.tolist() == [256, *b"the fox "]
-    request = generate.parse({"--temperature": "0"})
+    request = generate.parse_sampling_params({"--temperature": "0"})
     decoder = Decoder(model, capacity=60)
-    endless = generate.continuation(
-        decoder, decoder.read(prompt), request, torch.Generator(), known=264, ends={ByteTokenizer.eos}
+    endless = generate.generate_tokens(
+        decoder,
+        decoder.next_token_logits(prompt),
+        request,
+        torch.Generator(),
+        vocab_size=264,
+        stop_tokens={ByteTokenizer.eos},
     )
     drawn = [next(endless) for _ in range(20)]
     row = torch.cat([prompt, torch.tensor(drawn)])
@@ -139,8 +150,8 @@ def test_the_end_of_a_document_is_told(
 ) -> None:
     words = (trained, "--temperature", "0", "--prompt", "ab")
     found = found_in(trained)
-    decoder = Decoder(generate.open_model(found, torch.device("cpu")), capacity=3)
-    likeliest = int(decoder.read(generate.encoded("ab", ByteTokenizer())).argmax())
+    decoder = Decoder(generate.load_model(found, torch.device("cpu")), capacity=3)
+    likeliest = int(decoder.next_token_logits(generate.encode_prompt("ab", ByteTokenizer())).argmax())
     monkeypatch.setattr(ByteTokenizer, "eos", likeliest)
     status, text, aside = sample(capsys, *words)
     assert (status, text) == (0, "ab\n")
@@ -185,8 +196,8 @@ def test_of_stages_the_one_that_wrote_the_checkpoint_counts(copied: Path) -> Non
 def test_help_names_the_options_and_the_keys(capsys: pytest.CaptureFixture[str]) -> None:
     status, told, _ = sample(capsys, "--help")
     assert status == 0
-    assert all(option in told for option in (*generate.OPTIONS, *generate.TEXTS, "training.dtype"))
-    assert all(f"(default: {value})" in told for value in generate.OPTIONS.values())
+    assert all(option in told for option in (*generate.DEFAULTS, *generate.PROMPT_OPTIONS, "training.dtype"))
+    assert all(f"(default: {value})" in told for value in generate.DEFAULTS.values())
 
 
 # ---- what is wrong
@@ -238,9 +249,9 @@ def test_all_wrong_arguments_are_told_at_once(trained: Path, capsys: pytest.Capt
 
 def test_a_value_may_begin_with_dashes_after_an_equals_sign(trained: Path) -> None:
     words = ["--training.dtype", "float64", str(trained), "--prompt=--x=1", "--tokens", "3"]
-    asked = take(words, [*generate.OPTIONS, *generate.TEXTS])
-    request = generate.parse(asked.options)
-    assert (request.prompt, request.tokens, asked.checkpoint) == ("--x=1", 3, str(trained))
+    asked = parse_args(words, [*generate.DEFAULTS, *generate.PROMPT_OPTIONS])
+    request = generate.parse_sampling_params(asked.options)
+    assert (request.prompt, request.max_tokens, asked.checkpoint) == ("--x=1", 3, str(trained))
     assert asked.overrides == ["--training.dtype=float64"]
 
 
@@ -276,7 +287,9 @@ LOGITS = torch.tensor([0.0, 2.0, -1.0, 3.0, 1.0])
 
 def shares(*, temperature: float, top_k: int, draws: int = 4000) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    drawn = [generate.draw(LOGITS, temperature=temperature, top_k=top_k, generator=generator) for _ in range(draws)]
+    drawn = [
+        generate.sample_token(LOGITS, temperature=temperature, top_k=top_k, generator=generator) for _ in range(draws)
+    ]
     return torch.bincount(torch.tensor(drawn), minlength=len(LOGITS)) / draws
 
 
@@ -316,19 +329,19 @@ class Scripted:
 
 
 def continued(script: Scripted) -> Iterator[int]:
-    request = generate.parse({"--temperature": "0"})
+    request = generate.parse_sampling_params({"--temperature": "0"})
     decoder = cast(Decoder, script)
-    return generate.continuation(
-        decoder, script.logits(), request, torch.Generator(), known=264, ends={ByteTokenizer.eos}
+    return generate.generate_tokens(
+        decoder, script.logits(), request, torch.Generator(), vocab_size=264, stop_tokens={ByteTokenizer.eos}
     )
 
 
 def test_a_text_begins_and_ends_with_what_documents_do() -> None:
     begins = {"bos_eos": [256], "eos": [], "none": [], "<|reserved_special_token_0|>": []}
     for separators, first in begins.items():
-        assert generate.encoded("ab", ByteTokenizer(), separators=separators).tolist() == [*first, 97, 98]
+        assert generate.encode_prompt("ab", ByteTokenizer(), separators=separators).tolist() == [*first, 97, 98]
     with pytest.raises(ConfigError, match="no token begins the documents"):
-        generate.encoded("", ByteTokenizer(), separators="none")
+        generate.encode_prompt("", ByteTokenizer(), separators="none")
 
 
 def test_the_end_of_a_document_ends_the_text_and_is_not_part_of_it() -> None:
@@ -376,7 +389,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 def test_characters_go_out_whole_and_as_soon_as_they_are(tokenizer: Tokenizer) -> None:
     before, ids = tokenizer.encode("in:").tolist(), tokenizer.encode(f"in:{TEXT}").tolist()
     ids = ids[len(before) :]
-    out = [*generate.pieces(ids, tokenizer, before=before)]
+    out = [*generate.stream_text(ids, tokenizer, context_tokens=before)]
     assert "".join(out) == TEXT
     assert len(out) == len(ids) + 1
     assert "\ufffd" not in "".join(out)
@@ -388,6 +401,6 @@ def test_what_is_no_character_goes_out_as_such(tokenizer: Tokenizer) -> None:
     smile = tokenizer.encode("🙂").tolist()[-4:]
     for ids in (smile[:2], smile[1:], smile[:3] + smile, smile[:1] * 9 + smile[1:]):
         before = tokenizer.encode("in:").tolist()
-        *out, last = generate.pieces(ids, tokenizer, before=before)
+        *out, last = generate.stream_text(ids, tokenizer, context_tokens=before)
         assert "".join([*out, last]) == tokenizer.decode(before + ids)[len(tokenizer.decode(before)) :]
         assert len(last) <= 3

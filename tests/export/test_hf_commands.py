@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from models import FAMILIES, hf
-from models.hf_config import differences, read_model
+from models.hf_config import config_differences, model_config_from_hf
 from tests.models.hf_models import load as load_model
 from tests.models.hf_models import logits_of, logits_there, made_by_transformers
 from tests.system.in_process import configured, run_here, saved_by, trainer_of
 from tests.system.runs import forked, reseal, tensors, write_run
-from trainer.checkpoint.manager import Checkpoints
-from trainer.checkpoint.run_dir import RunFolder
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.run_dir import RunDir
 from trainer.config.job_config import Config
 from trainer.config.parse import load
-from trainer.export.hf import main, nearest
+from trainer.export.hf import main, nearest_preset
 
 
 @pytest.fixture
@@ -30,18 +30,18 @@ def run(tmp_path: Path) -> Path:
 
 def checkpoint_of(config: Config) -> Path:
     """A checkpoint of the weights that a run begins with."""
-    folder = RunFolder(config.output_dir)
+    folder = RunDir(config.output_dir)
     with trainer_of(config) as trainer:
-        checkpoints = Checkpoints(config, folder, trainer.world)
+        checkpoints = CheckpointManager(config, folder, trainer.world)
         checkpoints.resume(trainer)
         return saved_by(checkpoints, trainer)
 
 
 def weights_in(folder: Path) -> dict[str, Tensor]:
-    model = read_model(hf.read_config(folder))
-    weights = hf.Weights(folder)
+    model = model_config_from_hf(hf.read_config(folder))
+    weights = hf.SafetensorsReader(folder)
     assert weights.problems(model) == []
-    return {name: weights.read(entry) for name, entry in hf.entries(model).items()}
+    return {name: weights.read(entry) for name, entry in hf.tensor_specs(model).items()}
 
 
 def run_main(*words: object) -> int:
@@ -67,7 +67,7 @@ def test_a_checkpoint_of_four_ranks_becomes_a_whole_model(run: Path, capsys: pyt
         "tokenizer_config.json",
     ]
     assert len(names) > 8
-    assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {(out / hf.CONFIG).stat().st_mode & 0o777}
+    assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {(out / hf.CONFIG_FILE).stat().st_mode & 0o777}
     saved = tensors(run.parent / "run/checkpoints/step-6")
     for name, tensor in weights_in(out).items():
         assert tensor.dtype == torch.float32
@@ -75,7 +75,7 @@ def test_a_checkpoint_of_four_ranks_becomes_a_whole_model(run: Path, capsys: pyt
     values = json.loads((out / "config.json").read_text())
     assert (values["max_position_embeddings"], values["dtype"], values["torch_dtype"]) == (64, "float32", "float32")
     assert json.loads((out / "generation_config.json").read_text()) == {"bos_token_id": 256, "eos_token_id": 257}
-    model = read_model(values)
+    model = model_config_from_hf(values)
     tokens, logits = logits_of(load_model(out, model), model)
     torch.testing.assert_close(logits, logits_there(out, tokens), rtol=0, atol=1e-4)
 
@@ -106,8 +106,8 @@ def test_a_tied_head_is_left_out(run: Path) -> None:
     checkpoint = checkpoint_of(configured(run, run.parent / "run", "--model.tie_embeddings=true"))
     assert run_main("export", checkpoint, run.parent / "hf") == 0
     assert hf.read_config(run.parent / "hf")["tie_word_embeddings"] is True
-    assert not hf.Weights(run.parent / "hf").has(hf.HEAD)
-    model = read_model(hf.read_config(run.parent / "hf"))
+    assert not hf.SafetensorsReader(run.parent / "hf").has_tensor(hf.LM_HEAD)
+    model = model_config_from_hf(hf.read_config(run.parent / "hf"))
     tokens, logits = logits_of(load_model(run.parent / "hf", model), model)
     torch.testing.assert_close(logits, logits_there(run.parent / "hf", tokens), rtol=0, atol=1e-4)
 
@@ -181,13 +181,16 @@ def test_a_model_of_transformers_goes_in_and_comes_out_bit_by_bit(
     assert "# No file of its tokenizer is one that is read here. Without" in (run.parent / "begin.toml").read_text()
     options = (f"--data.corpus={run.parent / 'corpus'}", f"--data.cache_dir={run.parent / 'prepared'}")
     config = configured(run.parent / "begin.toml", run.parent / "run", "--training.seq_len=64", *options)
-    assert config.checkpoint.initial == f"hf:{there}"
+    assert config.checkpoint.initial_load_path == f"hf:{there}"
     checkpoint = checkpoint_of(config)
     assert run_main("export", checkpoint, run.parent / "out", "--dtype=bfloat16") == 0
     expected, found = weights_in(there), weights_in(run.parent / "out")
     assert expected.keys() == found.keys()
     assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
-    assert differences(*(read_model(hf.read_config(folder)) for folder in (there, run.parent / "out"))) == {}
+    assert (
+        config_differences(*(model_config_from_hf(hf.read_config(folder)) for folder in (there, run.parent / "out")))
+        == {}
+    )
 
 
 def test_what_was_exported_begins_another_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,21 +201,21 @@ def test_what_was_exported_begins_another_run(run: Path, capsys: pytest.CaptureF
     printed = capsys.readouterr().out
     (run.parent / "again.toml").write_text(printed)
     config = load(["--config", str(run.parent / "again.toml")])
-    assert differences(config.model.build(), read_model(hf.read_config(run.parent / "hf"))) == {}
+    assert config_differences(config.model.build(), model_config_from_hf(hf.read_config(run.parent / "hf"))) == {}
     assert config.tokenizer.kind == "byte"
     assert "# 95,552 parameters; max_position_embeddings = 64\n" in printed
 
 
 @pytest.mark.parametrize(("family", "size"), [(family, size) for family in FAMILIES for size in FAMILIES[family]])
 def test_a_preset_is_the_nearest_to_itself(family: str, size: str) -> None:
-    assert nearest(FAMILIES[family][size]) == (family, size, {})
+    assert nearest_preset(FAMILIES[family][size]) == (family, size, {})
 
 
 def test_a_model_that_is_not_whole_is_not_brought_in(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     there = run.parent / "there"
     made_by_transformers("Llama", torch.float32).save_pretrained(there)
-    values = json.loads((there / hf.CONFIG).read_text())
-    (there / hf.CONFIG).write_text(json.dumps(values | {"num_hidden_layers": 1, "intermediate_size": 21}))
+    values = json.loads((there / hf.CONFIG_FILE).read_text())
+    (there / hf.CONFIG_FILE).write_text(json.dumps(values | {"num_hidden_layers": 1, "intermediate_size": 21}))
     capsys.readouterr()
     assert run_main("import", there, run.parent / "begin.toml") == 2
     assert len(capsys.readouterr().err.splitlines()) == 9 + 3

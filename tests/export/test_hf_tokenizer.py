@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from trainer.data.tokenizer import Tokenizer
-from trainer.export.hf_tokenizer import ORIGINAL, files_of, kind_of
+from trainer.export.hf_tokenizer import META_TOKENIZER_PATH, detect_tokenizer, hf_tokenizer_files
 
 ODD = (
     "  two  spaces\t\ttabs\r\n\n\n naïve ﬁ 中文字符 🙂🙂 e\u0301 I'LL we've 1234567 a_b.c=='d'\u00a0\u2003x\n"
@@ -101,7 +101,7 @@ def made(kind: str, folder: Path) -> tuple[Tokenizer, Path]:
         path = tiktoken_file(folder)
     elif kind != "byte":
         path = sentencepiece_file(folder, house=kind == "sentencepiece")
-    tokenizer, files = files_of("sentencepiece" if "sentence" in kind else kind, path, length=64)
+    tokenizer, files = hf_tokenizer_files("sentencepiece" if "sentence" in kind else kind, path, max_length=64)
     for name, content in {**files, Path("config.json"): b'{"model_type": "llama"}'}.items():
         (folder / "hf" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "hf" / name).write_bytes(content)
@@ -136,22 +136,22 @@ def test_transformers_gives_the_ids_of_training_and_the_text_back(kind: str, tmp
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("byte", None), ("tiktoken", ORIGINAL), ("sentencepiece", "tokenizer.model")]
+    ("kind", "name"), [("byte", None), ("tiktoken", META_TOKENIZER_PATH), ("sentencepiece", "tokenizer.model")]
 )
 def test_what_is_written_is_known_again(kind: str, name: str | Path | None, tmp_path: Path) -> None:
     ours, folder = made(kind, tmp_path)
-    found = kind_of(folder)
+    found = detect_tokenizer(folder)
     assert found == (kind, None if name is None else folder / name)
-    again, _ = files_of(*found, length=64)
+    again, _ = hf_tokenizer_files(*found, max_length=64)
     assert again.fingerprint == ours.fingerprint
 
 
 @pytest.mark.parametrize("content", ["", "[", "{}", '{"model": {"vocab": {}}}', "[" * 100_000])
 def test_another_tokenizer_is_none_of_ours(content: str, tmp_path: Path) -> None:
-    assert kind_of(tmp_path) is None
+    assert detect_tokenizer(tmp_path) is None
     (tmp_path / "tokenizer.json").write_text(content)
     (tmp_path / "tokenizer.model").write_text("version https://git-lfs.github.com/spec/v1\n")
-    assert kind_of(tmp_path) is None
+    assert detect_tokenizer(tmp_path) is None
 
 
 def test_a_tokenizer_json_holds_no_more_than_bytes_and_special_tokens(tmp_path: Path) -> None:

@@ -10,21 +10,29 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainer.hardware.device import GIB, Numbers, Stopwatch, device_memory, host_memory, peak_flops, stay_near
+from trainer.hardware.device import (
+    GIB,
+    AsyncHostCopy,
+    Stopwatch,
+    bind_to_numa_node,
+    peak_device_memory,
+    peak_flops,
+    peak_host_memory,
+)
 
 CPU = torch.device("cpu")
 
 
 def test_a_cpu_has_no_peak_and_no_device_memory() -> None:
     assert peak_flops(CPU) is None
-    assert device_memory(CPU) is None
+    assert peak_device_memory(CPU) is None
 
 
 def test_host_memory_is_a_peak_in_bytes() -> None:
-    before = host_memory()
+    before = peak_host_memory()
     assert 0.05 * GIB < before < 64 * GIB
     torch.ones(64 << 20, dtype=torch.uint8)
-    assert host_memory() >= before
+    assert peak_host_memory() >= before
 
 
 def test_a_stopwatch_measures_between_its_marks() -> None:
@@ -39,7 +47,7 @@ def test_a_stopwatch_measures_between_its_marks() -> None:
 
 def test_numbers_are_read_exactly() -> None:
     values = [1 / 3, float("inf"), -0.0, 1e300]
-    assert Numbers(torch.tensor(values, dtype=torch.float64)).read() == values
+    assert AsyncHostCopy(torch.tensor(values, dtype=torch.float64)).read() == values
 
 
 # ---- beside a device
@@ -65,7 +73,7 @@ class Node:
         return SimpleNamespace(pci_domain_id=0, pci_bus_id=(0x1B, 0xC3)[index], pci_device_id=0)
 
     def stay(self, index: int = 1) -> list[set[int]]:
-        stay_near(torch.device("cuda", index), self.root)
+        bind_to_numa_node(torch.device("cuda", index), self.root)
         return self.bound
 
 
@@ -106,7 +114,7 @@ def test_nothing_is_bound_where_it_is_not_known_or_would_take_all_or_none(
 
 def test_a_process_without_a_device_stays_where_it_is(tmp_path: Path) -> None:
     before = os.sched_getaffinity(0)
-    stay_near(CPU, tmp_path)
+    bind_to_numa_node(CPU, tmp_path)
     assert os.sched_getaffinity(0) == before
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainer.errors import ConfigError
-from trainer.hardware.device_specs import TABLES, device_called, load_device, tables
+from trainer.hardware.device_specs import TABLES_DIR, device_names, load_device, match_device
 
 GIB = 1 << 30
 # As torch.cuda.get_device_name gives them, with the peaks of the vendors' data sheets.
@@ -36,47 +36,49 @@ PEAKS = {
 
 @pytest.mark.parametrize(("name", "peak"), PEAKS.items())
 def test_a_device_is_known_by_the_name_that_torch_gives_it(name: str, peak: float) -> None:
-    found = device_called(name)
+    found = match_device(name)
     assert found is not None
-    assert found.peak == peak
+    assert found.peak_flops == peak
 
 
 def test_a_device_that_no_table_knows_has_none() -> None:
-    assert device_called("NVIDIA GeForce GTX 1080") is None
+    assert match_device("NVIDIA GeForce GTX 1080") is None
 
 
 def test_the_longest_part_of_a_name_decides() -> None:
-    found = {
-        name: device_called(name) for name in ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA H100 NVL")
-    }
+    found = {name: match_device(name) for name in ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA H100 NVL")}
     assert [device and device.name for device in found.values()] == ["a100-40gb", "a100-80gb", "h100-nvl"]
 
 
-@pytest.mark.parametrize("name", tables())
+@pytest.mark.parametrize("name", device_names())
 def test_every_figure_of_a_table_has_a_source_and_is_possible(name: str) -> None:
     device = load_device(name)
     assert [key for key, source in device.sources.items() if not source] == []
-    assert 0.5 * device.peak < device.matmul < device.peak
-    rates = [rate for widths in device.attention.values() for both in widths.values() for rate in both]
-    assert 0.1 * device.peak < min(rates)
-    assert max(rates) < device.matmul
-    assert device.hbm > device.link > device.network > 1e9
+    assert 0.5 * device.peak_flops < device.matmul_flops < device.peak_flops
+    rates = [rate for widths in device.attention_flops.values() for both in widths.values() for rate in both]
+    assert 0.1 * device.peak_flops < min(rates)
+    assert max(rates) < device.matmul_flops
+    assert device.hbm_bandwidth > device.link_bandwidth > device.network_bandwidth > 1e9
     assert 20 * GIB < device.memory < 300 * GIB
-    assert device.host_memory > device.node * device.memory / 2
-    assert device.launch < 1e-4
+    assert device.host_memory > device.devices_per_node * device.memory / 2
+    assert device.launch_latency < 1e-4
 
 
 def test_units_are_those_of_the_keys() -> None:
     device = load_device("h100-80gb")
     assert device.memory == pytest.approx(79.1 * GIB)
-    assert [device.peak, device.hbm, device.launch] == pytest.approx([989.4e12, 3350e9, 5e-6])
-    assert [device.link, device.network] == pytest.approx([360e9, 45e9])
+    assert [device.peak_flops, device.hbm_bandwidth, device.launch_latency] == pytest.approx([989.4e12, 3350e9, 5e-6])
+    assert [device.link_bandwidth, device.network_bandwidth] == pytest.approx([360e9, 45e9])
     assert device.attention_rates("cudnn", 128) == (607e12, 517e12)
 
 
 def test_a_kernel_or_width_without_rates_has_those_of_the_nearest() -> None:
     device = load_device("a100-80gb")
-    assert (device.kernel("auto"), device.kernel("fa3"), device.kernel("cudnn")) == ("flash", "flash", "cudnn")
+    assert (device.attention_kernel("auto"), device.attention_kernel("fa3"), device.attention_kernel("cudnn")) == (
+        "flash",
+        "flash",
+        "cudnn",
+    )
     assert device.attention_rates("flash", 96) == device.attention_rates("flash", 128)
     assert device.attention_rates("flash", 80) == device.attention_rates("flash", 64)
     assert device.attention_rates("flash", 93) == device.attention_rates("flash", 128)  # By their ratio.
@@ -88,11 +90,11 @@ def test_a_file_of_ones_own_changes_what_it_says(tmp_path: Path) -> None:
         'extends = "h100-80gb"\n[network]\ngbps = { value = 12.5, source = "ours" }\n[host]\nmemory_gib = 512\n'
     )
     ours, base = load_device(str(path)), load_device("h100-80gb")
-    assert ours.network == pytest.approx(base.network / 4)
+    assert ours.network_bandwidth == pytest.approx(base.network_bandwidth / 4)
     assert ours.host_memory == 512 * GIB
-    assert (ours.name, ours.peak, ours.attention) == ("ours", base.peak, base.attention)
+    assert (ours.name, ours.peak_flops, ours.attention_flops) == ("ours", base.peak_flops, base.attention_flops)
     assert ours.sources["network.gbps"] == "ours"
-    assert ours.names == ()
+    assert ours.torch_names == ()
 
 
 def test_a_file_may_extend_one_beside_it(tmp_path: Path) -> None:
@@ -141,7 +143,7 @@ def test_a_name_that_is_nearly_one_is_asked_for() -> None:
 
 
 def test_every_file_beside_the_module_is_a_table() -> None:
-    assert {path.suffix for path in TABLES.iterdir()} == {".toml"}
+    assert {path.suffix for path in TABLES_DIR.iterdir()} == {".toml"}
 
 
 def test_a_figure_in_the_place_of_a_section_is_told(tmp_path: Path) -> None:
@@ -157,7 +159,7 @@ def test_a_figure_in_the_place_of_a_section_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["NVIDIA GH200 480GB", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "Tesla V100"])
 def test_what_only_sounds_like_a_device_is_none(name: str) -> None:
-    assert device_called(name) is None
+    assert match_device(name) is None
 
 
 def test_products_cannot_be_faster_than_the_peak(tmp_path: Path) -> None:

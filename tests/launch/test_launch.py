@@ -15,8 +15,8 @@ from trainer.config.job_config import Config
 from trainer.config.parse import load
 from trainer.config.training_stages import Recipe
 from trainer.errors import ConfigError
-from trainer.launch.cluster import Cluster, default_processes, prepare_environment, read_cluster
-from trainer.launch.launcher import complaint, examine, main, report
+from trainer.launch.cluster import LaunchWorld, default_nproc_per_node, detect_launch_world, set_worker_environment
+from trainer.launch.launcher import format_problems, format_resolved_config, load_and_validate, main
 from trainer.launch.workers import exit_status
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,20 +58,20 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Launch:
     [({}, 2), ({"cp": 4}, 4), ({"dp_shard": 2, "tp": 2}, 4), ({"dp_shard": 1}, 2), ({"dp_shard": 64}, 8)],
 )
 def test_without_gpus_the_stated_degrees_decide_within_two_and_eight(degrees: dict[str, int], processes: int) -> None:
-    assert default_processes(stated(**degrees)) == processes
-    assert read_cluster({}, stated(**degrees), gpus=0) == Cluster(processes=processes)
+    assert default_nproc_per_node(stated(**degrees)) == processes
+    assert detect_launch_world({}, stated(**degrees), gpus=0) == LaunchWorld(nproc_per_node=processes)
 
 
 def test_gpus_decide_where_there_are_some_and_ngpu_decides_always() -> None:
-    assert read_cluster({}, stated(dp_shard=4), gpus=3).processes == 3
-    assert read_cluster({"NGPU": "5"}, stated(dp_shard=4), gpus=3).processes == 5
-    assert read_cluster({"NGPU": ""}, stated(dp_shard=4), gpus=0).processes == 4
+    assert detect_launch_world({}, stated(dp_shard=4), gpus=3).nproc_per_node == 3
+    assert detect_launch_world({"NGPU": "5"}, stated(dp_shard=4), gpus=3).nproc_per_node == 5
+    assert detect_launch_world({"NGPU": ""}, stated(dp_shard=4), gpus=0).nproc_per_node == 4
 
 
 def test_nodes_multiply_the_world() -> None:
     environment = {"NGPU": "8", "NNODES": "4", "NODE_RANK": "3", "MASTER_ADDR": "host", "MASTER_PORT": "1234"}
-    cluster = read_cluster(environment, Recipe(), gpus=0)
-    assert cluster == Cluster(processes=8, nodes=4, node_rank=3, master="host:1234")
+    cluster = detect_launch_world(environment, Recipe(), gpus=0)
+    assert cluster == LaunchWorld(nproc_per_node=8, num_nodes=4, node_rank=3, master_endpoint="host:1234")
     assert cluster.world_size == 32
 
 
@@ -91,24 +91,30 @@ def test_nodes_multiply_the_world() -> None:
 )
 def test_a_wrong_environment_is_told_variable_by_variable(environment: dict[str, str], problems: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        read_cluster(environment, Recipe(), gpus=0)
+        detect_launch_world(environment, Recipe(), gpus=0)
     assert len(caught.value.problems) == len(problems)
     assert all(part in found for part, found in zip(problems, caught.value.problems, strict=True))
 
 
 def test_a_task_of_srun_is_one_rank_of_its_step() -> None:
     environment = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "NGPU": "7"}
-    assert read_cluster(environment, Recipe(), gpus=2) == Cluster(processes=4, task=3, master="127.0.0.1:20000")
+    assert detect_launch_world(environment, Recipe(), gpus=2) == LaunchWorld(
+        nproc_per_node=4, srun_rank=3, master_endpoint="127.0.0.1:20000"
+    )
     told = environment | {"MASTER_ADDR": "node7", "MASTER_PORT": "123", "SLURM_STEP_NUM_NODES": "2"}
-    assert read_cluster(told, Recipe(), gpus=2) == Cluster(processes=2, nodes=2, task=3, master="node7:123")
+    assert detect_launch_world(told, Recipe(), gpus=2) == LaunchWorld(
+        nproc_per_node=2, num_nodes=2, srun_rank=3, master_endpoint="node7:123"
+    )
     uneven = told | {"SLURM_NTASKS": "5"}
-    assert read_cluster(uneven, Recipe(), gpus=2) == Cluster(processes=5, task=3, master="node7:123")
+    assert detect_launch_world(uneven, Recipe(), gpus=2) == LaunchWorld(
+        nproc_per_node=5, srun_rank=3, master_endpoint="node7:123"
+    )
 
 
 def test_srun_on_several_nodes_needs_to_know_where_they_meet() -> None:
     environment = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2"}
     with pytest.raises(ConfigError, match="srun on 2 nodes needs MASTER_ADDR"):
-        read_cluster(environment, Recipe(), gpus=2)
+        detect_launch_world(environment, Recipe(), gpus=2)
 
 
 @pytest.mark.parametrize(
@@ -121,15 +127,15 @@ def test_srun_on_several_nodes_needs_to_know_where_they_meet() -> None:
     ids=["batch script", "single task", "shell in an allocation"],
 )
 def test_slurm_without_several_tasks_starts_its_own_workers(environment: dict[str, str]) -> None:
-    assert read_cluster(environment, Recipe(), gpus=2) == Cluster(processes=2)
+    assert detect_launch_world(environment, Recipe(), gpus=2) == LaunchWorld(nproc_per_node=2)
 
 
 def test_workers_share_the_cores_unless_told_otherwise() -> None:
     crowded: dict[str, str] = {}
-    prepare_environment(crowded, Cluster(processes=10_000))
+    set_worker_environment(crowded, LaunchWorld(nproc_per_node=10_000))
     assert crowded["OMP_NUM_THREADS"] == "1"
     told = {"OMP_NUM_THREADS": "3", "PYTORCH_ALLOC_CONF": "backend:native"}
-    prepare_environment(told, Cluster(processes=1))
+    set_worker_environment(told, LaunchWorld(nproc_per_node=1))
     assert told == {"OMP_NUM_THREADS": "3", "PYTORCH_ALLOC_CONF": "backend:native"}
 
 
@@ -137,22 +143,22 @@ def test_workers_share_the_cores_unless_told_otherwise() -> None:
 
 
 def test_problems_of_file_command_line_and_environment_are_told_together() -> None:
-    config, cluster, problems = examine(["--config", "nowhere", "--training.steps", "0"], {"NGPU": "x"})
+    config, cluster, problems = load_and_validate(["--config", "nowhere", "--training.steps", "0"], {"NGPU": "x"})
     assert (config, cluster, len(problems)) == (Recipe(), None, 3)
-    assert complaint(problems, ["--config", "nowhere"], cluster).endswith(
+    assert format_problems(problems, ["--config", "nowhere"], cluster).endswith(
         "nothing was started: 3 problems in nowhere\n"
     )
 
 
 def test_a_complaint_names_the_file_and_the_world() -> None:
-    text = complaint(["wrong"], [], Cluster(processes=4, nodes=2))
+    text = format_problems(["wrong"], [], LaunchWorld(nproc_per_node=4, num_nodes=2))
     assert text.splitlines()[0] == "error: wrong"
     assert text.splitlines()[1].endswith("debug.toml for 8 processes (2 nodes x 4)")
 
 
 def test_a_report_is_the_resolved_toml_with_the_mesh_in_comments() -> None:
     config = load(["--parallelism.dp_replicate", "2", "--parallelism.dp_shard", "16"])
-    text = report(config, Cluster(processes=8, nodes=4))
+    text = format_resolved_config(config, LaunchWorld(nproc_per_node=8, num_nodes=4))
     assert Recipe.model_validate(tomli.loads(text)) == config
     assert "# mesh of 32 processes (4 nodes x 8)" in text
     assert "#   dp_shard                16  across 2 nodes    0-15  16-31\n" in text
@@ -161,10 +167,10 @@ def test_a_report_is_the_resolved_toml_with_the_mesh_in_comments() -> None:
     assert f"{config.model.build().num_parameters:,} parameters" in text
     assert "8 micro-batches of 1 row, 1 on each data-parallel rank" in text
     assert "# remark: training.global_batch_size = 8" in text
-    assert "node_ranks" not in text.partition("# mesh of")[2]
-    text = report(load(["--parallelism.tp", "16"]), Cluster(processes=4, nodes=4))
+    assert "ranks_per_node" not in text.partition("# mesh of")[2]
+    text = format_resolved_config(load(["--parallelism.tp", "16"]), LaunchWorld(nproc_per_node=4, num_nodes=4))
     assert "# remark: parallelism.tp = 16 crosses nodes of 8 ranks" in text
-    assert "# remark: parallelism.node_ranks = 8, but each of 4 nodes runs 4 processes" in text
+    assert "# remark: parallelism.ranks_per_node = 8, but each of 4 nodes runs 4 processes" in text
 
 
 def test_check_prints_and_starts_nothing(launch: Launch) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.system.runs import is_alive, lines, wait_for, write_run
-from trainer.config.job_config import Config, Stage
+from trainer.config.job_config import Config, TrainingStage
 from trainer.launch import restarts
-from trainer.launch.cluster import Cluster
+from trainer.launch.cluster import LaunchWorld
 from trainer.launch.workers import Workers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -183,18 +183,20 @@ def test_a_signal_at_the_end_of_a_stage_is_not_lost(
 ) -> None:
     config = Config.model_validate({"job": {"output_dir": tmp_path}})
     (tmp_path / "checkpoints" / "step-3").mkdir(parents=True)  # A stage's end is saved.
-    first, second = (Stage(config, name=name, index=index, count=2) for index, name in enumerate(("first", "second")))
+    first, second = (
+        TrainingStage(config, name=name, index=index, num_stages=2) for index, name in enumerate(("first", "second"))
+    )
     started: list[str] = []
 
     def start(self: Workers, *_: object) -> int:
         started.append("a stage")
-        self.asked = asked
+        self.received_signal = asked
         return 0
 
     following = iter([(second, 0), (None, 0)])
-    monkeypatch.setattr(Workers, "start", start)
+    monkeypatch.setattr(Workers, "run", start)
     monkeypatch.setattr(restarts, "next_stage", lambda _: first)
     monkeypatch.setattr(restarts, "_after", lambda *_: next(following))
-    assert restarts.live(config, [], Cluster(processes=2), Path("unused")) == 0
+    assert restarts.run_with_restarts(config, [], LaunchWorld(nproc_per_node=2), Path("unused")) == 0
     assert len(started) == (2 if asked is None else 1)
     assert (tmp_path / "REQUEUE").exists() == (asked is not None)

@@ -7,8 +7,8 @@ import pytest
 from trainer.config.job_config import Config
 from trainer.config.parse import load
 from trainer.errors import ConfigError
-from trainer.memory.auto import DEVICE, fitted, told
-from trainer.memory.estimator import GIB, ledger
+from trainer.memory.auto import DEVICE_FRACTION, describe_memory_options, fit_memory_options
+from trainer.memory.estimator import GIB, estimate_memory
 
 TERABYTE = 2.0**40
 
@@ -18,23 +18,23 @@ def automatic(*words: str) -> Config:
 
 
 def chosen(gib: float, *words: str, host: float = TERABYTE) -> Config:
-    return fitted(automatic(*words), 8, ranks=8, device=gib * GIB, host=host)
+    return fit_memory_options(automatic(*words), 8, ranks_per_node=8, device_bytes=gib * GIB, host_bytes=host)
 
 
 def test_where_there_is_room_nothing_is_computed_again() -> None:
-    assert told(chosen(200)) == 'memory.recompute = "none"'
+    assert describe_memory_options(chosen(200)) == 'memory.recompute = "none"'
 
 
 def test_less_room_takes_more_levers_and_more_flops() -> None:
     flops = []
     for gib in (200, 80, 45, 38, 30):
         config = chosen(gib)
-        assert ledger(config, 8).device <= DEVICE * gib * GIB
+        assert estimate_memory(config, 8).device_bytes <= DEVICE_FRACTION * gib * GIB
         memory = config.memory
-        assert config.shape_problems(8) == []
+        assert config.layout_problems(8) == []
         flops.append(
-            config.model.build().executed_flops(
-                tokens=1, pairs=1 << 16, recompute=memory.recompute, input_every=memory.input_every
+            config.model.build().hardware_flops(
+                tokens=1, pairs=1 << 16, recompute=memory.recompute, blocks_per_checkpoint=memory.blocks_per_checkpoint
             )
         )
     assert flops == sorted(flops)
@@ -42,9 +42,9 @@ def test_less_room_takes_more_levers_and_more_flops() -> None:
 
 def test_the_next_faster_choice_would_not_have_fitted() -> None:
     """Keeping all takes 168 GiB: a little less than that is not enough for it."""
-    everything = ledger(automatic("--memory.recompute", "none"), 8).device / GIB
-    assert chosen(everything / DEVICE + 1).memory.recompute == "none"
-    assert chosen(everything / DEVICE - 1).memory.recompute == "keep_attention"
+    everything = estimate_memory(automatic("--memory.recompute", "none"), 8).device_bytes / GIB
+    assert chosen(everything / DEVICE_FRACTION + 1).memory.recompute == "none"
+    assert chosen(everything / DEVICE_FRACTION - 1).memory.recompute == "keep_attention"
 
 
 def test_keys_that_are_given_stay() -> None:
@@ -53,10 +53,10 @@ def test_keys_that_are_given_stay() -> None:
 
 
 def test_attention_goes_to_a_host_that_has_room_for_all_of_it() -> None:
-    tight = ("--memory.head_chunk_mib", "256", "--memory.input_every", "1")
+    tight = ("--memory.loss_chunk_mib", "256", "--memory.blocks_per_checkpoint", "1")
     for node in (TERABYTE, 240 * GIB):
         config = chosen(32, *tight, host=node)
-        held = ledger(config, 8).host * 8
+        held = estimate_memory(config, 8).host_bytes * 8
         assert held <= 0.75 * node
         if config.memory.offload != "none":
             assert config.memory.host_budget_gib == pytest.approx(0.75 * node / GIB)
@@ -71,7 +71,7 @@ def test_where_nothing_fits_the_least_is_named() -> None:
 
 def test_a_stated_choice_is_left_alone() -> None:
     config = load(["--config", "llama3_8b_128k"])
-    assert fitted(config, 8, ranks=8, device=1, host=1) is config
+    assert fit_memory_options(config, 8, ranks_per_node=8, device_bytes=1, host_bytes=1) is config
 
 
 def test_schedules_that_go_back_twice_get_what_they_allow() -> None:

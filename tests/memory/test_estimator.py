@@ -9,9 +9,9 @@ from benchmarks.counted import Counted, count
 from tests.ranks import run_ranks
 from trainer.config.job_config import Config
 from trainer.config.parse import load
-from trainer.config.sections import PIECE
-from trainer.memory.estimator import Ledger, ledger, ledgers
-from trainer.memory.report import advice, levers, table
+from trainer.config.sections import OPTIMIZER_CHUNK_ELEMENTS
+from trainer.memory.estimator import MemoryEstimate, estimate_memory, estimate_memory_per_pp_rank
+from trainer.memory.report import memory_savings, memory_table, out_of_memory_advice
 
 # Activations weigh most, and every part enough to be missed. The CPU's matrix products in bfloat16 take room of their
 # own in a large head, so the vocabulary is small.
@@ -32,7 +32,7 @@ MODEL = [
     "32",
     "--model.ffn_dim",
     "384",
-    "--memory.head_chunk_mib",
+    "--memory.loss_chunk_mib",
     "1",
     "--training.seq_len",
     "1024",
@@ -66,8 +66,8 @@ CASES = {
         f"memory.mlp_tile_mib=1 memory.head_groups=2 {FULL}",
         f"memory.offload=inputs {FULL}",
         f"memory.offload=inputs_and_attention {KEEP}",
-        f"memory.input_every=3 memory.mlp_tile_mib=1 {HALF} {KEEP}",
-        f"memory.offload=inputs_and_attention memory.input_every=2 memory.head_groups=2 memory.mlp_tile_mib=1 {KEEP}",
+        f"memory.blocks_per_checkpoint=3 memory.mlp_tile_mib=1 {HALF} {KEEP}",
+        f"memory.offload=inputs_and_attention memory.blocks_per_checkpoint=2 memory.head_groups=2 memory.mlp_tile_mib=1 {KEEP}",
         HEADS,
         f"{HEADS} {FULL}",
         f"{HEADS} memory.mlp_tile_mib=1 memory.head_groups=2 {FULL}",
@@ -122,9 +122,9 @@ def configured(changes: str = "") -> Config:
 
 
 def test_the_copy_that_checkpoints_are_written_of_is_on_the_host() -> None:
-    without = ledger(configured(), 1).host
-    assert ledger(configured("checkpoint.enabled=true checkpoint.async=false"), 1).host == without
-    copied = ledger(configured("checkpoint.enabled=true"), 1).host - without
+    without = estimate_memory(configured(), 1).host_bytes
+    assert estimate_memory(configured("checkpoint.enabled=true checkpoint.async=false"), 1).host_bytes == without
+    copied = estimate_memory(configured("checkpoint.enabled=true"), 1).host_bytes - without
     assert copied == 12 * configured().model.build().num_parameters
 
 
@@ -140,17 +140,17 @@ def compare(world_size: int, cases: tuple[str, ...]) -> None:
     """
     by_rank = run_ranks(counted, world_size, cases, timeout=300)
     for case, *found in zip(cases, *by_rank, strict=True):
-        stages = ledgers(configured(case), world_size)
+        stages = estimate_memory_per_pp_rank(configured(case), world_size)
         each = world_size // len(stages)
         for place, predicted in enumerate(stages):
             ranks = found[place * each : (place + 1) * each]
-            states = predicted.line("parameters").total + predicted.line("optimizer states").total
+            states = predicted.item("parameters").total_bytes + predicted.item("optimizer states").total_bytes
             # A step of each parameter, and counters.
             assert 0 <= max(rank.states for rank in ranks) - states < 2048, case
             peak = max(rank.peak for rank in ranks)
             # States may be there, and what is kept there is not counted.
-            on_host = predicted.host - predicted.line("kept for the backward pass").host
-            assert predicted.device + on_host == pytest.approx(peak, rel=0.06 if HALF in case else 0.03), case
+            on_host = predicted.host_bytes - predicted.item("kept for the backward pass").host_bytes
+            assert predicted.device_bytes + on_host == pytest.approx(peak, rel=0.06 if HALF in case else 0.03), case
 
 
 @pytest.mark.ranks
@@ -169,39 +169,43 @@ def test_the_ledger_is_what_is_counted_on_further_meshes(world_size: int) -> Non
 
 
 def test_states_on_the_host_leave_the_device() -> None:
-    here, there = (ledger(configured(f"memory.optimizer_placement={place}"), 1) for place in ("device", "host"))
-    assert there.states == 0
-    assert there.host - here.host == 16 * configured().model.build().num_parameters
-    narrow = ledger(configured(f"memory.optimizer_placement=host {NARROW}"), 1)
-    assert narrow.host - here.host == 12 * configured().model.build().num_parameters
-    assert there.device < here.device
+    here, there = (
+        estimate_memory(configured(f"memory.optimizer_placement={place}"), 1) for place in ("device", "host")
+    )
+    assert there.state_bytes == 0
+    assert there.host_bytes - here.host_bytes == 16 * configured().model.build().num_parameters
+    narrow = estimate_memory(configured(f"memory.optimizer_placement=host {NARROW}"), 1)
+    assert narrow.host_bytes - here.host_bytes == 12 * configured().model.build().num_parameters
+    assert there.device_bytes < here.device_bytes
 
 
 def test_narrow_moments_take_half_and_are_widened_by_pieces() -> None:
-    wide, narrow = (ledger(configured(f"{LARGE} memory.optimizer_dtype={kept}"), 1) for kept in ("float32", "bfloat16"))
-    assert narrow.line("optimizer states").device == wide.line("optimizer states").device / 2
-    assert (wide.moment, narrow.moment) == ("in the embedding, backward", "in the optimizer")
-    assert narrow.line("a block in passing").device == 8 * 8192 * 128
-    huge = ledger(configured(f"{NARROW} training.seq_len=2 model.num_layers=1 model.ffn_dim=200000"), 1)
-    assert huge.line("a block in passing").device == 8 * PIECE
+    wide, narrow = (
+        estimate_memory(configured(f"{LARGE} memory.optimizer_dtype={kept}"), 1) for kept in ("float32", "bfloat16")
+    )
+    assert narrow.item("optimizer states").device_bytes == wide.item("optimizer states").device_bytes / 2
+    assert (wide.phase, narrow.phase) == ("in the embedding, backward", "in the optimizer")
+    assert narrow.item("a block in passing").device_bytes == 8 * 8192 * 128
+    huge = estimate_memory(configured(f"{NARROW} training.seq_len=2 model.num_layers=1 model.ffn_dim=200000"), 1)
+    assert huge.item("a block in passing").device_bytes == 8 * OPTIMIZER_CHUNK_ELEMENTS
 
 
 def test_the_peak_is_states_and_so_many_streams() -> None:
-    found = ledger(configured(), 1)
-    assert found.stream == 4 * 128 * 1024
-    assert found.device == pytest.approx(found.states + found.k * found.stream)
+    found = estimate_memory(configured(), 1)
+    assert found.residual_bytes == 4 * 128 * 1024
+    assert found.device_bytes == pytest.approx(found.state_bytes + found.residual_multiple * found.residual_bytes)
 
 
 def test_the_first_rank_of_a_pipeline_is_the_fullest() -> None:
     config = configured(FOUR)
-    first, last = ledgers(config, 2)
-    assert first.device > last.device
-    assert ledger(config, 2) == first
+    first, last = estimate_memory_per_pp_rank(config, 2)
+    assert first.device_bytes > last.device_bytes
+    assert estimate_memory(config, 2) == first
 
 
 def test_a_table_has_a_line_for_what_there_is_and_their_sum() -> None:
     config = configured("model.size=8b model.dim=4096 model.num_layers=32 model.ffn_dim=14336")
-    title, heading, *rows, total = table(ledger(config, 1))
+    title, heading, *rows, total = memory_table(estimate_memory(config, 1))
     assert title.startswith("memory of the fullest rank, predicted in ")
     assert heading.split() == ["GiB", "device", "host"]
     assert [row.split("  ")[0] for row in rows][:3] == ["parameters", "gradients", "optimizer states"]
@@ -210,36 +214,38 @@ def test_a_table_has_a_line_for_what_there_is_and_their_sum() -> None:
 
 def test_levers_are_those_that_exist_and_free_what_the_other_ledger_lacks() -> None:
     config = configured("parallelism.tp=2 parallelism.sequence_parallel=false training.micro_batch_size=1")
-    found = levers(config, 2)
-    frees = [lever.frees for lever in found]
+    found = memory_savings(config, 2)
+    frees = [lever.freed_bytes for lever in found]
     assert frees == sorted(frees, reverse=True)
-    changes = {lever.change: lever.frees for lever in found}
+    changes = {lever.change: lever.freed_bytes for lever in found}
     assert "parallelism.sequence_parallel = true" in changes
     assert "parallelism.loss_parallel = true" not in changes
-    less = ledger(configured(f"parallelism.tp=2 parallelism.sequence_parallel=false {FULL}"), 2)
-    assert changes['memory.recompute = "full"'] == ledger(config, 2).device - less.device
+    less = estimate_memory(configured(f"parallelism.tp=2 parallelism.sequence_parallel=false {FULL}"), 2)
+    assert changes['memory.recompute = "full"'] == estimate_memory(config, 2).device_bytes - less.device_bytes
     assert "parallelism.cp = 2 on 4 processes" in changes
-    narrow = ledger(configured(f"parallelism.tp=2 parallelism.sequence_parallel=false {NARROW}"), 2)
-    assert changes['memory.optimizer_dtype = "bfloat16"'] == ledger(config, 2).device - narrow.device
+    narrow = estimate_memory(configured(f"parallelism.tp=2 parallelism.sequence_parallel=false {NARROW}"), 2)
+    assert (
+        changes['memory.optimizer_dtype = "bfloat16"'] == estimate_memory(config, 2).device_bytes - narrow.device_bytes
+    )
 
 
 def test_levers_break_no_rule() -> None:
     # The heads do not divide among more ranks, and no micro-batch is smaller than a row.
-    changes = [lever.change for lever in levers(configured("model.num_heads=1 model.num_kv_heads=1"), 1)]
-    slow = [lever.change for lever in levers(configured("optimizer.betas=0.9,0.999"), 1)]
+    changes = [lever.change for lever in memory_savings(configured("model.num_heads=1 model.num_kv_heads=1"), 1)]
+    slow = [lever.change for lever in memory_savings(configured("optimizer.betas=0.9,0.999"), 1)]
     assert not any("optimizer_dtype" in change for change in slow)
     assert not any("parallelism.tp" in change or "micro_batch_size" in change for change in changes)
-    assert [told.count(" would free ") for told in advice(configured(), 1)] == [0, 1, 1, 1]
+    assert [told.count(" would free ") for told in out_of_memory_advice(configured(), 1)] == [0, 1, 1, 1]
 
 
 def test_more_ranks_along_an_axis_are_taken_from_those_that_hold_other_rows() -> None:
     config = configured("parallelism.dp_shard=4 training.global_batch_size=4")
-    assert "parallelism.cp = 2, parallelism.dp_shard = 2" in {lever.change for lever in levers(config, 4)}
+    assert "parallelism.cp = 2, parallelism.dp_shard = 2" in {lever.change for lever in memory_savings(config, 4)}
 
 
 def test_every_recomputation_policy_keeps_less_than_the_one_before() -> None:
-    def kept(changes: str) -> Ledger:
-        return ledger(configured(changes), 1)
+    def kept(changes: str) -> MemoryEstimate:
+        return estimate_memory(configured(changes), 1)
 
-    none, some, full = (kept(changes).line("kept for the backward pass").device for changes in ("", KEEP, FULL))
+    none, some, full = (kept(changes).item("kept for the backward pass").device_bytes for changes in ("", KEEP, FULL))
     assert none > some > full

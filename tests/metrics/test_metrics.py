@@ -18,20 +18,20 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar import layout_pb2  # type: ignore[import-untyped]
 from torch import Tensor
 
-from models.batch import IGNORE
+from models.batch import IGNORE_INDEX
 from parallelisms.mesh import Mesh
 from parallelisms.parallel_dims import AXES
 from tests.models.small_models import packed
 from tests.ranks import run_ranks
 from tests.system.in_process import configured, rows_of, run_here, trainer_of
 from tests.system.runs import forked, lines, metrics, steps, write_run
-from trainer.checkpoint.run_dir import RunFolder
+from trainer.checkpoint.run_dir import RunDir
 from trainer.config.job_config import Config
-from trainer.hardware.device import Numbers, Stopwatch
-from trainer.metrics.loggers import TAGS, duration, line
-from trainer.metrics.metrics import Metrics
-from trainer.metrics.step_metrics import Slots, Tally, position_names
-from trainer.trainer import Measured, Trainer, Update
+from trainer.hardware.device import AsyncHostCopy, Stopwatch
+from trainer.metrics.loggers import TENSORBOARD_TAGS, format_duration, format_step
+from trainer.metrics.metrics import MetricsProcessor
+from trainer.metrics.step_metrics import MetricAccumulator, MetricLayout, position_bucket_names
+from trainer.trainer import StepMetrics, StepResult, Trainer
 
 # The contract's list, in its order.
 CONTRACT = """step, tokens, loss, grad_norm, lr, step_seconds, tokens_per_second, tokens_per_second_per_device,
@@ -73,28 +73,28 @@ def amounts(root: Path) -> list[tuple[int, int]]:
     counted = []
     for number in range(7 * 6):
         row = rows.read([number])
-        documents = row.documents[0, : row.num_tokens]  # Padding is at the end.
+        documents = row.document_ids[0, : row.num_tokens]  # Padding is at the end.
         pairs = (documents[:, None] == documents[None, :]).tril().sum()
         counted.append((row.num_tokens, int(pairs)))
     updates = [counted[first : first + 6] for first in range(0, 7 * 6, 6)]
     return [(sum(tokens for tokens, _ in rows), sum(pairs for _, pairs in rows)) for rows in updates]
 
 
-def vector_of(slots: Slots, **numbers: list[float]) -> Tensor:
+def vector_of(slots: MetricLayout, **numbers: list[float]) -> Tensor:
     vector = torch.zeros(sum(slots.widths.values()), dtype=torch.float64)
     for name, values in numbers.items():
-        slots.parts(vector)[name].copy_(torch.tensor(values))
+        slots.split(vector)[name].copy_(torch.tensor(values))
     return vector
 
 
-def write(config: Config, trainer: Trainer, update: Update) -> None:
+def write(config: Config, trainer: Trainer, update: StepResult) -> None:
     """A run's numbers, were this its only update."""
-    folder = RunFolder(config.output_dir)
-    folder.make()
-    with closing(Metrics(config, folder, trainer, resumed=None)) as written:
-        written.write(update)
+    folder = RunDir(config.output_dir)
+    folder.create()
+    with closing(MetricsProcessor(config, folder, trainer, resumed_from=None)) as written:
+        written.record_step(update)
         written.flush()
-        written.farewell()
+        written.log_run_end()
 
 
 # ---- the record
@@ -163,7 +163,7 @@ def test_hfu_counts_attention_once_where_it_is_kept(root: Path) -> None:
 def test_losses_by_position_are_means_over_their_targets(root: Path) -> None:
     for record in lines(root / "every" / "metrics.jsonl"):
         by_position = record["loss_by_position"]
-        assert list(by_position) == position_names()
+        assert list(by_position) == position_bucket_names()
         # Rows are 64 long, so every target is in the first bucket.
         assert by_position.pop("0-256") == pytest.approx(record["loss"])
         assert set(by_position.values()) == {None}
@@ -181,7 +181,7 @@ def test_imbalance_of_a_run_is_that_of_the_rows_its_ranks_took(tmp_path: Path) -
     measured = [imbalance for (imbalance,) in metrics(folder, "attention_imbalance")]
     expected = []
     for first in range(0, 3 * 6, 6):
-        mine, theirs = (rows.read(range(first + rank, first + 6, 2)).attended for rank in (0, 1))
+        mine, theirs = (rows.read(range(first + rank, first + 6, 2)).num_computed_pairs for rank in (0, 1))
         expected.append(max(mine, theirs) / ((mine + theirs) / 2))
     assert measured == pytest.approx(expected, rel=1e-15)
     assert max(measured) > 1.01, "some rows should hold more pairs than others"
@@ -194,15 +194,15 @@ def test_a_loss_that_is_not_a_number_is_null_wherever_it_is_told(tmp_path: Path)
     config = configured(write_run(tmp_path), tmp_path / "run", "--training.steps", "1")
     with trainer_of(config) as trainer:
         with torch.no_grad():
-            trainer.parts[0].get_parameter("head.norm.weight").fill_(torch.nan)
-        write(config, trainer, next(trainer.updates()))
+            trainer.stage_modules[0].get_parameter("head.norm.weight").fill_(torch.nan)
+        write(config, trainer, next(trainer.train_steps()))
     (record,) = lines(tmp_path / "run" / "metrics.jsonl")
     assert (record["skipped"], record["loss"], record["grad_norm"]) == (True, None, None)
     assert set(record["loss_by_position"].values()) == {None}
 
 
 def test_positions_are_named_by_powers_of_four() -> None:
-    assert position_names() == ["0-256", "256-1K", "1K-4K", "4K-16K", "16K-64K", "64K-256K", "256K-1M", "1M-"]
+    assert position_bucket_names() == ["0-256", "256-1K", "1K-4K", "4K-16K", "16K-64K", "64K-256K", "256K-1M", "1M-"]
 
 
 # ---- ranks that share rows
@@ -217,20 +217,20 @@ class Share:
     attended: list[int]
 
 
-def measure(shares: list[Share], degrees: dict[str, int]) -> Measured:
+def measure(shares: list[Share], degrees: dict[str, int]) -> StepMetrics:
     """An update of these ranks, each of which has its share of rows that hold 7 tokens and 11 pairs a micro-batch."""
     mesh = Mesh("cpu", dict.fromkeys(AXES, 1) | degrees, rank=torch.distributed.get_rank())
     share = shares[mesh.rank]
-    tally = Tally(mesh, torch.device("cpu"))
-    vector = tally.begin()
+    tally = MetricAccumulator(mesh, torch.device("cpu"))
+    vector = tally.new_vector()
     for loss, targets, attended in zip(share.losses, share.targets, share.attended, strict=True):
-        batch = replace(packed([24], targets=targets), num_tokens=7, num_pairs=11, attended=attended)
-        tally.add(vector, torch.where(batch.labels != IGNORE, loss, 0.0), batch)
-    tally.sum_over_ranks(vector)
-    return Update(1, 0.1, 0, 0.0, Stopwatch(torch.device("cpu")), Numbers(vector), tally.slots).read()
+        batch = replace(packed([24], targets=targets), num_tokens=7, num_pairs=11, num_computed_pairs=attended)
+        tally.add(vector, torch.where(batch.labels != IGNORE_INDEX, loss, 0.0), batch)
+    tally.all_reduce(vector)
+    return StepResult(1, 0.1, 0, 0.0, Stopwatch(torch.device("cpu")), AsyncHostCopy(vector), tally.layout).read()
 
 
-def shared(shares: list[Share], **degrees: int) -> Measured:
+def shared(shares: list[Share], **degrees: int) -> StepMetrics:
     """What all ranks measured alike."""
     first, *others = run_ranks(measure, len(shares), shares, degrees)
     assert all(other == first for other in others)
@@ -263,7 +263,7 @@ def test_the_busiest_rank_is_that_of_the_whole_update() -> None:
 @pytest.mark.ranks
 def test_a_row_that_ranks_share_is_counted_once() -> None:
     measured = shared([Share([1.0, 1.0], [1, 1], [3, 3])] * 3, cp=3)
-    assert (measured.tokens, measured.pairs) == (14, 22)
+    assert (measured.tokens, measured.attended_pairs) == (14, 22)
     assert measured.attention_imbalance == 1.0
 
 
@@ -276,15 +276,15 @@ def test_of_a_pipeline_the_last_stage_measures_for_all() -> None:
 
 
 def test_every_number_has_a_slot_of_its_own() -> None:
-    slots = Slots(3)
+    slots = MetricLayout(3)
     vector = list(map(float, range(sum(slots.widths.values()))))
-    assert [number for part in slots.parts(vector).values() for number in part] == vector
-    assert [len(slots.parts(vector)[f"{name}_by_shard"]) for name in ("loss", "targets")] == [3, 3]
+    assert [number for part in slots.split(vector).values() for number in part] == vector
+    assert [len(slots.split(vector)[f"{name}_by_shard"]) for name in ("loss", "targets")] == [3, 3]
 
 
 def test_losses_of_shards_are_told_wherever_a_loss_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = configured(write_run(tmp_path), tmp_path / "run", "--training.steps", "1", "--metrics.tensorboard", "true")
-    slots = Slots(3)
+    slots = MetricLayout(3)
     vector = vector_of(
         slots, loss=[8.0], targets=[4.0], finite=[1.0], loss_by_shard=[6.0, 0.0, 2.0], targets_by_shard=[2.0, 0.0, 2.0]
     )
@@ -292,7 +292,7 @@ def test_losses_of_shards_are_told_wherever_a_loss_is(tmp_path: Path, caplog: py
     stopwatch.start()
     stopwatch.stop()
     with trainer_of(config) as trainer, caplog.at_level(logging.INFO, logger="trainer"):
-        write(config, trainer, Update(1, 0.1, 0, 0.0, stopwatch, Numbers(vector), slots))
+        write(config, trainer, StepResult(1, 0.1, 0, 0.0, stopwatch, AsyncHostCopy(vector), slots))
     assert metrics(tmp_path / "run", "loss", "loss_by_shard") == [(2.0, [3.0, None, 1.0])]
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
@@ -326,11 +326,14 @@ def test_rates_are_over_all_updates_since_the_line_before(root: Path) -> None:
 def test_nobody_waits_for_an_update_that_a_cpu_has_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     config = configured(write_run(tmp_path), tmp_path / "run", "--training.steps", "2")
-    folder = RunFolder(config.output_dir)
-    folder.make()
-    with trainer_of(config) as trainer, closing(Metrics(config, folder, trainer, resumed=None)) as written:
-        for update in trainer.updates():
-            written.write(update)
+    folder = RunDir(config.output_dir)
+    folder.create()
+    with (
+        trainer_of(config) as trainer,
+        closing(MetricsProcessor(config, folder, trainer, resumed_from=None)) as written,
+    ):
+        for update in trainer.train_steps():
+            written.record_step(update)
             assert steps(tmp_path / "run")[-1] == update.step
 
 
@@ -351,19 +354,21 @@ def test_a_line_can_be_read(caplog: pytest.LogCaptureFixture, tmp_path: Path) ->
 
 
 def test_a_line_has_what_is_known_and_no_more() -> None:
-    assert line(RECORD, steps=100, remaining_seconds=3_725.4, ranks=1) == (
+    assert format_step(RECORD, total_steps=100, eta_seconds=3_725.4, num_token_ranks=1) == (
         "update 20/100  loss 3.2145  grad 0.820  lr 9.10e-04  4,812 tok/s  0.0123 TFLOP/s  rss 0.33 GiB  data 0.3%  "
         "left 1:02:05"
     )
-    on_gpu = line(RECORD | {"mfu": 0.4123, "memory_peak_gib": 71.26}, steps=100, remaining_seconds=0, ranks=1)
+    on_gpu = format_step(
+        RECORD | {"mfu": 0.4123, "memory_peak_gib": 71.26}, total_steps=100, eta_seconds=0, num_token_ranks=1
+    )
     assert "mfu 41.2%  gpu 71.3 GiB  rss" in on_gpu
     without = RECORD | {"loss": None, "grad_norm": None}
-    assert "loss -  grad -  lr" in line(without, steps=100, remaining_seconds=0, ranks=1)
+    assert "loss -  grad -  lr" in format_step(without, total_steps=100, eta_seconds=0, num_token_ranks=1)
 
 
 def test_a_line_of_several_ranks_says_how_they_share() -> None:
     def told(**changes: Any) -> str:
-        return line(RECORD | changes, steps=100, remaining_seconds=0, ranks=2)
+        return format_step(RECORD | changes, total_steps=100, eta_seconds=0, num_token_ranks=2)
 
     assert told().endswith("data 0.3%  imbalance 1.26  left 0:00:00")
     assert "loss 3.2145  shards 0.04 - 3.20  grad" in told(loss_by_shard=[0.0401, None, 3.2])
@@ -373,7 +378,7 @@ def test_a_line_of_several_ranks_says_how_they_share() -> None:
 
 @pytest.mark.parametrize(("seconds", "written"), [(0, "0:00:00"), (59.6, "0:01:00"), (90_061, "25:01:01")])
 def test_a_duration_is_hours_minutes_and_seconds(seconds: float, written: str) -> None:
-    assert duration(seconds) == written
+    assert format_duration(seconds) == written
 
 
 # ---- TensorBoard
@@ -387,18 +392,21 @@ def events(root: Path) -> EventAccumulator:
 
 
 def test_tags_are_groups_and_names(events: EventAccumulator) -> None:
-    known = {tag for key, tag in TAGS.items() if not key.startswith("memory_")}
+    known = {tag for key, tag in TENSORBOARD_TAGS.items() if not key.startswith("memory_")}
     saves = {"checkpoint/bytes", "checkpoint/seconds", "checkpoint/blocked_seconds"}
     assert set(events.Tags()["scalars"]) == known | {"position/0-256"} | saves
     assert {"train/loss", "train/grad_norm", "train/lr", "perf/mfu", "memory/rss_gib"} <= known
-    assert set(TAGS) == set(KEYS) - {"step"} | {"attention_imbalance", "goodput_pct"}
-    assert (TAGS["attention_imbalance"], TAGS["goodput_pct"]) == ("perf/attention_imbalance", "perf/goodput_pct")
+    assert set(TENSORBOARD_TAGS) == set(KEYS) - {"step"} | {"attention_imbalance", "goodput_pct"}
+    assert (TENSORBOARD_TAGS["attention_imbalance"], TENSORBOARD_TAGS["goodput_pct"]) == (
+        "perf/attention_imbalance",
+        "perf/goodput_pct",
+    )
 
 
 def test_tensorboard_shows_what_the_file_says(root: Path, events: EventAccumulator) -> None:
     for key in ("loss", "lr", "mfu", "tokens"):
         written = metrics(root / "every", "step", key)
-        shown = [(point.step, point.value) for point in events.Scalars(TAGS[key])]
+        shown = [(point.step, point.value) for point in events.Scalars(TENSORBOARD_TAGS[key])]
         assert [step for step, _ in shown] == [step for step, _ in written]
         for (_, ours), (_, theirs) in zip(written, shown, strict=True):
             assert math.isclose(ours, theirs, rel_tol=1e-6)
@@ -410,7 +418,7 @@ def test_the_dashboard_names_tags_that_exist(events: EventAccumulator) -> None:
     assert [category.title for category in layout.category] == ["training", "validation", "performance"]
     shown = [tag for category in layout.category for chart in category.chart for tag in chart.multiline.tag]
     groups = ("position", "loss_by_shard", "loss_by_source", "memory", "validation", "validation_context")
-    assert set(shown) - {f"{group}/.*" for group in groups} <= set(TAGS.values())
+    assert set(shown) - {f"{group}/.*" for group in groups} <= set(TENSORBOARD_TAGS.values())
     assert {"train/loss", "train/grad_norm", "perf/mfu", "position/.*", "loss_by_shard/.*"} <= set(shown)
 
 

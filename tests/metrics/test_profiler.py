@@ -12,7 +12,7 @@ import torch
 
 from tests.system.in_process import configured, run_here
 from tests.system.runs import ROOT, arguments, write_run
-from trainer.metrics.profiler import Profilers, Trace, Window
+from trainer.metrics.profiler import Profilers, StepWindow, TraceRecorder
 
 LEAVES_OUT = """
 import sys
@@ -54,7 +54,7 @@ class Counted:
 @pytest.mark.parametrize("resumed_at", [0, 2, 3], ids=["before", "at its first", "inside"])
 def test_a_window_records_once_what_is_left_of_it(resumed_at: int) -> None:
     recorder = Counted()
-    window = Window(recorder, first=3, count=2)
+    window = StepWindow(recorder, first_step=3, num_steps=2)
     for done in range(resumed_at, 8):
         window.step(done)
     assert recorder.calls == ["start", "stop"]
@@ -62,7 +62,7 @@ def test_a_window_records_once_what_is_left_of_it(resumed_at: int) -> None:
 
 def test_a_window_that_is_over_when_a_run_resumes_records_nothing() -> None:
     recorder = Counted()
-    window = Window(recorder, first=3, count=2)
+    window = StepWindow(recorder, first_step=3, num_steps=2)
     for done in range(4, 8):
         window.step(done)
     assert recorder.calls == []
@@ -72,7 +72,7 @@ def test_memory_of_a_cpu_is_not_recorded(tmp_path: Path) -> None:
     config = configured(write_run(tmp_path), tmp_path / "run", "--profiler.memory_step", "1")
     profilers = Profilers(config, tmp_path / "logs", rank=0, world_size=1, device=torch.device("cpu"))
     assert profilers.windows == []
-    told = profilers.out_of_memory(torch.OutOfMemoryError("tried to allocate"))
+    told = profilers.report_out_of_memory(torch.OutOfMemoryError("tried to allocate"))
     first, second, *changes = told.splitlines()
     assert first == "out of device memory: tried to allocate"
     assert second.startswith("memory of the fullest rank, predicted: ")
@@ -85,7 +85,7 @@ def test_every_rank_has_a_trace_of_its_own(tmp_path: Path) -> None:
     windows = [
         Profilers(config, tmp_path, rank=rank, world_size=4, device=torch.device("cpu")).windows[0] for rank in (0, 3)
     ]
-    paths = [window.recorder.path.name for window in windows if isinstance(window.recorder, Trace)]
+    paths = [window.recorder.path.name for window in windows if isinstance(window.recorder, TraceRecorder)]
     assert paths == ["trace-step-5-rank-0.json", "trace-step-5-rank-3.json"]
 
 

@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
-from models.view import unchanged
+from models.view import identity
 from tests.models.small_models import SMALL, gradients, packed, small_model
 from tests.ranks import run_ranks
 from tests.system.in_process import configured, rows_of
 from tests.system.runs import wait_for, write_run
 from trainer.distributed import World
-from trainer.metrics.progress import Heartbeat
+from trainer.metrics.progress import ProgressReporter
 from trainer.trainer import Trainer
 
 SOON = 0.006  # seconds between two signs of life
@@ -34,18 +34,18 @@ class Standin:
         self.world = World(rank, 1, torch.device(device))
         self.stage = SimpleNamespace(last_step=3, total=3)
         self.loader = SimpleNamespace(num_micro_batches=2)
-        self.parts = {0: small_model()}
+        self.model_parts = {0: small_model()}
         self.step = 0
 
-    def updates(self) -> Iterator[SimpleNamespace]:
+    def train_steps(self) -> Iterator[SimpleNamespace]:
         while True:
             self.step += 1
             for _ in range(2):
-                gradients(self.parts[0], packed([5, 3]))
+                gradients(self.model_parts[0], packed([5, 3]))
             yield SimpleNamespace(step=self.step)
 
-    def heartbeat(self, interval: float = SOON) -> Heartbeat:
-        return Heartbeat(cast(Trainer, self), interval=interval)
+    def heartbeat(self, interval: float = SOON) -> ProgressReporter:
+        return ProgressReporter(cast(Trainer, self), interval=interval)
 
 
 class Device:
@@ -75,8 +75,8 @@ def told(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
 
 
-def steps(heartbeat: Heartbeat, updates: int) -> list[int]:
-    return [update.step for _, update in zip(range(updates), heartbeat.updates(), strict=False)]
+def steps(heartbeat: ProgressReporter, updates: int) -> list[int]:
+    return [update.step for _, update in zip(range(updates), heartbeat.train_steps(), strict=False)]
 
 
 def is_told(told: pytest.LogCaptureFixture, words: str) -> Callable[[], bool]:
@@ -92,18 +92,18 @@ def counted(run: Path, folder: Path, options: tuple[str, ...]) -> list[tuple[flo
     config = configured(run, folder, "--training.steps=2", *options)
     world = World(distributed.get_rank(), distributed.get_world_size(), torch.device("cpu"))
     trainer = Trainer(config, world, rows_of(config))
-    update, found = trainer.update, []
+    update, found = trainer.optimizer_step, []
 
     def last(numbers: Tensor, lr: float) -> Tensor:
         if world.rank == 0:
-            assert wait_for(lambda: heartbeat.done >= heartbeat.work, 20)
+            assert wait_for(lambda: heartbeat.completed_work >= heartbeat.total_work, 20)
             time.sleep(10 * SOON)  # In which too much would be counted.
-            found.append((heartbeat.done, heartbeat.work))
+            found.append((heartbeat.completed_work, heartbeat.total_work))
         return update(numbers, lr)
 
-    with pytest.MonkeyPatch.context() as patch, Heartbeat(trainer, interval=SOON) as heartbeat:
-        patch.setattr(trainer, "update", last)
-        assert [done.step for done in heartbeat.updates()] == [1, 2]
+    with pytest.MonkeyPatch.context() as patch, ProgressReporter(trainer, interval=SOON) as heartbeat:
+        patch.setattr(trainer, "optimizer_step", last)
+        assert [done.step for done in heartbeat.train_steps()] == [1, 2]
     return found if world.rank == 0 else None
 
 
@@ -139,7 +139,7 @@ def test_every_block_counts_once_forward_and_once_backward(tmp_path: Path, sprea
 @pytest.mark.parametrize("block", range(SMALL.num_layers))
 def test_a_long_update_tells_where_it_is_and_a_short_one_nothing(told: pytest.LogCaptureFixture, block: int) -> None:
     trainer = Standin()
-    module = trainer.parts[0].blocks[str(block)]
+    module = trainer.model_parts[0].blocks[str(block)]
     places = {"forward": f"forward, {block} of 2 blocks done", "backward": f"backward, {1 - block} of 2 blocks done"}
     rows = {"forward": 0, "backward": 0}
 
@@ -165,13 +165,13 @@ def test_what_was_launched_is_not_what_was_done(told: pytest.LogCaptureFixture, 
     streams: list[weakref.ref[Tensor]] = []
     trainer = Standin(device="cuda")
     with trainer.heartbeat() as heartbeat:
-        counting = trainer.parts[0].between
+        counting = trainer.model_parts[0].block_boundary_hook
 
         def between(x: Tensor) -> Tensor:
             streams.append(weakref.ref(x))
             return counting(x)
 
-        trainer.parts[0].between = between
+        trainer.model_parts[0].block_boundary_hook = between
         assert steps(heartbeat, 2) == [1, 2]
         # Begun, ended, and for both rows three places that the stream passes, each way.
         assert device.recorded == 2 * (1 + 2 * 6 + 1)
@@ -226,7 +226,7 @@ def test_it_ends_with_the_run_and_with_an_error() -> None:
         assert beating()
         assert steps(heartbeat, 9) == [1, 2, 3]
     assert not beating()
-    assert trainer.parts[0].between is unchanged
+    assert trainer.model_parts[0].block_boundary_hook is identity
     with pytest.raises(ZeroDivisionError), trainer.heartbeat():
         raise ZeroDivisionError
     assert not beating()
@@ -249,5 +249,5 @@ def test_other_ranks_have_none() -> None:
     trainer = Standin(rank=1)
     with trainer.heartbeat() as heartbeat:
         assert not beating()
-        assert trainer.parts[0].between is unchanged
+        assert trainer.model_parts[0].block_boundary_hook is identity
         assert steps(heartbeat, 9) == [1, 2, 3]

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from models import hf
 from models.config import ModelConfig, RopeConfig
-from models.hf_config import write_model
+from models.hf_config import model_config_to_hf
 from models.transformer import Transformer
 from tests.models.small_models import packed
 
@@ -37,17 +37,17 @@ LENGTH = 64
 
 def write(folder: Path, config: ModelConfig, model: Transformer, *, file_bytes: int = 1 << 30, **options: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    values = write_model(config, length=LENGTH, dtype="float32", bos=1, eos=2)
-    (folder / hf.CONFIG).write_text(json.dumps(values))
+    values = model_config_to_hf(config, max_length=LENGTH, dtype="float32", bos=1, eos=2)
+    (folder / hf.CONFIG_FILE).write_text(json.dumps(values))
     parameters = dict(model.named_parameters())
     read = cast(Callable[[str], Tensor], lambda name: parameters[name].detach())
     given: dict[str, Any] = {"dtype": torch.float32, "file_bytes": file_bytes} | options
-    hf.write(folder, config, read, **given)
+    hf.write_safetensors(folder, config, read, **given)
     return folder
 
 
 def load(folder: Path, config: ModelConfig) -> Transformer:
-    weights, known = hf.Weights(folder), hf.entries(config)
+    weights, known = hf.SafetensorsReader(folder), hf.tensor_specs(config)
     assert weights.problems(config) == []
     model = Transformer(config)
     with torch.no_grad():

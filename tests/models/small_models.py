@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from models.batch import IGNORE, Batch
+from models.batch import IGNORE_INDEX, Batch
 from models.config import ModelConfig, RopeConfig
 from models.transformer import Transformer
 
@@ -52,7 +52,7 @@ def packed(*rows: list[int], seed: int = 0, vocab_size: int = SMALL.vocab_size, 
     """Random tokens in rows with documents of these lengths; no more than `targets` labels are kept."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(vocab_size, (len(rows), sum(rows[0])), generator=generator)
-    labels = torch.full_like(tokens, IGNORE)
+    labels = torch.full_like(tokens, IGNORE_INDEX)
     positions, documents = torch.empty_like(tokens), torch.empty_like(tokens)
     for index, lengths in enumerate(rows):
         end = 0
@@ -63,17 +63,17 @@ def packed(*rows: list[int], seed: int = 0, vocab_size: int = SMALL.vocab_size, 
             documents[index, start:end] = document
     if targets is not None:
         flat = labels.view(-1)
-        flat[(flat != IGNORE).nonzero().flatten()[targets:]] = IGNORE
+        flat[(flat != IGNORE_INDEX).nonzero().flatten()[targets:]] = IGNORE_INDEX
     pairs = sum(length * (length + 1) // 2 for lengths in rows for length in lengths)
     return Batch(
         tokens=tokens,
         labels=labels,
         positions=positions,
-        documents=documents,
+        document_ids=documents,
         boundaries=starts(*rows, width=8),
         num_tokens=tokens.numel(),
         num_pairs=pairs,
-        attended=pairs,
+        num_computed_pairs=pairs,
     )
 
 

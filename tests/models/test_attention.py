@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from models import rope
-from models.attention import Attention, LocalCore
+from models.attention import Attention, LocalAttentionCore
 from tests.models.dense_attention import inputs
 from tests.models.small_models import SMALL, packed, starts
 
@@ -17,7 +17,7 @@ def layer_inputs() -> tuple[Attention, Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     attention = Attention(SMALL).double()
     x_BSE = torch.randn(2, 16, SMALL.dim, dtype=torch.float64)
-    rotation = rope.rotation(SMALL.rope, SMALL.head_dim, batch.positions, torch.float64)
+    rotation = rope.cos_sin_table(SMALL.rope, SMALL.head_dim, batch.positions, torch.float64)
     return attention, x_BSE, rotation, batch.boundaries
 
 
@@ -25,7 +25,7 @@ def test_the_core_sees_rotated_queries_and_keys_values_as_they_are_and_whole_bou
     attention, x_BSE, rotation, boundaries = layer_inputs()
     seen: list[Tensor] = []
 
-    class Core(LocalCore):
+    class Core(LocalAttentionCore):
         def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Tensor:
             seen.extend((q_BSNH, k_BSKH, v_BSKH, boundaries_BD))
             return super().__call__(q_BSNH, k_BSKH, v_BSKH, boundaries_BD)
@@ -35,10 +35,10 @@ def test_the_core_sees_rotated_queries_and_keys_values_as_they_are_and_whole_bou
     q, k, v, given = seen
     width = SMALL.head_dim
     assert torch.equal(
-        q, rope.rotate((x_BSE @ attention.q_proj.weight.T).view(2, 16, SMALL.num_heads, width), rotation)
+        q, rope.apply_rotary_emb((x_BSE @ attention.q_proj.weight.T).view(2, 16, SMALL.num_heads, width), rotation)
     )
     assert torch.equal(
-        k, rope.rotate((x_BSE @ attention.k_proj.weight.T).view(2, 16, SMALL.num_kv_heads, width), rotation)
+        k, rope.apply_rotary_emb((x_BSE @ attention.k_proj.weight.T).view(2, 16, SMALL.num_kv_heads, width), rotation)
     )
     assert torch.equal(v, (x_BSE @ attention.v_proj.weight.T).view(2, 16, SMALL.num_kv_heads, width))
     assert given is boundaries
@@ -48,7 +48,7 @@ def test_what_the_core_returns_is_projected_head_after_head() -> None:
     attention, x_BSE, rotation, boundaries = layer_inputs()
     answer = torch.randn(2, 16, SMALL.num_heads, SMALL.head_dim, dtype=torch.float64)
 
-    class Core(LocalCore):
+    class Core(LocalAttentionCore):
         def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Tensor:
             del q_BSNH, k_BSKH, v_BSKH, boundaries_BD
             return answer
@@ -66,7 +66,7 @@ def test_what_the_core_returns_is_projected_head_after_head() -> None:
 def test_the_core_in_steps_is_the_core_and_its_gradients_are_those_of_autograd(kernel: str) -> None:
     boundaries_BD = starts([5, 7, 4], [15, 1])
     given = inputs(boundaries_BD, (4, 2))
-    core = LocalCore(kernel)
+    core = LocalAttentionCore(kernel)
     out = core(*given, boundaries_BD)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     expected = torch.autograd.grad(out, given, grad)

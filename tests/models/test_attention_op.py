@@ -176,7 +176,7 @@ def test_every_row_is_checked() -> None:
 )
 def test_boundaries_of_another_dtype_or_elsewhere_are_refused(boundaries: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        attention_op.squares(boundaries, 1, 23)
+        attention_op.document_blocks(boundaries, 1, 23)
 
 
 @pytest.mark.parametrize("layout", ["one document", "rows with different documents"])
@@ -235,7 +235,7 @@ def test_cuda_flash_errs_no_more_than_twice_as_much_as_the_cpu_kernel(
     boundaries_BD = starts(lengths, lengths[::-1], width=20)
     host = inputs(boundaries_BD, heads, dtype, head_dim=64)
     device = three(x.detach().cuda().requires_grad_() for x in host)
-    assert kernels.choose(device[0][0]) == "flash"
+    assert kernels.select_kernel(device[0][0]) == "flash"
     exact = run(dense, three(x.detach().double().requires_grad_() for x in host), boundaries_BD)
     for found, plain, expected in zip(
         run(attention_op.attention, device, boundaries_BD),
@@ -264,4 +264,4 @@ def test_double_precision_on_cuda_equals_the_dense_softmax(layout: str) -> None:
 @needs_cuda
 def test_boundaries_on_the_device_are_refused() -> None:
     with pytest.raises(ValueError, match=r"boundaries must be int32 on the host, not torch\.int32 on cuda:0"):
-        attention_op.squares(starts([23]).cuda(), 1, 23)
+        attention_op.document_blocks(starts([23]).cuda(), 1, 23)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from models.batch import IGNORE
+from models.batch import IGNORE_INDEX
 from tests.models.small_models import packed, starts
 
 
 def test_targets_are_the_tokens_that_have_a_label() -> None:
     batch = packed([3, 1, 4], [8])
-    assert (batch.labels != IGNORE).sum() == 2 + 0 + 3 + 7
+    assert (batch.labels != IGNORE_INDEX).sum() == 2 + 0 + 3 + 7
     assert int(batch.num_targets()) == 12
     assert batch.num_targets().dtype == torch.int64
     assert int(packed([8], targets=0).num_targets()) == 0
@@ -19,10 +19,10 @@ def test_targets_are_the_tokens_that_have_a_label() -> None:
 def test_moving_a_batch_leaves_its_boundaries_on_the_host() -> None:
     batch = packed([3, 1, 4], [8])
     moved = batch.to(torch.device("meta"))
-    per_token = (moved.tokens, moved.labels, moved.positions, moved.documents)
+    per_token = (moved.tokens, moved.labels, moved.positions, moved.document_ids)
     assert {tensor.device.type for tensor in per_token} == {"meta"}
     assert moved.boundaries is batch.boundaries
-    assert (moved.num_tokens, moved.num_pairs, moved.attended) == (16, 6 + 1 + 10 + 36, 6 + 1 + 10 + 36)
+    assert (moved.num_tokens, moved.num_pairs, moved.num_computed_pairs) == (16, 6 + 1 + 10 + 36, 6 + 1 + 10 + 36)
 
 
 def test_boundaries_of_a_test_are_those_a_hand_writes() -> None:

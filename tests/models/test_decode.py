@@ -15,7 +15,7 @@ from torch import Tensor
 from models.batch import Batch
 from models.config import ModelConfig
 from models.decode import Decoder
-from models.transformer import Part, Transformer
+from models.transformer import StageSpec, Transformer
 from tests.models.small_models import SMALL, TIED, packed, small_model
 
 LENGTH = 23
@@ -48,7 +48,7 @@ def close(logits_V: Tensor, expected_V: Tensor, dtype: torch.dtype = torch.float
 def test_token_by_token_the_chances_are_those_of_the_training_pass(config: ModelConfig, dtype: torch.dtype) -> None:
     reader, expected_SV = decoder(config, dtype), chances(config, dtype)
     for token_S, expected_V in zip(ROW_S.split(1), expected_SV, strict=True):
-        close(reader.read(token_S), expected_V, dtype)
+        close(reader.next_token_logits(token_S), expected_V, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -57,9 +57,9 @@ def test_prompts_of_every_length_in_chunks_of_any(chunk: int, dtype: torch.dtype
     reader, expected_SV = decoder(GROUPED, dtype, chunk=chunk), chances(GROUPED, dtype)
     for length in range(1, LENGTH):
         reader.rewind(0)
-        close(reader.read(ROW_S[:length]), expected_SV[length - 1], dtype)
+        close(reader.next_token_logits(ROW_S[:length]), expected_SV[length - 1], dtype)
         assert reader.length == length
-        close(reader.read(ROW_S[length : length + 1]), expected_SV[length], dtype)
+        close(reader.next_token_logits(ROW_S[length : length + 1]), expected_SV[length], dtype)
 
 
 @pytest.mark.parametrize("kernel", ["auto", "plain"])
@@ -67,23 +67,23 @@ def test_prompts_of_every_length_in_chunks_of_any(chunk: int, dtype: torch.dtype
 def test_a_row_may_come_in_bits_of_any_length(cuts: tuple[int, ...], kernel: str) -> None:
     reader, expected_SV = decoder(TIED, chunk=4, kernel=kernel), chances(TIED)
     for start, end in pairwise((0, *cuts, LENGTH)):
-        close(reader.read(ROW_S[start:end]), expected_SV[end - 1])
+        close(reader.next_token_logits(ROW_S[start:end]), expected_SV[end - 1])
 
 
 def test_what_is_rewound_is_forgotten() -> None:
     reader, expected_SV = decoder(), chances(SMALL)
-    reader.read(ROW_S[:9])
-    reader.read(ROW_S.flip(0)[:14])
+    reader.next_token_logits(ROW_S[:9])
+    reader.next_token_logits(ROW_S.flip(0)[:14])
     reader.rewind(9)
-    close(reader.read(ROW_S[9:16]), expected_SV[15])
-    close(reader.read(ROW_S[16:17]), expected_SV[16])
+    close(reader.next_token_logits(ROW_S[9:16]), expected_SV[15])
+    close(reader.next_token_logits(ROW_S[16:17]), expected_SV[16])
     with pytest.raises(ValueError, match="18 tokens cannot be kept of 17"):
         reader.rewind(18)
 
 
 def test_bfloat16_is_near() -> None:
     reader, expected_SV = decoder(dtype=torch.bfloat16, chunk=6), chances(SMALL)
-    found_V = reader.read(ROW_S)
+    found_V = reader.next_token_logits(ROW_S)
     assert found_V.dtype == torch.float32
     torch.testing.assert_close(found_V.log_softmax(-1).double(), expected_SV[-1], rtol=0, atol=0.3)
 
@@ -99,35 +99,35 @@ def test_no_more_than_a_chunk_is_computed_at_once_and_logits_of_one_token_only()
     model.layers()[0].register_forward_pre_hook(lambda _, given: count("block", given[0].shape[1]))
     model.head.proj.register_forward_pre_hook(lambda _, given: count("head", given[0].shape[1]))
     reader = Decoder(model, capacity=LENGTH, chunk=8)
-    reader.read(ROW_S[:-1])
-    reader.read(ROW_S[-1:])
+    reader.next_token_logits(ROW_S[:-1])
+    reader.next_token_logits(ROW_S[-1:])
     assert seen == {"block": [8, 8, 6, 1], "head": [1, 1]}
 
 
 def test_nothing_is_kept_for_a_backward_pass() -> None:
-    assert not decoder().read(ROW_S).requires_grad
+    assert not decoder().next_token_logits(ROW_S).requires_grad
 
 
 def test_a_row_ends_where_there_is_no_room() -> None:
     reader = decoder(capacity=9)
     with pytest.raises(ValueError, match="10 tokens cannot be read: there is room for 9 of 9"):
-        reader.read(ROW_S[:10])
-    reader.read(ROW_S[:7])
+        reader.next_token_logits(ROW_S[:10])
+    reader.next_token_logits(ROW_S[:7])
     with pytest.raises(ValueError, match="3 tokens cannot be read: there is room for 2 of 9"):
-        reader.read(ROW_S[7:10])
+        reader.next_token_logits(ROW_S[7:10])
     with pytest.raises(ValueError, match="0 tokens cannot be read"):
-        reader.read(ROW_S[:0])
+        reader.next_token_logits(ROW_S[:0])
 
 
 def test_a_part_of_a_model_is_refused() -> None:
     with pytest.raises(ValueError, match="a part of a model"):
-        Decoder(Transformer(SMALL, part=Part(range(1), head=False)), capacity=8)
+        Decoder(Transformer(SMALL, stage=StageSpec(range(1), has_head=False)), capacity=8)
 
 
 def test_what_the_model_is_told_of_bits_is_what_it_would_be_told_of_the_whole() -> None:
     model, batches = small_model(), list[Batch]()
     model.register_forward_pre_hook(lambda _, given: batches.append(given[0]))
-    Decoder(model, capacity=LENGTH, chunk=8).read(ROW_S)
+    Decoder(model, capacity=LENGTH, chunk=8).next_token_logits(ROW_S)
     whole = packed([LENGTH])
     assert torch.equal(torch.cat([batch.positions for batch in batches], dim=1), whole.positions)
     assert torch.equal(torch.cat([batch.tokens for batch in batches], dim=1), whole.tokens)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.feed_forward import FeedForward, GatedProjection
+from models.feed_forward import FeedForward, GatedLinearFunction
 from tests.models.small_models import SMALL, remember, unchanged
 
 ROWS, TOKENS = 2, 5
@@ -20,7 +20,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 def test_gradients_are_those_of_finite_differences() -> None:
     given = (draw(ROWS, 3, 7), draw(ROWS, 3, 7, seed=1), draw(4, 7, seed=2))
-    torch.autograd.gradcheck(lambda *x: GatedProjection.apply(*x, "silu"), given)
+    torch.autograd.gradcheck(lambda *x: GatedLinearFunction.apply(*x, "silu"), given)
 
 
 def test_values_and_gradients_are_those_of_the_formula() -> None:

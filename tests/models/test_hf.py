@@ -15,7 +15,13 @@ from torch import Tensor
 
 from models import hf
 from models.config import ModelConfig, RopeConfig
-from models.hf_config import HuggingFaceError, differences, parse_config, read_model, write_model
+from models.hf_config import (
+    HuggingFaceError,
+    config_differences,
+    model_config_from_hf,
+    model_config_to_hf,
+    parse_config,
+)
 from tests.models.hf_models import LENGTH, LLAMA, QWEN, load, logits_of, logits_there, made_by_transformers, write
 from tests.models.small_models import small_model
 
@@ -94,7 +100,7 @@ def test_models_of_transformers_compute_the_same_here(
     made = made_by_transformers(kind, dtype, **options)
     made.save_pretrained(tmp_path, max_shard_size="4KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    config = read_model(hf.read_config(tmp_path))
+    config = model_config_from_hf(hf.read_config(tmp_path))
     config = replace(config, rope=replace(config.rope, precision="float32"))
     tokens, logits = logits_of(load(tmp_path, config), config)
     # Read again, as `float()` would not give back what `bfloat16()` took from its frequencies.
@@ -110,15 +116,20 @@ def test_a_configuration_comes_back_from_either_dialect(base: ModelConfig, rope:
     if rope.short_factors:
         base = replace(base, head_dim=6)
     config = replace(base, rope=rope)
-    values = json.loads(json.dumps(write_model(config, length=LENGTH, dtype="bfloat16")))
+    values = json.loads(json.dumps(model_config_to_hf(config, max_length=LENGTH, dtype="bfloat16")))
     new, old = ("rope_parameters", "dtype"), ("rope_theta", "rope_scaling", "torch_dtype")
     for left_out in ((), new, old):
-        assert differences(read_model({key: values[key] for key in values if key not in left_out}), config) == {}
+        assert (
+            config_differences(
+                model_config_from_hf({key: values[key] for key in values if key not in left_out}), config
+            )
+            == {}
+        )
     assert values["max_position_embeddings"] == LENGTH
 
 
 def values_of(**changes: Any) -> dict[str, Any]:
-    values = write_model(LLAMA, length=LENGTH, dtype="float32")
+    values = model_config_to_hf(LLAMA, max_length=LENGTH, dtype="float32")
     return {key: value for key, value in (values | changes).items() if value != "absent"}
 
 
@@ -126,14 +137,14 @@ def test_absent_keys_are_what_transformers_takes_for_them() -> None:
     absent = dict.fromkeys(
         ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters"), "absent"
     )
-    llama = read_model(values_of(**absent))
+    llama = model_config_from_hf(values_of(**absent))
     assert (llama.num_kv_heads, llama.head_dim, llama.norm_eps, llama.rope.theta) == (4, 6, 1e-6, 10_000)
     transformers = pytest.importorskip("transformers")
     known = transformers.LlamaConfig(hidden_size=24, num_attention_heads=4)
     assert (known.num_key_value_heads, known.head_dim, known.rms_norm_eps) == (4, 6, 1e-6)
     assert known.rope_parameters["rope_theta"] == 10_000
     known = transformers.Qwen3Config()
-    qwen = read_model(
+    qwen = model_config_from_hf(
         values_of(architectures=["Qwen3ForCausalLM"], model_type="qwen3", num_attention_heads=64, **absent)
     )
     assert (qwen.num_kv_heads, qwen.head_dim) == (known.num_key_value_heads, known.head_dim) == (32, 128)
@@ -147,7 +158,7 @@ def test_the_older_words_for_a_rope_are_understood() -> None:
         "mscale_all_dim": 0.5,
         "original_max_position_embeddings": 16,
     }
-    found = read_model(values_of(rope_parameters="absent", rope_scaling=rope, rope_theta=1000)).rope
+    found = model_config_from_hf(values_of(rope_parameters="absent", rope_scaling=rope, rope_theta=1000)).rope
     assert (found.kind, found.theta, found.factor, found.original_length) == ("yarn", 1000, 4, 16)
     assert found.attention_factor == (0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1)
 
@@ -193,7 +204,7 @@ REFUSED = {
 @pytest.mark.parametrize(("changes", "told"), REFUSED.values(), ids=list(REFUSED))
 def test_what_is_not_implemented_is_refused_by_key_and_value(changes: dict[str, Any], told: list[str]) -> None:
     with pytest.raises(HuggingFaceError) as caught:
-        read_model(values_of(**changes))
+        model_config_from_hf(values_of(**changes))
     assert len(caught.value.problems) == len(told)
     for problem in told:
         assert any(problem in line for line in caught.value.problems), caught.value.problems
@@ -207,7 +218,7 @@ def test_a_config_that_is_no_object_is_refused(content: str) -> None:
 
 def test_what_config_json_has_no_words_for_is_not_written() -> None:
     with pytest.raises(HuggingFaceError, match="nope_every = 4") as caught:
-        write_model(replace(LLAMA, nope_every=4, dim=26), length=LENGTH, dtype="float32")
+        model_config_to_hf(replace(LLAMA, nope_every=4, dim=26), max_length=LENGTH, dtype="float32")
     assert len(caught.value.problems) == 2
 
 
@@ -221,18 +232,18 @@ def folder(tmp_path: Path) -> Path:
 
 def told_by(folder: Path, config: ModelConfig = LLAMA) -> list[str]:
     try:
-        return hf.Weights(folder).problems(config)
+        return hf.SafetensorsReader(folder).problems(config)
     except HuggingFaceError as error:
         return error.problems
 
 
 def test_parts_of_a_tensor_are_read_alone(folder: Path) -> None:
-    weights, entry = hf.Weights(folder), hf.entries(LLAMA)["blocks.1.feed_forward.down_proj.weight"]
+    weights, entry = hf.SafetensorsReader(folder), hf.tensor_specs(LLAMA)["blocks.1.feed_forward.down_proj.weight"]
     whole = weights.read(entry)
     assert torch.equal(weights.read(entry, [range(3, 9), range(5, 20)]), whole[3:9, 5:20])
     assert torch.equal(weights.read(entry, [range(24), range(7)]), whole[:, :7])
     assert weights.read(entry, [range(24, 24), range(20)]).shape == (0, 20)
-    norm = hf.entries(LLAMA)["head.norm.weight"]
+    norm = hf.tensor_specs(LLAMA)["head.norm.weight"]
     assert torch.equal(weights.read(norm, [range(2, 5)]), weights.read(norm)[2:5])
 
 
@@ -249,18 +260,18 @@ def test_a_head_beside_tied_embeddings_and_old_frequencies_are_no_strangers(tmp_
 
     tied = replace(LLAMA, tie_embeddings=True)
     folder = write(tmp_path, tied, small_model(tied, dtype=torch.float32))
-    tensors = load_file(folder / hf.ONE_FILE)
-    assert hf.HEAD not in tensors
-    extra = {hf.HEAD: torch.zeros(40, 24), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(3)}
-    save_file(tensors | extra, folder / hf.ONE_FILE)
+    tensors = load_file(folder / hf.SINGLE_FILE)
+    assert hf.LM_HEAD not in tensors
+    extra = {hf.LM_HEAD: torch.zeros(40, 24), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(3)}
+    save_file(tensors | extra, folder / hf.SINGLE_FILE)
     assert told_by(folder, tied) == []
-    assert hf.Weights(folder).has(hf.HEAD)
-    save_file(tensors | {hf.HEAD: torch.zeros(40, 23)}, folder / hf.ONE_FILE)
+    assert hf.SafetensorsReader(folder).has_tensor(hf.LM_HEAD)
+    save_file(tensors | {hf.LM_HEAD: torch.zeros(40, 23)}, folder / hf.SINGLE_FILE)
     assert told_by(folder, tied) == ["lm_head.weight [40, 23] is unexpected"]
 
 
 def change_index(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    path = folder / hf.INDEX
+    path = folder / hf.INDEX_FILE
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
 
 
@@ -291,26 +302,26 @@ def test_a_truncated_file_is_named(folder: Path, size: int) -> None:
     (line,) = told_by(folder)
     assert line.startswith(f"{first} cannot be read: ")
     with pytest.raises(HuggingFaceError, match=r"embed_tokens.*cannot be read|cannot be read"):
-        hf.Weights(folder).read(hf.entries(LLAMA)["embed.weight"])
+        hf.SafetensorsReader(folder).read(hf.tensor_specs(LLAMA)["embed.weight"])
 
 
 def test_an_index_that_errs_about_files_is_told(folder: Path) -> None:
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     change_index(folder, lambda index: {"weight_map": index["weight_map"] | {"lm_head.weight": names[0]}})
-    assert told_by(folder) == [f"lm_head.weight is not in the file where {hf.INDEX} has it"]
+    assert told_by(folder) == [f"lm_head.weight is not in the file where {hf.INDEX_FILE} has it"]
 
 
 def test_integers_are_refused(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    save_file({"lm_head.weight": torch.zeros(40, 24, dtype=torch.int8)}, tmp_path / hf.ONE_FILE)
+    save_file({"lm_head.weight": torch.zeros(40, 24, dtype=torch.int8)}, tmp_path / hf.SINGLE_FILE)
     assert told_by(tmp_path) == ["model.safetensors: lm_head.weight is I8; only BF16, F16, F32, F64"]
 
 
 def test_pickles_are_not_opened(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     assert told_by(tmp_path) == [
-        f"{tmp_path} holds neither {hf.ONE_FILE} nor {hf.INDEX}; pytorch_model.bin is a pickle, "
+        f"{tmp_path} holds neither {hf.SINGLE_FILE} nor {hf.INDEX_FILE}; pytorch_model.bin is a pickle, "
         "which can execute anything when it is read, and is not"
     ]
 
@@ -320,11 +331,11 @@ def test_files_hold_as_much_as_they_may_and_are_read_again(tmp_path: Path) -> No
     said: list[str] = []
     folder = write(tmp_path, LLAMA, model, file_bytes=4000, dtype=torch.bfloat16, written=said.append)
     files = sorted(folder.glob("*.safetensors"))
-    assert [*(path.name for path in files), hf.INDEX] == said
+    assert [*(path.name for path in files), hf.INDEX_FILE] == said
     assert all(path.stat().st_size < 4000 + 2000 for path in files)
-    index = json.loads((folder / hf.INDEX).read_text())
+    index = json.loads((folder / hf.INDEX_FILE).read_text())
     assert index["metadata"]["total_size"] == LLAMA.num_parameters * 2
-    assert hf.Weights(folder).read(hf.entries(LLAMA)["embed.weight"]).dtype == torch.bfloat16
+    assert hf.SafetensorsReader(folder).read(hf.tensor_specs(LLAMA)["embed.weight"]).dtype == torch.bfloat16
 
 
 def test_a_file_that_is_not_what_was_written_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from models import kernels
-from models.kernels import Rectangle, Work
+from models.kernels import ScoreBlock, ScoreBlocks
 
 HEADS = [(4, 4), (4, 2), (6, 2), (4, 1)]
-RECTANGLES = [Rectangle(0, 5, 0, 3), Rectangle(5, 9, 0, 7), Rectangle(12, 20, 9, 10)]
-SQUARES = [Rectangle(0, 7, 0, 7), Rectangle(7, 8, 7, 8), Rectangle(8, 20, 8, 20)]
+RECTANGLES = [ScoreBlock(0, 5, 0, 3), ScoreBlock(5, 9, 0, 7), ScoreBlock(12, 20, 9, 10)]
+SQUARES = [ScoreBlock(0, 7, 0, 7), ScoreBlock(7, 8, 7, 8), ScoreBlock(8, 20, 8, 20)]
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
 
@@ -29,7 +29,7 @@ def draw(
 
 
 def written_out(
-    given: tuple[Tensor, ...], rectangles: list[Rectangle], *, causal: bool
+    given: tuple[Tensor, ...], rectangles: list[ScoreBlock], *, causal: bool
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Output and log-sum-exp over all rectangles, zero and -inf where a query has none; and the gradients."""
     grad, *qkv = (x.detach().double().cpu() for x in given)
@@ -45,16 +45,16 @@ def written_out(
 
 
 def computed(
-    given: tuple[Tensor, ...], rectangles: list[Rectangle], *, causal: bool, kernel: str
+    given: tuple[Tensor, ...], rectangles: list[ScoreBlock], *, causal: bool, kernel: str
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     grad, q, k, v = given
     out = torch.zeros_like(q)
-    lse = q.new_full((q.shape[1], 20), -torch.inf, dtype=kernels.widest(q.dtype))
-    for at, part, part_lse in kernels.attend(q, k, v, Work(rectangles, causal=causal), kernel=kernel):
+    lse = q.new_full((q.shape[1], 20), -torch.inf, dtype=kernels.accumulation_dtype(q.dtype))
+    for at, part, part_lse in kernels.attend_blocks(q, k, v, ScoreBlocks(rectangles, causal=causal), kernel=kernel):
         out[at], lse[:, at] = part, part_lse
     grads = tuple(torch.zeros_like(x) for x in (q, k, v))
-    for at, keys, *parts in kernels.attend_backward(
-        grad, q, k, v, out, lse, Work(rectangles, causal=causal), kernel=kernel
+    for at, keys, *parts in kernels.attend_blocks_backward(
+        grad, q, k, v, out, lse, ScoreBlocks(rectangles, causal=causal), kernel=kernel
     ):
         for whole, where, part in zip(grads, (at, keys, keys), parts, strict=True):
             whole[where] += part
@@ -74,13 +74,15 @@ def test_rectangles_are_attended_exactly(heads: tuple[int, int], kernel: str, *,
 @pytest.mark.parametrize("kernel", ["auto", "plain"])
 def test_with_the_log_sum_exp_of_all_keys_the_gradient_of_some_is_exact(kernel: str) -> None:
     given = draw((4, 2))
-    whole = [Rectangle(0, 20, 0, 20)]
+    whole = [ScoreBlock(0, 20, 0, 20)]
     out, lse, expected = written_out(given, whole, causal=False)
     grads = tuple(torch.zeros_like(x) for x in given[1:])
     for k0, k1 in pairwise([0, 1, 8, 20]):
-        part = [Rectangle(0, 20, k0, k1)]
+        part = [ScoreBlock(0, 20, k0, k1)]
         grad_out, q, k, v = given
-        found = kernels.attend_backward(grad_out, q, k, v, out, lse, Work(part, causal=False), kernel=kernel)
+        found = kernels.attend_blocks_backward(
+            grad_out, q, k, v, out, lse, ScoreBlocks(part, causal=False), kernel=kernel
+        )
         for at, keys, *parts in found:
             for sums, where, grad in zip(grads, (at, keys, keys), parts, strict=True):
                 sums[where] += grad
@@ -88,30 +90,30 @@ def test_with_the_log_sum_exp_of_all_keys_the_gradient_of_some_is_exact(kernel: 
 
 
 def test_an_empty_rectangle_is_an_error_and_not_the_end_of_the_process() -> None:
-    for empty in (Rectangle(0, 0, 0, 3), Rectangle(0, 3, 4, 4)):
+    for empty in (ScoreBlock(0, 0, 0, 3), ScoreBlock(0, 3, 4, 4)):
         with pytest.raises(ValueError, match=re.escape(f"{empty} is empty: attention needs at least one query")):
-            Work([Rectangle(0, 3, 0, 3), empty], causal=False)
+            ScoreBlocks([ScoreBlock(0, 3, 0, 3), empty], causal=False)
 
 
 def test_only_a_square_can_be_causal() -> None:
     with pytest.raises(ValueError, match=r"Rectangle\(q0=0, q1=5, k0=0, k1=3\) cannot be causal: only a square"):
-        Work(RECTANGLES, causal=True)
+        ScoreBlocks(RECTANGLES, causal=True)
 
 
 def test_an_unknown_kernel_is_named() -> None:
     _, q, k, v = draw((4, 2))
     with pytest.raises(ValueError, match='attention kernel "fast" is unknown; there are auto, cpu, flash, cudnn'):
-        list(kernels.attend(q, k, v, Work(RECTANGLES, causal=False), kernel="fast"))
+        list(kernels.attend_blocks(q, k, v, ScoreBlocks(RECTANGLES, causal=False), kernel="fast"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kernel", ["auto", "plain"])
 def test_kernels_of_a_cpu_are_shown_to_be_right(kernel: str, dtype: torch.dtype) -> None:
-    kernels.check(kernel, torch.device("cpu"), dtype, width=32)
+    kernels.verify_kernel(kernel, torch.device("cpu"), dtype, width=32)
 
 
 def test_a_kernel_that_is_wrong_is_found_with_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward, backward_ = kernels.DENSE["cpu"]
+    forward, backward_ = kernels.DENSE_KERNELS["cpu"]
     backward: Any = backward_
 
     def unscaled(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:  # noqa: FBT001
@@ -123,56 +125,56 @@ def test_a_kernel_that_is_wrong_is_found_with_what_is_wrong(monkeypatch: pytest.
         return dq, dk, dv
 
     for broken, wrong in (((unscaled, backward), "log-sum-exp"), ((forward, uncausal), "dq")):
-        monkeypatch.setitem(kernels.DENSE, "cpu", broken)
+        monkeypatch.setitem(kernels.DENSE_KERNELS, "cpu", broken)
         with pytest.raises(ValueError, match=rf'kernel "auto" errs by \S+ in the {wrong} of causal squares'):
-            kernels.check("auto", torch.device("cpu"), torch.float32, width=32)
+            kernels.verify_kernel("auto", torch.device("cpu"), torch.float32, width=32)
 
 
 # ---- what one call with lengths takes
 
 
 def test_rectangles_with_the_same_keys_go_into_different_calls() -> None:
-    one, two = Work(RECTANGLES, causal=False).batches(torch.device("cpu"))
-    assert one.query_starts.tolist() == [0, 5, 13]
-    assert one.key_starts.tolist() == [0, 3, 4]
+    one, two = ScoreBlocks(RECTANGLES, causal=False).varlen_batches(torch.device("cpu"))
+    assert one.cu_seqlens_q.tolist() == [0, 5, 13]
+    assert one.cu_seqlens_k.tolist() == [0, 3, 4]
     assert isinstance(one.queries, Tensor)
     assert one.queries.tolist() == [*range(5), *range(12, 20)]
     assert isinstance(one.keys, Tensor)
     assert one.keys.tolist() == [0, 1, 2, 9]
-    assert (one.longest_query, one.longest_key) == (8, 3)
+    assert (one.max_seqlen_q, one.max_seqlen_k) == (8, 3)
     assert (two.queries, two.keys) == (slice(5, 9), slice(0, 7))
-    assert two.query_starts.dtype == torch.int32
+    assert two.cu_seqlens_q.dtype == torch.int32
 
 
 def test_squares_that_follow_each_other_need_no_index() -> None:
-    (batch,) = Work(SQUARES, causal=True).batches(torch.device("cpu"))
+    (batch,) = ScoreBlocks(SQUARES, causal=True).varlen_batches(torch.device("cpu"))
     assert (batch.queries, batch.keys) == (slice(0, 20), slice(0, 20))
-    assert batch.query_starts.tolist() == batch.key_starts.tolist() == [0, 7, 8, 20]
-    assert batch.longest_query == batch.longest_key == 12
+    assert batch.cu_seqlens_q.tolist() == batch.cu_seqlens_k.tolist() == [0, 7, 8, 20]
+    assert batch.max_seqlen_q == batch.max_seqlen_k == 12
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_calls_with_lengths_put_every_part_in_its_place(monkeypatch: pytest.MonkeyPatch, *, causal: bool) -> None:
     """The way of CUDA flash, with a stand-in for the kernel that runs segment by segment on the CPU."""
 
-    def segments(batch: kernels.Batched) -> list[Rectangle]:
-        queries, keys = (pairwise(starts.tolist()) for starts in (batch.query_starts, batch.key_starts))
-        return [Rectangle(*q, *k) for q, k in zip(queries, keys, strict=True)]
+    def segments(batch: kernels.VarlenBatch) -> list[ScoreBlock]:
+        queries, keys = (pairwise(starts.tolist()) for starts in (batch.cu_seqlens_q, batch.cu_seqlens_k))
+        return [ScoreBlock(*q, *k) for q, k in zip(queries, keys, strict=True)]
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, batch: kernels.Batched, causal: bool) -> tuple[Tensor, Tensor]:  # noqa: FBT001
-        parts = list(kernels.attend(q, k, v, Work(segments(batch), causal=causal), kernel="plain"))
+    def forward(q: Tensor, k: Tensor, v: Tensor, batch: kernels.VarlenBatch, causal: bool) -> tuple[Tensor, Tensor]:  # noqa: FBT001
+        parts = list(kernels.attend_blocks(q, k, v, ScoreBlocks(segments(batch), causal=causal), kernel="plain"))
         return torch.cat([out for _, out, _ in parts]), torch.cat([lse for _, _, lse in parts], dim=1)
 
     def backward(*inputs: Any) -> tuple[Tensor, ...]:
         *tensors, batch, causal = inputs
-        arguments: Any = (*tensors, Work(segments(batch), causal=causal))
-        _, _, *grads = zip(*kernels.attend_backward(*arguments, kernel="plain"), strict=True)
+        arguments: Any = (*tensors, ScoreBlocks(segments(batch), causal=causal))
+        _, _, *grads = zip(*kernels.attend_blocks_backward(*arguments, kernel="plain"), strict=True)
         return tuple(torch.cat(parts) for parts in grads)
 
-    choose = kernels.choose
+    choose = kernels.select_kernel
     monkeypatch.setattr(kernels, "_flash_forward", forward)
     monkeypatch.setattr(kernels, "_flash_backward", backward)
-    monkeypatch.setattr(kernels, "choose", lambda q, kernel: "flash" if kernel == "flash" else choose(q, kernel))
+    monkeypatch.setattr(kernels, "select_kernel", lambda q, kernel: "flash" if kernel == "flash" else choose(q, kernel))
     rectangles = SQUARES if causal else RECTANGLES
     given = draw((4, 2))
     ours = computed(given, rectangles, causal=causal, kernel="flash")
@@ -193,13 +195,17 @@ def test_torch_takes_the_arguments_of_every_cuda_kernel(kernel: str, *, causal: 
         grad, q, k, v = (torch.empty(shape, dtype=dtype) for shape in shapes)
         out, lse = torch.empty_like(q), torch.empty(4, 20)
         for (_, part, part_lse), (q0, q1, _, _) in zip(
-            kernels.attend(q, k, v, Work(rectangles, causal=causal), kernel=kernel), rectangles, strict=False
+            kernels.attend_blocks(q, k, v, ScoreBlocks(rectangles, causal=causal), kernel=kernel),
+            rectangles,
+            strict=False,
         ):
             assert part.shape[1:] == (4, 64)
             assert part_lse.shape == (4, part.shape[0])
             assert kernel in ("flash", "cudnn") or part.shape[0] == q1 - q0
         inputs = (grad, q, k, v, out, lse)
-        for _, _, dq, dk, dv in kernels.attend_backward(*inputs, Work(rectangles, causal=causal), kernel=kernel):
+        for _, _, dq, dk, dv in kernels.attend_blocks_backward(
+            *inputs, ScoreBlocks(rectangles, causal=causal), kernel=kernel
+        ):
             assert dq.shape[1:] == (4, 64)
             assert dk.shape == dv.shape == (dk.shape[0], 2, 64)
 
@@ -222,7 +228,7 @@ def test_torch_takes_the_arguments_of_every_cuda_kernel(kernel: str, *, causal: 
 def test_cuda_kernels_err_no_more_than_their_type(
     kernel: str, dtype: torch.dtype, heads: tuple[int, int], *, causal: bool
 ) -> None:
-    rectangles = SQUARES if causal else [Rectangle(0, 5, 0, 3), Rectangle(5, 9, 0, 7), Rectangle(12, 20, 9, 12)]
+    rectangles = SQUARES if causal else [ScoreBlock(0, 5, 0, 3), ScoreBlock(5, 9, 0, 7), ScoreBlock(12, 20, 9, 12)]
     given = draw(heads, dtype, "cuda", width=64)
     ours = computed(given, rectangles, causal=causal, kernel=kernel)
     expected = written_out(given, rectangles, causal=causal)

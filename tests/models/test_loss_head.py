@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from models.batch import IGNORE
-from models.loss_head import Head, LinearCrossEntropy, Vocabulary
+from models.batch import IGNORE_INDEX
+from models.loss_head import LinearCrossEntropy, LossHead, VocabShard
 from tests.models.small_models import SMALL
 
 B, S, E, V = 2, 11, 6, 13
@@ -24,7 +24,7 @@ CHUNKS = [1, 5, 7, B * S, 1000]
 
 
 def linear_cross_entropy(x_BSE: Tensor, weight_VE: Tensor, labels_BS: Tensor, chunk: int) -> Tensor:
-    losses_BS: Tensor = LinearCrossEntropy.apply(x_BSE, weight_VE, labels_BS, chunk, Vocabulary())
+    losses_BS: Tensor = LinearCrossEntropy.apply(x_BSE, weight_VE, labels_BS, chunk, VocabShard())
     return losses_BS
 
 
@@ -33,13 +33,13 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
     x_BSE = torch.randn(B, S, E, generator=generator, dtype=torch.float64)
     weight_VE = torch.randn(V, E, generator=generator, dtype=torch.float64)
     labels_BS = torch.randint(V, (B, S), generator=generator)
-    labels_BS[0, 3:6] = labels_BS[1, -1] = labels_BS[0, 0] = IGNORE
+    labels_BS[0, 3:6] = labels_BS[1, -1] = labels_BS[0, 0] = IGNORE_INDEX
     return x_BSE.to(dtype).requires_grad_(), weight_VE.to(dtype).requires_grad_(), labels_BS
 
 
 def plain(x_BSE: Tensor, weight_VE: Tensor, labels_BS: Tensor) -> Tensor:
     logits = (x_BSE @ weight_VE.T).flatten(0, 1)
-    losses = F.cross_entropy(logits, labels_BS.flatten(), reduction="none", ignore_index=IGNORE)
+    losses = F.cross_entropy(logits, labels_BS.flatten(), reduction="none", ignore_index=IGNORE_INDEX)
     return losses.view_as(labels_BS)
 
 
@@ -65,13 +65,13 @@ def test_a_token_without_a_target_has_no_loss_and_no_gradient_at_all(chunk: int)
     x_BSE, weight_VE, labels_BS = inputs()
     losses_BS = linear_cross_entropy(x_BSE, weight_VE, labels_BS, chunk)
     (dx,) = torch.autograd.grad(losses_BS.sum(), x_BSE)
-    assert torch.equal(losses_BS != 0, labels_BS != IGNORE)
-    assert torch.equal((dx != 0).any(-1), labels_BS != IGNORE)
+    assert torch.equal(losses_BS != 0, labels_BS != IGNORE_INDEX)
+    assert torch.equal((dx != 0).any(-1), labels_BS != IGNORE_INDEX)
 
 
 def test_a_batch_without_targets_has_zero_losses_and_gradients() -> None:
     x_BSE, weight_VE, labels_BS = inputs()
-    losses_BS = linear_cross_entropy(x_BSE, weight_VE, torch.full_like(labels_BS, IGNORE), 5)
+    losses_BS = linear_cross_entropy(x_BSE, weight_VE, torch.full_like(labels_BS, IGNORE_INDEX), 5)
     dx, dweight = torch.autograd.grad(losses_BS.sum() / 7, (x_BSE, weight_VE))
     assert losses_BS.count_nonzero() == dx.count_nonzero() == dweight.count_nonzero() == 0
 
@@ -80,7 +80,7 @@ def test_the_common_weight_of_targets_scales_the_gradients_whatever_stands_on_ot
     x_BSE, weight_VE, labels_BS = inputs()
     leaves = (x_BSE, weight_VE)
     losses_BS = linear_cross_entropy(x_BSE, weight_VE, labels_BS, 5)
-    odd = torch.where(labels_BS == IGNORE, 3.0, 0.25)
+    odd = torch.where(labels_BS == IGNORE_INDEX, 3.0, 0.25)
     expected = torch.autograd.grad(plain(x_BSE, weight_VE, labels_BS), leaves, torch.full_like(losses_BS, 0.25))
     for found, gradient in zip(torch.autograd.grad(losses_BS, leaves, odd.double()), expected, strict=True):
         torch.testing.assert_close(found, gradient, rtol=0, atol=1e-13)
@@ -125,7 +125,7 @@ def test_half_precision_has_single_precision_losses_and_gradients_near_the_exact
 
 
 def test_without_gradients_the_losses_are_the_same_and_two_of_three_products_are_spared() -> None:
-    head, x_BSE, labels_BS = Head(SMALL), torch.randn(B, S, SMALL.dim), inputs()[2]
+    head, x_BSE, labels_BS = LossHead(SMALL), torch.randn(B, S, SMALL.dim), inputs()[2]
     torch.nn.init.ones_(head.norm.weight)
     with Largest() as training:
         losses_BS = head(x_BSE, labels_BS)
@@ -153,7 +153,7 @@ class Largest(TorchDispatchMode):
 
 def test_no_tensor_as_large_as_the_logits_is_ever_made() -> None:
     tokens, width, vocab_size, chunk = 64, 2, 1 << 16, 4
-    head = Head(replace(SMALL, dim=width, vocab_size=vocab_size), chunk_mib=1)
+    head = LossHead(replace(SMALL, dim=width, vocab_size=vocab_size), chunk_mib=1)
     torch.nn.init.ones_(head.norm.weight)
     labels_BS = torch.randint(vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
     with Largest() as seen:
@@ -164,7 +164,7 @@ def test_no_tensor_as_large_as_the_logits_is_ever_made() -> None:
 
 
 def test_a_chunk_is_at_least_one_token() -> None:
-    head = Head(replace(SMALL, vocab_size=1 << 19), chunk_mib=1)
+    head = LossHead(replace(SMALL, vocab_size=1 << 19), chunk_mib=1)
     torch.nn.init.ones_(head.norm.weight)
     with Largest() as seen:
         head(torch.randn(1, 3, SMALL.dim), torch.tensor([[1, 2, 3]]))
@@ -172,7 +172,7 @@ def test_a_chunk_is_at_least_one_token() -> None:
 
 
 def test_the_head_normalises_before_it_projects() -> None:
-    head = Head(SMALL).double()
+    head = LossHead(SMALL).double()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         head.norm.weight.copy_(torch.rand(SMALL.dim, generator=generator, dtype=torch.float64))
@@ -199,7 +199,7 @@ def hits(x_BSE: Tensor, weight_VE: Tensor, labels_BS: Tensor, *, chunk: int, par
             return next(given, x)
 
         found_BS = torch.zeros_like(labels_BS)
-        vocabulary = Vocabulary(first=part * size, largest=exchange, total=exchange)
+        vocabulary = VocabShard(vocab_start_index=part * size, all_reduce_max=exchange, all_reduce_sum=exchange)
         mine_VE = weight_VE.detach()[part * size : (part + 1) * size]
         LinearCrossEntropy.apply(x_BSE.detach(), mine_VE, labels_BS, chunk, vocabulary, found_BS)
         return found_BS, asked
@@ -220,7 +220,7 @@ def test_a_hit_is_the_most_likely_token_however_the_vocabulary_is_cut(chunk: int
     x_BSE, weight_VE, labels_BS = inputs()
     weight_VE = torch.cat([weight_VE.detach()] * 2)[: 12 + 12]  # Every logit but one is there twice: ties.
     likeliest_BS = (x_BSE.detach() @ weight_VE.T).argmax(-1)
-    labels_BS = labels_BS.where((torch.arange(S) % 2 == 0) | (labels_BS == IGNORE), likeliest_BS)
+    labels_BS = labels_BS.where((torch.arange(S) % 2 == 0) | (labels_BS == IGNORE_INDEX), likeliest_BS)
     expected_BS = (likeliest_BS == labels_BS).long()
     assert 5 < int(expected_BS.sum()) < labels_BS.numel() - 5
     assert torch.equal(hits(x_BSE, weight_VE, labels_BS, chunk=chunk, parts=parts), expected_BS)
@@ -235,11 +235,11 @@ def test_of_equally_likely_tokens_only_the_first_is_a_hit(parts: int) -> None:
 
 def test_a_head_says_hits_only_where_it_judges() -> None:
     torch.manual_seed(0)
-    head = Head(replace(SMALL, vocab_size=V, dim=E), chunk_mib=0)
+    head = LossHead(replace(SMALL, vocab_size=V, dim=E), chunk_mib=0)
     x_BSE, _, labels_BS = inputs(torch.float32)
     with torch.no_grad():
         alone_BS = head(x_BSE, labels_BS)
-        head.judges = True
+        head.reports_correct = True
         losses_BS, hits_BS = head(x_BSE, labels_BS).unbind(-1)
         logits_BSV = head.norm(x_BSE) @ head.proj.weight.T
     assert torch.equal(alone_BS, losses_BS)

@@ -12,8 +12,8 @@ from models import FAMILIES
 from models.config import ModelConfig, RopeConfig
 from models.transformer import Transformer
 from parallelisms import activation_checkpoint
-from parallelisms.activation_checkpoint import Recompute
-from parallelisms.block_recompute import Pieces
+from parallelisms.activation_checkpoint import RecomputeConfig
+from parallelisms.block_recompute import Tiling
 from tests.models.small_models import NORMED, SMALL, TIED, packed, small_model
 
 PUBLISHED = {
@@ -110,24 +110,24 @@ def flops_of_addition(_: object, left: torch.Size, right: torch.Size, **__: obje
 @pytest.mark.parametrize(
     ("policy", "every", "pieces"),
     [
-        ("none", 1, Pieces()),
-        ("full", 1, Pieces()),
-        ("full", 1, Pieces(groups=2, tile=1)),
-        ("keep_attention", 1, Pieces()),
-        ("keep_attention", 1, Pieces(groups=2, tile=1)),
-        ("keep_attention", 2, Pieces()),
-        ("keep_attention", 3, Pieces(groups=2, tile=1)),
+        ("none", 1, Tiling()),
+        ("full", 1, Tiling()),
+        ("full", 1, Tiling(head_groups=2, tile_bytes=1)),
+        ("keep_attention", 1, Tiling()),
+        ("keep_attention", 1, Tiling(head_groups=2, tile_bytes=1)),
+        ("keep_attention", 2, Tiling()),
+        ("keep_attention", 3, Tiling(head_groups=2, tile_bytes=1)),
     ],
 )
 def test_flops_outside_attention_are_those_that_torch_counts(
-    config: ModelConfig, policy: activation_checkpoint.Policy, every: int, pieces: Pieces
+    config: ModelConfig, policy: activation_checkpoint.RecomputePolicy, every: int, pieces: Tiling
 ) -> None:
     config = replace(config, num_layers=5)
     model, batch = small_model(config), packed([5, 7, 4], [9, 6, 1])
-    activation_checkpoint.apply(model, Recompute(policy, every=every, pieces=pieces))
+    activation_checkpoint.apply(model, RecomputeConfig(policy, blocks_per_checkpoint=every, tiling=pieces))
     with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: flops_of_addition}) as counter:
         model(batch).sum().backward()
-    executed = config.executed_flops(tokens=batch.num_tokens, pairs=0, recompute=policy, input_every=every)
+    executed = config.hardware_flops(tokens=batch.num_tokens, pairs=0, recompute=policy, blocks_per_checkpoint=every)
     assert counter.get_total_flops() == executed
     assert (executed == config.flops(tokens=batch.num_tokens, pairs=0)) == (policy == "none")
 
@@ -135,8 +135,8 @@ def test_flops_outside_attention_are_those_that_torch_counts(
 def test_executed_flops_of_attention_are_3_5_forward_passes_and_4_5_with_recomputation() -> None:
     forward = 4 * SMALL.num_layers * SMALL.num_heads * SMALL.head_dim * 100
     assert SMALL.flops(tokens=0, pairs=100) == 3 * forward
-    assert SMALL.executed_flops(tokens=0, pairs=100, recompute="none") == 3.5 * forward
-    assert SMALL.executed_flops(tokens=0, pairs=100, recompute="full") == 4.5 * forward
+    assert SMALL.hardware_flops(tokens=0, pairs=100, recompute="none") == 3.5 * forward
+    assert SMALL.hardware_flops(tokens=0, pairs=100, recompute="full") == 4.5 * forward
 
 
 def test_flops_of_llama_3_8b_are_those_of_the_performance_note() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.norm import NormFunction, RMSNorm
+from models.norm import RMSNorm, RMSNormFunction
 from tests.models.small_models import remember, unchanged
 
 EPS = 1e-2
@@ -21,13 +21,13 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
 
 
 def test_gradients_are_those_of_finite_differences() -> None:
-    torch.autograd.gradcheck(lambda x_E, weight_E: NormFunction.apply(x_E, weight_E, EPS, None), inputs())
+    torch.autograd.gradcheck(lambda x_E, weight_E: RMSNormFunction.apply(x_E, weight_E, EPS, None), inputs())
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-6)])
 def test_values_and_gradients_are_those_of_torch(dtype: torch.dtype, tolerance: float) -> None:
     given = inputs(dtype)
-    ours, torchs = NormFunction.apply(*given, EPS, None), F.rms_norm(given[0], (12,), given[1], EPS)
+    ours, torchs = RMSNormFunction.apply(*given, EPS, None), F.rms_norm(given[0], (12,), given[1], EPS)
     torch.testing.assert_close(ours, torchs, rtol=0, atol=tolerance)
     grad = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
     for found, expected in zip(
@@ -38,7 +38,7 @@ def test_values_and_gradients_are_those_of_torch(dtype: torch.dtype, tolerance: 
 
 def test_statistics_of_half_precision_are_single() -> None:
     x_E, weight_E = inputs(torch.bfloat16)
-    out = NormFunction.apply(x_E, weight_E, EPS, None)
+    out = RMSNormFunction.apply(x_E, weight_E, EPS, None)
     assert out.dtype == torch.bfloat16
     normed = F.rms_norm(x_E.detach().float(), (12,), eps=EPS).bfloat16()
     assert torch.equal(out, normed * weight_E)
@@ -48,7 +48,9 @@ def test_statistics_of_half_precision_are_single() -> None:
 
 def test_a_row_of_zeros_has_finite_gradients() -> None:
     x_E, weight_E = torch.zeros(1, 12, requires_grad=True), torch.ones(12, requires_grad=True)
-    dx, dweight = torch.autograd.grad(NormFunction.apply(x_E, weight_E, EPS, None), (x_E, weight_E), torch.ones(1, 12))
+    dx, dweight = torch.autograd.grad(
+        RMSNormFunction.apply(x_E, weight_E, EPS, None), (x_E, weight_E), torch.ones(1, 12)
+    )
     torch.testing.assert_close(dx, torch.full((1, 12), EPS**-0.5))
     assert dweight.count_nonzero() == 0
 
@@ -57,7 +59,7 @@ def test_the_input_is_kept_once_and_the_output_not_at_all() -> None:
     x_E, weight_E = inputs()
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(remember(kept), unchanged):
-        out = NormFunction.apply(x_E, weight_E, EPS, None)
+        out = RMSNormFunction.apply(x_E, weight_E, EPS, None)
     assert sorted(tuple(tensor.shape) for tensor in kept) == [(2, 5, 1), (2, 5, 12), (12,)]
     assert {tensor.data_ptr() for tensor in kept if tensor.shape != (2, 5, 1)} == {x_E.data_ptr(), weight_E.data_ptr()}
     assert out.data_ptr() not in {tensor.data_ptr() for tensor in kept}
@@ -67,13 +69,13 @@ def test_the_module_uses_its_weight_and_its_epsilon() -> None:
     norm = RMSNorm(12, eps=EPS).double()
     x_E, weight_E = inputs()
     norm.weight.data.copy_(weight_E)
-    assert torch.equal(norm(x_E), NormFunction.apply(x_E, weight_E, EPS, None))
+    assert torch.equal(norm(x_E), RMSNormFunction.apply(x_E, weight_E, EPS, None))
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7])
 def test_some_tokens_at_a_time_give_the_same(most: int) -> None:
     whole, parts = (RMSNorm(12, eps=EPS).double() for _ in range(2))
-    parts.most = most
+    parts.chunk_tokens = most
     x_E = torch.randn(2, 3, 12, dtype=torch.float64)
     found = []
     for norm in (whole, parts):

@@ -20,7 +20,7 @@ POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 5000], [7, 6, 0, 100_000, 1, 1, 2]]
 
 
 def rotation(config: RopeConfig = PLAIN, *, head_dim: int = WIDTH, positions: Tensor = POSITIONS) -> Tensor:
-    return rope.rotation(config, head_dim, positions, torch.float64)
+    return rope.cos_sin_table(config, head_dim, positions, torch.float64)
 
 
 def draw(positions: Tensor = POSITIONS, *, head_dim: int = WIDTH) -> Tensor:
@@ -37,7 +37,7 @@ def test_halves_are_turned_as_complex_numbers_are() -> None:
     frequencies = torch.tensor([500_000.0 ** (-2 * i / WIDTH) for i in range(WIDTH // 2)], dtype=torch.float64)
     angles = POSITIONS[:, :, None, None] * frequencies
     expected = as_complex(x) * torch.exp(1j * angles)
-    torch.testing.assert_close(as_complex(rope.rotate(x, rotation())), expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(as_complex(rope.apply_rotary_emb(x, rotation())), expected, rtol=0, atol=1e-10)
 
 
 def test_rotation_is_the_one_of_hugging_face() -> None:
@@ -45,12 +45,12 @@ def test_rotation_is_the_one_of_hugging_face() -> None:
     cos, sin = (torch.cat((half, half), dim=-1) for half in rotation())
     left, right = x.chunk(2, dim=-1)
     expected = x * cos + torch.cat((-right, left), dim=-1) * sin
-    torch.testing.assert_close(rope.rotate(x, rotation()), expected, rtol=0, atol=1e-15)
+    torch.testing.assert_close(rope.apply_rotary_emb(x, rotation()), expected, rtol=0, atol=1e-15)
 
 
 def test_position_zero_is_left_as_it_is() -> None:
     x = draw()
-    turned = rope.rotate(x, rotation())
+    turned = rope.apply_rotary_emb(x, rotation())
     assert torch.equal(turned[POSITIONS == 0], x[POSITIONS == 0])
     assert (turned[POSITIONS == 1] - x[POSITIONS == 1]).abs().amax(-1).min() > 0.1
 
@@ -60,14 +60,16 @@ def test_products_depend_on_the_distance_alone(config: RopeConfig) -> None:
     distances = []
     for first in (0, 3, 4097, 1_000_000):
         positions = torch.tensor([[first + 11, first]])
-        q, k = rope.rotate(draw(torch.zeros(1, 2), head_dim=128), rotation(config, head_dim=128, positions=positions))[
-            0
-        ]
+        q, k = rope.apply_rotary_emb(
+            draw(torch.zeros(1, 2), head_dim=128), rotation(config, head_dim=128, positions=positions)
+        )[0]
         distances.append((q * k).sum(-1))
     for products in distances[1:]:
         torch.testing.assert_close(products, distances[0], rtol=0, atol=1e-8)
     positions = torch.tensor([[12, 0]])
-    other = rope.rotate(draw(torch.zeros(1, 2), head_dim=128), rotation(config, head_dim=128, positions=positions))[0]
+    other = rope.apply_rotary_emb(
+        draw(torch.zeros(1, 2), head_dim=128), rotation(config, head_dim=128, positions=positions)
+    )[0]
     assert ((other[0] * other[1]).sum(-1) - distances[0]).abs().min() > 1e-3
 
 
@@ -77,10 +79,10 @@ def test_the_angle_between_two_tokens_is_right_however_far_they_are_in_the_docum
     position: int, config: RopeConfig
 ) -> None:
     firsts = torch.arange(position - 50, position)
-    table = rope.rotation(config, 128, torch.stack((firsts, firsts + 1000)), torch.float32).double()
+    table = rope.cos_sin_table(config, 128, torch.stack((firsts, firsts + 1000)), torch.float32).double()
     cos, sin = table.squeeze(3)
     angles = torch.atan2(sin, cos)
-    error = angles[1] - angles[0] - 1000 * rope.frequencies(config, 128)
+    error = angles[1] - angles[0] - 1000 * rope.rope_frequencies(config, 128)
     error = torch.remainder(error + math.pi, 2 * math.pi) - math.pi
     # Public trainers, with angles in float32, are off by 0.05 at 1M.
     assert error.abs().max() < 2e-6
@@ -88,7 +90,7 @@ def test_the_angle_between_two_tokens_is_right_however_far_they_are_in_the_docum
 
 def test_the_table_is_as_precise_as_its_dtype() -> None:
     exact = rotation(positions=torch.tensor([[4_000_000]]))
-    single = rope.rotation(PLAIN, WIDTH, torch.tensor([[4_000_000]]), torch.float32)
+    single = rope.cos_sin_table(PLAIN, WIDTH, torch.tensor([[4_000_000]]), torch.float32)
     assert single.dtype == torch.float32
     assert single.shape == (2, 1, 1, 1, WIDTH // 2)
     torch.testing.assert_close(single.double(), exact, rtol=0, atol=5e-7)
@@ -96,12 +98,12 @@ def test_the_table_is_as_precise_as_its_dtype() -> None:
 
 @pytest.mark.parametrize("config", [PLAIN, replace(KINDS["yarn"], attention_factor=1.7)], ids=["default", "yarn"])
 def test_gradients_are_those_of_finite_differences(config: RopeConfig) -> None:
-    torch.autograd.gradcheck(lambda x: rope.rotate(x, rotation(config)), draw().requires_grad_())
+    torch.autograd.gradcheck(lambda x: rope.apply_rotary_emb(x, rotation(config)), draw().requires_grad_())
 
 
 def test_what_stands_still_is_left_as_it_is_and_its_table_takes_no_room() -> None:
-    x, still = draw().requires_grad_(), rope.still(rotation(KINDS["yarn"], head_dim=WIDTH))
-    out = rope.rotate(x, still)
+    x, still = draw().requires_grad_(), rope.identity_rotation(rotation(KINDS["yarn"], head_dim=WIDTH))
+    out = rope.apply_rotary_emb(x, still)
     assert torch.equal(out, x)
     out.backward(torch.ones_like(x).cumsum(-1))
     assert torch.equal(torch.ones_like(x).cumsum(-1), x.grad if x.grad is not None else x)
@@ -109,14 +111,14 @@ def test_what_stands_still_is_left_as_it_is_and_its_table_takes_no_room() -> Non
 
 
 def test_frequencies_are_computed_once() -> None:
-    assert rope.frequencies(PLAIN, WIDTH) is rope.frequencies(PLAIN, WIDTH)
+    assert rope.rope_frequencies(PLAIN, WIDTH) is rope.rope_frequencies(PLAIN, WIDTH)
 
 
 def test_half_precision_is_turned_in_single_precision() -> None:
-    table = rope.rotation(PLAIN, WIDTH, POSITIONS, torch.float32)
+    table = rope.cos_sin_table(PLAIN, WIDTH, POSITIONS, torch.float32)
     half = draw().bfloat16().requires_grad_()
     single = half.detach().float().requires_grad_()
-    out, wide = rope.rotate(half, table), rope.rotate(single, table)
+    out, wide = rope.apply_rotary_emb(half, table), rope.apply_rotary_emb(single, table)
     assert out.dtype == torch.bfloat16
     assert torch.equal(out, wide.bfloat16())
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -132,5 +134,5 @@ def test_no_activation_is_kept() -> None:
     x = draw().requires_grad_()
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(remember(kept), unchanged):
-        rope.rotate(x, rotation())
+        rope.apply_rotary_emb(x, rotation())
     assert {tensor.shape[-1] for tensor in kept} == {WIDTH // 2}

@@ -62,18 +62,18 @@ def test_every_kind_is_that_of_hugging_face(name: str, row: str, seq_len: int) -
     config = CONFIGS[name]
     frequencies, table = theirs(config, seq_len=seq_len)
     single = replace(config, precision="float32")
-    assert torch.equal(rope.frequencies(single, 128, seq_len=seq_len), frequencies)
-    assert torch.equal(rope.rotation(single, 128, positions(seq_len), torch.float32, seq_len=seq_len), table)
-    assert rope.rotation(single, 128, positions(seq_len), torch.float64, seq_len=seq_len).dtype == torch.float64
+    assert torch.equal(rope.rope_frequencies(single, 128, seq_len=seq_len), frequencies)
+    assert torch.equal(rope.cos_sin_table(single, 128, positions(seq_len), torch.float32, seq_len=seq_len), table)
+    assert rope.cos_sin_table(single, 128, positions(seq_len), torch.float64, seq_len=seq_len).dtype == torch.float64
     exact = torch.tensor(rope_scaling.frequencies(config, 128, seq_len=seq_len), dtype=torch.float64)
     torch.testing.assert_close(exact, frequencies.double(), rtol=1e-6, atol=0)
-    rounded = rope.rotation(config, 128, positions(seq_len), torch.float32, seq_len=seq_len)
+    rounded = rope.cos_sin_table(config, 128, positions(seq_len), torch.float32, seq_len=seq_len)
     torch.testing.assert_close(rounded, table, rtol=0, atol=2e-3)
     assert not torch.equal(rounded, table)
 
 
 def test_yarn_stretches_between_two_indices_and_multiplies_by_its_factor() -> None:
-    assert rope_scaling.ramp(YARN, 128) == (18, 35)
+    assert rope_scaling.yarn_ramp_bounds(YARN, 128) == (18, 35)
     assert rope_scaling.attention_factor(YARN) == pytest.approx(1.2079, abs=5e-5)
     assert rope_scaling.attention_factor(replace(YARN, attention_factor=1.5)) == 1.5
     shares = [
@@ -87,7 +87,7 @@ def test_yarn_stretches_between_two_indices_and_multiplies_by_its_factor() -> No
     assert shares[:19] == [1.0] * 19
     assert shares[35:] == pytest.approx([1 / 8] * 29)
     assert shares[20] == pytest.approx(1 - 2 / 17 * 7 / 8)
-    low, high = rope_scaling.ramp(replace(YARN, truncate=False), 128)
+    low, high = rope_scaling.yarn_ramp_bounds(replace(YARN, truncate=False), 128)
     assert (18 < low < 19, 34 < high < 35) == (True, True)
 
 
@@ -101,18 +101,18 @@ def test_longrope_has_other_factors_for_longer_rows_and_the_factor_of_its_paper(
 def test_the_cosine_of_position_zero_is_the_attention_factor() -> None:
     for config in (YARN, LONGROPE):
         for precision in ("float64", "float32"):
-            table = rope.rotation(replace(config, precision=precision), 128, torch.zeros(1, 1), torch.float64)
+            table = rope.cos_sin_table(replace(config, precision=precision), 128, torch.zeros(1, 1), torch.float64)
             torch.testing.assert_close(table[0], torch.full_like(table[0], rope_scaling.attention_factor(config)))
             assert table[1].count_nonzero() == 0
 
 
 def test_a_line_says_what_the_rotation_is() -> None:
-    assert rope_scaling.summary(replace(SMALL, head_dim=128, rope=YARN), 65_536) == (
+    assert rope_scaling.rope_summary(replace(SMALL, head_dim=128, rope=YARN), 65_536) == (
         "rope yarn: theta 500,000, slowest wavelength 20,473,564 tokens for training.seq_len = 65,536, "
         "29 of 64 frequencies turn less than once in it, attention factor 1.2079"
     )
     rope_4 = replace(SMALL, head_dim=4, nope_every=4, rope=RopeConfig(theta=100.0))
-    assert rope_scaling.summary(rope_4, 62) == (
+    assert rope_scaling.rope_summary(rope_4, 62) == (
         "rope default: theta 100, slowest wavelength 63 tokens for training.seq_len = 62, "
         "1 of 2 frequencies turn less than once in it, attention factor 1.0000; none in every 4th layer"
     )
@@ -152,8 +152,8 @@ def test_every_broken_rule_is_said_with_its_numbers(config: RopeConfig, said: li
 
 
 def test_keys_that_a_kind_does_not_read_are_said_with_the_kind_they_belong_to() -> None:
-    assert YARN.useless(["kind", "theta", "precision", "factor", "truncate"]) == []
-    assert KINDS["linear"].useless(["factor", "beta_fast", "attention_factor"]) == [
+    assert YARN.unused_keys(["kind", "theta", "precision", "factor", "truncate"]) == []
+    assert KINDS["linear"].unused_keys(["factor", "beta_fast", "attention_factor"]) == [
         'model.rope.beta_fast has no use with model.rope.kind = "linear"; it belongs to "yarn"',
         'model.rope.attention_factor has no use with model.rope.kind = "linear"; it belongs to "yarn" or "longrope"',
     ]

@@ -47,7 +47,7 @@ def assert_near(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 @pytest.mark.parametrize("rope_config", [SMALL.rope, YARN])
 @pytest.mark.parametrize("normed", [False, True])
 def test_projections_and_their_gradients_are_those_of_autograd(*, normed: bool, rope_config: RopeConfig) -> None:
-    cos, sin = rope.rotation(rope_config, SMALL.head_dim, POSITIONS, torch.float64)
+    cos, sin = rope.cos_sin_table(rope_config, SMALL.head_dim, POSITIONS, torch.float64)
     given = [draw(*STREAM, seed=9), *(draw(width, SMALL.dim, seed=seed) for seed, width in enumerate(WIDTHS))]
     given += [1 + draw(SMALL.head_dim, seed=seed) / 5 for seed in (21, 22)] * normed
     grads = [draw(ROWS, TOKENS, width // SMALL.head_dim, SMALL.head_dim, seed=5 + width) for width in WIDTHS]
@@ -57,36 +57,36 @@ def test_projections_and_their_gradients_are_those_of_autograd(*, normed: bool, 
         if normed:
             q, k = (F.rms_norm(y, y.shape[-1:], weight, 1e-2) for y, weight in zip((q, k), weights[3:], strict=True))
         table = torch.stack((cos, sin))
-        return [rope.rotate(q, table), rope.rotate(k, table), v]
+        return [rope.apply_rotary_emb(q, table), rope.apply_rotary_emb(k, table), v]
 
     outs, expected = differentiated(plain, given, grads)
-    through = tiling.Projections(given[1:4], given[4:], 1e-2)
-    assert_near(tiling.project(given[0], cos, sin, through), outs)
-    assert_near(tiling.project_backward(given[0], cos, sin, grads, through), expected)
+    through = tiling.QKVProjections(given[1:4], given[4:], 1e-2)
+    assert_near(tiling.project_qkv(given[0], cos, sin, through), outs)
+    assert_near(tiling.project_qkv_backward(given[0], cos, sin, grads, through), expected)
 
 
 def test_the_feed_forward_and_its_gradients_are_those_of_autograd() -> None:
     given = [draw(*STREAM, seed=9), *(draw(*shape, seed=seed) for seed, shape in enumerate((*INTO, OUT_OF)))]
     grad = draw(*STREAM, seed=8)
     outs, expected = differentiated(lambda x, gate, up, down: (F.silu(x @ gate.T) * (x @ up.T)) @ down.T, given, [grad])
-    assert_near([tiling.feed(*given, activation="silu")], outs)
+    assert_near([tiling.feed_forward(*given, activation="silu")], outs)
     before = grad.clone()
-    assert_near(tiling.feed_backward(grad, *given, activation="silu"), expected)
+    assert_near(tiling.feed_forward_backward(grad, *given, activation="silu"), expected)
     assert torch.equal(grad, before), "a gradient that is given is only read"
 
 
 def test_a_sum_of_products_is_the_gradient_of_what_they_multiply() -> None:
     grads, weights = [draw(2, 3, 5, seed=1), draw(2, 3, 4, seed=2)], [draw(5, 6, seed=3), draw(4, 6, seed=4)]
     expected = grads[0] @ weights[0] + grads[1] @ weights[1]
-    assert_near([tiling.sum_of_products(grads, weights)], [expected])
-    assert_near([tiling.sum_of_products(grads[:1], weights[:1])], [grads[0] @ weights[0]])
+    assert_near([tiling.input_grad(grads, weights)], [expected])
+    assert_near([tiling.input_grad(grads[:1], weights[:1])], [grads[0] @ weights[0]])
 
 
 # ---- how tokens are cut
 
 
 def sizes(tokens: int, most: int | None = None) -> list[int]:
-    return [len(range(tokens)[part]) for part in tiling.tiles(tokens, most)]
+    return [len(range(tokens)[part]) for part in tiling.split_into_tiles(tokens, most)]
 
 
 def test_tiles_are_few_and_alike() -> None:
@@ -100,7 +100,7 @@ def test_tiles_are_few_and_alike() -> None:
 @pytest.mark.parametrize("tokens", [1, 2, 7, 64, 97])
 def test_tiles_cover_all_tokens_in_their_order_and_differ_by_one_at_most(tokens: int) -> None:
     for most in range(1, tokens + 2):
-        found = tiling.tiles(tokens, most)
+        found = tiling.split_into_tiles(tokens, most)
         assert [part.start for part in found] == [0, *(part.stop for part in found[:-1])]
         assert found[-1].stop == tokens
         alike = sizes(tokens, most)
@@ -118,13 +118,13 @@ def test_a_feed_forward_s_backward_pass_holds_what_is_said_of_a_token(inner: int
     def peak(tokens: int) -> int:
         grad, normed = (draw(1, tokens, width, seed=seed, dtype=half) for seed in (1, 2))
         with Peak() as seen:
-            found = tiling.feed_backward(grad, normed, *weights, activation="silu")
+            found = tiling.feed_forward_backward(grad, normed, *weights, activation="silu")
         del found
         return int(seen.bytes)
 
     each = (peak(1024) - peak(512)) / 512
     # The normalised input is given, and so is not seen here; with 16, two gradients of it come later.
-    assert each == tiling.bytes_of_token(width, inner, 2) - width * 2 - (2 * 32 if inner == 16 else 0)
+    assert each == tiling.bytes_per_token(width, inner, 2) - width * 2 - (2 * 32 if inner == 16 else 0)
 
 
 # ---- gradients of weights over tiles
@@ -142,20 +142,20 @@ def test_a_feed_forward_s_backward_pass_holds_what_is_said_of_a_token(inner: int
 def test_gradients_of_weights_are_summed_in_single_precision_at_least(dtype: torch.dtype, wide: torch.dtype) -> None:
     """Of 512 tiles. A sum in half precision would stop to grow at 256."""
     weights = [torch.empty(2, 3, dtype=dtype), torch.empty(4, dtype=dtype)]
-    sums = tiling.Sums(weights, 512)
-    assert {x.dtype for x in sums._sums} == {wide}
+    sums = tiling.GradAccumulator(weights, 512)
+    assert {x.dtype for x in sums._accumulators} == {wide}
     for _ in range(512):
         sums.add([torch.ones(2, 3, dtype=dtype), torch.full((4,), 2, dtype=wide)])
-    matrix, vector = sums.done()
+    matrix, vector = sums.pop_grads()
     assert (matrix.dtype, vector.dtype) == (dtype, dtype)
     assert torch.equal(matrix, torch.full_like(weights[0], 512))
     assert torch.equal(vector, torch.full_like(weights[1], 1024))
 
 
 def test_the_gradients_of_a_single_tile_are_not_copied_but_for_their_type() -> None:
-    sums = tiling.Sums([torch.empty(2), torch.empty(3, dtype=torch.bfloat16)], 1)
+    sums = tiling.GradAccumulator([torch.empty(2), torch.empty(3, dtype=torch.bfloat16)], 1)
     mine, wide = torch.ones(2), torch.ones(3)
     sums.add([mine, wide])
-    first, second = sums.done()
+    first, second = sums.pop_grads()
     assert first is mine
     assert second.dtype == torch.bfloat16

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models import FAMILIES, rope, rope_scaling
-from models.batch import IGNORE, Batch
+from models.batch import IGNORE_INDEX, Batch
 from models.config import ModelConfig, RopeConfig
-from models.transformer import Part, Transformer
+from models.transformer import StageSpec, Transformer
 from tests.models.small_models import MIXED, NORMED, SMALL, TIED, gradients, largest_difference, packed, small_model
 
 GROUPED = replace(SMALL, num_heads=6, num_kv_heads=2, norm_eps=1e-2)
@@ -28,11 +28,11 @@ def plain(model: Transformer, batch: Batch) -> Tensor:
     """The same losses from the same weights, by the book: dense mask, complex rotation, whole logits."""
     config, weights = model.config, dict(model.named_parameters())
     half = config.head_dim // 2
-    angles = batch.positions.double()[..., None] * rope.frequencies(config.rope, config.head_dim)
+    angles = batch.positions.double()[..., None] * rope.rope_frequencies(config.rope, config.head_dim)
     size = rope_scaling.attention_factor(config.rope)
     turn = torch.polar(torch.full_like(angles, size), angles)[:, :, None]
     tokens = torch.arange(batch.tokens.shape[1])
-    mask = (batch.documents[:, :, None] == batch.documents[:, None, :]) & (tokens[:, None] >= tokens[None, :])
+    mask = (batch.document_ids[:, :, None] == batch.document_ids[:, None, :]) & (tokens[:, None] >= tokens[None, :])
 
     def norm(x: Tensor, name: str) -> Tensor:
         out: Tensor = x * (x.square().mean(-1, keepdim=True) + config.norm_eps).rsqrt() * weights[name]
@@ -64,7 +64,7 @@ def plain(model: Transformer, batch: Batch) -> Tensor:
     projection = weights["embed.weight" if config.tie_embeddings else "head.proj.weight"]
     logits = F.linear(norm(x, "head.norm.weight"), projection)
     losses: Tensor = F.cross_entropy(
-        logits.flatten(0, 1), batch.labels.flatten(), reduction="none", ignore_index=IGNORE
+        logits.flatten(0, 1), batch.labels.flatten(), reduction="none", ignore_index=IGNORE_INDEX
     )
     return losses.view_as(batch.labels)
 
@@ -88,7 +88,7 @@ def part(batch: Batch, row: int, start: int, end: int) -> Batch:
         name: getattr(batch, name)[row : row + 1, start:end] for name in ("tokens", "labels", "positions", "documents")
     }
     boundaries = torch.tensor([[0, end - start]], dtype=torch.int32)
-    return Batch(**per_token, boundaries=boundaries, num_tokens=end - start, num_pairs=0, attended=0)
+    return Batch(**per_token, boundaries=boundaries, num_tokens=end - start, num_pairs=0, num_computed_pairs=0)
 
 
 @pytest.mark.parametrize("config", [SMALL, MIXED])
@@ -104,7 +104,7 @@ def test_a_packed_row_has_the_losses_of_its_documents_alone(config: ModelConfig)
 def test_losses_are_single_precision_and_zero_where_there_is_no_target() -> None:
     losses = small_model(dtype=torch.float32)(BATCH)
     assert losses.dtype == torch.float32
-    assert torch.equal(losses != 0, BATCH.labels != IGNORE)
+    assert torch.equal(losses != 0, BATCH.labels != IGNORE_INDEX)
     assert small_model(dtype=torch.bfloat16)(BATCH).dtype == torch.float32
 
 
@@ -157,7 +157,7 @@ def test_a_part_of_a_model_leaves_the_same_layers_unrotated() -> None:
     with torch.no_grad():
         expected = model(BATCH)
         first, second = (
-            Transformer(MIXED, part=Part(layers, embed=index == 0, head=index == 1)).double()
+            Transformer(MIXED, stage=StageSpec(layers, has_embedding=index == 0, has_head=index == 1)).double()
             for index, layers in enumerate((range(1), range(1, 3)))
         )
         for part in (first, second):
@@ -223,7 +223,7 @@ def test_a_block_keeps_each_activation_once() -> None:
     model = small_model()
     block = model.layers()[0]
     x = torch.randn(3, 24, SMALL.dim, dtype=torch.float64, requires_grad=True)
-    table = rope.rotation(SMALL.rope, SMALL.head_dim, BATCH.positions, torch.float64)
+    table = rope.cos_sin_table(SMALL.rope, SMALL.head_dim, BATCH.positions, torch.float64)
     kept: dict[int, int] = {}
     ours = {parameter.data_ptr() for parameter in model.parameters()} | {table[0].data_ptr(), table[1].data_ptr()}
 

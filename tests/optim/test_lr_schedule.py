@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from trainer.config.job_config import ScheduleSection
-from trainer.optim.lr_schedule import factor
+from trainer.optim.lr_schedule import lr_factor
 
 
 def rates(steps: int, **options: Any) -> list[float]:
     """Of the updates 1 to `steps`."""
     schedule = ScheduleSection.model_validate(options)
-    return [factor(schedule, step=step, steps=steps) for step in range(1, steps + 1)]
+    return [lr_factor(schedule, step=step, num_steps=steps) for step in range(1, steps + 1)]
 
 
 def test_warm_up_is_a_line_that_reaches_the_highest_rate() -> None:
@@ -71,13 +71,13 @@ def test_every_schedule_stays_in_its_range_and_ends_where_it_says(kind: str, war
 @pytest.mark.parametrize("kind", ["cosine", "linear", "wsd"])
 def test_a_step_beyond_the_last_keeps_the_final_rate(kind: str) -> None:
     schedule = ScheduleSection.model_validate({"kind": kind, "final": 0.5})
-    assert factor(schedule, step=12, steps=10) == 0.5
+    assert lr_factor(schedule, step=12, num_steps=10) == 0.5
 
 
 def test_the_rate_of_an_update_does_not_depend_on_what_was_asked_before() -> None:
     schedule = ScheduleSection(kind="wsd", warmup_steps=3)
-    forwards = [factor(schedule, step=step, steps=20) for step in range(1, 21)]
-    backwards = [factor(schedule, step=step, steps=20) for step in range(20, 0, -1)]
+    forwards = [lr_factor(schedule, step=step, num_steps=20) for step in range(1, 21)]
+    backwards = [lr_factor(schedule, step=step, num_steps=20) for step in range(20, 0, -1)]
     assert forwards == backwards[::-1]
 
 

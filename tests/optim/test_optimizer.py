@@ -30,8 +30,8 @@ def give_gradients(model: nn.Module, scale: float, *, seed: int = 1) -> list[Ten
 
 
 def state(optimizer: Optimizer) -> dict[str, Tensor]:
-    weights = {name: parameter.detach().clone() for name, parameter in optimizer.named.items()}
-    return weights | {name: tensor.clone() for name, tensor in optimizer.tensors().items()}
+    weights = {name: parameter.detach().clone() for name, parameter in optimizer.parameters_by_name.items()}
+    return weights | {name: tensor.clone() for name, tensor in optimizer.state_dict().items()}
 
 
 @pytest.mark.parametrize("scale", [0.01, 100.0], ids=["below the limit", "clipped"])
@@ -102,7 +102,7 @@ def test_an_update_after_a_skipped_one_is_as_if_that_had_not_been() -> None:
 
 
 def test_the_state_exists_from_the_start_under_the_parameters_names() -> None:
-    found = Optimizer([Model()], SECTION).tensors()
+    found = Optimizer([Model()], SECTION).state_dict()
     assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in found.items()} == {
         "matrix.step": ((), torch.float32),
         "matrix.exp_avg": ((3, 4), torch.float64),
@@ -117,7 +117,7 @@ def test_the_state_exists_from_the_start_under_the_parameters_names() -> None:
 def test_tensors_are_the_state_itself_so_that_loading_writes_into_it() -> None:
     model = Model()
     optimizer = Optimizer([model], SECTION)
-    held = optimizer.tensors()
+    held = optimizer.state_dict()
     give_gradients(model, 1.0)
     optimizer.step(0.5)
     assert held["matrix.step"] == 1
@@ -130,12 +130,12 @@ def test_tensors_are_the_state_itself_so_that_loading_writes_into_it() -> None:
 def narrow_and_wide(**changes: object) -> tuple[list[Model], list[Optimizer]]:
     """Two models in float32, the moments of the first in bfloat16."""
     models, section = [Model(torch.float32), Model(torch.float32)], SECTION.model_copy(update=changes)
-    return models, [Optimizer([models[0]], section, moments=torch.bfloat16), Optimizer([models[1]], section)]
+    return models, [Optimizer([models[0]], section, moment_dtype=torch.bfloat16), Optimizer([models[1]], section)]
 
 
 @pytest.mark.parametrize("piece", [1, 5, 1 << 22])
 def test_an_update_changes_in_float32_and_rounds_what_it_keeps(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
-    monkeypatch.setattr("trainer.optim.optimizer.PIECE", piece)
+    monkeypatch.setattr("trainer.optim.optimizer.OPTIMIZER_CHUNK_ELEMENTS", piece)
     models, optimizers = narrow_and_wide()
     for update in range(4):
         for model, optimizer in zip(models, optimizers, strict=True):
@@ -146,9 +146,9 @@ def test_an_update_changes_in_float32_and_rounds_what_it_keeps(monkeypatch: pyte
             kept = wide[name].bfloat16() if "exp_avg" in name else wide[name]
             assert torch.equal(tensor, kept), name
         # From the same moments the next update is the same.
-        for name, tensor in optimizers[1].tensors().items():
+        for name, tensor in optimizers[1].state_dict().items():
             tensor.copy_(narrow[name])
-    assert {float(tensor) for name, tensor in optimizers[0].tensors().items() if name.endswith("step")} == {4.0}
+    assert {float(tensor) for name, tensor in optimizers[0].state_dict().items() if name.endswith("step")} == {4.0}
 
 
 def test_a_skipped_update_leaves_moments_in_bfloat16_as_they_are() -> None:
@@ -175,7 +175,7 @@ def test_a_parameter_without_a_gradient_keeps_its_moments_in_bfloat16() -> None:
 def forgotten(beta: float) -> float:
     """What is left of a second moment of 1, kept in bfloat16, after 100 updates without gradients."""
     (model, _), (optimizer, _) = narrow_and_wide(betas=(0.9, beta))
-    moment = optimizer.tensors()["matrix.exp_avg_sq"].fill_(1.0)
+    moment = optimizer.state_dict()["matrix.exp_avg_sq"].fill_(1.0)
     for _ in range(100):
         give_gradients(model, 0.0)
         optimizer.step(0.1)
@@ -226,7 +226,7 @@ class Units(nn.Module):
 
 
 def late(model: Units) -> Optimizer:
-    return Optimizer([model], SECTION, units=[model, model.first, model.second])
+    return Optimizer([model], SECTION, deferred_modules=[model, model.first, model.second])
 
 
 def trained(model: Units, optimizer: Optimizer, updates: int) -> None:
@@ -247,7 +247,7 @@ def test_units_that_are_updated_late_end_bitwise_where_others_do() -> None:
     for one, optimizer in zip((lately, model), optimizers, strict=True):
         trained(one, optimizer, 5)
     assert not torch.equal(lately.second.weight, model.second.weight)
-    optimizers[0].finish()
+    optimizers[0].flush_deferred_updates()
     ours, theirs = map(state, optimizers)
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
     assert all(parameter.grad is None for parameter in lately.parameters())
@@ -273,7 +273,7 @@ def test_asking_for_the_state_updates_what_waits() -> None:
     model = Units()
     optimizer = late(model)
     trained(model, optimizer, 1)
-    assert {float(tensor) for name, tensor in optimizer.tensors().items() if name.endswith("step")} == {1.0}
+    assert {float(tensor) for name, tensor in optimizer.state_dict().items() if name.endswith("step")} == {1.0}
 
 
 def test_a_unit_that_did_not_run_between_two_updates_misses_none() -> None:
@@ -285,7 +285,7 @@ def test_a_unit_that_did_not_run_between_two_updates_misses_none() -> None:
         trained(one, optimizer, 1)
         one.first(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
         optimizer.step(0.05)
-    ours, theirs = (optimizer.tensors() for optimizer in optimizers)
+    ours, theirs = (optimizer.state_dict() for optimizer in optimizers)
     assert {name: float(x) for name, x in ours.items() if name.endswith("step")} == {
         "scale.step": 1.0,
         "first.weight.step": 2.0,

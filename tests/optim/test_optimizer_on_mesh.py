@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from models.transformer import Transformer
-from parallelisms.collectives import sum_over
+from parallelisms.collectives import all_reduce
 from tests.models.small_models import packed, small_model
 from tests.parallelisms.parallel_models import Plan, build, joined
 from tests.ranks import run_ranks
@@ -24,7 +24,7 @@ Poison = Literal["gradient", "infinite gradient", "loss"]
 
 def state_of(model: Transformer, optimizer: Optimizer) -> dict[str, Tensor]:
     """Everything that an update may change, the part of this rank."""
-    tensors = dict(model.named_parameters()) | optimizer.tensors()
+    tensors = dict(model.named_parameters()) | optimizer.state_dict()
     return {name: local(x.detach()).clone() for name, x in tensors.items()}
 
 
@@ -32,13 +32,13 @@ def skip(plan: Plan, poison: Poison) -> tuple[list[bool], list[str], list[str], 
     """Whether updates were finite, and what changed in one with bad numbers on the last rank, and in the one after."""
     mesh = plan.mesh()
     model = build(plan, mesh)
-    optimizer = Optimizer([model], OptimizerSection(lr=1e-2), total=partial(sum_over, None))
+    optimizer = Optimizer([model], OptimizerSection(lr=1e-2), all_reduce=partial(all_reduce, None))
     rank = mesh.rank
     finite: list[bool] = []
     states: list[dict[str, Tensor]] = []
     for update in range(4):
         # Reduced gradients are the same bits on all replicas, so all that hold the last shard have the bad number.
-        last = rank == plan.ranks - 1 if poison == "loss" else mesh.place["dp_shard"] == plan.dp_shard - 1
+        last = rank == plan.ranks - 1 if poison == "loss" else mesh.coordinate["dp_shard"] == plan.dp_shard - 1
         bad = update == 2 and last
         losses = model(joined([packed([20], seed=10 * update + rank)]))
         if bad and poison == "loss":
@@ -120,12 +120,12 @@ def test_the_state_exists_before_the_first_update_under_the_parameters_names() -
     optimizer = Optimizer([model], OptimizerSection())
     names = {name for name, _ in model.named_parameters()}
     keys = {"step", "exp_avg", "exp_avg_sq"}
-    before = optimizer.tensors()
+    before = optimizer.state_dict()
     assert before.keys() == {f"{name}.{key}" for name in names for key in keys}
     assert not any(tensor.any() for tensor in before.values())
     (model(BATCH).sum() / BATCH.num_targets()).backward()
     optimizer.step(1e-3)
-    after = optimizer.tensors()
+    after = optimizer.state_dict()
     assert all(after[name] is tensor for name, tensor in before.items())
     assert {float(tensor) for name, tensor in after.items() if name.endswith(".step")} == {1.0}
 

@@ -13,9 +13,9 @@ from models.batch import Batch
 from models.config import ModelConfig
 from models.transformer import Transformer
 from parallelisms import activation_checkpoint
-from parallelisms.activation_checkpoint import Recompute
-from parallelisms.activation_offload import HostMemory
-from parallelisms.block_recompute import Bodies, Pieces, compiled_bodies
+from parallelisms.activation_checkpoint import RecomputeConfig
+from parallelisms.activation_offload import HostActivationPool
+from parallelisms.block_recompute import TileOps, Tiling, compile_tile_ops
 from parallelisms.init_weights import initialize
 from parallelisms.mesh import Mesh
 from parallelisms.parallel_dims import AXES
@@ -28,7 +28,7 @@ class Plan:
     config: ModelConfig = SMALL
     dp_replicate: int = 1
     dp_shard: int = 1
-    policy: activation_checkpoint.Policy = "none"
+    policy: activation_checkpoint.RecomputePolicy = "none"
     every: int = 1
     groups: int = 1
     tile: int | None = None
@@ -50,21 +50,21 @@ def build(plan: Plan, mesh: Mesh) -> Transformer:
     double = torch.float64
     with torch.device("meta"):
         model = Transformer(plan.config).to(double)
-    bodies = Bodies()
+    bodies = TileOps()
     if plan.compiled:
         # A compiler that costs nothing; it may warn of what torch itself does.
         warnings.simplefilter("ignore")
-        bodies = compiled_bodies(backend="aot_eager")
-    pieces = Pieces(plan.groups, plan.tile, bodies) if plan.policy != "none" else Pieces()
-    host = HostMemory(inputs=plan.config.num_layers) if plan.on_host else None
-    keep = Recompute(plan.policy, host, plan.on_host, plan.every, pieces, plan.reshard)
+        bodies = compile_tile_ops(backend="aot_eager")
+    pieces = Tiling(plan.groups, plan.tile, bodies) if plan.policy != "none" else Tiling()
+    host = HostActivationPool(max_inputs=plan.config.num_layers) if plan.on_host else None
+    keep = RecomputeConfig(plan.policy, host, plan.on_host, plan.every, pieces, plan.reshard)
     if plan.compiled and plan.policy == "none":
         for block in model.layers():
             block.compile(fullgraph=True, backend="aot_eager")
     parallelize(
         model,
         mesh,
-        keep=keep,
+        recompute_config=keep,
         param_dtype=double,
         reduce_dtype=double,
         reshard_after_forward=plan.reshard,
@@ -80,4 +80,4 @@ def build(plan: Plan, mesh: Mesh) -> Transformer:
 def joined(rows: list[Batch]) -> Batch:
     names = ("tokens", "labels", "positions", "documents", "boundaries")
     tensors: Any = {name: torch.cat([getattr(row, name) for row in rows]) for name in names}
-    return Batch(**tensors, num_tokens=20 * len(rows), num_pairs=0, attended=0)
+    return Batch(**tensors, num_tokens=20 * len(rows), num_pairs=0, num_computed_pairs=0)

@@ -18,27 +18,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from models import tiling
-from models.attention import LocalCore
+from models.attention import LocalAttentionCore
 from models.config import ModelConfig
 from models.transformer import Transformer
 from parallelisms import activation_checkpoint
-from parallelisms.activation_checkpoint import Recompute
-from parallelisms.activation_offload import HostMemory
-from parallelisms.block_recompute import Bodies, Pieces, compiled_bodies
+from parallelisms.activation_checkpoint import RecomputeConfig
+from parallelisms.activation_offload import HostActivationPool
+from parallelisms.block_recompute import TileOps, Tiling, compile_tile_ops
 from tests.models.small_models import MIXED, SMALL, TIED, gradients, largest_difference, packed, small_model
 
 BATCH = packed([9, 1, 14], [24])
 OTHER = packed([24], [20, 4], seed=3)
 BATCHES = [BATCH, OTHER, packed([12, 12], [1, 23], seed=5)]
-POLICIES: tuple[activation_checkpoint.Policy, ...] = ("full", "keep_attention")
+POLICIES: tuple[activation_checkpoint.RecomputePolicy, ...] = ("full", "keep_attention")
 # Three blocks: of two that share an input, the last is then alone. Four key/value heads: groups may have several.
 DEEP = replace(SMALL, num_layers=3, num_heads=8, num_kv_heads=4)
 NORMED = replace(MIXED, num_heads=8, num_kv_heads=4)
-TILE = 5 * tiling.bytes_of_token(SMALL.dim, SMALL.ffn_dim, 8)  # Five tokens of 24, in double precision.
+TILE = 5 * tiling.bytes_per_token(SMALL.dim, SMALL.ffn_dim, 8)  # Five tokens of 24, in double precision.
 CUTS = [(1, None), (1, TILE), (2, None), (2, TILE), (4, TILE), (2, 0)]
 
 
-def kept_by(recompute_: Recompute, config: ModelConfig = SMALL, **options: Any) -> Transformer:
+def kept_by(recompute_: RecomputeConfig, config: ModelConfig = SMALL, **options: Any) -> Transformer:
     model = small_model(config, **options)
     activation_checkpoint.apply(model, recompute_)
     return model
@@ -75,10 +75,12 @@ def by_autograd(config: ModelConfig = DEEP) -> tuple[Tensor, dict[str, Tensor]]:
     ("config", "every"), [*((DEEP, every) for every in (1, 2, 3)), (NORMED, 2)], ids=["1", "2", "3", "normed-2"]
 )
 def test_losses_and_gradients_are_those_of_autograd(
-    config: ModelConfig, policy: activation_checkpoint.Policy, every: int, groups: int, tile: int | None
+    config: ModelConfig, policy: activation_checkpoint.RecomputePolicy, every: int, groups: int, tile: int | None
 ) -> None:
     losses, expected = by_autograd(config)
-    found_losses, found = gradients(kept_by(Recompute(policy, every=every, pieces=Pieces(groups, tile)), config), BATCH)
+    found_losses, found = gradients(
+        kept_by(RecomputeConfig(policy, blocks_per_checkpoint=every, tiling=Tiling(groups, tile)), config), BATCH
+    )
     torch.testing.assert_close(found_losses, losses, rtol=1e-12, atol=1e-12)
     assert largest_difference(found, expected) < 1e-12
 
@@ -94,11 +96,11 @@ def test_losses_and_gradients_are_those_of_autograd(
     ],
 )
 def test_what_is_kept_and_where_changes_no_bit(config: ModelConfig, dtype: torch.dtype, tile: int | None) -> None:
-    pieces = Pieces(groups=2, tile=tile)
-    losses, expected = gradients(kept_by(Recompute("full", pieces=pieces), config, dtype=dtype), BATCH)
+    pieces = Tiling(head_groups=2, tile_bytes=tile)
+    losses, expected = gradients(kept_by(RecomputeConfig("full", tiling=pieces), config, dtype=dtype), BATCH)
     for policy, every, host, attention_on_host in itertools.product(POLICIES, (1, 2), (False, True), (False, True)):
-        memory = HostMemory(inputs=2) if host else None
-        kept = Recompute(policy, memory, attention_on_host, every, pieces)
+        memory = HostActivationPool(max_inputs=2) if host else None
+        kept = RecomputeConfig(policy, memory, attention_on_host, every, pieces)
         found_losses, found = gradients(kept_by(kept, config, dtype=dtype), BATCH)
         assert torch.equal(found_losses, losses)
         assert_same_bits(found, expected)
@@ -106,7 +108,7 @@ def test_what_is_kept_and_where_changes_no_bit(config: ModelConfig, dtype: torch
 
 def test_without_recomputation_blocks_run_as_autograd_does_it() -> None:
     losses, expected = gradients(small_model(), BATCH)
-    found_losses, found = gradients(kept_by(Recompute("none")), BATCH)
+    found_losses, found = gradients(kept_by(RecomputeConfig("none")), BATCH)
     assert torch.equal(found_losses, losses)
     assert_same_bits(found, expected)
 
@@ -120,7 +122,7 @@ def test_half_precision_is_as_near_to_double_as_autograd_is(config: ModelConfig,
     losses, exact = gradients(rounded, BATCH)
     plain_losses, plain = gradients(small_model(config, dtype=half), BATCH)
     found_losses, found = gradients(
-        kept_by(Recompute("keep_attention", pieces=Pieces(groups, tile)), config, dtype=half), BATCH
+        kept_by(RecomputeConfig("keep_attention", tiling=Tiling(groups, tile)), config, dtype=half), BATCH
     )
     assert (found_losses - losses).norm() <= 1.5 * (plain_losses - losses).norm()
     for name, right in exact.items():
@@ -132,15 +134,15 @@ def test_gradients_of_matrices_are_summed_over_tiles_in_single_precision() -> No
     """Of 256 tiles. A sum in half precision would lose much of them."""
     half, batch = torch.bfloat16, packed([200, 56])
     _, exact = gradients(small_model(dtype=half).double(), batch)
-    _, plain = gradients(kept_by(Recompute("full"), dtype=half), batch)
-    _, found = gradients(kept_by(Recompute("full", pieces=Pieces(tile=0)), dtype=half), batch)
+    _, plain = gradients(kept_by(RecomputeConfig("full"), dtype=half), batch)
+    _, found = gradients(kept_by(RecomputeConfig("full", tiling=Tiling(tile_bytes=0)), dtype=half), batch)
     for name, right in exact.items():
         assert (found[name] - right).norm() <= 1.25 * (plain[name] - right).norm(), name
 
 
 def test_a_gradient_that_is_given_is_only_read() -> None:
     """What enters the last block's backward pass may be somebody else's, and be no memory of its own."""
-    model = kept_by(Recompute("keep_attention"))
+    model = kept_by(RecomputeConfig("keep_attention"))
     x = torch.randn(2, 24, SMALL.dim, dtype=torch.float64, requires_grad=True)
     table = torch.ones(2, 2, 24, 1, SMALL.head_dim // 2, dtype=torch.float64)
     grad = torch.randn(2, 24, SMALL.dim, dtype=torch.float64)
@@ -159,10 +161,10 @@ def test_a_gradient_that_is_given_is_only_read() -> None:
     [("none", 1, 1), ("full", 1, 2), ("keep_attention", 1, 1), ("keep_attention", 2, 1), ("keep_attention", 3, 1)],
 )
 def test_attention_runs_once_more_where_it_is_not_kept(
-    policy: activation_checkpoint.Policy, every: int, runs: int, groups: int
+    policy: activation_checkpoint.RecomputePolicy, every: int, runs: int, groups: int
 ) -> None:
     groups = 1 if policy == "none" else groups
-    model = kept_by(Recompute(policy, every=every, pieces=Pieces(groups)), DEEP)
+    model = kept_by(RecomputeConfig(policy, blocks_per_checkpoint=every, tiling=Tiling(groups)), DEEP)
     with Calls() as calls:
         model(BATCH).sum().backward()
     assert (calls.forward, calls.backward) == (runs * groups * DEEP.num_layers, groups * DEEP.num_layers)
@@ -174,10 +176,13 @@ def test_a_block_that_is_made_again_is_so_once() -> None:
 
     def feed(x_BCE: Tensor, *weights: Tensor, activation: str) -> Tensor:
         fed.append(x_BCE.shape[1])
-        return tiling.feed(x_BCE, *weights, activation=activation)
+        return tiling.feed_forward(x_BCE, *weights, activation=activation)
 
-    bodies = Bodies(feed=feed)
-    model = kept_by(Recompute("keep_attention", every=3, pieces=Pieces(bodies=bodies)), replace(SMALL, num_layers=5))
+    bodies = TileOps(feed_forward=feed)
+    model = kept_by(
+        RecomputeConfig("keep_attention", blocks_per_checkpoint=3, tiling=Tiling(ops=bodies)),
+        replace(SMALL, num_layers=5),
+    )
     losses = model(BATCH)
     assert len(fed) == 5
     losses.sum().backward()
@@ -198,8 +203,11 @@ def test_compiled_bodies_give_the_same_and_are_compiled_for_all_blocks_at_once(
     for layers in (3, 6):
         torch._dynamo.reset()
         counter = CompileCounterWithBackend("aot_eager")
-        pieces = Pieces(groups, tile, compiled_bodies(backend=counter))
-        model = kept_by(Recompute("keep_attention", every=2, pieces=pieces), replace(config, num_layers=layers))
+        pieces = Tiling(groups, tile, compile_tile_ops(backend=counter))
+        model = kept_by(
+            RecomputeConfig("keep_attention", blocks_per_checkpoint=2, tiling=pieces),
+            replace(config, num_layers=layers),
+        )
         found_losses, found = gradients(model, BATCH)
         compilations.append(counter.frame_count)
         gradients(model, OTHER)
@@ -208,7 +216,7 @@ def test_compiled_bodies_give_the_same_and_are_compiled_for_all_blocks_at_once(
             torch.testing.assert_close(found_losses, losses, rtol=1e-12, atol=1e-12)
             assert largest_difference(found, expected) < 1e-12
     # What differs is whether autograd knows of a tensor, and how long a tile is.
-    assert len(Bodies()) <= compilations[0] <= len(Bodies()) * (2 if tile is None else 4)
+    assert len(TileOps()) <= compilations[0] <= len(TileOps()) * (2 if tile is None else 4)
     assert set(compilations) == {compilations[0]}
 
 
@@ -237,7 +245,7 @@ class Born(TorchDispatchMode):
         return sum({one._cdata: one.nbytes() for one in found if one is not None}.values())
 
 
-def kept_bytes(kept: Recompute, *, layers: int) -> int:
+def kept_bytes(kept: RecomputeConfig, *, layers: int) -> int:
     """Of so many blocks between their passes, their output left out."""
     model = kept_by(kept, replace(SMALL, num_layers=layers))
     x = torch.randn(2, 24, SMALL.dim, dtype=torch.float64).requires_grad_()
@@ -271,9 +279,9 @@ OUTPUT = 2 * 24 * SMALL.num_heads * (SMALL.head_dim + 1) * 8
     ],
 )
 def test_nothing_of_a_block_is_kept_but_inputs_and_what_attention_gave(
-    policy: activation_checkpoint.Policy, every: int, inputs: int, outputs: int, groups: int, tile: int | None
+    policy: activation_checkpoint.RecomputePolicy, every: int, inputs: int, outputs: int, groups: int, tile: int | None
 ) -> None:
-    kept = Recompute(policy, every=every, pieces=Pieces(groups, tile))
+    kept = RecomputeConfig(policy, blocks_per_checkpoint=every, tiling=Tiling(groups, tile))
     assert kept_bytes(kept, layers=6) == inputs * INPUT + outputs * OUTPUT
 
 
@@ -284,39 +292,39 @@ def test_nothing_of_a_block_stays_on_the_device_that_lies_on_the_host(
     attention_on_host: bool,
     outputs: int,
 ) -> None:
-    memory = HostMemory(inputs=6)
-    kept = Recompute("keep_attention", memory, attention_on_host, every)
+    memory = HostActivationPool(max_inputs=6)
+    kept = RecomputeConfig("keep_attention", memory, attention_on_host, every)
     found = kept_bytes(kept, layers=6)
     assert found - 6 // every * INPUT - 6 * OUTPUT * attention_on_host == outputs * OUTPUT, "host memory is counted too"
 
 
 def test_without_gradients_nothing_is_kept() -> None:
     for every, policy in itertools.product((1, 2), POLICIES):
-        memory = HostMemory(inputs=2)
-        model = kept_by(Recompute(policy, memory, True, every, Pieces(2, TILE)))  # noqa: FBT003
+        memory = HostActivationPool(max_inputs=2)
+        model = kept_by(RecomputeConfig(policy, memory, True, every, Tiling(2, TILE)))  # noqa: FBT003
         with torch.no_grad(), Born() as born:
             losses = model(BATCH)
         torch.testing.assert_close(losses, small_model()(BATCH).detach(), rtol=1e-12, atol=1e-12)
         assert born.alive() - losses.nbytes <= 2 * BATCH.tokens.numel() * 8
-        assert memory.held.total() == 0
+        assert memory.used_bytes.total() == 0
 
 
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_nothing_is_left_after_the_backward_pass(policy: activation_checkpoint.Policy, every: int) -> None:
-    for memory in (None, HostMemory(inputs=5)):
-        model = kept_by(Recompute(policy, memory, memory is not None, every, Pieces(2)), DEEP)
+def test_nothing_is_left_after_the_backward_pass(policy: activation_checkpoint.RecomputePolicy, every: int) -> None:
+    for memory in (None, HostActivationPool(max_inputs=5)):
+        model = kept_by(RecomputeConfig(policy, memory, memory is not None, every, Tiling(2)), DEEP)
         with Born() as born:
             model(BATCH).sum().backward()
         model.zero_grad()
-        assert born.alive() - (0 if memory is None else memory.reserved) <= 512
-        assert memory is None or memory.held.total() == 0
+        assert born.alive() - (0 if memory is None else memory.reserved_bytes) <= 512
+        assert memory is None or memory.used_bytes.total() == 0
 
 
 # ---- what lives in passing
 
 
-class Watched(LocalCore):
+class Watched(LocalAttentionCore):
     """Counts groups of queries, keys and values that are alive whenever one is at work or the next is made."""
 
     def __init__(self) -> None:
@@ -345,9 +353,9 @@ class Watched(LocalCore):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("groups", "alive"), [(1, 1), (2, 2), (4, 2)])
 def test_while_a_group_is_at_work_no_other_is_there_but_the_next(
-    groups: int, alive: int, policy: activation_checkpoint.Policy
+    groups: int, alive: int, policy: activation_checkpoint.RecomputePolicy
 ) -> None:
-    model = kept_by(Recompute(policy, pieces=Pieces(groups)), DEEP)
+    model = kept_by(RecomputeConfig(policy, tiling=Tiling(groups)), DEEP)
     cores = [Watched() for _ in model.layers()]
     for block, core in zip(model.layers(), cores, strict=True):
         block.attention.core = core
@@ -374,8 +382,8 @@ class Most(TorchDispatchMode):
 
 def test_nothing_of_a_feed_forward_is_larger_than_a_tile() -> None:
     config = replace(SMALL, ffn_dim=320)
-    for tile, tokens in ((None, 24), (5 * tiling.bytes_of_token(SMALL.dim, 320, 8), 2)):  # Of each of two rows.
-        model = kept_by(Recompute("keep_attention", pieces=Pieces(tile=tile)), config)
+    for tile, tokens in ((None, 24), (5 * tiling.bytes_per_token(SMALL.dim, 320, 8), 2)):  # Of each of two rows.
+        model = kept_by(RecomputeConfig("keep_attention", tiling=Tiling(tile_bytes=tile)), config)
         with Most() as most:
             model(BATCH).sum().backward()
         assert most.by_name["aten::silu"] == 2 * tokens * 320
@@ -401,22 +409,24 @@ def test_several_batches_may_be_between_their_passes_and_go_back_in_any_order(
     every: int,
     hosted: bool,
 ) -> None:
-    memory = HostMemory(inputs=9) if hosted else None
-    model = kept_by(Recompute("keep_attention", memory, hosted, every, Pieces(2, TILE)), DEEP)
+    memory = HostActivationPool(max_inputs=9) if hosted else None
+    model = kept_by(RecomputeConfig("keep_attention", memory, hosted, every, Tiling(2, TILE)), DEEP)
     losses = [model(batch) for batch in BATCHES]
     for index in order:
         losses[index].sum().backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert largest_difference(found, summed(DEEP)) < 1e-12
     if memory is not None:
-        assert memory.held.total() == 0
+        assert memory.used_bytes.total() == 0
 
 
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("hosted", [False, True])
-def test_a_second_backward_pass_is_refused(*, policy: activation_checkpoint.Policy, every: int, hosted: bool) -> None:
-    model = kept_by(Recompute(policy, HostMemory(inputs=2) if hosted else None, hosted, every))
+def test_a_second_backward_pass_is_refused(
+    *, policy: activation_checkpoint.RecomputePolicy, every: int, hosted: bool
+) -> None:
+    model = kept_by(RecomputeConfig(policy, HostActivationPool(max_inputs=2) if hosted else None, hosted, every))
     losses = model(BATCH)
     losses.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="what a block kept for its backward pass has been taken already"):

@@ -15,33 +15,33 @@ from torch import Tensor
 from models.config import ModelConfig
 from models.transformer import Transformer
 from parallelisms import activation_checkpoint
-from parallelisms.activation_checkpoint import Pass, Recompute
-from parallelisms.activation_offload import HostMemory, Kept, pieces, rounded
-from parallelisms.block_recompute import Pieces
+from parallelisms.activation_checkpoint import BlockActivations, RecomputeConfig
+from parallelisms.activation_offload import HostActivationPool, SavedTensor, allocated_size, buffer_sizes
+from parallelisms.block_recompute import Tiling
 from tests.models.small_models import SMALL, gradients, packed, small_model
 from tests.parallelisms.test_activation_checkpoint import BATCH, BATCHES, DEEP, Calls, assert_same_bits, kept_by
 
 TOKENS = BATCH.tokens.numel()
-INPUT = rounded(TOKENS * SMALL.dim * 8)
+INPUT = allocated_size(TOKENS * SMALL.dim * 8)
 WIDTH, HEADS = SMALL.head_dim, SMALL.num_heads
 
 
 def output(groups: int = 1) -> int:
     """Host memory of what attention gives in a block of `SMALL`."""
     heads = HEADS // groups
-    return groups * (rounded(TOKENS * heads * WIDTH * 8) + rounded(TOKENS * heads * 8))
+    return groups * (allocated_size(TOKENS * heads * WIDTH * 8) + allocated_size(TOKENS * heads * 8))
 
 
 def hosted(
     *,
-    policy: activation_checkpoint.Policy = "keep_attention",
+    policy: activation_checkpoint.RecomputePolicy = "keep_attention",
     attention: bool = True,
     budget: int | None = None,
     **options: Any,
-) -> tuple[Transformer, HostMemory]:
+) -> tuple[Transformer, HostActivationPool]:
     every = options.get("every", 1)
-    host = HostMemory(inputs=-(-SMALL.num_layers // every), budget=budget)
-    return kept_by(Recompute(policy, host, attention, **options)), host
+    host = HostActivationPool(max_inputs=-(-SMALL.num_layers // every), budget=budget)
+    return kept_by(RecomputeConfig(policy, host, attention, **options)), host
 
 
 # ---- pieces
@@ -51,21 +51,21 @@ def test_pieces_are_powers_of_two_and_cost_a_sixteenth_at_most() -> None:
     rng = random.Random(0)
     some = [rng.randrange(1, 1 << rng.randrange(1, 40)) for _ in range(5000)]
     for size in (*range(1, 5000), *some):
-        found = pieces(size)
+        found = buffer_sizes(size)
         assert all(piece & (piece - 1) == 0 for piece in found)
         assert found == sorted(found, reverse=True)
         assert size <= sum(found) <= size + size / 16
         assert len(found) <= 5
-        assert rounded(size) == sum(found)
-    assert pieces(0) == []
+        assert allocated_size(size) == sum(found)
+    assert buffer_sizes(0) == []
 
 
 def test_pieces_are_as_few_as_that_allows() -> None:
-    assert pieces(1 << 20) == [1 << 20]
-    assert pieces((1 << 20) - 1) == [1 << 20]
-    assert pieces(96) == [64, 32]
-    assert pieces(97) == [64, 32, 1]
-    assert pieces(127 << 20) == [128 << 20]
+    assert buffer_sizes(1 << 20) == [1 << 20]
+    assert buffer_sizes((1 << 20) - 1) == [1 << 20]
+    assert buffer_sizes(96) == [64, 32]
+    assert buffer_sizes(97) == [64, 32, 1]
+    assert buffer_sizes(127 << 20) == [128 << 20]
 
 
 # ---- one tensor
@@ -74,31 +74,31 @@ def test_pieces_are_as_few_as_that_allows() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(1,), (3, 5, 7), (2, 4, 6), (1, 97, 1)])
 def test_a_tensor_comes_back_as_it_was(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    memory = HostMemory(inputs=1)
+    memory = HostActivationPool(max_inputs=1)
     # Also one that is not laid out in its order.
     for x in (torch.randn(*shape).to(dtype), torch.randn(*reversed(shape)).to(dtype).movedim(0, -1)):
         before = x.clone()
-        kept = Kept(x, memory, "attention")
-        assert memory.held == {"attention": rounded(x.nbytes)}
+        kept = SavedTensor(x, memory, "attention")
+        assert memory.used_bytes == {"attention": allocated_size(x.nbytes)}
         x.zero_()
         for _ in range(2):
             assert torch.equal(kept.read(), before), "reading does not take"
-        assert memory.held["attention"] == rounded(x.nbytes)
-        kept.start()
-        found = kept.take()
+        assert memory.used_bytes["attention"] == allocated_size(x.nbytes)
+        kept.prefetch()
+        found = kept.pop()
         assert torch.equal(found, before)
         assert (found.dtype, found.shape) == (before.dtype, before.shape)
-        assert memory.held.total() == 0
+        assert memory.used_bytes.total() == 0
         with pytest.raises(RuntimeError, match="has been taken already"):
-            kept.take()
+            kept.pop()
 
 
 def test_without_memory_a_tensor_stays_where_it_is_until_it_is_taken() -> None:
     x = torch.ones(3)
-    kept, alive = Kept(x), weakref.ref(x)
-    kept.start()
+    kept, alive = SavedTensor(x), weakref.ref(x)
+    kept.prefetch()
     assert kept.read() is x
-    assert kept.take() is x
+    assert kept.pop() is x
     del x
     assert alive() is None
     with pytest.raises(RuntimeError, match="has been taken already"):
@@ -106,15 +106,15 @@ def test_without_memory_a_tensor_stays_where_it_is_until_it_is_taken() -> None:
 
 
 def test_what_is_on_the_host_is_not_held_here_until_it_is_asked_for() -> None:
-    memory = HostMemory(inputs=1)
-    kept = Kept(torch.ones(3), memory)
-    assert kept._here is None
-    kept.start()
-    first = kept._here
-    kept.start()
-    assert kept._here is first, "it starts once"
+    memory = HostActivationPool(max_inputs=1)
+    kept = SavedTensor(torch.ones(3), memory)
+    assert kept._device_tensor is None
+    kept.prefetch()
+    first = kept._device_tensor
+    kept.prefetch()
+    assert kept._device_tensor is first, "it starts once"
     kept.read()
-    assert kept._here is None, "nor after it was read"
+    assert kept._device_tensor is None, "nor after it was read"
 
 
 # ---- budgets
@@ -149,11 +149,11 @@ def test_the_host_holds_inputs_first_and_then_what_attention_gave(
     budget: int | None,
     held: tuple[int, int],
 ) -> None:
-    model, host = hosted(attention=attention, budget=budget, every=every, pieces=Pieces(groups))
+    model, host = hosted(attention=attention, budget=budget, every=every, pieces=Tiling(groups))
     losses = model(BATCH)
-    assert (host.held["inputs"], host.held["attention"]) == held
+    assert (host.used_bytes["inputs"], host.used_bytes["attention"]) == held
     losses.sum().backward()
-    assert host.held.total() == 0
+    assert host.used_bytes.total() == 0
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_the_host_holds_inputs_first_and_then_what_attention_gave(
 )
 def test_attention_runs_again_only_where_it_found_no_room(
     *,
-    policy: activation_checkpoint.Policy,
+    policy: activation_checkpoint.RecomputePolicy,
     attention: bool,
     budget: int | None,
     runs: int,
@@ -185,19 +185,19 @@ def test_room_is_counted_in_pieces() -> None:
     """127 bytes take 128, and 31 take 32."""
     outputs, x = [torch.empty(127, dtype=torch.uint8)], torch.empty(31, dtype=torch.uint8)
     for budget, has_room in ((2 * 128 + 3 * 32, True), (2 * 128 + 3 * 32 - 1, False)):
-        assert HostMemory(inputs=3, budget=budget).has_room(outputs, times=2, x=x) == has_room
-    assert HostMemory(inputs=1, budget=32).keep_input(x)._here is None
-    assert HostMemory(inputs=1, budget=31).keep_input(x)._here is x
+        assert HostActivationPool(max_inputs=3, budget=budget).has_room(outputs, head_groups=2, x=x) == has_room
+    assert HostActivationPool(max_inputs=1, budget=32).save_input(x)._device_tensor is None
+    assert HostActivationPool(max_inputs=1, budget=31).save_input(x)._device_tensor is x
 
 
-class Watched(HostMemory):
+class Watched(HostActivationPool):
     """Remembers the most bytes that were held at a time."""
 
     most = 0
 
     def copy_out(self, x: Tensor, kind: Any) -> list[Tensor]:
-        found = super().copy_out(x, kind)
-        self.most = max(self.most, self.held.total())
+        found = super().offload(x, kind)
+        self.most = max(self.most, self.used_bytes.total())
         return found
 
 
@@ -205,19 +205,19 @@ class Watched(HostMemory):
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_no_budget_is_ever_exceeded_and_none_changes_a_bit(every: int, groups: int) -> None:
     """With three batches between their passes, as in a pipeline."""
-    rng, cut = random.Random(0), Pieces(groups)
-    losses, expected = gradients(kept_by(Recompute("full", pieces=cut), DEEP), BATCH)
+    rng, cut = random.Random(0), Tiling(groups)
+    losses, expected = gradients(kept_by(RecomputeConfig("full", tiling=cut), DEEP), BATCH)
     inputs = 3 * -(-DEEP.num_layers // every)
-    everything = Watched(inputs=inputs)
-    all_at_once(kept_by(Recompute("keep_attention", everything, True, every, cut), DEEP))  # noqa: FBT003
+    everything = Watched(max_inputs=inputs)
+    all_at_once(kept_by(RecomputeConfig("keep_attention", everything, True, every, cut), DEEP))  # noqa: FBT003
     used = set()
     for budget in (0, everything.most, *(rng.randrange(everything.most) for _ in range(12))):
-        host = Watched(inputs=inputs, budget=budget)
-        model = kept_by(Recompute("keep_attention", host, True, every, cut), DEEP)  # noqa: FBT003
+        host = Watched(max_inputs=inputs, budget=budget)
+        model = kept_by(RecomputeConfig("keep_attention", host, True, every, cut), DEEP)  # noqa: FBT003
         all_at_once(model)
         used.add(host.most)
         assert host.most <= budget
-        assert host.held.total() == 0
+        assert host.used_bytes.total() == 0
         found_losses, found = gradients(model, BATCH)
         assert torch.equal(found_losses, losses)
         assert_same_bits(found, expected)
@@ -235,9 +235,9 @@ def test_memory_of_the_host_is_got_once_and_used_again() -> None:
     most = 0
     for _ in range(3):
         losses = model(BATCH)
-        most = max(most, host.held.total())
+        most = max(most, host.used_bytes.total())
         losses.sum().backward()
-    assert host.reserved == most > 0
+    assert host.reserved_bytes == most > 0
 
 
 # ---- the way back
@@ -249,45 +249,57 @@ def began(
     """What happens when: a block's feed-forward (-) and attention go back, and what begins its way; batches by letter."""
     told: list[str] = []
     names: dict[int, str] = {}
-    start, first, back, leave = Kept.start, Pass.feed_backward, Pass.attend_backward, Pass.attend
+    start, first, back, leave = (
+        SavedTensor.prefetch,
+        BlockActivations.feed_forward_backward,
+        BlockActivations.attention_backward,
+        BlockActivations.attention_forward,
+    )
 
-    def named(this: Pass, x_BSE: Tensor) -> Tensor:
+    def named(this: BlockActivations, x_BSE: Tensor) -> Tensor:
         number = next(passes)
         name = f"{'abc'[number // layers]}{number % layers}"
         names[id(this)] = name
         alive.append(this)
         found = leave(this, x_BSE)
-        for kept, kind in ((this._input, "x"), *((kept, "o") for group in this._attended for kept in group[:1])):
+        for kept, kind in (
+            (this._saved_input, "x"),
+            *((kept, "o") for group in this._saved_attention for kept in group[:1]),
+        ):
             if kept is not None:
                 names[id(kept)] = name + kind
                 alive.append(kept)
         return found
 
-    def starts(this: Kept) -> None:
-        if this._here is None and id(this) in names:
+    def starts(this: SavedTensor) -> None:
+        if this._device_tensor is None and id(this) in names:
             told.append(names[id(this)])
         start(this)
 
-    def begins(this: Pass, grad_BSE: Tensor) -> Any:
+    def begins(this: BlockActivations, grad_BSE: Tensor) -> Any:
         told.append(f"{names[id(this)]}-")
         return first(this, grad_BSE)
 
-    def goes(this: Pass, *given: Any, **options: Any) -> Any:
+    def goes(this: BlockActivations, *given: Any, **options: Any) -> Any:
         told.append(names[id(this)])
         return back(this, *given, **options)
 
     alive: list[Any] = []
     passes = count()
     layers = config.num_layers
-    for name, function in (("attend", named), ("feed_backward", begins), ("attend_backward", goes)):
-        monkeypatch.setattr(Pass, name, function)
-    monkeypatch.setattr(Kept, "start", starts)
-    host = HostMemory(inputs=9)
-    model = kept_by(Recompute("keep_attention", host, True, every, **options), config)  # noqa: FBT003
+    for name, function in (
+        ("attention_forward", named),
+        ("feed_forward_backward", begins),
+        ("attention_backward", goes),
+    ):
+        monkeypatch.setattr(BlockActivations, name, function)
+    monkeypatch.setattr(SavedTensor, "prefetch", starts)
+    host = HostActivationPool(max_inputs=9)
+    model = kept_by(RecomputeConfig("keep_attention", host, True, every, **options), config)  # noqa: FBT003
     losses = [model(batch) for batch in BATCHES[: len(order)]]
     for index in order:
         losses[index].sum().backward()
-    assert host.held.total() == 0
+    assert host.used_bytes.total() == 0
     return told
 
 
@@ -305,7 +317,7 @@ def test_where_an_input_is_made_again_that_of_the_block_before_comes_back(monkey
 
 
 def test_groups_wait_for_their_turn_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = began(1, (0,), monkeypatch, pieces=Pieces(2))
+    found = began(1, (0,), monkeypatch, pieces=Tiling(2))
     behind = ["a1x", "a1-", "a1o", "a1o", "a1", "a0x", "a0-", "a0o", "a0o", "a0"]
     assert found == ["a2-", "a2x", "a2o", "a2o", "a2", *behind]
 
@@ -327,6 +339,6 @@ def test_gradients_are_the_same_with_little_of_it_and_tiles() -> None:
     """As a run has it where the host is small: half of the blocks find room for what attention gave."""
     batch = packed([24], [20, 4], seed=3)
     expected = gradients(small_model(), batch)[1]
-    model, _ = hosted(budget=INPUT + output(2), every=2, pieces=Pieces(2, 2000))
+    model, _ = hosted(budget=INPUT + output(2), every=2, pieces=Tiling(2, 2000))
     for name, grad in gradients(model, batch)[1].items():
         torch.testing.assert_close(grad, expected[name], rtol=0, atol=1e-12)

@@ -31,14 +31,14 @@ def everything(dtype: torch.dtype) -> dict[str, Any]:
     some, parts = held(rank, 2, 5).to(dtype), held(rank, RANKS, 2, 5).to(dtype)
     before = some.clone(), parts.clone()
     # Two on their way at once, as in a backward pass.
-    first, second = collectives.rotate(some, group), collectives.rotate(-some, group)
+    first, second = collectives.ring_shift(some, group), collectives.ring_shift(-some, group)
     found: dict[str, Any] = {
         "rotate": (first.wait(), second.wait()),
-        "rotate_all_to_all": collectives.rotate_all_to_all(some, group).wait(),
-        "gather": collectives.gather(some, group).wait(),
+        "rotate_all_to_all": collectives.ring_shift_all_to_all(some, group).wait(),
+        "gather": collectives.all_gather_async(some, group).wait(),
         "reduce_scatter": collectives.reduce_scatter(parts, group),
-        "exchange": collectives.exchange(parts, group).wait(),
-        "gather_over": collectives.gather_over({"rank": rank}, group),
+        "exchange": collectives.all_to_all_async(parts, group).wait(),
+        "gather_over": collectives.all_gather_object({"rank": rank}, group),
     }
     assert torch.equal(some, before[0])
     assert torch.equal(parts, before[1])
@@ -47,10 +47,10 @@ def everything(dtype: torch.dtype) -> dict[str, Any]:
         assert x.dtype == dtype
     largest = torch.tensor([float(rank), -float(rank)], dtype=dtype)
     summed = torch.tensor([1.0, float(rank)], dtype=dtype)
-    assert collectives.largest_over(group, largest) is largest
-    assert collectives.sum_over(group, summed) is summed
+    assert collectives.all_reduce_max(group, largest) is largest
+    assert collectives.all_reduce(group, summed) is summed
     found |= {"largest_over": largest, "sum_over": summed}
-    found["max_over"] = collectives.max_over(group, [float(rank), -float(rank)])
+    found["max_over"] = collectives.max_over_ranks(group, [float(rank), -float(rank)])
     return found
 
 
@@ -79,11 +79,11 @@ def of_one_rank() -> list[str]:
     group = init_device_mesh("cpu", (RANKS, 1)).get_group(1)
     x = torch.ones(4)
     said = []
-    for rotate in (collectives.rotate, collectives.rotate_all_to_all):
+    for rotate in (collectives.ring_shift, collectives.ring_shift_all_to_all):
         with pytest.raises(ValueError, match="neighbour") as raised:
             rotate(x, group)
         said.append(str(raised.value))
-    assert torch.equal(collectives.gather(x, group).wait(), x[None])
+    assert torch.equal(collectives.all_gather_async(x, group).wait(), x[None])
     assert torch.equal(collectives.reduce_scatter(x[None], group), x)
     return said
 
@@ -97,10 +97,10 @@ def by_name() -> tuple[list[list[int]], str]:
     """The ranks of the groups that names give, which must be the same objects; and what an unknown name says."""
     mesh = init_device_mesh("cpu", (1, RANKS))
     groups = [mesh.get_group(axis) for axis in (0, 1)]
-    assert [collectives.named(group.group_name) for group in groups] == groups
+    assert [collectives.resolve_process_group(group.group_name) for group in groups] == groups
     assert len({group.group_name for group in groups}) == 2
     with pytest.raises((LookupError, RuntimeError, ValueError)) as raised:
-        collectives.named("nobody")
+        collectives.resolve_process_group("nobody")
     return [distributed.get_process_group_ranks(group) for group in groups], str(raised.value)
 
 
@@ -116,7 +116,7 @@ def renamed() -> list[str]:
     group = init_device_mesh("cpu", (RANKS,)).get_group()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        collectives.gather(torch.ones(2), group).wait()
+        collectives.all_gather_async(torch.ones(2), group).wait()
         collectives.reduce_scatter(torch.ones(RANKS, 2), group)
     return [str(warning.message) for warning in caught]
 

@@ -19,8 +19,8 @@ from models.batch import Batch
 from models.config import ModelConfig
 from models.transformer import Transformer
 from parallelisms import activation_checkpoint, fsdp
-from parallelisms.activation_checkpoint import Recompute
-from parallelisms.collectives import sum_over, whole
+from parallelisms.activation_checkpoint import RecomputeConfig
+from parallelisms.collectives import all_reduce, full_tensor
 from parallelisms.init_weights import initialize
 from parallelisms.mesh import Mesh
 from parallelisms.parallelize import parallelize
@@ -60,11 +60,11 @@ def micro_batches(plan: Plan, rank: int, update: int) -> list[Batch]:
 def train(plan: Plan) -> Course:
     mesh = plan.mesh()
     model = build(plan, mesh)
-    optimizer = Optimizer([model], OPTIMIZER, total=partial(sum_over, None))
+    optimizer = Optimizer([model], OPTIMIZER, all_reduce=partial(all_reduce, None))
     course = Course()
     for update in range(UPDATES):
-        batches = micro_batches(plan, mesh.data_rank, update)
-        targets = sum_over(mesh.tokens, sum((batch.num_targets() for batch in batches), torch.tensor(0)))
+        batches = micro_batches(plan, mesh.dp_rank, update)
+        targets = all_reduce(mesh.dp_cp_group, sum((batch.num_targets() for batch in batches), torch.tensor(0)))
         loss = torch.zeros((), dtype=torch.float64)
         for batch in batches:
             part = model(batch).sum() / targets
@@ -72,15 +72,15 @@ def train(plan: Plan) -> Course:
             loss += part.detach()
         if update == 0:
             course.gradients = {
-                name: whole(parameter.grad).clone()
+                name: full_tensor(parameter.grad).clone()
                 for name, parameter in model.named_parameters()
                 if parameter.grad is not None
             }
         norm, finite = optimizer.step(OPTIMIZER.lr)
-        course.losses.append(float(sum_over(mesh.tokens, loss)))
+        course.losses.append(float(all_reduce(mesh.dp_cp_group, loss)))
         course.norms.append(float(norm))
         course.finite.append(bool(finite))
-    course.weights = {name: whole(parameter.detach()).clone() for name, parameter in model.named_parameters()}
+    course.weights = {name: full_tensor(parameter.detach()).clone() for name, parameter in model.named_parameters()}
     return course
 
 
@@ -95,7 +95,7 @@ GRID = [
     replace(mesh, config=config, policy=policy, reshard=reshard, micro_batch=micro_batch)
     for mesh in MESHES
     for config in (SMALL, TIED)
-    for policy in get_args(activation_checkpoint.Policy)
+    for policy in get_args(activation_checkpoint.RecomputePolicy)
     for reshard in (True, False)
     for micro_batch in (12, 1)
 ]
@@ -116,7 +116,7 @@ def cases() -> list[ParameterSet]:
         # Each mesh has half of the pairs, its neighbour the other half.
         fast = choice in PAIRS and PAIRS.index(choice) % 2 == number * len(MESHES) // len(GRID) % 2
         found.append(pytest.param(plan, id=name_of(plan), marks=() if fast else pytest.mark.slow))
-    for config, policy in itertools.product((SMALL, TIED), get_args(activation_checkpoint.Policy)):
+    for config, policy in itertools.product((SMALL, TIED), get_args(activation_checkpoint.RecomputePolicy)):
         plan = Plan(config, dp_shard=2, policy=policy, compiled=True)
         fast = (config, policy) == (TIED, "full")
         found.append(pytest.param(plan, id=f"{name_of(plan)}-compiled", marks=() if fast else pytest.mark.slow))
@@ -189,7 +189,7 @@ def exchanges(plan: Plan) -> dict[str, int]:
 
 @pytest.mark.parametrize("policy", [pytest.param("full", marks=pytest.mark.slow), "keep_attention"])
 def test_weights_are_gathered_and_their_gradients_reduced_once_for_all_tiles_and_groups(
-    policy: activation_checkpoint.Policy,
+    policy: activation_checkpoint.RecomputePolicy,
 ) -> None:
     plain, tiled = (
         run_ranks(exchanges, 2, Plan(dp_shard=2, policy=policy, groups=groups, tile=tile))[0]
@@ -261,7 +261,9 @@ def half_precision(ranks: int) -> Seen:
 def mixed(plan: Plan, mesh: Mesh, compute: torch.dtype) -> Transformer:
     with torch.device("meta"):
         model = Transformer(plan.config)
-    fsdp.apply(model, mesh.fsdp, param_dtype=compute, reduce_dtype=torch.float32, reshard_after_forward=plan.reshard)
+    fsdp.apply(
+        model, mesh.fsdp_mesh, param_dtype=compute, reduce_dtype=torch.float32, reshard_after_forward=plan.reshard
+    )
     initialize(model, seed=0, device=torch.device("cpu"))
     return model
 
@@ -312,7 +314,7 @@ def units(compute: torch.dtype) -> list[str]:
     parallelize(
         model,
         Plan().mesh(),
-        keep=Recompute(),
+        recompute_config=RecomputeConfig(),
         param_dtype=compute,
         reduce_dtype=torch.float32,
         reshard_after_forward=True,

@@ -12,7 +12,7 @@ from torch import Tensor, distributed
 from models.config import ModelConfig
 from models.transformer import Transformer
 from parallelisms import fsdp
-from parallelisms.collectives import whole
+from parallelisms.collectives import full_tensor
 from parallelisms.init_weights import initialize, normal_rows
 from parallelisms.mesh import Mesh
 from parallelisms.parallel_dims import AXES
@@ -28,10 +28,10 @@ def made(config: ModelConfig, sizes: dict[str, int], seed: int, dtype: torch.dty
     mesh = Mesh("cpu", {axis: sizes.get(axis, 1) for axis in AXES}, rank=distributed.get_rank())
     with torch.device("meta"):
         model = Transformer(config).to(dtype)
-    fsdp.apply(model, mesh.fsdp, param_dtype=dtype, reduce_dtype=dtype, reshard_after_forward=True)
+    fsdp.apply(model, mesh.fsdp_mesh, param_dtype=dtype, reduce_dtype=dtype, reshard_after_forward=True)
     initialize(model, seed=seed, device=torch.device("cpu"))
     assert (model.get_parameter("head.proj.weight") is model.get_parameter("embed.weight")) == config.tie_embeddings
-    return {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
+    return {name: full_tensor(parameter.detach()) for name, parameter in model.named_parameters()}
 
 
 def alone(config: ModelConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -96,13 +96,15 @@ def test_values_are_normal_with_the_deviation_of_their_place_and_norms_are_one()
 @pytest.mark.parametrize(("rows", "width"), [(37, 16), (5003, 16), (10, 1 << 16), (3, 100_000), (1 << 17, 1)])
 def test_any_slice_of_rows_is_that_of_the_whole(rows: int, width: int) -> None:
     shape = torch.Size((rows, width))
-    everything = normal_rows(shape, std=0.5, key="0/name", first=0, last=rows)
+    everything = normal_rows(shape, std=0.5, key="0/name", first_row=0, end_row=rows)
     assert everything.shape == shape
     assert not (everything[1:] == everything[:-1]).all(-1).any()
     generator = torch.Generator().manual_seed(0)
     bounds = torch.randint(rows + 1, (10, 2), generator=generator).sort(1).values.tolist()
     for first, last in [*bounds, (0, 0), (rows, rows), (rows - 1, rows), (0, 1)]:
-        assert torch.equal(normal_rows(shape, std=0.5, key="0/name", first=first, last=last), everything[first:last])
+        assert torch.equal(
+            normal_rows(shape, std=0.5, key="0/name", first_row=first, end_row=last), everything[first:last]
+        )
 
 
 def test_random_numbers_of_the_process_are_left_alone() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import distributed
 from torch.distributed import ProcessGroup
 
-from parallelisms.collectives import sum_over
+from parallelisms.collectives import all_reduce
 from parallelisms.mesh import Mesh
 from parallelisms.parallel_dims import AXES
 from tests.ranks import run_ranks
@@ -34,9 +34,9 @@ class Place:
 
 def place(sizes: dict[str, int]) -> Place:
     mesh = Mesh("cpu", sizes, rank=distributed.get_rank())
-    groups = [distributed.get_process_group_ranks(group) for group in mesh.fsdp.get_all_groups()]
-    tokens = distributed.get_process_group_ranks(mesh.tokens)
-    return Place(mesh.place, mesh.size, (mesh.data_rank, mesh.data_ranks), groups, tokens)
+    groups = [distributed.get_process_group_ranks(group) for group in mesh.fsdp_mesh.get_all_groups()]
+    tokens = distributed.get_process_group_ranks(mesh.dp_cp_group)
+    return Place(mesh.coordinate, mesh.size, (mesh.dp_rank, mesh.dp_degree), groups, tokens)
 
 
 def test_eight_ranks_stand_as_the_picture_shows() -> None:
@@ -79,15 +79,15 @@ TOKENS = "dp_replicate dp_shard cp"
 
 def groups_of(mesh: Mesh) -> dict[str, ProcessGroup]:
     """Every group that has a use, by the axes along which its ranks lie."""
-    replicas = {"dp_replicate": mesh.fsdp.get_group("dp_replicate")} if mesh.degrees["dp_replicate"] > 1 else {}
-    sharing = {"cp": mesh.context.get_group("cp")} if mesh.degrees["cp"] > 1 else {}
+    replicas = {"dp_replicate": mesh.fsdp_mesh.get_group("dp_replicate")} if mesh.degrees["dp_replicate"] > 1 else {}
+    sharing = {"cp": mesh.cp_mesh.get_group("cp")} if mesh.degrees["cp"] > 1 else {}
     return {
-        "pp": mesh.pp,
+        "pp": mesh.pp_group,
         **replicas,
-        "dp_shard cp": mesh.fsdp.get_group("fsdp"),
-        "tp": mesh.tp.get_group(),
-        TOKENS: mesh.tokens,
-        f"pp {TOKENS}": mesh.numbers,
+        "dp_shard cp": mesh.fsdp_mesh.get_group("fsdp"),
+        "tp": mesh.tp_mesh.get_group(),
+        TOKENS: mesh.dp_cp_group,
+        f"pp {TOKENS}": mesh.loss_group,
         **sharing,
     }
 
@@ -155,12 +155,12 @@ def patience(late: float) -> list[str]:
     """What rank 0 is told by one group as it was made, and by all of them once there is less time than at the start."""
     rank = distributed.get_rank()
     mesh = Mesh("cpu", degrees(pp=2, cp=2), rank=rank, timeout=timedelta(seconds=late))
-    first = [alone(mesh.context.get_group())] if rank == 0 else []
+    first = [alone(mesh.cp_mesh.get_group())] if rank == 0 else []
     mesh = Mesh("cpu", degrees(pp=2, cp=2), rank=rank, timeout=timedelta(seconds=60))
     time.sleep(late * (rank == 1))
     mesh.set_timeout(timedelta(seconds=late * 2 / 3))
     # Nobody has lost patience with the one that was late.
-    assert int(sum_over(mesh.numbers, torch.tensor(1))) == 4
+    assert int(all_reduce(mesh.loss_group, torch.tensor(1))) == 4
     mesh.set_timeout(timedelta(seconds=0.5))
     groups = [group for group in groups_of(mesh).values() if group.size() > 1]
     return [*first, *(alone(group) for group in (*groups, None))] if rank == 0 else []
@@ -189,13 +189,13 @@ class Sharing:
 def sharing(cases: list[tuple[dict[str, int], int | None]]) -> list[Sharing]:
     found = []
     for sizes, ulysses in cases:
-        mesh = Mesh("cpu", sizes, rank=distributed.get_rank(), ulysses=ulysses, timeout=timedelta(seconds=30))
-        ours = mesh.context.get_all_groups()
-        others = {group.group_name for group in [*mesh.fsdp.get_all_groups(), mesh.tokens]}
+        mesh = Mesh("cpu", sizes, rank=distributed.get_rank(), ulysses_degree=ulysses, timeout=timedelta(seconds=30))
+        ours = mesh.cp_mesh.get_all_groups()
+        others = {group.group_name for group in [*mesh.fsdp_mesh.get_all_groups(), mesh.dp_cp_group]}
         found.append(
             Sharing(
                 [distributed.get_process_group_ranks(group) for group in ours],
-                [mesh.context.get_local_rank(axis) for axis in range(mesh.context.ndim)],
+                [mesh.cp_mesh.get_local_rank(axis) for axis in range(mesh.cp_mesh.ndim)],
                 not others & {group.group_name for group in ours},
             )
         )
@@ -235,7 +235,7 @@ def test_neighbours_exchange_heads_and_keys_rotate_among_ranks_further_apart() -
 def nobody_shares() -> str:
     mesh = Mesh("cpu", degrees(dp_shard=2), rank=distributed.get_rank())
     with pytest.raises(ValueError, match="no ranks share rows") as raised:
-        _ = mesh.context
+        _ = mesh.cp_mesh
     return str(raised.value)
 
 

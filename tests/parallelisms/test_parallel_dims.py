@@ -7,12 +7,20 @@ from typing import get_args
 
 import pytest
 
-from parallelisms.parallel_dims import LAYOUTS, ROTATIONS, ContextPlan, Layout, Method, Rotation, repeats
+from parallelisms.parallel_dims import (
+    LAYOUTS_BY_ROTATE_METHOD,
+    ROTATE_METHODS,
+    ContextPlan,
+    CPMethod,
+    RotateMethod,
+    ShardLayout,
+    kv_head_repeats,
+)
 
-KINDS: tuple[Layout, ...] = get_args(Layout)
+KINDS: tuple[ShardLayout, ...] = get_args(ShardLayout)
 K = 1024
-PACKED = ContextPlan(cp=8, heads=32, kv_heads=8, row_tokens=128 * K)
-LONG = replace(PACKED, packed=False)
+PACKED = ContextPlan(cp=8, heads=32, kv_heads=8, seq_len=128 * K)
+LONG = replace(PACKED, packs_documents=False)
 
 
 # ---- auto
@@ -39,35 +47,35 @@ LONG = replace(PACKED, packed=False)
         # What is said of the layout narrows the choice.
         (replace(PACKED, layout="balanced"), "allgather", "packed documents balance best when gathered"),
         (
-            replace(LONG, cp=2, row_tokens=K * K, layout="balanced"),
+            replace(LONG, cp=2, seq_len=K * K, layout="balanced"),
             "allgather",
             "one document per row; gathering would hold 24.0 GiB per layer",
         ),
         (
-            replace(LONG, cp=2, row_tokens=K * K),
+            replace(LONG, cp=2, seq_len=K * K),
             "ring",
             "one document per row; gathering would hold 24.0 GiB per layer, more than 4",
         ),
         (
-            replace(LONG, cp=5, row_tokens=K * K),
+            replace(LONG, cp=5, seq_len=K * K),
             "ring",
             "32 heads do not divide among 5 ranks; one document per row; gathering would hold 24.0 GiB per layer, "
             "more than 4",
         ),
         (replace(PACKED, cp=16), "hybrid", "cp 16 spans nodes of 8 ranks, 8 of which divide the heads"),
         (replace(LONG, cp=16), "hybrid", "cp 16 spans nodes of 8 ranks, 8 of which divide the heads"),
-        (replace(PACKED, cp=8, node=4), "hybrid", "cp 8 spans nodes of 4 ranks, 4 of which divide the heads"),
+        (replace(PACKED, cp=8, ranks_per_node=4), "hybrid", "cp 8 spans nodes of 4 ranks, 4 of which divide the heads"),
         # No two ranks of a node can exchange heads, and heads never cross nodes.
         (replace(PACKED, cp=11, heads=11, kv_heads=11), "allgather", "packed documents balance best when gathered"),
         (
-            replace(LONG, cp=16, node=1, heads=4, kv_heads=1, row_tokens=K * K),
+            replace(LONG, cp=16, ranks_per_node=1, heads=4, kv_heads=1, seq_len=K * K),
             "allgather",
             "4 heads do not divide among 16 ranks; one document per row; gathering would hold 3.0 GiB per layer",
         ),
     ],
 )
-def test_auto_chooses_by_documents_heads_nodes_and_memory(plan: ContextPlan, method: Method, reason: str) -> None:
-    assert (plan.chosen, plan.reason) == (method, f"auto: {reason}")
+def test_auto_chooses_by_documents_heads_nodes_and_memory(plan: ContextPlan, method: CPMethod, reason: str) -> None:
+    assert (plan.resolved_method, plan.reason) == (method, f"auto: {reason}")
     assert plan.problems() == []
 
 
@@ -84,10 +92,10 @@ def test_auto_chooses_by_documents_heads_nodes_and_memory(plan: ContextPlan, met
     ],
 )
 def test_a_long_document_exchanges_heads_where_that_is_fewer_bytes(
-    heads: int, kv_heads: int, cp: int, method: Method
+    heads: int, kv_heads: int, cp: int, method: CPMethod
 ) -> None:
-    assert replace(LONG, heads=heads, kv_heads=kv_heads, cp=cp, row_tokens=32 * K).chosen == method
-    assert replace(PACKED, heads=heads, kv_heads=kv_heads, cp=cp).chosen == "ulysses"
+    assert replace(LONG, heads=heads, kv_heads=kv_heads, cp=cp, seq_len=32 * K).resolved_method == method
+    assert replace(PACKED, heads=heads, kv_heads=kv_heads, cp=cp).resolved_method == "ulysses"
 
 
 @pytest.mark.parametrize(
@@ -101,9 +109,9 @@ def test_a_long_document_exchanges_heads_where_that_is_fewer_bytes(
     ],
 )
 def test_keys_and_values_are_gathered_while_they_fit(
-    row_tokens: int, head_dim: int, kv_heads: int, method: Method
+    row_tokens: int, head_dim: int, kv_heads: int, method: CPMethod
 ) -> None:
-    assert replace(LONG, cp=2, row_tokens=row_tokens, head_dim=head_dim, kv_heads=kv_heads).chosen == method
+    assert replace(LONG, cp=2, seq_len=row_tokens, head_dim=head_dim, kv_heads=kv_heads).resolved_method == method
 
 
 # ---- what follows from a method
@@ -119,31 +127,31 @@ def test_keys_and_values_are_gathered_while_they_fit(
     ],
 )
 def test_a_method_decides_who_rotates_and_who_exchanges(
-    method: Method, ring: int, ulysses: int, rotation: Rotation | None, kind: Layout, multiple: int
+    method: CPMethod, ring: int, ulysses: int, rotation: RotateMethod | None, kind: ShardLayout, multiple: int
 ) -> None:
     for plan in (replace(PACKED, method=method), replace(LONG, method=method)):
-        assert (plan.chosen, plan.reason) == (method, "as configured")
-        assert (plan.ring, plan.ulysses, plan.rotation) == (ring, ulysses, rotation)
-        assert (plan.kind, plan.multiple) == (kind, multiple)
+        assert (plan.resolved_method, plan.reason) == (method, "as configured")
+        assert (plan.ring_degree, plan.ulysses_degree, plan.rotate_method) == (ring, ulysses, rotation)
+        assert (plan.resolved_layout, plan.seq_len_divisor) == (kind, multiple)
         assert plan.problems() == []
 
 
 def test_a_hybrid_exchanges_heads_inside_a_node_and_rotates_across() -> None:
     hybrid = replace(PACKED, cp=16, method="hybrid")
-    assert (hybrid.ulysses, hybrid.ring, hybrid.multiple) == (8, 2, 32)
-    assert (hybrid.rotation, hybrid.kind) == ("allgather", "balanced")
-    long = replace(hybrid, packed=False)
-    assert (long.rotation, long.kind) == ("ring", "doc_headtail")
-    assert (replace(hybrid, cp_ulysses=2).ulysses, replace(hybrid, cp_ulysses=2).ring) == (2, 8)
-    outer = replace(hybrid, outer="alltoall")
-    assert (outer.rotation, outer.kind) == ("alltoall", "doc_headtail")
-    assert replace(hybrid, layout="contiguous").multiple == 16
+    assert (hybrid.ulysses_degree, hybrid.ring_degree, hybrid.seq_len_divisor) == (8, 2, 32)
+    assert (hybrid.rotate_method, hybrid.resolved_layout) == ("allgather", "balanced")
+    long = replace(hybrid, packs_documents=False)
+    assert (long.rotate_method, long.resolved_layout) == ("ring", "doc_headtail")
+    assert (replace(hybrid, cp_ulysses=2).ulysses_degree, replace(hybrid, cp_ulysses=2).ring_degree) == (2, 8)
+    outer = replace(hybrid, outer_method="alltoall")
+    assert (outer.rotate_method, outer.resolved_layout) == ("alltoall", "doc_headtail")
+    assert replace(hybrid, layout="contiguous").seq_len_divisor == 16
 
 
 def test_one_rank_shares_nothing_so_any_plan_will_do() -> None:
     for plan in (replace(PACKED, cp=1, method="ring", layout="balanced"), replace(PACKED, cp=1, cp_ulysses=4)):
         assert plan.problems() == []
-        assert plan.multiple == 1
+        assert plan.seq_len_divisor == 1
 
 
 @pytest.mark.parametrize(
@@ -153,9 +161,9 @@ def test_one_rank_shares_nothing_so_any_plan_will_do() -> None:
 def test_as_many_ranks_exchange_heads_as_divide_the_ranks_and_the_heads_of_a_node(
     cp: int, heads: int, node: int, inside: int
 ) -> None:
-    plan = replace(PACKED, method="hybrid", cp=cp, heads=heads, kv_heads=1, node=node)
-    assert plan.ulysses == inside
-    assert plan.ring == cp // inside
+    plan = replace(PACKED, method="hybrid", cp=cp, heads=heads, kv_heads=1, ranks_per_node=node)
+    assert plan.ulysses_degree == inside
+    assert plan.ring_degree == cp // inside
     assert plan.problems() == []
 
 
@@ -173,7 +181,7 @@ def test_the_log_says_what_was_chosen_and_why() -> None:
     ("ulysses", "kv_heads", "times"), [(8, 8, 1), (2, 8, 1), (8, 2, 4), (8, 1, 8), (4, 6, 2), (6, 4, 3), (1, 1, 1)]
 )
 def test_key_value_heads_are_repeated_as_seldom_as_they_can_be(ulysses: int, kv_heads: int, times: int) -> None:
-    assert repeats(ulysses, kv_heads) == times
+    assert kv_head_repeats(ulysses, kv_heads) == times
     assert [kv_heads * count % ulysses == 0 for count in range(1, times + 1)] == [*[False] * (times - 1), True]
 
 
@@ -188,19 +196,21 @@ def test_key_value_heads_are_repeated_as_seldom_as_they_can_be(ulysses: int, kv_
         ("alltoall", ("doc_headtail", "headtail", "contiguous")),
     ],
 )
-def test_a_rotation_takes_its_layouts_alone_and_across_nodes(rotation: Rotation, allowed: tuple[Layout, ...]) -> None:
+def test_a_rotation_takes_its_layouts_alone_and_across_nodes(
+    rotation: RotateMethod, allowed: tuple[ShardLayout, ...]
+) -> None:
     names = ", ".join(f'"{name}"' for name in allowed)
     for kind in KINDS:
         plan = replace(PACKED, method=rotation, layout=kind)
-        hybrid = replace(PACKED, cp=16, method="hybrid", outer=rotation, layout=kind)
-        assert plan.kind == hybrid.kind == kind
+        hybrid = replace(PACKED, cp=16, method="hybrid", outer_method=rotation, layout=kind)
+        assert plan.resolved_layout == hybrid.resolved_layout == kind
         for method, found in ((rotation, plan.problems()), ("hybrid", hybrid.problems())):
             message = f'cp_layout "{kind}" does not fit cp_method "{method}"; it takes {names}'
             assert found == ([] if kind in allowed else [message])
 
 
 def test_every_rotation_has_layouts() -> None:
-    assert tuple(LAYOUTS) == ROTATIONS
+    assert tuple(LAYOUTS_BY_ROTATE_METHOD) == ROTATE_METHODS
 
 
 # ---- problems
@@ -226,8 +236,8 @@ def test_every_rotation_has_layouts() -> None:
             'cp_ulysses = 1 has no use with cp_method "ring"; use "hybrid"',
         ),
         (
-            replace(PACKED, method="allgather", outer="ring"),
-            'cp_outer = "ring" has no use with cp_method "allgather"; use "hybrid"',
+            replace(PACKED, method="allgather", outer_method="ring"),
+            'cp_outer_method = "ring" has no use with cp_method "allgather"; use "hybrid"',
         ),
         (
             replace(PACKED, method="hybrid", cp=12, cp_ulysses=8),
@@ -261,21 +271,21 @@ def test_a_broken_rule_is_said_with_its_numbers(plan: ContextPlan, message: str)
 
 def test_all_broken_rules_are_said_at_once() -> None:
     plan = replace(
-        PACKED, method="ulysses", cp=8, heads=12, kv_heads=5, cp_ulysses=2, outer="ring", layout="doc_headtail"
+        PACKED, method="ulysses", cp=8, heads=12, kv_heads=5, cp_ulysses=2, outer_method="ring", layout="doc_headtail"
     )
     assert plan.problems() == [
         "12 query heads must be a multiple of 5 key/value heads",
         'cp_ulysses = 2 has no use with cp_method "ulysses"; use "hybrid"',
-        'cp_outer = "ring" has no use with cp_method "ulysses"; use "hybrid"',
+        'cp_outer_method = "ring" has no use with cp_method "ulysses"; use "hybrid"',
         'cp_method "ulysses" gives heads to 8 ranks, which must divide the 12 query heads of a rank',
         'cp_layout "doc_headtail" does not fit cp_method "ulysses"; it takes "contiguous"',
     ]
 
 
 def test_one_rank_is_a_plan_without_problems() -> None:
-    methods: tuple[Method, ...] = get_args(Method)
+    methods: tuple[CPMethod, ...] = get_args(CPMethod)
     for method in methods:
         plan = replace(LONG, cp=1, method=method)
         assert plan.problems() == []
-        assert (plan.ring, plan.ulysses) == (1, 1)
+        assert (plan.ring_degree, plan.ulysses_degree) == (1, 1)
     assert replace(LONG, cp=1).problems() == []

@@ -17,10 +17,10 @@ from models.batch import Batch
 from models.config import ModelConfig
 from models.transformer import Transformer
 from parallelisms import activation_checkpoint
-from parallelisms.activation_checkpoint import Recompute
-from parallelisms.activation_offload import HostMemory
-from parallelisms.block_recompute import Bodies, Pieces, compiled_bodies
-from parallelisms.collectives import whole
+from parallelisms.activation_checkpoint import RecomputeConfig
+from parallelisms.activation_offload import HostActivationPool
+from parallelisms.block_recompute import TileOps, Tiling, compile_tile_ops
+from parallelisms.collectives import full_tensor
 from parallelisms.context import ContextParallel
 from parallelisms.mesh import Mesh
 from parallelisms.parallel_dims import AXES
@@ -45,7 +45,7 @@ class Case:
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
-    policy: activation_checkpoint.Policy = "none"
+    policy: activation_checkpoint.RecomputePolicy = "none"
     compiled: bool = False
     tiled: bool = False
     every: int = 1
@@ -104,21 +104,23 @@ def alone(config: ModelConfig, count: int) -> list[Course]:
     return courses
 
 
-def build(case: Case, mesh: Mesh, stage: int, core: ContextParallel | None, host: HostMemory | None) -> Transformer:
-    part, double = Transformer(case.config, part=case.plan.part(stage)).double(), torch.float64
+def build(
+    case: Case, mesh: Mesh, stage: int, core: ContextParallel | None, host: HostActivationPool | None
+) -> Transformer:
+    part, double = Transformer(case.config, stage=case.plan.stage_module(stage)).double(), torch.float64
     weights = small_model(case.config).state_dict()
     part.load_state_dict({name: weights[name] for name in part.state_dict()})
     if case.compiled:
         warnings.simplefilter("ignore")
-    bodies = compiled_bodies(backend="aot_eager") if case.compiled else Bodies()
-    keep = Recompute(
-        case.policy, host, host is not None, case.every, Pieces(case.groups, 2000 if case.tiled else None, bodies)
+    bodies = compile_tile_ops(backend="aot_eager") if case.compiled else TileOps()
+    keep = RecomputeConfig(
+        case.policy, host, host is not None, case.every, Tiling(case.groups, 2000 if case.tiled else None, bodies)
     )
     parallelize(
         part,
         mesh,
         core=core,
-        keep=keep if case.policy != "none" else Recompute(),
+        recompute_config=keep if case.policy != "none" else RecomputeConfig(),
         param_dtype=double,
         reduce_dtype=double,
         reshard_after_forward=False,
@@ -134,24 +136,24 @@ class Stages:
         self.context = None
         if case.cp > 1:
             self.context = ContextParallel(
-                mesh.context,
+                mesh.cp_mesh,
                 method="ring",
                 heads=model.num_heads,
                 kv_heads=model.num_kv_heads,
                 head_dim=model.head_dim,
             )
-        self.host = HostMemory(inputs=100) if case.on_host else None
+        self.host = HostActivationPool(max_inputs=100) if case.on_host else None
         self.parts = {
-            stage: build(case, mesh, stage, self.context, self.host) for stage in plan.stages_of(mesh.place["pp"])
+            stage: build(case, mesh, stage, self.context, self.host) for stage in plan.stages_of(mesh.coordinate["pp"])
         }
         self.runs: Counter[int] = Counter()
         for stage, part in self.parts.items():
             part.register_forward_hook(lambda *_, stage=stage: self.runs.update([stage]))
         shape = (2, 20 // case.cp // case.tp, model.dim)
         self.pipeline = Pipeline(
-            self.parts, plan, mesh.pp, device=torch.device("cpu"), shape=shape, dtype=torch.float64
+            self.parts, plan, mesh.pp_group, device=torch.device("cpu"), shape=shape, dtype=torch.float64
         )
-        self.count, self.mine = plan.micro_batches * case.data_ranks, slice(mesh.data_rank, None, case.data_ranks)
+        self.count, self.mine = plan.num_micro_batches * case.data_ranks, slice(mesh.dp_rank, None, case.data_ranks)
 
     def update(self, number: int) -> Course:
         batches, course = micro_batches(self.count, number), Course()
@@ -171,9 +173,9 @@ class Stages:
         self.runs.clear()
         self.pipeline.run(batches[self.mine], targets, record)
         course.runs = set(self.runs.values())
-        assert self.host is None or self.host.held.total() == 0
+        assert self.host is None or self.host.used_bytes.total() == 0
         course.gradients = {
-            name: whole(parameter.grad).clone()
+            name: full_tensor(parameter.grad).clone()
             for part in self.parts.values()
             for name, parameter in part.named_parameters()
             if parameter.grad is not None
@@ -191,13 +193,13 @@ def require_equal(case: Case) -> None:
     """Runs the case, and compares all of it with one process."""
     found = run_ranks(updates, case.ranks, case)
     per_stage_rank = case.ranks // case.plan.pp
-    for update, expected in enumerate(alone(case.config, case.plan.micro_batches * case.data_ranks)):
+    for update, expected in enumerate(alone(case.config, case.plan.num_micro_batches * case.data_ranks)):
         losses: dict[int, Tensor] = {}
         # Each of the ranks that share a stage has the whole gradient.
         gradients: list[dict[str, Tensor]] = [{} for _ in range(per_stage_rank)]
         for rank, courses in enumerate(found):
             course = courses[update]
-            assert course.runs == {case.plan.micro_batches}
+            assert course.runs == {case.plan.num_micro_batches}
             assert bool(course.losses) == (rank // per_stage_rank == case.plan.last_rank)
             assert not gradients[rank % per_stage_rank].keys() & course.gradients.keys()
             losses |= course.losses
@@ -212,23 +214,28 @@ def require_equal(case: Case) -> None:
 # ---- schedules
 
 PLANS = [
-    PipelinePlan(pp=2, schedule="1F1B", num_layers=3, micro_batches=4),
-    PipelinePlan(pp=2, schedule="GPipe", num_layers=3, micro_batches=4),
-    PipelinePlan(pp=2, schedule="Interleaved1F1B", num_layers=5, micro_batches=6),
-    PipelinePlan(pp=2, schedule="InterleavedZeroBubble", num_layers=5, micro_batches=6),
-    PipelinePlan(pp=2, schedule="ZBVZeroBubble", num_layers=5, micro_batches=5),
-    PipelinePlan(pp=2, schedule="DualPipeV", num_layers=5, micro_batches=5),
-    PipelinePlan(pp=4, schedule="1F1B", num_layers=4, micro_batches=7),
-    PipelinePlan(pp=4, schedule="InterleavedZeroBubble", num_layers=8, micro_batches=8),
-    PipelinePlan(pp=4, schedule="DualPipeV", num_layers=8, micro_batches=8),
+    PipelinePlan(pp=2, schedule="1F1B", num_layers=3, num_micro_batches=4),
+    PipelinePlan(pp=2, schedule="GPipe", num_layers=3, num_micro_batches=4),
+    PipelinePlan(pp=2, schedule="Interleaved1F1B", num_layers=5, num_micro_batches=6),
+    PipelinePlan(pp=2, schedule="InterleavedZeroBubble", num_layers=5, num_micro_batches=6),
+    PipelinePlan(pp=2, schedule="ZBVZeroBubble", num_layers=5, num_micro_batches=5),
+    PipelinePlan(pp=2, schedule="DualPipeV", num_layers=5, num_micro_batches=5),
+    PipelinePlan(pp=4, schedule="1F1B", num_layers=4, num_micro_batches=7),
+    PipelinePlan(pp=4, schedule="InterleavedZeroBubble", num_layers=8, num_micro_batches=8),
+    PipelinePlan(pp=4, schedule="DualPipeV", num_layers=8, num_micro_batches=8),
 ]
 ODD_PLANS = {
-    "only the embedding in the first": PipelinePlan(pp=2, num_layers=2, layers=(0, 2), micro_batches=2),
-    "only the head in the last": PipelinePlan(pp=2, num_layers=2, layers=(2, 0), micro_batches=2),
+    "only the embedding in the first": PipelinePlan(pp=2, num_layers=2, pp_layers=(0, 2), num_micro_batches=2),
+    "only the head in the last": PipelinePlan(pp=2, num_layers=2, pp_layers=(2, 0), num_micro_batches=2),
     "three stages on each": PipelinePlan(
-        pp=2, schedule="Interleaved1F1B", per_rank=3, num_layers=4, layers=(0, 1, 1, 1, 1, 0), micro_batches=3
+        pp=2,
+        schedule="Interleaved1F1B",
+        pp_stages_per_rank=3,
+        num_layers=4,
+        pp_layers=(0, 1, 1, 1, 1, 0),
+        num_micro_batches=3,
     ),
-    "fewer batches than ranks": PipelinePlan(pp=4, schedule="ZBVZeroBubble", num_layers=6, micro_batches=1),
+    "fewer batches than ranks": PipelinePlan(pp=4, schedule="ZBVZeroBubble", num_layers=6, num_micro_batches=1),
 }
 
 
@@ -248,13 +255,13 @@ def test_stages_may_be_cut_at_will(plan: PipelinePlan) -> None:
 
 @pytest.mark.parametrize("policy", ["full", "keep_attention"])
 @pytest.mark.parametrize("plan", [PLANS[0], PLANS[2]], ids=lambda plan: plan.schedule)
-def test_stages_may_recompute(plan: PipelinePlan, policy: activation_checkpoint.Policy) -> None:
+def test_stages_may_recompute(plan: PipelinePlan, policy: activation_checkpoint.RecomputePolicy) -> None:
     require_equal(Case(replace(plan, recompute=policy), policy=policy))
 
 
 @pytest.mark.parametrize("plan", [PLANS[0], PLANS[2]], ids=lambda plan: plan.schedule)
 def test_stages_may_keep_one_input_of_two_on_the_host_and_work_in_pieces(plan: PipelinePlan) -> None:
-    policy: activation_checkpoint.Policy = "keep_attention"
+    policy: activation_checkpoint.RecomputePolicy = "keep_attention"
     require_equal(Case(replace(plan, recompute=policy), policy=policy, every=2, groups=2, tiled=True, on_host=True))
 
 
@@ -317,14 +324,14 @@ def test_ranks_of_a_stage_may_share_rows_and_matrices(plan: PipelinePlan, cp: in
 
 
 def refusals() -> list[str]:
-    plan = PipelinePlan(pp=2, num_layers=2, micro_batches=2)
+    plan = PipelinePlan(pp=2, num_layers=2, num_micro_batches=2)
     group = distributed.group.WORLD
     assert group is not None
     stage = group.rank()
-    part = Transformer(SMALL, part=plan.part(stage)).double()
+    part = Transformer(SMALL, stage=plan.stage_module(stage)).double()
     found = []
     for parts, asked, count in (
-        ({stage: part}, replace(plan, tied=True, micro_batches=1), 1),
+        ({stage: part}, replace(plan, tie_embeddings=True, num_micro_batches=1), 1),
         ({1 - stage: part}, plan, 2),
         ({stage: part}, plan, 3),
     ):

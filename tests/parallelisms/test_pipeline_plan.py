@@ -13,11 +13,17 @@ from typing import Any, get_args
 import pytest
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from parallelisms.pipeline_plan import FOLDED, IN_TURN, SINGLE, PipelinePlan, Schedule
+from parallelisms.pipeline_plan import (
+    INTERLEAVED_SCHEDULES,
+    SINGLE_STAGE_SCHEDULES,
+    V_SCHEDULES,
+    PipelinePlan,
+    PipelineSchedule,
+)
 from tests.test_house import ROOT
 
-SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
-PLAN = PipelinePlan(pp=4, num_layers=32, micro_batches=8)
+SCHEDULES: tuple[PipelineSchedule, ...] = get_args(PipelineSchedule)
+PLAN = PipelinePlan(pp=4, num_layers=32, num_micro_batches=8)
 
 
 def test_a_plan_is_made_without_torch() -> None:
@@ -29,9 +35,9 @@ def test_a_plan_is_made_without_torch() -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_stage_has_one_rank(schedule: Schedule) -> None:
+def test_every_stage_has_one_rank(schedule: PipelineSchedule) -> None:
     plan = replace(PLAN, schedule=schedule)
-    assert plan.stages_per_rank == (1 if schedule in SINGLE else 2)
+    assert plan.stages_per_rank == (1 if schedule in SINGLE_STAGE_SCHEDULES else 2)
     owned = [plan.stages_of(rank) for rank in range(plan.pp)]
     assert {len(stages) for stages in owned} == {plan.stages_per_rank}
     assert sorted(itertools.chain(*owned)) == list(range(plan.num_stages))
@@ -43,39 +49,50 @@ def test_stages_are_taken_in_turn_or_as_the_arms_of_a_v() -> None:
     assert [in_turn.rank_of(stage) for stage in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
     assert [folded.rank_of(stage) for stage in range(8)] == [0, 1, 2, 3, 3, 2, 1, 0]
     assert (PLAN.last_rank, in_turn.last_rank, folded.last_rank) == (3, 3, 0)
-    assert replace(in_turn, per_rank=3).stages_of(1) == (1, 5, 9)
+    assert replace(in_turn, pp_stages_per_rank=3).stages_of(1) == (1, 5, 9)
 
 
 def test_one_rank_has_one_stage_whatever_the_rest_says() -> None:
     for schedule in SCHEDULES:
-        plan = replace(PLAN, pp=1, schedule=schedule, per_rank=2, layers=(3, 5), tied=True, compiled=True)
-        assert (plan.num_stages, plan.stages_of(0), plan.last_rank, plan.bubble) == (1, (0,), 0, 0)
-        assert plan.blocks == (32,)
+        plan = replace(
+            PLAN, pp=1, schedule=schedule, pp_stages_per_rank=2, pp_layers=(3, 5), tie_embeddings=True, compiled=True
+        )
+        assert (plan.num_stages, plan.stages_of(0), plan.last_rank, plan.bubble_fraction) == (1, (0,), 0, 0)
+        assert plan.blocks_per_stage == (32,)
         assert plan.problems() == []
-        part = plan.part(0)
-        assert (part.layers, part.embed, part.head) == (range(32), True, True)
+        part = plan.stage_module(0)
+        assert (part.layers, part.has_embedding, part.has_head) == (range(32), True, True)
 
 
 # ---- who has which blocks
 
 
 def test_ends_count_as_the_blocks_they_cost() -> None:
-    assert PLAN.blocks == (8, 8, 8, 8)
-    assert replace(PLAN, embed_cost=2.0, head_cost=2.0).blocks == (7, 9, 9, 7)
-    assert replace(PLAN, num_layers=126, embed_cost=1, head_cost=1).blocks == (31, 32, 32, 31)
-    assert replace(PLAN, num_layers=2, head_cost=5.0).blocks == (0, 1, 1, 0)
-    assert replace(PLAN, num_layers=6, head_cost=5.0).blocks == (2, 2, 2, 0)
+    assert PLAN.blocks_per_stage == (8, 8, 8, 8)
+    assert replace(PLAN, embed_cost=2.0, head_cost=2.0).blocks_per_stage == (7, 9, 9, 7)
+    assert replace(PLAN, num_layers=126, embed_cost=1, head_cost=1).blocks_per_stage == (31, 32, 32, 31)
+    assert replace(PLAN, num_layers=2, head_cost=5.0).blocks_per_stage == (0, 1, 1, 0)
+    assert replace(PLAN, num_layers=6, head_cost=5.0).blocks_per_stage == (2, 2, 2, 0)
     # Both ends are on the first rank of a V.
-    assert replace(PLAN, schedule="DualPipeV", embed_cost=2.0, head_cost=2.0).blocks == (2, 4, 4, 4, 5, 5, 5, 3)
+    assert replace(PLAN, schedule="DualPipeV", embed_cost=2.0, head_cost=2.0).blocks_per_stage == (
+        2,
+        4,
+        4,
+        4,
+        5,
+        5,
+        5,
+        3,
+    )
 
 
 def test_the_later_stage_gets_what_does_not_divide() -> None:
-    assert replace(PLAN, num_layers=33).blocks == (8, 8, 8, 9)
-    assert replace(PLAN, num_layers=34, schedule="Interleaved1F1B").blocks == (4, 4, 4, 4, 4, 4, 5, 5)
+    assert replace(PLAN, num_layers=33).blocks_per_stage == (8, 8, 8, 9)
+    assert replace(PLAN, num_layers=34, schedule="Interleaved1F1B").blocks_per_stage == (4, 4, 4, 4, 4, 4, 5, 5)
 
 
 def test_stated_blocks_are_taken_as_they_are() -> None:
-    assert replace(PLAN, layers=(0, 12, 12, 8), head_cost=3.0).blocks == (0, 12, 12, 8)
+    assert replace(PLAN, pp_layers=(0, 12, 12, 8), head_cost=3.0).blocks_per_stage == (0, 12, 12, 8)
 
 
 def loads(plan: PipelinePlan, blocks: tuple[int, ...]) -> tuple[float, float]:
@@ -94,19 +111,21 @@ def all_cuts(plan: PipelinePlan) -> Iterator[tuple[int, ...]]:
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
 @pytest.mark.parametrize("ends", [(0.0, 0.0), (0.5, 2.5), (3.0, 0.0), (1.3, 1.3)])
-def test_no_cut_has_a_busier_rank_or_then_a_larger_stage(schedule: Schedule, ends: tuple[float, float]) -> None:
+def test_no_cut_has_a_busier_rank_or_then_a_larger_stage(schedule: PipelineSchedule, ends: tuple[float, float]) -> None:
     embed, head = ends
     for pp, layers in ((2, 4), (2, 7), (4 if schedule == "1F1B" else 2, 6)):
         plan = replace(PLAN, pp=pp, schedule=schedule, num_layers=layers, embed_cost=embed, head_cost=head)
-        assert sum(plan.blocks) == layers
-        assert loads(plan, plan.blocks) == pytest.approx(min(loads(plan, blocks) for blocks in all_cuts(plan)))
+        assert sum(plan.blocks_per_stage) == layers
+        assert loads(plan, plan.blocks_per_stage) == pytest.approx(
+            min(loads(plan, blocks) for blocks in all_cuts(plan))
+        )
 
 
 def test_parts_are_the_model_in_order() -> None:
-    parts = [replace(PLAN, layers=(7, 9, 0, 16)).part(stage) for stage in range(4)]
+    parts = [replace(PLAN, pp_layers=(7, 9, 0, 16)).stage_module(stage) for stage in range(4)]
     assert [part.layers for part in parts] == [range(7), range(7, 16), range(16, 16), range(16, 32)]
-    assert [part.embed for part in parts] == [True, False, False, False]
-    assert [part.head for part in parts] == [False, False, False, True]
+    assert [part.has_embedding for part in parts] == [True, False, False, False]
+    assert [part.has_head for part in parts] == [False, False, False, True]
 
 
 # ---- what is refused
@@ -186,9 +205,9 @@ def test_all_broken_rules_are_named_at_once() -> None:
         pp=2,
         schedule="DualPipeV",
         num_layers=9,
-        layers=(1, 0, 2),
-        micro_batches=3,
-        tied=True,
+        pp_layers=(1, 0, 2),
+        num_micro_batches=3,
+        tie_embeddings=True,
         compiled=True,
         recompute="keep_attention",
     )
@@ -196,15 +215,17 @@ def test_all_broken_rules_are_named_at_once() -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_what_has_no_problem_runs(schedule: Schedule) -> None:
+def test_what_has_no_problem_runs(schedule: PipelineSchedule) -> None:
     assert replace(PLAN, schedule=schedule).problems() == []
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_as_many_micro_batches_are_refused_as_torch_refuses(schedule: Schedule) -> None:
+def test_as_many_micro_batches_are_refused_as_torch_refuses(schedule: PipelineSchedule) -> None:
     for pp, per_rank, count in itertools.product((2, 3, 4), (1, 2, 3), range(1, 14)):
-        plan = PipelinePlan(pp=pp, schedule=schedule, num_layers=12, per_rank=per_rank, micro_batches=count)
-        if (schedule in SINGLE and per_rank != 1) or (schedule in FOLDED and per_rank != 2):
+        plan = PipelinePlan(
+            pp=pp, schedule=schedule, num_layers=12, pp_stages_per_rank=per_rank, num_micro_batches=count
+        )
+        if (schedule in SINGLE_STAGE_SCHEDULES and per_rank != 1) or (schedule in V_SCHEDULES and per_rank != 2):
             continue
         stages = [
             SimpleNamespace(
@@ -213,7 +234,7 @@ def test_as_many_micro_batches_are_refused_as_torch_refuses(schedule: Schedule) 
             for stage in plan.stages_of(0)
         ]
         try:
-            get_schedule_class(schedule)(stages[0] if schedule in SINGLE else stages, count)
+            get_schedule_class(schedule)(stages[0] if schedule in SINGLE_STAGE_SCHEDULES else stages, count)
             refused = False
         except ValueError:
             refused = True
@@ -224,12 +245,14 @@ def test_as_many_micro_batches_are_refused_as_torch_refuses(schedule: Schedule) 
 
 
 def test_the_share_of_waiting_is_the_textbooks() -> None:
-    assert PLAN.bubble == pytest.approx(3 / 11)
-    assert replace(PLAN, schedule="GPipe").bubble == PLAN.bubble
-    assert replace(PLAN, schedule="Interleaved1F1B").bubble == pytest.approx(3 / 19)
+    assert PLAN.bubble_fraction == pytest.approx(3 / 11)
+    assert replace(PLAN, schedule="GPipe").bubble_fraction == PLAN.bubble_fraction
+    assert replace(PLAN, schedule="Interleaved1F1B").bubble_fraction == pytest.approx(3 / 19)
     # Two laps of one micro-batch through four ranks.
-    assert replace(PLAN, schedule="Interleaved1F1B", micro_batches=1).bubble == pytest.approx(6 / 8)
-    assert [replace(PLAN, schedule=schedule).bubble for schedule in (*IN_TURN[1:], *FOLDED)] == [None] * 3
+    assert replace(PLAN, schedule="Interleaved1F1B", num_micro_batches=1).bubble_fraction == pytest.approx(6 / 8)
+    assert [
+        replace(PLAN, schedule=schedule).bubble_fraction for schedule in (*INTERLEAVED_SCHEDULES[1:], *V_SCHEDULES)
+    ] == [None] * 3
 
 
 def test_a_plan_says_what_it_is_in_one_line() -> None:

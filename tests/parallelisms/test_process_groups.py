@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from parallelisms.parallel_dims import AXES, ContextPlan, Method
-from parallelisms.process_groups import Topology, channels, groups, place, spell
+from parallelisms.parallel_dims import AXES, ContextPlan, CPMethod
+from parallelisms.process_groups import Topology, coordinate, format_ranks, process_group_ranks, rank_groups
 
 
 def degrees(**sizes: int) -> dict[str, int]:
@@ -13,10 +13,12 @@ def degrees(**sizes: int) -> dict[str, int]:
 
 
 def topology(
-    *, method: Method = "ring", ulysses: int | None = None, node: int = 8, hosts: int = 1, **sizes: int
+    *, method: CPMethod = "ring", ulysses: int | None = None, node: int = 8, hosts: int = 1, **sizes: int
 ) -> Topology:
-    plan = ContextPlan(cp=sizes.get("cp", 1), method=method, cp_ulysses=ulysses, heads=32, kv_heads=8, node=node)
-    return Topology(degrees=degrees(**sizes), plan=plan, node=node, hosts=hosts)
+    plan = ContextPlan(
+        cp=sizes.get("cp", 1), method=method, cp_ulysses=ulysses, heads=32, kv_heads=8, ranks_per_node=node
+    )
+    return Topology(degrees=degrees(**sizes), context_plan=plan, ranks_per_node=node, num_nodes=hosts)
 
 
 # ---- groups
@@ -24,7 +26,7 @@ def topology(
 
 def test_groups_of_a_mesh() -> None:
     sizes = degrees(dp_replicate=2, dp_shard=2, tp=2)
-    spelled = {axis: [list(ranks) for ranks in groups(sizes, axis)] for axis in sizes}
+    spelled = {axis: [list(ranks) for ranks in rank_groups(sizes, axis)] for axis in sizes}
     assert spelled["tp"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert spelled["dp_shard"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert spelled["dp_replicate"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
@@ -36,31 +38,33 @@ def test_ranks_of_a_group_differ_along_its_axes_alone_and_every_rank_is_in_one(s
     for first in range(len(AXES)):
         for last in range(first, len(AXES)):
             axes = AXES[first : last + 1]
-            found = groups(sizes, *axes)
-            apart = {tuple(place(sizes, rank)[axis] for axis in AXES if axis not in axes): None for rank in found[0]}
+            found = rank_groups(sizes, *axes)
+            apart = {
+                tuple(coordinate(sizes, rank)[axis] for axis in AXES if axis not in axes): None for rank in found[0]
+            }
             assert len(apart) == 1
-            assert sorted(rank for ranks in found for rank in ranks) == list(groups(sizes, *AXES)[0])
-            assert len(found[0]) * len(found) == len(groups(sizes, *AXES)[0])
+            assert sorted(rank for ranks in found for rank in ranks) == list(rank_groups(sizes, *AXES)[0])
+            assert len(found[0]) * len(found) == len(rank_groups(sizes, *AXES)[0])
 
 
 def test_what_is_talked_about_by_whom() -> None:
-    made = channels(degrees(pp=2, dp_shard=2, cp=2))
+    made = process_group_ranks(degrees(pp=2, dp_shard=2, cp=2))
     assert list(made) == ["pp", "dp_replicate", "fsdp", "tp", "tokens", "numbers", "cp"]
-    assert {name: [spell(ranks) for ranks in found] for name, found in made.items() if len(found) < 8} == {
+    assert {name: [format_ranks(ranks) for ranks in found] for name, found in made.items() if len(found) < 8} == {
         "pp": ["0,4", "1,5", "2,6", "3,7"],
         "fsdp": ["0-3", "4-7"],
         "tokens": ["0-3", "4-7"],
         "numbers": ["0-7"],
         "cp": ["0-1", "2-3", "4-5", "6-7"],
     }
-    halves = channels(degrees(dp_shard=2, cp=4, tp=2), ulysses=2)
+    halves = process_group_ranks(degrees(dp_shard=2, cp=4, tp=2), ulysses_degree=2)
     assert list(halves) == ["pp", "dp_replicate", "fsdp", "tp", "tokens", "rotate", "exchange"]
     assert [list(ranks) for ranks in halves["exchange"][:4]] == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert [list(ranks) for ranks in halves["rotate"][:4]] == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
 def test_no_group_is_made_that_nobody_uses() -> None:
-    assert list(channels(degrees(dp_shard=8))) == ["pp", "dp_replicate", "fsdp", "tp", "tokens"]
+    assert list(process_group_ranks(degrees(dp_shard=8))) == ["pp", "dp_replicate", "fsdp", "tp", "tokens"]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +78,7 @@ def test_no_group_is_made_that_nobody_uses() -> None:
     ],
 )
 def test_ranks_are_spelled_shortly(ranks: range, text: str) -> None:
-    assert spell(ranks) == text
+    assert format_ranks(ranks) == text
 
 
 # ---- the drawing
@@ -85,7 +89,7 @@ def drawn(text: str) -> list[str]:
 
 
 def test_sixteen_ranks_on_four_axes() -> None:
-    assert topology(pp=2, dp_shard=2, cp=2, tp=2).drawing() == drawn("""
+    assert topology(pp=2, dp_shard=2, cp=2, tp=2).diagram() == drawn("""
 axis                  size  links             ranks that talk
 pp                       2  across 2 nodes    0,8  1,9  2,10  3,11 ... (8 groups)
 dp_replicate             1  -
@@ -102,7 +106,7 @@ tp              0  1  0  1  0  1  0  1| 0  1  0  1  0  1  0  1
 
 
 def test_hybrid_shows_who_exchanges_heads_and_what_rotates() -> None:
-    assert topology(method="hybrid", ulysses=4, dp_replicate=4, cp=8, tp=2, node=16).drawing() == drawn("""
+    assert topology(method="hybrid", ulysses=4, dp_replicate=4, cp=8, tp=2, node=16).diagram() == drawn("""
 axis                  size  links             ranks that talk
 pp                       1  -
 dp_replicate             4  across 4 nodes    0,16,32,48  1,17,33,49  2,18,34,50  3,19,35,51 ... (16 groups)
@@ -124,14 +128,14 @@ tp              0  1  0  1  0  1  0  1  0  1  0  1  0  1  0  1| 0  1  0  1  0  1
 
 
 def test_groups_suffice_for_many_ranks_or_a_single_axis() -> None:
-    many = topology(pp=8, dp_shard=16, cp=16, tp=8).drawing()
+    many = topology(pp=8, dp_shard=16, cp=16, tp=8).diagram()
     assert many[1] == (
         "pp                       8  across 8 nodes    0,2048,..,14336  1,2049,..,14337  2,2050,..,14338  "
         "3,2051,..,14339 ... (2,048 groups)"
     )
     assert len(many) == 7
-    assert not any(line.startswith("rank") for line in topology(dp_shard=8).drawing())
-    assert topology().drawing()[1:] == [f"{name:<20}     1  -" for name in (*AXES, "fsdp (dp_shard x cp)")]
+    assert not any(line.startswith("rank") for line in topology(dp_shard=8).diagram())
+    assert topology().diagram()[1:] == [f"{name:<20}     1  -" for name in (*AXES, "fsdp (dp_shard x cp)")]
 
 
 # ---- links
@@ -142,13 +146,13 @@ def test_groups_suffice_for_many_ranks_or_a_single_axis() -> None:
     [(8, "inside a node", "across 4 nodes"), (4, "across 2 nodes", "across 4 nodes"), (32, *["inside a node"] * 2)],
 )
 def test_a_group_is_as_fast_as_the_nodes_it_touches_allow(node: int, tp: str, dp_shard: str) -> None:
-    lines = {line.split()[0]: line for line in topology(dp_shard=4, tp=8, node=node).drawing()[:7]}
+    lines = {line.split()[0]: line for line in topology(dp_shard=4, tp=8, node=node).diagram()[:7]}
     assert tp in lines["tp"]
     assert dp_shard in lines["dp_shard"]
 
 
 def test_the_group_that_touches_most_nodes_speaks_for_its_axis() -> None:
-    lines = topology(dp_shard=4, tp=6, node=8).drawing()
+    lines = topology(dp_shard=4, tp=6, node=8).diagram()
     assert lines[5] == "tp                       6  across 2 nodes    0-5  6-11  12-17  18-23"
 
 
@@ -158,7 +162,7 @@ def test_the_group_that_touches_most_nodes_speaks_for_its_axis() -> None:
         (topology(tp=8, dp_shard=4, hosts=4), []),
         (
             topology(tp=6, dp_shard=4),
-            ["parallelism.tp = 6 crosses nodes of 8 ranks (parallelism.node_ranks): every lay"],
+            ["parallelism.tp = 6 crosses nodes of 8 ranks (parallelism.ranks_per_node): every lay"],
         ),
         (topology(cp=8, method="ulysses", dp_shard=2), []),
         (topology(cp=16, method="ring"), []),
@@ -174,7 +178,7 @@ def test_the_group_that_touches_most_nodes_speaks_for_its_axis() -> None:
         (
             topology(dp_shard=8, hosts=2),
             [
-                "parallelism.node_ranks = 8, but each of 2 nodes runs 4 processes: links are told, and cp_method is chosen"
+                "parallelism.ranks_per_node = 8, but each of 2 nodes runs 4 processes: links are told, and cp_method is chosen"
             ],
         ),
         (topology(dp_shard=16, hosts=2, node=4), []),
@@ -182,5 +186,5 @@ def test_the_group_that_touches_most_nodes_speaks_for_its_axis() -> None:
     ],
 )
 def test_slow_links_where_fast_ones_are_needed_are_remarked(case: Topology, remarks: list[str]) -> None:
-    told = case.remarks()
+    told = case.warnings()
     assert [line[: len(start)] for line, start in zip(told, remarks, strict=True)] == remarks

@@ -17,12 +17,12 @@ from models import tiling
 from models.config import ModelConfig
 from models.transformer import Transformer
 from parallelisms import activation_checkpoint, fsdp, tensor_parallel
-from parallelisms.activation_checkpoint import Recompute
-from parallelisms.block_recompute import Bodies, Pieces, compiled_bodies
-from parallelisms.collectives import local, sum_over, whole
+from parallelisms.activation_checkpoint import RecomputeConfig
+from parallelisms.block_recompute import TileOps, Tiling, compile_tile_ops
+from parallelisms.collectives import all_reduce, full_tensor, to_local
 from parallelisms.init_weights import initialize
 from parallelisms.mesh import Mesh
-from parallelisms.parallel_dims import AXES, tensor_problems
+from parallelisms.parallel_dims import AXES, tensor_parallel_problems
 from tests.models.small_models import MIXED, SMALL, packed
 from tests.parallelisms.parallel_models import joined
 from tests.ranks import run_ranks
@@ -46,7 +46,7 @@ class Case:
     sequence: bool = True
     loss: bool = True
     compiled: bool = False
-    policy: activation_checkpoint.Policy = "none"
+    policy: activation_checkpoint.RecomputePolicy = "none"
     every: int = 1
     groups: int = 1
     tiled: bool = False
@@ -87,45 +87,50 @@ def train(case: Case) -> Found:
     mesh = Mesh("cpu", dict.fromkeys(AXES, 1) | dict(case.sizes), rank=distributed.get_rank())
     double = torch.float64
     with torch.device("meta"):
-        model = Transformer(case.config, head_chunk_mib=1).to(double)
+        model = Transformer(case.config, loss_chunk_mib=1).to(double)
     if model.head is not None:
         model.head.chunk_mib = 0  # One token at a time, so that there are many chunks.
-    tensor_parallel.apply(model, mesh.tp, sequence_parallel=case.sequence, loss_parallel=case.loss)
-    bodies = Bodies()
+    tensor_parallel.apply(model, mesh.tp_mesh, sequence_parallel=case.sequence, loss_parallel=case.loss)
+    bodies = TileOps()
     if case.compiled:
         warnings.simplefilter("ignore")
-        bodies = compiled_bodies(backend="aot_eager")
+        bodies = compile_tile_ops(backend="aot_eager")
     if case.compiled and case.policy == "none":
         for block in model.layers():
             block.compile(fullgraph=True, backend="aot_eager")
     # Some tokens in a tile: what it may take is shared among the ranks' tokens.
-    tile = 6 * tiling.bytes_of_token(case.config.dim, case.config.ffn_dim, 8) if case.tiled else None
+    tile = 6 * tiling.bytes_per_token(case.config.dim, case.config.ffn_dim, 8) if case.tiled else None
     activation_checkpoint.apply(
-        model, Recompute(case.policy, every=case.every, pieces=Pieces(case.groups, tile, bodies))
+        model, RecomputeConfig(case.policy, blocks_per_checkpoint=case.every, tiling=Tiling(case.groups, tile, bodies))
     )
     if mesh.size > 1:
         fsdp.apply(
-            model, mesh.fsdp, param_dtype=double, reduce_dtype=double, reshard_after_forward=True, offload=case.offload
+            model,
+            mesh.fsdp_mesh,
+            param_dtype=double,
+            reduce_dtype=double,
+            reshard_after_forward=True,
+            cpu_offload=case.offload,
         )
     initialize(model, seed=0, device=torch.device("cpu"))
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # Gathered for the test only.
-    initial = {name: whole(parameter.detach()).clone() for name, parameter in model.named_parameters()}
+    initial = {name: full_tensor(parameter.detach()).clone() for name, parameter in model.named_parameters()}
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(10 if parameter.ndim > 1 else 1)
-    each = case.rows // mesh.data_ranks
-    first = mesh.data_rank * each
+    each = case.rows // mesh.dp_degree
+    first = mesh.dp_rank * each
     batch = joined([packed(ROWS[row], seed=row, vocab_size=44) for row in range(first, first + each)])
     losses = model(batch)
     (losses.sum() / TARGETS[case.rows]).backward()
-    optimizer = Optimizer([model], OptimizerSection(max_grad_norm=0.1), total=partial(sum_over, None))
+    optimizer = Optimizer([model], OptimizerSection(max_grad_norm=0.1), all_reduce=partial(all_reduce, None))
     gradients = {
-        name: whole(parameter.grad).clone()
+        name: full_tensor(parameter.grad).clone()
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
     norm, _ = optimizer.step(1e-2)
-    weights = {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
+    weights = {name: full_tensor(parameter.detach()) for name, parameter in model.named_parameters()}
     return Found(initial, losses.detach(), gradients, float(norm), weights)
 
 
@@ -134,7 +139,10 @@ def alone(config: ModelConfig, rows: int) -> Found:
     return run_ranks(train, 1, Case(config=config, rows=rows))[0]
 
 
-PIECES: list[tuple[activation_checkpoint.Policy, int, bool]] = [("full", 1, False), ("keep_attention", 2, True)]
+PIECES: list[tuple[activation_checkpoint.RecomputePolicy, int, bool]] = [
+    ("full", 1, False),
+    ("keep_attention", 2, True),
+]
 TP2, TP4 = (("tp", 2),), (("tp", 4),)
 CASES = [
     *(
@@ -221,8 +229,8 @@ def shares(case: Case) -> dict[str, tuple[int, ...]]:
     mesh = Mesh("cpu", dict.fromkeys(AXES, 1) | dict(case.sizes), rank=distributed.get_rank())
     with torch.device("meta"):
         model = Transformer(case.config)
-    tensor_parallel.apply(model, mesh.tp, sequence_parallel=case.sequence, loss_parallel=case.loss)
-    return {name: tuple(local(parameter).shape) for name, parameter in model.named_parameters()}
+    tensor_parallel.apply(model, mesh.tp_mesh, sequence_parallel=case.sequence, loss_parallel=case.loss)
+    return {name: tuple(to_local(parameter).shape) for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.ranks
@@ -249,7 +257,7 @@ def kept(case: Case) -> list[tuple[int, ...]]:
     """Shapes of the residual stream that enter blocks."""
     mesh = Mesh("cpu", dict.fromkeys(AXES, 1) | dict(case.sizes), rank=distributed.get_rank())
     model = Transformer(case.config).double()
-    tensor_parallel.apply(model, mesh.tp, sequence_parallel=case.sequence, loss_parallel=case.loss)
+    tensor_parallel.apply(model, mesh.tp_mesh, sequence_parallel=case.sequence, loss_parallel=case.loss)
     shapes: list[tuple[int, ...]] = []
     for block in model.layers():
         block.register_forward_pre_hook(lambda _, arguments: shapes.append(tuple(arguments[0].shape)))
@@ -270,12 +278,14 @@ def largest_tile(sequence: bool) -> int:  # noqa: FBT001
 
     def feed(x_BCE: Tensor, *weights: Tensor, activation: str) -> Tensor:
         met.append(x_BCE.shape[1])
-        return tiling.feed(x_BCE, *weights, activation=activation)
+        return tiling.feed_forward(x_BCE, *weights, activation=activation)
 
-    tensor_parallel.apply(model, mesh.tp, sequence_parallel=sequence, loss_parallel=True)
+    tensor_parallel.apply(model, mesh.tp_mesh, sequence_parallel=sequence, loss_parallel=True)
     # What a rank computes of a token is its part of the inner width.
-    room = 6 * tiling.bytes_of_token(CONFIG.dim, CONFIG.ffn_dim // 2, 8)
-    activation_checkpoint.apply(model, Recompute("full", pieces=Pieces(tile=room, bodies=Bodies(feed=feed))))
+    room = 6 * tiling.bytes_per_token(CONFIG.dim, CONFIG.ffn_dim // 2, 8)
+    activation_checkpoint.apply(
+        model, RecomputeConfig("full", tiling=Tiling(tile_bytes=room, ops=TileOps(feed_forward=feed)))
+    )
     model(packed([24], vocab_size=44)).sum().backward()
     return max(met)
 
@@ -287,7 +297,7 @@ def test_a_tile_has_room_for_the_tokens_of_all_ranks(*, sequence: bool) -> None:
 
 
 def test_what_does_not_divide_is_said_with_its_numbers() -> None:
-    problems = partial(tensor_problems, heads=8, kv_heads=2, ffn_dim=20, vocab_size=44)
+    problems = partial(tensor_parallel_problems, heads=8, kv_heads=2, ffn_dim=20, vocab_size=44)
     assert problems(1) == problems(2) == problems(4) == []
     assert problems(3) == [
         "parallelism.tp = 3 must divide model.num_heads = 8",
@@ -297,7 +307,7 @@ def test_what_does_not_divide_is_said_with_its_numbers() -> None:
         "them, as its neighbours do",
     ]
     assert len(problems(8)) == 2
-    assert len(problems(8, whole_vocabulary=True)) == 1
+    assert len(problems(8, replicated_vocabulary=True)) == 1
 
 
 # ---- what a compiler sees
@@ -325,7 +335,7 @@ def recognised() -> list[tuple[int, int]]:
 
     mesh = Mesh("cpu", dict.fromkeys(AXES, 1) | {"tp": 2}, rank=distributed.get_rank())
     model = Transformer(replace(CONFIG, num_layers=1)).double()
-    tensor_parallel.apply(model, mesh.tp, sequence_parallel=True, loss_parallel=True)
+    tensor_parallel.apply(model, mesh.tp_mesh, sequence_parallel=True, loss_parallel=True)
     backend = aot_autograd(fw_compiler=look, bw_compiler=look, decompositions=select_decomp_table())
     for block in model.layers():
         block.compile(fullgraph=True, backend=backend)

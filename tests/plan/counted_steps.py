@@ -17,10 +17,10 @@ from models import attention_op
 from parallelisms import collectives
 from parallelisms.context import cp_attention_op, ulysses
 from trainer.config.job_config import Config
-from trainer.data.copy_task import CopyRows
-from trainer.data.sequences import Rows
+from trainer.data.copy_task import CopyDataset
+from trainer.data.sequences import BlendedDataset
 from trainer.distributed import World
-from trainer.plan.comm_volume import SMALL
+from trainer.plan.comm_volume import MIN_COUNTED_BYTES
 from trainer.trainer import Trainer
 
 # A mode does not look into our operators, which communicate.
@@ -29,8 +29,8 @@ OPERATORS = {
     for operator in (
         cp_attention_op._attention,
         cp_attention_op._attention_backward,
-        ulysses._to_heads,
-        ulysses._to_tokens,
+        ulysses._seq_to_heads,
+        ulysses._heads_to_seq,
         attention_op._attention,
         attention_op.attention_backward,
     )
@@ -78,8 +78,8 @@ class Seen(TorchDispatchMode):
             return
         size, kind, found = _told(name, args)
         (group,) = (_name(x) for x in args if isinstance(x, torch.ScriptObject | str) and _name(x))
-        ranks = collectives.named(group).size()
-        if size < SMALL or ranks == 1:
+        ranks = collectives.resolve_process_group(group).size()
+        if size < MIN_COUNTED_BYTES or ranks == 1:
             return
         key = (self._channels[group], kind, torch._C._current_graph_task_id() != -1)
         self.bytes[key] += found(ranks)
@@ -171,7 +171,7 @@ def touched(config: Config) -> int:
     """Bytes that memory-bound operators move on this rank in both passes of an update, weights of FSDP left out."""
     trainer, reading = _begun(config)
     with Touched() as seen:
-        trainer.accumulate(next(reading))
+        trainer.accumulate_gradients(next(reading))
     reading.close()
     return int(seen.bytes)
 
@@ -179,16 +179,16 @@ def touched(config: Config) -> int:
 def _begun(config: Config) -> tuple[Trainer, Any]:
     """After its first update, which sets things up; and what it reads."""
     training = config.training
-    rows = CopyRows(
+    rows = CopyDataset(
         vocab_size=config.model.build().vocab_size,
         period=training.seq_len // 2,
         seq_len=training.seq_len,
-        num_rows=training.global_batch_size * training.steps,
+        num_sequences=training.global_batch_size * training.steps,
         seed=0,
     )
     world = World(distributed.get_rank(), distributed.get_world_size(), torch.device("cpu"))
-    trainer = Trainer(config, world, Rows([rows], seq_len=training.seq_len))
-    reading = trainer.loader.updates(0)
+    trainer = Trainer(config, world, BlendedDataset([rows], seq_len=training.seq_len))
+    reading = trainer.loader.steps(0)
     trainer.step = 1
     trainer.train_step(next(reading), 1e-3)
     return trainer, reading
@@ -203,4 +203,4 @@ def count(config: Config) -> Counted:
         trainer.train_step(batches, 1e-3)
     reading.close()
     attended = sum(batch.attended for batch in batches)
-    return Counted(trainer.mesh.place["pp"], dict(seen.bytes), dict(seen.calls), seen.products, attended)
+    return Counted(trainer.mesh.coordinate["pp"], dict(seen.bytes), dict(seen.calls), seen.products, attended)

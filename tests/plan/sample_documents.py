@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.plan.document import Bar, Bars, Curve, Report, Table
+from trainer.plan.document import BarChart, LineChart, PlanReport, StackedBar, Table
 
 K = 1 << 10
 
@@ -10,33 +10,37 @@ STATES = {"parameters": 0.93, "gradients": 0.93, "optimizer states": 1.87}
 PASSING = {"gathered weights": 0.41, "gradients before they are summed": 1.22}
 KEPT = {"kept for the backward pass": 31.7, "a block in passing": 15.9}
 
-MEMORY = Bars(
+MEMORY = BarChart(
     title="Device memory of a rank, at its fullest moment",
     unit="GiB",
     bars=[
-        Bar(label="in attention of block 31", parts={**STATES, **PASSING, **KEPT, "reserve": 4.0}, limit=79.1),
-        Bar(label="in the head", parts={**STATES, "kept for the backward pass": 31.7, "the head": 6.4}, limit=79.1),
-        Bar(label="in the optimizer", parts={**STATES, "reserve": 4.0}, limit=79.1),
+        StackedBar(
+            label="in attention of block 31", segments={**STATES, **PASSING, **KEPT, "reserve": 4.0}, limit=79.1
+        ),
+        StackedBar(
+            label="in the head", segments={**STATES, "kept for the backward pass": 31.7, "the head": 6.4}, limit=79.1
+        ),
+        StackedBar(label="in the optimizer", segments={**STATES, "reserve": 4.0}, limit=79.1),
     ],
 )
-HOST = Bars(
+HOST = BarChart(
     title="Host memory of a node",
     unit="GiB",
     bars=[
-        Bar(
+        StackedBar(
             label="node of 8 ranks",
-            parts={"kept for the backward pass": 1024.0, "the copy that checkpoints are written of": 22.4},
+            segments={"kept for the backward pass": 1024.0, "the copy that checkpoints are written of": 22.4},
             limit=2048.0,
         )
     ],
 )
-TIME = Bars(
+TIME = BarChart(
     title="Seconds of an update",
     unit="s",
     bars=[
-        Bar(
+        StackedBar(
             label="update",
-            parts={
+            segments={
                 "matrix products": 5.93,
                 "attention": 78.4,
                 "recomputation": 27.2,
@@ -65,7 +69,7 @@ SEARCH = Table(
     note="of 1,188 meshes 212 fit; the best six, and two that do not",
     best=0,
 )
-TOKENS = Curve(
+TOKENS = LineChart(
     title="Memory against the length of a row",
     x="tokens",
     y="GiB",
@@ -78,7 +82,7 @@ TOKENS = Curve(
     },
     limit=79.1,
 )
-MFU = Curve(
+MFU = LineChart(
     title="MFU against the length of a row",
     x="tokens",
     y="MFU, %",
@@ -105,7 +109,7 @@ cp_ulysses = 8
 recompute = "keep_attention"
 offload = "inputs_and_attention"
 """
-SAMPLE = Report(
+SAMPLE = PlanReport(
     title="llama3_8b_1m on 32 x h100-80gb",
     verdict="57.0 of 79.1 GiB on the fullest rank; attention takes most of the time.",
     fits=True,
@@ -117,7 +121,7 @@ SAMPLE = Report(
         ("GPU-hours", "8,155"),
         ("disk per checkpoint", "89.7 GiB"),
     ],
-    parts=[MEMORY, HOST, TIME, SEARCH, TOKENS, MFU],
+    sections=[MEMORY, HOST, TIME, SEARCH, TOKENS, MFU],
     notes=[
         "Attention limits it: 67 % of an update.",
         'memory.recompute = "none" would save 27.2 s, but does not fit.',
@@ -127,7 +131,7 @@ SAMPLE = Report(
 )
 
 
-def stages(count: int, *, unit: str = "GiB") -> Bars:
+def stages(count: int, *, unit: str = "GiB") -> BarChart:
     """Of a pipeline; the third stage is the fullest."""
     parts = [
         {"parameters": 11.0, "kept for the backward pass": 40.0 - 32 * stage / count, "reserve": 4.0}
@@ -136,8 +140,8 @@ def stages(count: int, *, unit: str = "GiB") -> Bars:
     parts[0]["the embedding"] = 1.5
     parts[-1]["the head"] = 9.5
     parts[2]["kept for the backward pass"] += 31.0
-    return Bars(
+    return BarChart(
         title=f"Memory of {count} stages",
         unit=unit,
-        bars=[Bar(label=f"stage {n + 1} of {count}", parts=each, limit=79.1) for n, each in enumerate(parts)],
+        bars=[StackedBar(label=f"stage {n + 1} of {count}", segments=each, limit=79.1) for n, each in enumerate(parts)],
     )

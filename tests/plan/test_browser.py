@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.plan.sample_documents import SAMPLE, SEARCH, stages
-from trainer.plan.document import Bar, Bars, Report
-from trainer.plan.html import html
+from trainer.plan.document import BarChart, PlanReport, StackedBar
+from trainer.plan.html import render_html
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 OPTIONS = [
@@ -46,20 +46,22 @@ addEventListener("load", () => {
   document.body.append(Object.assign(document.createElement("pre"), { id: "told", textContent: JSON.stringify(told) }))
 })
 """
-FAR = Bars(
+FAR = BarChart(
     title="Far beyond, below a title that is as long as titles become when somebody explains everything in them",
     unit="GiB",
     bars=[
-        Bar(label="a label that wraps on its way because it is long", parts={"kept": 1190.0, "rest": 9.0}, limit=79.1),
-        Bar(label="b", parts={"kept": 75.0}, limit=79.1),
+        StackedBar(
+            label="a label that wraps on its way because it is long", segments={"kept": 1190.0, "rest": 9.0}, limit=79.1
+        ),
+        StackedBar(label="b", segments={"kept": 75.0}, limit=79.1),
     ],
 )
-CROWDED = Report(
+CROWDED = PlanReport(
     title="a_configuration_with_a_name_that_knows_no_blanks_at_all_and_goes_on_and_on",
     verdict="82.0 of 79.1 GiB",
     fits=False,
     facts=[(f"the fact number {n}", f"{n},000,000,000") for n in range(8)],
-    parts=[stages(4), stages(16), FAR, replace(SEARCH, rows=[*SEARCH.rows, ["much " * 20] * len(SEARCH.columns)])],
+    sections=[stages(4), stages(16), FAR, replace(SEARCH, rows=[*SEARCH.rows, ["much " * 20] * len(SEARCH.columns)])],
     notes=["memory.a_key_without_blanks_that_is_longer_than_a_telephone_is_wide = 1"],
     toml='[model]\nname = "' + "x" * 200 + '"\n',
 )
@@ -73,7 +75,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         pytest.skip("no chromium here: apt-get install --no-install-recommends chromium fonts-dejavu-core")
     folder = tmp_path_factory.mktemp("browser")
     frames = [
-        f'<iframe style="width: {width}px; height: 900px; border: 0" srcdoc="{escape(html(report))}"></iframe>'
+        f'<iframe style="width: {width}px; height: 900px; border: 0" srcdoc="{escape(render_html(report))}"></iframe>'
         for report in (SAMPLE, CROWDED)
         for width in (WIDE, NARROW)
     ]
@@ -111,7 +113,7 @@ def test_a_page_asks_for_nothing_and_runs_nothing(told: list[dict[str, Any]]) ->
 
 def test_every_bar_is_there_and_as_long_as_what_it_stands_for(told: list[dict[str, Any]]) -> None:
     for page, report in zip(told, (SAMPLE, SAMPLE, CROWDED, CROWDED), strict=True):
-        shown = [(bars, bar) for bars in report.parts if isinstance(bars, Bars) for bar in bars.bars]
+        shown = [(bars, bar) for bars in report.sections if isinstance(bars, BarChart) for bar in bars.bars]
         assert len(page["bars"]) == len(shown)
         for drawn, (bars, bar) in zip(page["bars"], shown, strict=True):
             full = max(max(each.total, each.limit or 0) for each in bars.bars)
@@ -119,7 +121,7 @@ def test_every_bar_is_there_and_as_long_as_what_it_stands_for(told: list[dict[st
             assert right - left > 150
             assert bottom - top in (15, 26)
             lengths = [end - start for start, _, end, _ in drawn["parts"]]
-            expected = [bar.parts[kind] for kind in bars.kinds if bar.parts.get(kind)]
+            expected = [bar.segments[kind] for kind in bars.segment_names if bar.segments.get(kind)]
             assert lengths == pytest.approx([(right - left) * each / full for each in expected], abs=0.5)
 
 

@@ -12,21 +12,21 @@ from rich.console import Console
 
 from tests.plan.sample_documents import HOST, MEMORY, MFU, SAMPLE, SEARCH, TIME, TOKENS, stages
 from trainer.plan.console import show
-from trainer.plan.document import Bar, Bars, Curve, Report, Table
+from trainer.plan.document import BarChart, LineChart, PlanReport, StackedBar, Table
 
 WIDTHS = [100, 72, 50, 34]
 
 
-def shown(report: Report, width: int = 100, *, terminal: bool = False) -> str:
+def shown(report: PlanReport, width: int = 100, *, terminal: bool = False) -> str:
     file = io.StringIO()
     colours: Literal["standard"] | None = "standard" if terminal else None
     show(report, Console(file=file, width=width, force_terminal=terminal, color_system=colours))
     return file.getvalue()
 
 
-def part(*parts: Bars | Table | Curve, width: int = 100) -> list[str]:
+def part(*parts: BarChart | Table | LineChart, width: int = 100) -> list[str]:
     """Lines of a report that consists of these."""
-    return shown(Report(title="a plan", verdict="it fits", fits=True, facts=[], parts=parts), width).splitlines()
+    return shown(PlanReport(title="a plan", verdict="it fits", fits=True, facts=[], sections=parts), width).splitlines()
 
 
 def row(lines: list[str], name: str) -> list[str]:
@@ -51,7 +51,7 @@ def test_no_value_is_cut_or_broken(width: int) -> None:
     words = set(shown(SAMPLE, width).replace("*", " ").split())
     told = [*(value for fact in SAMPLE.facts for value in fact), *(cell for row in SEARCH.rows for cell in row)]
     told += [SAMPLE.title, SAMPLE.verdict, *SAMPLE.notes, SAMPLE.toml, SEARCH.note, *SEARCH.columns]
-    told += [text for part in SAMPLE.parts for text in (part.title,)]
+    told += [text for part in SAMPLE.sections for text in (part.title,)]
     told += ["57.0 41.8 7.7 1,046 2,048 78.4 27.2 <0.1 67.0", "7.49 129.2 1,209 32K 4M 24.1 39.4"]
     assert {word for text in told for word in text.split()} - words == set()
 
@@ -71,7 +71,7 @@ def test_standard_output_is_where_it_goes(capsys: pytest.CaptureFixture[str]) ->
 def test_a_console_that_knows_letters_alone_gets_no_others() -> None:
     raw = io.BytesIO()
     with io.TextIOWrapper(raw, encoding="ascii") as file:
-        show(replace(SAMPLE, parts=[*SAMPLE.parts, stages(16)]), Console(file=file, width=100))
+        show(replace(SAMPLE, sections=[*SAMPLE.sections, stages(16)]), Console(file=file, width=100))
         file.flush()
         assert b"stage 16 of 16" in raw.getvalue()
 
@@ -82,7 +82,7 @@ def test_the_verdict_is_in_words() -> None:
 
 
 def test_brackets_are_text() -> None:
-    bars = replace(HOST, title="[red]host[/red]", bars=[Bar(label="[bold]", parts={"[memory] kept": 1.0})])
+    bars = replace(HOST, title="[red]host[/red]", bars=[StackedBar(label="[bold]", segments={"[memory] kept": 1.0})])
     table = Table(title="[b]", columns=["[data]"], rows=[["[/x] :smile:"]], note="[n]", best=0)
     lines = "\n".join(part(bars, table))
     for text in ("[red]host[/red]", "[bold]", "[memory] kept", "[b]", "[data]", "[/x] :smile:", "[n]"):
@@ -157,5 +157,5 @@ def test_a_long_curve_keeps_its_ends() -> None:
 def test_nothing_is_told_as_nothing() -> None:
     empty = Table(title="meshes", columns=["mesh"], rows=[])
     curve = replace(MFU, lines={})
-    assert part(empty, Bars(title="bars", unit="GiB", bars=[]), curve).count("(nothing)") == 3
-    assert row(part(replace(HOST, bars=[Bar(label="node", parts={"a": 0.0})])), "together") == ["0"]
+    assert part(empty, BarChart(title="bars", unit="GiB", bars=[]), curve).count("(nothing)") == 3
+    assert row(part(replace(HOST, bars=[StackedBar(label="node", segments={"a": 0.0})])), "together") == ["0"]

@@ -11,9 +11,9 @@ from tests.plan.counted_steps import Counted, Key, count, touched
 from tests.ranks import run_ranks
 from trainer.config.job_config import Config
 from trainer.config.parse import load
-from trainer.memory.estimator import Rank
-from trainer.plan.comm_volume import Message, traffic
-from trainer.plan.flops import attended, work
+from trainer.memory.estimator import RankMemory
+from trainer.plan.comm_volume import CommVolume, comm_volumes
+from trainer.plan.flops import attention_pairs, rank_workload
 
 # Everything but norms weighs more than `SMALL` in these.
 MODEL = {
@@ -25,7 +25,7 @@ MODEL = {
     "model.num_kv_heads": 2,
     "model.head_dim": 32,
     "model.ffn_dim": 384,
-    "memory.head_chunk_mib": 1,
+    "memory.loss_chunk_mib": 1,
     "memory.recompute": "none",
     "training.seq_len": 256,
     "training.steps": 4,
@@ -38,8 +38,8 @@ TIED = "model.tie_embeddings=true"
 TP, CP, PP = "parallelism.tp=2", "parallelism.cp=2 parallelism.cp_method=", "parallelism.pp=2 model.num_layers=4"
 WHOLE = f"{TP} parallelism.sequence_parallel=false"
 PIECES = "memory.mlp_tile_mib=1 training.seq_len=2048 model.ffn_dim=512"
-EVERY = f"{KEEP} memory.input_every=2"
-HYBRID = "parallelism.cp=4 parallelism.cp_method=hybrid parallelism.cp_ulysses=2 parallelism.cp_outer="
+EVERY = f"{KEEP} memory.blocks_per_checkpoint=2"
+HYBRID = "parallelism.cp=4 parallelism.cp_method=hybrid parallelism.cp_ulysses=2 parallelism.cp_outer_method="
 LONG = "parallelism.pp=2 model.num_layers=8 training.global_batch_size=8"
 WIDE = "model.dim=1024 model.ffn_dim=64 model.qk_norm=true"  # norms count
 CASES = {
@@ -118,20 +118,20 @@ def compare(world_size: int, cases: tuple[str, ...]) -> None:
         config = configured(case)
         assert config.problems(world_size) == [], case
         for found in ranks:
-            compare_traffic(case, config, found, traffic(config, world_size, found.place))
+            compare_traffic(case, config, found, comm_volumes(config, world_size, found.place))
         for place in {found.place for found in ranks}:
-            predicted = work(config, world_size, place)
+            predicted = rank_workload(config, world_size, place)
             there = [found for found in ranks if found.place == place]
             # Which of this schedule's micro-batches go back twice is not predicted.
             few = 0.05 if "DualPipeV" in case else 0
             for found in there:
-                assert sum(predicted.matmul.values()) == pytest.approx(found.products, rel=few, abs=0), case
-            rank, busiest = Rank(config, world_size, place), max(found.attended for found in there)
+                assert sum(predicted.matmul_flops.values()) == pytest.approx(found.products, rel=few, abs=0), case
+            rank, busiest = RankMemory(config, world_size, place), max(found.attended for found in there)
             padded = 0.02 if "seq_len=250" in case else 0
-            assert attended(rank) * rank.micro_batches == pytest.approx(busiest, rel=padded, abs=0), case
+            assert attention_pairs(rank) * rank.num_micro_batches == pytest.approx(busiest, rel=padded, abs=0), case
 
 
-def compare_traffic(case: str, config: Config, found: Counted, predicted: list[Message]) -> None:
+def compare_traffic(case: str, config: Config, found: Counted, predicted: list[CommVolume]) -> None:
     sizes, calls = defaultdict[Key, float](float), defaultdict[Key, float](float)
     for message in predicted:
         key = (message.channel, message.kind, message.phase != "forward")
@@ -189,5 +189,5 @@ def counted_bytes(cases: tuple[str, ...]) -> list[int]:
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_memory_bound_operations_move_about_what_is_estimated(world_size: int) -> None:
     for case, *found in zip(BOUND[world_size], *run_ranks(counted_bytes, world_size, BOUND[world_size]), strict=True):
-        predicted = sum(work(configured(case), world_size, 0).moved.values())
+        predicted = sum(rank_workload(configured(case), world_size, 0).memory_traffic.values())
         assert predicted == pytest.approx(max(found), rel=0.1), case

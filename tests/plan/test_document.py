@@ -7,19 +7,29 @@ from math import inf, nan
 import pytest
 
 from tests.plan.sample_documents import MEMORY, SEARCH, TIME, stages
-from trainer.plan.document import Bar, Bars, Curve, Table, as_table, curve_figure, figure, numeric, places
+from trainer.plan.document import (
+    BarChart,
+    LineChart,
+    StackedBar,
+    Table,
+    bars_to_table,
+    decimal_places,
+    format_number,
+    format_y,
+    is_numeric,
+)
 
 
 @pytest.mark.parametrize("value", [-0.1, nan, inf])
 def test_a_part_of_a_bar_has_a_length(value: float) -> None:
     with pytest.raises(ValueError, match=rf"^the head = {value} of bar 'stage 4' must be a finite number, 0 at least$"):
-        Bar(label="stage 4", parts={"reserve": 4.0, "the head": value})
+        StackedBar(label="stage 4", segments={"reserve": 4.0, "the head": value})
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, nan, inf])
 def test_a_limit_has_a_place_or_is_none(limit: float) -> None:
     with pytest.raises(ValueError, match=rf"^limit = {limit} of bar 'stage 4' must be finite and above 0, or None$"):
-        Bar(label="stage 4", parts={}, limit=limit)
+        StackedBar(label="stage 4", segments={}, limit=limit)
 
 
 def test_a_row_has_a_cell_for_each_column() -> None:
@@ -34,31 +44,31 @@ def test_the_best_row_is_there(best: int) -> None:
 
 
 def test_a_bar_as_long_as_its_limit_fits() -> None:
-    assert Bar(label="", parts={"a": 1.5, "b": 0.5}, limit=2.0).fits
-    assert not Bar(label="", parts={"a": 1.5, "b": 0.5}, limit=1.999).fits
-    assert Bar(label="", parts={"a": 1e9}).fits
+    assert StackedBar(label="", segments={"a": 1.5, "b": 0.5}, limit=2.0).fits
+    assert not StackedBar(label="", segments={"a": 1.5, "b": 0.5}, limit=1.999).fits
+    assert StackedBar(label="", segments={"a": 1e9}).fits
 
 
 def test_kinds_come_in_the_order_of_the_bars_and_only_where_there_is_something() -> None:
-    assert "pipeline bubble" in TIME.bars[0].parts
-    assert "pipeline bubble" not in TIME.kinds
-    assert MEMORY.kinds[-2:] == ["reserve", "the head"]
-    assert MEMORY.kinds[:3] == ["parameters", "gradients", "optimizer states"]
+    assert "pipeline bubble" in TIME.bars[0].segments
+    assert "pipeline bubble" not in TIME.segment_names
+    assert MEMORY.segment_names[-2:] == ["reserve", "the head"]
+    assert MEMORY.segment_names[:3] == ["parameters", "gradients", "optimizer states"]
 
 
 def test_the_fullest_bar_has_least_room() -> None:
-    assert stages(16).fullest == 2
-    first, second = Bar(label="", parts={"a": 9}, limit=20), Bar(label="", parts={"a": 8}, limit=10)
-    without = Bar(label="", parts={"a": 30})
-    assert Bars(title="", unit="", bars=[first, second, without]).fullest == 1
-    assert Bars(title="", unit="", bars=[without, Bar(label="", parts={"a": 31})]).fullest == 1
+    assert stages(16).worst == 2
+    first, second = StackedBar(label="", segments={"a": 9}, limit=20), StackedBar(label="", segments={"a": 8}, limit=10)
+    without = StackedBar(label="", segments={"a": 30})
+    assert BarChart(title="", unit="", bars=[first, second, without]).worst == 1
+    assert BarChart(title="", unit="", bars=[without, StackedBar(label="", segments={"a": 31})]).worst == 1
 
 
 @pytest.mark.parametrize(
     ("largest", "decimals"), [(0, 0), (0.00123, 5), (0.5, 3), (1.5, 2), (57.0, 1), (312.0, 1), (1203.4, 0), (nan, 0)]
 )
 def test_figures_have_three_digits_at_least(largest: float, decimals: int) -> None:
-    assert places([0.0, largest / 2, -largest]) == decimals
+    assert decimal_places([0.0, largest / 2, -largest]) == decimals
 
 
 @pytest.mark.parametrize(
@@ -66,23 +76,25 @@ def test_figures_have_three_digits_at_least(largest: float, decimals: int) -> No
     [(0, 1, ""), (0.05, 1, "<0.1"), (0.06, 1, "0.1"), (0.5, 0, "<1"), (1234.56, 1, "1,234.6"), (-2.94, 1, "-2.9")],
 )
 def test_what_is_little_is_not_told_as_nothing(value: float, decimals: int, text: str) -> None:
-    assert figure(value, decimals) == text
+    assert format_number(value, decimals) == text
 
 
 def test_points_without_a_number_are_dashes() -> None:
-    curve = Curve(title="", x="", y="", log_x=False, log_y=False, lines={"a": [(1, nan), (2, inf), (3, 12.0)]})
-    assert [curve_figure(curve, y) for _, y in curve.lines["a"]] == ["-", "-", "12.0"]
+    curve = LineChart(title="", x="", y="", log_x=False, log_y=False, lines={"a": [(1, nan), (2, inf), (3, 12.0)]})
+    assert [format_y(curve, y) for _, y in curve.lines["a"]] == ["-", "-", "12.0"]
 
 
 def test_columns_of_numbers_are_known() -> None:
-    known = {name: numeric(cells) for name, cells in zip(SEARCH.columns, zip(*SEARCH.rows, strict=True), strict=True)}
+    known = {
+        name: is_numeric(cells) for name, cells in zip(SEARCH.columns, zip(*SEARCH.rows, strict=True), strict=True)
+    }
     assert [name for name, is_number in known.items() if is_number] == ["GiB", "s", "tokens/s", "MFU"]
-    assert numeric(["<0.1", "-2.9", "+3", "~5 s", "", "-"])
-    assert not numeric(["-", ""])
+    assert is_numeric(["<0.1", "-2.9", "+3", "~5 s", "", "-"])
+    assert not is_numeric(["-", ""])
 
 
 def test_a_table_of_bars_adds_up() -> None:
-    table = as_table(stages(3), [0, 2])
+    table = bars_to_table(stages(3), [0, 2])
     assert table.columns == ["GiB", "stage 1 of 3", "stage 3 of 3"]
     sums = {row[0]: row[1:] for row in table.rows}
     assert sums["together"] == ["56.5", "74.2"]
@@ -92,13 +104,13 @@ def test_a_table_of_bars_adds_up() -> None:
 
 
 def test_a_table_says_by_how_much_a_bar_does_not_fit_however_little() -> None:
-    bars = [Bar(label="", parts={"a": size}, limit=80.0) for size in (83.0, 80.001, 80.0)]
-    (room,) = (row for row in as_table(Bars(title="", unit="", bars=bars), [0, 1, 2]).rows if row[0] == "room")
+    bars = [StackedBar(label="", segments={"a": size}, limit=80.0) for size in (83.0, 80.001, 80.0)]
+    (room,) = (row for row in bars_to_table(BarChart(title="", unit="", bars=bars), [0, 1, 2]).rows if row[0] == "room")
     assert room == ["room", "-3.0", "-<0.1", "0"]
 
 
 def test_a_single_bar_tells_shares_of_its_sum() -> None:
-    shares = {row[0]: row[2] for row in as_table(TIME, [0]).rows}
+    shares = {row[0]: row[2] for row in bars_to_table(TIME, [0]).rows}
     assert shares["attention"] == "67.0 %"
     assert shares["optimizer"] == "<0.1 %"
     assert shares["together"] == ""

@@ -14,13 +14,13 @@ from torch import distributed
 from torch.distributed import ProcessGroup
 
 from benchmarks.counted import Counted, count
-from parallelisms.collectives import rotate_all_to_all, sum_over
+from parallelisms.collectives import all_reduce, ring_shift_all_to_all
 from tests.memory.test_estimator import FOUR, FULL, HALF, HEADS, KEEP, NARROW, configured
 from tests.ranks import run_ranks
 from trainer.errors import ConfigError
-from trainer.memory.estimator import KEPT, ledgers
-from trainer.plan.dry_run import Dry, dry_run
-from trainer.plan.op_counter import SMALL, Counting, made_up_ranks
+from trainer.memory.estimator import SAVED_ACTIVATIONS, estimate_memory_per_pp_rank
+from trainer.plan.dry_run import DryRunResult, dry_run
+from trainer.plan.op_counter import MIN_COUNTED_BYTES, OpCounterMode, fake_process_group
 
 ROOT = Path(__file__).resolve().parents[2]
 TILES = "memory.mlp_tile_mib=1"
@@ -34,7 +34,7 @@ AGAINST_THE_LEDGER = {
         "",
         FULL,
         f"{OFFLOAD} memory.head_groups=2 {TILES} {KEEP}",
-        f"memory.input_every=3 {HALF} {KEEP}",
+        f"memory.blocks_per_checkpoint=3 {HALF} {KEEP}",
         f"{NARROW} memory.optimizer_placement=host training.global_batch_size=2",
         f"{HEADS} {FULL}",
     ),
@@ -65,7 +65,7 @@ AGAINST_THE_LEDGER = {
 
 
 @cache
-def dry(changes: str, world_size: int = 1, rank: int = 0) -> Dry:
+def dry(changes: str, world_size: int = 1, rank: int = 0) -> DryRunResult:
     return dry_run(configured(changes), world_size, rank=rank)
 
 
@@ -78,13 +78,13 @@ def dry(changes: str, world_size: int = 1, rank: int = 0) -> Dry:
     ],
 )
 def test_the_peak_is_the_ledgers(world_size: int, changes: str) -> None:
-    stages = ledgers(configured(changes), world_size)
+    stages = estimate_memory_per_pp_rank(configured(changes), world_size)
     for place in sorted({0, len(stages) - 1}):
         found = dry(changes, world_size, place * (world_size // len(stages)))
-        predicted, host = stages[place], stages[place].line(KEPT).host
+        predicted, host = stages[place], stages[place].item(SAVED_ACTIVATIONS).host_bytes
         # States on the host are counted with what is on the device, batches there are not.
-        states = predicted.host - host - predicted.line("the batch").host
-        assert found.peak == pytest.approx(predicted.device + states, rel=0.03)
+        states = predicted.host_bytes - host - predicted.item("the batch").host_bytes
+        assert found.peak == pytest.approx(predicted.device_bytes + states, rel=0.03)
         assert found.on_host == pytest.approx(host, rel=0.03)
 
 
@@ -107,7 +107,7 @@ REAL = {
 def test_the_peak_is_what_a_real_run_counts(world_size: int) -> None:
     by_rank = run_ranks(counted, world_size, REAL[world_size], timeout=300)
     for changes, *ranks in zip(REAL[world_size], *by_rank, strict=True):
-        places = len(ledgers(configured(changes), world_size))
+        places = len(estimate_memory_per_pp_rank(configured(changes), world_size))
         each = world_size // places
         for place in range(places):
             peak = max(rank.peak for rank in ranks[place * each : (place + 1) * each])
@@ -117,11 +117,16 @@ def test_the_peak_is_what_a_real_run_counts(world_size: int) -> None:
 # ---- FLOPs
 
 
-@pytest.mark.parametrize("changes", ["", KEEP, f"{KEEP} memory.input_every=2", f"model.qk_norm=true {TILES} {FULL}"])
+@pytest.mark.parametrize(
+    "changes", ["", KEEP, f"{KEEP} memory.blocks_per_checkpoint=2", f"model.qk_norm=true {TILES} {FULL}"]
+)
 def test_flops_are_those_that_the_model_says_it_executes(changes: str) -> None:
     config, found = configured(changes), dry(changes)
-    executed = config.model.build().executed_flops(
-        tokens=1024, pairs=1024 * 1025 / 2, recompute=config.memory.recompute, input_every=config.memory.input_every
+    executed = config.model.build().hardware_flops(
+        tokens=1024,
+        pairs=1024 * 1025 / 2,
+        recompute=config.memory.recompute,
+        blocks_per_checkpoint=config.memory.blocks_per_checkpoint,
     )
     assert sum(found.matmul.values()) + sum(found.attention.values()) == executed
     once = 4 * 3 * 128 * 1024 * 1025 // 2
@@ -145,7 +150,7 @@ def test_ranks_that_share_a_row_share_its_attention(method: str) -> None:
 # ---- bytes sent
 
 
-def sent(found: Dry) -> dict[tuple[str, str], tuple[float, float]]:
+def sent(found: DryRunResult) -> dict[tuple[str, str], tuple[float, float]]:
     """Bytes and calls by channel and kind; where phases are two, together."""
     keys = {(message.channel, message.kind) for message in found.sent}
     return {
@@ -201,56 +206,59 @@ def test_stages_send_the_stream_and_its_gradient(rank: int) -> None:
 
 
 def test_a_message_is_counted_by_its_group_and_a_small_one_apart() -> None:
-    counting = Counting()
-    with made_up_ranks(3, 8), counting.counted():
+    counting = OpCounterMode()
+    with fake_process_group(3, 8), counting.enable():
         group = distributed.new_group([1, 3, 5, 7], group_desc="cp 1,3,5,7")
         assert isinstance(group, ProcessGroup)
-        sum_over(group, torch.empty(SMALL // 4))
-        sum_over(None, torch.empty(SMALL // 4 - 1))
-        rotate_all_to_all(torch.empty(SMALL), group).wait()
-    assert counting.bytes == {("cp", "all_reduce", "setup"): 1.5 * SMALL, ("cp", "all_to_all", "setup"): 4 * SMALL}
-    assert counting.small == {("world", "all_reduce", "setup"): 1}
+        all_reduce(group, torch.empty(MIN_COUNTED_BYTES // 4))
+        all_reduce(None, torch.empty(MIN_COUNTED_BYTES // 4 - 1))
+        ring_shift_all_to_all(torch.empty(MIN_COUNTED_BYTES), group).wait()
+    assert counting.sent_bytes == {
+        ("cp", "all_reduce", "setup"): 1.5 * MIN_COUNTED_BYTES,
+        ("cp", "all_to_all", "setup"): 4 * MIN_COUNTED_BYTES,
+    }
+    assert counting.small_calls == {("world", "all_reduce", "setup"): 1}
 
 
 def test_a_message_of_a_kind_that_nobody_knows_is_refused() -> None:
-    with made_up_ranks(0, 2), Counting().counted(), pytest.raises(NotImplementedError, match="broadcast"):
+    with fake_process_group(0, 2), OpCounterMode().enable(), pytest.raises(NotImplementedError, match="broadcast"):
         distributed.broadcast(torch.empty(8), 0)
 
 
 def test_what_is_sent_lives_until_its_sender_lets_go() -> None:
-    counting = Counting()
-    with made_up_ranks(0, 2), counting.counted():
+    counting = OpCounterMode()
+    with fake_process_group(0, 2), counting.enable():
         work = distributed.isend(torch.empty(1 << 20), 1)
         torch.empty(1)
-        held = counting.alive.device
+        held = counting.storages.device_bytes
         del work
-        assert (held, counting.alive.device) == (4 << 20, 0)
+        assert (held, counting.storages.device_bytes) == (4 << 20, 0)
 
 
 def test_storages_are_counted_until_they_die_and_as_large_as_they_are() -> None:
-    counting = Counting()
-    with counting.counted():
+    counting = OpCounterMode()
+    with counting.enable():
         x = torch.empty(1 << 20)
         view = x.view(1 << 10, 1 << 10)[3:]
         del x
-        assert counting.alive.device == 4 << 20
+        assert counting.storages.device_bytes == 4 << 20
         view.untyped_storage().resize_(0)
-        assert (counting.alive.device, counting.alive.peak) == (0, 4 << 20)
+        assert (counting.storages.device_bytes, counting.storages.peak_bytes) == (0, 4 << 20)
         bytes_on_host = torch.empty(1 << 25, dtype=torch.uint8)
-        assert (counting.alive.device, counting.alive.most_on_host) == (0, bytes_on_host.nbytes)
+        assert (counting.storages.device_bytes, counting.storages.peak_host_bytes) == (0, bytes_on_host.nbytes)
 
 
 def test_composite_operations_below_autograd_are_what_they_consist_of() -> None:
     from models.attention_op import attention
 
-    counting = Counting()
-    with counting.counted():
+    counting = OpCounterMode()
+    with counting.enable():
         q, k = torch.empty(2, 64, 4, 8), torch.empty(2, 64, 2, 8)
         attention(q, k, k, torch.tensor([[0, 64], [0, 64]], dtype=torch.int32))
         with torch.inference_mode():
             torch.empty(3, 4, 5) @ torch.empty(5, 6)
-    assert counting.attention == {"setup": 2 * 4 * 4 * 8 * 64 * 65 // 2}
-    assert counting.matmul == {"setup": 2 * 12 * 5 * 6}
+    assert counting.attention_flops == {"setup": 2 * 4 * 4 * 8 * 64 * 65 // 2}
+    assert counting.matmul_flops == {"setup": 2 * 12 * 5 * 6}
 
 
 def test_what_cannot_be_run_is_refused_in_words() -> None:

@@ -7,8 +7,8 @@ import pytest
 from tests.plan.test_counted_steps import configured
 from trainer.config.job_config import Config
 from trainer.config.parse import load
-from trainer.memory.estimator import Rank
-from trainer.plan.flops import Work, attended, work
+from trainer.memory.estimator import RankMemory
+from trainer.plan.flops import RankWorkload, attention_pairs, rank_workload
 
 E, G, T, V = 128, 384, 256, 264
 Q, K = 4 * 32, 2 * 32
@@ -26,40 +26,44 @@ SHIPPED = {
 }
 
 
-def total(found: Work) -> float:
-    return sum(found.matmul.values()) + sum(found.attention.values())
+def total(found: RankWorkload) -> float:
+    return sum(found.matmul_flops.values()) + sum(found.attention_flops.values())
 
 
 def executed(config: Config) -> float:
     """As one rank would compute it."""
     memory, training, rows = config.memory, config.training, config.training.global_batch_size
-    length = config.context_plan().padded(training.seq_len)
-    return config.model.build().executed_flops(
+    length = config.context_plan().padded_length(training.seq_len)
+    return config.model.build().hardware_flops(
         tokens=rows * length,
         pairs=rows
         * (training.seq_len * (training.seq_len + 1) + (length - training.seq_len) * (length - training.seq_len + 1))
         / 2,
         recompute=memory.recompute,
-        input_every=memory.input_every,
+        blocks_per_checkpoint=memory.blocks_per_checkpoint,
     )
 
 
 def of_all_ranks(config: Config, world_size: int) -> float:
     places = range(config.parallelism.pp)
-    return sum(total(work(config, world_size, place)) for place in places) * world_size / config.parallelism.pp
+    return sum(total(rank_workload(config, world_size, place)) for place in places) * world_size / config.parallelism.pp
 
 
 def test_flops_are_those_that_a_hand_counts() -> None:
-    found = work(configured(), 1, 0)
+    found = rank_workload(configured(), 1, 0)
     block = PROJECTED + OUT + 3 * INNER
-    assert found.matmul == {
+    assert found.matmul_flops == {
         "forward": 2 * ROWS * T * 3 * block,
         "backward": 4 * ROWS * T * 3 * block,
         "again": 0,
         "head": 6 * ROWS * T * V * E,
     }
     # Two products forward and five backward, in three layers.
-    assert found.attention == {"forward": 4 * 3 * Q * ROWS * PAIRS, "backward": 10 * 3 * Q * ROWS * PAIRS, "again": 0}
+    assert found.attention_flops == {
+        "forward": 4 * 3 * Q * ROWS * PAIRS,
+        "backward": 10 * 3 * Q * ROWS * PAIRS,
+        "again": 0,
+    }
     assert (found.tokens, found.pairs) == (ROWS * T, ROWS * PAIRS)
 
 
@@ -68,21 +72,21 @@ def test_flops_are_those_that_a_hand_counts() -> None:
     [
         (FULL, 3 * (2 * PROJECTED + OUT + 2 * INNER), 1),
         (KEEP, 3 * (PROJECTED + OUT + 2 * INNER), 0),
-        (f"{KEEP} memory.input_every=2", 3 * (PROJECTED + OUT + 2 * INNER) + OUT + 3 * INNER, 0),
+        (f"{KEEP} memory.blocks_per_checkpoint=2", 3 * (PROJECTED + OUT + 2 * INNER) + OUT + 3 * INNER, 0),
         (f"{KEEP} model.qk_norm=true", 3 * (PROJECTED + OUT + 2 * INNER + E * (Q + K)), 0),
     ],
 )
 def test_what_is_computed_again_is_all_that_a_gradient_needs(changes: str, again: int, attends: int) -> None:
-    found = work(configured(changes), 1, 0)
-    assert found.matmul["again"] == 2 * ROWS * T * again
-    assert found.attention["again"] == attends * found.attention["forward"]
+    found = rank_workload(configured(changes), 1, 0)
+    assert found.matmul_flops["again"] == 2 * ROWS * T * again
+    assert found.attention_flops["again"] == attends * found.attention_flops["forward"]
     assert total(found) == executed(configured(changes))
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_ranks_together_compute_what_one_would(name: str) -> None:
     config = load(["--config", name])
-    assert config.shape_problems(SHIPPED[name]) == []
+    assert config.layout_problems(SHIPPED[name]) == []
     assert of_all_ranks(config, SHIPPED[name]) == pytest.approx(executed(config), rel=1e-12)
 
 
@@ -115,8 +119,8 @@ def test_what_several_ranks_compute_alike_counts_on_each() -> None:
 def test_schedules_that_go_back_twice_repeat_two_products_of_the_feed_forward() -> None:
     def again(schedule: str, place: int) -> float:
         config = configured(f"parallelism.pp=2 model.num_layers=6 parallelism.pp_schedule={schedule}")
-        assert config.pipeline_plan(2).blocks == (1, 1, 2, 2)
-        return work(config, 2, place).matmul["again"] / (2 * ROWS * T * 2 * INNER)
+        assert config.pipeline_plan(2).blocks_per_stage == (1, 1, 2, 2)
+        return rank_workload(config, 2, place).matmul_flops["again"] / (2 * ROWS * T * 2 * INNER)
 
     # Of stages 0 and 3, the first has no input whose gradient would be found by itself.
     assert [again("ZBVZeroBubble", place) for place in (0, 1)] == [2, 3]
@@ -126,7 +130,7 @@ def test_schedules_that_go_back_twice_repeat_two_products_of_the_feed_forward() 
 def test_contiguous_rows_are_as_slow_as_their_end() -> None:
     ring = "parallelism.cp=4 parallelism.cp_method=ring"
     even, uneven = (
-        attended(Rank(configured(f"{ring} parallelism.cp_layout={layout}"), 4, 0))
+        attention_pairs(RankMemory(configured(f"{ring} parallelism.cp_layout={layout}"), 4, 0))
         for layout in ("headtail", "contiguous")
     )
     assert even == PAIRS / 4
@@ -135,34 +139,45 @@ def test_contiguous_rows_are_as_slow_as_their_end() -> None:
 
 def test_what_blocks_keep_on_the_host_goes_there_for_each_micro_batch() -> None:
     stream = 4 * E * T
-    assert work(configured(f"{FULL} memory.offload=inputs"), 1, 0).offloaded == ROWS * 3 * stream
-    attention = work(configured(f"{KEEP} memory.offload=inputs_and_attention memory.input_every=2"), 1, 0).offloaded
+    assert rank_workload(configured(f"{FULL} memory.offload=inputs"), 1, 0).offloaded_bytes == ROWS * 3 * stream
+    attention = rank_workload(
+        configured(f"{KEEP} memory.offload=inputs_and_attention memory.blocks_per_checkpoint=2"), 1, 0
+    ).offloaded_bytes
     assert attention == ROWS * (2 * stream + 3 * 4 * (Q + 4) * T)
-    assert work(configured(FULL), 1, 0).offloaded == 0
+    assert rank_workload(configured(FULL), 1, 0).offloaded_bytes == 0
 
 
 def test_states_on_the_host_are_fetched_when_they_are_gathered() -> None:
-    here, there = (work(configured(f"memory.optimizer_placement={place}"), 2, 0) for place in ("device", "host"))
+    here, there = (
+        rank_workload(configured(f"memory.optimizer_placement={place}"), 2, 0) for place in ("device", "host")
+    )
     blocks, ends = 3 * (PROJECTED + OUT + 3 * INNER + 2 * E), 2 * V * E + E
     # Two micro-batches on each of two ranks; blocks are gathered twice.
-    assert (there.fetched, there.returned) == (4 * 2 * (2 * blocks + ends) / 2, 4 * 2 * (blocks + ends) / 2)
-    assert (here.fetched, here.returned, here.on_host, there.on_host) == (0, 0, False, True)
+    assert (there.fetched_bytes, there.returned_bytes) == (4 * 2 * (2 * blocks + ends) / 2, 4 * 2 * (blocks + ends) / 2)
+    assert (here.fetched_bytes, here.returned_bytes, here.optimizer_on_host, there.optimizer_on_host) == (
+        0,
+        0,
+        False,
+        True,
+    )
 
 
 def test_the_optimizer_moves_weights_gradients_and_both_moments() -> None:
     parameters = configured().model.build().num_parameters
-    wide = work(configured(), 1, 0).optimizer
+    wide = rank_workload(configured(), 1, 0).optimizer_bytes
     # The gradient three times for norm and clipping, and once more; the weight and each moment twice.
     assert wide == 4 * parameters * (3 + 1 + 2 + 4)
-    assert work(configured("memory.optimizer_dtype=bfloat16"), 1, 0).optimizer > wide
+    assert rank_workload(configured("memory.optimizer_dtype=bfloat16"), 1, 0).optimizer_bytes > wide
 
 
 def test_compiled_blocks_and_kept_activations_move_less() -> None:
-    plain, compiled, again = (work(configured(changes), 1, 0).moved for changes in ("", "training.compile=true", FULL))
+    plain, compiled, again = (
+        rank_workload(configured(changes), 1, 0).memory_traffic for changes in ("", "training.compile=true", FULL)
+    )
     assert all(compiled[phase] < plain[phase] for phase in ("forward", "backward"))
     assert compiled["head"] == plain["head"]
     assert plain["again"] == 0 < again["again"]
-    half = work(configured("training.seq_len=128"), 1, 0).moved
+    half = rank_workload(configured("training.seq_len=128"), 1, 0).memory_traffic
     assert plain["forward"] > 1.9 * half["forward"]
 
 
@@ -173,14 +188,14 @@ def test_norms_sums_rotations_and_gates_move_what_a_hand_counts() -> None:
     forward = 3 * 2 * (2 * 2 * stream + 2 * 3 * stream + 2 * heads + 3 * inner) + 2 * 2 * stream
     # Weights are read wide and written narrow.
     narrowed = config.model.build().num_parameters * (4 + 2)
-    assert work(config, 1, 0).moved["forward"] == forward + narrowed
+    assert rank_workload(config, 1, 0).memory_traffic["forward"] == forward + narrowed
 
 
 def test_a_ring_moves_more_with_every_hop() -> None:
     alone, two, four = (
-        work(
+        rank_workload(
             configured(f"parallelism.cp={ranks} parallelism.cp_method=ring training.seq_len={ranks * T}"), ranks, 0
-        ).moved
+        ).memory_traffic
         for ranks in (1, 2, 4)
     )
     assert alone["forward"] < two["forward"] < four["forward"]

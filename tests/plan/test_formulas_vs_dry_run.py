@@ -9,9 +9,9 @@ import pytest
 
 from tests.memory.test_estimator import FOUR, FULL, HALF, KEEP, configured
 from trainer.config.job_config import Config
-from trainer.plan.comm_volume import Message, traffic
+from trainer.plan.comm_volume import CommVolume, comm_volumes
 from trainer.plan.dry_run import dry_run
-from trainer.plan.flops import work
+from trainer.plan.flops import rank_workload
 
 LONG = "training.seq_len=16384 parallelism.dp_replicate=2"
 DEEP = "model.num_layers=16 parallelism.pp=8 training.global_batch_size=64"
@@ -35,7 +35,7 @@ CASES = {
 }
 
 
-def summed(messages: Iterable[Message]) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
+def summed(messages: Iterable[CommVolume]) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
     """Bytes and calls by channel and kind."""
     sizes, calls = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for message in messages:
@@ -59,10 +59,10 @@ def places(config: Config) -> list[int]:
 )
 def test_both_roads_lead_to_the_same_counts(world_size: int, changes: str) -> None:
     config = configured(changes)
-    assert config.shape_problems(world_size) == []
+    assert config.layout_problems(world_size) == []
     for place in places(config):
         dry = dry_run(config, world_size, rank=place * (world_size // config.parallelism.pp))
-        assert summed(dry.sent) == summed(traffic(config, world_size, place))
-        formulas = work(config, world_size, place)
-        assert sum(dry.matmul.values()) == pytest.approx(sum(formulas.matmul.values()), rel=1e-9)
-        assert sum(dry.attention.values()) == pytest.approx(sum(formulas.attention.values()), rel=0.01)
+        assert summed(dry.sent) == summed(comm_volumes(config, world_size, place))
+        formulas = rank_workload(config, world_size, place)
+        assert sum(dry.matmul.values()) == pytest.approx(sum(formulas.matmul_flops.values()), rel=1e-9)
+        assert sum(dry.attention.values()) == pytest.approx(sum(formulas.attention_flops.values()), rel=0.01)

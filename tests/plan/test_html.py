@@ -12,9 +12,9 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.plan.sample_documents import HOST, MEMORY, MFU, SAMPLE, SEARCH, TIME, TOKENS, stages
-from trainer.plan.document import Bar, Bars, Curve, Report, Table
-from trainer.plan.html import html
-from trainer.plan.style import DARK, LIGHT, LINES, ON_DARK, PALETTE, sheet
+from trainer.plan.document import BarChart, LineChart, PlanReport, StackedBar, Table
+from trainer.plan.html import render_html
+from trainer.plan.style import DARK, DARK_COLOURS, LIGHT, LINE_COLOURS, PALETTE, stylesheet
 
 EVIL = "<script>alert('x')</script> & \"q\" <b onclick=\"x\"> ' onload='x' --><![CDATA[ </style></svg>"
 
@@ -43,8 +43,8 @@ class Page(HTMLParser):
             self.texts.append(data)
 
 
-def page(*parts: Bars | Table | Curve) -> str:
-    return html(Report(title="a plan", verdict="it fits", fits=True, facts=[], parts=parts))
+def page(*parts: BarChart | Table | LineChart) -> str:
+    return render_html(PlanReport(title="a plan", verdict="it fits", fits=True, facts=[], sections=parts))
 
 
 def pictures(text: str, kind: str) -> list[ElementTree.Element]:
@@ -61,16 +61,16 @@ def number(element: ElementTree.Element, name: str) -> float:
     return float((element.get(name) or "").rstrip("%"))
 
 
-def evil() -> Report:
-    bars = Bars(title=EVIL, unit=EVIL, bars=[Bar(label=EVIL, parts={EVIL: 1.0}, limit=0.5)])
+def evil() -> PlanReport:
+    bars = BarChart(title=EVIL, unit=EVIL, bars=[StackedBar(label=EVIL, segments={EVIL: 1.0}, limit=0.5)])
     table = Table(title=EVIL, columns=[EVIL], rows=[[EVIL]], note=EVIL, best=0)
-    curve = Curve(title=EVIL, x=EVIL, y=EVIL, log_x=False, log_y=False, lines={EVIL: [(1, 2), (2, 3)]}, limit=1)
-    return Report(
+    curve = LineChart(title=EVIL, x=EVIL, y=EVIL, log_x=False, log_y=False, lines={EVIL: [(1, 2), (2, 3)]}, limit=1)
+    return PlanReport(
         title=EVIL,
         verdict=EVIL,
         fits=False,
         facts=[(EVIL, EVIL)],
-        parts=[bars, table, curve],
+        sections=[bars, table, curve],
         notes=[EVIL],
         toml=f"{EVIL}\n{EVIL}",
     )
@@ -79,9 +79,9 @@ def evil() -> Report:
 # ---- the page
 
 
-@pytest.mark.parametrize("report", [SAMPLE, replace(SAMPLE, fits=False, parts=[stages(4), stages(16)]), evil()])
-def test_every_tag_is_closed_and_every_picture_is_xml(report: Report) -> None:
-    text = html(report)
+@pytest.mark.parametrize("report", [SAMPLE, replace(SAMPLE, fits=False, sections=[stages(4), stages(16)]), evil()])
+def test_every_tag_is_closed_and_every_picture_is_xml(report: PlanReport) -> None:
+    text = render_html(report)
     assert text.startswith("<!DOCTYPE html>\n")
     assert ("html", {"lang": "en"}) in Page(text).elements
     assert ("meta", {"charset": "utf-8"}) in Page(text).elements
@@ -90,7 +90,7 @@ def test_every_tag_is_closed_and_every_picture_is_xml(report: Report) -> None:
 
 
 def test_text_is_text_wherever_it_stands() -> None:
-    known, found = Page(html(SAMPLE)), Page(html(evil()))
+    known, found = Page(render_html(SAMPLE)), Page(render_html(evil()))
     assert "script" not in {tag for tag, _ in found.elements}
     assert {tag for tag, _ in found.elements} <= {tag for tag, _ in known.elements}
     names = {name for _, attributes in known.elements for name in attributes}
@@ -100,7 +100,7 @@ def test_text_is_text_wherever_it_stands() -> None:
 
 
 def test_a_page_needs_nothing_from_elsewhere() -> None:
-    text = html(SAMPLE)
+    text = render_html(SAMPLE)
     for word in ("http", "//", "@import", "@font-face", "<script", "<link", "<img", "<base", "src=", "href="):
         assert word not in text
     assert set(re.findall(r"url\([^)]*\)", text)) == {"url(#hatch)"}
@@ -108,11 +108,11 @@ def test_a_page_needs_nothing_from_elsewhere() -> None:
 
 
 def test_everything_that_a_report_tells_is_there() -> None:
-    told = "\n".join(Page(html(SAMPLE)).texts)
+    told = "\n".join(Page(render_html(SAMPLE)).texts)
     cells = [cell for row in SEARCH.rows for cell in row]
     facts = [text for fact in SAMPLE.facts for text in fact]
-    titles = [part.title for part in SAMPLE.parts]
-    kinds = [*MEMORY.kinds, *HOST.kinds, *TIME.kinds, *TOKENS.lines, *MFU.lines]
+    titles = [part.title for part in SAMPLE.sections]
+    kinds = [*MEMORY.segment_names, *HOST.segment_names, *TIME.segment_names, *TOKENS.lines, *MFU.lines]
     for text in (
         SAMPLE.title,
         SAMPLE.verdict,
@@ -128,15 +128,17 @@ def test_everything_that_a_report_tells_is_there() -> None:
 
 
 def test_the_verdict_is_in_words() -> None:
-    assert "\u2713 Fits" in Page(html(SAMPLE)).texts
-    assert "\u2717 Does not fit" in Page(html(replace(SAMPLE, fits=False))).texts
+    assert "\u2713 Fits" in Page(render_html(SAMPLE)).texts
+    assert "\u2717 Does not fit" in Page(render_html(replace(SAMPLE, fits=False))).texts
 
 
 def test_nothing_is_shown_of_nothing() -> None:
-    empty = page(Bars(title="none", unit="s", bars=[]), Table(title="", columns=["a"], rows=[]), replace(MFU, lines={}))
+    empty = page(
+        BarChart(title="none", unit="s", bars=[]), Table(title="", columns=["a"], rows=[]), replace(MFU, lines={})
+    )
     assert pictures(empty, "bar") == []
     assert len(pictures(empty, "curve")) == 1
-    assert of(pictures(page(replace(HOST, bars=[Bar(label="", parts={"a": 0.0})])), "bar")[0], "part") == []
+    assert of(pictures(page(replace(HOST, bars=[StackedBar(label="", segments={"a": 0.0})])), "bar")[0], "part") == []
     assert "<dl" not in empty
     assert "<ul" not in empty.replace('<ul class="key">', "")
     assert "<pre" not in empty
@@ -161,18 +163,18 @@ def test_numbers_stand_at_the_right() -> None:
 
 
 @pytest.mark.parametrize("bars", [MEMORY, HOST, TIME, stages(16), stages(4)])
-def test_parts_are_as_long_as_what_they_stand_for_and_touch(bars: Bars) -> None:
+def test_parts_are_as_long_as_what_they_stand_for_and_touch(bars: BarChart) -> None:
     drawn = pictures(page(bars), "bar")
     assert len(drawn) == len(bars.bars)
     full = max(max(bar.total, bar.limit or 0) for bar in bars.bars)
     for svg, bar in zip(drawn, bars.bars, strict=True):
         parts = {part.get("data-kind"): part for part in of(svg, "part")}
-        assert list(parts) == [kind for kind in bars.kinds if bar.parts.get(kind)]
+        assert list(parts) == [kind for kind in bars.segment_names if bar.segments.get(kind)]
         at = 0.0
         for kind, part in parts.items():
-            assert number(part, "width") == pytest.approx(100 * bar.parts[str(kind)] / full, rel=1e-3)
+            assert number(part, "width") == pytest.approx(100 * bar.segments[str(kind)] / full, rel=1e-3)
             assert number(part, "x") == pytest.approx(at, abs=0.01)
-            at += 100 * bar.parts[str(kind)] / full
+            at += 100 * bar.segments[str(kind)] / full
 
 
 def test_the_longest_bar_or_the_farthest_limit_is_as_wide_as_there_is_room() -> None:
@@ -234,7 +236,9 @@ def test_the_scale_is_round_and_tells_the_limit() -> None:
     (crowded,) = pictures(page(stages(16)), "scale")
     assert [text.text for text in of(crowded, "label")] == [*labels]
     assert labels["60"] == pytest.approx(100 * 60 / 79.1, abs=0.01)
-    (svg,) = pictures(page(replace(MEMORY, bars=[*MEMORY.bars, Bar(label="", parts={}, limit=40.0)])), "scale")
+    (svg,) = pictures(
+        page(replace(MEMORY, bars=[*MEMORY.bars, StackedBar(label="", segments={}, limit=40.0)])), "scale"
+    )
     assert of(svg, "bad") == []
 
 
@@ -295,9 +299,9 @@ def test_names_at_the_ends_of_lines_do_not_touch(values: tuple[float, ...]) -> N
 
 
 def test_more_lines_than_colours_differ_in_their_strokes() -> None:
-    lines = {f"line {n}": [(1.0, n), (2.0, n)] for n in range(2 * len(LINES))}
+    lines = {f"line {n}": [(1.0, n), (2.0, n)] for n in range(2 * len(LINE_COLOURS))}
     (svg,) = pictures(page(replace(MFU, lines=lines)), "curve")
-    assert len({line.get("class") for line in of(svg, "line")}) == 2 * len(LINES)
+    assert len({line.get("class") for line in of(svg, "line")}) == 2 * len(LINE_COLOURS)
 
 
 # ---- colours
@@ -354,11 +358,11 @@ def test_text_and_colours_stand_out_from_the_page(scheme: dict[str, str]) -> Non
         assert contrast(scheme[text], scheme["paper"]) > 4.5
     assert contrast(scheme["ink"], scheme["tint"]) > 4.5
     assert min(contrast(colour, scheme["paper"]) for colour in PALETTE) > 1.9
-    assert min(contrast(PALETTE[line], scheme["paper"]) for line in LINES) > 3
+    assert min(contrast(PALETTE[line], scheme["paper"]) for line in LINE_COLOURS) > 3
 
 
 def test_figures_stand_out_from_the_parts_in_which_they_are() -> None:
-    assert "svg .ink { fill: #14171a;" in sheet()
-    assert "svg .ink.on-dark { fill: #fff }" in sheet()
+    assert "svg .ink { fill: #14171a;" in stylesheet()
+    assert "svg .ink.on-dark { fill: #fff }" in stylesheet()
     for number_of, colour in enumerate(PALETTE):
-        assert contrast(colour, "#ffffff" if number_of in ON_DARK else "#14171a") > 4.5
+        assert contrast(colour, "#ffffff" if number_of in DARK_COLOURS else "#14171a") > 4.5

@@ -8,8 +8,15 @@ import pytest
 
 from trainer.config.job_config import Config
 from trainer.hardware.device_specs import load_device
-from trainer.plan.comm_volume import Message
-from trainer.plan.interconnect import CALL, Group, groups_of, latency, rate, seconds
+from trainer.plan.comm_volume import CommVolume
+from trainer.plan.interconnect import (
+    CALL_OVERHEAD,
+    GroupTopology,
+    bandwidth,
+    group_topologies,
+    latency,
+    message_seconds,
+)
 
 H100 = load_device("h100-80gb")
 INSIDE, BETWEEN = 360e9, 45e9
@@ -21,57 +28,61 @@ def mesh(**parallelism: object) -> Config:
 
 def test_neighbours_share_a_node_and_others_do_not() -> None:
     config = mesh(dp_shard=2, cp=4, tp=4, pp=2, cp_method="hybrid", cp_ulysses=2)
-    found = groups_of(config, 64, H100)
-    assert found["tp"] == Group(ranks=4, near=4, islands=1)
-    assert found["exchange"] == Group(ranks=2, near=2, islands=1)
-    assert found["rotate"] == Group(ranks=2, near=1, islands=2)
-    assert found["fsdp"] == Group(ranks=8, near=2, islands=4)
-    assert found["pp"] == Group(ranks=2, near=1, islands=2)
+    found = group_topologies(config, 64, H100)
+    assert found["tp"] == GroupTopology(ranks=4, min_ranks_per_domain=4, num_domains=1)
+    assert found["exchange"] == GroupTopology(ranks=2, min_ranks_per_domain=2, num_domains=1)
+    assert found["rotate"] == GroupTopology(ranks=2, min_ranks_per_domain=1, num_domains=2)
+    assert found["fsdp"] == GroupTopology(ranks=8, min_ranks_per_domain=2, num_domains=4)
+    assert found["pp"] == GroupTopology(ranks=2, min_ranks_per_domain=1, num_domains=2)
 
 
 def test_a_rack_of_fast_links_is_one_island() -> None:
     config = mesh(dp_shard=8, cp=8, cp_method="ring")
-    assert groups_of(config, 64, H100)["fsdp"].islands == 8
-    assert groups_of(config, 64, load_device("gb200"))["fsdp"].islands == 1
+    assert group_topologies(config, 64, H100)["fsdp"].num_domains == 8
+    assert group_topologies(config, 64, load_device("gb200"))["fsdp"].num_domains == 1
 
 
 def test_groups_are_those_of_all_channels() -> None:
     config = mesh(dp_shard=2, dp_replicate=2, cp=2, tp=2, pp=2, cp_method="ring")
-    assert {*groups_of(config, 32, H100)} == {"pp", "dp_replicate", "fsdp", "tp", "tokens", "numbers", "cp"}
+    assert {*group_topologies(config, 32, H100)} == {"pp", "dp_replicate", "fsdp", "tp", "tokens", "numbers", "cp"}
 
 
 def test_inside_a_node_everything_goes_over_its_links() -> None:
-    group = Group(ranks=8, near=8, islands=1)
+    group = GroupTopology(ranks=8, min_ranks_per_domain=8, num_domains=1)
     for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"):
-        assert rate(kind, group, H100) == pytest.approx(INSIDE)
+        assert bandwidth(kind, group, H100) == pytest.approx(INSIDE)
 
 
 def test_collectives_across_nodes_use_the_links_of_all_their_ranks_there() -> None:
-    assert rate("all_gather", Group(32, 8, 4), H100) == pytest.approx(min(INSIDE, 8 * BETWEEN))
-    assert rate("reduce_scatter", Group(8, 2, 4), H100) == pytest.approx(2 * BETWEEN)
-    assert rate("all_reduce", Group(4, 1, 4), H100) == pytest.approx(BETWEEN)
-    wide = replace(H100, network=1e12)
-    assert rate("all_gather", Group(32, 8, 4), wide) == pytest.approx(INSIDE)
+    assert bandwidth("all_gather", GroupTopology(32, 8, 4), H100) == pytest.approx(min(INSIDE, 8 * BETWEEN))
+    assert bandwidth("reduce_scatter", GroupTopology(8, 2, 4), H100) == pytest.approx(2 * BETWEEN)
+    assert bandwidth("all_reduce", GroupTopology(4, 1, 4), H100) == pytest.approx(BETWEEN)
+    wide = replace(H100, network_bandwidth=1e12)
+    assert bandwidth("all_gather", GroupTopology(32, 8, 4), wide) == pytest.approx(INSIDE)
 
 
 def test_what_goes_round_waits_for_the_one_that_leaves_the_node() -> None:
-    assert rate("send", Group(16, 8, 2), H100) == pytest.approx(BETWEEN)
+    assert bandwidth("send", GroupTopology(16, 8, 2), H100) == pytest.approx(BETWEEN)
 
 
 def test_an_exchange_sends_most_to_other_nodes() -> None:
     # 16 ranks of two nodes: 8 of 15 parts leave, 7 stay.
-    assert rate("all_to_all", Group(16, 8, 2), H100) == pytest.approx(BETWEEN * 15 / 8)
+    assert bandwidth("all_to_all", GroupTopology(16, 8, 2), H100) == pytest.approx(BETWEEN * 15 / 8)
 
 
 def test_a_ring_of_n_has_n_less_one_steps_of_which_one_for_each_further_node_is_slow() -> None:
     inside, between = H100.link_latency, H100.network_latency
-    assert latency("all_gather", Group(8, 8, 1), H100) == pytest.approx(CALL + 7 * inside)
-    assert latency("all_gather", Group(32, 8, 4), H100) == pytest.approx(CALL + 28 * inside + 3 * between)
-    assert latency("all_reduce", Group(32, 8, 4), H100) == pytest.approx(CALL + 56 * inside + 6 * between)
-    assert latency("send", Group(32, 8, 4), H100) == pytest.approx(CALL + between)
+    assert latency("all_gather", GroupTopology(8, 8, 1), H100) == pytest.approx(CALL_OVERHEAD + 7 * inside)
+    assert latency("all_gather", GroupTopology(32, 8, 4), H100) == pytest.approx(
+        CALL_OVERHEAD + 28 * inside + 3 * between
+    )
+    assert latency("all_reduce", GroupTopology(32, 8, 4), H100) == pytest.approx(
+        CALL_OVERHEAD + 56 * inside + 6 * between
+    )
+    assert latency("send", GroupTopology(32, 8, 4), H100) == pytest.approx(CALL_OVERHEAD + between)
 
 
 def test_a_message_takes_its_bytes_and_its_calls() -> None:
-    message = Message(channel="tp", kind="all_gather", phase="forward", what="tokens", bytes=36e9, calls=100)
-    groups = {"tp": Group(2, 2, 1)}
-    assert seconds(message, groups, H100) == pytest.approx(0.1 + 100 * (CALL + H100.link_latency))
+    message = CommVolume(channel="tp", kind="all_gather", phase="forward", what="tokens", bytes=36e9, calls=100)
+    groups = {"tp": GroupTopology(2, 2, 1)}
+    assert message_seconds(message, groups, H100) == pytest.approx(0.1 + 100 * (CALL_OVERHEAD + H100.link_latency))

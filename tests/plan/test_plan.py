@@ -10,80 +10,90 @@ import pytest
 
 from benchmarks.published import report, rows
 from trainer.config.job_config import Config
-from trainer.config.parse import SHIPPED, load
-from trainer.hardware.device_specs import Device, load_device
+from trainer.config.parse import CONFIG_DIR, load
+from trainer.hardware.device_specs import DeviceSpec, load_device
 from trainer.memory import auto
-from trainer.memory.estimator import GIB, KEPT
-from trainer.plan.plan import DAY, HOST_RESERVE, PROCESS, WORTH, Plan, plan_of, run_plan
-from trainer.plan.suggestions import freeing, hastening
+from trainer.memory.estimator import GIB, SAVED_ACTIVATIONS
+from trainer.plan.plan import (
+    HOST_BYTES_PER_PROCESS,
+    HOST_RESERVE_FRACTION,
+    MIN_TIME_SAVING,
+    SECONDS_PER_DAY,
+    TrainingPlan,
+    plan_run,
+    plan_stage,
+)
+from trainer.plan.suggestions import memory_saving_candidates, speedup_candidates
 
 H100 = load_device("h100-80gb")
 K, M = 1 << 10, 1 << 20
 
 
-def planned(world: int = 8, device: Device = H100, size: str = "8b", **sections: Any) -> Plan:
+def planned(world: int = 8, device: DeviceSpec = H100, size: str = "8b", **sections: Any) -> TrainingPlan:
     given: dict[str, Any] = {"model": {"family": "llama3.1", "size": size}} | sections
     given["training"] = {"seq_len": 128 * K, "global_batch_size": 8} | given.get("training", {})
     config = Config.model_validate(given)
-    assert config.shape_problems(world) == []
-    return plan_of(config, world, device)
+    assert config.layout_problems(world) == []
+    return plan_stage(config, world, device)
 
 
 def shipped(name: str, *words: str) -> tuple[Config, int]:
     config = load(["--config", name, *words])
-    return config, max(prod(stage.config.parallelism.degrees(1).values()) for stage in config.stages)
+    return config, max(prod(stage.config.parallelism.degrees(1).values()) for stage in config.training_stages)
 
 
 def test_a_million_tokens_of_8b_fit_four_nodes_of_h100() -> None:
     config, ranks = shipped("llama3_8b_1m")
     assert ranks == 32
-    found = run_plan(config, ranks, H100)
-    assert found.misfits == []
+    found = plan_run(config, ranks, H100)
+    assert found.memory_shortages == []
     (plan,) = found.stages
-    assert plan.host_needed < 2000e9
+    assert plan.host_memory_needed < 2000e9
 
 
-@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(CONFIG_DIR.glob("*.toml")), ids=lambda path: path.stem)
 def test_every_shipped_file_has_a_plan(path: Any) -> None:
     config, ranks = shipped(path.stem)
-    found = run_plan(config, ranks, load_device("h200"))
+    found = plan_run(config, ranks, load_device("h200"))
     assert found.fits
-    assert found.days == pytest.approx(sum(plan.seconds * plan.config.training.steps for plan in found.stages) / DAY)
+    assert found.days == pytest.approx(
+        sum(plan.step_seconds * plan.config.training.steps for plan in found.stages) / SECONDS_PER_DAY
+    )
     assert found.device_hours == pytest.approx(found.days * 24 * ranks)
     for plan in found.stages:
         assert 0 < plan.mfu < plan.hfu < 0.6 or plan.config.model.size == "debug"
-        assert plan.limits
-        assert len(plan.ledgers) == len(plan.times.stages) == plan.config.parallelism.pp
+        assert plan.bottlenecks
+        assert len(plan.memory_by_pp_rank) == len(plan.step_time.ranks) == plan.config.parallelism.pp
 
 
 def test_numbers_of_a_plan_are_those_of_its_definitions() -> None:
     plan = planned(parallelism={"cp": 8, "cp_method": "ulysses"}, training={"steps": 500})
-    assert plan.times.tokens == 8 * 128 * K
+    assert plan.step_time.tokens == 8 * 128 * K
     # 7.505e9 weights that multiply, 32 layers of 4096, one document in each row.
     flops = 6 * 7.505e9 * 8 * 128 * K + 12 * 32 * 4096 * 8 * (128 * K) * (128 * K + 1) / 2
-    assert plan.mfu == pytest.approx(flops / (plan.seconds * 8 * 989.4e12), rel=1e-3)
-    assert plan.hfu == pytest.approx(plan.times.executed / (plan.seconds * 8 * 989.4e12))
-    assert plan.tokens_per_second_per_device == pytest.approx(128 * K / plan.seconds)
-    assert plan.tokens == 500 * 8 * 128 * K
-    assert plan.days == pytest.approx(500 * plan.seconds / 86_400)
-    assert plan.device_hours == pytest.approx(500 * plan.seconds * 8 / 3600)
+    assert plan.mfu == pytest.approx(flops / (plan.step_seconds * 8 * 989.4e12), rel=1e-3)
+    assert plan.hfu == pytest.approx(plan.step_time.executed_flops / (plan.step_seconds * 8 * 989.4e12))
+    assert plan.tokens_per_second_per_device == pytest.approx(128 * K / plan.step_seconds)
+    assert plan.total_tokens == 500 * 8 * 128 * K
+    assert plan.days == pytest.approx(500 * plan.step_seconds / 86_400)
+    assert plan.device_hours == pytest.approx(500 * plan.step_seconds * 8 / 3600)
 
 
 def test_a_checkpoint_is_weights_and_two_moments() -> None:
     parameters = 8.03e9
-    assert planned().checkpoint == pytest.approx(12 * parameters, rel=1e-3)
-    assert planned(memory={"optimizer_dtype": "bfloat16"}).checkpoint == pytest.approx(8 * parameters, rel=1e-3)
+    assert planned().checkpoint_bytes == pytest.approx(12 * parameters, rel=1e-3)
+    assert planned(memory={"optimizer_dtype": "bfloat16"}).checkpoint_bytes == pytest.approx(8 * parameters, rel=1e-3)
 
 
 def test_a_device_keeps_a_tenth_and_a_node_too() -> None:
     plan = planned(memory={"recompute": "full"})
-    tight = replace(H100, memory=plan.fullest.device / 0.9)
+    tight = replace(H100, memory=plan.peak_memory.device_bytes / 0.9)
     assert planned(device=tight, memory={"recompute": "full"}).fits
     over = planned(device=replace(tight, memory=0.999 * tight.memory), memory={"recompute": "full"})
     assert not over.fits
-    assert "a device needs" in over.misfits[0]
-    assert over.overfull == pytest.approx(1 / 0.999)
-    assert auto.DEVICE + HOST_RESERVE == 1.0
+    assert "a device needs" in over.memory_shortages[0]
+    assert over.memory_utilization == pytest.approx(1 / 0.999)
+    assert auto.DEVICE_FRACTION + HOST_RESERVE_FRACTION == 1.0
 
 
 def test_a_node_holds_what_its_ranks_keep_their_copies_and_themselves() -> None:
@@ -91,78 +101,82 @@ def test_a_node_holds_what_its_ranks_keep_their_copies_and_themselves() -> None:
     mesh = {"cp": 16, "cp_method": "ring"}
     plan = planned(16, parallelism=mesh, memory=memory)
     u, states = 2 * 4096 * 8 * K, 12 * 8.03e9 / 16
-    assert plan.host[KEPT] == pytest.approx(8 * 32 * u * 17 / 16)
-    assert plan.host["the copy that checkpoints are written of"] == pytest.approx(8 * states, rel=1e-3)
-    assert plan.host["processes"] == 8 * PROCESS
+    assert plan.host_memory[SAVED_ACTIVATIONS] == pytest.approx(8 * 32 * u * 17 / 16)
+    assert plan.host_memory["the copy that checkpoints are written of"] == pytest.approx(8 * states, rel=1e-3)
+    assert plan.host_memory["processes"] == 8 * HOST_BYTES_PER_PROCESS
     without = planned(16, parallelism=mesh, memory=memory, checkpoint={"async": False})
-    assert plan.host_needed - without.host_needed == pytest.approx(8 * states, rel=1e-3)
-    small = planned(16, replace(H100, host_memory=0.999 * plan.host_needed / 0.9), parallelism=mesh, memory=memory)
-    assert "a node of 8 ranks needs" in small.misfits[0]
-    assert small.changes[0].text in {"checkpoint.async = false", 'memory.offload = "none"'}
+    assert plan.host_memory_needed - without.host_memory_needed == pytest.approx(8 * states, rel=1e-3)
+    small = planned(
+        16, replace(H100, host_memory=0.999 * plan.host_memory_needed / 0.9), parallelism=mesh, memory=memory
+    )
+    assert "a node of 8 ranks needs" in small.memory_shortages[0]
+    assert small.suggestions[0].text in {"checkpoint.async = false", 'memory.offload = "none"'}
 
 
 def test_states_on_the_host_count_there() -> None:
     plan = planned(memory={"optimizer_placement": "host"}, checkpoint={"enabled": False})
-    assert plan.host["parameters"] + plan.host["gradients"] == pytest.approx(8 * 8.03e9, rel=1e-3)
-    assert plan.fullest.line("parameters").device == 0
+    assert plan.host_memory["parameters"] + plan.host_memory["gradients"] == pytest.approx(8 * 8.03e9, rel=1e-3)
+    assert plan.peak_memory.item("parameters").device_bytes == 0
 
 
 def test_what_is_too_much_is_told_with_what_it_is_made_of() -> None:
     plan = planned(memory={"recompute": "none"})
     assert not plan.fits
-    assert plan.misfits[0].startswith("a device needs")
-    assert plan.limits[0] == plan.misfits[0]
-    assert KEPT in plan.misfits[0]
+    assert plan.memory_shortages[0].startswith("a device needs")
+    assert plan.bottlenecks[0] == plan.memory_shortages[0]
+    assert SAVED_ACTIVATIONS in plan.memory_shortages[0]
 
 
 def test_where_it_does_not_fit_changes_relieve_most_and_are_plans_themselves() -> None:
     plan = planned(memory={"recompute": "none"})
-    assert len(plan.changes) == 3
-    reliefs = [plan.overfull - change.plan.overfull for change in plan.changes]
+    assert len(plan.suggestions) == 3
+    reliefs = [plan.memory_utilization - change.plan.memory_utilization for change in plan.suggestions]
     assert reliefs == sorted(reliefs, reverse=True)
     assert min(reliefs) > 0
-    first = plan.changes[0]
+    first = plan.suggestions[0]
     assert first.text == 'memory.recompute = "full"'
     assert first.plan.config.memory.recompute == "full"
-    assert first.frees == pytest.approx(plan.fullest.device - first.plan.fullest.device)
+    assert first.freed_bytes == pytest.approx(plan.peak_memory.device_bytes - first.plan.peak_memory.device_bytes)
 
 
 def test_where_it_fits_changes_save_most_time_and_still_fit() -> None:
     plan = planned(parallelism={"cp": 8, "cp_method": "allgather"}, memory={"recompute": "full"})
     assert plan.fits
-    saved = [change.saves for change in plan.changes]
+    saved = [change.saved_seconds for change in plan.suggestions]
     assert saved == sorted(saved, reverse=True)
-    assert min(saved) > WORTH * plan.seconds
-    assert all(change.plan.fits and change.plan.world_size == 8 for change in plan.changes)
-    assert plan.changes[0].saves == pytest.approx(plan.seconds - plan.changes[0].plan.seconds)
-    told = [change.text for change in plan.changes]
+    assert min(saved) > MIN_TIME_SAVING * plan.step_seconds
+    assert all(change.plan.fits and change.plan.world_size == 8 for change in plan.suggestions)
+    assert plan.suggestions[0].saved_seconds == pytest.approx(plan.step_seconds - plan.suggestions[0].plan.step_seconds)
+    told = [change.text for change in plan.suggestions]
     assert 'training.attention = "cudnn"' in told
     assert len({text.partition(" ")[0] for text in told if "package" not in text}) >= 2
 
 
 def test_no_single_change_that_helps_more_is_left_out() -> None:
     plan = planned(parallelism={"cp": 8, "cp_method": "allgather"}, memory={"recompute": "full"})
-    least = min(change.saves for change in plan.changes)
+    least = min(change.saved_seconds for change in plan.suggestions)
     better = plan.config.memory.model_copy(update={"recompute": "keep_attention"})
-    other = Plan(plan.config.model_copy(update={"memory": better}), 8, H100)
+    other = TrainingPlan(plan.config.model_copy(update={"memory": better}), 8, H100)
     assert other.fits
-    assert other.seconds < plan.seconds - least or any("keep_attention" in change.text for change in plan.changes)
+    assert other.step_seconds < plan.step_seconds - least or any(
+        "keep_attention" in change.text for change in plan.suggestions
+    )
 
 
 def test_with_room_nothing_is_computed_again() -> None:
     config, ranks = shipped("llama3_8b")
-    (plan,) = run_plan(config, ranks, H100).stages
-    assert plan.changes[0].text == 'memory.recompute = "none"'
+    (plan,) = plan_run(config, ranks, H100).stages
+    assert plan.suggestions[0].text == 'memory.recompute = "none"'
 
 
 @pytest.mark.parametrize("recompute", ["none", "keep_attention", "full"])
 @pytest.mark.parametrize("mesh", [{"cp": 8, "cp_method": "ulysses"}, {"pp": 4, "dp_shard": 2}, {"tp": 2, "cp": 4}])
 def test_no_change_breaks_a_rule(recompute: str, mesh: dict[str, Any]) -> None:
     plan = planned(parallelism=mesh, memory={"recompute": recompute})
-    for candidates in (freeing, hastening):
+    for candidates in (memory_saving_candidates, speedup_candidates):
         found = [*candidates(plan.config, 8, H100)]
         assert found
-        assert [one.text for one in found if one.config.shape_problems(one.world_size)] == []
+        assert [one.text for one in found if one.config.layout_problems(one.world_size)] == []
 
 
 def test_auto_is_made_into_what_it_takes_on_this_device() -> None:
@@ -173,21 +187,22 @@ def test_auto_is_made_into_what_it_takes_on_this_device() -> None:
     assert tight.config.memory.recompute != "auto"
     assert tight.fits
     assert roomy.fits
-    assert roomy.seconds <= tight.seconds
+    assert roomy.step_seconds <= tight.step_seconds
     none = planned(device=replace(H100, memory=4 * GIB), memory={"recompute": "auto"})
-    assert 'memory.recompute = "auto" finds nothing that fits' in none.misfits[0]
+    assert 'memory.recompute = "auto" finds nothing that fits' in none.memory_shortages[0]
 
 
 def test_stages_of_a_recipe_are_planned_one_by_one_and_summed() -> None:
     config, ranks = shipped("prolong_8b_512k")
-    found = run_plan(config, ranks, H100)
-    assert [plan.name for plan in found.stages] == [stage.name for stage in config.stages]
-    assert found.tokens == sum(
-        stage.config.training.steps * plan.times.tokens for stage, plan in zip(config.stages, found.stages, strict=True)
+    found = plan_run(config, ranks, H100)
+    assert [plan.name for plan in found.stages] == [stage.name for stage in config.training_stages]
+    assert found.total_tokens == sum(
+        stage.config.training.steps * plan.step_time.tokens
+        for stage, plan in zip(config.training_stages, found.stages, strict=True)
     )
-    tiny = run_plan(config, ranks, replace(H100, memory=20 * GIB))
+    tiny = plan_run(config, ranks, replace(H100, memory=20 * GIB))
     assert not tiny.fits
-    assert tiny.misfits[0].startswith(f'stage "{config.stages[-1].name}": a device needs')
+    assert tiny.memory_shortages[0].startswith(f'stage "{config.training_stages[-1].name}": a device needs')
 
 
 def test_what_is_taken_for_granted_is_told() -> None:
@@ -202,8 +217,8 @@ def test_what_is_taken_for_granted_is_told() -> None:
 
 def test_405b_fits_4096() -> None:
     (found, ranks) = shipped("llama3_405b_128k")
-    (stage,) = found.stages
-    plan = plan_of(stage.config, ranks, H100)
+    (stage,) = found.training_stages
+    plan = plan_stage(stage.config, ranks, H100)
     assert plan.fits
     assert plan.mfu > 0.25
 

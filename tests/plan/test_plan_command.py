@@ -11,11 +11,11 @@ import pytest
 
 from tests.system.runs import write_run
 from trainer.config.parse import load
-from trainer.hardware.device_specs import device_here, load_device
+from trainer.hardware.device_specs import detect_device, load_device
 from trainer.launch import launcher
 from trainer.plan.__main__ import main
-from trainer.plan.plan import plan_of
-from trainer.plan.predicted_vs_measured import SETTLED, Beside
+from trainer.plan.plan import plan_stage
+from trainer.plan.predicted_vs_measured import MEASURED_STEPS, PredictedVsMeasured
 
 FITS = ["--config", "llama3_8b_1m", "--device", "h100-80gb"]
 
@@ -81,7 +81,7 @@ def test_a_recipe_is_planned_stage_by_stage(capsys: pytest.CaptureFixture[str]) 
     assert main(["--config", "llama31_8b_128k", "--device", "h100-80gb"]) in (0, 3)
     said = capsys.readouterr().out
     assert "stages of the run" in said
-    assert all(stage.name in said for stage in load(["--config", "llama31_8b_128k"]).stages)
+    assert all(stage.name in said for stage in load(["--config", "llama31_8b_128k"]).training_stages)
 
 
 def test_a_search_prints_what_to_paste(capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,17 +108,17 @@ def test_a_measured_table_is_one_that_plans_take(tmp_path: Path, monkeypatch: py
     table = tmp_path / "mine.toml"
     assert main(["calibrate", "--extends", "h200", "--output", str(table)]) == 0
     mine, theirs = load_device(str(table)), load_device("h200")
-    assert mine.matmul != theirs.matmul
-    assert mine.network == theirs.network
+    assert mine.matmul_flops != theirs.matmul_flops
+    assert mine.network_bandwidth == theirs.network_bandwidth
     assert "measured by trainer.plan calibrate on" in mine.sources["device.matmul_tflops"]
-    assert plan_of(load(FITS[:2]), 32, mine).seconds > plan_of(load(FITS[:2]), 32, theirs).seconds
+    assert plan_stage(load(FITS[:2]), 32, mine).step_seconds > plan_stage(load(FITS[:2]), 32, theirs).step_seconds
 
 
 def test_the_drivers_name_of_a_gpu_finds_its_table(tmp_path: Path) -> None:
-    assert device_here(tmp_path) is None
+    assert detect_device(tmp_path) is None
     (tmp_path / "0000:19:00.0").mkdir()
     (tmp_path / "0000:19:00.0" / "information").write_text("Model: \t\t NVIDIA H200\nIRQ:   \t\t 18\n")
-    assert device_here(tmp_path) == load_device("h200")
+    assert detect_device(tmp_path) == load_device("h200")
 
 
 # ---- before and beside training
@@ -126,7 +126,7 @@ def test_the_drivers_name_of_a_gpu_finds_its_table(tmp_path: Path) -> None:
 
 def started(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     monkeypatch.setattr(sys, "argv", ["launch", *words])
-    monkeypatch.setattr(launcher, "live", lambda *_: 0)
+    monkeypatch.setattr(launcher, "run_with_restarts", lambda *_: 0)
     monkeypatch.setenv("NGPU", "2")
     return launcher.main()
 
@@ -151,15 +151,15 @@ def test_a_start_shows_its_plan_and_goes_on(
 
 def test_what_was_predicted_stands_beside_what_is_measured() -> None:
     config = load(FITS[:2])
-    beside = Beside(config, 32, load_device("h100-80gb"))
-    told = [beside.take(seconds) for seconds in (100.0, 5.0, 9.0, 6.0, 7.0)]
-    assert told[:SETTLED] == [None] * SETTLED
-    assert told[SETTLED + 1] is None
-    assert told[SETTLED] == {
+    beside = PredictedVsMeasured(config, 32, load_device("h100-80gb"))
+    told = [beside.record_step(seconds) for seconds in (100.0, 5.0, 9.0, 6.0, 7.0)]
+    assert told[:MEASURED_STEPS] == [None] * MEASURED_STEPS
+    assert told[MEASURED_STEPS + 1] is None
+    assert told[MEASURED_STEPS] == {
         "device": "h100-80gb",
-        "predicted_seconds": plan_of(config, 32, load_device("h100-80gb")).seconds,
+        "predicted_seconds": plan_stage(config, 32, load_device("h100-80gb")).step_seconds,
         "measured_seconds": 6.0,
     }
     assert json.dumps(told)
-    unknown = Beside(config, 32, None)
-    assert [unknown.take(1.0) for _ in range(9)] == [None] * 9
+    unknown = PredictedVsMeasured(config, 32, None)
+    assert [unknown.record_step(1.0) for _ in range(9)] == [None] * 9

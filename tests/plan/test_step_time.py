@@ -8,19 +8,30 @@ from typing import Any
 import pytest
 
 from trainer.config.job_config import Config
-from trainer.hardware.device_specs import Device, load_device
-from trainer.plan.critical_path import Times, times
-from trainer.plan.flops import work
-from trainer.plan.step_time import ASYNC_TP, CROWDED, HOST, KERNELS, NARROW, REACHED, SHORT, SUSTAINED, UPDATE, Seconds
+from trainer.hardware.device_specs import DeviceSpec, load_device
+from trainer.plan.critical_path import StepTime, predict_step_time
+from trainer.plan.flops import rank_workload
+from trainer.plan.step_time import (
+    ASYNC_TP_OVERLAP,
+    ATTENTION_HALF_RATE_TOKENS,
+    CONTENTION_FRACTION,
+    HBM_EFFICIENCY,
+    HOST,
+    KERNELS_PER_BLOCK,
+    MATMUL_EFFICIENCY,
+    MATMUL_HALF_RATE_DIM,
+    STEP_OVERHEAD,
+    RankStepTime,
+)
 
 H100 = load_device("h100-80gb")
 K, M = 1 << 10, 1 << 20
 
 
-def timed(world: int = 1, device: Device = H100, size: str = "8b", **sections: Any) -> Times:
+def timed(world: int = 1, device: DeviceSpec = H100, size: str = "8b", **sections: Any) -> StepTime:
     config = configured(size=size, **sections)
-    assert config.shape_problems(world) == []
-    return times(config, world, device)
+    assert config.layout_problems(world) == []
+    return predict_step_time(config, world, device)
 
 
 def configured(size: str = "8b", **sections: Any) -> Config:
@@ -31,19 +42,23 @@ def configured(size: str = "8b", **sections: Any) -> Config:
 
 def test_one_device_takes_its_flops_at_its_rates() -> None:
     found = timed(memory={"recompute": "none"})
-    (stage,) = found.stages
-    done = work(configured(memory={"recompute": "none"}), 1, 0)
+    (stage,) = found.ranks
+    done = rank_workload(configured(memory={"recompute": "none"}), 1, 0)
     # Keys and values are 1024 wide, of all 218 million weights of a block 8.4; all else is 4096 at least.
-    narrow = (209.7 * (1 + NARROW / 4096) + 8.4 * (1 + NARROW / 1024)) / 218.1
-    assert stage.matmul == pytest.approx(3 * 2 * 218.1e6 * 32 * 32 * K * narrow / (SUSTAINED * 794.5e12), rel=1e-3)
-    slow = (32 * K + SHORT) / (32 * K)
+    narrow = (209.7 * (1 + MATMUL_HALF_RATE_DIM / 4096) + 8.4 * (1 + MATMUL_HALF_RATE_DIM / 1024)) / 218.1
+    assert stage.matmul == pytest.approx(
+        3 * 2 * 218.1e6 * 32 * 32 * K * narrow / (MATMUL_EFFICIENCY * 794.5e12), rel=1e-3
+    )
+    slow = (32 * K + ATTENTION_HALF_RATE_TOKENS) / (32 * K)
     pairs = 32 * K * (32 * K + 1) / 2
     assert stage.attention == pytest.approx(32 * 4096 * pairs * (4 / 607e12 + 10 / 517e12) * slow, rel=1e-3)
-    assert stage.memory == pytest.approx((done.moved["forward"] + done.moved["backward"]) / (REACHED * 3350e9))
-    assert stage.optimizer == pytest.approx(done.optimizer / (REACHED * 3350e9))
-    assert stage.again == stage.bubble == stage.launch == 0
+    assert stage.memory_bound == pytest.approx(
+        (done.memory_traffic["forward"] + done.memory_traffic["backward"]) / (HBM_EFFICIENCY * 3350e9)
+    )
+    assert stage.optimizer == pytest.approx(done.optimizer_bytes / (HBM_EFFICIENCY * 3350e9))
+    assert stage.recompute == stage.bubble == stage.launch_overhead == 0
     assert not stage.exposed
-    assert found.executed == sum(done.matmul.values()) + sum(done.attention.values())
+    assert found.executed_flops == sum(done.matmul_flops.values()) + sum(done.attention_flops.values())
 
 
 MESHES: list[tuple[int, dict[str, Any]]] = [
@@ -61,11 +76,11 @@ MESHES: list[tuple[int, dict[str, Any]]] = [
 @pytest.mark.parametrize(("world", "sections"), MESHES)
 def test_parts_add_up_to_the_update_on_every_rank(world: int, sections: dict[str, Any]) -> None:
     found = timed(world, **sections)
-    for stage in found.stages:
-        assert sum(stage.parts().values()) == pytest.approx(found.update)
-        assert stage.total == pytest.approx(found.update)
-        assert min(stage.parts().values()) > 0
-    assert found.busiest.bubble == min(stage.bubble for stage in found.stages)
+    for stage in found.ranks:
+        assert sum(stage.breakdown().values()) == pytest.approx(found.seconds)
+        assert stage.total == pytest.approx(found.seconds)
+        assert min(stage.breakdown().values()) > 0
+    assert found.busiest.bubble == min(stage.bubble for stage in found.ranks)
 
 
 @pytest.mark.parametrize(("world", "sections"), MESHES)
@@ -75,33 +90,35 @@ def test_no_better_figure_makes_an_update_slower(world: int, sections: dict[str,
     if figure == "attention":
         better = {"attention": {"cudnn": {128: (2e15, 2e15)}}}
     before, after = timed(world, **sections), timed(world, replace(H100, **better), **sections)
-    assert after.update <= before.update * (1 + 1e-9)
+    assert after.seconds <= before.seconds * (1 + 1e-9)
 
 
 def test_rows_that_are_longer_take_longer_for_each_token_and_fewer_micro_batches_no_longer() -> None:
-    lengths = [timed(training={"seq_len": length}).update / length for length in (8 * K, 32 * K, 128 * K, 512 * K)]
+    lengths = [timed(training={"seq_len": length}).seconds / length for length in (8 * K, 32 * K, 128 * K, 512 * K)]
     assert lengths == sorted(lengths)
-    apart = timed(training={"seq_len": 4 * K, "global_batch_size": 8}).update
-    together = timed(training={"seq_len": 4 * K, "global_batch_size": 8, "micro_batch_size": 8}).update
+    apart = timed(training={"seq_len": 4 * K, "global_batch_size": 8}).seconds
+    together = timed(training={"seq_len": 4 * K, "global_batch_size": 8, "micro_batch_size": 8}).seconds
     assert together < apart
 
 
 def test_recomputation_is_told_apart_and_costs_what_it_computes() -> None:
-    none, keep, full = (timed(memory={"recompute": policy}).stages[0] for policy in ("none", "keep_attention", "full"))
-    assert none.again == 0
+    none, keep, full = (timed(memory={"recompute": policy}).ranks[0] for policy in ("none", "keep_attention", "full"))
+    assert none.recompute == 0
     # All products but the last, which are 159.4 of 218.1 million weights; and what they read and write.
-    few, many = (work(configured(memory={"recompute": policy}), 1, 0) for policy in ("keep_attention", "full"))
-    moved = few.moved["again"] / (REACHED * 3350e9)
-    assert keep.again == pytest.approx(keep.matmul / 3 * 159.4 / 218.1 + moved, rel=0.01)
+    few, many = (rank_workload(configured(memory={"recompute": policy}), 1, 0) for policy in ("keep_attention", "full"))
+    moved = few.memory_traffic["again"] / (HBM_EFFICIENCY * 3350e9)
+    assert keep.recompute == pytest.approx(keep.matmul / 3 * 159.4 / 218.1 + moved, rel=0.01)
     # Attention's forward pass, and once more the projections before it, 25.2 million.
-    more = (many.moved["again"] - few.moved["again"]) / (REACHED * 3350e9) + keep.matmul / 3 * 25.2 / 218.1
+    more = (many.memory_traffic["again"] - few.memory_traffic["again"]) / (
+        HBM_EFFICIENCY * 3350e9
+    ) + keep.matmul / 3 * 25.2 / 218.1
     again = full.attention * (4 / 607) / (4 / 607 + 10 / 517)
-    assert full.again - keep.again == pytest.approx(again + more, rel=0.01)
+    assert full.recompute - keep.recompute == pytest.approx(again + more, rel=0.01)
     assert keep.matmul == none.matmul == full.matmul
 
 
 def test_the_kernel_that_is_asked_for_sets_the_rate() -> None:
-    slow, fast = (timed(training={"attention": kernel}).stages[0] for kernel in ("auto", "fa3"))
+    slow, fast = (timed(training={"attention": kernel}).ranks[0] for kernel in ("auto", "fa3"))
     assert slow.attention / fast.attention == pytest.approx((4 / 367 + 10 / 330) / (4 / 680 + 10 / 585))
     assert slow.matmul == fast.matmul
 
@@ -112,7 +129,7 @@ def test_weights_hide_behind_long_rows_and_not_behind_short_ones() -> None:
 
     def waits(tokens: int) -> float:
         found = timed(32, parallelism=mesh, training={"seq_len": tokens, "global_batch_size": 32})
-        return found.stages[0].exposed["fsdp"] / found.update
+        return found.ranks[0].exposed["fsdp"] / found.seconds
 
     assert waits(512) > 0.25
     assert waits(16 * K) < 0.02
@@ -123,7 +140,7 @@ def test_a_ring_hides_from_the_length_on_that_its_arithmetic_gives() -> None:
     def waits(tokens: int) -> float:
         ring = {"cp": 16, "cp_method": "ring", "cp_reduce_dtype": "bfloat16"}
         found = timed(16, parallelism=ring, training={"seq_len": 16 * tokens})
-        return found.stages[0].exposed["cp"] / found.stages[0].hidden["cp"]
+        return found.ranks[0].exposed["cp"] / found.ranks[0].overlapped["cp"]
 
     assert waits(512) > 1
     assert waits(4 * K) < 0.5
@@ -133,39 +150,41 @@ def test_a_ring_hides_from_the_length_on_that_its_arithmetic_gives() -> None:
 def test_around_a_ring_attention_is_in_smaller_pieces() -> None:
     def takes(method: str) -> float:
         mesh = {"cp": 8, "cp_method": method}
-        return timed(8, parallelism=mesh, training={"seq_len": 16 * K}).stages[0].attention
+        return timed(8, parallelism=mesh, training={"seq_len": 16 * K}).ranks[0].attention
 
     # Of 2K tokens a rank: pieces of 2K, or around the ring of half of that.
-    assert takes("ring") / takes("allgather") == pytest.approx((1 + SHORT / (1 * K)) / (1 + SHORT / (2 * K)))
+    assert takes("ring") / takes("allgather") == pytest.approx(
+        (1 + ATTENTION_HALF_RATE_TOKENS / (1 * K)) / (1 + ATTENTION_HALF_RATE_TOKENS / (2 * K))
+    )
 
 
 def test_gathered_keys_hide_behind_a_ranks_own_and_their_sums_behind_nothing() -> None:
-    def stage(tokens: int) -> Seconds:
+    def stage(tokens: int) -> RankStepTime:
         mesh = {"cp": 16, "cp_method": "allgather", "cp_reduce_dtype": "bfloat16"}
-        return timed(16, parallelism=mesh, training={"seq_len": tokens}).stages[0]
+        return timed(16, parallelism=mesh, training={"seq_len": tokens}).ranks[0]
 
     long, short = stage(2 * M), stage(64 * K)
     # One gather in either pass, and the scatter, which takes as long.
-    assert long.exposed["cp"] == pytest.approx(long.hidden["cp"] / 2, rel=0.01)
-    assert short.exposed["cp"] > short.hidden["cp"]
+    assert long.exposed["cp"] == pytest.approx(long.overlapped["cp"] / 2, rel=0.01)
+    assert short.exposed["cp"] > short.overlapped["cp"]
     # A rank attends to its own keys in one of 16 parts of its time.
-    assert short.hidden["cp"] == pytest.approx(short.attention / 16, rel=0.05)
+    assert short.overlapped["cp"] == pytest.approx(short.attention / 16, rel=0.05)
 
 
 def test_what_hides_is_not_for_nothing() -> None:
-    stage = timed(8, parallelism={"dp_shard": 8}, training={"global_batch_size": 8}).stages[0]
-    assert stage.crowded == pytest.approx(CROWDED * sum(stage.hidden.values()))
-    assert stage.crowded > 0
-    alone = timed(memory={"recompute": "full", "offload": "inputs"}).stages[0]
-    assert alone.hidden[HOST] > 0  # Copies need no processors.
-    assert alone.crowded == 0
+    stage = timed(8, parallelism={"dp_shard": 8}, training={"global_batch_size": 8}).ranks[0]
+    assert stage.contention == pytest.approx(CONTENTION_FRACTION * sum(stage.overlapped.values()))
+    assert stage.contention > 0
+    alone = timed(memory={"recompute": "full", "offload": "inputs"}).ranks[0]
+    assert alone.overlapped[HOST] > 0  # Copies need no processors.
+    assert alone.contention == 0
 
 
 def test_inputs_that_are_made_again_wait_for_weights() -> None:
     def waits(every: int) -> float:
-        memory = {"recompute": "keep_attention", "input_every": every}
+        memory = {"recompute": "keep_attention", "blocks_per_checkpoint": every}
         mesh = {"dp_shard": 16}
-        return timed(16, parallelism=mesh, memory=memory, training={"global_batch_size": 16}).stages[0].exposed["fsdp"]
+        return timed(16, parallelism=mesh, memory=memory, training={"global_batch_size": 16}).ranks[0].exposed["fsdp"]
 
     assert waits(4) > waits(1)
     # Three of four blocks are gathered once more: 24 of 32, 436 MB each, of which 15 of 16 parts come.
@@ -173,16 +192,16 @@ def test_inputs_that_are_made_again_wait_for_weights() -> None:
 
 
 def test_states_on_the_host_come_over_its_link_in_either_pass() -> None:
-    device = replace(H100, host_link=1e9)
-    stage = timed(device=device, memory={"optimizer_placement": "host"}).stages[0]
-    copied = stage.exposed[HOST] + stage.hidden[HOST]
+    device = replace(H100, host_link_bandwidth=1e9)
+    stage = timed(device=device, memory={"optimizer_placement": "host"}).ranks[0]
+    copied = stage.exposed[HOST] + stage.overlapped[HOST]
     # Four bytes of 8 billion weights: there and, of what was freed, there again; gradients back.
     assert copied == pytest.approx((4 * 8.03e9 + 4 * 6.98e9 + 4 * 8.03e9) / 1e9, rel=0.02)
 
 
 def test_a_pipeline_sums_gradients_when_all_is_done() -> None:
     mesh = {"pp": 4, "dp_shard": 8}
-    stage = timed(32, size="70b", parallelism=mesh, training={"global_batch_size": 64}).stages[1]
+    stage = timed(32, size="70b", parallelism=mesh, training={"global_batch_size": 64}).ranks[1]
     # Of 20 blocks, 856 million weights each, in single precision; 8 ranks of as many... of two to a node.
     summed = 20 * 4 * 855.6e6 * 7 / 8
     assert stage.exposed["fsdp"] == pytest.approx(summed / (8 * 45e9), rel=0.05)
@@ -192,14 +211,14 @@ def test_with_a_budget_of_host_memory_early_ranks_of_a_pipeline_compute_more_aga
     memory = {"recompute": "keep_attention", "offload": "inputs_and_attention", "host_budget_gib": 80.0}
     mesh = {"pp": 4, "pp_layers": (8, 8, 8, 8)}
     found = timed(4, parallelism=mesh, memory=memory, training={"global_batch_size": 16})
-    assert found.stages[1].again > 1.05 * found.stages[2].again
+    assert found.ranks[1].recompute > 1.05 * found.ranks[2].recompute
 
 
 def test_heads_are_exchanged_in_full_view_unless_they_go_in_groups() -> None:
     def waits(groups: int) -> tuple[float, float]:
         mesh = {"cp": 4, "cp_method": "ulysses"}
-        stage = timed(4, parallelism=mesh, memory={"head_groups": groups}).stages[0]
-        return stage.exposed["cp"], stage.hidden.get("cp", 0)
+        stage = timed(4, parallelism=mesh, memory={"head_groups": groups}).ranks[0]
+        return stage.exposed["cp"], stage.overlapped.get("cp", 0)
 
     alone, in_groups = waits(1), waits(2)  # Of 8 heads, which divide among 4 ranks either way.
     assert alone[1] == 0
@@ -210,27 +229,27 @@ def test_heads_are_exchanged_in_full_view_unless_they_go_in_groups() -> None:
 def test_tp_is_waited_for_unless_it_is_asynchronous() -> None:
     def waits(*, hidden: bool) -> tuple[float, float]:
         mesh = {"tp": 8, "async_tp": hidden}
-        stage = timed(8, parallelism=mesh, training={"compile": True}).stages[0]
-        return stage.exposed["tp"], stage.hidden.get("tp", 0)
+        stage = timed(8, parallelism=mesh, training={"compile": True}).ranks[0]
+        return stage.exposed["tp"], stage.overlapped.get("tp", 0)
 
     assert waits(hidden=False)[1] == 0
-    assert waits(hidden=True)[0] == pytest.approx((1 - ASYNC_TP) * waits(hidden=False)[0])
+    assert waits(hidden=True)[0] == pytest.approx((1 - ASYNC_TP_OVERLAP) * waits(hidden=False)[0])
 
 
 def test_copies_to_the_host_hide_behind_long_rows_and_not_over_a_slow_link() -> None:
     memory = {"recompute": "keep_attention", "offload": "inputs_and_attention"}
-    long = timed(training={"seq_len": 128 * K}, memory=memory).stages[0]
+    long = timed(training={"seq_len": 128 * K}, memory=memory).ranks[0]
     assert long.exposed.get(HOST, 0) == 0
-    assert long.hidden[HOST] > 0
-    slow = timed(device=replace(H100, host_link=2e9), training={"seq_len": 128 * K}, memory=memory).stages[0]
+    assert long.overlapped[HOST] > 0
+    slow = timed(device=replace(H100, host_link_bandwidth=2e9), training={"seq_len": 128 * K}, memory=memory).ranks[0]
     assert slow.exposed[HOST] > slow.compute / 4
-    in_groups = timed(training={"seq_len": 128 * K}, memory=memory | {"head_groups": 4}).stages[0]
+    in_groups = timed(training={"seq_len": 128 * K}, memory=memory | {"head_groups": 4}).ranks[0]
     assert in_groups.exposed[HOST] > 0
 
 
 def test_the_host_updates_while_the_device_computes() -> None:
     def waits(tokens: int) -> float:
-        return timed(8, training={"seq_len": tokens, "global_batch_size": 8}, memory=host).stages[0].optimizer
+        return timed(8, training={"seq_len": tokens, "global_batch_size": 8}, memory=host).ranks[0].optimizer
 
     host = {"optimizer_placement": "host"}
     assert waits(512 * K) == 0
@@ -240,28 +259,28 @@ def test_the_host_updates_while_the_device_computes() -> None:
 def test_a_pipeline_waits_as_its_formula_says_and_its_busiest_rank_least() -> None:
     mesh = {"pp": 8}
     few, many = (timed(8, size="70b", parallelism=mesh, training={"global_batch_size": count}) for count in (8, 64))
-    assert few.busiest.bubble / few.update == pytest.approx(7 / 15, rel=0.1)
-    assert many.busiest.bubble / many.update == pytest.approx(7 / 71, rel=0.15)
-    assert few.busiest.bubble < max(stage.bubble for stage in few.stages)
+    assert few.busiest.bubble / few.seconds == pytest.approx(7 / 15, rel=0.1)
+    assert many.busiest.bubble / many.seconds == pytest.approx(7 / 71, rel=0.15)
+    assert few.busiest.bubble < max(stage.bubble for stage in few.ranks)
 
 
 def test_short_rows_wait_for_launches_and_fewer_when_compiled() -> None:
-    def stage(*, is_compiled: bool) -> Seconds:
+    def stage(*, is_compiled: bool) -> RankStepTime:
         training = {"seq_len": 512, "global_batch_size": 1, "compile": is_compiled}
         config = Config.model_validate({"model": {"family": "llama3", "size": "debug"}, "training": training})
-        return times(config, 1, H100).stages[0]
+        return predict_step_time(config, 1, H100).ranks[0]
 
     eager, compiled = stage(is_compiled=False), stage(is_compiled=True)
-    assert eager.launch > compiled.launch > 0
+    assert eager.launch_overhead > compiled.launch_overhead > 0
     blocks = Config.model_validate({"model": {"family": "llama3", "size": "debug"}}).model.build().num_layers
-    least = blocks * sum(KERNELS.values()) * H100.launch
-    assert eager.compute - eager.head == pytest.approx(least, rel=0.01)
+    least = blocks * sum(KERNELS_PER_BLOCK.values()) * H100.launch_latency
+    assert eager.compute - eager.loss_head == pytest.approx(least, rel=0.01)
 
 
 def test_single_precision_is_far_slower() -> None:
-    narrow, wide = (timed(training={"dtype": dtype, "attention": "auto"}).update for dtype in ("bfloat16", "float32"))
+    narrow, wide = (timed(training={"dtype": dtype, "attention": "auto"}).seconds for dtype in ("bfloat16", "float32"))
     assert wide > 8 * narrow
 
 
 def test_something_lies_around_every_update() -> None:
-    assert timed().stages[0].update == UPDATE
+    assert timed().ranks[0].step_overhead == STEP_OVERHEAD

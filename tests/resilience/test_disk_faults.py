@@ -29,7 +29,7 @@ from tests.system.runs import (
     wait_for,
     write_run,
 )
-from trainer.checkpoint.durable_io import Lines
+from trainer.checkpoint.durable_io import LineAppender
 
 EXACT, LAST = ("step", "loss", "grad_norm"), "step-90"
 LONG = ("--training.steps", "90", "--checkpoint.interval", "6", "--checkpoint.keep", "2")
@@ -38,7 +38,7 @@ LONG = ("--training.steps", "90", "--checkpoint.interval", "6", "--checkpoint.ke
 def test_lines_wait_for_a_disk_that_is_full_and_are_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, written = tmp_path / "x.jsonl", Lines(tmp_path / "x.jsonl")
+    path, written = tmp_path / "x.jsonl", LineAppender(tmp_path / "x.jsonl")
     written.append("first")
 
     def full(_: int) -> None:
@@ -56,7 +56,7 @@ def test_lines_wait_for_a_disk_that_is_full_and_are_told_once(
 
 def test_lines_wait_for_a_folder_that_is_gone(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
-    written = Lines(folder / "x.jsonl")
+    written = LineAppender(folder / "x.jsonl")
     written.append("first")
     folder.mkdir()
     written.append("second")
@@ -65,21 +65,21 @@ def test_lines_wait_for_a_folder_that_is_gone(tmp_path: Path) -> None:
 
 def test_a_line_follows_a_torn_one_on_a_line_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text("whole\nto")
-    Lines(tmp_path / "x.jsonl").append("next")
+    LineAppender(tmp_path / "x.jsonl").append("next")
     assert (tmp_path / "x.jsonl").read_text() == "whole\nto\nnext\n"
 
 
 @pytest.mark.ranks
 def test_a_run_outlives_a_disk_that_is_full_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = iter(range(1000))
-    real = Lines._write
+    real = LineAppender._write_pending
 
-    def sometimes(self: Lines, file: FileIO) -> None:
+    def sometimes(self: LineAppender, file: FileIO) -> None:
         if 3 <= next(calls) < 8:
             raise OSError(errno.ENOSPC, "No space left on device")
         real(self, file)
 
-    monkeypatch.setattr(Lines, "_write", sometimes)
+    monkeypatch.setattr(LineAppender, "_write", sometimes)
     run_here(configured(write_run(tmp_path), tmp_path / "run"))
     assert steps(tmp_path / "run") == [1, 2, 3, 4, 5, 6]
     assert [event["event"] for event in lines(tmp_path / "run" / "events.jsonl")][-1] == "end"

@@ -28,7 +28,7 @@ def test_what_is_no_marker_says_nothing(tmp_path: Path) -> None:
 
 
 def test_a_start_that_finds_nothing_to_do_changes_nothing(tmp_path: Path) -> None:
-    exit_markers.settle(tmp_path, "DONE", attempt="a")
+    exit_markers.write_if_absent(tmp_path, "DONE", attempt="a")
     before = (tmp_path / "DONE").read_bytes()
-    exit_markers.settle(tmp_path, "DONE", attempt="b")
+    exit_markers.write_if_absent(tmp_path, "DONE", attempt="b")
     assert (tmp_path / "DONE").read_bytes() == before

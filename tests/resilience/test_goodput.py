@@ -17,16 +17,16 @@ def test_it_is_the_time_of_updates_over_all_time(monkeypatch: pytest.MonkeyPatch
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(goodput, "time", SimpleNamespace(time=lambda: clock.now))
     first = Goodput()
-    first.add(30.0)
+    first.add_step(30.0)
     clock.now += 60
     assert first.percent() == 50
-    saved = first.state()
-    first.add(30.0)  # Lost with the process.
+    saved = first.state_dict()
+    first.add_step(30.0)  # Lost with the process.
     clock.now += 40
     second = Goodput()
-    second.restore(saved)
+    second.load_state_dict(saved)
     assert second.percent() == 30
-    second.add(20.0)
+    second.add_step(20.0)
     assert second.percent() == 50
 
 

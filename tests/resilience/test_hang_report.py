@@ -14,10 +14,10 @@ import pytest
 
 import train
 from tests.ranks import run_ranks
-from trainer.checkpoint.run_dir import RunFolder
+from trainer.checkpoint.run_dir import RunDir
 from trainer.resilience import exit_markers
-from trainer.resilience.hang_report import suspects
-from trainer.resilience.watchdog import Watchdog, collectives
+from trainer.resilience.hang_report import summarize_hang
+from trainer.resilience.watchdog import Watchdog, dump_collectives
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,15 +54,15 @@ def test_a_rank_that_hangs_ends_and_says_where_it_was(tmp_path: Path, wait: str)
     if wait == SLEEP:
         assert f"update 7 takes too long; about to end, with all stacks in {tmp_path}" in said
         assert (tmp_path / "rank-0-collectives.jsonl").read_text().startswith('{"')
-    (told,) = suspects(tmp_path, 1)
+    (told,) = summarize_hang(tmp_path, 1)
     assert told.startswith("ranks 0 waited in waits_for_a_peer")
-    assert suspects(tmp_path, 1) == []
+    assert summarize_hang(tmp_path, 1) == []
 
 
 def test_what_happens_in_time_leaves_nothing(tmp_path: Path) -> None:
     with Watchdog(tmp_path, rank=0) as watchdog:
         for number in range(3):
-            watchdog.expect(f"update {number}", 0.6)
+            watchdog.arm(f"update {number}", 0.6)
             time.sleep(0.3)
     time.sleep(0.7)
     assert [*tmp_path.iterdir()] == []
@@ -72,7 +72,7 @@ def recorded() -> str:
     from torch import distributed, ones
 
     distributed.all_reduce(ones(3))
-    return collectives()
+    return dump_collectives()
 
 
 @pytest.mark.ranks
@@ -96,7 +96,7 @@ READING = stack((str(ROOT / "trainer" / "data" / "loader.py"), "updates"))
 def test_the_rank_that_is_elsewhere_is_the_suspect(tmp_path: Path) -> None:
     for rank, text in enumerate((WAITING, WAITING, READING, WAITING)):
         (tmp_path / f"rank-{rank}.txt").write_text(text)
-    assert suspects(tmp_path, 4) == [
+    assert summarize_hang(tmp_path, 4) == [
         f"ranks 0, 1, 3 waited in all_reduce below train_step (trainer.py:2): stacks in {tmp_path}",
         "suspect: rank 2 was in updates below updates (loader.py:1)",
     ]
@@ -105,25 +105,25 @@ def test_the_rank_that_is_elsewhere_is_the_suspect(tmp_path: Path) -> None:
 def test_the_rank_that_says_nothing_is_the_suspect(tmp_path: Path) -> None:
     for rank, text in enumerate((WAITING, "", WAITING[:20])):
         (tmp_path / f"rank-{rank}.txt").write_text(text)
-    assert suspects(tmp_path, 4)[1:] == ["suspect: rank 1, 2, 3 did not say where it was"]
+    assert summarize_hang(tmp_path, 4)[1:] == ["suspect: rank 1, 2, 3 did not say where it was"]
 
 
 def test_the_next_start_tells_the_suspects_whoever_began_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = RunFolder(tmp_path)
-    folder.hangs.mkdir(parents=True)
+    folder = RunDir(tmp_path)
+    folder.hangs_dir.mkdir(parents=True)
     for rank, text in enumerate((WAITING, READING, WAITING)):
-        (folder.hangs / f"rank-{rank}.txt").write_text(text)
+        (folder.hangs_dir / f"rank-{rank}.txt").write_text(text)
     exit_markers.write(tmp_path, "REQUEUE")
     for _ in range(2):
-        train.take_over(folder, 3)
+        train.report_previous_hang(folder, 3)
     assert caplog.text.count("the start before hung: suspect: rank 1 was in updates") == 1
     assert not (tmp_path / "REQUEUE").exists()
 
 
 def test_a_start_that_failed_otherwise_has_no_suspects(tmp_path: Path) -> None:
-    assert suspects(tmp_path / "absent", 2) == []
+    assert summarize_hang(tmp_path / "absent", 2) == []
     (tmp_path / "rank-0.txt").write_text("")
-    assert suspects(tmp_path, 2) == []
+    assert summarize_hang(tmp_path, 2) == []
 
 
 def test_a_stopped_rank_is_the_one_that_says_nothing(tmp_path: Path) -> None:
@@ -133,6 +133,6 @@ def test_a_stopped_rank_is_the_one_that_says_nothing(tmp_path: Path) -> None:
     os.kill(stopped.pid, signal.SIGSTOP)
     waiting.communicate(timeout=60)
     assert waiting.returncode == 1
-    assert suspects(tmp_path, 2)[1:] == ["suspect: rank 0 did not say where it was"]
+    assert summarize_hang(tmp_path, 2)[1:] == ["suspect: rank 0 did not say where it was"]
     stopped.kill()
     stopped.communicate()

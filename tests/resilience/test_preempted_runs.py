@@ -33,7 +33,7 @@ from tests.system.runs import (
     workers,
     write_run,
 )
-from trainer.resilience.signals import Requests
+from trainer.resilience.signals import SignalHandler
 
 EXACT = ("step", "loss", "grad_norm")
 LONG = ("--training.steps", "40", "--checkpoint.interval", "1000", "--training.dtype", "float64")
@@ -135,7 +135,7 @@ def test_a_request_before_the_first_update_is_answered_at_once_and_asks_for_noth
 ) -> None:
     """A marker would make a crash at the start, of which srun tells peers by TERM, look like a run that saved."""
     monkeypatch.setattr("trainer.metrics.log_setup.configure", lambda _: None)  # It would outlive the test.
-    requests, folder = Requests(), tmp_path / "run"
+    requests, folder = SignalHandler(), tmp_path / "run"
     requests.signal = signal.SIGTERM
     folder.mkdir()
     assert train.main(arguments(whole / "run.toml", folder, *LONG), requests) == 1
@@ -157,7 +157,7 @@ def test_a_node_tells_what_is_wrong_with_it_alone(
     for key, value in {"RANK": "8", "WORLD_SIZE": "16", "LOCAL_RANK": local}.items():
         monkeypatch.setenv(key, value)
     argv = arguments(whole / "run.toml", tmp_path / "run", *LONG, "--data.corpus", str(tmp_path / "absent"))
-    assert train.main([*argv, "--parallelism.dp_shard", "2", "--parallelism.cp", "8"], Requests()) in (2, 78)
+    assert train.main([*argv, "--parallelism.dp_shard", "2", "--parallelism.cp", "8"], SignalHandler()) in (2, 78)
     assert capfd.readouterr().err.startswith("error: [rank 8] ") == told
 
 

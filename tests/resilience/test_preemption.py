@@ -11,29 +11,29 @@ import pytest
 
 from tests.ranks import run_ranks
 from trainer.config.job_config import Config
-from trainer.errors import BEGAN
-from trainer.resilience.preemption import Stops, Verdict, end_of_time
-from trainer.resilience.signals import Requests
+from trainer.errors import START_TIME_ENV
+from trainer.resilience.preemption import Decision, Preemption, job_deadline
+from trainer.resilience.signals import SignalHandler
 
 
-def stops_of(rank: int, requests: Requests, limit: float | None = None, **sections: Any) -> Stops:
-    return Stops(Config.model_validate(sections), requests, leading=rank == 0, limit=limit)
+def stops_of(rank: int, requests: SignalHandler, limit: float | None = None, **sections: Any) -> Preemption:
+    return Preemption(Config.model_validate(sections), requests, is_leader=rank == 0, deadline=limit)
 
 
 def asked_once(who: int, at: int) -> list[str]:
     """What every update's verdict is on this rank; rank `who` is asked before update `at`."""
     from torch import distributed
 
-    rank, requests = distributed.get_rank(), Requests()
+    rank, requests = distributed.get_rank(), SignalHandler()
     stops = stops_of(rank, requests)
     found = []
     for update in range(60):
         if rank == who and update == at:
             requests.signal = signal.SIGUSR1
         time.sleep(0.001 * (rank + 1))
-        verdict = stops.ask(0.0)
-        found.append(verdict.reason)
-        if verdict.reason:
+        verdict = stops.check(0.0)
+        found.append(verdict.stop_reason)
+        if verdict.stop_reason:
             break
     return found
 
@@ -53,9 +53,9 @@ def clocks(limit_of: int) -> list[tuple[str, bool]]:
     from torch import distributed
 
     rank = distributed.get_rank()
-    late = stops_of(rank, Requests(), limit=time.time() if rank == limit_of else None)
-    saving = stops_of(rank, Requests(), checkpoint={"interval_minutes": 1e-9})
-    return [(verdict.reason, verdict.saves) for verdict in (late.ask(0.0), saving.ask(0.0))]
+    late = stops_of(rank, SignalHandler(), limit=time.time() if rank == limit_of else None)
+    saving = stops_of(rank, SignalHandler(), checkpoint={"interval_minutes": 1e-9})
+    return [(verdict.stop_reason, verdict.should_save) for verdict in (late.check(0.0), saving.check(0.0))]
 
 
 @pytest.mark.ranks
@@ -70,11 +70,11 @@ def saves_at(*seconds: float) -> list[bool]:
 
     clock = SimpleNamespace(now=0.0)
     vars(module)["time"] = SimpleNamespace(monotonic=lambda: clock.now, time=time.time)
-    stops, found = stops_of(0, Requests(), checkpoint={"interval_minutes": 5}), []
+    stops, found = stops_of(0, SignalHandler(), checkpoint={"interval_minutes": 5}), []
     for clock.now in seconds:
-        found.append(stops.ask(0.0).saves)
+        found.append(stops.check(0.0).should_save)
         if found[-1]:
-            stops.saved()
+            stops.record_save()
     return found
 
 
@@ -86,8 +86,8 @@ def test_minutes_count_from_the_last_checkpoint() -> None:
 
 def leaves(seconds: float) -> bool:
     """Whether a run with so much time left leaves, whose checkpoints take ten seconds."""
-    stops = stops_of(0, Requests(), limit=time.time() + seconds)
-    return stops.ask(10.0) == Verdict("its time is over")
+    stops = stops_of(0, SignalHandler(), limit=time.time() + seconds)
+    return stops.check(10.0) == Decision("its time is over")
 
 
 @pytest.mark.ranks
@@ -100,16 +100,16 @@ def asking(seconds: float) -> int:
     """How many updates of that length go by before ranks ask each other again, in the end."""
     import trainer.resilience.preemption as module
 
-    stops, asked, real = stops_of(0, Requests()), [], vars(module)["max_over"]
+    stops, asked, real = stops_of(0, SignalHandler()), [], vars(module)["max_over_ranks"]
 
     def counted(*given: Any) -> Any:
         asked.append(given)
         return real(*given)
 
-    vars(module)["max_over"] = counted
+    vars(module)["max_over_ranks"] = counted
     for _ in range(40):
         time.sleep(seconds)
-        stops.ask(0.0)
+        stops.check(0.0)
     return len(asked)
 
 
@@ -121,8 +121,8 @@ def test_short_updates_are_not_held_up_by_asking() -> None:
 
 def test_the_end_is_the_earlier_of_both() -> None:
     config = Config.model_validate({"job": {"max_minutes": 2.0}})
-    assert end_of_time(config, {BEGAN: "1000"}) == 1120
-    assert end_of_time(config, {BEGAN: "1000", "SLURM_JOB_END_TIME": "1100"}) == 1100
-    assert end_of_time(Config(), {"SLURM_JOB_END_TIME": "1100"}) == 1100
-    assert end_of_time(Config(), {"SLURM_JOB_END_TIME": "UNLIMITED"}) is None
-    assert end_of_time(Config(), {}) is None
+    assert job_deadline(config, {START_TIME_ENV: "1000"}) == 1120
+    assert job_deadline(config, {START_TIME_ENV: "1000", "SLURM_JOB_END_TIME": "1100"}) == 1100
+    assert job_deadline(Config(), {"SLURM_JOB_END_TIME": "1100"}) == 1100
+    assert job_deadline(Config(), {"SLURM_JOB_END_TIME": "UNLIMITED"}) is None
+    assert job_deadline(Config(), {}) is None

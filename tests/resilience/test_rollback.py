@@ -9,7 +9,7 @@ import pytest
 
 from tests.system.in_process import configured, run_here
 from tests.system.runs import forked, lines, metrics, reseal, state, steps, write_run
-from trainer.resilience.anomalies import ROLLBACKS, Losses
+from trainer.resilience.anomalies import MAX_ROLLBACKS, LossSpikeDetector
 
 OPTIONS = ("--training.steps", "9", "--checkpoint.interval", "4", "--schedule.kind", "constant")
 
@@ -22,13 +22,13 @@ def run(tmp_path: Path) -> Path:
 def spiking(monkeypatch: pytest.MonkeyPatch, *at: int) -> None:
     """Calls of the judge that find a spike, counted over the whole test."""
     calls = iter(range(1, 1000))
-    real = Losses.take
+    real = LossSpikeDetector.observe
 
-    def take(self: Losses, loss: float, *, skipped: bool) -> float | None:
+    def take(self: LossSpikeDetector, loss: float, *, skipped: bool) -> float | None:
         real(self, loss, skipped=skipped)
         return 9.0 if next(calls) in at else None
 
-    monkeypatch.setattr(Losses, "take", take)
+    monkeypatch.setattr(LossSpikeDetector, "observe", take)
 
 
 @pytest.mark.ranks
@@ -84,7 +84,7 @@ def test_a_run_is_not_rolled_back_for_ever(run: Path, tmp_path: Path, monkeypatc
     spiking(monkeypatch, *range(5, 100))
     run_here(configured(run, tmp_path / "run", *OPTIONS, "--health.on_spike", "roll_back"))
     told = [event["event"] for event in lines(tmp_path / "run" / "events.jsonl")]
-    assert told.count("rolled back") >= ROLLBACKS
+    assert told.count("rolled back") >= MAX_ROLLBACKS
     assert steps(tmp_path / "run") == list(range(1, 10))
 
 
@@ -92,9 +92,9 @@ def test_a_run_is_not_rolled_back_for_ever(run: Path, tmp_path: Path, monkeypatc
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_whose_gradients_stay_infinite_is_given_up(run: Path, tmp_path: Path, processes: int) -> None:
     options = ("--optimizer.lr", "1e38", "--schedule.warmup_steps", "0", "--training.steps", "30")
-    done = forked(run, tmp_path / "run", *options, "--health.skipped_in_a_row", "4", processes=processes)
+    done = forked(run, tmp_path / "run", *options, "--health.max_consecutive_skips", "4", processes=processes)
     assert set(done.statuses) == {78}
-    assert "the 3 before it had no finite gradient (health.skipped_in_a_row = 4)" in done.said
+    assert "the 3 before it had no finite gradient (health.max_consecutive_skips = 4)" in done.said
     assert "no finite gradient" in json.loads((tmp_path / "run" / "STOP").read_text())["reason"]
     skipped = [event["step"] for event in lines(tmp_path / "run" / "events.jsonl") if event["event"] == "skipped"]
     assert len(skipped) == 4

@@ -8,21 +8,21 @@ from collections.abc import Iterator
 
 import pytest
 
-from trainer.resilience.signals import ASKING, Asked, Requests
+from trainer.resilience.signals import STOP_SIGNALS, Interrupted, SignalHandler
 
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in ASKING}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("number", ASKING, ids=lambda number: number.name)
+@pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
 def test_a_signal_is_noted_however_often_it_comes(number: signal.Signals) -> None:
-    requests = Requests()
-    requests.listen()
+    requests = SignalHandler()
+    requests.install()
     assert requests.signal is None
     for _ in range(4):
         os.kill(os.getpid(), number)
@@ -30,27 +30,27 @@ def test_a_signal_is_noted_however_often_it_comes(number: signal.Signals) -> Non
 
 
 def test_the_first_counts() -> None:
-    requests = Requests()
-    requests.listen()
+    requests = SignalHandler()
+    requests.install()
     os.kill(os.getpid(), signal.SIGUSR1)
     os.kill(os.getpid(), signal.SIGTERM)
     assert requests.signal == signal.SIGUSR1
 
 
 def test_where_nobody_waits_it_is_raised_also_if_it_came_before() -> None:
-    requests = Requests()
-    requests.listen()
-    with pytest.raises(Asked), requests.raised():
+    requests = SignalHandler()
+    requests.install()
+    with pytest.raises(Interrupted), requests.raising():
         os.kill(os.getpid(), signal.SIGTERM)
         raise AssertionError("this is not reached")
-    with pytest.raises(Asked), requests.raised():
+    with pytest.raises(Interrupted), requests.raising():
         raise AssertionError("this is not reached")
 
 
 def test_afterwards_it_is_only_noted() -> None:
-    requests = Requests()
-    requests.listen()
-    with requests.raised():
+    requests = SignalHandler()
+    requests.install()
+    with requests.raising():
         pass
     os.kill(os.getpid(), signal.SIGTERM)
     assert requests.signal == signal.SIGTERM

@@ -11,44 +11,52 @@ import pytest
 import torch
 
 from trainer.config.parse import load
-from trainer.selfcheck.__main__ import default_processes, main, split
-from trainer.selfcheck.comparison import NUMBERS, TENSORS, Seen, farthest, relative, same, table
-from trainer.selfcheck.worker import distance
+from trainer.selfcheck.__main__ import default_world_size, main, split_world_size
+from trainer.selfcheck.comparison import (
+    SCALAR_TOLERANCE,
+    TENSOR_TOLERANCE,
+    StepDifference,
+    comparison_table,
+    relative_error,
+    within_tolerance,
+    worst_over_ranks,
+)
+from trainer.selfcheck.worker import max_relative_error
 
-ALONE = [Seen(loss=5.0, norm=0.5, far={"gradient of a": 0.0, "a": 0.0, "b": 0.0})] * 2
-FIRST = Seen(loss=5.0, norm=0.5, far={"gradient of a": 1e-14, "a": 2e-14})
-SECOND = Seen(loss=5.0, norm=0.5, far={"b": 3e-14})
+ALONE = [StepDifference(loss=5.0, grad_norm=0.5, tensor_errors={"gradient of a": 0.0, "a": 0.0, "b": 0.0})] * 2
+FIRST = StepDifference(loss=5.0, grad_norm=0.5, tensor_errors={"gradient of a": 1e-14, "a": 2e-14})
+SECOND = StepDifference(loss=5.0, grad_norm=0.5, tensor_errors={"b": 3e-14})
 
 
-def judged(*changed: Seen) -> bool:
-    return same(ALONE, farthest(ALONE, [[FIRST, FIRST], [SECOND, SECOND], [FIRST, *changed]]))
+def judged(*changed: StepDifference) -> bool:
+    return within_tolerance(ALONE, worst_over_ranks(ALONE, [[FIRST, FIRST], [SECOND, SECOND], [FIRST, *changed]]))
 
 
 def test_rounding_is_the_same() -> None:
-    assert judged(replace(FIRST, loss=5 + 1e-13, norm=0.5 - 1e-13))
+    assert judged(replace(FIRST, loss=5 + 1e-13, grad_norm=0.5 - 1e-13))
 
 
-@pytest.mark.parametrize("value", [5 * (1 + 1.1 * NUMBERS), math.nan, math.inf, 0.0])
+@pytest.mark.parametrize("value", [5 * (1 + 1.1 * SCALAR_TOLERANCE), math.nan, math.inf, 0.0])
 def test_one_rank_with_another_number_is_a_difference(value: float) -> None:
     assert not judged(replace(FIRST, loss=value))
-    assert not judged(replace(FIRST, norm=value / 10))
+    assert not judged(replace(FIRST, grad_norm=value / 10))
 
 
-@pytest.mark.parametrize("far", [1.1 * TENSORS, math.inf])
+@pytest.mark.parametrize("far", [1.1 * TENSOR_TOLERANCE, math.inf])
 def test_one_tensor_of_one_rank_in_one_update_is_a_difference(far: float) -> None:
-    assert not judged(replace(FIRST, far=FIRST.far | {"gradient of a": far}))
+    assert not judged(replace(FIRST, tensor_errors=FIRST.tensor_errors | {"gradient of a": far}))
 
 
 def test_a_tensor_that_no_rank_has_is_a_difference() -> None:
-    mesh = farthest(ALONE, [[FIRST, FIRST]])
-    assert mesh[0].far["b"] == math.inf
-    assert not same(ALONE, mesh)
+    mesh = worst_over_ranks(ALONE, [[FIRST, FIRST]])
+    assert mesh[0].tensor_errors["b"] == math.inf
+    assert not within_tolerance(ALONE, mesh)
 
 
 def test_a_table_names_what_differs_most() -> None:
-    worse = replace(FIRST, loss=5.5, far=FIRST.far | {"a": 0.25})
-    mesh = farthest(ALONE, [[FIRST, worse], [SECOND, SECOND]])
-    heading, first, second, worst = table(ALONE, mesh)
+    worse = replace(FIRST, loss=5.5, tensor_errors=FIRST.tensor_errors | {"a": 0.25})
+    mesh = worst_over_ranks(ALONE, [[FIRST, worse], [SECOND, SECOND]])
+    heading, first, second, worst = comparison_table(ALONE, mesh)
     assert heading.split("  ")[0] == "update"
     assert first.split() == ["1", "5", "5", "0.5", "0.5", "3.0e-14"]
     assert second.split() == ["2", "5", "5.5", "0.5", "0.5", "2.5e-01"]
@@ -57,12 +65,22 @@ def test_a_table_names_what_differs_most() -> None:
 
 def test_distances_are_relative_and_infinite_where_there_is_no_number() -> None:
     theirs = torch.tensor([4.0, -8.0], dtype=torch.float64)
-    assert distance(theirs.clone(), theirs) == relative(1.0, 1.0) == distance(theirs * 0, theirs * 0) == 0
-    assert distance(theirs + torch.tensor([0.0, 2.0]), theirs) == relative(6.0, 8.0) == 0.25
+    assert (
+        max_relative_error(theirs.clone(), theirs)
+        == relative_error(1.0, 1.0)
+        == max_relative_error(theirs * 0, theirs * 0)
+        == 0
+    )
+    assert max_relative_error(theirs + torch.tensor([0.0, 2.0]), theirs) == relative_error(6.0, 8.0) == 0.25
     for ours in (theirs * math.nan, theirs / 0, theirs[:1], theirs.view(2, 1)):
-        assert distance(ours, theirs) == math.inf
-    assert distance(theirs, None) == distance(theirs, theirs * 0) == distance(theirs, theirs * math.nan) == math.inf
-    assert relative(math.nan, math.nan) == relative(1.0, 0.0) == relative(1.0, math.inf) == math.inf
+        assert max_relative_error(ours, theirs) == math.inf
+    assert (
+        max_relative_error(theirs, None)
+        == max_relative_error(theirs, theirs * 0)
+        == max_relative_error(theirs, theirs * math.nan)
+        == math.inf
+    )
+    assert relative_error(math.nan, math.nan) == relative_error(1.0, 0.0) == relative_error(1.0, math.inf) == math.inf
 
 
 # ---- the command line
@@ -70,9 +88,9 @@ def test_distances_are_relative_and_infinite_where_there_is_no_number() -> None:
 
 def test_the_number_of_processes_is_no_key() -> None:
     words = ["--world-size", "8", "--config", "debug", "--world-size=16", "--training.seed", "1"]
-    assert split(words) == (["--config", "debug", "--training.seed", "1"], "16")
-    assert split(["--world-size"]) == ([], "")
-    assert split([]) == ([], None)
+    assert split_world_size(words) == (["--config", "debug", "--training.seed", "1"], "16")
+    assert split_world_size(["--world-size"]) == ([], "")
+    assert split_world_size([]) == ([], None)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +103,7 @@ def test_the_number_of_processes_is_no_key() -> None:
     ],
 )
 def test_left_out_it_is_the_product_of_the_stated_degrees(options: list[str], processes: int) -> None:
-    assert default_processes(load(options)) == processes
+    assert default_world_size(load(options)) == processes
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,11 @@ import pytest
 
 from tests.ranks import context  # The server of the other tests, which has what these need too.
 from tests.system.runs import ROOT, is_alive, wait_for
-from trainer.config.parse import SHIPPED, load, overlay
-from trainer.errors import RankError
+from trainer.config.parse import CONFIG_DIR, deep_merge, load
+from trainer.errors import RankFailedError
 from trainer.selfcheck import processes
-from trainer.selfcheck.__main__ import check
-from trainer.selfcheck.shrink import Pairing, Shrunk, shrink, write_documents
+from trainer.selfcheck.__main__ import compare_with_reference
+from trainer.selfcheck.shrink import MeshCase, ReducedRun, reduce_run, write_sample_documents
 
 pytestmark = pytest.mark.ranks
 
@@ -30,14 +30,14 @@ def command(*words: str) -> list[str]:
     return [sys.executable, "-m", "trainer.selfcheck", *words]
 
 
-def made_small(folder: Path, *words: str) -> tuple[Shrunk, Pairing]:
-    write_documents(folder)
-    small = shrink(load([*ONE_LAYER, *words]).stages[0].config, 2, folder)
-    return small, small.pairings[0]
+def made_small(folder: Path, *words: str) -> tuple[ReducedRun, MeshCase]:
+    write_sample_documents(folder)
+    small = reduce_run(load([*ONE_LAYER, *words]).training_stages[0].config, 2, folder)
+    return small, small.mesh_cases[0]
 
 
-def altered(pairing: Pairing, section: str, **values: object) -> Pairing:
-    config = type(pairing.config).model_validate(overlay(pairing.config.model_dump(), {section: values}))
+def altered(pairing: MeshCase, section: str, **values: object) -> MeshCase:
+    config = type(pairing.config).model_validate(deep_merge(pairing.config.model_dump(), {section: values}))
     return replace(pairing, config=config)
 
 
@@ -63,7 +63,10 @@ def test_other_weights_are_a_difference(tmp_path: Path, capsys: pytest.CaptureFi
     assert context
     small, pairing = made_small(tmp_path)
     other = altered(pairing, "training", seed=1)
-    assert check(replace(small, pairings=[pairing, replace(other, name="another seed")]), tmp_path, 2) == 1
+    assert (
+        compare_with_reference(replace(small, mesh_cases=[pairing, replace(other, name="another seed")]), tmp_path, 2)
+        == 1
+    )
     said = capsys.readouterr().out
     assert "dp_shard 2: the same\n" in said
     assert "another seed: DIFFERENT\n" in said
@@ -73,7 +76,7 @@ def test_other_weights_are_a_difference(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_rank_that_raises_is_quoted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small, pairing = made_small(tmp_path)
     lost = altered(pairing, "data", corpus=str(tmp_path / "lost"))
-    assert check(replace(small, pairings=[lost]), tmp_path, 2) == 1
+    assert compare_with_reference(replace(small, mesh_cases=[lost]), tmp_path, 2) == 1
     said = capsys.readouterr().out
     assert re.search(r"\ndp_shard 2: FAILED: rank [01]: DataError: data.corpus = .*/lost \(corpus.py:\d+\)\n", said)
     assert "NOT the same: dp_shard 2 (" in said
@@ -82,14 +85,14 @@ def test_a_rank_that_raises_is_quoted(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_nothing_is_the_same_as_a_process_that_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small, pairing = made_small(tmp_path)
     lost = altered(pairing, "data", corpus=str(tmp_path / "lost"))
-    assert check(replace(small, reference=lost.config), tmp_path, 2) == 1
+    assert compare_with_reference(replace(small, reference=lost.config), tmp_path, 2) == 1
     assert capsys.readouterr().out.splitlines()[-1].startswith("one process: FAILED: rank 0: ")
 
 
 def test_ranks_that_take_too_long_are_ended(tmp_path: Path) -> None:
     _, pairing = made_small(tmp_path)
-    with pytest.raises(RankError, match="ranks 0, 1 were not done in 0 s"):
-        processes.run(pairing.config, 2, tmp_path / "slow", reference=tmp_path / "reference.pt", patience=0)
+    with pytest.raises(RankFailedError, match="ranks 0, 1 were not done in 0 s"):
+        processes.run_ranks(pairing.config, 2, tmp_path / "slow", reference=tmp_path / "reference.pt", timeout=0)
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
@@ -131,7 +134,7 @@ def descendants(pid: int) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(path.stem for path in SHIPPED.glob("*.toml")))
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIG_DIR.glob("*.toml")))
 def test_every_shipped_run_is_the_same_on_its_mesh(name: str) -> None:
     began = time.monotonic()
     done = subprocess.run(command("--config", name), cwd=ROOT, capture_output=True, text=True, timeout=300)

@@ -9,15 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from parallelisms.parallel_dims import AXES, ContextPlan, repeats
+from parallelisms.parallel_dims import AXES, ContextPlan, kv_head_repeats
 from trainer.config.job_config import Config
-from trainer.config.parse import SHIPPED, load
+from trainer.config.parse import CONFIG_DIR, load
 from trainer.errors import ConfigError
-from trainer.selfcheck.__main__ import default_processes
-from trainer.selfcheck.shrink import Shrunk, cover, fold, heads, shrink, write_documents
+from trainer.selfcheck.__main__ import default_world_size
+from trainer.selfcheck.shrink import (
+    ReducedRun,
+    cover_axis_pairs,
+    fold_mesh,
+    reduce_run,
+    reduced_heads,
+    write_sample_documents,
+)
 
-RUNS = {path.stem: load(["--config", path.stem]) for path in sorted(SHIPPED.glob("*.toml"))}
-STAGES = {f"{name} {stage.name}".strip(): stage.config for name, run in RUNS.items() for stage in run.stages}
+RUNS = {path.stem: load(["--config", path.stem]) for path in sorted(CONFIG_DIR.glob("*.toml"))}
+STAGES = {f"{name} {stage.name}".strip(): stage.config for name, run in RUNS.items() for stage in run.training_stages}
 SCHEDULES = {
     "1F1B": None,
     "GPipe": None,
@@ -26,21 +33,21 @@ SCHEDULES = {
     "ZBVZeroBubble": None,
     "DualPipeV": None,
 }
-Shrink = Callable[..., Shrunk]
+Shrink = Callable[..., ReducedRun]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("documents")
-    write_documents(folder)
+    write_sample_documents(folder)
     return folder
 
 
 @pytest.fixture
 def small(folder: Path) -> Shrink:
-    def of(world_size: int | None = None, /, **values: dict[str, object]) -> Shrunk:
+    def of(world_size: int | None = None, /, **values: dict[str, object]) -> ReducedRun:
         config = Config.model_validate(values)
-        return shrink(config, world_size or default_processes(config), folder)
+        return reduce_run(config, world_size or default_world_size(config), folder)
 
     return of
 
@@ -51,14 +58,14 @@ def small(folder: Path) -> Shrink:
 @pytest.mark.parametrize("name", STAGES)
 def test_a_shipped_run_fits_and_every_two_of_its_axes_meet(name: str, folder: Path) -> None:
     config = STAGES[name]
-    world_size = default_processes(config)
-    made = shrink(config, world_size, folder)
+    world_size = default_world_size(config)
+    made = reduce_run(config, world_size, folder)
     assert made.reference.problems(1) == []
-    for pairing in made.pairings:
+    for pairing in made.mesh_cases:
         assert pairing.processes <= 8
         assert pairing.config.problems(pairing.processes) == []
     axes = [axis for axis, size in config.parallelism.degrees(world_size).items() if size > 1]
-    meshes = [pairing.config.parallelism.degrees(pairing.processes) for pairing in made.pairings]
+    meshes = [pairing.config.parallelism.degrees(pairing.processes) for pairing in made.mesh_cases]
     for some in (*combinations(axes, 1), *combinations(axes, 2)):
         assert any(all(mesh[axis] > 1 for axis in some) for mesh in meshes), some
 
@@ -67,11 +74,17 @@ def test_a_shipped_run_fits_and_every_two_of_its_axes_meet(name: str, folder: Pa
 def test_a_shipped_run_keeps_its_methods(name: str, folder: Path) -> None:
     config = STAGES[name]
     plan, model = config.context_plan(), config.model.build()
-    for pairing in shrink(config, default_processes(config), folder).pairings:
+    for pairing in reduce_run(config, default_world_size(config), folder).mesh_cases:
         kept, few = pairing.config.context_plan(), pairing.config.model.build()
         if kept.cp > 1:
-            assert (kept.chosen, kept.kind, kept.rotation) == (plan.chosen, plan.kind, plan.rotation)
-            assert repeats(kept.ulysses, kept.kv_heads) <= repeats(plan.ulysses, plan.kv_heads)
+            assert (kept.resolved_method, kept.resolved_layout, kept.rotate_method) == (
+                plan.resolved_method,
+                plan.resolved_layout,
+                plan.rotate_method,
+            )
+            assert kv_head_repeats(kept.ulysses_degree, kept.kv_heads) <= kv_head_repeats(
+                plan.ulysses_degree, plan.kv_heads
+            )
         if pairing.config.parallelism.pp > 1:
             assert pairing.config.parallelism.pp_schedule == config.parallelism.pp_schedule
         assert pairing.config.memory.recompute == config.memory.recompute
@@ -84,12 +97,12 @@ def test_a_shipped_run_keeps_its_methods(name: str, folder: Path) -> None:
 
 def test_a_thousand_ranks_are_told_in_a_few_lines(folder: Path) -> None:
     config = STAGES["llama3_405b_128k"]
-    made = shrink(config, default_processes(config), folder)
-    assert made.told[0] == "mesh    pp 16 -> 2, dp_shard 2, cp 16 -> 2, tp 8 -> 2"
-    assert "num_layers 126 -> 14" in made.told[1]
-    assert "seq_len 131,072 -> 192" in made.told[2]
-    assert "pp_schedule Interleaved1F1B; cp_method allgather (16 ranks)" in made.told[3]
-    assert max(len(line) for text in made.told for line in text.splitlines()) <= 110
+    made = reduce_run(config, default_world_size(config), folder)
+    assert made.description[0] == "mesh    pp 16 -> 2, dp_shard 2, cp 16 -> 2, tp 8 -> 2"
+    assert "num_layers 126 -> 14" in made.description[1]
+    assert "seq_len 131,072 -> 192" in made.description[2]
+    assert "pp_schedule Interleaved1F1B; cp_method allgather (16 ranks)" in made.description[3]
+    assert max(len(line) for text in made.description for line in text.splitlines()) <= 110
 
 
 # ---- the mesh
@@ -98,7 +111,7 @@ def test_a_thousand_ranks_are_told_in_a_few_lines(folder: Path) -> None:
 def test_of_many_ranks_two_are_left() -> None:
     degrees = dict(zip(AXES, (16, 1, 3, 8, 4), strict=True))
     plan = ContextPlan(cp=8, method="allgather", heads=8, kv_heads=8)
-    assert list(fold(degrees, plan).values()) == [2, 1, 2, 2, 2]
+    assert list(fold_mesh(degrees, plan).values()) == [2, 1, 2, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -115,13 +128,13 @@ def test_of_many_ranks_two_are_left() -> None:
 )
 def test_hybrid_has_two_of_either_kind_and_a_ring_four_if_they_fit(plan: ContextPlan, others: int, cp: int) -> None:
     degrees = dict.fromkeys(AXES, 1) | {"cp": plan.cp, "tp": min(2, others), "pp": max(1, others // 2)}
-    assert fold(degrees, plan)["cp"] == cp
+    assert fold_mesh(degrees, plan)["cp"] == cp
 
 
 @pytest.mark.parametrize(("cp", "sets"), [(2, 4), (4, 7)])
 def test_five_axes_meet_two_by_two_in_few_sets(cp: int, sets: int) -> None:
     folded = dict.fromkeys(AXES, 2) | {"cp": cp}
-    found = cover(folded)
+    found = cover_axis_pairs(folded)
     assert len(found) == sets
     assert all(prod(folded[axis] for axis in axes) <= 8 for axes in found)
     for pair in combinations(AXES, 2):
@@ -130,7 +143,7 @@ def test_five_axes_meet_two_by_two_in_few_sets(cp: int, sets: int) -> None:
 
 def test_without_axes_one_rank_is_compared_with_itself_uncompiled(small: Shrink) -> None:
     made = small(1, training={"compile": True}, memory={"recompute": "full"})
-    (pairing,) = made.pairings
+    (pairing,) = made.mesh_cases
     assert (pairing.name, pairing.processes) == ("one rank", 1)
     assert (pairing.config.training.compile, pairing.config.memory.recompute) == (True, "full")
     assert (made.reference.training.compile, made.reference.memory.recompute) == (False, "none")
@@ -139,10 +152,10 @@ def test_without_axes_one_rank_is_compared_with_itself_uncompiled(small: Shrink)
 def test_what_auto_chose_for_many_ranks_stays(small: Shrink) -> None:
     ring = {"packing": "single", "documents": "file"}
     long = {"seq_len": 1 << 20}
-    (made,) = small(parallelism={"cp": 16, "node_ranks": 4, "dp_shard": 1}, data=ring, training=long).pairings
-    whole = Config.model_validate({"parallelism": {"cp": 16, "node_ranks": 4}, "data": ring, "training": long})
-    assert whole.context_plan().chosen == made.config.parallelism.cp_method == "hybrid"
-    assert made.config.parallelism.cp_outer == whole.context_plan().rotation
+    (made,) = small(parallelism={"cp": 16, "ranks_per_node": 4, "dp_shard": 1}, data=ring, training=long).mesh_cases
+    whole = Config.model_validate({"parallelism": {"cp": 16, "ranks_per_node": 4}, "data": ring, "training": long})
+    assert whole.context_plan().resolved_method == made.config.parallelism.cp_method == "hybrid"
+    assert made.config.parallelism.cp_outer_method == whole.context_plan().rotate_method
 
 
 # ---- model and rows
@@ -156,7 +169,7 @@ def test_heads_lie_to_ranks_as_before() -> None:
                     if query % (tp * ulysses) or (key % tp and tp % key):
                         continue
                     ranks, exchanging = min(2, tp), min(2, ulysses)
-                    few_query, few_key = heads(query, key, tp=tp, ulysses=ulysses)
+                    few_query, few_key = reduced_heads(query, key, tp=tp, ulysses=ulysses)
                     assert few_query <= 16
                     assert few_query % few_key == few_query % (ranks * exchanging) == 0
                     assert (few_key < ranks) == (key < tp)
@@ -168,9 +181,9 @@ def test_heads_lie_to_ranks_as_before() -> None:
 @pytest.mark.parametrize(("seq_len", "short"), [(1 << 20, 192), ((1 << 20) - 2, 191), (100, 95), (64, 64)])
 def test_rows_that_were_padded_still_are(seq_len: int, short: int, small: Shrink) -> None:
     made = small(parallelism={"cp": 4, "cp_method": "ring", "dp_shard": 1}, training={"seq_len": seq_len})
-    (pairing,) = made.pairings
+    (pairing,) = made.mesh_cases
     assert pairing.config.training.seq_len == short
-    assert (short % pairing.config.context_plan().multiple > 0) == (short % 2 > 0)
+    assert (short % pairing.config.context_plan().seq_len_divisor > 0) == (short % 2 > 0)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +193,7 @@ def test_ranks_that_ran_empty_still_do(rows: int, micro: int, few: int, small: S
     training = {"global_batch_size": rows, "micro_batch_size": micro}
     made = small(parallelism={"dp_replicate": 2, "dp_shard": 8}, training=training)
     assert made.reference.training.global_batch_size == few
-    total, each = made.pairings[0].config.micro_batches(4)
+    total, each = made.mesh_cases[0].config.micro_batches(4)
     assert (total < 4 * each) == (rows // micro % 16 > 0)
 
 
@@ -190,10 +203,10 @@ def test_every_schedule_has_the_micro_batches_that_it_needs(schedule: str, rows:
     mesh = {"pp": 4, "dp_shard": 4, "tp": 2, "pp_schedule": schedule, "pp_stages_per_rank": SCHEDULES[schedule]}
     once: dict[str, object] = {"recompute": "none"}  # As zero-bubble schedules want it.
     made = small(parallelism=mesh, model={"num_layers": 40}, training={"global_batch_size": rows}, memory=once)
-    assert [pairing.name for pairing in made.pairings] == ["pp 2 x dp_shard 2 x tp 2"]
-    plan = made.pairings[0].config.pipeline_plan(8)
-    assert (plan.schedule, plan.num_layers) == (schedule, sum(plan.blocks))
-    assert plan.micro_batches == 4
+    assert [pairing.name for pairing in made.mesh_cases] == ["pp 2 x dp_shard 2 x tp 2"]
+    plan = made.mesh_cases[0].config.pipeline_plan(8)
+    assert (plan.schedule, plan.num_layers) == (schedule, sum(plan.blocks_per_stage))
+    assert plan.num_micro_batches == 4
 
 
 @pytest.mark.parametrize(
@@ -201,7 +214,7 @@ def test_every_schedule_has_the_micro_batches_that_it_needs(schedule: str, rows:
 )
 def test_stages_keep_their_order_of_size(layers: tuple[int, ...], few: tuple[int, ...], small: Shrink) -> None:
     mesh = {"pp": 4, "dp_shard": 1, "pp_layers": layers}
-    (pairing,) = small(parallelism=mesh, model={"num_layers": sum(layers)}).pairings
+    (pairing,) = small(parallelism=mesh, model={"num_layers": sum(layers)}).mesh_cases
     assert pairing.config.parallelism.pp_layers == few
 
 
@@ -209,15 +222,15 @@ def test_layers_without_rotation_and_factors_for_long_rows_stay(small: Shrink) -
     rope = {"kind": "longrope", "factor": 8.0, "original_length": 1024}
     rope |= {key: [1.5] * 16 for key in ("short_factors", "long_factors")}
     for seq_len, is_longer in ((1024, False), (2048, True)):
-        made = small(model={"nope_every": 4, "rope": rope}, training={"seq_len": seq_len}).pairings[0].config
+        made = small(model={"nope_every": 4, "rope": rope}, training={"seq_len": seq_len}).mesh_cases[0].config
         model, length = made.model.build(), made.training.seq_len
         assert (length > model.rope.original_length) == is_longer
-        assert not model.rotates(model.num_layers - 1)
+        assert not model.uses_rope(model.num_layers - 1)
 
 
 def test_the_copy_task_keeps_its_period(small: Shrink) -> None:
     values = {"corpus": "copy", "copy_period": 1024}
-    (pairing,) = small(data=values, model={"vocab_size": 63}, training={"seq_len": 4096}).pairings
+    (pairing,) = small(data=values, model={"vocab_size": 63}, training={"seq_len": 4096}).mesh_cases
     assert (pairing.config.data.corpus, pairing.config.data.copy_period) == ("copy", 48)
     assert pairing.config.model.vocab_size == 62
 
@@ -227,7 +240,7 @@ def test_the_copy_task_keeps_its_period(small: Shrink) -> None:
 
 def test_only_corpus_and_tokenizer_may_be_elsewhere(small: Shrink) -> None:
     elsewhere = {"data": {"corpus": "no/where"}, "tokenizer": {"kind": "tiktoken", "path": "no/tokenizer.model"}}
-    assert small(2, **elsewhere).pairings[0].name == "dp_shard 2"
+    assert small(2, **elsewhere).mesh_cases[0].name == "dp_shard 2"
     with pytest.raises(ConfigError) as raised:
         small(2, parallelism={"tp": 3, "dp_shard": 1}, tokenizer={"kind": "tiktoken"}, data={"corpus": "no/where"})
     assert [problem.split(",")[0] for problem in raised.value.problems] == [
@@ -245,5 +258,5 @@ def test_documents_are_many_and_of_very_different_lengths(folder: Path, tmp_path
     assert lengths[0] < 8
     assert lengths[-1] > 2 * 192
     assert sum(lengths) > 3 * 16 * 192
-    write_documents(tmp_path)
+    write_sample_documents(tmp_path)
     assert {path.name: path.read_text() for path in tmp_path.rglob("*.txt")} == texts

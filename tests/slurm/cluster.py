@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from trainer.slurm.scheduler import State
+from trainer.slurm.scheduler import JobState
 
 INSTALL = "apt-get install -y --no-install-recommends slurm-wlm munge iproute2"
 NEEDED = ("slurmctld", "slurmd", "sbatch", "munged", "nsenter", "unshare", "ip")
@@ -190,11 +190,11 @@ class Cluster:
         """What a command says that is typed on the controller. Raises `CommandError`."""
         return self._enter("ctl", *command)
 
-    def state(self, job: str) -> State:
+    def state(self, job: str) -> JobState:
         told = self.command("scontrol", "--oneliner", "show", "job", job)
-        return State.read(job, told)
+        return JobState.parse(job, told)
 
-    def wait_state(self, job: str, *states: str, seconds: float) -> State:
+    def wait_state(self, job: str, *states: str, seconds: float) -> JobState:
         """Waits until the job is in one of these states."""
         self.wait_for(lambda: self.state(job).state in states, seconds, f"job {job} to be {' or '.join(states)}")
         return self.state(job)

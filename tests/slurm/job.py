@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from tests.slurm.cluster import Cluster
-from trainer.checkpoint.run_dir import RunFolder
+from trainer.checkpoint.run_dir import RunDir
 
 SIZE = ("--nodes", "2", "--gpus-per-node", "0", "--processes-per-node", "2", "--backoff-seconds", "1")
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
@@ -51,7 +51,7 @@ class Job:
 
     def newest(self) -> int:
         """The step of the newest checkpoint, 0 without any."""
-        return max((step for step, _ in RunFolder(self.folder).committed()), default=0)
+        return max((step for step, _ in RunDir(self.folder).committed_checkpoints()), default=0)
 
     def wait_progress(self, *, seconds: float = 120) -> None:
         """Waits for a checkpoint that is not there yet."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.slurm.node_info import gpus, line
+from trainer.slurm.node_info import gpu_summary, node_summary
 
 VERSION = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\nGCC version: 12.2.0\n"
 
@@ -23,13 +23,13 @@ def driver(tmp_path: Path) -> Path:
 
 
 def test_gpus_are_counted_by_model_with_their_driver(driver: Path) -> None:
-    assert gpus(driver) == "2 x NVIDIA H200 and 1 x NVIDIA L4 (driver 570.86.15)"
+    assert gpu_summary(driver) == "2 x NVIDIA H200 and 1 x NVIDIA L4 (driver 570.86.15)"
     (driver / "version").unlink()
-    assert gpus(driver).endswith(" (driver of unknown version)")
+    assert gpu_summary(driver).endswith(" (driver of unknown version)")
 
 
 def test_a_node_is_told_in_a_line(tmp_path: Path) -> None:
-    told = line(tmp_path)
+    told = node_summary(tmp_path)
     assert told.startswith(f"{socket.gethostname()}: no GPUs, ")
     assert ", torch 2." in told
     assert "\n" not in told

@@ -13,8 +13,8 @@ import pytest
 from tests.system.runs import lines
 from trainer.config.parse import load
 from trainer.slurm import jobs, snapshot
-from trainer.slurm.__main__ import main, options_of_the_run, spelled_out
-from trainer.slurm.scheduler import State
+from trainer.slurm.__main__ import expand_short_options, main, run_options
+from trainer.slurm.scheduler import JobState
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZE = ["--nodes", "2", "--gpus-per-node", "0", "--processes-per-node", "2"]
@@ -81,8 +81,8 @@ def submit(run: Path, *options: str) -> int:
 def test_options_of_the_job_can_be_written_short() -> None:
     words = ["--gpus-per-node", "4", "--time=1:00:00", "--training.steps", "5", "--slurm.nodes", "2"]
     expected = ["--slurm.gpus_per_node", "4", "--slurm.time=1:00:00", *words[3:]]
-    assert spelled_out(words) == expected
-    assert load(spelled_out(words)).slurm.gpus_per_node == 4
+    assert expand_short_options(words) == expected
+    assert load(expand_short_options(words)).slurm.gpus_per_node == 4
 
 
 def test_ranks_are_given_the_runs_own_options_only() -> None:
@@ -96,7 +96,7 @@ def test_ranks_are_given_the_runs_own_options_only() -> None:
         "--job.name",
         "b",
     ]
-    assert options_of_the_run(words) == ["--training.steps=5", "--job.name", "b"]
+    assert run_options(words) == ["--training.steps=5", "--job.name", "b"]
 
 
 def test_help_has_every_key_of_the_job(capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,7 +169,7 @@ def test_submit_keeps_what_the_job_was_made_of_and_says_what_to_type_next(
     assert scheduler.asked() == [f"sbatch --parsable {folder}/job.sh"]
     assert load(["--config", str(folder / "config.toml")]).training.steps == 7
     assert json.loads((folder / "job.json").read_text())["job"] == "41"
-    assert (folder / "code.txt").read_text().splitlines()[0] == snapshot.version(ROOT)
+    assert (folder / "code.txt").read_text().splitlines()[0] == snapshot.code_version(ROOT)
     told = capsys.readouterr().out
     assert told.startswith(f"job 41 submitted: 2 nodes x 2 ranks, as {folder}/job.sh\n")
     for line in (f"tail -F {run}/slurm/job-41.log\n", f"trainer.slurm status {run}\n", f"trainer.slurm cancel {run}\n"):
@@ -177,12 +177,12 @@ def test_submit_keeps_what_the_job_was_made_of_and_says_what_to_type_next(
 
 
 def test_submissions_are_numbered(scheduler: Scheduler, run: Path) -> None:
-    assert [jobs.next_folder(run).name for _ in range(11)] == [str(number) for number in range(1, 12)]
+    assert [jobs.create_submission_dir(run).name for _ in range(11)] == [str(number) for number in range(1, 12)]
     scheduler.answer("sbatch", "echo '41;cluster'")
     assert submit(run) == 0
     (run / "slurm" / "9" / "job.json").write_text('{"job": "40"}')
     assert (run / "slurm" / "12" / "job.sh").is_file()
-    assert jobs.submitted(run) == ["40", "41"]
+    assert jobs.submitted_job_ids(run) == ["40", "41"]
 
 
 def test_a_wrong_configuration_is_told_whole_and_nothing_is_submitted(
@@ -224,7 +224,7 @@ def test_what_the_scheduler_refuses_is_told(
     scheduler.answer("sbatch", "echo 'sbatch: error: invalid partition specified: x' >&2; exit 1")
     assert submit(run) == 1
     assert capsys.readouterr().err == "error: sbatch: error: invalid partition specified: x\n"
-    assert jobs.submitted(run) == []
+    assert jobs.submitted_job_ids(run) == []
 
 
 def test_without_slurm_there_is_one_clear_error(
@@ -297,7 +297,7 @@ def test_cancel_takes_the_right_to_come_back_first(
     [("PENDING", False), ("RUNNING", False), ("COMPLETING", False), ("REQUEUED", False), ("TIMEOUT", True)],
 )
 def test_a_job_is_over_when_it_cannot_come_back(state: str, is_over: bool) -> None:  # noqa: FBT001
-    assert State.read("41", JOB.format(state=state, reason="None", restarts=0)).is_over == is_over
+    assert JobState.parse("41", JOB.format(state=state, reason="None", restarts=0)).is_finished == is_over
 
 
 # ---- the code
@@ -308,17 +308,17 @@ def test_a_snapshot_has_commit_changes_and_what_git_does_not_know(tmp_path: Path
     folder.mkdir()
     root.mkdir()
     (root / "pyproject.toml").write_text('[project]\nversion = "1.2"\n')
-    assert snapshot.version(root) == "version 1.2"
-    assert snapshot.changes(root) == ("", [])
+    assert snapshot.code_version(root) == "version 1.2"
+    assert snapshot.uncommitted_changes(root) == ("", [])
     who = ["-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
         subprocess.run(["git", *who, *words], cwd=root, check=True, capture_output=True)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, check=True, capture_output=True, text=True).stdout
-    snapshot.write(root, folder)
+    snapshot.write_code_version(root, folder)
     assert [path.name for path in folder.iterdir()] == ["code.txt"]
     assert (folder / "code.txt").read_text() == f"commit {commit}"
     (root / "pyproject.toml").write_text('[project]\nversion = "1.3"\n')
     (root / "new.py").touch()
-    snapshot.write(root, folder)
+    snapshot.write_code_version(root, folder)
     assert (folder / "code.txt").read_text() == f"commit {commit.strip()} and changes\nnot under git: new.py\n"
     assert '+version = "1.3"' in (folder / "code.diff").read_text()

@@ -9,7 +9,7 @@ import pytest
 
 from trainer.config.parse import load
 from trainer.resilience import exit_markers
-from trainer.slurm.script import ROOT, TEMPLATE, Job, render
+from trainer.slurm.script import BATCH_TEMPLATE, ROOT, BatchJob, render
 
 HEAD = """\
 #!/bin/bash
@@ -83,13 +83,13 @@ def script(run: str = "/runs/long", here: str = "/home/me", **keys: str) -> str:
     config = load(["--job.name", "long", *(f"--slurm.{key}={value}" for key, value in keys.items())])
     arguments = ["--config", f"{run}/slurm/1/config.toml"]
     return render(
-        Job(
+        BatchJob(
             config=config,
             arguments=arguments,
-            run=Path(run),
-            here=Path(here),
+            run_dir=Path(run),
+            working_dir=Path(here),
             python="/venv/bin/python",
-            code="commit abc",
+            code_version="commit abc",
         )
     )
 
@@ -118,7 +118,7 @@ def test_what_is_left_out_is_left_to_the_cluster() -> None:
 
 
 def test_the_rest_is_the_template() -> None:
-    template = TEMPLATE.read_text().splitlines()
+    template = BATCH_TEMPLATE.read_text().splitlines()
     text = script(**EVERYTHING).splitlines()
     kept = [line for line in template if not line.lstrip().startswith("# @")]
     assert len(template) - len(kept) == 6
@@ -163,9 +163,9 @@ def test_paths_arrive_as_they_are(run: str) -> None:
     assert output == '--output="/runs/50%% of it/slurm/job-%j.log"'
 
 
-@pytest.mark.parametrize("kind", exit_markers.KINDS)
-def test_the_script_knows_the_markers_that_training_leaves(tmp_path: Path, kind: exit_markers.Kind) -> None:
-    lines = TEMPLATE.read_text().splitlines()
+@pytest.mark.parametrize("kind", exit_markers.EXIT_MARKERS)
+def test_the_script_knows_the_markers_that_training_leaves(tmp_path: Path, kind: exit_markers.ExitMarker) -> None:
+    lines = BATCH_TEMPLATE.read_text().splitlines()
     begin = next(number for number, line in enumerate(lines) if line.startswith("left() {"))
     function = "\n".join(lines[begin : lines.index("}", begin) + 1])
     exit_markers.write(tmp_path, kind, reason='"quoted"', attempt="41.0.1")

@@ -8,16 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.system.runs import arguments
-from trainer.checkpoint.manager import Checkpoints
-from trainer.checkpoint.run_dir import RunFolder
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.run_dir import RunDir
 from trainer.config.job_config import Config
 from trainer.config.parse import load
-from trainer.data import held_out_of, open_rows
-from trainer.data.sequences import Rows
+from trainer.data import build_blended_dataset, build_validation_sets
+from trainer.data.sequences import BlendedDataset
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.distributed import World, process_group
-from trainer.resilience.preemption import Stops
-from trainer.resilience.signals import Requests
+from trainer.resilience.preemption import Preemption
+from trainer.resilience.signals import SignalHandler
 from trainer.train_loop import train
 from trainer.trainer import Trainer
 
@@ -26,11 +26,13 @@ def configured(run: Path, folder: Path, *options: str) -> Config:
     return load(arguments(run, folder, *options))
 
 
-def rows_of(config: Config) -> Rows:
-    return open_rows(config.data, ByteTokenizer(), seq_len=config.training.seq_len, seed=config.training.seed)
+def rows_of(config: Config) -> BlendedDataset:
+    return build_blended_dataset(
+        config.data, ByteTokenizer(), seq_len=config.training.seq_len, seed=config.training.seed
+    )
 
 
-def saved_by(checkpoints: Checkpoints, trainer: Trainer) -> Path:
+def saved_by(checkpoints: CheckpointManager, trainer: Trainer) -> Path:
     """Saves what the trainer holds, and waits for it."""
     checkpoints.save(trainer)
     saved = checkpoints.wait()
@@ -41,12 +43,12 @@ def saved_by(checkpoints: Checkpoints, trainer: Trainer) -> Path:
 
 def run_here(config: Config) -> None:
     """Trains in this process."""
-    folder = RunFolder(config.output_dir)
-    folder.make()
-    rows, sets = rows_of(config), held_out_of(config)
+    folder = RunDir(config.output_dir)
+    folder.create()
+    rows, sets = rows_of(config), build_validation_sets(config)
     with process_group(config.distributed) as world:
-        stops = Stops(config, Requests(), leading=True)
-        train(config, config.stages[0], folder, world, rows=[rows], sets=sets, stops=stops)
+        stops = Preemption(config, SignalHandler(), is_leader=True)
+        train(config, config.training_stages[0], folder, world, datasets=[rows], validation_sets=sets, preemption=stops)
 
 
 @contextmanager

@@ -358,7 +358,7 @@ def digests(checkpoint: Path) -> dict[str, str]:
 def reseal(checkpoint: Path) -> None:
     """Makes the manifest one of the files as they are now, as somebody would who meant to change them."""
     about = manifest.read(checkpoint)
-    files = {name: manifest.hash_of(checkpoint / name) for name in about.files}
+    files = {name: manifest.hash_file(checkpoint / name) for name in about.files}
     manifest.write(checkpoint, replace(about, files=files))
 
 

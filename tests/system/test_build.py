@@ -10,9 +10,9 @@ import torch
 import torch.distributed.fsdp
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from parallelisms.activation_checkpoint import Recompute
-from parallelisms.block_recompute import Bodies, Pieces
-from parallelisms.collectives import local
+from parallelisms.activation_checkpoint import RecomputeConfig
+from parallelisms.block_recompute import TileOps, Tiling
+from parallelisms.collectives import to_local
 from tests.system.in_process import configured, trainer_of
 from tests.system.runs import forked, write_run
 from trainer import build
@@ -34,28 +34,28 @@ def test_state_lies_where_it_is_to_lie(
     monkeypatch.setattr(torch.distributed.fsdp, "fully_shard", look)
     options = ("--training.dtype=bfloat16", f"--memory.optimizer_placement={where}")
     with trainer_of(configured(write_run(tmp_path), tmp_path / "run", *options)) as trainer:
-        assert {parameter.device.type for parameter in trainer.optimizer.named.values()} == {"cpu"}
+        assert {parameter.device.type for parameter in trainer.optimizer.parameters_by_name.values()} == {"cpu"}
     assert {type(one) for one in found} == {policy}
 
 
 def test_one_process_keeps_its_state_on_the_host_too(tmp_path: Path) -> None:
     options = ("--training.dtype=float64", "--memory.optimizer_placement=host")
     with trainer_of(configured(write_run(tmp_path), tmp_path / "run", *options)) as trainer:
-        assert isinstance(trainer.parts[0], torch.distributed.fsdp.FSDPModule)
+        assert isinstance(trainer.stage_modules[0], torch.distributed.fsdp.FSDPModule)
 
 
 @pytest.mark.parametrize("where", ["host", "device"])
 def test_weights_on_the_host_move_when_they_are_next_used_or_asked_for(tmp_path: Path, where: str) -> None:
     options = ("--training.dtype=bfloat16", f"--memory.optimizer_placement={where}")
     with trainer_of(configured(write_run(tmp_path), tmp_path / "run", *options)) as trainer:
-        named = trainer.optimizer.named
-        before = {name: local(weight.detach()).clone() for name, weight in named.items()}
-        updates = trainer.updates()
+        named = trainer.optimizer.parameters_by_name
+        before = {name: to_local(weight.detach()).clone() for name, weight in named.items()}
+        updates = trainer.train_steps()
         next(updates)
-        still = [name for name, weight in named.items() if torch.equal(local(weight), before[name])]
+        still = [name for name, weight in named.items() if torch.equal(to_local(weight), before[name])]
         assert still == ([*named] if where == "host" else [])
-        trainer.tensors()
-        assert not any(torch.equal(local(weight), before[name]) for name, weight in named.items())
+        trainer.state_dict()
+        assert not any(torch.equal(to_local(weight), before[name]) for name, weight in named.items())
         del updates
 
 
@@ -67,9 +67,9 @@ def test_compiled_blocks_on_the_host_are_updated_before_they_run(tmp_path: Path)
         options = ("--training.compile=true", "--training.dtype=bfloat16", f"--memory.optimizer_placement={where}")
         config = configured(run, tmp_path / where, *options)
         with torch.compiler.set_stance("default", force_backend="aot_eager"), trainer_of(config) as trainer:
-            updates = trainer.updates()
+            updates = trainer.train_steps()
             losses = [next(updates).read().loss for _ in range(3)]
-            found.append((losses, {name: local(tensor).tolist() for name, tensor in trainer.tensors().items()}))
+            found.append((losses, {name: to_local(tensor).tolist() for name, tensor in trainer.state_dict().items()}))
             del updates
     assert found[0] == found[1]
 
@@ -84,52 +84,63 @@ def test_overlapped_exchanges_are_refused_where_devices_do_not_reach_each_other(
 
 def test_exchanges_are_overlapped_where_they_reach_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
-    monkeypatch.setattr("trainer.build.require_peers", asked.append)
-    monkeypatch.setattr("parallelisms.tensor_parallel.overlap", asked.append)
+    monkeypatch.setattr("trainer.build.require_peer_access", asked.append)
+    monkeypatch.setattr("parallelisms.tensor_parallel.enable_async_tp", asked.append)
     options = ("--parallelism.async_tp=true",)
     with trainer_of(configured(write_run(tmp_path), tmp_path / "run", *options)) as trainer:
-        assert asked == [torch.device("cpu"), trainer.mesh.tp]
+        assert asked == [torch.device("cpu"), trainer.mesh.tp_mesh]
 
 
-def recompute_of(*options: str) -> Recompute:
+def recompute_of(*options: str) -> RecomputeConfig:
     config = load(["--config", "debug", *options])
-    return build.recompute_of(config, None)
+    return build.build_recompute_config(config, None)
 
 
 def test_blocks_recompute_as_asked() -> None:
     found = recompute_of("--memory.recompute=keep_attention")
-    assert (found.policy, found.every, found.pieces, found.attention_on_host) == ("keep_attention", 1, Pieces(), False)
+    assert (found.policy, found.blocks_per_checkpoint, found.tiling, found.offload_attention) == (
+        "keep_attention",
+        1,
+        Tiling(),
+        False,
+    )
     found = recompute_of(
         "--memory.recompute=keep_attention",
         "--memory.mlp_tile_mib=3",
         "--memory.head_groups=2",
-        "--memory.input_every=4",
+        "--memory.blocks_per_checkpoint=4",
         "--memory.offload=inputs_and_attention",
     )
-    assert (found.every, found.attention_on_host, found.reshards) == (4, True, True)
-    assert found.pieces == Pieces(groups=2, tile=3 << 20)
-    assert not recompute_of("--memory.recompute=full", "--memory.offload=inputs").attention_on_host
-    assert not recompute_of("--parallelism.reshard_after_forward=false").reshards
-    assert not recompute_of("--parallelism.pp=2").reshards
+    assert (found.blocks_per_checkpoint, found.offload_attention, found.reshard_after_forward) == (4, True, True)
+    assert found.tiling == Tiling(head_groups=2, tile_bytes=3 << 20)
+    assert not recompute_of("--memory.recompute=full", "--memory.offload=inputs").offload_attention
+    assert not recompute_of("--parallelism.reshard_after_forward=false").reshard_after_forward
+    assert not recompute_of("--parallelism.pp=2").reshard_after_forward
 
 
 def test_compiled_runs_compile_what_is_computed_of_a_tile() -> None:
-    assert recompute_of().pieces.bodies == Bodies()
-    assert not set(recompute_of("--training.compile=true").pieces.bodies) & set(Bodies())
+    assert recompute_of().tiling.ops == TileOps()
+    assert not set(recompute_of("--training.compile=true").tiling.ops) & set(TileOps())
 
 
 @pytest.mark.parametrize(("every", "inputs"), [(1, 4), (2, 2), (3, 2), (4, 1)])
 def test_the_host_has_room_for_the_inputs_that_are_kept(every: int, inputs: int) -> None:
     config = load(
-        ["--config", "debug", "--memory.offload=inputs", f"--memory.input_every={every}", "--memory.host_budget_gib=1"]
+        [
+            "--config",
+            "debug",
+            "--memory.offload=inputs",
+            f"--memory.blocks_per_checkpoint={every}",
+            "--memory.host_budget_gib=1",
+        ]
     )
     world = World(0, 1, torch.device("cpu"))
     assert config.model.build().num_layers == 4
-    host = build.host_memory_of(config, world, config.pipeline_plan(1), rank=0)
+    host = build.build_host_pool(config, world, config.pipeline_plan(1), rank=0)
     assert host is not None
-    assert (host._inputs, host._budget) == (inputs, 1 << 30)
+    assert (host._max_inputs, host._budget_bytes) == (inputs, 1 << 30)
 
 
 def test_a_model_knows_the_length_of_rows(tmp_path: Path) -> None:
     with trainer_of(configured(write_run(tmp_path), tmp_path / "run", "--training.seq_len=48")) as trainer:
-        assert trainer.parts[0].seq_len == 48
+        assert trainer.stage_modules[0].seq_len == 48

@@ -13,10 +13,10 @@ import torch
 from tests.system.in_process import configured, run_here
 from tests.system.runs import checkpoints, digests, forked, lines, metrics, state, steps, write_run
 from trainer.checkpoint import manifest, verify
-from trainer.checkpoint.run_dir import ResumeError, RunFolder, next_stage
-from trainer.checkpoint.verify import newest_good
+from trainer.checkpoint.run_dir import ResumeError, RunDir, next_stage
+from trainer.checkpoint.verify import latest_verified_checkpoint
 from trainer.distributed import gloo_group, process_group
-from trainer.errors import RunError
+from trainer.errors import RunFailedError
 
 EXACT = ("step", "tokens", "loss", "grad_norm", "lr")
 OPTIONS = ("--schedule.kind=constant", "--checkpoint.interval=2", "--training.dtype=float32")
@@ -74,15 +74,15 @@ def test_damage_of_every_kind_to_every_file_is_found_and_put_aside(
 ) -> None:
     WAYS[way](stopped / "checkpoints" / "step-4" / name)
     config = configured(root / "run.toml", stopped, *OPTIONS)
-    folder = RunFolder(stopped)
+    folder = RunDir(stopped)
     with process_group(config.distributed):
         group = gloo_group(config.distributed)
-        assert newest_good(folder, group) == stopped / "checkpoints" / "step-2"
-        assert newest_good(folder, group) == stopped / "checkpoints" / "step-2"
+        assert latest_verified_checkpoint(folder, group) == stopped / "checkpoints" / "step-2"
+        assert latest_verified_checkpoint(folder, group) == stopped / "checkpoints" / "step-2"
     (aside,) = put_aside(stopped)
     assert aside.name.startswith("bad-step-4-")
     assert name in (aside / "reason").read_text()
-    (event,) = [event for event in lines(folder.events) if event["event"] == "quarantined"]
+    (event,) = [event for event in lines(folder.events_path) if event["event"] == "quarantined"]
     assert (event["path"], event["moved"]) == (str(stopped / "checkpoints" / "step-4"), str(aside))
     assert name in event["reason"]
 
@@ -134,10 +134,12 @@ def test_one_that_cannot_be_read_now_is_no_damage(root: Path, stopped: Path, mon
     def fail(_: Path) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(manifest, "PAUSE", 0.0)
-    monkeypatch.setattr(manifest, "hash_of", fail)
+    monkeypatch.setattr(manifest, "RETRY_DELAY_SECONDS", 0.0)
+    monkeypatch.setattr(manifest, "hash_file", fail)
     config = configured(root / "run.toml", stopped, *OPTIONS)
-    with pytest.raises(RunError, match=r"cannot be read \(attempt 4\): Input/output error"):  # Which leaves with 1.
+    with pytest.raises(
+        RunFailedError, match=r"cannot be read \(attempt 4\): Input/output error"
+    ):  # Which leaves with 1.
         run_here(config)
     assert checkpoints(stopped) == ["step-2", "step-4"]
 
@@ -150,17 +152,17 @@ def test_damage_that_cannot_be_put_aside_ends_the_run(
 
     flip(stopped / "checkpoints" / "step-4" / "__0_0.distcp")
     monkeypatch.setattr(verify, "quarantine", refuse)
-    with pytest.raises(RunError, match=r"step-4 is damaged \(.*\) and cannot be put aside: Permission denied"):
+    with pytest.raises(RunFailedError, match=r"step-4 is damaged \(.*\) and cannot be put aside: Permission denied"):
         run_here(configured(root / "run.toml", stopped, *OPTIONS))
     assert checkpoints(stopped) == ["step-2", "step-4"]
 
 
 def test_before_the_ranks_meet_the_newest_that_its_manifest_knows_counts(root: Path, stopped: Path) -> None:
-    folder, config = RunFolder(stopped), configured(root / "run.toml", stopped, *OPTIONS)
+    folder, config = RunDir(stopped), configured(root / "run.toml", stopped, *OPTIONS)
     flip(stopped / "checkpoints" / "step-4" / "__0_0.distcp")
-    assert folder.newest(config) == stopped / "checkpoints" / "step-4", "what is large is not read"
+    assert folder.resume_checkpoint(config) == stopped / "checkpoints" / "step-4", "what is large is not read"
     flip(stopped / "checkpoints" / "step-4" / "state.json")
-    assert folder.newest(config) == stopped / "checkpoints" / "step-2"
+    assert folder.resume_checkpoint(config) == stopped / "checkpoints" / "step-2"
     (stopped / "checkpoints" / "step-2" / "manifest.json").unlink()
     with pytest.raises(ResumeError, match=r"is good:\n  step-4: state.json has .*\n  step-2: manifest.json is missing"):
         next_stage(config)
@@ -200,7 +202,7 @@ def test_damage_that_leads_back_to_an_earlier_stage_asks_for_another_start(tmp_p
 
 def test_weights_to_begin_with_that_are_damaged_are_refused_and_left(root: Path, stopped: Path) -> None:
     flip(stopped / "checkpoints" / "step-4" / "__0_0.distcp")
-    done = forked(root / "run.toml", root / "other", f"--checkpoint.initial={stopped}")
+    done = forked(root / "run.toml", root / "other", f"--checkpoint.initial_load_path={stopped}")
     assert done.statuses == [78]
     assert f"error: {stopped}/checkpoints/step-4 is damaged: __0_0.distcp has other content" in done.said
     assert checkpoints(stopped) == ["step-2", "step-4"]

@@ -15,13 +15,13 @@ from tests.system.runs import arguments, write_run
 
 def train_until_one_rank_is_full(argv: list[str], full: int) -> None:
     import trainer.train_loop as loop
-    from trainer.checkpoint.run_dir import RunFolder
+    from trainer.checkpoint.run_dir import RunDir
     from trainer.config.parse import load
-    from trainer.data import open_rows
+    from trainer.data import build_blended_dataset
     from trainer.data.tokenizer import ByteTokenizer
     from trainer.distributed import World
-    from trainer.resilience.preemption import Stops
-    from trainer.resilience.signals import Requests
+    from trainer.resilience.preemption import Preemption
+    from trainer.resilience.signals import SignalHandler
 
     class Filling(loop.Trainer):  # type: ignore[name-defined, misc]
         def train_step(self, *given: Any) -> Tensor:
@@ -32,12 +32,12 @@ def train_until_one_rank_is_full(argv: list[str], full: int) -> None:
 
     vars(loop)["Trainer"] = Filling
     config = load(argv)
-    folder = RunFolder(config.output_dir)
-    folder.make()
-    rows = open_rows(config.data, ByteTokenizer(), seq_len=config.training.seq_len, seed=0)
+    folder = RunDir(config.output_dir)
+    folder.create()
+    rows = build_blended_dataset(config.data, ByteTokenizer(), seq_len=config.training.seq_len, seed=0)
     world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
-    stops = Stops(config, Requests(), leading=world.rank == 0)
-    loop.train(config, config.stages[0], folder, world, rows=[rows], sets=[], stops=stops)
+    stops = Preemption(config, SignalHandler(), is_leader=world.rank == 0)
+    loop.train(config, config.training_stages[0], folder, world, datasets=[rows], validation_sets=[], preemption=stops)
 
 
 @pytest.mark.ranks

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from parallelisms.parallel_dims import AXES
-from parallelisms.pipeline_plan import SPLIT
+from parallelisms.pipeline_plan import SPLIT_BACKWARD_SCHEDULES
 from tests.system.runs import digests, forked, metrics, state, tensors, write_run
 
 pytestmark = pytest.mark.ranks
@@ -35,10 +35,10 @@ TILES = ("--memory.mlp_tile_mib=1", "--memory.recompute=full")
 HOST = ("--memory.optimizer_placement=host",)
 ON_HOST = (*KEEP, "--memory.offload=inputs_and_attention")
 INPUTS_ON_HOST = (*FULL, "--memory.offload=inputs")
-NO_GROUPS = (*ON_HOST, "--memory.input_every=2", "--memory.mlp_tile_mib=1")
+NO_GROUPS = (*ON_HOST, "--memory.blocks_per_checkpoint=2", "--memory.mlp_tile_mib=1")
 EVERYTHING = (*NO_GROUPS, "--memory.head_groups=2")
 GROUPS = (*KEEP, "--memory.head_groups=2")
-EVERY = (*KEEP, "--memory.input_every=2", "--memory.mlp_tile_mib=1")
+EVERY = (*KEEP, "--memory.blocks_per_checkpoint=2", "--memory.mlp_tile_mib=1")
 LITTLE = ("--memory.host_budget_gib=0.0004",)
 TIED = ("--model.family=qwen3",)  # Which normalises heads too.
 # Of layers that a pipeline cuts into twice two, the first of the second half is not rotated. Where a gradient is nothing
@@ -64,7 +64,7 @@ def mesh(*, method: str = "auto", schedule: str = "1F1B", **degrees: int) -> tup
         stated["cp_method"] = method
     if degrees.get("pp", 1) > 1:
         stated["pp_schedule"] = schedule
-    once = ("--memory.recompute=none",) if schedule in SPLIT else ()  # They go back twice.
+    once = ("--memory.recompute=none",) if schedule in SPLIT_BACKWARD_SCHEDULES else ()  # They go back twice.
     return prod(degrees.values()), (*(f"--parallelism.{key}={value}" for key, value in stated.items()), *once)
 
 

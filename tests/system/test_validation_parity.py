@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import distributed
 
-from models.batch import IGNORE
+from models.batch import IGNORE_INDEX
 from tests.ranks import run_ranks
 from tests.system.runs import SETS, arguments, write_run
-from trainer.build import Placed
+from trainer.build import ParallelModel
 from trainer.config.job_config import Config
 from trainer.config.parse import load
-from trainer.data import held_out_of
+from trainer.data import build_validation_sets
 from trainer.distributed import World
-from trainer.evaluation.validation import see
+from trainer.evaluation.validation import evaluate_set
 
 pytestmark = pytest.mark.ranks
 
@@ -69,8 +69,11 @@ def judged(config: Path, meshes: list[Options]) -> list[Found]:
     for options in meshes:
         made = configured(config, options)
         assert made.problems(world.size) == []
-        placed = Placed(made, world)
-        sets = {held.name: see(held, placed, most=made.training.seq_len * 2) for held in held_out_of(made)}
+        placed = ParallelModel(made, world)
+        sets = {
+            held.name: evaluate_set(held, placed, max_tokens=made.training.seq_len * 2)
+            for held in build_validation_sets(made)
+        }
         found.append({name: {length: asdict(seen) for length, seen in each.items()} for name, each in sets.items()})
     return found
 
@@ -78,13 +81,13 @@ def judged(config: Path, meshes: list[Options]) -> list[Found]:
 def plainly(config: Path) -> Found:
     """Row by row through a model that knows of no mesh, without the head's judgement: hits from logits."""
     made = configured(config, ())
-    placed = Placed(made, World(0, 1, torch.device("cpu")))
-    model, found = placed.parts[0], Found()
-    for held in held_out_of(made):
+    placed = ParallelModel(made, World(0, 1, torch.device("cpu")))
+    model, found = placed.stage_modules[0], Found()
+    for held in build_validation_sets(made):
         found[held.name] = {}
-        for rows in held.rows:
+        for rows in held.datasets:
             losses, hits, count = 0.0, 0, 0
-            for number in range(held.num_rows):
+            for number in range(held.num_sequences):
                 batch = rows.read([number])
                 with torch.no_grad():
                     assert model.head is not None
@@ -93,7 +96,7 @@ def plainly(config: Path) -> Found:
                     model.head = head
                     logits_SV = (head.norm(x_BSE) @ head.proj.weight.T)[0]
                 labels_S = batch.labels[0]
-                targets_S = labels_S != IGNORE
+                targets_S = labels_S != IGNORE_INDEX
                 losses += float(torch.nn.functional.cross_entropy(logits_SV, labels_S, reduction="sum"))
                 hits += int((logits_SV.argmax(-1) == labels_S)[targets_S].sum())
                 count += int(targets_S.sum())

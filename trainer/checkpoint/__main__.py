@@ -12,64 +12,80 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer.checkpoint import manifest
-from trainer.checkpoint.initial_weights import checkpoint_of, is_hugging_face, require_hashes
+from trainer.checkpoint.initial_weights import find_checkpoint, is_hugging_face, require_valid_hashes
 from trainer.checkpoint.manifest import DamageError
-from trainer.checkpoint.retention import delete, good, is_pinned, put_aside, superfluous
-from trainer.checkpoint.run_dir import RunFolder
+from trainer.checkpoint.retention import (
+    checkpoints_to_delete,
+    delete_checkpoint,
+    is_pinned,
+    list_quarantined,
+    valid_checkpoints,
+)
+from trainer.checkpoint.run_dir import RunDir
 from trainer.config.parse import load
-from trainer.errors import BAD_CONFIGURATION, DONE, FAILED, NO_RETRY, ConfigError, ResumeError, RunError
+from trainer.errors import (
+    EXIT_BAD_CONFIG,
+    EXIT_FAILURE,
+    EXIT_NO_RETRY,
+    EXIT_SUCCESS,
+    ConfigError,
+    ResumeError,
+    RunFailedError,
+)
 
 ABOUT = """\
 list    step, time, size and ranks of every checkpoint, and whether its manifest and state are as they were written
 verify  reads the newest checkpoint, or --all, and compares every file with its hash; leaves with 78 if one differs
 prune   deletes checkpoints beyond the newest N. A file `pinned` in a checkpoint's folder keeps it, and so does being
         what the run began with, or the newest whose hashes are right
-export  writes the weights alone, as a checkpoint that checkpoint.initial of another run takes
+export  writes the weights alone, as a checkpoint that checkpoint.initial_load_path of another run takes
 
 DIR is a run folder, or one checkpoint of it.
 """
 
 
-def main(words: Sequence[str]) -> int:
-    asked = parser().parse_args(words)
+def main(argv: Sequence[str]) -> int:
+    args = build_parser().parse_args(argv)
     try:
-        status: int = asked.run(asked)
+        status: int = args.run(args)
     except ResumeError as error:
-        return refuse(str(error), status=NO_RETRY)
-    except RunError as error:
-        return refuse(str(error), status=FAILED)
+        return print_error(str(error), status=EXIT_NO_RETRY)
+    except RunFailedError as error:
+        return print_error(str(error), status=EXIT_FAILURE)
     except OSError as error:
-        return refuse(f"{error.filename}: {error.strerror}", status=FAILED)
+        return print_error(f"{error.filename}: {error.strerror}", status=EXIT_FAILURE)
     return status
 
 
-def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
         prog="python -m trainer.checkpoint",
         description=ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    commands = found.add_subparsers(dest="command", required=True)
+    subparsers = parser.add_subparsers(dest="command", required=True)
 
-    def command(name: str, run: object, about: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
-        made.add_argument("folder", type=Path, metavar="DIR", help="a run folder, or a checkpoint")
-        made.set_defaults(run=run)
-        return made
+    def add_command(name: str, run: object, help_text: str) -> argparse.ArgumentParser:
+        subparser = subparsers.add_parser(name, help=help_text, description=help_text, allow_abbrev=False)
+        subparser.add_argument("folder", type=Path, metavar="DIR", help="a run folder, or a checkpoint")
+        subparser.set_defaults(run=run)
+        return subparser
 
-    command("list", show, "what checkpoints there are")
-    verify_ = command("verify", verify, "whether files are as they were written")
-    verify_.add_argument("--all", action="store_true", help="every checkpoint of the run, not only the newest")
-    prune_ = command("prune", prune, "deletes old checkpoints")
-    prune_.add_argument("--keep", type=count, required=True, metavar="N", help="how many of the newest stay")
-    prune_.add_argument("--dry-run", action="store_true", help="only tell what would be deleted")
-    export_ = command("export", export, "the weights alone, as a checkpoint")
-    export_.add_argument("output", type=Path, metavar="OUTPUT", help="a folder that is not there yet")
-    return found
+    add_command("list", list_checkpoints, "what checkpoints there are")
+    verify_parser = add_command("verify", verify, "whether files are as they were written")
+    verify_parser.add_argument("--all", action="store_true", help="every checkpoint of the run, not only the newest")
+    prune_parser = add_command("prune", prune, "deletes old checkpoints")
+    prune_parser.add_argument(
+        "--keep", type=positive_int, required=True, metavar="N", help="how many of the newest stay"
+    )
+    prune_parser.add_argument("--dry-run", action="store_true", help="only tell what would be deleted")
+    export_parser = add_command("export", export, "the weights alone, as a checkpoint")
+    export_parser.add_argument("output", type=Path, metavar="OUTPUT", help="a folder that is not there yet")
+    return parser
 
 
-def count(text: str) -> int:
+def positive_int(text: str) -> int:
     """At least 1; argparse says what is not."""
     if int(text) < 1:
         raise ValueError(text)
@@ -79,106 +95,125 @@ def count(text: str) -> int:
 # ---- commands
 
 
-def show(asked: argparse.Namespace) -> int:
+def list_checkpoints(args: argparse.Namespace) -> int:
     rows = [("step", "saved", "size", "ranks", "", "")]
-    for step, folder in checkpoints_in(asked.folder):
+    for step, folder in find_checkpoints(args.folder):
         pinned = "pinned" if is_pinned(folder) else ""
         try:
-            about = manifest.sound(folder)
-            rows.append((f"{step}", about.saved, manifest.size(about.bytes), f"{about.world_size}", "good", pinned))
+            checkpoint_manifest = manifest.read_validated(folder)
+            rows.append(
+                (
+                    f"{step}",
+                    checkpoint_manifest.saved,
+                    manifest.format_bytes(checkpoint_manifest.bytes),
+                    f"{checkpoint_manifest.world_size}",
+                    "good",
+                    pinned,
+                )
+            )
         except DamageError as error:
             rows.append((f"{step}", "-", "-", "-", f"damaged: {error}", pinned))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        say("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
-    for line in put_aside(RunFolder(asked.folder).checkpoints):
-        say(line)
-    return DONE
+        print_line("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    for line in list_quarantined(RunDir(args.folder).checkpoints_dir):
+        print_line(line)
+    return EXIT_SUCCESS
 
 
-def verify(asked: argparse.Namespace) -> int:
-    chosen = checkpoints_in(asked.folder)
+def verify(args: argparse.Namespace) -> int:
+    checkpoints = find_checkpoints(args.folder)
     damaged = 0
-    for _, folder in reversed(chosen) if asked.all else chosen[-1:]:
-        found = [*damage(folder)]
-        damaged += bool(found)
-        say(f"{folder}: {'; '.join(found) or 'good'}")
-    return NO_RETRY if damaged else DONE
+    for _, folder in reversed(checkpoints) if args.all else checkpoints[-1:]:
+        problems = [*find_file_damage(folder)]
+        damaged += bool(problems)
+        print_line(f"{folder}: {'; '.join(problems) or 'good'}")
+    return EXIT_NO_RETRY if damaged else EXIT_SUCCESS
 
 
-def prune(asked: argparse.Namespace) -> int:
-    folder = RunFolder(asked.folder)
-    committed = good(checkpoints_in(asked.folder))
-    last = next((place for _, place in reversed(committed) if not [*damage(place)]), None)
-    if last is None:
-        raise ResumeError(f"no checkpoint in {folder.checkpoints} is good, and nothing was deleted")
-    doomed = superfluous(committed, keep=asked.keep, kept=[last, *begun_with(folder)])
-    for place in doomed:
-        if not asked.dry_run:
-            delete(place)
-        say(f"{place} {'would be' if asked.dry_run else 'was'} deleted")
-    say(f"{len(committed) - len(doomed)} checkpoints {'would stay' if asked.dry_run else 'are left'}")
-    return DONE
+def prune(args: argparse.Namespace) -> int:
+    run_dir = RunDir(args.folder)
+    committed = valid_checkpoints(find_checkpoints(args.folder))
+    newest_verified = next(
+        (checkpoint for _, checkpoint in reversed(committed) if not [*find_file_damage(checkpoint)]), None
+    )
+    if newest_verified is None:
+        raise ResumeError(f"no checkpoint in {run_dir.checkpoints_dir} is good, and nothing was deleted")
+    to_delete = checkpoints_to_delete(
+        committed, keep=args.keep, protected=[newest_verified, *initial_checkpoints(run_dir)]
+    )
+    for place in to_delete:
+        if not args.dry_run:
+            delete_checkpoint(place)
+        print_line(f"{place} {'would be' if args.dry_run else 'was'} deleted")
+    print_line(f"{len(committed) - len(to_delete)} checkpoints {'would stay' if args.dry_run else 'are left'}")
+    return EXIT_SUCCESS
 
 
-def export(asked: argparse.Namespace) -> int:
-    from trainer.export.export_weights import slim
+def export(args: argparse.Namespace) -> int:
+    from trainer.export.export_weights import export_weights
 
-    checkpoint = checkpoint_of(asked.folder)
-    if asked.output.exists():
-        return refuse(f"{asked.output} is there already", status=BAD_CONFIGURATION)
-    require_hashes(checkpoint)
-    written = slim(checkpoint, asked.output)
-    say(f"{asked.output}: the weights of {checkpoint}, {manifest.size(written)}")
-    return DONE
+    checkpoint = find_checkpoint(args.folder)
+    if args.output.exists():
+        return print_error(f"{args.output} is there already", status=EXIT_BAD_CONFIG)
+    require_valid_hashes(checkpoint)
+    num_bytes = export_weights(checkpoint, args.output)
+    print_line(f"{args.output}: the weights of {checkpoint}, {manifest.format_bytes(num_bytes)}")
+    return EXIT_SUCCESS
 
 
 # ---- what they share
 
 
-def checkpoints_in(folder: Path) -> list[tuple[int, Path]]:
+def find_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """Those of a run folder, oldest first, or the one that is named. Raises `ResumeError` if there is none."""
-    run = RunFolder(folder.parents[1] if folder.parent.name == "checkpoints" else folder)
-    found = [(step, place) for step, place in run.committed() if run.path == folder or place.name == folder.name]
-    if not found and (folder / manifest.NAME).exists():
-        found = [(0, folder)]  # Exported, or copied elsewhere.
-    if not found:
+    run_dir = RunDir(folder.parents[1] if folder.parent.name == "checkpoints" else folder)
+    checkpoints = [
+        (step, place)
+        for step, place in run_dir.committed_checkpoints()
+        if run_dir.path == folder or place.name == folder.name
+    ]
+    if not checkpoints and (folder / manifest.MANIFEST_FILE).exists():
+        checkpoints = [(0, folder)]  # Exported, or copied elsewhere.
+    if not checkpoints:
         raise ResumeError(f"{folder} is neither a checkpoint nor a run folder with one")
-    return found
+    return checkpoints
 
 
-def damage(folder: Path) -> Iterator[str]:
+def find_file_damage(folder: Path) -> Iterator[str]:
     """What is wrong with a checkpoint's files, telling how far it is."""
     try:
-        about = manifest.sound(folder)
+        checkpoint_manifest = manifest.read_validated(folder)
     except DamageError as error:
         yield str(error)
         return
-    done = 0
-    for name, (size, _) in sorted(about.files.items()):
-        yield from manifest.damage(folder, about, [name])
-        done += size
-        tell(f"{folder.name}: {manifest.size(done)} of {manifest.size(about.bytes)}")
+    bytes_read = 0
+    for name, (size, _) in sorted(checkpoint_manifest.files.items()):
+        yield from manifest.find_damage(folder, checkpoint_manifest, [name])
+        bytes_read += size
+        print_progress(
+            f"{folder.name}: {manifest.format_bytes(bytes_read)} of {manifest.format_bytes(checkpoint_manifest.bytes)}"
+        )
 
 
-def begun_with(folder: RunFolder) -> list[Path]:
+def initial_checkpoints(run_dir: RunDir) -> list[Path]:
     with suppress(ConfigError):
-        initial = load(["--config", str(folder.config.resolve())]).checkpoint.initial
+        initial = load(["--config", str(run_dir.config_path.resolve())]).checkpoint.initial_load_path
         if initial is not None and not is_hugging_face(initial):
             return [Path(initial).expanduser()]
     return []
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     sys.stdout.write(f"{line}\n")
 
 
-def tell(line: str) -> None:
+def print_progress(line: str) -> None:
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\033[K{line}")
 
 
-def refuse(problem: str, *, status: int) -> int:
+def print_error(problem: str, *, status: int) -> int:
     sys.stderr.write(f"error: {problem}\n")
     return status
 
@@ -187,4 +222,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:
-        sys.exit(refuse("interrupted", status=FAILED))
+        sys.exit(print_error("interrupted", status=EXIT_FAILURE))

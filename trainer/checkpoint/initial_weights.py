@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from models.config import ModelConfig, RopeConfig
-from models.hf import HEAD, Entry, Weights, entries, read_config
-from models.hf_config import HuggingFaceError, differences, read_model
+from models.hf import LM_HEAD, SafetensorsReader, TensorSpec, read_config, tensor_specs
+from models.hf_config import HuggingFaceError, config_differences, model_config_from_hf
 from trainer.checkpoint import manifest
 from trainer.checkpoint.manifest import DamageError
-from trainer.checkpoint.run_dir import ResumeError, RunFolder, read_state
+from trainer.checkpoint.run_dir import ResumeError, RunDir, read_state
 from trainer.config.job_config import Config
 from trainer.errors import ConfigError
 
@@ -25,47 +25,49 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 log = logging.getLogger("trainer")
-HUGGING_FACE = "hf:"
+HF_PREFIX = "hf:"
 
 
 def is_hugging_face(initial: str) -> bool:
-    return initial.startswith(HUGGING_FACE)
+    return initial.startswith(HF_PREFIX)
 
 
-def folder_of(initial: str) -> Path:
-    """The folder that `checkpoint.initial` names: of a model, or of the checkpoint itself. Raises `ResumeError`."""
+def resolve_initial_path(initial: str) -> Path:
+    """The folder that `checkpoint.initial_load_path` names: of a model, or of the checkpoint itself. Raises `ResumeError`."""
     if is_hugging_face(initial):
-        return Path(initial.removeprefix(HUGGING_FACE)).expanduser()
-    return checkpoint_of(Path(initial).expanduser())
+        return Path(initial.removeprefix(HF_PREFIX)).expanduser()
+    return find_checkpoint(Path(initial).expanduser())
 
 
-def checkpoint_of(path: Path) -> Path:
+def find_checkpoint(path: Path) -> Path:
     """The checkpoint at `path`, or the newest of the run folder there, by its manifest. Raises `ResumeError`."""
-    if (path / manifest.NAME).is_file() or (path / manifest.STATE).is_file():
+    if (path / manifest.MANIFEST_FILE).is_file() or (path / manifest.STATE_FILE).is_file():
         try:
-            manifest.sound(path)
+            manifest.read_validated(path)
         except DamageError as error:
             raise ResumeError(f"{path} cannot be read: {error}") from None
         return path
-    newest = RunFolder(path).newest_sound()
+    newest = RunDir(path).latest_valid_checkpoint()
     if newest is None:
         raise ResumeError(f"{path} is neither a checkpoint nor a run folder with one")
     return newest
 
 
-def require_hashes(checkpoint: Path) -> None:
+def require_valid_hashes(checkpoint: Path) -> None:
     """Reads all files of a checkpoint in this process. Raises `ResumeError` unless they are as they were written."""
     try:
-        about = manifest.sound(checkpoint)
-        if found := manifest.damage(checkpoint, about, about.files):
-            raise DamageError("; ".join(found))
+        checkpoint_manifest = manifest.read_validated(checkpoint)
+        if problems := manifest.find_damage(checkpoint, checkpoint_manifest, checkpoint_manifest.files):
+            raise DamageError("; ".join(problems))
     except DamageError as error:
         raise ResumeError(f"{checkpoint} cannot be read: {error}") from None
 
 
-def model_of(state: Mapping[str, Any]) -> ModelConfig:
+def model_config_from_state(state: Mapping[str, Any]) -> ModelConfig:
     """The model of a checkpoint, by its state. Raises `ResumeError`."""
-    values: dict[str, Any] = {key: tuple(it) if isinstance(it, list) else it for key, it in state["config"].items()}
+    values: dict[str, Any] = {
+        key: tuple(item) if isinstance(item, list) else item for key, item in state["config"].items()
+    }
     names = {field.name for field in dataclasses.fields(ModelConfig)} - {"rope"}
     rope_names = {field.name for field in dataclasses.fields(RopeConfig)}
     model = {key.removeprefix("model."): value for key, value in values.items() if key.startswith("model.")}
@@ -79,55 +81,59 @@ def model_of(state: Mapping[str, Any]) -> ModelConfig:
         raise ResumeError(f"its state.json does not describe a model: {error}") from None
 
 
-def require_initial(config: Config) -> None:
-    """Raises `ConfigError` with everything that keeps a run from beginning with `checkpoint.initial`, if it has to.
+def validate_initial_weights(config: Config) -> None:
+    """Raises `ConfigError` with everything that keeps a run from beginning with `checkpoint.initial_load_path`, if it has to.
 
     That positions are turned otherwise than in what it begins with may be on purpose, and is logged.
     """
-    initial = config.checkpoint.initial
-    if initial is None or (config.checkpoint.enabled and RunFolder(config.output_dir).committed()):
+    initial = config.checkpoint.initial_load_path
+    if initial is None or (config.checkpoint.enabled and RunDir(config.output_dir).committed_checkpoints()):
         return
-    turned = list[str]()
+    rope_differences = list[str]()
     try:
-        found, turned = _examine(initial, config.model.build())
+        problems, rope_differences = _compare_with_initial(initial, config.model.build())
     except HuggingFaceError as error:
-        found = error.problems
+        problems = error.problems
     except ResumeError as error:
-        found = [str(error)]
-    if found:
-        raise ConfigError([f'checkpoint.initial = "{initial}": {problem}' for problem in found])
-    for line in turned:
-        log.info("checkpoint.initial: %s", line)
+        problems = [str(error)]
+    if problems:
+        raise ConfigError([f'checkpoint.initial_load_path = "{initial}": {problem}' for problem in problems])
+    for line in rope_differences:
+        log.info("checkpoint.initial_load_path: %s", line)
 
 
-def _examine(initial: str, ours: ModelConfig) -> tuple[list[str], list[str]]:
+def _compare_with_initial(initial: str, model: ModelConfig) -> tuple[list[str], list[str]]:
     """What keeps the model from beginning so, and how it turns positions otherwise, in words."""
-    folder = folder_of(initial)
+    folder = resolve_initial_path(initial)
     if is_hugging_face(initial) and not folder.is_dir():
         return [f"{folder} is not a folder, and nothing is downloaded"], []
-    theirs = read_model(read_config(folder)) if is_hugging_face(initial) else model_of(read_state(folder))
-    found, turned = list[str](), list[str]()
-    for key, (there, here) in differences(theirs, ours).items():
-        lines = turned if key == "nope_every" or key.startswith("rope.") else found
-        lines.append(f"model.{key} = {json.dumps(here)} is {json.dumps(there)} there")
-    if not found and is_hugging_face(initial):
-        found = Weights(folder).problems(theirs)
-    return found, turned
+    initial_model = (
+        model_config_from_hf(read_config(folder))
+        if is_hugging_face(initial)
+        else model_config_from_state(read_state(folder))
+    )
+    problems, rope_differences = list[str](), list[str]()
+    for key, (initial_value, value) in config_differences(initial_model, model).items():
+        lines = rope_differences if key == "nope_every" or key.startswith("rope.") else problems
+        lines.append(f"model.{key} = {json.dumps(value)} is {json.dumps(initial_value)} there")
+    if not problems and is_hugging_face(initial):
+        problems = SafetensorsReader(folder).problems(initial_model)
+    return problems, rope_differences
 
 
-def load_hugging_face(folder: Path, model: ModelConfig, parameters: Mapping[str, Tensor]) -> None:
+def load_hf_weights(folder: Path, model: ModelConfig, parameters: Mapping[str, Tensor]) -> None:
     """Fills the parameters of this rank, of which each reads its own rows and columns. Raises `HuggingFaceError`."""
     import torch
 
-    from parallelisms.collectives import local
-    from parallelisms.init_weights import held
+    from parallelisms.collectives import to_local
+    from parallelisms.init_weights import local_ranges
 
-    weights, known = Weights(folder), entries(model)
+    weights, hf_entries = SafetensorsReader(folder), tensor_specs(model)
     with torch.no_grad():
         for name, parameter in parameters.items():
-            values = weights.read(known[name], held(parameter))
-            local(parameter).copy_(values)
-            if model.tie_embeddings and name == "embed.weight" and weights.has(HEAD):
-                head = weights.read(Entry(HEAD, known[name].shape), held(parameter))
+            values = weights.read(hf_entries[name], local_ranges(parameter))
+            to_local(parameter).copy_(values)
+            if model.tie_embeddings and name == "embed.weight" and weights.has_tensor(LM_HEAD):
+                head = weights.read(TensorSpec(LM_HEAD, hf_entries[name].shape), local_ranges(parameter))
                 if not torch.equal(head, values):
-                    raise HuggingFaceError([f"{HEAD} is not model.embed_tokens.weight, though the config ties them"])
+                    raise HuggingFaceError([f"{LM_HEAD} is not model.embed_tokens.weight, though the config ties them"])

@@ -29,18 +29,18 @@ from torch.distributed.checkpoint import (
 )
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from parallelisms.collectives import gather_over
+from parallelisms.collectives import all_gather_object
 from trainer.checkpoint import manifest
-from trainer.checkpoint.manifest import PASSING, RETRIES, DamageError, retried
-from trainer.checkpoint.rank_sync import cause, describe, everywhere
-from trainer.errors import ResumeError, RunError
+from trainer.checkpoint.manifest import MAX_RETRIES, TRANSIENT_ERRNOS, DamageError, retry_io
+from trainer.checkpoint.rank_sync import describe_error, root_cause, run_on_all_ranks
+from trainer.errors import ResumeError, RunFailedError
 
-WEIGHTS = "model."
-_METADATA = "torch.distributed.checkpoint.metadata"
-ALLOWED = frozenset(
+MODEL_PREFIX = "model."
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+ALLOWED_GLOBALS = frozenset(
     {
         *(
-            (_METADATA, name)
+            (_METADATA_MODULE, name)
             for name in (
                 "Metadata",
                 "MetadataIndex",
@@ -63,7 +63,7 @@ ALLOWED = frozenset(
 """All that `.metadata` may name; torch's own classes, and types of numbers."""
 
 
-class Restricted(pickle._Unpickler):
+class RestrictedUnpickler(pickle._Unpickler):
     """Raises `DamageError` for every name that is not in `ALLOWED`, and for every attribute that is no dataclass's field.
 
     Both before anything is done with them. It is the unpickler in Python, because that in C lets nobody look at a state
@@ -71,48 +71,50 @@ class Restricted(pickle._Unpickler):
     """
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        if (module_name, global_name) not in ALLOWED:
-            raise DamageError(f"{manifest.METADATA} names {module_name}.{global_name}, which no checkpoint needs")
+        if (module_name, global_name) not in ALLOWED_GLOBALS:
+            raise DamageError(f"{manifest.METADATA_FILE} names {module_name}.{global_name}, which no checkpoint needs")
         return super().find_class(module_name, global_name)
 
     def load_build(self) -> None:
-        _require_fields(self.stack[-2], self.stack[-1])  # type: ignore[attr-defined]
+        _require_dataclass_fields(self.stack[-2], self.stack[-1])  # type: ignore[attr-defined]
         super().load_build()  # type: ignore[misc]
 
     dispatch = pickle._Unpickler.dispatch | {pickle.BUILD[0]: load_build}  # type: ignore[assignment]
 
 
-class Reader(FileSystemReader):
+class CheckpointReader(FileSystemReader):
     """Reads `.metadata` once, when it is made. Raises `ResumeError` or `RunError` for what cannot be used."""
 
     def __init__(self, checkpoint: Path) -> None:
         super().__init__(checkpoint)
         self.checkpoint = checkpoint
         try:
-            about = manifest.sound(checkpoint)
-            if found := manifest.damage(checkpoint, about, about.files, hashed=False):
-                raise DamageError("; ".join(found))
-            content = retried(checkpoint / manifest.METADATA, (checkpoint / manifest.METADATA).read_bytes)
-            self.metadata = _metadata(content, about.files)
+            checkpoint_manifest = manifest.read_validated(checkpoint)
+            if problems := manifest.find_damage(
+                checkpoint, checkpoint_manifest, checkpoint_manifest.files, check_hashes=False
+            ):
+                raise DamageError("; ".join(problems))
+            content = retry_io(checkpoint / manifest.METADATA_FILE, (checkpoint / manifest.METADATA_FILE).read_bytes)
+            self.metadata = _parse_metadata(content, checkpoint_manifest.files)
         except DamageError as error:
             raise ResumeError(f"{checkpoint} cannot be read: {error}") from None
-        self.entries: dict[str, TensorStorageMetadata] = self.metadata.state_dict_metadata  # type: ignore[assignment]
+        self.tensor_metadata: dict[str, TensorStorageMetadata] = self.metadata.state_dict_metadata  # type: ignore[assignment]
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         return self.metadata
 
 
-class TensorsOnly(DefaultLoadPlanner):
+class TensorLoadPlanner(DefaultLoadPlanner):
     """Refuses to unpickle what is no tensor."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> NoReturn:  # noqa: ARG002 - as torch calls it
         raise DamageError(f"{read_item.dest_index.fqn} is no tensor")
 
 
-def load(
+def load_tensors(
     checkpoint: Path,
     tensors: dict[str, Tensor],
-    stages: ProcessGroup,
+    pp_group: ProcessGroup,
     *,
     prefix: str = "",
     group: ProcessGroup | None = None,
@@ -121,109 +123,115 @@ def load(
 
     Collective, over `group`. Raises `ResumeError` or `RunError`.
     """
-    reader = everywhere(lambda: Reader(checkpoint), group)
+    reader = run_on_all_ranks(lambda: CheckpointReader(checkpoint), group)
     # Moments of memory.optimizer_dtype, which alone may be bfloat16, become those of the other.
-    alike = {torch.bfloat16: torch.float32}
+    canonical_dtype = {torch.bfloat16: torch.float32}
     saved = {
-        name: (tuple(entry.size), alike.get(entry.properties.dtype, entry.properties.dtype))
-        for name, entry in reader.entries.items()
+        name: (tuple(entry.size), canonical_dtype.get(entry.properties.dtype, entry.properties.dtype))
+        for name, entry in reader.tensor_metadata.items()
         if name.startswith(prefix)
     }
-    mine = {name: (tuple(tensor.shape), alike.get(tensor.dtype, tensor.dtype)) for name, tensor in tensors.items()}
-    wanted = {name: entry for stage in gather_over(mine, stages) for name, entry in stage.items()}
-    require_alike(checkpoint, saved, wanted)
-    fill(reader, tensors, group=group)
+    rank_entries = {
+        name: (tuple(tensor.shape), canonical_dtype.get(tensor.dtype, tensor.dtype)) for name, tensor in tensors.items()
+    }
+    expected = {name: entry for stage in all_gather_object(rank_entries, pp_group) for name, entry in stage.items()}
+    require_matching_tensors(checkpoint, saved, expected)
+    read_tensors(reader, tensors, group=group)
 
 
-def require_alike(
-    checkpoint: Path, saved: Mapping[str, object], wanted: Mapping[str, object], *, shown: int = 10
+def require_matching_tensors(
+    checkpoint: Path, saved: Mapping[str, object], expected: Mapping[str, object], *, max_shown: int = 10
 ) -> None:
     """torch.distributed.checkpoint loads silently what lacks a tensor's name or has another dtype; this does not.
 
     What stands beside a name is a shape, or a shape and a dtype. Raises `ResumeError`.
     """
-    wrong = [
-        f"{name} is {saved.get(name, 'absent')} there and {wanted.get(name, 'absent')} here"
-        for name in sorted(saved.keys() | wanted.keys())
-        if saved.get(name) != wanted.get(name)
+    mismatches = [
+        f"{name} is {saved.get(name, 'absent')} there and {expected.get(name, 'absent')} here"
+        for name in sorted(saved.keys() | expected.keys())
+        if saved.get(name) != expected.get(name)
     ]
-    if wrong:
-        listed = f" {wrong[0]}" if shown == 1 else "".join(f"\n  {line}" for line in wrong[:shown])
-        raise ResumeError(f"{checkpoint} does not hold this model: {len(wrong)} tensors differ:{listed}")
+    if mismatches:
+        listed = f" {mismatches[0]}" if max_shown == 1 else "".join(f"\n  {line}" for line in mismatches[:max_shown])
+        raise ResumeError(f"{checkpoint} does not hold this model: {len(mismatches)} tensors differ:{listed}")
 
 
-def fill(reader: Reader, tensors: dict[str, Tensor], *, group: ProcessGroup | None = None, alone: bool = False) -> None:
+def read_tensors(
+    reader: CheckpointReader, tensors: dict[str, Tensor], *, group: ProcessGroup | None = None, no_dist: bool = False
+) -> None:
     """Reads the tensors' values, of which each rank its part; or, `alone`, in a process that is no rank.
 
     Raises `ResumeError` or `RunError`, on all ranks alike.
     """
-    for attempt in range(RETRIES + 1):
-        planner: LoadPlanner = TensorsOnly()
+    for attempt in range(MAX_RETRIES + 1):
+        planner: LoadPlanner = TensorLoadPlanner()
         try:
             with warnings.catch_warnings():
-                if alone:
+                if no_dist:
                     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.load(tensors, storage_reader=reader, planner=planner, process_group=group, no_dist=alone)
+                dcp.load(tensors, storage_reader=reader, planner=planner, process_group=group, no_dist=no_dist)
             return
         except (Exception, CheckpointException) as error:
-            passing = getattr(cause(error), "errno", None) in PASSING
-            if not passing:
-                raise ResumeError(f"{reader.checkpoint} cannot be read: {describe(error)}") from error
-            if attempt == RETRIES:
-                raise RunError(f"{reader.checkpoint} cannot be read: {describe(error)}") from error
+            is_transient = getattr(root_cause(error), "errno", None) in TRANSIENT_ERRNOS
+            if not is_transient:
+                raise ResumeError(f"{reader.checkpoint} cannot be read: {describe_error(error)}") from error
+            if attempt == MAX_RETRIES:
+                raise RunFailedError(f"{reader.checkpoint} cannot be read: {describe_error(error)}") from error
 
 
-def whole(reader: Reader, name: str) -> Tensor:
+def read_full_tensor(reader: CheckpointReader, name: str) -> Tensor:
     """A tensor of a checkpoint, whatever ranks wrote it, read in this process."""
-    entry = reader.entries[name]
-    into = {name: torch.empty(entry.size, dtype=entry.properties.dtype)}
-    fill(reader, into, alone=True)
-    return into[name]
+    entry = reader.tensor_metadata[name]
+    state_dict = {name: torch.empty(entry.size, dtype=entry.properties.dtype)}
+    read_tensors(reader, state_dict, no_dist=True)
+    return state_dict[name]
 
 
-def _metadata(content: bytes, files: Mapping[str, tuple[int, str]]) -> Metadata:
+def _parse_metadata(content: bytes, files: Mapping[str, tuple[int, str]]) -> Metadata:
     """What `.metadata` says, if it is what torch writes of tensors in these files. Raises `DamageError`."""
     try:
-        metadata = Restricted(io.BytesIO(content)).load()
-        _require_tensors(metadata, files)
+        metadata = RestrictedUnpickler(io.BytesIO(content)).load()
+        _validate_metadata(metadata, files)
     except DamageError:
         raise
     except Exception as error:
-        raise DamageError(f"{manifest.METADATA} cannot be understood: {describe(error)}") from error
+        raise DamageError(f"{manifest.METADATA_FILE} cannot be understood: {describe_error(error)}") from error
     return metadata  # type: ignore[no-any-return]  # `_require_tensors` has seen to it.
 
 
-def _require_fields(instance: object, state: object) -> None:
+def _require_dataclass_fields(instance: object, state: object) -> None:
     """Raises `DamageError` unless the state says fields of a dataclass's instance, or is a tuple for its `__setstate__`."""
-    kind: type = type(instance)
-    known = _fields(kind)
-    own = hasattr(kind, "__setstate__")
-    if known and (type(state) is tuple if own else type(state) is dict and state.keys() <= known):
+    cls: type = type(instance)
+    field_names = _field_names(cls)
+    has_setstate = hasattr(cls, "__setstate__")
+    if field_names and (type(state) is tuple if has_setstate else type(state) is dict and state.keys() <= field_names):
         return
-    raise DamageError(f"{manifest.METADATA} sets attributes of {kind.__module__}.{kind.__name__} that are not its own")
+    raise DamageError(
+        f"{manifest.METADATA_FILE} sets attributes of {cls.__module__}.{cls.__name__} that are not its own"
+    )
 
 
 @cache
-def _fields(kind: type) -> frozenset[str]:
+def _field_names(cls: type) -> frozenset[str]:
     """Names of a dataclass's fields; none of what is no dataclass."""
-    return frozenset(field.name for field in fields(kind)) if is_dataclass(kind) else frozenset()
+    return frozenset(field.name for field in fields(cls)) if is_dataclass(cls) else frozenset()
 
 
-def _require_tensors(metadata: Metadata, files: Mapping[str, tuple[int, str]]) -> None:
+def _validate_metadata(metadata: Metadata, files: Mapping[str, tuple[int, str]]) -> None:
     if type(metadata) is not Metadata:
-        raise DamageError(f"{manifest.METADATA} describes no checkpoint")
+        raise DamageError(f"{manifest.METADATA_FILE} describes no checkpoint")
     for name, entry in metadata.state_dict_metadata.items():
         if type(name) is not str or type(entry) is not TensorStorageMetadata:
             raise DamageError(f"{name} is no tensor")
-    for index, place in (metadata.storage_data or {}).items():
+    for index, storage_info in (metadata.storage_data or {}).items():
         if type(index) is not MetadataIndex or index.fqn not in metadata.state_dict_metadata:
-            raise DamageError(f"{manifest.METADATA} places what it does not describe: {index}")
-        if place.relative_path not in files:
+            raise DamageError(f"{manifest.METADATA_FILE} places what it does not describe: {index}")
+        if storage_info.relative_path not in files:
             raise DamageError(
-                f'{manifest.METADATA} places {index.fqn} in "{place.relative_path}", which is no file of it'
+                f'{manifest.METADATA_FILE} places {index.fqn} in "{storage_info.relative_path}", which is no file of it'
             )
-        size, _ = files[place.relative_path]
-        if not (0 <= place.offset <= place.offset + place.length <= size):
-            raise DamageError(f"{manifest.METADATA} places {index.fqn} beyond {place.relative_path}")
-        if place.transform_descriptors:
-            raise DamageError(f"{index.fqn} is stored as {place.transform_descriptors}, which is not known here")
+        size, _ = files[storage_info.relative_path]
+        if not (0 <= storage_info.offset <= storage_info.offset + storage_info.length <= size):
+            raise DamageError(f"{manifest.METADATA_FILE} places {index.fqn} beyond {storage_info.relative_path}")
+        if storage_info.transform_descriptors:
+            raise DamageError(f"{index.fqn} is stored as {storage_info.transform_descriptors}, which is not known here")

@@ -14,70 +14,70 @@ import torch
 from torch.distributed import ProcessGroup
 
 from trainer.checkpoint import resume
-from trainer.checkpoint.async_save import Saved, UnderWay
+from trainer.checkpoint.async_save import AsyncSave, SaveResult
 from trainer.checkpoint.initial_weights import is_hugging_face
-from trainer.checkpoint.manifest import size
-from trainer.checkpoint.retention import delete, good, superfluous
-from trainer.checkpoint.run_dir import RunFolder, flat, place
-from trainer.checkpoint.save import Save
-from trainer.checkpoint.staging import Staging, in_place
-from trainer.config.job_config import Config, Stage
-from trainer.distributed import World, attempt, gloo_group
+from trainer.checkpoint.manifest import format_bytes
+from trainer.checkpoint.retention import checkpoints_to_delete, delete_checkpoint, valid_checkpoints
+from trainer.checkpoint.run_dir import RunDir, flatten_config, stage_position
+from trainer.checkpoint.save import SaveRequest
+from trainer.checkpoint.staging import HostStaging, without_staging
+from trainer.config.job_config import Config, TrainingStage
+from trainer.distributed import World, attempt_name, gloo_group
 from trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 60.0
+FAILURE_TIMEOUT_SECONDS = 60.0
 """Seconds that a run which failed waits for a save that is under way: other ranks may be gone."""
 
 
-class Checkpoints:
+class CheckpointManager:
     """Of a run, whose configuration has all its stages. All ranks call everything, at the same updates."""
 
-    def __init__(self, config: Config, folder: RunFolder, world: World) -> None:
-        self.config, self.folder, self.world = config, folder, world
-        self._staging = Staging()
-        self._kept: list[Path] = []
+    def __init__(self, config: Config, run_dir: RunDir, world: World) -> None:
+        self.config, self.run_dir, self.world = config, run_dir, world
+        self._staging = HostStaging()
+        self._protected: list[Path] = []
         """What this start of the run goes on from, or began with."""
-        self._last_step: int | None = None
+        self._last_saved_step: int | None = None
         """Of the newest save that did not fail."""
-        self._last_bytes = 0
+        self._last_saved_bytes = 0
         """Of the newest that this start wrote."""
-        self._under_way: UnderWay | None = None
-        self._ended: list[Saved] = []
-        self._newest: Saved | None = None
+        self._pending_save: AsyncSave | None = None
+        self._finished_saves: list[SaveResult] = []
+        self._last_result: SaveResult | None = None
 
-    def __enter__(self) -> Checkpoints:
+    def __enter__(self) -> CheckpointManager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Waits for a save that is under way; after an error not for ever."""
-        if self._under_way is not None:
-            self._under_way.wait(None if kind is None else PATIENCE)
+        if self._pending_save is not None:
+            self._pending_save.wait(None if kind is None else FAILURE_TIMEOUT_SECONDS)
 
     # ---- when
 
-    def due(self, step: int, stage: Stage, *, asked: bool = False) -> bool:
+    def should_save(self, step: int, stage: TrainingStage, *, requested: bool = False) -> bool:
         """Whether to save after this update; `asked` is the same on all ranks."""
         section = self.config.checkpoint
-        return section.enabled and (asked or step % section.interval == 0 or step == stage.last_step)
+        return section.enabled and (requested or step % section.interval == 0 or step == stage.end_step)
 
     @property
-    def are_there(self) -> bool:
+    def has_checkpoint(self) -> bool:
         """Whether one was loaded or saved by this start of the run; on all ranks alike, as long as none is under way."""
-        return self._last_step is not None
+        return self._last_saved_step is not None
 
     # ---- going on
 
     def resume(self, trainer: Trainer) -> Path | None:
         """As `resuming.resume`; what it went on from, or began with, is not deleted."""
-        checkpoint = resume.resume(self.config, self.folder, trainer, self._group)
-        initial = self.config.checkpoint.initial
+        checkpoint = resume.resume(self.config, self.run_dir, trainer, self._group)
+        initial = self.config.checkpoint.initial_load_path
         if initial is not None and not is_hugging_face(initial):
-            self._kept.append(Path(initial).expanduser())
+            self._protected.append(Path(initial).expanduser())
         if checkpoint is not None:
-            self._kept.append(checkpoint)
-            self._last_step = trainer.step
+            self._protected.append(checkpoint)
+            self._last_saved_step = trainer.step
         return checkpoint
 
     # ---- saving
@@ -88,64 +88,66 @@ class Checkpoints:
         Training may go on when it returns. Without `checkpoint.async` all is done by then.
         """
         self.wait()
-        if trainer.step == self._last_step:
+        if trainer.step == self._last_saved_step:
             return
-        began, section = time.monotonic(), self.config.checkpoint
-        tensors = {name: tensor.detach() for name, tensor in trainer.tensors().items()}
+        start_time, section = time.monotonic(), self.config.checkpoint
+        tensors = {name: tensor.detach() for name, tensor in trainer.state_dict().items()}
         state = {
             "step": trainer.step,
-            "trainer": trainer.scalars(),
-            "stage": place(trainer.stage),
-            "data": trainer.rows.fingerprints,
-            "config": flat(trainer.config),
+            "trainer": trainer.train_state(),
+            "stage": stage_position(trainer.stage),
+            "data": trainer.dataset.fingerprints,
+            "config": flatten_config(trainer.config),
             "degrees": trainer.mesh.degrees,
             "torch": torch.__version__,
         }
-        save = Save(
-            checkpoints=self.folder.checkpoints,
+        request = SaveRequest(
+            checkpoints_dir=self.run_dir.checkpoints_dir,
             step=trainer.step,
             attempt=self._attempt,
             tensors=tensors,
-            held=self._staging.begin(tensors) if section.asynchronous else in_place(tensors),
+            get_local_tensors=self._staging.start_copy(tensors) if section.asynchronous else without_staging(tensors),
             state=state,
-            mesh=trainer.mesh.degrees,
-            last=self._last_bytes,
+            mesh_degrees=trainer.mesh.degrees,
+            previous_bytes=self._last_saved_bytes,
         )
-        self._under_way = UnderWay(save, self._group, self.world.device, committed=self._prune, began=began)
-        self._under_way.start(threaded=section.asynchronous)
+        self._pending_save = AsyncSave(
+            request, self._group, self.world.device, on_commit=self._prune, start_time=start_time
+        )
+        self._pending_save.start(threaded=section.asynchronous)
         if not section.asynchronous:
-            self._take()
+            self._collect_pending()
 
-    def wait(self) -> Saved | None:
+    def wait(self) -> SaveResult | None:
         """Waits for the save that is under way; returns how the newest one ended, if there was one.
 
         Raises what kept the ranks from agreeing on it: they can then not save any more.
         """
-        if self._under_way is not None:
-            self._under_way.wait()
-            self._take()
-        return self._newest
+        if self._pending_save is not None:
+            self._pending_save.wait()
+            self._collect_pending()
+        return self._last_result
 
-    def collected(self) -> list[Saved]:
+    def pop_finished(self) -> list[SaveResult]:
         """The saves that ended since this was last asked. Never waits; raises as `wait` does."""
-        if self._under_way is not None and self._under_way.has_ended:
-            self._take()
-        ended, self._ended = self._ended, []
-        return ended
+        if self._pending_save is not None and self._pending_save.is_done:
+            self._collect_pending()
+        finished, self._finished_saves = self._finished_saves, []
+        return finished
 
-    def _take(self) -> None:
-        under_way, self._under_way = self._under_way, None
-        if under_way is None:
+    def _collect_pending(self) -> None:
+        pending, self._pending_save = self._pending_save, None
+        if pending is None:
             return
-        ended = under_way.outcome()
-        if ended.problem is None:
-            self._last_step, self._last_bytes = ended.step, ended.bytes
-            told = (ended.path, size(ended.bytes), ended.seconds, ended.blocked_seconds)
-            log.info("checkpoint %s: %s in %.1f s, for which training waited %.1f s", *told)
+        result = pending.result()
+        if result.problem is None:
+            self._last_saved_step, self._last_saved_bytes = result.step, result.bytes
+            log_args = (result.path, format_bytes(result.bytes), result.seconds, result.blocked_seconds)
+            log.info("checkpoint %s: %s in %.1f s, for which training waited %.1f s", *log_args)
         elif self.world.rank == 0:
-            log.warning("the checkpoint of update %d failed: %s", ended.step, ended.problem)
-        self._newest = ended
-        self._ended.append(ended)
+            log.warning("the checkpoint of update %d failed: %s", result.step, result.problem)
+        self._last_result = result
+        self._finished_saves.append(result)
 
     def _prune(self) -> None:
         """Deletes what is superfluous. Called by the thread that saves, after a commit."""
@@ -153,9 +155,11 @@ class Checkpoints:
             return
         section = self.config.checkpoint
         try:
-            committed = good(self.folder.committed())
-            for folder in superfluous(committed, keep=section.keep, keep_every=section.keep_every, kept=self._kept):
-                delete(folder)
+            committed = valid_checkpoints(self.run_dir.committed_checkpoints())
+            for folder in checkpoints_to_delete(
+                committed, keep=section.keep, keep_every=section.keep_every, protected=self._protected
+            ):
+                delete_checkpoint(folder)
         except OSError as error:
             log.warning("an old checkpoint could not be deleted: %s", error)
 
@@ -165,4 +169,4 @@ class Checkpoints:
 
     @cached_property
     def _attempt(self) -> str:
-        return attempt()
+        return attempt_name()

@@ -9,11 +9,11 @@ from torch import distributed
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import CheckpointException
 
-from parallelisms.collectives import gather_over
-from trainer.errors import ResumeError, RunError
+from parallelisms.collectives import all_gather_object
+from trainer.errors import ResumeError, RunFailedError
 
 T = TypeVar("T")
-SHOWN = 3
+MAX_REPORTED_PROBLEMS = 3
 """Ranks whose problems are told; a disk that is full is a problem of all."""
 
 
@@ -21,45 +21,47 @@ class PhaseError(Exception):
     """What went wrong on some ranks, in words; all ranks raise it."""
 
 
-def everywhere(function: Callable[[], T], group: ProcessGroup | None) -> T:
+def run_on_all_ranks(function: Callable[[], T], group: ProcessGroup | None) -> T:
     """The function's value on this rank, once it has succeeded on all.
 
     Raises, on all ranks alike, `ResumeError` or `RunError` if that is what one of them met, else `PhaseError`.
     """
     value: T | None = None
-    kind: type[Exception] = PhaseError
+    error_type: type[Exception] = PhaseError
     problems: dict[int, str] = {}
     rank = distributed.get_rank(group)
     try:
         value = function()
-    except (ResumeError, RunError, PhaseError) as error:
-        kind, problems = type(error), {rank: str(error)}
+    except (ResumeError, RunFailedError, PhaseError) as error:
+        error_type, problems = type(error), {rank: str(error)}
     except CheckpointException as error:  # All ranks raise it, and it says who met what.
-        problems = {rank: describe(failure) for rank, (failure, _) in error.failures.items()}
+        problems = {rank: describe_error(failure) for rank, (failure, _) in error.failures.items()}
     except Exception as error:  # noqa: BLE001 - whatever it is, the others are to hear of it
-        problems = {rank: describe(error)}
-    outcomes = gather_over((kind, problems), group)
-    if met := {rank: problem for _, problems in outcomes for rank, problem in sorted(problems.items())}:
-        first = next(kind for kind, problems in outcomes if problems)
+        problems = {rank: describe_error(error)}
+    outcomes = all_gather_object((error_type, problems), group)
+    if problems_by_rank := {rank: problem for _, problems in outcomes for rank, problem in sorted(problems.items())}:
+        raised_type = next(kind for kind, problems in outcomes if problems)
         # What is wrong with a checkpoint is the same whoever reads it.
-        unnamed = first is not PhaseError or distributed.get_world_size(group) == 1
-        told = dict.fromkeys(problem if unnamed else f"[rank {rank}] {problem}" for rank, problem in met.items())
-        raise first("; ".join([*told][:SHOWN]))
+        omit_ranks = raised_type is not PhaseError or distributed.get_world_size(group) == 1
+        messages = dict.fromkeys(
+            problem if omit_ranks else f"[rank {rank}] {problem}" for rank, problem in problems_by_rank.items()
+        )
+        raise raised_type("; ".join([*messages][:MAX_REPORTED_PROBLEMS]))
     return value  # type: ignore[return-value]  # Without a problem it is the function's.
 
 
-def agreed(function: Callable[[], T], group: ProcessGroup | None) -> list[T]:
+def run_and_gather(function: Callable[[], T], group: ProcessGroup | None) -> list[T]:
     """The function's values, by rank. Raises as `everywhere` does."""
-    return gather_over(everywhere(function, group), group)
+    return all_gather_object(run_on_all_ranks(function, group), group)
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """An error in one line; of several ranks' errors the first."""
-    error = cause(error)
+    error = root_cause(error)
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def cause(error: BaseException) -> BaseException:
+def root_cause(error: BaseException) -> BaseException:
     """What is behind an error of torch.distributed.checkpoint, on the first rank that met one."""
     failures = getattr(error, "failures", None)
     return next(iter(failures.values()))[0] if failures else error

@@ -25,39 +25,39 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint import manifest
-from trainer.checkpoint.durable_io import Lines, write_synced
+from trainer.checkpoint.durable_io import LineAppender, write_and_fsync
 from trainer.checkpoint.manifest import DamageError
-from trainer.checkpoint.retention import put_aside
-from trainer.config.job_config import Config, Stage
+from trainer.checkpoint.retention import list_quarantined
+from trainer.config.job_config import Config, TrainingStage
 from trainer.config.parse import to_toml
-from trainer.errors import ConfigError, InUseError
+from trainer.errors import ConfigError, RunFolderInUseError
 from trainer.errors import ResumeError as ResumeError
 
 log = logging.getLogger("trainer")
 
 # What a run is: a checkpoint continues only under the same values. Everything else may change on resume. Where the
 # corpus lies is not part of it: its fingerprint is compared instead.
-IDENTITY = ("model", "tokenizer.kind", "data", "training.seq_len", "training.seed", "optimizer.name")
-INCIDENTAL = ("data.cache_dir", "data.bad_files", "data.corpus")
-STATE = {"step": int, "trainer": dict, "data": dict, "config": dict, "stage": dict}
+IDENTITY_KEYS = ("model", "tokenizer.kind", "data", "training.seq_len", "training.seed", "optimizer.name")
+NON_IDENTITY_KEYS = ("data.cache_dir", "data.bad_files", "data.corpus")
+STATE_FIELD_TYPES = {"step": int, "trainer": dict, "data": dict, "config": dict, "stage": dict}
 
 
-class RunFolder:
+class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = path / "config.toml"
-        self.metrics = path / "metrics.jsonl"
-        self.events = path / "events.jsonl"
-        self._events = Lines(self.events)
-        self.tensorboard = path / "tensorboard"
-        self.checkpoints = path / "checkpoints"
-        self.logs = path / "logs"
-        self.hangs = self.logs / "hang"
+        self.config_path = path / "config.toml"
+        self.metrics_path = path / "metrics.jsonl"
+        self.events_path = path / "events.jsonl"
+        self._event_log = LineAppender(self.events_path)
+        self.tensorboard_dir = path / "tensorboard"
+        self.checkpoints_dir = path / "checkpoints"
+        self.logs_dir = path / "logs"
+        self.hangs_dir = self.logs_dir / "hang"
 
-    def make(self) -> None:
+    def create(self) -> None:
         """Creates the folder. Raises `ConfigError` if nothing can be written there."""
         try:
-            for folder in (self.checkpoints, self.logs):
+            for folder in (self.checkpoints_dir, self.logs_dir):
                 folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.path):
                 pass
@@ -66,18 +66,18 @@ class RunFolder:
             raise ConfigError([problem]) from None
 
     @contextmanager
-    def locked(self, *, leading: bool) -> Iterator[None]:
+    def lock(self, *, is_rank_zero: bool) -> Iterator[None]:
         """Keeps other runs out of the folder while this one lasts, however it ends. Raises `InUseError`."""
-        if not leading:
+        if not is_rank_zero:
             yield
             return
-        with (self.logs / "lock").open("a+") as file:
+        with (self.logs_dir / "lock").open("a+") as file:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 file.seek(0)
                 owner = file.read().strip()
-                raise InUseError(f"job.output_dir = {self.path} is in use by {owner}") from None
+                raise RunFolderInUseError(f"job.output_dir = {self.path} is in use by {owner}") from None
             except OSError as error:
                 log.warning("%s: no locks on this file system (%s): nothing keeps a second run out", self.path, error)
             file.truncate(0)
@@ -85,87 +85,89 @@ class RunFolder:
             file.flush()
             yield
 
-    def begin(self, config: Config, step: int) -> None:
+    def record_start(self, config: Config, step: int) -> None:
         """Called on one rank when a run starts at, or goes on from, update `step`."""
-        written = self.config.with_suffix(".tmp")
-        write_synced(written, to_toml(config).encode())
-        written.rename(self.config)
-        self.cut_metrics(step)
+        temporary = self.config_path.with_suffix(".tmp")
+        write_and_fsync(temporary, to_toml(config).encode())
+        temporary.rename(self.config_path)
+        self.truncate_metrics(step)
 
-    def event(self, kind: str, **facts: Any) -> None:
+    def log_event(self, kind: str, **fields: Any) -> None:
         """Appends to events.jsonl; called on one rank."""
-        self._events.append(json.dumps({"time": time.time(), "event": kind, **facts}, allow_nan=False))
+        self._event_log.append(json.dumps({"time": time.time(), "event": kind, **fields}, allow_nan=False))
 
-    def committed(self) -> list[tuple[int, Path]]:
+    def committed_checkpoints(self) -> list[tuple[int, Path]]:
         """Committed checkpoints as (step, folder), oldest first."""
-        found = self.checkpoints.glob("step-*") if self.checkpoints.is_dir() else ()
-        numbered = ((_number(folder.name), folder) for folder in found if folder.is_dir())
+        folders = self.checkpoints_dir.glob("step-*") if self.checkpoints_dir.is_dir() else ()
+        numbered = ((_parse_step(folder.name), folder) for folder in folders if folder.is_dir())
         return sorted((number, folder) for number, folder in numbered if number is not None)
 
-    def newest(self, config: Config) -> Path | None:
+    def resume_checkpoint(self, config: Config) -> Path | None:
         """The checkpoint to go on from, by what its manifest says; None for a fresh start.
 
         Raises `ResumeError` if there are checkpoints and none is good, and RunError if they cannot be read now.
         """
-        return self.newest_sound() if config.checkpoint.enabled else None
+        return self.latest_valid_checkpoint() if config.checkpoint.enabled else None
 
-    def newest_sound(self) -> Path | None:
+    def latest_valid_checkpoint(self) -> Path | None:
         """The same, whatever a configuration says."""
-        rejected = []
-        for _, checkpoint in reversed(self.committed()):
+        damaged = []
+        for _, checkpoint in reversed(self.committed_checkpoints()):
             try:
-                manifest.sound(checkpoint)
+                manifest.read_validated(checkpoint)
                 return checkpoint
             except DamageError as error:
-                rejected.append(f"{checkpoint.name}: {error}")
-        no_good_checkpoint(self, rejected)
+                damaged.append(f"{checkpoint.name}: {error}")
+        raise_if_all_damaged(self, damaged)
         return None
 
     def first_loss(self) -> float | None:
         """Loss of the run's first logged update."""
-        with suppress(OSError, StopIteration), self.metrics.open() as lines:
+        with suppress(OSError, StopIteration), self.metrics_path.open() as lines:
             loss: float | None = json.loads(next(lines))["loss"]
             return loss
         return None
 
-    def first_validation(self, name: str) -> float | None:
+    def first_validation_loss(self, name: str) -> float | None:
         """Loss of the first validation of that name since the run began anew, of whatever start of it."""
         first: float | None = None
-        for event in map(_event, self.events.read_bytes().splitlines() if self.events.exists() else []):
+        for event in map(_parse_event, self.events_path.read_bytes().splitlines() if self.events_path.exists() else []):
             if event.get("event") == "start" and event.get("step") == 0:
                 first = None
             elif event.get("event") == "validation" and event.get("set") == name and first is None:
                 first = event["loss"]
         return first
 
-    def cut_metrics(self, step: int) -> None:
+    def truncate_metrics(self, step: int) -> None:
         """Drops lines past `step` and a torn last one, so that a resumed run has each update once."""
-        if not self.metrics.exists():
+        if not self.metrics_path.exists():
             return
-        lines = self.metrics.read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if (at := _step(line)) is not None and at <= step]
-        if len(kept) != len(lines):
-            swap = self.metrics.with_suffix(".tmp")
-            write_synced(swap, b"".join(kept))
-            swap.replace(self.metrics)
+        lines = self.metrics_path.read_bytes().splitlines(keepends=True)
+        kept_lines = [
+            line for line in lines if (line_step := _parse_metrics_step(line)) is not None and line_step <= step
+        ]
+        if len(kept_lines) != len(lines):
+            temporary = self.metrics_path.with_suffix(".tmp")
+            write_and_fsync(temporary, b"".join(kept_lines))
+            temporary.replace(self.metrics_path)
 
 
-def no_good_checkpoint(folder: RunFolder, rejected: Sequence[str] = ()) -> None:
+def raise_if_all_damaged(run_dir: RunDir, damaged: Sequence[str] = ()) -> None:
     """A run whose checkpoints are all damaged must not begin anew by itself. Raises `ResumeError` with the reasons."""
-    if bad := [*rejected, *put_aside(folder.checkpoints)]:
-        listed = "".join(f"\n  {line}" for line in bad)
+    if reasons := [*damaged, *list_quarantined(run_dir.checkpoints_dir)]:
+        listed = "".join(f"\n  {line}" for line in reasons)
         raise ResumeError(
-            f"no checkpoint in {folder.checkpoints} is good:{listed}\n"
-            f"to start anew, choose another job.output_dir or remove {folder.checkpoints}"
+            f"no checkpoint in {run_dir.checkpoints_dir} is good:{listed}\n"
+            f"to start anew, choose another job.output_dir or remove {run_dir.checkpoints_dir}"
         )
 
 
-def _number(name: str) -> int | None:
+def _parse_step(name: str) -> int | None:
     number = name.removeprefix("step-")
     return int(number) if number.isascii() and number.isdecimal() and str(int(number)) == number else None
 
 
-def _event(line: bytes) -> dict[str, Any]:
+def _parse_event(line: bytes) -> dict[str, Any]:
     """An event; nothing of a line that is torn."""
     try:
         event = json.loads(line)
@@ -174,7 +176,7 @@ def _event(line: bytes) -> dict[str, Any]:
     return event if isinstance(event, dict) and event.get("event") == "validation" else {}
 
 
-def _step(line: bytes) -> int | None:
+def _parse_metrics_step(line: bytes) -> int | None:
     try:
         step = json.loads(line)["step"] if line.endswith(b"\n") else None
     except (ValueError, KeyError, TypeError):
@@ -191,48 +193,48 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         raise ResumeError(f"{path} cannot be read: {error}") from None
     if (
         not isinstance(state, dict)
-        or not all(isinstance(state.get(key), kind) for key, kind in STATE.items())
+        or not all(isinstance(state.get(key), kind) for key, kind in STATE_FIELD_TYPES.items())
         or not isinstance(state["stage"].get("index"), int)
     ):
-        raise ResumeError(f"{path} is damaged: it must hold {', '.join(STATE)}")
+        raise ResumeError(f"{path} is damaged: it must hold {', '.join(STATE_FIELD_TYPES)}")
     return state
 
 
-def flat(config: Config) -> dict[str, Any]:
+def flatten_config(config: Config) -> dict[str, Any]:
     """Every value by its dotted key, the model's with its preset resolved; without the run's name, place and job."""
     values = config.model_dump(mode="json", exclude={"job", "stage", "slurm", "plan"})
     values["model"] = dataclasses.asdict(config.model.build())
     return json.loads(json.dumps(_flatten("", values)))  # type: ignore[no-any-return]  # Tuples, as they are read back.
 
 
-def identity(config: Config) -> dict[str, Any]:
+def run_identity(config: Config) -> dict[str, Any]:
     """The values by which a run is known."""
-    return _known(flat(config))
+    return _identity_values(flatten_config(config))
 
 
-def _known(values: dict[str, Any]) -> dict[str, Any]:
-    drawn = {item["source"] for item in values.get("data.mix", ())}
+def _identity_values(values: dict[str, Any]) -> dict[str, Any]:
+    mix_sources = {item["source"] for item in values.get("data.mix", ())}
     # What a stage does not draw from may still change.
     values = {
         key: value
         for key, value in values.items()
-        if not key.startswith("data.sources.") or key.removeprefix("data.sources.").partition(".")[0] in drawn
+        if not key.startswith("data.sources.") or key.removeprefix("data.sources.").partition(".")[0] in mix_sources
     }
     return {
         key: value
         for key, value in values.items()
-        if key not in INCIDENTAL
-        and not is_place(key)
-        and any(key == name or key.startswith(f"{name}.") for name in IDENTITY)
+        if key not in NON_IDENTITY_KEYS
+        and not is_source_path(key)
+        and any(key == name or key.startswith(f"{name}.") for name in IDENTITY_KEYS)
     }
 
 
-def is_place(key: str) -> bool:
+def is_source_path(key: str) -> bool:
     """Whether a key says where a source lies, and not what it is."""
     return key.startswith("data.sources.") and key.endswith(".path")
 
 
-def differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
+def describe_differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
     """Every key whose value differs, in words."""
     return [
         f"{key} was {json.dumps(saved.get(key))} and is now {json.dumps(current.get(key))}"
@@ -248,55 +250,57 @@ def check_resume(config: Config, checkpoint: Path) -> dict[str, Any]:
     """
     state = read_state(checkpoint)
     index = state["stage"]["index"]
-    if index >= len(config.stages):
-        raise ResumeError(f"{checkpoint} is of stage {index + 1}, but there are {len(config.stages)}")
-    stage = config.stages[index]
-    changed = differences(_known(state["config"]) | state["stage"], identity(stage.config) | place(stage))
+    if index >= len(config.training_stages):
+        raise ResumeError(f"{checkpoint} is of stage {index + 1}, but there are {len(config.training_stages)}")
+    stage = config.training_stages[index]
+    mismatches = describe_differences(
+        _identity_values(state["config"]) | state["stage"], run_identity(stage.config) | stage_position(stage)
+    )
     if stage.index + 1 < stage.count and state["step"] > stage.last_step:
-        changed.append(f"{stage} was at update {state['step']} and now ends with {stage.last_step}")
-    if changed:
-        listed = "".join(f"\n  {line}" for line in changed)
+        mismatches.append(f"{stage} was at update {state['step']} and now ends with {stage.last_step}")
+    if mismatches:
+        listed = "".join(f"\n  {line}" for line in mismatches)
         raise ResumeError(
             f"{checkpoint} is of another run:{listed}\nchange these back, or choose another job.output_dir"
         )
     return state
 
 
-def place(stage: Stage) -> dict[str, Any]:
+def stage_position(stage: TrainingStage) -> dict[str, Any]:
     """Where a stage stands in its run, as a checkpoint has it."""
-    rows = {"rows of an update": stage.config.training.global_batch_size} if stage.has_tokens else {}
-    return {"stage": stage.name, "index": stage.index, "updates before the stage": stage.first_step, **rows}
+    batch_size = {"rows of an update": stage.config.training.global_batch_size} if stage.length_in_tokens else {}
+    return {"stage": stage.name, "index": stage.index, "updates before the stage": stage.start_step, **batch_size}
 
 
-def next_stage(config: Config) -> Stage | None:
+def next_stage(config: Config) -> TrainingStage | None:
     """The first stage that is not done by the newest checkpoint; None if all are.
 
     Raises `ResumeError` if the run cannot go on from it, or would start over beside it.
     """
-    folder = RunFolder(config.output_dir)
-    if not config.checkpoint.enabled and folder.committed():
+    run_dir = RunDir(config.output_dir)
+    if not config.checkpoint.enabled and run_dir.committed_checkpoints():
         raise ResumeError(
-            f"checkpoint.enabled = false would start anew in {folder.path}, which holds checkpoints of a run; "
+            f"checkpoint.enabled = false would start anew in {run_dir.path}, which holds checkpoints of a run; "
             "choose another job.output_dir"
         )
-    checkpoint = folder.newest(config)
+    checkpoint = run_dir.resume_checkpoint(config)
     step = 0 if checkpoint is None else check_resume(config, checkpoint)["step"]
-    return next((stage for stage in config.stages if step < stage.last_step), None)
+    return next((stage for stage in config.training_stages if step < stage.end_step), None)
 
 
-def finished(config: Config) -> str | None:
+def finished_message(config: Config) -> str | None:
     """A sentence if the newest checkpoint is at the last update of the last stage; nothing then needs to start.
 
     Raises as `next_stage` does.
     """
     if next_stage(config) is not None:
         return None
-    folder = RunFolder(config.output_dir)
-    more = "append a [[stage]]" if config.stages[0].name else "raise --training.steps"
-    checkpoint = folder.newest(config)
-    step = config.stages[0].total if checkpoint is None else read_state(checkpoint)["step"]
+    run_dir = RunDir(config.output_dir)
+    extend_hint = "append a [[stage]]" if config.training_stages[0].name else "raise --training.steps"
+    checkpoint = run_dir.resume_checkpoint(config)
+    step = config.training_stages[0].total_steps if checkpoint is None else read_state(checkpoint)["step"]
     return (
-        f"done already: {checkpoint} holds update {step} of {config.stages[0].total}. To go on, {more}; "
+        f"done already: {checkpoint} holds update {step} of {config.training_stages[0].total_steps}. To go on, {extend_hint}; "
         f"to start anew, choose another --job.output_dir or remove {config.output_dir}"
     )
 

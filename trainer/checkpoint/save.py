@@ -21,166 +21,178 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallelisms.collectives import copies, local
+from parallelisms.collectives import num_replicas, to_local
 from trainer.checkpoint import manifest
-from trainer.checkpoint.durable_io import sync, write_synced
+from trainer.checkpoint.durable_io import fsync_path, write_and_fsync
 from trainer.checkpoint.manifest import Manifest
-from trainer.checkpoint.rank_sync import PhaseError, agreed, everywhere
-from trainer.checkpoint.retention import wipe
-from trainer.checkpoint.staging import Held, Planner
+from trainer.checkpoint.rank_sync import PhaseError, run_and_gather, run_on_all_ranks
+from trainer.checkpoint.retention import remove_temporary_folders
+from trainer.checkpoint.staging import LocalTensorsGetter, StagedSavePlanner
 
-AHEAD = 10_000_000
+COPY_AHEAD_BYTES = 10_000_000
 """Bytes that are on their way from a device while others are written."""
-ROOM = 1.1
+FREE_SPACE_FACTOR = 1.1
 """Free bytes that a save asks for, by the bytes that it writes."""
-SHARED = "job.output_dir must be on a file system that all nodes share"
+SHARED_FILE_SYSTEM_HINT = "job.output_dir must be on a file system that all nodes share"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Save:
+class SaveRequest:
     """What is to be written, and where; on all ranks alike but for the tensors."""
 
-    checkpoints: Path
+    checkpoints_dir: Path
     step: int
     attempt: str
     tensors: Mapping[str, Tensor]
     """Of the trainer, which may change meanwhile: only their shapes and places are read."""
-    held: Held
+    get_local_tensors: LocalTensorsGetter
     """This rank's parts on the host, or where they are if nothing changes them; waits for them, may raise."""
     state: Mapping[str, Any]
-    mesh: Mapping[str, int]
-    last: int
+    mesh_degrees: Mapping[str, int]
+    previous_bytes: int
     """Bytes of the checkpoint before, of the same state; 0 if there is none."""
 
     @property
-    def final(self) -> Path:
-        return self.checkpoints / f"step-{self.step}"
+    def final_path(self) -> Path:
+        return self.checkpoints_dir / f"step-{self.step}"
 
     @property
-    def temporary(self) -> Path:
-        return self.checkpoints / f".tmp-step-{self.step}.{self.attempt}"
+    def temporary_path(self) -> Path:
+        return self.checkpoints_dir / f".tmp-step-{self.step}.{self.attempt}"
 
 
-def write(save: Save, group: ProcessGroup) -> int:
+def write_checkpoint(request: SaveRequest, group: ProcessGroup) -> int:
     """Writes and commits; returns the checkpoint's bytes. Collective.
 
     Raises `PhaseError`, on all ranks, when a rank could not do its part; nothing but what was there before is left.
     """
-    leading = group.rank() == 0
-    held, needed = _prepare(save, group, leading=leading)
-    if held is None:
-        return needed
+    is_rank_zero = group.rank() == 0
+    local_tensors, num_bytes = _prepare(request, group, is_rank_zero=is_rank_zero)
+    if local_tensors is None:
+        return num_bytes
     try:
-        everywhere(lambda: _make(save.temporary), group)
-        everywhere(lambda: _write(save, held, group, leading=leading), group)
-        shares = agreed(lambda: _hashed(save.temporary, group.rank()), group)
-        files = {name: entry for share in shares for name, entry in share.items()}
-        everywhere(lambda: _commit(save, files, group.size()) if leading else None, group)
+        run_on_all_ranks(lambda: _create_temporary_folder(request.temporary_path), group)
+        run_on_all_ranks(lambda: _write_tensors(request, local_tensors, group, is_rank_zero=is_rank_zero), group)
+        rank_files = run_and_gather(lambda: _hash_own_files(request.temporary_path, group.rank()), group)
+        files = {name: entry for share in rank_files for name, entry in share.items()}
+        run_on_all_ranks(lambda: _commit(request, files, group.size()) if is_rank_zero else None, group)
     except PhaseError as error:
-        full = agreed(lambda: _clean(save, needed) if leading else "", group)[0]
-        if not leading:
-            shutil.rmtree(save.temporary, ignore_errors=True)  # Where it is not shared, this rank's part is in its own.
-        raise PhaseError(f"{full}{error}") from None
+        disk_full_note = run_and_gather(lambda: _clean_up(request, num_bytes) if is_rank_zero else "", group)[0]
+        if not is_rank_zero:
+            shutil.rmtree(
+                request.temporary_path, ignore_errors=True
+            )  # Where it is not shared, this rank's part is in its own.
+        raise PhaseError(f"{disk_full_note}{error}") from None
     return sum(size for size, _ in files.values())
 
 
-def _prepare(save: Save, group: ProcessGroup, *, leading: bool) -> tuple[Mapping[str, Tensor] | None, int]:
+def _prepare(
+    request: SaveRequest, group: ProcessGroup, *, is_rank_zero: bool
+) -> tuple[Mapping[str, Tensor] | None, int]:
     """What this rank writes, None if the checkpoint is there already; and the bytes that all write, or that are there."""
-    parts: list[Mapping[str, Tensor]] = []
+    staged: list[Mapping[str, Tensor]] = []
 
-    def stage() -> float:
-        json.dumps(save.state, allow_nan=False)
-        parts.append(save.held())
-        return sum(local(tensor).nbytes / copies(tensor) for tensor in save.tensors.values())
+    def stage_tensors() -> float:
+        json.dumps(request.state, allow_nan=False)
+        staged.append(request.get_local_tensors())
+        return sum(to_local(tensor).nbytes / num_replicas(tensor) for tensor in request.tensors.values())
 
-    computed = int(sum(agreed(stage, group)))
-    needed = save.last or computed
+    total_bytes = int(sum(run_and_gather(stage_tensors, group)))
+    needed_bytes = request.previous_bytes or total_bytes
 
-    def room() -> int | None:
-        if save.final.exists():
-            return manifest.read(save.final).bytes
-        save.checkpoints.mkdir(parents=True, exist_ok=True)
-        wipe(save.checkpoints)
-        free = _free(save.checkpoints)
-        if free < ROOM * needed:
-            raise PhaseError(_full(free, int(ROOM * needed)))
-        save.temporary.mkdir()
+    def reserve_space() -> int | None:
+        if request.final_path.exists():
+            return manifest.read(request.final_path).bytes
+        request.checkpoints_dir.mkdir(parents=True, exist_ok=True)
+        remove_temporary_folders(request.checkpoints_dir)
+        free = _free_bytes(request.checkpoints_dir)
+        if free < FREE_SPACE_FACTOR * needed_bytes:
+            raise PhaseError(_disk_full_message(free, int(FREE_SPACE_FACTOR * needed_bytes)))
+        request.temporary_path.mkdir()
         return None
 
-    there = agreed(lambda: room() if leading else None, group)[0]
-    return (parts[0], needed) if there is None else (None, there)
+    existing_bytes = run_and_gather(lambda: reserve_space() if is_rank_zero else None, group)[0]
+    return (staged[0], needed_bytes) if existing_bytes is None else (None, existing_bytes)
 
 
-def _make(temporary: Path) -> None:
+def _create_temporary_folder(temporary: Path) -> None:
     """The folder, for nodes that do not see yet that the first rank made it."""
     try:
         temporary.mkdir(exist_ok=True)
     except FileNotFoundError:
-        raise PhaseError(f"{temporary.parent} is missing: {SHARED}") from None
+        raise PhaseError(f"{temporary.parent} is missing: {SHARED_FILE_SYSTEM_HINT}") from None
 
 
-def _write(save: Save, held: Mapping[str, Tensor], group: ProcessGroup, *, leading: bool) -> None:
+def _write_tensors(
+    request: SaveRequest, local_tensors: Mapping[str, Tensor], group: ProcessGroup, *, is_rank_zero: bool
+) -> None:
     # On a device torch copies ahead, and waits for all that is queued there, training too; on the host there is no need.
-    ahead = 0 if all(part.device.type == "cpu" for part in held.values()) else AHEAD
-    writer = dcp.FileSystemWriter(save.temporary, per_thread_copy_ahead=ahead)
-    dcp.save(dict(save.tensors), storage_writer=writer, planner=Planner(held), process_group=group)
-    if leading:
-        content = json.dumps(save.state, indent=1, allow_nan=False) + "\n"
-        write_synced(save.temporary / manifest.STATE, content.encode())
+    copy_ahead_bytes = 0 if all(part.device.type == "cpu" for part in local_tensors.values()) else COPY_AHEAD_BYTES
+    writer = dcp.FileSystemWriter(request.temporary_path, per_thread_copy_ahead=copy_ahead_bytes)
+    dcp.save(
+        dict(request.tensors), storage_writer=writer, planner=StagedSavePlanner(local_tensors), process_group=group
+    )
+    if is_rank_zero:
+        content = json.dumps(request.state, indent=1, allow_nan=False) + "\n"
+        write_and_fsync(request.temporary_path / manifest.STATE_FILE, content.encode())
 
 
-def _hashed(folder: Path, rank: int) -> dict[str, tuple[int, str]]:
+def _hash_own_files(folder: Path, rank: int) -> dict[str, tuple[int, str]]:
     """The files that this rank wrote, with their sizes and hashes."""
     # Not by glob, which finds nothing, and is content, in a folder that is gone.
-    mine = [path for path in folder.iterdir() if path.name.startswith(f"__{rank}_")]
+    own_files = [path for path in folder.iterdir() if path.name.startswith(f"__{rank}_")]
     if rank == 0:
-        mine += [folder / manifest.METADATA, folder / manifest.STATE]
-    return {path.name: manifest.hash_of(path) for path in mine}
+        own_files += [folder / manifest.METADATA_FILE, folder / manifest.STATE_FILE]
+    return {path.name: manifest.hash_file(path) for path in own_files}
 
 
-def _require_seen(folder: Path, files: Mapping[str, tuple[int, str]]) -> None:
+def _require_visible(folder: Path, files: Mapping[str, tuple[int, str]]) -> None:
     """Raises `PhaseError` if a file that some rank wrote is not what this rank sees."""
     for name, (size, _) in files.items():
         try:
-            seen = (folder / name).lstat().st_size
+            visible_bytes = (folder / name).lstat().st_size
         except FileNotFoundError:
-            raise PhaseError(f"{name} was written, but the first rank does not see it: {SHARED}") from None
-        if seen != size:
-            raise PhaseError(f"{name} was written with {size:,} bytes, but the first rank sees {seen:,}: {SHARED}")
+            raise PhaseError(
+                f"{name} was written, but the first rank does not see it: {SHARED_FILE_SYSTEM_HINT}"
+            ) from None
+        if visible_bytes != size:
+            raise PhaseError(
+                f"{name} was written with {size:,} bytes, but the first rank sees {visible_bytes:,}: {SHARED_FILE_SYSTEM_HINT}"
+            )
 
 
-def _commit(save: Save, files: dict[str, tuple[int, str]], world_size: int) -> None:
-    _require_seen(save.temporary, files)
-    about = Manifest(
-        step=save.step,
-        attempt=save.attempt,
+def _commit(request: SaveRequest, files: dict[str, tuple[int, str]], world_size: int) -> None:
+    _require_visible(request.temporary_path, files)
+    checkpoint_manifest = Manifest(
+        step=request.step,
+        attempt=request.attempt,
         world_size=world_size,
-        mesh=dict(save.mesh),
+        mesh=dict(request.mesh_degrees),
         versions={"torch": torch.__version__, "python": platform.python_version()},
         saved=datetime.now(UTC).isoformat(timespec="seconds"),
         files=files,
     )
-    manifest.write(save.temporary, about)
-    sync(save.temporary)
-    save.temporary.rename(save.final)
-    sync(save.checkpoints)
+    manifest.write(request.temporary_path, checkpoint_manifest)
+    fsync_path(request.temporary_path)
+    request.temporary_path.rename(request.final_path)
+    fsync_path(request.checkpoints_dir)
 
 
-def _clean(save: Save, needed: int) -> str:
+def _clean_up(request: SaveRequest, needed: int) -> str:
     """Removes what there is of a save that failed; returns that the disk is full, if it is."""
     with suppress(OSError):
-        written = sum(path.lstat().st_size for path in save.temporary.iterdir())
-        free = _free(save.checkpoints)
-        shutil.rmtree(save.temporary, ignore_errors=True)
+        written = sum(path.lstat().st_size for path in request.temporary_path.iterdir())
+        free = _free_bytes(request.checkpoints_dir)
+        shutil.rmtree(request.temporary_path, ignore_errors=True)
         if free + written < needed:
-            return f"{_full(free, needed - written)}; "
+            return f"{_disk_full_message(free, needed - written)}; "
     return ""
 
 
-def _free(folder: Path) -> int:
-    about = os.statvfs(folder)
-    return about.f_bavail * about.f_frsize
+def _free_bytes(folder: Path) -> int:
+    stats = os.statvfs(folder)
+    return stats.f_bavail * stats.f_frsize
 
 
-def _full(free: int, needed: int) -> str:
-    return f"disk full: {manifest.size(free)} free, {manifest.size(needed)} needed"
+def _disk_full_message(free: int, needed: int) -> str:
+    return f"disk full: {manifest.format_bytes(free)} free, {manifest.format_bytes(needed)} needed"

@@ -7,69 +7,82 @@ ends the run for the next start to try again.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 from torch import distributed
 from torch.distributed import ProcessGroup
 
-from parallelisms.collectives import gather_over
+from parallelisms.collectives import all_gather_object
 from trainer.checkpoint import manifest
 from trainer.checkpoint.manifest import DamageError
-from trainer.checkpoint.rank_sync import agreed, everywhere
+from trainer.checkpoint.rank_sync import run_and_gather, run_on_all_ranks
 from trainer.checkpoint.retention import quarantine
-from trainer.checkpoint.run_dir import RunFolder, no_good_checkpoint
-from trainer.errors import ResumeError, RunError
+from trainer.checkpoint.run_dir import RunDir, raise_if_all_damaged
+from trainer.errors import ResumeError, RunFailedError
 
 log = logging.getLogger("trainer")
 
 
-def newest_good(folder: RunFolder, group: ProcessGroup) -> Path | None:
+def latest_verified_checkpoint(run_dir: RunDir, group: ProcessGroup) -> Path | None:
     """The newest checkpoint whose files are as they were written; None if there was never one. Collective.
 
     What is damaged is renamed to `bad-step-*`. Raises `ResumeError` if nothing else is there, and `RunError`.
     """
-    leading = group.rank() == 0
-    committed = gather_over(folder.committed(), group)[0]
+    is_rank_zero = group.rank() == 0
+    committed = all_gather_object(run_dir.committed_checkpoints(), group)[0]
     for _, checkpoint in reversed(committed):
-        found = damage(checkpoint, group)
-        if not found:
+        problems = verify_checkpoint(checkpoint, group)
+        if not problems:
             return checkpoint
-        reason = "; ".join(found)
-        everywhere(lambda place=checkpoint, why=reason: _put_aside(folder, place, why) if leading else None, group)  # type: ignore[misc]
-    everywhere(lambda: no_good_checkpoint(folder) if leading else None, group)
+        reason = "; ".join(problems)
+        quarantine = partial(_quarantine, run_dir, checkpoint, reason) if is_rank_zero else lambda: None
+        run_on_all_ranks(quarantine, group)
+    run_on_all_ranks(lambda: raise_if_all_damaged(run_dir) if is_rank_zero else None, group)
     return None
 
 
-def require_good(checkpoint: Path, group: ProcessGroup | None) -> None:
+def require_verified(checkpoint: Path, group: ProcessGroup | None) -> None:
     """Of a checkpoint that is not the run's own, so that nothing is renamed. Raises `ResumeError` or `RunError`."""
-    if found := damage(checkpoint, group):
-        raise ResumeError(f"{checkpoint} is damaged: {'; '.join(found)}")
+    if problems := verify_checkpoint(checkpoint, group):
+        raise ResumeError(f"{checkpoint} is damaged: {'; '.join(problems)}")
 
 
-def damage(checkpoint: Path, group: ProcessGroup | None) -> list[str]:
+def verify_checkpoint(checkpoint: Path, group: ProcessGroup | None) -> list[str]:
     """What is wrong with a checkpoint, on all ranks alike. Collective. Raises `ResumeError` or `RunError`."""
-    rank, ranks = distributed.get_rank(group), distributed.get_world_size(group)
+    rank, world_size = distributed.get_rank(group), distributed.get_world_size(group)
 
-    def about() -> manifest.Manifest | str | None:
+    def read_manifest() -> manifest.Manifest | str | None:
         try:
-            return manifest.sound(checkpoint) if rank == 0 else None
+            return manifest.read_validated(checkpoint) if rank == 0 else None
         except DamageError as error:
             return str(error)
 
-    found = agreed(about, group)[0]
-    if not isinstance(found, manifest.Manifest):
-        return [str(found)]
-    mine = sorted(found.files)[rank::ranks]
-    wrong = agreed(lambda: manifest.damage(checkpoint, found, found.files, hashed=False) if rank == 0 else [], group)[0]
-    shares = [] if wrong else agreed(lambda: manifest.damage(checkpoint, found, mine), group)
-    return [*wrong, *chain.from_iterable(shares)]
+    manifest_or_problem = run_and_gather(read_manifest, group)[0]
+    if not isinstance(manifest_or_problem, manifest.Manifest):
+        return [str(manifest_or_problem)]
+    rank_files = sorted(manifest_or_problem.files)[rank::world_size]
+    size_problems = run_and_gather(
+        lambda: (
+            manifest.find_damage(checkpoint, manifest_or_problem, manifest_or_problem.files, check_hashes=False)
+            if rank == 0
+            else []
+        ),
+        group,
+    )[0]
+    hash_problems = (
+        []
+        if size_problems
+        else run_and_gather(lambda: manifest.find_damage(checkpoint, manifest_or_problem, rank_files), group)
+    )
+    return [*size_problems, *chain.from_iterable(hash_problems)]
 
 
-def _put_aside(folder: RunFolder, checkpoint: Path, reason: str) -> None:
+def _quarantine(run_dir: RunDir, checkpoint: Path, reason: str) -> None:
     try:
-        aside = quarantine(checkpoint, reason)
+        quarantined = quarantine(checkpoint, reason)
     except OSError as error:
-        raise RunError(f"{checkpoint} is damaged ({reason}) and cannot be put aside: {error.strerror}") from None
-    log.warning("%s is damaged and was put aside as %s: %s", checkpoint, aside.name, reason)
-    folder.event("quarantined", path=str(checkpoint), moved=str(aside), reason=reason)
+        raise RunFailedError(f"{checkpoint} is damaged ({reason}) and cannot be put aside: {error.strerror}") from None
+    log.warning("%s is damaged and was put aside as %s: %s", checkpoint, quarantined.name, reason)
+    run_dir.log_event("quarantined", path=str(checkpoint), moved=str(quarantined), reason=reason)

@@ -12,14 +12,14 @@ from pathlib import Path
 from textwrap import fill, wrap
 from typing import Any
 
-from trainer.config.parse import SHIPPED, keys, sections, tables, toml_value
+from trainer.config.parse import CONFIG_DIR, all_sections, repeated_tables, section_keys, toml_value
 from trainer.config.sections import Section
 from trainer.config.training_stages import Recipe
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-KINDS = {"integer": "integer", "number": "number", "boolean": "true or false", "string": "text"}
-BOUNDS = {"minimum": ">= ", "exclusiveMinimum": "> ", "maximum": "<= ", "exclusiveMaximum": "< "}
-VALUES = (bool, int, float, str, list)
+DOCS_DIR = Path(__file__).resolve().parents[2] / "docs"
+TYPE_NAMES = {"integer": "integer", "number": "number", "boolean": "true or false", "string": "text"}
+BOUND_SYMBOLS = {"minimum": ">= ", "exclusiveMinimum": "> ", "maximum": "<= ", "exclusiveMaximum": "< "}
+TOML_SCALAR_TYPES = (bool, int, float, str, list)
 WIDTH = 100
 
 USAGE = """\
@@ -39,7 +39,7 @@ degrees that the configuration states, at least 2 and at most 8. For several nod
 NODE_RANK, MASTER_ADDR and MASTER_PORT on each of them.
 """
 
-PAGE = """\
+PAGE_HEADER = """\
 # Configuration
 
 <!-- Written by `python -m trainer.config.docs`; edit the docstrings of the sections in trainer/ instead. -->
@@ -53,112 +53,115 @@ folder where the command is given, not to the file.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Key:
+class KeyDoc:
     """One key, in words."""
 
     name: str
-    kind: str
+    type_name: str
     default: str | None
-    meaning: str
+    description: str
 
 
-def headings() -> dict[str, tuple[type[Section], list[str]]]:
+def sections_by_heading() -> dict[str, tuple[type[Section], list[str]]]:
     """Sections and tables as the file writes them, and the keys of each."""
-    found = {f"[{name}]": (owner, keys(name)) for name, owner in sections().items()}
-    for name, owner in tables().items():
+    result = {f"[{name}]": (owner, section_keys(name)) for name, owner in all_sections().items()}
+    for name, owner in repeated_tables().items():
         heading = f"[{name}.NAME]" if name in ("data.sources", "validation.sets") else f"[[{name}]]"
-        found[heading] = (owner, [*owner.by_key()])
-    return found
+        result[heading] = (owner, [*owner.fields_by_key()])
+    return result
 
 
-def describe(owner: type[Section], names: list[str]) -> list[Key]:
+def document_keys(owner: type[Section], names: list[str]) -> list[KeyDoc]:
     """These keys of a section, with their types, ranges, defaults and docstrings."""
     properties = owner.model_json_schema()["properties"]
     return [
-        Key(
+        KeyDoc(
             name=key,
-            kind=kind_of(properties[key]),
-            default=default_of(owner, key),
-            meaning=properties[key]["description"],
+            type_name=format_type(properties[key]),
+            default=format_default(owner, key),
+            description=properties[key]["description"],
         )
         for key in names
     ]
 
 
-def default_of(owner: type[Section], key: str) -> str | None:
+def format_default(owner: type[Section], key: str) -> str | None:
     """As TOML writes it; empty for a key that is needed, None for one that is left out."""
-    about = owner.by_key()[key]
-    default = "" if about.is_required() else about.get_default()
+    field = owner.fields_by_key()[key]
+    default = "" if field.is_required() else field.get_default()
     if default is None or isinstance(default, Section) or default in ((), {}):
         return None
-    return "" if about.is_required() else toml_value(plain(default))
+    return "" if field.is_required() else toml_value(to_toml_type(default))
 
 
-def plain(default: Any) -> Any:
+def to_toml_type(default: Any) -> Any:
     """A default as TOML has it."""
     return [*default] if isinstance(default, tuple) else str(default) if isinstance(default, Path) else default
 
 
-def kind_of(schema: dict[str, Any]) -> str:
+def format_type(schema: dict[str, Any]) -> str:
     """A type and its range, from JSON schema: `integer >= 1`, `"a" | "b"`, `[number, number]`, `[integer, ...]`."""
     if "$ref" in schema:
         return f"table: {schema['$ref'].rpartition('/')[2].removesuffix('Section').lower()}"
     if "anyOf" in schema:
-        return " | ".join(kind_of(option) for option in schema["anyOf"] if option.get("type") != "null")
+        return " | ".join(format_type(option) for option in schema["anyOf"] if option.get("type") != "null")
     choices = schema.get("enum", [schema["const"]] if "const" in schema else [])
     if choices:
         return " | ".join(toml_value(choice) for choice in choices)
     if schema["type"] == "array":
-        parts = [kind_of(item) for item in schema.get("prefixItems", ())] or [kind_of(schema["items"]), "..."]
-        return f"[{', '.join(parts)}]"
-    kind = schema["format"] if schema.get("format") == "path" else KINDS[schema["type"]]
-    limits = [f"{sign}{schema[bound]:g}" for bound, sign in BOUNDS.items() if bound in schema]
-    return " ".join([kind, *limits])
+        item_types = [format_type(item) for item in schema.get("prefixItems", ())] or [
+            format_type(schema["items"]),
+            "...",
+        ]
+        return f"[{', '.join(item_types)}]"
+    type_name = schema["format"] if schema.get("format") == "path" else TYPE_NAMES[schema["type"]]
+    bounds = [f"{sign}{schema[bound]:g}" for bound, sign in BOUND_SYMBOLS.items() if bound in schema]
+    return " ".join([type_name, *bounds])
 
 
-def help_text(usage: str = USAGE) -> str:
-    shipped = fill(
-        ", ".join(sorted(path.stem for path in SHIPPED.glob("*.toml"))), WIDTH - 24, subsequent_indent=" " * 23
+def render_help(usage: str = USAGE) -> str:
+    config_names = fill(
+        ", ".join(sorted(path.stem for path in CONFIG_DIR.glob("*.toml"))), WIDTH - 24, subsequent_indent=" " * 23
     )
-    lines = usage.format(names=shipped).splitlines()
-    for heading, (owner, names) in headings().items():
-        lines += ["", *wrap(f"{heading}  {_purpose(heading.strip('[]'))}", WIDTH)]
-        option = "" if heading.strip("[]") not in sections() else f"--{heading.strip('[]')}."
-        for key in describe(owner, names):
+    lines = usage.format(names=config_names).splitlines()
+    for heading, (owner, names) in sections_by_heading().items():
+        lines += ["", *wrap(f"{heading}  {_section_description(heading.strip('[]'))}", WIDTH)]
+        option = "" if heading.strip("[]") not in all_sections() else f"--{heading.strip('[]')}."
+        for key in document_keys(owner, names):
             default = "needed" if key.default == "" else f"default: {key.default or 'left out'}"
-            told = f"{option}{key.name}  {key.kind}  ({default})"
-            lines += wrap(told, WIDTH, initial_indent="  ", subsequent_indent=" " * 10, break_on_hyphens=False)
-            lines += wrap(key.meaning, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            entry = f"{option}{key.name}  {key.type_name}  ({default})"
+            lines += wrap(entry, WIDTH, initial_indent="  ", subsequent_indent=" " * 10, break_on_hyphens=False)
+            lines += wrap(key.description, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
 
 
-def page() -> str:
+def render_markdown() -> str:
     """`docs/configuration.md`."""
-    lines = [PAGE]
-    for heading, (owner, names) in headings().items():
+    lines = [PAGE_HEADER]
+    for heading, (owner, names) in sections_by_heading().items():
         lines += [
             f"## {heading}",
             "",
-            _purpose(heading.strip("[]")),
+            _section_description(heading.strip("[]")),
             "",
             "| key | type | default | meaning |",
             "|---|---|---|---|",
         ]
-        for key in describe(owner, names):
-            kind = key.kind.replace("|", "\\|")
+        for key in document_keys(owner, names):
+            type_name = key.type_name.replace("|", "\\|")
             default = {None: "*left out*", "": "*needed*"}.get(key.default, f"`{key.default}`")
-            lines += [f"| `{key.name}` | {kind} | {default} | {key.meaning} |"]
+            lines += [f"| `{key.name}` | {type_name} | {default} | {key.description} |"]
         lines += [""]
     return "\n".join(lines)
 
 
-def schema() -> str:
+def render_json_schema() -> str:
     """`docs/config.schema.json`, which editors read because of the `#:schema` line on top of a TOML file."""
-    return json.dumps(_for_toml(Recipe.model_json_schema()), indent=2) + "\n"
+    return json.dumps(_strip_nulls(Recipe.model_json_schema()), indent=2) + "\n"
 
 
 def main(*, write: bool) -> int:
-    pages = {DOCS / "configuration.md": page(), DOCS / "config.schema.json": schema()}
+    pages = {DOCS_DIR / "configuration.md": render_markdown(), DOCS_DIR / "config.schema.json": render_json_schema()}
     stale = [path for path, text in pages.items() if not path.is_file() or path.read_text() != text]
     for path in stale:
         if write:
@@ -167,24 +170,26 @@ def main(*, write: bool) -> int:
     return 0 if write or not stale else 1
 
 
-def _purpose(section: str) -> str:
-    above, _, name = section.removesuffix(".NAME").rpartition(".")
-    owner = sections()[above] if above else Recipe
-    return str(owner.by_key()[name].description)
+def _section_description(section: str) -> str:
+    parent, _, name = section.removesuffix(".NAME").rpartition(".")
+    owner = all_sections()[parent] if parent else Recipe
+    return str(owner.fields_by_key()[name].description)
 
 
-def _for_toml(node: object) -> object:
+def _strip_nulls(node: object) -> object:
     """Without null, which TOML does not have, and without the defaults of whole sections, which repeat their keys'."""
     if isinstance(node, list):
-        return [_for_toml(item) for item in node if item != {"type": "null"}]
+        return [_strip_nulls(item) for item in node if item != {"type": "null"}]
     if not isinstance(node, dict):
         return node
-    kept = {key: _for_toml(value) for key, value in node.items() if key != "default" or type(value) in VALUES}
-    options = kept.get("anyOf")
+    cleaned = {
+        key: _strip_nulls(value) for key, value in node.items() if key != "default" or type(value) in TOML_SCALAR_TYPES
+    }
+    options = cleaned.get("anyOf")
     if isinstance(options, list) and len(options) == 1:
-        del kept["anyOf"]
-        return {**options[0], **kept}
-    return kept
+        del cleaned["anyOf"]
+        return {**options[0], **cleaned}
+    return cleaned
 
 
 if __name__ == "__main__":

@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from models.rope_scaling import summary
-from parallelisms.parallel_dims import ContextPlan, tensor_problems
+from models.rope_scaling import rope_summary
+from parallelisms.parallel_dims import ContextPlan, tensor_parallel_problems
 from parallelisms.pipeline_plan import PipelinePlan
 from parallelisms.process_groups import Topology
-from trainer.config.data import COPY, CORPUS, STDLIB, DataSection, TokenizerSection
+from trainer.config.data import COPY_CORPUS, DEFAULT_SOURCE, STDLIB_CORPUS, DataSection, TokenizerSection
 from trainer.config.sections import (
-    LONGEST_ROW,
+    MAX_SEQ_LEN,
     CheckpointSection,
     DistributedSection,
     HealthSection,
@@ -36,20 +36,20 @@ from trainer.config.validation import ValidationSection
 from trainer.errors import ConfigError
 
 __all__ = [
-    "BYTE_TOKENS",
-    "COPY",
-    "CORPUS",
-    "STDLIB",
+    "BYTE_VOCAB_SIZE",
+    "COPY_CORPUS",
+    "DEFAULT_SOURCE",
+    "STDLIB_CORPUS",
     "Config",
     "DataSection",
     "DistributedSection",
     "OptimizerSection",
     "ScheduleSection",
     "Section",
-    "Stage",
+    "TrainingStage",
 ]
 
-BYTE_TOKENS = 264  # the byte tokenizer's: 256 values and 8 special tokens
+BYTE_VOCAB_SIZE = 264  # the byte tokenizer's: 256 values and 8 special tokens
 
 
 class Config(Section):
@@ -91,37 +91,37 @@ class Config(Section):
     """What a run would cost (`python -m trainer.plan`)."""
 
     @property
-    def stages(self) -> tuple[Stage, ...]:
+    def training_stages(self) -> tuple[TrainingStage, ...]:
         """The run's parts in their order, each with a configuration of its own; it must have no problems."""
-        return (Stage(self, total=self.training.steps),)
+        return (TrainingStage(self, total_steps=self.training.steps),)
 
     @property
     def output_dir(self) -> Path:
         return self.job.output_dir or Path("outputs") / self.job.name
 
-    def problems(self, world_size: int, *, first: int = 0) -> list[str]:
+    def problems(self, world_size: int, *, first_stage: int = 0) -> list[str]:
         """Everything that would stop this run, from stage `first` on, on `world_size` processes, all at once."""
-        return [*self.source_problems(), *self.shape_problems(world_size, first=first)]
+        return [*self.data_problems(), *self.layout_problems(world_size, first_stage=first_stage)]
 
-    def source_problems(self) -> list[str]:
+    def data_problems(self) -> list[str]:
         """What is wrong with the text and the tokenizer, whose files may lie elsewhere."""
-        return [*self._tokenizer_problems(), *self.data.source_problems(self.validation.sources)]
+        return [*self._tokenizer_problems(), *self.data.path_problems(self.validation.sources)]
 
-    def shape_problems(self, world_size: int, *, first: int = 0) -> list[str]:
+    def layout_problems(self, world_size: int, *, first_stage: int = 0) -> list[str]:
         """What is wrong with everything else."""
-        del first
-        return self.alone_problems(world_size) + self.profiler_problems(self.training.steps)
+        del first_stage
+        return self.single_stage_problems(world_size) + self.profiler_problems(self.training.steps)
 
-    def alone_problems(self, world_size: int) -> list[str]:
+    def single_stage_problems(self, world_size: int) -> list[str]:
         """What is wrong with it whatever the run's other stages are."""
-        found = [
+        problems = [
             *self.data.problems(),
             *self.validation.problems(self.data),
             *self.model.problems(),
             *self.memory.problems(),
             *self.slurm.problems(),
-            *self._group_problems(),
-            *self._moment_problems(),
+            *self._head_group_problems(),
+            *self._optimizer_dtype_problems(),
             *self.parallelism.problems(world_size),
             *self._tensor_problems(),
             *self._context_problems(),
@@ -130,52 +130,56 @@ class Config(Section):
         ]
         if self.schedule.decay_steps is not None and self.schedule.kind != "wsd":
             decay, kind = self.schedule.decay_steps, self.schedule.kind
-            found.append(f'schedule.decay_steps = {decay} has no use with schedule.kind = "{kind}"')
-        return found + self._batch_problems()
+            problems.append(f'schedule.decay_steps = {decay} has no use with schedule.kind = "{kind}"')
+        return problems + self._batch_problems()
 
-    def require(self, world_size: int, *, first: int = 0) -> None:
+    def require_valid(self, world_size: int, *, first_stage: int = 0) -> None:
         """Raises `ConfigError` with all problems, if there are any."""
-        if problems := self.problems(world_size, first=first):
+        if problems := self.problems(world_size, first_stage=first_stage):
             raise ConfigError(problems)
 
-    def require_vocabulary(self, tokens: int) -> None:
+    def require_vocab_size(self, required_vocab_size: int) -> None:
         """Raises `ConfigError` unless the model has a row for each of the tokenizer's tokens."""
-        if problems := self._vocabulary_problems(tokens):
+        if problems := self._vocab_size_problems(required_vocab_size):
             raise ConfigError(problems)
 
     def _tokenizer_problems(self) -> list[str]:
-        if self.is_made_up:
+        if self.is_synthetic:
             return []
-        known = self.tokenizer.kind == "byte" and not self.model.problems()
-        return self.tokenizer.problems() + (self._vocabulary_problems(BYTE_TOKENS) if known else [])
+        vocab_size_is_known = self.tokenizer.kind == "byte" and not self.model.problems()
+        return self.tokenizer.problems() + (self._vocab_size_problems(BYTE_VOCAB_SIZE) if vocab_size_is_known else [])
 
     @property
-    def is_made_up(self) -> bool:
+    def is_synthetic(self) -> bool:
         """Whether all rows are of the `copy` corpus, which needs no tokenizer and has the model's vocabulary."""
-        return self.data.corpus == COPY and all(item.source == CORPUS for item in self.data.drawn)
+        return self.data.corpus == COPY_CORPUS and all(
+            item.source == DEFAULT_SOURCE for item in self.data.effective_mix
+        )
 
-    def _vocabulary_problems(self, tokens: int) -> list[str]:
+    def _vocab_size_problems(self, required_vocab_size: int) -> list[str]:
         size, kind = self.model.build().vocab_size, self.tokenizer.kind
-        if tokens <= size:
+        if required_vocab_size <= size:
             return []
-        return [f'model.vocab_size = {size} must be at least {tokens}, the tokens of tokenizer.kind = "{kind}"']
+        return [
+            f'model.vocab_size = {size} must be at least {required_vocab_size}, the tokens of tokenizer.kind = "{kind}"'
+        ]
 
     def context_plan(self) -> ContextPlan:
         """How the cp ranks share rows. The model must have no problems."""
         section, model, training = self.parallelism, self.model.build(), self.training
-        documents = self.data.mask == "document" and self.data.packing != "single" and not self.is_made_up
+        is_packed = self.data.mask == "document" and self.data.packing != "single" and not self.is_synthetic
         return ContextPlan(
             cp=section.cp,
             method=section.cp_method,
             layout=section.cp_layout,
             cp_ulysses=section.cp_ulysses,
-            outer=section.cp_outer,
+            outer_method=section.cp_outer_method,
             heads=model.num_heads // section.tp,
             kv_heads=max(1, model.num_kv_heads // section.tp),
             head_dim=model.head_dim,
-            row_tokens=training.micro_batch_size * training.seq_len,
-            packed=documents,
-            node=max(1, section.node_ranks // section.tp),
+            seq_len=training.micro_batch_size * training.seq_len,
+            packs_documents=is_packed,
+            ranks_per_node=max(1, section.ranks_per_node // section.tp),
             tp=section.tp if section.sequence_parallel else 1,
         )
 
@@ -183,18 +187,18 @@ class Config(Section):
         """How the layers are cut into stages, and who runs them when. The model must have no problems."""
         section, model = self.parallelism, self.model.build()
         # The head counts by its products, and so does the embedding, which does nothing but hold as many weights.
-        keys = self.training.seq_len / 2 * model.num_heads * model.head_dim * 2
-        ends = model.vocab_size * model.dim / (model.block_matrix_parameters + keys)
+        attention_cost = self.training.seq_len / 2 * model.num_heads * model.head_dim * 2
+        vocab_cost = model.vocab_size * model.dim / (model.block_matrix_parameters + attention_cost)
         return PipelinePlan(
             pp=section.pp,
             schedule=section.pp_schedule,
             num_layers=model.num_layers,
-            per_rank=section.pp_stages_per_rank,
-            layers=section.pp_layers,
-            embed_cost=ends,
-            head_cost=ends,
-            micro_batches=self.micro_batches(world_size)[1],
-            tied=model.tie_embeddings,
+            pp_stages_per_rank=section.pp_stages_per_rank,
+            pp_layers=section.pp_layers,
+            embed_cost=vocab_cost,
+            head_cost=vocab_cost,
+            num_micro_batches=self.micro_batches(world_size)[1],
+            tie_embeddings=model.tie_embeddings,
             compiled=self.training.compile,
             recompute="none" if self.memory.recompute == "auto" else self.memory.recompute,
         )
@@ -203,59 +207,65 @@ class Config(Section):
         """Who talks to whom. The model must have no problems."""
         section = self.parallelism
         degrees = section.degrees(world_size)
-        return Topology(degrees=degrees, plan=self.context_plan(), node=section.node_ranks, hosts=nodes)
+        return Topology(
+            degrees=degrees, context_plan=self.context_plan(), ranks_per_node=section.ranks_per_node, num_nodes=nodes
+        )
 
-    def plans(self, world_size: int) -> list[str]:
+    def parallelism_summary(self, world_size: int) -> list[str]:
         """What positions mean, and what is done along the axes that leave a choice, a line each. The model must have no
         problems.
         """
         section = self.parallelism
-        found = [summary(self.model.build(), self.training.seq_len)]
+        lines = [rope_summary(self.model.build(), self.training.seq_len)]
         if section.cp > 1:
-            found.append(f"context parallelism: {self.context_plan().summary()}")
+            lines.append(f"context parallelism: {self.context_plan().summary()}")
         if section.tp > 1:
-            shared = {"tokens": section.sequence_parallel, "vocabulary": section.loss_parallel}
-            told = ", ".join(f"{name} {'shared' if is_shared else 'whole'}" for name, is_shared in shared.items())
-            found.append(f"tensor parallelism: {section.tp} ranks, {told}")
+            sharded = {"tokens": section.sequence_parallel, "vocabulary": section.loss_parallel}
+            details = ", ".join(f"{name} {'shared' if is_sharded else 'whole'}" for name, is_sharded in sharded.items())
+            lines.append(f"tensor parallelism: {section.tp} ranks, {details}")
         if section.pp > 1:
-            found.append(f"pipeline parallelism: {self.pipeline_plan(world_size).summary()}")
-        return found
+            lines.append(f"pipeline parallelism: {self.pipeline_plan(world_size).summary()}")
+        return lines
 
     def _tensor_problems(self) -> list[str]:
         if self.model.problems():
             return []
         section, model = self.parallelism, self.model.build()
-        needs = {
+        requirements = {
             "parallelism.tp above 1": section.tp > 1,
             "parallelism.sequence_parallel = true": section.sequence_parallel,
             "training.compile = true": self.training.compile,
         }
-        missing = [need for need, is_met in needs.items() if section.async_tp and not is_met]
-        found = [f"parallelism.async_tp = true needs {' and '.join(missing)}"] if missing else []
-        return found + tensor_problems(
+        missing = [requirement for requirement, is_met in requirements.items() if section.async_tp and not is_met]
+        problems = [f"parallelism.async_tp = true needs {' and '.join(missing)}"] if missing else []
+        return problems + tensor_parallel_problems(
             section.tp,
             heads=model.num_heads,
             kv_heads=model.num_kv_heads,
             ffn_dim=model.ffn_dim,
             vocab_size=model.vocab_size,
             # Only a tied embedding is kept whole with its head.
-            whole_vocabulary=model.tie_embeddings and not section.loss_parallel,
+            replicated_vocabulary=model.tie_embeddings and not section.loss_parallel,
         )
 
     def _pipeline_problems(self, world_size: int) -> list[str]:
-        uneven = self.training.global_batch_size % self.training.micro_batch_size > 0  # Its own problem.
-        return [] if uneven or self.model.problems() else self.pipeline_plan(world_size).problems()
+        is_indivisible = self.training.global_batch_size % self.training.micro_batch_size > 0  # Its own problem.
+        return [] if is_indivisible or self.model.problems() else self.pipeline_plan(world_size).problems()
 
     def _attention_problems(self) -> list[str]:
         kernel, dtype = self.training.attention, self.training.dtype
         if kernel == "cudnn" and self.training.deterministic:
             return ['training.attention = "cudnn" is not deterministic, which training.deterministic = true asks for']
-        types = {"efficient": ("bfloat16", "float32")} | dict.fromkeys(("flash", "cudnn", "fa3", "fa4"), ("bfloat16",))
-        if kernel not in types or dtype in types[kernel]:
+        supported_dtypes = {"efficient": ("bfloat16", "float32")} | dict.fromkeys(
+            ("flash", "cudnn", "fa3", "fa4"), ("bfloat16",)
+        )
+        if kernel not in supported_dtypes or dtype in supported_dtypes[kernel]:
             return []
-        return [f'training.attention = "{kernel}" takes {" or ".join(types[kernel])}, not training.dtype = "{dtype}"']
+        return [
+            f'training.attention = "{kernel}" takes {" or ".join(supported_dtypes[kernel])}, not training.dtype = "{dtype}"'
+        ]
 
-    def _group_problems(self) -> list[str]:
+    def _head_group_problems(self) -> list[str]:
         if self.model.problems() or (groups := self.memory.head_groups) == 1:
             return []
         plan = self.context_plan()
@@ -264,22 +274,22 @@ class Config(Section):
                 f"memory.head_groups = {groups} must divide the {plan.kv_heads} key/value heads of a rank "
                 "(model.num_kv_heads / parallelism.tp)"
             ]
-        if plan.cp > 1 and not plan.problems() and plan.heads // groups % plan.ulysses:
+        if plan.cp > 1 and not plan.problems() and plan.heads // groups % plan.ulysses_degree:
             return [
                 f"memory.head_groups = {groups} leaves {plan.heads // groups} query heads in a group, which "
-                f'{plan.ulysses} ranks cannot exchange (parallelism.cp_method = "{plan.chosen}")'
+                f'{plan.ulysses_degree} ranks cannot exchange (parallelism.cp_method = "{plan.resolved_method}")'
             ]
         return []
 
-    def _moment_problems(self) -> list[str]:
+    def _optimizer_dtype_problems(self) -> list[str]:
         if self.memory.optimizer_dtype == "float32":
             return []
-        key, slowest, found = 'memory.optimizer_dtype = "bfloat16"', max(self.optimizer.betas), []
+        key, max_beta, problems = 'memory.optimizer_dtype = "bfloat16"', max(self.optimizer.betas), []
         if self.training.dtype == "float64":
-            found.append(f'{key} has no use with training.dtype = "float64", which is to round nothing')
-        if slowest > 0.99:
-            found.append(f"{key} needs optimizer.betas up to 0.99, not {slowest}: smaller changes are rounded away")
-        return found
+            problems.append(f'{key} has no use with training.dtype = "float64", which is to round nothing')
+        if max_beta > 0.99:
+            problems.append(f"{key} needs optimizer.betas up to 0.99, not {max_beta}: smaller changes are rounded away")
+        return problems
 
     def _context_problems(self) -> list[str]:
         if self.model.problems():
@@ -295,56 +305,56 @@ class Config(Section):
         total = self.training.global_batch_size // self.training.micro_batch_size
         return total, -(-total // (degrees["dp_replicate"] * degrees["dp_shard"]))
 
-    def remarks(self, world_size: int) -> list[str]:
+    def warnings(self, world_size: int) -> list[str]:
         """What is allowed on `world_size` processes, and seldom meant."""
-        total, each = self.micro_batches(world_size)
+        total, per_rank = self.micro_batches(world_size)
         degrees = self.parallelism.degrees(world_size)
-        slots = each * degrees["dp_replicate"] * degrees["dp_shard"]
+        slots = per_rank * degrees["dp_replicate"] * degrees["dp_shard"]
         steps, warmup = self.training.steps, self.schedule.warmup_steps
-        found = []
+        lines = []
         if slots != total:
-            found.append(
+            lines.append(
                 f"training.global_batch_size = {self.training.global_batch_size} makes {total} micro-batches for "
-                f"{slots} places on {slots // each} data-parallel ranks: {slots - total} run empty in every update"
+                f"{slots} places on {slots // per_rank} data-parallel ranks: {slots - total} run empty in every update"
             )
         if warmup >= steps and self.schedule.over == "stage":
-            found.append(
+            lines.append(
                 f"schedule.warmup_steps = {warmup} is all of training.steps = {steps}: the learning rate only rises"
             )
-        drawn = {item.source for item in self.data.drawn}
-        found += [
+        training_sources = {item.source for item in self.data.effective_mix}
+        lines += [
             f"validation.sets.{name} judges by documents that are trained on: data.holdout = 0"
             for name, each in self.validation.sets.items()
-            if each.source in drawn and not self.data.holdout
+            if each.source in training_sources and not self.data.holdout
         ]
-        found += [
+        lines += [
             f"parallelism.{key} has no use with parallelism.pp = 1"
             for key in ("pp_layers", "pp_stages_per_rank")
             if degrees["pp"] == 1 and getattr(self.parallelism, key) is not None
         ]
         length, plan = self.training.seq_len, self.context_plan()
-        if length % plan.multiple:
-            padding = -length % plan.multiple
+        if length % plan.seq_len_divisor:
+            padding = -length % plan.seq_len_divisor
             axes = ", ".join(f"{axis} = {degrees[axis]}" for axis in ("cp", "tp") if degrees[axis] > 1)
-            found.append(
-                f"training.seq_len = {length} does not divide by {plan.multiple} ({axes}): "
+            lines.append(
+                f"training.seq_len = {length} does not divide by {plan.seq_len_divisor} ({axes}): "
                 f"every row is padded by {padding} token{'s' if padding > 1 else ''}"
             )
-        return found
+        return lines
 
     def _batch_problems(self) -> list[str]:
-        rows, micro = self.training.global_batch_size, self.training.micro_batch_size
-        found = []
-        if self.training.seq_len > LONGEST_ROW:
-            found.append(f"training.seq_len = {self.training.seq_len} must be at most {LONGEST_ROW}")
+        global_batch_size, micro_batch_size = self.training.global_batch_size, self.training.micro_batch_size
+        problems = []
+        if self.training.seq_len > MAX_SEQ_LEN:
+            problems.append(f"training.seq_len = {self.training.seq_len} must be at most {MAX_SEQ_LEN}")
         period = self.data.copy_period
-        if self.data.corpus == COPY and period is not None and period >= self.training.seq_len:
-            found.append(f"data.copy_period = {period} must be below training.seq_len = {self.training.seq_len}")
-        if rows % micro:
-            found.append(
-                f"training.global_batch_size = {rows} must be a multiple of training.micro_batch_size = {micro}"
+        if self.data.corpus == COPY_CORPUS and period is not None and period >= self.training.seq_len:
+            problems.append(f"data.copy_period = {period} must be below training.seq_len = {self.training.seq_len}")
+        if global_batch_size % micro_batch_size:
+            problems.append(
+                f"training.global_batch_size = {global_batch_size} must be a multiple of training.micro_batch_size = {micro_batch_size}"
             )
-        return found
+        return problems
 
     def profiler_problems(self, steps: int) -> list[str]:
         section = self.profiler
@@ -353,41 +363,41 @@ class Config(Section):
             "memory": (section.memory_step, section.memory_steps),
         }
         return [
-            f"profiler.{name}_step = {first} and profiler.{name}_steps = {count} reach past training.steps = {steps}"
-            for name, (first, count) in windows.items()
-            if first is not None and first + count - 1 > steps
+            f"profiler.{name}_step = {start} and profiler.{name}_steps = {count} reach past training.steps = {steps}"
+            for name, (start, count) in windows.items()
+            if start is not None and start + count - 1 > steps
         ]
 
 
 @dataclass(frozen=True)
-class Stage:
+class TrainingStage:
     """A part of a run: its configuration, whose `training.steps` are its own, and where it stands."""
 
     config: Config
     name: str = ""
     index: int = 0
-    count: int = 1
-    first_step: int = 0
+    num_stages: int = 1
+    start_step: int = 0
     """Updates before it."""
-    total: int = 0
+    total_steps: int = 0
     """Updates of the whole run."""
-    is_fresh: bool = False
+    resets_optimizer: bool = False
     """Whether its optimizer begins without state."""
-    has_tokens: bool = False
+    length_in_tokens: bool = False
     """Whether its length is given in tokens, so that its updates depend on its batch."""
 
     def __str__(self) -> str:
         return f'stage "{self.name}"'
 
     @property
-    def last_step(self) -> int:
-        return self.first_step + self.config.training.steps
+    def end_step(self) -> int:
+        return self.start_step + self.config.training.steps
 
     def summary(self) -> str:
         """One line for the log."""
         training = self.config.training
-        rows = training.global_batch_size
+        global_batch_size = training.global_batch_size
         return (
-            f"{self} ({self.index + 1} of {self.count}): updates {self.first_step + 1} to {self.last_step} of "
-            f"{rows} x {training.seq_len:,} tokens = {rows * training.seq_len * training.steps:,} tokens"
+            f"{self} ({self.index + 1} of {self.num_stages}): updates {self.start_step + 1} to {self.end_step} of "
+            f"{global_batch_size} x {training.seq_len:,} tokens = {global_batch_size * training.seq_len * training.steps:,} tokens"
         )

@@ -10,25 +10,25 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from trainer.config.data import CORPUS, MixSection
-from trainer.config.job_config import Config, Stage
+from trainer.config.data import DEFAULT_SOURCE, MixSection
+from trainer.config.job_config import Config, TrainingStage
 from trainer.config.sections import (
-    Count,
     Fraction,
     MemorySection,
     ParallelismSection,
-    Positive,
+    PositiveFloat,
+    PositiveInt,
     RopeSection,
     ScheduleSection,
     Section,
     TrainingSection,
 )
 
-DEFAULT_ROWS = TrainingSection().global_batch_size
-Values = dict[str, Any]
+DEFAULT_GLOBAL_BATCH_SIZE = TrainingSection().global_batch_size
+ConfigValues = dict[str, Any]
 
 # What each stage can have of its own.
-OWN = {
+STAGE_OVERRIDES = {
     "training.global_batch_size": "batch_tokens",
     "training.micro_batch_size": "micro_batch_size",
     "model.rope": "rope",
@@ -46,13 +46,13 @@ class StageSection(Section):
     """What it is called in logs and metrics."""
     seq_len: Annotated[int, Field(ge=2)]
     """Tokens in a row."""
-    steps: Count | None = None
+    steps: PositiveInt | None = None
     """Updates of this stage."""
-    tokens: Count | None = None
+    tokens: PositiveInt | None = None
     """Instead of `steps`: tokens of this stage, in whole updates."""
-    batch_tokens: Count | None = None
+    batch_tokens: PositiveInt | None = None
     """Tokens of an update, a multiple of `seq_len`. Left out: `training.global_batch_size` rows."""
-    micro_batch_size: Count | None = None
+    micro_batch_size: PositiveInt | None = None
     """Rows that a rank carries through the model at once."""
     rope: RopeSection = RopeSection()
     """Rotary position embedding, in place of [model.rope]."""
@@ -62,7 +62,7 @@ class StageSection(Section):
     """Whether attention stays inside a document."""
     packing: Literal["best_fit", "concat", "single"] | None = None
     """How documents fill rows."""
-    lr: Positive | None = None
+    lr: PositiveFloat | None = None
     """Highest learning rate."""
     warmup: Fraction | None = None
     """Part of the stage's updates over which the learning rate rises from zero."""
@@ -76,22 +76,24 @@ class StageSection(Section):
     """What is kept, over what [memory] says."""
 
     def problems(self) -> list[str]:
-        found = []
+        problems = []
         if (self.steps is None) == (self.tokens is None):
-            found.append("one of steps and tokens must be given")
+            problems.append("one of steps and tokens must be given")
         if self.batch_tokens is not None and self.batch_tokens % self.seq_len:
-            down = self.batch_tokens // self.seq_len * self.seq_len
-            near = " or ".join(str(tokens) for tokens in (down, down + self.seq_len) if tokens)
-            found.append(
-                f"batch_tokens = {self.batch_tokens} must be a multiple of seq_len = {self.seq_len}, as {near} is"
+            rounded_down = self.batch_tokens // self.seq_len * self.seq_len
+            suggestion = " or ".join(str(tokens) for tokens in (rounded_down, rounded_down + self.seq_len) if tokens)
+            problems.append(
+                f"batch_tokens = {self.batch_tokens} must be a multiple of seq_len = {self.seq_len}, as {suggestion} is"
             )
         if self.warmup is not None and "warmup_steps" in self.schedule.model_fields_set:
-            found.append(f"warmup = {self.warmup} and schedule.warmup_steps say the same thing")
+            problems.append(f"warmup = {self.warmup} and schedule.warmup_steps say the same thing")
         if self.warmup is not None and self.schedule.over == "run":
-            found.append(f'warmup = {self.warmup} is part of a stage, and schedule.over = "run" has one curve over all')
-        return found
+            problems.append(
+                f'warmup = {self.warmup} is part of a stage, and schedule.over = "run" has one curve over all'
+            )
+        return problems
 
-    def over(self, base: Values) -> Values:
+    def merge_into(self, base: ConfigValues) -> ConfigValues:
         """The values of a configuration that is this stage alone, made of those that are given in the sections."""
         values = {key: dict(value) if isinstance(value, dict) else value for key, value in base.items()}
         training = values.setdefault("training", {})
@@ -100,14 +102,14 @@ class StageSection(Section):
             training["global_batch_size"] = max(1, self.batch_tokens // self.seq_len)
         if self.micro_batch_size is not None:
             training["micro_batch_size"] = self.micro_batch_size
-        rows = training.get("global_batch_size", DEFAULT_ROWS)
-        training["steps"] = self.steps or max(1, -(-(self.tokens or 0) // (rows * self.seq_len)))
+        global_batch_size = training.get("global_batch_size", DEFAULT_GLOBAL_BATCH_SIZE)
+        training["steps"] = self.steps or max(1, -(-(self.tokens or 0) // (global_batch_size * self.seq_len)))
         for name in ("schedule", "parallelism", "memory"):
             values[name] = values.get(name, {}) | getattr(self, name).model_dump(exclude_unset=True)
         if self.rope.model_fields_set:
             values["model"] = values.get("model", {}) | {"rope": self.rope.model_dump(exclude_unset=True)}
-        given = {"mix": self.mix or None, "mask": self.mask, "packing": self.packing}
-        values["data"] = values.get("data", {}) | {key: value for key, value in given.items() if value is not None}
+        overrides = {"mix": self.mix or None, "mask": self.mask, "packing": self.packing}
+        values["data"] = values.get("data", {}) | {key: value for key, value in overrides.items() if value is not None}
         if self.lr is not None:
             values["optimizer"] = values.get("optimizer", {}) | {"lr": self.lr}
         if self.warmup is not None:
@@ -122,14 +124,14 @@ class Recipe(Config):
     """Parts of the run, one after the other. Left out: it has one, which is what the sections say."""
 
     @property
-    def stages(self) -> tuple[Stage, ...]:
+    def training_stages(self) -> tuple[TrainingStage, ...]:
         base = self.model_dump(exclude_unset=True, exclude={"stage"})
         if not self.stage:
-            return Config.model_validate(base).stages
-        configs = [Config.model_validate(stage.over(base)) for stage in self.stage]
+            return Config.model_validate(base).training_stages
+        configs = [Config.model_validate(stage.merge_into(base)) for stage in self.stage]
         steps = [config.training.steps for config in configs]
         return tuple(
-            Stage(
+            TrainingStage(
                 config,
                 stage.name,
                 index,
@@ -142,50 +144,53 @@ class Recipe(Config):
             for index, (stage, config) in enumerate(zip(self.stage, configs, strict=True))
         )
 
-    def source_problems(self) -> list[str]:
+    def data_problems(self) -> list[str]:
         """Of all stages, each problem once."""
-        stages = () if self.stage_problems() else self.stages
-        return [*dict.fromkeys(problem for stage in stages for problem in stage.config.source_problems())]
+        stages = () if self.stage_problems() else self.training_stages
+        return [*dict.fromkeys(problem for stage in stages for problem in stage.config.data_problems())]
 
-    def shape_problems(self, world_size: int, *, first: int = 0) -> list[str]:
+    def layout_problems(self, world_size: int, *, first_stage: int = 0) -> list[str]:
         """Those of the stages from `first` on; what is done may need another world."""
-        if found := self.stage_problems():
-            return found
-        for stage in self.stages[first:]:
-            told = f"{stage}: " if stage.name else ""
-            found += [told + problem for problem in stage.config.alone_problems(world_size)]
-        return found + self.profiler_problems(self.stages[0].total)
+        if problems := self.stage_problems():
+            return problems
+        for stage in self.training_stages[first_stage:]:
+            prefix = f"{stage}: " if stage.name else ""
+            problems += [prefix + problem for problem in stage.config.single_stage_problems(world_size)]
+        return problems + self.profiler_problems(self.training_stages[0].total_steps)
 
     def stage_problems(self) -> list[str]:
         """What keeps the stages from being told apart."""
         names = [stage.name for stage in self.stage]
-        found = [f'stage "{stage.name}": {problem}' for stage in self.stage for problem in stage.problems()]
-        found += [f'two stages have the name "{name}"' for name in sorted({x for x in names if names.count(x) > 1})]
-        given = self.training.model_fields_set & {"steps", "seq_len"} if self.stage else ()
-        found += [
-            f"training.{key} = {getattr(self.training, key)} has no use beside [[stage]]" for key in sorted(given)
+        problems = [f'stage "{stage.name}": {problem}' for stage in self.stage for problem in stage.problems()]
+        problems += [f'two stages have the name "{name}"' for name in sorted({x for x in names if names.count(x) > 1})]
+        redundant = self.training.model_fields_set & {"steps", "seq_len"} if self.stage else ()
+        problems += [
+            f"training.{key} = {getattr(self.training, key)} has no use beside [[stage]]" for key in sorted(redundant)
         ]
-        for key, own in OWN.items() if self.stage else ():
-            owner = reduce(getattr, key.split(".")[:-1], self)
-            if key.split(".")[-1] in owner.model_fields_set and all(
-                own in stage.model_fields_set for stage in self.stage
+        for key, stage_key in STAGE_OVERRIDES.items() if self.stage else ():
+            section = reduce(getattr, key.split(".")[:-1], self)
+            if key.split(".")[-1] in section.model_fields_set and all(
+                stage_key in stage.model_fields_set for stage in self.stage
             ):
-                found.append(f"{key} has no use: every [[stage]] has its own {own}")
+                problems.append(f"{key} has no use: every [[stage]] has its own {stage_key}")
         if len(names) > 1 and not self.checkpoint.enabled:
-            found.append("checkpoint.enabled = false: a stage goes on from the checkpoint of the one before")
-        drawn = {item.source for stage in self.stage for item in stage.mix or self.data.mix} or {
-            item.source for item in self.data.drawn
+            problems.append("checkpoint.enabled = false: a stage goes on from the checkpoint of the one before")
+        training_sources = {item.source for stage in self.stage for item in stage.mix or self.data.mix} or {
+            item.source for item in self.data.effective_mix
         }
-        known = {CORPUS, *self.data.sources}
+        known = {DEFAULT_SOURCE, *self.data.sources}
         for name, each in self.validation.sets.items():
-            mine = self.data.described(each.source) if each.source in known else {}
-            for other in sorted(drawn & known - {each.source}):
-                if mine.get("path") == (theirs := self.data.described(other))["path"] and mine != theirs:
-                    found.append(
+            settings = self.data.document_settings(each.source) if each.source in known else {}
+            for other in sorted(training_sources & known - {each.source}):
+                if (
+                    settings.get("path") == (other_settings := self.data.document_settings(other))["path"]
+                    and settings != other_settings
+                ):
+                    problems.append(
                         f'validation.sets.{name}: source = "{each.source}" is the corpus of "{other}", which is trained '
                         "on, cut into other documents: none can be held out"
                     )
-        used = {item.source for mix in (self.data.drawn, *(stage.mix for stage in self.stage)) for item in mix}
+        used = {item.source for mix in (self.data.effective_mix, *(stage.mix for stage in self.stage)) for item in mix}
         used |= self.validation.sources
-        found += [f"data.sources.{name}: nothing draws from it" for name in self.data.sources if name not in used]
-        return found
+        problems += [f"data.sources.{name}: nothing draws from it" for name in self.data.sources if name not in used]
+        return problems

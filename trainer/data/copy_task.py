@@ -13,39 +13,39 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from trainer.data.shuffle import mix
+from trainer.data.shuffle import splitmix64
 
 
-class CopyRows:
+class CopyDataset:
     """Rows without end, each a function of seed and number: `period` tokens, uniform over the vocabulary, repeated.
 
     What repeats is a target and nothing else is; a row is one document. An epoch is as many rows as a run takes,
     `num_rows`. See `RowSource`.
     """
 
-    max_pieces = 1
-    num_padding = 0
-    padding = 0
+    max_segments = 1
+    num_padding_tokens = 0
+    pad_token_id = 0
 
-    def __init__(self, *, vocab_size: int, period: int, seq_len: int, num_rows: int, seed: int) -> None:
-        self.num_rows = num_rows
+    def __init__(self, *, vocab_size: int, period: int, seq_len: int, num_sequences: int, seed: int) -> None:
+        self.num_sequences = num_sequences
         self.fingerprint = f"copy-{vocab_size}-{period}"
         self._vocab_size, self._period, self._seq_len, self._seed = vocab_size, period, seq_len, seed
-        self._row = lru_cache(maxsize=4)(self._tokens)
+        self._sequence = lru_cache(maxsize=4)(self._generate_sequence)
 
-    def pieces(self, number: int) -> list[int]:
-        del number
+    def segment_lengths(self, index: int) -> list[int]:
+        del index
         return [self._seq_len]
 
-    def fill(self, number: int, piece: int, start: int, tokens: Tensor, labels: Tensor) -> None:
-        del piece
-        row_T, end = self._row(number), start + tokens.numel()
+    def fill(self, index: int, segment: int, start: int, tokens: Tensor, labels: Tensor) -> None:
+        del segment
+        row_T, end = self._sequence(index), start + tokens.numel()
         tokens.copy_(row_T[start:end])
         first, last = max(start, self._period - 1), min(end, self._seq_len - 1)
         if first < last:
             labels[first - start : last - start] = row_T[first + 1 : last + 1]
 
-    def _tokens(self, number: int) -> Tensor:
-        generator = torch.Generator().manual_seed(mix(mix(self._seed) ^ number))
+    def _generate_sequence(self, index: int) -> Tensor:
+        generator = torch.Generator().manual_seed(splitmix64(splitmix64(self._seed) ^ index))
         tokens_P = torch.randint(self._vocab_size, (self._period,), generator=generator)
         return tokens_P.repeat(-(-self._seq_len // self._period))[: self._seq_len]

@@ -7,5 +7,5 @@ class DataError(ValueError):
     """Data or a tokenizer's file that cannot be used. Trying again does not mend it."""
 
 
-def needs(package: str, what: object) -> DataError:
+def missing_package(package: str, what: object) -> DataError:
     return DataError(f"{what} needs {package}: {sys.executable} -m pip install {package}")

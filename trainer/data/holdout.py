@@ -14,69 +14,73 @@ from typing import Literal
 
 from torch import Tensor
 
-from models.batch import IGNORE
+from models.batch import IGNORE_INDEX
 from trainer.config.validation import ValidationSetSection
 from trainer.data.errors import DataError
-from trainer.data.packed_dataset import Packed
-from trainer.data.packing import Choice, Packing, Plan, saved_plan
-from trainer.data.sequences import Rows
-from trainer.data.token_dataset import Prepared
+from trainer.data.packed_dataset import PackedDataset
+from trainer.data.packing import DocumentFilter, Packing, PackingPlan, load_or_build_plan
+from trainer.data.sequences import BlendedDataset
+from trainer.data.token_dataset import TokenDataset
 
-ORDER = 0  # the seed: not the run's, so that runs can be compared
+SHUFFLE_SEED = 0  # the seed: not the run's, so that runs can be compared
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class ValidationSet:
     """A set: its rows at each of its lengths, ascending, of which so many are read."""
 
     name: str
-    rows: tuple[Rows, ...]
-    num_rows: int
+    datasets: tuple[BlendedDataset, ...]
+    num_sequences: int
 
     @property
     def fingerprint(self) -> str:
-        return next(iter(self.rows[0].fingerprints.values()))
+        return next(iter(self.datasets[0].fingerprints.values()))
 
 
-class Ends(Packed):
+class SuffixDataset(PackedDataset):
     """The last tokens of every row of a plan of full rows, of which those of the tail are targets."""
 
-    def __init__(self, prepared: Prepared, plan: Plan, *, length: int, tail: int) -> None:
+    def __init__(self, dataset: TokenDataset, plan: PackingPlan, *, length: int, num_targets: int) -> None:
         starts, lengths = plan.starts + plan.seq_len - length, plan.lengths - plan.seq_len + length
-        super().__init__(prepared, Plan(length, 1, plan.rows, starts, lengths), seed=ORDER)
-        self._context = length - tail
+        super().__init__(dataset, PackingPlan(length, 1, plan.sequence_offsets, starts, lengths), seed=SHUFFLE_SEED)
+        self._num_context_tokens = length - num_targets
 
-    def fill(self, number: int, piece: int, start: int, tokens: Tensor, labels: Tensor) -> None:
-        super().fill(number, piece, start, tokens, labels)
-        labels[: max(0, self._context - start)] = IGNORE
+    def fill(self, index: int, segment: int, start: int, tokens: Tensor, labels: Tensor) -> None:
+        super().fill(index, segment, start, tokens, labels)
+        labels[: max(0, self._num_context_tokens - start)] = IGNORE_INDEX
 
 
-def held_out(
+def build_validation_set(
     name: str,
     section: ValidationSetSection,
-    prepared: Prepared,
+    dataset: TokenDataset,
     *,
     packing: Packing,
     mask: Literal["document", "none"],
-    part: float | None,
-) -> HeldOut:
+    holdout: float | None,
+) -> ValidationSet:
     """The rows of a set, of this part of the documents; None: of all. Raises DataError if there are none."""
     *_, longest = section.seq_len
-    several = len(section.seq_len) > 1
-    choice = Choice(only=part, at_least=longest if several else None)
+    multi_length = len(section.seq_len) > 1
+    document_filter = DocumentFilter(only_holdout=holdout, min_length=longest if multi_length else None)
     try:
-        plan = saved_plan(prepared, seq_len=longest, packing="single" if several else packing, choice=choice)
+        plan = load_or_build_plan(
+            dataset, seq_len=longest, packing="single" if multi_length else packing, document_filter=document_filter
+        )
     except DataError as error:
         raise DataError(f"validation.sets.{name}: {error}") from error
-    ends: list[Packed] = []
-    if several:
+    suffix_datasets: list[PackedDataset] = []
+    if multi_length:
         full = plan.lengths == longest
         starts, lengths = plan.starts[full], plan.lengths[full]
-        plan = Plan(longest, 1, lengths.new_tensor(range(lengths.numel() + 1)), starts, lengths)
-        ends += [Ends(prepared, plan, length=length, tail=section.targets) for length in section.seq_len]
-    each = ends if several else [Packed(prepared, plan, seed=ORDER)]
-    rows = tuple(
-        Rows([source], seq_len=length, mask=mask, names=[section.source])
-        for source, length in zip(each, section.seq_len, strict=True)
+        plan = PackingPlan(longest, 1, lengths.new_tensor(range(lengths.numel() + 1)), starts, lengths)
+        suffix_datasets += [
+            SuffixDataset(dataset, plan, length=length, num_targets=section.target_tokens) for length in section.seq_len
+        ]
+    sources = suffix_datasets if multi_length else [PackedDataset(dataset, plan, seed=SHUFFLE_SEED)]
+    datasets = tuple(
+        BlendedDataset([source], seq_len=length, mask=mask, names=[section.source])
+        for source, length in zip(sources, section.seq_len, strict=True)
     )
-    return HeldOut(name, rows, min(section.rows, plan.num_rows))
+    return ValidationSet(name, datasets, min(section.rows, plan.num_sequences))

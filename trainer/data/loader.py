@@ -8,16 +8,16 @@ from typing import Protocol
 
 from models.batch import Batch
 from trainer.data.errors import DataError
-from trainer.data.sequences import WHOLE, Share
+from trainer.data.sequences import FULL_SEQUENCE, SequenceShard
 
 
-class Readable(Protocol):
+class BatchReader(Protocol):
     """What a loader reads from: `trainer.data.sequences.Rows`."""
 
-    def read(self, numbers: Sequence[int | None], share: Share) -> Batch: ...
+    def read(self, indices: Sequence[int | None], shard: SequenceShard) -> Batch: ...
 
 
-class Loader:
+class MicroBatchLoader:
     """The micro-batches of data rank `rank` of `ranks`.
 
     Update u takes global rows u * global_batch_size and following, whatever the number of ranks:
@@ -30,25 +30,25 @@ class Loader:
 
     def __init__(
         self,
-        rows: Readable,
+        dataset: BatchReader,
         *,
-        rank: int,
-        ranks: int,
+        dp_rank: int,
+        dp_size: int,
         global_batch_size: int,
         micro_batch_size: int,
-        share: Share = WHOLE,
+        shard: SequenceShard = FULL_SEQUENCE,
         pin_memory: bool = False,
     ) -> None:
-        self._rows = rows
-        self._rank = rank
-        self._ranks = ranks
+        self._dataset = dataset
+        self._dp_rank = dp_rank
+        self._dp_size = dp_size
         self._global_batch_size = global_batch_size
         self._micro_batch_size = micro_batch_size
-        self._share = share
+        self._shard = shard
         self._pin_memory = pin_memory
-        self.num_micro_batches = -(-global_batch_size // (ranks * micro_batch_size))
+        self.num_micro_batches = -(-global_batch_size // (dp_size * micro_batch_size))
 
-    def updates(self, start_row: int) -> Generator[list[Batch], None, None]:
+    def steps(self, start_sequence: int) -> Generator[list[Batch], None, None]:
         """The micro-batches of each update, for ever, from the update that begins at `start_row`.
 
         There is no other state. About one update is read ahead, by a thread that ends with the generator. Raises
@@ -56,39 +56,39 @@ class Loader:
         """
         from torchdata.nodes import IterableWrapper, Mapper, Prefetcher
 
-        wanted = IterableWrapper(self._numbers(start_row))
-        node = Prefetcher(Mapper(wanted, self._read), prefetch_factor=self.num_micro_batches)
+        indices = IterableWrapper(self._micro_batch_indices(start_sequence))
+        node = Prefetcher(Mapper(indices, self._read), prefetch_factor=self.num_micro_batches)
         node.reset()
         try:
             while True:
-                yield [self._take(next(node)) for _ in range(self.num_micro_batches)]
+                yield [self._raise_if_error(next(node)) for _ in range(self.num_micro_batches)]
         finally:
             # Its thread ends with it: here, and not when the traceback of a failed read lets go, which may be at exit.
             del node
 
-    def _numbers(self, start_row: int) -> Iterator[list[int | None]]:
+    def _micro_batch_indices(self, start_sequence: int) -> Iterator[list[int | None]]:
         """Row numbers of each micro-batch of this rank; None where the update has no more rows."""
         size = self._micro_batch_size
         while True:
-            end = start_row + self._global_batch_size
+            end = start_sequence + self._global_batch_size
             for micro_batch in range(self.num_micro_batches):
-                first = start_row + (micro_batch * self._ranks + self._rank) * size
+                first = start_sequence + (micro_batch * self._dp_size + self._dp_rank) * size
                 yield [number if number < end else None for number in range(first, first + size)]
-            start_row = end
+            start_sequence = end
 
-    def _read(self, numbers: list[int | None]) -> Batch | Exception:
+    def _read(self, indices: list[int | None]) -> Batch | Exception:
         try:
-            batch = self._rows.read(numbers, self._share)
-            return pinned(batch) if self._pin_memory else batch
+            batch = self._dataset.read(indices, self._shard)
+            return pin_batch(batch) if self._pin_memory else batch
         except DataError as error:
-            return DataError(f"rows {numbers}: {error}")
+            return DataError(f"rows {indices}: {error}")
         except BaseException as error:  # noqa: BLE001 - it would end the thread, and the loop would wait for ever
-            failure = RuntimeError(f"rows {numbers} cannot be read: {type(error).__name__}: {error}")
+            failure = RuntimeError(f"rows {indices} cannot be read: {type(error).__name__}: {error}")
             failure.__cause__ = error
             return failure
 
     @staticmethod
-    def _take(item: Batch | Exception) -> Batch:
+    def _raise_if_error(item: Batch | Exception) -> Batch:
         if not isinstance(item, Exception):
             return item
         try:
@@ -98,12 +98,12 @@ class Loader:
             del item
 
 
-def pinned(batch: Batch) -> Batch:
+def pin_batch(batch: Batch) -> Batch:
     """The same batch with its per-token tensors where a device can fetch them; boundaries stay on the host anyway."""
     return replace(
         batch,
         tokens=batch.tokens.pin_memory(),
         labels=batch.labels.pin_memory(),
         positions=batch.positions.pin_memory(),
-        documents=batch.documents.pin_memory(),
+        document_ids=batch.document_ids.pin_memory(),
     )

@@ -12,10 +12,10 @@ from fractions import Fraction
 from itertools import repeat
 from math import gcd, lcm
 
-PARTS = 100_000  # rows of the longest round
+MAX_PERIOD = 100_000  # rows of the longest round
 
 
-class Mix:
+class WeightedRoundRobin:
     """Smooth weighted round-robin: before each row every source gains its weight; who has most is drawn and pays all.
 
     The number of rows from a source is within one of its share after every row (two sources), and near it for more.
@@ -25,43 +25,43 @@ class Mix:
 
     def __init__(self, weights: Sequence[float | Fraction]) -> None:
         """Raises ValueError for a weight that is not positive or vanishes beside the others."""
-        self.shares = integers(weights)
-        self.round = sum(self.shares)
-        self._drawn, self._before = array("H"), array("l")
-        gained, counts = [0] * len(self.shares), [0] * len(self.shares)
-        for _ in repeat(None, self.round):
-            for source, share in enumerate(self.shares):
-                gained[source] += share
-            most = gained.index(max(gained))
-            gained[most] -= self.round
-            self._drawn.append(most)
-            self._before.append(counts[most])
-            counts[most] += 1
+        self.weights = integer_weights(weights)
+        self.period = sum(self.weights)
+        self._source_at, self._count_before = array("H"), array("l")
+        credit, counts = [0] * len(self.weights), [0] * len(self.weights)
+        for _ in repeat(None, self.period):
+            for source, weight in enumerate(self.weights):
+                credit[source] += weight
+            selected = credit.index(max(credit))
+            credit[selected] -= self.period
+            self._source_at.append(selected)
+            self._count_before.append(counts[selected])
+            counts[selected] += 1
 
-    def locate(self, row: int) -> tuple[int, int]:
+    def locate(self, index: int) -> tuple[int, int]:
         """(source, how many rows were from it before) of a row."""
-        rounds, place = divmod(row, self.round)
-        source = self._drawn[place]
-        return source, rounds * self.shares[source] + self._before[place]
+        cycles, position = divmod(index, self.period)
+        source = self._source_at[position]
+        return source, cycles * self.weights[source] + self._count_before[position]
 
-    def counts(self, rows: int) -> list[int]:
+    def counts(self, num_sequences: int) -> list[int]:
         """How many of so many first rows are from each source."""
-        rounds, rest = divmod(rows, self.round)
-        counts = [rounds * share for share in self.shares]
-        for source in self._drawn[:rest]:
+        cycles, remainder = divmod(num_sequences, self.period)
+        counts = [cycles * share for share in self.weights]
+        for source in self._source_at[:remainder]:
             counts[source] += 1
         return counts
 
 
-def integers(weights: Sequence[float | Fraction]) -> list[int]:
+def integer_weights(weights: Sequence[float | Fraction]) -> list[int]:
     """The smallest in proportion to the weights; in proportion to 1/PARTS of their sum, if they sum to more."""
     if not weights or min(weights) <= 0:
         raise ValueError(f"weights {list(weights)} must be positive")
-    exact = [Fraction(str(weight)) for weight in weights]
-    finest = lcm(*(weight.denominator for weight in exact))
-    shares = [int(weight * finest) for weight in exact]
-    if sum(shares) // gcd(*shares) > PARTS:
-        shares = [round(weight / sum(exact) * PARTS) for weight in exact]
-    if min(shares) == 0:
+    fractions = [Fraction(str(weight)) for weight in weights]
+    denominator = lcm(*(weight.denominator for weight in fractions))
+    scaled = [int(weight * denominator) for weight in fractions]
+    if sum(scaled) // gcd(*scaled) > MAX_PERIOD:
+        scaled = [round(weight / sum(fractions) * MAX_PERIOD) for weight in fractions]
+    if min(scaled) == 0:
         raise ValueError(f"weights {list(weights)} differ too much")
-    return [share // gcd(*shares) for share in shares]
+    return [share // gcd(*scaled) for share in scaled]

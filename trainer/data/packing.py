@@ -19,10 +19,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.durable_io import write_synced
+from trainer.checkpoint.durable_io import write_and_fsync
 from trainer.data.errors import DataError
-from trainer.data.shuffle import mix
-from trainer.data.token_dataset import Prepared
+from trainer.data.shuffle import splitmix64
+from trainer.data.token_dataset import TokenDataset
 
 log = logging.getLogger(__name__)
 
@@ -32,33 +32,35 @@ HEADER = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class DocumentFilter:
     """Which documents are taken, and how long they may be, in tokens."""
 
-    at_least: int | None = None
-    below: int | None = None
+    min_length: int | None = None
+    max_length: int | None = None
     max_len: int | None = None
     """Longer documents are cut into several, which do not see each other."""
-    without: float | None = None
+    exclude_holdout: float | None = None
     """All but this part of the documents, which is held out."""
-    only: float | None = None
+    only_holdout: float | None = None
     """That part."""
 
     def __str__(self) -> str:
-        return "".join(f"-{key}-{value}" for key, value in vars(self).items() if value is not None)
+        # Part of the names of stored plans: the keys stay as they were first written.
+        stored = zip(("at_least", "below", "max_len", "without", "only"), vars(self).values(), strict=True)
+        return "".join(f"-{key}-{value}" for key, value in stored if value is not None)
 
 
-ALL = Choice()
+NO_FILTER = DocumentFilter()
 
 
 @dataclass(frozen=True)
-class Plan:
+class PackingPlan:
     """Rows of pieces. Row n holds pieces rows[n] to rows[n + 1], in the order of the stream."""
 
     seq_len: int
-    max_pieces: int
+    max_segments: int
     """Pieces of the row that has most."""
-    rows: Tensor
+    sequence_offsets: Tensor
     """[rows + 1] int64."""
     starts: Tensor
     """[pieces] int64: offset in the stream of tokens."""
@@ -66,143 +68,162 @@ class Plan:
     """[pieces] int64: from 1 to seq_len."""
 
     @property
-    def num_rows(self) -> int:
-        return self.rows.numel() - 1
+    def num_sequences(self) -> int:
+        return self.sequence_offsets.numel() - 1
 
     @property
     def num_tokens(self) -> int:
         return int(self.lengths.sum())
 
     @property
-    def num_padding(self) -> int:
-        return self.num_rows * self.seq_len - self.num_tokens
+    def num_padding_tokens(self) -> int:
+        return self.num_sequences * self.seq_len - self.num_tokens
 
 
-def plan(lengths: Tensor, *, seq_len: int, packing: Packing, choice: Choice = ALL) -> Plan:
+def pack_documents(
+    lengths: Tensor, *, seq_len: int, packing: Packing, document_filter: DocumentFilter = NO_FILTER
+) -> PackingPlan:
     """lengths: [documents] int64, each at least 1. The same lengths give the same plan.
 
     Raises DataError if the choice leaves no document.
     """
     starts = lengths.cumsum(0) - lengths
-    taken = (lengths >= (choice.at_least or 0)) & (lengths < (choice.below or torch.inf))
-    if part := choice.without or choice.only:
-        held = held_out(lengths.numel(), part)
-        taken &= held if choice.only else ~held
-    if not bool(taken.any()):
-        said = ", ".join(f"{key} = {value}" for key, value in vars(choice).items() if value is not None)
-        raise DataError(f"no document has {said}: the longest of {lengths.numel()} has {int(lengths.max())} tokens")
-    starts, lengths = starts[taken], lengths[taken]
-    longest = min(choice.max_len or seq_len, seq_len)
+    selected = (lengths >= (document_filter.min_length or 0)) & (lengths < (document_filter.max_length or torch.inf))
+    if holdout := document_filter.exclude_holdout or document_filter.only_holdout:
+        is_held_out = holdout_mask(lengths.numel(), holdout)
+        selected &= is_held_out if document_filter.only_holdout else ~is_held_out
+    if not bool(selected.any()):
+        conditions = ", ".join(f"{key} = {value}" for key, value in vars(document_filter).items() if value is not None)
+        raise DataError(
+            f"no document has {conditions}: the longest of {lengths.numel()} has {int(lengths.max())} tokens"
+        )
+    starts, lengths = starts[selected], lengths[selected]
+    max_segment_length = min(document_filter.max_len or seq_len, seq_len)
     if packing == "concat":
-        if choice.max_len is not None:
-            starts, lengths = cut(starts, lengths, longest)
+        if document_filter.max_len is not None:
+            starts, lengths = chunk_documents(starts, lengths, max_segment_length)
         ends = lengths.cumsum(0)  # of the stream of what is taken
-        cuts = torch.unique(torch.cat([ends - lengths, torch.arange(0, int(ends[-1]), seq_len)]))
-        piece = torch.searchsorted(ends, cuts, right=True)
-        starts = starts[piece] + cuts - (ends - lengths)[piece]
-        return collect(cuts // seq_len, starts, torch.diff(cuts, append=ends[-1:]), seq_len)
-    starts, pieces = cut(starts, lengths, longest)
-    row_of = torch.arange(pieces.numel())
+        cut_points = torch.unique(torch.cat([ends - lengths, torch.arange(0, int(ends[-1]), seq_len)]))
+        document = torch.searchsorted(ends, cut_points, right=True)
+        starts = starts[document] + cut_points - (ends - lengths)[document]
+        return group_by_sequence(cut_points // seq_len, starts, torch.diff(cut_points, append=ends[-1:]), seq_len)
+    starts, segment_lengths = chunk_documents(starts, lengths, max_segment_length)
+    sequence_of = torch.arange(segment_lengths.numel())
     if packing == "best_fit":
-        full = pieces == seq_len
+        full = segment_lengths == seq_len
         num_full = int(full.sum())
-        row_of[full] = torch.arange(num_full)
-        row_of[~full] = best_fit(pieces[~full], seq_len) + num_full
-    return collect(row_of, starts, pieces, seq_len)
+        sequence_of[full] = torch.arange(num_full)
+        sequence_of[~full] = best_fit(segment_lengths[~full], seq_len) + num_full
+    return group_by_sequence(sequence_of, starts, segment_lengths, seq_len)
 
 
-def held_out(documents: int, part: float) -> Tensor:
+def holdout_mask(num_documents: int, fraction: float) -> Tensor:
     """[documents] bool: which are held out, by a hash of their number, so that it is the same whatever rows are.
 
     Raises DataError if that is none or all of them.
     """
-    held = torch.tensor([mix(number) < part * 2.0**64 for number in range(documents)])
-    if bool(held.any()) and not bool(held.all()):
-        return held
-    rest = "all" if bool(held.any()) else "none"
-    raise DataError(f"data.holdout = {part} holds out {rest} of the {documents} documents; choose another part")
+    is_held_out = torch.tensor([splitmix64(number) < fraction * 2.0**64 for number in range(num_documents)])
+    if bool(is_held_out.any()) and not bool(is_held_out.all()):
+        return is_held_out
+    which = "all" if bool(is_held_out.any()) else "none"
+    raise DataError(
+        f"data.holdout = {fraction} holds out {which} of the {num_documents} documents; choose another part"
+    )
 
 
-def cut(starts: Tensor, lengths: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+def chunk_documents(starts: Tensor, lengths: Tensor, max_segment_length: int) -> tuple[Tensor, Tensor]:
     """Starts and lengths of the pieces of all documents: full ones, then the remainder."""
-    counts = (lengths + longest - 1) // longest
+    counts = (lengths + max_segment_length - 1) // max_segment_length
     document = torch.repeat_interleave(counts)
-    offset = (torch.arange(document.numel()) - (counts.cumsum(0) - counts)[document]) * longest
-    return starts[document] + offset, (lengths[document] - offset).clamp(max=longest)
+    offset = (torch.arange(document.numel()) - (counts.cumsum(0) - counts)[document]) * max_segment_length
+    return starts[document] + offset, (lengths[document] - offset).clamp(max=max_segment_length)
 
 
 def best_fit(lengths: Tensor, seq_len: int) -> Tensor:
     """Row of each piece, by best-fit decreasing. Ding et al., "Fewer Truncations Improve Language Modeling", 2024."""
     longest_first = torch.sort(lengths, descending=True, stable=True)
-    row_of = [0] * lengths.numel()
-    rows_with: dict[int, list[int]] = {}  # free space -> the rows that have it
+    sequence_of = [0] * lengths.numel()
+    sequences_by_space: dict[int, list[int]] = {}  # free space -> the rows that have it
     spaces: list[int] = []  # the keys of rows_with, ascending
-    num_rows = 0
-    for length, piece in zip(longest_first.values.tolist(), longest_first.indices.tolist(), strict=True):
-        at = bisect_left(spaces, length)
-        if at < len(spaces):
-            space = spaces[at]
-            row = rows_with[space].pop()
-            if not rows_with[space]:
-                del rows_with[spaces.pop(at)]
+    num_sequences = 0
+    for length, segment in zip(longest_first.values.tolist(), longest_first.indices.tolist(), strict=True):
+        slot = bisect_left(spaces, length)
+        if slot < len(spaces):
+            space = spaces[slot]
+            sequence = sequences_by_space[space].pop()
+            if not sequences_by_space[space]:
+                del sequences_by_space[spaces.pop(slot)]
         else:
-            space, row, num_rows = seq_len, num_rows, num_rows + 1
-        row_of[piece] = row
-        if space - length not in rows_with:
+            space, sequence, num_sequences = seq_len, num_sequences, num_sequences + 1
+        sequence_of[segment] = sequence
+        if space - length not in sequences_by_space:
             insort(spaces, space - length)
-            rows_with[space - length] = []
-        rows_with[space - length].append(row)
-    return torch.tensor(row_of, dtype=torch.int64)
+            sequences_by_space[space - length] = []
+        sequences_by_space[space - length].append(sequence)
+    return torch.tensor(sequence_of, dtype=torch.int64)
 
 
-def collect(row_of: Tensor, starts: Tensor, lengths: Tensor, seq_len: int) -> Plan:
+def group_by_sequence(sequence_of: Tensor, starts: Tensor, lengths: Tensor, seq_len: int) -> PackingPlan:
     """Pieces, given in the order of the stream, sorted by row."""
-    order = row_of.argsort(stable=True)
-    per_row = row_of.bincount()
-    rows = torch.cat([torch.zeros(1, dtype=torch.int64), per_row.cumsum(0)])
-    return Plan(seq_len, int(per_row.max()), rows, starts[order], lengths[order])
+    order = sequence_of.argsort(stable=True)
+    segments_per_sequence = sequence_of.bincount()
+    sequence_offsets = torch.cat([torch.zeros(1, dtype=torch.int64), segments_per_sequence.cumsum(0)])
+    return PackingPlan(seq_len, int(segments_per_sequence.max()), sequence_offsets, starts[order], lengths[order])
 
 
-def saved_plan(prepared: Prepared, *, seq_len: int, packing: Packing, choice: Choice = ALL) -> Plan:
+def load_or_build_plan(
+    dataset: TokenDataset, *, seq_len: int, packing: Packing, document_filter: DocumentFilter = NO_FILTER
+) -> PackingPlan:
     """The plan beside the shards, mapped into memory; made, and if possible written, if it is not there."""
-    path, cut = prepared.folder / f"{packing}-{seq_len}{choice}.plan", prepared.meta.max_document
-    if cut is not None and (choice.without or choice.only):
+    path, max_document = dataset.folder / f"{packing}-{seq_len}{document_filter}.plan", dataset.meta.max_document
+    if max_document is not None and (document_filter.exclude_holdout or document_filter.only_holdout):
         raise DataError(
-            f"{prepared.folder} was prepared with data.max_document = {cut}: holding out some of its documents would "
+            f"{dataset.folder} was prepared with data.max_document = {max_document}: holding out some of its documents would "
             "part what belongs together; data.mix can cut them too (max_len)"
         )
     if not path.exists():
-        made = plan(prepared.lengths, seq_len=seq_len, packing=packing, choice=choice)
+        packing_plan = pack_documents(
+            dataset.document_lengths, seq_len=seq_len, packing=packing, document_filter=document_filter
+        )
         try:
-            write(made, path, of=prepared.num_tokens)
+            write_plan(packing_plan, path, num_tokens=dataset.num_tokens)
         except OSError as error:
             log.warning("%s cannot be written and will be made again by every run: %s", path, error)
-            return made
-    return load(path, seq_len=seq_len, of=prepared.num_tokens)
+            return packing_plan
+    return load_plan(path, seq_len=seq_len, num_tokens=dataset.num_tokens)
 
 
-def write(made: Plan, path: Path, *, of: int) -> None:
+def write_plan(packing_plan: PackingPlan, path: Path, *, num_tokens: int) -> None:
     """The whole file or nothing, of a corpus of so many tokens; several ranks may do this at once."""
-    header = torch.tensor([MAGIC, of, made.seq_len, made.max_pieces, made.rows.numel(), made.starts.numel()])
-    numbers = torch.cat([header, made.rows, made.starts, made.lengths])
+    header = torch.tensor(
+        [
+            MAGIC,
+            num_tokens,
+            packing_plan.seq_len,
+            packing_plan.max_segments,
+            packing_plan.sequence_offsets.numel(),
+            packing_plan.starts.numel(),
+        ]
+    )
+    numbers = torch.cat([header, packing_plan.sequence_offsets, packing_plan.starts, packing_plan.lengths])
     content = bytearray(numbers.numel() * 8)
     torch.frombuffer(content, dtype=torch.int64).copy_(numbers)
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
-        write_synced(temporary, content)
+        write_and_fsync(temporary, content)
         temporary.rename(path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def load(path: Path, *, seq_len: int, of: int) -> Plan:
+def load_plan(path: Path, *, seq_len: int, num_tokens: int) -> PackingPlan:
     size = path.stat().st_size // 8
     numbers = torch.from_file(str(path), shared=False, size=size, dtype=torch.int64) if size else torch.empty(0)
     header = numbers[:HEADER].tolist()
     if len(header) < HEADER or header[0] != MAGIC or size != HEADER + header[4] + 2 * header[5]:
         raise DataError(f"{path} is damaged; delete it")
-    _, tokens, length, max_pieces, num_offsets, num_pieces = header
-    if (length, tokens) != (seq_len, of):
-        raise DataError(f"{path} is not a plan of these {of} tokens; delete it")
-    rows, starts, lengths = torch.split(numbers[HEADER:], [num_offsets, num_pieces, num_pieces])
-    return Plan(seq_len, max_pieces, rows, starts, lengths)
+    _, plan_num_tokens, plan_seq_len, max_pieces, num_offsets, num_segments = header
+    if (plan_seq_len, plan_num_tokens) != (seq_len, num_tokens):
+        raise DataError(f"{path} is not a plan of these {num_tokens} tokens; delete it")
+    sequence_offsets, starts, lengths = torch.split(numbers[HEADER:], [num_offsets, num_segments, num_segments])
+    return PackingPlan(seq_len, max_pieces, sequence_offsets, starts, lengths)

@@ -21,71 +21,73 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from models.batch import IGNORE, Batch
-from trainer.data.mix import Mix
+from models.batch import IGNORE_INDEX, Batch
+from trainer.data.mix import WeightedRoundRobin
 
 
-class RowSource(Protocol):
+class SequenceSource(Protocol):
     """Numbered rows without end, each of pieces that together have at most so many tokens as a row."""
 
-    num_rows: int
+    num_sequences: int
     """After how many of them an epoch ends."""
-    max_pieces: int
-    num_padding: int
+    max_segments: int
+    num_padding_tokens: int
     """Tokens of an epoch that are padding."""
-    padding: int
+    pad_token_id: int
     """The token that fills a row's end."""
     fingerprint: str
 
-    def pieces(self, number: int) -> list[int]:
+    def segment_lengths(self, index: int) -> list[int]:
         """Lengths of the pieces of a row."""
 
-    def fill(self, number: int, piece: int, start: int, tokens: Tensor, labels: Tensor) -> None:
+    def fill(self, index: int, segment: int, start: int, tokens: Tensor, labels: Tensor) -> None:
         """Writes a piece's tokens from `start` on, and the labels of those that have one, as many as there is room."""
 
 
-class Share(Protocol):
+class SequenceShard(Protocol):
     """Which tokens of rows a rank holds."""
 
-    def padded(self, tokens: int) -> int:
+    def padded_length(self, seq_len: int) -> int:
         """The length of a row of so many tokens, made to divide among all ranks."""
 
     def spans(self, boundaries: tuple[int, ...]) -> Sequence[tuple[int, int]]:
         """(start, length) of what the rank holds of a row with these document starts and length."""
 
-    def work(self, rows: Sequence[tuple[int, ...]]) -> int:
+    def attention_pairs(self, boundaries_per_sequence: Sequence[tuple[int, ...]]) -> int:
         """(query, key) pairs that the rank attends to in rows with these document starts and lengths."""
 
 
 @dataclass(frozen=True)
-class Whole:
+class FullSequence:
     """Whole rows, padded to a multiple."""
 
     multiple: int = 1
 
-    def padded(self, tokens: int) -> int:
-        return tokens + -tokens % self.multiple
+    def padded_length(self, seq_len: int) -> int:
+        return seq_len + -seq_len % self.multiple
 
     def spans(self, boundaries: tuple[int, ...]) -> Sequence[tuple[int, int]]:
         return [(0, boundaries[-1])]
 
-    def work(self, rows: Sequence[tuple[int, ...]]) -> int:
-        return pairs(end - start for boundaries in rows for start, end in pairwise(boundaries))
+    def attention_pairs(self, boundaries_per_sequence: Sequence[tuple[int, ...]]) -> int:
+        return causal_pairs(
+            end - start for boundaries in boundaries_per_sequence for start, end in pairwise(boundaries)
+        )
 
 
-WHOLE = Whole()
+FULL_SEQUENCE = FullSequence()
 
 
-class Segment(NamedTuple):
+class SegmentSlice(NamedTuple):
     """A part of a piece that a rank holds."""
 
-    piece: int
+    segment_id: int
     start: int
     """In the piece."""
     length: int
 
 
-class Rows:
+class BlendedDataset:
     """An endless sequence of rows of several sources, every epoch of which holds each of its rows once.
 
     `mask` says whether attention stays inside pieces; `names` are those of the sources, one for each weight.
@@ -93,7 +95,7 @@ class Rows:
 
     def __init__(
         self,
-        sources: Sequence[RowSource],
+        sources: Sequence[SequenceSource],
         *,
         seq_len: int,
         mask: Literal["document", "none"] = "document",
@@ -102,117 +104,132 @@ class Rows:
     ) -> None:
         self.sources, self.names = [*sources], [*names]
         self.seq_len = seq_len
-        self.mix = Mix(weights)
-        self._masked = mask == "document"
-        self._is_one = not self._masked or all(source.max_pieces == 1 and not source.num_padding for source in sources)
-        self._most = max(source.max_pieces for source in sources)
+        self.round_robin = WeightedRoundRobin(weights)
+        self._document_mask = mask == "document"
+        self._single_document = not self._document_mask or all(
+            source.max_segments == 1 and not source.num_padding_tokens for source in sources
+        )
+        self._max_segments = max(source.max_segments for source in sources)
 
     @property
     def fingerprints(self) -> dict[str, str]:
         """Of the tokens of every source, by name."""
         return {name: source.fingerprint for name, source in zip(self.names, self.sources, strict=True)}
 
-    def summary(self, rows: int) -> list[str]:
+    def summary(self, num_sequences: int) -> list[str]:
         """What so many first rows take of every source, a line each."""
-        taken = zip(self.names, self.sources, self.mix.counts(rows), self.epochs(rows), strict=True)
+        usage = zip(
+            self.names, self.sources, self.round_robin.counts(num_sequences), self.epochs(num_sequences), strict=True
+        )
         return [
-            f"{name}: {source.num_rows:,} rows of {self.seq_len:,} tokens; of the {rows:,} rows that are drawn it gives "
-            f"{count:,} ({epochs:.2f} epochs); {source.num_padding / source.num_rows / self.seq_len:.2%} is padding"
-            for name, source, count, epochs in taken
+            f"{name}: {source.num_sequences:,} rows of {self.seq_len:,} tokens; of the {num_sequences:,} rows that are drawn it gives "
+            f"{count:,} ({epochs:.2f} epochs); {source.num_padding_tokens / source.num_sequences / self.seq_len:.2%} is padding"
+            for name, source, count, epochs in usage
         ]
 
-    def epochs(self, rows: int) -> list[float]:
+    def epochs(self, num_sequences: int) -> list[float]:
         """How often each source was gone through in so many first rows."""
-        drawn = zip(self.mix.counts(rows), self.sources, strict=True)
-        return [count / source.num_rows for count, source in drawn]
+        counts = zip(self.round_robin.counts(num_sequences), self.sources, strict=True)
+        return [count / source.num_sequences for count, source in counts]
 
-    def read(self, numbers: Sequence[int | None], share: Share = WHOLE) -> Batch:
+    def read(self, indices: Sequence[int | None], shard: SequenceShard = FULL_SEQUENCE) -> Batch:
         """What a rank holds of the rows with these global numbers, on the host; None is a row of padding."""
-        length = share.padded(self.seq_len)
-        rows = [self._read(number, share, length) for number in numbers]
+        padded_len = shard.padded_length(self.seq_len)
+        sequences = [self._read_sequence(number, shard, padded_len) for number in indices]
         tokens_BS, labels_BS, positions_BS, documents_BS, boundaries_BD = (
-            torch.stack(parts) for parts in zip(*(row.tensors for row in rows), strict=True)
+            torch.stack(parts) for parts in zip(*(row.tensors for row in sequences), strict=True)
         )
         return Batch(
             tokens=tokens_BS,
             labels=labels_BS,
             positions=positions_BS,
-            documents=documents_BS,
+            document_ids=documents_BS,
             boundaries=boundaries_BD,
-            num_tokens=sum(row.tokens for row in rows),
-            num_pairs=sum(row.pairs for row in rows),
-            attended=share.work([row.boundaries for row in rows]),
-            sources=tuple((row.source, row.tokens) for row in rows),
+            num_tokens=sum(row.num_tokens for row in sequences),
+            num_pairs=sum(row.num_pairs for row in sequences),
+            num_computed_pairs=shard.attention_pairs([row.boundaries for row in sequences]),
+            sequence_sources=tuple((row.source_index, row.num_tokens) for row in sequences),
         )
 
-    def _read(self, number: int | None, share: Share, length: int) -> Row:
-        index, at = (0, 0) if number is None else self.mix.locate(number)
-        source = self.sources[index]
-        pieces = [] if number is None else source.pieces(at)
-        filled = sum(pieces)
+    def _read_sequence(self, source_index: int | None, shard: SequenceShard, padded_len: int) -> LocalSequence:
+        source_index, index_in_source = (0, 0) if source_index is None else self.round_robin.locate(source_index)
+        source = self.sources[source_index]
+        lengths = [] if source_index is None else source.segment_lengths(index_in_source)
+        num_tokens = sum(lengths)
         # Padding is one more piece, which may be empty; what makes the row divide is another.
-        sizes = [*pieces, self.seq_len - filled, length - self.seq_len]
+        sizes = [*lengths, self.seq_len - num_tokens, padded_len - self.seq_len]
         starts = [*accumulate(sizes, initial=0)]
         boundaries = self._boundaries(starts)
-        found = segments(starts, share.spans(tuple(boundaries)))
-        tokens_S = torch.full((sum(segment.length for segment in found),), source.padding)
-        labels_S = torch.full_like(tokens_S, IGNORE)
-        done = 0
-        for segment in found:
-            here = slice(done, done + segment.length)
-            if segment.piece < len(pieces):
-                source.fill(at, segment.piece, segment.start, tokens_S[here], labels_S[here])
-            done += segment.length
-        documents_S, positions_S = self._placed(found, starts, len(pieces))
+        slices = slice_segments(starts, shard.spans(tuple(boundaries)))
+        tokens_S = torch.full((sum(segment.length for segment in slices),), source.pad_token_id)
+        labels_S = torch.full_like(tokens_S, IGNORE_INDEX)
+        offset = 0
+        for segment in slices:
+            region = slice(offset, offset + segment.length)
+            if segment.segment_id < len(lengths):
+                source.fill(index_in_source, segment.segment_id, segment.start, tokens_S[region], labels_S[region])
+            offset += segment.length
+        documents_S, positions_S = self._documents_and_positions(slices, starts, len(lengths))
         tensors = (tokens_S, labels_S, positions_S, documents_S, torch.tensor(boundaries, dtype=torch.int32))
-        return Row(tensors, index, filled, pairs(pieces if self._masked else [filled]), tuple(boundaries))
+        return LocalSequence(
+            tensors,
+            source_index,
+            num_tokens,
+            causal_pairs(lengths if self._document_mask else [num_tokens]),
+            tuple(boundaries),
+        )
 
     def _boundaries(self, starts: list[int]) -> list[int]:
         """As many for every row: kernels and compiled graphs want one shape."""
-        *_, seq_len, length = starts
-        extra = [length] * (length > seq_len)
-        if self._is_one:
-            return [0, seq_len, *extra]
-        inner = starts[1:-2] if self._masked else []
-        inner = inner + [seq_len] * (self._most + 1 - len(inner))
-        return [0, *inner, *extra]
+        *_, seq_len, padded_len = starts
+        tail = [padded_len] * (padded_len > seq_len)
+        if self._single_document:
+            return [0, seq_len, *tail]
+        inner = starts[1:-2] if self._document_mask else []
+        inner = inner + [seq_len] * (self._max_segments + 1 - len(inner))
+        return [0, *inner, *tail]
 
-    def _placed(self, found: list[Segment], starts: list[int], pieces: int) -> tuple[Tensor, Tensor]:
+    def _documents_and_positions(
+        self, slices: list[SegmentSlice], starts: list[int], num_segments: int
+    ) -> tuple[Tensor, Tensor]:
         """Each token's number of piece, and its position in it, or in the row where pieces are not told apart."""
-        lengths = torch.tensor([segment.length for segment in found])
-        documents_S = torch.tensor([segment.piece for segment in found]).repeat_interleave(lengths)
-        origins = [segment.start for segment in found]
-        if not self._masked:
+        lengths = torch.tensor([segment.length for segment in slices])
+        documents_S = torch.tensor([segment.segment_id for segment in slices]).repeat_interleave(lengths)
+        origins = [segment.start for segment in slices]
+        if not self._document_mask:
             # What makes the row divide begins anew.
-            origins = [segment.start + (starts[segment.piece] if segment.piece <= pieces else 0) for segment in found]
+            origins = [
+                segment.start + (starts[segment.segment_id] if segment.segment_id <= num_segments else 0)
+                for segment in slices
+            ]
         offsets = torch.tensor(origins) - (lengths.cumsum(0) - lengths)
         return documents_S, torch.arange(documents_S.numel()) + offsets.repeat_interleave(lengths)
 
 
-class Row(NamedTuple):
+class LocalSequence(NamedTuple):
     """One row, or a rank's part of it."""
 
     tensors: tuple[Tensor, ...]
-    source: int
-    tokens: int
-    pairs: int
+    source_index: int
+    num_tokens: int
+    num_pairs: int
     boundaries: tuple[int, ...]
 
 
-def segments(starts: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[Segment]:
+def slice_segments(starts: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[SegmentSlice]:
     """The parts of pieces, which begin at `starts`, that lie in these spans."""
-    found = []
+    slices = []
     for start, length in spans:
         end = start + length
-        piece = bisect_right(starts, start) - 1
+        segment = bisect_right(starts, start) - 1
         while start < end:
-            stop = min(end, starts[piece + 1])
+            stop = min(end, starts[segment + 1])
             if stop > start:
-                found.append(Segment(piece, start - starts[piece], stop - start))
-            start, piece = stop, piece + 1
-    return found
+                slices.append(SegmentSlice(segment, start - starts[segment], stop - start))
+            start, segment = stop, segment + 1
+    return slices
 
 
-def pairs(lengths: Iterable[int]) -> int:
+def causal_pairs(lengths: Iterable[int]) -> int:
     """(query, key) pairs inside documents of these lengths."""
     return sum(length * (length + 1) // 2 for length in lengths)

@@ -12,32 +12,32 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.durable_io import write_synced
+from trainer.checkpoint.durable_io import write_and_fsync
 from trainer.data.errors import DataError
-from trainer.data.token_dataset import DTYPES, Shard, narrowest
+from trainer.data.token_dataset import DTYPES, TokenShard, token_dtype
 from trainer.data.tokenizer import Tokenizer
 
 FLUSH_TOKENS = 1 << 20
 
 
-def between(tokenizer: Tokenizer, separators: str) -> tuple[Tensor, Tensor]:
+def document_separators(tokenizer: Tokenizer, separators: str) -> tuple[Tensor, Tensor]:
     """What a document begins and ends with, int32. Raises DataError for a special token that there is not."""
-    begins = [] if separators != "bos_eos" or tokenizer.bos is None else [tokenizer.bos]
-    ends = [] if separators == "none" else [tokenizer.eos]
+    prefix = [] if separators != "bos_eos" or tokenizer.bos is None else [tokenizer.bos]
+    suffix = [] if separators == "none" else [tokenizer.eos]
     if separators not in ("bos_eos", "eos", "none"):
-        if separators not in tokenizer.specials:
-            known = ", ".join([*tokenizer.specials][:8]) or "none"
+        if separators not in tokenizer.special_tokens:
+            known = ", ".join([*tokenizer.special_tokens][:8]) or "none"
             raise DataError(f'data.separators = "{separators}" is no special token of the tokenizer; it has {known}')
-        ends = [tokenizer.specials[separators]]
-    return torch.tensor(begins, dtype=torch.int32), torch.tensor(ends, dtype=torch.int32)
+        suffix = [tokenizer.special_tokens[separators]]
+    return torch.tensor(prefix, dtype=torch.int32), torch.tensor(suffix, dtype=torch.int32)
 
 
-class Mark(NamedTuple):
+class Savepoint(NamedTuple):
     """A place to go back to."""
 
     tokens: int
     documents: int
-    body: int
+    document_tokens: int
 
 
 class ShardWriter:
@@ -56,15 +56,17 @@ class ShardWriter:
         max_document: int | None,
         shard_tokens: int,
     ) -> None:
-        self.shards: list[Shard] = []
+        self.shards: list[TokenShard] = []
         self.longest = 0
         """Tokens of the longest document in `shards`."""
         self._folder = folder
-        self._stem = name
-        self._begins, self._ends = between(tokenizer, separators)
-        self._room = None if max_document is None else max_document - len(self._begins) - len(self._ends)
-        self._dtype = DTYPES[narrowest(tokenizer.vocab_size)]
-        self._shard_tokens = shard_tokens
+        self._base_name = name
+        self._prefix_ids, self._suffix_ids = document_separators(tokenizer, separators)
+        self._max_document_body = (
+            None if max_document is None else max_document - len(self._prefix_ids) - len(self._suffix_ids)
+        )
+        self._dtype = DTYPES[token_dtype(tokenizer.vocab_size)]
+        self._max_shard_tokens = shard_tokens
         self._file: FileIO | None = None
         self._begin_shard()
 
@@ -72,37 +74,37 @@ class ShardWriter:
         self._starts = array("q", [0])
         self._pending: list[Tensor] = []
         self._num_pending = 0
-        self._tokens = 0  # of this shard, pending ones included
-        self._body = 0  # of the open document, separators left out
+        self._num_tokens = 0  # of this shard, pending ones included
+        self._document_tokens = 0  # of the open document, separators left out
 
     def add(self, ids: Tensor) -> None:
         """Tokens of the open document, which is cut, and another begun, where it reaches `max_document`."""
         while ids.numel():
-            if not self._body:
-                self._append(self._begins)
-            part = ids if self._room is None else ids[: self._room - self._body]
-            self._append(part)
-            self._body += part.numel()
-            ids = ids[part.numel() :]
-            if self._body == self._room:
+            if not self._document_tokens:
+                self._append(self._prefix_ids)
+            chunk = ids if self._max_document_body is None else ids[: self._max_document_body - self._document_tokens]
+            self._append(chunk)
+            self._document_tokens += chunk.numel()
+            ids = ids[chunk.numel() :]
+            if self._document_tokens == self._max_document_body:
                 self._close_document()
 
     def end_document(self) -> None:
         """Ends the open document; without tokens there is none."""
         self._close_document()
-        if self._tokens >= self._shard_tokens:
+        if self._num_tokens >= self._max_shard_tokens:
             self._end_shard()
 
-    def mark(self) -> Mark:
-        return Mark(self._tokens, len(self._starts), self._body)
+    def savepoint(self) -> Savepoint:
+        return Savepoint(self._num_tokens, len(self._starts), self._document_tokens)
 
-    def go_back(self, mark: Mark) -> None:
+    def rollback(self, savepoint: Savepoint) -> None:
         """Forgets what was added since `mark`, which must be of the open document."""
         self._flush()
-        self._tokens, documents, self._body = mark
+        self._num_tokens, documents, self._document_tokens = savepoint
         del self._starts[documents:]
         if self._file is not None:
-            self._file.truncate(self._tokens * self._dtype.itemsize)
+            self._file.truncate(self._num_tokens * self._dtype.itemsize)
             self._file.seek(0, os.SEEK_END)
 
     def finish(self) -> None:
@@ -117,19 +119,19 @@ class ShardWriter:
             file.close()
 
     @property
-    def _name(self) -> str:
-        return f"{self._stem}-{len(self.shards)}" if self.shards else self._stem
+    def _shard_name(self) -> str:
+        return f"{self._base_name}-{len(self.shards)}" if self.shards else self._base_name
 
     def _close_document(self) -> None:
-        if self._body:
-            self._append(self._ends)
-            self._starts.append(self._tokens)
-            self._body = 0
+        if self._document_tokens:
+            self._append(self._suffix_ids)
+            self._starts.append(self._num_tokens)
+            self._document_tokens = 0
 
     def _append(self, ids: Tensor) -> None:
         self._pending.append(ids)
         self._num_pending += ids.numel()
-        self._tokens += ids.numel()
+        self._num_tokens += ids.numel()
         if self._num_pending >= FLUSH_TOKENS:
             self._flush()
 
@@ -141,28 +143,28 @@ class ShardWriter:
         self._pending, self._num_pending = [], 0
         if self._file is None:
             # Unbuffered: what cannot be written fails here, not when the file is closed.
-            self._file = (self._folder / f"{self._name}.bin").open("w+b", buffering=0)
-        rest = memoryview(content)
-        while rest:
-            rest = rest[self._file.write(rest) :]
+            self._file = (self._folder / f"{self._shard_name}.bin").open("w+b", buffering=0)
+        remaining = memoryview(content)
+        while remaining:
+            remaining = remaining[self._file.write(remaining) :]
 
     def _end_shard(self) -> None:
         self._flush()
         if self._file is None:
             return
-        if not self._tokens:  # All of it was gone back on.
+        if not self._num_tokens:  # All of it was gone back on.
             self.close()
-            (self._folder / f"{self._name}.bin").unlink()
+            (self._folder / f"{self._shard_name}.bin").unlink()
             return
         os.fsync(self._file.fileno())
         self._file.seek(0)
         tokens_sha256 = hashlib.file_digest(self._file, "sha256").hexdigest()
         self.close()
         starts = bytearray(self._starts.tobytes())
-        write_synced(self._folder / f"{self._name}.idx", starts)
-        shard = Shard(
-            name=self._name,
-            tokens=self._tokens,
+        write_and_fsync(self._folder / f"{self._shard_name}.idx", starts)
+        shard = TokenShard(
+            name=self._shard_name,
+            tokens=self._num_tokens,
             documents=len(self._starts) - 1,
             bin_sha256=tokens_sha256,
             idx_sha256=hashlib.sha256(starts).hexdigest(),

@@ -10,7 +10,7 @@ Documents = Literal["file", "folder", "repository"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class CorpusSpec:
     """Text, or tokens that `prepare` wrote."""
 
     corpus: str

@@ -21,11 +21,11 @@ from torch import Tensor
 from trainer.data.errors import DataError
 
 VERSION = 2
-META = "meta.json"
+META_FILENAME = "meta.json"
 DTYPES = {"uint16": torch.uint16, "int32": torch.int32}
 
 
-class Shard(BaseModel):
+class TokenShard(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
@@ -35,19 +35,19 @@ class Shard(BaseModel):
     idx_sha256: str
 
 
-class Piece(BaseModel):
+class PartitionResult(BaseModel):
     """What became of a piece of a corpus."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    shards: list[Shard]
+    shards: list[TokenShard]
     longest: int
     skipped: int
     bad: list[str]
     """Some of what was skipped, in words."""
 
 
-class Meta(BaseModel):
+class TokenDatasetMeta(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     version: Literal[2]
@@ -63,29 +63,29 @@ class Meta(BaseModel):
     tokenizer: str
     separators: str
     max_document: int | None
-    shards: list[Shard]
+    shards: list[TokenShard]
     sha256: str = ""
     """Of everything above."""
 
-    def sealed(self) -> Meta:
+    def with_checksum(self) -> TokenDatasetMeta:
         """The same, with its sum."""
         content = self.model_dump_json(exclude={"sha256"})
         return self.model_copy(update={"sha256": hashlib.sha256(content.encode()).hexdigest()})
 
 
-def narrowest(vocab_size: int) -> Literal["uint16", "int32"]:
+def token_dtype(vocab_size: int) -> Literal["uint16", "int32"]:
     return "uint16" if vocab_size <= 1 << 16 else "int32"
 
 
-def is_prepared(folder: Path) -> bool:
+def is_token_dataset(folder: Path) -> bool:
     """Whether a folder holds tokens, damaged or not, and no text."""
     try:
-        return b'"shards"' in (folder / META).read_bytes()
+        return b'"shards"' in (folder / META_FILENAME).read_bytes()
     except OSError:
         return False
 
 
-class Prepared:
+class TokenDataset:
     """A prepared corpus, mapped into memory: one stream of tokens, in which documents follow each other.
 
     Raises DataError if the folder does not hold what its `meta.json` says.
@@ -94,11 +94,15 @@ class Prepared:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            self.meta = Meta.model_validate_json((folder / META).read_bytes())
+            self.meta = TokenDatasetMeta.model_validate_json((folder / META_FILENAME).read_bytes())
         except (OSError, ValueError) as error:
-            raise DataError(f"{folder / META} cannot be read; delete {folder} to prepare it again: {error}") from error
-        if self.meta != self.meta.sealed():
-            raise DataError(f"{folder / META} was changed after it was written; delete {folder} to prepare it again")
+            raise DataError(
+                f"{folder / META_FILENAME} cannot be read; delete {folder} to prepare it again: {error}"
+            ) from error
+        if self.meta != self.meta.with_checksum():
+            raise DataError(
+                f"{folder / META_FILENAME} was changed after it was written; delete {folder} to prepare it again"
+            )
         self.num_tokens = self.meta.tokens
         self.num_documents = self.meta.documents
         self.vocab_size = self.meta.vocab_size
@@ -106,62 +110,67 @@ class Prepared:
         # Of the tokens, not of the times or paths of the files they come from.
         identity = [self.meta.tokenizer, [(shard.bin_sha256, shard.idx_sha256) for shard in self.meta.shards]]
         self.fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
-        self._first = list(accumulate((shard.tokens for shard in self.meta.shards), initial=0))
-        self._tokens = [self._map(shard) for shard in self.meta.shards]
-        starts = [self._starts(shard) + first for shard, first in zip(self.meta.shards, self._first, strict=False)]
-        self.starts = torch.cat([*(each[:-1] for each in starts), torch.tensor([self.num_tokens])])
+        self._shard_offsets = list(accumulate((shard.tokens for shard in self.meta.shards), initial=0))
+        self._shard_tokens = [self._map_shard(shard) for shard in self.meta.shards]
+        shard_starts = [
+            self._load_document_starts(shard) + first
+            for shard, first in zip(self.meta.shards, self._shard_offsets, strict=False)
+        ]
+        self.document_starts = torch.cat([*(each[:-1] for each in shard_starts), torch.tensor([self.num_tokens])])
         """[documents + 1] int64: where each document starts in the stream, and where the stream ends."""
 
     @property
-    def lengths(self) -> Tensor:
+    def document_lengths(self) -> Tensor:
         """[documents] int64."""
-        return self.starts.diff()
+        return self.document_starts.diff()
 
     def read(self, start: int, stop: int) -> Tensor:
         """[stop - start] int64: that slice of the stream. Raises DataError naming a token outside the vocabulary."""
         if not 0 <= start <= stop <= self.num_tokens:
             raise ValueError(f"tokens {start} to {stop} are not within the {self.num_tokens} of {self.folder}")
-        index = bisect_right(self._first, start) - 1
+        index = bisect_right(self._shard_offsets, start) - 1
         slices = []
         while start < stop:
-            first = self._first[index]
-            end = min(stop, self._first[index + 1])
-            slices.append(self._slice(index, start - first, end - first))
+            shard_offset = self._shard_offsets[index]
+            end = min(stop, self._shard_offsets[index + 1])
+            slices.append(self._read_shard(index, start - shard_offset, end - shard_offset))
             start, index = end, index + 1
         return slices[0] if len(slices) == 1 else torch.cat([torch.empty(0, dtype=torch.int64), *slices])
 
-    def _slice(self, index: int, start: int, stop: int) -> Tensor:
-        tokens = self._tokens[index][start:stop].to(torch.int64)
+    def _read_shard(self, index: int, start: int, stop: int) -> Tensor:
+        tokens = self._shard_tokens[index][start:stop].to(torch.int64)
         smallest, largest = tokens.aminmax()
         if smallest >= 0 and largest < self.vocab_size:
             return tokens
-        at = int(((tokens < 0) | (tokens >= self.vocab_size)).nonzero()[0])
+        offset = int(((tokens < 0) | (tokens >= self.vocab_size)).nonzero()[0])
         path = self.folder / f"{self.meta.shards[index].name}.bin"
         raise DataError(
-            f"{path} is damaged: token {start + at} is {int(tokens[at])}, and vocab_size = {self.vocab_size}; "
+            f"{path} is damaged: token {start + offset} is {int(tokens[offset])}, and vocab_size = {self.vocab_size}; "
             f"delete {self.folder} to prepare it again"
         )
 
-    def _map(self, shard: Shard) -> Tensor:
+    def _map_shard(self, shard: TokenShard) -> Tensor:
         path, dtype = self.folder / f"{shard.name}.bin", DTYPES[self.meta.dtype]
-        wanted = shard.tokens * dtype.itemsize
+        expected_size = shard.tokens * dtype.itemsize
         try:
             size = path.stat().st_size
-            if size != wanted or not size:
-                raise self._broken(path.name, f"says {wanted} bytes, there are {size}")
+            if size != expected_size or not size:
+                raise self._damaged(path.name, f"says {expected_size} bytes, there are {size}")
             return torch.from_file(str(path), shared=False, size=shard.tokens, dtype=dtype)
         except (OSError, RuntimeError) as error:
             raise DataError(f"{path} cannot be read: {error}") from error
 
-    def _starts(self, shard: Shard) -> Tensor:
+    def _load_document_starts(self, shard: TokenShard) -> Tensor:
         path = self.folder / f"{shard.name}.idx"
         try:
             content = bytearray(path.read_bytes())
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error}") from error
         if hashlib.sha256(content).hexdigest() != shard.idx_sha256:
-            raise self._broken(path.name, f"has another sum of its {len(content)} bytes")
+            raise self._damaged(path.name, f"has another sum of its {len(content)} bytes")
         return torch.frombuffer(content, dtype=torch.int64)
 
-    def _broken(self, name: str, said: str) -> DataError:
-        return DataError(f"{self.folder / name} is damaged: {META} {said}; delete {self.folder} to prepare it again")
+    def _damaged(self, name: str, problem: str) -> DataError:
+        return DataError(
+            f"{self.folder / name} is damaged: {META_FILENAME} {problem}; delete {self.folder} to prepare it again"
+        )

@@ -12,18 +12,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trainer.config.job_config import BYTE_TOKENS
+from trainer.config.job_config import BYTE_VOCAB_SIZE
 from trainer.data.errors import DataError
 
 # tiktoken panics on about a million equal white-space characters; these are the limits that Llama 3's tokenizer keeps.
-MAX_PIECE = 400_000
-MAX_RUN = 25_000
+MAX_CHUNK_CHARS = 400_000
+MAX_RUN_CHARS = 25_000
 
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-LLAMA3_SPECIALS = (
+LLAMA3_SPECIAL_TOKENS = (
     "<|begin_of_text|>",
     "<|end_of_text|>",
     *(f"<|reserved_special_token_{n}|>" for n in range(4)),
@@ -36,7 +36,7 @@ LLAMA3_SPECIALS = (
 
 TIKTOKEN = "a tiktoken BPE file"
 SENTENCEPIECE = "a sentencepiece model"
-LOOKS: tuple[tuple[bytes, str], ...] = (
+FILE_SIGNATURES: tuple[tuple[bytes, str], ...] = (
     (rb"\Z", "an empty file"),
     (rb"[A-Za-z0-9+/]+={0,2} \d+\r?(\n|\Z)", TIKTOKEN),
     # protobuf: a first piece (field 1), which begins with its text (field 1), then its score (field 2, a float).
@@ -59,7 +59,7 @@ class Tokenizer(Protocol):
     @property
     def eos(self) -> int: ...
     @property
-    def specials(self) -> Mapping[str, int]:
+    def special_tokens(self) -> Mapping[str, int]:
         """Tokens that no text becomes, by name."""
         ...
 
@@ -76,10 +76,10 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """A token is a byte of UTF-8; 8 special tokens follow the 256."""
 
-    vocab_size = BYTE_TOKENS
+    vocab_size = BYTE_VOCAB_SIZE
     bos = 256
     eos = 257
-    specials: Mapping[str, int] = {f"<|reserved_special_token_{n}|>": 258 + n for n in range(6)}
+    special_tokens: Mapping[str, int] = {f"<|reserved_special_token_{n}|>": 258 + n for n in range(6)}
     fingerprint = "byte-264"
 
     def encode(self, text: str) -> Tensor:
@@ -97,18 +97,18 @@ class TiktokenTokenizer:
         import tiktoken
 
         ranks = read_ranks(content)
-        self.specials = {name: len(ranks) + index for index, name in enumerate(LLAMA3_SPECIALS)}
+        self.special_tokens = {name: len(ranks) + index for index, name in enumerate(LLAMA3_SPECIAL_TOKENS)}
         self._encoding = tiktoken.Encoding(
-            "llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=self.specials
+            "llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=self.special_tokens
         )
-        self.vocab_size = len(ranks) + len(self.specials)
-        self.bos = self.specials["<|begin_of_text|>"]
-        self.eos = self.specials["<|end_of_text|>"]
-        described = (LLAMA3_PATTERN, LLAMA3_SPECIALS, sorted(ranks.items(), key=lambda item: item[1]))
-        self.fingerprint = "tiktoken-" + digest(described)
+        self.vocab_size = len(ranks) + len(self.special_tokens)
+        self.bos = self.special_tokens["<|begin_of_text|>"]
+        self.eos = self.special_tokens["<|end_of_text|>"]
+        identity = (LLAMA3_PATTERN, LLAMA3_SPECIAL_TOKENS, sorted(ranks.items(), key=lambda item: item[1]))
+        self.fingerprint = "tiktoken-" + sha256_of(identity)
 
     def encode(self, text: str) -> Tensor:
-        return encode_pieces(text, self._encoding.encode_ordinary)
+        return encode_in_chunks(text, self._encoding.encode_ordinary)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._encoding.decode(list(ids))
@@ -126,29 +126,31 @@ class SentencePieceTokenizer:
         self.bos: int | None = model.bos_id() if model.bos_id() >= 0 else None
         self.eos: int = model.eos_id()
         specials = {"bos_token": model.bos_id(), "eos_token": model.eos_id(), "unk_token": model.unk_id()}
-        self.names: dict[str, str] = {role: model.id_to_piece(token) for role, token in specials.items() if token >= 0}
-        self.specials: dict[str, int] = {
+        self.special_token_names: dict[str, str] = {
+            role: model.id_to_piece(token) for role, token in specials.items() if token >= 0
+        }
+        self.special_tokens: dict[str, int] = {
             model.id_to_piece(token): token for token in range(self.vocab_size) if model.is_control(token)
         }
-        self.adds_space: bool = model.encode("a", out_type=str)[0] != "a"
+        self.add_dummy_prefix: bool = model.encode("a", out_type=str)[0] != "a"
         """Whether a text is taken as if a space stood before it."""
         # The pieces, not the file, which names the machine it was trained on; and a probe of how text is normalised.
         pieces = [(model.id_to_piece(n), model.get_score(n), model.is_control(n)) for n in range(self.vocab_size)]
-        self.fingerprint = "sentencepiece-" + digest((pieces, model.encode(" a  b\tC\n\n \uff21\u00e9e\u0301 ")))
+        self.fingerprint = "sentencepiece-" + sha256_of((pieces, model.encode(" a  b\tC\n\n \uff21\u00e9e\u0301 ")))
         # Several times faster, where a line break always ends a piece and the model puts nothing before a text.
         first, second = "a b\n", "\n  cd"
-        self._by_line: bool = model.encode(first) + model.encode(second) == model.encode(first + second)
+        self._splits_at_newlines: bool = model.encode(first) + model.encode(second) == model.encode(first + second)
 
     def encode(self, text: str) -> Tensor:
-        return encode_pieces(text, self._encode_piece)
+        return encode_in_chunks(text, self._encode_chunk)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._model.decode(list(ids)))
 
-    def _encode_piece(self, piece: str) -> list[int]:
-        if not self._by_line:
-            return list(self._model.encode(piece))
-        lines = re.findall(r"[^\n]*\n|[^\n]+", piece)
+    def _encode_chunk(self, chunk: str) -> list[int]:
+        if not self._splits_at_newlines:
+            return list(self._model.encode(chunk))
+        lines = re.findall(r"[^\n]*\n|[^\n]+", chunk)
         return [token for line in self._model.encode(lines, num_threads=1) for token in line]
 
 
@@ -166,20 +168,24 @@ def load_tokenizer(kind: str, path: Path | None) -> Tokenizer:
         content = path.read_bytes()
     except OSError as error:
         raise DataError(f'tokenizer.path = "{path}" cannot be read: {error.strerror}') from error
-    wanted, make = kinds[kind]
-    looks = describe(content)
-    if looks != wanted:
-        raise DataError(f'tokenizer.kind = "{kind}" needs {wanted}, but tokenizer.path = "{path}" looks like {looks}')
+    expected, factory = kinds[kind]
+    detected = detect_file_type(content)
+    if detected != expected:
+        raise DataError(
+            f'tokenizer.kind = "{kind}" needs {expected}, but tokenizer.path = "{path}" looks like {detected}'
+        )
     try:
-        return make(content)
+        return factory(content)
     except (ValueError, RuntimeError, OSError) as error:
-        raise DataError(f'tokenizer.path = "{path}" looks like {looks}, but is damaged: {error}') from error
+        raise DataError(f'tokenizer.path = "{path}" looks like {detected}, but is damaged: {error}') from error
 
 
-def describe(content: bytes) -> str:
+def detect_file_type(content: bytes) -> str:
     """What a file is, judged by how it begins."""
     head = content[:512]
-    return next((name for pattern, name in LOOKS if re.match(pattern, head)), "binary data of an unknown kind")
+    return next(
+        (name for pattern, name in FILE_SIGNATURES if re.match(pattern, head)), "binary data of an unknown kind"
+    )
 
 
 def read_ranks(content: bytes) -> dict[bytes, int]:
@@ -199,55 +205,55 @@ def read_ranks(content: bytes) -> dict[bytes, int]:
     return ranks
 
 
-def digest(described: object) -> str:
-    return hashlib.sha256(repr(described).encode("utf-8", "backslashreplace")).hexdigest()[:32]
+def sha256_of(content: object) -> str:
+    return hashlib.sha256(repr(content).encode("utf-8", "backslashreplace")).hexdigest()[:32]
 
 
-def encode_pieces(text: str, encode: Callable[[str], list[int]]) -> Tensor:
+def encode_in_chunks(text: str, encode: Callable[[str], list[int]]) -> Tensor:
     """[tokens] int32 of a text of any length. Raises DataError where the tokenizer fails."""
     ids: list[int] = []
     offset = 0
-    for piece in cut_text(text):
+    for chunk in chunk_text(text):
         try:
-            ids += encode(piece)
+            ids += encode(chunk)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a Rust panic is no Exception
-            raise DataError(f"the tokenizer failed within {len(piece)} characters at {offset}: {error}") from error
-        offset += len(piece)
+            raise DataError(f"the tokenizer failed within {len(chunk)} characters at {offset}: {error}") from error
+        offset += len(chunk)
     return torch.tensor(ids, dtype=torch.int32)
 
 
-def cut_text(text: str) -> Iterator[str]:
+def chunk_text(text: str) -> Iterator[str]:
     """Pieces of at most MAX_PIECE characters, each without a longer run of (non-)white space than MAX_RUN."""
     start = 0
     while start < len(text):
         stop = len(text)
-        if stop - start > MAX_PIECE:
-            stop = last_line(text, start, start + MAX_PIECE)
-        yield from cut_runs(text[start:stop])
+        if stop - start > MAX_CHUNK_CHARS:
+            stop = last_safe_split(text, start, start + MAX_CHUNK_CHARS)
+        yield from split_long_runs(text[start:stop])
         start = stop
 
 
-def last_line(text: str, start: int, stop: int) -> int:
+def last_safe_split(text: str, start: int, stop: int) -> int:
     """The last cut in (start, stop] that tokenizers do not see: after a line break, before no white space. Else stop."""
-    at = text.rfind("\n", start, stop)
-    while at >= 0 and (at + 1 == len(text) or text[at + 1].isspace()):
-        at = text.rfind("\n", start, at)
-    return at + 1 if at >= 0 else stop
+    newline = text.rfind("\n", start, stop)
+    while newline >= 0 and (newline + 1 == len(text) or text[newline + 1].isspace()):
+        newline = text.rfind("\n", start, newline)
+    return newline + 1 if newline >= 0 else stop
 
 
-def cut_runs(piece: str) -> Iterator[str]:
-    half = MAX_RUN // 2
-    windows = (piece[at : at + half] for at in range(0, len(piece) - half + 1, half))
+def split_long_runs(text: str) -> Iterator[str]:
+    half = MAX_RUN_CHARS // 2
+    windows = (text[at : at + half] for at in range(0, len(text) - half + 1, half))
     # A longer run covers one of these windows, so almost every text is done here, without a look at its words.
     if not any(window.isspace() or window.split(maxsplit=1) == [window] for window in windows):
-        yield piece
+        yield text
         return
     start = 0
-    for run in re.finditer(r"\s+|\S+", piece):
-        while run.end() - max(run.start(), start) > MAX_RUN:
-            cut = max(run.start(), start) + MAX_RUN
-            yield piece[start:cut]
-            start = cut
-    yield piece[start:]
+    for run in re.finditer(r"\s+|\S+", text):
+        while run.end() - max(run.start(), start) > MAX_RUN_CHARS:
+            split_at = max(run.start(), start) + MAX_RUN_CHARS
+            yield text[start:split_at]
+            start = split_at
+    yield text[start:]

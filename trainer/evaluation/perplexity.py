@@ -14,17 +14,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from models.batch import IGNORE
+from models.batch import IGNORE_INDEX
 from trainer.config.job_config import Config
 from trainer.config.validation import ValidationSection, ValidationSetSection
-from trainer.data import DataError, held_out_of, load_tokenizer
-from trainer.data.holdout import HeldOut
+from trainer.data import DataError, build_validation_sets, load_tokenizer
+from trainer.data.holdout import ValidationSet
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import ConfigError
 from trainer.evaluation import report
-from trainer.evaluation.validation import Result, see
-from trainer.export.checkpoint_cli import command, find_to_judge, opened, take
-from trainer.metrics.loggers import or_dash
+from trainer.evaluation.validation import ValidationResult, evaluate_set
+from trainer.export.checkpoint_cli import load_parallel_model, parse_args, resolve_for_evaluation, run_command
+from trainer.metrics.loggers import format_or_dash
 
 log = logging.getLogger(__name__)
 
@@ -41,72 +41,80 @@ Leaves with 0, or 2 for wrong arguments, 78 for data or a checkpoint that cannot
 """
 
 
-def sets_of(config: Config, whole: Config) -> list[HeldOut]:
+def evaluation_sets(config: Config, run_config: Config) -> list[ValidationSet]:
     """The run's sets, or two of its corpus. Raises `ConfigError` or `DataError`."""
-    if whole.validation.sets:
-        return held_out_of(whole)
-    if config.is_made_up:
+    if run_config.validation.sets:
+        return build_validation_sets(run_config)
+    if config.is_synthetic:
         raise ConfigError([f'data.corpus = "{config.data.corpus}" has no text to judge by; give --data.corpus'])
-    length, source = config.training.seq_len, config.data.drawn[0].source
+    length, source = config.training.seq_len, config.data.effective_mix[0].source
     context = [length >> power for power in (4, 3, 2, 1, 0) if length >> power > 1]
-    found = []
+    sets = []
     for name, lengths in ("packed", (length,)), ("context", tuple(context)):
         section = ValidationSection(sets={name: ValidationSetSection(source=source, seq_len=lengths)})
         try:
-            found += held_out_of(whole.model_copy(update={"validation": section}))
+            sets += build_validation_sets(run_config.model_copy(update={"validation": section}))
         except DataError as error:
             if name == "packed":
                 raise
             log.warning("no curve of context: %s", error)
-    return found
+    return sets
 
 
-def num_bytes(held: HeldOut, tokenizer: Tokenizer) -> int:
+def count_target_bytes(dataset: ValidationSet, tokenizer: Tokenizer) -> int:
     """Bytes of the text that a set's targets stand for; a character that a row's end cuts counts by what is there."""
-    rows, total = held.rows[-1], 0
-    special = {tokenizer.bos, tokenizer.eos, *tokenizer.specials.values()}
-    for number in range(held.num_rows):
-        batch = rows.read([number])
-        for document in batch.documents[0].unique():
-            labels = batch.labels[0][(batch.documents[0] == document) & (batch.labels[0] != IGNORE)]
+    sequences, total = dataset.datasets[-1], 0
+    special = {tokenizer.bos, tokenizer.eos, *tokenizer.special_tokens.values()}
+    for number in range(dataset.num_sequences):
+        batch = sequences.read([number])
+        for document in batch.document_ids[0].unique():
+            labels = batch.labels[0][(batch.document_ids[0] == document) & (batch.labels[0] != IGNORE_INDEX)]
             total += len(tokenizer.decode([token for token in map(int, labels) if token not in special]).encode())
     return total
 
 
-def described(result: Result, size: int) -> dict[str, Any]:
+def summarize(result: ValidationResult, num_bytes: int) -> dict[str, Any]:
     """A set's numbers as validation writes them, with perplexity and bits per byte."""
-    seen = result.longest
+    longest = result.longest_context
     event = {key: value for key, value in result.event(None).items() if key != "regression"}
-    bits = seen.loss * seen.targets / math.log(2) / size if size else None
-    return event | {"perplexity": math.exp(min(seen.loss, 700)), "bytes": size, "bits_per_byte": bits}
+    bits_per_byte = longest.loss * longest.targets / math.log(2) / num_bytes if num_bytes else None
+    return event | {"perplexity": math.exp(min(longest.loss, 700)), "bytes": num_bytes, "bits_per_byte": bits_per_byte}
 
 
-def tell(checkpoint: Path, each: Sequence[Mapping[str, Any]]) -> None:
+def print_results(checkpoint: Path, summaries: Sequence[Mapping[str, Any]]) -> None:
     keys = ("loss", "perplexity", "bits_per_byte", "accuracy", "gain")
-    rows = [[one["set"], f"{one['targets']:,}", *(or_dash(one[key], ".4f") for key in keys)] for one in each]
-    report.table(str(checkpoint), ["set", "targets", *(key.replace("_", " ") for key in keys)], rows)
+    rows = [
+        [summary["set"], f"{summary['targets']:,}", *(format_or_dash(summary[key], ".4f") for key in keys)]
+        for summary in summaries
+    ]
+    report.print_table(str(checkpoint), ["set", "targets", *(key.replace("_", " ") for key in keys)], rows)
     for title, key in ("loss by position", "by_position"), ("loss by length of context", "by_context"):
-        for one in each:
+        for one in summaries:
             curve = {name: loss for name, loss in (one[key] or {}).items() if loss is not None}
             if curve:
-                report.table(f"{title}: {one['set']}", [*curve], [[f"{loss:.4f}" for loss in curve.values()]])
+                report.print_table(f"{title}: {one['set']}", [*curve], [[f"{loss:.4f}" for loss in curve.values()]])
 
 
-def run(words: Sequence[str]) -> None:
-    asked = take(words, ("--json",))
-    found = find_to_judge(asked)
-    config = found.config
-    sets = sets_of(config, found.whole)
+def run(argv: Sequence[str]) -> None:
+    args = parse_args(argv, ("--json",))
+    resolved = resolve_for_evaluation(args)
+    config = resolved.config
+    sets = evaluation_sets(config, resolved.run_config)
     tokenizer = load_tokenizer(config.tokenizer.kind, config.tokenizer.path)
-    most = config.training.micro_batch_size * config.training.seq_len
-    with opened(found) as (placed, world):
-        results = [Result(each.name, found.step, see(each, placed, most=most)) for each in sets]
+    tokens_per_batch = config.training.micro_batch_size * config.training.seq_len
+    with load_parallel_model(resolved) as (parallel_model, world):
+        results = [
+            ValidationResult(each.name, resolved.step, evaluate_set(each, parallel_model, max_tokens=tokens_per_batch))
+            for each in sets
+        ]
         if world.rank != 0:
             return
-        told = [described(result, num_bytes(held, tokenizer)) for result, held in zip(results, sets, strict=True)]
-        tell(found.checkpoint, told)
-        if path := asked.options.get("--json"):
-            content = {"checkpoint": str(found.checkpoint), "step": found.step, "sets": told}
+        summaries = [
+            summarize(result, count_target_bytes(held, tokenizer)) for result, held in zip(results, sets, strict=True)
+        ]
+        print_results(resolved.checkpoint, summaries)
+        if path := args.options.get("--json"):
+            content = {"checkpoint": str(resolved.checkpoint), "step": resolved.step, "sets": summaries}
             try:
                 Path(path).write_text(json.dumps(content, indent=1) + "\n")
             except OSError as error:
@@ -114,4 +122,4 @@ def run(words: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(command(sys.argv[1:], USAGE, run))
+    sys.exit(run_command(sys.argv[1:], USAGE, run))

@@ -13,11 +13,11 @@ import torch
 
 log = logging.getLogger(__name__)
 
-CELL, LEFT, TOP = 96, 64, 48  # pixels
+CELL_SIZE, LEFT_MARGIN, TOP_MARGIN = 96, 64, 48  # pixels
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grid:
+class ScoreGrid:
     """Of each cell a part between 0 and 1, and a mean log-probability, by (row, column)."""
 
     title: str
@@ -26,66 +26,73 @@ class Grid:
     values: dict[tuple[str, str], tuple[float, float]]
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Writes it on standard output."""
     from rich.console import Console
     from rich.table import Table
 
-    made = Table()
+    rich_table = Table()
     for column in columns:
-        made.add_column(column, justify="right")
+        rich_table.add_column(column, justify="right")
     for row in rows:
-        made.add_row(*row)
+        rich_table.add_row(*row)
     console = Console()
-    sys.stdout.write(f"{title}\n" + "".join(segment.text for segment in console.render(made)))
+    sys.stdout.write(f"{title}\n" + "".join(segment.text for segment in console.render(rich_table)))
 
 
-def show(grid: Grid) -> None:
+def print_grid(grid: ScoreGrid) -> None:
     rows = [
-        [row, *(f"{part:.0%} ({chance:.2f})" for column in grid.columns for part, chance in [grid.values[row, column]])]
+        [
+            row,
+            *(
+                f"{fraction:.0%} ({log_probability:.2f})"
+                for column in grid.columns
+                for fraction, log_probability in [grid.values[row, column]]
+            ),
+        ]
         for row in grid.rows
     ]
-    table(f"{grid.title}: trials found, and mean log-probability", ["depth", *grid.columns], rows)
+    print_table(f"{grid.title}: trials found, and mean log-probability", ["depth", *grid.columns], rows)
 
 
-def picture(grid: Grid, path: Path) -> Any:
+def draw_grid(grid: ScoreGrid, path: Path) -> Any:
     """Draws it into a PNG file: green was found, red was not. None, with a line in the log, without pillow."""
     try:
         from PIL import Image, ImageDraw
     except ImportError:
         log.warning("no picture: pillow is missing, which comes with tensorboard (pip install pillow)")
         return None
-    size = (LEFT + CELL * len(grid.columns) + 8, TOP + CELL // 2 * len(grid.rows) + 8)
+    size = (LEFT_MARGIN + CELL_SIZE * len(grid.columns) + 8, TOP_MARGIN + CELL_SIZE // 2 * len(grid.rows) + 8)
     image = Image.new("RGB", size, "white")
     draw = ImageDraw.Draw(image)
     draw.text((8, 6), grid.title[-(size[0] - 16) // 6 :], fill="black")
     for x, column in enumerate(grid.columns):
-        draw.text((LEFT + CELL * x + 8, TOP - 18), column, fill="black")
+        draw.text((LEFT_MARGIN + CELL_SIZE * x + 8, TOP_MARGIN - 18), column, fill="black")
         for y, row in enumerate(grid.rows):
-            part, chance = grid.values[row, column]
-            corner = (LEFT + CELL * x, TOP + CELL // 2 * y)
-            colour = (round(235 - 155 * part), round(80 + 125 * part), 90)
-            draw.rectangle((corner, (corner[0] + CELL - 2, corner[1] + CELL // 2 - 2)), fill=colour)
-            draw.text((corner[0] + 8, corner[1] + 8), f"{part:.0%}", fill="black")
-            draw.text((corner[0] + 8, corner[1] + 24), f"{chance:.2f}", fill="black")
+            fraction, log_probability = grid.values[row, column]
+            corner = (LEFT_MARGIN + CELL_SIZE * x, TOP_MARGIN + CELL_SIZE // 2 * y)
+            colour = (round(235 - 155 * fraction), round(80 + 125 * fraction), 90)
+            draw.rectangle((corner, (corner[0] + CELL_SIZE - 2, corner[1] + CELL_SIZE // 2 - 2)), fill=colour)
+            draw.text((corner[0] + 8, corner[1] + 8), f"{fraction:.0%}", fill="black")
+            draw.text((corner[0] + 8, corner[1] + 24), f"{log_probability:.2f}", fill="black")
     for y, row in enumerate(grid.rows):
-        draw.text((8, TOP + CELL // 2 * y + 14), row, fill="black")
+        draw.text((8, TOP_MARGIN + CELL_SIZE // 2 * y + 14), row, fill="black")
     image.save(path)
     return image
 
 
-def tensorboard(grid: Grid, name: str, folder: Path, *, step: int, picture: Any) -> None:
+def write_tensorboard(grid: ScoreGrid, name: str, folder: Path, *, step: int, image: Any) -> None:
     """Scalars by column, and the picture if there is one."""
     from torch.utils.tensorboard import SummaryWriter
 
     writer: Any = SummaryWriter(str(folder))
     for column in grid.columns:
-        each = [grid.values[row, column] for row in grid.rows]
+        row_values = [grid.values[row, column] for row in grid.rows]
         length = column.replace(",", "")
-        for tag, values in zip((name, f"{name}_log_probability"), zip(*each, strict=True), strict=True):
+        for tag, values in zip((name, f"{name}_log_probability"), zip(*row_values, strict=True), strict=True):
             writer.add_scalar(f"{tag}/{length}", sum(values) / len(values), step)
-    if picture is not None:
-        width, height = picture.size
-        pixels = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8).view(height, width, 3)
+    if image is not None:
+        width, height = image.size
+        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(height, width, 3)
         writer.add_image(name, pixels, step, dataformats="HWC")
     writer.close()

@@ -13,17 +13,17 @@ from typing import Any
 from torch import Tensor
 
 from models.batch import Batch
-from trainer.build import Placed
-from trainer.data.holdout import HeldOut
-from trainer.data.sequences import Rows
-from trainer.hardware.device import Numbers
-from trainer.metrics.loggers import or_dash
-from trainer.metrics.step_metrics import Tally, finite, means, position_names
+from trainer.build import ParallelModel
+from trainer.data.holdout import ValidationSet
+from trainer.data.sequences import BlendedDataset
+from trainer.hardware.device import AsyncHostCopy
+from trainer.metrics.loggers import format_or_dash
+from trainer.metrics.step_metrics import MetricAccumulator, finite_or_none, position_bucket_names, safe_divide
 from trainer.trainer import Trainer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class ValidationMetrics:
     """What rows of one length gave, over all ranks."""
 
     loss: float
@@ -31,120 +31,144 @@ class Seen:
     accuracy: float
     """Part of the targets that were the most likely token."""
     targets: int
-    by_position: list[float | None]
+    loss_by_position: list[float | None]
 
 
 @dataclass(frozen=True)
-class Result:
+class ValidationResult:
     """What a set gave after an update, by length, ascending."""
 
     name: str
     step: int
-    seen: Mapping[int, Seen]
+    metrics_by_length: Mapping[int, ValidationMetrics]
 
     @property
-    def longest(self) -> Seen:
-        return [*self.seen.values()][-1]
+    def longest_context(self) -> ValidationMetrics:
+        return [*self.metrics_by_length.values()][-1]
 
     @property
-    def by_context(self) -> dict[int, float]:
+    def loss_by_context(self) -> dict[int, float]:
         """The loss of the same targets by length of what they are fed with; empty for a set of one length."""
-        return {length: seen.loss for length, seen in self.seen.items()} if len(self.seen) > 1 else {}
+        return (
+            {length: metrics.loss for length, metrics in self.metrics_by_length.items()}
+            if len(self.metrics_by_length) > 1
+            else {}
+        )
 
-    def event(self, first: float | None) -> dict[str, Any]:
+    def event(self, first_loss: float | None) -> dict[str, Any]:
         """For events.jsonl; `first` is the first loss of this set in the run, if there was one."""
-        losses = self.by_context
-        shortest = next(iter(losses.values()), None)
-        loss = self.longest.loss
-        positions = dict(zip(position_names(), map(finite, self.longest.by_position), strict=True))
+        losses = self.loss_by_context
+        shortest_context_loss = next(iter(losses.values()), None)
+        loss = self.longest_context.loss
+        loss_by_position = dict(
+            zip(position_bucket_names(), map(finite_or_none, self.longest_context.loss_by_position), strict=True)
+        )
         return {
             "set": self.name,
             "step": self.step,
-            "loss": finite(loss),
-            "accuracy": finite(self.longest.accuracy),
-            "targets": self.longest.targets,
-            "by_position": None if losses else positions,
-            "by_context": {str(length): finite(each) for length, each in losses.items()} or None,
-            "gain": None if shortest is None else finite(shortest - loss),
-            "regression": finite(loss - (loss if first is None else first)),
+            "loss": finite_or_none(loss),
+            "accuracy": finite_or_none(self.longest_context.accuracy),
+            "targets": self.longest_context.targets,
+            "by_position": None if losses else loss_by_position,
+            "by_context": {str(length): finite_or_none(context_loss) for length, context_loss in losses.items()}
+            or None,
+            "gain": None if shortest_context_loss is None else finite_or_none(shortest_context_loss - loss),
+            "regression": finite_or_none(loss - (loss if first_loss is None else first_loss)),
         }
 
-    def tags(self) -> dict[str, float | None]:
+    def tensorboard_scalars(self) -> dict[str, float | None]:
         """For TensorBoard."""
         by_context: dict[str, float | None] = {
-            f"validation_context/{self.name}/{length}": loss for length, loss in self.by_context.items()
+            f"validation_context/{self.name}/{length}": loss for length, loss in self.loss_by_context.items()
         }
-        return {f"validation/{self.name}": self.longest.loss} | by_context
+        return {f"validation/{self.name}": self.longest_context.loss} | by_context
 
 
-class Validation:
+class Validator:
     """The validation of a run by its sets."""
 
-    def __init__(self, trainer: Trainer, sets: Sequence[HeldOut]) -> None:
-        self._trainer, self._sets = trainer, sets
+    def __init__(self, trainer: Trainer, validation_sets: Sequence[ValidationSet]) -> None:
+        self._trainer, self._validation_sets = trainer, validation_sets
         self._interval = trainer.config.validation.interval
 
-    def due(self, step: int) -> bool:
-        return step % self._interval == 0 or step == self._trainer.stage.last_step
+    def should_validate(self, step: int) -> bool:
+        return step % self._interval == 0 or step == self._trainer.stage.end_step
 
-    def run(self) -> Iterator[Result]:
+    def validate(self) -> Iterator[ValidationResult]:
         """What each set gives now, one after the other. Collective, and waits for the device."""
         training, step = self._trainer.config.training, self._trainer.step
-        most = training.micro_batch_size * training.seq_len
-        for each in self._sets:
-            yield Result(each.name, step, see(each, self._trainer.placed, most=most))
+        max_tokens = training.micro_batch_size * training.seq_len
+        for validation_set in self._validation_sets:
+            yield ValidationResult(
+                validation_set.name,
+                step,
+                evaluate_set(validation_set, self._trainer.parallel_model, max_tokens=max_tokens),
+            )
 
 
-def see(held: HeldOut, placed: Placed, *, most: int) -> dict[int, Seen]:
+def evaluate_set(
+    validation_set: ValidationSet, parallel_model: ParallelModel, *, max_tokens: int
+) -> dict[int, ValidationMetrics]:
     """What a set's rows give at each length, where a rank carries about so many tokens at once. Collective."""
-    return {rows.seq_len: see_rows(rows, held.num_rows, placed, most=most) for rows in held.rows}
+    return {
+        dataset.seq_len: evaluate_dataset(dataset, validation_set.num_sequences, parallel_model, max_tokens=max_tokens)
+        for dataset in validation_set.datasets
+    }
 
 
-def see_rows(rows: Rows, num_rows: int, placed: Placed, *, most: int) -> Seen:
-    tally = Tally(placed.mesh, placed.device)
-    losses, hits = tally.begin(), tally.begin()
+def evaluate_dataset(
+    dataset: BlendedDataset, num_sequences: int, parallel_model: ParallelModel, *, max_tokens: int
+) -> ValidationMetrics:
+    accumulator = MetricAccumulator(parallel_model.mesh, parallel_model.device)
+    loss_vector, accuracy_vector = accumulator.new_vector(), accumulator.new_vector()
 
-    def record(losses_BS: Tensor, hits_BS: Tensor, batch: Batch) -> None:
-        tally.add(losses, losses_BS, batch)
-        tally.add(hits, hits_BS, batch)
+    def record(losses_BS: Tensor, correct_BS: Tensor, batch: Batch) -> None:
+        accumulator.add(loss_vector, losses_BS, batch)
+        accumulator.add(accuracy_vector, correct_BS, batch)
 
-    placed.judge(batches(rows, num_rows, placed, most=most), record)
-    for vector in (losses, hits):
-        tally.sum_over_ranks(vector)
-    found, hit = (tally.slots.parts(Numbers(vector).read()) for vector in (losses, hits))
-    (loss,), (accuracy,) = (means(parts["loss"], parts["targets"]) for parts in (found, hit))
-    return Seen(
+    parallel_model.evaluate(eval_batches(dataset, num_sequences, parallel_model, max_tokens=max_tokens), record)
+    for vector in (loss_vector, accuracy_vector):
+        accumulator.all_reduce(vector)
+    loss_sums, accuracy_sums = (
+        accumulator.layout.split(AsyncHostCopy(vector).read()) for vector in (loss_vector, accuracy_vector)
+    )
+    (loss,), (accuracy,) = (safe_divide(sums["loss"], sums["targets"]) for sums in (loss_sums, accuracy_sums))
+    return ValidationMetrics(
         loss=math.nan if loss is None else loss,
         accuracy=math.nan if accuracy is None else accuracy,
-        targets=int(found["targets"][0]),
-        by_position=means(found["loss_by_position"], found["targets_by_position"]),
+        targets=int(loss_sums["targets"][0]),
+        loss_by_position=safe_divide(loss_sums["loss_by_position"], loss_sums["targets_by_position"]),
     )
 
 
-def batches(rows: Rows, num_rows: int, placed: Placed, *, most: int) -> Iterator[Batch]:
+def eval_batches(
+    dataset: BlendedDataset, num_sequences: int, parallel_model: ParallelModel, *, max_tokens: int
+) -> Iterator[Batch]:
     """What a rank reads of so many first rows, about so many tokens at once."""
-    for numbers in shared_out(num_rows, placed, size=max(1, most // rows.seq_len)):
-        yield rows.read(numbers, placed.share)
+    for indices in assign_sequences(num_sequences, parallel_model, batch_size=max(1, max_tokens // dataset.seq_len)):
+        yield dataset.read(indices, parallel_model.sequence_shard)
 
 
-def shared_out(num_rows: int, placed: Placed, *, size: int) -> Iterator[list[int | None]]:
+def assign_sequences(
+    num_sequences: int, parallel_model: ParallelModel, *, batch_size: int
+) -> Iterator[list[int | None]]:
     """Numbers of the rows of each batch of this rank, as many on every rank; None, which is padding, fills them up."""
-    rank, ranks = placed.mesh.data_rank, placed.mesh.data_ranks
-    each = -(-num_rows // ranks)
-    size = min(each, size)
-    for first in range(0, each, size):
-        numbers = range(first * ranks + rank, (first + size) * ranks, ranks)
-        yield [number if number < num_rows else None for number in numbers]
+    dp_rank, dp_size = parallel_model.mesh.dp_rank, parallel_model.mesh.dp_degree
+    sequences_per_rank = -(-num_sequences // dp_size)
+    batch_size = min(sequences_per_rank, batch_size)
+    for first in range(0, sequences_per_rank, batch_size):
+        indices = range(first * dp_size + dp_rank, (first + batch_size) * dp_size, dp_size)
+        yield [index if index < num_sequences else None for index in indices]
 
 
-def sentence(event: Mapping[str, Any]) -> str:
+def format_validation(event: Mapping[str, Any]) -> str:
     """A line for people: `validation long after update 500: loss 3.2100 (+0.0100)  accuracy 31.0%  by context ...`."""
     parts = [
-        f"validation {event['set']} after update {event['step']}: loss {or_dash(event['loss'], '.4f')} "
-        f"({or_dash(event['regression'], '+.4f')} since the first)",
-        f"accuracy {or_dash(event['accuracy'], '.1%')}",
+        f"validation {event['set']} after update {event['step']}: loss {format_or_dash(event['loss'], '.4f')} "
+        f"({format_or_dash(event['regression'], '+.4f')} since the first)",
+        f"accuracy {format_or_dash(event['accuracy'], '.1%')}",
     ]
     if event["by_context"]:
-        each = " ".join(f"{length}: {or_dash(loss, '.4f')}" for length, loss in event["by_context"].items())
-        parts.append(f"by context {each}, gain {or_dash(event['gain'], '+.4f')}")
+        losses = " ".join(f"{length}: {format_or_dash(loss, '.4f')}" for length, loss in event["by_context"].items())
+        parts.append(f"by context {losses}, gain {format_or_dash(event['gain'], '+.4f')}")
     return "  ".join(parts)

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint as a checkpoint of their own, which `checkpoint.initial` takes.
+"""The weights of a checkpoint as a checkpoint of their own, which `checkpoint.initial_load_path` takes.
 
 Bytes are copied as they lie there, and never become tensors: a model may be larger than the memory of this machine.
 """
@@ -14,51 +14,55 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint import manifest
-from trainer.checkpoint.durable_io import sync, write_synced
-from trainer.checkpoint.load import WEIGHTS, Reader
+from trainer.checkpoint.durable_io import fsync_path, write_and_fsync
+from trainer.checkpoint.load import MODEL_PREFIX, CheckpointReader
 
-PIECE = 1 << 24  # bytes copied at once
+COPY_CHUNK_BYTES = 1 << 24  # bytes copied at once
 
 
-def slim(checkpoint: Path, output: Path) -> int:
+def export_weights(checkpoint: Path, output: Path) -> int:
     """Writes `output`, which is not there yet, under another name first; returns its bytes. Raises as `Reader` does."""
-    reader = Reader(checkpoint)
+    reader = CheckpointReader(checkpoint)
     temporary = output.with_name(f".tmp-{output.name}-{os.getpid()}")
     temporary.mkdir(parents=True)
     try:
-        files = _copy(reader, temporary)
-        about = replace(manifest.read(checkpoint), files=files)
-        manifest.write(temporary, about)
-        sync(temporary)
+        files = _copy_weights(reader, temporary)
+        checkpoint_manifest = replace(manifest.read(checkpoint), files=files)
+        manifest.write(temporary, checkpoint_manifest)
+        fsync_path(temporary)
         temporary.rename(output)
-        sync(output.parent)
+        fsync_path(output.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return about.bytes
+    return checkpoint_manifest.bytes
 
 
-def _copy(reader: Reader, output: Path) -> dict[str, tuple[int, str]]:
+def _copy_weights(reader: CheckpointReader, output: Path) -> dict[str, tuple[int, str]]:
     by_file: defaultdict[str, list[tuple[Any, Any]]] = defaultdict(list)
-    for index, place in reader.metadata.storage_data.items():
-        if index.fqn.startswith(WEIGHTS):
-            by_file[place.relative_path].append((index, place))
-    moved: dict[Any, Any] = {}
-    for name, places in sorted(by_file.items()):
+    for index, storage_info in reader.metadata.storage_data.items():
+        if index.fqn.startswith(MODEL_PREFIX):
+            by_file[storage_info.relative_path].append((index, storage_info))
+    new_storage_data: dict[Any, Any] = {}
+    for name, entries in sorted(by_file.items()):
         with (reader.checkpoint / name).open("rb") as source, (output / name).open("wb") as target:
-            for index, place in sorted(places, key=lambda found: found[1].offset):
-                moved[index] = replace(place, offset=target.tell())
-                source.seek(place.offset)
-                left = place.length
-                while left:
-                    piece = source.read(min(left, PIECE))
-                    target.write(piece)
-                    left -= len(piece)
+            for index, storage_info in sorted(entries, key=lambda item: item[1].offset):
+                new_storage_data[index] = replace(storage_info, offset=target.tell())
+                source.seek(storage_info.offset)
+                remaining = storage_info.length
+                while remaining:
+                    chunk = source.read(min(remaining, COPY_CHUNK_BYTES))
+                    target.write(chunk)
+                    remaining -= len(chunk)
             target.flush()
             os.fsync(target.fileno())
     metadata = reader.metadata
-    kept = {name: entry for name, entry in metadata.state_dict_metadata.items() if name.startswith(WEIGHTS)}
-    planned = {name: path for name, path in (metadata.planner_data or {}).items() if name in kept}
-    slimmed = replace(metadata, state_dict_metadata=kept, storage_data=moved, planner_data=planned)
-    write_synced(output / manifest.METADATA, pickle.dumps(slimmed))
-    write_synced(output / manifest.STATE, (reader.checkpoint / manifest.STATE).read_bytes())
-    return {path.name: manifest.hash_of(path) for path in sorted(output.iterdir())}
+    weight_metadata = {
+        name: entry for name, entry in metadata.state_dict_metadata.items() if name.startswith(MODEL_PREFIX)
+    }
+    planner_data = {name: path for name, path in (metadata.planner_data or {}).items() if name in weight_metadata}
+    weights_only = replace(
+        metadata, state_dict_metadata=weight_metadata, storage_data=new_storage_data, planner_data=planner_data
+    )
+    write_and_fsync(output / manifest.METADATA_FILE, pickle.dumps(weights_only))
+    write_and_fsync(output / manifest.STATE_FILE, (reader.checkpoint / manifest.STATE_FILE).read_bytes())
+    return {path.name: manifest.hash_file(path) for path in sorted(output.iterdir())}

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from models import kernels
 from trainer.config.job_config import Config
-from trainer.errors import BAD_CONFIGURATION, RankError
-from trainer.hardware.device_specs import Device, device_called, load_device
+from trainer.errors import EXIT_BAD_CONFIG, RankFailedError
+from trainer.hardware.device_specs import DeviceSpec, load_device, match_device
 
 GIB = 1 << 30
 log = logging.getLogger(__name__)
@@ -29,68 +29,72 @@ def choose_device(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
-def stay_near(device: torch.device, pci: Path = Path("/sys/bus/pci/devices")) -> None:
+def bind_to_numa_node(device: torch.device, pci_devices: Path = Path("/sys/bus/pci/devices")) -> None:
     """Binds this process to the CPUs beside a CUDA device, of those it may use: memory comes from where they are."""
     if device.type != "cuda":
         return
     allowed = os.sched_getaffinity(0)
-    near = [_beside(torch.cuda.get_device_properties(other), pci) for other in range(torch.cuda.device_count())]
-    mine = near[device.index] & allowed
-    if mine and mine != allowed:
-        os.sched_setaffinity(0, mine)
+    local_cpus = [
+        _numa_cpus(torch.cuda.get_device_properties(other), pci_devices) for other in range(torch.cuda.device_count())
+    ]
+    bound_cpus = local_cpus[device.index] & allowed
+    if bound_cpus and bound_cpus != allowed:
+        os.sched_setaffinity(0, bound_cpus)
         # Whoever started this process dealt threads out for all CPUs of the machine.
-        torch.set_num_threads(max(1, min(torch.get_num_threads(), len(mine) // near.count(near[device.index]))))
-        log.info("bound to the %d of %d CPUs that are beside %s", len(mine), len(allowed), device)
+        torch.set_num_threads(
+            max(1, min(torch.get_num_threads(), len(bound_cpus) // local_cpus.count(local_cpus[device.index])))
+        )
+        log.info("bound to the %d of %d CPUs that are beside %s", len(bound_cpus), len(allowed), device)
 
 
-def _beside(properties: Any, pci: Path) -> set[int]:
+def _numa_cpus(properties: Any, pci_devices: Path) -> set[int]:
     """CPUs of the same NUMA node; none where nobody says."""
     address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     try:
-        listed = (pci / address / "local_cpulist").read_text()  # 0-27,56-83
-        ends = [[int(end) for end in part.split("-")] for part in listed.split(",") if part.strip()]
+        cpu_list = (pci_devices / address / "local_cpulist").read_text()  # 0-27,56-83
+        cpu_ranges = [[int(end) for end in part.split("-")] for part in cpu_list.split(",") if part.strip()]
     except (OSError, ValueError):
         return set()
-    return {cpu for first, *last in ends for cpu in range(first, (last or [first])[0] + 1)}
+    return {cpu for first, *last in cpu_ranges for cpu in range(first, (last or [first])[0] + 1)}
 
 
-def refuse_nondeterminism() -> None:
+def require_determinism() -> None:
     """From here on, operators without a deterministic kernel raise; cuBLAS is told by the launcher."""
     torch.use_deterministic_algorithms(True)  # noqa: FBT003
 
 
-def require_peers(device: torch.device) -> None:
+def require_peer_access(device: torch.device) -> None:
     """Raises RankError unless the devices of this host reach each other's memory."""
     others = range(torch.cuda.device_count() if device.type == "cuda" else 0)
-    lone = [other for other in others if other != device.index and not _reach(device, other)]
-    if lone or len(others) < 2:
-        found = f"{device} does not reach {lone}" if lone else f"this process sees {device} alone"
-        message = f"parallelism.async_tp = true needs several CUDA devices that reach each other's memory; {found}"
-        raise RankError(BAD_CONFIGURATION, message)
+    unreachable = [other for other in others if other != device.index and not _can_access_peer(device, other)]
+    if unreachable or len(others) < 2:
+        reason = f"{device} does not reach {unreachable}" if unreachable else f"this process sees {device} alone"
+        message = f"parallelism.async_tp = true needs several CUDA devices that reach each other's memory; {reason}"
+        raise RankFailedError(EXIT_BAD_CONFIG, message)
 
 
-def _reach(device: torch.device, other: int) -> bool:
+def _can_access_peer(device: torch.device, other: int) -> bool:
     return bool(torch.cuda.can_device_access_peer(device, other))
 
 
-def attention_kernel(config: Config, device: torch.device) -> str:
+def choose_attention_kernel(config: Config, device: torch.device) -> str:
     """The kernel of attention on this device, shown there to compute what matrix products do.
 
     Activates FlashAttention 3 or 4 where asked for. Raises RankError where a kernel is missing, or wrong: devices
     may differ.
     """
-    wanted, compute = config.training.attention, getattr(torch, config.training.dtype)
-    asked = "flash" if wanted in ("fa3", "fa4") else wanted
-    name = kernels.choose(torch.empty(0, dtype=compute, device=device), asked)
+    configured, compute_dtype = config.training.attention, getattr(torch, config.training.dtype)
+    requested = "flash" if configured in ("fa3", "fa4") else configured
+    name = kernels.select_kernel(torch.empty(0, dtype=compute_dtype, device=device), requested)
     if device.type == "cpu":
         return name
     try:
-        if wanted in ("fa3", "fa4"):
-            torch.nn.attention.activate_flash_attention_impl(wanted.upper())
-        kernels.check(name, device, compute, width=config.model.build().head_dim)
+        if configured in ("fa3", "fa4"):
+            torch.nn.attention.activate_flash_attention_impl(configured.upper())
+        kernels.verify_kernel(name, device, compute_dtype, width=config.model.build().head_dim)
     except (ImportError, RuntimeError, ValueError) as error:
-        message = f'training.attention = "{wanted}" does not work on {device}: {error}'
-        raise RankError(BAD_CONFIGURATION, message) from error
+        message = f'training.attention = "{configured}" does not work on {device}: {error}'
+        raise RankFailedError(EXIT_BAD_CONFIG, message) from error
     return name
 
 
@@ -98,25 +102,25 @@ def peak_flops(device: torch.device) -> float | None:
     """Peak of the device, None where it is unknown: a CPU has none, and another device's would be a lie."""
     if device.type != "cuda":
         return None
-    known = device_called(torch.cuda.get_device_name(device))
-    return None if known is None else known.peak
+    known = match_device(torch.cuda.get_device_name(device))
+    return None if known is None else known.peak_flops
 
 
-def planned_device(config: Config, device: torch.device) -> Device | None:
+def prediction_device(config: Config, device: torch.device) -> DeviceSpec | None:
     """What updates are predicted for: `plan.device`, else the device itself, if a table knows it."""
     if config.plan.device is not None:
         return load_device(config.plan.device)
-    return device_called(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return match_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
-def device_memory(device: torch.device) -> tuple[float, float] | None:
+def peak_device_memory(device: torch.device) -> tuple[float, float] | None:
     """Peak bytes allocated and reserved on the device since the process began; None on a CPU."""
     if device.type != "cuda":
         return None
     return float(torch.cuda.max_memory_allocated(device)), float(torch.cuda.max_memory_reserved(device))
 
 
-def host_memory() -> float:
+def peak_host_memory() -> float:
     """Bytes of this process that were resident at once, at their peak."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
@@ -142,14 +146,14 @@ class Stopwatch:
         milliseconds: float = self._events[0].elapsed_time(self._events[1])
         return milliseconds / 1000
 
-    def _mark(self, end: int) -> None:
+    def _mark(self, index: int) -> None:
         if self._cuda:
-            self._events[end].record()
+            self._events[index].record()
         else:
-            self._times[end] = time.perf_counter()
+            self._times[index] = time.perf_counter()
 
 
-class Work:
+class ComputeProbe:
     """What this rank does by itself, apart from waiting for others, in seconds that can be compared among ranks.
 
     On a CPU that is the process's own time. A CUDA device is asked for a product of two matrices, which is the same on
@@ -157,36 +161,36 @@ class Work:
     """
 
     def __init__(self, device: torch.device, size: int = 4096) -> None:
-        self._since = time.process_time()
-        self._product: Stopwatch | None = None
+        self._last_time = time.process_time()
+        self._probe_timer: Stopwatch | None = None
         cuda = device.type == "cuda"
         self._matrix = torch.ones(size, size, device=device, dtype=torch.bfloat16) if cuda else None
 
     def seconds(self) -> float:
         """Since the call before."""
         if self._matrix is None:
-            before, self._since = self._since, time.process_time()
-            return self._since - before
-        found = 0.0 if self._product is None else self._product.seconds()
-        self._product = Stopwatch(self._matrix.device)
-        self._product.start()
+            previous_time, self._last_time = self._last_time, time.process_time()
+            return self._last_time - previous_time
+        elapsed = 0.0 if self._probe_timer is None else self._probe_timer.seconds()
+        self._probe_timer = Stopwatch(self._matrix.device)
+        self._probe_timer.start()
         torch.mm(self._matrix, self._matrix)
-        self._product.stop()
-        return found
+        self._probe_timer.stop()
+        return elapsed
 
 
-class Numbers:
+class AsyncHostCopy:
     """A vector on its way from the device: the copy starts at once, `read` waits for it."""
 
     def __init__(self, vector: Tensor) -> None:
         self._vector = vector
-        self._copied: torch.cuda.Event | None = None
+        self._copy_event: torch.cuda.Event | None = None
         if vector.device.type == "cuda":
             self._vector = torch.empty_like(vector, device="cpu", pin_memory=True).copy_(vector, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+            self._copy_event = torch.cuda.Event()
+            self._copy_event.record()
 
     def read(self) -> list[float]:
-        if self._copied is not None:
-            self._copied.synchronize()
+        if self._copy_event is not None:
+            self._copy_event.synchronize()
         return self._vector.tolist()

@@ -2,7 +2,7 @@
 
 import sys
 
-from trainer.errors import FAILED
+from trainer.errors import EXIT_FAILURE
 from trainer.launch.launcher import main
 
 if __name__ == "__main__":
@@ -10,4 +10,4 @@ if __name__ == "__main__":
         sys.exit(main())
     except KeyboardInterrupt:
         sys.stderr.write("error: interrupted\n")
-        sys.exit(FAILED)
+        sys.exit(EXIT_FAILURE)

@@ -6,18 +6,18 @@ import ctypes
 import os
 import signal
 
-LAUNCHER = "LONGHAUL_LAUNCHER"
+LAUNCHER_PID_ENV = "LONGHAUL_LAUNCHER"
 """Environment variable in which the launcher leaves its process id to its workers."""
 
-SET_PARENT_DEATH_SIGNAL = 1
+PR_SET_PDEATHSIG = 1
 
 
 def die_with_launcher() -> None:
     """Asks the kernel to kill this process when its launcher ends (Linux). Without a launcher, nothing happens."""
-    launcher = os.environ.get(LAUNCHER)
-    if launcher is None:
+    launcher_pid = os.environ.get(LAUNCHER_PID_ENV)
+    if launcher_pid is None:
         return
-    ctypes.CDLL(None, use_errno=True).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != int(launcher):
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(launcher_pid):
         # It ended before the kernel was asked.
         os.kill(os.getpid(), signal.SIGKILL)

@@ -14,89 +14,106 @@ from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
-from trainer.checkpoint.run_dir import ResumeError, RunFolder, next_stage
-from trainer.config.job_config import Config, Stage
+from trainer.checkpoint.run_dir import ResumeError, RunDir, next_stage
+from trainer.config.job_config import Config, TrainingStage
 from trainer.config.parse import load
-from trainer.errors import BAD_CONFIGURATION, BEGAN, DONE, FAILED, NO_RETRY, ConfigError, RunError
-from trainer.launch.cluster import Cluster
-from trainer.launch.workers import TELLING_CODES, Workers
+from trainer.errors import (
+    EXIT_BAD_CONFIG,
+    EXIT_FAILURE,
+    EXIT_NO_RETRY,
+    EXIT_SUCCESS,
+    START_TIME_ENV,
+    ConfigError,
+    RunFailedError,
+)
+from trainer.launch.cluster import LaunchWorld
+from trainer.launch.workers import CONCLUSIVE_EXIT_CODES, Workers
 from trainer.resilience import exit_markers
-from trainer.resilience.hang_report import suspects
+from trainer.resilience.hang_report import summarize_hang
 
-LONGEST_BACK_OFF = 300.0
+MAX_BACKOFF_SECONDS = 300.0
 
 
-def live(config: Config, argv: Sequence[str], cluster: Cluster, script: Path) -> int:
+def run_with_restarts(config: Config, argv: Sequence[str], cluster: LaunchWorld, script: Path) -> int:
     """Runs what is left of the stages, each in processes of its own; returns the exit status."""
-    folder, workers = RunFolder(config.output_dir), Workers()
-    began, stuck, stage = time.time(), 0, next_stage(config)
-    os.environ.setdefault(BEGAN, str(began))
-    with workers.listening():
-        for life in count():
-            attempt = os.environ[exit_markers.ATTEMPT] = f"{socket.gethostname()}-{os.getpid()}-{began:.0f}.{life}"
-            before = folder.committed()[-1:]
-            status = workers.start(script, argv, cluster)
+    folder, workers = RunDir(config.output_dir), Workers()
+    start_time, failures_without_progress, stage = time.time(), 0, next_stage(config)
+    os.environ.setdefault(START_TIME_ENV, str(start_time))
+    with workers.forward_signals():
+        for launch_index in count():
+            attempt = os.environ[exit_markers.ATTEMPT_VARIABLE] = (
+                f"{socket.gethostname()}-{os.getpid()}-{start_time:.0f}.{launch_index}"
+            )
+            previous_checkpoint = folder.committed_checkpoints()[-1:]
+            status = workers.run(script, argv, cluster)
             if exit_markers.read(folder.path, attempt) == "REQUEUE":
-                return DONE
-            if status == DONE:
-                stage, status = _after(stage, argv)
+                return EXIT_SUCCESS
+            if status == EXIT_SUCCESS:
+                stage, status = _following_stage(stage, argv)
                 if stage is None:
                     return status
             else:
-                stuck = 0 if folder.committed()[-1:] != before else stuck + 1
-                if status in TELLING_CODES or workers.asked:
+                failures_without_progress = (
+                    0 if folder.committed_checkpoints()[-1:] != previous_checkpoint else failures_without_progress + 1
+                )
+                if status in CONCLUSIVE_EXIT_CODES or workers.received_signal:
                     return status
-                seconds = _pause(config, folder, cluster, life + 1, stuck)
-                if seconds is None:
+                delay = _restart_delay(config, folder, cluster, launch_index + 1, failures_without_progress)
+                if delay is None:
                     return status
-                workers.pause(seconds)
-            if workers.asked:
-                return _leave(folder, workers.asked.name, attempt)
+                workers.interruptible_sleep(delay)
+            if workers.received_signal:
+                return _exit_on_signal(folder, workers.received_signal.name, attempt)
     raise AssertionError("lives do not end by themselves")
 
 
-def _leave(folder: RunFolder, reason: str, attempt: str) -> int:
+def _exit_on_signal(folder: RunDir, reason: str, attempt: str) -> int:
     """Asked to while no worker was there to save anything; returns the exit status."""
-    if not folder.committed():
-        return FAILED
+    if not folder.committed_checkpoints():
+        return EXIT_FAILURE
     exit_markers.write(folder.path, "REQUEUE", reason=reason, attempt=attempt)
-    _say(folder, f"leaving: {reason}; the same command goes on from {_newest(folder)}")
-    return DONE
+    _report(folder, f"leaving: {reason}; the same command goes on from {_newest_checkpoint(folder)}")
+    return EXIT_SUCCESS
 
 
-def _pause(config: Config, folder: RunFolder, cluster: Cluster, life: int, stuck: int) -> float | None:
+def _restart_delay(
+    config: Config, folder: RunDir, cluster: LaunchWorld, launch_index: int, failures_without_progress: int
+) -> float | None:
     """Seconds until the start after a failure, the `stuck`-th in a row without a new checkpoint; None for no start."""
-    patience = config.distributed
-    for line in suspects(folder.hangs, cluster.world_size):
-        _say(folder, line)
+    limits = config.distributed
+    for line in summarize_hang(folder.hangs_dir, cluster.world_size):
+        _report(folder, line)
     # Nodes would have to fail, and to start again, at the same time.
-    if not patience.restarts or cluster.nodes > 1:
+    if not limits.restarts or cluster.num_nodes > 1:
         return None
-    if stuck > patience.restarts:
-        _say(folder, f"given up: {stuck} starts in a row without a new checkpoint (distributed.restarts)")
+    if failures_without_progress > limits.restarts:
+        _report(
+            folder,
+            f"given up: {failures_without_progress} starts in a row without a new checkpoint (distributed.restarts)",
+        )
         return None
-    seconds: float = min(patience.restart_seconds * 2 ** max(0, stuck - 1), LONGEST_BACK_OFF)
-    _say(folder, f"starting again in {seconds:g} s from {_newest(folder)}")
-    folder.event("restart", life=life, without_progress=stuck)
-    return seconds
+    delay: float = min(limits.restart_seconds * 2 ** max(0, failures_without_progress - 1), MAX_BACKOFF_SECONDS)
+    _report(folder, f"starting again in {delay:g} s from {_newest_checkpoint(folder)}")
+    folder.log_event("restart", life=launch_index, without_progress=failures_without_progress)
+    return delay
 
 
-def _after(before: Stage | None, argv: Sequence[str]) -> tuple[Stage | None, int]:
+def _following_stage(previous: TrainingStage | None, argv: Sequence[str]) -> tuple[TrainingStage | None, int]:
     """The stage that follows one that ended well, if there is one; else the exit status."""
-    if before is None or not before.name:
-        return None, DONE
+    if previous is None or not previous.name:
+        return None, EXIT_SUCCESS
     try:
-        after = next_stage(load(argv))  # What is still to come may have been changed meanwhile.
-    except (ConfigError, ResumeError, RunError) as error:
+        following = next_stage(load(argv))  # What is still to come may have been changed meanwhile.
+    except (ConfigError, ResumeError, RunFailedError) as error:
         sys.stderr.write(f"error: {error}\n")
-        return None, {ConfigError: BAD_CONFIGURATION, ResumeError: NO_RETRY}.get(type(error), FAILED)
-    return (None if after is None or after.index == before.index else after), DONE
+        return None, {ConfigError: EXIT_BAD_CONFIG, ResumeError: EXIT_NO_RETRY}.get(type(error), EXIT_FAILURE)
+    return (None if following is None or following.index == previous.index else following), EXIT_SUCCESS
 
 
-def _newest(folder: RunFolder) -> str:
-    committed = folder.committed()
+def _newest_checkpoint(folder: RunDir) -> str:
+    committed = folder.committed_checkpoints()
     return str(committed[-1][1]) if committed else "the beginning: there is no checkpoint yet"
 
 
-def _say(folder: RunFolder, line: str) -> None:
+def _report(folder: RunDir, line: str) -> None:
     sys.stderr.write(f"{folder.path}: {line}\n")

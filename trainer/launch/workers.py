@@ -17,91 +17,91 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from trainer.errors import BAD_CONFIGURATION, DONE, FAILED, NO_RETRY, STACKS
-from trainer.launch.cluster import Cluster
-from trainer.launch.parent_death import LAUNCHER
-from trainer.resilience.signals import ASKING
+from trainer.errors import EXIT_BAD_CONFIG, EXIT_FAILURE, EXIT_NO_RETRY, EXIT_SUCCESS, STACK_DUMP_SIGNAL
+from trainer.launch.cluster import LaunchWorld
+from trainer.launch.parent_death import LAUNCHER_PID_ENV
+from trainer.resilience.signals import STOP_SIGNALS
 
-TELLING_CODES = (NO_RETRY, BAD_CONFIGURATION)
+CONCLUSIVE_EXIT_CODES = (EXIT_NO_RETRY, EXIT_BAD_CONFIG)
 GRACE_SECONDS = 3.0
 """In which the peers of a rank that failed may say what they saw."""
-POLL_SECONDS = STACKS_SECONDS = 0.1
+POLL_SECONDS = STACK_DUMP_SECONDS = 0.1
 
 
 class Workers:
     """Processes of `script`, one for each rank of this node, and the signal that this process was sent meanwhile."""
 
     def __init__(self) -> None:
-        self.asked: signal.Signals | None = None
-        self._running: list[subprocess.Popen[bytes]] = []
+        self.received_signal: signal.Signals | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []
 
-    def start(self, script: Path, argv: Sequence[str], cluster: Cluster) -> int:
+    def run(self, script: Path, argv: Sequence[str], cluster: LaunchWorld) -> int:
         """Runs until all have left; returns the exit status. Starts none once this process was asked to leave."""
-        if self.asked:
-            return FAILED
-        first = cluster.node_rank * cluster.processes
+        if self.received_signal:
+            return EXIT_FAILURE
+        first_rank = cluster.node_rank * cluster.nproc_per_node
         command = [sys.executable, "-u", str(script), *argv]
-        environment = os.environ | _world(cluster)
+        environment = os.environ | _rank_environment(cluster)
         workers: list[subprocess.Popen[bytes]] = []
-        self._running = workers
+        self._processes = workers
         try:
-            for local in range(cluster.processes):
-                place = {"RANK": str(first + local), "LOCAL_RANK": str(local)}
-                workers.append(subprocess.Popen(command, env=environment | place))
-            if self.asked:
-                self._hand_on()  # It came while they were started; twice is not more than once.
-            return _ended(workers)
+            for local_rank in range(cluster.nproc_per_node):
+                rank_variables = {"RANK": str(first_rank + local_rank), "LOCAL_RANK": str(local_rank)}
+                workers.append(subprocess.Popen(command, env=environment | rank_variables))
+            if self.received_signal:
+                self._signal_workers()  # It came while they were started; twice is not more than once.
+            return _wait_for_all(workers)
         finally:
-            _kill([worker for worker in workers if worker.poll() is None])
-            self._running = []
+            _dump_stacks_and_kill([worker for worker in workers if worker.poll() is None])
+            self._processes = []
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
+    def forward_signals(self) -> Iterator[None]:
         """Within, a request to stop is the workers' to answer, and this process leaves as they do."""
-        heard = [number for number in ASKING if signal.getsignal(number) is not signal.SIG_IGN]
-        before = {number: signal.signal(number, self._forward) for number in heard}
+        handled = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        previous_handlers = {number: signal.signal(number, self._on_signal) for number in handled}
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in previous_handlers.items():
                 signal.signal(number, handler)
 
-    def pause(self, seconds: float) -> None:
+    def interruptible_sleep(self, seconds: float) -> None:
         """Waits, unless this process is asked to leave."""
         deadline = time.monotonic() + seconds
-        while not self.asked and (left := deadline - time.monotonic()) > 0:
-            time.sleep(min(left, POLL_SECONDS))
+        while not self.received_signal and (remaining := deadline - time.monotonic()) > 0:
+            time.sleep(min(remaining, POLL_SECONDS))
 
-    def _forward(self, number: int, _: FrameType | None) -> None:
-        self.asked = signal.Signals(number)
-        self._hand_on()
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        self.received_signal = signal.Signals(number)
+        self._signal_workers()
 
-    def _hand_on(self) -> None:
-        for worker in self._running:
-            worker.send_signal(self.asked or signal.SIGTERM)
+    def _signal_workers(self) -> None:
+        for worker in self._processes:
+            worker.send_signal(self.received_signal or signal.SIGTERM)
 
 
-def _kill(workers: Sequence[subprocess.Popen[bytes]]) -> None:
+def _dump_stacks_and_kill(workers: Sequence[subprocess.Popen[bytes]]) -> None:
     """Ends what is left, which may first say where it is."""
     for worker in workers:
-        worker.send_signal(STACKS)
+        worker.send_signal(STACK_DUMP_SIGNAL)
     if workers:
-        time.sleep(STACKS_SECONDS)
+        time.sleep(STACK_DUMP_SECONDS)
     for worker in workers:
         worker.kill()
         worker.wait()
 
 
-def _world(cluster: Cluster) -> dict[str, str]:
-    address, _, port = cluster.master.rpartition(":")
-    world = {
+def _rank_environment(cluster: LaunchWorld) -> dict[str, str]:
+    address, _, port = cluster.master_endpoint.rpartition(":")
+    variables = {
         "WORLD_SIZE": cluster.world_size,
-        "LOCAL_WORLD_SIZE": cluster.processes,
+        "LOCAL_WORLD_SIZE": cluster.nproc_per_node,
         "MASTER_ADDR": address,
         "MASTER_PORT": port if int(port) else free_port(address),
-        LAUNCHER: os.getpid(),
+        LAUNCHER_PID_ENV: os.getpid(),
     }
-    return {key: str(value) for key, value in world.items()}
+    return {key: str(value) for key, value in variables.items()}
 
 
 def free_port(address: str) -> int:
@@ -110,21 +110,21 @@ def free_port(address: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def _ended(workers: Sequence[subprocess.Popen[bytes]]) -> int:
+def _wait_for_all(workers: Sequence[subprocess.Popen[bytes]]) -> int:
     """Waits for all of them; of those that fail, the peers are killed, who would wait for them."""
     deadline = float("inf")
     while None in (codes := [worker.poll() for worker in workers]) and time.monotonic() < deadline:
         if any(codes) and deadline == float("inf"):
             deadline = time.monotonic() + GRACE_SECONDS
         time.sleep(POLL_SECONDS)
-    for local, (worker, code) in enumerate(zip(workers, codes, strict=True)):
+    for local_rank, (worker, code) in enumerate(zip(workers, codes, strict=True)):
         if code:
-            how = f"left with {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
-            sys.stderr.write(f"error: local rank {local} (pid {worker.pid}) {how}\n")
+            outcome = f"left with {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+            sys.stderr.write(f"error: local rank {local_rank} (pid {worker.pid}) {outcome}\n")
     failed = [code for code in codes if code]
-    return exit_status(failed) if failed else DONE
+    return exit_status(failed) if failed else EXIT_SUCCESS
 
 
 def exit_status(codes: Sequence[int]) -> int:
     """Of the workers that failed, the one that says why decides: its peers fail because it left."""
-    return next((code for code in TELLING_CODES if code in codes), FAILED)
+    return next((code for code in CONCLUSIVE_EXIT_CODES if code in codes), EXIT_FAILURE)

@@ -12,63 +12,74 @@ from typing import Any
 from trainer.config.job_config import Config
 from trainer.config.parse import toml_value
 from trainer.errors import ConfigError
-from trainer.memory.estimator import GIB, KEPT, ledger
+from trainer.memory.estimator import GIB, SAVED_ACTIVATIONS, estimate_memory
 
-DEVICE, HOST = 0.9, 0.75
+DEVICE_FRACTION, HOST_FRACTION = 0.9, 0.75
 """What may be filled of a device, where kernels and the allocator need the rest, and of a node, where data is read."""
-ROUNDED = 17 / 16
+PINNED_OVERHEAD = 17 / 16
 """What pinned memory takes at most of what lies in it."""
 # Each in the order in which it is tried, with what it adds to the time, about: copies, launches and sums of more pieces.
-LEVERS: dict[str, dict[Any, float]] = {
+MEMORY_OPTIONS: dict[str, dict[Any, float]] = {
     "recompute": {"none": 0, "keep_attention": 0, "full": 0},
     "offload": {"none": 0, "inputs": 0.004, "inputs_and_attention": 0.008},
     "mlp_tile_mib": {None: 0, 1024: 0.01, 256: 0.03},
     "head_groups": {1: 0, 2: 0.004, 4: 0.01, 8: 0.02, 16: 0.04},
-    "input_every": {1: 0, 2: 0, 4: 0, 8: 0},
+    "blocks_per_checkpoint": {1: 0, 2: 0, 4: 0, 8: 0},
 }
 
 
-def fitted(config: Config, world_size: int, *, ranks: int, device: float, host: float) -> Config:
+def fit_memory_options(
+    config: Config, world_size: int, *, ranks_per_node: int, device_bytes: float, host_bytes: float
+) -> Config:
     """The configuration with `auto` made into levers. Keys of `memory` that were given stay as they are.
 
     `device` are the bytes of a device, `host` those of a node of so many `ranks`. Raises ConfigError where nothing fits.
     """
     if config.memory.recompute != "auto":
         return config
-    room, node, given = device * DEVICE, host * HOST, config.memory.host_budget_gib
-    budget = node if given is None else given * GIB
-    broken: list[str] = []
+    device_limit, host_limit, budget_gib = (
+        device_bytes * DEVICE_FRACTION,
+        host_bytes * HOST_FRACTION,
+        config.memory.host_budget_gib,
+    )
+    offload_limit = host_limit if budget_gib is None else budget_gib * GIB
+    rejected_problems: list[str] = []
     closest: tuple[float, Config] | None = None
-    for choice in sorted(_choices(config), key=_time):
-        if problems := choice.shape_problems(world_size):
-            broken = broken or problems
+    for candidate in sorted(_candidates(config), key=_relative_step_time):
+        if problems := candidate.layout_problems(world_size):
+            rejected_problems = rejected_problems or problems
             continue
-        found = ledger(choice, world_size)
-        kept = found.line(KEPT).host * ranks * ROUNDED
-        fits_host = kept <= budget and (found.host - found.line(KEPT).host) * ranks + kept <= node
-        if fits_host and found.device <= room:
-            return _with_budget(choice, budget / GIB)
-        if fits_host and (closest is None or found.device < closest[0]):
-            closest = found.device, choice
+        estimate = estimate_memory(candidate, world_size)
+        saved_on_host = estimate.item(SAVED_ACTIVATIONS).host_bytes * ranks_per_node * PINNED_OVERHEAD
+        fits_host = (
+            saved_on_host <= offload_limit
+            and (estimate.host_bytes - estimate.item(SAVED_ACTIVATIONS).host_bytes) * ranks_per_node + saved_on_host
+            <= host_limit
+        )
+        if fits_host and estimate.device_bytes <= device_limit:
+            return _with_host_budget(candidate, offload_limit / GIB)
+        if fits_host and (closest is None or estimate.device_bytes < closest[0]):
+            closest = estimate.device_bytes, candidate
     if closest is None:
         raise ConfigError(
-            broken or [f'memory.recompute = "auto" finds nothing that fits {node / GIB:.1f} GiB of a node']
+            rejected_problems
+            or [f'memory.recompute = "auto" finds nothing that fits {host_limit / GIB:.1f} GiB of a node']
         )
-    least, choice = closest
+    smallest_bytes, candidate = closest
     raise ConfigError(
         [
-            f'memory.recompute = "auto" finds nothing that fits {room / GIB:.1f} GiB of a device ({DEVICE} of it) and '
-            f"{node / GIB:.1f} GiB of a node; least is {least / GIB:.1f} GiB, with {told(choice)}"
+            f'memory.recompute = "auto" finds nothing that fits {device_limit / GIB:.1f} GiB of a device ({DEVICE_FRACTION} of it) and '
+            f"{host_limit / GIB:.1f} GiB of a node; least is {smallest_bytes / GIB:.1f} GiB, with {describe_memory_options(candidate)}"
         ]
     )
 
 
-def told(config: Config) -> str:
+def describe_memory_options(config: Config) -> str:
     """What is kept and where, in words."""
-    return ", ".join(f"memory.{key} = {toml_value(value)}" for key, value in _changed(config).items())
+    return ", ".join(f"memory.{key} = {toml_value(value)}" for key, value in _non_default_options(config).items())
 
 
-def memory_of_node() -> float:
+def node_memory_bytes() -> float:
     """Bytes, or fewer if a container may take no more."""
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):
@@ -76,35 +87,38 @@ def memory_of_node() -> float:
     return float(installed)
 
 
-def _changed(config: Config) -> dict[str, Any]:
+def _non_default_options(config: Config) -> dict[str, Any]:
     return {
         key: value
-        for key, values in LEVERS.items()
+        for key, values in MEMORY_OPTIONS.items()
         if (value := getattr(config.memory, key)) is not None and (key == "recompute" or value != next(iter(values)))
     }
 
 
-def _choices(config: Config) -> Iterator[Config]:
+def _candidates(config: Config) -> Iterator[Config]:
     """Without a budget, within which attention might be computed again after all."""
     memory = config.memory
-    given = memory.model_fields_set - {"recompute"}
-    values = [[getattr(memory, key)] if key in given else [*LEVERS[key]] for key in LEVERS]
-    for chosen in product(*values):
-        levers = dict(zip(LEVERS, chosen, strict=True)) | {"device_gib": None, "host_budget_gib": None}
-        yield config.model_copy(update={"memory": memory.model_copy(update=levers)})
+    set_keys = memory.model_fields_set - {"recompute"}
+    values = [[getattr(memory, key)] if key in set_keys else [*MEMORY_OPTIONS[key]] for key in MEMORY_OPTIONS]
+    for combination in product(*values):
+        options = dict(zip(MEMORY_OPTIONS, combination, strict=True)) | {"device_gib": None, "host_budget_gib": None}
+        yield config.model_copy(update={"memory": memory.model_copy(update=options)})
 
 
-def _with_budget(config: Config, gib: float) -> Config:
+def _with_host_budget(config: Config, budget_gib: float) -> Config:
     if config.memory.offload == "none":
         return config
-    return config.model_copy(update={"memory": config.memory.model_copy(update={"host_budget_gib": gib})})
+    return config.model_copy(update={"memory": config.memory.model_copy(update={"host_budget_gib": budget_gib})})
 
 
-def _time(config: Config) -> tuple[float, int]:
+def _relative_step_time(config: Config) -> tuple[float, int]:
     """Executed FLOPs of a token, and about what else takes time; of equals the one with fewer levers is first."""
     memory, model = config.memory, config.model.build()
-    flops = model.executed_flops(
-        tokens=1, pairs=config.training.seq_len / 2, recompute=memory.recompute, input_every=memory.input_every
+    flops = model.hardware_flops(
+        tokens=1,
+        pairs=config.training.seq_len / 2,
+        recompute=memory.recompute,
+        blocks_per_checkpoint=memory.blocks_per_checkpoint,
     )
-    more = sum(values.get(getattr(memory, key), 0) for key, values in LEVERS.items())
-    return flops * (1 + more), len(_changed(config))
+    overhead = sum(values.get(getattr(memory, key), 0) for key, values in MEMORY_OPTIONS.items())
+    return flops * (1 + overhead), len(_non_default_options(config))

@@ -13,177 +13,213 @@ from parallelisms.parallel_dims import ContextPlan
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockMemory:
     """What a block holds of `tokens`, those of all tp ranks together. `wide` is the type of statistics, in bytes."""
 
     model: ModelConfig
     tokens: int
-    bytes: int = 2
-    wide: int = 4
+    compute_bytes: int = 2
+    stats_bytes: int = 4
     tp: int = 1
-    shares_tokens: bool = True
+    sequence_parallel: bool = True
     compiled: bool = False
-    context: ContextPlan | None = None
-    groups: int = 1
+    context_plan: ContextPlan | None = None
+    head_groups: int = 1
     """Of key/value heads."""
-    tile: int | None = None
+    mlp_tile_bytes: int | None = None
     """Bytes of a tile, where blocks compute again."""
 
     @property
-    def stream(self) -> int:
-        return self.bytes * self.model.dim * self.tokens // (self.tp if self.shares_tokens else 1)
+    def residual_bytes(self) -> int:
+        return self.compute_bytes * self.model.dim * self.tokens // (self.tp if self.sequence_parallel else 1)
 
     @property
-    def queries(self) -> int:
+    def q_numel(self) -> int:
         """Elements: of queries, of outputs, of the gradients of either."""
         return self.model.num_heads * self.model.head_dim * self.tokens // self.tp
 
     @property
-    def keys(self) -> int:
+    def kv_numel(self) -> int:
         """Elements of keys and values; a group's heads are repeated until they divide among those that exchange them."""
-        heads = max(1, self.model.num_kv_heads // self.tp) // self.groups
-        each = lcm(heads, self.context.ulysses if self.context else 1)
-        return 2 * self.groups * each * self.model.head_dim * self.tokens
+        heads = max(1, self.model.num_kv_heads // self.tp) // self.head_groups
+        heads_per_group = lcm(heads, self.context_plan.ulysses_degree if self.context_plan else 1)
+        return 2 * self.head_groups * heads_per_group * self.model.head_dim * self.tokens
 
     @property
-    def inner(self) -> int:
-        return self.bytes * self.model.ffn_dim * self.tokens // self.tp
+    def ffn_bytes(self) -> int:
+        return self.compute_bytes * self.model.ffn_dim * self.tokens // self.tp
 
-    def kept(self, policy: str) -> int:
+    def saved_bytes(self, policy: str) -> int:
         """For the backward pass: by attention, then by the feed-forward."""
-        return self.kept_by_attention(policy) + (self.kept_by_feed_forward() if policy == "none" else 0)
+        return self.attention_saved_bytes(policy) + (self.feed_forward_saved_bytes() if policy == "none" else 0)
 
     @property
-    def attended(self) -> int:
+    def attention_output_bytes(self) -> int:
         """What attention gave: its output and log-sum-exp."""
-        return self.bytes * self.queries + self.wide * self.model.num_heads * self.tokens // self.tp
+        return self.compute_bytes * self.q_numel + self.stats_bytes * self.model.num_heads * self.tokens // self.tp
 
-    def kept_by_attention(self, policy: str) -> int:
-        output = self.attended
+    def attention_saved_bytes(self, policy: str) -> int:
+        output_bytes = self.attention_output_bytes
         if policy != "none":
-            return self.stream + output * (policy == "keep_attention")
-        exchanged = self.bytes * self.queries * (self.context is not None and self.context.ulysses > 1)
-        return self._normed() + self.bytes * (self.queries + self.keys) + output + exchanged + self._normed_heads()
+            return self.residual_bytes + output_bytes * (policy == "keep_attention")
+        exchanged_bytes = (
+            self.compute_bytes * self.q_numel * (self.context_plan is not None and self.context_plan.ulysses_degree > 1)
+        )
+        return (
+            self._norm_saved_bytes()
+            + self.compute_bytes * (self.q_numel + self.kv_numel)
+            + output_bytes
+            + exchanged_bytes
+            + self._qk_norm_saved_bytes()
+        )
 
-    def kept_by_feed_forward(self) -> int:
-        return self._normed() + (3 if self.compiled else 2) * self.inner
+    def feed_forward_saved_bytes(self) -> int:
+        return self._norm_saved_bytes() + (3 if self.compiled else 2) * self.ffn_bytes
 
-    def _normed_heads(self) -> int:
+    def _qk_norm_saved_bytes(self) -> int:
         """What enters the norms of queries and keys, and a number for each head."""
-        heads = self.model.num_heads // self.tp + max(1, self.model.num_kv_heads // self.tp)
-        return heads * (self.bytes * self.model.head_dim + self.wide) * self.tokens * self.model.qk_norm
+        num_heads = self.model.num_heads // self.tp + max(1, self.model.num_kv_heads // self.tp)
+        return (
+            num_heads * (self.compute_bytes * self.model.head_dim + self.stats_bytes) * self.tokens * self.model.qk_norm
+        )
 
-    def _normed(self) -> int:
+    def _norm_saved_bytes(self) -> int:
         """What enters a norm, a number per token, and what leaves it for all tp ranks' tokens."""
-        numbers = self.wide * self.stream // (self.bytes * self.model.dim)
-        return self.stream + numbers + self.bytes * self.model.dim * self.tokens
+        statistics_bytes = self.stats_bytes * self.residual_bytes // (self.compute_bytes * self.model.dim)
+        return self.residual_bytes + statistics_bytes + self.compute_bytes * self.model.dim * self.tokens
 
     @property
-    def gathered(self) -> int:
+    def gathered_bytes(self) -> int:
         """The tokens of all tp ranks, where they are shared between them."""
-        return self.bytes * self.model.dim * self.tokens * (self.tp > 1 and self.shares_tokens)
+        return self.compute_bytes * self.model.dim * self.tokens * (self.tp > 1 and self.sequence_parallel)
 
-    def in_feed_forward(self) -> int:
+    def feed_forward_backward_bytes(self) -> int:
         """Its backward pass, where all is kept: the gradient of its output, whole under tp; of gate and up."""
-        return self.stream + self.gathered + 2 * self.inner
+        return self.residual_bytes + self.gathered_bytes + 2 * self.ffn_bytes
 
-    def in_attention(self, travels: int) -> int:
+    def attention_backward_bytes(self, grad_comm_bytes: int) -> int:
         """Its backward pass, where all is kept: the gradient of the stream, and what the operator holds. When it is done,
         so is what it kept.
         """
-        return self.stream + max(self._attending(travels), self._norming_heads(self.bytes) - self.attended)
+        return self.residual_bytes + max(
+            self._attention_op_backward_bytes(grad_comm_bytes),
+            self._qk_norm_backward_bytes(self.compute_bytes) - self.attention_output_bytes,
+        )
 
-    def _norming_heads(self, narrow: int) -> int:
+    def _qk_norm_backward_bytes(self, bytes_per_element: int) -> int:
         """In the backward pass of the norm of queries: so many bytes of each number, and three of the type of statistics."""
-        return (narrow + 3 * self.wide) * self.queries * self.model.qk_norm
+        return (bytes_per_element + 3 * self.stats_bytes) * self.q_numel * self.model.qk_norm
 
-    def _attending(self, travels: int) -> int:
+    def _attention_op_backward_bytes(self, grad_comm_bytes: int) -> int:
         """Gradients of attention's output, queries, keys and values; and what other ranks send.
 
         `travels` are the bytes in which gradients of keys and values are sent.
         """
-        own = self.bytes * 2 * self.queries
-        if self.context is None or self.context.ring == 1:
-            return own + self.bytes * self.keys
+        local_bytes = self.compute_bytes * 2 * self.q_numel
+        if self.context_plan is None or self.context_plan.ring_degree == 1:
+            return local_bytes + self.compute_bytes * self.kv_numel
         # Gradients are summed in the wide type, beside those of the part that was just computed.
-        own += self.wide * (self.queries + self.keys)
-        ring = self.context.ring
-        if self.context.rotation == "allgather":
-            others = ring - 1
-            apart = others * (2 * self.bytes + self.wide)
-            together = others * (self.bytes + self.wide) + ring * travels
-            return own + self.keys * max(apart, together)
-        again = 2 * travels + self.bytes if ring > 2 else 0  # Keys and gradients that are on their way.
-        return own + self.keys * (2 * self.bytes + self.wide + again)
+        local_bytes += self.stats_bytes * (self.q_numel + self.kv_numel)
+        ring = self.context_plan.ring_degree
+        if self.context_plan.rotate_method == "allgather":
+            num_remote = ring - 1
+            before_reduce = num_remote * (2 * self.compute_bytes + self.stats_bytes)
+            during_reduce = num_remote * (self.compute_bytes + self.stats_bytes) + ring * grad_comm_bytes
+            return local_bytes + self.kv_numel * max(before_reduce, during_reduce)
+        in_transit = (
+            2 * grad_comm_bytes + self.compute_bytes if ring > 2 else 0
+        )  # Keys and gradients that are on their way.
+        return local_bytes + self.kv_numel * (2 * self.compute_bytes + self.stats_bytes + in_transit)
 
     # ---- backward passes that compute again: everything but what is kept of other blocks
 
     def tiles(self) -> tuple[int, int]:
         """How many, and the tokens of the largest, of all tp ranks."""
-        if self.tile is None:
+        if self.mlp_tile_bytes is None:
             return 1, self.tokens
-        parts = self.tp if self.shares_tokens else 1
-        held = self.tokens // parts
-        most = max(1, self.tile // self._token() // parts)
-        count = -(-held // most)
-        return count, -(-held // count) * parts
+        num_token_shards = self.tp if self.sequence_parallel else 1
+        local_tokens = self.tokens // num_token_shards
+        max_tile_tokens = max(1, self.mlp_tile_bytes // self._tile_bytes_per_token() // num_token_shards)
+        count = -(-local_tokens // max_tile_tokens)
+        return count, -(-local_tokens // count) * num_token_shards
 
-    def _token(self) -> int:
-        width, inner = self.model.dim, self.model.ffn_dim // self.tp
-        return self.bytes * (2 * inner + 2 * max(inner, width) + width)
+    def _tile_bytes_per_token(self) -> int:
+        dim, ffn_dim = self.model.dim, self.model.ffn_dim // self.tp
+        return self.compute_bytes * (2 * ffn_dim + 2 * max(ffn_dim, dim) + dim)
 
-    def feed_forward_again(self) -> int:
+    def feed_forward_recompute_bytes(self) -> int:
         """Of x and what attention gave, the gradient that came and the one that goes; and a tile, in the feed-forward or in
         its norm, with the gradients of all matrices.
         """
         count, tokens = self.tiles()
-        width, inner = self.model.dim, self.model.ffn_dim // self.tp
-        own = self.bytes * width * tokens // (self.tp if self.shares_tokens else 1)
-        gathered = self.bytes * width * tokens * (self.tp > 1 and self.shares_tokens)
-        gates = self.bytes * inner * tokens
-        weights = self.bytes * width * inner
-        feeding = max(4 * gates + weights, 2 * gates + 3 * weights + own)
-        norming = 3 * weights + own + 3 * self.wide * own // self.bytes
-        sums = self.wide * 3 * width * inner * (count > 1)
-        tile = own + max(own + gathered, 2 * gathered) + max(feeding, norming - own)
-        return (2 + (count > 1)) * self.stream + self.attended + sums + tile
+        dim, ffn_dim = self.model.dim, self.model.ffn_dim // self.tp
+        local_bytes = self.compute_bytes * dim * tokens // (self.tp if self.sequence_parallel else 1)
+        gathered_bytes = self.compute_bytes * dim * tokens * (self.tp > 1 and self.sequence_parallel)
+        gate_bytes = self.compute_bytes * ffn_dim * tokens
+        weight_grad_bytes = self.compute_bytes * dim * ffn_dim
+        ffn_peak = max(4 * gate_bytes + weight_grad_bytes, 2 * gate_bytes + 3 * weight_grad_bytes + local_bytes)
+        norm_peak = 3 * weight_grad_bytes + local_bytes + 3 * self.stats_bytes * local_bytes // self.compute_bytes
+        accumulator_bytes = self.stats_bytes * 3 * dim * ffn_dim * (count > 1)
+        tile_bytes = (
+            local_bytes + max(local_bytes + gathered_bytes, 2 * gathered_bytes) + max(ffn_peak, norm_peak - local_bytes)
+        )
+        return (2 + (count > 1)) * self.residual_bytes + self.attention_output_bytes + accumulator_bytes + tile_bytes
 
-    def attention_again(self, travels: int) -> int:
+    def attention_recompute_bytes(self, grad_comm_bytes: int) -> int:
         """Of x and its gradient, whole under tp too; of groups that are done, the gradients of queries, in the place of
         attention's output, and of keys and values; queries, keys and values of one at work and of one on its way.
         """
-        groups = self.groups
-        done = max(0, groups - 2) * self.bytes * self.keys // groups
-        at_work = self._at_work() + self._on_its_way() * (groups > 1) + self._attending(travels)
-        return 2 * self.stream + 2 * self.gathered + self.attended + done + at_work // groups
+        groups = self.head_groups
+        finished_groups = max(0, groups - 2) * self.compute_bytes * self.kv_numel // groups
+        active_bytes = (
+            self._active_group_bytes()
+            + self._prefetched_group_bytes() * (groups > 1)
+            + self._attention_op_backward_bytes(grad_comm_bytes)
+        )
+        return (
+            2 * self.residual_bytes
+            + 2 * self.gathered_bytes
+            + self.attention_output_bytes
+            + finished_groups
+            + active_bytes // groups
+        )
 
-    def _at_work(self) -> int:
+    def _active_group_bytes(self) -> int:
         """Of all heads: queries, keys and values. Ranks that exchange heads hold these twice in the end, before and after
         the exchange, and attention's output and its gradient too.
         """
-        own = self.bytes * (self.queries + self.keys)
-        return own + (self.bytes * 2 * self.queries) * (self.context is not None and self.context.ulysses > 1)
+        qkv_bytes = self.compute_bytes * (self.q_numel + self.kv_numel)
+        return qkv_bytes + (self.compute_bytes * 2 * self.q_numel) * (
+            self.context_plan is not None and self.context_plan.ulysses_degree > 1
+        )
 
-    def _on_its_way(self) -> int:
+    def _prefetched_group_bytes(self) -> int:
         """Of all heads: queries, keys and values, with what is sent and received of them."""
-        own = self.bytes * (self.queries + self.keys)
-        if self.context is None or self.context.cp == 1:
-            return own
-        if self.context.ulysses > 1:
-            return 2 * own
-        received = self.context.ring if self.context.rotation == "allgather" else 1
-        return own + self.bytes * self.keys * (1 + received)
+        qkv_bytes = self.compute_bytes * (self.q_numel + self.kv_numel)
+        if self.context_plan is None or self.context_plan.cp == 1:
+            return qkv_bytes
+        if self.context_plan.ulysses_degree > 1:
+            return 2 * qkv_bytes
+        kv_buffers = self.context_plan.ring_degree if self.context_plan.rotate_method == "allgather" else 1
+        return qkv_bytes + self.compute_bytes * self.kv_numel * (1 + kv_buffers)
 
-    def projections_again(self) -> int:
+    def qkv_recompute_bytes(self) -> int:
         """Of x and its gradient, the gradients of queries, keys and values; and a tile of them, turned back, and its norm."""
         count, tokens = self.tiles()
-        width = self.model.dim
-        heads = self.bytes * (self.queries + self.keys)
-        own = self.bytes * width * tokens // (self.tp if self.shares_tokens else 1)
-        weights = width * heads // self.tokens
-        tile = heads * tokens // self.tokens
-        passing = max(2 * self.wide * self.queries, self._norming_heads(2 * self.bytes))
-        turning = tile * (self.groups > 1) + tile + passing * tokens // self.tokens
-        norming = weights + own + 3 * self.wide * own // self.bytes
-        sums = (self.wide * weights // self.bytes) * (count > 1)
-        return 2 * self.stream + self.gathered + heads + own + sums + max(turning, norming)
+        dim = self.model.dim
+        qkv_bytes = self.compute_bytes * (self.q_numel + self.kv_numel)
+        local_bytes = self.compute_bytes * dim * tokens // (self.tp if self.sequence_parallel else 1)
+        weight_grad_bytes = dim * qkv_bytes // self.tokens
+        tile_bytes = qkv_bytes * tokens // self.tokens
+        transient = max(2 * self.stats_bytes * self.q_numel, self._qk_norm_backward_bytes(2 * self.compute_bytes))
+        rope_peak = tile_bytes * (self.head_groups > 1) + tile_bytes + transient * tokens // self.tokens
+        norm_peak = weight_grad_bytes + local_bytes + 3 * self.stats_bytes * local_bytes // self.compute_bytes
+        accumulator_bytes = (self.stats_bytes * weight_grad_bytes // self.compute_bytes) * (count > 1)
+        return (
+            2 * self.residual_bytes
+            + self.gathered_bytes
+            + qkv_bytes
+            + local_bytes
+            + accumulator_bytes
+            + max(rope_peak, norm_peak)
+        )

@@ -11,390 +11,489 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import inf
 
-from parallelisms.pipeline_plan import SINGLE, SPLIT
+from parallelisms.pipeline_plan import SINGLE_STAGE_SCHEDULES, SPLIT_BACKWARD_SCHEDULES
 from trainer.config.job_config import Config
-from trainer.config.sections import PIECE
-from trainer.memory.block import Block
+from trainer.config.sections import OPTIMIZER_CHUNK_ELEMENTS
+from trainer.memory.block import BlockMemory
 
 GIB = 1 << 30
-KEPT = "kept for the backward pass"
-BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+SAVED_ACTIVATIONS = "kept for the backward pass"
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 Shapes = list[tuple[int, int]]
 """Rows and columns of parameters, as one tp rank holds them; norms have one column."""
 
 
 @dataclass(frozen=True)
-class Line:
+class MemoryItem:
     """What one kind of thing takes, in bytes."""
 
     name: str
-    device: float = 0
-    host: float = 0
+    device_bytes: float = 0
+    host_bytes: float = 0
 
     @property
-    def total(self) -> float:
-        return self.device + self.host
+    def total_bytes(self) -> float:
+        return self.device_bytes + self.host_bytes
 
 
 @dataclass(frozen=True)
-class Ledger:
+class MemoryEstimate:
     """What a rank holds when it holds most."""
 
-    moment: str
-    place: int
+    phase: str
+    pp_rank: int
     """Among the `pp` ranks of the pipeline."""
     pp: int
-    stream: int
+    residual_bytes: int
     """Bytes of the residual stream on one rank: u."""
-    lines: tuple[Line, ...]
+    items: tuple[MemoryItem, ...]
 
     @property
-    def device(self) -> float:
-        return sum(line.device for line in self.lines)
+    def device_bytes(self) -> float:
+        return sum(item.device_bytes for item in self.items)
 
     @property
-    def host(self) -> float:
-        return sum(line.host for line in self.lines)
+    def host_bytes(self) -> float:
+        return sum(item.host_bytes for item in self.items)
 
-    def line(self, name: str) -> Line:
-        return next(line for line in self.lines if line.name == name)
+    def item(self, name: str) -> MemoryItem:
+        return next(item for item in self.items if item.name == name)
 
     @property
-    def states(self) -> float:
+    def state_bytes(self) -> float:
         """Parameters, gradients and optimizer states, as far as they are on the device."""
-        return sum(line.device for line in self.lines[:3])
+        return sum(item.device_bytes for item in self.items[:3])
 
     @property
-    def k(self) -> float:
+    def residual_multiple(self) -> float:
         """The peak is states + k u."""
-        return (self.device - self.states) / self.stream
+        return (self.device_bytes - self.state_bytes) / self.residual_bytes
 
 
-def ledger(config: Config, world_size: int) -> Ledger:
+def estimate_memory(config: Config, world_size: int) -> MemoryEstimate:
     """Of the fullest rank. The configuration must have no problems."""
-    return max(ledgers(config, world_size), key=lambda found: found.device)
+    return max(estimate_memory_per_pp_rank(config, world_size), key=lambda estimate: estimate.device_bytes)
 
 
-def ledgers(config: Config, world_size: int) -> list[Ledger]:
+def estimate_memory_per_pp_rank(config: Config, world_size: int) -> list[MemoryEstimate]:
     """Of each rank of the pipeline, at its fullest moment; one where it is not cut."""
-    ranks = (Rank(config, world_size, place) for place in range(config.parallelism.pp))
-    return [_fullest([*rank.moments()]) for rank in ranks]
+    ranks = (RankMemory(config, world_size, pp_rank) for pp_rank in range(config.parallelism.pp))
+    return [_peak([*rank.phase_estimates()]) for rank in ranks]
 
 
-def _fullest(moments: list[Ledger]) -> Ledger:
+def _peak(estimates: list[MemoryEstimate]) -> MemoryEstimate:
     """Of the device; what the host keeps is most at another moment, when the forward pass ends."""
-    fullest = max(moments, key=lambda found: found.device)
-    most = max(found.line(KEPT).host for found in moments)
+    peak = max(estimates, key=lambda estimate: estimate.device_bytes)
+    saved_on_host = max(found.item(SAVED_ACTIVATIONS).host_bytes for found in estimates)
     return replace(
-        fullest, lines=tuple(replace(line, host=most) if line.name == KEPT else line for line in fullest.lines)
+        peak,
+        items=tuple(
+            replace(item, host_bytes=saved_on_host) if item.name == SAVED_ACTIVATIONS else item for item in peak.items
+        ),
     )
 
 
-class Rank:
+class RankMemory:
     """One rank of the pipeline, with what follows from the configuration for it."""
 
-    def __init__(self, config: Config, world_size: int, place: int) -> None:
+    def __init__(self, config: Config, world_size: int, pp_rank: int) -> None:
         training, parallelism = config.training, config.parallelism
-        self.config, self.place, self.model = config, place, config.model.build()
+        self.config, self.pp_rank, self.model = config, pp_rank, config.model.build()
         degrees = parallelism.degrees(world_size)
         self.tp, self.pipeline = degrees["tp"], config.pipeline_plan(world_size)
-        self.shards = degrees["dp_shard"] * degrees["cp"]
-        self.micro_batches = config.micro_batches(world_size)[1]
-        self.compute, self.stored = BYTES[training.dtype], max(4, BYTES[training.dtype])
-        self.reduced = BYTES[training.reduce_dtype] if self.compute == 2 else self.stored
-        self.moment = 2 if config.memory.optimizer_dtype == "bfloat16" else self.stored
-        self.on_host = config.memory.optimizer_placement == "host"
-        alone = self.shards * degrees["dp_replicate"] == 1
-        self.is_sharded = not alone or self.compute != self.stored or self.on_host
-        plan = config.context_plan()
-        self.tokens = training.micro_batch_size * plan.padded(training.seq_len) // degrees["cp"]
-        self.block = Block(
-            self.model, self.tokens, self.compute, self.stored, self.tp, parallelism.sequence_parallel,
-            training.compile, plan if degrees["cp"] > 1 else None, config.memory.head_groups,
+        self.num_shards = degrees["dp_shard"] * degrees["cp"]
+        self.num_micro_batches = config.micro_batches(world_size)[1]
+        self.compute_bytes, self.master_bytes = DTYPE_BYTES[training.dtype], max(4, DTYPE_BYTES[training.dtype])
+        self.reduce_bytes = DTYPE_BYTES[training.reduce_dtype] if self.compute_bytes == 2 else self.master_bytes
+        self.moment_bytes = 2 if config.memory.optimizer_dtype == "bfloat16" else self.master_bytes
+        self.optimizer_on_host = config.memory.optimizer_placement == "host"
+        is_single_rank = self.num_shards * degrees["dp_replicate"] == 1
+        self.is_sharded = not is_single_rank or self.compute_bytes != self.master_bytes or self.optimizer_on_host
+        context_plan = config.context_plan()
+        self.tokens = training.micro_batch_size * context_plan.padded_length(training.seq_len) // degrees["cp"]
+        self.block_memory = BlockMemory(
+            self.model, self.tokens, self.compute_bytes, self.master_bytes, self.tp, parallelism.sequence_parallel,
+            training.compile, context_plan if degrees["cp"] > 1 else None, config.memory.head_groups,
             None if config.memory.mlp_tile_mib is None else config.memory.mlp_tile_mib << 20,
         )  # fmt: skip
-        self.node = min(world_size, parallelism.node_ranks)
-        stages = self.pipeline.stages_of(place)
-        self.blocks = sum(self.pipeline.blocks[stage] for stage in stages)
-        self.is_first, self.is_last = 0 in stages, self.pipeline.num_stages - 1 in stages
+        self.ranks_per_node = min(world_size, parallelism.ranks_per_node)
+        stages = self.pipeline.stages_of(pp_rank)
+        self.num_blocks = sum(self.pipeline.blocks_per_stage[stage] for stage in stages)
+        self.has_first_stage, self.has_last_stage = 0 in stages, self.pipeline.num_stages - 1 in stages
 
     # ---- parameters
 
     def block_shapes(self) -> Shapes:
         E, G, tp = self.model.dim, self.model.ffn_dim // self.tp, self.tp
-        queries = self.model.num_heads * self.model.head_dim // tp
-        keys = self.model.num_kv_heads * self.model.head_dim // (tp if self.model.num_kv_heads >= tp else 1)
-        heads = [(self.model.head_dim, 1)] * (2 * self.model.qk_norm)
-        return [(queries, E), (keys, E), (keys, E), (E, queries), (G, E), (G, E), (E, G), (E, 1), (E, 1), *heads]
+        q_dim = self.model.num_heads * self.model.head_dim // tp
+        kv_dim = self.model.num_kv_heads * self.model.head_dim // (tp if self.model.num_kv_heads >= tp else 1)
+        qk_norms = [(self.model.head_dim, 1)] * (2 * self.model.qk_norm)
+        return [(q_dim, E), (kv_dim, E), (kv_dim, E), (E, q_dim), (G, E), (G, E), (E, G), (E, 1), (E, 1), *qk_norms]
 
     def head_shapes(self) -> Shapes:
-        shared = self.config.parallelism.loss_parallel
-        return [(self.model.vocab_size // (self.tp if shared else 1), self.model.dim)]
+        loss_parallel = self.config.parallelism.loss_parallel
+        return [(self.model.vocab_size // (self.tp if loss_parallel else 1), self.model.dim)]
 
     def embed_shapes(self) -> Shapes:
         tied = self.model.tie_embeddings
         return self.head_shapes() if tied else [(self.model.vocab_size // self.tp, self.model.dim)]
 
-    def ends(self) -> Shapes:
+    def embedding_and_head_shapes(self) -> Shapes:
         """What of embedding and head is on this rank."""
         head = self.head_shapes() * (not self.model.tie_embeddings) + [(self.model.dim, 1)]
-        return self.embed_shapes() * self.is_first + head * self.is_last
+        return self.embed_shapes() * self.has_first_stage + head * self.has_last_stage
 
-    def shard(self, shapes: Shapes) -> int:
+    def sharded_numel(self, shapes: Shapes) -> int:
         """Elements that this rank holds for good; of rows that do not divide, the first rank has most."""
-        return sum(-(-rows // self.shards) * columns for rows, columns in shapes)
+        return sum(-(-rows // self.num_shards) * columns for rows, columns in shapes)
 
-    def parameters(self) -> int:
-        return self._parameters
+    def local_numel(self) -> int:
+        return self._local_numel
 
     @cached_property
-    def _parameters(self) -> int:
-        return self.blocks * self.shard(self.block_shapes()) + self.shard(self.ends())
+    def _local_numel(self) -> int:
+        return self.num_blocks * self.sharded_numel(self.block_shapes()) + self.sharded_numel(
+            self.embedding_and_head_shapes()
+        )
 
     # ---- what is gathered, and what is not yet scattered
 
-    def weights(self, unit: Shapes) -> int:
+    def unsharded_weight_bytes(self, unit: Shapes) -> int:
         """Bytes of a unit of FSDP that is gathered, in the type of computation; without FSDP the parameters serve."""
-        return self.compute * _elements(unit) * self.is_sharded
+        return self.compute_bytes * _numel(unit) * self.is_sharded
 
-    def others(self, gathered: int) -> int:
+    def resident_weight_bytes(self, num_blocks: int) -> int:
         """Bytes of gathered units that stay so: those of a tied head, of so many blocks, of all stages of a pipeline."""
-        block = self.weights(self.block_shapes())
+        block_bytes = self.unsharded_weight_bytes(self.block_shapes())
         if self.pipeline.pp > 1:
-            return self.blocks * block + self.weights(self.ends())
-        root = self.weights(self.head_shapes()) * self.model.tie_embeddings
-        return root + block * (gathered if not self.config.parallelism.reshard_after_forward else min(1, gathered))
+            return self.num_blocks * block_bytes + self.unsharded_weight_bytes(self.embedding_and_head_shapes())
+        root_bytes = self.unsharded_weight_bytes(self.head_shapes()) * self.model.tie_embeddings
+        return root_bytes + block_bytes * (
+            num_blocks if not self.config.parallelism.reshard_after_forward else min(1, num_blocks)
+        )
 
-    def unscattered(self, unit: Shapes) -> int:
+    def unreduced_gradient_bytes(self, unit: Shapes) -> int:
         """Bytes of a unit's gradients on their way to be summed. They stay until the next unit's are there."""
         if not self.is_sharded or self.pipeline.pp > 1:
             return 0
-        return self.reduced * self.shard(unit) * self.shards
+        return self.reduce_bytes * self.sharded_numel(unit) * self.num_shards
 
     # ---- moments
 
-    def moments(self) -> Iterator[Ledger]:
-        kept = self._kept()
-        if self.is_last:
-            yield from self._in_head(kept)
-        for index in sorted({0, min(1, self.blocks - 1), self.blocks - 1} - {-1}):
-            yield from self._in_block(index, kept)
-        if self.is_first:
-            yield self._in_embedding()
+    def phase_estimates(self) -> Iterator[MemoryEstimate]:
+        saved = self._saved_activation_bytes()
+        if self.has_last_stage:
+            yield from self._head_estimates(saved)
+        for index in sorted({0, min(1, self.num_blocks - 1), self.num_blocks - 1} - {-1}):
+            yield from self._block_backward_estimates(index, saved)
+        if self.has_first_stage:
+            yield self._embedding_estimate()
         # Narrow moments are widened by pieces.
-        piece = min(PIECE, max(self.shard([shape]) for shape in self.block_shapes() + self.ends()))
-        wide = 2 * self.stored * piece * (self.moment < self.stored and not self.on_host)
-        yield self._at("in the optimizer", gradients=self.parameters(), passing=wide)
-
-    def in_flight(self) -> float:
-        """Micro-batches through all blocks of this rank of which it keeps activations."""
-        plan, count = self.pipeline, self.micro_batches
-        if plan.pp == 1 or plan.schedule == "GPipe":
-            return 1 if plan.pp == 1 else count
-        if plan.schedule in SPLIT:
-            return plan.pp + (plan.schedule == "DualPipeV") / 2
-        if plan.schedule in SINGLE:
-            return min(count, plan.pp - self.place)
-        laps = plan.stages_per_rank
-        return min(laps * count, (laps - 1) * plan.pp + 2 * (plan.pp - 1 - self.place) + 1) / laps
-
-    def _kept(self) -> float:
-        """By all blocks; tables of angles; and the stream behind the last, if it does not begin in a buffer."""
-        rotation = self.stored * self.model.head_dim * self.tokens * self.pipeline.stages_per_rank
-        return self.in_flight() * (self.by_blocks(self.blocks)[0] + rotation + self.block.stream * self.is_first)
-
-    def by_blocks(self, count: int, *, at_work: bool = False) -> tuple[float, float]:
-        """Bytes that so many blocks keep on the device and on the host; one more is at work, with its inputs, or not."""
-        memory, block, every = self.config.memory, self.block, self.config.memory.input_every
-        if memory.recompute == "none":
-            return count * block.kept("none"), 0
-        inputs = count // every if at_work else -(-count // every)
-        attended = block.attended * (memory.recompute == "keep_attention")
-        all_inputs = self.in_flight() * -(-self.blocks // every)
-        if memory.offload == "none" or not all_inputs:
-            return inputs * block.stream + count * attended, 0
-        room = inf if memory.host_budget_gib is None else memory.host_budget_gib * GIB / self.node
-        stream = min(block.stream, room / all_inputs)
-        room -= all_inputs * block.stream
-        on_host, on_device = stream * inputs, (block.stream - stream) * inputs
-        if memory.offload == "inputs":
-            return on_device + count * attended, on_host
-        # What attention gave and finds no room is computed again.
-        return on_device, on_host + count * min(attended, max(0, room / (self.in_flight() * self.blocks)))
-
-    def _in_head(self, kept: float) -> Iterator[Ledger]:
-        rows, width = self.head_shapes()[0]
-        entering, weight = self._entering(), self.stored * rows * width
-        tokens = entering // (self.compute * width)
-        narrow = self.compute * (self.compute < self.stored)
-        chunk = max(1, (self.config.memory.head_chunk_mib << 20) // (self.stored * rows))
-        token = (self.stored + narrow) * rows
-        logits = token * min(chunk, tokens) + self.compute * rows * width  # And its part of the weight's gradient.
-        begun, on_host = self._all_or(0), self.in_flight() * self.by_blocks(self.blocks)[1]
-        unit = [] if self.model.tie_embeddings else self.head_shapes()
-        head, before = self.weights(unit) * (self.pipeline.pp == 1), self.weights(self.block_shapes())
-        twice = self.shards > 1  # What was gathered last is there as it came, and as it is used.
-        at = partial(self._at, gradients=begun, whole_gradients=self._accumulated(), kept=kept, on_host=on_host)
-        yield at(
-            "in the head, forward",
-            weights=self.others(self.blocks) - before * self._reshards() + head + twice * (head or before),
-            head=2 * entering + weight + logits,
+        chunk = min(
+            OPTIMIZER_CHUNK_ELEMENTS,
+            max(self.sharded_numel([shape]) for shape in self.block_shapes() + self.embedding_and_head_shapes()),
         )
-        yield at(
+        master_chunk_bytes = (
+            2 * self.master_bytes * chunk * (self.moment_bytes < self.master_bytes and not self.optimizer_on_host)
+        )
+        yield self._estimate("in the optimizer", gradients=self.local_numel(), transient=master_chunk_bytes)
+
+    def in_flight_micro_batches(self) -> float:
+        """Micro-batches through all blocks of this rank of which it keeps activations."""
+        plan, num_micro_batches = self.pipeline, self.num_micro_batches
+        if plan.pp == 1 or plan.schedule == "GPipe":
+            return 1 if plan.pp == 1 else num_micro_batches
+        if plan.schedule in SPLIT_BACKWARD_SCHEDULES:
+            return plan.pp + (plan.schedule == "DualPipeV") / 2
+        if plan.schedule in SINGLE_STAGE_SCHEDULES:
+            return min(num_micro_batches, plan.pp - self.pp_rank)
+        stages_per_rank = plan.stages_per_rank
+        return (
+            min(
+                stages_per_rank * num_micro_batches,
+                (stages_per_rank - 1) * plan.pp + 2 * (plan.pp - 1 - self.pp_rank) + 1,
+            )
+            / stages_per_rank
+        )
+
+    def _saved_activation_bytes(self) -> float:
+        """By all blocks; tables of angles; and the stream behind the last, if it does not begin in a buffer."""
+        rotation = self.master_bytes * self.model.head_dim * self.tokens * self.pipeline.stages_per_rank
+        return self.in_flight_micro_batches() * (
+            self.saved_block_bytes(self.num_blocks)[0]
+            + rotation
+            + self.block_memory.residual_bytes * self.has_first_stage
+        )
+
+    def saved_block_bytes(self, num_blocks: int, *, in_backward: bool = False) -> tuple[float, float]:
+        """Bytes that so many blocks keep on the device and on the host; one more is at work, with its inputs, or not."""
+        memory, block, blocks_per_checkpoint = (
+            self.config.memory,
+            self.block_memory,
+            self.config.memory.blocks_per_checkpoint,
+        )
+        if memory.recompute == "none":
+            return num_blocks * block.saved_bytes("none"), 0
+        num_inputs = num_blocks // blocks_per_checkpoint if in_backward else -(-num_blocks // blocks_per_checkpoint)
+        attention_bytes = block.attention_output_bytes * (memory.recompute == "keep_attention")
+        total_inputs = self.in_flight_micro_batches() * -(-self.num_blocks // blocks_per_checkpoint)
+        if memory.offload == "none" or not total_inputs:
+            return num_inputs * block.residual_bytes + num_blocks * attention_bytes, 0
+        host_budget = inf if memory.host_budget_gib is None else memory.host_budget_gib * GIB / self.ranks_per_node
+        offloaded_bytes = min(block.residual_bytes, host_budget / total_inputs)
+        host_budget -= total_inputs * block.residual_bytes
+        on_host, on_device = offloaded_bytes * num_inputs, (block.residual_bytes - offloaded_bytes) * num_inputs
+        if memory.offload == "inputs":
+            return on_device + num_blocks * attention_bytes, on_host
+        # What attention gave and finds no room is computed again.
+        return on_device, on_host + num_blocks * min(
+            attention_bytes, max(0, host_budget / (self.in_flight_micro_batches() * self.num_blocks))
+        )
+
+    def _head_estimates(self, saved: float) -> Iterator[MemoryEstimate]:
+        vocab_rows, dim = self.head_shapes()[0]
+        input_bytes, weight_bytes = self._head_input_bytes(), self.master_bytes * vocab_rows * dim
+        tokens = input_bytes // (self.compute_bytes * dim)
+        low_precision_bytes = self.compute_bytes * (self.compute_bytes < self.master_bytes)
+        chunk = max(1, (self.config.memory.loss_chunk_mib << 20) // (self.master_bytes * vocab_rows))
+        bytes_per_token = (self.master_bytes + low_precision_bytes) * vocab_rows
+        logits_bytes = (
+            bytes_per_token * min(chunk, tokens) + self.compute_bytes * vocab_rows * dim
+        )  # And its part of the weight's gradient.
+        gradients, on_host = (
+            self._gradient_numel(0),
+            self.in_flight_micro_batches() * self.saved_block_bytes(self.num_blocks)[1],
+        )
+        head_unit = [] if self.model.tie_embeddings else self.head_shapes()
+        head_bytes, last_block_bytes = (
+            self.unsharded_weight_bytes(head_unit) * (self.pipeline.pp == 1),
+            self.unsharded_weight_bytes(self.block_shapes()),
+        )
+        has_gather_copy = self.num_shards > 1  # What was gathered last is there as it came, and as it is used.
+        estimate = partial(
+            self._estimate,
+            gradients=gradients,
+            unsharded_gradients=self._pipeline_gradient_bytes(),
+            saved=saved,
+            on_host=on_host,
+        )
+        yield estimate(
+            "in the head, forward",
+            weights=self.resident_weight_bytes(self.num_blocks)
+            - last_block_bytes * self._reshards_after_forward()
+            + head_bytes
+            + has_gather_copy * (head_bytes or last_block_bytes),
+            head=2 * input_bytes + weight_bytes + logits_bytes,
+        )
+        yield estimate(
             "in the head, backward",
-            weights=self.others(self.blocks) + head + twice * head,
-            head=2 * entering + 2 * weight + narrow * rows * width,
+            weights=self.resident_weight_bytes(self.num_blocks) + head_bytes + has_gather_copy * head_bytes,
+            head=2 * input_bytes + 2 * weight_bytes + low_precision_bytes * vocab_rows * dim,
         )
         # Its norm goes back by chunks, in single precision, from the gradient that came to the one that goes.
-        chunk = min(chunk, self.block.stream // (self.compute * width))
-        yield at(
+        chunk = min(chunk, self.block_memory.residual_bytes // (self.compute_bytes * dim))
+        yield estimate(
             "in the norm of the head, backward",
-            weights=self.others(self.blocks) + head,
-            whole_gradients=self._accumulated() or self.compute * rows * width,
-            head=2 * self.block.stream + chunk * width * (3 * self.stored + self.compute),
+            weights=self.resident_weight_bytes(self.num_blocks) + head_bytes,
+            unsharded_gradients=self._pipeline_gradient_bytes() or self.compute_bytes * vocab_rows * dim,
+            head=2 * self.block_memory.residual_bytes + chunk * dim * (3 * self.master_bytes + self.compute_bytes),
         )
 
-    def _in_block(self, index: int, kept: float) -> Iterator[Ledger]:
+    def _block_backward_estimates(self, index: int, saved: float) -> Iterator[MemoryEstimate]:
         """Backward through block `index` of the rank, when those after it are done."""
-        shapes, tied = self.block_shapes(), self.model.tie_embeddings
-        is_last, later = index == self.blocks - 1, self.blocks - 1 - index
-        done = self._all_or(later * self.shard(shapes) + self.shard(self.head_shapes()) * self.is_last)
-        again = self.config.memory.recompute != "none"
-        everything, left = self.by_blocks(self.blocks), self.by_blocks(index if again else index + 1, at_work=again)
-        on_device = kept - everything[0] + left[0] - self.block.stream * self.is_last
-        on_host = self.in_flight() * everything[1] - everything[1] + left[1]
-        own = self.weights(shapes)
-        following = own * (self._reshards() and self.shards > 1 and index > 0)
-        late = self.unscattered(([] if tied else self.head_shapes()) if is_last else shapes)
-        waiting = self._accumulated() + self.weights(self.head_shapes()) * tied
-        for name, passing, found in self._phases(index):
-            grown = _elements(found)
-            yield self._at(
+        shapes, is_tied = self.block_shapes(), self.model.tie_embeddings
+        is_last_block, num_later_blocks = index == self.num_blocks - 1, self.num_blocks - 1 - index
+        gradients = self._gradient_numel(
+            num_later_blocks * self.sharded_numel(shapes) + self.sharded_numel(self.head_shapes()) * self.has_last_stage
+        )
+        recomputes = self.config.memory.recompute != "none"
+        all_saved, still_saved = (
+            self.saved_block_bytes(self.num_blocks),
+            self.saved_block_bytes(index if recomputes else index + 1, in_backward=recomputes),
+        )
+        saved_on_device = saved - all_saved[0] + still_saved[0] - self.block_memory.residual_bytes * self.has_last_stage
+        saved_on_host = self.in_flight_micro_batches() * all_saved[1] - all_saved[1] + still_saved[1]
+        block_bytes = self.unsharded_weight_bytes(shapes)
+        prefetched_weights = block_bytes * (self._reshards_after_forward() and self.num_shards > 1 and index > 0)
+        unreduced = self.unreduced_gradient_bytes(([] if is_tied else self.head_shapes()) if is_last_block else shapes)
+        unsharded_gradients = (
+            self._pipeline_gradient_bytes() + self.unsharded_weight_bytes(self.head_shapes()) * is_tied
+        )
+        for name, transient, computed in self._block_backward_phases(index):
+            gradient_numel = _numel(computed)
+            yield self._estimate(
                 f"in {name} of block {index}, backward",
-                gradients=done if self.is_sharded else done + grown,
-                weights=self.others(index + 1) + following,
-                whole_gradients=late + waiting + self.compute * grown * self.is_sharded,
-                kept=on_device,
-                on_host=on_host,
+                gradients=gradients if self.is_sharded else gradients + gradient_numel,
+                weights=self.resident_weight_bytes(index + 1) + prefetched_weights,
+                unsharded_gradients=unreduced
+                + unsharded_gradients
+                + self.compute_bytes * gradient_numel * self.is_sharded,
+                saved=saved_on_device,
+                on_host=saved_on_host,
                 # The gradient that came may lie in a buffer of the pipeline.
-                passing=passing - self.block.stream * (is_last and not self.is_last),
+                transient=transient - self.block_memory.residual_bytes * (is_last_block and not self.has_last_stage),
             )
         if not self.is_sharded:
             return
-        yield self._at(
+        yield self._estimate(
             f"behind block {index}, scattering",
-            gradients=done,
-            weights=self.others(index) if not self._reshards() else self.others(0) + following,
-            whole_gradients=waiting + own + self.unscattered(shapes),
-            kept=on_device - (0 if again else self.block.kept("none")),
-            on_host=on_host,
-            passing=self.block.stream + self._fetched(index) if again else 0,
+            gradients=gradients,
+            weights=self.resident_weight_bytes(index)
+            if not self._reshards_after_forward()
+            else self.resident_weight_bytes(0) + prefetched_weights,
+            unsharded_gradients=unsharded_gradients + block_bytes + self.unreduced_gradient_bytes(shapes),
+            saved=saved_on_device - (0 if recomputes else self.block_memory.saved_bytes("none")),
+            on_host=saved_on_host,
+            transient=self.block_memory.residual_bytes + self._prefetched_bytes(index) if recomputes else 0,
         )
 
-    def _phases(self, index: int) -> Iterator[tuple[str, float, Shapes]]:
+    def _block_backward_phases(self, index: int) -> Iterator[tuple[str, float, Shapes]]:
         """Of the backward pass of a block: bytes in passing, and the matrices whose gradients have been found."""
-        block = self.block
-        _, _, _, output, *inner = self.block_shapes()[:7]
+        block_memory = self.block_memory
+        _, _, _, output, *ffn_shapes = self.block_shapes()[:7]
         if self.config.memory.recompute == "none":
-            yield "feed-forward", block.in_feed_forward(), inner[2:]
-            yield "attention", block.in_attention(self._travels()) - block.kept_by_feed_forward(), [output, *inner]
+            yield "feed-forward", block_memory.feed_forward_backward_bytes(), ffn_shapes[2:]
+            yield (
+                "attention",
+                block_memory.attention_backward_bytes(self._grad_comm_bytes())
+                - block_memory.feed_forward_saved_bytes(),
+                [output, *ffn_shapes],
+            )
             return
-        inputs = index % self.config.memory.input_every * block.stream
-        yield "feed-forward", block.feed_forward_again() + inputs, []
-        fetched = self._fetched(index) if self.config.memory.head_groups == 1 else 0
-        yield "attention", block.attention_again(self._travels()) + inputs + fetched, [output, *inner]
-        yield "projections", block.projections_again() + inputs + self._fetched(index), [output, *inner]
+        recomputed_inputs = index % self.config.memory.blocks_per_checkpoint * block_memory.residual_bytes
+        yield "feed-forward", block_memory.feed_forward_recompute_bytes() + recomputed_inputs, []
+        prefetched = self._prefetched_bytes(index) if self.config.memory.head_groups == 1 else 0
+        yield (
+            "attention",
+            block_memory.attention_recompute_bytes(self._grad_comm_bytes()) + recomputed_inputs + prefetched,
+            [output, *ffn_shapes],
+        )
+        yield (
+            "projections",
+            block_memory.qkv_recompute_bytes() + recomputed_inputs + self._prefetched_bytes(index),
+            [output, *ffn_shapes],
+        )
 
-    def _fetched(self, index: int) -> float:
+    def _prefetched_bytes(self, index: int) -> float:
         """Bytes on their way back to the device for the block before."""
         if self.config.memory.offload == "none" or index == 0:
             return 0
-        inputs, attention = self.by_blocks(1)[1], 0.0
-        inputs = min(self.block.stream, inputs)
+        input_bytes, attention_bytes = self.saved_block_bytes(1)[1], 0.0
+        input_bytes = min(self.block_memory.residual_bytes, input_bytes)
         if self.config.memory.head_groups == 1:
-            attention = self.by_blocks(1)[1] - inputs
-        return inputs + attention
+            attention_bytes = self.saved_block_bytes(1)[1] - input_bytes
+        return input_bytes + attention_bytes
 
-    def _in_embedding(self) -> Ledger:
+    def _embedding_estimate(self) -> MemoryEstimate:
         unit = self.embed_shapes()
-        whole = self.weights(unit) + self.unscattered(unit) + self._accumulated()
-        return self._at(
+        unsharded_bytes = (
+            self.unsharded_weight_bytes(unit) + self.unreduced_gradient_bytes(unit) + self._pipeline_gradient_bytes()
+        )
+        return self._estimate(
             "in the embedding, backward",
-            gradients=self.parameters() + _elements(unit) * (not self.is_sharded and self.micro_batches > 1),
-            weights=self.others(0),
-            whole_gradients=whole,
+            gradients=self.local_numel() + _numel(unit) * (not self.is_sharded and self.num_micro_batches > 1),
+            weights=self.resident_weight_bytes(0),
+            unsharded_gradients=unsharded_bytes,
         )
 
-    def _at(
+    def _estimate(
         self,
-        moment: str,
+        phase: str,
         *,
         gradients: float,
         weights: float = 0,
-        whole_gradients: float = 0,
-        kept: float = 0,
+        unsharded_gradients: float = 0,
+        saved: float = 0,
         on_host: float = 0,
-        passing: float = 0,
+        transient: float = 0,
         head: float = 0,
-    ) -> Ledger:
+    ) -> MemoryEstimate:
         """`gradients` in elements, all else in bytes."""
-        plan, states = self.pipeline, self.stored * self.parameters()
+        plan, parameter_bytes = self.pipeline, self.master_bytes * self.local_numel()
         # One for each input and each gradient that a stage receives in an update.
-        received = self.micro_batches * (2 * plan.stages_per_rank - self.is_first - self.is_last)
-        buffers = (plan.pp > 1) * (received + self._sent()) * self.block.stream
-        # Each micro-batch that is in the head has gradients there.
-        waiting = {"GPipe": self.micro_batches, "InterleavedZeroBubble": plan.pp}.get(plan.schedule, 1) - 1
-        if self.is_last and plan.pp > 1:
-            head += waiting * (self._entering() + self.stored * _elements(self.head_shapes()))
-        batch = 32 * self.tokens  # Tokens, labels, positions and documents are int64.
-        saving = self.config.checkpoint.enabled and self.config.checkpoint.asynchronous
-        held = self.stored * (self.parameters() if self.on_host else gradients)  # The host has to have room for all.
-        states_of = {"parameters": states, "gradients": held, "optimizer states": 2 * self.moment * self.parameters()}
-        lines = (
-            *(Line(name, **{"host" if self.on_host else "device": size}) for name, size in states_of.items()),
-            Line("gathered weights", weights),
-            Line("gradients before they are summed", whole_gradients),
-            Line(KEPT, kept, on_host),
-            Line("a block in passing", passing),
-            Line("the head", head),
-            Line("buffers of the pipeline", buffers),
-            Line("the copy that checkpoints are written of", 0, (states + states_of["optimizer states"]) * saving),
-            # An update is read while the one before it is computed.
-            Line("the batch", batch * (self.micro_batches if plan.pp > 1 else 1), 2 * batch * self.micro_batches),
+        num_receive_buffers = self.num_micro_batches * (
+            2 * plan.stages_per_rank - self.has_first_stage - self.has_last_stage
         )
-        return Ledger(moment, self.place, plan.pp, self.block.stream, lines)
+        buffers = (plan.pp > 1) * (num_receive_buffers + self._num_send_buffers()) * self.block_memory.residual_bytes
+        # Each micro-batch that is in the head has gradients there.
+        waiting_micro_batches = {"GPipe": self.num_micro_batches, "InterleavedZeroBubble": plan.pp}.get(
+            plan.schedule, 1
+        ) - 1
+        if self.has_last_stage and plan.pp > 1:
+            head += waiting_micro_batches * (self._head_input_bytes() + self.master_bytes * _numel(self.head_shapes()))
+        batch_bytes = 32 * self.tokens  # Tokens, labels, positions and documents are int64.
+        async_checkpoint = self.config.checkpoint.enabled and self.config.checkpoint.asynchronous
+        gradient_bytes = self.master_bytes * (
+            self.local_numel() if self.optimizer_on_host else gradients
+        )  # The host has to have room for all.
+        state_bytes = {
+            "parameters": parameter_bytes,
+            "gradients": gradient_bytes,
+            "optimizer states": 2 * self.moment_bytes * self.local_numel(),
+        }
+        items = (
+            *(
+                MemoryItem(name, **{"host_bytes" if self.optimizer_on_host else "device_bytes": size})
+                for name, size in state_bytes.items()
+            ),
+            MemoryItem("gathered weights", weights),
+            MemoryItem("gradients before they are summed", unsharded_gradients),
+            MemoryItem(SAVED_ACTIVATIONS, saved, on_host),
+            MemoryItem("a block in passing", transient),
+            MemoryItem("the head", head),
+            MemoryItem("buffers of the pipeline", buffers),
+            MemoryItem(
+                "the copy that checkpoints are written of",
+                0,
+                (parameter_bytes + state_bytes["optimizer states"]) * async_checkpoint,
+            ),
+            # An update is read while the one before it is computed.
+            MemoryItem(
+                "the batch",
+                batch_bytes * (self.num_micro_batches if plan.pp > 1 else 1),
+                2 * batch_bytes * self.num_micro_batches,
+            ),
+        )
+        return MemoryEstimate(phase, self.pp_rank, plan.pp, self.block_memory.residual_bytes, items)
 
-    def _sent(self) -> float:
+    def _num_send_buffers(self) -> float:
         """Outputs and gradients of micro-batches that are through, which longer schedules keep until the update ends."""
-        laps = self.pipeline.stages_per_rank
-        if self.pipeline.schedule in SINGLE:
+        stages_per_rank = self.pipeline.stages_per_rank
+        if self.pipeline.schedule in SINGLE_STAGE_SCHEDULES:
             return 0
-        through = laps * (self.micro_batches - self.in_flight())
-        return max(0, 2 * through - self.is_first * (through // laps) - self.is_last * -(-through // laps))
+        finished_micro_batches = stages_per_rank * (self.num_micro_batches - self.in_flight_micro_batches())
+        return max(
+            0,
+            2 * finished_micro_batches
+            - self.has_first_stage * (finished_micro_batches // stages_per_rank)
+            - self.has_last_stage * -(-finished_micro_batches // stages_per_rank),
+        )
 
-    def _reshards(self) -> bool:
+    def _reshards_after_forward(self) -> bool:
         return self.is_sharded and self.pipeline.pp == 1 and self.config.parallelism.reshard_after_forward
 
-    def _all_or(self, found: int) -> int:
+    def _gradient_numel(self, numel: int) -> int:
         """Elements of the gradients that are there: all, unless the first micro-batch that goes back is the fullest."""
         if self.pipeline.pp > 1 and self.is_sharded:
             return 0  # They are scattered once, at the end of the update.
-        return self.parameters() if self.micro_batches > self.in_flight() else found
+        return self.local_numel() if self.num_micro_batches > self.in_flight_micro_batches() else numel
 
-    def _accumulated(self) -> int:
+    def _pipeline_gradient_bytes(self) -> int:
         """Bytes of the whole gradients that a pipeline holds of its stages until the end of the update."""
         if self.pipeline.pp == 1 or not self.is_sharded:
             return 0
-        return self.reduced * (self.blocks * _elements(self.block_shapes()) + _elements(self.ends()))
+        return self.reduce_bytes * (
+            self.num_blocks * _numel(self.block_shapes()) + _numel(self.embedding_and_head_shapes())
+        )
 
-    def _entering(self) -> int:
+    def _head_input_bytes(self) -> int:
         """Bytes of the tokens that enter the head on this rank."""
-        shared = self.config.parallelism.loss_parallel
-        return self.compute * self.tokens * self.model.dim if shared else self.block.stream
+        loss_parallel = self.config.parallelism.loss_parallel
+        return self.compute_bytes * self.tokens * self.model.dim if loss_parallel else self.block_memory.residual_bytes
 
-    def _travels(self) -> int:
-        return BYTES[self.config.parallelism.cp_reduce_dtype] if self.compute == 2 else self.compute
+    def _grad_comm_bytes(self) -> int:
+        return DTYPE_BYTES[self.config.parallelism.cp_reduce_dtype] if self.compute_bytes == 2 else self.compute_bytes
 
 
-def _elements(shapes: Iterable[tuple[int, int]]) -> int:
+def _numel(shapes: Iterable[tuple[int, int]]) -> int:
     return sum(rows * columns for rows, columns in shapes)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TextIO
 
 
-class _StandardError(logging.StreamHandler[TextIO]):
+class _StderrHandler(logging.StreamHandler[TextIO]):
     """Writes to what `sys.stderr` is now, so that a progress bar can put itself below the lines."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -17,19 +17,19 @@ class _StandardError(logging.StreamHandler[TextIO]):
 
 
 def configure(rank: int) -> None:
-    handler = _StandardError()
-    handler.setFormatter(_format(rank, "%H:%M:%S"))
+    handler = _StderrHandler()
+    handler.setFormatter(_formatter(rank, "%H:%M:%S"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("trainer").setLevel(logging.INFO if rank == 0 else logging.WARNING)
 
 
-def keep(folder: Path, rank: int) -> None:
+def add_file_handler(folder: Path, rank: int) -> None:
     """Appends what this rank says to a file of its own, too; a rank that says nothing has none."""
     handler = logging.FileHandler(folder / f"rank-{rank}.log", delay=True)
-    handler.setFormatter(_format(rank, "%Y-%m-%d %H:%M:%S"))
+    handler.setFormatter(_formatter(rank, "%Y-%m-%d %H:%M:%S"))
     logging.getLogger().addHandler(handler)
 
 
-def _format(rank: int, time: str) -> logging.Formatter:
+def _formatter(rank: int, time: str) -> logging.Formatter:
     origin = "" if rank == 0 else f"[rank {rank}] "
     return logging.Formatter(f"%(asctime)s {origin}%(message)s", datefmt=time)

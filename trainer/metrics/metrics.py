@@ -13,325 +13,382 @@ from dataclasses import dataclass
 from pathlib import Path
 from socket import gethostname
 
-from parallelisms.collectives import gather_over, max_over
-from trainer.checkpoint.async_save import Saved
-from trainer.checkpoint.run_dir import RunFolder
-from trainer.config.job_config import Config, Stage
-from trainer.data.sequences import Rows
-from trainer.evaluation.validation import Result, sentence
-from trainer.hardware.device import GIB, Work, device_memory, host_memory, peak_flops, planned_device
-from trainer.memory.estimator import ledger
-from trainer.memory.report import table
-from trainer.metrics.loggers import JsonLines, Record, Sink, TensorBoard, console, in_a_row, or_dash
-from trainer.metrics.step_metrics import finite, position_names
-from trainer.plan.predicted_vs_measured import Beside
-from trainer.resilience.anomalies import ROLLBACKS, LostError, Pace, SpikeError
-from trainer.trainer import Measured, Trainer, Update
+from parallelisms.collectives import all_gather_object, max_over_ranks
+from trainer.checkpoint.async_save import SaveResult
+from trainer.checkpoint.run_dir import RunDir
+from trainer.config.job_config import Config, TrainingStage
+from trainer.data.sequences import BlendedDataset
+from trainer.evaluation.validation import ValidationResult, format_validation
+from trainer.hardware.device import (
+    GIB,
+    ComputeProbe,
+    peak_device_memory,
+    peak_flops,
+    peak_host_memory,
+    prediction_device,
+)
+from trainer.memory.estimator import estimate_memory
+from trainer.memory.report import memory_table
+from trainer.metrics.loggers import (
+    JsonlLogger,
+    MetricsLogger,
+    Record,
+    TensorBoardLogger,
+    build_console_logger,
+    format_losses,
+    format_or_dash,
+)
+from trainer.metrics.step_metrics import finite_or_none, position_bucket_names
+from trainer.plan.predicted_vs_measured import PredictedVsMeasured
+from trainer.resilience.anomalies import MAX_ROLLBACKS, DivergedError, LossSpikeError, StragglerDetector
+from trainer.trainer import StepMetrics, StepResult, Trainer
 
 log = logging.getLogger(__name__)
 
 
-class Metrics:
+class MetricsProcessor:
     """Collects updates and writes every `metrics.log_interval`-th, the first and the last.
 
     All ranks take part, because memory is the maximum over them; only rank 0 has sinks.
     """
 
     def __init__(
-        self, config: Config, folder: RunFolder, trainer: Trainer, *, later: Sequence[Rows] = (), resumed: Path | None
+        self,
+        config: Config,
+        folder: RunDir,
+        trainer: Trainer,
+        *,
+        later_datasets: Sequence[BlendedDataset] = (),
+        resumed_from: Path | None,
     ) -> None:
         """`config` is that of all stages, `later` the rows of those after this one."""
-        self.whole, self.config = config, trainer.config
+        self.run_config, self.config = config, trainer.config
         self.trainer = trainer
-        self.stage, self.rows = trainer.stage, trainer.rows
+        self.stage, self.dataset = trainer.stage, trainer.dataset
         self.folder = folder
         self.world = trainer.world
         self.model = self.config.model.build()
-        self.predicted = ledger(self.config, self.world.size)
-        self.planned = Beside(self.config, self.world.size, planned_device(self.config, self.world.device))
-        self.peak = self.config.metrics.peak_flops or peak_flops(self.world.device)
-        self.steps = self.stage.total
+        self.memory_estimate = estimate_memory(self.config, self.world.size)
+        self.step_time_check = PredictedVsMeasured(
+            self.config, self.world.size, prediction_device(self.config, self.world.device)
+        )
+        self.peak_flops = self.config.metrics.peak_flops or peak_flops(self.world.device)
+        self.total_steps = self.stage.total_steps
         self.first_step = trainer.step + 1
         self.last_loss = math.nan
-        self.last_by_shard: list[float | None] | None = None
-        self.skipped = trainer.scalars()["skipped"]
+        self.last_loss_by_shard: list[float | None] | None = None
+        self.skipped_steps = trainer.train_state()["skipped"]
         """Updates of the run so far whose gradient was not finite."""
-        self.pace = Pace(self.config.health.straggler_ratio)
-        self.work, self.host = Work(self.world.device), gethostname()
+        self.straggler_detector = StragglerDetector(self.config.health.straggler_ratio)
+        self.compute_probe, self.hostname = ComputeProbe(self.world.device), gethostname()
         self.rollbacks = 0
         """Since the newest checkpoint."""
         self.failed_saves = 0
         """Checkpoints that could not be written since this start."""
-        self._pending: Update | None = None
-        self._since = Totals()
-        self.sinks: list[Sink] = []
+        self._pending_result: StepResult | None = None
+        self._interval = IntervalTotals()
+        self.loggers: list[MetricsLogger] = []
         if self.world.rank == 0:
-            folder.begin(config, trainer.step)
-            left = config.stages[self.stage.index :]
-            self._greet(trainer, [*zip(left, (trainer.rows, *later), strict=True)], resumed)
-            self._open(config)
+            folder.record_start(config, trainer.step)
+            remaining_stages = config.training_stages[self.stage.index :]
+            self._log_run_start(
+                trainer, [*zip(remaining_stages, (trainer.dataset, *later_datasets), strict=True)], resumed_from
+            )
+            self._open_loggers(config)
 
-    def _open(self, config: Config) -> None:
-        self.sinks = [JsonLines(self.folder), console(self.steps, ranks=self.trainer.mesh.tokens.size())]
+    def _open_loggers(self, config: Config) -> None:
+        self.loggers = [
+            JsonlLogger(self.folder),
+            build_console_logger(self.total_steps, num_token_ranks=self.trainer.mesh.dp_cp_group.size()),
+        ]
         if config.metrics.tensorboard:
-            self.sinks.append(TensorBoard(self.folder, config, self.first_step))
+            self.loggers.append(TensorBoardLogger(self.folder, config, self.first_step))
 
-    def rolled_back(self, spike: SpikeError, checkpoint: Path | None, rows: tuple[int, int]) -> None:
+    def record_rollback(self, spike: LossSpikeError, checkpoint: Path | None, skipped_range: tuple[int, int]) -> None:
         """The trainer goes on from an earlier update; what was written since is cut."""
-        self._pending, self._since, self.first_step = None, Totals(), self.trainer.step + 1
-        self.skipped = self.trainer.scalars()["skipped"]
+        self._pending_result, self._interval, self.first_step = None, IntervalTotals(), self.trainer.step + 1
+        self.skipped_steps = self.trainer.train_state()["skipped"]
         self.rollbacks += 1
         if self.world.rank != 0:
             return
         self.close()
-        self.folder.begin(self.whole, self.trainer.step)
-        self._open(self.whole)
-        self.folder.event("rolled back", step=spike.step, to=str(checkpoint), without_rows=rows)
-        log.warning("rolled back from update %d to %s; rows %d to %d are left out", spike.step, checkpoint, *rows)
+        self.folder.record_start(self.run_config, self.trainer.step)
+        self._open_loggers(self.run_config)
+        self.folder.log_event("rolled back", step=spike.step, to=str(checkpoint), without_rows=skipped_range)
+        log.warning(
+            "rolled back from update %d to %s; rows %d to %d are left out", spike.step, checkpoint, *skipped_range
+        )
 
-    def _greet(self, trainer: Trainer, left: Sequence[tuple[Stage, Rows]], resumed: Path | None) -> None:
-        for change in trainer.changes:
-            log.info("changed since the checkpoint: %s", change)
+    def _log_run_start(
+        self,
+        trainer: Trainer,
+        remaining_stages: Sequence[tuple[TrainingStage, BlendedDataset]],
+        resumed_from: Path | None,
+    ) -> None:
+        for config_change in trainer.config_changes:
+            log.info("changed since the checkpoint: %s", config_change)
         degrees = " x ".join(f"{axis} {size}" for axis, size in trainer.mesh.degrees.items())
         log.info("%s on %s, %s", degrees, self.world.device, f"{self.model.num_parameters:,} parameters")
-        topology = self.config.topology(self.world.size, nodes=self.world.nodes)
-        for told in (*topology.drawing(), *self.config.plans(self.world.size), *table(self.predicted)):
-            log.info("%s", told)
-        log.info("attention kernel: %s", trainer.placed.kernel)
-        for stage, rows in left:
-            if stage.count > 1:
+        topology = self.config.topology(self.world.size, nodes=self.world.num_nodes)
+        for text in (
+            *topology.diagram(),
+            *self.config.parallelism_summary(self.world.size),
+            *memory_table(self.memory_estimate),
+        ):
+            log.info("%s", text)
+        log.info("attention kernel: %s", trainer.parallel_model.kernel)
+        for stage, dataset in remaining_stages:
+            if stage.num_stages > 1:
                 log.info("%s", stage.summary())
-            for told in rows.summary(stage.config.training.steps * stage.config.training.global_batch_size):
-                log.info("  %s", told)
-        for remark in (*self.config.remarks(self.world.size), *topology.remarks()):
-            log.warning("%s", remark)
-        if self.peak is None and self.world.device.type == "cuda":
+            for text in dataset.summary(stage.config.training.steps * stage.config.training.global_batch_size):
+                log.info("  %s", text)
+        for warning in (*self.config.warnings(self.world.size), *topology.warnings()):
+            log.warning("%s", warning)
+        if self.peak_flops is None and self.world.device.type == "cuda":
             log.warning("no peak FLOP/s is known for this device, so no MFU: set metrics.peak_flops")
-        if resumed is not None and trainer.step == self.stage.first_step and self.stage.index > 0:
-            state = "a fresh optimizer" if self.stage.is_fresh else "the optimizer's state"
-            log.info("%s begins from %s, with %s", self.stage, resumed, state)
-        elif resumed is not None:
-            drawn = dict(zip(self.rows.names, self.rows.mix.counts(trainer.next_row), strict=True))
-            told = f" ({', '.join(f'{name} {count}' for name, count in drawn.items())})" if len(drawn) > 1 else ""
+        if resumed_from is not None and trainer.step == self.stage.start_step and self.stage.index > 0:
+            optimizer_state = "a fresh optimizer" if self.stage.resets_optimizer else "the optimizer's state"
+            log.info("%s begins from %s, with %s", self.stage, resumed_from, optimizer_state)
+        elif resumed_from is not None:
+            sequences_by_source = dict(
+                zip(self.dataset.names, self.dataset.round_robin.counts(trainer.next_sequence), strict=True)
+            )
+            text = (
+                f" ({', '.join(f'{name} {count}' for name, count in sequences_by_source.items())})"
+                if len(sequences_by_source) > 1
+                else ""
+            )
             log.info(
                 "resumed from %s: next are update %d and row %d%s; the data is the same",
-                *(resumed, self.first_step, trainer.next_row, told),
+                *(resumed_from, self.first_step, trainer.next_sequence, text),
             )
-        start = {
+        fields = {
             "step": trainer.step,
             "stage": self.stage.name,
             "world_size": self.world.size,
-            "resumed": str(resumed) if resumed else None,
+            "resumed": str(resumed_from) if resumed_from else None,
         }
-        self.folder.event("start", **start)
+        self.folder.log_event("start", **fields)
 
-    def checkpointed(self, saves: Sequence[Saved]) -> None:
+    def record_checkpoints(self, saves: Sequence[SaveResult]) -> None:
         """Writes how saves ended."""
         self.failed_saves += sum(saved.problem is not None for saved in saves)
         for saved in saves if self.world.rank == 0 else ():
             if saved.problem is not None:
-                self.folder.event("checkpoint_failed", step=saved.step, reason=saved.problem)
-                numbers = {"checkpoint/failures": float(self.failed_saves)}
+                self.folder.log_event("checkpoint_failed", step=saved.step, reason=saved.problem)
+                scalars = {"checkpoint/failures": float(self.failed_saves)}
             else:
                 keys = ("bytes", "seconds", "blocked_seconds")
-                facts = {key: getattr(saved, key) for key in keys}
-                self.folder.event("checkpoint", path=str(saved.path), step=saved.step, **facts)
-                numbers = {f"checkpoint/{key}": float(value) for key, value in facts.items()}
-            for sink in self.sinks:
-                if isinstance(sink, TensorBoard):
-                    sink.add(numbers, saved.step)
+                fields = {key: getattr(saved, key) for key in keys}
+                self.folder.log_event("checkpoint", path=str(saved.path), step=saved.step, **fields)
+                scalars = {f"checkpoint/{key}": float(value) for key, value in fields.items()}
+            for logger in self.loggers:
+                if isinstance(logger, TensorBoardLogger):
+                    logger.add_scalars(scalars, saved.step)
 
-    def validated(self, results: Sequence[Result]) -> None:
+    def record_validation(self, results: Sequence[ValidationResult]) -> None:
         """Writes what the sets say after the last update that was written or taken."""
         self.flush()
         if self.world.rank != 0:
             return
         for result in results:
-            first = self.folder.first_validation(result.name)
-            event = result.event(first)
-            self.folder.event("validation", stage=self.stage.name, **event)
-            log.info("%s", sentence(event))
-            for sink in self.sinks:
-                if isinstance(sink, TensorBoard):
-                    sink.add(result.tags(), result.step)
+            first_loss = self.folder.first_validation_loss(result.name)
+            event = result.event(first_loss)
+            self.folder.log_event("validation", stage=self.stage.name, **event)
+            log.info("%s", format_validation(event))
+            for logger in self.loggers:
+                if isinstance(logger, TensorBoardLogger):
+                    logger.add_scalars(result.tensorboard_scalars(), result.step)
 
-    def farewell(self, reason: str = "") -> None:
+    def log_run_end(self, reason: str = "") -> None:
         """Says why the run ended, or why it is left, where everything is, and what to do next."""
         if self.world.rank != 0:
             return
-        facts = {"step": self.trainer.step, "loss": finite(self.last_loss), "skipped": self.skipped}
+        fields = {"step": self.trainer.step, "loss": finite_or_none(self.last_loss), "skipped": self.skipped_steps}
         if reason:
-            self.folder.event("left", reason=reason, **facts)
-            newest = self.folder.committed()[-1:]
-            where = f"from {newest[0][1]}" if newest else "from the beginning: there is no checkpoint"
+            self.folder.log_event("left", reason=reason, **fields)
+            latest_checkpoint = self.folder.committed_checkpoints()[-1:]
+            location = (
+                f"from {latest_checkpoint[0][1]}" if latest_checkpoint else "from the beginning: there is no checkpoint"
+            )
             log.info(
                 "left after update %d of %d (%s); the same command goes on %s",
                 self.trainer.step,
-                self.steps,
+                self.total_steps,
                 reason,
-                where,
+                location,
             )
             return
-        if self.stage.index + 1 < self.stage.count:
-            self.folder.event("stage", name=self.stage.name, **facts)
+        if self.stage.index + 1 < self.stage.num_stages:
+            self.folder.log_event("stage", name=self.stage.name, **fields)
             log.info(
                 "%s is done, loss %.3f; the next one follows, or the same command begins it", self.stage, self.last_loss
             )
             return
-        self.folder.event("end", **facts)
-        committed = self.folder.committed()
-        beside = Path(sys.executable).with_name("tensorboard")
-        tensorboard = beside if beside.exists() else "tensorboard"
-        where = f"newest checkpoint {committed[-1][1]}, " if committed else ""
+        self.folder.log_event("end", **fields)
+        checkpoints = self.folder.committed_checkpoints()
+        tensorboard_script = Path(sys.executable).with_name("tensorboard")
+        tensorboard = tensorboard_script if tensorboard_script.exists() else "tensorboard"
+        location = f"newest checkpoint {checkpoints[-1][1]}, " if checkpoints else ""
         log.info(
             "done: all %d updates%s; loss %s -> %.3f%s. Everything is in %s (%smetrics.jsonl). "
             "%sGo on: the same command with %s",
-            self.steps,
-            f", {self.skipped} of them skipped because their gradient was not finite" if self.skipped else "",
-            or_dash(self.folder.first_loss(), ".3f"),
+            self.total_steps,
+            f", {self.skipped_steps} of them skipped because their gradient was not finite"
+            if self.skipped_steps
+            else "",
+            format_or_dash(self.folder.first_loss(), ".3f"),
             self.last_loss,
-            f" (shards {in_a_row(self.last_by_shard)})" if self.last_by_shard else "",
+            f" (shards {format_losses(self.last_loss_by_shard)})" if self.last_loss_by_shard else "",
             self.folder.path,
-            where,
-            f"Look: {tensorboard} --logdir {self.folder.tensorboard}. " if self.config.metrics.tensorboard else "",
+            location,
+            f"Look: {tensorboard} --logdir {self.folder.tensorboard_dir}. " if self.config.metrics.tensorboard else "",
             "another [[stage]]" if self.stage.name else "a higher --training.steps",
         )
 
-    def write(self, update: Update) -> None:
+    def record_step(self, result: StepResult) -> None:
         """Takes an update and writes the one before, whose numbers have left the device by now; a CPU's are there."""
-        previous, self._pending = self._pending, update
+        previous, self._pending_result = self._pending_result, result
         if previous is not None:
-            self._take(previous)
+            self._process(previous)
         if self.world.device.type == "cpu":
             self.flush()
 
     def flush(self) -> None:
         """Writes the update that is still pending; waits for the device."""
-        previous, self._pending = self._pending, None
+        previous, self._pending_result = self._pending_result, None
         if previous is not None:
-            self._take(previous)
+            self._process(previous)
 
     def close(self) -> None:
-        for sink in self.sinks:
-            sink.close()
+        for logger in self.loggers:
+            logger.close()
 
-    def _take(self, update: Update) -> None:
-        measured = update.read()
-        self._since.add(update, measured)
-        self.last_loss = measured.loss
-        self.last_by_shard = measured.loss_by_shard
-        self.skipped += measured.skipped
-        self.trainer.goodput.add(measured.step_seconds)
-        above = self.trainer.losses.take(measured.loss, skipped=measured.skipped)
-        if measured.skipped and self.world.rank == 0:
-            log.warning("update %d skipped: its gradient is not finite (norm %s)", update.step, measured.grad_norm)
-            self.folder.event("skipped", step=update.step)
-        if update.step in (self.first_step, self.stage.last_step) or measured.skipped or self._is_due(update.step):
-            record = self._record(update, measured)
-            self._since = Totals()
-            for sink in self.sinks:
-                sink.write(record)
-            if update.step == self.first_step and record["memory_peak_gib"] is not None and self.world.rank == 0:
-                predicted = self.predicted.device / GIB
-                log.info("memory at its peak: %.2f GiB, predicted %.2f", record["memory_peak_gib"], predicted)
-        beside = self.planned.take(measured.step_seconds)
-        if beside is not None and self.world.rank == 0:
+    def _process(self, result: StepResult) -> None:
+        metrics = result.read()
+        self._interval.add(result, metrics)
+        self.last_loss = metrics.loss
+        self.last_loss_by_shard = metrics.loss_by_shard
+        self.skipped_steps += metrics.skipped
+        self.trainer.goodput.add_step(metrics.step_seconds)
+        sigmas = self.trainer.loss_spikes.observe(metrics.loss, skipped=metrics.skipped)
+        if metrics.skipped and self.world.rank == 0:
+            log.warning("update %d skipped: its gradient is not finite (norm %s)", result.step, metrics.grad_norm)
+            self.folder.log_event("skipped", step=result.step)
+        if result.step in (self.first_step, self.stage.end_step) or metrics.skipped or self._should_log(result.step):
+            record = self._build_record(result, metrics)
+            self._interval = IntervalTotals()
+            for logger in self.loggers:
+                logger.write(record)
+            if result.step == self.first_step and record["memory_peak_gib"] is not None and self.world.rank == 0:
+                predicted_gib = self.memory_estimate.device_bytes / GIB
+                log.info("memory at its peak: %.2f GiB, predicted %.2f", record["memory_peak_gib"], predicted_gib)
+        comparison = self.step_time_check.record_step(metrics.step_seconds)
+        if comparison is not None and self.world.rank == 0:
             log.info(
-                "an update takes %(measured_seconds).3g s, predicted %(predicted_seconds).3g for %(device)s", beside
+                "an update takes %(measured_seconds).3g s, predicted %(predicted_seconds).3g for %(device)s", comparison
             )
-            self.folder.event("planned", **beside)
-        if self.trainer.losses.is_lost:
-            skipped = self.trainer.losses.skipped_in_a_row
-            raise LostError(
-                f"update {update.step} and the {skipped - 1} before it had no finite gradient "
-                f"(health.skipped_in_a_row = {skipped})"
+            self.folder.log_event("planned", **comparison)
+        if self.trainer.loss_spikes.has_diverged:
+            consecutive_skips = self.trainer.loss_spikes.consecutive_skips
+            raise DivergedError(
+                f"update {result.step} and the {consecutive_skips - 1} before it had no finite gradient "
+                f"(health.max_consecutive_skips = {consecutive_skips})"
             )
-        if above is not None:
-            self._spike(update, measured, above)
+        if sigmas is not None:
+            self._handle_spike(result, metrics, sigmas)
 
-    def _spike(self, update: Update, measured: Measured, above: float) -> None:
+    def _handle_spike(self, result: StepResult, metrics: StepMetrics, sigmas: float) -> None:
         if self.world.rank == 0:
-            log.warning("update %d: loss %.3f is %.0f sigmas above those before", update.step, measured.loss, above)
-            self.folder.event("spike", step=update.step, loss=measured.loss, sigmas=above)
-        if self.config.health.on_spike == "roll_back" and self.rollbacks < ROLLBACKS:
-            raise SpikeError(update.step, self.trainer.next_row)
+            log.warning("update %d: loss %.3f is %.0f sigmas above those before", result.step, metrics.loss, sigmas)
+            self.folder.log_event("spike", step=result.step, loss=metrics.loss, sigmas=sigmas)
+        if self.config.health.on_spike == "roll_back" and self.rollbacks < MAX_ROLLBACKS:
+            raise LossSpikeError(result.step, self.trainer.next_sequence)
 
-    def _lag(self, seconds: float, waited: float) -> None:
+    def _check_stragglers(self, seconds: float, data_wait_seconds: float) -> None:
         """Tells of a rank that the others wait for."""
-        everyone = gather_over((self.host, waited, self.work.seconds()))
+        per_rank = all_gather_object((self.hostname, data_wait_seconds, self.compute_probe.seconds()))
         if self.world.rank != 0:
             return
-        hosts, waits, works = zip(*everyone, strict=True)
-        straggler = self.pace.take(hosts, waited=waits, worked=works, of=seconds)
+        hosts, data_waits, compute_seconds = zip(*per_rank, strict=True)
+        straggler = self.straggler_detector.observe(
+            hosts, data_waits=data_waits, compute_seconds=compute_seconds, interval_seconds=seconds
+        )
         if straggler is not None:
             log.warning("%s", straggler)
-            self.folder.event("straggler", **vars(straggler))
+            self.folder.log_event("straggler", **vars(straggler))
 
-    def _is_due(self, step: int) -> bool:
+    def _should_log(self, step: int) -> bool:
         return step % self.config.metrics.log_interval == 0
 
-    def _record(self, update: Update, measured: Measured) -> Record:
+    def _build_record(self, result: StepResult, metrics: StepMetrics) -> Record:
         """The line of an update; rates are over all updates since the line before."""
-        since = self._since
+        interval = self._interval
         # The slowest rank sets the pace, and the fullest runs out first.
-        peak, reserved = device_memory(self.world.device) or (0.0, 0.0)
-        self._lag(since.seconds, since.waited)
-        mine = [since.seconds, since.waited, peak, reserved, host_memory()]
-        seconds, waited, peak, reserved, rss = max_over(None, mine)
-        devices = self.world.size
-        amounts = {"tokens": since.tokens, "pairs": since.pairs}
-        flops = self.model.flops(**amounts) / seconds / devices
+        peak, reserved = peak_device_memory(self.world.device) or (0.0, 0.0)
+        self._check_stragglers(interval.seconds, interval.data_wait_seconds)
+        local_values = [interval.seconds, interval.data_wait_seconds, peak, reserved, peak_host_memory()]
+        seconds, data_wait_seconds, peak, reserved, rss = max_over_ranks(None, local_values)
+        num_devices = self.world.size
+        counts = {"tokens": interval.tokens, "pairs": interval.pairs}
+        model_flops_per_second = self.model.flops(**counts) / seconds / num_devices
         memory = self.config.memory
-        again = self.model.executed_flops(**amounts, recompute=memory.recompute, input_every=memory.input_every)
-        executed = again / seconds / devices
-        on_device = self.world.device.type != "cpu"
+        executed_flops = self.model.hardware_flops(
+            **counts, recompute=memory.recompute, blocks_per_checkpoint=memory.blocks_per_checkpoint
+        )
+        executed_flops_per_second = executed_flops / seconds / num_devices
+        is_accelerator = self.world.device.type != "cpu"
         record: Record = {
-            "step": update.step,
-            "tokens": measured.tokens_seen,
-            "loss": finite(measured.loss),
-            "grad_norm": finite(measured.grad_norm),
-            "lr": update.lr,
-            "step_seconds": seconds / since.updates,
-            "tokens_per_second": since.tokens / seconds,
-            "tokens_per_second_per_device": since.tokens / seconds / devices,
-            "tflops_per_device": flops / 1e12,
-            "mfu": flops / self.peak if self.peak else None,
-            "hfu": executed / self.peak if self.peak else None,
-            "data_wait_pct": 100 * waited / seconds,
-            "memory_peak_gib": peak / GIB if on_device else None,
-            "memory_reserved_gib": reserved / GIB if on_device else None,
+            "step": result.step,
+            "tokens": metrics.tokens_seen,
+            "loss": finite_or_none(metrics.loss),
+            "grad_norm": finite_or_none(metrics.grad_norm),
+            "lr": result.lr,
+            "step_seconds": seconds / interval.num_steps,
+            "tokens_per_second": interval.tokens / seconds,
+            "tokens_per_second_per_device": interval.tokens / seconds / num_devices,
+            "tflops_per_device": model_flops_per_second / 1e12,
+            "mfu": model_flops_per_second / self.peak_flops if self.peak_flops else None,
+            "hfu": executed_flops_per_second / self.peak_flops if self.peak_flops else None,
+            "data_wait_pct": 100 * data_wait_seconds / seconds,
+            "memory_peak_gib": peak / GIB if is_accelerator else None,
+            "memory_reserved_gib": reserved / GIB if is_accelerator else None,
             "rss_gib": rss / GIB,
             "goodput_pct": self.trainer.goodput.percent(),
-            "attention_imbalance": measured.attention_imbalance,
-            "loss_by_position": dict(zip(position_names(), map(finite, measured.loss_by_position), strict=True)),
-            "loss_by_shard": [finite(loss) for loss in measured.loss_by_shard] if measured.loss_by_shard else None,
+            "attention_imbalance": metrics.attention_imbalance,
+            "loss_by_position": dict(
+                zip(position_bucket_names(), map(finite_or_none, metrics.loss_by_position), strict=True)
+            ),
+            "loss_by_shard": [finite_or_none(loss) for loss in metrics.loss_by_shard]
+            if metrics.loss_by_shard
+            else None,
             "stage": self.stage.name,
-            "sources": self._sources(update, measured),
+            "sources": self._source_metrics(result, metrics),
         }
-        return record | {"skipped": True} if measured.skipped else record
+        return record | {"skipped": True} if metrics.skipped else record
 
-    def _sources(self, update: Update, measured: Measured) -> dict[str, dict[str, float | None]]:
-        epochs = self.rows.epochs(update.rows)
-        each = zip(self.rows.names, measured.tokens_by_source, epochs, measured.loss_by_source, strict=True)
+    def _source_metrics(self, result: StepResult, metrics: StepMetrics) -> dict[str, dict[str, float | None]]:
+        epochs = self.dataset.epochs(result.next_sequence)
+        per_source = zip(self.dataset.names, metrics.tokens_by_source, epochs, metrics.loss_by_source, strict=True)
         return {
-            name: {"tokens": int(tokens), "epochs": gone_through, "loss": loss and finite(loss)}
-            for name, tokens, gone_through, loss in each
+            name: {"tokens": int(tokens), "epochs": epoch, "loss": loss and finite_or_none(loss)}
+            for name, tokens, epoch, loss in per_source
         }
 
 
 @dataclass
-class Totals:
+class IntervalTotals:
     """What happened since the last line."""
 
-    updates: int = 0
+    num_steps: int = 0
     seconds: float = 0.0
-    waited: float = 0.0
+    data_wait_seconds: float = 0.0
     tokens: float = 0.0
     pairs: float = 0.0
 
-    def add(self, update: Update, measured: Measured) -> None:
-        self.updates += 1
-        self.seconds += measured.step_seconds
-        self.waited += update.data_wait_seconds
-        self.tokens += measured.tokens
-        self.pairs += measured.pairs
+    def add(self, result: StepResult, metrics: StepMetrics) -> None:
+        self.num_steps += 1
+        self.seconds += metrics.step_seconds
+        self.data_wait_seconds += result.data_wait_seconds
+        self.tokens += metrics.tokens
+        self.pairs += metrics.attended_pairs

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from trainer.config.job_config import Config
-from trainer.memory.report import advice
+from trainer.memory.report import out_of_memory_advice
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ class Recorder(Protocol):
     def stop(self) -> None: ...
 
 
-class Trace:
+class TraceRecorder:
     """torch.profiler, as a file for chrome://tracing or Perfetto."""
 
     def __init__(self, path: Path) -> None:
@@ -36,7 +36,7 @@ class Trace:
         log.info("trace %s", self.path)
 
 
-class MemoryRecording:
+class MemorySnapshotRecorder:
     """Every CUDA allocation, as a file for pytorch.org/memory_viz."""
 
     def __init__(self, path: Path) -> None:
@@ -46,26 +46,26 @@ class MemoryRecording:
         torch.cuda.memory._record_memory_history(max_entries=1_000_000)
 
     def stop(self) -> None:
-        dump_memory(self.path)
+        dump_memory_snapshot(self.path)
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
-class Window:
+class StepWindow:
     """Records `count` updates from update `first` on, or what is left of them after a resume."""
 
-    def __init__(self, recorder: Recorder, *, first: int, count: int) -> None:
+    def __init__(self, recorder: Recorder, *, first_step: int, num_steps: int) -> None:
         self.recorder = recorder
-        self.updates = range(first, first + count)
-        self.on = False
+        self.steps = range(first_step, first_step + num_steps)
+        self.is_recording = False
 
-    def step(self, done: int) -> None:
-        following = done + 1
-        if following in self.updates and not self.on:
+    def step(self, completed_step: int) -> None:
+        next_step = completed_step + 1
+        if next_step in self.steps and not self.is_recording:
             self.recorder.start()
-            self.on = True
-        elif self.on and following not in self.updates:
+            self.is_recording = True
+        elif self.is_recording and next_step not in self.steps:
             self.recorder.stop()
-            self.on = False
+            self.is_recording = False
 
 
 class Profilers:
@@ -74,28 +74,28 @@ class Profilers:
     def __init__(self, config: Config, folder: Path, *, rank: int, world_size: int, device: torch.device) -> None:
         self.config, self.world_size = config, world_size
         section = config.profiler
-        self.windows: list[Window] = []
-        self.snapshot = folder / f"memory-exhausted-rank-{rank}.pickle" if device.type == "cuda" else None
-        if (first := section.trace_step) is not None:
-            trace = Trace(folder / f"trace-step-{first}-rank-{rank}.json")
-            self.windows.append(Window(trace, first=first, count=section.trace_steps))
-        if (first := section.memory_step) is not None and device.type == "cuda":
-            memory = MemoryRecording(folder / f"memory-step-{first}-rank-{rank}.pickle")
-            self.windows.append(Window(memory, first=first, count=section.memory_steps))
+        self.windows: list[StepWindow] = []
+        self.oom_snapshot_path = folder / f"memory-exhausted-rank-{rank}.pickle" if device.type == "cuda" else None
+        if (first_step := section.trace_step) is not None:
+            trace = TraceRecorder(folder / f"trace-step-{first_step}-rank-{rank}.json")
+            self.windows.append(StepWindow(trace, first_step=first_step, num_steps=section.trace_steps))
+        if (first_step := section.memory_step) is not None and device.type == "cuda":
+            memory = MemorySnapshotRecorder(folder / f"memory-step-{first_step}-rank-{rank}.pickle")
+            self.windows.append(StepWindow(memory, first_step=first_step, num_steps=section.memory_steps))
 
-    def step(self, done: int) -> None:
+    def step(self, completed_step: int) -> None:
         """Called when `done` updates have run: before the first, and after each."""
         for window in self.windows:
-            window.step(done)
+            window.step(completed_step)
 
-    def out_of_memory(self, error: torch.OutOfMemoryError) -> str:
+    def report_out_of_memory(self, error: torch.OutOfMemoryError) -> str:
         """Saves what fills the device; returns what to tell the user."""
-        if self.snapshot is not None:
-            dump_memory(self.snapshot)
-        return "\n".join((f"out of device memory: {error}", *advice(self.config, self.world_size)))
+        if self.oom_snapshot_path is not None:
+            dump_memory_snapshot(self.oom_snapshot_path)
+        return "\n".join((f"out of device memory: {error}", *out_of_memory_advice(self.config, self.world_size)))
 
 
-def dump_memory(path: Path) -> None:
+def dump_memory_snapshot(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.cuda.memory._dump_snapshot(str(path))
     log.warning("memory snapshot %s", path)

@@ -23,99 +23,118 @@ from threading import Event, Thread
 import torch
 from torch import Tensor
 
-from models.view import unchanged
-from trainer.metrics.loggers import duration
-from trainer.trainer import Trainer, Update
+from models.view import identity
+from trainer.metrics.loggers import format_duration
+from trainer.trainer import StepResult, Trainer
 
 log = logging.getLogger(__name__)
 
-BACKWARD = 2.5
+BACKWARD_COST = 2.5
 """Forward passes that a block's backward pass lasts, roughly: 2, or 3 where it is computed again."""
 
 
-class Heartbeat:
+class ProgressReporter:
     """Rank 0 tells, as long as this is entered, how far an update is after every `interval` seconds of it."""
 
     def __init__(self, trainer: Trainer, *, interval: float = 60.0) -> None:
         self._trainer, self._interval = trainer, interval
-        self._steps, self._micro_batches = trainer.stage.total, trainer.loader.num_micro_batches
-        self.work = (1 + BACKWARD) * self._micro_batches * sum(len(part.blocks) for part in trainer.parts.values())
+        self._total_steps, self._num_micro_batches = trainer.stage.total_steps, trainer.loader.num_micro_batches
+        self.total_work = (
+            (1 + BACKWARD_COST)
+            * self._num_micro_batches
+            * sum(len(stage.blocks) for stage in trainer.stage_modules.values())
+        )
         """Forward passes of a block that an update lasts; `done` are behind it."""
-        self.done = 0.0
-        self._step, self._began, self._beats, self._before, self._at = 0, 0.0, 0, 0.0, ""
-        self._marks: deque[tuple[torch.cuda.Event | None, Callable[[], None]]] = deque()
-        self._ended = Event()
-        self._thread = Thread(target=self._watch, name="heartbeat", daemon=True)
+        self.completed_work = 0.0
+        self._step, self._step_start, self._num_reports, self._previous_step_seconds, self._position = (
+            0,
+            0.0,
+            0,
+            0.0,
+            "",
+        )
+        self._markers: deque[tuple[torch.cuda.Event | None, Callable[[], None]]] = deque()
+        self._stop_event = Event()
+        self._thread = Thread(target=self._poll, name="heartbeat", daemon=True)
 
-    def __enter__(self) -> Heartbeat:
+    def __enter__(self) -> ProgressReporter:
         if self._trainer.world.rank == 0:
-            for part in self._trainer.parts.values():
-                part.between = partial(self._between, count(), len(part.blocks))
+            for stage in self._trainer.stage_modules.values():
+                stage.block_boundary_hook = partial(self._track_block, count(), len(stage.blocks))
             self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ended.set()
+        self._stop_event.set()
         if self._thread.is_alive():
             self._thread.join()
-        for part in self._trainer.parts.values():
-            part.between = unchanged
+        for stage in self._trainer.stage_modules.values():
+            stage.block_boundary_hook = identity
 
-    def updates(self) -> Generator[Update, None, None]:
+    def train_steps(self) -> Generator[StepResult, None, None]:
         """Those of the trainer."""
-        updates = self._trainer.updates()
-        while self._trainer.step < self._trainer.stage.last_step:
-            self._mark(self._begin, self._trainer.step + 1)
-            update = next(updates)
-            self._mark(self._end)
-            yield update
+        results = self._trainer.train_steps()
+        while self._trainer.step < self._trainer.stage.end_step:
+            self._add_marker(self._on_step_start, self._trainer.step + 1)
+            result = next(results)
+            self._add_marker(self._on_step_end)
+            yield result
 
-    def _between(self, numbers: Iterator[int], blocks: int, x_BSE: Tensor) -> Tensor:
-        number, passed = divmod(next(numbers), blocks + 1)
+    def _track_block(self, calls: Iterator[int], num_blocks: int, x_BSE: Tensor) -> Tensor:
+        micro_batch, blocks_done = divmod(next(calls), num_blocks + 1)
 
-        def back(_: Tensor) -> None:
+        def on_gradient(_: Tensor) -> None:
             hook.remove()  # A pipeline receives into the same tensors again.
-            self._mark(self._pass, "backward", number, blocks - passed, blocks, BACKWARD)
+            self._add_marker(
+                self._on_block, "backward", micro_batch, num_blocks - blocks_done, num_blocks, BACKWARD_COST
+            )
 
-        self._mark(self._pass, "forward", number, passed, blocks, 1.0)
+        self._add_marker(self._on_block, "forward", micro_batch, blocks_done, num_blocks, 1.0)
         if x_BSE.requires_grad:
-            hook = x_BSE.register_hook(back)
+            hook = x_BSE.register_hook(on_gradient)
         return x_BSE
 
-    def _mark(self, happened: Callable[..., None], *what: object) -> None:
+    def _add_marker(self, callback: Callable[..., None], *args: object) -> None:
         if self._thread.is_alive():
             event = torch.cuda.Event() if self._trainer.world.device.type == "cuda" else None
             if event is not None:
                 event.record()
-            self._marks.append((event, partial(happened, *what)))
+            self._markers.append((event, partial(callback, *args)))
 
     # ---- in the thread
 
-    def _watch(self) -> None:
+    def _poll(self) -> None:
         with suppress(torch.AcceleratorError):  # A device that failed: the run meets it, too.
-            while not self._ended.wait(self._interval / 60):
-                while self._marks and ((event := self._marks[0][0]) is None or event.query()):
-                    self._marks.popleft()[1]()
-                elapsed = time.monotonic() - self._began
-                if self._step and elapsed // self._interval > self._beats:
-                    self._beats = int(elapsed // self._interval)
-                    self._tell(elapsed)
+            while not self._stop_event.wait(self._interval / 60):
+                while self._markers and ((event := self._markers[0][0]) is None or event.query()):
+                    self._markers.popleft()[1]()
+                elapsed = time.monotonic() - self._step_start
+                if self._step and elapsed // self._interval > self._num_reports:
+                    self._num_reports = int(elapsed // self._interval)
+                    self._log_progress(elapsed)
 
-    def _begin(self, step: int) -> None:
-        self._step, self._began, self._beats = step, time.monotonic(), 0
-        self._at, self.done = "no block begun", 0.0
+    def _on_step_start(self, step: int) -> None:
+        self._step, self._step_start, self._num_reports = step, time.monotonic(), 0
+        self._position, self.completed_work = "no block begun", 0.0
 
-    def _end(self) -> None:
-        self._step, self._before = 0, time.monotonic() - self._began
+    def _on_step_end(self) -> None:
+        self._step, self._previous_step_seconds = 0, time.monotonic() - self._step_start
 
-    def _pass(self, way: str, number: int, passed: int, blocks: int, work: float) -> None:
-        micro_batch = f"micro-batch {number % self._micro_batches + 1} of {self._micro_batches}"
-        self._at = f"{micro_batch}, {way}, {passed} of {blocks} blocks done"
-        self.done += work if passed else 0
+    def _on_block(self, direction: str, micro_batch_index: int, blocks_done: int, num_blocks: int, cost: float) -> None:
+        micro_batch = f"micro-batch {micro_batch_index % self._num_micro_batches + 1} of {self._num_micro_batches}"
+        self._position = f"{micro_batch}, {direction}, {blocks_done} of {num_blocks} blocks done"
+        self.completed_work += cost if blocks_done else 0
 
-    def _tell(self, elapsed: float) -> None:
-        left = self._before - elapsed
-        if left <= 0 and self.done:  # Not as long as the update before: then by the share of the work.
-            left = elapsed * (self.work / self.done - 1)
-        about = f"; about {duration(left)} left" if left > 0 else ""
-        log.info("update %d/%d has run for %s: %s%s", self._step, self._steps, duration(elapsed), self._at, about)
+    def _log_progress(self, elapsed: float) -> None:
+        eta_seconds = self._previous_step_seconds - elapsed
+        if eta_seconds <= 0 and self.completed_work:  # Not as long as the update before: then by the share of the work.
+            eta_seconds = elapsed * (self.total_work / self.completed_work - 1)
+        eta_text = f"; about {format_duration(eta_seconds)} left" if eta_seconds > 0 else ""
+        log.info(
+            "update %d/%d has run for %s: %s%s",
+            self._step,
+            self._total_steps,
+            format_duration(elapsed),
+            self._position,
+            eta_text,
+        )

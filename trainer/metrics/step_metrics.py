@@ -13,114 +13,116 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from models.batch import IGNORE, Batch
-from parallelisms.collectives import largest_over, sum_over
+from models.batch import IGNORE_INDEX, Batch
+from parallelisms.collectives import all_reduce, all_reduce_max
 from parallelisms.mesh import Mesh
 
 Vector = TypeVar("Vector", Tensor, list[float])
 
 # Losses are also reported by position in the document: below 256, below 1K, ..., and the rest.
-POSITIONS = tuple(4**power for power in range(4, 11))
+POSITION_EDGES = tuple(4**power for power in range(4, 11))
 
 
 @dataclass(frozen=True)
-class Slots:
+class MetricLayout:
     """Which number of the vector is which."""
 
-    shards: int
+    num_shards: int
     """Ranks that share a row's tokens."""
-    sources: int = 1
+    num_sources: int = 1
 
     @property
     def widths(self) -> dict[str, int]:
         """Every name, and how many numbers it has, in their order."""
-        buckets = len(POSITIONS) + 1
-        sums = {
+        num_buckets = len(POSITION_EDGES) + 1
+        summed = {
             "loss": 1,
             "targets": 1,
             "tokens": 1,
             "pairs": 1,
             "attended": 1,
-            "loss_by_position": buckets,
-            "targets_by_position": buckets,
-            "loss_by_shard": self.shards,
-            "targets_by_shard": self.shards,
-            "loss_by_source": self.sources,
-            "targets_by_source": self.sources,
-            "tokens_by_source": self.sources,
+            "loss_by_position": num_buckets,
+            "targets_by_position": num_buckets,
+            "loss_by_shard": self.num_shards,
+            "targets_by_shard": self.num_shards,
+            "loss_by_source": self.num_sources,
+            "targets_by_source": self.num_sources,
+            "tokens_by_source": self.num_sources,
         }
         # Of the whole mesh: zero until the sums are there.
-        return sums | {"attention_imbalance": 1, "grad_norm": 1, "finite": 1, "tokens_seen": 1}
+        return summed | {"attention_imbalance": 1, "grad_norm": 1, "finite": 1, "tokens_seen": 1}
 
-    def parts(self, vector: Vector) -> dict[str, Vector]:
+    def split(self, vector: Vector) -> dict[str, Vector]:
         """The vector by name; parts of a tensor are views, through which it is written."""
-        ends = accumulate(self.widths.values())
-        return {name: vector[end - width : end] for (name, width), end in zip(self.widths.items(), ends, strict=True)}
+        offsets = accumulate(self.widths.values())
+        return {
+            name: vector[end - width : end] for (name, width), end in zip(self.widths.items(), offsets, strict=True)
+        }
 
 
-class Tally:
+class MetricAccumulator:
     """Fills the vector of an update, from this rank's place in the mesh. Nothing here waits for the device.
 
     Of a pipeline's stages the last one adds, since it has the losses.
     """
 
-    def __init__(self, mesh: Mesh, device: torch.device, *, sources: int = 1) -> None:
-        self.slots = Slots(mesh.degrees["cp"], sources)
+    def __init__(self, mesh: Mesh, device: torch.device, *, num_sources: int = 1) -> None:
+        self.layout = MetricLayout(mesh.degrees["cp"], num_sources)
         self._mesh = mesh
-        self._empty = torch.zeros(sum(self.slots.widths.values()), dtype=torch.float64, device=device)
-        self._edges = torch.tensor(POSITIONS, device=device)
+        self._zeros = torch.zeros(sum(self.layout.widths.values()), dtype=torch.float64, device=device)
+        self._position_edges = torch.tensor(POSITION_EDGES, device=device)
 
-    def begin(self) -> Tensor:
+    def new_vector(self) -> Tensor:
         """The vector of an update that has no batches yet: float64."""
-        return self._empty.clone()
+        return self._zeros.clone()
 
     def add(self, vector: Tensor, losses_BS: Tensor, batch: Batch) -> None:
         """Adds this rank's part of a batch to the sums over the global batch."""
-        parts, shard = self.slots.parts(vector), self._mesh.place["cp"]
+        views, cp_rank = self.layout.split(vector), self._mesh.coordinate["cp"]
         losses = losses_BS.double().flatten()
-        is_target = (batch.labels != IGNORE).flatten().double()
-        bucket = torch.bucketize(batch.positions.flatten(), self._edges, right=True)
+        is_target = (batch.labels != IGNORE_INDEX).flatten().double()
+        bucket = torch.bucketize(batch.positions.flatten(), self._position_edges, right=True)
         for name, values in (("loss", losses), ("targets", is_target)):
             total = values.sum()
-            parts[name] += total
-            parts[f"{name}_by_shard"][shard] += total
-            by_position = parts[f"{name}_by_position"]
-            by_position += torch.zeros_like(by_position).index_add_(0, bucket, values)
-            for row, (source, _) in zip(values.view_as(losses_BS), batch.sources, strict=False):
-                parts[f"{name}_by_source"][source] += row.sum()
-        parts["attended"] += batch.attended
-        if shard == 0:  # These are of whole rows, which the ranks that share them count once.
-            parts["tokens"] += batch.num_tokens
-            parts["pairs"] += batch.num_pairs
-            for source, tokens in batch.sources:
-                parts["tokens_by_source"][source] += tokens
+            views[name] += total
+            views[f"{name}_by_shard"][cp_rank] += total
+            position_sums = views[f"{name}_by_position"]
+            position_sums += torch.zeros_like(position_sums).index_add_(0, bucket, values)
+            for sequence, (source, _) in zip(values.view_as(losses_BS), batch.sequence_sources, strict=False):
+                views[f"{name}_by_source"][source] += sequence.sum()
+        views["attended"] += batch.num_computed_pairs
+        if cp_rank == 0:  # These are of whole rows, which the ranks that share them count once.
+            views["tokens"] += batch.num_tokens
+            views["pairs"] += batch.num_pairs
+            for source, tokens in batch.sequence_sources:
+                views["tokens_by_source"][source] += tokens
 
-    def sum_over_ranks(self, vector: Tensor) -> dict[str, Tensor]:
+    def all_reduce(self, vector: Tensor) -> dict[str, Tensor]:
         """Makes the sums those of the global batch, on every rank, and returns the vector by name."""
-        parts, group = self.slots.parts(vector), self._mesh.numbers
-        busiest = largest_over(group, parts["attended"].clone())
-        sum_over(group, vector)
-        parts["attention_imbalance"].copy_(busiest * self._mesh.tokens.size() / parts["attended"])
-        return parts
+        views, group = self.layout.split(vector), self._mesh.loss_group
+        max_attended = all_reduce_max(group, views["attended"].clone())
+        all_reduce(group, vector)
+        views["attention_imbalance"].copy_(max_attended * self._mesh.dp_cp_group.size() / views["attended"])
+        return views
 
 
-def means(totals: list[float], counts: list[float]) -> list[float | None]:
+def safe_divide(totals: list[float], counts: list[float]) -> list[float | None]:
     """One by one; None where nothing was counted."""
     return [total / count if count else None for total, count in zip(totals, counts, strict=True)]
 
 
-def finite(value: float | None) -> float | None:
+def finite_or_none(value: float | None) -> float | None:
     """JSON has no NaN: what is not finite is null."""
     return value if value is not None and math.isfinite(value) else None
 
 
-def position_names() -> list[str]:
+def position_bucket_names() -> list[str]:
     """`0-256`, `256-1K`, ..., `1M-`."""
-    names = ["0", *(_short(edge) for edge in POSITIONS), ""]
-    return [f"{low}-{high}" for low, high in pairwise(names)]
+    edges = ["0", *(_format_count(edge) for edge in POSITION_EDGES), ""]
+    return [f"{low}-{high}" for low, high in pairwise(edges)]
 
 
-def _short(number: int) -> str:
+def _format_count(number: int) -> str:
     for size, letter in ((1 << 20, "M"), (1 << 10, "K")):
         if number >= size and number % size == 0:
             return f"{number // size}{letter}"

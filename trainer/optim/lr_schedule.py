@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import math
 
-from trainer.config.job_config import ScheduleSection, Stage
+from trainer.config.job_config import ScheduleSection, TrainingStage
 
 
-def learning_rate(stage: Stage, step: int) -> float:
+def learning_rate(stage: TrainingStage, step: int) -> float:
     """Of update `step` of the run, which is one of this stage's."""
     schedule = stage.config.schedule
-    first, steps = (0, stage.total) if schedule.over == "run" else (stage.first_step, stage.config.training.steps)
-    return stage.config.optimizer.lr * factor(schedule, step=step - first, steps=steps)
+    first_step, num_steps = (
+        (0, stage.total_steps) if schedule.over == "run" else (stage.start_step, stage.config.training.steps)
+    )
+    return stage.config.optimizer.lr * lr_factor(schedule, step=step - first_step, num_steps=num_steps)
 
 
-def factor(schedule: ScheduleSection, *, step: int, steps: int) -> float:
+def lr_factor(schedule: ScheduleSection, *, step: int, num_steps: int) -> float:
     """Learning rate of update `step` (the first is 1) of `steps`, as a fraction of the highest."""
     if step <= schedule.warmup_steps:
         return step / schedule.warmup_steps
     if schedule.kind == "constant":
         return 1.0
-    start = schedule.warmup_steps
+    decay_start = schedule.warmup_steps
     if schedule.kind == "wsd":
-        start = max(start, steps - (schedule.decay_steps or max(1, steps // 10)))
-    if step <= start:
+        decay_start = max(decay_start, num_steps - (schedule.decay_steps or max(1, num_steps // 10)))
+    if step <= decay_start:
         return 1.0
-    progress = min(1.0, (step - start) / max(1, steps - start))
-    shape = (1 + math.cos(math.pi * progress)) / 2 if schedule.kind == "cosine" else 1 - progress
-    return schedule.final + (1 - schedule.final) * shape
+    progress = min(1.0, (step - decay_start) / max(1, num_steps - decay_start))
+    decay = (1 + math.cos(math.pi * progress)) / 2 if schedule.kind == "cosine" else 1 - progress
+    return schedule.min_lr_factor + (1 - schedule.min_lr_factor) * decay

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import AdamW, adamw
 
-from models.view import unchanged
-from parallelisms.collectives import copies, local
+from models.view import identity
+from parallelisms.collectives import num_replicas, to_local
 from trainer.config.job_config import OptimizerSection
-from trainer.config.sections import PIECE
+from trainer.config.sections import OPTIMIZER_CHUNK_ELEMENTS
 
 
 class Optimizer:
@@ -27,33 +27,39 @@ class Optimizer:
 
     def __init__(
         self,
-        parts: Sequence[nn.Module],
+        stage_modules: Sequence[nn.Module],
         config: OptimizerSection,
         *,
-        moments: torch.dtype | None = None,
-        units: Sequence[nn.Module] = (),
-        total: Callable[[Tensor], Tensor] = unchanged,
+        moment_dtype: torch.dtype | None = None,
+        deferred_modules: Sequence[nn.Module] = (),
+        all_reduce: Callable[[Tensor], Tensor] = identity,
     ) -> None:
         self.max_grad_norm = config.max_grad_norm
-        self.named = {name: parameter for part in parts for name, parameter in part.named_parameters()}
-        self._total, self._is_narrow = total, moments == torch.bfloat16
-        owner = {parameter: unit for unit in units for parameter in unit.parameters()}
-        shares: defaultdict[nn.Module | None, list[nn.Parameter]] = defaultdict(list)
-        for parameter in self.named.values():
-            shares[owner.get(parameter)].append(parameter)
-        self._steppers = {unit: _stepper(parameters, config, moments) for unit, parameters in shares.items()}
-        self._due: dict[nn.Module | None, Tensor] = {}
+        self.parameters_by_name = {
+            name: parameter for stage_module in stage_modules for name, parameter in stage_module.named_parameters()
+        }
+        self._all_reduce, self._has_bf16_moments = all_reduce, moment_dtype == torch.bfloat16
+        deferred_module_of = {parameter: unit for unit in deferred_modules for parameter in unit.parameters()}
+        parameters_by_module: defaultdict[nn.Module | None, list[nn.Parameter]] = defaultdict(list)
+        for parameter in self.parameters_by_name.values():
+            parameters_by_module[deferred_module_of.get(parameter)].append(parameter)
+        self._optimizers = {
+            unit: _build_adamw(parameters, config, moment_dtype) for unit, parameters in parameters_by_module.items()
+        }
+        self._deferred_norms: dict[nn.Module | None, Tensor] = {}
         """The norm that gradients are clipped by, for whom it is still to be done."""
-        for unit in units:
-            unit.register_forward_pre_hook(torch.compiler.disable(self._update), prepend=True)
+        for unit in deferred_modules:
+            unit.register_forward_pre_hook(torch.compiler.disable(self._step_module), prepend=True)
 
-    def tensors(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """Every tensor of the state by a name that does not depend on the mesh, up to date."""
-        self.finish()
-        states = {parameter: state for stepper in self._steppers.values() for parameter, state in stepper.state.items()}
+        self.flush_deferred_updates()
+        states = {
+            parameter: state for optimizer in self._optimizers.values() for parameter, state in optimizer.state.items()
+        }
         return {
             f"{name}.{key}": tensor
-            for name, parameter in self.named.items()
+            for name, parameter in self.parameters_by_name.items()
             for key, tensor in states[parameter].items()
         }
 
@@ -64,48 +70,50 @@ class Optimizer:
         device. With a norm that is not finite nothing changes, on any rank, and the host does not have to look:
         the fused kernel reads the flag that gradient scalers use.
         """
-        self.finish()
-        norm = self._norm()
+        self.flush_deferred_updates()
+        norm = self._grad_norm()
         finite = norm.isfinite()
-        for stepper in self._steppers.values():
-            stepper.found_inf = (~finite).to(torch.float32)  # type: ignore[attr-defined]
-            for group in stepper.param_groups:
+        for optimizer in self._optimizers.values():
+            optimizer.found_inf = (~finite).to(torch.float32)  # type: ignore[attr-defined]
+            for group in optimizer.param_groups:
                 group["lr"] = lr
-        self._due = dict.fromkeys(self._steppers, norm)
-        self._update(None)
+        self._deferred_norms = dict.fromkeys(self._optimizers, norm)
+        self._step_module(None)
         return norm, finite
 
-    def finish(self) -> None:
+    def flush_deferred_updates(self) -> None:
         """Updates what still waits."""
-        for unit in [*self._due]:
-            self._update(unit)
+        for unit in [*self._deferred_norms]:
+            self._step_module(unit)
 
-    def _update(self, unit: nn.Module | None, *_: Any) -> None:
-        if (norm := self._due.pop(unit, None)) is None:
+    def _step_module(self, module: nn.Module | None, *_: Any) -> None:
+        if (norm := self._deferred_norms.pop(module, None)) is None:
             return
-        stepper = self._steppers[unit]
-        parameters = [parameter for group in stepper.param_groups for parameter in group["params"]]
+        optimizer = self._optimizers[module]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
-        if self._is_narrow:
-            _step_by_pieces(stepper)
+        if self._has_bf16_moments:
+            _step_in_chunks(optimizer)
         else:
-            stepper.step()
-        stepper.zero_grad()
+            optimizer.step()
+        optimizer.zero_grad()
 
-    def _norm(self) -> Tensor:
+    def _grad_norm(self) -> Tensor:
         """The norm of all gradients of the whole mesh, float64; what several ranks hold alike counts once."""
-        alike: defaultdict[int, list[Tensor]] = defaultdict(list)
-        for parameter in self.named.values():
+        grads_by_replicas: defaultdict[int, list[Tensor]] = defaultdict(list)
+        for parameter in self.parameters_by_name.values():
             if parameter.grad is not None:
-                alike[copies(parameter.grad)].append(local(parameter.grad))
-        squares = [nn.utils.get_total_norm(held).double().square() / count for count, held in alike.items()]
-        return self._total(torch.stack(squares).sum()).sqrt()
+                grads_by_replicas[num_replicas(parameter.grad)].append(to_local(parameter.grad))
+        squares = [
+            nn.utils.get_total_norm(grads).double().square() / count for count, grads in grads_by_replicas.items()
+        ]
+        return self._all_reduce(torch.stack(squares).sum()).sqrt()
 
 
-def _stepper(parameters: list[nn.Parameter], config: OptimizerSection, moments: torch.dtype | None) -> AdamW:
+def _build_adamw(parameters: list[nn.Parameter], config: OptimizerSection, moment_dtype: torch.dtype | None) -> AdamW:
     matrices = [parameter for parameter in parameters if parameter.ndim > 1]
     vectors = [parameter for parameter in parameters if parameter.ndim < 2]
-    stepper = AdamW(
+    optimizer = AdamW(
         [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
         lr=config.lr,
         betas=config.betas,
@@ -113,28 +121,31 @@ def _stepper(parameters: list[nn.Parameter], config: OptimizerSection, moments: 
         fused=True,
     )
     for parameter in parameters:
-        stepper.state[parameter] = {
+        optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter, dtype=moments),
-            "exp_avg_sq": torch.zeros_like(parameter, dtype=moments),
+            "exp_avg": torch.zeros_like(parameter, dtype=moment_dtype),
+            "exp_avg_sq": torch.zeros_like(parameter, dtype=moment_dtype),
         }
-    return stepper
+    return optimizer
 
 
-def _step_by_pieces(stepper: Any) -> None:
+def _step_in_chunks(optimizer: Any) -> None:
     """The stepper's step, by its kernel, on moments that are float32 for the piece at work, and then rounded."""
-    for group in stepper.param_groups:
+    for group in optimizer.param_groups:
         beta1, beta2 = group["betas"]
         options = {key: group[key] for key in ("lr", "weight_decay", "eps", "amsgrad", "maximize", "fused")}
-        options |= {"beta1": beta1, "beta2": beta2, "found_inf": stepper.found_inf}
+        options |= {"beta1": beta1, "beta2": beta2, "found_inf": optimizer.found_inf}
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
-            state, gradient = stepper.state[parameter], local(parameter.grad).reshape(-1)
-            step, before = state["step"], state["step"].clone()
-            kept = (local(x).view(-1).split(PIECE) for x in (parameter.detach(), state["exp_avg"], state["exp_avg_sq"]))
-            for part, weight, *moments in zip(gradient.split(PIECE), *kept, strict=True):
+            state, grad = optimizer.state[parameter], to_local(parameter.grad).reshape(-1)
+            step, step_before = state["step"], state["step"].clone()
+            chunks = (
+                to_local(x).view(-1).split(OPTIMIZER_CHUNK_ELEMENTS)
+                for x in (parameter.detach(), state["exp_avg"], state["exp_avg_sq"])
+            )
+            for grad_chunk, weight_chunk, *moments in zip(grad.split(OPTIMIZER_CHUNK_ELEMENTS), *chunks, strict=True):
                 first, second = ([moment.float()] for moment in moments)
-                adamw([weight], [part], first, second, [], [step.copy_(before)], **options)
-                for moment, wide in zip(moments, (first, second), strict=True):
-                    moment.copy_(wide.pop())
+                adamw([weight_chunk], [grad_chunk], first, second, [], [step.copy_(step_before)], **options)
+                for moment, fp32_moment in zip(moments, (first, second), strict=True):
+                    moment.copy_(fp32_moment.pop())

@@ -15,13 +15,21 @@ from pathlib import Path
 from textwrap import fill
 from typing import NoReturn
 
-from trainer.config.parse import load, split
-from trainer.config.sections import LONGEST_ROW
+from trainer.config.parse import load, parse_arguments
+from trainer.config.sections import MAX_SEQ_LEN
 from trainer.config.training_stages import Recipe
-from trainer.errors import BAD_CONFIGURATION, DONE, FAILED, MISFIT, ConfigError
-from trainer.hardware.device_specs import DEFAULT, NOBODYS, Device, device_for, device_here, load_device, tables
-from trainer.plan.document import Report
-from trainer.plan.plan import run_plan
+from trainer.errors import EXIT_BAD_CONFIG, EXIT_DOES_NOT_FIT, EXIT_FAILURE, EXIT_SUCCESS, ConfigError
+from trainer.hardware.device_specs import (
+    DEFAULT_DEVICE,
+    DEFAULT_DEVICE_NOTE,
+    DeviceSpec,
+    detect_device,
+    device_names,
+    load_device,
+    select_device,
+)
+from trainer.plan.document import PlanReport
+from trainer.plan.plan import plan_run
 
 USAGE = """\
 python -m trainer.plan [--config NAME|PATH] [OPTION]... [--section.key VALUE]...
@@ -55,102 +63,108 @@ Every key of the configuration is an option, too: ./run_train.sh --help. More: d
 """
 
 
-def main(words: Sequence[str]) -> int:
-    if {"-h", "--help"}.intersection(words):
-        sys.stdout.write(USAGE.format(devices=fill(", ".join(tables()), 76, subsequent_indent=" " * 22)))
-        return DONE
-    command = words[0] if words and not words[0].startswith("-") else ""
+def main(argv: Sequence[str]) -> int:
+    if {"-h", "--help"}.intersection(argv):
+        sys.stdout.write(USAGE.format(devices=fill(", ".join(device_names()), 76, subsequent_indent=" " * 22)))
+        return EXIT_SUCCESS
+    command = argv[0] if argv and not argv[0].startswith("-") else ""
     try:
         run = COMMANDS.get(command)
         if run is None:
             raise ConfigError([f"{command}: there are {', '.join(filter(None, COMMANDS))}; see --help"])
-        return run(words[bool(command) :])
+        return run(argv[bool(command) :])
     except ConfigError as error:
         sys.stderr.write("".join(f"error: {problem}\n" for problem in error.problems))
-        return BAD_CONFIGURATION
+        return EXIT_BAD_CONFIG
     except OSError as error:
         sys.stderr.write(f"error: {error.filename}: {error.strerror}\n")
-        return FAILED
+        return EXIT_FAILURE
 
 
 # ---- commands
 
 
-def plan(words: Sequence[str]) -> int:
-    from trainer.plan.report import planned
-    from trainer.plan.search import with_length
+def plan(argv: Sequence[str]) -> int:
+    from trainer.plan.report import plan_report
+    from trainer.plan.search import with_seq_len
 
-    asked, argv = parser(COMMON).parse_known_args(words)
-    config = load(argv)
-    if asked.seq_len:
-        config = with_length(single(config, "--seq-len"), asked.seq_len)
-    device = device_of(asked, config)
-    size = ranks_of(asked, device) or prod(config.stages[0].config.parallelism.degrees(1).values())
-    if problems := config.shape_problems(size):
-        advice = f"this mesh is not for {size:,} devices: trainer.plan search --gpus {size} finds one that is"
-        raise ConfigError([*problems, advice] if ranks_of(asked, device) else problems)
-    found = run_plan(config, size, device)
-    tell(planned(found, notes=notes(asked, words, "", unknown=device_for(config) is None)), asked.html)
-    return DONE if found.fits else MISFIT
-
-
-def search(words: Sequence[str]) -> int:
-    from trainer.plan import search as ways
-    from trainer.plan.report import searched
-
-    asked, argv = parser({**COMMON, **SEARCH}).parse_known_args(words)
-    if asked.longest + asked.fewest + bool(asked.seq_len and asked.longest) > 1:
-        raise ConfigError(["one question at a time: --longest looks for a length, --fewest for a number of devices"])
-    config = single(load(argv), "a search")
-    device = device_of(asked, config)
-    size, stops, before = ranks_of(asked, device), "", tokens_of(config)
-    if asked.seq_len:
-        config = ways.with_length(config, asked.seq_len)
-    if config.training.seq_len > LONGEST_ROW:
-        raise ConfigError([f"--seq-len {config.training.seq_len} must be at most {LONGEST_ROW}"])
-    name, rows = config.job.name, f"{config.training.seq_len:,} tokens"
-    if asked.fewest:
-        size, found = ways.fewest(config, device, told=progress)
-        question = f"{name} with rows of {rows}: {f'{size:,} x {device.name}' if size else 'nothing holds them'}"
-    elif not size:
-        raise ConfigError(["how many devices? give --gpus N or --nodes N, or ask for the --fewest"])
-    elif asked.longest:
-        length, found, stops = ways.longest(config, size, device, told=progress)
-        rows = f"rows of {length:,} tokens" if length else f"not even rows of {ways.UNIT:,} tokens fit"
-        question = f"{name} on {size:,} x {device.name}: {rows}"
-        config = ways.with_length(config, length) if length else config
-    else:
-        found = ways.search(config, size, device, fixed=fixed(argv), told=progress)
-        question = f"{name} with rows of {rows} on {size:,} x {device.name}"
-    stopped = [f"longer rows do not fit, {stops}"] if stops else []
-    stopped += [f"an update has {tokens_of(config):,} tokens, and in the file {before:,}"] * (
-        tokens_of(config) != before
+    args, config_args = build_parser(COMMON).parse_known_args(argv)
+    config = load(config_args)
+    if args.seq_len:
+        config = with_seq_len(require_single_stage(config, "--seq-len"), args.seq_len)
+    device = device_from_args(args, config)
+    world_size = world_size_from_args(args, device) or prod(
+        config.training_stages[0].config.parallelism.degrees(1).values()
     )
-    tell(
-        searched(
-            found,
+    if problems := config.layout_problems(world_size):
+        advice = (
+            f"this mesh is not for {world_size:,} devices: trainer.plan search --gpus {world_size} finds one that is"
+        )
+        raise ConfigError([*problems, advice] if world_size_from_args(args, device) else problems)
+    run = plan_run(config, world_size, device)
+    emit_report(
+        plan_report(run, notes=request_notes(args, argv, "", is_unknown=select_device(config) is None)), args.html
+    )
+    return EXIT_SUCCESS if run.fits else EXIT_DOES_NOT_FIT
+
+
+def search(argv: Sequence[str]) -> int:
+    from trainer.plan import search as ways
+    from trainer.plan.report import search_report
+
+    args, config_args = build_parser({**COMMON, **SEARCH}).parse_known_args(argv)
+    if args.longest + args.fewest + bool(args.seq_len and args.longest) > 1:
+        raise ConfigError(["one question at a time: --longest looks for a length, --fewest for a number of devices"])
+    config = require_single_stage(load(config_args), "a search")
+    device = device_from_args(args, config)
+    world_size, shortage, tokens_before = world_size_from_args(args, device), "", tokens_per_step(config)
+    if args.seq_len:
+        config = ways.with_seq_len(config, args.seq_len)
+    if config.training.seq_len > MAX_SEQ_LEN:
+        raise ConfigError([f"--seq-len {config.training.seq_len} must be at most {MAX_SEQ_LEN}"])
+    name, length_text = config.job.name, f"{config.training.seq_len:,} tokens"
+    if args.fewest:
+        world_size, result = ways.fewest_devices(config, device, on_progress=print_progress)
+        question = f"{name} with rows of {length_text}: {f'{world_size:,} x {device.name}' if world_size else 'nothing holds them'}"
+    elif not world_size:
+        raise ConfigError(["how many devices? give --gpus N or --nodes N, or ask for the --fewest"])
+    elif args.longest:
+        seq_len, result, shortage = ways.longest_sequence(config, world_size, device, on_progress=print_progress)
+        length_text = f"rows of {seq_len:,} tokens" if seq_len else f"not even rows of {ways.SEQ_LEN_STEP:,} tokens fit"
+        question = f"{name} on {world_size:,} x {device.name}: {length_text}"
+        config = ways.with_seq_len(config, seq_len) if seq_len else config
+    else:
+        result = ways.search(config, world_size, device, pinned=pinned_keys(config_args), on_progress=print_progress)
+        question = f"{name} with rows of {length_text} on {world_size:,} x {device.name}"
+    remarks = [f"longer rows do not fit, {shortage}"] if shortage else []
+    remarks += [f"an update has {tokens_per_step(config):,} tokens, and in the file {tokens_before:,}"] * (
+        tokens_per_step(config) != tokens_before
+    )
+    emit_report(
+        search_report(
+            result,
             question,
             device,
-            notes=[*stopped, *notes(asked, words, " search", unknown=device_for(config) is None)],
+            notes=[*remarks, *request_notes(args, argv, " search", is_unknown=select_device(config) is None)],
         ),
-        asked.html,
+        args.html,
     )
-    return DONE if found.best else MISFIT
+    return EXIT_SUCCESS if result.best else EXIT_DOES_NOT_FIT
 
 
-def calibrate(words: Sequence[str]) -> int:
-    from trainer.plan.calibrate import calibrated
+def calibrate(argv: Sequence[str]) -> int:
+    from trainer.plan.calibrate import measure_device_toml
 
-    asked = parser(CALIBRATE).parse_args(words)
-    known = load_device(asked.extends) if asked.extends else device_here() or load_device(DEFAULT)
-    require_folder(asked.output)
-    table = calibrated(asked.extends or known.name)
-    if asked.output is None:
-        sys.stdout.write(table)
+    args = build_parser(CALIBRATE).parse_args(argv)
+    base_device = load_device(args.extends) if args.extends else detect_device() or load_device(DEFAULT_DEVICE)
+    require_parent_directory(args.output)
+    toml = measure_device_toml(args.extends or base_device.name)
+    if args.output is None:
+        sys.stdout.write(toml)
     else:
-        asked.output.write_text(table)
-        sys.stderr.write(f"written: {asked.output}\n")
-    return DONE
+        args.output.write_text(toml)
+        sys.stderr.write(f"written: {args.output}\n")
+    return EXIT_SUCCESS
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"": plan, "search": search, "calibrate": calibrate}
@@ -159,7 +173,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"": plan, "search": searc
 # ---- what they share
 
 
-def whole(text: str) -> int:
+def parse_count(text: str) -> int:
     """At least 1, also as 128K or 1M."""
     digits, unit = text[:-1], {"K": 1 << 10, "M": 1 << 20}.get(text[-1:])
     number = digits if unit else text
@@ -168,105 +182,107 @@ def whole(text: str) -> int:
     return int(number) * (unit or 1)
 
 
-def rate(text: str) -> float:
+def parse_bandwidth(text: str) -> float:
     """Above 0."""
     try:
-        found = float(text)
+        value = float(text)
     except ValueError:
-        found = 0
-    if not 0 < found < inf:
+        value = 0
+    if not 0 < value < inf:
         raise argparse.ArgumentTypeError(f"{text} must be a number above 0, in GB/s that a device gets")
-    return found
+    return value
 
 
 Options = dict[str, Callable[[str], object] | None]
 COMMON: Options = {
-    "--device": str, "--world-size": whole, "--gpus": whole, "--nodes": whole, "--seq-len": whole,
-    "--link": rate, "--network": rate, "--html": Path,
+    "--device": str, "--world-size": parse_count, "--gpus": parse_count, "--nodes": parse_count, "--seq-len": parse_count,
+    "--link": parse_bandwidth, "--network": parse_bandwidth, "--html": Path,
 }  # fmt: skip
 SEARCH: Options = {"--longest": None, "--fewest": None}
 CALIBRATE: Options = {"--extends": str, "--output": Path}
 
 
-class Parser(argparse.ArgumentParser):
+class RaisingArgumentParser(argparse.ArgumentParser):
     """Says what is wrong as everything here does."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError([message])
 
 
-def parser(options: Options) -> Parser:
-    found = Parser(prog="python -m trainer.plan", allow_abbrev=False, add_help=False)
+def build_parser(options: Options) -> RaisingArgumentParser:
+    argument_parser = RaisingArgumentParser(prog="python -m trainer.plan", allow_abbrev=False, add_help=False)
     for name, kind in options.items():
         if kind is None:
-            found.add_argument(name, action="store_true")
+            argument_parser.add_argument(name, action="store_true")
         else:
-            found.add_argument(name, type=kind)
-    return found
+            argument_parser.add_argument(name, type=kind)
+    return argument_parser
 
 
-def single(config: Recipe, who: str) -> Recipe:
+def require_single_stage(config: Recipe, command: str) -> Recipe:
     """Raises `ConfigError` for a run of several stages."""
-    if len(config.stages) > 1:
-        raise ConfigError([f"{who} is for one stage, and the file has {len(config.stages)}: take the others out"])
+    if len(config.training_stages) > 1:
+        raise ConfigError(
+            [f"{command} is for one stage, and the file has {len(config.training_stages)}: take the others out"]
+        )
     return config
 
 
-def fixed(argv: Sequence[str]) -> list[str]:
+def pinned_keys(argv: Sequence[str]) -> list[str]:
     """Keys that were given on the command line, of those that a search changes."""
-    given = split(argv).values
-    kept = [f"{section}.{key}" for section in ("parallelism", "memory") for key in given.get(section, {})]
-    return [*kept, *["training.micro_batch_size"] * ("micro_batch_size" in given.get("training", {}))]
+    values = parse_arguments(argv).values
+    keys = [f"{section}.{key}" for section in ("parallelism", "memory") for key in values.get(section, {})]
+    return [*keys, *["training.micro_batch_size"] * ("micro_batch_size" in values.get("training", {}))]
 
 
-def tokens_of(config: Recipe) -> int:
+def tokens_per_step(config: Recipe) -> int:
     """Of an update."""
     return config.training.seq_len * config.training.global_batch_size
 
 
-def device_of(asked: argparse.Namespace, config: Recipe) -> Device:
+def device_from_args(args: argparse.Namespace, config: Recipe) -> DeviceSpec:
     """Raises `ConfigError`, also where a page could not be written."""
-    require_folder(asked.html)
-    device = load_device(asked.device) if asked.device else device_for(config) or load_device(DEFAULT)
-    rates = {"link": asked.link, "network": asked.network}
+    require_parent_directory(args.html)
+    device = load_device(args.device) if args.device else select_device(config) or load_device(DEFAULT_DEVICE)
+    rates = {"link_bandwidth": args.link, "network_bandwidth": args.network}
     return replace(device, **{key: 1e9 * value for key, value in rates.items() if value})
 
 
-def require_folder(file: Path | None) -> None:
+def require_parent_directory(file: Path | None) -> None:
     """Before the work, not after it. Raises `ConfigError`."""
     if file is not None and not file.parent.is_dir():
         raise ConfigError([f"{file} cannot be written: {file.parent} is no folder"])
 
 
-def ranks_of(asked: argparse.Namespace, device: Device) -> int | None:
+def world_size_from_args(args: argparse.Namespace, device: DeviceSpec) -> int | None:
     """Those that were asked for. Raises `ConfigError` for two answers."""
-    given = {asked.world_size, asked.gpus, asked.nodes * device.node if asked.nodes else None} - {None}
-    if len(given) > 1:
+    requested = {args.world_size, args.gpus, args.nodes * device.devices_per_node if args.nodes else None} - {None}
+    if len(requested) > 1:
         raise ConfigError(["--world-size, --gpus and --nodes say how many devices: they must agree"])
-    return given.pop() if given else None
+    return requested.pop() if requested else None
 
 
-def notes(asked: argparse.Namespace, words: Sequence[str], command: str, *, unknown: bool) -> list[str]:
+def request_notes(args: argparse.Namespace, argv: Sequence[str], command: str, *, is_unknown: bool) -> list[str]:
     """What a page is the answer to."""
-    rates = {"links in a node": asked.link, "network": asked.network}
-    given = [f"{what}: {value:g} GB/s of a device, as given" for what, value in rates.items() if value]
-    given += [NOBODYS] * (asked.device is None and unknown)
-    return [*given, f"asked: python -m trainer.plan{command} {shlex.join(words)}".rstrip()]
+    rates = {"links in a node": args.link, "network": args.network}
+    remarks = [f"{what}: {value:g} GB/s of a device, as given" for what, value in rates.items() if value]
+    remarks += [DEFAULT_DEVICE_NOTE] * (args.device is None and is_unknown)
+    return [*remarks, f"asked: python -m trainer.plan{command} {shlex.join(argv)}".rstrip()]
 
 
-def progress(plans: int) -> None:
+def print_progress(num_plans: int) -> None:
     if sys.stderr.isatty():
-        sys.stderr.write(f"\r\033[K{plans:,} plans")
+        sys.stderr.write(f"\r\033[K{num_plans:,} plans")
 
 
-def tell(report: Report, html: Path | None) -> None:
+def emit_report(report: PlanReport, html: Path | None) -> None:
     from trainer.plan.console import show
 
     if sys.stderr.isatty():
         sys.stderr.write("\r\033[K")
     show(report)
     if html is not None:
-        from trainer.plan.html import html as page
+        from trainer.plan.html import render_html as page
 
         html.write_text(page(report), encoding="utf-8")
         sys.stderr.write(f"written: {html}\n")
@@ -276,4 +292,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:
-        sys.exit(FAILED)
+        sys.exit(EXIT_FAILURE)

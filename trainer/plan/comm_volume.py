@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from trainer.config.job_config import Config
-from trainer.memory.estimator import BYTES, GIB, Rank, Shapes
-from trainer.plan.fsdp_gathers import times_gathered
+from trainer.memory.estimator import DTYPE_BYTES, GIB, RankMemory, Shapes
+from trainer.plan.fsdp_gathers import weight_gathers_per_stage
 
 Phase = Literal["forward", "backward", "again", "update"]
 """`again` is recomputation within the backward pass, `update` once in an update, beside the passes."""
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
-SMALL = 4096
+MESSAGE_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send")
+MIN_COUNTED_BYTES = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class Message:
+class CommVolume:
     """What a rank sends of one kind in an update."""
 
     channel: str
@@ -36,14 +36,14 @@ class Message:
     """Collective calls in the whole update."""
 
 
-def sent(kind: str, size: float, ranks: int) -> float:
+def sent_bytes(kind: str, size: float, ranks: int) -> float:
     """Bytes that a rank sends in one call of a group of `ranks`.
 
     `size` is its own part for all_gather, the part that is left to it for reduce_scatter, the whole tensor for
     all_reduce, its input, evenly spread, for all_to_all, and the message for send. Raises ValueError for another kind.
     """
-    if kind not in KINDS:
-        raise ValueError(f'kind = "{kind}" is unknown; there are {", ".join(KINDS)}')
+    if kind not in MESSAGE_KINDS:
+        raise ValueError(f'kind = "{kind}" is unknown; there are {", ".join(MESSAGE_KINDS)}')
     if kind in ("all_gather", "reduce_scatter"):
         return size * (ranks - 1)
     if kind == "all_reduce":
@@ -51,270 +51,304 @@ def sent(kind: str, size: float, ranks: int) -> float:
     return size * (ranks - 1) / ranks if kind == "all_to_all" else size
 
 
-def traffic(config: Config, world_size: int, place: int) -> list[Message]:
+def comm_volumes(config: Config, world_size: int, pp_rank: int) -> list[CommVolume]:
     """Of the fullest rank at that place of the pipeline. The configuration must have no problems."""
-    return messages(Rank(config, world_size, place))
+    return rank_comm_volumes(RankMemory(config, world_size, pp_rank))
 
 
-def messages(rank: Rank) -> list[Message]:
+def rank_comm_volumes(rank: RankMemory) -> list[CommVolume]:
     """The same, of a rank that is there already: one of each channel, kind, phase and purpose."""
-    found: dict[tuple[str, ...], Message] = {}
-    for message in (*_of_weights(rank), *_of_matrices(rank), *_of_attention(rank), *_of_stages(rank)):
+    by_key: dict[tuple[str, ...], CommVolume] = {}
+    for message in (*_fsdp_volumes(rank), *_tp_volumes(rank), *_cp_volumes(rank), *_pp_volumes(rank)):
         key = (message.channel, message.kind, message.phase, message.what)
-        known = found.get(key)
-        if known is not None:
-            message = replace(known, bytes=known.bytes + message.bytes, calls=known.calls + message.calls)
-        found[key] = message
-    return [*found.values()]
+        previous = by_key.get(key)
+        if previous is not None:
+            message = replace(previous, bytes=previous.bytes + message.bytes, calls=previous.calls + message.calls)
+        by_key[key] = message
+    return [*by_key.values()]
 
 
-def _message(
+def _volume(
     channel: str, kind: str, phase: Phase, what: str, *, size: float, ranks: int, calls: float
-) -> Iterator[Message]:
+) -> Iterator[CommVolume]:
     """Nothing if there is nobody to send to. `size` is that of `sent`, for one call."""
-    if ranks > 1 and calls and size >= SMALL:
-        found = calls * sent(kind, size, ranks)
-        yield Message(channel=channel, kind=kind, phase=phase, what=what, bytes=found, calls=calls)
+    if ranks > 1 and calls and size >= MIN_COUNTED_BYTES:
+        total_bytes = calls * sent_bytes(kind, size, ranks)
+        yield CommVolume(channel=channel, kind=kind, phase=phase, what=what, bytes=total_bytes, calls=calls)
 
 
 # ---- weights and their gradients: FSDP
 
 
 @dataclass(frozen=True)
-class Unit:
+class FSDPUnit:
     """What FSDP gathers at once, of all such units of a rank together, in an update."""
 
     name: str
     shapes: Shapes
-    gathers: dict[Phase, float]
+    all_gathers: dict[Phase, float]
     """How often one of them is gathered."""
-    scatters: float
+    reduce_scatters: float
     """How often the gradients of one of them are scattered."""
 
 
-def units(rank: Rank) -> Iterator[Unit]:
+def fsdp_units(rank: RankMemory) -> Iterator[FSDPUnit]:
     """Blocks, embedding and head; a tied head is the embedding's."""
     blocks, is_tied = rank.block_shapes(), rank.model.tie_embeddings
     embed, head = rank.embed_shapes(), [*rank.head_shapes(), (rank.model.dim, 1)]
     if rank.pipeline.pp > 1:
-        stages = times_gathered(rank.pipeline, rank.place)
-        held = rank.pipeline.blocks
-        yield Unit(
-            "blocks", blocks, {"update": sum(held[stage] * times for stage, times in stages.items())}, rank.blocks
+        gathers_per_stage = weight_gathers_per_stage(rank.pipeline, rank.pp_rank)
+        blocks_per_stage = rank.pipeline.blocks_per_stage
+        yield FSDPUnit(
+            "blocks",
+            blocks,
+            {"update": sum(blocks_per_stage[stage] * num_gathers for stage, num_gathers in gathers_per_stage.items())},
+            rank.num_blocks,
         )
-        if rank.is_first:
-            yield Unit("the embedding", embed, {"update": stages[0]}, 1)
-        if rank.is_last:
-            yield Unit("the head", head, {"update": stages[rank.pipeline.num_stages - 1]}, 1)
+        if rank.has_first_stage:
+            yield FSDPUnit("the embedding", embed, {"update": gathers_per_stage[0]}, 1)
+        if rank.has_last_stage:
+            yield FSDPUnit("the head", head, {"update": gathers_per_stage[rank.pipeline.num_stages - 1]}, 1)
         return
-    batches = rank.micro_batches
-    all_blocks, made_again = batches * rank.blocks, batches * made_again_of(rank)
-    gathers: dict[Phase, float] = {"forward": all_blocks}
+    micro_batches = rank.num_micro_batches
+    block_runs, num_recomputed = micro_batches * rank.num_blocks, micro_batches * num_recomputed_blocks(rank)
+    gathers: dict[Phase, float] = {"forward": block_runs}
     if rank.config.parallelism.reshard_after_forward:
-        gathers |= {"backward": all_blocks, "again": made_again}
-    yield Unit("blocks", blocks, gathers, all_blocks)
+        gathers |= {"backward": block_runs, "again": num_recomputed}
+    yield FSDPUnit("blocks", blocks, gathers, block_runs)
     if is_tied:
-        yield Unit("embedding and head", [*embed, (rank.model.dim, 1)], {"forward": batches}, batches)
+        yield FSDPUnit("embedding and head", [*embed, (rank.model.dim, 1)], {"forward": micro_batches}, micro_batches)
         return
-    yield Unit("the embedding", embed, {"forward": batches}, batches)
-    yield Unit("the head", head, {"forward": batches}, batches)
+    yield FSDPUnit("the embedding", embed, {"forward": micro_batches}, micro_batches)
+    yield FSDPUnit("the head", head, {"forward": micro_batches}, micro_batches)
 
 
-def made_again_of(rank: Rank) -> int:
+def num_recomputed_blocks(rank: RankMemory) -> int:
     """Blocks of the rank whose output is made again, in the backward pass of a micro-batch, as input of the next."""
-    held = (rank.pipeline.blocks[stage] for stage in rank.pipeline.stages_of(rank.place))
-    return sum(blocks - -(-blocks // rank.config.memory.input_every) for blocks in held)
+    blocks_per_stage = (rank.pipeline.blocks_per_stage[stage] for stage in rank.pipeline.stages_of(rank.pp_rank))
+    return sum(blocks - -(-blocks // rank.config.memory.blocks_per_checkpoint) for blocks in blocks_per_stage)
 
 
-def _of_weights(rank: Rank) -> Iterator[Message]:
+def _fsdp_volumes(rank: RankMemory) -> Iterator[CommVolume]:
     replicas = rank.config.parallelism.dp_replicate
-    for unit in units(rank):
-        shard = rank.shard(unit.shapes)
-        whose = f"weights of {unit.name}"
-        for phase, times in unit.gathers.items():
-            size = rank.compute * shard
-            yield from _message("fsdp", "all_gather", phase, whose, size=size, ranks=rank.shards, calls=times)
+    for unit in fsdp_units(rank):
+        shard = rank.sharded_numel(unit.shapes)
+        what = f"weights of {unit.name}"
+        for phase, num_gathers in unit.all_gathers.items():
+            size = rank.compute_bytes * shard
+            yield from _volume("fsdp", "all_gather", phase, what, size=size, ranks=rank.num_shards, calls=num_gathers)
         phase = "update" if rank.pipeline.pp > 1 else "backward"
-        whose, size = f"gradients of {unit.name}", rank.reduced * shard
-        for channel, kind, ranks in (("fsdp", "reduce_scatter", rank.shards), ("dp_replicate", "all_reduce", replicas)):
-            yield from _message(channel, kind, phase, whose, size=size, ranks=ranks, calls=unit.scatters)
+        what, size = f"gradients of {unit.name}", rank.reduce_bytes * shard
+        for channel, kind, ranks in (
+            ("fsdp", "reduce_scatter", rank.num_shards),
+            ("dp_replicate", "all_reduce", replicas),
+        ):
+            yield from _volume(channel, kind, phase, what, size=size, ranks=ranks, calls=unit.reduce_scatters)
 
 
 # ---- tokens and matrices: tensor parallelism
 
 
-def tiles_of(rank: Rank) -> int:
+def num_mlp_tiles(rank: RankMemory) -> int:
     """In how many tiles a block takes a micro-batch."""
-    tile, rows = rank.block.tile, rank.config.training.micro_batch_size
+    tile, micro_batch_size = rank.block_memory.mlp_tile_bytes, rank.config.training.micro_batch_size
     if tile is None or rank.config.memory.recompute == "none":
         return 1
-    parts = rank.tp if rank.block.shares_tokens else 1
-    width, inner = rank.model.dim, rank.model.ffn_dim // rank.tp
-    token = rank.compute * (2 * inner + 2 * max(inner, width) + width)
-    return -(-(rank.tokens // rows // parts) // max(1, tile // token // rows // parts))
+    sequence_shards = rank.tp if rank.block_memory.sequence_parallel else 1
+    model_dim, ffn_dim = rank.model.dim, rank.model.ffn_dim // rank.tp
+    bytes_per_token = rank.compute_bytes * (2 * ffn_dim + 2 * max(ffn_dim, model_dim) + model_dim)
+    return -(
+        -(rank.tokens // micro_batch_size // sequence_shards)
+        // max(1, tile // bytes_per_token // micro_batch_size // sequence_shards)
+    )
 
 
-def attends_again(rank: Rank) -> float:
+def attention_recompute_fraction(rank: RankMemory) -> float:
     """The share of the rank's blocks that compute attention again: all, none, or those whose results find no room."""
     memory = rank.config.memory
     if memory.recompute != "keep_attention":
         return float(memory.recompute == "full")
-    if memory.offload != "inputs_and_attention" or memory.host_budget_gib is None or not rank.blocks:
+    if memory.offload != "inputs_and_attention" or memory.host_budget_gib is None or not rank.num_blocks:
         return 0
-    inputs = rank.pipeline.most_in_flight * (rank.blocks - made_again_of(rank))
-    room = memory.host_budget_gib * GIB / rank.node - inputs * rank.block.stream
-    return 1 - min(1, max(0, room // rank.block.attended) / (rank.in_flight() * rank.blocks))
+    inputs = rank.pipeline.max_in_flight * (rank.num_blocks - num_recomputed_blocks(rank))
+    budget = memory.host_budget_gib * GIB / rank.ranks_per_node - inputs * rank.block_memory.residual_bytes
+    return 1 - min(
+        1,
+        max(0, budget // rank.block_memory.attention_output_bytes) / (rank.in_flight_micro_batches() * rank.num_blocks),
+    )
 
 
-def _of_matrices(rank: Rank) -> Iterator[Message]:
-    calls = () if rank.tp == 1 else (*_of_pairs(rank), *_of_ends(rank), *_alike(rank), *_of_loss(rank))
+def _tp_volumes(rank: RankMemory) -> Iterator[CommVolume]:
+    calls = (
+        ()
+        if rank.tp == 1
+        else (*_block_calls(rank), *_embedding_and_head_calls(rank), *_replicated_grad_calls(rank), *_loss_calls(rank))
+    )
     for what, kind, phase, size, count in calls:
-        yield from _message("tp", kind, phase, what, size=size, ranks=rank.tp, calls=count * rank.micro_batches)
+        yield from _volume("tp", kind, phase, what, size=size, ranks=rank.tp, calls=count * rank.num_micro_batches)
 
 
-Calls = Iterator[tuple[str, str, Phase, float, float]]
+TPCalls = Iterator[tuple[str, str, Phase, float, float]]
 """In words, kind, phase, and size and number of calls in a micro-batch."""
 
 
-def _of_pairs(rank: Rank) -> Calls:
+def _block_calls(rank: RankMemory) -> TPCalls:
     """Tokens that enter a pair of matrices of a block, or leave it."""
-    shares, whole = rank.block.shares_tokens, rank.block.stream
-    for enters, phase, count, pieces in _exchanges(rank):
-        if not enters:
-            yield "tokens", "reduce_scatter" if shares else "all_reduce", phase, whole / pieces, count * pieces
-        elif shares:
-            yield "tokens", "all_gather", phase, whole / pieces, count * pieces
+    is_sequence_parallel, full_size = rank.block_memory.sequence_parallel, rank.block_memory.residual_bytes
+    for is_input, phase, count, tiles in _block_collectives(rank):
+        if not is_input:
+            yield (
+                "tokens",
+                "reduce_scatter" if is_sequence_parallel else "all_reduce",
+                phase,
+                full_size / tiles,
+                count * tiles,
+            )
+        elif is_sequence_parallel:
+            yield "tokens", "all_gather", phase, full_size / tiles, count * tiles
 
 
-def _exchanges(rank: Rank) -> Iterator[tuple[bool, Phase, float, int]]:
+def _block_collectives(rank: RankMemory) -> Iterator[tuple[bool, Phase, float, int]]:
     """Of all blocks: whether tokens of all ranks are needed, or summed; the phase; how often, and in how many pieces."""
-    blocks, tiles, made_again = rank.blocks, tiles_of(rank), made_again_of(rank)
+    blocks, tiles, recomputed = rank.num_blocks, num_mlp_tiles(rank), num_recomputed_blocks(rank)
     both: tuple[Phase, Phase] = ("forward", "backward")
     if rank.config.memory.recompute == "none":
-        yield from ((enters, phase, 2 * blocks, 1) for phase in both for enters in (True, False))
+        yield from ((is_input, phase, 2 * blocks, 1) for phase in both for is_input in (True, False))
         return
     for phase in both:
         yield True, phase, blocks, 1  # All groups of heads begin with the same tokens.
         yield True, phase, blocks, tiles
         yield False, phase, 2 * blocks, tiles
-    yield True, "again", blocks * (1 + attends_again(rank)), 1
-    yield True, "again", blocks + made_again, tiles
-    yield False, "again", blocks + 2 * made_again, tiles
+    yield True, "again", blocks * (1 + attention_recompute_fraction(rank)), 1
+    yield True, "again", blocks + recomputed, tiles
+    yield False, "again", blocks + 2 * recomputed, tiles
 
 
-def _of_ends(rank: Rank) -> Calls:
+def _embedding_and_head_calls(rank: RankMemory) -> TPCalls:
     """Tokens that leave the embedding, or enter the head, where these are cut."""
-    shares, size, is_cut = rank.block.shares_tokens, rank.block.stream, rank.config.parallelism.loss_parallel
-    total = "reduce_scatter" if shares else "all_reduce"
-    if rank.is_first and (is_cut or not rank.model.tie_embeddings):
-        yield "tokens of the embedding", total, "forward", size, 1
-        yield "tokens of the embedding", "all_gather", "backward", size, shares
-    if rank.is_last and is_cut:
-        yield "tokens of the head", "all_gather", "forward", size, shares
-        yield "tokens of the head", total, "backward", size, 1
+    is_sequence_parallel, size, is_loss_parallel = (
+        rank.block_memory.sequence_parallel,
+        rank.block_memory.residual_bytes,
+        rank.config.parallelism.loss_parallel,
+    )
+    reduction = "reduce_scatter" if is_sequence_parallel else "all_reduce"
+    if rank.has_first_stage and (is_loss_parallel or not rank.model.tie_embeddings):
+        yield "tokens of the embedding", reduction, "forward", size, 1
+        yield "tokens of the embedding", "all_gather", "backward", size, is_sequence_parallel
+    if rank.has_last_stage and is_loss_parallel:
+        yield "tokens of the head", "all_gather", "forward", size, is_sequence_parallel
+        yield "tokens of the head", reduction, "backward", size, 1
 
 
-def _alike(rank: Rank) -> Calls:
+def _replicated_grad_calls(rank: RankMemory) -> TPCalls:
     """Gradients of what all ranks have whole, of which each finds a part; summed in single precision at least."""
-    shares, width, vocabulary = rank.block.shares_tokens, rank.model.dim, rank.model.vocab_size
-    is_cut, wide = rank.config.parallelism.loss_parallel, rank.stored
+    is_sequence_parallel, model_dim, vocabulary = (
+        rank.block_memory.sequence_parallel,
+        rank.model.dim,
+        rank.model.vocab_size,
+    )
+    is_loss_parallel, grad_bytes = rank.config.parallelism.loss_parallel, rank.master_bytes
     heads = rank.model.num_kv_heads * rank.model.head_dim
     # Norms of heads are alike too, and small.
-    weights = [(heads * width, 2 * rank.blocks * (rank.model.num_kv_heads < rank.tp))]
-    if shares:
-        weights.append((width, 2 * rank.blocks + rank.is_last))
-        if not is_cut:
-            weights.append((vocabulary * width, rank.is_last + rank.is_first * rank.model.tie_embeddings))
+    weights = [(heads * model_dim, 2 * rank.num_blocks * (rank.model.num_kv_heads < rank.tp))]
+    if is_sequence_parallel:
+        weights.append((model_dim, 2 * rank.num_blocks + rank.has_last_stage))
+        if not is_loss_parallel:
+            weights.append(
+                (vocabulary * model_dim, rank.has_last_stage + rank.has_first_stage * rank.model.tie_embeddings)
+            )
     for elements, calls in weights:
-        yield "gradients of weights that all have", "all_reduce", "backward", wide * elements, calls
+        yield "gradients of weights that all have", "all_reduce", "backward", grad_bytes * elements, calls
 
 
-def _of_loss(rank: Rank) -> Calls:
+def _loss_calls(rank: RankMemory) -> TPCalls:
     """Of each token the largest logit, then the sum of exponentials and the label's logit; or losses."""
-    if not rank.is_last:
+    if not rank.has_last_stage:
         return
     if not rank.config.parallelism.loss_parallel:
-        if rank.block.shares_tokens:
-            yield "losses", "all_gather", "forward", rank.stored * rank.tokens / rank.tp, 1
+        if rank.block_memory.sequence_parallel:
+            yield "losses", "all_gather", "forward", rank.master_bytes * rank.tokens / rank.tp, 1
         return
-    chunk, count, rest = chunks_of(rank)
-    for tokens, calls in ((chunk, count), (rest, 1)):
+    chunk, count, remainder = loss_chunks(rank)
+    for tokens, calls in ((chunk, count), (remainder, 1)):
         for numbers in (1, 2):
-            yield "sums of the loss", "all_reduce", "forward", numbers * rank.stored * tokens, calls
+            yield "sums of the loss", "all_reduce", "forward", numbers * rank.master_bytes * tokens, calls
 
 
-def chunks_of(rank: Rank) -> tuple[int, int, int]:
+def loss_chunks(rank: RankMemory) -> tuple[int, int, int]:
     """Tokens of a chunk of logits, how many such chunks a micro-batch has, and what is left."""
-    rows, _ = rank.head_shapes()[0]
-    shares = rank.config.parallelism.loss_parallel or not rank.block.shares_tokens
-    tokens = rank.tokens if shares else rank.tokens // rank.tp
-    chunk = max(1, (rank.config.memory.head_chunk_mib << 20) // (rank.stored * rows))
+    vocab_rows, _ = rank.head_shapes()[0]
+    has_all_tokens = rank.config.parallelism.loss_parallel or not rank.block_memory.sequence_parallel
+    tokens = rank.tokens if has_all_tokens else rank.tokens // rank.tp
+    chunk = max(1, (rank.config.memory.loss_chunk_mib << 20) // (rank.master_bytes * vocab_rows))
     return chunk, *divmod(tokens, chunk)
 
 
 # ---- queries, keys and values: context parallelism
 
 
-def _of_attention(rank: Rank) -> Iterator[Message]:
-    plan = rank.block.context
+def _cp_volumes(rank: RankMemory) -> Iterator[CommVolume]:
+    plan = rank.block_memory.context_plan
     if plan is None:
         return
-    groups, again = rank.config.memory.head_groups, attends_again(rank)
-    calls = rank.micro_batches * rank.blocks * groups
-    queries, keys = (rank.compute * elements / groups for elements in (rank.block.queries, rank.block.keys))
-    channel = "exchange" if plan.chosen == "hybrid" else "cp"
+    groups, recompute_fraction = rank.config.memory.head_groups, attention_recompute_fraction(rank)
+    calls = rank.num_micro_batches * rank.num_blocks * groups
+    queries, kv = (
+        rank.compute_bytes * elements / groups for elements in (rank.block_memory.q_numel, rank.block_memory.kv_numel)
+    )
+    channel = "exchange" if plan.resolved_method == "hybrid" else "cp"
     # What was got for its heads is not kept by blocks that compute again: it goes there once more.
-    passes: dict[Phase, float] = {
+    runs: dict[Phase, float] = {
         "forward": 1,
         "backward": 1,
-        "again": (rank.config.memory.recompute != "none") + again,
+        "again": (rank.config.memory.recompute != "none") + recompute_fraction,
     }
-    for phase, times in passes.items():
+    for phase, num_runs in runs.items():
         # Queries and outputs, keys and values; or their gradients.
-        for what, size in (("queries and outputs", queries), ("keys and values", keys / 2)):
-            yield from _message(
-                channel, "all_to_all", phase, what, size=size, ranks=plan.ulysses, calls=2 * calls * times
+        for what, size in (("queries and outputs", queries), ("keys and values", kv / 2)):
+            yield from _volume(
+                channel, "all_to_all", phase, what, size=size, ranks=plan.ulysses_degree, calls=2 * calls * num_runs
             )
-    wire = BYTES[rank.config.parallelism.cp_reduce_dtype] if rank.compute < 4 else rank.compute
-    passes["again"] = again
-    for phase, times in passes.items():
-        yield from _rotated(rank, phase, "keys and values", keys, calls * times)
-    size = wire * rank.block.keys / groups
-    yield from _rotated(rank, "backward", "gradients of keys and values", size, calls)
+    grad_bytes = DTYPE_BYTES[rank.config.parallelism.cp_reduce_dtype] if rank.compute_bytes < 4 else rank.compute_bytes
+    runs["again"] = recompute_fraction
+    for phase, num_runs in runs.items():
+        yield from _ring_volumes(rank, phase, "keys and values", kv, calls * num_runs)
+    size = grad_bytes * rank.block_memory.kv_numel / groups
+    yield from _ring_volumes(rank, "backward", "gradients of keys and values", size, calls)
 
 
-def _rotated(rank: Rank, phase: Phase, what: str, size: float, times: float) -> Iterator[Message]:
+def _ring_volumes(rank: RankMemory, phase: Phase, what: str, size: float, num_runs: float) -> Iterator[CommVolume]:
     """From every rank of the ring to all others, or summed over them on its way back, so many times.
 
     Hops of an all-to-all go to one rank: as many bytes as if they were sent.
     """
-    plan = rank.block.context
-    if plan is None or plan.rotation is None or plan.ring == 1 or not times or size < SMALL:
+    plan = rank.block_memory.context_plan
+    if plan is None or plan.rotate_method is None or plan.ring_degree == 1 or not num_runs or size < MIN_COUNTED_BYTES:
         return
     kinds = {"ring": "send", "alltoall": "all_to_all"}
-    gathered = "reduce_scatter" if what.startswith("gradients") else "all_gather"
-    hops = plan.ring - 1
-    yield Message(
-        channel="rotate" if plan.chosen == "hybrid" else "cp",
-        kind=kinds.get(plan.rotation, gathered),
+    collective = "reduce_scatter" if what.startswith("gradients") else "all_gather"
+    hops = plan.ring_degree - 1
+    yield CommVolume(
+        channel="rotate" if plan.resolved_method == "hybrid" else "cp",
+        kind=kinds.get(plan.rotate_method, collective),
         phase=phase,
         what=what,
-        bytes=times * hops * size,
-        calls=times * (hops if plan.rotation in kinds else 1),
+        bytes=num_runs * hops * size,
+        calls=num_runs * (hops if plan.rotate_method in kinds else 1),
     )
 
 
-def _of_stages(rank: Rank) -> Iterator[Message]:
+def _pp_volumes(rank: RankMemory) -> Iterator[CommVolume]:
     """The stream onward and its gradient back, unless the neighbouring stage is here too."""
     plan, last = rank.pipeline, rank.pipeline.num_stages - 1
-    stages = plan.stages_of(rank.place)
-    onward = sum(stage < last and plan.rank_of(stage + 1) != rank.place for stage in stages)
-    back = sum(stage > 0 and plan.rank_of(stage - 1) != rank.place for stage in stages)
-    size = rank.block.stream
-    ways: tuple[tuple[Phase, str, int], ...] = (
-        ("forward", "the stream", onward),
-        ("backward", "gradients of the stream", back),
+    stages = plan.stages_of(rank.pp_rank)
+    forward_sends = sum(stage < last and plan.rank_of(stage + 1) != rank.pp_rank for stage in stages)
+    backward_sends = sum(stage > 0 and plan.rank_of(stage - 1) != rank.pp_rank for stage in stages)
+    size = rank.block_memory.residual_bytes
+    directions: tuple[tuple[Phase, str, int], ...] = (
+        ("forward", "the stream", forward_sends),
+        ("backward", "gradients of the stream", backward_sends),
     )
-    for phase, what, count in ways:
-        calls = count * rank.micro_batches
-        yield from _message("pp", "send", phase, what, size=size, ranks=plan.pp, calls=calls)
+    for phase, what, count in directions:
+        calls = count * rank.num_micro_batches
+        yield from _volume("pp", "send", phase, what, size=size, ranks=plan.pp, calls=calls)

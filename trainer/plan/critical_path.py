@@ -11,70 +11,81 @@ from functools import cached_property
 
 from parallelisms.pipeline_plan import PipelinePlan
 from trainer.config.job_config import Config
-from trainer.hardware.device_specs import Device
+from trainer.hardware.device_specs import DeviceSpec
 from trainer.plan import interconnect
-from trainer.plan.pipeline_bubble import Chunk, waited
-from trainer.plan.step_time import UPDATE, Passes, Seconds
+from trainer.plan.pipeline_bubble import ChunkTime, bubble_seconds
+from trainer.plan.step_time import STEP_OVERHEAD, RankStepTime, RankTimeModel
 
 
 @dataclass(frozen=True)
-class Times:
+class StepTime:
     """An update on all ranks."""
 
-    stages: tuple[Seconds, ...]
+    ranks: tuple[RankStepTime, ...]
     """Of a rank at each place of the pipeline."""
-    update: float
+    seconds: float
     tokens: float
     """Of the global batch, as `pairs`."""
     pairs: float
-    executed: float
+    executed_flops: float
     """FLOPs of all ranks, with those that are computed again."""
 
     @cached_property
-    def busiest(self) -> Seconds:
-        return max(self.stages, key=lambda stage: stage.busy)
+    def busiest(self) -> RankStepTime:
+        return max(self.ranks, key=lambda stage: stage.busy)
 
 
-def times(config: Config, world_size: int, device: Device) -> Times:
+def predict_step_time(config: Config, world_size: int, device: DeviceSpec) -> StepTime:
     """The configuration must have no problems, and no `auto` in `memory`."""
-    groups, plan = interconnect.groups_of(config, world_size, device), config.pipeline_plan(world_size)
-    found: dict[tuple[object, ...], Passes] = {}
-    places = []
-    for place in range(config.parallelism.pp):
-        key = _alike(plan, place, budget=config.memory.host_budget_gib is not None)
-        if key not in found:
-            found[key] = Passes(config, world_size, place, device, groups)
-        places.append(found[key])
-    total, waits = _through(places)
+    groups, plan = interconnect.group_topologies(config, world_size, device), config.pipeline_plan(world_size)
+    distinct: dict[tuple[object, ...], RankTimeModel] = {}
+    ranks = []
+    for pp_rank in range(config.parallelism.pp):
+        key = _equivalence_key(plan, pp_rank, has_host_budget=config.memory.host_budget_gib is not None)
+        if key not in distinct:
+            distinct[key] = RankTimeModel(config, world_size, pp_rank, device, groups)
+        ranks.append(distinct[key])
+    pipeline_seconds, bubbles = _pipeline_time(ranks)
     # An update of the optimizer waits for all stages: gradients are clipped by the norm of all.
-    update = total + max(stage.optimizer for stage in places) + UPDATE
+    step_seconds = pipeline_seconds + max(stage.optimizer_seconds for stage in ranks) + STEP_OVERHEAD
     stages = tuple(
-        replace(stage.seconds, place=place, bubble=wait, optimizer=update - UPDATE - stage.seconds.busy - wait)
-        for place, (stage, wait) in enumerate(zip(places, waits, strict=True))
+        replace(
+            stage.step_time,
+            pp_rank=place,
+            bubble=wait,
+            optimizer=step_seconds - STEP_OVERHEAD - stage.step_time.busy - wait,
+        )
+        for place, (stage, wait) in enumerate(zip(ranks, bubbles, strict=True))
     )
-    each = world_size // config.parallelism.pp
-    work_of_all = places[0].work
-    return Times(stages, update, work_of_all.tokens, work_of_all.pairs, each * sum(stage.executed for stage in places))
+    ranks_per_stage = world_size // config.parallelism.pp
+    workload = ranks[0].workload
+    return StepTime(
+        stages,
+        step_seconds,
+        workload.tokens,
+        workload.pairs,
+        ranks_per_stage * sum(stage.executed_flops for stage in ranks),
+    )
 
 
-def _alike(plan: PipelinePlan, place: int, *, budget: bool) -> tuple[object, ...]:
+def _equivalence_key(plan: PipelinePlan, pp_rank: int, *, has_host_budget: bool) -> tuple[object, ...]:
     """Ranks with as many blocks and ends do the same. With a budget of host memory, those in front keep less there."""
-    stages = plan.stages_of(place)
-    ends = 0 in stages, plan.num_stages - 1 in stages
-    return tuple(plan.blocks[stage] for stage in stages), *ends, place if budget else None
+    stages = plan.stages_of(pp_rank)
+    has_ends = 0 in stages, plan.num_stages - 1 in stages
+    return tuple(plan.blocks_per_stage[stage] for stage in stages), *has_ends, pp_rank if has_host_budget else None
 
 
-def _through(places: Sequence[Passes]) -> tuple[float, list[float]]:
+def _pipeline_time(ranks: Sequence[RankTimeModel]) -> tuple[float, list[float]]:
     """Seconds from the first to the last pass of an update, and how long each rank waits in them."""
-    plan = places[0].rank.pipeline
+    plan = ranks[0].rank.pipeline
     if plan.pp == 1:
-        return places[0].seconds.busy, [0.0]
-    chunks = [stage.chunk for stage in places]
-    mean = Chunk(
+        return ranks[0].step_time.busy, [0.0]
+    chunks = [stage.mean_chunk for stage in ranks]
+    mean_chunk = ChunkTime(
         forward=sum(chunk.forward for chunk in chunks) / plan.pp,
-        inputs=sum(chunk.inputs for chunk in chunks) / plan.pp,
-        weights=sum(chunk.weights for chunk in chunks) / plan.pp,
+        input_grad=sum(chunk.input_grad for chunk in chunks) / plan.pp,
+        weight_grad=sum(chunk.weight_grad for chunk in chunks) / plan.pp,
     )
-    busy = [stage.seconds.busy for stage in places]
-    total = max(busy) + waited(plan, mean, hop=max(stage.hop for stage in places))
+    busy = [stage.step_time.busy for stage in ranks]
+    total = max(busy) + bubble_seconds(plan, mean_chunk, p2p_seconds=max(stage.p2p_seconds for stage in ranks))
     return total, [total - each for each in busy]

@@ -7,21 +7,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import floor, isfinite, log10
 
-NUMBER = re.compile(r"[<>~+-]*\s*\d")
+NUMBER_PATTERN = re.compile(r"[<>~+-]*\s*\d")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bar:
+class StackedBar:
     """One stacked bar, or one column of a table with these parts. Raises ValueError for a part that has no length."""
 
     label: str
-    parts: Mapping[str, float]
+    segments: Mapping[str, float]
     """Of each kind so many GiB, or seconds."""
     limit: float | None = None
     """A bar that is longer does not fit."""
 
     def __post_init__(self) -> None:
-        for kind, value in self.parts.items():
+        for kind, value in self.segments.items():
             if not (isfinite(value) and value >= 0):
                 raise ValueError(f"{kind} = {value} of bar {self.label!r} must be a finite number, 0 at least")
         if self.limit is not None and not (isfinite(self.limit) and self.limit > 0):
@@ -29,7 +29,7 @@ class Bar:
 
     @property
     def total(self) -> float:
-        return sum(self.parts.values())
+        return sum(self.segments.values())
 
     @property
     def fits(self) -> bool:
@@ -37,24 +37,24 @@ class Bar:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bars:
+class BarChart:
     title: str
     unit: str
-    bars: Sequence[Bar]
+    bars: Sequence[StackedBar]
 
     @property
-    def kinds(self) -> list[str]:
+    def segment_names(self) -> list[str]:
         """Those that some bar has more than nothing of, in the order in which bars name them: that of drawing."""
-        named = dict.fromkeys(kind for bar in self.bars for kind in bar.parts)
-        return [kind for kind in named if any(bar.parts.get(kind) for bar in self.bars)]
+        named = dict.fromkeys(kind for bar in self.bars for kind in bar.segments)
+        return [kind for kind in named if any(bar.segments.get(kind) for bar in self.bars)]
 
     @property
-    def places(self) -> int:
+    def decimals(self) -> int:
         """Of the decimals with which all its figures are written."""
-        return places([*(bar.total for bar in self.bars), *(bar.limit or 0 for bar in self.bars)])
+        return decimal_places([*(bar.total for bar in self.bars), *(bar.limit or 0 for bar in self.bars)])
 
     @property
-    def fullest(self) -> int:
+    def worst(self) -> int:
         """The bar with the least room; where none has a limit, the longest."""
         limited = [index for index, bar in enumerate(self.bars) if bar.limit is not None]
         return max(
@@ -82,7 +82,7 @@ class Table:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curve:
+class LineChart:
     """Points whose y is no number are told as a dash, and not drawn."""
 
     title: str
@@ -97,13 +97,13 @@ class Curve:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class PlanReport:
     title: str
     verdict: str
     fits: bool
     facts: Sequence[tuple[str, str]]
     """What is told, and its value with its unit."""
-    parts: Sequence[Bars | Table | Curve]
+    sections: Sequence[BarChart | Table | LineChart]
     notes: Sequence[str] = ()
     toml: str = ""
     """To paste."""
@@ -112,7 +112,7 @@ class Report:
 # ---- figures as text
 
 
-def places(values: Iterable[float]) -> int:
+def decimal_places(values: Iterable[float]) -> int:
     """Decimals that give the largest of them three digits; none from 1,000 on, and one at least below."""
     largest = max((abs(value) for value in values if isfinite(value)), default=0.0)
     if largest == 0 or largest >= 1000:
@@ -120,60 +120,64 @@ def places(values: Iterable[float]) -> int:
     return max(1, 2 - floor(log10(largest)))
 
 
-def figure(value: float, decimals: int) -> str:
+def format_number(value: float, decimals: int) -> str:
     """With commas between thousands; what is too little to be seen is less than the last digit, and 0 is nothing."""
     if not value:
         return ""
-    least = 10.0**-decimals
-    return f"<{least:.{decimals}f}" if 0 < value <= least / 2 else f"{value:,.{decimals}f}"
+    smallest_shown = 10.0**-decimals
+    return f"<{smallest_shown:.{decimals}f}" if 0 < value <= smallest_shown / 2 else f"{value:,.{decimals}f}"
 
 
-def numeric(cells: Iterable[str]) -> bool:
+def is_numeric(cells: Iterable[str]) -> bool:
     """Whether a column holds numbers, and stands at its right edge. Cells that are empty or a dash do not count."""
-    told = [cell for cell in cells if cell.strip("- ")]
-    return bool(told) and all(NUMBER.match(cell) for cell in told)
+    nonempty = [cell for cell in cells if cell.strip("- ")]
+    return bool(nonempty) and all(NUMBER_PATTERN.match(cell) for cell in nonempty)
 
 
-def as_table(bars: Bars, shown: Sequence[int]) -> Table:
+def bars_to_table(bars: BarChart, indices: Sequence[int]) -> Table:
     """A row for each kind, a column for each bar that is shown; then their sums, and what is left below limits.
 
     A single bar has a column more, of shares.
     """
-    chosen, decimals = [bars.bars[index] for index in shown], bars.places
-    if not chosen:
+    selected, decimals = [bars.bars[index] for index in indices], bars.decimals
+    if not selected:
         return Table(title=bars.title, columns=[bars.unit], rows=[])
-    rows = [[kind, *(figure(bar.parts.get(kind, 0), decimals) for bar in chosen)] for kind in bars.kinds]
-    rows.append(["together", *(figure(bar.total, decimals) or "0" for bar in chosen)])
-    if any(bar.limit is not None for bar in chosen):
-        rows.append(["limit", *(figure(bar.limit or 0, decimals) for bar in chosen)])
-        rows.append(["room", *(_room(bar, decimals) for bar in chosen)])
-    columns = [bars.unit, *(bar.label for bar in chosen)]
+    rows = [
+        [kind, *(format_number(bar.segments.get(kind, 0), decimals) for bar in selected)] for kind in bars.segment_names
+    ]
+    rows.append(["together", *(format_number(bar.total, decimals) or "0" for bar in selected)])
+    if any(bar.limit is not None for bar in selected):
+        rows.append(["limit", *(format_number(bar.limit or 0, decimals) for bar in selected)])
+        rows.append(["room", *(_headroom(bar, decimals) for bar in selected)])
+    columns = [bars.unit, *(bar.label for bar in selected)]
     if len(bars.bars) > 1:
         return Table(title=bars.title, columns=columns, rows=rows)
-    shares = [_share(bars.bars[0], kind) for kind in bars.kinds] + [""] * (len(rows) - len(bars.kinds))
-    rows = [[*row, part] for row, part in zip(rows, shares, strict=True)]
+    shares = [_percent_of_total(bars.bars[0], kind) for kind in bars.segment_names] + [""] * (
+        len(rows) - len(bars.segment_names)
+    )
+    rows = [[*row, share] for row, share in zip(rows, shares, strict=True)]
     return Table(title=bars.title, columns=[*columns, "share"], rows=rows)
 
 
-def _room(bar: Bar, decimals: int) -> str:
+def _headroom(bar: StackedBar, decimals: int) -> str:
     if bar.limit is None:
         return ""
-    return "-" * (not bar.fits) + (figure(abs(bar.limit - bar.total), decimals) or "0")
+    return "-" * (not bar.fits) + (format_number(abs(bar.limit - bar.total), decimals) or "0")
 
 
-def _share(bar: Bar, kind: str) -> str:
-    part = bar.parts.get(kind, 0)
-    return f"{figure(100 * part / bar.total, 1)} %" if part else ""
+def _percent_of_total(bar: StackedBar, kind: str) -> str:
+    value = bar.segments.get(kind, 0)
+    return f"{format_number(100 * value / bar.total, 1)} %" if value else ""
 
 
-def points(curve: Curve) -> list[float]:
+def x_values(curve: LineChart) -> list[float]:
     """Every x of any line, in order."""
     return sorted({x for line in curve.lines.values() for x, _ in line})
 
 
-def curve_figure(curve: Curve, y: float) -> str:
+def format_y(curve: LineChart, y: float) -> str:
     """With three digits of its own where the axis is logarithmic, else with the decimals of the largest."""
     if not isfinite(y):
         return "-"
-    everything = [other for line in curve.lines.values() for _, other in line]
-    return figure(y, places([y] if curve.log_y else everything)) or "0"
+    all_values = [other for line in curve.lines.values() for _, other in line]
+    return format_number(y, decimal_places([y] if curve.log_y else all_values)) or "0"

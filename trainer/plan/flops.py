@@ -11,114 +11,118 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from parallelisms.pipeline_plan import Schedule
+from parallelisms.pipeline_plan import PipelineSchedule
 from trainer.config.job_config import Config
-from trainer.memory.estimator import Rank
-from trainer.plan.comm_volume import attends_again, chunks_of, made_again_of, units
-from trainer.plan.memory_traffic import moved, of_optimizer
+from trainer.memory.estimator import RankMemory
+from trainer.plan.comm_volume import attention_recompute_fraction, fsdp_units, loss_chunks, num_recomputed_blocks
+from trainer.plan.memory_traffic import memory_traffic, optimizer_traffic
 
-TWICE: tuple[Schedule, ...] = ("InterleavedZeroBubble", "ZBVZeroBubble")
+SPLIT_BACKWARD_SCHEDULES: tuple[PipelineSchedule, ...] = ("InterleavedZeroBubble", "ZBVZeroBubble")
 """Schedules that go back through a stage for its input, and then for its weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class RankWorkload:
     """Of a rank at a place of the pipeline, in a whole update."""
 
-    matmul: Mapping[str, float]
+    matmul_flops: Mapping[str, float]
     """FLOPs of matrix products: "forward", "backward", "again" (recomputation), "head" (both passes of the head)."""
-    attention: Mapping[str, float]
+    attention_flops: Mapping[str, float]
     """FLOPs that kernels of attention carry out: "forward", "backward", "again"."""
-    moved: Mapping[str, float]
+    memory_traffic: Mapping[str, float]
     """Bytes that memory-bound operations read and write: "forward", "backward", "again", "head"."""
-    offloaded: float
+    offloaded_bytes: float
     """Bytes copied to the host; as many come back."""
-    optimizer: float
+    optimizer_bytes: float
     """Bytes that the optimizer reads and writes."""
-    on_host: bool
+    optimizer_on_host: bool
     """Where it does."""
     tokens: float
     """Of the whole global batch, without padding."""
     pairs: float
     """(query, key) pairs of the whole global batch that the mask allows, one document per row."""
-    fetched: float = 0
+    fetched_bytes: float = 0
     """Bytes of weights that come from the host, where states lie there."""
-    returned: float = 0
+    returned_bytes: float = 0
     """Bytes of gradients that go there."""
 
 
-def work(config: Config, world_size: int, place: int) -> Work:
+def rank_workload(config: Config, world_size: int, pp_rank: int) -> RankWorkload:
     """Of the fullest rank at that place of the pipeline. The configuration must have no problems."""
-    return work_of(Rank(config, world_size, place))
+    return workload_of(RankMemory(config, world_size, pp_rank))
 
 
-def work_of(rank: Rank) -> Work:
+def workload_of(rank: RankMemory) -> RankWorkload:
     """The same, of a rank that is there already."""
     training = rank.config.training
-    found, length = [*units(rank)], training.seq_len
-    gathered = sum(sum(unit.gathers.values()) * rank.shard(unit.shapes) for unit in found)
-    scattered = sum(unit.scatters * rank.shard(unit.shapes) for unit in found)
-    return Work(
-        matmul=_products(rank),
-        attention=_attention(rank),
-        moved=moved(rank),
-        offloaded=rank.micro_batches * rank.by_blocks(rank.blocks)[1],
-        optimizer=of_optimizer(rank),
-        on_host=rank.on_host,
+    fsdp_units_of_rank, length = [*fsdp_units(rank)], training.seq_len
+    gathered_elements = sum(
+        sum(unit.all_gathers.values()) * rank.sharded_numel(unit.shapes) for unit in fsdp_units_of_rank
+    )
+    scattered_elements = sum(unit.reduce_scatters * rank.sharded_numel(unit.shapes) for unit in fsdp_units_of_rank)
+    return RankWorkload(
+        matmul_flops=_matmul_flops(rank),
+        attention_flops=_attention_flops(rank),
+        memory_traffic=memory_traffic(rank),
+        offloaded_bytes=rank.num_micro_batches * rank.saved_block_bytes(rank.num_blocks)[1],
+        optimizer_bytes=optimizer_traffic(rank),
+        optimizer_on_host=rank.optimizer_on_host,
         tokens=training.global_batch_size * length,
-        pairs=training.global_batch_size * pairs_of(length),
-        fetched=rank.stored * gathered * rank.on_host,
-        returned=rank.stored * scattered * rank.on_host,
+        pairs=training.global_batch_size * causal_pairs(length),
+        fetched_bytes=rank.master_bytes * gathered_elements * rank.optimizer_on_host,
+        returned_bytes=rank.master_bytes * scattered_elements * rank.optimizer_on_host,
     )
 
 
-def pairs_of(length: int) -> float:
+def causal_pairs(length: int) -> float:
     """(query, key) pairs of a document."""
     return length * (length + 1) / 2
 
 
-def _products(rank: Rank) -> dict[str, float]:
+def _matmul_flops(rank: RankMemory) -> dict[str, float]:
     model, width = rank.model, rank.model.dim
     queries = model.num_heads // rank.tp * model.head_dim
     keys = max(1, model.num_kv_heads // rank.tp) * model.head_dim
-    projected, out, inner = width * (queries + 2 * keys), width * queries, width * model.ffn_dim // rank.tp
-    block = projected + out + 3 * inner
-    each = 2.0 * rank.tokens * rank.micro_batches
-    again = 0.0
+    qkv, out, ffn = width * (queries + 2 * keys), width * queries, width * model.ffn_dim // rank.tp
+    block = qkv + out + 3 * ffn
+    flops_per_weight = 2.0 * rank.tokens * rank.num_micro_batches
+    recomputed = 0.0
     if rank.config.memory.recompute != "none":
         # All but the last product, whose result no gradient needs; norms of heads need what entered them once more.
-        again = rank.blocks * (block - inner + width * (queries + keys) * model.qk_norm)
-        again += rank.blocks * attends_again(rank) * projected + made_again_of(rank) * (out + 3 * inner)
-    elif rank.pipeline.pp > 1 and rank.pipeline.schedule in TWICE:
+        recomputed = rank.num_blocks * (block - ffn + width * (queries + keys) * model.qk_norm)
+        recomputed += rank.num_blocks * attention_recompute_fraction(rank) * qkv + num_recomputed_blocks(rank) * (
+            out + 3 * ffn
+        )
+    elif rank.pipeline.pp > 1 and rank.pipeline.schedule in SPLIT_BACKWARD_SCHEDULES:
         # What finds gradients of input and weight at once runs for each; the first stage has no input.
-        again = (rank.blocks - rank.pipeline.blocks[0] * rank.is_first) * 2 * inner
+        recomputed = (rank.num_blocks - rank.pipeline.blocks_per_stage[0] * rank.has_first_stage) * 2 * ffn
     rows, _ = rank.head_shapes()[0]
-    chunk, count, rest = chunks_of(rank)
-    head = 6.0 * rank.micro_batches * (chunk * count + rest) * rows * width * rank.is_last
+    chunk, count, remainder = loss_chunks(rank)
+    head = 6.0 * rank.num_micro_batches * (chunk * count + remainder) * rows * width * rank.has_last_stage
     return {
-        "forward": each * rank.blocks * block,
-        "backward": 2 * each * rank.blocks * block,
-        "again": each * again,
+        "forward": flops_per_weight * rank.num_blocks * block,
+        "backward": 2 * flops_per_weight * rank.num_blocks * block,
+        "again": flops_per_weight * recomputed,
         "head": head,
     }
 
 
-def attended(rank: Rank) -> float:
+def attention_pairs(rank: RankMemory) -> float:
     """(query, key) pairs of a head that the busiest of the ranks that share rows computes in a micro-batch.
 
     Padding at a row's end is a document of its own. Every layout but `contiguous` gives one document in equal parts.
     """
     training, plan = rank.config.training, rank.config.context_plan()
     length = training.seq_len
-    row = plan.padded(length)
-    pairs = pairs_of(length) + pairs_of(row - length)
-    if plan.kind == "contiguous" and plan.ring > 1:
-        held = row // plan.ring
-        pairs = plan.ring * (held * (row - held) + pairs_of(held))
+    padded_length = plan.padded_length(length)
+    pairs = causal_pairs(length) + causal_pairs(padded_length - length)
+    if plan.resolved_layout == "contiguous" and plan.ring_degree > 1:
+        tokens_per_rank = padded_length // plan.ring_degree
+        pairs = plan.ring_degree * (tokens_per_rank * (padded_length - tokens_per_rank) + causal_pairs(tokens_per_rank))
     return training.micro_batch_size * pairs / plan.cp
 
 
-def _attention(rank: Rank) -> dict[str, float]:
-    heads = rank.model.num_heads // rank.tp * rank.model.head_dim
-    forward = 4.0 * heads * attended(rank) * rank.blocks * rank.micro_batches
-    return {"forward": forward, "backward": 2.5 * forward, "again": attends_again(rank) * forward}
+def _attention_flops(rank: RankMemory) -> dict[str, float]:
+    query_dim = rank.model.num_heads // rank.tp * rank.model.head_dim
+    forward = 4.0 * query_dim * attention_pairs(rank) * rank.num_blocks * rank.num_micro_batches
+    return {"forward": forward, "backward": 2.5 * forward, "again": attention_recompute_fraction(rank) * forward}

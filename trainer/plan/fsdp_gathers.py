@@ -5,48 +5,54 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
-from parallelisms.pipeline_plan import SPLIT, PipelinePlan
+from parallelisms.pipeline_plan import SPLIT_BACKWARD_SCHEDULES, PipelinePlan
 
-HELD = 3
+MAX_GATHERED_STAGES = 3
 """Stages of a rank whose weights torch's schedules have gathered at a time."""
 
 
 @lru_cache(maxsize=64)
-def times_gathered(plan: PipelinePlan, rank: int) -> Mapping[int, int]:
+def weight_gathers_per_stage(plan: PipelinePlan, rank: int) -> Mapping[int, int]:
     """How often FSDP gathers the weights of each stage of a rank in an update.
 
     Schedules of several stages have those of the next three that will run, and free the others'.
     """
-    mine = plan.stages_of(rank)
-    if len(mine) <= HELD:
-        return dict.fromkeys(mine, 1)
-    wanted: list[int] = []
-    ahead = []
-    for stage in reversed(_turns(plan, rank)):
-        wanted = [stage, *(other for other in wanted if other != stage)][:HELD]
-        ahead.append(wanted)
-    found, held = dict.fromkeys(mine, 0), set[int]()
-    for wanted in reversed(ahead):
-        for stage in wanted:
-            found[stage] += stage not in held
-        held = {*wanted}
-    return found
+    local_stages = plan.stages_of(rank)
+    if len(local_stages) <= MAX_GATHERED_STAGES:
+        return dict.fromkeys(local_stages, 1)
+    prefetched: list[int] = []
+    lookahead = []
+    for stage in reversed(_stage_order(plan, rank)):
+        prefetched = [stage, *(other for other in prefetched if other != stage)][:MAX_GATHERED_STAGES]
+        lookahead.append(prefetched)
+    num_gathers, gathered = dict.fromkeys(local_stages, 0), set[int]()
+    for prefetched in reversed(lookahead):
+        for stage in prefetched:
+            num_gathers[stage] += stage not in gathered
+        gathered = {*prefetched}
+    return num_gathers
 
 
-def _turns(plan: PipelinePlan, rank: int) -> list[int]:
+def _stage_order(plan: PipelinePlan, rank: int) -> list[int]:
     """The stages that a rank runs, one after the other, where it has them in turn: forward, backward, weights apart."""
-    laps, batches = plan.stages_per_rank, plan.micro_batches
-    has_weights_apart = plan.schedule in SPLIT
-    each = batches // max(1, batches // plan.pp)  # Of a round.
-    first = min((laps - 1) * each + (1 if has_weights_apart else 2) * (plan.pp - 1 - rank), laps * batches)
-    back = [(laps - 1 - step // each % laps) * plan.pp + rank for step in range(laps * batches)]
-    weights = [*back] if has_weights_apart else []
-    found = []
-    for step in range(laps * batches + first):
-        if step < laps * batches:
-            found.append(step // each % laps * plan.pp + rank)
-        if step >= first:
-            found.append(back[step - first])
-            if weights and step - first >= rank:
-                found.append(weights.pop(0))
-    return found + weights
+    stages_per_rank, micro_batches = plan.stages_per_rank, plan.num_micro_batches
+    has_split_backward = plan.schedule in SPLIT_BACKWARD_SCHEDULES
+    round_size = micro_batches // max(1, micro_batches // plan.pp)  # Of a round.
+    warmup = min(
+        (stages_per_rank - 1) * round_size + (1 if has_split_backward else 2) * (plan.pp - 1 - rank),
+        stages_per_rank * micro_batches,
+    )
+    backward_stages = [
+        (stages_per_rank - 1 - step // round_size % stages_per_rank) * plan.pp + rank
+        for step in range(stages_per_rank * micro_batches)
+    ]
+    weight_grad_stages = [*backward_stages] if has_split_backward else []
+    order = []
+    for step in range(stages_per_rank * micro_batches + warmup):
+        if step < stages_per_rank * micro_batches:
+            order.append(step // round_size % stages_per_rank * plan.pp + rank)
+        if step >= warmup:
+            order.append(backward_stages[step - warmup])
+            if weight_grad_stages and step - warmup >= rank:
+                order.append(weight_grad_stages.pop(0))
+    return order + weight_grad_stages

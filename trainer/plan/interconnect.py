@@ -7,78 +7,82 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import lcm
 
-from parallelisms.process_groups import first_groups
+from parallelisms.process_groups import rank_zero_groups
 from trainer.config.job_config import Config
-from trainer.hardware.device_specs import Device
-from trainer.plan.comm_volume import Message
+from trainer.hardware.device_specs import DeviceSpec
+from trainer.plan.comm_volume import CommVolume
 
-CALL = 10e-6
+CALL_OVERHEAD = 10e-6
 """Seconds between the call of a collective and its first byte, whatever the links: a kernel of NCCL's, and its ranks
 meeting. Large jobs of PyTorch's FSDP show 10 to 20 microseconds."""
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupTopology:
     """The ranks of a channel: all of them, those that fast links join, and the islands of such."""
 
     ranks: int
-    near: int
-    islands: int
+    min_ranks_per_domain: int
+    num_domains: int
 
     @property
-    def crosses(self) -> bool:
-        return self.islands > 1
+    def crosses_domains(self) -> bool:
+        return self.num_domains > 1
 
 
-def groups_of(config: Config, world_size: int, device: Device) -> dict[str, Group]:
+def group_topologies(config: Config, world_size: int, device: DeviceSpec) -> dict[str, GroupTopology]:
     """By channel, the group that is worst off. Neighbouring ranks fill one island of fast links after the other."""
     plan = config.context_plan()
     degrees = config.parallelism.degrees(world_size)
-    first = first_groups(degrees, plan.ulysses if plan.chosen == "hybrid" else None)
-    return {name: _worst(ranks, world_size, device.linked) for name, ranks in first.items()}
+    first_group_ranks = rank_zero_groups(degrees, plan.ulysses_degree if plan.resolved_method == "hybrid" else None)
+    return {
+        name: _worst_placement(ranks, world_size, device.link_domain_size) for name, ranks in first_group_ranks.items()
+    }
 
 
-def _worst(first: range, world_size: int, linked: int) -> Group:
+def _worst_placement(first_group: range, world_size: int, domain_size: int) -> GroupTopology:
     """Of the groups that lie as `first` does, from rank 0 on; where sizes do not divide an island, some cross its border."""
-    span = first.step * len(first)
-    even = linked % span == 0 or (span % linked == 0 and (linked % first.step == 0 or first.step % linked == 0))
-    bases = [0] if even else range(0, min(world_size, lcm(span, linked)), span)
-    offsets = range(1) if even else range(0, first.step, max(1, first.step // linked))
-    found = []
-    for start in (base + offset for base in bases for offset in offsets):
-        islands = Counter((start + rank) // linked for rank in first)
-        found.append(Group(len(first), min(islands.values()), len(islands)))
-    return max(found, key=lambda group: (group.islands, -group.near))
+    span = first_group.step * len(first_group)
+    is_aligned = domain_size % span == 0 or (
+        span % domain_size == 0 and (domain_size % first_group.step == 0 or first_group.step % domain_size == 0)
+    )
+    starts = [0] if is_aligned else range(0, min(world_size, lcm(span, domain_size)), span)
+    offsets = range(1) if is_aligned else range(0, first_group.step, max(1, first_group.step // domain_size))
+    placements = []
+    for start in (base + offset for base in starts for offset in offsets):
+        domains = Counter((start + rank) // domain_size for rank in first_group)
+        placements.append(GroupTopology(len(first_group), min(domains.values()), len(domains)))
+    return max(placements, key=lambda group: (group.num_domains, -group.min_ranks_per_domain))
 
 
-def rate(kind: str, group: Group, device: Device) -> float:
+def bandwidth(kind: str, group: GroupTopology, device: DeviceSpec) -> float:
     """Bytes that a rank sends in a second.
 
     A collective over several islands goes through all links that its ranks have to the network together, since what one
     of them receives it passes on inside. An exchange sends most bytes to other islands, each rank over its own link; and
     of ranks that pass something round, one sends to the next island, for which the others wait.
     """
-    if not group.crosses:
-        return device.link
+    if not group.crosses_domains:
+        return device.link_bandwidth
     if kind == "send":
-        return device.network
+        return device.network_bandwidth
     if kind == "all_to_all":
-        far = (group.ranks - group.near) / (group.ranks - 1)
-        return 1 / max(far / device.network, (1 - far) / device.link)
-    return min(device.link, group.near * device.network)
+        remote_fraction = (group.ranks - group.min_ranks_per_domain) / (group.ranks - 1)
+        return 1 / max(remote_fraction / device.network_bandwidth, (1 - remote_fraction) / device.link_bandwidth)
+    return min(device.link_bandwidth, group.min_ranks_per_domain * device.network_bandwidth)
 
 
-def latency(kind: str, group: Group, device: Device) -> float:
+def latency(kind: str, group: GroupTopology, device: DeviceSpec) -> float:
     """Seconds of a call that do not depend on what is sent. Collectives go round a ring of their ranks."""
     if kind in ("send", "all_to_all"):
-        return CALL + (device.network_latency if group.crosses else device.link_latency)
+        return CALL_OVERHEAD + (device.network_latency if group.crosses_domains else device.link_latency)
     steps = (2 if kind == "all_reduce" else 1) * (group.ranks - 1)
-    far = steps * (group.islands - 1) / max(1, group.ranks - 1)
-    return CALL + far * device.network_latency + (steps - far) * device.link_latency
+    remote_steps = steps * (group.num_domains - 1) / max(1, group.ranks - 1)
+    return CALL_OVERHEAD + remote_steps * device.network_latency + (steps - remote_steps) * device.link_latency
 
 
-def seconds(message: Message, groups: Mapping[str, Group], device: Device) -> float:
+def message_seconds(message: CommVolume, groups: Mapping[str, GroupTopology], device: DeviceSpec) -> float:
     """Of all calls of a kind in an update, one after the other."""
     group = groups[message.channel]
-    each = latency(message.kind, group, device)
-    return message.bytes / rate(message.kind, group, device) + message.calls * each
+    call_latency = latency(message.kind, group, device)
+    return message.bytes / bandwidth(message.kind, group, device) + message.calls * call_latency

@@ -9,178 +9,196 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from trainer.memory.estimator import Rank
-from trainer.plan.comm_volume import attends_again, chunks_of, made_again_of, units
+from trainer.memory.estimator import RankMemory
+from trainer.plan.comm_volume import attention_recompute_fraction, fsdp_units, loss_chunks, num_recomputed_blocks
 
 
-class Moved(NamedTuple):
+class MemoryAccesses(NamedTuple):
     """How often a number is read or written, in either type."""
 
-    narrow: float
-    wide: float = 0
+    low_precision: float
+    high_precision: float = 0
 
 
 # Eager, and compiled.
-NORM = Moved(5, 2), Moved(2)
-NORM_BACKWARD = Moved(7, 14), Moved(5)
-ROTATION = Moved(2, 9), Moved(2)
-GATE = Moved(5), Moved(3)
-GATE_BACKWARD = Moved(14), Moved(6)
+NORM = MemoryAccesses(5, 2), MemoryAccesses(2)
+NORM_BACKWARD = MemoryAccesses(7, 14), MemoryAccesses(5)
+ROPE = MemoryAccesses(2, 9), MemoryAccesses(2)
+SWIGLU = MemoryAccesses(5), MemoryAccesses(3)
+SWIGLU_BACKWARD = MemoryAccesses(14), MemoryAccesses(6)
 # Below operators, which no compiler looks into.
-ADD = Moved(3)
-COPY = Moved(2)
-MERGE = Moved(1, 6)
-WIDENED = Moved(2, 2)
-LOGITS = Moved(2, 10)
+ADD = MemoryAccesses(3)
+COPY = MemoryAccesses(2)
+MERGE = MemoryAccesses(1, 6)
+UPCAST = MemoryAccesses(2, 2)
+LOGITS = MemoryAccesses(2, 10)
 
 
-class Sizes:
+class ActivationSizes:
     """Numbers of a micro-batch, as a rank holds them, and bytes that operations on them move."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: RankMemory) -> None:
         self.rank, model = rank, rank.model
         self.compiled = rank.config.training.compile
-        self.stream = rank.block.stream // rank.compute
-        self.gathered = model.dim * rank.tokens
-        self.queries = rank.block.queries
-        self.heads = self.queries + max(1, model.num_kv_heads // rank.tp) * model.head_dim * rank.tokens
-        self.inner = model.ffn_dim * rank.tokens // rank.tp
-        self.keys = rank.block.keys
+        self.hidden = rank.block_memory.residual_bytes // rank.compute_bytes
+        self.gathered_hidden = model.dim * rank.tokens
+        self.queries = rank.block_memory.q_numel
+        self.qk = self.queries + max(1, model.num_kv_heads // rank.tp) * model.head_dim * rank.tokens
+        self.ffn = model.ffn_dim * rank.tokens // rank.tp
+        self.kv = rank.block_memory.kv_numel
 
-    def bytes(self, numbers: float, how: Moved | tuple[Moved, Moved]) -> float:
-        if not isinstance(how, Moved):
-            how = how[self.compiled]
-        return numbers * (how.narrow * self.rank.compute + how.wide * self.rank.stored)
+    def bytes_moved(self, elements: float, accesses: MemoryAccesses | tuple[MemoryAccesses, MemoryAccesses]) -> float:
+        if not isinstance(accesses, MemoryAccesses):
+            accesses = accesses[self.compiled]
+        return elements * (
+            accesses.low_precision * self.rank.compute_bytes + accesses.high_precision * self.rank.master_bytes
+        )
 
 
-def moved(rank: Rank) -> dict[str, float]:
+def memory_traffic(rank: RankMemory) -> dict[str, float]:
     """Of all micro-batches: "forward", "backward", "again", "head"."""
-    sizes, batches, blocks = Sizes(rank), rank.micro_batches, rank.blocks
-    gathered = _gathered(rank)
-    embedded = sizes.bytes(sizes.stream, COPY) * rank.is_first
-    forward = blocks * (_entered(sizes) + _attended(sizes) + _fed(sizes)) + embedded
+    sizes, micro_batches, blocks = ActivationSizes(rank), rank.num_micro_batches, rank.num_blocks
+    all_gather_copies = _all_gather_copies(rank)
+    embedding = sizes.bytes_moved(sizes.hidden, COPY) * rank.has_first_stage
+    forward = blocks * (_attention_input(sizes) + _cp_attention(sizes) + _feed_forward(sizes)) + embedding
     return {
-        "forward": batches * forward + gathered["forward"],
-        "backward": batches * blocks * _backward(sizes) + gathered["backward"] + _scattered(rank),
-        "again": batches * _again(sizes) + gathered["again"],
-        "head": batches * _head(sizes) * rank.is_last,
+        "forward": micro_batches * forward + all_gather_copies["forward"],
+        "backward": micro_batches * blocks * _backward(sizes)
+        + all_gather_copies["backward"]
+        + _reduce_scatter_copies(rank),
+        "again": micro_batches * _recompute(sizes) + all_gather_copies["again"],
+        "head": micro_batches * _loss_head(sizes) * rank.has_last_stage,
     }
 
 
-def _entered(sizes: Sizes) -> float:
+def _attention_input(sizes: ActivationSizes) -> float:
     """Of a block: norm, and queries and keys normalised and rotated."""
-    found = sizes.bytes(sizes.stream, NORM) + sizes.bytes(sizes.heads, ROTATION)
-    return found + sizes.bytes(sizes.heads, NORM) * sizes.rank.model.qk_norm
+    total = sizes.bytes_moved(sizes.hidden, NORM) + sizes.bytes_moved(sizes.qk, ROPE)
+    return total + sizes.bytes_moved(sizes.qk, NORM) * sizes.rank.model.qk_norm
 
 
-def _fed(sizes: Sizes) -> float:
+def _feed_forward(sizes: ActivationSizes) -> float:
     """Of a block: two sums with the stream, a norm and the gate."""
-    return 2 * sizes.bytes(sizes.stream, ADD) + sizes.bytes(sizes.stream, NORM) + sizes.bytes(sizes.inner, GATE)
+    return (
+        2 * sizes.bytes_moved(sizes.hidden, ADD)
+        + sizes.bytes_moved(sizes.hidden, NORM)
+        + sizes.bytes_moved(sizes.ffn, SWIGLU)
+    )
 
 
-def _attended(sizes: Sizes) -> float:
+def _cp_attention(sizes: ActivationSizes) -> float:
     """Of a block: what is copied for an exchange of heads, or for a ring, and the parts of attention joined."""
-    plan = sizes.rank.block.context
+    plan = sizes.rank.block_memory.context_plan
     if plan is None:
         return 0
-    found = 0.0
-    if plan.ulysses > 1:
-        found += 2 * sizes.bytes(2 * sizes.queries + sizes.keys, COPY)
-    if plan.ring > 1:
-        found += sizes.bytes(sizes.keys, COPY) + sizes.bytes(sizes.queries, WIDENED)
-        found += _parts(sizes) * sizes.bytes(sizes.queries, MERGE)
-        found += _foreign(sizes) * sizes.bytes(sizes.keys, COPY)
-    return found
+    total = 0.0
+    if plan.ulysses_degree > 1:
+        total += 2 * sizes.bytes_moved(2 * sizes.queries + sizes.kv, COPY)
+    if plan.ring_degree > 1:
+        total += sizes.bytes_moved(sizes.kv, COPY) + sizes.bytes_moved(sizes.queries, UPCAST)
+        total += _num_merges(sizes) * sizes.bytes_moved(sizes.queries, MERGE)
+        total += _num_reordered_ranks(sizes) * sizes.bytes_moved(sizes.kv, COPY)
+    return total
 
 
-def _parts(sizes: Sizes) -> float:
+def _num_merges(sizes: ActivationSizes) -> float:
     """How many parts of attention are joined with the first, in units of all queries: of a ring's, half see half."""
-    plan = sizes.rank.block.context
-    if plan is None or plan.ring == 1:
+    plan = sizes.rank.block_memory.context_plan
+    if plan is None or plan.ring_degree == 1:
         return 0
-    return 1 if plan.rotation == "allgather" else 0.75 * (plan.ring - 1)
+    return 1 if plan.rotate_method == "allgather" else 0.75 * (plan.ring_degree - 1)
 
 
-def _foreign(sizes: Sizes) -> int:
+def _num_reordered_ranks(sizes: ActivationSizes) -> int:
     """Other ranks whose keys are put in order."""
-    plan = sizes.rank.block.context
-    return plan.ring - 1 if plan is not None and plan.rotation == "allgather" else 0
+    plan = sizes.rank.block_memory.context_plan
+    return plan.ring_degree - 1 if plan is not None and plan.rotate_method == "allgather" else 0
 
 
-def _backward(sizes: Sizes) -> float:
-    found = 2 * (sizes.bytes(sizes.stream, NORM_BACKWARD) + sizes.bytes(sizes.stream, ADD))
-    found += sizes.bytes(sizes.heads, ROTATION) + sizes.bytes(sizes.inner, GATE_BACKWARD)
-    found += sizes.bytes(sizes.heads, NORM_BACKWARD) * sizes.rank.model.qk_norm
+def _backward(sizes: ActivationSizes) -> float:
+    total = 2 * (sizes.bytes_moved(sizes.hidden, NORM_BACKWARD) + sizes.bytes_moved(sizes.hidden, ADD))
+    total += sizes.bytes_moved(sizes.qk, ROPE) + sizes.bytes_moved(sizes.ffn, SWIGLU_BACKWARD)
+    total += sizes.bytes_moved(sizes.qk, NORM_BACKWARD) * sizes.rank.model.qk_norm
     if sizes.rank.config.memory.recompute == "none":
         # Autograd adds what comes from queries, keys and values, and from gate and up.
-        found += 3 * sizes.bytes(sizes.gathered, ADD)
-    return found + _attended_backward(sizes)
+        total += 3 * sizes.bytes_moved(sizes.gathered_hidden, ADD)
+    return total + _cp_attention_backward(sizes)
 
 
-def _attended_backward(sizes: Sizes) -> float:
-    plan = sizes.rank.block.context
+def _cp_attention_backward(sizes: ActivationSizes) -> float:
+    plan = sizes.rank.block_memory.context_plan
     if plan is None:
         return 0
-    found = 2 * sizes.bytes(2 * sizes.queries + sizes.keys, COPY) * (plan.ulysses > 1)
-    if plan.ring > 1:
-        others = plan.ring - 1
-        found += sizes.bytes(sizes.keys, COPY) + sizes.bytes(sizes.queries + sizes.keys, WIDENED)
-        found += _parts(sizes) * sizes.bytes(sizes.queries, Moved(1, 2))
+    total = 2 * sizes.bytes_moved(2 * sizes.queries + sizes.kv, COPY) * (plan.ulysses_degree > 1)
+    if plan.ring_degree > 1:
+        other_ranks = plan.ring_degree - 1
+        total += sizes.bytes_moved(sizes.kv, COPY) + sizes.bytes_moved(sizes.queries + sizes.kv, UPCAST)
+        total += _num_merges(sizes) * sizes.bytes_moved(sizes.queries, MemoryAccesses(1, 2))
         # Gradients of others' keys: zeros, sums, and the type in which they travel.
-        found += others * sizes.bytes(sizes.keys, Moved(1, 8)) + _foreign(sizes) * sizes.bytes(sizes.keys, COPY)
-    return found
+        total += other_ranks * sizes.bytes_moved(sizes.kv, MemoryAccesses(1, 8)) + _num_reordered_ranks(
+            sizes
+        ) * sizes.bytes_moved(sizes.kv, COPY)
+    return total
 
 
-def _again(sizes: Sizes) -> float:
+def _recompute(sizes: ActivationSizes) -> float:
     rank, memory = sizes.rank, sizes.rank.config.memory
     if memory.recompute == "none":
         return 0
-    plan, share = rank.block.context, attends_again(rank)
-    block = _entered(sizes) + sizes.bytes(sizes.stream, NORM) + sizes.bytes(sizes.stream, ADD)
-    if plan is not None and plan.ulysses > 1:
-        block += 2 * sizes.bytes(2 * sizes.queries + sizes.keys, COPY)
-    block += share * (_entered(sizes) + _attended(sizes))
-    return rank.blocks * block + made_again_of(rank) * _fed(sizes)
+    plan, recompute_fraction = rank.block_memory.context_plan, attention_recompute_fraction(rank)
+    block = _attention_input(sizes) + sizes.bytes_moved(sizes.hidden, NORM) + sizes.bytes_moved(sizes.hidden, ADD)
+    if plan is not None and plan.ulysses_degree > 1:
+        block += 2 * sizes.bytes_moved(2 * sizes.queries + sizes.kv, COPY)
+    block += recompute_fraction * (_attention_input(sizes) + _cp_attention(sizes))
+    return rank.num_blocks * block + num_recomputed_blocks(rank) * _feed_forward(sizes)
 
 
-def _head(sizes: Sizes) -> float:
+def _loss_head(sizes: ActivationSizes) -> float:
     """Both passes: norm, logits chunk by chunk, and the sum of the chunks' gradients of the weight."""
     rank = sizes.rank
-    rows, width = rank.head_shapes()[0]
-    chunk, count, rest = chunks_of(rank)
-    tokens, chunks = chunk * count + rest, count + (rest > 0)
-    eager = Sizes(rank)
+    vocab_rows, model_dim = rank.head_shapes()[0]
+    chunk, count, remainder = loss_chunks(rank)
+    tokens, chunks = chunk * count + remainder, count + (remainder > 0)
+    eager = ActivationSizes(rank)
     eager.compiled = False  # It has no compiled parts.
-    found = eager.bytes(sizes.stream, NORM) + eager.bytes(sizes.stream, NORM_BACKWARD)
-    found += sizes.bytes(tokens * rows, LOGITS) + sizes.bytes(tokens * width, COPY)
-    return found + sizes.bytes(rows * width, Moved(chunks + 1, 2 * chunks + 4))
+    total = eager.bytes_moved(sizes.hidden, NORM) + eager.bytes_moved(sizes.hidden, NORM_BACKWARD)
+    total += sizes.bytes_moved(tokens * vocab_rows, LOGITS) + sizes.bytes_moved(tokens * model_dim, COPY)
+    return total + sizes.bytes_moved(vocab_rows * model_dim, MemoryAccesses(chunks + 1, 2 * chunks + 4))
 
 
-def _gathered(rank: Rank) -> dict[str, float]:
+def _all_gather_copies(rank: RankMemory) -> dict[str, float]:
     """What FSDP copies around its gathers, by phase: weights narrowed, and laid out where they come from several ranks."""
-    found = dict.fromkeys(("forward", "backward", "again"), 0.0)
-    for unit in units(rank) if rank.is_sharded else ():
-        shard = rank.shard(unit.shapes)
-        once = shard * (rank.stored + rank.compute) + 2 * rank.compute * shard * rank.shards * (rank.shards > 1)
-        for phase, times in unit.gathers.items():
-            found["forward" if phase == "update" else phase] += times * once
-    return found
+    bytes_by_phase = dict.fromkeys(("forward", "backward", "again"), 0.0)
+    for unit in fsdp_units(rank) if rank.is_sharded else ():
+        shard = rank.sharded_numel(unit.shapes)
+        bytes_per_gather = shard * (
+            rank.master_bytes + rank.compute_bytes
+        ) + 2 * rank.compute_bytes * shard * rank.num_shards * (rank.num_shards > 1)
+        for phase, num_gathers in unit.all_gathers.items():
+            bytes_by_phase["forward" if phase == "update" else phase] += num_gathers * bytes_per_gather
+    return bytes_by_phase
 
 
-def _scattered(rank: Rank) -> float:
+def _reduce_scatter_copies(rank: RankMemory) -> float:
     """The same of gradients: put in, and added to those that are there."""
-    found = 0.0
-    for unit in units(rank) if rank.is_sharded else ():
-        shard = rank.shard(unit.shapes)
-        once = shard * rank.shards * (rank.compute + rank.reduced) + shard * (rank.reduced + 2 * rank.stored)
-        found += unit.scatters * once
-    return found
+    total = 0.0
+    for unit in fsdp_units(rank) if rank.is_sharded else ():
+        shard = rank.sharded_numel(unit.shapes)
+        bytes_per_scatter = shard * rank.num_shards * (rank.compute_bytes + rank.reduce_bytes) + shard * (
+            rank.reduce_bytes + 2 * rank.master_bytes
+        )
+        total += unit.reduce_scatters * bytes_per_scatter
+    return total
 
 
-def of_optimizer(rank: Rank) -> float:
+def optimizer_traffic(rank: RankMemory) -> float:
     """Bytes that AdamW reads and writes: norm and clipping of gradients, weights, and both moments.
 
     Narrow moments are widened and rounded again, which moves each four times wide and twice narrow, as bytes.
     """
-    moments = 4 * rank.moment if rank.moment == rank.stored else 4 * rank.moment + 8 * rank.stored
-    return rank.parameters() * (6 * rank.stored + moments)
+    moments = (
+        4 * rank.moment_bytes
+        if rank.moment_bytes == rank.master_bytes
+        else 4 * rank.moment_bytes + 8 * rank.master_bytes
+    )
+    return rank.local_numel() * (6 * rank.master_bytes + moments)

@@ -14,39 +14,46 @@ from parallelisms.pipeline_plan import PipelinePlan
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chunk:
+class ChunkTime:
     """Seconds of the passes of a micro-batch through a stage."""
 
     forward: float
-    inputs: float
-    weights: float
+    input_grad: float
+    weight_grad: float
 
     @property
-    def all(self) -> float:
-        return self.forward + self.inputs + self.weights
+    def total(self) -> float:
+        return self.forward + self.input_grad + self.weight_grad
 
 
-def waited(plan: PipelinePlan, chunk: Chunk, *, hop: float = 0) -> float:
+def bubble_seconds(plan: PipelinePlan, chunk: ChunkTime, *, p2p_seconds: float = 0) -> float:
     """Seconds of an update in which a rank has nothing to do, where all chunks are alike; a send takes `hop` seconds."""
     if plan.pp == 1:
         return 0
-    others, forward, inputs, weights = plan.pp - 1, chunk.forward, chunk.inputs, chunk.weights
+    other_ranks, forward, input_grad, weight_grad = plan.pp - 1, chunk.forward, chunk.input_grad, chunk.weight_grad
     if plan.schedule == "InterleavedZeroBubble":
-        found = others * (forward + inputs - weights)
+        bubble = other_ranks * (forward + input_grad - weight_grad)
     elif plan.schedule == "ZBVZeroBubble":
-        found = others * max(forward, inputs, 2 * (inputs - weights))
+        bubble = other_ranks * max(forward, input_grad, 2 * (input_grad - weight_grad))
     elif plan.schedule == "DualPipeV":
-        found = max(others * (forward + inputs - weights), others * (2 * inputs - weights) - forward)
+        bubble = max(
+            other_ranks * (forward + input_grad - weight_grad), other_ranks * (2 * input_grad - weight_grad) - forward
+        )
     else:
-        laps, batches = plan.stages_per_rank, plan.micro_batches
+        stages_per_rank, micro_batches = plan.stages_per_rank, plan.num_micro_batches
         # With fewer micro-batches than ranks, the first is awaited at the start of every lap.
-        found = (max(laps * batches + others, laps * plan.pp + batches - 1) - laps * batches) * chunk.all
-    return found + hop * _hops(plan)
+        bubble = (
+            max(stages_per_rank * micro_batches + other_ranks, stages_per_rank * plan.pp + micro_batches - 1)
+            - stages_per_rank * micro_batches
+        ) * chunk.total
+    return bubble + p2p_seconds * _exposed_sends(plan)
 
 
-def _hops(plan: PipelinePlan) -> float:
+def _exposed_sends(plan: PipelinePlan) -> float:
     """Sends that are waited for: through all stages and back. Under 1F1B a rank holds just as many micro-batches as it
     takes to wait for none, so what is on its way is waited for in every further one too.
     """
-    through = 2.0 * sum(one != other for one, other in pairwise(plan.ranks))
-    return through + (through / plan.pp * (plan.micro_batches - 1) if plan.schedule == "1F1B" else 0)
+    sends_per_round_trip = 2.0 * sum(one != other for one, other in pairwise(plan.stage_ranks))
+    return sends_per_round_trip + (
+        sends_per_round_trip / plan.pp * (plan.num_micro_batches - 1) if plan.schedule == "1F1B" else 0
+    )

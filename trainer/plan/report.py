@@ -6,120 +6,131 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from trainer.config.job_config import Config
-from trainer.hardware.device_specs import DEFAULT, NOBODYS, Device, device_for, load_device
-from trainer.memory.estimator import GIB, Ledger
+from trainer.hardware.device_specs import DEFAULT_DEVICE, DEFAULT_DEVICE_NOTE, DeviceSpec, load_device, select_device
+from trainer.memory.estimator import GIB, MemoryEstimate
 from trainer.plan.console import show
-from trainer.plan.document import Bar, Bars, Curve, Report, Table
-from trainer.plan.plan import Change, Plan, RunPlan, plan_of, run_plan
-from trainer.plan.search import Found, Way, laid_out, why_slower
-from trainer.plan.step_time import TOLD
+from trainer.plan.document import BarChart, LineChart, PlanReport, StackedBar, Table
+from trainer.plan.plan import RunPlan, Suggestion, TrainingPlan, plan_run, plan_stage
+from trainer.plan.search import LayoutPlan, SearchResult, describe_layout, why_slower
+from trainer.plan.step_time import CHANNEL_LABELS
 
-LENGTHS = 9
+NUM_CURVE_POINTS = 9
 """Points of a curve of lengths: of each, half the one after it."""
-SHORTEST = 1024
-KEPT_FREE = "kept free for kernels and fragments"
+MIN_CURVE_LENGTH = 1024
+RESERVE_LABEL = "kept free for kernels and fragments"
 
 
-def planned(run: RunPlan, *, curve: bool = True, notes: Sequence[str] = ()) -> Report:
+def plan_report(run: RunPlan, *, curve: bool = True, notes: Sequence[str] = ()) -> PlanReport:
     """A run's plan; of a recipe, memory and time of the stage that is fullest."""
-    plan = max(run.stages, key=lambda stage: (not stage.fits, stage.overfull))
+    plan = max(run.stages, key=lambda stage: (not stage.fits, stage.memory_utilization))
     name = plan.config.job.name
-    parts: list[Bars | Table | Curve] = []
+    sections: list[BarChart | Table | LineChart] = []
     if len(run.stages) > 1:
-        parts.append(_stages(run))
-    parts += _pages(plan)
+        sections.append(_stages_table(run))
+    sections += _plan_sections(plan)
     if curve:
-        parts += _curves(plan)
-    filled = f"{_gib(plan.fullest.device)} of {_gib(plan.device_room)} GiB that may be filled"
-    return Report(
-        title=f"{name} on {_ranks(plan)}{f', stage {plan.name}' if plan.name else ''}",
-        verdict="; ".join(run.misfits) or f"{filled}, with {laid_out(plan)}",
+        sections += _curves(plan)
+    memory_summary = (
+        f"{_gib(plan.peak_memory.device_bytes)} of {_gib(plan.usable_device_memory)} GiB that may be filled"
+    )
+    return PlanReport(
+        title=f"{name} on {_devices_text(plan)}{f', stage {plan.name}' if plan.name else ''}",
+        verdict="; ".join(run.memory_shortages) or f"{memory_summary}, with {describe_layout(plan)}",
         fits=run.fits,
         facts=_facts(run, plan),
-        parts=parts,
+        sections=sections,
         notes=[*_notes(plan), *notes],
     )
 
 
-def searched(found: Found, question: str, device: Device, *, notes: Sequence[str] = ()) -> Report:
+def search_report(result: SearchResult, question: str, device: DeviceSpec, *, notes: Sequence[str] = ()) -> PlanReport:
     """What a search found."""
-    parts: list[Bars | Table | Curve] = []
-    if found.best:
-        rows = [_row(way, found.best[0]) for way in found.best]
+    sections: list[BarChart | Table | LineChart] = []
+    if result.best:
+        rows = [_search_row(way, result.best[0]) for way in result.best]
         columns = ("layout", "s / update", "MFU %", "tokens / s / device", "GiB", "host GiB", "what it loses by")
-        parts.append(Table(title="the fastest that fit", columns=columns, rows=rows, best=0))
-    if found.misfits:
-        misfits = [(laid_out(way.plan), f"{way.seconds:.4g}", way.plan.misfits[0]) for way in found.misfits]
-        missing = ("layout", "s / update", "what is missing, where least is kept")
-        parts.append(Table(title="would be faster, and do not fit", columns=missing, rows=misfits))
-    best = found.best[0].plan if found.best else None
-    parts += _pages(best) if best else []
-    about = _notes(best) if best else [f"devices are {device.description}"]
-    return Report(
+        sections.append(Table(title="the fastest that fit", columns=columns, rows=rows, best=0))
+    if result.not_fitting:
+        not_fitting_rows = [
+            (describe_layout(way.plan), f"{way.seconds:.4g}", way.plan.memory_shortages[0])
+            for way in result.not_fitting
+        ]
+        not_fitting_columns = ("layout", "s / update", "what is missing, where least is kept")
+        sections.append(
+            Table(title="would be faster, and do not fit", columns=not_fitting_columns, rows=not_fitting_rows)
+        )
+    best = result.best[0].plan if result.best else None
+    sections += _plan_sections(best) if best else []
+    plan_notes = _notes(best) if best else [f"devices are {device.description}"]
+    return PlanReport(
         title=question,
-        verdict=laid_out(best) if best else "; ".join(found.problems) or "no layout fits",
+        verdict=describe_layout(best) if best else "; ".join(result.problems) or "no layout fits",
         fits=best is not None,
         facts=_facts(RunPlan((best,)), best) if best else [],
-        parts=parts,
-        notes=[*about, *notes, f"{found.tried:,} plans were made"],
-        toml="\n\n".join(map(_pasted, found.best)),
+        sections=sections,
+        notes=[*plan_notes, *notes, f"{result.num_plans:,} plans were made"],
+        toml="\n\n".join(map(_layout_toml, result.best)),
     )
 
 
-def _pasted(way: Way) -> str:
-    return f"# {laid_out(way.plan)}: {_seconds(way.seconds)} an update\n{way.toml()}"
+def _layout_toml(candidate: LayoutPlan) -> str:
+    return f"# {describe_layout(candidate.plan)}: {_seconds(candidate.seconds)} an update\n{candidate.toml()}"
 
 
-def _pages(plan: Plan) -> list[Bars | Table | Curve]:
-    parts: list[Bars | Table | Curve] = [_device_memory(plan), _host_memory(plan), _time(plan)]
-    return [*parts, _communication(plan)] if plan.world_size > 1 else parts
+def _plan_sections(plan: TrainingPlan) -> list[BarChart | Table | LineChart]:
+    sections: list[BarChart | Table | LineChart] = [
+        _device_memory_chart(plan),
+        _host_memory_chart(plan),
+        _step_time_chart(plan),
+    ]
+    return [*sections, _communication_table(plan)] if plan.world_size > 1 else sections
 
 
-def _notes(plan: Plan) -> list[str]:
+def _notes(plan: TrainingPlan) -> list[str]:
     return [
         f"devices are {plan.device.description}",
-        *plan.limits[len(plan.misfits) :],
-        *map(_change, plan.changes),
+        *plan.bottlenecks[len(plan.memory_shortages) :],
+        *map(_suggestion_text, plan.suggestions),
         *plan.assumptions,
-        *plan.config.remarks(plan.world_size),
+        *plan.config.warnings(plan.world_size),
     ]
 
 
-def show_before(config: Config, world_size: int) -> None:
+def show_plan_at_launch(config: Config, world_size: int) -> None:
     """What a run is to take, before it starts; what does not fit may still be tried."""
-    known = device_for(config)
-    found = run_plan(config, world_size, known or load_device(DEFAULT))
-    show(planned(found, curve=False, notes=[] if known else [NOBODYS]))
-    for problem in found.misfits:
+    device = select_device(config)
+    run = plan_run(config, world_size, device or load_device(DEFAULT_DEVICE))
+    show(plan_report(run, curve=False, notes=[] if device else [DEFAULT_DEVICE_NOTE]))
+    for problem in run.memory_shortages:
         sys.stderr.write(f"warning: this does not fit: {problem}\n")
 
 
 # ---- pieces
 
 
-def _facts(run: RunPlan, plan: Plan) -> list[tuple[str, str]]:
+def _facts(run: RunPlan, plan: TrainingPlan) -> list[tuple[str, str]]:
     training = plan.config.training
-    rows, length = training.global_batch_size, training.seq_len
+    global_batch_size, seq_len = training.global_batch_size, training.seq_len
     return [
-        ("an update", _seconds(plan.seconds)),
+        ("an update", _seconds(plan.step_seconds)),
         ("MFU", f"{plan.mfu:.1%}"),
         ("HFU", f"{plan.hfu:.1%}"),
         ("tokens / s", f"{plan.tokens_per_second:,.0f}"),
         ("tokens / s of a device", f"{plan.tokens_per_second_per_device:,.0f}"),
-        ("rows of an update", f"{rows:,} x {length:,}"),
-        ("tokens of the run", _amount(run.tokens)),
+        ("rows of an update", f"{global_batch_size:,} x {seq_len:,}"),
+        ("tokens of the run", _amount(run.total_tokens)),
         ("the run", _duration(run.days)),
         ("device hours", f"{run.device_hours:,.3g}" if run.device_hours < 100 else f"{run.device_hours:,.0f}"),
-        ("host memory of a node", f"{_gib(plan.host_needed)} GiB"),
-        ("a checkpoint", f"{_gib(plan.checkpoint)} GiB"),
+        ("host memory of a node", f"{_gib(plan.host_memory_needed)} GiB"),
+        ("a checkpoint", f"{_gib(plan.checkpoint_bytes)} GiB"),
     ]
 
 
-def _stages(run: RunPlan) -> Table:
+def _stages_table(run: RunPlan) -> Table:
     rows = [
         (
-            stage.name, f"{stage.config.training.seq_len:,}", f"{stage.config.training.steps:,}", _seconds(stage.seconds),
-            f"{100 * stage.mfu:.1f}", _gib(stage.fullest.device), f"{stage.days:,.2f}", "yes" if stage.fits else "no",
+            stage.name, f"{stage.config.training.seq_len:,}", f"{stage.config.training.steps:,}", _seconds(stage.step_seconds),
+            f"{100 * stage.mfu:.1f}", _gib(stage.peak_memory.device_bytes), f"{stage.days:,.2f}", "yes" if stage.fits else "no",
         )
         for stage in run.stages
     ]  # fmt: skip
@@ -127,35 +138,42 @@ def _stages(run: RunPlan) -> Table:
     return Table(title="stages of the run", columns=columns, rows=rows)
 
 
-def _device_memory(plan: Plan) -> Bars:
-    bars = [_bar(ledger, plan) for ledger in plan.ledgers]
-    where = plan.fullest.moment
-    return Bars(title=f"memory of a device when it is fullest: {where}", unit="GiB", bars=bars)
+def _device_memory_chart(plan: TrainingPlan) -> BarChart:
+    bars = [_memory_bar(ledger, plan) for ledger in plan.memory_by_pp_rank]
+    where = plan.peak_memory.phase
+    return BarChart(title=f"memory of a device when it is fullest: {where}", unit="GiB", bars=bars)
 
 
-def _bar(ledger: Ledger, plan: Plan) -> Bar:
-    parts = {line.name: line.device / GIB for line in ledger.lines}
-    parts[KEPT_FREE] = plan.reserve / GIB
-    return Bar(label=_place(ledger.place, plan), parts=parts, limit=plan.device.memory / GIB)
+def _memory_bar(ledger: MemoryEstimate, plan: TrainingPlan) -> StackedBar:
+    segments = {line.name: line.device_bytes / GIB for line in ledger.items}
+    segments[RESERVE_LABEL] = plan.device_reserve / GIB
+    return StackedBar(label=_pp_rank_label(ledger.pp_rank, plan), segments=segments, limit=plan.device.memory / GIB)
 
 
-def _host_memory(plan: Plan) -> Bars:
-    parts = {kind: size / GIB for kind, size in plan.host.items()}
-    bar = Bar(label=f"{plan.node_ranks} ranks", parts=parts, limit=plan.host_room / GIB)
-    return Bars(title="host memory of a node", unit="GiB", bars=[bar])
+def _host_memory_chart(plan: TrainingPlan) -> BarChart:
+    segments = {kind: size / GIB for kind, size in plan.host_memory.items()}
+    bar = StackedBar(label=f"{plan.ranks_per_node} ranks", segments=segments, limit=plan.usable_host_memory / GIB)
+    return BarChart(title="host memory of a node", unit="GiB", bars=[bar])
 
 
-def _time(plan: Plan) -> Bars:
-    bars = [Bar(label=_place(stage.place, plan), parts=stage.parts()) for stage in plan.times.stages]
-    return Bars(title="time of an update", unit="s", bars=bars)
+def _step_time_chart(plan: TrainingPlan) -> BarChart:
+    bars = [
+        StackedBar(label=_pp_rank_label(stage.pp_rank, plan), segments=stage.breakdown())
+        for stage in plan.step_time.ranks
+    ]
+    return BarChart(title="time of an update", unit="s", bars=bars)
 
 
-def _communication(plan: Plan) -> Table:
+def _communication_table(plan: TrainingPlan) -> Table:
     """Of the rank that has most to do, by channel."""
-    busiest = plan.times.busiest
-    channels = sorted({**busiest.exposed, **busiest.hidden}, key=lambda name: -busiest.exposed.get(name, 0))
+    busiest = plan.step_time.busiest
+    channels = sorted({**busiest.exposed, **busiest.overlapped}, key=lambda name: -busiest.exposed.get(name, 0))
     rows = [
-        (TOLD.get(name, name), f"{busiest.exposed.get(name, 0):.3g}", f"{busiest.hidden.get(name, 0):.3g}")
+        (
+            CHANNEL_LABELS.get(name, name),
+            f"{busiest.exposed.get(name, 0):.3g}",
+            f"{busiest.overlapped.get(name, 0):.3g}",
+        )
         for name in channels
     ]
     return Table(
@@ -163,56 +181,56 @@ def _communication(plan: Plan) -> Table:
     )
 
 
-def _place(place: int, plan: Plan) -> str:
-    return f"place {place + 1} of {plan.config.parallelism.pp}" if plan.config.parallelism.pp > 1 else "every rank"
+def _pp_rank_label(pp_rank: int, plan: TrainingPlan) -> str:
+    return f"place {pp_rank + 1} of {plan.config.parallelism.pp}" if plan.config.parallelism.pp > 1 else "every rank"
 
 
-def _curves(plan: Plan) -> list[Curve]:
+def _curves(plan: TrainingPlan) -> list[LineChart]:
     """Memory and MFU of rows of other lengths, on the same mesh."""
-    longer = [_of_length(plan, length) for length in _lengths(plan.config)]
-    tokens = [float(other.config.training.seq_len) for other in longer]
-    memory = [(at, other.fullest.device / GIB) for at, other in zip(tokens, longer, strict=True)]
-    mfu = [(at, 100 * other.mfu) for at, other in zip(tokens, longer, strict=True)]
+    plans = [_plan_for_length(plan, length) for length in _curve_lengths(plan.config)]
+    tokens = [float(other.config.training.seq_len) for other in plans]
+    memory = [(at, other.peak_memory.device_bytes / GIB) for at, other in zip(tokens, plans, strict=True)]
+    mfu = [(at, 100 * other.mfu) for at, other in zip(tokens, plans, strict=True)]
     if len(tokens) < 2:
         return []
-    room = plan.device_room / GIB
+    limit = plan.usable_device_memory / GIB
     return [
-        Curve(title="longer and shorter rows: memory", x="tokens of a row", y="GiB of a device", log_x=True, log_y=True,
-              lines={"the fullest rank": memory}, limit=room),
-        Curve(title="longer and shorter rows: MFU", x="tokens of a row", y="MFU %", log_x=True, log_y=False,
+        LineChart(title="longer and shorter rows: memory", x="tokens of a row", y="GiB of a device", log_x=True, log_y=True,
+              lines={"the fullest rank": memory}, limit=limit),
+        LineChart(title="longer and shorter rows: MFU", x="tokens of a row", y="MFU %", log_x=True, log_y=False,
               lines={"MFU": mfu}),
     ]  # fmt: skip
 
 
-def _lengths(config: Config) -> Iterable[int]:
-    own = config.training.seq_len
-    lengths = [own * 2**power // 2 ** (LENGTHS // 2) for power in range(LENGTHS)]
-    return [length for length in lengths if length >= SHORTEST or length == own]
+def _curve_lengths(config: Config) -> Iterable[int]:
+    seq_len = config.training.seq_len
+    lengths = [seq_len * 2**power // 2 ** (NUM_CURVE_POINTS // 2) for power in range(NUM_CURVE_POINTS)]
+    return [length for length in lengths if length >= MIN_CURVE_LENGTH or length == seq_len]
 
 
-def _of_length(plan: Plan, length: int) -> Plan:
+def _plan_for_length(plan: TrainingPlan, length: int) -> TrainingPlan:
     """With as many rows as there are: what is asked is what a row costs."""
     training = plan.config.training.model_copy(update={"seq_len": length})
-    return plan_of(plan.config.model_copy(update={"training": training}), plan.world_size, plan.device)
+    return plan_stage(plan.config.model_copy(update={"training": training}), plan.world_size, plan.device)
 
 
-def _row(way: Way, best: Way) -> Sequence[str]:
-    plan = way.plan
+def _search_row(candidate: LayoutPlan, best: LayoutPlan) -> Sequence[str]:
+    plan = candidate.plan
     return (
-        laid_out(plan), f"{way.seconds:.4g}", f"{100 * plan.mfu:.1f}", f"{plan.tokens_per_second_per_device:,.0f}",
-        _gib(plan.fullest.device), _gib(plan.host_needed), why_slower(way, best) if way is not best else "",
+        describe_layout(plan), f"{candidate.seconds:.4g}", f"{100 * plan.mfu:.1f}", f"{plan.tokens_per_second_per_device:,.0f}",
+        _gib(plan.peak_memory.device_bytes), _gib(plan.host_memory_needed), why_slower(candidate, best) if candidate is not best else "",
     )  # fmt: skip
 
 
-def _change(change: Change) -> str:
-    gain = [f"frees {_gib(change.frees)} GiB"] * (change.frees > 0) + [
-        f"saves {_seconds(change.saves)} of an update"
-    ] * (change.saves > 0)
-    return f"{change.text}: {' and '.join(gain) or 'needs less'}, then {'fits' if change.plan.fits else 'still does not fit'}"
+def _suggestion_text(suggestion: Suggestion) -> str:
+    gain = [f"frees {_gib(suggestion.freed_bytes)} GiB"] * (suggestion.freed_bytes > 0) + [
+        f"saves {_seconds(suggestion.saved_seconds)} of an update"
+    ] * (suggestion.saved_seconds > 0)
+    return f"{suggestion.text}: {' and '.join(gain) or 'needs less'}, then {'fits' if suggestion.plan.fits else 'still does not fit'}"
 
 
-def _ranks(plan: Plan) -> str:
-    nodes = -(-plan.world_size // plan.device.node)
+def _devices_text(plan: TrainingPlan) -> str:
+    nodes = -(-plan.world_size // plan.device.devices_per_node)
     return f"{plan.world_size:,} x {plan.device.name}" + (f" ({nodes:,} nodes)" if nodes > 1 else "")
 
 

@@ -16,30 +16,30 @@ from typing import Any, TypeVar
 
 from trainer.config.job_config import Config
 from trainer.config.parse import toml_value
-from trainer.config.sections import LONGEST_ROW
-from trainer.hardware.device_specs import Device
-from trainer.plan.plan import Plan, plan_of
+from trainer.config.sections import MAX_SEQ_LEN
+from trainer.hardware.device_specs import DeviceSpec
+from trainer.plan.plan import TrainingPlan, plan_stage
 
-SHOWN = 5
-MOST_TOKENS = 32_768
+MAX_RESULTS = 5
+MAX_MICRO_BATCH_TOKENS = 32_768
 """Of a micro-batch on a rank: larger ones make no product faster."""
-UNIT = 1 << 12
+SEQ_LEN_STEP = 1 << 12
 """Of lengths that are tried."""
-LEAST_TOKENS = 512
+MIN_TOKENS_PER_RANK = 512
 """Of a row on a rank, beyond the first: shorter pieces are all messages and no work."""
-PASTED = ("training", "parallelism", "memory")
-EQUAL = 1.005
+TOML_SECTIONS = ("training", "parallelism", "memory")
+TIE_FACTOR = 1.005
 """Times the seconds of the fastest that count as equal to it: what takes least of its devices and hosts is then the best."""
-METHODS = ("ring", "allgather", "ulysses", "hybrid")
-SCHEDULES = (("1F1B", None), ("Interleaved1F1B", None), ("Interleaved1F1B", 4))
+CP_METHODS = ("ring", "allgather", "ulysses", "hybrid")
+PP_SCHEDULES = (("1F1B", None), ("Interleaved1F1B", None), ("Interleaved1F1B", 4))
 """And stages of a rank; None is what a schedule has by itself."""
-AUTO = {"cp_layout": "auto", "cp_outer": "auto", "pp_layers": None}
+MESH_DEPENDENT_DEFAULTS = {"cp_layout": "auto", "cp_outer_method": "auto", "pp_layers": None}
 """What belongs to another mesh is not taken over."""
 
 # What is kept and where: the less memory a way takes, the later it is tried.
-LEVERS = ("recompute", "offload", "mlp_tile_mib", "head_groups", "input_every")
-KEEPS: tuple[dict[str, Any], ...] = tuple(
-    {f"memory.{lever}": value for lever, value in zip(LEVERS, values, strict=True)}
+MEMORY_KEYS = ("recompute", "offload", "mlp_tile_mib", "head_groups", "blocks_per_checkpoint")
+MEMORY_CHOICES: tuple[dict[str, Any], ...] = tuple(
+    {f"memory.{lever}": value for lever, value in zip(MEMORY_KEYS, values, strict=True)}
     | {"memory.device_gib": None, "memory.host_budget_gib": None}
     for values in (
         ("none", "none", None, 1, 1),
@@ -61,23 +61,25 @@ KEEPS: tuple[dict[str, Any], ...] = tuple(
 )
 
 
-C = TypeVar("C", bound=Config)
-GROUPED = [keep for keep in KEEPS if keep["memory.head_groups"] > 1 and keep["memory.offload"] == "none"]
-LEAN = 4
+ConfigT = TypeVar("ConfigT", bound=Config)
+HEAD_GROUP_CHOICES = [
+    keep for keep in MEMORY_CHOICES if keep["memory.head_groups"] > 1 and keep["memory.offload"] == "none"
+]
+NUM_LEANEST_CHOICES = 4
 """Of them, the last, that take least of a device."""
-Told = Callable[[int], None] | None
+ProgressCallback = Callable[[int], None] | None
 """Is given the number of plans that were made, now and then."""
 
 
 @dataclass(frozen=True)
-class Way:
+class LayoutPlan:
     """A run laid out in one way."""
 
-    plan: Plan
+    plan: TrainingPlan
 
     @property
     def seconds(self) -> float:
-        return self.plan.seconds
+        return self.plan.step_seconds
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -85,7 +87,7 @@ class Way:
 
     def toml(self) -> str:
         """Whole sections, to stand in place of the file's."""
-        return "\n\n".join("\n".join(self._section(name)) for name in PASTED)
+        return "\n\n".join("\n".join(self._section(name)) for name in TOML_SECTIONS)
 
     def _section(self, name: str) -> Iterator[str]:
         section = getattr(self.plan.config, name)
@@ -96,14 +98,14 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search found."""
 
-    best: Sequence[Way]
+    best: Sequence[LayoutPlan]
     """The fastest of each mesh that fits, fastest first; of those that are about equal, what fills least."""
-    misfits: Sequence[Way]
+    not_fitting: Sequence[LayoutPlan]
     """The leanest ways of meshes that would be faster than the best, but do not fit."""
-    tried: int
+    num_plans: int
     """Plans that were made."""
     problems: Sequence[str] = field(default=())
     """Where nothing could be laid out: what stood in the way most often."""
@@ -111,136 +113,156 @@ class Found:
 
 def search(
     config: Config,
-    ranks: int,
-    device: Device,
+    world_size: int,
+    device: DeviceSpec,
     *,
-    shown: int = SHOWN,
-    fixed: Sequence[str] = (),
-    told: Told = None,
-) -> Found:
+    max_results: int = MAX_RESULTS,
+    pinned: Sequence[str] = (),
+    on_progress: ProgressCallback = None,
+) -> SearchResult:
     """The fastest ways to run a configuration on so many devices. Keys that are `fixed` keep their values."""
-    looked = _Looked(config, ranks, device, fixed, told)
-    bounds = sorted(looked.bounds(), key=_least)
-    best: list[Way] = []
-    misfits: list[Way] = []
+    layout_search = _LayoutSearch(config, world_size, device, pinned, on_progress)
+    bounds = sorted(layout_search.lower_bounds(), key=_min_step_seconds)
+    best: list[LayoutPlan] = []
+    not_fitting: list[LayoutPlan] = []
     for bound in bounds:
-        if len(best) == shown and _least(bound) >= best[-1].seconds:
+        if len(best) == max_results and _min_step_seconds(bound) >= best[-1].seconds:
             break
-        fitting, leanest = looked.fitted(bound)
-        if fitting is None:
-            misfits.append(leanest)
+        fastest, leanest = layout_search.fastest_fitting(bound)
+        if fastest is None:
+            not_fitting.append(leanest)
             continue
-        best = sorted(_one_of_each_mesh([*best, fitting]), key=lambda way: way.seconds)[:shown]
-    limit = best[0].seconds if best else inf
+        best = sorted(_fastest_per_mesh([*best, fastest]), key=lambda candidate: candidate.seconds)[:max_results]
+    best_seconds = best[0].seconds if best else inf
     best.sort(
         key=lambda way: (
-            way.seconds > EQUAL * limit,
-            way.plan.overfull if way.seconds <= EQUAL * limit else way.seconds,
+            way.seconds > TIE_FACTOR * best_seconds,
+            way.plan.memory_utilization if way.seconds <= TIE_FACTOR * best_seconds else way.seconds,
         )
     )
-    faster = [way for way in misfits if way.seconds < limit]
-    problems = [problem for problem, _ in looked.problems.most_common(3)]
-    return Found(best, faster[:shown], looked.plans, () if bounds else problems)
+    faster = [way for way in not_fitting if way.seconds < best_seconds]
+    problems = [problem for problem, _ in layout_search.problems.most_common(3)]
+    return SearchResult(best, faster[:max_results], layout_search.num_plans, () if bounds else problems)
 
 
-def holds(config: Config, ranks: int, device: Device, *, told: Told = None) -> bool:
+def any_layout_fits(
+    config: Config, world_size: int, device: DeviceSpec, *, on_progress: ProgressCallback = None
+) -> bool:
     """Whether some way fits, which is found sooner than the fastest."""
-    looked = _Looked(config, ranks, device, (), told)
-    return any(looked.holds(layout) for layout in layouts(config, ranks, device))
+    layout_search = _LayoutSearch(config, world_size, device, (), on_progress)
+    return any(layout_search.layout_fits(layout) for layout in enumerate_layouts(config, world_size, device))
 
 
-def _least(bound: Way) -> float:
+def _min_step_seconds(bound: LayoutPlan) -> float:
     """Seconds below which no way of a layout can be: where heads go in groups, messages of attention may hide."""
-    exposed = bound.plan.times.busiest.exposed
+    exposed = bound.plan.step_time.busiest.exposed
     return bound.seconds - sum(exposed.get(channel, 0) for channel in ("cp", "rotate", "exchange"))
 
 
-class _Looked:
+class _LayoutSearch:
     """The ways of one search, and what was seen of them."""
 
-    def __init__(self, config: Config, ranks: int, device: Device, fixed: Sequence[str], told: Told) -> None:
-        self.config, self.ranks, self.device, self.told = config, ranks, device, told
-        self.fixed = [tuple(key.split(".")) for key in fixed]
-        self.plans = 0
+    def __init__(
+        self, config: Config, world_size: int, device: DeviceSpec, pinned: Sequence[str], on_progress: ProgressCallback
+    ) -> None:
+        self.config, self.world_size, self.device, self.on_progress = config, world_size, device, on_progress
+        self.pinned = [tuple(key.split(".")) for key in pinned]
+        self.num_plans = 0
         self.problems: Counter[str] = Counter()
 
-    def bounds(self) -> Iterator[Way]:
+    def lower_bounds(self) -> Iterator[LayoutPlan]:
         """Every mesh with every way to share rows, keeping everything; or, where that is fixed, as it is asked for."""
-        for layout in layouts(self.config, self.ranks, self.device):
-            way = self.way(layout | KEEPS[0]) or (self.way(layout) if self.fixed else None)
-            if way is not None:
-                yield way
+        for layout in enumerate_layouts(self.config, self.world_size, self.device):
+            candidate = self.evaluate(layout | MEMORY_CHOICES[0]) or (self.evaluate(layout) if self.pinned else None)
+            if candidate is not None:
+                yield candidate
 
-    def fitted(self, bound: Way) -> tuple[Way | None, Way]:
+    def fastest_fitting(self, bound: LayoutPlan) -> tuple[LayoutPlan | None, LayoutPlan]:
         """The fastest way of a layout that fits, of about equals the one with fewest levers; and the leanest of all."""
         if bound.plan.fits and bound.mesh["cp"] == 1:
             return bound, bound
         # Where all fits, only what hides messages of attention may still help.
-        keeps = [keep for keep in KEEPS[1:] if not bound.plan.fits or keep in GROUPED]
-        ways = [bound, *(way for keep in keeps if (way := self.way(keep, bound.plan.config)) is not None)]
-        fitting = [way for way in ways if way.plan.fits]
-        leanest = min(ways, key=lambda way: way.plan.overfull)
-        least = EQUAL * min((way.seconds for way in fitting), default=inf)
-        return next((way for way in fitting if way.seconds <= least), None), leanest
+        memory_choices = [
+            memory for memory in MEMORY_CHOICES[1:] if not bound.plan.fits or memory in HEAD_GROUP_CHOICES
+        ]
+        candidates = [
+            bound,
+            *(
+                candidate
+                for keep in memory_choices
+                if (candidate := self.evaluate(keep, bound.plan.config)) is not None
+            ),
+        ]
+        fitting = [way for way in candidates if way.plan.fits]
+        leanest = min(candidates, key=lambda way: way.plan.memory_utilization)
+        max_seconds = TIE_FACTOR * min((way.seconds for way in fitting), default=inf)
+        return next((way for way in fitting if way.seconds <= max_seconds), None), leanest
 
-    def holds(self, layout: dict[str, Any]) -> bool:
+    def layout_fits(self, layout: dict[str, Any]) -> bool:
         """Whether a layout fits, one row at a time and without copies of the model, which only take more."""
         if layout["training.micro_batch_size"] > 1 or layout["parallelism.dp_replicate"] > 1:
             return False
-        lean = [way for keep in KEEPS[-LEAN:] if (way := self.way(layout | keep)) is not None]
-        if any(way.plan.fits for way in lean):
+        leanest = [
+            candidate
+            for memory in MEMORY_CHOICES[-NUM_LEANEST_CHOICES:]
+            if (candidate := self.evaluate(layout | memory)) is not None
+        ]
+        if any(way.plan.fits for way in leanest):
             return True
         # Where the host is what lacks, less may be put there.
-        if all(way.plan.fullest.device > way.plan.device_room for way in lean):
+        if all(way.plan.peak_memory.device_bytes > way.plan.usable_device_memory for way in leanest):
             return False
-        return any((way := self.way(layout | keep)) is not None and way.plan.fits for keep in KEEPS[:-LEAN])
+        return any(
+            (candidate := self.evaluate(layout | keep)) is not None and candidate.plan.fits
+            for keep in MEMORY_CHOICES[:-NUM_LEANEST_CHOICES]
+        )
 
-    def way(self, changes: dict[str, Any], config: Config | None = None) -> Way | None:
+    def evaluate(self, changes: dict[str, Any], config: Config | None = None) -> LayoutPlan | None:
         """None where the configuration has problems so, or is not as it is fixed."""
-        config = changed(config or self.config, changes)
+        config = with_overrides(config or self.config, changes)
         if any(
-            getattr(getattr(config, name), key) != getattr(getattr(self.config, name), key) for name, key in self.fixed
+            getattr(getattr(config, name), key) != getattr(getattr(self.config, name), key) for name, key in self.pinned
         ):
             return None
-        if problems := config.shape_problems(self.ranks):
+        if problems := config.layout_problems(self.world_size):
             self.problems.update(problems)
             return None
-        self.plans += 1
-        if self.told is not None and self.plans % 100 == 0:
-            self.told(self.plans)
-        return Way(plan_of(config, self.ranks, self.device))
+        self.num_plans += 1
+        if self.on_progress is not None and self.num_plans % 100 == 0:
+            self.on_progress(self.num_plans)
+        return LayoutPlan(plan_stage(config, self.world_size, self.device))
 
 
-def layouts(config: Config, ranks: int, device: Device) -> Iterator[dict[str, Any]]:
+def enumerate_layouts(config: Config, world_size: int, device: DeviceSpec) -> Iterator[dict[str, Any]]:
     """Meshes of so many ranks, and how they share rows and stages, that are not hopeless; some still break rules."""
-    model, rows, length = config.model.build(), config.training.global_batch_size, config.training.seq_len
-    for tp, cp, pp in product(divisors(ranks), repeat=3):
-        if ranks % (tp * cp * pp) or tp > min(device.linked, model.num_heads) or pp > model.num_layers:
+    model, global_batch_size, seq_len = config.model.build(), config.training.global_batch_size, config.training.seq_len
+    for tp, cp, pp in product(divisors(world_size), repeat=3):
+        if world_size % (tp * cp * pp) or tp > min(device.link_domain_size, model.num_heads) or pp > model.num_layers:
             continue
-        if tp * cp > 1 and length // (tp * cp) < LEAST_TOKENS:
+        if tp * cp > 1 and seq_len // (tp * cp) < MIN_TOKENS_PER_RANK:
             continue
-        data = ranks // (tp * cp * pp)
-        if data > rows:
+        dp = world_size // (tp * cp * pp)
+        if dp > global_batch_size:
             continue
         mesh: dict[str, Any] = {"parallelism.tp": tp, "parallelism.cp": cp, "parallelism.pp": pp}
-        mesh |= {f"parallelism.{key}": value for key, value in AUTO.items()}
+        mesh |= {f"parallelism.{key}": value for key, value in MESH_DEPENDENT_DEFAULTS.items()}
         mesh["parallelism.async_tp"] = config.parallelism.async_tp and tp > 1
-        for replicas, micro, method, (schedule, stages) in product(
-            _replicas(data, cp * tp, device),
-            _micro_batches(rows, data, length // cp),
-            METHODS if cp > 1 else ("auto",),
-            SCHEDULES if pp > 1 else SCHEDULES[:1],
+        for replicas, micro_batch_size, method, (schedule, stages) in product(
+            _dp_replicate_sizes(dp, cp * tp, device),
+            _micro_batch_sizes(global_batch_size, dp, seq_len // cp),
+            CP_METHODS if cp > 1 else ("auto",),
+            PP_SCHEDULES if pp > 1 else PP_SCHEDULES[:1],
         ):
-            for exchanged in _exchanged(method, cp, tp, model.num_heads, device):
+            for ulysses in _ulysses_sizes(method, cp, tp, model.num_heads, device):
                 yield {
                     **mesh,
                     "parallelism.dp_replicate": replicas,
-                    "parallelism.dp_shard": data // replicas,
+                    "parallelism.dp_shard": dp // replicas,
                     "parallelism.cp_method": method,
-                    "parallelism.cp_ulysses": exchanged,
+                    "parallelism.cp_ulysses": ulysses,
                     "parallelism.pp_schedule": schedule,
                     "parallelism.pp_stages_per_rank": stages,
-                    "training.micro_batch_size": micro,
+                    "training.micro_batch_size": micro_batch_size,
                 }
 
 
@@ -248,7 +270,7 @@ def divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def changed(config: C, changes: dict[str, Any]) -> C:
+def with_overrides(config: ConfigT, changes: dict[str, Any]) -> ConfigT:
     """The configuration with other values, by dotted keys; they are not checked."""
     sections: dict[str, dict[str, Any]] = {}
     for key, value in changes.items():
@@ -259,114 +281,140 @@ def changed(config: C, changes: dict[str, Any]) -> C:
     )
 
 
-def _replicas(data: int, sharing: int, device: Device) -> list[int]:
+def _dp_replicate_sizes(dp: int, ranks_per_replica: int, device: DeviceSpec) -> list[int]:
     """Copies of the model among `data` groups of `sharing` ranks: one, or one on each node."""
-    inside = max(1, device.linked // sharing)
-    return [1] if data <= inside or data % inside else [1, data // inside]
+    replicas_per_domain = max(1, device.link_domain_size // ranks_per_replica)
+    return [1] if dp <= replicas_per_domain or dp % replicas_per_domain else [1, dp // replicas_per_domain]
 
 
-def _micro_batches(rows: int, data: int, length: int) -> list[int]:
+def _micro_batch_sizes(global_batch_size: int, dp: int, tokens_per_sequence: int) -> list[int]:
     """Rows of a micro-batch, on so many data-parallel ranks that hold so many tokens of each: one, and the two largest."""
-    each = -(-rows // data)
-    fitting = [count for count in divisors(each) if rows % count == 0 and count * length <= MOST_TOKENS]
+    sequences_per_rank = -(-global_batch_size // dp)
+    fitting = [
+        count
+        for count in divisors(sequences_per_rank)
+        if global_batch_size % count == 0 and count * tokens_per_sequence <= MAX_MICRO_BATCH_TOKENS
+    ]
     return sorted({1, *fitting[-2:]})
 
 
-def _exchanged(method: str, cp: int, tp: int, heads: int, device: Device) -> Iterator[int | None]:
+def _ulysses_sizes(method: str, cp: int, tp: int, heads: int, device: DeviceSpec) -> Iterator[int | None]:
     """Ranks that exchange heads, where a method leaves that open."""
     if method != "hybrid":
         yield None
         return
     for count in divisors(cp):
-        if 1 < count < cp and count * tp <= device.linked and heads // tp % count == 0:
+        if 1 < count < cp and count * tp <= device.link_domain_size and heads // tp % count == 0:
             yield count
 
 
-def _one_of_each_mesh(ways: Iterable[Way]) -> Iterator[Way]:
+def _fastest_per_mesh(plans: Iterable[LayoutPlan]) -> Iterator[LayoutPlan]:
     """The fastest of those that differ in how they share rows or run stages alone."""
     seen = set()
-    for way in sorted(ways, key=lambda way: way.seconds):
-        mesh = tuple(way.mesh.values())
+    for candidate in sorted(plans, key=lambda way: way.seconds):
+        mesh = tuple(candidate.mesh.values())
         if mesh not in seen:
             seen.add(mesh)
-            yield way
+            yield candidate
 
 
 # ---- other questions
 
 
-def with_length(config: C, length: int) -> C:
+def with_seq_len(config: ConfigT, seq_len: int) -> ConfigT:
     """Rows of that length, and as many tokens in an update as before, as far as whole rows allow."""
     training = config.training
     tokens = training.global_batch_size * training.seq_len
-    rows = max(1, round(tokens / length))
-    return changed(
-        config, {"training.seq_len": length, "training.global_batch_size": rows, "training.micro_batch_size": 1}
+    global_batch_size = max(1, round(tokens / seq_len))
+    return with_overrides(
+        config,
+        {"training.seq_len": seq_len, "training.global_batch_size": global_batch_size, "training.micro_batch_size": 1},
     )
 
 
-def longest(config: C, ranks: int, device: Device, *, told: Told = None) -> tuple[int, Found, str]:
+def longest_sequence(
+    config: ConfigT, world_size: int, device: DeviceSpec, *, on_progress: ProgressCallback = None
+) -> tuple[int, SearchResult, str]:
     """The longest rows that fit, to within a thirty-second, the ways to run them, and what stops longer ones; 0 if none fit.
 
     One row an update for each group of ranks that shares one.
     """
     low, high = 0, 1
-    while high * UNIT <= LONGEST_ROW and holds(with_length(config, high * UNIT), ranks, device, told=told):
+    while high * SEQ_LEN_STEP <= MAX_SEQ_LEN and any_layout_fits(
+        with_seq_len(config, high * SEQ_LEN_STEP), world_size, device, on_progress=on_progress
+    ):
         low, high = high, 2 * high
     while high - low > max(1, low // 32):
         middle = (low + high) // 2
-        fits = holds(with_length(config, middle * UNIT), ranks, device, told=told)
+        fits = any_layout_fits(with_seq_len(config, middle * SEQ_LEN_STEP), world_size, device, on_progress=on_progress)
         low, high = (middle, high) if fits else (low, middle)
-    beyond = search(with_length(config, high * UNIT), ranks, device, shown=1, told=told)
-    least = min(beyond.misfits, key=lambda way: way.plan.overfull, default=None)
-    stops = "" if least is None else f"{high * UNIT:,} tokens: {least.plan.misfits[0]}"
+    beyond = search(
+        with_seq_len(config, high * SEQ_LEN_STEP), world_size, device, max_results=1, on_progress=on_progress
+    )
+    leanest = min(beyond.not_fitting, key=lambda way: way.plan.memory_utilization, default=None)
+    shortage = "" if leanest is None else f"{high * SEQ_LEN_STEP:,} tokens: {leanest.plan.memory_shortages[0]}"
     return (
-        low * UNIT,
-        search(with_length(config, low * UNIT), ranks, device, shown=1, told=told) if low else beyond,
-        stops,
+        low * SEQ_LEN_STEP,
+        search(with_seq_len(config, low * SEQ_LEN_STEP), world_size, device, max_results=1, on_progress=on_progress)
+        if low
+        else beyond,
+        shortage,
     )
 
 
-def fewest(config: Config, device: Device, *, most: int = 65_536, told: Told = None) -> tuple[int, Found]:
+def fewest_devices(
+    config: Config, device: DeviceSpec, *, max_devices: int = 65_536, on_progress: ProgressCallback = None
+) -> tuple[int, SearchResult]:
     """The fewest devices that hold the run: of one node any number, else whole nodes, in steps of an eighth of a power of two.
     0 if there are none.
     """
-    ranks = next(
-        (count for power in range(most.bit_length()) if holds(config, count := 1 << power, device, told=told)), 0
+    world_size = next(
+        (
+            count
+            for power in range(max_devices.bit_length())
+            if any_layout_fits(config, count := 1 << power, device, on_progress=on_progress)
+        ),
+        0,
     )
-    step = 1 if ranks <= device.node else max(device.node, ranks // 16)
-    for fewer in range(ranks // 2 + step, ranks, step):
-        if holds(config, fewer, device, told=told):
-            ranks = fewer
+    step = 1 if world_size <= device.devices_per_node else max(device.devices_per_node, world_size // 16)
+    for smaller in range(world_size // 2 + step, world_size, step):
+        if any_layout_fits(config, smaller, device, on_progress=on_progress):
+            world_size = smaller
             break
-    return ranks, search(config, ranks or most, device, shown=1, told=told)
+    return world_size, search(config, world_size or max_devices, device, max_results=1, on_progress=on_progress)
 
 
-def laid_out(plan: Plan) -> str:
+def describe_layout(plan: TrainingPlan) -> str:
     """A mesh and what goes with it, in a few words."""
     config = plan.config
-    parallelism, memory, rows = config.parallelism, config.memory, config.training.micro_batch_size
+    parallelism, memory, micro_batch_size = config.parallelism, config.memory, config.training.micro_batch_size
     mesh = parallelism.degrees(plan.world_size)
-    words = [" x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "one rank"]
+    phrases = [" x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "one rank"]
     if parallelism.cp > 1:
-        words.append(
-            config.context_plan().chosen + (f" of {config.context_plan().ulysses}" * bool(parallelism.cp_ulysses))
+        phrases.append(
+            config.context_plan().resolved_method
+            + (f" of {config.context_plan().ulysses_degree}" * bool(parallelism.cp_ulysses))
         )
     stages = f" of {parallelism.pp_stages_per_rank} stages each" if parallelism.pp_stages_per_rank else ""
-    words += (
-        [parallelism.pp_schedule + stages] * (parallelism.pp > 1) + [f"{rows} rows"] * (rows > 1) + [memory.recompute]
+    phrases += (
+        [parallelism.pp_schedule + stages] * (parallelism.pp > 1)
+        + [f"{micro_batch_size} rows"] * (micro_batch_size > 1)
+        + [memory.recompute]
     )
-    words += [f"offload {memory.offload}"] * (memory.offload != "none")
-    words += [f"tiles {memory.mlp_tile_mib} MiB"] * (memory.mlp_tile_mib is not None)
-    words += [f"{memory.head_groups} head groups"] * (memory.head_groups > 1)
-    words += ["states on the host"] * (memory.optimizer_placement == "host")
-    return ", ".join(words + [f"one input of {memory.input_every}"] * (memory.input_every > 1))
+    phrases += [f"offload {memory.offload}"] * (memory.offload != "none")
+    phrases += [f"tiles {memory.mlp_tile_mib} MiB"] * (memory.mlp_tile_mib is not None)
+    phrases += [f"{memory.head_groups} head groups"] * (memory.head_groups > 1)
+    phrases += ["states on the host"] * (memory.optimizer_placement == "host")
+    return ", ".join(phrases + [f"one input of {memory.blocks_per_checkpoint}"] * (memory.blocks_per_checkpoint > 1))
 
 
-def why_slower(way: Way, best: Way) -> str:
+def why_slower(candidate: LayoutPlan, best: LayoutPlan) -> str:
     """What costs a way most of what it is slower than the best."""
-    mine, theirs = (other.plan.times.busiest.parts() for other in (way, best))
-    costs = {name: mine.get(name, 0) - theirs.get(name, 0) for name in mine.keys() | theirs.keys()}
+    candidate_seconds, best_seconds = (other.plan.step_time.busiest.breakdown() for other in (candidate, best))
+    costs = {
+        name: candidate_seconds.get(name, 0) - best_seconds.get(name, 0)
+        for name in candidate_seconds.keys() | best_seconds.keys()
+    }
     worst = sorted(costs.items(), key=lambda item: -item[1])[:2]
-    noticed = [f"{name} {seconds:+.2f} s" for name, seconds in worst if seconds >= 0.005 * best.seconds]
-    return ", ".join(noticed) or "about equal, and fills more"
+    reasons = [f"{name} {seconds:+.2f} s" for name, seconds in worst if seconds >= 0.005 * best.seconds]
+    return ", ".join(reasons) or "about equal, and fills more"

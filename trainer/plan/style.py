@@ -11,9 +11,9 @@ PALETTE = (
     "#52585e",
 )  # fmt: skip
 """Of kinds, in their order: neighbours are one light and one dark."""
-ON_DARK = {0, 3, 5, 7, 9, 11}
+DARK_COLOURS = {0, 3, 5, 7, 9, 11}
 """Colours on which figures are white."""
-LINES = (1, 5, 10, 3, 7)
+LINE_COLOURS = (1, 5, 10, 3, 7)
 """Colours of curves: those that are seen on white and on black."""
 
 LIGHT = {"paper": "#ffffff", "ink": "#1b1f23", "soft": "#5c646c", "rule": "#dde1e5", "tint": "#f3f5f7"}
@@ -21,7 +21,7 @@ LIGHT |= {"good": "#13694e", "bad": "#b3261e"}
 DARK = {"paper": "#15181b", "ink": "#e6e9ec", "soft": "#a2abb3", "rule": "#343a40", "tint": "#1f2428"}
 DARK |= {"good": "#6cc7a8", "bad": "#ff8a80"}
 
-RULES = """
+CSS_RULES = """
 * { box-sizing: border-box }
 html { background: var(--paper); color: var(--ink); -webkit-text-size-adjust: 100% }
 body { font: 15px/1.5 system-ui, "Segoe UI", Roboto, "Helvetica Neue", "DejaVu Sans", sans-serif;
@@ -85,17 +85,17 @@ pre { background: var(--tint); padding: .9rem 1.1rem; overflow-x: auto; user-sel
 """
 
 
-def sheet() -> str:
+def stylesheet() -> str:
     """The style sheet: dark where the reader's screen is, but on paper light."""
     fills = "".join(f".k{n} {{ fill: {colour}; background: {colour} }}\n" for n, colour in enumerate(PALETTE))
     lines = "".join(
         f"line.l{n} {{ stroke: {PALETTE[colour]} }} svg .dot.l{n}, svg tspan.l{n} {{ fill: {PALETTE[colour]} }} "
         f".swatch.l{n} {{ background: {PALETTE[colour]} }}\n"
-        for n, colour in enumerate(LINES)
+        for n, colour in enumerate(LINE_COLOURS)
     )
-    dark = f"@media screen and (prefers-color-scheme: dark) {{ {_scheme(DARK)} }}"
-    return f"{_scheme(LIGHT)}\n{dark}\n{fills}{lines}{RULES}"
+    dark = f"@media screen and (prefers-color-scheme: dark) {{ {_css_variables(DARK)} }}"
+    return f"{_css_variables(LIGHT)}\n{dark}\n{fills}{lines}{CSS_RULES}"
 
 
-def _scheme(colours: dict[str, str]) -> str:
+def _css_variables(colours: dict[str, str]) -> str:
     return ":root { " + "; ".join(f"--{name}: {colour}" for name, colour in colours.items()) + " }"

@@ -6,16 +6,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from parallelisms.parallel_dims import AXES, METHODS
+from parallelisms.parallel_dims import AXES, CP_METHODS
 from trainer.config.job_config import Config
 from trainer.config.parse import toml_value
-from trainer.hardware.device_specs import Device
+from trainer.hardware.device_specs import DeviceSpec
 from trainer.memory import report
-from trainer.memory.report import changed
+from trainer.memory.report import with_section_values
 
-EXTRA = ("fa3", "fa4")
+OPTIONAL_KERNELS = ("fa3", "fa4")
 """Kernels that come in packages of their own."""
-PACKAGE = ", where its package is installed"
+PACKAGE_NOTE = ", where its package is installed"
 
 
 @dataclass(frozen=True)
@@ -27,52 +27,58 @@ class Candidate:
     @property
     def key(self) -> str:
         """What is changed. Kernels of other packages are told beside those that everybody has."""
-        return self.text.partition(" ")[0] + (PACKAGE if self.text.endswith(PACKAGE) else "")
+        return self.text.partition(" ")[0] + (PACKAGE_NOTE if self.text.endswith(PACKAGE_NOTE) else "")
 
 
-def freeing(config: Config, world_size: int, device: Device) -> Iterator[Candidate]:
+def memory_saving_candidates(config: Config, world_size: int, device: DeviceSpec) -> Iterator[Candidate]:
     """Changes that may free memory of a device or of a node, and break no further rule."""
     del device
-    found = (Candidate(*found) for found in report.changes(config, world_size))
-    yield from _allowed(config, world_size, (*found, *_of_host(config, world_size), *_moves(config, world_size)))
+    memory_candidates = (Candidate(*found) for found in report.memory_changes(config, world_size))
+    yield from _valid(
+        config,
+        world_size,
+        (*memory_candidates, *_host_memory_candidates(config, world_size), *_mesh_candidates(config, world_size)),
+    )
 
 
-def hastening(config: Config, world_size: int, device: Device) -> Iterator[Candidate]:
+def speedup_candidates(config: Config, world_size: int, device: DeviceSpec) -> Iterator[Candidate]:
     """Changes that may save time on as many devices, and break no further rule."""
-    yield from _allowed(config, world_size, (*_single(config, world_size, device), *_moves(config, world_size)))
+    yield from _valid(
+        config, world_size, (*_single_key_candidates(config, world_size, device), *_mesh_candidates(config, world_size))
+    )
 
 
-def _allowed(config: Config, world_size: int, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
-    known = {*config.shape_problems(world_size)}
+def _valid(config: Config, world_size: int, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
+    existing_problems = {*config.layout_problems(world_size)}
     for candidate in candidates:
-        if known.issuperset(candidate.config.shape_problems(candidate.world_size)):
+        if existing_problems.issuperset(candidate.config.layout_problems(candidate.world_size)):
             yield candidate
 
 
-def _of_host(config: Config, world_size: int) -> Iterator[Candidate]:
+def _host_memory_candidates(config: Config, world_size: int) -> Iterator[Candidate]:
     memory = config.memory
     if memory.offload != "none":
-        yield _with(config, "memory", "offload", "none", world_size)
+        yield _candidate(config, "memory", "offload", "none", world_size)
     if memory.offload == "inputs_and_attention":
-        yield _with(config, "memory", "offload", "inputs", world_size)
+        yield _candidate(config, "memory", "offload", "inputs", world_size)
     if memory.optimizer_placement == "host":
-        yield _with(config, "memory", "optimizer_placement", "device", world_size)
+        yield _candidate(config, "memory", "optimizer_placement", "device", world_size)
     if config.checkpoint.asynchronous:
-        other = changed(config, "checkpoint", asynchronous=False)
+        other = with_section_values(config, "checkpoint", asynchronous=False)
         yield Candidate("checkpoint.async = false", other, world_size)
 
 
-def _single(config: Config, world_size: int, device: Device) -> Iterator[Candidate]:
-    for section, values in _faster(config, device).items():
+def _single_key_candidates(config: Config, world_size: int, device: DeviceSpec) -> Iterator[Candidate]:
+    for section, values in _faster_values(config, device).items():
         for key, choices in values.items():
             for value in choices:
                 if value != getattr(getattr(config, section), key):
-                    yield _with(config, section, key, value, world_size)
+                    yield _candidate(config, section, key, value, world_size)
 
 
-def _faster(config: Config, device: Device) -> dict[str, dict[str, tuple[Any, ...]]]:
+def _faster_values(config: Config, device: DeviceSpec) -> dict[str, dict[str, tuple[Any, ...]]]:
     """Values of keys by section that cost less time, at least sometimes."""
-    memory, mesh = config.memory, config.parallelism
+    memory, parallelism = config.memory, config.parallelism
     policies = {"none": (), "keep_attention": ("none",), "full": ("keep_attention", "none")}
     schedules = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
     return {
@@ -81,44 +87,46 @@ def _faster(config: Config, device: Device) -> dict[str, dict[str, tuple[Any, ..
             "offload": {"inputs_and_attention": ("inputs", "none"), "inputs": ("none",)}.get(memory.offload, ()),
             "mlp_tile_mib": (None, *((4 * memory.mlp_tile_mib,) if memory.mlp_tile_mib else ())),
             "head_groups": (max(1, memory.head_groups // 2),),
-            "input_every": (max(1, memory.input_every // 2),),
-            "head_chunk_mib": (4 * memory.head_chunk_mib,),
+            "blocks_per_checkpoint": (max(1, memory.blocks_per_checkpoint // 2),),
+            "loss_chunk_mib": (4 * memory.loss_chunk_mib,),
             "optimizer_placement": ("device",),
         },
         "training": {
             "attention": tuple(
-                kernel for kernel in device.attention if kernel != device.kernel(config.training.attention)
+                kernel
+                for kernel in device.attention_flops
+                if kernel != device.attention_kernel(config.training.attention)
             ),
             "compile": (True,),
             "reduce_dtype": ("bfloat16",),
             "micro_batch_size": (2 * config.training.micro_batch_size,),
         },
         "parallelism": {
-            "reshard_after_forward": (False,) if mesh.pp == 1 else (),
-            "cp_method": METHODS if mesh.cp > 1 else (),
-            "cp_reduce_dtype": ("bfloat16",) if mesh.cp > 1 else (),
-            "async_tp": (True,) if mesh.tp > 1 else (),
-            "sequence_parallel": (True,) if mesh.tp > 1 else (),
-            "loss_parallel": (True,) if mesh.tp > 1 else (),
-            "pp_schedule": schedules if mesh.pp > 1 else (),
-            "pp_stages_per_rank": (2, 4) if mesh.pp > 1 else (),
+            "reshard_after_forward": (False,) if parallelism.pp == 1 else (),
+            "cp_method": CP_METHODS if parallelism.cp > 1 else (),
+            "cp_reduce_dtype": ("bfloat16",) if parallelism.cp > 1 else (),
+            "async_tp": (True,) if parallelism.tp > 1 else (),
+            "sequence_parallel": (True,) if parallelism.tp > 1 else (),
+            "loss_parallel": (True,) if parallelism.tp > 1 else (),
+            "pp_schedule": schedules if parallelism.pp > 1 else (),
+            "pp_stages_per_rank": (2, 4) if parallelism.pp > 1 else (),
         },
     }
 
 
-def _moves(config: Config, world_size: int) -> Iterator[Candidate]:
+def _mesh_candidates(config: Config, world_size: int) -> Iterator[Candidate]:
     """Twice as many ranks along an axis, taken from another."""
     degrees = config.parallelism.degrees(world_size)
-    for less in AXES:
-        for more in AXES:
-            if less != more and degrees[less] % 2 == 0:
-                sizes = {less: degrees[less] // 2, more: 2 * degrees[more]}
-                told = ", ".join(f"parallelism.{axis} = {size}" for axis, size in sizes.items())
-                yield Candidate(told, changed(config, "parallelism", **sizes), world_size)
+    for from_axis in AXES:
+        for to_axis in AXES:
+            if from_axis != to_axis and degrees[from_axis] % 2 == 0:
+                sizes = {from_axis: degrees[from_axis] // 2, to_axis: 2 * degrees[to_axis]}
+                text = ", ".join(f"parallelism.{axis} = {size}" for axis, size in sizes.items())
+                yield Candidate(text, with_section_values(config, "parallelism", **sizes), world_size)
 
 
-def _with(config: Config, section: str, key: str, value: Any, world_size: int) -> Candidate:
-    told = f"{section}.{key} left out" if value is None else f"{section}.{key} = {toml_value(value)}"
-    if key == "attention" and value in EXTRA:
-        told += PACKAGE
-    return Candidate(told, changed(config, section, **{key: value}), world_size)
+def _candidate(config: Config, section: str, key: str, value: Any, world_size: int) -> Candidate:
+    text = f"{section}.{key} left out" if value is None else f"{section}.{key} = {toml_value(value)}"
+    if key == "attention" and value in OPTIONAL_KERNELS:
+        text += PACKAGE_NOTE
+    return Candidate(text, with_section_values(config, section, **{key: value}), world_size)

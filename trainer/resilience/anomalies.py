@@ -15,59 +15,59 @@ from typing import Any
 
 from trainer.config.job_config import Config
 
-WINDOW = 128
-LEAST = 32
+LOSS_WINDOW = 128
+MIN_LOSSES = 32
 """Losses without which nothing is a spike."""
-ROLLBACKS = 3
+MAX_ROLLBACKS = 3
 """From one checkpoint, before spikes are only told."""
-LINES = 3
+MIN_CONSECUTIVE_LAGS = 3
 """In a row that a rank must lag behind."""
 
 
-class LostError(Exception):
+class DivergedError(Exception):
     """A run whose numbers say that it will not recover."""
 
 
-class SpikeError(Exception):
+class LossSpikeError(Exception):
     """A loss that is to be undone: of update `step`, whose rows end before `row`."""
 
-    def __init__(self, step: int, row: int) -> None:
-        super().__init__(step, row)
-        self.step, self.row = step, row
+    def __init__(self, step: int, next_sequence: int) -> None:
+        super().__init__(step, next_sequence)
+        self.step, self.next_sequence = step, next_sequence
 
 
-class Losses:
+class LossSpikeDetector:
     """The losses before the one that is judged (OLMo-core's rule: so many standard deviations above their mean)."""
 
     def __init__(self, config: Config) -> None:
-        self._sigmas = config.health.spike_sigmas
-        self._limit = config.health.skipped_in_a_row
-        self._window: deque[float] = deque(maxlen=WINDOW)
-        self.skipped_in_a_row = 0
+        self._threshold_sigmas = config.health.spike_sigmas
+        self._max_consecutive_skips = config.health.max_consecutive_skips
+        self._window: deque[float] = deque(maxlen=LOSS_WINDOW)
+        self.consecutive_skips = 0
 
-    def take(self, loss: float, *, skipped: bool) -> float | None:
+    def observe(self, loss: float, *, skipped: bool) -> float | None:
         """By how many standard deviations the loss is too high, if it is."""
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        self.consecutive_skips = self.consecutive_skips + 1 if skipped else 0
         if not isfinite(loss):
             return None
-        before = [*self._window]
+        previous = [*self._window]
         self._window.append(loss)
-        if len(before) < LEAST:
+        if len(previous) < MIN_LOSSES:
             return None
-        above = (loss - fmean(before)) / max(pstdev(before), 1e-12)
-        return above if above > self._sigmas else None
+        sigmas = (loss - fmean(previous)) / max(pstdev(previous), 1e-12)
+        return sigmas if sigmas > self._threshold_sigmas else None
 
     @property
-    def is_lost(self) -> bool:
+    def has_diverged(self) -> bool:
         """Whether too many updates in a row were skipped."""
-        return self.skipped_in_a_row >= self._limit
+        return self.consecutive_skips >= self._max_consecutive_skips
 
-    def state(self) -> dict[str, Any]:
-        return {"losses": [*self._window], "skipped_in_a_row": self.skipped_in_a_row}
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": [*self._window], "skipped_in_a_row": self.consecutive_skips}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        self._window = deque(state["losses"], maxlen=WINDOW)
-        self.skipped_in_a_row = state["skipped_in_a_row"]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._window = deque(state_dict["losses"], maxlen=LOSS_WINDOW)
+        self.consecutive_skips = state_dict["skipped_in_a_row"]
 
 
 @dataclass(frozen=True)
@@ -83,26 +83,44 @@ class Straggler:
         return f"rank {self.rank} on {self.host} lags behind: {self.phase} takes {self.ratio:.1f} times the median"
 
 
-class Pace:
+class StragglerDetector:
     """Compares what ranks take by themselves. The leading rank's business."""
 
     def __init__(self, ratio: float) -> None:
-        self._ratio = ratio
-        self._before: tuple[int, str] | None = None
-        self._lines = 0
+        self._threshold_ratio = ratio
+        self._previous: tuple[int, str] | None = None
+        self._consecutive = 0
 
-    def take(
-        self, hosts: Sequence[str], *, waited: Sequence[float], worked: Sequence[float], of: float
+    def observe(
+        self,
+        hostnames: Sequence[str],
+        *,
+        data_waits: Sequence[float],
+        compute_seconds: Sequence[float],
+        interval_seconds: float,
     ) -> Straggler | None:
         """Of each rank, the seconds of `of` in which it waited for data, and its own work. The third line in a row."""
-        found = []
+        stragglers = []
         # A wait for data that nobody would notice is no reason.
-        for phase, each, least in (("reading data", waited, 0.1 * of), ("computing", worked, 0.0)):
-            slowest, middle = max(range(len(each)), key=each.__getitem__), median(each)
-            if each[slowest] > self._ratio * middle and each[slowest] - middle > least:
-                found.append(Straggler(slowest, hosts[slowest], phase, each[slowest] / max(middle, 1e-9)))
-        worst = max(found, key=lambda straggler: straggler.ratio, default=None)
-        mark = None if worst is None else (worst.rank, worst.phase)
-        self._lines = self._lines + 1 if mark is not None and mark == self._before else int(mark is not None)
-        self._before = mark
-        return worst if self._lines == LINES else None
+        for phase, seconds_by_rank, min_excess in (
+            ("reading data", data_waits, 0.1 * interval_seconds),
+            ("computing", compute_seconds, 0.0),
+        ):
+            slowest, median_seconds = (
+                max(range(len(seconds_by_rank)), key=seconds_by_rank.__getitem__),
+                median(seconds_by_rank),
+            )
+            if (
+                seconds_by_rank[slowest] > self._threshold_ratio * median_seconds
+                and seconds_by_rank[slowest] - median_seconds > min_excess
+            ):
+                stragglers.append(
+                    Straggler(slowest, hostnames[slowest], phase, seconds_by_rank[slowest] / max(median_seconds, 1e-9))
+                )
+        worst = max(stragglers, key=lambda straggler: straggler.ratio, default=None)
+        current = None if worst is None else (worst.rank, worst.phase)
+        self._consecutive = (
+            self._consecutive + 1 if current is not None and current == self._previous else int(current is not None)
+        )
+        self._previous = current
+        return worst if self._consecutive == MIN_CONSECUTIVE_LAGS else None

@@ -13,43 +13,43 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from trainer.checkpoint.durable_io import sync, write_synced
+from trainer.checkpoint.durable_io import fsync_path, write_and_fsync
 
-Kind = Literal["DONE", "REQUEUE", "STOP"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
-ATTEMPT = "LONGHAUL_ATTEMPT"
+ExitMarker = Literal["DONE", "REQUEUE", "STOP"]
+EXIT_MARKERS: tuple[ExitMarker, ...] = get_args(ExitMarker)
+ATTEMPT_VARIABLE = "LONGHAUL_ATTEMPT"
 """Environment variable that tells one start of a run from the others."""
 
 
-def write(folder: Path, kind: Kind, **facts: Any) -> None:
+def write(folder: Path, marker: ExitMarker, **fields: Any) -> None:
     """Whole or not at all, and in place of any other: a run ended one way."""
-    content = {"time": time.time(), **facts}
-    temporary = folder / f".{kind}.{os.getpid()}"
-    write_synced(temporary, (json.dumps(content) + "\n").encode())
-    temporary.rename(folder / kind)
-    for other in KINDS:
-        if other != kind:
+    content = {"time": time.time(), **fields}
+    temporary = folder / f".{marker}.{os.getpid()}"
+    write_and_fsync(temporary, (json.dumps(content) + "\n").encode())
+    temporary.rename(folder / marker)
+    for other in EXIT_MARKERS:
+        if other != marker:
             (folder / other).unlink(missing_ok=True)
-    sync(folder)
+    fsync_path(folder)
 
 
-def settle(folder: Path, kind: Kind, **facts: Any) -> None:
+def write_if_absent(folder: Path, marker: ExitMarker, **fields: Any) -> None:
     """The same, unless that kind is there already: for a start that finds nothing to do."""
-    if not (folder / kind).exists():
-        write(folder, kind, **facts)
+    if not (folder / marker).exists():
+        write(folder, marker, **fields)
 
 
-def read(folder: Path, attempt: str) -> Kind | None:
+def read(folder: Path, attempt: str) -> ExitMarker | None:
     """What that start left. Others are not its own: a second run may have been refused in the same folder."""
-    for kind in KINDS:
+    for marker in EXIT_MARKERS:
         with suppress(OSError, ValueError):
-            facts = json.loads((folder / kind).read_bytes())
-            if isinstance(facts, dict) and facts.get("attempt") == attempt:
-                return kind
+            fields = json.loads((folder / marker).read_bytes())
+            if isinstance(fields, dict) and fields.get("attempt") == attempt:
+                return marker
     return None
 
 
 def clear(folder: Path) -> None:
     """At a start, once the folder is its own, so that what an earlier one left says nothing about it."""
-    for kind in KINDS:
-        (folder / kind).unlink(missing_ok=True)
+    for marker in EXIT_MARKERS:
+        (folder / marker).unlink(missing_ok=True)

@@ -10,17 +10,17 @@ class Goodput:
     """Counts over all lives of a run: what a life did after its newest checkpoint is lost with it, and not counted."""
 
     def __init__(self) -> None:
-        self._began, self._productive = time.time(), 0.0
+        self._start_time, self._productive_seconds = time.time(), 0.0
 
-    def add(self, seconds: float) -> None:
+    def add_step(self, seconds: float) -> None:
         """An update took so long."""
-        self._productive += seconds
+        self._productive_seconds += seconds
 
     def percent(self) -> float:
-        return 100 * self._productive / max(time.time() - self._began, 1e-9)
+        return 100 * self._productive_seconds / max(time.time() - self._start_time, 1e-9)
 
-    def state(self) -> dict[str, Any]:
-        return {"began": self._began, "productive_seconds": self._productive}
+    def state_dict(self) -> dict[str, Any]:
+        return {"began": self._start_time, "productive_seconds": self._productive_seconds}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        self._began, self._productive = state["began"], state["productive_seconds"]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._start_time, self._productive_seconds = state_dict["began"], state_dict["productive_seconds"]

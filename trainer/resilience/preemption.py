@@ -7,71 +7,83 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from signal import Signals
 
-from parallelisms.collectives import max_over
+from parallelisms.collectives import max_over_ranks
 from trainer.config.job_config import Config
-from trainer.errors import BEGAN
-from trainer.resilience.signals import Requests
+from trainer.errors import START_TIME_ENV
+from trainer.resilience.signals import SignalHandler
 
-PACE_SECONDS = 1.0
+CHECK_INTERVAL_SECONDS = 1.0
 """How long a request may wait for the ranks to ask each other, as far as updates are that short."""
-LEAST_SECONDS = 5.0
+MARGIN_SECONDS = 5.0
 """Kept before the end of the time that a run has, beside what two updates and two checkpoints take."""
 
 
-UNKNOWN = 300.0
+DEFAULT_SAVE_SECONDS = 300.0
 """Taken for a checkpoint before there was one, or a tenth of the time that is left, if that is less."""
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Decision:
     """What all ranks do after an update."""
 
-    reason: str = ""
+    stop_reason: str = ""
     """Why they leave; empty if they do not."""
-    saves: bool = False
+    should_save: bool = False
     """Whether the clock asks for a checkpoint."""
 
 
-class Stops:
+class Preemption:
     """Asks all ranks between updates: at each of them, or once a second where updates are shorter."""
 
-    def __init__(self, config: Config, requests: Requests, *, leading: bool, limit: float | None = None) -> None:
+    def __init__(
+        self, config: Config, signals: SignalHandler, *, is_leader: bool, deadline: float | None = None
+    ) -> None:
         """`limit` is the time at which the run has to be gone. The clock of the leading rank decides."""
-        self._requests = requests
-        self._minutes = config.checkpoint.interval_minutes
-        self._limit, self._leads = (limit if leading else None), leading
-        self._rest, self._updates = 0, 1
-        self._asked = self._saved = time.monotonic()
-        self._unknown = UNKNOWN if self._limit is None else min(UNKNOWN, 0.1 * (self._limit - time.time()))
+        self._signals = signals
+        self._save_interval_minutes = config.checkpoint.interval_minutes
+        self._deadline, self._is_leader = (deadline if is_leader else None), is_leader
+        self._steps_since_check, self._steps_per_check = 0, 1
+        self._last_check = self._last_save = time.monotonic()
+        self._default_save_seconds = (
+            DEFAULT_SAVE_SECONDS
+            if self._deadline is None
+            else min(DEFAULT_SAVE_SECONDS, 0.1 * (self._deadline - time.time()))
+        )
 
-    def saved(self) -> None:
+    def record_save(self) -> None:
         """A checkpoint was begun."""
-        self._saved = time.monotonic()
+        self._last_save = time.monotonic()
 
-    def ask(self, save_seconds: float | None) -> Verdict:
+    def check(self, save_seconds: float | None) -> Decision:
         """What all ranks do now; a checkpoint took so long, if there was one. Collective, after some updates."""
-        self._rest += 1
-        if self._rest < self._updates:
-            return Verdict()
+        self._steps_since_check += 1
+        if self._steps_since_check < self._steps_per_check:
+            return Decision()
         now = time.monotonic()
-        each = (now - self._asked) / self._rest
-        wanted = min(max(1, int(PACE_SECONDS / max(each, 1e-6))), 2 * self._updates)
-        saving = self._unknown if save_seconds is None else save_seconds
-        need = 2 * each * wanted + 2 * saving + LEAST_SECONDS
-        ends = self._limit is not None and time.time() + need >= self._limit
-        saves = self._leads and self._minutes is not None and now - self._saved >= 60 * self._minutes
-        number, ends_, saves_, pace = max_over(None, [float(self._requests.signal or 0), ends, saves, -wanted])
-        self._asked, self._rest, self._updates = time.monotonic(), 0, int(-pace)
-        if number:
-            return Verdict(Signals(int(number)).name)
-        return Verdict("its time is over" if ends_ else "", bool(saves_))
+        step_seconds = (now - self._last_check) / self._steps_since_check
+        steps_per_check = min(max(1, int(CHECK_INTERVAL_SECONDS / max(step_seconds, 1e-6))), 2 * self._steps_per_check)
+        expected_save_seconds = self._default_save_seconds if save_seconds is None else save_seconds
+        seconds_needed = 2 * step_seconds * steps_per_check + 2 * expected_save_seconds + MARGIN_SECONDS
+        deadline_near = self._deadline is not None and time.time() + seconds_needed >= self._deadline
+        save_due = (
+            self._is_leader
+            and self._save_interval_minutes is not None
+            and now - self._last_save >= 60 * self._save_interval_minutes
+        )
+        signal_number, any_deadline_near, any_save_due, negated_steps = max_over_ranks(
+            None, [float(self._signals.signal or 0), deadline_near, save_due, -steps_per_check]
+        )
+        self._last_check, self._steps_since_check, self._steps_per_check = time.monotonic(), 0, int(-negated_steps)
+        if signal_number:
+            return Decision(Signals(int(signal_number)).name)
+        return Decision("its time is over" if any_deadline_near else "", bool(any_save_due))
 
 
-def end_of_time(config: Config, environment: Mapping[str, str]) -> float | None:
+def job_deadline(config: Config, environ: Mapping[str, str]) -> float | None:
     """When this run has to be gone, as a time: by `job.max_minutes` since its launcher began, or by SLURM."""
-    found = []
+    deadlines = []
     if config.job.max_minutes is not None:
-        found.append(float(environment.get(BEGAN) or time.time()) + 60 * config.job.max_minutes)
-    if environment.get("SLURM_JOB_END_TIME", "").isdecimal():
-        found.append(float(environment["SLURM_JOB_END_TIME"]))
-    return min(found, default=None)
+        deadlines.append(float(environ.get(START_TIME_ENV) or time.time()) + 60 * config.job.max_minutes)
+    if environ.get("SLURM_JOB_END_TIME", "").isdecimal():
+        deadlines.append(float(environ["SLURM_JOB_END_TIME"]))
+    return min(deadlines, default=None)

@@ -10,40 +10,40 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
-class Asked(BaseException):
+class Interrupted(BaseException):
     """A request that came when there was nothing to save and nobody waited."""
 
 
-class Requests:
+class SignalHandler:
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         """The first that came."""
-        self._is_raised = False
+        self._is_raising = False
 
-    def listen(self) -> None:
+    def install(self) -> None:
         """To be called as early as possible: until then a signal ends the process.
 
         What is ignored stays so: `nohup` means that the end of a terminal is no request.
         """
-        for number in ASKING:
+        for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._note)
+                signal.signal(number, self._handle)
 
     @contextmanager
-    def raised(self) -> Iterator[None]:
+    def raising(self) -> Iterator[None]:
         """Within, a request raises `Asked`, also one that came before."""
         if self.signal:
-            raise Asked
-        self._is_raised = True
+            raise Interrupted
+        self._is_raising = True
         try:
             yield
         finally:
-            self._is_raised = False
+            self._is_raising = False
 
-    def _note(self, number: int, _: FrameType | None) -> None:
+    def _handle(self, number: int, _: FrameType | None) -> None:
         self.signal = self.signal or signal.Signals(number)
-        if self._is_raised:
-            raise Asked
+        if self._is_raising:
+            raise Interrupted

@@ -13,12 +13,12 @@ import time
 from pathlib import Path
 from threading import Event, Thread
 
-from trainer.errors import STACKS
+from trainer.errors import STACK_DUMP_SIGNAL
 
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
-LEAD = 0.2
+WARNING_FRACTION = 0.2
 """Part of the patience that is left, a minute at most, when the collectives are written."""
 
 
@@ -27,39 +27,48 @@ class Watchdog:
 
     def __init__(self, folder: Path, *, rank: int) -> None:
         folder.mkdir(exist_ok=True)
-        self._stacks, self._collectives = folder / f"rank-{rank}.txt", folder / f"rank-{rank}-collectives.jsonl"
-        self._file = self._stacks.open("w")
-        self._what, self._warned, self._at = "", False, float("inf")
-        self._ended = Event()
-        self._thread = Thread(target=self._watch, name="watchdog", daemon=True)
+        self._stacks_path, self._collectives_path = (
+            folder / f"rank-{rank}.txt",
+            folder / f"rank-{rank}-collectives.jsonl",
+        )
+        self._stacks_file = self._stacks_path.open("w")
+        self._phase, self._has_warned, self._warn_time = "", False, float("inf")
+        self._stop_event = Event()
+        self._thread = Thread(target=self._poll, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
-        faulthandler.register(STACKS, file=self._file)
+        faulthandler.register(STACK_DUMP_SIGNAL, file=self._stacks_file)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         faulthandler.cancel_dump_traceback_later()
-        faulthandler.unregister(STACKS)
-        self._ended.set()
+        faulthandler.unregister(STACK_DUMP_SIGNAL)
+        self._stop_event.set()
         self._thread.join()
-        self._file.close()
-        self._stacks.unlink(missing_ok=True)
+        self._stacks_file.close()
+        self._stacks_path.unlink(missing_ok=True)
 
-    def expect(self, what: str, seconds: float) -> None:
+    def arm(self, phase: str, timeout_seconds: float) -> None:
         """From now on this is waited for, for so long. Cheap enough for each update."""
-        self._what, self._warned, self._at = what, False, time.monotonic() + max((1 - LEAD) * seconds, seconds - 60)
-        faulthandler.dump_traceback_later(seconds, exit=True, file=self._file)
+        self._phase, self._has_warned, self._warn_time = (
+            phase,
+            False,
+            time.monotonic() + max((1 - WARNING_FRACTION) * timeout_seconds, timeout_seconds - 60),
+        )
+        faulthandler.dump_traceback_later(timeout_seconds, exit=True, file=self._stacks_file)
 
-    def _watch(self) -> None:
-        while not self._ended.wait(POLL_SECONDS):
-            if time.monotonic() >= self._at and not self._warned:
-                self._warned = True
-                log.error("%s takes too long; about to end, with all stacks in %s", self._what, self._stacks.parent)
-                self._collectives.write_text(collectives())
+    def _poll(self) -> None:
+        while not self._stop_event.wait(POLL_SECONDS):
+            if time.monotonic() >= self._warn_time and not self._has_warned:
+                self._has_warned = True
+                log.error(
+                    "%s takes too long; about to end, with all stacks in %s", self._phase, self._stacks_path.parent
+                )
+                self._collectives_path.write_text(dump_collectives())
 
 
-def collectives() -> str:
+def dump_collectives() -> str:
     """The collectives that torch recorded, a line of JSON for each recorder. There is no public way to ask."""
     from torch._C import _distributed_c10d
 

@@ -13,15 +13,21 @@ from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 
-from trainer.config.docs import help_text
-from trainer.config.job_config import Config, Stage
+from trainer.config.docs import render_help
+from trainer.config.job_config import Config, TrainingStage
 from trainer.config.parse import load
-from trainer.errors import BAD_CONFIGURATION, DONE, FAILED, ConfigError, RankError
-from trainer.launch.cluster import Cluster, count
-from trainer.launch.launcher import complaint
+from trainer.errors import EXIT_BAD_CONFIG, EXIT_FAILURE, EXIT_SUCCESS, ConfigError, RankFailedError
+from trainer.launch.cluster import LaunchWorld, pluralize
+from trainer.launch.launcher import format_problems
 from trainer.selfcheck import processes
-from trainer.selfcheck.comparison import NUMBERS, TENSORS, farthest, same, table
-from trainer.selfcheck.shrink import Shrunk, shrink, write_documents
+from trainer.selfcheck.comparison import (
+    SCALAR_TOLERANCE,
+    TENSOR_TOLERANCE,
+    comparison_table,
+    within_tolerance,
+    worst_over_ranks,
+)
+from trainer.selfcheck.shrink import ReducedRun, reduce_run, write_sample_documents
 
 USAGE = """\
 python -m trainer.selfcheck [--config NAME|PATH] [--world-size N] [--section.key VALUE]... [--help]
@@ -39,85 +45,91 @@ need not be there. Leaves with 0 if all is the same, 1 if not, 2 when the config
 Every key below can stand in the file, under its [section], and on the command line, where it counts
 more. Of a repeated option the last one counts. Lists are written 0.9,0.95; null takes a value back.
 """
-OPTION = "--world-size"
+WORLD_SIZE_OPTION = "--world-size"
 
 
-def main(words: Sequence[str]) -> int:
-    if {"-h", "--help"}.intersection(words):
-        say(help_text(USAGE))
-        return DONE
-    argv, asked = split(words)
+def main(args: Sequence[str]) -> int:
+    if {"-h", "--help"}.intersection(args):
+        print_lines(render_help(USAGE))
+        return EXIT_SUCCESS
+    argv, world_size = split_world_size(args)
     cluster = None
     try:
-        if asked is not None and not (asked.isdecimal() and int(asked) > 0):
-            raise ConfigError([f"command line: {OPTION} {asked} must be an integer, at least 1"])
+        if world_size is not None and not (world_size.isdecimal() and int(world_size) > 0):
+            raise ConfigError([f"command line: {WORLD_SIZE_OPTION} {world_size} must be an integer, at least 1"])
         config = load(argv)
-        cluster = Cluster(processes=int(asked) if asked else default_processes(config))
+        cluster = LaunchWorld(nproc_per_node=int(world_size) if world_size else default_world_size(config))
         if problems := config.stage_problems():
             raise ConfigError(problems)
-        statuses = [check_stage(stage, cluster.world_size) for stage in config.stages]
-        return FAILED if any(statuses) else DONE
+        statuses = [check_stage(stage, cluster.world_size) for stage in config.training_stages]
+        return EXIT_FAILURE if any(statuses) else EXIT_SUCCESS
     except ConfigError as error:
-        sys.stderr.write(complaint(error.problems, argv, cluster))
-        return BAD_CONFIGURATION
+        sys.stderr.write(format_problems(error.problems, argv, cluster))
+        return EXIT_BAD_CONFIG
 
 
-def check_stage(stage: Stage, world_size: int) -> int:
-    if stage.count > 1:
-        say("", stage.summary())
+def check_stage(stage: TrainingStage, world_size: int) -> int:
+    if stage.num_stages > 1:
+        print_lines("", stage.summary())
     with tempfile.TemporaryDirectory(prefix="longhaul-") as folder:
-        write_documents(Path(folder))
-        small = shrink(stage.config, world_size, Path(folder))
-        processes.preload()
-        return check(small, Path(folder), world_size)
+        write_sample_documents(Path(folder))
+        reduced = reduce_run(stage.config, world_size, Path(folder))
+        processes.preload_forkserver()
+        return compare_with_reference(reduced, Path(folder), world_size)
 
 
-def split(words: Sequence[str]) -> tuple[list[str], str | None]:
+def split_world_size(args: Sequence[str]) -> tuple[list[str], str | None]:
     """The command line without --world-size, and the last value given for that."""
-    rest, asked, given = list[str](), None, iter(words)
-    for word in given:
-        option, equals, value = word.partition("=")
-        if option == OPTION:
-            asked = value if equals else next(given, "")
+    run_args, world_size, remaining_args = list[str](), None, iter(args)
+    for arg in remaining_args:
+        option, equals, value = arg.partition("=")
+        if option == WORLD_SIZE_OPTION:
+            world_size = value if equals else next(remaining_args, "")
         else:
-            rest.append(word)
-    return rest, asked
+            run_args.append(arg)
+    return run_args, world_size
 
 
-def default_processes(config: Config) -> int:
-    meshes = [stage.config.parallelism for stage in config.stages]
-    stated = max(prod(mesh.degrees(1).values()) for mesh in meshes)
-    return stated if all(mesh.dp_shard is not None for mesh in meshes) else max(2, stated)
+def default_world_size(config: Config) -> int:
+    meshes = [stage.config.parallelism for stage in config.training_stages]
+    product = max(prod(mesh.degrees(1).values()) for mesh in meshes)
+    return product if all(mesh.dp_shard is not None for mesh in meshes) else max(2, product)
 
 
-def check(small: Shrunk, folder: Path, world_size: int) -> int:
+def compare_with_reference(reduced: ReducedRun, folder: Path, world_size: int) -> int:
     """Carries out the reference and every pairing, tells how they compare, and returns the exit status."""
-    began, wrong = time.monotonic(), list[str]()
-    say(f"a run of {count(world_size, 'process', 'es')}, made small:", *small.told)
+    start_time, failed = time.monotonic(), list[str]()
+    print_lines(f"a run of {pluralize(world_size, 'process', 'es')}, made small:", *reduced.description)
     reference = folder / "reference.pt"
     try:
-        (alone,) = processes.run(small.reference, 1, folder / "alone", reference=reference)
-    except RankError as error:
-        say(f"one process: FAILED: {error}")
-        return FAILED
-    for number, pairing in enumerate(small.pairings):
+        (reference_steps,) = processes.run_ranks(reduced.reference, 1, folder / "alone", reference=reference)
+    except RankFailedError as error:
+        print_lines(f"one process: FAILED: {error}")
+        return EXIT_FAILURE
+    for number, mesh_case in enumerate(reduced.mesh_cases):
         try:
-            ranks = processes.run(pairing.config, pairing.processes, folder / str(number), reference=reference)
-        except RankError as error:
-            say("", f"{pairing.name}: FAILED: {error}")
-            wrong.append(pairing.name)
+            ranks = processes.run_ranks(
+                mesh_case.config, mesh_case.processes, folder / str(number), reference=reference
+            )
+        except RankFailedError as error:
+            print_lines("", f"{mesh_case.name}: FAILED: {error}")
+            failed.append(mesh_case.name)
             continue
-        mesh = farthest(alone, ranks)
-        wrong += [] if same(alone, mesh) else [pairing.name]
-        said = "DIFFERENT" if pairing.name in wrong else "the same"
-        say("", f"{pairing.name}: {said}", *(f"  {line}" for line in table(alone, mesh)))
-    limits = f"numbers within {NUMBERS:g}, gradients and weights within {TENSORS:g} of a tensor's largest value"
-    result = f"NOT the same: {'; '.join(wrong)}" if wrong else "the same"
-    say("", f"{result} ({limits}; {time.monotonic() - began:.0f} s)")
-    return FAILED if wrong else DONE
+        mesh_steps = worst_over_ranks(reference_steps, ranks)
+        failed += [] if within_tolerance(reference_steps, mesh_steps) else [mesh_case.name]
+        result_text = "DIFFERENT" if mesh_case.name in failed else "the same"
+        print_lines(
+            "",
+            f"{mesh_case.name}: {result_text}",
+            *(f"  {line}" for line in comparison_table(reference_steps, mesh_steps)),
+        )
+    limits = f"numbers within {SCALAR_TOLERANCE:g}, gradients and weights within {TENSOR_TOLERANCE:g} of a tensor's largest value"
+    result = f"NOT the same: {'; '.join(failed)}" if failed else "the same"
+    print_lines("", f"{result} ({limits}; {time.monotonic() - start_time:.0f} s)")
+    return EXIT_FAILURE if failed else EXIT_SUCCESS
 
 
-def say(*lines: str) -> None:
+def print_lines(*lines: str) -> None:
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     sys.stdout.flush()
 
@@ -127,4 +139,4 @@ if __name__ == "__main__":
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:
         sys.stderr.write("error: interrupted\n")
-        sys.exit(FAILED)
+        sys.exit(EXIT_FAILURE)

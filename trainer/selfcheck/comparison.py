@@ -6,66 +6,76 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-NUMBERS = 1e-10
+SCALAR_TOLERANCE = 1e-10
 """Of a loss or the norm of a gradient, relative."""
-TENSORS = 1e-9
+TENSOR_TOLERANCE = 1e-9
 """Of a gradient or a weight, relative to the largest value of its tensor."""
-WORST = 3
-HEADING = ("update", "loss: one process", "mesh", "norm: one process", "mesh", "tensors")
+NUM_WORST_TENSORS = 3
+HEADER = ("update", "loss: one process", "mesh", "norm: one process", "mesh", "tensors")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class StepDifference:
     """An update, on one rank or, of each number the farthest from one process, on any."""
 
     loss: float
-    norm: float
+    grad_norm: float
     """Of the whole gradient, before clipping."""
-    far: dict[str, float]
+    tensor_errors: dict[str, float]
     """By tensor, gradients and then weights: the largest difference from one process over its largest value."""
 
 
-def farthest(alone: Sequence[Seen], ranks: Sequence[Sequence[Seen]]) -> list[Seen]:
+def worst_over_ranks(
+    reference: Sequence[StepDifference], steps_per_rank: Sequence[Sequence[StepDifference]]
+) -> list[StepDifference]:
     """The updates of a mesh. A tensor that no rank has, or only the mesh, is infinitely far."""
     return [
-        Seen(
-            loss=max((rank.loss for rank in update), key=lambda loss: relative(loss, one.loss)),
-            norm=max((rank.norm for rank in update), key=lambda norm: relative(norm, one.norm)),
-            far={name: math.inf for name in one.far if not any(name in rank.far for rank in update)}
-            | {name: max(rank.far.get(name, 0.0) for rank in update) for held in update for name in held.far},
+        StepDifference(
+            loss=max((rank.loss for rank in per_rank), key=lambda loss: relative_error(loss, expected.loss)),
+            grad_norm=max((rank.norm for rank in per_rank), key=lambda norm: relative_error(norm, expected.norm)),
+            tensor_errors={name: math.inf for name in expected.far if not any(name in rank.far for rank in per_rank)}
+            | {
+                name: max(rank.far.get(name, 0.0) for rank in per_rank)
+                for rank_step in per_rank
+                for name in rank_step.far
+            },
         )
-        for one, *update in zip(alone, *ranks, strict=True)
+        for expected, *per_rank in zip(reference, *steps_per_rank, strict=True)
     ]
 
 
-def same(alone: Sequence[Seen], mesh: Sequence[Seen]) -> bool:
+def within_tolerance(reference: Sequence[StepDifference], mesh: Sequence[StepDifference]) -> bool:
     return all(
-        relative(ours.loss, theirs.loss) <= NUMBERS
-        and relative(ours.norm, theirs.norm) <= NUMBERS
-        and max(ours.far.values()) <= TENSORS
-        for ours, theirs in zip(mesh, alone, strict=True)
+        relative_error(actual.loss, expected.loss) <= SCALAR_TOLERANCE
+        and relative_error(actual.grad_norm, expected.grad_norm) <= SCALAR_TOLERANCE
+        and max(actual.tensor_errors.values()) <= TENSOR_TOLERANCE
+        for actual, expected in zip(mesh, reference, strict=True)
     )
 
 
-def table(alone: Sequence[Seen], mesh: Sequence[Seen]) -> list[str]:
+def comparison_table(reference: Sequence[StepDifference], mesh: Sequence[StepDifference]) -> list[str]:
     """A line for each update, and one with the tensors that differ most."""
     rows = [
-        (f"{step}", *(f"{value:.12g}" for value in (theirs.loss, ours.loss, theirs.norm, ours.norm)), f"{far:.1e}")
-        for step, (ours, theirs) in enumerate(zip(mesh, alone, strict=True), start=1)
-        for far in [max(ours.far.values())]
+        (
+            f"{step}",
+            *(f"{value:.12g}" for value in (expected.loss, actual.loss, expected.grad_norm, actual.grad_norm)),
+            f"{tensor_error:.1e}",
+        )
+        for step, (actual, expected) in enumerate(zip(mesh, reference, strict=True), start=1)
+        for tensor_error in [max(actual.tensor_errors.values())]
     ]
     lines = [
-        f"{update:<6}{loss:>21}{mesh_loss:>19}{norm:>21}{mesh_norm:>19}{far:>11}"
-        for update, loss, mesh_loss, norm, mesh_norm, far in (HEADING, *rows)
+        f"{step_text:<6}{loss:>21}{mesh_loss:>19}{norm:>21}{mesh_norm:>19}{far:>11}"
+        for step_text, loss, mesh_loss, norm, mesh_norm, far in (HEADER, *rows)
     ]
-    worst = {name: max(update.far[name] for update in mesh) for name in mesh[0].far}
-    names = sorted(worst, key=lambda name: worst[name], reverse=True)[:WORST]
+    worst = {name: max(update.tensor_errors[name] for update in mesh) for name in mesh[0].tensor_errors}
+    names = sorted(worst, key=lambda name: worst[name], reverse=True)[:NUM_WORST_TENSORS]
     return [*lines, f"farthest: {', '.join(f'{name} {worst[name]:.1e}' for name in names)}"]
 
 
-def relative(ours: float, theirs: float) -> float:
+def relative_error(actual: float, expected: float) -> float:
     """How far a number is from another; infinite if one of them is none."""
-    if ours == theirs:
+    if actual == expected:
         return 0.0
-    far = abs(ours - theirs) / abs(theirs) if theirs else math.inf
+    far = abs(actual - expected) / abs(expected) if expected else math.inf
     return far if math.isfinite(far) else math.inf

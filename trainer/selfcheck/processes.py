@@ -18,26 +18,28 @@ from pathlib import Path
 from threading import Thread
 
 from trainer.config.job_config import Config
-from trainer.errors import DONE, FAILED, RankError
-from trainer.selfcheck.comparison import Seen
+from trainer.errors import EXIT_FAILURE, EXIT_SUCCESS, RankFailedError
+from trainer.selfcheck.comparison import StepDifference
 
-PRELOADED = [
+PRELOADED_MODULES = [
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "torch.distributed.tensor",
     "trainer.selfcheck.worker",
 ]
-PATIENCE = 300.0
+TIMEOUT_SECONDS = 300.0
 """Seconds that a run may take."""
 
 
-def preload() -> None:
+def preload_forkserver() -> None:
     """Lets the server, which starts with the first run of this process, import what all of them need."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED_MODULES)
 
 
-def run(config: Config, size: int, folder: Path, *, reference: Path, patience: float = PATIENCE) -> list[list[Seen]]:
+def run_ranks(
+    config: Config, world_size: int, folder: Path, *, reference: Path, timeout: float = TIMEOUT_SECONDS
+) -> list[list[StepDifference]]:
     """What each of `size` ranks saw of the run. `folder` is theirs alone.
 
     The first that raises, dies or is not done in time ends all of them and raises RankError.
@@ -46,14 +48,16 @@ def run(config: Config, size: int, folder: Path, *, reference: Path, patience: f
     folder.mkdir()
     ranks: list[tuple[ForkServerProcess, Connection]] = []
     try:
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, config, rank, size, folder, reference), daemon=True)
-            with _uninterrupted():  # A process of which only half has been told would say so, on top of what is said.
+        for rank in range(world_size):
+            parent_end, child_end = context.Pipe()
+            process = context.Process(
+                target=_rank_main, args=(child_end, config, rank, world_size, folder, reference), daemon=True
+            )
+            with _sigint_blocked():  # A process of which only half has been told would say so, on top of what is said.
                 process.start()
-                theirs.close()
-                ranks.append((process, ours))
-        return _collected(ranks, patience)
+                child_end.close()
+                ranks.append((process, parent_end))
+        return _collect_results(ranks, timeout)
     finally:
         for process, connection in ranks:
             connection.close()  # None leaves before all are done, so none sees a peer vanish.
@@ -62,60 +66,66 @@ def run(config: Config, size: int, folder: Path, *, reference: Path, patience: f
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _sigint_blocked() -> Iterator[None]:
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
-def _collected(ranks: list[tuple[ForkServerProcess, Connection]], patience: float) -> list[list[Seen]]:
-    deadline = time.monotonic() + patience
-    found: dict[int, list[Seen]] = {}
-    waiting = {connection: rank for rank, (_, connection) in enumerate(ranks)}
-    while waiting:
-        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+def _collect_results(ranks: list[tuple[ForkServerProcess, Connection]], timeout: float) -> list[list[StepDifference]]:
+    deadline = time.monotonic() + timeout
+    results: dict[int, list[StepDifference]] = {}
+    pending = {connection: rank for rank, (_, connection) in enumerate(ranks)}
+    while pending:
+        ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise RankError(FAILED, f"ranks {', '.join(map(str, waiting.values()))} were not done in {patience:g} s")
-        for connection, rank in [(connection, rank) for connection, rank in waiting.items() if connection in ready]:
-            del waiting[connection]
+            raise RankFailedError(
+                EXIT_FAILURE, f"ranks {', '.join(map(str, pending.values()))} were not done in {timeout:g} s"
+            )
+        for connection, rank in [(connection, rank) for connection, rank in pending.items() if connection in ready]:
+            del pending[connection]
             try:
-                answer = connection.recv()
+                result = connection.recv()
             except EOFError:
                 ranks[rank][0].join()
-                raise RankError(FAILED, f"rank {rank} died: {_cause(ranks[rank][0].exitcode)}") from None
-            if isinstance(answer, str):
-                raise RankError(FAILED, f"rank {rank}: {answer}")
-            found[rank] = answer
-    return [found[rank] for rank in sorted(found)]
+                raise RankFailedError(
+                    EXIT_FAILURE, f"rank {rank} died: {_exit_cause(ranks[rank][0].exitcode)}"
+                ) from None
+            if isinstance(result, str):
+                raise RankFailedError(EXIT_FAILURE, f"rank {rank}: {result}")
+            results[rank] = result
+    return [results[rank] for rank in sorted(results)]
 
 
-def _cause(status: int | None) -> str:
+def _exit_cause(status: int | None) -> str:
     return signal.Signals(-status).name if status and status < 0 else f"status {status}"
 
 
-def _work(connection: Connection, config: Config, rank: int, size: int, folder: Path, reference: Path) -> None:
+def _rank_main(
+    connection: Connection, config: Config, rank: int, world_size: int, folder: Path, reference: Path
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal sends it to all; the process that asked ends the others.
-    watch = Thread(target=_leave_with, args=(connection,))
-    watch.start()
-    with Path(os.devnull).open("w") as nowhere:  # Libraries greet and warn, eight times.
-        os.dup2(nowhere.fileno(), 1)
-        os.dup2(nowhere.fileno(), 2)
-    answer: list[Seen] | str
+    watcher = Thread(target=_exit_with_parent, args=(connection,))
+    watcher.start()
+    with Path(os.devnull).open("w") as devnull:  # Libraries greet and warn, eight times.
+        os.dup2(devnull.fileno(), 1)
+        os.dup2(devnull.fileno(), 2)
+    result: list[StepDifference] | str
     try:
-        from trainer.selfcheck.worker import measure  # It needs torch.
+        from trainer.selfcheck.worker import run_and_compare  # It needs torch.
 
-        answer = measure(config, rank=rank, size=size, store=folder / "store", reference=reference)
+        result = run_and_compare(config, rank=rank, world_size=world_size, store=folder / "store", reference=reference)
     except BaseException as error:  # noqa: BLE001 - whatever it is, it is to be told
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        said = str(error).strip().partition("\n")[0]
-        answer = f"{type(error).__name__}: {said} ({Path(frame.filename).name}:{frame.lineno})"
-    connection.send(answer)
-    watch.join()
+        message = str(error).strip().partition("\n")[0]
+        result = f"{type(error).__name__}: {message} ({Path(frame.filename).name}:{frame.lineno})"
+    connection.send(result)
+    watcher.join()
 
 
-def _leave_with(connection: Connection) -> None:
+def _exit_with_parent(connection: Connection) -> None:
     """Ends this process when the one at the other end is done with it, or gone."""
     connection.poll(None)
-    os._exit(DONE)
+    os._exit(EXIT_SUCCESS)

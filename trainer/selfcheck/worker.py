@@ -9,18 +9,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from parallelisms.collectives import whole
+from parallelisms.collectives import full_tensor
 from trainer.config.job_config import Config
-from trainer.data import rows_of
-from trainer.distributed import on_this_machine
-from trainer.hardware.device import Numbers
-from trainer.selfcheck.comparison import Seen
+from trainer.data import build_train_dataset
+from trainer.distributed import single_host_process_group
+from trainer.hardware.device import AsyncHostCopy
+from trainer.selfcheck.comparison import StepDifference
 from trainer.trainer import Trainer
 
-Tensors = dict[str, Tensor]
+NamedTensors = dict[str, Tensor]
 
 
-def measure(config: Config, *, rank: int, size: int, store: Path, reference: Path) -> list[Seen]:
+def run_and_compare(
+    config: Config, *, rank: int, world_size: int, store: Path, reference: Path
+) -> list[StepDifference]:
     """The run on rank `rank` of the `size` that meet in `store`, beside the tensors in `reference`.
 
     If there is no such file, this is the run that others are compared with, and writes it.
@@ -28,49 +30,49 @@ def measure(config: Config, *, rank: int, size: int, store: Path, reference: Pat
     torch.set_num_threads(1)
     # That blocks are whole graphs shows without kernels, which take a C++ compiler and a minute.
     torch.compiler.set_stance("default", force_backend="aot_eager")
-    numbers: list[dict[str, list[float]]] = []
-    tensors: list[Tensors] = []
-    with on_this_machine(config.distributed, rank=rank, size=size, store=store) as world:
-        trainer = Trainer(config, world, rows_of(config))
-        with closing(trainer.loader.updates(start_row=0)) as batches:
+    step_metrics: list[dict[str, list[float]]] = []
+    step_tensors: list[NamedTensors] = []
+    with single_host_process_group(config.distributed, rank=rank, size=world_size, store=store) as world:
+        trainer = Trainer(config, world, build_train_dataset(config))
+        with closing(trainer.loader.steps(start_sequence=0)) as batches:
             for _ in range(config.training.steps):
-                vector = trainer.accumulate(next(batches))
-                found = gradients(trainer)
-                vector = trainer.update(vector, config.optimizer.lr)
-                numbers.append(trainer.tally.slots.parts(Numbers(vector).read()))
-                tensors.append(found | weights(trainer))
+                vector = trainer.accumulate_gradients(next(batches))
+                step_gradients = full_gradients(trainer)
+                vector = trainer.optimizer_step(vector, config.optimizer.lr)
+                step_metrics.append(trainer.accumulator.layout.split(AsyncHostCopy(vector).read()))
+                step_tensors.append(step_gradients | full_weights(trainer))
     if not reference.exists():
-        torch.save(tensors, reference)
-    known: list[Tensors] = torch.load(reference, weights_only=True)
+        torch.save(step_tensors, reference)
+    reference_tensors: list[NamedTensors] = torch.load(reference, weights_only=True)
     return [
-        Seen(
+        StepDifference(
             loss=parts["loss"][0] / parts["targets"][0],
-            norm=parts["grad_norm"][0],
-            far={name: distance(tensor, theirs.get(name)) for name, tensor in ours.items()},
+            grad_norm=parts["grad_norm"][0],
+            tensor_errors={name: max_relative_error(tensor, expected.get(name)) for name, tensor in actual.items()},
         )
-        for parts, ours, theirs in zip(numbers, tensors, known, strict=True)
+        for parts, actual, expected in zip(step_metrics, step_tensors, reference_tensors, strict=True)
     ]
 
 
-def gradients(trainer: Trainer) -> Tensors:
+def full_gradients(trainer: Trainer) -> NamedTensors:
     """The gradient of every parameter of this rank's stages, whole. Collective."""
-    named = trainer.optimizer.named.items()
+    named = trainer.optimizer.parameters_by_name.items()
     grads = {name: torch.zeros_like(weight) if weight.grad is None else weight.grad for name, weight in named}
     # Copies: gradients that are whole already are soon clipped in place.
-    return {f"gradient of {name}": whole(grad).clone() for name, grad in grads.items()}
+    return {f"gradient of {name}": full_tensor(grad).clone() for name, grad in grads.items()}
 
 
-def weights(trainer: Trainer) -> Tensors:
+def full_weights(trainer: Trainer) -> NamedTensors:
     """The same parameters, whole and up to date. Collective."""
-    trainer.optimizer.finish()
-    return {name: whole(weight.detach()).clone() for name, weight in trainer.optimizer.named.items()}
+    trainer.optimizer.flush_deferred_updates()
+    return {name: full_tensor(weight.detach()).clone() for name, weight in trainer.optimizer.parameters_by_name.items()}
 
 
-def distance(ours: Tensor, theirs: Tensor | None) -> float:
+def max_relative_error(actual: Tensor, expected: Tensor | None) -> float:
     """The largest difference over the largest value of `theirs`; infinite where it is no number."""
-    if theirs is None or ours.shape != theirs.shape:
+    if expected is None or actual.shape != expected.shape:
         return math.inf
-    if torch.equal(ours, theirs):
+    if torch.equal(actual, expected):
         return 0.0
-    far = float((ours - theirs).abs().max() / theirs.abs().max())
-    return far if math.isfinite(far) else math.inf
+    error = float((actual - expected).abs().max() / expected.abs().max())
+    return error if math.isfinite(error) else math.inf

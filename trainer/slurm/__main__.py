@@ -12,16 +12,16 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from trainer.config.docs import help_text
-from trainer.config.parse import find, load, split, to_toml
+from trainer.config.docs import render_help
+from trainer.config.parse import find_config_file, load, parse_arguments, to_toml
 from trainer.config.slurm import SlurmSection
 from trainer.config.training_stages import Recipe
-from trainer.errors import BAD_CONFIGURATION, DONE, FAILED, ConfigError
-from trainer.launch.cluster import Cluster, count
-from trainer.launch.launcher import complaint, examine, nothing_to_start
+from trainer.errors import EXIT_BAD_CONFIG, EXIT_FAILURE, EXIT_SUCCESS, ConfigError
+from trainer.launch.cluster import LaunchWorld, pluralize
+from trainer.launch.launcher import find_early_exit, format_problems, load_and_validate
 from trainer.slurm import jobs, scheduler, snapshot
 from trainer.slurm.scheduler import SlurmError
-from trainer.slurm.script import ROOT, Job, log_of, python_of, render
+from trainer.slurm.script import ROOT, BatchJob, interpreter_for, log_path, render
 
 USAGE = """\
 python -m trainer.slurm render|submit [--config NAME|PATH] [--section.key VALUE]...
@@ -45,157 +45,168 @@ more. Of a repeated option the last one counts. Lists are written 0.9,0.95; null
 COMMANDS = ("render", "submit", "status", "cancel")
 
 
-def main(words: Sequence[str]) -> int:
-    if {"-h", "--help"}.intersection(words):
-        say(help_text(USAGE))
-        return DONE
-    command, *rest = words or ("",)
+def main(args: Sequence[str]) -> int:
+    if {"-h", "--help"}.intersection(args):
+        print_lines(render_help(USAGE))
+        return EXIT_SUCCESS
+    command, *command_args = args or ("",)
     if command not in COMMANDS:
-        return refuse(f"{command or 'no command'}: there are {', '.join(COMMANDS)}; see --help")
+        return print_errors(f"{command or 'no command'}: there are {', '.join(COMMANDS)}; see --help")
     try:
         if command in ("render", "submit"):
-            return (render_ if command == "render" else submit)(spelled_out(rest))
-        run = run_folder(rest)
-        return status(run) if command == "status" else cancel(run)
+            return (render_command if command == "render" else submit_command)(expand_short_options(command_args))
+        run_dir = find_run_dir(command_args)
+        return status_command(run_dir) if command == "status" else cancel_command(run_dir)
     except ConfigError as error:
-        return refuse(*error.problems)
+        return print_errors(*error.problems)
     except SlurmError as error:
-        return refuse(str(error), status=FAILED)
+        return print_errors(str(error), exit_code=EXIT_FAILURE)
 
 
-def spelled_out(words: Iterable[str]) -> list[str]:
+def expand_short_options(args: Iterable[str]) -> list[str]:
     """`--gpus-per-node 8` as `--slurm.gpus_per_node 8`, and everything else as it is."""
-    found = []
-    for word in words:
-        name, equals, value = word.partition("=")
+    expanded = []
+    for arg in args:
+        name, equals, value = arg.partition("=")
         key = name.removeprefix("--").replace("-", "_")
-        known = name.startswith("--") and key in SlurmSection.model_fields
-        found.append(f"--slurm.{key}{equals}{value}" if known else word)
-    return found
+        is_slurm_key = name.startswith("--") and key in SlurmSection.model_fields
+        expanded.append(f"--slurm.{key}{equals}{value}" if is_slurm_key else arg)
+    return expanded
 
 
-def run_folder(words: Sequence[str]) -> Path:
+def find_run_dir(args: Sequence[str]) -> Path:
     """The run that is meant: a folder, or that of a configuration. Raises `ConfigError`."""
-    if len(words) == 1 and not words[0].startswith("--"):
-        run = Path(words[0])
-    elif words:
-        run = load(spelled_out(words)).output_dir
+    if len(args) == 1 and not args[0].startswith("--"):
+        run_dir = Path(args[0])
+    elif args:
+        run_dir = load(expand_short_options(args)).output_dir
     else:
         raise ConfigError(["which run? give its folder, or --config NAME|PATH"])
-    if not run.is_dir():
-        raise ConfigError([f"{run}: there is no such run folder"])
-    return run.absolute()
+    if not run_dir.is_dir():
+        raise ConfigError([f"{run_dir}: there is no such run folder"])
+    return run_dir.absolute()
 
 
 # ---- the commands
 
 
-def render_(argv: Sequence[str]) -> int:
+def render_command(argv: Sequence[str]) -> int:
     """Also where corpus and tokenizer are not, which is told."""
-    config, problems = examined(argv)
-    if config is None or config.shape_problems(config.slurm.nodes * config.slurm.processes):
-        return refuse_run(argv, config, problems)
-    file = find(split(argv).config).absolute()
-    sys.stdout.write(render(job_of(config, ["--config", str(file), *options_of_the_run(argv)])))
-    return refuse_run(argv, config, problems) if problems else DONE
+    config, problems = load_and_validate_job(argv)
+    if config is None or config.layout_problems(config.slurm.nodes * config.slurm.nproc_per_node):
+        return print_config_problems(argv, config, problems)
+    file = find_config_file(parse_arguments(argv).config).absolute()
+    sys.stdout.write(render(build_job(config, ["--config", str(file), *run_options(argv)])))
+    return print_config_problems(argv, config, problems) if problems else EXIT_SUCCESS
 
 
-def submit(argv: Sequence[str]) -> int:
-    config, problems = examined(argv)
+def submit_command(argv: Sequence[str]) -> int:
+    config, problems = load_and_validate_job(argv)
     if config is None or problems:
-        return refuse_run(argv, config, problems)
-    settled = nothing_to_start(config)
-    if settled is not None:
-        code, reason = settled
+        return print_config_problems(argv, config, problems)
+    early_exit = find_early_exit(config)
+    if early_exit is not None:
+        exit_code, reason = early_exit
         sys.stderr.write(f"{reason}\n")
-        return code
-    run = config.output_dir.absolute()
-    for state in jobs.unfinished(run):
-        raise ConfigError([f"job {state.job} of this run is {state}; cancel it first: {command_line('cancel', run)}"])
-    folder = jobs.next_folder(run)
+        return exit_code
+    run_dir = config.output_dir.absolute()
+    for state in jobs.active_jobs(run_dir):
+        raise ConfigError(
+            [f"job {state.job_id} of this run is {state}; cancel it first: {command_line('cancel', run_dir)}"]
+        )
+    folder = jobs.create_submission_dir(run_dir)
     (folder / "config.toml").write_text(to_toml(config))
-    (folder / "job.sh").write_text(render(job_of(config, ["--config", str(folder / "config.toml")])))
-    snapshot.write(ROOT, folder)
-    job = scheduler.submit(folder / "job.sh")
-    facts = {"job": job, "time": time.time(), "nodes": config.slurm.nodes, "processes": config.slurm.processes}
-    (folder / "job.json").write_text(json.dumps(facts) + "\n")
-    size = f"{count(config.slurm.nodes, 'node')} x {count(config.slurm.processes, 'rank')}"
-    say(
-        f"job {job} submitted: {size}, as {folder / 'job.sh'}",
-        f"  its log    tail -F {log_of(run, job)}",
-        f"  its state  {command_line('status', run)}",
-        f"  its end    {command_line('cancel', run)}",
+    (folder / "job.sh").write_text(render(build_job(config, ["--config", str(folder / "config.toml")])))
+    snapshot.write_code_version(ROOT, folder)
+    job_id = scheduler.submit(folder / "job.sh")
+    metadata = {
+        "job": job_id,
+        "time": time.time(),
+        "nodes": config.slurm.nodes,
+        "processes": config.slurm.nproc_per_node,
+    }
+    (folder / "job.json").write_text(json.dumps(metadata) + "\n")
+    size = f"{pluralize(config.slurm.nodes, 'node')} x {pluralize(config.slurm.nproc_per_node, 'rank')}"
+    print_lines(
+        f"job {job_id} submitted: {size}, as {folder / 'job.sh'}",
+        f"  its log    tail -F {log_path(run_dir, job_id)}",
+        f"  its state  {command_line('status', run_dir)}",
+        f"  its end    {command_line('cancel', run_dir)}",
     )
-    return DONE
+    return EXIT_SUCCESS
 
 
-def status(run: Path) -> int:
-    say(*jobs.report(run))
-    return DONE
+def status_command(run_dir: Path) -> int:
+    print_lines(*jobs.status_report(run_dir))
+    return EXIT_SUCCESS
 
 
-def cancel(run: Path) -> int:
-    states = jobs.unfinished(run)
+def cancel_command(run_dir: Path) -> int:
+    states = jobs.active_jobs(run_dir)
     for state in states:
-        scheduler.cancel(state.job)
-        say(f"job {state.job} cancelled; it was {state}")
+        scheduler.cancel(state.job_id)
+        print_lines(f"job {state.job_id} cancelled; it was {state}")
     if not states:
-        say(f"{run} has no job that is queued or running")
-    return DONE
+        print_lines(f"{run_dir} has no job that is queued or running")
+    return EXIT_SUCCESS
 
 
 # ---- what they share
 
 
-def examined(argv: Sequence[str]) -> tuple[Recipe | None, list[str]]:
+def load_and_validate_job(argv: Sequence[str]) -> tuple[Recipe | None, list[str]]:
     """The run, if it can be read, and everything that is wrong with it for the ranks that its job will have."""
     try:
         config = load(argv)
     except ConfigError as error:
         return None, error.problems
-    world = {"NGPU": str(config.slurm.processes), "NNODES": str(config.slurm.nodes), "NODE_RANK": "0"}
-    return config, examine(argv, world | {"MASTER_ADDR": "the-first-node"})[2]
+    environment = {"NGPU": str(config.slurm.nproc_per_node), "NNODES": str(config.slurm.nodes), "NODE_RANK": "0"}
+    return config, load_and_validate(argv, environment | {"MASTER_ADDR": "the-first-node"})[2]
 
 
-def refuse_run(argv: Sequence[str], config: Recipe | None, problems: Sequence[str]) -> int:
-    cluster = None if config is None else Cluster(processes=config.slurm.processes, nodes=config.slurm.nodes)
-    sys.stderr.write(complaint(problems, argv, cluster))
-    return BAD_CONFIGURATION
+def print_config_problems(argv: Sequence[str], config: Recipe | None, problems: Sequence[str]) -> int:
+    cluster = (
+        None
+        if config is None
+        else LaunchWorld(nproc_per_node=config.slurm.nproc_per_node, num_nodes=config.slurm.nodes)
+    )
+    sys.stderr.write(format_problems(problems, argv, cluster))
+    return EXIT_BAD_CONFIG
 
 
-def job_of(config: Recipe, arguments: Sequence[str]) -> Job:
-    return Job(
+def build_job(config: Recipe, arguments: Sequence[str]) -> BatchJob:
+    return BatchJob(
         config=config,
         arguments=arguments,
-        run=config.output_dir.absolute(),
-        here=Path.cwd(),
-        python=python_of(config.slurm, sys.executable),
-        code=snapshot.version(ROOT),
+        run_dir=config.output_dir.absolute(),
+        working_dir=Path.cwd(),
+        python=interpreter_for(config.slurm, sys.executable),
+        code_version=snapshot.code_version(ROOT),
     )
 
 
-def options_of_the_run(argv: Sequence[str]) -> list[str]:
+def run_options(argv: Sequence[str]) -> list[str]:
     """What ranks are given beside the file: all but the job's own options."""
-    found, words = list[str](), iter(argv)
-    for word in words:
-        name, equals, _ = word.partition("=")
+    options, args = list[str](), iter(argv)
+    for arg in args:
+        name, equals, _ = arg.partition("=")
         if name != "--config" and not name.startswith("--slurm."):
-            found.append(word)
+            options.append(arg)
         elif not equals:
-            next(words, None)
-    return found
+            next(args, None)
+    return options
 
 
-def command_line(command: str, run: Path) -> str:
-    return f"{sys.executable} -m trainer.slurm {command} {run}"
+def command_line(command: str, run_dir: Path) -> str:
+    return f"{sys.executable} -m trainer.slurm {command} {run_dir}"
 
 
-def refuse(*problems: str, status: int = BAD_CONFIGURATION) -> int:
+def print_errors(*problems: str, exit_code: int = EXIT_BAD_CONFIG) -> int:
     sys.stderr.write("".join(f"error: {problem}\n" for problem in problems))
-    return status
+    return exit_code
 
 
-def say(*lines: str) -> None:
+def print_lines(*lines: str) -> None:
     sys.stdout.write("".join(f"{line}\n" for line in lines))
 
 

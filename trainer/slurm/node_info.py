@@ -10,31 +10,31 @@ from collections import Counter
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-DRIVER = Path("/proc/driver/nvidia")
+NVIDIA_PROC_DIR = Path("/proc/driver/nvidia")
 
 
-def line(driver: Path = DRIVER) -> str:
-    facts = [
-        gpus(driver),
+def node_summary(driver_dir: Path = NVIDIA_PROC_DIR) -> str:
+    fields = [
+        gpu_summary(driver_dir),
         f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores",
         f"python {platform.python_version()} at {sys.executable}",
         f"torch {torch_version()}",
     ]
-    return f"{socket.gethostname()}: {', '.join(facts)}"
+    return f"{socket.gethostname()}: {', '.join(fields)}"
 
 
-def gpus(driver: Path) -> str:
+def gpu_summary(driver_dir: Path) -> str:
     """The GPUs of a node and their driver, as the driver's folder tells them."""
-    models = Counter(_model(path) for path in sorted((driver / "gpus").glob("*/information")))
+    models = Counter(_gpu_model(path) for path in sorted((driver_dir / "gpus").glob("*/information")))
     if not models:
         return "no GPUs"
-    told = " and ".join(f"{count} x {model}" for model, count in models.items())
+    counts = " and ".join(f"{count} x {model}" for model, count in models.items())
     try:
-        words = (driver / "version").read_text().partition("\n")[0].split()
+        words = (driver_dir / "version").read_text().partition("\n")[0].split()
     except OSError:
         words = []
-    number = next((word for word in words if word[:1].isdigit() and "." in word), "of unknown version")
-    return f"{told} (driver {number})"
+    driver_version = next((word for word in words if word[:1].isdigit() and "." in word), "of unknown version")
+    return f"{counts} (driver {driver_version})"
 
 
 def torch_version() -> str:
@@ -44,7 +44,7 @@ def torch_version() -> str:
         return "is not installed"
 
 
-def _model(path: Path) -> str:
+def _gpu_model(path: Path) -> str:
     for text in path.read_text().splitlines():
         key, _, value = text.partition(":")
         if key.strip() == "Model":
@@ -53,4 +53,4 @@ def _model(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(line() + "\n")
+    sys.stdout.write(node_summary() + "\n")

@@ -8,9 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.launch.cluster import count
+from trainer.launch.cluster import pluralize
 
-ENDED = {
+FINISHED_STATES = {
     "BOOT_FAIL",
     "CANCELLED",
     "COMPLETED",
@@ -28,45 +28,45 @@ class SlurmError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
+class JobState:
     """A job, as the scheduler has it."""
 
-    job: str
+    job_id: str
     state: str
     reason: str
     nodes: str
     requeues: int
     exit_code: str
-    ran: str
-    limit: str
+    run_time: str
+    time_limit: str
 
     @classmethod
-    def read(cls, job: str, told: str) -> State:
+    def parse(cls, job_id: str, output: str) -> JobState:
         """From what `scontrol --oneliner show job` says."""
-        facts = dict(re.findall(r"(?:^|\s)([\w:/]+)=(\S*)", told))
+        fields = dict(re.findall(r"(?:^|\s)([\w:/]+)=(\S*)", output))
         return cls(
-            job=job,
-            state=facts.get("JobState", "UNKNOWN"),
-            reason=facts.get("Reason", ""),
-            nodes=facts.get("NodeList", ""),
-            requeues=int(facts.get("Restarts", "0")),
-            exit_code=facts.get("ExitCode", ""),
-            ran=facts.get("RunTime", ""),
-            limit=facts.get("TimeLimit", ""),
+            job_id=job_id,
+            state=fields.get("JobState", "UNKNOWN"),
+            reason=fields.get("Reason", ""),
+            nodes=fields.get("NodeList", ""),
+            requeues=int(fields.get("Restarts", "0")),
+            exit_code=fields.get("ExitCode", ""),
+            run_time=fields.get("RunTime", ""),
+            time_limit=fields.get("TimeLimit", ""),
         )
 
     @property
-    def is_over(self) -> bool:
-        return self.state in ENDED
+    def is_finished(self) -> bool:
+        return self.state in FINISHED_STATES
 
     def __str__(self) -> str:
-        if self.is_over:
-            told = f"{self.state}, exit code {self.exit_code}"
+        if self.is_finished:
+            text = f"{self.state}, exit code {self.exit_code}"
         elif self.state == "PENDING":
-            told = f"PENDING ({self.reason})"
+            text = f"PENDING ({self.reason})"
         else:
-            told = f"{self.state} on {self.nodes} for {self.ran} of {self.limit}"
-        return f"{told}, requeued {count(self.requeues, 'time')}" if self.requeues else told
+            text = f"{self.state} on {self.nodes} for {self.run_time} of {self.time_limit}"
+        return f"{text}, requeued {pluralize(self.requeues, 'time')}" if self.requeues else text
 
 
 def submit(script: Path) -> str:
@@ -74,33 +74,33 @@ def submit(script: Path) -> str:
     return _run("sbatch", "--parsable", str(script)).strip().partition(";")[0]
 
 
-def state(job: str) -> State | None:
+def query_job(job_id: str) -> JobState | None:
     """None for a job that the scheduler has forgotten, which it does some minutes after its end."""
     try:
-        told = _run("scontrol", "--oneliner", "show", "job", job)
+        output = _run("scontrol", "--oneliner", "show", "job", job_id)
     except SlurmError as error:
         if "Invalid job id" in str(error):
             return None
         raise
-    return State.read(job, told)
+    return JobState.parse(job_id, output)
 
 
-def cancel(job: str) -> None:
+def cancel(job_id: str) -> None:
     """For good: from here on neither the scheduler nor the job's own script can requeue it."""
     with suppress(SlurmError):  # It may end at this moment.
-        _run("scontrol", "update", f"JobId={job}", "Requeue=0")
-    _run("scancel", job)
+        _run("scontrol", "update", f"JobId={job_id}", "Requeue=0")
+    _run("scancel", job_id)
 
 
 def _run(*command: str) -> str:
     name = command[0]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        completed = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         raise SlurmError(
             f"{name} is not on PATH: this has to be typed on a machine that can submit jobs to SLURM"
         ) from None
-    if done.returncode:
-        told = " ".join(done.stderr.split()) or f"left with {done.returncode}"
-        raise SlurmError(told if told.startswith(name) else f"{name}: {told}")
-    return done.stdout
+    if completed.returncode:
+        message = " ".join(completed.stderr.split()) or f"left with {completed.returncode}"
+        raise SlurmError(message if message.startswith(name) else f"{name}: {message}")
+    return completed.stdout

@@ -18,44 +18,44 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from trainer.errors import BAD_CONFIGURATION, DONE, FAILED
-from trainer.launch.cluster import Cluster, prepare_environment
-from trainer.launch.launcher import TRAIN, complaint, examine, nothing_to_start
-from trainer.launch.parent_death import LAUNCHER
+from trainer.errors import EXIT_BAD_CONFIG, EXIT_FAILURE, EXIT_SUCCESS
+from trainer.launch.cluster import LaunchWorld, set_worker_environment
+from trainer.launch.launcher import TRAIN_SCRIPT, find_early_exit, format_problems, load_and_validate
+from trainer.launch.parent_death import LAUNCHER_PID_ENV
 from trainer.launch.workers import exit_status
 
-STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def main(words: Sequence[str]) -> int:
-    asked, argv = parser().parse_known_args(words)
-    address, _, port = asked.meet.rpartition(":")
-    place = {"NGPU": asked.processes, "NNODES": asked.nodes, "NODE_RANK": "0", "MASTER_ADDR": address}
-    config, cluster, problems = examine(argv, place | {"MASTER_PORT": port})
-    speaks = os.environ.get("SLURM_NODEID", "0") == "0"
+def main(args: Sequence[str]) -> int:
+    options, argv = build_parser().parse_known_args(args)
+    address, _, port = options.meet.rpartition(":")
+    environment = {"NGPU": options.processes, "NNODES": options.nodes, "NODE_RANK": "0", "MASTER_ADDR": address}
+    config, cluster, problems = load_and_validate(argv, environment | {"MASTER_PORT": port})
+    is_first_node = os.environ.get("SLURM_NODEID", "0") == "0"
     if problems or cluster is None:
-        sys.stderr.write(complaint(problems, argv, cluster) * speaks)
-        return BAD_CONFIGURATION
-    settled = nothing_to_start(config)
-    if settled is not None:
-        status, reason = settled
-        sys.stderr.write(f"{reason}\n" * speaks)
+        sys.stderr.write(format_problems(problems, argv, cluster) * is_first_node)
+        return EXIT_BAD_CONFIG
+    early_exit = find_early_exit(config)
+    if early_exit is not None:
+        status, reason = early_exit
+        sys.stderr.write(f"{reason}\n" * is_first_node)
         return status
-    prepare_environment(os.environ, cluster, host_works=config.memory.optimizer_placement == "host")
+    set_worker_environment(os.environ, cluster, cpu_optimizer=config.memory.optimizer_placement == "host")
     logging.disable(logging.ERROR)  # The agent's view of a failed rank; `start` tells it in one line.
-    return start(TRAIN, argv, cluster, meet=asked.meet, name=asked.id)
+    return launch_agent(TRAIN_SCRIPT, argv, cluster, rdzv_endpoint=options.meet, rdzv_id=options.id)
 
 
-def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(prog="python -m trainer.slurm.torchrun_agent", allow_abbrev=False)
-    found.add_argument("--nodes", required=True)
-    found.add_argument("--processes", required=True)
-    found.add_argument("--meet", required=True, metavar="HOST:PORT")
-    found.add_argument("--id", required=True)
-    return found
+def build_parser() -> argparse.ArgumentParser:
+    argument_parser = argparse.ArgumentParser(prog="python -m trainer.slurm.torchrun_agent", allow_abbrev=False)
+    argument_parser.add_argument("--nodes", required=True)
+    argument_parser.add_argument("--processes", required=True)
+    argument_parser.add_argument("--meet", required=True, metavar="HOST:PORT")
+    argument_parser.add_argument("--id", required=True)
+    return argument_parser
 
 
-def start(script: Path, argv: Sequence[str], cluster: Cluster, *, meet: str, name: str) -> int:
+def launch_agent(script: Path, argv: Sequence[str], cluster: LaunchWorld, *, rdzv_endpoint: str, rdzv_id: str) -> int:
     """Runs `script` in this node's processes of the cluster, once; returns the exit status.
 
     `name` must be new for each start of the cluster: agents that meet under an old one find what it left.
@@ -65,42 +65,44 @@ def start(script: Path, argv: Sequence[str], cluster: Cluster, *, meet: str, nam
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, get_args_parser
 
-    for number in STOPPING:
-        signal.signal(number, _forward)
-    os.environ[LAUNCHER] = str(os.getpid())
+    for number in STOP_SIGNALS:
+        signal.signal(number, _forward_signal)
+    os.environ[LAUNCHER_PID_ENV] = str(os.getpid())
     options: dict[str, object] = {
-        "--nnodes": cluster.nodes,
-        "--nproc-per-node": cluster.processes,
+        "--nnodes": cluster.num_nodes,
+        "--nproc-per-node": cluster.nproc_per_node,
         "--rdzv-backend": "c10d",
-        "--rdzv-endpoint": meet,
-        "--rdzv-id": name,
+        "--rdzv-endpoint": rdzv_endpoint,
+        "--rdzv-id": rdzv_id,
         # A restart in place would find addresses of the attempt before; the batch script does better.
         "--max-restarts": 0,
         "--signals-to-handle": "SIGINT,SIGHUP,SIGQUIT",
     }
-    written = [f"{option}={value}" for option, value in options.items()]
-    config, command, arguments = config_from_args(get_args_parser().parse_args([*written, str(script), *argv]))
+    torchrun_args = [f"{option}={value}" for option, value in options.items()]
+    config, command, arguments = config_from_args(get_args_parser().parse_args([*torchrun_args, str(script), *argv]))
     try:
         elastic_launch(config, command)(*arguments)
     except ChildFailedError as error:
         failures = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
-        told = [failure for failure in failures if failure.exitcode != -signal.SIGTERM] or failures
-        for failure in told:  # The agent ends the others with SIGTERM.
-            how = f"left with {failure.exitcode}" if failure.exitcode > 0 else f"was killed by {failure.signal_name()}"
-            sys.stderr.write(f"error: local rank {failure.local_rank} (pid {failure.pid}) {how}\n")
+        reported = [failure for failure in failures if failure.exitcode != -signal.SIGTERM] or failures
+        for failure in reported:  # The agent ends the others with SIGTERM.
+            outcome = (
+                f"left with {failure.exitcode}" if failure.exitcode > 0 else f"was killed by {failure.signal_name()}"
+            )
+            sys.stderr.write(f"error: local rank {failure.local_rank} (pid {failure.pid}) {outcome}\n")
         return exit_status([failure.exitcode for failure in failures])
     except SignalException as error:
         sys.stderr.write(f"error: stopped by {error.sigval.name}\n")
-        return FAILED
-    return DONE
+        return EXIT_FAILURE
+    return EXIT_SUCCESS
 
 
-def _forward(number: int, _: FrameType | None) -> None:
+def _forward_signal(number: int, _: FrameType | None) -> None:
     """A request to stop is the ranks' to answer: torchrun's agent would kill them before a large checkpoint is written."""
-    ranks = [pid for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()]
-    if not ranks:
-        raise SystemExit(FAILED)
-    for pid in ranks:
+    rank_pids = [pid for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()]
+    if not rank_pids:
+        raise SystemExit(EXIT_FAILURE)
+    for pid in rank_pids:
         with suppress(ProcessLookupError):
             os.kill(int(pid), number)
 
@@ -110,4 +112,4 @@ if __name__ == "__main__":
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:
         sys.stderr.write("error: interrupted\n")
-        sys.exit(FAILED)
+        sys.exit(EXIT_FAILURE)

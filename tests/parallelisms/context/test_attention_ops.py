@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.transformer import Transformer
 from parallelisms import activation_checkpoint
-from parallelisms.activation_checkpoint import Recompute
-from parallelisms.block_recompute import Pieces, compiled_bodies
-from parallelisms.context import ContextParallel, cp_attention_op, install, ulysses
+from parallelisms.activation_checkpoint import RecomputeConfig
+from parallelisms.block_recompute import Tiling, compile_tile_ops
+from parallelisms.context import ContextParallel, cp_attention_op, set_attention_core, ulysses
 from tests.models.dense_attention import dense, inputs, run
 from tests.models.small_models import SMALL, gradients, packed, small_model, starts
 from tests.parallelisms.context.test_exact import shared
@@ -54,10 +54,12 @@ def checks(name: str) -> set[str]:
     q, k, v = (core.shard(x.detach(), boundaries_BD) for x in inputs(boundaries_BD))
     if name == "to_heads":
         arguments: tuple[Any, ...] = (q.requires_grad_(), core.ulysses_group, 2)
-        return set(torch.library.opcheck(ulysses._to_heads, arguments).values())
+        return set(torch.library.opcheck(ulysses._seq_to_heads, arguments).values())
     if name == "to_tokens":
-        heads = ulysses.to_heads(q, core.ulysses_group, 2)
-        return set(torch.library.opcheck(ulysses._to_tokens, (heads.requires_grad_(), core.ulysses_group, 2)).values())
+        heads = ulysses.seq_to_heads(q, core.ulysses_group, 2)
+        return set(
+            torch.library.opcheck(ulysses._heads_to_seq, (heads.requires_grad_(), core.ulysses_group, 2)).values()
+        )
     options = (name, core.layout, core.ring_group, torch.float32, "auto")
     out, lse = cp_attention_op._attention(q, k, v, boundaries_BD, *options)
     backward = (torch.ones_like(out), q, k, v, out, lse, boundaries_BD, *options)
@@ -113,20 +115,20 @@ def trained(method: str, *, compiled: bool) -> dict[str, tuple[int, float]]:
     warnings.simplefilter("ignore")
     losses, expected = gradients(small_model(), BATCH)
     core = core_of(method, (SMALL.num_heads, SMALL.num_kv_heads))
-    cut = Pieces(bodies=compiled_bodies(backend="aot_eager")) if compiled else Pieces(tile=2000)
+    cut = Tiling(ops=compile_tile_ops(backend="aot_eager")) if compiled else Tiling(tile_bytes=2000)
     kept = {
-        "none": Recompute(),
-        "full": Recompute("full", pieces=cut),
-        "keep_attention": Recompute("keep_attention", pieces=cut),
-        "one input of two": Recompute("keep_attention", every=2, pieces=cut),
-        "groups": Recompute("keep_attention", pieces=replace(cut, groups=2)),
+        "none": RecomputeConfig(),
+        "full": RecomputeConfig("full", tiling=cut),
+        "keep_attention": RecomputeConfig("keep_attention", tiling=cut),
+        "one input of two": RecomputeConfig("keep_attention", blocks_per_checkpoint=2, tiling=cut),
+        "groups": RecomputeConfig("keep_attention", tiling=replace(cut, head_groups=2)),
     }
     if compiled:  # The others are made of the same bodies.
         kept = {name: kept[name] for name in ("none", "full", "keep_attention")}
     found = {}
     for name, one in kept.items():
         model = small_model()
-        install(model, core, kernel="auto")
+        set_attention_core(model, core, kernel="auto")
         activation_checkpoint.apply(model, one)
         if compiled and name == "none":
             for block in model.layers():
@@ -200,7 +202,7 @@ def traffic(method: str, dtype: torch.dtype, tokens: int, wire: torch.dtype) -> 
     boundaries_BD = starts([tokens])
     core = ContextParallel(init_device_mesh("cpu", (ranks,)), method=method, heads=8, kv_heads=2, reduce_dtype=wire)
     given = [core.shard(x.detach().to(dtype), boundaries_BD) for x in inputs(boundaries_BD, (8, 2))]
-    for name in ("_to_heads", "_to_tokens"):  # A mode does not look into operators.
+    for name in ("_seq_to_heads", "_heads_to_seq"):  # A mode does not look into operators.
         setattr(ulysses, name, getattr(ulysses, name)._init_fn)
     with Sent(ranks) as forward:
         out, lse = core.forward(core.start(*given), boundaries_BD)
@@ -294,7 +296,7 @@ def held_after_start(method: str) -> list[bool]:
     refs = [weakref.ref(x) for x in (q, k, v)]
     started = core.start(q, k, v)
     del q, k, v
-    given, _ = core._arrived(started)
+    given, _ = core._wait_inputs(started)
     del given
     return [one() is not None for one in refs]
 
@@ -305,13 +307,13 @@ def test_what_was_exchanged_is_held_no_longer(method: str) -> None:
     assert run_ranks(held_after_start, prod(METHODS[method]), method) == [[False] * 3] * prod(METHODS[method])
 
 
-def sent_by_a_model(method: str, groups: int, policy: activation_checkpoint.Policy) -> dict[str, list[int]]:
+def sent_by_a_model(method: str, groups: int, policy: activation_checkpoint.RecomputePolicy) -> dict[str, list[int]]:
     """Sizes of what a block sends, by collective: forward, and in all."""
     ranks = prod(METHODS[method])
     core = core_of(method, (SMALL.num_heads, SMALL.num_kv_heads))
     model = small_model()
-    install(model, core, kernel="auto")
-    activation_checkpoint.apply(model, Recompute(policy, pieces=Pieces(groups)))
+    set_attention_core(model, core, kernel="auto")
+    activation_checkpoint.apply(model, RecomputeConfig(policy, tiling=Tiling(groups)))
     with Sent(ranks) as forward:
         losses = model(core.shard_batch(BATCH))
     with Sent(ranks) as backward:
@@ -348,7 +350,7 @@ def order_of_calls(method: str, groups: int) -> tuple[list[str], list[str]]:
             return call
 
     model = small_model(replace(SMALL, num_layers=1, num_heads=8, num_kv_heads=4))
-    activation_checkpoint.apply(model, Recompute("keep_attention", pieces=Pieces(groups)))
+    activation_checkpoint.apply(model, RecomputeConfig("keep_attention", tiling=Tiling(groups)))
     model.layers()[0].attention.core = Told()
     losses = model(core.shard_batch(BATCH))
     forward, told[:] = [*told], []

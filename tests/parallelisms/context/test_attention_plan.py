@@ -11,11 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.kernels import Rectangle
+from models.kernels import ScoreBlock
 from parallelisms.context import cp_attention_op
-from parallelisms.context.attention_plan import Rows, Share, foreign, own, with_foreign, with_source
+from parallelisms.context.attention_plan import (
+    BatchLayouts,
+    RankAttentionPlan,
+    local_score_blocks,
+    remote_key_indices,
+    remote_score_blocks,
+    source_score_blocks,
+)
 from parallelisms.context.shard_layout import SeqLayout
-from parallelisms.parallel_dims import Layout
+from parallelisms.parallel_dims import ShardLayout
 from tests.parallelisms.context.documents import (
     DISTRIBUTIONS,
     Distribution,
@@ -27,41 +34,44 @@ from tests.parallelisms.context.documents import (
     visible,
 )
 
-KINDS: tuple[Layout, ...] = get_args(Layout)
+KINDS: tuple[ShardLayout, ...] = get_args(ShardLayout)
 RINGS = (1, 2, 3, 4, 8)
 # A multiple of twice every ring.
 TOKENS = 48
 
 
-def joined(rows: Rows) -> tuple[int, ...]:
+def joined(rows: BatchLayouts) -> tuple[int, ...]:
     """The documents of all rows, laid end to end."""
     return of_lengths(*(end - start for layout in rows for start, end in pairwise(layout.boundaries)))
 
 
 @lru_cache
-def held(rows: Rows, rank: int) -> Tensor:
+def held(rows: BatchLayouts, rank: int) -> Tensor:
     """The tokens of a rank, row after row, by their place in the rows laid end to end."""
-    starts = of_lengths(*(layout.tokens for layout in rows))
+    starts = of_lengths(*(layout.num_tokens for layout in rows))
     return torch.cat(
-        [start + layout.order().chunk(layout.ring)[rank] for start, layout in zip(starts, rows, strict=False)]
+        [
+            start + layout.permutation().chunk(layout.ring_degree)[rank]
+            for start, layout in zip(starts, rows, strict=False)
+        ]
     )
 
 
-def foreign_keys(rows: Rows, rank: int) -> Tensor:
+def foreign_keys(rows: BatchLayouts, rank: int) -> Tensor:
     """The keys that `with_foreign` counts through, by their place in the rows laid end to end."""
-    places = foreign(rows, rank)
+    places = remote_key_indices(rows, rank)
     assert places.dtype == torch.int64
-    gathered = torch.cat([held(rows, source) for source in range(rows[0].ring)])
+    gathered = torch.cat([held(rows, source) for source in range(rows[0].ring_degree)])
     assert not torch.isin(gathered[places], held(rows, rank)).any()
     return gathered[places]
 
 
-def no_pairs(rows: Rows) -> Tensor:
-    tokens = sum(layout.tokens for layout in rows)
+def no_pairs(rows: BatchLayouts) -> Tensor:
+    tokens = sum(layout.num_tokens for layout in rows)
     return torch.zeros(tokens, tokens, dtype=torch.int64)
 
 
-def own_pairs(rows: Rows, rank: int) -> Tensor:
+def own_pairs(rows: BatchLayouts, rank: int) -> Tensor:
     """int64 [tokens, tokens]: 1 where plain causal attention inside documents on the rank's own tokens sees a pair."""
     tokens = held(rows, rank)
     pairs = no_pairs(rows)
@@ -70,7 +80,7 @@ def own_pairs(rows: Rows, rank: int) -> Tensor:
     return pairs
 
 
-def cover(pairs: Tensor, rectangles: Sequence[Rectangle], queries: Tensor, keys: Tensor) -> None:
+def cover(pairs: Tensor, rectangles: Sequence[ScoreBlock], queries: Tensor, keys: Tensor) -> None:
     """Count the pairs of these rectangles; the queries and keys are given by their place in the rows."""
     for q0, q1, k0, k1 in rectangles:
         assert 0 <= q0 < q1 <= len(queries)
@@ -82,29 +92,29 @@ def cover(pairs: Tensor, rectangles: Sequence[Rectangle], queries: Tensor, keys:
         assert not (touching and above[2:] == below[2:]), "neighbours with the same keys are one rectangle"
 
 
-def seen_through_sources(rows: Rows) -> Tensor:
+def seen_through_sources(rows: BatchLayouts) -> Tensor:
     pairs = no_pairs(rows)
-    ring = rows[0].ring
+    ring = rows[0].ring_degree
     for rank in range(ring):
         pairs += own_pairs(rows, rank)
         for source in set(range(ring)) - {rank}:
-            cover(pairs, with_source(rows, rank, source), held(rows, rank), held(rows, source))
+            cover(pairs, source_score_blocks(rows, rank, source), held(rows, rank), held(rows, source))
     return pairs
 
 
-def seen_through_foreign(rows: Rows) -> Tensor:
+def seen_through_foreign(rows: BatchLayouts) -> Tensor:
     pairs = no_pairs(rows)
-    for rank in range(rows[0].ring):
+    for rank in range(rows[0].ring_degree):
         pairs += own_pairs(rows, rank)
-        cover(pairs, with_foreign(rows, rank), held(rows, rank), foreign_keys(rows, rank))
+        cover(pairs, remote_score_blocks(rows, rank), held(rows, rank), foreign_keys(rows, rank))
     return pairs
 
 
-def alone(kind: Layout, ring: int, boundaries: tuple[int, ...]) -> Rows:
+def alone(kind: ShardLayout, ring: int, boundaries: tuple[int, ...]) -> BatchLayouts:
     return (SeqLayout(kind, ring, boundaries),)
 
 
-def batches(kind: Layout, ring: int) -> list[Rows]:
+def batches(kind: ShardLayout, ring: int) -> list[BatchLayouts]:
     """Every small row alone, and some together; rows of one batch may differ in length."""
     rows = [SeqLayout(kind, ring, boundaries) for boundaries in small(TOKENS)]
     longer = SeqLayout(kind, ring, of_lengths(7, 2 * TOKENS - 7))
@@ -116,7 +126,9 @@ def batches(kind: Layout, ring: int) -> list[Rows]:
 
 @pytest.mark.parametrize("ring", RINGS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_visible_pair_is_in_one_rectangle_with_some_source_and_no_other_pair_is(kind: Layout, ring: int) -> None:
+def test_every_visible_pair_is_in_one_rectangle_with_some_source_and_no_other_pair_is(
+    kind: ShardLayout, ring: int
+) -> None:
     for rows in batches(kind, ring):
         assert torch.equal(seen_through_sources(rows), visible(joined(rows)).long())
 
@@ -124,7 +136,7 @@ def test_every_visible_pair_is_in_one_rectangle_with_some_source_and_no_other_pa
 @pytest.mark.parametrize("ring", RINGS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_visible_pair_is_in_one_rectangle_with_gathered_keys_and_no_other_pair_is(
-    kind: Layout, ring: int
+    kind: ShardLayout, ring: int
 ) -> None:
     for rows in batches(kind, ring):
         assert torch.equal(seen_through_foreign(rows), visible(joined(rows)).long())
@@ -132,13 +144,13 @@ def test_every_visible_pair_is_in_one_rectangle_with_gathered_keys_and_no_other_
 
 @pytest.mark.parametrize("ring", RINGS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_own_tokens_are_one_causal_square_for_each_document(kind: Layout, ring: int) -> None:
+def test_own_tokens_are_one_causal_square_for_each_document(kind: ShardLayout, ring: int) -> None:
     for rows in batches(kind, ring):
         for rank in range(ring):
             counts = torch.bincount(document_of(joined(rows))[held(rows, rank)])
             ends = counts[counts > 0].cumsum(0).tolist()
-            squares = [Rectangle(start, end, start, end) for start, end in pairwise([0, *ends])]
-            assert own(rows, rank) == tuple(squares)
+            squares = [ScoreBlock(start, end, start, end) for start, end in pairwise([0, *ends])]
+            assert local_score_blocks(rows, rank) == tuple(squares)
 
 
 @pytest.mark.parametrize(("ring", "tokens"), [(2, 1024), (3, 1536)])
@@ -146,7 +158,7 @@ def test_pairs_are_covered_when_a_rank_holds_many_chunks(ring: int, tokens: int)
     most = 0
     for seed in range(1, 5):
         rows = alone("balanced", ring, few(tokens, seed))
-        most = max(most, *(len(rows[0].pieces(rank)) for rank in range(ring)))
+        most = max(most, *(len(rows[0].spans(rank)) for rank in range(ring)))
         expected = visible(joined(rows)).long()
         assert torch.equal(seen_through_sources(rows), expected)
         assert torch.equal(seen_through_foreign(rows), expected)
@@ -155,7 +167,9 @@ def test_pairs_are_covered_when_a_rank_holds_many_chunks(ring: int, tokens: int)
 
 @pytest.mark.parametrize("ring", RINGS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_keys_are_gathered_in_the_order_of_the_row_and_only_where_someone_sees_them(kind: Layout, ring: int) -> None:
+def test_keys_are_gathered_in_the_order_of_the_row_and_only_where_someone_sees_them(
+    kind: ShardLayout, ring: int
+) -> None:
     for rows in batches(kind, ring):
         for rank in range(ring):
             seen = visible(joined(rows))[held(rows, rank)].any(dim=0)
@@ -167,9 +181,9 @@ def test_boundaries_that_repeat_the_row_length_change_nothing() -> None:
     for kind in KINDS:
         rows = (SeqLayout(kind, 2, (0, 3, 16)), SeqLayout(kind, 2, (0, 16)))
         filled = (SeqLayout(kind, 2, (0, 3, 16, 16)), SeqLayout(kind, 2, (0, 16, 16, 16)))
-        assert own(filled, 1) == own(rows, 1)
-        assert with_source(filled, 1, 0) == with_source(rows, 1, 0)
-        assert with_foreign(filled, 1) == with_foreign(rows, 1)
+        assert local_score_blocks(filled, 1) == local_score_blocks(rows, 1)
+        assert source_score_blocks(filled, 1, 0) == source_score_blocks(rows, 1, 0)
+        assert remote_score_blocks(filled, 1) == remote_score_blocks(rows, 1)
         assert foreign_keys(filled, 1).tolist() == foreign_keys(rows, 1).tolist()
 
 
@@ -178,14 +192,14 @@ def test_boundaries_that_repeat_the_row_length_change_nothing() -> None:
 
 @pytest.mark.parametrize("ring", range(2, 9))
 @pytest.mark.parametrize("kind", ["headtail", "doc_headtail"])
-def test_head_and_tail_meet_another_rank_in_one_of_two_ways(kind: Layout, ring: int) -> None:
+def test_head_and_tail_meet_another_rank_in_one_of_two_ways(kind: ShardLayout, ring: int) -> None:
     chunk = 5
     rows = alone(kind, ring, (0, 2 * ring * chunk))
     for rank in range(ring):
         for source in set(range(ring)) - {rank}:
-            all_on_head = Rectangle(0, 2 * chunk, 0, chunk)
-            tail_on_all = Rectangle(chunk, 2 * chunk, 0, 2 * chunk)
-            assert with_source(rows, rank, source) == (all_on_head if source < rank else tail_on_all,)
+            all_on_head = ScoreBlock(0, 2 * chunk, 0, chunk)
+            tail_on_all = ScoreBlock(chunk, 2 * chunk, 0, 2 * chunk)
+            assert source_score_blocks(rows, rank, source) == (all_on_head if source < rank else tail_on_all,)
 
 
 @pytest.mark.parametrize("ring", range(2, 9))
@@ -194,57 +208,59 @@ def test_a_run_sees_all_of_the_runs_before_it_and_none_after(ring: int) -> None:
     rows = alone("contiguous", ring, (0, ring * chunk))
     for rank in range(ring):
         for source in set(range(ring)) - {rank}:
-            expected = (Rectangle(0, chunk, 0, chunk),) if source < rank else ()
-            assert with_source(rows, rank, source) == expected
-        assert with_foreign(rows, rank) == ((Rectangle(0, chunk, 0, rank * chunk),) if rank else ())
+            expected = (ScoreBlock(0, chunk, 0, chunk),) if source < rank else ()
+            assert source_score_blocks(rows, rank, source) == expected
+        assert remote_score_blocks(rows, rank) == ((ScoreBlock(0, chunk, 0, rank * chunk),) if rank else ())
 
 
 def test_every_document_of_a_rank_meets_its_own_head_or_tail() -> None:
     # Rank 0 holds 0 1 6 7 | 8 11, rank 1 holds 2 3 4 5 | 9 10.
     rows = alone("doc_headtail", 2, of_lengths(8, 4))
-    assert with_source(rows, 1, 0) == (Rectangle(0, 4, 0, 2), Rectangle(4, 6, 4, 5))
-    assert with_source(rows, 0, 1) == (Rectangle(2, 4, 0, 4), Rectangle(5, 6, 4, 6))
+    assert source_score_blocks(rows, 1, 0) == (ScoreBlock(0, 4, 0, 2), ScoreBlock(4, 6, 4, 5))
+    assert source_score_blocks(rows, 0, 1) == (ScoreBlock(2, 4, 0, 4), ScoreBlock(5, 6, 4, 6))
     assert foreign_keys(rows, 1).tolist() == [0, 1, 8]
-    assert with_foreign(rows, 1) == (Rectangle(0, 4, 0, 2), Rectangle(4, 6, 2, 3))
+    assert remote_score_blocks(rows, 1) == (ScoreBlock(0, 4, 0, 2), ScoreBlock(4, 6, 2, 3))
 
 
 def test_no_more_than_two_rectangles_are_needed_for_two_chunks_of_the_row() -> None:
-    limits: dict[Layout, int] = {"headtail": 2, "contiguous": 1}
+    limits: dict[ShardLayout, int] = {"headtail": 2, "contiguous": 1}
     for kind, most in limits.items():
         for boundaries in small(TOKENS):
             rows = alone(kind, 4, boundaries)
             for rank in range(4):
-                counts = [len(with_source(rows, rank, source)) for source in range(4) if source != rank]
+                counts = [len(source_score_blocks(rows, rank, source)) for source in range(4) if source != rank]
                 assert max(counts) <= most
 
 
 def test_documents_that_no_two_ranks_share_need_no_keys_of_others() -> None:
     rows = alone("contiguous", 4, of_lengths(5, 7, 12, 1, 11, 12))
-    assert [with_foreign(rows, rank) for rank in range(4)] == [()] * 4
+    assert [remote_score_blocks(rows, rank) for rank in range(4)] == [()] * 4
     assert [foreign_keys(rows, rank).tolist() for rank in range(4)] == [[]] * 4
-    assert [with_source(rows, rank, source) for rank in range(4) for source in range(4) if rank != source] == [()] * 12
+    assert [source_score_blocks(rows, rank, source) for rank in range(4) for source in range(4) if rank != source] == [
+        ()
+    ] * 12
 
 
 # ---- balance of a ring in lock step
 
 
-def stepwise(rows: Rows) -> float:
+def stepwise(rows: BatchLayouts) -> float:
     """Pairs of the slowest rank, summed over the steps of the ring, over the mean of the ranks."""
-    ring = rows[0].ring
+    ring = rows[0].ring_degree
     slowest = max(int(own_work(rows, rank)) for rank in range(ring))
     for step in range(1, ring):
-        at_once = [with_source(rows, rank, (rank - step) % ring) for rank in range(ring)]
+        at_once = [source_score_blocks(rows, rank, (rank - step) % ring) for rank in range(ring)]
         slowest += max(sum((q1 - q0) * (k1 - k0) for q0, q1, k0, k1 in rectangles) for rectangles in at_once)
-    return slowest * ring / sum(sum(layout.work()) for layout in rows)
+    return slowest * ring / sum(sum(layout.pairs_per_rank()) for layout in rows)
 
 
-def own_work(rows: Rows, rank: int) -> Tensor:
+def own_work(rows: BatchLayouts, rank: int) -> Tensor:
     """Pairs among the rank's own tokens."""
     counts = torch.bincount(document_of(joined(rows))[held(rows, rank)])
     return (counts * (counts + 1) // 2).sum()
 
 
-def worst(kind: Layout, distribution: Distribution, tokens: int, ring: int) -> float:
+def worst(kind: ShardLayout, distribution: Distribution, tokens: int, ring: int) -> float:
     return max(stepwise(alone(kind, ring, packed(distribution, tokens, seed))) for seed in range(32 // ring))
 
 
@@ -269,8 +285,8 @@ def test_ranks_wait_for_each_other_with_head_and_tail_of_the_row() -> None:
 
 
 def test_what_is_remembered_of_rows_of_a_million_tokens_is_little() -> None:
-    share = Share((SeqLayout("balanced", 16, (0, 1 << 20)),), 0)
-    on_device = sum(places.nbytes for places in share.places(torch.device("cpu")))
-    remembered = cp_attention_op._share_of.cache_parameters()["maxsize"]
+    share = RankAttentionPlan((SeqLayout("balanced", 16, (0, 1 << 20)),), 0)
+    on_device = sum(places.nbytes for places in share.remote_kv_indices(torch.device("cpu")))
+    remembered = cp_attention_op._rank_attention_plan.cache_parameters()["maxsize"]
     assert remembered is not None
     assert remembered * on_device < 128 << 20

@@ -14,7 +14,7 @@ from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from parallelisms.context import ContextParallel
-from parallelisms.parallel_dims import LAYOUTS, ROTATIONS
+from parallelisms.parallel_dims import LAYOUTS_BY_ROTATE_METHOD, ROTATE_METHODS
 from tests.models.dense_attention import dense, inputs, run
 from tests.models.small_models import starts
 from tests.ranks import run_ranks
@@ -36,15 +36,15 @@ def documents(tokens: int) -> dict[str, Tensor]:
 
 def cases(ranks: int) -> Iterator[Case]:
     """(name, arguments, mesh) of everything that this many ranks can do with some heads."""
-    for rotation in ROTATIONS:
-        for layout in LAYOUTS[rotation]:
+    for rotation in ROTATE_METHODS:
+        for layout in LAYOUTS_BY_ROTATE_METHOD[rotation]:
             yield f"{rotation} {layout}", {"method": rotation, "layout": layout}, (ranks, 0)
     yield "ulysses", {"method": "ulysses"}, (ranks, 0)
     for ulysses in (2, 4):
         if ranks % ulysses == 0 and ranks > ulysses:
-            for rotation in ROTATIONS:
+            for rotation in ROTATE_METHODS:
                 mesh = (ranks // ulysses, ulysses)
-                yield f"hybrid {mesh} {rotation}", {"method": "hybrid", "outer": rotation}, mesh
+                yield f"hybrid {mesh} {rotation}", {"method": "hybrid", "outer_method": rotation}, mesh
 
 
 def errors(tokens: int) -> dict[str, float]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import init_device_mesh
 
-from models.batch import IGNORE, Batch
+from models.batch import IGNORE_INDEX, Batch
 from parallelisms.context import ContextParallel
 from parallelisms.context.shard_layout import SeqLayout
 from tests.models.small_models import packed, starts
@@ -61,7 +61,10 @@ ON_A_LINE: list[tuple[dict[str, Any], str]] = [
         {"method": "hybrid"},
         'cp_method "hybrid" needs a mesh of two axes: ranks that rotate, ranks that exchange heads',
     ),
-    ({"method": "ring", "outer": "ring"}, 'cp_outer = "ring" has no use with cp_method "ring"; use "hybrid"'),
+    (
+        {"method": "ring", "outer_method": "ring"},
+        'cp_outer_method = "ring" has no use with cp_method "ring"; use "hybrid"',
+    ),
     (
         {"method": "ring", "layout": "balanced"},
         'cp_layout "balanced" does not fit cp_method "ring"; it takes "doc_headtail", "headtail", "contiguous"',
@@ -94,7 +97,7 @@ ON_A_GRID: list[tuple[dict[str, Any], str]] = [
         'cp_method "hybrid" gives heads to 2 ranks, which must divide the 9 query heads of a rank',
     ),
     ({"method": "ring"}, 'cp_ulysses = 2 has no use with cp_method "ring"; use "hybrid"'),
-    ({"outer": "ring", "window": 7}, unsupported("hybrid", "sliding window 7")),
+    ({"outer_method": "ring", "window": 7}, unsupported("hybrid", "sliding window 7")),
 ]
 
 
@@ -118,8 +121,8 @@ def different(shape: tuple[int, ...], asked: list[tuple[int, dict[str, Any]]]) -
         messages.append(said(ContextParallel, mesh, **mine))
     core = ContextParallel(mesh, method=method, **HEADS)
     boundaries_BD = starts([5, 11]) if distributed.get_rank() else starts([5, 10, 1])
-    messages.append(said(core.require_agreement, boundaries_BD))
-    core.require_agreement(starts([5, 11]))
+    messages.append(said(core.require_same_boundaries, boundaries_BD))
+    core.require_same_boundaries(starts([5, 11]))
     return messages
 
 
@@ -242,7 +245,7 @@ def whole() -> Batch:
     """Two rows, in which no label is another's."""
     batch = packed([5, 1, 18], [24])
     tokens = torch.arange(48).view(2, 24)
-    return replace(batch, tokens=tokens, labels=torch.where(batch.labels == IGNORE, IGNORE, tokens + 1))
+    return replace(batch, tokens=tokens, labels=torch.where(batch.labels == IGNORE_INDEX, IGNORE_INDEX, tokens + 1))
 
 
 def entrances() -> dict[str, str]:
@@ -254,7 +257,7 @@ def entrances() -> dict[str, str]:
     shifted_in_the_whole_row = replace(batch, labels=batch.tokens.roll(-1, 1))
     before = batch.labels.roll(1, 1)
     # Each rank shifts what it holds: right within a piece, wrong where two meet.
-    order = SeqLayout("headtail", 2, (0, 24)).order()
+    order = SeqLayout("headtail", 2, (0, 24)).permutation()
     late = batch.tokens[1:, order].unflatten(1, (2, -1)).roll(-1, 2).flatten(1)[:, order.argsort()]
     assert headtail.shard_batch(batch).labels.shape == headtail.shard_batch(shifted_in_the_whole_row).labels.shape
     return {

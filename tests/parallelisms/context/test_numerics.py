@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallelisms.context import ContextParallel, all_gather, ring
-from parallelisms.context.attention_plan import Share
+from parallelisms.context.attention_plan import RankAttentionPlan
 from parallelisms.context.shard_layout import SeqLayout
-from parallelisms.parallel_dims import LAYOUTS, Rotation
+from parallelisms.parallel_dims import LAYOUTS_BY_ROTATE_METHOD, RotateMethod
 from tests.models.dense_attention import dense, inputs, run
 from tests.models.small_models import starts
 from tests.ranks import run_ranks
@@ -75,35 +75,38 @@ def shared(
     given: tuple[Tensor, ...],
     boundaries_BD: Tensor,
     ranks: int,
-    rotation: Rotation = "ring",
+    rotation: RotateMethod = "ring",
     wire: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
     """Output, gradients and log-sum-exp of one row, in its order, for the gradient that `run` gives."""
-    layout = SeqLayout(LAYOUTS[rotation][0], ranks, tuple(boundaries_BD[0].tolist()))
+    layout = SeqLayout(LAYOUTS_BY_ROTATE_METHOD[rotation][0], ranks, tuple(boundaries_BD[0].tolist()))
     weights = torch.randn(given[0].shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    parts = [x.detach()[0, layout.order()].chunk(ranks) for x in (weights.to(given[0]), *given)]
+    parts = [x.detach()[0, layout.permutation()].chunk(ranks) for x in (weights.to(given[0]), *given)]
     wires = Wires(ranks)
 
     def one(rank: int) -> tuple[Tensor, ...]:
         grad, q, k, v = (part[rank] for part in parts)
-        share = Share((layout,), rank)
+        share = RankAttentionPlan((layout,), rank)
         if rotation == "allgather":
             everyone = partial(wires.gather, rank=rank)
             out, lse = all_gather.forward(q, k, v, everyone(torch.stack((k, v))), share)
             reduce = partial(wires.reduce_scatter, rank=rank)
             arriving = everyone(torch.stack((k, v)))
-            grads = all_gather.backward(grad, q, k, v, arriving, out, lse, share, reduce_scatter=reduce, wire=wire)
+            grads = all_gather.backward(
+                grad, q, k, v, arriving, out, lse, share, reduce_scatter=reduce, reduce_dtype=wire
+            )
         else:
             hop = partial(wires.rotate, rank=rank)
             out, lse = ring.forward(q, k, v, hop(torch.stack((k, v))), share, rotate=hop)
             arriving = hop(torch.stack((k, v)))
-            grads = ring.backward(grad, q, k, v, arriving, out, lse, share, rotate=hop, wire=wire)
+            grads = ring.backward(grad, q, k, v, arriving, out, lse, share, rotate=hop, reduce_dtype=wire)
         return out, *grads, lse.T
 
     with ThreadPoolExecutor(ranks) as pool:
         by_rank = list(pool.map(one, range(ranks)))
     return {
-        name: torch.cat(found)[layout.inverse()] for name, found in zip(NAMES, zip(*by_rank, strict=True), strict=True)
+        name: torch.cat(found)[layout.inverse_permutation()]
+        for name, found in zip(NAMES, zip(*by_rank, strict=True), strict=True)
     }
 
 
@@ -120,7 +123,7 @@ def errors(found: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, floa
 
 @pytest.mark.parametrize("rotation", ["ring", "allgather"])
 @pytest.mark.parametrize("lengths", [[384], [1, 3, 200, 11, 1, 168]], ids=["one document", "six"])
-def test_sixteen_ranks_are_exact_in_double_precision(lengths: list[int], rotation: Rotation) -> None:
+def test_sixteen_ranks_are_exact_in_double_precision(lengths: list[int], rotation: RotateMethod) -> None:
     rows = starts(lengths)
     given = inputs(rows, (6, 3))
     right = exact(given, rows)
@@ -129,7 +132,7 @@ def test_sixteen_ranks_are_exact_in_double_precision(lengths: list[int], rotatio
 
 
 @pytest.mark.parametrize("rotation", ["ring", "allgather"])
-def test_single_precision_keeps_its_digits_over_many_hops(rotation: Rotation) -> None:
+def test_single_precision_keeps_its_digits_over_many_hops(rotation: RotateMethod) -> None:
     rows = starts([700, 324])
     given = inputs(rows, (4, 2), torch.float32, head_dim=64)
     right = exact(given, rows)
@@ -148,7 +151,7 @@ def half_precision() -> tuple[tuple[Tensor, ...], Tensor, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("rotation", ["ring", "allgather"])
-def test_half_precision_errs_no_more_on_many_ranks_than_on_two(rotation: Rotation) -> None:
+def test_half_precision_errs_no_more_on_many_ranks_than_on_two(rotation: RotateMethod) -> None:
     given, rows, right = half_precision()
     by_ranks = {ranks: shared(given, rows, ranks, rotation) for ranks in (2, 4, 8, 16)}
     error = {ranks: errors(found, right) for ranks, found in by_ranks.items()}

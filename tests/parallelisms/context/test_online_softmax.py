@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallelisms.context.online_softmax import Running
+from parallelisms.context.online_softmax import OnlineSoftmax
 
 PARTS, QUERIES, HEADS, WIDTH = 17, 512, 4, 16
 EVERYTHING = slice(None)
@@ -24,10 +24,10 @@ def draw(spread: float, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Ten
     return out_MXNH.to(dtype), lse_MNX.double() if dtype == torch.float64 else lse_MNX
 
 
-def one_by_one(out_MXNH: Tensor, lse_MNX: Tensor) -> Running:
-    running = Running(out_MXNH[0].clone(), lse_MNX[0].clone())
+def one_by_one(out_MXNH: Tensor, lse_MNX: Tensor) -> OnlineSoftmax:
+    running = OnlineSoftmax(out_MXNH[0].clone(), lse_MNX[0].clone())
     for out_XNH, lse_NX in zip(out_MXNH[1:], lse_MNX[1:], strict=True):
-        running.add(EVERYTHING, out_XNH, lse_NX)
+        running.merge(EVERYTHING, out_XNH, lse_NX)
     return running
 
 
@@ -85,16 +85,16 @@ def test_joins_add_up_in_single_precision_whatever_the_type_of_the_parts() -> No
 def test_a_query_that_saw_no_keys_takes_the_other_part_and_none_stays_none(
     before: float, part: float, out: float, lse: float
 ) -> None:
-    running = Running(torch.full((1, 1, 2), 1.0), torch.full((1, 1), before))
-    running.add(EVERYTHING, torch.full((1, 1, 2), 2.0), torch.full((1, 1), part))
+    running = OnlineSoftmax(torch.full((1, 1, 2), 1.0), torch.full((1, 1), before))
+    running.merge(EVERYTHING, torch.full((1, 1, 2), 2.0), torch.full((1, 1), part))
     assert running.out_XNH.tolist() == [[[out, out]]]
     assert running.lse_NX.tolist() == [[torch.tensor(lse).item()]]
 
 
 def test_a_part_that_saw_no_keys_changes_no_bit() -> None:
     out_MXNH, lse_MNX = draw(30.0)
-    running = Running(out_MXNH[0].clone(), lse_MNX[0].clone())
-    running.add(EVERYTHING, out_MXNH[1], torch.full_like(lse_MNX[1], NONE))
+    running = OnlineSoftmax(out_MXNH[0].clone(), lse_MNX[0].clone())
+    running.merge(EVERYTHING, out_MXNH[1], torch.full_like(lse_MNX[1], NONE))
     assert torch.equal(running.out_XNH, out_MXNH[0])
     assert torch.equal(running.lse_NX, lse_MNX[0])
 
@@ -102,9 +102,9 @@ def test_a_part_that_saw_no_keys_changes_no_bit() -> None:
 @pytest.mark.parametrize("at", [slice(100, 300), torch.arange(QUERIES - 1, 0, -2)[:200]], ids=["range", "indices"])
 def test_a_part_is_joined_to_its_queries_alone(at: slice | Tensor) -> None:
     out_MXNH, lse_MNX = draw(1.0)
-    running = Running(out_MXNH[0].clone(), lse_MNX[0].clone())
+    running = OnlineSoftmax(out_MXNH[0].clone(), lse_MNX[0].clone())
     given_out, given_lse = out_MXNH[1, at].clone(), lse_MNX[1][:, at].clone()
-    running.add(at, given_out, given_lse)
+    running.merge(at, given_out, given_lse)
     assert torch.equal(given_out, out_MXNH[1, at]), "a part is only read"
     assert torch.equal(given_lse, lse_MNX[1][:, at]), "a part is only read"
     others = torch.ones(QUERIES, dtype=torch.bool)

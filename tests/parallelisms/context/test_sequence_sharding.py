@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import init_device_mesh
 
-from models.batch import IGNORE, Batch
+from models.batch import IGNORE_INDEX, Batch
 from parallelisms.context import ContextParallel
-from parallelisms.parallel_dims import LAYOUTS, ROTATIONS
+from parallelisms.parallel_dims import LAYOUTS_BY_ROTATE_METHOD, ROTATE_METHODS
 from tests.models.small_models import packed, starts
 from tests.parallelisms.context.documents import small
 from tests.ranks import run_ranks
@@ -30,7 +30,7 @@ def numbered(*rows: list[int]) -> Batch:
     """Tokens 0, 1, 2, ... through all rows, with documents of these lengths."""
     batch = packed(*rows)
     tokens = torch.arange(batch.tokens.numel()).view(batch.tokens.shape)
-    return replace(batch, tokens=tokens, labels=torch.where(batch.labels == IGNORE, IGNORE, tokens + 1))
+    return replace(batch, tokens=tokens, labels=torch.where(batch.labels == IGNORE_INDEX, IGNORE_INDEX, tokens + 1))
 
 
 def cut(shape: tuple[int, ...], options: list[Options], batches: list[Batch]) -> list[list[Batch]]:
@@ -49,8 +49,16 @@ def by_options(shape: tuple[int, ...], options: list[Options], batches: list[Bat
 
 def everything(ranks: int) -> list[tuple[tuple[int, ...], list[Options]]]:
     """Every method and layout, by mesh."""
-    alone = [{"method": rotation, "layout": layout} for rotation in ROTATIONS for layout in LAYOUTS[rotation]]
-    both = [{"outer": rotation, "layout": layout} for rotation in ROTATIONS for layout in LAYOUTS[rotation]]
+    alone = [
+        {"method": rotation, "layout": layout}
+        for rotation in ROTATE_METHODS
+        for layout in LAYOUTS_BY_ROTATE_METHOD[rotation]
+    ]
+    both = [
+        {"outer_method": rotation, "layout": layout}
+        for rotation in ROTATE_METHODS
+        for layout in LAYOUTS_BY_ROTATE_METHOD[rotation]
+    ]
     return [((ranks,), [*alone, {"method": "ulysses"}]), ((ranks // 2, 2), both)]
 
 
@@ -60,7 +68,7 @@ def everything(ranks: int) -> list[tuple[tuple[int, ...], list[Options]]]:
 @pytest.mark.ranks
 def test_labels_and_positions_are_those_of_the_row_whatever_the_pieces() -> None:
     ids = torch.arange(1, 9)[None]
-    labels = torch.tensor([[2, 3, 4, 5, 6, 7, 8, IGNORE]])
+    labels = torch.tensor([[2, 3, 4, 5, 6, 7, 8, IGNORE_INDEX]])
     one = replace(numbered([8]), tokens=ids, labels=labels)
     options = [
         {"method": "ring", "layout": "contiguous"},
@@ -69,26 +77,26 @@ def test_labels_and_positions_are_those_of_the_row_whatever_the_pieces() -> None
     ]
     contiguous, headtail, doc_headtail = by_options((2,), options, [one, numbered([8, 4])])
     assert [part.tokens.tolist() for part in contiguous[0]] == [[[1, 2, 3, 4]], [[5, 6, 7, 8]]]
-    assert [part.labels.tolist() for part in contiguous[0]] == [[[2, 3, 4, 5]], [[6, 7, 8, IGNORE]]]
+    assert [part.labels.tolist() for part in contiguous[0]] == [[[2, 3, 4, 5]], [[6, 7, 8, IGNORE_INDEX]]]
     assert [part.positions.tolist() for part in contiguous[0]] == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
     for kind in (headtail, doc_headtail):
         assert [part.tokens.tolist() for part in kind[0]] == [[[1, 2, 7, 8]], [[3, 4, 5, 6]]]
-        assert [part.labels.tolist() for part in kind[0]] == [[[2, 3, 8, IGNORE]], [[4, 5, 6, 7]]]
+        assert [part.labels.tolist() for part in kind[0]] == [[[2, 3, 8, IGNORE_INDEX]], [[4, 5, 6, 7]]]
         assert [part.positions.tolist() for part in kind[0]] == [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
     first, second = doc_headtail[1]
     assert first.tokens.tolist() == [[0, 1, 6, 7, 8, 11]]
-    assert first.labels.tolist() == [[1, 2, 7, IGNORE, 9, IGNORE]]
+    assert first.labels.tolist() == [[1, 2, 7, IGNORE_INDEX, 9, IGNORE_INDEX]]
     assert first.positions.tolist() == [[0, 1, 6, 7, 0, 3]]
-    assert first.documents.tolist() == [[0, 0, 0, 0, 1, 1]]
+    assert first.document_ids.tolist() == [[0, 0, 0, 0, 1, 1]]
     assert second.tokens.tolist() == [[2, 3, 4, 5, 9, 10]]
     assert second.labels.tolist() == [[3, 4, 5, 6, 10, 11]]
     assert second.positions.tolist() == [[2, 3, 4, 5, 1, 2]]
-    assert second.documents.tolist() == [[0, 0, 0, 0, 1, 1]]
+    assert second.document_ids.tolist() == [[0, 0, 0, 0, 1, 1]]
 
 
 @pytest.mark.ranks
 def test_neighbours_that_exchange_heads_hold_halves_of_what_a_ring_s_rank_would() -> None:
-    headtail = {"outer": "ring", "layout": "headtail"}
+    headtail = {"outer_method": "ring", "layout": "headtail"}
     ((parts,),) = by_options((2, 2), [headtail], [numbered([16])])
     held = [part.tokens[0].tolist() for part in parts]
     assert held == [[0, 1, 2, 3], [12, 13, 14, 15], [4, 5, 6, 7], [8, 9, 10, 11]]
@@ -127,7 +135,7 @@ def assert_cut_alike(parts: list[Batch], whole: Batch, *, ulysses: int) -> None:
         assert all(getattr(part, name) == getattr(whole, name) for name in others)
     assert sum(int(part.num_targets()) for part in parts) == int(whole.num_targets())
     # Ranks that exchange heads compute the same pairs, each for a share of the heads.
-    shares = [part.attended for part in parts]
+    shares = [part.num_computed_pairs for part in parts]
     assert all(len(set(same)) == 1 for same in zip(*[iter(shares)] * ulysses, strict=True))
     assert 0 <= pairs(whole) - sum(shares) < len(parts)
 
@@ -147,8 +155,8 @@ def test_work_of_a_rank_is_counted_by_its_own_queries() -> None:
     options: list[Options] = [{"method": "ring", "layout": "contiguous"}, {"method": "ulysses"}]
     given = [numbered([8]), numbered([3, 5]), numbered([8], [3, 5]), numbered([1] * 7 + [1])]
     ring, ulysses = by_options((2,), options, given)
-    assert [[part.attended for part in parts] for parts in ring] == [[10, 26], [7, 14], [17, 40], [4, 4]]
-    assert [[part.attended for part in parts] for parts in ulysses] == [[18, 18], [10, 10], [28, 28], [4, 4]]
+    assert [[part.num_computed_pairs for part in parts] for parts in ring] == [[10, 26], [7, 14], [17, 40], [4, 4]]
+    assert [[part.num_computed_pairs for part in parts] for parts in ulysses] == [[18, 18], [10, 10], [28, 28], [4, 4]]
 
 
 # ---- rows that do not divide
@@ -158,19 +166,21 @@ def filled(whole: Batch, multiple: int) -> Batch:
     """The batch with one more document at the end of every row, written out token by token."""
     rows, tokens = whole.tokens.shape
     more = -tokens % multiple
-    at_end = {"tokens": [0] * more, "labels": [IGNORE] * more, "positions": list(range(more))}
+    at_end = {"tokens": [0] * more, "labels": [IGNORE_INDEX] * more, "positions": list(range(more))}
     joined: dict[str, Any] = {
         name: torch.tensor([[*row, *at_end[name]] for row in getattr(whole, name).tolist()]) for name in at_end
     }
-    documents = [[*row, *[row[-1] + 1] * more] for row in whole.documents.tolist()]
+    documents = [[*row, *[row[-1] + 1] * more] for row in whole.document_ids.tolist()]
     ends = torch.full((rows, 1), tokens + more, dtype=torch.int32)
     boundaries = torch.cat([whole.boundaries, ends], dim=1) if more else whole.boundaries
-    return replace(whole, **joined, documents=torch.tensor(documents), boundaries=boundaries)
+    return replace(whole, **joined, document_ids=torch.tensor(documents), boundaries=boundaries)
 
 
 def one_more(batch: Batch) -> Batch:
     """With tokens that count from 1: padding is token 0."""
-    return replace(batch, tokens=batch.tokens + 1, labels=batch.labels.where(batch.labels == IGNORE, batch.labels + 1))
+    return replace(
+        batch, tokens=batch.tokens + 1, labels=batch.labels.where(batch.labels == IGNORE_INDEX, batch.labels + 1)
+    )
 
 
 @pytest.mark.ranks
@@ -193,7 +203,7 @@ def assert_filled(parts: list[Batch], whole: Batch, expected: Batch) -> None:
         )
         assert ours == right
     assert all(torch.equal(part.boundaries, expected.boundaries) for part in parts)
-    assert 0 <= pairs(expected) - sum(part.attended for part in parts) < len(parts)
+    assert 0 <= pairs(expected) - sum(part.num_computed_pairs for part in parts) < len(parts)
     assert {(part.num_tokens, part.num_pairs) for part in parts} == {(whole.num_tokens, whole.num_pairs)}
 
 
@@ -223,7 +233,7 @@ def returned(shape: tuple[int, ...], options: list[Options]) -> tuple[list[str],
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_what_was_cut_is_put_back_and_gradients_of_the_parts_are_those_of_the_whole() -> None:
-    for shape, options in [*everything(4), ((3,), [{"method": "ring"}]), ((3, 2), [{"outer": "ring"}])]:
+    for shape, options in [*everything(4), ((3,), [{"method": "ring"}]), ((3, 2), [{"outer_method": "ring"}])]:
         by_rank = run_ranks(returned, torch.Size(shape).numel(), shape, options)
         assert [wrong for wrong, _ in by_rank] == [[]] * len(by_rank)
         for parts in zip(*(gradients for _, gradients in by_rank), strict=True):

@@ -9,9 +9,9 @@ from typing import get_args
 import pytest
 import torch
 
-from models.batch import IGNORE
+from models.batch import IGNORE_INDEX
 from parallelisms.context.shard_layout import SeqLayout
-from parallelisms.parallel_dims import Layout
+from parallelisms.parallel_dims import ShardLayout
 from tests.parallelisms.context.documents import (
     DISTRIBUTIONS,
     Distribution,
@@ -23,7 +23,7 @@ from tests.parallelisms.context.documents import (
     small,
 )
 
-KINDS: tuple[Layout, ...] = get_args(Layout)
+KINDS: tuple[ShardLayout, ...] = get_args(ShardLayout)
 RINGS = (1, 2, 3, 4, 8)
 # A multiple of twice every ring.
 TOKENS = 48
@@ -31,14 +31,14 @@ TOKENS = 48
 
 def held(layout: SeqLayout) -> list[list[int]]:
     """The tokens of every rank, by their place in the row."""
-    parts: list[list[int]] = [part.tolist() for part in layout.order().chunk(layout.ring)]
+    parts: list[list[int]] = [part.tolist() for part in layout.permutation().chunk(layout.ring_degree)]
     return parts
 
 
 def owners(layout: SeqLayout) -> list[int]:
     """The rank of every token of the row, as the pictures draw it."""
     of_token = {token: rank for rank, tokens in enumerate(held(layout)) for token in tokens}
-    return [of_token[token] for token in range(layout.tokens)]
+    return [of_token[token] for token in range(layout.num_tokens)]
 
 
 def longest_first(sums: list[int], ring: int) -> list[int]:
@@ -62,8 +62,8 @@ def dealt(boundaries: tuple[int, ...], ring: int, per_rank: int) -> tuple[list[i
 
 
 def imbalance(layout: SeqLayout) -> float:
-    work = layout.work()
-    return max(work) * layout.ring / sum(work)
+    work = layout.pairs_per_rank()
+    return max(work) * layout.ring_degree / sum(work)
 
 
 # ---- tables
@@ -74,9 +74,9 @@ def test_headtail_gives_a_rank_its_chunk_and_the_mirrored_one() -> None:
     assert first == [*range(8), *range(24, 32)]
     assert second == [*range(8, 24)]
     ids = torch.arange(1, 9)
-    order = SeqLayout("headtail", 2, (0, 8)).order()
+    order = SeqLayout("headtail", 2, (0, 8)).permutation()
     assert [part.tolist() for part in ids[order].chunk(2)] == [[1, 2, 7, 8], [3, 4, 5, 6]]
-    assert torch.equal(ids[SeqLayout("headtail", 1, (0, 8)).order()], ids)
+    assert torch.equal(ids[SeqLayout("headtail", 1, (0, 8)).permutation()], ids)
     assert owners(SeqLayout("headtail", 4, (0, 3, 8))) == [0, 1, 2, 3, 3, 2, 1, 0]
 
 
@@ -114,27 +114,27 @@ def test_balanced_gives_the_heaviest_chunk_first_and_every_rank_as_many() -> Non
     # Chunks of four tokens weigh 10, 26, 10, 10. By weight alone rank 1 would get three of them.
     layout = SeqLayout("balanced", 2, of_lengths(8, 4, 4))
     assert owners(layout) == [*[1] * 4, *[0] * 4, *[1] * 4, *[0] * 4]
-    assert layout.work() == (36, 20)
+    assert layout.pairs_per_rank() == (36, 20)
 
 
 def test_work_of_documents_of_four_and_twelve_is_even() -> None:
-    assert SeqLayout("doc_headtail", 2, of_lengths(4, 12)).work() == (44, 44)
-    assert SeqLayout("doc_headtail", 2, of_lengths(12, 4)).work() == (44, 44)
+    assert SeqLayout("doc_headtail", 2, of_lengths(4, 12)).pairs_per_rank() == (44, 44)
+    assert SeqLayout("doc_headtail", 2, of_lengths(12, 4)).pairs_per_rank() == (44, 44)
 
 
 def test_work_counts_the_keys_of_every_query() -> None:
-    assert SeqLayout("contiguous", 2, (0, 8)).work() == (1 + 2 + 3 + 4, 5 + 6 + 7 + 8)
-    assert SeqLayout("contiguous", 2, (0, 3, 8)).work() == (1 + 2 + 3 + 1, 2 + 3 + 4 + 5)
+    assert SeqLayout("contiguous", 2, (0, 8)).pairs_per_rank() == (1 + 2 + 3 + 4, 5 + 6 + 7 + 8)
+    assert SeqLayout("contiguous", 2, (0, 3, 8)).pairs_per_rank() == (1 + 2 + 3 + 1, 2 + 3 + 4 + 5)
 
 
 def test_labels_shifted_before_the_cut_are_right_on_every_rank() -> None:
-    labels = torch.tensor([2, 3, 4, 5, 6, 7, 8, IGNORE])
-    expected: dict[Layout, list[list[int]]] = {
-        "contiguous": [[2, 3, 4, 5], [6, 7, 8, IGNORE]],
-        "headtail": [[2, 3, 8, IGNORE], [4, 5, 6, 7]],
+    labels = torch.tensor([2, 3, 4, 5, 6, 7, 8, IGNORE_INDEX])
+    expected: dict[ShardLayout, list[list[int]]] = {
+        "contiguous": [[2, 3, 4, 5], [6, 7, 8, IGNORE_INDEX]],
+        "headtail": [[2, 3, 8, IGNORE_INDEX], [4, 5, 6, 7]],
     }
     for kind, parts in expected.items():
-        order = SeqLayout(kind, 2, (0, 8)).order()
+        order = SeqLayout(kind, 2, (0, 8)).permutation()
         assert [part.tolist() for part in labels[order].chunk(2)] == parts
 
 
@@ -143,21 +143,21 @@ def test_labels_shifted_before_the_cut_are_right_on_every_rank() -> None:
 
 @pytest.mark.parametrize("ring", RINGS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_is_dealt_out_evenly_and_can_be_put_back(kind: Layout, ring: int) -> None:
+def test_a_row_is_dealt_out_evenly_and_can_be_put_back(kind: ShardLayout, ring: int) -> None:
     for boundaries in small(TOKENS):
         layout = SeqLayout(kind, ring, boundaries)
         parts = held(layout)
-        assert layout.order().dtype == torch.int64
+        assert layout.permutation().dtype == torch.int64
         assert sorted(token for part in parts for token in part) == list(range(TOKENS))
         assert [len(part) for part in parts] == [TOKENS // ring] * ring
         assert all(part == sorted(part) for part in parts), "a rank holds its tokens in the order of the row"
         row = torch.arange(TOKENS) * 7
-        assert torch.equal(row[layout.order()][layout.inverse()], row)
+        assert torch.equal(row[layout.permutation()][layout.inverse_permutation()], row)
 
 
 @pytest.mark.parametrize("ring", RINGS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_pieces_are_the_longest_runs_of_a_document_on_a_rank(kind: Layout, ring: int) -> None:
+def test_pieces_are_the_longest_runs_of_a_document_on_a_rank(kind: ShardLayout, ring: int) -> None:
     for boundaries in small(TOKENS):
         layout = SeqLayout(kind, ring, boundaries)
         documents = document_of(boundaries).tolist()
@@ -168,7 +168,7 @@ def test_pieces_are_the_longest_runs_of_a_document_on_a_rank(kind: Layout, ring:
                 if not local or tokens[local - 1] != token - 1 or documents[token - 1] != documents[token]
             ]
             ends = [*begins[1:], len(tokens)]
-            assert [tuple(piece) for piece in layout.pieces(rank)] == [
+            assert [tuple(piece) for piece in layout.spans(rank)] == [
                 (begin, tokens[begin], end - begin, boundaries[documents[tokens[begin]]])
                 for begin, end in zip(begins, ends, strict=True)
             ]
@@ -176,13 +176,13 @@ def test_pieces_are_the_longest_runs_of_a_document_on_a_rank(kind: Layout, ring:
 
 @pytest.mark.parametrize("ring", RINGS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_work_is_every_visible_pair_once(kind: Layout, ring: int) -> None:
+def test_work_is_every_visible_pair_once(kind: ShardLayout, ring: int) -> None:
     for boundaries in small(TOKENS):
         layout = SeqLayout(kind, ring, boundaries)
         seen = keys_seen(boundaries)
-        assert layout.work() == tuple(int(seen[tokens].sum()) for tokens in held(layout))
+        assert layout.pairs_per_rank() == tuple(int(seen[tokens].sum()) for tokens in held(layout))
         lengths = [end - start for start, end in pairwise(boundaries)]
-        assert sum(layout.work()) == sum(length * (length + 1) // 2 for length in lengths)
+        assert sum(layout.pairs_per_rank()) == sum(length * (length + 1) // 2 for length in lengths)
 
 
 @pytest.mark.parametrize("ring", RINGS)
@@ -211,12 +211,12 @@ def test_one_document_is_head_and_tail_in_every_balancing_layout(ring: int) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_row_length_may_be_repeated_to_fill_a_list_of_boundaries(kind: Layout) -> None:
+def test_the_row_length_may_be_repeated_to_fill_a_list_of_boundaries(kind: ShardLayout) -> None:
     layout, filled = SeqLayout(kind, 2, (0, 3, 16)), SeqLayout(kind, 2, (0, 3, 16, 16, 16))
-    assert filled.tokens == 16
+    assert filled.num_tokens == 16
     assert filled.documents == layout.documents == [(0, 3), (3, 16)]
-    assert [filled.pieces(rank) for rank in range(2)] == [layout.pieces(rank) for rank in range(2)]
-    assert filled.work() == layout.work()
+    assert [filled.spans(rank) for rank in range(2)] == [layout.spans(rank) for rank in range(2)]
+    assert filled.pairs_per_rank() == layout.pairs_per_rank()
 
 
 @pytest.mark.parametrize("ring", [2, 4])
@@ -262,23 +262,23 @@ def test_balanced_cuts_chunks_no_shorter_than_a_tile_of_a_kernel_unless_the_row_
 
 def test_a_row_that_does_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^a row of 7 tokens does not divide among 2 ranks$"):
-        SeqLayout("contiguous", 2, (0, 7)).order()
+        SeqLayout("contiguous", 2, (0, 7)).permutation()
     with pytest.raises(ValueError, match=r"^a row of 8 tokens does not divide among 0 ranks$"):
-        SeqLayout("contiguous", 0, (0, 8)).work()
+        SeqLayout("contiguous", 0, (0, 8)).pairs_per_rank()
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "contiguous"])
-def test_a_row_without_two_equal_chunks_per_rank_is_refused(kind: Layout) -> None:
+def test_a_row_without_two_equal_chunks_per_rank_is_refused(kind: ShardLayout) -> None:
     message = rf'^layout "{kind}" over 4 ranks needs a row that is a multiple of 8 tokens, not 12$'
     with pytest.raises(ValueError, match=message):
-        SeqLayout(kind, 4, (0, 5, 12)).pieces(0)
+        SeqLayout(kind, 4, (0, 5, 12)).spans(0)
     assert owners(SeqLayout("contiguous", 4, (0, 5, 12))) == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
 
 
 # ---- balance
 
 
-def worst(kind: Layout, rows: list[tuple[int, ...]], ring: int) -> float:
+def worst(kind: ShardLayout, rows: list[tuple[int, ...]], ring: int) -> float:
     return max(imbalance(SeqLayout(kind, ring, boundaries)) for boundaries in rows)
 
 

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.config.job_config import COPY, CORPUS
+from trainer.config.job_config import COPY_CORPUS, DEFAULT_SOURCE
 from trainer.config.parse import load
-from trainer.data import DataError, source_of, sources_of
-from trainer.data.hf_datasets import HUB
+from trainer.data import DataError, corpus_spec, corpus_specs
+from trainer.data.hf_datasets import HUB_PREFIX
 from trainer.data.prepare import prepare
-from trainer.data.source import Source
-from trainer.data.token_dataset import Prepared, is_prepared
+from trainer.data.source import CorpusSpec
+from trainer.data.token_dataset import TokenDataset, is_token_dataset
 from trainer.data.tokenizer import load_tokenizer
-from trainer.errors import BAD_CONFIGURATION, DONE, FAILED, NO_RETRY, ConfigError, RankError
+from trainer.errors import EXIT_BAD_CONFIG, EXIT_FAILURE, EXIT_NO_RETRY, EXIT_SUCCESS, ConfigError, RankFailedError
 
 USAGE = """\
 python -m trainer.data.prepare [--config NAME|PATH] [--section.key VALUE]... [--workers N]
@@ -48,7 +48,7 @@ inspect: counts, lengths of documents and some of their text. train-tokenizer: a
 `--section.key VALUE` is any key of a configuration; ./run_train.sh --help lists them. Leaves with 0 if all is done,
 2 if the command line or the configuration is wrong, 78 if data cannot be used, 1 if a worker was killed.
 """
-TAKES = {
+OPTIONS_BY_COMMAND = {
     "prepare": ("--workers", "--corpus", "--output"),
     "inspect": ("--samples", "--verify"),
     "train-tokenizer": ("--vocab-size", "--lines", "--corpus", "--output"),
@@ -56,102 +56,106 @@ TAKES = {
 FLAGS = ("--verify",)
 
 
-class Arguments:
+class PrepareArguments:
     """A command line taken apart. Raises ConfigError."""
 
-    def __init__(self, words: Sequence[str]) -> None:
-        given = list(words)
-        self.command = given.pop(0) if given and given[0] in TAKES else "prepare"
-        self.folder = Path(given.pop(0)) if self.command == "inspect" and given and given[0][0:2] != "--" else None
-        self.named = any(word.partition("=")[0] == "--config" for word in given)
-        self._own: dict[str, str] = {}
-        rest: list[str] = []
-        while given:
-            option, equals, value = given.pop(0).partition("=")
-            if option not in TAKES[self.command]:
-                rest.append(option + equals + value)
+    def __init__(self, argv: Sequence[str]) -> None:
+        remaining = list(argv)
+        self.command = remaining.pop(0) if remaining and remaining[0] in OPTIONS_BY_COMMAND else "prepare"
+        self.folder = (
+            Path(remaining.pop(0)) if self.command == "inspect" and remaining and remaining[0][0:2] != "--" else None
+        )
+        self.has_config = any(word.partition("=")[0] == "--config" for word in remaining)
+        self._options: dict[str, str] = {}
+        config_options: list[str] = []
+        while remaining:
+            option, equals, value = remaining.pop(0).partition("=")
+            if option not in OPTIONS_BY_COMMAND[self.command]:
+                config_options.append(option + equals + value)
             elif option in FLAGS:
-                self._own[option] = "true"
-            elif not equals and (not given or given[0].startswith("--")):
+                self._options[option] = "true"
+            elif not equals and (not remaining or remaining[0].startswith("--")):
                 raise ConfigError([f"command line: {option} needs a value"])
             else:
-                self._own[option] = value if equals else given.pop(0)
-        self.config = load(rest)
+                self._options[option] = value if equals else remaining.pop(0)
+        self.config = load(config_options)
 
-    def text(self, option: str, default: str | None = None) -> str:
+    def string(self, option: str, default: str | None = None) -> str:
         """Raises ConfigError if it is not given and has no default."""
-        value = self._own.get(option, default)
+        value = self._options.get(option, default)
         if not value:
             raise ConfigError([f"command line: {self.command} needs {option}"])
         return value
 
-    def number(self, option: str, default: int | None = None) -> int:
-        value = self.text(option, None if default is None else str(default))
+    def positive_integer(self, option: str, default: int | None = None) -> int:
+        value = self.string(option, None if default is None else str(default))
         if not (value.isdecimal() and int(value) > 0):
             raise ConfigError([f"command line: {option} {value} must be an integer, at least 1"])
         return int(value)
 
     def flag(self, option: str) -> bool:
-        return option in self._own
+        return option in self._options
 
     def path(self, option: str) -> Path | None:
-        return Path(self.text(option)) if option in self._own else None
+        return Path(self.string(option)) if option in self._options else None
 
-    def sources(self) -> dict[str, Source]:
+    def corpus_specs(self) -> dict[str, CorpusSpec]:
         """The corpora that are asked for, by name. Raises ConfigError."""
-        data, corpus = self.config.data, self._own.get("--corpus")
+        data, corpus = self.config.data, self._options.get("--corpus")
         problems = self.config.tokenizer.problems() if self.command != "train-tokenizer" else []
         if corpus is None:
             problems += self.config.stage_problems()
-            every = [] if problems else [stage.config.data for stage in self.config.stages]
-            told = [problem for each in every for problem in (*each.problems(), *each.source_problems())]
-            problems += dict.fromkeys(told)
+            data_sections = [] if problems else [stage.config.data for stage in self.config.training_stages]
+            section_problems = [
+                problem for each in data_sections for problem in (*each.problems(), *each.path_problems())
+            ]
+            problems += dict.fromkeys(section_problems)
             if problems:
                 raise ConfigError(problems)
-            found = {name: each for name, each in sources_of(self.config).items() if each.corpus != COPY}
-            if not found:
-                problems.append(f'data.corpus = "{COPY}" is made up: there is nothing to prepare')
+            specs = {name: each for name, each in corpus_specs(self.config).items() if each.corpus != COPY_CORPUS}
+            if not specs:
+                problems.append(f'data.corpus = "{COPY_CORPUS}" is made up: there is nothing to prepare')
         else:
-            found = {Path(corpus).name: replace(source_of(data, CORPUS), corpus=corpus)}
-            if not corpus.startswith(HUB) and corpus != "python-stdlib" and not Path(corpus).exists():
+            specs = {Path(corpus).name: replace(corpus_spec(data, DEFAULT_SOURCE), corpus=corpus)}
+            if not corpus.startswith(HUB_PREFIX) and corpus != "python-stdlib" and not Path(corpus).exists():
                 problems.append(f"command line: --corpus {corpus} is not there")
         if problems:
             raise ConfigError(problems)
-        return found
+        return specs
 
 
-def main(words: Sequence[str]) -> int:
-    if {"-h", "--help"}.intersection(words):
+def main(argv: Sequence[str]) -> int:
+    if {"-h", "--help"}.intersection(argv):
         sys.stdout.write(USAGE)
-        return DONE
+        return EXIT_SUCCESS
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
-        arguments = Arguments(words)
+        arguments = PrepareArguments(argv)
         if arguments.command == "inspect":
             inspect(arguments)
         elif arguments.command == "train-tokenizer":
             train_tokenizer(arguments)
         else:
-            make(arguments)
+            prepare_corpora(arguments)
     except ConfigError as error:
-        return complain(BAD_CONFIGURATION, *error.problems)
+        return print_errors(EXIT_BAD_CONFIG, *error.problems)
     except DataError as error:
-        return complain(NO_RETRY, str(error))
-    except RankError as error:
-        return complain(error.status, str(error))
+        return print_errors(EXIT_NO_RETRY, str(error))
+    except RankFailedError as error:
+        return print_errors(error.status, str(error))
     except KeyboardInterrupt:
-        return complain(FAILED, "interrupted; the same command goes on with what is not finished")
-    return DONE
+        return print_errors(EXIT_FAILURE, "interrupted; the same command goes on with what is not finished")
+    return EXIT_SUCCESS
 
 
-def make(arguments: Arguments) -> None:
-    sources, output = arguments.sources(), arguments.path("--output")
-    workers = arguments.number("--workers", 1)
-    folders = {name: output / name if output and len(sources) > 1 else output for name in sources}
-    if full := [folder for folder in folders.values() if folder and folder.exists() and any(folder.iterdir())]:
-        raise ConfigError([f"command line: --output {folder} is not empty" for folder in full])
+def prepare_corpora(arguments: PrepareArguments) -> None:
+    specs, output = arguments.corpus_specs(), arguments.path("--output")
+    workers = arguments.positive_integer("--workers", 1)
+    folders = {name: output / name if output and len(specs) > 1 else output for name in specs}
+    if nonempty := [folder for folder in folders.values() if folder and folder.exists() and any(folder.iterdir())]:
+        raise ConfigError([f"command line: --output {folder} is not empty" for folder in nonempty])
     tokenizer = load_tokenizer(arguments.config.tokenizer.kind, arguments.config.tokenizer.path)
-    for name, source in sources.items():
+    for name, source in specs.items():
         prepared = prepare(source, tokenizer, workers=workers, folder=folders[name])
         sys.stdout.write(
             f"{prepared.folder}: {prepared.num_tokens:,} tokens, {prepared.num_documents:,} documents, "
@@ -159,31 +163,31 @@ def make(arguments: Arguments) -> None:
         )
 
 
-def inspect(arguments: Arguments) -> None:
-    from trainer.data.prepare.report import report
+def inspect(arguments: PrepareArguments) -> None:
+    from trainer.data.prepare.report import render_report
 
     tokenizer = load_tokenizer(arguments.config.tokenizer.kind, arguments.config.tokenizer.path)
-    samples, verify = arguments.number("--samples", 3), arguments.flag("--verify")
+    samples, verify = arguments.positive_integer("--samples", 3), arguments.flag("--verify")
     if arguments.folder is not None:
-        if not is_prepared(arguments.folder):
+        if not is_token_dataset(arguments.folder):
             raise ConfigError([f"command line: {arguments.folder} is not a folder that was prepared"])
-        sys.stdout.write(report(Prepared(arguments.folder), tokenizer, samples=samples, verify=verify))
+        sys.stdout.write(render_report(TokenDataset(arguments.folder), tokenizer, samples=samples, verify=verify))
         return
-    if not arguments.named:
+    if not arguments.has_config:
         raise ConfigError(["command line: inspect needs a folder or --config"])
-    for source in arguments.sources().values():
-        sys.stdout.write(report(prepare(source, tokenizer), tokenizer, samples=samples, verify=verify))
+    for source in arguments.corpus_specs().values():
+        sys.stdout.write(render_report(prepare(source, tokenizer), tokenizer, samples=samples, verify=verify))
 
 
-def train_tokenizer(arguments: Arguments) -> None:
+def train_tokenizer(arguments: PrepareArguments) -> None:
     from trainer.data.prepare import train_tokenizer as training
 
-    size, path = arguments.number("--vocab-size"), Path(arguments.text("--output"))
-    lines = arguments.number("--lines", training.LINES)
+    size, path = arguments.positive_integer("--vocab-size"), Path(arguments.string("--output"))
+    lines = arguments.positive_integer("--lines", training.DEFAULT_LINES)
     if path.exists():
         raise ConfigError([f"command line: --output {path} is there already"])
-    made = training.train(list(arguments.sources().values()), vocab_size=size, lines=lines)
-    training.write(made, path)
+    model = training.train_sentencepiece(list(arguments.corpus_specs().values()), vocab_size=size, lines=lines)
+    training.write_model(model, path)
     tokenizer = load_tokenizer("sentencepiece", path)
     sys.stdout.write(
         f"{path}: {tokenizer.vocab_size:,} tokens; fingerprint {tokenizer.fingerprint}\n"
@@ -191,7 +195,7 @@ def train_tokenizer(arguments: Arguments) -> None:
     )
 
 
-def complain(status: int, *problems: str) -> int:
+def print_errors(status: int, *problems: str) -> int:
     sys.stderr.write("".join(f"error: {problem}\n" for problem in problems))
     return status
 

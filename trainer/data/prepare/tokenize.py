@@ -16,24 +16,24 @@ from pathlib import Path
 
 import torch
 
-from trainer.checkpoint.durable_io import write_synced
+from trainer.checkpoint.durable_io import write_and_fsync
 from trainer.data.errors import DataError
-from trainer.data.formats import BadText, Unit, texts
+from trainer.data.formats import BadText, InputSplit, read_texts
 from trainer.data.shard_writer import ShardWriter
-from trainer.data.token_dataset import DTYPES, Piece, narrowest
+from trainer.data.token_dataset import DTYPES, PartitionResult, token_dtype
 from trainer.data.tokenizer import Tokenizer
-from trainer.errors import FAILED, RankError
+from trainer.errors import EXIT_FAILURE, RankFailedError
 
-RECORDS = "pieces"
-REPORT = 1 << 20  # bytes of text between two reports
-NAMED = 20  # of what is bad in a piece
+RECORDS_FOLDER = "pieces"
+REPORT_BYTES = 1 << 20  # bytes of text between two reports
+MAX_LISTED_PROBLEMS = 20  # of what is bad in a piece
 
-Numbered = tuple[int, list[Unit]]
+NumberedPartition = tuple[int, list[InputSplit]]
 Advance = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class TokenizeJob:
     """What is done with each piece."""
 
     folder: Path
@@ -42,45 +42,47 @@ class Job:
     separators: str
     max_document: int | None
     shard_tokens: int
-    refuses: bool
+    fail_on_bad_files: bool
 
-    def record(self, number: int) -> Path:
+    def record_path(self, number: int) -> Path:
         """Where it stands what became of a piece; written when all of it is on disk."""
-        return self.folder / RECORDS / f"{number:05d}.json"
+        return self.folder / RECORDS_FOLDER / f"{number:05d}.json"
 
-    def done(self, number: int) -> Piece | None:
+    def finished_result(self, number: int) -> PartitionResult | None:
         """What became of a piece, if it is finished and its tokens are there."""
         try:
-            piece = Piece.model_validate_json(self.record(number).read_bytes())
-            width = DTYPES[narrowest(self.tokenizer.vocab_size)].itemsize
-            sizes = [(self.folder / f"{shard.name}.bin").stat().st_size for shard in piece.shards]
+            result = PartitionResult.model_validate_json(self.record_path(number).read_bytes())
+            width = DTYPES[token_dtype(self.tokenizer.vocab_size)].itemsize
+            sizes = [(self.folder / f"{shard.name}.bin").stat().st_size for shard in result.shards]
         except (OSError, ValueError):
             return None
-        return piece if sizes == [shard.tokens * width for shard in piece.shards] else None
+        return result if sizes == [shard.tokens * width for shard in result.shards] else None
 
 
-def write_pieces(job: Job, pieces: list[Numbered], *, workers: int, advance: Advance) -> None:
+def tokenize_partitions(
+    job: TokenizeJob, partitions: list[NumberedPartition], *, workers: int, advance: Advance
+) -> None:
     """Writes the shards and the record of every piece. `advance` is told bytes of the corpus and tokens.
 
     Raises DataError and OSError as one process would, and RankError if a worker dies.
     """
-    workers = min(workers, len(pieces))
+    workers = min(workers, len(partitions))
     # A daemon may have no children.
     if workers <= 1 or multiprocessing.current_process().daemon:
-        for piece in pieces:
-            write_piece(job, piece, advance)
+        for partition in partitions:
+            tokenize_partition(job, partition, advance)
         return
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     connections: dict[Connection, ForkServerProcess] = {}
     try:
         for _ in range(workers):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, job), daemon=True)
+            parent_end, worker_end = context.Pipe()
+            process = context.Process(target=_worker_main, args=(worker_end, job), daemon=True)
             process.start()
-            theirs.close()
-            connections[ours] = process
-        _serve(connections, iter(pieces), advance)
+            worker_end.close()
+            connections[parent_end] = process
+        _dispatch(connections, iter(partitions), advance)
     finally:
         for connection, process in connections.items():
             connection.close()
@@ -88,29 +90,33 @@ def write_pieces(job: Job, pieces: list[Numbered], *, workers: int, advance: Adv
             process.join()
 
 
-def _serve(connections: dict[Connection, ForkServerProcess], pieces: Iterator[Numbered], advance: Advance) -> None:
+def _dispatch(
+    connections: dict[Connection, ForkServerProcess], partitions: Iterator[NumberedPartition], advance: Advance
+) -> None:
     """Gives each worker a piece when it asks, with None, until there is none."""
     busy = set(connections)
     while busy:
         for connection in [each for each in wait(list(busy)) if isinstance(each, Connection)]:
             try:
-                said = connection.recv()
-                if said is None and (piece := next(pieces, None)) is not None:
-                    connection.send(piece)
-                elif said is None:
+                message = connection.recv()
+                if message is None and (partition := next(partitions, None)) is not None:
+                    connection.send(partition)
+                elif message is None:
                     busy.remove(connection)
             except (EOFError, ConnectionError):
                 connections[connection].join()
                 status = connections[connection].exitcode
                 cause = f"killed by {signal.Signals(-status).name}" if status and status < 0 else f"status {status}"
-                raise RankError(FAILED, f"a worker ended ({cause}); the same command goes on from there") from None
-            if isinstance(said, Exception):
-                raise said
-            if said is not None:
-                advance(*said)
+                raise RankFailedError(
+                    EXIT_FAILURE, f"a worker ended ({cause}); the same command goes on from there"
+                ) from None
+            if isinstance(message, Exception):
+                raise message
+            if message is not None:
+                advance(*message)
 
 
-def _work(connection: Connection, job: Job) -> None:
+def _worker_main(connection: Connection, job: TokenizeJob) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal sends it to all; whoever asked ends the others.
     torch.set_num_threads(1)
 
@@ -122,7 +128,7 @@ def _work(connection: Connection, job: Job) -> None:
         try:
             while True:
                 connection.send(None)
-                write_piece(job, connection.recv(), advance)
+                tokenize_partition(job, connection.recv(), advance)
         except (EOFError, ConnectionError):
             raise
         except (DataError, OSError) as error:
@@ -131,26 +137,26 @@ def _work(connection: Connection, job: Job) -> None:
             connection.send(RuntimeError("".join(traceback.format_exception(error))))
 
 
-def write_piece(job: Job, piece: Numbered, advance: Advance) -> None:
-    number, _ = piece
+def tokenize_partition(job: TokenizeJob, partition: NumberedPartition, advance: Advance) -> None:
+    number, _ = partition
     # Its own: a worker whose parent was killed may not have noticed when the next one does the same piece.
-    scratch = job.record(number).with_name(f"{number:05d}-{os.getpid()}")
+    scratch = job.record_path(number).with_name(f"{number:05d}-{os.getpid()}")
     scratch.mkdir()
     try:
-        record = _written(job, scratch, piece, advance)
+        result = _write_shards(job, scratch, partition, advance)
         for path in scratch.iterdir():
             path.rename(job.folder / path.name)
-        write_synced(scratch / "record", record.model_dump_json().encode())
-        (scratch / "record").rename(job.record(number))
+        write_and_fsync(scratch / "record", result.model_dump_json().encode())
+        (scratch / "record").rename(job.record_path(number))
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _written(job: Job, folder: Path, piece: Numbered, advance: Advance) -> Piece:
+def _write_shards(job: TokenizeJob, folder: Path, partition: NumberedPartition, advance: Advance) -> PartitionResult:
     """Writes the shards of a piece."""
-    number, units = piece
-    bad: list[str] = []
-    document = ""
+    number, splits = partition
+    problems: list[str] = []
+    document_key = ""
     writer = ShardWriter(
         folder,
         f"shard-{number:05d}",
@@ -160,52 +166,54 @@ def _written(job: Job, folder: Path, piece: Numbered, advance: Advance) -> Piece
         shard_tokens=job.shard_tokens,
     )
     with closing(writer):
-        for unit in units:
-            if unit.document != document:
+        for split in splits:
+            if split.document_key != document_key:
                 writer.end_document()
-            document = unit.document
-            bad += _add(job, writer, unit, advance)
-            if unit.mtime_ns and _mtime_ns(unit) != unit.mtime_ns:
-                raise DataError(f"{unit.path} was changed while the corpus was read; start again")
+            document_key = split.document_key
+            problems += _add_split(job, writer, split, advance)
+            if split.mtime_ns and _mtime_ns(split) != split.mtime_ns:
+                raise DataError(f"{split.path} was changed while the corpus was read; start again")
         writer.finish()
-    return Piece(shards=writer.shards, longest=writer.longest, skipped=len(bad), bad=bad[:NAMED])
+    return PartitionResult(
+        shards=writer.shards, longest=writer.longest, skipped=len(problems), bad=problems[:MAX_LISTED_PROBLEMS]
+    )
 
 
-def _add(job: Job, writer: ShardWriter, unit: Unit, advance: Advance) -> list[str]:
+def _add_split(job: TokenizeJob, writer: ShardWriter, split: InputSplit, advance: Advance) -> list[str]:
     """Adds the texts of a unit. What is bad leaves nothing behind, and is named."""
-    bad: list[str] = []
-    left, read, tokens = unit.size, 0, 0
-    for blocks in texts(unit, text_key=job.text_key):
-        mark = writer.mark()
+    problems: list[str] = []
+    remaining, num_bytes, tokens = split.size, 0, 0
+    for blocks in read_texts(split, text_key=job.text_key):
+        savepoint = writer.savepoint()
         try:
             for text in blocks:
-                ids = _encode(job.tokenizer, text, unit)
+                ids = _encode(job.tokenizer, text, split)
                 writer.add(ids)
                 tokens += len(ids)
-                read += len(text) if text.isascii() else len(text.encode())
-                if read >= REPORT:
-                    advance(min(read, left), tokens)
-                    left, read, tokens = max(left - read, 0), 0, 0
+                num_bytes += len(text) if text.isascii() else len(text.encode())
+                if num_bytes >= REPORT_BYTES:
+                    advance(min(num_bytes, remaining), tokens)
+                    remaining, num_bytes, tokens = max(remaining - num_bytes, 0), 0, 0
         except BadText as error:
-            if job.refuses:
+            if job.fail_on_bad_files:
                 raise DataError(f'data.bad_files = "refuse", and the corpus holds {error}') from error
-            writer.go_back(mark)
-            bad.append(str(error))
-        if not unit.document:
+            writer.rollback(savepoint)
+            problems.append(str(error))
+        if not split.document_key:
             writer.end_document()
-    advance(left, tokens)
-    return bad
+    advance(remaining, tokens)
+    return problems
 
 
-def _mtime_ns(unit: Unit) -> int | None:
+def _mtime_ns(split: InputSplit) -> int | None:
     try:
-        return Path(unit.path).stat().st_mtime_ns
+        return Path(split.path).stat().st_mtime_ns
     except OSError:
         return None
 
 
-def _encode(tokenizer: Tokenizer, text: str, unit: Unit) -> torch.Tensor:
+def _encode(tokenizer: Tokenizer, text: str, split: InputSplit) -> torch.Tensor:
     try:
         return tokenizer.encode(text)
     except DataError as error:
-        raise DataError(f"{unit.name}: {error}") from error
+        raise DataError(f"{split.name}: {error}") from error

@@ -11,21 +11,21 @@ from random import Random
 
 import sentencepiece
 
-from trainer.checkpoint.durable_io import write_synced
+from trainer.checkpoint.durable_io import write_and_fsync
 from trainer.data.corpus import Corpus
 from trainer.data.errors import DataError
-from trainer.data.formats import BadText, texts
-from trainer.data.source import Source
+from trainer.data.formats import BadText, read_texts
+from trainer.data.source import CorpusSpec
 
-LINES = 100_000
-LONGEST = 16_384  # bytes of a line that is learned from
-PIECES = 64  # of a corpus that are read
-PIECE_BYTES = 1 << 26
+DEFAULT_LINES = 100_000
+MAX_LINE_BYTES = 16_384  # bytes of a line that is learned from
+MAX_SAMPLED_PARTITIONS = 64  # of a corpus that are read
+MAX_PARTITION_CHARS = 1 << 26
 
 
-def train(sources: Sequence[Source], *, vocab_size: int, lines: int) -> bytes:
+def train_sentencepiece(sources: Sequence[CorpusSpec], *, vocab_size: int, lines: int) -> bytes:
     """The model. Raises DataError if the text does not give as many pieces, or the size has no room for all bytes."""
-    sample = draw(sources, lines)
+    sample = sample_lines(sources, lines)
     if not sample:
         raise DataError("there is no text to learn from")
     model = io.BytesIO()
@@ -43,49 +43,49 @@ def train(sources: Sequence[Source], *, vocab_size: int, lines: int) -> bytes:
             split_by_whitespace=False,
             allow_whitespace_only_pieces=True,
             user_defined_symbols=["\n"],
-            max_sentence_length=LONGEST,
+            max_sentence_length=MAX_LINE_BYTES,
             num_threads=1,
             minloglevel=2,
         )
     except (RuntimeError, OSError) as error:
-        why = re.sub(r"^.*\) \[.*\] |\s+", " ", str(error)).strip()
-        raise DataError(f"no tokenizer of {vocab_size} tokens can be made of {len(sample)} lines: {why}") from error
+        reason = re.sub(r"^.*\) \[.*\] |\s+", " ", str(error)).strip()
+        raise DataError(f"no tokenizer of {vocab_size} tokens can be made of {len(sample)} lines: {reason}") from error
     return model.getvalue()
 
 
-def draw(sources: Sequence[Source], count: int) -> list[str]:
+def sample_lines(sources: Sequence[CorpusSpec], count: int) -> list[str]:
     """`count` lines, each as likely as any other of the text that is read, which is all of a corpus that is not large."""
     random, sample = Random(0), list[str]()
-    for number, line in enumerate(line for source in sources for line in lines_of(source)):
+    for number, line in enumerate(line for source in sources for line in iter_lines(source)):
         if number < count:
             sample.append(line)
-        elif (place := random.randrange(number + 1)) < count:
-            sample[place] = line
+        elif (slot := random.randrange(number + 1)) < count:
+            sample[slot] = line
     return sample
 
 
-def lines_of(source: Source) -> Iterator[str]:
+def iter_lines(source: CorpusSpec) -> Iterator[str]:
     """Lines of pieces that lie evenly over a corpus, and of each piece of its beginning."""
-    pieces = Corpus(source).pieces()
-    for piece in pieces[:: -(-len(pieces) // PIECES)]:
-        left = PIECE_BYTES
-        for blocks in (blocks for unit in piece for blocks in texts(unit, text_key=source.text_key)):
+    partitions = Corpus(source).partitions()
+    for partition in partitions[:: -(-len(partitions) // MAX_SAMPLED_PARTITIONS)]:
+        remaining = MAX_PARTITION_CHARS
+        for blocks in (blocks for unit in partition for blocks in read_texts(unit, text_key=source.text_key)):
             with suppress(BadText):
                 for block in blocks:
-                    left -= len(block)
-                    yield from (line for line in block.split("\n") if line and len(line) <= LONGEST)
-                    if left < 0:
+                    remaining -= len(block)
+                    yield from (line for line in block.split("\n") if line and len(line) <= MAX_LINE_BYTES)
+                    if remaining < 0:
                         break
-            if left < 0:
+            if remaining < 0:
                 break
 
 
-def write(model: bytes, path: Path) -> None:
+def write_model(model: bytes, path: Path) -> None:
     """The whole file or nothing. Raises DataError."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_synced(temporary, model)
+        write_and_fsync(temporary, model)
         temporary.rename(path)
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error}") from error

@@ -1,0 +1,73 @@
+"""Run folders that an earlier version wrote, with the names of keys that it had, go on as they did in that version."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.system.runs import launched, metrics, state, steps
+from trainer.checkpoint.reading import Reader, whole
+
+FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
+RUN, RECIPE = "run_5676d2a", "recipe_5676d2a"
+RECORD: dict[str, Any] = json.loads((FIXTURES / f"{RUN}.json").read_text())
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    return shutil.copytree(FIXTURES, tmp_path / "fixtures")
+
+
+def start(copy: Path, folder: Path, *options: str) -> str:
+    """Starts the run with its own config.toml, and returns what the launcher said."""
+    # Paths in it are relative to where the run was started, which is the copy.
+    config = Path(shutil.copy(folder / "config.toml", copy / "run.toml"))
+    done = launched(config, folder, *options, processes=1)
+    assert done.statuses == [0], done.said
+    return done.said
+
+
+def digests(checkpoint: Path) -> dict[str, str]:
+    """The sha256 of the bytes of every tensor, read as a run reads them."""
+    reader = Reader(checkpoint)
+    tensors = {name: whole(reader, name).view(-1).view(torch.uint8).numpy() for name in reader.entries}
+    return {name: hashlib.sha256(tensor.tobytes()).hexdigest() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("name", [RUN, RECIPE])
+def test_tensors_are_read_as_they_were_written(name: str) -> None:
+    assert digests(FIXTURES / name / "checkpoints" / "step-6") == RECORD[name]["tensors"]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("name", "options", "last"), [(RUN, ("--training.steps=12",), 12), (RECIPE, (), 8)])
+def test_the_next_steps_are_those_of_the_earlier_version(
+    copy: Path, name: str, options: tuple[str, ...], last: int
+) -> None:
+    before = metrics(copy / name, "step", "loss")
+    said = start(copy, copy / name, *options)
+    assert f"resumed from {copy / name}/checkpoints/step-6" in said
+    assert steps(copy / name) == [*range(1, last + 1)]
+    assert metrics(copy / name, "step", "loss")[:6] == before
+    for key in ("tokens", "lr", "loss", "grad_norm"):
+        found = [value for (value,) in metrics(copy / name, key)[6:]]
+        expected = [step[key] for step in RECORD[name]["resumed"]["steps"]]
+        assert found == pytest.approx(expected, rel=1e-5), key
+    assert state(copy / name / "checkpoints" / f"step-{last}")["step"] == last
+    start(copy, copy / name, "--check")  # The file has been written again, by this version.
+
+
+@pytest.mark.ranks
+def test_a_run_begins_with_the_weights_of_the_earlier_version(copy: Path) -> None:
+    new = copy / "new"
+    new.mkdir()
+    shutil.copy(copy / RUN / "config.toml", new)
+    start(copy, new, f"--checkpoint.initial={RUN}", "--training.steps=1")
+    # The first rows again, with weights that have seen them.
+    assert metrics(new, "loss")[0] < metrics(copy / RUN, "loss")[0]
