@@ -98,7 +98,7 @@ class AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x_BSE, *weight_grads = ctx.this.attend_backward(grads[0])
+        grad_x_BSE, *weight_grads = ctx.this.attention_backward(grads[0])
         return grad_x_BSE, None, *weight_grads
 
 
@@ -113,7 +113,7 @@ class FeedForwardFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden_BSE, *weight_grads = ctx.this.feed_backward(grads[0])
+        grad_hidden_BSE, *weight_grads = ctx.this.feed_forward_backward(grads[0])
         return grad_hidden_BSE, None, *weight_grads
 
 
