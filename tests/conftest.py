@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import os
 
 import pytest
+
+from tests.garbage import freeze_imports
 
 # Before torch is imported. Several tests run at a time, and tiny tensors gain nothing from threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Collections, of which trainers ask for many, skip what lives as long as the process."""
     del session
-    gc.collect()
-    gc.freeze()
+    freeze_imports()

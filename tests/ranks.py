@@ -35,6 +35,8 @@ import torch
 from torch import distributed
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from tests.garbage import freeze_imports
+
 Result = TypeVar("Result")
 
 PRELOADED = [
@@ -194,8 +196,7 @@ def team(tasks: Sequence[Callable[[], object]], *, fresh: bool = False) -> Itera
 
 
 def _serve(connection: Connection) -> None:
-    # What was imported before the fork is never collected, and is not copied by looking at it.
-    gc.freeze()
+    freeze_imports()
     become_strict()
     while True:
         try:

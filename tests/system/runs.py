@@ -7,7 +7,6 @@ test may signal or kill.
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import os
@@ -32,6 +31,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from tests.garbage import freeze_imports
 from tests.ranks import become_strict, context, team
 from trainer.checkpoint import manifest
 
@@ -267,7 +267,7 @@ def become(rank: int, size: int, port: int, log: Path) -> None:
 
 
 def _train(rank: int, size: int, port: int, log: Path, argv: list[str]) -> None:
-    gc.freeze()
+    freeze_imports()
     become(rank, size, port, log)
     import train
 
