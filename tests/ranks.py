@@ -250,8 +250,7 @@ class _State:
         self.threads = _threads()
         self.handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
         self.random = torch.get_rng_state()
-        self.loggers = [logging.getLogger(name) for name in (None, "trainer")]
-        self.logging = [(list(logger.handlers), logger.level) for logger in self.loggers]
+        self.logging = [(logger, list(logger.handlers), logger.level) for logger in _loggers()]
         self.modules = {name: dict(vars(module)) for name, module in sys.modules.items() if name.split(".")[0] in OURS}
 
     def is_restorable(self) -> bool:
@@ -277,7 +276,7 @@ class _State:
         for number, handler in self.handlers.items():
             if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
-        for logger, (handlers, level) in zip(self.loggers, self.logging, strict=True):
+        for logger, handlers, level in self.logging:
             for handler in set(logger.handlers) - set(handlers):
                 logger.removeHandler(handler)
                 handler.close()
@@ -291,6 +290,11 @@ class _State:
         torch.use_deterministic_algorithms(mode=False)
         become_strict()
         gc.collect()
+
+
+def _loggers() -> list[logging.Logger]:
+    known = logging.root.manager.loggerDict.values()
+    return [logging.root, *(logger for logger in known if isinstance(logger, logging.Logger))]
 
 
 def _threads() -> set[threading.Thread]:
