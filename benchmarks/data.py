@@ -33,8 +33,8 @@ import regex
 import torch
 
 from parallelisms.context.shard_layout import SeqLayout
+from tests.datasets import build_blended_dataset
 from trainer.config.job_config import DataSection
-from trainer.data import build_blended_dataset
 from trainer.data.corpus import PYTHON_STDLIB, Corpus
 from trainer.data.prepare import prepare
 from trainer.data.prepare.train_tokenizer import sample_lines, train_sentencepiece

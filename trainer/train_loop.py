@@ -20,6 +20,7 @@ from trainer.distributed import World
 from trainer.errors import EXIT_FAILURE, EXIT_NO_RETRY, RankFailedError, RunFailedError
 from trainer.evaluation.validation import Validator
 from trainer.metrics.metrics import MetricsProcessor
+from trainer.metrics.prediction import read_prediction
 from trainer.metrics.profiler import Profilers
 from trainer.metrics.progress import ProgressReporter
 from trainer.resilience.anomalies import LossSpikeError
@@ -51,7 +52,8 @@ def train(
     LostError and ResumeError, which all do.
     """
     stage_config = stage.config
-    profilers = Profilers(stage_config, run_dir.logs_dir, rank=world.rank, world_size=world.size, device=world.device)
+    advice = read_prediction(run_dir.prediction_path).out_of_memory_advice
+    profilers = Profilers(stage_config, run_dir.logs_dir, rank=world.rank, device=world.device, advice=advice)
     loop: TrainLoop | None = None
     with Watchdog(run_dir.hangs_dir, rank=world.rank) as watchdog:
         watchdog.arm("the start", 60 * stage_config.distributed.start_timeout_minutes)

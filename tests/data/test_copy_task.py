@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from models.batch import IGNORE_INDEX, Batch
+from tests.datasets import build_train_dataset
 from trainer.config.job_config import Config
-from trainer.data import build_train_dataset
 from trainer.data.copy_task import CopyDataset
 from trainer.data.sequences import BlendedDataset
 

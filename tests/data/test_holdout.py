@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from models.batch import IGNORE_INDEX
+from tests.datasets import build_blended_dataset, build_validation_sets
 from trainer.config.job_config import Config, DataSection
-from trainer.data import DataError, build_blended_dataset, build_validation_sets, corpus_spec, corpus_specs
+from trainer.data import DataError
 from trainer.data.holdout import ValidationSet
 from trainer.data.packing import DocumentFilter, holdout_mask, pack_documents
 from trainer.data.prepare import prepare
 from trainer.data.sequences import BlendedDataset
+from trainer.data.source import corpus_spec, corpus_specs
 from trainer.data.tokenizer import ByteTokenizer
 
 Section = Callable[..., DataSection]

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from models.batch import IGNORE_INDEX, Batch
+from tests.datasets import build_blended_dataset
 from trainer.config.job_config import DataSection
-from trainer.data import DataError, build_blended_dataset
+from trainer.data import DataError
 from trainer.data.loader import BatchReader, MicroBatchLoader
 from trainer.data.packed_dataset import PackedDataset
 from trainer.data.sequences import BlendedDataset, FullSequence, SequenceShard

@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.datasets import build_blended_dataset
 from trainer.config.job_config import DataSection
-from trainer.data import DataError, build_blended_dataset
+from trainer.data import DataError
 from trainer.data.packed_dataset import PackedDataset
 from trainer.data.prepare import prepare
 from trainer.data.source import CorpusSpec

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from models.batch import IGNORE_INDEX
+from tests.datasets import build_blended_dataset
 from trainer.config.job_config import DataSection
-from trainer.data import DataError, build_blended_dataset
+from trainer.data import DataError
 from trainer.data.tokenizer import ByteTokenizer
 
 A, B, C, BOS, EOS, SPECIAL, __ = 97, 98, 99, 256, 257, 259, IGNORE_INDEX

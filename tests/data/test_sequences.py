@@ -11,11 +11,11 @@ import torch
 
 from models.batch import IGNORE_INDEX
 from trainer.config.job_config import DataSection
-from trainer.data import corpus_spec
 from trainer.data.packed_dataset import PackedDataset
 from trainer.data.packing import Packing, load_or_build_plan, pack_documents
 from trainer.data.prepare import prepare
 from trainer.data.sequences import BlendedDataset
+from trainer.data.source import corpus_spec
 from trainer.data.token_dataset import TokenDataset, TokenDatasetMeta, TokenShard
 from trainer.data.tokenizer import ByteTokenizer
 

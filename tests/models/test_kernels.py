@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import kernels
+from models import kernel_check, kernels
 from models.kernels import ScoreBlock, ScoreBlocks
 
 HEADS = [(4, 4), (4, 2), (6, 2), (4, 1)]
@@ -109,7 +109,7 @@ def test_an_unknown_kernel_is_named() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kernel", ["auto", "plain"])
 def test_kernels_of_a_cpu_are_shown_to_be_right(kernel: str, dtype: torch.dtype) -> None:
-    kernels.verify_kernel(kernel, torch.device("cpu"), dtype, width=32)
+    kernel_check.verify_kernel(kernel, torch.device("cpu"), dtype, width=32)
 
 
 def test_a_kernel_that_is_wrong_is_found_with_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def test_a_kernel_that_is_wrong_is_found_with_what_is_wrong(monkeypatch: pytest.
     for broken, wrong in (((unscaled, backward), "log-sum-exp"), ((forward, uncausal), "dq")):
         monkeypatch.setitem(kernels.DENSE_KERNELS, "cpu", broken)
         with pytest.raises(ValueError, match=rf'kernel "auto" errs by \S+ in the {wrong} of causal squares'):
-            kernels.verify_kernel("auto", torch.device("cpu"), torch.float32, width=32)
+            kernel_check.verify_kernel("auto", torch.device("cpu"), torch.float32, width=32)
 
 
 # ---- what one call with lengths takes

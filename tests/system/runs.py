@@ -34,6 +34,11 @@ from torch import Tensor
 from tests.garbage import freeze_imports
 from tests.ranks import become_strict, context, team
 from trainer.checkpoint import manifest
+from trainer.errors import EXIT_BAD_CONFIG
+from trainer.launch.launcher import format_problems, load_and_validate, prepare_run
+from trainer.metrics import log_setup
+from trainer.resilience.signals import SignalHandler
+from trainer.run_spec import RunSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = [
@@ -266,12 +271,23 @@ def become(rank: int, size: int, port: int, log: Path) -> None:
     become_strict()
 
 
+def train_rank(argv: list[str], signal_handler: SignalHandler | None = None) -> int:
+    """What a rank that srun started does: it is its own launcher, then trains."""
+    import train
+
+    config, world, problems = load_and_validate(argv, os.environ)
+    if problems or world is None:
+        sys.stderr.write(format_problems(problems, argv, world))
+        return EXIT_BAD_CONFIG
+    log_setup.configure(world.rank or 0)
+    spec = prepare_run(config, world)
+    return train.main([spec.to_json()], signal_handler) if isinstance(spec, RunSpec) else spec
+
+
 def _train(rank: int, size: int, port: int, log: Path, argv: list[str]) -> None:
     freeze_imports()
     become(rank, size, port, log)
-    import train
-
-    sys.exit(train.main(argv))
+    sys.exit(train_rank(argv))
 
 
 def _train_in_pool(place: tuple[int, int, int, Path], argv: list[str]) -> int:
@@ -279,10 +295,8 @@ def _train_in_pool(place: tuple[int, int, int, Path], argv: list[str]) -> int:
     own = [os.dup(number) for number in (1, 2)]
     try:
         become(*place)
-        import train
-
         try:
-            return train.main(argv)
+            return train_rank(argv)
         except BaseException:  # noqa: BLE001 - as train.py does
             traceback.print_exc()
             return 1

@@ -1,6 +1,7 @@
 """The run folder: what lies where, what is committed, and whether a run may go on from it. Imports no torch.
 
 config.toml                resolved configuration of the newest start
+prediction.json            memory and step time that the launcher predicted
 metrics.jsonl              one line per logged update
 events.jsonl               starts, resumes, checkpoints, validations, skipped updates, the end
 tensorboard/  logs/
@@ -47,6 +48,7 @@ class RunDir:
         self.path = path
         self.config_path = path / "config.toml"
         self.metrics_path = path / "metrics.jsonl"
+        self.prediction_path = path / "prediction.json"
         self.events_path = path / "events.jsonl"
         self._event_log = LineAppender(self.events_path)
         self.tensorboard_dir = path / "tensorboard"
@@ -256,7 +258,7 @@ def check_resume(config: Config, checkpoint: Path) -> dict[str, Any]:
     mismatches = describe_differences(
         _identity_values(state["config"]) | state["stage"], run_identity(stage.config) | stage_position(stage)
     )
-    if stage.index + 1 < stage.count and state["step"] > stage.last_step:
+    if stage.index + 1 < stage.num_stages and state["step"] > stage.end_step:
         mismatches.append(f"{stage} was at update {state['step']} and now ends with {stage.last_step}")
     if mismatches:
         listed = "".join(f"\n  {line}" for line in mismatches)

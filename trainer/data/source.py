@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from trainer.config.data import DEFAULT_SOURCE, DataSection
+from trainer.config.job_config import Config
+
 Documents = Literal["file", "folder", "repository"]
 
 
@@ -21,5 +24,20 @@ class CorpusSpec:
     separators: str = "bos_eos"
     """What documents begin and end with: `bos_eos`, `eos`, `none`, or the special token that they end with."""
     text_key: str = "text"
-    """Of a line of `.jsonl`, or a column of a table: where its text is."""
+    """Key of a line of `.jsonl`, or column of a table, that holds the text."""
     cache_dir: Path = Path("prepared")
+
+
+def corpus_spec(data: DataSection, name: str) -> CorpusSpec:
+    """The source of this name; keys that it does not set are those of `[data]`."""
+    given = {} if name == DEFAULT_SOURCE else data.sources[name].model_dump(exclude_none=True)
+    inherited = ("documents", "max_document", "bad_files", "separators", "text_key", "cache_dir")
+    values = {key: getattr(data, key) for key in inherited} | given
+    return CorpusSpec(corpus=values.pop("path", data.corpus), **values)
+
+
+def corpus_specs(config: Config) -> dict[str, CorpusSpec]:
+    """The corpora that a run reads, in any of its stages, by name; none for the synthetic corpus."""
+    stages = [stage.config for stage in config.training_stages]
+    names = {item.source for stage in stages if not stage.is_synthetic for item in stage.data.effective_mix}
+    return {name: corpus_spec(config.data, name) for name in sorted(names | config.validation.sources)}

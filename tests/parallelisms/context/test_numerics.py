@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from parallelisms.context import ContextParallel, all_gather, ring
+from parallelisms.context import all_gather, ring
 from parallelisms.context.attention_plan import RankAttentionPlan
+from parallelisms.context.context_parallel import ContextParallel
 from parallelisms.context.shard_layout import SeqLayout
 from parallelisms.parallel_dims import LAYOUTS_BY_ROTATE_METHOD, RotateMethod
 from tests.models.dense_attention import dense, inputs, run

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from trainer.config.job_config import COPY_CORPUS, DEFAULT_SOURCE
 from trainer.config.parse import load
-from trainer.data import DataError, corpus_spec, corpus_specs
+from trainer.data import DataError
 from trainer.data.hf_datasets import HUB_PREFIX
 from trainer.data.prepare import prepare
-from trainer.data.source import CorpusSpec
+from trainer.data.source import CorpusSpec, corpus_spec, corpus_specs
 from trainer.data.token_dataset import TokenDataset, is_token_dataset
 from trainer.data.tokenizer import load_tokenizer
 from trainer.errors import EXIT_BAD_CONFIG, EXIT_FAILURE, EXIT_NO_RETRY, EXIT_SUCCESS, ConfigError, RankFailedError
