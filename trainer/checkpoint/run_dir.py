@@ -259,7 +259,7 @@ def check_resume(config: Config, checkpoint: Path) -> dict[str, Any]:
         _identity_values(state["config"]) | state["stage"], run_identity(stage.config) | stage_position(stage)
     )
     if stage.index + 1 < stage.num_stages and state["step"] > stage.end_step:
-        mismatches.append(f"{stage} was at update {state['step']} and now ends with {stage.last_step}")
+        mismatches.append(f"{stage} was at update {state['step']} and now ends with {stage.end_step}")
     if mismatches:
         listed = "".join(f"\n  {line}" for line in mismatches)
         raise ResumeError(
