@@ -88,7 +88,7 @@ def test_a_data_error_leaves_the_launcher_with_78(tmp_path: Path) -> None:
 def test_raising_steps_goes_on(finished: Path, copied: Path) -> None:
     done = forked(finished / "run.toml", copied, "--training.steps", "5")
     assert done.statuses == [0]
-    assert "next are update 4 and row 18" in done.said
+    assert "next are step 4 and sequence 18" in done.said
     assert steps(copied) == [1, 2, 3, 4, 5]
     assert checkpoints(copied) == ["step-3", "step-5"]
 

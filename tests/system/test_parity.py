@@ -363,7 +363,7 @@ def test_a_checkpoint_of_one_mesh_is_continued_on_another(runs: Runs, tmp_path: 
     processes, options = MESHES[after]
     done = forked(runs(before).parent / "run.toml", folder, *RUN, *options, processes=processes)
     assert done.statuses == [0] * processes, done.said
-    assert f"resumed from {folder}/checkpoints/step-2: next are update 3 and row 16" in done.said
+    assert f"resumed from {folder}/checkpoints/step-2: next are step 3 and sequence 16" in done.said
     assert_same_run(folder, runs("alone"))
     assert_same_state(folder, runs("alone"))
     assert metrics(folder, "loss")[:2] == metrics(runs(before), "loss")[:2]
@@ -382,6 +382,6 @@ def test_a_run_that_was_resumed_on_its_mesh_is_bit_by_bit_the_same(runs: Runs, t
     processes, options = MESHES[name]
     done = forked(whole.parent / "run.toml", folder, *RUN, *options, processes=processes)
     assert done.statuses == [0] * processes, done.said
-    assert f"resumed from {folder}/checkpoints/step-2: next are update 3 and row 16" in done.said
+    assert f"resumed from {folder}/checkpoints/step-2: next are step 3 and sequence 16" in done.said
     assert metrics(folder, "step", "loss", "grad_norm") == metrics(whole, "step", "loss", "grad_norm")
     assert digests(folder / "checkpoints" / f"step-{UPDATES}") == digests(whole / "checkpoints" / f"step-{UPDATES}")
