@@ -20,7 +20,8 @@ from tests.ranks import run_ranks
 from trainer.errors import ConfigError
 from trainer.memory.estimator import SAVED_ACTIVATIONS, estimate_memory_per_pp_rank
 from trainer.plan.dry_run import DryRunResult, dry_run
-from trainer.plan.op_counter import MIN_COUNTED_BYTES, OpCounterMode, fake_process_group
+from trainer.plan.comm_volume import MIN_COUNTED_BYTES
+from trainer.plan.op_counter import OpCounterMode, fake_process_group
 
 ROOT = Path(__file__).resolve().parents[2]
 TILES = "memory.mlp_tile_mib=1"

@@ -11,8 +11,9 @@ import pytest
 
 from tests.system.runs import (
     checkpoints,
+    end,
+    fork,
     forked,
-    kill_launcher,
     launch,
     launched,
     lines,
@@ -87,7 +88,7 @@ def test_a_data_error_leaves_the_launcher_with_78(tmp_path: Path) -> None:
 def test_raising_steps_goes_on(finished: Path, copied: Path) -> None:
     done = forked(finished / "run.toml", copied, "--training.steps", "5")
     assert done.statuses == [0]
-    assert "next are update 4 and row 18" in done.said
+    assert "next are step 4 and sequence 18" in done.said
     assert steps(copied) == [1, 2, 3, 4, 5]
     assert checkpoints(copied) == ["step-3", "step-5"]
 
@@ -216,8 +217,8 @@ def test_damaged_tokens_are_named_by_the_rank_that_meets_them(tmp_path: Path, pr
     content = bytearray(shard.read_bytes())
     content[1::2] = b"\xff" * len(content[1::2])  # Every token is far out of the vocabulary.
     shard.write_bytes(content)
-    done = launched(config, folder, "--training.steps", "3", processes=processes)
-    assert done.statuses == [78]
+    done = forked(config, folder, "--training.steps", "3", processes=processes)
+    assert 78 in done.statuses
     assert "error: [rank " in done.said
     assert str(shard) in done.said
     assert "Traceback" not in done.said
@@ -246,7 +247,7 @@ def test_a_checkpoint_that_cannot_be_read_is_named_and_leaves_with_78(
 @pytest.mark.ranks
 def test_a_second_run_in_the_folder_is_refused_and_the_first_goes_on(finished: Path, tmp_path: Path) -> None:
     config, folder = finished / "run.toml", tmp_path / "run"
-    first = launch(config, folder, "--training.steps", "100000", "--checkpoint.interval", "100000", processes=1)
+    (first,) = fork(config, folder, "--training.steps", "100000", "--checkpoint.interval", "100000", processes=1)
     try:
         assert wait_for(lambda: (folder / "metrics.jsonl").exists())
         (folder / "REQUEUE").touch()
@@ -255,8 +256,8 @@ def test_a_second_run_in_the_folder_is_refused_and_the_first_goes_on(finished: P
         assert (folder / "REQUEUE").exists(), "markers are the first one's"
         assert not (folder / "STOP").exists()
         assert f"error: job.output_dir = {folder} is in use by process " in done.said
-        assert first.poll() is None
+        assert first.is_alive()
     finally:
-        kill_launcher(first)
+        end([first])
     assert forked(config, folder, "--training.steps", "1").statuses == [0]
     assert not (folder / "REQUEUE").exists()
