@@ -50,7 +50,7 @@ def rows(name: str) -> list[list[str]]:
         dry = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
         predicted, counts = stages[place], rank_workload(config, size, place)
         on_host = sum(
-            line.host_bytes for line in predicted.items if line.name in ("parameters", "gradients", "optimizer states")
+            line.host_bytes for line in predicted.items if line.name in ("parameters", "gradients", "optimizer state")
         )
         flops = sum(counts.matmul_flops.values()) + sum(counts.attention_flops.values())
         sent = sum(message.bytes for message in comm_volumes(config, size, place))

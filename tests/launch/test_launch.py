@@ -178,7 +178,7 @@ def test_check_prints_and_starts_nothing(launch: Launch) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert tomli.loads(done.stdout)["training"]["steps"] == 7
     assert "# mesh of 4 processes" in done.stdout
-    assert "# memory of the fullest rank, predicted: " in done.stdout
+    assert "# predicted peak memory per rank: " in done.stdout
 
 
 @pytest.mark.parametrize("flags", [[], ["--check"]])

@@ -19,8 +19,8 @@ from tests.memory.test_estimator import FOUR, FULL, HALF, HEADS, KEEP, NARROW, c
 from tests.ranks import run_ranks
 from trainer.errors import ConfigError
 from trainer.memory.estimator import SAVED_ACTIVATIONS, estimate_memory_per_pp_rank
-from trainer.plan.dry_run import DryRunResult, dry_run
 from trainer.plan.comm_volume import MIN_COUNTED_BYTES
+from trainer.plan.dry_run import DryRunResult, dry_run
 from trainer.plan.op_counter import OpCounterMode, fake_process_group
 
 ROOT = Path(__file__).resolve().parents[2]

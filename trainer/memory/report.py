@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from trainer.config.job_config import Config
-from trainer.config.sections import MemorySection
 from trainer.config.toml_format import toml_value
 from trainer.memory.estimator import GIB, MemoryEstimate, MemoryItem, estimate_memory
+
+ConfigT = TypeVar("ConfigT", bound=Config)
 
 
 @dataclass(frozen=True)
@@ -73,44 +74,35 @@ def memory_savings(config: Config, world_size: int) -> list[MemorySaving]:
 
 def memory_changes(config: Config, world_size: int) -> Iterator[tuple[str, Config, int]]:
     """Yields (change, configuration, world size) of changes that may free memory; not validated."""
-    memory, training, parallelism = config.memory, config.training, config.parallelism
-    for values in _memory_options(memory):
-        ((key, value),) = values.items()
-        yield f"memory.{key} = {toml_value(value)}", with_section_values(config, "memory", **values), world_size
-    if (chunk := memory.loss_chunk_mib // 4) >= 1:
-        yield (
-            f"memory.loss_chunk_mib = {chunk}",
-            with_section_values(config, "memory", loss_chunk_mib=chunk),
-            world_size,
-        )
-    if (micro_batch_size := training.micro_batch_size // 2) >= 1:
-        yield (
-            f"training.micro_batch_size = {micro_batch_size}",
-            with_section_values(config, "training", micro_batch_size=micro_batch_size),
-            world_size,
-        )
-    for key in ("sequence_parallel", "loss_parallel"):
-        if parallelism.tp > 1 and not getattr(parallelism, key):
-            yield f"parallelism.{key} = true", with_section_values(config, "parallelism", **{key: True}), world_size
+    for key, value in _memory_saving_values(config):
+        yield f"{key} = {toml_value(value)}", with_overrides(config, {key: value}), world_size
     for axis in ("cp", "tp", "dp_shard"):
         yield _doubled_degree(config, world_size, axis)
 
 
-def _memory_options(memory: MemorySection) -> Iterator[dict[str, Any]]:
+def _memory_saving_values(config: Config) -> Iterator[tuple[str, Any]]:
+    memory, training, parallelism = config.memory, config.training, config.parallelism
     for policy in {"none": ("keep_attention", "full"), "keep_attention": ("full",)}.get(memory.recompute, ()):
-        yield {"recompute": policy}
-    if memory.offload == "none":
-        yield {"offload": "inputs"}
-    if memory.offload != "inputs_and_attention":
-        yield {"offload": "inputs_and_attention"}
+        yield "memory.recompute", policy
+    offloads = ("none", "inputs", "inputs_and_attention")
+    for offload in offloads[offloads.index(memory.offload) + 1 :]:
+        yield "memory.offload", offload
     if memory.mlp_tile_mib is None:
-        yield {"mlp_tile_mib": 512}
-    yield {"head_groups": 2 * memory.head_groups}
-    yield {"blocks_per_checkpoint": 2 * memory.blocks_per_checkpoint}
+        yield "memory.mlp_tile_mib", 512
+    yield "memory.head_groups", 2 * memory.head_groups
+    yield "memory.blocks_per_checkpoint", 2 * memory.blocks_per_checkpoint
     if memory.optimizer_placement == "device":
-        yield {"optimizer_placement": "host"}
+        yield "memory.optimizer_placement", "host"
     if memory.optimizer_dtype == "float32":
-        yield {"optimizer_dtype": "bfloat16"}
+        yield "memory.optimizer_dtype", "bfloat16"
+    if memory.loss_chunk_mib >= 4:
+        yield "memory.loss_chunk_mib", memory.loss_chunk_mib // 4
+    if training.micro_batch_size >= 2:
+        yield "training.micro_batch_size", training.micro_batch_size // 2
+    if parallelism.tp > 1 and not parallelism.sequence_parallel:
+        yield "parallelism.sequence_parallel", True
+    if parallelism.tp > 1 and not parallelism.loss_parallel:
+        yield "parallelism.loss_parallel", True
 
 
 def _doubled_degree(config: Config, world_size: int, axis: str) -> tuple[str, Config, int]:
@@ -124,18 +116,22 @@ def _doubled_degree(config: Config, world_size: int, axis: str) -> tuple[str, Co
     else:
         world_size *= 2
         new_degrees.setdefault("dp_shard", degrees["dp_shard"])
+    changes = {f"parallelism.{key}": size for key, size in new_degrees.items()}
     text = ", ".join(f"parallelism.{key} = {size}" for key, size in new_degrees.items() if size != degrees[key])
-    suffix = (
-        ""
-        if len(new_degrees) > 1 and any(size < degrees[key] for key, size in new_degrees.items())
-        else f" on {world_size} processes"
+    if not any(size < degrees[key] for key, size in new_degrees.items()):
+        text += f" on {world_size} processes"
+    return text, with_overrides(config, changes), world_size
+
+
+def with_overrides(config: ConfigT, changes: Mapping[str, Any]) -> ConfigT:
+    """Replaces values by dotted key; does not validate."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    return config.model_copy(
+        update={name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
     )
-    return text + suffix, with_section_values(config, "parallelism", **new_degrees), world_size
-
-
-def with_section_values(config: Config, section: str, **values: Any) -> Config:
-    """Does not validate."""
-    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
 def _format_gib(size: float) -> str:

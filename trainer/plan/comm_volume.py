@@ -118,9 +118,7 @@ def fsdp_units(rank: RankMemory) -> Iterator[FSDPUnit]:
         gathers |= {"backward": block_runs, "recompute": num_recomputed}
     yield FSDPUnit("blocks", blocks, gathers, block_runs)
     if is_tied:
-        yield FSDPUnit(
-            "embedding and loss head", [*embed, (rank.model.dim, 1)], {"forward": micro_batches}, micro_batches
-        )
+        yield FSDPUnit("tied embedding", [*embed, (rank.model.dim, 1)], {"forward": micro_batches}, micro_batches)
         return
     yield FSDPUnit("embedding", embed, {"forward": micro_batches}, micro_batches)
     yield FSDPUnit("loss head", head, {"forward": micro_batches}, micro_batches)

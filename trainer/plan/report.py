@@ -163,7 +163,11 @@ def _memory_bar(estimate: MemoryEstimate, plan: TrainingPlan) -> StackedBar:
 
 def _host_memory_chart(plan: TrainingPlan) -> BarChart:
     segments = {kind: size / GIB for kind, size in plan.host_memory.items()}
-    bar = StackedBar(label=f"{plan.ranks_per_node} ranks", segments=segments, limit=plan.usable_host_memory / GIB)
+    bar = StackedBar(
+        label=f"{plan.ranks_per_node} rank{'s' * (plan.ranks_per_node > 1)}",
+        segments=segments,
+        limit=plan.usable_host_memory / GIB,
+    )
     return BarChart(title="host memory per node", unit="GiB", bars=[bar])
 
 

@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import inf
-from typing import Any, TypeVar
+from typing import Any
 
 from trainer.config.job_config import Config
 from trainer.config.sections import MAX_SEQ_LEN
 from trainer.config.toml_format import toml_value
 from trainer.hardware.device_specs import DeviceSpec
+from trainer.memory.auto import MEMORY_OPTIONS
+from trainer.memory.report import ConfigT, with_overrides
 from trainer.plan.plan import TrainingPlan, plan_stage
 
 MAX_RESULTS = 5
@@ -30,16 +32,16 @@ MIN_TOKENS_PER_RANK = 512
 TOML_SECTIONS = ("training", "parallelism", "memory")
 TIE_FACTOR = 1.005
 """Layouts within this factor of the fastest count as equal; the one that uses least memory is then the best."""
-CP_METHODS = ("ring", "allgather", "ulysses", "hybrid")
+SEARCHED_CP_METHODS = ("ring", "allgather", "ulysses", "hybrid")
+"""alltoall has the same predicted cost as ring."""
 PP_SCHEDULES = (("1F1B", None), ("Interleaved1F1B", None), ("Interleaved1F1B", 4))
 """(schedule, stages per rank); None is the schedule's default."""
 MESH_DEPENDENT_DEFAULTS = {"cp_layout": "auto", "cp_outer_method": "auto", "pp_layers": None}
 """Keys that only make sense for the mesh they were written for."""
 
 # From most to least memory.
-MEMORY_KEYS = ("recompute", "offload", "mlp_tile_mib", "head_groups", "blocks_per_checkpoint")
 MEMORY_CHOICES: tuple[dict[str, Any], ...] = tuple(
-    {f"memory.{lever}": value for lever, value in zip(MEMORY_KEYS, values, strict=True)}
+    {f"memory.{key}": value for key, value in zip(MEMORY_OPTIONS, values, strict=True)}
     | {"memory.device_gib": None, "memory.host_budget_gib": None}
     for values in (
         ("none", "none", None, 1, 1),
@@ -61,7 +63,6 @@ MEMORY_CHOICES: tuple[dict[str, Any], ...] = tuple(
 )
 
 
-ConfigT = TypeVar("ConfigT", bound=Config)
 HEAD_GROUP_CHOICES = [
     keep for keep in MEMORY_CHOICES if keep["memory.head_groups"] > 1 and keep["memory.offload"] == "none"
 ]
@@ -243,7 +244,7 @@ def enumerate_layouts(config: Config, world_size: int, device: DeviceSpec) -> It
         for replicas, micro_batch_size, method, (schedule, stages) in product(
             _dp_replicate_sizes(dp, cp * tp, device),
             _micro_batch_sizes(global_batch_size, dp, seq_len // cp),
-            CP_METHODS if cp > 1 else ("auto",),
+            SEARCHED_CP_METHODS if cp > 1 else ("auto",),
             PP_SCHEDULES if pp > 1 else PP_SCHEDULES[:1],
         ):
             for ulysses in _ulysses_sizes(method, cp, tp, model.num_heads, device):
@@ -261,17 +262,6 @@ def enumerate_layouts(config: Config, world_size: int, device: DeviceSpec) -> It
 
 def divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
-
-
-def with_overrides(config: ConfigT, changes: dict[str, Any]) -> ConfigT:
-    """Replaces values by dotted key; does not validate."""
-    sections: dict[str, dict[str, Any]] = {}
-    for key, value in changes.items():
-        section, _, name = key.partition(".")
-        sections.setdefault(section, {})[name] = value
-    return config.model_copy(
-        update={name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
-    )
 
 
 def _dp_replicate_sizes(dp: int, ranks_per_replica: int, device: DeviceSpec) -> list[int]:

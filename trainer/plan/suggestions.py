@@ -11,7 +11,7 @@ from trainer.config.job_config import Config
 from trainer.config.toml_format import toml_value
 from trainer.hardware.device_specs import DeviceSpec
 from trainer.memory import report
-from trainer.memory.report import with_section_values
+from trainer.memory.report import with_overrides
 
 OPTIONAL_KERNELS = ("fa3", "fa4")
 """Kernels from separate packages."""
@@ -64,8 +64,8 @@ def _host_memory_candidates(config: Config, world_size: int) -> Iterator[Candida
     if memory.optimizer_placement == "host":
         yield _candidate(config, "memory", "optimizer_placement", "device", world_size)
     if config.checkpoint.asynchronous:
-        other = with_section_values(config, "checkpoint", asynchronous=False)
-        yield Candidate("checkpoint.async = false", other, world_size)
+        synchronous = with_overrides(config, {"checkpoint.asynchronous": False})
+        yield Candidate("checkpoint.async = false", synchronous, world_size)
 
 
 def _single_key_candidates(config: Config, world_size: int, device: DeviceSpec) -> Iterator[Candidate]:
@@ -120,13 +120,16 @@ def _mesh_candidates(config: Config, world_size: int) -> Iterator[Candidate]:
     for from_axis in AXES:
         for to_axis in AXES:
             if from_axis != to_axis and degrees[from_axis] % 2 == 0:
-                sizes = {from_axis: degrees[from_axis] // 2, to_axis: 2 * degrees[to_axis]}
-                text = ", ".join(f"parallelism.{axis} = {size}" for axis, size in sizes.items())
-                yield Candidate(text, with_section_values(config, "parallelism", **sizes), world_size)
+                changes = {
+                    f"parallelism.{from_axis}": degrees[from_axis] // 2,
+                    f"parallelism.{to_axis}": 2 * degrees[to_axis],
+                }
+                text = ", ".join(f"{key} = {size}" for key, size in changes.items())
+                yield Candidate(text, with_overrides(config, changes), world_size)
 
 
 def _candidate(config: Config, section: str, key: str, value: Any, world_size: int) -> Candidate:
     text = f"{section}.{key} unset" if value is None else f"{section}.{key} = {toml_value(value)}"
     if key == "attention" and value in OPTIONAL_KERNELS:
         text += PACKAGE_NOTE
-    return Candidate(text, with_section_values(config, section, **{key: value}), world_size)
+    return Candidate(text, with_overrides(config, {f"{section}.{key}": value}), world_size)
