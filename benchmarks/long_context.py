@@ -24,9 +24,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import train
 from models.batch import IGNORE_INDEX, Batch
-from trainer.data import build_validation_sets
+from tests.datasets import build_validation_sets
+from tests.system.runs import train_rank
 from trainer.evaluation.validation import eval_batches
 from trainer.export.checkpoint_cli import load_parallel_model, parse_args, resolve_checkpoint
 
@@ -111,7 +111,7 @@ def trained(text: str, folder: Path, *options: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     config = folder.with_suffix(".toml")
     config.write_text(text)
-    if status := train.main(["--config", str(config.resolve()), f"--job.output_dir={folder}", *options]):
+    if status := train_rank(["--config", str(config.resolve()), f"--job.output_dir={folder}", *options]):
         raise SystemExit(status)
     return folder
 

@@ -19,7 +19,7 @@ from math import lcm, prod
 from typing import Any
 
 from models.config import ModelConfig
-from models.llama import LLAMA31
+from models.presets import FAMILIES
 from parallelisms.parallel_dims import ContextPlan
 from parallelisms.pipeline_plan import SINGLE_STAGE_SCHEDULES, SPLIT_BACKWARD_SCHEDULES, PipelinePlan, PipelineSchedule
 from trainer.config.parse import load
@@ -311,7 +311,7 @@ def shipped() -> list[str]:
 
 def thumb() -> list[str]:
     rows = []
-    for size, model in ((size, LLAMA31[size]) for size in ("8b", "70b", "405b")):
+    for size, model in ((size, FAMILIES["llama3.1"][size]) for size in ("8b", "70b", "405b")):
         products = 8 * model.block_matrix_parameters / FLOPS
         sent = EXCHANGES["keep_attention"] * 2 * model.dim / INSIDE
         cells = [f"{100 * sent * (tp - 1) / products:.0f}" for tp in (2, 4, 8)]
@@ -320,7 +320,7 @@ def thumb() -> list[str]:
 
 
 def keeps() -> list[str]:
-    model, rows = LLAMA31["8b"], []
+    model, rows = FAMILIES["llama3.1"]["8b"], []
     for name, policy, compiled in (
         ("`full`", "full", True),
         ("`keep_attention`", "keep_attention", True),
@@ -356,8 +356,8 @@ def pipelines(pp: int = 4, micro_batches: int = 16) -> list[str]:
     )
     takes: list[dict[str, float]] = [
         {"F": 1, "I": 1, "W": 1, "B": 2},
-        times(LLAMA31["405b"], 2**17),
-        times(LLAMA31["8b"], 2**20),
+        times(FAMILIES["llama3.1"]["405b"], 2**17),
+        times(FAMILIES["llama3.1"]["8b"], 2**20),
     ]
     rows = []
     for schedule, each in schedules:
@@ -398,7 +398,7 @@ def others() -> list[str]:
 
 def working() -> list[str]:
     """What the block at work holds, in u, of rows so long that tiles and weights count for nothing."""
-    model, tokens = LLAMA31["8b"], 1 << 26
+    model, tokens = FAMILIES["llama3.1"]["8b"], 1 << 26
     heads: dict[str, Any] = {"heads": model.num_heads, "kv_heads": model.num_kv_heads}
     plans = [None, *(ContextPlan(cp=8, method=method, **heads) for method in ("ulysses", "ring", "allgather"))]
     rows = []

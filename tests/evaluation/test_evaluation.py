@@ -17,13 +17,14 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from models.batch import IGNORE_INDEX
+from tests.datasets import build_validation_sets
 from tests.ranks import context
 from tests.system.runs import SETS, become, forked, lines, wait_for, write_run
 from trainer.config.job_config import DataSection
 from trainer.config.parse import load
-from trainer.data import build_validation_sets, corpus_spec
 from trainer.data.prepare import prepare
 from trainer.data.sequences import BlendedDataset
+from trainer.data.source import corpus_spec
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.evaluation import needle, perplexity, report
 from trainer.evaluation.needle import NeedleDataset, PasskeySentences

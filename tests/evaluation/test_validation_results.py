@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from models.batch import Batch
+from tests.datasets import build_validation_sets
 from tests.system.in_process import configured, run_here, trainer_of
 from tests.system.runs import lines, metrics, write_run
 from trainer.build import EvaluationCallback, ParallelModel
 from trainer.checkpoint.run_dir import RunDir
-from trainer.data import build_validation_sets
 from trainer.evaluation.validation import (
     ValidationMetrics,
     ValidationResult,

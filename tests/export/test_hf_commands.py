@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import FAMILIES, hf
+from models import hf
 from models.hf_config import config_differences, model_config_from_hf
+from models.presets import FAMILIES
 from tests.models.hf_models import load as load_model
 from tests.models.hf_models import logits_of, logits_there, made_by_transformers
 from tests.system.in_process import configured, run_here, saved_by, trainer_of

@@ -20,6 +20,16 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
+def write_atomic(path: Path, content: bytes | bytearray) -> None:
+    """Creates or replaces a file in one rename. Processes may write the same path at once."""
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    try:
+        write_and_fsync(temporary, content)
+        temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def write_and_fsync(path: Path, content: bytes | bytearray) -> None:
     with path.open("wb") as file:
         file.write(content)

@@ -1,6 +1,7 @@
 """The run folder: what lies where, what is committed, and whether a run may go on from it. Imports no torch.
 
 config.toml                resolved configuration of the newest start
+prediction.json            memory and step time that the launcher predicted
 metrics.jsonl              one line per logged update
 events.jsonl               starts, resumes, checkpoints, validations, skipped updates, the end
 tensorboard/  logs/
@@ -48,6 +49,7 @@ class RunDir:
         self.path = path
         self.config_path = path / "config.toml"
         self.metrics_path = path / "metrics.jsonl"
+        self.prediction_path = path / "prediction.json"
         self.events_path = path / "events.jsonl"
         self._event_log = LineAppender(self.events_path)
         self.tensorboard_dir = path / "tensorboard"

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from models import FAMILIES
 from models.config import ModelConfig
+from models.presets import FAMILIES
 from parallelisms.parallel_dims import AXES
 
 

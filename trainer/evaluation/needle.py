@@ -25,14 +25,14 @@ from models.batch import IGNORE_INDEX, Batch
 from parallelisms.collectives import all_reduce
 from trainer.build import ParallelModel
 from trainer.config.job_config import DEFAULT_SOURCE, Config
-from trainer.data import DataError, corpus_spec, load_tokenizer
 from trainer.data.packing import holdout_mask
 from trainer.data.prepare import prepare
 from trainer.data.sequences import BlendedDataset
 from trainer.data.shuffle import splitmix64
+from trainer.data.source import corpus_spec
 from trainer.data.token_dataset import TokenDataset
-from trainer.data.tokenizer import Tokenizer
-from trainer.errors import ConfigError
+from trainer.data.tokenizer import Tokenizer, load_tokenizer
+from trainer.errors import ConfigError, DataError
 from trainer.evaluation import report
 from trainer.evaluation.validation import assign_sequences
 from trainer.export.checkpoint_cli import (

@@ -17,10 +17,11 @@ from typing import Any
 from models.batch import IGNORE_INDEX
 from trainer.config.job_config import Config
 from trainer.config.validation import ValidationSection, ValidationSetSection
-from trainer.data import DataError, build_validation_sets, load_tokenizer
+from trainer.data.datasets import build_validation_sets
 from trainer.data.holdout import ValidationSet
-from trainer.data.tokenizer import Tokenizer
-from trainer.errors import ConfigError
+from trainer.data.prepare import prepare_datasets
+from trainer.data.tokenizer import Tokenizer, load_tokenizer
+from trainer.errors import ConfigError, DataError
 from trainer.evaluation import report
 from trainer.evaluation.validation import ValidationResult, evaluate_set
 from trainer.export.checkpoint_cli import load_parallel_model, parse_args, resolve_for_evaluation, run_command
@@ -44,7 +45,7 @@ Leaves with 0, or 2 for wrong arguments, 78 for data or a checkpoint that cannot
 def evaluation_sets(config: Config, run_config: Config) -> list[ValidationSet]:
     """The run's sets, or two of its corpus. Raises `ConfigError` or `DataError`."""
     if run_config.validation.sets:
-        return build_validation_sets(run_config)
+        return build_validation_sets(run_config, prepare_datasets(run_config))
     if config.is_synthetic:
         raise ConfigError([f'data.corpus = "{config.data.corpus}" has no text to judge by; give --data.corpus'])
     length, source = config.training.seq_len, config.data.effective_mix[0].source
@@ -53,7 +54,8 @@ def evaluation_sets(config: Config, run_config: Config) -> list[ValidationSet]:
     for name, lengths in ("packed", (length,)), ("context", tuple(context)):
         section = ValidationSection(sets={name: ValidationSetSection(source=source, seq_len=lengths)})
         try:
-            sets += build_validation_sets(run_config.model_copy(update={"validation": section}))
+            validating = run_config.model_copy(update={"validation": section})
+            sets += build_validation_sets(validating, prepare_datasets(validating))
         except DataError as error:
             if name == "packed":
                 raise

@@ -21,7 +21,6 @@ from trainer.checkpoint.run_dir import ResumeError, RunDir, read_state
 from trainer.config.job_config import Config
 from trainer.config.parse import COMMAND_LINE, ConfigSource, deep_merge, load, parse_arguments
 from trainer.config.training_stages import Recipe
-from trainer.data import DataError
 from trainer.distributed import World, process_group, process_rank
 from trainer.errors import (
     EXIT_BAD_CONFIG,
@@ -29,6 +28,7 @@ from trainer.errors import (
     EXIT_NO_RETRY,
     EXIT_SUCCESS,
     ConfigError,
+    DataError,
     RankFailedError,
     RunFailedError,
 )

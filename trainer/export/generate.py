@@ -27,10 +27,9 @@ from trainer.checkpoint.load import MODEL_PREFIX, CheckpointReader, read_tensors
 from trainer.checkpoint.rank_sync import describe_error
 from trainer.checkpoint.run_dir import ResumeError, read_state
 from trainer.config.parse import COMMAND_LINE
-from trainer.data import DataError
 from trainer.data.shard_writer import document_separators
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
-from trainer.errors import EXIT_FAILURE, ConfigError, RankFailedError
+from trainer.errors import EXIT_FAILURE, ConfigError, DataError, RankFailedError
 from trainer.export.checkpoint_cli import ResolvedCheckpoint, parse_args, resolve_checkpoint, run_command
 from trainer.hardware.device import choose_attention_kernel, choose_device
 

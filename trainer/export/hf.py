@@ -12,9 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from models import FAMILIES, hf
+from models import hf
 from models.config import ModelConfig
 from models.hf_config import HuggingFaceError, config_differences, model_config_from_hf, model_config_to_hf, rope_fields
+from models.presets import FAMILIES
 from trainer.checkpoint.durable_io import fsync_path, write_and_fsync
 from trainer.checkpoint.initial_weights import HF_PREFIX, find_checkpoint, model_config_from_state, require_valid_hashes
 from trainer.checkpoint.run_dir import ResumeError, read_state
@@ -35,7 +36,7 @@ import  checks every tensor of a model, and writes the configuration that begins
 
 def main(argv: Sequence[str]) -> int:
     args = build_parser().parse_args(argv)
-    from trainer.data.errors import DataError
+    from trainer.errors import DataError
 
     try:
         if args.command == "import":
