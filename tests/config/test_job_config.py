@@ -69,7 +69,7 @@ PROBLEMS: list[tuple[dict[str, dict[str, object]], int, str]] = [
     (
         {"parallelism": {"pp": 2}, "training": {"global_batch_size": 1}},
         2,
-        'parallelism.pp_schedule "1F1B" needs at least as many as stages, 2',
+        'parallelism.pp_schedule = "1F1B" needs at least 2, the number of stages',
     ),
     (
         {"data": {"corpus": "no"}},
@@ -510,7 +510,7 @@ def test_model_keys_default_to_the_preset() -> None:
 def test_all_rope_problems_are_reported_together() -> None:
     options = "--model.rope.kind longrope --model.rope.long_factors 2,3 --model.rope.beta_fast 8 --model.rope.theta 1e6"
     assert load([*options.split(), "--data.corpus", "copy"]).problems(1) == [
-        'model.rope.beta_fast has no use with model.rope.kind = "longrope"; it belongs to "yarn"',
+        'model.rope.beta_fast is only used with model.rope.kind = "yarn", not "longrope"',
         'model.rope.factor = 1.0 must be above 1 for model.rope.kind = "longrope"',
         "model.rope.short_factors are 0, and must be 16: half of model.head_dim = 32",
         "model.rope.long_factors are 2, and must be 16: half of model.head_dim = 32",
@@ -523,7 +523,7 @@ def test_the_parallelism_summary_describes_the_rotary_embedding() -> None:
     )
     assert config.parallelism_summary(1) == [rope_summary(config.model.build(), 64)]
     assert config.parallelism_summary(1)[0].startswith("rope yarn: theta 500,000, ")
-    assert config.parallelism_summary(1)[0].endswith("attention factor 1.2079; none in every 4th layer")
+    assert config.parallelism_summary(1)[0].endswith("attention factor 1.2079; no rope in every 4th layer")
     preset = load(["--model.family", "qwen3"]).model.build()
     assert (preset.qk_norm, preset.nope_every, preset.rope.kind) == (True, None, "default")
     assert not load(["--model.family", "qwen3", "--model.qk_norm", "false"]).model.build().qk_norm
