@@ -462,7 +462,7 @@ def test_keys_that_are_left_out_are_the_presets() -> None:
 def test_what_is_wrong_with_a_rotation_is_said_at_once_with_its_keys() -> None:
     options = "--model.rope.kind longrope --model.rope.long_factors 2,3 --model.rope.beta_fast 8 --model.rope.theta 1e6"
     assert load([*options.split(), "--data.corpus", "copy"]).problems(1) == [
-        'model.rope.beta_fast has no use with model.rope.kind = "longrope"; it belongs to "yarn"',
+        'model.rope.beta_fast is only used with model.rope.kind = "yarn", not "longrope"',
         'model.rope.factor = 1.0 must be above 1 for model.rope.kind = "longrope"',
         "model.rope.short_factors are 0, and must be 16: half of model.head_dim = 32",
         "model.rope.long_factors are 2, and must be 16: half of model.head_dim = 32",

@@ -1,8 +1,7 @@
-"""What cannot be done exactly is refused in words: on every rank, before anything is sent."""
+"""Unsupported plans and inputs raise on every rank, before anything is sent."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -18,12 +17,12 @@ from tests.models.small_models import packed, starts
 from tests.ranks import run_ranks
 
 HEADS: dict[str, Any] = {"heads": 8, "kv_heads": 4}
-SHIFTED = "labels must be the next tokens of their documents, shifted on the whole row before it is cut"
-WHOLE = "boundaries [0, 5, 6, 24, 24, 24, 24, 24] must ascend from 0 to the {} tokens of the row"
+SHIFTED = "labels must be the next tokens of their documents, shifted before the sequence is sharded"
+WHOLE = "boundaries [0, 5, 6, 24, 24, 24, 24, 24] must ascend from 0 to the sequence length {}"
 
 
 def said(function: Any, *arguments: Any, **options: Any) -> str:
-    """The message with which it is refused."""
+    """The message of the ValueError."""
     with pytest.raises(ValueError, match=r".") as raised:
         function(*arguments, **options)
     return str(raised.value)
@@ -59,7 +58,7 @@ ON_A_LINE: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"method": "hybrid"},
-        'cp_method "hybrid" needs a mesh of two axes: ranks that rotate, ranks that exchange heads',
+        'cp_method "hybrid" needs a mesh with 2 dimensions: ring, Ulysses',
     ),
     (
         {"method": "ring", "outer_method": "ring"},
@@ -103,7 +102,7 @@ ON_A_GRID: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("shape", "refused"), [((2,), ON_A_LINE), ((2, 2), ON_A_GRID)], ids=["line", "grid"])
-def test_what_a_plan_cannot_do_is_said_on_every_rank_with_all_else_that_it_cannot(
+def test_every_rank_reports_all_problems_of_a_plan(
     shape: tuple[int, ...], refused: list[tuple[dict[str, Any], str]]
 ) -> None:
     asked, expected = [options for options, _ in refused], [message for _, message in refused]
@@ -112,7 +111,7 @@ def test_what_a_plan_cannot_do_is_said_on_every_rank_with_all_else_that_it_canno
 
 
 def different(shape: tuple[int, ...], asked: list[tuple[int, dict[str, Any]]]) -> list[str]:
-    """What is said where one rank is given something else than the others; and then the ranks still work together."""
+    """The errors if one rank gets different arguments; afterwards the ranks can still communicate."""
     mesh = init_device_mesh("cpu", shape)
     method = "ring" if len(shape) == 1 else "hybrid"
     messages = []
@@ -128,7 +127,7 @@ def different(shape: tuple[int, ...], asked: list[tuple[int, dict[str, Any]]]) -
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=["line", "grid"])
-def test_ranks_with_different_plans_or_documents_all_say_so_and_none_waits(shape: tuple[int, ...]) -> None:
+def test_all_ranks_report_different_plans_or_boundaries_without_a_hang(shape: tuple[int, ...]) -> None:
     ranks = torch.Size(shape).numel()
     asked: list[tuple[int, dict[str, Any]]] = [
         (rank, options)
@@ -137,29 +136,29 @@ def test_ranks_with_different_plans_or_documents_all_say_so_and_none_waits(shape
             {"kv_heads": 2},
             {"layout": "contiguous"},
             {"reduce_dtype": torch.bfloat16},
-            # Refused on one rank alone.
+            # Invalid on one rank only.
             {"window": 3},
         )
     ]
     by_rank = run_ranks(different, ranks, shape, asked, timeout=30)
     assert by_rank == [by_rank[0]] * ranks
     for (rank, options), message in zip(asked, by_rank[0], strict=False):
-        assert message.startswith("context-parallel ranks were given different plans: ")
+        assert message.startswith("context-parallel ranks have different plans: ")
         assert f"on rank {rank or 1}" in message
         assert str(*options.values()) in message
-    assert by_rank[0][-1].startswith("context-parallel ranks were given different documents: ")
+    assert by_rank[0][-1].startswith("context-parallel ranks have different documents: ")
     assert "[[0, 5, 15, 16]]" in by_rank[0][-1]
     assert "[[0, 5, 16]]" in by_rank[0][-1]
 
 
 # ---- calls
 
-ALIKE = "queries, keys and values must have the same rows, tokens, width and type, not"
+ALIKE = "queries, keys and values must have equal batch, tokens, head_dim and dtype, not"
 F32 = "torch.float32"
 
 
 def calls() -> dict[str, str]:
-    """By what is wrong with it, what is said of a call."""
+    """The error of each invalid call."""
     mesh = init_device_mesh("cpu", (2,))
     found = {}
     for method in ("ring", "allgather", "ulysses"):
@@ -189,27 +188,27 @@ def calls() -> dict[str, str]:
         found[f"{method}, int64"] = call(boundaries=starts([16]).long())
         found[f"{method}, descending"] = call(boundaries=torch.tensor([[0, 9, 5, 16]], dtype=torch.int32))
         found[f"{method}, no start"] = call(boundaries=torch.tensor([[3, 16]], dtype=torch.int32))
-        # What was refused has left nothing on its way.
+        # The rejected calls left no message in flight.
         assert torch.equal(core(*(torch.ones(1, 8, heads, 4) for heads in (8, 4, 4))), torch.ones(1, 8, 8, 4))
     return found
 
 
 @pytest.mark.ranks
-def test_a_call_that_does_not_fit_is_refused_by_every_method() -> None:
+def test_every_method_rejects_mismatched_inputs() -> None:
     expected = {
-        "query heads": "the plan is for 8 query and 4 key/value heads, not 4 and 4",
-        "key heads": "the plan is for 8 query and 4 key/value heads, not 8 and 8",
+        "query heads": "4 query heads and 4 KV heads do not match ContextParallel(heads=8, kv_heads=4)",
+        "key heads": "8 query heads and 8 KV heads do not match ContextParallel(heads=8, kv_heads=4)",
         "values of another width": f"{ALIKE} (1, 8, 8, 4) {F32}, (1, 8, 4, 4) {F32}, (1, 8, 4, 6) {F32}",
         "keys of fewer tokens": f"{ALIKE} (1, 8, 8, 4) {F32}, (1, 6, 4, 4) {F32}, (1, 6, 4, 4) {F32}",
         "queries of another width": f"{ALIKE} (1, 8, 8, 6) {F32}, (1, 8, 4, 4) {F32}, (1, 8, 4, 4) {F32}",
         "queries of another type": f"{ALIKE} (1, 8, 8, 4) torch.float64, (1, 8, 4, 4) {F32}, (1, 8, 4, 4) {F32}",
-        "no rows": "queries, keys and values must be [rows, tokens, heads, width], not "
+        "no rows": "queries, keys and values must be [batch, tokens, heads, head_dim], not "
         f"(8, 8, 4) {F32}, (8, 4, 4) {F32}, (8, 4, 4) {F32}",
-        "shorter row": "boundaries [0, 3, 12] must ascend from 0 to the 16 tokens of the row",
-        "longer row": "boundaries [0, 3, 32] must ascend from 0 to the 16 tokens of the row",
-        "int64": "boundaries must be int32 on the host, not torch.int64 on cpu",
-        "descending": "boundaries [0, 9, 5, 16] must ascend from 0 to the 16 tokens of the row",
-        "no start": "boundaries [3, 16] must ascend from 0 to the 16 tokens of the row",
+        "shorter row": "boundaries [0, 3, 12] must ascend from 0 to the sequence length 16",
+        "longer row": "boundaries [0, 3, 32] must ascend from 0 to the sequence length 16",
+        "int64": "boundaries must be int32 on the CPU, not torch.int64 on cpu",
+        "descending": "boundaries [0, 9, 5, 16] must ascend from 0 to the sequence length 16",
+        "no start": "boundaries [3, 16] must ascend from 0 to the sequence length 16",
     }
     for found in run_ranks(calls, 2):
         assert found == {
@@ -230,19 +229,19 @@ def rows_of_boundaries() -> list[str]:
 
 
 @pytest.mark.ranks
-def test_boundaries_of_fewer_or_more_rows_than_the_batch_are_refused() -> None:
-    """Rows without boundaries would hold what memory held, and boundaries without rows end the process."""
+def test_boundaries_with_another_batch_size_raise() -> None:
+    """Otherwise sequences without boundaries would stay uninitialised, and surplus boundaries would crash."""
     for found in run_ranks(rows_of_boundaries, 2):
         for fewer, more in zip(found[::2], found[1::2], strict=True):
-            assert re.search(r"boundaries .*\b1 row.*\b2\b", fewer)
-            assert re.search(r"boundaries .*\b3 rows.*\b2\b", more)
+            assert fewer == "boundaries have batch size 1; q, k and v have 2"
+            assert more == "boundaries have batch size 3; q, k and v have 2"
 
 
-# ---- the way in
+# ---- sharding
 
 
 def whole() -> Batch:
-    """Two rows, in which no label is another's."""
+    """Two sequences with distinct labels."""
     batch = packed([5, 1, 18], [24])
     tokens = torch.arange(48).view(2, 24)
     return replace(batch, tokens=tokens, labels=torch.where(batch.labels == IGNORE_INDEX, IGNORE_INDEX, tokens + 1))
@@ -256,7 +255,7 @@ def entrances() -> dict[str, str]:
     batch, shape = whole(), (2, 24)
     shifted_in_the_whole_row = replace(batch, labels=batch.tokens.roll(-1, 1))
     before = batch.labels.roll(1, 1)
-    # Each rank shifts what it holds: right within a piece, wrong where two meet.
+    # Labels shifted after sharding: wrong at shard boundaries.
     order = SeqLayout("headtail", 2, (0, 24)).permutation()
     late = batch.tokens[1:, order].unflatten(1, (2, -1)).roll(-1, 2).flatten(1)[:, order.argsort()]
     assert headtail.shard_batch(batch).labels.shape == headtail.shard_batch(shifted_in_the_whole_row).labels.shape
@@ -280,20 +279,20 @@ def entrances() -> dict[str, str]:
 
 
 @pytest.mark.ranks
-def test_rows_and_labels_that_do_not_fit_are_refused_at_the_door() -> None:
+def test_sharding_rejects_indivisible_lengths_and_unshifted_labels() -> None:
     for rank, found in enumerate(run_ranks(entrances, 2)):
         assert found == {
-            "18 tokens": 'a row of 18 tokens must be a multiple of 4 for layout "headtail" over 2 ranks',
-            "17 tokens": 'a row of 17 tokens must be a multiple of 2 for layout "contiguous" over 2 ranks',
+            "18 tokens": 'sequence length 18 must be a multiple of 4 for layout "headtail" over 2 ranks',
+            "17 tokens": 'sequence length 17 must be a multiple of 2 for layout "contiguous" over 2 ranks',
             "other boundaries": WHOLE.format(20),
-            "int64": "boundaries must be int32 on the host, not torch.int64 on cpu",
-            "device": "boundaries must be int32 on the host, not torch.int32 on meta",
-            "unshard": 'a row of 18 tokens must be a multiple of 4 for layout "headtail" over 2 ranks',
+            "int64": "boundaries must be int32 on the CPU, not torch.int64 on cpu",
+            "device": "boundaries must be int32 on the CPU, not torch.int32 on meta",
+            "unshard": 'sequence length 18 must be a multiple of 4 for layout "headtail" over 2 ranks',
             "not shifted": SHIFTED,
             "shifted twice": SHIFTED,
             "shifted back": SHIFTED,
             "one wrong": SHIFTED,
             "after the cut": SHIFTED,
-            # Where a rank holds one piece, its length tells.
+            # With one span per rank, the length is checked.
             "cut before": SHIFTED if rank == 0 else WHOLE.format(12),
         }
