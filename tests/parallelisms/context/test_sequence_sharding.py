@@ -34,7 +34,7 @@ def numbered(*rows: list[int]) -> Batch:
 
 
 def cut(shape: tuple[int, ...], options: list[Options], batches: list[Batch]) -> list[list[Batch]]:
-    """This rank's shard of every batch, for each plan."""
+    """Shards every batch for this rank, by plan."""
     cores = [core_of(shape, one) for one in options]
     return [[core.shard_batch(batch) for batch in batches] for core in cores]
 
