@@ -71,11 +71,11 @@ def rank_main(asked: argparse.Namespace) -> None:
 
 def measure(config: Config, world: World, saves: int) -> dict[str, float]:
     """Medians of one kind of save, in seconds."""
+    from tests.datasets import build_train_dataset
     from trainer.checkpoint import manifest
     from trainer.checkpoint.manager import CheckpointManager
+    from trainer.checkpoint.resume import require_verified
     from trainer.checkpoint.run_dir import RunDir
-    from trainer.checkpoint.verify import require_verified
-    from trainer.data import build_train_dataset
     from trainer.trainer import Trainer
 
     trainer = Trainer(config, world, build_train_dataset(config))

@@ -33,9 +33,10 @@ import regex
 import torch
 
 from parallelisms.context.shard_layout import SeqLayout
+from tests.datasets import build_blended_dataset
+from trainer.config.data import STDLIB_CORPUS
 from trainer.config.job_config import DataSection
-from trainer.data import build_blended_dataset
-from trainer.data.corpus import PYTHON_STDLIB, Corpus
+from trainer.data.corpus import Corpus
 from trainer.data.prepare import prepare
 from trainer.data.prepare.train_tokenizer import sample_lines, train_sentencepiece
 from trainer.data.sequences import FULL_SEQUENCE
@@ -82,7 +83,7 @@ def merged(parts: list[bytes], pair: tuple[bytes, bytes]) -> list[bytes]:
 
 
 def tokenizers(folder: Path, vocab_size: int) -> dict[str, Tokenizer]:
-    source = CorpusSpec(corpus=PYTHON_STDLIB)
+    source = CorpusSpec(corpus=STDLIB_CORPUS)
     (folder / "sentencepiece").write_bytes(train_sentencepiece([source], vocab_size=vocab_size, lines=LINES))
     tokens = byte_pairs(sample_lines([source], LINES // 10), vocab_size - len(LLAMA3_SPECIAL_TOKENS))
     ranks = b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens))
@@ -93,14 +94,14 @@ def tokenizers(folder: Path, vocab_size: int) -> dict[str, Tokenizer]:
 
 def measure_prepare(vocab_size: int, rounds: int) -> None:
     torch.set_num_threads(1)
-    size = Corpus(CorpusSpec(corpus=PYTHON_STDLIB)).size
+    size = Corpus(CorpusSpec(corpus=STDLIB_CORPUS)).size
     say(f"{machine()}; {size / 1e6:.1f} MB, {rounds} rounds\n")
     say("| tokenizer | vocabulary | bytes a token | CPU-s | MB/s of a core |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         for name, tokenizer in tokenizers(Path(folder), vocab_size).items():
             seconds, tokens = [], 0
             for number in range(rounds):
-                source = CorpusSpec(corpus=PYTHON_STDLIB, cache_dir=Path(folder, name + str(number)))
+                source = CorpusSpec(corpus=STDLIB_CORPUS, cache_dir=Path(folder, name + str(number)))
                 began = time.process_time()
                 tokens = prepare(source, tokenizer).num_tokens
                 seconds.append(time.process_time() - began)

@@ -37,7 +37,8 @@ import parallelisms.init_weights
 from benchmarks.gpu_parts import KEPT, attention, environment, output, parity, told
 from benchmarks.gpu_rows import Bench, K, Report
 from benchmarks.gpu_steps import MODELS, begin_memory, configured, gib, ledger_of, seconds_of, train, with_length
-from trainer.hardware.device import GIB, choose_device, peak_flops
+from trainer.hardware.device import choose_device, peak_flops
+from trainer.hardware.host import GIB
 from trainer.launch.cluster import LaunchWorld, set_worker_environment
 
 LEAN = "--memory.offload inputs_and_attention --memory.head_groups 4 --memory.mlp_tile_mib 1024"

@@ -22,7 +22,7 @@ from models import kernel_check, kernels
 from models.kernels import ScoreBlock, ScoreBlocks
 from trainer.config.job_config import Config
 from trainer.hardware.device import Stopwatch
-from trainer.memory.auto import node_memory_bytes
+from trainer.hardware.host import node_memory_bytes
 
 T = TypeVar("T")
 Given = tuple[Tensor, Tensor, Tensor, Tensor]

@@ -19,7 +19,8 @@ from trainer.config.parse import load
 from trainer.data.copy_task import CopyDataset
 from trainer.data.sequences import FULL_SEQUENCE, BlendedDataset, SequenceShard
 from trainer.distributed import process_group
-from trainer.hardware.device import GIB, peak_flops
+from trainer.hardware.device import peak_flops
+from trainer.hardware.host import GIB
 from trainer.memory.auto import fit_memory_options
 from trainer.memory.estimator import MemoryEstimate, RankMemory
 from trainer.trainer import StepMetrics, Trainer

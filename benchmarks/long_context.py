@@ -24,11 +24,11 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import train
 from models.batch import IGNORE_INDEX, Batch
-from trainer.data import build_validation_sets
+from tests.datasets import build_validation_sets
+from tests.system.runs import train_rank
 from trainer.evaluation.validation import eval_batches
-from trainer.export.checkpoint_cli import load_parallel_model, parse_args, resolve_checkpoint
+from trainer.export.checkpoint_cli import load_parallel_model, resolve_checkpoint
 
 LENGTH, TAIL = 1024, 64
 EDGES = [0, *(1 << power for power in range(3, 11))]
@@ -111,14 +111,14 @@ def trained(text: str, folder: Path, *options: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     config = folder.with_suffix(".toml")
     config.write_text(text)
-    if status := train.main(["--config", str(config.resolve()), f"--job.output_dir={folder}", *options]):
+    if status := train_rank(["--config", str(config.resolve()), f"--job.output_dir={folder}", *options]):
         raise SystemExit(status)
     return folder
 
 
 def by_position(folder: Path) -> list[Point]:
     """Mean loss of the held-out rows' targets, in finer steps than a run reports."""
-    found = resolve_checkpoint(parse_args([str(folder)], ()))
+    found = resolve_checkpoint(folder)
     held = build_validation_sets(found.config)[0]
     sums = torch.zeros(2, len(EDGES), dtype=torch.float64)
 

@@ -1,4 +1,4 @@
-"""The recipe that spreads a model over a mesh, in its one order: context -> tensor -> recompute -> compile -> shard."""
+"""Applies every parallelism to a model, in the only valid order: context, tensor, recomputation, compile, FSDP."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def parallelize(
     set_attention_core(model, core, kernel=kernel)
     tensor_parallel.apply(model, mesh.tp_mesh, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     activation_checkpoint.apply(model, recompute_config)
-    if compiled and recompute_config.policy == "none":  # Other blocks compile what they compute of a tile.
+    if compiled and recompute_config.policy == "none":  # Recomputed blocks compile their tile operations.
         for block in model.layers():
             block.compile(fullgraph=True)
     stored_dtype = next(model.parameters()).dtype
     if mesh.fsdp_mesh.size() == 1 and param_dtype == stored_dtype and not cpu_offload:
-        return  # Nothing to shard, to cast or to fetch.
+        return  # Nothing to shard, cast or offload.
     fsdp.apply(
         model,
         mesh.fsdp_mesh,

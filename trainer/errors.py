@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 
 EXIT_SUCCESS = 0
 EXIT_FAILURE = 1
@@ -34,6 +35,14 @@ class RunFolderInUseError(Exception):
 
 class RunFailedError(Exception):
     """What ended a run, in words, found by all ranks alike; the next start may do better."""
+
+
+class DataError(ValueError):
+    """Data or a tokenizer file cannot be used. A retry fails again."""
+
+
+def missing_package(package: str, needed_by: object) -> DataError:
+    return DataError(f"{needed_by} needs {package}: {sys.executable} -m pip install {package}")
 
 
 class ResumeError(Exception):

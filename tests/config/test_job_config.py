@@ -106,29 +106,31 @@ def test_a_problem_names_its_keys_their_values_and_the_rule(
             {"cp": 4, "cp_method": "hybrid", "cp_ulysses": 3},
             [
                 "parallelism.cp_ulysses = 3 must divide cp = 4",
-                'parallelism.cp_method "hybrid" gives heads to 3 ranks, which must divide the 8 query heads of a rank',
+                'parallelism.cp_method = "hybrid" splits heads over 3 ranks, which must divide the 8 query heads of a rank',
             ],
         ),
         (
             {"cp": 3, "cp_method": "ulysses"},
-            ['parallelism.cp_method "ulysses" gives heads to 3 ranks, which must divide the 8 query heads of a rank'],
+            [
+                'parallelism.cp_method = "ulysses" splits heads over 3 ranks, which must divide the 8 query heads of a rank'
+            ],
         ),
         (
             {"cp": 4, "cp_method": "ring", "cp_layout": "balanced"},
             [
-                'parallelism.cp_layout "balanced" does not fit cp_method "ring"; '
-                'it takes "doc_headtail", "headtail", "contiguous"'
+                'parallelism.cp_layout = "balanced" is not supported by cp_method = "ring"; '
+                'use "doc_headtail", "headtail", "contiguous"'
             ],
         ),
         (
             {"cp": 4, "cp_method": "ulysses", "cp_layout": "headtail"},
-            ['parallelism.cp_layout "headtail" does not fit cp_method "ulysses"; it takes "contiguous"'],
+            ['parallelism.cp_layout = "headtail" is not supported by cp_method = "ulysses"; use "contiguous"'],
         ),
         (
             {"cp": 4, "cp_method": "ring", "cp_ulysses": 2, "cp_outer_method": "ring"},
             [
-                'parallelism.cp_ulysses = 2 has no use with cp_method "ring"; use "hybrid"',
-                'parallelism.cp_outer_method = "ring" has no use with cp_method "ring"; use "hybrid"',
+                'parallelism.cp_ulysses = 2 is only used with cp_method = "hybrid", not "ring"',
+                'parallelism.cp_outer_method = "ring" is only used with cp_method = "hybrid", not "ring"',
             ],
         ),
         ({"cp": 4, "cp_method": "hybrid", "cp_ulysses": 2, "cp_outer_method": "alltoall", "cp_layout": "headtail"}, []),
@@ -177,9 +179,9 @@ NONE: dict[str, object] = {"recompute": "none"}
         ),
         ({"parallelism": ZERO_BUBBLE, "memory": {"recompute": "full"}}, 2, 'memory.recompute must be "none"'),
         ({"parallelism": {"pp": 2}, "model": {"tie_embeddings": True}}, 2, "tie_embeddings needs parallelism.pp = 1"),
-        ({"parallelism": {"pp": 4}}, 16, "give each data rank 2 micro-batches per update"),
-        ({"parallelism": {"pp": 2, "pp_layers": [4, 4]}}, 2, "pp_layers adds up to 8; model.num_layers = 4"),
-        ({"parallelism": {"pp": 2, "pp_stages_per_rank": 2}}, 2, "which has 1 on each rank"),
+        ({"parallelism": {"pp": 4}}, 16, "give each dp rank 2 micro-batches per step"),
+        ({"parallelism": {"pp": 2, "pp_layers": [4, 4]}}, 2, "pp_layers sums to 8, which must be model.num_layers = 4"),
+        ({"parallelism": {"pp": 2, "pp_stages_per_rank": 2}}, 2, "pp_stages_per_rank = 2 must be 1"),
         ({"parallelism": {"tp": 2}, "model": {"vocab_size": 265}}, 2, "must divide model.vocab_size = 265"),
         (
             {"parallelism": {"tp": 2, "loss_parallel": False}, "model": {"vocab_size": 265}},
@@ -233,8 +235,7 @@ def test_heads_that_tp_does_not_divide_are_no_problem_of_cp() -> None:
     heads: dict[str, object] = {"num_heads": 18, "num_kv_heads": 9}
     config = configured(model=heads, parallelism={"cp": 2, "tp": 2, "cp_method": "ulysses"})
     assert config.problems(4) == [
-        "parallelism.tp = 2 must divide model.num_kv_heads = 9, or be a multiple of it: each rank then has one of them, "
-        "as its neighbours do"
+        "parallelism.tp = 2 must divide model.num_kv_heads = 9 or be a multiple of it (replicated KV heads)",
     ]
 
 
@@ -245,47 +246,47 @@ def test_heads_that_tp_does_not_divide_are_no_problem_of_cp() -> None:
             {},
             16,
             "hybrid (8 x 2, allgather across), layout balanced "
-            "(auto: cp 16 spans nodes of 8 ranks, 8 of which divide the heads)",
+            "(auto: cp 16 spans nodes of 8 ranks; 8 of them divide the heads)",
         ),
         (
             {"parallelism": {"ranks_per_node": 2}, "data": {"packing": "single"}},
             8,
             "hybrid (2 x 4, ring across), layout doc_headtail "
-            "(auto: cp 8 spans nodes of 2 ranks, 2 of which divide the heads)",
+            "(auto: cp 8 spans nodes of 2 ranks; 2 of them divide the heads)",
         ),
         (
             {},
             4,
-            "ulysses (4 ranks), layout contiguous (auto: 8 heads divide among 4 ranks; packed documents)",
+            "ulysses (4 ranks), layout contiguous (auto: 8 heads are divisible by 4 ranks; packed documents)",
         ),
         (
             {"data": {"mask": "none"}},
             2,
             "ulysses (2 ranks), layout contiguous "
-            "(auto: 8 heads divide among 2 ranks; one document per row, fewer bytes than keys and values)",
+            "(auto: 8 heads are divisible by 2 ranks; one document per sequence, fewer bytes than KV)",
         ),
         (
             {},
             3,
             "allgather (3 ranks), layout balanced "
-            "(auto: 8 heads do not divide among 3 ranks; packed documents balance best when gathered)",
+            "(auto: 8 heads are not divisible by 3 ranks; packed documents balance best with all-gather)",
         ),
         (
             {"data": {"corpus": "copy"}},
             3,
-            "allgather (3 ranks), layout balanced (auto: 8 heads do not divide among 3 ranks; "
-            "one document per row; gathering would hold 0.0 GiB per layer)",
+            "allgather (3 ranks), layout balanced (auto: 8 heads are not divisible by 3 ranks; "
+            "one document per sequence; all-gather needs 0.0 GiB per layer)",
         ),
         (
             {"model": {"num_kv_heads": 1}, "data": {"packing": "single"}, "training": {"seq_len": 3 * 2**19}},
             2,
-            "allgather (2 ranks), layout balanced (auto: one document per row; gathering would hold 1.1 GiB per layer)",
+            "allgather (2 ranks), layout balanced (auto: one document per sequence; all-gather needs 1.1 GiB per layer)",
         ),
         (
             {"data": {"packing": "single"}, "training": {"seq_len": 2**20, "micro_batch_size": 2}},
             3,
-            "ring (3 ranks), layout doc_headtail (auto: 8 heads do not divide among 3 ranks; "
-            "one document per row; gathering would hold 6.0 GiB per layer, more than 4)",
+            "ring (3 ranks), layout doc_headtail (auto: 8 heads are not divisible by 3 ranks; "
+            "one document per sequence; all-gather needs 6.0 GiB per layer, more than 4 GiB)",
         ),
     ],
 )

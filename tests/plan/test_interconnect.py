@@ -44,7 +44,7 @@ def test_a_rack_of_fast_links_is_one_island() -> None:
 
 def test_groups_are_those_of_all_channels() -> None:
     config = mesh(dp_shard=2, dp_replicate=2, cp=2, tp=2, pp=2, cp_method="ring")
-    assert {*group_topologies(config, 32, H100)} == {"pp", "dp_replicate", "fsdp", "tp", "tokens", "numbers", "cp"}
+    assert {*group_topologies(config, 32, H100)} == {"pp", "dp_replicate", "fsdp", "tp", "dp_cp", "loss", "cp"}
 
 
 def test_inside_a_node_everything_goes_over_its_links() -> None:

@@ -30,6 +30,11 @@ from torch import Tensor
 
 from tests.ranks import context
 from trainer.checkpoint import manifest
+from trainer.errors import EXIT_BAD_CONFIG
+from trainer.launch.launcher import format_problems, load_and_validate, prepare_run
+from trainer.metrics import log_setup
+from trainer.resilience.signals import SignalHandler
+from trainer.run_spec import RunSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = [
@@ -250,11 +255,22 @@ def become(rank: int, size: int, port: int, log: Path) -> None:
     warnings.simplefilter("error")
 
 
-def _train(rank: int, size: int, port: int, log: Path, argv: list[str]) -> None:
-    become(rank, size, port, log)
+def train_rank(argv: list[str], signal_handler: SignalHandler | None = None) -> int:
+    """What a rank that srun started does: it is its own launcher, then trains."""
     import train
 
-    sys.exit(train.main(argv))
+    config, world, problems = load_and_validate(argv, os.environ)
+    if problems or world is None:
+        sys.stderr.write(format_problems(problems, argv, world))
+        return EXIT_BAD_CONFIG
+    log_setup.configure(world.rank or 0)
+    spec = prepare_run(config, world)
+    return train.main([spec.to_json()], signal_handler) if isinstance(spec, RunSpec) else spec
+
+
+def _train(rank: int, size: int, port: int, log: Path, argv: list[str]) -> None:
+    become(rank, size, port, log)
+    sys.exit(train_rank(argv))
 
 
 # ---- disks

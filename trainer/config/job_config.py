@@ -245,7 +245,7 @@ class Config(Section):
             ffn_dim=model.ffn_dim,
             vocab_size=model.vocab_size,
             # Only a tied embedding is kept whole with its head.
-            replicated_vocabulary=model.tie_embeddings and not section.loss_parallel,
+            replicate_vocab=model.tie_embeddings and not section.loss_parallel,
         )
 
     def _pipeline_problems(self, world_size: int) -> list[str]:

@@ -16,9 +16,8 @@ from torch import Tensor
 from models import kernel_check, kernels
 from trainer.config.job_config import Config
 from trainer.errors import EXIT_BAD_CONFIG, RankFailedError
-from trainer.hardware.device_specs import DeviceSpec, load_device, match_device
+from trainer.hardware.device_specs import match_device
 
-GIB = 1 << 30
 log = logging.getLogger(__name__)
 
 
@@ -104,13 +103,6 @@ def peak_flops(device: torch.device) -> float | None:
         return None
     known = match_device(torch.cuda.get_device_name(device))
     return None if known is None else known.peak_flops
-
-
-def prediction_device(config: Config, device: torch.device) -> DeviceSpec | None:
-    """What updates are predicted for: `plan.device`, else the device itself, if a table knows it."""
-    if config.plan.device is not None:
-        return load_device(config.plan.device)
-    return match_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def peak_device_memory(device: torch.device) -> tuple[float, float] | None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from contextlib import suppress
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from trainer.config.job_config import Config
@@ -77,14 +74,6 @@ def fit_memory_options(
 def describe_memory_options(config: Config) -> str:
     """What is kept and where, in words."""
     return ", ".join(f"memory.{key} = {toml_value(value)}" for key, value in _non_default_options(config).items())
-
-
-def node_memory_bytes() -> float:
-    """Bytes, or fewer if a container may take no more."""
-    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with suppress(OSError, ValueError):
-        return float(min(installed, int(Path("/sys/fs/cgroup/memory.max").read_text())))
-    return float(installed)
 
 
 def _non_default_options(config: Config) -> dict[str, Any]:

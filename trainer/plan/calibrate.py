@@ -16,7 +16,8 @@ import torch
 
 from models import kernel_check, kernels
 from models.kernels import ScoreBlock, ScoreBlocks
-from trainer.hardware.device import GIB, Stopwatch, choose_device
+from trainer.hardware.device import Stopwatch, choose_device
+from trainer.hardware.host import GIB
 
 ROUNDS, WARMUP_ROUNDS = 5, 2
 HEAD_DIMS = (64, 128)

@@ -96,13 +96,14 @@ def _notes(plan: TrainingPlan) -> list[str]:
     ]
 
 
-def show_plan_at_launch(config: Config, world_size: int) -> None:
-    """What a run is to take, before it starts; what does not fit may still be tried."""
+def show_plan_at_launch(config: Config, world_size: int) -> bool:
+    """Prints the plan of a run; whether it fits."""
     device = select_device(config)
     run = plan_run(config, world_size, device or load_device(DEFAULT_DEVICE))
     show(plan_report(run, curve=False, notes=[] if device else [DEFAULT_DEVICE_NOTE]))
     for problem in run.memory_shortages:
-        sys.stderr.write(f"warning: this does not fit: {problem}\n")
+        sys.stderr.write(f"error: the run does not fit: {problem}\n")
+    return not run.memory_shortages
 
 
 # ---- pieces
