@@ -86,7 +86,7 @@ def test_losses_and_every_gradient_equal_the_reference(config: ModelConfig) -> N
 def part(batch: Batch, row: int, start: int, end: int) -> Batch:
     """One document as a separate sequence."""
     per_token = {
-        name: getattr(batch, name)[row : row + 1, start:end] for name in ("tokens", "labels", "positions", "documents")
+        name: getattr(batch, name)[row : row + 1, start:end] for name in ("tokens", "labels", "positions", "document_ids")
     }
     boundaries = torch.tensor([[0, end - start]], dtype=torch.int32)
     return Batch(**per_token, boundaries=boundaries, num_tokens=end - start, num_pairs=0, num_computed_pairs=0)
