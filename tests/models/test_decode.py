@@ -24,7 +24,7 @@ GROUPED = replace(SMALL, num_heads=6, num_kv_heads=2)
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
-def chances(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Tensor:
+def log_probs(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Tensor:
     """Log-probabilities [S, V] of the next token, from the training losses of all possible labels."""
     vocab = config.vocab_size
     batch = packed(*[[LENGTH]] * vocab)
@@ -39,50 +39,50 @@ def decoder(config: ModelConfig = SMALL, dtype: torch.dtype = torch.float64, **o
     return Decoder(small_model(config, dtype=dtype), **{"capacity": LENGTH, **options})  # type: ignore[arg-type]
 
 
-def close(logits_V: Tensor, expected_V: Tensor, dtype: torch.dtype = torch.float64) -> None:
+def assert_close_log_probs(logits_V: Tensor, expected_V: Tensor, dtype: torch.dtype = torch.float64) -> None:
     torch.testing.assert_close(logits_V.log_softmax(-1), expected_V, rtol=0, atol=TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("config", [SMALL, TIED, GROUPED])
 def test_decoding_token_by_token_equals_training_log_probs(config: ModelConfig, dtype: torch.dtype) -> None:
-    reader, expected_SV = decoder(config, dtype), chances(config, dtype)
+    reader, expected_SV = decoder(config, dtype), log_probs(config, dtype)
     for token_S, expected_V in zip(ROW_S.split(1), expected_SV, strict=True):
-        close(reader.next_token_logits(token_S), expected_V, dtype)
+        assert_close_log_probs(reader.next_token_logits(token_S), expected_V, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("chunk", [1, 2, 5, LENGTH - 1, LENGTH, 100])
 def test_prefill_of_any_length_in_chunks_of_any_size(chunk: int, dtype: torch.dtype) -> None:
-    reader, expected_SV = decoder(GROUPED, dtype, chunk=chunk), chances(GROUPED, dtype)
+    reader, expected_SV = decoder(GROUPED, dtype, chunk=chunk), log_probs(GROUPED, dtype)
     for length in range(1, LENGTH):
         reader.rewind(0)
-        close(reader.next_token_logits(ROW_S[:length]), expected_SV[length - 1], dtype)
+        assert_close_log_probs(reader.next_token_logits(ROW_S[:length]), expected_SV[length - 1], dtype)
         assert reader.length == length
-        close(reader.next_token_logits(ROW_S[length : length + 1]), expected_SV[length], dtype)
+        assert_close_log_probs(reader.next_token_logits(ROW_S[length : length + 1]), expected_SV[length], dtype)
 
 
 @pytest.mark.parametrize("kernel", ["auto", "plain"])
 @pytest.mark.parametrize("cuts", [(4, 5, 11), (1, 9), (9, 10, 22), (20,)])
 def test_sequence_may_arrive_in_parts_of_any_length(cuts: tuple[int, ...], kernel: str) -> None:
-    reader, expected_SV = decoder(TIED, chunk=4, kernel=kernel), chances(TIED)
+    reader, expected_SV = decoder(TIED, chunk=4, kernel=kernel), log_probs(TIED)
     for start, end in pairwise((0, *cuts, LENGTH)):
-        close(reader.next_token_logits(ROW_S[start:end]), expected_SV[end - 1])
+        assert_close_log_probs(reader.next_token_logits(ROW_S[start:end]), expected_SV[end - 1])
 
 
 def test_rewound_tokens_are_forgotten() -> None:
-    reader, expected_SV = decoder(), chances(SMALL)
+    reader, expected_SV = decoder(), log_probs(SMALL)
     reader.next_token_logits(ROW_S[:9])
     reader.next_token_logits(ROW_S.flip(0)[:14])
     reader.rewind(9)
-    close(reader.next_token_logits(ROW_S[9:16]), expected_SV[15])
-    close(reader.next_token_logits(ROW_S[16:17]), expected_SV[16])
+    assert_close_log_probs(reader.next_token_logits(ROW_S[9:16]), expected_SV[15])
+    assert_close_log_probs(reader.next_token_logits(ROW_S[16:17]), expected_SV[16])
     with pytest.raises(ValueError, match="cannot rewind to 18 tokens: the KV cache holds 17"):
         reader.rewind(18)
 
 
 def test_bfloat16_is_close() -> None:
-    reader, expected_SV = decoder(dtype=torch.bfloat16, chunk=6), chances(SMALL)
+    reader, expected_SV = decoder(dtype=torch.bfloat16, chunk=6), log_probs(SMALL)
     found_V = reader.next_token_logits(ROW_S)
     assert found_V.dtype == torch.float32
     torch.testing.assert_close(found_V.log_softmax(-1).double(), expected_SV[-1], rtol=0, atol=0.3)

@@ -15,8 +15,8 @@ from models.kernels import ScoreBlock, ScoreBlocks
 from models.linear import accumulation_dtype
 
 HEADS = [(4, 4), (4, 2), (6, 2), (4, 1)]
-RECTANGLES = [ScoreBlock(0, 5, 0, 3), ScoreBlock(5, 9, 0, 7), ScoreBlock(12, 20, 9, 10)]
-SQUARES = [ScoreBlock(0, 7, 0, 7), ScoreBlock(7, 8, 7, 8), ScoreBlock(8, 20, 8, 20)]
+BLOCKS = [ScoreBlock(0, 5, 0, 3), ScoreBlock(5, 9, 0, 7), ScoreBlock(12, 20, 9, 10)]
+CAUSAL_BLOCKS = [ScoreBlock(0, 7, 0, 7), ScoreBlock(7, 8, 7, 8), ScoreBlock(8, 20, 8, 20)]
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -29,7 +29,7 @@ def draw(
     return tuple(torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes)
 
 
-def written_out(
+def reference(
     given: tuple[Tensor, ...], rectangles: list[ScoreBlock], *, causal: bool
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Reference: output (zero without keys), log-sum-exp (-inf without keys) and gradients over all blocks."""
@@ -66,17 +66,17 @@ def computed(
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads", HEADS)
 def test_blocks_are_computed_exactly(heads: tuple[int, int], kernel: str, *, causal: bool) -> None:
-    rectangles = SQUARES if causal else RECTANGLES
+    rectangles = CAUSAL_BLOCKS if causal else BLOCKS
     given = draw(heads)
     ours = computed(given, rectangles, causal=causal, kernel=kernel)
-    torch.testing.assert_close(ours, written_out(given, rectangles, causal=causal), rtol=0, atol=1e-12)
+    torch.testing.assert_close(ours, reference(given, rectangles, causal=causal), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("kernel", ["auto", "plain"])
 def test_gradient_of_some_keys_is_exact_given_lse_of_all_keys(kernel: str) -> None:
     given = draw((4, 2))
     whole = [ScoreBlock(0, 20, 0, 20)]
-    out, lse, expected = written_out(given, whole, causal=False)
+    out, lse, expected = reference(given, whole, causal=False)
     grads = tuple(torch.zeros_like(x) for x in given[1:])
     for k0, k1 in pairwise([0, 1, 8, 20]):
         part = [ScoreBlock(0, 20, k0, k1)]
@@ -100,13 +100,13 @@ def test_causal_block_must_be_square() -> None:
     with pytest.raises(
         ValueError, match=r"ScoreBlock\(q0=0, q1=5, k0=0, k1=3\) is causal, and must have as many queries as keys"
     ):
-        ScoreBlocks(RECTANGLES, causal=True)
+        ScoreBlocks(BLOCKS, causal=True)
 
 
 def test_unknown_kernel_is_named() -> None:
     _, q, k, v = draw((4, 2))
     with pytest.raises(ValueError, match='attention kernel "fast" is unknown; choose from auto, cpu, flash, cudnn'):
-        list(kernels.attend_blocks(q, k, v, ScoreBlocks(RECTANGLES, causal=False), kernel="fast"))
+        list(kernels.attend_blocks(q, k, v, ScoreBlocks(BLOCKS, causal=False), kernel="fast"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -137,7 +137,7 @@ def test_wrong_kernel_is_reported_with_the_wrong_output(monkeypatch: pytest.Monk
 
 
 def test_blocks_that_share_keys_go_into_separate_varlen_calls() -> None:
-    one, two = ScoreBlocks(RECTANGLES, causal=False).varlen_batches(torch.device("cpu"))
+    one, two = ScoreBlocks(BLOCKS, causal=False).varlen_batches(torch.device("cpu"))
     assert one.cu_seqlens_q.tolist() == [0, 5, 13]
     assert one.cu_seqlens_k.tolist() == [0, 3, 4]
     assert isinstance(one.queries, Tensor)
@@ -150,7 +150,7 @@ def test_blocks_that_share_keys_go_into_separate_varlen_calls() -> None:
 
 
 def test_adjacent_causal_blocks_need_no_index() -> None:
-    (batch,) = ScoreBlocks(SQUARES, causal=True).varlen_batches(torch.device("cpu"))
+    (batch,) = ScoreBlocks(CAUSAL_BLOCKS, causal=True).varlen_batches(torch.device("cpu"))
     assert (batch.queries, batch.keys) == (slice(0, 20), slice(0, 20))
     assert batch.cu_seqlens_q.tolist() == batch.cu_seqlens_k.tolist() == [0, 7, 8, 20]
     assert batch.max_seqlen_q == batch.max_seqlen_k == 12
@@ -178,10 +178,10 @@ def test_varlen_calls_return_each_block_at_its_tokens(monkeypatch: pytest.Monkey
     monkeypatch.setattr(kernels, "_flash_forward", forward)
     monkeypatch.setattr(kernels, "_flash_backward", backward)
     monkeypatch.setattr(kernels, "select_kernel", lambda q, kernel: "flash" if kernel == "flash" else choose(q, kernel))
-    rectangles = SQUARES if causal else RECTANGLES
+    rectangles = CAUSAL_BLOCKS if causal else BLOCKS
     given = draw((4, 2))
     ours = computed(given, rectangles, causal=causal, kernel="flash")
-    torch.testing.assert_close(ours, written_out(given, rectangles, causal=causal), rtol=0, atol=1e-12)
+    torch.testing.assert_close(ours, reference(given, rectangles, causal=causal), rtol=0, atol=1e-12)
 
 
 # ---- CUDA
@@ -192,7 +192,7 @@ def test_varlen_calls_return_each_block_at_its_tokens(monkeypatch: pytest.Monkey
 def test_torch_accepts_the_arguments_of_every_cuda_kernel(kernel: str, *, causal: bool) -> None:
     """Checks shapes and dtypes on meta tensors; values need a CUDA device."""
     dtype = torch.float32 if kernel == "efficient" else torch.bfloat16
-    rectangles = SQUARES if causal else RECTANGLES
+    rectangles = CAUSAL_BLOCKS if causal else BLOCKS
     with torch.device("meta"):
         shapes = ((20, 4, 64), (20, 4, 64), (20, 2, 64), (20, 2, 64))
         grad, q, k, v = (torch.empty(shape, dtype=dtype) for shape in shapes)
@@ -231,10 +231,12 @@ def test_torch_accepts_the_arguments_of_every_cuda_kernel(kernel: str, *, causal
 def test_cuda_kernel_error_is_within_the_tolerance_of_its_dtype(
     kernel: str, dtype: torch.dtype, heads: tuple[int, int], *, causal: bool
 ) -> None:
-    rectangles = SQUARES if causal else [ScoreBlock(0, 5, 0, 3), ScoreBlock(5, 9, 0, 7), ScoreBlock(12, 20, 9, 12)]
+    rectangles = (
+        CAUSAL_BLOCKS if causal else [ScoreBlock(0, 5, 0, 3), ScoreBlock(5, 9, 0, 7), ScoreBlock(12, 20, 9, 12)]
+    )
     given = draw(heads, dtype, "cuda", width=64)
     ours = computed(given, rectangles, causal=causal, kernel=kernel)
-    expected = written_out(given, rectangles, causal=causal)
+    expected = reference(given, rectangles, causal=causal)
     near = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}[dtype]
     for found, right in zip((*ours[:2], *ours[2]), (*expected[:2], *expected[2]), strict=True):
         torch.testing.assert_close(found.cpu().double(), right, rtol=near, atol=near)

@@ -127,14 +127,14 @@ def test_bfloat16_inputs_give_float32_losses_and_close_gradients() -> None:
 def test_no_grad_gives_the_same_losses_with_one_matrix_product() -> None:
     head, x_BSE, labels_BS = LossHead(SMALL), torch.randn(B, S, SMALL.dim), inputs()[2]
     torch.nn.init.ones_(head.norm.weight)
-    with Largest() as training:
+    with AllocationRecorder() as training:
         losses_BS = head(x_BSE, labels_BS)
-    with torch.no_grad(), Largest() as evaluation:
+    with torch.no_grad(), AllocationRecorder() as evaluation:
         assert torch.equal(head(x_BSE, labels_BS), losses_BS)
     assert (training.products, evaluation.products) == (3, 1)
 
 
-class Largest(TorchDispatchMode):
+class AllocationRecorder(TorchDispatchMode):
     """Records the largest tensor allocated and the number of matrix products."""
 
     elements = 0
@@ -156,7 +156,7 @@ def test_full_logits_are_never_allocated() -> None:
     head = LossHead(replace(SMALL, dim=width, vocab_size=vocab_size), chunk_mib=1)
     torch.nn.init.ones_(head.norm.weight)
     labels_BS = torch.randint(vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
-    with Largest() as seen:
+    with AllocationRecorder() as seen:
         head(torch.randn(1, tokens, width, requires_grad=True), labels_BS).sum().backward()
     # 1 MiB of float32 logits: four tokens.
     assert seen.elements == chunk * vocab_size
@@ -166,7 +166,7 @@ def test_full_logits_are_never_allocated() -> None:
 def test_chunk_is_at_least_one_token() -> None:
     head = LossHead(replace(SMALL, vocab_size=1 << 19), chunk_mib=1)
     torch.nn.init.ones_(head.norm.weight)
-    with Largest() as seen:
+    with AllocationRecorder() as seen:
         head(torch.randn(1, 3, SMALL.dim), torch.tensor([[1, 2, 3]]))
     assert seen.products == 3 * 3
 
@@ -185,7 +185,7 @@ def test_head_normalizes_before_projecting() -> None:
 # ---- correct predictions
 
 
-def hits(x_BSE: Tensor, weight_VE: Tensor, labels_BS: Tensor, *, chunk: int, parts: int = 1) -> Tensor:
+def correct_by_shards(x_BSE: Tensor, weight_VE: Tensor, labels_BS: Tensor, *, chunk: int, parts: int = 1) -> Tensor:
     """[B, S] with a vocabulary of `parts` shards, whose all-reduces are simulated; all shards must agree."""
     size = weight_VE.shape[0] // parts
     waiting: list[Tensor] = []
@@ -223,13 +223,13 @@ def test_correct_means_argmax_for_any_vocabulary_sharding(chunk: int, parts: int
     labels_BS = labels_BS.where((torch.arange(S) % 2 == 0) | (labels_BS == IGNORE_INDEX), likeliest_BS)
     expected_BS = (likeliest_BS == labels_BS).long()
     assert 5 < int(expected_BS.sum()) < labels_BS.numel() - 5
-    assert torch.equal(hits(x_BSE, weight_VE, labels_BS, chunk=chunk, parts=parts), expected_BS)
+    assert torch.equal(correct_by_shards(x_BSE, weight_VE, labels_BS, chunk=chunk, parts=parts), expected_BS)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_argmax_tie_goes_to_the_lowest_token(parts: int) -> None:
     labels_BS = torch.arange(4).view(1, 4)
-    equal = hits(torch.ones(1, 4, 2), torch.ones(4, 2), labels_BS, chunk=3, parts=parts)
+    equal = correct_by_shards(torch.ones(1, 4, 2), torch.ones(4, 2), labels_BS, chunk=3, parts=parts)
     assert equal.tolist() == [[1, 0, 0, 0]]
 
 

@@ -25,7 +25,7 @@ dynamo = pytest.mark.filterwarnings(
 BATCH = packed([9, 1, 14], [24], [1, 22, 1])
 
 
-def plain(model: Transformer, batch: Batch) -> Tensor:
+def reference_losses(model: Transformer, batch: Batch) -> Tensor:
     """Reference losses from the same weights: dense mask, complex rotation, full logits."""
     config, weights = model.config, dict(model.named_parameters())
     half = config.head_dim // 2
@@ -75,7 +75,7 @@ def test_losses_and_every_gradient_equal_the_reference(config: ModelConfig) -> N
     model = small_model(config)
     losses, found = gradients(model, BATCH)
     model.zero_grad()
-    expected = plain(model, BATCH)
+    expected = reference_losses(model, BATCH)
     (expected.sum() / BATCH.num_targets()).backward()
     torch.testing.assert_close(losses, expected.detach(), rtol=0, atol=1e-12)
     assert found.keys() == dict(model.named_parameters()).keys()
@@ -83,10 +83,11 @@ def test_losses_and_every_gradient_equal_the_reference(config: ModelConfig) -> N
     assert largest_difference(found, by_book) < 1e-12
 
 
-def part(batch: Batch, row: int, start: int, end: int) -> Batch:
+def single_document(batch: Batch, row: int, start: int, end: int) -> Batch:
     """One document as a separate sequence."""
     per_token = {
-        name: getattr(batch, name)[row : row + 1, start:end] for name in ("tokens", "labels", "positions", "document_ids")
+        name: getattr(batch, name)[row : row + 1, start:end]
+        for name in ("tokens", "labels", "positions", "document_ids")
     }
     boundaries = torch.tensor([[0, end - start]], dtype=torch.int32)
     return Batch(**per_token, boundaries=boundaries, num_tokens=end - start, num_pairs=0, num_computed_pairs=0)
@@ -98,7 +99,7 @@ def test_packed_sequence_has_the_losses_of_its_documents_alone(config: ModelConf
     with torch.no_grad():
         losses = model(BATCH)
         for row, (start, end) in [(0, (0, 9)), (0, (9, 10)), (0, (10, 24)), (1, (0, 24)), (2, (1, 23))]:
-            alone = model(part(BATCH, row, start, end))
+            alone = model(single_document(BATCH, row, start, end))
             torch.testing.assert_close(losses[row : row + 1, start:end], alone, rtol=0, atol=1e-12)
 
 
@@ -109,15 +110,15 @@ def test_losses_are_float32_and_zero_without_target() -> None:
     assert small_model(dtype=torch.bfloat16)(BATCH).dtype == torch.float32
 
 
-def shares_its_weight(model: Transformer) -> bool:
+def is_tied(model: Transformer) -> bool:
     return model.head is not None and model.embed is not None and model.head.proj.weight is model.embed.weight
 
 
 def test_tied_gradient_is_the_sum_of_embedding_and_projection() -> None:
     tied, untied = small_model(TIED), small_model(SMALL)
-    assert shares_its_weight(tied)
+    assert is_tied(tied)
     untied.load_state_dict(tied.state_dict())
-    assert not shares_its_weight(untied)
+    assert not is_tied(untied)
     losses, found = gradients(tied, BATCH)
     expected_losses, parts = gradients(untied, BATCH)
     assert torch.equal(losses, expected_losses)
@@ -161,8 +162,8 @@ def test_pipeline_stages_leave_the_same_layers_unrotated() -> None:
             Transformer(MIXED, stage=StageSpec(layers, has_embedding=index == 0, has_head=index == 1)).double()
             for index, layers in enumerate((range(1), range(1, 3)))
         )
-        for part in (first, second):
-            part.load_state_dict({name: model.state_dict()[name] for name in part.state_dict()})
+        for single_document in (first, second):
+            single_document.load_state_dict({name: model.state_dict()[name] for name in single_document.state_dict()})
         assert torch.equal(second(BATCH, first(BATCH)), expected)
 
 

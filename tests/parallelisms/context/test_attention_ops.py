@@ -37,7 +37,7 @@ METHODS = {"ring": (2,), "alltoall": (2,), "allgather": (2,), "ulysses": (2,), "
 FAST = [("ring", True)]
 
 
-def some_fast(names: Iterable[str], *fast: str) -> list[Any]:
+def mark_slow_except(names: Iterable[str], *fast: str) -> list[Any]:
     """Marks all parameters but `fast` slow: they share the code and differ only in the transport."""
     return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in names]
 
@@ -47,7 +47,7 @@ def core_of(method: str, heads: tuple[int, int] = (4, 2)) -> ContextParallel:
     return ContextParallel(mesh, method=method, heads=heads[0], kv_heads=heads[1])
 
 
-def checks(name: str) -> set[str]:
+def opcheck_results(name: str) -> set[str]:
     """Opcheck's results for an operator on this rank."""
     warnings.simplefilter("ignore")
     core = core_of(name if name in METHODS else "ulysses")
@@ -71,10 +71,10 @@ def checks(name: str) -> set[str]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "name", some_fast(["ring", "alltoall", "allgather", "to_heads", "to_tokens"], "ring", "to_heads")
+    "name", mark_slow_except(["ring", "alltoall", "allgather", "to_heads", "to_tokens"], "ring", "to_heads")
 )
 def test_every_operator_passes_opcheck(name: str) -> None:
-    assert run_ranks(checks, 2, name) == [{"SUCCESS"}] * 2
+    assert run_ranks(opcheck_results, 2, name) == [{"SUCCESS"}] * 2
 
 
 def compilations(method: str) -> tuple[int, float]:
@@ -87,12 +87,12 @@ def compilations(method: str) -> tuple[int, float]:
     for boundaries_BD in (starts([64], width=6), starts([7, 1, 56], width=6), starts([1, 2, 3, 50, 8])):
         given = inputs(boundaries_BD)
         *expected, _ = run(dense, given, boundaries_BD)
-        for ours, right in zip(shared(Called(core, compiled), given, boundaries_BD), expected, strict=True):  # type: ignore[arg-type]
+        for ours, right in zip(shared(ReplacedCall(core, compiled), given, boundaries_BD), expected, strict=True):  # type: ignore[arg-type]
             worst = max(worst, abs(ours - right).max().item())
     return counter.frame_count, worst
 
 
-class Called:
+class ReplacedCall:
     """A core with a replaced `__call__`."""
 
     def __init__(self, core: ContextParallel, function: Any) -> None:
@@ -104,14 +104,14 @@ class Called:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("method", some_fast(METHODS, "ring"))
+@pytest.mark.parametrize("method", mark_slow_except(METHODS, "ring"))
 def test_three_document_layouts_compile_once_without_graph_break(method: str) -> None:
     for compiled, error in run_ranks(compilations, prod(METHODS[method]), method):
         assert compiled == 1
         assert error <= 1e-12
 
 
-def trained(method: str, *, compiled: bool) -> dict[str, tuple[int, float]]:
+def kernel_calls_and_error(method: str, *, compiled: bool) -> dict[str, tuple[int, float]]:
     """For each recomputation policy: attention kernel calls in one step, and the largest error."""
     warnings.simplefilter("ignore")
     losses, expected = gradients(small_model(), BATCH)
@@ -135,9 +135,9 @@ def trained(method: str, *, compiled: bool) -> dict[str, tuple[int, float]]:
             for block in model.layers():
                 block.compile(fullgraph=True, backend="aot_eager")
         if compiled:
-            one_pass(model, core)
+            forward_backward(model, core)
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
-            ours = one_pass(model, core)
+            ours = forward_backward(model, core)
         worst = abs(core.unshard(ours, BATCH.boundaries) - losses).max().item()
         for parameter_name, parameter in model.named_parameters():
             assert parameter.grad is not None
@@ -147,7 +147,7 @@ def trained(method: str, *, compiled: bool) -> dict[str, tuple[int, float]]:
     return found
 
 
-def one_pass(model: Transformer, core: ContextParallel) -> Tensor:
+def forward_backward(model: Transformer, core: ContextParallel) -> Tensor:
     model.zero_grad()
     losses: Tensor = model(core.shard_batch(BATCH))
     (losses.sum() / BATCH.num_targets()).backward()
@@ -163,7 +163,9 @@ def one_pass(model: Transformer, core: ContextParallel) -> Tensor:
     ],
 )
 def test_attention_runs_once_with_keep_attention_and_twice_with_full_recompute(method: str, *, compiled: bool) -> None:
-    for found in run_ranks(partial(trained, compiled=compiled), prod(METHODS[method]), method, timeout=240):
+    for found in run_ranks(
+        partial(kernel_calls_and_error, compiled=compiled), prod(METHODS[method]), method, timeout=240
+    ):
         kernels = {policy: count for policy, (count, _) in found.items()}
         assert max(error for _, error in found.values()) <= 1e-12
         assert kernels["none"] >= SMALL.num_layers
@@ -197,7 +199,9 @@ class Sent(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def traffic(method: str, dtype: torch.dtype, tokens: int, wire: torch.dtype) -> list[list[tuple[str, int]]]:
+def collectives_of_layer(
+    method: str, dtype: torch.dtype, tokens: int, wire: torch.dtype
+) -> list[list[tuple[str, int]]]:
     """Collectives of one layer, forward and backward."""
     ranks = distributed.get_world_size()
     boundaries_BD = starts([tokens])
@@ -218,7 +222,7 @@ def test_ring_makes_ranks_minus_one_transfers_forward_and_three_times_as_many_in
     tokens, kv_heads, width = 64, 2, 8
     hop = 2 * (tokens // ranks) * kv_heads * width
     for method, name in (("ring", "send"), ("alltoall", "alltoall_base_")):
-        for forward, backward in run_ranks(traffic, ranks, method, torch.bfloat16, tokens, torch.float32):
+        for forward, backward in run_ranks(collectives_of_layer, ranks, method, torch.bfloat16, tokens, torch.float32):
             assert forward == [(name, hop * 2)] * (ranks - 1)
             assert sorted(backward) == sorted([(name, hop * 2), (name, hop * 4)] * (ranks - 1))
 
@@ -226,7 +230,7 @@ def test_ring_makes_ranks_minus_one_transfers_forward_and_three_times_as_many_in
 @pytest.mark.ranks
 def test_kv_gradients_are_sent_in_reduce_dtype() -> None:
     for wire, size in ((torch.bfloat16, 2), (torch.float32, 4)):
-        _, backward = run_ranks(traffic, 2, "ring", torch.bfloat16, 64, wire)[0]
+        _, backward = run_ranks(collectives_of_layer, 2, "ring", torch.bfloat16, 64, wire)[0]
         assert [sent for _, sent in backward] == [2 * 32 * 2 * 8 * 2, 2 * 32 * 2 * 8 * size]
 
 
@@ -235,7 +239,7 @@ def test_kv_gradients_are_sent_in_reduce_dtype() -> None:
 def test_allgather_runs_one_collective_forward_two_backward_and_sends_as_many_bytes_as_a_ring(ranks: int) -> None:
     tokens, kv_heads, width = 64, 2, 8
     others = 2 * tokens * kv_heads * width * (ranks - 1) // ranks
-    for forward, backward in run_ranks(traffic, ranks, "allgather", torch.bfloat16, tokens, torch.float32):
+    for forward, backward in run_ranks(collectives_of_layer, ranks, "allgather", torch.bfloat16, tokens, torch.float32):
         assert forward == [("_allgather_base_", others * 2)]
         assert backward == [("_allgather_base_", others * 2), ("_reduce_scatter_base_", others * 4)]
 
@@ -244,7 +248,7 @@ def test_allgather_runs_one_collective_forward_two_backward_and_sends_as_many_by
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_ulysses_sends_the_bytes_of_its_formula(ranks: int) -> None:
     tokens, heads, kv_heads, width = 64, 8, 2, 8
-    for forward, backward in run_ranks(traffic, ranks, "ulysses", torch.bfloat16, tokens, torch.float32):
+    for forward, backward in run_ranks(collectives_of_layer, ranks, "ulysses", torch.bfloat16, tokens, torch.float32):
         sent = sum(size for _, size in forward)
         assert sent == (2 * heads + 2 * max(kv_heads, ranks)) * (tokens // ranks) * width * 2 * (ranks - 1) // ranks
         # Below autograd, backward resends q, k and v, sends out and its gradient, and returns dq, dk and dv.
@@ -255,7 +259,7 @@ def test_ulysses_sends_the_bytes_of_its_formula(ranks: int) -> None:
 # ---- below autograd
 
 
-def stepwise(method: str) -> dict[str, float]:
+def errors_below_autograd(method: str) -> dict[str, float]:
     """The largest differences between the core below autograd and autograd through it, by head counts."""
     found = {}
     for heads, some in (((8, 4), (8, 4)), ((8, 4), (4, 2)), ((8, 4), (2, 1)), ((8, 2), (4, 1)), ((12, 6), (6, 3))):
@@ -283,14 +287,14 @@ def stepwise(method: str) -> dict[str, float]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("method", some_fast(METHODS, "ring", "hybrid"))
+@pytest.mark.parametrize("method", mark_slow_except(METHODS, "ring", "hybrid"))
 def test_core_below_autograd_equals_autograd_for_head_groups(method: str) -> None:
-    for found in run_ranks(stepwise, prod(METHODS[method]), method):
+    for found in run_ranks(errors_below_autograd, prod(METHODS[method]), method):
         assert len(found) == 10
         assert {name: error for name, error in found.items() if not error <= 1e-13} == {}
 
 
-def held_after_start(method: str) -> list[bool]:
+def qkv_alive(method: str) -> list[bool]:
     """Whether q, k and v are still alive when attention runs, after the exchange."""
     core = core_of(method)
     q, k, v = (core.shard(x.detach()).clone() for x in inputs(starts([64])))
@@ -305,7 +309,7 @@ def held_after_start(method: str) -> list[bool]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("method", ["ulysses", "hybrid"])
 def test_qkv_are_freed_after_the_all_to_all(method: str) -> None:
-    assert run_ranks(held_after_start, prod(METHODS[method]), method) == [[False] * 3] * prod(METHODS[method])
+    assert run_ranks(qkv_alive, prod(METHODS[method]), method) == [[False] * 3] * prod(METHODS[method])
 
 
 def sent_by_a_model(method: str, groups: int, policy: activation_checkpoint.RecomputePolicy) -> dict[str, list[int]]:
@@ -324,7 +328,7 @@ def sent_by_a_model(method: str, groups: int, policy: activation_checkpoint.Reco
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("groups", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("method", some_fast(["ring", "alltoall"], "ring"))
+@pytest.mark.parametrize("method", mark_slow_except(["ring", "alltoall"], "ring"))
 def test_keep_attention_rotates_kv_once_forward_and_once_backward(method: str, groups: int) -> None:
     """On two ranks: one KV transfer forward; one of KV and one of its gradients backward, per head group."""
     hop = 2 * (BATCH.tokens.numel() // 2) * (SMALL.num_kv_heads // groups) * SMALL.head_dim * 8
@@ -391,7 +395,7 @@ def test_no_other_collectives_run_on_two_ranks(method: str, expected: dict[str, 
         assert {name: names.count(name) for name in names} == expected
 
 
-def repeated(method: str) -> bool:
+def is_repeatable(method: str) -> bool:
     core = core_of(method)
     boundaries_BD = starts([20, 44])
     given = inputs(boundaries_BD)
@@ -402,4 +406,4 @@ def repeated(method: str) -> bool:
 @pytest.mark.ranks
 @pytest.mark.parametrize("method", METHODS)
 def test_repeated_input_gives_bitwise_equal_results(method: str) -> None:
-    assert all(run_ranks(repeated, prod(METHODS[method]), method))
+    assert all(run_ranks(is_repeatable, prod(METHODS[method]), method))

@@ -89,7 +89,7 @@ def test_every_cp_method_is_exact(ranks: int, tokens: int) -> None:
     assert {name: error for name, error in by_rank[0].items() if not error <= 1e-12} == {}
 
 
-def rounding(dtype: torch.dtype, method: str) -> list[tuple[float, float]]:
+def rounding_errors(dtype: torch.dtype, method: str) -> list[tuple[float, float]]:
     """(context-parallel error, single-rank error) of output and gradients, both against float64."""
     boundaries_BD = starts([101, 3, 152], [256])
     narrow = inputs(boundaries_BD, (4, 2), dtype, head_dim=32)
@@ -98,14 +98,14 @@ def rounding(dtype: torch.dtype, method: str) -> list[tuple[float, float]]:
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     core = ContextParallel(mesh, method=method, heads=4, kv_heads=2)
     ours = shared(core, narrow, boundaries_BD)
-    alone = shared(Alone(), narrow, boundaries_BD)  # type: ignore[arg-type]
+    alone = shared(SingleRank(), narrow, boundaries_BD)  # type: ignore[arg-type]
     return [
         (abs(a.double() - b).max().item(), abs(c.double() - b).max().item())
         for a, b, c in zip(ours, exact, alone, strict=True)
     ]
 
 
-class Alone:
+class SingleRank:
     """The same interface on one rank."""
 
     def shard(self, x: Tensor, boundaries_BD: Tensor) -> Tensor:
@@ -123,5 +123,5 @@ class Alone:
 @pytest.mark.ranks
 @pytest.mark.parametrize("method", ["ring", "allgather", "ulysses"])
 def test_bfloat16_error_is_at_most_twice_that_of_one_rank(method: str) -> None:
-    for ours, alone in run_ranks(rounding, 4, torch.bfloat16, method)[0]:
+    for ours, alone in run_ranks(rounding_errors, 4, torch.bfloat16, method)[0]:
         assert 0 < ours <= 2 * alone

@@ -18,10 +18,10 @@ from tests.ranks import run_ranks
 
 HEADS: dict[str, Any] = {"heads": 8, "kv_heads": 4}
 SHIFTED = "labels must be the next tokens of their documents, shifted before the sequence is sharded"
-WHOLE = "boundaries [0, 5, 6, 24, 24, 24, 24, 24] must ascend from 0 to the sequence length {}"
+WRONG_LENGTH = "boundaries [0, 5, 6, 24, 24, 24, 24, 24] must ascend from 0 to the sequence length {}"
 
 
-def said(function: Any, *arguments: Any, **options: Any) -> str:
+def error_message(function: Any, *arguments: Any, **options: Any) -> str:
     """The message of the ValueError."""
     with pytest.raises(ValueError, match=r".") as raised:
         function(*arguments, **options)
@@ -31,16 +31,16 @@ def said(function: Any, *arguments: Any, **options: Any) -> str:
 # ---- plans
 
 
-def plans(shape: tuple[int, ...], asked: list[dict[str, Any]]) -> list[str]:
+def plan_errors(shape: tuple[int, ...], asked: list[dict[str, Any]]) -> list[str]:
     mesh = init_device_mesh("cpu", shape)
-    return [said(ContextParallel, mesh, **(HEADS | options)) for options in asked]
+    return [error_message(ContextParallel, mesh, **(HEADS | options)) for options in asked]
 
 
 def unsupported(method: str, window: str = "sliding window 4096") -> str:
     return f'{window} is not supported by cp_method "{method}"'
 
 
-ON_A_LINE: list[tuple[dict[str, Any], str]] = [
+ONE_DIM_PLANS: list[tuple[dict[str, Any], str]] = [
     ({"method": "ring", "window": 4096}, unsupported("ring")),
     ({"method": "allgather", "window": 0}, unsupported("allgather", "sliding window 0")),
     ({"method": "ulysses", "window": 4096}, unsupported("ulysses")),
@@ -90,7 +90,7 @@ ON_A_LINE: list[tuple[dict[str, Any], str]] = [
         ),
     ),
 ]
-ON_A_GRID: list[tuple[dict[str, Any], str]] = [
+TWO_DIM_PLANS: list[tuple[dict[str, Any], str]] = [
     (
         {"heads": 9, "kv_heads": 3},
         'cp_method = "hybrid" splits heads over 2 ranks, which must divide the 9 query heads of a rank',
@@ -101,26 +101,26 @@ ON_A_GRID: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("shape", "refused"), [((2,), ON_A_LINE), ((2, 2), ON_A_GRID)], ids=["line", "grid"])
+@pytest.mark.parametrize(("shape", "refused"), [((2,), ONE_DIM_PLANS), ((2, 2), TWO_DIM_PLANS)], ids=["line", "grid"])
 def test_every_rank_reports_all_problems_of_a_plan(
     shape: tuple[int, ...], refused: list[tuple[dict[str, Any], str]]
 ) -> None:
     asked, expected = [options for options, _ in refused], [message for _, message in refused]
-    for messages in run_ranks(plans, torch.Size(shape).numel(), shape, asked, timeout=30):
+    for messages in run_ranks(plan_errors, torch.Size(shape).numel(), shape, asked, timeout=30):
         assert messages == expected
 
 
-def different(shape: tuple[int, ...], asked: list[tuple[int, dict[str, Any]]]) -> list[str]:
+def mismatch_errors(shape: tuple[int, ...], asked: list[tuple[int, dict[str, Any]]]) -> list[str]:
     """The errors if one rank gets different arguments; afterwards the ranks can still communicate."""
     mesh = init_device_mesh("cpu", shape)
     method = "ring" if len(shape) == 1 else "hybrid"
     messages = []
     for odd, options in asked:
         mine = {"method": method} | HEADS | (options if distributed.get_rank() == odd else {})
-        messages.append(said(ContextParallel, mesh, **mine))
+        messages.append(error_message(ContextParallel, mesh, **mine))
     core = ContextParallel(mesh, method=method, **HEADS)
     boundaries_BD = starts([5, 11]) if distributed.get_rank() else starts([5, 10, 1])
-    messages.append(said(core.require_same_boundaries, boundaries_BD))
+    messages.append(error_message(core.require_same_boundaries, boundaries_BD))
     core.require_same_boundaries(starts([5, 11]))
     return messages
 
@@ -140,7 +140,7 @@ def test_all_ranks_report_different_plans_or_boundaries_without_a_hang(shape: tu
             {"window": 3},
         )
     ]
-    by_rank = run_ranks(different, ranks, shape, asked, timeout=30)
+    by_rank = run_ranks(mismatch_errors, ranks, shape, asked, timeout=30)
     assert by_rank == [by_rank[0]] * ranks
     for (rank, options), message in zip(asked, by_rank[0], strict=False):
         assert message.startswith("context-parallel ranks have different plans: ")
@@ -153,11 +153,11 @@ def test_all_ranks_report_different_plans_or_boundaries_without_a_hang(shape: tu
 
 # ---- calls
 
-ALIKE = "queries, keys and values must have equal batch, tokens, head_dim and dtype, not"
+MISMATCHED = "queries, keys and values must have equal batch, tokens, head_dim and dtype, not"
 F32 = "torch.float32"
 
 
-def calls() -> dict[str, str]:
+def call_errors() -> dict[str, str]:
     """The error of each invalid call."""
     mesh = init_device_mesh("cpu", (2,))
     found = {}
@@ -174,7 +174,7 @@ def calls() -> dict[str, str]:
             core: ContextParallel = core,
         ) -> str:
             given = starts(*rows) if rows else boundaries
-            return said(core, torch.ones(q, dtype=dtype), torch.ones(k), torch.ones(v), given)
+            return error_message(core, torch.ones(q, dtype=dtype), torch.ones(k), torch.ones(v), given)
 
         found[f"{method}, query heads"] = call(q=(1, 8, 4, 4))
         found[f"{method}, key heads"] = call(k=(1, 8, 8, 4), v=(1, 8, 8, 4))
@@ -198,10 +198,10 @@ def test_every_method_rejects_mismatched_inputs() -> None:
     expected = {
         "query heads": "4 query heads and 4 KV heads do not match ContextParallel(heads=8, kv_heads=4)",
         "key heads": "8 query heads and 8 KV heads do not match ContextParallel(heads=8, kv_heads=4)",
-        "values of another width": f"{ALIKE} (1, 8, 8, 4) {F32}, (1, 8, 4, 4) {F32}, (1, 8, 4, 6) {F32}",
-        "keys of fewer tokens": f"{ALIKE} (1, 8, 8, 4) {F32}, (1, 6, 4, 4) {F32}, (1, 6, 4, 4) {F32}",
-        "queries of another width": f"{ALIKE} (1, 8, 8, 6) {F32}, (1, 8, 4, 4) {F32}, (1, 8, 4, 4) {F32}",
-        "queries of another type": f"{ALIKE} (1, 8, 8, 4) torch.float64, (1, 8, 4, 4) {F32}, (1, 8, 4, 4) {F32}",
+        "values of another width": f"{MISMATCHED} (1, 8, 8, 4) {F32}, (1, 8, 4, 4) {F32}, (1, 8, 4, 6) {F32}",
+        "keys of fewer tokens": f"{MISMATCHED} (1, 8, 8, 4) {F32}, (1, 6, 4, 4) {F32}, (1, 6, 4, 4) {F32}",
+        "queries of another width": f"{MISMATCHED} (1, 8, 8, 6) {F32}, (1, 8, 4, 4) {F32}, (1, 8, 4, 4) {F32}",
+        "queries of another type": f"{MISMATCHED} (1, 8, 8, 4) torch.float64, (1, 8, 4, 4) {F32}, (1, 8, 4, 4) {F32}",
         "no rows": "queries, keys and values must be [batch, tokens, heads, head_dim], not "
         f"(8, 8, 4) {F32}, (8, 4, 4) {F32}, (8, 4, 4) {F32}",
         "shorter row": "boundaries [0, 3, 12] must ascend from 0 to the sequence length 16",
@@ -210,7 +210,7 @@ def test_every_method_rejects_mismatched_inputs() -> None:
         "descending": "boundaries [0, 9, 5, 16] must ascend from 0 to the sequence length 16",
         "no start": "boundaries [3, 16] must ascend from 0 to the sequence length 16",
     }
-    for found in run_ranks(calls, 2):
+    for found in run_ranks(call_errors, 2):
         assert found == {
             f"{method}, {what}": message
             for method in ("ring", "allgather", "ulysses")
@@ -218,20 +218,20 @@ def test_every_method_rejects_mismatched_inputs() -> None:
         }
 
 
-def rows_of_boundaries() -> list[str]:
+def batch_size_errors() -> list[str]:
     mesh = init_device_mesh("cpu", (2,))
     found = []
     for method in ("ring", "allgather", "ulysses"):
         core = ContextParallel(mesh, method=method, **HEADS)
         q, k = torch.ones(2, 8, 8, 4), torch.ones(2, 8, 4, 4)
-        found += [said(core, q, k, k, starts(*rows)) for rows in ([[3, 13]], [[3, 13], [16], [16]])]
+        found += [error_message(core, q, k, k, starts(*rows)) for rows in ([[3, 13]], [[3, 13], [16], [16]])]
     return found
 
 
 @pytest.mark.ranks
 def test_boundaries_with_another_batch_size_raise() -> None:
     """Otherwise sequences without boundaries would stay uninitialised, and surplus boundaries would crash."""
-    for found in run_ranks(rows_of_boundaries, 2):
+    for found in run_ranks(batch_size_errors, 2):
         for fewer, more in zip(found[::2], found[1::2], strict=True):
             assert fewer == "boundaries have batch size 1; q, k and v have 2"
             assert more == "boundaries have batch size 3; q, k and v have 2"
@@ -240,51 +240,53 @@ def test_boundaries_with_another_batch_size_raise() -> None:
 # ---- sharding
 
 
-def whole() -> Batch:
+def full_batch() -> Batch:
     """Two sequences with distinct labels."""
     batch = packed([5, 1, 18], [24])
     tokens = torch.arange(48).view(2, 24)
     return replace(batch, tokens=tokens, labels=torch.where(batch.labels == IGNORE_INDEX, IGNORE_INDEX, tokens + 1))
 
 
-def entrances() -> dict[str, str]:
+def sharding_errors() -> dict[str, str]:
     mesh = init_device_mesh("cpu", (2,))
     headtail, contiguous = (
         ContextParallel(mesh, method="ring", layout=kind, **HEADS) for kind in ("headtail", "contiguous")
     )
-    batch, shape = whole(), (2, 24)
-    shifted_in_the_whole_row = replace(batch, labels=batch.tokens.roll(-1, 1))
-    before = batch.labels.roll(1, 1)
+    batch, shape = full_batch(), (2, 24)
+    shifted_first = replace(batch, labels=batch.tokens.roll(-1, 1))
+    shifted_back = batch.labels.roll(1, 1)
     # Labels shifted after sharding: wrong at shard boundaries.
     order = SeqLayout("headtail", 2, (0, 24)).permutation()
-    late = batch.tokens[1:, order].unflatten(1, (2, -1)).roll(-1, 2).flatten(1)[:, order.argsort()]
-    assert headtail.shard_batch(batch).labels.shape == headtail.shard_batch(shifted_in_the_whole_row).labels.shape
+    shifted_after_sharding = batch.tokens[1:, order].unflatten(1, (2, -1)).roll(-1, 2).flatten(1)[:, order.argsort()]
+    assert headtail.shard_batch(batch).labels.shape == headtail.shard_batch(shifted_first).labels.shape
     return {
-        "18 tokens": said(headtail.shard, torch.ones(2, 18)),
-        "17 tokens": said(contiguous.shard, torch.ones(2, 17)),
-        "other boundaries": said(headtail.shard, torch.ones(2, 20), batch.boundaries),
-        "int64": said(headtail.shard, torch.ones(2, 24), batch.boundaries.long()),
-        "device": said(headtail.shard, torch.ones(2, 24), batch.boundaries.to("meta")),
-        "unshard": said(headtail.unshard, torch.ones(2, 9)),
-        "not shifted": said(headtail.shard_batch, replace(batch, labels=batch.tokens)),
-        "shifted twice": said(headtail.shard_batch, replace(batch, labels=batch.tokens.roll(-2, 1))),
-        "shifted back": said(headtail.shard_batch, replace(batch, labels=before)),
-        "one wrong": said(
+        "18 tokens": error_message(headtail.shard, torch.ones(2, 18)),
+        "17 tokens": error_message(contiguous.shard, torch.ones(2, 17)),
+        "other boundaries": error_message(headtail.shard, torch.ones(2, 20), batch.boundaries),
+        "int64": error_message(headtail.shard, torch.ones(2, 24), batch.boundaries.long()),
+        "device": error_message(headtail.shard, torch.ones(2, 24), batch.boundaries.to("meta")),
+        "unshard": error_message(headtail.unshard, torch.ones(2, 9)),
+        "not shifted": error_message(headtail.shard_batch, replace(batch, labels=batch.tokens)),
+        "shifted twice": error_message(headtail.shard_batch, replace(batch, labels=batch.tokens.roll(-2, 1))),
+        "shifted back": error_message(headtail.shard_batch, replace(batch, labels=shifted_back)),
+        "one wrong": error_message(
             headtail.shard_batch,
             replace(batch, labels=batch.labels.masked_fill(torch.arange(48).view(shape) == 40, 7)),
         ),
-        "after the cut": said(headtail.shard_batch, replace(batch, labels=torch.cat([batch.labels[:1], late]))),
-        "cut before": said(headtail.shard_batch, headtail.shard_batch(batch)),
+        "after the cut": error_message(
+            headtail.shard_batch, replace(batch, labels=torch.cat([batch.labels[:1], shifted_after_sharding]))
+        ),
+        "cut before": error_message(headtail.shard_batch, headtail.shard_batch(batch)),
     }
 
 
 @pytest.mark.ranks
 def test_sharding_rejects_indivisible_lengths_and_unshifted_labels() -> None:
-    for rank, found in enumerate(run_ranks(entrances, 2)):
+    for rank, found in enumerate(run_ranks(sharding_errors, 2)):
         assert found == {
             "18 tokens": 'sequence length 18 must be a multiple of 4 for layout "headtail" over 2 ranks',
             "17 tokens": 'sequence length 17 must be a multiple of 2 for layout "contiguous" over 2 ranks',
-            "other boundaries": WHOLE.format(20),
+            "other boundaries": WRONG_LENGTH.format(20),
             "int64": "boundaries must be int32 on the CPU, not torch.int64 on cpu",
             "device": "boundaries must be int32 on the CPU, not torch.int32 on meta",
             "unshard": 'sequence length 18 must be a multiple of 4 for layout "headtail" over 2 ranks',
@@ -294,5 +296,5 @@ def test_sharding_rejects_indivisible_lengths_and_unshifted_labels() -> None:
             "one wrong": SHIFTED,
             "after the cut": SHIFTED,
             # With one span per rank, the length is checked.
-            "cut before": SHIFTED if rank == 0 else WHOLE.format(12),
+            "cut before": SHIFTED if rank == 0 else WRONG_LENGTH.format(12),
         }

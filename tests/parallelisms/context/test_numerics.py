@@ -30,11 +30,11 @@ NAMES = ("out", "dq", "dk", "dv", "lse")
 
 
 @dataclass
-class Wires:
+class ThreadCollectives:
     """Collectives between threads; all ranks call them in the same order."""
 
     ranks: int
-    parts: dict[int, Tensor] = field(default_factory=dict)
+    shards: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.barrier = Barrier(self.ranks, timeout=60)
@@ -44,14 +44,14 @@ class Wires:
         }
         self.made = [count() for _ in range(self.ranks)]
 
-    def rotate(self, x: Tensor, rank: int) -> Arriving:
+    def rotate(self, x: Tensor, rank: int) -> Pending:
         hop = next(self.made[rank])
         self.hops[(rank + 1) % self.ranks, hop].put(x.clone())
-        return Arriving(partial(self.hops[rank, hop].get, timeout=60))
+        return Pending(partial(self.hops[rank, hop].get, timeout=60))
 
-    def gather(self, x: Tensor, rank: int) -> Arriving:
-        everyone = self._all(x, rank)
-        return Arriving(lambda: torch.stack(everyone))
+    def gather(self, x: Tensor, rank: int) -> Pending:
+        gathered = self._all(x, rank)
+        return Pending(lambda: torch.stack(gathered))
 
     def reduce_scatter(self, x: Tensor, rank: int) -> Tensor:
         total = torch.zeros_like(x[rank])
@@ -62,13 +62,13 @@ class Wires:
     def _all(self, x: Tensor, rank: int) -> list[Tensor]:
         self.parts[rank] = x.clone()
         self.barrier.wait()
-        everyone = [self.parts[other] for other in range(self.ranks)]
+        gathered = [self.parts[other] for other in range(self.ranks)]
         self.barrier.wait()
-        return everyone
+        return gathered
 
 
 @dataclass(frozen=True)
-class Arriving:
+class Pending:
     wait: Callable[[], Tensor]
 
 
@@ -82,25 +82,25 @@ def shared(
     """Output, gradients and log-sum-exp of one sequence, unsharded, for the output gradient of `run`."""
     layout = SeqLayout(LAYOUTS_BY_ROTATE_METHOD[rotation][0], ranks, tuple(boundaries_BD[0].tolist()))
     weights = torch.randn(given[0].shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    parts = [x.detach()[0, layout.permutation()].chunk(ranks) for x in (weights.to(given[0]), *given)]
-    wires = Wires(ranks)
+    shards = [x.detach()[0, layout.permutation()].chunk(ranks) for x in (weights.to(given[0]), *given)]
+    collectives = ThreadCollectives(ranks)
 
     def one(rank: int) -> tuple[Tensor, ...]:
-        grad, q, k, v = (part[rank] for part in parts)
+        grad, q, k, v = (part[rank] for part in shards)
         share = RankAttentionPlan((layout,), rank)
         if rotation == "allgather":
-            everyone = partial(wires.gather, rank=rank)
-            out, lse = all_gather.forward(q, k, v, everyone(torch.stack((k, v))), share)
-            reduce = partial(wires.reduce_scatter, rank=rank)
-            arriving = everyone(torch.stack((k, v)))
+            gathered = partial(collectives.gather, rank=rank)
+            out, lse = all_gather.forward(q, k, v, gathered(torch.stack((k, v))), share)
+            reduce = partial(collectives.reduce_scatter, rank=rank)
+            pending_kv = gathered(torch.stack((k, v)))
             grads = all_gather.backward(
-                grad, q, k, v, arriving, out, lse, share, reduce_scatter=reduce, reduce_dtype=wire
+                grad, q, k, v, pending_kv, out, lse, share, reduce_scatter=reduce, reduce_dtype=wire
             )
         else:
-            hop = partial(wires.rotate, rank=rank)
+            hop = partial(collectives.rotate, rank=rank)
             out, lse = ring.forward(q, k, v, hop(torch.stack((k, v))), share, rotate=hop)
-            arriving = hop(torch.stack((k, v)))
-            grads = ring.backward(grad, q, k, v, arriving, out, lse, share, rotate=hop, reduce_dtype=wire)
+            pending_kv = hop(torch.stack((k, v)))
+            grads = ring.backward(grad, q, k, v, pending_kv, out, lse, share, rotate=hop, reduce_dtype=wire)
         return out, *grads, lse.T
 
     with ThreadPoolExecutor(ranks) as pool:

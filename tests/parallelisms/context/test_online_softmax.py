@@ -24,14 +24,14 @@ def draw(spread: float, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Ten
     return out_MXNH.to(dtype), lse_MNX.double() if dtype == torch.float64 else lse_MNX
 
 
-def one_by_one(out_MXNH: Tensor, lse_MNX: Tensor) -> OnlineSoftmax:
+def merge_sequentially(out_MXNH: Tensor, lse_MNX: Tensor) -> OnlineSoftmax:
     running = OnlineSoftmax(out_MXNH[0].clone(), lse_MNX[0].clone())
     for out_XNH, lse_NX in zip(out_MXNH[1:], lse_MNX[1:], strict=True):
         running.merge(EVERYTHING, out_XNH, lse_NX)
     return running
 
 
-def at_once(out_MXNH: Tensor, lse_MNX: Tensor) -> tuple[Tensor, Tensor]:
+def merge_in_float64(out_MXNH: Tensor, lse_MNX: Tensor) -> tuple[Tensor, Tensor]:
     lse_MNX = lse_MNX.double()
     weight_MXN1 = lse_MNX.softmax(dim=0).transpose(1, 2).unsqueeze(-1)
     return (weight_MXN1 * out_MXNH.double()).sum(dim=0), lse_MNX.logsumexp(dim=0)
@@ -40,8 +40,8 @@ def at_once(out_MXNH: Tensor, lse_MNX: Tensor) -> tuple[Tensor, Tensor]:
 def errors(spread: float, dtype: torch.dtype = torch.float32) -> tuple[float, float]:
     """The largest error of the output, and of the log-sum-exp relative to its spread."""
     parts = draw(spread, dtype)
-    running = one_by_one(*parts)
-    out_XNH, lse_NX = at_once(*parts)
+    running = merge_sequentially(*parts)
+    out_XNH, lse_NX = merge_in_float64(*parts)
     return (running.out_XNH - out_XNH).abs().max().item(), (running.lse_NX - lse_NX).abs().max().item() / spread
 
 
@@ -62,9 +62,9 @@ def test_float64_merges_are_exact(spread: float) -> None:
 def test_merges_accumulate_in_float32_for_any_input_dtype() -> None:
     assert errors(1.0, torch.bfloat16)[0] <= 7e-7
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        running = one_by_one(*draw(1.0, dtype))
+        running = merge_sequentially(*draw(1.0, dtype))
         assert running.out_XNH.dtype == running.lse_NX.dtype == torch.float32
-    running = one_by_one(*draw(1.0, torch.float64))
+    running = merge_sequentially(*draw(1.0, torch.float64))
     assert running.out_XNH.dtype == running.lse_NX.dtype == torch.float64
 
 
@@ -107,6 +107,6 @@ def test_merge_changes_only_its_queries(at: slice | Tensor) -> None:
     others[at] = False
     assert torch.equal(running.out_XNH[others], out_MXNH[0, others])
     assert torch.equal(running.lse_NX[:, others], lse_MNX[0][:, others])
-    out_XNH, lse_NX = at_once(out_MXNH[:2], lse_MNX[:2])
+    out_XNH, lse_NX = merge_in_float64(out_MXNH[:2], lse_MNX[:2])
     torch.testing.assert_close(running.out_XNH[at].double(), out_XNH[at], rtol=0, atol=1e-6)
     torch.testing.assert_close(running.lse_NX[:, at].double(), lse_NX[:, at], rtol=0, atol=1e-6)

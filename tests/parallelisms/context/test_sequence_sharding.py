@@ -18,7 +18,7 @@ from tests.models.small_models import packed, starts
 from tests.parallelisms.context.documents import small
 from tests.ranks import run_ranks
 
-PER_TOKEN = ("tokens", "labels", "positions", "documents")
+PER_TOKEN = ("tokens", "labels", "positions", "document_ids")
 Options = dict[str, Any]
 
 
@@ -39,7 +39,7 @@ def cut(shape: tuple[int, ...], options: list[Options], batches: list[Batch]) ->
     return [[core.shard_batch(batch) for batch in batches] for core in cores]
 
 
-def by_options(shape: tuple[int, ...], options: list[Options], batches: list[Batch]) -> list[list[list[Batch]]]:
+def shards_by_plan(shape: tuple[int, ...], options: list[Options], batches: list[Batch]) -> list[list[list[Batch]]]:
     """[options][batch][rank]."""
     by_rank = run_ranks(cut, torch.Size(shape).numel(), shape, options, batches)
     return [
@@ -47,7 +47,7 @@ def by_options(shape: tuple[int, ...], options: list[Options], batches: list[Bat
     ]
 
 
-def everything(ranks: int) -> list[tuple[tuple[int, ...], list[Options]]]:
+def all_plans(ranks: int) -> list[tuple[tuple[int, ...], list[Options]]]:
     """Every method and layout, by mesh."""
     alone = [
         {"method": rotation, "layout": layout}
@@ -75,7 +75,7 @@ def test_labels_and_positions_are_those_of_the_full_sequence() -> None:
         {"method": "ring", "layout": "headtail"},
         {"method": "ring", "layout": "doc_headtail"},
     ]
-    contiguous, headtail, doc_headtail = by_options((2,), options, [one, numbered([8, 4])])
+    contiguous, headtail, doc_headtail = shards_by_plan((2,), options, [one, numbered([8, 4])])
     assert [part.tokens.tolist() for part in contiguous[0]] == [[[1, 2, 3, 4]], [[5, 6, 7, 8]]]
     assert [part.labels.tolist() for part in contiguous[0]] == [[[2, 3, 4, 5]], [[6, 7, 8, IGNORE_INDEX]]]
     assert [part.positions.tolist() for part in contiguous[0]] == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
@@ -97,7 +97,7 @@ def test_labels_and_positions_are_those_of_the_full_sequence() -> None:
 @pytest.mark.ranks
 def test_ulysses_ranks_hold_adjacent_halves_of_a_ring_shard() -> None:
     headtail = {"outer_method": "ring", "layout": "headtail"}
-    ((parts,),) = by_options((2, 2), [headtail], [numbered([16])])
+    ((parts,),) = shards_by_plan((2, 2), [headtail], [numbered([16])])
     held = [part.tokens[0].tolist() for part in parts]
     assert held == [[0, 1, 2, 3], [12, 13, 14, 15], [4, 5, 6, 7], [8, 9, 10, 11]]
 
@@ -121,7 +121,7 @@ def pairs(batch: Batch) -> int:
     return int((sizes * (sizes + 1) // 2).sum())
 
 
-def assert_cut_alike(parts: list[Batch], whole: Batch, *, ulysses: int) -> None:
+def assert_sharded_alike(parts: list[Batch], whole: Batch, *, ulysses: int) -> None:
     """Every token is on one rank with its label and position, and the ranks' pairs sum to the sequence's."""
     joined = {name: torch.cat([getattr(part, name) for part in parts], dim=1) for name in PER_TOKEN}
     for row, order in enumerate(joined["tokens"].argsort(dim=1)):
@@ -143,18 +143,18 @@ def assert_cut_alike(parts: list[Batch], whole: Batch, *, ulysses: int) -> None:
 @pytest.mark.ranks
 def test_all_per_token_tensors_are_sharded_alike() -> None:
     given = batches(48)
-    for shape, options in everything(4):
-        for one, cuts in zip(options, by_options(shape, options, given), strict=True):
+    for shape, options in all_plans(4):
+        for one, cuts in zip(options, shards_by_plan(shape, options, given), strict=True):
             ulysses = 4 if one.get("method") == "ulysses" else len(shape)
             for whole, parts in zip(given, cuts, strict=True):
-                assert_cut_alike(parts, whole, ulysses=ulysses)
+                assert_sharded_alike(parts, whole, ulysses=ulysses)
 
 
 @pytest.mark.ranks
 def test_computed_pairs_count_the_rank_s_own_queries() -> None:
     options: list[Options] = [{"method": "ring", "layout": "contiguous"}, {"method": "ulysses"}]
     given = [numbered([8]), numbered([3, 5]), numbered([8], [3, 5]), numbered([1] * 7 + [1])]
-    ring, ulysses = by_options((2,), options, given)
+    ring, ulysses = shards_by_plan((2,), options, given)
     assert [[part.num_computed_pairs for part in parts] for parts in ring] == [[10, 26], [7, 14], [17, 40], [4, 4]]
     assert [[part.num_computed_pairs for part in parts] for parts in ulysses] == [[18, 18], [10, 10], [28, 28], [4, 4]]
 
@@ -162,7 +162,7 @@ def test_computed_pairs_count_the_rank_s_own_queries() -> None:
 # ---- padding
 
 
-def filled(whole: Batch, multiple: int) -> Batch:
+def padded(whole: Batch, multiple: int) -> Batch:
     """Reference padding: one more document at the end of every sequence, token by token."""
     rows, tokens = whole.tokens.shape
     more = -tokens % multiple
@@ -176,7 +176,7 @@ def filled(whole: Batch, multiple: int) -> Batch:
     return replace(whole, **joined, document_ids=torch.tensor(documents), boundaries=boundaries)
 
 
-def one_more(batch: Batch) -> Batch:
+def plus_one(batch: Batch) -> Batch:
     """Tokens from 1, because padding is token 0."""
     return replace(
         batch, tokens=batch.tokens + 1, labels=batch.labels.where(batch.labels == IGNORE_INDEX, batch.labels + 1)
@@ -186,15 +186,15 @@ def one_more(batch: Batch) -> Batch:
 @pytest.mark.ranks
 def test_indivisible_sequence_is_padded_with_an_unlabelled_document() -> None:
     rows = [rows for size in (37, 45, 46, 47, 48) for rows in ([[size]], [[size - 4, 3, 1], [1, 2, size - 3]])]
-    given = [one_more(numbered(*lengths)) for lengths in rows]
-    for shape, options in everything(4):
-        for one, cuts in zip(options, by_options(shape, options, given), strict=True):
+    given = [plus_one(numbered(*lengths)) for lengths in rows]
+    for shape, options in all_plans(4):
+        for one, cuts in zip(options, shards_by_plan(shape, options, given), strict=True):
             contiguous = one.get("layout") == "contiguous" or one.get("method") == "ulysses"
             for whole, parts in zip(given, cuts, strict=True):
-                assert_filled(parts, whole, filled(whole, 4 if contiguous else 8))
+                assert_padded(parts, whole, padded(whole, 4 if contiguous else 8))
 
 
-def assert_filled(parts: list[Batch], whole: Batch, expected: Batch) -> None:
+def assert_padded(parts: list[Batch], whole: Batch, expected: Batch) -> None:
     joined = {name: torch.cat([getattr(part, name) for part in parts], dim=1) for name in PER_TOKEN}
     for row in range(len(expected.tokens)):
         ours, right = (
@@ -210,7 +210,7 @@ def assert_filled(parts: list[Batch], whole: Batch, expected: Batch) -> None:
 # ---- round trip
 
 
-def returned(shape: tuple[int, ...], options: list[Options]) -> tuple[list[str], list[Tensor]]:
+def round_trip_failures(shape: tuple[int, ...], options: list[Options]) -> tuple[list[str], list[Tensor]]:
     """The plans whose round trip failed, and for each plan the gradient of a sharded sequence."""
     wrong, gradients = [], []
     rows = starts([3, 1, 44], [48])
@@ -233,15 +233,15 @@ def returned(shape: tuple[int, ...], options: list[Options]) -> tuple[list[str],
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_unshard_inverts_shard_and_shard_is_differentiable() -> None:
-    for shape, options in [*everything(4), ((3,), [{"method": "ring"}]), ((3, 2), [{"outer_method": "ring"}])]:
-        by_rank = run_ranks(returned, torch.Size(shape).numel(), shape, options)
+    for shape, options in [*all_plans(4), ((3,), [{"method": "ring"}]), ((3, 2), [{"outer_method": "ring"}])]:
+        by_rank = run_ranks(round_trip_failures, torch.Size(shape).numel(), shape, options)
         assert [wrong for wrong, _ in by_rank] == [[]] * len(by_rank)
         for parts in zip(*(gradients for _, gradients in by_rank), strict=True):
             assert torch.equal(torch.stack(parts).sum(0), torch.arange(96.0).view(2, 48))
             assert ((torch.stack(parts) != 0).sum(0) <= 1).all(), "a token is on one rank"
 
 
-def rows_differ() -> list[bool]:
+def sequences_differ() -> list[bool]:
     core = core_of((2,), {"method": "ring"})
     rows = starts([5, 19], [24], [1, 23])
     x = torch.randn(3, 24, 2)
@@ -251,4 +251,4 @@ def rows_differ() -> list[bool]:
 
 @pytest.mark.ranks
 def test_each_sequence_is_sharded_by_its_own_documents() -> None:
-    assert run_ranks(rows_differ, 2) == [[True] * 3] * 2
+    assert run_ranks(sequences_differ, 2) == [[True] * 3] * 2

@@ -29,7 +29,7 @@ RINGS = (1, 2, 3, 4, 8)
 TOKENS = 48
 
 
-def held(layout: SeqLayout) -> list[list[int]]:
+def local_tokens(layout: SeqLayout) -> list[list[int]]:
     """Token indices of every rank."""
     parts: list[list[int]] = [part.tolist() for part in layout.permutation().chunk(layout.ring_degree)]
     return parts
@@ -37,11 +37,11 @@ def held(layout: SeqLayout) -> list[list[int]]:
 
 def owners(layout: SeqLayout) -> list[int]:
     """The rank of every token."""
-    of_token = {token: rank for rank, tokens in enumerate(held(layout)) for token in tokens}
+    of_token = {token: rank for rank, tokens in enumerate(local_tokens(layout)) for token in tokens}
     return [of_token[token] for token in range(layout.num_tokens)]
 
 
-def longest_first(sums: list[int], ring: int) -> list[int]:
+def assign_heaviest_first(sums: list[int], ring: int) -> list[int]:
     """The rank of each chunk: heaviest first, to the least loaded rank with a free slot; ties by index."""
     rank_of = [0] * len(sums)
     load, count = [0] * ring, [0] * ring
@@ -53,10 +53,10 @@ def longest_first(sums: list[int], ring: int) -> list[int]:
     return rank_of
 
 
-def dealt(boundaries: tuple[int, ...], ring: int, per_rank: int) -> tuple[list[int], float]:
+def assign_chunks(boundaries: tuple[int, ...], ring: int, per_rank: int) -> tuple[list[int], float]:
     """The rank of each chunk for `per_rank` chunks per rank, and the imbalance."""
     sums = keys_seen(boundaries).view(ring * per_rank, -1).sum(1)
-    rank_of = longest_first(sums.tolist(), ring)
+    rank_of = assign_heaviest_first(sums.tolist(), ring)
     totals = torch.zeros(ring, dtype=torch.int64).index_add_(0, torch.tensor(rank_of), sums)
     return rank_of, (totals.max() * ring / sums.sum()).item()
 
@@ -70,7 +70,7 @@ def imbalance(layout: SeqLayout) -> float:
 
 
 def test_headtail_gives_each_rank_a_chunk_and_its_mirror() -> None:
-    first, second = held(SeqLayout("headtail", 2, (0, 32)))
+    first, second = local_tokens(SeqLayout("headtail", 2, (0, 32)))
     assert first == [*range(8), *range(24, 32)]
     assert second == [*range(8, 24)]
     ids = torch.arange(1, 9)
@@ -86,7 +86,7 @@ def test_contiguous_gives_each_rank_one_range() -> None:
 
 
 def test_doc_headtail_splits_every_document_over_all_ranks() -> None:
-    assert held(SeqLayout("doc_headtail", 2, (0, 8, 12))) == [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
+    assert local_tokens(SeqLayout("doc_headtail", 2, (0, 8, 12))) == [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_labels_shifted_before_sharding_are_right_on_every_rank() -> None:
 def test_permutation_is_even_and_invertible(kind: ShardLayout, ring: int) -> None:
     for boundaries in small(TOKENS):
         layout = SeqLayout(kind, ring, boundaries)
-        parts = held(layout)
+        parts = local_tokens(layout)
         assert layout.permutation().dtype == torch.int64
         assert sorted(token for part in parts for token in part) == list(range(TOKENS))
         assert [len(part) for part in parts] == [TOKENS // ring] * ring
@@ -161,7 +161,7 @@ def test_spans_are_maximal_ranges_of_a_document_on_a_rank(kind: ShardLayout, rin
     for boundaries in small(TOKENS):
         layout = SeqLayout(kind, ring, boundaries)
         documents = document_of(boundaries).tolist()
-        for rank, tokens in enumerate(held(layout)):
+        for rank, tokens in enumerate(local_tokens(layout)):
             begins = [
                 local
                 for local, token in enumerate(tokens)
@@ -180,7 +180,7 @@ def test_pairs_per_rank_sum_to_all_visible_pairs(kind: ShardLayout, ring: int) -
     for boundaries in small(TOKENS):
         layout = SeqLayout(kind, ring, boundaries)
         seen = keys_seen(boundaries)
-        assert layout.pairs_per_rank() == tuple(int(seen[tokens].sum()) for tokens in held(layout))
+        assert layout.pairs_per_rank() == tuple(int(seen[tokens].sum()) for tokens in local_tokens(layout))
         lengths = [end - start for start, end in pairwise(boundaries)]
         assert sum(layout.pairs_per_rank()) == sum(length * (length + 1) // 2 for length in lengths)
 
@@ -203,10 +203,10 @@ def test_doc_headtail_orders_ranks_up_then_down_in_every_document(ring: int) -> 
 @pytest.mark.parametrize("ring", RINGS)
 def test_single_document_is_headtail_in_every_balancing_layout(ring: int) -> None:
     row = (0, 48 * 1024)
-    expected = held(SeqLayout("headtail", ring, row))
-    assert held(SeqLayout("doc_headtail", ring, row)) == expected
+    expected = local_tokens(SeqLayout("headtail", ring, row))
+    assert local_tokens(SeqLayout("doc_headtail", ring, row)) == expected
     # With the ranks renamed.
-    assert sorted(held(SeqLayout("balanced", ring, row))) == expected
+    assert sorted(local_tokens(SeqLayout("balanced", ring, row))) == expected
     assert imbalance(SeqLayout("headtail", ring, row)) < 1 + 1e-9
 
 
@@ -226,7 +226,7 @@ def test_balanced_uses_the_fewest_chunks_that_balance(ring: int, tokens: int, co
     per_ranks = set()
     for seed in range(30):
         boundaries = few(tokens * ring, seed)
-        tried = {per_rank: dealt(boundaries, ring, per_rank) for per_rank in counts}
+        tried = {per_rank: assign_chunks(boundaries, ring, per_rank) for per_rank in counts}
         even = [per_rank for per_rank, (_, ratio) in tried.items() if ratio <= 1.01]
         per_rank = even[0] if even else min(tried, key=lambda per_rank: tried[per_rank][1])
         per_ranks.add((per_rank, bool(even)))
@@ -238,8 +238,8 @@ def test_balanced_uses_the_fewest_chunks_that_balance(ring: int, tokens: int, co
 @pytest.mark.parametrize(("long", "at_most"), [(6553, 1.01), (1638, 1.06)])
 def test_balanced_uses_up_to_32_chunks_per_rank_with_one_long_document(long: int, at_most: float) -> None:
     boundaries = (0, long, *range(long + 64, 8192 * 4, 64), 8192 * 4)
-    rank_of, ratio = dealt(boundaries, 4, 32)
-    assert ratio <= at_most < min(dealt(boundaries, 4, per_rank)[1] for per_rank in (2, 4, 8, 16))
+    rank_of, ratio = assign_chunks(boundaries, 4, 32)
+    assert ratio <= at_most < min(assign_chunks(boundaries, 4, per_rank)[1] for per_rank in (2, 4, 8, 16))
     # 64 chunks of 128 tokens would fit.
     assert owners(SeqLayout("balanced", 4, boundaries)) == [rank for rank in rank_of for _ in range(256)]
 
@@ -253,7 +253,7 @@ def test_balanced_chunks_are_at_least_a_kernel_tile_unless_the_sequence_is_short
     assert shortest == 128
     # Here no more than two chunks per rank, however uneven.
     layout = SeqLayout("balanced", 2, (0, 64, 256))
-    assert owners(layout) == [rank for rank in dealt((0, 64, 256), 2, 2)[0] for _ in range(64)]
+    assert owners(layout) == [rank for rank in assign_chunks((0, 64, 256), 2, 2)[0] for _ in range(64)]
     assert imbalance(layout) > 1.01
 
 
@@ -278,7 +278,7 @@ def test_sequence_without_two_equal_chunks_per_rank_raises(kind: ShardLayout) ->
 # ---- balance
 
 
-def worst(kind: ShardLayout, rows: list[tuple[int, ...]], ring: int) -> float:
+def worst_imbalance(kind: ShardLayout, rows: list[tuple[int, ...]], ring: int) -> float:
     return max(imbalance(SeqLayout(kind, ring, boundaries)) for boundaries in rows)
 
 
@@ -286,8 +286,8 @@ def worst(kind: ShardLayout, rows: list[tuple[int, ...]], ring: int) -> float:
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_packed_documents_are_balanced(distribution: Distribution, ring: int) -> None:
     rows = [packed(distribution, 128 * 1024, seed) for seed in range(20)]
-    assert worst("doc_headtail", rows, ring) <= 1.01
-    assert worst("balanced", rows, ring) <= 1.02
+    assert worst_imbalance("doc_headtail", rows, ring) <= 1.01
+    assert worst_imbalance("balanced", rows, ring) <= 1.02
 
 
 @pytest.mark.slow
@@ -295,8 +295,8 @@ def test_packed_documents_are_balanced(distribution: Distribution, ring: int) ->
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_packed_sequences_of_a_million_tokens_are_balanced(distribution: Distribution, ring: int) -> None:
     rows = [packed(distribution, 1024 * 1024, seed) for seed in range(20)]
-    assert worst("doc_headtail", rows, ring) <= 1.01
-    assert worst("balanced", rows, ring) <= 1.02
+    assert worst_imbalance("doc_headtail", rows, ring) <= 1.01
+    assert worst_imbalance("balanced", rows, ring) <= 1.02
 
 
 def test_headtail_is_unbalanced_for_packed_documents() -> None:
