@@ -239,7 +239,7 @@ def test_a_preset_and_its_explicit_values_are_the_same_model(tmp_path: Path) -> 
     "changed",
     [
         {"job": {"name": "other"}},
-        {"data": {"cache_dir": "/x", "bad_files": "refuse"}},
+        {"data": {"cache_dir": "/x", "bad_files": "error"}},
         {"training": {"steps": 99, "micro_batch_size": 2, "compile": True, "gc_interval": 7}},
         {"parallelism": {"dp_replicate": 2}},
         {"memory": {"recompute": "full"}},

@@ -70,7 +70,7 @@ def test_a_bad_file_is_logged_and_skipped_or_raises(
     assert documents(given) == ["A", "Z"]
     assert f"skipped {message}" in caplog.text
     with pytest.raises(DataError, match=f"corpus holds {message}"):
-        documents(replace(given, bad_files="refuse"))
+        documents(replace(given, bad_files="error"))
 
 
 def test_a_bad_file_does_not_affect_other_files_of_its_repository(
@@ -127,7 +127,7 @@ def test_partitions_hold_whole_documents_of_any_size(source: Make, monkeypatch: 
 
 def test_the_standard_library_excludes_packages_and_unicode_tables(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    corpus = Corpus(CorpusSpec(corpus=STDLIB_CORPUS, documents="repository", bad_files="refuse"))
+    corpus = Corpus(CorpusSpec(corpus=STDLIB_CORPUS, documents="repository", bad_files="error"))
     names = [file.name for file in corpus.files]
     assert "json/decoder.py" in names
     assert not any(name.startswith(("site-packages/", "encodings/")) or "__pycache__" in name for name in names)

@@ -86,8 +86,8 @@ def test_a_bad_line_is_logged_and_skipped_or_raises(
     given = source({"a.jsonl": content})
     assert documents(given) == ["one", "two"]
     assert f"skipped a.jsonl:3: {BAD_LINES[line]}" in caplog.text
-    with pytest.raises(DataError, match=r'^data.bad_files = "refuse", and the corpus holds a.jsonl:3: '):
-        documents(replace(given, bad_files="refuse"))
+    with pytest.raises(DataError, match=r'^data.bad_files = "error", and the corpus holds a.jsonl:3: '):
+        documents(replace(given, bad_files="error"))
 
 
 def test_count_lines_before_counts_line_starts(tmp_path: Path) -> None:

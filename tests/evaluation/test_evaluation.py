@@ -229,7 +229,7 @@ def test_a_sequence_hides_the_number_and_ends_with_it(run: Path) -> None:
             perplexity,
             ["RUN", "--parallelism.tp=2"],
             2,
-            "needs 2 processes, but there are 1 (NGPU x NNODES, or torchrun's)",
+            "needs 2 processes, but the world size is 1 (NGPU x NNODES, or torchrun's)",
         ),
         (perplexity, ["RUN", "--model.dim=32"], 78, "does not match the model"),
         (perplexity, ["RUN", "--json", "/nowhere/x.json"], 78, "/nowhere/x.json cannot be written"),

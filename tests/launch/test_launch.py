@@ -284,4 +284,4 @@ def test_a_mesh_can_be_looked_at_before_corpus_and_tokenizer_are_there(
     assert main() == 2
     told = capsys.readouterr()
     assert told.out == ""
-    assert "needs 8 processes, but there are 4 (NGPU x NNODES, or torchrun's)" in told.err
+    assert "needs 8 processes, but the world size is 4 (NGPU x NNODES, or torchrun's)" in told.err

@@ -174,7 +174,7 @@ def test_a_bad_file_is_named_and_training_goes_on_unless_refused(finished: Path,
     assert done.statuses == [0]
     assert "skipped latin.txt: not UTF-8 text: byte 0xe9 at offset 3" in done.said
     assert steps(folder) == [1, 2]
-    refused = forked(config, tmp_path / "refused", "--data.bad_files", "refuse")
+    refused = forked(config, tmp_path / "refused", "--data.bad_files", "error")
     assert refused.statuses == [78]
     assert "latin.txt" in refused.said
     # The bad file is no part of what the run is known by: without it the run goes on.

@@ -22,6 +22,7 @@ from trainer.checkpoint.run_dir import RunDir, flatten_config, stage_position
 from trainer.checkpoint.save import SaveRequest
 from trainer.checkpoint.staging import HostStaging, without_staging
 from trainer.config.job_config import Config, TrainingStage
+from trainer.config.migrations import SCHEMA_KEY, SCHEMA_VERSION
 from trainer.distributed import World, attempt_name, gloo_group
 from trainer.trainer import Trainer
 
@@ -94,6 +95,7 @@ class CheckpointManager:
             "stage": stage_position(trainer.stage),
             "data": trainer.dataset.fingerprints,
             "config": flatten_config(trainer.config),
+            SCHEMA_KEY: SCHEMA_VERSION,
             "degrees": trainer.mesh.degrees,
             "torch": torch.__version__,
         }

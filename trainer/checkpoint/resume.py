@@ -42,6 +42,8 @@ def resume(config: Config, run_dir: RunDir, trainer: Trainer, group: ProcessGrou
             _load_initial_weights(config.checkpoint.initial_load_path, trainer, group)
         return None
     state = run_on_all_ranks(lambda: check_resume(config, checkpoint), group)
+    if config.checkpoint.initial_load_path is not None:
+        log.info("checkpoint.initial_load_path is ignored: the run has checkpoints and resumes from the newest")
     if state["step"] < trainer.stage.start_step:
         raise RunFailedError(
             f"{trainer.stage} cannot resume from {checkpoint}, which is at step {state['step']} of an earlier stage; "

@@ -30,7 +30,8 @@ from trainer.checkpoint.durable_io import LineAppender, write_and_fsync
 from trainer.checkpoint.manifest import DamageError
 from trainer.checkpoint.retention import list_quarantined
 from trainer.config.job_config import Config, TrainingStage
-from trainer.config.parse import to_toml
+from trainer.config.migrations import SCHEMA_KEY, migrate
+from trainer.config.toml_format import to_toml
 from trainer.errors import ConfigError, RunFolderInUseError
 from trainer.errors import ResumeError as ResumeError
 
@@ -209,6 +210,10 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         or not isinstance(state["stage"].get("index"), int)
     ):
         raise ResumeError(f"{path} is damaged: it must contain {', '.join(STATE_FIELD_TYPES)}")
+    try:
+        state["config"] = migrate(state["config"], version=state.get(SCHEMA_KEY, 1))
+    except ConfigError as error:
+        raise ResumeError(f"{path}: {error}") from None
     return state
 
 
@@ -289,6 +294,9 @@ def next_stage(config: Config) -> TrainingStage | None:
 
     Raises `ResumeError` if the run cannot resume, or if it would start over in a folder with checkpoints.
     """
+    # Comparing with a checkpoint builds the models.
+    if problems := [problem for stage in config.training_stages for problem in stage.config.model.problems()]:
+        raise ConfigError(problems)
     run_dir = RunDir(config.output_dir)
     if not config.checkpoint.enabled and run_dir.committed_checkpoints():
         raise ResumeError(

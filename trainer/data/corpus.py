@@ -42,7 +42,7 @@ class Corpus:
         corpus = spec.corpus
         self.is_stdlib = corpus == STDLIB_CORPUS
         self.skipped: list[str] = []
-        self.fail_on_bad_files = spec.bad_files == "refuse" and not self.is_stdlib
+        self.fail_on_bad_files = spec.bad_files == "error" and not self.is_stdlib
         self._documents = spec.documents
         self._dataset = (
             corpus
@@ -89,7 +89,7 @@ class Corpus:
     def record_bad_file(self, problem: str) -> None:
         """Raises DataError if bad files are errors."""
         if self.fail_on_bad_files:
-            raise DataError(f'data.bad_files = "refuse", and {self._dataset or self._root} holds {problem}')
+            raise DataError(f'data.bad_files = "error", and {self._dataset or self._root} holds {problem}')
         self.skipped.append(problem)
 
     def _splits(self, min_bytes: int) -> Iterator[InputSplit]:

@@ -19,7 +19,7 @@ class CorpusSpec:
     documents: Documents = "file"
     max_document: int | None = None
     """Tokens of the longest document; longer ones are cut. None: no limit."""
-    bad_files: Literal["skip", "refuse"] = "skip"
+    bad_files: Literal["skip", "error"] = "skip"
     separators: str = "bos_eos"
     """`bos_eos`, `eos`, `none`, or the name of the special token that ends a document."""
     text_key: str = "text"

@@ -1,4 +1,4 @@
-"""The ledger in words: a table at the start, and what to change when memory does not suffice. Without torch."""
+"""Reports a memory estimate: the start-up table, and changes to try after running out of memory. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.job_config import Config
-from trainer.config.parse import toml_value
 from trainer.config.sections import MemorySection
+from trainer.config.toml_format import toml_value
 from trainer.memory.estimator import GIB, MemoryEstimate, MemoryItem, estimate_memory
 
 
 @dataclass(frozen=True)
 class MemorySaving:
-    """A change to a configuration, and the bytes that it frees on the fullest rank."""
-
     change: str
     freed_bytes: float
+    """On the rank with the highest peak."""
 
 
 def memory_table(estimate: MemoryEstimate) -> list[str]:
-    """A line for each kind of thing, the sum last."""
+    """One line per nonzero item, the total last."""
     total_item = MemoryItem(
-        f"together: states + {estimate.residual_multiple:.1f} x {_format_gib(estimate.residual_bytes)}",
+        f"total: states + {estimate.residual_multiple:.1f} x {_format_gib(estimate.residual_bytes)}",
         estimate.device_bytes,
         estimate.host_bytes,
     )
@@ -31,9 +30,9 @@ def memory_table(estimate: MemoryEstimate) -> list[str]:
         f"{item.name:<40}{_format_gib(item.device_bytes):>9}{_format_gib(item.host_bytes):>9}"
         for item in (*estimate.items, total_item)
     ]
-    rank_text = f", rank {estimate.pp_rank} of the pipeline" if estimate.pp > 1 else ""
+    rank_text = f", pp rank {estimate.pp_rank}" if estimate.pp > 1 else ""
     return [
-        f"memory of the fullest rank, predicted {estimate.phase}{rank_text}",
+        f"predicted peak memory per rank, {estimate.phase}{rank_text}",
         f"{'GiB':<40}{'device':>9}{'host':>9}",
         *(
             row
@@ -44,24 +43,23 @@ def memory_table(estimate: MemoryEstimate) -> list[str]:
 
 
 def memory_summary(estimate: MemoryEstimate) -> str:
-    """A line."""
     largest = sorted(estimate.items, key=lambda item: -item.device_bytes)[:3]
     text = ", ".join(f"{line.name} {_format_gib(line.device_bytes)}" for line in largest)
-    return f"memory of the fullest rank, predicted: {_format_gib(estimate.device_bytes)} GiB ({text}); host {_format_gib(estimate.host_bytes)} GiB"
+    return f"predicted peak memory per rank: {_format_gib(estimate.device_bytes)} GiB ({text}); host {_format_gib(estimate.host_bytes)} GiB"
 
 
 def out_of_memory_advice(config: Config, world_size: int, *, limit: int = 3) -> list[str]:
-    """What the configuration was to take, and the changes that would free most, a line each."""
+    """The estimate, then the `limit` changes that free most, one per line."""
     suggestions = [
         f"{saving.change} would free {_format_gib(saving.freed_bytes)} GiB"
         for saving in memory_savings(config, world_size)[:limit]
     ]
-    fallback = ["no change of a single key frees memory: take more ranks, or a smaller model"]
+    fallback = ["no single-key change frees memory: use more ranks or a smaller model"]
     return [memory_summary(estimate_memory(config, world_size)), *(suggestions or fallback)]
 
 
 def memory_savings(config: Config, world_size: int) -> list[MemorySaving]:
-    """The changes that free memory and break no further rule, most first."""
+    """Changes that free memory without adding configuration problems, largest saving first."""
     current_bytes, known_problems = estimate_memory(config, world_size).device_bytes, {*config.problems(world_size)}
     savings = []
     for change, changed_config, changed_world_size in memory_changes(config, world_size):
@@ -74,7 +72,7 @@ def memory_savings(config: Config, world_size: int) -> list[MemorySaving]:
 
 
 def memory_changes(config: Config, world_size: int) -> Iterator[tuple[str, Config, int]]:
-    """Those that may free memory: (in words, the configuration, its number of processes). Some break rules."""
+    """Yields (change, configuration, world size) of changes that may free memory; not validated."""
     memory, training, parallelism = config.memory, config.training, config.parallelism
     for values in _memory_options(memory):
         ((key, value),) = values.items()
@@ -116,7 +114,7 @@ def _memory_options(memory: MemorySection) -> Iterator[dict[str, Any]]:
 
 
 def _doubled_degree(config: Config, world_size: int, axis: str) -> tuple[str, Config, int]:
-    """Twice as many ranks along an axis, taken from those that hold other rows, or else added."""
+    """Doubles a mesh dimension at the expense of a dp dimension, or else doubles the world size."""
     degrees = config.parallelism.degrees(world_size)
     new_degrees = {axis: 2 * degrees[axis]}
     for other in ("dp_replicate", "dp_shard"):
@@ -136,7 +134,7 @@ def _doubled_degree(config: Config, world_size: int, axis: str) -> tuple[str, Co
 
 
 def with_section_values(config: Config, section: str, **values: Any) -> Config:
-    """With other values of a section, unchecked."""
+    """Does not validate."""
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 

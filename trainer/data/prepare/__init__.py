@@ -126,6 +126,8 @@ def open_token_dataset(folder: Path, source: CorpusSpec, tokenizer: Tokenizer) -
 
 def cache_key(corpus: Corpus, source: CorpusSpec, tokenizer: Tokenizer, shard_tokens: int) -> str:
     options = {key: value for key, value in asdict(source).items() if key not in ("corpus", "cache_dir")}
+    if options["bad_files"] == "error":
+        options["bad_files"] = "refuse"  # As in folders that were prepared before the value was renamed.
     key_parts = [VERSION, corpus.identity, options, shard_tokens, tokenizer.fingerprint]
     return hashlib.sha256(json.dumps(key_parts).encode()).hexdigest()[:16]
 

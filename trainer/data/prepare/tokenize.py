@@ -192,7 +192,7 @@ def _add_split(job: TokenizeJob, writer: ShardWriter, split: InputSplit, advance
                     remaining, num_bytes, tokens = max(remaining - num_bytes, 0), 0, 0
         except BadText as error:
             if job.fail_on_bad_files:
-                raise DataError(f'data.bad_files = "refuse", and the corpus holds {error}') from error
+                raise DataError(f'data.bad_files = "error", and the corpus holds {error}') from error
             writer.rollback(savepoint)
             problems.append(str(error))
         if not split.document_key:
