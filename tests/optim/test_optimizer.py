@@ -129,7 +129,7 @@ def test_state_dict_returns_the_live_tensors() -> None:
 
 def bf16_and_fp32_moments(**changes: object) -> tuple[list[Model], list[Optimizer]]:
     """Two float32 models; the first has bfloat16 moments."""
-    models, section = [Model(torch.float32), Model(torch.float32)], SECTION.model_copy(step=changes)
+    models, section = [Model(torch.float32), Model(torch.float32)], SECTION.model_copy(update=changes)
     return models, [Optimizer([models[0]], section, moment_dtype=torch.bfloat16), Optimizer([models[1]], section)]
 
 

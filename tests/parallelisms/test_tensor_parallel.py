@@ -183,7 +183,9 @@ CASES = [
         for sequence in (True, False)
         for policy, every, tiled in RECOMPUTE_OPTIONS
     ),
-    Case((("dp_shard", 2), ("tp", 2)), FOUR, policy="keep_attention", head_groups=2, every=2, tiled=True),
+    Case(
+        (("dp_shard", 2), ("tp", 2)), FOUR, policy="keep_attention", head_groups=2, blocks_per_checkpoint=2, tiled=True
+    ),
     Case(TP4, FEW),
     Case(TP4, FEW, sequence_parallel=False, policy="full"),
     Case(TP2, NORMED, sequence_parallel=False),
