@@ -1,4 +1,4 @@
-"""The copy corpus: rows that repeat themselves, whose targets are what attention over a period can know."""
+"""The copy corpus: sequences repeat random tokens, and every target can be copied from one period earlier."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_sequence_depends_only_on_its_index_and_the_seed() -> None:
     assert torch.equal(together.tokens, torch.cat([batch.tokens for batch in alone]))
     assert not same(rows().read([0]), rows().read([1]))
     assert not same(rows().read([0]), rows(seed=1).read([0]))
-    assert not same(rows(seed=1).read([0]), rows().read([1])), "seed and number are not the same thing"
+    assert not same(rows(seed=1).read([0]), rows().read([1])), "seed and index are not interchangeable"
 
 
 def test_tokens_are_uniform_over_the_vocabulary() -> None:

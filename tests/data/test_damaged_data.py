@@ -1,4 +1,4 @@
-"""Whatever stands in a file: a clear error, or a text that is skipped and counted; never a row that is wrong."""
+"""Damaged files raise a clear error or are skipped and counted; they never change other text."""
 
 import gzip
 import io
@@ -46,7 +46,7 @@ VALID = {name: valid(name) for name in ("txt", "jsonl", "jsonl.gz", "jsonl.zst",
 
 
 def damaged(content: bytes, at: float, put: bytes, *, keep: bool) -> bytes:
-    """`put` in the place of as many bytes, and what follows if it is kept."""
+    """Overwrites bytes at the relative position `at` with `put`; truncates after them unless `keep`."""
     place = int(at * len(content))
     return content[:place] + put + (content[place + len(put) :] if keep else b"")
 
@@ -78,7 +78,7 @@ def test_a_damaged_file_does_not_affect_its_neighbors(
         assert "\ufffd" not in text
 
 
-# ---- what was written and then changed
+# ---- modified prepared files
 
 
 @settings(max_examples=100, derandomize=True, deadline=None)
@@ -108,15 +108,15 @@ def test_a_modified_prepared_file_raises_or_changes_nothing(*, name: str, at: fl
 
 
 def test_a_modified_field_of_meta_json_raises(source: Make) -> None:
-    kept = source({"a": "some text"})
-    path = prepare(kept, ByteTokenizer()).folder / "meta.json"
+    spec = source({"a": "some text"})
+    path = prepare(spec, ByteTokenizer()).folder / "meta.json"
     meta = json.loads(path.read_text())
     for key, value in {"eos": 258, "vocab_size": 65_000, "skipped": 1, "longest": 3, "tokenizer": "x"}.items():
         path.write_text(json.dumps(meta | {key: value}))
         with pytest.raises(DataError, match=r"meta.json was changed after it was written; delete"):
-            prepare(kept, ByteTokenizer())
+            prepare(spec, ByteTokenizer())
     path.write_text(json.dumps(meta))
-    prepare(kept, ByteTokenizer())
+    prepare(spec, ByteTokenizer())
 
 
 class Other(ByteTokenizer):
@@ -146,7 +146,7 @@ def test_an_unrelated_meta_json_is_text(source: Make, documents: Documents) -> N
     assert documents(source({"meta.json": '{"license": "none"}', "a": "A"})) == ["A", '{"license": "none"}']
 
 
-# ---- much of it
+# ---- large inputs
 
 
 def test_a_million_spaces_are_one_document(source: Make, documents: Documents) -> None:
@@ -161,7 +161,7 @@ def _peak(connection: Connection, given: CorpusSpec) -> None:
         status = Path("/proc/self/status").read_text()
         return int(status.partition("VmHWM:")[2].split()[0]) >> 10
 
-    import pyarrow.parquet  # noqa: F401 - what it takes is not the text's
+    import pyarrow.parquet  # noqa: F401 - its own memory does not count
 
     before = high()
     prepared = prepare(given, ByteTokenizer())
@@ -184,15 +184,15 @@ def test_memory_is_bounded_by_the_longest_line_not_the_file(kind: str, mib: int,
         path.write_bytes(gzip.compress(line, 1) if kind.endswith("gz") else line)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["trainer.data.prepare"])
-    ours, theirs = context.Pipe()
+    parent_end, child_end = context.Pipe()
     given = CorpusSpec(corpus=str(path), cache_dir=tmp_path)
-    process = context.Process(target=_peak, args=(theirs, given))
+    process = context.Process(target=_peak, args=(child_end, given))
     process.start()
-    assert ours.poll(60)
-    grown, tokens = ours.recv()
+    assert parent_end.poll(60)
+    growth_mib, tokens = parent_end.recv()
     process.join()
     assert tokens == size + (2000 if kind == "parquet" else 2)
-    assert grown < mib
+    assert growth_mib < mib
 
 
 def test_a_text_without_line_breaks_survives_the_split_into_blocks(source: Make, documents: Documents) -> None:

@@ -35,7 +35,7 @@ def parquet(columns: dict[str, list[Any]], *, rows: int = 100) -> bytes:
     return bytes(sink.getvalue())
 
 
-# ---- lines
+# ---- .jsonl
 
 
 def test_each_jsonl_line_is_a_document(source: Make, documents: Documents) -> None:
@@ -44,15 +44,15 @@ def test_each_jsonl_line_is_a_document(source: Make, documents: Documents) -> No
     assert documents(replace(given, documents="repository")) == ["one\né\ntwo\n"]
 
 
-@pytest.mark.parametrize("piece", [3, 100, 1 << 20])
+@pytest.mark.parametrize("partition_bytes", [3, 100, 1 << 20])
 def test_each_line_is_in_exactly_one_partition(
-    piece: int, source: Make, documents: Documents, monkeypatch: pytest.MonkeyPatch
+    partition_bytes: int, source: Make, documents: Documents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.data.corpus.PARTITION_BYTES", piece)
+    monkeypatch.setattr("trainer.data.corpus.PARTITION_BYTES", partition_bytes)
     lines = "".join(LINES.splitlines(keepends=True)[:4])
     given = source({"a.jsonl": lines, "b.jsonl": "", "c.jsonl": lines[:-1]})
     assert documents(given) == WORDS[:4] * 2
-    assert (len(Corpus(given).partitions()) > 2) == (piece < 1000)
+    assert (len(Corpus(given).partitions()) > 2) == (partition_bytes < 1000)
 
 
 BAD_LINES = {
@@ -72,16 +72,16 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("line", BAD_LINES, ids=range(len(BAD_LINES)))
-@pytest.mark.parametrize("piece", [30, 1 << 20])
+@pytest.mark.parametrize("partition_bytes", [30, 1 << 20])
 def test_a_bad_line_is_logged_and_skipped_or_raises(
     line: str,
-    piece: int,
+    partition_bytes: int,
     source: Make,
     documents: Documents,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trainer.data.corpus.PARTITION_BYTES", piece)
+    monkeypatch.setattr("trainer.data.corpus.PARTITION_BYTES", partition_bytes)
     content = b'{"text": "one"}\n\n' + line.encode("latin-1") + b'\n{"text": "two"}\n'
     given = source({"a.jsonl": content})
     assert documents(given) == ["one", "two"]
@@ -105,7 +105,7 @@ def test_a_line_above_the_limit_ends_its_file(
     assert "skipped a.jsonl: a line is longer than 30 bytes" in caplog.text
 
 
-# ---- another key, tables, compression
+# ---- text_key, tables, compression
 
 
 def test_text_key_selects_the_key_or_column(source: Make, documents: Documents) -> None:
@@ -113,18 +113,20 @@ def test_text_key_selects_the_key_or_column(source: Make, documents: Documents) 
     assert documents(source(files, text_key="body")) == ["b", "c"]
 
 
-@pytest.mark.parametrize("piece", [1, 1 << 20])
+@pytest.mark.parametrize("partition_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("rows", [1, 7, 100])
 def test_each_row_of_a_table_is_a_document(
-    rows: int, piece: int, source: Make, documents: Documents, monkeypatch: pytest.MonkeyPatch
+    rows: int, partition_bytes: int, source: Make, documents: Documents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.data.corpus.PARTITION_BYTES", piece)
+    monkeypatch.setattr("trainer.data.corpus.PARTITION_BYTES", partition_bytes)
     given = source({"a.parquet": parquet({"id": list(range(40)), "text": WORDS}, rows=rows)})
     assert documents(given) == WORDS
-    assert len(Corpus(given).partitions()) == (-(-40 // rows) if piece == 1 else 1)
+    assert len(Corpus(given).partitions()) == (-(-40 // rows) if partition_bytes == 1 else 1)
 
 
-def test_bad_rows_and_missing_columns_are_logged(source: Make, documents: Documents, caplog: pytest.LogCaptureFixture) -> None:
+def test_bad_rows_and_missing_columns_are_logged(
+    source: Make, documents: Documents, caplog: pytest.LogCaptureFixture
+) -> None:
     files: dict[str, str | bytes] = {
         "a.parquet": parquet({"text": ["a", None, "b"]}, rows=1),
         "b.parquet": parquet({"title": ["a"], "n": [1]}),
@@ -164,12 +166,12 @@ def test_damaged_compressed_files_are_logged_and_contribute_no_partial_text(
     damage: str, suffix: str, source: Make, documents: Documents, caplog: pytest.LogCaptureFixture
 ) -> None:
     pack = gzip.compress if suffix == "gz" else zstandard
-    packed = pack("".join(f"{n * n} " for n in range(100_000)).encode())
+    compressed = pack("".join(f"{n * n} " for n in range(100_000)).encode())
     damaged = {
-        "cut": packed[: len(packed) // 2],
-        "torn head": packed[:3],
-        "changed": packed[:100] + b"\0" * 300 + packed[400:],
-        "followed": packed + b"something else",
+        "cut": compressed[: len(compressed) // 2],
+        "torn head": compressed[:3],
+        "changed": compressed[:100] + b"\0" * 300 + compressed[400:],
+        "followed": compressed + b"something else",
     }[damage]
     given = source({"a": "A", f"b.txt.{suffix}": damaged, "c": "C"})
     assert documents(given) == ["A", "C"]
@@ -196,7 +198,7 @@ def test_a_missing_package_raises_with_the_install_command(
         documents(source({name: b"x"}))
 
 
-# ---- data sets
+# ---- datasets
 
 
 def saved(folder: Path, *, split: str | None = None) -> Path:
@@ -208,19 +210,21 @@ def saved(folder: Path, *, split: str | None = None) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("piece", [1, 300, 1 << 20])
+@pytest.mark.parametrize("partition_bytes", [1, 300, 1 << 20])
 @pytest.mark.parametrize("split", [None, "train"])
 def test_each_row_of_a_saved_dataset_is_a_document(
-    split: str | None, piece: int, tmp_path: Path, documents: Documents, monkeypatch: pytest.MonkeyPatch
+    split: str | None, partition_bytes: int, tmp_path: Path, documents: Documents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.data.corpus.PARTITION_BYTES", piece)
+    monkeypatch.setattr("trainer.data.corpus.PARTITION_BYTES", partition_bytes)
     folder = saved(tmp_path / "set", split=split)
     named = CorpusSpec(corpus=str(folder), cache_dir=tmp_path / "cache")
     assert documents(named) == WORDS
     assert documents(replace(named, corpus=f"hf:{folder},split=train")) == WORDS
 
 
-def test_a_streamed_dataset_has_one_partition_per_file_and_its_identity_changes_with_them(tmp_path: Path, documents: Documents) -> None:
+def test_a_streamed_dataset_has_one_partition_per_file_and_its_identity_changes_with_them(
+    tmp_path: Path, documents: Documents
+) -> None:
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text(LINES)
     corpus = f"hf:json,data_files={tmp_path}/*.jsonl"

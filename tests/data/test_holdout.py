@@ -1,4 +1,4 @@
-"""What is held out, and the rows of validation sets: fixed, apart from training, the same targets with more context."""
+"""Holdout and validation sets: fixed, disjoint from training, the same targets at every length."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer.data.tokenizer import ByteTokenizer
 
 Section = Callable[..., DataSection]
 DOCUMENTS = 40
-# Every document says in all of its bytes which one it is, and where in it a byte stands.
+# Each character encodes its document and its position in it.
 TEXTS = {f"{n:02}": "".join(chr(0x100 + n * 8 + at % 8) for at in range(20 + 3 * n)) for n in range(DOCUMENTS)}
 
 
@@ -35,7 +35,7 @@ def texts(rows: BlendedDataset, count: int) -> list[list[int]]:
 
 
 def documents_of(rows: BlendedDataset, count: int) -> set[int]:
-    """Which documents so many first rows hold tokens of, by two-byte characters that are whole."""
+    """Documents in the first `count` sequences, from complete two-byte characters."""
     found = set()
     for row in texts(rows, count):
         for first, second in pairwise(row):
@@ -47,38 +47,40 @@ def documents_of(rows: BlendedDataset, count: int) -> set[int]:
 @pytest.mark.parametrize("packing", ["best_fit", "concat", "single"])
 def test_training_and_validation_share_no_document(section: Section, packing: str) -> None:
     data = section(TEXTS, holdout=0.3, packing=packing)
-    learned: set[int] = set()
-    judged: set[int] = set()
+    trained: set[int] = set()
+    validated: set[int] = set()
     for seq_len in (16, 50, 400):
         training = build_blended_dataset(data, ByteTokenizer(), seq_len=seq_len, seed=3)
-        (held,) = build_validation_sets(config(data, one={"seq_len": seq_len, "rows": 1000}))
-        learned |= documents_of(training, training.sources[0].num_sequences)
-        judged |= documents_of(held.datasets[0], held.num_sequences)
-    assert not learned & judged
-    assert learned | judged == set(range(DOCUMENTS))
-    assert 5 < len(judged) < 20
+        (validation_set,) = build_validation_sets(config(data, one={"seq_len": seq_len, "rows": 1000}))
+        trained |= documents_of(training, training.sources[0].num_sequences)
+        validated |= documents_of(validation_set.datasets[0], validation_set.num_sequences)
+    assert not trained & validated
+    assert trained | validated == set(range(DOCUMENTS))
+    assert 5 < len(validated) < 20
     expected = {number for number, is_held in enumerate(holdout_mask(DOCUMENTS, 0.3).tolist()) if is_held}
-    assert judged == expected
+    assert validated == expected
 
 
 def test_a_larger_holdout_contains_a_smaller_one() -> None:
-    shares = [holdout_mask(10_000, part) for part in (0.01, 0.1, 0.5)]
-    assert [round(float(share.double().mean()), 2) for share in shares] == [0.01, 0.1, 0.5]
-    assert not bool((shares[0] & ~shares[1]).any() | (shares[1] & ~shares[2]).any())
-    assert torch.equal(holdout_mask(20_000, 0.1)[:10_000], shares[1]), "a corpus that grows keeps what it held out"
+    masks = [holdout_mask(10_000, part) for part in (0.01, 0.1, 0.5)]
+    assert [round(float(mask.double().mean()), 2) for mask in masks] == [0.01, 0.1, 0.5]
+    assert not bool((masks[0] & ~masks[1]).any() | (masks[1] & ~masks[2]).any())
+    assert torch.equal(holdout_mask(20_000, 0.1)[:10_000], masks[1]), "a growing corpus keeps its holdout"
 
 
 @pytest.mark.parametrize(("part", "said"), [(0.0001, "holds out none of the 5"), (0.9999, "holds out all of the 5")])
 def test_a_holdout_of_no_or_all_documents_raises(part: float, said: str) -> None:
-    for choice in (DocumentFilter(only_holdout=part), DocumentFilter(exclude_holdout=part)):
+    for document_filter in (DocumentFilter(only_holdout=part), DocumentFilter(exclude_holdout=part)):
         with pytest.raises(DataError, match=said):
-            pack_documents(torch.ones(5, dtype=torch.int64), seq_len=4, packing="concat", document_filter=choice)
+            pack_documents(
+                torch.ones(5, dtype=torch.int64), seq_len=4, packing="concat", document_filter=document_filter
+            )
 
 
 def test_filters_have_distinct_plan_names() -> None:
     names = {
-        str(choice)
-        for choice in (
+        str(document_filter)
+        for document_filter in (
             DocumentFilter(),
             DocumentFilter(only_holdout=0.1),
             DocumentFilter(exclude_holdout=0.1),
@@ -90,19 +92,19 @@ def test_filters_have_distinct_plan_names() -> None:
 
 def ends(section: Section, **options: Any) -> ValidationSet:
     data = section(TEXTS, **options)
-    (held,) = build_validation_sets(config(data, one={"seq_len": [8, 20, 60], "tail": 5, "rows": 1000}))
-    return held
+    (validation_set,) = build_validation_sets(config(data, one={"seq_len": [8, 20, 60], "tail": 5, "rows": 1000}))
+    return validation_set
 
 
 def test_longer_sequences_have_the_same_targets_with_more_context(section: Section) -> None:
-    held = ends(section)
-    # Two bytes a character, a first and a last token: so many rows of 60 tokens.
-    assert held.num_sequences == sum((2 * (20 + 3 * n) + 2) // 60 for n in range(DOCUMENTS))
-    for number in range(held.num_sequences):
-        short, middle, long = (rows.read([number]) for rows in held.datasets)
+    validation_set = ends(section)
+    # Full sequences of 60 tokens: two bytes per character, plus BOS and EOS.
+    assert validation_set.num_sequences == sum((2 * (20 + 3 * n) + 2) // 60 for n in range(DOCUMENTS))
+    for number in range(validation_set.num_sequences):
+        short, middle, long = (rows.read([number]) for rows in validation_set.datasets)
         assert [batch.tokens.shape[1] for batch in (short, middle, long)] == [8, 20, 60]
         for batch, length in ((short, 8), (middle, 20)):
-            assert torch.equal(batch.tokens[0], long.tokens[0, -length:]), "the end of the row, not its beginning"
+            assert torch.equal(batch.tokens[0], long.tokens[0, -length:]), "the end of the sequence, not its start"
             assert torch.equal(batch.labels[0, -5:], long.labels[0, -5:])
         for batch in (short, middle, long):
             assert batch.positions[0].tolist() == [*range(batch.tokens.shape[1])]
@@ -112,12 +114,12 @@ def test_longer_sequences_have_the_same_targets_with_more_context(section: Secti
 
 
 def test_the_last_label_is_the_next_token_unless_the_document_ends(section: Section) -> None:
-    data = section({"a": "abcdefghij", "b": "klmnop"})  # A first and a last token make 12 and 8.
-    (held,) = build_validation_sets(config(data, one={"seq_len": [2, 4], "tail": 2, "rows": 99}))
+    data = section({"a": "abcdefghij", "b": "klmnop"})  # 12 and 8 tokens with BOS and EOS.
+    (validation_set,) = build_validation_sets(config(data, one={"seq_len": [2, 4], "tail": 2, "rows": 99}))
     said = {}
-    for number in range(held.num_sequences):
-        batch = held.datasets[0].read([number])
-        said[held.datasets[1].read([number]).tokens[0].tolist()[1]] = batch.labels[0].tolist()
+    for number in range(validation_set.num_sequences):
+        batch = validation_set.datasets[0].read([number])
+        said[validation_set.datasets[1].read([number]).tokens[0].tolist()[1]] = batch.labels[0].tolist()
     assert said == {
         ord("a"): [ord("c"), ord("d")],
         ord("e"): [ord("g"), ord("h")],
@@ -151,12 +153,12 @@ def test_a_shard_has_the_labels_of_the_target_tokens_only(section: Section) -> N
 @pytest.mark.parametrize("mask", ["document", "none"])
 def test_validation_uses_the_document_mask_of_training(section: Section, mask: str) -> None:
     data = section(TEXTS, holdout=0.3, mask=mask)
-    (held,) = build_validation_sets(config(data, one={"seq_len": 100, "rows": 99}))
-    batches = [held.datasets[0].read([number]) for number in range(held.num_sequences)]
+    (validation_set,) = build_validation_sets(config(data, one={"seq_len": 100, "rows": 99}))
+    batches = [validation_set.datasets[0].read([number]) for number in range(validation_set.num_sequences)]
     most = max(int(batch.document_ids.max()) for batch in batches)
-    assert most > 1, "several in a row"
+    assert most > 1, "sequences hold several documents"
     origins = sum(int((batch.positions == 0).sum()) for batch in batches)
-    assert (origins > held.num_sequences) == (mask == "document")
+    assert (origins > validation_set.num_sequences) == (mask == "document")
 
 
 def test_sequences_do_not_depend_on_the_seed_and_are_read_once(section: Section) -> None:
@@ -169,7 +171,7 @@ def test_sequences_do_not_depend_on_the_seed_and_are_read_once(section: Section)
     assert first.num_sequences == 5
     assert every.num_sequences == every.datasets[0].sources[0].num_sequences < 100
     assert len({*map(tuple, texts(every.datasets[0], every.num_sequences))}) == every.num_sequences, (
-        "none is there twice"
+        "a sequence is repeated"
     )
 
 

@@ -1,4 +1,4 @@
-"""Mixes: which source a row is from, exact after every row, without state."""
+"""Weighted round-robin over sources: stateless, exact shares at every index."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ BOS, EOS = ByteTokenizer.bos, ByteTokenizer.eos
 
 
 class Counting(ByteTokenizer):
-    """Bytes, and how many texts were asked for."""
+    """A byte tokenizer that counts its calls."""
 
     calls = 0
 
@@ -37,7 +37,7 @@ class Counting(ByteTokenizer):
 
 
 class Large(ByteTokenizer):
-    """Ids that do not fit into 16 bits, and no first token."""
+    """Ids above 16 bits, and no BOS."""
 
     vocab_size = 70_000
     bos = None  # type: ignore[assignment]
@@ -47,26 +47,26 @@ class Large(ByteTokenizer):
         return super().encode(text).to(torch.int32) + 69_000
 
 
-def texts(prepared: TokenDataset) -> list[str]:
-    found = []
-    for start, stop in pairwise(prepared.document_starts.tolist()):
-        ids = prepared.read(start, stop).tolist()
+def texts(dataset: TokenDataset) -> list[str]:
+    documents = []
+    for start, stop in pairwise(dataset.document_starts.tolist()):
+        ids = dataset.read(start, stop).tolist()
         assert (ids[0], ids[-1]) == (BOS, EOS)
-        found.append(bytes(ids[1:-1]).decode())
-    return found
+        documents.append(bytes(ids[1:-1]).decode())
+    return documents
 
 
 def names(source: CorpusSpec) -> list[str]:
-    """What the cache holds, locks left out."""
+    """Entries of the cache without locks."""
     folder = source.cache_dir
     return sorted(path.name for path in folder.iterdir() if path.suffix != ".lock") if folder.exists() else []
 
 
 def test_documents_are_enclosed_in_bos_and_eos(source: Make) -> None:
-    prepared = prepare(source({"a.txt": "one", "b.txt": "é", "empty": ""}), ByteTokenizer())
-    assert prepared.read(0, prepared.num_tokens).tolist() == [BOS, 111, 110, 101, EOS, BOS, 0xC3, 0xA9, EOS]
-    assert prepared.document_lengths.tolist() == [5, 4]
-    assert (prepared.num_tokens, prepared.num_documents, prepared.meta.longest) == (9, 2, 5)
+    dataset = prepare(source({"a.txt": "one", "b.txt": "é", "empty": ""}), ByteTokenizer())
+    assert dataset.read(0, dataset.num_tokens).tolist() == [BOS, 111, 110, 101, EOS, BOS, 0xC3, 0xA9, EOS]
+    assert dataset.document_lengths.tolist() == [5, 4]
+    assert (dataset.num_tokens, dataset.num_documents, dataset.meta.longest) == (9, 2, 5)
 
 
 def test_reads_span_shards_and_documents_do_not(source: Make) -> None:
@@ -82,16 +82,16 @@ def test_reads_span_shards_and_documents_do_not(source: Make) -> None:
 
 
 def test_ids_above_16_bits_are_stored_as_int32(source: Make) -> None:
-    prepared = prepare(source({"a": "ab"}), Large())
-    assert prepared.meta.dtype == "int32"
-    assert prepared.read(0, 3).tolist() == [69_097, 69_098, EOS]
+    dataset = prepare(source({"a": "ab"}), Large())
+    assert dataset.meta.dtype == "int32"
+    assert dataset.read(0, 3).tolist() == [69_097, 69_098, EOS]
 
 
 def test_max_document_cuts_longer_documents_without_loss(source: Make) -> None:
     given = source({"a": "abcdefgh", "b": "abc", "c": "abcdef"}, max_document=5)
-    prepared = prepare(given, ByteTokenizer())
-    assert texts(prepared) == ["abc", "def", "gh", "abc", "abc", "def"]
-    with pytest.raises(ValueError, match="greater than or equal to 3"):  # the first and the last are special
+    dataset = prepare(given, ByteTokenizer())
+    assert texts(dataset) == ["abc", "def", "gh", "abc", "abc", "def"]
+    with pytest.raises(ValueError, match="greater than or equal to 3"):  # BOS and EOS take two
         DataSection(max_document=2)
 
 
@@ -134,7 +134,7 @@ def test_the_fingerprint_depends_on_tokens_not_on_times_and_paths(source: Make, 
 
 
 def test_the_fingerprint_depends_on_document_boundaries(source: Make) -> None:
-    ends = chr(0x101)  # as a token of Large, one text's character is another's end
+    ends = chr(0x101)  # encoded like EOS
 
     class Ends(Large):
         def encode(self, text: str) -> Tensor:
@@ -189,7 +189,7 @@ def test_a_failure_leaves_no_result_and_can_resume(failure: type[BaseException],
     class Failing(Counting):
         def encode(self, text: str) -> Tensor:
             if text == "B":
-                raise failure("no")
+                raise failure("failure")
             return super().encode(text)
 
     given = source({"a": "A", "b": "B"})
@@ -226,9 +226,9 @@ def test_a_corpus_without_tokens_raises_and_leaves_no_files(source: Make) -> Non
 
 @contextmanager
 def small_files() -> Iterator[None]:
-    """No file can grow beyond 20,000 bytes, as on a disk that is almost full.
+    """Limits files to 20,000 bytes, like an almost full disk.
 
-    Only around the call under test: pytest's own output may be a longer file.
+    Use it only around the call under test: pytest may write longer files.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
@@ -278,13 +278,13 @@ def test_a_damaged_prepared_folder_raises(damage: str, source: Make) -> None:
 
 def test_a_token_outside_the_vocabulary_raises(source: Make) -> None:
     given = source({"a": "abc", "b": "def"})
-    prepared = prepare(given, ByteTokenizer(), shard_tokens=4)
-    tokens = prepared.folder / "shard-00000-1.bin"
+    dataset = prepare(given, ByteTokenizer(), shard_tokens=4)
+    tokens = dataset.folder / "shard-00000-1.bin"
     content = array("H", tokens.read_bytes())
     content[2] = 264
     tokens.write_bytes(content.tobytes())
-    again = TokenDataset(prepared.folder)
-    assert again.read(0, 7).tolist() == prepared.read(0, 7).tolist()
+    again = TokenDataset(dataset.folder)
+    assert again.read(0, 7).tolist() == dataset.read(0, 7).tolist()
     with pytest.raises(DataError, match=r"shard-00000-1.bin is damaged: token 2 is 264, but vocab_size = 264"):
         again.read(3, 9)
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from trainer.config.data import HF_PREFIX, STDLIB_CORPUS
-from trainer.config.job_config import COPY_CORPUS, DEFAULT_SOURCE, Config
+from trainer.config.job_config import COPY_CORPUS, DEFAULT_SOURCE
 from trainer.config.parse import load
+from trainer.config.training_stages import Recipe
 from trainer.data import DataError, corpus_spec, corpus_specs
 from trainer.data.prepare import prepare
 from trainer.data.source import CorpusSpec
@@ -121,7 +122,7 @@ def main(argv: Sequence[str]) -> int:
     return EXIT_SUCCESS
 
 
-def selected_specs(config: Config, corpus: str | None, problems: Sequence[str] = ()) -> dict[str, CorpusSpec]:
+def selected_specs(config: Recipe, corpus: str | None, problems: Sequence[str] = ()) -> dict[str, CorpusSpec]:
     """The corpora to read, by name: `corpus`, or those of the configuration.
 
     Raises ConfigError with what is wrong with them and with the `problems` found before.
@@ -143,7 +144,7 @@ def selected_specs(config: Config, corpus: str | None, problems: Sequence[str] =
     return specs
 
 
-def prepare_corpora(config: Config, arguments: Namespace) -> None:
+def prepare_corpora(config: Recipe, arguments: Namespace) -> None:
     specs, output = selected_specs(config, arguments.corpus, config.tokenizer.problems()), arguments.output
     folders = {name: output / name if output and len(specs) > 1 else output for name in specs}
     if nonempty := [folder for folder in folders.values() if folder and folder.exists() and any(folder.iterdir())]:
@@ -157,7 +158,7 @@ def prepare_corpora(config: Config, arguments: Namespace) -> None:
         )
 
 
-def inspect(config: Config, arguments: Namespace, folder: Path | None) -> None:
+def inspect(config: Recipe, arguments: Namespace, folder: Path | None) -> None:
     from trainer.data.prepare.report import render_report
 
     if folder is None and arguments.config is None:
@@ -171,7 +172,7 @@ def inspect(config: Config, arguments: Namespace, folder: Path | None) -> None:
         sys.stdout.write(render_report(dataset, tokenizer, samples=arguments.samples, verify=arguments.verify))
 
 
-def train_tokenizer(config: Config, arguments: Namespace) -> None:
+def train_tokenizer(config: Recipe, arguments: Namespace) -> None:
     from trainer.data.prepare import train_tokenizer as training
 
     path = arguments.output
