@@ -69,8 +69,8 @@ def test_a_damaged_file_does_not_affect_its_neighbors(
         (root / f"b.{kind}").write_bytes(damaged(VALID[kind], at, put, keep=keep))
         (root / "c.txt").write_text("after")
         given = CorpusSpec(corpus=str(root), cache_dir=Path(folder, "cache"), documents=documents)  # type: ignore[arg-type]
-        prepared = prepare(given, ByteTokenizer())
-        text = ByteTokenizer().decode(prepared.read(0, prepared.num_tokens).tolist())
+        dataset = prepare(given, ByteTokenizer())
+        text = ByteTokenizer().decode(dataset.read(0, dataset.num_tokens).tolist())
         title = "" if documents == "file" else "# c.txt\n"
         assert text.removeprefix("# a.txt\n").startswith("before")
         assert text.rstrip("\n").endswith(f"{title}after")
@@ -91,20 +91,20 @@ def test_a_damaged_file_does_not_affect_its_neighbors(
 def test_a_modified_prepared_file_raises_or_changes_nothing(*, name: str, at: float, put: bytes, keep: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "a.jsonl").write_bytes(VALID["jsonl"])
-        whole = prepare(CorpusSpec(corpus=f"{folder}/a.jsonl", cache_dir=Path(folder)), ByteTokenizer())
-        path = whole.folder / name
+        dataset = prepare(CorpusSpec(corpus=f"{folder}/a.jsonl", cache_dir=Path(folder)), ByteTokenizer())
+        path = dataset.folder / name
         before = path.read_bytes()
         after = damaged(before, at, put, keep=keep)
         path.write_bytes(after)
         try:
-            again = TokenDataset(whole.folder)
+            reopened = TokenDataset(dataset.folder)
             if name == "shard-00000.bin":
-                verify_checksums(again)
+                verify_checksums(reopened)
         except DataError as error:
-            assert str(whole.folder) in str(error)
+            assert str(dataset.folder) in str(error)
         else:
             assert name == "meta.json" or before == after
-            assert again.meta == whole.meta
+            assert reopened.meta == dataset.meta
 
 
 def test_a_modified_field_of_meta_json_raises(source: Make) -> None:
@@ -124,15 +124,15 @@ class Other(ByteTokenizer):
 
 
 def test_a_prepared_folder_is_a_corpus_for_its_tokenizer_and_options_only(source: Make) -> None:
-    made = prepare(source({"a": "some text", "b": "more"}), ByteTokenizer())
-    again = prepare(CorpusSpec(corpus=str(made.folder)), ByteTokenizer())
-    assert (again.folder, again.fingerprint) == (made.folder, made.fingerprint)
+    dataset = prepare(source({"a": "some text", "b": "more"}), ByteTokenizer())
+    reopened = prepare(CorpusSpec(corpus=str(dataset.folder)), ByteTokenizer())
+    assert (reopened.folder, reopened.fingerprint) == (dataset.folder, dataset.fingerprint)
     with pytest.raises(DataError, match=r"was prepared with the tokenizer byte-264, and \[tokenizer\] is other"):
-        prepare(CorpusSpec(corpus=str(made.folder)), Other())
+        prepare(CorpusSpec(corpus=str(dataset.folder)), Other())
     with pytest.raises(DataError, match=r"max_document = 5, and .* was prepared with documents of up to 11 tokens"):
-        prepare(CorpusSpec(corpus=str(made.folder), max_document=5), ByteTokenizer())
+        prepare(CorpusSpec(corpus=str(dataset.folder), max_document=5), ByteTokenizer())
     with pytest.raises(DataError, match=r'was prepared with data.separators = "bos_eos", and it is "eos" now'):
-        prepare(CorpusSpec(corpus=str(made.folder), separators="eos"), ByteTokenizer())
+        prepare(CorpusSpec(corpus=str(dataset.folder), separators="eos"), ByteTokenizer())
 
 
 def test_a_prepared_folder_without_its_shards_is_not_read_as_text(source: Make) -> None:
@@ -164,8 +164,8 @@ def _peak(connection: Connection, given: CorpusSpec) -> None:
     import pyarrow.parquet  # noqa: F401 - its own memory does not count
 
     before = high()
-    prepared = prepare(given, ByteTokenizer())
-    connection.send((high() - before, prepared.num_tokens))
+    dataset = prepare(given, ByteTokenizer())
+    connection.send((high() - before, dataset.num_tokens))
 
 
 @pytest.mark.ranks

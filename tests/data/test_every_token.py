@@ -44,8 +44,8 @@ class Chunks(FullSequence):
 
     def spans(self, boundaries: tuple[int, ...]) -> list[tuple[int, int]]:
         size = boundaries[-1] // CHUNKS
-        held: list[int] = cast(Any, self).held
-        return [(chunk * size, size) for chunk in held]
+        chunks: list[int] = cast(Any, self).held
+        return [(chunk * size, size) for chunk in chunks]
 
 
 def shards(ranks: int) -> list[SequenceShard]:
@@ -82,7 +82,7 @@ def test_every_token_is_read_once_per_epoch_and_is_a_target_unless_it_starts_a_d
     )
     blended = BlendedDataset([PackedDataset(prepared, plan, seed=1)], seq_len=seq_len, mask=mask)
     num_steps = 2 * plan.num_sequences  # whole epochs
-    seen, targets, at = Counter[int](), Counter[tuple[int, int]](), 0
+    read_counts, targets, at = Counter[int](), Counter[tuple[int, int]](), 0
     for number, (ranks, sharing, micro) in enumerate(meshes):
         last = num_steps if number + 1 == len(meshes) else min(num_steps, at + 1 + num_steps // len(meshes))
         for rank in range(ranks):
@@ -95,14 +95,16 @@ def test_every_token_is_read_once_per_epoch_and_is_a_target_unless_it_starts_a_d
                     micro_batch_size=micro,
                     shard=shard,
                 )
-                every = -(-global_batch_size // (ranks * micro))
-                for numbers in islice(loader._micro_batch_indices(at * global_batch_size), (last - at) * every):
-                    batch = blended.read(numbers, shard)
+                num_micro_batches = -(-global_batch_size // (ranks * micro))
+                for indices in islice(
+                    loader._micro_batch_indices(at * global_batch_size), (last - at) * num_micro_batches
+                ):
+                    batch = blended.read(indices, shard)
                     tokens, labels = batch.tokens.flatten().tolist(), batch.labels.flatten().tolist()
-                    seen.update(token for token in tokens if token != PADDING)
+                    read_counts.update(token for token in tokens if token != PADDING)
                     targets.update(pair for pair in zip(tokens, labels, strict=True) if pair[1] != IGNORE_INDEX)
         at = last
     starts = set(prepared.document_starts.tolist())
-    times = num_steps * global_batch_size // plan.num_sequences
-    assert seen == dict.fromkeys(range(sum(lengths)), times)
-    assert targets == {(token - 1, token): times for token in range(sum(lengths)) if token not in starts}
+    epochs_read = num_steps * global_batch_size // plan.num_sequences
+    assert read_counts == dict.fromkeys(range(sum(lengths)), epochs_read)
+    assert targets == {(token - 1, token): epochs_read for token in range(sum(lengths)) if token not in starts}

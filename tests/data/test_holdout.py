@@ -62,16 +62,18 @@ def test_training_and_validation_share_no_document(section: Section, packing: st
 
 
 def test_a_larger_holdout_contains_a_smaller_one() -> None:
-    masks = [holdout_mask(10_000, part) for part in (0.01, 0.1, 0.5)]
+    masks = [holdout_mask(10_000, fraction) for fraction in (0.01, 0.1, 0.5)]
     assert [round(float(mask.double().mean()), 2) for mask in masks] == [0.01, 0.1, 0.5]
     assert not bool((masks[0] & ~masks[1]).any() | (masks[1] & ~masks[2]).any())
     assert torch.equal(holdout_mask(20_000, 0.1)[:10_000], masks[1]), "a growing corpus keeps its holdout"
 
 
-@pytest.mark.parametrize(("part", "said"), [(0.0001, "holds out none of the 5"), (0.9999, "holds out all of the 5")])
-def test_a_holdout_of_no_or_all_documents_raises(part: float, said: str) -> None:
-    for document_filter in (DocumentFilter(only_holdout=part), DocumentFilter(exclude_holdout=part)):
-        with pytest.raises(DataError, match=said):
+@pytest.mark.parametrize(
+    ("fraction", "labels_by_first_token"), [(0.0001, "holds out none of the 5"), (0.9999, "holds out all of the 5")]
+)
+def test_a_holdout_of_no_or_all_documents_raises(fraction: float, labels_by_first_token: str) -> None:
+    for document_filter in (DocumentFilter(only_holdout=fraction), DocumentFilter(exclude_holdout=fraction)):
+        with pytest.raises(DataError, match=labels_by_first_token):
             pack_documents(
                 torch.ones(5, dtype=torch.int64), seq_len=4, packing="concat", document_filter=document_filter
             )
@@ -90,14 +92,14 @@ def test_filters_have_distinct_plan_names() -> None:
     assert len(names) == 4
 
 
-def ends(section: Section, **options: Any) -> ValidationSet:
+def multi_length_set(section: Section, **options: Any) -> ValidationSet:
     data = section(TEXTS, **options)
     (validation_set,) = build_validation_sets(config(data, one={"seq_len": [8, 20, 60], "tail": 5, "rows": 1000}))
     return validation_set
 
 
 def test_longer_sequences_have_the_same_targets_with_more_context(section: Section) -> None:
-    validation_set = ends(section)
+    validation_set = multi_length_set(section)
     # Full sequences of 60 tokens: two bytes per character, plus BOS and EOS.
     assert validation_set.num_sequences == sum((2 * (20 + 3 * n) + 2) // 60 for n in range(DOCUMENTS))
     for number in range(validation_set.num_sequences):
@@ -116,11 +118,13 @@ def test_longer_sequences_have_the_same_targets_with_more_context(section: Secti
 def test_the_last_label_is_the_next_token_unless_the_document_ends(section: Section) -> None:
     data = section({"a": "abcdefghij", "b": "klmnop"})  # 12 and 8 tokens with BOS and EOS.
     (validation_set,) = build_validation_sets(config(data, one={"seq_len": [2, 4], "tail": 2, "rows": 99}))
-    said = {}
+    labels_by_first_token = {}
     for number in range(validation_set.num_sequences):
         batch = validation_set.datasets[0].read([number])
-        said[validation_set.datasets[1].read([number]).tokens[0].tolist()[1]] = batch.labels[0].tolist()
-    assert said == {
+        labels_by_first_token[validation_set.datasets[1].read([number]).tokens[0].tolist()[1]] = batch.labels[
+            0
+        ].tolist()
+    assert labels_by_first_token == {
         ord("a"): [ord("c"), ord("d")],
         ord("e"): [ord("g"), ord("h")],
         ord("i"): [ByteTokenizer.eos, IGNORE_INDEX],
@@ -142,12 +146,12 @@ def test_a_shard_has_the_labels_of_the_target_tokens_only(section: Section) -> N
             del boundaries_per_sequence
             return 0
 
-    rows = ends(section).datasets[-1]
-    whole, part = rows.read([1]), rows.read([1], Middle())
+    rows = multi_length_set(section).datasets[-1]
+    whole, fraction = rows.read([1]), rows.read([1], Middle())
     at = [2, 3, 4, *range(50, 57)]
-    assert torch.equal(part.labels[0], whole.labels[0, at])
-    assert torch.equal(part.tokens[0], whole.tokens[0, at])
-    assert int((part.labels != IGNORE_INDEX).sum()) == 2
+    assert torch.equal(fraction.labels[0], whole.labels[0, at])
+    assert torch.equal(fraction.tokens[0], whole.tokens[0, at])
+    assert int((fraction.labels != IGNORE_INDEX).sum()) == 2
 
 
 @pytest.mark.parametrize("mask", ["document", "none"])
@@ -155,8 +159,8 @@ def test_validation_uses_the_document_mask_of_training(section: Section, mask: s
     data = section(TEXTS, holdout=0.3, mask=mask)
     (validation_set,) = build_validation_sets(config(data, one={"seq_len": 100, "rows": 99}))
     batches = [validation_set.datasets[0].read([number]) for number in range(validation_set.num_sequences)]
-    most = max(int(batch.document_ids.max()) for batch in batches)
-    assert most > 1, "sequences hold several documents"
+    last_document_id = max(int(batch.document_ids.max()) for batch in batches)
+    assert last_document_id > 1, "sequences hold several documents"
     origins = sum(int((batch.positions == 0).sum()) for batch in batches)
     assert (origins > validation_set.num_sequences) == (mask == "document")
 
@@ -179,12 +183,12 @@ def test_a_source_outside_training_is_validated_on_in_full(section: Section, tmp
     data = section(TEXTS, holdout=0.3)
     copied = str(shutil.copytree(data.corpus, tmp_path / "copied"))
     data = DataSection.model_validate({**data.model_dump(), "sources": {"other": {"path": copied}}})
-    made = config(data, mine={"seq_len": 50, "rows": 999}, other={"seq_len": 50, "rows": 999, "source": "other"})
-    assert made.problems(1) == []
-    mine, other = build_validation_sets(made)
+    run_config = config(data, mine={"seq_len": 50, "rows": 999}, other={"seq_len": 50, "rows": 999, "source": "other"})
+    assert run_config.problems(1) == []
+    mine, other = build_validation_sets(run_config)
     assert documents_of(other.datasets[0], other.num_sequences) == set(range(DOCUMENTS))
     assert len(documents_of(mine.datasets[0], mine.num_sequences)) < 20
-    assert [*corpus_specs(made)] == ["corpus", "other"]
+    assert [*corpus_specs(run_config)] == ["corpus", "other"]
 
 
 def test_a_set_longer_than_every_document_raises(section: Section) -> None:
@@ -194,7 +198,7 @@ def test_a_set_longer_than_every_document_raises(section: Section) -> None:
 
 def test_holdout_of_a_corpus_prepared_with_max_document_raises(section: Section) -> None:
     data = section(TEXTS, max_document=30)
-    made = prepare(corpus_spec(data, "corpus"), ByteTokenizer())
-    again = DataSection(corpus=str(made.folder), holdout=0.3)
+    run_config = prepare(corpus_spec(data, "corpus"), ByteTokenizer())
+    again = DataSection(corpus=str(run_config.folder), holdout=0.3)
     with pytest.raises(DataError, match=r"was prepared with data.max_document = 30: data.holdout could hold out"):
         build_blended_dataset(again, ByteTokenizer(), seq_len=16, seed=3)

@@ -78,12 +78,12 @@ def sequences_by_step(dataset: BlendedDataset, *, ranks: int, micro: int) -> lis
     loaders = [
         loader(dataset, rank=rank, ranks=ranks, global_batch_size=6, micro=micro).steps(0) for rank in range(ranks)
     ]
-    found = []
+    result = []
     for _ in range(6):
         batches = [batch for each in loaders for batch in next(each)]
         pairs = [(b.tolist(), c.tolist()) for batch in batches for b, c in zip(batch.tokens, batch.labels, strict=True)]
-        found.append(sorted(pair for pair in pairs if set(pair[1]) != {IGNORE_INDEX}))
-    return found
+        result.append(sorted(pair for pair in pairs if set(pair[1]) != {IGNORE_INDEX}))
+    return result
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -149,14 +149,14 @@ def test_two_iterators_of_one_loader_are_independent(dataset: BlendedDataset) ->
 
 
 def test_one_step_is_prefetched() -> None:
-    numbers = IndexDataset()
-    steps = loader(numbers, global_batch_size=4).steps(0)
+    index_dataset = IndexDataset()
+    steps = loader(index_dataset, global_batch_size=4).steps(0)
     next(steps)
     deadline = time.monotonic() + 5
-    while len(numbers.read_so_far) < 8 and time.monotonic() < deadline:
+    while len(index_dataset.read_so_far) < 8 and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.1)
-    assert numbers.read_so_far == list(range(8))
+    assert index_dataset.read_so_far == list(range(8))
 
 
 def test_closing_an_iterator_ends_its_thread() -> None:
@@ -181,9 +181,9 @@ def test_a_failing_read_raises_with_its_sequences(failure: BaseException) -> Non
             raised.append(error)
 
     # In a thread, because a broken loader would hang.
-    waiting = threading.Thread(target=take, daemon=True)
-    waiting.start()
-    waiting.join(timeout=5)
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    thread.join(timeout=5)
     assert [str(error) for error in raised] == [f"sequences [6, 7] cannot be read: {type(failure).__name__}: {failure}"]
 
 

@@ -100,28 +100,26 @@ def test_a_plan_is_deterministic_and_survives_a_file(packing: Packing, tmp_path:
 
 def test_a_plan_is_stored_with_the_shards_and_raises_when_damaged(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text")
-    prepared = prepare(CorpusSpec(corpus=str(tmp_path / "a.txt"), cache_dir=tmp_path), ByteTokenizer())
-    first = load_or_build_plan(prepared, seq_len=8, packing="concat")
-    path = prepared.folder / "concat-8.plan"
+    dataset = prepare(CorpusSpec(corpus=str(tmp_path / "a.txt"), cache_dir=tmp_path), ByteTokenizer())
+    first = load_or_build_plan(dataset, seq_len=8, packing="concat")
+    path = dataset.folder / "concat-8.plan"
     written = path.stat().st_mtime_ns
-    assert segments_by_sequence(load_or_build_plan(prepared, seq_len=8, packing="concat")) == segments_by_sequence(
-        first
-    )
+    assert segments_by_sequence(load_or_build_plan(dataset, seq_len=8, packing="concat")) == segments_by_sequence(first)
     assert path.stat().st_mtime_ns == written
     for content in (b"", path.read_bytes()[:-8], bytes(len(path.read_bytes()))):
         path.unlink()
         path.write_bytes(content)
         with pytest.raises(DataError, match=r"concat-8.plan is damaged; delete it"):
-            load_or_build_plan(prepared, seq_len=8, packing="concat")
+            load_or_build_plan(dataset, seq_len=8, packing="concat")
     path.unlink()
     write_plan(pack_documents(torch.tensor([3]), seq_len=8, packing="concat"), path, num_tokens=3)
     with pytest.raises(DataError, match="is the plan of another corpus, not of these 11 tokens"):
-        load_or_build_plan(prepared, seq_len=8, packing="concat")
+        load_or_build_plan(dataset, seq_len=8, packing="concat")
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize(
-    ("document_filter", "taken"),
+    ("document_filter", "expected_lengths"),
     [
         (DocumentFilter(min_length=5), [5, 8, 6]),
         (DocumentFilter(max_length=6), [5, 3]),
@@ -133,7 +131,7 @@ def test_a_plan_is_stored_with_the_shards_and_raises_when_damaged(tmp_path: Path
     ids=str,
 )
 def test_segments_cover_exactly_the_filtered_documents(
-    packing: Packing, document_filter: DocumentFilter, taken: list[int]
+    packing: Packing, document_filter: DocumentFilter, expected_lengths: list[int]
 ) -> None:
     lengths = [5, 8, 3, 6]
     plan = pack_documents(torch.tensor(lengths), seq_len=7, packing=packing, document_filter=document_filter)
@@ -144,7 +142,7 @@ def test_segments_cover_exactly_the_filtered_documents(
         assert 0 < length <= min(7, document_filter.max_len or 7)
         assert len({document_of[token] for token in range(start, start + length)}) == 1
         seen += range(start, start + length)
-    chosen = [(first, length) for first, length in zip(firsts, lengths, strict=True) if length in taken]
+    chosen = [(first, length) for first, length in zip(firsts, lengths, strict=True) if length in expected_lengths]
     assert sorted(seen) == [token for first, length in chosen for token in range(first, first + length)]
 
 

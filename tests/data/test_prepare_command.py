@@ -98,8 +98,8 @@ def test_a_mistake_is_one_line_and_an_exit_code(
     arguments: list[str], status: int, message: str, run: Run, tmp_path: Path
 ) -> None:
     (tmp_path / "text" / "empty").touch()
-    found, out, errors = run(*arguments)
-    assert (found, out) == (status, "")
+    exit_code, out, errors = run(*arguments)
+    assert (exit_code, out) == (status, "")
     assert re.fullmatch(rf"error: [^\n]*{re.escape(message)}[^\n]*\n", errors)
 
 

@@ -39,9 +39,9 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def texts(prepared: TokenDataset) -> Iterator[str]:
-    for start, length in zip(prepared.document_starts.tolist(), prepared.document_lengths.tolist(), strict=False):
-        yield ByteTokenizer().decode(prepared.read(start, start + length).tolist())
+def texts(dataset: TokenDataset) -> Iterator[str]:
+    for start, length in zip(dataset.document_starts.tolist(), dataset.document_lengths.tolist(), strict=False):
+        yield ByteTokenizer().decode(dataset.read(start, start + length).tolist())
 
 
 def interrupted(work: Callable[[], object], step: int) -> bool:
@@ -101,8 +101,8 @@ def test_a_kill_before_any_file_operation_resumes_to_the_same_bytes(source: Make
 def test_repeated_kills_still_make_progress(source: Make, tmp_path: Path) -> None:
     spec = source(FILES)
     interrupted_spec = replace(spec, cache_dir=tmp_path / "again")
-    times = next(times for times in range(100) if not interrupted(Preparing(interrupted_spec), 17))
-    assert times > 3
+    launches = next(launches for launches in range(100) if not interrupted(Preparing(interrupted_spec), 17))
+    assert launches > 3
     assert content(prepare(interrupted_spec, ByteTokenizer(), shard_tokens=150).folder) == content(
         prepare(spec, ByteTokenizer(), shard_tokens=150).folder
     )
@@ -276,7 +276,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")
 @pytest.mark.ranks
 @settings(max_examples=40, derandomize=True, deadline=None)
 @given(
-    written=st.lists(TEXT, min_size=1, max_size=12),
+    originals=st.lists(TEXT, min_size=1, max_size=12),
     lines=st.booleans(),
     shard_tokens=st.integers(1, 200),
     partition_bytes=st.integers(1, 120),
@@ -284,29 +284,37 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")
     workers=st.sampled_from([1, 1, 1, 2]),
 )
 def test_documents_round_trip(
-    *, written: list[str], lines: bool, shard_tokens: int, partition_bytes: int, interruptions: list[int], workers: int
+    *,
+    originals: list[str],
+    lines: bool,
+    shard_tokens: int,
+    partition_bytes: int,
+    interruptions: list[int],
+    workers: int,
 ) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
         patched.setattr(corpus, "PARTITION_BYTES", partition_bytes)
         root = Path(folder, "corpus")
         root.mkdir()
-        for number, text in enumerate(written):
+        for number, text in enumerate(originals):
             if lines:
                 with (root / "a.jsonl").open("a") as file:
                     file.write(json.dumps({"text": text}, ensure_ascii=number % 2 == 0) + "\n")
             else:
                 (root / f"{number:03d}").write_bytes(text.encode())
         # A byte order mark at the start of a file is no part of the text.
-        wanted = [text for text in (text if lines else text.removeprefix("\ufeff") for text in written) if text]
+        expected_texts = [
+            text for text in (text if lines else text.removeprefix("\ufeff") for text in originals) if text
+        ]
         spec = CorpusSpec(corpus=str(root), cache_dir=Path(folder, "cache"))
         for stop in interruptions:
             with suppress(KeyboardInterrupt, DataError):
                 prepare(spec, Stopping(stop), shard_tokens=shard_tokens)
-        if not wanted:
+        if not expected_texts:
             with pytest.raises(DataError, match="the corpus has no text"):
                 prepare(spec, ByteTokenizer(), workers=workers, shard_tokens=shard_tokens)
             return
-        prepared = prepare(spec, ByteTokenizer(), workers=workers, shard_tokens=shard_tokens)
-        assert list(texts(prepared)) == wanted
+        dataset = prepare(spec, ByteTokenizer(), workers=workers, shard_tokens=shard_tokens)
+        assert list(texts(dataset)) == expected_texts
         again = prepare(replace(spec, cache_dir=Path(folder, "again")), ByteTokenizer(), shard_tokens=shard_tokens)
-        assert content(prepared.folder) == content(again.folder)
+        assert content(dataset.folder) == content(again.folder)

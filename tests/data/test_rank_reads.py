@@ -83,15 +83,15 @@ def test_reading_a_shard_equals_sharding_the_full_batch_in_every_layout(
 def test_slice_segments_cuts_spans_at_segment_boundaries(segment_lengths: list[int], spans: list[int]) -> None:
     starts = [sum(segment_lengths[:n]) for n in range(len(segment_lengths) + 1)]
     cuts = sorted({min(sum(spans[:n]), starts[-1]) for n in range(len(spans) + 1)})
-    held = [(start, end - start) for start, end in pairwise(cuts)][::2]
+    held_spans = [(start, end - start) for start, end in pairwise(cuts)][::2]
     expected = [
         (segment, at - starts[segment])
-        for start, length in held
+        for start, length in held_spans
         for at in range(start, start + length)
         for segment in range(len(segment_lengths))
         if starts[segment] <= at < starts[segment + 1]
     ]
-    result = slice_segments(starts, held)
+    result = slice_segments(starts, held_spans)
     assert [(s.segment_id, s.start + n) for s in result for n in range(s.length)] == expected
 
 
@@ -131,7 +131,7 @@ def test_over_an_epoch_of_all_ranks_every_token_but_the_first_of_a_document_is_a
 # ---- several sources
 
 
-def mixed(
+def build_mix(
     section: Callable[..., DataSection], tmp_path: Any, mix: list[dict[str, Any]], seq_len: int = 32
 ) -> BlendedDataset:
     (tmp_path / "long").mkdir()
@@ -144,7 +144,7 @@ def mixed(
 def test_sequences_of_a_mix_come_from_their_sources_in_proportion(
     section: Callable[..., DataSection], tmp_path: Any
 ) -> None:
-    dataset = mixed(section, tmp_path, [{"source": "corpus", "weight": 0.75}, {"source": "long", "weight": 0.25}])
+    dataset = build_mix(section, tmp_path, [{"source": "corpus", "weight": 0.75}, {"source": "long", "weight": 0.25}])
     batch = dataset.read(range(40))
     assert dataset.names == ["corpus", "long"]
     upper = set(range(65, 71))
@@ -185,16 +185,16 @@ def test_a_mix_selects_long_short_and_cut_documents_of_one_source(
         {"source": "long", "max_length": 100},
         {"source": "long", "max_len": 8},
     ]
-    dataset = mixed(section, tmp_path, mix)
+    dataset = build_mix(section, tmp_path, mix)
     assert dataset.names == ["long>=100", "long<100", "long|8"]
-    seen: dict[int, set[int]] = {0: set(), 1: set(), 2: set()}
-    longest = dict.fromkeys(seen, 0)
+    tokens_by_source: dict[int, set[int]] = {0: set(), 1: set(), 2: set()}
+    longest = dict.fromkeys(tokens_by_source, 0)
     for number in range(60):
         batch = dataset.read([number])
         ((source, tokens),) = batch.sequence_sources
-        seen[source] |= set(batch.tokens[0, :tokens].tolist()) - {256, 257}
+        tokens_by_source[source] |= set(batch.tokens[0, :tokens].tolist()) - {256, 257}
         longest[source] = max(longest[source], int(batch.positions[0, :tokens].max()) + 1)
-    assert seen == {0: {68, 69, 70}, 1: {65, 66, 67}, 2: set(range(65, 71))}
+    assert tokens_by_source == {0: {68, 69, 70}, 1: {65, 66, 67}, 2: set(range(65, 71))}
     assert longest[2] == 8 < min(longest[0], longest[1])
 
 
@@ -217,9 +217,9 @@ def test_stages_and_mix_entries_are_shuffled_differently(section: Callable[..., 
 def test_a_source_of_a_mix_yields_each_sequence_once_per_epoch(
     section: Callable[..., DataSection], tmp_path: Any
 ) -> None:
-    dataset = mixed(section, tmp_path, [{"source": "corpus", "weight": 2}, {"source": "long", "weight": 3}])
+    dataset = build_mix(section, tmp_path, [{"source": "corpus", "weight": 2}, {"source": "long", "weight": 3}])
     for index, source in enumerate(dataset.sources):
         drawn = [number for number in range(5 * source.num_sequences) if dataset.round_robin.locate(number)[0] == index]
         epoch = dataset.read(drawn[: source.num_sequences])
-        alone = BlendedDataset([source], seq_len=dataset.seq_len).read(range(source.num_sequences))
-        assert torch.equal(epoch.tokens, alone.tokens)
+        unmixed = BlendedDataset([source], seq_len=dataset.seq_len).read(range(source.num_sequences))
+        assert torch.equal(epoch.tokens, unmixed.tokens)

@@ -37,14 +37,14 @@ def dataset_of(data: DataSection, *, seq_len: int, shard_tokens: int = 1 << 20) 
     return BlendedDataset([PackedDataset(prepared, plan, seed=0)], seq_len=seq_len, mask=data.mask)
 
 
-def source(dataset: BlendedDataset) -> PackedDataset:
+def packed(dataset: BlendedDataset) -> PackedDataset:
     assert isinstance(dataset.sources[0], PackedDataset)
     return dataset.sources[0]
 
 
 def in_plan_order(dataset: BlendedDataset) -> list[int]:
     """Global indices of the first epoch, in the order of the plan."""
-    return sorted(range(source(dataset).num_sequences), key=lambda number: source(dataset).locate(number)[1])
+    return sorted(range(packed(dataset).num_sequences), key=lambda number: packed(dataset).locate(number)[1])
 
 
 A, B, C = 97, 98, 99
@@ -147,16 +147,16 @@ def test_over_an_epoch_every_token_but_the_first_of_a_document_is_a_target_once(
     packing: Packing, mask: str, seq_len: int, section: Section
 ) -> None:
     dataset = dataset_of(section(LETTERS, packing=packing, mask=mask), seq_len=seq_len, shard_tokens=30)
-    assert len(source(dataset).token_dataset.meta.shards) > 2
+    assert len(packed(dataset).token_dataset.meta.shards) > 2
     expected: Counter[tuple[int, int]] = Counter()
     for text in LETTERS.values():
         tokens = [*text.encode(), EOS]
         expected.update(pairwise(tokens))
     for epoch in range(2):
-        batch = dataset.read(range(epoch * source(dataset).num_sequences, (epoch + 1) * source(dataset).num_sequences))
+        batch = dataset.read(range(epoch * packed(dataset).num_sequences, (epoch + 1) * packed(dataset).num_sequences))
         found = Counter(zip(batch.tokens.flatten().tolist(), batch.labels.flatten().tolist(), strict=True))
         assert {pair: count for pair, count in found.items() if pair[1] != IGNORE_INDEX} == expected
-        assert batch.num_tokens == source(dataset).token_dataset.num_tokens
+        assert batch.num_tokens == packed(dataset).token_dataset.num_tokens
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -164,7 +164,7 @@ def test_over_an_epoch_every_token_but_the_first_of_a_document_is_a_target_once(
 def test_boundaries_documents_positions_and_pairs_agree(packing: Packing, mask: str, section: Section) -> None:
     dataset = dataset_of(section(LETTERS, packing=packing, mask=mask), seq_len=16)
     pairs = 0
-    for number in range(source(dataset).num_sequences):
+    for number in range(packed(dataset).num_sequences):
         batch = dataset.read([number])
         starts = batch.boundaries[0, :-1].unique().tolist()
         attended = torch.bucketize(
@@ -179,27 +179,27 @@ def test_boundaries_documents_positions_and_pairs_agree(packing: Packing, mask: 
         assert torch.equal(batch.positions[0], torch.arange(16) - offsets)
         if mask == "document":
             assert torch.equal(batch.document_ids[0], attended - 1)
-    assert pairs == dataset.read(range(source(dataset).num_sequences)).num_pairs
+    assert pairs == dataset.read(range(packed(dataset).num_sequences)).num_pairs
 
 
 def test_each_epoch_holds_the_same_sequences_in_another_order(section: Section) -> None:
     dataset = dataset_of(section(LETTERS), seq_len=4)
     epochs = [
         [
-            source(dataset).locate(number)
-            for number in range(n * source(dataset).num_sequences, (n + 1) * source(dataset).num_sequences)
+            packed(dataset).locate(number)
+            for number in range(n * packed(dataset).num_sequences, (n + 1) * packed(dataset).num_sequences)
         ]
         for n in range(3)
     ]
     orders = [[row for _, row in epoch] for epoch in epochs]
     assert [{epoch for epoch, _ in each} for each in epochs] == [{0}, {1}, {2}]
-    assert all(sorted(order) == list(range(source(dataset).num_sequences)) for order in orders)
+    assert all(sorted(order) == list(range(packed(dataset).num_sequences)) for order in orders)
     assert orders[0] != orders[1] != orders[2]
 
 
 def test_summary_states_the_share_of_each_source(section: Section) -> None:
     one = dataset_of(section(TINY), seq_len=5)
-    both = BlendedDataset([source(one), source(one)], seq_len=5, weights=(2, 1), names=("a", "b"))
+    both = BlendedDataset([packed(one), packed(one)], seq_len=5, weights=(2, 1), names=("a", "b"))
     assert both.summary(9) == [
         "a: 3 sequences of 5 tokens; 6 of 9 drawn (2.00 epochs), 20.00% padding",
         "b: 3 sequences of 5 tokens; 3 of 9 drawn (1.00 epochs), 20.00% padding",

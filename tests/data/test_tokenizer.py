@@ -217,8 +217,8 @@ def test_a_passkey_has_the_same_tokens_in_the_haystack_and_the_question(
         for trial in range(3):
             question, hidden, number = PasskeySentences(tokenizer).passkey(trial)
             assert hidden[: len(question) + len(number)] == [*question, *number]
-            said = tokenizer.decode(number).strip()
-            assert len(said) == 5
-            assert said.isdigit()
+            digits = tokenizer.decode(number).strip()
+            assert len(digits) == 5
+            assert digits.isdigit()
             assert "The secret number is" in tokenizer.decode(hidden)
             assert max(hidden) < tokenizer.vocab_size
