@@ -78,7 +78,7 @@ def test_a_data_error_leaves_the_launcher_with_78(tmp_path: Path) -> None:
     empty.mkdir()
     done = launched(config, tmp_path / "run", "--data.corpus", str(empty), processes=2)
     assert done.statuses == [78]
-    assert f'error: data.corpus = "{empty}": there is no text file' in done.said
+    assert f'error: data.corpus = "{empty}": no text file' in done.said
     assert "Traceback" not in done.said
 
 
