@@ -96,7 +96,7 @@ def test_raising_steps_goes_on(finished: Path, copied: Path) -> None:
 def test_fewer_steps_than_there_are_is_finished(finished: Path, copied: Path) -> None:
     done = forked(finished / "run.toml", copied, "--training.steps", "2")
     assert done.statuses == [0]
-    assert "holds update 3 of 2" in done.said
+    assert "is at step 3 of 2" in done.said
     assert steps(copied) == [1, 2, 3]
 
 
