@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.plan.test_counted_steps import configured
+from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import load
 from trainer.memory.estimator import RankMemory
@@ -86,7 +87,7 @@ def test_what_is_computed_again_is_all_that_a_gradient_needs(changes: str, again
 @pytest.mark.parametrize("name", SHIPPED)
 def test_ranks_together_compute_what_one_would(name: str) -> None:
     config = load(["--config", name])
-    assert config.layout_problems(SHIPPED[name]) == []
+    assert checks.layout_problems(config, SHIPPED[name]) == []
     assert of_all_ranks(config, SHIPPED[name]) == pytest.approx(executed(config), rel=1e-12)
 
 

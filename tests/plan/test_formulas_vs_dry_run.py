@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import pytest
 
 from tests.memory.test_estimator import FOUR, FULL, HALF, KEEP, configured
+from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.plan.comm_volume import CommVolume, comm_volumes
 from trainer.plan.dry_run import dry_run
@@ -59,7 +60,7 @@ def places(config: Config) -> list[int]:
 )
 def test_both_roads_lead_to_the_same_counts(world_size: int, changes: str) -> None:
     config = configured(changes)
-    assert config.layout_problems(world_size) == []
+    assert checks.layout_problems(config, world_size) == []
     for place in places(config):
         dry = dry_run(config, world_size, rank=place * (world_size // config.parallelism.pp))
         assert summed(dry.sent) == summed(comm_volumes(config, world_size, place))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from trainer.config import checks
 from trainer.config.parse import load
 from trainer.config.training_stages import Recipe
 from trainer.hardware.device_specs import DeviceSpec, load_device
@@ -43,7 +44,7 @@ def everything(config: Recipe, ranks: int, device: DeviceSpec) -> float:
     for layout in enumerate_layouts(config, ranks, device):
         for keep in MEMORY_CHOICES:
             tried = with_overrides(config, layout | keep)
-            if not tried.layout_problems(ranks) and (plan := plan_stage(tried, ranks, device)).fits:
+            if not checks.layout_problems(tried, ranks) and (plan := plan_stage(tried, ranks, device)).fits:
                 best = min(best, plan.step_seconds)
     return best
 
@@ -55,7 +56,7 @@ def test_the_best_is_the_best_of_all(gib: int) -> None:
     found = search(config, 4, device)
     fastest = everything(config, 4, device)
     assert fastest <= found.best[0].seconds <= TIE_FACTOR**2 * fastest
-    assert all(way.plan.fits and not way.plan.config.layout_problems(4) for way in found.best)
+    assert all(way.plan.fits and not checks.layout_problems(way.plan.config, 4) for way in found.best)
     slower = [way.seconds for way in found.best if way.seconds > TIE_FACTOR * min(way.seconds for way in found.best)]
     assert slower == sorted(slower)
 
@@ -82,7 +83,7 @@ def test_what_is_pasted_is_what_was_planned(tmp_path: Path) -> None:
         (tmp_path / "whole.toml").write_text(replaced(shipped.read_text(), way.toml()))
         config = load(["--config", str(tmp_path / "whole.toml")])
         assert config.training.seq_len == 65_536
-        assert config.layout_problems(16) == []
+        assert checks.layout_problems(config, 16) == []
         assert plan_stage(config, 16, H100).step_seconds == way.seconds
 
 
@@ -127,7 +128,7 @@ def test_what_belongs_to_the_files_own_mesh_stands_in_no_others_way() -> None:
         "training.compile": "true", "memory.recompute": "auto", "memory.device_gib": "60",
     }  # fmt: skip
     config = configured(*(word for key, value in words.items() for word in (f"--{key}", value)))
-    assert config.layout_problems(8) == []
+    assert checks.layout_problems(config, 8) == []
     found, plain = (search(each, 8, H100) for each in (config, configured("--training.compile", "true")))
     assert found.best[0].seconds == plain.best[0].seconds
 

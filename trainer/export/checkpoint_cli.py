@@ -18,6 +18,7 @@ from trainer.checkpoint.initial_weights import find_checkpoint
 from trainer.checkpoint.load import MODEL_PREFIX
 from trainer.checkpoint.load import load_tensors as load_tensors
 from trainer.checkpoint.run_dir import ResumeError, RunDir, read_state
+from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import COMMAND_LINE, ConfigSource, deep_merge, load, parse_arguments
 from trainer.config.training_stages import Recipe
@@ -145,7 +146,7 @@ def resolve_for_evaluation(args: CheckpointArgs) -> ResolvedCheckpoint:
     """The same, if its rows can be read and its mesh is that of the processes which were started."""
     resolved = resolve_checkpoint(args)
     _, world_size, _ = process_rank()
-    resolved.config.require_valid(world_size)
+    checks.require_valid(resolved.config, world_size)
     return resolved
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import NoReturn
 
+from trainer.config import checks
 from trainer.config.parse import load, parse_arguments
 from trainer.config.sections import MAX_SEQ_LEN
 from trainer.config.training_stages import Recipe
@@ -96,7 +97,7 @@ def plan(argv: Sequence[str]) -> int:
     world_size = world_size_from_args(args, device) or prod(
         config.training_stages[0].config.parallelism.degrees(1).values()
     )
-    if problems := config.layout_problems(world_size):
+    if problems := checks.layout_problems(config, world_size):
         advice = (
             f"this mesh is not for {world_size:,} devices: trainer.plan search --gpus {world_size} finds one that is"
         )

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from models.batch import Batch
 from models.transformer import Transformer
+from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import load
 from trainer.data.sequences import BlendedDataset
@@ -94,7 +95,7 @@ def dry_run(
     `documents` are the lengths of those of each row; left out, rows are one. Raises ConfigError for a configuration
     that cannot run, and where `memory.recompute` is still "auto".
     """
-    problems = config.layout_problems(world_size)
+    problems = checks.layout_problems(config, world_size)
     if config.memory.recompute == "auto":
         problems.append('memory.recompute = "auto" is settled on the machine; a dry run needs what it would take')
     if not 0 <= rank < world_size:
