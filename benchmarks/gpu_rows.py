@@ -1,4 +1,4 @@
-"""What the GPU benchmark stands on: rows, a budget of time, and attention by itself."""
+"""Shared parts of the GPU benchmark: report rows, a time budget, and attention alone."""
 
 from __future__ import annotations
 

@@ -17,11 +17,14 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 OffloadTarget = Literal["none", "inputs", "inputs_and_attention"]
 
 MAX_PENDING_OFFLOADS = 4
 """Device tensors that may wait for their copy to the host at a time."""
+OFFLOAD_RANGE = "activation_offload"
+"""The profiler range around allocating host memory and starting the copy to it."""
 
 SavedKind = Literal["inputs", "attention"]
 CopyPairs = list[tuple[Tensor, Tensor]]
@@ -99,12 +102,13 @@ class HostActivationPool:
         on_device = x.device.type != "cpu"
         if on_device and self._streams is None:
             self._streams = OffloadStreams(x.device)
-        buffers = [self._allocate(size, pinned=on_device) for size in buffer_sizes(x.nbytes)]
-        self.used_bytes[kind] += sum(buffer.nbytes for buffer in buffers)
-        if self._streams is None:
-            _copy(_copy_pairs(buffers, x))
-        else:
-            self._streams.offload(_copy_pairs(buffers, x))
+        with record_function(OFFLOAD_RANGE):
+            buffers = [self._allocate(size, pinned=on_device) for size in buffer_sizes(x.nbytes)]
+            self.used_bytes[kind] += sum(buffer.nbytes for buffer in buffers)
+            if self._streams is None:
+                _copy(_copy_pairs(buffers, x))
+            else:
+                self._streams.offload(_copy_pairs(buffers, x))
         return buffers
 
     def release(self, buffers: list[Tensor], kind: SavedKind) -> None:

@@ -249,7 +249,7 @@ def test_only_corpus_and_tokenizer_may_be_elsewhere(small: Shrink) -> None:
         "the mesh pp 1 x dp_replicate 1 x dp_shard 1 x cp 1 x tp 3 needs 3 processes",
         "parallelism.tp = 3 must divide model.num_heads = 8",
         "parallelism.tp = 3 must divide model.ffn_dim = 704",
-        "parallelism.tp = 3 must divide model.num_kv_heads = 4",
+        "parallelism.tp = 3 must divide model.num_kv_heads = 4 or be a multiple of it (replicated KV heads)",
     ]
 
 

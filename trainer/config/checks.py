@@ -95,23 +95,24 @@ def stage_problems(config: Config) -> list[str]:
 
 def _validation_source_problems(config: Recipe) -> list[str]:
     """Validation sets on a training corpus that is split into other documents there."""
-    problems = []
-    training_sources = {item.source for stage in config.stage for item in stage.mix or config.data.mix} or {
+    mixes = [stage.mix or config.data.mix for stage in config.stage]
+    training_sources = {item.source for mix in mixes for item in mix} or {
         item.source for item in config.data.effective_mix
     }
-    known = {DEFAULT_SOURCE, *config.data.sources}
-    for name, each in config.validation.sets.items():
-        settings = config.data.document_settings(each.source) if each.source in known else {}
-        for other in sorted(training_sources & known - {each.source}):
-            if (
-                settings.get("path") == (other_settings := config.data.document_settings(other))["path"]
-                and settings != other_settings
-            ):
-                problems.append(
-                    f'validation.sets.{name}: source = "{each.source}" is the corpus of "{other}", which training '
-                    "splits into other documents; use the same document settings to hold documents out"
-                )
-    return problems
+    settings = {
+        name: config.data.document_settings(name)
+        for name in sorted(training_sources | config.validation.sources)
+        if name in {DEFAULT_SOURCE, *config.data.sources}
+    }
+    return [
+        f'validation.sets.{name}: source = "{each.source}" is the corpus of "{other}", which training '
+        "splits into other documents; use the same document settings to hold documents out"
+        for name, each in config.validation.sets.items()
+        for other in sorted(training_sources & settings.keys() - {each.source})
+        if each.source in settings
+        and settings[each.source]["path"] == settings[other]["path"]
+        and settings[each.source] != settings[other]
+    ]
 
 
 def _stage_section_problems(stage: StageSection) -> list[str]:

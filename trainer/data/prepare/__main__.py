@@ -13,8 +13,9 @@ from typing import NoReturn
 
 from trainer.config import checks
 from trainer.config.data import HF_PREFIX, STDLIB_CORPUS
-from trainer.config.job_config import COPY_CORPUS, DEFAULT_SOURCE, Config
+from trainer.config.job_config import COPY_CORPUS, DEFAULT_SOURCE
 from trainer.config.parse import load
+from trainer.config.training_stages import Recipe
 from trainer.data.prepare import prepare
 from trainer.data.source import CorpusSpec, corpus_spec, corpus_specs
 from trainer.data.token_dataset import TokenDataset, is_token_dataset
@@ -129,7 +130,7 @@ def main(argv: Sequence[str]) -> int:
     return EXIT_SUCCESS
 
 
-def selected_specs(config: Config, corpus: str | None, problems: Sequence[str] = ()) -> dict[str, CorpusSpec]:
+def selected_specs(config: Recipe, corpus: str | None, problems: Sequence[str] = ()) -> dict[str, CorpusSpec]:
     """The corpora to read, by name: `corpus`, or those of the configuration.
 
     Raises ConfigError with what is wrong with them and with the `problems` found before.
@@ -155,7 +156,7 @@ def selected_specs(config: Config, corpus: str | None, problems: Sequence[str] =
     return specs
 
 
-def prepare_corpora(config: Config, arguments: Namespace) -> None:
+def prepare_corpora(config: Recipe, arguments: Namespace) -> None:
     specs, output = (
         selected_specs(config, arguments.corpus, checks.tokenizer_problems(config.tokenizer)),
         arguments.output,
@@ -172,7 +173,7 @@ def prepare_corpora(config: Config, arguments: Namespace) -> None:
         )
 
 
-def inspect(config: Config, arguments: Namespace, folder: Path | None) -> None:
+def inspect(config: Recipe, arguments: Namespace, folder: Path | None) -> None:
     from trainer.data.prepare.report import render_report
 
     if folder is None and arguments.config is None:
@@ -186,7 +187,7 @@ def inspect(config: Config, arguments: Namespace, folder: Path | None) -> None:
         sys.stdout.write(render_report(dataset, tokenizer, samples=arguments.samples, verify=arguments.verify))
 
 
-def train_tokenizer(config: Config, arguments: Namespace) -> None:
+def train_tokenizer(config: Recipe, arguments: Namespace) -> None:
     from trainer.data.prepare import train_tokenizer as training
 
     path = arguments.output
