@@ -13,6 +13,7 @@ import torch
 
 from models.batch import IGNORE_INDEX
 from tests.datasets import build_blended_dataset, build_validation_sets
+from trainer.config import checks
 from trainer.config.job_config import Config, DataSection
 from trainer.data.holdout import ValidationSet
 from trainer.data.packing import DocumentFilter, holdout_mask, pack_documents
@@ -186,7 +187,7 @@ def test_a_source_outside_training_is_validated_on_in_full(section: Section, tmp
     copied = str(shutil.copytree(data.corpus, tmp_path / "copied"))
     data = DataSection.model_validate({**data.model_dump(), "sources": {"other": {"path": copied}}})
     run_config = config(data, mine={"seq_len": 50, "rows": 999}, other={"seq_len": 50, "rows": 999, "source": "other"})
-    assert run_config.problems(1) == []
+    assert checks.problems(run_config, 1) == []
     mine, other = build_validation_sets(run_config)
     assert documents_of(other.datasets[0], other.num_sequences) == set(range(DOCUMENTS))
     assert len(documents_of(mine.datasets[0], mine.num_sequences)) < 20
