@@ -8,7 +8,7 @@ recompute the rest in the backward pass. A block is two autograd functions aroun
               saves x and the attention output         saves nothing
 
 The autograd graph is that of the forward pass, so saved tensors may be on the device or on the host. With
-`blocks_per_checkpoint` above 1 only one of so many blocks saves its input; the others recompute theirs from it.
+`blocks_per_checkpoint` = n only every n-th block saves its input; the others recompute theirs from it.
 
 Shape suffixes: B sequences, S tokens of this rank, T tokens of all tp ranks, E width of the residual stream, F rotary
 frequencies, D document starts and the sequence end.
