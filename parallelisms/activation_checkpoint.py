@@ -1,7 +1,7 @@
-"""Selective activation checkpointing (Chen et al., 2016) that never re-runs attention.
+"""Activation checkpointing (Chen et al., 2016), optionally without re-running attention.
 
-Blocks save attention's output and log-sum-exp, which cost most to recompute (DISTFLASHATTN, Li et al., 2024), and
-recompute the rest in the backward pass. A block is two autograd functions around the manual backward of
+With policy "keep_attention" blocks save the output and log-sum-exp of attention, which cost most to recompute
+(DISTFLASHATTN, Li et al., 2024), and recompute the rest in the backward pass; "full" recomputes these too. A block is two autograd functions around the manual backward of
 `block_recompute.BlockCompute`:
 
     x --> attention half --> x + attention --> feed-forward half --> output
