@@ -64,7 +64,7 @@ def test_an_empty_file_is_a_run_that_can_start() -> None:
         (
             {"parallelism": {"pp": 2}, "training": {"global_batch_size": 1}},
             2,
-            'parallelism.pp_schedule "1F1B" needs at least as many as stages, 2',
+            'parallelism.pp_schedule = "1F1B" needs at least 2, the number of stages',
         ),
         (
             {"data": {"corpus": "no"}},
