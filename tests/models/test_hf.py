@@ -201,7 +201,7 @@ UNSUPPORTED = {
 }
 
 
-@pytest.mark.parametrize(("changes", "told"), UNSUPPORTED.values(), ids=list(UNSUPPORTED))
+@pytest.mark.parametrize(("changes", "expected_problems"), UNSUPPORTED.values(), ids=list(UNSUPPORTED))
 def test_unsupported_features_are_reported_by_key_and_value(
     changes: dict[str, Any], expected_problems: list[str]
 ) -> None:

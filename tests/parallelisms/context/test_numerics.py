@@ -60,9 +60,9 @@ class ThreadCollectives:
         return total
 
     def _all(self, x: Tensor, rank: int) -> list[Tensor]:
-        self.parts[rank] = x.clone()
+        self.shards[rank] = x.clone()
         self.barrier.wait()
-        gathered = [self.parts[other] for other in range(self.ranks)]
+        gathered = [self.shards[other] for other in range(self.ranks)]
         self.barrier.wait()
         return gathered
 
