@@ -22,12 +22,12 @@ import logging
 import traceback
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
 
-from trainer.checkpoint.initial_weights import validate_initial_weights
 from trainer.checkpoint.run_dir import ResumeError, RunDir, finished_message, next_stage
 from trainer.config.job_config import Config, TrainingStage
-from trainer.config.parse import load
-from trainer.data import DataError, build_train_dataset, build_validation_sets
+from trainer.data.datasets import build_train_dataset, build_validation_sets
 from trainer.data.holdout import ValidationSet
 from trainer.data.sequences import BlendedDataset
 from trainer.distributed import (
@@ -43,6 +43,7 @@ from trainer.errors import (
     EXIT_NO_RETRY,
     EXIT_SUCCESS,
     ConfigError,
+    DataError,
     RankFailedError,
     RunFailedError,
     RunFolderInUseError,
@@ -52,6 +53,7 @@ from trainer.resilience import exit_markers
 from trainer.resilience.anomalies import DivergedError
 from trainer.resilience.hang_report import summarize_hang
 from trainer.resilience.preemption import Preemption, job_deadline
+from trainer.run_spec import RunSpec
 from trainer.train_loop import train
 
 log = logging.getLogger("trainer")
@@ -60,34 +62,33 @@ EXIT_TIMEOUT_SECONDS = 120.0
 
 
 def main(argv: list[str], signal_handler: SignalHandler | None = None) -> int:
-    rank, world_size, local_rank = rank_from_environment(os.environ)
+    """Trains on this rank what `argv` specifies as the JSON of a `RunSpec`; returns the exit code."""
+    if not argv or not argv[0].startswith("{"):
+        become_launcher(argv)
+    rank, _, local_rank = rank_from_environment(os.environ)
     # One rank of each node, since nodes may differ; from the process group on, all find the same.
     should_report, prefix = local_rank == 0, f"[rank {rank}] " if rank else ""
     log_setup.configure(rank)
     if signal_handler is None:
         signal_handler = SignalHandler()
         signal_handler.install()
-    folder: RunDir | None = None
+    spec = RunSpec.from_json(argv[0])
+    config, folder = spec.config, RunDir(spec.config.output_dir)
     try:
-        config = load(argv)
-        folder = RunDir(config.output_dir)
         # Nobody waits yet, and there is nothing to save.
         with signal_handler.raising():
-            if problems := config.stage_problems():
-                raise ConfigError(problems)
             stage = next_stage(config)
-            config.require_valid(world_size, first_stage=stage.index if stage else 0)
             if stage is None:
                 log.info(finished_message(config))
                 return EXIT_SUCCESS
-            validate_initial_weights(stage.config)
             folder.create()
             log_setup.add_file_handler(folder.logs_dir, rank)
-            # Before the process group exists: its patience is not made for tokenizing a corpus.
+            # Before the process group exists: its timeout is too short for packing a large corpus.
             datasets = [
-                build_train_dataset(each.config, stage=each.index) for each in config.training_stages[stage.index :]
+                build_train_dataset(each.config, spec.datasets, stage=each.index)
+                for each in config.training_stages[stage.index :]
             ]
-            validation_sets = build_validation_sets(config)
+            validation_sets = build_validation_sets(config, spec.datasets)
         should_report = rank == 0
         run_stage(config, stage, folder, datasets, validation_sets, signal_handler)
     except Interrupted:
@@ -108,6 +109,13 @@ def main(argv: list[str], signal_handler: SignalHandler | None = None) -> int:
     return EXIT_SUCCESS
 
 
+def become_launcher(argv: list[str]) -> NoReturn:
+    """The launcher checks the configuration, prepares the data, and becomes this script again: for torchrun."""
+    root = str(Path(__file__).resolve().parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    os.execv(sys.executable, [sys.executable, "-m", "trainer.launch", *argv])
+
+
 def run_stage(
     config: Config,
     stage: TrainingStage,
@@ -126,7 +134,7 @@ def run_stage(
         require_same_config(stage.config, fingerprints)
         require_same_checkpoint(f"{stage} from {folder.resume_checkpoint(config)}")
         preemption = Preemption(config, signal_handler, is_leader=rank == 0, deadline=job_deadline(config, os.environ))
-        stage = replace(stage, config=resolve_auto(stage.config, world))
+        stage = replace(stage, config=resolve_auto(stage.config, world, folder.prediction_path))
         reason = train(
             config, stage, folder, world, datasets=datasets, validation_sets=validation_sets, preemption=preemption
         )

@@ -1,9 +1,9 @@
-"""What a checkpoint costs: seconds of a save, how long training stands still for it, hashing, and loading.
+"""What a checkpoint costs: save time, how long training blocks, hashing, and loading.
 
     python benchmarks/checkpoint.py [--ranks 2] [--params-millions 64] [--saves 3] [--folder /tmp]
 
-A Llama of about so many parameters, float32 with AdamW, 12 bytes each, sharded over processes of this machine that
-train on short rows. Saves follow each other with as many updates between them as one lasts, in the foreground and in
+A Llama of about that many parameters, float32 with AdamW, 12 bytes each, sharded over processes of this machine that
+train on short sequences. Saves follow each other, with as many steps between them as one lasts, in the foreground and in
 the background; the first of each kind also allocates, and is left out. Files are in the page cache when they are
 hashed and read. Prints a table in Markdown.
 """
@@ -71,30 +71,30 @@ def rank_main(asked: argparse.Namespace) -> None:
 
 def measure(config: Config, world: World, saves: int) -> dict[str, float]:
     """Medians of one kind of save, in seconds."""
+    from tests.datasets import build_train_dataset
     from trainer.checkpoint import manifest
     from trainer.checkpoint.manager import CheckpointManager
+    from trainer.checkpoint.resume import require_verified
     from trainer.checkpoint.run_dir import RunDir
-    from trainer.checkpoint.verify import require_verified
-    from trainer.data import build_train_dataset
     from trainer.trainer import Trainer
 
     trainer = Trainer(config, world, build_train_dataset(config))
     folder = RunDir(config.output_dir)
     folder.create()
-    found, quiet, meanwhile = [], list[float](), list[float]()
+    found, quiet, during_save = [], list[float](), list[float]()
     with CheckpointManager(config, folder, world) as checkpoints:
-        updates = trainer.train_steps()
-        next(updates)
+        steps = trainer.train_steps()
+        next(steps)
         for _ in range(saves + 1):
-            quiet += [timed(updates) for _ in range(3)]
+            quiet += [timed(steps) for _ in range(3)]
             checkpoints.save(trainer)
             # As many on every rank; a rank that asks may hear later than another.
-            meanwhile += [timed(updates) for _ in range(6)] if config.checkpoint.asynchronous else []
+            during_save += [timed(steps) for _ in range(6)] if config.checkpoint.asynchronous else []
             ended = checkpoints.wait() if not config.checkpoint.asynchronous else None
             while ended is None and not (collected := checkpoints.pop_finished()):
                 time.sleep(0.01)
             found.append(ended or collected[0])
-        del updates
+        del steps
     last = found[-1].path
     if last is None:
         raise RuntimeError(f"a save failed: {found[-1].problem}")
@@ -117,17 +117,17 @@ def measure(config: Config, world: World, saves: int) -> dict[str, float]:
         "blocked": median(saved.blocked_seconds for saved in found[1:]),
         "first": found[0].seconds,
         "first blocked": found[0].blocked_seconds,
-        "update": median(quiet),
-        "update meanwhile": median(meanwhile) if meanwhile else float("nan"),
+        "step": median(quiet),
+        "step during save": median(during_save) if during_save else float("nan"),
         "verify": verified,
         "resume": resumed,
         "hashing": hashing,
     }
 
 
-def timed(updates: Iterator[object]) -> float:
+def timed(steps: Iterator[object]) -> float:
     started = time.perf_counter()
-    next(updates)
+    next(steps)
     return time.perf_counter() - started
 
 
@@ -141,14 +141,14 @@ def report(asked: argparse.Namespace, rows: list[dict[str, float]]) -> None:
         f"| {foreground['bytes'] / 2**30:.2f} GiB | `checkpoint.async = false` | `true` |",
         "|---|---|---|",
         *(
-            f"| {told} | {seconds(foreground[key])} | {seconds(background[key])} |"
-            for told, key in (
+            f"| {label} | {seconds(foreground[key])} | {seconds(background[key])} |"
+            for label, key in (
                 ("a save", "seconds"),
-                ("training stands still", "blocked"),
+                ("training blocked", "blocked"),
                 ("the first save", "first"),
-                ("training stands still for the first", "first blocked"),
-                ("an update", "update"),
-                ("an update while one is written", "update meanwhile"),
+                ("training blocked by the first", "first blocked"),
+                ("a step", "step"),
+                ("a step during a save", "step during save"),
                 ("verifying all files", "verify"),
                 ("resuming: verifying and loading", "resume"),
             )

@@ -150,7 +150,7 @@ RUNS = {
             "memory.head_groups": 2,
             "memory.mlp_tile_mib": 1,
             "memory.blocks_per_checkpoint": 2,
-            "memory.head_chunk_mib": 1,
+            "memory.loss_chunk_mib": 1,
         },
     ),
     "recipe": Run(2, config=STAGES),

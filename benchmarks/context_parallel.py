@@ -1,15 +1,15 @@
-"""What sharing a row costs, rank by rank in one process: no transport, all of the arithmetic.
+"""What context parallelism costs in compute, rank by rank in one process, without transport.
 
     python -m benchmarks.context_parallel [--tokens 16384] [--cp 2 4 8] [--heads 8 2] [--methods ring] [--rounds 3]
                                           [--packed] [--device cuda --dtype bfloat16 --kernel flash]
     python -m benchmarks.context_parallel --balance
 
-Every rank's forward and backward pass of one layer's attention runs alone, with what it would receive put into its
-hands, and is timed (CPU-seconds of one thread, or CUDA events). The slowest rank is compared with the ideal: the time
-of the whole row in one process, divided by the number of ranks. Also: attended pairs of the busiest rank over the
+Every rank's forward and backward of one attention layer runs alone, with its received tensors prepared, and is
+timed (CPU-seconds of one thread, or CUDA events). The slowest rank is compared with the ideal: the time
+of the whole sequence in one process, divided by the number of ranks. Also: attended pairs of the busiest rank over the
 mean, bytes that a rank sends (counted as it hands them over), and the peak of what it allocates on top of its inputs.
 
---balance prints, for twenty rows each of 128K tokens packed with documents of several kinds, the largest ratio of the
+--balance prints, for twenty sequences of 128K tokens packed with documents of several kinds, the largest ratio of the
 busiest rank's attended pairs to the mean; nothing is timed.
 """
 

@@ -1,4 +1,4 @@
-"""Bytes that a run really holds, counted: every allocation and release that torch's CPU allocator reports.
+"""Count the bytes that a run holds: every allocation and release that torch's CPU allocator reports.
 
 torch.profiler sees them all: inside operators and kernels, in storages that are resized, in the backward pass. Left out
 are what blocks keep in host memory, and what only a CPU run has: copies that gloo makes of what it sends, casts of what is
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,37 +19,37 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from models.batch import Batch
-from parallelisms.activation_offload import HostActivationPool
+from parallelisms.activation_offload import OFFLOAD_RANGE
 from trainer.config.job_config import Config
 from trainer.data.copy_task import CopyDataset
 from trainer.data.sequences import BlendedDataset
 from trainer.distributed import World
 from trainer.trainer import Trainer
 
-ON_HOST, HEAD = "kept on the host", "the head begins"
+HEAD = "the head begins"
 CAST = ("aten::add_", "aten::to", "aten::_to_copy")
 SCRATCH = ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", "aten::empty")
 
 
 @dataclass(frozen=True)
 class Counted:
-    """Bytes of one rank: before the first update, and the most at once in each of the following."""
+    """Bytes of one rank: before the first step, and the peak of later steps."""
 
     states: int
     peak: int
-    """Without what is kept in host memory."""
+    """Without offloaded activations."""
     kept: int = 0
-    """When the head begins: what is there on the device beside states and batch,"""
+    """Saved activations on the device when the head begins,"""
     on_host: int = 0
-    """and what blocks keep in host memory."""
+    """and in host memory."""
 
 
-def count(config: Config, *, updates: int, documents: int | None = None, rows: Any = None) -> Counted:
-    """Some updates of a configuration on the ranks of the process group; the least peak of all but the first.
+def count(config: Config, *, steps: int, documents: int | None = None, rows: Any = None) -> Counted:
+    """Run some steps of a configuration on the ranks of the process group; the lowest peak of all but the first step.
 
-    Rows are random unless they are given. With `documents` they are cut into documents of so many tokens: attention then
+    Sequences are random unless given. With `documents` they are split into documents of that many tokens: attention then
     takes little time, and as much memory.
-    Threads of gloo release without telling. What they do too late makes an update look fuller than it is.
+    Threads of gloo release memory unseen. What they release late makes a step look fuller than it is.
     """
     training = config.training
     copied = CopyDataset(
@@ -62,16 +61,16 @@ def count(config: Config, *, updates: int, documents: int | None = None, rows: A
     )
     rows = rows or BlendedDataset([copied], seq_len=training.seq_len)
     world = World(distributed.get_rank(), distributed.get_world_size(), torch.device("cpu"))
-    with _told(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         trainer = Trainer(config, world, rows)
         for part in trainer.stage_modules.values():
             if part.head is not None:
                 part.head.register_forward_pre_hook(_begins)
         reading = trainer.loader.steps(0)
-        for update in range(updates):
+        for step in range(steps):
             batches = next(reading)
             trainer.step += 1
-            with record_function(f"update {update}"):
+            with record_function(f"step {step}"):
                 trainer.train_step([_cut(batch, documents) for batch in batches], 1e-3)
             del batches
         reading.close()
@@ -91,20 +90,6 @@ def _cut(batch: Batch, length: int | None) -> Batch:
     return replace(batch, boundaries=starts)
 
 
-@contextmanager
-def _told() -> Iterator[None]:
-    """Lets the profiler see what is allocated in host memory."""
-    copy_out = HostActivationPool.offload
-
-    def told(memory: HostActivationPool, *arguments: Any) -> Any:
-        with record_function(ON_HOST):
-            return copy_out(memory, *arguments)
-
-    HostActivationPool.offload = told  # type: ignore[assignment, method-assign]
-    yield
-    HostActivationPool.offload = copy_out  # type: ignore[method-assign]
-
-
 Change = tuple[int, int, int, bool]
 """When, where, how many bytes more or less, and whether in host memory."""
 Spans = dict[str, tuple[int, int]]
@@ -119,8 +104,8 @@ def _read(profiled: Any) -> tuple[list[Change], Spans]:
             size = event.typed[1].alloc_size
             sent = any(name.startswith(("c10d::", "gloo:")) for name in inside)
             if size < 0 or not (sent or inside[-2:] == SCRATCH or inside[-4:-1] == CAST):
-                changes.append((event.start_time_ns, event.typed[1].ptr, size, ON_HOST in inside))
-        elif event.name.startswith("update ") or event.name == HEAD:
+                changes.append((event.start_time_ns, event.typed[1].ptr, size, OFFLOAD_RANGE in inside))
+        elif event.name.startswith("step ") or event.name == HEAD:
             spans[event.name] = (event.start_time_ns, event.end_time_ns)
     return sorted(changes), spans
 
@@ -134,7 +119,7 @@ def _counted(profiled: Any) -> Counted:
     for at, pointer, size, is_hosted in changes:
         for those in (live, hosted) if size < 0 else (hosted if is_hosted else live,):
             those.take(pointer, size)
-        if at < spans["update 0"][0]:
+        if at < spans["step 0"][0]:
             states = live.held
         if at < last:
             kept, on_host = live.held, hosted.held
@@ -143,9 +128,9 @@ def _counted(profiled: Any) -> Counted:
                 before[name] = live.held
             elif at <= end:
                 peaks[name] = max(peaks[name], live.held)
-    # Between updates there is always the same; what is more was released unseen.
-    between = min(held for name, held in before.items() if name != "update 0")
-    least = min(peaks[name] - before[name] + between for name in spans if name != "update 0")
+    # Between steps the same tensors live; anything more was released unseen.
+    between = min(held for name, held in before.items() if name != "step 0")
+    least = min(peaks[name] - before[name] + between for name in spans if name != "step 0")
     return Counted(states, least, kept - between, on_host)
 
 

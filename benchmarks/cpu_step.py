@@ -1,13 +1,16 @@
-"""CPU-seconds per update, peak memory and time to the first update of a small fixed item, in fresh processes.
+"""CPU-seconds per step, peak memory and time to the first step of a small fixed workload, in fresh processes.
 
-    python benchmarks/cpu_step.py [--rounds 5] [--only eager] [--rival 'COMMAND']
+    python -m benchmarks.cpu_step [--rounds 5] [--only eager] [--rival 'COMMAND'] [--rehearse]
 
-The item: a Llama of 6,163,712 parameters (dim 256, 6 layers, 8 heads, SwiGLU 768, vocabulary 2048, untied), rows of
-2048 tokens, 2 a step, each attended as one document; float32, AdamW, clipping, no recomputation; one thread; six
-updates of the real `train.py`, of which the median of the last four counts. COMMAND is anything that runs the same
-item and prints one JSON line {"cpu_s_per_step": s, "peak_rss_mib": m, "first_step_done_s": t}; its runs alternate
-with ours, so that the ratios hold on a machine whose speed drifts. Variants of two processes share the same update: CPU-seconds are
-their sum, memory and time those of the larger.
+The workload: a Llama of 6,163,712 parameters (dim 256, 6 layers, 8 heads, SwiGLU 768, vocabulary 2048, untied), 2
+sequences of 2048 tokens per step, each attended as one document; float32, AdamW, clipping, no recomputation; one thread
+per process; six steps of `./run_train.sh`, of which the median of the last four counts. Everything is read from outside:
+a step ends when its line appears in metrics.jsonl, CPU-seconds are those of all processes of the run between two lines,
+peak memory is `rss_gib` of the largest rank, and the first step is timed from the command.
+
+COMMAND is anything that runs the same workload and prints one JSON line {"cpu_s_per_step": s, "peak_rss_mib": m,
+"first_step_done_s": t}; its runs alternate with ours, so that ratios hold on a machine whose speed drifts. Variants on
+two ranks share the same step. `--rehearse` takes a tiny model and four steps: a test of this script.
 """
 
 from __future__ import annotations
@@ -17,18 +20,18 @@ import json
 import os
 import platform
 import shlex
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).resolve().parents[1]
-ITEM = """
+WORKLOAD = """
 [job]
 name = "cpu_step"
 [model]
@@ -58,6 +61,7 @@ enabled = false
 log_interval = 1
 tensorboard = false
 """
+TINY = ["--model.num_layers", "2", "--model.vocab_size", "264", "--training.seq_len", "64", "--training.steps", "4"]
 VARIANTS: dict[str, tuple[int, list[str]]] = {
     "eager": (1, []),
     "compiled": (1, ["--training.compile", "true"]),
@@ -69,100 +73,108 @@ VARIANTS: dict[str, tuple[int, list[str]]] = {
 }
 KEYS = ("cpu_s_per_step", "peak_rss_mib", "first_step_done_s")
 TOKENS = 4096
+WARMUP = 2
+"""Steps that do not count."""
 
 
-def measure(argv: list[str]) -> None:
-    """In a fresh process: runs train.py with its updates timed, and prints one JSON line."""
-    sys.path.insert(0, str(ROOT))
-    import train
-    from trainer.hardware.device import peak_host_memory
-    from trainer.trainer import StepResult, Trainer
-
+def launch(options: Sequence[str], ranks: int, folder: Path) -> dict[str, float]:
+    """Run the workload with `./run_train.sh`, and measure it from outside."""
+    command = [str(ROOT / "run_train.sh"), "--job.output_dir", str(folder), *options]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    metrics, log = folder / "metrics.jsonl", folder.with_suffix(".log")
     ends: list[tuple[float, float]] = []
-
-    class Timed(Trainer):
-        def updates(self) -> Iterator[StepResult]:
-            ends.append((time.process_time(), 0.0))
-            for update in super().train_steps():
-                ends.append((time.process_time(), since_start()))
-                yield update
-
-    vars(train)["Trainer"] = Timed
-    status = train.main(argv)
-    seconds = [after[0] - before[0] for before, after in pairwise(ends)]
-    result = {
-        "cpu_s_per_step": median(seconds[2:]),
-        "peak_rss_mib": peak_host_memory() / 2**20,
-        "first_step_done_s": ends[1][1],
-        "steps": seconds,
-    }
-    sys.stdout.write(json.dumps(result) + "\n")
-    sys.exit(status)
-
-
-def since_start() -> float:
-    """Seconds since this process was created."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-
-
-def run(command: list[str], processes: int = 1) -> dict[str, float]:
-    """What the ranks of a run measured together."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": str(processes)}
-    common = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            command,
-            env=common | (meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+    began = time.monotonic()
+    with log.open("w") as out:
+        run = subprocess.Popen(
+            command, env=os.environ | threads | {"PATH": path, "NGPU": str(ranks)}, stdout=out, stderr=subprocess.STDOUT
         )
-        for rank in range(processes)
-    ]
-    said = [rank.communicate() for rank in ranks]
-    if failed := [errors for rank, (_, errors) in zip(ranks, said, strict=True) if rank.returncode]:
-        sys.exit(f"{shlex.join(command)} failed:\n{failed[0][-2000:]}")
-    results: list[dict[str, float]] = [json.loads(output.strip().splitlines()[-1]) for output, _ in said]
-    return {key: (sum if key == "cpu_s_per_step" else max)(result[key] for result in results) for key in KEYS}
+        while run.poll() is None:
+            cpu, now = sum(cpu_seconds(pid) for pid in tree(run.pid)), time.monotonic()
+            lines = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+            ends += [(cpu, now)] * (lines - len(ends))
+            time.sleep(0.01)
+    if run.returncode:
+        sys.exit(f"{shlex.join(command)} failed:\n{log.read_text()[-2000:]}")
+    seconds = [after[0] - before[0] for before, after in pairwise(ends)]
+    last = json.loads(metrics.read_text().splitlines()[-1])
+    # Differences start at the end of the first step. The last step is written when the run ends.
+    return {
+        "cpu_s_per_step": median(seconds[WARMUP - 1 :]),
+        "peak_rss_mib": 1024 * last["rss_gib"],
+        "first_step_done_s": ends[0][1] - began,
+    }
 
 
-def main() -> None:
+def tree(pid: int) -> Iterator[int]:
+    """A process and its descendants, of those that still run."""
+    yield pid
+    with suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            for child in (thread / "children").read_text().split():
+                yield from tree(int(child))
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of all threads of a process; 0 once it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def run_rival(command: Sequence[str]) -> dict[str, float]:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{shlex.join(command)} failed:\n{done.stderr[-2000:]}")
+    result: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
+
+
+def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=VARIANTS)
-    parser.add_argument("--rival", help="a command that runs the same item and prints the same JSON")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        item = Path(folder, "item.toml")
-        item.write_text(ITEM)
-        common = ["--config", str(item), "--data.cache_dir", f"{folder}/prepared", "--job.output_dir", f"{folder}/run"]
-        ours = [sys.executable, __file__, "--measure", *common]
-        wanted = [name for name in VARIANTS if options.only in (None, name)]
-        commands = {name: ([*ours, *VARIANTS[name][1]], VARIANTS[name][0]) for name in wanted}
-        if options.rival:
-            commands["rival"] = (shlex.split(options.rival), 1)
-        run([*ours, "--training.steps", "3"])  # Tokenizes the corpus and warms the page cache.
-        results: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
+    parser.add_argument("--rival", help="a command that runs the same workload and prints the same JSON")
+    parser.add_argument("--rehearse", action="store_true")
+    options = parser.parse_args(argv)
+    wanted = [name for name in VARIANTS if options.only in (None, name)]
+    results: dict[str, list[dict[str, float]]] = {name: [] for name in wanted}
+    with tempfile.TemporaryDirectory() as root:
+        workload = Path(root, "workload.toml")
+        workload.write_text(WORKLOAD)
+        common = [
+            "--config",
+            str(workload),
+            "--data.cache_dir",
+            f"{root}/prepared",
+            *(TINY if options.rehearse else []),
+        ]
+        if not options.rehearse:  # Tokenizes the corpus and warms the page cache.
+            launch([*common, "--training.steps", "4"], 1, Path(root, "warm-up"))
         for number in range(options.rounds):
-            for name, command in commands.items():
-                results[name].append(run(*command))
-                shown = "  ".join(f"{key} {results[name][-1][key]:.2f}" for key in KEYS)
-                load = os.getloadavg()[0]
-                sys.stderr.write(f"round {number + 1}, {name}: {shown}  (load {load:.1f})\n")
+            for name in wanted:
+                ranks, more = VARIANTS[name]
+                results[name].append(launch([*common, *more], ranks, Path(root, f"{number} {name}")))
+                show(number, name, results[name][-1])
+            if options.rival:
+                results.setdefault("rival", []).append(run_rival(shlex.split(options.rival)))
+                show(number, "rival", results["rival"][-1])
     report(results)
 
 
+def show(number: int, name: str, result: dict[str, float]) -> None:
+    shown = "  ".join(f"{key} {result[key]:.2f}" for key in KEYS)
+    sys.stderr.write(f"round {number + 1}, {name}: {shown}  (load {os.getloadavg()[0]:.1f})\n")
+
+
 def report(results: dict[str, list[dict[str, float]]]) -> None:
-    import torch
+    from importlib.metadata import version
 
     write = sys.stdout.write
-    write(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}\n\n")
-    write(
-        "| | CPU-s per update (min) | tokens per CPU-s | peak RSS MiB | first update done s |\n|---|---|---|---|---|\n"
-    )
+    write(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {version('torch')}\n\n")
+    write("| | CPU-s per step (min) | tokens per CPU-s | peak RSS MiB | first step done s |\n|---|---|---|---|---|\n")
     rival = {key: median(run[key] for run in results["rival"]) for key in KEYS} if "rival" in results else None
     for name, runs in results.items():
         middle = {key: median(run[key] for run in runs) for key in KEYS}
@@ -176,7 +188,4 @@ def report(results: dict[str, list[dict[str, float]]]) -> None:
 
 
 if __name__ == "__main__":
-    if "--measure" in sys.argv:
-        measure(sys.argv[2:])
-    else:
-        main()
+    main(sys.argv[1:])

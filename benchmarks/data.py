@@ -1,7 +1,7 @@
-"""What data costs before and beside training.
+"""What data costs before and during training.
 
-    python -m benchmarks.data prepare [--vocab-size 8192] [--rounds 3]
-    python -m benchmarks.data rows [--rounds 5]
+    python -m benchmarks.data prepare [--vocab-size 8192] [--rounds 3] [--corpus PATH]
+    python -m benchmarks.data rows [--rounds 5] [--seq-len 65536 1048576]
 
 prepare: text of the standard library to tokens on disk, one process, for each kind of tokenizer: bytes, a BPE in
 tiktoken's format and a sentencepiece BPE, both trained on the spot on the same lines. CPU-seconds of the whole call of
@@ -33,9 +33,10 @@ import regex
 import torch
 
 from parallelisms.context.shard_layout import SeqLayout
+from tests.datasets import build_blended_dataset
+from trainer.config.data import STDLIB_CORPUS
 from trainer.config.job_config import DataSection
-from trainer.data import build_blended_dataset
-from trainer.data.corpus import PYTHON_STDLIB, Corpus
+from trainer.data.corpus import Corpus
 from trainer.data.prepare import prepare
 from trainer.data.prepare.train_tokenizer import sample_lines, train_sentencepiece
 from trainer.data.sequences import FULL_SEQUENCE
@@ -81,8 +82,8 @@ def merged(parts: list[bytes], pair: tuple[bytes, bytes]) -> list[bytes]:
     return found
 
 
-def tokenizers(folder: Path, vocab_size: int) -> dict[str, Tokenizer]:
-    source = CorpusSpec(corpus=PYTHON_STDLIB)
+def tokenizers(folder: Path, vocab_size: int, corpus: str) -> dict[str, Tokenizer]:
+    source = CorpusSpec(corpus=corpus)
     (folder / "sentencepiece").write_bytes(train_sentencepiece([source], vocab_size=vocab_size, lines=LINES))
     tokens = byte_pairs(sample_lines([source], LINES // 10), vocab_size - len(LLAMA3_SPECIAL_TOKENS))
     ranks = b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens))
@@ -91,16 +92,16 @@ def tokenizers(folder: Path, vocab_size: int) -> dict[str, Tokenizer]:
     return {"byte": load_tokenizer("byte", None)} | {kind: load_tokenizer(kind, folder / kind) for kind in kinds}
 
 
-def measure_prepare(vocab_size: int, rounds: int) -> None:
+def measure_prepare(vocab_size: int, rounds: int, corpus: str) -> None:
     torch.set_num_threads(1)
-    size = Corpus(CorpusSpec(corpus=PYTHON_STDLIB)).size
+    size = Corpus(CorpusSpec(corpus=corpus)).size
     say(f"{machine()}; {size / 1e6:.1f} MB, {rounds} rounds\n")
     say("| tokenizer | vocabulary | bytes a token | CPU-s | MB/s of a core |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
-        for name, tokenizer in tokenizers(Path(folder), vocab_size).items():
+        for name, tokenizer in tokenizers(Path(folder), vocab_size, corpus).items():
             seconds, tokens = [], 0
             for number in range(rounds):
-                source = CorpusSpec(corpus=PYTHON_STDLIB, cache_dir=Path(folder, name + str(number)))
+                source = CorpusSpec(corpus=corpus, cache_dir=Path(folder, name + str(number)))
                 began = time.process_time()
                 tokens = prepare(source, tokenizer).num_tokens
                 seconds.append(time.process_time() - began)
@@ -128,13 +129,15 @@ class HeadTail:
         )
 
 
-def measure_rows(rounds: int) -> None:
+def measure_rows(rounds: int, lengths: Sequence[int]) -> None:
     torch.set_num_threads(1)
     say(f"{machine()}; {rounds} rounds\n")
-    say("| document | tokens of a row | pieces of a row | cp | CPU-ms a row | rows/s | MiB on a rank |")
+    say(
+        "| document | tokens per sequence | segments per sequence | cp | CPU-ms per sequence | sequences/s | MiB per rank |"
+    )
     say("|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
-        for documents, seq_len, ranks in product(("repository", "file"), (1 << 16, 1 << 20), (1, 8)):
+        for documents, seq_len, ranks in product(("repository", "file"), lengths, (1, 8)):
             data = DataSection(documents=documents, cache_dir=Path(folder))
             rows = build_blended_dataset(data, load_tokenizer("byte", None), seq_len=seq_len, seed=0)
             (source,) = rows.sources
@@ -173,13 +176,15 @@ def main() -> None:
     preparing = commands.add_parser("prepare", help="text to tokens on disk")
     preparing.add_argument("--vocab-size", type=int, default=8192)
     preparing.add_argument("--rounds", type=int, default=3)
+    preparing.add_argument("--corpus", default=STDLIB_CORPUS)
     reading = commands.add_parser("rows", help="tokens on disk to what a rank holds")
     reading.add_argument("--rounds", type=int, default=5)
+    reading.add_argument("--seq-len", type=int, nargs="+", default=[1 << 16, 1 << 20])
     options = parser.parse_args()
     if options.command == "prepare":
-        measure_prepare(options.vocab_size, options.rounds)
+        measure_prepare(options.vocab_size, options.rounds, options.corpus)
     else:
-        measure_rows(options.rounds)
+        measure_rows(options.rounds, options.seq_len)
 
 
 if __name__ == "__main__":

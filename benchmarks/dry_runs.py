@@ -1,6 +1,6 @@
-"""The two roads of the planner beside each other on shipped files: closed formulas, and the real trainer run dry.
+"""Compare the planner's formulas with dry runs of the real trainer, on shipped files.
 
-    python -m benchmarks.dry_runs
+    python -m benchmarks.dry_runs [NAME]...
 
 For the first and the last rank of a pipeline: predicted and counted bytes at the peak, FLOPs, bytes sent, and what the
 dry run took: CPU-seconds of its process, its peak memory, operations that torch was asked for. Minutes of a core each.
@@ -12,9 +12,10 @@ import json
 import resource
 import subprocess
 import sys
+from collections.abc import Sequence
 from math import prod
 
-from benchmarks.mesh_arithmetic import table
+from benchmarks.doc_tables import markdown
 from trainer.config.parse import load
 from trainer.memory.estimator import GIB, estimate_memory_per_pp_rank
 from trainer.plan.comm_volume import comm_volumes
@@ -45,7 +46,7 @@ def rows(name: str) -> list[list[str]]:
     size, pp = prod(config.parallelism.degrees(1).values()), config.parallelism.pp
     stages, found = estimate_memory_per_pp_rank(config, size), []
     for place in sorted({0, pp - 1}):
-        command = [sys.executable, "-m", "benchmarks.dry_runs", name, str(place * (size // pp))]
+        command = [sys.executable, "-m", "benchmarks.dry_runs", "--one", name, str(place * (size // pp))]
         dry = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
         predicted, counts = stages[place], rank_workload(config, size, place)
         on_host = sum(
@@ -68,7 +69,7 @@ def apart(formula: float, counted: float) -> str:
     return f"{100 * (formula / counted - 1):+.1f} %"
 
 
-def main() -> None:
+def main(names: Sequence[str]) -> None:
     heading = [
         "file",
         "ranks",
@@ -84,14 +85,14 @@ def main() -> None:
         "GiB of it",
     ]
     found = []
-    for name in SHIPPED:
+    for name in names or SHIPPED:
         found += rows(name)
         sys.stderr.write(f"{name}\n")
-    sys.stdout.write("\n".join(table(heading, found)) + "\n")
+    sys.stdout.write("\n".join(markdown(heading, found)) + "\n")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        sys.stdout.write(json.dumps(measured(sys.argv[1], int(sys.argv[2]))) + "\n")
+    if sys.argv[1:2] == ["--one"]:
+        sys.stdout.write(json.dumps(measured(sys.argv[2], int(sys.argv[3]))) + "\n")
     else:
-        main()
+        main(sys.argv[1:])

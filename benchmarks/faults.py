@@ -1,12 +1,12 @@
-"""How long a run takes to get over a fault, and how much of its time is work when there is one every minute.
+"""How long a run takes to recover from a fault, and its goodput with one fault a minute.
 
-    python -m benchmarks.faults recovery [--ranks 2] [--rounds 1]
+    python -m benchmarks.faults recovery [--ranks 2] [--rounds 1] [--only TEXT]
     python -m benchmarks.faults goodput [--ranks 2] [--minutes 6] [--every 60]
 
-A small model on CPU processes, started as a user starts it, with a checkpoint every ten updates. recovery: seconds from
-the fault to the first update of the next start, and to the first update that the run had not done before. What a start
+A small model on CPU processes, started as a user starts it, with a checkpoint every ten steps. recovery: seconds from
+the fault to the first step after the restart, and to the first step that the run had not reached before. What a start
 costs is mostly importing torch, on cores that all ranks share; on a cluster loading a checkpoint comes to it. goodput: a
-rank is killed every so many seconds; the number is the run's own, from its metrics.
+rank is killed at a fixed interval; goodput is read from metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ class Run:
         path = Path(f"/proc/{self.launcher.pid}/task/{self.launcher.pid}/children")
         return [int(pid) for pid in path.read_text().split()]
 
-    def get_going(self, updates: int = 25) -> None:
-        """Until so many updates were done, and a checkpoint is there."""
-        wait_for(lambda: self.step() >= updates and any((self.folder / "checkpoints").glob("step-*")))
+    def wait_for_steps(self, steps: int = 25) -> None:
+        """Wait for that many steps and a checkpoint."""
+        wait_for(lambda: self.step() >= steps and any((self.folder / "checkpoints").glob("step-*")))
 
     def end(self) -> None:
         self.launcher.kill()
@@ -96,11 +96,11 @@ def wait_for(condition: Callable[[], object], seconds: float = 600) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError("the run did not get on")
+            raise TimeoutError("the run did not advance")
         time.sleep(0.02)
 
 
-# ---- faults: each leaves a run that goes on by itself, or that was started again by the same command
+# ---- faults: each leaves a run that recovers, or that the same command started again
 
 
 def kill_a_rank(run: Run) -> None:
@@ -136,21 +136,21 @@ FAULTS: dict[str, Callable[[Run], None]] = {
     "kill -9 of a rank": kill_a_rank,
     "kill -9 of the launcher, started again": kill_everything,
     "SIGTERM, started again": ask_and_start_again,
-    "SIGSTOP of a rank (patience 6 s, or ten of the slowest update)": stop_a_rank,
+    "SIGSTOP of a rank (patience 6 s, or ten of the slowest step)": stop_a_rank,
     "a bit of the newest checkpoint flipped, then kill -9, started again": damage_and_kill,
 }
 
 
-def measure_recovery(ranks: int, rounds: int) -> None:
-    say(f"{machine()}; {ranks} ranks, a checkpoint every 10 updates; worst of {rounds}\n")
-    say("| fault | seconds to the next update | to the first new one | updates done again |")
+def measure_recovery(ranks: int, rounds: int, only: str) -> None:
+    say(f"{machine()}; {ranks} ranks, a checkpoint every 10 steps; worst of {rounds}\n")
+    say("| fault | seconds to the next step | to the first new step | steps repeated |")
     say("|---|---|---|---|")
-    for name, fault in FAULTS.items():
+    for name, fault in ((name, fault) for name, fault in FAULTS.items() if only in name):
         found = []
         for _ in range(rounds):
             with tempfile.TemporaryDirectory() as root:
                 run = Run(Path(root), ranks)
-                run.get_going()
+                run.wait_for_steps()
                 found.append(recovery(run, fault))
                 run.end()
         worst = [max(column) for column in zip(*found, strict=True)]
@@ -173,7 +173,7 @@ def measure_goodput(ranks: int, minutes: float, every: float) -> None:
     with tempfile.TemporaryDirectory() as root:
         run = Run(Path(root), ranks)
         began = time.monotonic()
-        run.get_going(1)
+        run.wait_for_steps(1)
         faults = 0
         while time.monotonic() - began < 60 * minutes:
             time.sleep(every - (time.monotonic() - began) % every)
@@ -184,7 +184,7 @@ def measure_goodput(ranks: int, minutes: float, every: float) -> None:
         goodput = float(str(run.lines("metrics.jsonl")[-1]["goodput_pct"]))
         run.end()
         say(f"{machine()}; {ranks} ranks, {faults} times kill -9 of a rank, every {every:.0f} s")
-        say(f"goodput {goodput:.1f} %, {run.step()} updates")
+        say(f"goodput {goodput:.1f} %, {run.step()} steps")
 
 
 def main() -> None:
@@ -192,13 +192,14 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     recovering, working = commands.add_parser("recovery"), commands.add_parser("goodput")
     recovering.add_argument("--rounds", type=int, default=1)
+    recovering.add_argument("--only", default="", metavar="TEXT", help="faults whose name has this text")
     working.add_argument("--minutes", type=float, default=6)
     working.add_argument("--every", type=float, default=60)
     for command in (recovering, working):
         command.add_argument("--ranks", type=int, default=2)
     options = parser.parse_args()
     if options.command == "recovery":
-        measure_recovery(options.ranks, options.rounds)
+        measure_recovery(options.ranks, options.rounds, options.only)
     else:
         measure_goodput(options.ranks, options.minutes, options.every)
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu [--minutes 10] [--phases 0,1,3] [--out rows.jsonl] [--attention fastest]
     python -m benchmarks.gpu --record 1048576 --model 1b-128 [--memory.head_groups 4 ...]      one whole exact step
-    python -m benchmarks.gpu --longest 8b [...]       the longest row that a device holds, found with two of the layers
+    python -m benchmarks.gpu --longest 8b [...]       the longest sequence that a device holds, found with two of the layers
     python -m benchmarks.gpu --rehearse               everything on tiny sizes, also on a CPU: a test of this script
 
 Phases: 0 environment and ceilings, 1 parity, 2 attention and the head, 3 1B with heads of 128, 4 levers at 64K, 5 1B with
@@ -25,19 +25,18 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
-from hashlib import blake2b
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 
-import parallelisms.init_weights
-from benchmarks.gpu_parts import KEPT, attention, environment, output, parity, told
+from benchmarks.gpu_parts import KEPT, attention, environment, output, parity
+from benchmarks.gpu_parts import report as report_result
 from benchmarks.gpu_rows import Bench, K, Report
 from benchmarks.gpu_steps import MODELS, begin_memory, configured, gib, ledger_of, seconds_of, train, with_length
-from trainer.hardware.device import GIB, choose_device, peak_flops
+from trainer.hardware.device import choose_device, peak_flops
+from trainer.hardware.host import GIB
 from trainer.launch.cluster import LaunchWorld, set_worker_environment
 
 LEAN = "--memory.offload inputs_and_attention --memory.head_groups 4 --memory.mlp_tile_mib 1024"
@@ -84,11 +83,11 @@ def slices(bench: Bench) -> None:
     flops = config.model.build().flops(tokens=tokens, pairs=tokens * (tokens + 1) / 2)
     mfu = f", MFU {flops / seconds / peak:.1%}" if peak else ""
     result = f"{seconds:.4g} s, {tokens / seconds:.4g} tokens/s{mfu}; {layer:.4g} s a layer"
-    told(bench, f"8b, 32 layers, {tokens}: PREDICTED from slices of 2 and 4, memory apart", result)
+    report_result(bench, f"8b, 32 layers, {tokens}: PREDICTED from 2 and 4 layers, without memory", result)
 
 
 def long_rows(bench: Bench) -> None:
-    """Peaks beside the ledger at 1M; documents of 128K, so that steps end. On and off tells what copies cost."""
+    """Peaks at 1M against the estimate, in documents of 128K to keep steps short; with and without offload."""
     apart = "two layers, documents of 128K"
     for offload in ("none", "inputs_and_attention"):
         levers = f"--model.num_layers 2 {LEAN} --memory.offload {offload}"
@@ -100,7 +99,7 @@ def transformers_step(bench: Bench) -> None:
     try:
         library: Any = importlib.import_module("transformers")
     except ImportError as error:
-        told(bench, "transformers", f"not installed: {error}")
+        report_result(bench, "transformers", f"not installed: {error}")
         return
     for tokens in (128 * K, 64 * K, 32 * K):
         config = configured(bench, "1b-128", tokens, "--memory.recompute full --training.attention auto")
@@ -178,7 +177,7 @@ def record(bench: Bench, model: str, tokens: int) -> None:
 
 
 def longest(bench: Bench, model: str) -> None:
-    """Two layers, with memory taken for the states of all others: rows grow until they do not fit, or shrink."""
+    """Two layers, with memory reserved for the state of the others: rows grow until they do not fit, or shrink."""
     levers, unit = f"{KEPT} {LEAN} --memory.blocks_per_checkpoint 2", 64 * K
     room = 0.97 * torch.cuda.get_device_properties(bench.device).total_memory if bench.cuda else GIB / 64
     whole, cut = (configured(bench, model, unit, levers, more) for more in ("", "--model.num_layers 2"))
@@ -194,7 +193,7 @@ def longest(bench: Bench, model: str) -> None:
     units = 1
     while needed(units + 1)[0] <= room and units < 512:
         units += 1
-    told(bench, f"longest row of {model} by the ledger", f"{bench.size(units * unit)} tokens")
+    report_result(bench, f"longest sequence of {model} by the estimate", f"{bench.size(units * unit)} tokens")
     note, best, grows = (
         f"TRUNCATED: 2 of {layers} layers, {ballast / GIB:.1f} GiB taken for the others' states",
         0,
@@ -212,14 +211,7 @@ def longest(bench: Bench, model: str) -> None:
         units += max(1, units // 20) * (1 if seconds else -1)
     host = needed(best)[1] / GIB if best else 0
     result = f"{bench.size(best * unit)} tokens; all layers keep {host:.0f} GiB on the host" if best else "none found"
-    told(bench, f"longest row of {model} by device memory, from truncated depth", result)
-
-
-def quick_rows(device: torch.device, shape: torch.Size, *, std: float, key: str, first: int, last: int) -> Tensor:
-    """In the place of what draws initial weights on the host, bitwise the same on every mesh."""
-    seed = int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
-    generator = torch.Generator(device).manual_seed(seed)
-    return torch.empty(last - first, shape[1], device=device).normal_(std=std, generator=generator)
+    report_result(bench, f"longest sequence of {model} by device memory, from truncated depth", result)
 
 
 def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -248,7 +240,6 @@ def main(argv: list[str]) -> int:
     if device.type == "cpu":
         torch.set_num_threads(1)  # Nothing there is large enough to be shared.
     warnings.filterwarnings("ignore")
-    vars(parallelisms.init_weights)["normal_rows"] = partial(quick_rows, device)
     common = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "torch": torch.__version__,
@@ -269,7 +260,7 @@ def main(argv: list[str]) -> int:
         report.phase = name
         bench.attempt(f"phase {name}", job)
         bench.clear()
-    told(bench, "all of it", f"{(time.monotonic() - begin) / 60:.1f} minutes")
+    report_result(bench, "all of it", f"{(time.monotonic() - begin) / 60:.1f} minutes")
     return 0
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_rows import BACKENDS, Bench, K, measure_attention, measure_wide
-from benchmarks.gpu_steps import begin_memory, configured
+from benchmarks.gpu_steps import begin_memory, configured, draw_weights
 from models import attention_op
 from models.kernels import ScoreBlock, ScoreBlocks
 from models.loss_head import LossHead
@@ -28,9 +28,9 @@ from parallelisms.collectives import to_local
 from parallelisms.context import ring
 from parallelisms.context.attention_plan import RankAttentionPlan
 from parallelisms.context.shard_layout import SeqLayout
-from trainer.data import build_train_dataset
+from tests.datasets import build_train_dataset
 from trainer.distributed import process_group
-from trainer.hardware.device import GIB
+from trainer.hardware.host import GIB
 from trainer.trainer import Trainer
 
 KEPT = "--memory.recompute keep_attention"
@@ -40,7 +40,7 @@ KEPT = "--memory.recompute keep_attention"
 
 
 def environment(bench: Bench) -> None:
-    row = partial(told, bench)
+    row = partial(report, bench)
     row("torch", f"{torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}")
     row(
         "processor",
@@ -71,7 +71,7 @@ def environment(bench: Bench) -> None:
         transfers(bench, a, b)
 
 
-def told(bench: Bench, what: str, result: str) -> None:
+def report(bench: Bench, what: str, result: str) -> None:
     bench.report.row(what=what, result=result)
 
 
@@ -83,10 +83,10 @@ def output(*command: str) -> str:
 
 
 def transfers(bench: Bench, a: Tensor, b: Tensor) -> None:
-    """Copies to and from pinned memory, alone and beside matrix products; and how fast memory is pinned."""
+    """Copies to and from pinned memory, alone and under matrix products; and how fast memory is pinned."""
     begin = time.perf_counter()
     host = torch.empty(4 * GIB, dtype=torch.uint8, pin_memory=True)
-    told(bench, "page-locking", f"{4 / (time.perf_counter() - begin):.3g} GiB/s")
+    report(bench, "page-locking", f"{4 / (time.perf_counter() - begin):.3g} GiB/s")
     there, side = torch.empty_like(host, device=bench.device), torch.cuda.Stream()
     products = median(bench.timed(lambda: [a @ b for _ in range(100)], rounds=3))
     for name, to, source in (("host to device", there, host), ("device to host", host, there)):
@@ -107,7 +107,7 @@ def transfers(bench: Bench, a: Tensor, b: Tensor) -> None:
         beneath = begun.elapsed_time(done) / 1e3
         slower = f"products {beside / products - 1:+.1%}"
         rates = f"{host.numel() / alone / 1e9:.3g} GB/s alone, {host.numel() / beneath / 1e9:.3g} under products"
-        told(bench, f"{name}, pinned", f"{rates}, {slower}")
+        report(bench, f"{name}, pinned", f"{rates}, {slower}")
 
 
 # ---- 1: parity
@@ -134,7 +134,7 @@ VARIANTS = {
 
 
 def parity(bench: Bench) -> None:
-    """Loss, norm and gradients of the first update in one way, beside those in another."""
+    """Loss, norm and gradients of the first step of each variant, compared with another."""
     seen: dict[str, Seen] = {}
     torch.use_deterministic_algorithms(True, warn_only=True)  # noqa: FBT003
     try:
@@ -158,6 +158,7 @@ def seen_by(bench: Bench, options: str) -> Seen:
     config = configured(bench, "parity", 4 * K, options, default)
     with process_group(config.distributed) as world:
         trainer = Trainer(config, world, build_train_dataset(config))
+        draw_weights(trainer, world.device)
         reading = trainer.loader.steps(0)
         vector = trainer.accumulate_gradients(next(reading))
         reading.close()
@@ -223,7 +224,7 @@ def ring_parity(bench: Bench) -> None:
         name: float((a.float() - b.float()).norm() / b.float().norm())
         for name, a, b in zip(names, in_order(), alone(), strict=True)
     }
-    told(bench, "4 ranks of a ring beside one", ", ".join(f"{name} {error:.1e}" for name, error in far.items()))
+    report(bench, "4 ranks of a ring against one", ", ".join(f"{name} {error:.1e}" for name, error in far.items()))
 
 
 # ---- 2: attention and the head by themselves
@@ -252,7 +253,7 @@ def ring_row(bench: Bench, kernel: str, held: int) -> None:
     alone, _, shared = ring_job(bench, kernel, 4 * bench.size(held))
     one, four = (median(bench.timed(job, warmups=1, rounds=3)) for job in (alone, shared))
     result = f"{1e3 * four:.4g} ms over {1e3 * one:.4g} of one call, {four / one - 1:+.1%}, no transport, {kernel}"
-    told(bench, f"forward and backward of 4 ranks with {bench.size(held)} tokens each", result)
+    report(bench, f"forward and backward of 4 ranks with {bench.size(held)} tokens each", result)
 
 
 def head_row(bench: Bench, mib: int) -> None:
@@ -264,4 +265,4 @@ def head_row(bench: Bench, mib: int) -> None:
     seconds = median(bench.timed(lambda: head(x, labels).sum().backward()))
     flops = 6 * tokens * model.dim * model.vocab_size / seconds
     peak = f", {torch.cuda.max_memory_allocated() / GIB:.3g} GiB" if bench.cuda else ""
-    told(bench, f"head of 8B, {tokens} tokens, chunks of {mib} MiB", f"{flops / 1e12:.4g} TFLOP/s{peak}")
+    report(bench, f"head of 8B, {tokens} tokens, chunks of {mib} MiB", f"{flops / 1e12:.4g} TFLOP/s{peak}")

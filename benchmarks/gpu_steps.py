@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,12 +15,14 @@ import torch
 
 from benchmarks.gpu_rows import Bench, K
 from models.batch import Batch
+from parallelisms.collectives import to_local
 from trainer.config.job_config import Config
 from trainer.config.parse import load
 from trainer.data.copy_task import CopyDataset
 from trainer.data.sequences import FULL_SEQUENCE, BlendedDataset, SequenceShard
 from trainer.distributed import process_group
-from trainer.hardware.device import GIB, peak_flops
+from trainer.hardware.device import peak_flops
+from trainer.hardware.host import GIB
 from trainer.memory.auto import fit_memory_options
 from trainer.memory.estimator import MemoryEstimate, RankMemory
 from trainer.trainer import StepMetrics, Trainer
@@ -37,7 +40,8 @@ TINY = (
 )
 COMMON = (
     "--config debug --job.name gpu --data.corpus copy --training.global_batch_size 1 --training.dtype bfloat16 "
-    "--memory.recompute keep_attention --checkpoint.enabled false --metrics.tensorboard false"
+    "--memory.recompute keep_attention --checkpoint.enabled false --metrics.tensorboard false "
+    "--checkpoint.initial_load_path drawn-on-the-device"  # So the trainer leaves the weights to `draw_weights`.
 )
 LINEAR = 650e12
 """FLOP/s of matrix products that predictions assume."""
@@ -152,7 +156,7 @@ def train(
     ballast: int = 0,
     note: str = "",
 ) -> float | None:
-    """A row about updates of a model; their median in seconds, or None."""
+    """Report a row of training steps; returns their median seconds, or None."""
     what = f"{model} {bench.size(tokens)} {' '.join(levers)}"
     config = bench.attempt(what, lambda: configured(bench, model, tokens, *levers))
     if config is None:
@@ -167,7 +171,7 @@ def train(
         bench.report.row(what=what, result=f"skipped: {held / GIB:.0f} GiB of host memory")
         return None
     documents = [SHORT if is_short else document or length] * warmups + [document or length]
-    job = partial(updates, bench, config, warmups, documents, ballast)
+    job = partial(run_steps, bench, config, warmups, documents, ballast)
     needs = 1.05 * (warmups * (short if is_short else each) + count * each) + bench.cuda * (
         60 if config.training.compile else 5
     )
@@ -189,21 +193,34 @@ def with_length(config: Config, tokens: int) -> Config:
     return config.model_copy(update={"training": config.training.model_copy(update={"seq_len": tokens})})
 
 
-def updates(
+def run_steps(
     bench: Bench, config: Config, warmups: int, documents: list[int], ballast: int = 0
 ) -> tuple[list[StepMetrics], str, Memory]:
-    """What updates after the warm-ups measured, the kernel that ran, and the most memory meanwhile."""
+    """Metrics of the steps after warm-up, the kernel that ran, and peak memory."""
     with process_group(config.distributed) as world:
         found: list[StepMetrics] = []
         weight = torch.empty(ballast, dtype=torch.uint8, device=world.device)
         trainer = Trainer(config, world, Packed(config, documents))
+        draw_weights(trainer, world.device)
         begin_memory(bench)
-        for number, update in enumerate(trainer.train_steps()):
-            found.append(update.read())
+        for number, result in enumerate(trainer.train_steps()):
+            found.append(result.read())
             if number + 1 == warmups:
                 begin_memory(bench)
         del weight
         return found[warmups:], trainer.parallel_model.kernel, memory(bench)
+
+
+def draw_weights(trainer: Trainer, device: torch.device) -> None:
+    """Initial weights, drawn on the device: a tenth of the time that the host takes. Bitwise the same in every run."""
+    (model,) = trainer.stage_modules.values()
+    for name, tensor in trainer.state_dict().items():
+        if name.startswith("model."):
+            weight, std = to_local(tensor), model.init_std(name.removeprefix("model."))
+            seed = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
+            generator = torch.Generator(device).manual_seed(seed)
+            drawn = torch.ones_like(weight, device=device)
+            weight.copy_(drawn if std is None else drawn.normal_(std=std, generator=generator))
 
 
 def training_row(
@@ -218,7 +235,7 @@ def training_row(
     note: str,
 ) -> float:
     model, levers, length = config.model.build(), config.memory, config.training.seq_len
-    times = [update.step_seconds for update in found]
+    times = [each.step_seconds for each in found]
     seconds, work = median(times), {"tokens": found[-1].tokens, "pairs": found[-1].attended_pairs}
     again = model.hardware_flops(**work, recompute=levers.recompute, blocks_per_checkpoint=levers.blocks_per_checkpoint)
     peak, expected = peak_flops(bench.device), ledger_of(config)[0]

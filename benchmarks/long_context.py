@@ -1,8 +1,8 @@
-"""What context is worth, in minutes on one CPU core: python benchmarks/long_context.py [--steps N] [--svg FILE]
+"""What longer context is worth, in minutes on one CPU core: python -m benchmarks.long_context [--steps N] [--svg FILE]
 
 Trains a small model on the sources of Python's library, a package at a time, on bytes, and the copy task; then draws
-loss by position, loss of the same targets by length of context, and the copy task's loss. Everything but the drawing is
-what `train.py` and `trainer/evaluation` do.
+loss by position, loss of the same targets by length of context, and the copy task's loss. Runs start as a user starts
+them.
 
 Shape suffixes: B rows, S tokens.
 """
@@ -12,9 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import platform
+import resource
+import subprocess
 import sys
-import time
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -22,14 +24,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import train
 from models.batch import IGNORE_INDEX, Batch
-from trainer.data import build_validation_sets
+from tests.datasets import build_validation_sets
 from trainer.evaluation.validation import eval_batches
-from trainer.export.checkpoint_cli import load_parallel_model, parse_args, resolve_checkpoint
+from trainer.export.checkpoint_cli import load_parallel_model, resolve_checkpoint
 
+ROOT = Path(__file__).resolve().parents[1]
 LENGTH, TAIL = 1024, 64
 EDGES = [0, *(1 << power for power in range(3, 11))]
 TEXT = f"""
@@ -58,7 +58,7 @@ recompute = "none"
 lr = 6e-3
 [schedule]
 warmup_steps = 20
-final = 0.02
+min_lr_factor = 0.02
 [validation]
 interval = 1000
 [validation.sets.position]
@@ -98,7 +98,7 @@ weight_decay = 0.0
 [schedule]
 kind = "linear"
 warmup_steps = 10
-final = 0.02
+min_lr_factor = 0.02
 [metrics]
 log_interval = 2
 """
@@ -107,18 +107,25 @@ Point = tuple[str, float]
 
 
 def trained(text: str, folder: Path, *options: str) -> Path:
-    """The run folder of a configuration, trained in this process, or gone on with."""
+    """The run folder of a configuration, trained on one process, or resumed."""
     folder.mkdir(parents=True, exist_ok=True)
     config = folder.with_suffix(".toml")
     config.write_text(text)
-    if status := train.main(["--config", str(config.resolve()), f"--job.output_dir={folder}", *options]):
-        raise SystemExit(status)
+    command = [sys.executable, "-P", "-m", "trainer.launch", "--config", str(config.resolve()), *options]
+    environment = os.environ | {"NGPU": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    subprocess.run([*command, f"--job.output_dir={folder}"], env=environment, check=True)
     return folder
+
+
+def cpu_seconds() -> float:
+    """Of this process and of the runs that it started."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def by_position(folder: Path) -> list[Point]:
     """Mean loss of the held-out rows' targets, in finer steps than a run reports."""
-    found = resolve_checkpoint(parse_args([str(folder)], ()))
+    found = resolve_checkpoint(folder)
     held = build_validation_sets(found.config)[0]
     sums = torch.zeros(2, len(EDGES), dtype=torch.float64)
 
@@ -197,26 +204,27 @@ def processor() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--copy-steps", type=int, default=140)
     parser.add_argument("--folder", type=Path, default=Path("outputs"))
     parser.add_argument("--svg", type=Path, default=Path("docs/long_context.svg"))
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    began = time.process_time()
+    began = cpu_seconds()
     text = trained(TEXT, asked.folder / "long-context", f"--training.steps={asked.steps}")
-    copy = trained(COPY, asked.folder / "long-context-copy")
+    copy = trained(COPY, asked.folder / "long-context-copy", f"--training.steps={asked.copy_steps}")
     positions, context, curve = by_position(text), by_context(text), copied(copy)
-    minutes = (time.process_time() - began) / 60
+    minutes = (cpu_seconds() - began) / 60
     caption = (
-        f"{asked.steps} updates of 4 x {LENGTH} bytes of Python's library, {minutes:.1f} CPU-minutes on one core of "
+        f"{asked.steps} steps of 4 x {LENGTH} bytes of Python's library, {minutes:.1f} CPU-minutes on one core of "
         f"{processor()}, torch {torch.__version__}, {datetime.now(UTC):%Y-%m-%d}; held-out packages"
     )
     panels = [
         panel(0, "loss by position (nats a byte)", "bytes before the target, from", positions),
         panel(WIDTH, f"loss of the same {TAIL} targets by context", "bytes fed", context),
-        panel(2 * WIDTH, "copy task, 512 tokens, period 256", "update", curve, low=0),
+        panel(2 * WIDTH, "copy task, 512 tokens, period 256", "step", curve, low=0),
     ]
     asked.svg.write_text(drawn(panels, caption))
-    for name, points in (("position", positions), ("context", context), ("copy", curve[:: len(curve) // 7])):
+    for name, points in (("position", positions), ("context", context), ("copy", curve[:: max(1, len(curve) // 7)])):
         sys.stdout.write(f"{name}: {', '.join(f'{at} {value:.3f}' for at, value in points)}\n")
     sys.stdout.write(f"{caption}\n{asked.svg}\n")
 

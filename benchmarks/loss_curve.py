@@ -30,7 +30,7 @@ def draw(records: list[dict[str, float]]) -> str:
         for step in range(0, int(steps[-1]) + 1, max(1, int(steps[-1]) // 7))
     )
     points = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in zip(steps, losses, strict=True))
-    caption = f"loss per update: {losses[0]:.2f} to {losses[-1]:.2f}, {records[-1]['tokens']:,} tokens"
+    caption = f"loss per step: {losses[0]:.2f} to {losses[-1]:.2f}, {records[-1]['tokens']:,} tokens"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
         f'font-size="12" fill="#444"><rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>{grid}{ticks}'

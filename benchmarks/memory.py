@@ -1,8 +1,8 @@
-"""What each lever of memory saves and costs, on one CPU process.
+"""What each memory option saves and costs, on one CPU process.
 
     python -m benchmarks.memory bytes [--longest 32768]      bytes alive at most, by length
-    python -m benchmarks.memory seconds [--rounds 2]         CPU-seconds of an update at 32768 tokens
-    python -m benchmarks.memory run debug_1m                 two updates of a shipped file, counted beside its ledger
+    python -m benchmarks.memory seconds [--rounds 2]         CPU-seconds of a step at 32768 tokens
+    python -m benchmarks.memory run debug_1m                 two steps of a shipped file, counted and predicted
     python -m benchmarks.memory draw docs/memory_ladder.svg  the picture of what `bytes` found
 
 Every number is of a fresh process. Bytes are those that torch's allocator gives out (`benchmarks/counted.py`), of a model
@@ -32,23 +32,31 @@ from trainer.memory.estimator import estimate_memory
 KEEP, TILES = ["--memory.recompute", "keep_attention"], ["--memory.mlp_tile_mib", "4"]
 INPUTS, ALL = ["--memory.offload", "inputs"], ["--memory.offload", "inputs_and_attention"]
 LADDER: dict[str, list[str]] = {
-    "nothing (`none`)": ["--memory.recompute", "none"],
+    "`none`": ["--memory.recompute", "none"],
     "`full`": ["--memory.recompute", "full"],
     "`keep_attention`": KEEP,
-    "and tiles": [*KEEP, *TILES],
-    "and inputs on the host": [*KEEP, *TILES, *INPUTS],
-    "and attention on the host": [*KEEP, *TILES, *ALL],
-    "and 2 head groups": [*KEEP, *TILES, *ALL, "--memory.head_groups", "2"],
-    "and 8 head groups: everything": [*KEEP, *TILES, *ALL, "--memory.head_groups", "8"],
-    "and one input of four": [*KEEP, *TILES, *ALL, "--memory.head_groups", "8", "--memory.blocks_per_checkpoint", "4"],
+    "+ tiling": [*KEEP, *TILES],
+    "+ offload `inputs`": [*KEEP, *TILES, *INPUTS],
+    "+ offload `inputs_and_attention`": [*KEEP, *TILES, *ALL],
+    "+ 2 head groups": [*KEEP, *TILES, *ALL, "--memory.head_groups", "2"],
+    "+ 8 head groups": [*KEEP, *TILES, *ALL, "--memory.head_groups", "8"],
+    "+ `blocks_per_checkpoint` 4": [
+        *KEEP,
+        *TILES,
+        *ALL,
+        "--memory.head_groups",
+        "8",
+        "--memory.blocks_per_checkpoint",
+        "4",
+    ],
 }
 TIMED = (
-    "nothing (`none`)",
+    "`none`",
     "`full`",
     "`keep_attention`",
-    "and tiles",
-    "and 8 head groups: everything",
-    "and one input of four",
+    "+ tiling",
+    "+ 8 head groups",
+    "+ `blocks_per_checkpoint` 4",
 )
 ITEM = {
     "data.corpus": "copy",
@@ -96,7 +104,7 @@ def alive(rung: str, tokens: int) -> dict[str, float]:
     from benchmarks.counted import count
 
     config = configured(rung, tokens, ITEM)
-    found, told = count(config, updates=2, documents=DOCUMENT), estimate_memory(config, 1)
+    found, told = count(config, steps=2, documents=DOCUMENT), estimate_memory(config, 1)
     return vars(found) | {"predicted": told.device_bytes, "predicted_kept": kept(config, tokens)}
 
 
@@ -148,14 +156,14 @@ def _on_rank(rank: int, name: str, world_size: int, folder: Path) -> None:
     import torch
 
     from benchmarks.counted import count
-    from trainer.data import build_train_dataset
+    from tests.datasets import build_train_dataset
     from trainer.distributed import single_host_process_group
 
     torch.set_num_threads(1)
     config = load(["--config", name])
     rows = build_train_dataset(config)
     with single_host_process_group(config.distributed, rank=rank, size=world_size, store=folder / "store"):
-        (folder / str(rank)).write_text(json.dumps(vars(count(config, updates=2, rows=rows))))
+        (folder / str(rank)).write_text(json.dumps(vars(count(config, steps=2, rows=rows))))
 
 
 # ---- many
@@ -175,7 +183,7 @@ def bytes_table(longest: int) -> None:
     say(
         "| | "
         + " | ".join(f"{tokens // 1024}K" for tokens in lengths)
-        + " | k | kept, u | of it on the host, u | kept, predicted | peak, predicted |"
+        + " | k | saved, u | on the host, u | saved, predicted | peak, predicted |"
     )
     say("|---" * (len(lengths) + 6) + "|")
     ladder: dict[str, dict[str, float]] = {}
@@ -209,7 +217,7 @@ def seconds_table(rounds: int, tokens: int) -> None:
             found[rung].append(measure("seconds", rung, tokens)["seconds"])
             sys.stderr.write(f"round {number + 1}: {rung} {found[rung][-1]:.1f}" + "\n")
     full = median(found["`full`"])
-    say("| | CPU-s per update | of `full` |\n|---|---|---|")
+    say("| | CPU-s per step | of `full` |\n|---|---|---|")
     for rung, seconds in found.items():
         say(
             f"| {rung} | {median(seconds):.1f} ({min(seconds):.1f} to {max(seconds):.1f}) | {median(seconds) / full:.2f}x |"
@@ -217,7 +225,7 @@ def seconds_table(rounds: int, tokens: int) -> None:
 
 
 def draw(path: Path) -> None:
-    """Bars of k, what is kept on the device in a darker part."""
+    """Bars of k; saved activations on the device are dark."""
     ladder: dict[str, dict[str, float]] = json.loads(FOUND.read_text())
     width, row, left = 720, 30, 250
     scale = (width - left - 60) / max(found["k"] for found in ladder.values())
@@ -230,7 +238,7 @@ def draw(path: Path) -> None:
             f'<rect x="{left}" y="{y}" width="{found["kept"] * scale:.1f}" height="20" fill="#3182bd"/>',
             f'<text x="{left + found["k"] * scale + 6:.1f}" y="{y + 15}">{found["k"]:.1f}</text>',
         ]
-    title = "k: device memory that a token takes, in residual streams (dark: kept between the passes)"
+    title = "k: device memory per token, in residual streams (dark: saved for the backward pass)"
     height = 44 + len(ladder) * row
     path.write_text(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="13">'

@@ -1,14 +1,14 @@
 """The plans of all shipped files, as `docs/plans` has them: what `python -m trainer.plan` says of each, for H100.
 
-    python -m benchmarks.plans [NAME]...
+    python -m benchmarks.plans [--folder docs/plans] [NAME]...
 
 Nothing is timed. A test compares them with what the planner says now, so that a change of cost is seen in review.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Sequence
 from io import StringIO
 from math import prod
 from pathlib import Path
@@ -39,12 +39,17 @@ def told(name: str) -> str:
     return text.getvalue()
 
 
-def main(chosen: Sequence[str]) -> None:
-    PLANS.mkdir(exist_ok=True)
-    for name in chosen or names():
-        (PLANS / f"{name}.txt").write_text(told(name))
-        sys.stdout.write(f"docs/plans/{name}.txt\n")
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--folder", type=Path, default=PLANS)
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    for name in options.names or names():
+        path = options.folder / f"{name}.txt"
+        path.write_text(told(name))
+        sys.stdout.write(f"{path}\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

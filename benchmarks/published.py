@@ -1,4 +1,4 @@
-"""What others published beside what the planner predicts for a configuration of ours that does the same.
+"""Compare published measurements with the planner's predictions for equivalent configurations.
 
     python -m benchmarks.published
 
@@ -17,7 +17,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from benchmarks.mesh_arithmetic import table
+from benchmarks.doc_tables import markdown
 from trainer.config.job_config import Config
 from trainer.hardware.device_specs import DeviceSpec, load_device
 from trainer.memory.estimator import GIB
@@ -35,7 +35,7 @@ COOL = 0.85
 
 @dataclass(frozen=True)
 class Row:
-    """A published update. `rate` is tokens/s of a device, or what follows from a published share of the peak."""
+    """A published measurement. `rate` is tokens/s of a device, or what follows from a published share of the peak."""
 
     system: str
     setting: str
@@ -280,7 +280,7 @@ def report(found: Sequence[Row]) -> list[str]:
     ]
     errors = [abs(row.error) for row in found if not row.why]
     told = f"Over {len(errors)} rows of the same configuration, the mean error is {sum(errors) / len(errors):.0%} and the largest {max(errors):.0%}."
-    return [*table(heading, [_cells(row) for row in found]), "", told]
+    return [*markdown(heading, [_cells(row) for row in found]), "", told]
 
 
 def _cells(row: Row) -> list[str]:

@@ -1,14 +1,15 @@
-"""docs/scaling.md: what 8B, 70B and 405B would do on 8 to 16,384 GPUs with rows of 8K to 16M tokens, by the planner.
+"""Fill docs/scaling.md: predicted 8B, 70B and 405B runs on 8 to 16,384 GPUs, sequences of 8K to 16M tokens.
 
     python -m benchmarks.scaling [--quick]
 
 Nothing is timed: every figure is a plan for H100 (`trainer/hardware/specs/h100-80gb.toml`) with the fastest mesh that
-`trainer.plan search` finds, beside what others published. Takes some minutes of two cores; `--quick` fills few cells, in
-`outputs/scaling`.
+`trainer.plan search` finds, compared with published measurements. Takes some minutes of two cores; `--quick` fills few
+cells, in `outputs/scaling`. Text outside the generated parts is written in the page itself.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -17,15 +18,16 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import published
-from benchmarks.mesh_arithmetic import table
+from benchmarks.doc_tables import markdown
 from trainer.config.parse import load
 from trainer.config.training_stages import Recipe
 from trainer.hardware.device_specs import load_device
 from trainer.memory.estimator import GIB, TRANSIENT_ACTIVATIONS, RankMemory
+from trainer.memory.report import with_overrides
 from trainer.plan.document import LineChart
 from trainer.plan.html import render_svg
 from trainer.plan.plan import plan_stage
-from trainer.plan.search import LayoutPlan, describe_layout, longest_sequence, search, with_overrides
+from trainer.plan.search import LayoutPlan, describe_layout, longest_sequence, search
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 K, M = 1 << 10, 1 << 20
@@ -33,9 +35,11 @@ MODELS = {"8B": ("llama3", "8b"), "70B": ("llama3", "70b"), "405B": ("llama3.1",
 GPUS = (8, 64, 512, 4096, 16_384)
 LENGTHS = (8 * K, 32 * K, 128 * K, 512 * K, M, 4 * M, 16 * M)
 TOKENS, EACH = 4 * M, 16 * K
-"""Of an update: so many, or so many for each GPU, if that is more; at least a row."""
+"""Tokens of a step, and the least per GPU; at least one sequence."""
 STRONG, STRONG_LENGTH = 16 * M, 128 * K
 DEVICE = load_device("h100-80gb")
+BEGIN, END = "<!-- generated:begin -->", "<!-- generated:end -->"
+GENERATED = re.compile(rf"{BEGIN}.*?{END}", re.DOTALL)
 
 
 def of_size(name: str, length: int, tokens: int) -> Recipe:
@@ -51,7 +55,7 @@ def of_size(name: str, length: int, tokens: int) -> Recipe:
 
 @dataclass(frozen=True)
 class Cell:
-    """The fastest way to train a model on so many GPUs with such rows; None where none fits."""
+    """The fastest plan for a model, a number of GPUs and a sequence length; None if none fits."""
 
     model: str
     gpus: int
@@ -90,11 +94,11 @@ def grid(model: str, cells: Sequence[Cell]) -> list[str]:
     found = {(each.gpus, each.length): each for each in cells if each.model == model}
     gpus, lengths = sorted({at for at, _ in found}), sorted({at for _, at in found})
     rows = [[size(length), *(found[count, length].words() for count in gpus)] for length in lengths]
-    return table(["row", *(f"{count:,} GPUs" for count in gpus)], rows)
+    return markdown(["sequence", *(f"{count:,} GPUs" for count in gpus)], rows)
 
 
 def strong(cells: Sequence[Cell]) -> tuple[LineChart, list[str]]:
-    """MFU by the number of GPUs, and what the time of the smallest and the largest is spent on."""
+    """MFU by the number of GPUs, and where each step spends its time."""
     lines = {
         model: [(float(each.gpus), 100 * each.way.plan.mfu) for each in cells if each.model == model and each.way]
         for model in MODELS
@@ -123,7 +127,7 @@ def strong(cells: Sequence[Cell]) -> tuple[LineChart, list[str]]:
         log_y=False,
         lines={name: line for name, line in lines.items() if line},
     )
-    return drawn, table(heading, rows)
+    return drawn, markdown(heading, rows)
 
 
 WORK = ("matmul", "attention", "loss head")
@@ -131,7 +135,7 @@ RANKS = (2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def hidden(model: str, length: int) -> LineChart:
-    """Percent of an update that is waited for attention's messages, by how many ranks share a row."""
+    """Exposed communication of attention in percent of a step, by context-parallel ranks."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for method in ("ring", "allgather", "ulysses", "hybrid"):
         for ranks in RANKS:
@@ -143,19 +147,19 @@ def hidden(model: str, length: int) -> LineChart:
                 name: seconds for name, seconds in plan.step_time.busiest.breakdown().items() if name.endswith("(cp)")
             }
             lines.setdefault(method, []).append((float(ranks), 100 * sum(waits.values()) / plan.step_seconds))
-    title = f"{model}, rows of {size(length)}: what is waited for messages of attention"
-    return LineChart(title=title, x="ranks that share a row", y="% of an update", log_x=True, log_y=False, lines=lines)
+    title = f"{model}, sequences of {size(length)}: exposed communication of attention"
+    return LineChart(title=title, x="context-parallel ranks", y="% of a step", log_x=True, log_y=False, lines=lines)
 
 
 def sharing(ranks: int, method: str) -> dict[str, object]:
-    """One row on all ranks, of which everything is computed again."""
+    """Changes that give one sequence to all ranks, with full recomputation."""
     parallelism = {"cp": ranks, "dp_shard": 1, "cp_method": method}
     changes = {f"parallelism.{key}": value for key, value in parallelism.items()}
     return changes | {"memory.recompute": "full", "training.micro_batch_size": 1}
 
 
 def most(model: str, gpus: int) -> list[str]:
-    """The longest rows, and what stops longer ones."""
+    """The longest sequence that fits, and what stops longer ones."""
     length, found, _ = longest_sequence(of_size(model, 64 * K, 64 * K), gpus, DEVICE)
     if not length:
         return [model, f"{gpus:,}", "none", "", "", ""]
@@ -173,7 +177,7 @@ def most(model: str, gpus: int) -> list[str]:
 
 
 def gathered(length: int) -> list[list[str]]:
-    """Memory of the methods by how many ranks share a row."""
+    """Transient activations of each method, by context-parallel ranks."""
     rows = []
     for ranks in (8, 32, 128):
         words = [f"{ranks}"]
@@ -189,7 +193,7 @@ def gathered(length: int) -> list[list[str]]:
 
 
 def bubble() -> list[list[str]]:
-    """Of 405B over 16 stages, by how many micro-batches each data-parallel rank has."""
+    """405B over 16 pipeline ranks, by micro-batches per data-parallel rank."""
     rows = []
     for count in (128, 64, 32, 16):
         words = [f"{count}"]
@@ -212,7 +216,7 @@ def bubble() -> list[list[str]]:
 
 
 def updating() -> list[list[str]]:
-    """The optimizer's step, on the device and on the host, as a share of an update."""
+    """Exposed optimizer time, on the device and on the host."""
     rows = []
     for length in (8 * K, 128 * K, M):
         words = [size(length)]
@@ -233,32 +237,31 @@ def updating() -> list[list[str]]:
 # ---- the page
 
 
-def page(
+def tables(
     cells: Sequence[Cell], strongly: Sequence[Cell], lengths: Sequence[Sequence[str]], folder: Path
-) -> Iterator[str]:
-    yield INTRODUCTION
+) -> Iterator[list[str]]:
+    """The generated parts of the page, in its order; pictures go to the folder."""
     for model in MODELS:
-        yield from (f"### {model}\n", *grid(model, cells), "")
+        yield grid(model, cells)
     drawn, spent = strong(strongly)
     (folder / "scaling_strong.svg").write_text(render_svg(drawn))
-    yield STRONGLY
-    yield from (*spent, "")
+    yield spent
     (folder / "scaling_methods.svg").write_text(render_svg(hidden("8B", M)))
     (folder / "scaling_methods_128k.svg").write_text(render_svg(hidden("8B", 128 * K)))
-    yield METHODS
-    yield LONGEST
-    yield from (
-        *table(["model", "GPUs", "longest row", "with", "GiB of a device, of a node", "stopped by"], lengths),
-        "",
-    )
-    yield BREAKS_GATHER
-    yield from (*table(["ranks", "ring", "allgather", "ulysses"], gathered(M)), "")
-    yield BREAKS_BUBBLE
-    yield from (*table(["micro-batches", "1F1B: bubble, MFU %", "Interleaved1F1B"], bubble()), "")
-    yield BREAKS_STEP
-    yield from (*table(["row", "on the device", "on the host"], updating()), "")
-    yield PUBLISHED
-    yield from (*published.report(published.rows()), "")
+    yield markdown(["model", "GPUs", "longest sequence", "with", "GiB of a device, of a node", "stopped by"], lengths)
+    yield markdown(["ranks", "ring", "allgather", "ulysses"], gathered(M))
+    yield markdown(["micro-batches", "1F1B: bubble, MFU %", "Interleaved1F1B"], bubble())
+    yield markdown(["sequence", "on the device", "on the host"], updating())
+    yield published.report(published.rows())
+
+
+def fill(page: str, parts: Sequence[Sequence[str]]) -> str:
+    """The page with its generated parts replaced, one after the other."""
+    blocks = GENERATED.findall(page)
+    if len(blocks) != len(parts):
+        raise ValueError(f"the page has {len(blocks)} generated parts, not {len(parts)}")
+    texts = iter(parts)
+    return GENERATED.sub(lambda _: "\n".join((BEGIN, "", *next(texts), "", END)), page)
 
 
 def size(length: int) -> str:
@@ -285,70 +288,9 @@ def main(words: Sequence[str]) -> None:
             sys.stderr.write(f"{number} of {len(futures)} searches\n")
         folder = DOCS.parent / "outputs" / "scaling" if quick else DOCS
         folder.mkdir(parents=True, exist_ok=True)
-        text = "\n".join(page(cells[:ends], cells[ends:], [each.result() for each in reached], folder))
-    (folder / "scaling.md").write_text(text)
+        parts = list(tables(cells[:ends], cells[ends:], [each.result() for each in reached], folder))
+    (folder / "scaling.md").write_text(fill((DOCS / "scaling.md").read_text(), parts))
 
-
-INTRODUCTION = """\
-# Scaling, on paper
-
-Made by `python -m benchmarks.scaling`: nothing on this page was run. Every figure is a plan ([planning](planning.md)) for
-H100 SXM with 80 GB, eight to a node, 400 Gb/s of network each, cuDNN's attention, blocks compiled, one document per row,
-with the fastest mesh that the search finds. [Below](#against-what-was-published) the same planner stands beside what
-others measured.
-
-## Weak scaling
-
-MFU in percent and the mesh of the fastest plan that fits; an update has 4M tokens, or 16K for each GPU if that is more,
-and a row at least. After `cp` stands how rows are shared: **r**ing, all-**g**ather, **u**lysses, **h**ybrid. A dash:
-nothing fits.
-"""
-STRONGLY = """\
-## Strong scaling
-
-16M tokens in an update, rows of 128K, on more and more GPUs.
-
-![MFU by the number of GPUs](scaling_strong.svg)
-"""
-METHODS = """\
-## Where messages of attention stop hiding
-
-Of 8B, all computed again, one row on all ranks: the part of an update that is waited for keys, values and heads. Up to
-eight ranks share a node. A ring's hop hides behind the attention of the one before, whose work falls with the square of
-what a rank holds, its bytes with the rank's tokens alone; a gather hides behind nothing of its own layer; an exchange of
-heads moves less the more ranks there are, and is waited for.
-
-Rows of a million tokens:
-
-![percent of an update by ranks, 1M](scaling_methods.svg)
-
-Rows of 128K:
-
-![percent of an update by ranks, 128K](scaling_methods_128k.svg)
-"""
-LONGEST = """\
-## What breaks first
-
-**Memory.** The longest rows that fit, one row on all GPUs of a group, and what stops longer ones:
-"""
-BREAKS_GATHER = """\
-**The gather.** GiB that a block of 8B holds in passing at a million tokens, by how many ranks share the row: the keys and
-values that an all-gather holds do not become fewer.
-"""
-BREAKS_BUBBLE = """\
-**The bubble.** `llama3_405b_128k` on 4,096 GPUs, 16 stages, with smaller and smaller batches:
-"""
-BREAKS_STEP = """\
-**The optimizer's step.** 8B on eight GPUs, eight rows in an update: what of it is waited for. On the host
-it hides behind the next forward pass, if that is long enough.
-"""
-PUBLISHED = """\
-## Against what was published
-
-Kernel rates are those of the device tables, the same for all rows; nothing is fitted to a row. The rate of FP8 products is
-one factor, found from two rows of torchtitan's first table, which are then no evidence. Where a row does something that
-Longhaul does not, the last column says so. Made by `python -m benchmarks.published`.
-"""
 
 if __name__ == "__main__":
     main(sys.argv[1:])

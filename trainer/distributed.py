@@ -6,12 +6,15 @@ import json
 import logging
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from secrets import token_hex
+from typing import Any
 
 import torch
 from torch import distributed
@@ -21,8 +24,7 @@ from trainer.checkpoint.run_dir import flatten_config, is_source_path
 from trainer.config.job_config import Config, DistributedSection
 from trainer.errors import ConfigError, RunFailedError
 from trainer.hardware.device import bind_to_numa_node, choose_device
-from trainer.memory.auto import describe_memory_options, fit_memory_options, node_memory_bytes
-from trainer.memory.estimator import GIB
+from trainer.hardware.host import GIB, node_memory_bytes
 from trainer.resilience.exit_markers import ATTEMPT_VARIABLE
 
 log = logging.getLogger("trainer")
@@ -88,28 +90,50 @@ def require_same_checkpoint(checkpoint: str) -> None:
         )
 
 
-def resolve_auto(config: Config, world: World) -> Config:
-    """With `memory.recompute = "auto"` made into levers, as the smallest device and node of all ranks allow."""
+def resolve_auto(config: Config, world: World, prediction_path: Path) -> Config:
+    """Replaces `memory.recompute = "auto"` by the options that fit the smallest device and node of all ranks.
+
+    Rank 0 asks a child process, which also writes the prediction for them. Collective. Raises `ConfigError` on all
+    ranks where nothing fits.
+    """
     if config.memory.recompute != "auto":
         return config
-    host_bytes = node_memory_bytes()
     ranks_per_node = max(1, world.size // world.num_nodes)
-    device_bytes = host_bytes = host_bytes / 2  # A CPU's own memory is both.
-    device_bytes /= ranks_per_node
+    host_bytes = node_memory_bytes()
     if world.device.type == "cuda":
-        host_bytes, device_bytes = (
-            node_memory_bytes(),
-            float(torch.cuda.get_device_properties(world.device).total_memory),
-        )
+        device_bytes = float(torch.cuda.get_device_properties(world.device).total_memory)
+    else:
+        host_bytes /= 2  # The other half is the devices'.
+        device_bytes = host_bytes / ranks_per_node
     if config.memory.device_gib is not None:
         device_bytes = config.memory.device_gib * GIB
     device_bytes, host_bytes = (-size for size in max_over_ranks(None, [-device_bytes, -host_bytes]))
-    resolved = fit_memory_options(
-        config, world.size, ranks_per_node=ranks_per_node, device_bytes=device_bytes, host_bytes=host_bytes
-    )
+    request = {
+        "config": config.model_dump_json(by_alias=True, exclude_unset=True),
+        "world_size": world.size,
+        "ranks_per_node": ranks_per_node,
+        "device_bytes": device_bytes,
+        "host_bytes": host_bytes,
+        "prediction_path": str(prediction_path),
+    }
+    answer = all_gather_object(_ask_planner(request) if world.rank == 0 else {})[0]
+    if answer["problems"]:
+        raise ConfigError(answer["problems"])
     if world.rank == 0:
-        log.info('memory.recompute = "auto" takes %s', describe_memory_options(resolved))
-    return resolved
+        log.info('memory.recompute = "auto": %s', answer["choice"])
+    return config.model_copy(update={"memory": config.memory.model_copy(update=answer["memory"])})
+
+
+def _ask_planner(request: dict[str, Any]) -> dict[str, Any]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-m", "trainer.launch.predict"]
+    child = subprocess.run(
+        command, input=json.dumps(request), env=environment, stdout=subprocess.PIPE, text=True, check=False
+    )
+    if child.returncode:
+        return {"problems": [f'memory.recompute = "auto": the planner failed with exit code {child.returncode}']}
+    answer: dict[str, Any] = json.loads(child.stdout)
+    return answer
 
 
 @contextmanager

@@ -13,13 +13,13 @@ from trainer.checkpoint.async_save import SaveResult
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.run_dir import RunDir
 from trainer.config.job_config import Config, TrainingStage
-from trainer.data import DataError
 from trainer.data.holdout import ValidationSet
 from trainer.data.sequences import BlendedDataset
 from trainer.distributed import World
-from trainer.errors import EXIT_FAILURE, EXIT_NO_RETRY, RankFailedError, RunFailedError
+from trainer.errors import EXIT_FAILURE, EXIT_NO_RETRY, DataError, RankFailedError, RunFailedError
 from trainer.evaluation.validation import Validator
 from trainer.metrics.metrics import MetricsProcessor
+from trainer.metrics.prediction import read_prediction
 from trainer.metrics.profiler import Profilers
 from trainer.metrics.progress import ProgressReporter
 from trainer.resilience.anomalies import LossSpikeError
@@ -51,7 +51,8 @@ def train(
     LostError and ResumeError, which all do.
     """
     stage_config = stage.config
-    profilers = Profilers(stage_config, run_dir.logs_dir, rank=world.rank, world_size=world.size, device=world.device)
+    advice = read_prediction(run_dir.prediction_path).out_of_memory_advice
+    profilers = Profilers(stage_config, run_dir.logs_dir, rank=world.rank, device=world.device, advice=advice)
     loop: TrainLoop | None = None
     with Watchdog(run_dir.hangs_dir, rank=world.rank) as watchdog:
         watchdog.arm("the start", 60 * stage_config.distributed.start_timeout_minutes)

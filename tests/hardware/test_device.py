@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from trainer.hardware.device import (
-    GIB,
     AsyncHostCopy,
     Stopwatch,
     bind_to_numa_node,
@@ -19,6 +18,7 @@ from trainer.hardware.device import (
     peak_flops,
     peak_host_memory,
 )
+from trainer.hardware.host import GIB
 
 CPU = torch.device("cpu")
 

@@ -25,11 +25,11 @@ Launch = Callable[..., subprocess.CompletedProcess[str]]
 START = """
 import sys
 from pathlib import Path
-from trainer.cluster import Cluster
-from trainer.workers import Workers
+from trainer.launch.cluster import LaunchWorld
+from trainer.launch.workers import Workers
 workers = Workers()
-with workers.listening():
-    sys.exit(workers.start(Path(sys.argv[1]), sys.argv[2:], Cluster(processes=2)))
+with workers.forward_signals():
+    sys.exit(workers.run(Path(sys.argv[1]), sys.argv[2:], LaunchWorld(nproc_per_node=2)))
 """
 
 
@@ -99,15 +99,15 @@ def test_a_wrong_environment_is_told_variable_by_variable(environment: dict[str,
 def test_a_task_of_srun_is_one_rank_of_its_step() -> None:
     environment = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "NGPU": "7"}
     assert detect_launch_world(environment, Recipe(), gpus=2) == LaunchWorld(
-        nproc_per_node=4, srun_rank=3, master_endpoint="127.0.0.1:20000"
+        nproc_per_node=4, rank=3, master_endpoint="127.0.0.1:20000"
     )
     told = environment | {"MASTER_ADDR": "node7", "MASTER_PORT": "123", "SLURM_STEP_NUM_NODES": "2"}
     assert detect_launch_world(told, Recipe(), gpus=2) == LaunchWorld(
-        nproc_per_node=2, num_nodes=2, srun_rank=3, master_endpoint="node7:123"
+        nproc_per_node=2, num_nodes=2, rank=3, master_endpoint="node7:123"
     )
     uneven = told | {"SLURM_NTASKS": "5"}
     assert detect_launch_world(uneven, Recipe(), gpus=2) == LaunchWorld(
-        nproc_per_node=5, srun_rank=3, master_endpoint="node7:123"
+        nproc_per_node=5, rank=3, master_endpoint="node7:123"
     )
 
 
@@ -163,14 +163,14 @@ def test_a_report_is_the_resolved_toml_with_the_mesh_in_comments() -> None:
     assert "# mesh of 32 processes (4 nodes x 8)" in text
     assert "#   dp_shard                16  across 2 nodes    0-15  16-31\n" in text
     assert "#   dp_replicate             2  across 2 nodes    0,16  1,17  2,18  3,19 ... (16 groups)\n" in text
-    assert "#   tp                       1  -\n" in text
+    assert "#   tp " not in text
     assert f"{config.model.build().num_parameters:,} parameters" in text
     assert "8 micro-batches of 1 row, 1 on each data-parallel rank" in text
     assert "# remark: training.global_batch_size = 8" in text
     assert "ranks_per_node" not in text.partition("# mesh of")[2]
     text = format_resolved_config(load(["--parallelism.tp", "16"]), LaunchWorld(nproc_per_node=4, num_nodes=4))
     assert "# remark: parallelism.tp = 16 crosses nodes of 8 ranks" in text
-    assert "# remark: parallelism.ranks_per_node = 8, but each of 4 nodes runs 4 processes" in text
+    assert "# remark: parallelism.ranks_per_node = 8 does not match 4 nodes of 4 processes" in text
 
 
 def test_check_prints_and_starts_nothing(launch: Launch) -> None:
@@ -284,4 +284,4 @@ def test_a_mesh_can_be_looked_at_before_corpus_and_tokenizer_are_there(
     assert main() == 2
     told = capsys.readouterr()
     assert told.out == ""
-    assert "needs 8 processes, but there are 4 (NGPU x NNODES, or torchrun's)" in told.err
+    assert "needs 8 processes, but the world size is 4 (NGPU x NNODES, or torchrun's)" in told.err

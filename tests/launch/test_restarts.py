@@ -12,27 +12,33 @@ import pytest
 
 from tests.system.runs import is_alive, lines, wait_for, write_run
 from trainer.config.job_config import Config, TrainingStage
+from trainer.config.training_stages import Recipe
 from trainer.launch import restarts
 from trainer.launch.cluster import LaunchWorld
 from trainer.launch.workers import Workers
+from trainer.run_spec import RunSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 
 START = """
 import sys
 from pathlib import Path
-from trainer.cluster import Cluster
-from trainer.lives import live
-from trainer.load import load
-argv = sys.argv[2:]
-sys.exit(live(load(argv), argv, Cluster(processes=2), Path(sys.argv[1])))
+from trainer.config.parse import load
+from trainer.launch.cluster import LaunchWorld
+from trainer.launch.restarts import run_with_restarts
+from trainer.run_spec import RunSpec
+argv, world = sys.argv[2:], LaunchWorld(nproc_per_node=2)
+def prepare(config, world):
+    return RunSpec(config, {})
+reload = lambda: load(argv)
+sys.exit(run_with_restarts(prepare(reload(), world), world, Path(sys.argv[1]), reload=reload, prepare=prepare))
 """
 # A trainer without torch: it counts its lives, and does in each what the test says.
 STAND_IN = """
 import os, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from trainer import markers
+from trainer.resilience import exit_markers
 folder, rank = Path({folder!r}), int(os.environ["RANK"])
 lives = folder / f"lives-{{rank}}"
 lives.write_text(lives.read_text() + "x" if lives.exists() else "x")
@@ -44,7 +50,7 @@ def commit(step):
 
 def mark(kind):
     if rank == 0:
-        markers.write(folder, kind, attempt=os.environ["LONGHAUL_ATTEMPT"])
+        exit_markers.write(folder, kind, attempt=os.environ["LONGHAUL_ATTEMPT"])
 
 {body}
 """
@@ -193,10 +199,16 @@ def test_a_signal_at_the_end_of_a_stage_is_not_lost(
         self.received_signal = asked
         return 0
 
-    following = iter([(second, 0), (None, 0)])
+    spec = RunSpec(Recipe.model_validate(config.model_dump()), {})
+    prepared = iter([spec, 0])
+    stages = iter([first, second])
     monkeypatch.setattr(Workers, "run", start)
-    monkeypatch.setattr(restarts, "next_stage", lambda _: first)
-    monkeypatch.setattr(restarts, "_after", lambda *_: next(following))
-    assert restarts.run_with_restarts(config, [], LaunchWorld(nproc_per_node=2), Path("unused")) == 0
+    monkeypatch.setattr(restarts, "next_stage", lambda _: next(stages))
+    monkeypatch.setattr(restarts, "_prepare_following_stage", lambda *_: next(prepared))
+    world = LaunchWorld(nproc_per_node=2)
+    status = restarts.run_with_restarts(
+        spec, world, Path("unused"), reload=lambda: spec.config, prepare=lambda *_: spec
+    )
+    assert status == 0
     assert len(started) == (2 if asked is None else 1)
     assert (tmp_path / "REQUEUE").exists() == (asked is not None)

@@ -135,9 +135,9 @@ def test_async_checkpoint_staging_is_on_the_host() -> None:
 
 
 def counted(cases: tuple[str, ...]) -> list[Counted]:
-    # Several ranks need one more step until buffers are reused.
-    updates = 2 if distributed.get_world_size() == 1 else 3
-    return [count(configured(changes), updates=updates) for changes in cases]
+    # Alone, nothing is released unseen.
+    steps = 2 if distributed.get_world_size() == 1 else 3
+    return [count(configured(changes), steps=steps) for changes in cases]
 
 
 def compare(world_size: int, cases: tuple[str, ...]) -> None:

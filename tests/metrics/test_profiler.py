@@ -17,7 +17,8 @@ from trainer.metrics.profiler import Profilers, StepWindow, TraceRecorder
 LEAVES_OUT = """
 import sys
 import train
-assert train.main(sys.argv[1:]) == 0
+from tests.system.runs import train_rank
+assert train_rank(sys.argv[1:]) == 0
 left_out = ("tensorboard", "torch.utils.tensorboard", "rich", "torch._inductor.compile_fx")
 sys.exit(str([name for name in left_out if name in sys.modules]) if set(left_out) & set(sys.modules) else 0)
 """
@@ -37,7 +38,7 @@ def test_a_trace_of_its_window_is_written(tmp_path: Path) -> None:
 
 def test_without_a_window_there_is_no_profiler(tmp_path: Path) -> None:
     config = configured(write_run(tmp_path), tmp_path / "run")
-    assert Profilers(config, tmp_path / "logs", rank=0, world_size=1, device=torch.device("cpu")).windows == []
+    assert Profilers(config, tmp_path / "logs", rank=0, device=torch.device("cpu")).windows == []
 
 
 class Counted:
@@ -70,7 +71,7 @@ def test_a_window_that_is_over_when_a_run_resumes_records_nothing() -> None:
 
 def test_memory_of_a_cpu_is_not_recorded(tmp_path: Path) -> None:
     config = configured(write_run(tmp_path), tmp_path / "run", "--profiler.memory_step", "1")
-    profilers = Profilers(config, tmp_path / "logs", rank=0, world_size=1, device=torch.device("cpu"))
+    profilers = Profilers(config, tmp_path / "logs", rank=0, device=torch.device("cpu"))
     assert profilers.windows == []
     told = profilers.report_out_of_memory(torch.OutOfMemoryError("tried to allocate"))
     first, second, *changes = told.splitlines()
@@ -82,9 +83,7 @@ def test_memory_of_a_cpu_is_not_recorded(tmp_path: Path) -> None:
 
 def test_every_rank_has_a_trace_of_its_own(tmp_path: Path) -> None:
     config = configured(write_run(tmp_path), tmp_path / "run", "--profiler.trace_step", "5")
-    windows = [
-        Profilers(config, tmp_path, rank=rank, world_size=4, device=torch.device("cpu")).windows[0] for rank in (0, 3)
-    ]
+    windows = [Profilers(config, tmp_path, rank=rank, device=torch.device("cpu")).windows[0] for rank in (0, 3)]
     paths = [window.recorder.path.name for window in windows if isinstance(window.recorder, TraceRecorder)]
     assert paths == ["trace-step-5-rank-0.json", "trace-step-5-rank-3.json"]
 

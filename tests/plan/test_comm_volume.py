@@ -9,8 +9,8 @@ from typing import get_args
 
 import pytest
 
-from benchmarks.mesh_arithmetic import actions
 from parallelisms.pipeline_plan import INTERLEAVED_SCHEDULES, SINGLE_STAGE_SCHEDULES, PipelinePlan, PipelineSchedule
+from tests.parallelisms.schedule_clock import record_actions
 from tests.plan.test_counted_steps import configured
 from tests.test_house import ROOT
 from trainer.config.job_config import Config
@@ -210,7 +210,7 @@ def test_weight_gathers_match_torchs_pipeline_schedules(schedule: PipelineSchedu
             pp=pp, schedule=schedule, num_layers=pp * each, pp_stages_per_rank=each, num_micro_batches=batches
         )
         assert plan.problems() == []
-        for rank, done in enumerate(actions(plan)):
+        for rank, done in enumerate(record_actions(plan)):
             asked = Counter(stage for kind, stage, _ in done if kind == "gather")
             assert weight_gathers_per_stage(plan, rank) == asked, plan
             assert (max(asked.values()) > 1) == (each > 3), plan

@@ -19,8 +19,9 @@ from tests.memory.test_estimator import FOUR, FULL, HALF, HEADS, KEEP, NARROW, c
 from tests.ranks import run_ranks
 from trainer.errors import ConfigError
 from trainer.memory.estimator import SAVED_ACTIVATIONS, estimate_memory_per_pp_rank
+from trainer.plan.comm_volume import MIN_COUNTED_BYTES
 from trainer.plan.dry_run import DryRunResult, dry_run
-from trainer.plan.op_counter import MIN_COUNTED_BYTES, OpCounterMode, fake_process_group
+from trainer.plan.op_counter import OpCounterMode, fake_process_group
 
 ROOT = Path(__file__).resolve().parents[2]
 TILES = "memory.mlp_tile_mib=1"
@@ -92,8 +93,8 @@ def test_peak_matches_the_estimate(world_size: int, changes: str) -> None:
 
 
 def counted(cases: tuple[str, ...]) -> list[Counted]:
-    updates = 2 if distributed.get_world_size() == 1 else 3
-    return [count(configured(changes), updates=updates) for changes in cases]
+    steps = 2 if distributed.get_world_size() == 1 else 3
+    return [count(configured(changes), steps=steps) for changes in cases]
 
 
 REAL = {

@@ -6,8 +6,9 @@ from functools import cache
 
 import pytest
 
-from benchmarks.mesh_arithmetic import Action, actions, idle
+from benchmarks.doc_tables import in_flight as bubbles_in_flight
 from parallelisms.pipeline_plan import PipelinePlan, PipelineSchedule
+from tests.parallelisms.schedule_clock import Action, idle_fraction, max_saved_blocks, record_actions
 from trainer.plan.pipeline_bubble import ChunkTime, bubble_seconds
 
 SCHEDULES: list[tuple[PipelineSchedule, int]] = [
@@ -40,7 +41,7 @@ def made(schedule: PipelineSchedule, each: int, pp: int, micro_batches: int) -> 
 
 @cache
 def scheduled(plan: PipelinePlan) -> list[list[Action]]:
-    return actions(plan)
+    return record_actions(plan)
 
 
 def simulated_bubble(plan: PipelinePlan, chunk: ChunkTime, hop: float = 0) -> float:
@@ -51,7 +52,7 @@ def simulated_bubble(plan: PipelinePlan, chunk: ChunkTime, hop: float = 0) -> fl
         "W": chunk.weight_grad,
         "B": chunk.input_grad + chunk.weight_grad,
     }
-    share = idle(plan, scheduled(plan), takes, hop=hop) / 100
+    share = idle_fraction(plan, scheduled(plan), takes, hop=hop)
     return plan.num_micro_batches * plan.stages_per_rank * chunk.total * share / (1 - share)
 
 
@@ -92,3 +93,19 @@ def test_fewer_micro_batches_than_ranks_enlarge_the_bubble() -> None:
     plan = made("Interleaved1F1B", 2, 4, 2)
     share = bubble_seconds(plan, CHUNKS[0]) / (bubble_seconds(plan, CHUNKS[0]) + 4 * CHUNKS[0].total)
     assert share == pytest.approx(plan.bubble_fraction)
+
+
+@pytest.mark.parametrize(("schedule", "each"), [("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 3)])
+def test_the_bubble_fraction_is_that_of_torchs_schedule(schedule: PipelineSchedule, each: int) -> None:
+    plan = PipelinePlan(pp=4, schedule=schedule, num_layers=12, pp_stages_per_rank=each, num_micro_batches=8)
+    assert plan.bubble_fraction is not None
+    assert idle_fraction(plan, scheduled(plan), {"F": 1.0, "B": 2.5}) == pytest.approx(plan.bubble_fraction)
+
+
+@pytest.mark.parametrize(("schedule", "each"), SCHEDULES)
+def test_the_estimator_counts_the_micro_batches_that_torchs_schedule_keeps_in_flight(
+    schedule: PipelineSchedule, each: int
+) -> None:
+    plan = made(schedule, each, pp=4, micro_batches=16)
+    saved = max_saved_blocks(scheduled(plan), (1,) * plan.num_stages) / each
+    assert bubbles_in_flight(schedule, each, pp=4) == saved

@@ -13,9 +13,9 @@ from tests.system.runs import write_run
 from trainer.config.parse import load
 from trainer.hardware.device_specs import detect_device, load_device
 from trainer.launch import launcher
+from trainer.metrics.prediction import MEASURED_STEPS, Prediction
 from trainer.plan.__main__ import main
 from trainer.plan.plan import plan_stage
-from trainer.plan.predicted_vs_measured import MEASURED_STEPS, PredictedVsMeasured
 
 FITS = ["--config", "llama3_8b_1m", "--device", "h100-80gb"]
 
@@ -141,25 +141,26 @@ def test_launch_shows_the_plan(
     assert err == ""
     small = tmp_path / "small.toml"
     small.write_text('extends = "h100-80gb"\n[device]\nmemory_gib = 0.0001\n')
-    assert started(monkeypatch, *config, "--plan", "--plan.device", str(small)) == 0
+    assert started(monkeypatch, *config, "--plan", "--plan.device", str(small)) == 3
     out, err = capsys.readouterr()
     assert "DOES NOT FIT" in out
-    assert err.startswith("warning: the plan does not fit: a device needs")
+    assert err.startswith("error: the run does not fit: a device needs")
     assert started(monkeypatch, *config, "--plan.device", "h99") == 2
     assert 'device "h99" is neither a table nor a file' in capsys.readouterr().err
 
 
 def test_prediction_is_compared_with_the_median_measurement() -> None:
     config = load(FITS[:2])
-    beside = PredictedVsMeasured(config, 32, load_device("h100-80gb"))
-    told = [beside.record_step(seconds) for seconds in (100.0, 5.0, 9.0, 6.0, 7.0)]
+    seconds = plan_stage(config, 32, load_device("h100-80gb")).step_seconds
+    beside = Prediction(device="h100-80gb", step_seconds=seconds)
+    told = [beside.compare(measured) for measured in (100.0, 5.0, 9.0, 6.0, 7.0)]
     assert told[:MEASURED_STEPS] == [None] * MEASURED_STEPS
     assert told[MEASURED_STEPS + 1] is None
     assert told[MEASURED_STEPS] == {
         "device": "h100-80gb",
-        "predicted_seconds": plan_stage(config, 32, load_device("h100-80gb")).step_seconds,
+        "predicted_seconds": seconds,
         "measured_seconds": 6.0,
     }
     assert json.dumps(told)
-    unknown = PredictedVsMeasured(config, 32, None)
-    assert [unknown.record_step(1.0) for _ in range(9)] == [None] * 9
+    unknown = Prediction()
+    assert [unknown.compare(1.0) for _ in range(9)] == [None] * 9

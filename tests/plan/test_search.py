@@ -13,6 +13,7 @@ from trainer.config.parse import load
 from trainer.config.training_stages import Recipe
 from trainer.hardware.device_specs import DeviceSpec, load_device
 from trainer.memory.estimator import GIB
+from trainer.memory.report import with_overrides
 from trainer.plan.interconnect import group_topologies
 from trainer.plan.plan import plan_stage
 from trainer.plan.search import (
@@ -25,7 +26,6 @@ from trainer.plan.search import (
     longest_sequence,
     search,
     why_slower,
-    with_overrides,
     with_seq_len,
 )
 

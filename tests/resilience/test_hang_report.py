@@ -24,13 +24,13 @@ ROOT = Path(__file__).resolve().parents[2]
 HANG = """
 import sys, time, torch
 from pathlib import Path
-from trainer.watchdog import Watchdog
+from trainer.resilience.watchdog import Watchdog
 
 def waits_for_a_peer():
     {wait}
 
 with Watchdog(Path(sys.argv[1]), rank=int(sys.argv[2])) as watchdog:
-    watchdog.expect("update 7", 3.0)
+    watchdog.arm("update 7", 3.0)
     waits_for_a_peer()
 """
 SLEEP, LOCKED = "time.sleep(60)", "import ctypes; ctypes.PyDLL(None).sleep(60)"

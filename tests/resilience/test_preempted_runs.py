@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-import train
 from tests.system.runs import (
     ROOT,
     arguments,
@@ -29,6 +28,7 @@ from tests.system.runs import (
     lines,
     metrics,
     steps,
+    train_rank,
     wait_for,
     workers,
     write_run,
@@ -138,7 +138,7 @@ def test_a_request_before_the_first_update_is_answered_at_once_and_asks_for_noth
     requests, folder = SignalHandler(), tmp_path / "run"
     requests.signal = signal.SIGTERM
     folder.mkdir()
-    assert train.main(arguments(whole / "run.toml", folder, *LONG), requests) == 1
+    assert train_rank(arguments(whole / "run.toml", folder, *LONG), requests) == 1
     assert capfd.readouterr().err == "error: asked to leave before the first update\n"
     assert [*folder.iterdir()] == []
 
@@ -157,7 +157,7 @@ def test_a_node_tells_what_is_wrong_with_it_alone(
     for key, value in {"RANK": "8", "WORLD_SIZE": "16", "LOCAL_RANK": local}.items():
         monkeypatch.setenv(key, value)
     argv = arguments(whole / "run.toml", tmp_path / "run", *LONG, "--data.corpus", str(tmp_path / "absent"))
-    assert train.main([*argv, "--parallelism.dp_shard", "2", "--parallelism.cp", "8"], SignalHandler()) in (2, 78)
+    assert train_rank([*argv, "--parallelism.dp_shard", "2", "--parallelism.cp", "8"], SignalHandler()) in (2, 78)
     assert capfd.readouterr().err.startswith("error: [rank 8] ") == told
 
 

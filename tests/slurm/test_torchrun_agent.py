@@ -17,12 +17,12 @@ ROOT = Path(__file__).resolve().parents[2]
 START = """
 import logging, sys
 from pathlib import Path
-from trainer.cluster import Cluster
-from trainer.slurm.agent import start
+from trainer.launch.cluster import LaunchWorld
+from trainer.slurm.torchrun_agent import launch_agent
 logging.disable(logging.ERROR)
 script, nodes, processes, meet, *argv = sys.argv[1:]
-cluster = Cluster(processes=int(processes), nodes=int(nodes))
-sys.exit(start(Path(script), argv, cluster, meet=meet, name="1.0.0"))
+world = LaunchWorld(nproc_per_node=int(processes), num_nodes=int(nodes))
+sys.exit(launch_agent(Path(script), argv, world, rdzv_endpoint=meet, rdzv_id="1.0.0"))
 """
 pytestmark = pytest.mark.ranks
 
@@ -88,7 +88,7 @@ def test_a_wrong_configuration_is_told_by_one_node(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--nodes", "2", "--processes", "4", "--meet", "n1:20000", "--id", "1", "--parallelism.cp", "3"]
-    for node, told in (("0", "but there are 8 ("), ("1", "")):
+    for node, told in (("0", "but the world size is 8 ("), ("1", "")):
         monkeypatch.setenv("SLURM_NODEID", node)
         assert main(words) == 2
         errors = capsys.readouterr().err

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.datasets import build_blended_dataset, build_validation_sets
 from tests.system.runs import arguments
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.run_dir import RunDir
 from trainer.config.job_config import Config
 from trainer.config.parse import load
-from trainer.data import build_blended_dataset, build_validation_sets
 from trainer.data.sequences import BlendedDataset
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.distributed import World, process_group

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.system.runs import launched, metrics, state, steps
-from trainer.checkpoint.reading import Reader, whole
+from trainer.checkpoint.load import CheckpointReader, read_full_tensor
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 RUN, RECIPE = "run_5676d2a", "recipe_5676d2a"
@@ -35,8 +35,10 @@ def start(copy: Path, folder: Path, *options: str) -> str:
 
 def digests(checkpoint: Path) -> dict[str, str]:
     """The sha256 of the bytes of every tensor, read as a run reads them."""
-    reader = Reader(checkpoint)
-    tensors = {name: whole(reader, name).view(-1).view(torch.uint8).numpy() for name in reader.entries}
+    reader = CheckpointReader(checkpoint)
+    tensors = {
+        name: read_full_tensor(reader, name).view(-1).view(torch.uint8).numpy() for name in reader.tensor_metadata
+    }
     return {name: hashlib.sha256(tensor.tobytes()).hexdigest() for name, tensor in tensors.items()}
 
 
@@ -68,6 +70,6 @@ def test_a_run_begins_with_the_weights_of_the_earlier_version(copy: Path) -> Non
     new = copy / "new"
     new.mkdir()
     shutil.copy(copy / RUN / "config.toml", new)
-    start(copy, new, f"--checkpoint.initial={RUN}", "--training.steps=1")
+    start(copy, new, f"--checkpoint.initial_load_path={RUN}", "--training.steps=1")
     # The first rows again, with weights that have seen them.
     assert metrics(new, "loss")[0] < metrics(copy / RUN, "loss")[0]

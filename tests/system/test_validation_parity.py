@@ -11,12 +11,12 @@ import torch
 from torch import distributed
 
 from models.batch import IGNORE_INDEX
+from tests.datasets import build_validation_sets
 from tests.ranks import run_ranks
 from tests.system.runs import SETS, arguments, write_run
 from trainer.build import ParallelModel
 from trainer.config.job_config import Config
 from trainer.config.parse import load
-from trainer.data import build_validation_sets
 from trainer.distributed import World
 from trainer.evaluation.validation import evaluate_set
 

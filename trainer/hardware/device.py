@@ -13,12 +13,11 @@ import torch
 import torch.nn.attention
 from torch import Tensor
 
-from models import kernels
+from models import kernel_check, kernels
 from trainer.config.job_config import Config
 from trainer.errors import EXIT_BAD_CONFIG, RankFailedError
-from trainer.hardware.device_specs import DeviceSpec, load_device, match_device
+from trainer.hardware.device_specs import match_device
 
-GIB = 1 << 30
 log = logging.getLogger(__name__)
 
 
@@ -90,7 +89,7 @@ def choose_attention_kernel(config: Config, device: torch.device) -> str:
     try:
         if configured in ("fa3", "fa4"):
             torch.nn.attention.activate_flash_attention_impl(configured.upper())
-        kernels.verify_kernel(name, device, compute_dtype, width=config.model.build().head_dim)
+        kernel_check.verify_kernel(name, device, compute_dtype, width=config.model.build().head_dim)
     except (ImportError, RuntimeError, ValueError) as error:
         message = f'training.attention = "{configured}" does not work on {device}: {error}'
         raise RankFailedError(EXIT_BAD_CONFIG, message) from error
@@ -103,13 +102,6 @@ def peak_flops(device: torch.device) -> float | None:
         return None
     known = match_device(torch.cuda.get_device_name(device))
     return None if known is None else known.peak_flops
-
-
-def prediction_device(config: Config, device: torch.device) -> DeviceSpec | None:
-    """The device to predict step times for: `plan.device`, else the actual device if known."""
-    if config.plan.device is not None:
-        return load_device(config.plan.device)
-    return match_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def peak_device_memory(device: torch.device) -> tuple[float, float] | None:

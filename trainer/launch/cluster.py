@@ -14,13 +14,17 @@ from trainer.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchWorld:
-    """What starts where: `processes` on each of `nodes`; `task` is this process's rank if srun started it."""
+    """Processes on each node; `rank` is this process's own if srun or torchrun started it as one."""
 
     nproc_per_node: int
     num_nodes: int = 1
     node_rank: int = 0
     master_endpoint: str = "127.0.0.1:0"
-    srun_rank: int | None = None
+    rank: int | None = None
+
+    @property
+    def is_first_of_node(self) -> bool:
+        return not self.rank or self.rank % self.nproc_per_node == 0
 
     @property
     def world_size(self) -> int:
@@ -32,10 +36,10 @@ class LaunchWorld:
 
 
 def detect_launch_world(environment: Mapping[str, str], config: Config, *, gpus: int) -> LaunchWorld:
-    """The world that NGPU and NNODES, or srun, describe. Raises `ConfigError`."""
-    srun_world = _srun_world(environment)
-    if srun_world is not None:
-        return srun_world
+    """The world that NGPU and NNODES, srun or torchrun describe. Raises `ConfigError`."""
+    rank_world = _rank_world(environment)
+    if rank_world is not None:
+        return rank_world
     problems: list[str] = []
 
     def read_int(name: str, default: int, *, minimum: int, upper_bound: int | None = None) -> int:
@@ -87,8 +91,8 @@ def set_worker_environment(
     Beside GPUs one thread is enough, unless the host updates the weights.
     """
     cores = len(os.sched_getaffinity(0))  # srun binds a task to its own cores, those of a launcher share them.
-    threads = str(max(1, cores // (cluster.nproc_per_node if cluster.srun_rank is None else 1)))
-    if cluster.srun_rank is not None:
+    threads = str(max(1, cores // (cluster.nproc_per_node if cluster.rank is None else 1)))
+    if cluster.rank is not None:
         environment["MASTER_ADDR"], _, environment["MASTER_PORT"] = cluster.master_endpoint.rpartition(":")
     if _has_gpu_device_files():
         environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # For training.deterministic; too early to ask.
@@ -98,6 +102,20 @@ def set_worker_environment(
         if "PYTORCH_CUDA_ALLOC_CONF" not in environment:  # The old name, which torch still reads, with a warning.
             environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     environment.setdefault("OMP_NUM_THREADS", threads)
+
+
+def _rank_world(environment: Mapping[str, str]) -> LaunchWorld | None:
+    """The world of a process that torchrun or srun started as one rank. Raises `ConfigError`."""
+    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= environment.keys():
+        return _srun_world(environment)
+    world_size = int(environment["WORLD_SIZE"])
+    local_size = int(environment.get("LOCAL_WORLD_SIZE", world_size))
+    return LaunchWorld(
+        nproc_per_node=local_size,
+        num_nodes=world_size // local_size,
+        master_endpoint=f"{environment.get('MASTER_ADDR', '127.0.0.1')}:{environment.get('MASTER_PORT', '29500')}",
+        rank=int(environment["RANK"]),
+    )
 
 
 def _srun_world(environment: Mapping[str, str]) -> LaunchWorld | None:
@@ -122,7 +140,7 @@ def _srun_world(environment: Mapping[str, str]) -> LaunchWorld | None:
         nproc_per_node=int(num_tasks) // num_nodes,
         num_nodes=num_nodes,
         master_endpoint=f"{address}:{port}",
-        srun_rank=int(environment["SLURM_PROCID"]),
+        rank=int(environment["SLURM_PROCID"]),
     )
 
 

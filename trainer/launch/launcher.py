@@ -11,20 +11,38 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from math import prod
 from pathlib import Path
 
 from trainer.checkpoint.initial_weights import validate_initial_weights
 from trainer.checkpoint.run_dir import ResumeError, RunDir, finished_message, next_stage
 from trainer.config.job_config import Config
-from trainer.config.parse import find_config_file, load, parse_arguments, show_path, to_toml
+from trainer.config.parse import find_config_file, load, name_flags, parse_arguments, show_path
+from trainer.config.toml_format import to_toml
 from trainer.config.training_stages import Recipe
-from trainer.errors import EXIT_BAD_CONFIG, EXIT_FAILURE, EXIT_NO_RETRY, ConfigError, RunFailedError
+from trainer.data.prepare import prepare_datasets
+from trainer.errors import (
+    EXIT_BAD_CONFIG,
+    EXIT_DOES_NOT_FIT,
+    EXIT_FAILURE,
+    EXIT_NO_RETRY,
+    EXIT_SUCCESS,
+    ConfigError,
+    DataError,
+    RunFailedError,
+)
+from trainer.hardware.device_specs import select_device
+from trainer.hardware.host import node_memory_bytes
 from trainer.launch.cluster import LaunchWorld, count_gpus, detect_launch_world, pluralize, set_worker_environment
+from trainer.launch.predict import write_prediction
 from trainer.launch.restarts import run_with_restarts
-from trainer.memory.auto import describe_memory_options, fit_memory_options, node_memory_bytes
+from trainer.memory.auto import describe_memory_options, fit_memory_options
 from trainer.memory.estimator import GIB, estimate_memory
 from trainer.memory.report import memory_summary
+from trainer.metrics import log_setup
 from trainer.resilience import exit_markers
+from trainer.resilience.signals import Interrupted, SignalHandler
+from trainer.run_spec import RunSpec
 
 TRAIN_SCRIPT = Path(__file__).resolve().parents[2] / "train.py"
 
@@ -37,82 +55,116 @@ def main() -> int:
         from trainer.config.docs import render_help
 
         sys.stdout.write(render_help() + "\n")
-        return 0
-    config, cluster, problems = load_and_validate(argv, os.environ)
-    if "--check" in flags and cluster and not cluster.srun_rank and not config.layout_problems(cluster.world_size):
-        sys.stdout.write(format_resolved_config(config, cluster))  # Also where corpus and tokenizer are not.
-    if problems or cluster is None:
-        if cluster is None or not cluster.srun_rank:
-            sys.stderr.write(format_problems(problems, argv, cluster))
+        return EXIT_SUCCESS
+    config, world, problems = load_and_validate(argv, os.environ, planning="--plan" in flags)
+    if "--check" in flags and world and not world.rank and not config.layout_problems(world.world_size):
+        sys.stdout.write(format_resolved_config(config, world))  # Also where corpus and tokenizer are missing.
+    if problems or world is None:
+        if world is None or not world.rank:
+            sys.stderr.write(format_problems(problems, argv, world))
         return EXIT_BAD_CONFIG
-    if "--plan" in flags and not cluster.srun_rank:
+    if "--plan" in flags:
         from trainer.plan.report import show_plan_at_launch
 
-        show_plan_at_launch(config, cluster.world_size)
+        return EXIT_SUCCESS if show_plan_at_launch(config, world.world_size) else EXIT_DOES_NOT_FIT
     if "--check" in flags:
-        return 0
-    early_exit = find_early_exit(config)
-    if early_exit is not None:
+        return EXIT_SUCCESS
+    log_setup.configure(world.rank or 0)
+    with SignalHandler().raising_alone():
+        spec = prepare_run(config, world)
+    if not isinstance(spec, RunSpec):
+        return spec
+    set_worker_environment(os.environ, world, cpu_optimizer=config.memory.optimizer_placement == "host")
+    if world.rank is not None:
+        os.execv(sys.executable, [sys.executable, "-u", str(TRAIN_SCRIPT), spec.to_json()])
+    return run_with_restarts(spec, world, TRAIN_SCRIPT, reload=lambda: load(argv), prepare=prepare_run)
+
+
+def prepare_run(config: Recipe, world: LaunchWorld) -> RunSpec | int:
+    """Prepares the data of a validated run and predicts what it takes; the exit code where nothing is to be started.
+
+    Of processes that share a file system one tokenizes, and the others wait.
+    """
+    try:
+        early_exit = find_early_exit(config)
+        if early_exit is None:
+            datasets = prepare_datasets(config)
+            if not world.rank and (stage := next_stage(config)) is not None:
+                write_prediction(RunDir(config.output_dir).prediction_path, stage.config, world.world_size)
+            return RunSpec(config, datasets)
         status, reason = early_exit
-        if not cluster.srun_rank:
-            sys.stderr.write(f"{reason}\n")
-        return status
-    set_worker_environment(os.environ, cluster, cpu_optimizer=config.memory.optimizer_placement == "host")
-    if cluster.srun_rank is not None:
-        os.execv(sys.executable, [sys.executable, "-u", str(TRAIN_SCRIPT), *argv])
-    return run_with_restarts(config, argv, cluster, TRAIN_SCRIPT)
+    except Interrupted:
+        status, reason = EXIT_FAILURE, "error: stopped before the first step"
+    except (ConfigError, DataError) as error:
+        status, reason = EXIT_BAD_CONFIG if isinstance(error, ConfigError) else EXIT_NO_RETRY, f"error: {error}"
+        _write_marker(config, "STOP", str(error))
+    except RunFailedError as error:
+        status, reason = EXIT_FAILURE, f"error: {error}"
+    if world.is_first_of_node:  # Nodes may differ.
+        sys.stderr.write(f"[rank {world.rank}] {reason}\n" if world.rank else f"{reason}\n")
+    return status
 
 
 def find_early_exit(config: Config) -> tuple[int, str] | None:
-    """Exit status and reason, if the run folder says that there is nothing to do or that it must not be done."""
+    """Exit code and reason, if the run folder says that there is nothing to do or that the run must not go on."""
     try:
         RunDir(config.output_dir).create()
         done_reason = finished_message(config)
     except ConfigError as error:
         return EXIT_BAD_CONFIG, f"error: {error}"
     except ResumeError as error:
-        exit_markers.write_if_absent(
-            config.output_dir, "STOP", reason=str(error), attempt=os.environ.get(exit_markers.ATTEMPT_VARIABLE)
-        )
+        _write_marker(config, "STOP", str(error))
         return EXIT_NO_RETRY, f"error: {error}"
     except RunFailedError as error:
         return EXIT_FAILURE, f"error: {error}"
     if done_reason:
-        exit_markers.write_if_absent(
-            config.output_dir, "DONE", reason=done_reason, attempt=os.environ.get(exit_markers.ATTEMPT_VARIABLE)
-        )
-    return (0, done_reason) if done_reason else None
+        _write_marker(config, "DONE", done_reason)
+    return (EXIT_SUCCESS, done_reason) if done_reason else None
+
+
+def _write_marker(config: Config, marker: exit_markers.ExitMarker, reason: str) -> None:
+    attempt = os.environ.get(exit_markers.ATTEMPT_VARIABLE)
+    with suppress(OSError):  # A folder that cannot be written to is what the reason says.
+        exit_markers.write_if_absent(config.output_dir, marker, reason=reason, attempt=attempt)
 
 
 def load_and_validate(
-    argv: Sequence[str], environment: Mapping[str, str]
+    argv: Sequence[str], environment: Mapping[str, str], *, planning: bool = False
 ) -> tuple[Recipe, LaunchWorld | None, list[str]]:
-    """The run, its world if that is known, and everything that is wrong with either."""
+    """The run, its world if that is known, and everything that is wrong with either.
+
+    For `planning`, files need not exist, and without NGPU the world is the product of the stated degrees.
+    """
     problems: list[str] = []
-    config, cluster = Recipe(), None
+    config, world = Recipe(), None
     try:
         config = load(argv)
     except ConfigError as error:
         problems += error.problems
     try:
-        cluster = detect_launch_world(environment, config, gpus=0 if environment.get("NGPU") else count_gpus())
+        if planning and not environment.get("NGPU"):
+            degrees = [stage.config.parallelism.degrees(1).values() for stage in config.training_stages[:1]]
+            world = LaunchWorld(nproc_per_node=prod(*degrees))
+        else:
+            world = detect_launch_world(environment, config, gpus=0 if environment.get("NGPU") else count_gpus())
     except ConfigError as error:
         problems += error.problems
     if problems:
         return config, None, problems
-    if cluster is None or config.stage_problems():
-        return config, cluster, config.stage_problems()
+    if world is None or config.stage_problems():
+        return config, world, config.stage_problems()
+    if planning:
+        return config, world, config.layout_problems(world.world_size)
     remaining_stages = config.training_stages[next_stage_index(config) :]
-    problems = config.problems(cluster.world_size, first_stage=remaining_stages[0].index)
-    if not remaining_stages[0].config.model.problems():
-        problems += collect_problems(lambda: validate_initial_weights(remaining_stages[0].config))
+    first_config = remaining_stages[0].config
+    problems = config.problems(world.world_size, first_stage=remaining_stages[0].index)
+    if not first_config.model.problems():
+        problems += collect_problems(lambda: validate_initial_weights(first_config))
     if config.plan.device is not None:
-        from trainer.hardware.device_specs import select_device
-
-        problems += collect_problems(partial(select_device, config))
+        problems += collect_problems(lambda: select_device(config))
     for stage in () if problems else remaining_stages:
-        problems += collect_problems(partial(_resolve_memory, stage.config, cluster))
-    return config, cluster, problems
+        problems += collect_problems(partial(_resolve_memory, stage.config, world))
+    return config, world, problems
 
 
 def collect_problems(check: Callable[[], object]) -> list[str]:
@@ -135,63 +187,63 @@ def next_stage_index(config: Config) -> int:
 # ---- what is told before anything starts
 
 
-def format_problems(problems: Sequence[str], argv: Sequence[str], cluster: LaunchWorld | None) -> str:
+def format_problems(problems: Sequence[str], argv: Sequence[str], world: LaunchWorld | None) -> str:
     """A line for each problem, and one for where they are."""
     name = parse_arguments(argv).config
     with suppress(ConfigError):
         name = show_path(find_config_file(name))
-    for_cluster = f" for {cluster}" if cluster else ""
-    lines = [f"error: {problem}\n" for problem in problems]
-    return "".join([*lines, f"nothing was started: {pluralize(len(problems), 'problem')} in {name}{for_cluster}\n"])
+    for_world = f" for {world}" if world else ""
+    lines = [f"error: {name_flags(problem, argv)}\n" for problem in problems]
+    return "".join([*lines, f"nothing was started: {pluralize(len(problems), 'problem')} in {name}{for_world}\n"])
 
 
-def format_resolved_config(config: Config, cluster: LaunchWorld) -> str:
+def format_resolved_config(config: Config, world: LaunchWorld) -> str:
     """The resolved configuration, and as comments, so that the whole is TOML, what it means for this world."""
-    lines = [f"mesh of {cluster}"]
+    lines = [f"mesh of {world}"]
     for stage in config.training_stages:
-        lines += [stage.summary()] * bool(stage.name) + describe_stage(stage.config, cluster)
+        lines += [stage.summary()] * bool(stage.name) + describe_stage(stage.config, world)
     return to_toml(config) + "\n" + "".join(f"# {line}\n" for line in lines)
 
 
-def describe_stage(config: Config, cluster: LaunchWorld) -> list[str]:
+def describe_stage(config: Config, world: LaunchWorld) -> list[str]:
     model, training = config.model.build(), config.training
-    topology = config.topology(cluster.world_size, nodes=cluster.num_nodes)
-    num_micro_batches, per_rank = config.micro_batches(cluster.world_size)
+    topology = config.topology(world.world_size, nodes=world.num_nodes)
+    num_micro_batches, per_rank = config.micro_batches(world.world_size)
     global_batch_size = training.global_batch_size
-    memory_lines = _memory_summary(config, cluster)
+    memory_lines = _memory_summary(config, world)
     return [
         *(f"  {line}" for line in topology.diagram()),
-        *config.parallelism_summary(cluster.world_size),
+        *config.parallelism_summary(world.world_size),
         *memory_lines,
         f"model {config.model.family} {config.model.size}: {model.num_parameters:,} parameters",
         f"update of {pluralize(global_batch_size, 'row')} x {training.seq_len:,} tokens = {global_batch_size * training.seq_len:,} tokens: "
         f"{pluralize(num_micro_batches, 'micro-batch', 'es')} of {pluralize(training.micro_batch_size, 'row')}, "
         f"{per_rank} on each data-parallel rank",
-        *(f"remark: {remark}" for remark in (*config.warnings(cluster.world_size), *topology.warnings())),
+        *(f"remark: {remark}" for remark in (*config.warnings(world.world_size), *topology.warnings())),
     ]
 
 
-def _memory_summary(config: Config, cluster: LaunchWorld) -> list[str]:
+def _memory_summary(config: Config, world: LaunchWorld) -> list[str]:
     """What memory will hold, as far as it is known before a device is seen."""
     try:
-        resolved = _resolve_memory(config, cluster)
+        resolved = _resolve_memory(config, world)
     except ConfigError:  # Told elsewhere.
         return []
     if resolved is None:
         return ['memory.recompute = "auto" is settled when devices are seen; with memory.device_gib it is shown here']
     lines = [f'memory.recompute = "auto" takes {describe_memory_options(resolved)}'] * (resolved is not config)
-    return [*lines, memory_summary(estimate_memory(resolved, cluster.world_size))]
+    return [*lines, memory_summary(estimate_memory(resolved, world.world_size))]
 
 
-def _resolve_memory(config: Config, cluster: LaunchWorld) -> Config | None:
+def _resolve_memory(config: Config, world: LaunchWorld) -> Config | None:
     """With `auto` made into levers; None as long as no device is known. Raises ConfigError."""
     if config.memory.recompute == "auto" and config.memory.device_gib is None:
         return None
     device_bytes = (config.memory.device_gib or 0) * GIB
     return fit_memory_options(
         config,
-        cluster.world_size,
-        ranks_per_node=cluster.nproc_per_node,
+        world.world_size,
+        ranks_per_node=world.nproc_per_node,
         device_bytes=device_bytes,
         host_bytes=node_memory_bytes(),
     )

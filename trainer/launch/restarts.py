@@ -10,13 +10,13 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
 from trainer.checkpoint.run_dir import ResumeError, RunDir, next_stage
 from trainer.config.job_config import Config, TrainingStage
-from trainer.config.parse import load
+from trainer.config.training_stages import Recipe
 from trainer.errors import (
     EXIT_BAD_CONFIG,
     EXIT_FAILURE,
@@ -30,12 +30,24 @@ from trainer.launch.cluster import LaunchWorld
 from trainer.launch.workers import CONCLUSIVE_EXIT_CODES, Workers
 from trainer.resilience import exit_markers
 from trainer.resilience.hang_report import summarize_hang
+from trainer.run_spec import RunSpec
 
 MAX_BACKOFF_SECONDS = 300.0
 
 
-def run_with_restarts(config: Config, argv: Sequence[str], cluster: LaunchWorld, script: Path) -> int:
-    """Runs what is left of the stages, each in processes of its own; returns the exit status."""
+def run_with_restarts(
+    spec: RunSpec,
+    cluster: LaunchWorld,
+    script: Path,
+    *,
+    reload: Callable[[], Recipe],
+    prepare: Callable[[Recipe, LaunchWorld], RunSpec | int],
+) -> int:
+    """Runs the remaining stages, each in new processes; returns the exit code.
+
+    `reload` and `prepare` are the launcher's: what later stages do may be changed while an earlier one runs.
+    """
+    config = spec.config
     folder, workers = RunDir(config.output_dir), Workers()
     start_time, failures_without_progress, stage = time.time(), 0, next_stage(config)
     os.environ.setdefault(START_TIME_ENV, str(start_time))
@@ -45,13 +57,16 @@ def run_with_restarts(config: Config, argv: Sequence[str], cluster: LaunchWorld,
                 f"{socket.gethostname()}-{os.getpid()}-{start_time:.0f}.{launch_index}"
             )
             previous_checkpoint = folder.committed_checkpoints()[-1:]
-            status = workers.run(script, argv, cluster)
+            status = workers.run(script, [spec.to_json()], cluster)
             if exit_markers.read(folder.path, attempt) == "REQUEUE":
                 return EXIT_SUCCESS
             if status == EXIT_SUCCESS:
-                stage, status = _following_stage(stage, argv)
-                if stage is None:
+                if stage is None or not stage.name:
                     return status
+                following = _prepare_following_stage(stage, cluster, reload, prepare)
+                if isinstance(following, int):
+                    return following
+                spec, stage = following, next_stage(following.config)
             else:
                 failures_without_progress = (
                     0 if folder.committed_checkpoints()[-1:] != previous_checkpoint else failures_without_progress + 1
@@ -98,16 +113,22 @@ def _restart_delay(
     return delay
 
 
-def _following_stage(previous: TrainingStage | None, argv: Sequence[str]) -> tuple[TrainingStage | None, int]:
-    """The stage that follows one that ended well, if there is one; else the exit status."""
-    if previous is None or not previous.name:
-        return None, EXIT_SUCCESS
+def _prepare_following_stage(
+    previous: TrainingStage,
+    cluster: LaunchWorld,
+    reload: Callable[[], Recipe],
+    prepare: Callable[[Recipe, LaunchWorld], RunSpec | int],
+) -> RunSpec | int:
+    """The run from the stage that follows one that ended well; the exit code if there is none."""
     try:
-        following = next_stage(load(argv))  # What is still to come may have been changed meanwhile.
+        config = reload()
+        following = next_stage(config)
     except (ConfigError, ResumeError, RunFailedError) as error:
         sys.stderr.write(f"error: {error}\n")
-        return None, {ConfigError: EXIT_BAD_CONFIG, ResumeError: EXIT_NO_RETRY}.get(type(error), EXIT_FAILURE)
-    return (None if following is None or following.index == previous.index else following), EXIT_SUCCESS
+        return {ConfigError: EXIT_BAD_CONFIG, ResumeError: EXIT_NO_RETRY}.get(type(error), EXIT_FAILURE)
+    if following is None or following.index == previous.index:
+        return EXIT_SUCCESS
+    return prepare(config, cluster)
 
 
 def _newest_checkpoint(folder: RunDir) -> str:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from contextlib import suppress
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from trainer.config.job_config import Config
-from trainer.config.parse import toml_value
+from trainer.config.toml_format import toml_value
 from trainer.errors import ConfigError
 from trainer.memory.estimator import GIB, SAVED_ACTIVATIONS, estimate_memory
 
@@ -79,14 +76,6 @@ def fit_memory_options(
 def describe_memory_options(config: Config) -> str:
     """The non-default memory options, as TOML assignments."""
     return ", ".join(f"memory.{key} = {toml_value(value)}" for key, value in _non_default_options(config).items())
-
-
-def node_memory_bytes() -> float:
-    """Physical memory in bytes, or the container's limit if lower."""
-    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with suppress(OSError, ValueError):
-        return float(min(installed, int(Path("/sys/fs/cgroup/memory.max").read_text())))
-    return float(installed)
 
 
 def _non_default_options(config: Config) -> dict[str, Any]:

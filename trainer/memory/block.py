@@ -1,6 +1,6 @@
 """Bytes of activations that one transformer block saves for backward, and needs while it runs. Imports no torch.
 
-Verified against real tensors in tests/memory/test_estimator.py.
+Counted against real tensors in tests/memory/test_estimator.py and tests/memory/test_block.py.
 """
 
 from __future__ import annotations

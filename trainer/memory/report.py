@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from trainer.config.job_config import Config
-from trainer.config.parse import toml_value
+from trainer.config.toml_format import toml_value
 from trainer.memory.estimator import GIB, MemoryEstimate, MemoryItem, estimate_memory
 
 ConfigT = TypeVar("ConfigT", bound=Config)

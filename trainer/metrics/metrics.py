@@ -20,15 +20,12 @@ from trainer.config.job_config import Config, TrainingStage
 from trainer.data.sequences import BlendedDataset
 from trainer.evaluation.validation import ValidationResult, format_validation
 from trainer.hardware.device import (
-    GIB,
     ComputeProbe,
     peak_device_memory,
     peak_flops,
     peak_host_memory,
-    prediction_device,
 )
-from trainer.memory.estimator import estimate_memory
-from trainer.memory.report import memory_table
+from trainer.hardware.host import GIB
 from trainer.metrics.loggers import (
     JsonlLogger,
     MetricsLogger,
@@ -38,8 +35,8 @@ from trainer.metrics.loggers import (
     format_losses,
     format_or_dash,
 )
+from trainer.metrics.prediction import read_prediction
 from trainer.metrics.step_metrics import finite_or_none, position_bucket_names
-from trainer.plan.predicted_vs_measured import PredictedVsMeasured
 from trainer.resilience.anomalies import MAX_ROLLBACKS, DivergedError, LossSpikeError, StragglerDetector
 from trainer.trainer import StepMetrics, StepResult, Trainer
 
@@ -68,10 +65,7 @@ class MetricsProcessor:
         self.folder = folder
         self.world = trainer.world
         self.model = self.config.model.build()
-        self.memory_estimate = estimate_memory(self.config, self.world.size)
-        self.step_time_check = PredictedVsMeasured(
-            self.config, self.world.size, prediction_device(self.config, self.world.device)
-        )
+        self.prediction = read_prediction(folder.prediction_path)
         self.peak_flops = self.config.metrics.peak_flops or peak_flops(self.world.device)
         self.total_steps = self.stage.total_steps
         self.first_step = trainer.step + 1
@@ -127,15 +121,17 @@ class MetricsProcessor:
     ) -> None:
         for config_change in trainer.config_changes:
             log.info("changed since the checkpoint: %s", config_change)
-        degrees = " x ".join(f"{axis} {size}" for axis, size in trainer.mesh.degrees.items())
-        log.info("%s on %s, %s", degrees, self.world.device, f"{self.model.num_parameters:,} parameters")
+        degrees = (
+            ", ".join(f"{axis} {size}" for axis, size in trainer.mesh.degrees.items() if size > 1) or "one process"
+        )
+        model = f"{self.config.model.family} {self.config.model.size}"
+        parameters = f"{self.model.num_parameters:,}"
+        log.info("model %s, %s parameters, on %s: %s", model, parameters, self.world.device.type, degrees)
         topology = self.config.topology(self.world.size, nodes=self.world.num_nodes)
-        for text in (
-            *topology.diagram(),
-            *self.config.parallelism_summary(self.world.size),
-            *memory_table(self.memory_estimate),
-        ):
+        for text in self.config.parallelism_summary(self.world.size):
             log.info("%s", text)
+        if self.prediction.memory_summary is not None:
+            log.info("%s", self.prediction.memory_summary)
         log.info("attention kernel: %s", trainer.parallel_model.kernel)
         for stage, dataset in remaining_stages:
             if stage.num_stages > 1:
@@ -146,22 +142,8 @@ class MetricsProcessor:
             log.warning("%s", warning)
         if self.peak_flops is None and self.world.device.type == "cuda":
             log.warning("no peak FLOP/s is known for this device, so no MFU: set metrics.peak_flops")
-        if resumed_from is not None and trainer.step == self.stage.start_step and self.stage.index > 0:
-            optimizer_state = "a fresh optimizer" if self.stage.resets_optimizer else "the optimizer's state"
-            log.info("%s begins from %s, with %s", self.stage, resumed_from, optimizer_state)
-        elif resumed_from is not None:
-            sequences_by_source = dict(
-                zip(self.dataset.names, self.dataset.round_robin.counts(trainer.next_sequence), strict=True)
-            )
-            text = (
-                f" ({', '.join(f'{name} {count}' for name, count in sequences_by_source.items())})"
-                if len(sequences_by_source) > 1
-                else ""
-            )
-            log.info(
-                "resumed from %s: next are update %d and row %d%s; the data is the same",
-                *(resumed_from, self.first_step, trainer.next_sequence, text),
-            )
+        if resumed_from is not None:
+            self._log_resume(trainer, resumed_from)
         fields = {
             "step": trainer.step,
             "stage": self.stage.name,
@@ -169,6 +151,18 @@ class MetricsProcessor:
             "resumed": str(resumed_from) if resumed_from else None,
         }
         self.folder.log_event("start", **fields)
+
+    def _log_resume(self, trainer: Trainer, checkpoint: Path) -> None:
+        if trainer.step == self.stage.start_step and self.stage.index > 0:
+            optimizer_state = "a new optimizer" if self.stage.resets_optimizer else "the optimizer's state"
+            log.info("%s starts from %s with %s", self.stage, checkpoint, optimizer_state)
+            return
+        names, counts = self.dataset.names, self.dataset.round_robin.counts(trainer.next_sequence)
+        sources = ", ".join(f"{name} {count}" for name, count in zip(names, counts, strict=True))
+        log.info(
+            "resumed from %s: next are step %d and sequence %d%s; the data is the same",
+            *(checkpoint, self.first_step, trainer.next_sequence, f" ({sources})" if len(names) > 1 else ""),
+        )
 
     def record_checkpoints(self, saves: Sequence[SaveResult]) -> None:
         """Writes how saves ended."""
@@ -281,9 +275,10 @@ class MetricsProcessor:
             for logger in self.loggers:
                 logger.write(record)
             if result.step == self.first_step and record["memory_peak_gib"] is not None and self.world.rank == 0:
-                predicted_gib = self.memory_estimate.device_bytes / GIB
-                log.info("memory at its peak: %.2f GiB, predicted %.2f", record["memory_peak_gib"], predicted_gib)
-        comparison = self.step_time_check.record_step(metrics.step_seconds)
+                predicted = self.prediction.device_bytes
+                compared = "" if predicted is None else f", predicted {predicted / GIB:.2f}"
+                log.info("peak memory: %.2f GiB%s", record["memory_peak_gib"], compared)
+        comparison = self.prediction.compare(metrics.step_seconds)
         if comparison is not None and self.world.rank == 0:
             log.info(
                 "an update takes %(measured_seconds).3g s, predicted %(predicted_seconds).3g for %(device)s", comparison

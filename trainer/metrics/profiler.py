@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from trainer.config.job_config import Config
-from trainer.memory.report import out_of_memory_advice
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +71,11 @@ class StepWindow:
 class Profilers:
     """The windows that the configuration asks for; mostly none."""
 
-    def __init__(self, config: Config, folder: Path, *, rank: int, world_size: int, device: torch.device) -> None:
-        self.config, self.world_size = config, world_size
+    def __init__(
+        self, config: Config, folder: Path, *, rank: int, device: torch.device, advice: Sequence[str] = ()
+    ) -> None:
+        """`advice` is what to say when device memory runs out."""
+        self.advice = advice
         section = config.profiler
         self.windows: list[StepWindow] = []
         self.oom_snapshot_path = folder / f"memory-exhausted-rank-{rank}.pickle" if device.type == "cuda" else None
@@ -92,7 +95,7 @@ class Profilers:
         """Saves what fills the device; returns what to tell the user."""
         if self.oom_snapshot_path is not None:
             dump_memory_snapshot(self.oom_snapshot_path)
-        return "\n".join((f"out of device memory: {error}", *out_of_memory_advice(self.config, self.world_size)))
+        return "\n".join((f"out of device memory: {error}", *self.advice))
 
 
 def dump_memory_snapshot(path: Path) -> None:

@@ -14,9 +14,10 @@ from functools import partial
 
 import torch
 
-from models import kernels
+from models import kernel_check, kernels
 from models.kernels import ScoreBlock, ScoreBlocks
-from trainer.hardware.device import GIB, Stopwatch, choose_device
+from trainer.hardware.device import Stopwatch, choose_device
+from trainer.hardware.host import GIB
 
 REPEATS, WARMUPS = 5, 2
 HEAD_DIMS = (64, 128)
@@ -82,7 +83,7 @@ def _measure_attention(
         shapes = ((tokens, heads, head_dim),) * 2 + ((tokens, kv_heads, head_dim),) * 2
         grad, q, k, v = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
         try:
-            kernels.verify_kernel(requested, device, dtype, width=head_dim)
+            kernel_check.verify_kernel(requested, device, dtype, width=head_dim)
             ((_, out, lse),) = kernels.attend_blocks(q, k, v, work, kernel=requested)
         except (RuntimeError, ValueError):
             continue

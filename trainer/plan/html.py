@@ -80,8 +80,8 @@ def _template() -> Template:
 def _segment_colours(report: PlanReport) -> dict[tuple[str, str], int]:
     """Palette index by (unit, segment name): a name has one colour in all charts of a unit."""
     colours = dict[tuple[str, str], int]()
-    for chart in report.sections:
-        for name in chart.segment_names if isinstance(chart, BarChart) else ():
+    for chart in (section for section in report.sections if isinstance(section, BarChart)):
+        for name in chart.segment_names:
             num_used = sum(unit == chart.unit for unit, _ in colours)
             colours.setdefault((chart.unit, name), num_used % len(PALETTE))
     return colours

@@ -96,13 +96,14 @@ def _notes(plan: TrainingPlan) -> list[str]:
     ]
 
 
-def show_plan_at_launch(config: Config, world_size: int) -> None:
-    """Prints the plan of a run; warns about, but does not refuse, a run that does not fit."""
+def show_plan_at_launch(config: Config, world_size: int) -> bool:
+    """Prints the plan of a run; whether it fits."""
     device = select_device(config)
     run = plan_run(config, world_size, device or load_device(DEFAULT_DEVICE))
     show(plan_report(run, curve=False, notes=[] if device else [DEFAULT_DEVICE_NOTE]))
     for problem in run.memory_shortages:
-        sys.stderr.write(f"warning: the plan does not fit: {problem}\n")
+        sys.stderr.write(f"error: the run does not fit: {problem}\n")
+    return not run.memory_shortages
 
 
 # ---- sections

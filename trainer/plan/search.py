@@ -15,8 +15,8 @@ from math import inf
 from typing import Any
 
 from trainer.config.job_config import Config
-from trainer.config.parse import toml_value
 from trainer.config.sections import MAX_SEQ_LEN
+from trainer.config.toml_format import toml_value
 from trainer.hardware.device_specs import DeviceSpec
 from trainer.memory.auto import MEMORY_OPTIONS
 from trainer.memory.report import ConfigT, with_overrides

@@ -8,7 +8,7 @@ from typing import Any
 
 from parallelisms.parallel_dims import AXES, CP_METHODS
 from trainer.config.job_config import Config
-from trainer.config.parse import toml_value
+from trainer.config.toml_format import toml_value
 from trainer.hardware.device_specs import DeviceSpec
 from trainer.memory import report
 from trainer.memory.report import with_overrides

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
@@ -22,6 +23,7 @@ class SignalHandler:
         self.signal: signal.Signals | None = None
         """The first that came."""
         self._is_raising = False
+        self._previous: dict[signal.Signals, Any] = {}
 
     def install(self) -> None:
         """To be called as early as possible: until then a signal ends the process.
@@ -30,7 +32,18 @@ class SignalHandler:
         """
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._handle)
+                self._previous[number] = signal.signal(number, self._handle)
+
+    @contextmanager
+    def raising_alone(self) -> Iterator[None]:
+        """Installs the handler and raises `Interrupted` within; then gives signals back to whoever had them before."""
+        self.install()
+        try:
+            with self.raising():
+                yield
+        finally:
+            for number, handler in self._previous.items():
+                signal.signal(number, handler)
 
     @contextmanager
     def raising(self) -> Iterator[None]:

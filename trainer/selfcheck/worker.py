@@ -11,7 +11,8 @@ from torch import Tensor
 
 from parallelisms.collectives import full_tensor
 from trainer.config.job_config import Config
-from trainer.data import build_train_dataset
+from trainer.data.datasets import build_train_dataset
+from trainer.data.prepare import prepare_datasets
 from trainer.distributed import single_host_process_group
 from trainer.hardware.device import AsyncHostCopy
 from trainer.selfcheck.comparison import StepDifference
@@ -33,7 +34,7 @@ def run_and_compare(
     step_metrics: list[dict[str, list[float]]] = []
     step_tensors: list[NamedTensors] = []
     with single_host_process_group(config.distributed, rank=rank, size=world_size, store=store) as world:
-        trainer = Trainer(config, world, build_train_dataset(config))
+        trainer = Trainer(config, world, build_train_dataset(config, prepare_datasets(config)))
         with closing(trainer.loader.steps(start_sequence=0)) as batches:
             for _ in range(config.training.steps):
                 vector = trainer.accumulate_gradients(next(batches))

@@ -20,9 +20,12 @@ from types import FrameType
 
 from trainer.errors import EXIT_BAD_CONFIG, EXIT_FAILURE, EXIT_SUCCESS
 from trainer.launch.cluster import LaunchWorld, set_worker_environment
-from trainer.launch.launcher import TRAIN_SCRIPT, find_early_exit, format_problems, load_and_validate
+from trainer.launch.launcher import TRAIN_SCRIPT, format_problems, load_and_validate, prepare_run
 from trainer.launch.parent_death import LAUNCHER_PID_ENV
 from trainer.launch.workers import exit_status
+from trainer.metrics import log_setup
+from trainer.resilience.signals import SignalHandler
+from trainer.run_spec import RunSpec
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -30,20 +33,25 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 def main(args: Sequence[str]) -> int:
     options, argv = build_parser().parse_known_args(args)
     address, _, port = options.meet.rpartition(":")
-    environment = {"NGPU": options.processes, "NNODES": options.nodes, "NODE_RANK": "0", "MASTER_ADDR": address}
+    environment = {
+        "NGPU": options.processes,
+        "NNODES": options.nodes,
+        "NODE_RANK": os.environ.get("SLURM_NODEID", "0"),
+        "MASTER_ADDR": address,
+    }
     config, cluster, problems = load_and_validate(argv, environment | {"MASTER_PORT": port})
     is_first_node = os.environ.get("SLURM_NODEID", "0") == "0"
     if problems or cluster is None:
         sys.stderr.write(format_problems(problems, argv, cluster) * is_first_node)
         return EXIT_BAD_CONFIG
-    early_exit = find_early_exit(config)
-    if early_exit is not None:
-        status, reason = early_exit
-        sys.stderr.write(f"{reason}\n" * is_first_node)
-        return status
+    log_setup.configure(0 if is_first_node else cluster.node_rank)
+    with SignalHandler().raising_alone():
+        spec = prepare_run(config, cluster)
+    if not isinstance(spec, RunSpec):
+        return spec
     set_worker_environment(os.environ, cluster, cpu_optimizer=config.memory.optimizer_placement == "host")
     logging.disable(logging.ERROR)  # The agent's view of a failed rank; `start` tells it in one line.
-    return launch_agent(TRAIN_SCRIPT, argv, cluster, rdzv_endpoint=options.meet, rdzv_id=options.id)
+    return launch_agent(TRAIN_SCRIPT, [spec.to_json()], cluster, rdzv_endpoint=options.meet, rdzv_id=options.id)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -17,12 +17,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from trainer.checkpoint.durable_io import fsync_path, write_and_fsync
+from trainer.config.job_config import Config
 from trainer.data.corpus import Corpus
-from trainer.data.errors import DataError
 from trainer.data.prepare.tokenize import RECORDS_FOLDER, TokenizeJob, tokenize_partitions
 from trainer.data.progress import LOG_SECONDS, progress
 from trainer.data.shard_writer import document_separators
-from trainer.data.source import CorpusSpec
+from trainer.data.source import CorpusSpec, corpus_specs
 from trainer.data.token_dataset import (
     META_FILENAME,
     VERSION,
@@ -32,12 +32,26 @@ from trainer.data.token_dataset import (
     is_token_dataset,
     token_dtype,
 )
-from trainer.data.tokenizer import Tokenizer
+from trainer.data.tokenizer import Tokenizer, load_tokenizer
+from trainer.errors import DataError
 
 log = logging.getLogger(__name__)
 
 SHARD_TOKENS = 1 << 29
 LOCK_SECONDS = 0.2
+
+
+def prepare_datasets(config: Config) -> dict[str, Path]:
+    """Tokenizes the sources of a run where that has not been done; returns the folder of each, by name.
+
+    Raises DataError, and ConfigError if the model's vocabulary is smaller than the tokenizer's.
+    """
+    specs = corpus_specs(config)
+    if not specs:
+        return {}
+    tokenizer = load_tokenizer(config.tokenizer.kind, config.tokenizer.path)
+    config.require_vocab_size(tokenizer.vocab_size)
+    return {name: prepare(spec, tokenizer).folder for name, spec in specs.items()}
 
 
 def prepare(
@@ -112,6 +126,8 @@ def open_token_dataset(folder: Path, source: CorpusSpec, tokenizer: Tokenizer) -
 
 def cache_key(corpus: Corpus, source: CorpusSpec, tokenizer: Tokenizer, shard_tokens: int) -> str:
     options = {key: value for key, value in asdict(source).items() if key not in ("corpus", "cache_dir")}
+    if options["bad_files"] == "error":
+        options["bad_files"] = "refuse"  # As in folders that were prepared before the value was renamed.
     key_parts = [VERSION, corpus.identity, options, shard_tokens, tokenizer.fingerprint]
     return hashlib.sha256(json.dumps(key_parts).encode()).hexdigest()[:16]
 

@@ -1,0 +1,104 @@
+"""Every script in benchmarks/ runs at toy size, and none reaches into our modules in a way that a rename would break."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import published, scaling
+from benchmarks.doc_tables import DOCS, TABLES, regenerated
+
+pytestmark = pytest.mark.ranks
+
+ROOT = Path(__file__).resolve().parents[1]
+OURS = {"models", "parallelisms", "trainer", "train"}
+FILES = sorted((ROOT / "benchmarks").glob("*.py"))
+LIBRARIES = {"counted", "gpu_parts", "gpu_rows", "gpu_steps"}
+"""Modules that other scripts import."""
+QUICK = {
+    "checkpoint": "--params-millions 0.2 --saves 1 --ranks 1 --folder {tmp}",
+    "context_parallel": "--tokens 256 --cp 2 --heads 2 1 --width 8 --rounds 1 --methods ring",
+    "cpu_step": "--rounds 1 --only eager --rehearse",
+    "data": "rows --rounds 1 --seq-len 65536",
+    "doc_tables": "--check",
+    "loss_curve": "{tmp}/metrics.jsonl {tmp}/loss.svg",
+    "memory": "one bytes `full` 1024",
+    "moments": "--steps 3",
+    "plans": "--folder {tmp} debug",
+    "published": "",
+}
+SLOW = {
+    "compare_commits": "HEAD HEAD --runs one_process",
+    "cpu_step": "--rounds 1 --rehearse",
+    "data": "prepare --vocab-size 512 --rounds 1 --corpus {tmp}/corpus",
+    "dry_runs": "debug",
+    "faults": "recovery --only launcher",
+    "gpu": "--rehearse --phases 1 --out {tmp}/rows.jsonl",
+    "long_context": "--steps 2 --copy-steps 2 --folder {tmp} --svg {tmp}/context.svg",
+    "scaling": "--quick",
+}
+
+
+def run(script: str, arguments: str, folder: Path) -> str:
+    lines = [{"step": step, "loss": 5.0 - step / 10, "tokens": 64 * step} for step in range(1, 9)]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (folder / "corpus").mkdir()
+    text = "".join(f"line {number}: {'abc def '[number % 5 :]} {number * 7919}\n" for number in range(4000))
+    (folder / "corpus" / "text.txt").write_text(text)
+    command = [sys.executable, "-m", f"benchmarks.{script}", *arguments.format(tmp=folder).split()]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("script", QUICK)
+def test_a_script_runs_at_toy_size(script: str, tmp_path: Path) -> None:
+    run(script, QUICK[script], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SLOW)
+def test_a_longer_script_runs_at_toy_size(script: str, tmp_path: Path) -> None:
+    run(script, SLOW[script], tmp_path)
+
+
+def test_every_script_is_run() -> None:
+    assert {file.stem for file in FILES} == LIBRARIES | QUICK.keys() | SLOW.keys()
+
+
+@pytest.mark.parametrize("page", TABLES)
+def test_the_tables_of_a_page_are_those_that_the_script_makes(page: str) -> None:
+    assert regenerated(page) == (DOCS / page).read_text()
+
+
+def test_the_page_on_scaling_compares_with_what_the_planner_predicts_now() -> None:
+    parts = scaling.GENERATED.findall((DOCS / "scaling.md").read_text())
+    assert len(parts) == 9
+    assert parts[-1] == "\n".join((scaling.BEGIN, "", *published.report(published.rows()), "", scaling.END))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_benchmarks_patch_nothing_and_use_nothing_private_of_ours(file: Path) -> None:
+    tree = ast.parse(file.read_text())
+    imported: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = getattr(node, "module", None) or ""
+            if any(name.partition(".")[0] in OURS for name in (module, *(alias.name for alias in node.names))):
+                names = [alias.asname or alias.name.partition(".")[0] for alias in node.names]
+                assert not [alias.name for alias in node.names if alias.name.startswith("_")]
+                imported |= set(names)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in imported:
+            assert not isinstance(node.ctx, ast.Store), f"line {node.lineno} sets {node.value.id}.{node.attr}"
+            assert not node.attr.startswith("_"), f"line {node.lineno} uses {node.value.id}.{node.attr}"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("vars", "setattr"):
+            patched = node.args and isinstance(node.args[0], ast.Name) and node.args[0].id in imported
+            assert not patched, f"line {node.lineno} patches a module of ours"

@@ -1,0 +1,60 @@
+"""What a run is predicted to take: `prediction.json`, written before training so that training needs no planner.
+
+`python -m trainer.launch.predict` chooses memory options for `recompute = "auto"`: rank 0 starts it once devices are
+known, sends a request as JSON on standard input and reads the answer from standard output. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.durable_io import write_and_fsync
+from trainer.config.job_config import Config
+from trainer.errors import ConfigError
+from trainer.hardware.device_specs import select_device
+from trainer.memory.auto import describe_memory_options, fit_memory_options
+from trainer.memory.estimator import estimate_memory
+from trainer.memory.report import memory_summary, out_of_memory_advice
+from trainer.plan.critical_path import predict_step_time
+
+
+def predict(config: Config, world_size: int) -> dict[str, Any]:
+    """The fields of `prediction.json`. Step time is absent where no device is known."""
+    device = select_device(config)
+    memory = estimate_memory(config, world_size)
+    return {
+        "device": None if device is None else device.name,
+        "step_seconds": None if device is None else predict_step_time(config, world_size, device).seconds,
+        "device_bytes": memory.device_bytes,
+        "memory_summary": memory_summary(memory),
+        "out_of_memory_advice": out_of_memory_advice(config, world_size),
+    }
+
+
+def write_prediction(path: Path, config: Config, world_size: int) -> None:
+    """Replaces what an earlier launch predicted; nothing is predicted while `recompute = "auto"` is open."""
+    prediction = None if config.memory.recompute == "auto" else predict(config, world_size)
+    write_and_fsync(path, json.dumps(prediction).encode())
+
+
+def main() -> int:
+    request = json.load(sys.stdin)
+    config, world_size = Config.model_validate_json(request["config"]), request["world_size"]
+    limits = {key: request[key] for key in ("ranks_per_node", "device_bytes", "host_bytes")}
+    answer: dict[str, Any]
+    try:
+        resolved = fit_memory_options(config, world_size, **limits)
+    except ConfigError as error:
+        answer = {"problems": error.problems}
+    else:
+        write_prediction(Path(request["prediction_path"]), resolved, world_size)
+        answer = {"memory": resolved.memory.model_dump(), "choice": describe_memory_options(resolved), "problems": []}
+    json.dump(answer, sys.stdout)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
