@@ -49,7 +49,6 @@ STEP_OVERHEAD = 0.01
 HOST = "host"
 """Channel of copies between device and host."""
 
-
 CHANNEL_LABELS = {
     "pp": "stages (pp)",
     "dp_replicate": "gradients (dp_replicate)",
