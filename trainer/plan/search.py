@@ -62,8 +62,6 @@ MEMORY_CHOICES: tuple[dict[str, Any], ...] = tuple(
         ("full", "inputs", 256, 8, 1),
     )
 )
-
-
 HEAD_GROUP_CHOICES = [
     keep for keep in MEMORY_CHOICES if keep["memory.head_groups"] > 1 and keep["memory.offload"] == "none"
 ]
