@@ -27,7 +27,6 @@ from typing import NoReturn
 
 from trainer.checkpoint.run_dir import ResumeError, RunDir, finished_message, next_stage
 from trainer.config.job_config import Config, TrainingStage
-from trainer.data import DataError
 from trainer.data.datasets import build_train_dataset, build_validation_sets
 from trainer.data.holdout import ValidationSet
 from trainer.data.sequences import BlendedDataset
@@ -44,6 +43,7 @@ from trainer.errors import (
     EXIT_NO_RETRY,
     EXIT_SUCCESS,
     ConfigError,
+    DataError,
     RankFailedError,
     RunFailedError,
     RunFolderInUseError,

@@ -74,8 +74,8 @@ def measure(config: Config, world: World, saves: int) -> dict[str, float]:
     from tests.datasets import build_train_dataset
     from trainer.checkpoint import manifest
     from trainer.checkpoint.manager import CheckpointManager
+    from trainer.checkpoint.resume import require_verified
     from trainer.checkpoint.run_dir import RunDir
-    from trainer.checkpoint.verify import require_verified
     from trainer.trainer import Trainer
 
     trainer = Trainer(config, world, build_train_dataset(config))

@@ -34,8 +34,9 @@ import torch
 
 from parallelisms.context.shard_layout import SeqLayout
 from tests.datasets import build_blended_dataset
+from trainer.config.data import STDLIB_CORPUS
 from trainer.config.job_config import DataSection
-from trainer.data.corpus import PYTHON_STDLIB, Corpus
+from trainer.data.corpus import Corpus
 from trainer.data.prepare import prepare
 from trainer.data.prepare.train_tokenizer import sample_lines, train_sentencepiece
 from trainer.data.sequences import FULL_SEQUENCE
@@ -175,7 +176,7 @@ def main() -> None:
     preparing = commands.add_parser("prepare", help="text to tokens on disk")
     preparing.add_argument("--vocab-size", type=int, default=8192)
     preparing.add_argument("--rounds", type=int, default=3)
-    preparing.add_argument("--corpus", default=PYTHON_STDLIB)
+    preparing.add_argument("--corpus", default=STDLIB_CORPUS)
     reading = commands.add_parser("rows", help="tokens on disk to what a rank holds")
     reading.add_argument("--rounds", type=int, default=5)
     reading.add_argument("--seq-len", type=int, nargs="+", default=[1 << 16, 1 << 20])

@@ -17,7 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from models.llama import LLAMA31
+from models.presets import FAMILIES
 from parallelisms.parallel_dims import ContextPlan
 from parallelisms.pipeline_plan import PipelinePlan, PipelineSchedule
 from trainer.config.job_config import Config
@@ -142,7 +142,7 @@ def alternatives() -> Table:
 
 
 def saved() -> Table:
-    model, rows = LLAMA31["8b"], []
+    model, rows = FAMILIES["llama3.1"]["8b"], []
     cases = (("`full`", "full", True), ("`keep_attention`", "keep_attention", True), ("`none`", "none", True))
     for name, policy, compiled in (*cases, ("`none`, not compiled", "none", False)):
         sizes = [
@@ -176,7 +176,7 @@ def bubbles(pp: int = 4, micro_batches: int = 16) -> Table:
 
 def _chunk(size: str, tokens: int) -> ChunkTime:
     """Times of a block, from its FLOPs over one document of `tokens` tokens; the forward pass takes 1."""
-    model = LLAMA31[size]
+    model = FAMILIES["llama3.1"][size]
     matrices, attention = 2 * model.block_matrix_parameters, 2 * model.num_heads * model.head_dim * tokens
     forward = matrices + attention
     return ChunkTime(forward=1, input_grad=(matrices + 2.5 * attention) / forward, weight_grad=matrices / forward)
@@ -229,7 +229,7 @@ def savings() -> Table:
 
 def head_groups() -> Table:
     """What the block in its backward pass holds, in u, for sequences so long that tiles and weights do not count."""
-    model, tokens = LLAMA31["8b"], 1 << 26
+    model, tokens = FAMILIES["llama3.1"]["8b"], 1 << 26
     heads: dict[str, Any] = {"heads": model.num_heads, "kv_heads": model.num_kv_heads}
     plans = [None, *(ContextPlan(cp=8, method=method, **heads) for method in ("ulysses", "ring", "allgather"))]
     base, counts, rows = BlockMemory(model, tokens, mlp_tile_bytes=1 << 20), (1, 2, 4, 8), []

@@ -32,10 +32,10 @@ def measured(name: str, rank: int) -> dict[str, float]:
     found = dry_run(config, prod(config.parallelism.degrees(1).values()), rank=rank)
     used = resource.getrusage(resource.RUSAGE_SELF)
     return {
-        "peak": found.peak,
-        "flops": sum(found.matmul.values()) + sum(found.attention.values()),
-        "sent": sum(message.bytes for message in found.sent),
-        "operations": found.operations,
+        "peak": found.peak_bytes,
+        "flops": sum(found.matmul_flops.values()) + sum(found.attention_flops.values()),
+        "sent": sum(message.bytes for message in found.messages),
+        "operations": found.num_ops,
         "seconds": used.ru_utime + used.ru_stime,
         "memory": used.ru_maxrss * 1024,
     }
@@ -50,7 +50,7 @@ def rows(name: str) -> list[list[str]]:
         dry = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
         predicted, counts = stages[place], rank_workload(config, size, place)
         on_host = sum(
-            line.host_bytes for line in predicted.items if line.name in ("parameters", "gradients", "optimizer states")
+            line.host_bytes for line in predicted.items if line.name in ("parameters", "gradients", "optimizer state")
         )
         flops = sum(counts.matmul_flops.values()) + sum(counts.attention_flops.values())
         sent = sum(message.bytes for message in comm_volumes(config, size, place))

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from models import kernels
+from models import kernel_check, kernels
 from models.kernels import ScoreBlock, ScoreBlocks
 from trainer.config.job_config import Config
 from trainer.hardware.device import Stopwatch
@@ -147,9 +147,9 @@ class Bench:
 
 
 def measure_attention(bench: Bench, kernel: str, width: int, tokens: int, heads: int = 32, kv_heads: int = 8) -> None:
-    """A row; its rates count from now on. Raises what `kernels.check` raises of a kernel that computes something else."""
+    """A row; its rates count from now on. Raises ValueError for a wrong kernel."""
     if bench.cuda:
-        kernels.verify_kernel(kernel, bench.device, torch.bfloat16, width=width)
+        kernel_check.verify_kernel(kernel, bench.device, torch.bfloat16, width=width)
     grad, q = (bench.draw(tokens, heads, width) for _ in range(2))
     k, v = (bench.draw(tokens, kv_heads, width) for _ in range(2))
     work, pairs = ScoreBlocks([ScoreBlock(0, tokens, 0, tokens)], causal=True), tokens * (tokens + 1) / 2
@@ -176,7 +176,7 @@ def measure_wide(bench: Bench, kernel: str) -> None:
     work = ScoreBlocks([ScoreBlock(0, tokens, 0, tokens // 512)], causal=False)
     _, _, error = _attending(bench, kernel, (grad, q, k, v), work, rounds=0)
     bench.report.row(what=f"{kernel}, queries of {q.numel():,} numbers", result=f"last query errs by {error:.1e}")
-    if error < kernels.TOLERANCES[torch.bfloat16]:
+    if error < kernel_check.TOLERANCES[torch.bfloat16]:
         bench.wide.add(kernel)
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from models.batch import IGNORE_INDEX, Batch
 from tests.datasets import build_validation_sets
 from trainer.evaluation.validation import eval_batches
-from trainer.export.checkpoint_cli import load_parallel_model, parse_args, resolve_checkpoint
+from trainer.export.checkpoint_cli import load_parallel_model, resolve_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 LENGTH, TAIL = 1024, 64
@@ -125,7 +125,7 @@ def cpu_seconds() -> float:
 
 def by_position(folder: Path) -> list[Point]:
     """Mean loss of the held-out rows' targets, in finer steps than a run reports."""
-    found = resolve_checkpoint(parse_args([str(folder)], ()))
+    found = resolve_checkpoint(folder)
     held = build_validation_sets(found.config)[0]
     sums = torch.zeros(2, len(EDGES), dtype=torch.float64)
 

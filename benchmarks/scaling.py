@@ -22,13 +22,12 @@ from benchmarks.doc_tables import markdown
 from trainer.config.parse import load
 from trainer.config.training_stages import Recipe
 from trainer.hardware.device_specs import load_device
-from trainer.memory.estimator import GIB, RankMemory
-from trainer.plan import svg
+from trainer.memory.estimator import GIB, TRANSIENT_ACTIVATIONS, RankMemory
+from trainer.memory.report import with_overrides
 from trainer.plan.document import LineChart
+from trainer.plan.html import render_svg
 from trainer.plan.plan import plan_stage
-from trainer.plan.search import LayoutPlan, describe_layout, longest_sequence, search, with_overrides
-from trainer.plan.style import stylesheet
-from trainer.plan.svg import tag
+from trainer.plan.search import LayoutPlan, describe_layout, longest_sequence, search
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 K, M = 1 << 10, 1 << 20
@@ -39,7 +38,6 @@ TOKENS, EACH = 4 * M, 16 * K
 """Tokens of a step, and the least per GPU; at least one sequence."""
 STRONG, STRONG_LENGTH = 16 * M, 128 * K
 DEVICE = load_device("h100-80gb")
-WIDTH, LEFT = 760, 60
 BEGIN, END = "<!-- generated:begin -->", "<!-- generated:end -->"
 GENERATED = re.compile(rf"{BEGIN}.*?{END}", re.DOTALL)
 
@@ -111,7 +109,7 @@ def strong(cells: Sequence[Cell]) -> tuple[LineChart, list[str]]:
             continue
         plan = each.way.plan
         parts = plan.step_time.busiest.breakdown()
-        work = sum(parts.get(name, 0) for name in ("matrix products", "attention", "the head"))
+        work = sum(parts.get(name, 0) for name in ("matmul", "attention", "loss head"))
         others = sorted(
             ((seconds, name) for name, seconds in parts.items() if seconds and name not in WORK), reverse=True
         )
@@ -132,7 +130,7 @@ def strong(cells: Sequence[Cell]) -> tuple[LineChart, list[str]]:
     return drawn, markdown(heading, rows)
 
 
-WORK = ("matrix products", "attention", "the head")
+WORK = ("matmul", "attention", "loss head")
 RANKS = (2, 4, 8, 16, 32, 64, 128, 256)
 
 
@@ -186,7 +184,7 @@ def gathered(length: int) -> list[list[str]]:
         for method in ("ring", "allgather", "ulysses"):
             config = with_overrides(of_size("8B", length, length), sharing(ranks, method))
             held = (
-                moment.item("a block in passing").device_bytes / GIB
+                moment.item(TRANSIENT_ACTIVATIONS).device_bytes / GIB
                 for moment in RankMemory(config, ranks, 0).phase_estimates()
             )
             words.append("-" if config.layout_problems(ranks) else f"{max(held):.1f}")
@@ -246,10 +244,10 @@ def tables(
     for model in MODELS:
         yield grid(model, cells)
     drawn, spent = strong(strongly)
-    picture(folder / "scaling_strong.svg", drawn)
+    (folder / "scaling_strong.svg").write_text(render_svg(drawn))
     yield spent
-    picture(folder / "scaling_methods.svg", hidden("8B", M))
-    picture(folder / "scaling_methods_128k.svg", hidden("8B", 128 * K))
+    (folder / "scaling_methods.svg").write_text(render_svg(hidden("8B", M)))
+    (folder / "scaling_methods_128k.svg").write_text(render_svg(hidden("8B", 128 * K)))
     yield markdown(["model", "GPUs", "longest sequence", "with", "GiB of a device, of a node", "stopped by"], lengths)
     yield markdown(["ranks", "ring", "allgather", "ulysses"], gathered(M))
     yield markdown(["micro-batches", "1F1B: bubble, MFU %", "Interleaved1F1B"], bubble())
@@ -264,26 +262,6 @@ def fill(page: str, parts: Sequence[Sequence[str]]) -> str:
         raise ValueError(f"the page has {len(blocks)} generated parts, not {len(parts)}")
     texts = iter(parts)
     return GENERATED.sub(lambda _: "\n".join((BEGIN, "", *next(texts), "", END)), page)
-
-
-def picture(file: Path, drawn: LineChart) -> None:
-    """Write a chart as an SVG file."""
-    sides = svg.margins(drawn)
-    height = svg.CURVE_HEIGHT + 80
-    inside = str(svg.render_curve(drawn)).replace(
-        "<svg ", f'<svg x="{LEFT}" y="36" width="{WIDTH - LEFT - sides["right"]}" ', 1
-    )
-    made = tag(
-        "svg", tag("style", "{}"), tag("rect", class_="paper", width="100%", height="100%"),
-        tag("text", drawn.y, x=8, y=20, class_="label"), svg.Markup(inside),
-        tag("text", drawn.x, x=WIDTH / 2, y=height - 8, class_="label", text_anchor="middle"),
-        xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {WIDTH} {height}", width=WIDTH, height=height,
-    )  # fmt: skip
-    style = (
-        stylesheet()
-        + "svg { font-family: system-ui, sans-serif } .paper { fill: var(--paper) } svg svg { width: auto }"
-    )
-    file.write_text(str(made).replace("{}", style, 1) + "\n")
 
 
 def size(length: int) -> str:

@@ -15,7 +15,7 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from parallelisms.context import ContextParallel
+from parallelisms.context.context_parallel import ContextParallel
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from models import attention_op
-from parallelisms.context import ContextParallel
+from parallelisms.context.context_parallel import ContextParallel
 
 TOKENS, WIDTH, HEADS = 1024, 64, 8
 BOUNDARIES = torch.tensor([[0, 100, 101, 700, TOKENS]], dtype=torch.int32)  # Documents may have any length.

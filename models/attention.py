@@ -1,7 +1,6 @@
-"""Attention: project, normalise heads, rotate, attend, project back.
+"""Grouped-query attention module, and `AttentionCore`, the interface through which context parallelism replaces its core.
 
-Shape suffixes: B rows, S tokens on this rank, N query heads, K key/value heads, H head width, D document starts and
-the row's end, E width of the residual stream.
+Shape suffixes: B batch, S tokens of this rank, N query heads, K KV heads, H head dim, D document boundaries, E model dim.
 """
 
 from __future__ import annotations
@@ -18,30 +17,32 @@ from models.norm import RMSNorm
 
 
 class AttentionCore(Protocol):
-    """The one seam through which context parallelism enters: attention over rotated queries, keys and values.
+    """Causal attention inside documents, over rotated queries and keys and over values.
 
-    `boundaries_BD` (int32, on the host) are the document starts of the *whole* row and its length; on one rank the
-    whole row is what it holds. Below autograd the same is done in steps; what `start` returns is theirs alone.
+    `boundaries_BD` (int32, on the CPU) holds the document starts and the length of the *full* sequence, also where the
+    rank holds only a shard of it. `__call__` is differentiable. `start`, `forward` and `backward` do the same below
+    autograd; only they look into what `start` returns. `parallelisms.context.context_parallel.set_attention_core`
+    sets the core.
     """
 
     def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Tensor:
-        """[B, S, N, H]; differentiable."""
+        """Output [B, S, N, H]."""
 
     def start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Any:
-        """Begins to send what other ranks need."""
+        """Starts to send what other ranks need."""
 
     def forward(self, pending: Any, boundaries_BD: Tensor) -> tuple[Tensor, Tensor]:
-        """Output [B, S, N, H], and log-sum-exp."""
+        """Output [B, S, N, H] and log-sum-exp."""
 
     def backward(
         self, grad_BSNH: Tensor, pending: Any, out_BSNH: Tensor, lse: Tensor, boundaries_BD: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and values."""
+        """dq, dk and dv."""
 
 
 @dataclass(frozen=True)
 class LocalAttentionCore:
-    """Attention when this rank holds whole rows."""
+    """Attention of a rank that holds full sequences."""
 
     kernel: str = "auto"
 
@@ -64,7 +65,7 @@ class LocalAttentionCore:
 
 
 class Attention(nn.Module):
-    """Grouped-query self-attention (Ainslie et al., 2023); each head of queries and keys may be normalised (Qwen3)."""
+    """Grouped-query self-attention (Ainslie et al., 2023), with optional RMSNorm on query and key heads (Qwen3)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -79,11 +80,10 @@ class Attention(nn.Module):
         self.core: AttentionCore = LocalAttentionCore()
 
     def qk_norms(self) -> list[RMSNorm]:
-        """Of queries and keys, if they are normalised."""
         return [norm for norm in (self.q_norm, self.k_norm) if isinstance(norm, RMSNorm)]
 
     def forward(self, x_BSE: Tensor, cos_sin_2BS1F: Tensor, boundaries_BD: Tensor) -> Tensor:
-        # -1, not num_heads: tensor parallelism leaves fewer heads here than the config names.
+        # -1, not num_heads: under tensor parallelism this rank has fewer heads than the config.
         q, k, v = (
             projection(x_BSE).unflatten(-1, (-1, self.head_dim))
             for projection in (self.q_proj, self.k_proj, self.v_proj)

@@ -1,11 +1,11 @@
-"""Causal attention inside documents, when one rank holds whole rows: one operator.
+"""`longhaul::attention`: causal attention inside documents, as one operator, for a rank that holds full sequences.
 
-It is a `torch.library` operator so that compiled blocks see one opaque node whatever the documents are, and so that a
-recomputation policy can name it. Documents are given as integers on the host: work is handed to the kernels document
-by document, without masks, and what need not be computed is not.
+As a `torch.library` operator it is one opaque node in a compiled block, whatever the documents, and a recomputation
+policy can name it. Document boundaries are integers on the CPU: the kernels get one document at a time, without a mask
+and without wasted FLOPs.
 
-Shape suffixes: B rows, S tokens, X tokens of all rows laid end to end, N query heads, K key/value heads, H head width,
-D document starts and the row's end.
+Shape suffixes: B batch, S tokens, X tokens of all sequences concatenated, N query heads, K KV heads, H head dim,
+D document boundaries.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from models import kernels
 from models.kernels import ScoreBlock, ScoreBlocks
+from models.linear import accumulation_dtype
 
 Boundaries = tuple[tuple[int, ...], ...]
 
@@ -26,10 +27,10 @@ Boundaries = tuple[tuple[int, ...], ...]
 def attention(
     q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor, *, kernel: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Each query attends to the keys of its own document up to itself, scaled by H ** -0.5.
+    """Each query attends to the keys of its document up to its own position, with scale H ** -0.5.
 
-    Returns the output [B, S, N, H] and the log-sum-exp of the scores [B, N, S] (float64 for float64, else float32),
-    through which no gradient flows. `boundaries_BD` is int32 on the host and covers exactly S tokens in every row.
+    `boundaries_BD` is int32 on the CPU and covers exactly S tokens in every sequence. Returns the output [B, S, N, H]
+    and the log-sum-exp of the scores [B, N, S] (in `accumulation_dtype`), which has no gradient.
     """
     result: tuple[Tensor, Tensor] = _attention(q_BSNH, k_BSKH, v_BSKH, boundaries_BD, kernel)
     return result
@@ -65,13 +66,13 @@ def attention_backward(
 def forward(
     q_XNH: Tensor, k_XKH: Tensor, v_XKH: Tensor, blocks: ScoreBlocks, *, kernel: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp [N, X] of squares that cover all tokens; below autograd."""
+    """Output and log-sum-exp [N, X] for causal blocks that cover all tokens; below autograd."""
     outputs = kernels.attend_blocks(q_XNH, k_XKH, v_XKH, blocks, kernel=kernel)
     if len(blocks.blocks) == 1:
         _, out, lse = next(outputs)
         return out.contiguous(), lse.contiguous()
     out_XNH = torch.empty_like(q_XNH, memory_format=torch.contiguous_format)
-    lse_NX = q_XNH.new_empty(q_XNH.shape[1], q_XNH.shape[0], dtype=kernels.accumulation_dtype(q_XNH.dtype))
+    lse_NX = q_XNH.new_empty(q_XNH.shape[1], q_XNH.shape[0], dtype=accumulation_dtype(q_XNH.dtype))
     for queries, out, lse in outputs:
         out_XNH[queries] = out
         lse_NX[:, queries] = lse
@@ -89,7 +90,7 @@ def backward(
     *,
     kernel: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from squares that cover all tokens, in their types; below autograd."""
+    """dq, dk and dv, in their inputs' dtypes, for causal blocks that cover all tokens; below autograd."""
     inputs = (grad_XNH, q_XNH, k_XKH, v_XKH, out_XNH, lse_NX)
     block_grads = kernels.attend_blocks_backward(*inputs, blocks, kernel=kernel)
     if len(blocks.blocks) == 1:
@@ -104,13 +105,13 @@ def backward(
 
 
 def document_blocks(boundaries_BD: Tensor, batch_size: int, seq_len: int) -> ScoreBlocks:
-    """The documents of all rows, laid end to end. Raises ValueError as `integers` and `checked` do."""
+    """One causal block per document, over all sequences concatenated. Raises ValueError for invalid boundaries."""
     return _document_blocks(boundary_tuples(boundaries_BD, batch_size), seq_len)
 
 
 @lru_cache(maxsize=64)
 def _document_blocks(batch_boundaries: Boundaries, seq_len: int) -> ScoreBlocks:
-    # Every layer asks for the same, and a batch ahead may have been asked for.
+    # Cached because every layer asks for the same blocks.
     return ScoreBlocks(
         (
             ScoreBlock(*(index * seq_len + position for position in (start, end, start, end)))
@@ -123,48 +124,47 @@ def _document_blocks(batch_boundaries: Boundaries, seq_len: int) -> ScoreBlocks:
 
 
 def boundary_tuples(boundaries_BD: Tensor, batch_size: int) -> Boundaries:
-    """Boundaries row by row. Raises ValueError unless they are int32 on the host, and of so many rows."""
+    """The boundaries of each sequence. Raises ValueError unless they are an int32 CPU tensor [batch_size, D]."""
     if boundaries_BD.device.type != "cpu" or boundaries_BD.dtype != torch.int32:
         device, dtype = boundaries_BD.device, boundaries_BD.dtype
-        raise ValueError(f"boundaries must be int32 on the host, not {dtype} on {device}")
+        raise ValueError(f"boundaries must be int32 on the CPU, not {dtype} on {device}")
     if boundaries_BD.ndim != 2:
-        raise ValueError(f"boundaries must be [rows, starts and end], not of shape {tuple(boundaries_BD.shape)}")
-    if (num_sequences := boundaries_BD.shape[0]) != batch_size:
         raise ValueError(
-            f"boundaries of {num_sequences} row{'s' * (num_sequences != 1)} do not fit a batch of {batch_size}"
+            f"boundaries must have 2 dimensions [batch, boundaries], not shape {tuple(boundaries_BD.shape)}"
         )
+    if (num_sequences := boundaries_BD.shape[0]) != batch_size:
+        raise ValueError(f"boundaries have batch size {num_sequences}; q, k and v have {batch_size}")
     return tuple(map(tuple, boundaries_BD.tolist()))
 
 
 def validate_boundaries(batch_boundaries: Boundaries, seq_len: int) -> Boundaries:
-    """The same; raises ValueError unless every row's run from 0 to `tokens`, ascending."""
+    """Returns its argument. Raises ValueError unless every sequence's boundaries ascend from 0 to `seq_len`."""
     for boundaries in batch_boundaries:
         if boundaries[0] != 0 or boundaries[-1] != seq_len or any(end < start for start, end in pairwise(boundaries)):
-            raise ValueError(f"boundaries {list(boundaries)} must ascend from 0 to the {seq_len} tokens of the row")
+            raise ValueError(f"boundaries {list(boundaries)} must ascend from 0 to the sequence length {seq_len}")
     return batch_boundaries
 
 
 def unflatten_lse(lse_NX: Tensor, batch_size: int) -> Tensor:
-    """[N, X] as [B, N, S]."""
+    """[N, X] -> [B, N, S]."""
     lse_NBS: Tensor = lse_NX.unflatten(1, (batch_size, -1))
     return lse_NBS.transpose(0, 1).contiguous()
 
 
 def flatten_lse(lse_BNS: Tensor) -> Tensor:
-    """[B, N, S] as [N, X]."""
+    """[B, N, S] -> [N, X]."""
     lse_NX: Tensor = lse_BNS.transpose(0, 1).flatten(1)
     return lse_NX
 
 
 def empty_output(q_BSNH: Tensor) -> tuple[Tensor, Tensor]:
-    """Uninitialised tensors in the shape of what attention returns."""
+    """Uninitialised output and log-sum-exp."""
     batch_size, seq_len, heads, _ = q_BSNH.shape
-    lse_BNS = q_BSNH.new_empty(batch_size, heads, seq_len, dtype=kernels.accumulation_dtype(q_BSNH.dtype))
+    lse_BNS = q_BSNH.new_empty(batch_size, heads, seq_len, dtype=accumulation_dtype(q_BSNH.dtype))
     return torch.empty_like(q_BSNH, memory_format=torch.contiguous_format), lse_BNS
 
 
 def empty_grads(*inputs: Tensor) -> tuple[Tensor, ...]:
-    """Uninitialised tensors in the shape of the gradients of these."""
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs)
 
 
@@ -187,7 +187,6 @@ def _(
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """For backward: the tensors, and beside them the arguments that are none."""
     q, k, v, boundaries_BD, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, *output, boundaries_BD)
     ctx.mark_non_differentiable(output[1])
@@ -196,7 +195,7 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 
 def _autograd_backward(ctx: Any, grad_BSNH: Tensor, grad_lse: None) -> tuple[Tensor | None, ...]:
     del grad_lse
-    # Kernels may plan for the strides of what they saw first.
+    # A kernel may cache a plan for the strides of its first call.
     return *attention_backward(grad_BSNH.contiguous(), *ctx.saved_tensors, *ctx.options), None, None
 
 

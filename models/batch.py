@@ -1,6 +1,6 @@
-"""What a model eats.
+"""Model inputs of one micro-batch.
 
-Shape suffixes: B rows, S tokens on this rank, T tokens of the whole row, D document starts and the row's end.
+Shape suffixes: B sequences, S tokens of this rank, T tokens of the full sequence, D document boundaries.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of tokens, with everything per token beside them, so that no later step needs a neighbour's token."""
+    """Packed sequences. Labels and positions are computed before sharding, so no rank needs another rank's tokens."""
 
     tokens: Tensor
     """[B, S] int64."""
     labels: Tensor
-    """[B, S] int64: the next token of the same document, already shifted; IGNORE where there is none."""
+    """[B, S] int64: the next token of the same document, already shifted; IGNORE_INDEX where there is none."""
     positions: Tensor
-    """[B, S] int64: offset in the document (in the row, when documents are not masked)."""
+    """[B, S] int64: offset in the document (in the sequence, with `data.mask = "none"`)."""
     document_ids: Tensor
-    """[B, S] int64: number of the document in its row; padding at the end of a row is one more document."""
+    """[B, S] int64: index of the document in its sequence; the padding at the end is one more document."""
     boundaries: Tensor
-    """[B, D] int32, always on the host: starts of the documents that attention must not cross, in the whole row, then T,
-    repeated to a length that is the same for all batches of a run. One document: [0, T]."""
+    """[B, D] int32, always on the CPU: the document starts in the full sequence, then T, repeated up to a D that is the
+    same for all batches of a run. A single document: [0, T]."""
     num_tokens: int
-    """Tokens of these rows, padding left out."""
+    """Tokens of these sequences, without padding."""
     num_pairs: int
-    """(query, key) pairs that the mask allows in these rows, padding left out."""
+    """(query, key) pairs that the mask allows in these sequences, without padding."""
     num_computed_pairs: int
-    """(query, key) pairs that attention computes on this rank in these rows, padding's included: its share of the work."""
+    """(query, key) pairs that attention computes on this rank, padding included."""
     sequence_sources: tuple[tuple[int, int], ...] = ()
-    """Of each row: from which of a run's sources it is, and its tokens, padding left out."""
+    """For each sequence: the index of its data source, and its tokens without padding."""
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch with its per-token tensors on `device`; the copy is asynchronous from pinned memory."""
+        """Copies the per-token tensors to `device`, asynchronously from pinned memory."""
         return replace(
             self,
             tokens=self.tokens.to(device, non_blocking=True),
@@ -49,12 +49,12 @@ class Batch:
         )
 
     def num_targets(self) -> Tensor:
-        """Tokens that have a label: an int64 scalar on the batch's device."""
+        """Number of tokens with a label: an int64 scalar on the batch's device."""
         return (self.labels != IGNORE_INDEX).sum()
 
 
 def pad_batch(batch: Batch, multiple: int) -> Batch:
-    """Rows whose length is a multiple, made so by one more document at their end, which has no labels."""
+    """Pads every sequence to a length divisible by `multiple`, with one more document that has no labels."""
     batch_size, seq_len = batch.tokens.shape
     num_padding = -seq_len % multiple
     if not num_padding:

@@ -1,7 +1,4 @@
-"""What a model is, in numbers: widths, depth, rotary frequencies; and what follows from them: parameters and FLOPs.
-
-Nothing here imports torch, so that a configuration is checked in a fraction of a second.
-"""
+"""Model configuration, with parameter and FLOP counts. Imports no torch, so that a configuration is validated quickly."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ ROPE_FIELDS: Mapping[str, tuple[str, ...]] = {
     "yarn": ("factor", "original_length", "beta_fast", "beta_slow", "truncate", "attention_factor"),
     "longrope": ("factor", "original_length", "short_factors", "long_factors", "attention_factor"),
 }
-"""What each kind of rotary embedding reads beside theta and precision."""
+"""The fields that each `rope.kind` uses in addition to theta and precision."""
 EXCLUSIVE_MINIMUMS = {"theta": 1, "factor": 1, "original_length": 1} | dict.fromkeys(
     ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"), 0
 )
@@ -24,7 +21,7 @@ EXCLUSIVE_MINIMUMS = {"theta": 1, "factor": 1, "original_length": 1} | dict.from
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding (Su et al., 2021) and how its frequencies are stretched."""
+    """Rotary position embedding (Su et al., 2021) and its context-extension scaling; see `models/rope_scaling.py`."""
 
     kind: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
     theta: float = 10_000.0
@@ -57,27 +54,25 @@ class RopeConfig:
             if len(values[key]) != head_dim // 2:
                 count, half = len(values[key]), head_dim // 2
                 problems.append(
-                    f"model.rope.{key} are {count}, and must be {half}: half of model.head_dim = {head_dim}"
+                    f"model.rope.{key} has {count} values, and must have {half}: half of model.head_dim = {head_dim}"
                 )
             if any(not factor > 0 for factor in values[key]):
-                problems.append(f"model.rope.{key} must be above 0, not {min(values[key])}")
+                problems.append(f"model.rope.{key} holds {min(values[key])}; every factor must be above 0")
         return problems
 
     def unused_keys(self, keys: Iterable[str]) -> list[str]:
-        """Which of these keys the kind does not read, and which kinds do."""
+        """One problem for each key that only other kinds use."""
         problems = []
         for key in keys:
             kinds = " or ".join(f'"{kind}"' for kind, used in ROPE_FIELDS.items() if key in used)
             if kinds and key not in ROPE_FIELDS[self.kind]:
-                problems.append(
-                    f'model.rope.{key} has no use with model.rope.kind = "{self.kind}"; it belongs to {kinds}'
-                )
+                problems.append(f'model.rope.{key} is only used with model.rope.kind = {kinds}, not "{self.kind}"')
         return problems
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only Transformer of the Llama kind."""
+    """A decoder-only Transformer of the Llama architecture."""
 
     vocab_size: int
     dim: int
@@ -94,52 +89,55 @@ class ModelConfig:
     rope: RopeConfig = field(default_factory=RopeConfig)
 
     def problems(self) -> list[str]:
-        """The rules that the numbers break, each with its values; empty for a model that can be built."""
+        """Every broken rule, with its values; empty for a valid model."""
         problems = self.rope.problems(self.head_dim)
         if self.num_heads % self.num_kv_heads:
             heads, kv_heads = self.num_heads, self.num_kv_heads
             problems.append(f"model.num_heads = {heads} must be a multiple of model.num_kv_heads = {kv_heads}")
         if self.head_dim % 2:
-            problems.append(f"model.head_dim = {self.head_dim} must be even: rotary embedding turns pairs")
+            problems.append(f"model.head_dim = {self.head_dim} must be even: rotary embedding rotates pairs")
         return problems
 
     def uses_rope(self, layer: int) -> bool:
-        """Whether attention of this layer, counted from 0, is told positions (Kazemnejad et al., 2023, on those not)."""
+        """False for the NoPE layers (Kazemnejad et al., 2023): every `nope_every`-th; `layer` counts from 0."""
         return self.nope_every is None or (layer + 1) % self.nope_every > 0
 
     @property
     def block_matrix_parameters(self) -> int:
-        """Weights of one block that multiply: the four projections of attention and the three of the feed-forward."""
+        """Weights of one block's seven matrices: four in attention, three in the feed-forward."""
         attention = self.dim * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         return attention + 3 * self.dim * self.ffn_dim
 
     @property
     def matrix_parameters(self) -> int:
-        """Weights that multiply each token: every block's and the head's (also when tied), not the embedding's."""
+        """Weights in matrix products: every block's and the head's (also when tied), without the embedding."""
         return self.num_layers * self.block_matrix_parameters + self.vocab_size * self.dim
 
     @property
     def num_parameters(self) -> int:
-        """Every parameter; a tied head is counted once."""
+        """All parameters; tied embeddings count once."""
         embedding = 0 if self.tie_embeddings else self.vocab_size * self.dim
         norms = (2 * self.num_layers + 1) * self.dim + 2 * self.num_layers * self.head_dim * self.qk_norm
         return self.matrix_parameters + embedding + norms
 
     def flops(self, *, tokens: float, pairs: float) -> float:
-        """Model FLOPs of one update: forward and backward, nothing counted twice.
+        """Model FLOPs of one step, as MFU counts them: forward and backward, without recomputation.
 
-        `tokens` excludes padding; `pairs` are the (query, key) pairs that the mask allows, the diagonal included
-        (the sum of L (L + 1) / 2 over documents). Two FLOPs per multiply-add, three passes (forward, gradient of
-        the input, gradient of the weight), two matrix products per pair: 6 N T + 12 layers h_q A.
+        `tokens` excludes padding; `pairs` are the (query, key) pairs that the mask allows, diagonal included: the sum
+        of L (L + 1) / 2 over documents. A multiply-add is 2 FLOPs. Each matrix product runs three times (forward,
+        input gradient, weight gradient), and attention has two per pair: 6 N tokens + 12 layers (heads head_dim) pairs.
         """
         return 6 * self.matrix_parameters * tokens + 12 * self.num_layers * self.num_heads * self.head_dim * pairs
 
     def hardware_flops(
         self, *, tokens: float, pairs: float, recompute: str = "none", blocks_per_checkpoint: int = 1
     ) -> float:
-        """FLOPs really carried out: flash backward repeats its scores, and recomputation every product but the last.
-        Where all is computed again, projections are twice; and of `blocks_per_checkpoint` blocks but one, what makes its output too.
-        Gradients of norms of queries and keys need what entered these once more.
+        """FLOPs executed in one step, as HFU counts them.
+
+        Flash backward recomputes the scores. `keep_attention` repeats every matrix product of a block but the down
+        projection; `full` also repeats attention, and the QKV projections once more. All but one of the
+        `blocks_per_checkpoint` blocks also repeat what produces their output. QK norms repeat the query and key
+        projections in their backward pass.
         """
         forward_attention = 4 * self.num_layers * self.num_heads * self.head_dim * pairs
         executed = self.flops(tokens=tokens, pairs=pairs) + forward_attention / 2

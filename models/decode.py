@@ -1,7 +1,7 @@
-"""One row, a few tokens at a time: keys and values of what came before are kept, so that each token is computed once.
+"""Incremental decoding of one sequence with a KV cache.
 
-Shape suffixes: B rows (one), S tokens given at once, X the same laid end to end, Y tokens kept, N query heads,
-K key/value heads, H head width, D document starts and the row's end, V vocabulary.
+Shape suffixes: B batch (1), S and X new tokens, Y cached tokens, N query heads, K KV heads, H head dim, D document
+boundaries, E model dim, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from models.transformer import Transformer
 
 
 class KVCacheCore:
-    """Attention of new tokens to themselves and to all that were given before, up to `capacity` tokens in all."""
+    """Attention of new tokens to the KV cache and to themselves, for at most `capacity` tokens in total."""
 
     def __init__(self, capacity: int, kernel: str) -> None:
         self.capacity = capacity
         self.kernel = kernel
         self.length = 0
-        """Tokens kept; what is beyond is overwritten."""
+        """Number of valid tokens in the cache."""
         self._kv_cache: tuple[Tensor, ...] = ()
 
     def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Tensor:
-        """[1, S, N, H]. One document, however its bits are given."""
+        """[1, S, N, H]. All tokens belong to one document; the boundaries are ignored."""
         del boundaries_BD
         past_length, self.length = self.length, self.length + q_BSNH.shape[1]
         (q_XNH,), new_kv = q_BSNH, (k_BSKH[0], v_BSKH[0])
         self._kv_cache = self._kv_cache or tuple(x.new_empty(self.capacity, *x.shape[1:]) for x in new_kv)
-        for kept, x in zip(self._kv_cache, new_kv, strict=True):
-            kept[past_length : self.length] = x
-        k_YKH, v_YKH = (kept[: self.length] for kept in self._kv_cache)
+        for cache, x in zip(self._kv_cache, new_kv, strict=True):
+            cache[past_length : self.length] = x
+        k_YKH, v_YKH = (cache[: self.length] for cache in self._kv_cache)
         if q_XNH.shape[0] == 1:
             return self._attend(q_XNH, k_YKH, v_YKH, causal=False)[0][None]
         out_XNH, lse_NX = self._attend(q_XNH, *new_kv, causal=True)
@@ -55,46 +55,44 @@ class KVCacheCore:
 
 
 class Decoder:
-    """A model that reads one row as it comes. The model is the decoder's from then on: it computes no losses.
+    """Decodes one sequence of up to `capacity` tokens, with prefill in chunks of at most `chunk` tokens.
 
-    `capacity` is the longest row, `chunk` the most tokens that go through the model at once. Raises ValueError for a
-    part of a model.
+    Takes the model over: its head and its attention cores are replaced, so it no longer computes losses. Raises
+    ValueError for a pipeline stage.
     """
 
     def __init__(self, model: Transformer, *, capacity: int, chunk: int = 2048, kernel: str = "auto") -> None:
         if model.embed is None or model.head is None:
-            raise ValueError("a part of a model without embedding or head cannot decode")
+            raise ValueError("a pipeline stage without embedding or head cannot decode")
         self.capacity, self._chunk = capacity, chunk
         self._model, self._head = model, model.head
-        model.head = None  # The model then returns the stream, of which the last token is all that is wanted.
+        model.head = None  # The model then returns hidden states; logits are needed for the last token only.
         self._cores = [KVCacheCore(capacity, kernel) for _ in model.layers()]
         for block, core in zip(model.layers(), self._cores, strict=True):
-            # Not all of a core: decoding takes no steps below autograd.
+            # No `start`, `forward` and `backward`: decoding needs no gradients.
             block.attention.core = cast(AttentionCore, core)
 
     @property
     def length(self) -> int:
-        """Tokens read."""
+        """Number of tokens in the KV cache."""
         return self._cores[0].length
 
     def rewind(self, length: int) -> None:
-        """Forgets all but the first `length` tokens. Raises ValueError for more than there are."""
+        """Truncates the KV cache to `length` tokens. Raises ValueError if it holds fewer."""
         if not 0 <= length <= self.length:
-            raise ValueError(f"{length} tokens cannot be kept of {self.length}")
+            raise ValueError(f"cannot rewind to {length} tokens: the KV cache holds {self.length}")
         for core in self._cores:
             core.length = length
 
     @torch.no_grad()
     def next_token_logits(self, tokens_S: Tensor) -> Tensor:
-        """Logits [V] of the token after these, float32 (float64 for float64), on the model's device.
+        """Appends tokens and returns the logits [V] of the next one, in `accumulation_dtype`, on the model's device.
 
-        Raises ValueError for none or too many.
+        Raises ValueError for no tokens, or for more than the remaining capacity.
         """
         if not 0 < tokens_S.numel() <= self.capacity - self.length:
-            remaining = f"{self.capacity - self.length} of {self.capacity}"
-            raise ValueError(
-                f"{tokens_S.numel()} tokens cannot be read: there is room for {remaining}, and one is needed"
-            )
+            remaining = f"{self.capacity - self.length} of the capacity of {self.capacity} tokens"
+            raise ValueError(f"{tokens_S.numel()} tokens given; at least 1 is needed and {remaining} remain")
         *leading_chunks, last_chunk_S = tokens_S.to(self._head.proj.weight.device).split(self._chunk)
         for chunk_S in leading_chunks:
             self._model(_sequence_batch(chunk_S[None], position=self.length))
@@ -103,7 +101,6 @@ class Decoder:
 
 
 def _sequence_batch(tokens_BS: Tensor, *, position: int) -> Batch:
-    """Tokens that go on at a position."""
     num_tokens = tokens_BS.shape[1]
     num_pairs = num_tokens * position + num_tokens * (num_tokens + 1) // 2
     return Batch(

@@ -1,6 +1,6 @@
-"""The feed-forward half of a block: a gated linear unit (Shazeer, 2020), SwiGLU unless the model says otherwise.
+"""Gated feed-forward (Shazeer, 2020), SwiGLU by default.
 
-Shape suffixes: E width of the residual stream, G inner width, after any leading sizes.
+Shape suffixes, after any leading dimensions: E model dim, G feed-forward dim of this rank.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ from models.linear import Linear
 
 
 class ActivationFunction(NamedTuple):
-    """What opens a gate."""
-
     forward: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]
-    """Gradient of the gate, in the place of that of the open one, which is given first."""
+    """(gradient of the output, gate) -> gradient of the gate, written in place into the first argument."""
 
 
 def _silu_backward(grad_G: Tensor, gate_G: Tensor) -> Tensor:
@@ -33,14 +31,14 @@ ACTIVATIONS = {"silu": ActivationFunction(F.silu, _silu_backward)}
 
 
 def gated_linear(gate_G: Tensor, up_G: Tensor, weight_EG: Tensor, *, activation: str) -> Tensor:
-    """`(open(gate) * up) @ weight.T`."""
+    """`(activation(gate) * up) @ weight.T`."""
     return F.linear(ACTIVATIONS[activation].forward(gate_G).mul_(up_G), weight_EG)
 
 
 def gated_linear_backward(
     grad_E: Tensor, gate_G: Tensor, up_G: Tensor, weight_EG: Tensor, *, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of gate, up and weight."""
+    """Gradients of gate, up and weight, from the gradient of the output."""
     activated_G = ACTIVATIONS[activation].forward(gate_G)
     grad_weight_EG = grad_E.flatten(0, -2).T @ (activated_G * up_G).flatten(0, -2)
     grad_product_G = grad_E @ weight_EG
@@ -50,7 +48,7 @@ def gated_linear_backward(
 
 
 class GatedLinearFunction(torch.autograd.Function):
-    """`gated`; keeps gate and up, and forms their product again in the backward pass."""
+    """`gated_linear` that saves gate and up, and recomputes their product in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, gate_G: Tensor, up_G: Tensor, weight_EG: Tensor, activation: str) -> Tensor:

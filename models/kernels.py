@@ -1,10 +1,10 @@
-"""Kernels of attention with their log-sum-exp: the only file that knows devices, types and what torch ships for them.
+"""Attention kernels of torch that return the log-sum-exp, selected by device and dtype.
 
-Work is given as rectangles: each says which queries attend to which keys, all of them or, where both are as many, the
-causal half. The queries of one `Work` are disjoint, so every part that comes back is final for its keys.
+The score matrix is given as rectangular blocks. A block covers all pairs of its queries and keys or, if it is square,
+the causal half. The queries of one `ScoreBlocks` are disjoint, so each block's output is final for its keys.
 
-Shape suffixes: X query tokens and Y key tokens (the rows of a batch laid end to end), P tokens of a part, N query
-heads, K key/value heads (N is a multiple of K), H head width.
+Shape suffixes: X query tokens and Y key tokens (all sequences of a batch concatenated), P tokens of a block, N query
+heads, K KV heads (N is a multiple of K), H head dim.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from models.linear import accumulation_dtype
+
 aten = torch.ops.aten
 
 KERNELS = ("auto", "cpu", "flash", "cudnn", "efficient", "plain")
 TokenIndex = slice | Tensor
-"""Which tokens: a range, or int64 indices without repetition."""
+"""A range of tokens, or distinct int64 indices."""
 
 
 class ScoreBlock(NamedTuple):
@@ -34,9 +36,9 @@ class ScoreBlock(NamedTuple):
 
 
 class ScoreBlocks:
-    """Rectangles to attend to, ascending and disjoint in their queries; checked once, for all layers.
+    """Blocks of the score matrix, ascending and disjoint in their queries; validated once for all layers.
 
-    Raises ValueError for an empty rectangle, and for a causal one that is no square.
+    Raises ValueError for an empty block, and for a causal block that is not square.
     """
 
     def __init__(self, blocks: Iterable[ScoreBlock], *, causal: bool) -> None:
@@ -44,16 +46,16 @@ class ScoreBlocks:
         self.causal = causal
         self.shortest_side = min((min(q1 - q0, k1 - k0) for q0, q1, k0, k1 in self.blocks), default=0)
         self._varlen_batches: dict[torch.device, list[VarlenBatch]] = {}
-        # A length of zero ends the process inside the CPU kernel; kernels differ on where an oblong's diagonal lies.
+        # The CPU kernel crashes on length zero; kernels disagree on the diagonal of a block that is not square.
         for block in self.blocks:
             queries, keys = block.q1 - block.q0, block.k1 - block.k0
             if queries <= 0 or keys <= 0:
                 raise ValueError(f"{block} is empty: attention needs at least one query and one key")
             if causal and queries != keys:
-                raise ValueError(f"{block} cannot be causal: only a square, with as many queries as keys, can")
+                raise ValueError(f"{block} is causal, and must have as many queries as keys")
 
     def varlen_batches(self, device: torch.device) -> list[VarlenBatch]:
-        """The rectangles as calls with lengths take them: in each, the keys are disjoint too."""
+        """The blocks grouped into varlen calls, within each of which the keys are disjoint too; cached by device."""
         if device not in self._varlen_batches:
             batches: list[list[ScoreBlock]] = []
             for block in self.blocks:
@@ -67,7 +69,7 @@ class ScoreBlocks:
 
 
 class VarlenBatch(NamedTuple):
-    """Rectangles with disjoint keys, for one call."""
+    """Arguments of one varlen flash attention call."""
 
     queries: TokenIndex
     keys: TokenIndex
@@ -90,9 +92,9 @@ def attend_blocks(
     *,
     kernel: str = "auto",
 ) -> Iterator[tuple[TokenIndex, Tensor, Tensor]]:
-    """Scaled dot-product attention, scale H ** -0.5, rectangle by rectangle or several at once.
+    """Attention with scale H ** -0.5, one or several blocks per kernel call.
 
-    Yields (queries, output [P, N, H], log-sum-exp [N, P]: float64 for float64, else float32).
+    Yields (queries, output [P, N, H], log-sum-exp [N, P] in `accumulation_dtype`).
     """
     name = _supported_kernel(blocks, select_kernel(q_XNH, kernel))
     if name == "flash":
@@ -118,10 +120,10 @@ def attend_blocks_backward(
     *,
     kernel: str = "auto",
 ) -> Iterator[tuple[TokenIndex, TokenIndex, Tensor, Tensor, Tensor]]:
-    """Yields (queries, keys, and the gradients that their attention adds to those queries, keys and values).
+    """Yields (queries, keys, dq, dk, dv): the gradient contributions of one or several blocks.
 
-    `out_XNH` and `lse_NX` are of *all* the keys that each query attends to, here or elsewhere: with them the gradient
-    of any part of the keys is exact by itself (FlashAttention, Dao et al., 2022, appendix B).
+    `out_XNH` and `lse_NX` are the results over *all* keys of each query, also those that other ranks hold. With them
+    the contribution of any subset of the keys is exact (FlashAttention, Dao et al., 2022, appendix B).
     """
     name = _supported_kernel(blocks, select_kernel(q_XNH, kernel))
     if name == "flash":
@@ -139,87 +141,46 @@ def attend_blocks_backward(
         yield slice(q0, q1), slice(k0, k1), dq, dk, dv
 
 
+def accumulate_grads(
+    grad_XNH: Tensor,
+    q_XNH: Tensor,
+    k_YKH: Tensor,
+    v_YKH: Tensor,
+    out_XNH: Tensor,
+    lse_NX: Tensor,
+    blocks: ScoreBlocks,
+    accumulators: Grads,
+    *,
+    kernel: str = "auto",
+) -> None:
+    """Adds the gradient contributions of all blocks to the accumulators of dq, dk and dv, in place."""
+    total_dq, total_dk, total_dv = accumulators
+    inputs = (grad_XNH, q_XNH, k_YKH, v_YKH, out_XNH, lse_NX)
+    for queries, keys, dq, dk, dv in attend_blocks_backward(*inputs, blocks, kernel=kernel):
+        total_dq[queries] += dq
+        total_dk[keys] += dk
+        total_dv[keys] += dv
+
+
 def select_kernel(q_XNH: Tensor, kernel: str = "auto") -> str:
-    """The kernel for such queries: "cpu" there, else what was asked for, or suits device and type."""
+    """The kernel for queries of this device and dtype; on CPU always "cpu" or "plain". Raises ValueError if unknown."""
     if kernel not in KERNELS:
-        raise ValueError(f'attention kernel "{kernel}" is unknown; there are {", ".join(KERNELS)}')
+        raise ValueError(f'attention kernel "{kernel}" is unknown; choose from {", ".join(KERNELS)}')
     if q_XNH.device.type == "cpu":
         return "plain" if kernel == "plain" else "cpu"
     if kernel != "auto":
         return kernel
-    # Not cuDNN: its backward pass was reported wrong for some short lengths, and it plans anew for every shape.
+    # Not cuDNN: reports of wrong gradients for some short lengths, and a new plan for every shape.
     by_dtype = {torch.bfloat16: "flash", torch.float16: "flash", torch.float32: "efficient"}
     return by_dtype.get(q_XNH.dtype, "plain")
 
 
 def _supported_kernel(blocks: ScoreBlocks, name: str) -> str:
-    # cuDNN takes no single key, and is not to be trusted with a single query.
+    # cuDNN rejects a single key, and its results for a single query are unreliable.
     return "flash" if name == "cudnn" and blocks.shortest_side == 1 else name
 
 
-# What `check` lets attention compute: lengths of one, several oblongs at once, keys that others see too.
-CHECK_CASES = {
-    "causal squares": ScoreBlocks(
-        [ScoreBlock(0, 65, 0, 65), ScoreBlock(65, 66, 65, 66), ScoreBlock(66, 192, 66, 192)], causal=True
-    ),
-    "an oblong": ScoreBlocks([ScoreBlock(0, 192, 0, 100)], causal=False),
-    "oblongs": ScoreBlocks(
-        [
-            ScoreBlock(0, 50, 0, 20),
-            ScoreBlock(50, 51, 0, 70),
-            ScoreBlock(51, 100, 70, 71),
-            ScoreBlock(100, 192, 80, 192),
-        ],
-        causal=False,
-    ),
-}
-TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.05}
-
-
-def verify_kernel(kernel: str, device: torch.device, dtype: torch.dtype, *, width: int) -> None:
-    """Raises ValueError unless small attentions, forward and backward, are those of matrix products in float64.
-
-    Kernels of one name differ between devices and versions in ways that no error tells; this does. Takes milliseconds.
-    """
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((192, 4, width), (192, 4, width), (192, 2, width), (192, 2, width))
-    grad, q, k, v = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
-    # Also with scores far below zero, whose exponentials vanish.
-    for score_range, (query, key) in {"": (q, k), " of low scores": (5 * q.abs(), -5 * k.abs())}.items():
-        for name, blocks in CHECK_CASES.items():
-            actual = _forward_backward(grad, query, key, v, blocks, kernel)
-            expected = _forward_backward(grad.double(), query.double(), key.double(), v.double(), blocks, "plain")
-            for output_name, actual_tensor, expected_tensor in zip(
-                ("output", "log-sum-exp", "dq", "dk", "dv"), actual, expected, strict=True
-            ):
-                error = float((actual_tensor.double() - expected_tensor).abs().max() / expected_tensor.abs().max())
-                if not error < TOLERANCES[dtype]:
-                    raise ValueError(
-                        f'kernel "{kernel}" errs by {error:.1e} in the {output_name} of {name}{score_range}'
-                    )
-
-
-def _forward_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: ScoreBlocks, kernel: str
-) -> tuple[Tensor, ...]:
-    """Output, log-sum-exp and gradients of work that covers all queries."""
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=accumulation_dtype(q.dtype))
-    for queries, *outputs in attend_blocks(q, k, v, blocks, kernel=kernel):
-        out[queries], lse[:, queries] = outputs
-    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-    for queries, keys, *grads in attend_blocks_backward(grad, q, k, v, out, lse, blocks, kernel=kernel):
-        dq[queries] += grads[0]
-        dk[keys] += grads[1]
-        dv[keys] += grads[2]
-    return out, lse, dq, dk, dv
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type in which parts of this type are summed, and that of every log-sum-exp."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-# ---- CPU flash: any strides, grouped heads and float64 natively.
+# ---- CPU flash: takes any strides, grouped-query heads and float64.
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -232,7 +193,7 @@ def _cpu_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, ls
     return dq, dk, dv
 
 
-# ---- CUDA flash (FlashAttention 2, or 3 and 4 where activated): several rectangles in one call.
+# ---- CUDA flash (FlashAttention 2, or 3 and 4 if activated): several blocks per varlen call.
 
 
 def _varlen_batch(blocks: list[ScoreBlock], device: torch.device) -> VarlenBatch:
@@ -257,7 +218,7 @@ def _cu_seqlens(spans: list[tuple[int, int]], device: torch.device) -> Tensor:
 
 
 def concatenated_ranges(starts: list[int], lengths: list[int]) -> Tensor:
-    """int64 on the host: `length` numbers from each start on, one range after the other."""
+    """int64 on the CPU: `arange(start, start + length)` of every pair, concatenated."""
     start_tensor, length_tensor = torch.tensor([starts, lengths], dtype=torch.int64, device="cpu")
     total = sum(lengths)
     offsets: Tensor = (start_tensor - (length_tensor.cumsum(0) - length_tensor)).repeat_interleave(
@@ -267,7 +228,7 @@ def concatenated_ranges(starts: list[int], lengths: list[int]) -> Tensor:
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """A copy for which the host does not wait: from pageable memory it would, until the device has caught up."""
+    """Copies without blocking the host; a copy from pageable memory would wait for the device's queue."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
@@ -294,7 +255,7 @@ def _flash_backward(
     return dq, dk, dv
 
 
-# ---- CUDA cuDNN, half precision: a call for each rectangle.
+# ---- CUDA cuDNN, 16-bit dtypes: one call per block.
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -313,14 +274,14 @@ def _cudnn_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, 
     return dq, dk, dv
 
 
-# ---- CUDA memory-efficient: the one for single precision. It takes no grouped heads.
+# ---- CUDA memory-efficient, for float32: one call per block, without grouped-query heads.
 
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     compute_lse = True
     keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, keys, values, None, compute_lse, 0.0, causal)
-    # It comes padded to a multiple of 32 queries, and is wanted so again.
+    # The log-sum-exp is padded to a multiple of 32 queries; the backward kernel expects the padding too.
     return out, lse[..., : q.shape[2]]
 
 
@@ -336,7 +297,7 @@ def _efficient_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tens
     return dq, dk.unflatten(1, head_groups).sum(2), dv.unflatten(1, head_groups).sum(2)
 
 
-# ---- Anywhere, and for double precision on CUDA: matrix products, the reference of the others.
+# ---- Matrix products on any device: the reference of the other kernels, and the choice for float64 on CUDA.
 
 
 def _plain_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
@@ -356,7 +317,7 @@ def _plain_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tenso
 
 
 def _plain_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Grads:
-    # By hand: the body of an operator runs below autograd.
+    # Written explicitly: the body of an operator runs below autograd.
     input_dtype = q.dtype
     grad, q, k, v, out = (x.to(accumulation_dtype(x.dtype)) for x in (grad, q, k, v, out))
     head_groups = (k.shape[1], q.shape[1] // k.shape[1])

@@ -1,25 +1,38 @@
-"""Matrices as modules use them. `view` is the third seam: what of the weight this rank multiplies by.
+"""Linear and Embedding modules whose weight passes through `view`, and the dtype in which every module accumulates.
 
-Shape suffixes: B rows, S tokens, E width of the residual stream, I inputs, O outputs, V rows of the embedding here.
+Shape suffixes: B batch, S tokens of this rank, E model dim, I inputs, O outputs, V vocabulary rows of this rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.view import WeightView, identity
+WeightView = Callable[[Tensor], Tensor]
+"""Maps a parameter to the tensor that this rank computes with: the identity, or what FSDP and tensor parallelism set."""
+
+
+def identity(x: Tensor) -> Tensor:
+    return x
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype for statistics, sums and log-sum-exps over tensors of `dtype`: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Linear(nn.Linear):
-    """`x @ weight.T`."""
+    """`x @ weight.T`, without bias."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
         self.view: WeightView = identity
 
     def local_weight(self) -> Tensor:
-        """The weight, or the part of it that is used here: [O, I]."""
+        """[O, I] as this rank uses it."""
         return self.view(self.weight)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name is torch's
@@ -27,13 +40,13 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """A row of the weight for each token; zeros for a token whose row is not among those that are used here."""
+    """Token embedding; a vocabulary shard gives zeros for the tokens of other shards."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
         super().__init__(num_embeddings, embedding_dim)
         self.view: WeightView = identity
         self.vocab_start_index: int | None = None
-        """The token of the first row that is used here; None where all rows are."""
+        """Token id of the shard's first row; None if the rank holds the full vocabulary."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name is torch's
         weight_VE = self.view(self.weight)

@@ -1,7 +1,6 @@
-"""The end of the model: final norm, projection to the vocabulary and cross-entropy, chunk by chunk.
+"""Final norm, output projection and cross-entropy, fused over chunks of tokens.
 
-Shape suffixes: B rows, S tokens, R tokens of all rows, C tokens of a chunk, E width of the residual stream,
-V rows of the vocabulary here.
+Shape suffixes: B batch, S tokens, R tokens of all sequences, C tokens of a chunk, E model dim, V vocabulary of this rank.
 """
 
 from __future__ import annotations
@@ -15,24 +14,23 @@ from torch import Tensor, nn
 
 from models.batch import IGNORE_INDEX
 from models.config import ModelConfig
-from models.linear import Linear
+from models.linear import Linear, accumulation_dtype, identity
 from models.norm import RMSNorm
-from models.view import identity
 
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The part of the vocabulary that is here, and how numbers about parts become numbers about the whole."""
+    """Vocabulary shard of this rank; the default is the full vocabulary. Tensor parallelism sets another one."""
 
     vocab_start_index: int = 0
-    """The label of the first row of the projection."""
+    """Token id of the projection's first row."""
     all_reduce_max: Callable[[Tensor], Tensor] = identity
-    """Of every part's numbers, one by one, the largest."""
+    """Elementwise maximum over the shards."""
     all_reduce_sum: Callable[[Tensor], Tensor] = identity
-    """Of every part's numbers, one by one, the sum."""
+    """Elementwise sum over the shards."""
 
     def argmax(self, logits_CV: Tensor, max_logit_C1: Tensor) -> Tensor:
-        """The lowest label whose logit is the highest, [C, 1]: of equals the first, whichever part it is in."""
+        """Token id of the largest logit over all shards, [C, 1]; the lowest id if several are equal."""
         local_argmax_C1 = logits_CV.argmax(-1, keepdim=True)
         no_match = torch.iinfo(local_argmax_C1.dtype).max
         candidate_C1 = (local_argmax_C1 + self.vocab_start_index).where(
@@ -42,14 +40,14 @@ class VocabShard:
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """`cross_entropy(x @ weight.T, labels)` per token, of which only one chunk of logits ever exists.
+    """`cross_entropy(x @ weight.T, labels)` per token, with the logits of one chunk in memory at a time.
 
-    Gradients are computed beside the losses, while the logits are at hand: three matrix products instead of four.
-    That needs the weight of each token in the final loss, which is not known yet. So they are computed for weight 1
-    and scaled in the backward pass by the *common* weight of all targets (1 / their global number, in training).
-    Targets weighted unequally make every gradient NaN, on purpose: wrong gradients would be silent.
+    The forward pass also computes the gradients, from the same logits: three matrix products instead of four. It
+    assumes that every target has weight 1 in the final loss; the backward pass scales by the actual weight. That weight
+    must be equal for all targets (in training, 1 / their global number). If it is not, every gradient becomes NaN,
+    because a wrong gradient would go unnoticed.
 
-    `hits_BS`, if given, gets 1 where the target is the most likely token, of equally likely ones the first.
+    `correct_BS`, if given, is set to 1 where the target is the argmax of the logits (the lowest token id of a tie).
     """
 
     @staticmethod
@@ -63,12 +61,12 @@ class LinearCrossEntropy(torch.autograd.Function):
         correct_BS: Tensor | None = None,
     ) -> Tensor:
         x_RE, labels_R = x_BSE.flatten(0, 1), labels_BS.flatten()
-        accumulation_dtype = torch.float64 if x_RE.dtype == torch.float64 else torch.float32
-        losses_BS = torch.zeros(labels_BS.shape, dtype=accumulation_dtype, device=x_RE.device)
+        dtype = accumulation_dtype(x_RE.dtype)
+        losses_BS = torch.zeros(labels_BS.shape, dtype=dtype, device=x_RE.device)
         losses_R = losses_BS.view(-1)
         needs_grad = any(ctx.needs_input_grad)
         grad_x_RE = torch.empty_like(x_RE) if needs_grad else None
-        grad_weight_VE = torch.zeros_like(weight_VE, dtype=accumulation_dtype) if needs_grad else None
+        grad_weight_VE = torch.zeros_like(weight_VE, dtype=dtype) if needs_grad else None
         for start in range(0, x_RE.shape[0], chunk_tokens):
             token_slice = slice(start, start + chunk_tokens)
             x_CE, labels_C1 = x_RE[token_slice], labels_R[token_slice, None]
@@ -76,7 +74,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             index_C1 = labels_C1 - vocab_shard.vocab_start_index
             is_local_C1 = is_target_C1 & (index_C1 >= 0) & (index_C1 < weight_VE.shape[0])
             index_C1 = index_C1.where(is_local_C1, 0)
-            logits_CV = (x_CE @ weight_VE.T).to(accumulation_dtype)
+            logits_CV = (x_CE @ weight_VE.T).to(dtype)
             max_logit_C1 = vocab_shard.all_reduce_max(logits_CV.amax(-1, keepdim=True))
             if correct_BS is not None:
                 prediction_C1 = vocab_shard.argmax(logits_CV, max_logit_C1)
@@ -91,12 +89,12 @@ class LinearCrossEntropy(torch.autograd.Function):
                 del logits_CV, grad_CV
                 continue
             grad_CV.mul_(is_target_C1 / sum_exp_C1)
-            # scatter, not scatter_add: that one has no deterministic kernel on CUDA.
-            grad_CV.scatter_(-1, index_C1, grad_CV.gather(-1, index_C1) - is_local_C1.to(accumulation_dtype))
+            # scatter, because scatter_add has no deterministic kernel on CUDA.
+            grad_CV.scatter_(-1, index_C1, grad_CV.gather(-1, index_C1) - is_local_C1.to(dtype))
             grad_CV = grad_CV.to(x_RE.dtype)
             torch.mm(grad_CV, weight_VE, out=grad_x_RE[token_slice])
             grad_weight_VE += grad_CV.T @ x_CE
-            del logits_CV, grad_CV  # Or they would be held beside those of the next chunk.
+            del logits_CV, grad_CV  # Otherwise two chunks of logits would be alive at once.
         ctx.save_for_backward(grad_x_RE, grad_weight_VE, labels_BS)
         ctx.weight_dtype = weight_VE.dtype
         return losses_BS
@@ -108,15 +106,13 @@ class LinearCrossEntropy(torch.autograd.Function):
         is_target_BS = labels_BS != IGNORE_INDEX
         max_grad = grad_BS.where(is_target_BS, -torch.inf).amax()
         min_grad = grad_BS.where(is_target_BS, torch.inf).amin()
-        # No targets at all: highest is -inf, and both gradients are zero whatever multiplies them.
+        # Without targets max_grad is -inf, and the stored gradients are zero: scale by 0.
         scale = max_grad.where(max_grad == min_grad, torch.nan).where(is_target_BS.any(), 0)
         grad_x_BSE = (grad_x_RE * scale).to(grad_x_RE.dtype).unflatten(0, labels_BS.shape)
         return grad_x_BSE, (grad_weight_VE * scale).to(ctx.weight_dtype), None, None, None, None
 
 
 class LossHead(nn.Module):
-    """Final norm, projection and loss."""
-
     def __init__(self, config: ModelConfig, *, chunk_mib: int = 256) -> None:
         super().__init__()
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
@@ -124,20 +120,20 @@ class LossHead(nn.Module):
         self.vocab_shard = VocabShard()
         self.chunk_mib = chunk_mib
         self.reports_correct = False
-        """Whether it also says, without gradients, which targets were the most likely tokens."""
+        """Whether `forward` also returns which targets were predicted correctly. Evaluation sets it."""
 
     def forward(self, x_BSE: Tensor, labels_BS: Tensor) -> Tensor:
-        """One loss per token, [B, S], float32 (float64 for float64), zero where there is no target.
+        """Loss per token [B, S] in `accumulation_dtype`, zero where there is no target.
 
-        Of one that judges [B, S, 2]: beside each loss 1 where the target was the most likely token, else 0.
+        With `reports_correct`, [B, S, 2]: the loss, and 1 where the target is the argmax, else 0.
         """
         weight_VE = self.proj.local_weight()
-        bytes_per_token = weight_VE.shape[0] * (8 if x_BSE.dtype == torch.float64 else 4)
+        bytes_per_token = weight_VE.shape[0] * accumulation_dtype(x_BSE.dtype).itemsize
         chunk_tokens = max(1, (self.chunk_mib << 20) // bytes_per_token)
         self.norm.chunk_tokens = chunk_tokens
         normed_BSE = self.norm(x_BSE)
         if not torch.is_grad_enabled():
-            # A function cannot see that: it is told by inputs that want no gradient.
+            # An autograd.Function cannot see grad mode, only whether its inputs require gradients.
             normed_BSE, weight_VE = normed_BSE.detach(), weight_VE.detach()
         correct_BS = torch.zeros_like(labels_BS) if self.reports_correct else None
         losses_BS: Tensor = LinearCrossEntropy.apply(
@@ -146,7 +142,6 @@ class LossHead(nn.Module):
         return losses_BS if correct_BS is None else torch.stack((losses_BS, correct_BS.to(losses_BS.dtype)), dim=-1)
 
     def logits(self, x_BSE: Tensor) -> Tensor:
-        """[B, S, V], whole, in the losses' precision: for few tokens."""
-        loss_dtype = torch.float64 if x_BSE.dtype == torch.float64 else torch.float32
-        logits_BSV: Tensor = self.proj(self.norm(x_BSE)).to(loss_dtype)
+        """[B, S, V] in `accumulation_dtype`, not chunked: for few tokens."""
+        logits_BSV: Tensor = self.proj(self.norm(x_BSE)).to(accumulation_dtype(x_BSE.dtype))
         return logits_BSV

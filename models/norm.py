@@ -1,6 +1,6 @@
 """Root mean square normalisation (Zhang & Sennrich, 2019).
 
-Shape suffixes: E width, after any leading sizes; 1 one number per token.
+Shape suffixes, after any leading dimensions: E normalised dim, 1 one number per token.
 """
 
 from __future__ import annotations
@@ -11,26 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.view import WeightView, identity
+from models.linear import WeightView, accumulation_dtype, identity
 
 
 def rms_norm(x_E: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """In x's dtype; and, for the backward pass, what each token was multiplied by."""
+    """Output in x's dtype, and the reciprocal standard deviation that the backward pass needs."""
     rstd_1 = rstd(x_E, eps)
     out_E: Tensor = (x_E * rstd_1).to(x_E.dtype)
     return out_E.mul_(weight_E), rstd_1
 
 
 def rstd(x_E: Tensor, eps: float) -> Tensor:
-    """What each token is multiplied by, in float32 (float64 for float64)."""
-    accumulation_dtype = torch.float64 if x_E.dtype == torch.float64 else torch.float32
-    norm_1 = torch.linalg.vector_norm(x_E, dim=-1, keepdim=True, dtype=accumulation_dtype)
+    """Reciprocal root mean square of each token, in `accumulation_dtype`."""
+    norm_1 = torch.linalg.vector_norm(x_E, dim=-1, keepdim=True, dtype=accumulation_dtype(x_E.dtype))
     rstd_1: Tensor = (norm_1.square() / x_E.shape[-1] + eps).rsqrt()
     return rstd_1
 
 
 def rms_norm_backward(grad_E: Tensor, x_E: Tensor, weight_E: Tensor, rstd_1: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x, in its dtype, and of the weight, in that of the statistics."""
+    """Gradients of x, in its dtype, and of the weight, in the dtype of `rstd_1`."""
     normed_E = x_E * rstd_1
     grad_weight_E = (grad_E * normed_E).flatten(0, -2).sum(0)
     grad_normed_E = grad_E * weight_E
@@ -40,16 +39,16 @@ def rms_norm_backward(grad_E: Tensor, x_E: Tensor, weight_E: Tensor, rstd_1: Ten
 
 
 class RMSNormFunction(torch.autograd.Function):
-    """Keeps the input, which the residual stream keeps anyway, and one number per token for the backward pass."""
+    """Saves one number per token in addition to its input, which the residual stream saves anyway."""
 
     @staticmethod
     def forward(ctx: Any, x_E: Tensor, weight_E: Tensor, eps: float, chunk_tokens: int | None) -> Tensor:
-        ctx.most = chunk_tokens
+        ctx.chunk_tokens = chunk_tokens
         if chunk_tokens is None:
             out_E, rstd_1 = rms_norm(x_E, weight_E, eps)
         else:
             out_E = torch.empty_like(x_E, memory_format=torch.contiguous_format)
-            rstd_1 = x_E.new_empty(*x_E.shape[:-1], 1, dtype=torch.promote_types(x_E.dtype, torch.float32))
+            rstd_1 = x_E.new_empty(*x_E.shape[:-1], 1, dtype=accumulation_dtype(x_E.dtype))
             for x_chunk_E, out_chunk_E, rstd_chunk_1 in _chunks(chunk_tokens, x_E, out_E, rstd_1):
                 out_chunk_E[:], rstd_chunk_1[:] = rms_norm(x_chunk_E, weight_E, eps)
         ctx.save_for_backward(x_E, weight_E, rstd_1)
@@ -59,12 +58,12 @@ class RMSNormFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_E,) = grads
         x_E, weight_E, rstd_1 = ctx.saved_tensors
-        if ctx.most is None:
+        if ctx.chunk_tokens is None:
             grad_x_E, grad_weight_E = rms_norm_backward(grad_E, x_E, weight_E, rstd_1)
         else:
             grad_x_E = torch.empty_like(x_E, memory_format=torch.contiguous_format)
             grad_weight_E = torch.zeros_like(weight_E, dtype=rstd_1.dtype)
-            for grad_x_chunk_E, *chunk in _chunks(ctx.most, grad_x_E, grad_E, x_E, rstd_1):
+            for grad_x_chunk_E, *chunk in _chunks(ctx.chunk_tokens, grad_x_E, grad_E, x_E, rstd_1):
                 grad_chunk_E, x_chunk_E, rstd_chunk_1 = chunk
                 grad_x_chunk_E[:], grad_weight_chunk_E = rms_norm_backward(
                     grad_chunk_E, x_chunk_E, weight_E, rstd_chunk_1
@@ -84,9 +83,9 @@ class RMSNorm(nn.Module):
         self.view: WeightView = identity
         self.eps = eps
         self.chunk_tokens: int | None = None
-        """Tokens at a time: single precision is in passing of so many only. None: all."""
+        """Tokens per chunk, which bounds the float32 temporaries; None: all tokens at once. The loss head sets it."""
 
     def forward(self, x_E: Tensor) -> Tensor:
-        """[..., E] -> [..., E] in x's dtype; statistics in float32 (float64 for float64)."""
+        """[..., E] in x's dtype; statistics in `accumulation_dtype`."""
         out: Tensor = RMSNormFunction.apply(x_E, self.view(self.weight), self.eps, self.chunk_tokens)
         return out

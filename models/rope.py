@@ -1,10 +1,9 @@
-"""Rotary position embedding (Su et al., 2021) by position, in the rotate-half layout of Hugging Face.
+"""Rotary position embedding (Su et al., 2021) by position id, in Hugging Face's rotate-half layout.
 
-Shape suffixes: B rows, S tokens, N heads, H head width, F frequencies = H / 2.
+Angles are position times frequency in float64, reduced modulo 2 pi before rounding. In float32 the relative angle of two
+tokens 1000 apart is off by 0.05 rad at position 1M. `precision = "float32"` reproduces Hugging Face bitwise.
 
-Angles are products of position and frequency in float64, reduced before they are rounded: in float32 the relative
-angle of two tokens 1000 apart is off by 0.05 rad at position 1M. `precision = "float32"` asks for just that, bit by bit
-as Hugging Face has it.
+Shape suffixes: B batch, S tokens, N heads, H head dim, F frequencies = H / 2.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from models.config import RopeConfig
 def rope_frequencies(
     config: RopeConfig, head_dim: int, device: torch.device | None = None, *, seq_len: int = 0
 ) -> Tensor:
-    """Radians per position [F], in the configuration's precision."""
-    # Kept, because a copy to the device would wait for it, in every batch.
+    """Radians per position [F], in `config.precision`."""
+    # Cached because a copy to the device blocks the host.
     if config.precision == "float64":
         values = rope_scaling.frequencies(config, head_dim, seq_len=seq_len)
         return torch.tensor(values, dtype=torch.float64, device=device)
@@ -39,7 +38,7 @@ def cos_sin_table(
 ) -> Tensor:
     """Cosine and sine of every angle, times the attention factor: [2, B, S, 1, F], in `dtype`.
 
-    Computed once a step for all layers, whose rows have `seq_len` tokens.
+    Computed once per micro-batch for all layers; `seq_len` is the length of the full sequence.
     """
     frequencies_F = rope_frequencies(config, head_dim, position_ids_BS.device, seq_len=seq_len)
     angles_BSF = position_ids_BS.to(frequencies_F.dtype).unsqueeze(-1) * frequencies_F
@@ -50,14 +49,14 @@ def cos_sin_table(
 
 
 def identity_rotation(cos_sin_2BS1F: Tensor) -> Tensor:
-    """The table of the same shape that turns nothing, and takes no room."""
-    # Counted down on the device: a list would be copied there, which waits.
+    """A table of the same shape that rotates by zero: an expanded view without memory cost."""
+    # arange on the device: a copy of [1, 0] to the device would block the host.
     one_zero_2 = torch.arange(1, -1, -1, dtype=cos_sin_2BS1F.dtype, device=cos_sin_2BS1F.device)
     return one_zero_2.view(2, 1, 1, 1, 1).expand_as(cos_sin_2BS1F)
 
 
 class ApplyRotaryEmb(torch.autograd.Function):
-    """Turns by the angles; its transpose turns back by them, times the same factor. Keeps no activation."""
+    """Rotation whose backward pass is the inverse rotation (with the same factor); saves no activation."""
 
     @staticmethod
     def forward(ctx: Any, x_BSNH: Tensor, cos_BS1F: Tensor, sin_BS1F: Tensor) -> Tensor:
@@ -71,8 +70,8 @@ class ApplyRotaryEmb(torch.autograd.Function):
 
 
 def apply_rotary(x_BSNH: Tensor, cos_BS1F: Tensor, sin_BS1F: Tensor) -> Tensor:
-    """What `rotate` computes, below autograd."""
-    # Written half by half into one tensor: a temporary per product would leave holes in the heap of a CPU run.
+    """`apply_rotary_emb`, below autograd."""
+    # In place, half by half: temporaries would fragment the heap of a CPU run.
     left, right = x_BSNH.to(cos_BS1F.dtype).chunk(2, dim=-1)
     out_BSNH = torch.empty_like(x_BSNH, dtype=cos_BS1F.dtype)
     out_left, out_right = out_BSNH.chunk(2, dim=-1)
@@ -82,7 +81,7 @@ def apply_rotary(x_BSNH: Tensor, cos_BS1F: Tensor, sin_BS1F: Tensor) -> Tensor:
 
 
 def apply_rotary_emb(x_BSNH: Tensor, cos_sin_2BS1F: Tensor) -> Tensor:
-    """Turns each pair (x[i], x[i + F]) by its angle, in the rotation's precision; returns x's dtype."""
+    """Rotates each pair (x[i], x[i + F]) by its angle, computed in the table's dtype; returns x's dtype."""
     cos_BS1F, sin_BS1F = cos_sin_2BS1F.unbind(0)
     out_BSNH: Tensor = ApplyRotaryEmb.apply(x_BSNH, cos_BS1F, sin_BS1F)
     return out_BSNH

@@ -1,9 +1,9 @@
-"""How fast rotary embedding turns: frequencies and what stretches them, as plain numbers, without torch.
+"""Rotary frequencies and their scaling for context extension, without torch.
 
-With d the head width, theta ** (2 i / d) is the i-th power, and its inverse the frequency, in radians per position. To
-extend the context from L to s L tokens, frequencies are stretched: all alike (`linear`, Chen et al., 2023), by wavelength
-(`llama3`, its release), by their turns over L (`yarn`, Peng et al., 2023), or each by its own factor (`longrope`, Ding et
-al., 2024). The last two multiply cosine and sine too, by the attention factor, and so scores by its square.
+Frequency i is 1 / theta ** (2 i / head_dim), in radians per position. Scaling extends the context from L to s L tokens:
+every frequency by s (`linear`, Chen et al., 2023), by wavelength (`llama3`, Llama 3.1's release), by the number of
+rotations within L (`yarn`, Peng et al., 2023), or by a factor per frequency (`longrope`, Ding et al., 2024). The last two
+also multiply cosine and sine by the attention factor, and therefore the scores by its square.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from models.config import ModelConfig, RopeConfig
 
 
 def frequencies(config: RopeConfig, head_dim: int, *, seq_len: int) -> list[float]:
-    """Radians per position, of rows of `seq_len` tokens."""
+    """Radians per position, for sequences of `seq_len` tokens."""
     indices = range(head_dim // 2)
     return scale_frequencies(config, [config.theta ** (2 * i / head_dim) for i in indices], indices, seq_len=seq_len)
 
 
 def scale_frequencies(config: RopeConfig, powers: Iterable[Any], indices: Iterable[Any], *, seq_len: int) -> list[Any]:
-    """The same from powers and their indices: numbers, or tensors of one, in whose precision all is computed.
+    """Scaled frequencies from `powers` (theta ** (2 i / head_dim)) and `indices` (i): floats, or scalar tensors.
 
-    The order of operations is that of Hugging Face, so that in float32 bits are theirs.
+    The order of operations is Hugging Face's, so that float32 tensors give bitwise the same result.
     """
     pairs = list(zip(powers, indices, strict=True))
     original_length, factor = config.original_length, config.factor
@@ -52,7 +52,7 @@ def scale_frequencies(config: RopeConfig, powers: Iterable[Any], indices: Iterab
 
 
 def yarn_ramp_bounds(config: RopeConfig, head_dim: int) -> tuple[float, float]:
-    """`yarn`: the index from which frequencies are stretched, and the one from which they are by the whole factor."""
+    """`yarn`: the index where scaling starts, and the index from which it is the full factor."""
 
     def correction_dim(num_rotations: float) -> float:
         return (
@@ -67,7 +67,7 @@ def yarn_ramp_bounds(config: RopeConfig, head_dim: int) -> tuple[float, float]:
 
 
 def attention_factor(config: RopeConfig) -> float:
-    """What cosine and sine are multiplied by."""
+    """The multiplier of cosine and sine."""
     if config.kind not in ("yarn", "longrope"):
         return 1.0
     if config.attention_factor is not None:
@@ -78,14 +78,14 @@ def attention_factor(config: RopeConfig) -> float:
 
 
 def rope_summary(model: ModelConfig, seq_len: int) -> str:
-    """The rotation in words, for who forgot to stretch it."""
+    """One log line that shows a missing context extension: frequencies that complete no rotation in `seq_len`."""
     rope = model.rope
     freqs = frequencies(rope, model.head_dim, seq_len=seq_len)
-    num_partial_turns = sum(seq_len * frequency < 2 * math.pi for frequency in freqs)
-    nope_note = "" if model.nope_every is None else f"; none in every {model.nope_every}th layer"
+    num_partial_rotations = sum(seq_len * frequency < 2 * math.pi for frequency in freqs)
+    nope_note = "" if model.nope_every is None else f"; no rope in every {model.nope_every}th layer"
     return (
-        f"rope {rope.kind}: theta {rope.theta:,.0f}, slowest wavelength {2 * math.pi / min(freqs):,.0f} tokens for "
-        f"training.seq_len = {seq_len:,}, {num_partial_turns} of {len(freqs)} frequencies turn less than once in it, "
+        f"rope {rope.kind}: theta {rope.theta:,.0f}, longest wavelength {2 * math.pi / min(freqs):,.0f} tokens for "
+        f"training.seq_len = {seq_len:,}, {num_partial_rotations} of {len(freqs)} frequencies complete no rotation, "
         f"attention factor {attention_factor(rope):.4f}{nope_note}"
     )
 

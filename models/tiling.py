@@ -1,10 +1,10 @@
-"""What a block computes of a tile of tokens, forward and backward, below autograd.
+"""A block's computation on one tile of tokens: QKV projections and feed-forward, forward and backward, below autograd.
 
-A tile is what lives at once where a block is computed again in its backward pass (ALST, Bekman et al., 2025). Tokens
-meet in attention only, so tiles are exact, of whatever length.
+Tiling bounds the transient memory of recomputation (ALST, Bekman et al., 2025). Tokens interact only in attention, so
+every tile length gives exact results.
 
-Shape suffixes: B rows, C tokens of a tile, E width of the residual stream, G inner width here, Q and K widths of all
-query and of all key heads, H width of a head, F rotary frequencies.
+Shape suffixes: B batch, C tokens of a tile, E model dim, G feed-forward dim of this rank, Q and K dims of all query and
+of all KV heads, H head dim, F rotary frequencies.
 """
 
 from __future__ import annotations
@@ -19,40 +19,42 @@ from torch.nn import functional as F
 
 from models import norm, rope
 from models.feed_forward import gated_linear, gated_linear_backward
+from models.linear import accumulation_dtype
 
 
 def split_into_tiles(num_tokens: int, max_tokens: int | None = None) -> list[slice]:
-    """As few as possible, and as equal as possible: no small one at the end, which would waste a device."""
+    """The fewest tiles of at most `max_tokens`, as equal as possible: a small last tile would waste the device."""
     count = 1 if max_tokens is None else -(-num_tokens // max(1, max_tokens))
     starts = [-(-num_tokens * index // count) for index in range(count + 1)]
     return [slice(start, end) for start, end in pairwise(starts)]
 
 
 def bytes_per_token(dim: int, ffn_dim: int, itemsize: int) -> int:
-    """In a feed-forward's backward pass, where most lives at once: gate, up and what becomes the gradients of both, then
-    these gradients and two of the input; beside the normalised input. A number takes `size`.
+    """Peak bytes per token in the feed-forward's backward pass, at `itemsize` bytes per number.
+
+    Gate, up and the buffers of their gradients; then these gradients and two input gradients; plus the normed input.
     """
     return (2 * ffn_dim + 2 * max(ffn_dim, dim) + dim) * itemsize
 
 
 class QKVProjections(NamedTuple):
-    """What makes queries, keys and values of the normalised stream."""
+    """Weights that map the normed residual stream to queries, keys and values."""
 
     weights: Sequence[Tensor]
-    """Of queries [Q, E], keys [K, E] and values [K, E]."""
+    """Query [Q, E], key [K, E] and value [K, E] projections."""
     norm_weights: Sequence[Tensor]
-    """Of each head of queries and of keys, [H]; or none."""
+    """Query and key norms [H], or empty."""
     eps: float
 
     def head_group(self, index: int, num_groups: int) -> QKVProjections:
-        """Those of some of the heads."""
+        """The projections of one of `num_groups` head groups."""
         return self._replace(weights=[weight.chunk(num_groups)[index] for weight in self.weights])
 
 
 def project_qkv(
     normed_BCE: Tensor, cos_BC1F: Tensor, sin_BC1F: Tensor, projections: QKVProjections
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys, normalised and rotated, and values: [B, C, heads, H]."""
+    """Normed and rotated queries and keys, and values: [B, C, heads, H]."""
     q, k, v = (_project_heads(normed_BCE, weight, cos_BC1F) for weight in projections.weights)
     for weight_H, x in zip(projections.norm_weights, (q, k), strict=False):
         x.copy_(norm.rms_norm(x, weight_H, projections.eps)[0])
@@ -62,7 +64,7 @@ def project_qkv(
 def project_qkv_backward(
     normed_BCE: Tensor, cos_BC1F: Tensor, sin_BC1F: Tensor, grads: Sequence[Tensor], projections: QKVProjections
 ) -> tuple[Tensor, ...]:
-    """Gradients of the input, of the three matrices, and of the norms, which need what entered them once more."""
+    """Gradients of the input, the three projections and the norms, whose inputs are recomputed."""
     dq, dk, dv = grads
     grad_heads = [rope.apply_rotary(dq, cos_BC1F, -sin_BC1F), rope.apply_rotary(dk, cos_BC1F, -sin_BC1F), dv]
     grad_norms = []
@@ -88,7 +90,7 @@ def feed_forward(normed_BCE: Tensor, gate_GE: Tensor, up_GE: Tensor, down_EG: Te
 def feed_forward_backward(
     grad_BCE: Tensor, normed_BCE: Tensor, gate_GE: Tensor, up_GE: Tensor, down_EG: Tensor, *, activation: str
 ) -> tuple[Tensor, ...]:
-    """Gradients of the input, and of the three matrices."""
+    """Gradients of the input and of the gate, up and down projections."""
     gate, up = F.linear(normed_BCE, gate_GE), F.linear(normed_BCE, up_GE)
     grad_gate, grad_up, grad_down_EG = gated_linear_backward(grad_BCE, gate, up, down_EG, activation=activation)
     del gate, up
@@ -97,12 +99,12 @@ def feed_forward_backward(
 
 
 def weight_grad(grad: Tensor, x: Tensor) -> Tensor:
-    """Of the weight that made of `x` what has this gradient."""
+    """Weight gradient of `x @ weight.T`, from the gradient of the product."""
     return grad.flatten(0, -2).T @ x.flatten(0, -2)
 
 
 def input_grad(grads: list[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """The gradient of what several weights multiply."""
+    """Gradient of an input that several weights multiply: sum of `grad @ weight`."""
     total = grads[0].flatten(0, -2) @ weights[0]
     for grad, weight in zip(grads[1:], weights[1:], strict=True):
         total.addmm_(grad.flatten(0, -2), weight)
@@ -110,14 +112,14 @@ def input_grad(grads: list[Tensor], weights: Sequence[Tensor]) -> Tensor:
 
 
 class GradAccumulator:
-    """Gradients of weights, summed over so many tiles in float32 (float64 for float64)."""
+    """Sums weight gradients over tiles, in `accumulation_dtype`; a single tile's are kept as they are."""
 
     def __init__(self, weights: Sequence[Tensor], num_tiles: int) -> None:
         self._dtypes = [weight.dtype for weight in weights]
         self._accumulators: list[Tensor] = []
         if num_tiles > 1:
-            accumulation_dtype = torch.promote_types(weights[0].dtype, torch.float32)
-            self._accumulators = [torch.zeros_like(weight, dtype=accumulation_dtype) for weight in weights]
+            dtype = accumulation_dtype(weights[0].dtype)
+            self._accumulators = [torch.zeros_like(weight, dtype=dtype) for weight in weights]
 
     def add(self, grads: Sequence[Tensor]) -> None:
         if not self._accumulators:
@@ -127,6 +129,6 @@ class GradAccumulator:
             total += grad
 
     def pop_grads(self) -> Iterator[Tensor]:
-        """Each in its weight's type, and no longer held here."""
+        """Yields each gradient in its weight's dtype and releases its accumulator."""
         for dtype in self._dtypes:
             yield self._accumulators.pop(0).to(dtype)

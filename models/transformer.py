@@ -1,16 +1,15 @@
-"""One Transformer for every family: embed -> blocks -> head. Their differences are data (`models/config.py`).
+"""The Transformer of every family: embedding, blocks, loss head. Families differ by configuration only.
 
-Shape suffixes: B rows, S tokens on this rank, E width of the residual stream, F rotary frequencies, D document starts
-and the row's end.
+Shape suffixes: B batch, S tokens of this rank, T tokens of the sequence-parallel group, E model dim, F rotary
+frequencies, D document boundaries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
-import torch
 from torch import Tensor, nn
 
 from models import rope
@@ -18,23 +17,30 @@ from models.attention import Attention
 from models.batch import Batch
 from models.config import ModelConfig
 from models.feed_forward import FeedForward
-from models.linear import Embedding
+from models.linear import Embedding, accumulation_dtype, identity
 from models.loss_head import LossHead
 from models.norm import RMSNorm
-from models.view import identity
 
 
 class SequenceParallelComm(NamedTuple):
-    """How ranks that share a block's matrices trade tokens; each is what the other's gradient needs."""
+    """All-gather and reduce-scatter of a block's tokens; each is the other's gradient. Tensor parallelism sets them."""
 
     gather: Callable[[Tensor], Tensor] = identity
-    """[B, S, E] of this rank's tokens -> [B, T, E] of all ranks'."""
+    """All-gather: [B, S, E] -> [B, T, E]."""
     reduce: Callable[[Tensor], Tensor] = identity
-    """[B, T, E], of which each rank has a part of the sum -> [B, S, E]."""
+    """Reduce-scatter of partial sums: [B, T, E] -> [B, S, E]."""
+
+
+class BlockForward(Protocol):
+    """Runs a block. `parallelisms.activation_checkpoint` sets one that saves less and recomputes in the backward pass."""
+
+    def __call__(
+        self, block: TransformerBlock, x_BSE: Tensor, cos_sin_2BS1F: Tensor, boundaries_BD: Tensor, /
+    ) -> Tensor: ...
 
 
 class TransformerBlock(nn.Module):
-    """Attention and feed-forward, each on the normalised stream and added to it."""
+    """Pre-norm attention and feed-forward with residual connections."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -43,8 +49,7 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.feed_forward = FeedForward(config)
         self.sp_comm = SequenceParallelComm()
-        # The second seam: how a block runs, so that it may keep less and compute it again in the backward pass.
-        self.forward_fn: Callable[[TransformerBlock, Tensor, Tensor, Tensor], Tensor] = default_block_forward
+        self.forward_fn: BlockForward = default_block_forward
 
     def forward(self, x_BSE: Tensor, cos_sin_2BS1F: Tensor, boundaries_BD: Tensor) -> Tensor:
         return self.forward_fn(self, x_BSE, cos_sin_2BS1F, boundaries_BD)
@@ -53,7 +58,7 @@ class TransformerBlock(nn.Module):
 def default_block_forward(
     block: TransformerBlock, x_BSE: Tensor, cos_sin_2BS1F: Tensor, boundaries_BD: Tensor
 ) -> Tensor:
-    """As autograd does it."""
+    """Leaves the backward pass to autograd."""
     x_BSE = x_BSE + block.attention(block.attention_norm(x_BSE), cos_sin_2BS1F, boundaries_BD)
     out: Tensor = x_BSE + block.feed_forward(block.ffn_norm(x_BSE))
     return out
@@ -61,7 +66,7 @@ def default_block_forward(
 
 @dataclass(frozen=True)
 class StageSpec:
-    """A piece of a model that is cut between blocks: these layers, the embedding before them, the head after them."""
+    """The layers of one pipeline stage, and whether it has the embedding and the loss head."""
 
     layers: range
     has_embedding: bool = True
@@ -69,9 +74,9 @@ class StageSpec:
 
 
 class Transformer(nn.Module):
-    """A decoder-only language model: a batch in, one loss per token out. Or a part of one, under the same names.
+    """A decoder-only language model, or one pipeline stage of it with the same parameter names.
 
-    `seq_len` are the tokens of the rows that it is for: `longrope` has other factors for longer ones.
+    `seq_len` is the length of the training sequences, which selects `longrope`'s factors.
     """
 
     def __init__(
@@ -81,10 +86,10 @@ class Transformer(nn.Module):
         stage = stage or StageSpec(range(config.num_layers))
         self.config, self.seq_len = config, seq_len
         self.embed = Embedding(config.vocab_size, config.dim) if stage.has_embedding else None
-        # Keyed by layer number, so that names do not depend on where the model is cut.
+        # Keyed by layer index, so that parameter names do not depend on the pipeline split.
         self.blocks = nn.ModuleDict({str(index): TransformerBlock(config) for index in stage.layers})
         self.head = LossHead(config, chunk_mib=loss_chunk_mib) if stage.has_head else None
-        # Gets the residual stream before each block and after the last: for who wants to know how far this is.
+        # Called on the residual stream before each block and after the last one. The trainer sets it to track progress.
         self.block_boundary_hook: Callable[[Tensor], Tensor] = identity
         if config.tie_embeddings and self.embed is not None and self.head is not None:
             self.head.proj.weight = self.embed.weight
@@ -93,9 +98,9 @@ class Transformer(nn.Module):
         return [cast(TransformerBlock, block) for block in self.blocks.values()]
 
     def init_std(self, name: str) -> float | None:
-        """Standard deviation of a parameter's initial values; None for norms, which start at one.
+        """Standard deviation of a parameter's initial values; None for norms, which start at 1.
 
-        0.02, and for the two projections that write to the residual stream 0.02 / sqrt(2 layers), as GPT-2 has it.
+        0.02; the two projections that write to the residual stream get 0.02 / sqrt(2 num_layers), as in GPT-2.
         """
         if name.endswith("norm.weight"):
             return None
@@ -103,18 +108,17 @@ class Transformer(nn.Module):
         return 0.02 * (2 * self.config.num_layers) ** -0.5 if writes_residual else 0.02
 
     def forward(self, batch: Batch, x_BSE: Tensor | None = None) -> Tensor:
-        """One loss per token, [B, S], zero where there is no target; see `Head`.
+        """Loss per token [B, S], zero where there is no target; see `LossHead.forward`.
 
-        A part without embedding takes the residual stream [B, S, E] too, and one without head returns it.
+        A stage without embedding also takes the hidden states [B, S, E]; a stage without head returns them.
         """
         if self.embed is not None:
             x_BSE = self.embed(batch.tokens)
         if x_BSE is None:
-            raise ValueError("a part of a model without embedding needs the residual stream that enters it")
-        rope_dtype = torch.float64 if x_BSE.dtype == torch.float64 else torch.float32
+            raise ValueError("a pipeline stage without embedding needs the hidden states of the previous stage")
         config = self.config
         cos_sin_2BS1F = rope.cos_sin_table(
-            config.rope, config.head_dim, batch.positions, rope_dtype, seq_len=self.seq_len
+            config.rope, config.head_dim, batch.positions, accumulation_dtype(x_BSE.dtype), seq_len=self.seq_len
         )
         identity_2BS1F = rope.identity_rotation(cos_sin_2BS1F)
         for index, block in self.blocks.items():

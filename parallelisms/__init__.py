@@ -1,1 +1,1 @@
-"""Floor 2: where it is computed. The mesh, and what spreads a model over it."""
+"""Floor 2: the device mesh, and every parallelism, recomputation and offload that a model runs under."""

@@ -1,17 +1,17 @@
-"""Blocks that keep little of their forward pass and compute the rest again in their backward pass.
+"""Selective activation checkpointing (Chen et al., 2016) that never re-runs attention.
 
-Activation checkpointing (Chen et al., 2016) that keeps attention's output and log-sum-exp, which take longest to compute
-(DISTFLASHATTN, Li et al., 2024). A block is two autograd functions that find their gradients by hand (`halves.py`):
+Blocks save attention's output and log-sum-exp, which cost most to recompute (DISTFLASHATTN, Li et al., 2024), and
+recompute the rest in the backward pass. A block is two autograd functions around the manual backward of
+`block_recompute.BlockCompute`:
 
-    x --> AttentionHalf --> x + attention --> FeedForwardHalf --> the block's output
-               keeps x and what attention gave                keeps nothing of its own
+    x --> attention half --> x + attention --> feed-forward half --> output
+              saves x and the attention output         saves nothing
 
-Their graph is that of the forward pass, so what is kept may lie anywhere, and nothing runs again but what is needed.
-With `every` above 1 only one of so many blocks keeps its input; those of the others are made again from it, without
-attention.
+The autograd graph is that of the forward pass, so saved tensors may be on the device or on the host. With
+`blocks_per_checkpoint` above 1 only one of so many blocks saves its input; the others recompute theirs from it.
 
-Shape suffixes: B rows, S tokens of this rank, T tokens of all tp ranks, E width of the residual stream, F rotary
-frequencies, D document starts and the row's end.
+Shape suffixes: B sequences, S tokens of this rank, T tokens of all tp ranks, E width of the residual stream, F rotary
+frequencies, D document starts and the sequence end.
 """
 
 from __future__ import annotations
@@ -30,25 +30,27 @@ from parallelisms.activation_offload import HostActivationPool, SavedTensor
 from parallelisms.block_recompute import AttentionOutputs, BlockCompute, Tiling
 
 RecomputePolicy = Literal["none", "full", "keep_attention"]
+HalfForward = Callable[[Tensor], Tensor]
+HalfBackward = Callable[[Tensor], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
 class RecomputeConfig:
-    """What blocks keep between their passes, and where."""
+    """Which activations blocks save for the backward pass, and where."""
 
     policy: RecomputePolicy = "none"
     host_pool: HostActivationPool | None = None
-    """For inputs; None: they stay on their device."""
+    """Host memory for block inputs; None keeps them on the device."""
     offload_attention: bool = False
     blocks_per_checkpoint: int = 1
-    """Blocks of which one keeps its input."""
+    """One in this many blocks saves its input."""
     tiling: Tiling = field(default_factory=Tiling)
     reshard_after_forward: bool = True
-    """Whether FSDP frees a block's weights between its passes."""
+    """Whether FSDP reshards the weights of a block after its forward."""
 
 
 def apply(model: Transformer, config: RecomputeConfig) -> None:
-    """Lets every block run so. Each batch that went forward may go back once, in any order."""
+    """Sets `forward_fn` of every block. Each batch allows one backward; batches may run backward in any order."""
     if config.policy == "none":
         return
     chain = BlockChain()
@@ -57,14 +59,14 @@ def apply(model: Transformer, config: RecomputeConfig) -> None:
 
 
 class BlockChain:
-    """Where a block finds the pass through the one before it."""
+    """Links a block's activations to those of the block before it."""
 
     latest: Callable[[], BlockActivations | None] = staticmethod(lambda: None)
-    """A reference that does not hold it: its graph does, as long as it is to go back."""
+    """A weak reference: only the autograd graph keeps the activations alive."""
 
 
 class BlockRunner:
-    """How a block runs."""
+    """The `forward_fn` of a block under recomputation. Set by `apply`."""
 
     def __init__(self, config: RecomputeConfig, chain: BlockChain, index: int, *, is_last: bool) -> None:
         self._config, self._chain, self._index, self._is_last = config, chain, index, is_last
@@ -80,45 +82,38 @@ class BlockRunner:
             compute, self._config, previous, saves_input=self._index % self._config.blocks_per_checkpoint == 0
         )
         self._chain.latest = ref(activations)
-        hidden_BSE = AttentionFunction.apply(x_BSE, activations, *compute.attention_weights())
-        out_BSE: Tensor = FeedForwardFunction.apply(hidden_BSE, activations, *compute.feed_forward_weights())
+        hidden_BSE = BlockHalf.apply(
+            x_BSE, activations.attention_forward, activations.attention_backward, *compute.attention_weights()
+        )
+        out_BSE: Tensor = BlockHalf.apply(
+            hidden_BSE, compute.feed_forward, activations.feed_forward_backward, *compute.feed_forward_weights()
+        )
         if self._is_last and self._config.host_pool is not None:
-            self._config.host_pool.release_offloaded()  # The head needs the room.
+            self._config.host_pool.release_offloaded()  # The loss head needs the memory.
         return out_BSE
 
 
-class AttentionFunction(torch.autograd.Function):
-    """x + attention(norm(x)). Weights are read from the block in either pass: FSDP frees and gathers them between."""
+class BlockHalf(torch.autograd.Function):
+    """One half of a block: `forward` maps x to the output, `backward` its gradient to those of x and of the weights.
+
+    The weights only mark what needs a gradient: both directions read them from the block, since FSDP frees and gathers
+    them in between.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_BSE: Tensor, activations: BlockActivations, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, x_BSE: Tensor, forward: HalfForward, backward: HalfBackward, *weights: Tensor) -> Tensor:
         del weights
-        ctx.this = activations
-        return activations.attention_forward(x_BSE)
+        ctx.compute_grads = backward
+        return forward(x_BSE)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x_BSE, *weight_grads = ctx.this.attention_backward(grads[0])
-        return grad_x_BSE, None, *weight_grads
-
-
-class FeedForwardFunction(torch.autograd.Function):
-    """x + feed_forward(norm(x))."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden_BSE: Tensor, activations: BlockActivations, *weights: Tensor) -> Tensor:
-        del weights
-        ctx.this = activations
-        return activations.compute.feed_forward(hidden_BSE)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden_BSE, *weight_grads = ctx.this.feed_forward_backward(grads[0])
-        return grad_hidden_BSE, None, *weight_grads
+        grad_x_BSE, *weight_grads = ctx.compute_grads(grads[0])
+        return grad_x_BSE, None, None, *weight_grads
 
 
 class BlockActivations:
-    """One batch's pass through a block: what is kept of it, and how the rest is found again."""
+    """The saved activations of one batch in one block, and the recomputation of the others."""
 
     def __init__(
         self, compute: BlockCompute, config: RecomputeConfig, previous: BlockActivations | None, *, saves_input: bool
@@ -127,9 +122,9 @@ class BlockActivations:
         self._config, self._next_in_backward = config, previous
         self._input_source = None if saves_input else previous
         self._saved_input: SavedTensor | None = None
-        """Unless it is made again from the previous one."""
+        """None if recomputed from the previous block."""
         self._saved_attention: list[tuple[SavedTensor, ...]] = []
-        """Of each group of heads."""
+        """Output and log-sum-exp of each head group."""
         self._restored_input_BSE: Tensor | None = None
         self._attention_outputs: AttentionOutputs = []
 
@@ -149,14 +144,14 @@ class BlockActivations:
         return self.compute.output_projection(x_BSE, outputs)
 
     def _saves_attention(self, head_group: tuple[Tensor, ...], x_BSE: Tensor) -> bool:
-        """What attention gave, of all groups or of none."""
+        """Whether to save the attention output: of all head groups or of none."""
         if self._config.policy != "keep_attention":
             return False
         host_pool = self._attention_host_pool()
         return (
             bool(self._saved_attention)
             or host_pool is None
-            or host_pool.has_room(head_group, head_groups=self._config.tiling.head_groups, x=x_BSE)
+            or host_pool.has_headroom(head_group, head_groups=self._config.tiling.head_groups, x=x_BSE)
         )
 
     def _attention_host_pool(self) -> HostActivationPool | None:
@@ -178,10 +173,12 @@ class BlockActivations:
         return self.compute.attention_backward(grad_BSE, x_BSE, self._attention_outputs, prefetch=self._prefetch_next)
 
     def prefetch(self) -> None:
-        """Lets what is on the host begin its way back."""
+        """Starts to copy the saved activations from the host to the device."""
         self.prefetch_input()
-        if self._config.tiling.head_groups == 1:  # Else rows are so long that copies take no time, but much room.
-            for saved in (kept for group in self._saved_attention for kept in group):
+        if (
+            self._config.tiling.head_groups == 1
+        ):  # With several, copies are cheap next to the compute, but the memory counts.
+            for saved in (tensor for group in self._saved_attention for tensor in group):
                 saved.prefetch()
 
     def prefetch_input(self) -> None:
@@ -191,24 +188,25 @@ class BlockActivations:
             self._saved_input.prefetch()
 
     def recompute_output(self) -> Tensor:
-        """The output, made again without what is not needed for it."""
+        """Recomputes the block output, which is the input of the next block."""
         x_BSE = self._restore_input()
         with _unsharded(self.compute.block, reshard_after_forward=self._config.reshard_after_forward):
             if not self._saved_attention:
-                self._attention_outputs = [*self.compute.attention_forward(x_BSE)]  # Once again is enough.
+                self._attention_outputs = [
+                    *self.compute.attention_forward(x_BSE)
+                ]  # Kept for the backward of this block.
             outputs = [group[0].read() for group in self._saved_attention] or [
                 out for out, _ in self._attention_outputs
             ]
             return self.compute.feed_forward(self.compute.output_projection(x_BSE, outputs))
 
     def _restore_input(self) -> Tensor:
-        """The input, from now on at hand."""
         if self._restored_input_BSE is None and self._input_source is not None:
             self._restored_input_BSE, self._input_source = self._input_source.recompute_output(), None
         if self._restored_input_BSE is None and self._saved_input is not None:
             self._restored_input_BSE, self._saved_input = self._saved_input.pop(), None
         if self._restored_input_BSE is None:
-            raise RuntimeError("what a block kept for its backward pass has been taken already")
+            raise RuntimeError("the saved activations of this block were already used by a backward pass")
         return self._restored_input_BSE
 
     def _prefetch_next(self) -> None:
@@ -219,7 +217,7 @@ class BlockActivations:
 
 @contextmanager
 def _unsharded(block: TransformerBlock, *, reshard_after_forward: bool) -> Iterator[None]:
-    """The block's weights, which FSDP gathers for the block at work only."""
+    """Gathers the weights of a block outside its own forward and backward, where FSDP does not."""
     fsdp_module = cast(Any, block)
     if not reshard_after_forward or not hasattr(fsdp_module, "unshard"):
         yield

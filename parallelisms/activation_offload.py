@@ -1,11 +1,11 @@
-"""What blocks keep for their backward passes, in host memory: copied out while the next block runs, and back in time.
+"""Activation offload to pinned host memory, overlapped with compute.
 
     forward     block 0     block 1     block 2
     copies         0 out       1 out       2 out
     backward    block 2     block 1     block 0
     copies         1 in        0 in
 
-Copies have streams of their own, for which the device waits and the host does not. On a CPU the same code copies at once.
+Copies run on separate CUDA streams; the device waits for them, the host never does. On a CPU they are synchronous.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from torch.profiler import record_function
 OffloadTarget = Literal["none", "inputs", "inputs_and_attention"]
 
 MAX_PENDING_OFFLOADS = 4
-"""Tensors on their way out at a time, at most."""
+"""Device tensors that may wait for their copy to the host at a time."""
 OFFLOAD_RANGE = "activation_offload"
 """The profiler range around allocating host memory and starting the copy to it."""
 
-
 SavedKind = Literal["inputs", "attention"]
 CopyPairs = list[tuple[Tensor, Tensor]]
-"""What is written, and what is read."""
+"""(destination, source) byte tensors."""
 
 
 class SavedTensor:
-    """A tensor, on the host or, without memory there, where it is."""
+    """A tensor saved for backward: in host memory with a `pool`, else on its device."""
 
     def __init__(self, x: Tensor, pool: HostActivationPool | None = None, kind: SavedKind = "inputs") -> None:
         self._pool, self._kind = pool, kind
@@ -42,24 +41,24 @@ class SavedTensor:
         self._host_buffers: list[Tensor] = [] if pool is None else pool.offload(x, kind)
 
     def prefetch(self) -> None:
-        """Lets it begin its way back to the device."""
+        """Starts the copy to the device, if the tensor is on the host."""
         if self._device_tensor is None and self._pool is not None and self._host_buffers:
             self._device_tensor = torch.empty(self._shape, dtype=self._dtype, device=self._device)
             self._pool.reload(self._host_buffers, self._device_tensor)
 
     def read(self) -> Tensor:
-        """The tensor, on its device; it stays kept."""
+        """The tensor on its device; it stays saved."""
         self.prefetch()
         device_tensor = self._device_tensor
         if device_tensor is None:
-            raise RuntimeError("what a block kept for its backward pass has been taken already")
+            raise RuntimeError("the saved activations of this block were already used by a backward pass")
         if self._pool is not None:
             self._pool.wait()
             self._device_tensor = None
         return device_tensor
 
     def pop(self) -> Tensor:
-        """The tensor, on its device, and kept no longer."""
+        """The tensor on its device; it is no longer saved."""
         device_tensor = self.read()
         if self._pool is not None:
             self._pool.release(self._host_buffers, self._kind)
@@ -68,38 +67,38 @@ class SavedTensor:
 
 
 class HostActivationPool:
-    """Keeps tensors of this rank, up to `budget` bytes.
+    """Host memory for the saved activations of this rank, at most `budget` bytes.
 
-    `inputs` of blocks are held at a time, at most, and come first: what attention gave has the room that they leave.
-    An input that finds none stays on its device; attention is then computed again, on all ranks that share rows alike,
-    since their tensors are.
+    Block inputs, at most `max_inputs` at a time, have priority; attention outputs use the rest. An input that does not
+    fit stays on its device. An attention output that does not fit is recomputed, and so on all cp and tp ranks, whose
+    tensors have the same size.
     """
 
     def __init__(self, *, max_inputs: int, budget: int | None = None) -> None:
         self.used_bytes: Counter[SavedKind] = Counter()
-        """Bytes in host memory."""
+        """Bytes of saved tensors in host memory."""
         self.reserved_bytes = 0
-        """Bytes that were got for them, also those that wait for the next tensor."""
+        """Bytes of allocated host memory, free buffers included."""
         self._max_inputs = max_inputs
         self._budget_bytes = inf if budget is None else budget
         self._streams: OffloadStreams | None = None
         self._free_buffers: dict[int, list[Tensor]] = {}
 
     def save_input(self, x: Tensor) -> SavedTensor:
-        """A block's input."""
+        """Offloads a block input, or keeps it on its device beyond the budget."""
         return SavedTensor(
             x, self if self.used_bytes["inputs"] + allocated_size(x.nbytes) <= self._budget_bytes else None
         )
 
-    def has_room(self, outputs: Sequence[Tensor], *, head_groups: int, x: Tensor) -> bool:
-        """For so many times what attention gave, beside all inputs, which are like x."""
+    def has_headroom(self, outputs: Sequence[Tensor], *, head_groups: int, x: Tensor) -> bool:
+        """Whether `head_groups` such outputs fit beside `max_inputs` block inputs of the size of x."""
         required_bytes = head_groups * sum(allocated_size(output.nbytes) for output in outputs)
         return self.used_bytes["attention"] + required_bytes <= self._budget_bytes - self._max_inputs * allocated_size(
             x.nbytes
         )
 
     def offload(self, x: Tensor, kind: SavedKind) -> list[Tensor]:
-        """Pieces of host memory with the bytes of x, or on their way to have them."""
+        """Starts the copy of x to host buffers and returns them."""
         on_device = x.device.type != "cpu"
         if on_device and self._streams is None:
             self._streams = OffloadStreams(x.device)
@@ -113,13 +112,13 @@ class HostActivationPool:
         return buffers
 
     def release(self, buffers: list[Tensor], kind: SavedKind) -> None:
-        """For the next tensor: pinned memory is slow to get, and stays within the budget only if it is used again."""
+        """Frees the buffers for the next tensor. They stay allocated: pinned memory is slow to allocate."""
         for buffer in buffers:
             self.used_bytes[kind] -= buffer.nbytes
             self._free_buffers.setdefault(buffer.nbytes, []).append(buffer)
 
     def release_offloaded(self) -> None:
-        """Lets go of what has left for the host: the device waits for the copies, the host does not."""
+        """Drops device tensors whose copy to the host is pending. The device waits for the copies, the host does not."""
         if self._streams is not None:
             self._streams.release_offloaded()
 
@@ -134,15 +133,16 @@ class HostActivationPool:
         _copy(pairs) if self._streams is None else self._streams.reload(pairs)
 
     def wait(self) -> None:
-        """Until what was copied back is here: the device waits, the host does not."""
+        """Waits for the copies to the device: the device waits, the host does not."""
         if self._streams is not None:
             self._streams.wait()
 
 
 class OffloadStreams:
-    """Copies between a CUDA device and pinned memory, each way on a stream of its own.
+    """Copies between a CUDA device and pinned host memory, on one stream per direction.
 
-    What leaves is held until the device, not the host, has waited for the copy: its memory may then be used again.
+    A device tensor is held until its copy out precedes all later work of the current stream, so that the allocator
+    can reuse its memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -156,13 +156,13 @@ class OffloadStreams:
             oldest_copy, _ = self._pending_offloads.popleft()
             current.wait_event(oldest_copy)
         self._offload_stream.wait_stream(current)
-        self._offload_stream.wait_stream(self._reload_stream)  # Which may still read what this is written over.
+        self._offload_stream.wait_stream(self._reload_stream)  # It may still read the reused host buffers.
         with torch.cuda.stream(self._offload_stream):
             _copy(pairs)
         self._pending_offloads.append((self._offload_stream.record_event(), pairs))
 
     def reload(self, pairs: CopyPairs) -> None:
-        # The memory that it goes to was used before, and what was copied out has to be there.
+        # The device memory may still be in use, and the copy out must have ended.
         self._reload_stream.wait_stream(torch.cuda.current_stream(self._device))
         self._reload_stream.wait_stream(self._offload_stream)
         with torch.cuda.stream(self._reload_stream):
@@ -180,9 +180,9 @@ class OffloadStreams:
 
 
 def buffer_sizes(size: int) -> list[int]:
-    """Powers of two that sum up to so many bytes, or at most a sixteenth more, largest first.
+    """Powers of two that sum to `size` bytes, or to at most a sixteenth more; largest first.
 
-    PyTorch rounds every piece of pinned memory up to a power of two, 1.1 GiB to 2.
+    PyTorch rounds every pinned allocation up to a power of two (1.1 GiB to 2 GiB).
     """
     sizes, remaining = [], size
     while remaining > 0:

@@ -1,16 +1,16 @@
-"""The two halves of a block, forward and backward by hand, in groups of heads and tiles of tokens; below autograd.
+"""Forward and manually written backward of a block, in head groups and token tiles; below autograd.
 
-    x --> norm, project, attend, project back --> + x --> norm, feed-forward --> + --> the block's output
-          group by group of heads                         tile by tile of tokens
+    x --> norm, QKV projections, attention, output projection --> + x --> norm, feed-forward --> + --> output
+          one head group at a time                                        one tile of tokens at a time
 
-What a group's backward pass holds is gone before the next one's begins, but for the gradients of its queries, keys and
-values. All else is done tile by tile: what lies between the halves is made again from x and what attention gave, and
-never lies there whole. Under tensor parallelism tokens are gathered and summed tile by tile too, but for the entrance to
-attention, where that would be done for each group: there all tokens lie gathered.
+The transient activations of a head group are freed before the next group starts, except the gradients of Q, K and V.
+Everything else runs tile by tile: the hidden state between the halves is recomputed from x and the attention output,
+and never exists in full. Under tensor parallelism tokens are gathered and reduced tile by tile too. The exception is
+the input of attention, which would be gathered once per head group: it is gathered in full.
 
-Shape suffixes: B rows, S tokens of this rank, T tokens of all tp ranks, C tokens of a tile, N query heads of a group,
+Shape suffixes: B sequences, S tokens of this rank, T tokens of all tp ranks, C tokens of a tile, N query heads of a group,
 H head width, E width of the residual stream, Q width of all query heads, F rotary frequencies, D document starts and
-the row's end.
+the sequence end.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from models.tiling import GradAccumulator, QKVProjections, bytes_per_token
 from models.transformer import TransformerBlock
 
 AttentionOutputs = list[tuple[Tensor, Tensor]]
-"""Output [B, T, N, H] and log-sum-exp of each group of heads."""
+"""Output [B, T, N, H] and log-sum-exp of each head group."""
 TileOp = Callable[..., Any]
 
 
 class TileOps(NamedTuple):
-    """What is computed of a tile."""
+    """The operations on a tile."""
 
-    normalise: TileOp = norm.rms_norm
-    normalise_backward: TileOp = norm.rms_norm_backward
+    normalize: TileOp = norm.rms_norm
+    normalize_backward: TileOp = norm.rms_norm_backward
     project_qkv: TileOp = tiling.project_qkv
     project_qkv_backward: TileOp = tiling.project_qkv_backward
     feed_forward: TileOp = tiling.feed_forward
@@ -45,13 +45,13 @@ class TileOps(NamedTuple):
 
 
 def compile_tile_ops(**options: Any) -> TileOps:
-    """The same, compiled once for all blocks."""
+    """Tile operations compiled once for all blocks."""
     return TileOps(*(torch.compile(op, fullgraph=True, **options) for op in TileOps()))
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """What blocks work in: groups of key/value heads, and tiles of so many bytes (None: all tokens are one)."""
+    """Number of groups of KV heads, and bytes of a token tile (None: one tile)."""
 
     head_groups: int = 1
     tile_bytes: int | None = None
@@ -59,7 +59,7 @@ class Tiling:
 
 
 class TokenTiles:
-    """Tiles of a rank's S tokens, and where they lie among all T, which are laid out by tp rank."""
+    """Tiles of a rank's S tokens, and their positions among all T tokens, which are ordered by tp rank."""
 
     def __init__(self, local_tokens: int, total_tokens: int, max_tile_tokens: int | None) -> None:
         self.num_tp_shards, self.total_tokens = total_tokens // local_tokens, total_tokens
@@ -68,7 +68,7 @@ class TokenTiles:
         )
 
     def select(self, x_BT: Tensor, tile: slice) -> Tensor:
-        """Every tp rank's tokens of a tile: [B, T, ...] -> [B, parts C, ...]."""
+        """The tokens of a tile of every tp rank: [B, T, ...] -> [B, num_tp_shards * C, ...]."""
         return (
             x_BT[:, tile]
             if self.num_tp_shards == 1
@@ -76,7 +76,7 @@ class TokenTiles:
         )
 
     def map_tiles(self, compute: Callable[[slice], Sequence[Tensor]], *, gathered: bool = False) -> list[Tensor]:
-        """What is computed of every tile, together."""
+        """Runs `compute` on every tile and concatenates its outputs along the tokens."""
         outputs: list[Tensor] = []
         num_shards = self.num_tp_shards if gathered else 1
         for tile in self.tiles:
@@ -92,15 +92,15 @@ class TokenTiles:
 
 
 class NormedInput(NamedTuple):
-    """What enters attention: x, normalised."""
+    """The normalized input of attention."""
 
     select: Callable[[slice], tuple[Tensor, Tensor]]
-    """Every tp rank's tokens of a tile, and by what this rank's were multiplied."""
+    """A tile's normalized tokens of every tp rank, and the inverse RMS of this rank's."""
     residual: Tensor
 
 
 class BlockCompute:
-    """A block at work on one batch, whose residual stream is like `x_BSE`."""
+    """Forward and backward of a block for one batch with a residual stream like `x_BSE`."""
 
     def __init__(
         self, block: TransformerBlock, x_BSE: Tensor, rotation_2BT1F: Tensor, boundaries_BD: Tensor, tiling: Tiling
@@ -116,10 +116,10 @@ class BlockCompute:
             max_tile_tokens = tiling.tile_bytes // bytes_per_token(dim, ffn_dim, x_BSE.element_size()) // x_BSE.shape[0]
         self._token_tiles = TokenTiles(x_BSE.shape[1], rotation_2BT1F.shape[2], max_tile_tokens)
 
-    # ---- weights, as they are now: FSDP frees and gathers them between the passes
+    # ---- weights, read on every use: FSDP frees and gathers them between forward and backward
 
     def attention_weights(self) -> tuple[Tensor, ...]:
-        """Of norm, queries, keys, values and, if there are any, the norms of queries and keys; and of output."""
+        """Norm, Q, K, V, the optional Q and K norms, output projection."""
         norm, projections = self.block.attention_norm, self._projections()
         return (
             norm.view(norm.weight),
@@ -134,33 +134,33 @@ class BlockCompute:
         return QKVProjections(matrices, [norm.view(norm.weight) for norm in norms], self.block.attention_norm.eps)
 
     def feed_forward_weights(self) -> tuple[Tensor, ...]:
-        """Of norm, gate, up and down."""
+        """Norm, gate, up, down."""
         norm, feed_forward = self.block.ffn_norm, self.block.feed_forward
         return norm.view(norm.weight), *(
             linear.local_weight() for linear in (feed_forward.gate_proj, feed_forward.up_proj, feed_forward.down_proj)
         )
 
-    # ---- the first half: attention
+    # ---- attention half
 
     def attention_forward(self, x_BSE: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """What attention gives, group by group."""
+        """Output and log-sum-exp of attention, one head group at a time."""
         for qkv in self._exchanged_qkv(self._norm_input(x_BSE)):
             output = self._core.forward(qkv, self._boundaries)
-            del qkv  # Before there is another.
+            del qkv  # Free it before the next group exists.
             yield output
 
     def output_projection(self, x_BSE: Tensor, attention_outputs: list[Tensor]) -> Tensor:
-        """What lies between the halves: x, and what attention gave, projected."""
+        """The hidden state between the halves: x plus the projected attention output."""
         (hidden_BSE,) = self._token_tiles.map_tiles(lambda tile: [self._hidden_tile(x_BSE, attention_outputs, tile)])
         return hidden_BSE
 
     def attention_backward(
         self, grad_BSE: Tensor, x_BSE: Tensor, attention_outputs: AttentionOutputs, *, prefetch: Callable[[], None]
     ) -> tuple[Tensor, ...]:
-        """Gradients of x, in the place of the one that is given, and of the weights. What was found is used up.
+        """Gradients of x and of the weights. Overwrites `grad_BSE` and empties `attention_outputs`.
 
-        `then` lets come back from the host what is needed next: at once, or, where rows are so long that heads go in
-        groups and its room counts, when all groups are done.
+        `prefetch` starts to reload the next block's activations: at once, or after the last of several head groups,
+        which indicate that memory is short.
         """
         if self._head_groups == 1:
             prefetch()
@@ -171,7 +171,7 @@ class BlockCompute:
         )
         normed_input, grad_BTE = self._norm_input(x_BSE), self._tp_comm.gather(grad_BSE)
         grads: list[tuple[Tensor, ...]] = []
-        for qkv in self._exchanged_qkv(normed_input):  # Not zipped, which would hold a group until there is another.
+        for qkv in self._exchanged_qkv(normed_input):  # zip would keep a group alive until the next one exists.
             o_EP, grad_o_EP = next(o_proj_groups)
             out_BTNH, lse = attention_outputs.pop(0)
             grad_o_EP.copy_(tiling.weight_grad(grad_BTE, out_BTNH.flatten(-2)))
@@ -186,19 +186,19 @@ class BlockCompute:
     def _norm_input(self, x_BSE: Tensor) -> NormedInput:
         norm_E, *_ = self.attention_weights()
 
-        def normalise_tile(tile: slice) -> tuple[Tensor, Tensor]:
-            normed: tuple[Tensor, Tensor] = self._ops.normalise(x_BSE[:, tile], norm_E, self.block.attention_norm.eps)
+        def normalize_tile(tile: slice) -> tuple[Tensor, Tensor]:
+            normed: tuple[Tensor, Tensor] = self._ops.normalize(x_BSE[:, tile], norm_E, self.block.attention_norm.eps)
             return normed
 
         if self._token_tiles.num_tp_shards == 1:
-            return NormedInput(normalise_tile, x_BSE)
-        # Gathered once, not for each group.
-        normed_BSE, inverse_BS1 = self._token_tiles.map_tiles(normalise_tile)
+            return NormedInput(normalize_tile, x_BSE)
+        # One all-gather for all head groups.
+        normed_BSE, inverse_BS1 = self._token_tiles.map_tiles(normalize_tile)
         normed_BTE = self._tp_comm.gather(normed_BSE)
         return NormedInput(lambda tile: (self._token_tiles.select(normed_BTE, tile), inverse_BS1[:, tile]), x_BSE)
 
     def _exchanged_qkv(self, normed_input: NormedInput) -> Iterator[Any]:
-        """Queries, keys and values of each group, on their way while the one before is at work."""
+        """Q, K and V of each head group; their communication overlaps with the previous group."""
         projections, next_qkv = self._projections(), None
         for group in range(self._head_groups + 1):
             qkv = next_qkv
@@ -228,22 +228,21 @@ class BlockCompute:
             grad, *grad_weights = self._ops.project_qkv_backward(
                 normed, *self._rope_tile(tile), tile_grads, projections
             )
-            grad, grad_norm_E = self._ops.normalise_backward(
+            grad, grad_norm_E = self._ops.normalize_backward(
                 self._tp_comm.reduce(grad), normed_input.residual[:, tile], norm_E, inverse
             )
             grad_BSE[:, tile] += grad
             weight_grads.add((grad_norm_E, *grad_weights))
         return grad_BSE, *weight_grads.pop_grads()
 
-    # ---- the second half: the feed-forward
+    # ---- feed-forward half
 
     def feed_forward(self, hidden_BSE: Tensor) -> Tensor:
-        """The block's output."""
         norm_E, *weights = self.feed_forward_weights()
 
         def compute_tile(tile: slice) -> list[Tensor]:
             x_BCE = hidden_BSE[:, tile]
-            normed, _ = self._ops.normalise(x_BCE, norm_E, self.block.ffn_norm.eps)
+            normed, _ = self._ops.normalize(x_BCE, norm_E, self.block.ffn_norm.eps)
             output = self._ops.feed_forward(self._tp_comm.gather(normed), *weights, activation=self._activation)
             return [self._tp_comm.reduce(output).add_(x_BCE)]
 
@@ -253,17 +252,17 @@ class BlockCompute:
     def feed_forward_backward(
         self, grad_BSE: Tensor, x_BSE: Tensor, attention_outputs: list[Tensor]
     ) -> tuple[Tensor, ...]:
-        """Gradients of what lies between the halves, and of the weights."""
+        """Gradients of the hidden state between the halves, and of the weights."""
         norm_E, *weights = self.feed_forward_weights()
         weight_grads = GradAccumulator((norm_E, *weights), len(self._token_tiles.tiles))
 
         def compute_tile(tile: slice) -> list[Tensor]:
             hidden_BCE, grad_BCE = self._hidden_tile(x_BSE, attention_outputs, tile), grad_BSE[:, tile]
-            normed, inverse = self._ops.normalise(hidden_BCE, norm_E, self.block.ffn_norm.eps)
+            normed, inverse = self._ops.normalize(hidden_BCE, norm_E, self.block.ffn_norm.eps)
             normed, grad = self._tp_comm.gather(normed), self._tp_comm.gather(grad_BCE)
             grad, *grad_weights = self._ops.feed_forward_backward(grad, normed, *weights, activation=self._activation)
             del normed
-            grad, grad_norm_E = self._ops.normalise_backward(self._tp_comm.reduce(grad), hidden_BCE, norm_E, inverse)
+            grad, grad_norm_E = self._ops.normalize_backward(self._tp_comm.reduce(grad), hidden_BCE, norm_E, inverse)
             weight_grads.add((grad_norm_E, *grad_weights))
             return [grad.add_(grad_BCE)]
 
@@ -271,7 +270,7 @@ class BlockCompute:
         return grad_hidden_BSE, *weight_grads.pop_grads()
 
     def _hidden_tile(self, x_BSE: Tensor, attention_outputs: list[Tensor], tile: slice) -> Tensor:
-        """A tile of what lies between the halves."""
+        """A tile of the hidden state between the halves."""
         out = _cat([self._token_tiles.select(out_BTNH, tile).flatten(-2) for out_BTNH in attention_outputs], -1)
         return self._tp_comm.reduce(F.linear(out, self.attention_weights()[-1])).add_(x_BSE[:, tile])
 

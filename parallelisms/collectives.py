@@ -1,7 +1,7 @@
-"""The only door to communication of tensors.
+"""All tensor communication goes through this module.
 
-Nothing here is part of the graph that autograd differentiates: sums and maxima are of numbers about a step, and what
-moves inside a model moves inside operators that have a backward of their own.
+No collective here is differentiable: metrics need no gradient, and inside the model custom operators and autograd
+functions call collectives in both directions.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ T = TypeVar("T")
 
 
 def all_reduce(group: ProcessGroup | None, x: Tensor) -> Tensor:
-    """The sum of every rank's `x`, on every rank; `x` itself is overwritten with it. None means all ranks."""
+    """Sums `x` over the ranks in place and returns it. None means all ranks."""
     distributed.all_reduce(x, group=group)
     return x
 
 
 def all_reduce_max(group: ProcessGroup, x: Tensor) -> Tensor:
-    """The largest of every rank's `x`, element by element, on every rank; `x` itself is overwritten with it."""
+    """Elementwise maximum of `x` over the ranks, in place; returns `x`."""
     distributed.all_reduce(x, distributed.ReduceOp.MAX, group=group)
     return x
 
 
 def max_over_ranks(group: ProcessGroup | None, values: list[float]) -> list[float]:
-    """The largest of every rank's values, one by one; waits for the slowest rank, through the host."""
+    """Elementwise maximum of host values. Blocks the host until the slowest rank joins."""
     tensor = torch.tensor(values, dtype=torch.float64)
     distributed.all_reduce(tensor, distributed.ReduceOp.MAX, group=group)
     return tensor.tolist()
 
 
 def all_gather_object(value: T, group: ProcessGroup | None = None) -> list[T]:
-    """Every rank's value, by rank; for what is compared once, at the start."""
+    """Every rank's value, by rank; pickled, so only for start-up and checkpoints."""
     values: list[Any] = [None] * distributed.get_world_size(group)
     distributed.all_gather_object(values, value, group=group)
     return values
 
 
 def to_local(x: Tensor) -> Tensor:
-    """What this rank holds of a sharded tensor (DTensor); a plain one as it is."""
+    """The local shard of a DTensor; a plain tensor unchanged."""
     convert = getattr(x, "to_local", None)
     return x if convert is None else convert()
 
 
 def num_replicas(x: Tensor) -> int:
-    """How many ranks hold the same part of a sharded tensor; a plain one is this rank's alone."""
+    """How many ranks hold the same shard of a DTensor; 1 for a plain tensor."""
     mesh = getattr(x, "device_mesh", None)
     if mesh is None:
         return 1
@@ -59,29 +59,29 @@ def num_replicas(x: Tensor) -> int:
 
 
 def full_tensor(x: Tensor) -> Tensor:
-    """A sharded or partial tensor (DTensor) as a plain one with its global value; a plain one as it is."""
+    """The global value of a DTensor; a plain tensor unchanged."""
     full = getattr(x, "full_tensor", None)
     return x if full is None else full()
 
 
-# ---- inside operators
+# ---- called inside operators
 
 
 def resolve_process_group(group_name: str) -> ProcessGroup:
-    """The group of that name: operators take names, since a graph cannot hold a group."""
+    """The process group of a name: operators take names, since a graph cannot hold a group."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     return _resolve_process_group(cast(Any, group_name))
 
 
 class AsyncHandle:
-    """A tensor on its way. What is sent is kept alive while it is read, and no longer than until the wait."""
+    """The result of a collective in flight. Keeps the send buffer alive until `wait`."""
 
     def __init__(self, result: Tensor, send_buffer: Tensor, works: Sequence[distributed.Work]) -> None:
         self._in_flight = (result, send_buffer, works)
 
     def wait(self) -> Tensor:
-        """The tensor, once it is here. On CUDA the device's queue waits, not the host. To be called once."""
+        """The received tensor. On CUDA the current stream waits, not the host. Call once."""
         result, _, works = self._in_flight
         del self._in_flight
         for work in works:
@@ -90,7 +90,7 @@ class AsyncHandle:
 
 
 def ring_shift(x: Tensor, group: ProcessGroup) -> AsyncHandle:
-    """Starts to send `x` to the next rank and to receive as much from the one before, point to point."""
+    """Starts send-recv around the ring: `x` goes to the next rank, the result comes from the previous one."""
     _require_ring(group)
     send_buffer, receive_buffer = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     rank, size = group.rank(), group.size()
@@ -100,7 +100,7 @@ def ring_shift(x: Tensor, group: ProcessGroup) -> AsyncHandle:
 
 
 def ring_shift_all_to_all(x: Tensor, group: ProcessGroup) -> AsyncHandle:
-    """The same by one collective, in which every other pair of ranks exchanges nothing."""
+    """`ring_shift` as one all-to-all in which other pairs of ranks exchange nothing."""
     _require_ring(group)
     send_buffer, receive_buffer = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     rank, size = group.rank(), group.size()
@@ -113,7 +113,7 @@ def ring_shift_all_to_all(x: Tensor, group: ProcessGroup) -> AsyncHandle:
 
 
 def all_gather_async(x: Tensor, group: ProcessGroup) -> AsyncHandle:
-    """Starts to collect every rank's `x`: [ranks, *x.shape]."""
+    """Starts an all-gather of `x`: [ranks, *x.shape]."""
     send_buffer = x.contiguous()
     gathered = x.new_empty(group.size(), *x.shape)
     work = _all_gather_single(gathered.view(-1), send_buffer.view(-1), group=group, async_op=True)
@@ -121,45 +121,45 @@ def all_gather_async(x: Tensor, group: ProcessGroup) -> AsyncHandle:
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of every rank's `x[rank]`, x being [ranks, ...]."""
+    """Sums `x[rank]` over the ranks: [ranks, ...] -> [...]."""
     output = x.new_empty(x.shape[1:])
     _reduce_scatter_single(output.view(-1), x.contiguous().view(-1), group=group)
     return output
 
 
 def send(x: Tensor, group: ProcessGroup, *, to: int) -> None:
-    """To that rank of the group, which receives it."""
+    """Sends `x` to rank `to` of the group, which must call `receive`."""
     distributed.send(x.contiguous(), group=group, group_dst=to)
 
 
 def receive(group: ProcessGroup, *, buffer: Tensor, source: int) -> Tensor:
-    """What that rank of the group sends, in the shape and type of `like`, into which it is written."""
+    """Receives into `buffer` from rank `source` of the group; returns `buffer`."""
     distributed.recv(buffer, group=group, group_src=source)
     return buffer
 
 
 def all_to_all_async(x: Tensor, group: ProcessGroup) -> AsyncHandle:
-    """Starts to collect every rank's `x[rank]` by rank, x being [ranks, ...]: all-to-all."""
+    """Starts an all-to-all of `x`, [ranks, ...]: `x[i]` goes to rank i."""
     send_buffer, receive_buffer = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     work = distributed.all_to_all_single(receive_buffer, send_buffer, group=group, async_op=True)
     return AsyncHandle(receive_buffer, send_buffer, (work,))
 
 
-# ---- between operators: what a compiler sees, and may overlap with matrix products
+# ---- functional collectives, visible to the compiler, which may overlap them with matrix products
 
 
 def all_gather_tokens(x_BSE: Tensor, group_name: str, size: int) -> Tensor:
-    """Every rank's tokens in a row: [B, S, ...] -> [B, S * size, ...]."""
+    """Concatenates the tokens of all ranks: [B, S, ...] -> [B, S * size, ...]."""
     functional = torch.ops._c10d_functional
     gathered = functional.wait_tensor(functional.all_gather_into_tensor(x_BSE.contiguous(), size, group_name))
     if x_BSE.shape[0] == 1 and not torch.compiler.is_compiling():
         return _add_batch_dim(gathered.flatten(0, 1))
-    # In this form the compiler knows an exchange that it can overlap with the products that follow.
+    # The pattern that async TP of the compiler recognizes.
     return torch.cat(gathered.chunk(size), dim=1)
 
 
 def reduce_scatter_tokens(x_BTE: Tensor, group_name: str, size: int) -> Tensor:
-    """The sum of every rank's `x`, of this rank's tokens: [B, T, ...] -> [B, T / size, ...]."""
+    """Sums over the ranks and keeps this rank's tokens: [B, T, ...] -> [B, T / size, ...]."""
     functional = torch.ops._c10d_functional
     is_single_sequence = x_BTE.shape[0] == 1
     by_rank = x_BTE.reshape(-1, *x_BTE.shape[2:]) if is_single_sequence else torch.cat(x_BTE.chunk(size, dim=1))
@@ -168,25 +168,24 @@ def reduce_scatter_tokens(x_BTE: Tensor, group_name: str, size: int) -> Tensor:
 
 
 def all_reduce_functional(x: Tensor, group_name: str) -> Tensor:
-    """The sum of every rank's `x`, on every rank."""
     functional = torch.ops._c10d_functional
     reduced: Tensor = functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", group_name))
     return reduced
 
 
 def _add_batch_dim(x_TE: Tensor) -> Tensor:
-    # Not a view, of which FSDP2 warns where a module that it wraps returns one.
+    # Not a view: FSDP2 warns if a wrapped module returns one.
     batched: Tensor = torch.ops.aten._unsafe_view(x_TE, [1, *x_TE.shape])
     return batched
 
 
 def _require_ring(group: ProcessGroup) -> None:
     if group.size() < 2:
-        raise ValueError("a ring of one rank has no neighbour to send to")
+        raise ValueError("a ring shift needs at least 2 ranks")
 
 
 def _first_available(new: str, old: str) -> Callable[..., Any]:
-    # torch 2.13 warns of the old names, 2.11 lacks the new ones.
+    # torch 2.13 deprecates the old names, 2.11 lacks the new ones.
     function: Callable[..., Any] = getattr(distributed, new, None) or getattr(distributed, old)
     return function
 

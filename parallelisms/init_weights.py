@@ -1,7 +1,7 @@
-"""Initial weights: the same seed gives bitwise the same weights on every mesh, and each rank makes only its own rows.
+"""Initial weights: one seed gives bitwise the same weights on every mesh, and each rank draws only its own rows.
 
-A parameter is filled in blocks of rows, each from its own generator, seeded by (seed, name, block). Which rank holds
-a row has no part in it. Values are drawn on the host in float32, so they do not depend on device or dtype either.
+Each block of rows of a parameter has its own generator, seeded by (seed, name, block), whichever rank holds the rows.
+Values are drawn on the host in float32, so they do not depend on device or dtype either.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BLOCK_ELEMENTS = 1 << 16
 
 
 def initialize(model: Transformer, *, seed: int | None, device: torch.device) -> None:
-    """Gives a model built on the meta device its storage and initial weights: without a seed NaN, for who loads them."""
+    """Allocates a model built on the meta device and draws its weights; seed None fills NaN, for weights to be loaded."""
     materialize(model, device)
     for name, parameter in model.named_parameters():
         std = model.init_std(name)
@@ -37,7 +37,7 @@ def initialize(model: Transformer, *, seed: int | None, device: torch.device) ->
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """What `nn.Module.to_empty` does, but a parameter that two modules share stays one."""
+    """`nn.Module.to_empty`, but a parameter that two modules share stays shared."""
     materialized: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -47,7 +47,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 
 def normal_rows(shape: torch.Size, *, std: float, key: str, first_row: int, end_row: int) -> Tensor:
-    """Rows [first, last) of the normal matrix of this shape that `key` names, float32 on the host."""
+    """Rows [first_row, end_row) of a normal matrix of this shape, determined by `key`: float32 on the host."""
     rows, width = shape
     rows_per_block = max(1, BLOCK_ELEMENTS // width)
     blocks = range(first_row // rows_per_block, -(-end_row // rows_per_block))
@@ -64,15 +64,15 @@ def normal_rows(shape: torch.Size, *, std: float, key: str, first_row: int, end_
 
 
 def local_ranges(parameter: Tensor) -> list[range]:
-    """The rows, and columns, that this rank holds of a parameter that is cut along tp first and then by FSDP."""
+    """The index range of each dimension that this rank holds of a parameter sharded by tp first, then by FSDP."""
     ranges = [range(size) for size in parameter.shape]
     placements = getattr(parameter, "placements", ())
-    # The inner axes of the mesh cut first, the outer ones cut what is left; pieces are those of torch.chunk.
-    for axis, placement in reversed(list(enumerate(placements))):
+    # Inner mesh dimensions shard first, outer ones shard the result; shards are sized as by torch.chunk.
+    for mesh_dim, placement in reversed(list(enumerate(placements))):
         shard_dim: int | None = getattr(placement, "dim", None)
         if shard_dim is not None:
             mesh = cast(Any, parameter).device_mesh
-            shard_size = -(-len(ranges[shard_dim]) // mesh.size(axis))
-            first = mesh.get_local_rank(axis) * shard_size
+            shard_size = -(-len(ranges[shard_dim]) // mesh.size(mesh_dim))
+            first = mesh.get_local_rank(mesh_dim) * shard_size
             ranges[shard_dim] = ranges[shard_dim][first : first + shard_size]
     return ranges

@@ -1,13 +1,13 @@
-"""The recipe that spreads a model over a mesh, in its one order: context -> tensor -> recompute -> compile -> shard."""
+"""Applies every parallelism to a model, in the only valid order: context, tensor, recomputation, compile, FSDP."""
 
 from __future__ import annotations
 
 import torch
 
 from models.transformer import Transformer
-from parallelisms import activation_checkpoint, context, fsdp, tensor_parallel
+from parallelisms import activation_checkpoint, fsdp, tensor_parallel
 from parallelisms.activation_checkpoint import RecomputeConfig
-from parallelisms.context import ContextParallel
+from parallelisms.context.context_parallel import ContextParallel, set_attention_core
 from parallelisms.mesh import Mesh
 
 
@@ -27,15 +27,15 @@ def parallelize(
     cpu_offload: bool = False,
 ) -> None:
     """Changes the model in place; its parameters may still be on the meta device."""
-    context.set_attention_core(model, core, kernel=kernel)
+    set_attention_core(model, core, kernel=kernel)
     tensor_parallel.apply(model, mesh.tp_mesh, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     activation_checkpoint.apply(model, recompute_config)
-    if compiled and recompute_config.policy == "none":  # Other blocks compile what they compute of a tile.
+    if compiled and recompute_config.policy == "none":  # Recomputed blocks compile their tile operations.
         for block in model.layers():
             block.compile(fullgraph=True)
     stored_dtype = next(model.parameters()).dtype
     if mesh.fsdp_mesh.size() == 1 and param_dtype == stored_dtype and not cpu_offload:
-        return  # Nothing to shard, to cast or to fetch.
+        return  # Nothing to shard, cast or offload.
     fsdp.apply(
         model,
         mesh.fsdp_mesh,

@@ -1,10 +1,10 @@
-"""Pipeline parallelism: this rank's stages, and the micro-batches of an update through them.
+"""Pipeline parallelism: runs the micro-batches of a step through this rank's stages.
 
-The schedules are torch's: GPipe (Huang et al., 2019), 1F1B and its interleaved form (Narayanan et al., 2021), zero
-bubble (Qi et al., 2023) and DualPipeV (DeepSeek-V3, 2024). Between ranks travel the residual stream and its gradient.
-Everything else about a micro-batch is known to all of them, so the schedule carries its number and nothing more.
+The schedules are torch's: GPipe (Huang et al., 2019), 1F1B and interleaved 1F1B (Narayanan et al., 2021), zero bubble
+(Qi et al., 2023) and DualPipeV (DeepSeek-V3, 2024). Ranks send the residual stream and its gradient. All ranks have
+the micro-batches already, so the schedule only passes their index.
 
-Shape suffixes: B rows, S tokens on this rank, E width of the residual stream.
+Shape suffixes: B sequences, S tokens on this rank, E width of the residual stream.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from parallelisms.pipeline_plan import SINGLE_STAGE_SCHEDULES, PipelinePlan
 
 
 class Pipeline:
-    """The stages of this rank, in the order of a schedule.
+    """The stages of this rank under a schedule.
 
-    `parts` are the parts of the model that `plan` gives to this rank of `group`, by stage, spread over all other axes.
-    `shape` [B, S, E] and `dtype` are those of the residual stream that leaves a stage. Weights that FSDP shards must
-    stay gathered after the forward pass: schedules that go back twice would lose gradients. Raises ValueError if the
-    plan has problems, or other parts.
+    `stage_modules` are the stages that `plan` assigns to this rank of `group`, already parallelized over the other
+    mesh dimensions. `shape` [B, S, E] and `dtype` are those of the residual stream between stages. FSDP must not
+    reshard after forward: schedules that split the backward would lose gradients. Raises ValueError if the plan has
+    problems or assigns other stages.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Pipeline:
         shape: tuple[int, int, int],
         dtype: torch.dtype,
     ) -> None:
-        # Imported here: it takes a while, and runs without stages do without.
+        # A slow import that runs without a pipeline do not need.
         from torch.distributed.pipelining import PipelineStage
         from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -51,10 +51,10 @@ class Pipeline:
             raise ValueError("; ".join(problems))
         if tuple(sorted(stage_modules)) != rank_stages:
             raise ValueError(
-                f"rank {group.rank()} of the pipeline has stages {rank_stages}, not {tuple(sorted(stage_modules))}"
+                f"pipeline rank {group.rank()} must have stages {rank_stages}, not {tuple(sorted(stage_modules))}"
             )
         self._stage_modules, self._plan = stage_modules, plan
-        # Said in advance: else torch would run the parts, with their collectives, on nothing to find out.
+        # Without them torch infers shapes by running the stages, with their collectives, on the meta device.
         residual_BSE = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
         loss = torch.empty((), dtype=torch.float64 if dtype == torch.float64 else torch.float32, device="meta")
         stages = [
@@ -73,39 +73,39 @@ class Pipeline:
             stages[0] if plan.schedule in SINGLE_STAGE_SCHEDULES else stages,
             plan.num_micro_batches,
             loss_fn=_identity_loss,
-            # By default gradients are divided by the number of micro-batches; the loss already is a mean.
+            # The loss is already divided by the global number of targets.
             scale_grads=False,
         )
 
     def run(self, batches: Iterable[Batch], num_targets: Tensor, on_losses: Callable[[Tensor, Batch], None]) -> None:
-        """Adds the gradients of the sum of all losses over `targets` to the weights of this rank's stages.
+        """Accumulates the gradients of (sum of losses / `num_targets`) in the weights of this rank's stages.
 
-        All ranks of the pipeline hand in the same batches, on their devices. Where the last stage is, `record` gets
-        the losses [B, S] of each, without graph. Raises ValueError if they are not as many as planned.
+        All pp ranks pass the same batches, each on its device. The rank of the last stage calls `on_losses` with the
+        detached losses [B, S] of each batch. Raises ValueError if the number of batches differs from the plan.
         """
         micro_batches = [*batches]
         if len(micro_batches) != self._plan.num_micro_batches:
             raise ValueError(
-                f"{len(micro_batches)} micro-batches were given; the pipeline runs {self._plan.num_micro_batches}"
+                f"the pipeline plan needs {self._plan.num_micro_batches} micro-batches, not {len(micro_batches)}"
             )
 
         def pre_forward_hook(
-            _: nn.Module, received: tuple[Any, ...], options: dict[str, Any]
+            _: nn.Module, received: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[Any, dict[str, Any]]:
-            return (micro_batches[int(options["number"])], *received), {}
+            return (micro_batches[int(kwargs["index"])], *received), {}
 
         def forward_hook(_: nn.Module, received: tuple[Any, ...], losses_BS: Tensor) -> Tensor:
             on_losses(losses_BS.detach(), received[0])
             return losses_BS.sum() / num_targets
 
         with ExitStack() as hooks:
-            for stage, part in self._stage_modules.items():
-                # Before FSDP's hook, which would move the number to the device, where reading it waits.
-                hooks.enter_context(part.register_forward_pre_hook(pre_forward_hook, prepend=True, with_kwargs=True))
+            for stage, module in self._stage_modules.items():
+                # Before FSDP's hook, which would move the index to the device, where reading it blocks.
+                hooks.enter_context(module.register_forward_pre_hook(pre_forward_hook, prepend=True, with_kwargs=True))
                 if stage == self._plan.num_stages - 1:
-                    hooks.enter_context(part.register_forward_hook(forward_hook))
+                    hooks.enter_context(module.register_forward_hook(forward_hook))
             indices = torch.arange(len(micro_batches))
-            self._schedule.step(number=indices, target=indices, return_outputs=False)
+            self._schedule.step(index=indices, target=indices, return_outputs=False)
 
 
 def pipeline_forward(
@@ -114,12 +114,13 @@ def pipeline_forward(
     group: ProcessGroup,
     batch: Batch,
     *,
-    shared_by: int,
+    tp: int,
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """One batch through all stages, forward only: its losses [B, S] where the last stage is.
+    """Runs one batch forward through all stages; returns its losses [B, S] on the rank of the last stage, else None.
 
-    `dtype` is that of the residual stream, whose tokens so many ranks share. A rank goes on with the next batch once it has handed this one on.
+    `dtype` is that of the residual stream, whose tokens are sharded over `tp` ranks. A rank returns as soon as it has
+    sent its output.
     """
     x_BSE: Tensor | None = None
     for stage in range(plan.num_stages):
@@ -131,7 +132,7 @@ def pipeline_forward(
             continue
         if previous_rank != stage_rank:
             batch_size, tokens = batch.tokens.shape
-            shape = (batch_size, tokens // shared_by, stage_modules[stage].config.dim)
+            shape = (batch_size, tokens // tp, stage_modules[stage].config.dim)
             buffer = torch.empty(shape, dtype=dtype, device=batch.tokens.device)
             x_BSE = collectives.receive(group, buffer=buffer, source=previous_rank)
         x_BSE = stage_modules[stage](batch, x_BSE)

@@ -80,8 +80,8 @@ OTHER_COLLECTIVES = (
 )
 # Reads that wait for a device, or of boundaries, which are on the host by contract.
 WAITS = {
-    "models.attention_op": {"integers"},
-    "parallelisms.context": {"layouts", "require_agreement"},
+    "models.attention_op": {"boundary_tuples"},
+    "parallelisms.context.context_parallel": {"layouts", "require_same_boundaries"},
     "parallelisms.collectives": {"max_over"},
     "trainer.export.generate": {"generate"},  # the end of a prompt, which is on the host
     "trainer.hardware.device": {"seconds", "read"},

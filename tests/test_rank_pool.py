@@ -1,17 +1,21 @@
-"""The harness itself: results in order, errors with their rank, nothing left behind."""
+"""The pool of ranks: results in order, errors with their rank, and no call notices the one before it."""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import threading
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from torch import distributed
 
 from tests.ranks import RankError, run_ranks
+from trainer import errors
 
 pytestmark = pytest.mark.ranks
 
@@ -69,3 +73,85 @@ def test_a_rank_that_hangs_ends_the_others() -> None:
 def test_a_warning_is_an_error() -> None:
     with pytest.raises(RankError, match="UserWarning: careful"):
         run_ranks(warn, 1)
+
+
+# ---- what stays, and what does not
+
+
+def process() -> int:
+    return os.getpid()
+
+
+def leave_traces() -> None:
+    os.environ["LEFT"] = "here"
+    os.chdir("/")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logging.getLogger().addHandler(logging.NullHandler())
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(2)
+    torch.manual_seed(1)
+    torch.set_grad_enabled(False)
+    vars(errors)["EXIT_FAILURE"] = -1
+
+
+def traces() -> tuple[object, ...]:
+    return (
+        os.environ.get("LEFT"),
+        Path.cwd(),
+        signal.getsignal(signal.SIGTERM),
+        logging.getLogger().handlers,
+        logging.getLogger("torch.distributed").level,
+        warnings.filters[0][0],
+        torch.get_default_dtype(),
+        torch.get_num_threads(),
+        torch.rand(1).item(),
+        torch.is_grad_enabled(),
+        errors.EXIT_FAILURE,
+    )
+
+
+def leave_a_thread() -> int:
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    return os.getpid()
+
+
+def group_of_one() -> tuple[int, int]:
+    """The size of the world, and a rank's number in a new group of it alone."""
+    groups = [distributed.new_group([rank]) for rank in range(distributed.get_world_size())]
+    return distributed.get_world_size(), distributed.get_rank(groups[distributed.get_rank()])
+
+
+def test_processes_stay_for_calls_of_every_size() -> None:
+    processes = run_ranks(process, 3)
+    assert run_ranks(process, 3) == processes
+    assert run_ranks(process, 2) == processes[:2]
+    assert not {*run_ranks(process, 3, fresh=True)} & {*processes}
+    assert run_ranks(process, 3) == processes
+
+
+def test_every_call_has_its_own_groups() -> None:
+    for size in (2, 3, 1):
+        assert run_ranks(group_of_one, size) == [(size, 0)] * size
+
+
+def test_a_call_does_not_notice_what_the_one_before_changed() -> None:
+    (before,) = run_ranks(process, 1)
+    expected = run_ranks(traces, 1)
+    run_ranks(leave_traces, 1)
+    assert run_ranks(traces, 1) == expected
+    assert run_ranks(process, 1) == [before], "it was restored, not replaced"
+
+
+@pytest.mark.parametrize("failing", [fail_at, die_at])
+def test_a_call_after_a_failure_finds_new_processes(failing: object) -> None:
+    before = run_ranks(process, 2)
+    with pytest.raises(RankError):
+        run_ranks(failing, 2, 1)  # type: ignore[arg-type]
+    assert not {*run_ranks(process, 2)} & {*before}
+
+
+def test_a_process_with_a_thread_that_goes_on_is_replaced() -> None:
+    (before,) = run_ranks(leave_a_thread, 1)
+    assert run_ranks(process, 1) != [before]

@@ -1,6 +1,6 @@
-"""The model on this rank's place in the mesh, and how batches go through it.
+"""Builds this rank's part of the model from the configuration, and runs batches through it.
 
-Shape suffixes: B rows, S tokens on this rank.
+Shape suffixes: B sequences, S tokens on this rank.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from models.batch import Batch
+from models.linear import identity
 from models.transformer import StageSpec, Transformer
-from models.view import identity
 from parallelisms import tensor_parallel
 from parallelisms.activation_checkpoint import RecomputeConfig
 from parallelisms.activation_offload import HostActivationPool
 from parallelisms.block_recompute import TileOps, Tiling, compile_tile_ops
-from parallelisms.context import ContextParallel
+from parallelisms.context.context_parallel import ContextParallel
 from parallelisms.init_weights import initialize
 from parallelisms.mesh import Mesh
 from parallelisms.parallelize import parallelize
@@ -34,12 +34,22 @@ from trainer.hardware.device import choose_attention_kernel, require_peer_access
 from trainer.hardware.host import GIB
 
 LossCallback = Callable[[Tensor, Batch], None]
+"""Receives the detached losses [B, S] of a batch."""
 EvaluationCallback = Callable[[Tensor, Tensor, Batch], None]
-ForwardBackward = Callable[[Iterable[Batch], Tensor, LossCallback], None]
+"""Receives the losses [B, S] of a batch, and 1 where the target was the most likely token, else 0."""
+
+
+class ForwardBackward(Protocol):
+    """Accumulates the gradients of (sum of losses / `num_targets`) over the micro-batches of a step.
+
+    `build_forward_backward` selects it; `Trainer.forward_backward` holds it.
+    """
+
+    def __call__(self, batches: Iterable[Batch], num_targets: Tensor, on_losses: LossCallback) -> None: ...
 
 
 class ParallelModel:
-    """The mesh of a configuration, and what this rank holds of the model. Collective."""
+    """The mesh, and this rank's stages of the model, parallelized over it. Collective."""
 
     def __init__(self, config: Config, world: World) -> None:
         context_plan = config.context_plan()
@@ -56,10 +66,9 @@ class ParallelModel:
             require_peer_access(world.device)
             tensor_parallel.enable_async_tp(self.mesh.tp_mesh)
         self.context_parallel = build_context_parallel(config, self.mesh, self.kernel) if context_plan.cp > 1 else None
-        """Where ranks share rows."""
         self.sequence_shard: SequenceShard = self.context_parallel or FullSequence(context_plan.seq_len_divisor)
-        """Which tokens of a row are this rank's."""
-        self._residual_options: Any = {"shared_by": context_plan.tp, "dtype": getattr(torch, config.training.dtype)}
+        """Selects this rank's tokens of a sequence."""
+        self._residual_options: Any = {"tp": context_plan.tp, "dtype": getattr(torch, config.training.dtype)}
         self._is_compiled = config.training.compile
         self.pipeline_plan = config.pipeline_plan(world.size)
         build_stage = partial(
@@ -69,20 +78,19 @@ class ParallelModel:
             world.device,
             core=self.context_parallel,
             kernel=self.kernel,
-            host=build_host_pool(config, world, self.pipeline_plan, rank=self.mesh.coordinate["pp"]),
+            host_pool=build_host_pool(config, world, self.pipeline_plan, rank=self.mesh.coordinate["pp"]),
         )
         self.stage_modules = {
             stage: build_stage(self.pipeline_plan.stage_module(stage))
             for stage in self.pipeline_plan.stages_of(self.mesh.coordinate["pp"])
         }
-        """What this rank holds of the model, by stage of the pipeline; one that is not cut has one."""
+        """The model by pipeline stage; without a pipeline, stage 0 is the whole model."""
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], on_losses: EvaluationCallback) -> None:
-        """Forward only, of rows of any length. Where the last stage is, `record` gets of each batch the losses [B, S],
-        and as [B, S] 1 where the target was the most likely token, else 0.
+        """Runs batches forward only; sequences may have any length. The rank of the last stage calls `on_losses`.
 
-        All ranks hand in as many batches; those of a pipeline the same.
+        Every rank must pass the same number of batches, and all ranks of a pipeline the same batches.
         """
         with self._evaluation_mode():
             for batch in batches:
@@ -97,25 +105,25 @@ class ParallelModel:
     @contextmanager
     def _evaluation_mode(self) -> Iterator[None]:
         stage_modules = [*self.stage_modules.values()]
-        heads = [part.head for part in stage_modules if part.head is not None]
-        hooks = [part.block_boundary_hook for part in stage_modules]
-        for part in stage_modules:
-            part.block_boundary_hook = identity  # It is told how far an update is.
+        heads = [module.head for module in stage_modules if module.head is not None]
+        hooks = [module.block_boundary_hook for module in stage_modules]
+        for module in stage_modules:
+            module.block_boundary_hook = identity  # It tracks the progress of a training step.
         for head in heads:
             head.reports_correct = True
         try:
-            # Rows of another length would be one more graph, or make those of training slower.
+            # Other sequence lengths would add graphs, or turn those of training into slower dynamic ones.
             with torch.compiler.set_stance("force_eager") if self._is_compiled else nullcontext():
                 yield
         finally:
             for head in heads:
                 head.reports_correct = False
-            for part, hook in zip(stage_modules, hooks, strict=True):
-                part.block_boundary_hook = hook
+            for module, hook in zip(stage_modules, hooks, strict=True):
+                module.block_boundary_hook = hook
 
 
 def build_forward_backward(config: Config, parallel_model: ParallelModel) -> ForwardBackward:
-    """How the micro-batches of an update go through the model, forward and backward."""
+    """Plain forward and backward, or the schedule of a pipeline."""
     if parallel_model.pipeline_plan.pp == 1:
         return partial(forward_backward, parallel_model.stage_modules[0])
     context_plan, training = config.context_plan(), config.training
@@ -132,18 +140,18 @@ def build_forward_backward(config: Config, parallel_model: ParallelModel) -> For
 
 
 def forward_backward(
-    model: Transformer, batches: Iterable[Batch], num_targets: Tensor, on_losses: Callable[[Tensor, Batch], None]
+    model: Transformer, batches: Iterable[Batch], num_targets: Tensor, on_losses: LossCallback
 ) -> None:
-    """Forward and backward of the sum of all losses over `targets`; `record` gets each batch's losses."""
+    """`ForwardBackward` without a pipeline."""
     for batch in batches:
         losses_BS = model(batch)
         (losses_BS.sum() / num_targets).backward()
         on_losses(losses_BS.detach(), batch)
-        del losses_BS  # Its graph would live through the next forward pass.
+        del losses_BS  # Its graph would live through the next forward.
 
 
 def build_context_parallel(config: Config, mesh: Mesh, kernel: str) -> ContextParallel:
-    """What the plan of the configuration makes of the mesh. Collective."""
+    """Context parallelism as planned by the configuration. Collective."""
     plan = config.context_plan()
     return ContextParallel(
         mesh.cp_mesh,
@@ -159,7 +167,7 @@ def build_context_parallel(config: Config, mesh: Mesh, kernel: str) -> ContextPa
 
 
 def build_host_pool(config: Config, world: World, plan: PipelinePlan, *, rank: int) -> HostActivationPool | None:
-    """What this rank has of its node's memory for what blocks keep; None where they keep it on the device."""
+    """The host memory of this rank for activation offload; None without offload."""
     memory = config.memory
     if memory.offload == "none":
         return None
@@ -171,10 +179,9 @@ def build_host_pool(config: Config, world: World, plan: PipelinePlan, *, rank: i
 
 
 def build_recompute_config(config: Config, host_pool: HostActivationPool | None) -> RecomputeConfig:
-    """What blocks keep between their passes."""
     memory = config.memory
     if memory.recompute == "auto":
-        raise ValueError('memory.recompute = "auto" is to be settled before a model is built')
+        raise ValueError('memory.recompute = "auto" must be resolved before the model is built')
     ops = compile_tile_ops() if config.training.compile else TileOps()
     tile_bytes = None if memory.mlp_tile_mib is None else memory.mlp_tile_mib << 20
     return RecomputeConfig(
@@ -188,7 +195,7 @@ def build_recompute_config(config: Config, host_pool: HostActivationPool | None)
 
 
 def reshard_after_forward(config: Config) -> bool:
-    # A pipeline would gather the weights again for each micro-batch.
+    # A pipeline would repeat the all-gather for every micro-batch.
     return config.parallelism.reshard_after_forward and config.parallelism.pp == 1
 
 
@@ -196,13 +203,13 @@ def build_model(
     config: Config,
     mesh: Mesh,
     device: torch.device,
-    part: StageSpec | None = None,
+    stage: StageSpec | None = None,
     *,
     core: ContextParallel | None = None,
     kernel: str = "auto",
-    host: HostActivationPool | None = None,
+    host_pool: HostActivationPool | None = None,
 ) -> Transformer:
-    """The model of this run, or a part of it, spread over the mesh, with its initial weights if they are drawn."""
+    """The model, or one pipeline stage, parallelized over the mesh. Weights to be loaded from a file are NaN."""
     training = config.training
     compute_dtype = getattr(torch, training.dtype)
     stored_dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
@@ -210,7 +217,7 @@ def build_model(
     cpu_offload = config.memory.optimizer_placement == "host"
     with torch.device("meta"):
         model_config, chunk = config.model.build(), config.memory.loss_chunk_mib
-        model = Transformer(model_config, stage=part, seq_len=training.seq_len, loss_chunk_mib=chunk).to(stored_dtype)
+        model = Transformer(model_config, stage=stage, seq_len=training.seq_len, loss_chunk_mib=chunk).to(stored_dtype)
     parallelize(
         model,
         mesh,
@@ -218,7 +225,7 @@ def build_model(
         kernel=kernel,
         sequence_parallel=config.parallelism.sequence_parallel,
         loss_parallel=config.parallelism.loss_parallel,
-        recompute_config=build_recompute_config(config, host),
+        recompute_config=build_recompute_config(config, host_pool),
         compiled=training.compile,
         param_dtype=compute_dtype,
         reduce_dtype=reduce_dtype,

@@ -1,27 +1,28 @@
-"""Exit codes, and the errors that lead to them."""
+"""Exit codes and the errors that cause them."""
 
 from __future__ import annotations
 
 import signal
+import sys
 
 EXIT_SUCCESS = 0
 EXIT_FAILURE = 1
 EXIT_BAD_CONFIG = 2
 EXIT_DOES_NOT_FIT = 3
-"""A plan does not fit."""
+"""The plan does not fit in memory."""
 EXIT_NO_RETRY = 78
-"""Stopped for a reason that a retry cannot mend."""
+"""Stopped for a reason that a retry cannot fix."""
 
 START_TIME_ENV = "LONGHAUL_BEGAN"
-"""Environment variable with the time at which the launcher was started."""
+"""Environment variable: start time of the launcher."""
 
 
 STACK_DUMP_SIGNAL = signal.SIGQUIT
-"""Makes a rank write where it is, and go on."""
+"""Makes a rank dump its stack and continue."""
 
 
 class RankFailedError(Exception):
-    """What ended a single rank, in words; its peers do not know."""
+    """A failure of a single rank, which its peers do not know of."""
 
     def __init__(self, status: int, problem: str) -> None:
         super().__init__(problem)
@@ -29,19 +30,27 @@ class RankFailedError(Exception):
 
 
 class RunFolderInUseError(Exception):
-    """The run folder is another run's, which is under way."""
+    """Another run is using the run folder."""
 
 
 class RunFailedError(Exception):
-    """What ended a run, in words, found by all ranks alike; the next start may do better."""
+    """A failure that all ranks found alike; a restart may succeed."""
+
+
+class DataError(ValueError):
+    """Data or a tokenizer file cannot be used. A retry fails again."""
+
+
+def missing_package(package: str, needed_by: object) -> DataError:
+    return DataError(f"{needed_by} needs {package}: {sys.executable} -m pip install {package}")
 
 
 class ResumeError(Exception):
-    """A checkpoint that this configuration cannot continue, or none that can be read; a retry would not mend it."""
+    """No checkpoint is readable, or this configuration cannot resume from it; a retry would not help."""
 
 
 class ConfigError(Exception):
-    """Everything that is wrong with a configuration, one line each. The caller prints it and leaves with 2."""
+    """All problems of a configuration, one line each. The caller prints them and exits with 2."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__("\n".join(problems))

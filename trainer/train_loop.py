@@ -13,11 +13,10 @@ from trainer.checkpoint.async_save import SaveResult
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.run_dir import RunDir
 from trainer.config.job_config import Config, TrainingStage
-from trainer.data import DataError
 from trainer.data.holdout import ValidationSet
 from trainer.data.sequences import BlendedDataset
 from trainer.distributed import World
-from trainer.errors import EXIT_FAILURE, EXIT_NO_RETRY, RankFailedError, RunFailedError
+from trainer.errors import EXIT_FAILURE, EXIT_NO_RETRY, DataError, RankFailedError, RunFailedError
 from trainer.evaluation.validation import Validator
 from trainer.metrics.metrics import MetricsProcessor
 from trainer.metrics.prediction import read_prediction

@@ -1,7 +1,4 @@
-"""The trainer: model, optimizer and data on this rank's place in the mesh, and one update after the other.
-
-Shape suffixes: B rows, S tokens on this rank.
-"""
+"""The trainer: model, optimizer and data of this rank, and the training step."""
 
 from __future__ import annotations
 
@@ -36,42 +33,44 @@ from trainer.resilience.goodput import Goodput
 
 @dataclass(frozen=True)
 class StepResult:
-    """One update. Its numbers may still be on the device: reading them waits, so they are read one update later."""
+    """One step. Its metrics may still be on the device: `read` waits, so callers read them one step later."""
 
     step: int
     lr: float
     next_sequence: int
-    """Of the stage, up to and with this update's."""
+    """The first sequence of the next step, counted within the training stage."""
     data_wait_seconds: float
     stopwatch: Stopwatch
     values: AsyncHostCopy
     layout: MetricLayout
 
     def read(self) -> StepMetrics:
-        """The numbers, over all ranks. Waits for the update."""
+        """The metrics over all ranks. Waits for the step."""
         metrics = self.layout.split(self.values.read())
         scalars = {name: values[0] for name, values in metrics.items()}
+        by_position, by_shard, by_source = (
+            safe_divide(metrics[f"loss_by_{key}"], metrics[f"targets_by_{key}"])
+            for key in ("position", "shard", "source")
+        )
         return StepMetrics(
             loss=scalars["loss"] / max(1.0, scalars["targets"]),
             grad_norm=scalars["grad_norm"],
             skipped=not scalars["finite"],
             tokens=scalars["tokens"],
             attended_pairs=scalars["pairs"],
+            attention_imbalance=scalars["attention_imbalance"],
             tokens_seen=int(scalars["tokens_seen"]),
             step_seconds=self.stopwatch.seconds(),
-            attention_imbalance=scalars["attention_imbalance"],
-            loss_by_position=safe_divide(metrics["loss_by_position"], metrics["targets_by_position"]),
-            loss_by_shard=safe_divide(metrics["loss_by_shard"], metrics["targets_by_shard"])
-            if self.layout.num_shards > 1
-            else None,
-            loss_by_source=safe_divide(metrics["loss_by_source"], metrics["targets_by_source"]),
+            loss_by_position=by_position,
+            loss_by_shard=by_shard if self.layout.num_shards > 1 else None,
+            loss_by_source=by_source,
             tokens_by_source=metrics["tokens_by_source"],
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """What an update measured, summed or averaged over the global batch."""
+    """Metrics of a step, summed or averaged over the global batch."""
 
     loss: float
     grad_norm: float
@@ -81,10 +80,10 @@ class StepMetrics:
     tokens_seen: int
     step_seconds: float
     attention_imbalance: float
-    """Attended pairs of the busiest rank, over the mean of all ranks that hold tokens."""
+    """Attended pairs on the busiest rank over the mean of all ranks with different tokens."""
     loss_by_position: list[float | None]
     loss_by_shard: list[float | None] | None
-    """By place among the ranks that share rows; None where none are shared."""
+    """By cp rank; None without context parallelism."""
     loss_by_source: list[float | None]
     tokens_by_source: list[float]
     """Since the run began."""
@@ -94,7 +93,7 @@ class Trainer:
     def __init__(
         self, config: Config, world: World, dataset: BlendedDataset, *, stage: TrainingStage | None = None
     ) -> None:
-        """Of a run with stages, `config` and `rows` are those of this one."""
+        """`config` and `dataset` are those of `stage`, a training stage of the run."""
         self.config = config
         self.stage = stage or config.training_stages[0]
         self.world = world
@@ -102,14 +101,10 @@ class Trainer:
         if config.training.deterministic:
             require_determinism()
         parallel_model = ParallelModel(config, world)
-        self.parallel_model, self.mesh, self.stage_modules, self.context_parallel = (
-            parallel_model,
-            parallel_model.mesh,
-            parallel_model.stage_modules,
-            parallel_model.context_parallel,
-        )
+        self.parallel_model, self.mesh = parallel_model, parallel_model.mesh
+        self.stage_modules, self.context_parallel = parallel_model.stage_modules, parallel_model.context_parallel
         self.forward_backward = build_forward_backward(config, parallel_model)
-        # Some schedules of a pipeline fetch weights before what holds them runs.
+        # Some pipeline schedules gather weights before the forward hooks of their module run.
         defer_updates = config.memory.optimizer_placement == "host" and parallel_model.pipeline_plan.pp == 1
         self.optimizer = Optimizer(
             [*self.stage_modules.values()],
@@ -128,19 +123,19 @@ class Trainer:
             pin_memory=world.device.type == "cuda",
         )
         self.config_changes: list[str] = []
-        """Keys that differ from the checkpoint that the run goes on from."""
+        """Configuration keys that differ from the resumed checkpoint."""
         self.step = 0
         self.next_sequence = 0
-        """Of the stage."""
+        """Within the training stage."""
         self.accumulator = MetricAccumulator(self.mesh, world.device, num_sources=len(dataset.names))
         self.counters = torch.zeros(2 + len(dataset.names), dtype=torch.int64, device=world.device)
-        """Tokens seen, updates skipped, and tokens of each source, since the run began."""
+        """Tokens seen, steps skipped and tokens of each source since the run began."""
         self.loss_spikes, self.goodput = LossSpikeDetector(config), Goodput()
         self.earlier_tokens_by_source: dict[str, int] = {}
-        """Tokens of sources, also of those that only earlier stages drew from."""
+        """Tokens per source at the last resume, including sources of earlier training stages only."""
 
     def train_steps(self) -> Iterator[StepResult]:
-        """Runs the updates that are left, one per item."""
+        """Runs the remaining steps, one per item."""
         training = self.config.training
         with (
             closing(self.loader.steps(start_sequence=self.next_sequence)) as batches,
@@ -169,16 +164,16 @@ class Trainer:
                 )
 
     def train_step(self, micro_batches: list[Batch], lr: float) -> Tensor:
-        """One update from this rank's micro-batches; returns its numbers, by the names of `tally.slots`."""
+        """Forward, backward and optimizer step; returns the metric vector, laid out by `accumulator.layout`."""
         values = self.accumulate_gradients(micro_batches)
         return self.optimizer_step(values, lr)
 
     def accumulate_gradients(self, micro_batches: list[Batch]) -> Tensor:
-        """Leaves the gradients of the mean loss of all ranks' micro-batches; returns this rank's numbers."""
-        # Every draw of random numbers is a function of the step, so none has to be saved.
+        """Accumulates the gradients of the mean loss over the global batch; returns this rank's metric vector."""
+        # Seeded by step and rank, so checkpoints need no RNG state.
         torch.manual_seed(_seed(self.config.training.seed, self.step, self.world.rank))
         device = self.world.device
-        # A mean over the targets of the whole step, whichever micro-batch or rank they are in.
+        # The loss is a mean over the targets of the global batch, not of a micro-batch or rank.
         num_targets = torch.stack([batch.num_targets() for batch in micro_batches]).sum().to(device, non_blocking=True)
         global_num_targets = all_reduce(self.mesh.dp_cp_group, num_targets).clamp(min=1)
         values = self.accumulator.new_vector()
@@ -188,7 +183,7 @@ class Trainer:
         return values
 
     def optimizer_step(self, values: Tensor, lr: float) -> Tensor:
-        """Moves the weights along the gradients; returns the numbers over all ranks."""
+        """Clips the gradients and updates the weights (`Optimizer.step`); returns the metric vector of all ranks."""
         norm, finite = (scalar.to(values.device, non_blocking=True) for scalar in self.optimizer.step(lr))
         metrics = self.accumulator.all_reduce(values)
         self.counters += torch.cat((metrics["tokens"], (~finite).view(1), metrics["tokens_by_source"])).long()
@@ -199,12 +194,12 @@ class Trainer:
     # ---- state
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Every tensor of a checkpoint, by a name that does not depend on the mesh; loading writes into them."""
+        """Every tensor of a checkpoint by a mesh-independent name; loading writes into these tensors."""
         weights = {f"model.{name}": parameter.detach() for name, parameter in self.optimizer.parameters_by_name.items()}
         return weights | {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state_dict().items()}
 
     def train_state(self) -> dict[str, Any]:
-        """Everything else. Waits for the device."""
+        """The rest of a checkpoint. Waits for the device."""
         tokens, skipped, *tokens_by_source = self.counters.tolist()
         sources = self.earlier_tokens_by_source | dict(zip(self.dataset.names, tokens_by_source, strict=True))
         detector_state = {"losses": self.loss_spikes.state_dict(), "goodput": self.goodput.state_dict()}
@@ -212,7 +207,7 @@ class Trainer:
         return {"step": self.step, "next_row": self.next_sequence, **counter_state, **detector_state}
 
     def load_train_state(self, train_state: dict[str, Any]) -> None:
-        """What `scalars` gave, in this stage or in the one before, whose rows are not this one's."""
+        """Restores `train_state()` of this training stage, or of the previous one, whose sequences do not count here."""
         self.step, self.earlier_tokens_by_source = train_state["step"], train_state["sources"]
         self.goodput.load_state_dict(train_state["goodput"])
         self.next_sequence, self.loss_spikes = 0, LossSpikeDetector(self.config)
@@ -225,7 +220,7 @@ class Trainer:
 
 @contextmanager
 def _manual_gc(interval: int) -> Iterator[Callable[[int], None]]:
-    """Collects Python's garbage at fixed updates instead of at random ones, when other ranks would have to wait."""
+    """Garbage collection at the same steps on all ranks, so that no rank waits for another's."""
     gc.collect()
     gc.freeze()
     gc.disable()

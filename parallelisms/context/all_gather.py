@@ -1,10 +1,10 @@
-"""All-gather attention (Llama 3's): every rank collects all keys and values, and attends to those it needs.
+"""All-gather attention (Llama 3): every rank gathers the KV of all ranks and attends to the keys that it needs.
 
-A rank attends to its own keys while the others' arrive. It puts those into the order of the row, as far as its queries
-attend to them, so that a piece of queries sees one range of them; and their gradients are summed by a reduce-scatter.
+Attention to the rank's own keys overlaps the all-gather. The needed remote keys are selected in sequence order, so that
+each span of queries attends to one contiguous range. A reduce-scatter sums their gradients.
 
-Shape suffixes: X tokens of this rank (all rows laid end to end), Y foreign tokens, R ranks, N query heads, K key/value
-heads, H head width.
+Shape suffixes: X tokens of this rank (all sequences concatenated), Y remote tokens, R ranks, N query heads, K KV heads,
+H head dim.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 from models import attention_op, kernels
+from models.kernels import Grads
 from parallelisms.context.attention_plan import RankAttentionPlan
 from parallelisms.context.online_softmax import OnlineSoftmax, split_kv_grads, to_accumulators
-from parallelisms.context.ring import Grads, Waitable
+from parallelisms.context.ring import Waitable
 
 
 def forward(
     q_XNH: Tensor, k_XKH: Tensor, v_XKH: Tensor, pending_kv: Waitable, plan: RankAttentionPlan, *, kernel: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Output, in the type of q, and log-sum-exp [N, X]. Everyone's keys and values, stacked, are `arriving`."""
+    """Output, in q's dtype, and log-sum-exp [N, X]. `pending_kv` is the all-gather of k and v, stacked."""
     softmax = OnlineSoftmax(*attention_op.forward(q_XNH, k_XKH, v_XKH, plan.local_blocks, kernel=kernel))
     k_YKH, v_YKH = _select_remote_kv(pending_kv.wait(), plan)
     for block_output in kernels.attend_blocks(q_XNH, k_YKH, v_YKH, plan.remote_blocks, kernel=kernel):
@@ -45,16 +46,13 @@ def backward(
     reduce_dtype: torch.dtype,
     kernel: str = "auto",
 ) -> Grads:
-    """Gradients of q, k and v, in their types; those of keys and values travel as `wire`."""
+    """dq, dk and dv in their inputs' dtypes. dk and dv are reduce-scattered in `reduce_dtype`."""
     local_inputs = (grad_XNH, q_XNH, k_XKH, v_XKH, out_XNH, lse_NX)
     dq_XNH, dkv_2XKH = to_accumulators(*attention_op.backward(*local_inputs, plan.local_blocks, kernel=kernel))
     k_YKH, v_YKH = _select_remote_kv(pending_kv.wait(), plan)
     dk_YKH, dv_YKH = (torch.zeros_like(x, dtype=dq_XNH.dtype) for x in (k_YKH, v_YKH))
     inputs = (grad_XNH, q_XNH, k_YKH, v_YKH, out_XNH, lse_NX)
-    for queries, keys, dq, dk, dv in kernels.attend_blocks_backward(*inputs, plan.remote_blocks, kernel=kernel):
-        dq_XNH[queries] += dq
-        dk_YKH[keys] += dk
-        dv_YKH[keys] += dv
+    kernels.accumulate_grads(*inputs, plan.remote_blocks, (dq_XNH, dk_YKH, dv_YKH), kernel=kernel)
     del k_YKH, v_YKH, inputs
     dkv_R2XKH = torch.zeros(plan.ring_degree, *dkv_2XKH.shape, dtype=reduce_dtype, device=q_XNH.device)
     flat = dkv_R2XKH.flatten(0, 2)
@@ -66,7 +64,6 @@ def backward(
 
 
 def _select_remote_kv(kv_R2XKH: Tensor, plan: RankAttentionPlan) -> tuple[Tensor, Tensor]:
-    """The foreign keys and their values."""
     flat = kv_R2XKH.flatten(0, 2)
     keys, values = plan.remote_kv_indices(flat.device)
     return flat.index_select(0, keys), flat.index_select(0, values)

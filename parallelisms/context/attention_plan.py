@@ -1,17 +1,17 @@
-r"""What a rank's queries attend to, as rectangles: pure functions of the layouts of a batch's rows.
+r"""The score blocks that each rank computes: pure functions of the shard layouts of a batch's sequences.
 
-Two disjoint pieces of a row attend to each other wholly or not at all, since a document that reaches from one into
-the other covers what lies between. So with the keys of other ranks there are only rectangles without a mask, and with
-a rank's own keys, which it holds in the order of the row, plain causal attention inside documents. No mask, no empty
-row, no wasted work, for documents of any length.
+Of two disjoint spans of a sequence, either all pairs attend or none: a document that reaches from one span into the
+other covers everything between them. Blocks with remote keys are therefore unmasked rectangles. A rank holds its own
+keys in sequence order, so they need plain causal attention inside documents. There are no masks, no empty query rows
+and no wasted FLOPs, for documents of any length.
 
-    headtail, 2 ranks: rank 0 holds chunks 0 and 3, rank 1 holds 1 and 2
+    headtail, 2 ranks: rank 0 holds chunks 0 and 3, rank 1 holds chunks 1 and 2
 
                      keys   0 3   1 2
-    queries of rank 0:  0   \     . .       own: causal; rank 1's: the second half of the queries, all of the keys
+    queries of rank 0:  0   \     . .       own keys: causal; rank 1's keys: all of them, for the second half of the queries
                         3   x \   x x
 
-Places count through the rows of the batch, laid end to end as each rank holds them.
+Token indices count over all sequences of the batch, concatenated as each rank holds them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BatchLayouts = tuple[SeqLayout, ...]
 
 
 def local_score_blocks(layouts: BatchLayouts, rank: int) -> tuple[ScoreBlock, ...]:
-    """The causal squares among the rank's own tokens: a document's tokens are one run."""
+    """Causal blocks of the rank's own tokens: one per document, whose tokens are contiguous on the rank."""
     blocks = []
     for offset, layout in _with_offsets(layouts):
         for _, document_spans in groupby(layout.spans(rank), key=lambda span: span.document_start):
@@ -42,7 +42,7 @@ def local_score_blocks(layouts: BatchLayouts, rank: int) -> tuple[ScoreBlock, ..
 
 
 def source_score_blocks(layouts: BatchLayouts, rank: int, source: int) -> tuple[ScoreBlock, ...]:
-    """What the queries of `rank` attend to among the keys that another rank, `source`, holds."""
+    """Blocks of the queries of `rank` with the keys of another rank, `source`."""
     return tuple(
         ScoreBlock(offset + q0, offset + q1, offset + k0, offset + k1)
         for offset, layout in _with_offsets(layouts)
@@ -51,25 +51,25 @@ def source_score_blocks(layouts: BatchLayouts, rank: int, source: int) -> tuple[
 
 
 def remote_score_blocks(layouts: BatchLayouts, rank: int) -> tuple[ScoreBlock, ...]:
-    """What the queries of `rank` attend to among the foreign keys: see `foreign`, which says where they are."""
+    """Blocks of the queries of `rank` with the keys that `remote_key_indices` selects."""
     blocks = []
     num_keys = 0
     for offset, layout in _with_offsets(layouts):
         keys = [span for _, span in _remote_spans(layout, rank)]
-        local = 0
-        for index, piece in enumerate(keys):
-            keys[index] = piece._replace(local_start=local)
-            local += piece.length
+        local_start = 0
+        for index, span in enumerate(keys):
+            keys[index] = span._replace(local_start=local_start)
+            local_start += span.length
         for q0, q1, k0, k1 in _score_blocks(layout.spans(rank), keys):
             blocks.append(ScoreBlock(offset + q0, offset + q1, num_keys + k0, num_keys + k1))
-        num_keys += local
+        num_keys += local_start
     return tuple(blocks)
 
 
 def remote_key_indices(layouts: BatchLayouts, rank: int) -> Tensor:
-    """int64, on the host: the keys of other ranks that queries of `rank` attend to, row after row in the order of the row.
+    """int64, on the CPU: the remote keys that queries of `rank` attend to, in the order of each sequence.
 
-    They count through all ranks' tokens: source * tokens of a rank + place there.
+    An index counts over the tokens of all ranks: source * tokens per rank + index on the source.
     """
     tokens_per_rank = sum(layout.num_tokens // layout.ring_degree for layout in layouts)
     key_ranges = [
@@ -81,7 +81,7 @@ def remote_key_indices(layouts: BatchLayouts, rank: int) -> Tensor:
 
 
 def _with_offsets(layouts: BatchLayouts) -> Iterator[tuple[int, SeqLayout]]:
-    """Each row, and where it begins on a rank."""
+    """Each sequence's offset among the tokens of a rank, and its layout."""
     offset = 0
     for layout in layouts:
         yield offset, layout
@@ -89,45 +89,45 @@ def _with_offsets(layouts: BatchLayouts) -> Iterator[tuple[int, SeqLayout]]:
 
 
 def _remote_spans(layout: SeqLayout, rank: int) -> list[tuple[int, TokenSpan]]:
-    """(the rank that holds it, the piece), in the order of the row; no more than the rank's queries attend to."""
-    last_start_by_document = {piece.document_start: piece.start for piece in layout.spans(rank)}
+    """(source rank, span) of the remote keys that the rank's queries attend to, in sequence order."""
+    last_start_by_document = {span.document_start: span.start for span in layout.spans(rank)}
     return sorted(
         (
-            (source, piece)
+            (source, span)
             for source in range(layout.ring_degree)
             if source != rank
-            for piece in layout.spans(source)
-            if piece.start < last_start_by_document.get(piece.document_start, -1)
+            for span in layout.spans(source)
+            if span.start < last_start_by_document.get(span.document_start, -1)
         ),
         key=lambda source_span: source_span[1].start,
     )
 
 
 def _score_blocks(queries: Sequence[TokenSpan], keys: Sequence[TokenSpan]) -> Iterator[ScoreBlock]:
-    """Each piece of queries with those of the keys that lie before it in its document; neighbours are joined.
+    """Blocks of each query span with the earlier keys of its document; adjacent blocks are joined.
 
-    Where two see keys up to the same one, they are neighbours of one document: it is that of the keys.
+    Query spans with the same last key are adjacent and in the same document, namely that of the key.
     """
     starts = [span.start for span in keys]
-    ends = [piece.local_start for piece in keys] + [keys[-1].local_start + keys[-1].length if keys else 0]
+    ends = [span.local_start for span in keys] + [keys[-1].local_start + keys[-1].length if keys else 0]
     pending_block: ScoreBlock | None = None
-    for piece in queries:
-        k0 = ends[bisect_left(starts, piece.document_start)]
-        k1 = ends[bisect_left(starts, piece.start)]
+    for span in queries:
+        k0 = ends[bisect_left(starts, span.document_start)]
+        k1 = ends[bisect_left(starts, span.start)]
         if k1 == k0:
             continue
         if pending_block and pending_block.k1 == k1:
-            pending_block = pending_block._replace(q1=piece.local_start + piece.length)
+            pending_block = pending_block._replace(q1=span.local_start + span.length)
             continue
         if pending_block:
             yield pending_block
-        pending_block = ScoreBlock(piece.local_start, piece.local_start + piece.length, k0, k1)
+        pending_block = ScoreBlock(span.local_start, span.local_start + span.length, k0, k1)
     if pending_block:
         yield pending_block
 
 
 class RankAttentionPlan:
-    """What one rank of a ring computes of a batch, worked out once for all layers."""
+    """The score blocks of one rank for one batch, computed once for all layers."""
 
     def __init__(self, layouts: BatchLayouts, rank: int) -> None:
         self.layouts = layouts
@@ -137,22 +137,22 @@ class RankAttentionPlan:
 
     @cached_property
     def local_blocks(self) -> ScoreBlocks:
-        """Attention to the rank's own keys."""
+        """Causal blocks with the rank's own keys."""
         return ScoreBlocks(local_score_blocks(self.layouts, self.rank), causal=True)
 
     @cached_property
     def ring_step_blocks(self) -> list[ScoreBlocks]:
-        """Attention to the keys that arrive in each step of the ring, but the first, which are its own."""
+        """Blocks with the keys that the rank receives in ring steps 1, 2, ... (step 0 is its own keys)."""
         sources = ((self.rank - step) % self.ring_degree for step in range(1, self.ring_degree))
         return [ScoreBlocks(source_score_blocks(self.layouts, self.rank, source), causal=False) for source in sources]
 
     @cached_property
     def remote_blocks(self) -> ScoreBlocks:
-        """Attention to the foreign keys, in the order of the row."""
+        """Blocks with the selected remote keys, in sequence order (all-gather)."""
         return ScoreBlocks(remote_score_blocks(self.layouts, self.rank), causal=False)
 
     def remote_kv_indices(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Where the foreign keys, and where their values, stand in everyone's [ranks, 2, tokens], laid end to end."""
+        """Indices of the remote keys and of their values in the gathered KV [ranks, 2, tokens], flattened."""
         if device not in self._remote_kv_indices:
             tokens_per_rank = sum(layout.num_tokens // layout.ring_degree for layout in self.layouts)
             key_indices = remote_key_indices(self.layouts, self.rank)

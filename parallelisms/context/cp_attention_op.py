@@ -1,23 +1,23 @@
-"""Attention over rows that the ranks of a ring share: the operator behind `ring`, `alltoall` and `allgather`.
+"""`longhaul::context_attention`: attention over sequences sharded across a ring of ranks, as one operator.
 
-All of a method's control flow lies inside: every rank traces the same graph, whatever it holds, and documents may
-change from batch to batch without a new compilation.
+The methods `ring`, `alltoall` and `allgather` run inside it. Every rank therefore traces the same graph, whichever tokens
+it holds, and a new batch of documents needs no recompilation.
 
-Shape suffixes: B rows, S tokens of this rank, N query heads, K key/value heads, H head width, D document starts and the
-row's end.
+Shape suffixes: B batch, S tokens of this rank, N query heads, K KV heads, H head dim, D document boundaries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from models import attention_op
+from models.kernels import Grads
 from parallelisms import collectives
 from parallelisms.context import all_gather, ring
 from parallelisms.context.attention_plan import RankAttentionPlan
@@ -26,26 +26,27 @@ from parallelisms.context.shard_layout import SeqLayout
 from parallelisms.parallel_dims import ShardLayout
 
 
-def attention(
-    q_BSNH: Tensor,
-    k_BSKH: Tensor,
-    v_BSKH: Tensor,
-    boundaries_BD: Tensor,
-    *,
-    rotate_method: str,
-    layout: str,
-    group_name: str,
-    reduce_dtype: torch.dtype,
-    kernel: str,
-) -> tuple[Tensor, Tensor]:
-    """What `models.attention_op.attention` returns, for this rank's tokens of rows that the group shares.
+class CPAttentionOptions(NamedTuple):
+    """The same on all ranks and for all layers; the operator takes the fields in this order."""
 
-    `boundaries_BD` are those of whole rows. Gradients of keys and values travel as `wire` in half
-    precision, else as what they are.
-    """
-    result: tuple[Tensor, Tensor] = _attention(
-        q_BSNH, k_BSKH, v_BSKH, boundaries_BD, rotate_method, layout, group_name, reduce_dtype, kernel
-    )
+    rotate_method: str
+    layout: str
+    group_name: str
+    """The ring's process group. Operators take a name, because a graph cannot hold a group."""
+    reduce_dtype: torch.dtype
+    """The dtype in which dk and dv are sent if the inputs are 16-bit; otherwise they are sent in their own dtype."""
+    kernel: str
+
+    @property
+    def group(self) -> ProcessGroup:
+        return collectives.resolve_process_group(self.group_name)
+
+
+def attention(
+    q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor, options: CPAttentionOptions
+) -> tuple[Tensor, Tensor]:
+    """`models.attention_op.attention` for this rank's tokens. `boundaries_BD` are those of the full sequences."""
+    result: tuple[Tensor, Tensor] = _attention(q_BSNH, k_BSKH, v_BSKH, boundaries_BD, *options)
     return result
 
 
@@ -61,11 +62,10 @@ def _attention(
     reduce_dtype: torch.dtype,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
-    del reduce_dtype  # Only gradients travel so.
-    # Refused before anything is sent: what nobody waits for would be taken for the next.
-    rank_attention_plan(boundaries_BD, layout, collectives.resolve_process_group(group_name), *q_BSNH.shape[:2])
-    pending_kv = start_kv_exchange(k_BSKH, v_BSKH, rotate_method, group_name)
-    return forward(q_BSNH, k_BSKH, v_BSKH, pending_kv, boundaries_BD, rotate_method, layout, group_name, kernel)
+    options = CPAttentionOptions(rotate_method, layout, group_name, reduce_dtype, kernel)
+    # Validated before sending: a message that no rank waits for would be matched with the next receive.
+    rank_attention_plan(boundaries_BD, q_BSNH, options)
+    return forward(q_BSNH, k_BSKH, v_BSKH, start_kv_exchange(k_BSKH, v_BSKH, options), boundaries_BD, options)
 
 
 @torch.library.custom_op("longhaul::context_attention_backward", mutates_args=())
@@ -83,19 +83,18 @@ def _attention_backward(
     reduce_dtype: torch.dtype,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    pending_kv = start_kv_exchange(k_BSKH, v_BSKH, rotate_method, group_name)
-    inputs = (grad_BSNH, q_BSNH, k_BSKH, v_BSKH, pending_kv, out_BSNH, lse_BNS, boundaries_BD)
-    return backward(*inputs, rotate_method, layout, group_name, reduce_dtype, kernel)
+    options = CPAttentionOptions(rotate_method, layout, group_name, reduce_dtype, kernel)
+    pending_kv = start_kv_exchange(k_BSKH, v_BSKH, options)
+    return backward(grad_BSNH, q_BSNH, k_BSKH, v_BSKH, pending_kv, out_BSNH, lse_BNS, boundaries_BD, options)
 
 
-# ---- the same in steps, below autograd
+# ---- below autograd
 
 
-def start_kv_exchange(k_BSKH: Tensor, v_BSKH: Tensor, rotate_method: str, group_name: str) -> Waitable:
-    """Lets keys and values begin their way to the other ranks."""
-    return _START_EXCHANGE[rotate_method](
-        torch.stack((k_BSKH.flatten(0, 1), v_BSKH.flatten(0, 1))), collectives.resolve_process_group(group_name)
-    )
+def start_kv_exchange(k_BSKH: Tensor, v_BSKH: Tensor, options: CPAttentionOptions) -> Waitable:
+    """Starts the first rotation, or the all-gather, of keys and values."""
+    kv_2XKH = torch.stack((k_BSKH.flatten(0, 1), v_BSKH.flatten(0, 1)))
+    return _START_EXCHANGE[options.rotate_method](kv_2XKH, options.group)
 
 
 def forward(
@@ -104,19 +103,16 @@ def forward(
     v_BSKH: Tensor,
     pending_kv: Waitable,
     boundaries_BD: Tensor,
-    rotate_method: str,
-    layout: str,
-    group_name: str,
-    kernel: str,
+    options: CPAttentionOptions,
 ) -> tuple[Tensor, Tensor]:
-    group = collectives.resolve_process_group(group_name)
-    plan = rank_attention_plan(boundaries_BD, layout, group, *q_BSNH.shape[:2])
+    """Output [B, S, N, H] and log-sum-exp [B, N, S]. `pending_kv` comes from `start_kv_exchange`."""
     q, k, v = (x.flatten(0, 1) for x in (q_BSNH, k_BSKH, v_BSKH))
-    if rotate_method == "allgather":
-        out, lse = all_gather.forward(q, k, v, pending_kv, plan, kernel=kernel)
+    inputs = (q, k, v, pending_kv, rank_attention_plan(boundaries_BD, q_BSNH, options))
+    if options.rotate_method == "allgather":
+        out, lse = all_gather.forward(*inputs, kernel=options.kernel)
     else:
-        rotate = partial(_START_EXCHANGE[rotate_method], group=group)
-        out, lse = ring.forward(q, k, v, pending_kv, plan, rotate=rotate, kernel=kernel)
+        rotate = partial(_START_EXCHANGE[options.rotate_method], group=options.group)
+        out, lse = ring.forward(*inputs, rotate=rotate, kernel=options.kernel)
     return out.view_as(q_BSNH), attention_op.unflatten_lse(lse, q_BSNH.shape[0])
 
 
@@ -129,36 +125,33 @@ def backward(
     out_BSNH: Tensor,
     lse_BNS: Tensor,
     boundaries_BD: Tensor,
-    rotate_method: str,
-    layout: str,
-    group_name: str,
-    reduce_dtype: torch.dtype,
-    kernel: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    group = collectives.resolve_process_group(group_name)
-    plan = rank_attention_plan(boundaries_BD, layout, group, *q_BSNH.shape[:2])
+    options: CPAttentionOptions,
+) -> Grads:
+    """dq, dk and dv. `pending_kv` comes from a new `start_kv_exchange`."""
+    plan = rank_attention_plan(boundaries_BD, q_BSNH, options)
     grad, q, k, v, out = (x.flatten(0, 1) for x in (grad_BSNH, q_BSNH, k_BSKH, v_BSKH, out_BSNH))
     inputs = (grad, q, k, v, pending_kv, out, attention_op.flatten_lse(lse_BNS), plan)
-    reduce_dtype = reduce_dtype if q.dtype.itemsize < 4 else q.dtype
-    if rotate_method == "allgather":
-        reduce = partial(collectives.reduce_scatter, group=group)
-        grads = all_gather.backward(*inputs, reduce_scatter=reduce, kernel=kernel, reduce_dtype=reduce_dtype)
+    reduce_dtype = options.reduce_dtype if q.dtype.itemsize < 4 else q.dtype
+    if options.rotate_method == "allgather":
+        reduce_scatter = partial(collectives.reduce_scatter, group=options.group)
+        grads = all_gather.backward(
+            *inputs, reduce_scatter=reduce_scatter, kernel=options.kernel, reduce_dtype=reduce_dtype
+        )
     else:
-        rotate = partial(_START_EXCHANGE[rotate_method], group=group)
-        grads = ring.backward(*inputs, rotate=rotate, kernel=kernel, reduce_dtype=reduce_dtype)
+        rotate = partial(_START_EXCHANGE[options.rotate_method], group=options.group)
+        grads = ring.backward(*inputs, rotate=rotate, kernel=options.kernel, reduce_dtype=reduce_dtype)
     dq, dk, dv = (grad.view(x.shape) for grad, x in zip(grads, (q_BSNH, k_BSKH, v_BSKH), strict=True))
     return dq, dk, dv
 
 
-def rank_attention_plan(
-    boundaries_BD: Tensor, layout: str, group: ProcessGroup, batch_size: int, tokens_per_rank: int
-) -> RankAttentionPlan:
-    """What this rank computes of rows of which each rank holds `held` tokens. Raises ValueError."""
+def rank_attention_plan(boundaries_BD: Tensor, q_BSNH: Tensor, options: CPAttentionOptions) -> RankAttentionPlan:
+    """The score blocks of this rank. Raises ValueError for boundaries that do not fit the full sequences."""
+    batch_size, tokens_per_rank = q_BSNH.shape[:2]
     return _rank_attention_plan(
         attention_op.boundary_tuples(boundaries_BD, batch_size),
-        cast(ShardLayout, layout),
-        group.size(),
-        group.rank(),
+        cast(ShardLayout, options.layout),
+        options.group.size(),
+        options.group.rank(),
         tokens_per_rank,
     )
 
@@ -167,7 +160,7 @@ def rank_attention_plan(
 def _rank_attention_plan(
     batch_boundaries: attention_op.Boundaries, layout: ShardLayout, ring_degree: int, rank: int, tokens_per_rank: int
 ) -> RankAttentionPlan:
-    # Every layer asks for the same. Few are kept: each may hold 15 MiB on the device, at a million tokens.
+    # Cached because every layer asks for the same plan. Few, because one may hold 15 MiB on the device at 1M tokens.
     return RankAttentionPlan(
         tuple(
             SeqLayout(layout, ring_degree, boundaries)
@@ -198,9 +191,8 @@ def _(grad_BSNH: Tensor, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, *rest: 
 
 def _autograd_backward(ctx: Any, grad_BSNH: Tensor, grad_lse: None) -> tuple[Tensor | None, ...]:
     del grad_lse
-    return *_attention_backward(grad_BSNH.contiguous(), *ctx.saved_tensors, *ctx.options), *[None] * (
-        1 + len(ctx.options)
-    )
+    grads = _attention_backward(grad_BSNH.contiguous(), *ctx.saved_tensors, *ctx.options)
+    return *grads, None, *[None] * len(ctx.options)
 
 
 _attention.register_autograd(_autograd_backward, setup_context=attention_op.setup_context)

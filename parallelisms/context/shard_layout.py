@@ -1,13 +1,11 @@
-"""Which rank holds which tokens of a row: integers only, no process group and no device.
+"""Shard layouts: which rank of the ring holds which tokens of a sequence. Integers only, no process group, no device.
 
-A layout is an assignment of tokens to the ring's ranks. Within a rank tokens stay in the order of the row, so the
-tokens of one document are one run there, and attention among them is plain causal attention.
+A rank holds its tokens in sequence order. The tokens of a document are therefore contiguous on the rank, and attention
+among them is plain causal attention. Every rank holds the same number of tokens, for documents of any length.
 
     headtail, 2 ranks        0 0 1 1 1 1 0 0
     contiguous               0 0 0 0 1 1 1 1
-    doc_headtail, [0, 2, 8]  0 1 0 0 1 1 1 0      each document head-tail, left-overs dealt to the ranks in turn
-
-Every rank holds the same number of tokens, whatever the lengths of the documents.
+    doc_headtail, [0, 2, 8]  0 1 0 0 1 1 1 0      head-tail inside each document, remainders assigned round-robin
 """
 
 from __future__ import annotations
@@ -25,33 +23,33 @@ from torch import Tensor
 from models.kernels import concatenated_ranges
 from parallelisms.parallel_dims import ShardLayout
 
-# `balanced` takes the smallest number of chunks per rank that comes this close to the mean...
+# `balanced` takes the fewest chunks per rank whose imbalance (busiest rank over mean) is at most this...
 TARGET_IMBALANCE = 1.01
-# ...unless its chunks would be too short to fill a kernel's tile.
+# ...unless the chunks would be shorter than a kernel's tile.
 MIN_CHUNK_TOKENS = 128
 
 
 class TokenSpan(NamedTuple):
-    """Consecutive tokens of one document that a rank holds."""
+    """Contiguous tokens of one document on one rank."""
 
     local_start: int
-    """Where they begin on the rank."""
+    """First token's index among the rank's tokens of the sequence."""
     start: int
-    """Where they begin in the row."""
+    """First token's index in the sequence."""
     length: int
     document_start: int
-    """Where their document begins in the row."""
+    """Index of the document's first token in the sequence."""
 
     @property
     def num_pairs(self) -> int:
-        """Keys that these tokens attend to, summed."""
+        """(query, key) pairs that these tokens, as queries, attend to."""
         first_num_keys = self.start - self.document_start + 1
         return self.length * (2 * first_num_keys + self.length - 1) // 2
 
 
 @dataclass(frozen=True)
 class SeqLayout:
-    """The layout of a row over `ring` ranks; `boundaries` are its document starts and its length, ascending."""
+    """The layout of one sequence; `boundaries` are its document starts and its length, ascending."""
 
     kind: ShardLayout
     ring_degree: int
@@ -63,31 +61,33 @@ class SeqLayout:
 
     @property
     def documents(self) -> list[tuple[int, int]]:
-        """[start, end) of each."""
+        """[start, end) of each document that is not empty."""
         return [(start, end) for start, end in pairwise(self.boundaries) if end > start]
 
     def spans(self, rank: int) -> tuple[TokenSpan, ...]:
-        """What a rank holds, in the order in which it holds it."""
+        """A rank's tokens, in the order in which it holds them."""
         return _token_spans(self)[rank]
 
     def pairs_per_rank(self) -> tuple[int, ...]:
         """(query, key) pairs that each rank's queries attend to."""
-        return tuple(sum(piece.num_pairs for piece in pieces) for pieces in _token_spans(self))
+        return tuple(sum(span.num_pairs for span in spans) for spans in _token_spans(self))
 
     def permutation(self) -> Tensor:
-        """int64 [tokens]: the row's tokens by rank; `x[order].chunk(ring)[rank]` is a rank's part."""
-        spans = [piece for pieces in _token_spans(self) for piece in pieces]
-        return concatenated_ranges([piece.start for piece in spans], [piece.length for piece in spans])
+        """int64 [T]: the sequence's tokens, rank by rank; `x[permutation].chunk(ring_degree)[rank]` is a rank's shard."""
+        spans = [span for rank_spans in _token_spans(self) for span in rank_spans]
+        return concatenated_ranges([span.start for span in spans], [span.length for span in spans])
 
     def inverse_permutation(self) -> Tensor:
-        """int64 [tokens]: where each of the row's tokens stands in `order`."""
+        """int64 [T]: the index of each token in `permutation`."""
         return torch.argsort(self.permutation())
 
 
 @lru_cache(maxsize=64)
 def _token_spans(layout: SeqLayout) -> tuple[tuple[TokenSpan, ...], ...]:
     if layout.ring_degree < 1 or layout.num_tokens % layout.ring_degree:
-        raise ValueError(f"a row of {layout.num_tokens} tokens does not divide among {layout.ring_degree} ranks")
+        raise ValueError(
+            f"sequence length {layout.num_tokens} must be a multiple of the {layout.ring_degree} ring ranks"
+        )
     assign = {"contiguous": _contiguous, "headtail": _headtail, "doc_headtail": _doc_headtail, "balanced": _balanced}
     by_rank: list[list[TokenSpan]] = [[] for _ in range(layout.ring_degree)]
     for rank, document_start, start, end in assign[layout.kind if layout.ring_degree > 1 else "contiguous"](layout):
@@ -102,11 +102,11 @@ def _token_spans(layout: SeqLayout) -> tuple[tuple[TokenSpan, ...], ...]:
         elif end > start:
             local_start = rank_spans[-1].local_start + rank_spans[-1].length if rank_spans else 0
             rank_spans.append(TokenSpan(local_start, start, end - start, document_start))
-    return tuple(tuple(pieces) for pieces in by_rank)
+    return tuple(map(tuple, by_rank))
 
 
 RankSpans = Iterator[tuple[int, int, int, int]]
-"""(rank, document, start, end), ascending."""
+"""(rank, document start, start, end), in sequence order."""
 
 
 def _contiguous(layout: SeqLayout) -> RankSpans:
@@ -114,14 +114,14 @@ def _contiguous(layout: SeqLayout) -> RankSpans:
 
 
 def _headtail(layout: SeqLayout) -> RankSpans:
-    """Rank r of n holds chunks r and 2n-1-r of 2n: under a causal mask, as much work as any other."""
+    """Rank r of n holds chunks r and 2n-1-r of 2n, which balances the load under a causal mask."""
     _require_chunks(layout, 2)
     ranks = list(range(layout.ring_degree))
     yield from _assign_chunks(layout, ranks + ranks[::-1])
 
 
 def _doc_headtail(layout: SeqLayout) -> RankSpans:
-    """Head-tail inside every document. The tokens left over are dealt on from where the last document's ended."""
+    """Head-tail inside every document. Remainders go round-robin over the ranks, continuing across documents."""
     _require_chunks(layout, 2)
     ring_degree, next_slot = layout.ring_degree, 0
     for document_start, document_end in layout.documents:
@@ -139,7 +139,7 @@ def _doc_headtail(layout: SeqLayout) -> RankSpans:
 
 
 def _balanced(layout: SeqLayout) -> RankSpans:
-    """Equal chunks, the heaviest first to the rank with the least work (longest processing time, Graham 1969)."""
+    """Equal chunks; the heaviest goes first, to the least loaded rank (longest processing time, Graham 1969)."""
     _require_chunks(layout, 2)
     best_owners: list[int] = []
     lowest_imbalance = float("inf")
@@ -156,7 +156,7 @@ def _balanced(layout: SeqLayout) -> RankSpans:
 
 
 def _longest_processing_time(chunk_pairs: list[int], ring_degree: int) -> tuple[list[int], float]:
-    """The owner of each chunk, as many chunks to every rank; and the busiest rank's work over the mean."""
+    """The owner of each chunk, with equally many chunks per rank, and the imbalance: busiest rank over mean."""
     free_slots = [len(chunk_pairs) // ring_degree] * ring_degree
     totals = [(0, rank) for rank in range(ring_degree)]
     owners = [0] * len(chunk_pairs)
@@ -180,7 +180,7 @@ def _pairs_per_chunk(layout: SeqLayout, chunk_tokens: int) -> list[int]:
 
 
 def _assign_chunks(layout: SeqLayout, owners: list[int]) -> RankSpans:
-    """The row in equal chunks with these owners, cut where documents begin."""
+    """Splits the sequence into equal chunks, given their owners, and at document starts."""
     chunk_tokens = layout.num_tokens // len(owners)
     for document_start, document_end in layout.documents:
         start = document_start
@@ -193,6 +193,6 @@ def _assign_chunks(layout: SeqLayout, owners: list[int]) -> RankSpans:
 def _require_chunks(layout: SeqLayout, per_rank: int) -> None:
     if layout.num_tokens % (layout.ring_degree * per_rank):
         raise ValueError(
-            f'layout "{layout.kind}" over {layout.ring_degree} ranks needs a row that is a multiple of '
-            f"{layout.ring_degree * per_rank} tokens, not {layout.num_tokens}"
+            f"sequence length {layout.num_tokens} must be a multiple of {layout.ring_degree * per_rank} for layout "
+            f'"{layout.kind}" over {layout.ring_degree} ranks'
         )

@@ -1,7 +1,6 @@
-"""Ulysses (Jacobs et al., 2023): a rank trades its part of all heads for all of the sequence of its part of the heads.
+"""Ulysses (Jacobs et al., 2023): all-to-all between a shard of the tokens with all heads, and all tokens of a head shard.
 
-Shape suffixes: B rows, S tokens of this rank, T tokens of the group, N heads, M heads per rank of the group, H head
-width.
+Shape suffixes: B batch, S tokens of this rank, T tokens of the group, N heads, M heads of this rank, H head dim.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from parallelisms.parallel_dims import kv_head_repeats
 
 
 def seq_to_heads(x_BSNH: Tensor, group_name: str, group_size: int) -> Tensor:
-    """[B, S, N, H] of this rank's tokens -> [B, T, N / ranks, H] of this rank's heads; differentiable.
+    """[B, S, N, H] -> [B, T, M, H]; differentiable.
 
-    Heads that do not divide among the ranks are repeated first; each rank gets what its query heads need.
+    KV heads that the group size does not divide are repeated first, so each rank has the KV of its query heads.
     """
     num_repeats = kv_head_repeats(group_size, x_BSNH.shape[2])
     if num_repeats > 1:
@@ -28,13 +27,13 @@ def seq_to_heads(x_BSNH: Tensor, group_name: str, group_size: int) -> Tensor:
 
 
 def heads_to_seq(x_BTMH: Tensor, group_name: str, group_size: int) -> Tensor:
-    """[B, T, M, H] of this rank's heads -> [B, T / ranks, M * ranks, H] of this rank's tokens; differentiable."""
+    """[B, T, M, H] -> [B, S, N, H]; differentiable."""
     out: Tensor = _heads_to_seq(x_BTMH, group_name, group_size)
     return out
 
 
 class SeqToHeads:
-    """`to_heads` in two steps, below autograd."""
+    """`seq_to_heads` as an asynchronous all-to-all, below autograd."""
 
     def __init__(self, x_BSNH: Tensor, group_name: str, group_size: int) -> None:
         self._num_repeats = kv_head_repeats(group_size, x_BSNH.shape[2])
@@ -47,7 +46,7 @@ class SeqToHeads:
         return self._handle.wait().movedim(0, 1).flatten(1, 2).contiguous()
 
     def backward(self, grad_BTMH: Tensor) -> Tensor:
-        """[B, S, N, H]: heads that were repeated get the sum of the gradients of all."""
+        """[B, S, N, H]: the gradients of repeated heads are summed."""
         grad_BSNH = heads_to_seq(grad_BTMH, *self._group)
         if self._num_repeats == 1:
             return grad_BSNH
@@ -68,17 +67,17 @@ def _heads_to_seq(x_BTMH: Tensor, group_name: str, group_size: int) -> Tensor:
 
 
 @_seq_to_heads.register_fake
-def _(x_BSNH: Tensor, group_name: str, ranks: int) -> Tensor:
+def _(x_BSNH: Tensor, group_name: str, group_size: int) -> Tensor:
     del group_name
-    rows, tokens, heads, width = x_BSNH.shape
-    return x_BSNH.new_empty(rows, tokens * ranks, heads // ranks, width)
+    batch_size, tokens, heads, head_dim = x_BSNH.shape
+    return x_BSNH.new_empty(batch_size, tokens * group_size, heads // group_size, head_dim)
 
 
 @_heads_to_seq.register_fake
-def _(x_BTMH: Tensor, group_name: str, ranks: int) -> Tensor:
+def _(x_BTMH: Tensor, group_name: str, group_size: int) -> Tensor:
     del group_name
-    rows, tokens, heads, width = x_BTMH.shape
-    return x_BTMH.new_empty(rows, tokens // ranks, heads * ranks, width)
+    batch_size, tokens, heads, head_dim = x_BTMH.shape
+    return x_BTMH.new_empty(batch_size, tokens // group_size, heads * group_size, head_dim)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Tensor, str, int], output: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Weights that a run begins with: read in parts on every mesh, checked before, and never drawn or deleted."""
+"""Initial weights: each rank reads its shards on every mesh, validation precedes training, nothing is deleted."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from trainer.trainer import Trainer
 ODD = ("--model.ffn_dim=68", "--model.vocab_size=268")
 
 
-def written(run: Path, folder: Path, *options: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """A Hugging Face model of random numbers for this configuration, and its tensors by our names."""
+def write_hf_model(run: Path, folder: Path, *options: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Writes a Hugging Face model with random weights; returns the tensors by parameter name."""
     model = configured(run, run.parent / "run", *options).model.build()
     torch.manual_seed(1)
-    made = {name: torch.randn(entry.shape).to(dtype) for name, entry in hf.tensor_specs(model).items()}
+    weights = {name: torch.randn(entry.shape).to(dtype) for name, entry in hf.tensor_specs(model).items()}
     folder.mkdir()
     (folder / hf.CONFIG_FILE).write_text(
         json.dumps(model_config_to_hf(model, max_length=64, dtype=str(dtype).partition(".")[2]))
     )
-    hf.write_safetensors(folder, model, made.__getitem__, dtype=dtype, file_bytes=100_000)
+    hf.write_safetensors(folder, model, weights.__getitem__, dtype=dtype, file_bytes=100_000)
     assert (folder / hf.INDEX_FILE).exists()
-    return made
+    return weights
 
 
 @pytest.fixture
@@ -55,57 +55,57 @@ def run(tmp_path: Path) -> Path:
     return write_run(tmp_path)
 
 
-# ---- every mesh
+# ---- Hugging Face models on every mesh
 
 
-def begun(run: Path, options: tuple[str, ...]) -> tuple[dict[str, Tensor], int, int]:
-    """On one rank: the weights of its stages, whole; how many numbers it read, and how many it holds."""
+def load_initial(run: Path, options: tuple[str, ...]) -> tuple[dict[str, Tensor], int, int]:
+    """On one rank: (full weights of its stages, number of elements read, number of local elements)."""
     from torch import distributed
 
     config = configured(run, run.parent / "run", *options)
     world = World(distributed.get_rank(), distributed.get_world_size(), torch.device("cpu"))
     trainer = Trainer(config, world, rows_of(config))
-    named = trainer.optimizer.parameters_by_name
-    assert all(bool(to_local(weight).isnan().all()) for weight in named.values())
+    parameters = trainer.optimizer.parameters_by_name
+    assert all(bool(to_local(weight).isnan().all()) for weight in parameters.values())
     count, read = 0, hf.SafetensorsReader.read
 
-    def counted(self: hf.SafetensorsReader, *arguments: Any) -> Tensor:
+    def counting_read(self: hf.SafetensorsReader, *arguments: Any) -> Tensor:
         nonlocal count
         found = read(self, *arguments)
         count += found.numel()
         return found
 
-    hf.SafetensorsReader.read = counted  # type: ignore[assignment, method-assign]
+    hf.SafetensorsReader.read = counting_read  # type: ignore[assignment, method-assign]
     assert CheckpointManager(config, RunDir(config.output_dir), trainer.world).resume(trainer) is None
     hf.SafetensorsReader.read = read  # type: ignore[method-assign]
     assert trainer.step == 0
-    found = {name: full_tensor(weight.detach()).clone() for name, weight in named.items()}
-    return found, count, sum(to_local(weight).numel() for weight in named.values())
+    full_weights = {name: full_tensor(weight.detach()).clone() for name, weight in parameters.items()}
+    return full_weights, count, sum(to_local(weight).numel() for weight in parameters.values())
 
 
 MESHES: dict[str, tuple[int, tuple[str, ...]]] = {
     "one process": (1, ()),
     "fsdp 3, uneven": (3, ()),
     "tp 2, fsdp 2": (4, ("--parallelism.tp=2", *ODD)),
-    "tp 4, which share key heads": (4, ("--parallelism.tp=4", *ODD)),
+    "tp 4, replicated KV heads": (4, ("--parallelism.tp=4", *ODD)),
     "pp 2, fsdp 2": (4, ("--parallelism.pp=2",)),
-    "replicas, cp": (4, ("--parallelism.dp_replicate=2", "--parallelism.dp_shard=1", "--parallelism.cp=2")),
+    "dp_replicate, cp": (4, ("--parallelism.dp_replicate=2", "--parallelism.dp_shard=1", "--parallelism.cp=2")),
     "tied, tp 2, fsdp 2": (4, ("--parallelism.tp=2", "--model.tie_embeddings=true")),
-    "on the host": (2, ("--memory.optimizer_placement=host",)),
+    "optimizer on the host": (2, ("--memory.optimizer_placement=host",)),
 }
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("ranks", "options"), MESHES.values(), ids=list(MESHES))
-def test_every_rank_reads_its_part_of_the_weights_and_no_more(run: Path, ranks: int, options: tuple[str, ...]) -> None:
+def test_every_rank_reads_exactly_its_shards(run: Path, ranks: int, options: tuple[str, ...]) -> None:
     folder = run.parent / "model"
     dtype = torch.bfloat16 if ranks == 3 else torch.float32
-    expected = written(run, folder, *options, dtype=dtype)
-    rows_of(configured(run, run.parent / "run"))  # Tokenized once, and not by every rank.
-    found = run_ranks(begun, ranks, run, (*options, f"--checkpoint.initial_load_path={HF_PREFIX}{folder}"))
+    expected = write_hf_model(run, folder, *options, dtype=dtype)
+    rows_of(configured(run, run.parent / "run"))  # Tokenize once, not on every rank.
+    found = run_ranks(load_initial, ranks, run, (*options, f"--checkpoint.initial_load_path={HF_PREFIX}{folder}"))
     names = set[str]()
-    for weights, count, held in found:
-        assert count == held
+    for weights, count, num_local in found:
+        assert count == num_local
         names |= weights.keys()
         for name, weight in weights.items():
             assert weight.dtype == torch.float32
@@ -116,16 +116,18 @@ def test_every_rank_reads_its_part_of_the_weights_and_no_more(run: Path, ranks: 
 
 
 @pytest.mark.ranks
-def test_norms_of_heads_are_read_too(run: Path) -> None:
+def test_qk_norm_weights_are_loaded(run: Path) -> None:
     folder, options = run.parent / "model", ("--parallelism.tp=2", "--model.qk_norm=true")
-    expected = written(run, folder, *options)
+    expected = write_hf_model(run, folder, *options)
     rows_of(configured(run, run.parent / "run"))
-    for weights, _, _ in run_ranks(begun, 4, run, (*options, f"--checkpoint.initial_load_path={HF_PREFIX}{folder}")):
+    for weights, _, _ in run_ranks(
+        load_initial, 4, run, (*options, f"--checkpoint.initial_load_path={HF_PREFIX}{folder}")
+    ):
         assert weights.keys() == expected.keys()
         assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
 
 
-# ---- another run
+# ---- another run's checkpoint
 
 
 def first_run(run: Path, *options: str) -> Path:
@@ -133,41 +135,41 @@ def first_run(run: Path, *options: str) -> Path:
     return run.parent / "first"
 
 
-@pytest.mark.parametrize("place", [".", "checkpoints/step-3"])
-def test_another_runs_weights_are_taken_and_nothing_else(run: Path, place: str) -> None:
+@pytest.mark.parametrize("path", [".", "checkpoints/step-3"])
+def test_only_the_weights_of_another_run_are_loaded(run: Path, path: str) -> None:
     first = first_run(run)
-    saved = tensors(find_checkpoint(first / place))
-    options = ("--optimizer.lr=0.5", "--training.seed=4", f"--checkpoint.initial_load_path={first / place}")
+    saved = tensors(find_checkpoint(first / path))
+    options = ("--optimizer.lr=0.5", "--training.seed=4", f"--checkpoint.initial_load_path={first / path}")
     config = configured(run, run.parent / "second", *options)
     validate_initial_weights(config)
     with trainer_of(config) as trainer:
         assert CheckpointManager(config, RunDir(config.output_dir), trainer.world).resume(trainer) is None
-        held = trainer.state_dict()
+        loaded = trainer.state_dict()
         assert (trainer.step, trainer.next_sequence) == (0, 0)
-    assert held.keys() == saved.keys()
-    for name, tensor in held.items():
+    assert loaded.keys() == saved.keys()
+    for name, tensor in loaded.items():
         expected = saved[name] if name.startswith("model.") else torch.zeros_like(saved[name])
         assert torch.equal(tensor, expected), name
 
 
 @pytest.mark.ranks
-def test_a_run_on_another_mesh_begins_where_the_first_ended(run: Path) -> None:
+def test_initial_weights_load_on_another_mesh(run: Path) -> None:
     first = first_run(run)
     options = ("--checkpoint.initial_load_path", str(first), "--parallelism.tp", "2", "--training.steps", "1")
-    said = forked(run, run.parent / "second", *options, processes=4)
-    assert said.statuses == [0, 0, 0, 0], said.said
-    assert "the run begins with the weights of" in said.said
+    done = forked(run, run.parent / "second", *options, processes=4)
+    assert done.statuses == [0, 0, 0, 0], done.said
+    assert "initial weights: " in done.said
     ((loss,),) = metrics(run.parent / "second", "loss")
     assert loss < metrics(first, "loss")[-2][0] < metrics(first, "loss")[0][0]
 
 
-def test_what_is_no_checkpoint_is_refused(run: Path, tmp_path: Path) -> None:
+def test_a_folder_without_checkpoint_is_refused(run: Path, tmp_path: Path) -> None:
     config = configured(run, tmp_path / "run", f"--checkpoint.initial_load_path={tmp_path}")
-    with pytest.raises(ConfigError, match="is neither a checkpoint nor a run folder with one"):
+    with pytest.raises(ConfigError, match="is neither a checkpoint nor a run folder with a checkpoint"):
         validate_initial_weights(config)
 
 
-def test_the_model_of_a_checkpoint_is_the_one_that_was_trained(run: Path) -> None:
+def test_the_model_configuration_of_a_checkpoint_is_restored(run: Path) -> None:
     first = first_run(run, "--training.steps=1", "--model.rope.kind=llama3", "--model.rope.factor=4")
     state = read_state(find_checkpoint(first))
     assert (
@@ -175,14 +177,14 @@ def test_the_model_of_a_checkpoint_is_the_one_that_was_trained(run: Path) -> Non
         == configured(run, first, "--model.rope.kind=llama3", "--model.rope.factor=4").model.build()
     )
     state["config"]["model.experts"] = 8
-    with pytest.raises(ResumeError, match="experts, which this version does not know"):
+    with pytest.raises(ResumeError, match="unknown model fields: experts"):
         model_config_from_state(state)
     del state["config"]["model.experts"], state["config"]["model.dim"]
-    with pytest.raises(ResumeError, match="does not describe a model"):
+    with pytest.raises(ResumeError, match="lacks model fields"):
         model_config_from_state(state)
 
 
-# ---- what is checked before
+# ---- validation before the run starts
 
 
 def problems_of(run: Path, *options: str) -> list[str]:
@@ -193,33 +195,38 @@ def problems_of(run: Path, *options: str) -> list[str]:
     return []
 
 
-def test_every_field_that_differs_is_told_at_once(run: Path) -> None:
+def test_every_differing_model_field_is_reported(run: Path) -> None:
     folder = run.parent / "model"
-    written(run, folder)
-    told = problems_of(
+    write_hf_model(run, folder)
+    problems = problems_of(
         run, f"--checkpoint.initial_load_path=hf:{folder}", "--model.ffn_dim=80", "--model.norm_eps=1e-6"
     )
     start = f'checkpoint.initial_load_path = "hf:{folder}": model.'
-    assert told == [f"{start}ffn_dim = 80 is 96 there", f"{start}norm_eps = 1e-06 is 1e-05 there"]
+    assert problems == [
+        f"{start}ffn_dim = 80, but the initial weights have 96",
+        f"{start}norm_eps = 1e-06, but the initial weights have 1e-05",
+    ]
 
 
-def test_another_rope_is_allowed_and_told(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_rope_is_allowed_and_logged(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = run.parent / "model"
-    written(run, folder)
+    write_hf_model(run, folder)
     caplog.set_level(logging.INFO)
     assert problems_of(run, f"--checkpoint.initial_load_path=hf:{folder}", "--model.rope.theta=8e6") == []
-    assert caplog.messages == ["checkpoint.initial_load_path: model.rope.theta = 8000000.0 is 500000.0 there"]
+    assert caplog.messages == [
+        "checkpoint.initial_load_path: model.rope.theta = 8000000.0, but the initial weights have 500000.0"
+    ]
 
 
-def test_every_tensor_is_looked_for(run: Path) -> None:
+def test_missing_and_truncated_files_are_reported(run: Path) -> None:
     folder = run.parent / "model"
-    written(run, folder)
+    write_hf_model(run, folder)
     first = sorted(folder.glob("*.safetensors"))[0]
     first.write_bytes(first.read_bytes()[:-1])
-    (told,) = problems_of(run, f"--checkpoint.initial_load_path=hf:{folder}")
-    assert f"{first} cannot be read" in told
+    (problem,) = problems_of(run, f"--checkpoint.initial_load_path=hf:{folder}")
+    assert f"{first} cannot be read" in problem
     assert problems_of(run, "--checkpoint.initial_load_path=hf:/no/where")[0].endswith(
-        ": /no/where is not a folder, and nothing is downloaded"
+        ": /no/where is not a folder (models are not downloaded)"
     )
     (folder / hf.CONFIG_FILE).unlink()
     assert (
@@ -227,22 +234,22 @@ def test_every_tensor_is_looked_for(run: Path) -> None:
     )
 
 
-def test_it_is_checked_before_anything_starts(run: Path) -> None:
+def test_the_launcher_validates_the_initial_weights(run: Path) -> None:
     arguments = ["--config", str(run), "--checkpoint.initial_load_path", "hf:/no/where"]
     _, _, problems = load_and_validate(arguments, {"NGPU": "2"})
     assert problems == [
-        'checkpoint.initial_load_path = "hf:/no/where": /no/where is not a folder, and nothing is downloaded'
+        'checkpoint.initial_load_path = "hf:/no/where": /no/where is not a folder (models are not downloaded)'
     ]
 
 
-def test_weights_that_cannot_be_read_end_the_run_for_good(run: Path) -> None:
+def test_a_tied_model_with_another_head_exits_with_78(run: Path) -> None:
     folder = run.parent / "model"
-    written(run, folder, "--model.tie_embeddings=true")
+    write_hf_model(run, folder, "--model.tie_embeddings=true")
     from safetensors.torch import load_file, save_file
 
     last = sorted(folder.glob("*.safetensors"))[-1]
-    tensors_there = load_file(last) | {hf.LM_HEAD: torch.zeros(264, 64)}
-    save_file(tensors_there, last)
+    head_tensors = load_file(last) | {hf.LM_HEAD: torch.zeros(264, 64)}
+    save_file(head_tensors, last)
     index = json.loads((folder / hf.INDEX_FILE).read_text())
     index["weight_map"][hf.LM_HEAD] = last.name
     (folder / hf.INDEX_FILE).write_text(json.dumps(index))
@@ -250,15 +257,15 @@ def test_weights_that_cannot_be_read_end_the_run_for_good(run: Path) -> None:
     assert problems_of(run, *options) == []
     done = forked(run, run.parent / "second", *options)
     assert done.statuses == [78]
-    assert "lm_head.weight is not model.embed_tokens.weight" in done.said
+    assert "lm_head.weight differs from model.embed_tokens.weight" in done.said
 
 
-# ---- what comes first, and what stays
+# ---- precedence and retention
 
 
-def test_the_runs_own_checkpoint_comes_first(run: Path) -> None:
+def test_a_checkpoint_of_the_run_takes_precedence(run: Path) -> None:
     folder = run.parent / "model"
-    written(run, folder)
+    write_hf_model(run, folder)
     initial = f"--checkpoint.initial_load_path=hf:{folder}"
     run_here(configured(run, run.parent / "run", initial, "--training.steps=3"))
     saved = tensors(find_checkpoint(run.parent / "run"))
@@ -271,9 +278,9 @@ def test_the_runs_own_checkpoint_comes_first(run: Path) -> None:
         assert all(torch.equal(tensor, saved[name]) for name, tensor in trainer.state_dict().items())
 
 
-def test_a_run_without_checkpoints_of_its_own_begins_so_too(run: Path) -> None:
+def test_initial_weights_load_with_checkpoints_disabled(run: Path) -> None:
     folder = run.parent / "model"
-    written(run, folder)
+    write_hf_model(run, folder)
     run_here(
         configured(run, run.parent / "run", f"--checkpoint.initial_load_path=hf:{folder}", "--checkpoint.enabled=false")
     )
@@ -282,7 +289,7 @@ def test_a_run_without_checkpoints_of_its_own_begins_so_too(run: Path) -> None:
     assert all(map(math.isfinite, losses))
 
 
-def test_weights_of_the_same_folder_are_kept(run: Path) -> None:
+def test_initial_weights_in_the_same_folder_are_not_pruned(run: Path) -> None:
     first = first_run(run)
     options = (
         f"--checkpoint.initial_load_path={first / 'checkpoints/step-3'}",
@@ -290,10 +297,12 @@ def test_weights_of_the_same_folder_are_kept(run: Path) -> None:
         "--training.steps=9",
     )
     run_here(configured(run, first, *options))
-    assert checkpoints(first) == ["step-3", "step-6", "step-9"], "what it begins with, resumed from, and the newest"
+    assert checkpoints(first) == ["step-3", "step-6", "step-9"], (
+        "initial weights, resumed checkpoint, newest checkpoint"
+    )
 
 
-def test_a_model_without_its_weights_is_not_mistaken_for_one(run: Path) -> None:
+def test_parameters_are_nan_until_the_initial_weights_are_loaded(run: Path) -> None:
     config = configured(run, run.parent / "run", "--checkpoint.initial_load_path=hf:/no/where")
     with trainer_of(config) as trainer:
         assert isinstance(trainer.stage_modules[0], Transformer)

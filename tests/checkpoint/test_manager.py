@@ -1,4 +1,4 @@
-"""When a checkpoint is due, how it is committed, and what may be loaded."""
+"""When to save, what a checkpoint contains, and which checkpoints are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("options", "due"),
+    ("options", "expected_steps"),
     [
         ((), [3, 6, 7]),
         (("--checkpoint.interval", "100"), [7]),
@@ -29,25 +29,25 @@ def run(tmp_path: Path) -> Path:
         (("--checkpoint.enabled", "false"), []),
     ],
 )
-def test_every_nth_update_and_the_last_are_saved(run: Path, options: tuple[str, ...], due: list[int]) -> None:
+def test_every_nth_step_and_the_last_are_saved(run: Path, options: tuple[str, ...], expected_steps: list[int]) -> None:
     config = configured(run, run.parent / "run", "--training.steps", "7", *options)
-    found = CheckpointManager(config, RunDir(config.output_dir), World(0, 1, torch.device("cpu")))
-    assert [step for step in range(1, 8) if found.should_save(step, config.training_stages[0])] == due
+    manager = CheckpointManager(config, RunDir(config.output_dir), World(0, 1, torch.device("cpu")))
+    assert [step for step in range(1, 8) if manager.should_save(step, config.training_stages[0])] == expected_steps
 
 
-def test_a_checkpoint_is_what_the_trainer_holds_and_gives_it_back(run: Path) -> None:
+def test_resume_restores_what_was_saved(run: Path) -> None:
     config = configured(run, run.parent / "run")
     folder = RunDir(config.output_dir)
     with trainer_of(config) as trainer:
-        updates = trainer.train_steps()
-        assert [next(updates).step, next(updates).step] == [1, 2]
-        held = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
+        steps = trainer.train_steps()
+        assert [next(steps).step, next(steps).step] == [1, 2]
+        saved_tensors = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
         scalars = trainer.train_state()
         saved = saved_by(CheckpointManager(config, folder, trainer.world), trainer)
-        del updates
+        del steps
     assert saved == folder.checkpoints_dir / "step-2"
     assert {name: tensor.tolist() for name, tensor in tensors(saved).items()} == {
-        name: tensor.tolist() for name, tensor in held.items()
+        name: tensor.tolist() for name, tensor in saved_tensors.items()
     }
     assert sorted(path.name for path in saved.iterdir()) == [".metadata", "__0_0.distcp", "manifest.json", "state.json"]
     assert (
@@ -66,17 +66,17 @@ def test_a_checkpoint_is_what_the_trainer_holds_and_gives_it_back(run: Path) -> 
     with trainer_of(config) as trainer:
         assert CheckpointManager(config, folder, trainer.world).resume(trainer) == saved
         assert trainer.train_state() == scalars
-        assert all(torch.equal(tensor, held[name]) for name, tensor in trainer.state_dict().items())
+        assert all(torch.equal(tensor, saved_tensors[name]) for name, tensor in trainer.state_dict().items())
 
 
-def test_a_fresh_run_resumes_from_nothing(run: Path) -> None:
+def test_a_fresh_run_starts_at_step_0(run: Path) -> None:
     config = configured(run, run.parent / "run")
     with trainer_of(config) as trainer:
         assert CheckpointManager(config, RunDir(config.output_dir), trainer.world).resume(trainer) is None
         assert (trainer.step, trainer.next_sequence) == (0, 0)
 
 
-def test_a_committed_step_is_not_written_again(run: Path) -> None:
+def test_a_committed_step_is_not_rewritten(run: Path) -> None:
     config = configured(run, run.parent / "run")
     folder = RunDir(config.output_dir)
     with trainer_of(config) as trainer:
@@ -86,14 +86,14 @@ def test_a_committed_step_is_not_written_again(run: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in saved.iterdir()} == before
 
 
-def test_a_save_that_fails_leaves_no_checkpoint_and_the_next_start_goes_on(run: Path) -> None:
+def test_a_failed_save_leaves_no_checkpoint_and_the_next_launch_trains(run: Path) -> None:
     config = configured(run, run.parent / "run", "--checkpoint.interval", "2")
     folder = RunDir(config.output_dir)
     with trainer_of(config) as trainer:
-        trainer.counters = torch.tensor([float("nan"), 0.0, 0.0], dtype=torch.float64)  # state.json refuses it.
-        found = CheckpointManager(config, folder, trainer.world)
-        found.save(trainer)
-        failed = found.wait()
+        trainer.counters = torch.tensor([float("nan"), 0.0, 0.0], dtype=torch.float64)  # Not valid JSON.
+        manager = CheckpointManager(config, folder, trainer.world)
+        manager.save(trainer)
+        failed = manager.wait()
         assert failed is not None
         assert (failed.step, failed.path) == (0, None)
         assert "JSON" in str(failed.problem)
@@ -107,61 +107,69 @@ CHANGES = {
     "absent": (
         "model.embed.weight",
         None,
-        r"model.embed.weight is absent there and \(\(264, 64\), torch.float32\) here",
+        r"model.embed.weight is absent in the checkpoint and \(\(264, 64\), torch.float32\) in the model",
     ),
-    "too much": ("model.extra", torch.zeros(2), r"model.extra is \(\(2,\), torch.float32\) there and absent here"),
+    "unexpected": (
+        "model.extra",
+        torch.zeros(2),
+        r"model.extra is \(\(2,\), torch.float32\) in the checkpoint and absent in the model",
+    ),
     "dtype": (
         "model.head.norm.weight",
         torch.ones(64).half(),
-        r"\(\(64,\), torch.float16\) there and .*float32\) here",
+        r"\(\(64,\), torch.float16\) in the checkpoint and .*float32\) in the model",
     ),
     "shape": (
         "model.head.norm.weight",
         torch.ones(32),
-        r"\(\(32,\), torch.float32\) there and \(\(64,\), torch.float32",
+        r"\(\(32,\), torch.float32\) in the checkpoint and \(\(64,\), torch.float32",
     ),
 }
 
 
-@pytest.mark.parametrize(("name", "value", "told"), CHANGES.values(), ids=list(CHANGES))
-def test_other_tensors_are_refused_and_nothing_is_loaded(
-    run: Path, name: str, value: torch.Tensor | None, told: str
+@pytest.mark.parametrize(("name", "value", "message"), CHANGES.values(), ids=list(CHANGES))
+def test_mismatching_tensors_are_refused_and_nothing_is_loaded(
+    run: Path, name: str, value: torch.Tensor | None, message: str
 ) -> None:
-    """torch.distributed.checkpoint by itself loads an absent name or another dtype without a word."""
+    """torch.distributed.checkpoint silently accepts an absent name or another dtype."""
     config = configured(run, run.parent / "run")
     folder = RunDir(config.output_dir)
     with trainer_of(config) as trainer:
-        mine = trainer.state_dict()
-        theirs = {key: tensor for key, tensor in mine.items() if key != name} | ({} if value is None else {name: value})
-        trainer.state_dict = lambda: theirs  # type: ignore[method-assign]
+        expected = trainer.state_dict()
+        changed = {key: tensor for key, tensor in expected.items() if key != name} | (
+            {} if value is None else {name: value}
+        )
+        trainer.state_dict = lambda: changed  # type: ignore[method-assign]
         saved_by(CheckpointManager(config, folder, trainer.world), trainer)
-        trainer.state_dict = lambda: mine  # type: ignore[method-assign]
-        before = {key: tensor.clone() for key, tensor in mine.items()}
-        with pytest.raises(ResumeError, match=rf"(?s)step-0 does not hold this model: 1 tensors differ:\n  .*{told}"):
+        trainer.state_dict = lambda: expected  # type: ignore[method-assign]
+        before = {key: tensor.clone() for key, tensor in expected.items()}
+        with pytest.raises(
+            ResumeError, match=rf"(?s)step-0 does not match the model: 1 tensors differ:\n  .*{message}"
+        ):
             CheckpointManager(config, folder, trainer.world).resume(trainer)
-        assert all(torch.equal(tensor, before[key]) for key, tensor in mine.items())
+        assert all(torch.equal(tensor, before[key]) for key, tensor in expected.items())
 
 
-def test_moments_become_those_of_the_type_that_is_asked_for(run: Path) -> None:
-    """And only moments: nothing else is bfloat16."""
-    held: list[dict[str, torch.Tensor]] = []
-    for step, moments in enumerate(("float32", "bfloat16", "float32"), 1):
-        config = configured(run, run.parent / "run", f"--memory.optimizer_dtype={moments}")
+def test_optimizer_moments_are_converted_to_optimizer_dtype(run: Path) -> None:
+    """Every other tensor stays float32."""
+    saved_tensors: list[dict[str, torch.Tensor]] = []
+    for step, dtype in enumerate(("float32", "bfloat16", "float32"), 1):
+        config = configured(run, run.parent / "run", f"--memory.optimizer_dtype={dtype}")
         with trainer_of(config) as trainer:
             checkpoints = CheckpointManager(config, RunDir(config.output_dir), trainer.world)
             checkpoints.resume(trainer)
             loaded = {name: tensor.clone() for name, tensor in trainer.state_dict().items()}
-            for name, tensor in held[-1].items() if held else ():
+            for name, tensor in saved_tensors[-1].items() if saved_tensors else ():
                 assert torch.equal(loaded[name], tensor.to(loaded[name].dtype)), name
-                assert str(loaded[name].dtype) == f"torch.{moments if '.exp_avg' in name else 'float32'}"
+                assert str(loaded[name].dtype) == f"torch.{dtype if '.exp_avg' in name else 'float32'}"
             assert trainer.step == step - 1
             assert len(trainer.config_changes) == (step > 1)
             next(trainer.train_steps())
-            held.append({name: tensor.clone() for name, tensor in trainer.state_dict().items()})
+            saved_tensors.append({name: tensor.clone() for name, tensor in trainer.state_dict().items()})
             saved_by(checkpoints, trainer)
 
 
-def test_other_data_is_refused(run: Path) -> None:
+def test_a_checkpoint_of_other_data_is_refused(run: Path) -> None:
     config = configured(run, run.parent / "run")
     folder = RunDir(config.output_dir)
     with trainer_of(config) as trainer:

@@ -1,10 +1,11 @@
-"""What is damage, what is not, and that no byte of a manifest can change unseen."""
+"""Manifests: every changed byte is damage, an I/O error is not."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from trainer.errors import ResumeError, RunFailedError
 
 
 def commit(folder: Path, **changed: object) -> Path:
-    """A checkpoint of three files, none of which torch would know."""
+    """A checkpoint of three arbitrary files."""
     folder.mkdir(parents=True)
     for name, content in (("state.json", b"{}"), (".metadata", b"m"), ("__0_0.distcp", bytes(range(256)) * 40)):
         (folder / name).write_bytes(content)
@@ -26,18 +27,18 @@ def commit(folder: Path, **changed: object) -> Path:
     return folder
 
 
-def test_what_is_written_is_read_again(tmp_path: Path) -> None:
-    found = read_validated(commit(tmp_path / "step-6"))
-    assert (found.step, found.world_size, found.mesh, found.bytes) == (6, 2, {"tp": 2}, 10243)
-    assert manifest.find_damage(tmp_path / "step-6", found, found.files) == []
+def test_manifest_round_trip(tmp_path: Path) -> None:
+    problem = read_validated(commit(tmp_path / "step-6"))
+    assert (problem.step, problem.world_size, problem.mesh, problem.bytes) == (6, 2, {"tp": 2}, 10243)
+    assert manifest.find_damage(tmp_path / "step-6", problem, problem.files) == []
 
 
-def test_no_bit_of_a_manifest_changes_unseen(tmp_path: Path) -> None:
+def test_every_flipped_bit_of_a_manifest_is_detected(tmp_path: Path) -> None:
     folder = commit(tmp_path / "step-6")
     path = folder / manifest.MANIFEST_FILE
     content = path.read_bytes()
-    for place in range(len(content)):
-        path.write_bytes(content[:place] + bytes([content[place] ^ (1 << place % 8)]) + content[place + 1 :])
+    for offset in range(len(content)):
+        path.write_bytes(content[:offset] + bytes([content[offset] ^ (1 << offset % 8)]) + content[offset + 1 :])
         with pytest.raises(DamageError):
             read(folder)
 
@@ -55,37 +56,37 @@ def test_no_bit_of_a_manifest_changes_unseen(tmp_path: Path) -> None:
     ],
     ids=["empty", "nothing", "list", "null", "deep", "long", "not text"],
 )
-def test_what_is_no_manifest_is_damage(tmp_path: Path, content: bytes) -> None:
+def test_other_content_is_not_a_manifest(tmp_path: Path, content: bytes) -> None:
     folder = commit(tmp_path / "step-6")
     (folder / manifest.MANIFEST_FILE).write_bytes(content)
-    with pytest.raises(DamageError, match=r"manifest.json (is no manifest|does not have its own hash)"):
+    with pytest.raises(DamageError, match=r"manifest.json (is not a manifest|does not match its own checksum)"):
         read_validated(folder)
 
 
 FORGED: dict[str, tuple[dict[str, object], str]] = {
-    "a path": ({"files": {"../state.json": (1, "")}}, 'names "../state.json", which is no file of a checkpoint'),
-    "a root": ({"files": {"/etc/passwd": (1, "")}}, 'names "/etc/passwd"'),
-    "itself": ({"files": {"manifest.json": (1, "")}}, 'names "manifest.json"'),
-    "no size": ({"files": {"state.json": ("1", "")}}, "does not tell size and hash of state.json"),
-    "no state": ({"files": {".metadata": (1, "")}}, "names no state.json"),
-    "another step": ({"step": 7}, "is of update 7"),
-    "no step": ({"step": "6"}, "must hold step"),
+    "a path": ({"files": {"../state.json": (1, "")}}, 'lists "../state.json", which is not a checkpoint file'),
+    "a root": ({"files": {"/etc/passwd": (1, "")}}, 'lists "/etc/passwd"'),
+    "itself": ({"files": {"manifest.json": (1, "")}}, 'lists "manifest.json"'),
+    "no size": ({"files": {"state.json": ("1", "")}}, "must list size and sha256 of state.json"),
+    "no state": ({"files": {".metadata": (1, "")}}, "must list state.json and .metadata"),
+    "another step": ({"step": 7}, "is for step 7"),
+    "no step": ({"step": "6"}, "must contain step"),
 }
 
 
-@pytest.mark.parametrize(("changed", "told"), FORGED.values(), ids=list(FORGED))
-def test_a_manifest_with_its_own_hash_may_still_say_nothing_of_use(
-    tmp_path: Path, changed: dict[str, object], told: str
+@pytest.mark.parametrize(("changed", "message"), FORGED.values(), ids=list(FORGED))
+def test_a_forged_manifest_with_a_valid_checksum_is_refused(
+    tmp_path: Path, changed: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(DamageError, match=told):
+    with pytest.raises(DamageError, match=message):
         read_validated(commit(tmp_path / "step-6", **changed))
 
 
-def test_a_newer_format_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_format_version_is_not_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as newer:
         newer.setattr(manifest, "FORMAT_VERSION", 2)
         folder = commit(tmp_path / "step-6")
-    with pytest.raises(ResumeError, match="of format 2, and this version reads 1"):
+    with pytest.raises(ResumeError, match="has checkpoint format 2; this version reads format 1"):
         read_validated(folder)
 
 
@@ -98,7 +99,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def zero_a_page(path: Path) -> None:
+def zero_page(path: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(content[:4096] + bytes(4096) + content[8192:])
 
@@ -109,37 +110,37 @@ def link(path: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a bit": (flip, "has other content than was written"),
-    "a page": (zero_a_page, "has other content than was written"),
-    "cut": (lambda path: os.truncate(path, 100), "has 100 bytes and not 10,240"),
-    "empty": (lambda path: os.truncate(path, 0), "has 0 bytes and not 10,240"),
-    "longer": (lambda path: path.write_bytes(path.read_bytes() + b"x"), "has 10,241 bytes"),
-    "gone": (Path.unlink, "is missing"),
-    "a link": (link, "is not a regular file"),
+    "a bit": (flip, ": checksum mismatch \\(10,240 bytes\\)"),
+    "a page": (zero_page, ": checksum mismatch \\(10,240 bytes\\)"),
+    "cut": (lambda path: os.truncate(path, 100), " has 100 bytes instead of 10,240"),
+    "empty": (lambda path: os.truncate(path, 0), " has 0 bytes instead of 10,240"),
+    "longer": (lambda path: path.write_bytes(path.read_bytes() + b"x"), " has 10,241 bytes"),
+    "gone": (Path.unlink, " is missing"),
+    "a link": (link, " is not a regular file"),
 }
 
 
-@pytest.mark.parametrize(("do", "told"), DAMAGES.values(), ids=list(DAMAGES))
-def test_damage_is_told_with_its_file(tmp_path: Path, do: Callable[[Path], object], told: str) -> None:
+@pytest.mark.parametrize(("do", "message"), DAMAGES.values(), ids=list(DAMAGES))
+def test_damage_is_reported_with_the_file_name(tmp_path: Path, do: Callable[[Path], object], message: str) -> None:
     folder = commit(tmp_path / "step-6")
     do(folder / "__0_0.distcp")
     about = read_validated(folder)
-    (found,) = manifest.find_damage(folder, about, about.files)
-    assert found.startswith(f"__0_0.distcp {told}")
+    (problem,) = manifest.find_damage(folder, about, about.files)
+    assert re.match(f"__0_0.distcp{message}", problem)
     by_size = manifest.find_damage(folder, about, about.files, check_hashes=False)
-    assert by_size == ([] if "other content" in told else [found])
+    assert by_size == ([] if "checksum" in message else [problem])
 
 
-# ---- what may pass
+# ---- I/O errors
 
 
 def failing(function: Callable[..., object], times: int, number: int) -> Callable[..., object]:
-    """The function, which fails the first times it is called."""
-    left = [times]
+    """A function that raises `OSError` on its first calls."""
+    failures_left = [times]
 
     def call(*arguments: object) -> object:
-        left[0] -= 1
-        if left[0] >= 0:
+        failures_left[0] -= 1
+        if failures_left[0] >= 0:
             raise OSError(number, os.strerror(number))
         return function(*arguments)
 
@@ -147,29 +148,29 @@ def failing(function: Callable[..., object], times: int, number: int) -> Callabl
 
 
 @pytest.mark.parametrize(
-    ("number", "times", "passes"),
+    ("number", "times", "succeeds"),
     [(errno.EIO, 3, True), (errno.ESTALE, 3, True), (errno.EIO, 4, False), (errno.EACCES, 1, False)],
 )
-def test_a_file_that_cannot_be_read_now_is_asked_for_again_and_is_no_damage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, times: int, *, passes: bool
+def test_transient_io_errors_are_retried_and_are_not_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, times: int, *, succeeds: bool
 ) -> None:
     folder = commit(tmp_path / "step-6")
     monkeypatch.setattr(manifest, "RETRY_DELAY_SECONDS", 0.0)
-    monkeypatch.setattr(manifest, "hash_of", failing(manifest.hash_file, times, number))
-    if passes:
+    monkeypatch.setattr(manifest, "hash_file", failing(manifest.hash_file, times, number))
+    if succeeds:
         assert read_validated(folder).step == 6
     else:
         with pytest.raises(RunFailedError, match=rf"state.json cannot be read .*{os.strerror(number)}"):
             read_validated(folder)
 
 
-def test_sizes_are_told_for_people() -> None:
+def test_format_bytes_uses_binary_units() -> None:
     assert [*map(manifest.format_bytes, (0, 1023, 1024, 1536, 5 * 2**30, 2**40))] == [
         *("0 B", "1023 B", "1.0 KiB", "1.5 KiB", "5.0 GiB", "1.0 TiB")
     ]
 
 
-def test_the_manifest_is_json_that_others_can_read(tmp_path: Path) -> None:
+def test_the_manifest_is_plain_json(tmp_path: Path) -> None:
     body = json.loads((commit(tmp_path / "step-6") / manifest.MANIFEST_FILE).read_text())
     assert body["format"] == 1
     assert [*map(type, body["files"]["state.json"])] == [int, str]

@@ -1,4 +1,4 @@
-"""Which checkpoints are deleted, which never are, and that none is ever there in part."""
+"""Retention: which checkpoints are deleted, and that a partial `step-N` never exists."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.checkpoint.retention import (
 )
 
 
-def several(checkpoints: Path, *steps: int) -> list[tuple[int, Path]]:
+def commit_steps(checkpoints: Path, *steps: int) -> list[tuple[int, Path]]:
     return [(step, commit(checkpoints / f"step-{step}", step=step)) for step in steps]
 
 
@@ -28,40 +28,40 @@ def several(checkpoints: Path, *steps: int) -> list[tuple[int, Path]]:
 def test_the_newest_and_every_nth_are_kept(
     tmp_path: Path, keep: int, keep_every: int | None, deleted: list[int]
 ) -> None:
-    committed = several(tmp_path, 2, 4, 6, 8, 10)
-    doomed = checkpoints_to_delete(committed, keep=keep, keep_every=keep_every)
-    assert doomed == [folder for step, folder in committed if step in deleted]
+    committed = commit_steps(tmp_path, 2, 4, 6, 8, 10)
+    to_delete = checkpoints_to_delete(committed, keep=keep, keep_every=keep_every)
+    assert to_delete == [folder for step, folder in committed if step in deleted]
 
 
-def test_pinned_ones_and_those_in_use_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    committed = several(tmp_path / "run", 2, 4, 6, 8)
+def test_pinned_and_protected_checkpoints_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    committed = commit_steps(tmp_path / "run", 2, 4, 6, 8)
     (tmp_path / "run" / "step-4" / "pinned").touch()
     (tmp_path / "link").symlink_to(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
-    kept = [Path("link/step-2")]
-    assert checkpoints_to_delete(committed, keep=1, protected=kept) == [tmp_path / "run" / "step-6"]
+    protected = [Path("link/step-2")]
+    assert checkpoints_to_delete(committed, keep=1, protected=protected) == [tmp_path / "run" / "step-6"]
 
 
-def test_damaged_ones_count_for_nothing_and_are_left(tmp_path: Path) -> None:
-    committed = several(tmp_path, 2, 4, 6)
+def test_damaged_checkpoints_do_not_count_and_are_kept(tmp_path: Path) -> None:
+    committed = commit_steps(tmp_path, 2, 4, 6)
     (tmp_path / "step-6" / "manifest.json").unlink()
     (tmp_path / "step-2" / "state.json").write_text("{} ")
     assert valid_checkpoints(committed) == [committed[1]]
     assert checkpoints_to_delete(valid_checkpoints(committed), keep=1) == []
 
 
-def test_what_is_deleted_has_another_name_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    several(tmp_path, 2)
+def test_a_checkpoint_is_renamed_before_it_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit_steps(tmp_path, 2)
     names = []
     monkeypatch.setattr("shutil.rmtree", lambda folder: names.append(folder.name))
     delete_checkpoint(tmp_path / "step-2")
     assert names == [path.name for path in tmp_path.iterdir()] == [".tmp-old-step-2"]
-    delete_checkpoint(tmp_path / "step-2")  # It is gone, which is what was wanted.
+    delete_checkpoint(tmp_path / "step-2")  # Already deleted: no error.
     assert names == [".tmp-old-step-2"]
 
 
-def test_all_that_dead_processes_left_is_wiped_and_nothing_else(tmp_path: Path) -> None:
-    several(tmp_path, 2)
+def test_only_temporary_folders_are_removed(tmp_path: Path) -> None:
+    commit_steps(tmp_path, 2)
     for name in (".tmp-step-4.dead", ".tmp-old-step-1", "bad-step-3-x"):
         commit(tmp_path / name)
     (tmp_path / ".tmp-link").symlink_to(tmp_path / "step-2")
@@ -71,11 +71,11 @@ def test_all_that_dead_processes_left_is_wiped_and_nothing_else(tmp_path: Path) 
     assert len([*(tmp_path / "step-2").iterdir()]) == 4
 
 
-def test_what_is_put_aside_says_why(tmp_path: Path) -> None:
-    several(tmp_path, 2, 4)
-    aside = quarantine(tmp_path / "step-2", "a bit flipped")
-    assert aside.parent == tmp_path
-    assert aside.name.startswith("bad-step-2-")
-    assert (aside / "reason").read_text() == "a bit flipped\n"
-    assert list_quarantined(tmp_path) == [f"{aside.name}: a bit flipped"]
+def test_a_quarantined_checkpoint_states_its_reason(tmp_path: Path) -> None:
+    commit_steps(tmp_path, 2, 4)
+    quarantined = quarantine(tmp_path / "step-2", "a bit flipped")
+    assert quarantined.parent == tmp_path
+    assert quarantined.name.startswith("bad-step-2-")
+    assert (quarantined / "reason").read_text() == "a bit flipped\n"
+    assert list_quarantined(tmp_path) == [f"{quarantined.name}: a bit flipped"]
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-4"]

@@ -1,4 +1,4 @@
-"""The run folder: what counts as a checkpoint, what is cut, and which run may go on."""
+"""The run folder: committed checkpoints, cut metrics, and which configuration can resume."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from trainer.errors import ConfigError
 
 
 def config(folder: Path, **sections: dict[str, Any]) -> Config:
-    given = {"job": {"output_dir": str(folder)}, "training": {"steps": 6}, **sections}
-    return Config.model_validate(given)
+    values = {"job": {"output_dir": str(folder)}, "training": {"steps": 6}, **sections}
+    return Config.model_validate(values)
 
 
 def commit(folder: Path, step: int, of: Config) -> Path:
@@ -48,17 +48,17 @@ def commit(folder: Path, step: int, of: Config) -> Path:
 
 
 def seal(checkpoint: Path) -> None:
-    """Gives it a manifest of the files that it has."""
+    """Writes a manifest of the present files."""
     step = int(checkpoint.name.removeprefix("step-"))
     files = {name: manifest.hash_file(checkpoint / name) for name in ("state.json", ".metadata")}
     about = manifest.Manifest(step=step, attempt="a", world_size=1, mesh={}, versions={}, saved="", files=files)
     manifest.write(checkpoint, about)
 
 
-# ---- what is committed
+# ---- committed checkpoints
 
 
-def test_checkpoints_are_listed_by_number(tmp_path: Path) -> None:
+def test_checkpoints_are_sorted_by_step(tmp_path: Path) -> None:
     for step in (1000, 6, 30, 200):
         commit(tmp_path, step, config(tmp_path))
     assert [step for step, _ in RunDir(tmp_path).committed_checkpoints()] == [6, 30, 200, 1000]
@@ -79,74 +79,74 @@ JUNK = [
 
 
 @pytest.mark.parametrize("name", JUNK)
-def test_what_has_another_name_is_no_checkpoint(tmp_path: Path, name: str) -> None:
+def test_a_folder_with_another_name_is_not_a_checkpoint(tmp_path: Path, name: str) -> None:
     for folder in ("step-3", name):
         (tmp_path / "checkpoints" / folder).mkdir(parents=True)
     assert RunDir(tmp_path).committed_checkpoints() == [(3, tmp_path / "checkpoints" / "step-3")]
 
 
 @pytest.mark.parametrize("name", ["step-09", "step-٩", "step-9²"])
-def test_a_number_written_otherwise_is_no_checkpoint(tmp_path: Path, name: str) -> None:
+def test_a_noncanonical_number_is_not_a_checkpoint(tmp_path: Path, name: str) -> None:
     (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert RunDir(tmp_path).committed_checkpoints() == []
 
 
-def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_file_is_not_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "step-9").touch()
     assert RunDir(tmp_path).committed_checkpoints() == []
 
 
-def test_an_empty_or_absent_folder_has_none(tmp_path: Path) -> None:
+def test_an_empty_or_missing_folder_has_no_checkpoints(tmp_path: Path) -> None:
     assert RunDir(tmp_path / "absent").committed_checkpoints() == []
     (tmp_path / "checkpoints").mkdir()
     assert RunDir(tmp_path).committed_checkpoints() == []
     assert RunDir(tmp_path).resume_checkpoint(config(tmp_path)) is None
 
 
-def test_without_checkpoints_a_run_starts_afresh_but_not_beside_some(tmp_path: Path) -> None:
+def test_a_run_with_checkpoints_disabled_refuses_a_folder_with_checkpoints(tmp_path: Path) -> None:
     off = config(tmp_path, checkpoint={"enabled": False})
     assert finished_message(off) is None
     commit(tmp_path, 6, off)
     assert RunDir(tmp_path).resume_checkpoint(off) is None
-    with pytest.raises(ResumeError, match="would start anew"):
+    with pytest.raises(ResumeError, match="would start over"):
         finished_message(off)
 
 
-# ---- where it lies
+# ---- the folder
 
 
-def test_a_folder_is_made_with_its_parents_and_may_exist(tmp_path: Path) -> None:
+def test_create_makes_parents_and_accepts_an_existing_folder(tmp_path: Path) -> None:
     folder = RunDir(tmp_path / "a" / "b")
     folder.create()
     folder.create()
     assert [path.name for path in sorted(folder.path.iterdir())] == ["checkpoints", "logs"]
 
 
-@pytest.mark.parametrize("under", ["", "deeper"])
-def test_a_file_in_its_place_is_told(tmp_path: Path, under: str) -> None:
+@pytest.mark.parametrize("child", ["", "deeper"])
+def test_a_file_in_place_of_the_folder_is_an_error(tmp_path: Path, child: str) -> None:
     (tmp_path / "taken").touch()
-    path = tmp_path / "taken" / under
-    with pytest.raises(ConfigError, match=rf"^job.output_dir = {path} cannot be written to: (File exists|Not a dir)"):
+    path = tmp_path / "taken" / child
+    with pytest.raises(ConfigError, match=rf"^job.output_dir = {path} is not writable: (File exists|Not a dir)"):
         RunDir(path).create()
 
 
-def test_a_folder_that_cannot_be_written_to_is_told() -> None:
-    # /proc refuses root as well, whom no permission stops.
-    with pytest.raises(ConfigError, match=r"^job.output_dir = /proc/self/task cannot be written to: ."):
+def test_a_folder_that_is_not_writable_is_an_error() -> None:
+    # /proc refuses root as well, which ignores permissions.
+    with pytest.raises(ConfigError, match=r"^job.output_dir = /proc/self/task is not writable: ."):
         RunDir(Path("/proc/self/task")).create()
 
 
-def test_the_configuration_is_kept_resolved(tmp_path: Path) -> None:
-    given = config(tmp_path, optimizer={"lr": 0.125})
-    RunDir(tmp_path).record_start(given, 0)
-    assert load(["--config", str(tmp_path / "config.toml")]).training_stages == given.training_stages
+def test_the_resolved_configuration_is_stored(tmp_path: Path) -> None:
+    values = config(tmp_path, optimizer={"lr": 0.125})
+    RunDir(tmp_path).record_start(values, 0)
+    assert load(["--config", str(tmp_path / "config.toml")]).training_stages == values.training_stages
 
 
 # ---- metrics and events
 
 
-def cut(tmp_path: Path, content: bytes, step: int) -> bytes:
+def truncate(tmp_path: Path, content: bytes, step: int) -> bytes:
     folder = RunDir(tmp_path)
     folder.metrics_path.write_bytes(content)
     folder.truncate_metrics(step)
@@ -154,26 +154,26 @@ def cut(tmp_path: Path, content: bytes, step: int) -> bytes:
     return folder.metrics_path.read_bytes()
 
 
-def test_lines_past_the_checkpoint_are_cut_and_others_kept_byte_by_byte(tmp_path: Path) -> None:
-    kept = b'{"step": 1,  "loss":1.00}\n{"step": 3, "caf\xc3\xa9": 1e400}\n'
-    assert cut(tmp_path, kept + b'{"step": 4}\n{"step": 10}\n', 3) == kept
-    assert cut(tmp_path, kept, 3) == kept
-    assert cut(tmp_path, kept, 0) == b""
+def test_metrics_after_the_checkpoint_are_cut_and_others_kept_byte_by_byte(tmp_path: Path) -> None:
+    prefix = b'{"step": 1,  "loss":1.00}\n{"step": 3, "caf\xc3\xa9": 1e400}\n'
+    assert truncate(tmp_path, prefix + b'{"step": 4}\n{"step": 10}\n', 3) == prefix
+    assert truncate(tmp_path, prefix, 3) == prefix
+    assert truncate(tmp_path, prefix, 0) == b""
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 3', b'{"step": 3}', b"{", b'{"step": 3, "x": "\xc3', b"\0\0\0\0"])
 def test_a_torn_last_line_is_cut(tmp_path: Path, torn: bytes) -> None:
-    assert cut(tmp_path, b'{"step": 2}\n' + torn, 5) == b'{"step": 2}\n'
+    assert truncate(tmp_path, b'{"step": 2}\n' + torn, 5) == b'{"step": 2}\n'
 
 
 @pytest.mark.parametrize(
     "junk", [b"junk\n", b"\n", b"[1]\n", b'"step"\n', b"null\n", b"7\n", b'{"loss": 1}\n', b'{"step": "2"}\n']
 )
-def test_what_is_no_record_is_cut(tmp_path: Path, junk: bytes) -> None:
-    assert cut(tmp_path, b'{"step": 1}\n' + junk + b'{"step": 2}\n', 5) == b'{"step": 1}\n{"step": 2}\n'
+def test_an_invalid_line_is_cut(tmp_path: Path, junk: bytes) -> None:
+    assert truncate(tmp_path, b'{"step": 1}\n' + junk + b'{"step": 2}\n', 5) == b'{"step": 1}\n{"step": 2}\n'
 
 
-def test_a_file_with_nothing_to_cut_is_not_written(tmp_path: Path) -> None:
+def test_a_file_with_nothing_to_cut_is_not_rewritten(tmp_path: Path) -> None:
     folder = RunDir(tmp_path)
     folder.truncate_metrics(3)
     assert not folder.metrics_path.exists()
@@ -183,7 +183,7 @@ def test_a_file_with_nothing_to_cut_is_not_written(tmp_path: Path) -> None:
     assert folder.metrics_path.stat().st_ino == before
 
 
-def test_events_are_appended_with_their_time(tmp_path: Path) -> None:
+def test_events_are_appended_with_a_timestamp(tmp_path: Path) -> None:
     folder = RunDir(tmp_path)
     folder.log_event("start", step=0)
     folder.log_event("end", step=6, loss=None)
@@ -195,7 +195,7 @@ def test_events_are_appended_with_their_time(tmp_path: Path) -> None:
         folder.log_event("end", loss=float("nan"))
 
 
-# ---- which run it is
+# ---- identity of a run
 
 
 def test_the_same_configuration_is_the_same_run(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_the_same_configuration_is_the_same_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         ({"model": {"dim": 128}}, "model.dim was 256 and is now 128"),
         ({"model": {"rope": {"theta": 1e4}}}, "model.rope.theta was 500000.0 and is now 10000.0"),
@@ -215,13 +215,13 @@ def test_the_same_configuration_is_the_same_run(tmp_path: Path) -> None:
         ({"training": {"steps": 6, "seq_len": 512}}, "training.seq_len was 2048 and is now 512"),
     ],
 )
-def test_what_a_run_is_known_by_is_told_with_both_values(
-    tmp_path: Path, changed: dict[str, dict[str, Any]], told: str
+def test_a_changed_identity_key_is_reported_with_both_values(
+    tmp_path: Path, changed: dict[str, dict[str, Any]], message: str
 ) -> None:
-    assert describe_differences(run_identity(config(tmp_path)), run_identity(config(tmp_path, **changed))) == [told]
+    assert describe_differences(run_identity(config(tmp_path)), run_identity(config(tmp_path, **changed))) == [message]
 
 
-def test_all_differences_are_told(tmp_path: Path) -> None:
+def test_all_differences_are_reported(tmp_path: Path) -> None:
     other = config(
         tmp_path, model={"dim": 128, "num_layers": 2}, data={"mask": "none"}, training={"steps": 6, "seed": 3}
     )
@@ -230,16 +230,16 @@ def test_all_differences_are_told(tmp_path: Path) -> None:
     assert describe_differences({"a": 1}, {"b": 2}) == ["a was 1 and is now null", "b was null and is now 2"]
 
 
-def test_a_preset_and_its_numbers_are_the_same_model(tmp_path: Path) -> None:
-    spelled = {"family": "llama3", "size": "debug", "dim": 256, "num_layers": 4}
-    assert run_identity(config(tmp_path, model=spelled)) == run_identity(config(tmp_path))
+def test_a_preset_and_its_explicit_values_are_the_same_model(tmp_path: Path) -> None:
+    explicit = {"family": "llama3", "size": "debug", "dim": 256, "num_layers": 4}
+    assert run_identity(config(tmp_path, model=explicit)) == run_identity(config(tmp_path))
 
 
 @pytest.mark.parametrize(
     "changed",
     [
         {"job": {"name": "other"}},
-        {"data": {"cache_dir": "/x", "bad_files": "refuse"}},
+        {"data": {"cache_dir": "/x", "bad_files": "error"}},
         {"training": {"steps": 99, "micro_batch_size": 2, "compile": True, "gc_interval": 7}},
         {"parallelism": {"dp_replicate": 2}},
         {"memory": {"recompute": "full"}},
@@ -247,43 +247,43 @@ def test_a_preset_and_its_numbers_are_the_same_model(tmp_path: Path) -> None:
         {"distributed": {"timeout_minutes": 1}},
     ],
 )
-def test_the_rest_may_change(tmp_path: Path, changed: dict[str, dict[str, Any]]) -> None:
+def test_other_keys_may_change(tmp_path: Path, changed: dict[str, dict[str, Any]]) -> None:
     assert describe_differences(run_identity(config(tmp_path)), run_identity(config(tmp_path, **changed))) == []
 
 
 def test_an_identity_survives_json(tmp_path: Path) -> None:
-    mine = run_identity(config(tmp_path))
-    assert json.loads(json.dumps(mine)) == mine
+    same_run = run_identity(config(tmp_path))
+    assert json.loads(json.dumps(same_run)) == same_run
 
 
-# ---- whether it may go on
+# ---- resuming
 
 
-def test_a_run_is_finished_when_its_newest_checkpoint_is_the_last_update(tmp_path: Path) -> None:
-    mine = config(tmp_path)
-    assert finished_message(mine) is None
-    commit(tmp_path, 3, mine)
-    assert finished_message(mine) is None
-    last = commit(tmp_path, 6, mine)
-    assert str(finished_message(mine)).startswith(
-        f"done already: {last} holds update 6 of 6. To go on, raise --training.steps"
+def test_a_run_is_done_when_its_newest_checkpoint_is_at_the_last_step(tmp_path: Path) -> None:
+    same_run = config(tmp_path)
+    assert finished_message(same_run) is None
+    commit(tmp_path, 3, same_run)
+    assert finished_message(same_run) is None
+    last = commit(tmp_path, 6, same_run)
+    assert str(finished_message(same_run)).startswith(
+        f"already done: {last} is at step 6 of 6. To continue, raise --training.steps"
     )
     assert finished_message(config(tmp_path, training={"steps": 7})) is None
     assert finished_message(config(tmp_path, training={"steps": 5})) is not None
 
 
-def test_finished_of_another_run_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     checkpoint = commit(tmp_path, 6, config(tmp_path))
-    with pytest.raises(ResumeError) as caught:
+    with pytest.raises(ResumeError) as raised:
         finished_message(config(tmp_path, training={"steps": 6, "seed": 1}))
-    assert str(caught.value).splitlines() == [
-        f"{checkpoint} is of another run:",
+    assert str(raised.value).splitlines() == [
+        f"{checkpoint} belongs to another run:",
         "  training.seed was 0 and is now 1",
-        "change these back, or choose another job.output_dir",
+        "revert these changes or choose another job.output_dir",
     ]
 
 
-def test_a_moved_folder_goes_on(tmp_path: Path) -> None:
+def test_a_moved_folder_resumes(tmp_path: Path) -> None:
     commit(tmp_path / "here", 6, config(tmp_path / "here"))
     (tmp_path / "here").rename(tmp_path / "there")
     moved = config(tmp_path / "there")
@@ -292,7 +292,7 @@ def test_a_moved_folder_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{", b'{"step": 6, "ident\xff'])
-def test_a_state_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None) -> None:
+def test_an_unreadable_state_file_is_named(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "state.json").write_bytes(content)
     with pytest.raises(ResumeError, match=rf"^{tmp_path}/state.json cannot be read: "):
@@ -300,10 +300,10 @@ def test_a_state_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | N
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", "null", '{"step": 6}'])
-def test_a_state_without_what_it_must_hold_is_named(tmp_path: Path, content: str) -> None:
-    mine = config(tmp_path)
-    checkpoint = commit(tmp_path, 6, mine)
+def test_an_incomplete_state_file_is_named(tmp_path: Path, content: str) -> None:
+    same_run = config(tmp_path)
+    checkpoint = commit(tmp_path, 6, same_run)
     (checkpoint / "state.json").write_text(content)
     seal(checkpoint)
     with pytest.raises(ResumeError, match=r"state\.json"):
-        finished_message(mine)
+        finished_message(same_run)

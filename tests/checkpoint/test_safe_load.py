@@ -1,4 +1,4 @@
-"""A checkpoint may come from anybody: reading it executes nothing that is in it."""
+"""Reading an untrusted checkpoint executes nothing in it."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def saved(made: Path, tmp_path: Path) -> Path:
-    """A checkpoint, to be changed."""
+    """A copy that the test may change."""
     return Path(shutil.copytree(made, tmp_path / made.name))
 
 
 class Hostile:
-    """Makes a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -65,24 +65,24 @@ class Hostile:
 
 
 def metadata_of(checkpoint: Path) -> Metadata:
-    found: Metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
-    return found
+    metadata: Metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    return metadata
 
 
 def rewrite(checkpoint: Path, content: object) -> None:
-    """Puts another `.metadata` there, with a manifest that says so."""
+    """Replaces `.metadata` and updates the manifest."""
     (checkpoint / ".metadata").write_bytes(pickle.dumps(content))
     reseal(checkpoint)
 
 
-def test_what_is_in_a_checkpoint_is_read_bit_by_bit(saved: Path) -> None:
+def test_tensors_are_read_bitwise(saved: Path) -> None:
     reader, expected = CheckpointReader(saved), tensors(saved)
     assert reader.tensor_metadata.keys() == expected.keys()
     assert all(torch.equal(read_full_tensor(reader, name), tensor) for name, tensor in expected.items())
 
 
-def test_torch_names_in_metadata_what_is_allowed(saved: Path) -> None:
-    """If this fails after an upgrade of torch, its `.metadata` names something new: look at it, then allow it."""
+def test_metadata_names_only_allowed_globals(saved: Path) -> None:
+    """If this fails after an upgrade of torch, its `.metadata` names a new global: review it, then allow it."""
     named: set[tuple[str, str]] = set()
 
     class Recorder(pickle.Unpickler):
@@ -100,9 +100,9 @@ def test_hostile_metadata_executes_nothing(saved: Path, tmp_path: Path) -> None:
     marker = tmp_path / "executed"
     rewrite(saved, [metadata_of(saved), Hostile(marker)])
     pickle.loads((saved / ".metadata").read_bytes())
-    assert marker.exists(), "it would have been executed"
+    assert marker.exists(), "plain pickle executes it"
     marker.unlink()
-    with pytest.raises(ResumeError, match=r"step-0 cannot be read: .metadata names pathlib.*which no checkpoint needs"):
+    with pytest.raises(ResumeError, match=r"step-0 cannot be read: .metadata names pathlib.*which is not allowed"):
         CheckpointReader(saved)
     assert not marker.exists()
 
@@ -111,10 +111,10 @@ def test_hostile_metadata_executes_nothing(saved: Path, tmp_path: Path) -> None:
     "name",
     ["os.system", "builtins.eval", "torch.load", "torch.serialization.load", "torch.hub.load", "pathlib.Path"],
 )
-def test_names_that_no_checkpoint_needs_are_refused(name: str) -> None:
+def test_other_globals_are_refused(name: str) -> None:
     module, _, attribute = name.rpartition(".")
     content = b"c" + module.encode() + b"\n" + attribute.encode() + b"\n."
-    with pytest.raises(DamageError, match=f"names {name}, which no checkpoint needs"):
+    with pytest.raises(DamageError, match=f"names {name}, which is not allowed"):
         RestrictedUnpickler(io.BytesIO(content)).load()
 
 
@@ -123,7 +123,7 @@ INDEX = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n"
 PROPERTIES = b"ctorch.distributed.checkpoint.metadata\nTensorProperties\n"
 HARMLESS = b"}X\x03\x00\x00\x00fqnNs"
 ENCODING = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
-SETS: dict[str, bytes] = {
+PICKLES: dict[str, bytes] = {
     "a class by two parts": b"cpathlib\nPosixPath\n(N}X\x06\x00\x00\x00is_dir" + SIZE + b"st",
     "a dataclass": INDEX + HARMLESS,
     "a dataclass by two parts": INDEX + b"(N" + HARMLESS + b"t",
@@ -135,55 +135,55 @@ SETS: dict[str, bytes] = {
     "a way to be set": INDEX + b")\x81}X\x0c\x00\x00\x00__setstate__" + SIZE + b"s",
     "properties by name": PROPERTIES + b")\x81}X\x05\x00\x00\x00dtypeNs",
 }
-"""Pickles, up to the state of what they set attributes of; they name nothing but what is allowed."""
+"""Pickles before BUILD, which sets a state. They name only allowed globals."""
 
 
 @pytest.fixture
-def mended() -> Iterator[None]:
-    """Takes back what the bytes do that work on pickle's own unpickler."""
+def restore_is_dir() -> Iterator[None]:
+    """Undoes what the pickle does to a class with the plain unpickler."""
     yield
     if "is_dir" in vars(PosixPath):
         del PosixPath.is_dir
 
 
-@pytest.mark.usefixtures("mended")
-def test_a_pickle_sets_attributes_of_a_class_if_it_may() -> None:
-    pickle.loads(b"\x80\x02" + SETS["a class by two parts"] + b"b.")
+@pytest.mark.usefixtures("restore_is_dir")
+def test_plain_pickle_sets_attributes_of_a_class() -> None:
+    pickle.loads(b"\x80\x02" + PICKLES["a class by two parts"] + b"b.")
     assert vars(PosixPath)["is_dir"] is torch.Size
 
 
-@pytest.mark.usefixtures("mended")
-@pytest.mark.parametrize("content", SETS.values(), ids=list(SETS))
-def test_no_attribute_is_set_but_a_field_of_an_instance(content: bytes) -> None:
+@pytest.mark.usefixtures("restore_is_dir")
+@pytest.mark.parametrize("content", PICKLES.values(), ids=list(PICKLES))
+def test_only_fields_of_dataclass_instances_are_set(content: bytes) -> None:
     touched = (PosixPath, MetadataIndex, _get_layout, _MEM_FORMAT_ENCODING(0))
     before = [{**vars(each)} for each in touched]
-    with pytest.raises(DamageError, match=r"sets attributes of \S+ that are not its own"):
+    with pytest.raises(DamageError, match=r"sets attributes of \S+ that are not dataclass fields"):
         RestrictedUnpickler(io.BytesIO(b"\x80\x02" + content + b"b.")).load()
     assert PosixPath.is_dir is IS_DIR
     assert [{**vars(each)} for each in touched] == before
 
 
-def test_metadata_is_read_as_pickle_reads_it(saved: Path) -> None:
+def test_valid_metadata_is_read_as_by_pickle(saved: Path) -> None:
     assert RestrictedUnpickler(io.BytesIO((saved / ".metadata").read_bytes())).load() == metadata_of(saved)
 
 
-def test_what_is_no_tensor_is_refused_and_not_unpickled(saved: Path, tmp_path: Path) -> None:
-    """torch.distributed.checkpoint unpickles such entries as they come."""
+def test_a_non_tensor_entry_is_refused_and_not_unpickled(saved: Path, tmp_path: Path) -> None:
+    """torch.distributed.checkpoint unpickles such entries."""
     marker = tmp_path / "executed"
     folder = tmp_path / "step-1"
     state = {NAME: torch.ones(64), "hostile": Hostile(marker)}
     with pytest.warns(UserWarning, match="torch.distributed is disabled"):
         dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
     (folder / "state.json").write_bytes((saved / "state.json").read_bytes())
-    about = manifest.read(saved)
+    checkpoint_manifest = manifest.read(saved)
     files = {path.name: manifest.hash_file(path) for path in folder.iterdir()}
-    manifest.write(folder, replace(about, step=1, files=files))
-    with pytest.raises(ResumeError, match="BytesStorageMetadata, which no checkpoint needs"):
+    manifest.write(folder, replace(checkpoint_manifest, step=1, files=files))
+    with pytest.raises(ResumeError, match="BytesStorageMetadata, which is not allowed"):
         CheckpointReader(folder)
-    # And if it came so far, it would still not be unpickled.
+    # Even past the reader's validation, the entry is not unpickled.
     reader = CheckpointReader(saved)
     reader.metadata, reader.path = metadata_of(folder), folder
-    with pytest.raises(ResumeError, match="hostile is no tensor"):
+    with pytest.raises(ResumeError, match="hostile is not a tensor"):
         read_tensors(reader, cast(Any, {"hostile": None}), no_dist=True)
     assert not marker.exists()
 
@@ -194,9 +194,9 @@ def test_a_hostile_data_file_executes_nothing(saved: Path, tmp_path: Path) -> No
     content = io.BytesIO()
     torch.save(Hostile(marker), content)
     data = saved / "__0_0.distcp"
-    places = {index: place for index, place in metadata.storage_data.items() if index.fqn == NAME}
-    ((index, place),) = places.items()
-    moved = replace(place, offset=data.stat().st_size, length=len(content.getvalue()))
+    entries = {index: storage for index, storage in metadata.storage_data.items() if index.fqn == NAME}
+    ((index, storage),) = entries.items()
+    moved = replace(storage, offset=data.stat().st_size, length=len(content.getvalue()))
     with data.open("ab") as file:
         file.write(content.getvalue())
     rewrite(saved, replace(metadata, storage_data=metadata.storage_data | {index: moved}))
@@ -205,45 +205,45 @@ def test_a_hostile_data_file_executes_nothing(saved: Path, tmp_path: Path) -> No
     assert not marker.exists()
 
 
-def elsewhere(path: str) -> Callable[[Metadata], Metadata]:
+def with_path(path: str) -> Callable[[Metadata], Metadata]:
     def change(metadata: Metadata) -> Metadata:
-        moved = {index: replace(place, relative_path=path) for index, place in metadata.storage_data.items()}
+        moved = {index: replace(storage, relative_path=path) for index, storage in metadata.storage_data.items()}
         return replace(metadata, storage_data=moved)
 
     return change
 
 
-def placed(**changed: Any) -> Callable[[Metadata], Metadata]:
+def with_storage(**changed: Any) -> Callable[[Metadata], Metadata]:
     def change(metadata: Metadata) -> Metadata:
-        moved = {index: replace(place, **changed) for index, place in metadata.storage_data.items()}
+        moved = {index: replace(storage, **changed) for index, storage in metadata.storage_data.items()}
         return replace(metadata, storage_data=moved)
 
     return change
 
 
-LIES: dict[str, tuple[Callable[[Metadata], object], str]] = {
-    "a path": (elsewhere("../../../secret"), 'in "../../../secret", which is no file of it'),
-    "a root": (elsewhere("/etc/passwd"), 'in "/etc/passwd", which is no file of it'),
-    "beyond the end": (placed(length=1 << 40), "beyond __0_0.distcp"),
-    "before the start": (placed(offset=-1), "beyond __0_0.distcp"),
-    "an extension": (placed(transform_descriptors=["zstd"]), r"is stored as \['zstd'\]"),
+INVALID: dict[str, tuple[Callable[[Metadata], object], str]] = {
+    "a path": (with_path("../../../secret"), 'in "../../../secret", which the manifest does not list'),
+    "a root": (with_path("/etc/passwd"), 'in "/etc/passwd", which the manifest does not list'),
+    "beyond the end": (with_storage(length=1 << 40), "outside __0_0.distcp"),
+    "before the start": (with_storage(offset=-1), "outside __0_0.distcp"),
+    "an extension": (with_storage(transform_descriptors=["zstd"]), r"is stored as \['zstd'\]"),
     "bytes": (
         lambda metadata: replace(metadata, state_dict_metadata={NAME: BytesStorageMetadata()}),
-        f"{NAME} is no tensor|BytesStorageMetadata, which no checkpoint needs",
+        f"{NAME} is not a tensor|BytesStorageMetadata, which is not allowed",
     ),
-    "a list": (lambda _: [1, 2], "describes no checkpoint"),
-    "an entry too much": (
+    "a list": (lambda _: [1, 2], "is not checkpoint metadata"),
+    "an undescribed entry": (
         lambda metadata: replace(metadata, state_dict_metadata={}),
-        "places what it does not describe",
+        "stores a tensor that it does not describe",
     ),
-    "text": (lambda metadata: replace(metadata, state_dict_metadata=cast(Any, "x")), "cannot be understood"),
+    "text": (lambda metadata: replace(metadata, state_dict_metadata=cast(Any, "x")), "cannot be parsed"),
 }
 
 
-@pytest.mark.parametrize(("change", "told"), LIES.values(), ids=list(LIES))
-def test_metadata_that_leads_elsewhere_is_refused(saved: Path, change: Callable[[Metadata], object], told: str) -> None:
+@pytest.mark.parametrize(("change", "message"), INVALID.values(), ids=list(INVALID))
+def test_invalid_metadata_is_refused(saved: Path, change: Callable[[Metadata], object], message: str) -> None:
     rewrite(saved, change(metadata_of(saved)))
-    with pytest.raises(ResumeError, match=f"step-0 cannot be read: .*({told})"):
+    with pytest.raises(ResumeError, match=f"step-0 cannot be read: .*({message})"):
         CheckpointReader(saved)
 
 
@@ -255,7 +255,7 @@ def test_metadata_that_leads_elsewhere_is_refused(saved: Path, change: Callable[
         "[" * 100_000,
         '{"step": {"__reduce__": "os.system"}}',
     ],
-    ids=["no stage", "a stage in words", "deep", "hostile"],
+    ids=["no stage", "a stage index that is text", "deep", "hostile"],
 )
 def test_a_hostile_state_is_refused(saved: Path, content: str) -> None:
     (saved / "state.json").write_text(content)
@@ -264,14 +264,14 @@ def test_a_hostile_state_is_refused(saved: Path, content: str) -> None:
         read_state(saved)
 
 
-def test_a_tensor_is_read_into_the_type_that_is_asked_for(saved: Path) -> None:
-    into = {NAME: torch.empty(64, dtype=torch.float64)}
-    read_tensors(CheckpointReader(saved), into, no_dist=True)
-    assert torch.equal(into[NAME], tensors(saved)[NAME].double())
+def test_a_tensor_is_converted_to_the_requested_dtype(saved: Path) -> None:
+    tensors_by_name = {NAME: torch.empty(64, dtype=torch.float64)}
+    read_tensors(CheckpointReader(saved), tensors_by_name, no_dist=True)
+    assert torch.equal(tensors_by_name[NAME], tensors(saved)[NAME].double())
 
 
-def test_a_manifest_that_others_wrote_is_still_checked(saved: Path) -> None:
+def test_a_reformatted_manifest_is_refused(saved: Path) -> None:
     path = saved / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text())))
-    with pytest.raises(ResumeError, match=r"step-0 cannot be read: manifest\.json does not have its own hash"):
+    with pytest.raises(ResumeError, match=r"step-0 cannot be read: manifest\.json does not match its own checksum"):
         CheckpointReader(saved)

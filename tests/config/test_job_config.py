@@ -1,8 +1,9 @@
-"""The sections themselves: what a run may be, and how they tell about it."""
+"""Defaults, validation and documentation of the configuration sections."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -16,6 +17,8 @@ from trainer.config import docs
 from trainer.config.job_config import Config
 from trainer.config.parse import CONFIG_DIR, all_sections, load, repeated_tables, section_keys
 from trainer.config.training_stages import Recipe
+from trainer.errors import ConfigError
+from trainer.launch.launcher import format_problems, load_and_validate
 from trainer.memory.estimator import GIB, estimate_memory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,63 +43,88 @@ def configured(**values: dict[str, object]) -> Config:
     return Config.model_validate(values)
 
 
-def test_an_empty_file_is_a_run_that_can_start() -> None:
+def test_the_default_configuration_is_valid() -> None:
     assert Config().problems(1) == []
     assert Config().problems(8) == []
 
 
-@pytest.mark.parametrize(
-    ("values", "world", "problem"),
-    [
-        ({"model": {"family": "gpt"}}, 2, 'model.family = "gpt" is unknown; there are llama2, llama3'),
-        ({"model": {"size": "9b"}}, 2, 'model.size = "9b" is unknown; family "llama3" has debug, 8b, 70b'),
-        ({"model": {"num_heads": 6}}, 2, "model.num_heads = 6 must be a multiple of model.num_kv_heads = 4"),
-        ({"model": {"head_dim": 33}}, 2, "model.head_dim = 33 must be even"),
-        ({"tokenizer": {"path": "x"}}, 2, 'tokenizer.path = "x" has no use with tokenizer.kind = "byte"'),
-        ({"tokenizer": {"kind": "tiktoken"}}, 2, 'tokenizer.kind = "tiktoken" needs tokenizer.path'),
-        ({"tokenizer": {"kind": "tiktoken", "path": "no"}}, 2, 'tokenizer.path = "no" is not a file'),
-        ({"tokenizer": {"kind": "tiktoken", "path": "n" * 5000}}, 2, "is not a file"),
-        ({"data": {"corpus": "no/where"}}, 2, 'data.corpus = "no/where" is neither'),
-        ({"data": {"corpus": "n" * 5000}}, 2, "is neither"),
-        ({"parallelism": {"dp_shard": 4}}, 2, "needs 4 processes, but there are 2"),
-        ({"parallelism": {"dp_replicate": 2}}, 3, "needs 2 processes, but there are 3"),
-        ({"parallelism": {"tp": 3}}, 3, "parallelism.tp = 3 must divide model.num_heads = 8"),
-        (
-            {"parallelism": {"pp": 2}, "training": {"global_batch_size": 1}},
-            2,
-            'parallelism.pp_schedule "1F1B" needs at least as many as stages, 2',
-        ),
-        (
-            {"data": {"corpus": "no"}},
-            2,
-            'data.corpus = "no" is neither "python-stdlib", "copy", a dataset ("hf:NAME"), nor an',
-        ),
-        (
-            {"training": {"global_batch_size": 6, "micro_batch_size": 4}},
-            2,
-            "training.global_batch_size = 6 must be a multiple of training.micro_batch_size = 4",
-        ),
-        (
-            {"training": {"dtype": "float64"}, "memory": {"optimizer_dtype": "bfloat16"}},
-            1,
-            'memory.optimizer_dtype = "bfloat16" has no use with training.dtype = "float64", which is to round nothing',
-        ),
-        (
-            {"optimizer": {"betas": (0.9, 0.999)}, "memory": {"optimizer_dtype": "bfloat16"}},
-            1,
-            "optimizer.betas up to 0.99, not 0.999: smaller changes are rounded away",
-        ),
-        (
-            {"training": {"steps": 5}, "profiler": {"trace_step": 5, "trace_steps": 2}},
-            1,
-            "profiler.trace_step = 5 and profiler.trace_steps = 2 reach past training.steps = 5",
-        ),
-    ],
-)
+PROBLEMS: list[tuple[dict[str, dict[str, object]], int, str]] = [
+    ({"model": {"family": "gpt"}}, 2, 'model.family = "gpt" is unknown; there are llama2, llama3'),
+    ({"model": {"size": "9b"}}, 2, 'model.size = "9b" is unknown; family "llama3" has debug, 8b, 70b'),
+    ({"model": {"num_heads": 6}}, 2, "model.num_heads = 6 must be a multiple of model.num_kv_heads = 4"),
+    ({"model": {"head_dim": 33}}, 2, "model.head_dim = 33 must be even"),
+    (
+        {"tokenizer": {"path": "x"}},
+        2,
+        'tokenizer.path = "x" is not used by tokenizer.kind = "byte"; set tokenizer.kind to "tiktoken"',
+    ),
+    ({"tokenizer": {"kind": "tiktoken"}}, 2, 'tokenizer.kind = "tiktoken" needs tokenizer.path'),
+    ({"tokenizer": {"kind": "tiktoken", "path": "no"}}, 2, 'tokenizer.path = "no" is not a file'),
+    ({"tokenizer": {"kind": "tiktoken", "path": "n" * 5000}}, 2, "is not a file"),
+    ({"data": {"corpus": "no/where"}}, 2, 'data.corpus = "no/where" is neither'),
+    ({"data": {"corpus": "n" * 5000}}, 2, "is neither"),
+    ({"parallelism": {"dp_shard": 4}}, 2, "needs 4 processes, but the world size is 2"),
+    ({"parallelism": {"dp_replicate": 2}}, 3, "needs 2 processes, but the world size is 3"),
+    ({"parallelism": {"tp": 3}}, 3, "parallelism.tp = 3 must divide model.num_heads = 8"),
+    (
+        {"parallelism": {"pp": 2}, "training": {"global_batch_size": 1}},
+        2,
+        'parallelism.pp_schedule "1F1B" needs at least as many as stages, 2',
+    ),
+    (
+        {"data": {"corpus": "no"}},
+        2,
+        'data.corpus = "no" is neither "python-stdlib", "copy", a dataset ("hf:NAME"), nor an',
+    ),
+    (
+        {"training": {"global_batch_size": 6, "micro_batch_size": 4}},
+        2,
+        "training.global_batch_size = 6 must be a multiple of training.micro_batch_size = 4",
+    ),
+    (
+        {"training": {"dtype": "float64"}, "memory": {"optimizer_dtype": "bfloat16"}},
+        1,
+        'memory.optimizer_dtype = "bfloat16" contradicts training.dtype = "float64"',
+    ),
+    (
+        {"optimizer": {"betas": (0.9, 0.999)}, "memory": {"optimizer_dtype": "bfloat16"}},
+        1,
+        "optimizer.betas up to 0.99, not 0.999: bfloat16 rounds smaller changes away",
+    ),
+    (
+        {"training": {"steps": 5}, "profiler": {"trace_step": 5, "trace_steps": 2}},
+        1,
+        "profiler.trace_step = 5 and profiler.trace_steps = 2 must end by training.steps = 5",
+    ),
+]
+
+
+@pytest.mark.parametrize(("values", "world", "problem"), PROBLEMS)
 def test_a_problem_names_its_keys_their_values_and_the_rule(
     values: dict[str, dict[str, object]], world: int, problem: str
 ) -> None:
     assert any(problem in found for found in configured(**values).problems(world))
+
+
+@pytest.fixture(scope="module")
+def used_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with a checkpoint."""
+    return shutil.copytree(ROOT / "tests" / "fixtures" / "run_5676d2a", tmp_path_factory.mktemp("used") / "run")
+
+
+@pytest.mark.parametrize(("values", "world", "problem"), PROBLEMS)
+@pytest.mark.parametrize("kind", ["fresh", "used"])
+def test_the_launcher_reports_every_problem_on_fresh_and_used_run_folders(
+    used_folder: Path, tmp_path: Path, values: dict[str, dict[str, object]], world: int, problem: str, kind: str
+) -> None:
+    folder = used_folder if kind == "used" else tmp_path / "run"
+    options = [
+        f"--{section}.{key}={json.dumps(value) if isinstance(value, tuple) else value}"
+        for section, keys in values.items()
+        for key, value in keys.items()
+    ]
+    _, _, problems = load_and_validate([f"--job.output_dir={folder}", *options], {"NGPU": str(world)})
+    assert any(problem in found for found in problems)
 
 
 @pytest.mark.parametrize(
@@ -106,29 +134,31 @@ def test_a_problem_names_its_keys_their_values_and_the_rule(
             {"cp": 4, "cp_method": "hybrid", "cp_ulysses": 3},
             [
                 "parallelism.cp_ulysses = 3 must divide cp = 4",
-                'parallelism.cp_method "hybrid" gives heads to 3 ranks, which must divide the 8 query heads of a rank',
+                'parallelism.cp_method = "hybrid" splits heads over 3 ranks, which must divide the 8 query heads of a rank',
             ],
         ),
         (
             {"cp": 3, "cp_method": "ulysses"},
-            ['parallelism.cp_method "ulysses" gives heads to 3 ranks, which must divide the 8 query heads of a rank'],
+            [
+                'parallelism.cp_method = "ulysses" splits heads over 3 ranks, which must divide the 8 query heads of a rank'
+            ],
         ),
         (
             {"cp": 4, "cp_method": "ring", "cp_layout": "balanced"},
             [
-                'parallelism.cp_layout "balanced" does not fit cp_method "ring"; '
-                'it takes "doc_headtail", "headtail", "contiguous"'
+                'parallelism.cp_layout = "balanced" is not supported by cp_method = "ring"; '
+                'use "doc_headtail", "headtail", "contiguous"'
             ],
         ),
         (
             {"cp": 4, "cp_method": "ulysses", "cp_layout": "headtail"},
-            ['parallelism.cp_layout "headtail" does not fit cp_method "ulysses"; it takes "contiguous"'],
+            ['parallelism.cp_layout = "headtail" is not supported by cp_method = "ulysses"; use "contiguous"'],
         ),
         (
             {"cp": 4, "cp_method": "ring", "cp_ulysses": 2, "cp_outer_method": "ring"},
             [
-                'parallelism.cp_ulysses = 2 has no use with cp_method "ring"; use "hybrid"',
-                'parallelism.cp_outer_method = "ring" has no use with cp_method "ring"; use "hybrid"',
+                'parallelism.cp_ulysses = 2 is only used with cp_method = "hybrid", not "ring"',
+                'parallelism.cp_outer_method = "ring" is only used with cp_method = "hybrid", not "ring"',
             ],
         ),
         ({"cp": 4, "cp_method": "hybrid", "cp_ulysses": 2, "cp_outer_method": "alltoall", "cp_layout": "headtail"}, []),
@@ -143,7 +173,7 @@ def test_a_problem_of_context_parallelism_names_its_key(section: dict[str, objec
 
 
 @pytest.mark.parametrize(
-    ("kernel", "dtype", "takes"),
+    ("kernel", "dtype", "supported"),
     [
         ("flash", "float32", "bfloat16"),
         ("cudnn", "float64", "bfloat16"),
@@ -152,13 +182,15 @@ def test_a_problem_of_context_parallelism_names_its_key(section: dict[str, objec
         ("efficient", "float64", "bfloat16 or float32"),
     ],
 )
-def test_a_kernel_that_does_not_take_the_type_is_refused(kernel: str, dtype: str, takes: str) -> None:
+def test_a_kernel_without_support_for_the_dtype_is_an_error(kernel: str, dtype: str, supported: str) -> None:
     config = configured(training={"attention": kernel, "dtype": dtype})
-    assert config.problems(1) == [f'training.attention = "{kernel}" takes {takes}, not training.dtype = "{dtype}"']
+    assert config.problems(1) == [
+        f'training.attention = "{kernel}" supports {supported}, not training.dtype = "{dtype}"'
+    ]
     assert configured(training={"attention": kernel, "dtype": "bfloat16"}).problems(1) == []
 
 
-def test_a_model_with_problems_is_not_asked_how_its_heads_divide() -> None:
+def test_an_invalid_model_hides_problems_of_its_heads_on_the_mesh() -> None:
     config = configured(model={"num_heads": 6}, parallelism={"cp": 4, "cp_method": "ulysses"})
     assert config.problems(4) == ["model.num_heads = 6 must be a multiple of model.num_kv_heads = 4"]
 
@@ -177,9 +209,9 @@ NONE: dict[str, object] = {"recompute": "none"}
         ),
         ({"parallelism": ZERO_BUBBLE, "memory": {"recompute": "full"}}, 2, 'memory.recompute must be "none"'),
         ({"parallelism": {"pp": 2}, "model": {"tie_embeddings": True}}, 2, "tie_embeddings needs parallelism.pp = 1"),
-        ({"parallelism": {"pp": 4}}, 16, "give each data rank 2 micro-batches per update"),
-        ({"parallelism": {"pp": 2, "pp_layers": [4, 4]}}, 2, "pp_layers adds up to 8; model.num_layers = 4"),
-        ({"parallelism": {"pp": 2, "pp_stages_per_rank": 2}}, 2, "which has 1 on each rank"),
+        ({"parallelism": {"pp": 4}}, 16, "give each dp rank 2 micro-batches per step"),
+        ({"parallelism": {"pp": 2, "pp_layers": [4, 4]}}, 2, "pp_layers sums to 8, which must be model.num_layers = 4"),
+        ({"parallelism": {"pp": 2, "pp_stages_per_rank": 2}}, 2, "pp_stages_per_rank = 2 must be 1"),
         ({"parallelism": {"tp": 2}, "model": {"vocab_size": 265}}, 2, "must divide model.vocab_size = 265"),
         (
             {"parallelism": {"tp": 2, "loss_parallel": False}, "model": {"vocab_size": 265}},
@@ -189,14 +221,12 @@ NONE: dict[str, object] = {"recompute": "none"}
         ({"parallelism": {"async_tp": True}}, 1, "needs parallelism.tp above 1 and training.compile = true"),
     ],
 )
-def test_what_a_mesh_cannot_do_exactly_is_refused(
-    values: dict[str, dict[str, object]], world: int, problem: str
-) -> None:
+def test_an_unsupported_mesh_is_an_error(values: dict[str, dict[str, object]], world: int, problem: str) -> None:
     (found,) = configured(**values).problems(world)
     assert problem in found
 
 
-def test_what_is_near_those_can_start() -> None:
+def test_supported_neighbours_of_unsupported_meshes_are_valid() -> None:
     whole: dict[str, object] = {"vocab_size": 265, "tie_embeddings": True}
     assert configured(model=whole, parallelism={"tp": 2, "loss_parallel": False}).problems(2) == []
     assert configured(parallelism=ZERO_BUBBLE, memory=NONE).problems(2) == []
@@ -205,36 +235,35 @@ def test_what_is_near_those_can_start() -> None:
     assert "must be a multiple of training.micro_batch_size" in uneven
 
 
-def test_rows_are_padded_for_the_ranks_that_share_tokens_alone() -> None:
+def test_sequences_are_padded_only_for_ranks_that_shard_tokens() -> None:
     odd: dict[str, object] = {"seq_len": 63}
-    assert "63 does not divide by 2 (tp = 2)" in configured(parallelism={"tp": 2}, training=odd).warnings(2)[0]
+    assert "63 is not a multiple of 2 (tp = 2)" in configured(parallelism={"tp": 2}, training=odd).warnings(2)[0]
     assert configured(parallelism={"tp": 2, "sequence_parallel": False}, training=odd).warnings(2) == []
     assert (
-        "63 does not divide by 8 (cp = 2, tp = 4)"
+        "63 is not a multiple of 8 (cp = 2, tp = 4)"
         in configured(parallelism={"cp": 2, "tp": 4, "cp_method": "ring"}, training=odd).warnings(8)[0]
     )
 
 
-def test_keys_of_a_pipeline_without_one_are_remarked_on() -> None:
+def test_pipeline_keys_without_a_pipeline_give_a_warning() -> None:
     assert configured(parallelism={"pp_layers": [1, 3], "pp_stages_per_rank": 2}).warnings(1) == [
-        "parallelism.pp_layers has no use with parallelism.pp = 1",
-        "parallelism.pp_stages_per_rank has no use with parallelism.pp = 1",
+        "parallelism.pp_layers is not used with parallelism.pp = 1",
+        "parallelism.pp_stages_per_rank is not used with parallelism.pp = 1",
     ]
 
 
-def test_the_head_counts_as_part_of_a_block_where_layers_are_cut() -> None:
+def test_pipeline_stages_balance_the_cost_of_the_output_projection() -> None:
     wide = configured(model={"vocab_size": 32768, "num_layers": 8}, parallelism={"pp": 2})
     assert wide.pipeline_plan(2).embed_cost == wide.pipeline_plan(2).head_cost > 5
     heavy = configured(model={"vocab_size": 32768, "num_layers": 8}, parallelism={"pp": 4}).pipeline_plan(4)
     assert heavy.blocks_per_stage[0] == heavy.blocks_per_stage[-1] == 0
 
 
-def test_heads_that_tp_does_not_divide_are_no_problem_of_cp() -> None:
+def test_heads_that_tp_does_not_divide_are_reported_once() -> None:
     heads: dict[str, object] = {"num_heads": 18, "num_kv_heads": 9}
     config = configured(model=heads, parallelism={"cp": 2, "tp": 2, "cp_method": "ulysses"})
     assert config.problems(4) == [
-        "parallelism.tp = 2 must divide model.num_kv_heads = 9, or be a multiple of it: each rank then has one of them, "
-        "as its neighbours do"
+        "parallelism.tp = 2 must divide model.num_kv_heads = 9 or be a multiple of it (replicated KV heads)",
     ]
 
 
@@ -245,51 +274,51 @@ def test_heads_that_tp_does_not_divide_are_no_problem_of_cp() -> None:
             {},
             16,
             "hybrid (8 x 2, allgather across), layout balanced "
-            "(auto: cp 16 spans nodes of 8 ranks, 8 of which divide the heads)",
+            "(auto: cp 16 spans nodes of 8 ranks; 8 of them divide the heads)",
         ),
         (
             {"parallelism": {"ranks_per_node": 2}, "data": {"packing": "single"}},
             8,
             "hybrid (2 x 4, ring across), layout doc_headtail "
-            "(auto: cp 8 spans nodes of 2 ranks, 2 of which divide the heads)",
+            "(auto: cp 8 spans nodes of 2 ranks; 2 of them divide the heads)",
         ),
         (
             {},
             4,
-            "ulysses (4 ranks), layout contiguous (auto: 8 heads divide among 4 ranks; packed documents)",
+            "ulysses (4 ranks), layout contiguous (auto: 8 heads are divisible by 4 ranks; packed documents)",
         ),
         (
             {"data": {"mask": "none"}},
             2,
             "ulysses (2 ranks), layout contiguous "
-            "(auto: 8 heads divide among 2 ranks; one document per row, fewer bytes than keys and values)",
+            "(auto: 8 heads are divisible by 2 ranks; one document per sequence, fewer bytes than KV)",
         ),
         (
             {},
             3,
             "allgather (3 ranks), layout balanced "
-            "(auto: 8 heads do not divide among 3 ranks; packed documents balance best when gathered)",
+            "(auto: 8 heads are not divisible by 3 ranks; packed documents balance best with all-gather)",
         ),
         (
             {"data": {"corpus": "copy"}},
             3,
-            "allgather (3 ranks), layout balanced (auto: 8 heads do not divide among 3 ranks; "
-            "one document per row; gathering would hold 0.0 GiB per layer)",
+            "allgather (3 ranks), layout balanced (auto: 8 heads are not divisible by 3 ranks; "
+            "one document per sequence; all-gather needs 0.0 GiB per layer)",
         ),
         (
             {"model": {"num_kv_heads": 1}, "data": {"packing": "single"}, "training": {"seq_len": 3 * 2**19}},
             2,
-            "allgather (2 ranks), layout balanced (auto: one document per row; gathering would hold 1.1 GiB per layer)",
+            "allgather (2 ranks), layout balanced (auto: one document per sequence; all-gather needs 1.1 GiB per layer)",
         ),
         (
             {"data": {"packing": "single"}, "training": {"seq_len": 2**20, "micro_batch_size": 2}},
             3,
-            "ring (3 ranks), layout doc_headtail (auto: 8 heads do not divide among 3 ranks; "
-            "one document per row; gathering would hold 6.0 GiB per layer, more than 4)",
+            "ring (3 ranks), layout doc_headtail (auto: 8 heads are not divisible by 3 ranks; "
+            "one document per sequence; all-gather needs 6.0 GiB per layer, more than 4 GiB)",
         ),
     ],
 )
-def test_auto_chooses_by_ranks_heads_documents_and_memory(
+def test_auto_chooses_the_cp_method_by_ranks_heads_documents_and_memory(
     values: dict[str, dict[str, object]], cp: int, summary: str
 ) -> None:
     section = {**values.get("parallelism", {}), "cp": cp}
@@ -298,7 +327,7 @@ def test_auto_chooses_by_ranks_heads_documents_and_memory(
     assert config.context_plan().summary() == summary
 
 
-def test_a_context_plan_counts_the_heads_and_the_node_of_one_tp_rank() -> None:
+def test_a_context_plan_has_the_heads_and_node_size_of_one_tp_rank() -> None:
     plan = configured(parallelism={"tp": 8, "cp": 2, "ranks_per_node": 4}).context_plan()
     assert (plan.heads, plan.kv_heads, plan.ranks_per_node) == (1, 1, 1)
     plan = configured(parallelism={"tp": 2, "cp": 2}, training={"micro_batch_size": 2}).context_plan()
@@ -306,33 +335,35 @@ def test_a_context_plan_counts_the_heads_and_the_node_of_one_tp_rank() -> None:
     assert (plan.head_dim, plan.seq_len) == (32, 2 * 2048)
 
 
-def test_rows_that_cp_does_not_divide_are_remarked_on() -> None:
+def test_sequences_that_cp_does_not_divide_give_a_warning() -> None:
     def remarks(seq_len: int, **section: object) -> list[str]:
         return configured(training={"seq_len": seq_len}, parallelism=section).warnings(1)
 
     assert remarks(512, cp=3) == [
-        "training.seq_len = 512 does not divide by 6 (cp = 3): every row is padded by 4 tokens"
+        "training.seq_len = 512 is not a multiple of 6 (cp = 3): every sequence is padded by 4 tokens"
     ]
     assert remarks(511, cp=2) == [
-        "training.seq_len = 511 does not divide by 2 (cp = 2): every row is padded by 1 token"
+        "training.seq_len = 511 is not a multiple of 2 (cp = 2): every sequence is padded by 1 token"
     ]
     assert remarks(510, cp=2) == []
     assert remarks(511, cp_method="ring") == [], "one rank holds its rows as they are"
 
 
-def test_a_copied_row_repeats_itself_before_it_ends() -> None:
+def test_copy_period_is_below_the_sequence_length() -> None:
     def problems(seq_len: int = 64, **data: object) -> list[str]:
         return configured(data=data, training={"seq_len": seq_len}).problems(1)
 
     assert problems(corpus="copy", copy_period=63) == []
     assert problems(corpus="copy", copy_period=64) == ["data.copy_period = 64 must be below training.seq_len = 64"]
-    assert problems(copy_period=64) == ['data.copy_period = 64 has no use with data.corpus = "python-stdlib"']
+    assert problems(copy_period=64) == [
+        'data.copy_period = 64 is only used with data.corpus = "copy", not "python-stdlib"'
+    ]
 
 
 def test_the_copy_corpus_needs_no_tokenizer() -> None:
     small: dict[str, object] = {"vocab_size": 16}
     assert configured(model=small).problems(1) == [
-        'model.vocab_size = 16 must be at least 264, the tokens of tokenizer.kind = "byte"'
+        'model.vocab_size = 16 must be at least 264, the vocabulary size of tokenizer.kind = "byte"'
     ]
     assert configured(model=small, data={"corpus": "copy"}).problems(1) == []
     assert load(["--config", "llama3_8b", "--data.corpus", "copy"]).problems(CLUSTER_CONFIGS["llama3_8b"]) == []
@@ -345,7 +376,7 @@ def test_a_folder_named_copy_is_reached_by_its_path(tmp_path: Path, monkeypatch:
     assert configured(data={"corpus": "./copy"}).problems(1) == []
 
 
-NEEDS = 'needs memory.recompute = "full" or "keep_attention": with "none" autograd keeps what a block computes'
+NEEDS = 'needs memory.recompute = "full" or "keep_attention": with "none" autograd saves all activations'
 NOT_FULL = 'needs memory.recompute = "keep_attention", not "full"'
 
 
@@ -375,7 +406,7 @@ NOT_FULL = 'needs memory.recompute = "keep_attention", not "full"'
             {"recompute": "full", "blocks_per_checkpoint": 2, "offload": "inputs_and_attention"},
             [f'memory.offload = "inputs_and_attention" {NOT_FULL}', f"memory.blocks_per_checkpoint = 2 {NOT_FULL}"],
         ),
-        ({"host_budget_gib": 4.0}, ['memory.host_budget_gib = 4.0 has no use with memory.offload = "none"']),
+        ({"host_budget_gib": 4.0}, ['memory.host_budget_gib = 4.0 is not used with memory.offload = "none"']),
         ({"host_budget_gib": 4.0, "offload": "inputs"}, []),
         (
             {"offload": "inputs_and_attention", "blocks_per_checkpoint": 4, "head_groups": 4, "mlp_tile_mib": 1},
@@ -383,12 +414,12 @@ NOT_FULL = 'needs memory.recompute = "keep_attention", not "full"'
         ),
     ],
 )
-def test_what_blocks_keep_fits_what_they_recompute(memory: dict[str, object], problems: list[str]) -> None:
+def test_memory_options_need_a_matching_recompute_policy(memory: dict[str, object], problems: list[str]) -> None:
     for compiled in (False, True):
         assert configured(memory=memory, training={"compile": compiled}).problems(1) == problems
 
 
-def test_blocks_keep_what_attention_gave_unless_asked_otherwise() -> None:
+def test_default_memory_options_save_attention_outputs() -> None:
     memory = Config().memory
     assert (memory.recompute, memory.offload, memory.blocks_per_checkpoint) == ("keep_attention", "none", 1)
     assert (memory.head_groups, memory.mlp_tile_mib) == (1, None)
@@ -398,29 +429,29 @@ def test_blocks_keep_what_attention_gave_unless_asked_otherwise() -> None:
     ("groups", "parallelism", "problem"),
     [
         (4, {}, None),
-        (3, {}, "memory.head_groups = 3 must divide the 4 key/value heads of a rank"),
-        (8, {}, "memory.head_groups = 8 must divide the 4 key/value heads of a rank"),
+        (3, {}, "memory.head_groups = 3 must divide the 4 KV heads of a rank"),
+        (8, {}, "memory.head_groups = 8 must divide the 4 KV heads of a rank"),
         (2, {"tp": 2}, None),
-        (4, {"tp": 2}, "memory.head_groups = 4 must divide the 2 key/value heads of a rank (model.num_kv_heads / "),
-        (2, {"tp": 4}, "memory.head_groups = 2 must divide the 1 key/value heads of a rank"),
+        (4, {"tp": 2}, "memory.head_groups = 4 must divide the 2 KV heads of a rank (model.num_kv_heads / "),
+        (2, {"tp": 4}, "memory.head_groups = 2 must divide the 1 KV heads of a rank"),
         (4, {"cp": 2, "cp_method": "ring"}, None),
         (4, {"cp": 2, "cp_method": "ulysses"}, None),
         (2, {"cp": 4, "cp_method": "ulysses"}, None),
         (
             4,
             {"cp": 4, "cp_method": "ulysses"},
-            "memory.head_groups = 4 leaves 2 query heads in a group, which 4 ranks cannot exchange "
+            "memory.head_groups = 4 leaves 2 query heads per group, which 4 ranks cannot divide "
             '(parallelism.cp_method = "ulysses")',
         ),
         (
             4,
             {"cp": 8, "cp_method": "hybrid", "cp_ulysses": 4},
-            "memory.head_groups = 4 leaves 2 query heads in a group, which 4 ranks cannot exchange",
+            "memory.head_groups = 4 leaves 2 query heads per group, which 4 ranks cannot divide",
         ),
         (4, {"cp": 4, "cp_method": "hybrid", "cp_ulysses": 2}, None),
     ],
 )
-def test_groups_of_heads_divide_what_a_rank_has(
+def test_head_groups_divide_the_kv_heads_of_a_rank(
     groups: int, parallelism: dict[str, object], problem: str | None
 ) -> None:
     world = int(str(parallelism.get("cp", 1))) * int(str(parallelism.get("tp", 1)))
@@ -430,7 +461,21 @@ def test_groups_of_heads_divide_what_a_rank_has(
     assert problem is None or found[0].startswith(problem)
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_a_problem_names_the_flags_that_set_its_keys() -> None:
+    argv = ["--model.size", "9000b", "--training.steps=3"]
+    _, cluster, problems = load_and_validate(argv, {"NGPU": "1"})
+    text = format_problems(problems, argv, cluster)
+    assert text.startswith('error: model.size = "9000b" is unknown; ')
+    assert text.splitlines()[0].endswith(" (set by --model.size)")
+
+
+@pytest.mark.parametrize("key", ["job.output_dir", "data.cache_dir"])
+def test_a_url_is_not_a_folder(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"--{key} s3://bucket/run must be a local or mounted path, not a URL"):
+        load([f"--{key}", "s3://bucket/run"])
+
+
+def test_all_problems_are_reported_together() -> None:
     config = configured(
         model={"size": "9b"}, data={"corpus": "no"}, parallelism={"dp_shard": 3}, training={"micro_batch_size": 3}
     )
@@ -439,18 +484,21 @@ def test_all_problems_are_told_at_once() -> None:
     assert len(configured(data={"copy_period": 1}, parallelism=wrong).problems(2)) == 5
 
 
-def test_a_rank_without_rows_in_an_update_is_remarked_on() -> None:
+def test_empty_micro_batches_give_a_warning() -> None:
     config = configured(training={"global_batch_size": 4, "micro_batch_size": 2})
     assert config.warnings(2) == []
-    assert "1 run empty in every update" in config.warnings(3)[0]
+    assert "1 of 3 are empty in every step" in config.warnings(3)[0]
 
 
-def test_a_warm_up_that_fills_the_run_is_remarked_on() -> None:
+def test_a_warmup_as_long_as_the_run_gives_a_warning() -> None:
     assert configured(training={"steps": 6}, schedule={"warmup_steps": 5}).warnings(1) == []
-    assert "learning rate only rises" in configured(training={"steps": 5}, schedule={"warmup_steps": 5}).warnings(1)[0]
+    assert (
+        "learning rate never reaches its peak"
+        in configured(training={"steps": 5}, schedule={"warmup_steps": 5}).warnings(1)[0]
+    )
 
 
-def test_keys_that_are_left_out_are_the_presets() -> None:
+def test_model_keys_default_to_the_preset() -> None:
     preset = configured(model={"family": "llama3.1", "size": "8b"}).model.build()
     model = configured(
         model={"family": "llama3.1", "size": "8b", "num_layers": 2, "rope": {"factor": 2.0}}
@@ -459,7 +507,7 @@ def test_keys_that_are_left_out_are_the_presets() -> None:
     assert (model.dim, model.rope.theta, model.rope.kind) == (preset.dim, preset.rope.theta, preset.rope.kind)
 
 
-def test_what_is_wrong_with_a_rotation_is_said_at_once_with_its_keys() -> None:
+def test_all_rope_problems_are_reported_together() -> None:
     options = "--model.rope.kind longrope --model.rope.long_factors 2,3 --model.rope.beta_fast 8 --model.rope.theta 1e6"
     assert load([*options.split(), "--data.corpus", "copy"]).problems(1) == [
         'model.rope.beta_fast has no use with model.rope.kind = "longrope"; it belongs to "yarn"',
@@ -469,7 +517,7 @@ def test_what_is_wrong_with_a_rotation_is_said_at_once_with_its_keys() -> None:
     ]
 
 
-def test_the_rotation_is_told_before_a_run() -> None:
+def test_the_parallelism_summary_describes_the_rotary_embedding() -> None:
     config = load(
         ["--model.rope.kind", "yarn", "--model.rope.factor", "8", "--model.nope_every", "4", "--training.seq_len", "64"]
     )
@@ -486,7 +534,7 @@ def test_debug_runs_at_any_number_of_processes_up_to_eight() -> None:
     assert all(config.problems(world) == [] for world in range(1, 9))
 
 
-def test_debug_shares_its_rows_among_any_number_of_processes_up_to_eight() -> None:
+def test_debug_supports_any_cp_degree_up_to_eight() -> None:
     chosen = {}
     for world in range(1, 9):
         config = load(["--parallelism.cp", str(world)])
@@ -517,11 +565,11 @@ def test_debug_states_no_degree_and_divides_by_eight() -> None:
     assert not config.training.compile
 
 
-def test_every_shipped_configuration_is_known_here() -> None:
+def test_every_shipped_configuration_is_listed_here() -> None:
     assert {path.stem for path in CONFIG_DIR.glob("*.toml")} == {*LAPTOP_CONFIGS, *CLUSTER_CONFIGS}
 
 
-def test_a_million_tokens_need_two_processes_and_no_file() -> None:
+def test_debug_1m_needs_two_processes_and_no_file() -> None:
     config = load(["--config", "debug_1m"])
     assert config.problems(2) == []
     assert config.warnings(2) == []
@@ -530,7 +578,7 @@ def test_a_million_tokens_need_two_processes_and_no_file() -> None:
     assert estimate_memory(config, 2).device_bytes < 2 * GIB
 
 
-def test_what_copy_repeats_is_always_on_another_rank() -> None:
+def test_copy_repeats_tokens_of_another_rank() -> None:
     config = load(["--config", "copy"])
     assert config.problems(4) == []
     assert config.warnings(4) == []
@@ -547,7 +595,7 @@ def test_what_copy_repeats_is_always_on_another_rank() -> None:
 
 
 @pytest.mark.parametrize(("name", "world"), CLUSTER_CONFIGS.items())
-def test_a_cluster_configuration_states_every_degree_and_lacks_only_its_files(name: str, world: int) -> None:
+def test_a_cluster_configuration_states_every_degree_and_needs_only_files(name: str, world: int) -> None:
     config = load(["--config", name])
     assert all(stage.config.parallelism.dp_shard is not None for stage in config.training_stages)
     corpora = [f"data.sources.{source}.path" for source in config.data.sources] or ["data.corpus"]
@@ -555,13 +603,13 @@ def test_a_cluster_configuration_states_every_degree_and_lacks_only_its_files(na
 
 
 @pytest.mark.parametrize("name", list(CLUSTER_CONFIGS)[-3:])
-def test_every_stage_fits_the_devices_that_it_is_for(name: str) -> None:
+def test_every_recipe_stage_fits_its_devices(name: str) -> None:
     config = load(["--config", name])
     for stage in config.training_stages:
         assert estimate_memory(stage.config, CLUSTER_CONFIGS[name]).device_bytes < 80 * GIB, str(stage)
 
 
-def test_recipes_have_what_was_published() -> None:
+def test_recipes_match_the_publications() -> None:
     prolong, llama31, ultralong = (load(["--config", name]) for name in list(CLUSTER_CONFIGS)[-3:])
     assert [stage.config.training.seq_len for stage in prolong.training_stages] == [65_536, 524_288]
     assert [stage.config.model.build().rope.theta for stage in prolong.training_stages] == [8e6, 1.28e8]
@@ -576,7 +624,7 @@ def test_recipes_have_what_was_published() -> None:
     assert (only.config.data.mask, only.config.training.seq_len) == ("none", 1 << 20)
 
 
-def test_checking_needs_no_torch() -> None:
+def test_validation_imports_no_torch() -> None:
     code = "import sys, trainer.launch, trainer.config.docs; from trainer.config.parse import load; load([]).problems(2); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "pydantic" in done.stdout.split()
@@ -600,7 +648,7 @@ def test_a_key_may_be_absent_only_if_that_is_its_default() -> None:
                 assert owner.fields_by_key()[key].default is None, f"{section}.{key}"
 
 
-def test_help_has_every_key_within_its_width() -> None:
+def test_help_has_every_key_and_fits_its_width() -> None:
     text = docs.render_help()
     assert all(f"--{section}.{key}  " in text for section in all_sections() for key in section_keys(section))
     assert all(f"\n[{section}]  " in text for section in all_sections())
@@ -609,7 +657,7 @@ def test_help_has_every_key_within_its_width() -> None:
     assert max(map(len, text.splitlines())) <= docs.WIDTH
 
 
-def test_a_type_is_told_in_words() -> None:
+def test_docs_format_types_and_ranges() -> None:
     owners = [all_sections()[section] for section in ("training", "optimizer", "job")]
     kinds = {key.name: key.type_name for owner in owners for key in docs.document_keys(owner, [*owner.fields_by_key()])}
     assert kinds["seq_len"] == "integer >= 2"
@@ -619,14 +667,14 @@ def test_a_type_is_told_in_words() -> None:
     assert kinds["output_dir"] == "path"
 
 
-def test_the_schema_refuses_unknown_keys_and_knows_no_null() -> None:
+def test_the_json_schema_forbids_unknown_keys_and_null() -> None:
     schema = json.loads(docs.render_json_schema())
     assert all(part["additionalProperties"] is False for part in [schema, *schema["$defs"].values()])
     assert schema["$defs"]["ParallelismSection"]["properties"]["dp_shard"]["type"] == "integer"
     assert "null" not in docs.render_json_schema()
 
 
-def test_the_written_pages_are_in_step() -> None:
+def test_the_generated_pages_are_up_to_date() -> None:
     assert docs.main(write=False) == 0, "run python -m trainer.config.docs"
 
 
@@ -644,7 +692,7 @@ def validated(data: Mapping[str, object] | None = None, **one: object) -> list[s
     return Recipe.model_validate({"data": dict(data or {}), "validation": {"sets": {"one": one}}}).problems(1)
 
 
-def test_validation_sets_are_checked_before_anything_starts() -> None:
+def test_validation_sets_are_validated() -> None:
     assert validated(seq_len=4096) == validated(seq_len=[64, 4096], tail=64) == []
     said = 'validation.sets.one: source = "web" is not one of corpus, books'
     books = {"sources": {"books": {"path": "python-stdlib"}}, "mix": [{"source": "books"}]}
@@ -653,9 +701,11 @@ def test_validation_sets_are_checked_before_anything_starts() -> None:
     assert validated(seq_len=[64, 64]) == ["validation.sets.one: seq_len = [64, 64] must ascend"]
     too_long = "validation.sets.one: tail = 65 must be at most 64, the shortest of seq_len"
     assert validated(seq_len=[64, 128], tail=65) == [too_long]
-    assert validated(seq_len=64, tail=8) == ["validation.sets.one: tail = 8 has no use with one length"]
+    assert validated(seq_len=64, tail=8) == [
+        "validation.sets.one: tail = 8 is only used with several lengths in seq_len"
+    ]
     assert validated({"corpus": "copy"}, seq_len=64) == [
-        'validation.sets.one: source = "corpus" is "copy", which shows no row twice'
+        'validation.sets.one: source = "corpus" is the synthetic "copy" corpus, which has no documents to hold out'
     ]
 
 
@@ -667,34 +717,34 @@ def test_the_tail_is_the_shortest_length_or_2048() -> None:
     assert (targets(64, 128), targets(2048, 4096), targets(4096, 65_536)) == (64, 2048, 2048)
 
 
-def test_a_source_may_be_there_for_validation_alone() -> None:
+def test_a_source_can_be_for_validation_only() -> None:
     only = {"sources": {"books": {"path": "python-stdlib"}}}
     assert validated(only, seq_len=64, source="books") == []
-    assert validated(only, seq_len=64) == ["data.sources.books: nothing draws from it"]
+    assert validated(only, seq_len=64) == ["data.sources.books: no mix and no validation set uses this source"]
     gone = {"sources": {"books": {"path": "/nowhere"}}}
     assert validated(gone, seq_len=64, source="books")[0].startswith('data.sources.books.path = "/nowhere" is neither')
 
 
-def test_what_is_trained_on_cannot_be_held_out_under_another_name() -> None:
+def test_a_training_corpus_cannot_be_held_out_with_other_document_settings() -> None:
     sources = {"train": {"path": "docs"}, "judge": {"path": "docs"}, "whole": {"path": "docs", "documents": "folder"}}
     two = {"mix": [{"source": "train"}]}
     alike = two | {"sources": {name: sources[name] for name in ("train", "judge")}}
     other = two | {"sources": {name: sources[name] for name in ("train", "whole")}}
     assert validated(alike, seq_len=64, source="judge") == []
     (said,) = validated(other, seq_len=64, source="whole")
-    assert said.startswith('validation.sets.one: source = "whole" is the corpus of "train", which is trained on')
+    assert said.startswith('validation.sets.one: source = "whole" is the corpus of "train", which training splits')
 
 
-def test_a_set_of_what_is_trained_on_is_remarked() -> None:
+def test_validating_on_training_documents_gives_a_warning() -> None:
     one: dict[str, object] = {"sets": {"one": {"seq_len": 64}}}
-    said = "validation.sets.one judges by documents that are trained on: data.holdout = 0"
+    said = "validation.sets.one validates on training documents: data.holdout = 0"
     assert said in configured(validation=one).warnings(1)
     assert said not in configured(validation=one, data={"holdout": 0.1}).warnings(1)
 
 
-def test_a_holdout_needs_whole_documents_and_text() -> None:
+def test_holdout_needs_unsplit_documents_and_text() -> None:
     said = configured(data={"holdout": 0.1, "max_document": 64}).problems(1)
-    assert said[0].startswith("data.holdout = 0.1 with data.max_document = 64 would part documents")
+    assert said[0].startswith("data.holdout = 0.1 with data.max_document = 64 would split documents")
     assert configured(data={"holdout": 0.1, "corpus": "copy"}).problems(1) == [
-        'data.holdout = 0.1 has no use with data.corpus = "copy"'
+        'data.holdout = 0.1 needs documents; data.corpus = "copy" has none'
     ]

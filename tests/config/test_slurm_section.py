@@ -1,4 +1,4 @@
-"""`[slurm]`: what is refused, and that a run does not depend on it."""
+"""Validation of the `[slurm]` section."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from trainer.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("time", "amount"), [("00:00:01", 1), ("1:01:01", 3661), ("100:00:00", 360_000), ("2-03:00:00", 183_600)]
+    ("time", "seconds"), [("00:00:01", 1), ("1:01:01", 3661), ("100:00:00", 360_000), ("2-03:00:00", 183_600)]
 )
-def test_a_time_limit_is_read_as_slurm_reads_it(time: str, amount: int) -> None:
-    assert parse_time_limit(time) == amount
+def test_a_time_limit_is_read_as_slurm_reads_it(time: str, seconds: int) -> None:
+    assert parse_time_limit(time) == seconds
     assert load(["--slurm.time", time]).slurm.time == time
 
 
@@ -36,10 +36,10 @@ def test_a_time_limit_is_read_as_slurm_reads_it(time: str, amount: int) -> None:
         ("nodes", "0"),
     ],
 )
-def test_what_no_line_of_a_script_could_hold_is_refused(key: str, value: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_values_that_a_script_cannot_quote_are_errors(key: str, value: str) -> None:
+    with pytest.raises(ConfigError) as error:
         load([f"--slurm.{key}={value}"])
-    (problem,) = caught.value.problems
+    (problem,) = error.value.problems
     assert problem.startswith(f"command line: --slurm.{key} ")
     assert " must " in problem
 
@@ -52,17 +52,17 @@ def test_a_lead_must_be_shorter_than_the_time_limit() -> None:
     assert config.problems(1) == [problem]
 
 
-def test_ranks_are_counted_by_gpus_or_where_there_are_none_by_their_number() -> None:
+def test_ranks_per_node_are_gpus_or_processes() -> None:
     assert load([]).slurm.nproc_per_node == 8
     assert load(["--slurm.gpus_per_node", "4"]).slurm.nproc_per_node == 4
-    alone = load(["--slurm.gpus_per_node", "0"]).slurm
-    assert alone.nproc_per_node == 1
+    cpu_job = load(["--slurm.gpus_per_node", "0"]).slurm
+    assert cpu_job.nproc_per_node == 1
     assert load(["--slurm.gpus_per_node", "0", "--slurm.processes_per_node", "3"]).slurm.nproc_per_node == 3
     (problem,) = load(["--slurm.processes_per_node", "3"]).slurm.problems()
-    assert problem.startswith("slurm.processes_per_node = 3 is for slurm.gpus_per_node = 0; 8 GPUs")
+    assert problem.startswith("slurm.processes_per_node = 3 is only used with slurm.gpus_per_node = 0, not 8")
 
 
-def test_a_run_goes_on_in_any_job() -> None:
+def test_the_slurm_section_does_not_identify_a_run() -> None:
     one, other = load([]), load(["--slurm.nodes", "4", "--slurm.launcher", "torchrun"])
     assert run_identity(one) == run_identity(other)
     assert flatten_config(one) == flatten_config(other)

@@ -1,4 +1,4 @@
-"""`[[stage]]`, sources and mixes as configuration: what they come to, and what is wrong with them."""
+"""Stages, sources and data mixes: their resolved configurations and error messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 
 from trainer.checkpoint.run_dir import stage_position
 from trainer.config.job_config import Config
-from trainer.config.parse import load, to_toml
+from trainer.config.parse import load
+from trainer.config.toml_format import to_toml
 from trainer.config.training_stages import Recipe
 from trainer.errors import ConfigError
 from trainer.optim.lr_schedule import learning_rate
@@ -45,7 +46,7 @@ def configured(**values: Any) -> Recipe:
     return Recipe.model_validate(values)
 
 
-def test_a_stage_is_the_sections_with_what_it_says_over_them() -> None:
+def test_a_stage_overrides_the_sections() -> None:
     first, second = configured(**TWO).training_stages
     assert (first.config.training.seq_len, first.config.training.steps) == (128, 10)
     assert first.config.training.global_batch_size == 6
@@ -68,11 +69,11 @@ def test_a_stage_is_the_sections_with_what_it_says_over_them() -> None:
         (10, 20, 20),
     ]
     assert stage_position(first) == {"stage": "a", "index": 0, "updates before the stage": 0}
-    # Of a length in tokens, updates depend on the batch.
+    # With a length in tokens, the number of steps depends on the batch size.
     assert stage_position(second) == {"stage": "b", "index": 1, "updates before the stage": 10, "rows of an update": 2}
 
 
-def test_a_run_without_stages_is_one() -> None:
+def test_a_run_without_stages_has_one_stage() -> None:
     config = configured(training={"steps": 7})
     (only,) = config.training_stages
     assert (only.config, only.name, only.start_step, only.end_step, only.total_steps) == (
@@ -85,7 +86,7 @@ def test_a_run_without_stages_is_one() -> None:
 
 
 @pytest.mark.parametrize(("over", "expected"), [("stage", [0.5, 1.0, 0.5, 1.0]), ("run", [0.5, 1.0, 1.0, 1.0])])
-def test_the_learning_rate_starts_again_with_a_stage_or_goes_on(over: str, expected: list[float]) -> None:
+def test_the_learning_rate_curve_spans_a_stage_or_the_run(over: str, expected: list[float]) -> None:
     stages = [{"name": name, "seq_len": 8, "steps": 2} for name in ("a", "b")]
     schedule = {"kind": "constant", "warmup_steps": 2, "over": over}
     config = configured(stage=stages, schedule=schedule, optimizer={"lr": 1.0})
@@ -94,7 +95,7 @@ def test_the_learning_rate_starts_again_with_a_stage_or_goes_on(over: str, expec
     assert rates == expected
 
 
-def test_a_recipe_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+def test_a_written_recipe_parses_to_equal_stages(tmp_path: Path) -> None:
     given = TWO | {
         "data": {"sources": {"x": {"path": "docs"}}, "mix": [{"source": "x", "weight": 0.3, "max_length": 9}]}
     }
@@ -114,10 +115,10 @@ STAGE = {"name": "a", "seq_len": 64}
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "problem"),
     [
-        ({"stage": [STAGE]}, 'stage "a": one of steps and tokens must be given'),
-        ({"stage": [STAGE | {"steps": 1, "tokens": 64}]}, 'stage "a": one of steps and tokens must be given'),
+        ({"stage": [STAGE]}, 'stage "a": exactly one of steps and tokens must be given'),
+        ({"stage": [STAGE | {"steps": 1, "tokens": 64}]}, 'stage "a": exactly one of steps and tokens must be given'),
         (
             {"stage": [STAGE | {"steps": 1, "batch_tokens": 100}]},
             'stage "a": batch_tokens = 100 must be a multiple of seq_len = 64, as 64 or 128 is',
@@ -126,67 +127,73 @@ STAGE = {"name": "a", "seq_len": 64}
             {"stage": [STAGE | {"steps": 1, "batch_tokens": 10}]},
             'stage "a": batch_tokens = 10 must be a multiple of seq_len = 64, as 64 is',
         ),
-        ({"stage": [STAGE | {"steps": 1}] * 2}, 'two stages have the name "a"'),
+        ({"stage": [STAGE | {"steps": 1}] * 2}, 'two stages are named "a"'),
         (
             {"stage": [STAGE | {"steps": 1}, STAGE | {"name": "b", "steps": 1}], "checkpoint": {"enabled": False}},
-            "checkpoint.enabled = false: a stage goes on from the checkpoint of the one before",
+            "checkpoint.enabled = false: each stage starts from a checkpoint of the one before",
         ),
         (
             {"stage": [STAGE | {"steps": 1, "warmup": 0.1, "schedule": {"warmup_steps": 3}}]},
-            'stage "a": warmup = 0.1 and schedule.warmup_steps say the same thing',
+            'stage "a": warmup = 0.1 and schedule.warmup_steps are both given; keep one',
         ),
         (
             {"stage": [STAGE | {"steps": 1, "parallelism": {"cp": 3}}]},
-            'stage "a": the mesh pp 1 x dp_replicate 1 x dp_shard 1 x cp 3 x tp 1 needs 3 processes, but there are 2',
+            'stage "a": the mesh pp 1 x dp_replicate 1 x dp_shard 1 x cp 3 x tp 1 needs 3 processes, but the world size is 2',
         ),
         (
             {"stage": [STAGE | {"steps": 1, "mix": [{"source": "x"}]}]},
             'stage "a": data.mix: source = "x" is not one of corpus',
         ),
-        ({"data": {"sources": {"x": {"path": "docs"}}}}, "data.sources.x: nothing draws from it"),
-        ({"data": {"sources": {"corpus": {"path": "docs"}}}}, "data.sources.corpus is the name of data.corpus itself"),
+        (
+            {"data": {"sources": {"x": {"path": "docs"}}}},
+            "data.sources.x: no mix and no validation set uses this source",
+        ),
+        ({"data": {"sources": {"corpus": {"path": "docs"}}}}, "data.sources.corpus is reserved for data.corpus"),
         (
             {"data": {"sources": {"x": {"path": "nowhere"}}, "mix": [{"source": "x"}]}},
             'data.sources.x.path = "nowhere" is neither "python-stdlib", "copy", a dataset ("hf:NAME"), nor an',
         ),
         (
             {"data": {"mix": [{"source": "corpus", "min_length": 8, "max_length": 8}]}},
-            "data.mix: max_length = 8 leaves nothing min_length = 8",
+            "data.mix: max_length = 8 must be above min_length = 8",
         ),
-        ({"data": {"mix": [{"source": "corpus"}, {"source": "corpus"}]}}, "data.mix: corpus is there twice"),
-        ({"data": {"corpus": "copy", "mix": [{"source": "corpus"}]}}, 'data.corpus = "copy" is not for data.mix'),
+        ({"data": {"mix": [{"source": "corpus"}, {"source": "corpus"}]}}, "data.mix: corpus occurs twice"),
+        (
+            {"data": {"corpus": "copy", "mix": [{"source": "corpus"}]}},
+            'data.corpus = "copy" cannot be part of data.mix',
+        ),
         (
             {"data": {"mix": [{"source": "corpus"}, {"source": "corpus", "max_length": 9, "weight": 1e-4}]}},
-            "data.mix: weights [1.0, 0.0001] differ by more than a thousand",
+            "data.mix: weights [1.0, 0.0001] must not differ by more than a factor of 1000",
         ),
         (
             {"stage": [STAGE | {"steps": 1, "warmup": 0.1, "schedule": {"over": "run"}}]},
-            'stage "a": warmup = 0.1 is part of a stage, and schedule.over = "run" has one curve over all',
+            'stage "a": warmup = 0.1 is a fraction of one stage; with schedule.over = "run" use',
         ),
         (
             {"training": {"steps": 5, "seq_len": 8}, "stage": [STAGE | {"steps": 1}]},
-            "training.steps = 5 has no use beside [[stage]]",
+            "training.steps = 5 is not used with [[stage]]: each stage has its own",
         ),
         (
             {"optimizer": {"lr": 1e-3}, "stage": [STAGE | {"steps": 1, "lr": 1e-4}]},
-            "optimizer.lr has no use: every [[stage]] has its own lr",
+            "optimizer.lr is not used: every [[stage]] sets lr",
         ),
         (
             {"model": {"rope": {"theta": 1e5}}, "stage": [STAGE | {"steps": 1, "rope": {"theta": 1e6}}]},
-            "model.rope has no use: every [[stage]] has its own rope",
+            "model.rope is not used: every [[stage]] sets rope",
         ),
     ],
 )
-def test_a_problem_names_its_stage_its_keys_and_the_rule(values: dict[str, Any], told: str) -> None:
-    assert [problem for problem in problems(**values) if problem.startswith(told)]
+def test_a_stage_problem_names_stage_keys_and_rule(values: dict[str, Any], problem: str) -> None:
+    assert [found for found in problems(**values) if found.startswith(problem)]
 
 
-MISTAKES = {
+FILE_ERRORS = {
     '[[stage]]\nname = "a"\nseq_len = "x"\nsteps = 1': 'stage "a": seq_len = "x" must be an integer, not a string',
     "[[stage]]\nseq_len = 8\nsteps = 1": "stage 1: name is missing",
-    '[[stage]]\nname = "a"\nseq_len = 8\nstep = 1': 'stage "a": step = 1: there is no such key; did you mean steps?',
-    '[[stage]]\nname = "a"\nseq_len = 8\nrope = { tehta = 1.0 }': 'stage "a": rope.tehta = 1.0: there is no such key; did you mean theta?',
-    '[[stage]]\nname = "a"\nseq_len = 8\nparallelism = { cpp = 1 }': 'stage "a": parallelism.cpp = 1: there is no such key; did you mean pp?',
+    '[[stage]]\nname = "a"\nseq_len = 8\nstep = 1': 'stage "a": step = 1: unknown key; did you mean steps?',
+    '[[stage]]\nname = "a"\nseq_len = 8\nrope = { tehta = 1.0 }': 'stage "a": rope.tehta = 1.0: unknown key; did you mean theta?',
+    '[[stage]]\nname = "a"\nseq_len = 8\nparallelism = { cpp = 1 }': 'stage "a": parallelism.cpp = 1: unknown key; did you mean pp?',
     '[[stage]]\nname = "a"\nseq_len = 8\nmix = [{ source = "x", weight = 0.0 }]': 'stage "a": mix 1: weight = 0.0 must be above 0',
     '[data]\nmix = [{ source = "x" }, { weight = 1.0 }]': "data.mix 2: source is missing",
     '[data.sources.x]\npth = "docs"': "data.sources.x.path is missing",
@@ -194,16 +201,16 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("text", MISTAKES)
-def test_a_mistake_in_a_table_names_it(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", FILE_ERRORS)
+def test_an_error_in_a_table_names_the_table(tmp_path: Path, text: str) -> None:
     path = tmp_path / "bad.toml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
         load(["--config", str(path)])
-    assert [problem for problem in caught.value.problems if MISTAKES[text] in problem], caught.value.problems
+    assert [problem for problem in caught.value.problems if FILE_ERRORS[text] in problem], caught.value.problems
 
 
 @pytest.mark.parametrize("option", ["--stage.steps", "--data.mix", "--data.sources.x.path", "--stage"])
-def test_tables_are_for_the_file(option: str) -> None:
-    with pytest.raises(ConfigError, match="is for the file; the command line sets single keys"):
+def test_tables_cannot_be_set_on_the_command_line(option: str) -> None:
+    with pytest.raises(ConfigError, match="can only be set in the file"):
         load([option, "1"])

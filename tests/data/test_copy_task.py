@@ -32,7 +32,7 @@ def same(one: Batch, other: Batch) -> bool:
     return torch.equal(one.tokens, other.tokens) and torch.equal(one.labels, other.labels)
 
 
-def test_a_batch_is_what_a_hand_writes() -> None:
+def test_a_batch_matches_manually_written_tensors() -> None:
     batch = rows(period=3, seq_len=8).read([4, None])
     a, b, c = batch.tokens[0, :3].tolist()
     assert batch.tokens.tolist() == [[a, b, c, a, b, c, a, b], [0] * 8]
@@ -45,7 +45,7 @@ def test_a_batch_is_what_a_hand_writes() -> None:
     assert batch.boundaries.dtype == torch.int32
 
 
-def test_a_target_is_the_next_token_and_stands_one_period_back() -> None:
+def test_a_target_is_the_next_token_and_appears_one_period_earlier() -> None:
     for period in range(1, 12):
         batch = rows(period=period).read(range(20))
         rows_at, at = (batch.labels != IGNORE_INDEX).nonzero(as_tuple=True)
@@ -55,7 +55,7 @@ def test_a_target_is_the_next_token_and_stands_one_period_back() -> None:
 
 
 @pytest.mark.parametrize("period", [1, 3, 5, 11])
-def test_a_part_of_a_row_is_that_part(period: int) -> None:
+def test_fill_returns_any_slice_of_a_sequence(period: int) -> None:
     made = CopyDataset(vocab_size=64, period=period, seq_len=12, num_sequences=3, seed=0)
     whole = rows(period=period).read([2])
     for start in range(12):
@@ -66,7 +66,7 @@ def test_a_part_of_a_row_is_that_part(period: int) -> None:
             assert torch.equal(labels, whole.labels[0, start:end])
 
 
-def test_a_row_depends_on_its_number_and_the_seed_alone() -> None:
+def test_a_sequence_depends_only_on_its_index_and_the_seed() -> None:
     together = rows().read([0, 1, 10**12])
     alone = [rows(num_rows=99).read([number]) for number in (0, 1, 10**12)]
     assert torch.equal(together.tokens, torch.cat([batch.tokens for batch in alone]))
@@ -82,19 +82,19 @@ def test_tokens_are_uniform_over_the_vocabulary() -> None:
     assert all(abs(count - 1000) < 5 * math.sqrt(1000) for count in counts.tolist())
 
 
-def test_a_run_takes_the_models_vocabulary_and_no_tokenizer() -> None:
+def test_tokens_come_from_the_vocabulary_of_the_model() -> None:
     read = build_train_dataset(configured(copy_period=4))
     assert (read.seq_len, read.sources[0].num_sequences, read.fingerprints) == (12, 14, {"corpus": "copy-9-4"})
     expected = rows(vocab_size=9, period=4, num_rows=14, seed=3)
     assert same(read.read([5]), expected.read([5]))
 
 
-def test_every_stage_has_rows_of_its_own() -> None:
+def test_stages_read_different_sequences() -> None:
     first, again, second = (build_train_dataset(configured(), stage=stage).read([0]) for stage in (0, 0, 1))
     assert same(first, again)
     assert not same(first, second)
 
 
-def test_a_row_repeats_its_first_half_unless_told_otherwise() -> None:
+def test_the_default_period_is_half_a_sequence() -> None:
     tokens = build_train_dataset(configured()).read([0]).tokens[0]
     assert torch.equal(tokens[:6], tokens[6:])

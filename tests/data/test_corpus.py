@@ -7,18 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from trainer.data import DataError
-from trainer.data.corpus import PYTHON_STDLIB, Corpus
+from trainer.config.data import STDLIB_CORPUS
+from trainer.data.corpus import Corpus
 from trainer.data.formats import BLOCK, read_texts
 from trainer.data.prepare import prepare
 from trainer.data.source import CorpusSpec
 from trainer.data.tokenizer import ByteTokenizer
+from trainer.errors import DataError
 
 Make = Callable[..., CorpusSpec]
 Documents = Callable[[CorpusSpec], list[str]]
 
 
-def test_a_folder_is_its_files_in_path_order_whatever_their_extension(source: Make, documents: Documents) -> None:
+def test_a_folder_is_read_in_path_order_with_any_extension(source: Make, documents: Documents) -> None:
     given = source({"b.md": "B", "a/z.txt": "AZ", "a/c": "AC\r\n", "empty.txt": ""})
     assert documents(given) == ["AC\r\n", "AZ", "B"]
 
@@ -26,7 +27,7 @@ def test_a_folder_is_its_files_in_path_order_whatever_their_extension(source: Ma
 FILES = {"b.md": "B", "a.md": "A\n", "r/y/1.py": "y = 1\n", "r/x.py": "x = 1", "r/z.py": "z", "q/x.py": "", "c": "C"}
 
 
-def test_a_repository_is_a_top_level_folder_with_its_files_named(source: Make, documents: Documents) -> None:
+def test_a_repository_is_one_document_with_a_header_per_file(source: Make, documents: Documents) -> None:
     assert documents(source(FILES, documents="repository")) == [
         "# a.md\nA\n# b.md\nB\n# c\nC\n",
         "# q/x.py\n",
@@ -34,7 +35,9 @@ def test_a_repository_is_a_top_level_folder_with_its_files_named(source: Make, d
     ]
 
 
-def test_a_folder_alone_is_its_files_without_those_below(source: Make, documents: Documents) -> None:
+def test_documents_folder_joins_the_files_of_one_folder_without_its_subfolders(
+    source: Make, documents: Documents
+) -> None:
     assert documents(source(FILES, documents="folder")) == [
         "# a.md\nA\n# b.md\nB\n# c\nC\n",
         "# q/x.py\n",
@@ -52,14 +55,14 @@ def test_a_text_file_is_one_document(tmp_path: Path, documents: Documents) -> No
 BAD_FILES = {
     "bad.txt": (b"good until here \xff", "bad.txt: not UTF-8 text: byte 0xff at offset 16"),
     "cut.txt": (b"half a character \xc3", "cut.txt: not UTF-8 text: byte 0xc3 at offset 17"),
-    "weights.bin": (b"PK\0\0", "weights.bin: not text: it holds a zero byte"),
+    "weights.bin": (b"PK\0\0", "weights.bin: not text: contains a zero byte"),
     ".hidden": (b"text", ".hidden: a hidden file"),
     ".git/config": (b"text", ".git: a hidden folder"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_a_bad_file_is_named_and_skipped_or_refused(
+def test_a_bad_file_is_logged_and_skipped_or_raises(
     name: str, source: Make, documents: Documents, caplog: pytest.LogCaptureFixture
 ) -> None:
     content, message = BAD_FILES[name]
@@ -67,10 +70,10 @@ def test_a_bad_file_is_named_and_skipped_or_refused(
     assert documents(given) == ["A", "Z"]
     assert f"skipped {message}" in caplog.text
     with pytest.raises(DataError, match=f"corpus holds {message}"):
-        documents(replace(given, bad_files="refuse"))
+        documents(replace(given, bad_files="error"))
 
 
-def test_a_bad_file_of_a_repository_leaves_its_neighbours(
+def test_a_bad_file_does_not_affect_other_files_of_its_repository(
     source: Make, documents: Documents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.data.formats.BLOCK", 4)
@@ -79,7 +82,7 @@ def test_a_bad_file_of_a_repository_leaves_its_neighbours(
     assert documents(replace(given, max_document=7)) == ["# s\nS", "\n", "# r/a", "\nA\n# ", "r/c\nC", "\n"]
 
 
-def test_a_link_is_read_if_it_leads_to_a_file_and_named_otherwise(
+def test_a_symlink_is_followed_to_a_file_and_skipped_otherwise(
     source: Make, documents: Documents, tmp_path: Path
 ) -> None:
     given = source({"a/a.txt": "A"})
@@ -88,10 +91,10 @@ def test_a_link_is_read_if_it_leads_to_a_file_and_named_otherwise(
     (root / "again").symlink_to(root / "a")
     (root / "nowhere.txt").symlink_to(tmp_path / "none")
     assert documents(given) == ["A", "A"]
-    assert Corpus(given).skipped == ["again: a link to a folder", "nowhere.txt: No such file or directory"]
+    assert Corpus(given).skipped == ["again: a symlink to a folder", "nowhere.txt: No such file or directory"]
 
 
-def test_a_large_file_comes_in_blocks_that_end_with_a_line(source: Make) -> None:
+def test_a_large_file_is_read_in_blocks_that_end_at_line_breaks(source: Make) -> None:
     line = "a line with é in it\n"
     given = source({"large.txt": line * (2 * BLOCK // len(line))})
     [[unit]] = Corpus(given).partitions()
@@ -101,18 +104,18 @@ def test_a_large_file_comes_in_blocks_that_end_with_a_line(source: Make) -> None
     assert "".join(blocks) == line * (2 * BLOCK // len(line))
 
 
-def test_a_bad_byte_at_the_end_leaves_nothing_of_a_large_file(source: Make, documents: Documents) -> None:
+def test_a_bad_byte_at_the_end_discards_the_whole_file(source: Make, documents: Documents) -> None:
     assert documents(source({"a.txt": "A", "large.txt": b"x\n" * (2 * BLOCK) + b"\xff", "z.txt": "Z"})) == ["A", "Z"]
 
 
 @pytest.mark.parametrize("files", [{}, {".hidden": "x"}])
-def test_a_folder_without_text_is_an_error(files: dict[str, str], source: Make, tmp_path: Path) -> None:
+def test_a_folder_without_text_raises(files: dict[str, str], source: Make, tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
-    with pytest.raises(DataError, match=r'data.corpus = ".*corpus": there is no text file'):
+    with pytest.raises(DataError, match=r'data.corpus = ".*corpus": no text file in'):
         Corpus(source(files))
 
 
-def test_pieces_hold_whole_documents_whatever_their_size(source: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partitions_hold_whole_documents_of_any_size(source: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.data.corpus.PARTITION_BYTES", 10)
     given = source({"a/1": "x" * 8, "a/2": "x" * 8, "a/3": "x" * 8, "b/1": "x" * 3, "b/2": "", "c/1": "x" * 9})
     assert [[unit.name for unit in piece] for piece in Corpus(replace(given, documents="repository")).partitions()] == [
@@ -122,9 +125,9 @@ def test_pieces_hold_whole_documents_whatever_their_size(source: Make, monkeypat
     assert [len(piece) for piece in Corpus(given).partitions()] == [2, 2, 2]
 
 
-def test_the_standard_library_is_read_without_packages_and_unicode_tables(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_standard_library_excludes_packages_and_unicode_tables(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    corpus = Corpus(CorpusSpec(corpus=PYTHON_STDLIB, documents="repository", bad_files="refuse"))
+    corpus = Corpus(CorpusSpec(corpus=STDLIB_CORPUS, documents="repository", bad_files="error"))
     names = [file.name for file in corpus.files]
     assert "json/decoder.py" in names
     assert not any(name.startswith(("site-packages/", "encodings/")) or "__pycache__" in name for name in names)
@@ -135,7 +138,7 @@ def test_the_standard_library_is_read_without_packages_and_unicode_tables(caplog
     assert json.dumps(names[:1]) == json.dumps(["__future__.py"])
 
 
-def test_bad_files_of_the_standard_library_are_told_but_are_no_warning(
+def test_bad_files_of_the_standard_library_are_logged_at_info(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -143,7 +146,7 @@ def test_bad_files_of_the_standard_library_are_told_but_are_no_warning(
     (tmp_path / "lib" / "bad.py").write_bytes(b"\xff")
     (tmp_path / "lib" / "good.py").write_text("pass")
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
-    prepare(CorpusSpec(corpus=PYTHON_STDLIB, cache_dir=tmp_path / "cache"), ByteTokenizer())
+    prepare(CorpusSpec(corpus=STDLIB_CORPUS, cache_dir=tmp_path / "cache"), ByteTokenizer())
     assert "skipped bad.py: not UTF-8" in caplog.text
     assert "python-stdlib: 1 bad files or lines were skipped" in caplog.text
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

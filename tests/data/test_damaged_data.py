@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data import DataError
 from trainer.data.formats import BLOCK
 from trainer.data.prepare import prepare
 from trainer.data.prepare.report import verify_checksums
 from trainer.data.source import CorpusSpec
 from trainer.data.token_dataset import TokenDataset
 from trainer.data.tokenizer import ByteTokenizer
+from trainer.errors import DataError
 
 Make = Callable[..., CorpusSpec]
 Documents = Callable[[CorpusSpec], list[str]]
@@ -59,7 +59,7 @@ def damaged(content: bytes, at: float, put: bytes, *, keep: bool) -> bytes:
     keep=st.booleans(),
     documents=st.sampled_from(["file", "repository"]),
 )
-def test_a_damaged_file_leaves_its_neighbours_as_they_are(
+def test_a_damaged_file_does_not_affect_its_neighbors(
     *, kind: str, at: float, put: bytes, keep: bool, documents: str
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -88,7 +88,7 @@ def test_a_damaged_file_leaves_its_neighbours_as_they_are(
     put=st.binary(min_size=1, max_size=9),
     keep=st.booleans(),
 )
-def test_a_preparation_that_was_changed_is_no_other_one(*, name: str, at: float, put: bytes, keep: bool) -> None:
+def test_a_modified_prepared_file_raises_or_changes_nothing(*, name: str, at: float, put: bytes, keep: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "a.jsonl").write_bytes(VALID["jsonl"])
         whole = prepare(CorpusSpec(corpus=f"{folder}/a.jsonl", cache_dir=Path(folder)), ByteTokenizer())
@@ -107,7 +107,7 @@ def test_a_preparation_that_was_changed_is_no_other_one(*, name: str, at: float,
             assert again.meta == whole.meta
 
 
-def test_a_number_of_the_meta_that_was_changed_is_found(source: Make) -> None:
+def test_a_modified_field_of_meta_json_raises(source: Make) -> None:
     kept = source({"a": "some text"})
     path = prepare(kept, ByteTokenizer()).folder / "meta.json"
     meta = json.loads(path.read_text())
@@ -123,7 +123,7 @@ class Other(ByteTokenizer):
     fingerprint = "other"
 
 
-def test_a_preparation_is_a_corpus_for_its_own_tokenizer_only(source: Make) -> None:
+def test_a_prepared_folder_is_a_corpus_for_its_tokenizer_and_options_only(source: Make) -> None:
     made = prepare(source({"a": "some text", "b": "more"}), ByteTokenizer())
     again = prepare(CorpusSpec(corpus=str(made.folder)), ByteTokenizer())
     assert (again.folder, again.fingerprint) == (made.folder, made.fingerprint)
@@ -135,21 +135,21 @@ def test_a_preparation_is_a_corpus_for_its_own_tokenizer_only(source: Make) -> N
         prepare(CorpusSpec(corpus=str(made.folder), separators="eos"), ByteTokenizer())
 
 
-def test_a_preparation_without_its_shards_is_not_taken_for_text(source: Make) -> None:
+def test_a_prepared_folder_without_its_shards_is_not_read_as_text(source: Make) -> None:
     folder = prepare(source({"a": "some text"}), ByteTokenizer()).folder
     (folder / "shard-00000.idx").unlink()
     with pytest.raises(DataError, match=r"shard-00000.idx cannot be read"):
         prepare(CorpusSpec(corpus=str(folder)), ByteTokenizer())
 
 
-def test_a_meta_json_of_somebody_else_is_text(source: Make, documents: Documents) -> None:
+def test_an_unrelated_meta_json_is_text(source: Make, documents: Documents) -> None:
     assert documents(source({"meta.json": '{"license": "none"}', "a": "A"})) == ["A", '{"license": "none"}']
 
 
 # ---- much of it
 
 
-def test_a_million_spaces_are_a_document(source: Make, documents: Documents) -> None:
+def test_a_million_spaces_are_one_document(source: Make, documents: Documents) -> None:
     assert (
         documents(source({"a": " " * 1_000_000, "b.jsonl": json.dumps({"text": " " * 1_000_000})}))
         == [" " * 1_000_000] * 2
@@ -170,7 +170,7 @@ def _peak(connection: Connection, given: CorpusSpec) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("kind", "mib"), [("txt", 90), ("txt.gz", 90), ("jsonl", 350), ("parquet", 90)])
-def test_memory_is_bounded_by_a_line_and_not_by_a_file(kind: str, mib: int, tmp_path: Path) -> None:
+def test_memory_is_bounded_by_the_longest_line_not_the_file(kind: str, mib: int, tmp_path: Path) -> None:
     size = 50_000_000
     path = tmp_path / f"corpus.{kind}"
     if kind == "parquet":
@@ -195,6 +195,6 @@ def test_memory_is_bounded_by_a_line_and_not_by_a_file(kind: str, mib: int, tmp_
     assert grown < mib
 
 
-def test_a_text_that_cannot_end_with_a_line_is_cut_in_blocks(source: Make, documents: Documents) -> None:
+def test_a_text_without_line_breaks_survives_the_split_into_blocks(source: Make, documents: Documents) -> None:
     long = "x" * (2 * BLOCK + 5)
     assert documents(source({"a": long, "b.jsonl": json.dumps({"text": long})})) == [long, long]

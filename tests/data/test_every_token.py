@@ -13,8 +13,7 @@ from hypothesis import strategies as some
 
 from models.batch import IGNORE_INDEX
 from trainer.data.loader import MicroBatchLoader
-from trainer.data.packed_dataset import PackedDataset
-from trainer.data.packing import DocumentFilter, Packing, pack_documents
+from trainer.data.packing import DocumentFilter, PackedDataset, Packing, pack_documents
 from trainer.data.sequences import BlendedDataset, FullSequence, SequenceShard
 from trainer.data.token_dataset import TokenDataset
 
@@ -26,10 +25,14 @@ def corpus(lengths: list[int]) -> TokenDataset:
     """Documents of these lengths, in which every token is its place in the stream."""
     stream = torch.arange(sum(lengths))
     starts = torch.tensor([0, *lengths]).cumsum(0)
-    found = SimpleNamespace(
-        starts=starts, lengths=starts.diff(), eos=PADDING, fingerprint="", read=lambda a, b: stream[a:b]
+    dataset = SimpleNamespace(
+        document_starts=starts,
+        document_lengths=starts.diff(),
+        eos=PADDING,
+        fingerprint="",
+        read=lambda start, stop: stream[start:stop],
     )
-    return cast(TokenDataset, found)
+    return cast(TokenDataset, dataset)
 
 
 class Chunks(FullSequence):
@@ -63,7 +66,7 @@ MESHES = some.tuples(some.integers(1, 4), some.sampled_from([1, 2, 4]), some.int
     rows_an_update=some.integers(1, 7),
     meshes=some.lists(MESHES, min_size=1, max_size=3),
 )
-def test_over_epochs_every_token_is_read_and_every_one_but_a_first_is_a_target_once(
+def test_every_token_is_read_once_per_epoch_and_is_a_target_unless_it_starts_a_document(
     lengths: list[int],
     seq_len: int,
     packing: Packing,

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from trainer.data import DataError
 from trainer.data.corpus import Corpus
 from trainer.data.formats import BLOCK, count_lines_before
 from trainer.data.source import CorpusSpec
+from trainer.errors import DataError
 
 Make = Callable[..., CorpusSpec]
 Documents = Callable[[CorpusSpec], list[str]]
@@ -38,14 +38,14 @@ def parquet(columns: dict[str, list[Any]], *, rows: int = 100) -> bytes:
 # ---- lines
 
 
-def test_a_line_of_jsonl_is_a_document(source: Make, documents: Documents) -> None:
+def test_each_jsonl_line_is_a_document(source: Make, documents: Documents) -> None:
     given = source({"a.jsonl": '{"text": "one\\n\\u00e9", "id": 1}\n\n{"text": "two"}'})
     assert documents(given) == ["one\né", "two"]
     assert documents(replace(given, documents="repository")) == ["one\né\ntwo\n"]
 
 
 @pytest.mark.parametrize("piece", [3, 100, 1 << 20])
-def test_every_line_is_in_one_piece(
+def test_each_line_is_in_exactly_one_partition(
     piece: int, source: Make, documents: Documents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.data.corpus.PARTITION_BYTES", piece)
@@ -56,13 +56,13 @@ def test_every_line_is_in_one_piece(
 
 
 BAD_LINES = {
-    '{"text": 3}': 'it has no string at key "text"',
-    '{"text": null}': 'it has no string at key "text"',
-    '{"text": ["a"]}': 'it has no string at key "text"',
-    '{"txt": "a"}': 'it has no string at key "text"',
-    "[1]": "it is no JSON object",
-    "1": "it is no JSON object",
-    "null": "it is no JSON object",
+    '{"text": 3}': 'no string at key "text"',
+    '{"text": null}': 'no string at key "text"',
+    '{"text": ["a"]}': 'no string at key "text"',
+    '{"txt": "a"}': 'no string at key "text"',
+    "[1]": "not a JSON object",
+    "1": "not a JSON object",
+    "null": "not a JSON object",
     '{"text": "a"': "Expecting ',' delimiter at character 13",
     '{"text": "\\ud800"}': "'utf-8' codec can't encode character",
     '{"text": "\xff"}': "'utf-8' codec can't decode byte 0xff in position 10",
@@ -73,7 +73,7 @@ BAD_LINES = {
 
 @pytest.mark.parametrize("line", BAD_LINES, ids=range(len(BAD_LINES)))
 @pytest.mark.parametrize("piece", [30, 1 << 20])
-def test_a_bad_line_is_named_and_skipped_or_refused(
+def test_a_bad_line_is_logged_and_skipped_or_raises(
     line: str,
     piece: int,
     source: Make,
@@ -86,36 +86,36 @@ def test_a_bad_line_is_named_and_skipped_or_refused(
     given = source({"a.jsonl": content})
     assert documents(given) == ["one", "two"]
     assert f"skipped a.jsonl:3: {BAD_LINES[line]}" in caplog.text
-    with pytest.raises(DataError, match=r'^data.bad_files = "refuse", and the corpus holds a.jsonl:3: '):
-        documents(replace(given, bad_files="refuse"))
+    with pytest.raises(DataError, match=r'^data.bad_files = "error", and the corpus holds a.jsonl:3: '):
+        documents(replace(given, bad_files="error"))
 
 
-def test_lines_before_a_byte_are_those_that_begin_before_it(tmp_path: Path) -> None:
+def test_count_lines_before_counts_line_starts(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_bytes(b"ab\n\nc\nd")
     assert [count_lines_before(path, start) for start in range(8)] == [0, 1, 1, 1, 2, 3, 3, 4]
 
 
-def test_a_line_beyond_all_bounds_ends_its_file(
+def test_a_line_above_the_limit_ends_its_file(
     source: Make, documents: Documents, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("trainer.data.formats.LONGEST_LINE", 30)
     given = source({"a.jsonl": '{"text": "one"}\n{"text": "' + "x" * 100 + '"}\n', "b": "B"})
     assert documents(given) == ["one", "B"]
-    assert "skipped a.jsonl: it has a line of more than 30 bytes" in caplog.text
+    assert "skipped a.jsonl: a line is longer than 30 bytes" in caplog.text
 
 
 # ---- another key, tables, compression
 
 
-def test_the_text_may_be_at_another_key(source: Make, documents: Documents) -> None:
+def test_text_key_selects_the_key_or_column(source: Make, documents: Documents) -> None:
     files: dict[str, str | bytes] = {"a.jsonl": '{"text": "a", "body": "b"}', "b.parquet": parquet({"body": ["c"]})}
     assert documents(source(files, text_key="body")) == ["b", "c"]
 
 
 @pytest.mark.parametrize("piece", [1, 1 << 20])
 @pytest.mark.parametrize("rows", [1, 7, 100])
-def test_a_row_of_a_table_is_a_document(
+def test_each_row_of_a_table_is_a_document(
     rows: int, piece: int, source: Make, documents: Documents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.data.corpus.PARTITION_BYTES", piece)
@@ -124,7 +124,9 @@ def test_a_row_of_a_table_is_a_document(
     assert len(Corpus(given).partitions()) == (-(-40 // rows) if piece == 1 else 1)
 
 
-def test_bad_rows_and_columns_are_named(source: Make, documents: Documents, caplog: pytest.LogCaptureFixture) -> None:
+def test_bad_rows_and_missing_columns_are_logged(
+    source: Make, documents: Documents, caplog: pytest.LogCaptureFixture
+) -> None:
     files: dict[str, str | bytes] = {
         "a.parquet": parquet({"text": ["a", None, "b"]}, rows=1),
         "b.parquet": parquet({"title": ["a"], "n": [1]}),
@@ -134,9 +136,9 @@ def test_bad_rows_and_columns_are_named(source: Make, documents: Documents, capl
     }
     assert documents(source(files)) == ["a", "b"]
     for named in (
-        'a.parquet: row 2: it has no string at key "text"',
-        'b.parquet: it has no column "text", but title, n',
-        'c.parquet: row 2: it has no string at key "text"',
+        'a.parquet: row 2: no string at key "text"',
+        'b.parquet: no column "text"; its columns are title, n',
+        'c.parquet: row 2: no string at key "text"',
         "d.parquet: ",
         "e.parquet: Parquet file size is 0 bytes",
     ):
@@ -144,7 +146,7 @@ def test_bad_rows_and_columns_are_named(source: Make, documents: Documents, capl
 
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
-def test_compressed_files_are_what_they_unpack_to(suffix: str, source: Make, documents: Documents) -> None:
+def test_compressed_files_are_decompressed(suffix: str, source: Make, documents: Documents) -> None:
     pack = gzip.compress if suffix == "gz" else zstandard
     long = "a line\n" * (BLOCK // 4)
     given = source(
@@ -160,7 +162,7 @@ def test_compressed_files_are_what_they_unpack_to(suffix: str, source: Make, doc
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
 @pytest.mark.parametrize("damage", ["cut", "torn head", "changed", "followed"])
-def test_damaged_compressed_files_are_named_and_leave_no_half_text(
+def test_damaged_compressed_files_are_logged_and_contribute_no_partial_text(
     damage: str, suffix: str, source: Make, documents: Documents, caplog: pytest.LogCaptureFixture
 ) -> None:
     pack = gzip.compress if suffix == "gz" else zstandard
@@ -176,7 +178,7 @@ def test_damaged_compressed_files_are_named_and_leave_no_half_text(
     assert f"skipped b.txt.{suffix}: " in caplog.text
 
 
-def test_lines_before_a_cut_are_kept_and_the_file_is_named(
+def test_a_truncated_jsonl_gz_keeps_its_complete_lines(
     source: Make, documents: Documents, caplog: pytest.LogCaptureFixture
 ) -> None:
     given = source({"a.jsonl.gz": gzip.compress(LINES.encode())[:-20], "b": "B"})
@@ -186,7 +188,7 @@ def test_lines_before_a_cut_are_kept_and_the_file_is_named(
 
 
 @pytest.mark.parametrize(("name", "package"), [("a.parquet", "pyarrow"), ("a.txt.zst", "zstandard")])
-def test_a_missing_package_is_named_with_what_installs_it(
+def test_a_missing_package_raises_with_the_install_command(
     name: str, package: str, source: Make, documents: Documents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
@@ -210,7 +212,7 @@ def saved(folder: Path, *, split: str | None = None) -> Path:
 
 @pytest.mark.parametrize("piece", [1, 300, 1 << 20])
 @pytest.mark.parametrize("split", [None, "train"])
-def test_a_saved_data_set_is_its_rows(
+def test_each_row_of_a_saved_dataset_is_a_document(
     split: str | None, piece: int, tmp_path: Path, documents: Documents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.data.corpus.PARTITION_BYTES", piece)
@@ -220,7 +222,9 @@ def test_a_saved_data_set_is_its_rows(
     assert documents(replace(named, corpus=f"hf:{folder},split=train")) == WORDS
 
 
-def test_a_streamed_data_set_is_its_files_and_what_changes_is_another(tmp_path: Path, documents: Documents) -> None:
+def test_a_streamed_dataset_has_one_partition_per_file_and_its_identity_changes_with_them(
+    tmp_path: Path, documents: Documents
+) -> None:
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text(LINES)
     corpus = f"hf:json,data_files={tmp_path}/*.jsonl"
@@ -238,20 +242,20 @@ def test_a_streamed_data_set_is_its_files_and_what_changes_is_another(tmp_path: 
 @pytest.mark.parametrize(
     ("corpus", "message"),
     [
-        ("hf:", "it is written hf:NAME,split=NAME"),
+        ("hf:", r"must be hf:NAME\[,option=value\]"),
         ("hf:json,data=x", "options: config, split, data_files, revision, not data"),
-        ("hf:json,split", "it is written hf:NAME"),
+        ("hf:json,split", "must be hf:NAME"),
         ("hf:json,data_files=/nowhere/x.jsonl", "cannot be opened: FileNotFoundError"),
         ("hf:SAVED,split=test", "cannot be opened: KeyError: 'test'"),
     ],
 )
-def test_a_data_set_that_is_not_there_is_named(corpus: str, message: str, tmp_path: Path, documents: Documents) -> None:
+def test_an_invalid_or_missing_dataset_raises(corpus: str, message: str, tmp_path: Path, documents: Documents) -> None:
     corpus = corpus.replace("SAVED", str(saved(tmp_path / "set", split="train")) if "SAVED" in corpus else "")
     with pytest.raises(DataError, match=message):
         documents(CorpusSpec(corpus=corpus, cache_dir=tmp_path / "cache"))
 
 
-def test_a_data_set_without_the_column_is_an_error(tmp_path: Path, documents: Documents) -> None:
+def test_a_dataset_without_the_text_column_raises(tmp_path: Path, documents: Documents) -> None:
     given = CorpusSpec(corpus=str(saved(tmp_path / "set")), text_key="body", cache_dir=tmp_path / "cache")
-    with pytest.raises(DataError, match='has no column "body", but text, id'):
+    with pytest.raises(DataError, match='has no column "body"; its columns are text, id'):
         documents(given)

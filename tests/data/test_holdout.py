@@ -14,13 +14,13 @@ import torch
 from models.batch import IGNORE_INDEX
 from tests.datasets import build_blended_dataset, build_validation_sets
 from trainer.config.job_config import Config, DataSection
-from trainer.data import DataError
 from trainer.data.holdout import ValidationSet
 from trainer.data.packing import DocumentFilter, holdout_mask, pack_documents
 from trainer.data.prepare import prepare
 from trainer.data.sequences import BlendedDataset
 from trainer.data.source import corpus_spec, corpus_specs
 from trainer.data.tokenizer import ByteTokenizer
+from trainer.errors import DataError
 
 Section = Callable[..., DataSection]
 DOCUMENTS = 40
@@ -47,7 +47,7 @@ def documents_of(rows: BlendedDataset, count: int) -> set[int]:
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "concat", "single"])
-def test_no_document_is_learned_and_judged_by(section: Section, packing: str) -> None:
+def test_training_and_validation_share_no_document(section: Section, packing: str) -> None:
     data = section(TEXTS, holdout=0.3, packing=packing)
     learned: set[int] = set()
     judged: set[int] = set()
@@ -63,7 +63,7 @@ def test_no_document_is_learned_and_judged_by(section: Section, packing: str) ->
     assert judged == expected
 
 
-def test_a_larger_holdout_holds_out_what_a_smaller_one_does() -> None:
+def test_a_larger_holdout_contains_a_smaller_one() -> None:
     shares = [holdout_mask(10_000, part) for part in (0.01, 0.1, 0.5)]
     assert [round(float(share.double().mean()), 2) for share in shares] == [0.01, 0.1, 0.5]
     assert not bool((shares[0] & ~shares[1]).any() | (shares[1] & ~shares[2]).any())
@@ -71,13 +71,13 @@ def test_a_larger_holdout_holds_out_what_a_smaller_one_does() -> None:
 
 
 @pytest.mark.parametrize(("part", "said"), [(0.0001, "holds out none of the 5"), (0.9999, "holds out all of the 5")])
-def test_a_holdout_that_leaves_nothing_on_one_side_is_refused(part: float, said: str) -> None:
+def test_a_holdout_of_no_or_all_documents_raises(part: float, said: str) -> None:
     for choice in (DocumentFilter(only_holdout=part), DocumentFilter(exclude_holdout=part)):
         with pytest.raises(DataError, match=said):
             pack_documents(torch.ones(5, dtype=torch.int64), seq_len=4, packing="concat", document_filter=choice)
 
 
-def test_plans_of_both_sides_are_kept_apart() -> None:
+def test_filters_have_distinct_plan_names() -> None:
     names = {
         str(choice)
         for choice in (
@@ -96,7 +96,7 @@ def ends(section: Section, **options: Any) -> ValidationSet:
     return held
 
 
-def test_the_same_targets_have_more_and_more_context(section: Section) -> None:
+def test_longer_sequences_have_the_same_targets_with_more_context(section: Section) -> None:
     held = ends(section)
     # Two bytes a character, a first and a last token: so many rows of 60 tokens.
     assert held.num_sequences == sum((2 * (20 + 3 * n) + 2) // 60 for n in range(DOCUMENTS))
@@ -113,7 +113,7 @@ def test_the_same_targets_have_more_and_more_context(section: Section) -> None:
             assert torch.equal(batch.labels[0, -5:-1], batch.tokens[0, -4:])
 
 
-def test_the_last_label_is_the_next_token_of_the_document_if_there_is_one(section: Section) -> None:
+def test_the_last_label_is_the_next_token_unless_the_document_ends(section: Section) -> None:
     data = section({"a": "abcdefghij", "b": "klmnop"})  # A first and a last token make 12 and 8.
     (held,) = build_validation_sets(config(data, one={"seq_len": [2, 4], "tail": 2, "rows": 99}))
     said = {}
@@ -129,7 +129,7 @@ def test_the_last_label_is_the_next_token_of_the_document_if_there_is_one(sectio
     }
 
 
-def test_a_rank_reads_its_part_of_a_row_with_the_labels_of_the_tail(section: Section) -> None:
+def test_a_shard_has_the_labels_of_the_target_tokens_only(section: Section) -> None:
     class Middle:
         def padded_length(self, seq_len: int) -> int:
             return seq_len
@@ -151,7 +151,7 @@ def test_a_rank_reads_its_part_of_a_row_with_the_labels_of_the_tail(section: Sec
 
 
 @pytest.mark.parametrize("mask", ["document", "none"])
-def test_documents_of_a_row_are_told_apart_as_training_does(section: Section, mask: str) -> None:
+def test_validation_uses_the_document_mask_of_training(section: Section, mask: str) -> None:
     data = section(TEXTS, holdout=0.3, mask=mask)
     (held,) = build_validation_sets(config(data, one={"seq_len": 100, "rows": 99}))
     batches = [held.datasets[0].read([number]) for number in range(held.num_sequences)]
@@ -161,7 +161,7 @@ def test_documents_of_a_row_are_told_apart_as_training_does(section: Section, ma
     assert (origins > held.num_sequences) == (mask == "document")
 
 
-def test_rows_are_the_same_whatever_the_seed_and_no_more_than_there_are(section: Section) -> None:
+def test_sequences_do_not_depend_on_the_seed_and_are_read_once(section: Section) -> None:
     data = section(TEXTS, holdout=0.3)
     sets = {"one": {"seq_len": 30, "rows": 5}, "all": {"seq_len": 30, "rows": 10_000}}
     first, every = build_validation_sets(config(data, **sets))
@@ -175,7 +175,7 @@ def test_rows_are_the_same_whatever_the_seed_and_no_more_than_there_are(section:
     )
 
 
-def test_a_source_that_is_not_learned_from_is_judged_by_as_a_whole(section: Section, tmp_path: Path) -> None:
+def test_a_source_outside_training_is_validated_on_in_full(section: Section, tmp_path: Path) -> None:
     data = section(TEXTS, holdout=0.3)
     copied = str(shutil.copytree(data.corpus, tmp_path / "copied"))
     data = DataSection.model_validate({**data.model_dump(), "sources": {"other": {"path": copied}}})
@@ -187,14 +187,14 @@ def test_a_source_that_is_not_learned_from_is_judged_by_as_a_whole(section: Sect
     assert [*corpus_specs(made)] == ["corpus", "other"]
 
 
-def test_documents_that_are_too_short_are_told(section: Section) -> None:
-    with pytest.raises(DataError, match=r"validation\.sets\.one: no document has .*the longest of 40 has 276 tokens"):
+def test_a_set_longer_than_every_document_raises(section: Section) -> None:
+    with pytest.raises(DataError, match=r"validation\.sets\.one: no document with .*the longest of 40 has 276 tokens"):
         build_validation_sets(config(section(TEXTS), one={"seq_len": [10, 300]}))
 
 
-def test_what_was_cut_when_it_was_prepared_cannot_be_held_out_of(section: Section) -> None:
+def test_holdout_of_a_corpus_prepared_with_max_document_raises(section: Section) -> None:
     data = section(TEXTS, max_document=30)
     made = prepare(corpus_spec(data, "corpus"), ByteTokenizer())
     again = DataSection(corpus=str(made.folder), holdout=0.3)
-    with pytest.raises(DataError, match=r"was prepared with data.max_document = 30: holding out some"):
+    with pytest.raises(DataError, match=r"was prepared with data.max_document = 30: data.holdout could hold out"):
         build_blended_dataset(again, ByteTokenizer(), seq_len=16, seed=3)

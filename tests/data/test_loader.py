@@ -11,11 +11,11 @@ import torch
 from models.batch import IGNORE_INDEX, Batch
 from tests.datasets import build_blended_dataset
 from trainer.config.job_config import DataSection
-from trainer.data import DataError
 from trainer.data.loader import BatchReader, MicroBatchLoader
-from trainer.data.packed_dataset import PackedDataset
+from trainer.data.packing import PackedDataset
 from trainer.data.sequences import BlendedDataset, FullSequence, SequenceShard
 from trainer.data.tokenizer import ByteTokenizer
+from trainer.errors import DataError
 
 SEQ_LEN = 8
 
@@ -58,13 +58,13 @@ def numbers_of(loader: MicroBatchLoader, *, start_row: int, updates: int) -> lis
     return [[batch.tokens[:, 0].tolist() for batch in batches] for batches in taken]
 
 
-def test_micro_batches_take_turns_over_ranks() -> None:
+def test_micro_batches_alternate_between_ranks() -> None:
     first, second = (loader(Numbers(), rank=rank, ranks=2, rows_a_step=8, micro=2) for rank in range(2))
     assert numbers_of(first, start_row=0, updates=2) == [[[0, 1], [4, 5]], [[8, 9], [12, 13]]]
     assert numbers_of(second, start_row=0, updates=2) == [[[2, 3], [6, 7]], [[10, 11], [14, 15]]]
 
 
-def test_places_without_a_row_are_empty() -> None:
+def test_slots_past_the_global_batch_are_empty() -> None:
     loaders = [loader(Numbers(), rank=rank, ranks=4, rows_a_step=6) for rank in range(4)]
     taken = [numbers_of(each, start_row=6, updates=1)[0] for each in loaders]
     assert taken == [[[6], [10]], [[7], [11]], [[8], [-1]], [[9], [-1]]]
@@ -83,12 +83,12 @@ def rows_by_update(rows: BlendedDataset, *, ranks: int, micro: int) -> list[list
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("micro", [1, 2])
-def test_an_update_is_the_same_rows_for_every_number_of_ranks(ranks: int, micro: int, rows: BlendedDataset) -> None:
+def test_a_step_reads_the_same_sequences_at_any_dp_size(ranks: int, micro: int, rows: BlendedDataset) -> None:
     assert packed(rows).num_sequences < 6 * 6
     assert rows_by_update(rows, ranks=ranks, micro=micro) == rows_by_update(rows, ranks=1, micro=6)
 
 
-def test_a_resumed_loader_gives_the_tail_of_an_uninterrupted_one(rows: BlendedDataset) -> None:
+def test_a_resumed_loader_continues_the_uninterrupted_one(rows: BlendedDataset) -> None:
     whole = list(islice(loader(rows, rank=1, ranks=2, rows_a_step=5).steps(0), 9))
     tail = list(islice(loader(rows, rank=1, ranks=2, rows_a_step=5).steps(4 * 5), 5))
     for expected, resumed in zip(whole[4:], tail, strict=True):
@@ -114,7 +114,7 @@ class SecondHalf(FullSequence):
         return 7 * len(boundaries_per_sequence)
 
 
-def test_only_this_ranks_part_is_read_and_that_beside_the_loop(rows: BlendedDataset) -> None:
+def test_a_thread_reads_only_the_shard_of_the_rank(rows: BlendedDataset) -> None:
     share = SecondHalf()
     reading = MicroBatchLoader(rows, dp_rank=0, dp_size=1, global_batch_size=4, micro_batch_size=2, shard=share)
     parts, whole = (next(each.steps(0)) for each in (reading, loader(rows, rows_a_step=4, micro=2)))
@@ -125,21 +125,21 @@ def test_only_this_ranks_part_is_read_and_that_beside_the_loop(rows: BlendedData
     assert threading.current_thread() not in share.asked_by, "the loop would wait for it"
 
 
-def test_a_row_that_does_not_divide_is_an_error_that_names_it(section: Callable[..., DataSection]) -> None:
+def test_an_error_of_the_shard_names_the_sequences(section: Callable[..., DataSection]) -> None:
     odd = build_blended_dataset(section({"a": "text"}), ByteTokenizer(), seq_len=7, seed=1)
     reading = MicroBatchLoader(odd, dp_rank=0, dp_size=1, global_batch_size=2, micro_batch_size=2, shard=SecondHalf())
-    with pytest.raises(RuntimeError, match=r"rows \[4, 5\] cannot be read: ValueError: 7 tokens do not divide"):
+    with pytest.raises(RuntimeError, match=r"sequences \[4, 5\] cannot be read: ValueError: 7 tokens do not divide"):
         next(reading.steps(4))
 
 
-def test_two_iterations_of_one_loader_are_independent(rows: BlendedDataset) -> None:
+def test_two_iterators_of_one_loader_are_independent(rows: BlendedDataset) -> None:
     one = loader(rows, rows_a_step=2, micro=2)
     first, second = one.steps(0), one.steps(0)
     for _ in range(4):
         assert torch.equal(next(first)[0].tokens, next(second)[0].tokens)
 
 
-def test_about_one_update_is_read_ahead() -> None:
+def test_one_step_is_prefetched() -> None:
     numbers = Numbers()
     updates = loader(numbers, rows_a_step=4).steps(0)
     next(updates)
@@ -150,7 +150,7 @@ def test_about_one_update_is_read_ahead() -> None:
     assert numbers.read_so_far == list(range(8))
 
 
-def test_closing_an_iteration_ends_its_thread() -> None:
+def test_closing_an_iterator_ends_its_thread() -> None:
     before = threading.active_count()
     updates = loader(Numbers(), rows_a_step=4).steps(0)
     next(updates)
@@ -160,7 +160,7 @@ def test_closing_an_iteration_ends_its_thread() -> None:
 
 
 @pytest.mark.parametrize("failure", [OSError("disk gone"), SystemExit(1), KeyboardInterrupt()])
-def test_a_failing_read_is_an_error_that_names_its_rows(failure: BaseException) -> None:
+def test_a_failing_read_raises_with_its_sequences(failure: BaseException) -> None:
     updates = loader(Numbers(failure), rows_a_step=4, micro=2).steps(0)
     next(updates)
     raised: list[Exception] = []
@@ -175,12 +175,12 @@ def test_a_failing_read_is_an_error_that_names_its_rows(failure: BaseException) 
     waiting = threading.Thread(target=take, daemon=True)
     waiting.start()
     waiting.join(timeout=5)
-    assert [str(error) for error in raised] == [f"rows [6, 7] cannot be read: {type(failure).__name__}: {failure}"]
+    assert [str(error) for error in raised] == [f"sequences [6, 7] cannot be read: {type(failure).__name__}: {failure}"]
 
 
-def test_damaged_data_stays_a_data_error(rows: BlendedDataset) -> None:
+def test_damaged_data_raises_a_data_error(rows: BlendedDataset) -> None:
     tokens: Path = packed(rows).token_dataset.folder / "shard-00000.bin"
     tokens.write_bytes(array("H", [9999] * packed(rows).token_dataset.num_tokens).tobytes())
     updates = loader(rows, rows_a_step=1).steps(3)
-    with pytest.raises(DataError, match=r"rows \[3\]: .*shard-00000.bin is damaged: token \d+ is 9999"):
+    with pytest.raises(DataError, match=r"sequences \[3\]: .*shard-00000.bin is damaged: token \d+ is 9999"):
         next(updates)

@@ -9,24 +9,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from trainer.data.mix import WeightedRoundRobin, integer_weights
+from trainer.data.sequences import WeightedRoundRobin, integer_weights
 
 WEIGHTS = some.lists(some.integers(1, 40), min_size=1, max_size=8)
 
 
-def test_three_to_one_is_what_a_hand_writes() -> None:
+def test_weights_3_1_give_the_documented_order() -> None:
     mix = WeightedRoundRobin([3, 1])
     assert [mix.locate(row) for row in range(8)] == [(0, 0), (0, 1), (1, 0), (0, 2), (0, 3), (0, 4), (1, 1), (0, 5)]
     assert [mix.counts(rows) for rows in range(5)] == [[0, 0], [1, 0], [2, 0], [2, 1], [3, 1]]
 
 
-def test_equal_weights_take_turns_in_the_order_of_the_list() -> None:
+def test_equal_weights_alternate_in_list_order() -> None:
     assert [WeightedRoundRobin([0.2, 0.2, 0.2]).locate(row)[0] for row in range(6)] == [0, 1, 2, 0, 1, 2]
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(WEIGHTS)
-def test_every_row_of_every_source_comes_once_and_in_order(weights: list[int]) -> None:
+def test_indices_within_each_source_are_consecutive(weights: list[int]) -> None:
     mix = WeightedRoundRobin(weights)
     rows = 2 * mix.period + mix.period // 2
     drawn = [mix.locate(row) for row in range(rows)]
@@ -38,7 +38,7 @@ def test_every_row_of_every_source_comes_once_and_in_order(weights: list[int]) -
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(WEIGHTS)
-def test_no_source_is_ever_far_from_its_share(weights: list[int]) -> None:
+def test_counts_stay_close_to_the_exact_shares(weights: list[int]) -> None:
     mix, counts = WeightedRoundRobin(weights), [0] * len(weights)
     for row in range(mix.period):
         counts[mix.locate(row)[0]] += 1
@@ -64,12 +64,12 @@ def test_weights_become_the_smallest_integers(weights: list[float], shares: list
 
 
 @pytest.mark.parametrize("weights", [[], [1.0, 0.0], [1.0, -1.0], [1.0, 1e-9]])
-def test_weights_that_draw_nothing_are_refused(weights: list[float]) -> None:
+def test_weights_that_draw_nothing_raise(weights: list[float]) -> None:
     with pytest.raises(ValueError, match="weights"):
         WeightedRoundRobin(weights)
 
 
-def test_a_row_is_known_without_those_before_it() -> None:
+def test_locate_agrees_with_counts_at_any_index() -> None:
     mix = WeightedRoundRobin([5, 2, 3])
     for rounds, place in product((0, 1, 10**12), range(10)):
         source, number = mix.locate(rounds * 10 + place)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.data import DataError
 from trainer.data.packing import (
     DocumentFilter,
     Packing,
@@ -19,6 +18,7 @@ from trainer.data.packing import (
 from trainer.data.prepare import prepare
 from trainer.data.source import CorpusSpec
 from trainer.data.tokenizer import ByteTokenizer
+from trainer.errors import DataError
 
 PACKINGS: tuple[Packing, ...] = get_args(Packing)
 
@@ -38,7 +38,7 @@ def rows_of(made: PackingPlan) -> list[list[tuple[int, int]]]:
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("seq_len", [2, 16, 33, 100_000])
 @pytest.mark.parametrize("seed", range(3))
-def test_every_token_is_in_one_piece_of_one_document(packing: Packing, seq_len: int, seed: int) -> None:
+def test_every_token_is_in_exactly_one_segment_of_one_document(packing: Packing, seq_len: int, seed: int) -> None:
     lengths = lengths_of(seed)
     made = pack_documents(lengths, seq_len=seq_len, packing=packing)
     document = torch.repeat_interleave(lengths)
@@ -52,7 +52,7 @@ def test_every_token_is_in_one_piece_of_one_document(packing: Packing, seq_len: 
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("seq_len", [2, 16, 33])
 @pytest.mark.parametrize("seed", range(3))
-def test_no_row_is_empty_or_longer_than_seq_len(packing: Packing, seq_len: int, seed: int) -> None:
+def test_sequences_have_1_to_seq_len_tokens(packing: Packing, seq_len: int, seed: int) -> None:
     made = pack_documents(lengths_of(seed), seq_len=seq_len, packing=packing)
     rows = rows_of(made)
     sizes = [sum(length for _, length in row) for row in rows]
@@ -62,7 +62,7 @@ def test_no_row_is_empty_or_longer_than_seq_len(packing: Packing, seq_len: int, 
     assert all(row == sorted(row) for row in rows)
 
 
-def test_best_fit_puts_remainders_where_least_space_is_left() -> None:
+def test_best_fit_puts_remainders_into_the_smallest_gap_that_fits() -> None:
     made = pack_documents(torch.tensor([3, 14, 5, 7, 2, 10]), seq_len=10, packing="best_fit")
     #            10 of the 14, the 10; then 7 + 3, 5 + 4, 2
     assert rows_of(made) == [[(3, 10)], [(31, 10)], [(0, 3), (22, 7)], [(13, 4), (17, 5)], [(29, 2)]]
@@ -71,25 +71,25 @@ def test_best_fit_puts_remainders_where_least_space_is_left() -> None:
     assert rows_of(made) == [[(0, 7), (11, 3)], [(7, 4), (14, 3), (17, 3)]]
 
 
-def test_concat_cuts_the_stream_and_pads_its_last_row_only() -> None:
+def test_concat_cuts_the_stream_and_pads_only_its_last_sequence() -> None:
     made = pack_documents(torch.tensor([3, 14, 5]), seq_len=10, packing="concat")
     assert rows_of(made) == [[(0, 3), (3, 7)], [(10, 7), (17, 3)], [(20, 2)]]
     assert made.num_padding_tokens == 8
 
 
-def test_single_gives_every_piece_a_row() -> None:
+def test_single_gives_every_segment_a_sequence() -> None:
     made = pack_documents(torch.tensor([3, 14, 20]), seq_len=10, packing="single")
     assert rows_of(made) == [[(0, 3)], [(3, 10)], [(13, 4)], [(17, 10)], [(27, 10)]]
     assert made.max_segments == 1
 
 
-def test_best_fit_of_many_short_documents_wastes_next_to_nothing() -> None:
+def test_best_fit_of_many_short_documents_has_almost_no_padding() -> None:
     lengths = lengths_of(0, documents=50_000)
     assert pack_documents(lengths, seq_len=4096, packing="best_fit").num_padding_tokens < 0.002 * int(lengths.sum())
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_a_plan_is_the_same_every_time_and_after_a_file(packing: Packing, tmp_path: Path) -> None:
+def test_a_plan_is_deterministic_and_survives_a_file(packing: Packing, tmp_path: Path) -> None:
     first, second = (pack_documents(lengths_of(3), seq_len=32, packing=packing) for _ in range(2))
     write_plan(first, tmp_path / "plan", num_tokens=7)
     for other in (second, load_plan(tmp_path / "plan", seq_len=32, num_tokens=7)):
@@ -98,7 +98,7 @@ def test_a_plan_is_the_same_every_time_and_after_a_file(packing: Packing, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["plan"]
 
 
-def test_a_plan_is_kept_beside_the_shards_and_refused_when_damaged(tmp_path: Path) -> None:
+def test_a_plan_is_stored_with_the_shards_and_raises_when_damaged(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text")
     prepared = prepare(CorpusSpec(corpus=str(tmp_path / "a.txt"), cache_dir=tmp_path), ByteTokenizer())
     first = load_or_build_plan(prepared, seq_len=8, packing="concat")
@@ -113,7 +113,7 @@ def test_a_plan_is_kept_beside_the_shards_and_refused_when_damaged(tmp_path: Pat
             load_or_build_plan(prepared, seq_len=8, packing="concat")
     path.unlink()
     write_plan(pack_documents(torch.tensor([3]), seq_len=8, packing="concat"), path, num_tokens=3)
-    with pytest.raises(DataError, match="is not a plan of these 11 tokens"):
+    with pytest.raises(DataError, match="is the plan of another corpus, not of these 11 tokens"):
         load_or_build_plan(prepared, seq_len=8, packing="concat")
 
 
@@ -130,7 +130,7 @@ def test_a_plan_is_kept_beside_the_shards_and_refused_when_damaged(tmp_path: Pat
     ],
     ids=str,
 )
-def test_pieces_are_those_of_the_documents_that_are_chosen(
+def test_segments_cover_exactly_the_filtered_documents(
     packing: Packing, choice: DocumentFilter, taken: list[int]
 ) -> None:
     lengths = [5, 8, 3, 6]
@@ -146,8 +146,8 @@ def test_pieces_are_those_of_the_documents_that_are_chosen(
     assert sorted(seen) == [token for first, length in chosen for token in range(first, first + length)]
 
 
-def test_a_choice_that_leaves_nothing_is_named() -> None:
-    with pytest.raises(DataError, match=r"no document has .*min_length.*9.*: the longest of 2 has 8 tokens"):
+def test_a_filter_that_leaves_no_document_raises() -> None:
+    with pytest.raises(DataError, match=r"no document with .*min_length.*9.*: the longest of 2 has 8 tokens"):
         pack_documents(
             torch.tensor([5, 8]), seq_len=4, packing="best_fit", document_filter=DocumentFilter(min_length=9)
         )

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from tests.datasets import build_blended_dataset
 from trainer.config.job_config import DataSection
-from trainer.data import DataError
-from trainer.data.packed_dataset import PackedDataset
+from trainer.data.packing import PackedDataset
 from trainer.data.prepare import prepare
 from trainer.data.source import CorpusSpec
 from trainer.data.token_dataset import TokenDataset
 from trainer.data.tokenizer import ByteTokenizer
+from trainer.errors import DataError
 
 Make = Callable[..., CorpusSpec]
 BOS, EOS = ByteTokenizer.bos, ByteTokenizer.eos
@@ -63,14 +63,14 @@ def names(source: CorpusSpec) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.suffix != ".lock") if folder.exists() else []
 
 
-def test_documents_stand_between_bos_and_eos(source: Make) -> None:
+def test_documents_are_enclosed_in_bos_and_eos(source: Make) -> None:
     prepared = prepare(source({"a.txt": "one", "b.txt": "é", "empty": ""}), ByteTokenizer())
     assert prepared.read(0, prepared.num_tokens).tolist() == [BOS, 111, 110, 101, EOS, BOS, 0xC3, 0xA9, EOS]
     assert prepared.document_lengths.tolist() == [5, 4]
     assert (prepared.num_tokens, prepared.num_documents, prepared.meta.longest) == (9, 2, 5)
 
 
-def test_slices_cross_shards_and_no_document_does(source: Make) -> None:
+def test_reads_span_shards_and_documents_do_not(source: Make) -> None:
     given = source({f"{n}.txt": "x" * n + "!" for n in range(1, 9)})
     whole, cut = prepare(given, ByteTokenizer()), prepare(given, ByteTokenizer(), shard_tokens=10)
     assert len(cut.meta.shards) > 2
@@ -82,13 +82,13 @@ def test_slices_cross_shards_and_no_document_does(source: Make) -> None:
     assert texts(cut) == texts(whole)
 
 
-def test_ids_beyond_16_bits_are_kept(source: Make) -> None:
+def test_ids_above_16_bits_are_stored_as_int32(source: Make) -> None:
     prepared = prepare(source({"a": "ab"}), Large())
     assert prepared.meta.dtype == "int32"
     assert prepared.read(0, 3).tolist() == [69_097, 69_098, EOS]
 
 
-def test_max_document_cuts_longer_ones_and_keeps_every_byte(source: Make) -> None:
+def test_max_document_cuts_longer_documents_without_loss(source: Make) -> None:
     given = source({"a": "abcdefgh", "b": "abc", "c": "abcdef"}, max_document=5)
     prepared = prepare(given, ByteTokenizer())
     assert texts(prepared) == ["abc", "def", "gh", "abc", "abc", "def"]
@@ -96,7 +96,7 @@ def test_max_document_cuts_longer_ones_and_keeps_every_byte(source: Make) -> Non
         DataSection(max_document=2)
 
 
-def test_a_second_call_reads_no_text(source: Make) -> None:
+def test_a_second_call_tokenizes_nothing(source: Make) -> None:
     given, tokenizer = source({"a": "A", "b": "B"}), Counting()
     first = prepare(given, tokenizer)
     second = prepare(given, tokenizer)
@@ -105,7 +105,7 @@ def test_a_second_call_reads_no_text(source: Make) -> None:
 
 
 @pytest.mark.parametrize("change", ["content", "file", "documents", "max_document", "tokenizer"])
-def test_a_change_is_prepared_anew(change: str, source: Make) -> None:
+def test_a_change_of_text_options_or_tokenizer_prepares_again(change: str, source: Make) -> None:
     given, tokenizer = source({"a/a": "AAAA", "a/b": "B"}), ByteTokenizer()
     before = prepare(given, tokenizer)
     if change == "content":
@@ -124,7 +124,7 @@ def test_a_change_is_prepared_anew(change: str, source: Make) -> None:
     assert after.fingerprint != before.fingerprint
 
 
-def test_the_fingerprint_is_of_tokens_not_of_times_and_paths(source: Make, tmp_path: Path) -> None:
+def test_the_fingerprint_depends_on_tokens_not_on_times_and_paths(source: Make, tmp_path: Path) -> None:
     given = source({"a": "A", "b": "B"})
     first = prepare(given, ByteTokenizer())
     shutil.copytree(given.corpus, tmp_path / "elsewhere")
@@ -134,7 +134,7 @@ def test_the_fingerprint_is_of_tokens_not_of_times_and_paths(source: Make, tmp_p
     assert moved.fingerprint == first.fingerprint
 
 
-def test_documents_with_the_same_tokens_but_other_ends_differ(source: Make) -> None:
+def test_the_fingerprint_depends_on_document_boundaries(source: Make) -> None:
     ends = chr(0x101)  # as a token of Large, one text's character is another's end
 
     class Ends(Large):
@@ -151,9 +151,8 @@ def test_documents_with_the_same_tokens_but_other_ends_differ(source: Make) -> N
 PREPARE = """
 import sys, time
 from pathlib import Path
-from trainer.data.packed import Packed
 from trainer.data.prepare import prepare
-from trainer.data.source import Source
+from trainer.data.source import CorpusSpec
 from trainer.data.tokenizer import ByteTokenizer
 
 class Slow(ByteTokenizer):
@@ -167,12 +166,12 @@ go = Path(sys.argv[3] + ".go")
 Path(sys.argv[3] + sys.argv[4]).touch()
 while not go.exists():
     time.sleep(0.001)
-print(prepare(Source(corpus=sys.argv[1], cache_dir=Path(sys.argv[2])), Slow()).fingerprint)
+print(prepare(CorpusSpec(corpus=sys.argv[1], cache_dir=Path(sys.argv[2])), Slow()).fingerprint)
 """
 
 
 @pytest.mark.ranks
-def test_of_two_processes_one_tokenizes_and_both_get_the_result(source: Make, tmp_path: Path) -> None:
+def test_one_of_two_processes_tokenizes_and_both_get_the_result(source: Make, tmp_path: Path) -> None:
     given = source({f"{n}.txt": str(n) for n in range(10)})
     calls = tmp_path / "calls"
     arguments = [sys.executable, "-c", PREPARE, given.corpus, str(given.cache_dir), str(calls)]
@@ -187,7 +186,7 @@ def test_of_two_processes_one_tokenizes_and_both_get_the_result(source: Make, tm
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, DataError, MemoryError])
-def test_a_failure_leaves_no_result_and_can_go_on(failure: type[BaseException], source: Make) -> None:
+def test_a_failure_leaves_no_result_and_can_resume(failure: type[BaseException], source: Make) -> None:
     class Failing(Counting):
         def encode(self, text: str) -> Tensor:
             if text == "B":
@@ -202,7 +201,7 @@ def test_a_failure_leaves_no_result_and_can_go_on(failure: type[BaseException], 
     assert [Path(name).suffix for name in names(given)] == [""]
 
 
-def test_what_is_no_preparation_is_not_written_over(source: Make) -> None:
+def test_a_foreign_folder_is_not_overwritten(source: Make) -> None:
     given = source({"a": "A"})
     folder = prepare(given, ByteTokenizer()).folder
     (folder / "meta.json").unlink()
@@ -210,7 +209,7 @@ def test_what_is_no_preparation_is_not_written_over(source: Make) -> None:
         prepare(given, ByteTokenizer())
 
 
-def test_a_text_that_the_tokenizer_refuses_is_named_with_its_file(source: Make) -> None:
+def test_a_tokenizer_error_names_the_file(source: Make) -> None:
     class Refusing(ByteTokenizer):
         def encode(self, text: str) -> Tensor:
             raise DataError(f"cannot encode {text}")
@@ -219,7 +218,7 @@ def test_a_text_that_the_tokenizer_refuses_is_named_with_its_file(source: Make) 
         prepare(source({"b.txt": "B"}), Refusing())
 
 
-def test_files_without_a_token_are_an_error_and_leave_nothing(source: Make) -> None:
+def test_a_corpus_without_tokens_raises_and_leaves_no_files(source: Make) -> None:
     given = source({"a": "", "b": b"\xff"})
     with pytest.raises(DataError, match="the corpus has no text: 2 files, 1 bad files or lines, the first b: not UTF"):
         prepare(given, ByteTokenizer())
@@ -240,7 +239,7 @@ def small_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_is_named_and_nothing_is_left(source: Make) -> None:
+def test_a_full_disk_raises_and_can_resume(source: Make) -> None:
     given = source({"a": "x" * 15_000})
     message = r'data.cache_dir = ".*cache" cannot be written: .*File too large'
     with small_files(), pytest.raises(DataError, match=message):
@@ -248,14 +247,14 @@ def test_a_full_disk_is_named_and_nothing_is_left(source: Make) -> None:
     assert texts(prepare(given, ByteTokenizer())) == ["x" * 15_000]
 
 
-def test_a_cache_that_cannot_be_written_is_named(source: Make, tmp_path: Path) -> None:
+def test_an_unwritable_cache_raises(source: Make, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file, where a folder should be")
     with pytest.raises(DataError, match=r'data.cache_dir = ".*cache" cannot be written'):
         prepare(source({"a": "A"}), ByteTokenizer())
 
 
 @pytest.mark.parametrize("damage", ["torn", "long", "missing", "offsets", "meta"])
-def test_a_damaged_result_is_refused(damage: str, source: Make) -> None:
+def test_a_damaged_prepared_folder_raises(damage: str, source: Make) -> None:
     given = source({"a": "A", "b": "B"})
     folder = prepare(given, ByteTokenizer()).folder
     tokens, offsets = folder / "shard-00000.bin", folder / "shard-00000.idx"
@@ -268,17 +267,17 @@ def test_a_damaged_result_is_refused(damage: str, source: Make) -> None:
     else:
         tokens.write_bytes(tokens.read_bytes()[:-1] if damage == "torn" else tokens.read_bytes() + b"\0\0")
     message = {
-        "torn": "shard-00000.bin is damaged: meta.json says 12 bytes, there are 11; delete",
-        "long": "shard-00000.bin is damaged: meta.json says 12 bytes, there are 14; delete",
+        "torn": "shard-00000.bin is damaged: 11 bytes, meta.json says 12; delete",
+        "long": "shard-00000.bin is damaged: 14 bytes, meta.json says 12; delete",
         "missing": "shard-00000.bin cannot be read",
-        "offsets": "shard-00000.idx is damaged: meta.json has another sum of its 24 bytes; delete",
+        "offsets": r"shard-00000.idx is damaged: checksum mismatch \(24 bytes\); delete",
         "meta": "meta.json cannot be read; delete",
     }[damage]
     with pytest.raises(DataError, match=message):
         prepare(given, ByteTokenizer())
 
 
-def test_a_token_outside_the_vocabulary_is_named(source: Make) -> None:
+def test_a_token_outside_the_vocabulary_raises(source: Make) -> None:
     given = source({"a": "abc", "b": "def"})
     prepared = prepare(given, ByteTokenizer(), shard_tokens=4)
     tokens = prepared.folder / "shard-00000-1.bin"
@@ -287,11 +286,11 @@ def test_a_token_outside_the_vocabulary_is_named(source: Make) -> None:
     tokens.write_bytes(content.tobytes())
     again = TokenDataset(prepared.folder)
     assert again.read(0, 7).tolist() == prepared.read(0, 7).tolist()
-    with pytest.raises(DataError, match=r"shard-00000-1.bin is damaged: token 2 is 264, and vocab_size = 264"):
+    with pytest.raises(DataError, match=r"shard-00000-1.bin is damaged: token 2 is 264, but vocab_size = 264"):
         again.read(3, 9)
 
 
-def test_the_standard_library_opens_as_rows(tmp_path: Path) -> None:
+def test_the_standard_library_is_packed_into_sequences(tmp_path: Path) -> None:
     data = DataSection(cache_dir=tmp_path)
     rows = build_blended_dataset(data, ByteTokenizer(), seq_len=512, seed=0)
     assert rows.read([0, 1]).tokens.shape == (2, 512)

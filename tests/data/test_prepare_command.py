@@ -34,7 +34,7 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
     return command
 
 
-def test_the_corpus_of_a_configuration_is_made_where_a_run_finds_it(run: Run, tmp_path: Path) -> None:
+def test_the_corpus_of_a_configuration_is_prepared_in_the_cache(run: Run, tmp_path: Path) -> None:
     status, said, _ = run("--data.corpus", "text", "--data.cache_dir", "made")
     assert status == 0
     [folder] = (tmp_path / "made").glob("text-*")
@@ -44,7 +44,7 @@ def test_the_corpus_of_a_configuration_is_made_where_a_run_finds_it(run: Run, tm
     assert run("--data.corpus=text", "--data.cache_dir=made")[:2] == (0, said)
 
 
-def test_a_corpus_of_the_command_line_goes_into_the_folder_that_is_asked_for(run: Run, tmp_path: Path) -> None:
+def test_corpus_and_output_override_the_configuration(run: Run, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"body": "some text"}) + "\n{\n")
     status, said, _ = run("--corpus", "a.jsonl", "--data.text_key", "body", "--output", "new/made")
     assert (status, said.split(":")[0]) == (0, "new/made")
@@ -60,7 +60,7 @@ def test_a_corpus_of_the_command_line_goes_into_the_folder_that_is_asked_for(run
 
 
 @pytest.mark.ranks
-def test_workers_change_nothing_of_what_is_made(run: Run, tmp_path: Path) -> None:
+def test_the_number_of_workers_does_not_change_the_output(run: Run, tmp_path: Path) -> None:
     one, two = run("--corpus", "text", "--output", "one"), run("--corpus", "text", "--output", "two", "--workers", "2")
     assert (one[0], two[0], one[1].replace("one:", "two:")) == (0, 0, two[1])
     assert [path.read_bytes() for path in sorted((tmp_path / "one").iterdir())] == [
@@ -75,26 +75,26 @@ def test_workers_change_nothing_of_what_is_made(run: Run, tmp_path: Path) -> Non
         (["--workers", "many"], 2, "command line: --workers many must be an integer, at least 1"),
         (["--output"], 2, "command line: --output needs a value"),
         (["--output", "--workers", "2"], 2, "command line: --output needs a value"),
-        (["--outputs", "x"], 2, "command line: --outputs x: there is no such key; see --help"),
-        (["--verify"], 2, "command line: --verify: there is no such key; see --help"),
-        (["--corpus", "nowhere"], 2, "command line: --corpus nowhere is not there"),
+        (["--outputs", "x"], 2, "command line: --outputs x: unknown key; see --help"),
+        (["--verify"], 2, "command line: --verify: unknown key; see --help"),
+        (["--corpus", "nowhere"], 2, "command line: --corpus nowhere does not exist"),
         (["--data.corpus", "nowhere"], 2, 'data.corpus = "nowhere" is neither'),
-        (["--data.corpus", "copy"], 2, 'data.corpus = "copy" is made up: there is nothing to prepare'),
-        (["--config", "nowhere"], 2, "nowhere: there is no such file"),
+        (["--data.corpus", "copy"], 2, 'data.corpus = "copy" is synthetic: there is nothing to prepare'),
+        (["--config", "nowhere"], 2, "nowhere: no such file"),
         (["--tokenizer.kind", "tiktoken"], 2, 'tokenizer.kind = "tiktoken" needs tokenizer.path'),
         (["--tokenizer.kind", "tiktoken", "--tokenizer.path", "text/0.txt"], 78, "looks like plain text"),
         (["--corpus", "text/empty"], 78, "the corpus has no text: 1 files"),
-        (["--corpus", "hf:"], 78, "it is written hf:NAME"),
+        (["--corpus", "hf:"], 78, "must be hf:NAME"),
         (["--corpus", "text", "--output", "text/0.txt/made"], 78, "text/0.txt/made cannot be written"),
         (["inspect"], 2, "command line: inspect needs a folder or --config"),
-        (["inspect", "text"], 2, "command line: text is not a folder that was prepared"),
+        (["inspect", "text"], 2, "command line: text is not a prepared folder"),
         (["inspect", "text", "--samples", "x"], 2, "command line: --samples x must be an integer, at least 1"),
         (["train-tokenizer"], 2, "command line: train-tokenizer needs --vocab-size"),
         (["train-tokenizer", "--vocab-size", "300"], 2, "command line: train-tokenizer needs --output"),
-        (["train-tokenizer", "--vocab-size", "300", "--output", "text/0.txt"], 2, "--output text/0.txt is there"),
+        (["train-tokenizer", "--vocab-size", "300", "--output", "text/0.txt"], 2, "--output text/0.txt exists"),
     ],
 )
-def test_what_is_wrong_is_one_line_and_a_status(
+def test_a_mistake_is_one_line_and_an_exit_code(
     words: list[str], status: int, message: str, run: Run, tmp_path: Path
 ) -> None:
     (tmp_path / "text" / "empty").touch()
@@ -103,7 +103,7 @@ def test_what_is_wrong_is_one_line_and_a_status(
     assert re.fullmatch(rf"error: [^\n]*{re.escape(message)}[^\n]*\n", errors)
 
 
-def test_inspect_tells_counts_lengths_and_how_documents_begin(run: Run) -> None:
+def test_inspect_shows_counts_lengths_and_samples(run: Run) -> None:
     run("--corpus", "text", "--output", "made")
     status, said, _ = run("inspect", "made", "--verify", "--samples", "5")
     assert status == 0
@@ -114,7 +114,7 @@ def test_inspect_tells_counts_lengths_and_how_documents_begin(run: Run) -> None:
         "documents 5",
         f"longest {max(lengths):,}",
         "byte-264",
-        "sums right",
+        "checksums match",
         "0 to 256 1 92 0.0 % 100.0 %",
         f"256K to 1M 1 {lengths[4]:,} 90.0 % 90.0 %",
         f"64K to 256K 1 {lengths[3]:,} 9.0 % 99.0 %",
@@ -125,7 +125,7 @@ def test_inspect_tells_counts_lengths_and_how_documents_begin(run: Run) -> None:
         assert fact in flat, fact
 
 
-def test_inspect_of_a_configuration_prepares_what_it_shows(run: Run) -> None:
+def test_inspect_of_a_configuration_prepares_its_corpus(run: Run) -> None:
     status, said, _ = run("inspect", "--config", "debug", "--data.corpus", "text", "--data.cache_dir", "made")
     assert status == 0
     assert "made/text-" in said
@@ -139,7 +139,7 @@ def test_inspect_with_another_tokenizer_shows_no_samples(run: Run) -> None:
     assert "No samples: [tokenizer] is sentencepiece-" in said
 
 
-def test_verify_finds_a_token_that_was_changed(run: Run, tmp_path: Path) -> None:
+def test_verify_detects_a_changed_token(run: Run, tmp_path: Path) -> None:
     run("--corpus", "text", "--output", "made")
     path = tmp_path / "made" / "shard-00000.bin"
     content = bytearray(path.read_bytes())
@@ -148,10 +148,10 @@ def test_verify_finds_a_token_that_was_changed(run: Run, tmp_path: Path) -> None
     assert run("inspect", "made")[0] == 0
     status, said, errors = run("inspect", "made", "--verify")
     assert (status, said) == (78, "")
-    assert re.fullmatch(r"error: made/shard-00000.bin is damaged: its sum is another; delete made .*\n", errors)
+    assert re.fullmatch(r"error: made/shard-00000.bin is damaged: checksum mismatch; delete made .*\n", errors)
 
 
-def test_a_tokenizer_is_trained_the_same_twice_and_loses_nothing(run: Run, tmp_path: Path) -> None:
+def test_training_a_tokenizer_is_deterministic_and_round_trips(run: Run, tmp_path: Path) -> None:
     for name in ("one", "two"):
         assert run("train-tokenizer", "--vocab-size", "320", "--output", f"{name}.model", "--corpus", "text")[0] == 0
     assert (tmp_path / "one.model").read_bytes() == (tmp_path / "two.model").read_bytes()
@@ -164,13 +164,13 @@ def test_a_tokenizer_is_trained_the_same_twice_and_loses_nothing(run: Run, tmp_p
     assert len(tokenizer.encode(STORY)) < len(STORY) / 2
 
 
-def test_more_tokens_than_the_text_gives_are_refused_in_one_line(run: Run) -> None:
+def test_a_vocabulary_too_large_for_the_text_is_a_one_line_error(run: Run) -> None:
     status, _, errors = run("train-tokenizer", "--vocab-size", "9999", "--output", "made.model", "--corpus", "text")
     assert status == 78
-    assert re.fullmatch(r"error: no tokenizer of 9999 tokens can be made of \d+ lines: Vocabulary size .*\n", errors)
+    assert re.fullmatch(r"error: cannot train 9999 tokens on \d+ lines: Vocabulary size .*\n", errors)
 
 
-def test_the_sample_is_drawn_from_all_of_the_text(tmp_path: Path) -> None:
+def test_sampled_lines_are_uniform_over_the_text(tmp_path: Path) -> None:
     (tmp_path / "lines").mkdir()
     for name in "ab":
         (tmp_path / "lines" / name).write_text("".join(f"{name} {n}\n" for n in range(5000)))
@@ -184,24 +184,23 @@ def test_the_sample_is_drawn_from_all_of_the_text(tmp_path: Path) -> None:
     assert len(sample_lines([source], 20_000)) == 10_000
 
 
-@pytest.mark.parametrize("words", [["--help"], ["inspect", "--help"], ["train-tokenizer", "-h"]])
-def test_help_names_every_option(words: list[str], run: Run) -> None:
-    status, said, _ = run(*words)
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        (["--help"], ("--config", "--corpus", "--workers", "--output", "inspect", "train-tokenizer")),
+        (["inspect", "--help"], ("--config", "--verify", "--samples")),
+        (["train-tokenizer", "-h"], ("--config", "--corpus", "--vocab-size", "--output", "--lines")),
+    ],
+)
+def test_help_lists_every_option(arguments: list[str], options: tuple[str, ...], run: Run) -> None:
+    status, out, _ = run(*arguments)
     assert status == 0
-    for option in (
-        "--workers",
-        "--output",
-        "--corpus",
-        "--verify",
-        "--samples",
-        "--vocab-size",
-        "--lines",
-    ):
-        assert f"\n  {option} " in said
+    assert all(f"\n  {option} " in out for option in options)
+    assert "Exit codes: 0 success, 2 " in out
 
 
 @pytest.mark.ranks
-def test_it_is_a_module_that_can_be_run(tmp_path: Path) -> None:
+def test_the_module_runs_with_workers(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, "-m", "trainer.data.prepare", "--corpus", str(tmp_path), "--output", str(tmp_path / "o")]
     (tmp_path / "a.txt").write_text("text")

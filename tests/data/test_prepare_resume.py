@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainer.data import DataError, corpus
+from trainer.data import corpus
 from trainer.data.prepare import prepare
 from trainer.data.source import CorpusSpec
 from trainer.data.token_dataset import TokenDataset
 from trainer.data.tokenizer import ByteTokenizer
-from trainer.errors import RankFailedError
+from trainer.errors import DataError, RankFailedError
 
 Make = Callable[..., CorpusSpec]
 FILES = {f"{folder}/{n}.txt": f"{n} of {folder}\n" * (n * 7 % 11) for folder in "abc" for n in range(6)}
@@ -82,7 +82,7 @@ class Preparing:
 # ---- killed
 
 
-def test_killed_anywhere_it_goes_on_and_ends_as_if_undisturbed(source: Make, tmp_path: Path) -> None:
+def test_a_kill_before_any_file_operation_resumes_to_the_same_bytes(source: Make, tmp_path: Path) -> None:
     kept = source(FILES)
     whole = content(prepare(kept, ByteTokenizer(), shard_tokens=150).folder)
     assert len(whole) > 10
@@ -98,7 +98,7 @@ def test_killed_anywhere_it_goes_on_and_ends_as_if_undisturbed(source: Make, tmp
     assert step > 60
 
 
-def test_killed_again_and_again_it_arrives(source: Make, tmp_path: Path) -> None:
+def test_repeated_kills_still_make_progress(source: Make, tmp_path: Path) -> None:
     kept = source(FILES)
     cut = replace(kept, cache_dir=tmp_path / "again")
     times = next(times for times in range(100) if not interrupted(Preparing(cut), 17))
@@ -135,7 +135,7 @@ class Fatal(ByteTokenizer):
         return super().encode(text)
 
 
-def test_what_is_finished_is_not_done_again(source: Make) -> None:
+def test_finished_partitions_are_not_tokenized_again(source: Make) -> None:
     kept = source(FILES)
     with pytest.raises(DataError, match=r"c/3.txt: no such text"):
         prepare(kept, Fatal("3 of c", "error"))
@@ -144,7 +144,7 @@ def test_what_is_finished_is_not_done_again(source: Make) -> None:
     assert 0 < tokenizer.calls < 16
 
 
-def test_half_a_piece_of_a_killed_process_does_not_stay(source: Make) -> None:
+def test_a_partial_partition_of_a_killed_process_is_removed(source: Make) -> None:
     kept = source(FILES)
     for _ in range(2):
         with pytest.raises(DataError, match=r"c/3.txt: no such text"):
@@ -154,7 +154,7 @@ def test_half_a_piece_of_a_killed_process_does_not_stay(source: Make) -> None:
         (work / "pieces" / "00001-17").mkdir()
 
 
-def test_leftovers_of_a_changed_corpus_are_not_mixed_in(source: Make, documents: Callable[..., list[str]]) -> None:
+def test_leftovers_of_a_changed_corpus_are_not_used(source: Make, documents: Callable[..., list[str]]) -> None:
     kept = source(FILES)
     with pytest.raises(DataError):
         prepare(kept, Fatal("3 of c", "error"))
@@ -163,7 +163,7 @@ def test_leftovers_of_a_changed_corpus_are_not_mixed_in(source: Make, documents:
     assert documents(changed) == texts
 
 
-def test_a_file_that_changes_meanwhile_is_an_error(source: Make) -> None:
+def test_a_file_that_changes_during_tokenization_raises(source: Make) -> None:
     kept = source(FILES)
 
     class Changing(ByteTokenizer):
@@ -171,12 +171,12 @@ def test_a_file_that_changes_meanwhile_is_an_error(source: Make) -> None:
             Path(kept.corpus, "b/3.txt").write_text("3 of b, and longer than before\n")
             return super().encode(text)
 
-    with pytest.raises(DataError, match=r"b/3.txt was changed while the corpus was read"):
+    with pytest.raises(DataError, match=r"b/3.txt changed while the corpus was read"):
         prepare(kept, Changing())
 
 
 @pytest.mark.parametrize("damage", ["gone", "short", "no record"])
-def test_a_finished_piece_whose_files_are_damaged_is_done_again(damage: str, source: Make, tmp_path: Path) -> None:
+def test_a_finished_partition_with_damaged_files_is_tokenized_again(damage: str, source: Make, tmp_path: Path) -> None:
     kept = source(FILES)
     with pytest.raises(DataError):
         prepare(kept, Fatal("3 of c", "error"))
@@ -212,10 +212,10 @@ def test_any_number_of_workers_writes_the_same_bytes(documents: str, source: Mak
     [
         ("error", DataError, r"c/3.txt: no such text"),
         ("bug", RuntimeError, r"ZeroDivisionError: a bug"),
-        ("worker", RankFailedError, r"a worker ended \(killed by SIGKILL\); the same command goes on"),
+        ("worker", RankFailedError, r"a worker ended \(killed by SIGKILL\); run the same command again"),
     ],
 )
-def test_what_ends_a_worker_ends_all_and_can_go_on(
+def test_a_worker_failure_ends_all_workers_and_can_resume(
     whom: str, kind: type[Exception], message: str, source: Make
 ) -> None:
     kept = source(FILES)
@@ -234,7 +234,7 @@ class Doomed(Preparing):
 
 
 @pytest.mark.ranks
-def test_a_parent_that_is_killed_takes_its_workers_along(source: Make, tmp_path: Path) -> None:
+def test_workers_of_a_killed_parent_do_not_disturb_the_next_launch(source: Make, tmp_path: Path) -> None:
     kept = source(FILES)
     process = multiprocessing.get_context("forkserver").Process(target=Doomed(kept))
     process.start()
@@ -246,7 +246,7 @@ def test_a_parent_that_is_killed_takes_its_workers_along(source: Make, tmp_path:
 
 
 @pytest.mark.ranks
-def test_a_daemon_prepares_by_itself(source: Make) -> None:
+def test_a_daemonic_process_prepares_without_workers(source: Make) -> None:
     kept = source(FILES)
     process = multiprocessing.get_context("forkserver").Process(target=Preparing(kept, workers=2), daemon=True)
     process.start()
@@ -283,7 +283,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")
     stops=st.lists(st.integers(0, 8), max_size=3),
     workers=st.sampled_from([1, 1, 1, 2]),
 )
-def test_documents_come_back_as_they_were(
+def test_documents_round_trip(
     *, written: list[str], lines: bool, shard_tokens: int, piece: int, stops: list[int], workers: int
 ) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:

@@ -15,7 +15,7 @@ from hypothesis import strategies as some
 from torch.distributed.device_mesh import init_device_mesh
 
 from models.batch import IGNORE_INDEX, Batch
-from parallelisms.context import ContextParallel
+from parallelisms.context.context_parallel import ContextParallel
 from parallelisms.parallel_dims import LAYOUTS_BY_ROTATE_METHOD, ROTATE_METHODS
 from tests.datasets import build_blended_dataset
 from tests.ranks import run_ranks
@@ -70,7 +70,7 @@ def compared(data: DataSection, seq_len: int) -> list[str]:
     ],
     ids=["best fit", "no mask, padded", "concat, padded", "short pieces"],
 )
-def test_a_rank_reads_its_part_of_every_layout(
+def test_reading_a_shard_equals_sharding_the_full_batch_in_every_layout(
     seq_len: int, options: dict[str, Any], section: Callable[..., DataSection]
 ) -> None:
     data = section(TEXTS, **options)
@@ -80,7 +80,7 @@ def test_a_rank_reads_its_part_of_every_layout(
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(SPANS, SPANS)
-def test_segments_are_spans_cut_by_pieces(pieces: list[int], spans: list[int]) -> None:
+def test_slice_segments_cuts_spans_at_segment_boundaries(pieces: list[int], spans: list[int]) -> None:
     starts = [sum(pieces[:n]) for n in range(len(pieces) + 1)]
     cuts = sorted({min(sum(spans[:n]), starts[-1]) for n in range(len(spans) + 1)})
     held = [(start, end - start) for start, end in pairwise(cuts)][::2]
@@ -116,7 +116,7 @@ def targets(rows: BlendedDataset, numbers: range) -> Counter[tuple[int, int]]:
 
 @pytest.mark.parametrize("seq_len", [4, 7, 64])
 @pytest.mark.parametrize("packing", ["best_fit", "concat", "single"])
-def test_over_an_epoch_of_all_ranks_every_token_but_a_first_is_a_target_once(
+def test_over_an_epoch_of_all_ranks_every_token_but_the_first_of_a_document_is_a_target_once(
     packing: str, seq_len: int, section: Callable[..., DataSection]
 ) -> None:
     rows = build_blended_dataset(section(TEXTS, packing=packing), ByteTokenizer(), seq_len=seq_len, seed=3)
@@ -141,7 +141,7 @@ def mixed(
     return build_blended_dataset(data, ByteTokenizer(), seq_len=seq_len, seed=5)
 
 
-def test_rows_of_a_mix_come_from_their_sources_in_proportion(
+def test_sequences_of_a_mix_come_from_their_sources_in_proportion(
     section: Callable[..., DataSection], tmp_path: Any
 ) -> None:
     rows = mixed(section, tmp_path, [{"source": "corpus", "weight": 0.75}, {"source": "long", "weight": 0.25}])
@@ -157,7 +157,7 @@ def test_rows_of_a_mix_come_from_their_sources_in_proportion(
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "concat", "single"])
-def test_weights_are_parts_of_the_tokens_whatever_padding_rows_have(
+def test_weights_are_fractions_of_tokens_at_any_padding(
     packing: str, section: Callable[..., DataSection], tmp_path: Any
 ) -> None:
     for name, length in (("short", 9), ("long", 30)):
@@ -175,7 +175,7 @@ def test_weights_are_parts_of_the_tokens_whatever_padding_rows_have(
         assert tokens[0] / sum(tokens) == pytest.approx(0.25, abs=0.01)
 
 
-def test_one_source_gives_long_documents_and_short_ones_and_pieces_of_both(
+def test_a_mix_selects_long_short_and_cut_documents_of_one_source(
     section: Callable[..., DataSection], tmp_path: Any
 ) -> None:
     mix = [
@@ -196,7 +196,7 @@ def test_one_source_gives_long_documents_and_short_ones_and_pieces_of_both(
     assert longest[2] == 8 < min(longest[0], longest[1])
 
 
-def test_stages_and_places_in_a_mix_have_orders_of_their_own(section: Callable[..., DataSection]) -> None:
+def test_stages_and_mix_entries_are_shuffled_differently(section: Callable[..., DataSection]) -> None:
     data = section(TEXTS)
     first, second = (
         build_blended_dataset(data, ByteTokenizer(), seq_len=16, seed=1, stage=stage) for stage in range(2)
@@ -212,7 +212,7 @@ def test_stages_and_places_in_a_mix_have_orders_of_their_own(section: Callable[.
     assert not torch.equal(both.tokens[0], both.tokens[1])
 
 
-def test_in_a_mix_a_source_gives_each_of_its_rows_once_an_epoch(
+def test_a_source_of_a_mix_yields_each_sequence_once_per_epoch(
     section: Callable[..., DataSection], tmp_path: Any
 ) -> None:
     rows = mixed(section, tmp_path, [{"source": "corpus", "weight": 2}, {"source": "long", "weight": 3}])

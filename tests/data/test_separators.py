@@ -10,8 +10,8 @@ import pytest
 from models.batch import IGNORE_INDEX
 from tests.datasets import build_blended_dataset
 from trainer.config.job_config import DataSection
-from trainer.data import DataError
 from trainer.data.tokenizer import ByteTokenizer
+from trainer.errors import DataError
 
 A, B, C, BOS, EOS, SPECIAL, __ = 97, 98, 99, 256, 257, 259, IGNORE_INDEX
 
@@ -28,7 +28,7 @@ Section = Callable[..., DataSection]
     ],
 )
 @pytest.mark.parametrize("mask", ["document", "none"])
-def test_documents_stand_between_the_separators_that_are_asked_for(
+def test_documents_are_enclosed_in_the_configured_separators(
     separators: str, tokens: list[int], labels: list[int], mask: str, section: Section
 ) -> None:
     data = section({"1": "ab", "2": "c"}, separators=separators, mask=mask)
@@ -38,16 +38,16 @@ def test_documents_stand_between_the_separators_that_are_asked_for(
 
 
 @pytest.mark.parametrize(("separators", "pieces"), [("bos_eos", 4), ("eos", 3), ("none", 2)])
-def test_the_longest_document_counts_them(separators: str, pieces: int, section: Section) -> None:
+def test_max_document_includes_separators(separators: str, pieces: int, section: Section) -> None:
     data = section({"1": "abcdefgh"}, separators=separators, max_document=4)
     rows = build_blended_dataset(data, ByteTokenizer(), seq_len=16, seed=0)
     assert len(rows.sources[0].segment_lengths(0)) == pieces
 
 
-def test_one_that_the_tokenizer_does_not_have_is_named_before_a_file_is_read(section: Section, tmp_path: Path) -> None:
+def test_an_unknown_separator_raises_before_any_file_is_read(section: Section, tmp_path: Path) -> None:
     data = section({"1": "ab"}, separators="<|sep|>")
     with pytest.raises(
-        DataError, match=r'data.separators = "<\|sep\|>" is no special token of the tokenizer; it has <'
+        DataError, match=r'data.separators = "<\|sep\|>" is not a special token of the tokenizer; it has <'
     ):
         build_blended_dataset(data, ByteTokenizer(), seq_len=7, seed=0)
     assert not (tmp_path / "cache").exists()

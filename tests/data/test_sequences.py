@@ -11,8 +11,7 @@ import torch
 
 from models.batch import IGNORE_INDEX
 from trainer.config.job_config import DataSection
-from trainer.data.packed_dataset import PackedDataset
-from trainer.data.packing import Packing, load_or_build_plan, pack_documents
+from trainer.data.packing import PackedDataset, Packing, load_or_build_plan, pack_documents
 from trainer.data.prepare import prepare
 from trainer.data.sequences import BlendedDataset
 from trainer.data.source import corpus_spec
@@ -52,7 +51,7 @@ A, B, C = 97, 98, 99
 TINY = {"1": "abcabc", "2": "b", "3": "cc"}
 
 
-def test_a_batch_is_what_a_hand_writes(section: Section) -> None:
+def test_a_batch_matches_manually_written_tensors(section: Section) -> None:
     rows = rows_of(section(TINY), seq_len=5)
     #  stream   a b c a b | c E | b E | c c E     pieces of 5 + 2, 2, 3: rows [5], [2 + 3], [2]
     batch = rows.read(in_plan_order(rows))
@@ -67,7 +66,7 @@ def test_a_batch_is_what_a_hand_writes(section: Section) -> None:
     assert batch.boundaries.dtype == torch.int32
 
 
-def test_without_a_mask_positions_run_on_and_labels_stay(section: Section) -> None:
+def test_without_a_document_mask_positions_continue_and_labels_stay(section: Section) -> None:
     data = section(TINY)
     masked = rows_of(data, seq_len=5)
     rows = rows_of(data.model_copy(update={"mask": "none"}), seq_len=5)
@@ -80,7 +79,7 @@ def test_without_a_mask_positions_run_on_and_labels_stay(section: Section) -> No
     assert (batch.num_tokens, batch.num_pairs, batch.num_computed_pairs) == (12, 15 + 15 + 3, 15 + 15 + 15)
 
 
-def test_a_piece_of_one_token_is_followed_by_nothing(section: Section) -> None:
+def test_a_segment_of_one_token_has_no_target(section: Section) -> None:
     rows = rows_of(section({"1": "ab", "2": "c"}, packing="single"), seq_len=2)
     #  stream   a b | E | c E
     batch = rows.read(in_plan_order(rows))
@@ -110,13 +109,13 @@ def test_a_document_of_one_token_is_never_a_target(tmp_path: Path) -> None:
     assert batch.boundaries.tolist() == [[0, 1, 3, 4, 6]]
 
 
-def test_full_rows_of_one_piece_have_two_boundaries(section: Section) -> None:
+def test_full_sequences_of_one_segment_have_two_boundaries(section: Section) -> None:
     rows = rows_of(section({"1": "abcdefg"}, packing="single"), seq_len=4)
     assert rows.read([0, 1, None]).boundaries.tolist() == [[0, 4]] * 3
 
 
 @pytest.mark.parametrize("mask", ["document", "none"])
-def test_an_empty_row_is_padding_without_targets(mask: str, section: Section) -> None:
+def test_an_empty_sequence_is_padding_without_targets(mask: str, section: Section) -> None:
     rows = rows_of(section(TINY, mask=mask), seq_len=5)
     batch, full = rows.read([None, 0]), rows.read([0])
     assert batch.tokens[0].tolist() == [EOS] * 5
@@ -132,7 +131,7 @@ def test_an_empty_row_is_padding_without_targets(mask: str, section: Section) ->
 
 
 @pytest.mark.parametrize("mask", ["document", "none"])
-def test_attended_pairs_of_a_long_row_are_exact(mask: str, section: Section) -> None:
+def test_attention_pairs_of_a_long_sequence_are_exact(mask: str, section: Section) -> None:
     rows = rows_of(section(TINY, mask=mask), seq_len=100_003)
     assert rows.read([None]).num_computed_pairs == 100_003 * 100_004 // 2 > 2**32
 
@@ -144,7 +143,7 @@ LETTERS = {f"{n:02}": "".join(map(chr, range(33 + 7 * n, 33 + 7 * n + n * n % 23
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("mask", ["document", "none"])
 @pytest.mark.parametrize("seq_len", [3, 8, 64])
-def test_over_an_epoch_every_token_but_a_first_is_a_target_once(
+def test_over_an_epoch_every_token_but_the_first_of_a_document_is_a_target_once(
     packing: Packing, mask: str, seq_len: int, section: Section
 ) -> None:
     rows = rows_of(section(LETTERS, packing=packing, mask=mask), seq_len=seq_len, shard_tokens=30)
@@ -183,7 +182,7 @@ def test_boundaries_documents_positions_and_pairs_agree(packing: Packing, mask: 
     assert pairs == rows.read(range(source(rows).num_sequences)).num_pairs
 
 
-def test_epochs_hold_the_same_rows_in_another_order(section: Section) -> None:
+def test_each_epoch_holds_the_same_sequences_in_another_order(section: Section) -> None:
     rows = rows_of(section(LETTERS), seq_len=4)
     epochs = [
         [
@@ -198,10 +197,10 @@ def test_epochs_hold_the_same_rows_in_another_order(section: Section) -> None:
     assert orders[0] != orders[1] != orders[2]
 
 
-def test_what_is_drawn_of_each_source_is_told(section: Section) -> None:
+def test_summary_states_the_share_of_each_source(section: Section) -> None:
     one = rows_of(section(TINY), seq_len=5)
     both = BlendedDataset([source(one), source(one)], seq_len=5, weights=(2, 1), names=("a", "b"))
     assert both.summary(9) == [
-        "a: 3 rows of 5 tokens; of the 9 rows that are drawn it gives 6 (2.00 epochs); 20.00% is padding",
-        "b: 3 rows of 5 tokens; of the 9 rows that are drawn it gives 3 (1.00 epochs); 20.00% is padding",
+        "a: 3 sequences of 5 tokens; 6 of 9 drawn (2.00 epochs), 20.00% padding",
+        "b: 3 sequences of 5 tokens; 3 of 9 drawn (1.00 epochs), 20.00% padding",
     ]

@@ -9,18 +9,18 @@ def order(size: int, *, seed: int = 0, epoch: int = 0) -> list[int]:
     return [shuffled_index(index, size=size, seed=seed, epoch=epoch) for index in range(size)]
 
 
-def test_it_is_a_permutation_for_every_size() -> None:
+def test_every_size_is_permuted() -> None:
     for size in [*range(1, 130), 255, 256, 257, 1000, 4097]:
         assert sorted(order(size, seed=size)) == list(range(size)), size
 
 
-def test_seeds_and_epochs_give_other_orders() -> None:
+def test_seeds_and_epochs_give_different_orders() -> None:
     orders = [order(100, seed=seed, epoch=epoch) for seed in range(5) for epoch in range(5)]
     assert len({tuple(each) for each in orders}) == 25
     assert order(100, seed=1, epoch=2) == order(100, seed=1, epoch=2)
 
 
-def test_every_place_is_about_equally_likely() -> None:
+def test_every_position_is_about_equally_likely() -> None:
     size, epochs = 12, 3000
     counts = [[0] * size for _ in range(size)]
     for epoch in range(epochs):
@@ -31,11 +31,11 @@ def test_every_place_is_about_equally_likely() -> None:
     assert 190 < min(flat) <= max(flat) < 310
 
 
-def test_neighbours_do_not_stay_neighbours() -> None:
+def test_neighbors_rarely_stay_neighbors() -> None:
     places = order(10_000)
     assert sum(abs(a - b) == 1 for a, b in pairwise(places)) < 20
 
 
-def test_an_index_outside_is_refused() -> None:
+def test_an_index_out_of_range_raises() -> None:
     with pytest.raises(ValueError, match=r"index = 5 is not in range\(5\)"):
         shuffled_index(5, size=5, seed=0, epoch=0)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.data import DataError
 from trainer.data.tokenizer import Tokenizer, chunk_text, encode_in_chunks, load_tokenizer
+from trainer.errors import DataError
 from trainer.evaluation.needle import PasskeySentences
 
 TEXT = "def f(x):\n    return 'naïve 中文 🙂' + x  # <|end_of_text|>\n\n\tdone \n"
@@ -57,7 +57,7 @@ def round_trip(tokenizer: Tokenizer, text: str) -> str:
     return tokenizer.decode(ids.tolist())
 
 
-def test_bytes_are_their_own_ids_and_eight_specials_follow() -> None:
+def test_byte_ids_are_bytes_and_eight_special_tokens_follow() -> None:
     tokenizer = load_tokenizer("byte", None)
     assert tokenizer.encode("aé").tolist() == [97, 0xC3, 0xA9]
     assert tokenizer.encode("").tolist() == []
@@ -66,7 +66,7 @@ def test_bytes_are_their_own_ids_and_eight_specials_follow() -> None:
     assert round_trip(tokenizer, TEXT) == TEXT
 
 
-def test_a_tiktoken_file_gives_its_ranks_and_llama_3s_specials(tiktoken_file: Path) -> None:
+def test_a_tiktoken_file_gives_its_ranks_and_the_special_tokens_of_llama_3(tiktoken_file: Path) -> None:
     tokenizer = load_tokenizer("tiktoken", tiktoken_file)
     ranks = 256 + len(MERGES)
     assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eos) == (ranks + 256, ranks, ranks + 1)
@@ -81,7 +81,7 @@ def test_a_sentencepiece_model_round_trips_line_breaks_and_runs_of_spaces(senten
     assert round_trip(tokenizer, TEXT) == TEXT
 
 
-def test_feeding_sentencepiece_lines_changes_no_id(sentencepiece_file: Path) -> None:
+def test_encoding_line_by_line_changes_no_sentencepiece_id(sentencepiece_file: Path) -> None:
     import sentencepiece
 
     text = Path(__file__).read_text()
@@ -90,13 +90,13 @@ def test_feeding_sentencepiece_lines_changes_no_id(sentencepiece_file: Path) -> 
 
 
 @pytest.mark.parametrize("character", [" ", "a", "\n", "中"])
-def test_a_million_equal_characters_are_tokens(character: str, tiktoken_file: Path) -> None:
+def test_a_million_equal_characters_round_trip(character: str, tiktoken_file: Path) -> None:
     text = "x" + character * 1_000_000 + "y"
     tokenizer = load_tokenizer("tiktoken", tiktoken_file)
     assert tokenizer.decode(tokenizer.encode(text).tolist()) == text
 
 
-def test_pieces_are_bounded_and_join_to_the_text() -> None:
+def test_chunks_are_bounded_and_join_to_the_text() -> None:
     words = ("word " * 30 + "\n") * 8000 + " " * 60_000 + "b" * 60_000 + ("x" * 70 + "\n\n  ") * 1000
     pieces = list(chunk_text(words))
     assert "".join(pieces) == words
@@ -104,7 +104,7 @@ def test_pieces_are_bounded_and_join_to_the_text() -> None:
     assert max(len(run) for piece in pieces for run in re.findall(r"\s+|\S+", piece)) <= 25_000
 
 
-def test_a_panic_is_an_error_with_its_place_and_an_interrupt_stays_one() -> None:
+def test_a_panic_raises_with_its_offset_and_an_interrupt_propagates() -> None:
     class Panic(BaseException):
         """As pyo3's PanicException: no Exception."""
 
@@ -122,7 +122,7 @@ def test_a_panic_is_an_error_with_its_place_and_an_interrupt_stays_one() -> None
         encode_in_chunks("^C", encode)
 
 
-def test_a_long_text_is_cut_where_a_line_begins() -> None:
+def test_a_long_text_is_split_at_line_starts() -> None:
     text = "a line of text\n" * 60_000
     pieces = list(chunk_text(text))
     assert len(pieces) == 3
@@ -131,14 +131,14 @@ def test_a_long_text_is_cut_where_a_line_begins() -> None:
     assert all(piece.startswith("def") for piece in chunk_text(indented))
 
 
-def test_cuts_change_no_token(tiktoken_file: Path) -> None:
+def test_splitting_changes_no_token(tiktoken_file: Path) -> None:
     tokenizer = load_tokenizer("tiktoken", tiktoken_file)
     block = "def f(aaaaa):\n    return a\n\n\n"
     assert len(list(chunk_text(block * 20_000))) > 1
     assert tokenizer.encode(block * 20_000).tolist() == tokenizer.encode(block).tolist() * 20_000
 
 
-def test_fingerprints_are_of_the_contents_not_of_the_path(tiktoken_file: Path, tmp_path: Path) -> None:
+def test_fingerprints_depend_on_the_content_not_on_the_path(tiktoken_file: Path, tmp_path: Path) -> None:
     copy, other = tmp_path / "copy.model", tmp_path / "other.model"
     copy.write_bytes(tiktoken_file.read_bytes())
     other.write_bytes(b"".join(tiktoken_file.read_bytes().splitlines(keepends=True)[:-1]))
@@ -147,12 +147,12 @@ def test_fingerprints_are_of_the_contents_not_of_the_path(tiktoken_file: Path, t
     assert load_tokenizer("tiktoken", other).fingerprint != fingerprint
 
 
-def test_a_sentencepiece_model_given_as_tiktoken_is_recognised(sentencepiece_file: Path) -> None:
+def test_a_sentencepiece_model_given_as_tiktoken_is_detected(sentencepiece_file: Path) -> None:
     with pytest.raises(DataError, match=r'tokenizer.kind = "tiktoken" needs a tiktoken.* looks like a sentencepiece'):
         load_tokenizer("tiktoken", sentencepiece_file)
 
 
-def test_a_tiktoken_file_given_as_sentencepiece_is_recognised(tiktoken_file: Path) -> None:
+def test_a_tiktoken_file_given_as_sentencepiece_is_detected(tiktoken_file: Path) -> None:
     with pytest.raises(DataError, match=r'tokenizer.kind = "sentencepiece" needs .* looks like a tiktoken BPE file'):
         load_tokenizer("sentencepiece", tiktoken_file)
 
@@ -170,7 +170,7 @@ def test_a_tiktoken_file_given_as_sentencepiece_is_recognised(tiktoken_file: Pat
         (b"\n\n\n\nhello world\n", "plain text"),
     ],
 )
-def test_a_wrong_file_is_named_by_its_content(kind: str, content: bytes, looks: str, tmp_path: Path) -> None:
+def test_the_error_for_a_wrong_file_names_its_type(kind: str, content: bytes, looks: str, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.model"
     path.write_bytes(content)
     with pytest.raises(DataError, match=rf'tokenizer.path = ".*tokenizer.model" looks like {looks}'):
@@ -178,7 +178,7 @@ def test_a_wrong_file_is_named_by_its_content(kind: str, content: bytes, looks: 
 
 
 @pytest.mark.parametrize("keep", [0.5, 0.99])
-def test_a_truncated_sentencepiece_model_is_damaged(keep: float, sentencepiece_file: Path, tmp_path: Path) -> None:
+def test_a_truncated_sentencepiece_model_raises(keep: float, sentencepiece_file: Path, tmp_path: Path) -> None:
     content = sentencepiece_file.read_bytes()
     path = tmp_path / "tokenizer.model"
     path.write_bytes(content[: int(len(content) * keep)])
@@ -204,12 +204,14 @@ def test_a_damaged_tiktoken_file_names_the_line(
         load_tokenizer("tiktoken", path)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_raises(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r'tokenizer.path = ".*none.model" cannot be read: No such file'):
         load_tokenizer("tiktoken", tmp_path / "none.model")
 
 
-def test_a_hidden_number_is_the_same_tokens_at_both_places(tiktoken_file: Path, sentencepiece_file: Path) -> None:
+def test_a_passkey_has_the_same_tokens_in_the_haystack_and_the_question(
+    tiktoken_file: Path, sentencepiece_file: Path
+) -> None:
     for kind, path in (("byte", None), ("tiktoken", tiktoken_file), ("sentencepiece", sentencepiece_file)):
         tokenizer = load_tokenizer(kind, path)
         for trial in range(3):

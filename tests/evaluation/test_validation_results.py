@@ -1,4 +1,4 @@
-"""What validation leaves behind in the process it runs in: nothing."""
+"""Validation has no side effects on training, and its events."""
 
 from __future__ import annotations
 
@@ -39,30 +39,32 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_nothing_is_left_of_it_also_where_it_fails(run: Path, monkeypatch: pytest.MonkeyPatch, *, fails: bool) -> None:
+def test_validation_leaves_no_trace_even_if_it_fails(
+    run: Path, monkeypatch: pytest.MonkeyPatch, *, fails: bool
+) -> None:
     config = configured(run, run.with_suffix(""))
-    (held,) = build_validation_sets(config)
+    (validation_set,) = build_validation_sets(config)
 
     with trainer_of(config) as trainer, ProgressReporter(trainer):
-        (part,) = trainer.stage_modules.values()
-        between, generator = part.block_boundary_hook, torch.get_rng_state()
-        weights = {name: parameter.clone() for name, parameter in part.named_parameters()}
-        assert part.head is not None
+        (module,) = trainer.stage_modules.values()
+        boundary_hook, generator = module.block_boundary_hook, torch.get_rng_state()
+        weights = {name: parameter.clone() for name, parameter in module.named_parameters()}
+        assert module.head is not None
         if fails:
             monkeypatch.setattr(trainer.parallel_model, "sequence_shard", None)
             with pytest.raises(AttributeError):
-                evaluate_set(held, trainer.parallel_model, max_tokens=64)
+                evaluate_set(validation_set, trainer.parallel_model, max_tokens=64)
         else:
-            assert evaluate_set(held, trainer.parallel_model, max_tokens=64)[50].loss > 5
-        assert part.block_boundary_hook is between
-        assert part.head.reports_correct is False
+            assert evaluate_set(validation_set, trainer.parallel_model, max_tokens=64)[50].loss > 5
+        assert module.block_boundary_hook is boundary_hook
+        assert module.head.reports_correct is False
         assert torch.equal(torch.get_rng_state(), generator)
-        for name, parameter in part.named_parameters():
+        for name, parameter in module.named_parameters():
             assert parameter.grad is None
             assert torch.equal(parameter, weights[name])
 
 
-def test_it_is_due_at_intervals_and_at_a_stages_end(run: Path) -> None:
+def test_validation_runs_at_intervals_and_at_the_end_of_a_stage(run: Path) -> None:
     config = configured(run, run.with_suffix(""), "--validation.interval=4", "--training.steps=10")
     with trainer_of(config) as trainer:
         validation = Validator(trainer, ())
@@ -70,48 +72,62 @@ def test_it_is_due_at_intervals_and_at_a_stages_end(run: Path) -> None:
         assert [*validation.validate()] == []
 
 
-def test_how_many_rows_go_through_at_once_changes_nothing(run: Path) -> None:
+def test_the_batch_size_does_not_change_the_metrics(run: Path) -> None:
     config = configured(run, run.with_suffix(""), "--training.dtype=float64")
-    (held,) = build_validation_sets(config)
+    (validation_set,) = build_validation_sets(config)
     with trainer_of(config) as trainer:
-        one, three, all_of_them = (
-            evaluate_set(held, trainer.parallel_model, max_tokens=most)[50] for most in (1, 150, 10_000)
+        one, three, all_at_once = (
+            evaluate_set(validation_set, trainer.parallel_model, max_tokens=max_tokens)[50]
+            for max_tokens in (1, 150, 10_000)
         )
-    assert one.loss == pytest.approx(three.loss, rel=1e-13) == pytest.approx(all_of_them.loss, rel=1e-13)
+    assert one.loss == pytest.approx(three.loss, rel=1e-13) == pytest.approx(all_at_once.loss, rel=1e-13)
     assert (one.targets, one.accuracy) == (three.targets, three.accuracy)
 
 
-def test_its_time_is_in_no_rate(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    judge = ParallelModel.evaluate
+def test_validation_time_is_not_part_of_the_step_time(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluate = ParallelModel.evaluate
 
     def slow(self: ParallelModel, batches: Iterable[Batch], record: EvaluationCallback) -> None:
         time.sleep(1.0)
-        judge(self, batches, record)
+        evaluate(self, batches, record)
 
     monkeypatch.setattr(ParallelModel, "evaluate", slow)
     folder = run.with_suffix("")
     config = configured(run, folder, "--validation.interval=1", "--training.steps=3")
     run_here(config)
-    judged = [event["step"] for event in lines(folder / "events.jsonl") if event["event"] == "validation"]
-    assert judged == [0, 1, 2, 3]
+    validated_steps = [event["step"] for event in lines(folder / "events.jsonl") if event["event"] == "validation"]
+    assert validated_steps == [0, 1, 2, 3]
     assert max(seconds for (seconds,) in metrics(folder, "step_seconds")) < 0.9
 
 
-def test_a_torn_event_does_not_hide_where_a_set_began(tmp_path: Path) -> None:
-    folder = RunDir(tmp_path)
-    assert folder.first_validation_loss("a") is None
-    folder.log_event("validation", set="b", loss=1.0)
-    with folder.events_path.open("a") as file:
+def test_the_first_validation_loss_ignores_torn_and_other_events(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    assert run_dir.first_validation_loss("a") is None
+    run_dir.log_event("validation", set="b", loss=1.0)
+    with run_dir.events_path.open("a") as file:
         file.write('{"event": "validation", "set": "a", "by_position": {"0-256": 1.0}')
-    folder.log_event("other", set="a", validation="validation", loss=4.0)
-    folder.log_event("validation", set="a", loss=2.0)
-    folder.log_event("validation", set="a", loss=3.0)
-    assert folder.first_validation_loss("a") == 2.0
+    run_dir.log_event("other", set="a", validation="validation", loss=4.0)
+    run_dir.log_event("validation", set="a", loss=2.0)
+    run_dir.log_event("validation", set="a", loss=3.0)
+    assert run_dir.first_validation_loss("a") == 2.0
 
 
-def test_a_loss_that_is_not_finite_is_a_dash() -> None:
-    seen = ValidationMetrics(loss=float("nan"), accuracy=0.0, targets=3, loss_by_position=[None] * 8)
-    event = ValidationResult("a", 4, {8: seen, 16: seen}).event(1.0)
+def test_a_non_finite_loss_is_null_and_shown_as_a_dash() -> None:
+    metrics = ValidationMetrics(loss=float("nan"), accuracy=0.0, targets=3, loss_by_position=[None] * 8)
+    event = ValidationResult("a", 4, {8: metrics, 16: metrics}).event(1.0)
     assert event["loss"] is event["regression"] is event["gain"] is None
-    said = "validation a after update 4: loss - (- since the first)  accuracy 0.0%  by context 8: - 16: -, gain -"
-    assert format_validation(event) == said
+    line = "validation a at step 4: loss - (- since the first)  accuracy 0.0%  by context 8: - 16: -, gain -"
+    assert format_validation(event) == line
+
+
+def test_the_first_validation_loss_is_reset_when_the_run_starts_over(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.log_event("start", step=0)
+    run_dir.log_event("validation", set="a", step=0, loss=5.0)
+    run_dir.log_event("start", step=3)
+    run_dir.log_event("validation", set="a", step=6, loss=4.0)
+    assert run_dir.first_validation_loss("a") == 5.0, "a resume keeps it"
+    run_dir.log_event("start", step=0)
+    assert run_dir.first_validation_loss("a") is None
+    run_dir.log_event("validation", set="a", step=0, loss=3.0)
+    assert run_dir.first_validation_loss("a") == 3.0

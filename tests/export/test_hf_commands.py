@@ -1,4 +1,4 @@
-"""From a checkpoint to a folder in Hugging Face's format, and back, as the commands do it."""
+"""`python -m trainer.hf`: export a checkpoint to Hugging Face's format and import it again."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import FAMILIES, hf
+from models import hf
 from models.hf_config import config_differences, model_config_from_hf
+from models.presets import FAMILIES
 from tests.models.hf_models import load as load_model
 from tests.models.hf_models import logits_of, logits_there, made_by_transformers
 from tests.system.in_process import configured, run_here, saved_by, trainer_of
@@ -29,7 +30,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def checkpoint_of(config: Config) -> Path:
-    """A checkpoint of the weights that a run begins with."""
+    """A checkpoint of the run's initial weights."""
     folder = RunDir(config.output_dir)
     with trainer_of(config) as trainer:
         checkpoints = CheckpointManager(config, folder, trainer.world)
@@ -44,21 +45,21 @@ def weights_in(folder: Path) -> dict[str, Tensor]:
     return {name: weights.read(entry) for name, entry in hf.tensor_specs(model).items()}
 
 
-def run_main(*words: object) -> int:
-    return main([str(word) for word in words])
+def run_main(*argv: object) -> int:
+    return main([str(argument) for argument in argv])
 
 
 # ---- export
 
 
 @pytest.mark.ranks
-def test_a_checkpoint_of_four_ranks_becomes_a_whole_model(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = forked(run, run.parent / "run", "--parallelism.tp=2", processes=4)
-    assert said.statuses == [0] * 4, said.said
-    out = run.parent / "hf"
-    assert run_main("export", run.parent / "run", out, "--max-shard-gib", 1e-4) == 0
-    assert capsys.readouterr().out.endswith(f"{out} is complete: every tensor was read again and is the same\n")
-    names = sorted(path.name for path in out.iterdir())
+def test_a_checkpoint_of_four_ranks_is_exported_unsharded(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = forked(run, run.parent / "run", "--parallelism.tp=2", processes=4)
+    assert done.statuses == [0] * 4, done.said
+    output = run.parent / "hf"
+    assert run_main("export", run.parent / "run", output, "--max-shard-gib", 1e-4) == 0
+    assert capsys.readouterr().out.endswith(f"{output} is complete: every tensor was read back and is bitwise equal\n")
+    names = sorted(path.name for path in output.iterdir())
     assert [name for name in names if not name.startswith("model-")] == [
         "config.json",
         "generation_config.json",
@@ -67,21 +68,23 @@ def test_a_checkpoint_of_four_ranks_becomes_a_whole_model(run: Path, capsys: pyt
         "tokenizer_config.json",
     ]
     assert len(names) > 8
-    assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {(out / hf.CONFIG_FILE).stat().st_mode & 0o777}
+    assert {path.stat().st_mode & 0o777 for path in output.iterdir()} == {
+        (output / hf.CONFIG_FILE).stat().st_mode & 0o777
+    }
     saved = tensors(run.parent / "run/checkpoints/step-6")
-    for name, tensor in weights_in(out).items():
+    for name, tensor in weights_in(output).items():
         assert tensor.dtype == torch.float32
         assert torch.equal(tensor, saved[f"model.{name}"]), name
-    values = json.loads((out / "config.json").read_text())
+    values = json.loads((output / "config.json").read_text())
     assert (values["max_position_embeddings"], values["dtype"], values["torch_dtype"]) == (64, "float32", "float32")
-    assert json.loads((out / "generation_config.json").read_text()) == {"bos_token_id": 256, "eos_token_id": 257}
+    assert json.loads((output / "generation_config.json").read_text()) == {"bos_token_id": 256, "eos_token_id": 257}
     model = model_config_from_hf(values)
-    tokens, logits = logits_of(load_model(out, model), model)
-    torch.testing.assert_close(logits, logits_there(out, tokens), rtol=0, atol=1e-4)
+    tokens, logits = logits_of(load_model(output, model), model)
+    torch.testing.assert_close(logits, logits_there(output, tokens), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("trained", "asked", "written"),
+    ("trained", "options", "expected_dtype"),
     [
         ("bfloat16", (), torch.bfloat16),
         ("float32", ("--dtype", "bfloat16"), torch.bfloat16),
@@ -89,20 +92,20 @@ def test_a_checkpoint_of_four_ranks_becomes_a_whole_model(run: Path, capsys: pyt
         ("float64", (), torch.float32),
     ],
 )
-def test_weights_are_written_in_the_type_that_is_asked_for(
-    run: Path, trained: str, asked: tuple[str, ...], written: torch.dtype
+def test_weights_are_exported_in_the_requested_dtype(
+    run: Path, trained: str, options: tuple[str, ...], expected_dtype: torch.dtype
 ) -> None:
     checkpoint = checkpoint_of(configured(run, run.parent / "run", f"--training.dtype={trained}"))
-    assert run_main("export", checkpoint, run.parent / "hf", *asked) == 0
+    assert run_main("export", checkpoint, run.parent / "hf", *options) == 0
     saved = tensors(checkpoint)
     for name, tensor in weights_in(run.parent / "hf").items():
-        assert tensor.dtype == written
-        assert torch.equal(tensor, saved[f"model.{name}"].to(written)), name
+        assert tensor.dtype == expected_dtype
+        assert torch.equal(tensor, saved[f"model.{name}"].to(expected_dtype)), name
     values = hf.read_config(run.parent / "hf")
-    assert {f"torch.{values[key]}" for key in ("dtype", "torch_dtype")} == {str(written)}
+    assert {f"torch.{values[key]}" for key in ("dtype", "torch_dtype")} == {str(expected_dtype)}
 
 
-def test_a_tied_head_is_left_out(run: Path) -> None:
+def test_a_tied_head_is_omitted(run: Path) -> None:
     checkpoint = checkpoint_of(configured(run, run.parent / "run", "--model.tie_embeddings=true"))
     assert run_main("export", checkpoint, run.parent / "hf") == 0
     assert hf.read_config(run.parent / "hf")["tie_word_embeddings"] is True
@@ -112,7 +115,7 @@ def test_a_tied_head_is_left_out(run: Path) -> None:
     torch.testing.assert_close(logits, logits_there(run.parent / "hf", tokens), rtol=0, atol=1e-4)
 
 
-def test_a_tokenizer_may_have_moved(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tokenizer_path_can_be_overridden(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = run.parent / "old", run.parent / "new"
     old.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(bytes([byte])), byte) for byte in range(256)))
     options = ("--tokenizer.kind=tiktoken", f"--tokenizer.path={old}", "--model.vocab_size=512")
@@ -125,27 +128,27 @@ def test_a_tokenizer_may_have_moved(run: Path, capsys: pytest.CaptureFixture[str
     assert hf.read_config(run.parent / "hf")["bos_token_id"] == 256
 
 
-def test_a_run_without_text_has_no_tokenizer(run: Path) -> None:
-    run_here_options = ("--data.corpus=copy", "--training.steps=1")
-    said = forked(run, run.parent / "run", *run_here_options)
-    assert said.statuses == [0], said.said
+def test_a_run_on_synthetic_tokens_exports_no_tokenizer(run: Path) -> None:
+    options = ("--data.corpus=copy", "--training.steps=1")
+    done = forked(run, run.parent / "run", *options)
+    assert done.statuses == [0], done.said
     assert run_main("export", run.parent / "run", run.parent / "hf") == 0
     assert not list((run.parent / "hf").glob("tokenizer*"))
     assert hf.read_config(run.parent / "hf")["bos_token_id"] is None
 
 
-def test_what_is_there_is_not_written_over(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_existing_folder_is_not_overwritten(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint = checkpoint_of(configured(run, run.parent / "run"))
-    out = run.parent / "hf"
-    out.mkdir()
-    assert run_main("export", checkpoint, out) == 0
-    before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
-    assert run_main("export", checkpoint, out) == 2
-    assert capsys.readouterr().err == f"error: {out} is there already\n"
-    assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before
+    output = run.parent / "hf"
+    output.mkdir()
+    assert run_main("export", checkpoint, output) == 0
+    before = {path: path.stat().st_mtime_ns for path in output.iterdir()}
+    assert run_main("export", checkpoint, output) == 2
+    assert capsys.readouterr().err == f"error: {output} exists already\n"
+    assert {path: path.stat().st_mtime_ns for path in output.iterdir()} == before
 
 
-def test_an_export_that_fails_leaves_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_export_leaves_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint = checkpoint_of(configured(run, run.parent / "run"))
     data = checkpoint / "__0_0.distcp"
     data.write_bytes(data.read_bytes()[:1000])
@@ -155,45 +158,47 @@ def test_an_export_that_fails_leaves_nothing(run: Path, capsys: pytest.CaptureFi
     assert sorted(run.parent.iterdir()) == before
 
 
-def test_a_checkpoint_of_another_model_is_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_of_another_model_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint = checkpoint_of(configured(run, run.parent / "run"))
     state = json.loads((checkpoint / "state.json").read_text())
     state["config"] |= {"model.ffn_dim": 97, "model.num_layers": 3}
     (checkpoint / "state.json").write_text(json.dumps(state))
     reseal(checkpoint)
     assert run_main("export", checkpoint, run.parent / "hf") == 2
-    told = capsys.readouterr().err
-    assert "model.blocks.0.feed_forward.up_proj.weight is (96, 64) there and (97, 64) here" in told
-    assert "model.blocks.2.attention.q_proj.weight is absent there and (64, 64) here" in told
+    err = capsys.readouterr().err
+    assert "model.blocks.0.feed_forward.up_proj.weight is (96, 64) in the checkpoint and (97, 64) in the model" in err
+    assert "model.blocks.2.attention.q_proj.weight is absent in the checkpoint and (64, 64) in the model" in err
 
 
 # ---- import
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
-def test_a_model_of_transformers_goes_in_and_comes_out_bit_by_bit(
+def test_import_and_export_of_a_transformers_model_is_bitwise(
     kind: str, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    there = run.parent / "there"
-    made_by_transformers(kind, torch.bfloat16, vocab_size=264).save_pretrained(there, max_shard_size="10KB")
-    assert run_main("import", there, run.parent / "begin.toml") == 0
+    source = run.parent / "source"
+    made_by_transformers(kind, torch.bfloat16, vocab_size=264).save_pretrained(source, max_shard_size="10KB")
+    assert run_main("import", source, run.parent / "begin.toml") == 0
     assert 'rope: kind "default", theta 10000' in capsys.readouterr().out
-    assert "# No file of its tokenizer is one that is read here. Without" in (run.parent / "begin.toml").read_text()
+    assert "# The model's tokenizer has no supported format. Without" in (run.parent / "begin.toml").read_text()
     options = (f"--data.corpus={run.parent / 'corpus'}", f"--data.cache_dir={run.parent / 'prepared'}")
     config = configured(run.parent / "begin.toml", run.parent / "run", "--training.seq_len=64", *options)
-    assert config.checkpoint.initial_load_path == f"hf:{there}"
+    assert config.checkpoint.initial_load_path == f"hf:{source}"
     checkpoint = checkpoint_of(config)
-    assert run_main("export", checkpoint, run.parent / "out", "--dtype=bfloat16") == 0
-    expected, found = weights_in(there), weights_in(run.parent / "out")
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+    assert run_main("export", checkpoint, run.parent / "output", "--dtype=bfloat16") == 0
+    expected, exported = weights_in(source), weights_in(run.parent / "output")
+    assert expected.keys() == exported.keys()
+    assert all(torch.equal(tensor, exported[name]) for name, tensor in expected.items())
     assert (
-        config_differences(*(model_config_from_hf(hf.read_config(folder)) for folder in (there, run.parent / "out")))
+        config_differences(
+            *(model_config_from_hf(hf.read_config(folder)) for folder in (source, run.parent / "output"))
+        )
         == {}
     )
 
 
-def test_what_was_exported_begins_another_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exported_model_can_be_imported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_here(configured(run, run.parent / "run", "--model.rope.kind=llama3", "--model.rope.factor=2"))
     assert run_main("export", run.parent / "run", run.parent / "hf") == 0
     capsys.readouterr()
@@ -207,22 +212,35 @@ def test_what_was_exported_begins_another_run(run: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(("family", "size"), [(family, size) for family in FAMILIES for size in FAMILIES[family]])
-def test_a_preset_is_the_nearest_to_itself(family: str, size: str) -> None:
+def test_the_nearest_preset_of_a_preset_is_itself(family: str, size: str) -> None:
     assert nearest_preset(FAMILIES[family][size]) == (family, size, {})
 
 
-def test_a_model_that_is_not_whole_is_not_brought_in(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    there = run.parent / "there"
-    made_by_transformers("Llama", torch.float32).save_pretrained(there)
-    values = json.loads((there / hf.CONFIG_FILE).read_text())
-    (there / hf.CONFIG_FILE).write_text(json.dumps(values | {"num_hidden_layers": 1, "intermediate_size": 21}))
+def test_an_inconsistent_model_is_not_imported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = run.parent / "source"
+    made_by_transformers("Llama", torch.float32).save_pretrained(source)
+    values = json.loads((source / hf.CONFIG_FILE).read_text())
+    (source / hf.CONFIG_FILE).write_text(json.dumps(values | {"num_hidden_layers": 1, "intermediate_size": 21}))
     capsys.readouterr()
-    assert run_main("import", there, run.parent / "begin.toml") == 2
+    assert run_main("import", source, run.parent / "begin.toml") == 2
     assert len(capsys.readouterr().err.splitlines()) == 9 + 3
     assert not (run.parent / "begin.toml").exists()
 
 
-@pytest.mark.parametrize("words", [(), ("export",), ("export", "a", "b", "--max-shard-gib", "0"), ("fetch", "a")])
-def test_a_wrong_command_is_refused(words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("argv", [(), ("export",), ("export", "a", "b", "--max-shard-gib", "0"), ("fetch", "a")])
+def test_wrong_arguments_exit_with_2(argv: tuple[str, ...]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        run_main(*words)
+        run_main(*argv)
+
+
+@pytest.mark.parametrize("source", ["missing", "empty", "file"])
+def test_import_of_a_folder_without_a_model_exits_with_2(
+    source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    assert run_main("import", tmp_path / source, tmp_path / "begin.toml") == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {tmp_path / source / 'config.json'} cannot be read: ")
+    assert err.count("\n") == 1
+    assert not (tmp_path / "begin.toml").exists()

@@ -1,4 +1,4 @@
-"""What is known of devices, on the one device that every machine has."""
+"""Device helpers on a CPU, and NUMA binding on a faked CUDA machine."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from trainer.hardware.host import GIB
 CPU = torch.device("cpu")
 
 
-def test_a_cpu_has_no_peak_and_no_device_memory() -> None:
+def test_a_cpu_has_no_peak_flops_and_no_device_memory() -> None:
     assert peak_flops(CPU) is None
     assert peak_device_memory(CPU) is None
 
 
-def test_host_memory_is_a_peak_in_bytes() -> None:
+def test_peak_host_memory_is_in_bytes() -> None:
     before = peak_host_memory()
     assert 0.05 * GIB < before < 64 * GIB
     torch.ones(64 << 20, dtype=torch.uint8)
     assert peak_host_memory() >= before
 
 
-def test_a_stopwatch_measures_between_its_marks() -> None:
+def test_a_stopwatch_measures_from_start_to_stop() -> None:
     stopwatch = Stopwatch(CPU)
     stopwatch.start()
     time.sleep(0.02)
@@ -45,16 +45,16 @@ def test_a_stopwatch_measures_between_its_marks() -> None:
     assert stopwatch.seconds() == stopwatch.seconds()
 
 
-def test_numbers_are_read_exactly() -> None:
+def test_async_copy_is_exact() -> None:
     values = [1 / 3, float("inf"), -0.0, 1e300]
     assert AsyncHostCopy(torch.tensor(values, dtype=torch.float64)).read() == values
 
 
-# ---- beside a device
+# ---- NUMA binding
 
 
 class Node:
-    """A machine of two CUDA devices, bus 0x1b and 0xc3, as far as binding sees it."""
+    """Fakes a machine with two CUDA devices on buses 0x1b and 0xc3."""
 
     def __init__(self, patch: pytest.MonkeyPatch, root: Path, *lists: str, allowed: set[int], threads: int = 1) -> None:
         self.root, self.bound, self.threads = root, list[set[int]](), threads
@@ -72,7 +72,7 @@ class Node:
     def properties(self, index: int) -> SimpleNamespace:
         return SimpleNamespace(pci_domain_id=0, pci_bus_id=(0x1B, 0xC3)[index], pci_device_id=0)
 
-    def stay(self, index: int = 1) -> list[set[int]]:
+    def bind(self, index: int = 1) -> list[set[int]]:
         bind_to_numa_node(torch.device("cuda", index), self.root)
         return self.bound
 
@@ -86,10 +86,10 @@ class Node:
         ("4-7\n", {0, 1, 5, 6}, {5, 6}),
     ],
 )
-def test_a_process_stays_beside_its_device_on_what_it_was_given(
+def test_a_process_is_bound_to_the_allowed_cpus_of_its_numa_node(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, listed: str, allowed: set[int], bound: set[int]
 ) -> None:
-    assert Node(monkeypatch, tmp_path, "0-1\n", listed, allowed=allowed).stay() == [bound]
+    assert Node(monkeypatch, tmp_path, "0-1\n", listed, allowed=allowed).bind() == [bound]
 
 
 @pytest.mark.parametrize(
@@ -102,17 +102,17 @@ def test_a_process_stays_beside_its_device_on_what_it_was_given(
         (("0-1\n", "4-7\n"), {0, 1}),
         (("0-1\n", "0-7\n"), {2, 3}),
     ],
-    ids=["no files", "another's file", "empty", "garbled", "given elsewhere", "given no others"],
+    ids=["no files", "another's file", "empty", "garbled", "allowed elsewhere", "all allowed are local"],
 )
-def test_nothing_is_bound_where_it_is_not_known_or_would_take_all_or_none(
+def test_binding_is_skipped_without_a_proper_subset_of_cpus(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lists: tuple[str, ...], allowed: set[int]
 ) -> None:
     node = Node(monkeypatch, tmp_path, *lists, allowed=allowed, threads=8)
-    assert node.stay() == []
+    assert node.bind() == []
     assert node.threads == 8
 
 
-def test_a_process_without_a_device_stays_where_it_is(tmp_path: Path) -> None:
+def test_a_cpu_process_is_not_bound(tmp_path: Path) -> None:
     before = os.sched_getaffinity(0)
     bind_to_numa_node(CPU, tmp_path)
     assert os.sched_getaffinity(0) == before
@@ -126,19 +126,17 @@ def test_a_process_without_a_device_stays_where_it_is(tmp_path: Path) -> None:
         (("4\n", "4\n"), 4, 1),
         (("0-3\n", "4-7\n"), 1, 1),
     ],
-    ids=["one device each", "both on one side", "more devices than CPUs", "one is enough"],
+    ids=["one device each", "both on one node", "more devices than CPUs", "one is enough"],
 )
-def test_threads_of_processes_on_one_side_find_room_there(
+def test_processes_on_one_numa_node_share_its_threads(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lists: tuple[str, ...], threads: int, after: int
 ) -> None:
     node = Node(monkeypatch, tmp_path, *lists, allowed=set(range(8)), threads=threads)
-    node.stay()
+    node.bind()
     assert node.threads == after
 
 
-def test_it_is_told_once_where_a_process_stays(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_binding_is_logged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="trainer"):
-        Node(monkeypatch, tmp_path, "0-3\n", "4-7\n", allowed=set(range(8))).stay()
-    assert caplog.messages == ["bound to the 4 of 8 CPUs that are beside cuda:1"]
+        Node(monkeypatch, tmp_path, "0-3\n", "4-7\n", allowed=set(range(8))).bind()
+    assert caplog.messages == ["bound to the 4 of 8 CPUs on the NUMA node of cuda:1"]

@@ -163,14 +163,14 @@ def test_a_report_is_the_resolved_toml_with_the_mesh_in_comments() -> None:
     assert "# mesh of 32 processes (4 nodes x 8)" in text
     assert "#   dp_shard                16  across 2 nodes    0-15  16-31\n" in text
     assert "#   dp_replicate             2  across 2 nodes    0,16  1,17  2,18  3,19 ... (16 groups)\n" in text
-    assert "#   tp                       1  -\n" in text
+    assert "#   tp " not in text
     assert f"{config.model.build().num_parameters:,} parameters" in text
     assert "8 micro-batches of 1 row, 1 on each data-parallel rank" in text
     assert "# remark: training.global_batch_size = 8" in text
     assert "ranks_per_node" not in text.partition("# mesh of")[2]
     text = format_resolved_config(load(["--parallelism.tp", "16"]), LaunchWorld(nproc_per_node=4, num_nodes=4))
     assert "# remark: parallelism.tp = 16 crosses nodes of 8 ranks" in text
-    assert "# remark: parallelism.ranks_per_node = 8, but each of 4 nodes runs 4 processes" in text
+    assert "# remark: parallelism.ranks_per_node = 8 does not match 4 nodes of 4 processes" in text
 
 
 def test_check_prints_and_starts_nothing(launch: Launch) -> None:
@@ -178,7 +178,7 @@ def test_check_prints_and_starts_nothing(launch: Launch) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert tomli.loads(done.stdout)["training"]["steps"] == 7
     assert "# mesh of 4 processes" in done.stdout
-    assert "# memory of the fullest rank, predicted: " in done.stdout
+    assert "# predicted peak memory per rank: " in done.stdout
 
 
 @pytest.mark.parametrize("flags", [[], ["--check"]])
@@ -284,4 +284,4 @@ def test_a_mesh_can_be_looked_at_before_corpus_and_tokenizer_are_there(
     assert main() == 2
     told = capsys.readouterr()
     assert told.out == ""
-    assert "needs 8 processes, but there are 4 (NGPU x NNODES, or torchrun's)" in told.err
+    assert "needs 8 processes, but the world size is 4 (NGPU x NNODES, or torchrun's)" in told.err

@@ -1,4 +1,4 @@
-"""`memory.recompute = "auto"` takes the fastest that is predicted to fit, and says why where nothing does."""
+"""`memory.recompute = "auto"` selects the fastest options predicted to fit, or raises with the reason."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def chosen(gib: float, *words: str, host: float = TERABYTE) -> Config:
     return fit_memory_options(automatic(*words), 8, ranks_per_node=8, device_bytes=gib * GIB, host_bytes=host)
 
 
-def test_where_there_is_room_nothing_is_computed_again() -> None:
+def test_enough_memory_selects_no_recomputation() -> None:
     assert describe_memory_options(chosen(200)) == 'memory.recompute = "none"'
 
 
-def test_less_room_takes_more_levers_and_more_flops() -> None:
+def test_less_memory_costs_more_flops() -> None:
     flops = []
     for gib in (200, 80, 45, 38, 30):
         config = chosen(gib)
@@ -40,19 +40,18 @@ def test_less_room_takes_more_levers_and_more_flops() -> None:
     assert flops == sorted(flops)
 
 
-def test_the_next_faster_choice_would_not_have_fitted() -> None:
-    """Keeping all takes 168 GiB: a little less than that is not enough for it."""
+def test_the_next_faster_option_does_not_fit() -> None:
     everything = estimate_memory(automatic("--memory.recompute", "none"), 8).device_bytes / GIB
     assert chosen(everything / DEVICE_FRACTION + 1).memory.recompute == "none"
     assert chosen(everything / DEVICE_FRACTION - 1).memory.recompute == "keep_attention"
 
 
-def test_keys_that_are_given_stay() -> None:
+def test_explicit_keys_are_kept() -> None:
     config = chosen(40, "--memory.head_groups", "4", "--memory.offload", "none")
     assert (config.memory.head_groups, config.memory.offload) == (4, "none")
 
 
-def test_attention_goes_to_a_host_that_has_room_for_all_of_it() -> None:
+def test_offload_stays_within_host_memory() -> None:
     tight = ("--memory.loss_chunk_mib", "256", "--memory.blocks_per_checkpoint", "1")
     for node in (TERABYTE, 240 * GIB):
         config = chosen(32, *tight, host=node)
@@ -62,29 +61,29 @@ def test_attention_goes_to_a_host_that_has_room_for_all_of_it() -> None:
             assert config.memory.host_budget_gib == pytest.approx(0.75 * node / GIB)
 
 
-def test_where_nothing_fits_the_least_is_named() -> None:
+def test_the_error_names_the_minimum_memory() -> None:
     with pytest.raises(
-        ConfigError, match=r"nothing that fits 9\.0 GiB of a device .* least is [12]\d\.\d GiB, with memory"
+        ConfigError, match=r"no options that fit 9\.0 GiB per device .* minimum is [12]\d\.\d GiB, with memory"
     ):
         chosen(10)
 
 
-def test_a_stated_choice_is_left_alone() -> None:
+def test_an_explicit_policy_is_unchanged() -> None:
     config = load(["--config", "llama3_8b_128k"])
     assert fit_memory_options(config, 8, ranks_per_node=8, device_bytes=1, host_bytes=1) is config
 
 
-def test_schedules_that_go_back_twice_get_what_they_allow() -> None:
+def test_split_backward_schedules_get_no_recomputation() -> None:
     words = ("--parallelism.pp", "2", "--parallelism.pp_schedule", "ZBVZeroBubble", "--parallelism.dp_shard", "1")
     assert chosen(400, *words, "--training.compile", "false").memory.recompute == "none"
 
 
-def test_states_on_the_host_do_not_count_against_what_blocks_may_keep_there() -> None:
+def test_host_optimizer_state_does_not_count_against_the_offload_budget() -> None:
     words = ("--memory.optimizer_placement", "host", "--memory.host_budget_gib", "1", "--memory.offload", "none")
     assert chosen(60, *words).memory.recompute == "keep_attention"
 
 
-def test_where_every_choice_breaks_a_rule_the_rule_is_named() -> None:
+def test_the_error_names_the_violated_rule() -> None:
     words = ("--parallelism.pp", "2", "--parallelism.pp_schedule", "ZBVZeroBubble", "--parallelism.dp_shard", "1")
     with pytest.raises(ConfigError, match=r"memory[.]offload"):
         chosen(400, *words, "--training.compile", "false", "--memory.offload", "inputs")

@@ -76,7 +76,7 @@ def test_memory_of_a_cpu_is_not_recorded(tmp_path: Path) -> None:
     told = profilers.report_out_of_memory(torch.OutOfMemoryError("tried to allocate"))
     first, second, *changes = told.splitlines()
     assert first == "out of device memory: tried to allocate"
-    assert second.startswith("memory of the fullest rank, predicted: ")
+    assert second.startswith("predicted peak memory per rank: ")
     assert len(changes) == 3
     assert all(" would free " in change for change in changes)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
-from models.view import identity
+from models.linear import identity
 from tests.models.small_models import SMALL, gradients, packed, small_model
 from tests.ranks import run_ranks
 from tests.system.in_process import configured, rows_of

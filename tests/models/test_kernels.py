@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import kernels
+from models import kernel_check, kernels
 from models.kernels import ScoreBlock, ScoreBlocks
+from models.linear import accumulation_dtype
 
 HEADS = [(4, 4), (4, 2), (6, 2), (4, 1)]
 RECTANGLES = [ScoreBlock(0, 5, 0, 3), ScoreBlock(5, 9, 0, 7), ScoreBlock(12, 20, 9, 10)]
@@ -49,7 +50,7 @@ def computed(
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     grad, q, k, v = given
     out = torch.zeros_like(q)
-    lse = q.new_full((q.shape[1], 20), -torch.inf, dtype=kernels.accumulation_dtype(q.dtype))
+    lse = q.new_full((q.shape[1], 20), -torch.inf, dtype=accumulation_dtype(q.dtype))
     for at, part, part_lse in kernels.attend_blocks(q, k, v, ScoreBlocks(rectangles, causal=causal), kernel=kernel):
         out[at], lse[:, at] = part, part_lse
     grads = tuple(torch.zeros_like(x) for x in (q, k, v))
@@ -109,7 +110,7 @@ def test_an_unknown_kernel_is_named() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kernel", ["auto", "plain"])
 def test_kernels_of_a_cpu_are_shown_to_be_right(kernel: str, dtype: torch.dtype) -> None:
-    kernels.verify_kernel(kernel, torch.device("cpu"), dtype, width=32)
+    kernel_check.verify_kernel(kernel, torch.device("cpu"), dtype, width=32)
 
 
 def test_a_kernel_that_is_wrong_is_found_with_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +128,7 @@ def test_a_kernel_that_is_wrong_is_found_with_what_is_wrong(monkeypatch: pytest.
     for broken, wrong in (((unscaled, backward), "log-sum-exp"), ((forward, uncausal), "dq")):
         monkeypatch.setitem(kernels.DENSE_KERNELS, "cpu", broken)
         with pytest.raises(ValueError, match=rf'kernel "auto" errs by \S+ in the {wrong} of causal squares'):
-            kernels.verify_kernel("auto", torch.device("cpu"), torch.float32, width=32)
+            kernel_check.verify_kernel("auto", torch.device("cpu"), torch.float32, width=32)
 
 
 # ---- what one call with lengths takes

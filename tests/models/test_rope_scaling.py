@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from models import FAMILIES, rope, rope_scaling
+from models import rope, rope_scaling
 from models.config import RopeConfig
+from models.presets import FAMILIES
 from tests.models.rope_configs import KINDS, LONG
 from tests.models.small_models import SMALL
 

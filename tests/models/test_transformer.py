@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models import FAMILIES, rope, rope_scaling
+from models import rope, rope_scaling
 from models.batch import IGNORE_INDEX, Batch
 from models.config import ModelConfig, RopeConfig
+from models.presets import FAMILIES
 from models.transformer import StageSpec, Transformer
 from tests.models.small_models import MIXED, NORMED, SMALL, TIED, gradients, largest_difference, packed, small_model
 

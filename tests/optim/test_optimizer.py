@@ -1,4 +1,4 @@
-"""AdamW held to a few lines of arithmetic, and updates that skip themselves."""
+"""AdamW against a few lines of arithmetic; skipped steps; bfloat16 moments; deferred num_steps."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def state(optimizer: Optimizer) -> dict[str, Tensor]:
     return weights | {name: tensor.clone() for name, tensor in optimizer.state_dict().items()}
 
 
-@pytest.mark.parametrize("scale", [0.01, 100.0], ids=["below the limit", "clipped"])
-def test_three_updates_are_those_of_the_paper(scale: float) -> None:
+@pytest.mark.parametrize("scale", [0.01, 100.0], ids=["not clipped", "clipped"])
+def test_three_steps_follow_the_adamw_paper(scale: float) -> None:
     model = Model()
     optimizer = Optimizer([model], SECTION)
-    wanted = [parameter.detach().clone() for parameter in model.parameters()]
-    first = [torch.zeros_like(weight) for weight in wanted]
-    second = [torch.zeros_like(weight) for weight in wanted]
+    expected_weights = [parameter.detach().clone() for parameter in model.parameters()]
+    first = [torch.zeros_like(weight) for weight in expected_weights]
+    second = [torch.zeros_like(weight) for weight in expected_weights]
     for step, lr in enumerate((0.5, 0.1, 0.02), 1):
         gradients = give_gradients(model, scale, seed=step)
         norm, finite = optimizer.step(lr)
@@ -52,13 +52,13 @@ def test_three_updates_are_those_of_the_paper(scale: float) -> None:
             first[index] = 0.8 * first[index] + 0.2 * clipped
             second[index] = 0.9 * second[index] + 0.1 * clipped**2
             ratio = first[index] / (1 - 0.8**step) / ((second[index] / (1 - 0.9**step)).sqrt() + 1e-6)
-            wanted[index] = wanted[index] * (1 - lr * decay) - lr * ratio
-        for parameter, weight in zip(model.parameters(), wanted, strict=True):
+            expected_weights[index] = expected_weights[index] * (1 - lr * decay) - lr * ratio
+        for parameter, weight in zip(model.parameters(), expected_weights, strict=True):
             torch.testing.assert_close(parameter.detach(), weight, rtol=1e-9, atol=1e-12)
             assert parameter.grad is None
 
 
-def test_matrices_decay_and_vectors_do_not() -> None:
+def test_only_matrices_have_weight_decay() -> None:
     model = Model()
     optimizer = Optimizer([model], SECTION)
     before = state(optimizer)
@@ -70,7 +70,7 @@ def test_matrices_decay_and_vectors_do_not() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_an_update_with_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
+def test_step_with_a_non_finite_gradient_changes_nothing(bad: float) -> None:
     model = Model()
     optimizer = Optimizer([model], SECTION)
     give_gradients(model, 1.0)
@@ -87,7 +87,7 @@ def test_an_update_with_a_gradient_that_is_not_finite_changes_nothing(bad: float
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_an_update_after_a_skipped_one_is_as_if_that_had_not_been() -> None:
+def test_skipped_step_leaves_no_trace() -> None:
     skipping, plain = Model(), Model()
     optimizers = [Optimizer([skipping], SECTION), Optimizer([plain], SECTION)]
     for step in range(3):
@@ -101,7 +101,7 @@ def test_an_update_after_a_skipped_one_is_as_if_that_had_not_been() -> None:
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
-def test_the_state_exists_from_the_start_under_the_parameters_names() -> None:
+def test_state_exists_from_construction_under_parameter_names() -> None:
     found = Optimizer([Model()], SECTION).state_dict()
     assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in found.items()} == {
         "matrix.step": ((), torch.float32),
@@ -114,45 +114,47 @@ def test_the_state_exists_from_the_start_under_the_parameters_names() -> None:
     assert not any(tensor.any() for tensor in found.values())
 
 
-def test_tensors_are_the_state_itself_so_that_loading_writes_into_it() -> None:
+def test_state_dict_returns_the_live_tensors() -> None:
     model = Model()
     optimizer = Optimizer([model], SECTION)
-    held = optimizer.state_dict()
+    state_tensors = optimizer.state_dict()
     give_gradients(model, 1.0)
     optimizer.step(0.5)
-    assert held["matrix.step"] == 1
-    assert held["matrix.exp_avg"].any()
+    assert state_tensors["matrix.step"] == 1
+    assert state_tensors["matrix.exp_avg"].any()
 
 
 # ---- moments in bfloat16
 
 
-def narrow_and_wide(**changes: object) -> tuple[list[Model], list[Optimizer]]:
-    """Two models in float32, the moments of the first in bfloat16."""
+def bf16_and_fp32_moments(**changes: object) -> tuple[list[Model], list[Optimizer]]:
+    """Two float32 models; the first has bfloat16 moments."""
     models, section = [Model(torch.float32), Model(torch.float32)], SECTION.model_copy(update=changes)
     return models, [Optimizer([models[0]], section, moment_dtype=torch.bfloat16), Optimizer([models[1]], section)]
 
 
-@pytest.mark.parametrize("piece", [1, 5, 1 << 22])
-def test_an_update_changes_in_float32_and_rounds_what_it_keeps(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
-    monkeypatch.setattr("trainer.optim.optimizer.OPTIMIZER_CHUNK_ELEMENTS", piece)
-    models, optimizers = narrow_and_wide()
-    for update in range(4):
+@pytest.mark.parametrize("chunk_elements", [1, 5, 1 << 22])
+def test_bf16_moments_are_updated_in_float32_and_then_rounded(
+    monkeypatch: pytest.MonkeyPatch, chunk_elements: int
+) -> None:
+    monkeypatch.setattr("trainer.optim.optimizer.OPTIMIZER_CHUNK_ELEMENTS", chunk_elements)
+    models, optimizers = bf16_and_fp32_moments()
+    for step in range(4):
         for model, optimizer in zip(models, optimizers, strict=True):
-            give_gradients(model, 0.1 if update == 1 else 100.0, seed=update)
+            give_gradients(model, 0.1 if step == 1 else 100.0, seed=step)
             optimizer.step(0.1)
-        narrow, wide = map(state, optimizers)
-        for name, tensor in narrow.items():
-            kept = wide[name].bfloat16() if "exp_avg" in name else wide[name]
-            assert torch.equal(tensor, kept), name
-        # From the same moments the next update is the same.
+        bf16, fp32 = map(state, optimizers)
+        for name, tensor in bf16.items():
+            rounded = fp32[name].bfloat16() if "exp_avg" in name else fp32[name]
+            assert torch.equal(tensor, rounded), name
+        # With the same moments, the next step is the same.
         for name, tensor in optimizers[1].state_dict().items():
-            tensor.copy_(narrow[name])
+            tensor.copy_(bf16[name])
     assert {float(tensor) for name, tensor in optimizers[0].state_dict().items() if name.endswith("step")} == {4.0}
 
 
-def test_a_skipped_update_leaves_moments_in_bfloat16_as_they_are() -> None:
-    (model, _), (optimizer, _) = narrow_and_wide()
+def test_skipped_step_does_not_change_bf16_moments() -> None:
+    (model, _), (optimizer, _) = bf16_and_fp32_moments()
     give_gradients(model, 1.0)
     optimizer.step(0.5)
     before = state(optimizer)
@@ -161,8 +163,8 @@ def test_a_skipped_update_leaves_moments_in_bfloat16_as_they_are() -> None:
     assert [name for name, tensor in state(optimizer).items() if not torch.equal(before[name], tensor)] == []
 
 
-def test_a_parameter_without_a_gradient_keeps_its_moments_in_bfloat16() -> None:
-    (model, _), (optimizer, _) = narrow_and_wide()
+def test_parameter_without_gradient_keeps_its_bf16_moments() -> None:
+    (model, _), (optimizer, _) = bf16_and_fp32_moments()
     give_gradients(model, 1.0)
     model.norm.grad = None
     before = state(optimizer)
@@ -172,9 +174,9 @@ def test_a_parameter_without_a_gradient_keeps_its_moments_in_bfloat16() -> None:
     } == {"matrix"}
 
 
-def forgotten(beta: float) -> float:
-    """What is left of a second moment of 1, kept in bfloat16, after 100 updates without gradients."""
-    (model, _), (optimizer, _) = narrow_and_wide(betas=(0.9, beta))
+def remaining_moment(beta: float) -> float:
+    """What remains of a bfloat16 second moment of 1 after 100 steps with zero gradients."""
+    (model, _), (optimizer, _) = bf16_and_fp32_moments(betas=(0.9, beta))
     moment = optimizer.state_dict()["matrix.exp_avg_sq"].fill_(1.0)
     for _ in range(100):
         give_gradients(model, 0.0)
@@ -183,37 +185,37 @@ def forgotten(beta: float) -> float:
 
 
 @pytest.mark.parametrize("beta", [0.95, 0.99])
-def test_moments_that_change_by_more_than_rounding_forget(beta: float) -> None:
-    assert forgotten(beta) == pytest.approx(beta**100, rel=0.25)
+def test_bf16_moments_decay_for_betas_above_rounding(beta: float) -> None:
+    assert remaining_moment(beta) == pytest.approx(beta**100, rel=0.25)
 
 
-def test_slower_moments_would_never_forget_which_is_why_they_are_refused() -> None:
-    assert forgotten(0.998) > 0.95 > 0.998**100
+def test_bf16_moments_never_decay_for_slow_betas() -> None:
+    assert remaining_moment(0.998) > 0.95 > 0.998**100
 
 
-def test_training_with_moments_in_bfloat16_follows_that_in_float32() -> None:
+def test_training_with_bf16_moments_follows_float32() -> None:
     generator = torch.Generator().manual_seed(3)
     inputs = torch.randn(64, 4, generator=generator)
     targets = torch.tanh(inputs @ torch.randn(4, 3, generator=generator))
     losses: list[list[float]] = [[], []]
-    models, optimizers = narrow_and_wide(weight_decay=0.0)
+    models, optimizers = bf16_and_fp32_moments(weight_decay=0.0)
     for _ in range(150):
         for model, optimizer, found in zip(models, optimizers, losses, strict=True):
             loss = (torch.tanh((inputs * model.norm) @ model.matrix.T) - targets).square().mean()
             loss.backward()
             found.append(float(loss.detach()))
             optimizer.step(0.02)
-    narrow, wide = losses
-    assert narrow != wide
-    assert wide[-1] < 0.1 * wide[0]
-    assert max(abs(ours - theirs) for ours, theirs in zip(*losses, strict=True)) < 0.01 * wide[0]
+    bf16, fp32 = losses
+    assert bf16 != fp32
+    assert fp32[-1] < 0.1 * fp32[0]
+    assert max(abs(ours - theirs) for ours, theirs in zip(*losses, strict=True)) < 0.01 * fp32[0]
 
 
-# ---- units that are updated when they next run
+# ---- deferred num_steps
 
 
-class Units(nn.Module):
-    """Two units, and a parameter of its own."""
+class TwoLayers(nn.Module):
+    """Two submodules and one direct parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,64 +227,64 @@ class Units(nn.Module):
         return y
 
 
-def late(model: Units) -> Optimizer:
+def deferred_optimizer(model: TwoLayers) -> Optimizer:
     return Optimizer([model], SECTION, deferred_modules=[model, model.first, model.second])
 
 
-def trained(model: Units, optimizer: Optimizer, updates: int) -> None:
-    for update in range(updates):
-        x = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(update))
+def run_steps(model: TwoLayers, optimizer: Optimizer, num_steps: int) -> None:
+    for step in range(num_steps):
+        x = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
         for part in x.split(3):
             model(part).square().sum().backward()
-        if update == 2:
+        if step == 2:
             model.first.weight.grad = torch.full_like(model.first.weight, torch.nan)
-        optimizer.step(0.1 / (update + 1))
+        optimizer.step(0.1 / (step + 1))
 
 
-def test_units_that_are_updated_late_end_bitwise_where_others_do() -> None:
+def test_deferred_updates_are_bitwise_equal() -> None:
     torch.manual_seed(0)
-    lately, model = Units(), Units()
-    lately.load_state_dict(model.state_dict())
-    optimizers = [late(lately), Optimizer([model], SECTION)]
-    for one, optimizer in zip((lately, model), optimizers, strict=True):
-        trained(one, optimizer, 5)
-    assert not torch.equal(lately.second.weight, model.second.weight)
+    deferred, model = TwoLayers(), TwoLayers()
+    deferred.load_state_dict(model.state_dict())
+    optimizers = [deferred_optimizer(deferred), Optimizer([model], SECTION)]
+    for one, optimizer in zip((deferred, model), optimizers, strict=True):
+        run_steps(one, optimizer, 5)
+    assert not torch.equal(deferred.second.weight, model.second.weight)
     optimizers[0].flush_deferred_updates()
     ours, theirs = map(state, optimizers)
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
-    assert all(parameter.grad is None for parameter in lately.parameters())
+    assert all(parameter.grad is None for parameter in deferred.parameters())
 
 
-def test_a_unit_is_updated_before_it_runs_and_not_earlier() -> None:
-    model = Units()
-    optimizer = late(model)
-    trained(model, optimizer, 1)
+def test_module_is_updated_just_before_its_forward() -> None:
+    model = TwoLayers()
+    optimizer = deferred_optimizer(model)
+    run_steps(model, optimizer, 1)
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    seen: list[list[str]] = []
+    updated: list[list[str]] = []
 
-    def look(*_: object) -> None:
-        seen.append([name for name, x in model.named_parameters() if not torch.equal(x, weights[name])])
+    def record_updated(*_: object) -> None:
+        updated.append([name for name, x in model.named_parameters() if not torch.equal(x, weights[name])])
 
-    model.first.register_forward_pre_hook(look)
-    model.second.register_forward_pre_hook(look)
+    model.first.register_forward_pre_hook(record_updated)
+    model.second.register_forward_pre_hook(record_updated)
     model(torch.ones(1, 3, dtype=torch.float64))
-    assert seen == [["scale", "first.weight"], ["scale", "first.weight", "second.weight"]]
+    assert updated == [["scale", "first.weight"], ["scale", "first.weight", "second.weight"]]
 
 
-def test_asking_for_the_state_updates_what_waits() -> None:
-    model = Units()
-    optimizer = late(model)
-    trained(model, optimizer, 1)
+def test_state_dict_flushes_deferred_updates() -> None:
+    model = TwoLayers()
+    optimizer = deferred_optimizer(model)
+    run_steps(model, optimizer, 1)
     assert {float(tensor) for name, tensor in optimizer.state_dict().items() if name.endswith("step")} == {1.0}
 
 
-def test_a_unit_that_did_not_run_between_two_updates_misses_none() -> None:
+def test_module_that_did_not_run_between_two_steps_misses_no_update() -> None:
     torch.manual_seed(0)
-    lately, model = Units(), Units()
-    lately.load_state_dict(model.state_dict())
-    optimizers = [late(lately), Optimizer([model], SECTION)]
-    for one, optimizer in zip((lately, model), optimizers, strict=True):
-        trained(one, optimizer, 1)
+    deferred, model = TwoLayers(), TwoLayers()
+    deferred.load_state_dict(model.state_dict())
+    optimizers = [deferred_optimizer(deferred), Optimizer([model], SECTION)]
+    for one, optimizer in zip((deferred, model), optimizers, strict=True):
+        run_steps(one, optimizer, 1)
         one.first(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
         optimizer.step(0.05)
     ours, theirs = (optimizer.state_dict() for optimizer in optimizers)

@@ -1,4 +1,4 @@
-"""The optimizer on a mesh: what is not finite changes nothing anywhere; clipping and decay are torch's."""
+"""The optimizer on a mesh: a non-finite gradient on one rank skips the step on all; clipping and decay equal torch's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from models.transformer import Transformer
 from parallelisms.collectives import all_reduce
 from tests.models.small_models import packed, small_model
-from tests.parallelisms.parallel_models import Plan, build, joined
+from tests.parallelisms.parallel_models import Plan, build, concat_batches
 from tests.ranks import run_ranks
 from trainer.config.job_config import OptimizerSection
 from trainer.optim.optimizer import Optimizer
@@ -23,24 +23,24 @@ Poison = Literal["gradient", "infinite gradient", "loss"]
 
 
 def state_of(model: Transformer, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Everything that an update may change, the part of this rank."""
+    """Local shards of everything that a step may change."""
     tensors = dict(model.named_parameters()) | optimizer.state_dict()
     return {name: local(x.detach()).clone() for name, x in tensors.items()}
 
 
 def skip(plan: Plan, poison: Poison) -> tuple[list[bool], list[str], list[str], list[float]]:
-    """Whether updates were finite, and what changed in one with bad numbers on the last rank, and in the one after."""
+    """Whether steps were finite; what changed in a step with bad values on the last rank, and in the next one."""
     mesh = plan.mesh()
     model = build(plan, mesh)
     optimizer = Optimizer([model], OptimizerSection(lr=1e-2), all_reduce=partial(all_reduce, None))
     rank = mesh.rank
     finite: list[bool] = []
     states: list[dict[str, Tensor]] = []
-    for update in range(4):
-        # Reduced gradients are the same bits on all replicas, so all that hold the last shard have the bad number.
+    for step in range(4):
+        # Reduced gradients are bitwise equal on all replicas, so every rank with the last shard gets the bad value.
         last = rank == plan.ranks - 1 if poison == "loss" else mesh.coordinate["dp_shard"] == plan.dp_shard - 1
-        bad = update == 2 and last
-        losses = model(joined([packed([20], seed=10 * update + rank)]))
+        bad = step == 2 and last
+        losses = model(concat_batches([packed([20], seed=10 * step + rank)]))
         if bad and poison == "loss":
             losses = losses * torch.nan
         (losses.sum() / 19).backward()
@@ -67,7 +67,7 @@ def local(x: Tensor) -> Tensor:
 @pytest.mark.ranks
 @pytest.mark.parametrize("poison", ["gradient", "infinite gradient", "loss"])
 @pytest.mark.parametrize("plan", [Plan(), Plan(dp_shard=3), Plan(dp_replicate=2, dp_shard=2)], ids=["1", "3", "2x2"])
-def test_numbers_on_one_rank_that_are_not_finite_change_nothing_on_any(plan: Plan, poison: Poison) -> None:
+def test_non_finite_values_on_one_rank_skip_the_step_on_all(plan: Plan, poison: Poison) -> None:
     for finite, skipped, after, steps in run_ranks(skip, plan.ranks, plan, poison):
         assert finite == [True, True, False, True]
         assert skipped == []
@@ -76,12 +76,12 @@ def test_numbers_on_one_rank_that_are_not_finite_change_nothing_on_any(plan: Pla
 
 
 @pytest.mark.parametrize("limit", [1e-3, 1e6])
-def test_updates_of_one_process_are_those_of_torch(limit: float) -> None:
-    ours, torchs = small_model(), small_model()
+def test_steps_of_one_process_equal_torch(limit: float) -> None:
+    our_model, torch_model = small_model(), small_model()
     options = OptimizerSection(lr=1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3, max_grad_norm=limit)
-    optimizer = Optimizer([ours], options)
-    matrices = [parameter for parameter in torchs.parameters() if parameter.ndim == 2]
-    vectors = [parameter for parameter in torchs.parameters() if parameter.ndim == 1]
+    optimizer = Optimizer([our_model], options)
+    matrices = [parameter for parameter in torch_model.parameters() if parameter.ndim == 2]
+    vectors = [parameter for parameter in torch_model.parameters() if parameter.ndim == 1]
     reference = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0}],
         betas=(0.8, 0.9),
@@ -89,9 +89,9 @@ def test_updates_of_one_process_are_those_of_torch(limit: float) -> None:
         foreach=False,
     )
     for lr in (1e-2, 1e-3, 5e-2):
-        for model in (ours, torchs):
+        for model in (our_model, torch_model):
             (model(BATCH).sum() / BATCH.num_targets()).backward()
-        expected = nn.utils.clip_grad_norm_(torchs.parameters(), limit)
+        expected = nn.utils.clip_grad_norm_(torch_model.parameters(), limit)
         norm, finite = optimizer.step(lr)
         for group in reference.param_groups:
             group["lr"] = lr
@@ -99,11 +99,11 @@ def test_updates_of_one_process_are_those_of_torch(limit: float) -> None:
         reference.zero_grad()
         assert bool(finite)
         torch.testing.assert_close(norm, expected, rtol=1e-14, atol=0)
-        for mine, theirs in zip(ours.parameters(), torchs.parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-13)
+        for our_parameter, torch_parameter in zip(our_model.parameters(), torch_model.parameters(), strict=True):
+            torch.testing.assert_close(our_parameter, torch_parameter, rtol=0, atol=1e-13)
 
 
-def test_matrices_decay_and_norms_do_not() -> None:
+def test_norms_have_no_weight_decay() -> None:
     model = small_model()
     optimizer = Optimizer([model], OptimizerSection(weight_decay=0.25))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -115,7 +115,7 @@ def test_matrices_decay_and_norms_do_not() -> None:
         torch.testing.assert_close(parameter.detach(), before[name] * factor, rtol=1e-15, atol=0)
 
 
-def test_the_state_exists_before_the_first_update_under_the_parameters_names() -> None:
+def test_state_exists_before_the_first_step_under_parameter_names() -> None:
     model = small_model()
     optimizer = Optimizer([model], OptimizerSection())
     names = {name for name, _ in model.named_parameters()}
@@ -130,7 +130,7 @@ def test_the_state_exists_before_the_first_update_under_the_parameters_names() -
     assert {float(tensor) for name, tensor in after.items() if name.endswith(".step")} == {1.0}
 
 
-def test_gradients_are_dropped_and_the_norm_is_the_one_before_clipping() -> None:
+def test_step_frees_gradients_and_returns_the_norm_before_clipping() -> None:
     model = small_model()
     (model(BATCH).sum() / BATCH.num_targets()).backward()
     squares = sum(

@@ -1,4 +1,4 @@
-"""A model spread over a mesh, as a test asks for it."""
+"""Parallelized models for tests."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Plan:
     dp_replicate: int = 1
     dp_shard: int = 1
     policy: activation_checkpoint.RecomputePolicy = "none"
-    every: int = 1
-    groups: int = 1
-    tile: int | None = None
-    on_host: bool = False
-    reshard: bool = True
-    micro_batch: int = 12
+    blocks_per_checkpoint: int = 1
+    head_groups: int = 1
+    tile_bytes: int | None = None
+    offload: bool = False
+    reshard_after_forward: bool = True
+    micro_batch_size: int = 12
     compiled: bool = False
 
     @property
@@ -50,34 +50,36 @@ def build(plan: Plan, mesh: Mesh) -> Transformer:
     double = torch.float64
     with torch.device("meta"):
         model = Transformer(plan.config).to(double)
-    bodies = TileOps()
+    ops = TileOps()
     if plan.compiled:
-        # A compiler that costs nothing; it may warn of what torch itself does.
+        # A cheap backend; torch may warn about its own code.
         warnings.simplefilter("ignore")
-        bodies = compile_tile_ops(backend="aot_eager")
-    pieces = Tiling(plan.groups, plan.tile, bodies) if plan.policy != "none" else Tiling()
-    host = HostActivationPool(max_inputs=plan.config.num_layers) if plan.on_host else None
-    keep = RecomputeConfig(plan.policy, host, plan.on_host, plan.every, pieces, plan.reshard)
+        ops = compile_tile_ops(backend="aot_eager")
+    tiling = Tiling(plan.head_groups, plan.tile_bytes, ops) if plan.policy != "none" else Tiling()
+    host_pool = HostActivationPool(max_inputs=plan.config.num_layers) if plan.offload else None
+    recompute_config = RecomputeConfig(
+        plan.policy, host_pool, plan.offload, plan.blocks_per_checkpoint, tiling, plan.reshard_after_forward
+    )
     if plan.compiled and plan.policy == "none":
         for block in model.layers():
             block.compile(fullgraph=True, backend="aot_eager")
     parallelize(
         model,
         mesh,
-        recompute_config=keep,
+        recompute_config=recompute_config,
         param_dtype=double,
         reduce_dtype=double,
-        reshard_after_forward=plan.reshard,
+        reshard_after_forward=plan.reshard_after_forward,
     )
     initialize(model, seed=0, device=torch.device("cpu"))
     with torch.no_grad():
         for parameter in model.parameters():
-            # Far from the linear regime of small weights, so that every part matters.
+            # Leave the linear regime of small weights, so that every part of the model matters.
             parameter.mul_(10 if parameter.ndim > 1 else 1)
     return model
 
 
-def joined(rows: list[Batch]) -> Batch:
-    names = ("tokens", "labels", "positions", "documents", "boundaries")
-    tensors: Any = {name: torch.cat([getattr(row, name) for row in rows]) for name in names}
-    return Batch(**tensors, num_tokens=20 * len(rows), num_pairs=0, num_computed_pairs=0)
+def concat_batches(batches: list[Batch]) -> Batch:
+    names = ("tokens", "labels", "positions", "document_ids", "boundaries")
+    tensors: Any = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in names}
+    return Batch(**tensors, num_tokens=20 * len(batches), num_pairs=0, num_computed_pairs=0)

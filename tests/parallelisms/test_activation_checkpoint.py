@@ -1,4 +1,4 @@
-"""Recomputation changes what is kept and where it lies, and of what is computed nothing but its last digits."""
+"""Recomputation changes what is saved and where, and the results only by rounding."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ BATCH = packed([9, 1, 14], [24])
 OTHER = packed([24], [20, 4], seed=3)
 BATCHES = [BATCH, OTHER, packed([12, 12], [1, 23], seed=5)]
 POLICIES: tuple[activation_checkpoint.RecomputePolicy, ...] = ("full", "keep_attention")
-# Three blocks: of two that share an input, the last is then alone. Four key/value heads: groups may have several.
+# Three blocks: with blocks_per_checkpoint = 2 the last is alone. Four KV heads: a head group may have several.
 DEEP = replace(SMALL, num_layers=3, num_heads=8, num_kv_heads=4)
 NORMED = replace(MIXED, num_heads=8, num_kv_heads=4)
 TILE = 5 * tiling.bytes_per_token(SMALL.dim, SMALL.ffn_dim, 8)  # Five tokens of 24, in double precision.
-CUTS = [(1, None), (1, TILE), (2, None), (2, TILE), (4, TILE), (2, 0)]
+TILINGS = [(1, None), (1, TILE), (2, None), (2, TILE), (4, TILE), (2, 0)]
 
 
-def kept_by(recompute_: RecomputeConfig, config: ModelConfig = SMALL, **options: Any) -> Transformer:
+def model_with(recompute_config: RecomputeConfig, config: ModelConfig = SMALL, **options: Any) -> Transformer:
     model = small_model(config, **options)
-    activation_checkpoint.apply(model, recompute_)
+    activation_checkpoint.apply(model, recompute_config)
     return model
 
 
@@ -50,7 +50,7 @@ def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
 
 
 class Calls(TorchDispatchMode):
-    """How often attention ran, forward and backward."""
+    """Counts the calls of the attention operators."""
 
     forward = 0
     backward = 0
@@ -61,32 +61,44 @@ class Calls(TorchDispatchMode):
         return function(*arguments, **(options or {}))
 
 
-# ---- the same numbers
+# ---- equal results
 
 
 @cache
-def by_autograd(config: ModelConfig = DEEP) -> tuple[Tensor, dict[str, Tensor]]:
+def autograd_result(config: ModelConfig = DEEP) -> tuple[Tensor, dict[str, Tensor]]:
     return gradients(small_model(config), BATCH)
 
 
-@pytest.mark.parametrize(("groups", "tile"), CUTS)
+@pytest.mark.parametrize(("head_groups", "tile_bytes"), TILINGS)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
-    ("config", "every"), [*((DEEP, every) for every in (1, 2, 3)), (NORMED, 2)], ids=["1", "2", "3", "normed-2"]
+    ("config", "blocks_per_checkpoint"),
+    [*((DEEP, blocks_per_checkpoint) for blocks_per_checkpoint in (1, 2, 3)), (NORMED, 2)],
+    ids=["1", "2", "3", "normed-2"],
 )
-def test_losses_and_gradients_are_those_of_autograd(
-    config: ModelConfig, policy: activation_checkpoint.RecomputePolicy, every: int, groups: int, tile: int | None
+def test_losses_and_gradients_equal_autograd(
+    config: ModelConfig,
+    policy: activation_checkpoint.RecomputePolicy,
+    blocks_per_checkpoint: int,
+    head_groups: int,
+    tile_bytes: int | None,
 ) -> None:
-    losses, expected = by_autograd(config)
+    losses, expected = autograd_result(config)
     found_losses, found = gradients(
-        kept_by(RecomputeConfig(policy, blocks_per_checkpoint=every, tiling=Tiling(groups, tile)), config), BATCH
+        model_with(
+            RecomputeConfig(
+                policy, blocks_per_checkpoint=blocks_per_checkpoint, tiling=Tiling(head_groups, tile_bytes)
+            ),
+            config,
+        ),
+        BATCH,
     )
     torch.testing.assert_close(found_losses, losses, rtol=1e-12, atol=1e-12)
     assert largest_difference(found, expected) < 1e-12
 
 
 @pytest.mark.parametrize(
-    ("config", "dtype", "tile"),
+    ("config", "dtype", "tile_bytes"),
     [
         (SMALL, torch.float64, TILE),
         (TIED, torch.float32, None),
@@ -95,34 +107,40 @@ def test_losses_and_gradients_are_those_of_autograd(
         (TIED, torch.bfloat16, TILE),
     ],
 )
-def test_what_is_kept_and_where_changes_no_bit(config: ModelConfig, dtype: torch.dtype, tile: int | None) -> None:
-    pieces = Tiling(head_groups=2, tile_bytes=tile)
-    losses, expected = gradients(kept_by(RecomputeConfig("full", tiling=pieces), config, dtype=dtype), BATCH)
-    for policy, every, host, attention_on_host in itertools.product(POLICIES, (1, 2), (False, True), (False, True)):
-        memory = HostActivationPool(max_inputs=2) if host else None
-        kept = RecomputeConfig(policy, memory, attention_on_host, every, pieces)
-        found_losses, found = gradients(kept_by(kept, config, dtype=dtype), BATCH)
+def test_results_are_bitwise_equal_for_every_policy_and_placement(
+    config: ModelConfig, dtype: torch.dtype, tile_bytes: int | None
+) -> None:
+    tiling_config = Tiling(head_groups=2, tile_bytes=tile_bytes)
+    losses, expected = gradients(model_with(RecomputeConfig("full", tiling=tiling_config), config, dtype=dtype), BATCH)
+    for policy, blocks_per_checkpoint, host, offload_attention in itertools.product(
+        POLICIES, (1, 2), (False, True), (False, True)
+    ):
+        host_pool = HostActivationPool(max_inputs=2) if host else None
+        recompute_config = RecomputeConfig(policy, host_pool, offload_attention, blocks_per_checkpoint, tiling_config)
+        found_losses, found = gradients(model_with(recompute_config, config, dtype=dtype), BATCH)
         assert torch.equal(found_losses, losses)
         assert_same_bits(found, expected)
 
 
-def test_without_recomputation_blocks_run_as_autograd_does_it() -> None:
+def test_policy_none_leaves_blocks_to_autograd() -> None:
     losses, expected = gradients(small_model(), BATCH)
-    found_losses, found = gradients(kept_by(RecomputeConfig("none")), BATCH)
+    found_losses, found = gradients(model_with(RecomputeConfig("none")), BATCH)
     assert torch.equal(found_losses, losses)
     assert_same_bits(found, expected)
 
 
-@pytest.mark.parametrize("tile", [None, TILE])
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("tile_bytes", [None, TILE])
+@pytest.mark.parametrize("head_groups", [1, 2])
 @pytest.mark.parametrize("config", [DEEP, NORMED], ids=["plain", "normed"])
-def test_half_precision_is_as_near_to_double_as_autograd_is(config: ModelConfig, groups: int, tile: int | None) -> None:
+def test_bfloat16_error_is_comparable_to_autograd(
+    config: ModelConfig, head_groups: int, tile_bytes: int | None
+) -> None:
     half = torch.bfloat16
     rounded = small_model(config, dtype=half).double()
     losses, exact = gradients(rounded, BATCH)
     plain_losses, plain = gradients(small_model(config, dtype=half), BATCH)
     found_losses, found = gradients(
-        kept_by(RecomputeConfig("keep_attention", tiling=Tiling(groups, tile)), config, dtype=half), BATCH
+        model_with(RecomputeConfig("keep_attention", tiling=Tiling(head_groups, tile_bytes)), config, dtype=half), BATCH
     )
     assert (found_losses - losses).norm() <= 1.5 * (plain_losses - losses).norm()
     for name, right in exact.items():
@@ -130,19 +148,19 @@ def test_half_precision_is_as_near_to_double_as_autograd_is(config: ModelConfig,
         assert (found[name] - right).norm() <= 1.5 * (plain[name] - right).norm(), name
 
 
-def test_gradients_of_matrices_are_summed_over_tiles_in_single_precision() -> None:
-    """Of 256 tiles. A sum in half precision would lose much of them."""
+def test_weight_gradients_are_summed_over_tiles_in_float32() -> None:
+    """With 256 tiles: a bfloat16 sum would lose most of them."""
     half, batch = torch.bfloat16, packed([200, 56])
     _, exact = gradients(small_model(dtype=half).double(), batch)
-    _, plain = gradients(kept_by(RecomputeConfig("full"), dtype=half), batch)
-    _, found = gradients(kept_by(RecomputeConfig("full", tiling=Tiling(tile_bytes=0)), dtype=half), batch)
+    _, plain = gradients(model_with(RecomputeConfig("full"), dtype=half), batch)
+    _, found = gradients(model_with(RecomputeConfig("full", tiling=Tiling(tile_bytes=0)), dtype=half), batch)
     for name, right in exact.items():
         assert (found[name] - right).norm() <= 1.25 * (plain[name] - right).norm(), name
 
 
-def test_a_gradient_that_is_given_is_only_read() -> None:
-    """What enters the last block's backward pass may be somebody else's, and be no memory of its own."""
-    model = kept_by(RecomputeConfig("keep_attention"))
+def test_backward_does_not_overwrite_its_output_gradient() -> None:
+    """The gradient of the last block may be shared, or an expanded view."""
+    model = model_with(RecomputeConfig("keep_attention"))
     x = torch.randn(2, 24, SMALL.dim, dtype=torch.float64, requires_grad=True)
     table = torch.ones(2, 2, 24, 1, SMALL.head_dim // 2, dtype=torch.float64)
     grad = torch.randn(2, 24, SMALL.dim, dtype=torch.float64)
@@ -152,60 +170,62 @@ def test_a_gradient_that_is_given_is_only_read() -> None:
     assert torch.equal(grad, before)
 
 
-# ---- how often
+# ---- number of runs
 
 
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("head_groups", [1, 2])
 @pytest.mark.parametrize(
-    ("policy", "every", "runs"),
+    ("policy", "blocks_per_checkpoint", "runs"),
     [("none", 1, 1), ("full", 1, 2), ("keep_attention", 1, 1), ("keep_attention", 2, 1), ("keep_attention", 3, 1)],
 )
-def test_attention_runs_once_more_where_it_is_not_kept(
-    policy: activation_checkpoint.RecomputePolicy, every: int, runs: int, groups: int
+def test_attention_is_recomputed_only_if_not_saved(
+    policy: activation_checkpoint.RecomputePolicy, blocks_per_checkpoint: int, runs: int, head_groups: int
 ) -> None:
-    groups = 1 if policy == "none" else groups
-    model = kept_by(RecomputeConfig(policy, blocks_per_checkpoint=every, tiling=Tiling(groups)), DEEP)
+    head_groups = 1 if policy == "none" else head_groups
+    model = model_with(
+        RecomputeConfig(policy, blocks_per_checkpoint=blocks_per_checkpoint, tiling=Tiling(head_groups)), DEEP
+    )
     with Calls() as calls:
         model(BATCH).sum().backward()
-    assert (calls.forward, calls.backward) == (runs * groups * DEEP.num_layers, groups * DEEP.num_layers)
+    assert (calls.forward, calls.backward) == (runs * head_groups * DEEP.num_layers, head_groups * DEEP.num_layers)
 
 
-def test_a_block_that_is_made_again_is_so_once() -> None:
-    """Of five blocks the first and the fourth keep their input; those of the second, third and fifth are made again."""
-    fed: list[int] = []
+def test_each_block_is_recomputed_at_most_once() -> None:
+    """Of five blocks the first and the fourth save their input; the others recompute theirs."""
+    feed_forward_tokens: list[int] = []
 
     def feed(x_BCE: Tensor, *weights: Tensor, activation: str) -> Tensor:
-        fed.append(x_BCE.shape[1])
+        feed_forward_tokens.append(x_BCE.shape[1])
         return tiling.feed_forward(x_BCE, *weights, activation=activation)
 
-    bodies = TileOps(feed_forward=feed)
-    model = kept_by(
-        RecomputeConfig("keep_attention", blocks_per_checkpoint=3, tiling=Tiling(ops=bodies)),
+    ops = TileOps(feed_forward=feed)
+    model = model_with(
+        RecomputeConfig("keep_attention", blocks_per_checkpoint=3, tiling=Tiling(ops=ops)),
         replace(SMALL, num_layers=5),
     )
     losses = model(BATCH)
-    assert len(fed) == 5
+    assert len(feed_forward_tokens) == 5
     losses.sum().backward()
-    assert len(fed) == 5 + 3
+    assert len(feed_forward_tokens) == 5 + 3
 
 
 @pytest.mark.parametrize(
-    ("config", "groups", "tile"),
+    ("config", "head_groups", "tile_bytes"),
     [pytest.param(DEEP, 1, None, marks=pytest.mark.slow), pytest.param(NORMED, 2, TILE, marks=pytest.mark.slow)],
     ids=["plain", "normed"],
 )
-def test_compiled_bodies_give_the_same_and_are_compiled_for_all_blocks_at_once(
-    config: ModelConfig, groups: int, tile: int | None
+def test_tile_operations_are_compiled_once_for_all_blocks(
+    config: ModelConfig, head_groups: int, tile_bytes: int | None
 ) -> None:
     warnings.simplefilter("ignore")
-    losses, expected = by_autograd(config)
+    losses, expected = autograd_result(config)
     compilations = []
     for layers in (3, 6):
         torch._dynamo.reset()
         counter = CompileCounterWithBackend("aot_eager")
-        pieces = Tiling(groups, tile, compile_tile_ops(backend=counter))
-        model = kept_by(
-            RecomputeConfig("keep_attention", blocks_per_checkpoint=2, tiling=pieces),
+        tiling_config = Tiling(head_groups, tile_bytes, compile_tile_ops(backend=counter))
+        model = model_with(
+            RecomputeConfig("keep_attention", blocks_per_checkpoint=2, tiling=tiling_config),
             replace(config, num_layers=layers),
         )
         found_losses, found = gradients(model, BATCH)
@@ -215,16 +235,16 @@ def test_compiled_bodies_give_the_same_and_are_compiled_for_all_blocks_at_once(
         if layers == 3:
             torch.testing.assert_close(found_losses, losses, rtol=1e-12, atol=1e-12)
             assert largest_difference(found, expected) < 1e-12
-    # What differs is whether autograd knows of a tensor, and how long a tile is.
-    assert len(TileOps()) <= compilations[0] <= len(TileOps()) * (2 if tile is None else 4)
+    # Recompiled for tensors with and without requires_grad, and for tile lengths.
+    assert len(TileOps()) <= compilations[0] <= len(TileOps()) * (2 if tile_bytes is None else 4)
     assert set(compilations) == {compilations[0]}
 
 
-# ---- what is kept
+# ---- saved activations
 
 
-class Born(TorchDispatchMode):
-    """What operators allocate, as long as somebody holds it."""
+class LiveAllocations(TorchDispatchMode):
+    """Tracks the live allocations of operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,23 +258,23 @@ class Born(TorchDispatchMode):
                 self.seen[out.untyped_storage()._cdata] = weakref.ref(out.untyped_storage())
         return outputs
 
-    def alive(self) -> int:
+    def live_bytes(self) -> int:
         """Bytes."""
         gc.collect()
         found = [storage() for storage in self.seen.values()]
         return sum({one._cdata: one.nbytes() for one in found if one is not None}.values())
 
 
-def kept_bytes(kept: RecomputeConfig, *, layers: int) -> int:
-    """Of so many blocks between their passes, their output left out."""
-    model = kept_by(kept, replace(SMALL, num_layers=layers))
+def saved_bytes(recompute_config: RecomputeConfig, *, layers: int) -> int:
+    """Bytes saved by `layers` blocks between forward and backward, without their output."""
+    model = model_with(recompute_config, replace(SMALL, num_layers=layers))
     x = torch.randn(2, 24, SMALL.dim, dtype=torch.float64).requires_grad_()
     table = torch.ones(2, 2, 24, 1, SMALL.head_dim // 2, dtype=torch.float64)
-    with Born() as born:
+    with LiveAllocations() as live:
         out = x * 1
         for block in model.layers():
             out = block(out, table, BATCH.boundaries)
-    found = born.alive() - out.nbytes
+    found = live.live_bytes() - out.nbytes
     out.sum().backward()
     del out
     assert x.grad is not None
@@ -265,10 +285,10 @@ INPUT = 2 * 24 * SMALL.dim * 8
 OUTPUT = 2 * 24 * SMALL.num_heads * (SMALL.head_dim + 1) * 8
 
 
-@pytest.mark.parametrize("tile", [None, TILE])
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("tile_bytes", [None, TILE])
+@pytest.mark.parametrize("head_groups", [1, 2])
 @pytest.mark.parametrize(
-    ("policy", "every", "inputs", "outputs"),
+    ("policy", "blocks_per_checkpoint", "inputs", "outputs"),
     [
         ("full", 1, 6, 0),
         ("full", 2, 3, 0),
@@ -278,54 +298,69 @@ OUTPUT = 2 * 24 * SMALL.num_heads * (SMALL.head_dim + 1) * 8
         ("keep_attention", 6, 1, 6),
     ],
 )
-def test_nothing_of_a_block_is_kept_but_inputs_and_what_attention_gave(
-    policy: activation_checkpoint.RecomputePolicy, every: int, inputs: int, outputs: int, groups: int, tile: int | None
+def test_blocks_save_only_inputs_and_attention_outputs(
+    policy: activation_checkpoint.RecomputePolicy,
+    blocks_per_checkpoint: int,
+    inputs: int,
+    outputs: int,
+    head_groups: int,
+    tile_bytes: int | None,
 ) -> None:
-    kept = RecomputeConfig(policy, blocks_per_checkpoint=every, tiling=Tiling(groups, tile))
-    assert kept_bytes(kept, layers=6) == inputs * INPUT + outputs * OUTPUT
+    recompute_config = RecomputeConfig(
+        policy, blocks_per_checkpoint=blocks_per_checkpoint, tiling=Tiling(head_groups, tile_bytes)
+    )
+    assert saved_bytes(recompute_config, layers=6) == inputs * INPUT + outputs * OUTPUT
 
 
-@pytest.mark.parametrize(("every", "attention_on_host", "outputs"), [(1, True, 0), (2, True, 0), (1, False, 6)])
-def test_nothing_of_a_block_stays_on_the_device_that_lies_on_the_host(
+@pytest.mark.parametrize(
+    ("blocks_per_checkpoint", "offload_attention", "outputs"), [(1, True, 0), (2, True, 0), (1, False, 6)]
+)
+def test_offloaded_activations_leave_the_device(
     *,
-    every: int,
-    attention_on_host: bool,
+    blocks_per_checkpoint: int,
+    offload_attention: bool,
     outputs: int,
 ) -> None:
-    memory = HostActivationPool(max_inputs=6)
-    kept = RecomputeConfig("keep_attention", memory, attention_on_host, every)
-    found = kept_bytes(kept, layers=6)
-    assert found - 6 // every * INPUT - 6 * OUTPUT * attention_on_host == outputs * OUTPUT, "host memory is counted too"
+    host_pool = HostActivationPool(max_inputs=6)
+    recompute_config = RecomputeConfig("keep_attention", host_pool, offload_attention, blocks_per_checkpoint)
+    found = saved_bytes(recompute_config, layers=6)
+    assert found - 6 // blocks_per_checkpoint * INPUT - 6 * OUTPUT * offload_attention == outputs * OUTPUT, (
+        "host memory is counted too"
+    )
 
 
-def test_without_gradients_nothing_is_kept() -> None:
-    for every, policy in itertools.product((1, 2), POLICIES):
-        memory = HostActivationPool(max_inputs=2)
-        model = kept_by(RecomputeConfig(policy, memory, True, every, Tiling(2, TILE)))  # noqa: FBT003
-        with torch.no_grad(), Born() as born:
+def test_nothing_is_saved_without_gradients() -> None:
+    for blocks_per_checkpoint, policy in itertools.product((1, 2), POLICIES):
+        host_pool = HostActivationPool(max_inputs=2)
+        model = model_with(RecomputeConfig(policy, host_pool, True, blocks_per_checkpoint, Tiling(2, TILE)))  # noqa: FBT003
+        with torch.no_grad(), LiveAllocations() as live:
             losses = model(BATCH)
         torch.testing.assert_close(losses, small_model()(BATCH).detach(), rtol=1e-12, atol=1e-12)
-        assert born.alive() - losses.nbytes <= 2 * BATCH.tokens.numel() * 8
-        assert memory.used_bytes.total() == 0
+        assert live.live_bytes() - losses.nbytes <= 2 * BATCH.tokens.numel() * 8
+        assert host_pool.used_bytes.total() == 0
 
 
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("blocks_per_checkpoint", [1, 2])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_nothing_is_left_after_the_backward_pass(policy: activation_checkpoint.RecomputePolicy, every: int) -> None:
-    for memory in (None, HostActivationPool(max_inputs=5)):
-        model = kept_by(RecomputeConfig(policy, memory, memory is not None, every, Tiling(2)), DEEP)
-        with Born() as born:
+def test_backward_frees_all_saved_activations(
+    policy: activation_checkpoint.RecomputePolicy, blocks_per_checkpoint: int
+) -> None:
+    for host_pool in (None, HostActivationPool(max_inputs=5)):
+        model = model_with(
+            RecomputeConfig(policy, host_pool, host_pool is not None, blocks_per_checkpoint, Tiling(2)), DEEP
+        )
+        with LiveAllocations() as live:
             model(BATCH).sum().backward()
         model.zero_grad()
-        assert born.alive() - (0 if memory is None else memory.reserved_bytes) <= 512
-        assert memory is None or memory.used_bytes.total() == 0
+        assert live.live_bytes() - (0 if host_pool is None else host_pool.reserved_bytes) <= 512
+        assert host_pool is None or host_pool.used_bytes.total() == 0
 
 
-# ---- what lives in passing
+# ---- transient activations
 
 
-class Watched(LocalAttentionCore):
-    """Counts groups of queries, keys and values that are alive whenever one is at work or the next is made."""
+class CountingCore(LocalAttentionCore):
+    """Counts the live head groups of Q, K and V whenever one starts or runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -351,20 +386,20 @@ class Watched(LocalAttentionCore):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("groups", "alive"), [(1, 1), (2, 2), (4, 2)])
-def test_while_a_group_is_at_work_no_other_is_there_but_the_next(
-    groups: int, alive: int, policy: activation_checkpoint.RecomputePolicy
+@pytest.mark.parametrize(("head_groups", "max_live"), [(1, 1), (2, 2), (4, 2)])
+def test_at_most_two_head_groups_are_live(
+    head_groups: int, max_live: int, policy: activation_checkpoint.RecomputePolicy
 ) -> None:
-    model = kept_by(RecomputeConfig(policy, tiling=Tiling(groups)), DEEP)
-    cores = [Watched() for _ in model.layers()]
+    model = model_with(RecomputeConfig(policy, tiling=Tiling(head_groups)), DEEP)
+    cores = [CountingCore() for _ in model.layers()]
     for block, core in zip(model.layers(), cores, strict=True):
         block.attention.core = core
     gradients(model, BATCH)
     for core in cores:
-        assert core.found == dict.fromkeys(("start", "forward", "backward"), alive)  # type: ignore[attr-defined]
+        assert core.found == dict.fromkeys(("start", "forward", "backward"), max_live)  # type: ignore[attr-defined]
 
 
-class Most(TorchDispatchMode):
+class LargestAllocation(TorchDispatchMode):
     """The largest allocation of each operator."""
 
     def __init__(self) -> None:
@@ -380,20 +415,23 @@ class Most(TorchDispatchMode):
         return out
 
 
-def test_nothing_of_a_feed_forward_is_larger_than_a_tile() -> None:
+def test_feed_forward_allocates_at_most_a_tile() -> None:
     config = replace(SMALL, ffn_dim=320)
-    for tile, tokens in ((None, 24), (5 * tiling.bytes_per_token(SMALL.dim, 320, 8), 2)):  # Of each of two rows.
-        model = kept_by(RecomputeConfig("keep_attention", tiling=Tiling(tile_bytes=tile)), config)
-        with Most() as most:
+    for tile_bytes, tokens in (
+        (None, 24),
+        (5 * tiling.bytes_per_token(SMALL.dim, 320, 8), 2),
+    ):  # For each of two sequences.
+        model = model_with(RecomputeConfig("keep_attention", tiling=Tiling(tile_bytes=tile_bytes)), config)
+        with LargestAllocation() as largest:
             model(BATCH).sum().backward()
-        assert most.by_name["aten::silu"] == 2 * tokens * 320
+        assert largest.by_name["aten::silu"] == 2 * tokens * 320
 
 
 # ---- several batches
 
 
 @cache
-def summed(config: ModelConfig) -> dict[str, Tensor]:
+def gradient_sums(config: ModelConfig) -> dict[str, Tensor]:
     plain = small_model(config)
     for batch in BATCHES:
         plain(batch).sum().backward()
@@ -401,33 +439,37 @@ def summed(config: ModelConfig) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("hosted", [False, True])
-def test_several_batches_may_be_between_their_passes_and_go_back_in_any_order(
+@pytest.mark.parametrize("blocks_per_checkpoint", [1, 2])
+@pytest.mark.parametrize("offload", [False, True])
+def test_pending_batches_may_run_backward_in_any_order(
     *,
     order: tuple[int, ...],
-    every: int,
-    hosted: bool,
+    blocks_per_checkpoint: int,
+    offload: bool,
 ) -> None:
-    memory = HostActivationPool(max_inputs=9) if hosted else None
-    model = kept_by(RecomputeConfig("keep_attention", memory, hosted, every, Tiling(2, TILE)), DEEP)
+    host_pool = HostActivationPool(max_inputs=9) if offload else None
+    model = model_with(
+        RecomputeConfig("keep_attention", host_pool, offload, blocks_per_checkpoint, Tiling(2, TILE)), DEEP
+    )
     losses = [model(batch) for batch in BATCHES]
     for index in order:
         losses[index].sum().backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    assert largest_difference(found, summed(DEEP)) < 1e-12
-    if memory is not None:
-        assert memory.used_bytes.total() == 0
+    assert largest_difference(found, gradient_sums(DEEP)) < 1e-12
+    if host_pool is not None:
+        assert host_pool.used_bytes.total() == 0
 
 
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("blocks_per_checkpoint", [1, 2])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("hosted", [False, True])
-def test_a_second_backward_pass_is_refused(
-    *, policy: activation_checkpoint.RecomputePolicy, every: int, hosted: bool
+@pytest.mark.parametrize("offload", [False, True])
+def test_second_backward_is_refused(
+    *, policy: activation_checkpoint.RecomputePolicy, blocks_per_checkpoint: int, offload: bool
 ) -> None:
-    model = kept_by(RecomputeConfig(policy, HostActivationPool(max_inputs=2) if hosted else None, hosted, every))
+    model = model_with(
+        RecomputeConfig(policy, HostActivationPool(max_inputs=2) if offload else None, offload, blocks_per_checkpoint)
+    )
     losses = model(BATCH)
     losses.sum().backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="what a block kept for its backward pass has been taken already"):
+    with pytest.raises(RuntimeError, match="the saved activations of this block were already used by a backward pass"):
         losses.sum().backward()

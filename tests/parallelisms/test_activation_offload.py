@@ -1,4 +1,4 @@
-"""What blocks keep in host memory: so much of it, in pieces, back in time, and never more than is allowed."""
+"""Activation offload: host buffers, budgets and prefetching."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from parallelisms.activation_checkpoint import BlockActivations, RecomputeConfig
 from parallelisms.activation_offload import HostActivationPool, SavedTensor, allocated_size, buffer_sizes
 from parallelisms.block_recompute import Tiling
 from tests.models.small_models import SMALL, gradients, packed, small_model
-from tests.parallelisms.test_activation_checkpoint import BATCH, BATCHES, DEEP, Calls, assert_same_bits, kept_by
+from tests.parallelisms.test_activation_checkpoint import BATCH, BATCHES, DEEP, Calls, assert_same_bits, model_with
 
 TOKENS = BATCH.tokens.numel()
 INPUT = allocated_size(TOKENS * SMALL.dim * 8)
@@ -27,27 +27,27 @@ WIDTH, HEADS = SMALL.head_dim, SMALL.num_heads
 
 
 def output(groups: int = 1) -> int:
-    """Host memory of what attention gives in a block of `SMALL`."""
+    """Host bytes of the attention output of one block of `SMALL`."""
     heads = HEADS // groups
     return groups * (allocated_size(TOKENS * heads * WIDTH * 8) + allocated_size(TOKENS * heads * 8))
 
 
-def hosted(
+def model_with_host_pool(
     *,
     policy: activation_checkpoint.RecomputePolicy = "keep_attention",
     attention: bool = True,
     budget: int | None = None,
     **options: Any,
 ) -> tuple[Transformer, HostActivationPool]:
-    every = options.get("every", 1)
+    every = options.get("blocks_per_checkpoint", 1)
     host = HostActivationPool(max_inputs=-(-SMALL.num_layers // every), budget=budget)
-    return kept_by(RecomputeConfig(policy, host, attention, **options)), host
+    return model_with(RecomputeConfig(policy, host, attention, **options)), host
 
 
-# ---- pieces
+# ---- host buffers
 
 
-def test_pieces_are_powers_of_two_and_cost_a_sixteenth_at_most() -> None:
+def test_buffer_sizes_are_powers_of_two_and_waste_at_most_a_sixteenth() -> None:
     rng = random.Random(0)
     some = [rng.randrange(1, 1 << rng.randrange(1, 40)) for _ in range(5000)]
     for size in (*range(1, 5000), *some):
@@ -60,7 +60,7 @@ def test_pieces_are_powers_of_two_and_cost_a_sixteenth_at_most() -> None:
     assert buffer_sizes(0) == []
 
 
-def test_pieces_are_as_few_as_that_allows() -> None:
+def test_buffers_are_few() -> None:
     assert buffer_sizes(1 << 20) == [1 << 20]
     assert buffer_sizes((1 << 20) - 1) == [1 << 20]
     assert buffer_sizes(96) == [64, 32]
@@ -73,27 +73,27 @@ def test_pieces_are_as_few_as_that_allows() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(1,), (3, 5, 7), (2, 4, 6), (1, 97, 1)])
-def test_a_tensor_comes_back_as_it_was(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_offloaded_tensor_is_restored_bitwise(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     memory = HostActivationPool(max_inputs=1)
-    # Also one that is not laid out in its order.
+    # Contiguous, and not contiguous.
     for x in (torch.randn(*shape).to(dtype), torch.randn(*reversed(shape)).to(dtype).movedim(0, -1)):
         before = x.clone()
         kept = SavedTensor(x, memory, "attention")
         assert memory.used_bytes == {"attention": allocated_size(x.nbytes)}
         x.zero_()
         for _ in range(2):
-            assert torch.equal(kept.read(), before), "reading does not take"
+            assert torch.equal(kept.read(), before), "read does not release"
         assert memory.used_bytes["attention"] == allocated_size(x.nbytes)
         kept.prefetch()
         found = kept.pop()
         assert torch.equal(found, before)
         assert (found.dtype, found.shape) == (before.dtype, before.shape)
         assert memory.used_bytes.total() == 0
-        with pytest.raises(RuntimeError, match="has been taken already"):
+        with pytest.raises(RuntimeError, match="already used by a backward pass"):
             kept.pop()
 
 
-def test_without_memory_a_tensor_stays_where_it_is_until_it_is_taken() -> None:
+def test_saved_tensor_without_pool_stays_on_the_device_until_pop() -> None:
     x = torch.ones(3)
     kept, alive = SavedTensor(x), weakref.ref(x)
     kept.prefetch()
@@ -101,20 +101,20 @@ def test_without_memory_a_tensor_stays_where_it_is_until_it_is_taken() -> None:
     assert kept.pop() is x
     del x
     assert alive() is None
-    with pytest.raises(RuntimeError, match="has been taken already"):
+    with pytest.raises(RuntimeError, match="already used by a backward pass"):
         kept.read()
 
 
-def test_what_is_on_the_host_is_not_held_here_until_it_is_asked_for() -> None:
+def test_offloaded_tensor_is_on_the_device_only_between_prefetch_and_read() -> None:
     memory = HostActivationPool(max_inputs=1)
     kept = SavedTensor(torch.ones(3), memory)
     assert kept._device_tensor is None
     kept.prefetch()
     first = kept._device_tensor
     kept.prefetch()
-    assert kept._device_tensor is first, "it starts once"
+    assert kept._device_tensor is first, "prefetch record_prefetch once"
     kept.read()
-    assert kept._device_tensor is None, "nor after it was read"
+    assert kept._device_tensor is None, "read drops the device tensor"
 
 
 # ---- budgets
@@ -141,7 +141,7 @@ def test_what_is_on_the_host_is_not_held_here_until_it_is_asked_for() -> None:
         (True, 1, 1, INPUT + output(), (2 * INPUT, 0)),
     ],
 )
-def test_the_host_holds_inputs_first_and_then_what_attention_gave(
+def test_budget_serves_inputs_first_and_then_attention_outputs(
     *,
     attention: bool,
     every: int,
@@ -149,7 +149,9 @@ def test_the_host_holds_inputs_first_and_then_what_attention_gave(
     budget: int | None,
     held: tuple[int, int],
 ) -> None:
-    model, host = hosted(attention=attention, budget=budget, every=every, pieces=Tiling(groups))
+    model, host = model_with_host_pool(
+        attention=attention, budget=budget, blocks_per_checkpoint=every, tiling=Tiling(groups)
+    )
     losses = model(BATCH)
     assert (host.used_bytes["inputs"], host.used_bytes["attention"]) == held
     losses.sum().backward()
@@ -168,86 +170,88 @@ def test_the_host_holds_inputs_first_and_then_what_attention_gave(
         ("keep_attention", True, 2 * INPUT + 2 * output(), 2),
     ],
 )
-def test_attention_runs_again_only_where_it_found_no_room(
+def test_attention_is_recomputed_only_beyond_the_budget(
     *,
     policy: activation_checkpoint.RecomputePolicy,
     attention: bool,
     budget: int | None,
     runs: int,
 ) -> None:
-    model, _ = hosted(policy=policy, attention=attention, budget=budget)
+    model, _ = model_with_host_pool(policy=policy, attention=attention, budget=budget)
     with Calls() as calls:
         model(BATCH).sum().backward()
     assert (calls.forward, calls.backward) == (runs, SMALL.num_layers)
 
 
-def test_room_is_counted_in_pieces() -> None:
-    """127 bytes take 128, and 31 take 32."""
+def test_headroom_counts_whole_buffers() -> None:
+    """127 bytes take a buffer of 128, and 31 one of 32."""
     outputs, x = [torch.empty(127, dtype=torch.uint8)], torch.empty(31, dtype=torch.uint8)
     for budget, has_room in ((2 * 128 + 3 * 32, True), (2 * 128 + 3 * 32 - 1, False)):
-        assert HostActivationPool(max_inputs=3, budget=budget).has_room(outputs, head_groups=2, x=x) == has_room
+        assert HostActivationPool(max_inputs=3, budget=budget).has_headroom(outputs, head_groups=2, x=x) == has_room
     assert HostActivationPool(max_inputs=1, budget=32).save_input(x)._device_tensor is None
     assert HostActivationPool(max_inputs=1, budget=31).save_input(x)._device_tensor is x
 
 
-class Watched(HostActivationPool):
-    """Remembers the most bytes that were held at a time."""
+class PeakRecordingPool(HostActivationPool):
+    """Records the peak of the used bytes."""
 
-    most = 0
+    peak = 0
 
-    def copy_out(self, x: Tensor, kind: Any) -> list[Tensor]:
+    def offload(self, x: Tensor, kind: Any) -> list[Tensor]:
         found = super().offload(x, kind)
-        self.most = max(self.most, self.used_bytes.total())
+        self.peak = max(self.peak, self.used_bytes.total())
         return found
 
 
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_no_budget_is_ever_exceeded_and_none_changes_a_bit(every: int, groups: int) -> None:
-    """With three batches between their passes, as in a pipeline."""
+def test_any_budget_is_respected_and_results_are_bitwise_equal(every: int, groups: int) -> None:
+    """With three batches in flight, as in a pipeline."""
     rng, cut = random.Random(0), Tiling(groups)
-    losses, expected = gradients(kept_by(RecomputeConfig("full", tiling=cut), DEEP), BATCH)
+    losses, expected = gradients(model_with(RecomputeConfig("full", tiling=cut), DEEP), BATCH)
     inputs = 3 * -(-DEEP.num_layers // every)
-    everything = Watched(max_inputs=inputs)
-    all_at_once(kept_by(RecomputeConfig("keep_attention", everything, True, every, cut), DEEP))  # noqa: FBT003
+    everything = PeakRecordingPool(max_inputs=inputs)
+    run_batches_in_flight(model_with(RecomputeConfig("keep_attention", everything, True, every, cut), DEEP))  # noqa: FBT003
     used = set()
-    for budget in (0, everything.most, *(rng.randrange(everything.most) for _ in range(12))):
-        host = Watched(max_inputs=inputs, budget=budget)
-        model = kept_by(RecomputeConfig("keep_attention", host, True, every, cut), DEEP)  # noqa: FBT003
-        all_at_once(model)
-        used.add(host.most)
-        assert host.most <= budget
+    for budget in (0, everything.peak, *(rng.randrange(everything.peak) for _ in range(12))):
+        host = PeakRecordingPool(max_inputs=inputs, budget=budget)
+        model = model_with(RecomputeConfig("keep_attention", host, True, every, cut), DEEP)  # noqa: FBT003
+        run_batches_in_flight(model)
+        used.add(host.peak)
+        assert host.peak <= budget
         assert host.used_bytes.total() == 0
         found_losses, found = gradients(model, BATCH)
         assert torch.equal(found_losses, losses)
         assert_same_bits(found, expected)
-    assert everything.most in used
+    assert everything.peak in used
     assert len(used) > 5
 
 
-def all_at_once(model: Transformer) -> None:
+def run_batches_in_flight(model: Transformer) -> None:
     for losses in [model(batch) for batch in BATCHES]:
         losses.sum().backward()
 
 
-def test_memory_of_the_host_is_got_once_and_used_again() -> None:
-    model, host = hosted(budget=2 * INPUT + output(2))
-    most = 0
+def test_host_buffers_are_reused() -> None:
+    model, host = model_with_host_pool(budget=2 * INPUT + output(2))
+    peak = 0
     for _ in range(3):
         losses = model(BATCH)
-        most = max(most, host.used_bytes.total())
+        peak = max(peak, host.used_bytes.total())
         losses.sum().backward()
-    assert host.reserved_bytes == most > 0
+    assert host.reserved_bytes == peak > 0
 
 
-# ---- the way back
+# ---- prefetching
 
 
-def began(
+def backward_events(
     every: int, order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, config: ModelConfig = DEEP, **options: Any
 ) -> list[str]:
-    """What happens when: a block's feed-forward (-) and attention go back, and what begins its way; batches by letter."""
-    told: list[str] = []
+    """The order of backward events: a batch letter and block index, with "-" for the feed-forward half, nothing for the
+    attention half, "x" or "o" for the prefetch of the input or the attention output.
+    """
+    events: list[str] = []
     names: dict[int, str] = {}
     start, first, back, leave = (
         SavedTensor.prefetch,
@@ -256,8 +260,8 @@ def began(
         BlockActivations.attention_forward,
     )
 
-    def named(this: BlockActivations, x_BSE: Tensor) -> Tensor:
-        number = next(passes)
+    def name_tensors(this: BlockActivations, x_BSE: Tensor) -> Tensor:
+        number = next(forward_count)
         name = f"{'abc'[number // layers]}{number % layers}"
         names[id(this)] = name
         alive.append(this)
@@ -271,74 +275,74 @@ def began(
                 alive.append(kept)
         return found
 
-    def starts(this: SavedTensor) -> None:
+    def record_prefetch(this: SavedTensor) -> None:
         if this._device_tensor is None and id(this) in names:
-            told.append(names[id(this)])
+            events.append(names[id(this)])
         start(this)
 
-    def begins(this: BlockActivations, grad_BSE: Tensor) -> Any:
-        told.append(f"{names[id(this)]}-")
+    def record_feed_forward(this: BlockActivations, grad_BSE: Tensor) -> Any:
+        events.append(f"{names[id(this)]}-")
         return first(this, grad_BSE)
 
-    def goes(this: BlockActivations, *given: Any, **options: Any) -> Any:
-        told.append(names[id(this)])
+    def record_attention(this: BlockActivations, *given: Any, **options: Any) -> Any:
+        events.append(names[id(this)])
         return back(this, *given, **options)
 
     alive: list[Any] = []
-    passes = count()
+    forward_count = count()
     layers = config.num_layers
     for name, function in (
-        ("attention_forward", named),
-        ("feed_forward_backward", begins),
-        ("attention_backward", goes),
+        ("attention_forward", name_tensors),
+        ("feed_forward_backward", record_feed_forward),
+        ("attention_backward", record_attention),
     ):
         monkeypatch.setattr(BlockActivations, name, function)
-    monkeypatch.setattr(SavedTensor, "prefetch", starts)
+    monkeypatch.setattr(SavedTensor, "prefetch", record_prefetch)
     host = HostActivationPool(max_inputs=9)
-    model = kept_by(RecomputeConfig("keep_attention", host, True, every, **options), config)  # noqa: FBT003
+    model = model_with(RecomputeConfig("keep_attention", host, True, every, **options), config)  # noqa: FBT003
     losses = [model(batch) for batch in BATCHES[: len(order)]]
     for index in order:
         losses[index].sum().backward()
     assert host.used_bytes.total() == 0
-    return told
+    return events
 
 
-def test_a_block_s_tensors_come_back_while_the_one_behind_it_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = began(1, (0,), monkeypatch)
+def test_activations_are_prefetched_during_the_backward_of_the_next_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = backward_events(1, (0,), monkeypatch)
     assert found == ["a2-", "a2x", "a2o", "a2", "a1x", "a1o", "a1-", "a1", "a0x", "a0o", "a0-", "a0"]
 
 
-def test_where_an_input_is_made_again_that_of_the_block_before_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three blocks, the first and the third keep theirs; a0o is read once to make a1's input, and taken later."""
-    found = began(2, (0,), monkeypatch)
+def test_prefetch_of_a_recomputed_input_fetches_the_saved_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks 0 and 2 of three save their input; a0o is read to recompute the input of block 1, and released later."""
+    found = backward_events(2, (0,), monkeypatch)
     assert found == ["a2-", "a2x", "a2o", "a2", "a0x", "a1o", "a1-", "a0o", "a1", "a0o", "a0-", "a0"]
-    found = began(3, (0,), monkeypatch, replace(DEEP, num_layers=4))
+    found = backward_events(3, (0,), monkeypatch, replace(DEEP, num_layers=4))
     assert found[:7] == ["a3-", "a3x", "a3o", "a3", "a0x", "a2o", "a2-"], "also from two blocks before"
 
 
-def test_groups_wait_for_their_turn_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = began(1, (0,), monkeypatch, pieces=Tiling(2))
+def test_attention_outputs_of_head_groups_are_not_prefetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = backward_events(1, (0,), monkeypatch, tiling=Tiling(2))
     behind = ["a1x", "a1-", "a1o", "a1o", "a1", "a0x", "a0-", "a0o", "a0o", "a0"]
     assert found == ["a2-", "a2x", "a2o", "a2o", "a2", *behind]
 
 
-def test_the_batch_that_went_last_comes_back_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = began(1, (1, 0), monkeypatch)
+def test_reverse_order_of_batches_prefetches_within_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = backward_events(1, (1, 0), monkeypatch)
     assert [name for name in found if len(name) == 2] == ["b2", "b1", "b0", "a2", "a1", "a0"]
-    assert found[found.index("b0") + 1 :][:3] == ["a2-", "a2x", "a2o"], "nothing of another batch before its turn"
+    assert found[found.index("b0") + 1 :][:3] == ["a2-", "a2x", "a2o"], "no prefetch of another batch before its turn"
 
 
-def test_no_batch_comes_back_while_the_one_before_it_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a pipeline, where batches go back in the order in which they came."""
-    found = began(1, (0, 1, 2), monkeypatch)
+def test_prefetch_never_crosses_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a pipeline, which runs backward in the order of the batches."""
+    found = backward_events(1, (0, 1, 2), monkeypatch)
     of_one = ["2-", "2x", "2o", "2", "1x", "1o", "1-", "1", "0x", "0o", "0-", "0"]
     assert found == [f"{batch}{what}" for batch in "abc" for what in of_one]
 
 
-def test_gradients_are_the_same_with_little_of_it_and_tiles() -> None:
-    """As a run has it where the host is small: half of the blocks find room for what attention gave."""
+def test_gradients_are_equal_with_a_small_budget_and_tiles() -> None:
+    """With host memory for the attention output of half the blocks."""
     batch = packed([24], [20, 4], seed=3)
     expected = gradients(small_model(), batch)[1]
-    model, _ = hosted(budget=INPUT + output(2), every=2, pieces=Tiling(2, 2000))
+    model, _ = model_with_host_pool(budget=INPUT + output(2), blocks_per_checkpoint=2, tiling=Tiling(2, 2000))
     for name, grad in gradients(model, batch)[1].items():
         torch.testing.assert_close(grad, expected[name], rtol=0, atol=1e-12)

@@ -1,4 +1,4 @@
-"""The door to communication: what every rank gets, and that what is handed in stays as it is."""
+"""Collectives: the result on every rank, and unchanged inputs."""
 
 from __future__ import annotations
 
@@ -19,82 +19,82 @@ pytestmark = pytest.mark.ranks
 RANKS = 3
 
 
-def held(rank: int, *shape: int) -> Tensor:
-    """Numbers that tell a rank and a place, not laid out in their order."""
+def rank_values(rank: int, *shape: int) -> Tensor:
+    """A non-contiguous tensor whose values encode rank and position."""
     return (100.0 * rank + torch.arange(float(torch.Size(shape).numel())).view(shape)).mT.contiguous().mT
 
 
-def everything(dtype: torch.dtype) -> dict[str, Any]:
-    """By name, what a rank got for `held(rank, ...)`."""
+def run_all(dtype: torch.dtype) -> dict[str, Any]:
+    """Results of every collective by name, for inputs from `rank_values`."""
     rank = distributed.get_rank()
     group = init_device_mesh("cpu", (RANKS,)).get_group()
-    some, parts = held(rank, 2, 5).to(dtype), held(rank, RANKS, 2, 5).to(dtype)
-    before = some.clone(), parts.clone()
-    # Two on their way at once, as in a backward pass.
-    first, second = collectives.ring_shift(some, group), collectives.ring_shift(-some, group)
+    x, parts = rank_values(rank, 2, 5).to(dtype), rank_values(rank, RANKS, 2, 5).to(dtype)
+    before = x.clone(), parts.clone()
+    # Two in flight at once, as in a backward.
+    first, second = collectives.ring_shift(x, group), collectives.ring_shift(-x, group)
     found: dict[str, Any] = {
-        "rotate": (first.wait(), second.wait()),
-        "rotate_all_to_all": collectives.ring_shift_all_to_all(some, group).wait(),
-        "gather": collectives.all_gather_async(some, group).wait(),
+        "ring_shift": (first.wait(), second.wait()),
+        "ring_shift_all_to_all": collectives.ring_shift_all_to_all(x, group).wait(),
+        "all_gather": collectives.all_gather_async(x, group).wait(),
         "reduce_scatter": collectives.reduce_scatter(parts, group),
-        "exchange": collectives.all_to_all_async(parts, group).wait(),
-        "gather_over": collectives.all_gather_object({"rank": rank}, group),
+        "all_to_all": collectives.all_to_all_async(parts, group).wait(),
+        "all_gather_object": collectives.all_gather_object({"rank": rank}, group),
     }
-    assert torch.equal(some, before[0])
+    assert torch.equal(x, before[0])
     assert torch.equal(parts, before[1])
-    for x in (*found["rotate"], *(x for x in found.values() if isinstance(x, Tensor))):
+    for x in (*found["ring_shift"], *(x for x in found.values() if isinstance(x, Tensor))):
         assert x.is_contiguous()
         assert x.dtype == dtype
     largest = torch.tensor([float(rank), -float(rank)], dtype=dtype)
     summed = torch.tensor([1.0, float(rank)], dtype=dtype)
     assert collectives.all_reduce_max(group, largest) is largest
     assert collectives.all_reduce(group, summed) is summed
-    found |= {"largest_over": largest, "sum_over": summed}
-    found["max_over"] = collectives.max_over_ranks(group, [float(rank), -float(rank)])
+    found |= {"all_reduce_max": largest, "all_reduce": summed}
+    found["max_over_ranks"] = collectives.max_over_ranks(group, [float(rank), -float(rank)])
     return found
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_every_collective_does_what_its_name_says(dtype: torch.dtype) -> None:
-    by_rank = run_ranks(everything, RANKS, dtype)
-    some = torch.stack([held(rank, 2, 5) for rank in range(RANKS)]).to(dtype)
-    parts = torch.stack([held(rank, RANKS, 2, 5) for rank in range(RANKS)]).to(dtype)
+def test_every_collective_returns_its_definition(dtype: torch.dtype) -> None:
+    by_rank = run_ranks(run_all, RANKS, dtype)
+    x = torch.stack([rank_values(rank, 2, 5) for rank in range(RANKS)]).to(dtype)
+    parts = torch.stack([rank_values(rank, RANKS, 2, 5) for rank in range(RANKS)]).to(dtype)
     for rank, found in enumerate(by_rank):
         before = (rank - 1) % RANKS
-        assert torch.equal(found["rotate"][0], some[before])
-        assert torch.equal(found["rotate"][1], -some[before])
-        assert torch.equal(found["rotate_all_to_all"], some[before])
-        assert torch.equal(found["gather"], some)
+        assert torch.equal(found["ring_shift"][0], x[before])
+        assert torch.equal(found["ring_shift"][1], -x[before])
+        assert torch.equal(found["ring_shift_all_to_all"], x[before])
+        assert torch.equal(found["all_gather"], x)
         near = 0 if dtype == torch.float64 else 2**-7
         torch.testing.assert_close(found["reduce_scatter"].double(), parts[:, rank].double().sum(0), rtol=near, atol=0)
-        assert torch.equal(found["exchange"], parts[:, rank])
-        assert found["gather_over"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
-        assert found["largest_over"].tolist() == [2.0, 0.0]
-        assert found["sum_over"].tolist() == [3.0, 3.0]
-        assert found["max_over"] == [2.0, 0.0]
+        assert torch.equal(found["all_to_all"], parts[:, rank])
+        assert found["all_gather_object"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+        assert found["all_reduce_max"].tolist() == [2.0, 0.0]
+        assert found["all_reduce"].tolist() == [3.0, 3.0]
+        assert found["max_over_ranks"] == [2.0, 0.0]
 
 
-def of_one_rank() -> list[str]:
-    """What is said where a rank has no neighbour; and that gathering from one's own works."""
+def single_rank_errors() -> list[str]:
+    """Errors of ring shifts on one rank; all-gather and reduce-scatter work."""
     group = init_device_mesh("cpu", (RANKS, 1)).get_group(1)
     x = torch.ones(4)
-    said = []
+    errors = []
     for rotate in (collectives.ring_shift, collectives.ring_shift_all_to_all):
-        with pytest.raises(ValueError, match="neighbour") as raised:
+        with pytest.raises(ValueError, match="at least 2 ranks") as raised:
             rotate(x, group)
-        said.append(str(raised.value))
+        errors.append(str(raised.value))
     assert torch.equal(collectives.all_gather_async(x, group).wait(), x[None])
     assert torch.equal(collectives.reduce_scatter(x[None], group), x)
-    return said
+    return errors
 
 
-def test_a_ring_of_one_rank_has_no_neighbour() -> None:
-    for said in run_ranks(of_one_rank, RANKS):
-        assert said == ["a ring of one rank has no neighbour to send to"] * 2
+def test_ring_shift_needs_two_ranks() -> None:
+    for errors in run_ranks(single_rank_errors, RANKS):
+        assert errors == ["a ring shift needs at least 2 ranks"] * 2
 
 
-def by_name() -> tuple[list[list[int]], str]:
-    """The ranks of the groups that names give, which must be the same objects; and what an unknown name says."""
+def resolve_by_name() -> tuple[list[list[int]], str]:
+    """The ranks of the groups resolved by name, and the error for an unknown name."""
     mesh = init_device_mesh("cpu", (1, RANKS))
     groups = [mesh.get_group(axis) for axis in (0, 1)]
     assert [collectives.resolve_process_group(group.group_name) for group in groups] == groups
@@ -104,15 +104,15 @@ def by_name() -> tuple[list[list[int]], str]:
     return [distributed.get_process_group_ranks(group) for group in groups], str(raised.value)
 
 
-def test_a_group_is_found_by_its_name() -> None:
-    """Through a private function of torch: this says when it is no longer there."""
-    for rank, (ranks, said) in enumerate(run_ranks(by_name, RANKS)):
+def test_process_groups_are_resolved_by_name() -> None:
+    """With a private function of torch: fails when it is gone."""
+    for rank, (ranks, errors) in enumerate(run_ranks(resolve_by_name, RANKS)):
         assert ranks == [[rank], [0, 1, 2]]
-        assert re.search("nobody", said)
+        assert re.search("nobody", errors)
 
 
-def renamed() -> list[str]:
-    """Warnings of what was renamed between versions of torch."""
+def deprecation_warnings() -> list[str]:
+    """Deprecation warnings of collectives that torch deprecation_warnings."""
     group = init_device_mesh("cpu", (RANKS,)).get_group()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -121,5 +121,5 @@ def renamed() -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-def test_no_collective_goes_by_a_name_that_torch_warns_of() -> None:
-    assert run_ranks(renamed, RANKS) == [[]] * RANKS
+def test_no_collective_uses_a_deprecated_name() -> None:
+    assert run_ranks(deprecation_warnings, RANKS) == [[]] * RANKS

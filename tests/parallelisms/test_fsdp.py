@@ -1,4 +1,4 @@
-"""Sharded training is training on one process: losses, gradients and weights, in double precision."""
+"""FSDP and HSDP equal one process in float64: losses, gradients and weights."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from parallelisms.init_weights import initialize
 from parallelisms.mesh import Mesh
 from parallelisms.parallelize import parallelize
 from tests.models.small_models import SMALL, TIED, largest_difference, packed
-from tests.parallelisms.parallel_models import Plan, build, joined
+from tests.parallelisms.parallel_models import Plan, build, concat_batches
 from tests.ranks import run_ranks
 from trainer.config.job_config import OptimizerSection
 from trainer.optim.optimizer import Optimizer
 
 pytestmark = pytest.mark.ranks
 
-# Documents of twelve rows, and how many of a row's tokens are targets. The first four have none, so that the first of
-# three ranks and the first of four have nothing to learn from.
-ROWS = [[20], [7, 13], [1] * 5 + [15], [20], [3, 17], [20], [19, 1], [10, 10], [20], [2, 18], [6, 6, 8], [20]]
+# Document lengths and number of targets of twelve sequences. The first four have no targets, so the first rank of three
+# or four has no loss.
+DOCUMENTS = [[20], [7, 13], [1] * 5 + [15], [20], [3, 17], [20], [19, 1], [10, 10], [20], [2, 18], [6, 6, 8], [20]]
 TARGETS = [0, 0, 0, 0, 18, 3, 18, 1, 19, 18, 0, 7]
-UPDATES = 5
+NUM_STEPS = 5
 OPTIMIZER = OptimizerSection(lr=1e-2, max_grad_norm=0.5)
 
 
 @dataclass
-class Course:
-    """What a run of a few updates came to."""
+class RunResult:
+    """The results of a few steps."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -51,94 +51,116 @@ class Course:
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
-def micro_batches(plan: Plan, rank: int, update: int) -> list[Batch]:
-    mine = range(rank * len(ROWS) // plan.ranks, (rank + 1) * len(ROWS) // plan.ranks)
-    rows = [packed(ROWS[row], seed=100 * update + row, targets=TARGETS[row]) for row in mine]
-    return [joined(rows[start : start + plan.micro_batch]) for start in range(0, len(rows), plan.micro_batch)]
+def micro_batches(plan: Plan, rank: int, step: int) -> list[Batch]:
+    sequence_indices = range(rank * len(DOCUMENTS) // plan.ranks, (rank + 1) * len(DOCUMENTS) // plan.ranks)
+    rows = [packed(DOCUMENTS[row], seed=100 * step + row, targets=TARGETS[row]) for row in sequence_indices]
+    return [
+        concat_batches(rows[start : start + plan.micro_batch_size])
+        for start in range(0, len(rows), plan.micro_batch_size)
+    ]
 
 
-def train(plan: Plan) -> Course:
+def train(plan: Plan) -> RunResult:
     mesh = plan.mesh()
     model = build(plan, mesh)
     optimizer = Optimizer([model], OPTIMIZER, all_reduce=partial(all_reduce, None))
-    course = Course()
-    for update in range(UPDATES):
-        batches = micro_batches(plan, mesh.dp_rank, update)
+    result = RunResult()
+    for step in range(NUM_STEPS):
+        batches = micro_batches(plan, mesh.dp_rank, step)
         targets = all_reduce(mesh.dp_cp_group, sum((batch.num_targets() for batch in batches), torch.tensor(0)))
         loss = torch.zeros((), dtype=torch.float64)
         for batch in batches:
             part = model(batch).sum() / targets
             part.backward()
             loss += part.detach()
-        if update == 0:
-            course.gradients = {
+        if step == 0:
+            result.gradients = {
                 name: full_tensor(parameter.grad).clone()
                 for name, parameter in model.named_parameters()
                 if parameter.grad is not None
             }
         norm, finite = optimizer.step(OPTIMIZER.lr)
-        course.losses.append(float(all_reduce(mesh.dp_cp_group, loss)))
-        course.norms.append(float(norm))
-        course.finite.append(bool(finite))
-    course.weights = {name: full_tensor(parameter.detach()).clone() for name, parameter in model.named_parameters()}
-    return course
+        result.losses.append(float(all_reduce(mesh.dp_cp_group, loss)))
+        result.norms.append(float(norm))
+        result.finite.append(bool(finite))
+    result.weights = {name: full_tensor(parameter.detach()).clone() for name, parameter in model.named_parameters()}
+    return result
 
 
 @cache
-def alone(config: ModelConfig) -> Course:
-    (course,) = run_ranks(train, 1, Plan(config))
-    return course
+def single_process(config: ModelConfig) -> RunResult:
+    (result,) = run_ranks(train, 1, Plan(config))
+    return result
 
 
 MESHES = [Plan(dp_shard=4), Plan(dp_replicate=2, dp_shard=2), Plan(dp_shard=3), Plan(dp_replicate=3)]
 GRID = [
-    replace(mesh, config=config, policy=policy, reshard=reshard, micro_batch=micro_batch)
+    replace(mesh, config=config, policy=policy, reshard_after_forward=reshard, micro_batch_size=micro_batch)
     for mesh in MESHES
     for config in (SMALL, TIED)
     for policy in get_args(activation_checkpoint.RecomputePolicy)
     for reshard in (True, False)
     for micro_batch in (12, 1)
 ]
-# Any two options meet in every pair of their values; the whole grid takes minutes.
+# Pairwise coverage of the options; the whole grid takes minutes.
 PAIRS = [(SMALL, "none", True, 12), (SMALL, "full", False, 1), (TIED, "none", False, 1), (TIED, "full", True, 12)]
 
 
 def name_of(plan: Plan) -> str:
     tied = "tied" if plan.config.tie_embeddings else "untied"
-    kept = "resharded" if plan.reshard else "kept"
-    return f"{plan.dp_replicate}x{plan.dp_shard}-{tied}-{plan.policy}-{kept}-{plan.micro_batch}"
+    kept = "resharded" if plan.reshard_after_forward else "gathered"
+    return f"{plan.dp_replicate}x{plan.dp_shard}-{tied}-{plan.policy}-{kept}-{plan.micro_batch_size}"
 
 
 def cases() -> list[ParameterSet]:
     found = []
     for number, plan in enumerate(GRID):
-        choice = (plan.config, plan.policy, plan.reshard, plan.micro_batch)
-        # Each mesh has half of the pairs, its neighbour the other half.
+        choice = (plan.config, plan.policy, plan.reshard_after_forward, plan.micro_batch_size)
+        # Each mesh runs half of the pairs, the next mesh the other half.
         fast = choice in PAIRS and PAIRS.index(choice) % 2 == number * len(MESHES) // len(GRID) % 2
         found.append(pytest.param(plan, id=name_of(plan), marks=() if fast else pytest.mark.slow))
     for config, policy in itertools.product((SMALL, TIED), get_args(activation_checkpoint.RecomputePolicy)):
         plan = Plan(config, dp_shard=2, policy=policy, compiled=True)
         fast = (config, policy) == (TIED, "full")
         found.append(pytest.param(plan, id=f"{name_of(plan)}-compiled", marks=() if fast else pytest.mark.slow))
-    # A token in each tile; three blocks, of which the last is alone where two share an input.
+    # Tiles of one token; three blocks, the last of which is single_process with blocks_per_checkpoint = 2.
     three = replace(SMALL, num_layers=3)
     tiled = [
-        Plan(dp_shard=2, tile=0, policy="full", groups=2),
-        Plan(dp_shard=2, tile=0, policy="keep_attention", compiled=True),
-        Plan(three, dp_shard=2, every=2, policy="keep_attention", on_host=True),
-        Plan(three, dp_shard=2, every=3, policy="keep_attention", reshard=False, micro_batch=1, groups=2),
-        Plan(three, dp_shard=2, every=3, policy="keep_attention", micro_batch=1, tile=0, on_host=True),
+        Plan(dp_shard=2, tile_bytes=0, policy="full", head_groups=2),
+        Plan(dp_shard=2, tile_bytes=0, policy="keep_attention", compiled=True),
+        Plan(three, dp_shard=2, blocks_per_checkpoint=2, policy="keep_attention", offload=True),
+        Plan(
+            three,
+            dp_shard=2,
+            blocks_per_checkpoint=3,
+            policy="keep_attention",
+            reshard_after_forward=False,
+            micro_batch_size=1,
+            head_groups=2,
+        ),
+        Plan(
+            three,
+            dp_shard=2,
+            blocks_per_checkpoint=3,
+            policy="keep_attention",
+            micro_batch_size=1,
+            tile_bytes=0,
+            offload=True,
+        ),
     ]
     return [
         *found,
-        *(pytest.param(plan, id=f"{name_of(plan)}-{plan.every}-in-pieces") for plan in tiled),
-        *(pytest.param(Plan(config, micro_batch=5), id=f"alone-{config.tie_embeddings}") for config in (SMALL, TIED)),
+        *(pytest.param(plan, id=f"{name_of(plan)}-{plan.blocks_per_checkpoint}-tiled") for plan in tiled),
+        *(
+            pytest.param(Plan(config, micro_batch_size=5), id=f"single_process-{config.tie_embeddings}")
+            for config in (SMALL, TIED)
+        ),
     ]
 
 
 @pytest.mark.parametrize("plan", cases())
-def test_a_mesh_computes_what_one_process_computes(plan: Plan) -> None:
-    expected = alone(plan.config)
+def test_mesh_equals_one_process(plan: Plan) -> None:
+    expected = single_process(plan.config)
     assert all(expected.finite)
     assert min(expected.norms) > OPTIMIZER.max_grad_norm
     for found in run_ranks(train, plan.ranks, plan):
@@ -149,26 +171,26 @@ def test_a_mesh_computes_what_one_process_computes(plan: Plan) -> None:
         assert largest_difference(found.weights, expected.weights) < 1e-11
 
 
-def test_one_process_computes_the_mean_over_targets() -> None:
-    expected = alone(SMALL)
+def test_loss_is_the_mean_over_targets() -> None:
+    expected = single_process(SMALL)
     reference = run_ranks(plain_losses, 1)[0]
     assert expected.losses[0] == pytest.approx(reference, rel=1e-13)
-    assert len(set(expected.losses)) == UPDATES
+    assert len(set(expected.losses)) == NUM_STEPS
 
 
 def plain_losses() -> float:
     plan = Plan()
     model = build(plan, plan.mesh())
     with torch.no_grad():
-        sums = [model(batch).sum() for batch in micro_batches(replace(plan, micro_batch=1), 0, 0)]
+        sums = [model(batch).sum() for batch in micro_batches(replace(plan, micro_batch_size=1), 0, 0)]
     return float(sum(sums, torch.tensor(0.0)) / sum(TARGETS))
 
 
-# ---- exchanges
+# ---- collectives
 
 
-class Exchanges(TorchDispatchMode):
-    """What ranks exchange, by the operator's name."""
+class CollectiveCounter(TorchDispatchMode):
+    """Counts collectives by operator name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,19 +202,19 @@ class Exchanges(TorchDispatchMode):
         return function(*arguments, **(options or {}))
 
 
-def exchanges(plan: Plan) -> dict[str, int]:
+def count_collectives(plan: Plan) -> dict[str, int]:
     model = build(plan, plan.mesh())
-    with Exchanges() as seen:
+    with CollectiveCounter() as dtypes:
         model(packed([20])).sum().backward()
-    return dict(seen.counts)
+    return dict(dtypes.counts)
 
 
 @pytest.mark.parametrize("policy", [pytest.param("full", marks=pytest.mark.slow), "keep_attention"])
-def test_weights_are_gathered_and_their_gradients_reduced_once_for_all_tiles_and_groups(
+def test_tiles_and_head_groups_add_no_collectives(
     policy: activation_checkpoint.RecomputePolicy,
 ) -> None:
     plain, tiled = (
-        run_ranks(exchanges, 2, Plan(dp_shard=2, policy=policy, groups=groups, tile=tile))[0]
+        run_ranks(count_collectives, 2, Plan(dp_shard=2, policy=policy, head_groups=groups, tile_bytes=tile))[0]
         for groups, tile in ((1, None), (2, 0))
     )
     assert sum(plain.values()) >= 3 * SMALL.num_layers
@@ -204,15 +226,19 @@ def test_weights_are_gathered_and_their_gradients_reduced_once_for_all_tiles_and
     [(4, 1), (5, 3), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((4, 2), (4, 4), (5, 2)))],
 )
 @pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_blocks_that_are_made_again_are_gathered_once_more(layers: int, every: int, *, reshard: bool) -> None:
-    """Each once forward and once backward; and all but the last of those that share an input once more."""
+def test_recomputed_blocks_are_gathered_once_more(layers: int, every: int, *, reshard: bool) -> None:
+    """Once in forward, once in backward, and once more for each block whose output is recomputed."""
     config = replace(SMALL, num_layers=layers)
     found, plain = (
-        run_ranks(exchanges, 2, Plan(config, dp_shard=2, policy="keep_attention", every=one, reshard=reshard))[0]
+        run_ranks(
+            count_collectives,
+            2,
+            Plan(config, dp_shard=2, policy="keep_attention", blocks_per_checkpoint=one, reshard_after_forward=reshard),
+        )[0]
         for one in (every, 1)
     )
     (gather,) = (name for name in plain if "allgather" in name.replace("_", ""))
-    ends = 3 if reshard else 2  # The embedding's backward pass needs none.
+    ends = 3 if reshard else 2  # The backward of the embedding needs no weights.
     assert plain[gather] in range(layers * (1 + reshard), layers * (1 + reshard) + ends + 1)
     again = layers - -(-layers // every)
     assert found[gather] - plain[gather] == again * reshard
@@ -225,7 +251,7 @@ def test_blocks_that_are_made_again_are_gathered_once_more(layers: int, every: i
 
 
 @dataclass
-class Seen:
+class Dtypes:
     stored: set[torch.dtype] = field(default_factory=set)
     gradients: set[torch.dtype] = field(default_factory=set)
     weights: set[torch.dtype] = field(default_factory=set)
@@ -234,35 +260,39 @@ class Seen:
     losses: Tensor | None = None
 
 
-def half_precision(ranks: int) -> Seen:
+def half_precision(ranks: int) -> Dtypes:
     plan = Plan(dp_shard=ranks)
     model = mixed(plan, plan.mesh(), torch.bfloat16)
-    seen = Seen()
+    dtypes = Dtypes()
 
-    def look(block: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+    def record_dtypes(block: nn.Module, arguments: tuple[Tensor, ...]) -> None:
         x_BSE, table, _ = arguments
-        seen.stream.add(x_BSE.dtype)
-        seen.tables.append(table)
-        seen.weights |= {parameter.dtype for parameter in block.parameters()}
+        dtypes.stream.add(x_BSE.dtype)
+        dtypes.tables.append(table)
+        dtypes.weights |= {parameter.dtype for parameter in block.parameters()}
 
     for block in model.layers():
-        # Inside the block, where the unit's own hook has gathered and cast its weights.
-        block.attention.register_forward_pre_hook(look)
-        block.attention.register_forward_hook(lambda _, __, out: seen.stream.add(out.dtype))
+        # Inside the block, after FSDP has gathered and cast its weights.
+        block.attention.register_forward_pre_hook(record_dtypes)
+        block.attention.register_forward_hook(lambda _, __, out: dtypes.stream.add(out.dtype))
     batch = packed([300], seed=7)
-    seen.losses = model(batch)
-    (seen.losses.sum() / 299).backward()
-    seen.losses = seen.losses.detach()
-    seen.stored = {parameter.dtype for parameter in model.parameters()}
-    seen.gradients = {parameter.grad.dtype for parameter in model.parameters() if parameter.grad is not None}
-    return seen
+    dtypes.losses = model(batch)
+    (dtypes.losses.sum() / 299).backward()
+    dtypes.losses = dtypes.losses.detach()
+    dtypes.stored = {parameter.dtype for parameter in model.parameters()}
+    dtypes.gradients = {parameter.grad.dtype for parameter in model.parameters() if parameter.grad is not None}
+    return dtypes
 
 
 def mixed(plan: Plan, mesh: Mesh, compute: torch.dtype) -> Transformer:
     with torch.device("meta"):
         model = Transformer(plan.config)
     fsdp.apply(
-        model, mesh.fsdp_mesh, param_dtype=compute, reduce_dtype=torch.float32, reshard_after_forward=plan.reshard
+        model,
+        mesh.fsdp_mesh,
+        param_dtype=compute,
+        reduce_dtype=torch.float32,
+        reshard_after_forward=plan.reshard_after_forward,
     )
     initialize(model, seed=0, device=torch.device("cpu"))
     return model
@@ -275,20 +305,20 @@ def single_losses() -> Tensor:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_blocks_compute_in_half_precision_and_everything_that_lasts_is_single(ranks: int) -> None:
+def test_blocks_compute_in_bfloat16_and_store_float32(ranks: int) -> None:
     (exact,) = run_ranks(single_losses, 1)
-    for seen in run_ranks(half_precision, ranks, ranks):
-        assert seen.stored == seen.gradients == {torch.float32}
-        assert seen.weights == seen.stream == {torch.bfloat16}
-        assert seen.losses is not None
-        assert seen.losses.dtype == torch.float32
-        torch.testing.assert_close(seen.losses, exact, rtol=0, atol=0.02)
-        for table in seen.tables:
+    for dtypes in run_ranks(half_precision, ranks, ranks):
+        assert dtypes.stored == dtypes.gradients == {torch.float32}
+        assert dtypes.weights == dtypes.stream == {torch.bfloat16}
+        assert dtypes.losses is not None
+        assert dtypes.losses.dtype == torch.float32
+        torch.testing.assert_close(dtypes.losses, exact, rtol=0, atol=0.02)
+        for table in dtypes.tables:
             assert table.dtype == torch.float32
             assert not torch.equal(table, table.bfloat16().float())
 
 
-# ---- what stays gathered
+# ---- resharding
 
 
 def sharded_after_forward(plan: Plan) -> dict[str, bool]:
@@ -299,8 +329,8 @@ def sharded_after_forward(plan: Plan) -> dict[str, bool]:
 
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("config", [SMALL, TIED], ids=["untied", "tied"])
-def test_the_head_stays_gathered_until_its_backward_pass(config: ModelConfig, reshard: bool) -> None:  # noqa: FBT001
-    for sharded in run_ranks(sharded_after_forward, 2, Plan(config, dp_shard=2, reshard=reshard)):
+def test_loss_head_stays_gathered_until_its_backward(config: ModelConfig, reshard: bool) -> None:  # noqa: FBT001
+    for sharded in run_ranks(sharded_after_forward, 2, Plan(config, dp_shard=2, reshard_after_forward=reshard)):
         last = {name for name in sharded if name.startswith("head.")}
         if config.tie_embeddings:
             last.add("embed.weight")
@@ -308,7 +338,7 @@ def test_the_head_stays_gathered_until_its_backward_pass(config: ModelConfig, re
         assert {name for name, is_sharded in sharded.items() if not is_sharded} == (last if reshard else {*sharded})
 
 
-def units(compute: torch.dtype) -> list[str]:
+def module_types(compute: torch.dtype) -> list[str]:
     with torch.device("meta"):
         model = Transformer(SMALL)
     parallelize(
@@ -322,8 +352,8 @@ def units(compute: torch.dtype) -> list[str]:
     return [type(module).__name__ for module in model.modules()]
 
 
-def test_one_process_is_wrapped_only_to_compute_in_another_dtype() -> None:
-    (plain,), (cast,) = run_ranks(units, 1, torch.float32), run_ranks(units, 1, torch.bfloat16)
+def test_one_process_uses_fsdp_only_for_mixed_precision() -> None:
+    (plain,), (cast,) = run_ranks(module_types, 1, torch.float32), run_ranks(module_types, 1, torch.bfloat16)
     assert not [name for name in plain if name.startswith("FSDP")]
-    wrapped = {"FSDPTransformer": 1, "FSDPEmbedding": 1, "FSDPBlock": SMALL.num_layers, "FSDPHead": 1}
+    wrapped = {"FSDPTransformer": 1, "FSDPEmbedding": 1, "FSDPTransformerBlock": SMALL.num_layers, "FSDPLossHead": 1}
     assert {name: cast.count(name) for name in cast if name.startswith("FSDP")} == wrapped

@@ -1,4 +1,4 @@
-"""The same seed gives bitwise the same weights wherever they are made."""
+"""One seed gives bitwise the same initial weights on every mesh."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from parallelisms.parallel_dims import AXES
 from tests.models.small_models import SMALL
 from tests.ranks import run_ranks
 
-# Two blocks of random numbers in the embedding; rows that no number of ranks divides, and fewer rows than ranks.
+# Two random blocks in the embedding; numbers of rows not divisible by the ranks, and fewer rows than ranks.
 CONFIG = replace(SMALL, vocab_size=5003, num_kv_heads=1, head_dim=2)
 TIED = replace(CONFIG, tie_embeddings=True)
 
 
-def made(config: ModelConfig, sizes: dict[str, int], seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
+def initial_weights(config: ModelConfig, sizes: dict[str, int], seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
     mesh = Mesh("cpu", {axis: sizes.get(axis, 1) for axis in AXES}, rank=distributed.get_rank())
     with torch.device("meta"):
         model = Transformer(config).to(dtype)
@@ -34,14 +34,16 @@ def made(config: ModelConfig, sizes: dict[str, int], seed: int, dtype: torch.dty
     return {name: full_tensor(parameter.detach()) for name, parameter in model.named_parameters()}
 
 
-def alone(config: ModelConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def single_process_weights(
+    config: ModelConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
     with torch.device("meta"):
         model = Transformer(config).to(dtype)
     initialize(model, seed=seed, device=torch.device("cpu"))
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-alone_once = cache(alone)
+cached_weights = cache(single_process_weights)
 
 
 @pytest.mark.ranks
@@ -51,28 +53,28 @@ alone_once = cache(alone)
     [{}, {"dp_shard": 2}, {"dp_shard": 3}, {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 2}],
     ids=str,
 )
-def test_a_seed_gives_the_same_bits_on_every_mesh(sizes: dict[str, int], config: ModelConfig) -> None:
-    expected = alone_once(config)
+def test_seed_gives_bitwise_equal_weights_on_every_mesh(sizes: dict[str, int], config: ModelConfig) -> None:
+    expected = cached_weights(config)
     for found in run_ranks(
-        made, sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1), config, sizes, 0, torch.float32
+        initial_weights, sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1), config, sizes, 0, torch.float32
     ):
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_tied_weights_are_those_of_the_same_names_untied() -> None:
-    tied, untied = alone_once(TIED), alone_once(CONFIG)
+def test_tied_model_has_the_same_weights_as_untied() -> None:
+    tied, untied = cached_weights(TIED), cached_weights(CONFIG)
     assert untied.keys() - tied.keys() == {"head.proj.weight"}
     assert all(torch.equal(tied[name], untied[name]) for name in tied)
 
 
-def test_double_precision_starts_from_the_same_values() -> None:
-    double = alone(CONFIG, dtype=torch.float64)
-    assert all(torch.equal(double[name], tensor.double()) for name, tensor in alone_once(CONFIG).items())
+def test_float64_model_starts_from_the_same_values() -> None:
+    double = single_process_weights(CONFIG, dtype=torch.float64)
+    assert all(torch.equal(double[name], tensor.double()) for name, tensor in cached_weights(CONFIG).items())
 
 
-def test_another_seed_and_another_name_give_other_values() -> None:
-    first, second = alone_once(CONFIG), alone(CONFIG, seed=1)
+def test_seeds_and_parameter_names_give_different_values() -> None:
+    first, second = cached_weights(CONFIG), single_process_weights(CONFIG, seed=1)
     matrices = [name for name, tensor in first.items() if tensor.ndim == 2]
     assert not any((first[name] == second[name]).any() for name in matrices)
     layers = [first[f"blocks.{layer}.feed_forward.up_proj.weight"] for layer in (0, 1)]
@@ -80,9 +82,9 @@ def test_another_seed_and_another_name_give_other_values() -> None:
     assert not (first["embed.weight"] == first["head.proj.weight"]).any()
 
 
-def test_values_are_normal_with_the_deviation_of_their_place_and_norms_are_one() -> None:
+def test_weights_are_normal_with_init_std_and_norms_are_one() -> None:
     config = replace(SMALL, vocab_size=3000, dim=128, ffn_dim=512, num_kv_heads=4, head_dim=32, num_layers=8)
-    for name, tensor in alone(config).items():
+    for name, tensor in single_process_weights(config).items():
         if tensor.ndim == 1:
             assert tensor.eq(1).all()
             continue
@@ -94,7 +96,7 @@ def test_values_are_normal_with_the_deviation_of_their_place_and_norms_are_one()
 
 
 @pytest.mark.parametrize(("rows", "width"), [(37, 16), (5003, 16), (10, 1 << 16), (3, 100_000), (1 << 17, 1)])
-def test_any_slice_of_rows_is_that_of_the_whole(rows: int, width: int) -> None:
+def test_any_range_of_rows_equals_the_slice_of_the_matrix(rows: int, width: int) -> None:
     shape = torch.Size((rows, width))
     everything = normal_rows(shape, std=0.5, key="0/name", first_row=0, end_row=rows)
     assert everything.shape == shape
@@ -107,8 +109,8 @@ def test_any_slice_of_rows_is_that_of_the_whole(rows: int, width: int) -> None:
         )
 
 
-def test_random_numbers_of_the_process_are_left_alone() -> None:
+def test_global_rng_state_is_unchanged() -> None:
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    alone(SMALL)
+    single_process_weights(SMALL)
     assert torch.equal(torch.get_rng_state(), state)

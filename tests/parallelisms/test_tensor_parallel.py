@@ -1,4 +1,4 @@
-"""A model cut over tp ranks is the model of one process: weights, losses, gradients and norms, in double precision."""
+"""Tensor parallelism equals one process in float64: weights, losses, gradients and norms."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ from parallelisms.init_weights import initialize
 from parallelisms.mesh import Mesh
 from parallelisms.parallel_dims import AXES, tensor_parallel_problems
 from tests.models.small_models import MIXED, SMALL, packed
-from tests.parallelisms.parallel_models import joined
+from tests.parallelisms.parallel_models import concat_batches
 from tests.ranks import run_ranks
 from trainer.config.job_config import OptimizerSection
 from trainer.optim.optimizer import Optimizer
 
-# Two key/value heads: four ranks share them. 44 rows of the vocabulary: three FSDP ranks do not divide those of two.
+# Two KV heads, so four ranks replicate them. 44 tokens in the vocabulary: the shards of tp = 2 are not divisible by 3.
 CONFIG = replace(SMALL, vocab_size=44, num_heads=8, num_kv_heads=2, head_dim=2)
 TIED = replace(CONFIG, tie_embeddings=True)
 FOUR = replace(CONFIG, num_kv_heads=4)
 NORMED = replace(MIXED, vocab_size=44, num_heads=8, num_kv_heads=4)
-FEW = replace(NORMED, num_layers=2, nope_every=2, num_kv_heads=2)  # Fewer key heads than four ranks.
-ROWS = [[9, 1, 14], [24], [3, 21], [8] * 3]
-TARGETS = {rows: 24 * rows - sum(map(len, ROWS[:rows])) for rows in (3, 4)}
+FEW = replace(NORMED, num_layers=2, nope_every=2, num_kv_heads=2)  # Fewer KV heads than 4 ranks.
+DOCUMENTS = [[9, 1, 14], [24], [3, 21], [8] * 3]
+TARGETS = {rows: 24 * rows - sum(map(len, DOCUMENTS[:rows])) for rows in (3, 4)}
 
 
 @dataclass(frozen=True)
 class Case:
     sizes: tuple[tuple[str, int], ...] = ()
     config: ModelConfig = CONFIG
-    sequence: bool = True
-    loss: bool = True
+    sequence_parallel: bool = True
+    loss_parallel: bool = True
     compiled: bool = False
     policy: activation_checkpoint.RecomputePolicy = "none"
-    every: int = 1
-    groups: int = 1
+    blocks_per_checkpoint: int = 1
+    head_groups: int = 1
     tiled: bool = False
     offload: bool = False
-    rows: int = 4
+    num_sequences: int = 4
 
     @property
     def ranks(self) -> int:
@@ -62,12 +62,12 @@ class Case:
         named = {
             "tied": self.config.tie_embeddings,
             "normed": self.config.qk_norm,
-            "tokens-whole": not self.sequence,
-            "loss-whole": not self.loss,
+            "no-sequence-parallel": not self.sequence_parallel,
+            "no-loss-parallel": not self.loss_parallel,
             "compiled": self.compiled,
             self.policy: self.policy != "none",
-            f"every-{self.every}": self.every > 1,
-            f"groups-{self.groups}": self.groups > 1,
+            f"checkpoint-{self.blocks_per_checkpoint}": self.blocks_per_checkpoint > 1,
+            f"groups-{self.head_groups}": self.head_groups > 1,
             "tiled": self.tiled,
             "host": self.offload,
         }
@@ -75,7 +75,7 @@ class Case:
 
 
 @dataclass
-class Found:
+class Outcome:
     initial: dict[str, Tensor]
     losses: Tensor
     gradients: dict[str, Tensor]
@@ -83,25 +83,30 @@ class Found:
     weights: dict[str, Tensor]
 
 
-def train(case: Case) -> Found:
+def train(case: Case) -> Outcome:
     mesh = Mesh("cpu", dict.fromkeys(AXES, 1) | dict(case.sizes), rank=distributed.get_rank())
     double = torch.float64
     with torch.device("meta"):
         model = Transformer(case.config, loss_chunk_mib=1).to(double)
     if model.head is not None:
         model.head.chunk_mib = 0  # One token at a time, so that there are many chunks.
-    tensor_parallel.apply(model, mesh.tp_mesh, sequence_parallel=case.sequence, loss_parallel=case.loss)
-    bodies = TileOps()
+    tensor_parallel.apply(
+        model, mesh.tp_mesh, sequence_parallel=case.sequence_parallel, loss_parallel=case.loss_parallel
+    )
+    ops = TileOps()
     if case.compiled:
         warnings.simplefilter("ignore")
-        bodies = compile_tile_ops(backend="aot_eager")
+        ops = compile_tile_ops(backend="aot_eager")
     if case.compiled and case.policy == "none":
         for block in model.layers():
             block.compile(fullgraph=True, backend="aot_eager")
-    # Some tokens in a tile: what it may take is shared among the ranks' tokens.
+    # The bytes of a tile cover the tokens of all tp ranks.
     tile = 6 * tiling.bytes_per_token(case.config.dim, case.config.ffn_dim, 8) if case.tiled else None
     activation_checkpoint.apply(
-        model, RecomputeConfig(case.policy, blocks_per_checkpoint=case.every, tiling=Tiling(case.groups, tile, bodies))
+        model,
+        RecomputeConfig(
+            case.policy, blocks_per_checkpoint=case.blocks_per_checkpoint, tiling=Tiling(case.head_groups, tile, ops)
+        ),
     )
     if mesh.size > 1:
         fsdp.apply(
@@ -113,16 +118,18 @@ def train(case: Case) -> Found:
             cpu_offload=case.offload,
         )
     initialize(model, seed=0, device=torch.device("cpu"))
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # Gathered for the test only.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(
+        logging.ERROR
+    )  # The test gathers in an inefficient order.
     initial = {name: full_tensor(parameter.detach()).clone() for name, parameter in model.named_parameters()}
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(10 if parameter.ndim > 1 else 1)
-    each = case.rows // mesh.dp_degree
-    first = mesh.dp_rank * each
-    batch = joined([packed(ROWS[row], seed=row, vocab_size=44) for row in range(first, first + each)])
+    per_rank = case.num_sequences // mesh.dp_degree
+    first = mesh.dp_rank * per_rank
+    batch = concat_batches([packed(DOCUMENTS[row], seed=row, vocab_size=44) for row in range(first, first + per_rank)])
     losses = model(batch)
-    (losses.sum() / TARGETS[case.rows]).backward()
+    (losses.sum() / TARGETS[case.num_sequences]).backward()
     optimizer = Optimizer([model], OptimizerSection(max_grad_norm=0.1), all_reduce=partial(all_reduce, None))
     gradients = {
         name: full_tensor(parameter.grad).clone()
@@ -131,15 +138,15 @@ def train(case: Case) -> Found:
     }
     norm, _ = optimizer.step(1e-2)
     weights = {name: full_tensor(parameter.detach()) for name, parameter in model.named_parameters()}
-    return Found(initial, losses.detach(), gradients, float(norm), weights)
+    return Outcome(initial, losses.detach(), gradients, float(norm), weights)
 
 
 @cache
-def alone(config: ModelConfig, rows: int) -> Found:
-    return run_ranks(train, 1, Case(config=config, rows=rows))[0]
+def single_process(config: ModelConfig, rows: int) -> Outcome:
+    return run_ranks(train, 1, Case(config=config, num_sequences=rows))[0]
 
 
-PIECES: list[tuple[activation_checkpoint.RecomputePolicy, int, bool]] = [
+RECOMPUTE_OPTIONS: list[tuple[activation_checkpoint.RecomputePolicy, int, bool]] = [
     ("full", 1, False),
     ("keep_attention", 2, True),
 ]
@@ -157,51 +164,53 @@ CASES = [
         for config, sequence, loss in ((CONFIG, True, True), (CONFIG, False, False), (TIED, True, False))
     ),
     Case(TP2, policy="full"),
-    Case(TP2, loss=False, policy="full"),
+    Case(TP2, loss_parallel=False, policy="full"),
     Case((("dp_replicate", 2), ("tp", 2)), compiled=True),
-    Case(TP2, policy="keep_attention", sequence=False),
+    Case(TP2, policy="keep_attention", sequence_parallel=False),
     Case(TP4, policy="keep_attention", compiled=True),
-    Case((("dp_shard", 3), ("tp", 2)), rows=3),
-    Case((("dp_shard", 2), ("tp", 2)), TIED, loss=False),
+    Case((("dp_shard", 3), ("tp", 2)), num_sequences=3),
+    Case((("dp_shard", 2), ("tp", 2)), TIED, loss_parallel=False),
     Case((("dp_shard", 2), ("tp", 2)), compiled=True, policy="full"),
     Case((("dp_shard", 2), ("tp", 2)), offload=True),
-    Case((("dp_replicate", 2), ("tp", 2)), sequence=False),
+    Case((("dp_replicate", 2), ("tp", 2)), sequence_parallel=False),
     Case((("dp_replicate", 2), ("dp_shard", 2), ("tp", 2))),
     Case(TP2, policy="keep_attention", tiled=True),
-    Case(TP2, sequence=False, policy="full", tiled=True),
+    Case(TP2, sequence_parallel=False, policy="full", tiled=True),
     Case(TP4, policy="keep_attention", compiled=True, tiled=True),
     Case((("dp_shard", 2), ("tp", 2)), policy="full", tiled=True),
     *(
-        Case(TP2, FOUR, sequence, policy=policy, groups=2, every=every, tiled=tiled)
+        Case(TP2, FOUR, sequence, policy=policy, head_groups=2, blocks_per_checkpoint=every, tiled=tiled)
         for sequence in (True, False)
-        for policy, every, tiled in PIECES
+        for policy, every, tiled in RECOMPUTE_OPTIONS
     ),
-    Case((("dp_shard", 2), ("tp", 2)), FOUR, policy="keep_attention", groups=2, every=2, tiled=True),
+    Case(
+        (("dp_shard", 2), ("tp", 2)), FOUR, policy="keep_attention", head_groups=2, blocks_per_checkpoint=2, tiled=True
+    ),
     Case(TP4, FEW),
-    Case(TP4, FEW, sequence=False, policy="full"),
-    Case(TP2, NORMED, sequence=False),
-    Case(TP2, NORMED, compiled=True, policy="full", groups=2, tiled=True),
-    Case((("dp_shard", 2), ("tp", 2)), NORMED, policy="keep_attention", groups=2, tiled=True),
+    Case(TP4, FEW, sequence_parallel=False, policy="full"),
+    Case(TP2, NORMED, sequence_parallel=False),
+    Case(TP2, NORMED, compiled=True, policy="full", head_groups=2, tiled=True),
+    Case((("dp_shard", 2), ("tp", 2)), NORMED, policy="keep_attention", head_groups=2, tiled=True),
 ]
 
 
-# Each takes a compiler many seconds, and what it would show others show that are compiled; or is one more of a kind.
+# Slow to compile, or covered by similar cases.
 SLOW = [
     *(Case(TP2, TIED, sequence, loss) for sequence in (True, False) for loss in (True, False)),
     *(Case(TP4, CONFIG, sequence, loss) for sequence in (True, False) for loss in (True, False)),
     *(
-        Case(TP2, FOUR, sequence=False, policy=policy, groups=2, every=every, tiled=tiled)
-        for policy, every, tiled in PIECES
+        Case(TP2, FOUR, sequence_parallel=False, policy=policy, head_groups=2, blocks_per_checkpoint=every, tiled=tiled)
+        for policy, every, tiled in RECOMPUTE_OPTIONS
     ),
     Case(TP4, CONFIG, compiled=True),
-    Case(TP4, CONFIG, sequence=False, loss=False, compiled=True),
+    Case(TP4, CONFIG, sequence_parallel=False, loss_parallel=False, compiled=True),
     Case(TP4, policy="keep_attention", compiled=True, tiled=True),
-    Case(TP4, TIED, loss=False, compiled=True),
+    Case(TP4, TIED, loss_parallel=False, compiled=True),
     Case((("dp_replicate", 2), ("tp", 2)), compiled=True),
     Case(TP4, policy="keep_attention", compiled=True),
     Case((("dp_replicate", 2), ("dp_shard", 2), ("tp", 2))),
     Case((("dp_shard", 2), ("tp", 2)), compiled=True, policy="full"),
-    Case((("dp_shard", 3), ("tp", 2)), rows=3),
+    Case((("dp_shard", 3), ("tp", 2)), num_sequences=3),
 ]
 
 
@@ -209,8 +218,8 @@ SLOW = [
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in CASES], ids=str
 )
-def test_every_cut_is_one_process(case: Case) -> None:
-    expected = alone(case.config, case.rows)
+def test_every_case_equals_one_process(case: Case) -> None:
+    expected = single_process(case.config, case.num_sequences)
     for rank, found in enumerate(run_ranks(train, case.ranks, case)):
         data_ranks = len(expected.losses) // len(found.losses)
         of_rank = expected.losses.chunk(data_ranks)[rank // (case.ranks // data_ranks)]
@@ -218,25 +227,30 @@ def test_every_cut_is_one_process(case: Case) -> None:
         assert found.norm == pytest.approx(expected.norm, rel=1e-13)
         for name, tensor_ in expected.initial.items():
             assert torch.equal(found.initial[name], tensor_), name
-        for mine, theirs in ((found.gradients, expected.gradients), (found.weights, expected.weights)):
-            assert mine.keys() == theirs.keys()
-            for name, tensor_ in theirs.items():
+        for found_tensors, expected_tensors in (
+            (found.gradients, expected.gradients),
+            (found.weights, expected.weights),
+        ):
+            assert found_tensors.keys() == expected_tensors.keys()
+            for name, tensor_ in expected_tensors.items():
                 largest = float(tensor_.abs().max())
-                torch.testing.assert_close(mine[name], tensor_, rtol=0, atol=1e-12 * largest, msg=name)
+                torch.testing.assert_close(found_tensors[name], tensor_, rtol=0, atol=1e-12 * largest, msg=name)
 
 
-def shares(case: Case) -> dict[str, tuple[int, ...]]:
+def local_shapes(case: Case) -> dict[str, tuple[int, ...]]:
     mesh = Mesh("cpu", dict.fromkeys(AXES, 1) | dict(case.sizes), rank=distributed.get_rank())
     with torch.device("meta"):
         model = Transformer(case.config)
-    tensor_parallel.apply(model, mesh.tp_mesh, sequence_parallel=case.sequence, loss_parallel=case.loss)
+    tensor_parallel.apply(
+        model, mesh.tp_mesh, sequence_parallel=case.sequence_parallel, loss_parallel=case.loss_parallel
+    )
     return {name: tuple(to_local(parameter).shape) for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.ranks
-def test_a_rank_holds_its_part_of_every_matrix() -> None:
-    held = run_ranks(shares, 2, Case(TP2))[0]
-    block = {name.removeprefix("blocks.0."): shape for name, shape in held.items() if name.startswith("blocks.0.")}
+def test_each_rank_holds_its_shard_of_every_matrix() -> None:
+    local = run_ranks(local_shapes, 2, Case(TP2))[0]
+    block = {name.removeprefix("blocks.0."): shape for name, shape in local.items() if name.startswith("blocks.0.")}
     assert block == {
         "attention_norm.weight": (16,),
         "attention.q_proj.weight": (8, 16),
@@ -248,16 +262,18 @@ def test_a_rank_holds_its_part_of_every_matrix() -> None:
         "feed_forward.up_proj.weight": (10, 16),
         "feed_forward.down_proj.weight": (16, 10),
     }
-    assert run_ranks(shares, 2, Case(TP2, NORMED))[0]["blocks.0.attention.q_norm.weight"] == (6,)
-    assert held["embed.weight"] == held["head.proj.weight"] == (22, 16)
-    assert run_ranks(shares, 2, Case(TP2, loss=False))[0]["head.proj.weight"] == (44, 16)
+    assert run_ranks(local_shapes, 2, Case(TP2, NORMED))[0]["blocks.0.attention.q_norm.weight"] == (6,)
+    assert local["embed.weight"] == local["head.proj.weight"] == (22, 16)
+    assert run_ranks(local_shapes, 2, Case(TP2, loss_parallel=False))[0]["head.proj.weight"] == (44, 16)
 
 
-def kept(case: Case) -> list[tuple[int, ...]]:
-    """Shapes of the residual stream that enter blocks."""
+def residual_shapes(case: Case) -> list[tuple[int, ...]]:
+    """Shapes of the residual stream at the block inputs."""
     mesh = Mesh("cpu", dict.fromkeys(AXES, 1) | dict(case.sizes), rank=distributed.get_rank())
     model = Transformer(case.config).double()
-    tensor_parallel.apply(model, mesh.tp_mesh, sequence_parallel=case.sequence, loss_parallel=case.loss)
+    tensor_parallel.apply(
+        model, mesh.tp_mesh, sequence_parallel=case.sequence_parallel, loss_parallel=case.loss_parallel
+    )
     shapes: list[tuple[int, ...]] = []
     for block in model.layers():
         block.register_forward_pre_hook(lambda _, arguments: shapes.append(tuple(arguments[0].shape)))
@@ -266,55 +282,54 @@ def kept(case: Case) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.ranks
-def test_sequence_parallelism_shares_the_tokens_of_the_residual_stream() -> None:
-    assert run_ranks(kept, 2, Case(TP2))[0] == [(1, 12, 16)] * 2
-    assert run_ranks(kept, 2, Case(TP2, sequence=False))[0] == [(1, 24, 16)] * 2
+def test_sequence_parallelism_shards_the_tokens_of_the_residual_stream() -> None:
+    assert run_ranks(residual_shapes, 2, Case(TP2))[0] == [(1, 12, 16)] * 2
+    assert run_ranks(residual_shapes, 2, Case(TP2, sequence_parallel=False))[0] == [(1, 24, 16)] * 2
 
 
 def largest_tile(sequence: bool) -> int:  # noqa: FBT001
-    """Tokens of all ranks that a feed-forward meets at a time, of 24, where six of them have room."""
+    """The largest feed-forward tile in tokens of all ranks, with 24 tokens and bytes for 6."""
     mesh = Mesh("cpu", dict.fromkeys(AXES, 1) | {"tp": 2}, rank=distributed.get_rank())
-    model, met = Transformer(CONFIG).double(), []
+    model, tile_tokens = Transformer(CONFIG).double(), []
 
     def feed(x_BCE: Tensor, *weights: Tensor, activation: str) -> Tensor:
-        met.append(x_BCE.shape[1])
+        tile_tokens.append(x_BCE.shape[1])
         return tiling.feed_forward(x_BCE, *weights, activation=activation)
 
     tensor_parallel.apply(model, mesh.tp_mesh, sequence_parallel=sequence, loss_parallel=True)
-    # What a rank computes of a token is its part of the inner width.
-    room = 6 * tiling.bytes_per_token(CONFIG.dim, CONFIG.ffn_dim // 2, 8)
+    # A rank computes its shard of the FFN width.
+    tile_bytes = 6 * tiling.bytes_per_token(CONFIG.dim, CONFIG.ffn_dim // 2, 8)
     activation_checkpoint.apply(
-        model, RecomputeConfig("full", tiling=Tiling(tile_bytes=room, ops=TileOps(feed_forward=feed)))
+        model, RecomputeConfig("full", tiling=Tiling(tile_bytes=tile_bytes, ops=TileOps(feed_forward=feed)))
     )
     model(packed([24], vocab_size=44)).sum().backward()
-    return max(met)
+    return max(tile_tokens)
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("sequence", [True, False])
-def test_a_tile_has_room_for_the_tokens_of_all_ranks(*, sequence: bool) -> None:
+def test_tile_bytes_cover_the_tokens_of_all_ranks(*, sequence: bool) -> None:
     assert run_ranks(largest_tile, 2, sequence) == [6, 6]
 
 
-def test_what_does_not_divide_is_said_with_its_numbers() -> None:
+def test_problems_name_values_and_divisors() -> None:
     problems = partial(tensor_parallel_problems, heads=8, kv_heads=2, ffn_dim=20, vocab_size=44)
     assert problems(1) == problems(2) == problems(4) == []
     assert problems(3) == [
         "parallelism.tp = 3 must divide model.num_heads = 8",
         "parallelism.tp = 3 must divide model.ffn_dim = 20",
         "parallelism.tp = 3 must divide model.vocab_size = 44",
-        "parallelism.tp = 3 must divide model.num_kv_heads = 2, or be a multiple of it: each rank then has one of "
-        "them, as its neighbours do",
+        "parallelism.tp = 3 must divide model.num_kv_heads = 2 or be a multiple of it (replicated KV heads)",
     ]
     assert len(problems(8)) == 2
-    assert len(problems(8, replicated_vocabulary=True)) == 1
+    assert len(problems(8, replicate_vocab=True)) == 1
 
 
-# ---- what a compiler sees
+# ---- async TP
 
 
-def recognised() -> list[tuple[int, int]]:
-    """Per graph: matrix products that follow a gathering of tokens, and those that a scattered sum follows."""
+def async_tp_matches() -> list[tuple[int, int]]:
+    """Per graph: matrix products after an all-gather, and matrix products before a reduce-scatter."""
     warnings.simplefilter("ignore")
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch._aot_autograd.utils import make_boxed_func
@@ -323,7 +338,7 @@ def recognised() -> list[tuple[int, int]]:
 
     found: list[tuple[int, int]] = []
 
-    def look(module: torch.fx.GraphModule, _: object) -> Any:
+    def count_matches(module: torch.fx.GraphModule, _: object) -> Any:
         joint_graph.joint_graph_passes(module)
         post_grad.view_to_reshape(module)
         gathers = micro_pipeline_tp.find_all_gather_patterns(module.graph)
@@ -336,7 +351,7 @@ def recognised() -> list[tuple[int, int]]:
     mesh = Mesh("cpu", dict.fromkeys(AXES, 1) | {"tp": 2}, rank=distributed.get_rank())
     model = Transformer(replace(CONFIG, num_layers=1)).double()
     tensor_parallel.apply(model, mesh.tp_mesh, sequence_parallel=True, loss_parallel=True)
-    backend = aot_autograd(fw_compiler=look, bw_compiler=look, decompositions=select_decomp_table())
+    backend = aot_autograd(fw_compiler=count_matches, bw_compiler=count_matches, decompositions=select_decomp_table())
     for block in model.layers():
         block.compile(fullgraph=True, backend=backend)
     for lengths in ([24],), ([9, 15], [24]):
@@ -346,15 +361,15 @@ def recognised() -> list[tuple[int, int]]:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_the_compiler_knows_the_exchanges_that_it_can_overlap() -> None:
-    """By torch's own passes for async TP, which are private: this says when they change."""
-    one_row, one_row_backward, rows, _ = run_ranks(recognised, 2)[0]
+def test_compiler_matches_the_patterns_of_async_tp() -> None:
+    """With torch's private passes for async TP: fails when they change."""
+    one_row, one_row_backward, rows, _ = run_ranks(async_tp_matches, 2)[0]
     assert one_row == rows == (5, 2)
-    # Backward, a sum of several products is scattered, which those passes leave alone.
+    # In backward the input of the reduce-scatter is a sum of products, which the passes do not match.
     assert one_row_backward[0] >= 2
 
 
-def test_what_overlaps_exchanges_still_exists() -> None:
+def test_private_torch_apis_of_async_tp_exist() -> None:
     import torch._inductor.config
     from torch.distributed import _symmetric_memory
 

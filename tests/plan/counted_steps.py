@@ -1,4 +1,4 @@
-"""What the ranks of a real update send and compute, counted: at torch's door to communication, and product by product."""
+"""Counts communication, matmul FLOPs and memory traffic of a rank in a real step, at torch's dispatcher."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.distributed import World
 from trainer.plan.comm_volume import MIN_COUNTED_BYTES
 from trainer.trainer import Trainer
 
-# A mode does not look into our operators, which communicate.
+# Dispatch modes do not see inside custom operators.
 OPERATORS = {
     operator._opoverload: operator._init_fn
     for operator in (
@@ -37,25 +37,26 @@ OPERATORS = {
 }
 
 
-def _of_addition(_: Tensor, left: Tensor, right: Tensor, **__: object) -> int:
-    """Of a product that is added to what is there, which torch does not know."""
+def _addmm_flops(_: Tensor, left: Tensor, right: Tensor, **__: object) -> int:
+    """FLOPs of addmm_, which torch's registry lacks."""
     return 2 * left.shape[0] * left.shape[1] * right.shape[1]
 
 
 aten = torch.ops.aten
-PRODUCTS = {packet: flop_registry[packet] for packet in (aten.mm, aten.addmm, aten.bmm)} | {aten.addmm_: _of_addition}
+PRODUCTS = {packet: flop_registry[packet] for packet in (aten.mm, aten.addmm, aten.bmm)} | {aten.addmm_: _addmm_flops}
 SILENT = ("recv_", "wait_tensor", "barrier", "monitored_barrier_")
 Key = tuple[str, str, bool]
-"""Channel, kind, and whether autograd was at work on gradients."""
+"""(channel, kind, whether autograd was running backward)."""
 
 
 class Seen(TorchDispatchMode):
-    """Bytes that this rank sends while inside, and calls, by channel and kind, without small messages; and FLOPs of matrix
-    products, by torch's formulas. Torch's own counter hooks into modules, which schedules that go back twice refuse.
+    """Counts bytes and calls by channel and kind, without small messages, and matmul FLOPs by torch's formulas.
+
+    FlopCounterMode hooks into modules, which split-backward schedules do not allow.
     """
 
     def __init__(self, channels: dict[str, str]) -> None:
-        """`channels` by the name of their group."""
+        """`channels`: channel by group name."""
         super().__init__()
         self.bytes: defaultdict[Key, float] = defaultdict(float)
         self.calls: Counter[Key] = Counter()
@@ -76,7 +77,7 @@ class Seen(TorchDispatchMode):
     def _see(self, name: str, args: list[Any]) -> None:
         if name in SILENT:
             return
-        size, kind, found = _told(name, args)
+        size, kind, found = _describe(name, args)
         (group,) = (_name(x) for x in args if isinstance(x, torch.ScriptObject | str) and _name(x))
         ranks = collectives.resolve_process_group(group).size()
         if size < MIN_COUNTED_BYTES or ranks == 1:
@@ -86,8 +87,8 @@ class Seen(TorchDispatchMode):
         self.calls[key] += 1
 
 
-def _told(name: str, args: list[Any]) -> tuple[int, str, Any]:
-    """Size of a message, its kind, and the bytes that leave, by the number of ranks; spelled out once more here."""
+def _describe(name: str, args: list[Any]) -> tuple[int, str, Any]:
+    """(size, kind, sent bytes as a function of the group size), independent of `sent_bytes`."""
     if name in ("_allgather_base_", "all_gather_into_tensor"):
         part = args[1 if name == "_allgather_base_" else 0].nbytes
         return part, "all_gather", lambda ranks: part * (ranks - 1)
@@ -106,11 +107,11 @@ def _told(name: str, args: list[Any]) -> tuple[int, str, Any]:
     if name == "send":
         message = args[0][0].nbytes
         return message, "send", lambda _: message
-    raise ValueError(f"{name} is not known")
+    raise ValueError(f"unknown collective {name}")
 
 
 def _name(x: Any) -> str:
-    """Of a group; nothing of what is none."""
+    """Name of a process group; "" for other arguments."""
     if isinstance(x, str):
         return "" if x in ("sum", "max") else x
     try:
@@ -120,7 +121,7 @@ def _name(x: Any) -> str:
 
 
 class Touched(TorchDispatchMode):
-    """Bytes that operators read and write, but for matrix products and kernels of attention."""
+    """Counts bytes that operators read and write, except matmuls and attention kernels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +135,7 @@ class Touched(TorchDispatchMode):
         name = function._schema.name.partition("::")[2]
         if function.namespace == "aten" and not name.startswith(UNTOUCHED) and not _is_view(function):
             found = [*_tensors(args), *_tensors(out)]
-            # What is only written, and what few numbers are read from, or written to.
+            # Some operators only write their first argument, or touch few rows of it.
             found = (
                 found[1:] if name in ("copy_", "fill_", "zero_") else [args[3]] * 2 if name == "index_copy_" else found
             )
@@ -155,20 +156,18 @@ def _tensors(x: Any) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Counted:
-    """One rank's second update; the first sets things up."""
+    """One rank's second step, since the first initializes."""
 
-    place: int
-    """In the pipeline."""
+    pp_rank: int
     bytes: dict[Key, float]
     calls: dict[Key, int]
-    products: float
-    """FLOPs of matrix products."""
-    attended: int
-    """(query, key) pairs of a head."""
+    matmul_flops: float
+    pairs: int
+    """(query, key) pairs per head."""
 
 
 def touched(config: Config) -> int:
-    """Bytes that memory-bound operators move on this rank in both passes of an update, weights of FSDP left out."""
+    """Memory traffic of a step's forward and backward, without FSDP weights."""
     trainer, reading = _begun(config)
     with Touched() as seen:
         trainer.accumulate_gradients(next(reading))
@@ -177,7 +176,7 @@ def touched(config: Config) -> int:
 
 
 def _begun(config: Config) -> tuple[Trainer, Any]:
-    """After its first update, which sets things up; and what it reads."""
+    """(trainer after its first step, its data iterator)."""
     training = config.training
     rows = CopyDataset(
         vocab_size=config.model.build().vocab_size,
@@ -202,5 +201,5 @@ def count(config: Config) -> Counted:
     with Seen(names) as seen:
         trainer.train_step(batches, 1e-3)
     reading.close()
-    attended = sum(batch.attended for batch in batches)
-    return Counted(trainer.mesh.coordinate["pp"], dict(seen.bytes), dict(seen.calls), seen.products, attended)
+    pairs = sum(batch.num_computed_pairs for batch in batches)
+    return Counted(trainer.mesh.coordinate["pp"], dict(seen.bytes), dict(seen.calls), seen.products, pairs)

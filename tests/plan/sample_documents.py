@@ -1,4 +1,4 @@
-"""Reports with figures that are made up: what an 8B model at a million tokens might cost on 32 devices."""
+"""Sample reports with invented numbers: an 8B model at a million tokens on 32 devices."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from trainer.plan.document import BarChart, LineChart, PlanReport, StackedBar, T
 K = 1 << 10
 
 STATES = {"parameters": 0.93, "gradients": 0.93, "optimizer states": 1.87}
-PASSING = {"gathered weights": 0.41, "gradients before they are summed": 1.22}
-KEPT = {"kept for the backward pass": 31.7, "a block in passing": 15.9}
+UNSHARDED = {"gathered weights": 0.41, "unreduced gradients": 1.22}
+ACTIVATIONS = {"saved activations": 31.7, "transient activations": 15.9}
 
 MEMORY = BarChart(
-    title="Device memory of a rank, at its fullest moment",
+    title="Peak device memory of a rank",
     unit="GiB",
     bars=[
         StackedBar(
-            label="in attention of block 31", segments={**STATES, **PASSING, **KEPT, "reserve": 4.0}, limit=79.1
+            label="in attention of block 31",
+            segments={**STATES, **UNSHARDED, **ACTIVATIONS, "reserve": 4.0},
+            limit=79.1,
         ),
         StackedBar(
-            label="in the head", segments={**STATES, "kept for the backward pass": 31.7, "the head": 6.4}, limit=79.1
+            label="in the loss head", segments={**STATES, "saved activations": 31.7, "loss head": 6.4}, limit=79.1
         ),
         StackedBar(label="in the optimizer", segments={**STATES, "reserve": 4.0}, limit=79.1),
     ],
@@ -29,17 +31,17 @@ HOST = BarChart(
     bars=[
         StackedBar(
             label="node of 8 ranks",
-            segments={"kept for the backward pass": 1024.0, "the copy that checkpoints are written of": 22.4},
+            segments={"saved activations": 1024.0, "async-checkpoint staging": 22.4},
             limit=2048.0,
         )
     ],
 )
 TIME = BarChart(
-    title="Seconds of an update",
+    title="Step time",
     unit="s",
     bars=[
         StackedBar(
-            label="update",
+            label="step",
             segments={
                 "matrix products": 5.93,
                 "attention": 78.4,
@@ -55,7 +57,7 @@ TIME = BarChart(
 )
 SEARCH = Table(
     title="Meshes for 32 devices",
-    columns=["mesh", "method", "recompute", "GiB", "s", "tokens/s", "MFU", "why not"],
+    columns=["mesh", "method", "recompute", "GiB", "s", "tokens/s", "MFU", "drawback"],
     rows=[
         ["cp 32", "hybrid 8 x 4", "keep_attention", "57.0", "96.2", "10,900", "39.1 %", ""],
         ["cp 32", "hybrid 8 x 4", "full", "52.9", "117.0", "8,962", "32.2 %", "recomputes attention"],
@@ -63,14 +65,14 @@ SEARCH = Table(
         ["cp 8, tp 4", "ulysses", "keep_attention", "61.0", "110.3", "9,507", "34.1 %", "exposes 14.6 s of tp"],
         ["cp 8, pp 4", "ulysses", "keep_attention", "74.4", "131.9", "7,950", "28.5 %", "bubble of 27 %"],
         ["cp 16, pp 2", "ring", "full", "70.8", "138.0", "7,598", "27.3 %", "bubble of 14 %, recomputes attention"],
-        ["dp_shard 2, cp 16", "ring", "keep_attention", "88.6", "-", "-", "-", "9.5 GiB beyond the limit"],
-        ["cp 32", "ring", "none", "1,203.4", "-", "-", "-", "1,124.3 GiB beyond the limit: keeps everything"],
+        ["dp_shard 2, cp 16", "ring", "keep_attention", "88.6", "-", "-", "-", "9.5 GiB over the limit"],
+        ["cp 32", "ring", "none", "1,203.4", "-", "-", "-", "1,124.3 GiB over the limit: saves everything"],
     ],
-    note="of 1,188 meshes 212 fit; the best six, and two that do not",
+    note="212 of 1,188 meshes fit; the best six, and two that do not",
     best=0,
 )
 TOKENS = LineChart(
-    title="Memory against the length of a row",
+    title="Memory against sequence length",
     x="tokens",
     y="GiB",
     log_x=True,
@@ -83,7 +85,7 @@ TOKENS = LineChart(
     limit=79.1,
 )
 MFU = LineChart(
-    title="MFU against the length of a row",
+    title="MFU against sequence length",
     x="tokens",
     y="MFU, %",
     log_x=True,
@@ -116,14 +118,14 @@ SAMPLE = PlanReport(
     facts=[
         ("tokens per second", "10,900"),
         ("MFU", "39.1 %"),
-        ("seconds per update", "117.0"),
+        ("seconds per step", "117.0"),
         ("days for 10 B tokens", "10.6"),
         ("GPU-hours", "8,155"),
         ("disk per checkpoint", "89.7 GiB"),
     ],
     sections=[MEMORY, HOST, TIME, SEARCH, TOKENS, MFU],
     notes=[
-        "Attention limits it: 67 % of an update.",
+        "Attention takes 67 % of a step.",
         'memory.recompute = "none" would save 27.2 s, but does not fit.',
         "Links within a node carry 450 GB/s, between nodes 50 GB/s each way; nothing was calibrated.",
     ],
@@ -132,14 +134,13 @@ SAMPLE = PlanReport(
 
 
 def stages(count: int, *, unit: str = "GiB") -> BarChart:
-    """Of a pipeline; the third stage is the fullest."""
+    """Memory of pipeline stages, of which the third is the fullest."""
     parts = [
-        {"parameters": 11.0, "kept for the backward pass": 40.0 - 32 * stage / count, "reserve": 4.0}
-        for stage in range(count)
+        {"parameters": 11.0, "saved activations": 40.0 - 32 * stage / count, "reserve": 4.0} for stage in range(count)
     ]
-    parts[0]["the embedding"] = 1.5
-    parts[-1]["the head"] = 9.5
-    parts[2]["kept for the backward pass"] += 31.0
+    parts[0]["embedding"] = 1.5
+    parts[-1]["loss head"] = 9.5
+    parts[2]["saved activations"] += 31.0
     return BarChart(
         title=f"Memory of {count} stages",
         unit=unit,

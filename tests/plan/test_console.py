@@ -1,4 +1,4 @@
-"""What the console tells is whole on a terminal, in a file, and where there is little room."""
+"""Console output of a report: complete on a terminal, in a file and at any width."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def shown(report: PlanReport, width: int = 100, *, terminal: bool = False) -> st
 
 
 def part(*parts: BarChart | Table | LineChart, width: int = 100) -> list[str]:
-    """Lines of a report that consists of these."""
+    """Lines of a report with these sections."""
     return shown(PlanReport(title="a plan", verdict="it fits", fits=True, facts=[], sections=parts), width).splitlines()
 
 
@@ -35,19 +35,19 @@ def row(lines: list[str], name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_no_line_is_too_long_and_none_ends_in_blanks(width: int) -> None:
+def test_lines_fit_the_width_without_trailing_blanks(width: int) -> None:
     lines = shown(replace(SAMPLE, toml=""), width).splitlines()
     assert max(map(len, lines)) <= width
     assert [line for line in lines if line != line.rstrip()] == []
 
 
-def test_a_hundred_columns_are_enough_however_wide_the_terminal() -> None:
+def test_output_is_at_most_100_columns_wide() -> None:
     wordy = replace(SAMPLE, verdict="too much " * 20, notes=["and why " * 40], title="of a name " * 15)
     assert shown(wordy, 300) == shown(wordy, 100)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_no_value_is_cut_or_broken(width: int) -> None:
+def test_values_are_never_cut(width: int) -> None:
     words = set(shown(SAMPLE, width).replace("*", " ").split())
     told = [*(value for fact in SAMPLE.facts for value in fact), *(cell for row in SEARCH.rows for cell in row)]
     told += [SAMPLE.title, SAMPLE.verdict, *SAMPLE.notes, SAMPLE.toml, SEARCH.note, *SEARCH.columns]
@@ -56,19 +56,19 @@ def test_no_value_is_cut_or_broken(width: int) -> None:
     assert {word for text in told for word in text.split()} - words == set()
 
 
-def test_a_file_gets_no_escapes_and_a_terminal_bold_headings_alone() -> None:
+def test_a_file_has_no_escapes_and_a_terminal_only_bold_headings() -> None:
     assert "\x1b" not in shown(SAMPLE)
     on_terminal = shown(SAMPLE, terminal=True)
     assert set(re.findall("\x1b.*?m", on_terminal)) == {"\x1b[1m", "\x1b[0m"}
     assert re.sub("\x1b.*?m", "", on_terminal) == shown(SAMPLE)
 
 
-def test_standard_output_is_where_it_goes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     show(SAMPLE)
     assert capsys.readouterr().out == shown(SAMPLE)
 
 
-def test_a_console_that_knows_letters_alone_gets_no_others() -> None:
+def test_an_ascii_console_gets_ascii() -> None:
     raw = io.BytesIO()
     with io.TextIOWrapper(raw, encoding="ascii") as file:
         show(replace(SAMPLE, sections=[*SAMPLE.sections, stages(16)]), Console(file=file, width=100))
@@ -81,7 +81,7 @@ def test_the_verdict_is_in_words() -> None:
     assert shown(replace(SAMPLE, fits=False)).splitlines()[1] == f"DOES NOT FIT: {SAMPLE.verdict}"
 
 
-def test_brackets_are_text() -> None:
+def test_rich_markup_is_not_interpreted() -> None:
     bars = replace(HOST, title="[red]host[/red]", bars=[StackedBar(label="[bold]", segments={"[memory] kept": 1.0})])
     table = Table(title="[b]", columns=["[data]"], rows=[["[/x] :smile:"]], note="[n]", best=0)
     lines = "\n".join(part(bars, table))
@@ -89,7 +89,7 @@ def test_brackets_are_text() -> None:
         assert text in lines
 
 
-def test_numbers_end_below_each_other_and_words_begin_so() -> None:
+def test_numbers_are_right_aligned_and_words_left_aligned() -> None:
     lines = [line for line in part(SEARCH) if "cp " in line or line.lstrip().startswith("mesh")]
     head, *rows = lines
     assert {line[: head.index("MFU") + 3][-1] for line in rows} == {"%", "-"}
@@ -97,41 +97,41 @@ def test_numbers_end_below_each_other_and_words_begin_so() -> None:
     assert all(line[head.index("method")] in "hru" and line[head.index("method") - 1] == " " for line in rows)
 
 
-def test_bars_are_columns_with_their_sums() -> None:
+def test_bars_are_columns_with_totals() -> None:
     lines = part(MEMORY)
     assert row(lines, "gathered weights") == ["0.4"]
-    assert row(lines, "together") == ["57.0", "41.8", "7.7"]
+    assert row(lines, "total") == ["57.0", "41.8", "7.7"]
     assert row(lines, "limit") == ["79.1"] * 3
-    assert row(lines, "room") == ["22.1", "37.3", "71.4"]
+    assert row(lines, "headroom") == ["22.1", "37.3", "71.4"]
 
 
-def test_of_many_stages_the_first_the_fullest_and_the_last_are_shown() -> None:
+def test_only_first_fullest_and_last_of_many_bars_are_shown() -> None:
     lines = part(stages(16))
     assert re.findall(r"stage \d+ of 16", next(line for line in lines if line.startswith("GiB"))) == [
         "stage 1 of 16",
         "stage 3 of 16",
         "stage 16 of 16",
     ]
-    assert "the first, the fullest and the last of 16; 13 are left out" in lines
-    assert "1 of 16 beyond the limit, stage 3 of 16 by 2.9 GiB" in lines
-    assert not any("left out" in line or "beyond" in line for line in part(stages(4)))
+    assert "the first, the fullest and the last of 16; 13 omitted" in lines
+    assert "1 of 16 over the limit, stage 3 of 16 by 2.9 GiB" in lines
+    assert not any("omitted" in line or "over the limit" in line for line in part(stages(4)))
 
 
-def test_a_single_bar_is_drawn_in_marks_of_their_proportion() -> None:
+def test_a_single_bar_has_proportional_marks() -> None:
     marks = {line.split("  ")[0]: line.count("#") for line in part(TIME)}
     assert marks["attention"] == 24
     assert marks["recomputation"] == round(24 * 27.2 / 78.4)
-    assert marks["optimizer"] == marks["together"] == 0
+    assert marks["optimizer"] == marks["total"] == 0
 
 
-def test_the_best_row_and_no_other_is_marked() -> None:
+def test_only_the_best_row_is_marked() -> None:
     (marked,) = (line for line in part(replace(SEARCH, best=3)) if line.startswith("*  "))
     assert "61.0" in marked
     assert "* the best" in part(SEARCH)
     assert not any("*" in line for line in part(replace(SEARCH, best=None)))
 
 
-def test_what_has_no_room_side_by_side_stands_below_each_other() -> None:
+def test_a_narrow_console_gets_records_instead_of_a_grid() -> None:
     lines = part(replace(SEARCH, best=1), width=50)
     first, second = (index for index, line in enumerate(lines) if re.fullmatch(r"method +hybrid 8 x 4", line))
     assert lines[first + 2] == "GiB        57.0"
@@ -139,11 +139,11 @@ def test_what_has_no_room_side_by_side_stands_below_each_other() -> None:
     assert lines[second + 1 : second + 3] == ["recompute  full", "GiB        52.9"]
 
 
-def test_points_beyond_the_limit_are_marked() -> None:
+def test_points_over_the_limit_are_marked() -> None:
     lines = part(TOKENS)
     assert row(lines, "    1M") == ["56.8", "36.7", "1,209*"]
     assert row(lines, "    4M") == ["209.5*", "129.2*", "-"]
-    assert "GiB by tokens; * beyond the limit of 79.1" in lines
+    assert "GiB by tokens; * over the limit of 79.1" in lines
     assert not any("*" in line for line in part(MFU))
 
 
@@ -151,11 +151,11 @@ def test_a_long_curve_keeps_its_ends() -> None:
     lines = part(replace(MFU, x="GPUs", lines={"all": [(float(n), 7.25 * n) for n in range(1, 41)]}))
     numbers = [line.split()[0] for line in lines if re.fullmatch(r" *\d+  +[\d.]+", line)]
     assert (numbers[0], numbers[-1], len(numbers)) == ("1", "40", 12)
-    assert "MFU, % by GPUs; 28 of 40 rows are left out" in lines
+    assert "MFU, % by GPUs; 28 of 40 rows omitted" in lines
 
 
-def test_nothing_is_told_as_nothing() -> None:
+def test_empty_sections_print_a_placeholder() -> None:
     empty = Table(title="meshes", columns=["mesh"], rows=[])
     curve = replace(MFU, lines={})
     assert part(empty, BarChart(title="bars", unit="GiB", bars=[]), curve).count("(nothing)") == 3
-    assert row(part(replace(HOST, bars=[StackedBar(label="node", segments={"a": 0.0})])), "together") == ["0"]
+    assert row(part(replace(HOST, bars=[StackedBar(label="node", segments={"a": 0.0})])), "total") == ["0"]

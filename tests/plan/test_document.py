@@ -1,4 +1,4 @@
-"""What the planner tells is whole before anything shows it."""
+"""Report contents: validation and number formats."""
 
 from __future__ import annotations
 
@@ -15,48 +15,49 @@ from trainer.plan.document import (
     bars_to_table,
     decimal_places,
     format_number,
+    format_tokens,
     format_y,
     is_numeric,
 )
 
 
 @pytest.mark.parametrize("value", [-0.1, nan, inf])
-def test_a_part_of_a_bar_has_a_length(value: float) -> None:
-    with pytest.raises(ValueError, match=rf"^the head = {value} of bar 'stage 4' must be a finite number, 0 at least$"):
-        StackedBar(label="stage 4", segments={"reserve": 4.0, "the head": value})
+def test_segments_must_be_finite_and_nonnegative(value: float) -> None:
+    with pytest.raises(ValueError, match=rf"^loss head = {value} of bar 'stage 4' must be finite and at least 0$"):
+        StackedBar(label="stage 4", segments={"reserve": 4.0, "loss head": value})
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, nan, inf])
-def test_a_limit_has_a_place_or_is_none(limit: float) -> None:
+def test_limits_must_be_finite_and_positive(limit: float) -> None:
     with pytest.raises(ValueError, match=rf"^limit = {limit} of bar 'stage 4' must be finite and above 0, or None$"):
         StackedBar(label="stage 4", segments={}, limit=limit)
 
 
-def test_a_row_has_a_cell_for_each_column() -> None:
+def test_rows_must_have_one_cell_per_column() -> None:
     with pytest.raises(ValueError, match=r"^row \['a'\] of table 'meshes' must have 2 cells$"):
         Table(title="meshes", columns=["x", "y"], rows=[["a", "b"], ["a"]])
 
 
 @pytest.mark.parametrize("best", [-1, 1])
-def test_the_best_row_is_there(best: int) -> None:
-    with pytest.raises(ValueError, match=rf"^best = {best} of table 'meshes' must be below 1, its rows$"):
+def test_best_must_be_a_row(best: int) -> None:
+    with pytest.raises(ValueError, match=rf"^best = {best} of table 'meshes' must be below 1, the number of rows$"):
         Table(title="meshes", columns=["x"], rows=[["a"]], best=best)
 
 
-def test_a_bar_as_long_as_its_limit_fits() -> None:
+def test_a_bar_equal_to_its_limit_fits() -> None:
     assert StackedBar(label="", segments={"a": 1.5, "b": 0.5}, limit=2.0).fits
     assert not StackedBar(label="", segments={"a": 1.5, "b": 0.5}, limit=1.999).fits
     assert StackedBar(label="", segments={"a": 1e9}).fits
 
 
-def test_kinds_come_in_the_order_of_the_bars_and_only_where_there_is_something() -> None:
+def test_segment_names_keep_order_and_omit_zeros() -> None:
     assert "pipeline bubble" in TIME.bars[0].segments
     assert "pipeline bubble" not in TIME.segment_names
-    assert MEMORY.segment_names[-2:] == ["reserve", "the head"]
+    assert MEMORY.segment_names[-2:] == ["reserve", "loss head"]
     assert MEMORY.segment_names[:3] == ["parameters", "gradients", "optimizer states"]
 
 
-def test_the_fullest_bar_has_least_room() -> None:
+def test_the_worst_bar_has_least_headroom() -> None:
     assert stages(16).worst == 2
     first, second = StackedBar(label="", segments={"a": 9}, limit=20), StackedBar(label="", segments={"a": 8}, limit=10)
     without = StackedBar(label="", segments={"a": 30})
@@ -67,7 +68,7 @@ def test_the_fullest_bar_has_least_room() -> None:
 @pytest.mark.parametrize(
     ("largest", "decimals"), [(0, 0), (0.00123, 5), (0.5, 3), (1.5, 2), (57.0, 1), (312.0, 1), (1203.4, 0), (nan, 0)]
 )
-def test_figures_have_three_digits_at_least(largest: float, decimals: int) -> None:
+def test_decimals_show_three_significant_digits(largest: float, decimals: int) -> None:
     assert decimal_places([0.0, largest / 2, -largest]) == decimals
 
 
@@ -75,16 +76,16 @@ def test_figures_have_three_digits_at_least(largest: float, decimals: int) -> No
     ("value", "decimals", "text"),
     [(0, 1, ""), (0.05, 1, "<0.1"), (0.06, 1, "0.1"), (0.5, 0, "<1"), (1234.56, 1, "1,234.6"), (-2.94, 1, "-2.9")],
 )
-def test_what_is_little_is_not_told_as_nothing(value: float, decimals: int, text: str) -> None:
+def test_small_values_are_not_rounded_to_zero(value: float, decimals: int, text: str) -> None:
     assert format_number(value, decimals) == text
 
 
-def test_points_without_a_number_are_dashes() -> None:
+def test_non_finite_points_are_dashes() -> None:
     curve = LineChart(title="", x="", y="", log_x=False, log_y=False, lines={"a": [(1, nan), (2, inf), (3, 12.0)]})
     assert [format_y(curve, y) for _, y in curve.lines["a"]] == ["-", "-", "12.0"]
 
 
-def test_columns_of_numbers_are_known() -> None:
+def test_numeric_columns_are_detected() -> None:
     known = {
         name: is_numeric(cells) for name, cells in zip(SEARCH.columns, zip(*SEARCH.rows, strict=True), strict=True)
     }
@@ -93,24 +94,42 @@ def test_columns_of_numbers_are_known() -> None:
     assert not is_numeric(["-", ""])
 
 
-def test_a_table_of_bars_adds_up() -> None:
+def test_bar_tables_have_totals() -> None:
     table = bars_to_table(stages(3), [0, 2])
     assert table.columns == ["GiB", "stage 1 of 3", "stage 3 of 3"]
     sums = {row[0]: row[1:] for row in table.rows}
-    assert sums["together"] == ["56.5", "74.2"]
+    assert sums["total"] == ["56.5", "74.2"]
     assert sums["limit"] == ["79.1", "79.1"]
-    assert sums["room"] == ["22.6", "4.9"]
-    assert sums["the head"] == ["", "9.5"]
+    assert sums["headroom"] == ["22.6", "4.9"]
+    assert sums["loss head"] == ["", "9.5"]
 
 
-def test_a_table_says_by_how_much_a_bar_does_not_fit_however_little() -> None:
+def test_headroom_is_negative_even_for_a_tiny_excess() -> None:
     bars = [StackedBar(label="", segments={"a": size}, limit=80.0) for size in (83.0, 80.001, 80.0)]
-    (room,) = (row for row in bars_to_table(BarChart(title="", unit="", bars=bars), [0, 1, 2]).rows if row[0] == "room")
-    assert room == ["room", "-3.0", "-<0.1", "0"]
+    (headroom,) = (
+        row for row in bars_to_table(BarChart(title="", unit="", bars=bars), [0, 1, 2]).rows if row[0] == "headroom"
+    )
+    assert headroom == ["headroom", "-3.0", "-<0.1", "0"]
 
 
-def test_a_single_bar_tells_shares_of_its_sum() -> None:
+def test_a_single_bar_has_shares() -> None:
     shares = {row[0]: row[2] for row in bars_to_table(TIME, [0]).rows}
     assert shares["attention"] == "67.0 %"
     assert shares["optimizer"] == "<0.1 %"
-    assert shares["together"] == ""
+    assert shares["total"] == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (8192, "8K"),
+        (1536 * 1024, "1.5M"),
+        (1 << 20, "1M"),
+        (1000, "1,000"),
+        (1500, "1,500"),
+        (3 << 10, "3K"),
+        (1 << 30, "1,024M"),
+    ],
+)
+def test_token_counts_use_binary_units(value: float, text: str) -> None:
+    assert format_tokens(value) == text

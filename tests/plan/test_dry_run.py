@@ -1,4 +1,4 @@
-"""The dry run against the ledger, against counted bytes of real runs, and against what is counted by hand."""
+"""The dry run against the memory estimate, counted bytes of real runs, and manual counts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from tests.memory.test_estimator import FOUR, FULL, HALF, HEADS, KEEP, NARROW, c
 from tests.ranks import run_ranks
 from trainer.errors import ConfigError
 from trainer.memory.estimator import SAVED_ACTIVATIONS, estimate_memory_per_pp_rank
+from trainer.plan.comm_volume import MIN_COUNTED_BYTES
 from trainer.plan.dry_run import DryRunResult, dry_run
-from trainer.plan.op_counter import MIN_COUNTED_BYTES, OpCounterMode, fake_process_group
+from trainer.plan.op_counter import OpCounterMode, fake_process_group
 
 ROOT = Path(__file__).resolve().parents[2]
 TILES = "memory.mlp_tile_mib=1"
@@ -29,7 +30,7 @@ RING, GATHER, ULYSSES = (f"parallelism.cp_method={method}" for method in ("ring"
 HYBRID = "parallelism.cp_method=hybrid parallelism.cp_ulysses=2"
 LONG = "training.seq_len=16384"
 DEEP = "model.num_layers=16 training.global_batch_size=32"
-AGAINST_THE_LEDGER = {
+AGAINST_ESTIMATE = {
     1: (
         "",
         FULL,
@@ -73,19 +74,19 @@ def dry(changes: str, world_size: int = 1, rank: int = 0) -> DryRunResult:
     ("world_size", "changes"),
     [
         pytest.param(size, changes, marks=[pytest.mark.slow] * (size in (2, 256) and number > 0))
-        for size, cases in AGAINST_THE_LEDGER.items()
+        for size, cases in AGAINST_ESTIMATE.items()
         for number, changes in enumerate(cases)
     ],
 )
-def test_the_peak_is_the_ledgers(world_size: int, changes: str) -> None:
+def test_peak_matches_the_estimate(world_size: int, changes: str) -> None:
     stages = estimate_memory_per_pp_rank(configured(changes), world_size)
-    for place in sorted({0, len(stages) - 1}):
-        found = dry(changes, world_size, place * (world_size // len(stages)))
-        predicted, host = stages[place], stages[place].item(SAVED_ACTIVATIONS).host_bytes
-        # States on the host are counted with what is on the device, batches there are not.
-        states = predicted.host_bytes - host - predicted.item("the batch").host_bytes
-        assert found.peak == pytest.approx(predicted.device_bytes + states, rel=0.03)
-        assert found.on_host == pytest.approx(host, rel=0.03)
+    for pp_rank in sorted({0, len(stages) - 1}):
+        found = dry(changes, world_size, pp_rank * (world_size // len(stages)))
+        predicted, host = stages[pp_rank], stages[pp_rank].item(SAVED_ACTIVATIONS).host_bytes
+        # The dry run counts optimizer state on the host as device memory, and host batches not at all.
+        states = predicted.host_bytes - host - predicted.item("batch").host_bytes
+        assert found.peak_bytes == pytest.approx(predicted.device_bytes + states, rel=0.03)
+        assert found.peak_host_bytes == pytest.approx(host, rel=0.03)
 
 
 # ---- against real runs
@@ -104,14 +105,14 @@ REAL = {
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("world_size", [pytest.param(size, marks=[pytest.mark.slow] * (size > 1)) for size in REAL])
-def test_the_peak_is_what_a_real_run_counts(world_size: int) -> None:
+def test_peak_matches_a_real_run(world_size: int) -> None:
     by_rank = run_ranks(counted, world_size, REAL[world_size], timeout=300)
     for changes, *ranks in zip(REAL[world_size], *by_rank, strict=True):
-        places = len(estimate_memory_per_pp_rank(configured(changes), world_size))
-        each = world_size // places
-        for place in range(places):
-            peak = max(rank.peak for rank in ranks[place * each : (place + 1) * each])
-            assert dry(changes, world_size, place * each).peak == pytest.approx(peak, rel=0.03), changes
+        num_stages = len(estimate_memory_per_pp_rank(configured(changes), world_size))
+        each = world_size // num_stages
+        for pp_rank in range(num_stages):
+            peak = max(rank.peak for rank in ranks[pp_rank * each : (pp_rank + 1) * each])
+            assert dry(changes, world_size, pp_rank * each).peak_bytes == pytest.approx(peak, rel=0.03), changes
 
 
 # ---- FLOPs
@@ -120,7 +121,7 @@ def test_the_peak_is_what_a_real_run_counts(world_size: int) -> None:
 @pytest.mark.parametrize(
     "changes", ["", KEEP, f"{KEEP} memory.blocks_per_checkpoint=2", f"model.qk_norm=true {TILES} {FULL}"]
 )
-def test_flops_are_those_that_the_model_says_it_executes(changes: str) -> None:
+def test_flops_match_the_models_formula(changes: str) -> None:
     config, found = configured(changes), dry(changes)
     executed = config.model.build().hardware_flops(
         tokens=1024,
@@ -128,84 +129,86 @@ def test_flops_are_those_that_the_model_says_it_executes(changes: str) -> None:
         recompute=config.memory.recompute,
         blocks_per_checkpoint=config.memory.blocks_per_checkpoint,
     )
-    assert sum(found.matmul.values()) + sum(found.attention.values()) == executed
+    assert sum(found.matmul_flops.values()) + sum(found.attention_flops.values()) == executed
     once = 4 * 3 * 128 * 1024 * 1025 // 2
-    again = {"again": once} if config.memory.recompute == "full" else {}
-    assert found.attention == {"forward": once, "backward": 5 * once // 2} | again
+    again = {"recompute": once} if config.memory.recompute == "full" else {}
+    assert found.attention_flops == {"forward": once, "backward": 5 * once // 2} | again
 
 
-def test_documents_are_attended_to_one_by_one() -> None:
+def test_attention_flops_respect_documents() -> None:
     found = dry_run(configured(), 1, documents=[512, 256, 256])
-    assert found.attention["forward"] == 4 * 3 * 128 * (512 * 513 + 2 * 256 * 257) // 2
-    assert found.matmul == dry("").matmul
+    assert found.attention_flops["forward"] == 4 * 3 * 128 * (512 * 513 + 2 * 256 * 257) // 2
+    assert found.matmul_flops == dry("").matmul_flops
 
 
 @pytest.mark.parametrize("method", [RING, GATHER, ULYSSES])
-def test_ranks_that_share_a_row_share_its_attention(method: str) -> None:
+def test_cp_splits_flops_evenly(method: str) -> None:
     alone, shared = dry(""), dry(f"parallelism.cp=2 {method}", 2)
-    assert 2 * sum(shared.attention.values()) == sum(alone.attention.values())
-    assert 2 * sum(shared.matmul.values()) == sum(alone.matmul.values())
+    assert 2 * sum(shared.attention_flops.values()) == sum(alone.attention_flops.values())
+    assert 2 * sum(shared.matmul_flops.values()) == sum(alone.matmul_flops.values())
 
 
 # ---- bytes sent
 
 
 def sent(found: DryRunResult) -> dict[tuple[str, str], tuple[float, float]]:
-    """Bytes and calls by channel and kind; where phases are two, together."""
-    keys = {(message.channel, message.kind) for message in found.sent}
+    """(bytes, calls) by (channel, kind), summed over phases."""
+    keys = {(message.channel, message.kind) for message in found.messages}
     return {
         key: (sum(one.bytes for one in those), sum(one.calls for one in those))
         for key in keys
-        for those in [[one for one in found.sent if (one.channel, one.kind) == key]]
+        for those in [[one for one in found.messages if (one.channel, one.kind) == key]]
     }
 
 
 ENDS, NORM, BLOCK = 264 * 128, 128, 128 * (2 * 128 + 2 * 64) + 3 * 128 * 384 + 2 * 128
 
 
-def test_shards_of_weights_are_gathered_twice_and_gradients_scattered_once() -> None:
+def test_fsdp_gathers_weights_twice_and_scatters_gradients_once() -> None:
     found = sent(dry(f"training.global_batch_size=2 {HALF}", 2))
-    gathered = ENDS + 2 * 3 * BLOCK + ENDS + NORM  # The head stays, and the embedding is not gathered to go back.
+    gathered = (
+        ENDS + 2 * 3 * BLOCK + ENDS + NORM
+    )  # The loss head stays gathered; the embedding is not needed in backward.
     assert found == {
         ("fsdp", "all_gather"): (gathered / 2 * 2, 8),
         ("fsdp", "reduce_scatter"): ((2 * ENDS + 3 * BLOCK + NORM) / 2 * 4, 5),
     }
 
 
-def test_tokens_are_gathered_and_summed_four_times_a_block_each() -> None:
+def test_tp_gathers_and_scatters_four_times_per_block() -> None:
     stream = 4 * 512 * 128
     found = dry("parallelism.tp=2", 2)
     by_kind = sent(found)
-    assert by_kind["tp", "all_gather"] == ((3 * 4 + 2) * stream, 14)  # Two in each pass; head, embedding.
+    assert by_kind["tp", "all_gather"] == ((3 * 4 + 2) * stream, 14)  # Two per direction; loss head, embedding.
     assert by_kind["tp", "reduce_scatter"] == ((3 * 4 + 2) * stream, 14)
-    assert by_kind["tp", "all_reduce"] == (4 * 1024 + 2 * 4 * 1024, 2)  # The largest logit; and a sum and a logit.
-    assert all(message.bytes == 0 for message in found.small)
-    assert {(message.channel, message.kind) for message in found.small} >= {("tp", "all_reduce")}
+    assert by_kind["tp", "all_reduce"] == (4 * 1024 + 2 * 4 * 1024, 2)  # Maximum logit; sum and target logit.
+    assert all(message.bytes == 0 for message in found.small_messages)
+    assert {(message.channel, message.kind) for message in found.small_messages} >= {("tp", "all_reduce")}
 
 
-def test_a_ring_sends_keys_and_values_in_both_passes_and_gradients_in_one() -> None:
+def test_a_ring_sends_kv_in_both_directions_and_gradients_backward() -> None:
     found = dry(f"{LONG} parallelism.cp=8 {RING} {HALF} {KEEP}", 8)
-    kv = 2 * 2048 * 2 * 32 * 2  # Two of them: tokens, heads, width, bytes.
-    by_phase = {(one.channel, one.kind, one.phase): (one.bytes, one.calls) for one in found.sent}
+    kv = 2 * 2048 * 2 * 32 * 2  # K and V: tokens, heads, head dimension, bytes.
+    by_phase = {(one.channel, one.kind, one.phase): (one.bytes, one.calls) for one in found.messages}
     assert by_phase["cp", "send", "forward"] == (3 * 7 * kv, 3 * 7)
-    assert by_phase["cp", "send", "backward"] == (3 * 7 * (kv + 2 * kv), 3 * 14)  # Gradients in single precision.
+    assert by_phase["cp", "send", "backward"] == (3 * 7 * (kv + 2 * kv), 3 * 14)  # Gradients in float32.
 
 
-def test_ulysses_sends_of_every_head_what_is_of_other_ranks() -> None:
+def test_ulysses_exchanges_heads_by_all_to_all() -> None:
     by_kind = sent(dry(f"parallelism.cp=2 {ULYSSES}", 2))
     q, k = (4 * 512 * 32 * heads for heads in (4, 2))
     assert by_kind["cp", "all_to_all"] == (3 * 2 * (2 * q + 2 * k) / 2, 3 * 8)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_stages_send_the_stream_and_its_gradient(rank: int) -> None:
+def test_stages_send_activations_and_gradients(rank: int) -> None:
     assert sent(dry(FOUR, 2, rank))["pp", "send"] == (4 * 4 * 1024 * 128, 4)
 
 
-# ---- what it hangs on
+# ---- the counter
 
 
-def test_a_message_is_counted_by_its_group_and_a_small_one_apart() -> None:
+def test_messages_are_counted_by_channel_and_small_ones_separately() -> None:
     counting = OpCounterMode()
     with fake_process_group(3, 8), counting.enable():
         group = distributed.new_group([1, 3, 5, 7], group_desc="cp 1,3,5,7")
@@ -220,12 +223,12 @@ def test_a_message_is_counted_by_its_group_and_a_small_one_apart() -> None:
     assert counting.small_calls == {("world", "all_reduce", "setup"): 1}
 
 
-def test_a_message_of_a_kind_that_nobody_knows_is_refused() -> None:
+def test_unknown_collectives_are_rejected() -> None:
     with fake_process_group(0, 2), OpCounterMode().enable(), pytest.raises(NotImplementedError, match="broadcast"):
         distributed.broadcast(torch.empty(8), 0)
 
 
-def test_what_is_sent_lives_until_its_sender_lets_go() -> None:
+def test_a_pending_send_keeps_its_tensor_alive() -> None:
     counting = OpCounterMode()
     with fake_process_group(0, 2), counting.enable():
         work = distributed.isend(torch.empty(1 << 20), 1)
@@ -235,7 +238,7 @@ def test_what_is_sent_lives_until_its_sender_lets_go() -> None:
         assert (held, counting.storages.device_bytes) == (4 << 20, 0)
 
 
-def test_storages_are_counted_until_they_die_and_as_large_as_they_are() -> None:
+def test_storages_are_tracked_until_freed_or_resized() -> None:
     counting = OpCounterMode()
     with counting.enable():
         x = torch.empty(1 << 20)
@@ -248,7 +251,7 @@ def test_storages_are_counted_until_they_die_and_as_large_as_they_are() -> None:
         assert (counting.storages.device_bytes, counting.storages.peak_host_bytes) == (0, bytes_on_host.nbytes)
 
 
-def test_composite_operations_below_autograd_are_what_they_consist_of() -> None:
+def test_composite_operations_are_decomposed() -> None:
     from models.attention_op import attention
 
     counting = OpCounterMode()
@@ -261,20 +264,20 @@ def test_composite_operations_below_autograd_are_what_they_consist_of() -> None:
     assert counting.matmul_flops == {"setup": 2 * 12 * 5 * 6}
 
 
-def test_what_cannot_be_run_is_refused_in_words() -> None:
-    with pytest.raises(ConfigError, match="rank 4 is not one of 4"):
+def test_invalid_arguments_are_rejected() -> None:
+    with pytest.raises(ConfigError, match="--rank 4 must be at least 0 and below the world size, 4"):
         dry_run(configured("training.global_batch_size=4"), 4, rank=4)
     with pytest.raises(ConfigError, match='"auto"'):
         dry_run(configured("memory.recompute=auto"), 1)
-    with pytest.raises(ConfigError, match="documents have 3 tokens together"):
+    with pytest.raises(ConfigError, match="documents have 3 tokens in total"):
         dry_run(configured(), 1, documents=[1, 2])
 
 
-def test_the_command_tells_a_run_in_json() -> None:
+def test_the_command_prints_json() -> None:
     words = ["--config", "debug", "--world-size", "4", "--rank", "3", "--parallelism.pp", "2", "--json"]
     command = [sys.executable, "-m", "trainer.plan.dry_run", *words, "--model.num_layers", "4"]
     done = subprocess.run(command, cwd=ROOT, timeout=300, capture_output=True, text=True)
     found = json.loads(done.stdout)
-    assert (done.returncode, found["rank"], found["world_size"], found["place"]) == (0, 3, 4, 1)
-    assert found["peak"] > found["states"] > 0
-    assert {message["channel"] for message in found["sent"]} == {"fsdp", "pp"}
+    assert (done.returncode, found["rank"], found["world_size"], found["pp_rank"]) == (0, 3, 4, 1)
+    assert found["peak_bytes"] > found["state_bytes"] > 0
+    assert {message["channel"] for message in found["messages"]} == {"fsdp", "pp"}

@@ -1,4 +1,4 @@
-"""FLOPs and bytes that ranks compute and move, by hand. Real updates are counted in test_counted.py."""
+"""FLOPs and memory traffic against manual counts; test_counted_steps.py compares them with real steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def total(found: RankWorkload) -> float:
 
 
 def executed(config: Config) -> float:
-    """As one rank would compute it."""
+    """Of one rank, by the model's own formula."""
     memory, training, rows = config.memory, config.training, config.training.global_batch_size
     length = config.context_plan().padded_length(training.seq_len)
     return config.model.build().hardware_flops(
@@ -45,30 +45,34 @@ def executed(config: Config) -> float:
 
 
 def of_all_ranks(config: Config, world_size: int) -> float:
-    places = range(config.parallelism.pp)
-    return sum(total(rank_workload(config, world_size, place)) for place in places) * world_size / config.parallelism.pp
+    pp_ranks = range(config.parallelism.pp)
+    return (
+        sum(total(rank_workload(config, world_size, pp_rank)) for pp_rank in pp_ranks)
+        * world_size
+        / config.parallelism.pp
+    )
 
 
-def test_flops_are_those_that_a_hand_counts() -> None:
+def test_flops_match_a_manual_count() -> None:
     found = rank_workload(configured(), 1, 0)
     block = PROJECTED + OUT + 3 * INNER
     assert found.matmul_flops == {
         "forward": 2 * ROWS * T * 3 * block,
         "backward": 4 * ROWS * T * 3 * block,
-        "again": 0,
+        "recompute": 0,
         "head": 6 * ROWS * T * V * E,
     }
-    # Two products forward and five backward, in three layers.
+    # Two matmuls forward and five backward, in three layers.
     assert found.attention_flops == {
         "forward": 4 * 3 * Q * ROWS * PAIRS,
         "backward": 10 * 3 * Q * ROWS * PAIRS,
-        "again": 0,
+        "recompute": 0,
     }
     assert (found.tokens, found.pairs) == (ROWS * T, ROWS * PAIRS)
 
 
 @pytest.mark.parametrize(
-    ("changes", "again", "attends"),
+    ("changes", "again", "attention_runs"),
     [
         (FULL, 3 * (2 * PROJECTED + OUT + 2 * INNER), 1),
         (KEEP, 3 * (PROJECTED + OUT + 2 * INNER), 0),
@@ -76,15 +80,15 @@ def test_flops_are_those_that_a_hand_counts() -> None:
         (f"{KEEP} model.qk_norm=true", 3 * (PROJECTED + OUT + 2 * INNER + E * (Q + K)), 0),
     ],
 )
-def test_what_is_computed_again_is_all_that_a_gradient_needs(changes: str, again: int, attends: int) -> None:
+def test_recomputation_covers_what_gradients_need(changes: str, again: int, attention_runs: int) -> None:
     found = rank_workload(configured(changes), 1, 0)
-    assert found.matmul_flops["again"] == 2 * ROWS * T * again
-    assert found.attention_flops["again"] == attends * found.attention_flops["forward"]
+    assert found.matmul_flops["recompute"] == 2 * ROWS * T * again
+    assert found.attention_flops["recompute"] == attention_runs * found.attention_flops["forward"]
     assert total(found) == executed(configured(changes))
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_ranks_together_compute_what_one_would(name: str) -> None:
+def test_all_ranks_together_compute_the_flops_of_one(name: str) -> None:
     config = load(["--config", name])
     assert config.layout_problems(SHIPPED[name]) == []
     assert of_all_ranks(config, SHIPPED[name]) == pytest.approx(executed(config), rel=1e-12)
@@ -101,33 +105,33 @@ def test_ranks_together_compute_what_one_would(name: str) -> None:
         f"parallelism.cp=4 training.seq_len=250 {FULL}",
     ],
 )
-def test_no_mesh_of_these_computes_anything_twice(changes: str) -> None:
+def test_meshes_without_redundant_compute(changes: str) -> None:
     assert of_all_ranks(configured(changes), 4) == pytest.approx(executed(configured(changes)), rel=1e-12)
 
 
-def test_what_several_ranks_compute_alike_counts_on_each() -> None:
-    config = configured("parallelism.tp=4")  # Of two heads of keys, each rank computes one.
+def test_redundant_compute_counts_on_every_rank() -> None:
+    config = configured("parallelism.tp=4")  # Two KV heads on four ranks: each is computed twice.
     more = 6 * ROWS * T * 3 * E * 2 * 2 * 32
     assert of_all_ranks(config, 4) == executed(config) + more
     config = configured("parallelism.tp=2 parallelism.sequence_parallel=false parallelism.loss_parallel=false")
     assert of_all_ranks(config, 2) == executed(config) + 6 * ROWS * T * V * E
-    # Three rows among two ranks: one of four micro-batches is empty.
+    # Three sequences on two ranks: one of four micro-batches is empty.
     config = configured("training.global_batch_size=3")
     assert of_all_ranks(config, 2) == executed(configured())
 
 
-def test_schedules_that_go_back_twice_repeat_two_products_of_the_feed_forward() -> None:
-    def again(schedule: str, place: int) -> float:
+def test_split_backward_repeats_two_feed_forward_matmuls() -> None:
+    def again(schedule: str, pp_rank: int) -> float:
         config = configured(f"parallelism.pp=2 model.num_layers=6 parallelism.pp_schedule={schedule}")
         assert config.pipeline_plan(2).blocks_per_stage == (1, 1, 2, 2)
-        return rank_workload(config, 2, place).matmul_flops["again"] / (2 * ROWS * T * 2 * INNER)
+        return rank_workload(config, 2, pp_rank).matmul_flops["recompute"] / (2 * ROWS * T * 2 * INNER)
 
-    # Of stages 0 and 3, the first has no input whose gradient would be found by itself.
-    assert [again("ZBVZeroBubble", place) for place in (0, 1)] == [2, 3]
-    assert [again("DualPipeV", place) for place in (0, 1)] == [0, 0]
+    # Stage 0 has no input gradient.
+    assert [again("ZBVZeroBubble", pp_rank) for pp_rank in (0, 1)] == [2, 3]
+    assert [again("DualPipeV", pp_rank) for pp_rank in (0, 1)] == [0, 0]
 
 
-def test_contiguous_rows_are_as_slow_as_their_end() -> None:
+def test_contiguous_layout_is_bound_by_its_last_rank() -> None:
     ring = "parallelism.cp=4 parallelism.cp_method=ring"
     even, uneven = (
         attention_pairs(RankMemory(configured(f"{ring} parallelism.cp_layout={layout}"), 4, 0))
@@ -137,7 +141,7 @@ def test_contiguous_rows_are_as_slow_as_their_end() -> None:
     assert uneven == sum(range(T - T // 4 + 1, T + 1))
 
 
-def test_what_blocks_keep_on_the_host_goes_there_for_each_micro_batch() -> None:
+def test_activations_are_offloaded_for_each_micro_batch() -> None:
     stream = 4 * E * T
     assert rank_workload(configured(f"{FULL} memory.offload=inputs"), 1, 0).offloaded_bytes == ROWS * 3 * stream
     attention = rank_workload(
@@ -147,12 +151,12 @@ def test_what_blocks_keep_on_the_host_goes_there_for_each_micro_batch() -> None:
     assert rank_workload(configured(FULL), 1, 0).offloaded_bytes == 0
 
 
-def test_states_on_the_host_are_fetched_when_they_are_gathered() -> None:
+def test_host_optimizer_transfers_weights_per_gather_and_gradients_per_scatter() -> None:
     here, there = (
-        rank_workload(configured(f"memory.optimizer_placement={place}"), 2, 0) for place in ("device", "host")
+        rank_workload(configured(f"memory.optimizer_placement={pp_rank}"), 2, 0) for pp_rank in ("device", "host")
     )
     blocks, ends = 3 * (PROJECTED + OUT + 3 * INNER + 2 * E), 2 * V * E + E
-    # Two micro-batches on each of two ranks; blocks are gathered twice.
+    # Two micro-batches per rank; blocks are gathered twice.
     assert (there.fetched_bytes, there.returned_bytes) == (4 * 2 * (2 * blocks + ends) / 2, 4 * 2 * (blocks + ends) / 2)
     assert (here.fetched_bytes, here.returned_bytes, here.optimizer_on_host, there.optimizer_on_host) == (
         0,
@@ -162,36 +166,36 @@ def test_states_on_the_host_are_fetched_when_they_are_gathered() -> None:
     )
 
 
-def test_the_optimizer_moves_weights_gradients_and_both_moments() -> None:
+def test_optimizer_traffic_covers_weights_gradients_and_moments() -> None:
     parameters = configured().model.build().num_parameters
     wide = rank_workload(configured(), 1, 0).optimizer_bytes
-    # The gradient three times for norm and clipping, and once more; the weight and each moment twice.
+    # Gradient: three accesses for norm and clipping, one for the step. Weight and each moment: two.
     assert wide == 4 * parameters * (3 + 1 + 2 + 4)
     assert rank_workload(configured("memory.optimizer_dtype=bfloat16"), 1, 0).optimizer_bytes > wide
 
 
-def test_compiled_blocks_and_kept_activations_move_less() -> None:
+def test_compilation_and_saved_activations_reduce_memory_traffic() -> None:
     plain, compiled, again = (
         rank_workload(configured(changes), 1, 0).memory_traffic for changes in ("", "training.compile=true", FULL)
     )
     assert all(compiled[phase] < plain[phase] for phase in ("forward", "backward"))
     assert compiled["head"] == plain["head"]
-    assert plain["again"] == 0 < again["again"]
+    assert plain["recompute"] == 0 < again["recompute"]
     half = rank_workload(configured("training.seq_len=128"), 1, 0).memory_traffic
     assert plain["forward"] > 1.9 * half["forward"]
 
 
-def test_norms_sums_rotations_and_gates_move_what_a_hand_counts() -> None:
+def test_memory_traffic_matches_a_manual_count() -> None:
     config = configured("training.dtype=bfloat16 training.compile=true training.global_batch_size=1")
     stream, heads, inner = E * T, (Q + K) * T, G * T
-    # Of a block two norms and two sums; queries and keys; gate, up and their product. And the embedding.
+    # Per block two norms, two additions, rotary embedding, and the SwiGLU gate. Plus the embedding.
     forward = 3 * 2 * (2 * 2 * stream + 2 * 3 * stream + 2 * heads + 3 * inner) + 2 * 2 * stream
-    # Weights are read wide and written narrow.
+    # The FSDP cast reads float32 and writes bfloat16.
     narrowed = config.model.build().num_parameters * (4 + 2)
     assert rank_workload(config, 1, 0).memory_traffic["forward"] == forward + narrowed
 
 
-def test_a_ring_moves_more_with_every_hop() -> None:
+def test_ring_memory_traffic_grows_with_its_size() -> None:
     alone, two, four = (
         rank_workload(
             configured(f"parallelism.cp={ranks} parallelism.cp_method=ring training.seq_len={ranks * T}"), ranks, 0

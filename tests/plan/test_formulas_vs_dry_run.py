@@ -1,4 +1,4 @@
-"""Closed formulas against the dry run, on worlds that no test could start: bytes sent, FLOPs and memory, beside each other."""
+"""Closed formulas for communication and FLOPs against the dry run, at world sizes that no test can start."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CASES = {
 
 
 def summed(messages: Iterable[CommVolume]) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
-    """Bytes and calls by channel and kind."""
+    """(bytes, calls) by (channel, kind)."""
     sizes, calls = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for message in messages:
         if message.bytes:
@@ -45,7 +45,7 @@ def summed(messages: Iterable[CommVolume]) -> tuple[Counter[tuple[str, str]], Co
     return sizes, calls
 
 
-def places(config: Config) -> list[int]:
+def end_pp_ranks(config: Config) -> list[int]:
     return sorted({0, config.parallelism.pp - 1})
 
 
@@ -57,12 +57,12 @@ def places(config: Config) -> list[int]:
         for number, changes in enumerate(cases)
     ],
 )
-def test_both_roads_lead_to_the_same_counts(world_size: int, changes: str) -> None:
+def test_formulas_match_the_dry_run(world_size: int, changes: str) -> None:
     config = configured(changes)
     assert config.layout_problems(world_size) == []
-    for place in places(config):
-        dry = dry_run(config, world_size, rank=place * (world_size // config.parallelism.pp))
-        assert summed(dry.sent) == summed(comm_volumes(config, world_size, place))
-        formulas = rank_workload(config, world_size, place)
-        assert sum(dry.matmul.values()) == pytest.approx(sum(formulas.matmul_flops.values()), rel=1e-9)
-        assert sum(dry.attention.values()) == pytest.approx(sum(formulas.attention_flops.values()), rel=0.01)
+    for pp_rank in end_pp_ranks(config):
+        dry = dry_run(config, world_size, rank=pp_rank * (world_size // config.parallelism.pp))
+        assert summed(dry.messages) == summed(comm_volumes(config, world_size, pp_rank))
+        formulas = rank_workload(config, world_size, pp_rank)
+        assert sum(dry.matmul_flops.values()) == pytest.approx(sum(formulas.matmul_flops.values()), rel=1e-9)
+        assert sum(dry.attention_flops.values()) == pytest.approx(sum(formulas.attention_flops.values()), rel=0.01)

@@ -1,4 +1,4 @@
-"""Plans of the shipped files are those that are checked in: a change of what a run costs is seen in review."""
+"""Golden plans of the shipped configurations make every change of predicted cost visible in review."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import pytest
 from benchmarks.plans import PLANS, names, told
 
 
-def test_each_shipped_file_has_a_plan() -> None:
+def test_each_shipped_configuration_has_a_golden_plan() -> None:
     assert sorted(path.stem for path in PLANS.glob("*.txt")) == names()
 
 
 @pytest.mark.parametrize("name", names())
-def test_a_plan_is_the_one_that_is_checked_in(name: str) -> None:
-    assert told(name) == (PLANS / f"{name}.txt").read_text(), "if that is meant: python -m benchmarks.plans"
+def test_plans_match_the_golden_files(name: str) -> None:
+    assert told(name) == (PLANS / f"{name}.txt").read_text(), "if intended, run python -m benchmarks.plans"
 
 
-def test_the_page_of_scaling_is_whole() -> None:
+def test_the_scaling_page_is_complete() -> None:
     page = (PLANS.parent / "scaling.md").read_text()
     lines = page.splitlines()
     for before, rule, after in zip(lines, lines[1:], lines[2:], strict=False):

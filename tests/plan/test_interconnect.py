@@ -1,4 +1,4 @@
-"""How long messages take: counted by hand on eight-device nodes of 450 and 50 GB/s, of which 0.8 and 0.9 are reached."""
+"""Communication time on eight-device nodes with 450 and 50 GB/s, of which 0.8 and 0.9 are reached."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def mesh(**parallelism: object) -> Config:
     return Config.model_validate({"parallelism": parallelism, "model": {"family": "llama3", "size": "8b"}})
 
 
-def test_neighbours_share_a_node_and_others_do_not() -> None:
+def test_groups_are_placed_on_nodes_by_rank_order() -> None:
     config = mesh(dp_shard=2, cp=4, tp=4, pp=2, cp_method="hybrid", cp_ulysses=2)
     found = group_topologies(config, 64, H100)
     assert found["tp"] == GroupTopology(ranks=4, min_ranks_per_domain=4, num_domains=1)
@@ -36,24 +36,24 @@ def test_neighbours_share_a_node_and_others_do_not() -> None:
     assert found["pp"] == GroupTopology(ranks=2, min_ranks_per_domain=1, num_domains=2)
 
 
-def test_a_rack_of_fast_links_is_one_island() -> None:
+def test_a_rack_with_nvlink_is_one_link_domain() -> None:
     config = mesh(dp_shard=8, cp=8, cp_method="ring")
     assert group_topologies(config, 64, H100)["fsdp"].num_domains == 8
     assert group_topologies(config, 64, load_device("gb200"))["fsdp"].num_domains == 1
 
 
-def test_groups_are_those_of_all_channels() -> None:
+def test_every_channel_has_a_topology() -> None:
     config = mesh(dp_shard=2, dp_replicate=2, cp=2, tp=2, pp=2, cp_method="ring")
-    assert {*group_topologies(config, 32, H100)} == {"pp", "dp_replicate", "fsdp", "tp", "tokens", "numbers", "cp"}
+    assert {*group_topologies(config, 32, H100)} == {"pp", "dp_replicate", "fsdp", "tp", "dp_cp", "loss", "cp"}
 
 
-def test_inside_a_node_everything_goes_over_its_links() -> None:
+def test_a_group_within_a_node_uses_its_fast_links() -> None:
     group = GroupTopology(ranks=8, min_ranks_per_domain=8, num_domains=1)
     for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"):
         assert bandwidth(kind, group, H100) == pytest.approx(INSIDE)
 
 
-def test_collectives_across_nodes_use_the_links_of_all_their_ranks_there() -> None:
+def test_collectives_across_nodes_use_all_network_links_of_their_ranks() -> None:
     assert bandwidth("all_gather", GroupTopology(32, 8, 4), H100) == pytest.approx(min(INSIDE, 8 * BETWEEN))
     assert bandwidth("reduce_scatter", GroupTopology(8, 2, 4), H100) == pytest.approx(2 * BETWEEN)
     assert bandwidth("all_reduce", GroupTopology(4, 1, 4), H100) == pytest.approx(BETWEEN)
@@ -61,16 +61,16 @@ def test_collectives_across_nodes_use_the_links_of_all_their_ranks_there() -> No
     assert bandwidth("all_gather", GroupTopology(32, 8, 4), wide) == pytest.approx(INSIDE)
 
 
-def test_what_goes_round_waits_for_the_one_that_leaves_the_node() -> None:
+def test_send_recv_is_bound_by_the_rank_that_crosses_nodes() -> None:
     assert bandwidth("send", GroupTopology(16, 8, 2), H100) == pytest.approx(BETWEEN)
 
 
-def test_an_exchange_sends_most_to_other_nodes() -> None:
-    # 16 ranks of two nodes: 8 of 15 parts leave, 7 stay.
+def test_all_to_all_is_bound_by_the_share_that_crosses_nodes() -> None:
+    # 16 ranks on two nodes: 8 of 15 parts cross, 7 stay.
     assert bandwidth("all_to_all", GroupTopology(16, 8, 2), H100) == pytest.approx(BETWEEN * 15 / 8)
 
 
-def test_a_ring_of_n_has_n_less_one_steps_of_which_one_for_each_further_node_is_slow() -> None:
+def test_ring_latency_counts_one_network_step_per_further_node() -> None:
     inside, between = H100.link_latency, H100.network_latency
     assert latency("all_gather", GroupTopology(8, 8, 1), H100) == pytest.approx(CALL_OVERHEAD + 7 * inside)
     assert latency("all_gather", GroupTopology(32, 8, 4), H100) == pytest.approx(
@@ -82,7 +82,7 @@ def test_a_ring_of_n_has_n_less_one_steps_of_which_one_for_each_further_node_is_
     assert latency("send", GroupTopology(32, 8, 4), H100) == pytest.approx(CALL_OVERHEAD + between)
 
 
-def test_a_message_takes_its_bytes_and_its_calls() -> None:
-    message = CommVolume(channel="tp", kind="all_gather", phase="forward", what="tokens", bytes=36e9, calls=100)
+def test_message_time_is_volume_plus_latency() -> None:
+    message = CommVolume(channel="tp", kind="all_gather", phase="forward", what="hidden states", bytes=36e9, calls=100)
     groups = {"tp": GroupTopology(2, 2, 1)}
     assert message_seconds(message, groups, H100) == pytest.approx(0.1 + 100 * (CALL_OVERHEAD + H100.link_latency))

@@ -1,4 +1,4 @@
-"""What ranks of a pipeline wait, by formula: held to torch's schedules, run on a clock."""
+"""Bubble formulas against a simulation of torch's pipeline schedules."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def scheduled(plan: PipelinePlan) -> list[list[Action]]:
     return record_actions(plan)
 
 
-def on_a_clock(plan: PipelinePlan, chunk: ChunkTime, hop: float = 0) -> float:
-    """Seconds that ranks wait in torch's schedule."""
+def simulated_bubble(plan: PipelinePlan, chunk: ChunkTime, hop: float = 0) -> float:
+    """Bubble seconds of torch's schedule."""
     takes = {
         "F": chunk.forward,
         "I": chunk.input_grad,
@@ -58,27 +58,25 @@ def on_a_clock(plan: PipelinePlan, chunk: ChunkTime, hop: float = 0) -> float:
 
 @pytest.mark.parametrize(("schedule", "each"), SCHEDULES)
 @pytest.mark.parametrize(("pp", "micro_batches"), [(2, 4), (4, 16)])
-def test_ranks_wait_as_long_as_in_torchs_schedule(
-    schedule: PipelineSchedule, each: int, pp: int, micro_batches: int
-) -> None:
+def test_bubble_matches_torchs_schedules(schedule: PipelineSchedule, each: int, pp: int, micro_batches: int) -> None:
     plan = made(schedule, each, pp, micro_batches)
     for chunk in CHUNKS:
-        assert bubble_seconds(plan, chunk) == pytest.approx(on_a_clock(plan, chunk), rel=0.08)
+        assert bubble_seconds(plan, chunk) == pytest.approx(simulated_bubble(plan, chunk), rel=0.08)
 
 
 @pytest.mark.parametrize(("schedule", "each"), SCHEDULES)
 @pytest.mark.parametrize(("pp", "micro_batches"), [(2, 8), (4, 16)])
-def test_what_is_on_its_way_is_waited_for_as_in_torchs_schedule(
+def test_exposed_sends_match_torchs_schedules(
     schedule: PipelineSchedule, each: int, pp: int, micro_batches: int
 ) -> None:
     plan, chunk, hop = made(schedule, each, pp, micro_batches), CHUNKS[1], 0.1
-    more = on_a_clock(plan, chunk, hop) - on_a_clock(plan, chunk)
+    more = simulated_bubble(plan, chunk, hop) - simulated_bubble(plan, chunk)
     assert bubble_seconds(plan, chunk, p2p_seconds=hop) - bubble_seconds(plan, chunk) == pytest.approx(
         more, rel=0.25 if schedule in ("1F1B", "GPipe", "Interleaved1F1B") else 0.5
     )
 
 
-def test_only_under_1f1b_every_micro_batch_waits_for_it() -> None:
+def test_only_1f1b_exposes_sends_of_every_micro_batch() -> None:
     few, many = (made("1F1B", 1, 4, count) for count in (8, 80))
     assert bubble_seconds(many, CHUNKS[0], p2p_seconds=1) > 5 * bubble_seconds(
         few, CHUNKS[0], p2p_seconds=1
@@ -87,11 +85,11 @@ def test_only_under_1f1b_every_micro_batch_waits_for_it() -> None:
     assert bubble_seconds(many, CHUNKS[0], p2p_seconds=1) == bubble_seconds(few, CHUNKS[0], p2p_seconds=1)
 
 
-def test_a_rank_alone_waits_for_none() -> None:
+def test_one_rank_has_no_bubble() -> None:
     assert bubble_seconds(made("1F1B", 1, 1, 4), CHUNKS[0], p2p_seconds=1) == 0
 
 
-def test_with_fewer_micro_batches_than_ranks_every_lap_begins_with_a_wait() -> None:
+def test_fewer_micro_batches_than_ranks_enlarge_the_bubble() -> None:
     plan = made("Interleaved1F1B", 2, 4, 2)
     share = bubble_seconds(plan, CHUNKS[0]) / (bubble_seconds(plan, CHUNKS[0]) + 4 * CHUNKS[0].total)
     assert share == pytest.approx(plan.bubble_fraction)

@@ -1,4 +1,4 @@
-"""Plans: what fits, what it costs, what limits it and what would help; and what others published."""
+"""Plans: memory, time, bottlenecks and suggestions; and predictions against published results."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_million_tokens_of_8b_fit_four_nodes_of_h100() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(CONFIG_DIR.glob("*.toml")), ids=lambda path: path.stem)
-def test_every_shipped_file_has_a_plan(path: Any) -> None:
+def test_every_shipped_configuration_can_be_planned(path: Any) -> None:
     config, ranks = shipped(path.stem)
     found = plan_run(config, ranks, load_device("h200"))
     assert found.fits
@@ -66,10 +66,10 @@ def test_every_shipped_file_has_a_plan(path: Any) -> None:
         assert len(plan.memory_by_pp_rank) == len(plan.step_time.ranks) == plan.config.parallelism.pp
 
 
-def test_numbers_of_a_plan_are_those_of_its_definitions() -> None:
+def test_plan_metrics_follow_their_definitions() -> None:
     plan = planned(parallelism={"cp": 8, "cp_method": "ulysses"}, training={"steps": 500})
     assert plan.step_time.tokens == 8 * 128 * K
-    # 7.505e9 weights that multiply, 32 layers of 4096, one document in each row.
+    # 7.505e9 matmul weights, 32 layers of 4096, one document per sequence.
     flops = 6 * 7.505e9 * 8 * 128 * K + 12 * 32 * 4096 * 8 * (128 * K) * (128 * K + 1) / 2
     assert plan.mfu == pytest.approx(flops / (plan.step_seconds * 8 * 989.4e12), rel=1e-3)
     assert plan.hfu == pytest.approx(plan.step_time.executed_flops / (plan.step_seconds * 8 * 989.4e12))
@@ -79,13 +79,13 @@ def test_numbers_of_a_plan_are_those_of_its_definitions() -> None:
     assert plan.device_hours == pytest.approx(500 * plan.step_seconds * 8 / 3600)
 
 
-def test_a_checkpoint_is_weights_and_two_moments() -> None:
+def test_a_checkpoint_holds_weights_and_two_moments() -> None:
     parameters = 8.03e9
     assert planned().checkpoint_bytes == pytest.approx(12 * parameters, rel=1e-3)
     assert planned(memory={"optimizer_dtype": "bfloat16"}).checkpoint_bytes == pytest.approx(8 * parameters, rel=1e-3)
 
 
-def test_a_device_keeps_a_tenth_and_a_node_too() -> None:
+def test_a_tenth_of_device_and_host_memory_is_reserved() -> None:
     plan = planned(memory={"recompute": "full"})
     tight = replace(H100, memory=plan.peak_memory.device_bytes / 0.9)
     assert planned(device=tight, memory={"recompute": "full"}).fits
@@ -96,13 +96,13 @@ def test_a_device_keeps_a_tenth_and_a_node_too() -> None:
     assert auto.DEVICE_FRACTION + HOST_RESERVE_FRACTION == 1.0
 
 
-def test_a_node_holds_what_its_ranks_keep_their_copies_and_themselves() -> None:
+def test_host_memory_covers_activations_staging_and_processes() -> None:
     memory = {"recompute": "full", "offload": "inputs"}
     mesh = {"cp": 16, "cp_method": "ring"}
     plan = planned(16, parallelism=mesh, memory=memory)
     u, states = 2 * 4096 * 8 * K, 12 * 8.03e9 / 16
     assert plan.host_memory[SAVED_ACTIVATIONS] == pytest.approx(8 * 32 * u * 17 / 16)
-    assert plan.host_memory["the copy that checkpoints are written of"] == pytest.approx(8 * states, rel=1e-3)
+    assert plan.host_memory["async-checkpoint staging"] == pytest.approx(8 * states, rel=1e-3)
     assert plan.host_memory["processes"] == 8 * HOST_BYTES_PER_PROCESS
     without = planned(16, parallelism=mesh, memory=memory, checkpoint={"async": False})
     assert plan.host_memory_needed - without.host_memory_needed == pytest.approx(8 * states, rel=1e-3)
@@ -113,13 +113,13 @@ def test_a_node_holds_what_its_ranks_keep_their_copies_and_themselves() -> None:
     assert small.suggestions[0].text in {"checkpoint.async = false", 'memory.offload = "none"'}
 
 
-def test_states_on_the_host_count_there() -> None:
+def test_host_optimizer_state_counts_as_host_memory() -> None:
     plan = planned(memory={"optimizer_placement": "host"}, checkpoint={"enabled": False})
     assert plan.host_memory["parameters"] + plan.host_memory["gradients"] == pytest.approx(8 * 8.03e9, rel=1e-3)
     assert plan.peak_memory.item("parameters").device_bytes == 0
 
 
-def test_what_is_too_much_is_told_with_what_it_is_made_of() -> None:
+def test_memory_shortages_name_the_largest_items() -> None:
     plan = planned(memory={"recompute": "none"})
     assert not plan.fits
     assert plan.memory_shortages[0].startswith("a device needs")
@@ -127,7 +127,7 @@ def test_what_is_too_much_is_told_with_what_it_is_made_of() -> None:
     assert SAVED_ACTIVATIONS in plan.memory_shortages[0]
 
 
-def test_where_it_does_not_fit_changes_relieve_most_and_are_plans_themselves() -> None:
+def test_suggestions_reduce_memory_if_the_plan_does_not_fit() -> None:
     plan = planned(memory={"recompute": "none"})
     assert len(plan.suggestions) == 3
     reliefs = [plan.memory_utilization - change.plan.memory_utilization for change in plan.suggestions]
@@ -139,7 +139,7 @@ def test_where_it_does_not_fit_changes_relieve_most_and_are_plans_themselves() -
     assert first.freed_bytes == pytest.approx(plan.peak_memory.device_bytes - first.plan.peak_memory.device_bytes)
 
 
-def test_where_it_fits_changes_save_most_time_and_still_fit() -> None:
+def test_suggestions_save_time_if_the_plan_fits() -> None:
     plan = planned(parallelism={"cp": 8, "cp_method": "allgather"}, memory={"recompute": "full"})
     assert plan.fits
     saved = [change.saved_seconds for change in plan.suggestions]
@@ -152,7 +152,7 @@ def test_where_it_fits_changes_save_most_time_and_still_fit() -> None:
     assert len({text.partition(" ")[0] for text in told if "package" not in text}) >= 2
 
 
-def test_no_single_change_that_helps_more_is_left_out() -> None:
+def test_suggestions_include_the_best_change() -> None:
     plan = planned(parallelism={"cp": 8, "cp_method": "allgather"}, memory={"recompute": "full"})
     least = min(change.saved_seconds for change in plan.suggestions)
     better = plan.config.memory.model_copy(update={"recompute": "keep_attention"})
@@ -163,7 +163,7 @@ def test_no_single_change_that_helps_more_is_left_out() -> None:
     )
 
 
-def test_with_room_nothing_is_computed_again() -> None:
+def test_spare_memory_suggests_no_recomputation() -> None:
     config, ranks = shipped("llama3_8b")
     (plan,) = plan_run(config, ranks, H100).stages
     assert plan.suggestions[0].text == 'memory.recompute = "none"'
@@ -171,7 +171,7 @@ def test_with_room_nothing_is_computed_again() -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "keep_attention", "full"])
 @pytest.mark.parametrize("mesh", [{"cp": 8, "cp_method": "ulysses"}, {"pp": 4, "dp_shard": 2}, {"tp": 2, "cp": 4}])
-def test_no_change_breaks_a_rule(recompute: str, mesh: dict[str, Any]) -> None:
+def test_suggestions_are_valid_configurations(recompute: str, mesh: dict[str, Any]) -> None:
     plan = planned(parallelism=mesh, memory={"recompute": recompute})
     for candidates in (memory_saving_candidates, speedup_candidates):
         found = [*candidates(plan.config, 8, H100)]
@@ -179,7 +179,7 @@ def test_no_change_breaks_a_rule(recompute: str, mesh: dict[str, Any]) -> None:
         assert [one.text for one in found if one.config.layout_problems(one.world_size)] == []
 
 
-def test_auto_is_made_into_what_it_takes_on_this_device() -> None:
+def test_auto_recompute_depends_on_the_device() -> None:
     tight, roomy = (
         planned(device=replace(H100, memory=gib * GIB), parallelism={"cp": 8}, memory={"recompute": "auto"})
         for gib in (32, 140)
@@ -189,10 +189,10 @@ def test_auto_is_made_into_what_it_takes_on_this_device() -> None:
     assert roomy.fits
     assert roomy.step_seconds <= tight.step_seconds
     none = planned(device=replace(H100, memory=4 * GIB), memory={"recompute": "auto"})
-    assert 'memory.recompute = "auto" finds nothing that fits' in none.memory_shortages[0]
+    assert 'memory.recompute = "auto" finds no options that fit' in none.memory_shortages[0]
 
 
-def test_stages_of_a_recipe_are_planned_one_by_one_and_summed() -> None:
+def test_stages_are_planned_separately_and_summed() -> None:
     config, ranks = shipped("prolong_8b_512k")
     found = plan_run(config, ranks, H100)
     assert [plan.name for plan in found.stages] == [stage.name for stage in config.training_stages]
@@ -205,17 +205,17 @@ def test_stages_of_a_recipe_are_planned_one_by_one_and_summed() -> None:
     assert tiny.memory_shortages[0].startswith(f'stage "{config.training_stages[-1].name}": a device needs')
 
 
-def test_what_is_taken_for_granted_is_told() -> None:
+def test_assumptions_are_listed() -> None:
     assert planned(data={"packing": "single"}).assumptions == []
     (documents,) = planned().assumptions
-    assert "each row is one document" in documents
+    assert "one document per sequence" in documents
     *_, wide = planned(training={"dtype": "float32"}).assumptions
-    assert "a sixteenth for float32" in wide
+    assert "one sixteenth of the bfloat16 rates for float32" in wide
     *_, kernel = planned(device=load_device("a100-80gb"), training={"attention": "fa3"}).assumptions
-    assert "counted as flash" in kernel
+    assert "uses those of flash" in kernel
 
 
-def test_405b_fits_4096() -> None:
+def test_405b_fits_4096_gpus() -> None:
     (found, ranks) = shipped("llama3_405b_128k")
     (stage,) = found.training_stages
     plan = plan_stage(stage.config, ranks, H100)
@@ -223,7 +223,7 @@ def test_405b_fits_4096() -> None:
     assert plan.mfu > 0.25
 
 
-def test_what_others_published_is_predicted_within_15_percent_where_it_is_the_same_thing() -> None:
+def test_published_results_are_predicted_within_15_percent() -> None:
     found = rows()
     errors = {(row.system, row.setting): row.error for row in found if not row.why}
     assert len(errors) >= 20

@@ -1,4 +1,4 @@
-"""`python -m trainer.plan` and `./run_train.sh --plan`: what they say, and what they leave with."""
+"""Output and exit codes of `python -m trainer.plan` and `./run_train.sh --plan`."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from trainer.plan.plan import plan_stage
 FITS = ["--config", "llama3_8b_1m", "--device", "h100-80gb"]
 
 
-def test_a_run_that_fits_leaves_with_0(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_fits_exits_with_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*FITS, "--world-size", "32"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("llama3_8b_1m on 32 x h100-80gb (4 nodes)\nFITS: ")
-    for part in ("MFU", "device hours", "kept for the backward pass", "attention", "saves"):
+    for part in ("MFU", "device hours", "saved activations", "attention", "saves"):
         assert part in said
 
 
-def test_a_run_that_does_not_fit_leaves_with_3_and_says_what_would_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_does_not_fit_exits_with_3_and_suggests_changes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config", "llama3_8b_1m_8gpu", "--device", "a100-40gb", "--memory.offload", "none"]) == 3
     said = capsys.readouterr().out
     assert "DOES NOT FIT: a device needs" in said
@@ -38,57 +38,57 @@ def test_a_run_that_does_not_fit_leaves_with_3_and_says_what_would_help(capsys: 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--device", "h100-80"], 'error: device "h100-80": there is no such table or file; did you mean h100-80gb?'),
+        (["--device", "h100-80"], 'error: device "h100-80" is neither a table nor a file; did you mean h100-80gb?'),
         (["--world-size", "7"], "error: the mesh "),
         (["--trainin.steps", "7"], "error: "),
-        (["search"], "error: how many devices? give --gpus N or --nodes N, or ask for the --fewest"),
-        (["find"], "error: find: there are search, calibrate; see --help"),
-        (["search", "--gpus", "0"], "error: argument --gpus: 0 must be a whole number, 1 at least"),
-        (["--network", "fast"], "error: argument --network: fast must be a number above 0, in GB/s"),
-        (["--gpus", "8", "--nodes", "4"], "error: --world-size, --gpus and --nodes say how many devices"),
-        (["search", "--gpus", "8", "--longest", "--fewest"], "error: one question at a time"),
+        (["search"], "error: --gpus or --nodes is missing"),
+        (["find"], "error: command find must be one of search, calibrate, or absent"),
+        (["search", "--gpus", "0"], "error: --gpus: 0 must be an integer, at least 1"),
+        (["--network", "fast"], "error: --network: fast must be a number above 0, in GB/s"),
+        (["--gpus", "8", "--nodes", "4"], "error: --world-size, --gpus and --nodes must give the same number"),
+        (["search", "--gpus", "8", "--longest", "--fewest"], "error: --longest, --fewest: only one of them"),
     ],
 )
-def test_what_is_wrong_is_told_with_2(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_exit_with_2(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = [word for word in words if word in ("search", "find")]
     assert main([*command, *FITS, *(word for word in words if word not in command)]) == 2
     assert capsys.readouterr().err.startswith(told)
 
 
-def test_nodes_and_links_change_what_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+def test_slower_links_increase_the_step_time(capsys: pytest.CaptureFixture[str]) -> None:
     seconds = []
     for words in ([], ["--network", "5"], ["--network", "5", "--link", "20"]):
         assert main([*FITS, "--nodes", "4", *words]) == 0
-        line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("an update"))
+        line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("step time "))
         seconds.append(float(line.split()[2]))
     assert seconds == sorted(seconds)
     assert seconds[0] < seconds[2]
 
 
-def test_a_page_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_html_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "plan.html"
     assert main([*FITS, "--html", str(page)]) == 0
     assert page.read_text().startswith("<!DOCTYPE html>")
-    assert f"written: {page}" in capsys.readouterr().err
+    assert f"wrote {page}" in capsys.readouterr().err
     assert main([*FITS, "--html", str(tmp_path / "absent" / "plan.html")]) == 2
     assert capsys.readouterr() == (
         "",
-        f"error: {tmp_path}/absent/plan.html cannot be written: {tmp_path}/absent is no folder\n",
+        f"error: {tmp_path}/absent/plan.html cannot be written: {tmp_path}/absent is not a folder\n",
     )
 
 
-def test_a_recipe_is_planned_stage_by_stage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_stages_of_a_recipe_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config", "llama31_8b_128k", "--device", "h100-80gb"]) in (0, 3)
     said = capsys.readouterr().out
-    assert "stages of the run" in said
+    assert "training stages" in said
     assert all(stage.name in said for stage in load(["--config", "llama31_8b_128k"]).training_stages)
 
 
-def test_a_search_prints_what_to_paste(capsys: pytest.CaptureFixture[str]) -> None:
+def test_search_prints_toml(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["search", "--config", "llama3_8b", "--device", "h200", "--gpus", "8", "--seq-len", "65536"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("llama3_8b with rows of 65,536 tokens on 8 x h200\n")
-    first, second, *_ = said.split("to paste\n")[1].split("# ")[1:]
+    assert said.startswith("llama3_8b with 65,536 tokens per sequence on 8 x h200\n")
+    first, second, *_ = said.split("configuration to paste\n")[1].split("# ")[1:]
     for block in (first, second):
         assert tomllib.loads(f"# {block}")["parallelism"]["cp_method"] in (
             "auto",
@@ -98,10 +98,10 @@ def test_a_search_prints_what_to_paste(capsys: pytest.CaptureFixture[str]) -> No
             "hybrid",
         )
     assert main(["search", "--config", "llama3_8b", "--device", "l40s", "--gpus", "1", "--longest"]) == 3
-    assert "not even rows of 4,096 tokens fit" in capsys.readouterr().out
+    assert "fewer than 4,096 tokens per sequence" in capsys.readouterr().out
 
 
-def test_a_measured_table_is_one_that_plans_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_calibrated_table_can_be_planned_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from trainer.plan import calibrate
 
     monkeypatch.setattr(calibrate, "SMALL", (64, 64, 1 << 16))
@@ -114,14 +114,14 @@ def test_a_measured_table_is_one_that_plans_take(tmp_path: Path, monkeypatch: py
     assert plan_stage(load(FITS[:2]), 32, mine).step_seconds > plan_stage(load(FITS[:2]), 32, theirs).step_seconds
 
 
-def test_the_drivers_name_of_a_gpu_finds_its_table(tmp_path: Path) -> None:
+def test_a_gpu_is_detected_by_its_driver_name(tmp_path: Path) -> None:
     assert detect_device(tmp_path) is None
     (tmp_path / "0000:19:00.0").mkdir()
     (tmp_path / "0000:19:00.0" / "information").write_text("Model: \t\t NVIDIA H200\nIRQ:   \t\t 18\n")
     assert detect_device(tmp_path) == load_device("h200")
 
 
-# ---- before and beside training
+# ---- at launch and during training
 
 
 def started(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
@@ -131,7 +131,7 @@ def started(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     return launcher.main()
 
 
-def test_a_start_shows_its_plan_and_goes_on(
+def test_launch_shows_the_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = ["--config", str(write_run(tmp_path)), "--job.output_dir", str(tmp_path / "run")]
@@ -146,10 +146,10 @@ def test_a_start_shows_its_plan_and_goes_on(
     assert "DOES NOT FIT" in out
     assert err.startswith("error: the run does not fit: a device needs")
     assert started(monkeypatch, *config, "--plan.device", "h99") == 2
-    assert 'device "h99": there is no such table' in capsys.readouterr().err
+    assert 'device "h99" is neither a table nor a file' in capsys.readouterr().err
 
 
-def test_what_was_predicted_stands_beside_what_is_measured() -> None:
+def test_prediction_is_compared_with_the_median_measurement() -> None:
     config = load(FITS[:2])
     seconds = plan_stage(config, 32, load_device("h100-80gb")).step_seconds
     beside = Prediction(device="h100-80gb", step_seconds=seconds)

@@ -1,4 +1,4 @@
-"""Seconds of an update: they add up, follow rates, and what hides hides no further than what it hides behind."""
+"""Step time: components, rates, and overlap of communication with compute."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def configured(size: str = "8b", **sections: Any) -> Config:
     return Config.model_validate(given)
 
 
-def test_one_device_takes_its_flops_at_its_rates() -> None:
+def test_one_device_runs_its_flops_at_its_rates() -> None:
     found = timed(memory={"recompute": "none"})
     (stage,) = found.ranks
     done = rank_workload(configured(memory={"recompute": "none"}), 1, 0)
-    # Keys and values are 1024 wide, of all 218 million weights of a block 8.4; all else is 4096 at least.
+    # K and V projections are 1024 wide: 8.4 of 218 million weights per block. All others are at least 4096 wide.
     narrow = (209.7 * (1 + MATMUL_HALF_RATE_DIM / 4096) + 8.4 * (1 + MATMUL_HALF_RATE_DIM / 1024)) / 218.1
     assert stage.matmul == pytest.approx(
         3 * 2 * 218.1e6 * 32 * 32 * K * narrow / (MATMUL_EFFICIENCY * 794.5e12), rel=1e-3
@@ -74,7 +74,7 @@ MESHES: list[tuple[int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("world", "sections"), MESHES)
-def test_parts_add_up_to_the_update_on_every_rank(world: int, sections: dict[str, Any]) -> None:
+def test_components_add_up_to_the_step_time_on_every_rank(world: int, sections: dict[str, Any]) -> None:
     found = timed(world, **sections)
     for stage in found.ranks:
         assert sum(stage.breakdown().values()) == pytest.approx(found.seconds)
@@ -84,16 +84,27 @@ def test_parts_add_up_to_the_update_on_every_rank(world: int, sections: dict[str
 
 
 @pytest.mark.parametrize(("world", "sections"), MESHES)
-@pytest.mark.parametrize("figure", ["matmul", "hbm", "link", "network", "host_link", "host_bandwidth", "attention"])
-def test_no_better_figure_makes_an_update_slower(world: int, sections: dict[str, Any], figure: str) -> None:
-    better: dict[str, Any] = {figure: None if figure == "attention" else 2 * getattr(H100, figure)}
-    if figure == "attention":
-        better = {"attention": {"cudnn": {128: (2e15, 2e15)}}}
+@pytest.mark.parametrize(
+    "figure",
+    [
+        "matmul_flops",
+        "hbm_bandwidth",
+        "link_bandwidth",
+        "network_bandwidth",
+        "host_link_bandwidth",
+        "host_bandwidth",
+        "attention_flops",
+    ],
+)
+def test_a_faster_device_is_never_slower(world: int, sections: dict[str, Any], figure: str) -> None:
+    better: dict[str, Any] = {figure: None if figure == "attention_flops" else 2 * getattr(H100, figure)}
+    if figure == "attention_flops":
+        better = {"attention_flops": {"cudnn": {128: (2e15, 2e15)}}}
     before, after = timed(world, **sections), timed(world, replace(H100, **better), **sections)
     assert after.seconds <= before.seconds * (1 + 1e-9)
 
 
-def test_rows_that_are_longer_take_longer_for_each_token_and_fewer_micro_batches_no_longer() -> None:
+def test_time_per_token_grows_with_sequence_length_and_shrinks_with_micro_batch_size() -> None:
     lengths = [timed(training={"seq_len": length}).seconds / length for length in (8 * K, 32 * K, 128 * K, 512 * K)]
     assert lengths == sorted(lengths)
     apart = timed(training={"seq_len": 4 * K, "global_batch_size": 8}).seconds
@@ -101,15 +112,15 @@ def test_rows_that_are_longer_take_longer_for_each_token_and_fewer_micro_batches
     assert together < apart
 
 
-def test_recomputation_is_told_apart_and_costs_what_it_computes() -> None:
+def test_recomputation_costs_its_flops_and_traffic() -> None:
     none, keep, full = (timed(memory={"recompute": policy}).ranks[0] for policy in ("none", "keep_attention", "full"))
     assert none.recompute == 0
-    # All products but the last, which are 159.4 of 218.1 million weights; and what they read and write.
+    # All matmuls but the last, 159.4 of 218.1 million weights, and their memory traffic.
     few, many = (rank_workload(configured(memory={"recompute": policy}), 1, 0) for policy in ("keep_attention", "full"))
-    moved = few.memory_traffic["again"] / (HBM_EFFICIENCY * 3350e9)
+    moved = few.memory_traffic["recompute"] / (HBM_EFFICIENCY * 3350e9)
     assert keep.recompute == pytest.approx(keep.matmul / 3 * 159.4 / 218.1 + moved, rel=0.01)
-    # Attention's forward pass, and once more the projections before it, 25.2 million.
-    more = (many.memory_traffic["again"] - few.memory_traffic["again"]) / (
+    # The attention forward, and the QKV projections, 25.2 million weights, once more.
+    more = (many.memory_traffic["recompute"] - few.memory_traffic["recompute"]) / (
         HBM_EFFICIENCY * 3350e9
     ) + keep.matmul / 3 * 25.2 / 218.1
     again = full.attention * (4 / 607) / (4 / 607 + 10 / 517)
@@ -117,14 +128,14 @@ def test_recomputation_is_told_apart_and_costs_what_it_computes() -> None:
     assert keep.matmul == none.matmul == full.matmul
 
 
-def test_the_kernel_that_is_asked_for_sets_the_rate() -> None:
+def test_the_attention_kernel_sets_the_rate() -> None:
     slow, fast = (timed(training={"attention": kernel}).ranks[0] for kernel in ("auto", "fa3"))
     assert slow.attention / fast.attention == pytest.approx((4 / 367 + 10 / 330) / (4 / 680 + 10 / 585))
     assert slow.matmul == fast.matmul
 
 
-def test_weights_hide_behind_long_rows_and_not_behind_short_ones() -> None:
-    # docs/parallelism.md: about 1 400 tokens of each GPU between nodes, a few times that to be safe.
+def test_fsdp_overlaps_with_long_sequences_only() -> None:
+    # docs/parallelism.md: overlap needs about 1,400 tokens per GPU between nodes, with margin a few times that.
     mesh = {"dp_shard": 32}
 
     def waits(tokens: int) -> float:
@@ -135,8 +146,8 @@ def test_weights_hide_behind_long_rows_and_not_behind_short_ones() -> None:
     assert waits(16 * K) < 0.02
 
 
-def test_a_ring_hides_from_the_length_on_that_its_arithmetic_gives() -> None:
-    # A hop of 2 x 2 x 1024 bytes a token faces 2 x 4096 FLOPs a token and key: S of 45 GB/s at 607 TFLOP/s is 6.7K.
+def test_a_ring_overlaps_from_its_critical_length_on() -> None:
+    # A hop has 2 x 2 x 1024 bytes per token and 2 x 4096 FLOPs per token and key: 6.7K tokens at 45 GB/s and 607 TFLOP/s.
     def waits(tokens: int) -> float:
         ring = {"cp": 16, "cp_method": "ring", "cp_reduce_dtype": "bfloat16"}
         found = timed(16, parallelism=ring, training={"seq_len": 16 * tokens})
@@ -144,89 +155,89 @@ def test_a_ring_hides_from_the_length_on_that_its_arithmetic_gives() -> None:
 
     assert waits(512) > 1
     assert waits(4 * K) < 0.5
-    assert waits(32 * K) == pytest.approx(1 / 44, rel=0.15)  # Of 45 hops the last of the gradients.
+    assert waits(32 * K) == pytest.approx(1 / 44, rel=0.15)  # The last gradient hop of 45.
 
 
-def test_around_a_ring_attention_is_in_smaller_pieces() -> None:
+def test_ring_attention_runs_smaller_kernels() -> None:
     def takes(method: str) -> float:
         mesh = {"cp": 8, "cp_method": method}
         return timed(8, parallelism=mesh, training={"seq_len": 16 * K}).ranks[0].attention
 
-    # Of 2K tokens a rank: pieces of 2K, or around the ring of half of that.
+    # 2K tokens per rank: kernels of 2K, or of 1K on average in the ring.
     assert takes("ring") / takes("allgather") == pytest.approx(
         (1 + ATTENTION_HALF_RATE_TOKENS / (1 * K)) / (1 + ATTENTION_HALF_RATE_TOKENS / (2 * K))
     )
 
 
-def test_gathered_keys_hide_behind_a_ranks_own_and_their_sums_behind_nothing() -> None:
+def test_kv_all_gather_overlaps_with_local_attention_and_reduce_scatter_does_not() -> None:
     def stage(tokens: int) -> RankStepTime:
         mesh = {"cp": 16, "cp_method": "allgather", "cp_reduce_dtype": "bfloat16"}
         return timed(16, parallelism=mesh, training={"seq_len": tokens}).ranks[0]
 
     long, short = stage(2 * M), stage(64 * K)
-    # One gather in either pass, and the scatter, which takes as long.
+    # One all-gather per direction, and the reduce-scatter, which takes as long.
     assert long.exposed["cp"] == pytest.approx(long.overlapped["cp"] / 2, rel=0.01)
     assert short.exposed["cp"] > short.overlapped["cp"]
-    # A rank attends to its own keys in one of 16 parts of its time.
+    # Attention to local KV is 1/16 of the time.
     assert short.overlapped["cp"] == pytest.approx(short.attention / 16, rel=0.05)
 
 
-def test_what_hides_is_not_for_nothing() -> None:
+def test_overlapped_communication_causes_contention() -> None:
     stage = timed(8, parallelism={"dp_shard": 8}, training={"global_batch_size": 8}).ranks[0]
     assert stage.contention == pytest.approx(CONTENTION_FRACTION * sum(stage.overlapped.values()))
     assert stage.contention > 0
     alone = timed(memory={"recompute": "full", "offload": "inputs"}).ranks[0]
-    assert alone.overlapped[HOST] > 0  # Copies need no processors.
+    assert alone.overlapped[HOST] > 0  # Copies need no SMs.
     assert alone.contention == 0
 
 
-def test_inputs_that_are_made_again_wait_for_weights() -> None:
+def test_recomputed_inputs_expose_weight_gathers() -> None:
     def waits(every: int) -> float:
         memory = {"recompute": "keep_attention", "blocks_per_checkpoint": every}
         mesh = {"dp_shard": 16}
         return timed(16, parallelism=mesh, memory=memory, training={"global_batch_size": 16}).ranks[0].exposed["fsdp"]
 
     assert waits(4) > waits(1)
-    # Three of four blocks are gathered once more: 24 of 32, 436 MB each, of which 15 of 16 parts come.
+    # Three of four blocks are gathered once more: 24 of 32, 436 MB each, 15/16 of it remote.
     assert waits(4) - waits(1) == pytest.approx(24 * 2 * 218.1e6 * 15 / 16 / min(360e9, 8 * 45e9), rel=0.15)
 
 
-def test_states_on_the_host_come_over_its_link_in_either_pass() -> None:
+def test_host_optimizer_copies_weights_and_gradients() -> None:
     device = replace(H100, host_link_bandwidth=1e9)
     stage = timed(device=device, memory={"optimizer_placement": "host"}).ranks[0]
     copied = stage.exposed[HOST] + stage.overlapped[HOST]
-    # Four bytes of 8 billion weights: there and, of what was freed, there again; gradients back.
+    # Four bytes per weight: all weights forward, resharded weights backward, all gradients back.
     assert copied == pytest.approx((4 * 8.03e9 + 4 * 6.98e9 + 4 * 8.03e9) / 1e9, rel=0.02)
 
 
-def test_a_pipeline_sums_gradients_when_all_is_done() -> None:
+def test_a_pipeline_exposes_gradient_reduction() -> None:
     mesh = {"pp": 4, "dp_shard": 8}
     stage = timed(32, size="70b", parallelism=mesh, training={"global_batch_size": 64}).ranks[1]
-    # Of 20 blocks, 856 million weights each, in single precision; 8 ranks of as many... of two to a node.
+    # 20 blocks of 856 million weights in float32, over 8 ranks.
     summed = 20 * 4 * 855.6e6 * 7 / 8
     assert stage.exposed["fsdp"] == pytest.approx(summed / (8 * 45e9), rel=0.05)
 
 
-def test_with_a_budget_of_host_memory_early_ranks_of_a_pipeline_compute_more_again() -> None:
+def test_a_host_budget_makes_early_pipeline_ranks_recompute_more() -> None:
     memory = {"recompute": "keep_attention", "offload": "inputs_and_attention", "host_budget_gib": 80.0}
     mesh = {"pp": 4, "pp_layers": (8, 8, 8, 8)}
     found = timed(4, parallelism=mesh, memory=memory, training={"global_batch_size": 16})
     assert found.ranks[1].recompute > 1.05 * found.ranks[2].recompute
 
 
-def test_heads_are_exchanged_in_full_view_unless_they_go_in_groups() -> None:
+def test_head_groups_overlap_the_ulysses_exchange() -> None:
     def waits(groups: int) -> tuple[float, float]:
         mesh = {"cp": 4, "cp_method": "ulysses"}
         stage = timed(4, parallelism=mesh, memory={"head_groups": groups}).ranks[0]
         return stage.exposed["cp"], stage.overlapped.get("cp", 0)
 
-    alone, in_groups = waits(1), waits(2)  # Of 8 heads, which divide among 4 ranks either way.
+    alone, in_groups = waits(1), waits(2)  # 8 KV heads divide among 4 ranks either way.
     assert alone[1] == 0
     assert in_groups[1] > 0
     assert in_groups[0] < alone[0]
 
 
-def test_tp_is_waited_for_unless_it_is_asynchronous() -> None:
+def test_tp_is_exposed_without_async_tp() -> None:
     def waits(*, hidden: bool) -> tuple[float, float]:
         mesh = {"tp": 8, "async_tp": hidden}
         stage = timed(8, parallelism=mesh, training={"compile": True}).ranks[0]
@@ -236,7 +247,7 @@ def test_tp_is_waited_for_unless_it_is_asynchronous() -> None:
     assert waits(hidden=True)[0] == pytest.approx((1 - ASYNC_TP_OVERLAP) * waits(hidden=False)[0])
 
 
-def test_copies_to_the_host_hide_behind_long_rows_and_not_over_a_slow_link() -> None:
+def test_offload_overlaps_with_long_sequences_unless_the_link_is_slow() -> None:
     memory = {"recompute": "keep_attention", "offload": "inputs_and_attention"}
     long = timed(training={"seq_len": 128 * K}, memory=memory).ranks[0]
     assert long.exposed.get(HOST, 0) == 0
@@ -247,16 +258,16 @@ def test_copies_to_the_host_hide_behind_long_rows_and_not_over_a_slow_link() -> 
     assert in_groups.exposed[HOST] > 0
 
 
-def test_the_host_updates_while_the_device_computes() -> None:
+def test_the_host_optimizer_overlaps_with_forward() -> None:
     def waits(tokens: int) -> float:
         return timed(8, training={"seq_len": tokens, "global_batch_size": 8}, memory=host).ranks[0].optimizer
 
     host = {"optimizer_placement": "host"}
     assert waits(512 * K) == 0
-    assert 0.5 < waits(2 * K) < 2  # 36 bytes of 8 billion parameters at 280 GB/s.
+    assert 0.5 < waits(2 * K) < 2  # 36 bytes per parameter, 8 billion of them, at 280 GB/s.
 
 
-def test_a_pipeline_waits_as_its_formula_says_and_its_busiest_rank_least() -> None:
+def test_bubble_is_smallest_on_the_busiest_rank() -> None:
     mesh = {"pp": 8}
     few, many = (timed(8, size="70b", parallelism=mesh, training={"global_batch_size": count}) for count in (8, 64))
     assert few.busiest.bubble / few.seconds == pytest.approx(7 / 15, rel=0.1)
@@ -264,7 +275,7 @@ def test_a_pipeline_waits_as_its_formula_says_and_its_busiest_rank_least() -> No
     assert few.busiest.bubble < max(stage.bubble for stage in few.ranks)
 
 
-def test_short_rows_wait_for_launches_and_fewer_when_compiled() -> None:
+def test_short_sequences_are_launch_bound_and_less_so_when_compiled() -> None:
     def stage(*, is_compiled: bool) -> RankStepTime:
         training = {"seq_len": 512, "global_batch_size": 1, "compile": is_compiled}
         config = Config.model_validate({"model": {"family": "llama3", "size": "debug"}, "training": training})
@@ -277,10 +288,10 @@ def test_short_rows_wait_for_launches_and_fewer_when_compiled() -> None:
     assert eager.compute - eager.loss_head == pytest.approx(least, rel=0.01)
 
 
-def test_single_precision_is_far_slower() -> None:
+def test_float32_is_far_slower() -> None:
     narrow, wide = (timed(training={"dtype": dtype, "attention": "auto"}).seconds for dtype in ("bfloat16", "float32"))
     assert wide > 8 * narrow
 
 
-def test_something_lies_around_every_update() -> None:
+def test_every_step_has_a_fixed_overhead() -> None:
     assert timed().ranks[0].step_overhead == STEP_OVERHEAD

@@ -21,7 +21,8 @@ from trainer.slurm.scheduler import JobState
 INSTALL = "apt-get install -y --no-install-recommends slurm-wlm munge iproute2"
 NEEDED = ("slurmctld", "slurmd", "sbatch", "munged", "nsenter", "unshare", "ip")
 NODES = {"ctl": "10.99.0.1", "n1": "10.99.0.11", "n2": "10.99.0.12"}
-CPUS = 2
+JOBS = 4  # At a time, of two ranks on each of two nodes.
+CPUS = 2 * JOBS  # Of each node.
 PREFIX = "longhaul"
 
 # `cred_expire`: without it a requeued job waits two minutes. `config_overrides`: nodes may have more CPUs than there are.
@@ -173,7 +174,7 @@ class Cluster:
 
     def preempt(self, *, seconds: int) -> str:
         """A job of higher rank that takes all nodes for a time; returns its number."""
-        size = ("--partition=high", "--nodes=2", "--ntasks-per-node=2", f"--output={self.folder}/log/high.log")
+        size = ("--partition=high", "--nodes=2", f"--ntasks-per-node={CPUS}", f"--output={self.folder}/log/high.log")
         return self.command("sbatch", "--parsable", *size, f"--wrap=sleep {seconds}").strip()
 
     def kill_node(self, name: str) -> None:

@@ -1,13 +1,17 @@
-"""One cluster for all tests that need SLURM."""
+"""One cluster for all tests that need SLURM, on which jobs that do not disturb each other run side by side."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import Cluster, missing
+from tests.slurm.cluster import JOBS, Cluster, missing
+
+Scenario = Callable[[Cluster, Path], None]
 
 
 @pytest.fixture(scope="session")
@@ -24,4 +28,15 @@ def _cluster() -> Iterator[Cluster]:
 def cluster(_cluster: Cluster) -> Iterator[Cluster]:
     """Without jobs."""
     yield _cluster
+    _cluster.clear()
+
+
+@pytest.fixture(scope="module")
+def scenarios(
+    request: pytest.FixtureRequest, _cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Scenario, Future[None]]]:
+    """Every selected scenario of the module, begun; each has a folder of its own."""
+    selected = [item.obj.scenario for item in request.session.items if hasattr(getattr(item, "obj", None), "scenario")]  # type: ignore[attr-defined]
+    with ThreadPoolExecutor(JOBS) as threads:
+        yield {one: threads.submit(one, _cluster, tmp_path_factory.mktemp("scenario")) for one in selected}
     _cluster.clear()

@@ -154,7 +154,7 @@ def test_a_script_can_be_looked_at_before_corpus_and_tokenizer_are_there(capsys:
     assert main(["render", "--config", "llama3_8b_1m", "--nodes", "3"]) == 2
     told = capsys.readouterr()
     assert told.out == ""
-    assert "needs 32 processes, but there are 24 (" in told.err
+    assert "needs 32 processes, but the world size is 24 (" in told.err
     assert told.err.endswith("for 24 processes (3 nodes x 8)\n")
 
 
@@ -191,7 +191,7 @@ def test_a_wrong_configuration_is_told_whole_and_nothing_is_submitted(
     assert submit(run, "--parallelism.dp_shard", "3", "--training.micro_batch_size", "3") == 2
     told = capsys.readouterr().err
     assert told.count("error: ") == 2
-    assert "but there are 4 (" in told
+    assert "but the world size is 4 (" in told
     assert submit(run, "--zebra", "3", "--time", "soon") == 2
     assert capsys.readouterr().err.count("error: ") == 2
     assert scheduler.asked() == []

@@ -1,10 +1,16 @@
-"""The batch script on a SLURM of two nodes with two ranks each, whose ranks are a stub without torch."""
+"""The batch script on a SLURM of two nodes with two ranks each, whose ranks are a stub without torch.
+
+Scenarios run side by side, since they mostly wait; each is a test.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +21,20 @@ from tests.slurm.job import SIZE, Job
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slurm
 STUB = ROOT / "tests" / "slurm" / "stub.py"
+
+
+Scenario = Callable[[Cluster, Path], None]
+Scenarios = dict[Scenario, Future[None]]
+
+
+def side_by_side(scenario: Scenario) -> Callable[[Scenarios], None]:
+    """A test that waits for a scenario, which began together with the others."""
+
+    def test(scenarios: Scenarios) -> None:
+        scenarios[scenario].result()
+
+    vars(test).update(scenario=scenario)
+    return test
 
 
 def planned(cluster: Cluster, folder: Path, plan: dict[str, str]) -> Job:
@@ -56,6 +76,7 @@ def checkpoints(job: Job) -> list[str]:
     return sorted(path.name for path in (job.folder / "checkpoints").iterdir())
 
 
+@side_by_side
 def test_usr1_saves_and_requeues_and_the_run_goes_on_to_its_end(cluster: Cluster, tmp_path: Path) -> None:
     job = planned(cluster, tmp_path, {"0.0": "train"})
     job.submit()
@@ -69,6 +90,7 @@ def test_usr1_saves_and_requeues_and_the_run_goes_on_to_its_end(cluster: Cluster
     assert ["life 0 on n[1-2]" in job.log(), "life 1 on n[1-2]" in job.log()] == [True, True]
 
 
+@side_by_side
 def test_ranks_that_crash_are_started_again_in_the_same_life_and_progress_forgives(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -86,6 +108,7 @@ def test_ranks_that_crash_are_started_again_in_the_same_life_and_progress_forgiv
     assert all(place.startswith("n1:") for place in places)
 
 
+@side_by_side
 def test_starts_without_a_new_checkpoint_come_to_an_end(cluster: Cluster, tmp_path: Path) -> None:
     job = planned(cluster, tmp_path, {f"0.{attempt}": "crash" for attempt in range(9)})
     job.submit()
@@ -95,6 +118,7 @@ def test_starts_without_a_new_checkpoint_come_to_an_end(cluster: Cluster, tmp_pa
 
 
 @pytest.mark.slow
+@side_by_side
 def test_starts_without_a_new_checkpoint_are_counted_over_lives(cluster: Cluster, tmp_path: Path) -> None:
     job = planned(cluster, tmp_path, {"0.0": "crash", "1.0": "crash"})
     job.submit("--max-stuck", "2", "--backoff-seconds", "60")
@@ -105,6 +129,7 @@ def test_starts_without_a_new_checkpoint_are_counted_over_lives(cluster: Cluster
     assert "2 starts in a row without a new checkpoint: giving up" in job.log()
 
 
+@side_by_side
 def test_a_stage_that_ends_is_followed_by_the_next_without_a_pause(cluster: Cluster, tmp_path: Path) -> None:
     job = planned(cluster, tmp_path, {"0.0": "stage"})
     job.submit("--max-stuck", "1", "--backoff-seconds", "600")
@@ -112,8 +137,7 @@ def test_a_stage_that_ends_is_followed_by_the_next_without_a_pause(cluster: Clus
     assert attempts(job) == ["0.0", "0.1"]
 
 
-@pytest.mark.parametrize(("action", "code"), [("stop", "78:0"), ("refuse", "2:0")])
-def test_what_a_retry_cannot_mend_ends_the_job(cluster: Cluster, tmp_path: Path, action: str, code: str) -> None:
+def cannot_be_mended(cluster: Cluster, tmp_path: Path, *, action: str, code: str) -> None:
     job = planned(cluster, tmp_path, {"0.0": action})
     job.submit()
     assert job.ended("FAILED") == code
@@ -122,8 +146,11 @@ def test_what_a_retry_cannot_mend_ends_the_job(cluster: Cluster, tmp_path: Path,
     assert ('"reason": "the plan"' in job.log()) == (action == "stop")
 
 
-@pytest.mark.parametrize("command", ["cancel", "scancel"])
-def test_a_job_that_is_cancelled_saves_and_stays_away(cluster: Cluster, tmp_path: Path, command: str) -> None:
+test_a_stop_marker_ends_the_job = side_by_side(partial(cannot_be_mended, action="stop", code="78:0"))
+test_a_refused_configuration_ends_the_job = side_by_side(partial(cannot_be_mended, action="refuse", code="2:0"))
+
+
+def saves_and_stays_away(cluster: Cluster, tmp_path: Path, *, command: str) -> None:
     job = planned(cluster, tmp_path, {"0.0": "train"})
     job.submit()
     wait_for(job, "0.0", "trains")
@@ -140,20 +167,11 @@ def test_a_job_that_is_cancelled_saves_and_stays_away(cluster: Cluster, tmp_path
     assert "has no job that is queued or running" in job.slurm("cancel", str(job.folder))
 
 
-@pytest.mark.slow
-def test_a_job_that_is_preempted_saves_and_comes_back(cluster: Cluster, tmp_path: Path) -> None:
-    job = planned(cluster, tmp_path, {"0.0": "train"})
-    job.submit()
-    wait_for(job, "0.0", "trains")
-    began = time.monotonic()
-    other = cluster.preempt(seconds=3)
-    assert job.ended("COMPLETED") == "0:0"
-    assert time.monotonic() - began < GRACE  # It has left by itself.
-    assert left(job, "0.0")[0] == "rank 0 left with 0 after SIGTERM"
-    assert attempts(job) == ["0.0", "1.0"]
-    assert cluster.state(other).state == "COMPLETED"
+test_a_run_that_is_cancelled_saves_and_stays_away = side_by_side(partial(saves_and_stays_away, command="cancel"))
+test_a_job_that_is_cancelled_saves_and_stays_away = side_by_side(partial(saves_and_stays_away, command="scancel"))
 
 
+@side_by_side
 def test_requeues_come_to_an_end(cluster: Cluster, tmp_path: Path) -> None:
     job = planned(cluster, tmp_path, {"0.0": "train"})
     job.submit("--max-requeues", "0")
@@ -164,6 +182,7 @@ def test_requeues_come_to_an_end(cluster: Cluster, tmp_path: Path) -> None:
     assert "was requeued 0 times, the most that slurm.max_requeues allows" in job.log()
 
 
+@side_by_side
 def test_a_run_that_is_done_near_the_limit_is_not_requeued(cluster: Cluster, tmp_path: Path) -> None:
     job = planned(cluster, tmp_path, {"0.0": "last"})
     job.submit()
@@ -173,6 +192,7 @@ def test_a_run_that_is_done_near_the_limit_is_not_requeued(cluster: Cluster, tmp
     assert attempts(job) == ["0.0"]
 
 
+@side_by_side
 def test_a_script_can_be_rendered_changed_and_submitted_by_hand(cluster: Cluster, tmp_path: Path) -> None:
     job = planned(cluster, tmp_path, {"0.0": "stage"})
     script = job.slurm("render", *job.options, *SIZE)
@@ -185,6 +205,7 @@ def test_a_script_can_be_rendered_changed_and_submitted_by_hand(cluster: Cluster
     assert "done by hand" in job.log()
 
 
+@side_by_side
 def test_status_follows_a_job(cluster: Cluster, tmp_path: Path) -> None:
     job = planned(cluster, tmp_path, {"0.0": "train"})
     job.submit()
@@ -201,3 +222,18 @@ def test_status_follows_a_job(cluster: Cluster, tmp_path: Path) -> None:
 def status(job: Job, *run: str) -> dict[str, str]:
     lines = (line.partition("  ") for line in job.slurm("status", *run).splitlines())
     return {name: told.strip() for name, _, told in lines}
+
+
+# Alone, since it takes all nodes: after the others.
+@pytest.mark.slow
+def test_a_job_that_is_preempted_saves_and_comes_back(cluster: Cluster, tmp_path: Path) -> None:
+    job = planned(cluster, tmp_path, {"0.0": "train"})
+    job.submit()
+    wait_for(job, "0.0", "trains")
+    began = time.monotonic()
+    other = cluster.preempt(seconds=3)
+    assert job.ended("COMPLETED") == "0:0"
+    assert time.monotonic() - began < GRACE  # It has left by itself.
+    assert left(job, "0.0")[0] == "rank 0 left with 0 after SIGTERM"
+    assert attempts(job) == ["0.0", "1.0"]
+    assert cluster.state(other).state == "COMPLETED"

@@ -88,7 +88,7 @@ def test_a_wrong_configuration_is_told_by_one_node(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--nodes", "2", "--processes", "4", "--meet", "n1:20000", "--id", "1", "--parallelism.cp", "3"]
-    for node, told in (("0", "but there are 8 ("), ("1", "")):
+    for node, told in (("0", "but the world size is 8 ("), ("1", "")):
         monkeypatch.setenv("SLURM_NODEID", node)
         assert main(words) == 2
         errors = capsys.readouterr().err

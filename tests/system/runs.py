@@ -1,7 +1,8 @@
-"""Whole runs of a tiny configuration: by the launcher, as a user has them, or forked, which takes a second.
+"""Whole runs of a tiny configuration: by the launcher, as a user has them, or by ranks of the pool, in a second.
 
-Forked ranks run `train.main` in the environment that torchrun gives a worker, without its agent; what they compute is
-the same. Both ways use one thread, and the forked one turns warnings into errors.
+Ranks of the pool run `train.main` in the environment that torchrun gives a worker, without its agent; what they
+compute is the same. Both ways use one thread, and in the pool warnings are errors. `fork` gives a run processes that a
+test may signal or kill.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -28,7 +31,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from tests.ranks import context
+from tests.garbage import freeze_imports
+from tests.ranks import become_strict, context, team
 from trainer.checkpoint import manifest
 from trainer.errors import EXIT_BAD_CONFIG
 from trainer.launch.launcher import format_problems, load_and_validate, prepare_run
@@ -201,10 +205,7 @@ def kill_launcher(launcher: subprocess.Popen[str]) -> list[int]:
 def fork(
     config: Path, folder: Path, *options: str, processes: int, of_rank: Mapping[int, tuple[str, ...]] | None = None
 ) -> list[ForkServerProcess]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    log = folder.with_suffix(".log")
+    port, log = free_port(), folder.with_suffix(".log")
     ranks = [
         context.Process(
             target=_train,
@@ -227,14 +228,22 @@ def forked(
     of_rank: Mapping[int, tuple[str, ...]] | None = None,
 ) -> Done:
     """Options of `of_rank` are given to that rank alone."""
-    log = folder.with_suffix(".log")
+    log, port = folder.with_suffix(".log"), free_port()
     said_before = len(log.read_text()) if log.exists() else 0
-    ranks = fork(config, folder, *options, processes=processes, of_rank=of_rank)
-    # Peers of a rank that failed wait for it in a collective; the launcher would end them.
-    wait_for(lambda: all(rank.exitcode == 0 for rank in ranks) or any(rank.exitcode for rank in ranks), seconds)
-    wait_for(lambda: not any(rank.is_alive() for rank in ranks), 2)
-    end(ranks)
-    return Done([rank.exitcode or 0 for rank in ranks], log.read_text()[said_before:])
+    tasks = [
+        partial(
+            _train_in_pool,
+            (rank, processes, port, log),
+            arguments(config, folder, *options, *(of_rank or {}).get(rank, ())),
+        )
+        for rank in range(processes)
+    ]
+    with team(tasks) as ranks:
+        # Peers of a rank that failed wait for it in a collective; the launcher would end them.
+        outcomes = ranks.outcomes(seconds, failed=lambda outcome: outcome.value != 0, grace=2)
+    statuses = [outcomes[rank].value if rank in outcomes else None for rank in range(processes)]
+    left = [ranks.statuses.get(rank) or 0 if status is None else status for rank, status in enumerate(statuses)]
+    return Done(left, log.read_text()[said_before:])
 
 
 def end(ranks: list[ForkServerProcess]) -> None:
@@ -244,6 +253,13 @@ def end(ranks: list[ForkServerProcess]) -> None:
         rank.join()
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
 def become(rank: int, size: int, port: int, log: Path) -> None:
     """Makes this process a rank, as torchrun would, whose output goes to a file, and in which warnings are errors."""
     place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -251,8 +267,8 @@ def become(rank: int, size: int, port: int, log: Path) -> None:
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    torch.set_num_threads(1)
-    warnings.simplefilter("error")
+    os.close(output)
+    become_strict()
 
 
 def train_rank(argv: list[str], signal_handler: SignalHandler | None = None) -> int:
@@ -269,8 +285,27 @@ def train_rank(argv: list[str], signal_handler: SignalHandler | None = None) -> 
 
 
 def _train(rank: int, size: int, port: int, log: Path, argv: list[str]) -> None:
+    freeze_imports()
     become(rank, size, port, log)
     sys.exit(train_rank(argv))
+
+
+def _train_in_pool(place: tuple[int, int, int, Path], argv: list[str]) -> int:
+    """The exit status that `train.py` would have."""
+    own = [os.dup(number) for number in (1, 2)]
+    try:
+        become(*place)
+        try:
+            return train_rank(argv)
+        except BaseException:  # noqa: BLE001 - as train.py does
+            traceback.print_exc()
+            return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, was in zip((1, 2), own, strict=True):
+            os.dup2(was, number)
+            os.close(was)
 
 
 # ---- disks

@@ -12,9 +12,9 @@ import torch
 
 from tests.system.in_process import configured, run_here
 from tests.system.runs import checkpoints, digests, forked, lines, metrics, state, steps, write_run
-from trainer.checkpoint import manifest, verify
+from trainer.checkpoint import manifest, resume
+from trainer.checkpoint.resume import latest_verified_checkpoint
 from trainer.checkpoint.run_dir import ResumeError, RunDir, next_stage
-from trainer.checkpoint.verify import latest_verified_checkpoint
 from trainer.distributed import gloo_group, process_group
 from trainer.errors import RunFailedError
 
@@ -112,21 +112,22 @@ def test_two_ranks_share_the_files_and_find_what_either_of_them_reads(root: Path
     done = forked(config, folder, *OPTIONS, processes=2)
     assert done.statuses == [78, 78]
     assert [path.name[:11] for path in put_aside(folder)] == ["bad-step-2-", "bad-step-4-"]
-    assert f"error: no checkpoint in {folder}/checkpoints is good:\n  bad-step-2-" in done.said
-    assert "__1_0.distcp has other content than was written\n  bad-step-4-" in done.said
-    assert "is damaged and was put aside as bad-step-4-" in done.said
+    assert f"error: no checkpoint in {folder}/checkpoints is intact:\n  bad-step-2-" in done.said
+    size = (put_aside(folder)[0] / "__1_0.distcp").stat().st_size
+    assert f"__1_0.distcp: checksum mismatch ({size:,} bytes)\n  bad-step-4-" in done.said
+    assert "is damaged, renamed to bad-step-4-" in done.said
     assert "Traceback" not in done.said
     # Nor does the next start begin at zero without a word.
     again = forked(config, folder, *OPTIONS, processes=2)
     assert again.statuses == [78, 78]
-    assert "is good:\n  bad-step-2-" in again.said
+    assert "is intact:\n  bad-step-2-" in again.said
     assert steps(folder) == [1, 2, 3, 4]
 
 
 def test_a_mismatch_is_no_damage(root: Path, stopped: Path) -> None:
     done = forked(root / "run.toml", stopped, *OPTIONS, "--training.dtype=float64")
     assert done.statuses == [78]
-    assert "does not hold this model" in done.said
+    assert "does not match the model" in done.said
     assert checkpoints(stopped) == ["step-2", "step-4"]
 
 
@@ -151,8 +152,8 @@ def test_damage_that_cannot_be_put_aside_ends_the_run(
         raise PermissionError(13, "Permission denied")
 
     flip(stopped / "checkpoints" / "step-4" / "__0_0.distcp")
-    monkeypatch.setattr(verify, "quarantine", refuse)
-    with pytest.raises(RunFailedError, match=r"step-4 is damaged \(.*\) and cannot be put aside: Permission denied"):
+    monkeypatch.setattr(resume, "quarantine", refuse)
+    with pytest.raises(RunFailedError, match=r"step-4 is damaged \(.*\) and cannot be renamed: Permission denied"):
         run_here(configured(root / "run.toml", stopped, *OPTIONS))
     assert checkpoints(stopped) == ["step-2", "step-4"]
 
@@ -191,8 +192,8 @@ def test_damage_that_leads_back_to_an_earlier_stage_asks_for_another_start(tmp_p
     flip(folder / "checkpoints" / "step-3" / "__0_0.distcp")
     done = forked(run, folder)
     assert done.statuses == [1]
-    told = f'stage "long" cannot go on from {folder}/checkpoints/step-2, which is of update 2 of an earlier one; '
-    assert f"error: {told}the same command goes on from there\n" in done.said
+    told = f'stage "long" cannot resume from {folder}/checkpoints/step-2, which is at step 2 of an earlier stage; '
+    assert f"error: {told}run the same command again to resume that stage\n" in done.said
     assert "Traceback" not in done.said
     for step in (3, 5):
         assert forked(run, folder).statuses == [0]
@@ -204,6 +205,6 @@ def test_weights_to_begin_with_that_are_damaged_are_refused_and_left(root: Path,
     flip(stopped / "checkpoints" / "step-4" / "__0_0.distcp")
     done = forked(root / "run.toml", root / "other", f"--checkpoint.initial_load_path={stopped}")
     assert done.statuses == [78]
-    assert f"error: {stopped}/checkpoints/step-4 is damaged: __0_0.distcp has other content" in done.said
+    assert f"error: {stopped}/checkpoints/step-4 is damaged: __0_0.distcp: checksum mismatch" in done.said
     assert checkpoints(stopped) == ["step-2", "step-4"]
     assert not torch.distributed.is_initialized()

@@ -70,6 +70,6 @@ def test_a_run_begins_with_the_weights_of_the_earlier_version(copy: Path) -> Non
     new = copy / "new"
     new.mkdir()
     shutil.copy(copy / RUN / "config.toml", new)
-    start(copy, new, f"--checkpoint.initial={RUN}", "--training.steps=1")
+    start(copy, new, f"--checkpoint.initial_load_path={RUN}", "--training.steps=1")
     # The first rows again, with weights that have seen them.
     assert metrics(new, "loss")[0] < metrics(copy / RUN, "loss")[0]

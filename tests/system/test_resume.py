@@ -61,7 +61,7 @@ def test_three_updates_a_kill_and_three_updates_are_six(
 
     resumed = forked(config, killed, *options, processes=processes)
     assert resumed.statuses == [0] * processes
-    assert f"resumed from {killed}/checkpoints/step-3: next are update 4 and row {3 * rows}" in resumed.said
+    assert f"resumed from {killed}/checkpoints/step-3: next are step 4 and sequence {3 * rows}" in resumed.said
     assert metrics(killed, *EXACT) == metrics(whole, *EXACT)
     assert steps(killed) == [1, 2, 3, 4, 5, 6]
     for step in ("step-3", "step-6"):
@@ -141,7 +141,7 @@ def test_a_leftover_of_a_dead_process_is_ignored_and_then_removed(tmp_path: Path
         shutil.copytree(folder / "checkpoints" / "step-3", folder / "checkpoints" / name)
     resumed = forked(config, folder, "--schedule.kind", "constant")
     assert resumed.statuses == [0]
-    assert "checkpoints/step-3: next are update 4" in resumed.said
+    assert "checkpoints/step-3: next are step 4" in resumed.said
     assert checkpoints(folder) == ["step-3", "step-6"]
 
 

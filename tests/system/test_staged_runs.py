@@ -100,7 +100,7 @@ def test_stages_follow_each_other_and_say_what_they_are(whole: Path) -> None:
     assert [stage for (stage,) in metrics(folder, "stage")] == ["short"] * 4 + ["middle"] * 4 + ["long"] * 3
     assert f'stage "middle" begins from {folder}/checkpoints/step-4, with the optimizer\'s state' in said
     assert f'stage "long" begins from {folder}/checkpoints/step-8, with a fresh optimizer' in said
-    assert 'stage "middle" (2 of 3): updates 5 to 8 of 6 x 64 tokens = 1,536 tokens' in said
+    assert 'stage "middle" (2 of 3): steps 5 to 8, each 6 x 64 tokens; 1,536 tokens in total' in said
     written = [state(folder / "checkpoints" / name) for name in checkpoints(folder)]
     assert [(one["step"], one["stage"]["stage"], one["trainer"]["next_row"]) for one in written] == [
         (10, "long", 8),

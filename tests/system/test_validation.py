@@ -82,8 +82,8 @@ def test_a_run_that_goes_on_is_judged_by_where_it_began(judged: Path) -> None:
         first = found[event["set"], 0]["loss"]
         assert ours["regression"] == ours["loss"] - first
         assert ours["regression"] < 0 or event["step"] == 0, "it learns: the loss falls below where it began"
-    assert "validation context after update 4: loss" in done.said
-    assert "validation packed after update 5: loss" in done.said
+    assert "validation context at step 4: loss" in done.said
+    assert "validation packed at step 5: loss" in done.said
 
 
 @pytest.fixture(scope="module")

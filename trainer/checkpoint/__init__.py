@@ -1,11 +1,12 @@
-"""Checkpoints: written beside, verified, committed by a rename, resumed from automatically.
+"""Checkpoints: saved asynchronously, verified by hash, committed by a rename, resumed from automatically.
 
-checkpoints    what a run has: when one is due, saves in the background, what it goes on from
-staging        the state copied to the host, so that training may change it
-writing        one save, in phases that end in an agreement of all ranks
-manifest       what a checkpoint consists of, and whether it is whole; imports no torch
-verification   the newest checkpoint whose files have their hashes; others are put aside
-reading        tensors out of a checkpoint, without executing what may be in it
-retention      what is deleted, and what never is; imports no torch
-slimming       a checkpoint with the weights alone
+manager          when to save, saves in progress, what to prune
+staging          device-to-host copy of the state, so that training can continue during a save
+save             one save in phases; every phase ends in an agreement of all ranks; `_commit` renames the folder
+resume           verify the newest checkpoint, quarantine damaged ones, load the rest of the state
+load             read tensors without executing what a checkpoint may contain
+initial_weights  weights that a new run starts from
+manifest         the files of a checkpoint and their hashes; imports no torch
+retention        which checkpoints are deleted; imports no torch
+run_dir          paths of the run folder, and which run it belongs to; imports no torch
 """

@@ -1,6 +1,6 @@
-"""`python -m trainer.checkpoint list | verify | prune | export`: what checkpoints there are, and whether they are whole.
+"""`python -m trainer.checkpoint list | verify | prune | export`: manage the checkpoints of a run.
 
-Leaves with 0, with 78 where one is damaged, with 2 for wrong arguments, with 1 for the rest. Only `export` imports torch.
+Exit status: 0 success, 2 wrong arguments, 78 no or damaged checkpoint, 1 other errors. Only `export` imports torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer.checkpoint import manifest
-from trainer.checkpoint.initial_weights import find_checkpoint, is_hugging_face, require_valid_hashes
+from trainer.checkpoint.initial_weights import find_checkpoint, is_hugging_face
 from trainer.checkpoint.manifest import DamageError
 from trainer.checkpoint.retention import (
     checkpoints_to_delete,
@@ -21,7 +21,7 @@ from trainer.checkpoint.retention import (
     list_quarantined,
     valid_checkpoints,
 )
-from trainer.checkpoint.run_dir import RunDir
+from trainer.checkpoint.run_dir import RunDir, find_checkpoints
 from trainer.config.parse import load
 from trainer.errors import (
     EXIT_BAD_CONFIG,
@@ -33,14 +33,14 @@ from trainer.errors import (
     RunFailedError,
 )
 
-ABOUT = """\
-list    step, time, size and ranks of every checkpoint, and whether its manifest and state are as they were written
-verify  reads the newest checkpoint, or --all, and compares every file with its hash; leaves with 78 if one differs
-prune   deletes checkpoints beyond the newest N. A file `pinned` in a checkpoint's folder keeps it, and so does being
-        what the run began with, or the newest whose hashes are right
-export  writes the weights alone, as a checkpoint that checkpoint.initial_load_path of another run takes
+DESCRIPTION = """\
+list    step, time, size, ranks and manifest status of every checkpoint
+verify  hash every file of the newest checkpoint, or of --all; exit 78 if one is damaged
+prune   delete all but the newest N checkpoints. Kept as well: checkpoints with a file `pinned` in their folder, the
+        initial weights of the run, and the newest checkpoint whose hashes match
+export  write the weights alone, as a checkpoint for checkpoint.initial_load_path of another run
 
-DIR is a run folder, or one checkpoint of it.
+DIR is a run folder or one of its checkpoints.
 """
 
 
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m trainer.checkpoint",
-        description=ABOUT,
+        description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -68,25 +68,24 @@ def build_parser() -> argparse.ArgumentParser:
 
     def add_command(name: str, run: object, help_text: str) -> argparse.ArgumentParser:
         subparser = subparsers.add_parser(name, help=help_text, description=help_text, allow_abbrev=False)
-        subparser.add_argument("folder", type=Path, metavar="DIR", help="a run folder, or a checkpoint")
+        subparser.add_argument("folder", type=Path, metavar="DIR", help="run folder or checkpoint")
         subparser.set_defaults(run=run)
         return subparser
 
-    add_command("list", list_checkpoints, "what checkpoints there are")
-    verify_parser = add_command("verify", verify, "whether files are as they were written")
-    verify_parser.add_argument("--all", action="store_true", help="every checkpoint of the run, not only the newest")
-    prune_parser = add_command("prune", prune, "deletes old checkpoints")
+    add_command("list", list_checkpoints, "list the checkpoints")
+    verify_parser = add_command("verify", verify, "compare files with their hashes")
+    verify_parser.add_argument("--all", action="store_true", help="verify every checkpoint, not only the newest")
+    prune_parser = add_command("prune", prune, "delete old checkpoints")
     prune_parser.add_argument(
-        "--keep", type=positive_int, required=True, metavar="N", help="how many of the newest stay"
+        "--keep", type=positive_int, required=True, metavar="N", help="number of newest checkpoints to keep"
     )
-    prune_parser.add_argument("--dry-run", action="store_true", help="only tell what would be deleted")
-    export_parser = add_command("export", export, "the weights alone, as a checkpoint")
-    export_parser.add_argument("output", type=Path, metavar="OUTPUT", help="a folder that is not there yet")
+    prune_parser.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
+    export_parser = add_command("export", export, "write the weights alone, as a checkpoint")
+    export_parser.add_argument("output", type=Path, metavar="OUTPUT", help="folder to create")
     return parser
 
 
 def positive_int(text: str) -> int:
-    """At least 1; argparse says what is not."""
     if int(text) < 1:
         raise ValueError(text)
     return int(text)
@@ -97,7 +96,7 @@ def positive_int(text: str) -> int:
 
 def list_checkpoints(args: argparse.Namespace) -> int:
     rows = [("step", "saved", "size", "ranks", "", "")]
-    for step, folder in find_checkpoints(args.folder):
+    for step, folder in select_checkpoints(args.folder):
         pinned = "pinned" if is_pinned(folder) else ""
         try:
             checkpoint_manifest = manifest.read_validated(folder)
@@ -107,7 +106,7 @@ def list_checkpoints(args: argparse.Namespace) -> int:
                     checkpoint_manifest.saved,
                     manifest.format_bytes(checkpoint_manifest.bytes),
                     f"{checkpoint_manifest.world_size}",
-                    "good",
+                    "intact",
                     pinned,
                 )
             )
@@ -122,31 +121,31 @@ def list_checkpoints(args: argparse.Namespace) -> int:
 
 
 def verify(args: argparse.Namespace) -> int:
-    checkpoints = find_checkpoints(args.folder)
+    checkpoints = select_checkpoints(args.folder)
     damaged = 0
     for _, folder in reversed(checkpoints) if args.all else checkpoints[-1:]:
         problems = [*find_file_damage(folder)]
         damaged += bool(problems)
-        print_line(f"{folder}: {'; '.join(problems) or 'good'}")
+        print_line(f"{folder}: {'; '.join(problems) or 'intact'}")
     return EXIT_NO_RETRY if damaged else EXIT_SUCCESS
 
 
 def prune(args: argparse.Namespace) -> int:
     run_dir = RunDir(args.folder)
-    committed = valid_checkpoints(find_checkpoints(args.folder))
+    committed = valid_checkpoints(select_checkpoints(args.folder))
     newest_verified = next(
         (checkpoint for _, checkpoint in reversed(committed) if not [*find_file_damage(checkpoint)]), None
     )
     if newest_verified is None:
-        raise ResumeError(f"no checkpoint in {run_dir.checkpoints_dir} is good, and nothing was deleted")
+        raise ResumeError(f"no checkpoint in {run_dir.checkpoints_dir} is intact; nothing was deleted")
     to_delete = checkpoints_to_delete(
         committed, keep=args.keep, protected=[newest_verified, *initial_checkpoints(run_dir)]
     )
-    for place in to_delete:
+    for folder in to_delete:
         if not args.dry_run:
-            delete_checkpoint(place)
-        print_line(f"{place} {'would be' if args.dry_run else 'was'} deleted")
-    print_line(f"{len(committed) - len(to_delete)} checkpoints {'would stay' if args.dry_run else 'are left'}")
+            delete_checkpoint(folder)
+        print_line(f"{folder} {'would be' if args.dry_run else 'was'} deleted")
+    print_line(f"{len(committed) - len(to_delete)} checkpoints {'would remain' if args.dry_run else 'remain'}")
     return EXIT_SUCCESS
 
 
@@ -155,33 +154,28 @@ def export(args: argparse.Namespace) -> int:
 
     checkpoint = find_checkpoint(args.folder)
     if args.output.exists():
-        return print_error(f"{args.output} is there already", status=EXIT_BAD_CONFIG)
-    require_valid_hashes(checkpoint)
+        return print_error(f"{args.output} exists already", status=EXIT_BAD_CONFIG)
+    manifest.read_intact(checkpoint, check_hashes=True)
     num_bytes = export_weights(checkpoint, args.output)
-    print_line(f"{args.output}: the weights of {checkpoint}, {manifest.format_bytes(num_bytes)}")
+    print_line(f"{args.output}: weights of {checkpoint}, {manifest.format_bytes(num_bytes)}")
     return EXIT_SUCCESS
 
 
-# ---- what they share
+# ---- shared by the commands
 
 
-def find_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """Those of a run folder, oldest first, or the one that is named. Raises `ResumeError` if there is none."""
-    run_dir = RunDir(folder.parents[1] if folder.parent.name == "checkpoints" else folder)
-    checkpoints = [
-        (step, place)
-        for step, place in run_dir.committed_checkpoints()
-        if run_dir.path == folder or place.name == folder.name
-    ]
+def select_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """The checkpoints that `folder` names, oldest first. Raises `ResumeError` if there are none."""
+    _, checkpoints = find_checkpoints(folder)
     if not checkpoints and (folder / manifest.MANIFEST_FILE).exists():
-        checkpoints = [(0, folder)]  # Exported, or copied elsewhere.
+        checkpoints = [(0, folder)]  # Exported, or copied out of its run folder.
     if not checkpoints:
-        raise ResumeError(f"{folder} is neither a checkpoint nor a run folder with one")
+        raise ResumeError(f"{folder} is neither a checkpoint nor a run folder with a checkpoint")
     return checkpoints
 
 
 def find_file_damage(folder: Path) -> Iterator[str]:
-    """What is wrong with a checkpoint's files, telling how far it is."""
+    """Yields one line per damaged file, and reports progress."""
     try:
         checkpoint_manifest = manifest.read_validated(folder)
     except DamageError as error:
@@ -197,6 +191,7 @@ def find_file_damage(folder: Path) -> Iterator[str]:
 
 
 def initial_checkpoints(run_dir: RunDir) -> list[Path]:
+    """The checkpoint that the run loaded its initial weights from, if any."""
     with suppress(ConfigError):
         initial = load(["--config", str(run_dir.config_path.resolve())]).checkpoint.initial_load_path
         if initial is not None and not is_hugging_face(initial):

@@ -1,4 +1,4 @@
-"""A save that is under way, in a thread or not: the same work, and how it ended."""
+"""One save in progress, in a background thread or synchronously, and its result."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from trainer.errors import EXIT_FAILURE, RankFailedError, ResumeError, RunFailed
 
 @dataclass(frozen=True, kw_only=True)
 class SaveResult:
-    """How a save ended."""
+    """Outcome of a save."""
 
     step: int
     path: Path | None
-    """None where it failed, and `problem` says why."""
+    """None for a failed save; `problem` then has the reason."""
     problem: str | None
     bytes: int
     seconds: float
     blocked_seconds: float
-    """How long training stood still for it: for the copy of the state, and for its end where something waited for that."""
+    """Time for which training was blocked: by the copy of the state and by waits for the end of the save."""
 
 
 class AsyncSave:
-    """A daemon thread: a process that leaves because of an error must not wait for ranks that are gone."""
+    """A save in a daemon thread: a process that exits on an error must not wait for ranks that are gone."""
 
     def __init__(
         self,
@@ -42,13 +42,13 @@ class AsyncSave:
         on_commit: Callable[[], None],
         start_time: float,
     ) -> None:
-        """`committed` is called in the thread, after a commit; `began` is when training began to stand still."""
+        """`on_commit` is called in the thread after a commit. Training has been blocked since `start_time`."""
         self._request, self._group, self._device, self._on_commit = request, group, device, on_commit
         self._start_time, self._blocked_seconds = start_time, 0.0
         self._bytes, self._seconds = 0, 0.0
         self._problem: str | None = None
         self._error: BaseException | None = None
-        self._thread = Thread(target=self._run, name=f"checkpoint of update {request.step}", daemon=True)
+        self._thread = Thread(target=self._run, name=f"checkpoint of step {request.step}", daemon=True)
 
     def start(self, *, threaded: bool) -> None:
         if threaded:
@@ -68,10 +68,10 @@ class AsyncSave:
         self._blocked_seconds += time.monotonic() - started
 
     def result(self) -> SaveResult:
-        """How it ended. Raises `RankError` if ranks could not even agree on that: they can then not save any more."""
+        """The outcome. Raises `RankFailedError` if the ranks could not agree on one; no further save is possible."""
         step = self._request.step
         if self._error is not None:
-            message = f"the checkpoint of update {step} was given up: {describe_error(self._error)}"
+            message = f"checkpoint of step {step} aborted: {describe_error(self._error)}"
             raise RankFailedError(EXIT_FAILURE, message) from self._error
         return SaveResult(
             step=step,
@@ -85,11 +85,11 @@ class AsyncSave:
     def _run(self) -> None:
         try:
             if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # Of this thread; else it would be the machine's first.
+                torch.cuda.set_device(self._device)  # Per thread; the default is device 0.
             self._bytes = write_checkpoint(self._request, self._group)
             self._on_commit()
         except (PhaseError, ResumeError, RunFailedError) as error:
             self._problem = str(error)
-        except BaseException as error:  # noqa: BLE001 - `outcome` raises it where somebody listens
+        except BaseException as error:  # noqa: BLE001 - `result` raises it in the main thread
             self._error = error
         self._seconds = time.monotonic() - self._start_time

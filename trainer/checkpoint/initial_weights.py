@@ -1,6 +1,6 @@
-"""Weights to begin from: another run's checkpoint, or a model in Hugging Face's format. Imports torch only to read them.
+"""Initial weights of a run: another run's checkpoint or a Hugging Face model. Imports torch only to read tensors.
 
-Only weights are taken: the optimizer, the data and the count of updates begin anew. The run's own checkpoints come first.
+Loads weights only: optimizer, data position and step start from zero. A checkpoint of the run itself takes precedence.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def is_hugging_face(initial: str) -> bool:
 
 
 def resolve_initial_path(initial: str) -> Path:
-    """The folder that `checkpoint.initial_load_path` names: of a model, or of the checkpoint itself. Raises `ResumeError`."""
+    """The Hugging Face folder or the checkpoint that `checkpoint.initial_load_path` names. Raises `ResumeError`."""
     if is_hugging_face(initial):
         return Path(initial.removeprefix(HF_PREFIX)).expanduser()
     return find_checkpoint(Path(initial).expanduser())
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint at `path`, or the newest of the run folder there, by its manifest. Raises `ResumeError`."""
+    """The checkpoint at `path`, or the newest one of the run folder at `path`. Raises `ResumeError`."""
     if (path / manifest.MANIFEST_FILE).is_file() or (path / manifest.STATE_FILE).is_file():
         try:
             manifest.read_validated(path)
@@ -49,22 +49,12 @@ def find_checkpoint(path: Path) -> Path:
         return path
     newest = RunDir(path).latest_valid_checkpoint()
     if newest is None:
-        raise ResumeError(f"{path} is neither a checkpoint nor a run folder with one")
+        raise ResumeError(f"{path} is neither a checkpoint nor a run folder with a checkpoint")
     return newest
 
 
-def require_valid_hashes(checkpoint: Path) -> None:
-    """Reads all files of a checkpoint in this process. Raises `ResumeError` unless they are as they were written."""
-    try:
-        checkpoint_manifest = manifest.read_validated(checkpoint)
-        if problems := manifest.find_damage(checkpoint, checkpoint_manifest, checkpoint_manifest.files):
-            raise DamageError("; ".join(problems))
-    except DamageError as error:
-        raise ResumeError(f"{checkpoint} cannot be read: {error}") from None
-
-
 def model_config_from_state(state: Mapping[str, Any]) -> ModelConfig:
-    """The model of a checkpoint, by its state. Raises `ResumeError`."""
+    """The model configuration stored in a checkpoint. Raises `ResumeError`."""
     values: dict[str, Any] = {
         key: tuple(item) if isinstance(item, list) else item for key, item in state["config"].items()
     }
@@ -74,17 +64,17 @@ def model_config_from_state(state: Mapping[str, Any]) -> ModelConfig:
     rope: dict[str, Any] = {key.removeprefix("rope."): model.pop(key) for key in list(model) if key.startswith("rope.")}
     unknown = sorted((model.keys() - names) | {f"rope.{key}" for key in rope.keys() - rope_names})
     if unknown:
-        raise ResumeError(f"its model has {', '.join(unknown)}, which this version does not know")
+        raise ResumeError(f"state.json has unknown model fields: {', '.join(unknown)}")
     try:
         return ModelConfig(**model, rope=RopeConfig(**rope))
-    except TypeError as error:  # A field is missing.
-        raise ResumeError(f"its state.json does not describe a model: {error}") from None
+    except TypeError as error:
+        raise ResumeError(f"state.json lacks model fields: {error}") from None
 
 
 def validate_initial_weights(config: Config) -> None:
-    """Raises `ConfigError` with everything that keeps a run from beginning with `checkpoint.initial_load_path`, if it has to.
+    """Raises `ConfigError` if a new run cannot load `checkpoint.initial_load_path`.
 
-    That positions are turned otherwise than in what it begins with may be on purpose, and is logged.
+    Only logs differences in rotary embeddings: a context extension changes them on purpose.
     """
     initial = config.checkpoint.initial_load_path
     if initial is None or (config.checkpoint.enabled and RunDir(config.output_dir).committed_checkpoints()):
@@ -103,10 +93,10 @@ def validate_initial_weights(config: Config) -> None:
 
 
 def _compare_with_initial(initial: str, model: ModelConfig) -> tuple[list[str], list[str]]:
-    """What keeps the model from beginning so, and how it turns positions otherwise, in words."""
+    """(problems, rope differences) of the configured model against the initial weights."""
     folder = resolve_initial_path(initial)
     if is_hugging_face(initial) and not folder.is_dir():
-        return [f"{folder} is not a folder, and nothing is downloaded"], []
+        return [f"{folder} is not a folder (models are not downloaded)"], []
     initial_model = (
         model_config_from_hf(read_config(folder))
         if is_hugging_face(initial)
@@ -115,14 +105,14 @@ def _compare_with_initial(initial: str, model: ModelConfig) -> tuple[list[str], 
     problems, rope_differences = list[str](), list[str]()
     for key, (initial_value, value) in config_differences(initial_model, model).items():
         lines = rope_differences if key == "nope_every" or key.startswith("rope.") else problems
-        lines.append(f"model.{key} = {json.dumps(value)} is {json.dumps(initial_value)} there")
+        lines.append(f"model.{key} = {json.dumps(value)}, but the initial weights have {json.dumps(initial_value)}")
     if not problems and is_hugging_face(initial):
         problems = SafetensorsReader(folder).problems(initial_model)
     return problems, rope_differences
 
 
 def load_hf_weights(folder: Path, model: ModelConfig, parameters: Mapping[str, Tensor]) -> None:
-    """Fills the parameters of this rank, of which each reads its own rows and columns. Raises `HuggingFaceError`."""
+    """Fills this rank's parameters, reading only its shards from safetensors. Raises `HuggingFaceError`."""
     import torch
 
     from parallelisms.collectives import to_local
@@ -136,4 +126,6 @@ def load_hf_weights(folder: Path, model: ModelConfig, parameters: Mapping[str, T
             if model.tie_embeddings and name == "embed.weight" and weights.has_tensor(LM_HEAD):
                 head = weights.read(TensorSpec(LM_HEAD, hf_entries[name].shape), local_ranges(parameter))
                 if not torch.equal(head, values):
-                    raise HuggingFaceError([f"{LM_HEAD} is not model.embed_tokens.weight, though the config ties them"])
+                    raise HuggingFaceError(
+                        [f"{LM_HEAD} differs from model.embed_tokens.weight, but tie_word_embeddings is true"]
+                    )

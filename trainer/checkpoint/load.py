@@ -1,7 +1,7 @@
-"""Tensors out of a checkpoint, without executing what may be in it.
+"""Reads tensors from a checkpoint without executing code that a malicious checkpoint may contain.
 
-torch.distributed.checkpoint unpickles `.metadata` and what is no tensor as they come. Here `.metadata` may hold only
-what ours do, tensors are all that is read, and out of no other file than the manifest names.
+torch.distributed.checkpoint unpickles `.metadata` and non-tensor entries without restrictions. Here `.metadata` may
+contain only an allowlist of classes, only tensors are read, and only from files that the manifest lists.
 """
 
 from __future__ import annotations
@@ -60,19 +60,19 @@ ALLOWED_GLOBALS = frozenset(
         *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
     }
 )
-"""All that `.metadata` may name; torch's own classes, and types of numbers."""
+"""Classes and functions that `.metadata` may name: those of torch's own metadata, and dtypes."""
 
 
 class RestrictedUnpickler(pickle._Unpickler):
-    """Raises `DamageError` for every name that is not in `ALLOWED`, and for every attribute that is no dataclass's field.
+    """Raises `DamageError` for a global outside `ALLOWED_GLOBALS` and for an attribute that is not a dataclass field.
 
-    Both before anything is done with them. It is the unpickler in Python, because that in C lets nobody look at a state
-    before it is set: with a state of two parts a pickle sets attributes of whatever it may name, of classes too.
+    Subclasses the Python unpickler because the C one has no hook before BUILD sets a state. A two-part state of a
+    pickle sets attributes of any object that it can name, including classes.
     """
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         if (module_name, global_name) not in ALLOWED_GLOBALS:
-            raise DamageError(f"{manifest.METADATA_FILE} names {module_name}.{global_name}, which no checkpoint needs")
+            raise DamageError(f"{manifest.METADATA_FILE} names {module_name}.{global_name}, which is not allowed")
         return super().find_class(module_name, global_name)
 
     def load_build(self) -> None:
@@ -83,19 +83,15 @@ class RestrictedUnpickler(pickle._Unpickler):
 
 
 class CheckpointReader(FileSystemReader):
-    """Reads `.metadata` once, when it is made. Raises `ResumeError` or `RunError` for what cannot be used."""
+    """Reads and validates `.metadata` on construction. Raises `ResumeError` or `RunFailedError`."""
 
     def __init__(self, checkpoint: Path) -> None:
         super().__init__(checkpoint)
         self.checkpoint = checkpoint
+        files = manifest.read_intact(checkpoint, check_hashes=False).files
         try:
-            checkpoint_manifest = manifest.read_validated(checkpoint)
-            if problems := manifest.find_damage(
-                checkpoint, checkpoint_manifest, checkpoint_manifest.files, check_hashes=False
-            ):
-                raise DamageError("; ".join(problems))
             content = retry_io(checkpoint / manifest.METADATA_FILE, (checkpoint / manifest.METADATA_FILE).read_bytes)
-            self.metadata = _parse_metadata(content, checkpoint_manifest.files)
+            self.metadata = _parse_metadata(content, files)
         except DamageError as error:
             raise ResumeError(f"{checkpoint} cannot be read: {error}") from None
         self.tensor_metadata: dict[str, TensorStorageMetadata] = self.metadata.state_dict_metadata  # type: ignore[assignment]
@@ -105,10 +101,10 @@ class CheckpointReader(FileSystemReader):
 
 
 class TensorLoadPlanner(DefaultLoadPlanner):
-    """Refuses to unpickle what is no tensor."""
+    """Refuses to unpickle non-tensor entries."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> NoReturn:  # noqa: ARG002 - as torch calls it
-        raise DamageError(f"{read_item.dest_index.fqn} is no tensor")
+        raise DamageError(f"{read_item.dest_index.fqn} is not a tensor")
 
 
 def load_tensors(
@@ -119,12 +115,13 @@ def load_tensors(
     prefix: str = "",
     group: ProcessGroup | None = None,
 ) -> None:
-    """Fills the tensors, which of all `stages` together must be those in the checkpoint whose names have the prefix.
+    """Fills the tensors. Collective over `group`.
 
-    Collective, over `group`. Raises `ResumeError` or `RunError`.
+    Raises `ResumeError` unless the tensors of all ranks of `pp_group` together are those in the checkpoint whose names
+    start with `prefix`. Raises `RunFailedError` for an I/O error.
     """
     reader = run_on_all_ranks(lambda: CheckpointReader(checkpoint), group)
-    # Moments of memory.optimizer_dtype, which alone may be bfloat16, become those of the other.
+    # memory.optimizer_dtype may change on resume. Only optimizer moments can be bfloat16.
     canonical_dtype = {torch.bfloat16: torch.float32}
     saved = {
         name: (tuple(entry.size), canonical_dtype.get(entry.properties.dtype, entry.properties.dtype))
@@ -142,26 +139,26 @@ def load_tensors(
 def require_matching_tensors(
     checkpoint: Path, saved: Mapping[str, object], expected: Mapping[str, object], *, max_shown: int = 10
 ) -> None:
-    """torch.distributed.checkpoint loads silently what lacks a tensor's name or has another dtype; this does not.
+    """Raises `ResumeError` unless names and values are equal. A value is a shape, or a shape and a dtype.
 
-    What stands beside a name is a shape, or a shape and a dtype. Raises `ResumeError`.
+    torch.distributed.checkpoint ignores absent names and other dtypes silently.
     """
     mismatches = [
-        f"{name} is {saved.get(name, 'absent')} there and {expected.get(name, 'absent')} here"
+        f"{name} is {saved.get(name, 'absent')} in the checkpoint and {expected.get(name, 'absent')} in the model"
         for name in sorted(saved.keys() | expected.keys())
         if saved.get(name) != expected.get(name)
     ]
     if mismatches:
         listed = f" {mismatches[0]}" if max_shown == 1 else "".join(f"\n  {line}" for line in mismatches[:max_shown])
-        raise ResumeError(f"{checkpoint} does not hold this model: {len(mismatches)} tensors differ:{listed}")
+        raise ResumeError(f"{checkpoint} does not match the model: {len(mismatches)} tensors differ:{listed}")
 
 
 def read_tensors(
     reader: CheckpointReader, tensors: dict[str, Tensor], *, group: ProcessGroup | None = None, no_dist: bool = False
 ) -> None:
-    """Reads the tensors' values, of which each rank its part; or, `alone`, in a process that is no rank.
+    """Fills the tensors, each rank its shards; with `no_dist`, in a process without a process group.
 
-    Raises `ResumeError` or `RunError`, on all ranks alike.
+    Raises `ResumeError` or `RunFailedError`, the same on all ranks.
     """
     for attempt in range(MAX_RETRIES + 1):
         planner: LoadPlanner = TensorLoadPlanner()
@@ -180,7 +177,7 @@ def read_tensors(
 
 
 def read_full_tensor(reader: CheckpointReader, name: str) -> Tensor:
-    """A tensor of a checkpoint, whatever ranks wrote it, read in this process."""
+    """An unsharded tensor of a checkpoint, read in this process."""
     entry = reader.tensor_metadata[name]
     state_dict = {name: torch.empty(entry.size, dtype=entry.properties.dtype)}
     read_tensors(reader, state_dict, no_dist=True)
@@ -188,50 +185,51 @@ def read_full_tensor(reader: CheckpointReader, name: str) -> Tensor:
 
 
 def _parse_metadata(content: bytes, files: Mapping[str, tuple[int, str]]) -> Metadata:
-    """What `.metadata` says, if it is what torch writes of tensors in these files. Raises `DamageError`."""
+    """Unpickles and validates `.metadata`. `files` are the manifest's. Raises `DamageError`."""
     try:
         metadata = RestrictedUnpickler(io.BytesIO(content)).load()
         _validate_metadata(metadata, files)
     except DamageError:
         raise
     except Exception as error:
-        raise DamageError(f"{manifest.METADATA_FILE} cannot be understood: {describe_error(error)}") from error
-    return metadata  # type: ignore[no-any-return]  # `_require_tensors` has seen to it.
+        raise DamageError(f"{manifest.METADATA_FILE} cannot be parsed: {describe_error(error)}") from error
+    return metadata  # type: ignore[no-any-return]  # `_validate_metadata` checked the type.
 
 
 def _require_dataclass_fields(instance: object, state: object) -> None:
-    """Raises `DamageError` unless the state says fields of a dataclass's instance, or is a tuple for its `__setstate__`."""
+    """Raises `DamageError` unless the state sets only dataclass fields or is a tuple for `__setstate__`."""
     cls: type = type(instance)
     field_names = _field_names(cls)
     has_setstate = hasattr(cls, "__setstate__")
     if field_names and (type(state) is tuple if has_setstate else type(state) is dict and state.keys() <= field_names):
         return
     raise DamageError(
-        f"{manifest.METADATA_FILE} sets attributes of {cls.__module__}.{cls.__name__} that are not its own"
+        f"{manifest.METADATA_FILE} sets attributes of {cls.__module__}.{cls.__name__} that are not dataclass fields"
     )
 
 
 @cache
 def _field_names(cls: type) -> frozenset[str]:
-    """Names of a dataclass's fields; none of what is no dataclass."""
+    """Field names of a dataclass; empty for another class."""
     return frozenset(field.name for field in fields(cls)) if is_dataclass(cls) else frozenset()
 
 
 def _validate_metadata(metadata: Metadata, files: Mapping[str, tuple[int, str]]) -> None:
     if type(metadata) is not Metadata:
-        raise DamageError(f"{manifest.METADATA_FILE} describes no checkpoint")
+        raise DamageError(f"{manifest.METADATA_FILE} is not checkpoint metadata")
     for name, entry in metadata.state_dict_metadata.items():
         if type(name) is not str or type(entry) is not TensorStorageMetadata:
-            raise DamageError(f"{name} is no tensor")
+            raise DamageError(f"{name} is not a tensor")
     for index, storage_info in (metadata.storage_data or {}).items():
         if type(index) is not MetadataIndex or index.fqn not in metadata.state_dict_metadata:
-            raise DamageError(f"{manifest.METADATA_FILE} places what it does not describe: {index}")
+            raise DamageError(f"{manifest.METADATA_FILE} stores a tensor that it does not describe: {index}")
         if storage_info.relative_path not in files:
             raise DamageError(
-                f'{manifest.METADATA_FILE} places {index.fqn} in "{storage_info.relative_path}", which is no file of it'
+                f'{manifest.METADATA_FILE} stores {index.fqn} in "{storage_info.relative_path}", '
+                "which the manifest does not list"
             )
         size, _ = files[storage_info.relative_path]
         if not (0 <= storage_info.offset <= storage_info.offset + storage_info.length <= size):
-            raise DamageError(f"{manifest.METADATA_FILE} places {index.fqn} beyond {storage_info.relative_path}")
+            raise DamageError(f"{manifest.METADATA_FILE} stores {index.fqn} outside {storage_info.relative_path}")
         if storage_info.transform_descriptors:
-            raise DamageError(f"{index.fqn} is stored as {storage_info.transform_descriptors}, which is not known here")
+            raise DamageError(f"{index.fqn} is stored as {storage_info.transform_descriptors}, which is not supported")

@@ -1,6 +1,6 @@
-"""The checkpoints of a run: when one is due, saves in the background, and what the run goes on from.
+"""Checkpoints of a run: when to save, saves in the background, resuming, and pruning.
 
-A save copies the state to the host, and a thread writes it while training goes on. The next save waits for it.
+A save copies the state to the host; a thread writes the copy while training continues. The next save waits for it.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ from trainer.checkpoint.run_dir import RunDir, flatten_config, stage_position
 from trainer.checkpoint.save import SaveRequest
 from trainer.checkpoint.staging import HostStaging, without_staging
 from trainer.config.job_config import Config, TrainingStage
+from trainer.config.migrations import SCHEMA_KEY, SCHEMA_VERSION
 from trainer.distributed import World, attempt_name, gloo_group
 from trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
 FAILURE_TIMEOUT_SECONDS = 60.0
-"""Seconds that a run which failed waits for a save that is under way: other ranks may be gone."""
+"""How long a failed run waits for a save in progress: other ranks may be gone."""
 
 
 class CheckpointManager:
-    """Of a run, whose configuration has all its stages. All ranks call everything, at the same updates."""
+    """Saves and resumes a run. All ranks call every method at the same steps."""
 
     def __init__(self, config: Config, run_dir: RunDir, world: World) -> None:
         self.config, self.run_dir, self.world = config, run_dir, world
         self._staging = HostStaging()
         self._protected: list[Path] = []
-        """What this start of the run goes on from, or began with."""
+        """Checkpoints that this launch resumed from or loaded initial weights from."""
         self._last_saved_step: int | None = None
-        """Of the newest save that did not fail."""
+        """Step of the newest checkpoint that this launch loaded or saved."""
         self._last_saved_bytes = 0
-        """Of the newest that this start wrote."""
+        """Size of the newest checkpoint that this launch saved."""
         self._pending_save: AsyncSave | None = None
         self._finished_saves: list[SaveResult] = []
         self._last_result: SaveResult | None = None
@@ -51,26 +52,22 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Waits for a save that is under way; after an error not for ever."""
+        """Waits for a save in progress; after an error at most `FAILURE_TIMEOUT_SECONDS`."""
         if self._pending_save is not None:
             self._pending_save.wait(None if kind is None else FAILURE_TIMEOUT_SECONDS)
 
-    # ---- when
-
     def should_save(self, step: int, stage: TrainingStage, *, requested: bool = False) -> bool:
-        """Whether to save after this update; `asked` is the same on all ranks."""
+        """Whether to save after this step. `requested` must be the same on all ranks."""
         section = self.config.checkpoint
         return section.enabled and (requested or step % section.interval == 0 or step == stage.end_step)
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether one was loaded or saved by this start of the run; on all ranks alike, as long as none is under way."""
+        """Whether this launch loaded or saved a checkpoint. The same on all ranks while no save is in progress."""
         return self._last_saved_step is not None
 
-    # ---- going on
-
     def resume(self, trainer: Trainer) -> Path | None:
-        """As `resuming.resume`; what it went on from, or began with, is not deleted."""
+        """As `resume.resume`, and protects the checkpoint and the initial weights from pruning."""
         checkpoint = resume.resume(self.config, self.run_dir, trainer, self._group)
         initial = self.config.checkpoint.initial_load_path
         if initial is not None and not is_hugging_face(initial):
@@ -83,9 +80,9 @@ class CheckpointManager:
     # ---- saving
 
     def save(self, trainer: Trainer) -> None:
-        """Begins to save the state, once the save before has ended; does nothing if that was of the same update.
+        """Waits for the previous save and starts the next, unless the previous one was of the same step.
 
-        Training may go on when it returns. Without `checkpoint.async` all is done by then.
+        Training may continue when this returns. Without `checkpoint.async` the save is complete by then.
         """
         self.wait()
         if trainer.step == self._last_saved_step:
@@ -98,6 +95,7 @@ class CheckpointManager:
             "stage": stage_position(trainer.stage),
             "data": trainer.dataset.fingerprints,
             "config": flatten_config(trainer.config),
+            SCHEMA_KEY: SCHEMA_VERSION,
             "degrees": trainer.mesh.degrees,
             "torch": torch.__version__,
         }
@@ -119,9 +117,9 @@ class CheckpointManager:
             self._collect_pending()
 
     def wait(self) -> SaveResult | None:
-        """Waits for the save that is under way; returns how the newest one ended, if there was one.
+        """Waits for the save in progress; returns the result of the newest save, if any.
 
-        Raises what kept the ranks from agreeing on it: they can then not save any more.
+        Raises `RankFailedError` if the ranks could not agree on the outcome; no further save is possible.
         """
         if self._pending_save is not None:
             self._pending_save.wait()
@@ -129,7 +127,7 @@ class CheckpointManager:
         return self._last_result
 
     def pop_finished(self) -> list[SaveResult]:
-        """The saves that ended since this was last asked. Never waits; raises as `wait` does."""
+        """Results of the saves that finished since the last call. Never waits. Raises as `wait`."""
         if self._pending_save is not None and self._pending_save.is_done:
             self._collect_pending()
         finished, self._finished_saves = self._finished_saves, []
@@ -143,14 +141,14 @@ class CheckpointManager:
         if result.problem is None:
             self._last_saved_step, self._last_saved_bytes = result.step, result.bytes
             log_args = (result.path, format_bytes(result.bytes), result.seconds, result.blocked_seconds)
-            log.info("checkpoint %s: %s in %.1f s, for which training waited %.1f s", *log_args)
+            log.info("checkpoint %s: %s in %.1f s, training blocked for %.1f s", *log_args)
         elif self.world.rank == 0:
-            log.warning("the checkpoint of update %d failed: %s", result.step, result.problem)
+            log.warning("checkpoint of step %d failed: %s", result.step, result.problem)
         self._last_result = result
         self._finished_saves.append(result)
 
     def _prune(self) -> None:
-        """Deletes what is superfluous. Called by the thread that saves, after a commit."""
+        """Deletes superfluous checkpoints. Called in the saving thread after a commit."""
         if self.world.rank != 0:
             return
         section = self.config.checkpoint
@@ -161,7 +159,7 @@ class CheckpointManager:
             ):
                 delete_checkpoint(folder)
         except OSError as error:
-            log.warning("an old checkpoint could not be deleted: %s", error)
+            log.warning("cannot delete an old checkpoint: %s", error)
 
     @cached_property
     def _group(self) -> ProcessGroup:

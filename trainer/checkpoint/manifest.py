@@ -1,7 +1,7 @@
-"""What a checkpoint consists of, and whether it is whole: `manifest.json`. Imports no torch.
+"""`manifest.json`: the files of a checkpoint with their sizes and hashes. Imports no torch.
 
 {"format": 1, "step": 6, "attempt": ..., "world_size": ..., "mesh": {...}, "versions": {...}, "saved": ...,
- "files": {name: [bytes, sha256]}, "sha256": that of all the others, written in this form}
+ "files": {name: [bytes, sha256]}, "sha256": hash of the JSON of all other entries, with sorted keys}
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ T = TypeVar("T")
 MANIFEST_FILE, STATE_FILE, METADATA_FILE = "manifest.json", "state.json", ".metadata"
 FORMAT_VERSION = 1
 TRANSIENT_ERRNOS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
-"""What a file system says that may answer when it is asked again."""
+"""Errors of a network file system that may succeed on a retry."""
 MAX_RETRIES = 3
-RETRY_DELAY_SECONDS = 1.0  # seconds
+RETRY_DELAY_SECONDS = 1.0
 FIELD_TYPES: dict[str, type] = {
     "step": int,
     "attempt": str,
@@ -40,21 +40,21 @@ FIELD_TYPES: dict[str, type] = {
 
 
 class DamageError(Exception):
-    """What is wrong with a checkpoint's files, in words. Reading them again would not mend it."""
+    """A checkpoint file is missing or differs from what was written. A retry does not help."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     step: int
     attempt: str
-    """Which start of the run wrote it."""
+    """Launch that wrote the checkpoint."""
     world_size: int
     mesh: dict[str, int]
     versions: dict[str, str]
     saved: str
-    """When, in UTC."""
+    """Time of the commit in UTC, ISO 8601."""
     files: dict[str, tuple[int, str]]
-    """Bytes and sha256 of every file but this one."""
+    """Bytes and sha256 of every file except the manifest."""
 
     @property
     def bytes(self) -> int:
@@ -62,13 +62,14 @@ class Manifest:
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    """On disk when it returns."""
-    body = {"format": FORMAT_VERSION, **asdict(manifest)}
-    write_and_fsync(folder / MANIFEST_FILE, _encode(body))
+    write_and_fsync(folder / MANIFEST_FILE, _encode({"format": FORMAT_VERSION, **asdict(manifest)}))
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest, as it was written. Raises `DamageError`, `ResumeError` if a newer version wrote it, and `RunError`."""
+    """Reads the manifest and checks its own hash.
+
+    Raises `DamageError`, `ResumeError` for another format version, and `RunFailedError` for an I/O error.
+    """
     try:
         content = retry_io(folder / MANIFEST_FILE, (folder / MANIFEST_FILE).read_bytes)
     except FileNotFoundError:
@@ -78,29 +79,40 @@ def read(folder: Path) -> Manifest:
         del body["sha256"]
         hash_matches = _encode(body) == content
     except (ValueError, TypeError, KeyError, RecursionError):
-        raise DamageError(f"{MANIFEST_FILE} is no manifest") from None
+        raise DamageError(f"{MANIFEST_FILE} is not a manifest") from None
     if not hash_matches:
-        raise DamageError(f"{MANIFEST_FILE} does not have its own hash")
+        raise DamageError(f"{MANIFEST_FILE} does not match its own checksum")
     if (version := body.pop("format", None)) != FORMAT_VERSION:
-        raise ResumeError(f"{folder} is a checkpoint of format {version}, and this version reads {FORMAT_VERSION}")
+        raise ResumeError(f"{folder} has checkpoint format {version}; this version reads format {FORMAT_VERSION}")
     return _validate(folder, body)
 
 
 def read_validated(folder: Path) -> Manifest:
-    """The manifest, if it and `state.json` are as they were written; other files are not looked at.
-
-    Raises as `read` does.
-    """
+    """As `read`, and checks the hash of `state.json`. Ignores the other files."""
     manifest = read(folder)
     if STATE_FILE not in manifest.files or METADATA_FILE not in manifest.files:
-        raise DamageError(f"{MANIFEST_FILE} names no {STATE_FILE} or no {METADATA_FILE}")
+        raise DamageError(f"{MANIFEST_FILE} must list {STATE_FILE} and {METADATA_FILE}")
     if problems := find_damage(folder, manifest, [STATE_FILE]):
         raise DamageError("; ".join(problems))
     return manifest
 
 
+def read_intact(folder: Path, *, check_hashes: bool) -> Manifest:
+    """The manifest of a checkpoint whose files all have the recorded sizes and, with `check_hashes`, hashes.
+
+    Raises `ResumeError` or `RunFailedError`.
+    """
+    try:
+        manifest = read_validated(folder)
+        if problems := find_damage(folder, manifest, manifest.files, check_hashes=check_hashes):
+            raise DamageError("; ".join(problems))
+    except DamageError as error:
+        raise ResumeError(f"{folder} cannot be read: {error}") from None
+    return manifest
+
+
 def find_damage(folder: Path, manifest: Manifest, names: Iterable[str], *, check_hashes: bool = True) -> list[str]:
-    """What is wrong with these files, by their sizes and, unless only these are asked for, hashes. Raises `RunError`."""
+    """One line per named file whose size or hash differs from the manifest. Raises `RunFailedError` for I/O errors."""
     return [
         problem
         for name in names
@@ -116,9 +128,9 @@ def hash_file(path: Path) -> tuple[int, str]:
 
 
 def retry_io(path: Path, function: Callable[[], T]) -> T:
-    """The function's value, which reads `path`; where a file system fails in passing it is asked 3 times more.
+    """Calls a function that reads `path`; retries transient errors `MAX_RETRIES` times.
 
-    Raises FileNotFoundError, and `RunError` for everything else that keeps a file from being read: it may be good.
+    Raises `FileNotFoundError`, and `RunFailedError` for any other `OSError`: the file may be intact.
     """
     for attempt in count(1):
         try:
@@ -138,36 +150,36 @@ def _file_damage(path: Path, size: int, digest: str, *, check_hashes: bool) -> s
         if not stat.S_ISREG(stats.st_mode):
             return f"{path.name} is not a regular file"
         if stats.st_size != size:
-            return f"{path.name} has {stats.st_size:,} bytes and not {size:,}"
+            return f"{path.name} has {stats.st_size:,} bytes instead of {size:,}"
         if check_hashes and retry_io(path, lambda: hash_file(path)) != (size, digest):
-            return f"{path.name} has other content than was written"
+            return f"{path.name}: checksum mismatch ({size:,} bytes)"
     except FileNotFoundError:
         return f"{path.name} is missing"
     return None
 
 
 def _validate(folder: Path, body: dict[str, Any]) -> Manifest:
-    """A manifest made by hand may have its hash and still say nothing of use."""
+    """Raises `DamageError`: a forged manifest can have the right checksum and invalid entries."""
     if body.keys() != FIELD_TYPES.keys() or not all(isinstance(body[key], kind) for key, kind in FIELD_TYPES.items()):
-        raise DamageError(f"{MANIFEST_FILE} must hold {', '.join(FIELD_TYPES)}")
+        raise DamageError(f"{MANIFEST_FILE} must contain {', '.join(FIELD_TYPES)}")
     for name, entry in body["files"].items():
         if not is_plain_file_name(name) or name == MANIFEST_FILE:
-            raise DamageError(f'{MANIFEST_FILE} names "{name}", which is no file of a checkpoint')
+            raise DamageError(f'{MANIFEST_FILE} lists "{name}", which is not a checkpoint file')
         if not (isinstance(entry, list) and [*map(type, entry)] == [int, str]):
-            raise DamageError(f"{MANIFEST_FILE} does not tell size and hash of {name}")
+            raise DamageError(f"{MANIFEST_FILE} must list size and sha256 of {name}")
     number = folder.name.removeprefix("step-")
     if number != folder.name and number != str(body["step"]):
-        raise DamageError(f"{MANIFEST_FILE} is of update {body['step']}")
+        raise DamageError(f"{MANIFEST_FILE} is for step {body['step']}")
     return Manifest(**body | {"files": {name: (size, digest) for name, (size, digest) in body["files"].items()}})
 
 
 def is_plain_file_name(name: str) -> bool:
-    """Whether a name is that of a file in a folder, and leads nowhere else."""
+    """Whether the name has no path component, so that it cannot lead out of its folder."""
     return name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
 
 
 def format_bytes(number: float) -> str:
-    """Bytes for people: 1.2 GiB."""
+    """Human-readable size: 1.2 GiB."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if number >= 1024**power:
             return f"{number / 1024**power:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""What all ranks do, and whether it went well on all of them: then all go on, else all raise the same."""
+"""Runs a function on all ranks and agrees on the outcome: all ranks return, or all raise the same error."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from trainer.errors import ResumeError, RunFailedError
 
 T = TypeVar("T")
 MAX_REPORTED_PROBLEMS = 3
-"""Ranks whose problems are told; a disk that is full is a problem of all."""
+"""Limit of messages in one error: a full disk fails on every rank."""
 
 
 class PhaseError(Exception):
-    """What went wrong on some ranks, in words; all ranks raise it."""
+    """A phase of a save failed on some rank. All ranks raise it."""
 
 
 def run_on_all_ranks(function: Callable[[], T], group: ProcessGroup | None) -> T:
-    """The function's value on this rank, once it has succeeded on all.
+    """Returns this rank's value once the function has succeeded on all ranks. Collective.
 
-    Raises, on all ranks alike, `ResumeError` or `RunError` if that is what one of them met, else `PhaseError`.
+    If any rank fails, all ranks raise `ResumeError` or `RunFailedError` if a rank raised that, else `PhaseError`.
     """
     value: T | None = None
     error_type: type[Exception] = PhaseError
@@ -34,34 +34,34 @@ def run_on_all_ranks(function: Callable[[], T], group: ProcessGroup | None) -> T
         value = function()
     except (ResumeError, RunFailedError, PhaseError) as error:
         error_type, problems = type(error), {rank: str(error)}
-    except CheckpointException as error:  # All ranks raise it, and it says who met what.
+    except CheckpointException as error:  # Raised on all ranks, with the failures by rank.
         problems = {rank: describe_error(failure) for rank, (failure, _) in error.failures.items()}
-    except Exception as error:  # noqa: BLE001 - whatever it is, the others are to hear of it
+    except Exception as error:  # noqa: BLE001 - reported to the other ranks, which would wait for this one
         problems = {rank: describe_error(error)}
     outcomes = all_gather_object((error_type, problems), group)
     if problems_by_rank := {rank: problem for _, problems in outcomes for rank, problem in sorted(problems.items())}:
         raised_type = next(kind for kind, problems in outcomes if problems)
-        # What is wrong with a checkpoint is the same whoever reads it.
+        # A damaged checkpoint looks the same to every rank.
         omit_ranks = raised_type is not PhaseError or distributed.get_world_size(group) == 1
         messages = dict.fromkeys(
             problem if omit_ranks else f"[rank {rank}] {problem}" for rank, problem in problems_by_rank.items()
         )
         raise raised_type("; ".join([*messages][:MAX_REPORTED_PROBLEMS]))
-    return value  # type: ignore[return-value]  # Without a problem it is the function's.
+    return value  # type: ignore[return-value]  # Set, because no rank failed.
 
 
 def run_and_gather(function: Callable[[], T], group: ProcessGroup | None) -> list[T]:
-    """The function's values, by rank. Raises as `everywhere` does."""
+    """The function's values of all ranks, by rank. Raises as `run_on_all_ranks`. Collective."""
     return all_gather_object(run_on_all_ranks(function, group), group)
 
 
 def describe_error(error: BaseException) -> str:
-    """An error in one line; of several ranks' errors the first."""
+    """The error in one line; for errors of several ranks, the first."""
     error = root_cause(error)
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """What is behind an error of torch.distributed.checkpoint, on the first rank that met one."""
+    """The error that a `CheckpointException` of torch.distributed.checkpoint wraps, of the first failing rank."""
     failures = getattr(error, "failures", None)
     return next(iter(failures.values()))[0] if failures else error

@@ -1,19 +1,28 @@
-"""What a run goes on from, or begins with: loaded into the trainer, if it is of this run and whole."""
+"""Resume: verify the newest checkpoint, quarantine damaged ones, and load the state; or load the initial weights.
+
+The ranks share the hashing of a checkpoint's files. A file that cannot be read now is not damaged: the run fails with a
+retryable error.
+"""
 
 from __future__ import annotations
 
 import logging
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
+from torch import distributed
 from torch.distributed import ProcessGroup
 
 from models.hf_config import HuggingFaceError
 from parallelisms.collectives import all_gather_object
+from trainer.checkpoint import manifest
 from trainer.checkpoint.initial_weights import is_hugging_face, load_hf_weights, resolve_initial_path
 from trainer.checkpoint.load import MODEL_PREFIX, load_tensors
-from trainer.checkpoint.rank_sync import run_on_all_ranks
-from trainer.checkpoint.run_dir import RunDir, check_resume, describe_differences, flatten_config
-from trainer.checkpoint.verify import latest_verified_checkpoint, require_verified
+from trainer.checkpoint.manifest import DamageError
+from trainer.checkpoint.rank_sync import run_and_gather, run_on_all_ranks
+from trainer.checkpoint.retention import quarantine
+from trainer.checkpoint.run_dir import RunDir, check_resume, describe_differences, flatten_config, raise_if_all_damaged
 from trainer.config.job_config import Config
 from trainer.errors import EXIT_NO_RETRY, RankFailedError, ResumeError, RunFailedError
 from trainer.trainer import Trainer
@@ -22,10 +31,10 @@ log = logging.getLogger("trainer")
 
 
 def resume(config: Config, run_dir: RunDir, trainer: Trainer, group: ProcessGroup) -> Path | None:
-    """Loads the newest good checkpoint into the trainer, if there is one; else weights to begin with. Collective.
+    """Loads the newest intact checkpoint and returns it, or loads the initial weights and returns None. Collective.
 
-    Raises `ResumeError` when it is of another run or holds other tensors than the trainer needs, or when there are
-    checkpoints and none is good; `RunError` when one cannot be read now, or is of another stage than this trainer.
+    Raises `ResumeError` if the checkpoint is of another run, has other tensors or data, or if all are damaged.
+    Raises `RunFailedError` if it cannot be read now or is of an earlier stage than the trainer.
     """
     checkpoint = latest_verified_checkpoint(run_dir, group) if config.checkpoint.enabled else None
     if checkpoint is None:
@@ -33,10 +42,12 @@ def resume(config: Config, run_dir: RunDir, trainer: Trainer, group: ProcessGrou
             _load_initial_weights(config.checkpoint.initial_load_path, trainer, group)
         return None
     state = run_on_all_ranks(lambda: check_resume(config, checkpoint), group)
+    if config.checkpoint.initial_load_path is not None:
+        log.info("checkpoint.initial_load_path is ignored: the run has checkpoints and resumes from the newest")
     if state["step"] < trainer.stage.start_step:
         raise RunFailedError(
-            f"{trainer.stage} cannot go on from {checkpoint}, which is of update {state['step']} of an earlier one; "
-            "the same command goes on from there"
+            f"{trainer.stage} cannot resume from {checkpoint}, which is at step {state['step']} of an earlier stage; "
+            "run the same command again to resume that stage"
         )
     saved_data, current_data = state["data"], trainer.dataset.fingerprints
     shared = saved_data.keys() & current_data.keys()
@@ -56,8 +67,8 @@ def resume(config: Config, run_dir: RunDir, trainer: Trainer, group: ProcessGrou
 
 
 def _load_initial_weights(initial: str, trainer: Trainer, group: ProcessGroup) -> None:
-    """Only the weights. What is wrong with them on this rank alone raises `RankError`."""
-    # Another run may commit while ranks look for its newest.
+    """Raises `RankFailedError` for a Hugging Face model that only this rank cannot read."""
+    # Rank 0 chooses: the other run may commit a checkpoint while the ranks look.
     folder = all_gather_object(run_on_all_ranks(lambda: resolve_initial_path(initial), group), group)[0]
     if is_hugging_face(initial):
         try:
@@ -68,4 +79,61 @@ def _load_initial_weights(initial: str, trainer: Trainer, group: ProcessGroup) -
         require_verified(folder, group)
         weights = {name: tensor for name, tensor in trainer.state_dict().items() if name.startswith(MODEL_PREFIX)}
         load_tensors(folder, weights, trainer.mesh.pp_group, prefix=MODEL_PREFIX, group=group)
-    log.info("the run begins with the weights of %s", folder)
+    log.info("initial weights: %s", folder)
+
+
+# ---- verification
+
+
+def latest_verified_checkpoint(run_dir: RunDir, group: ProcessGroup) -> Path | None:
+    """The newest checkpoint with intact files; None if the run has no checkpoint. Collective.
+
+    Quarantines damaged checkpoints as `bad-step-*`. Raises `ResumeError` if all are damaged, or `RunFailedError`.
+    """
+    is_rank_zero = group.rank() == 0
+    committed = all_gather_object(run_dir.committed_checkpoints(), group)[0]
+    for _, checkpoint in reversed(committed):
+        problems = verify_checkpoint(checkpoint, group)
+        if not problems:
+            return checkpoint
+        quarantine_once = (
+            partial(_quarantine, run_dir, checkpoint, "; ".join(problems)) if is_rank_zero else lambda: None
+        )
+        run_on_all_ranks(quarantine_once, group)
+    run_on_all_ranks(lambda: raise_if_all_damaged(run_dir) if is_rank_zero else None, group)
+    return None
+
+
+def require_verified(checkpoint: Path, group: ProcessGroup | None) -> None:
+    """Raises `ResumeError` or `RunFailedError` unless all files are intact. Renames nothing. Collective."""
+    if problems := verify_checkpoint(checkpoint, group):
+        raise ResumeError(f"{checkpoint} is damaged: {'; '.join(problems)}")
+
+
+def verify_checkpoint(checkpoint: Path, group: ProcessGroup | None) -> list[str]:
+    """Damage of a checkpoint's files, the same on all ranks. Collective. Raises `ResumeError` or `RunFailedError`."""
+    rank, world_size = distributed.get_rank(group), distributed.get_world_size(group)
+
+    def check_sizes() -> manifest.Manifest | list[str] | None:
+        if rank != 0:
+            return None
+        try:
+            found = manifest.read_validated(checkpoint)
+        except DamageError as error:
+            return [str(error)]
+        return manifest.find_damage(checkpoint, found, found.files, check_hashes=False) or found
+
+    manifest_or_problems = run_and_gather(check_sizes, group)[0]
+    if not isinstance(manifest_or_problems, manifest.Manifest):
+        return manifest_or_problems or []
+    rank_files = sorted(manifest_or_problems.files)[rank::world_size]
+    return [*chain(*run_and_gather(lambda: manifest.find_damage(checkpoint, manifest_or_problems, rank_files), group))]
+
+
+def _quarantine(run_dir: RunDir, checkpoint: Path, reason: str) -> None:
+    try:
+        quarantined = quarantine(checkpoint, reason)
+    except OSError as error:
+        raise RunFailedError(f"{checkpoint} is damaged ({reason}) and cannot be renamed: {error.strerror}") from None
+    log.warning("%s is damaged, renamed to %s: %s", checkpoint, quarantined.name, reason)
+    run_dir.log_event("quarantined", path=str(checkpoint), moved=str(quarantined), reason=reason)

@@ -1,4 +1,7 @@
-"""Which checkpoints are deleted, and how: first by another name, so that none is ever there in part. Imports no torch."""
+"""Retention: which checkpoints to delete, and quarantine of damaged ones. Imports no torch.
+
+A checkpoint is renamed before it is deleted, so that a partial `step-N` never exists.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,9 @@ StepsAndFolders = Sequence[tuple[int, Path]]
 def checkpoints_to_delete(
     committed: StepsAndFolders, *, keep: int, keep_every: int | None = None, protected: Collection[Path] = ()
 ) -> list[Path]:
-    """Of good checkpoints, oldest first, those to delete: beyond the newest `keep`, and kept for no other reason.
+    """The checkpoints to delete from `committed`, which is ordered oldest first.
 
-    Reasons are a step that is a multiple of `keep_every`, a file `pinned` in the folder, and being among `kept`.
+    Kept are the newest `keep`, multiples of `keep_every`, folders with a file `pinned`, and `protected` ones.
     """
     protected_paths = {path.resolve() for path in protected}
     return [
@@ -38,7 +41,7 @@ def is_pinned(folder: Path) -> bool:
 
 
 def valid_checkpoints(committed: StepsAndFolders) -> list[tuple[int, Path]]:
-    """Those whose manifest and state are as they were written."""
+    """The checkpoints with an intact manifest and `state.json`."""
     valid = []
     for step, folder in committed:
         with suppress(DamageError, ResumeError, RunFailedError):
@@ -48,13 +51,13 @@ def valid_checkpoints(committed: StepsAndFolders) -> list[tuple[int, Path]]:
 
 
 def delete_checkpoint(folder: Path) -> None:
-    with suppress(FileNotFoundError):  # Another process was faster.
+    with suppress(FileNotFoundError):  # Another process deleted it.
         temporary = folder.rename(folder.with_name(f".tmp-old-{folder.name}"))
         shutil.rmtree(temporary)
 
 
 def remove_temporary_folders(checkpoints: Path) -> None:
-    """Removes what dead processes left: only one save is ever under way."""
+    """Removes leftovers of killed processes. Call only while no save is in progress."""
     for leftover in checkpoints.glob(".tmp-*"):
         if leftover.is_symlink() or not leftover.is_dir():
             leftover.unlink()
@@ -63,20 +66,20 @@ def remove_temporary_folders(checkpoints: Path) -> None:
 
 
 def quarantine(folder: Path, reason: str) -> Path:
-    """Puts a damaged checkpoint aside, under a name that is none's, with the reason in a file; returns where it is."""
+    """Renames a damaged checkpoint to a unique `bad-step-*`, writes the reason into it, and returns the new path."""
     now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S%f")
     quarantined = folder.rename(folder.with_name(f"bad-{folder.name}-{now}"))
-    with suppress(OSError):  # A full disk is no reason to train on from it.
+    with suppress(OSError):  # A full disk must not keep a damaged checkpoint in use.
         write_and_fsync(quarantined / REASON_FILE, f"{reason}\n".encode())
     fsync_path(quarantined.parent)
     return quarantined
 
 
 def list_quarantined(checkpoints: Path) -> list[str]:
-    """Those that are in quarantine, each with its reason."""
+    """One line per quarantined checkpoint: name and reason."""
     quarantined = []
     for folder in sorted(checkpoints.glob("bad-step-*")):
-        reason = "no reason is known"
+        reason = "unknown reason"
         with suppress(OSError):
             reason = (folder / REASON_FILE).read_text(errors="replace").strip()
         quarantined.append(f"{folder.name}: {reason}")

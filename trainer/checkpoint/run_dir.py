@@ -1,13 +1,13 @@
-"""The run folder: what lies where, what is committed, and whether a run may go on from it. Imports no torch.
+"""The run folder: paths, committed checkpoints, and whether a configuration can resume from it. Imports no torch.
 
-config.toml                resolved configuration of the newest start
+config.toml                resolved configuration of the newest launch
 prediction.json            memory and step time that the launcher predicted
-metrics.jsonl              one line per logged update
-events.jsonl               starts, resumes, checkpoints, validations, skipped updates, the end
+metrics.jsonl              one line per logged step
+events.jsonl               starts, resumes, checkpoints, validations, skipped steps, the end
 tensorboard/  logs/
-checkpoints/step-<N>/      committed by a rename: whole when it was written, which its manifest can prove
-checkpoints/.tmp-*/        being written or deleted, or left by a process that died
-checkpoints/bad-step-<N>-* found damaged, and put aside
+checkpoints/step-<N>/      committed by a rename; its manifest lists every file with its hash
+checkpoints/.tmp-*/        being written or deleted, or left by a killed process
+checkpoints/bad-step-<N>-* damaged and quarantined
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from trainer.checkpoint.durable_io import LineAppender, write_and_fsync
 from trainer.checkpoint.manifest import DamageError
 from trainer.checkpoint.retention import list_quarantined
 from trainer.config.job_config import Config, TrainingStage
-from trainer.config.parse import to_toml
+from trainer.config.migrations import SCHEMA_KEY, migrate
+from trainer.config.toml_format import to_toml
 from trainer.errors import ConfigError, RunFolderInUseError
 from trainer.errors import ResumeError as ResumeError
 
 log = logging.getLogger("trainer")
 
-# What a run is: a checkpoint continues only under the same values. Everything else may change on resume. Where the
-# corpus lies is not part of it: its fingerprint is compared instead.
+# Values that must not change on resume. The path of the corpus may change: its fingerprint is compared instead.
 IDENTITY_KEYS = ("model", "tokenizer.kind", "data", "training.seq_len", "training.seed", "optimizer.name")
 NON_IDENTITY_KEYS = ("data.cache_dir", "data.bad_files", "data.corpus")
 STATE_FIELD_TYPES = {"step": int, "trainer": dict, "data": dict, "config": dict, "stage": dict}
@@ -57,19 +57,18 @@ class RunDir:
         self.hangs_dir = self.logs_dir / "hang"
 
     def create(self) -> None:
-        """Creates the folder. Raises `ConfigError` if nothing can be written there."""
+        """Creates the folder. Raises `ConfigError` if it is not writable."""
         try:
             for folder in (self.checkpoints_dir, self.logs_dir):
                 folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.path):
                 pass
         except OSError as error:
-            problem = f"job.output_dir = {self.path} cannot be written to: {error.strerror}"
-            raise ConfigError([problem]) from None
+            raise ConfigError([f"job.output_dir = {self.path} is not writable: {error.strerror}"]) from None
 
     @contextmanager
     def lock(self, *, is_rank_zero: bool) -> Iterator[None]:
-        """Keeps other runs out of the folder while this one lasts, however it ends. Raises `InUseError`."""
+        """Locks the folder against other runs until the process ends. Raises `RunFolderInUseError`."""
         if not is_rank_zero:
             yield
             return
@@ -81,21 +80,21 @@ class RunDir:
                 owner = file.read().strip()
                 raise RunFolderInUseError(f"job.output_dir = {self.path} is in use by {owner}") from None
             except OSError as error:
-                log.warning("%s: no locks on this file system (%s): nothing keeps a second run out", self.path, error)
+                log.warning("%s: no file locks (%s): a second run would not be refused", self.path, error)
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             file.flush()
             yield
 
     def record_start(self, config: Config, step: int) -> None:
-        """Called on one rank when a run starts at, or goes on from, update `step`."""
+        """Writes config.toml and cuts metrics.jsonl after `step`. Called on rank 0 when a run starts or resumes."""
         temporary = self.config_path.with_suffix(".tmp")
         write_and_fsync(temporary, to_toml(config).encode())
         temporary.rename(self.config_path)
         self.truncate_metrics(step)
 
     def log_event(self, kind: str, **fields: Any) -> None:
-        """Appends to events.jsonl; called on one rank."""
+        """Appends to events.jsonl. Called on rank 0."""
         self._event_log.append(json.dumps({"time": time.time(), "event": kind, **fields}, allow_nan=False))
 
     def committed_checkpoints(self) -> list[tuple[int, Path]]:
@@ -105,14 +104,17 @@ class RunDir:
         return sorted((number, folder) for number, folder in numbered if number is not None)
 
     def resume_checkpoint(self, config: Config) -> Path | None:
-        """The checkpoint to go on from, by what its manifest says; None for a fresh start.
+        """The checkpoint to resume from, judged by manifests alone; None for a fresh start.
 
-        Raises `ResumeError` if there are checkpoints and none is good, and RunError if they cannot be read now.
+        Raises as `latest_valid_checkpoint`.
         """
         return self.latest_valid_checkpoint() if config.checkpoint.enabled else None
 
     def latest_valid_checkpoint(self) -> Path | None:
-        """The same, whatever a configuration says."""
+        """The newest checkpoint with an intact manifest and `state.json`; None if the run has no checkpoint.
+
+        Raises `ResumeError` if all checkpoints are damaged, `RunFailedError` if one cannot be read now.
+        """
         damaged = []
         for _, checkpoint in reversed(self.committed_checkpoints()):
             try:
@@ -124,14 +126,14 @@ class RunDir:
         return None
 
     def first_loss(self) -> float | None:
-        """Loss of the run's first logged update."""
+        """Loss of the first logged step."""
         with suppress(OSError, StopIteration), self.metrics_path.open() as lines:
             loss: float | None = json.loads(next(lines))["loss"]
             return loss
         return None
 
     def first_validation_loss(self, name: str) -> float | None:
-        """Loss of the first validation of that name since the run began anew, of whatever start of it."""
+        """Loss of the first validation of the set `name` since the run last started at step 0."""
         first: float | None = None
         for event in map(_parse_event, self.events_path.read_bytes().splitlines() if self.events_path.exists() else []):
             if event.get("event") == "start" and event.get("step") == 0:
@@ -141,7 +143,7 @@ class RunDir:
         return first
 
     def truncate_metrics(self, step: int) -> None:
-        """Drops lines past `step` and a torn last one, so that a resumed run has each update once."""
+        """Drops lines after `step` and a torn last line, so that a resumed run logs each step once."""
         if not self.metrics_path.exists():
             return
         lines = self.metrics_path.read_bytes().splitlines(keepends=True)
@@ -154,13 +156,22 @@ class RunDir:
             temporary.replace(self.metrics_path)
 
 
+def find_checkpoints(path: Path) -> tuple[RunDir, list[tuple[int, Path]]]:
+    """The run folder of `path` and the committed checkpoints that `path` names, oldest first.
+
+    `path` is a run folder, which names all of its checkpoints, or one checkpoint in it.
+    """
+    run_dir = RunDir(path.parents[1] if path.parent.name == "checkpoints" else path)
+    return run_dir, [entry for entry in run_dir.committed_checkpoints() if path in (run_dir.path, entry[1])]
+
+
 def raise_if_all_damaged(run_dir: RunDir, damaged: Sequence[str] = ()) -> None:
-    """A run whose checkpoints are all damaged must not begin anew by itself. Raises `ResumeError` with the reasons."""
+    """Raises `ResumeError` if there are damaged checkpoints: a run must not silently start over at step 0."""
     if reasons := [*damaged, *list_quarantined(run_dir.checkpoints_dir)]:
         listed = "".join(f"\n  {line}" for line in reasons)
         raise ResumeError(
-            f"no checkpoint in {run_dir.checkpoints_dir} is good:{listed}\n"
-            f"to start anew, choose another job.output_dir or remove {run_dir.checkpoints_dir}"
+            f"no checkpoint in {run_dir.checkpoints_dir} is intact:{listed}\n"
+            f"to start over, choose another job.output_dir or remove {run_dir.checkpoints_dir}"
         )
 
 
@@ -170,12 +181,12 @@ def _parse_step(name: str) -> int | None:
 
 
 def _parse_event(line: bytes) -> dict[str, Any]:
-    """An event; nothing of a line that is torn."""
+    """The event in a line of events.jsonl; empty for a torn line."""
     try:
         event = json.loads(line)
     except ValueError:
         return {}
-    return event if isinstance(event, dict) and event.get("event") == "validation" else {}
+    return event if isinstance(event, dict) else {}
 
 
 def _parse_metrics_step(line: bytes) -> int | None:
@@ -187,7 +198,7 @@ def _parse_metrics_step(line: bytes) -> int | None:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The scalars of a checkpoint. Raises `ResumeError` naming the file."""
+    """The contents of `state.json`. Raises `ResumeError`."""
     path = checkpoint / "state.json"
     try:
         state = json.loads(path.read_text())
@@ -198,25 +209,29 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         or not all(isinstance(state.get(key), kind) for key, kind in STATE_FIELD_TYPES.items())
         or not isinstance(state["stage"].get("index"), int)
     ):
-        raise ResumeError(f"{path} is damaged: it must hold {', '.join(STATE_FIELD_TYPES)}")
+        raise ResumeError(f"{path} is damaged: it must contain {', '.join(STATE_FIELD_TYPES)}")
+    try:
+        state["config"] = migrate(state["config"], version=state.get(SCHEMA_KEY, 1))
+    except ConfigError as error:
+        raise ResumeError(f"{path}: {error}") from None
     return state
 
 
 def flatten_config(config: Config) -> dict[str, Any]:
-    """Every value by its dotted key, the model's with its preset resolved; without the run's name, place and job."""
+    """Every value by its dotted key, with the model preset resolved; without [job], [[stage]], [slurm] and [plan]."""
     values = config.model_dump(mode="json", exclude={"job", "stage", "slurm", "plan"})
     values["model"] = dataclasses.asdict(config.model.build())
-    return json.loads(json.dumps(_flatten("", values)))  # type: ignore[no-any-return]  # Tuples, as they are read back.
+    return json.loads(json.dumps(_flatten("", values)))  # type: ignore[no-any-return]  # Tuples become lists.
 
 
 def run_identity(config: Config) -> dict[str, Any]:
-    """The values by which a run is known."""
+    """The values that must not change when a run resumes."""
     return _identity_values(flatten_config(config))
 
 
 def _identity_values(values: dict[str, Any]) -> dict[str, Any]:
     mix_sources = {item["source"] for item in values.get("data.mix", ())}
-    # What a stage does not draw from may still change.
+    # Sources outside the stage's mix may change.
     values = {
         key: value
         for key, value in values.items()
@@ -232,12 +247,12 @@ def _identity_values(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_source_path(key: str) -> bool:
-    """Whether a key says where a source lies, and not what it is."""
+    """Whether the key is the path of a data source."""
     return key.startswith("data.sources.") and key.endswith(".path")
 
 
 def describe_differences(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    """Every key whose value differs, in words."""
+    """One line per key whose value differs."""
     return [
         f"{key} was {json.dumps(saved.get(key))} and is now {json.dumps(current.get(key))}"
         for key in sorted(saved.keys() | current.keys())
@@ -246,43 +261,46 @@ def describe_differences(saved: dict[str, Any], current: dict[str, Any]) -> list
 
 
 def check_resume(config: Config, checkpoint: Path) -> dict[str, Any]:
-    """The state of a checkpoint that this configuration continues. Raises `ResumeError` listing every difference.
+    """The state of the checkpoint. Raises `ResumeError` with every difference if `config` is of another run.
 
-    Compared are the stage that wrote it and where that began; what comes later may still change.
+    Compares the stage that wrote the checkpoint and its start step. Later stages may change.
     """
     state = read_state(checkpoint)
     index = state["stage"]["index"]
     if index >= len(config.training_stages):
-        raise ResumeError(f"{checkpoint} is of stage {index + 1}, but there are {len(config.training_stages)}")
+        raise ResumeError(f"{checkpoint} is from stage {index + 1} of a run with {len(config.training_stages)} stages")
     stage = config.training_stages[index]
     mismatches = describe_differences(
         _identity_values(state["config"]) | state["stage"], run_identity(stage.config) | stage_position(stage)
     )
     if stage.index + 1 < stage.num_stages and state["step"] > stage.end_step:
-        mismatches.append(f"{stage} was at update {state['step']} and now ends with {stage.end_step}")
+        mismatches.append(f"{stage} was at step {state['step']} and now ends at step {stage.end_step}")
     if mismatches:
         listed = "".join(f"\n  {line}" for line in mismatches)
         raise ResumeError(
-            f"{checkpoint} is of another run:{listed}\nchange these back, or choose another job.output_dir"
+            f"{checkpoint} belongs to another run:{listed}\nrevert these changes or choose another job.output_dir"
         )
     return state
 
 
 def stage_position(stage: TrainingStage) -> dict[str, Any]:
-    """Where a stage stands in its run, as a checkpoint has it."""
+    """The stage's position in its run, as stored in `state.json`."""
     batch_size = {"rows of an update": stage.config.training.global_batch_size} if stage.length_in_tokens else {}
     return {"stage": stage.name, "index": stage.index, "updates before the stage": stage.start_step, **batch_size}
 
 
 def next_stage(config: Config) -> TrainingStage | None:
-    """The first stage that is not done by the newest checkpoint; None if all are.
+    """The first stage that the newest checkpoint has not completed; None if the run is done.
 
-    Raises `ResumeError` if the run cannot go on from it, or would start over beside it.
+    Raises `ResumeError` if the run cannot resume, or if it would start over in a folder with checkpoints.
     """
+    # Comparing with a checkpoint builds the models.
+    if problems := [problem for stage in config.training_stages for problem in stage.config.model.problems()]:
+        raise ConfigError(problems)
     run_dir = RunDir(config.output_dir)
     if not config.checkpoint.enabled and run_dir.committed_checkpoints():
         raise ResumeError(
-            f"checkpoint.enabled = false would start anew in {run_dir.path}, which holds checkpoints of a run; "
+            f"checkpoint.enabled = false would start over in {run_dir.path}, which contains checkpoints; "
             "choose another job.output_dir"
         )
     checkpoint = run_dir.resume_checkpoint(config)
@@ -291,10 +309,7 @@ def next_stage(config: Config) -> TrainingStage | None:
 
 
 def finished_message(config: Config) -> str | None:
-    """A sentence if the newest checkpoint is at the last update of the last stage; nothing then needs to start.
-
-    Raises as `next_stage` does.
-    """
+    """A message if the run is done, else None. Raises as `next_stage`."""
     if next_stage(config) is not None:
         return None
     run_dir = RunDir(config.output_dir)
@@ -302,14 +317,14 @@ def finished_message(config: Config) -> str | None:
     checkpoint = run_dir.resume_checkpoint(config)
     step = config.training_stages[0].total_steps if checkpoint is None else read_state(checkpoint)["step"]
     return (
-        f"done already: {checkpoint} holds update {step} of {config.training_stages[0].total_steps}. To go on, {extend_hint}; "
-        f"to start anew, choose another --job.output_dir or remove {config.output_dir}"
+        f"already done: {checkpoint} is at step {step} of {config.training_stages[0].total_steps}. "
+        f"To continue, {extend_hint}; to start over, choose another --job.output_dir or remove {config.output_dir}"
     )
 
 
 def _flatten(prefix: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        return {prefix: [*value] if isinstance(value, tuple) else value}  # As JSON has it.
+        return {prefix: [*value] if isinstance(value, tuple) else value}
     return {
         key: leaf
         for name, inner in value.items()

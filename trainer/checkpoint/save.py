@@ -1,6 +1,7 @@
-"""One save: prepare, write, hash, commit. Every phase ends in an agreement: all ranks go on, or all raise the same.
+"""One save in four phases: prepare, write, hash, commit. All ranks agree after each phase, or all raise the same error.
 
-The rename to `step-N` is the commit. It needs every rank, so that half of a run whose network is cut never commits.
+The commit is the rename to `step-N` in `_commit`. It needs the agreement of every rank, so a partitioned run never
+commits.
 """
 
 from __future__ import annotations
@@ -30,27 +31,27 @@ from trainer.checkpoint.retention import remove_temporary_folders
 from trainer.checkpoint.staging import LocalTensorsGetter, StagedSavePlanner
 
 COPY_AHEAD_BYTES = 10_000_000
-"""Bytes that are on their way from a device while others are written."""
+"""Bytes copied from a device ahead of the write."""
 FREE_SPACE_FACTOR = 1.1
-"""Free bytes that a save asks for, by the bytes that it writes."""
+"""Free disk space that a save requires, relative to the bytes that it writes."""
 SHARED_FILE_SYSTEM_HINT = "job.output_dir must be on a file system that all nodes share"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveRequest:
-    """What is to be written, and where; on all ranks alike but for the tensors."""
+    """Inputs of one save. All fields except the tensors are the same on all ranks."""
 
     checkpoints_dir: Path
     step: int
     attempt: str
     tensors: Mapping[str, Tensor]
-    """Of the trainer, which may change meanwhile: only their shapes and places are read."""
+    """The trainer's tensors. Only shapes and placements are read, because training may change the values."""
     get_local_tensors: LocalTensorsGetter
-    """This rank's parts on the host, or where they are if nothing changes them; waits for them, may raise."""
+    """Returns this rank's shards to write. May block and may raise."""
     state: Mapping[str, Any]
     mesh_degrees: Mapping[str, int]
     previous_bytes: int
-    """Bytes of the checkpoint before, of the same state; 0 if there is none."""
+    """Size of the previous checkpoint of the same state; 0 if there is none."""
 
     @property
     def final_path(self) -> Path:
@@ -62,9 +63,9 @@ class SaveRequest:
 
 
 def write_checkpoint(request: SaveRequest, group: ProcessGroup) -> int:
-    """Writes and commits; returns the checkpoint's bytes. Collective.
+    """Writes and commits a checkpoint; returns its bytes. Collective.
 
-    Raises `PhaseError`, on all ranks, when a rank could not do its part; nothing but what was there before is left.
+    If any rank fails, all ranks raise `PhaseError` and the temporary folder is removed.
     """
     is_rank_zero = group.rank() == 0
     local_tensors, num_bytes = _prepare(request, group, is_rank_zero=is_rank_zero)
@@ -74,14 +75,12 @@ def write_checkpoint(request: SaveRequest, group: ProcessGroup) -> int:
         run_on_all_ranks(lambda: _create_temporary_folder(request.temporary_path), group)
         run_on_all_ranks(lambda: _write_tensors(request, local_tensors, group, is_rank_zero=is_rank_zero), group)
         rank_files = run_and_gather(lambda: _hash_own_files(request.temporary_path, group.rank()), group)
-        files = {name: entry for share in rank_files for name, entry in share.items()}
+        files = {name: entry for own_files in rank_files for name, entry in own_files.items()}
         run_on_all_ranks(lambda: _commit(request, files, group.size()) if is_rank_zero else None, group)
     except PhaseError as error:
         disk_full_note = run_and_gather(lambda: _clean_up(request, num_bytes) if is_rank_zero else "", group)[0]
-        if not is_rank_zero:
-            shutil.rmtree(
-                request.temporary_path, ignore_errors=True
-            )  # Where it is not shared, this rank's part is in its own.
+        if not is_rank_zero:  # On a file system that is not shared, this rank has its own folder.
+            shutil.rmtree(request.temporary_path, ignore_errors=True)
         raise PhaseError(f"{disk_full_note}{error}") from None
     return sum(size for size, _ in files.values())
 
@@ -89,7 +88,7 @@ def write_checkpoint(request: SaveRequest, group: ProcessGroup) -> int:
 def _prepare(
     request: SaveRequest, group: ProcessGroup, *, is_rank_zero: bool
 ) -> tuple[Mapping[str, Tensor] | None, int]:
-    """What this rank writes, None if the checkpoint is there already; and the bytes that all write, or that are there."""
+    """(Shards of this rank, or None if the checkpoint exists already; expected bytes of the checkpoint)"""
     staged: list[Mapping[str, Tensor]] = []
 
     def stage_tensors() -> float:
@@ -116,7 +115,7 @@ def _prepare(
 
 
 def _create_temporary_folder(temporary: Path) -> None:
-    """The folder, for nodes that do not see yet that the first rank made it."""
+    """Creates the folder on nodes that do not see yet that rank 0 created it."""
     try:
         temporary.mkdir(exist_ok=True)
     except FileNotFoundError:
@@ -126,8 +125,8 @@ def _create_temporary_folder(temporary: Path) -> None:
 def _write_tensors(
     request: SaveRequest, local_tensors: Mapping[str, Tensor], group: ProcessGroup, *, is_rank_zero: bool
 ) -> None:
-    # On a device torch copies ahead, and waits for all that is queued there, training too; on the host there is no need.
-    copy_ahead_bytes = 0 if all(part.device.type == "cpu" for part in local_tensors.values()) else COPY_AHEAD_BYTES
+    # Copy-ahead synchronizes with all queued device work, including training. Host tensors do not need it.
+    copy_ahead_bytes = 0 if all(shard.device.type == "cpu" for shard in local_tensors.values()) else COPY_AHEAD_BYTES
     writer = dcp.FileSystemWriter(request.temporary_path, per_thread_copy_ahead=copy_ahead_bytes)
     dcp.save(
         dict(request.tensors), storage_writer=writer, planner=StagedSavePlanner(local_tensors), process_group=group
@@ -138,8 +137,8 @@ def _write_tensors(
 
 
 def _hash_own_files(folder: Path, rank: int) -> dict[str, tuple[int, str]]:
-    """The files that this rank wrote, with their sizes and hashes."""
-    # Not by glob, which finds nothing, and is content, in a folder that is gone.
+    """Size and sha256 of the files that this rank wrote, by name."""
+    # `iterdir` raises if the folder is gone, `glob` does not.
     own_files = [path for path in folder.iterdir() if path.name.startswith(f"__{rank}_")]
     if rank == 0:
         own_files += [folder / manifest.METADATA_FILE, folder / manifest.STATE_FILE]
@@ -147,21 +146,20 @@ def _hash_own_files(folder: Path, rank: int) -> dict[str, tuple[int, str]]:
 
 
 def _require_visible(folder: Path, files: Mapping[str, tuple[int, str]]) -> None:
-    """Raises `PhaseError` if a file that some rank wrote is not what this rank sees."""
+    """Raises `PhaseError` if rank 0 does not see a file of another rank in full."""
     for name, (size, _) in files.items():
         try:
             visible_bytes = (folder / name).lstat().st_size
         except FileNotFoundError:
-            raise PhaseError(
-                f"{name} was written, but the first rank does not see it: {SHARED_FILE_SYSTEM_HINT}"
-            ) from None
+            raise PhaseError(f"{name} was written, but rank 0 does not see it: {SHARED_FILE_SYSTEM_HINT}") from None
         if visible_bytes != size:
             raise PhaseError(
-                f"{name} was written with {size:,} bytes, but the first rank sees {visible_bytes:,}: {SHARED_FILE_SYSTEM_HINT}"
+                f"{name} was written with {size:,} bytes, but rank 0 sees {visible_bytes:,}: {SHARED_FILE_SYSTEM_HINT}"
             )
 
 
 def _commit(request: SaveRequest, files: dict[str, tuple[int, str]], world_size: int) -> None:
+    """Writes the manifest and renames the temporary folder to `step-N`. Called on rank 0."""
     _require_visible(request.temporary_path, files)
     checkpoint_manifest = Manifest(
         step=request.step,
@@ -179,7 +177,7 @@ def _commit(request: SaveRequest, files: dict[str, tuple[int, str]], world_size:
 
 
 def _clean_up(request: SaveRequest, needed: int) -> str:
-    """Removes what there is of a save that failed; returns that the disk is full, if it is."""
+    """Removes the files of a failed save. Returns a note if the disk is full, else an empty string."""
     with suppress(OSError):
         written = sum(path.lstat().st_size for path in request.temporary_path.iterdir())
         free = _free_bytes(request.checkpoints_dir)

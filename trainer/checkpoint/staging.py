@@ -1,4 +1,4 @@
-"""The state copied to the host, into buffers that are used again, so that training may change it while it is written."""
+"""Copies the state into reusable host buffers, so that training can change it while a save writes the copy."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from parallelisms.collectives import to_local
 
 LocalTensorsGetter = Callable[[], Mapping[str, Tensor]]
-"""Waits for this rank's part of every tensor."""
+"""Waits for the copies and returns this rank's shard of every tensor."""
 
 
 class HostStaging:
-    """Buffers on the host for what this rank holds: as much memory again as the state takes, from the first copy on.
+    """Host buffers for this rank's shards, as large as the state, allocated by the first copy.
 
-    They are pinned where the state lies on a CUDA device, and the copies then run on its current stream, ahead of
-    whatever changes the state next.
+    For state on a CUDA device the buffers are pinned. The copies run on the current stream, so they precede the next
+    change of the state.
     """
 
     def __init__(self) -> None:
@@ -28,10 +28,10 @@ class HostStaging:
         self._copy_done: torch.cuda.Event | None = None
 
     def start_copy(self, tensors: Mapping[str, Tensor]) -> LocalTensorsGetter:
-        """Copies, over the copies of before. What is returned waits for them, or raises what went wrong already."""
+        """Starts to overwrite the buffers. The returned function raises the error if the copy could not start."""
         try:
             staged = self._copy(tensors)
-        except RuntimeError as error:  # No memory, mostly.
+        except RuntimeError as error:  # Usually out of memory. A failed save must not stop training.
             failure = error
 
             def fail() -> NoReturn:
@@ -48,8 +48,8 @@ class HostStaging:
     def _copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         shards = {name: to_local(tensor.detach()) for name, tensor in tensors.items()}
         on_device = [shard for shard in shards.values() if shard.device.type == "cuda"]
-        for name, part in shards.items():
-            self._buffer(name, part).copy_(part, non_blocking=True)
+        for name, shard in shards.items():
+            self._buffer(name, shard).copy_(shard, non_blocking=True)
         self._copy_done = torch.cuda.current_stream(on_device[0].device).record_event() if on_device else None
         return {name: self._buffers[name] for name in shards}
 
@@ -67,12 +67,12 @@ class HostStaging:
 
 
 def without_staging(tensors: Mapping[str, Tensor]) -> LocalTensorsGetter:
-    """The parts where they are, for a save that nothing changes them under."""
+    """The shards themselves, without a copy, for a synchronous save."""
     return lambda: {name: to_local(tensor) for name, tensor in tensors.items()}
 
 
 class StagedSavePlanner(DefaultSavePlanner):
-    """Where a tensor stands among those of all ranks is asked of the state, what is written of the copy on the host."""
+    """Plans by the placement of the state's tensors and writes the data of their host copies."""
 
     def __init__(self, local_tensors: Mapping[str, Tensor]) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""The configuration of a run: sections, checks, and reading TOML files and command lines. Imports no torch."""
+"""The configuration of a run: sections, validation, and parsing of TOML files and command lines. Imports no torch."""

@@ -1,6 +1,6 @@
-"""What can be configured, told three ways from the sections: `--help`, `docs/configuration.md`, a schema for editors.
+"""Generate `--help`, docs/configuration.md, docs/config.schema.json and the alias table of docs/from_torchtitan.md.
 
-`python -m trainer.config.docs` writes the two files; `--check` only says whether they are in step, with 0 or 1.
+`python -m trainer.config.docs` writes the files; with `--check` it exits 1 if one is out of date and writes nothing.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from pathlib import Path
 from textwrap import fill, wrap
 from typing import Any
 
-from trainer.config.parse import CONFIG_DIR, all_sections, repeated_tables, section_keys, toml_value
+from trainer.config import aliases
+from trainer.config.parse import CONFIG_DIR, all_sections, repeated_tables, section_keys
 from trainer.config.sections import Section
+from trainer.config.toml_format import toml_value
 from trainer.config.training_stages import Recipe
 
 DOCS_DIR = Path(__file__).resolve().parents[2] / "docs"
@@ -21,49 +23,50 @@ TYPE_NAMES = {"integer": "integer", "number": "number", "boolean": "true or fals
 BOUND_SYMBOLS = {"minimum": ">= ", "exclusiveMinimum": "> ", "maximum": "<= ", "exclusiveMaximum": "< "}
 TOML_SCALAR_TYPES = (bool, int, float, str, list)
 WIDTH = 100
+ALIASES_BEGIN, ALIASES_END = "<!-- aliases:begin -->", "<!-- aliases:end -->"
 
 USAGE = """\
 ./run_train.sh [--config NAME|PATH] [--section.key VALUE]... [--check] [--plan] [--help]
 
   --config NAME|PATH  what to run: a TOML file, or one of train_configs/ by name; default: debug
                       ({names})
-  --check             print the resolved configuration and the mesh, start nothing
-  --plan              what the run would cost on a cluster; not available yet
-  --help              this text
+  --check             print the resolved configuration and the mesh; start nothing
+  --plan              print the plan of the run: memory, step time, bottleneck; start nothing
+  --help              print this text
 
-Every key below can stand in the file, under its [section], and on the command line, where it counts
-more. Of a repeated option the last one counts. Lists are written 0.9,0.95; null takes a value back.
+Every key below can be set in the file, under its [section], and on the command line, which takes
+precedence. The last of a repeated option counts. Lists are written 0.9,0.95; null unsets a key.
 
-NGPU sets the processes per node. Left out: the GPUs present; without any, the product of the
-degrees that the configuration states, at least 2 and at most 8. For several nodes, set NNODES,
-NODE_RANK, MASTER_ADDR and MASTER_PORT on each of them.
+NGPU sets the processes per node. Default: the GPUs present; without GPUs, the product of the
+degrees in the configuration, at least 2 and at most 8. For several nodes, set NNODES, NODE_RANK,
+MASTER_ADDR and MASTER_PORT on each of them.
 """
 
 PAGE_HEADER = """\
 # Configuration
 
-<!-- Written by `python -m trainer.config.docs`; edit the docstrings of the sections in trainer/ instead. -->
+<!-- Written by `python -m trainer.config.docs`; edit the docstrings in trainer/config instead. -->
 
-A run is described by a TOML file and by options of the form `--section.key VALUE`, which count more than the file.
-Unknown keys, wrong types and values out of range are refused, all at once, before any process starts. A key marked
-*left out* has no value unless one is given; on the command line, `null` takes it back. A key marked *needed* has none
-that could be meant. Tables that may be there several times are for the file only. Relative paths are relative to the
-folder where the command is given, not to the file.
+A TOML file and options of the form `--section.key VALUE` describe a run; options override the file. Unknown keys,
+wrong types and values out of range are reported together, before any process starts. A key marked *left out* has no
+value by default; on the command line, `null` unsets it. A key marked *required* has no default. Tables that can be
+repeated are for the file only. Relative paths are relative to the current folder, not to the file.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeyDoc:
-    """One key, in words."""
+    """Documentation of one key."""
 
     name: str
     type_name: str
     default: str | None
+    """In TOML syntax; "" for a required key, None for one that is left out."""
     description: str
 
 
 def sections_by_heading() -> dict[str, tuple[type[Section], list[str]]]:
-    """Sections and tables as the file writes them, and the keys of each."""
+    """Section type and keys of every section and table, by TOML heading."""
     result = {f"[{name}]": (owner, section_keys(name)) for name, owner in all_sections().items()}
     for name, owner in repeated_tables().items():
         heading = f"[{name}.NAME]" if name in ("data.sources", "validation.sets") else f"[[{name}]]"
@@ -72,7 +75,6 @@ def sections_by_heading() -> dict[str, tuple[type[Section], list[str]]]:
 
 
 def document_keys(owner: type[Section], names: list[str]) -> list[KeyDoc]:
-    """These keys of a section, with their types, ranges, defaults and docstrings."""
     properties = owner.model_json_schema()["properties"]
     return [
         KeyDoc(
@@ -86,7 +88,7 @@ def document_keys(owner: type[Section], names: list[str]) -> list[KeyDoc]:
 
 
 def format_default(owner: type[Section], key: str) -> str | None:
-    """As TOML writes it; empty for a key that is needed, None for one that is left out."""
+    """`KeyDoc.default` of a key."""
     field = owner.fields_by_key()[key]
     default = "" if field.is_required() else field.get_default()
     if default is None or isinstance(default, Section) or default in ((), {}):
@@ -95,12 +97,11 @@ def format_default(owner: type[Section], key: str) -> str | None:
 
 
 def to_toml_type(default: Any) -> Any:
-    """A default as TOML has it."""
     return [*default] if isinstance(default, tuple) else str(default) if isinstance(default, Path) else default
 
 
 def format_type(schema: dict[str, Any]) -> str:
-    """A type and its range, from JSON schema: `integer >= 1`, `"a" | "b"`, `[number, number]`, `[integer, ...]`."""
+    """Type and range of a JSON schema: `integer >= 1`, `"a" | "b"`, `[number, number]`, `[integer, ...]`."""
     if "$ref" in schema:
         return f"table: {schema['$ref'].rpartition('/')[2].removesuffix('Section').lower()}"
     if "anyOf" in schema:
@@ -128,7 +129,7 @@ def render_help(usage: str = USAGE) -> str:
         lines += ["", *wrap(f"{heading}  {_section_description(heading.strip('[]'))}", WIDTH)]
         option = "" if heading.strip("[]") not in all_sections() else f"--{heading.strip('[]')}."
         for key in document_keys(owner, names):
-            default = "needed" if key.default == "" else f"default: {key.default or 'left out'}"
+            default = "required" if key.default == "" else f"default: {key.default or 'left out'}"
             entry = f"{option}{key.name}  {key.type_name}  ({default})"
             lines += wrap(entry, WIDTH, initial_indent="  ", subsequent_indent=" " * 10, break_on_hyphens=False)
             lines += wrap(key.description, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
@@ -136,7 +137,7 @@ def render_help(usage: str = USAGE) -> str:
 
 
 def render_markdown() -> str:
-    """`docs/configuration.md`."""
+    """Contents of docs/configuration.md."""
     lines = [PAGE_HEADER]
     for heading, (owner, names) in sections_by_heading().items():
         lines += [
@@ -149,24 +150,36 @@ def render_markdown() -> str:
         ]
         for key in document_keys(owner, names):
             type_name = key.type_name.replace("|", "\\|")
-            default = {None: "*left out*", "": "*needed*"}.get(key.default, f"`{key.default}`")
+            default = {None: "*left out*", "": "*required*"}.get(key.default, f"`{key.default}`")
             lines += [f"| `{key.name}` | {type_name} | {default} | {key.description} |"]
         lines += [""]
     return "\n".join(lines)
 
 
 def render_json_schema() -> str:
-    """`docs/config.schema.json`, which editors read because of the `#:schema` line on top of a TOML file."""
+    """Contents of docs/config.schema.json, which editors find by the `#:schema` line of a TOML file."""
     return json.dumps(_strip_nulls(Recipe.model_json_schema()), indent=2) + "\n"
 
 
+def insert_alias_table(page: str) -> str:
+    """The page with the generated table between the alias markers."""
+    before, _, rest = page.partition(ALIASES_BEGIN)
+    _, _, after = rest.partition(ALIASES_END)
+    return f"{before}{ALIASES_BEGIN}\n{aliases.markdown_table()}\n{ALIASES_END}{after}"
+
+
 def main(*, write: bool) -> int:
-    pages = {DOCS_DIR / "configuration.md": render_markdown(), DOCS_DIR / "config.schema.json": render_json_schema()}
+    aliases_page = DOCS_DIR / "from_torchtitan.md"
+    pages = {
+        DOCS_DIR / "configuration.md": render_markdown(),
+        DOCS_DIR / "config.schema.json": render_json_schema(),
+        aliases_page: insert_alias_table(aliases_page.read_text()),
+    }
     stale = [path for path, text in pages.items() if not path.is_file() or path.read_text() != text]
     for path in stale:
         if write:
             path.write_text(pages[path])
-        sys.stderr.write(f"{path} {'was written' if write else 'is out of step: run python -m trainer.config.docs'}\n")
+        sys.stderr.write(f"{path} {'written' if write else 'is out of date: run python -m trainer.config.docs'}\n")
     return 0 if write or not stale else 1
 
 
@@ -177,7 +190,7 @@ def _section_description(section: str) -> str:
 
 
 def _strip_nulls(node: object) -> object:
-    """Without null, which TOML does not have, and without the defaults of whole sections, which repeat their keys'."""
+    """Removes null, which TOML lacks, and defaults of whole sections, which repeat those of their keys."""
     if isinstance(node, list):
         return [_strip_nulls(item) for item in node if item != {"type": "null"}]
     if not isinstance(node, dict):

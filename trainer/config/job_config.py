@@ -1,8 +1,4 @@
-"""A run, as data: the sections together, and what is wrong or seldom meant about them for a number of processes.
-
-Nothing here imports torch: a configuration is checked, for the world size it would run at, in one process and in a
-fraction of a second, before any worker starts. Reading files and the command line is `trainer/config/parse.py`.
-"""
+"""The configuration of a run: all sections, and what follows from them for a world size. Imports no torch."""
 
 from __future__ import annotations
 
@@ -49,50 +45,50 @@ __all__ = [
     "TrainingStage",
 ]
 
-BYTE_VOCAB_SIZE = 264  # the byte tokenizer's: 256 values and 8 special tokens
+BYTE_VOCAB_SIZE = 264  # 256 byte values and 8 special tokens
 
 
 class Config(Section):
-    """A run of Longhaul."""
+    """A run in one stage."""
 
     job: JobSection = JobSection()
-    """The run and its folder."""
+    """Name and folder of the run."""
     model: ModelSection = ModelSection()
-    """What is trained."""
+    """The model."""
     tokenizer: TokenizerSection = TokenizerSection()
-    """How text becomes tokens."""
+    """The tokenizer."""
     data: DataSection = DataSection()
-    """What it is trained on."""
+    """Training data."""
     training: TrainingSection = TrainingSection()
-    """Batch, length and number of updates."""
+    """Batch size, sequence length and number of steps."""
     parallelism: ParallelismSection = ParallelismSection()
-    """The mesh."""
+    """The device mesh."""
     memory: MemorySection = MemorySection()
-    """What is kept and what is computed again."""
+    """Activation checkpointing, offload and chunking."""
     optimizer: OptimizerSection = OptimizerSection()
-    """How weights are updated."""
+    """The optimizer."""
     schedule: ScheduleSection = ScheduleSection()
-    """The learning rate over the run."""
+    """Learning rate schedule."""
     checkpoint: CheckpointSection = CheckpointSection()
-    """When state is saved."""
+    """When checkpoints are written and which are kept."""
     validation: ValidationSection = ValidationSection()
-    """What it is judged by meanwhile."""
+    """Validation during training."""
     metrics: MetricsSection = MetricsSection()
-    """What is measured and when it is written."""
+    """Metrics and logging."""
     health: HealthSection = HealthSection()
-    """What is wrong with a run that goes on."""
+    """Detection of loss spikes, non-finite gradients and stragglers."""
     profiler: ProfilerSection = ProfilerSection()
     """Traces and memory recordings."""
     distributed: DistributedSection = DistributedSection()
-    """Processes and their patience."""
+    """Timeouts and restarts."""
     slurm: SlurmSection = SlurmSection()
-    """The job of a batch scheduler (`python -m trainer.slurm`)."""
+    """The SLURM job (`python -m trainer.slurm`)."""
     plan: PlanSection = PlanSection()
-    """What a run would cost (`python -m trainer.plan`)."""
+    """The planner (`python -m trainer.plan`)."""
 
     @property
     def training_stages(self) -> tuple[TrainingStage, ...]:
-        """The run's parts in their order, each with a configuration of its own; it must have no problems."""
+        """The stages of the run, in order. The configuration must have no problems."""
         return (TrainingStage(self, total_steps=self.training.steps),)
 
     @property
@@ -100,20 +96,20 @@ class Config(Section):
         return self.job.output_dir or Path("outputs") / self.job.name
 
     def problems(self, world_size: int, *, first_stage: int = 0) -> list[str]:
-        """Everything that would stop this run, from stage `first` on, on `world_size` processes, all at once."""
+        """Everything that keeps this run, from stage `first_stage` on, from starting on `world_size` processes."""
         return [*self.data_problems(), *self.layout_problems(world_size, first_stage=first_stage)]
 
     def data_problems(self) -> list[str]:
-        """What is wrong with the text and the tokenizer, whose files may lie elsewhere."""
+        """Problems of corpora and tokenizer, whose files may be on another machine."""
         return [*self._tokenizer_problems(), *self.data.path_problems(self.validation.sources)]
 
     def layout_problems(self, world_size: int, *, first_stage: int = 0) -> list[str]:
-        """What is wrong with everything else."""
+        """All other problems."""
         del first_stage
         return self.single_stage_problems(world_size) + self.profiler_problems(self.training.steps)
 
     def single_stage_problems(self, world_size: int) -> list[str]:
-        """What is wrong with it whatever the run's other stages are."""
+        """Problems that do not depend on other stages."""
         problems = [
             *self.data.problems(),
             *self.validation.problems(self.data),
@@ -130,16 +126,16 @@ class Config(Section):
         ]
         if self.schedule.decay_steps is not None and self.schedule.kind != "wsd":
             decay, kind = self.schedule.decay_steps, self.schedule.kind
-            problems.append(f'schedule.decay_steps = {decay} has no use with schedule.kind = "{kind}"')
+            problems.append(f'schedule.decay_steps = {decay} is only used with schedule.kind = "wsd", not "{kind}"')
         return problems + self._batch_problems()
 
     def require_valid(self, world_size: int, *, first_stage: int = 0) -> None:
-        """Raises `ConfigError` with all problems, if there are any."""
+        """Raises `ConfigError` with all problems."""
         if problems := self.problems(world_size, first_stage=first_stage):
             raise ConfigError(problems)
 
     def require_vocab_size(self, required_vocab_size: int) -> None:
-        """Raises `ConfigError` unless the model has a row for each of the tokenizer's tokens."""
+        """Raises `ConfigError` unless the model has an embedding for each of the tokenizer's tokens."""
         if problems := self._vocab_size_problems(required_vocab_size):
             raise ConfigError(problems)
 
@@ -151,7 +147,7 @@ class Config(Section):
 
     @property
     def is_synthetic(self) -> bool:
-        """Whether all rows are of the `copy` corpus, which needs no tokenizer and has the model's vocabulary."""
+        """Whether all sequences are of the `copy` corpus, which needs no tokenizer."""
         return self.data.corpus == COPY_CORPUS and all(
             item.source == DEFAULT_SOURCE for item in self.data.effective_mix
         )
@@ -161,11 +157,11 @@ class Config(Section):
         if required_vocab_size <= size:
             return []
         return [
-            f'model.vocab_size = {size} must be at least {required_vocab_size}, the tokens of tokenizer.kind = "{kind}"'
+            f'model.vocab_size = {size} must be at least {required_vocab_size}, the vocabulary size of tokenizer.kind = "{kind}"'
         ]
 
     def context_plan(self) -> ContextPlan:
-        """How the cp ranks share rows. The model must have no problems."""
+        """How cp ranks share sequences. The model must have no problems."""
         section, model, training = self.parallelism, self.model.build(), self.training
         is_packed = self.data.mask == "document" and self.data.packing != "single" and not self.is_synthetic
         return ContextPlan(
@@ -184,9 +180,9 @@ class Config(Section):
         )
 
     def pipeline_plan(self, world_size: int) -> PipelinePlan:
-        """How the layers are cut into stages, and who runs them when. The model must have no problems."""
+        """Pipeline stages and schedule. The model must have no problems."""
         section, model = self.parallelism, self.model.build()
-        # The head counts by its products, and so does the embedding, which does nothing but hold as many weights.
+        # The output projection counts by its FLOPs; the embedding, which has none, by its equal number of weights.
         attention_cost = self.training.seq_len / 2 * model.num_heads * model.head_dim * 2
         vocab_cost = model.vocab_size * model.dim / (model.block_matrix_parameters + attention_cost)
         return PipelinePlan(
@@ -204,7 +200,7 @@ class Config(Section):
         )
 
     def topology(self, world_size: int, *, nodes: int = 1) -> Topology:
-        """Who talks to whom. The model must have no problems."""
+        """Process groups. The model must have no problems."""
         section = self.parallelism
         degrees = section.degrees(world_size)
         return Topology(
@@ -212,16 +208,16 @@ class Config(Section):
         )
 
     def parallelism_summary(self, world_size: int) -> list[str]:
-        """What positions mean, and what is done along the axes that leave a choice, a line each. The model must have no
-        problems.
-        """
+        """Lines for the log: rotary embedding and parallelism. The model must have no problems."""
         section = self.parallelism
         lines = [rope_summary(self.model.build(), self.training.seq_len)]
         if section.cp > 1:
             lines.append(f"context parallelism: {self.context_plan().summary()}")
         if section.tp > 1:
             sharded = {"tokens": section.sequence_parallel, "vocabulary": section.loss_parallel}
-            details = ", ".join(f"{name} {'shared' if is_sharded else 'whole'}" for name, is_sharded in sharded.items())
+            details = ", ".join(
+                f"{name} {'sharded' if is_sharded else 'replicated'}" for name, is_sharded in sharded.items()
+            )
             lines.append(f"tensor parallelism: {section.tp} ranks, {details}")
         if section.pp > 1:
             lines.append(f"pipeline parallelism: {self.pipeline_plan(world_size).summary()}")
@@ -245,24 +241,26 @@ class Config(Section):
             ffn_dim=model.ffn_dim,
             vocab_size=model.vocab_size,
             # Only a tied embedding is kept whole with its head.
-            replicated_vocabulary=model.tie_embeddings and not section.loss_parallel,
+            replicate_vocab=model.tie_embeddings and not section.loss_parallel,
         )
 
     def _pipeline_problems(self, world_size: int) -> list[str]:
-        is_indivisible = self.training.global_batch_size % self.training.micro_batch_size > 0  # Its own problem.
+        is_indivisible = (
+            self.training.global_batch_size % self.training.micro_batch_size > 0
+        )  # Reported as a problem of the batch size.
         return [] if is_indivisible or self.model.problems() else self.pipeline_plan(world_size).problems()
 
     def _attention_problems(self) -> list[str]:
         kernel, dtype = self.training.attention, self.training.dtype
         if kernel == "cudnn" and self.training.deterministic:
-            return ['training.attention = "cudnn" is not deterministic, which training.deterministic = true asks for']
+            return ['training.attention = "cudnn" is not deterministic, but training.deterministic = true']
         supported_dtypes = {"efficient": ("bfloat16", "float32")} | dict.fromkeys(
             ("flash", "cudnn", "fa3", "fa4"), ("bfloat16",)
         )
         if kernel not in supported_dtypes or dtype in supported_dtypes[kernel]:
             return []
         return [
-            f'training.attention = "{kernel}" takes {" or ".join(supported_dtypes[kernel])}, not training.dtype = "{dtype}"'
+            f'training.attention = "{kernel}" supports {" or ".join(supported_dtypes[kernel])}, not training.dtype = "{dtype}"'
         ]
 
     def _head_group_problems(self) -> list[str]:
@@ -271,13 +269,13 @@ class Config(Section):
         plan = self.context_plan()
         if plan.kv_heads % groups:
             return [
-                f"memory.head_groups = {groups} must divide the {plan.kv_heads} key/value heads of a rank "
+                f"memory.head_groups = {groups} must divide the {plan.kv_heads} KV heads of a rank "
                 "(model.num_kv_heads / parallelism.tp)"
             ]
         if plan.cp > 1 and not plan.problems() and plan.heads // groups % plan.ulysses_degree:
             return [
-                f"memory.head_groups = {groups} leaves {plan.heads // groups} query heads in a group, which "
-                f'{plan.ulysses_degree} ranks cannot exchange (parallelism.cp_method = "{plan.resolved_method}")'
+                f"memory.head_groups = {groups} leaves {plan.heads // groups} query heads per group, which "
+                f'{plan.ulysses_degree} ranks cannot divide (parallelism.cp_method = "{plan.resolved_method}")'
             ]
         return []
 
@@ -286,27 +284,29 @@ class Config(Section):
             return []
         key, max_beta, problems = 'memory.optimizer_dtype = "bfloat16"', max(self.optimizer.betas), []
         if self.training.dtype == "float64":
-            problems.append(f'{key} has no use with training.dtype = "float64", which is to round nothing')
+            problems.append(f'{key} contradicts training.dtype = "float64"')
         if max_beta > 0.99:
-            problems.append(f"{key} needs optimizer.betas up to 0.99, not {max_beta}: smaller changes are rounded away")
+            problems.append(
+                f"{key} needs optimizer.betas up to 0.99, not {max_beta}: bfloat16 rounds smaller changes away"
+            )
         return problems
 
     def _context_problems(self) -> list[str]:
         if self.model.problems():
             return []
         plan = self.context_plan()
-        if plan.heads % plan.kv_heads:  # What tp leaves of heads that it does not divide is not cp's to judge.
+        if plan.heads % plan.kv_heads:  # A problem of tp, reported there.
             return []
         return [f"parallelism.{problem}" for problem in plan.problems()]
 
     def micro_batches(self, world_size: int) -> tuple[int, int]:
-        """(micro-batches of one update, how many of them each data-parallel rank runs); the last may be empty."""
+        """(micro-batches per step, micro-batches per data-parallel rank); the last ones may be empty."""
         degrees = self.parallelism.degrees(world_size)
         total = self.training.global_batch_size // self.training.micro_batch_size
         return total, -(-total // (degrees["dp_replicate"] * degrees["dp_shard"]))
 
     def warnings(self, world_size: int) -> list[str]:
-        """What is allowed on `world_size` processes, and seldom meant."""
+        """Settings that are valid on `world_size` processes but rarely intended."""
         total, per_rank = self.micro_batches(world_size)
         degrees = self.parallelism.degrees(world_size)
         slots = per_rank * degrees["dp_replicate"] * degrees["dp_shard"]
@@ -314,21 +314,21 @@ class Config(Section):
         lines = []
         if slots != total:
             lines.append(
-                f"training.global_batch_size = {self.training.global_batch_size} makes {total} micro-batches for "
-                f"{slots} places on {slots // per_rank} data-parallel ranks: {slots - total} run empty in every update"
+                f"training.global_batch_size = {self.training.global_batch_size} makes {total} micro-batches, which "
+                f"{slots // per_rank} data-parallel ranks do not divide: {slots - total} of {slots} are empty in every step"
             )
         if warmup >= steps and self.schedule.over == "stage":
             lines.append(
-                f"schedule.warmup_steps = {warmup} is all of training.steps = {steps}: the learning rate only rises"
+                f"schedule.warmup_steps = {warmup} is not below training.steps = {steps}: the learning rate never reaches its peak"
             )
         training_sources = {item.source for item in self.data.effective_mix}
         lines += [
-            f"validation.sets.{name} judges by documents that are trained on: data.holdout = 0"
+            f"validation.sets.{name} validates on training documents: data.holdout = 0"
             for name, each in self.validation.sets.items()
             if each.source in training_sources and not self.data.holdout
         ]
         lines += [
-            f"parallelism.{key} has no use with parallelism.pp = 1"
+            f"parallelism.{key} is not used with parallelism.pp = 1"
             for key in ("pp_layers", "pp_stages_per_rank")
             if degrees["pp"] == 1 and getattr(self.parallelism, key) is not None
         ]
@@ -337,8 +337,8 @@ class Config(Section):
             padding = -length % plan.seq_len_divisor
             axes = ", ".join(f"{axis} = {degrees[axis]}" for axis in ("cp", "tp") if degrees[axis] > 1)
             lines.append(
-                f"training.seq_len = {length} does not divide by {plan.seq_len_divisor} ({axes}): "
-                f"every row is padded by {padding} token{'s' if padding > 1 else ''}"
+                f"training.seq_len = {length} is not a multiple of {plan.seq_len_divisor} ({axes}): "
+                f"every sequence is padded by {padding} token{'s' if padding > 1 else ''}"
             )
         return lines
 
@@ -363,7 +363,7 @@ class Config(Section):
             "memory": (section.memory_step, section.memory_steps),
         }
         return [
-            f"profiler.{name}_step = {start} and profiler.{name}_steps = {count} reach past training.steps = {steps}"
+            f"profiler.{name}_step = {start} and profiler.{name}_steps = {count} must end by training.steps = {steps}"
             for name, (start, count) in windows.items()
             if start is not None and start + count - 1 > steps
         ]
@@ -371,20 +371,20 @@ class Config(Section):
 
 @dataclass(frozen=True)
 class TrainingStage:
-    """A part of a run: its configuration, whose `training.steps` are its own, and where it stands."""
+    """One stage of a run: its configuration, whose `training.steps` are those of the stage, and its position."""
 
     config: Config
     name: str = ""
     index: int = 0
     num_stages: int = 1
     start_step: int = 0
-    """Updates before it."""
+    """Steps before this stage."""
     total_steps: int = 0
-    """Updates of the whole run."""
+    """Steps of the whole run."""
     resets_optimizer: bool = False
-    """Whether its optimizer begins without state."""
+    """Whether the optimizer state starts fresh."""
     length_in_tokens: bool = False
-    """Whether its length is given in tokens, so that its updates depend on its batch."""
+    """Whether the length is given in tokens, so that the steps depend on the batch size."""
 
     def __str__(self) -> str:
         return f'stage "{self.name}"'
@@ -394,10 +394,9 @@ class TrainingStage:
         return self.start_step + self.config.training.steps
 
     def summary(self) -> str:
-        """One line for the log."""
         training = self.config.training
         global_batch_size = training.global_batch_size
         return (
-            f"{self} ({self.index + 1} of {self.num_stages}): updates {self.start_step + 1} to {self.end_step} of "
-            f"{global_batch_size} x {training.seq_len:,} tokens = {global_batch_size * training.seq_len * training.steps:,} tokens"
+            f"{self} ({self.index + 1} of {self.num_stages}): steps {self.start_step + 1} to {self.end_step}, "
+            f"each {global_batch_size} x {training.seq_len:,} tokens; {global_batch_size * training.seq_len * training.steps:,} tokens in total"
         )

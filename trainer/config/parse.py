@@ -1,8 +1,7 @@
-"""From a TOML file and a command line to a `Recipe`, or to the list of everything that is wrong with them.
+"""Parse a TOML file and a command line into a `Recipe`, or list everything that is wrong with them. Imports no torch.
 
-Each of the two sources is checked by itself, so that a fault names where it stands; what they say is then put together,
-the command line last. TOML has types, so `"50"` is no integer there; on the command line everything is text.
-Nothing here imports torch.
+Each source is validated separately, so that an error names its source; then command-line values override the file's.
+TOML values have types, so `"50"` is not an integer there; on the command line everything is text.
 """
 
 from __future__ import annotations
@@ -20,7 +19,10 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
-from trainer.config.job_config import Config, Section
+from trainer.config import aliases
+from trainer.config.migrations import migrate_file, new_key, new_value
+from trainer.config.sections import Section
+from trainer.config.toml_format import toml_value
 from trainer.config.training_stages import Recipe
 from trainer.errors import ConfigError
 
@@ -63,13 +65,13 @@ TOML_TYPES = {
 
 
 def load(argv: Sequence[str]) -> Recipe:
-    """The configuration that `--config NAME|PATH` and `--section.key VALUE` describe, or `ConfigError`."""
+    """The configuration of `--config NAME|PATH` and `--section.key VALUE`. Raises `ConfigError`."""
     arguments = parse_arguments(argv)
     problems = list(arguments.problems)
     sources = [ConfigSource(name=COMMAND_LINE, values=arguments.values, typed=False)]
     try:
         path = find_config_file(arguments.config)
-        sources.insert(0, ConfigSource(name=show_path(path), values=read_toml(path), typed=True))
+        sources.insert(0, ConfigSource(name=show_path(path), values=migrate_file(read_toml(path)), typed=True))
     except ConfigError as error:
         problems += error.problems
     merged: dict[str, Any] = {}
@@ -83,26 +85,15 @@ def load(argv: Sequence[str]) -> Recipe:
     return Recipe.model_validate(merged)
 
 
-def to_toml(config: Config) -> str:
-    """The resolved configuration as a file that `load` reads back to an equal one; absent keys are left out."""
-    values = config.model_dump(mode="json", exclude_none=True)
-    # What a stage does not say is the sections'.
-    if isinstance(config, Recipe):
-        values["stage"] = [stage.model_dump(mode="json", exclude_unset=True) for stage in config.stage]
-        for key in ("steps", "seq_len") if config.stage else ():
-            del values["training"][key]
-    return "\n".join(_toml_lines((), values)).lstrip() + "\n"
-
-
 @cache
 def all_sections() -> dict[str, type[Section]]:
-    """Every section by its name, in order: `job`, `model`, `model.rope`, ..."""
+    """Sections by name, in order: `job`, `model`, `model.rope`, ..."""
     return dict(_iter_sections("", Recipe))
 
 
 @cache
 def repeated_tables() -> dict[str, type[Section]]:
-    """What the file may hold several of, by its heading: `[data.sources.NAME]`, `[[data.mix]]`, `[[stage]]`."""
+    """Tables that a file may repeat: `data.sources` (by name), `data.mix`, `validation.sets` (by name), `stage`."""
     prefixes: list[tuple[str, type[Section]]] = [(f"{name}.", owner) for name, owner in all_sections().items()]
     prefixes.append(("", Recipe))
     result = {
@@ -112,7 +103,7 @@ def repeated_tables() -> dict[str, type[Section]]:
 
 
 def section_keys(section: str) -> list[str]:
-    """The keys of a section, without its sub-sections and tables."""
+    """The keys of a section that hold a value, not a table."""
     return [
         key for key in all_sections()[section].fields_by_key() if _nested_section(all_sections()[section], key) is None
     ]
@@ -123,7 +114,7 @@ def section_keys(section: str) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class ParsedArguments:
-    """A command line taken apart: the file it names, what it sets, and what is wrong with its options."""
+    """A command line: its --config, its values by section and key, and the problems of its options."""
 
     config: str
     values: dict[str, Any]
@@ -131,9 +122,9 @@ class ParsedArguments:
 
 
 def parse_arguments(argv: Sequence[str]) -> ParsedArguments:
-    """Takes `--key VALUE` and `--key=VALUE` apart; of a repeated option the last counts.
+    """Parses `--section.key VALUE` and `--section.key=VALUE`; of a repeated option the last one counts.
 
-    A value is still text where the key takes one of them, and a list, written `1,2` or as JSON, where it takes several.
+    Values remain text. A key that takes a list has a list of text, written `1,2` or as JSON.
     """
     config, overrides = DEFAULT_CONFIG, {}
     problems = []
@@ -154,6 +145,17 @@ def parse_arguments(argv: Sequence[str]) -> ParsedArguments:
     return ParsedArguments(config=config, values=values, problems=problems)
 
 
+def name_flags(problem: str, argv: Sequence[str]) -> str:
+    """The problem with the options that set the keys it names."""
+    words = {word.strip('():;,"') for word in problem.split()}
+    options = {option for option, _ in _options(argv) if option.removeprefix("--") in words}
+    return (
+        problem
+        if problem.startswith(COMMAND_LINE) or not options
+        else f"{problem} (set by {', '.join(sorted(options))})"
+    )
+
+
 def _options(argv: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     remaining = list(argv)
     while remaining:
@@ -169,9 +171,9 @@ def _options(argv: Sequence[str]) -> Iterator[tuple[str, str | None]]:
 def _option_problem(option: str, value: str | None) -> str | None:
     section, _, key = option.removeprefix("--").rpartition(".")
     if table_name := next((table for table in repeated_tables() if f"{option[2:]}.".startswith(f"{table}.")), None):
-        return f"{_shorten(option)}: {table_name} is for the file; the command line sets single keys"
+        return f"{_shorten(option)}: {table_name} can only be set in the file"
     if not option.startswith("--") or not key:
-        return f'"{_shorten(option)}" stands alone; options are written --section.key VALUE'
+        return f'"{_shorten(option)}" is not an option; options are written --section.key VALUE'
     if option != "--config" and (section not in all_sections() or key not in section_keys(section)):
         shown = option if value is None else f"{option} {value}"
         return f"{_shorten(shown)}: {_unknown_key_message(section, key)}"
@@ -186,7 +188,7 @@ def _option_problem(option: str, value: str | None) -> str | None:
 @cache
 def _cli_parser() -> CliSettingsSource[BaseSettings]:
     class CommandLine(BaseSettings, Recipe):  # type: ignore[misc]  # Both declare model_config, settings with more keys.
-        """The sections, with the parser that pydantic-settings makes of them."""
+        """`Recipe` with the parser of pydantic-settings."""
 
     return CliSettingsSource(CommandLine, cli_parse_args=False, cli_exit_on_error=False)
 
@@ -195,7 +197,7 @@ def _cli_parser() -> CliSettingsSource[BaseSettings]:
 
 
 def find_config_file(name: str) -> Path:
-    """A bare name is one of `train_configs/`, else a file here; anything else is a path, relative to this folder."""
+    """Looks a bare name up in `train_configs/`, then in the current folder; anything else is a path. Raises `ConfigError`."""
     path = Path(name)
     candidates = [CONFIG_DIR / (name if name.endswith(".toml") else f"{name}.toml")] if path.name == name else []
     try:
@@ -204,13 +206,13 @@ def find_config_file(name: str) -> Path:
                 return candidate
         if path.exists():
             kind = "a folder" if path.is_dir() else "not a regular file"
-            raise ConfigError([f"{name or path}: --config needs a TOML file, and this is {kind}"])
+            raise ConfigError([f"{name or path}: --config needs a TOML file, not {kind}"])
     except OSError as error:
         raise ConfigError([f"{_shorten(name)}: cannot be read: {error.strerror}"]) from error
     available = sorted(entry.stem for entry in CONFIG_DIR.glob("*.toml"))
     suggestions = [f"did you mean {match}? " for match in get_close_matches(path.stem, available, n=1)]
     raise ConfigError(
-        [f"{_shorten(name)}: there is no such file; {''.join(suggestions)}train_configs/ holds {', '.join(available)}"]
+        [f"{_shorten(name)}: no such file; {''.join(suggestions)}train_configs/ holds {', '.join(available)}"]
     )
 
 
@@ -228,37 +230,37 @@ def read_toml(path: Path) -> dict[str, Any]:
         lines = [*error.doc.splitlines(), ""]
         text = lines[min(error.lineno, len(lines)) - 1].strip()
         is_duplicate = error.msg == "Cannot overwrite a value" or error.msg.endswith("twice")
-        rule = "this is given twice" if is_duplicate else error.msg
+        rule = "defined twice" if is_duplicate else error.msg
         raise ConfigError([f"{name}:{error.lineno}: {rule}: {_shorten(text)}"]) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError([f"{name}: {error}"]) from error
 
 
 def show_path(path: Path) -> str:
-    """Relative to the current folder where it lies below."""
+    """Relative to the current folder if it is inside."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
-# ---- one source, checked
+# ---- one source
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigSource:
-    """Where values come from: its name, its nested values, and whether they have types or are all text."""
+    """A named source of nested values, which are typed (TOML) or all text (command line)."""
 
     name: str
     values: dict[str, Any]
     typed: bool
 
     def parse(self) -> Recipe:
-        """A `Recipe` whose set fields are those of this source. Raises `ValidationError`."""
+        """A `Recipe` with the fields of this source set. Raises `ValidationError`."""
         if not self.typed:
             return Recipe.model_validate(self.values, strict=False)
-        # By way of JSON, because its strict types are TOML's: text for a path, an array for a tuple, 1 for 1.0.
+        # Strict JSON has TOML's types: text for a path, an array for a tuple, 1 for 1.0.
         return Recipe.model_validate_json(json.dumps(self.values, default=lambda date: [str(date)]), strict=True)
 
     def format_error(self, details: ErrorDetails) -> str:
-        """One fault in one line: source, key, value, rule."""
+        """One error in one line: source, key, value, rule."""
         location, key_path = self._locate(details["loc"])
         items = [part for part in key_path if isinstance(part, int)]
         names = [part for part in key_path if isinstance(part, str)]
@@ -267,8 +269,18 @@ class ConfigSource:
         is_missing = details["type"] == "missing" and not items
         assignment = f"{location}{key if is_missing else self._format_assignment(key, value)}"
         if details["type"] == "extra_forbidden":
-            section = _section_at(details["loc"][:-1])
-            return f"{self.name}: {assignment}: {_unknown_key_message('.'.join(names[:-1]), names[-1], section, table=isinstance(value, dict))}"
+            full_name = ".".join(part for part in details["loc"] if isinstance(part, str))
+            message = (
+                _renamed_message(full_name)
+                or _foreign_section_message(full_name, value)
+                or _unknown_key_message(
+                    ".".join(names[:-1]),
+                    names[-1],
+                    _section_at(details["loc"][:-1]),
+                    is_table=isinstance(value, dict),
+                )
+            )
+            return f"{self.name}: {assignment}: {message}"
         limits = {
             key: f"{value:g}" if isinstance(value, float) else value for key, value in details.get("ctx", {}).items()
         }
@@ -278,10 +290,12 @@ class ConfigSource:
         section = _section_at(details["loc"][:-1])
         if details["type"] == "string_pattern_mismatch" and section and names[-1] in section.fields_by_key():
             rule += f" ({section.fields_by_key()[names[-1]].description})"
+        if current := new_value(key, value):
+            rule += f'; "{value}" was renamed to "{current}"'
         return f"{self.name}: {assignment}{f': item {items[0] + 1}' if items else ''} {rule}"
 
     def _locate(self, loc: tuple[int | str, ...]) -> tuple[str, list[int | str]]:
-        """The table of a list that a fault is in, in words, and where it is there."""
+        """Name of the list item that holds the error, such as `stage "a": `, and the key path within it."""
         location, remainder = "", list[int | str]()
         for index, part in enumerate(loc):
             remainder.append(part)
@@ -296,7 +310,7 @@ class ConfigSource:
         for key in path:
             try:
                 value = value[key]
-            except (KeyError, IndexError, TypeError):  # What is missing has none.
+            except (KeyError, IndexError, TypeError):  # A missing key.
                 return None
         return value
 
@@ -307,77 +321,60 @@ class ConfigSource:
         return f"--{key} {_shorten(text)}"
 
 
+def _renamed_message(name: str) -> str | None:
+    current = new_key(name)
+    return None if current is None else f"renamed to {current}"
+
+
+def _foreign_section_message(name: str, value: object) -> str | None:
+    """For a section of another trainer: our key for each of its keys."""
+    if not isinstance(value, dict):
+        return None
+    suggestions = [f"{key}: {message}" for key in value if (message := aliases.suggest(f"{name}.{key}"))]
+    return f"unknown section; {', '.join(suggestions)}" if suggestions else None
+
+
 def _unknown_key_message(
-    section: str, key: str, section_type: type[Section] | None = None, *, table: bool = False
+    section: str, key: str, section_type: type[Section] | None = None, *, is_table: bool = False
 ) -> str:
-    """What a key that does not exist, in this section or table, was probably meant to be."""
+    """Suggests a key for one that this section or table does not have."""
     name = f"{section}.{key}".lstrip(".")
     if section_type not in (None, Recipe, all_sections().get(section)):
-        known_keys = [*section_type.fields_by_key()]
-        matches = get_close_matches(key, known_keys, n=1)
-        return f"there is no such key; {f'did you mean {matches[0]}?' if matches else 'there are ' + ', '.join(known_keys)}"
+        return f"unknown key; {_suggest(key, [*section_type.fields_by_key()])}"
     if name in all_sections():
         return f"a section, not a key; [{name}] has {', '.join(section_keys(name))}"
-    if table or (section and section not in all_sections()):
-        unknown_name = name if table else section
+    if message := _renamed_message(name):
+        return message
+    owners = [f"[{owner_name}]" for owner_name in all_sections() if key.replace("-", "_") in section_keys(owner_name)]
+    if not (owners and section in all_sections()) and (suggestion := aliases.suggest(name)):
+        return f"unknown key; {suggestion}"
+    if is_table or (section and section not in all_sections()):
+        unknown_name = name if is_table else section
         matches = get_close_matches(unknown_name, [*all_sections(), *repeated_tables()], n=1)
-        suggestion = f"did you mean [{matches[0]}]?" if matches else f"there are {', '.join(all_sections())}"
-        return f"there is no section [{unknown_name}]; {suggestion}"
-    owners = [f"[{owner_name}]" for owner_name in all_sections() if key in section_keys(owner_name)]
-    if owners:
-        return f"there is no such key; {key} belongs to {' or '.join(owners)}"
-    known_keys = (
-        section_keys(section)
-        if section
-        else [f"{home}.{inner}" for home in all_sections() for inner in section_keys(home)]
-    )
+        hint = f"did you mean [{matches[0]}]?" if matches else f"the sections are {', '.join(all_sections())}"
+        return f"unknown section [{unknown_name}]; {hint}"
+    if owners and f"[{section}]" not in owners:
+        return f"unknown key; {key} belongs to {' or '.join(owners)}"
+    if section:
+        return f"unknown key; {_suggest(key, section_keys(section), f'[{section}] has ')}"
+    known_keys = [f"{home}.{inner}" for home in all_sections() for inner in section_keys(home)]
     matches = get_close_matches(key, known_keys, n=1)
-    if matches:
-        return f"there is no such key; did you mean {matches[0]}?"
-    return (
-        f"there is no such key; [{section}] has {', '.join(known_keys)}"
-        if section
-        else "there is no such key; see --help"
-    )
+    return f"unknown key; {f'did you mean {matches[0]}?' if matches else 'see --help'}"
 
 
-# ---- small things
+def _suggest(key: str, known_keys: list[str], prefix: str = "the keys are ") -> str:
+    matches = get_close_matches(key, known_keys, n=1)
+    return f"did you mean {matches[0]}?" if matches else prefix + ", ".join(known_keys)
 
 
 def deep_merge(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """`below` with what `above` says put over it, table by table."""
+    """`base` with `overrides` merged in, table by table."""
     merged = {
         key: deep_merge(base[key], value)
         for key, value in overrides.items()
         if isinstance(value, dict) and isinstance(base.get(key), dict)
     }
     return base | overrides | merged
-
-
-def toml_value(value: object) -> str:
-    """A value as TOML writes it."""
-    if isinstance(value, list):
-        return f"[{', '.join(map(toml_value, value))}]"
-    if isinstance(value, dict):
-        return f"{{ {', '.join(f'{key} = {toml_value(inner)}' for key, inner in value.items())} }}"
-    if isinstance(value, (bool, str)):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON leaves DEL bare, TOML forbids it
-    return str(value)
-
-
-def _toml_lines(path: tuple[str, ...], table: dict[str, Any]) -> Iterator[str]:
-    array_tables = {key: value for key, value in table.items() if isinstance(value, list) and not path}
-    scalars = {key: value for key, value in table.items() if not isinstance(value, dict) and key not in array_tables}
-    if scalars and path:
-        yield f"\n[{'.'.join(path)}]"
-    yield from (f"{key} = {toml_value(value)}" for key, value in scalars.items())
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _toml_lines((*path, key), value)
-    for key, tables in array_tables.items():
-        for entry in tables:
-            yield f"\n[[{key}]]"
-            yield from (f"{name} = {toml_value(value)}" for name, value in entry.items())
 
 
 def _iter_sections(prefix: str, owner: type[Section]) -> Iterator[tuple[str, type[Section]]]:
@@ -388,14 +385,14 @@ def _iter_sections(prefix: str, owner: type[Section]) -> Iterator[tuple[str, typ
 
 
 def _nested_section(owner: type[Section], key: str) -> type[Section] | None:
-    """The section that a key is, or those that it holds several of, are of."""
+    """The section type of a key that holds one section or several."""
     annotation = owner.fields_by_key()[key].annotation
     kinds = [annotation, *get_args(annotation)]
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
 
 
 def _section_at(loc: Sequence[int | str]) -> type[Section] | None:
-    """The section at a place, of which numbers and names of a table are parts."""
+    """The section type at a path, whose parts include list indices and table names."""
     owner: type[Section] | None = Recipe
     is_table_key = False
     for part in loc:

@@ -1,7 +1,4 @@
-"""The sections of a configuration: every key, its type, its range and, in its docstring, its `--help`.
-
-Nothing here imports torch. What keys of several sections mean together is `trainer/config/job_config.py`.
-"""
+"""The sections of a configuration: keys, types, ranges, and `--help` texts as docstrings. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,31 +11,37 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from models import FAMILIES
 from models.config import ModelConfig
+from models.presets import FAMILIES
 from parallelisms.parallel_dims import AXES
 
 
 def require_non_empty(value: object) -> object:
-    # An unset variable in a shell, which as a path would mean the current folder.
+    # An unset shell variable; as a path it would mean the current folder.
     if value == "":
         raise ValueError("must not be empty")
     return value
 
 
+def require_path(value: object) -> object:
+    if "://" in str(value):
+        raise ValueError("must be a local or mounted path, not a URL")
+    return require_non_empty(value)
+
+
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
-NonEmptyPath = Annotated[Path, BeforeValidator(require_non_empty)]
+NonEmptyPath = Annotated[Path, BeforeValidator(require_path)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
-MAX_SEQ_LEN = 2**31 - 1  # tokens: kernels take the starts of documents as int32
-OPTIMIZER_CHUNK_ELEMENTS = 1 << 22  # elements whose moments are widened at once: trainer/optim/optimizer.py
+MAX_SEQ_LEN = 2**31 - 1  # tokens: attention kernels take document offsets as int32
+OPTIMIZER_CHUNK_ELEMENTS = 1 << 22  # moments converted to float32 at once: trainer/optim/optimizer.py
 
 
 class Section(BaseModel):
-    """What every section is: frozen, without unknown keys, each field documented by the string below it."""
+    """Base of all sections: frozen, no unknown keys, each field documented by the string below it."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, serialize_by_alias=True
@@ -46,7 +49,7 @@ class Section(BaseModel):
 
     @classmethod
     def fields_by_key(cls) -> dict[str, FieldInfo]:
-        """What the file writes, and about what: a key that is a word of Python's has a field of another name."""
+        """Fields by their TOML keys, which differ from the field names for Python keywords."""
         return {field.alias or name: field for name, field in cls.model_fields.items()}
 
 
@@ -54,49 +57,49 @@ class JobSection(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
     """Name of the run: letters, digits, `.`, `_` and `-`."""
     output_dir: NonEmptyPath | None = None
-    """The run folder: configuration, metrics, checkpoints, TensorBoard files. Left out: `outputs/<job.name>`."""
+    """The run folder: configuration, metrics, checkpoints, TensorBoard files; a local or mounted path. Left out: `outputs/<job.name>`."""
     max_minutes: PositiveFloat | None = None
-    """How long the run may last from the start of its launcher, restarts included: it saves and leaves in time, to be started again. Left out: as long as SLURM says, if it does (SLURM_JOB_END_TIME)."""
+    """Time limit of the run from the launcher's start, restarts included; the run saves and exits in time to be started again. Left out: SLURM's limit, if there is one (SLURM_JOB_END_TIME)."""
 
 
 class RopeSection(Section):
     kind: Literal["default", "linear", "llama3", "yarn", "longrope"] | None = None
-    """How frequencies are stretched: `default` (not at all: for ABF raise `theta`), `linear` (all alike), `llama3` (by wavelength, as Llama 3.1 does), `yarn` (by turns, and scores sharpened), `longrope` (each by its own factor)."""
+    """How rotary frequencies are scaled: `default` (not at all; for ABF raise `theta`), `linear` (all by one factor), `llama3` (by wavelength, as in Llama 3.1), `yarn` (by number of rotations, with an attention factor), `longrope` (one factor per frequency)."""
     theta: Annotated[float, Field(gt=1)] | None = None
     """Base of the rotary frequencies."""
     factor: Annotated[float, Field(ge=1)] | None = None
-    """By how much the context is extended beyond `original_length`. For all kinds but `default`, which do nothing without it."""
+    """Context extension relative to `original_length`. Required by every kind except `default`."""
     low_freq_factor: PositiveFloat | None = None
-    """`llama3`: wavelengths above `original_length / low_freq_factor` are stretched by the whole factor."""
+    """`llama3`: wavelengths above `original_length / low_freq_factor` are scaled by the whole factor."""
     high_freq_factor: PositiveFloat | None = None
-    """`llama3`: wavelengths below `original_length / high_freq_factor` stay as they are."""
+    """`llama3`: wavelengths below `original_length / high_freq_factor` are unchanged."""
     original_length: PositiveInt | None = None
-    """Tokens of context that the frequencies were first trained for."""
+    """Context length in tokens that the frequencies were first trained for."""
     beta_fast: PositiveFloat | None = None
-    """`yarn`: frequencies that turn more often than this over `original_length` stay as they are."""
+    """`yarn`: frequencies with more rotations than this over `original_length` are unchanged."""
     beta_slow: PositiveFloat | None = None
-    """`yarn`: frequencies that turn less often than this over `original_length` are stretched by the whole factor."""
+    """`yarn`: frequencies with fewer rotations than this over `original_length` are scaled by the whole factor."""
     truncate: bool | None = None
-    """`yarn`: whether the ramp between the two begins and ends at whole frequencies."""
+    """`yarn`: whether to round the bounds of the ramp between the two to whole frequencies."""
     attention_factor: PositiveFloat | None = None
-    """`yarn` and `longrope`: what cosine and sine are multiplied by. Left out: 0.1 ln(factor) + 1, and sqrt(1 + ln(factor) / ln(original_length))."""
+    """`yarn` and `longrope`: multiplies cosine and sine. Left out: 0.1 ln(factor) + 1 for `yarn`, sqrt(1 + ln(factor) / ln(original_length)) for `longrope`."""
     short_factors: tuple[float, ...] | None = None
-    """`longrope`: what each frequency is divided by where training.seq_len is at most `original_length`; half as many as `head_dim`."""
+    """`longrope`: divisor of each frequency when training.seq_len is at most `original_length`; head_dim / 2 values."""
     long_factors: tuple[float, ...] | None = None
-    """`longrope`: the same for longer rows."""
+    """`longrope`: divisor of each frequency for longer sequences; head_dim / 2 values."""
     precision: Literal["float64", "float32"] | None = None
-    """Type of angles. `float32` is off by 0.05 rad at position 1M, and bit by bit what Hugging Face computes."""
+    """Type of the angles. `float32` is off by 0.05 rad at position 1M and matches Hugging Face bit by bit."""
 
 
 class ModelSection(Section):
-    """A preset, and what differs from it: a key that is left out is the preset's."""
+    """A preset and its overrides: keys that are left out keep the values of the preset."""
 
     family: str = "llama3"
     """Family of presets."""
     size: str = "debug"
-    """Preset of that family."""
+    """Preset of the family."""
     vocab_size: PositiveInt | None = None
-    """Rows of the embedding and of the head; at least the tokenizer's vocabulary."""
+    """Rows of the embedding and output matrices; at least the tokenizer's vocabulary size."""
     dim: PositiveInt | None = None
     """Width of the residual stream."""
     num_layers: PositiveInt | None = None
@@ -104,24 +107,24 @@ class ModelSection(Section):
     num_heads: PositiveInt | None = None
     """Query heads."""
     num_kv_heads: PositiveInt | None = None
-    """Key and value heads; `num_heads` must be a multiple."""
+    """KV heads; `num_heads` must be a multiple."""
     head_dim: PositiveInt | None = None
-    """Width of a head."""
+    """Dimension of a head."""
     ffn_dim: PositiveInt | None = None
-    """Inner width of the feed-forward."""
+    """Hidden dimension of the feed-forward network."""
     norm_eps: PositiveFloat | None = None
     """Epsilon of every RMSNorm."""
     tie_embeddings: bool | None = None
-    """Whether the head uses the embedding's weight."""
+    """Whether the output projection shares the embedding weight."""
     qk_norm: bool | None = None
-    """Whether each head of queries and keys is normalised before it is rotated, as in Qwen3."""
+    """Whether queries and keys are normalized per head before rotation, as in Qwen3."""
     nope_every: PositiveInt | None = None
-    """Each layer whose number, from 1 on, is a multiple of this has no rotary embedding, as each 4th of SmolLM3. Left out: as the preset."""
+    """Every layer whose 1-based number is a multiple of this has no rotary embedding; 4 in SmolLM3. Left out: as in the preset."""
     rope: RopeSection = RopeSection()
-    """Rotary position embedding, where it differs from the preset's."""
+    """Rotary position embedding: overrides of the preset."""
 
     def build(self) -> ModelConfig:
-        """The preset with the keys given here put over it. The family and size must exist."""
+        """The preset with this section's overrides. Family and size must exist."""
         return _build_model_config(self)
 
     def problems(self) -> list[str]:
@@ -137,71 +140,71 @@ class ModelSection(Section):
 
 class TrainingSection(Section):
     seq_len: Annotated[int, Field(ge=2)] = 2048
-    """Tokens in a row."""
+    """Tokens per sequence."""
     global_batch_size: PositiveInt = 8
-    """Rows in one update, over all ranks and micro-batches."""
+    """Sequences per step, over all ranks and micro-batches."""
     micro_batch_size: PositiveInt = 1
-    """Rows that a rank carries through the model at once."""
+    """Sequences per rank and forward pass; also the pipeline's micro-batch."""
     steps: PositiveInt = 100
-    """Updates in the whole run."""
+    """Optimizer steps of the run."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Decides initial weights and the order of the data."""
+    """Seed of the initial weights and of the data order."""
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
-    """`bfloat16`: compute in bfloat16 over float32 weights; `float32`; `float64`: everything, to prove parity."""
+    """`bfloat16`: mixed precision, bfloat16 compute over float32 weights; `float32`; `float64`: everything, for parity tests."""
     reduce_dtype: Literal["bfloat16", "float32"] = "float32"
-    """Type in which bfloat16 gradients are summed over ranks; float32 and float64 runs keep their own."""
+    """Type of gradient reductions in bfloat16 runs; float32 and float64 runs reduce in their own type."""
     attention: Literal["auto", "flash", "cudnn", "efficient", "plain", "fa3", "fa4"] = "auto"
-    """Kernel of attention on CUDA; `auto` takes what suits device, type and documents, and says so. A CPU has one."""
+    """Attention kernel on CUDA; `auto` chooses by device, type and packing, and logs its choice. CPUs have one kernel."""
     compile: bool = False
     """Compile each block with torch.compile."""
     deterministic: bool = False
-    """Refuse kernels whose result depends on timing."""
+    """Refuse kernels whose results are not reproducible."""
     gc_interval: PositiveInt = 50
-    """Updates between collections of Python's garbage, at the same step on all ranks; automatic collection is off."""
+    """Steps between garbage collections of Python, at the same step on all ranks; automatic collection is off."""
 
 
 class ParallelismSection(Section):
     dp_replicate: PositiveInt = 1
     """Replicas of the sharded model (HSDP)."""
     dp_shard: PositiveInt | None = None
-    """Ranks over which parameters, gradients and optimizer state are sharded (FSDP2). Left out: the remaining ranks."""
+    """Ranks that shard parameters, gradients and optimizer state (FSDP2). Left out: the remaining ranks."""
     cp: PositiveInt = 1
-    """Ranks that share one row's tokens (context parallelism)."""
+    """Ranks that share the tokens of a sequence (context parallelism)."""
     cp_method: Literal["auto", "allgather", "ring", "alltoall", "ulysses", "hybrid"] = "auto"
-    """How they attend to each other's tokens: keys and values are gathered, go round a ring or are sent one by one; heads are exchanged for tokens (`ulysses`); or both (`hybrid`)."""
+    """How cp ranks exchange tokens: KV by all-gather, ring send-recv or all-to-all; heads for tokens by all-to-all (`ulysses`); or heads within and KV across groups (`hybrid`)."""
     cp_layout: Literal["auto", "headtail", "balanced", "doc_headtail", "contiguous"] = "auto"
-    """Which tokens of a row each of them holds. `auto` takes what suits the method."""
+    """Which tokens of a sequence each cp rank holds. `auto` chooses by method."""
     cp_ulysses: PositiveInt | None = None
-    """`hybrid`: ranks that exchange heads. Left out: as many as a node's ranks and the heads allow."""
+    """`hybrid`: ranks that exchange heads. Left out: as many as the ranks of a node and the heads allow."""
     cp_outer_method: Literal["auto", "ring", "alltoall", "allgather"] = "auto"
-    """`hybrid`: how keys and values reach the other groups of `cp_ulysses` ranks."""
+    """`hybrid`: how KV is exchanged across the groups of `cp_ulysses` ranks."""
     cp_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which gradients of keys and values travel between cp ranks in bfloat16 runs; float32 and float64 runs keep their own."""
+    """Type of KV gradients sent between cp ranks in bfloat16 runs; float32 and float64 runs keep their own."""
     ranks_per_node: PositiveInt = 8
-    """Ranks joined by fast links (NVLink): `auto` and `hybrid` without `cp_ulysses` exchange heads only among them."""
+    """Ranks joined by fast links (NVLink). `auto`, and `hybrid` without `cp_ulysses`, exchange heads only among them."""
     tp: PositiveInt = 1
-    """Ranks that share each matrix (tensor parallelism)."""
+    """Ranks that shard each weight matrix (tensor parallelism)."""
     sequence_parallel: bool = True
-    """Whether tp ranks also share the tokens of norms and of the residual stream, instead of holding all of them."""
+    """Whether tp ranks shard the tokens of norms and of the residual stream instead of replicating them."""
     loss_parallel: bool = True
-    """Whether tp ranks share the vocabulary of the head; else each has all of it."""
+    """Whether tp ranks shard the vocabulary of the output projection and loss."""
     async_tp: bool = False
-    """Overlap the communication of tp with its matrix products: compiled, on CUDA devices joined by NVLink."""
+    """Overlap tp communication with matrix products; needs torch.compile and CUDA devices joined by NVLink."""
     pp: PositiveInt = 1
     """Ranks that share the layers (pipeline parallelism)."""
     pp_schedule: Literal["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"] = (
         "1F1B"
     )
-    """Order in which stages run the micro-batches of an update."""
+    """Pipeline schedule."""
     pp_stages_per_rank: PositiveInt | None = None
-    """Stages on each pp rank. Left out: 1, or 2 for schedules that need several."""
+    """Pipeline stages per pp rank. Left out: 1, or 2 for schedules that need several."""
     pp_layers: tuple[NonNegativeInt, ...] | None = None
-    """Blocks of each stage, first to last. Left out: balanced, embedding and head counted as part of a block."""
+    """Blocks per pipeline stage, first to last. Left out: balanced, with embedding and output projection counted as fractions of a block."""
     reshard_after_forward: bool = True
-    """Whether a block's gathered weights are freed after its forward and gathered again for its backward. A pipeline keeps them: it would gather them for every micro-batch."""
+    """Whether to free a block's gathered weights after its forward and gather them again for its backward. Pipelines keep them, since they would gather them for every micro-batch."""
 
     def degrees(self, world_size: int) -> dict[str, int]:
-        """The size of each axis, in mesh order; an axis that was left out takes the remaining ranks."""
+        """Size of each mesh dimension, in mesh order; dp_shard defaults to the remaining ranks."""
         degrees = {axis: getattr(self, axis) or 1 for axis in AXES}
         if self.dp_shard is None:
             degrees["dp_shard"] = max(1, world_size // prod(degrees.values()))
@@ -214,31 +217,31 @@ class ParallelismSection(Section):
         product = " x ".join(f"{axis} {size}" for axis, size in degrees.items())
         needed = prod(degrees.values())
         return [
-            f"the mesh {product} needs {needed:,} processes, but there are {world_size:,} (NGPU x NNODES, or torchrun's)"
+            f"the mesh {product} needs {needed:,} processes, but the world size is {world_size:,} (NGPU x NNODES, or torchrun's)"
         ]
 
 
 class MemorySection(Section):
     recompute: Literal["none", "full", "keep_attention", "auto"] = "keep_attention"
-    """What the backward pass computes again instead of keeping: nothing, every block, or (`keep_attention`) everything but attention's output and log-sum-exp. `auto` takes the fastest that is predicted to fit, with those of the following levers that are not given."""
+    """Activation checkpointing: what the backward pass recomputes: nothing, every block, or (`keep_attention`) everything except attention's output and log-sum-exp. `auto` takes the fastest setting that is predicted to fit, choosing those of the keys below that are not given."""
     device_gib: PositiveFloat | None = None
-    """Memory of a device in GiB, for `auto`. Left out: what it has; a CPU's rank has its part of the machine."""
+    """Device memory in GiB, for `auto`. Left out: the device's; a CPU rank has its share of the machine's."""
     offload: Literal["none", "inputs", "inputs_and_attention"] = "none"
-    """What blocks keep in host memory instead of on the device: nothing, their inputs, or also attention's output and log-sum-exp."""
+    """What blocks offload to host memory: nothing, their inputs, or also attention's output and log-sum-exp."""
     host_budget_gib: PositiveFloat | None = None
-    """Host memory of a node for that, in GiB; what finds no room stays on the device, or is computed again. Left out: no limit."""
+    """Host memory per node for offloading, in GiB; what exceeds it stays on the device or is recomputed. Left out: no limit."""
     blocks_per_checkpoint: PositiveInt = 1
-    """Of so many blocks, one keeps its input; the others' are computed again from it, which takes no attention unless a budget leaves no room for what that gave."""
+    """One of this many blocks saves its input; the inputs of the others are recomputed from it, without running attention again unless `host_budget_gib` leaves no room for its output."""
     head_groups: PositiveInt = 1
-    """Groups of key/value heads that attention takes one after the other, so that what it holds in passing is divided by them."""
+    """Groups of KV heads that attention processes one after the other; divides attention's transient memory."""
     mlp_tile_mib: PositiveInt | None = None
-    """Memory for one tile of tokens, in MiB, by which blocks compute all but attention. Left out: all tokens at once."""
+    """Memory per tile of tokens in MiB, for everything in a block except attention. Left out: all tokens at once."""
     loss_chunk_mib: PositiveInt = 256
-    """Memory for one chunk of logits, in MiB; logits never exist whole."""
+    """Memory per chunk of logits in MiB; the full logits never exist."""
     optimizer_placement: Literal["device", "host"] = "device"
-    """Where parameters, gradients and optimizer state lie between uses; `host` fetches each block when it runs, and updates on the CPU."""
+    """Where parameters, gradients and optimizer state are stored; `host` fetches each block when it runs and steps the optimizer on the CPU."""
     optimizer_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which AdamW's two moments are kept; they change in float32 and are rounded to nearest. float64 runs keep their own."""
+    """Type of AdamW's two moments in memory; they are updated in float32 and rounded to nearest. float64 runs keep their own."""
 
     def problems(self) -> list[str]:
         defaults = {"offload": "none", "blocks_per_checkpoint": 1, "head_groups": 1, "mlp_tile_mib": None}
@@ -247,7 +250,7 @@ class MemorySection(Section):
         if self.recompute == "none":
             problems += [
                 f'memory.{key} = {_toml_literal(value)} needs memory.recompute = "full" or "keep_attention": with "none" autograd '
-                "keeps what a block computes"
+                "saves all activations"
                 for key, value in non_default.items()
             ]
         elif self.recompute == "full":
@@ -260,9 +263,9 @@ class MemorySection(Section):
                 if non_default.get(key) == value
             ]
         if self.host_budget_gib is not None and self.offload == "none" and self.recompute != "auto":
-            problems.append(f'memory.host_budget_gib = {self.host_budget_gib} has no use with memory.offload = "none"')
+            problems.append(f'memory.host_budget_gib = {self.host_budget_gib} is not used with memory.offload = "none"')
         if self.device_gib is not None and self.recompute != "auto":
-            problems.append(f'memory.device_gib = {self.device_gib} is for memory.recompute = "auto"')
+            problems.append(f'memory.device_gib = {self.device_gib} is only used with memory.recompute = "auto"')
         return problems
 
 
@@ -270,94 +273,94 @@ class OptimizerSection(Section):
     name: Literal["adamw"] = "adamw"
     """AdamW (Loshchilov & Hutter, 2019)."""
     lr: PositiveFloat = 3e-4
-    """Highest learning rate, reached after warm-up."""
+    """Peak learning rate, reached after warmup."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
-    """Decay of the first and of the second moment."""
+    """Decay rates of the first and second moments."""
     eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """Decoupled decay of matrices; norms are not decayed."""
+    """Decoupled weight decay of matrices; norms are not decayed."""
     max_grad_norm: PositiveFloat = 1.0
-    """Gradients are scaled down to this norm over the whole mesh; a huge value only measures."""
+    """Gradient clipping: maximum global norm. A huge value only measures."""
 
 
 class ScheduleSection(Section):
     kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """After warm-up: half a cosine, a line, warm-up-stable-decay (constant, then a line), or constant."""
+    """After warmup: cosine decay, linear decay, warmup-stable-decay (constant, then linear), or constant."""
     warmup_steps: NonNegativeInt = 0
-    """Updates over which the learning rate rises from zero."""
+    """Steps over which the learning rate rises from zero."""
     decay_steps: PositiveInt | None = None
-    """`wsd`: updates of the final decay. Left out: a tenth of the run."""
+    """`wsd`: steps of the final decay. Left out: a tenth of the run."""
     min_lr_factor: Fraction = 0.1
-    """Learning rate at the last update, as a fraction of the highest."""
+    """Learning rate at the last step, as a fraction of the peak."""
     over: Literal["stage", "run"] = "stage"
-    """Whether the curve is that of each stage, and starts again with it, or one over all stages."""
+    """Whether each stage has its own curve, or one curve spans all stages."""
 
 
 class CheckpointSection(Section):
     enabled: bool = True
-    """Whether checkpoints are written, and resumed from."""
+    """Whether checkpoints are written and resumed from."""
     interval: PositiveInt = 500
-    """Updates between checkpoints; the last update is always saved."""
+    """Steps between checkpoints; the last step is always saved."""
     interval_minutes: PositiveFloat | None = None
-    """Minutes between checkpoints, by the first rank's clock, in addition. Left out: updates alone count."""
+    """Additional limit in minutes between checkpoints, by rank 0's clock. Left out: only steps count."""
     keep: PositiveInt = 3
-    """Newest checkpoints that are kept."""
+    """Number of newest checkpoints to keep."""
     keep_every: PositiveInt | None = None
-    """Checkpoints of updates that are a multiple of this are kept for ever."""
+    """Checkpoints at multiples of this step are never deleted."""
     asynchronous: bool = Field(default=True, alias="async")
-    """Whether they are written while training goes on, from a copy on the host that takes as much memory as the state."""
+    """Whether to write checkpoints while training continues, from a host copy as large as the state."""
     initial_load_path: Annotated[str, BeforeValidator(require_non_empty)] | None = None
-    """Weights that a new run begins with, its optimizer being new: `hf:` and the folder of a model in Hugging Face's format, or another run's folder or checkpoint. Left out: drawn at random."""
+    """Initial weights of a new run, with a fresh optimizer: `hf:` and the folder of a model in Hugging Face's format, or the folder of another run or checkpoint. Left out: random."""
 
 
 class MetricsSection(Section):
     log_interval: PositiveInt = 10
-    """Updates between lines of metrics; the first and the last update are always logged."""
+    """Steps between logged metrics; the first and last steps are always logged."""
     peak_flops: PositiveFloat | None = None
-    """Peak dense FLOP/s of a device, for MFU. Left out: looked up; a CPU has none, so MFU is absent there."""
+    """Peak dense FLOP/s of a device, for MFU. Left out: looked up; CPUs have none, so MFU is absent there."""
     tensorboard: bool = True
     """Whether TensorBoard files are written."""
 
 
 class HealthSection(Section):
     max_consecutive_skips: PositiveInt = 10
-    """Updates in a row whose gradient is not finite after which the run stops for good."""
+    """Consecutive steps with a non-finite gradient after which the run fails permanently."""
     spike_sigmas: PositiveFloat = 6.0
-    """A loss so many standard deviations above the mean of the 128 before is told as a spike."""
-    on_spike: Literal["tell", "roll_back"] = "tell"
-    """`roll_back`: go on from the newest checkpoint, without the rows that were trained on since."""
+    """A loss this many standard deviations above the mean of the previous 128 counts as a spike."""
+    on_spike: Literal["warn", "roll_back"] = "warn"
+    """What to do about a loss spike: log a warning, or `roll_back`: resume from the newest checkpoint and skip the sequences trained on since."""
     straggler_ratio: Annotated[float, Field(gt=1)] = 1.3
-    """A rank that works so many times as long as the median, or waits so for data, three lines of metrics in a row, is told."""
+    """A rank counts as a straggler if its compute or data wait is this many times the median for three consecutive metrics lines; the log names it."""
 
 
 class ProfilerSection(Section):
     trace_step: PositiveInt | None = None
-    """First update of a torch.profiler trace, written to `logs/`. Left out: no trace."""
+    """First step of a torch.profiler trace, written to `logs/`. Left out: no trace."""
     trace_steps: PositiveInt = 1
-    """Updates that the trace covers."""
+    """Steps in the trace."""
     memory_step: PositiveInt | None = None
-    """First update whose CUDA allocations are recorded, written to `logs/`, also when memory runs out."""
+    """First step of a recording of CUDA allocations, written to `logs/`, also on out-of-memory. Left out: no recording."""
     memory_steps: PositiveInt = 1
-    """Updates that the recording of memory covers."""
+    """Steps in the memory recording."""
 
 
 class DistributedSection(Section):
     start_timeout_minutes: PositiveInt = 30
-    """How long a rank may wait for the others until the first update is done: for set-up, loading and compilation."""
+    """Collective timeout until the first step completes: covers set-up, loading and compilation."""
     timeout_minutes: PositiveInt = 20
-    """How long a rank may wait for the others once the first update is done, also while a checkpoint is written."""
+    """Collective timeout after the first step, also while a checkpoint is written."""
     hang_minutes: PositiveFloat = 15.0
-    """How long an update may last once the first is done, or ten times as long as the slowest of them: then every rank writes where it is, and ends."""
+    """Time limit of a step after the first, raised to ten times the slowest step so far. Past it, every rank dumps its stack and exits."""
     restarts: NonNegativeInt = 2
-    """How often in a row the launcher starts failed workers again without a new checkpoint in between; 0: never."""
+    """Consecutive restarts of failed workers without a new checkpoint in between; 0: never restart."""
     restart_seconds: NonNegativeInt = 10
-    """What the launcher waits before that; twice as long each time, up to five minutes."""
+    """Delay before a restart in seconds; doubles each time, up to five minutes."""
 
 
 @lru_cache(maxsize=64)
 def _build_model_config(section: ModelSection) -> ModelConfig:
-    """Plans ask for it a hundred times."""
+    # Plans ask for it a hundred times.
     preset = FAMILIES[section.family][section.size]
     overrides: dict[str, Any] = {
         key: value for key, value in section if value is not None and key not in ("family", "size", "rope")
@@ -368,7 +371,7 @@ def _build_model_config(section: ModelSection) -> ModelConfig:
 
 class PlanSection(Section):
     device: Annotated[str, BeforeValidator(require_non_empty)] | None = None
-    """What plans are made for: a table by name (`h100-80gb`, `h200`, `a100-80gb`, ...), or a TOML file like those. Left out: the GPU that is here, if it is known; commands take h100-80gb without one."""
+    """Device to plan for: a table by name (`h100-80gb`, `h200`, `a100-80gb`, ...) or a TOML file of that format. Left out: the local GPU if it is known, else h100-80gb."""
 
 
 def _toml_literal(value: str | int) -> str:
@@ -378,5 +381,5 @@ def _toml_literal(value: str | int) -> str:
 def path_exists(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # A name that is too long, or a folder that may not be looked into.
+    except OSError:  # The name is too long, or the folder is not readable.
         return False

@@ -1,4 +1,4 @@
-"""`[slurm]`: what a job asks the scheduler for, and how it goes on after signals and crashes."""
+"""`[slurm]`: resources of a job, and its requeue and restart policy."""
 
 from __future__ import annotations
 
@@ -8,69 +8,68 @@ from pydantic import Field
 
 from trainer.config.sections import NonNegativeInt, PositiveInt, Section
 
-# One word of a line that both sbatch and a shell read.
+# Patterns without characters that sbatch or a shell would interpret.
 ShellWord = Annotated[str, Field(pattern=r"^[^\s\"'\\$`#]+$")]
 ContainerImage = Annotated[str, Field(pattern=r"^[^\s\"'\\$`]+$")]
 CommandOption = Annotated[str, Field(pattern=r"^--[A-Za-z][^\n\"'\\$`#]*$")]
 
-MAX_LEAD_SECONDS = 65_535  # seconds: what sbatch takes
+MAX_LEAD_SECONDS = 65_535  # limit of sbatch --signal
 
 
 class SlurmSection(Section):
     nodes: PositiveInt = 1
-    """Nodes of the job."""
+    """Number of nodes."""
     gpus_per_node: NonNegativeInt = 8
-    """GPUs of each node, each with a rank of its own. 0: none, and `processes_per_node` says how many ranks."""
+    """GPUs per node, one rank each. 0: a CPU job, with `processes_per_node` ranks per node."""
     processes_per_node: PositiveInt | None = None
-    """Ranks of each node where `gpus_per_node` is 0."""
+    """Ranks per node if `gpus_per_node` is 0."""
     cpus_per_task: PositiveInt | None = None
-    """Cores of each rank. Left out: as the cluster has it, mostly 1."""
+    """Cores per rank. Left out: the cluster's default, usually 1."""
     partition: ShellWord | None = None
-    """A name without spaces, or several with commas between."""
+    """Partition, or several separated by commas, without spaces."""
     account: ShellWord | None = None
-    """Whom the time is charged to: a name without spaces."""
+    """Account to charge, without spaces."""
     qos: ShellWord | None = None
-    """Quality of service: a name without spaces."""
+    """Quality of service, without spaces."""
     time: Annotated[str, Field(pattern=r"^(\d+-)?\d+:[0-5]\d:[0-5]\d$")] | None = None
-    """Time limit of each life of the job: `hh:mm:ss` or `d-hh:mm:ss`. Left out: the partition's."""
+    """Time limit of each launch of the job: `hh:mm:ss` or `d-hh:mm:ss`. Left out: the partition's."""
     memory: Annotated[str, Field(pattern=r"^\d+[KMGT]?$")] | None = None
-    """Memory of each node: a number and K, M, G or T; `0` is all of it. Left out: as the cluster has it."""
+    """Memory per node: a number and K, M, G or T; `0` is all of it. Left out: the cluster's default."""
     constraint: ShellWord | None = None
-    """Features that nodes must have, without spaces."""
+    """Required node features, without spaces."""
     exclude: ShellWord | None = None
-    """Nodes that must not be taken, such as `node[3,7]`."""
+    """Nodes to exclude, such as `node[3,7]`."""
     launcher: Literal["srun", "torchrun"] = "srun"
-    """What starts ranks: `srun` each as a task of its own; `torchrun` an agent on each node, which starts the node's."""
+    """What starts the ranks: `srun` with one task per rank, or `torchrun` with one agent per node."""
     lead_seconds: Annotated[int, Field(ge=1, le=MAX_LEAD_SECONDS)] = 300
-    """How long before the time limit the ranks are told to save and leave: at least twice an update and a checkpoint, and 30 s."""
+    """Lead time before the time limit at which ranks are signalled to save and exit: at least twice the time of a step and a checkpoint, plus 30 s."""
     max_requeues: NonNegativeInt = 1000
-    """How often the job goes back into the queue by itself."""
+    """Maximum number of automatic requeues."""
     max_stuck: PositiveInt = 3
-    """Starts in a row without a new checkpoint after which the job gives up."""
+    """Consecutive launches without a new checkpoint after which the job gives up."""
     backoff_seconds: NonNegativeInt = 20
-    """Pause before ranks are started again after a crash; twice as long after the second without a new checkpoint, and so on."""
+    """Delay before ranks are restarted after a crash; doubles with every restart without a new checkpoint."""
     setup: tuple[str, ...] = ()
-    """Lines of shell before anything else, such as `module load cuda`."""
+    """Shell lines at the start of the script, such as `module load cuda`."""
     python: ShellWord | None = None
-    """Interpreter on the nodes: a path or a name without spaces. Left out: the one that renders the script, or `python3` in a container."""
+    """Interpreter on the nodes: a path or name without spaces. Left out: the interpreter that renders the script, or `python3` in a container."""
     container: ContainerImage | None = None
-    """Image that ranks run in, without spaces, such as `nvcr.io#nvidia/pytorch:26.01-py3`; needs the pyxis plugin of srun."""
+    """Container image for the ranks, without spaces, such as `nvcr.io#nvidia/pytorch:26.01-py3`; needs the pyxis plugin."""
     options: tuple[CommandOption, ...] = ()
-    """Further options of sbatch, such as `--exclusive` or `--mail-type=FAIL`."""
+    """More sbatch options, such as `--exclusive` or `--mail-type=FAIL`."""
     srun_options: tuple[CommandOption, ...] = ()
-    """Further options of srun for ranks, such as `--cpu-bind=none`."""
+    """More srun options for the ranks, such as `--cpu-bind=none`."""
 
     @property
     def nproc_per_node(self) -> int:
-        """Ranks of a node."""
         return self.gpus_per_node or self.processes_per_node or 1
 
     def problems(self) -> list[str]:
         problems = []
         if self.gpus_per_node and self.processes_per_node is not None:
             problems.append(
-                f"slurm.processes_per_node = {self.processes_per_node} is for slurm.gpus_per_node = 0; "
-                f"{self.gpus_per_node} GPUs have as many ranks"
+                f"slurm.processes_per_node = {self.processes_per_node} is only used with slurm.gpus_per_node = 0, "
+                f"not {self.gpus_per_node}: each GPU has one rank"
             )
         limit = parse_time_limit(self.time)
         if limit is not None and limit <= self.lead_seconds:
@@ -81,7 +80,7 @@ class SlurmSection(Section):
 
 
 def parse_time_limit(time_limit: str | None) -> int | None:
-    """A time limit as SLURM writes it."""
+    """Seconds of a time limit in SLURM's format."""
     if time_limit is None:
         return None
     days, _, clock = time_limit.rpartition("-")

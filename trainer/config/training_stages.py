@@ -1,6 +1,6 @@
-"""`[[stage]]`: a run in several parts, each with a length, a mix and a mesh of its own.
+"""`[[stage]]`: a run in stages, each with its own length, data mix and mesh. Imports no torch.
 
-A recipe becomes configurations of single stages, which is all that the rest of a run sees. Nothing here imports torch.
+A recipe resolves to one configuration per stage; the rest of the trainer sees only those.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trainer.config.sections import (
 DEFAULT_GLOBAL_BATCH_SIZE = TrainingSection().global_batch_size
 ConfigValues = dict[str, Any]
 
-# What each stage can have of its own.
+# Keys that every stage can override, and their names in [[stage]].
 STAGE_OVERRIDES = {
     "training.global_batch_size": "batch_tokens",
     "training.micro_batch_size": "micro_batch_size",
@@ -40,45 +40,45 @@ STAGE_OVERRIDES = {
 
 
 class StageSection(Section):
-    """One stage of a recipe; what is left out is as in the sections."""
+    """One stage of a recipe. Keys that are left out are as in the sections."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    """What it is called in logs and metrics."""
+    """Name in logs and metrics."""
     seq_len: Annotated[int, Field(ge=2)]
-    """Tokens in a row."""
+    """Tokens per sequence."""
     steps: PositiveInt | None = None
-    """Updates of this stage."""
+    """Steps of this stage."""
     tokens: PositiveInt | None = None
-    """Instead of `steps`: tokens of this stage, in whole updates."""
+    """Instead of `steps`: tokens of this stage, rounded up to whole steps."""
     batch_tokens: PositiveInt | None = None
-    """Tokens of an update, a multiple of `seq_len`. Left out: `training.global_batch_size` rows."""
+    """Tokens per step, a multiple of `seq_len`. Left out: `training.global_batch_size` sequences."""
     micro_batch_size: PositiveInt | None = None
-    """Rows that a rank carries through the model at once."""
+    """Sequences per rank and forward pass."""
     rope: RopeSection = RopeSection()
-    """Rotary position embedding, in place of [model.rope]."""
+    """Rotary position embedding, instead of [model.rope]."""
     mix: tuple[MixSection, ...] = ()
-    """Which sources rows are drawn from, in place of `data.mix`."""
+    """Sources that sequences are drawn from, instead of `data.mix`."""
     mask: Literal["document", "none"] | None = None
-    """Whether attention stays inside a document."""
+    """Whether attention is confined to each document."""
     packing: Literal["best_fit", "concat", "single"] | None = None
-    """How documents fill rows."""
+    """How documents fill sequences."""
     lr: PositiveFloat | None = None
-    """Highest learning rate."""
+    """Peak learning rate."""
     warmup: Fraction | None = None
-    """Part of the stage's updates over which the learning rate rises from zero."""
+    """Fraction of the stage's steps over which the learning rate rises from zero."""
     schedule: ScheduleSection = ScheduleSection()
-    """The learning rate over the stage, or with `over = "run"` over all stages; over what [schedule] says."""
+    """Learning rate schedule: overrides of [schedule]."""
     optimizer: Literal["carry", "fresh"] = "carry"
-    """Whether the optimizer goes on with its state, or begins without."""
+    """Whether the optimizer keeps its state from the stage before, or starts fresh."""
     parallelism: ParallelismSection = ParallelismSection()
-    """The mesh of this stage, over what [parallelism] says."""
+    """Mesh: overrides of [parallelism]."""
     memory: MemorySection = MemorySection()
-    """What is kept, over what [memory] says."""
+    """Memory options: overrides of [memory]."""
 
     def problems(self) -> list[str]:
         problems = []
         if (self.steps is None) == (self.tokens is None):
-            problems.append("one of steps and tokens must be given")
+            problems.append("exactly one of steps and tokens must be given")
         if self.batch_tokens is not None and self.batch_tokens % self.seq_len:
             rounded_down = self.batch_tokens // self.seq_len * self.seq_len
             suggestion = " or ".join(str(tokens) for tokens in (rounded_down, rounded_down + self.seq_len) if tokens)
@@ -86,15 +86,15 @@ class StageSection(Section):
                 f"batch_tokens = {self.batch_tokens} must be a multiple of seq_len = {self.seq_len}, as {suggestion} is"
             )
         if self.warmup is not None and "warmup_steps" in self.schedule.model_fields_set:
-            problems.append(f"warmup = {self.warmup} and schedule.warmup_steps say the same thing")
+            problems.append(f"warmup = {self.warmup} and schedule.warmup_steps are both given; keep one")
         if self.warmup is not None and self.schedule.over == "run":
             problems.append(
-                f'warmup = {self.warmup} is part of a stage, and schedule.over = "run" has one curve over all'
+                f'warmup = {self.warmup} is a fraction of one stage; with schedule.over = "run" use schedule.warmup_steps'
             )
         return problems
 
     def merge_into(self, base: ConfigValues) -> ConfigValues:
-        """The values of a configuration that is this stage alone, made of those that are given in the sections."""
+        """The values of `base` with those of this stage, for a configuration of the stage alone."""
         values = {key: dict(value) if isinstance(value, dict) else value for key, value in base.items()}
         training = values.setdefault("training", {})
         training["seq_len"] = self.seq_len
@@ -118,10 +118,10 @@ class StageSection(Section):
 
 
 class Recipe(Config):
-    """A run of Longhaul, in one stage or several."""
+    """A run in one stage or several."""
 
     stage: tuple[StageSection, ...] = ()
-    """Parts of the run, one after the other. Left out: it has one, which is what the sections say."""
+    """Stages of the run, in order. Left out: one stage, as the sections describe."""
 
     @property
     def training_stages(self) -> tuple[TrainingStage, ...]:
@@ -145,12 +145,11 @@ class Recipe(Config):
         )
 
     def data_problems(self) -> list[str]:
-        """Of all stages, each problem once."""
         stages = () if self.stage_problems() else self.training_stages
         return [*dict.fromkeys(problem for stage in stages for problem in stage.config.data_problems())]
 
     def layout_problems(self, world_size: int, *, first_stage: int = 0) -> list[str]:
-        """Those of the stages from `first` on; what is done may need another world."""
+        # Stages that are done may have needed another world size.
         if problems := self.stage_problems():
             return problems
         for stage in self.training_stages[first_stage:]:
@@ -159,22 +158,23 @@ class Recipe(Config):
         return problems + self.profiler_problems(self.training_stages[0].total_steps)
 
     def stage_problems(self) -> list[str]:
-        """What keeps the stages from being told apart."""
+        """Problems of the stages that keep them from being resolved to configurations."""
         names = [stage.name for stage in self.stage]
         problems = [f'stage "{stage.name}": {problem}' for stage in self.stage for problem in stage.problems()]
-        problems += [f'two stages have the name "{name}"' for name in sorted({x for x in names if names.count(x) > 1})]
+        problems += [f'two stages are named "{name}"' for name in sorted({x for x in names if names.count(x) > 1})]
         redundant = self.training.model_fields_set & {"steps", "seq_len"} if self.stage else ()
         problems += [
-            f"training.{key} = {getattr(self.training, key)} has no use beside [[stage]]" for key in sorted(redundant)
+            f"training.{key} = {getattr(self.training, key)} is not used with [[stage]]: each stage has its own"
+            for key in sorted(redundant)
         ]
         for key, stage_key in STAGE_OVERRIDES.items() if self.stage else ():
             section = reduce(getattr, key.split(".")[:-1], self)
             if key.split(".")[-1] in section.model_fields_set and all(
                 stage_key in stage.model_fields_set for stage in self.stage
             ):
-                problems.append(f"{key} has no use: every [[stage]] has its own {stage_key}")
+                problems.append(f"{key} is not used: every [[stage]] sets {stage_key}")
         if len(names) > 1 and not self.checkpoint.enabled:
-            problems.append("checkpoint.enabled = false: a stage goes on from the checkpoint of the one before")
+            problems.append("checkpoint.enabled = false: each stage starts from a checkpoint of the one before")
         training_sources = {item.source for stage in self.stage for item in stage.mix or self.data.mix} or {
             item.source for item in self.data.effective_mix
         }
@@ -187,10 +187,14 @@ class Recipe(Config):
                     and settings != other_settings
                 ):
                     problems.append(
-                        f'validation.sets.{name}: source = "{each.source}" is the corpus of "{other}", which is trained '
-                        "on, cut into other documents: none can be held out"
+                        f'validation.sets.{name}: source = "{each.source}" is the corpus of "{other}", which training '
+                        "splits into other documents; use the same document settings to hold documents out"
                     )
         used = {item.source for mix in (self.data.effective_mix, *(stage.mix for stage in self.stage)) for item in mix}
         used |= self.validation.sources
-        problems += [f"data.sources.{name}: nothing draws from it" for name in self.data.sources if name not in used]
+        problems += [
+            f"data.sources.{name}: no mix and no validation set uses this source"
+            for name in self.data.sources
+            if name not in used
+        ]
         return problems

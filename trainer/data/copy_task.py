@@ -1,9 +1,9 @@
-"""A corpus that is made up: random tokens, over and over, so that a loss near zero needs attention over a distance.
+"""A synthetic corpus: sequences that repeat random tokens. A loss near zero needs attention over one period.
 
     period 3, 8 tokens    tokens    a b c a b c a b
                           labels    - - a b c a b -
 
-Shape suffixes: T tokens of a row, P tokens of the period.
+Shape suffixes: T tokens of a sequence, P tokens of a period.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from trainer.data.shuffle import splitmix64
 
 
 class CopyDataset:
-    """Rows without end, each a function of seed and number: `period` tokens, uniform over the vocabulary, repeated.
+    """An unlimited `SequenceSource`: sequence `index` repeats `period` tokens, uniform over the vocabulary.
 
-    What repeats is a target and nothing else is; a row is one document. An epoch is as many rows as a run takes,
-    `num_rows`. See `RowSource`.
+    Only repeated tokens are targets. A sequence is one document. An epoch is the `num_sequences` of a run.
     """
 
     max_segments = 1
@@ -39,11 +38,11 @@ class CopyDataset:
 
     def fill(self, index: int, segment: int, start: int, tokens: Tensor, labels: Tensor) -> None:
         del segment
-        row_T, end = self._sequence(index), start + tokens.numel()
-        tokens.copy_(row_T[start:end])
+        sequence_T, end = self._sequence(index), start + tokens.numel()
+        tokens.copy_(sequence_T[start:end])
         first, last = max(start, self._period - 1), min(end, self._seq_len - 1)
         if first < last:
-            labels[first - start : last - start] = row_T[first + 1 : last + 1]
+            labels[first - start : last - start] = sequence_T[first + 1 : last + 1]
 
     def _generate_sequence(self, index: int) -> Tensor:
         generator = torch.Generator().manual_seed(splitmix64(splitmix64(self._seed) ^ index))

@@ -1,4 +1,4 @@
-"""A corpus as a list of what is to be read, cut into pieces that do not depend on who reads them."""
+"""The files or dataset of a corpus, in partitions that do not depend on the number of workers."""
 
 from __future__ import annotations
 
@@ -11,71 +11,70 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from trainer.data.errors import DataError
+from trainer.config.data import HF_PREFIX, STDLIB_CORPUS
 from trainer.data.formats import READ_ERRORS, InputSplit, error_message, row_group_sizes, uncompressed_suffix
-from trainer.data.hf_datasets import HUB_PREFIX, is_saved_dataset, open_dataset
+from trainer.data.hf_datasets import is_saved_dataset, open_dataset
 from trainer.data.source import CorpusSpec
+from trainer.errors import DataError
 
-PYTHON_STDLIB = "python-stdlib"
-# Installed packages are not the library's; encodings/ are near-equal Unicode tables, which flatter a loss.
+# Installed packages are no part of the library; encodings/ holds near-identical Unicode tables, which lower the loss.
 STDLIB_EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "encodings"}
-PARTITION_BYTES = 1 << 23  # bytes: what a killed preparation does again, and what a worker does before it takes more
-MAX_PARTITIONS = 1000  # of which each is at least one file that every run maps into memory
+PARTITION_BYTES = 1 << 23  # work that an interruption repeats, and the unit of work of a worker
+MAX_PARTITIONS = 1000  # each becomes at least one file that every rank maps into memory
 
 
 class CorpusFile(NamedTuple):
-    """A file of a corpus; `name` is its path in the corpus, with slashes."""
-
     path: Path
     name: str
+    """Path relative to the corpus, with slashes."""
     size: int
     mtime_ns: int
 
 
 class Corpus:
-    """The standard library, a file or a folder of them, or a data set.
+    """The standard library, a file or folder of text, or a dataset.
 
-    What is no text is bad: it is named and counted, or refused with a DataError. The standard library, whose tests
-    hold such files on purpose, refuses none.
+    A file that is not text is logged and counted, or raises DataError, as `bad_files` says. The standard library
+    never raises: its tests contain such files on purpose.
     """
 
-    def __init__(self, source: CorpusSpec) -> None:
-        corpus = source.corpus
-        self.is_stdlib = corpus == PYTHON_STDLIB
+    def __init__(self, spec: CorpusSpec) -> None:
+        corpus = spec.corpus
+        self.is_stdlib = corpus == STDLIB_CORPUS
         self.skipped: list[str] = []
-        self.fail_on_bad_files = source.bad_files == "refuse" and not self.is_stdlib
-        self._documents = source.documents
+        self.fail_on_bad_files = spec.bad_files == "error" and not self.is_stdlib
+        self._documents = spec.documents
         self._dataset = (
             corpus
-            if corpus.startswith(HUB_PREFIX)
-            else f"{HUB_PREFIX}{corpus}"
+            if corpus.startswith(HF_PREFIX)
+            else f"{HF_PREFIX}{corpus}"
             if is_saved_dataset(Path(corpus))
             else None
         )
         self._root = Path(sysconfig.get_paths()["stdlib"]) if self.is_stdlib else Path(corpus)
-        name = self._dataset.removeprefix(HUB_PREFIX).partition(",")[0] if self._dataset else Path(corpus).resolve()
+        name = self._dataset.removeprefix(HF_PREFIX).partition(",")[0] if self._dataset else Path(corpus).resolve()
         self.name = re.sub(r"[^A-Za-z0-9._-]+", "_", Path(name).name) or "root"
         self.files = (
             [] if self._dataset else sorted(self._scan(), key=lambda file: (self._document_key(file.name), file.name))
         )
         if not self._dataset and not self.files:
-            advice = "; set data.corpus to a text file or a folder" if self.is_stdlib else ""
-            raise DataError(f'data.corpus = "{corpus}": there is no text file in {self._root}{advice}')
+            hint = "; set data.corpus to a text file or a folder" if self.is_stdlib else ""
+            raise DataError(f'data.corpus = "{corpus}": no text file in {self._root}{hint}')
 
     @property
     def size(self) -> int:
-        """Bytes, as far as they are known."""
+        """Bytes on disk; 0 where unknown."""
         return open_dataset(self._dataset).num_bytes if self._dataset else sum(file.size for file in self.files)
 
     @property
     def identity(self) -> list[object]:
-        """Equal for equal texts, as far as names, sizes and times tell."""
+        """Changes with the text, judged by file names, sizes and modification times, or the dataset's fingerprint."""
         if self._dataset:
             return [open_dataset(self._dataset).version]
         return [self.is_stdlib, *((file.name, file.size, file.mtime_ns) for file in self.files)]
 
     def partitions(self) -> list[list[InputSplit]]:
-        """Whole documents of at least about PIECE bytes, which depend on the corpus alone."""
+        """Groups of whole documents, at least PARTITION_BYTES each; a function of the corpus alone."""
         min_bytes = max(PARTITION_BYTES, self.size // MAX_PARTITIONS)
         partitions: list[list[InputSplit]] = []
         num_bytes, document = min_bytes, ""
@@ -88,15 +87,15 @@ class Corpus:
         return partitions
 
     def record_bad_file(self, problem: str) -> None:
-        """Counts what is bad, or refuses it."""
+        """Raises DataError if bad files are errors."""
         if self.fail_on_bad_files:
-            raise DataError(f'data.bad_files = "refuse", and {self._dataset or self._root} holds {problem}')
+            raise DataError(f'data.bad_files = "error", and {self._dataset or self._root} holds {problem}')
         self.skipped.append(problem)
 
     def _splits(self, min_bytes: int) -> Iterator[InputSplit]:
         if self._dataset:
             dataset = open_dataset(self._dataset)
-            # Rows of a saved data set are of one kind; the files of a stream are not to be counted on.
+            # The rows of a saved dataset are similar in size. The sizes of streamed files are unknown.
             step = max(1, min_bytes * dataset.num_parts // dataset.num_bytes) if dataset.num_bytes else 1
             for start in range(0, dataset.num_parts, step):
                 stop = min(start + step, dataset.num_parts)
@@ -110,7 +109,7 @@ class Corpus:
         full_file = InputSplit(str(file.path), file.name, file.size, group, mtime_ns=file.mtime_ns)
         if kind == ".parquet":
             sizes = [0]
-            with suppress(*READ_ERRORS):  # Whoever reads it will say so.
+            with suppress(*READ_ERRORS):  # read_parquet reports the damage.
                 sizes = row_group_sizes(file.path) or sizes
             compression_ratio = file.size / max(1, sum(sizes))
             for number, size in enumerate(sizes):
@@ -125,7 +124,7 @@ class Corpus:
             yield full_file._replace(header=f"# {file.name}\n" if group or self.is_stdlib else "")
 
     def _document_key(self, name: str) -> str:
-        """The folder whose files make one document, files outside of all folders one, too; "": each is its own."""
+        """The folder that is one document ("." for top-level files); "" if every text is a document."""
         if self._documents == "file":
             return ""
         return (
@@ -153,7 +152,7 @@ class Corpus:
                 path = Path(folder) / name
                 if name.startswith(".") or path.is_symlink():
                     folders.remove(name)
-                    kind = "a hidden folder" if name.startswith(".") else "a link to a folder"
+                    kind = "a hidden folder" if name.startswith(".") else "a symlink to a folder"
                     self.record_bad_file(f"{self._relative_name(path)}: {kind}")
             for name in sorted(names):
                 path = Path(folder) / name

@@ -1,4 +1,4 @@
-"""Texts out of files: plain or compressed, lines of JSON, tables. Only this file knows pyarrow and zstandard."""
+"""Reads text from plain, compressed, .jsonl and .parquet files. Only this module imports pyarrow and zstandard."""
 
 from __future__ import annotations
 
@@ -12,43 +12,44 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from trainer.data.errors import DataError, missing_package
-from trainer.data.hf_datasets import HUB_PREFIX, read_dataset
+from trainer.config.data import HF_PREFIX
+from trainer.data.hf_datasets import read_dataset
 from trainer.data.tokenizer import last_safe_split
+from trainer.errors import DataError, missing_package
 
 BLOCK = 1 << 22  # bytes
-COMPRESSED_BLOCK = 1 << 12  # bytes that are unpacked at once: a few may unpack to very many
+COMPRESSED_BLOCK = 1 << 12  # small: the decompressed size of a block has no bound
 LONGEST_LINE = 1 << 30  # bytes
-BATCH_ROWS = 64  # of a table that are in memory at once
+BATCH_ROWS = 64  # rows of a table in memory
 READ_ERRORS = (OSError, EOFError, ValueError, RecursionError, NotImplementedError, zlib.error)
 
 
 class InputSplit(NamedTuple):
-    """What is read in one go: a file, or a range of its bytes, row groups or rows.
+    """A unit of reading: a file, or a range of its bytes, row groups or rows.
 
-    Texts of neighbours with the same `document` are one document; where it is empty, each text is one.
+    Adjacent splits with the same `document_key` form one document. If the key is empty, every text is a document.
     """
 
     path: str
     name: str
     size: int
-    """Bytes, as far as they are known."""
+    """Bytes; an estimate for datasets and row groups."""
     document_key: str = ""
     header: str = ""
-    """What stands before the text of a file."""
+    """Prepended to the text of a file."""
     start: int = 0
     stop: int = sys.maxsize
     mtime_ns: int = 0
 
 
-class BadText(Exception):  # noqa: N818 - it ends a text, and nothing else
-    """Which text of which file is none, and why."""
+class BadText(Exception):  # noqa: N818 - it discards one text, and reading continues
+    """Names a text that cannot be read, and the reason."""
 
 
 def read_texts(split: InputSplit, *, text_key: str) -> Iterator[Iterator[str]]:
-    """The texts of a unit, in blocks that end with a line where possible. Instead of any block, BadText may come."""
+    """Yields each text of a split as blocks, cut at line ends where possible. Any block may raise BadText."""
     try:
-        if split.path.startswith(HUB_PREFIX):
+        if split.path.startswith(HF_PREFIX):
             for row, record_text in read_dataset(split.path, split.start, split.stop, text_key):
                 yield document_blocks(split, text_blocks(record_text, text_key), lambda row=row: f": row {row}")  # type: ignore[misc]
         elif uncompressed_suffix(split.name) == ".parquet":
@@ -64,12 +65,12 @@ def read_texts(split: InputSplit, *, text_key: str) -> Iterator[Iterator[str]]:
 
 
 def uncompressed_suffix(name: str) -> str:
-    """The suffix of a file's name, without what says that it is compressed."""
+    """The suffix before `.gz` and `.zst`."""
     return Path(name.removesuffix(".gz").removesuffix(".zst")).suffix
 
 
 def document_blocks(split: InputSplit, blocks: Iterator[str], location: Callable[[], str]) -> Iterator[str]:
-    """The blocks, with the title before them and, where the document may go on, a line break after them."""
+    """Prepends the header. Ends the text with a line break if the document may continue in the next text."""
     try:
         text = split.header + next(blocks, "")
         while text:
@@ -93,7 +94,7 @@ def error_message(error: BaseException) -> str:
 
 
 def read_blocks(path: Path) -> Iterator[str]:
-    """The text of a file. Raises ValueError where it turns out to be none, after blocks that were good."""
+    """The text of a file. Raises ValueError at the first byte that is not text, possibly after valid blocks."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     remainder, offset, final = "", 0, False
     with open_decompressed(path) as file:
@@ -109,7 +110,7 @@ def read_blocks(path: Path) -> Iterator[str]:
                     f"not UTF-8 text: byte {error.object[error.start]:#04x} at offset {byte_offset}"
                 ) from error
             if "\0" in text:
-                raise ValueError("not text: it holds a zero byte")
+                raise ValueError("not text: contains a zero byte")
             split_at = len(text) if final else last_safe_split(text, 0, len(text))
             if split_at:
                 yield text[:split_at]
@@ -117,10 +118,10 @@ def read_blocks(path: Path) -> Iterator[str]:
 
 
 def text_blocks(value: object, key: str) -> Iterator[str]:
-    """The text of a record. Raises ValueError if it is none."""
+    """The text of a record. Raises ValueError if it is not a string or has lone surrogates."""
     if not isinstance(value, str):
-        raise ValueError(f'it has no string at key "{key}"')  # noqa: TRY004
-    value.encode()  # JSON can escape half a character, which is no text
+        raise ValueError(f'no string at key "{key}"')  # noqa: TRY004
+    value.encode()  # JSON can escape a lone surrogate
     start = 0
     while start < len(value):
         stop = start + BLOCK
@@ -133,7 +134,7 @@ def text_blocks(value: object, key: str) -> Iterator[str]:
 
 
 def read_jsonl(split: InputSplit, key: str) -> Iterator[Iterator[str]]:
-    """The lines that begin within the range."""
+    """The lines that start within the byte range."""
     path = Path(split.path)
     with open_decompressed(path) as file:
         number = offset = 0
@@ -143,7 +144,7 @@ def read_jsonl(split: InputSplit, key: str) -> Iterator[Iterator[str]]:
         while offset < split.stop and (line := file.readline(LONGEST_LINE)):
             offset, number = offset + len(line), number + 1
             if len(line) == LONGEST_LINE:
-                raise ValueError(f"it has a line of more than {LONGEST_LINE:,} bytes")
+                raise ValueError(f"a line is longer than {LONGEST_LINE:,} bytes")
             if not line.isspace():
                 location = lambda number=number: f":{number + count_lines_before(path, split.start)}"  # noqa: E731
                 yield document_blocks(split, parse_json_line(line, key), location)
@@ -152,15 +153,15 @@ def read_jsonl(split: InputSplit, key: str) -> Iterator[Iterator[str]]:
 def parse_json_line(line: bytes, key: str) -> Iterator[str]:
     try:
         record = json.loads(line.decode("utf-8-sig"))
-    except json.JSONDecodeError as error:  # Its own words name a line, always the first.
+    except json.JSONDecodeError as error:  # str(error) adds a line number, which is always 1.
         raise ValueError(f"{error.msg} at character {error.pos}") from error
     if not isinstance(record, dict):
-        raise ValueError("it is no JSON object")  # noqa: TRY004
+        raise ValueError("not a JSON object")  # noqa: TRY004
     yield from text_blocks(record.get(key), key)
 
 
 def count_lines_before(path: Path, start: int) -> int:
-    """Lines that begin before a byte. It reads all of them, and is asked only where one is bad."""
+    """Number of lines that start before a byte offset. Reads the file up to there, so it is called for bad lines only."""
     count = int(start > 0)
     with path.open("rb") as file:
         remaining = start - 1
@@ -174,16 +175,16 @@ def count_lines_before(path: Path, start: int) -> int:
 
 
 def row_group_sizes(path: Path) -> list[int]:
-    """Bytes of each row group. Raises DataError without pyarrow, and one of BAD."""
+    """Uncompressed bytes of each row group. Raises DataError without pyarrow, and READ_ERRORS."""
     with open_parquet(path) as table:
         return [table.metadata.row_group(group).total_byte_size for group in range(table.num_row_groups)]
 
 
 def read_parquet(split: InputSplit, key: str) -> Iterator[Iterator[str]]:
-    """The rows of the row groups in the range."""
+    """The rows of a range of row groups."""
     with open_parquet(Path(split.path)) as table:
         if key not in table.schema_arrow.names:
-            raise ValueError(f'it has no column "{key}", but {", ".join(table.schema_arrow.names)}')
+            raise ValueError(f'no column "{key}"; its columns are {", ".join(table.schema_arrow.names)}')
         groups = range(split.start, min(split.stop, table.num_row_groups))
         row = sum(table.metadata.row_group(group).num_rows for group in range(split.start))
         for batch in table.iter_batches(BATCH_ROWS, row_groups=groups, columns=[key], use_threads=False):
@@ -214,7 +215,7 @@ def open_decompressed(path: Path) -> IO[bytes] | gzip.GzipFile:
 
 
 def decompress_zstd(path: Path) -> Iterator[bytes]:
-    """Unlike the library's own reader, raises EOFError where the file's end is missing."""
+    """Raises EOFError for a truncated file, which the reader of `zstandard` accepts."""
     try:
         import zstandard
     except ImportError as error:
@@ -235,7 +236,7 @@ def decompress_zstd(path: Path) -> Iterator[bytes]:
 
 
 class IteratorIO(io.RawIOBase):
-    """Bytes that an iterator gives, as a file."""
+    """A readable file over an iterator of bytes."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks = chunks

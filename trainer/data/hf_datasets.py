@@ -1,9 +1,9 @@
-"""Data sets of Hugging Face, saved on this disk or read as a stream. Only this file knows `datasets`.
+"""Hugging Face datasets, saved on disk or streamed. Only this module imports `datasets`.
 
     hf:NAME[,config=NAME][,split=NAME][,data_files=PATH][,revision=NAME]
 
-NAME is a data set of the Hub, a format (`json`, `parquet`, `text`, ...) with its `data_files`, or a folder that
-`save_to_disk` wrote. Code of a data set is never run: `datasets` has known no such thing since version 4.
+NAME is a dataset of the Hub, a format (`json`, `parquet`, `text`, ...) with `data_files`, or a folder written by
+`save_to_disk`. Dataset scripts never run: `datasets` dropped them in version 4.
 """
 
 from __future__ import annotations
@@ -13,26 +13,25 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.data.errors import DataError, missing_package
+from trainer.config.data import HF_PREFIX
+from trainer.errors import DataError, missing_package
 
-HUB_PREFIX = "hf:"
 OPTIONS = ("config", "split", "data_files", "revision")
-BATCH_ROWS = 64  # in memory at once
+BATCH_ROWS = 64  # rows in memory
 
 
 class OpenedDataset(NamedTuple):
-    """A data set. Its parts are rows if it lies on this disk, else the files that it is streamed from."""
-
     dataset: Any
     version: str
-    """Differs where the data differ."""
+    """Changes with the data."""
     num_parts: int
+    """Rows of a dataset on disk, files of a streamed one."""
     num_bytes: int
-    """Bytes, if they are known."""
+    """0 for a streamed dataset: unknown."""
 
 
 def is_saved_dataset(path: Path) -> bool:
-    """Whether `save_to_disk` wrote a folder."""
+    """Whether `save_to_disk` wrote the folder."""
     return (path / "dataset_dict.json").is_file() or all(
         (path / name).is_file() for name in ("state.json", "dataset_info.json")
     )
@@ -40,13 +39,13 @@ def is_saved_dataset(path: Path) -> bool:
 
 @cache
 def open_dataset(spec: str) -> OpenedDataset:
-    """What `hf:...` names. Raises DataError."""
-    name, *option_texts = spec.removeprefix(HUB_PREFIX).split(",")
+    """Opens the dataset that `hf:...` names. Raises DataError."""
+    name, *option_texts = spec.removeprefix(HF_PREFIX).split(",")
     options = dict(option.partition("=")[::2] for option in option_texts)
     if not name or (unknown := set(options) - set(OPTIONS)) or not all(options.values()):
         hint = f", not {', '.join(sorted(unknown))}" if name and unknown else ""
         raise DataError(
-            f'data.corpus = "{spec}": it is written hf:NAME,split=NAME; options: {", ".join(OPTIONS)}{hint}'
+            f'data.corpus = "{spec}" must be hf:NAME[,option=value]...; options: {", ".join(OPTIONS)}{hint}'
         )
     try:
         import datasets
@@ -66,9 +65,9 @@ def open_dataset(spec: str) -> OpenedDataset:
 
 
 def read_dataset(spec: str, start: int, stop: int, key: str) -> Iterator[tuple[int, object]]:
-    """Number within its part, from 1, and value of each row of parts `start` to `stop`. Raises DataError.
+    """(row number from 1, value at `key`) of each row of parts `start` to `stop`. Raises DataError.
 
-    What a network does is not to decide what is in a corpus: a stream that fails is no bad text.
+    A network failure raises DataError too: treated as bad text, it would change the corpus.
     """
     source = open_dataset(spec)
     on_disk = hasattr(source.dataset, "select")
@@ -76,7 +75,7 @@ def read_dataset(spec: str, start: int, stop: int, key: str) -> Iterator[tuple[i
     first_row = start + 1 if on_disk else 1
     try:
         if key not in (columns := part.column_names or [key]):
-            raise DataError(f'data.corpus = "{spec}" has no column "{key}", but {", ".join(columns)}')
+            raise DataError(f'data.corpus = "{spec}" has no column "{key}"; its columns are {", ".join(columns)}')
         for number, batch in enumerate(part.select_columns([key]).iter(BATCH_ROWS)):
             yield from enumerate(batch[key], first_row + number * BATCH_ROWS)
     except DataError:

@@ -1,10 +1,11 @@
-"""The rows that a run is judged by: always the same, and never those that it learns from.
+"""Validation sets: fixed sequences of documents that training does not see.
 
-A set of one length is packed as [data] says, whatever the stage is. One of several has the same targets at each of them, with more before:
+A set of one length is packed as [data] says, in every stage. A set of several lengths has the same targets at each
+length, with more context before them:
 
-    a row of the longest length    a b c d e f g h i j k l        tail 2
-    fed at length 8                        e f g h i j k l        targets l and what follows
-    fed at length 4                                i j k l        the same
+    sequence of the longest length    a b c d e f g h i j k l        target_tokens 2
+    at length 8                               e f g h i j k l        targets: l and the token after it
+    at length 4                                       i j k l        the same targets
 """
 
 from __future__ import annotations
@@ -16,22 +17,21 @@ from torch import Tensor
 
 from models.batch import IGNORE_INDEX
 from trainer.config.validation import ValidationSetSection
-from trainer.data.errors import DataError
-from trainer.data.packed_dataset import PackedDataset
-from trainer.data.packing import DocumentFilter, Packing, PackingPlan, load_or_build_plan
+from trainer.data.packing import DocumentFilter, PackedDataset, Packing, PackingPlan, load_or_build_plan
 from trainer.data.sequences import BlendedDataset
 from trainer.data.token_dataset import TokenDataset
+from trainer.errors import DataError
 
-SHUFFLE_SEED = 0  # the seed: not the run's, so that runs can be compared
+SHUFFLE_SEED = 0  # not the seed of the run, so that runs can be compared
 
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """A set: its rows at each of its lengths, ascending, of which so many are read."""
-
     name: str
     datasets: tuple[BlendedDataset, ...]
+    """One per sequence length, ascending."""
     num_sequences: int
+    """Sequences to evaluate at each length."""
 
     @property
     def fingerprint(self) -> str:
@@ -39,7 +39,7 @@ class ValidationSet:
 
 
 class SuffixDataset(PackedDataset):
-    """The last tokens of every row of a plan of full rows, of which those of the tail are targets."""
+    """The last `length` tokens of each sequence of a plan without padding; the last `num_targets` have targets."""
 
     def __init__(self, dataset: TokenDataset, plan: PackingPlan, *, length: int, num_targets: int) -> None:
         starts, lengths = plan.starts + plan.seq_len - length, plan.lengths - plan.seq_len + length
@@ -60,7 +60,7 @@ def build_validation_set(
     mask: Literal["document", "none"],
     holdout: float | None,
 ) -> ValidationSet:
-    """The rows of a set, of this part of the documents; None: of all. Raises DataError if there are none."""
+    """A set over the held-out fraction `holdout` of the documents; None: all. Raises DataError if no document fits."""
     *_, longest = section.seq_len
     multi_length = len(section.seq_len) > 1
     document_filter = DocumentFilter(only_holdout=holdout, min_length=longest if multi_length else None)

@@ -1,4 +1,4 @@
-"""From row numbers to this rank's micro-batches, read ahead by a thread. Only this file imports torchdata."""
+"""Micro-batches of a rank, prefetched by a thread. Only this module imports torchdata."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import replace
 from typing import Protocol
 
 from models.batch import Batch
-from trainer.data.errors import DataError
 from trainer.data.sequences import FULL_SEQUENCE, SequenceShard
+from trainer.errors import DataError
 
 
 class BatchReader(Protocol):
-    """What a loader reads from: `trainer.data.sequences.Rows`."""
+    """The dataset of a loader, a `trainer.data.sequences.BlendedDataset`."""
 
     def read(self, indices: Sequence[int | None], shard: SequenceShard) -> Batch: ...
 
 
 class MicroBatchLoader:
-    """The micro-batches of data rank `rank` of `ranks`.
+    """The micro-batches of data-parallel rank `dp_rank`.
 
-    Update u takes global rows u * global_batch_size and following, whatever the number of ranks:
+    Step n reads the global sequences from n * global_batch_size on, for every dp_size:
 
-        global_batch_size 6, micro_batch_size 1, 4 ranks     micro-batch 0     rank 0..3 reads row 0 1 2 3
-                                                             micro-batch 1                         4 5 - -
+        global_batch_size 6, micro_batch_size 1, dp_size 4    micro-batch 0    dp_rank 0..3 reads 0 1 2 3
+                                                              micro-batch 1                       4 5 - -
 
-    `share` says which part of each row this rank holds, where several ranks share rows.
+    `shard` selects the part of each sequence that this rank holds under context parallelism.
     """
 
     def __init__(
@@ -49,10 +49,10 @@ class MicroBatchLoader:
         self.num_micro_batches = -(-global_batch_size // (dp_size * micro_batch_size))
 
     def steps(self, start_sequence: int) -> Generator[list[Batch], None, None]:
-        """The micro-batches of each update, for ever, from the update that begins at `start_row`.
+        """Yields the micro-batches of each step without end, from the step that begins at `start_sequence`.
 
-        There is no other state. About one update is read ahead, by a thread that ends with the generator. Raises
-        DataError or RuntimeError naming the rows.
+        The loader has no other state. A thread, which ends with the generator, reads about one step ahead. Raises
+        DataError or RuntimeError with the indices of the sequences.
         """
         from torchdata.nodes import IterableWrapper, Mapper, Prefetcher
 
@@ -63,17 +63,17 @@ class MicroBatchLoader:
             while True:
                 yield [self._raise_if_error(next(node)) for _ in range(self.num_micro_batches)]
         finally:
-            # Its thread ends with it: here, and not when the traceback of a failed read lets go, which may be at exit.
+            # Ends the thread now. The traceback of a failed read may hold another reference until exit.
             del node
 
     def _micro_batch_indices(self, start_sequence: int) -> Iterator[list[int | None]]:
-        """Row numbers of each micro-batch of this rank; None where the update has no more rows."""
+        """Global sequence indices of each micro-batch of this rank; None past the end of the step."""
         size = self._micro_batch_size
         while True:
             end = start_sequence + self._global_batch_size
             for micro_batch in range(self.num_micro_batches):
                 first = start_sequence + (micro_batch * self._dp_size + self._dp_rank) * size
-                yield [number if number < end else None for number in range(first, first + size)]
+                yield [index if index < end else None for index in range(first, first + size)]
             start_sequence = end
 
     def _read(self, indices: list[int | None]) -> Batch | Exception:
@@ -81,9 +81,9 @@ class MicroBatchLoader:
             batch = self._dataset.read(indices, self._shard)
             return pin_batch(batch) if self._pin_memory else batch
         except DataError as error:
-            return DataError(f"rows {indices}: {error}")
-        except BaseException as error:  # noqa: BLE001 - it would end the thread, and the loop would wait for ever
-            failure = RuntimeError(f"rows {indices} cannot be read: {type(error).__name__}: {error}")
+            return DataError(f"sequences {indices}: {error}")
+        except BaseException as error:  # noqa: BLE001 - an exception would end the thread, and the training loop would hang
+            failure = RuntimeError(f"sequences {indices} cannot be read: {type(error).__name__}: {error}")
             failure.__cause__ = error
             return failure
 
@@ -94,12 +94,12 @@ class MicroBatchLoader:
         try:
             raise item
         finally:
-            # Else the traceback keeps this frame, and so the node and its thread, alive until the process ends.
+            # Otherwise the traceback keeps this frame, the node and its thread alive until exit.
             del item
 
 
 def pin_batch(batch: Batch) -> Batch:
-    """The same batch with its per-token tensors where a device can fetch them; boundaries stay on the host anyway."""
+    """The batch with its per-token tensors in pinned memory. Boundaries are only read on the host."""
     return replace(
         batch,
         tokens=batch.tokens.pin_memory(),

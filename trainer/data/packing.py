@@ -1,28 +1,29 @@
-"""Which parts of which documents make up a row.
+"""Packs documents into sequences of seq_len tokens.
 
-Documents are cut into pieces of at most seq_len tokens, none is dropped, and a row is a range of pieces:
+Documents are cut into segments of at most seq_len tokens; no token is dropped. A sequence holds one or more segments:
 
-    best_fit   full pieces have a row each; the remainders fill rows, the longest first, each where least space is left
-    concat     the stream of tokens is cut every seq_len; only the last row has padding
-    single     every piece has a row
+    best_fit   a full segment is a sequence; remainders are packed by best-fit decreasing
+    concat     the token stream is cut every seq_len tokens; only the last sequence has padding
+    single     every segment is a sequence
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from bisect import bisect_left, insort
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.durable_io import write_and_fsync
-from trainer.data.errors import DataError
-from trainer.data.shuffle import splitmix64
+from trainer.checkpoint.durable_io import write_atomic
+from trainer.data.shuffle import shuffled_index, splitmix64
 from trainer.data.token_dataset import TokenDataset
+from trainer.errors import DataError
 
 log = logging.getLogger(__name__)
 
@@ -33,19 +34,19 @@ HEADER = 6
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentFilter:
-    """Which documents are taken, and how long they may be, in tokens."""
+    """Selects documents by length in tokens, max_length excluded, and by holdout."""
 
     min_length: int | None = None
     max_length: int | None = None
     max_len: int | None = None
-    """Longer documents are cut into several, which do not see each other."""
+    """Documents are cut into segments of at most this length, which do not attend to each other."""
     exclude_holdout: float | None = None
-    """All but this part of the documents, which is held out."""
+    """Drop this fraction of the documents, the holdout."""
     only_holdout: float | None = None
-    """That part."""
+    """Keep only this fraction of the documents, the holdout."""
 
     def __str__(self) -> str:
-        # Part of the names of stored plans: the keys stay as they were first written.
+        # Part of the file names of stored plans, which must not change.
         stored = zip(("at_least", "below", "max_len", "without", "only"), vars(self).values(), strict=True)
         return "".join(f"-{key}-{value}" for key, value in stored if value is not None)
 
@@ -55,17 +56,17 @@ NO_FILTER = DocumentFilter()
 
 @dataclass(frozen=True)
 class PackingPlan:
-    """Rows of pieces. Row n holds pieces rows[n] to rows[n + 1], in the order of the stream."""
+    """Sequence n holds segments sequence_offsets[n] to sequence_offsets[n + 1], in stream order."""
 
     seq_len: int
     max_segments: int
-    """Pieces of the row that has most."""
+    """Largest number of segments in a sequence."""
     sequence_offsets: Tensor
-    """[rows + 1] int64."""
+    """[sequences + 1] int64."""
     starts: Tensor
-    """[pieces] int64: offset in the stream of tokens."""
+    """[segments] int64: offset in the token stream."""
     lengths: Tensor
-    """[pieces] int64: from 1 to seq_len."""
+    """[segments] int64: from 1 to seq_len."""
 
     @property
     def num_sequences(self) -> int:
@@ -83,10 +84,7 @@ class PackingPlan:
 def pack_documents(
     lengths: Tensor, *, seq_len: int, packing: Packing, document_filter: DocumentFilter = NO_FILTER
 ) -> PackingPlan:
-    """lengths: [documents] int64, each at least 1. The same lengths give the same plan.
-
-    Raises DataError if the choice leaves no document.
-    """
+    """Deterministic. lengths: [documents] int64, each at least 1. Raises DataError if the filter leaves no document."""
     starts = lengths.cumsum(0) - lengths
     selected = (lengths >= (document_filter.min_length or 0)) & (lengths < (document_filter.max_length or torch.inf))
     if holdout := document_filter.exclude_holdout or document_filter.only_holdout:
@@ -95,14 +93,14 @@ def pack_documents(
     if not bool(selected.any()):
         conditions = ", ".join(f"{key} = {value}" for key, value in vars(document_filter).items() if value is not None)
         raise DataError(
-            f"no document has {conditions}: the longest of {lengths.numel()} has {int(lengths.max())} tokens"
+            f"no document with {conditions}: the longest of {lengths.numel()} has {int(lengths.max())} tokens"
         )
     starts, lengths = starts[selected], lengths[selected]
     max_segment_length = min(document_filter.max_len or seq_len, seq_len)
     if packing == "concat":
         if document_filter.max_len is not None:
             starts, lengths = chunk_documents(starts, lengths, max_segment_length)
-        ends = lengths.cumsum(0)  # of the stream of what is taken
+        ends = lengths.cumsum(0)  # in the stream of selected documents
         cut_points = torch.unique(torch.cat([ends - lengths, torch.arange(0, int(ends[-1]), seq_len)]))
         document = torch.searchsorted(ends, cut_points, right=True)
         starts = starts[document] + cut_points - (ends - lengths)[document]
@@ -118,21 +116,19 @@ def pack_documents(
 
 
 def holdout_mask(num_documents: int, fraction: float) -> Tensor:
-    """[documents] bool: which are held out, by a hash of their number, so that it is the same whatever rows are.
+    """[documents] bool. A hash of the document's number decides, so packing and seq_len do not matter.
 
-    Raises DataError if that is none or all of them.
+    Raises DataError if it holds out no document or every document.
     """
     is_held_out = torch.tensor([splitmix64(number) < fraction * 2.0**64 for number in range(num_documents)])
     if bool(is_held_out.any()) and not bool(is_held_out.all()):
         return is_held_out
     which = "all" if bool(is_held_out.any()) else "none"
-    raise DataError(
-        f"data.holdout = {fraction} holds out {which} of the {num_documents} documents; choose another part"
-    )
+    raise DataError(f"data.holdout = {fraction} holds out {which} of the {num_documents} documents; change it")
 
 
 def chunk_documents(starts: Tensor, lengths: Tensor, max_segment_length: int) -> tuple[Tensor, Tensor]:
-    """Starts and lengths of the pieces of all documents: full ones, then the remainder."""
+    """(starts, lengths) of the segments: those of a document are full, except the last."""
     counts = (lengths + max_segment_length - 1) // max_segment_length
     document = torch.repeat_interleave(counts)
     offset = (torch.arange(document.numel()) - (counts.cumsum(0) - counts)[document]) * max_segment_length
@@ -140,11 +136,11 @@ def chunk_documents(starts: Tensor, lengths: Tensor, max_segment_length: int) ->
 
 
 def best_fit(lengths: Tensor, seq_len: int) -> Tensor:
-    """Row of each piece, by best-fit decreasing. Ding et al., "Fewer Truncations Improve Language Modeling", 2024."""
+    """Sequence of each segment, by best-fit decreasing: Ding et al., "Fewer Truncations Improve Language Modeling", 2024."""
     longest_first = torch.sort(lengths, descending=True, stable=True)
     sequence_of = [0] * lengths.numel()
-    sequences_by_space: dict[int, list[int]] = {}  # free space -> the rows that have it
-    spaces: list[int] = []  # the keys of rows_with, ascending
+    sequences_by_space: dict[int, list[int]] = {}  # free space -> sequences
+    spaces: list[int] = []  # keys of sequences_by_space, ascending
     num_sequences = 0
     for length, segment in zip(longest_first.values.tolist(), longest_first.indices.tolist(), strict=True):
         slot = bisect_left(spaces, length)
@@ -164,7 +160,7 @@ def best_fit(lengths: Tensor, seq_len: int) -> Tensor:
 
 
 def group_by_sequence(sequence_of: Tensor, starts: Tensor, lengths: Tensor, seq_len: int) -> PackingPlan:
-    """Pieces, given in the order of the stream, sorted by row."""
+    """Sorts segments, given in stream order, by sequence."""
     order = sequence_of.argsort(stable=True)
     segments_per_sequence = sequence_of.bincount()
     sequence_offsets = torch.cat([torch.zeros(1, dtype=torch.int64), segments_per_sequence.cumsum(0)])
@@ -174,12 +170,12 @@ def group_by_sequence(sequence_of: Tensor, starts: Tensor, lengths: Tensor, seq_
 def load_or_build_plan(
     dataset: TokenDataset, *, seq_len: int, packing: Packing, document_filter: DocumentFilter = NO_FILTER
 ) -> PackingPlan:
-    """The plan beside the shards, mapped into memory; made, and if possible written, if it is not there."""
+    """The plan stored with the shards, mapped into memory. Builds it if absent, and stores it if possible."""
     path, max_document = dataset.folder / f"{packing}-{seq_len}{document_filter}.plan", dataset.meta.max_document
     if max_document is not None and (document_filter.exclude_holdout or document_filter.only_holdout):
         raise DataError(
-            f"{dataset.folder} was prepared with data.max_document = {max_document}: holding out some of its documents would "
-            "part what belongs together; data.mix can cut them too (max_len)"
+            f"{dataset.folder} was prepared with data.max_document = {max_document}: data.holdout could hold out one part "
+            "of a document and train on another; set max_len in data.mix instead"
         )
     if not path.exists():
         packing_plan = pack_documents(
@@ -188,13 +184,13 @@ def load_or_build_plan(
         try:
             write_plan(packing_plan, path, num_tokens=dataset.num_tokens)
         except OSError as error:
-            log.warning("%s cannot be written and will be made again by every run: %s", path, error)
+            log.warning("%s cannot be written; every run will rebuild it: %s", path, error)
             return packing_plan
     return load_plan(path, seq_len=seq_len, num_tokens=dataset.num_tokens)
 
 
 def write_plan(packing_plan: PackingPlan, path: Path, *, num_tokens: int) -> None:
-    """The whole file or nothing, of a corpus of so many tokens; several ranks may do this at once."""
+    """Stores a plan of a corpus of `num_tokens` atomically; ranks may write it at once."""
     header = torch.tensor(
         [
             MAGIC,
@@ -208,12 +204,7 @@ def write_plan(packing_plan: PackingPlan, path: Path, *, num_tokens: int) -> Non
     numbers = torch.cat([header, packing_plan.sequence_offsets, packing_plan.starts, packing_plan.lengths])
     content = bytearray(numbers.numel() * 8)
     torch.frombuffer(content, dtype=torch.int64).copy_(numbers)
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        write_and_fsync(temporary, content)
-        temporary.rename(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomic(path, content)
 
 
 def load_plan(path: Path, *, seq_len: int, num_tokens: int) -> PackingPlan:
@@ -222,8 +213,50 @@ def load_plan(path: Path, *, seq_len: int, num_tokens: int) -> PackingPlan:
     header = numbers[:HEADER].tolist()
     if len(header) < HEADER or header[0] != MAGIC or size != HEADER + header[4] + 2 * header[5]:
         raise DataError(f"{path} is damaged; delete it")
-    _, plan_num_tokens, plan_seq_len, max_pieces, num_offsets, num_segments = header
+    _, plan_num_tokens, plan_seq_len, max_segments, num_offsets, num_segments = header
     if (plan_seq_len, plan_num_tokens) != (seq_len, num_tokens):
-        raise DataError(f"{path} is not a plan of these {num_tokens} tokens; delete it")
+        raise DataError(f"{path} is the plan of another corpus, not of these {num_tokens} tokens; delete it")
     sequence_offsets, starts, lengths = torch.split(numbers[HEADER:], [num_offsets, num_segments, num_segments])
-    return PackingPlan(seq_len, max_pieces, sequence_offsets, starts, lengths)
+    return PackingPlan(seq_len, max_segments, sequence_offsets, starts, lengths)
+
+
+class PackedDataset:
+    """The sequences of a plan, reshuffled every epoch; a `SequenceSource`."""
+
+    def __init__(self, token_dataset: TokenDataset, plan: PackingPlan, *, seed: int) -> None:
+        self.token_dataset, self.plan = token_dataset, plan
+        self.num_sequences = plan.num_sequences
+        self.max_segments = plan.max_segments
+        self.num_padding_tokens = plan.num_padding_tokens
+        self.fill_ratio = Fraction(max(1, round(100 * plan.num_tokens / (plan.num_sequences * plan.seq_len))), 100)
+        """Fraction of tokens that are not padding, rounded to 0.01. Scales the weight of a source from tokens to sequences."""
+        self.pad_token_id = token_dataset.eos
+        self.fingerprint = token_dataset.fingerprint
+        self._seed = seed
+        self._segments = lru_cache(maxsize=16)(self._load_segments)
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """(epoch, sequence of the plan) of a sequence."""
+        epoch, index_in_epoch = divmod(index, self.num_sequences)
+        return epoch, shuffled_index(index_in_epoch, size=self.num_sequences, seed=self._seed, epoch=epoch)
+
+    def segment_lengths(self, index: int) -> list[int]:
+        return self._segments(index)[1]
+
+    def fill(self, index: int, segment: int, start: int, tokens: Tensor, labels: Tensor) -> None:
+        """If the document continues after the segment, its next token is the last label."""
+        starts, lengths, continued = self._segments(index)
+        first, size = starts[segment] + start, tokens.numel()
+        has_next_token = start + size < lengths[segment] or continued[segment]
+        stream = self.token_dataset.read(first, first + size + has_next_token)
+        tokens.copy_(stream[:size])
+        labels[: stream.numel() - 1] = stream[1:]
+
+    def _load_segments(self, index: int) -> tuple[list[int], list[int], list[bool]]:
+        """Of each segment: start in the token stream, length, whether its document continues after it."""
+        _, sequence = self.locate(index)
+        first, last = self.plan.sequence_offsets[sequence : sequence + 2].tolist()
+        starts, lengths = self.plan.starts[first:last], self.plan.lengths[first:last]
+        document_starts, ends = self.token_dataset.document_starts, starts + lengths
+        continued = document_starts[torch.searchsorted(document_starts, ends)] != ends
+        return starts.tolist(), lengths.tolist(), continued.tolist()

@@ -1,65 +1,67 @@
-"""Rows as a pure function of their number: which source and documents, which labels, which boundaries.
+"""Sequences as a pure function of their index: source, segments, labels, boundaries.
 
-Of a row a rank reads what it holds, wherever that lies: a row is pieces of documents, and a rank's spans cut it again.
+A rank reads only the spans of a sequence that it holds, which may start and end inside a segment.
 
-    pieces of the row          aaaaaaaabbbbcccccc____        ____ is padding, the last piece
-    spans of a rank            ------          ------
-    what is read, and filled   aaaaaa          cc____
+    segments of a sequence    aaaaaaaabbbbcccccc____        ____ is padding, the last segment
+    spans of a rank           ------          ------
+    slices that it reads      aaaaaa          cc____
 
-Shape suffixes: B rows, S tokens of a row on this rank, T tokens of the whole row, D document starts and the row's end.
+Shape suffixes: B sequences, S tokens of a sequence on this rank, D document starts and the sequence's end.
 """
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, repeat
+from math import gcd, lcm
 from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from models.batch import IGNORE_INDEX, Batch
-from trainer.data.mix import WeightedRoundRobin
+
+MAX_PERIOD = 100_000  # sequences after which the order of sources repeats
 
 
 class SequenceSource(Protocol):
-    """Numbered rows without end, each of pieces that together have at most so many tokens as a row."""
+    """An unlimited series of sequences, each made of segments of documents."""
 
     num_sequences: int
-    """After how many of them an epoch ends."""
+    """Sequences of an epoch."""
     max_segments: int
     num_padding_tokens: int
-    """Tokens of an epoch that are padding."""
+    """Padding tokens of an epoch."""
     pad_token_id: int
-    """The token that fills a row's end."""
     fingerprint: str
 
     def segment_lengths(self, index: int) -> list[int]:
-        """Lengths of the pieces of a row."""
+        """Lengths of the segments of a sequence; together at most seq_len."""
 
     def fill(self, index: int, segment: int, start: int, tokens: Tensor, labels: Tensor) -> None:
-        """Writes a piece's tokens from `start` on, and the labels of those that have one, as many as there is room."""
+        """Fills `tokens` with a segment's tokens from `start`, and `labels` where a token has a target."""
 
 
 class SequenceShard(Protocol):
-    """Which tokens of rows a rank holds."""
+    """Which tokens of a sequence a rank holds."""
 
     def padded_length(self, seq_len: int) -> int:
-        """The length of a row of so many tokens, made to divide among all ranks."""
+        """`seq_len`, rounded up to what the ranks can divide."""
 
     def spans(self, boundaries: tuple[int, ...]) -> Sequence[tuple[int, int]]:
-        """(start, length) of what the rank holds of a row with these document starts and length."""
+        """(start, length) of each part that the rank holds; `boundaries`: document starts, then the length."""
 
     def attention_pairs(self, boundaries_per_sequence: Sequence[tuple[int, ...]]) -> int:
-        """(query, key) pairs that the rank attends to in rows with these document starts and lengths."""
+        """(query, key) pairs that the rank computes for sequences with these boundaries."""
 
 
 @dataclass(frozen=True)
 class FullSequence:
-    """Whole rows, padded to a multiple."""
+    """Whole sequences, padded to a multiple."""
 
     multiple: int = 1
 
@@ -79,18 +81,18 @@ FULL_SEQUENCE = FullSequence()
 
 
 class SegmentSlice(NamedTuple):
-    """A part of a piece that a rank holds."""
+    """The part of a segment that a rank holds."""
 
     segment_id: int
     start: int
-    """In the piece."""
+    """Offset in the segment."""
     length: int
 
 
 class BlendedDataset:
-    """An endless sequence of rows of several sources, every epoch of which holds each of its rows once.
+    """An unlimited series of sequences, drawn from sources in proportion to `weights`.
 
-    `mask` says whether attention stays inside pieces; `names` are those of the sources, one for each weight.
+    Each source yields each of its sequences once per epoch. `mask` = "document" confines attention to a segment.
     """
 
     def __init__(
@@ -113,31 +115,31 @@ class BlendedDataset:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Of the tokens of every source, by name."""
+        """Token fingerprint of each source, by name."""
         return {name: source.fingerprint for name, source in zip(self.names, self.sources, strict=True)}
 
     def summary(self, num_sequences: int) -> list[str]:
-        """What so many first rows take of every source, a line each."""
+        """One line per source: its share of the first `num_sequences` sequences."""
         usage = zip(
             self.names, self.sources, self.round_robin.counts(num_sequences), self.epochs(num_sequences), strict=True
         )
         return [
-            f"{name}: {source.num_sequences:,} rows of {self.seq_len:,} tokens; of the {num_sequences:,} rows that are drawn it gives "
-            f"{count:,} ({epochs:.2f} epochs); {source.num_padding_tokens / source.num_sequences / self.seq_len:.2%} is padding"
+            f"{name}: {source.num_sequences:,} sequences of {self.seq_len:,} tokens; {count:,} of {num_sequences:,} drawn "
+            f"({epochs:.2f} epochs), {source.num_padding_tokens / source.num_sequences / self.seq_len:.2%} padding"
             for name, source, count, epochs in usage
         ]
 
     def epochs(self, num_sequences: int) -> list[float]:
-        """How often each source was gone through in so many first rows."""
+        """Epochs of each source in the first `num_sequences` sequences."""
         counts = zip(self.round_robin.counts(num_sequences), self.sources, strict=True)
         return [count / source.num_sequences for count, source in counts]
 
     def read(self, indices: Sequence[int | None], shard: SequenceShard = FULL_SEQUENCE) -> Batch:
-        """What a rank holds of the rows with these global numbers, on the host; None is a row of padding."""
+        """The rank's part of the sequences with these global indices, on the host. None: a sequence of padding."""
         padded_len = shard.padded_length(self.seq_len)
-        sequences = [self._read_sequence(number, shard, padded_len) for number in indices]
+        sequences = [self._read_sequence(index, shard, padded_len) for index in indices]
         tokens_BS, labels_BS, positions_BS, documents_BS, boundaries_BD = (
-            torch.stack(parts) for parts in zip(*(row.tensors for row in sequences), strict=True)
+            torch.stack(parts) for parts in zip(*(each.tensors for each in sequences), strict=True)
         )
         return Batch(
             tokens=tokens_BS,
@@ -145,18 +147,18 @@ class BlendedDataset:
             positions=positions_BS,
             document_ids=documents_BS,
             boundaries=boundaries_BD,
-            num_tokens=sum(row.num_tokens for row in sequences),
-            num_pairs=sum(row.num_pairs for row in sequences),
-            num_computed_pairs=shard.attention_pairs([row.boundaries for row in sequences]),
-            sequence_sources=tuple((row.source_index, row.num_tokens) for row in sequences),
+            num_tokens=sum(each.num_tokens for each in sequences),
+            num_pairs=sum(each.num_pairs for each in sequences),
+            num_computed_pairs=shard.attention_pairs([each.boundaries for each in sequences]),
+            sequence_sources=tuple((each.source_index, each.num_tokens) for each in sequences),
         )
 
-    def _read_sequence(self, source_index: int | None, shard: SequenceShard, padded_len: int) -> LocalSequence:
-        source_index, index_in_source = (0, 0) if source_index is None else self.round_robin.locate(source_index)
+    def _read_sequence(self, index: int | None, shard: SequenceShard, padded_len: int) -> LocalSequence:
+        source_index, index_in_source = (0, 0) if index is None else self.round_robin.locate(index)
         source = self.sources[source_index]
-        lengths = [] if source_index is None else source.segment_lengths(index_in_source)
+        lengths = [] if index is None else source.segment_lengths(index_in_source)
         num_tokens = sum(lengths)
-        # Padding is one more piece, which may be empty; what makes the row divide is another.
+        # Two more segments, which may be empty: padding up to seq_len, padding up to padded_len.
         sizes = [*lengths, self.seq_len - num_tokens, padded_len - self.seq_len]
         starts = [*accumulate(sizes, initial=0)]
         boundaries = self._boundaries(starts)
@@ -180,7 +182,7 @@ class BlendedDataset:
         )
 
     def _boundaries(self, starts: list[int]) -> list[int]:
-        """As many for every row: kernels and compiled graphs want one shape."""
+        """The same number for every sequence: kernels and compiled graphs need a fixed shape."""
         *_, seq_len, padded_len = starts
         tail = [padded_len] * (padded_len > seq_len)
         if self._single_document:
@@ -192,12 +194,12 @@ class BlendedDataset:
     def _documents_and_positions(
         self, slices: list[SegmentSlice], starts: list[int], num_segments: int
     ) -> tuple[Tensor, Tensor]:
-        """Each token's number of piece, and its position in it, or in the row where pieces are not told apart."""
+        """Segment of each token, and its position in the segment, or in the sequence without a document mask."""
         lengths = torch.tensor([segment.length for segment in slices])
         documents_S = torch.tensor([segment.segment_id for segment in slices]).repeat_interleave(lengths)
         origins = [segment.start for segment in slices]
         if not self._document_mask:
-            # What makes the row divide begins anew.
+            # The padding up to padded_len restarts at position 0.
             origins = [
                 segment.start + (starts[segment.segment_id] if segment.segment_id <= num_segments else 0)
                 for segment in slices
@@ -207,7 +209,7 @@ class BlendedDataset:
 
 
 class LocalSequence(NamedTuple):
-    """One row, or a rank's part of it."""
+    """A rank's part of a sequence."""
 
     tensors: tuple[Tensor, ...]
     source_index: int
@@ -217,7 +219,7 @@ class LocalSequence(NamedTuple):
 
 
 def slice_segments(starts: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[SegmentSlice]:
-    """The parts of pieces, which begin at `starts`, that lie in these spans."""
+    """The parts of segments, which begin at `starts`, inside the (start, length) spans."""
     slices = []
     for start, length in spans:
         end = start + length
@@ -231,5 +233,59 @@ def slice_segments(starts: Sequence[int], spans: Sequence[tuple[int, int]]) -> l
 
 
 def causal_pairs(lengths: Iterable[int]) -> int:
-    """(query, key) pairs inside documents of these lengths."""
+    """Causal (query, key) pairs inside documents of these lengths."""
     return sum(length * (length + 1) // 2 for length in lengths)
+
+
+class WeightedRoundRobin:
+    """Smooth weighted round-robin: which source a sequence comes from, as a function of its index.
+
+    Each source gains its weight in credit per sequence; the richest is drawn and pays the sum. With two sources, counts
+    stay within one of the exact share. The order repeats after `period`, the sum of the smallest integer weights:
+
+        weights 3, 1    index     0 1 2 3   4 5 6 7
+                        source    a a b a   a a b a
+    """
+
+    def __init__(self, weights: Sequence[float | Fraction]) -> None:
+        """Raises ValueError for a weight that is not positive or rounds to 0 of MAX_PERIOD."""
+        self.weights = integer_weights(weights)
+        self.period = sum(self.weights)
+        self._source_at, self._count_before = array("H"), array("l")
+        credit, counts = [0] * len(self.weights), [0] * len(self.weights)
+        for _ in repeat(None, self.period):
+            for source, weight in enumerate(self.weights):
+                credit[source] += weight
+            selected = credit.index(max(credit))
+            credit[selected] -= self.period
+            self._source_at.append(selected)
+            self._count_before.append(counts[selected])
+            counts[selected] += 1
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """(source, index within the source) of a sequence."""
+        cycles, position = divmod(index, self.period)
+        source = self._source_at[position]
+        return source, cycles * self.weights[source] + self._count_before[position]
+
+    def counts(self, num_sequences: int) -> list[int]:
+        """Sequences of each source among the first `num_sequences`."""
+        cycles, remainder = divmod(num_sequences, self.period)
+        counts = [cycles * weight for weight in self.weights]
+        for source in self._source_at[:remainder]:
+            counts[source] += 1
+        return counts
+
+
+def integer_weights(weights: Sequence[float | Fraction]) -> list[int]:
+    """The smallest integers in proportion to the weights, rounded if they would sum to more than MAX_PERIOD."""
+    if not weights or min(weights) <= 0:
+        raise ValueError(f"weights {list(weights)} must be positive")
+    fractions = [Fraction(str(weight)) for weight in weights]
+    denominator = lcm(*(weight.denominator for weight in fractions))
+    scaled = [int(weight * denominator) for weight in fractions]
+    if sum(scaled) // gcd(*scaled) > MAX_PERIOD:
+        scaled = [round(weight / sum(fractions) * MAX_PERIOD) for weight in fractions]
+    if min(scaled) == 0:
+        raise ValueError(f"weights {list(weights)} differ too much")
+    return [weight // gcd(*scaled) for weight in scaled]

@@ -1,4 +1,4 @@
-"""Writing tokens: documents into shards."""
+"""Writes tokenized documents to shards."""
 
 from __future__ import annotations
 
@@ -13,38 +13,33 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.durable_io import write_and_fsync
-from trainer.data.errors import DataError
 from trainer.data.token_dataset import DTYPES, TokenShard, token_dtype
 from trainer.data.tokenizer import Tokenizer
+from trainer.errors import DataError
 
 FLUSH_TOKENS = 1 << 20
 
 
 def document_separators(tokenizer: Tokenizer, separators: str) -> tuple[Tensor, Tensor]:
-    """What a document begins and ends with, int32. Raises DataError for a special token that there is not."""
+    """(prefix, suffix) of a document, int32. Raises DataError for an unknown special token."""
     prefix = [] if separators != "bos_eos" or tokenizer.bos is None else [tokenizer.bos]
     suffix = [] if separators == "none" else [tokenizer.eos]
     if separators not in ("bos_eos", "eos", "none"):
         if separators not in tokenizer.special_tokens:
             known = ", ".join([*tokenizer.special_tokens][:8]) or "none"
-            raise DataError(f'data.separators = "{separators}" is no special token of the tokenizer; it has {known}')
+            raise DataError(f'data.separators = "{separators}" is not a special token of the tokenizer; it has {known}')
         suffix = [tokenizer.special_tokens[separators]]
     return torch.tensor(prefix, dtype=torch.int32), torch.tensor(suffix, dtype=torch.int32)
 
 
 class Savepoint(NamedTuple):
-    """A place to go back to."""
-
     tokens: int
     documents: int
     document_tokens: int
 
 
 class ShardWriter:
-    """Appends documents to shards, each between its separators. A document is never in two shards.
-
-    The first is named `name`, those that follow `name-1`, ...
-    """
+    """Appends documents with their separators to shards `name`, `name-1`, ... A document never spans two shards."""
 
     def __init__(
         self,
@@ -74,11 +69,11 @@ class ShardWriter:
         self._starts = array("q", [0])
         self._pending: list[Tensor] = []
         self._num_pending = 0
-        self._num_tokens = 0  # of this shard, pending ones included
-        self._document_tokens = 0  # of the open document, separators left out
+        self._num_tokens = 0  # of this shard, pending tokens included
+        self._document_tokens = 0  # of the open document, without separators
 
     def add(self, ids: Tensor) -> None:
-        """Tokens of the open document, which is cut, and another begun, where it reaches `max_document`."""
+        """Appends tokens to the open document. Starts another one when it reaches `max_document`."""
         while ids.numel():
             if not self._document_tokens:
                 self._append(self._prefix_ids)
@@ -90,7 +85,7 @@ class ShardWriter:
                 self._close_document()
 
     def end_document(self) -> None:
-        """Ends the open document; without tokens there is none."""
+        """Ends the open document; does nothing if it has no tokens."""
         self._close_document()
         if self._num_tokens >= self._max_shard_tokens:
             self._end_shard()
@@ -99,7 +94,7 @@ class ShardWriter:
         return Savepoint(self._num_tokens, len(self._starts), self._document_tokens)
 
     def rollback(self, savepoint: Savepoint) -> None:
-        """Forgets what was added since `mark`, which must be of the open document."""
+        """Drops what was added since `savepoint`. No shard may have ended since."""
         self._flush()
         self._num_tokens, documents, self._document_tokens = savepoint
         del self._starts[documents:]
@@ -108,12 +103,12 @@ class ShardWriter:
             self._file.seek(0, os.SEEK_END)
 
     def finish(self) -> None:
-        """What was added is on disk."""
+        """Ends the last document and shard; all of it is on disk on return."""
         self.end_document()
         self._end_shard()
 
     def close(self) -> None:
-        """Lets go of an unfinished shard; what is not on disk is lost."""
+        """Closes the file of an unfinished shard and drops pending tokens."""
         if self._file is not None:
             file, self._file = self._file, None
             file.close()
@@ -142,7 +137,7 @@ class ShardWriter:
         torch.frombuffer(content, dtype=self._dtype).copy_(torch.cat(self._pending))
         self._pending, self._num_pending = [], 0
         if self._file is None:
-            # Unbuffered: what cannot be written fails here, not when the file is closed.
+            # Unbuffered: a full disk raises here, not when the file is closed.
             self._file = (self._folder / f"{self._shard_name}.bin").open("w+b", buffering=0)
         remaining = memoryview(content)
         while remaining:
@@ -152,7 +147,7 @@ class ShardWriter:
         self._flush()
         if self._file is None:
             return
-        if not self._num_tokens:  # All of it was gone back on.
+        if not self._num_tokens:  # Everything was rolled back.
             self.close()
             (self._folder / f"{self._shard_name}.bin").unlink()
             return

@@ -1,4 +1,4 @@
-"""A shuffle that stores nothing: a Feistel network, walked until it lands in range."""
+"""A stateless shuffle: a Feistel network with cycle walking."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ ROUNDS = 4
 
 
 def shuffled_index(index: int, *, size: int, seed: int, epoch: int) -> int:
-    """Where `index` goes in the permutation of range(size) that `seed` and `epoch` choose."""
+    """Image of `index` under the permutation of range(size) that `seed` and `epoch` select."""
     if not 0 <= index < size:
         raise ValueError(f"index = {index} is not in range({size})")
-    bits = ((size - 1).bit_length() + 1) // 2  # of each half; the network permutes less than 4 * size numbers
+    bits = ((size - 1).bit_length() + 1) // 2  # of each half; the network permutes fewer than 4 * size numbers
     key = splitmix64(splitmix64(seed) ^ epoch)
     while True:
         left, right = index >> bits, index & ((1 << bits) - 1)
@@ -22,7 +22,7 @@ def shuffled_index(index: int, *, size: int, seed: int, epoch: int) -> int:
 
 
 def splitmix64(value: int) -> int:
-    """A well-mixed 64-bit hash of a number (the finalizer of SplitMix64: Steele, Lea and Flood, 2014)."""
+    """64-bit hash: the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
     value = (value + 0x9E3779B97F4A7C15) & MASK64
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & MASK64
     value = (value ^ value >> 27) * 0x94D049BB133111EB & MASK64

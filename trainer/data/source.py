@@ -1,4 +1,4 @@
-"""A corpus and how it is read: what `[data]`, `[data.sources]` and the command line of `prepare` come down to."""
+"""Which corpus to read and how: the common form of `[data]`, `[data.sources]` and `prepare --corpus`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ Documents = Literal["file", "folder", "repository"]
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusSpec:
-    """Text, or tokens that `prepare` wrote."""
-
     corpus: str
+    """Text, or a folder of prepared tokens."""
     documents: Documents = "file"
     max_document: int | None = None
-    """Longest document in tokens; None: uncut."""
-    bad_files: Literal["skip", "refuse"] = "skip"
+    """Tokens of the longest document; longer ones are cut. None: no limit."""
+    bad_files: Literal["skip", "error"] = "skip"
     separators: str = "bos_eos"
-    """What documents begin and end with: `bos_eos`, `eos`, `none`, or the special token that they end with."""
+    """`bos_eos`, `eos`, `none`, or the name of the special token that ends a document."""
     text_key: str = "text"
     """Key of a line of `.jsonl`, or column of a table, that holds the text."""
     cache_dir: Path = Path("prepared")

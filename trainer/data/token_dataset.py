@@ -1,8 +1,8 @@
-"""Tokens on disk: the format of a prepared corpus, and reading it.
+"""The on-disk format of a prepared corpus, and its reader.
 
 shard-00000.bin   tokens, little-endian: uint16 if vocab_size <= 65536, else int32
-shard-00000.idx   starts of the documents in the shard, then its length: int64
-meta.json         what there is, written last
+shard-00000.idx   document starts in the shard, then its length: int64
+meta.json         written last
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from trainer.data.errors import DataError
+from trainer.errors import DataError
 
 VERSION = 2
 META_FILENAME = "meta.json"
@@ -36,7 +36,7 @@ class TokenShard(BaseModel):
 
 
 class PartitionResult(BaseModel):
-    """What became of a piece of a corpus."""
+    """The record of a tokenized partition."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -44,7 +44,7 @@ class PartitionResult(BaseModel):
     longest: int
     skipped: int
     bad: list[str]
-    """Some of what was skipped, in words."""
+    """Descriptions of the first skipped files and lines."""
 
 
 class TokenDatasetMeta(BaseModel):
@@ -65,10 +65,9 @@ class TokenDatasetMeta(BaseModel):
     max_document: int | None
     shards: list[TokenShard]
     sha256: str = ""
-    """Of everything above."""
+    """Of all fields above."""
 
     def with_checksum(self) -> TokenDatasetMeta:
-        """The same, with its sum."""
         content = self.model_dump_json(exclude={"sha256"})
         return self.model_copy(update={"sha256": hashlib.sha256(content.encode()).hexdigest()})
 
@@ -78,7 +77,7 @@ def token_dtype(vocab_size: int) -> Literal["uint16", "int32"]:
 
 
 def is_token_dataset(folder: Path) -> bool:
-    """Whether a folder holds tokens, damaged or not, and no text."""
+    """Whether a folder holds prepared tokens, damaged or not, rather than text."""
     try:
         return b'"shards"' in (folder / META_FILENAME).read_bytes()
     except OSError:
@@ -86,9 +85,9 @@ def is_token_dataset(folder: Path) -> bool:
 
 
 class TokenDataset:
-    """A prepared corpus, mapped into memory: one stream of tokens, in which documents follow each other.
+    """A prepared corpus, mapped into memory: one stream of tokens, document after document.
 
-    Raises DataError if the folder does not hold what its `meta.json` says.
+    Raises DataError if the folder does not match its `meta.json`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -107,7 +106,7 @@ class TokenDataset:
         self.num_documents = self.meta.documents
         self.vocab_size = self.meta.vocab_size
         self.eos = self.meta.eos
-        # Of the tokens, not of the times or paths of the files they come from.
+        # Depends on the tokens, not on the paths or times of the text files.
         identity = [self.meta.tokenizer, [(shard.bin_sha256, shard.idx_sha256) for shard in self.meta.shards]]
         self.fingerprint = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
         self._shard_offsets = list(accumulate((shard.tokens for shard in self.meta.shards), initial=0))
@@ -117,7 +116,7 @@ class TokenDataset:
             for shard, first in zip(self.meta.shards, self._shard_offsets, strict=False)
         ]
         self.document_starts = torch.cat([*(each[:-1] for each in shard_starts), torch.tensor([self.num_tokens])])
-        """[documents + 1] int64: where each document starts in the stream, and where the stream ends."""
+        """[documents + 1] int64: start of each document in the stream, then the end of the stream."""
 
     @property
     def document_lengths(self) -> Tensor:
@@ -125,9 +124,9 @@ class TokenDataset:
         return self.document_starts.diff()
 
     def read(self, start: int, stop: int) -> Tensor:
-        """[stop - start] int64: that slice of the stream. Raises DataError naming a token outside the vocabulary."""
+        """[stop - start] int64: a slice of the stream. Raises DataError for a token outside the vocabulary."""
         if not 0 <= start <= stop <= self.num_tokens:
-            raise ValueError(f"tokens {start} to {stop} are not within the {self.num_tokens} of {self.folder}")
+            raise ValueError(f"tokens {start} to {stop} are outside the {self.num_tokens} of {self.folder}")
         index = bisect_right(self._shard_offsets, start) - 1
         slices = []
         while start < stop:
@@ -145,7 +144,7 @@ class TokenDataset:
         offset = int(((tokens < 0) | (tokens >= self.vocab_size)).nonzero()[0])
         path = self.folder / f"{self.meta.shards[index].name}.bin"
         raise DataError(
-            f"{path} is damaged: token {start + offset} is {int(tokens[offset])}, and vocab_size = {self.vocab_size}; "
+            f"{path} is damaged: token {start + offset} is {int(tokens[offset])}, but vocab_size = {self.vocab_size}; "
             f"delete {self.folder} to prepare it again"
         )
 
@@ -155,7 +154,7 @@ class TokenDataset:
         try:
             size = path.stat().st_size
             if size != expected_size or not size:
-                raise self._damaged(path.name, f"says {expected_size} bytes, there are {size}")
+                raise self._damaged(path.name, f"{size} bytes, {META_FILENAME} says {expected_size}")
             return torch.from_file(str(path), shared=False, size=shard.tokens, dtype=dtype)
         except (OSError, RuntimeError) as error:
             raise DataError(f"{path} cannot be read: {error}") from error
@@ -167,10 +166,8 @@ class TokenDataset:
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error}") from error
         if hashlib.sha256(content).hexdigest() != shard.idx_sha256:
-            raise self._damaged(path.name, f"has another sum of its {len(content)} bytes")
+            raise self._damaged(path.name, f"checksum mismatch ({len(content)} bytes)")
         return torch.frombuffer(content, dtype=torch.int64)
 
     def _damaged(self, name: str, problem: str) -> DataError:
-        return DataError(
-            f"{self.folder / name} is damaged: {META_FILENAME} {problem}; delete {self.folder} to prepare it again"
-        )
+        return DataError(f"{self.folder / name} is damaged: {problem}; delete {self.folder} to prepare it again")

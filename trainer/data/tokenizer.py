@@ -1,4 +1,4 @@
-"""How text becomes tokens: bytes, a tiktoken BPE file or a sentencepiece model. Only this file knows those libraries."""
+"""Tokenizers: bytes, a tiktoken BPE file, a sentencepiece model."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from trainer.config.job_config import BYTE_VOCAB_SIZE
-from trainer.data.errors import DataError
+from trainer.errors import DataError
 
-# tiktoken panics on about a million equal white-space characters; these are the limits that Llama 3's tokenizer keeps.
+# tiktoken panics on about a million equal whitespace characters; these are the limits of Llama 3's tokenizer.
 MAX_CHUNK_CHARS = 400_000
 MAX_RUN_CHARS = 25_000
 
@@ -39,18 +39,18 @@ SENTENCEPIECE = "a sentencepiece model"
 FILE_SIGNATURES: tuple[tuple[bytes, str], ...] = (
     (rb"\Z", "an empty file"),
     (rb"[A-Za-z0-9+/]+={0,2} \d+\r?(\n|\Z)", TIKTOKEN),
-    # protobuf: a first piece (field 1), which begins with its text (field 1), then its score (field 2, a float).
+    # protobuf: the first piece (field 1) starts with its text (field 1) and its score (field 2, a float).
     (rb"(?s)\n.{1,2}\n.{1,60}\x15", SENTENCEPIECE),
     (rb"version https://git-lfs", "a Git LFS pointer, not the file itself"),
     (rb"\s*<(!DOCTYPE|html)", "a web page"),
-    (rb"\s*[{\[]", "JSON (Hugging Face's tokenizer.json is not read)"),
+    (rb"\s*[{\[]", "JSON (Hugging Face's tokenizer.json is not supported)"),
     (rb"(?s)\x1f\x8b|PK\x03\x04|\x28\xb5\x2f\xfd|BZh|\xfd7zXZ", "a compressed file"),
     (rb"[\t\n\r\x20-\x7e]+\Z", "plain text"),
 )
 
 
 class Tokenizer(Protocol):
-    """Text to tokens and back. Ids are below `vocab_size`; `encode` adds neither `bos` nor `eos`."""
+    """Ids are below `vocab_size`; `encode` adds neither `bos` nor `eos`."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -60,21 +60,21 @@ class Tokenizer(Protocol):
     def eos(self) -> int: ...
     @property
     def special_tokens(self) -> Mapping[str, int]:
-        """Tokens that no text becomes, by name."""
+        """Ids that `encode` never returns, by name."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """Equal for two tokenizers that give equal ids, wherever their files are."""
+        """Depends on the ids that `encode` returns, not on the path of the file."""
 
     def encode(self, text: str) -> Tensor:
-        """[tokens] of any integer type. Special tokens written in the text are text."""
+        """[tokens] of any integer type. The name of a special token in the text is encoded as text."""
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
 class ByteTokenizer:
-    """A token is a byte of UTF-8; 8 special tokens follow the 256."""
+    """Each UTF-8 byte is a token; 8 special tokens follow the 256."""
 
     vocab_size = BYTE_VOCAB_SIZE
     bos = 256
@@ -91,7 +91,7 @@ class ByteTokenizer:
 
 
 class TiktokenTokenizer:
-    """Ranks from lines of `base64 rank`, split and special tokens as in Llama 3."""
+    """Ranks from lines of `base64 rank`; the split pattern and special tokens of Llama 3."""
 
     def __init__(self, content: bytes) -> None:
         import tiktoken
@@ -120,7 +120,7 @@ class SentencePieceTokenizer:
 
         model = sentencepiece.SentencePieceProcessor(model_proto=content)
         if model.eos_id() < 0:
-            raise DataError("it has no end-of-sentence piece, which ends every document")
+            raise DataError("no end-of-sentence piece, which must end every document")
         self._model = model
         self.vocab_size: int = model.get_piece_size()
         self.bos: int | None = model.bos_id() if model.bos_id() >= 0 else None
@@ -133,11 +133,11 @@ class SentencePieceTokenizer:
             model.id_to_piece(token): token for token in range(self.vocab_size) if model.is_control(token)
         }
         self.add_dummy_prefix: bool = model.encode("a", out_type=str)[0] != "a"
-        """Whether a text is taken as if a space stood before it."""
-        # The pieces, not the file, which names the machine it was trained on; and a probe of how text is normalised.
+        """Whether the model prepends a space to every text."""
+        # The pieces and a probe of the normalization. The file also holds paths of the machine it was trained on.
         pieces = [(model.id_to_piece(n), model.get_score(n), model.is_control(n)) for n in range(self.vocab_size)]
         self.fingerprint = "sentencepiece-" + sha256_of((pieces, model.encode(" a  b\tC\n\n \uff21\u00e9e\u0301 ")))
-        # Several times faster, where a line break always ends a piece and the model puts nothing before a text.
+        # Encoding lines is several times faster, and exact if line breaks end pieces and no prefix is added.
         first, second = "a b\n", "\n  cd"
         self._splits_at_newlines: bool = model.encode(first) + model.encode(second) == model.encode(first + second)
 
@@ -155,7 +155,7 @@ class SentencePieceTokenizer:
 
 
 def load_tokenizer(kind: str, path: Path | None) -> Tokenizer:
-    """The tokenizer of `[tokenizer]`. Raises DataError naming the keys and what the file looks like by its content."""
+    """The tokenizer of `[tokenizer]`. Raises DataError with the file type that the content suggests."""
     if kind == "byte":
         return ByteTokenizer()
     kinds: dict[str, tuple[str, Callable[[bytes], Tokenizer]]] = {
@@ -163,7 +163,7 @@ def load_tokenizer(kind: str, path: Path | None) -> Tokenizer:
         "sentencepiece": (SENTENCEPIECE, SentencePieceTokenizer),
     }
     if kind not in kinds or path is None:
-        raise DataError(f'tokenizer.kind = "{kind}" with tokenizer.path = {path} names no tokenizer')
+        raise DataError(f'tokenizer.kind = "{kind}" with tokenizer.path = {path} is not a tokenizer')
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -181,7 +181,7 @@ def load_tokenizer(kind: str, path: Path | None) -> Tokenizer:
 
 
 def detect_file_type(content: bytes) -> str:
-    """What a file is, judged by how it begins."""
+    """The type that the first bytes suggest."""
     head = content[:512]
     return next(
         (name for pattern, name in FILE_SIGNATURES if re.match(pattern, head)), "binary data of an unknown kind"
@@ -189,7 +189,7 @@ def detect_file_type(content: bytes) -> str:
 
 
 def read_ranks(content: bytes) -> dict[bytes, int]:
-    """Byte sequences and their ranks. Raises DataError unless ranks count from 0 and every single byte is there."""
+    """Byte sequences and their ranks. Raises DataError unless ranks count from 0 and include every single byte."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), 1):
         try:
@@ -218,14 +218,14 @@ def encode_in_chunks(text: str, encode: Callable[[str], list[int]]) -> Tensor:
             ids += encode(chunk)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a Rust panic is no Exception
+        except BaseException as error:  # a Rust panic is not an Exception
             raise DataError(f"the tokenizer failed within {len(chunk)} characters at {offset}: {error}") from error
         offset += len(chunk)
     return torch.tensor(ids, dtype=torch.int32)
 
 
 def chunk_text(text: str) -> Iterator[str]:
-    """Pieces of at most MAX_PIECE characters, each without a longer run of (non-)white space than MAX_RUN."""
+    """Chunks of at most MAX_CHUNK_CHARS, with runs of whitespace or non-whitespace of at most MAX_RUN_CHARS."""
     start = 0
     while start < len(text):
         stop = len(text)
@@ -236,7 +236,10 @@ def chunk_text(text: str) -> Iterator[str]:
 
 
 def last_safe_split(text: str, start: int, stop: int) -> int:
-    """The last cut in (start, stop] that tokenizers do not see: after a line break, before no white space. Else stop."""
+    """The last index in (start, stop] between a line break and a non-whitespace character; `stop` if there is none.
+
+    Splitting there does not change the tokens.
+    """
     newline = text.rfind("\n", start, stop)
     while newline >= 0 and (newline + 1 == len(text) or text[newline + 1].isspace()):
         newline = text.rfind("\n", start, newline)
@@ -246,7 +249,7 @@ def last_safe_split(text: str, start: int, stop: int) -> int:
 def split_long_runs(text: str) -> Iterator[str]:
     half = MAX_RUN_CHARS // 2
     windows = (text[at : at + half] for at in range(0, len(text) - half + 1, half))
-    # A longer run covers one of these windows, so almost every text is done here, without a look at its words.
+    # Fast path: a run that is too long covers one of these windows.
     if not any(window.isspace() or window.split(maxsplit=1) == [window] for window in windows):
         yield text
         return

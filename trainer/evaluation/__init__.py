@@ -1,1 +1,1 @@
-"""What a checkpoint is worth: commands beside training, on the path that training takes."""
+"""Validation during training, and commands that evaluate a checkpoint with the training forward pass."""

@@ -1,12 +1,12 @@
-"""`python -m trainer.evaluation.needle`: whether a model finds a number that it has read far back (a passkey test).
+"""`python -m trainer.evaluation.needle`: whether a model retrieves a number from its context (passkey retrieval).
 
-    text ... "The secret number is 40718." ... text ... "The secret number is" 40718
-             at a depth of the text                                           targets, fed as they are
+    text ... "The secret number is: 40718." ... text ... "The secret number is: " 40718
+             at some depth of the text                                            targets, teacher-forced
 
-Nothing is generated: the number's tokens are targets, and found if each is the most likely one where it stands. So a
-cell of depth x length is one forward pass, on any mesh. After Mohtashami & Jaggi, 2023 (passkey) and Kamradt, 2023.
+Nothing is generated: a number is found if each of its tokens is the likeliest at its position. So a cell of
+depth x length is one forward pass, on any mesh. After Mohtashami & Jaggi, 2023 (passkey) and Kamradt, 2023.
 
-Shape suffixes: B rows, S tokens on this rank, T tokens of a row.
+Shape suffixes: B sequences, S tokens on this rank, T tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +26,6 @@ from models.batch import IGNORE_INDEX, Batch
 from parallelisms.collectives import all_reduce
 from trainer.build import ParallelModel
 from trainer.config.job_config import DEFAULT_SOURCE, Config
-from trainer.data import DataError
 from trainer.data.packing import holdout_mask
 from trainer.data.prepare import prepare
 from trainer.data.sequences import BlendedDataset
@@ -33,55 +33,41 @@ from trainer.data.shuffle import splitmix64
 from trainer.data.source import corpus_spec
 from trainer.data.token_dataset import TokenDataset
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, DataError
 from trainer.evaluation import report
 from trainer.evaluation.validation import assign_sequences
 from trainer.export.checkpoint_cli import (
-    CheckpointArgs,
+    CheckpointParser,
     ResolvedCheckpoint,
+    integer,
     load_parallel_model,
-    parse_args,
-    parse_int_list,
     resolve_for_evaluation,
     run_command,
 )
 from trainer.hardware.device import AsyncHostCopy
 
-USAGE = """\
-python -m trainer.evaluation.needle CHECKPOINT [--lengths 1024,4096] [--depths 5] [--trials 2]
-                                    [--output FOLDER] [--section.key VALUE]... [--help]
-
-Hides a five-digit number in the run's corpus and asks for it at the end, at several depths and lengths.
-
-  CHECKPOINT        a run folder (its newest checkpoint), or one of its checkpoints/step-N
-  --lengths N,...   tokens of a row; default: a quarter of training.seq_len, and that
-  --depths N        places of the number, from the beginning to the end of the text; default: 5
-  --trials N        numbers and texts for each place and length; default: 2
-  --output FOLDER   for needle-step-N.json and .png; default: evaluation/ in the run folder
-  --section.key     as for training; the mesh is what is given here, not what the run had
-
-Leaves with 0, or 2 for wrong arguments, 78 for data or a checkpoint that cannot be used, 1 for the rest.
-"""
-OPTIONS = ("--lengths", "--depths", "--trials", "--output")
+DESCRIPTION = """\
+Hides a five-digit number in text from the run's corpus and asks for it at the end, at several depths and lengths."""
+OVERRIDES_HELP = "The mesh is not taken from the run:\nset --parallelism.* for the processes that you start."
 MARKER = "\nThe secret number is: "
 DIGITS = 5
 
 
 @dataclass(frozen=True)
 class NeedleCell:
-    """What all trials at a length and a depth gave."""
+    """Result of all trials at one length and depth."""
 
     length: int
     depth: float
-    """Part of the text that stands before the number: 0 to 1."""
+    """Fraction of the text before the number, 0 to 1."""
     found: float
-    """Part of the trials in which every token of the number was the most likely one."""
+    """Fraction of the trials in which every token of the number is the likeliest."""
     log_probability: float
-    """Mean over the number's tokens, in nats; 0 is certainty."""
+    """Mean over the number's tokens, in nats."""
 
 
 class NeedleDataset:
-    """Rows of one length: `depths` places of the number, `trials` of each. See `RowSource`."""
+    """Sequences of one length with a hidden number: `trials` sequences at each of `depths` depths."""
 
     max_segments = 1
     num_padding_tokens = 0
@@ -117,7 +103,7 @@ class NeedleDataset:
         labels[: end - start] = labels_T[start:end]
 
     def sequence(self, number: int) -> tuple[Tensor, int]:
-        """[T] int64, and how many of them, the last ones, are the hidden number's."""
+        """(int64 [T], number of tokens at its end that are the hidden number)."""
         trial = number // self.depths
         marker, needle, number_tokens = self._sentences.passkey(trial)
         text = self._filler_text(self._length - len(needle) - len(marker) - len(number_tokens), trial)
@@ -126,7 +112,7 @@ class NeedleDataset:
         return torch.cat([torch.as_tensor(part, dtype=torch.int64) for part in parts]), len(number_tokens)
 
     def _filler_text(self, num_tokens: int, trial: int) -> Tensor:
-        """So many tokens of documents that follow each other, from another one on in every trial."""
+        """Tokens of consecutive documents, from a start document that depends on the trial."""
         document, chunks, remaining = splitmix64(trial) % len(self._documents), list[Tensor](), num_tokens
         while remaining:
             start, end = self._prepared.document_starts[
@@ -139,7 +125,7 @@ class NeedleDataset:
 
 
 class PasskeySentences:
-    """The sentences, as tokens. Each part is encoded alone, so that the number has the same ones at both places."""
+    """Tokenized sentences. Each part is encoded separately, so that the number has the same tokens in both places."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -147,12 +133,12 @@ class PasskeySentences:
         self._end = self._encode(".\n")
 
     def passkey(self, trial: int) -> tuple[list[int], list[int], list[int]]:
-        """(the question, the sentence that is hidden, the number)"""
+        """Tokens of (the question, the hidden sentence, the number)."""
         number = self._encode(str(random.Random(trial).randint(10 ** (DIGITS - 1), 10**DIGITS - 1)))
         return self._marker, [*self._marker, *number, *self._end], number
 
     def max_overhead(self, trials: int) -> int:
-        """Tokens that are no text, in the trial that has most."""
+        """Largest number of tokens besides the filler text, over all trials."""
         return max(sum(map(len, self.passkey(trial))) for trial in range(trials))
 
     def _encode(self, text: str) -> list[int]:
@@ -160,18 +146,15 @@ class PasskeySentences:
 
 
 def build_datasets(config: Config, lengths: Sequence[int], *, depths: int, trials: int) -> list[NeedleDataset]:
-    """Of the run's corpus, of what it holds out if it does. Raises `ConfigError` or `DataError`."""
+    """One dataset per length, from the run's held-out documents if it has any. Raises `ConfigError` or `DataError`."""
     if config.is_synthetic:
-        raise ConfigError([f'data.corpus = "{config.data.corpus}" has no text to hide a number in; give --data.corpus'])
+        raise ConfigError([f'data.corpus = "{config.data.corpus}" has no text to hide a number in; set --data.corpus'])
     tokenizer = load_tokenizer(config.tokenizer.kind, config.tokenizer.path)
     config.require_vocab_size(tokenizer.vocab_size)
     sentences = PasskeySentences(tokenizer)
-    if too_short := [length for length in lengths if length <= sentences.max_overhead(trials)]:
-        raise ConfigError(
-            [
-                f"--lengths {too_short[0]} leaves no text beside the {sentences.max_overhead(trials)} tokens of the marker"
-            ]
-        )
+    overhead = sentences.max_overhead(trials)
+    if too_short := [length for length in lengths if length <= overhead]:
+        raise ConfigError([f"--lengths {too_short[0]} must exceed the {overhead} tokens of question and number"])
     source_names = [item.source for item in config.data.effective_mix]
     prepared = prepare(
         corpus_spec(config.data, DEFAULT_SOURCE if DEFAULT_SOURCE in source_names else source_names[0]), tokenizer
@@ -186,7 +169,7 @@ def build_datasets(config: Config, lengths: Sequence[int], *, depths: int, trial
 
 
 def evaluate_length(dataset: NeedleDataset, parallel_model: ParallelModel, *, length: int) -> list[NeedleCell]:
-    """The cells of a length, by depth. Collective."""
+    """The cells of one length, by depth. Collective."""
     sequences = BlendedDataset([dataset], seq_len=length)
     sums = torch.zeros(dataset.num_sequences, 3, dtype=torch.float64, device=parallel_model.device)
     batch_numbers: list[int] = []
@@ -197,7 +180,7 @@ def evaluate_length(dataset: NeedleDataset, parallel_model: ParallelModel, *, le
             yield sequences.read(numbers, parallel_model.sequence_shard)
 
     def record(losses_BS: Tensor, hits_BS: Tensor, batch: Batch) -> None:
-        targets_BS = batch.labels != IGNORE_INDEX  # None in a row of padding, whose number is anybody's.
+        targets_BS = batch.labels != IGNORE_INDEX  # A padding sequence has no targets and adds zeros to any index.
         counts = torch.stack([x_BS.double().sum(-1) for x_BS in (losses_BS, hits_BS, targets_BS)], dim=-1)
         sums.index_add_(0, torch.tensor(batch_numbers, device=parallel_model.device), counts)
 
@@ -214,35 +197,56 @@ def evaluate_length(dataset: NeedleDataset, parallel_model: ParallelModel, *, le
     return cells
 
 
-def run(argv: Sequence[str]) -> None:
-    args = parse_args(argv, OPTIONS)
-    resolved = resolve_for_evaluation(args)
-    seq_len = resolved.config.training.seq_len
-    lengths = sorted(set(parse_int_list(args, "--lengths", (seq_len // 4, seq_len), minimum=2)))
-    (depths,), (trials,) = (
-        parse_int_option(args, option, default) for option, default in (("--depths", 5), ("--trials", 2))
+def build_parser() -> CheckpointParser:
+    parser = CheckpointParser("trainer.evaluation.needle", DESCRIPTION, overrides_help=OVERRIDES_HELP)
+    at_least_one = integer(minimum=1)
+    parser.add_argument(
+        "--lengths",
+        metavar="N,...",
+        type=sequence_lengths,
+        help="tokens per sequence (default: training.seq_len / 4 and training.seq_len)",
     )
-    datasets = build_datasets(resolved.config, lengths, depths=depths, trials=trials)
+    parser.add_argument(
+        "--depths", metavar="N", type=at_least_one, default=5, help="number of evenly spaced depths (default: 5)"
+    )
+    parser.add_argument(
+        "--trials", metavar="N", type=at_least_one, default=2, help="numbers and texts per cell (default: 2)"
+    )
+    parser.add_argument(
+        "--output",
+        metavar="FOLDER",
+        type=Path,
+        help="for needle-step-N.json and .png (default: evaluation/ in the run folder)",
+    )
+    return parser
+
+
+def sequence_lengths(text: str) -> list[int]:
+    """An argparse type."""
+    try:
+        return sorted(set(map(integer(minimum=2), map(str.strip, text.split(",")))))
+    except ArgumentTypeError:
+        raise ArgumentTypeError(f"{text} must be integers of at least 2, such as 1024,4096") from None
+
+
+def run(options: Namespace, overrides: Sequence[str]) -> None:
+    resolved = resolve_for_evaluation(options.checkpoint, overrides)
+    seq_len = resolved.config.training.seq_len
+    lengths = options.lengths or sorted({seq_len // 4, seq_len})
+    datasets = build_datasets(resolved.config, lengths, depths=options.depths, trials=options.trials)
     with load_parallel_model(resolved) as (parallel_model, world):
         cells = [
             cell
-            for source, each in zip(datasets, lengths, strict=True)
-            for cell in evaluate_length(source, parallel_model, length=each)
+            for dataset, length in zip(datasets, lengths, strict=True)
+            for cell in evaluate_length(dataset, parallel_model, length=length)
         ]
         if world.rank == 0:
-            write_results(resolved, cells, args.options.get("--output"))
+            write_results(resolved, cells, options.output)
 
 
-def parse_int_option(args: CheckpointArgs, option: str, default: int) -> list[int]:
-    values = parse_int_list(args, option, (default,), minimum=1)
-    if len(values) > 1:
-        raise ConfigError([f"command line: {option} {args.options[option]} must be one integer"])
-    return values
-
-
-def write_results(resolved: ResolvedCheckpoint, cells: Sequence[NeedleCell], output: str | None) -> None:
-    """The table, the JSON file, the picture and TensorBoard's. Raises `DataError` where nothing can be written."""
-    folder = Path(output) if output else resolved.run_dir.path / "evaluation"
+def write_results(resolved: ResolvedCheckpoint, cells: Sequence[NeedleCell], output: Path | None) -> None:
+    """Prints a table and writes JSON, PNG and TensorBoard files. Raises `DataError` if one cannot be written."""
+    folder = output or resolved.run_dir.path / "evaluation"
     tensorboard_dir = folder / "tensorboard" if output else resolved.run_dir.tensorboard_dir / "evaluation"
     name = f"needle-step-{resolved.step}"
     content = {"checkpoint": str(resolved.checkpoint), "step": resolved.step, "cells": [asdict(cell) for cell in cells]}
@@ -255,8 +259,8 @@ def write_results(resolved: ResolvedCheckpoint, cells: Sequence[NeedleCell], out
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
-        picture = report.draw_grid(grid, folder / f"{name}.png")
-        report.write_tensorboard(grid, "needle", tensorboard_dir, step=resolved.step, image=picture)
+        image = report.draw_grid(grid, folder / f"{name}.png")
+        report.write_tensorboard(grid, "needle", tensorboard_dir, step=resolved.step, image=image)
     except OSError as error:
         raise DataError(f"{folder} cannot be written: {error}") from error
     report.print_grid(grid)
@@ -264,4 +268,4 @@ def write_results(resolved: ResolvedCheckpoint, cells: Sequence[NeedleCell], out
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(sys.argv[1:], USAGE, run))
+    sys.exit(run_command(sys.argv[1:], build_parser(), run))

@@ -1,7 +1,7 @@
-"""`python -m trainer.evaluation.perplexity`: loss, perplexity and bits per byte of a checkpoint, by position and context.
+"""`python -m trainer.evaluation.perplexity`: loss, perplexity and bits per byte of a checkpoint.
 
-On the run's validation sets; of a run without any, on the corpus of `[data]`, packed as for training and at the ends of
-its long documents.
+Evaluates the run's validation sets. A run without any gets two sets from the corpus of `[data]`: sequences packed as
+for training, and the ends of long documents with growing context.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import sys
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,38 +18,35 @@ from typing import Any
 from models.batch import IGNORE_INDEX
 from trainer.config.job_config import Config
 from trainer.config.validation import ValidationSection, ValidationSetSection
-from trainer.data import DataError
 from trainer.data.datasets import build_validation_sets
 from trainer.data.holdout import ValidationSet
 from trainer.data.prepare import prepare_datasets
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, DataError
 from trainer.evaluation import report
 from trainer.evaluation.validation import ValidationResult, evaluate_set
-from trainer.export.checkpoint_cli import load_parallel_model, parse_args, resolve_for_evaluation, run_command
+from trainer.export.checkpoint_cli import CheckpointParser, load_parallel_model, resolve_for_evaluation, run_command
 from trainer.metrics.loggers import format_or_dash
 
 log = logging.getLogger(__name__)
 
-USAGE = """\
-python -m trainer.evaluation.perplexity CHECKPOINT [--json FILE] [--section.key VALUE]... [--help]
+DESCRIPTION = """\
+Prints loss, perplexity, accuracy and bits per byte of the run's validation sets, by position and by context."""
+OVERRIDES_HELP = "The mesh is not taken from the run:\nset --parallelism.* for the processes that you start."
 
-Loss, perplexity, accuracy and bits per byte of the run's validation sets, by position and by context.
 
-  CHECKPOINT      a run folder (its newest checkpoint), or one of its checkpoints/step-N
-  --json FILE     where the numbers are written, too
-  --section.key   as for training, for example --data.corpus PATH; the mesh is what is given here
-
-Leaves with 0, or 2 for wrong arguments, 78 for data or a checkpoint that cannot be used, 1 for the rest.
-"""
+def build_parser() -> CheckpointParser:
+    parser = CheckpointParser("trainer.evaluation.perplexity", DESCRIPTION, overrides_help=OVERRIDES_HELP)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
+    return parser
 
 
 def evaluation_sets(config: Config, run_config: Config) -> list[ValidationSet]:
-    """The run's sets, or two of its corpus. Raises `ConfigError` or `DataError`."""
+    """The run's validation sets, or two sets from its corpus. Raises `ConfigError` or `DataError`."""
     if run_config.validation.sets:
         return build_validation_sets(run_config, prepare_datasets(run_config))
     if config.is_synthetic:
-        raise ConfigError([f'data.corpus = "{config.data.corpus}" has no text to judge by; give --data.corpus'])
+        raise ConfigError([f'data.corpus = "{config.data.corpus}" has no text to evaluate; set --data.corpus'])
     length, source = config.training.seq_len, config.data.effective_mix[0].source
     context = [length >> power for power in (4, 3, 2, 1, 0) if length >> power > 1]
     sets = []
@@ -60,12 +58,12 @@ def evaluation_sets(config: Config, run_config: Config) -> list[ValidationSet]:
         except DataError as error:
             if name == "packed":
                 raise
-            log.warning("no curve of context: %s", error)
+            log.warning("no loss by context: %s", error)
     return sets
 
 
 def count_target_bytes(dataset: ValidationSet, tokenizer: Tokenizer) -> int:
-    """Bytes of the text that a set's targets stand for; a character that a row's end cuts counts by what is there."""
+    """UTF-8 bytes of the text of a set's targets, without special tokens."""
     sequences, total = dataset.datasets[-1], 0
     special = {tokenizer.bos, tokenizer.eos, *tokenizer.special_tokens.values()}
     for number in range(dataset.num_sequences):
@@ -77,7 +75,7 @@ def count_target_bytes(dataset: ValidationSet, tokenizer: Tokenizer) -> int:
 
 
 def summarize(result: ValidationResult, num_bytes: int) -> dict[str, Any]:
-    """A set's numbers as validation writes them, with perplexity and bits per byte."""
+    """The validation event of a set, with perplexity and bits per byte."""
     longest = result.longest_context
     event = {key: value for key, value in result.event(None).items() if key != "regression"}
     bits_per_byte = longest.loss * longest.targets / math.log(2) / num_bytes if num_bytes else None
@@ -91,38 +89,42 @@ def print_results(checkpoint: Path, summaries: Sequence[Mapping[str, Any]]) -> N
         for summary in summaries
     ]
     report.print_table(str(checkpoint), ["set", "targets", *(key.replace("_", " ") for key in keys)], rows)
-    for title, key in ("loss by position", "by_position"), ("loss by length of context", "by_context"):
-        for one in summaries:
-            curve = {name: loss for name, loss in (one[key] or {}).items() if loss is not None}
+    for title, key in ("loss by position", "by_position"), ("loss by context length", "by_context"):
+        for summary in summaries:
+            curve = {name: loss for name, loss in (summary[key] or {}).items() if loss is not None}
             if curve:
-                report.print_table(f"{title}: {one['set']}", [*curve], [[f"{loss:.4f}" for loss in curve.values()]])
+                report.print_table(f"{title}: {summary['set']}", [*curve], [[f"{loss:.4f}" for loss in curve.values()]])
 
 
-def run(argv: Sequence[str]) -> None:
-    args = parse_args(argv, ("--json",))
-    resolved = resolve_for_evaluation(args)
+def run(options: Namespace, overrides: Sequence[str]) -> None:
+    resolved = resolve_for_evaluation(options.checkpoint, overrides)
     config = resolved.config
     sets = evaluation_sets(config, resolved.run_config)
     tokenizer = load_tokenizer(config.tokenizer.kind, config.tokenizer.path)
     tokens_per_batch = config.training.micro_batch_size * config.training.seq_len
     with load_parallel_model(resolved) as (parallel_model, world):
         results = [
-            ValidationResult(each.name, resolved.step, evaluate_set(each, parallel_model, max_tokens=tokens_per_batch))
-            for each in sets
+            ValidationResult(
+                validation_set.name,
+                resolved.step,
+                evaluate_set(validation_set, parallel_model, max_tokens=tokens_per_batch),
+            )
+            for validation_set in sets
         ]
         if world.rank != 0:
             return
         summaries = [
-            summarize(result, count_target_bytes(held, tokenizer)) for result, held in zip(results, sets, strict=True)
+            summarize(result, count_target_bytes(validation_set, tokenizer))
+            for result, validation_set in zip(results, sets, strict=True)
         ]
         print_results(resolved.checkpoint, summaries)
-        if path := args.options.get("--json"):
+        if options.json is not None:
             content = {"checkpoint": str(resolved.checkpoint), "step": resolved.step, "sets": summaries}
             try:
-                Path(path).write_text(json.dumps(content, indent=1) + "\n")
+                options.json.write_text(json.dumps(content, indent=1) + "\n")
             except OSError as error:
-                raise DataError(f"--json {path} cannot be written: {error.strerror}") from error
+                raise DataError(f"--json {options.json} cannot be written: {error.strerror}") from error
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(sys.argv[1:], USAGE, run))
+    sys.exit(run_command(sys.argv[1:], build_parser(), run))

@@ -1,4 +1,4 @@
-"""A grid of results for people: a table on the console, a picture, TensorBoard."""
+"""Reports a grid of scores as a console table, a PNG and TensorBoard scalars."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ CELL_SIZE, LEFT_MARGIN, TOP_MARGIN = 96, 64, 48  # pixels
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreGrid:
-    """Of each cell a part between 0 and 1, and a mean log-probability, by (row, column)."""
-
     title: str
     columns: Sequence[str]
     rows: Sequence[str]
     values: dict[tuple[str, str], tuple[float, float]]
+    """(fraction of successful trials, mean log-probability in nats) by (row, column)."""
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Writes it on standard output."""
     from rich.console import Console
     from rich.table import Table
 
@@ -52,15 +50,15 @@ def print_grid(grid: ScoreGrid) -> None:
         ]
         for row in grid.rows
     ]
-    print_table(f"{grid.title}: trials found, and mean log-probability", ["depth", *grid.columns], rows)
+    print_table(f"{grid.title}: trials found (mean log-probability)", ["depth", *grid.columns], rows)
 
 
 def draw_grid(grid: ScoreGrid, path: Path) -> Any:
-    """Draws it into a PNG file: green was found, red was not. None, with a line in the log, without pillow."""
+    """Writes a PNG (green for found, red for missed) and returns the image. Returns None if pillow is not installed."""
     try:
         from PIL import Image, ImageDraw
     except ImportError:
-        log.warning("no picture: pillow is missing, which comes with tensorboard (pip install pillow)")
+        log.warning("no PNG: pillow is not installed (pip install pillow)")
         return None
     size = (LEFT_MARGIN + CELL_SIZE * len(grid.columns) + 8, TOP_MARGIN + CELL_SIZE // 2 * len(grid.rows) + 8)
     image = Image.new("RGB", size, "white")
@@ -82,7 +80,7 @@ def draw_grid(grid: ScoreGrid, path: Path) -> Any:
 
 
 def write_tensorboard(grid: ScoreGrid, name: str, folder: Path, *, step: int, image: Any) -> None:
-    """Scalars by column, and the picture if there is one."""
+    """Writes the mean of each column, and the image if there is one."""
     from torch.utils.tensorboard import SummaryWriter
 
     writer: Any = SummaryWriter(str(folder))

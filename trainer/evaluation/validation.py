@@ -1,6 +1,6 @@
-"""Validation: what the model makes of rows that stay the same, over all ranks, without a trace in the training.
+"""Validation on fixed sequences over all ranks, without side effects on training.
 
-Shape suffixes: B rows, S tokens on this rank.
+Shape suffixes: B sequences, S tokens on this rank.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ from trainer.trainer import Trainer
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationMetrics:
-    """What rows of one length gave, over all ranks."""
+    """Metrics of the sequences of one length, over all ranks."""
 
     loss: float
-    """Mean over all targets; NaN without any."""
+    """Mean over all targets; NaN if there are none."""
     accuracy: float
-    """Part of the targets that were the most likely token."""
+    """Fraction of the targets that are the likeliest token."""
     targets: int
     loss_by_position: list[float | None]
+    """Mean loss per position bucket; None for a bucket without targets."""
 
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """What a set gave after an update, by length, ascending."""
+    """Metrics of one validation set after a step."""
 
     name: str
     step: int
     metrics_by_length: Mapping[int, ValidationMetrics]
+    """By sequence length, ascending."""
 
     @property
     def longest_context(self) -> ValidationMetrics:
@@ -48,7 +50,7 @@ class ValidationResult:
 
     @property
     def loss_by_context(self) -> dict[int, float]:
-        """The loss of the same targets by length of what they are fed with; empty for a set of one length."""
+        """Loss of the same targets by context length; empty for a set with one length."""
         return (
             {length: metrics.loss for length, metrics in self.metrics_by_length.items()}
             if len(self.metrics_by_length) > 1
@@ -56,7 +58,7 @@ class ValidationResult:
         )
 
     def event(self, first_loss: float | None) -> dict[str, Any]:
-        """For events.jsonl; `first` is the first loss of this set in the run, if there was one."""
+        """Fields for events.jsonl. `first_loss` is the run's first loss on this set, if any."""
         losses = self.loss_by_context
         shortest_context_loss = next(iter(losses.values()), None)
         loss = self.longest_context.loss
@@ -77,7 +79,6 @@ class ValidationResult:
         }
 
     def tensorboard_scalars(self) -> dict[str, float | None]:
-        """For TensorBoard."""
         by_context: dict[str, float | None] = {
             f"validation_context/{self.name}/{length}": loss for length, loss in self.loss_by_context.items()
         }
@@ -85,7 +86,7 @@ class ValidationResult:
 
 
 class Validator:
-    """The validation of a run by its sets."""
+    """Evaluates the validation sets of a run."""
 
     def __init__(self, trainer: Trainer, validation_sets: Sequence[ValidationSet]) -> None:
         self._trainer, self._validation_sets = trainer, validation_sets
@@ -95,7 +96,7 @@ class Validator:
         return step % self._interval == 0 or step == self._trainer.stage.end_step
 
     def validate(self) -> Iterator[ValidationResult]:
-        """What each set gives now, one after the other. Collective, and waits for the device."""
+        """Yields the result of each set. Collective. Waits for the device."""
         training, step = self._trainer.config.training, self._trainer.step
         max_tokens = training.micro_batch_size * training.seq_len
         for validation_set in self._validation_sets:
@@ -109,7 +110,7 @@ class Validator:
 def evaluate_set(
     validation_set: ValidationSet, parallel_model: ParallelModel, *, max_tokens: int
 ) -> dict[int, ValidationMetrics]:
-    """What a set's rows give at each length, where a rank carries about so many tokens at once. Collective."""
+    """Metrics of a set by sequence length, with about `max_tokens` tokens in each batch of a rank. Collective."""
     return {
         dataset.seq_len: evaluate_dataset(dataset, validation_set.num_sequences, parallel_model, max_tokens=max_tokens)
         for dataset in validation_set.datasets
@@ -144,7 +145,7 @@ def evaluate_dataset(
 def eval_batches(
     dataset: BlendedDataset, num_sequences: int, parallel_model: ParallelModel, *, max_tokens: int
 ) -> Iterator[Batch]:
-    """What a rank reads of so many first rows, about so many tokens at once."""
+    """Yields this rank's batches of the first `num_sequences` sequences, each of about `max_tokens` tokens."""
     for indices in assign_sequences(num_sequences, parallel_model, batch_size=max(1, max_tokens // dataset.seq_len)):
         yield dataset.read(indices, parallel_model.sequence_shard)
 
@@ -152,7 +153,7 @@ def eval_batches(
 def assign_sequences(
     num_sequences: int, parallel_model: ParallelModel, *, batch_size: int
 ) -> Iterator[list[int | None]]:
-    """Numbers of the rows of each batch of this rank, as many on every rank; None, which is padding, fills them up."""
+    """Yields the sequence indices of each batch of this rank. None is padding, so that all ranks have equal batches."""
     dp_rank, dp_size = parallel_model.mesh.dp_rank, parallel_model.mesh.dp_degree
     sequences_per_rank = -(-num_sequences // dp_size)
     batch_size = min(sequences_per_rank, batch_size)
@@ -162,9 +163,9 @@ def assign_sequences(
 
 
 def format_validation(event: Mapping[str, Any]) -> str:
-    """A line for people: `validation long after update 500: loss 3.2100 (+0.0100)  accuracy 31.0%  by context ...`."""
+    """`validation long at step 500: loss 3.2100 (-0.0100 since the first)  accuracy 31.0%  by context ...`."""
     parts = [
-        f"validation {event['set']} after update {event['step']}: loss {format_or_dash(event['loss'], '.4f')} "
+        f"validation {event['set']} at step {event['step']}: loss {format_or_dash(event['loss'], '.4f')} "
         f"({format_or_dash(event['regression'], '+.4f')} since the first)",
         f"accuracy {format_or_dash(event['accuracy'], '.1%')}",
     ]

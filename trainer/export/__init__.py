@@ -1,1 +1,1 @@
-"""Out of a checkpoint: Hugging Face folders, weights alone, generated text."""
+"""Commands that read checkpoints: Hugging Face import and export, export of the weights alone, and text generation."""

@@ -1,39 +1,30 @@
-"""The weights of a checkpoint as a checkpoint of their own, which `checkpoint.initial_load_path` takes.
+"""Exports the weights of a checkpoint as a checkpoint for `checkpoint.initial_load_path`.
 
-Bytes are copied as they lie there, and never become tensors: a model may be larger than the memory of this machine.
+Copies bytes between files without creating tensors, because a model may be larger than the host's memory.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
-import shutil
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint import manifest
-from trainer.checkpoint.durable_io import fsync_path, write_and_fsync
+from trainer.checkpoint.durable_io import atomic_folder, write_and_fsync
 from trainer.checkpoint.load import MODEL_PREFIX, CheckpointReader
 
-COPY_CHUNK_BYTES = 1 << 24  # bytes copied at once
+COPY_CHUNK_BYTES = 1 << 24
 
 
 def export_weights(checkpoint: Path, output: Path) -> int:
-    """Writes `output`, which is not there yet, under another name first; returns its bytes. Raises as `Reader` does."""
+    """Writes the folder `output` atomically and returns its bytes. Raises as `CheckpointReader`."""
     reader = CheckpointReader(checkpoint)
-    temporary = output.with_name(f".tmp-{output.name}-{os.getpid()}")
-    temporary.mkdir(parents=True)
-    try:
-        files = _copy_weights(reader, temporary)
-        checkpoint_manifest = replace(manifest.read(checkpoint), files=files)
-        manifest.write(temporary, checkpoint_manifest)
-        fsync_path(temporary)
-        temporary.rename(output)
-        fsync_path(output.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with atomic_folder(output) as folder:
+        checkpoint_manifest = replace(manifest.read(checkpoint), files=_copy_weights(reader, folder))
+        manifest.write(folder, checkpoint_manifest)
     return checkpoint_manifest.bytes
 
 

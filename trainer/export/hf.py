@@ -1,42 +1,39 @@
-"""`python -m trainer.hf export | import`: from a checkpoint to a folder in Hugging Face's format, and back."""
+"""`python -m trainer.hf export | import`: convert a checkpoint to a Hugging Face folder, and start a run from one."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from models import FAMILIES, hf
+from models import hf
 from models.config import ModelConfig
 from models.hf_config import HuggingFaceError, config_differences, model_config_from_hf, model_config_to_hf, rope_fields
-from trainer.checkpoint.durable_io import fsync_path, write_and_fsync
-from trainer.checkpoint.initial_weights import HF_PREFIX, find_checkpoint, model_config_from_state, require_valid_hashes
+from models.presets import FAMILIES
+from trainer.checkpoint import manifest
+from trainer.checkpoint.durable_io import atomic_folder, fsync_path, write_and_fsync
+from trainer.checkpoint.initial_weights import HF_PREFIX, find_checkpoint, model_config_from_state
 from trainer.checkpoint.run_dir import ResumeError, read_state
 from trainer.config.job_config import COPY_CORPUS, DEFAULT_SOURCE
-from trainer.errors import EXIT_BAD_CONFIG, EXIT_FAILURE, EXIT_SUCCESS, RunFailedError
+from trainer.errors import EXIT_BAD_CONFIG, EXIT_FAILURE, EXIT_SUCCESS, DataError, RunFailedError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-ABOUT = """\
-export  writes config.json, generation_config.json, safetensors and the tokenizer's files from a checkpoint
-        (the newest of a run folder), reads them again, and compares every tensor bit by bit
-import  checks every tensor of a model, and writes the configuration that begins a run with it:
-        the nearest preset and what differs, the tokenizer, and checkpoint.initial_load_path. No weights are copied:
-        a run reads them where they are, each rank its part
+DESCRIPTION = """\
+export  write config.json, generation_config.json, safetensors and tokenizer files from a checkpoint
+        (of a run folder, the newest), read them back, and compare every tensor bitwise
+import  check every tensor of a model and write a configuration that starts a run from it: the nearest
+        preset with overrides, the tokenizer, and checkpoint.initial_load_path. Copies no weights: each rank
+        of the run reads its shards from the model's folder
 """
 
 
 def main(argv: Sequence[str]) -> int:
     args = build_parser().parse_args(argv)
-    from trainer.data.errors import DataError
-
     try:
         if args.command == "import":
             import_model(args.folder, args.output)
@@ -57,31 +54,26 @@ def main(argv: Sequence[str]) -> int:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m trainer.hf",
-        description=ABOUT,
+        description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     subparsers = parser.add_subparsers(dest="command", required=True)
-    export_parser = subparsers.add_parser("export", help="a checkpoint as a folder in Hugging Face's format")
+    export_parser = subparsers.add_parser("export", help="convert a checkpoint to a Hugging Face folder")
     export_parser.add_argument("source", type=Path, metavar="RUN_FOLDER|CHECKPOINT")
+    export_parser.add_argument("output", type=Path, metavar="OUTPUT", help="folder to create; may exist if empty")
+    export_parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: the run's training.dtype")
     export_parser.add_argument(
-        "output", type=Path, metavar="OUTPUT", help="a folder that is not there yet, or is empty"
+        "--max-shard-gib", type=positive_float, default=4.0, metavar="N", help="maximum file size; default: 4"
     )
-    export_parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: what the run computed in")
-    export_parser.add_argument(
-        "--max-shard-gib", type=positive_float, default=4.0, metavar="N", help="GiB of a file; default: 4"
-    )
-    export_parser.add_argument(
-        "--tokenizer", type=Path, metavar="FILE", help="where tokenizer.path of the run now lies"
-    )
-    import_parser = subparsers.add_parser("import", help="a configuration that begins with a Hugging Face model")
+    export_parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="default: the run's tokenizer.path")
+    import_parser = subparsers.add_parser("import", help="write a configuration that starts from a Hugging Face model")
     import_parser.add_argument("folder", type=Path, metavar="HF_DIR")
-    import_parser.add_argument("output", type=Path, nargs="?", metavar="OUTPUT.toml", help="default: it is printed")
+    import_parser.add_argument("output", type=Path, nargs="?", metavar="OUTPUT.toml", help="default: standard output")
     return parser
 
 
 def positive_float(text: str) -> float:
-    """Above 0; argparse says what is not."""
     if not float(text) > 0:
         raise ValueError(text)
     return float(text)
@@ -91,10 +83,9 @@ def positive_float(text: str) -> float:
 
 
 def export(source: Path, output: Path, *, dtype: str | None, max_file_bytes: int, tokenizer: Path | None) -> None:
-    """Writes `output` under another name, and renames it when it is whole and on disk.
+    """Writes the folder `output` atomically and verifies it.
 
-    Raises `ResumeError` for a checkpoint that cannot be read, DataError for its tokenizer, `HuggingFaceError` for the
-    rest.
+    Raises `ResumeError` for an unreadable checkpoint, `DataError` for its tokenizer, `HuggingFaceError` otherwise.
     """
     import torch
 
@@ -103,12 +94,12 @@ def export(source: Path, output: Path, *, dtype: str | None, max_file_bytes: int
     model, seq_len = model_config_from_state(state), values["training.seq_len"]
     dtype = dtype or ("bfloat16" if values["training.dtype"] == "bfloat16" else "float32")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise HuggingFaceError([f"{output} is there already"])
+        raise HuggingFaceError([f"{output} exists already"])
     bos, eos, files = tokenizer_files(values, tokenizer, seq_len=seq_len)
     hf_config = model_config_to_hf(model, max_length=seq_len, dtype=dtype, bos=bos, eos=eos)
-    require_valid_hashes(checkpoint)
+    manifest.read_intact(checkpoint, check_hashes=True)
     read_weight = weight_reader(checkpoint, model)
-    print_lines(f"{checkpoint}: {model.num_parameters:,} parameters as {dtype}, {seq_len:,} tokens of context")
+    print_lines(f"{checkpoint}: {model.num_parameters:,} parameters as {dtype}, context of {seq_len:,} tokens")
     with atomic_folder(output) as folder:
         paths = hf.write_safetensors(
             folder,
@@ -128,21 +119,21 @@ def export(source: Path, output: Path, *, dtype: str | None, max_file_bytes: int
             print_lines(str(name))
         changed = config_differences(model_config_from_hf(hf.read_config(folder)), model)
         if problems := [
-            f"{key} became {exported_value}" for key, (exported_value, _) in changed.items()
+            f"{key} changed to {exported_value}" for key, (exported_value, _) in changed.items()
         ] + hf.SafetensorsReader(folder).problems(model):
             raise HuggingFaceError([f"{output} was not written: {problem}" for problem in problems])
-    print_lines(f"{output} is complete: every tensor was read again and is the same")
+    print_lines(f"{output} is complete: every tensor was read back and is bitwise equal")
 
 
 def tokenizer_files(
     values: dict[str, Any], tokenizer_path: Path | None, *, seq_len: int
 ) -> tuple[int | None, int | None, Any]:
-    """First and last token of documents, and the files; nothing for a run on tokens that stand for no text."""
+    """(First token of a document, last token, tokenizer files by name); (None, None, {}) for synthetic data."""
     from trainer.export.hf_tokenizer import hf_tokenizer_files
 
     mix_sources = {item["source"] for item in values.get("data.mix") or [{"source": DEFAULT_SOURCE}]}
     if values.get("data.corpus") == COPY_CORPUS and mix_sources == {DEFAULT_SOURCE}:
-        print_lines("the run had no text, and the model has no tokenizer")
+        print_lines("no tokenizer: the run trained on synthetic tokens")
         return None, None, {}
     path = tokenizer_path or values.get("tokenizer.path")
     loaded_tokenizer, files = hf_tokenizer_files(
@@ -151,14 +142,14 @@ def tokenizer_files(
     separators = values.get("data.separators", "bos_eos")
     if separators != "bos_eos":
         print_lines(
-            f'remark: documents of this run stand between "{separators}"; this tokenizer puts its first token before a text '
-            "all the same, unless it is called with add_special_tokens=False"
+            f'warning: the run has data.separators = "{separators}", but the exported tokenizer prepends '
+            "its first token; call it with add_special_tokens=False"
         )
     return loaded_tokenizer.bos, loaded_tokenizer.special_tokens.get(separators, loaded_tokenizer.eos), files
 
 
 def weight_reader(checkpoint: Path, model: ModelConfig) -> Callable[[str], Tensor]:
-    """Gives the weights of a checkpoint, each whole, by their names. Raises `ResumeError` unless the model's are there."""
+    """A function that reads an unsharded weight by name. Raises `ResumeError` for another model."""
     from trainer.checkpoint.load import MODEL_PREFIX, CheckpointReader, read_full_tensor, require_matching_tensors
 
     reader = CheckpointReader(checkpoint)
@@ -170,27 +161,13 @@ def weight_reader(checkpoint: Path, model: ModelConfig) -> Callable[[str], Tenso
     return lambda name: read_full_tensor(reader, f"{MODEL_PREFIX}{name}")
 
 
-@contextmanager
-def atomic_folder(output: Path) -> Iterator[Path]:
-    """A new folder beside `output`, which becomes it in the end, or is removed."""
-    temporary = output.with_name(f".tmp-{output.name}-{os.getpid()}")
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-        fsync_path(temporary)
-        temporary.rename(output)
-        fsync_path(output.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
 # ---- import
 
 
 def import_model(folder: Path, output: Path | None) -> None:
-    """Writes, or prints, the configuration that begins with a model. Raises `HuggingFaceError`."""
+    """Writes or prints a configuration that starts from the model in `folder`. Raises `HuggingFaceError`."""
     if output is not None and output.exists():
-        raise HuggingFaceError([f"{output} is there already"])
+        raise HuggingFaceError([f"{output} exists already"])
     values = hf.read_config(folder)
     model = model_config_from_hf(values)
     if problems := hf.SafetensorsReader(folder).problems(model):
@@ -201,9 +178,7 @@ def import_model(folder: Path, output: Path | None) -> None:
         return
     output.write_text(text)
     rope = ", ".join(f"{key} {json.dumps(getattr(model.rope, key))}" for key in rope_fields(model.rope))
-    print_lines(
-        f"{model.num_parameters:,} parameters; every tensor is there", f"rope: {rope}", f"{output} begins with them"
-    )
+    print_lines(f"{model.num_parameters:,} parameters; every tensor found", f"rope: {rope}", f"wrote {output}")
 
 
 def config_lines(folder: Path, model: ModelConfig, max_positions: object) -> Iterator[str]:
@@ -222,13 +197,13 @@ def config_lines(folder: Path, model: ModelConfig, max_positions: object) -> Ite
     else:
         yield from (
             "",
-            "# No file of its tokenizer is one that is read here. Without [tokenizer] tokens are bytes, not its own.",
+            "# The model's tokenizer has no supported format. Without [tokenizer], tokens are bytes.",
         )
     yield from ("", "[checkpoint]", f"initial_load_path = {json.dumps(f'{HF_PREFIX}{folder.resolve()}')}")
 
 
 def nearest_preset(model: ModelConfig) -> tuple[str, str, dict[str, Any]]:
-    """The preset that differs in the fewest fields: family, size, and the fields with the model's values."""
+    """(family, size, overrides) of the preset that differs from the model in the fewest fields."""
     presets = [
         (family, size, config_differences(model, preset))
         for family in FAMILIES

@@ -1,4 +1,4 @@
-"""Tokenizers as files that Hugging Face's read: each gives the ids that the model was trained on."""
+"""Tokenizer files for Hugging Face transformers that produce the token ids of training."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from trainer.data.tokenizer import (
 )
 
 BYTE_SPECIALS = ("<|bos|>", "<|eos|>", *(f"<|reserved_{n}|>" for n in range(6)))
-META_TOKENIZER_PATH = Path("original/tokenizer.model")  # where Meta's own file lies in its repositories
+META_TOKENIZER_PATH = Path("original/tokenizer.model")  # as in Meta's repositories
 
 
 def hf_tokenizer_files(kind: str, path: Path | None, *, max_length: int) -> tuple[Tokenizer, dict[Path, bytes]]:
-    """The tokenizer, and by name the files that say the same. Raises DataError as `load_tokenizer` does."""
+    """The tokenizer and its Hugging Face files by name. Raises `DataError` as `load_tokenizer`."""
     tokenizer = load_tokenizer(kind, path)
-    inputs = ["input_ids", "attention_mask"]  # Or transformers 4 adds types of tokens, which models refuse.
+    inputs = ["input_ids", "attention_mask"]  # By default transformers 4 adds token_type_ids, which models reject.
     common_config = {"clean_up_tokenization_spaces": False, "model_max_length": max_length, "model_input_names": inputs}
     if path is not None and isinstance(tokenizer, SentencePieceTokenizer):
-        # By the class alone a space stands before every text. Where it does in the model, `legacy` puts it also before
-        # a text that begins with one, in transformers 4; 5 never does.
+        # LlamaTokenizer prepends a space by default. With a dummy prefix in the model, transformers 4 needs `legacy` to
+        # prepend it also to a text that starts with a space; transformers 5 never does.
         config = {
             "tokenizer_class": "LlamaTokenizer",
             "legacy": tokenizer.add_dummy_prefix,
@@ -64,7 +64,7 @@ def hf_tokenizer_files(kind: str, path: Path | None, *, max_length: int) -> tupl
 
 
 def byte_level_bpe(ranks: dict[bytes, int], specials: tuple[str, ...], *, pattern: str | None) -> dict[str, Any]:
-    """A tokenizer.json of byte sequences; special tokens follow them, and the first begins every text."""
+    """The contents of tokenizer.json. Special tokens follow the ranks; the first one is prepended to every text."""
     byte_chars = _bytes_to_unicode()
     token_strings = {rank: "".join(byte_chars[byte] for byte in token) for token, rank in ranks.items()}
     first_special_id = len(ranks)
@@ -111,7 +111,7 @@ def byte_level_bpe(ranks: dict[bytes, int], specials: tuple[str, ...], *, patter
 
 
 def bpe_merges(ranks: dict[bytes, int]) -> list[tuple[int, int]]:
-    """Every pair of tokens that together are one, in the order in which tiktoken merges: by what they become."""
+    """Every pair of tokens that merges into a token, in tiktoken's merge order: by rank of the merged token."""
     merges = []
     for token, rank in ranks.items():
         splits = ((ranks.get(token[:position]), ranks.get(token[position:])) for position in range(1, len(token)))
@@ -120,7 +120,7 @@ def bpe_merges(ranks: dict[bytes, int]) -> list[tuple[int, int]]:
 
 
 def detect_tokenizer(folder: Path) -> tuple[str, Path | None] | None:
-    """Which kind of ours reads the tokenizer of a model, and from which of its files; None if no kind does."""
+    """(tokenizer.kind, tokenizer.path) that reads a model's tokenizer; None if no kind does."""
     for path in (folder / "tokenizer.model", folder / META_TOKENIZER_PATH):
         kinds = {TIKTOKEN: "tiktoken", SENTENCEPIECE: "sentencepiece"}
         if path.is_file() and (kind := kinds.get(detect_file_type(path.read_bytes()))):
@@ -134,7 +134,7 @@ def detect_tokenizer(folder: Path) -> tuple[str, Path | None] | None:
 
 
 def _bytes_to_unicode() -> list[str]:
-    """A letter for each byte, as GPT-2 has it: itself where it can be seen, else one from beyond."""
+    """GPT-2's character for each byte: the byte itself if printable, else one from U+0100 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     replacements = iter(range(256, 512))
     return [chr(byte if byte in printable else next(replacements)) for byte in range(256)]

@@ -1,4 +1,4 @@
-"""What differs between devices: their peak, their memory, and how time is read on them."""
+"""Device-dependent parts of training: kernels, peak FLOP/s, memory and timing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import torch.nn.attention
 from torch import Tensor
 
-from models import kernels
+from models import kernel_check, kernels
 from trainer.config.job_config import Config
 from trainer.errors import EXIT_BAD_CONFIG, RankFailedError
 from trainer.hardware.device_specs import match_device
@@ -24,12 +24,12 @@ log = logging.getLogger(__name__)
 def choose_device(local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    # A scheduler may show each task its own device only, which is then number 0.
+    # A scheduler may expose only one device per task, which then has index 0.
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
 def bind_to_numa_node(device: torch.device, pci_devices: Path = Path("/sys/bus/pci/devices")) -> None:
-    """Binds this process to the CPUs beside a CUDA device, of those it may use: memory comes from where they are."""
+    """Binds this process to the allowed CPUs on the NUMA node of a CUDA device, so that host memory is local."""
     if device.type != "cuda":
         return
     allowed = os.sched_getaffinity(0)
@@ -39,15 +39,15 @@ def bind_to_numa_node(device: torch.device, pci_devices: Path = Path("/sys/bus/p
     bound_cpus = local_cpus[device.index] & allowed
     if bound_cpus and bound_cpus != allowed:
         os.sched_setaffinity(0, bound_cpus)
-        # Whoever started this process dealt threads out for all CPUs of the machine.
+        # The thread count was set for all CPUs of the machine.
         torch.set_num_threads(
             max(1, min(torch.get_num_threads(), len(bound_cpus) // local_cpus.count(local_cpus[device.index])))
         )
-        log.info("bound to the %d of %d CPUs that are beside %s", len(bound_cpus), len(allowed), device)
+        log.info("bound to the %d of %d CPUs on the NUMA node of %s", len(bound_cpus), len(allowed), device)
 
 
 def _numa_cpus(properties: Any, pci_devices: Path) -> set[int]:
-    """CPUs of the same NUMA node; none where nobody says."""
+    """CPUs on the device's NUMA node; empty if unknown."""
     address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     try:
         cpu_list = (pci_devices / address / "local_cpulist").read_text()  # 0-27,56-83
@@ -58,17 +58,17 @@ def _numa_cpus(properties: Any, pci_devices: Path) -> set[int]:
 
 
 def require_determinism() -> None:
-    """From here on, operators without a deterministic kernel raise; cuBLAS is told by the launcher."""
+    """Makes operators without a deterministic kernel raise; the launcher configures cuBLAS."""
     torch.use_deterministic_algorithms(True)  # noqa: FBT003
 
 
 def require_peer_access(device: torch.device) -> None:
-    """Raises RankError unless the devices of this host reach each other's memory."""
+    """Raises RankFailedError unless the devices of this host have peer-to-peer memory access."""
     others = range(torch.cuda.device_count() if device.type == "cuda" else 0)
     unreachable = [other for other in others if other != device.index and not _can_access_peer(device, other)]
     if unreachable or len(others) < 2:
-        reason = f"{device} does not reach {unreachable}" if unreachable else f"this process sees {device} alone"
-        message = f"parallelism.async_tp = true needs several CUDA devices that reach each other's memory; {reason}"
+        reason = f"{device} cannot access devices {unreachable}" if unreachable else f"this process only sees {device}"
+        message = f"parallelism.async_tp = true needs several CUDA devices with peer access: {reason}"
         raise RankFailedError(EXIT_BAD_CONFIG, message)
 
 
@@ -77,10 +77,9 @@ def _can_access_peer(device: torch.device, other: int) -> bool:
 
 
 def choose_attention_kernel(config: Config, device: torch.device) -> str:
-    """The kernel of attention on this device, shown there to compute what matrix products do.
+    """The attention kernel for this device, verified there against plain matmuls.
 
-    Activates FlashAttention 3 or 4 where asked for. Raises RankError where a kernel is missing, or wrong: devices
-    may differ.
+    Activates FlashAttention 3 or 4 if configured. Raises RankFailedError if the kernel is missing or wrong on this device.
     """
     configured, compute_dtype = config.training.attention, getattr(torch, config.training.dtype)
     requested = "flash" if configured in ("fa3", "fa4") else configured
@@ -90,7 +89,7 @@ def choose_attention_kernel(config: Config, device: torch.device) -> str:
     try:
         if configured in ("fa3", "fa4"):
             torch.nn.attention.activate_flash_attention_impl(configured.upper())
-        kernels.verify_kernel(name, device, compute_dtype, width=config.model.build().head_dim)
+        kernel_check.verify_kernel(name, device, compute_dtype, width=config.model.build().head_dim)
     except (ImportError, RuntimeError, ValueError) as error:
         message = f'training.attention = "{configured}" does not work on {device}: {error}'
         raise RankFailedError(EXIT_BAD_CONFIG, message) from error
@@ -98,7 +97,7 @@ def choose_attention_kernel(config: Config, device: torch.device) -> str:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Peak of the device, None where it is unknown: a CPU has none, and another device's would be a lie."""
+    """Dense bfloat16 FLOP/s; None on a CPU or an unknown device."""
     if device.type != "cuda":
         return None
     known = match_device(torch.cuda.get_device_name(device))
@@ -106,19 +105,19 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def peak_device_memory(device: torch.device) -> tuple[float, float] | None:
-    """Peak bytes allocated and reserved on the device since the process began; None on a CPU."""
+    """(allocated, reserved) peak bytes since the process started; None on a CPU."""
     if device.type != "cuda":
         return None
     return float(torch.cuda.max_memory_allocated(device)), float(torch.cuda.max_memory_reserved(device))
 
 
 def peak_host_memory() -> float:
-    """Bytes of this process that were resident at once, at their peak."""
+    """Peak resident bytes of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
 
 class Stopwatch:
-    """Seconds of work on a device between `start` and `stop`; reading them waits for that work, nothing before does."""
+    """Measures device time between `start` and `stop`. Only `seconds` synchronizes."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -146,10 +145,10 @@ class Stopwatch:
 
 
 class ComputeProbe:
-    """What this rank does by itself, apart from waiting for others, in seconds that can be compared among ranks.
+    """Compute speed of this rank, comparable among ranks because it excludes waiting.
 
-    On a CPU that is the process's own time. A CUDA device is asked for a product of two matrices, which is the same on
-    all of them and takes a slow one longer; it is read at the next call, so that nothing waits.
+    On a CPU, the process time since the last call. On CUDA, the time of a fixed matmul, read at the next call to avoid a
+    synchronization.
     """
 
     def __init__(self, device: torch.device, size: int = 4096) -> None:
@@ -159,7 +158,7 @@ class ComputeProbe:
         self._matrix = torch.ones(size, size, device=device, dtype=torch.bfloat16) if cuda else None
 
     def seconds(self) -> float:
-        """Since the call before."""
+        """Of the interval since the last call."""
         if self._matrix is None:
             previous_time, self._last_time = self._last_time, time.process_time()
             return self._last_time - previous_time
@@ -172,7 +171,7 @@ class ComputeProbe:
 
 
 class AsyncHostCopy:
-    """A vector on its way from the device: the copy starts at once, `read` waits for it."""
+    """Starts an asynchronous device-to-host copy; `read` waits for it."""
 
     def __init__(self, vector: Tensor) -> None:
         self._vector = vector

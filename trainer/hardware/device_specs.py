@@ -1,4 +1,4 @@
-"""Devices and their links, as data: the tables in `devices/`, and files of one's own with the same keys. Without torch.
+"""Device specifications: the tables in `specs/`, and user files with the same keys. Imports no torch.
 
     extends = "h100-80gb"
     description = "H100 behind slow links"
@@ -6,129 +6,172 @@
     [network]
     gbps = { value = 12.5, source = "100 Gb/s Ethernet, ib_write_bw" }
 
-A figure is a number, or has a source beside it. Rates and sizes are in the unit that ends a key's name, each way where
-something is sent: tflops 1e12 FLOP/s, gbps 1e9 bytes/s, gib 2^30 bytes, us 1e-6 s. Without one it is a count or a share.
+A value is a number, or a number with its source. The suffix of a key is its unit: tflops 1e12 FLOP/s, gbps 1e9 bytes/s
+per direction, gib 2^30 bytes, us 1e-6 s. Keys without a suffix are counts or fractions.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
-from math import inf, log
+from math import log
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from trainer.config.job_config import Config
-from trainer.config.parse import read_toml, show_path
+from trainer.config.parse import deep_merge, read_toml, show_path
 from trainer.errors import ConfigError
 
 TABLES_DIR = Path(__file__).parent / "specs"
 DEFAULT_DEVICE = "h100-80gb"
-"""What is planned for where no GPU is."""
-DEFAULT_DEVICE_NOTE = (
-    f"no GPU that a table knows is here: planned for {DEFAULT_DEVICE}; --device or plan.device names another"
-)
-NUMERIC_KEYS = {
-    "device": ("memory_gib", "peak_tflops", "matmul_tflops", "memory_gbps", "launch_us"),
-    "link": ("devices", "gbps", "share", "latency_us"),
-    "network": ("gbps", "share", "latency_us"),
-    "host": ("devices", "gbps", "memory_gib", "memory_gbps"),
-}
-"""Keys of each section, beside those of [attention.KERNEL]: `width_128`, `width_64`, ..."""
-ATTENTION_KERNELS = ("flash", "cudnn", "efficient", "plain", "fa3", "fa4")
-TEXT_KEYS = ("extends", "description", "names")
-UNITS = {"tflops": 1e12, "gbps": 1e9, "gib": float(1 << 30), "us": 1e-6}
+"""Planned for if there is no known GPU."""
+DEFAULT_DEVICE_NOTE = f"no known GPU on this machine: planned for {DEFAULT_DEVICE}; choose with --device or plan.device"
+TFLOPS, GBPS, GIB, MICROSECOND = 1e12, 1e9, float(1 << 30), 1e-6
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+Kernel = Literal["flash", "cudnn", "efficient", "plain", "fa3", "fa4"]
+WidthKey = Annotated[str, Field(pattern=r"^width_[1-9]\d*$")]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class DeviceSection(Section):
+    memory_gib: Positive
+    peak_tflops: Positive
+    matmul_tflops: Positive
+    memory_gbps: Positive
+    launch_us: Positive
+
+    @model_validator(mode="after")
+    def _check_rates(self) -> DeviceSection:
+        if self.matmul_tflops > self.peak_tflops:
+            raise ValueError(f"matmul_tflops = {self.matmul_tflops} must be at most peak_tflops = {self.peak_tflops}")
+        return self
+
+
+class NetworkSection(Section):
+    gbps: Positive
+    share: Fraction
+    latency_us: Positive
+
+
+class LinkSection(NetworkSection):
+    devices: Count
+
+
+class HostSection(Section):
+    devices: Count
+    gbps: Positive
+    memory_gib: Positive
+    memory_gbps: Positive
+
+
+class AttentionRates(Section):
+    forward: Positive
+    backward: Positive
+    source: str = ""
+
+
+class DeviceTable(Section):
+    """A device file, merged with the one that it extends, without the sources of its numbers."""
+
+    extends: str | None = None
+    description: str = ""
+    names: list[str] = []
+    device: DeviceSection
+    link: LinkSection
+    network: NetworkSection
+    host: HostSection
+    attention: dict[Kernel, dict[WidthKey, AttentionRates]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSpec:
-    """A device, its links and its host: FLOP/s, bytes, bytes per second each way, seconds."""
+    """A device, its links and its host, in FLOP/s, bytes, bytes per second and direction, and seconds."""
 
     name: str
     description: str
     torch_names: tuple[str, ...]
-    """Parts of what torch calls it."""
+    """Substrings of `torch.cuda.get_device_name()`."""
     memory: float
     peak_flops: float
     """Dense, bfloat16."""
     matmul_flops: float
-    """The most that large matrix products were seen to reach."""
+    """Highest measured rate of large matmuls."""
     attention_flops: Mapping[str, Mapping[int, tuple[float, float]]]
-    """Forward and backward, by kernel and width of a head; causal, FLOPs as the kernel carries them out."""
+    """(forward, backward) rates of executed FLOPs under a causal mask, by kernel and head dimension."""
     hbm_bandwidth: float
     launch_latency: float
-    """Between the beginnings of two kernels that have nothing to do."""
+    """Interval between the starts of two empty kernels."""
     link_domain_size: int
-    """Devices that fast links join."""
+    """Devices connected by fast links (NVLink, xGMI)."""
     link_bandwidth: float
     link_latency: float
-    """Of each step of a collective."""
+    """Per step of a collective."""
     network_bandwidth: float
-    """Of each device's share of its node's."""
+    """Per device."""
     network_latency: float
     devices_per_node: int
-    """Devices of a host."""
     host_link_bandwidth: float
-    """Between a device and its host, of all copying at once."""
+    """Between a device and its host, with all devices copying."""
     host_memory: float
     host_bandwidth: float
-    """Of a host's memory, for all its devices together."""
+    """Host memory bandwidth, shared by all devices."""
     sources: Mapping[str, str]
 
     def attention_kernel(self, requested: str) -> str:
-        """The kernel whose rates stand for what `training.attention` asks for."""
+        """The kernel whose rates represent `training.attention = requested`."""
         if requested in self.attention_flops:
             return requested
         return "flash" if "flash" in self.attention_flops else next(iter(self.attention_flops))
 
     def attention_rates(self, requested: str, head_dim: int) -> tuple[float, float]:
-        """FLOP/s forward and backward, of the width nearest to that of a head."""
+        """(forward, backward) FLOP/s at the nearest measured head dimension."""
         rates = self.attention_flops[self.attention_kernel(requested)]
         return rates[min(rates, key=lambda measured: abs(log(measured / head_dim)))]
 
 
 def load_device(name: str) -> DeviceSpec:
-    """One of the tables by its name, or a file by its path. Raises ConfigError with everything that is wrong with it."""
+    """The shipped table of that name, or the file at that path. Raises ConfigError with all problems of the file."""
     path = _resolve_path(name)
-    table = DeviceTable()
-    table.read(path, (path,))
-    shown_path = show_path(path)
-    problems = table.problems or [
-        f"{shown_path}: [{section}] {key} is missing"
-        for section, keys in NUMERIC_KEYS.items()
-        for key in keys
-        if f"{section}.{key}" not in table.numbers
-    ]
-    if not problems and table.numbers.get("device.matmul_tflops", 0) > table.numbers.get("device.peak_tflops", inf):
-        problems.append(f"{shown_path}: [device] matmul_tflops must be at most peak_tflops")
-    if not table.problems and not table.attention:
-        problems.append(f"{shown_path}: [attention.flash] is missing, or that of another kernel")
-    if problems:
-        raise ConfigError(problems)
-    values = {key: value * UNITS.get(re.split("[._]", key)[-1], 1) for key, value in table.numbers.items()}
+    table, sources = _read_table(path, (path,))
+    device, link, network, host = table.device, table.link, table.network, table.host
     return DeviceSpec(
         name=path.stem,
-        description=table.texts.get("description", path.stem),
-        torch_names=tuple(table.texts.get("names", ())),
-        memory=values["device.memory_gib"],
-        peak_flops=values["device.peak_tflops"],
-        matmul_flops=values["device.matmul_tflops"],
-        attention_flops=table.attention,
-        hbm_bandwidth=values["device.memory_gbps"],
-        launch_latency=values["device.launch_us"],
-        link_domain_size=int(values["link.devices"]),
-        link_bandwidth=values["link.gbps"] * values["link.share"],
-        link_latency=values["link.latency_us"],
-        network_bandwidth=values["network.gbps"] * values["network.share"],
-        network_latency=values["network.latency_us"],
-        devices_per_node=int(values["host.devices"]),
-        host_link_bandwidth=values["host.gbps"],
-        host_memory=values["host.memory_gib"],
-        host_bandwidth=values["host.memory_gbps"],
-        sources=table.sources,
+        description=table.description or path.stem,
+        torch_names=tuple(table.names),
+        memory=device.memory_gib * GIB,
+        peak_flops=device.peak_tflops * TFLOPS,
+        matmul_flops=device.matmul_tflops * TFLOPS,
+        attention_flops={
+            kernel: {
+                int(width.removeprefix("width_")): (TFLOPS * rates.forward, TFLOPS * rates.backward)
+                for width, rates in widths.items()
+            }
+            for kernel, widths in table.attention.items()
+        },
+        hbm_bandwidth=device.memory_gbps * GBPS,
+        launch_latency=device.launch_us * MICROSECOND,
+        link_domain_size=link.devices,
+        link_bandwidth=link.gbps * GBPS * link.share,
+        link_latency=link.latency_us * MICROSECOND,
+        network_bandwidth=network.gbps * GBPS * network.share,
+        network_latency=network.latency_us * MICROSECOND,
+        devices_per_node=host.devices,
+        host_link_bandwidth=host.gbps * GBPS,
+        host_memory=host.memory_gib * GIB,
+        host_bandwidth=host.memory_gbps * GBPS,
+        sources=sources,
     )
 
 
@@ -138,10 +181,7 @@ def device_names() -> list[str]:
 
 @cache
 def match_device(name: str) -> DeviceSpec | None:
-    """The device of what torch calls one, by the longest words of the name that a table knows; None if none does.
-
-    A part of a GPU (MIG) is no device that is known.
-    """
+    """The table with the longest matching name in `torch.cuda.get_device_name()`; None if unknown or a MIG slice."""
     names = [
         (torch_name, device)
         for table in device_names()
@@ -157,7 +197,7 @@ def match_device(name: str) -> DeviceSpec | None:
 
 
 def detect_device(drivers: Path = Path("/proc/driver/nvidia/gpus")) -> DeviceSpec | None:
-    """The device of this machine's first GPU, as its driver calls it; None where none is, or none that a table knows."""
+    """The first GPU of this machine according to its driver; None if absent or unknown."""
     for path in sorted(drivers.glob("*/information")):
         model = re.search(r"^Model:\s*(.+)$", path.read_text(errors="replace"), re.MULTILINE)
         return match_device(model[1]) if model else None
@@ -165,7 +205,7 @@ def detect_device(drivers: Path = Path("/proc/driver/nvidia/gpus")) -> DeviceSpe
 
 
 def select_device(config: Config) -> DeviceSpec | None:
-    """What `plan.device` names, else the device here. Raises ConfigError."""
+    """`plan.device`, else the detected device."""
     return load_device(config.plan.device) if config.plan.device is not None else detect_device()
 
 
@@ -173,7 +213,7 @@ def select_device(config: Config) -> DeviceSpec | None:
 
 
 def _resolve_path(name: str, relative_to: Path | None = None) -> Path:
-    """A table, or a file here; of `extends` also one beside the file that says so."""
+    """A shipped table, or a file relative to the working directory or to the extending file."""
     table, candidates = TABLES_DIR / f"{name}.toml", [Path(name)]
     if relative_to is not None:
         candidates.append(relative_to.parent / name)
@@ -185,106 +225,69 @@ def _resolve_path(name: str, relative_to: Path | None = None) -> Path:
     )
     suggestion = [f"did you mean {match}? " for match in close[:1]]
     raise ConfigError(
-        [f'device "{name}": there is no such table or file; {"".join(suggestion)}there are {", ".join(device_names())}']
+        [f'device "{name}" is neither a table nor a file; {"".join(suggestion)}tables: {", ".join(device_names())}']
     )
 
 
-@dataclass
-class DeviceTable:
-    """What a file says, over the one that it extends."""
-
-    texts: dict[str, Any] = field(default_factory=dict)
-    numbers: dict[str, float] = field(default_factory=dict)
-    """By `section.key`, in the units of the file."""
-    attention: dict[str, dict[int, tuple[float, float]]] = field(default_factory=dict)
-    sources: dict[str, str] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-
-    def read(self, path: Path, chain: tuple[Path, ...]) -> None:
-        values, name = read_toml(path), show_path(path)
-        if isinstance(base := values.get("extends"), str):
-            self._extend(base, path, chain)
-        self.texts.pop("names", None)  # A relative is another device.
-        num_problems = len(self.problems)
-        for key, value in values.items():
-            if key in TEXT_KEYS:
-                self._read_text(key, value)
-            elif key == "attention" and isinstance(value, dict):
-                for kernel, widths in value.items():
-                    self._read_attention(kernel, widths)
-            elif key in NUMERIC_KEYS and isinstance(value, dict):
-                for inner, entry in value.items():
-                    self._read_number(key, inner, entry)
-            else:
-                sections = (*NUMERIC_KEYS, "attention", *TEXT_KEYS)
-                self.problems.append(
-                    f"{key} = {value} must be a section"
-                    if key in sections
-                    else f"[{key}] is no section; {_suggest(key, sections)}"
-                )
-        self.problems[num_problems:] = [f"{name}: {problem}" for problem in self.problems[num_problems:]]
-
-    def _extend(self, base: str, path: Path, chain: tuple[Path, ...]) -> None:
-        try:
-            base_path = _resolve_path(base, path)
-        except ConfigError as error:
-            self.problems += error.problems
-            return
+def _read_table(path: Path, chain: tuple[Path, ...]) -> tuple[DeviceTable, dict[str, str]]:
+    """The table and the source of each number, by `section.key`."""
+    values, sources = _split_sources(read_toml(path))
+    base = values.get("extends")
+    if isinstance(base, str):
+        base_path = _resolve_path(base, path)
         if base_path in chain:
-            self.problems.append(f'{show_path(path)}: extends = "{base}" goes round in a circle')
-        else:
-            self.read(base_path, (*chain, base_path))
-
-    def _read_text(self, key: str, value: object) -> None:
-        self.texts[key] = value
-        texts = value if isinstance(value, list) and key == "names" else [value]
-        if isinstance(value, list) != (key == "names") or not all(isinstance(text, str) for text in texts):
-            self.problems.append(f"{key} = {value} must be {'a list of names' if key == 'names' else 'text'}")
-
-    def _read_number(self, section: str, key: str, entry: Any) -> None:
-        value, source = (entry.get("value"), entry.get("source", "")) if isinstance(entry, dict) else (entry, "")
-        self.sources[f"{section}.{key}"] = str(source)
-        if key not in NUMERIC_KEYS[section]:
-            self.problems.append(f"[{section}] {key}: there is no such key; {_suggest(key, NUMERIC_KEYS[section])}")
-        elif (number := _positive(value)) is None:
-            self.problems.append(f"[{section}] {key} = {value} must be a number above 0")
-        elif key == "devices" and not number.is_integer():
-            self.problems.append(f"[{section}] {key} = {value} must be a whole number")
-        elif key == "share" and number > 1:
-            self.problems.append(f"[{section}] {key} = {value} must be at most 1")
-        self.numbers[f"{section}.{key}"] = _positive(value) or 1.0
-
-    def _read_attention(self, kernel: str, widths: Any) -> None:
-        if kernel in ATTENTION_KERNELS and not isinstance(widths, dict):
-            self.problems.append(f"attention.{kernel} = {widths} must be a section")
-            return
-        if kernel not in ATTENTION_KERNELS:
-            self.problems.append(f"[attention.{kernel}] is no kernel; {_suggest(kernel, ATTENTION_KERNELS)}")
-            return
-        for key, entry in widths.items():
-            forward, backward = (
-                _positive(entry.get(which)) if isinstance(entry, dict) else None for which in ("forward", "backward")
-            )
-            if not re.fullmatch(r"width_[1-9]\d*", key):
-                self.problems.append(
-                    f"[attention.{kernel}] {key}: there is no such key; they are width_128, width_64, ..."
-                )
-            elif forward is None or backward is None:
-                self.problems.append(
-                    f"[attention.{kernel}] {key} = {entry} must have forward and backward, TFLOP/s above 0"
-                )
-            else:
-                rates = 1e12 * forward, 1e12 * backward
-                self.attention.setdefault(kernel, {})[int(key.removeprefix("width_"))] = rates
-                self.sources[f"attention.{kernel}.{key}"] = str(entry.get("source", ""))
+            raise ConfigError([f'{show_path(path)}: extends = "{base}" is circular'])
+        base_table, base_sources = _read_table(base_path, (*chain, base_path))
+        # `names` identify one device, so they are not inherited. Attention rates are replaced in pairs.
+        inherited = base_table.model_dump(exclude={"names"}, exclude_unset=True)
+        own_kernels = values.get("attention", {})
+        for kernel, widths in own_kernels.items() if isinstance(own_kernels, dict) else ():
+            for width in widths if isinstance(widths, dict) else ():
+                inherited["attention"].get(kernel, {}).pop(width, None)
+        values = deep_merge(inherited, values)
+        sources = base_sources | sources
+    try:
+        table = DeviceTable.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError([f"{show_path(path)}: {_format_error(each)}" for each in error.errors()]) from error
+    rates = {f"attention.{k}.{w}": each.source for k, widths in table.attention.items() for w, each in widths.items()}
+    return table, sources | rates
 
 
-def _positive(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if 0 < value < inf else None
+def _split_sources(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Replaces `{ value, source }` by the value; also returns the sources, "" for plain numbers."""
+    plain, sources = dict[str, Any](), dict[str, str]()
+    for section, entries in values.items():
+        plain[section] = entries
+        if section != "attention" and isinstance(entries, dict):
+            plain[section] = {
+                key: each.get("value") if isinstance(each, dict) else each for key, each in entries.items()
+            }
+            for key, each in entries.items():
+                sources[f"{section}.{key}"] = str(each.get("source", "")) if isinstance(each, dict) else ""
+    return plain, sources
 
 
-def _suggest(key: str, known: tuple[str, ...]) -> str:
+def _format_error(error: ErrorDetails) -> str:
+    """Section, key, value and rule of a pydantic error."""
+    *section, key = (str(part) for part in error["loc"] if part != "[key]")
+    name = f"[{'.'.join(section)}] {key}" if section else key
+    if error["type"] == "extra_forbidden":
+        model: Any = DeviceTable.model_fields[section[0]].annotation if section[:1] in _SECTION_PATHS else DeviceTable
+        return f"{name} is not a {'key' if section else 'section or key'}; {_suggest(key, [*model.model_fields])}"
+    if error["type"] == "missing":
+        return f"{name} is missing"
+    if error["type"] == "value_error":
+        return f"[{key}] {error['msg'].removeprefix('Value error, ')}"
+    if error["type"] in ("model_type", "dict_type"):
+        return f"{name} = {error['input']} must be a section"
+    rule = re.sub(r"^(Input|String) should (be )?", lambda match: "must be " if match[2] else "must ", error["msg"])
+    return f"{name} {rule}" if error["loc"][-1] == "[key]" else f"{name} = {error['input']} {rule}"
+
+
+_SECTION_PATHS = [[name] for name in ("device", "link", "network", "host")]
+
+
+def _suggest(key: str, known: list[str]) -> str:
     near = get_close_matches(key, known, n=1)
-    return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+    return f"did you mean {near[0]}?" if near else f"valid names: {', '.join(known)}"

@@ -17,9 +17,9 @@ from pathlib import Path
 from trainer.checkpoint.initial_weights import validate_initial_weights
 from trainer.checkpoint.run_dir import ResumeError, RunDir, finished_message, next_stage
 from trainer.config.job_config import Config
-from trainer.config.parse import find_config_file, load, parse_arguments, show_path, to_toml
+from trainer.config.parse import find_config_file, load, name_flags, parse_arguments, show_path
+from trainer.config.toml_format import to_toml
 from trainer.config.training_stages import Recipe
-from trainer.data import DataError
 from trainer.data.prepare import prepare_datasets
 from trainer.errors import (
     EXIT_BAD_CONFIG,
@@ -28,6 +28,7 @@ from trainer.errors import (
     EXIT_NO_RETRY,
     EXIT_SUCCESS,
     ConfigError,
+    DataError,
     RunFailedError,
 )
 from trainer.hardware.device_specs import select_device
@@ -192,7 +193,7 @@ def format_problems(problems: Sequence[str], argv: Sequence[str], world: LaunchW
     with suppress(ConfigError):
         name = show_path(find_config_file(name))
     for_world = f" for {world}" if world else ""
-    lines = [f"error: {problem}\n" for problem in problems]
+    lines = [f"error: {name_flags(problem, argv)}\n" for problem in problems]
     return "".join([*lines, f"nothing was started: {pluralize(len(problems), 'problem')} in {name}{for_world}\n"])
 
 

@@ -1,1 +1,1 @@
-"""Predicted memory: the estimator, its report, and the choice that `recompute = "auto"` makes. Imports no torch."""
+"""Predicted memory: the estimator, its report, and the choice behind `recompute = "auto"`. Imports no torch."""

@@ -1,4 +1,4 @@
-"""`memory.recompute = "auto"`: the fastest choice of what to keep and where that is predicted to fit. Without torch."""
+"""`memory.recompute = "auto"`: the fastest memory options predicted to fit. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from itertools import product
 from typing import Any
 
 from trainer.config.job_config import Config
-from trainer.config.parse import toml_value
+from trainer.config.toml_format import toml_value
 from trainer.errors import ConfigError
 from trainer.memory.estimator import GIB, SAVED_ACTIVATIONS, estimate_memory
 
 DEVICE_FRACTION, HOST_FRACTION = 0.9, 0.75
-"""What may be filled of a device, where kernels and the allocator need the rest, and of a node, where data is read."""
+"""Usable share of device and node memory; the rest is for kernel workspaces, fragmentation and data loading."""
 PINNED_OVERHEAD = 17 / 16
-"""What pinned memory takes at most of what lies in it."""
-# Each in the order in which it is tried, with what it adds to the time, about: copies, launches and sums of more pieces.
+"""Upper bound of pinned bytes allocated per byte stored."""
+# Values by key, in the order tried, with the estimated relative step-time overhead (copies, launches, partial sums).
 MEMORY_OPTIONS: dict[str, dict[Any, float]] = {
     "recompute": {"none": 0, "keep_attention": 0, "full": 0},
     "offload": {"none": 0, "inputs": 0.004, "inputs_and_attention": 0.008},
@@ -28,9 +28,9 @@ MEMORY_OPTIONS: dict[str, dict[Any, float]] = {
 def fit_memory_options(
     config: Config, world_size: int, *, ranks_per_node: int, device_bytes: float, host_bytes: float
 ) -> Config:
-    """The configuration with `auto` made into levers. Keys of `memory` that were given stay as they are.
+    """Resolves `memory.recompute = "auto"`; keys of `memory` that the user set are kept.
 
-    `device` are the bytes of a device, `host` those of a node of so many `ranks`. Raises ConfigError where nothing fits.
+    `host_bytes` is the memory of one node. Raises ConfigError if nothing fits.
     """
     if config.memory.recompute != "auto":
         return config
@@ -60,19 +60,21 @@ def fit_memory_options(
     if closest is None:
         raise ConfigError(
             rejected_problems
-            or [f'memory.recompute = "auto" finds nothing that fits {host_limit / GIB:.1f} GiB of a node']
+            or [
+                f'memory.recompute = "auto" finds no options that fit {host_limit / GIB:.1f} GiB of host memory per node'
+            ]
         )
     smallest_bytes, candidate = closest
     raise ConfigError(
         [
-            f'memory.recompute = "auto" finds nothing that fits {device_limit / GIB:.1f} GiB of a device ({DEVICE_FRACTION} of it) and '
-            f"{host_limit / GIB:.1f} GiB of a node; least is {smallest_bytes / GIB:.1f} GiB, with {describe_memory_options(candidate)}"
+            f'memory.recompute = "auto" finds no options that fit {device_limit / GIB:.1f} GiB per device ({DEVICE_FRACTION:.0%} of it) and '
+            f"{host_limit / GIB:.1f} GiB per node; the minimum is {smallest_bytes / GIB:.1f} GiB, with {describe_memory_options(candidate)}"
         ]
     )
 
 
 def describe_memory_options(config: Config) -> str:
-    """What is kept and where, in words."""
+    """The non-default memory options, as TOML assignments."""
     return ", ".join(f"memory.{key} = {toml_value(value)}" for key, value in _non_default_options(config).items())
 
 
@@ -85,7 +87,7 @@ def _non_default_options(config: Config) -> dict[str, Any]:
 
 
 def _candidates(config: Config) -> Iterator[Config]:
-    """Without a budget, within which attention might be computed again after all."""
+    """All combinations, without a host budget, since a budget may force recomputing attention."""
     memory = config.memory
     set_keys = memory.model_fields_set - {"recompute"}
     values = [[getattr(memory, key)] if key in set_keys else [*MEMORY_OPTIONS[key]] for key in MEMORY_OPTIONS]
@@ -101,7 +103,7 @@ def _with_host_budget(config: Config, budget_gib: float) -> Config:
 
 
 def _relative_step_time(config: Config) -> tuple[float, int]:
-    """Executed FLOPs of a token, and about what else takes time; of equals the one with fewer levers is first."""
+    """Sort key: executed FLOPs per token with estimated overheads, then the number of non-default options."""
     memory, model = config.memory, config.model.build()
     flops = model.hardware_flops(
         tokens=1,

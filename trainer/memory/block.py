@@ -1,4 +1,4 @@
-"""What a block holds for its backward pass, and while it runs: bytes, as plain numbers, without torch.
+"""Bytes of activations that one transformer block saves for backward, and needs while it runs. Imports no torch.
 
 Counted against real tensors in tests/memory/test_estimator.py and tests/memory/test_block.py.
 """
@@ -14,20 +14,20 @@ from parallelisms.parallel_dims import ContextPlan
 
 @dataclass(frozen=True)
 class BlockMemory:
-    """What a block holds of `tokens`, those of all tp ranks together. `wide` is the type of statistics, in bytes."""
+    """Activations of one block for `tokens` tokens, counted over all tp ranks; sizes are per rank."""
 
     model: ModelConfig
     tokens: int
     compute_bytes: int = 2
     stats_bytes: int = 4
+    """Element size of softmax and norm statistics."""
     tp: int = 1
     sequence_parallel: bool = True
     compiled: bool = False
     context_plan: ContextPlan | None = None
     head_groups: int = 1
-    """Of key/value heads."""
     mlp_tile_bytes: int | None = None
-    """Bytes of a tile, where blocks compute again."""
+    """Size of an MLP tile, with recomputation."""
 
     @property
     def residual_bytes(self) -> int:
@@ -35,12 +35,12 @@ class BlockMemory:
 
     @property
     def q_numel(self) -> int:
-        """Elements: of queries, of outputs, of the gradients of either."""
+        """Elements of the queries; also of the attention output and of the gradients of either."""
         return self.model.num_heads * self.model.head_dim * self.tokens // self.tp
 
     @property
     def kv_numel(self) -> int:
-        """Elements of keys and values; a group's heads are repeated until they divide among those that exchange them."""
+        """Elements of keys and values; the heads of a group are repeated until the Ulysses degree divides them."""
         heads = max(1, self.model.num_kv_heads // self.tp) // self.head_groups
         heads_per_group = lcm(heads, self.context_plan.ulysses_degree if self.context_plan else 1)
         return 2 * self.head_groups * heads_per_group * self.model.head_dim * self.tokens
@@ -50,12 +50,12 @@ class BlockMemory:
         return self.compute_bytes * self.model.ffn_dim * self.tokens // self.tp
 
     def saved_bytes(self, policy: str) -> int:
-        """For the backward pass: by attention, then by the feed-forward."""
+        """Saved activations of attention and feed-forward under a recompute policy."""
         return self.attention_saved_bytes(policy) + (self.feed_forward_saved_bytes() if policy == "none" else 0)
 
     @property
     def attention_output_bytes(self) -> int:
-        """What attention gave: its output and log-sum-exp."""
+        """Attention output and log-sum-exp."""
         return self.compute_bytes * self.q_numel + self.stats_bytes * self.model.num_heads * self.tokens // self.tp
 
     def attention_saved_bytes(self, policy: str) -> int:
@@ -77,29 +77,31 @@ class BlockMemory:
         return self._norm_saved_bytes() + (3 if self.compiled else 2) * self.ffn_bytes
 
     def _qk_norm_saved_bytes(self) -> int:
-        """What enters the norms of queries and keys, and a number for each head."""
+        """Inputs of the query and key norms, and one statistic per head."""
         num_heads = self.model.num_heads // self.tp + max(1, self.model.num_kv_heads // self.tp)
         return (
             num_heads * (self.compute_bytes * self.model.head_dim + self.stats_bytes) * self.tokens * self.model.qk_norm
         )
 
     def _norm_saved_bytes(self) -> int:
-        """What enters a norm, a number per token, and what leaves it for all tp ranks' tokens."""
+        """Norm input, one statistic per token, and the output gathered over the tp ranks."""
         statistics_bytes = self.stats_bytes * self.residual_bytes // (self.compute_bytes * self.model.dim)
         return self.residual_bytes + statistics_bytes + self.compute_bytes * self.model.dim * self.tokens
 
     @property
     def gathered_bytes(self) -> int:
-        """The tokens of all tp ranks, where they are shared between them."""
+        """Hidden states gathered over the tp ranks; 0 without sequence parallelism."""
         return self.compute_bytes * self.model.dim * self.tokens * (self.tp > 1 and self.sequence_parallel)
 
     def feed_forward_backward_bytes(self) -> int:
-        """Its backward pass, where all is kept: the gradient of its output, whole under tp; of gate and up."""
+        """Transient bytes of the feed-forward backward without recomputation: gradients of the output (gathered under tp),
+        gate and up.
+        """
         return self.residual_bytes + self.gathered_bytes + 2 * self.ffn_bytes
 
     def attention_backward_bytes(self, grad_comm_bytes: int) -> int:
-        """Its backward pass, where all is kept: the gradient of the stream, and what the operator holds. When it is done,
-        so is what it kept.
+        """Transient bytes of the attention backward without recomputation: the residual gradient and the operator's
+        buffers. Query norms run after the operator has freed its output.
         """
         return self.residual_bytes + max(
             self._attention_op_backward_bytes(grad_comm_bytes),
@@ -107,18 +109,17 @@ class BlockMemory:
         )
 
     def _qk_norm_backward_bytes(self, bytes_per_element: int) -> int:
-        """In the backward pass of the norm of queries: so many bytes of each number, and three of the type of statistics."""
+        """Backward of the query norm: `bytes_per_element`, and three statistics-typed values, per query element."""
         return (bytes_per_element + 3 * self.stats_bytes) * self.q_numel * self.model.qk_norm
 
     def _attention_op_backward_bytes(self, grad_comm_bytes: int) -> int:
-        """Gradients of attention's output, queries, keys and values; and what other ranks send.
-
-        `travels` are the bytes in which gradients of keys and values are sent.
+        """Gradients of output, queries, keys and values, and receive buffers. `grad_comm_bytes` is the element size of KV
+        gradients on the wire.
         """
         local_bytes = self.compute_bytes * 2 * self.q_numel
         if self.context_plan is None or self.context_plan.ring_degree == 1:
             return local_bytes + self.compute_bytes * self.kv_numel
-        # Gradients are summed in the wide type, beside those of the part that was just computed.
+        # Accumulators have the statistics type; the gradients of the current block are held too.
         local_bytes += self.stats_bytes * (self.q_numel + self.kv_numel)
         ring = self.context_plan.ring_degree
         if self.context_plan.rotate_method == "allgather":
@@ -126,15 +127,13 @@ class BlockMemory:
             before_reduce = num_remote * (2 * self.compute_bytes + self.stats_bytes)
             during_reduce = num_remote * (self.compute_bytes + self.stats_bytes) + ring * grad_comm_bytes
             return local_bytes + self.kv_numel * max(before_reduce, during_reduce)
-        in_transit = (
-            2 * grad_comm_bytes + self.compute_bytes if ring > 2 else 0
-        )  # Keys and gradients that are on their way.
+        in_transit = 2 * grad_comm_bytes + self.compute_bytes if ring > 2 else 0  # KV and KV gradients in transit.
         return local_bytes + self.kv_numel * (2 * self.compute_bytes + self.stats_bytes + in_transit)
 
-    # ---- backward passes that compute again: everything but what is kept of other blocks
+    # ---- backward with recomputation, without the saved activations of other blocks
 
     def tiles(self) -> tuple[int, int]:
-        """How many, and the tokens of the largest, of all tp ranks."""
+        """(number of tiles, tokens of the largest over all tp ranks)."""
         if self.mlp_tile_bytes is None:
             return 1, self.tokens
         num_token_shards = self.tp if self.sequence_parallel else 1
@@ -148,8 +147,8 @@ class BlockMemory:
         return self.compute_bytes * (2 * ffn_dim + 2 * max(ffn_dim, dim) + dim)
 
     def feed_forward_recompute_bytes(self) -> int:
-        """Of x and what attention gave, the gradient that came and the one that goes; and a tile, in the feed-forward or in
-        its norm, with the gradients of all matrices.
+        """Block input, attention output, incoming and outgoing gradient, and one tile in the feed-forward or its norm with
+        the gradients of all matrices.
         """
         count, tokens = self.tiles()
         dim, ffn_dim = self.model.dim, self.model.ffn_dim // self.tp
@@ -166,8 +165,8 @@ class BlockMemory:
         return (2 + (count > 1)) * self.residual_bytes + self.attention_output_bytes + accumulator_bytes + tile_bytes
 
     def attention_recompute_bytes(self, grad_comm_bytes: int) -> int:
-        """Of x and its gradient, whole under tp too; of groups that are done, the gradients of queries, in the place of
-        attention's output, and of keys and values; queries, keys and values of one at work and of one on its way.
+        """Block input and its gradient (also gathered under tp), gradients of finished head groups, and QKV of the active and
+        the prefetched group. Query gradients reuse the memory of the attention output.
         """
         groups = self.head_groups
         finished_groups = max(0, groups - 2) * self.compute_bytes * self.kv_numel // groups
@@ -185,16 +184,14 @@ class BlockMemory:
         )
 
     def _active_group_bytes(self) -> int:
-        """Of all heads: queries, keys and values. Ranks that exchange heads hold these twice in the end, before and after
-        the exchange, and attention's output and its gradient too.
-        """
+        """QKV over all heads. Ulysses also holds the output and its gradient before and after the all-to-all."""
         qkv_bytes = self.compute_bytes * (self.q_numel + self.kv_numel)
         return qkv_bytes + (self.compute_bytes * 2 * self.q_numel) * (
             self.context_plan is not None and self.context_plan.ulysses_degree > 1
         )
 
     def _prefetched_group_bytes(self) -> int:
-        """Of all heads: queries, keys and values, with what is sent and received of them."""
+        """QKV over all heads, with communication buffers."""
         qkv_bytes = self.compute_bytes * (self.q_numel + self.kv_numel)
         if self.context_plan is None or self.context_plan.cp == 1:
             return qkv_bytes
@@ -204,7 +201,7 @@ class BlockMemory:
         return qkv_bytes + self.compute_bytes * self.kv_numel * (1 + kv_buffers)
 
     def qkv_recompute_bytes(self) -> int:
-        """Of x and its gradient, the gradients of queries, keys and values; and a tile of them, turned back, and its norm."""
+        """Block input and its gradient, QKV gradients, and one tile in the rotary or norm backward."""
         count, tokens = self.tiles()
         dim = self.model.dim
         qkv_bytes = self.compute_bytes * (self.q_numel + self.kv_numel)

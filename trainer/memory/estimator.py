@@ -1,7 +1,7 @@
-"""Where a run's memory goes: bytes of its fullest rank, predicted from the configuration alone, without torch.
+"""Predicts the peak memory of each pipeline rank from the configuration alone. Imports no torch.
 
-An update is fullest at one of a few moments, which are all added up; the largest is what the run needs. What kernels and
-communication take for themselves is not counted, nor holes in the allocator. Letters are those of docs/parallelism.md.
+Sums the items alive in each candidate phase of a step and takes the maximum. Kernel workspaces, communication library
+buffers and allocator fragmentation are not included. Symbols are those of docs/parallelism.md.
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ from trainer.config.sections import OPTIMIZER_CHUNK_ELEMENTS
 from trainer.memory.block import BlockMemory
 
 GIB = 1 << 30
-SAVED_ACTIVATIONS = "kept for the backward pass"
+SAVED_ACTIVATIONS, TRANSIENT_ACTIVATIONS = "saved activations", "transient activations"
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 Shapes = list[tuple[int, int]]
-"""Rows and columns of parameters, as one tp rank holds them; norms have one column."""
+"""(rows, columns) of the parameters on one tp rank; norms have one column."""
 
 
 @dataclass(frozen=True)
 class MemoryItem:
-    """What one kind of thing takes, in bytes."""
-
     name: str
     device_bytes: float = 0
     host_bytes: float = 0
@@ -38,14 +36,13 @@ class MemoryItem:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What a rank holds when it holds most."""
+    """Memory of a rank in one phase of a step."""
 
     phase: str
     pp_rank: int
-    """Among the `pp` ranks of the pipeline."""
     pp: int
     residual_bytes: int
-    """Bytes of the residual stream on one rank: u."""
+    """u: the residual stream on one rank."""
     items: tuple[MemoryItem, ...]
 
     @property
@@ -61,28 +58,28 @@ class MemoryEstimate:
 
     @property
     def state_bytes(self) -> float:
-        """Parameters, gradients and optimizer states, as far as they are on the device."""
+        """Parameters, gradients and optimizer state on the device."""
         return sum(item.device_bytes for item in self.items[:3])
 
     @property
     def residual_multiple(self) -> float:
-        """The peak is states + k u."""
+        """k, where the peak is state_bytes + k u."""
         return (self.device_bytes - self.state_bytes) / self.residual_bytes
 
 
 def estimate_memory(config: Config, world_size: int) -> MemoryEstimate:
-    """Of the fullest rank. The configuration must have no problems."""
+    """Of the rank with the highest peak. The configuration must be valid."""
     return max(estimate_memory_per_pp_rank(config, world_size), key=lambda estimate: estimate.device_bytes)
 
 
 def estimate_memory_per_pp_rank(config: Config, world_size: int) -> list[MemoryEstimate]:
-    """Of each rank of the pipeline, at its fullest moment; one where it is not cut."""
+    """The peak of each pipeline rank."""
     ranks = (RankMemory(config, world_size, pp_rank) for pp_rank in range(config.parallelism.pp))
     return [_peak([*rank.phase_estimates()]) for rank in ranks]
 
 
 def _peak(estimates: list[MemoryEstimate]) -> MemoryEstimate:
-    """Of the device; what the host keeps is most at another moment, when the forward pass ends."""
+    """The phase with the device's peak, with the host's own peak, which is at the end of the forward pass."""
     peak = max(estimates, key=lambda estimate: estimate.device_bytes)
     saved_on_host = max(found.item(SAVED_ACTIVATIONS).host_bytes for found in estimates)
     return replace(
@@ -94,7 +91,7 @@ def _peak(estimates: list[MemoryEstimate]) -> MemoryEstimate:
 
 
 class RankMemory:
-    """One rank of the pipeline, with what follows from the configuration for it."""
+    """Sizes that the configuration implies for one pipeline rank."""
 
     def __init__(self, config: Config, world_size: int, pp_rank: int) -> None:
         training, parallelism = config.training, config.parallelism
@@ -139,12 +136,12 @@ class RankMemory:
         return self.head_shapes() if tied else [(self.model.vocab_size // self.tp, self.model.dim)]
 
     def embedding_and_head_shapes(self) -> Shapes:
-        """What of embedding and head is on this rank."""
+        """The parts of embedding and loss head on this rank."""
         head = self.head_shapes() * (not self.model.tie_embeddings) + [(self.model.dim, 1)]
         return self.embed_shapes() * self.has_first_stage + head * self.has_last_stage
 
     def sharded_numel(self, shapes: Shapes) -> int:
-        """Elements that this rank holds for good; of rows that do not divide, the first rank has most."""
+        """Elements of this rank's FSDP shard, rounded up to whole rows as on the first rank."""
         return sum(-(-rows // self.num_shards) * columns for rows, columns in shapes)
 
     def local_numel(self) -> int:
@@ -156,14 +153,14 @@ class RankMemory:
             self.embedding_and_head_shapes()
         )
 
-    # ---- what is gathered, and what is not yet scattered
+    # ---- unsharded weights and unreduced gradients
 
     def unsharded_weight_bytes(self, unit: Shapes) -> int:
-        """Bytes of a unit of FSDP that is gathered, in the type of computation; without FSDP the parameters serve."""
+        """An all-gathered FSDP unit in the compute dtype; 0 without FSDP, where the parameters are used directly."""
         return self.compute_bytes * _numel(unit) * self.is_sharded
 
     def resident_weight_bytes(self, num_blocks: int) -> int:
-        """Bytes of gathered units that stay so: those of a tied head, of so many blocks, of all stages of a pipeline."""
+        """Units that stay gathered: a tied head, `num_blocks` blocks unless resharded, or all stages of a pipeline."""
         block_bytes = self.unsharded_weight_bytes(self.block_shapes())
         if self.pipeline.pp > 1:
             return self.num_blocks * block_bytes + self.unsharded_weight_bytes(self.embedding_and_head_shapes())
@@ -173,12 +170,12 @@ class RankMemory:
         )
 
     def unreduced_gradient_bytes(self, unit: Shapes) -> int:
-        """Bytes of a unit's gradients on their way to be summed. They stay until the next unit's are there."""
+        """Reduce-scatter input of a unit, alive until the next unit's gradients arrive."""
         if not self.is_sharded or self.pipeline.pp > 1:
             return 0
         return self.reduce_bytes * self.sharded_numel(unit) * self.num_shards
 
-    # ---- moments
+    # ---- phases
 
     def phase_estimates(self) -> Iterator[MemoryEstimate]:
         saved = self._saved_activation_bytes()
@@ -188,7 +185,7 @@ class RankMemory:
             yield from self._block_backward_estimates(index, saved)
         if self.has_first_stage:
             yield self._embedding_estimate()
-        # Narrow moments are widened by pieces.
+        # Bfloat16 moments are upcast chunk by chunk.
         chunk = min(
             OPTIMIZER_CHUNK_ELEMENTS,
             max(self.sharded_numel([shape]) for shape in self.block_shapes() + self.embedding_and_head_shapes()),
@@ -196,10 +193,10 @@ class RankMemory:
         master_chunk_bytes = (
             2 * self.master_bytes * chunk * (self.moment_bytes < self.master_bytes and not self.optimizer_on_host)
         )
-        yield self._estimate("in the optimizer", gradients=self.local_numel(), transient=master_chunk_bytes)
+        yield self._estimate("in the optimizer step", gradients=self.local_numel(), transient=master_chunk_bytes)
 
     def in_flight_micro_batches(self) -> float:
-        """Micro-batches through all blocks of this rank of which it keeps activations."""
+        """Micro-batches whose activations this rank saves at the same time, in units of all its blocks."""
         plan, num_micro_batches = self.pipeline, self.num_micro_batches
         if plan.pp == 1 or plan.schedule == "GPipe":
             return 1 if plan.pp == 1 else num_micro_batches
@@ -217,7 +214,7 @@ class RankMemory:
         )
 
     def _saved_activation_bytes(self) -> float:
-        """By all blocks; tables of angles; and the stream behind the last, if it does not begin in a buffer."""
+        """All blocks, rotary tables, and the embedding output on the first stage (later stages receive into a buffer)."""
         rotation = self.master_bytes * self.model.head_dim * self.tokens * self.pipeline.stages_per_rank
         return self.in_flight_micro_batches() * (
             self.saved_block_bytes(self.num_blocks)[0]
@@ -226,7 +223,7 @@ class RankMemory:
         )
 
     def saved_block_bytes(self, num_blocks: int, *, in_backward: bool = False) -> tuple[float, float]:
-        """Bytes that so many blocks keep on the device and on the host; one more is at work, with its inputs, or not."""
+        """(device, host) bytes saved by `num_blocks` blocks; `in_backward` excludes the group being recomputed."""
         memory, block, blocks_per_checkpoint = (
             self.config.memory,
             self.block_memory,
@@ -245,7 +242,7 @@ class RankMemory:
         on_host, on_device = offloaded_bytes * num_inputs, (block.residual_bytes - offloaded_bytes) * num_inputs
         if memory.offload == "inputs":
             return on_device + num_blocks * attention_bytes, on_host
-        # What attention gave and finds no room is computed again.
+        # Attention outputs beyond the host budget are recomputed.
         return on_device, on_host + num_blocks * min(
             attention_bytes, max(0, host_budget / (self.in_flight_micro_batches() * self.num_blocks))
         )
@@ -259,7 +256,7 @@ class RankMemory:
         bytes_per_token = (self.master_bytes + low_precision_bytes) * vocab_rows
         logits_bytes = (
             bytes_per_token * min(chunk, tokens) + self.compute_bytes * vocab_rows * dim
-        )  # And its part of the weight's gradient.
+        )  # With the chunk's weight gradient.
         gradients, on_host = (
             self._gradient_numel(0),
             self.in_flight_micro_batches() * self.saved_block_bytes(self.num_blocks)[1],
@@ -269,7 +266,7 @@ class RankMemory:
             self.unsharded_weight_bytes(head_unit) * (self.pipeline.pp == 1),
             self.unsharded_weight_bytes(self.block_shapes()),
         )
-        has_gather_copy = self.num_shards > 1  # What was gathered last is there as it came, and as it is used.
+        has_gather_copy = self.num_shards > 1  # The last all-gather output and its copy-out both exist.
         estimate = partial(
             self._estimate,
             gradients=gradients,
@@ -278,7 +275,7 @@ class RankMemory:
             on_host=on_host,
         )
         yield estimate(
-            "in the head, forward",
+            "in the loss head, forward",
             weights=self.resident_weight_bytes(self.num_blocks)
             - last_block_bytes * self._reshards_after_forward()
             + head_bytes
@@ -286,21 +283,21 @@ class RankMemory:
             head=2 * input_bytes + weight_bytes + logits_bytes,
         )
         yield estimate(
-            "in the head, backward",
+            "in the loss head, backward",
             weights=self.resident_weight_bytes(self.num_blocks) + head_bytes + has_gather_copy * head_bytes,
             head=2 * input_bytes + 2 * weight_bytes + low_precision_bytes * vocab_rows * dim,
         )
-        # Its norm goes back by chunks, in single precision, from the gradient that came to the one that goes.
+        # The norm backward runs in float32 chunks from the incoming to the outgoing gradient.
         chunk = min(chunk, self.block_memory.residual_bytes // (self.compute_bytes * dim))
         yield estimate(
-            "in the norm of the head, backward",
+            "in the final norm, backward",
             weights=self.resident_weight_bytes(self.num_blocks) + head_bytes,
             unsharded_gradients=self._pipeline_gradient_bytes() or self.compute_bytes * vocab_rows * dim,
             head=2 * self.block_memory.residual_bytes + chunk * dim * (3 * self.master_bytes + self.compute_bytes),
         )
 
     def _block_backward_estimates(self, index: int, saved: float) -> Iterator[MemoryEstimate]:
-        """Backward through block `index` of the rank, when those after it are done."""
+        """Backward of block `index` of the rank, after all later blocks."""
         shapes, is_tied = self.block_shapes(), self.model.tie_embeddings
         is_last_block, num_later_blocks = index == self.num_blocks - 1, self.num_blocks - 1 - index
         gradients = self._gradient_numel(
@@ -330,13 +327,13 @@ class RankMemory:
                 + self.compute_bytes * gradient_numel * self.is_sharded,
                 saved=saved_on_device,
                 on_host=saved_on_host,
-                # The gradient that came may lie in a buffer of the pipeline.
+                # The incoming gradient may already be counted as a pipeline buffer.
                 transient=transient - self.block_memory.residual_bytes * (is_last_block and not self.has_last_stage),
             )
         if not self.is_sharded:
             return
         yield self._estimate(
-            f"behind block {index}, scattering",
+            f"reduce-scatter after block {index}",
             gradients=gradients,
             weights=self.resident_weight_bytes(index)
             if not self._reshards_after_forward()
@@ -348,7 +345,7 @@ class RankMemory:
         )
 
     def _block_backward_phases(self, index: int) -> Iterator[tuple[str, float, Shapes]]:
-        """Of the backward pass of a block: bytes in passing, and the matrices whose gradients have been found."""
+        """(name, transient bytes, matrices whose gradients exist) of each part of a block's backward."""
         block_memory = self.block_memory
         _, _, _, output, *ffn_shapes = self.block_shapes()[:7]
         if self.config.memory.recompute == "none":
@@ -375,7 +372,7 @@ class RankMemory:
         )
 
     def _prefetched_bytes(self, index: int) -> float:
-        """Bytes on their way back to the device for the block before."""
+        """Activations being copied back from the host for the preceding block."""
         if self.config.memory.offload == "none" or index == 0:
             return 0
         input_bytes, attention_bytes = self.saved_block_bytes(1)[1], 0.0
@@ -408,28 +405,26 @@ class RankMemory:
         transient: float = 0,
         head: float = 0,
     ) -> MemoryEstimate:
-        """`gradients` in elements, all else in bytes."""
+        """`gradients` is in elements, everything else in bytes."""
         plan, parameter_bytes = self.pipeline, self.master_bytes * self.local_numel()
-        # One for each input and each gradient that a stage receives in an update.
+        # One per input and gradient that a stage receives in a step.
         num_receive_buffers = self.num_micro_batches * (
             2 * plan.stages_per_rank - self.has_first_stage - self.has_last_stage
         )
         buffers = (plan.pp > 1) * (num_receive_buffers + self._num_send_buffers()) * self.block_memory.residual_bytes
-        # Each micro-batch that is in the head has gradients there.
+        # Every micro-batch in the loss head holds its gradients.
         waiting_micro_batches = {"GPipe": self.num_micro_batches, "InterleavedZeroBubble": plan.pp}.get(
             plan.schedule, 1
         ) - 1
         if self.has_last_stage and plan.pp > 1:
             head += waiting_micro_batches * (self._head_input_bytes() + self.master_bytes * _numel(self.head_shapes()))
-        batch_bytes = 32 * self.tokens  # Tokens, labels, positions and documents are int64.
+        batch_bytes = 32 * self.tokens  # Tokens, labels, positions and document ids are int64.
         async_checkpoint = self.config.checkpoint.enabled and self.config.checkpoint.asynchronous
-        gradient_bytes = self.master_bytes * (
-            self.local_numel() if self.optimizer_on_host else gradients
-        )  # The host has to have room for all.
+        gradient_bytes = self.master_bytes * (self.local_numel() if self.optimizer_on_host else gradients)
         state_bytes = {
             "parameters": parameter_bytes,
             "gradients": gradient_bytes,
-            "optimizer states": 2 * self.moment_bytes * self.local_numel(),
+            "optimizer state": 2 * self.moment_bytes * self.local_numel(),
         }
         items = (
             *(
@@ -437,19 +432,19 @@ class RankMemory:
                 for name, size in state_bytes.items()
             ),
             MemoryItem("gathered weights", weights),
-            MemoryItem("gradients before they are summed", unsharded_gradients),
+            MemoryItem("unreduced gradients", unsharded_gradients),
             MemoryItem(SAVED_ACTIVATIONS, saved, on_host),
-            MemoryItem("a block in passing", transient),
-            MemoryItem("the head", head),
-            MemoryItem("buffers of the pipeline", buffers),
+            MemoryItem(TRANSIENT_ACTIVATIONS, transient),
+            MemoryItem("loss head", head),
+            MemoryItem("pipeline buffers", buffers),
             MemoryItem(
-                "the copy that checkpoints are written of",
+                "async-checkpoint staging",
                 0,
-                (parameter_bytes + state_bytes["optimizer states"]) * async_checkpoint,
+                (parameter_bytes + state_bytes["optimizer state"]) * async_checkpoint,
             ),
-            # An update is read while the one before it is computed.
+            # The host also prefetches the next step.
             MemoryItem(
-                "the batch",
+                "batch",
                 batch_bytes * (self.num_micro_batches if plan.pp > 1 else 1),
                 2 * batch_bytes * self.num_micro_batches,
             ),
@@ -457,7 +452,7 @@ class RankMemory:
         return MemoryEstimate(phase, self.pp_rank, plan.pp, self.block_memory.residual_bytes, items)
 
     def _num_send_buffers(self) -> float:
-        """Outputs and gradients of micro-batches that are through, which longer schedules keep until the update ends."""
+        """Sent outputs and gradients, which multi-stage schedules keep until the end of the step."""
         stages_per_rank = self.pipeline.stages_per_rank
         if self.pipeline.schedule in SINGLE_STAGE_SCHEDULES:
             return 0
@@ -473,13 +468,13 @@ class RankMemory:
         return self.is_sharded and self.pipeline.pp == 1 and self.config.parallelism.reshard_after_forward
 
     def _gradient_numel(self, numel: int) -> int:
-        """Elements of the gradients that are there: all, unless the first micro-batch that goes back is the fullest."""
+        """Elements of existing gradients: all from the second micro-batch's backward on, else `numel`."""
         if self.pipeline.pp > 1 and self.is_sharded:
-            return 0  # They are scattered once, at the end of the update.
+            return 0  # Reduce-scattered once, at the end of the step.
         return self.local_numel() if self.num_micro_batches > self.in_flight_micro_batches() else numel
 
     def _pipeline_gradient_bytes(self) -> int:
-        """Bytes of the whole gradients that a pipeline holds of its stages until the end of the update."""
+        """Unsharded gradients, which a pipeline rank accumulates until the end of the step."""
         if self.pipeline.pp == 1 or not self.is_sharded:
             return 0
         return self.reduce_bytes * (
@@ -487,7 +482,7 @@ class RankMemory:
         )
 
     def _head_input_bytes(self) -> int:
-        """Bytes of the tokens that enter the head on this rank."""
+        """Hidden states that enter the loss head on this rank."""
         loss_parallel = self.config.parallelism.loss_parallel
         return self.compute_bytes * self.tokens * self.model.dim if loss_parallel else self.block_memory.residual_bytes
 

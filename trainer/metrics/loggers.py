@@ -103,7 +103,7 @@ class TensorBoardLogger:
         # Imported at the first line: it is not what a user waits for at start-up.
         from torch.utils.tensorboard import SummaryWriter
 
-        from trainer.config.parse import to_toml
+        from trainer.config.toml_format import to_toml
 
         # What an earlier life of this run wrote past its last checkpoint is hidden, as it is cut from metrics.jsonl.
         writer = SummaryWriter(str(self._folder.tensorboard_dir), purge_step=self._first_step)

@@ -23,7 +23,7 @@ from threading import Event, Thread
 import torch
 from torch import Tensor
 
-from models.view import identity
+from models.linear import identity
 from trainer.metrics.loggers import format_duration
 from trainer.trainer import StepResult, Trainer
 

@@ -1,1 +1,1 @@
-"""The optimizer and the learning-rate schedule."""
+"""Optimizer and gradient clipping (`optimizer`), learning-rate schedule (`lr_schedule`)."""

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the update: nothing to save, nothing to restore."""
+"""The learning rate as a pure function of the step: a checkpoint needs no scheduler state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trainer.config.job_config import ScheduleSection, TrainingStage
 
 
 def learning_rate(stage: TrainingStage, step: int) -> float:
-    """Of update `step` of the run, which is one of this stage's."""
+    """The learning rate of `step`, counted over the run, which must be in this training stage."""
     schedule = stage.config.schedule
     first_step, num_steps = (
         (0, stage.total_steps) if schedule.over == "run" else (stage.start_step, stage.config.training.steps)
@@ -17,7 +17,7 @@ def learning_rate(stage: TrainingStage, step: int) -> float:
 
 
 def lr_factor(schedule: ScheduleSection, *, step: int, num_steps: int) -> float:
-    """Learning rate of update `step` (the first is 1) of `steps`, as a fraction of the highest."""
+    """The learning rate of `step` (the first is 1) of `num_steps`, as a fraction of the peak."""
     if step <= schedule.warmup_steps:
         return step / schedule.warmup_steps
     if schedule.kind == "constant":

@@ -1,4 +1,8 @@
-"""AdamW over sharded parameters: groups, clipping over the whole mesh, and updates that skip themselves."""
+"""The optimizer over sharded parameters: gradient clipping over the whole mesh, and the skip of non-finite steps.
+
+A new optimizer changes this file, and `OptimizerSection` for its keys: `_build_adamw` creates the torch optimizer, its
+parameter groups and its state; `_step_module` clips the gradients and runs it.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import AdamW, adamw
 
-from models.view import identity
+from models.linear import identity
 from parallelisms.collectives import num_replicas, to_local
 from trainer.config.job_config import OptimizerSection
 from trainer.config.sections import OPTIMIZER_CHUNK_ELEMENTS
 
 
 class Optimizer:
-    """AdamW whose state exists from the start, under the parameters' names, so that it can be saved and loaded.
+    """AdamW whose state exists from construction, keyed by parameter name, so that checkpoints can load into it.
 
-    `parts` are the parts of the model on this rank, whose names differ; `total` is the sum of a number of every rank.
-    Both moments are kept in the type `moments`, or else in that of the parameters. What belongs to one of `units`,
-    inner ones after outer ones, is updated only before that next runs, or by `finish`, and old until then: so the host
-    updates a unit that it holds while the device runs the one before.
+    `stage_modules` must have distinct parameter names. `moment_dtype` defaults to that of the parameters; `all_reduce`
+    sums a scalar over all ranks. The update of a module in `deferred_modules` (outer before inner) is deferred until
+    its next forward or `flush_deferred_updates`: the host updates offloaded weights while the device runs other modules.
     """
 
     def __init__(
@@ -36,23 +39,24 @@ class Optimizer:
     ) -> None:
         self.max_grad_norm = config.max_grad_norm
         self.parameters_by_name = {
-            name: parameter for stage_module in stage_modules for name, parameter in stage_module.named_parameters()
+            name: parameter for module in stage_modules for name, parameter in module.named_parameters()
         }
         self._all_reduce, self._has_bf16_moments = all_reduce, moment_dtype == torch.bfloat16
-        deferred_module_of = {parameter: unit for unit in deferred_modules for parameter in unit.parameters()}
+        deferred_module_of = {parameter: module for module in deferred_modules for parameter in module.parameters()}
         parameters_by_module: defaultdict[nn.Module | None, list[nn.Parameter]] = defaultdict(list)
         for parameter in self.parameters_by_name.values():
             parameters_by_module[deferred_module_of.get(parameter)].append(parameter)
         self._optimizers = {
-            unit: _build_adamw(parameters, config, moment_dtype) for unit, parameters in parameters_by_module.items()
+            module: _build_adamw(parameters, config, moment_dtype)
+            for module, parameters in parameters_by_module.items()
         }
         self._deferred_norms: dict[nn.Module | None, Tensor] = {}
-        """The norm that gradients are clipped by, for whom it is still to be done."""
-        for unit in deferred_modules:
-            unit.register_forward_pre_hook(torch.compiler.disable(self._step_module), prepend=True)
+        """The gradient norm by module whose update is pending."""
+        for module in deferred_modules:
+            module.register_forward_pre_hook(torch.compiler.disable(self._step_module), prepend=True)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Every tensor of the state by a name that does not depend on the mesh, up to date."""
+        """Every state tensor by a mesh-independent name, after pending updates."""
         self.flush_deferred_updates()
         states = {
             parameter: state for optimizer in self._optimizers.values() for parameter, state in optimizer.state.items()
@@ -64,11 +68,11 @@ class Optimizer:
         }
 
     def step(self, lr: float) -> tuple[Tensor, Tensor]:
-        """Clips, updates and drops the gradients.
+        """Clips the gradients, updates the weights and frees the gradients.
 
-        Returns the gradient norm before clipping, over the whole mesh, and whether it was finite, as scalars on the
-        device. With a norm that is not finite nothing changes, on any rank, and the host does not have to look:
-        the fused kernel reads the flag that gradient scalers use.
+        Returns two device scalars: the gradient norm over the whole mesh before clipping, and whether it is finite. A
+        non-finite norm leaves weights and state unchanged on every rank, without a host sync: the fused kernel reads
+        `found_inf`, the flag of gradient scalers.
         """
         self.flush_deferred_updates()
         norm = self._grad_norm()
@@ -82,9 +86,8 @@ class Optimizer:
         return norm, finite
 
     def flush_deferred_updates(self) -> None:
-        """Updates what still waits."""
-        for unit in [*self._deferred_norms]:
-            self._step_module(unit)
+        for module in [*self._deferred_norms]:
+            self._step_module(module)
 
     def _step_module(self, module: nn.Module | None, *_: Any) -> None:
         if (norm := self._deferred_norms.pop(module, None)) is None:
@@ -99,7 +102,7 @@ class Optimizer:
         optimizer.zero_grad()
 
     def _grad_norm(self) -> Tensor:
-        """The norm of all gradients of the whole mesh, float64; what several ranks hold alike counts once."""
+        """The float64 norm of all gradients of the mesh; replicas count once."""
         grads_by_replicas: defaultdict[int, list[Tensor]] = defaultdict(list)
         for parameter in self.parameters_by_name.values():
             if parameter.grad is not None:
@@ -130,7 +133,7 @@ def _build_adamw(parameters: list[nn.Parameter], config: OptimizerSection, momen
 
 
 def _step_in_chunks(optimizer: Any) -> None:
-    """The stepper's step, by its kernel, on moments that are float32 for the piece at work, and then rounded."""
+    """`optimizer.step()` for bfloat16 moments: runs the fused kernel on float32 copies, chunk by chunk, and rounds them."""
     for group in optimizer.param_groups:
         beta1, beta2 = group["betas"]
         options = {key: group[key] for key in ("lr", "weight_decay", "eps", "amsgrad", "maximize", "fused")}

@@ -1,7 +1,7 @@
-"""What this machine's device really does, measured: a table like those of `devices/`, for plans that are to be exact.
+"""Measures this machine's device and prints a device table for `--device`.
 
-Takes a minute. Every figure is the best of several rounds on random numbers; nothing is measured of a network, whose
-figures stay those of the table that is extended.
+Takes about a minute. Every rate is the best of several repetitions on random data. The network is not measured; its rates
+come from the extended table.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from functools import partial
 
 import torch
 
-from models import kernels
+from models import kernel_check, kernels
 from models.kernels import ScoreBlock, ScoreBlocks
 from trainer.hardware.device import Stopwatch, choose_device
 from trainer.hardware.host import GIB
 
-ROUNDS, WARMUP_ROUNDS = 5, 2
+REPEATS, WARMUPS = 5, 2
 HEAD_DIMS = (64, 128)
 LARGE, SMALL = (8192, 16384, 2 * GIB), (1024, 1024, GIB // 4)
-"""Side of matrices, tokens of attention and bytes of a copy, on a GPU and on a CPU."""
+"""(matrix side, attention tokens, bytes copied), on a GPU and on a CPU."""
 
 Measurements = dict[str, dict[str, float | dict[str, float]]]
-"""By section and key, in the units of a table."""
+"""By section and key, in the units of a device table."""
 
 
 def measure_device_toml(extends: str) -> str:
-    """The text of a table of this machine's device, over another that says the rest."""
+    """A device table in TOML that extends `extends` with the measured rates."""
     device = choose_device(0)
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if cuda else "CPU"
@@ -75,7 +75,7 @@ def _measure_device(device: torch.device) -> Measurements:
 def _measure_attention(
     device: torch.device, kernel: str, tokens: int, dtype: torch.dtype
 ) -> Iterator[tuple[str, dict[str, float]]]:
-    """Causal, 32 query and 8 key/value heads; nothing for widths at which the kernel does not work here."""
+    """Causal attention with 32 query and 8 KV heads; omits head dimensions that the kernel does not support here."""
     requested = "cpu" if device.type == "cpu" else kernel
     heads, kv_heads = (32, 8) if device.type == "cuda" else (8, 2)
     work, pairs = ScoreBlocks([ScoreBlock(0, tokens, 0, tokens)], causal=True), tokens * (tokens + 1) / 2
@@ -83,7 +83,7 @@ def _measure_attention(
         shapes = ((tokens, heads, head_dim),) * 2 + ((tokens, kv_heads, head_dim),) * 2
         grad, q, k, v = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
         try:
-            kernels.verify_kernel(requested, device, dtype, width=head_dim)
+            kernel_check.verify_kernel(requested, device, dtype, width=head_dim)
             ((_, out, lse),) = kernels.attend_blocks(q, k, v, work, kernel=requested)
         except (RuntimeError, ValueError):
             continue
@@ -101,7 +101,7 @@ def _exhaust(iterate: Callable[..., Iterator[object]], *args: object, kernel: st
 
 
 def _launch_seconds(device: torch.device, count: int = 1000) -> float:
-    """Seconds between the beginnings of operations that have nothing to do."""
+    """Seconds per launch of an almost empty kernel."""
     x = torch.zeros(1, device=device)
     begin = time.perf_counter()
     for _ in range(count):
@@ -110,12 +110,11 @@ def _launch_seconds(device: torch.device, count: int = 1000) -> float:
 
 
 def _min_seconds(device: torch.device, call: Callable[[], object]) -> float:
-    """The shortest of several rounds."""
     seconds = []
-    for _ in range(WARMUP_ROUNDS + ROUNDS):
+    for _ in range(WARMUPS + REPEATS):
         watch = Stopwatch(device)
         watch.start()
         call()
         watch.stop()
         seconds.append(watch.seconds())
-    return min(seconds[WARMUP_ROUNDS:])
+    return min(seconds[WARMUPS:])

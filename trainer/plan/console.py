@@ -1,4 +1,4 @@
-"""A report as text: plain tables that say the same on a terminal, in a file and without colour."""
+"""Prints a plan report as plain-text tables, the same on a terminal and in a file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from trainer.plan.axes import format_tokens
 from trainer.plan.document import (
     BarChart,
     LineChart,
@@ -21,27 +20,30 @@ from trainer.plan.document import (
     bars_to_table,
     decimal_places,
     format_number,
+    format_tokens,
     format_y,
     is_numeric,
     x_values,
 )
 
 MAX_WIDTH = 100
-COLUMN_GAP = 2  # blanks between columns
-MAX_BAR_COLUMNS = 4  # bars that are shown side by side; of more the first, the fullest and the last
-MAX_CURVE_ROWS = 12  # points of a curve
-MAX_MARKS = 24  # the longest row of marks
+COLUMN_GAP = 2
+MAX_BAR_COLUMNS = 4
+"""Of more bars only the first, the fullest and the last are shown."""
+MAX_CURVE_ROWS = 12
+MAX_MARKS = 24
+"""Characters of the longest mark bar."""
 
 
 def show(report: PlanReport, console: Console | None = None) -> None:
-    """Writes it at most WIDTH wide. On something narrower tables turn into blocks of lines; no value is cut."""
+    """Prints at most MAX_WIDTH columns. On a narrower console, a table becomes name/value lines; no value is cut."""
     console = console or Console(width=None if sys.stdout.isatty() else MAX_WIDTH)
     for text, is_heading in _report_blocks(report, console):
         console.out(text, style="bold" if is_heading else None, highlight=False)
 
 
 def _report_blocks(report: PlanReport, console: Console) -> Iterator[tuple[str, bool]]:
-    """Text, and whether it is a heading."""
+    """(text, whether it is a heading)."""
     width = min(console.width, MAX_WIDTH)
     yield fill(report.title, width), True
     yield fill(f"{'FITS' if report.fits else 'DOES NOT FIT'}: {report.verdict}", width), True
@@ -57,18 +59,17 @@ def _report_blocks(report: PlanReport, console: Console) -> Iterator[tuple[str, 
         for note in report.notes:
             yield fill(note, width, initial_indent="- ", subsequent_indent="  "), False
     if report.toml:
-        yield "\nto paste", True
+        yield "\nconfiguration to paste", True
         yield report.toml.rstrip("\n"), False
 
 
 def _to_table(section: BarChart | Table | LineChart) -> tuple[Table, list[str]]:
-    """As a table, with what is said below it."""
+    """The section as a table, and the notes below it."""
     if isinstance(section, BarChart):
         return _bars_table(section)
     if isinstance(section, LineChart):
         return _curve_table(section)
-    notes = ["* the best"] * (section.best is not None) + [section.note] * bool(section.note)
-    return section, notes
+    return section, ["* the best"] * (section.best is not None) + [section.note] * bool(section.note)
 
 
 def _bars_table(bars: BarChart) -> tuple[Table, list[str]]:
@@ -77,14 +78,12 @@ def _bars_table(bars: BarChart) -> tuple[Table, list[str]]:
     if len(bars.bars) <= MAX_BAR_COLUMNS:
         return bars_to_table(bars, range(len(bars.bars))), _limit_notes(bars)
     shown = sorted({0, bars.worst, len(bars.bars) - 1})
-    omitted_note = (
-        f"the first, the fullest and the last of {len(bars.bars)}; {len(bars.bars) - len(shown)} are left out"
-    )
-    return bars_to_table(bars, shown), [omitted_note, *_limit_notes(bars)]
+    omitted = f"the first, the fullest and the last of {len(bars.bars)}; {len(bars.bars) - len(shown)} omitted"
+    return bars_to_table(bars, shown), [omitted, *_limit_notes(bars)]
 
 
 def _single_bar_table(bars: BarChart) -> Table:
-    """A single bar, with its parts drawn in marks."""
+    """With a column of marks proportional to the segments."""
     table, parts = bars_to_table(bars, [0]), [bars.bars[0].segments[kind] for kind in bars.segment_names]
     marks = ["#" * round(MAX_MARKS * part / max(parts)) for part in parts]
     marks += [""] * (len(table.rows) - len(marks))
@@ -98,11 +97,11 @@ def _limit_notes(bars: BarChart) -> list[str]:
         return []
     worst = bars.bars[bars.worst]
     excess = format_number(worst.total - (worst.limit or 0), bars.decimals)
-    return [f"{len(over_limit)} of {len(bars.bars)} beyond the limit, {worst.label} by {excess} {bars.unit}"]
+    return [f"{len(over_limit)} of {len(bars.bars)} over the limit, {worst.label} by {excess} {bars.unit}"]
 
 
 def _curve_table(curve: LineChart) -> tuple[Table, list[str]]:
-    """A row for each x, a column for each line; what is beyond the limit is marked."""
+    """One row per x, one column per line; values over the limit are marked."""
     all_x = x_values(curve)
     shown = all_x
     if len(all_x) > MAX_CURVE_ROWS:
@@ -112,25 +111,24 @@ def _curve_table(curve: LineChart) -> tuple[Table, list[str]]:
     ]
     notes = [f"{curve.y} by {curve.x}"]
     if curve.limit is not None:
-        notes.append(f"* beyond the limit of {format_number(curve.limit, decimal_places([curve.limit]))}")
+        notes.append(f"* over the limit of {format_number(curve.limit, decimal_places([curve.limit]))}")
     if len(shown) < len(all_x):
-        notes.append(f"{len(all_x) - len(shown)} of {len(all_x)} rows are left out")
+        notes.append(f"{len(all_x) - len(shown)} of {len(all_x)} rows omitted")
     return Table(title=curve.title, columns=[curve.x, *curve.lines], rows=rows), ["; ".join(notes)]
 
 
 def _curve_cell(curve: LineChart, y: float | None) -> str:
-    """Stands below its neighbours whether it is marked or not."""
+    """Padded so that marked and unmarked numbers align."""
     if y is None:
         return "-" + " " * (curve.limit is not None)
     text = format_y(curve, y)
     return text if curve.limit is None else text + ("*" if y > curve.limit else " ")
 
 
-# ---- laying out
+# ---- layout
 
 
 def _render_table(table: Table, console: Console) -> str:
-    """As a grid if its columns have room side by side, else row for row."""
     if not table.rows:
         return "(nothing)"
     if table.best is not None:
@@ -142,14 +140,11 @@ def _render_table(table: Table, console: Console) -> str:
 
 
 def _column_widths(table: Table, available_width: int) -> list[int] | None:
-    """Of columns, the widest made narrower until all have room; None if that takes breaking a number or a word."""
+    """Column widths, the widest shrunk first; None if only breaking a number or a word would make them fit."""
     columns = [*zip(table.columns, *table.rows, strict=True)]
     widths = [max(map(cell_len, column)) for column in columns]
     min_widths = [
-        max(
-            cell_len(unbreakable)
-            for unbreakable in (*name.split(), *(cells if is_numeric(cells) else " ".join(cells).split()), "")
-        )
+        max(map(cell_len, (*name.split(), *(cells if is_numeric(cells) else " ".join(cells).split()), "")))
         for name, *cells in columns
     ]
     while sum(widths) + COLUMN_GAP * (len(widths) - 1) > available_width:
@@ -161,22 +156,23 @@ def _column_widths(table: Table, available_width: int) -> list[int] | None:
 
 
 def _render_grid(table: Table, widths: Sequence[int], console: Console) -> str:
-    """Without escapes, and without blanks at the ends of lines."""
-    total_width = sum(widths) + COLUMN_GAP * (len(widths) - 1)
-    grid = Grid(box=box.SIMPLE_HEAD, show_header=any(table.columns), show_edge=False, padding=(0, COLUMN_GAP - 1, 0, 0))
+    grid = Grid(
+        box=box.SIMPLE_HEAD,
+        show_header=any(table.columns),
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, COLUMN_GAP - 1, 0, 0),
+    )
     for width, name, *cells in zip(widths, table.columns, *table.rows, strict=True):
         grid.add_column(Text(name), justify="right" if is_numeric(cells) else "left", width=width, overflow="fold")
     for row in table.rows:
         grid.add_row(*map(Text, row))
-    # The last column has a gap behind it, which is cut off.
-    text = "".join(
-        segment.text for segment in console.render(grid, console.options.update(width=total_width + COLUMN_GAP))
-    )
-    return "\n".join(line[:total_width].rstrip() for line in text.splitlines())
+    text = "".join(segment.text for segment in console.render(grid, console.options.update(width=MAX_WIDTH)))
+    return "\n".join(line.rstrip() for line in text.splitlines())
 
 
 def _render_records(table: Table, width: int) -> str:
-    """Each row as lines of a name and its value."""
+    """Each row as one line per cell: column name and value."""
     name_width = max(map(cell_len, table.columns)) + COLUMN_GAP
     return "\n\n".join(
         "\n".join(

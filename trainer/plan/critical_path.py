@@ -1,6 +1,6 @@
-"""How long an update takes on all ranks, from what each of them does and waits for. Without torch.
+"""Predicts the time of one step over all ranks. Imports no torch.
 
-an update = the passes of the busiest rank + the pipeline's bubble + the optimizer + what lies around it
+step = forward and backward of the busiest rank + pipeline bubble + optimizer + fixed overhead
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from trainer.plan.step_time import STEP_OVERHEAD, RankStepTime, RankTimeModel
 
 @dataclass(frozen=True)
 class StepTime:
-    """An update on all ranks."""
-
     ranks: tuple[RankStepTime, ...]
-    """Of a rank at each place of the pipeline."""
+    """By pp rank."""
     seconds: float
     tokens: float
-    """Of the global batch, as `pairs`."""
+    """Of the global batch, like `pairs`."""
     pairs: float
+    """(query, key) pairs."""
     executed_flops: float
-    """FLOPs of all ranks, with those that are computed again."""
+    """Of all ranks, including recomputation."""
 
     @cached_property
     def busiest(self) -> RankStepTime:
@@ -36,7 +35,7 @@ class StepTime:
 
 
 def predict_step_time(config: Config, world_size: int, device: DeviceSpec) -> StepTime:
-    """The configuration must have no problems, and no `auto` in `memory`."""
+    """The configuration must be valid, with `memory.recompute` resolved."""
     groups, plan = interconnect.group_topologies(config, world_size, device), config.pipeline_plan(world_size)
     distinct: dict[tuple[object, ...], RankTimeModel] = {}
     ranks = []
@@ -46,16 +45,16 @@ def predict_step_time(config: Config, world_size: int, device: DeviceSpec) -> St
             distinct[key] = RankTimeModel(config, world_size, pp_rank, device, groups)
         ranks.append(distinct[key])
     pipeline_seconds, bubbles = _pipeline_time(ranks)
-    # An update of the optimizer waits for all stages: gradients are clipped by the norm of all.
+    # Gradient clipping needs the norm over all stages, so the slowest optimizer step counts for all.
     step_seconds = pipeline_seconds + max(stage.optimizer_seconds for stage in ranks) + STEP_OVERHEAD
     stages = tuple(
         replace(
             stage.step_time,
-            pp_rank=place,
-            bubble=wait,
-            optimizer=step_seconds - STEP_OVERHEAD - stage.step_time.busy - wait,
+            pp_rank=pp_rank,
+            bubble=bubble,
+            optimizer=step_seconds - STEP_OVERHEAD - stage.step_time.busy - bubble,
         )
-        for place, (stage, wait) in enumerate(zip(ranks, bubbles, strict=True))
+        for pp_rank, (stage, bubble) in enumerate(zip(ranks, bubbles, strict=True))
     )
     ranks_per_stage = world_size // config.parallelism.pp
     workload = ranks[0].workload
@@ -69,14 +68,14 @@ def predict_step_time(config: Config, world_size: int, device: DeviceSpec) -> St
 
 
 def _equivalence_key(plan: PipelinePlan, pp_rank: int, *, has_host_budget: bool) -> tuple[object, ...]:
-    """Ranks with as many blocks and ends do the same. With a budget of host memory, those in front keep less there."""
+    """Ranks with equal keys do equal work. Under a host budget, earlier ranks offload a smaller share."""
     stages = plan.stages_of(pp_rank)
     has_ends = 0 in stages, plan.num_stages - 1 in stages
     return tuple(plan.blocks_per_stage[stage] for stage in stages), *has_ends, pp_rank if has_host_budget else None
 
 
 def _pipeline_time(ranks: Sequence[RankTimeModel]) -> tuple[float, list[float]]:
-    """Seconds from the first to the last pass of an update, and how long each rank waits in them."""
+    """(seconds of all forward and backward passes, idle seconds by rank)."""
     plan = ranks[0].rank.pipeline
     if plan.pp == 1:
         return ranks[0].step_time.busy, [0.0]

@@ -1,4 +1,4 @@
-"""What the planner tells, whatever shows it: facts, stacked bars, tables and curves. Without torch."""
+"""The contents of a plan report, independent of its rendering: facts, stacked bars, tables and line charts."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from dataclasses import dataclass
 from math import floor, isfinite, log10
 
 NUMBER_PATTERN = re.compile(r"[<>~+-]*\s*\d")
+KIBI, GIB = 1 << 10, 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
 class StackedBar:
-    """One stacked bar, or one column of a table with these parts. Raises ValueError for a part that has no length."""
+    """Raises ValueError for a negative or non-finite segment, and for a limit that is not positive."""
 
     label: str
     segments: Mapping[str, float]
-    """Of each kind so many GiB, or seconds."""
+    """Value by name, in the chart's unit."""
     limit: float | None = None
-    """A bar that is longer does not fit."""
+    """A bar whose total exceeds it does not fit."""
 
     def __post_init__(self) -> None:
         for kind, value in self.segments.items():
             if not (isfinite(value) and value >= 0):
-                raise ValueError(f"{kind} = {value} of bar {self.label!r} must be a finite number, 0 at least")
+                raise ValueError(f"{kind} = {value} of bar {self.label!r} must be finite and at least 0")
         if self.limit is not None and not (isfinite(self.limit) and self.limit > 0):
             raise ValueError(f"limit = {self.limit} of bar {self.label!r} must be finite and above 0, or None")
 
@@ -44,18 +45,18 @@ class BarChart:
 
     @property
     def segment_names(self) -> list[str]:
-        """Those that some bar has more than nothing of, in the order in which bars name them: that of drawing."""
+        """Names with a nonzero value in some bar, in drawing order."""
         named = dict.fromkeys(kind for bar in self.bars for kind in bar.segments)
         return [kind for kind in named if any(bar.segments.get(kind) for bar in self.bars)]
 
     @property
     def decimals(self) -> int:
-        """Of the decimals with which all its figures are written."""
+        """Decimal places of all its values."""
         return decimal_places([*(bar.total for bar in self.bars), *(bar.limit or 0 for bar in self.bars)])
 
     @property
     def worst(self) -> int:
-        """The bar with the least room; where none has a limit, the longest."""
+        """Index of the bar with the least headroom, or of the longest bar if none has a limit."""
         limited = [index for index, bar in enumerate(self.bars) if bar.limit is not None]
         return max(
             limited or range(len(self.bars)), key=lambda index: self.bars[index].total - (self.bars[index].limit or 0)
@@ -64,26 +65,28 @@ class BarChart:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Raises ValueError for a row that has not one cell for each column, and for a best row that is not there."""
+    """Raises ValueError for a row without exactly one cell per column, and for `best` out of range."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     note: str = ""
     best: int | None = None
-    """The row to stress."""
+    """Index of the row to highlight."""
 
     def __post_init__(self) -> None:
         for row in self.rows:
             if len(row) != len(self.columns):
                 raise ValueError(f"row {list(row)} of table {self.title!r} must have {len(self.columns)} cells")
         if self.best is not None and not 0 <= self.best < len(self.rows):
-            raise ValueError(f"best = {self.best} of table {self.title!r} must be below {len(self.rows)}, its rows")
+            raise ValueError(
+                f"best = {self.best} of table {self.title!r} must be below {len(self.rows)}, the number of rows"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LineChart:
-    """Points whose y is no number are told as a dash, and not drawn."""
+    """Points with a non-finite y are not drawn, and printed as a dash."""
 
     title: str
     x: str
@@ -91,9 +94,9 @@ class LineChart:
     log_x: bool
     log_y: bool
     lines: Mapping[str, Sequence[tuple[float, float]]]
-    """Of each name its points, (x, y)."""
+    """(x, y) points by line name."""
     limit: float | None = None
-    """Of y."""
+    """Upper limit of y."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,18 +105,18 @@ class PlanReport:
     verdict: str
     fits: bool
     facts: Sequence[tuple[str, str]]
-    """What is told, and its value with its unit."""
+    """(label, value with unit)."""
     sections: Sequence[BarChart | Table | LineChart]
     notes: Sequence[str] = ()
     toml: str = ""
-    """To paste."""
+    """Configuration sections to paste."""
 
 
-# ---- figures as text
+# ---- numbers as text
 
 
 def decimal_places(values: Iterable[float]) -> int:
-    """Decimals that give the largest of them three digits; none from 1,000 on, and one at least below."""
+    """Decimals that show three significant digits of the largest value: at least one below 1,000, none from there."""
     largest = max((abs(value) for value in values if isfinite(value)), default=0.0)
     if largest == 0 or largest >= 1000:
         return 0
@@ -121,23 +124,35 @@ def decimal_places(values: Iterable[float]) -> int:
 
 
 def format_number(value: float, decimals: int) -> str:
-    """With commas between thousands; what is too little to be seen is less than the last digit, and 0 is nothing."""
+    """With thousands separators; "" for 0, and "<0.1" for a positive value that would round to 0."""
     if not value:
         return ""
     smallest_shown = 10.0**-decimals
     return f"<{smallest_shown:.{decimals}f}" if 0 < value <= smallest_shown / 2 else f"{value:,.{decimals}f}"
 
 
+def format_gib(size: float) -> str:
+    return f"{size / GIB:,.1f}" if size < 1000 * GIB else f"{size / GIB:,.0f}"
+
+
+def format_tokens(value: float) -> str:
+    """Multiples of 1024 in K or M (8192 is 8K, 1572864 is 1.5M), other numbers in full."""
+    if value < KIBI or value % KIBI:
+        return f"{value:,.10g}"
+    is_mega = value >= KIBI**2 and value % (KIBI**2 / 8) == 0
+    return f"{value / KIBI**2:,g}M" if is_mega else f"{value / KIBI:,.10g}K"
+
+
 def is_numeric(cells: Iterable[str]) -> bool:
-    """Whether a column holds numbers, and stands at its right edge. Cells that are empty or a dash do not count."""
+    """Whether a column holds numbers, apart from empty cells and dashes, and is therefore right-aligned."""
     nonempty = [cell for cell in cells if cell.strip("- ")]
     return bool(nonempty) and all(NUMBER_PATTERN.match(cell) for cell in nonempty)
 
 
 def bars_to_table(bars: BarChart, indices: Sequence[int]) -> Table:
-    """A row for each kind, a column for each bar that is shown; then their sums, and what is left below limits.
+    """One row per segment, one column per selected bar, then total, limit and headroom.
 
-    A single bar has a column more, of shares.
+    A chart with a single bar also gets each segment's share of the total.
     """
     selected, decimals = [bars.bars[index] for index in indices], bars.decimals
     if not selected:
@@ -145,10 +160,10 @@ def bars_to_table(bars: BarChart, indices: Sequence[int]) -> Table:
     rows = [
         [kind, *(format_number(bar.segments.get(kind, 0), decimals) for bar in selected)] for kind in bars.segment_names
     ]
-    rows.append(["together", *(format_number(bar.total, decimals) or "0" for bar in selected)])
+    rows.append(["total", *(format_number(bar.total, decimals) or "0" for bar in selected)])
     if any(bar.limit is not None for bar in selected):
         rows.append(["limit", *(format_number(bar.limit or 0, decimals) for bar in selected)])
-        rows.append(["room", *(_headroom(bar, decimals) for bar in selected)])
+        rows.append(["headroom", *(_headroom(bar, decimals) for bar in selected)])
     columns = [bars.unit, *(bar.label for bar in selected)]
     if len(bars.bars) > 1:
         return Table(title=bars.title, columns=columns, rows=rows)
@@ -171,12 +186,12 @@ def _percent_of_total(bar: StackedBar, kind: str) -> str:
 
 
 def x_values(curve: LineChart) -> list[float]:
-    """Every x of any line, in order."""
+    """All x of all lines, sorted."""
     return sorted({x for line in curve.lines.values() for x, _ in line})
 
 
 def format_y(curve: LineChart, y: float) -> str:
-    """With three digits of its own where the axis is logarithmic, else with the decimals of the largest."""
+    """Three significant digits on a log axis, else the decimals of the largest value; "-" if not finite."""
     if not isfinite(y):
         return "-"
     all_values = [other for line in curve.lines.values() for _, other in line]

@@ -1,8 +1,8 @@
-"""A dry run: the real trainer on one rank of a world that is not there, its updates counted instead of computed.
+"""Dry run: counts memory, FLOPs and communication of the real trainer on one rank, on fake tensors.
 
-It takes over the process group of this process, and tells what a CPU would do: kernels are the CPU's, blocks are not
-compiled, and collectives are of their nominal size. Nothing of it is estimated; what closed formulas say
-(`trainer.memory.estimator`, `trainer.plan.comm_volume`, `trainer.plan.flops`) can be held against it.
+Initializes the process group of this process. Uses CPU kernels without compilation, and nominal collective sizes. An
+independent check of the closed formulas in `trainer.memory.estimator`, `trainer.plan.comm_volume` and
+`trainer.plan.flops`.
 """
 
 from __future__ import annotations
@@ -26,57 +26,43 @@ from trainer.data.sequences import BlendedDataset
 from trainer.distributed import World
 from trainer.errors import EXIT_BAD_CONFIG, EXIT_SUCCESS, ConfigError
 from trainer.memory.estimator import GIB
+from trainer.plan.__main__ import RaisingArgumentParser, parse_count
 from trainer.plan.comm_volume import CommVolume
 from trainer.plan.op_counter import HOST, OpCounterMode, fake_process_group
 from trainer.trainer import Trainer
 
-USAGE = """\
-python -m trainer.plan.dry_run [--config NAME|PATH] [--world-size N] [--rank R] [--updates N] [--json]
-                              [--section.key VALUE]...
-
-Builds the model of one rank as training would, and runs updates on tensors without memory: what is
-alive, multiplied and sent is counted. Rows are one document each. Needs no other process and no GPU.
-
-  --world-size N  ranks of the run; default: the product of the degrees that the configuration states
-  --rank R        which of them, default 0; the pipeline's last are the last N / pp
-  --updates N     updates, the last of which is counted; default 1
-  --json          one JSON object for each stage instead of a table
-"""
-INT_OPTIONS = {"--world-size": 0, "--rank": 0, "--updates": 1}
-
 
 @dataclass(frozen=True, kw_only=True)
 class DryRunResult:
-    """What a rank does in one update, counted."""
+    """Counts of one rank in one step."""
 
     rank: int
     world_size: int
-    place: int
-    """Among the ranks of the pipeline."""
-    states: int
-    """Bytes before the first update: parameters and optimizer states, wherever they are kept."""
-    peak: int
-    """The most bytes at once of everything but `on_host`."""
-    moment: str
-    """When that was: phase and operation."""
-    fullest: Mapping[str, int]
-    """What was there, in bytes, by the phase in which it was allocated."""
-    on_host: int
-    """The most bytes at once of what blocks keep in host memory."""
-    matmul: Mapping[str, int]
-    """FLOPs of matrix products in `forward`, `head` (of both passes) and `backward` (with what is computed again)."""
-    attention: Mapping[str, int]
-    """FLOPs of kernels in `forward`, `backward`, and again."""
-    sent: tuple[CommVolume, ...]
-    """By this rank; what is computed again is within `backward`."""
-    small: tuple[CommVolume, ...]
-    """What is too small to be counted: `bytes` is 0."""
-    operations: int
-    """How many torch was asked for."""
+    pp_rank: int
+    state_bytes: int
+    """Parameters and optimizer state before the first step, on device and host."""
+    peak_bytes: int
+    """Peak of everything but offloaded activations."""
+    peak_moment: str
+    """Phase and operation of the peak."""
+    bytes_at_peak: Mapping[str, int]
+    """Live bytes at the peak, by the phase that allocated them."""
+    peak_host_bytes: int
+    """Peak of offloaded activations."""
+    matmul_flops: Mapping[str, int]
+    """By "forward", "head" (forward and backward of the loss head) and "backward" (including recomputation)."""
+    attention_flops: Mapping[str, int]
+    """By "forward", "backward" and "recompute"."""
+    messages: tuple[CommVolume, ...]
+    """Sent by this rank; those of recomputation count as "backward"."""
+    small_messages: tuple[CommVolume, ...]
+    """Messages below MIN_COUNTED_BYTES, with `bytes` 0."""
+    num_ops: int
+    """Operations dispatched by torch."""
 
 
 class LazyBatch(Batch):
-    """A batch that is allocated when it gets to the device."""
+    """Allocates its tensors when moved to the device."""
 
     allocate: Callable[[Tensor], Tensor]
 
@@ -89,19 +75,19 @@ class LazyBatch(Batch):
 def dry_run(
     config: Config, world_size: int, *, rank: int = 0, steps: int = 1, documents: Sequence[int] | None = None
 ) -> DryRunResult:
-    """The last of so many updates on `rank` of `world_size`.
+    """Counts the last of `steps` steps on `rank` of `world_size`.
 
-    `documents` are the lengths of those of each row; left out, rows are one. Raises ConfigError for a configuration
-    that cannot run, and where `memory.recompute` is still "auto".
+    `documents` are the document lengths of each sequence; default: one document. Raises ConfigError for an invalid
+    configuration, or if `memory.recompute` is "auto".
     """
     problems = config.layout_problems(world_size)
     if config.memory.recompute == "auto":
-        problems.append('memory.recompute = "auto" is settled on the machine; a dry run needs what it would take')
+        problems.append('memory.recompute = "auto" depends on the machine: a dry run needs an explicit policy')
     if not 0 <= rank < world_size:
-        problems.append(f"rank {rank} is not one of {world_size}, counted from 0")
+        problems.append(f"--rank {rank} must be at least 0 and below the world size, {world_size}")
     lengths = list(documents or [config.training.seq_len])
     if sum(lengths) != config.training.seq_len:
-        problems.append(f"documents have {sum(lengths)} tokens together, training.seq_len = {config.training.seq_len}")
+        problems.append(f"documents have {sum(lengths)} tokens in total; training.seq_len is {config.training.seq_len}")
     if problems:
         raise ConfigError(problems)
     counter = OpCounterMode()
@@ -113,35 +99,35 @@ def dry_run(
         for model_part in trainer.stage_modules.values():
             _register_phase_hooks(model_part, counter)
         for _ in range(steps):
-            counter.phase = "update"
+            counter.phase = "step"
             counter.reset_counts()
             trainer.step += 1
             accumulated = trainer.accumulate_gradients(_micro_batches(trainer, counter, lengths))
-            counter.phase = "update"
+            counter.phase = "step"
             trainer.optimizer_step(accumulated, config.optimizer.lr)
             del accumulated
     return _result(counter, trainer, states)
 
 
 class NoData:
-    """Of which a trainer asks the names of their sources only, as long as it reads none."""
+    """Stands in for a dataset of which the trainer only reads the source names."""
 
-    names = ("made up",)
+    names = ("fake",)
 
 
 def _dry_run_config(config: Config) -> Config:
-    """Without what needs a device or a compiler, and without drawing weights."""
+    """Without compilation, GPU-only options and weight initialization."""
     overrides: dict[str, dict[str, Any]] = {
         "training": {"compile": False, "deterministic": False, "attention": "auto"},
         "parallelism": {"async_tp": False},
-        "checkpoint": {"initial_load_path": "not drawn"},
+        "checkpoint": {"initial_load_path": "skip initialization"},
     }
     sections = {name: getattr(config, name).model_copy(update=values) for name, values in overrides.items()}
     return config.model_copy(update=sections)
 
 
 def _micro_batches(trainer: Trainer, counter: OpCounterMode, lengths: Sequence[int]) -> list[Batch]:
-    """Those of an update, all alike; on the host, where they are not counted."""
+    """The identical micro-batches of a step, on the host, where they are not counted."""
     training, plan = trainer.config.training, trainer.config.context_plan()
     micro_batch_size, tokens = training.micro_batch_size, plan.padded_length(training.seq_len)
     starts = sorted({0, *accumulate(lengths), tokens})
@@ -163,7 +149,7 @@ def _micro_batches(trainer: Trainer, counter: OpCounterMode, lengths: Sequence[i
 
 
 def _register_phase_hooks(model_part: Transformer, counter: OpCounterMode) -> None:
-    """A part of the model runs forward, and in it the head, or else backward."""
+    """Sets the counter's phase around the forward of a pipeline stage and of its loss head."""
 
     def set_phase(phase: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
@@ -180,7 +166,7 @@ def _register_phase_hooks(model_part: Transformer, counter: OpCounterMode) -> No
 
 def _result(counter: OpCounterMode, trainer: Trainer, state_bytes: int) -> DryRunResult:
     storages = counter.storages
-    sent, small = (
+    messages, small_messages = (
         tuple(
             CommVolume(
                 channel=channel, kind=kind, phase=cast(Any, phase), what="", bytes=counter.sent_bytes[key], calls=calls
@@ -193,17 +179,17 @@ def _result(counter: OpCounterMode, trainer: Trainer, state_bytes: int) -> DryRu
     return DryRunResult(
         rank=trainer.world.rank,
         world_size=trainer.world.size,
-        place=trainer.mesh.coordinate["pp"],
-        states=state_bytes,
-        peak=storages.peak_bytes,
-        moment=storages.peak_moment,
-        fullest={phase: size for phase, size in storages.bytes_at_peak.items() if phase != HOST},
-        on_host=storages.peak_host_bytes,
-        matmul=dict(counter.matmul_flops),
-        attention=dict(counter.attention_flops),
-        sent=sent,
-        small=small,
-        operations=counter.num_ops,
+        pp_rank=trainer.mesh.coordinate["pp"],
+        state_bytes=state_bytes,
+        peak_bytes=storages.peak_bytes,
+        peak_moment=storages.peak_moment,
+        bytes_at_peak={phase: size for phase, size in storages.bytes_at_peak.items() if phase != HOST},
+        peak_host_bytes=storages.peak_host_bytes,
+        matmul_flops=dict(counter.matmul_flops),
+        attention_flops=dict(counter.attention_flops),
+        messages=messages,
+        small_messages=small_messages,
+        num_ops=counter.num_ops,
     )
 
 
@@ -211,60 +197,52 @@ def _result(counter: OpCounterMode, trainer: Trainer, state_bytes: int) -> DryRu
 
 
 def main(argv: Sequence[str]) -> int:
-    if {"-h", "--help"}.intersection(argv):
-        write_lines(USAGE.rstrip())
-        return EXIT_SUCCESS
     try:
-        config_args, options, as_json = _parse_args(argv)
-        for stage in load(config_args).training_stages:
-            config = stage.config
-            world_size = options["--world-size"] or prod(config.parallelism.degrees(1).values())
-            result = dry_run(config, world_size, rank=options["--rank"], steps=options["--updates"])
-            write_lines(*([json.dumps(asdict(result))] if as_json else format_result(result)))
+        args, config_args = build_parser().parse_known_args(argv)
+        for stage in load([*(["--config", args.config] if args.config else []), *config_args]).training_stages:
+            world_size = args.world_size or prod(stage.config.parallelism.degrees(1).values())
+            result = dry_run(stage.config, world_size, rank=args.rank, steps=args.steps)
+            sys.stdout.write("\n".join([json.dumps(asdict(result))] if args.json else format_result(result)) + "\n")
     except ConfigError as error:
         sys.stderr.write("".join(f"error: {problem}\n" for problem in error.problems))
         return EXIT_BAD_CONFIG
     return EXIT_SUCCESS
 
 
+def build_parser() -> RaisingArgumentParser:
+    parser = RaisingArgumentParser(
+        prog="python -m trainer.plan.dry_run",
+        description="Builds one rank's model as training would and counts the memory, FLOPs and communication of a step on "
+        "fake tensors, with one document per sequence. Needs no GPU and no other process.",
+        epilog="Every configuration key is an option, too.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="NAME|PATH", help="as for trainer.plan")
+    parser.add_argument("--world-size", type=parse_count, metavar="N", help="default: the product of the mesh degrees")
+    parser.add_argument(
+        "--rank", type=int, default=0, metavar="R", help="default 0; the last N / pp are the last stage"
+    )
+    parser.add_argument("--steps", type=parse_count, default=1, metavar="N", help="counts the last of them; default 1")
+    parser.add_argument("--json", action="store_true", help="one JSON object per training stage instead of text")
+    return parser
+
+
 def format_result(result: DryRunResult) -> list[str]:
-    """A few lines."""
-    bytes_by_phase = ", ".join(f"{phase} {size / GIB:.2f}" for phase, size in result.fullest.items())
+    bytes_by_phase = ", ".join(f"{phase} {size / GIB:.2f}" for phase, size in result.bytes_at_peak.items())
     lines = [
-        f"rank {result.rank} of {result.world_size}, place {result.place} of the pipeline: {result.operations:,} operations",
-        f"states    {result.states / GIB:.2f} GiB",
-        f"at most   {result.peak / GIB:.2f} GiB, at {result.moment}; allocated in: {bytes_by_phase}",
-        f"on host   {result.on_host / GIB:.2f} GiB",
+        f"rank {result.rank} of {result.world_size}, pp rank {result.pp_rank}: {result.num_ops:,} operations",
+        f"state     {result.state_bytes / GIB:.2f} GiB",
+        f"peak      {result.peak_bytes / GIB:.2f} GiB at {result.peak_moment}; allocated in: {bytes_by_phase}",
+        f"host      {result.peak_host_bytes / GIB:.2f} GiB",
     ]
-    for name, flops in (("products", result.matmul), ("attention", result.attention)):
+    for name, flops in (("matmul", result.matmul_flops), ("attention", result.attention_flops)):
         flops_by_phase = ", ".join(f"{phase} {count / 1e12:.3f}" for phase, count in flops.items())
         lines.append(f"{name:<10}{sum(flops.values()) / 1e12:.3f} TFLOP: {flops_by_phase}")
-    for message in result.sent:
+    for message in result.messages:
         message_text = f"{message.channel} {message.kind}, {message.phase}"
         lines.append(f"sent      {message.bytes / GIB:>10.3f} GiB in {message.calls:>7,} calls: {message_text}")
-    lines.append(f"small     {sum(message.calls for message in result.small):,} calls")
+    lines.append(f"small     {sum(message.calls for message in result.small_messages):,} calls")
     return lines
-
-
-def _parse_args(words: Sequence[str]) -> tuple[list[str], dict[str, int], bool]:
-    """What describes the configuration, the numbers of the dry run, and whether it is told in JSON."""
-    config_args, numbers, remaining_args = list[str](), dict(INT_OPTIONS), iter(words)
-    for word in remaining_args:
-        option, equals, value = word.partition("=")
-        if option not in INT_OPTIONS:
-            config_args.append(word)
-            continue
-        value = value if equals else next(remaining_args, "")
-        minimum = 0 if option == "--rank" else 1
-        if not value.isdecimal() or int(value) < minimum:
-            raise ConfigError([f"command line: {option} {value} must be an integer, at least {minimum}"])
-        numbers[option] = int(value)
-    return [word for word in config_args if word != "--json"], numbers, "--json" in config_args
-
-
-def write_lines(*lines: str) -> None:
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""What a rank computes in an update, in closed formulas: FLOPs, and bytes that operations move. Without torch.
+"""Closed formulas for the work of a rank in one step: FLOPs and bytes of memory traffic. Imports no torch.
 
-All micro-batches count as full ones: the last of a rank may be empty, and is computed like the others. What kernels of
-attention compute again in their backward pass is theirs: five products instead of four. Schedules that find gradients of
-weights later carry out two products of the feed-forward once more; `DualPipeV` does so for few micro-batches, which are
-left out.
+All micro-batches count as full: a rank's last one may be empty and is computed all the same. The recomputation inside
+attention kernels is part of their backward (five products instead of four). Split-backward schedules repeat two
+feed-forward products; DualPipeV does so for few micro-batches, which are ignored.
 """
 
 from __future__ import annotations
@@ -18,42 +17,40 @@ from trainer.plan.comm_volume import attention_recompute_fraction, fsdp_units, l
 from trainer.plan.memory_traffic import memory_traffic, optimizer_traffic
 
 SPLIT_BACKWARD_SCHEDULES: tuple[PipelineSchedule, ...] = ("InterleavedZeroBubble", "ZBVZeroBubble")
-"""Schedules that go back through a stage for its input, and then for its weights."""
+"""Schedules that compute input and weight gradients separately."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankWorkload:
-    """Of a rank at a place of the pipeline, in a whole update."""
+    """Work of one pipeline rank in one step."""
 
     matmul_flops: Mapping[str, float]
-    """FLOPs of matrix products: "forward", "backward", "again" (recomputation), "head" (both passes of the head)."""
+    """By "forward", "backward", "recompute" and "head" (forward and backward of the loss head)."""
     attention_flops: Mapping[str, float]
-    """FLOPs that kernels of attention carry out: "forward", "backward", "again"."""
+    """Executed by attention kernels, by "forward", "backward" and "recompute"."""
     memory_traffic: Mapping[str, float]
-    """Bytes that memory-bound operations read and write: "forward", "backward", "again", "head"."""
+    """Bytes read and written by memory-bound operations, by "forward", "backward", "recompute" and "head"."""
     offloaded_bytes: float
-    """Bytes copied to the host; as many come back."""
+    """Activations copied to the host; as many come back."""
     optimizer_bytes: float
-    """Bytes that the optimizer reads and writes."""
+    """Memory traffic of the optimizer."""
     optimizer_on_host: bool
-    """Where it does."""
     tokens: float
-    """Of the whole global batch, without padding."""
+    """Of the global batch, without padding."""
     pairs: float
-    """(query, key) pairs of the whole global batch that the mask allows, one document per row."""
+    """(query, key) pairs of the global batch under a causal mask, one document per sequence."""
     fetched_bytes: float = 0
-    """Bytes of weights that come from the host, where states lie there."""
+    """Weights copied from the host, with the optimizer on the host."""
     returned_bytes: float = 0
-    """Bytes of gradients that go there."""
+    """Gradients copied to the host, with the optimizer on the host."""
 
 
 def rank_workload(config: Config, world_size: int, pp_rank: int) -> RankWorkload:
-    """Of the fullest rank at that place of the pipeline. The configuration must have no problems."""
+    """Of the busiest rank with that pp rank. The configuration must be valid."""
     return workload_of(RankMemory(config, world_size, pp_rank))
 
 
 def workload_of(rank: RankMemory) -> RankWorkload:
-    """The same, of a rank that is there already."""
     training = rank.config.training
     fsdp_units_of_rank, length = [*fsdp_units(rank)], training.seq_len
     gathered_elements = sum(
@@ -75,7 +72,7 @@ def workload_of(rank: RankMemory) -> RankWorkload:
 
 
 def causal_pairs(length: int) -> float:
-    """(query, key) pairs of a document."""
+    """(query, key) pairs of one document."""
     return length * (length + 1) / 2
 
 
@@ -88,13 +85,13 @@ def _matmul_flops(rank: RankMemory) -> dict[str, float]:
     flops_per_weight = 2.0 * rank.tokens * rank.num_micro_batches
     recomputed = 0.0
     if rank.config.memory.recompute != "none":
-        # All but the last product, whose result no gradient needs; norms of heads need what entered them once more.
+        # All products but the last, whose result no gradient needs; query and key norms need their input again.
         recomputed = rank.num_blocks * (block - ffn + width * (queries + keys) * model.qk_norm)
         recomputed += rank.num_blocks * attention_recompute_fraction(rank) * qkv + num_recomputed_blocks(rank) * (
             out + 3 * ffn
         )
     elif rank.pipeline.pp > 1 and rank.pipeline.schedule in SPLIT_BACKWARD_SCHEDULES:
-        # What finds gradients of input and weight at once runs for each; the first stage has no input.
+        # The fused SwiGLU backward runs for input and for weight gradients; the first stage has no input gradient.
         recomputed = (rank.num_blocks - rank.pipeline.blocks_per_stage[0] * rank.has_first_stage) * 2 * ffn
     rows, _ = rank.head_shapes()[0]
     chunk, count, remainder = loss_chunks(rank)
@@ -102,15 +99,15 @@ def _matmul_flops(rank: RankMemory) -> dict[str, float]:
     return {
         "forward": flops_per_weight * rank.num_blocks * block,
         "backward": 2 * flops_per_weight * rank.num_blocks * block,
-        "again": flops_per_weight * recomputed,
+        "recompute": flops_per_weight * recomputed,
         "head": head,
     }
 
 
 def attention_pairs(rank: RankMemory) -> float:
-    """(query, key) pairs of a head that the busiest of the ranks that share rows computes in a micro-batch.
+    """(query, key) pairs per head and micro-batch on the busiest cp rank.
 
-    Padding at a row's end is a document of its own. Every layout but `contiguous` gives one document in equal parts.
+    Padding is a separate document. Every shard layout but `contiguous` splits one document into equal work.
     """
     training, plan = rank.config.training, rank.config.context_plan()
     length = training.seq_len
@@ -125,4 +122,4 @@ def attention_pairs(rank: RankMemory) -> float:
 def _attention_flops(rank: RankMemory) -> dict[str, float]:
     query_dim = rank.model.num_heads // rank.tp * rank.model.head_dim
     forward = 4.0 * query_dim * attention_pairs(rank) * rank.num_blocks * rank.num_micro_batches
-    return {"forward": forward, "backward": 2.5 * forward, "again": attention_recompute_fraction(rank) * forward}
+    return {"forward": forward, "backward": 2.5 * forward, "recompute": attention_recompute_fraction(rank) * forward}

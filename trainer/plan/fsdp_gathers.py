@@ -1,4 +1,4 @@
-"""How often the schedule of a pipeline gathers weights: torch's, followed step by step, without torch."""
+"""Counts the weight all-gathers of torch's pipeline schedules by replaying their stage order. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from functools import lru_cache
 from parallelisms.pipeline_plan import SPLIT_BACKWARD_SCHEDULES, PipelinePlan
 
 MAX_GATHERED_STAGES = 3
-"""Stages of a rank whose weights torch's schedules have gathered at a time."""
+"""Stages per rank whose weights torch's schedules keep gathered."""
 
 
 @lru_cache(maxsize=64)
 def weight_gathers_per_stage(plan: PipelinePlan, rank: int) -> Mapping[int, int]:
-    """How often FSDP gathers the weights of each stage of a rank in an update.
+    """All-gathers of each stage of a rank in one step.
 
-    Schedules of several stages have those of the next three that will run, and free the others'.
+    Multi-stage schedules keep the next three stages gathered and reshard the others.
     """
     local_stages = plan.stages_of(rank)
     if len(local_stages) <= MAX_GATHERED_STAGES:
@@ -34,10 +34,10 @@ def weight_gathers_per_stage(plan: PipelinePlan, rank: int) -> Mapping[int, int]
 
 
 def _stage_order(plan: PipelinePlan, rank: int) -> list[int]:
-    """The stages that a rank runs, one after the other, where it has them in turn: forward, backward, weights apart."""
+    """The stage of each action of a rank: forwards, backwards and, if split, weight gradients."""
     stages_per_rank, micro_batches = plan.stages_per_rank, plan.num_micro_batches
     has_split_backward = plan.schedule in SPLIT_BACKWARD_SCHEDULES
-    round_size = micro_batches // max(1, micro_batches // plan.pp)  # Of a round.
+    round_size = micro_batches // max(1, micro_batches // plan.pp)
     warmup = min(
         (stages_per_rank - 1) * round_size + (1 if has_split_backward else 2) * (plan.pp - 1 - rank),
         stages_per_rank * micro_batches,

@@ -1,4 +1,4 @@
-"""How long messages take: which ranks of a group share a node, and what their links carry. Without torch."""
+"""Communication time from group placement and link bandwidths. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from trainer.hardware.device_specs import DeviceSpec
 from trainer.plan.comm_volume import CommVolume
 
 CALL_OVERHEAD = 10e-6
-"""Seconds between the call of a collective and its first byte, whatever the links: a kernel of NCCL's, and its ranks
-meeting. Large jobs of PyTorch's FSDP show 10 to 20 microseconds."""
+"""Seconds from the call of a collective to its first byte: launch and rendezvous of the NCCL kernel. Large PyTorch FSDP
+jobs show 10 to 20 microseconds."""
 
 
 @dataclass(frozen=True)
 class GroupTopology:
-    """The ranks of a channel: all of them, those that fast links join, and the islands of such."""
+    """Placement of a process group over domains of fast links (NVLink, xGMI)."""
 
     ranks: int
     min_ranks_per_domain: int
@@ -31,7 +31,7 @@ class GroupTopology:
 
 
 def group_topologies(config: Config, world_size: int, device: DeviceSpec) -> dict[str, GroupTopology]:
-    """By channel, the group that is worst off. Neighbouring ranks fill one island of fast links after the other."""
+    """The worst-placed group of each channel, with consecutive ranks filling one link domain after the other."""
     plan = config.context_plan()
     degrees = config.parallelism.degrees(world_size)
     first_group_ranks = rank_zero_groups(degrees, plan.ulysses_degree if plan.resolved_method == "hybrid" else None)
@@ -41,7 +41,7 @@ def group_topologies(config: Config, world_size: int, device: DeviceSpec) -> dic
 
 
 def _worst_placement(first_group: range, world_size: int, domain_size: int) -> GroupTopology:
-    """Of the groups that lie as `first` does, from rank 0 on; where sizes do not divide an island, some cross its border."""
+    """Among all translations of `first_group`; if the sizes do not divide a link domain, some groups cross its border."""
     span = first_group.step * len(first_group)
     is_aligned = domain_size % span == 0 or (
         span % domain_size == 0 and (domain_size % first_group.step == 0 or first_group.step % domain_size == 0)
@@ -56,11 +56,11 @@ def _worst_placement(first_group: range, world_size: int, domain_size: int) -> G
 
 
 def bandwidth(kind: str, group: GroupTopology, device: DeviceSpec) -> float:
-    """Bytes that a rank sends in a second.
+    """Bytes per second that a rank sends.
 
-    A collective over several islands goes through all links that its ranks have to the network together, since what one
-    of them receives it passes on inside. An exchange sends most bytes to other islands, each rank over its own link; and
-    of ranks that pass something round, one sends to the next island, for which the others wait.
+    A collective across domains uses the network links of all its ranks together, because data is forwarded inside a domain.
+    An all-to-all sends most bytes to other domains, each rank over its own link. In a send-recv ring, all ranks wait
+    for the one that crosses the network.
     """
     if not group.crosses_domains:
         return device.link_bandwidth
@@ -73,7 +73,7 @@ def bandwidth(kind: str, group: GroupTopology, device: DeviceSpec) -> float:
 
 
 def latency(kind: str, group: GroupTopology, device: DeviceSpec) -> float:
-    """Seconds of a call that do not depend on what is sent. Collectives go round a ring of their ranks."""
+    """Size-independent seconds of a call; collectives use NCCL's ring algorithm."""
     if kind in ("send", "all_to_all"):
         return CALL_OVERHEAD + (device.network_latency if group.crosses_domains else device.link_latency)
     steps = (2 if kind == "all_reduce" else 1) * (group.ranks - 1)
@@ -82,7 +82,7 @@ def latency(kind: str, group: GroupTopology, device: DeviceSpec) -> float:
 
 
 def message_seconds(message: CommVolume, groups: Mapping[str, GroupTopology], device: DeviceSpec) -> float:
-    """Of all calls of a kind in an update, one after the other."""
+    """Of all calls in one step, back to back."""
     group = groups[message.channel]
     call_latency = latency(message.kind, group, device)
     return message.bytes / bandwidth(message.kind, group, device) + message.calls * call_latency

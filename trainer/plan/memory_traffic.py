@@ -1,8 +1,8 @@
-"""Bytes that memory-bound operations of an update read and write, estimated operation by operation. Without torch.
+"""Estimates the memory traffic of memory-bound operations in one step, operation by operation. Imports no torch.
 
-Each operation is counted as it stands in the code: its inputs are read once and its results written once, in the type of
-computation (narrow) or that of statistics (wide). Compiled ones keep what lies between in registers. Numbers per token
-or per weight of a norm, tables of angles and copies between tiles are left out.
+Each operation reads its inputs and writes its outputs once, in the compute dtype (low precision) or the statistics dtype
+(high precision). Compiled code keeps intermediates in registers. Per-token statistics, norm weights, rotary tables and
+copies between tiles are ignored.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from trainer.plan.comm_volume import attention_recompute_fraction, fsdp_units, l
 
 
 class MemoryAccesses(NamedTuple):
-    """How often a number is read or written, in either type."""
+    """Reads and writes per element, by precision."""
 
     low_precision: float
     high_precision: float = 0
 
 
-# Eager, and compiled.
+# Pairs: eager, then compiled.
 NORM = MemoryAccesses(5, 2), MemoryAccesses(2)
 NORM_BACKWARD = MemoryAccesses(7, 14), MemoryAccesses(5)
 ROPE = MemoryAccesses(2, 9), MemoryAccesses(2)
 SWIGLU = MemoryAccesses(5), MemoryAccesses(3)
 SWIGLU_BACKWARD = MemoryAccesses(14), MemoryAccesses(6)
-# Below operators, which no compiler looks into.
+# Inside custom operators, which torch.compile does not fuse.
 ADD = MemoryAccesses(3)
 COPY = MemoryAccesses(2)
 MERGE = MemoryAccesses(1, 6)
@@ -35,7 +35,7 @@ LOGITS = MemoryAccesses(2, 10)
 
 
 class ActivationSizes:
-    """Numbers of a micro-batch, as a rank holds them, and bytes that operations on them move."""
+    """Elements of the activations of a micro-batch on one rank."""
 
     def __init__(self, rank: RankMemory) -> None:
         self.rank, model = rank, rank.model
@@ -56,7 +56,7 @@ class ActivationSizes:
 
 
 def memory_traffic(rank: RankMemory) -> dict[str, float]:
-    """Of all micro-batches: "forward", "backward", "again", "head"."""
+    """Bytes over all micro-batches by "forward", "backward", "recompute" and "head"."""
     sizes, micro_batches, blocks = ActivationSizes(rank), rank.num_micro_batches, rank.num_blocks
     all_gather_copies = _all_gather_copies(rank)
     embedding = sizes.bytes_moved(sizes.hidden, COPY) * rank.has_first_stage
@@ -66,19 +66,19 @@ def memory_traffic(rank: RankMemory) -> dict[str, float]:
         "backward": micro_batches * blocks * _backward(sizes)
         + all_gather_copies["backward"]
         + _reduce_scatter_copies(rank),
-        "again": micro_batches * _recompute(sizes) + all_gather_copies["again"],
+        "recompute": micro_batches * _recompute(sizes) + all_gather_copies["recompute"],
         "head": micro_batches * _loss_head(sizes) * rank.has_last_stage,
     }
 
 
 def _attention_input(sizes: ActivationSizes) -> float:
-    """Of a block: norm, and queries and keys normalised and rotated."""
+    """Of a block: norm, query and key norms, and rotary embedding."""
     total = sizes.bytes_moved(sizes.hidden, NORM) + sizes.bytes_moved(sizes.qk, ROPE)
     return total + sizes.bytes_moved(sizes.qk, NORM) * sizes.rank.model.qk_norm
 
 
 def _feed_forward(sizes: ActivationSizes) -> float:
-    """Of a block: two sums with the stream, a norm and the gate."""
+    """Of a block: two residual additions, a norm and the SwiGLU gate."""
     return (
         2 * sizes.bytes_moved(sizes.hidden, ADD)
         + sizes.bytes_moved(sizes.hidden, NORM)
@@ -87,7 +87,7 @@ def _feed_forward(sizes: ActivationSizes) -> float:
 
 
 def _cp_attention(sizes: ActivationSizes) -> float:
-    """Of a block: what is copied for an exchange of heads, or for a ring, and the parts of attention joined."""
+    """Of a block: copies for all-to-all or ring communication, and merging of partial attention outputs."""
     plan = sizes.rank.block_memory.context_plan
     if plan is None:
         return 0
@@ -102,7 +102,7 @@ def _cp_attention(sizes: ActivationSizes) -> float:
 
 
 def _num_merges(sizes: ActivationSizes) -> float:
-    """How many parts of attention are joined with the first, in units of all queries: of a ring's, half see half."""
+    """Merges of partial attention outputs, in units of all queries: half of a ring's blocks cover half the queries."""
     plan = sizes.rank.block_memory.context_plan
     if plan is None or plan.ring_degree == 1:
         return 0
@@ -110,7 +110,7 @@ def _num_merges(sizes: ActivationSizes) -> float:
 
 
 def _num_reordered_ranks(sizes: ActivationSizes) -> int:
-    """Other ranks whose keys are put in order."""
+    """Remote ranks whose gathered KV is reordered."""
     plan = sizes.rank.block_memory.context_plan
     return plan.ring_degree - 1 if plan is not None and plan.rotate_method == "allgather" else 0
 
@@ -120,7 +120,7 @@ def _backward(sizes: ActivationSizes) -> float:
     total += sizes.bytes_moved(sizes.qk, ROPE) + sizes.bytes_moved(sizes.ffn, SWIGLU_BACKWARD)
     total += sizes.bytes_moved(sizes.qk, NORM_BACKWARD) * sizes.rank.model.qk_norm
     if sizes.rank.config.memory.recompute == "none":
-        # Autograd adds what comes from queries, keys and values, and from gate and up.
+        # Autograd sums the input gradients of queries, keys and values, and of gate and up.
         total += 3 * sizes.bytes_moved(sizes.gathered_hidden, ADD)
     return total + _cp_attention_backward(sizes)
 
@@ -134,7 +134,7 @@ def _cp_attention_backward(sizes: ActivationSizes) -> float:
         other_ranks = plan.ring_degree - 1
         total += sizes.bytes_moved(sizes.kv, COPY) + sizes.bytes_moved(sizes.queries + sizes.kv, UPCAST)
         total += _num_merges(sizes) * sizes.bytes_moved(sizes.queries, MemoryAccesses(1, 2))
-        # Gradients of others' keys: zeros, sums, and the type in which they travel.
+        # Remote KV gradients: zero-fill, accumulation, and the cast to the communication dtype.
         total += other_ranks * sizes.bytes_moved(sizes.kv, MemoryAccesses(1, 8)) + _num_reordered_ranks(
             sizes
         ) * sizes.bytes_moved(sizes.kv, COPY)
@@ -154,33 +154,33 @@ def _recompute(sizes: ActivationSizes) -> float:
 
 
 def _loss_head(sizes: ActivationSizes) -> float:
-    """Both passes: norm, logits chunk by chunk, and the sum of the chunks' gradients of the weight."""
+    """Forward and backward: final norm, chunked logits, and accumulation of the weight gradient."""
     rank = sizes.rank
     vocab_rows, model_dim = rank.head_shapes()[0]
     chunk, count, remainder = loss_chunks(rank)
     tokens, chunks = chunk * count + remainder, count + (remainder > 0)
     eager = ActivationSizes(rank)
-    eager.compiled = False  # It has no compiled parts.
+    eager.compiled = False  # The loss head is not compiled.
     total = eager.bytes_moved(sizes.hidden, NORM) + eager.bytes_moved(sizes.hidden, NORM_BACKWARD)
     total += sizes.bytes_moved(tokens * vocab_rows, LOGITS) + sizes.bytes_moved(tokens * model_dim, COPY)
     return total + sizes.bytes_moved(vocab_rows * model_dim, MemoryAccesses(chunks + 1, 2 * chunks + 4))
 
 
 def _all_gather_copies(rank: RankMemory) -> dict[str, float]:
-    """What FSDP copies around its gathers, by phase: weights narrowed, and laid out where they come from several ranks."""
-    bytes_by_phase = dict.fromkeys(("forward", "backward", "again"), 0.0)
+    """Copies around FSDP all-gathers, by phase: the cast of the shard, and the copy-out if sharded over several ranks."""
+    bytes_by_phase = dict.fromkeys(("forward", "backward", "recompute"), 0.0)
     for unit in fsdp_units(rank) if rank.is_sharded else ():
         shard = rank.sharded_numel(unit.shapes)
         bytes_per_gather = shard * (
             rank.master_bytes + rank.compute_bytes
         ) + 2 * rank.compute_bytes * shard * rank.num_shards * (rank.num_shards > 1)
         for phase, num_gathers in unit.all_gathers.items():
-            bytes_by_phase["forward" if phase == "update" else phase] += num_gathers * bytes_per_gather
+            bytes_by_phase["forward" if phase == "step" else phase] += num_gathers * bytes_per_gather
     return bytes_by_phase
 
 
 def _reduce_scatter_copies(rank: RankMemory) -> float:
-    """The same of gradients: put in, and added to those that are there."""
+    """Copies around FSDP reduce-scatters: copy-in, and accumulation."""
     total = 0.0
     for unit in fsdp_units(rank) if rank.is_sharded else ():
         shard = rank.sharded_numel(unit.shapes)
@@ -192,9 +192,9 @@ def _reduce_scatter_copies(rank: RankMemory) -> float:
 
 
 def optimizer_traffic(rank: RankMemory) -> float:
-    """Bytes that AdamW reads and writes: norm and clipping of gradients, weights, and both moments.
+    """Memory traffic of AdamW: gradient norm and clipping, weights, and both moments.
 
-    Narrow moments are widened and rounded again, which moves each four times wide and twice narrow, as bytes.
+    Bfloat16 moments are upcast and rounded back: four more high-precision accesses each.
     """
     moments = (
         4 * rank.moment_bytes

@@ -1,8 +1,7 @@
-"""Counts what one rank of many does, without memory, kernels or peers: on fake tensors, in a made-up process group.
+"""Counts memory, FLOPs and communication of one rank, on fake tensors and a fake process group.
 
-Every operation that reaches torch's dispatcher is seen: what it allocates (storages, until they die or are resized),
-the matrices that it multiplies, what it sends. Inside an operation nothing is: neither the scratch of a kernel nor what
-a backend copies. Only this file names what is private in torch.
+Sees every operation at torch's dispatcher: the storages that it allocates (until freed or resized), its matmuls, and its
+messages. Kernel workspaces and copies inside a backend are invisible. Relies on private APIs of torch.
 """
 
 from __future__ import annotations
@@ -21,33 +20,31 @@ from torch._C._distributed_c10d import FakeWork
 from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import ProcessGroup
-from torch.testing._internal.distributed import fake_pg  # noqa: F401 - lets torch know the backend "fake"
+from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend "fake"
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallelisms.collectives import resolve_process_group
-from trainer.plan.comm_volume import sent_bytes
+from trainer.plan.comm_volume import MIN_COUNTED_BYTES, sent_bytes
 
-MIN_COUNTED_BYTES = 4096
-"""Bytes of a message below which it is counted apart: sums of a few numbers, which grow with nothing."""
 MAX_REAL_BYTES = 16 << 20
-"""Bytes of integers up to which they are made for real, since the host decides by them."""
+"""Integer tensors up to this size hold real values, because control flow depends on them."""
 HOST = "host"
 CallKey = tuple[str, str, str]
-"""Channel, kind and phase."""
+"""(channel, kind, phase)."""
 
 aten, c10d, functional = torch.ops.aten, torch.ops.c10d, torch.ops._c10d_functional
 MATMUL_OPS = {aten.mm: (0, 1), aten.bmm: (0, 1), aten.addmm: (1, 2), aten.addmm_: (1, 2), aten.baddbmm: (1, 2)}
-"""Which arguments are multiplied."""
+"""Indices of the multiplied arguments."""
 ATTENTION_OPS = {
     aten._scaled_dot_product_flash_attention_for_cpu: (2, slice(0, 2), 4),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (5, slice(1, 3), 7),
 }
-"""Matrix products in it; which arguments are queries and keys; and which says whether it is causal."""
+"""(number of matmuls, slice of the query and key arguments, index of `is_causal`)."""
 
 
 @contextmanager
 def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
-    """Makes this process rank `rank` of so many, of which there are no others: whatever they would send stays away."""
+    """Initializes torch.distributed as rank `rank` of `world_size` without peers: receives leave tensors unchanged."""
     distributed.init_process_group("fake", store=distributed.HashStore(), rank=rank, world_size=world_size)
     try:
         yield
@@ -56,18 +53,17 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
 
 
 class StorageTracker:
-    """Storages that are alive, by the phase in which they were allocated."""
+    """Live storages by the phase that allocated them."""
 
     def __init__(self) -> None:
         self.live_bytes: Counter[str] = Counter()
         self.device_bytes = self.peak_bytes = self.peak_host_bytes = 0
         self.bytes_at_peak: Counter[str] = Counter()
-        """What was held when most was on the device."""
         self.peak_moment = ""
         self._storages: dict[int, tuple[Any, str, int]] = {}
 
     def add(self, x: Tensor, phase: str, moment: str) -> None:
-        """A new tensor's storage, unless it is known. Bytes (uint8) are what `HostMemory` keeps on the host."""
+        """Ignores known storages. uint8 storages belong to the pinned host pool of activation offload."""
         if x.device.type == "meta":
             return
         storage = x.untyped_storage()
@@ -85,7 +81,6 @@ class StorageTracker:
             self._adjust(kind, size - old_size, moment)
 
     def reset_peak(self) -> None:
-        """From now on the fullest moment is looked for."""
         self.peak_bytes, self.peak_host_bytes = -1, self.live_bytes[HOST]
         self._adjust(HOST, 0, "begin")
 
@@ -104,7 +99,7 @@ class StorageTracker:
 
 
 class PendingFakeWork(FakeWork):
-    """Communication under way. As with real backends, who drops it lets go of what is sent and received."""
+    """Keeps its tensors alive until dropped, as real backends do."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
@@ -112,10 +107,7 @@ class PendingFakeWork(FakeWork):
 
 
 class OpCounterMode(TorchDispatchMode):
-    """While it counts, tensors of numbers are fake, and what is done with them is counted.
-
-    `phase` is for the caller to say.
-    """
+    """Runs operations on fake tensors and counts them under `phase`, which the caller sets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,18 +117,16 @@ class OpCounterMode(TorchDispatchMode):
         self.matmul_flops: Counter[str] = Counter()
         """FLOPs by phase."""
         self.attention_flops: Counter[str] = Counter()
-        """FLOPs of its kernels by phase; those of a forward pass within the backward pass are `again`."""
+        """FLOPs of kernels by phase; forward kernels during backward count as `recompute`."""
         self.sent_bytes: Counter[CallKey] = Counter()
-        """Sent by this rank."""
         self.calls: Counter[CallKey] = Counter()
         self.small_calls: Counter[CallKey] = Counter()
-        """Calls with messages below `SMALL`, which are in no other count."""
+        """Calls below MIN_COUNTED_BYTES, excluded from the other counts."""
         self._fake = _fake_mode()
         self._pending: PendingFakeWork | None = None
 
     @contextmanager
     def enable(self) -> Iterator[None]:
-        """Within, everything that this thread does is."""
         original_resize = torch.UntypedStorage.resize_
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
@@ -144,7 +134,7 @@ class OpCounterMode(TorchDispatchMode):
             self.storages.resize(storage, f"{self.phase}: resized")
             return result
 
-        # FSDP frees and allocates what it gathers without the dispatcher.
+        # FSDP resizes gathered storages without going through the dispatcher.
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
         try:
             with self:
@@ -153,14 +143,13 @@ class OpCounterMode(TorchDispatchMode):
             torch.UntypedStorage.resize_ = original_resize  # type: ignore[method-assign]
 
     def reset_counts(self) -> None:
-        """Forgets what was counted, but not what is alive."""
+        """Keeps track of live storages."""
         self.num_ops = 0
         for counter in (self.matmul_flops, self.attention_flops, self.sent_bytes, self.calls, self.small_calls):
             counter.clear()
         self.storages.reset_peak()
 
     def new_int64(self, *shape: int, track: bool = True) -> Tensor:
-        """A fake tensor of int64."""
         with self._fake:
             tensor = torch.zeros(shape, dtype=torch.int64)
         if track:
@@ -171,17 +160,17 @@ class OpCounterMode(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if not all(issubclass(kind, FakeTensor) for kind in types):
-            return NotImplemented  # A sharded tensor, which then says what becomes of its part.
+            return NotImplemented  # DTensor dispatches to its local tensor.
         call_kwargs = kwargs or {}
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
-            return func(*args, **call_kwargs)  # Sharded tensors find the shapes of results so.
+            return func(*args, **call_kwargs)  # DTensor propagates shapes with fake tensors.
         self.num_ops += 1
         self._pending = None
         if func.namespace == "longhaul":
-            with self:  # An operator of our own is what happens inside it.
+            with self:  # Count inside custom operators.
                 return OPDEFS[func._schema.name]._init_fn(*args, **call_kwargs)
         if _is_composite(func):
-            with self:  # Below autograd they come whole.
+            with self:  # Composite operators arrive undecomposed below autograd.
                 return func.decompose(*args, **call_kwargs)
         if func.namespace in ("c10d", "_c10d_functional") and any(
             isinstance(x, FakeTensor) for x in _flatten_tensors(args)
@@ -194,7 +183,7 @@ class OpCounterMode(TorchDispatchMode):
         if _needs_real_values(func, args, kwargs):
             result = func(*args, **kwargs)
             if func is c10d.recv_.default:
-                # Before the first update stages of a pipeline ask each other whether shapes were said in advance.
+                # Pipeline stages first exchange a flag: 1 if shapes are known in advance.
                 args[0][0].fill_(1)
         else:
             with self._fake:
@@ -214,23 +203,23 @@ class OpCounterMode(TorchDispatchMode):
             batch_size, heads, queries, head_dim = q.shape
             is_masked = args[is_causal : is_causal + 1] == (True,)
             pairs = queries * (queries + 1) // 2 if is_masked else queries * k.shape[2]
-            phase = "again" if count == 2 and self.phase == "backward" else self.phase
+            phase = "recompute" if count == 2 and self.phase == "backward" else self.phase
             self.attention_flops[phase] += 2 * count * batch_size * heads * head_dim * pairs
 
-    # ---- messages
+    # ---- communication
 
     def _record_collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What peers would send is taken for received."""
+        """Output tensors keep their shapes; nothing is received."""
         if func is functional.wait_tensor.default:
             return args[0]
         name = func.overloadpacket.__name__
         if name not in COLLECTIVES:
-            raise NotImplementedError(f"a dry run does not know how much {func} sends")
+            raise NotImplementedError(f"the dry run cannot count collective {func}")
         kind, size, group = COLLECTIVES[name](args)
         self._record_message(kind, size, group)
         if func.namespace != "c10d":
             return self._execute(func, args, kwargs)
-        # Held here until the next operation: on its way to whoever waits for it nobody else does.
+        # The caller only gets a boxed reference; keep the work alive until the next operation.
         self._pending = PendingFakeWork(_flatten_tensors(args))
         work = self._pending.boxed()
         return (args[0], work) if len(func._schema.returns) == 2 else work
@@ -249,19 +238,19 @@ class OpCounterMode(TorchDispatchMode):
 
 @cache
 def _fake_mode() -> FakeTensorMode:
-    # One: what modules keep from one run to the next, such as frequencies, must fit the next.
+    # Shared, because modules cache tensors, such as rotary tables, across dry runs.
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 CollectiveCall = tuple[str, float, ProcessGroup]
-"""Kind, size and group of a message: see `sent`."""
+"""(kind, size as in `sent_bytes`, group)."""
 
 
 def _all_to_all(args: tuple[Any, ...]) -> CollectiveCall:
     group, splits = ProcessGroup.unbox(args[2]), args[4]
     size = args[1].nbytes
     if splits:
-        # So much evenly spread would be as much to others as this is.
+        # The even-split size with the same number of remote bytes.
         remote_bytes = size - size * splits[group.rank()] / sum(splits)
         size = remote_bytes * group.size() / (group.size() - 1)
     return "all_to_all", size, group
@@ -285,16 +274,16 @@ COLLECTIVES: dict[str, Any] = {
 
 
 def _channel(group: ProcessGroup) -> str:
-    """A group is described by its channel and its ranks: `parallelisms.mesh`."""
+    """`parallelisms.mesh` puts the channel first in a group's description."""
     description = group.group_desc
     return "world" if description in ("", "default_pg") else description.split()[0]
 
 
-# ---- what is real, and what is new
+# ---- real values and allocations
 
 
 def _needs_real_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation is on integers that the host decides by: starts of documents, numbers of ranks."""
+    """Whether control flow may depend on the result: document boundaries, split sizes."""
     tensors, device = _flatten_tensors((*args, *kwargs.values())), kwargs.get("device")
     if any(x.is_meta for x in tensors) or (not tensors and _device_type(device) == "meta"):
         return _device_type(device or "meta") == "meta"
@@ -314,7 +303,6 @@ def _device_type(device: torch.device | str | None) -> str:
 
 
 def _flatten_tensors(values: Sequence[Any]) -> list[Tensor]:
-    """Also those in lists."""
     tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -326,11 +314,11 @@ def _flatten_tensors(values: Sequence[Any]) -> list[Tensor]:
 
 @cache
 def _is_composite(func: Any) -> bool:
-    is_aten = func.namespace == "aten"  # `prim::device` is asked for, but is no operation.
+    is_aten = func.namespace == "aten"  # `prim::device` is not a real operation.
     return is_aten and bool(func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
 
 
 @cache
 def _allocates(func: Any) -> bool:
-    """Whether something that an operation returns is neither an argument nor a view of one."""
+    """Whether an output is neither an argument nor a view of one."""
     return any(value.alias_info is None for value in func._schema.returns)

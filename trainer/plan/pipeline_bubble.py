@@ -1,8 +1,8 @@
-"""What ranks of a pipeline wait for each other in an update. Without torch.
+"""Closed formulas for the pipeline bubble. Imports no torch.
 
-A chunk is a micro-batch's way through a stage: F seconds forward, I for the gradient of its input, W for those of its
-weights. A schedule that finds the last two together fills and drains in (pp - 1)(F + I + W). The formulas of the others
-were read off torch's own schedules, run on a clock, and are compared with these in `tests/plan/test_pipeline_bubble.py`.
+A chunk is one micro-batch in one stage: F seconds forward, I for the input gradient, W for the weight gradients. Schedules
+that compute I and W together fill and drain in (pp - 1)(F + I + W). The other formulas are fitted to torch's schedules
+and checked against a simulation of them in `tests/plan/test_pipeline_bubble.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from parallelisms.pipeline_plan import PipelinePlan
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkTime:
-    """Seconds of the passes of a micro-batch through a stage."""
+    """Seconds of one micro-batch in one stage."""
 
     forward: float
     input_grad: float
@@ -27,7 +27,7 @@ class ChunkTime:
 
 
 def bubble_seconds(plan: PipelinePlan, chunk: ChunkTime, *, p2p_seconds: float = 0) -> float:
-    """Seconds of an update in which a rank has nothing to do, where all chunks are alike; a send takes `hop` seconds."""
+    """Idle seconds of a rank in one step, with identical chunks; a send takes `p2p_seconds`."""
     if plan.pp == 1:
         return 0
     other_ranks, forward, input_grad, weight_grad = plan.pp - 1, chunk.forward, chunk.input_grad, chunk.weight_grad
@@ -41,7 +41,7 @@ def bubble_seconds(plan: PipelinePlan, chunk: ChunkTime, *, p2p_seconds: float =
         )
     else:
         stages_per_rank, micro_batches = plan.stages_per_rank, plan.num_micro_batches
-        # With fewer micro-batches than ranks, the first is awaited at the start of every lap.
+        # With fewer micro-batches than ranks, every further stage of a rank waits for the first micro-batch.
         bubble = (
             max(stages_per_rank * micro_batches + other_ranks, stages_per_rank * plan.pp + micro_batches - 1)
             - stages_per_rank * micro_batches
@@ -50,8 +50,8 @@ def bubble_seconds(plan: PipelinePlan, chunk: ChunkTime, *, p2p_seconds: float =
 
 
 def _exposed_sends(plan: PipelinePlan) -> float:
-    """Sends that are waited for: through all stages and back. Under 1F1B a rank holds just as many micro-batches as it
-    takes to wait for none, so what is on its way is waited for in every further one too.
+    """Sends on the critical path: through all stages and back. 1F1B keeps just enough micro-batches in flight to hide no
+    send, so every further micro-batch exposes its own.
     """
     sends_per_round_trip = 2.0 * sum(one != other for one, other in pairwise(plan.stage_ranks))
     return sends_per_round_trip + (

@@ -1,4 +1,4 @@
-"""Plans and searches in words and figures: what `report.py` describes. Without torch."""
+"""Turns plans and search results into reports. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from trainer.config.job_config import Config
+from trainer.errors import ConfigError
 from trainer.hardware.device_specs import DEFAULT_DEVICE, DEFAULT_DEVICE_NOTE, DeviceSpec, load_device, select_device
 from trainer.memory.estimator import GIB, MemoryEstimate
 from trainer.plan.console import show
-from trainer.plan.document import BarChart, LineChart, PlanReport, StackedBar, Table
+from trainer.plan.document import BarChart, LineChart, PlanReport, StackedBar, Table, format_gib
 from trainer.plan.plan import RunPlan, Suggestion, TrainingPlan, plan_run, plan_stage
 from trainer.plan.search import LayoutPlan, SearchResult, describe_layout, why_slower
 from trainer.plan.step_time import CHANNEL_LABELS
 
 NUM_CURVE_POINTS = 9
-"""Points of a curve of lengths: of each, half the one after it."""
+"""Points of a sequence-length curve, each twice the one before."""
 MIN_CURVE_LENGTH = 1024
-RESERVE_LABEL = "kept free for kernels and fragments"
+RESERVE_LABEL = "reserve"
 
 
 def plan_report(run: RunPlan, *, curve: bool = True, notes: Sequence[str] = ()) -> PlanReport:
-    """A run's plan; of a recipe, memory and time of the stage that is fullest."""
+    """Of several stages, details the one with the highest memory utilization."""
     plan = max(run.stages, key=lambda stage: (not stage.fits, stage.memory_utilization))
     name = plan.config.job.name
     sections: list[BarChart | Table | LineChart] = []
@@ -31,11 +32,11 @@ def plan_report(run: RunPlan, *, curve: bool = True, notes: Sequence[str] = ()) 
     if curve:
         sections += _curves(plan)
     memory_summary = (
-        f"{_gib(plan.peak_memory.device_bytes)} of {_gib(plan.usable_device_memory)} GiB that may be filled"
+        f"{format_gib(plan.peak_memory.device_bytes)} of {format_gib(plan.usable_device_memory)} usable GiB"
     )
     return PlanReport(
         title=f"{name} on {_devices_text(plan)}{f', stage {plan.name}' if plan.name else ''}",
-        verdict="; ".join(run.memory_shortages) or f"{memory_summary}, with {describe_layout(plan)}",
+        verdict="; ".join(run.memory_shortages) or f"{memory_summary} with {describe_layout(plan)}",
         fits=run.fits,
         facts=_facts(run, plan),
         sections=sections,
@@ -44,37 +45,36 @@ def plan_report(run: RunPlan, *, curve: bool = True, notes: Sequence[str] = ()) 
 
 
 def search_report(result: SearchResult, question: str, device: DeviceSpec, *, notes: Sequence[str] = ()) -> PlanReport:
-    """What a search found."""
     sections: list[BarChart | Table | LineChart] = []
     if result.best:
-        rows = [_search_row(way, result.best[0]) for way in result.best]
-        columns = ("layout", "s / update", "MFU %", "tokens / s / device", "GiB", "host GiB", "what it loses by")
-        sections.append(Table(title="the fastest that fit", columns=columns, rows=rows, best=0))
+        rows = [_search_row(candidate, result.best[0]) for candidate in result.best]
+        columns = ("layout", "s / step", "MFU %", "tokens / s / device", "GiB", "host GiB", "slower because of")
+        sections.append(Table(title="fastest layouts that fit", columns=columns, rows=rows, best=0))
     if result.not_fitting:
         not_fitting_rows = [
-            (describe_layout(way.plan), f"{way.seconds:.4g}", way.plan.memory_shortages[0])
-            for way in result.not_fitting
+            (describe_layout(candidate.plan), f"{candidate.seconds:.4g}", candidate.plan.memory_shortages[0])
+            for candidate in result.not_fitting
         ]
-        not_fitting_columns = ("layout", "s / update", "what is missing, where least is kept")
+        not_fitting_columns = ("layout", "s / step", "shortage with the leanest memory options")
         sections.append(
-            Table(title="would be faster, and do not fit", columns=not_fitting_columns, rows=not_fitting_rows)
+            Table(title="faster layouts that do not fit", columns=not_fitting_columns, rows=not_fitting_rows)
         )
     best = result.best[0].plan if result.best else None
     sections += _plan_sections(best) if best else []
-    plan_notes = _notes(best) if best else [f"devices are {device.description}"]
+    plan_notes = _notes(best) if best else [f"device: {device.description}"]
     return PlanReport(
         title=question,
         verdict=describe_layout(best) if best else "; ".join(result.problems) or "no layout fits",
         fits=best is not None,
         facts=_facts(RunPlan((best,)), best) if best else [],
         sections=sections,
-        notes=[*plan_notes, *notes, f"{result.num_plans:,} plans were made"],
+        notes=[*plan_notes, *notes, f"{result.num_plans:,} plans evaluated"],
         toml="\n\n".join(map(_layout_toml, result.best)),
     )
 
 
 def _layout_toml(candidate: LayoutPlan) -> str:
-    return f"# {describe_layout(candidate.plan)}: {_seconds(candidate.seconds)} an update\n{candidate.toml()}"
+    return f"# {describe_layout(candidate.plan)}: {_seconds(candidate.seconds)} per step\n{candidate.toml()}"
 
 
 def _plan_sections(plan: TrainingPlan) -> list[BarChart | Table | LineChart]:
@@ -88,7 +88,7 @@ def _plan_sections(plan: TrainingPlan) -> list[BarChart | Table | LineChart]:
 
 def _notes(plan: TrainingPlan) -> list[str]:
     return [
-        f"devices are {plan.device.description}",
+        f"device: {plan.device.description}",
         *plan.bottlenecks[len(plan.memory_shortages) :],
         *map(_suggestion_text, plan.suggestions),
         *plan.assumptions,
@@ -106,24 +106,24 @@ def show_plan_at_launch(config: Config, world_size: int) -> bool:
     return not run.memory_shortages
 
 
-# ---- pieces
+# ---- sections
 
 
 def _facts(run: RunPlan, plan: TrainingPlan) -> list[tuple[str, str]]:
     training = plan.config.training
     global_batch_size, seq_len = training.global_batch_size, training.seq_len
     return [
-        ("an update", _seconds(plan.step_seconds)),
+        ("step time", _seconds(plan.step_seconds)),
         ("MFU", f"{plan.mfu:.1%}"),
         ("HFU", f"{plan.hfu:.1%}"),
         ("tokens / s", f"{plan.tokens_per_second:,.0f}"),
-        ("tokens / s of a device", f"{plan.tokens_per_second_per_device:,.0f}"),
-        ("rows of an update", f"{global_batch_size:,} x {seq_len:,}"),
-        ("tokens of the run", _amount(run.total_tokens)),
-        ("the run", _duration(run.days)),
+        ("tokens / s / device", f"{plan.tokens_per_second_per_device:,.0f}"),
+        ("sequences per step", f"{global_batch_size:,} x {seq_len:,}"),
+        ("total tokens", _amount(run.total_tokens)),
+        ("total time", _duration(run.days)),
         ("device hours", f"{run.device_hours:,.3g}" if run.device_hours < 100 else f"{run.device_hours:,.0f}"),
-        ("host memory of a node", f"{_gib(plan.host_memory_needed)} GiB"),
-        ("a checkpoint", f"{_gib(plan.checkpoint_bytes)} GiB"),
+        ("host memory per node", f"{format_gib(plan.host_memory_needed)} GiB"),
+        ("checkpoint size", f"{format_gib(plan.checkpoint_bytes)} GiB"),
     ]
 
 
@@ -131,30 +131,44 @@ def _stages_table(run: RunPlan) -> Table:
     rows = [
         (
             stage.name, f"{stage.config.training.seq_len:,}", f"{stage.config.training.steps:,}", _seconds(stage.step_seconds),
-            f"{100 * stage.mfu:.1f}", _gib(stage.peak_memory.device_bytes), f"{stage.days:,.2f}", "yes" if stage.fits else "no",
+            f"{100 * stage.mfu:.1f}", format_gib(stage.peak_memory.device_bytes), f"{stage.days:,.2f}", "yes" if stage.fits else "no",
         )
         for stage in run.stages
     ]  # fmt: skip
-    columns = ("stage", "row", "updates", "an update", "MFU %", "GiB", "days", "fits")
-    return Table(title="stages of the run", columns=columns, rows=rows)
+    columns = ("stage", "seq len", "steps", "step time", "MFU %", "GiB", "days", "fits")
+    return Table(title="training stages", columns=columns, rows=rows)
 
 
 def _device_memory_chart(plan: TrainingPlan) -> BarChart:
-    bars = [_memory_bar(ledger, plan) for ledger in plan.memory_by_pp_rank]
+    bars = [_memory_bar(estimate, plan) for estimate in plan.memory_by_pp_rank]
     where = plan.peak_memory.phase
-    return BarChart(title=f"memory of a device when it is fullest: {where}", unit="GiB", bars=bars)
+    return BarChart(title=f"peak device memory, {where}", unit="GiB", bars=bars)
 
 
-def _memory_bar(ledger: MemoryEstimate, plan: TrainingPlan) -> StackedBar:
-    segments = {line.name: line.device_bytes / GIB for line in ledger.items}
+def _memory_bar(estimate: MemoryEstimate, plan: TrainingPlan) -> StackedBar:
+    """Raises ConfigError if the estimate is invalid, which happens for offload in a pipeline."""
+    for item in estimate.items:
+        if item.device_bytes < 0:
+            memory = plan.config.memory
+            raise ConfigError(
+                [
+                    f'memory.offload = "{memory.offload}" with parallelism.pp = {estimate.pp} cannot be planned: {item.name} of '
+                    f'pp rank {estimate.pp_rank} would be {item.device_bytes / GIB:.2f} GiB; use memory.offload = "none" or pp = 1'
+                ]
+            )
+    segments = {item.name: item.device_bytes / GIB for item in estimate.items}
     segments[RESERVE_LABEL] = plan.device_reserve / GIB
-    return StackedBar(label=_pp_rank_label(ledger.pp_rank, plan), segments=segments, limit=plan.device.memory / GIB)
+    return StackedBar(label=_pp_rank_label(estimate.pp_rank, plan), segments=segments, limit=plan.device.memory / GIB)
 
 
 def _host_memory_chart(plan: TrainingPlan) -> BarChart:
     segments = {kind: size / GIB for kind, size in plan.host_memory.items()}
-    bar = StackedBar(label=f"{plan.ranks_per_node} ranks", segments=segments, limit=plan.usable_host_memory / GIB)
-    return BarChart(title="host memory of a node", unit="GiB", bars=[bar])
+    bar = StackedBar(
+        label=f"{plan.ranks_per_node} rank{'s' * (plan.ranks_per_node > 1)}",
+        segments=segments,
+        limit=plan.usable_host_memory / GIB,
+    )
+    return BarChart(title="host memory per node", unit="GiB", bars=[bar])
 
 
 def _step_time_chart(plan: TrainingPlan) -> BarChart:
@@ -162,11 +176,11 @@ def _step_time_chart(plan: TrainingPlan) -> BarChart:
         StackedBar(label=_pp_rank_label(stage.pp_rank, plan), segments=stage.breakdown())
         for stage in plan.step_time.ranks
     ]
-    return BarChart(title="time of an update", unit="s", bars=bars)
+    return BarChart(title="step time", unit="s", bars=bars)
 
 
 def _communication_table(plan: TrainingPlan) -> Table:
-    """Of the rank that has most to do, by channel."""
+    """Of the busiest rank, by channel."""
     busiest = plan.step_time.busiest
     channels = sorted({**busiest.exposed, **busiest.overlapped}, key=lambda name: -busiest.exposed.get(name, 0))
     rows = [
@@ -177,17 +191,15 @@ def _communication_table(plan: TrainingPlan) -> Table:
         )
         for name in channels
     ]
-    return Table(
-        title="messages and copies of an update", columns=("of", "s that are waited for", "s hidden"), rows=rows
-    )
+    return Table(title="communication and copies per step", columns=("payload", "s exposed", "s overlapped"), rows=rows)
 
 
 def _pp_rank_label(pp_rank: int, plan: TrainingPlan) -> str:
-    return f"place {pp_rank + 1} of {plan.config.parallelism.pp}" if plan.config.parallelism.pp > 1 else "every rank"
+    return f"pp rank {pp_rank}" if plan.config.parallelism.pp > 1 else "every rank"
 
 
 def _curves(plan: TrainingPlan) -> list[LineChart]:
-    """Memory and MFU of rows of other lengths, on the same mesh."""
+    """Memory and MFU by sequence length, on the same mesh."""
     plans = [_plan_for_length(plan, length) for length in _curve_lengths(plan.config)]
     tokens = [float(other.config.training.seq_len) for other in plans]
     memory = [(at, other.peak_memory.device_bytes / GIB) for at, other in zip(tokens, plans, strict=True)]
@@ -196,9 +208,9 @@ def _curves(plan: TrainingPlan) -> list[LineChart]:
         return []
     limit = plan.usable_device_memory / GIB
     return [
-        LineChart(title="longer and shorter rows: memory", x="tokens of a row", y="GiB of a device", log_x=True, log_y=True,
-              lines={"the fullest rank": memory}, limit=limit),
-        LineChart(title="longer and shorter rows: MFU", x="tokens of a row", y="MFU %", log_x=True, log_y=False,
+        LineChart(title="memory by sequence length", x="sequence length", y="GiB per device", log_x=True, log_y=True,
+              lines={"peak": memory}, limit=limit),
+        LineChart(title="MFU by sequence length", x="sequence length", y="MFU %", log_x=True, log_y=False,
               lines={"MFU": mfu}),
     ]  # fmt: skip
 
@@ -210,7 +222,7 @@ def _curve_lengths(config: Config) -> Iterable[int]:
 
 
 def _plan_for_length(plan: TrainingPlan, length: int) -> TrainingPlan:
-    """With as many rows as there are: what is asked is what a row costs."""
+    """Keeps the number of sequences per step."""
     training = plan.config.training.model_copy(update={"seq_len": length})
     return plan_stage(plan.config.model_copy(update={"training": training}), plan.world_size, plan.device)
 
@@ -219,15 +231,15 @@ def _search_row(candidate: LayoutPlan, best: LayoutPlan) -> Sequence[str]:
     plan = candidate.plan
     return (
         describe_layout(plan), f"{candidate.seconds:.4g}", f"{100 * plan.mfu:.1f}", f"{plan.tokens_per_second_per_device:,.0f}",
-        _gib(plan.peak_memory.device_bytes), _gib(plan.host_memory_needed), why_slower(candidate, best) if candidate is not best else "",
+        format_gib(plan.peak_memory.device_bytes), format_gib(plan.host_memory_needed), why_slower(candidate, best) if candidate is not best else "",
     )  # fmt: skip
 
 
 def _suggestion_text(suggestion: Suggestion) -> str:
-    gain = [f"frees {_gib(suggestion.freed_bytes)} GiB"] * (suggestion.freed_bytes > 0) + [
-        f"saves {_seconds(suggestion.saved_seconds)} of an update"
+    gain = [f"frees {format_gib(suggestion.freed_bytes)} GiB"] * (suggestion.freed_bytes > 0) + [
+        f"saves {_seconds(suggestion.saved_seconds)} per step"
     ] * (suggestion.saved_seconds > 0)
-    return f"{suggestion.text}: {' and '.join(gain) or 'needs less'}, then {'fits' if suggestion.plan.fits else 'still does not fit'}"
+    return f"{suggestion.text}: {' and '.join(gain) or 'uses less'}; the plan then {'fits' if suggestion.plan.fits else 'still does not fit'}"
 
 
 def _devices_text(plan: TrainingPlan) -> str:
@@ -248,7 +260,3 @@ def _duration(days: float) -> str:
     seconds = 86_400 * days
     units = (("days", 86_400.0), ("hours", 3600.0), ("minutes", 60.0))
     return next((f"{seconds / unit:,.1f} {name}" for name, unit in units if seconds >= unit), f"{seconds:.3g} seconds")
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:,.1f}" if size < 1000 * GIB else f"{size / GIB:,.0f}"

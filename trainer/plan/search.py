@@ -1,8 +1,8 @@
-"""Which mesh: every way to lay a run out on so many devices, by the seconds that are predicted of an update. No torch.
+"""Searches the layouts of a run on a number of devices for the lowest predicted step time. Imports no torch.
 
-A way is a mesh, how rows are shared, a schedule, and what is kept where. The last costs time to save memory, so of every
-mesh the way that keeps everything is a bound: meshes are looked at in the order of their bounds, until none that is left
-can be among the best.
+A layout is a mesh, a cp method, a pipeline schedule and memory options. Memory options only trade time for memory, so the
+layout without any is a lower bound for its mesh. Branch and bound: meshes are tried in order of their bounds until no
+remaining bound can be among the best.
 """
 
 from __future__ import annotations
@@ -12,34 +12,36 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import inf
-from typing import Any, TypeVar
+from typing import Any
 
 from trainer.config.job_config import Config
-from trainer.config.parse import toml_value
 from trainer.config.sections import MAX_SEQ_LEN
+from trainer.config.toml_format import toml_value
 from trainer.hardware.device_specs import DeviceSpec
+from trainer.memory.auto import MEMORY_OPTIONS
+from trainer.memory.report import ConfigT, with_overrides
 from trainer.plan.plan import TrainingPlan, plan_stage
 
 MAX_RESULTS = 5
 MAX_MICRO_BATCH_TOKENS = 32_768
-"""Of a micro-batch on a rank: larger ones make no product faster."""
+"""Per micro-batch and rank: larger micro-batches make no matmul faster."""
 SEQ_LEN_STEP = 1 << 12
-"""Of lengths that are tried."""
+"""Granularity of the lengths tried."""
 MIN_TOKENS_PER_RANK = 512
-"""Of a row on a rank, beyond the first: shorter pieces are all messages and no work."""
+"""Per sequence and rank, if sharded: smaller shards are dominated by communication."""
 TOML_SECTIONS = ("training", "parallelism", "memory")
 TIE_FACTOR = 1.005
-"""Times the seconds of the fastest that count as equal to it: what takes least of its devices and hosts is then the best."""
-CP_METHODS = ("ring", "allgather", "ulysses", "hybrid")
+"""Layouts within this factor of the fastest count as equal; the one that uses least memory is then the best."""
+SEARCHED_CP_METHODS = ("ring", "allgather", "ulysses", "hybrid")
+"""alltoall has the same predicted cost as ring."""
 PP_SCHEDULES = (("1F1B", None), ("Interleaved1F1B", None), ("Interleaved1F1B", 4))
-"""And stages of a rank; None is what a schedule has by itself."""
+"""(schedule, stages per rank); None is the schedule's default."""
 MESH_DEPENDENT_DEFAULTS = {"cp_layout": "auto", "cp_outer_method": "auto", "pp_layers": None}
-"""What belongs to another mesh is not taken over."""
+"""Keys that only make sense for the mesh they were written for."""
 
-# What is kept and where: the less memory a way takes, the later it is tried.
-MEMORY_KEYS = ("recompute", "offload", "mlp_tile_mib", "head_groups", "blocks_per_checkpoint")
+# From most to least memory.
 MEMORY_CHOICES: tuple[dict[str, Any], ...] = tuple(
-    {f"memory.{lever}": value for lever, value in zip(MEMORY_KEYS, values, strict=True)}
+    {f"memory.{key}": value for key, value in zip(MEMORY_OPTIONS, values, strict=True)}
     | {"memory.device_gib": None, "memory.host_budget_gib": None}
     for values in (
         ("none", "none", None, 1, 1),
@@ -61,20 +63,17 @@ MEMORY_CHOICES: tuple[dict[str, Any], ...] = tuple(
 )
 
 
-ConfigT = TypeVar("ConfigT", bound=Config)
 HEAD_GROUP_CHOICES = [
     keep for keep in MEMORY_CHOICES if keep["memory.head_groups"] > 1 and keep["memory.offload"] == "none"
 ]
 NUM_LEANEST_CHOICES = 4
-"""Of them, the last, that take least of a device."""
+"""The last MEMORY_CHOICES, which need least device memory."""
 ProgressCallback = Callable[[int], None] | None
-"""Is given the number of plans that were made, now and then."""
+"""Called with the number of plans evaluated, every 100 plans."""
 
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """A run laid out in one way."""
-
     plan: TrainingPlan
 
     @property
@@ -86,7 +85,7 @@ class LayoutPlan:
         return self.plan.config.parallelism.degrees(self.plan.world_size)
 
     def toml(self) -> str:
-        """Whole sections, to stand in place of the file's."""
+        """Complete sections that replace those of the configuration file."""
         return "\n\n".join("\n".join(self._section(name)) for name in TOML_SECTIONS)
 
     def _section(self, name: str) -> Iterator[str]:
@@ -99,16 +98,13 @@ class LayoutPlan:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found."""
-
     best: Sequence[LayoutPlan]
-    """The fastest of each mesh that fits, fastest first; of those that are about equal, what fills least."""
+    """The fastest layout of each mesh that fits, fastest first; among equals, by memory."""
     not_fitting: Sequence[LayoutPlan]
-    """The leanest ways of meshes that would be faster than the best, but do not fit."""
+    """The leanest layouts of meshes that would be faster than the best but do not fit."""
     num_plans: int
-    """Plans that were made."""
     problems: Sequence[str] = field(default=())
-    """Where nothing could be laid out: what stood in the way most often."""
+    """The most frequent configuration problems, if no layout is valid."""
 
 
 def search(
@@ -120,7 +116,7 @@ def search(
     pinned: Sequence[str] = (),
     on_progress: ProgressCallback = None,
 ) -> SearchResult:
-    """The fastest ways to run a configuration on so many devices. Keys that are `fixed` keep their values."""
+    """The fastest layouts of a configuration on `world_size` devices. `pinned` keys keep their values."""
     layout_search = _LayoutSearch(config, world_size, device, pinned, on_progress)
     bounds = sorted(layout_search.lower_bounds(), key=_min_step_seconds)
     best: list[LayoutPlan] = []
@@ -135,12 +131,12 @@ def search(
         best = sorted(_fastest_per_mesh([*best, fastest]), key=lambda candidate: candidate.seconds)[:max_results]
     best_seconds = best[0].seconds if best else inf
     best.sort(
-        key=lambda way: (
-            way.seconds > TIE_FACTOR * best_seconds,
-            way.plan.memory_utilization if way.seconds <= TIE_FACTOR * best_seconds else way.seconds,
+        key=lambda candidate: (
+            candidate.seconds > TIE_FACTOR * best_seconds,
+            candidate.plan.memory_utilization if candidate.seconds <= TIE_FACTOR * best_seconds else candidate.seconds,
         )
     )
-    faster = [way for way in not_fitting if way.seconds < best_seconds]
+    faster = [candidate for candidate in not_fitting if candidate.seconds < best_seconds]
     problems = [problem for problem, _ in layout_search.problems.most_common(3)]
     return SearchResult(best, faster[:max_results], layout_search.num_plans, () if bounds else problems)
 
@@ -148,20 +144,18 @@ def search(
 def any_layout_fits(
     config: Config, world_size: int, device: DeviceSpec, *, on_progress: ProgressCallback = None
 ) -> bool:
-    """Whether some way fits, which is found sooner than the fastest."""
+    """Cheaper than `search`: stops at the first layout that fits."""
     layout_search = _LayoutSearch(config, world_size, device, (), on_progress)
     return any(layout_search.layout_fits(layout) for layout in enumerate_layouts(config, world_size, device))
 
 
 def _min_step_seconds(bound: LayoutPlan) -> float:
-    """Seconds below which no way of a layout can be: where heads go in groups, messages of attention may hide."""
+    """Lower bound for all memory options of a layout: head groups may hide the communication of attention."""
     exposed = bound.plan.step_time.busiest.exposed
     return bound.seconds - sum(exposed.get(channel, 0) for channel in ("cp", "rotate", "exchange"))
 
 
 class _LayoutSearch:
-    """The ways of one search, and what was seen of them."""
-
     def __init__(
         self, config: Config, world_size: int, device: DeviceSpec, pinned: Sequence[str], on_progress: ProgressCallback
     ) -> None:
@@ -171,17 +165,17 @@ class _LayoutSearch:
         self.problems: Counter[str] = Counter()
 
     def lower_bounds(self) -> Iterator[LayoutPlan]:
-        """Every mesh with every way to share rows, keeping everything; or, where that is fixed, as it is asked for."""
+        """Every layout without memory options, or with the pinned ones."""
         for layout in enumerate_layouts(self.config, self.world_size, self.device):
             candidate = self.evaluate(layout | MEMORY_CHOICES[0]) or (self.evaluate(layout) if self.pinned else None)
             if candidate is not None:
                 yield candidate
 
     def fastest_fitting(self, bound: LayoutPlan) -> tuple[LayoutPlan | None, LayoutPlan]:
-        """The fastest way of a layout that fits, of about equals the one with fewest levers; and the leanest of all."""
+        """(fastest memory options that fit, leanest memory options); among equals, the first in MEMORY_CHOICES."""
         if bound.plan.fits and bound.mesh["cp"] == 1:
             return bound, bound
-        # Where all fits, only what hides messages of attention may still help.
+        # If the bound fits, only head groups can be faster, by overlapping communication of attention.
         memory_choices = [
             memory for memory in MEMORY_CHOICES[1:] if not bound.plan.fits or memory in HEAD_GROUP_CHOICES
         ]
@@ -193,13 +187,13 @@ class _LayoutSearch:
                 if (candidate := self.evaluate(keep, bound.plan.config)) is not None
             ),
         ]
-        fitting = [way for way in candidates if way.plan.fits]
-        leanest = min(candidates, key=lambda way: way.plan.memory_utilization)
-        max_seconds = TIE_FACTOR * min((way.seconds for way in fitting), default=inf)
-        return next((way for way in fitting if way.seconds <= max_seconds), None), leanest
+        fitting = [candidate for candidate in candidates if candidate.plan.fits]
+        leanest = min(candidates, key=lambda candidate: candidate.plan.memory_utilization)
+        max_seconds = TIE_FACTOR * min((candidate.seconds for candidate in fitting), default=inf)
+        return next((candidate for candidate in fitting if candidate.seconds <= max_seconds), None), leanest
 
     def layout_fits(self, layout: dict[str, Any]) -> bool:
-        """Whether a layout fits, one row at a time and without copies of the model, which only take more."""
+        """Skips larger micro-batches and replicas, which only need more memory."""
         if layout["training.micro_batch_size"] > 1 or layout["parallelism.dp_replicate"] > 1:
             return False
         leanest = [
@@ -207,10 +201,10 @@ class _LayoutSearch:
             for memory in MEMORY_CHOICES[-NUM_LEANEST_CHOICES:]
             if (candidate := self.evaluate(layout | memory)) is not None
         ]
-        if any(way.plan.fits for way in leanest):
+        if any(candidate.plan.fits for candidate in leanest):
             return True
-        # Where the host is what lacks, less may be put there.
-        if all(way.plan.peak_memory.device_bytes > way.plan.usable_device_memory for way in leanest):
+        # If host memory is short, offloading less may fit.
+        if all(candidate.plan.peak_memory.device_bytes > candidate.plan.usable_device_memory for candidate in leanest):
             return False
         return any(
             (candidate := self.evaluate(layout | keep)) is not None and candidate.plan.fits
@@ -218,7 +212,7 @@ class _LayoutSearch:
         )
 
     def evaluate(self, changes: dict[str, Any], config: Config | None = None) -> LayoutPlan | None:
-        """None where the configuration has problems so, or is not as it is fixed."""
+        """None if the configuration is invalid or changes a pinned key."""
         config = with_overrides(config or self.config, changes)
         if any(
             getattr(getattr(config, name), key) != getattr(getattr(self.config, name), key) for name, key in self.pinned
@@ -234,7 +228,7 @@ class _LayoutSearch:
 
 
 def enumerate_layouts(config: Config, world_size: int, device: DeviceSpec) -> Iterator[dict[str, Any]]:
-    """Meshes of so many ranks, and how they share rows and stages, that are not hopeless; some still break rules."""
+    """Plausible layouts of `world_size` ranks; not validated."""
     model, global_batch_size, seq_len = config.model.build(), config.training.global_batch_size, config.training.seq_len
     for tp, cp, pp in product(divisors(world_size), repeat=3):
         if world_size % (tp * cp * pp) or tp > min(device.link_domain_size, model.num_heads) or pp > model.num_layers:
@@ -250,7 +244,7 @@ def enumerate_layouts(config: Config, world_size: int, device: DeviceSpec) -> It
         for replicas, micro_batch_size, method, (schedule, stages) in product(
             _dp_replicate_sizes(dp, cp * tp, device),
             _micro_batch_sizes(global_batch_size, dp, seq_len // cp),
-            CP_METHODS if cp > 1 else ("auto",),
+            SEARCHED_CP_METHODS if cp > 1 else ("auto",),
             PP_SCHEDULES if pp > 1 else PP_SCHEDULES[:1],
         ):
             for ulysses in _ulysses_sizes(method, cp, tp, model.num_heads, device):
@@ -270,25 +264,14 @@ def divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def with_overrides(config: ConfigT, changes: dict[str, Any]) -> ConfigT:
-    """The configuration with other values, by dotted keys; they are not checked."""
-    sections: dict[str, dict[str, Any]] = {}
-    for key, value in changes.items():
-        section, _, name = key.partition(".")
-        sections.setdefault(section, {})[name] = value
-    return config.model_copy(
-        update={name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
-    )
-
-
 def _dp_replicate_sizes(dp: int, ranks_per_replica: int, device: DeviceSpec) -> list[int]:
-    """Copies of the model among `data` groups of `sharing` ranks: one, or one on each node."""
+    """One replica, or one per link domain."""
     replicas_per_domain = max(1, device.link_domain_size // ranks_per_replica)
     return [1] if dp <= replicas_per_domain or dp % replicas_per_domain else [1, dp // replicas_per_domain]
 
 
 def _micro_batch_sizes(global_batch_size: int, dp: int, tokens_per_sequence: int) -> list[int]:
-    """Rows of a micro-batch, on so many data-parallel ranks that hold so many tokens of each: one, and the two largest."""
+    """One sequence, and the two largest sizes within MAX_MICRO_BATCH_TOKENS."""
     sequences_per_rank = -(-global_batch_size // dp)
     fitting = [
         count
@@ -299,7 +282,7 @@ def _micro_batch_sizes(global_batch_size: int, dp: int, tokens_per_sequence: int
 
 
 def _ulysses_sizes(method: str, cp: int, tp: int, heads: int, device: DeviceSpec) -> Iterator[int | None]:
-    """Ranks that exchange heads, where a method leaves that open."""
+    """Ulysses degrees of the hybrid method; None for methods without a choice."""
     if method != "hybrid":
         yield None
         return
@@ -309,20 +292,20 @@ def _ulysses_sizes(method: str, cp: int, tp: int, heads: int, device: DeviceSpec
 
 
 def _fastest_per_mesh(plans: Iterable[LayoutPlan]) -> Iterator[LayoutPlan]:
-    """The fastest of those that differ in how they share rows or run stages alone."""
+    """Drops layouts that differ from a faster one only in cp method, schedule or batching."""
     seen = set()
-    for candidate in sorted(plans, key=lambda way: way.seconds):
+    for candidate in sorted(plans, key=lambda candidate: candidate.seconds):
         mesh = tuple(candidate.mesh.values())
         if mesh not in seen:
             seen.add(mesh)
             yield candidate
 
 
-# ---- other questions
+# ---- longest sequence, fewest devices
 
 
 def with_seq_len(config: ConfigT, seq_len: int) -> ConfigT:
-    """Rows of that length, and as many tokens in an update as before, as far as whole rows allow."""
+    """Keeps the tokens per step as far as whole sequences allow; micro-batches of one sequence."""
     training = config.training
     tokens = training.global_batch_size * training.seq_len
     global_batch_size = max(1, round(tokens / seq_len))
@@ -335,9 +318,9 @@ def with_seq_len(config: ConfigT, seq_len: int) -> ConfigT:
 def longest_sequence(
     config: ConfigT, world_size: int, device: DeviceSpec, *, on_progress: ProgressCallback = None
 ) -> tuple[int, SearchResult, str]:
-    """The longest rows that fit, to within a thirty-second, the ways to run them, and what stops longer ones; 0 if none fit.
+    """(longest sequence length that fits, its layouts, the shortage of longer ones); 0 if none fits.
 
-    One row an update for each group of ranks that shares one.
+    Exact to 1/32.
     """
     low, high = 0, 1
     while high * SEQ_LEN_STEP <= MAX_SEQ_LEN and any_layout_fits(
@@ -351,7 +334,7 @@ def longest_sequence(
     beyond = search(
         with_seq_len(config, high * SEQ_LEN_STEP), world_size, device, max_results=1, on_progress=on_progress
     )
-    leanest = min(beyond.not_fitting, key=lambda way: way.plan.memory_utilization, default=None)
+    leanest = min(beyond.not_fitting, key=lambda candidate: candidate.plan.memory_utilization, default=None)
     shortage = "" if leanest is None else f"{high * SEQ_LEN_STEP:,} tokens: {leanest.plan.memory_shortages[0]}"
     return (
         low * SEQ_LEN_STEP,
@@ -365,9 +348,7 @@ def longest_sequence(
 def fewest_devices(
     config: Config, device: DeviceSpec, *, max_devices: int = 65_536, on_progress: ProgressCallback = None
 ) -> tuple[int, SearchResult]:
-    """The fewest devices that hold the run: of one node any number, else whole nodes, in steps of an eighth of a power of two.
-    0 if there are none.
-    """
+    """The fewest devices on which the run fits; 0 if none. Beyond one node, whole nodes in steps of 1/8 of a power of two."""
     world_size = next(
         (
             count
@@ -385,31 +366,32 @@ def fewest_devices(
 
 
 def describe_layout(plan: TrainingPlan) -> str:
-    """A mesh and what goes with it, in a few words."""
     config = plan.config
     parallelism, memory, micro_batch_size = config.parallelism, config.memory, config.training.micro_batch_size
     mesh = parallelism.degrees(plan.world_size)
-    phrases = [" x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "one rank"]
+    phrases = [" x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "1 rank"]
     if parallelism.cp > 1:
         phrases.append(
             config.context_plan().resolved_method
-            + (f" of {config.context_plan().ulysses_degree}" * bool(parallelism.cp_ulysses))
+            + (f" (ulysses {config.context_plan().ulysses_degree})" * bool(parallelism.cp_ulysses))
         )
-    stages = f" of {parallelism.pp_stages_per_rank} stages each" if parallelism.pp_stages_per_rank else ""
+    stages = f" with {parallelism.pp_stages_per_rank} stages per rank" if parallelism.pp_stages_per_rank else ""
     phrases += (
         [parallelism.pp_schedule + stages] * (parallelism.pp > 1)
-        + [f"{micro_batch_size} rows"] * (micro_batch_size > 1)
-        + [memory.recompute]
+        + [f"micro-batch {micro_batch_size}"] * (micro_batch_size > 1)
+        + [f"recompute {memory.recompute}"]
     )
     phrases += [f"offload {memory.offload}"] * (memory.offload != "none")
-    phrases += [f"tiles {memory.mlp_tile_mib} MiB"] * (memory.mlp_tile_mib is not None)
+    phrases += [f"MLP tiles of {memory.mlp_tile_mib} MiB"] * (memory.mlp_tile_mib is not None)
     phrases += [f"{memory.head_groups} head groups"] * (memory.head_groups > 1)
-    phrases += ["states on the host"] * (memory.optimizer_placement == "host")
-    return ", ".join(phrases + [f"one input of {memory.blocks_per_checkpoint}"] * (memory.blocks_per_checkpoint > 1))
+    phrases += ["optimizer on the host"] * (memory.optimizer_placement == "host")
+    return ", ".join(
+        phrases + [f"{memory.blocks_per_checkpoint} blocks per checkpoint"] * (memory.blocks_per_checkpoint > 1)
+    )
 
 
 def why_slower(candidate: LayoutPlan, best: LayoutPlan) -> str:
-    """What costs a way most of what it is slower than the best."""
+    """The two components that cost most time compared with the best."""
     candidate_seconds, best_seconds = (other.plan.step_time.busiest.breakdown() for other in (candidate, best))
     costs = {
         name: candidate_seconds.get(name, 0) - best_seconds.get(name, 0)
@@ -417,4 +399,4 @@ def why_slower(candidate: LayoutPlan, best: LayoutPlan) -> str:
     }
     worst = sorted(costs.items(), key=lambda item: -item[1])[:2]
     reasons = [f"{name} {seconds:+.2f} s" for name, seconds in worst if seconds >= 0.005 * best.seconds]
-    return ", ".join(reasons) or "about equal, and fills more"
+    return ", ".join(reasons) or "equal time, more memory"

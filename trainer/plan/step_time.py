@@ -1,9 +1,6 @@
-"""The passes of one rank through an update: what it computes, what it sends, and what of that hides behind what.
+"""Models the forward and backward time of one rank: compute, exposed communication, and contention. Imports no torch.
 
-    a pass = compute + what is waited for + what finds nothing to hide behind
-
-Seconds of a whole update, all micro-batches together. What is assumed beside formulas are the constants below. Without
-torch.
+All times are seconds per step, over all micro-batches. The constants below are the empirical assumptions.
 """
 
 from __future__ import annotations
@@ -23,72 +20,68 @@ from trainer.plan.interconnect import GroupTopology
 from trainer.plan.pipeline_bubble import ChunkTime
 
 MATMUL_EFFICIENCY = 0.88
-"""Of what matrix products were seen to reach at their best shape: under load, with numbers that are not all alike, clocks
-are lower. It is chosen such that 8B's run at 650 TFLOP/s on H100, which explains published updates of several systems."""
+"""Of the best measured matmul rate: clocks drop under sustained load on random data. Chosen so that an 8B model reaches
+650 TFLOP/s on H100, which explains published step times of several systems."""
 MATMUL_HALF_RATE_DIM = 256
-"""Rows or columns at which a product of matrices takes twice as long as its FLOPs: a GPU computes it in tiles of 128 or
-256, and those at the end of a wave leave processors idle."""
+"""Matrix dimension at which a matmul runs at half its rate, because of tile (128 or 256) and wave quantization."""
 ATTENTION_HALF_RATE_TOKENS = 700
-"""Tokens at which a kernel of attention reaches half its rate. Without a mask these are 250 to 400 in the FlashAttention-3
-paper's charts; under a causal one, which wastes half of each tile on the diagonal, about twice as many: estimated."""
+"""Tokens at which an attention kernel reaches half its rate: 250 to 400 without a mask in the FlashAttention-3 paper's
+charts. Estimated at twice that for a causal mask, which wastes half of each diagonal tile."""
 DTYPE_RATE_FACTOR = {"bfloat16": 1.0, "float32": 1 / 16, "float64": 1 / 16}
-"""Of bfloat16's rates: A100 and H100 have 1/16 to 1/15 of them in single and in double precision."""
+"""Relative to bfloat16: A100 and H100 have 1/16 to 1/15 of its rate in float32 and float64."""
 HBM_EFFICIENCY = 0.8
-"""Of the bandwidth of a device's memory, by kernels that read and write long rows."""
-KERNELS_PER_BLOCK = {"forward": 28, "backward": 60, "again": 24}
-"""Kernels that a block launches, not compiled, for each micro-batch, tile and group of heads: estimated from what it calls."""
+"""Share of the memory bandwidth that elementwise and norm kernels reach."""
+KERNELS_PER_BLOCK = {"forward": 28, "backward": 60, "recompute": 24}
+"""Eager kernel launches per block, micro-batch, tile and head group, estimated from the operations."""
 COMPILED_KERNEL_FRACTION = 0.4
-"""Of them, where the compiler joins those between matrix products."""
+"""Share of the launches left after torch.compile has fused the operations between matmuls."""
 EXPOSED_FSDP_UNITS = 2
-"""Units of FSDP at each end of a pass that find nothing to hide behind: the first that is gathered, the embedding, and
-the first block; behind the last, the sums of the gradients of both."""
+"""FSDP units whose communication is exposed: the first all-gathers (embedding, first block) and last reduce-scatters."""
 ASYNC_TP_OVERLAP = 0.3
-"""Of tp's exchanges that products hide with `async_tp`: it makes of torchtitan's 829 tokens/s, 70B on 256 H100, its 876."""
+"""Share of tp communication that `async_tp` hides: explains torchtitan's 876 instead of 829 tokens/s for 70B on 256 H100."""
 CONTENTION_FRACTION = 0.1
-"""Of hidden communication that is paid all the same: its kernels take processors and bandwidth from the others."""
+"""Cost of overlapped communication: its kernels take SMs and bandwidth from compute."""
 HOST_MEMORY_EFFICIENCY = 0.7
-"""Of the bandwidth of a host's memory, by AdamW on all cores."""
+"""Share of the host memory bandwidth that AdamW reaches on all cores."""
 STEP_OVERHEAD = 0.01
-"""Seconds around an update in which the device waits for Python: a batch, the norm of gradients, the schedule."""
+"""Seconds per step in which the device waits for Python: batch, gradient norm, learning-rate schedule."""
 
 HOST = "host"
-"""The channel of copies between a device and its host."""
+"""Channel of copies between device and host."""
 
 
 CHANNEL_LABELS = {
-    "pp": "stages",
-    "dp_replicate": "replicas",
+    "pp": "stages (pp)",
+    "dp_replicate": "gradients (dp_replicate)",
     "fsdp": "weights (fsdp)",
-    "tp": "matrices (tp)",
+    "tp": "activations (tp)",
     "cp": "attention (cp)",
-    "rotate": "keys and values (cp)",
-    "exchange": "heads (cp)",
-    HOST: "copies to the host",
+    "rotate": "KV (cp)",
+    "exchange": "head exchange (cp)",
+    HOST: "host copies",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankStepTime:
-    """Of a rank in an update. All but `hidden` add up to the time of the update."""
+    """Seconds of one step on one rank. All fields but `overlapped` add up to the step time."""
 
     pp_rank: int
     matmul: float = 0
-    """Products of matrices, without what is computed again."""
+    """Excludes recomputation."""
     attention: float = 0
     recompute: float = 0
-    """All that is computed again."""
     memory_bound: float = 0
-    """What waits for memory: norms, rotations, sums."""
+    """Norms, rotary embedding, residual additions."""
     loss_head: float = 0
     launch_overhead: float = 0
-    """Kernels that are over before the next one is launched."""
+    """Gaps because kernels finish before the next launch."""
     exposed: Mapping[str, float] = field(default_factory=dict)
-    """Communication that is waited for, by channel, and `host`."""
+    """Exposed communication by channel, including `host`."""
     contention: float = 0
-    """What hidden communication takes from the rest."""
+    """Slowdown of compute by overlapped communication."""
     optimizer: float = 0
     bubble: float = 0
-    """Waiting for other ranks of the pipeline."""
     step_overhead: float = STEP_OVERHEAD
     overlapped: Mapping[str, float] = field(default_factory=dict)
 
@@ -98,7 +91,7 @@ class RankStepTime:
 
     @property
     def busy(self) -> float:
-        """In the passes."""
+        """Forward and backward."""
         return self.compute + sum(self.exposed.values()) + self.contention
 
     @property
@@ -106,29 +99,24 @@ class RankStepTime:
         return self.busy + self.optimizer + self.bubble + self.step_overhead
 
     def breakdown(self) -> dict[str, float]:
-        """By kind, in words; they add up to `total`."""
+        """Nonzero components by name; they add up to `total`."""
         seconds_by_kind = {
-            "matrix products": self.matmul,
+            "matmul": self.matmul,
             "attention": self.attention,
-            "computed again": self.recompute,
+            "recompute": self.recompute,
             "memory-bound": self.memory_bound,
-            "the head": self.loss_head,
-            "launches": self.launch_overhead,
-            **{
-                f"waiting for {CHANNEL_LABELS.get(channel, channel)}": exposed
-                for channel, exposed in self.exposed.items()
-            },
-            "crowded out": self.contention,
-            "the optimizer": self.optimizer,
-            "the pipeline's bubble": self.bubble,
-            "around the update": self.step_overhead,
+            "loss head": self.loss_head,
+            "launch overhead": self.launch_overhead,
+            **{f"exposed {CHANNEL_LABELS.get(channel, channel)}": exposed for channel, exposed in self.exposed.items()},
+            "contention": self.contention,
+            "optimizer": self.optimizer,
+            "pipeline bubble": self.bubble,
+            "step overhead": self.step_overhead,
         }
         return {name: seconds for name, seconds in seconds_by_kind.items() if seconds > 0}
 
 
 class SecondsByChannel(defaultdict[str, float]):
-    """Seconds by channel."""
-
     def __init__(self) -> None:
         super().__init__(float)
 
@@ -139,7 +127,7 @@ class SecondsByChannel(defaultdict[str, float]):
 
 @dataclass(frozen=True)
 class CommCost:
-    """Communication of one kind in a pass: what is waited for, and what may be hidden, behind attention or anything."""
+    """Seconds of one kind of communication; `overlaps_with` is "attention" or "compute"."""
 
     channel: str
     exposed: float
@@ -148,8 +136,6 @@ class CommCost:
 
 
 class RankTimeModel:
-    """A rank at a place of the pipeline."""
-
     def __init__(
         self, config: Config, world_size: int, pp_rank: int, device: DeviceSpec, groups: Mapping[str, GroupTopology]
     ) -> None:
@@ -161,7 +147,7 @@ class RankTimeModel:
         self._ranks_per_node = min(world_size, device.devices_per_node)
         self._dtype_factor = DTYPE_RATE_FACTOR[config.training.dtype]
 
-    # ---- computing
+    # ---- compute
 
     @property
     def executed_flops(self) -> float:
@@ -169,7 +155,7 @@ class RankTimeModel:
 
     @cached_property
     def matmul_rate(self) -> float:
-        """FLOP/s of a block's matrix products."""
+        """FLOP/s of a block's matmuls."""
         tokens = self.rank.block_memory.tiles()[1] if self.config.memory.recompute != "none" else self.rank.tokens
         shapes = self.rank.block_shapes()[:7]
         flops = sum(rows * columns for rows, columns in shapes)
@@ -196,11 +182,11 @@ class RankTimeModel:
         forward, backward = self.device.attention_rates(self.config.training.attention, self.rank.model.head_dim)
         ring = 1 if self.context_plan is None else self.context_plan.ring_degree
         tokens = self.rank.tokens * (1 if self.context_plan is None else self.context_plan.ulysses_degree)
-        rows = self.config.training.micro_batch_size
-        # Around a ring queries meet one rank's keys at a time, on average half of them.
-        kernel_tokens = tokens / rows / (2 if ring > 1 and self._uses_ring_hops else 1)
+        micro_batch_size = self.config.training.micro_batch_size
+        # In a ring, each kernel covers one rank's KV, on average half of it.
+        kernel_tokens = tokens / micro_batch_size / (2 if ring > 1 and self._uses_ring_hops else 1)
         efficiency = self._dtype_factor * kernel_tokens / (kernel_tokens + ATTENTION_HALF_RATE_TOKENS)
-        return {"forward": forward * efficiency, "again": forward * efficiency, "backward": backward * efficiency}
+        return {"forward": forward * efficiency, "recompute": forward * efficiency, "backward": backward * efficiency}
 
     @property
     def _uses_ring_hops(self) -> bool:
@@ -227,7 +213,7 @@ class RankTimeModel:
 
     @cached_property
     def _total_launch_seconds(self) -> dict[str, float]:
-        """Seconds that a phase lasts at least, because so many kernels are launched."""
+        """Minimum seconds of each phase given its number of kernel launches."""
         tiles = self.rank.block_memory.tiles()[0] if self.config.memory.recompute != "none" else 1
         recomputes = self.config.memory.recompute != "none"
         num_tiles_and_groups = tiles + self.config.memory.head_groups - 1
@@ -240,7 +226,7 @@ class RankTimeModel:
             * self.device.launch_latency
         )
         return {
-            phase: launch_seconds * count * (recomputes or phase != "again")
+            phase: launch_seconds * count * (recomputes or phase != "recompute")
             for phase, count in KERNELS_PER_BLOCK.items()
         }
 
@@ -248,11 +234,11 @@ class RankTimeModel:
         busy_seconds = self.matmul_seconds(phase) + self.memory_seconds(phase) + self.attention_seconds(phase)
         return max(0.0, self._total_launch_seconds[phase] - busy_seconds)
 
-    # ---- sending
+    # ---- communication
 
     def communication(self, direction: str) -> Iterator[CommCost]:
-        """Communication of the forward or of the backward pass, with what is computed again in it."""
-        phases = ("forward",) if direction == "forward" else ("backward", "again")
+        """Communication of "forward", or of "backward" including recomputation."""
+        phases = ("forward",) if direction == "forward" else ("backward", "recompute")
         for message in self._messages:
             if message.phase in phases and message.channel != "pp":
                 yield self._comm_cost(message, interconnect.message_seconds(message, self.groups, self.device))
@@ -273,37 +259,37 @@ class RankTimeModel:
                 seconds * attention_overlap,
                 overlaps_with="attention",
             )
-        if message.phase == "again":  # Made when it is needed, which is at once.
+        if message.phase == "recompute":  # Recomputation needs it immediately.
             return CommCost(message.channel, seconds)
         exposed_fraction = min(1.0, EXPOSED_FSDP_UNITS / (self.rank.num_blocks + EXPOSED_FSDP_UNITS)) * (
-            not message.what.endswith("the head")
+            not message.what.endswith("loss head")
         )
         return CommCost(message.channel, seconds * exposed_fraction, seconds * (1 - exposed_fraction))
 
     def _attention_overlap_fraction(self, message: CommVolume) -> float:
-        """The share of a message that attention of the same pass may hide."""
+        """Share of a message that attention in the same direction may hide."""
         groups = self.config.memory.head_groups
         if message.channel == "exchange" or self.context_plan is None or self.context_plan.rotate_method is None:
-            # The next group's way to its heads; not that of results, nor of their gradients.
-            fraction = 0.0 if message.phase == "backward" else 1 if message.what == "keys and values" else 0.5
+            # Inputs of the next head group overlap; outputs and gradients do not.
+            fraction = 0.0 if message.phase == "backward" else 1 if message.what == "KV" else 0.5
             return fraction * (groups - 1) / groups
         ring = self.context_plan.ring_degree
         if not message.what.startswith("gradients"):
             return 1
-        # The last hop of gradients comes when all is computed, and so does their only one of a reduce-scatter.
+        # The last gradient hop, and a reduce-scatter, follow all compute.
         return (ring - 2) / (ring - 1) if self._uses_ring_hops else 0
 
     def _attention_overlap_seconds(self, phase: str) -> float:
-        """Seconds of attention behind which keys of other ranks can come."""
+        """Seconds of attention that can overlap with receiving remote KV."""
         if self.context_plan is None:
             return 0
         groups, ring = self.config.memory.head_groups, self.context_plan.ring_degree
-        # Of an all-gather's, behind attention to a rank's own keys; in groups of heads, also to all of the group before.
+        # An all-gather overlaps with attention to local KV and, with head groups, with the whole preceding group.
         fraction = (ring - 1) / ring if self._uses_ring_hops else 1 / ring / groups
         return self.attention_seconds(phase) * max(fraction, (groups - 1 + fraction) / groups if groups > 1 else 0)
 
     def _exposed_offload_fraction(self) -> float:
-        """The share of what comes back from the host for which the device waits: attention's, in groups of heads."""
+        """Exposed share of copies from the host: those of attention outputs, with head groups."""
         memory, block = self.config.memory, self.rank.block_memory
         if memory.head_groups == 1 or memory.offload != "inputs_and_attention":
             return 0
@@ -312,14 +298,14 @@ class RankTimeModel:
         )
 
     def _state_offload_seconds(self, direction: str) -> float:
-        """Of states on the host: weights to the device in either pass, gradients back."""
+        """With the optimizer on the host: weights to the device in both directions, gradients back."""
         fetched_bytes, returned_bytes = (
             self.workload.fetched_bytes / 2,
             self.workload.returned_bytes * (direction == "backward"),
         )
         return (fetched_bytes + returned_bytes) / self.device.host_link_bandwidth
 
-    # ---- both
+    # ---- overlap
 
     @cached_property
     def step_time(self) -> RankStepTime:
@@ -332,12 +318,14 @@ class RankTimeModel:
             direction_exposed, direction_overlapped = self._pipeline_weight_comm()
             exposed.accumulate(direction_exposed)
             overlapped.accumulate(direction_overlapped)
-        directions, phases = ("forward", "backward"), ("forward", "backward", "again")
+        directions, phases = ("forward", "backward"), ("forward", "backward", "recompute")
         return RankStepTime(
             pp_rank=self.rank.pp_rank,
             matmul=sum(map(self.matmul_seconds, directions)),
             attention=sum(map(self.attention_seconds, directions)),
-            recompute=self.matmul_seconds("again") + self.attention_seconds("again") + self.memory_seconds("again"),
+            recompute=self.matmul_seconds("recompute")
+            + self.attention_seconds("recompute")
+            + self.memory_seconds("recompute"),
             memory_bound=sum(map(self.memory_seconds, directions)),
             loss_head=self.compute_seconds("head"),
             launch_overhead=sum(map(self.launch_seconds, phases)),
@@ -351,7 +339,7 @@ class RankTimeModel:
         return {direction: self._overlap_communication(direction) for direction in ("forward", "backward")}
 
     def _overlap_communication(self, direction: str) -> tuple[SecondsByChannel, SecondsByChannel]:
-        """Seconds of communication that are waited for, and that are hidden, by channel."""
+        """(exposed, overlapped) seconds by channel."""
         pieces = [*self.communication(direction)]
         exposed, overlapped = SecondsByChannel(), SecondsByChannel()
         for piece in pieces:
@@ -359,7 +347,7 @@ class RankTimeModel:
         available = (
             self._attention_overlap_seconds("forward")
             if direction == "forward"
-            else self._attention_overlap_seconds("backward") + self._attention_overlap_seconds("again")
+            else self._attention_overlap_seconds("backward") + self._attention_overlap_seconds("recompute")
         )
         for piece in (piece for piece in pieces if piece.overlaps_with == "attention"):
             covered_seconds = min(available, piece.overlappable)
@@ -369,11 +357,11 @@ class RankTimeModel:
         compute = (
             self.compute_seconds("forward")
             if direction == "forward"
-            else self.compute_seconds("backward") + self.compute_seconds("again")
+            else self.compute_seconds("backward") + self.compute_seconds("recompute")
         )
         for piece in (piece for piece in pieces if piece.overlaps_with == "compute"):
             link = self._link_kind(piece.channel)
-            # A link is free while others are waited for, and taken by what is hidden on it already.
+            # A link is idle while other links are exposed, and busy with what already overlaps on it.
             available = compute + sum(seconds for name, seconds in exposed.items() if self._link_kind(name) != link)
             available -= sum(seconds for name, seconds in overlapped.items() if self._link_kind(name) == link)
             covered_seconds = min(max(0.0, available), piece.overlappable)
@@ -385,11 +373,13 @@ class RankTimeModel:
         return HOST if channel == HOST else "network" if self.groups[channel].crosses_domains else "link"
 
     def _pipeline_weight_comm(self) -> tuple[SecondsByChannel, SecondsByChannel]:
-        """Of a pipeline's weights: gathers hide behind the first micro-batches, sums of gradients come when all is done."""
+        """(exposed, overlapped) seconds of a pipeline's FSDP communication: all-gathers overlap with the first micro-batch,
+        gradient reductions follow the last.
+        """
         exposed, overlapped = SecondsByChannel(), SecondsByChannel()
         available = self.compute_seconds("forward") / self.rank.num_micro_batches
         for message in self._messages:
-            if message.phase != "update":
+            if message.phase != "step":
                 continue
             seconds = interconnect.message_seconds(message, self.groups, self.device)
             covered_seconds = min(available, seconds) if message.kind == "all_gather" else 0
@@ -400,7 +390,6 @@ class RankTimeModel:
 
     @cached_property
     def mean_chunk(self) -> ChunkTime:
-        """The mean one of this rank."""
         count = self.rank.num_micro_batches * self.rank.pipeline.stages_per_rank
         weight_grad = self.matmul_seconds("backward") / 2
         forward = (
@@ -410,7 +399,7 @@ class RankTimeModel:
         )
         input_and_weight_grad = (
             self.compute_seconds("backward")
-            + self.compute_seconds("again")
+            + self.compute_seconds("recompute")
             + sum(self._comm_by_direction["backward"][0].values())
         )
         input_and_weight_grad += self.compute_seconds("head") / 2
@@ -422,7 +411,7 @@ class RankTimeModel:
 
     @property
     def p2p_seconds(self) -> float:
-        """Seconds in which the stream goes to the next stage."""
+        """Seconds to send the residual stream to the next stage."""
         group_and_device = (self.groups["pp"], self.device)
         return self.rank.block_memory.residual_bytes / interconnect.bandwidth(
             "send", *group_and_device
@@ -435,7 +424,7 @@ class RankTimeModel:
         host_seconds = (
             self.workload.optimizer_bytes * self._ranks_per_node / (HOST_MEMORY_EFFICIENCY * self.device.host_bandwidth)
         )
-        # Without a pipeline a block is updated while the one before it runs, in the next update's first micro-batch.
+        # Without a pipeline, the host optimizer overlaps with the next step's first forward pass, block by block.
         overlapped_seconds = (
             self.compute_seconds("forward") / self.rank.num_micro_batches if self.rank.pipeline.pp == 1 else 0
         )

@@ -1,4 +1,4 @@
-"""Single changes to a configuration that may help: that free memory, or save time. Without torch."""
+"""Candidate single changes to a configuration that may free memory or save time. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from parallelisms.parallel_dims import AXES, CP_METHODS
 from trainer.config.job_config import Config
-from trainer.config.parse import toml_value
+from trainer.config.toml_format import toml_value
 from trainer.hardware.device_specs import DeviceSpec
 from trainer.memory import report
-from trainer.memory.report import with_section_values
+from trainer.memory.report import with_overrides
 
 OPTIONAL_KERNELS = ("fa3", "fa4")
-"""Kernels that come in packages of their own."""
-PACKAGE_NOTE = ", where its package is installed"
+"""Kernels from separate packages."""
+PACKAGE_NOTE = ", if its package is installed"
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class Candidate:
 
     @property
     def key(self) -> str:
-        """What is changed. Kernels of other packages are told beside those that everybody has."""
+        """Candidates with the same key compete; kernels from separate packages do not compete with built-in ones."""
         return self.text.partition(" ")[0] + (PACKAGE_NOTE if self.text.endswith(PACKAGE_NOTE) else "")
 
 
 def memory_saving_candidates(config: Config, world_size: int, device: DeviceSpec) -> Iterator[Candidate]:
-    """Changes that may free memory of a device or of a node, and break no further rule."""
+    """Changes that may free device or host memory and add no configuration problem."""
     del device
     memory_candidates = (Candidate(*found) for found in report.memory_changes(config, world_size))
     yield from _valid(
@@ -42,7 +42,7 @@ def memory_saving_candidates(config: Config, world_size: int, device: DeviceSpec
 
 
 def speedup_candidates(config: Config, world_size: int, device: DeviceSpec) -> Iterator[Candidate]:
-    """Changes that may save time on as many devices, and break no further rule."""
+    """Changes that may save time on the same number of devices and add no configuration problem."""
     yield from _valid(
         config, world_size, (*_single_key_candidates(config, world_size, device), *_mesh_candidates(config, world_size))
     )
@@ -64,8 +64,8 @@ def _host_memory_candidates(config: Config, world_size: int) -> Iterator[Candida
     if memory.optimizer_placement == "host":
         yield _candidate(config, "memory", "optimizer_placement", "device", world_size)
     if config.checkpoint.asynchronous:
-        other = with_section_values(config, "checkpoint", asynchronous=False)
-        yield Candidate("checkpoint.async = false", other, world_size)
+        synchronous = with_overrides(config, {"checkpoint.asynchronous": False})
+        yield Candidate("checkpoint.async = false", synchronous, world_size)
 
 
 def _single_key_candidates(config: Config, world_size: int, device: DeviceSpec) -> Iterator[Candidate]:
@@ -77,7 +77,7 @@ def _single_key_candidates(config: Config, world_size: int, device: DeviceSpec) 
 
 
 def _faster_values(config: Config, device: DeviceSpec) -> dict[str, dict[str, tuple[Any, ...]]]:
-    """Values of keys by section that cost less time, at least sometimes."""
+    """Values that may be faster, by section and key."""
     memory, parallelism = config.memory, config.parallelism
     policies = {"none": (), "keep_attention": ("none",), "full": ("keep_attention", "none")}
     schedules = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -115,18 +115,21 @@ def _faster_values(config: Config, device: DeviceSpec) -> dict[str, dict[str, tu
 
 
 def _mesh_candidates(config: Config, world_size: int) -> Iterator[Candidate]:
-    """Twice as many ranks along an axis, taken from another."""
+    """Moves a factor of two from one mesh dimension to another."""
     degrees = config.parallelism.degrees(world_size)
     for from_axis in AXES:
         for to_axis in AXES:
             if from_axis != to_axis and degrees[from_axis] % 2 == 0:
-                sizes = {from_axis: degrees[from_axis] // 2, to_axis: 2 * degrees[to_axis]}
-                text = ", ".join(f"parallelism.{axis} = {size}" for axis, size in sizes.items())
-                yield Candidate(text, with_section_values(config, "parallelism", **sizes), world_size)
+                changes = {
+                    f"parallelism.{from_axis}": degrees[from_axis] // 2,
+                    f"parallelism.{to_axis}": 2 * degrees[to_axis],
+                }
+                text = ", ".join(f"{key} = {size}" for key, size in changes.items())
+                yield Candidate(text, with_overrides(config, changes), world_size)
 
 
 def _candidate(config: Config, section: str, key: str, value: Any, world_size: int) -> Candidate:
-    text = f"{section}.{key} left out" if value is None else f"{section}.{key} = {toml_value(value)}"
+    text = f"{section}.{key} unset" if value is None else f"{section}.{key} = {toml_value(value)}"
     if key == "attention" and value in OPTIONAL_KERNELS:
         text += PACKAGE_NOTE
-    return Candidate(text, with_section_values(config, section, **{key: value}), world_size)
+    return Candidate(text, with_overrides(config, {f"{section}.{key}": value}), world_size)

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from trainer.config.docs import render_help
-from trainer.config.parse import find_config_file, load, parse_arguments, to_toml
+from trainer.config.parse import find_config_file, load, parse_arguments
 from trainer.config.slurm import SlurmSection
+from trainer.config.toml_format import to_toml
 from trainer.config.training_stages import Recipe
 from trainer.errors import EXIT_BAD_CONFIG, EXIT_FAILURE, EXIT_SUCCESS, ConfigError
 from trainer.launch.cluster import LaunchWorld, pluralize

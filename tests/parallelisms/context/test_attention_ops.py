@@ -23,7 +23,8 @@ from models.transformer import Transformer
 from parallelisms import activation_checkpoint
 from parallelisms.activation_checkpoint import RecomputeConfig
 from parallelisms.block_recompute import Tiling, compile_tile_ops
-from parallelisms.context import ContextParallel, cp_attention_op, set_attention_core, ulysses
+from parallelisms.context import cp_attention_op, ulysses
+from parallelisms.context.context_parallel import ContextParallel, set_attention_core
 from tests.models.dense_attention import dense, inputs, run
 from tests.models.small_models import SMALL, gradients, packed, small_model, starts
 from tests.parallelisms.context.test_exact import shared
@@ -60,7 +61,7 @@ def checks(name: str) -> set[str]:
         return set(
             torch.library.opcheck(ulysses._heads_to_seq, (heads.requires_grad_(), core.ulysses_group, 2)).values()
         )
-    options = (name, core.layout, core.ring_group, torch.float32, "auto")
+    options = (name, core.layout, core._groups[0].group_name, torch.float32, "auto")
     out, lse = cp_attention_op._attention(q, k, v, boundaries_BD, *options)
     backward = (torch.ones_like(out), q, k, v, out, lse, boundaries_BD, *options)
     found = set(torch.library.opcheck(cp_attention_op._attention_backward, backward).values())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from parallelisms.context import ContextParallel
+from parallelisms.context.context_parallel import ContextParallel
 from parallelisms.parallel_dims import LAYOUTS_BY_ROTATE_METHOD, ROTATE_METHODS
 from tests.models.dense_attention import dense, inputs, run
 from tests.models.small_models import starts

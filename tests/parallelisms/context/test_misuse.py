@@ -12,7 +12,7 @@ from torch import Tensor, distributed
 from torch.distributed.device_mesh import init_device_mesh
 
 from models.batch import IGNORE_INDEX, Batch
-from parallelisms.context import ContextParallel
+from parallelisms.context.context_parallel import ContextParallel
 from parallelisms.context.shard_layout import SeqLayout
 from tests.models.small_models import packed, starts
 from tests.ranks import run_ranks
@@ -49,13 +49,13 @@ ON_A_LINE: list[tuple[dict[str, Any], str]] = [
     ({"method": "allgather", "causal": False}, unsupported("allgather", "attention without a causal mask")),
     (
         {"method": "rings", "window": 5},
-        'cp_method "rings" is unknown; there are auto, allgather, ring, alltoall, ulysses, hybrid; '
+        'cp_method = "rings" must be one of auto, allgather, ring, alltoall, ulysses, hybrid; '
         'sliding window 5 is not supported by cp_method "rings"',
     ),
-    ({"method": "ring", "kv_heads": 3}, "8 query heads must be a multiple of 3 key/value heads"),
+    ({"method": "ring", "kv_heads": 3}, "8 query heads must be a multiple of 3 KV heads"),
     (
         {"method": "ulysses", "heads": 9, "kv_heads": 3},
-        'cp_method "ulysses" gives heads to 2 ranks, which must divide the 9 query heads of a rank',
+        'cp_method = "ulysses" splits heads over 2 ranks, which must divide the 9 query heads of a rank',
     ),
     (
         {"method": "hybrid"},
@@ -63,11 +63,11 @@ ON_A_LINE: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"method": "ring", "outer_method": "ring"},
-        'cp_outer_method = "ring" has no use with cp_method "ring"; use "hybrid"',
+        'cp_outer_method = "ring" is only used with cp_method = "hybrid", not "ring"',
     ),
     (
         {"method": "ring", "layout": "balanced"},
-        'cp_layout "balanced" does not fit cp_method "ring"; it takes "doc_headtail", "headtail", "contiguous"',
+        'cp_layout = "balanced" is not supported by cp_method = "ring"; use "doc_headtail", "headtail", "contiguous"',
     ),
     (
         {
@@ -81,9 +81,9 @@ ON_A_LINE: list[tuple[dict[str, Any], str]] = [
         },
         "; ".join(
             [
-                "9 query heads must be a multiple of 2 key/value heads",
-                'cp_method "ulysses" gives heads to 2 ranks, which must divide the 9 query heads of a rank',
-                'cp_layout "headtail" does not fit cp_method "ulysses"; it takes "contiguous"',
+                "9 query heads must be a multiple of 2 KV heads",
+                'cp_method = "ulysses" splits heads over 2 ranks, which must divide the 9 query heads of a rank',
+                'cp_layout = "headtail" is not supported by cp_method = "ulysses"; use "contiguous"',
                 unsupported("ulysses", "attention without a causal mask"),
                 unsupported("ulysses", "sliding window 5"),
                 unsupported("ulysses", "attention dropout 0.5"),
@@ -94,9 +94,9 @@ ON_A_LINE: list[tuple[dict[str, Any], str]] = [
 ON_A_GRID: list[tuple[dict[str, Any], str]] = [
     (
         {"heads": 9, "kv_heads": 3},
-        'cp_method "hybrid" gives heads to 2 ranks, which must divide the 9 query heads of a rank',
+        'cp_method = "hybrid" splits heads over 2 ranks, which must divide the 9 query heads of a rank',
     ),
-    ({"method": "ring"}, 'cp_ulysses = 2 has no use with cp_method "ring"; use "hybrid"'),
+    ({"method": "ring"}, 'cp_ulysses = 2 is only used with cp_method = "hybrid", not "ring"'),
     ({"outer_method": "ring", "window": 7}, unsupported("hybrid", "sliding window 7")),
 ]
 

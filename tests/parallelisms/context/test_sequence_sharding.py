@@ -12,7 +12,7 @@ from torch import Tensor, distributed
 from torch.distributed.device_mesh import init_device_mesh
 
 from models.batch import IGNORE_INDEX, Batch
-from parallelisms.context import ContextParallel
+from parallelisms.context.context_parallel import ContextParallel
 from parallelisms.parallel_dims import LAYOUTS_BY_ROTATE_METHOD, ROTATE_METHODS
 from tests.models.small_models import packed, starts
 from tests.parallelisms.context.documents import small

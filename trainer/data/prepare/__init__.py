@@ -19,7 +19,6 @@ from pathlib import Path
 from trainer.checkpoint.durable_io import fsync_path, write_and_fsync
 from trainer.config.job_config import Config
 from trainer.data.corpus import Corpus
-from trainer.data.errors import DataError
 from trainer.data.prepare.tokenize import RECORDS_FOLDER, TokenizeJob, tokenize_partitions
 from trainer.data.progress import LOG_SECONDS, progress
 from trainer.data.shard_writer import document_separators
@@ -34,6 +33,7 @@ from trainer.data.token_dataset import (
     token_dtype,
 )
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
+from trainer.errors import DataError
 
 log = logging.getLogger(__name__)
 
@@ -126,6 +126,8 @@ def open_token_dataset(folder: Path, source: CorpusSpec, tokenizer: Tokenizer) -
 
 def cache_key(corpus: Corpus, source: CorpusSpec, tokenizer: Tokenizer, shard_tokens: int) -> str:
     options = {key: value for key, value in asdict(source).items() if key not in ("corpus", "cache_dir")}
+    if options["bad_files"] == "error":
+        options["bad_files"] = "refuse"  # As in folders that were prepared before the value was renamed.
     key_parts = [VERSION, corpus.identity, options, shard_tokens, tokenizer.fingerprint]
     return hashlib.sha256(json.dumps(key_parts).encode()).hexdigest()[:16]
 

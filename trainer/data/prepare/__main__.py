@@ -1,142 +1,123 @@
-"""`python -m trainer.data.prepare`: text to tokens before a run, a look at them, and a tokenizer of one's own.
-
-Leaves with 0 if it is done, 2 if the command line or the configuration is wrong, 78 if the data cannot be used.
-"""
+"""`python -m trainer.data.prepare`: tokenize corpora before a run, inspect the result, train a tokenizer."""
 
 from __future__ import annotations
 
 import logging
+import re
 import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
+from trainer.config.data import HF_PREFIX, STDLIB_CORPUS
 from trainer.config.job_config import COPY_CORPUS, DEFAULT_SOURCE
 from trainer.config.parse import load
-from trainer.data import DataError
-from trainer.data.hf_datasets import HUB_PREFIX
+from trainer.config.training_stages import Recipe
 from trainer.data.prepare import prepare
 from trainer.data.source import CorpusSpec, corpus_spec, corpus_specs
 from trainer.data.token_dataset import TokenDataset, is_token_dataset
 from trainer.data.tokenizer import load_tokenizer
-from trainer.errors import EXIT_BAD_CONFIG, EXIT_FAILURE, EXIT_NO_RETRY, EXIT_SUCCESS, ConfigError, RankFailedError
+from trainer.errors import (
+    EXIT_BAD_CONFIG,
+    EXIT_FAILURE,
+    EXIT_NO_RETRY,
+    EXIT_SUCCESS,
+    ConfigError,
+    DataError,
+    RankFailedError,
+)
 
-USAGE = """\
-python -m trainer.data.prepare [--config NAME|PATH] [--section.key VALUE]... [--workers N]
-                               [--corpus CORPUS] [--output FOLDER]
-python -m trainer.data.prepare inspect FOLDER [--verify] [--samples N] [--config NAME|PATH] [--section.key VALUE]...
-python -m trainer.data.prepare inspect [--verify] [--samples N] --config NAME|PATH [--section.key VALUE]...
-python -m trainer.data.prepare train-tokenizer --vocab-size N --output FILE [--lines N]
-                               [--config NAME|PATH] [--corpus CORPUS] [--section.key VALUE]...
+DESCRIPTIONS = {
+    "prepare": """\
+Tokenize every corpus of a configuration, as the launch of a run does; the run then reuses the result.
+An interrupted command resumes where it stopped.
 
-Without a word in front: makes tokens of every corpus of a configuration, as the start of a run would; a run
-then finds them. What an interrupted command finished, the next one does not do again.
-inspect: counts, lengths of documents and some of their text. train-tokenizer: a sentencepiece BPE.
-
-  --config NAME|PATH  a TOML file, or one of train_configs/ by name; default: debug
-  --corpus CORPUS     this corpus, and none of the configuration's: python-stdlib, a file or folder of text, .jsonl
-                      or .parquet (each may be .gz or .zst), or hf:NAME[,split=NAME][,config=NAME][,data_files=PATH]
-  --workers N         processes; the result does not depend on them; default: 1
-  --output PATH       the folder to make, for a run to name as its corpus; of several corpora, the folder that holds
-                      one for each. Default: in data.cache_dir, where a run looks for it. train-tokenizer: the file
-  --verify            read all tokens and compare them with their sums
-  --samples N         documents to show; default: 3
-  --vocab-size N      tokens, special ones included
-  --lines N           lines to learn from, drawn from all of the text, always the same; default: 100000
-  --help              this text
-
-`--section.key VALUE` is any key of a configuration; ./run_train.sh --help lists them. Leaves with 0 if all is done,
-2 if the command line or the configuration is wrong, 78 if data cannot be used, 1 if a worker was killed.
-"""
-OPTIONS_BY_COMMAND = {
-    "prepare": ("--workers", "--corpus", "--output"),
-    "inspect": ("--samples", "--verify"),
-    "train-tokenizer": ("--vocab-size", "--lines", "--corpus", "--output"),
+Other commands, each with its own --help:
+  inspect [FOLDER]  show counts, document lengths and samples of a prepared corpus
+  train-tokenizer   train a sentencepiece BPE on a sample of the corpora""",
+    "inspect": """\
+Show counts, document lengths and samples of a prepared folder, or of the corpora of a configuration.""",
+    "train-tokenizer": """\
+Train a sentencepiece BPE on a sample of the corpora. The same text gives the same model.""",
 }
-FLAGS = ("--verify",)
+EPILOG = """\
+--section.key VALUE sets any key of the configuration; ./run_train.sh --help lists them.
+Exit codes: 0 success, 2 bad configuration or arguments, 78 unusable data, 1 a worker was killed.
+"""
 
 
-class PrepareArguments:
-    """A command line taken apart. Raises ConfigError."""
+class PrepareParser(ArgumentParser):
+    """Raises ConfigError where argparse would exit."""
 
-    def __init__(self, argv: Sequence[str]) -> None:
-        remaining = list(argv)
-        self.command = remaining.pop(0) if remaining and remaining[0] in OPTIONS_BY_COMMAND else "prepare"
-        self.folder = (
-            Path(remaining.pop(0)) if self.command == "inspect" and remaining and remaining[0][0:2] != "--" else None
+    def error(self, message: str) -> NoReturn:
+        message = re.sub(r"^argument (\S+): ", r"\1 ", message).replace("expected one argument", "needs a value")
+        message = message.replace("the following arguments are required:", f"{self.prog.split()[-1]} needs")
+        raise ConfigError([f"command line: {message}"])
+
+
+def build_parser(command: str) -> PrepareParser:
+    parser = PrepareParser(
+        prog=f"python -m trainer.data.prepare {command}".removesuffix(" prepare"),
+        usage=f"%(prog)s{' [FOLDER]' if command == 'inspect' else ''} [options] [--section.key VALUE]...",
+        description=DESCRIPTIONS[command],
+        epilog=EPILOG,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    config_help = "a TOML file, or the name of one in train_configs/; default: debug"
+    parser.add_argument("--config", metavar="NAME|PATH", help=config_help)
+    if command == "inspect":
+        parser.add_argument("--verify", action="store_true", help="read all tokens and compare their checksums")
+        parser.add_argument("--samples", metavar="N", type=positive_integer, default=3, help="default: 3")
+        return parser
+    corpus_help = (
+        f"instead of the corpora of the configuration: {STDLIB_CORPUS}, a file or folder of text, .jsonl or .parquet "
+        f"(each may be .gz or .zst), or {HF_PREFIX}NAME[,split=NAME][,config=NAME][,data_files=PATH]"
+    )
+    parser.add_argument("--corpus", help=corpus_help)
+    if command == "prepare":
+        workers_help = "processes, which do not change the result; default: 1"
+        parser.add_argument("--workers", metavar="N", type=positive_integer, default=1, help=workers_help)
+        output_help = (
+            "the folder to create, which a run can name as its corpus; for several corpora, the folder to hold one "
+            "folder each. Default: in data.cache_dir, where a run looks for it"
         )
-        self.has_config = any(word.partition("=")[0] == "--config" for word in remaining)
-        self._options: dict[str, str] = {}
-        config_options: list[str] = []
-        while remaining:
-            option, equals, value = remaining.pop(0).partition("=")
-            if option not in OPTIONS_BY_COMMAND[self.command]:
-                config_options.append(option + equals + value)
-            elif option in FLAGS:
-                self._options[option] = "true"
-            elif not equals and (not remaining or remaining[0].startswith("--")):
-                raise ConfigError([f"command line: {option} needs a value"])
-            else:
-                self._options[option] = value if equals else remaining.pop(0)
-        self.config = load(config_options)
+        parser.add_argument("--output", metavar="FOLDER", type=Path, help=output_help)
+        return parser
+    size_help, lines_help = "tokens, special ones included", "lines to sample from all of the text; default: 100000"
+    parser.add_argument("--vocab-size", metavar="N", type=positive_integer, required=True, help=size_help)
+    parser.add_argument("--output", metavar="FILE", type=Path, required=True, help="the model to create")
+    parser.add_argument("--lines", metavar="N", type=positive_integer, default=100_000, help=lines_help)
+    return parser
 
-    def string(self, option: str, default: str | None = None) -> str:
-        """Raises ConfigError if it is not given and has no default."""
-        value = self._options.get(option, default)
-        if not value:
-            raise ConfigError([f"command line: {self.command} needs {option}"])
-        return value
 
-    def positive_integer(self, option: str, default: int | None = None) -> int:
-        value = self.string(option, None if default is None else str(default))
-        if not (value.isdecimal() and int(value) > 0):
-            raise ConfigError([f"command line: {option} {value} must be an integer, at least 1"])
-        return int(value)
-
-    def flag(self, option: str) -> bool:
-        return option in self._options
-
-    def path(self, option: str) -> Path | None:
-        return Path(self.string(option)) if option in self._options else None
-
-    def corpus_specs(self) -> dict[str, CorpusSpec]:
-        """The corpora that are asked for, by name. Raises ConfigError."""
-        data, corpus = self.config.data, self._options.get("--corpus")
-        problems = self.config.tokenizer.problems() if self.command != "train-tokenizer" else []
-        if corpus is None:
-            problems += self.config.stage_problems()
-            data_sections = [] if problems else [stage.config.data for stage in self.config.training_stages]
-            section_problems = [
-                problem for each in data_sections for problem in (*each.problems(), *each.path_problems())
-            ]
-            problems += dict.fromkeys(section_problems)
-            if problems:
-                raise ConfigError(problems)
-            specs = {name: each for name, each in corpus_specs(self.config).items() if each.corpus != COPY_CORPUS}
-            if not specs:
-                problems.append(f'data.corpus = "{COPY_CORPUS}" is made up: there is nothing to prepare')
-        else:
-            specs = {Path(corpus).name: replace(corpus_spec(data, DEFAULT_SOURCE), corpus=corpus)}
-            if not corpus.startswith(HUB_PREFIX) and corpus != "python-stdlib" and not Path(corpus).exists():
-                problems.append(f"command line: --corpus {corpus} is not there")
-        if problems:
-            raise ConfigError(problems)
-        return specs
+def positive_integer(text: str) -> int:
+    if not (text.isdecimal() and int(text) > 0):
+        raise ArgumentTypeError(f"{text} must be an integer, at least 1")
+    return int(text)
 
 
 def main(argv: Sequence[str]) -> int:
-    if {"-h", "--help"}.intersection(argv):
-        sys.stdout.write(USAGE)
+    remaining = [*argv]
+    command = remaining.pop(0) if remaining and remaining[0] in DESCRIPTIONS else "prepare"
+    if {"-h", "--help"}.intersection(remaining):
+        sys.stdout.write(build_parser(command).format_help())
         return EXIT_SUCCESS
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    # argparse would take the value of a configuration key for an optional positional argument.
+    has_folder = command == "inspect" and remaining and not remaining[0].startswith("-")
+    folder = Path(remaining.pop(0)) if has_folder else None
     try:
-        arguments = PrepareArguments(argv)
-        if arguments.command == "inspect":
-            inspect(arguments)
-        elif arguments.command == "train-tokenizer":
-            train_tokenizer(arguments)
+        arguments, overrides = build_parser(command).parse_known_args(remaining)
+        config = load([*overrides, *(["--config", arguments.config] if arguments.config is not None else [])])
+        if command == "inspect":
+            inspect(config, arguments, folder)
+        elif command == "train-tokenizer":
+            train_tokenizer(config, arguments)
         else:
-            prepare_corpora(arguments)
+            prepare_corpora(config, arguments)
     except ConfigError as error:
         return print_errors(EXIT_BAD_CONFIG, *error.problems)
     except DataError as error:
@@ -144,49 +125,68 @@ def main(argv: Sequence[str]) -> int:
     except RankFailedError as error:
         return print_errors(error.status, str(error))
     except KeyboardInterrupt:
-        return print_errors(EXIT_FAILURE, "interrupted; the same command goes on with what is not finished")
+        return print_errors(EXIT_FAILURE, "interrupted; run the same command again to resume")
     return EXIT_SUCCESS
 
 
-def prepare_corpora(arguments: PrepareArguments) -> None:
-    specs, output = arguments.corpus_specs(), arguments.path("--output")
-    workers = arguments.positive_integer("--workers", 1)
+def selected_specs(config: Recipe, corpus: str | None, problems: Sequence[str] = ()) -> dict[str, CorpusSpec]:
+    """The corpora to read, by name: `corpus`, or those of the configuration.
+
+    Raises ConfigError with what is wrong with them and with the `problems` found before.
+    """
+    if corpus is not None:
+        if not corpus.startswith(HF_PREFIX) and corpus != STDLIB_CORPUS and not Path(corpus).exists():
+            problems = [*problems, f"command line: --corpus {corpus} does not exist"]
+        specs = {Path(corpus).name: replace(corpus_spec(config.data, DEFAULT_SOURCE), corpus=corpus)}
+    else:
+        problems = [*problems, *config.stage_problems()]
+        sections = [] if problems else [stage.config.data for stage in config.training_stages]
+        problems += dict.fromkeys(problem for each in sections for problem in (*each.problems(), *each.path_problems()))
+        all_specs = {} if problems else corpus_specs(config)
+        specs = {name: each for name, each in all_specs.items() if each.corpus != COPY_CORPUS}
+        if not problems and not specs:
+            problems = [f'data.corpus = "{COPY_CORPUS}" is synthetic: there is nothing to prepare']
+    if problems:
+        raise ConfigError([*problems])
+    return specs
+
+
+def prepare_corpora(config: Recipe, arguments: Namespace) -> None:
+    specs, output = selected_specs(config, arguments.corpus, config.tokenizer.problems()), arguments.output
     folders = {name: output / name if output and len(specs) > 1 else output for name in specs}
     if nonempty := [folder for folder in folders.values() if folder and folder.exists() and any(folder.iterdir())]:
         raise ConfigError([f"command line: --output {folder} is not empty" for folder in nonempty])
-    tokenizer = load_tokenizer(arguments.config.tokenizer.kind, arguments.config.tokenizer.path)
-    for name, source in specs.items():
-        prepared = prepare(source, tokenizer, workers=workers, folder=folders[name])
+    tokenizer = load_tokenizer(config.tokenizer.kind, config.tokenizer.path)
+    for name, spec in specs.items():
+        dataset = prepare(spec, tokenizer, workers=arguments.workers, folder=folders[name])
         sys.stdout.write(
-            f"{prepared.folder}: {prepared.num_tokens:,} tokens, {prepared.num_documents:,} documents, "
-            f"{prepared.meta.skipped:,} skipped; fingerprint {prepared.fingerprint}\n"
+            f"{dataset.folder}: {dataset.num_tokens:,} tokens, {dataset.num_documents:,} documents, "
+            f"{dataset.meta.skipped:,} skipped; fingerprint {dataset.fingerprint}\n"
         )
 
 
-def inspect(arguments: PrepareArguments) -> None:
+def inspect(config: Recipe, arguments: Namespace, folder: Path | None) -> None:
     from trainer.data.prepare.report import render_report
 
-    tokenizer = load_tokenizer(arguments.config.tokenizer.kind, arguments.config.tokenizer.path)
-    samples, verify = arguments.positive_integer("--samples", 3), arguments.flag("--verify")
-    if arguments.folder is not None:
-        if not is_token_dataset(arguments.folder):
-            raise ConfigError([f"command line: {arguments.folder} is not a folder that was prepared"])
-        sys.stdout.write(render_report(TokenDataset(arguments.folder), tokenizer, samples=samples, verify=verify))
-        return
-    if not arguments.has_config:
+    if folder is None and arguments.config is None:
         raise ConfigError(["command line: inspect needs a folder or --config"])
-    for source in arguments.corpus_specs().values():
-        sys.stdout.write(render_report(prepare(source, tokenizer), tokenizer, samples=samples, verify=verify))
+    if folder is not None and not is_token_dataset(folder):
+        raise ConfigError([f"command line: {folder} is not a prepared folder"])
+    specs = {} if folder else selected_specs(config, None, config.tokenizer.problems())
+    tokenizer = load_tokenizer(config.tokenizer.kind, config.tokenizer.path)
+    datasets = [TokenDataset(folder)] if folder else [prepare(spec, tokenizer) for spec in specs.values()]
+    for dataset in datasets:
+        sys.stdout.write(render_report(dataset, tokenizer, samples=arguments.samples, verify=arguments.verify))
 
 
-def train_tokenizer(arguments: PrepareArguments) -> None:
+def train_tokenizer(config: Recipe, arguments: Namespace) -> None:
     from trainer.data.prepare import train_tokenizer as training
 
-    size, path = arguments.positive_integer("--vocab-size"), Path(arguments.string("--output"))
-    lines = arguments.positive_integer("--lines", training.DEFAULT_LINES)
+    path = arguments.output
     if path.exists():
-        raise ConfigError([f"command line: --output {path} is there already"])
-    model = training.train_sentencepiece(list(arguments.corpus_specs().values()), vocab_size=size, lines=lines)
+        raise ConfigError([f"command line: --output {path} exists"])
+    specs = [*selected_specs(config, arguments.corpus).values()]
+    model = training.train_sentencepiece(specs, vocab_size=arguments.vocab_size, lines=arguments.lines)
     training.write_model(model, path)
     tokenizer = load_tokenizer("sentencepiece", path)
     sys.stdout.write(

@@ -1,4 +1,4 @@
-"""What a preparation holds, for people: counts, lengths, samples."""
+"""A readable report of a prepared corpus: counts, document lengths, samples."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from trainer.data.errors import DataError
 from trainer.data.token_dataset import TokenDataset
 from trainer.data.tokenizer import Tokenizer
+from trainer.errors import DataError
 
 K = 1 << 10
 LENGTH_BINS = (0, 256, K, 4 * K, 16 * K, 64 * K, 256 * K, K * K)
-SAMPLE_TOKENS = 64  # tokens of a sample
+SAMPLE_TOKENS = 64
 
 
 def render_report(dataset: TokenDataset, tokenizer: Tokenizer, *, samples: int, verify: bool) -> str:
-    """Raises DataError if it is damaged."""
+    """Raises DataError if a checksum does not match."""
     if verify:
         verify_checksums(dataset)
     meta = dataset.meta
@@ -31,8 +31,8 @@ def render_report(dataset: TokenDataset, tokenizer: Tokenizer, *, samples: int, 
     facts.add_row("tokenizer", meta.tokenizer)
     facts.add_row("fingerprint", dataset.fingerprint)
     if verify:
-        facts.add_row("sums", "right")
-    samples_table: Table | Text = Text(f"No samples: [tokenizer] is {tokenizer.fingerprint}, another one.")
+        facts.add_row("checksums", "match")
+    samples_table: Table | Text = Text(f"No samples: [tokenizer] is {tokenizer.fingerprint}, a different one.")
     if meta.tokenizer == tokenizer.fingerprint:
         samples_table = sample_table(dataset, tokenizer, samples)
     rendered = Console().render(Group(facts, histogram(dataset.document_lengths), samples_table))
@@ -40,7 +40,7 @@ def render_report(dataset: TokenDataset, tokenizer: Tokenizer, *, samples: int, 
 
 
 def sample_table(dataset: TokenDataset, tokenizer: Tokenizer, samples: int) -> Table:
-    table = Table("document", "tokens", "how it begins")
+    table = Table("document", "tokens", "first tokens")
     for number in sorted({dataset.num_documents * sample // samples for sample in range(samples)}):
         start, stop = dataset.document_starts[number : number + 2].tolist()
         text = tokenizer.decode(dataset.read(start, min(stop, start + SAMPLE_TOKENS)).tolist())
@@ -49,8 +49,8 @@ def sample_table(dataset: TokenDataset, tokenizer: Tokenizer, samples: int) -> T
 
 
 def histogram(lengths: torch.Tensor) -> Table:
-    """Of documents by their length in tokens, and what share of all tokens is in documents at least that long."""
-    table = Table("tokens of a document", "documents", "tokens", "share of tokens", "at least that long")
+    """Documents and tokens by document length, and the share of tokens in documents at least that long."""
+    table = Table("document length", "documents", "tokens", "share of tokens", "share at least as long")
     total = int(lengths.sum())
     for lower, upper in zip(LENGTH_BINS, (*LENGTH_BINS[1:], None), strict=True):
         at_least_lower = lengths >= lower
@@ -68,9 +68,9 @@ def format_length(length: int) -> str:
 
 
 def verify_checksums(dataset: TokenDataset) -> None:
-    """Raises DataError naming the first shard whose tokens are not those that were written."""
+    """Raises DataError for the first shard whose tokens changed after they were written."""
     for shard in dataset.meta.shards:
         path = dataset.folder / f"{shard.name}.bin"
         with path.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != shard.bin_sha256:
-                raise DataError(f"{path} is damaged: its sum is another; delete {dataset.folder} to prepare it again")
+                raise DataError(f"{path} is damaged: checksum mismatch; delete {dataset.folder} to prepare it again")

@@ -1,4 +1,4 @@
-"""Pieces of a corpus, each turned into shards by one process, in any order and whatever happens to the others."""
+"""Tokenizes partitions of a corpus independently, each by one process into its own shards."""
 
 from __future__ import annotations
 
@@ -16,26 +16,24 @@ from pathlib import Path
 
 import torch
 
-from trainer.checkpoint.durable_io import write_and_fsync
-from trainer.data.errors import DataError
+from trainer.checkpoint.durable_io import write_atomic
 from trainer.data.formats import BadText, InputSplit, read_texts
 from trainer.data.shard_writer import ShardWriter
 from trainer.data.token_dataset import DTYPES, PartitionResult, token_dtype
 from trainer.data.tokenizer import Tokenizer
-from trainer.errors import EXIT_FAILURE, RankFailedError
+from trainer.errors import EXIT_FAILURE, DataError, RankFailedError
 
 RECORDS_FOLDER = "pieces"
-REPORT_BYTES = 1 << 20  # bytes of text between two reports
-MAX_LISTED_PROBLEMS = 20  # of what is bad in a piece
+REPORT_BYTES = 1 << 20  # bytes of text between two progress reports
+MAX_LISTED_PROBLEMS = 20  # per partition
 
 NumberedPartition = tuple[int, list[InputSplit]]
 Advance = Callable[[int, int], None]
+"""Called with the bytes of the corpus and the tokens processed since the last call."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizeJob:
-    """What is done with each piece."""
-
     folder: Path
     tokenizer: Tokenizer
     text_key: str
@@ -45,11 +43,11 @@ class TokenizeJob:
     fail_on_bad_files: bool
 
     def record_path(self, number: int) -> Path:
-        """Where it stands what became of a piece; written when all of it is on disk."""
+        """The file that marks a partition as finished, written after its shards."""
         return self.folder / RECORDS_FOLDER / f"{number:05d}.json"
 
     def finished_result(self, number: int) -> PartitionResult | None:
-        """What became of a piece, if it is finished and its tokens are there."""
+        """The record of a finished partition, unless its shards are missing or truncated."""
         try:
             result = PartitionResult.model_validate_json(self.record_path(number).read_bytes())
             width = DTYPES[token_dtype(self.tokenizer.vocab_size)].itemsize
@@ -62,12 +60,12 @@ class TokenizeJob:
 def tokenize_partitions(
     job: TokenizeJob, partitions: list[NumberedPartition], *, workers: int, advance: Advance
 ) -> None:
-    """Writes the shards and the record of every piece. `advance` is told bytes of the corpus and tokens.
+    """Writes the shards and the record of every partition.
 
-    Raises DataError and OSError as one process would, and RankError if a worker dies.
+    Raises DataError and OSError, from workers too, and RankFailedError if a worker dies.
     """
     workers = min(workers, len(partitions))
-    # A daemon may have no children.
+    # A daemonic process cannot start children.
     if workers <= 1 or multiprocessing.current_process().daemon:
         for partition in partitions:
             tokenize_partition(job, partition, advance)
@@ -93,7 +91,7 @@ def tokenize_partitions(
 def _dispatch(
     connections: dict[Connection, ForkServerProcess], partitions: Iterator[NumberedPartition], advance: Advance
 ) -> None:
-    """Gives each worker a piece when it asks, with None, until there is none."""
+    """Sends a partition to each worker that asks for one, with None, until none is left."""
     busy = set(connections)
     while busy:
         for connection in [each for each in wait(list(busy)) if isinstance(each, Connection)]:
@@ -108,7 +106,7 @@ def _dispatch(
                 status = connections[connection].exitcode
                 cause = f"killed by {signal.Signals(-status).name}" if status and status < 0 else f"status {status}"
                 raise RankFailedError(
-                    EXIT_FAILURE, f"a worker ended ({cause}); the same command goes on from there"
+                    EXIT_FAILURE, f"a worker ended ({cause}); run the same command again to resume"
                 ) from None
             if isinstance(message, Exception):
                 raise message
@@ -117,13 +115,13 @@ def _dispatch(
 
 
 def _worker_main(connection: Connection, job: TokenizeJob) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal sends it to all; whoever asked ends the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent kills its workers.
     torch.set_num_threads(1)
 
     def advance(more_bytes: int, more_tokens: int) -> None:
         connection.send((more_bytes, more_tokens))
 
-    # Where the other end is gone, so is whoever wanted the pieces.
+    # The pipe breaks when the parent dies.
     with suppress(EOFError, ConnectionError):
         try:
             while True:
@@ -133,27 +131,25 @@ def _worker_main(connection: Connection, job: TokenizeJob) -> None:
             raise
         except (DataError, OSError) as error:
             connection.send(error)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it is to be told
+        except BaseException as error:  # noqa: BLE001 - the parent raises it
             connection.send(RuntimeError("".join(traceback.format_exception(error))))
 
 
 def tokenize_partition(job: TokenizeJob, partition: NumberedPartition, advance: Advance) -> None:
     number, _ = partition
-    # Its own: a worker whose parent was killed may not have noticed when the next one does the same piece.
+    # Per process: a worker of a killed parent may still be running when another one tokenizes the same partition.
     scratch = job.record_path(number).with_name(f"{number:05d}-{os.getpid()}")
     scratch.mkdir()
     try:
         result = _write_shards(job, scratch, partition, advance)
         for path in scratch.iterdir():
             path.rename(job.folder / path.name)
-        write_and_fsync(scratch / "record", result.model_dump_json().encode())
-        (scratch / "record").rename(job.record_path(number))
+        write_atomic(job.record_path(number), result.model_dump_json().encode())
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _write_shards(job: TokenizeJob, folder: Path, partition: NumberedPartition, advance: Advance) -> PartitionResult:
-    """Writes the shards of a piece."""
     number, splits = partition
     problems: list[str] = []
     document_key = ""
@@ -172,7 +168,7 @@ def _write_shards(job: TokenizeJob, folder: Path, partition: NumberedPartition, 
             document_key = split.document_key
             problems += _add_split(job, writer, split, advance)
             if split.mtime_ns and _mtime_ns(split) != split.mtime_ns:
-                raise DataError(f"{split.path} was changed while the corpus was read; start again")
+                raise DataError(f"{split.path} changed while the corpus was read; run the command again")
         writer.finish()
     return PartitionResult(
         shards=writer.shards, longest=writer.longest, skipped=len(problems), bad=problems[:MAX_LISTED_PROBLEMS]
@@ -180,7 +176,7 @@ def _write_shards(job: TokenizeJob, folder: Path, partition: NumberedPartition, 
 
 
 def _add_split(job: TokenizeJob, writer: ShardWriter, split: InputSplit, advance: Advance) -> list[str]:
-    """Adds the texts of a unit. What is bad leaves nothing behind, and is named."""
+    """Adds the texts of a split, rolls back bad ones, and returns their descriptions."""
     problems: list[str] = []
     remaining, num_bytes, tokens = split.size, 0, 0
     for blocks in read_texts(split, text_key=job.text_key):
@@ -196,7 +192,7 @@ def _add_split(job: TokenizeJob, writer: ShardWriter, split: InputSplit, advance
                     remaining, num_bytes, tokens = max(remaining - num_bytes, 0), 0, 0
         except BadText as error:
             if job.fail_on_bad_files:
-                raise DataError(f'data.bad_files = "refuse", and the corpus holds {error}') from error
+                raise DataError(f'data.bad_files = "error", and the corpus holds {error}') from error
             writer.rollback(savepoint)
             problems.append(str(error))
         if not split.document_key:

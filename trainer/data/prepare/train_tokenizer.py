@@ -1,4 +1,4 @@
-"""A sentencepiece BPE out of a sample of a corpus: the same pieces for the same text."""
+"""Trains a sentencepiece BPE on a sample of a corpus, deterministically."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from random import Random
 
 import sentencepiece
 
-from trainer.checkpoint.durable_io import write_and_fsync
+from trainer.checkpoint.durable_io import write_atomic
 from trainer.data.corpus import Corpus
-from trainer.data.errors import DataError
 from trainer.data.formats import BadText, read_texts
 from trainer.data.source import CorpusSpec
+from trainer.errors import DataError
 
-DEFAULT_LINES = 100_000
-MAX_LINE_BYTES = 16_384  # bytes of a line that is learned from
-MAX_SAMPLED_PARTITIONS = 64  # of a corpus that are read
+MAX_LINE_BYTES = 16_384  # longer lines are left out
+MAX_SAMPLED_PARTITIONS = 64  # per corpus
 MAX_PARTITION_CHARS = 1 << 26
 
 
 def train_sentencepiece(sources: Sequence[CorpusSpec], *, vocab_size: int, lines: int) -> bytes:
-    """The model. Raises DataError if the text does not give as many pieces, or the size has no room for all bytes."""
+    """The serialized model. Raises DataError if the text gives fewer tokens, or vocab_size is too small for all bytes."""
     sample = sample_lines(sources, lines)
     if not sample:
-        raise DataError("there is no text to learn from")
+        raise DataError("the corpus has no text to train on")
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -49,12 +48,12 @@ def train_sentencepiece(sources: Sequence[CorpusSpec], *, vocab_size: int, lines
         )
     except (RuntimeError, OSError) as error:
         reason = re.sub(r"^.*\) \[.*\] |\s+", " ", str(error)).strip()
-        raise DataError(f"no tokenizer of {vocab_size} tokens can be made of {len(sample)} lines: {reason}") from error
+        raise DataError(f"cannot train {vocab_size} tokens on {len(sample)} lines: {reason}") from error
     return model.getvalue()
 
 
 def sample_lines(sources: Sequence[CorpusSpec], count: int) -> list[str]:
-    """`count` lines, each as likely as any other of the text that is read, which is all of a corpus that is not large."""
+    """A uniform sample of `count` of the lines that `iter_lines` reads (reservoir sampling, fixed seed)."""
     random, sample = Random(0), list[str]()
     for number, line in enumerate(line for source in sources for line in iter_lines(source)):
         if number < count:
@@ -65,11 +64,11 @@ def sample_lines(sources: Sequence[CorpusSpec], count: int) -> list[str]:
 
 
 def iter_lines(source: CorpusSpec) -> Iterator[str]:
-    """Lines of pieces that lie evenly over a corpus, and of each piece of its beginning."""
+    """Lines from the start of evenly spaced partitions; all lines of a small corpus."""
     partitions = Corpus(source).partitions()
     for partition in partitions[:: -(-len(partitions) // MAX_SAMPLED_PARTITIONS)]:
         remaining = MAX_PARTITION_CHARS
-        for blocks in (blocks for unit in partition for blocks in read_texts(unit, text_key=source.text_key)):
+        for blocks in (blocks for split in partition for blocks in read_texts(split, text_key=source.text_key)):
             with suppress(BadText):
                 for block in blocks:
                     remaining -= len(block)
@@ -81,11 +80,9 @@ def iter_lines(source: CorpusSpec) -> Iterator[str]:
 
 
 def write_model(model: bytes, path: Path) -> None:
-    """The whole file or nothing. Raises DataError."""
-    temporary = path.with_name(f"{path.name}.tmp")
+    """Raises DataError if the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_and_fsync(temporary, model)
-        temporary.rename(path)
+        write_atomic(path, model)
     except OSError as error:
         raise DataError(f"{path} cannot be written: {error}") from error

@@ -1,13 +1,13 @@
-"""Context parallelism: ranks share the tokens of a row, and attention is exact over all of it.
+"""Context parallelism: ranks hold shards of each sequence, and attention is exact over the full sequence.
 
     mesh = init_device_mesh("cpu", (4,))
     cp = ContextParallel(mesh, method="ring", heads=8, kv_heads=4)
-    q, k, v = (cp.shard(x) for x in (q, k, v))  # [B, T, heads, width] -> this rank's tokens
+    q, k, v = (cp.shard(x) for x in (q, k, v))  # [B, T, heads, head_dim] -> [B, S, heads, head_dim]
     out = cp(q, k, v)
     out = cp.unshard(out)
 
-Shape suffixes: B rows, S tokens of this rank, T tokens of the row, N query heads, K key/value heads, H head width,
-D document starts and the row's end.
+Shape suffixes: B batch, S tokens of this rank, T tokens of the full sequence, N query heads, K KV heads, H head dim,
+D document boundaries.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from parallelisms.parallel_dims import ContextPlan, CPMethod, RotateMethod, Shar
 
 
 class InFlightQKV(NamedTuple):
-    """Queries, keys and values on their way."""
+    """What `ContextParallel.start` has started to send."""
 
     all_to_alls: list[ulysses.SeqToHeads] | None
-    """To the ranks that have their heads."""
+    """All-to-all of q, k and v; None without Ulysses."""
     qkv: Sequence[Tensor]
-    """Unless they are exchanged, and held no longer than that."""
+    """q, k and v; empty with Ulysses."""
     pending_kv: Waitable | None = None
-    """Keys and values of other ranks of the ring."""
+    """The first KV exchange of the ring; with Ulysses it starts after the all-to-all."""
 
 
 class ContextParallel:
-    """Attention over shared rows, and the way into it and out.
+    """Context-parallel attention core (`models.attention.AttentionCore`), with sharding and unsharding of tensors.
 
-    `mesh` is one axis of ranks, or two for `hybrid`: first those among which keys and values rotate, then those that
-    exchange heads. Other arguments are those of `ContextPlan`; `reduce_dtype` is the type in which gradients of
-    keys and values travel in half precision. Raises ValueError, on all ranks, with everything that cannot be done
-    exactly, and when ranks were given different plans.
+    `mesh` has one dimension or, for `hybrid`, two: ring, then Ulysses. `method`, `layout`, `outer_method`, `heads`,
+    `kv_heads` and `head_dim` are those of `ContextPlan`. 16-bit gradients of keys and values are sent in
+    `reduce_dtype`. Raises ValueError on all ranks, for everything that cannot be computed exactly and if the ranks'
+    arguments differ.
     """
 
     def __init__(
@@ -84,27 +84,33 @@ class ContextParallel:
         )
         problems = [*self.plan.problems(), *_unsupported(self.plan, causal=causal, window=window, dropout=dropout)]
         if self.plan.resolved_method == "hybrid" and not is_hybrid:
-            problems.append('cp_method "hybrid" needs a mesh of two axes: ranks that rotate, ranks that exchange heads')
+            problems.append('cp_method "hybrid" needs a mesh with 2 dimensions: ring, Ulysses')
         if mesh.ndim > 2:
-            problems.append(f"a mesh of {mesh.ndim} axes is not supported; take its one or two that share rows")
+            problems.append(
+                f"the mesh has {mesh.ndim} dimensions; pass the submesh of the 1 or 2 context-parallel ones"
+            )
         if kernel not in kernels.KERNELS:
-            problems.append(f'attention kernel "{kernel}" is unknown; there are {", ".join(kernels.KERNELS)}')
-        self._groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-        self._require_same(vars(self.plan) | {"reduce_dtype": reduce_dtype, "refused": problems}, "plans")
+            problems.append(f'attention kernel "{kernel}" is unknown; choose from {", ".join(kernels.KERNELS)}')
+        self._groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+        self._require_same(vars(self.plan) | {"reduce_dtype": reduce_dtype, "problems": problems}, "plans")
         if problems:
             raise ValueError("; ".join(problems))
-        self.rotate_method, self.layout = self.plan.rotate_method, self.plan.resolved_layout
+        self.layout, self.kernel = self.plan.resolved_layout, kernel
         self.ring_degree, self.ulysses_degree = self.plan.ring_degree, self.plan.ulysses_degree
-        self.ring_group = self._groups[0].group_name
         self.ulysses_group = self._groups[-1].group_name
-        self.reduce_dtype, self.kernel = reduce_dtype, kernel
+        self._ring: cp_attention_op.CPAttentionOptions | None = None
+        if self.plan.rotate_method is not None and self.ring_degree > 1:
+            group_name = self._groups[0].group_name
+            self._ring = cp_attention_op.CPAttentionOptions(
+                self.plan.rotate_method, self.layout, group_name, reduce_dtype, kernel
+            )
         self.heads, self.kv_heads = heads, kv_heads
         self.rank = mesh.get_local_rank() if mesh.ndim == 1 else _flat_rank(mesh)
 
     def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor | None = None) -> Tensor:
-        """Causal attention inside documents: [B, S, N, H]. Left out, `boundaries_BD` makes each row one document.
+        """Causal attention inside documents: [B, S, N, H]. Without `boundaries_BD` each sequence is one document.
 
-        Raises ValueError where shapes do not fit the plan, or boundaries the row.
+        Raises ValueError for shapes that do not match the plan, and boundaries that do not match the sequence.
         """
         self._require_shapes(q_BSNH, k_BSKH, v_BSKH)
         if boundaries_BD is None:
@@ -117,23 +123,22 @@ class ContextParallel:
         out = self._attend(q_BSNH, k_BSKH, v_BSKH, boundaries_BD)
         return ulysses.heads_to_seq(out, self.ulysses_group, self.ulysses_degree) if self.ulysses_degree > 1 else out
 
-    # ---- the same in steps, below autograd, of as many heads as are given
+    # ---- below autograd, for any number of heads
 
     def start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> InFlightQKV:
-        """Lets everything begin its way to the ranks that need it."""
+        """Starts the all-to-all of q, k and v or, without Ulysses, the ring's first KV exchange."""
         qkv = (q_BSNH, k_BSKH, v_BSKH)
         if self.ulysses_degree > 1:
             return InFlightQKV([ulysses.SeqToHeads(x, self.ulysses_group, self.ulysses_degree) for x in qkv], ())
         return InFlightQKV(None, qkv, self._start_kv_exchange(k_BSKH, v_BSKH))
 
     def forward(self, pending: InFlightQKV, boundaries_BD: Tensor) -> tuple[Tensor, Tensor]:
-        """Output [B, S, N, H] and log-sum-exp, of this rank's heads."""
+        """Output [B, S, N, H] and, for the heads that this rank computes, the log-sum-exp."""
         (q, k, v), pending_kv = self._wait_inputs(pending)
-        if pending_kv is None or self.rotate_method is None:
+        if pending_kv is None or self._ring is None:
             out, lse = attention_op.attention(q, k, v, boundaries_BD, kernel=self.kernel)
         else:
-            options = (self.rotate_method, self.layout, self.ring_group, self.kernel)
-            out, lse = cp_attention_op.forward(q, k, v, pending_kv, boundaries_BD, *options)
+            out, lse = cp_attention_op.forward(q, k, v, pending_kv, boundaries_BD, self._ring)
         return (
             ulysses.heads_to_seq(out, self.ulysses_group, self.ulysses_degree) if self.ulysses_degree > 1 else out
         ), lse
@@ -141,19 +146,18 @@ class ContextParallel:
     def backward(
         self, grad_BSNH: Tensor, pending: InFlightQKV, out_BSNH: Tensor, lse: Tensor, boundaries_BD: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and values."""
+        """dq, dk and dv."""
         (q, k, v), pending_kv = self._wait_inputs(pending)
         if self.ulysses_degree > 1:
             grad_BSNH, out_BSNH = (
                 ulysses.seq_to_heads(x, self.ulysses_group, self.ulysses_degree) for x in (grad_BSNH, out_BSNH)
             )
-        if pending_kv is None or self.rotate_method is None:
+        if pending_kv is None or self._ring is None:
             grads = attention_op.attention_backward(grad_BSNH, q, k, v, out_BSNH, lse, boundaries_BD, self.kernel)
         else:
-            options = (self.rotate_method, self.layout, self.ring_group, self.reduce_dtype, self.kernel)
-            grads = cp_attention_op.backward(grad_BSNH, q, k, v, pending_kv, out_BSNH, lse, boundaries_BD, *options)
+            grads = cp_attention_op.backward(grad_BSNH, q, k, v, pending_kv, out_BSNH, lse, boundaries_BD, self._ring)
         if pending.all_to_alls is not None:
-            del q, k, v, grad_BSNH, out_BSNH  # Before as much comes back.
+            del q, k, v, grad_BSNH, out_BSNH  # Freed before the all-to-all of the gradients allocates as much.
             pending_grads = [*grads]
             del grads
             grads = tuple([all_to_all.backward(pending_grads.pop(0)) for all_to_all in pending.all_to_alls])
@@ -163,52 +167,40 @@ class ContextParallel:
     def _wait_inputs(self, pending: InFlightQKV) -> tuple[Sequence[Tensor], Waitable | None]:
         if pending.all_to_alls is None:
             return pending.qkv, pending.pending_kv
-        qkv = [exchange.wait() for exchange in pending.all_to_alls]
+        qkv = [all_to_all.wait() for all_to_all in pending.all_to_alls]
         return qkv, self._start_kv_exchange(*qkv[1:])
 
     def _start_kv_exchange(self, k_BSKH: Tensor, v_BSKH: Tensor) -> Waitable | None:
-        if self.rotate_method is None or self.ring_degree == 1:
-            return None
-        return cp_attention_op.start_kv_exchange(k_BSKH, v_BSKH, self.rotate_method, self.ring_group)
+        return None if self._ring is None else cp_attention_op.start_kv_exchange(k_BSKH, v_BSKH, self._ring)
 
     def _attend(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Tensor:
-        if self.rotate_method is None or self.ring_degree == 1:
+        if self._ring is None:
             return attention_op.attention(q_BSNH, k_BSKH, v_BSKH, boundaries_BD, kernel=self.kernel)[0]
-        return cp_attention_op.attention(
-            q_BSNH,
-            k_BSKH,
-            v_BSKH,
-            boundaries_BD,
-            rotate_method=self.rotate_method,
-            layout=self.layout,
-            group_name=self.ring_group,
-            reduce_dtype=self.reduce_dtype,
-            kernel=self.kernel,
-        )[0]
+        return cp_attention_op.attention(q_BSNH, k_BSKH, v_BSKH, boundaries_BD, self._ring)[0]
 
-    # ---- in and out
+    # ---- sharding
 
     def layouts(self, boundaries_BD: Tensor) -> list[SeqLayout]:
-        """How the tokens of each row lie on the ring."""
+        """The ring layout of each sequence."""
         return [SeqLayout(self.layout, self.ring_degree, tuple(row)) for row in boundaries_BD.tolist()]
 
     def shard(self, x_BT: Tensor, boundaries_BD: Tensor | None = None) -> Tensor:
-        """The tokens of this rank, of any tensor [B, T, ...]; differentiable. Raises ValueError if T does not divide."""
+        """Selects this rank's tokens of a tensor [B, T, ...]; differentiable. Raises ValueError if T is not divisible."""
         return _select_tokens(x_BT, self._permutation(x_BT, boundaries_BD).chunk(self.plan.cp, dim=1)[self.rank])
 
     def unshard(self, x_BS: Tensor, boundaries_BD: Tensor | None = None) -> Tensor:
-        """The whole rows on every rank, in their order: [B, T, ...]; no gradient flows through it."""
+        """All-gathers the full sequences, in order: [B, T, ...]. Not differentiable."""
         with torch.no_grad():
-            # Neighbours that exchange heads hold neighbouring parts, so they are joined first.
+            # Ulysses ranks hold adjacent parts of a ring rank's tokens, so they are gathered first.
             for group in reversed(self._groups):
                 x_BS = torch.cat(tuple(collectives.all_gather_async(x_BS, group).wait()), dim=1)
             return _select_tokens(x_BS, self._permutation(x_BS, boundaries_BD).argsort(dim=1))
 
     def shard_batch(self, batch: Batch) -> Batch:
-        """The tokens of this rank, everything per token cut alike; boundaries stay those of the whole rows.
+        """Shards every per-token tensor; the boundaries stay those of the full sequences.
 
-        Rows that do not divide are padded at their end, with one more document that has no labels. Raises ValueError
-        if labels are not the next tokens: shifted after the cut, they would be wrong wherever two pieces meet.
+        Sequences are padded to a divisible length with one more document, which has no labels. Raises ValueError if
+        labels are not the next tokens: shifting them after sharding would be wrong at every shard boundary.
         """
         _require_shifted_labels(batch)
         batch = pad_batch(batch, self.plan.seq_len_divisor)
@@ -223,37 +215,37 @@ class ContextParallel:
         )
 
     def padded_length(self, seq_len: int) -> int:
-        """The length of a row of so many tokens, made to divide among the ranks."""
+        """`seq_len` rounded up to a length that the layout can shard."""
         return self.plan.padded_length(seq_len)
 
     def spans(self, boundaries: tuple[int, ...]) -> list[tuple[int, int]]:
-        """(start, length) of what this rank holds of a row with these document starts and length, in its order."""
+        """(start, length) of this rank's tokens of a sequence with these boundaries, in the order held."""
         token_spans = SeqLayout(self.layout, self.ring_degree, boundaries).spans(self.rank // self.ulysses_degree)
-        # Neighbours that exchange heads hold neighbouring parts.
+        # Ulysses ranks hold adjacent parts of a ring rank's tokens.
         tokens = boundaries[-1] // self.plan.cp
         local_start = self.rank % self.ulysses_degree * tokens
         clipped = [
             (max(span.local_start, local_start), min(span.local_start + span.length, local_start + tokens), span)
             for span in token_spans
         ]
-        return [(piece.start + low - piece.local_start, high - low) for low, high, piece in clipped if low < high]
+        return [(span.start + low - span.local_start, high - low) for low, high, span in clipped if low < high]
 
     def attention_pairs(self, boundaries_per_sequence: Sequence[tuple[int, ...]]) -> int:
-        """(query, key) pairs that this rank attends to in rows with these document starts and lengths."""
+        """(query, key) pairs that this rank computes in sequences with these boundaries."""
         layouts = (SeqLayout(self.layout, self.ring_degree, boundaries) for boundaries in boundaries_per_sequence)
         return (
             sum(layout.pairs_per_rank()[self.rank // self.ulysses_degree] for layout in layouts) // self.ulysses_degree
         )
 
     def require_same_boundaries(self, boundaries_BD: Tensor) -> None:
-        """Raises ValueError, on all ranks, if they were given different boundaries: a layout would not match."""
+        """Raises ValueError on all ranks if their boundaries differ, because their layouts would not match."""
         self._require_same({"boundaries": boundaries_BD.tolist()}, "documents")
 
     def _require_same(self, values: dict[str, Any], description: str) -> None:
         per_rank = [values]
-        # Every rank learns what every other has before any raises, or some would wait for those that did.
+        # All ranks compare before any raises; otherwise the others would wait in a collective for the failed ones.
         for group in reversed(self._groups):
-            per_rank = [one for some in collectives.all_gather_object(per_rank, group) for one in some]
+            per_rank = [value for gathered in collectives.all_gather_object(per_rank, group) for value in gathered]
         mismatches = [
             f"{key} is {per_rank[0][key]} on rank 0 and {other[key]} on rank {rank}"
             for rank, other in enumerate(per_rank)
@@ -261,15 +253,15 @@ class ContextParallel:
             if other[key] != per_rank[0][key]
         ]
         if mismatches:
-            raise ValueError(f"context-parallel ranks were given different {description}: {'; '.join(mismatches)}")
+            raise ValueError(f"context-parallel ranks have different {description}: {'; '.join(mismatches)}")
 
     def _permutation(self, x_BT: Tensor, boundaries_BD: Tensor | None) -> Tensor:
-        """int64 [B, T] on the device of x: each row's tokens by rank."""
+        """int64 [B, T] on the device of x: each sequence's tokens, rank by rank."""
         tokens = x_BT.shape[1]
         if tokens % self.plan.seq_len_divisor:
             raise ValueError(
-                f'a row of {tokens} tokens must be a multiple of {self.plan.seq_len_divisor} for layout "{self.layout}" over '
-                f"{self.plan.cp} ranks"
+                f"sequence length {tokens} must be a multiple of {self.plan.seq_len_divisor} for layout "
+                f'"{self.layout}" over {self.plan.cp} ranks'
             )
         if boundaries_BD is None:
             permutation = SeqLayout(self.layout, self.ring_degree, (0, tokens)).permutation().expand(x_BT.shape[0], -1)
@@ -279,19 +271,21 @@ class ContextParallel:
         return permutation.to(x_BT.device)
 
     def _require_shapes(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> None:
-        # Before anything is sent: a rank that raised later would leave the others with what they have on its way.
+        # Checked before sending: a rank that raises later would leave the others waiting.
         if q_BSNH.ndim != 4 or k_BSKH.ndim != 4 or v_BSKH.ndim != 4:
             shapes = _format_shapes(q_BSNH, k_BSKH, v_BSKH)
-            raise ValueError(f"queries, keys and values must be [rows, tokens, heads, width], not {shapes}")
+            raise ValueError(f"queries, keys and values must be [batch, tokens, heads, head_dim], not {shapes}")
         if q_BSNH.shape[2] != self.heads or k_BSKH.shape[2] != self.kv_heads:
             raise ValueError(
-                f"the plan is for {self.heads} query and {self.kv_heads} key/value heads, not {q_BSNH.shape[2]} and "
-                f"{k_BSKH.shape[2]}"
+                f"{q_BSNH.shape[2]} query heads and {k_BSKH.shape[2]} KV heads do not match ContextParallel(heads="
+                f"{self.heads}, kv_heads={self.kv_heads})"
             )
         shapes_match = q_BSNH.shape[:2] == k_BSKH.shape[:2] and q_BSNH.shape[3] == k_BSKH.shape[3]
         if not shapes_match or k_BSKH.shape != v_BSKH.shape or not q_BSNH.dtype == k_BSKH.dtype == v_BSKH.dtype:
             shapes = _format_shapes(q_BSNH, k_BSKH, v_BSKH)
-            raise ValueError(f"queries, keys and values must have the same rows, tokens, width and type, not {shapes}")
+            raise ValueError(
+                f"queries, keys and values must have equal batch, tokens, head_dim and dtype, not {shapes}"
+            )
 
 
 def _format_shapes(*tensors: Tensor) -> str:
@@ -299,7 +293,7 @@ def _format_shapes(*tensors: Tensor) -> str:
 
 
 def set_attention_core(model: Transformer, core: ContextParallel | None, *, kernel: str) -> None:
-    """Puts context parallelism, or for None attention to whole rows, into every attention of the model."""
+    """Sets the attention core of every block; None means full sequences on each rank."""
     for block in model.layers():
         block.attention.core = core or LocalAttentionCore(kernel)
 
@@ -320,8 +314,8 @@ def _flat_rank(mesh: DeviceMesh) -> int:
 
 
 def _select_tokens(x_BT: Tensor, index_BS: Tensor) -> Tensor:
-    rows = torch.arange(x_BT.shape[0], device=x_BT.device)
-    return x_BT[rows[:, None], index_BS]
+    batch_indices = torch.arange(x_BT.shape[0], device=x_BT.device)
+    return x_BT[batch_indices[:, None], index_BS]
 
 
 def _require_shifted_labels(batch: Batch) -> None:
@@ -329,4 +323,4 @@ def _require_shifted_labels(batch: Batch) -> None:
     labels = batch.labels[:, :-1]
     crosses_documents = batch.document_ids[:, 1:] != batch.document_ids[:, :-1]
     if not bool(((labels == next_tokens) | (labels == IGNORE_INDEX) | crosses_documents).all()):
-        raise ValueError("labels must be the next tokens of their documents, shifted on the whole row before it is cut")
+        raise ValueError("labels must be the next tokens of their documents, shifted before the sequence is sharded")

@@ -1,0 +1,17 @@
+"""What holds for every test: one thread of computation, and no garbage collection of what was imported."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.garbage import freeze_imports
+
+# Before torch is imported. Several tests run at a time, and tiny tensors gain nothing from threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    del session
+    freeze_imports()

@@ -1,0 +1,128 @@
+"""Keys and flags of other trainers, and ours: for "did you mean" messages and the table of docs/from_torchtitan.md."""
+
+from __future__ import annotations
+
+NO_LOGGER = "no equivalent: metrics go to TensorBoard and metrics.jsonl"
+
+TORCHTITAN = {
+    "job.dump_folder": "job.output_dir",
+    "model.name": "model.family",
+    "model.flavor": "model.size",
+    "model.hf_assets_path": "tokenizer.path",
+    "model.tokenizer_path": "tokenizer.path",
+    "optimizer.implementation": "optimizer.name",
+    "lr_scheduler.warmup_steps": "schedule.warmup_steps",
+    "lr_scheduler.decay_type": "schedule.kind",
+    "lr_scheduler.decay_ratio": "schedule.decay_steps",
+    "lr_scheduler.min_lr_factor": "schedule.min_lr_factor",
+    "training.dataset": "data.corpus",
+    "training.dataset_path": "data.corpus",
+    "training.local_batch_size": "training.micro_batch_size",
+    "training.batch_size": "training.micro_batch_size",
+    "training.max_seq_len": "training.seq_len",
+    "training.max_norm": "optimizer.max_grad_norm",
+    "training.mixed_precision_param": "training.dtype",
+    "training.mixed_precision_reduce": "training.reduce_dtype",
+    "training.gc_freq": "training.gc_interval",
+    "training.enable_cpu_offload": "memory.optimizer_placement",
+    "debug.seed": "training.seed",
+    "debug.deterministic": "training.deterministic",
+    "compile.enable": "training.compile",
+    "parallelism.data_parallel_replicate_degree": "parallelism.dp_replicate",
+    "parallelism.data_parallel_shard_degree": "parallelism.dp_shard",
+    "parallelism.fsdp_reshard_after_forward": "parallelism.reshard_after_forward",
+    "parallelism.tensor_parallel_degree": "parallelism.tp",
+    "parallelism.disable_loss_parallel": "parallelism.loss_parallel",
+    "parallelism.enable_async_tensor_parallel": "parallelism.async_tp",
+    "parallelism.context_parallel_degree": "parallelism.cp",
+    "parallelism.context_parallel_rotate_method": "parallelism.cp_method",
+    "parallelism.context_parallel_load_balancer": "parallelism.cp_layout",
+    "parallelism.pipeline_parallel_degree": "parallelism.pp",
+    "parallelism.pipeline_parallel_schedule": "parallelism.pp_schedule",
+    "parallelism.pipeline_parallel_microbatch_size": "training.micro_batch_size",
+    "parallelism.module_fqns_per_model_part": "parallelism.pp_layers",
+    "activation_checkpoint.mode": "memory.recompute",
+    "checkpoint.enable": "checkpoint.enabled",
+    "checkpoint.keep_latest_k": "checkpoint.keep",
+    "checkpoint.async_mode": "checkpoint.async",
+    "metrics.log_freq": "metrics.log_interval",
+    "metrics.enable_tensorboard": "metrics.tensorboard",
+    "metrics.enable_wandb": NO_LOGGER,
+    "profiling.profile_freq": "profiler.trace_step",
+    "profiling.enable_memory_snapshot": "profiler.memory_step",
+    "comm.init_timeout_seconds": "distributed.start_timeout_minutes",
+    "comm.train_timeout_seconds": "distributed.timeout_minutes",
+    "validation.freq": "validation.interval",
+}
+MEGATRON = {
+    "--seq-length": "training.seq_len",
+    "--micro-batch-size": "training.micro_batch_size",
+    "--global-batch-size": "training.global_batch_size",
+    "--train-iters": "training.steps",
+    "--bf16": "training.dtype",
+    "--tensor-model-parallel-size": "parallelism.tp",
+    "--pipeline-model-parallel-size": "parallelism.pp",
+    "--num-layers-per-virtual-pipeline-stage": "parallelism.pp_layers",
+    "--context-parallel-size": "parallelism.cp",
+    "--cp-comm-type": "parallelism.cp_method",
+    "--use-distributed-optimizer": "parallelism.dp_shard",
+    "--recompute-granularity": "memory.recompute",
+    "--num-layers": "model.num_layers",
+    "--hidden-size": "model.dim",
+    "--ffn-hidden-size": "model.ffn_dim",
+    "--num-attention-heads": "model.num_heads",
+    "--num-query-groups": "model.num_kv_heads",
+    "--norm-epsilon": "model.norm_eps",
+    "--rotary-base": "model.rope.theta",
+    "--data-path": "data.corpus",
+    "--lr-decay-style": "schedule.kind",
+    "--lr-warmup-iters": "schedule.warmup_steps",
+    "--min-lr": "schedule.min_lr_factor",
+    "--clip-grad": "optimizer.max_grad_norm",
+    "--save": "job.output_dir",
+    "--save-interval": "checkpoint.interval",
+    "--load": "checkpoint.initial_load_path",
+    "--wandb-project": NO_LOGGER,
+}
+HUGGING_FACE = {
+    "per_device_train_batch_size": "training.micro_batch_size",
+    "gradient_accumulation_steps": "training.global_batch_size",
+    "max_steps": "training.steps",
+    "max_seq_length": "training.seq_len",
+    "learning_rate": "optimizer.lr",
+    "lr_scheduler_type": "schedule.kind",
+    "gradient_checkpointing": "memory.recompute",
+    "torch_compile": "training.compile",
+    "save_steps": "checkpoint.interval",
+    "save_total_limit": "checkpoint.keep",
+    "logging_steps": "metrics.log_interval",
+    "report_to": NO_LOGGER,
+    "hidden_size": "model.dim",
+    "intermediate_size": "model.ffn_dim",
+    "num_hidden_layers": "model.num_layers",
+    "num_attention_heads": "model.num_heads",
+    "num_key_value_heads": "model.num_kv_heads",
+    "rope_theta": "model.rope.theta",
+}
+ALIASES = TORCHTITAN | MEGATRON | HUGGING_FACE
+
+
+def _normalize(name: str) -> str:
+    return name.lstrip("-").replace("-", "_")
+
+
+_BY_NAME = {_normalize(alias): key for alias, key in ALIASES.items()}
+# Without the section, where the key alone says enough.
+_BY_KEY = {alias.rpartition(".")[2]: key for alias, key in _BY_NAME.items() if "_" in alias.rpartition(".")[2]}
+
+
+def suggest(name: str) -> str | None:
+    """The message for another trainer's key, written with or without its section."""
+    name = _normalize(name)
+    key = _BY_NAME.get(name) or _BY_KEY.get(name.rpartition(".")[2])
+    return key if key is None or key == NO_LOGGER else f"did you mean {key}?"
+
+
+def markdown_table() -> str:
+    rows = [f"| `{alias}` | {key if key == NO_LOGGER else f'`{key}`'} |" for alias, key in ALIASES.items()]
+    return "\n".join(["| theirs | ours |", "|---|---|", *rows])

@@ -1,0 +1,123 @@
+"""Schema versions of stored configurations, and the renames between them.
+
+A run folder's `config.toml` and a checkpoint's `state.json` carry `schema_version`. Older ones are migrated when they are
+read. In a file or flag that a user writes, the same tables turn an old name into an error that gives the new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Migration:
+    """Changes from one schema version to the next. Keys are dotted; items of `[[data.mix]]` are `data.mix.KEY`."""
+
+    renamed_keys: Mapping[str, str] = field(default_factory=dict)
+    """Old to new key of the same section."""
+    renamed_values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """New key to its old and new values."""
+    added_keys: Mapping[str, Any] = field(default_factory=dict)
+    """New key to the value that reproduces the behaviour before it existed."""
+
+
+# MIGRATIONS[n - 1] leads from version n to n + 1. A new one is appended; the others never change.
+MIGRATIONS = (
+    Migration(
+        renamed_keys={
+            "checkpoint.initial": "checkpoint.initial_load_path",
+            "data.mix.at_least": "data.mix.min_length",
+            "data.mix.below": "data.mix.max_length",
+            "health.skipped_in_a_row": "health.max_consecutive_skips",
+            "memory.head_chunk_mib": "memory.loss_chunk_mib",
+            "memory.input_every": "memory.blocks_per_checkpoint",
+            "parallelism.cp_outer": "parallelism.cp_outer_method",
+            "parallelism.node_ranks": "parallelism.ranks_per_node",
+            "schedule.final": "schedule.min_lr_factor",
+        },
+        renamed_values={"data.bad_files": {"refuse": "error"}, "health.on_spike": {"tell": "warn"}},
+    ),
+)
+SCHEMA_VERSION = len(MIGRATIONS) + 1
+SCHEMA_KEY = "schema_version"
+
+# Version 1 wrote no schema_version. Its resolved files state all of these sections, which no manually written file does.
+VERSION_1_SECTIONS = (
+    *("job", "model", "tokenizer", "data", "training", "parallelism", "memory", "optimizer", "schedule", "checkpoint"),
+    *("validation", "metrics", "health", "profiler", "distributed", "slurm"),
+)
+
+
+def migrate(values: Mapping[str, Any], *, version: object) -> dict[str, Any]:
+    """The values of a stored configuration, nested or by dotted key, in today's schema.
+
+    Raises `ConfigError` for a version that does not exist yet.
+    """
+    if not isinstance(version, int) or not 1 <= version <= SCHEMA_VERSION:
+        raise ConfigError(
+            [f"{SCHEMA_KEY} = {version} is unknown; this version of the trainer reads 1 to {SCHEMA_VERSION}"]
+        )
+    migrated = dict(values)
+    for migration in MIGRATIONS[version - 1 :]:
+        migrated = _rename("", migrated, migration)
+        for name, value in migration.added_keys.items():
+            section, _, key = name.rpartition(".")
+            table = migrated.get(section)
+            if isinstance(table, dict):
+                migrated[section] = {key: value} | table
+            else:
+                migrated.setdefault(name, value)
+    return migrated
+
+
+def migrate_file(values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a TOML file, migrated if a run wrote it; a user's file has no version and must use today's keys."""
+    is_version_1 = all(section in values for section in VERSION_1_SECTIONS)
+    version = values.get(SCHEMA_KEY, 1 if is_version_1 else SCHEMA_VERSION)
+    return migrate({key: value for key, value in values.items() if key != SCHEMA_KEY}, version=version)
+
+
+def new_key(name: str) -> str | None:
+    """Today's name of a dotted key that was renamed."""
+    current = name = _section_name(name)
+    for migration in MIGRATIONS:
+        current = migration.renamed_keys.get(current, current)
+    return None if current == name else current
+
+
+def new_value(name: str, value: object) -> str | None:
+    """Today's spelling of a key's value that was renamed."""
+    current = value
+    for migration in MIGRATIONS:
+        current = migration.renamed_values.get(_section_name(name), {}).get(str(current), current)
+    return None if current == value else str(current)
+
+
+def _section_name(name: str) -> str:
+    """The dotted key that a key of `[[stage]]` overrides."""
+    if not name.startswith("stage."):
+        return name
+    name = name.removeprefix("stage.")
+    return f"data.{name}" if name.partition(".")[0] == "mix" else name
+
+
+def _rename(path: str, table: Mapping[str, Any], migration: Migration) -> dict[str, Any]:
+    renamed = {}
+    for key, value in table.items():
+        name = _section_name(f"{path}.{key}" if path else key)
+        name = migration.renamed_keys.get(name, name)
+        new = f"{key.rpartition('.')[0]}.{name.rpartition('.')[2]}" if "." in key else name.rpartition(".")[2]
+        if new != key and new in table:
+            continue
+        if isinstance(value, dict):
+            value = _rename(name, value, migration)
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            value = [_rename(name, item, migration) for item in value]
+        elif isinstance(value, str):
+            value = migration.renamed_values.get(name, {}).get(value, value)
+        renamed[new] = value
+    return renamed
