@@ -62,7 +62,7 @@ class Packed(BlendedDataset):
         training = config.training
         vocabulary, length = config.model.build().vocab_size, training.seq_len
         rows = training.steps * training.global_batch_size
-        copied: Any = {"vocab_size": vocabulary, "period": length // 2, "num_rows": rows, "seed": training.seed}
+        copied: Any = {"vocab_size": vocabulary, "period": length // 2, "num_sequences": rows, "seed": training.seed}
         super().__init__([CopyDataset(**copied, seq_len=length)], seq_len=length)
         self._documents = documents
 
