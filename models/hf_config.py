@@ -10,9 +10,11 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeGuard
 
 from models.config import ModelConfig, RopeConfig
+from models.hf import CONFIG_FILE, HuggingFaceError
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 CONFIG_FIELDS = {
@@ -71,15 +73,15 @@ ROPE_TYPE_KEYS = {"rope_type", "type", "rope_theta"}
 MSCALES = ("mscale", "mscale_all_dim")
 
 
-class HuggingFaceError(Exception):
-    """A model cannot be converted from or to Hugging Face's format; one line per problem."""
-
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems
-
-
 # ---- Hugging Face -> ModelConfig
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Parses the folder's config.json. Raises `HuggingFaceError`."""
+    try:
+        return parse_config((folder / CONFIG_FILE).read_bytes())
+    except OSError as error:
+        raise HuggingFaceError([f"{folder / CONFIG_FILE} cannot be read: {error.strerror}"]) from None
 
 
 def parse_config(content: str | bytes) -> dict[str, Any]:

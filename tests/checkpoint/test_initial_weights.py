@@ -15,17 +15,14 @@ from torch import Tensor
 
 from models import hf
 from models.hf_config import model_config_to_hf
+from models.hf_write import write_safetensors
 from models.transformer import Transformer
 from parallelisms.collectives import full_tensor, to_local
 from tests.ranks import run_ranks
 from tests.system.in_process import configured, rows_of, run_here, trainer_of
 from tests.system.runs import checkpoints, forked, metrics, tensors, write_run
-from trainer.checkpoint.initial_weights import (
-    HF_PREFIX,
-    find_checkpoint,
-    model_config_from_state,
-    validate_initial_weights,
-)
+from trainer.checkpoint.initial_checks import model_config_from_state, validate_initial_weights
+from trainer.checkpoint.initial_weights import HF_PREFIX, find_checkpoint
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.run_dir import ResumeError, RunDir, read_state
 from trainer.distributed import World
@@ -45,7 +42,7 @@ def write_hf_model(run: Path, folder: Path, *options: str, dtype: torch.dtype = 
     (folder / hf.CONFIG_FILE).write_text(
         json.dumps(model_config_to_hf(model, max_length=64, dtype=str(dtype).partition(".")[2]))
     )
-    hf.write_safetensors(folder, model, weights.__getitem__, dtype=dtype, file_bytes=100_000)
+    write_safetensors(folder, model, weights.__getitem__, dtype=dtype, file_bytes=100_000)
     assert (folder / hf.INDEX_FILE).exists()
     return weights
 

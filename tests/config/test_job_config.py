@@ -16,6 +16,7 @@ from models.rope_scaling import rope_summary
 from trainer.config import checks, docs
 from trainer.config.job_config import Config
 from trainer.config.parse import CONFIG_DIR, all_sections, load, repeated_tables, section_keys
+from trainer.config.summary import parallelism_summary, warnings
 from trainer.config.training_stages import Recipe
 from trainer.errors import ConfigError
 from trainer.launch.launcher import format_problems, load_and_validate
@@ -239,16 +240,16 @@ def test_supported_neighbours_of_unsupported_meshes_are_valid() -> None:
 
 def test_sequences_are_padded_only_for_ranks_that_shard_tokens() -> None:
     odd: dict[str, object] = {"seq_len": 63}
-    assert "63 is not a multiple of 2 (tp = 2)" in configured(parallelism={"tp": 2}, training=odd).warnings(2)[0]
-    assert configured(parallelism={"tp": 2, "sequence_parallel": False}, training=odd).warnings(2) == []
+    assert "63 is not a multiple of 2 (tp = 2)" in warnings(configured(parallelism={"tp": 2}, training=odd), 2)[0]
+    assert warnings(configured(parallelism={"tp": 2, "sequence_parallel": False}, training=odd), 2) == []
     assert (
         "63 is not a multiple of 8 (cp = 2, tp = 4)"
-        in configured(parallelism={"cp": 2, "tp": 4, "cp_method": "ring"}, training=odd).warnings(8)[0]
+        in warnings(configured(parallelism={"cp": 2, "tp": 4, "cp_method": "ring"}, training=odd), 8)[0]
     )
 
 
 def test_pipeline_keys_without_a_pipeline_give_a_warning() -> None:
-    assert configured(parallelism={"pp_layers": [1, 3], "pp_stages_per_rank": 2}).warnings(1) == [
+    assert warnings(configured(parallelism={"pp_layers": [1, 3], "pp_stages_per_rank": 2}), 1) == [
         "parallelism.pp_layers is not used with parallelism.pp = 1",
         "parallelism.pp_stages_per_rank is not used with parallelism.pp = 1",
     ]
@@ -339,7 +340,7 @@ def test_a_context_plan_has_the_heads_and_node_size_of_one_tp_rank() -> None:
 
 def test_sequences_that_cp_does_not_divide_give_a_warning() -> None:
     def remarks(seq_len: int, **section: object) -> list[str]:
-        return configured(training={"seq_len": seq_len}, parallelism=section).warnings(1)
+        return warnings(configured(training={"seq_len": seq_len}, parallelism=section), 1)
 
     assert remarks(512, cp=3) == [
         "training.seq_len = 512 is not a multiple of 6 (cp = 3): every sequence is padded by 4 tokens"
@@ -488,15 +489,15 @@ def test_all_problems_are_reported_together() -> None:
 
 def test_empty_micro_batches_give_a_warning() -> None:
     config = configured(training={"global_batch_size": 4, "micro_batch_size": 2})
-    assert config.warnings(2) == []
-    assert "1 of 3 are empty in every step" in config.warnings(3)[0]
+    assert warnings(config, 2) == []
+    assert "1 of 3 are empty in every step" in warnings(config, 3)[0]
 
 
 def test_a_warmup_as_long_as_the_run_gives_a_warning() -> None:
-    assert configured(training={"steps": 6}, schedule={"warmup_steps": 5}).warnings(1) == []
+    assert warnings(configured(training={"steps": 6}, schedule={"warmup_steps": 5}), 1) == []
     assert (
         "learning rate never reaches its peak"
-        in configured(training={"steps": 5}, schedule={"warmup_steps": 5}).warnings(1)[0]
+        in warnings(configured(training={"steps": 5}, schedule={"warmup_steps": 5}), 1)[0]
     )
 
 
@@ -523,9 +524,9 @@ def test_the_parallelism_summary_describes_the_rotary_embedding() -> None:
     config = load(
         ["--model.rope.kind", "yarn", "--model.rope.factor", "8", "--model.nope_every", "4", "--training.seq_len", "64"]
     )
-    assert config.parallelism_summary(1) == [rope_summary(config.model.build(), 64)]
-    assert config.parallelism_summary(1)[0].startswith("rope yarn: theta 500,000, ")
-    assert config.parallelism_summary(1)[0].endswith("attention factor 1.2079; no rope in every 4th layer")
+    assert parallelism_summary(config, 1) == [rope_summary(config.model.build(), 64)]
+    assert parallelism_summary(config, 1)[0].startswith("rope yarn: theta 500,000, ")
+    assert parallelism_summary(config, 1)[0].endswith("attention factor 1.2079; no rope in every 4th layer")
     preset = load(["--model.family", "qwen3"]).model.build()
     assert (preset.qk_norm, preset.nope_every, preset.rope.kind) == (True, None, "default")
     assert not load(["--model.family", "qwen3", "--model.qk_norm", "false"]).model.build().qk_norm
@@ -574,7 +575,7 @@ def test_every_shipped_configuration_is_listed_here() -> None:
 def test_debug_1m_needs_two_processes_and_no_file() -> None:
     config = load(["--config", "debug_1m"])
     assert checks.problems(config, 2) == []
-    assert config.warnings(2) == []
+    assert warnings(config, 2) == []
     assert (config.training.seq_len, config.parallelism.cp) == (1 << 20, 2)
     assert (config.data.documents, config.data.max_document, config.data.mask) == ("file", 16_384, "document")
     assert estimate_memory(config, 2).device_bytes < 2 * GIB
@@ -583,7 +584,7 @@ def test_debug_1m_needs_two_processes_and_no_file() -> None:
 def test_copy_repeats_tokens_of_another_rank() -> None:
     config = load(["--config", "copy"])
     assert checks.problems(config, 4) == []
-    assert config.warnings(4) == []
+    assert warnings(config, 4) == []
     period, chunk = config.data.copy_period, config.training.seq_len // (2 * config.parallelism.cp)
     assert period is not None
     assert (period % chunk, config.context_plan().resolved_layout, config.context_plan().rotate_method) == (
@@ -740,8 +741,8 @@ def test_a_training_corpus_cannot_be_held_out_with_other_document_settings() -> 
 def test_validating_on_training_documents_gives_a_warning() -> None:
     one: dict[str, object] = {"sets": {"one": {"seq_len": 64}}}
     said = "validation.sets.one validates on training documents: data.holdout = 0"
-    assert said in configured(validation=one).warnings(1)
-    assert said not in configured(validation=one, data={"holdout": 0.1}).warnings(1)
+    assert said in warnings(configured(validation=one), 1)
+    assert said not in warnings(configured(validation=one, data={"holdout": 0.1}), 1)
 
 
 def test_holdout_needs_unsplit_documents_and_text() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from models import hf
-from models.hf_config import config_differences, model_config_from_hf
+from models.hf_config import config_differences, model_config_from_hf, read_config
 from models.presets import FAMILIES
 from tests.models.hf_models import load as load_model
 from tests.models.hf_models import logits_of, logits_there, made_by_transformers
@@ -39,7 +39,7 @@ def checkpoint_of(config: Config) -> Path:
 
 
 def weights_in(folder: Path) -> dict[str, Tensor]:
-    model = model_config_from_hf(hf.read_config(folder))
+    model = model_config_from_hf(read_config(folder))
     weights = hf.SafetensorsReader(folder)
     assert weights.problems(model) == []
     return {name: weights.read(entry) for name, entry in hf.tensor_specs(model).items()}
@@ -101,16 +101,16 @@ def test_weights_are_exported_in_the_requested_dtype(
     for name, tensor in weights_in(run.parent / "hf").items():
         assert tensor.dtype == expected_dtype
         assert torch.equal(tensor, saved[f"model.{name}"].to(expected_dtype)), name
-    values = hf.read_config(run.parent / "hf")
+    values = read_config(run.parent / "hf")
     assert {f"torch.{values[key]}" for key in ("dtype", "torch_dtype")} == {str(expected_dtype)}
 
 
 def test_a_tied_head_is_omitted(run: Path) -> None:
     checkpoint = checkpoint_of(configured(run, run.parent / "run", "--model.tie_embeddings=true"))
     assert run_main("export", checkpoint, run.parent / "hf") == 0
-    assert hf.read_config(run.parent / "hf")["tie_word_embeddings"] is True
+    assert read_config(run.parent / "hf")["tie_word_embeddings"] is True
     assert not hf.SafetensorsReader(run.parent / "hf").has_tensor(hf.LM_HEAD)
-    model = model_config_from_hf(hf.read_config(run.parent / "hf"))
+    model = model_config_from_hf(read_config(run.parent / "hf"))
     tokens, logits = logits_of(load_model(run.parent / "hf", model), model)
     torch.testing.assert_close(logits, logits_there(run.parent / "hf", tokens), rtol=0, atol=1e-4)
 
@@ -125,7 +125,7 @@ def test_the_tokenizer_path_can_be_overridden(run: Path, capsys: pytest.CaptureF
     assert f'tokenizer.path = "{old}" cannot be read' in capsys.readouterr().err
     assert run_main("export", checkpoint, run.parent / "hf", "--tokenizer", new) == 0
     assert (run.parent / "hf/original/tokenizer.model").read_bytes() == new.read_bytes()
-    assert hf.read_config(run.parent / "hf")["bos_token_id"] == 256
+    assert read_config(run.parent / "hf")["bos_token_id"] == 256
 
 
 def test_a_run_on_synthetic_tokens_exports_no_tokenizer(run: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_run_on_synthetic_tokens_exports_no_tokenizer(run: Path) -> None:
     assert done.statuses == [0], done.said
     assert run_main("export", run.parent / "run", run.parent / "hf") == 0
     assert not list((run.parent / "hf").glob("tokenizer*"))
-    assert hf.read_config(run.parent / "hf")["bos_token_id"] is None
+    assert read_config(run.parent / "hf")["bos_token_id"] is None
 
 
 def test_an_existing_folder_is_not_overwritten(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,9 +191,7 @@ def test_import_and_export_of_a_transformers_model_is_bitwise(
     assert expected.keys() == exported.keys()
     assert all(torch.equal(tensor, exported[name]) for name, tensor in expected.items())
     assert (
-        config_differences(
-            *(model_config_from_hf(hf.read_config(folder)) for folder in (source, run.parent / "output"))
-        )
+        config_differences(*(model_config_from_hf(read_config(folder)) for folder in (source, run.parent / "output")))
         == {}
     )
 
@@ -206,7 +204,7 @@ def test_an_exported_model_can_be_imported(run: Path, capsys: pytest.CaptureFixt
     printed = capsys.readouterr().out
     (run.parent / "again.toml").write_text(printed)
     config = load(["--config", str(run.parent / "again.toml")])
-    assert config_differences(config.model.build(), model_config_from_hf(hf.read_config(run.parent / "hf"))) == {}
+    assert config_differences(config.model.build(), model_config_from_hf(read_config(run.parent / "hf"))) == {}
     assert config.tokenizer.kind == "byte"
     assert "# 95,552 parameters; max_position_embeddings = 64\n" in printed
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from trainer.errors import ConfigError
-from trainer.hardware.device_specs import TABLES_DIR, device_names, load_device, match_device
+from trainer.hardware.device_specs import device_names, load_device, match_device
+from trainer.hardware.specs import TABLES_DIR
 
 GIB = 1 << 30
 # As torch.cuda.get_device_name gives them, with the peaks of the vendors' data sheets.

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from models import hf
 from models.config import ModelConfig, RopeConfig
 from models.hf_config import model_config_to_hf
+from models.hf_write import write_safetensors
 from models.transformer import Transformer
 from tests.models.small_models import packed
 
@@ -42,7 +43,7 @@ def write(folder: Path, config: ModelConfig, model: Transformer, *, file_bytes: 
     parameters = dict(model.named_parameters())
     read = cast(Callable[[str], Tensor], lambda name: parameters[name].detach())
     given: dict[str, Any] = {"dtype": torch.float32, "file_bytes": file_bytes} | options
-    hf.write_safetensors(folder, config, read, **given)
+    write_safetensors(folder, config, read, **given)
     return folder
 
 

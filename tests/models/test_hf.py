@@ -15,13 +15,8 @@ from torch import Tensor
 
 from models import hf
 from models.config import ModelConfig, RopeConfig
-from models.hf_config import (
-    HuggingFaceError,
-    config_differences,
-    model_config_from_hf,
-    model_config_to_hf,
-    parse_config,
-)
+from models.hf import HuggingFaceError
+from models.hf_config import config_differences, model_config_from_hf, model_config_to_hf, parse_config, read_config
 from tests.models.hf_models import LENGTH, LLAMA, QWEN, load, logits_of, logits_there, made_by_transformers, write
 from tests.models.small_models import small_model
 
@@ -100,7 +95,7 @@ def test_models_written_by_transformers_give_the_same_logits(
     made = made_by_transformers(kind, dtype, **options)
     made.save_pretrained(tmp_path, max_shard_size="4KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    config = model_config_from_hf(hf.read_config(tmp_path))
+    config = model_config_from_hf(read_config(tmp_path))
     config = replace(config, rope=replace(config.rope, precision="float32"))
     tokens, logits = logits_of(load(tmp_path, config), config)
     # Loaded again, because `float()` does not restore the frequencies that `bfloat16()` rounded.

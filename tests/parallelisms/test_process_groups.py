@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from parallelisms.parallel_dims import AXES, ContextPlan, CPMethod
-from parallelisms.process_groups import Topology, coordinate, format_ranks, process_group_ranks, rank_groups
+from parallelisms.process_groups import coordinate, format_ranks, process_group_ranks, rank_groups
+from parallelisms.topology import Topology
 
 
 def degrees(**sizes: int) -> dict[str, int]:

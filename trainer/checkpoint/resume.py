@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import distributed
 from torch.distributed import ProcessGroup
 
-from models.hf_config import HuggingFaceError
+from models.hf import HuggingFaceError
 from parallelisms.collectives import all_gather_object
 from trainer.checkpoint import manifest
 from trainer.checkpoint.initial_weights import is_hugging_face, load_hf_weights, resolve_initial_path

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from models.rope_scaling import rope_summary
 from parallelisms.parallel_dims import ContextPlan
 from parallelisms.pipeline_plan import PipelinePlan
-from parallelisms.process_groups import Topology
 from trainer.config.data import COPY_CORPUS, DEFAULT_SOURCE, STDLIB_CORPUS, DataSection, TokenizerSection
 from trainer.config.sections import (
     CheckpointSection,
@@ -139,72 +137,11 @@ class Config(Section):
             recompute="none" if self.memory.recompute == "auto" else self.memory.recompute,
         )
 
-    def topology(self, world_size: int, *, nodes: int = 1) -> Topology:
-        """Process groups. The model must have no problems."""
-        section = self.parallelism
-        degrees = section.degrees(world_size)
-        return Topology(
-            degrees=degrees, context_plan=self.context_plan(), ranks_per_node=section.ranks_per_node, num_nodes=nodes
-        )
-
-    def parallelism_summary(self, world_size: int) -> list[str]:
-        """Lines for the log: rotary embedding and parallelism. The model must have no problems."""
-        section = self.parallelism
-        lines = [rope_summary(self.model.build(), self.training.seq_len)]
-        if section.cp > 1:
-            lines.append(f"context parallelism: {self.context_plan().summary()}")
-        if section.tp > 1:
-            sharded = {"tokens": section.sequence_parallel, "vocabulary": section.loss_parallel}
-            details = ", ".join(
-                f"{name} {'sharded' if is_sharded else 'replicated'}" for name, is_sharded in sharded.items()
-            )
-            lines.append(f"tensor parallelism: {section.tp} ranks, {details}")
-        if section.pp > 1:
-            lines.append(f"pipeline parallelism: {self.pipeline_plan(world_size).summary()}")
-        return lines
-
     def micro_batches(self, world_size: int) -> tuple[int, int]:
         """(micro-batches per step, micro-batches per data-parallel rank); the last ones may be empty."""
         degrees = self.parallelism.degrees(world_size)
         total = self.training.global_batch_size // self.training.micro_batch_size
         return total, -(-total // (degrees["dp_replicate"] * degrees["dp_shard"]))
-
-    def warnings(self, world_size: int) -> list[str]:
-        """Settings that are valid on `world_size` processes but rarely intended."""
-        total, per_rank = self.micro_batches(world_size)
-        degrees = self.parallelism.degrees(world_size)
-        slots = per_rank * degrees["dp_replicate"] * degrees["dp_shard"]
-        steps, warmup = self.training.steps, self.schedule.warmup_steps
-        lines = []
-        if slots != total:
-            lines.append(
-                f"training.global_batch_size = {self.training.global_batch_size} makes {total} micro-batches, which "
-                f"{slots // per_rank} data-parallel ranks do not divide: {slots - total} of {slots} are empty in every step"
-            )
-        if warmup >= steps and self.schedule.over == "stage":
-            lines.append(
-                f"schedule.warmup_steps = {warmup} is not below training.steps = {steps}: the learning rate never reaches its peak"
-            )
-        training_sources = {item.source for item in self.data.effective_mix}
-        lines += [
-            f"validation.sets.{name} validates on training documents: data.holdout = 0"
-            for name, each in self.validation.sets.items()
-            if each.source in training_sources and not self.data.holdout
-        ]
-        lines += [
-            f"parallelism.{key} is not used with parallelism.pp = 1"
-            for key in ("pp_layers", "pp_stages_per_rank")
-            if degrees["pp"] == 1 and getattr(self.parallelism, key) is not None
-        ]
-        length, plan = self.training.seq_len, self.context_plan()
-        if length % plan.seq_len_divisor:
-            padding = -length % plan.seq_len_divisor
-            axes = ", ".join(f"{axis} = {degrees[axis]}" for axis in ("cp", "tp") if degrees[axis] > 1)
-            lines.append(
-                f"training.seq_len = {length} is not a multiple of {plan.seq_len_divisor} ({axes}): "
-                f"every sequence is padded by {padding} token{'s' if padding > 1 else ''}"
-            )
-        return lines
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from models import hf
 from models.config import ModelConfig
-from models.hf_config import HuggingFaceError, config_differences, model_config_from_hf, model_config_to_hf, rope_fields
+from models.hf import HuggingFaceError
+from models.hf_config import config_differences, model_config_from_hf, model_config_to_hf, read_config, rope_fields
+from models.hf_write import write_safetensors
 from models.presets import FAMILIES
 from trainer.checkpoint import manifest
 from trainer.checkpoint.durable_io import atomic_folder, fsync_path, write_and_fsync
-from trainer.checkpoint.initial_weights import HF_PREFIX, find_checkpoint, model_config_from_state
+from trainer.checkpoint.initial_checks import model_config_from_state
+from trainer.checkpoint.initial_weights import HF_PREFIX, find_checkpoint
 from trainer.checkpoint.run_dir import ResumeError, read_state
 from trainer.config.job_config import COPY_CORPUS, DEFAULT_SOURCE
 from trainer.errors import EXIT_BAD_CONFIG, EXIT_FAILURE, EXIT_SUCCESS, DataError, RunFailedError
@@ -101,7 +104,7 @@ def export(source: Path, output: Path, *, dtype: str | None, max_file_bytes: int
     read_weight = weight_reader(checkpoint, model)
     print_lines(f"{checkpoint}: {model.num_parameters:,} parameters as {dtype}, context of {seq_len:,} tokens")
     with atomic_folder(output) as folder:
-        paths = hf.write_safetensors(
+        paths = write_safetensors(
             folder,
             model,
             read_weight,
@@ -117,7 +120,7 @@ def export(source: Path, output: Path, *, dtype: str | None, max_file_bytes: int
             (folder / name).parent.mkdir(exist_ok=True)
             write_and_fsync(folder / name, content)
             print_lines(str(name))
-        changed = config_differences(model_config_from_hf(hf.read_config(folder)), model)
+        changed = config_differences(model_config_from_hf(read_config(folder)), model)
         if problems := [
             f"{key} changed to {exported_value}" for key, (exported_value, _) in changed.items()
         ] + hf.SafetensorsReader(folder).problems(model):
@@ -168,7 +171,7 @@ def import_model(folder: Path, output: Path | None) -> None:
     """Writes or prints a configuration that starts from the model in `folder`. Raises `HuggingFaceError`."""
     if output is not None and output.exists():
         raise HuggingFaceError([f"{output} exists already"])
-    values = hf.read_config(folder)
+    values = read_config(folder)
     model = model_config_from_hf(values)
     if problems := hf.SafetensorsReader(folder).problems(model):
         raise HuggingFaceError([f"{folder}: {problem}" for problem in problems])

@@ -16,7 +16,7 @@ from torch import Tensor
 from models import kernel_check, kernels
 from trainer.config.job_config import Config
 from trainer.errors import EXIT_BAD_CONFIG, RankFailedError
-from trainer.hardware.device_specs import match_device
+from trainer.hardware.specs import find_table, table_peak_flops
 
 log = logging.getLogger(__name__)
 
@@ -100,8 +100,8 @@ def peak_flops(device: torch.device) -> float | None:
     """Dense bfloat16 FLOP/s; None on a CPU or an unknown device."""
     if device.type != "cuda":
         return None
-    known = match_device(torch.cuda.get_device_name(device))
-    return None if known is None else known.peak_flops
+    table = find_table(torch.cuda.get_device_name(device))
+    return None if table is None else table_peak_flops(table)
 
 
 def peak_device_memory(device: torch.device) -> tuple[float, float] | None:

@@ -27,8 +27,8 @@ from pydantic_core import ErrorDetails
 from trainer.config.job_config import Config
 from trainer.config.parse import deep_merge, read_toml, show_path
 from trainer.errors import ConfigError
+from trainer.hardware.specs import TABLES_DIR, find_table
 
-TABLES_DIR = Path(__file__).parent / "specs"
 DEFAULT_DEVICE = "h100-80gb"
 """Planned for if there is no known GPU."""
 DEFAULT_DEVICE_NOTE = f"no known GPU on this machine: planned for {DEFAULT_DEVICE}; choose with --device or plan.device"
@@ -181,19 +181,9 @@ def device_names() -> list[str]:
 
 @cache
 def match_device(name: str) -> DeviceSpec | None:
-    """The table with the longest matching name in `torch.cuda.get_device_name()`; None if unknown or a MIG slice."""
-    names = [
-        (torch_name, device)
-        for table in device_names()
-        for device in [load_device(table)]
-        for torch_name in device.torch_names
-    ]
-    matches = [
-        (len(part), device)
-        for part, device in names
-        if "MIG" not in name and re.search(rf"(?<![A-Za-z0-9]){re.escape(part)}(?![A-Za-z0-9])", name)
-    ]
-    return max(matches, key=lambda match: match[0], default=(0, None))[1]
+    """The device that `torch.cuda.get_device_name()` calls so; None if unknown or a MIG slice."""
+    table = find_table(name)
+    return None if table is None else load_device(table)
 
 
 def detect_device(drivers: Path = Path("/proc/driver/nvidia/gpus")) -> DeviceSpec | None:

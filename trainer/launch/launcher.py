@@ -14,9 +14,9 @@ from functools import partial
 from math import prod
 from pathlib import Path
 
-from trainer.checkpoint.initial_weights import validate_initial_weights
+from trainer.checkpoint.initial_checks import validate_initial_weights
 from trainer.checkpoint.run_dir import ResumeError, RunDir, finished_message, next_stage
-from trainer.config import checks
+from trainer.config import checks, summary
 from trainer.config.job_config import Config
 from trainer.config.parse import find_config_file, load, name_flags, parse_arguments, show_path
 from trainer.config.toml_format import to_toml
@@ -91,7 +91,9 @@ def prepare_run(config: Recipe, world: LaunchWorld) -> RunSpec | int:
         if early_exit is None:
             datasets = prepare_datasets(config)
             if not world.rank and (stage := next_stage(config)) is not None:
-                write_prediction(RunDir(config.output_dir).prediction_path, stage.config, world.world_size)
+                write_prediction(
+                    RunDir(config.output_dir).prediction_path, stage.config, world.world_size, num_nodes=world.num_nodes
+                )
             return RunSpec(config, datasets)
         status, reason = early_exit
     except Interrupted:
@@ -208,19 +210,19 @@ def format_resolved_config(config: Config, world: LaunchWorld) -> str:
 
 def describe_stage(config: Config, world: LaunchWorld) -> list[str]:
     model, training = config.model.build(), config.training
-    topology = config.topology(world.world_size, nodes=world.num_nodes)
+    topology = summary.topology(config, world.world_size, nodes=world.num_nodes)
     num_micro_batches, per_rank = config.micro_batches(world.world_size)
     global_batch_size = training.global_batch_size
     memory_lines = _memory_summary(config, world)
     return [
         *(f"  {line}" for line in topology.diagram()),
-        *config.parallelism_summary(world.world_size),
+        *summary.parallelism_summary(config, world.world_size),
         *memory_lines,
         f"model {config.model.family} {config.model.size}: {model.num_parameters:,} parameters",
         f"update of {pluralize(global_batch_size, 'row')} x {training.seq_len:,} tokens = {global_batch_size * training.seq_len:,} tokens: "
         f"{pluralize(num_micro_batches, 'micro-batch', 'es')} of {pluralize(training.micro_batch_size, 'row')}, "
         f"{per_rank} on each data-parallel rank",
-        *(f"remark: {remark}" for remark in (*config.warnings(world.world_size), *topology.warnings())),
+        *(f"remark: {remark}" for remark in (*summary.warnings(config, world.world_size), *topology.warnings())),
     ]
 
 

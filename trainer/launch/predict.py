@@ -13,6 +13,7 @@ from typing import Any
 
 from trainer.checkpoint.durable_io import write_and_fsync
 from trainer.config.job_config import Config
+from trainer.config.summary import parallelism_summary, topology, warnings
 from trainer.errors import ConfigError
 from trainer.hardware.device_specs import select_device
 from trainer.memory.auto import describe_memory_options, fit_memory_options
@@ -21,11 +22,20 @@ from trainer.memory.report import memory_summary, out_of_memory_advice
 from trainer.plan.critical_path import predict_step_time
 
 
-def predict(config: Config, world_size: int) -> dict[str, Any]:
-    """The fields of `prediction.json`. Step time is absent where no device is known."""
+def predict(config: Config, world_size: int, *, num_nodes: int) -> dict[str, Any]:
+    """The fields of `prediction.json`.
+
+    Step time is absent where no device is known, memory while `recompute = "auto"` is open.
+    """
+    described = {
+        "summary": parallelism_summary(config, world_size),
+        "warnings": [*warnings(config, world_size), *topology(config, world_size, nodes=num_nodes).warnings()],
+    }
+    if config.memory.recompute == "auto":
+        return described
     device = select_device(config)
     memory = estimate_memory(config, world_size)
-    return {
+    return described | {
         "device": None if device is None else device.name,
         "step_seconds": None if device is None else predict_step_time(config, world_size, device).seconds,
         "device_bytes": memory.device_bytes,
@@ -34,10 +44,9 @@ def predict(config: Config, world_size: int) -> dict[str, Any]:
     }
 
 
-def write_prediction(path: Path, config: Config, world_size: int) -> None:
-    """Replaces what an earlier launch predicted; nothing is predicted while `recompute = "auto"` is open."""
-    prediction = None if config.memory.recompute == "auto" else predict(config, world_size)
-    write_and_fsync(path, json.dumps(prediction).encode())
+def write_prediction(path: Path, config: Config, world_size: int, *, num_nodes: int) -> None:
+    """Replaces what an earlier launch predicted."""
+    write_and_fsync(path, json.dumps(predict(config, world_size, num_nodes=num_nodes)).encode())
 
 
 def main() -> int:
@@ -50,7 +59,9 @@ def main() -> int:
     except ConfigError as error:
         answer = {"problems": error.problems}
     else:
-        write_prediction(Path(request["prediction_path"]), resolved, world_size)
+        write_prediction(
+            Path(request["prediction_path"]), resolved, world_size, num_nodes=world_size // request["ranks_per_node"]
+        )
         answer = {"memory": resolved.memory.model_dump(), "choice": describe_memory_options(resolved), "problems": []}
     json.dump(answer, sys.stdout)
     return 0

@@ -127,8 +127,7 @@ class MetricsProcessor:
         model = f"{self.config.model.family} {self.config.model.size}"
         parameters = f"{self.model.num_parameters:,}"
         log.info("model %s, %s parameters, on %s: %s", model, parameters, self.world.device.type, degrees)
-        topology = self.config.topology(self.world.size, nodes=self.world.num_nodes)
-        for text in self.config.parallelism_summary(self.world.size):
+        for text in self.prediction.summary:
             log.info("%s", text)
         if self.prediction.memory_summary is not None:
             log.info("%s", self.prediction.memory_summary)
@@ -138,7 +137,7 @@ class MetricsProcessor:
                 log.info("%s", stage.summary())
             for text in dataset.summary(stage.config.training.steps * stage.config.training.global_batch_size):
                 log.info("  %s", text)
-        for warning in (*self.config.warnings(self.world.size), *topology.warnings()):
+        for warning in self.prediction.warnings:
             log.warning("%s", warning)
         if self.peak_flops is None and self.world.device.type == "cuda":
             log.warning("no peak FLOP/s is known for this device, so no MFU: set metrics.peak_flops")

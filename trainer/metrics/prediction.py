@@ -21,6 +21,8 @@ class Prediction:
     step_seconds: float | None = None
     device_bytes: float | None = None
     memory_summary: str | None = None
+    summary: Sequence[str] = ()
+    warnings: Sequence[str] = ()
     out_of_memory_advice: Sequence[str] = ()
     _measured: list[float] = field(default_factory=list)
 

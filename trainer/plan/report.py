@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from trainer.config.job_config import Config
+from trainer.config.summary import warnings
 from trainer.errors import ConfigError
 from trainer.hardware.device_specs import DEFAULT_DEVICE, DEFAULT_DEVICE_NOTE, DeviceSpec, load_device, select_device
 from trainer.memory.estimator import GIB, MemoryEstimate
@@ -92,7 +93,7 @@ def _notes(plan: TrainingPlan) -> list[str]:
         *plan.bottlenecks[len(plan.memory_shortages) :],
         *map(_suggestion_text, plan.suggestions),
         *plan.assumptions,
-        *plan.config.warnings(plan.world_size),
+        *warnings(plan.config, plan.world_size),
     ]
 
 

@@ -1,1 +1,0 @@
-"""Validation during training, and commands that evaluate a checkpoint with the training forward pass."""

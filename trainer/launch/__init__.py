@@ -1,1 +1,0 @@
-"""Launching: checks before any worker starts, worker processes, and restarts. Imports no torch."""

@@ -1,1 +1,0 @@
-"""Predicted memory: the estimator, its report, and the choice behind `recompute = "auto"`. Imports no torch."""

@@ -1,1 +1,0 @@
-"""What a run reports: metrics per step, loggers, progress, profiler traces and the log."""

@@ -1,1 +1,0 @@
-"""Optimizer and gradient clipping (`optimizer`), learning-rate schedule (`lr_schedule`)."""

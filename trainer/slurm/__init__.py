@@ -1,1 +1,0 @@
-"""Runs as jobs of SLURM: the batch script, and what is done with it."""
