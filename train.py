@@ -51,8 +51,8 @@ from trainer.errors import (
 from trainer.metrics import log_setup
 from trainer.resilience import exit_markers
 from trainer.resilience.anomalies import DivergedError
-from trainer.resilience.hang_report import summarize_hang
 from trainer.resilience.preemption import Preemption, job_deadline
+from trainer.resilience.watchdog import summarize_hang
 from trainer.run_spec import RunSpec
 from trainer.train_loop import train
 

@@ -35,7 +35,6 @@ DOORS = {
         "trainer.export.checkpoint_cli",
         "trainer.config.parse",
         "trainer.config.sections",
-        "trainer.config.validation",
         "trainer.config.slurm",
         "trainer.config.training_stages",
     },

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 
 from tests.system.runs import forked, metrics, state, write_run
-from trainer.resilience import goodput
-from trainer.resilience.goodput import Goodput
+from trainer.resilience import anomalies
+from trainer.resilience.anomalies import Goodput
 
 
 def test_it_is_the_time_of_updates_over_all_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(goodput, "time", SimpleNamespace(time=lambda: clock.now))
+    monkeypatch.setattr(anomalies, "time", SimpleNamespace(time=lambda: clock.now))
     first = Goodput()
     first.add_step(30.0)
     clock.now += 60

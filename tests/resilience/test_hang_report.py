@@ -16,8 +16,7 @@ import train
 from tests.ranks import run_ranks
 from trainer.checkpoint.run_dir import RunDir
 from trainer.resilience import exit_markers
-from trainer.resilience.hang_report import summarize_hang
-from trainer.resilience.watchdog import Watchdog, dump_collectives
+from trainer.resilience.watchdog import Watchdog, dump_collectives, summarize_hang
 
 ROOT = Path(__file__).resolve().parents[2]
 

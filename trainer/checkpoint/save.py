@@ -24,11 +24,11 @@ from torch.distributed import ProcessGroup
 
 from parallelisms.collectives import num_replicas, to_local
 from trainer.checkpoint import manifest
+from trainer.checkpoint.async_save import LocalTensorsGetter, StagedSavePlanner
 from trainer.checkpoint.durable_io import fsync_path, write_and_fsync
 from trainer.checkpoint.manifest import Manifest
 from trainer.checkpoint.rank_sync import PhaseError, run_and_gather, run_on_all_ranks
 from trainer.checkpoint.retention import remove_temporary_folders
-from trainer.checkpoint.staging import LocalTensorsGetter, StagedSavePlanner
 
 COPY_AHEAD_BYTES = 10_000_000
 """Bytes copied from a device ahead of the write."""

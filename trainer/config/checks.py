@@ -12,12 +12,20 @@ from math import prod
 from pathlib import Path
 
 from parallelisms.parallel_dims import tensor_parallel_problems
-from trainer.config.data import COPY_CORPUS, DEFAULT_SOURCE, HF_PREFIX, STDLIB_CORPUS, DataSection, TokenizerSection
+from trainer.config.data import (
+    COPY_CORPUS,
+    DEFAULT_SOURCE,
+    HF_PREFIX,
+    STDLIB_CORPUS,
+    DataSection,
+    TokenizerSection,
+    ValidationSection,
+    ValidationSetSection,
+)
 from trainer.config.job_config import BYTE_VOCAB_SIZE, Config
 from trainer.config.sections import MAX_SEQ_LEN, MemorySection, ParallelismSection
 from trainer.config.slurm import SlurmSection, parse_time_limit
 from trainer.config.training_stages import STAGE_OVERRIDES, Recipe, StageSection
-from trainer.config.validation import ValidationSection, ValidationSetSection
 from trainer.errors import ConfigError
 
 

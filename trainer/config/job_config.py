@@ -7,7 +7,14 @@ from pathlib import Path
 
 from parallelisms.parallel_dims import ContextPlan
 from parallelisms.pipeline_plan import PipelinePlan
-from trainer.config.data import COPY_CORPUS, DEFAULT_SOURCE, STDLIB_CORPUS, DataSection, TokenizerSection
+from trainer.config.data import (
+    COPY_CORPUS,
+    DEFAULT_SOURCE,
+    STDLIB_CORPUS,
+    DataSection,
+    TokenizerSection,
+    ValidationSection,
+)
 from trainer.config.sections import (
     CheckpointSection,
     DistributedSection,
@@ -25,7 +32,6 @@ from trainer.config.sections import (
     TrainingSection,
 )
 from trainer.config.slurm import SlurmSection
-from trainer.config.validation import ValidationSection
 
 __all__ = [
     "BYTE_VOCAB_SIZE",

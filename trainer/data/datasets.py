@@ -9,9 +9,8 @@ from pathlib import Path
 from trainer.config.job_config import Config, DataSection
 from trainer.data.copy_task import CopyDataset
 from trainer.data.holdout import ValidationSet, build_validation_set
-from trainer.data.packing import DocumentFilter, PackedDataset, load_or_build_plan
+from trainer.data.packing import DocumentFilter, PackedDataset, load_or_build_plan, splitmix64
 from trainer.data.sequences import BlendedDataset
-from trainer.data.shuffle import splitmix64
 from trainer.data.token_dataset import TokenDataset
 
 

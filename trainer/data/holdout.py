@@ -16,7 +16,7 @@ from typing import Literal
 from torch import Tensor
 
 from models.batch import IGNORE_INDEX
-from trainer.config.validation import ValidationSetSection
+from trainer.config.data import ValidationSetSection
 from trainer.data.packing import DocumentFilter, PackedDataset, Packing, PackingPlan, load_or_build_plan
 from trainer.data.sequences import BlendedDataset
 from trainer.data.token_dataset import TokenDataset

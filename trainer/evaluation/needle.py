@@ -27,10 +27,9 @@ from parallelisms.collectives import all_reduce
 from trainer.build import ParallelModel
 from trainer.config import checks
 from trainer.config.job_config import DEFAULT_SOURCE, Config
-from trainer.data.packing import holdout_mask
+from trainer.data.packing import holdout_mask, splitmix64
 from trainer.data.prepare import prepare
 from trainer.data.sequences import BlendedDataset
-from trainer.data.shuffle import splitmix64
 from trainer.data.source import corpus_spec
 from trainer.data.token_dataset import TokenDataset
 from trainer.data.tokenizer import Tokenizer, load_tokenizer

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from models.batch import IGNORE_INDEX
+from trainer.config.data import ValidationSection, ValidationSetSection
 from trainer.config.job_config import Config
-from trainer.config.validation import ValidationSection, ValidationSetSection
 from trainer.data.datasets import build_validation_sets
 from trainer.data.holdout import ValidationSet
 from trainer.data.prepare import prepare_datasets

@@ -29,7 +29,7 @@ from trainer.errors import (
 from trainer.launch.cluster import LaunchWorld
 from trainer.launch.workers import CONCLUSIVE_EXIT_CODES, Workers
 from trainer.resilience import exit_markers
-from trainer.resilience.hang_report import summarize_hang
+from trainer.resilience.watchdog import summarize_hang
 from trainer.run_spec import RunSpec
 
 MAX_BACKOFF_SECONDS = 300.0

@@ -6,6 +6,7 @@ checkpoint; a resumed run judges as an undisturbed one.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -124,3 +125,23 @@ class StragglerDetector:
         )
         self._previous = current
         return worst if self._consecutive == MIN_CONSECUTIVE_LAGS else None
+
+
+class Goodput:
+    """Counts over all lives of a run: what a life did after its newest checkpoint is lost with it, and not counted."""
+
+    def __init__(self) -> None:
+        self._start_time, self._productive_seconds = time.time(), 0.0
+
+    def add_step(self, seconds: float) -> None:
+        """An update took so long."""
+        self._productive_seconds += seconds
+
+    def percent(self) -> float:
+        return 100 * self._productive_seconds / max(time.time() - self._start_time, 1e-9)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"began": self._start_time, "productive_seconds": self._productive_seconds}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._start_time, self._productive_seconds = state_dict["began"], state_dict["productive_seconds"]
