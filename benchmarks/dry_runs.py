@@ -66,7 +66,7 @@ def rows(name: str) -> list[list[str]]:
 
 
 def apart(formula: float, counted: float) -> str:
-    return f"{100 * (formula / counted - 1):+.1f} %"
+    return f"{100 * (formula / counted - 1):+.1f} %" if counted else ""
 
 
 def main(names: Sequence[str]) -> None:

@@ -205,7 +205,7 @@ def ring_job(bench: Bench, kernel: str, tokens: int, ranks: int = 4) -> tuple[Ca
         grad, q, k, v = parts[rank]
         kv = torch.stack((k, v))
         out, lse = ring.forward(q, k, v, rotate(kv), shares[rank], rotate=rotate, kernel=kernel)
-        passing = {"rotate": rotate, "wire": torch.float32, "kernel": kernel}
+        passing = {"rotate": rotate, "reduce_dtype": torch.float32, "kernel": kernel}
         return [out, *ring.backward(grad, q, k, v, rotate(kv), out, lse, shares[rank], **passing)]  # type: ignore[arg-type]
 
     def shared() -> list[Tensor]:

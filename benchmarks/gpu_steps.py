@@ -16,6 +16,7 @@ import torch
 from benchmarks.gpu_rows import Bench, K
 from models.batch import Batch
 from parallelisms.collectives import to_local
+from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import load
 from trainer.data.copy_task import CopyDataset
@@ -61,7 +62,7 @@ class Packed(BlendedDataset):
         training = config.training
         vocabulary, length = config.model.build().vocab_size, training.seq_len
         rows = training.steps * training.global_batch_size
-        copied: Any = {"vocab_size": vocabulary, "period": length // 2, "num_rows": rows, "seed": training.seed}
+        copied: Any = {"vocab_size": vocabulary, "period": length // 2, "num_sequences": rows, "seed": training.seed}
         super().__init__([CopyDataset(**copied, seq_len=length)], seq_len=length)
         self._documents = documents
 
@@ -114,7 +115,7 @@ def configured(bench: Bench, model: str, tokens: int, *levers: str) -> Config:
     config = load(argv)
     if "--training.attention" not in argv:
         config = load([*argv, "--training.attention", bench.kernel(config)])
-    config.require_valid(1)
+    checks.require_valid(config, 1)
     room = torch.cuda.get_device_properties(bench.device).total_memory if bench.cuda else bench.host
     return fit_memory_options(config, 1, ranks_per_node=1, device_bytes=float(room), host_bytes=bench.host)
 

@@ -18,6 +18,7 @@ from math import prod
 from typing import Any
 
 from benchmarks.doc_tables import markdown
+from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.hardware.device_specs import DeviceSpec, load_device
 from trainer.memory.estimator import GIB
@@ -76,7 +77,7 @@ def configured(
             "memory": memory or {},
         }
     )
-    if problems := config.layout_problems(prod(config.parallelism.degrees(1).values())):
+    if problems := checks.layout_problems(config, prod(config.parallelism.degrees(1).values())):
         raise ValueError("; ".join(problems))
     return config
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from benchmarks import published
 from benchmarks.doc_tables import markdown
+from trainer.config import checks
 from trainer.config.parse import load
 from trainer.config.training_stages import Recipe
 from trainer.hardware.device_specs import load_device
@@ -140,7 +141,7 @@ def hidden(model: str, length: int) -> LineChart:
     for method in ("ring", "allgather", "ulysses", "hybrid"):
         for ranks in RANKS:
             config = with_overrides(of_size(model, length, length), sharing(ranks, method))
-            if config.layout_problems(ranks):
+            if checks.layout_problems(config, ranks):
                 continue
             plan = plan_stage(config, ranks, DEVICE)
             waits = {
@@ -187,7 +188,7 @@ def gathered(length: int) -> list[list[str]]:
                 moment.item(TRANSIENT_ACTIVATIONS).device_bytes / GIB
                 for moment in RankMemory(config, ranks, 0).phase_estimates()
             )
-            words.append("-" if config.layout_problems(ranks) else f"{max(held):.1f}")
+            words.append("-" if checks.layout_problems(config, ranks) else f"{max(held):.1f}")
         rows.append(words)
     return rows
 

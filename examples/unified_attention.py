@@ -1,9 +1,9 @@
-"""A model of one's own, trained on sequences that four processes share: two exchange heads, two rotate keys and values.
+"""Trains a custom model with hybrid context parallelism on four ranks: Ulysses over two, ring over two.
 
     torchrun --nproc-per-node 4 -m examples.unified_attention [--ulysses 1|2|4] [--compile]
 
-Only the attention call of the model is ours. Documents are packed, so that the mask matters, and the loss equals that
-of one process, whatever the mesh.
+Only the attention call comes from Longhaul. Documents are packed and masked, and the losses equal those of one rank on
+every mesh.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from models import attention_op
 from parallelisms.context.context_parallel import ContextParallel
 
 TOKENS, WIDTH, HEADS = 1024, 64, 8
-BOUNDARIES = torch.tensor([[0, 100, 101, 700, TOKENS]], dtype=torch.int32)  # Documents may have any length.
+BOUNDARIES = torch.tensor([[0, 100, 101, 700, TOKENS]], dtype=torch.int32)  # Any document lengths.
 
 
 class Model(nn.Module):
-    """One layer that mixes tokens, between an embedding and a head."""
+    """Embedding, one attention layer, output projection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Model(nn.Module):
 
 
 def train(model: nn.Module, tokens: Tensor, labels: Tensor, *, ranks: int) -> list[float]:
-    """The losses of ten steps, over all ranks' tokens."""
+    """The global losses of ten steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for _ in range(10):
@@ -58,33 +58,34 @@ def train(model: nn.Module, tokens: Tensor, labels: Tensor, *, ranks: int) -> li
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ulysses", type=int, choices=[1, 2, 4], default=2, help="ranks that exchange heads")
+    parser.add_argument("--ulysses", type=int, choices=[1, 2, 4], default=2, help="Ulysses degree")
     parser.add_argument("--compile", action="store_true")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
 
     distributed.init_process_group("gloo")
     ranks = distributed.get_world_size()
-    mesh = init_device_mesh("cpu", (ranks // given.ulysses, given.ulysses))
+    mesh = init_device_mesh("cpu", (ranks // arguments.ulysses, arguments.ulysses))
     cp = ContextParallel(mesh, outer_method="ring", heads=HEADS, kv_heads=HEADS)
 
     torch.manual_seed(0)  # The same on all ranks.
-    row = torch.randint(256, (1, TOKENS + 1))
-    tokens, labels = row[:, :-1], row[:, 1:]  # Labels are shifted before anything is cut.
+    sequence = torch.randint(256, (1, TOKENS + 1))
+    tokens, labels = sequence[:, :-1], sequence[:, 1:]  # Labels are shifted before sharding.
     torch.manual_seed(1)
-    alone = train(Model(), tokens, labels, ranks=1)
+    reference = train(Model(), tokens, labels, ranks=1)
 
     torch.manual_seed(1)
     model = Model()
     model.attention = cp
-    if given.compile:
+    if arguments.compile:
         model.compile(fullgraph=True)
-    shared = train(model, cp.shard(tokens, BOUNDARIES), cp.shard(labels, BOUNDARIES), ranks=ranks)
+    losses = train(model, cp.shard(tokens, BOUNDARIES), cp.shard(labels, BOUNDARIES), ranks=ranks)
 
-    torch.testing.assert_close(shared, alone, rtol=1e-5, atol=0)
+    torch.testing.assert_close(losses, reference, rtol=1e-5, atol=0)
     if distributed.get_rank() == 0:
-        print(f"{cp.plan.summary()}{', compiled' if given.compile else ''}")
+        print(f"{cp.plan.summary()}{', compiled' if arguments.compile else ''}")
         print(
-            f"losses of {ranks} processes {shared[0]:.5f} ... {shared[-1]:.5f}, of one {alone[0]:.5f} ... {alone[-1]:.5f}"
+            f"losses on {ranks} ranks {losses[0]:.5f} ... {losses[-1]:.5f}, on 1 rank {reference[0]:.5f} ... "
+            f"{reference[-1]:.5f}"
         )
     distributed.destroy_process_group()
 

@@ -1,10 +1,10 @@
-"""Weights in Hugging Face's format: which tensor is which, reading any part of one, writing all of them.
+"""Weights in Hugging Face's format: tensor names, reading slices, writing sharded safetensors.
 
-Only this file opens safetensors, which hold numbers and nothing that could be executed. Neither they nor torch are
-imported before a tensor is read.
+Only this module opens safetensors files, which cannot execute code. It imports safetensors and torch when the first
+tensor is read.
 
-Letters of a shape: V vocabulary, h width of the residual stream, f inner width of the feed-forward, q heads x head
-width, k key/value heads x head width, w head width.
+Letters of a shape: V vocabulary, h model dim, f feed-forward dim, q query heads x head dim, k KV heads x head dim,
+w head dim.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ QK_NORMS = ("attention.q_norm", "attention.k_norm")
 
 
 class TensorSpec(NamedTuple):
-    """A tensor as it is named there."""
+    """Name and shape of a tensor in Hugging Face's format."""
 
     name: str
     shape: tuple[int, ...]
 
 
 def tensor_specs(model: ModelConfig) -> dict[str, TensorSpec]:
-    """Every parameter by the name it has here, in the order of the model; a tied head is none."""
+    """The Hugging Face tensor of every parameter, by our name, in model order; without a tied head."""
     sizes = {
         "V": model.vocab_size,
         "h": model.dim,
@@ -89,7 +89,7 @@ def tensor_specs(model: ModelConfig) -> dict[str, TensorSpec]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The keys of its config.json. Raises `HuggingFaceError`."""
+    """Parses the folder's config.json. Raises `HuggingFaceError`."""
     try:
         return parse_config((folder / CONFIG_FILE).read_bytes())
     except OSError as error:
@@ -97,15 +97,15 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 class SafetensorsReader:
-    """The tensors of a folder, whose files are opened when one of them is asked for."""
+    """Reads tensors of a folder; opens each file on first use."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises `HuggingFaceError` unless the folder has safetensors, and all that its index names."""
+        """Raises `HuggingFaceError` if safetensors files are missing."""
         self._files = _files_by_tensor(folder)
         self._open_files: dict[tuple[Path, str], Any] = {}
 
     def problems(self, model: ModelConfig) -> list[str]:
-        """Everything by which the files' tensors are not those of the model."""
+        """Every difference between the files' tensors and the model's."""
         shapes: dict[str, tuple[int, ...]] = {}
         file_by_tensor: dict[str, Path] = {}
         problems = []
@@ -115,12 +115,12 @@ class SafetensorsReader:
             except HuggingFaceError as error:
                 problems += error.problems
                 continue
-            for name in file.keys():  # noqa: SIM118 - no dict
+            for name in file.keys():  # noqa: SIM118 - not a dict
                 tensor_slice = file.get_slice(name)
                 shapes[name], file_by_tensor[name] = tuple(tensor_slice.get_shape()), path
                 if tensor_slice.get_dtype() not in SUPPORTED_DTYPES:
                     problems.append(
-                        f"{path.name}: {name} is {tensor_slice.get_dtype()}; only {', '.join(sorted(SUPPORTED_DTYPES))}"
+                        f"{path.name}: {name} is {tensor_slice.get_dtype()}; supported are {', '.join(sorted(SUPPORTED_DTYPES))}"
                     )
         if problems:
             return problems
@@ -128,7 +128,7 @@ class SafetensorsReader:
             misplaced = sorted(
                 name for name in file_by_tensor | self._files if file_by_tensor.get(name) != self._files.get(name)
             )
-            problems = [f"{name} is not in the file where {INDEX_FILE} has it" for name in misplaced]
+            problems = [f"{name} is not in the file that {INDEX_FILE} names" for name in misplaced]
         expected = {entry.name: entry.shape for entry in tensor_specs(model).values()}
         tied_head = {LM_HEAD: (model.vocab_size, model.dim)} if model.tie_embeddings else {}
         missing = [f"{name} is missing" for name in expected if name not in shapes]
@@ -138,14 +138,14 @@ class SafetensorsReader:
             if name not in expected and not name.endswith(IGNORED_SUFFIX) and shapes[name] != tied_head.get(name)
         ]
         misshaped = [
-            f"{name} is {list(shapes[name])} and not {list(shape)}"
+            f"{name} has shape {list(shapes[name])}, expected {list(shape)}"
             for name, shape in expected.items()
             if shapes.get(name, shape) != shape
         ]
         return problems + missing + unexpected + misshaped
 
     def read(self, spec: TensorSpec, ranges: Sequence[range] | None = None) -> Tensor:
-        """These rows, and columns, of a tensor, or all; nothing else is read. Raises `HuggingFaceError`."""
+        """A tensor or, with one range per dimension, a slice; reads nothing else. Raises `HuggingFaceError`."""
         path = self._files.get(spec.name, self._files.get(""))
         if path is None:
             raise HuggingFaceError([f"{spec.name} is missing"])
@@ -156,9 +156,9 @@ class SafetensorsReader:
                     tuple(slice(bounds.start, bounds.stop) for bounds in ranges or map(range, spec.shape))
                 ]
                 return tensor
-        except Exception as error:  # safetensors' own, KeyError and OSError among them.
+        except Exception as error:  # SafetensorError, KeyError, OSError and others.
             raise HuggingFaceError([f"{path}: {spec.name} cannot be read: {error}"]) from error
-        raise HuggingFaceError([f"{path}: {spec.name} is {stored.get_shape()} and not {list(spec.shape)}"])
+        raise HuggingFaceError([f"{path}: {spec.name} has shape {stored.get_shape()}, expected {list(spec.shape)}"])
 
     def has_tensor(self, name: str) -> bool:
         single_file = self._files.get("")
@@ -176,15 +176,15 @@ class SafetensorsReader:
 
 
 def _files_by_tensor(folder: Path) -> dict[str, Path]:
-    """By tensor the file that it is in; "" for all, where there is but one file."""
+    """The file of each tensor; the key "" stands for all tensors if there is a single file."""
     index = folder / INDEX_FILE
     if not index.exists():
         if (folder / SINGLE_FILE).exists():
             return {"": folder / SINGLE_FILE}
         pickles = sorted(path.name for pattern in PICKLE_PATTERNS for path in folder.glob(pattern))
-        problem = f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}"
+        problem = f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}"
         if pickles:
-            problem += f"; {pickles[0]} is a pickle, which can execute anything when it is read, and is not"
+            problem += f"; {pickles[0]} is a pickle file, which is not read because it can execute code"
         raise HuggingFaceError([problem])
     try:
         content = json.loads(index.read_bytes())
@@ -194,15 +194,15 @@ def _files_by_tensor(folder: Path) -> dict[str, Path]:
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise HuggingFaceError([f"{index} has no weight_map from tensors to files"])
     file_names = sorted(set(weight_map.values()))
-    # Whatever a name leads to would be opened: files of this folder only.
+    # Only files of this folder are opened, whatever path a name contains.
     invalid = [name for name in file_names if Path(name).name != name or not name.endswith(".safetensors")]
     if invalid:
         raise HuggingFaceError(
-            [f"{index} names {json.dumps(name)}, no safetensors file of its folder" for name in invalid]
+            [f"{index} names {json.dumps(name)}, which is not a safetensors file of its folder" for name in invalid]
         )
     missing = [name for name in file_names if not (folder / name).is_file()]
     if missing:
-        raise HuggingFaceError([f"{index} names {name}, which is not there" for name in missing])
+        raise HuggingFaceError([f"{index} names {name}, which does not exist" for name in missing])
     return {name: folder / file for name, file in weight_map.items()}
 
 
@@ -218,10 +218,10 @@ def write_safetensors(
     file_bytes: int,
     on_file_written: Callable[[str], None] = lambda _: None,
 ) -> list[Path]:
-    """Writes what `read` gives for each of our names, in files of about `file_bytes`, and an index if there are several.
+    """Writes the tensors that `read` returns for our names: files of about `file_bytes`, with an index if several.
 
-    Of tensors no more than a file's are in memory at a time. Each file is read again, and every tensor compared bit by
-    bit. Raises `HuggingFaceError` where one is not what was written, or does not fit into the model.
+    Holds the tensors of one file in memory at a time. Reads each file back and compares every tensor bitwise. Raises
+    `HuggingFaceError` if one differs or has the wrong shape.
     """
     from safetensors.torch import save_file
 
@@ -232,7 +232,7 @@ def write_safetensors(
     for name, members in zip(names, files, strict=True):
         tensors = {specs[ours].name: read(ours).to(dtype).contiguous() for ours in members}
         save_file(tensors, folder / name, metadata={"format": "pt"})
-        (folder / name).chmod(folder.stat().st_mode & 0o666)  # safetensors lets nobody else read it.
+        (folder / name).chmod(folder.stat().st_mode & 0o666)  # safetensors creates it readable by the owner only.
         _verify_file(folder / name, tensors, {specs[ours] for ours in members})
         on_file_written(name)
     if len(files) > 1:
@@ -246,7 +246,7 @@ def write_safetensors(
 
 
 def _assign_files(shapes: dict[str, tuple[int, ...]], itemsize: int, max_bytes: int) -> Iterator[list[str]]:
-    """Names in order, as many to a file as `most` bytes hold, and at least one."""
+    """Names in order, grouped into files of at most `max_bytes`, with at least one per file."""
     members, total_bytes = list[str](), 0
     for name, shape in shapes.items():
         tensor_bytes = prod(shape) * itemsize
@@ -259,7 +259,7 @@ def _assign_files(shapes: dict[str, tuple[int, ...]], itemsize: int, max_bytes: 
 
 
 def _verify_file(path: Path, tensors: dict[str, Tensor], expected_specs: Iterable[TensorSpec]) -> None:
-    """Raises `HuggingFaceError` unless the file holds exactly these."""
+    """Raises `HuggingFaceError` unless the file holds exactly these tensors."""
     import torch
     from safetensors import safe_open
 
@@ -267,9 +267,9 @@ def _verify_file(path: Path, tensors: dict[str, Tensor], expected_specs: Iterabl
         is_equal = set(file.keys()) == set(tensors)
         for spec in expected_specs:
             stored, written = file.get_tensor(spec.name), tensors[spec.name]
-            # As integers: a NaN is not equal to itself, and zero is to minus zero.
+            # Compared as integers, because NaN != NaN and 0.0 == -0.0.
             bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[written.itemsize]
             same = stored.dtype == written.dtype and torch.equal(stored.view(bits), written.view(bits))
             is_equal = is_equal and same and tuple(stored.shape) == spec.shape
     if not is_equal:
-        raise HuggingFaceError([f"{path} does not hold what was written to it"])
+        raise HuggingFaceError([f"{path} differs from what was written to it"])

@@ -1,7 +1,7 @@
-"""Hugging Face's config.json: what it says in our words, and ours in its.
+"""Conversion between Hugging Face's config.json and `ModelConfig`. Imports no torch.
 
-It has two dialects. transformers 5 has `rope_parameters` and `dtype`; 4 has `rope_theta`, `rope_scaling` and
-`torch_dtype`, and ignores the others without a word. Both are written, either is read. Nothing here imports torch.
+There are two formats. transformers 5 uses `rope_parameters` and `dtype`; transformers 4 uses `rope_theta`,
+`rope_scaling` and `torch_dtype`, and silently ignores the others. We write both and read either.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CONFIG_FIELDS = {
     "rms_norm_eps": "norm_eps",
     "tie_word_embeddings": "tie_embeddings",
 }
-# What only other models have: the values with which a Llama or Qwen3 does without.
+# Features that our model does not have: the values that switch them off.
 SUPPORTED_VALUES: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False, None),
@@ -40,7 +40,7 @@ SUPPORTED_VALUES: dict[str, tuple[object, ...]] = {
     "auto_map": (None,),
 }
 ORIGINAL_LENGTH_KEY = "original_max_position_embeddings"
-# By kind of rope: their key, our field. The first of a kind are required, those of OPTIONAL are not.
+# By rope kind: their key -> our field. Required, except OPTIONAL_ROPE_KEYS.
 ROPE_KEYS = {
     "default": {},
     "linear": {"factor": "factor"},
@@ -72,29 +72,29 @@ MSCALES = ("mscale", "mscale_all_dim")
 
 
 class HuggingFaceError(Exception):
-    """Everything that keeps a model from being read from, or written in, Hugging Face's format, one line each."""
+    """A model cannot be converted from or to Hugging Face's format; one line per problem."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__("\n".join(problems))
         self.problems = problems
 
 
-# ---- theirs -> ours
+# ---- Hugging Face -> ModelConfig
 
 
 def parse_config(content: str | bytes) -> dict[str, Any]:
-    """The keys of a config.json. Raises `HuggingFaceError`."""
+    """Parses a config.json. Raises `HuggingFaceError`."""
     try:
         values = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise HuggingFaceError([f"config.json is no JSON: {error}"]) from None
+        raise HuggingFaceError([f"config.json is not valid JSON: {error}"]) from None
     if not isinstance(values, dict):
         raise HuggingFaceError([f"config.json must be an object, not {_format_value(values)}"])
     return values
 
 
 def model_config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
-    """The model that a config.json describes. Raises `HuggingFaceError` with everything that is not supported."""
+    """The model that a config.json describes. Raises `HuggingFaceError` with everything unsupported."""
     model_type = values.get("model_type")
     if model_type not in ARCHITECTURES:
         raise HuggingFaceError([_unsupported("model_type", model_type, tuple(ARCHITECTURES))])
@@ -124,7 +124,7 @@ def model_config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
 
 
 def _with_defaults(values: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-    """What transformers takes for keys that are not there."""
+    """Fills absent keys with transformers' defaults."""
     heads, width = values.get("num_attention_heads"), values.get("hidden_size")
     default_head_dim = width // heads if isinstance(heads, int) and isinstance(width, int) and heads > 0 else None
     present = {key: value for key, value in values.items() if value is not None}
@@ -154,7 +154,7 @@ def _read_fields(values: Mapping[str, Any], problems: list[str]) -> dict[str, An
 
 
 def _rope_from_hf(values: Mapping[str, Any], problems: list[str]) -> RopeConfig | None:
-    """The rope of both dialects. Where a file speaks both, they must say the same."""
+    """Reads the rope from either format; if both are present they must agree."""
     theta = values.get("rope_theta")
     theta_default = {"rope_theta": 10_000.0 if theta is None else theta}
     dialects = {key: values[key] for key in ("rope_parameters", "rope_scaling") if values.get(key) is not None}
@@ -169,7 +169,7 @@ def _rope_from_hf(values: Mapping[str, Any], problems: list[str]) -> RopeConfig 
     if len(ropes) == 2 and ropes["rope_parameters"] != ropes["rope_scaling"]:
         problems.append(
             f"config.json: rope_parameters = {_format_value(values['rope_parameters'])} and rope_theta = {_format_value(theta)}, "
-            f"rope_scaling = {_format_value(values.get('rope_scaling'))} are not the same"
+            f"rope_scaling = {_format_value(values.get('rope_scaling'))} disagree"
         )
     return next(iter(ropes.values()), None)
 
@@ -203,7 +203,7 @@ def _parse_rope(
         if not _is_full_rotary(key, present)
     ]
     missing = fields_by_key.keys() - present.keys() - OPTIONAL_ROPE_KEYS
-    problems += [f'config.json: {name} of rope_type "{kind}" lacks {key}' for key in sorted(missing)]
+    problems += [f'config.json: {name} of rope_type "{kind}" needs {key}' for key in sorted(missing)]
     fields = {"theta": present["rope_theta"]} | {
         fields_by_key[key]: value for key, value in present.items() if key in fields_by_key
     }
@@ -213,7 +213,7 @@ def _parse_rope(
         else:
             is_valid = isinstance(value, bool) if key == "truncate" else _is_number(value) and value > 0
         if not is_valid:
-            problems.append(f"config.json: {name} has {key} = {_format_value(value)}")
+            problems.append(f"config.json: {name} has an invalid {key} = {_format_value(value)}")
     if len(problems) > num_problems:
         return None
     kwargs: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
@@ -225,7 +225,7 @@ def _is_full_rotary(key: str, rope: Mapping[str, Any]) -> bool:
 
 
 def _yarn_attention_factor(kind: str, rope: Mapping[str, Any]) -> dict[str, float]:
-    """DeepSeek's way to name yarn's attention factor."""
+    """The attention factor of yarn from DeepSeek's `mscale` and `mscale_all_dim`."""
     if kind != "yarn" or "attention_factor" in rope or not all(_is_number(rope.get(key)) for key in MSCALES):
         return {}
     factor = rope.get("factor")
@@ -235,30 +235,30 @@ def _yarn_attention_factor(kind: str, rope: Mapping[str, Any]) -> dict[str, floa
 
 
 def _longrope_attention_factor(factor: object, original_length: object) -> float | None:
-    """What longrope multiplies cosine and sine by where nothing is given."""
+    """The default attention factor of longrope."""
     if not _is_number(factor) or not _is_number(original_length) or factor <= 1 or original_length <= 1:
         return None
     return math.sqrt(1 + math.log(factor) / math.log(original_length))
 
 
-# ---- ours -> theirs
+# ---- ModelConfig -> Hugging Face
 
 
 def model_config_to_hf(
     model: ModelConfig, *, max_length: int, dtype: str, bos: int | None = None, eos: int | None = None
 ) -> dict[str, Any]:
-    """A config.json for a model trained on `length` tokens. Raises `HuggingFaceError` for what it has no words for."""
+    """The config.json of a model trained on `max_length` tokens. Raises `HuggingFaceError` for what it cannot express."""
     model_type = "qwen3" if model.qk_norm else "llama"
     problems = model.problems()
     if model.nope_every is not None:
-        problems.append(f"model.nope_every = {model.nope_every}: neither Llama nor Qwen3 has layers without rotation")
+        problems.append(f"model.nope_every = {model.nope_every} has no equivalent in transformers' Llama and Qwen3")
     if model_type == "llama" and model.dim % model.num_heads:
         dim, heads = model.dim, model.num_heads
-        problems.append(f"model.dim = {dim} is no multiple of model.num_heads = {heads}, as transformers' Llama needs")
+        problems.append(f"model.dim = {dim} must be a multiple of model.num_heads = {heads} for transformers' Llama")
     if problems:
         raise HuggingFaceError(problems)
     scaling = _rope_to_hf(model.rope)
-    # Where transformers 4 looks for it; else it takes `length`.
+    # transformers 4 reads it here, and falls back to `max_position_embeddings`.
     original_length = {ORIGINAL_LENGTH_KEY: model.rope.original_length} if model.rope.kind == "longrope" else {}
     return {
         "architectures": [ARCHITECTURES[model_type]],
@@ -283,11 +283,11 @@ def model_config_to_hf(
 
 
 def _rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
-    """What a rope is besides its theta; empty for one that is not stretched."""
+    """The rope without theta; empty for a default rope."""
     if rope.kind == "default":
         return {}
     fields = {theirs: getattr(rope, ours) for theirs, ours in ROPE_KEYS[rope.kind].items()}
-    if rope.kind == "longrope":  # transformers 4 would find another, from the trained length.
+    if rope.kind == "longrope":  # transformers 4 would derive another one from the trained length.
         fields["attention_factor"] = rope.attention_factor or _longrope_attention_factor(
             rope.factor, rope.original_length
         )
@@ -295,11 +295,11 @@ def _rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
     return {"rope_type": rope.kind} | {key: value for key, value in lists.items() if value is not None}
 
 
-# ---- between two
+# ---- comparison
 
 
 def config_differences(theirs: ModelConfig, ours: ModelConfig) -> dict[str, tuple[Any, Any]]:
-    """Every field that differs, those of `rope.` as far as the kinds have them, with its value there and here."""
+    """(their value, our value) of every field that differs, including the `rope.` fields that either kind uses."""
     fields = [field.name for field in dataclasses.fields(ModelConfig) if field.name != "rope"]
     pairs = {key: (getattr(theirs, key), getattr(ours, key)) for key in fields}
     for key in rope_fields(theirs.rope) | rope_fields(ours.rope):
@@ -310,7 +310,7 @@ def config_differences(theirs: ModelConfig, ours: ModelConfig) -> dict[str, tupl
 
 
 def rope_fields(rope: RopeConfig) -> dict[str, None]:
-    """The fields that mean something for this kind, in order."""
+    """The fields that this kind uses, in order."""
     return dict.fromkeys(("kind", "theta", *ROPE_KEYS[rope.kind].values()))
 
 

@@ -1,14 +1,14 @@
-"""Selective activation checkpointing (Chen et al., 2016) that never re-runs attention.
+"""Activation checkpointing (Chen et al., 2016), optionally without re-running attention.
 
-Blocks save attention's output and log-sum-exp, which cost most to recompute (DISTFLASHATTN, Li et al., 2024), and
-recompute the rest in the backward pass. A block is two autograd functions around the manual backward of
+With policy "keep_attention" blocks save the output and log-sum-exp of attention, which cost most to recompute
+(DISTFLASHATTN, Li et al., 2024), and recompute the rest in the backward pass; "full" recomputes these too. A block is two autograd functions around the manual backward of
 `block_recompute.BlockCompute`:
 
     x --> attention half --> x + attention --> feed-forward half --> output
               saves x and the attention output         saves nothing
 
 The autograd graph is that of the forward pass, so saved tensors may be on the device or on the host. With
-`blocks_per_checkpoint` above 1 only one of so many blocks saves its input; the others recompute theirs from it.
+`blocks_per_checkpoint` = n only every n-th block saves its input; the others recompute theirs from it.
 
 Shape suffixes: B sequences, S tokens of this rank, T tokens of all tp ranks, E width of the residual stream, F rotary
 frequencies, D document starts and the sequence end.

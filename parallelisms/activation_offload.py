@@ -91,7 +91,7 @@ class HostActivationPool:
         )
 
     def has_headroom(self, outputs: Sequence[Tensor], *, head_groups: int, x: Tensor) -> bool:
-        """Whether `head_groups` such outputs fit beside `max_inputs` block inputs of the size of x."""
+        """Whether `head_groups` such outputs and `max_inputs` block inputs of the size of x fit in the budget."""
         required_bytes = head_groups * sum(allocated_size(output.nbytes) for output in outputs)
         return self.used_bytes["attention"] + required_bytes <= self._budget_bytes - self._max_inputs * allocated_size(
             x.nbytes

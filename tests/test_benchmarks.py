@@ -49,7 +49,7 @@ def run(script: str, arguments: str, folder: Path) -> str:
     lines = [{"step": step, "loss": 5.0 - step / 10, "tokens": 64 * step} for step in range(1, 9)]
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     (folder / "corpus").mkdir()
-    text = "".join(f"line {number}: {'abc def '[number % 5 :]} {number * 7919}\n" for number in range(4000))
+    text = "".join(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))
     (folder / "corpus" / "text.txt").write_text(text)
     command = [sys.executable, "-m", f"benchmarks.{script}", *arguments.format(tmp=folder).split()]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

@@ -100,7 +100,8 @@ def check_arguments(module: str, arguments: list[str]) -> None:
         word for word in arguments[:1] if re.search(rf"(?<![-\w/]){re.escape(word)}(?![-\w/])", help_text(module))
     ]
     is_argparse = module in {"trainer.hf", "trainer.checkpoint"}
-    usage = help_text(module, *subcommand) if is_argparse else help_text(module)
+    has_help_per_command = is_argparse or module == "trainer.data.prepare"
+    usage = help_text(module, *subcommand) if has_help_per_command else help_text(module)
     assert subcommand or not is_argparse or not arguments, f"{module} has no subcommand {arguments[0]}"
     config = []
     for at, word in enumerate(arguments):

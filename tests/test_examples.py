@@ -24,7 +24,7 @@ compiled = (
 
 
 def run(name: str, *options: str) -> list[str]:
-    """What an example prints on four processes."""
+    """The output lines of an example on four ranks."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     done = subprocess.run(
         [*launcher, "-m", f"examples.{name}", *options],
@@ -60,7 +60,7 @@ def run(name: str, *options: str) -> list[str]:
         ),
     ],
 )
-def test_attention_of_four_processes_is_that_of_one(options: tuple[str, ...], plan: str) -> None:
+def test_attention_on_four_ranks_equals_one_rank(options: tuple[str, ...], plan: str) -> None:
     *errors, summary = run("context_parallel", *options)
     assert [line.split(":")[0].strip() for line in errors] == ["out", "dq", "dk", "dv"]
     for line in errors:
@@ -78,10 +78,10 @@ def test_attention_of_four_processes_is_that_of_one(options: tuple[str, ...], pl
         pytest.param(("--compile",), "hybrid (2 x 2, ring across), layout doc_headtail", marks=compiled),
     ],
 )
-def test_a_model_of_four_processes_has_the_losses_of_one(options: tuple[str, ...], plan: str) -> None:
+def test_model_on_four_ranks_has_the_losses_of_one_rank(options: tuple[str, ...], plan: str) -> None:
     summary, losses = run("unified_attention", *options)
     assert summary == f"{plan} (as configured){', compiled' if '--compile' in options else ''}"
-    found = re.fullmatch(r"losses of 4 processes (\S+) \.\.\. (\S+), of one (\S+) \.\.\. (\S+)", losses)
+    found = re.fullmatch(r"losses on 4 ranks (\S+) \.\.\. (\S+), on 1 rank (\S+) \.\.\. (\S+)", losses)
     assert found
     first, last, first_alone, last_alone = map(float, found.groups())
     assert (first, last) == pytest.approx((first_alone, last_alone), rel=1e-5)

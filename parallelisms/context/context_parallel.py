@@ -182,7 +182,7 @@ class ContextParallel:
 
     def layouts(self, boundaries_BD: Tensor) -> list[SeqLayout]:
         """The ring layout of each sequence."""
-        return [SeqLayout(self.layout, self.ring_degree, tuple(row)) for row in boundaries_BD.tolist()]
+        return [SeqLayout(self.layout, self.ring_degree, tuple(boundaries)) for boundaries in boundaries_BD.tolist()]
 
     def shard(self, x_BT: Tensor, boundaries_BD: Tensor | None = None) -> Tensor:
         """Selects this rank's tokens of a tensor [B, T, ...]; differentiable. Raises ValueError if T is not divisible."""

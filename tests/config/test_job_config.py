@@ -13,7 +13,7 @@ from typing import get_args
 import pytest
 
 from models.rope_scaling import rope_summary
-from trainer.config import docs
+from trainer.config import checks, docs
 from trainer.config.job_config import Config
 from trainer.config.parse import CONFIG_DIR, all_sections, load, repeated_tables, section_keys
 from trainer.config.training_stages import Recipe
@@ -44,8 +44,8 @@ def configured(**values: dict[str, object]) -> Config:
 
 
 def test_the_default_configuration_is_valid() -> None:
-    assert Config().problems(1) == []
-    assert Config().problems(8) == []
+    assert checks.problems(Config(), 1) == []
+    assert checks.problems(Config(), 8) == []
 
 
 PROBLEMS: list[tuple[dict[str, dict[str, object]], int, str]] = [
@@ -69,7 +69,7 @@ PROBLEMS: list[tuple[dict[str, dict[str, object]], int, str]] = [
     (
         {"parallelism": {"pp": 2}, "training": {"global_batch_size": 1}},
         2,
-        'parallelism.pp_schedule "1F1B" needs at least as many as stages, 2',
+        'parallelism.pp_schedule = "1F1B" needs at least 2, the number of stages',
     ),
     (
         {"data": {"corpus": "no"}},
@@ -103,7 +103,7 @@ PROBLEMS: list[tuple[dict[str, dict[str, object]], int, str]] = [
 def test_a_problem_names_its_keys_their_values_and_the_rule(
     values: dict[str, dict[str, object]], world: int, problem: str
 ) -> None:
-    assert any(problem in found for found in configured(**values).problems(world))
+    assert any(problem in found for found in checks.problems(configured(**values), world))
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,7 @@ def test_the_launcher_reports_every_problem_on_fresh_and_used_run_folders(
 )
 def test_a_problem_of_context_parallelism_names_its_key(section: dict[str, object], problems: list[str]) -> None:
     config = configured(parallelism=section)
-    assert config.problems(config.parallelism.cp) == problems
+    assert checks.problems(config, config.parallelism.cp) == problems
 
 
 @pytest.mark.parametrize(
@@ -184,15 +184,15 @@ def test_a_problem_of_context_parallelism_names_its_key(section: dict[str, objec
 )
 def test_a_kernel_without_support_for_the_dtype_is_an_error(kernel: str, dtype: str, supported: str) -> None:
     config = configured(training={"attention": kernel, "dtype": dtype})
-    assert config.problems(1) == [
+    assert checks.problems(config, 1) == [
         f'training.attention = "{kernel}" supports {supported}, not training.dtype = "{dtype}"'
     ]
-    assert configured(training={"attention": kernel, "dtype": "bfloat16"}).problems(1) == []
+    assert checks.problems(configured(training={"attention": kernel, "dtype": "bfloat16"}), 1) == []
 
 
 def test_an_invalid_model_hides_problems_of_its_heads_on_the_mesh() -> None:
     config = configured(model={"num_heads": 6}, parallelism={"cp": 4, "cp_method": "ulysses"})
-    assert config.problems(4) == ["model.num_heads = 6 must be a multiple of model.num_kv_heads = 4"]
+    assert checks.problems(config, 4) == ["model.num_heads = 6 must be a multiple of model.num_kv_heads = 4"]
 
 
 ZERO_BUBBLE: dict[str, object] = {"pp": 2, "pp_schedule": "ZBVZeroBubble"}
@@ -222,16 +222,18 @@ NONE: dict[str, object] = {"recompute": "none"}
     ],
 )
 def test_an_unsupported_mesh_is_an_error(values: dict[str, dict[str, object]], world: int, problem: str) -> None:
-    (found,) = configured(**values).problems(world)
+    (found,) = checks.problems(configured(**values), world)
     assert problem in found
 
 
 def test_supported_neighbours_of_unsupported_meshes_are_valid() -> None:
     whole: dict[str, object] = {"vocab_size": 265, "tie_embeddings": True}
-    assert configured(model=whole, parallelism={"tp": 2, "loss_parallel": False}).problems(2) == []
-    assert configured(parallelism=ZERO_BUBBLE, memory=NONE).problems(2) == []
-    assert configured(parallelism={"pp": 4}, training={"global_batch_size": 16}).problems(16) == []
-    (uneven,) = configured(parallelism={"pp": 2}, training={"global_batch_size": 2, "micro_batch_size": 4}).problems(2)
+    assert checks.problems(configured(model=whole, parallelism={"tp": 2, "loss_parallel": False}), 2) == []
+    assert checks.problems(configured(parallelism=ZERO_BUBBLE, memory=NONE), 2) == []
+    assert checks.problems(configured(parallelism={"pp": 4}, training={"global_batch_size": 16}), 16) == []
+    (uneven,) = checks.problems(
+        configured(parallelism={"pp": 2}, training={"global_batch_size": 2, "micro_batch_size": 4}), 2
+    )
     assert "must be a multiple of training.micro_batch_size" in uneven
 
 
@@ -262,7 +264,7 @@ def test_pipeline_stages_balance_the_cost_of_the_output_projection() -> None:
 def test_heads_that_tp_does_not_divide_are_reported_once() -> None:
     heads: dict[str, object] = {"num_heads": 18, "num_kv_heads": 9}
     config = configured(model=heads, parallelism={"cp": 2, "tp": 2, "cp_method": "ulysses"})
-    assert config.problems(4) == [
+    assert checks.problems(config, 4) == [
         "parallelism.tp = 2 must divide model.num_kv_heads = 9 or be a multiple of it (replicated KV heads)",
     ]
 
@@ -323,7 +325,7 @@ def test_auto_chooses_the_cp_method_by_ranks_heads_documents_and_memory(
 ) -> None:
     section = {**values.get("parallelism", {}), "cp": cp}
     config = configured(**{**values, "parallelism": section})
-    assert config.problems(cp) == []
+    assert checks.problems(config, cp) == []
     assert config.context_plan().summary() == summary
 
 
@@ -351,7 +353,7 @@ def test_sequences_that_cp_does_not_divide_give_a_warning() -> None:
 
 def test_copy_period_is_below_the_sequence_length() -> None:
     def problems(seq_len: int = 64, **data: object) -> list[str]:
-        return configured(data=data, training={"seq_len": seq_len}).problems(1)
+        return checks.problems(configured(data=data, training={"seq_len": seq_len}), 1)
 
     assert problems(corpus="copy", copy_period=63) == []
     assert problems(corpus="copy", copy_period=64) == ["data.copy_period = 64 must be below training.seq_len = 64"]
@@ -362,18 +364,18 @@ def test_copy_period_is_below_the_sequence_length() -> None:
 
 def test_the_copy_corpus_needs_no_tokenizer() -> None:
     small: dict[str, object] = {"vocab_size": 16}
-    assert configured(model=small).problems(1) == [
+    assert checks.problems(configured(model=small), 1) == [
         'model.vocab_size = 16 must be at least 264, the vocabulary size of tokenizer.kind = "byte"'
     ]
-    assert configured(model=small, data={"corpus": "copy"}).problems(1) == []
-    assert load(["--config", "llama3_8b", "--data.corpus", "copy"]).problems(CLUSTER_CONFIGS["llama3_8b"]) == []
+    assert checks.problems(configured(model=small, data={"corpus": "copy"}), 1) == []
+    assert checks.problems(load(["--config", "llama3_8b", "--data.corpus", "copy"]), CLUSTER_CONFIGS["llama3_8b"]) == []
 
 
 def test_a_folder_named_copy_is_reached_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert configured(data={"corpus": "./copy"}).problems(1)[0].startswith('data.corpus = "./copy" is neither')
+    assert checks.problems(configured(data={"corpus": "./copy"}), 1)[0].startswith('data.corpus = "./copy" is neither')
     (tmp_path / "copy").mkdir()
-    assert configured(data={"corpus": "./copy"}).problems(1) == []
+    assert checks.problems(configured(data={"corpus": "./copy"}), 1) == []
 
 
 NEEDS = 'needs memory.recompute = "full" or "keep_attention": with "none" autograd saves all activations'
@@ -416,7 +418,7 @@ NOT_FULL = 'needs memory.recompute = "keep_attention", not "full"'
 )
 def test_memory_options_need_a_matching_recompute_policy(memory: dict[str, object], problems: list[str]) -> None:
     for compiled in (False, True):
-        assert configured(memory=memory, training={"compile": compiled}).problems(1) == problems
+        assert checks.problems(configured(memory=memory, training={"compile": compiled}), 1) == problems
 
 
 def test_default_memory_options_save_attention_outputs() -> None:
@@ -456,7 +458,7 @@ def test_head_groups_divide_the_kv_heads_of_a_rank(
 ) -> None:
     world = int(str(parallelism.get("cp", 1))) * int(str(parallelism.get("tp", 1)))
     config = configured(memory={"head_groups": groups}, parallelism=parallelism)
-    found = config.problems(world)
+    found = checks.problems(config, world)
     assert found == [] if problem is None else len(found) == 1
     assert problem is None or found[0].startswith(problem)
 
@@ -479,9 +481,9 @@ def test_all_problems_are_reported_together() -> None:
     config = configured(
         model={"size": "9b"}, data={"corpus": "no"}, parallelism={"dp_shard": 3}, training={"micro_batch_size": 3}
     )
-    assert len(config.problems(2)) == 4
+    assert len(checks.problems(config, 2)) == 4
     wrong = {"tp": 2, "cp": 4, "cp_method": "ring", "cp_layout": "balanced", "cp_ulysses": 2, "cp_outer_method": "ring"}
-    assert len(configured(data={"copy_period": 1}, parallelism=wrong).problems(2)) == 5
+    assert len(checks.problems(configured(data={"copy_period": 1}, parallelism=wrong), 2)) == 5
 
 
 def test_empty_micro_batches_give_a_warning() -> None:
@@ -509,11 +511,11 @@ def test_model_keys_default_to_the_preset() -> None:
 
 def test_all_rope_problems_are_reported_together() -> None:
     options = "--model.rope.kind longrope --model.rope.long_factors 2,3 --model.rope.beta_fast 8 --model.rope.theta 1e6"
-    assert load([*options.split(), "--data.corpus", "copy"]).problems(1) == [
-        'model.rope.beta_fast has no use with model.rope.kind = "longrope"; it belongs to "yarn"',
+    assert checks.problems(load([*options.split(), "--data.corpus", "copy"]), 1) == [
+        'model.rope.beta_fast is only used with model.rope.kind = "yarn", not "longrope"',
         'model.rope.factor = 1.0 must be above 1 for model.rope.kind = "longrope"',
-        "model.rope.short_factors are 0, and must be 16: half of model.head_dim = 32",
-        "model.rope.long_factors are 2, and must be 16: half of model.head_dim = 32",
+        "model.rope.short_factors has 0 values, and must have 16: half of model.head_dim = 32",
+        "model.rope.long_factors has 2 values, and must have 16: half of model.head_dim = 32",
     ]
 
 
@@ -523,7 +525,7 @@ def test_the_parallelism_summary_describes_the_rotary_embedding() -> None:
     )
     assert config.parallelism_summary(1) == [rope_summary(config.model.build(), 64)]
     assert config.parallelism_summary(1)[0].startswith("rope yarn: theta 500,000, ")
-    assert config.parallelism_summary(1)[0].endswith("attention factor 1.2079; none in every 4th layer")
+    assert config.parallelism_summary(1)[0].endswith("attention factor 1.2079; no rope in every 4th layer")
     preset = load(["--model.family", "qwen3"]).model.build()
     assert (preset.qk_norm, preset.nope_every, preset.rope.kind) == (True, None, "default")
     assert not load(["--model.family", "qwen3", "--model.qk_norm", "false"]).model.build().qk_norm
@@ -531,14 +533,14 @@ def test_the_parallelism_summary_describes_the_rotary_embedding() -> None:
 
 def test_debug_runs_at_any_number_of_processes_up_to_eight() -> None:
     config = load([])
-    assert all(config.problems(world) == [] for world in range(1, 9))
+    assert all(checks.problems(config, world) == [] for world in range(1, 9))
 
 
 def test_debug_supports_any_cp_degree_up_to_eight() -> None:
     chosen = {}
     for world in range(1, 9):
         config = load(["--parallelism.cp", str(world)])
-        assert config.problems(world) == []
+        assert checks.problems(config, world) == []
         chosen[world] = config.context_plan().resolved_method
     assert [world for world, method in chosen.items() if method == "ulysses"] == [1, 2, 4, 8]
     assert [world for world, method in chosen.items() if method == "allgather"] == [3, 5, 7]
@@ -549,11 +551,11 @@ def test_debug_accepts_the_smallest_parity_run() -> None:
     options = (
         "--training.seq_len 512 --training.global_batch_size 4 --training.micro_batch_size 1 --training.dtype float64"
     )
-    assert load(options.split()).problems(4) == []
+    assert checks.problems(load(options.split()), 4) == []
 
 
 def test_debug_runs_for_any_number_of_steps() -> None:
-    assert load(["--training.steps", "1"]).problems(2) == []
+    assert checks.problems(load(["--training.steps", "1"]), 2) == []
 
 
 def test_debug_states_no_degree_and_divides_by_eight() -> None:
@@ -571,7 +573,7 @@ def test_every_shipped_configuration_is_listed_here() -> None:
 
 def test_debug_1m_needs_two_processes_and_no_file() -> None:
     config = load(["--config", "debug_1m"])
-    assert config.problems(2) == []
+    assert checks.problems(config, 2) == []
     assert config.warnings(2) == []
     assert (config.training.seq_len, config.parallelism.cp) == (1 << 20, 2)
     assert (config.data.documents, config.data.max_document, config.data.mask) == ("file", 16_384, "document")
@@ -580,7 +582,7 @@ def test_debug_1m_needs_two_processes_and_no_file() -> None:
 
 def test_copy_repeats_tokens_of_another_rank() -> None:
     config = load(["--config", "copy"])
-    assert config.problems(4) == []
+    assert checks.problems(config, 4) == []
     assert config.warnings(4) == []
     period, chunk = config.data.copy_period, config.training.seq_len // (2 * config.parallelism.cp)
     assert period is not None
@@ -599,7 +601,7 @@ def test_a_cluster_configuration_states_every_degree_and_needs_only_files(name: 
     config = load(["--config", name])
     assert all(stage.config.parallelism.dp_shard is not None for stage in config.training_stages)
     corpora = [f"data.sources.{source}.path" for source in config.data.sources] or ["data.corpus"]
-    assert [problem.split(" = ")[0] for problem in config.problems(world)] == ["tokenizer.path", *corpora]
+    assert [problem.split(" = ")[0] for problem in checks.problems(config, world)] == ["tokenizer.path", *corpora]
 
 
 @pytest.mark.parametrize("name", list(CLUSTER_CONFIGS)[-3:])
@@ -625,7 +627,7 @@ def test_recipes_match_the_publications() -> None:
 
 
 def test_validation_imports_no_torch() -> None:
-    code = "import sys, trainer.launch, trainer.config.docs; from trainer.config.parse import load; load([]).problems(2); print(*sys.modules)"
+    code = "import sys, trainer.config.docs; from trainer.config import checks, parse; checks.problems(parse.load([]), 2); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "pydantic" in done.stdout.split()
     assert "torch" not in done.stdout.split()
@@ -689,7 +691,7 @@ def test_a_shipped_file_names_the_schema_for_editors(path: Path) -> None:
 
 
 def validated(data: Mapping[str, object] | None = None, **one: object) -> list[str]:
-    return Recipe.model_validate({"data": dict(data or {}), "validation": {"sets": {"one": one}}}).problems(1)
+    return checks.problems(Recipe.model_validate({"data": dict(data or {}), "validation": {"sets": {"one": one}}}), 1)
 
 
 def test_validation_sets_are_validated() -> None:
@@ -743,8 +745,8 @@ def test_validating_on_training_documents_gives_a_warning() -> None:
 
 
 def test_holdout_needs_unsplit_documents_and_text() -> None:
-    said = configured(data={"holdout": 0.1, "max_document": 64}).problems(1)
+    said = checks.problems(configured(data={"holdout": 0.1, "max_document": 64}), 1)
     assert said[0].startswith("data.holdout = 0.1 with data.max_document = 64 would split documents")
-    assert configured(data={"holdout": 0.1, "corpus": "copy"}).problems(1) == [
+    assert checks.problems(configured(data={"holdout": 0.1, "corpus": "copy"}), 1) == [
         'data.holdout = 0.1 needs documents; data.corpus = "copy" has none'
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainer.checkpoint.run_dir import flatten_config, run_identity
+from trainer.config import checks
 from trainer.config.parse import load
 from trainer.config.slurm import parse_time_limit
 from trainer.errors import ConfigError
@@ -45,11 +46,11 @@ def test_values_that_a_script_cannot_quote_are_errors(key: str, value: str) -> N
 
 
 def test_a_lead_must_be_shorter_than_the_time_limit() -> None:
-    assert load(["--slurm.time", "00:05:01"]).slurm.problems() == []
+    assert checks.slurm_problems(load(["--slurm.time", "00:05:01"]).slurm) == []
     problem = 'slurm.lead_seconds = 300 must be below slurm.time = "00:05:00", 300 s'
     config = load(["--slurm.time", "00:05:00"])
-    assert config.slurm.problems() == [problem]
-    assert config.problems(1) == [problem]
+    assert checks.slurm_problems(config.slurm) == [problem]
+    assert checks.problems(config, 1) == [problem]
 
 
 def test_ranks_per_node_are_gpus_or_processes() -> None:
@@ -58,7 +59,7 @@ def test_ranks_per_node_are_gpus_or_processes() -> None:
     cpu_job = load(["--slurm.gpus_per_node", "0"]).slurm
     assert cpu_job.nproc_per_node == 1
     assert load(["--slurm.gpus_per_node", "0", "--slurm.processes_per_node", "3"]).slurm.nproc_per_node == 3
-    (problem,) = load(["--slurm.processes_per_node", "3"]).slurm.problems()
+    (problem,) = checks.slurm_problems(load(["--slurm.processes_per_node", "3"]).slurm)
     assert problem.startswith("slurm.processes_per_node = 3 is only used with slurm.gpus_per_node = 0, not 8")
 
 

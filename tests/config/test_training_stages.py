@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from trainer.checkpoint.run_dir import stage_position
+from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import load
 from trainer.config.toml_format import to_toml
@@ -108,7 +109,7 @@ def test_a_written_recipe_parses_to_equal_stages(tmp_path: Path) -> None:
 
 
 def problems(**values: Any) -> list[str]:
-    return configured(**values).problems(2)
+    return checks.problems(configured(**values), 2)
 
 
 STAGE = {"name": "a", "seq_len": 64}

@@ -1,4 +1,4 @@
-"""A corpus in a temporary folder, and what is made of it."""
+"""Fixtures: a corpus in a temporary folder, and its prepared documents."""
 
 import os
 from collections.abc import Callable
@@ -25,25 +25,25 @@ def write(folder: Path, files: Files) -> str:
 
 
 @pytest.fixture(autouse=True)
-def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only a machine that loses its power loses what was not synced."""
+def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a power failure loses what was not synced."""
     monkeypatch.setattr(os, "fsync", int)
 
 
 @pytest.fixture
 def section(tmp_path: Path) -> Callable[..., DataSection]:
-    """`[data]` of a folder with these files, whose cache is beside it."""
+    """`[data]` with a corpus of these files."""
 
     def make(files: Files, **options: object) -> DataSection:
-        given = {"corpus": write(tmp_path / "corpus", files), "cache_dir": tmp_path / "cache", **options}
-        return DataSection.model_validate(given)
+        values = {"corpus": write(tmp_path / "corpus", files), "cache_dir": tmp_path / "cache", **options}
+        return DataSection.model_validate(values)
 
     return make
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Callable[..., CorpusSpec]:
-    """A folder with these files, whose cache is beside it."""
+    """The spec of a corpus of these files."""
 
     def make(files: Files, **options: Any) -> CorpusSpec:
         return CorpusSpec(**{"corpus": write(tmp_path / "corpus", files), "cache_dir": tmp_path / "cache", **options})
@@ -53,15 +53,15 @@ def source(tmp_path: Path) -> Callable[..., CorpusSpec]:
 
 @pytest.fixture
 def documents() -> Callable[..., list[str]]:
-    """The documents of a source, prepared with bytes as tokens and read back."""
+    """The documents of a corpus, prepared with the byte tokenizer and decoded."""
 
     def read(source: CorpusSpec, **options: Any) -> list[str]:
         prepared = prepare(source, ByteTokenizer(), **options)
-        found = []
+        texts = []
         for start, stop in pairwise(prepared.document_starts.tolist()):
             ids = prepared.read(start, stop).tolist()
             assert (ids[0], ids[-1]) == (ByteTokenizer.bos, ByteTokenizer.eos)
-            found.append(bytes(ids[1:-1]).decode())
-        return found
+            texts.append(bytes(ids[1:-1]).decode())
+        return texts
 
     return read

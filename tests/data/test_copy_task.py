@@ -1,4 +1,4 @@
-"""The copy corpus: rows that repeat themselves, whose targets are what attention over a period can know."""
+"""The copy corpus: sequences repeat random tokens, and every target can be copied from one period earlier."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __ = IGNORE_INDEX
 def rows(
     *, vocab_size: int = 64, period: int = 5, seq_len: int = 12, num_rows: int = 3, seed: int = 0
 ) -> BlendedDataset:
-    made = CopyDataset(vocab_size=vocab_size, period=period, seq_len=seq_len, num_sequences=num_rows, seed=seed)
-    return BlendedDataset([made], seq_len=seq_len)
+    dataset = CopyDataset(vocab_size=vocab_size, period=period, seq_len=seq_len, num_sequences=num_rows, seed=seed)
+    return BlendedDataset([dataset], seq_len=seq_len)
 
 
 def configured(**data: object) -> Config:
@@ -48,31 +48,31 @@ def test_a_batch_matches_manually_written_tensors() -> None:
 def test_a_target_is_the_next_token_and_appears_one_period_earlier() -> None:
     for period in range(1, 12):
         batch = rows(period=period).read(range(20))
-        rows_at, at = (batch.labels != IGNORE_INDEX).nonzero(as_tuple=True)
-        assert torch.equal(batch.labels[rows_at, at], batch.tokens[rows_at, at + 1])
-        assert torch.equal(batch.labels[rows_at, at], batch.tokens[rows_at, at + 1 - period])
+        sequence_indices, at = (batch.labels != IGNORE_INDEX).nonzero(as_tuple=True)
+        assert torch.equal(batch.labels[sequence_indices, at], batch.tokens[sequence_indices, at + 1])
+        assert torch.equal(batch.labels[sequence_indices, at], batch.tokens[sequence_indices, at + 1 - period])
         assert sorted(set(at.tolist())) == list(range(period - 1, 11))
 
 
 @pytest.mark.parametrize("period", [1, 3, 5, 11])
 def test_fill_returns_any_slice_of_a_sequence(period: int) -> None:
-    made = CopyDataset(vocab_size=64, period=period, seq_len=12, num_sequences=3, seed=0)
+    dataset = CopyDataset(vocab_size=64, period=period, seq_len=12, num_sequences=3, seed=0)
     whole = rows(period=period).read([2])
     for start in range(12):
         for end in range(start + 1, 13):
             tokens, labels = torch.zeros(end - start, dtype=torch.int64), torch.full((end - start,), IGNORE_INDEX)
-            made.fill(2, 0, start, tokens, labels)
+            dataset.fill(2, 0, start, tokens, labels)
             assert torch.equal(tokens, whole.tokens[0, start:end])
             assert torch.equal(labels, whole.labels[0, start:end])
 
 
 def test_a_sequence_depends_only_on_its_index_and_the_seed() -> None:
     together = rows().read([0, 1, 10**12])
-    alone = [rows(num_rows=99).read([number]) for number in (0, 1, 10**12)]
-    assert torch.equal(together.tokens, torch.cat([batch.tokens for batch in alone]))
+    single_batches = [rows(num_rows=99).read([number]) for number in (0, 1, 10**12)]
+    assert torch.equal(together.tokens, torch.cat([batch.tokens for batch in single_batches]))
     assert not same(rows().read([0]), rows().read([1]))
     assert not same(rows().read([0]), rows(seed=1).read([0]))
-    assert not same(rows(seed=1).read([0]), rows().read([1])), "seed and number are not the same thing"
+    assert not same(rows(seed=1).read([0]), rows().read([1])), "seed and index are not interchangeable"
 
 
 def test_tokens_are_uniform_over_the_vocabulary() -> None:

@@ -20,8 +20,8 @@ Documents = Callable[[CorpusSpec], list[str]]
 
 
 def test_a_folder_is_read_in_path_order_with_any_extension(source: Make, documents: Documents) -> None:
-    given = source({"b.md": "B", "a/z.txt": "AZ", "a/c": "AC\r\n", "empty.txt": ""})
-    assert documents(given) == ["AC\r\n", "AZ", "B"]
+    spec = source({"b.md": "B", "a/z.txt": "AZ", "a/c": "AC\r\n", "empty.txt": ""})
+    assert documents(spec) == ["AC\r\n", "AZ", "B"]
 
 
 FILES = {"b.md": "B", "a.md": "A\n", "r/y/1.py": "y = 1\n", "r/x.py": "x = 1", "r/z.py": "z", "q/x.py": "", "c": "C"}
@@ -66,39 +66,39 @@ def test_a_bad_file_is_logged_and_skipped_or_raises(
     name: str, source: Make, documents: Documents, caplog: pytest.LogCaptureFixture
 ) -> None:
     content, message = BAD_FILES[name]
-    given = source({"a.txt": "A", name: content, "z.txt": "Z"})
-    assert documents(given) == ["A", "Z"]
+    spec = source({"a.txt": "A", name: content, "z.txt": "Z"})
+    assert documents(spec) == ["A", "Z"]
     assert f"skipped {message}" in caplog.text
     with pytest.raises(DataError, match=f"corpus holds {message}"):
-        documents(replace(given, bad_files="error"))
+        documents(replace(spec, bad_files="error"))
 
 
 def test_a_bad_file_does_not_affect_other_files_of_its_repository(
     source: Make, documents: Documents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.data.formats.BLOCK", 4)
-    given = source({"r/a": "A", "r/b": b"B" * 40 + b"\xff", "r/c": "C", "s": "S"}, documents="repository")
-    assert documents(given) == ["# s\nS\n", "# r/a\nA\n# r/c\nC\n"]
-    assert documents(replace(given, max_document=7)) == ["# s\nS", "\n", "# r/a", "\nA\n# ", "r/c\nC", "\n"]
+    spec = source({"r/a": "A", "r/b": b"B" * 40 + b"\xff", "r/c": "C", "s": "S"}, documents="repository")
+    assert documents(spec) == ["# s\nS\n", "# r/a\nA\n# r/c\nC\n"]
+    assert documents(replace(spec, max_document=7)) == ["# s\nS", "\n", "# r/a", "\nA\n# ", "r/c\nC", "\n"]
 
 
 def test_a_symlink_is_followed_to_a_file_and_skipped_otherwise(
     source: Make, documents: Documents, tmp_path: Path
 ) -> None:
-    given = source({"a/a.txt": "A"})
-    root = Path(given.corpus)
+    spec = source({"a/a.txt": "A"})
+    root = Path(spec.corpus)
     (root / "b.txt").symlink_to(root / "a" / "a.txt")
     (root / "again").symlink_to(root / "a")
     (root / "nowhere.txt").symlink_to(tmp_path / "none")
-    assert documents(given) == ["A", "A"]
-    assert Corpus(given).skipped == ["again: a symlink to a folder", "nowhere.txt: No such file or directory"]
+    assert documents(spec) == ["A", "A"]
+    assert Corpus(spec).skipped == ["again: a symlink to a folder", "nowhere.txt: No such file or directory"]
 
 
 def test_a_large_file_is_read_in_blocks_that_end_at_line_breaks(source: Make) -> None:
     line = "a line with é in it\n"
-    given = source({"large.txt": line * (2 * BLOCK // len(line))})
-    [[unit]] = Corpus(given).partitions()
-    blocks = [block for text in read_texts(unit, text_key="text") for block in text]
+    spec = source({"large.txt": line * (2 * BLOCK // len(line))})
+    [[split]] = Corpus(spec).partitions()
+    blocks = [block for text in read_texts(split, text_key="text") for block in text]
     assert len(blocks) > 1
     assert all(block.endswith("\n") for block in blocks)
     assert "".join(blocks) == line * (2 * BLOCK // len(line))
@@ -117,12 +117,14 @@ def test_a_folder_without_text_raises(files: dict[str, str], source: Make, tmp_p
 
 def test_partitions_hold_whole_documents_of_any_size(source: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.data.corpus.PARTITION_BYTES", 10)
-    given = source({"a/1": "x" * 8, "a/2": "x" * 8, "a/3": "x" * 8, "b/1": "x" * 3, "b/2": "", "c/1": "x" * 9})
-    assert [[unit.name for unit in piece] for piece in Corpus(replace(given, documents="repository")).partitions()] == [
+    spec = source({"a/1": "x" * 8, "a/2": "x" * 8, "a/3": "x" * 8, "b/1": "x" * 3, "b/2": "", "c/1": "x" * 9})
+    assert [
+        [split.name for split in piece] for piece in Corpus(replace(spec, documents="repository")).partitions()
+    ] == [
         ["a/1", "a/2", "a/3"],
         ["b/1", "b/2", "c/1"],
     ]
-    assert [len(piece) for piece in Corpus(given).partitions()] == [2, 2, 2]
+    assert [len(piece) for piece in Corpus(spec).partitions()] == [2, 2, 2]
 
 
 def test_the_standard_library_excludes_packages_and_unicode_tables(caplog: pytest.LogCaptureFixture) -> None:

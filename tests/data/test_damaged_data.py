@@ -1,4 +1,4 @@
-"""Whatever stands in a file: a clear error, or a text that is skipped and counted; never a row that is wrong."""
+"""Damaged files raise a clear error or are skipped and counted; they never change other text."""
 
 import gzip
 import io
@@ -46,7 +46,7 @@ VALID = {name: valid(name) for name in ("txt", "jsonl", "jsonl.gz", "jsonl.zst",
 
 
 def damaged(content: bytes, at: float, put: bytes, *, keep: bool) -> bytes:
-    """`put` in the place of as many bytes, and what follows if it is kept."""
+    """Overwrites bytes at the relative position `at` with `put`; truncates after them unless `keep`."""
     place = int(at * len(content))
     return content[:place] + put + (content[place + len(put) :] if keep else b"")
 
@@ -69,8 +69,8 @@ def test_a_damaged_file_does_not_affect_its_neighbors(
         (root / f"b.{kind}").write_bytes(damaged(VALID[kind], at, put, keep=keep))
         (root / "c.txt").write_text("after")
         given = CorpusSpec(corpus=str(root), cache_dir=Path(folder, "cache"), documents=documents)  # type: ignore[arg-type]
-        prepared = prepare(given, ByteTokenizer())
-        text = ByteTokenizer().decode(prepared.read(0, prepared.num_tokens).tolist())
+        dataset = prepare(given, ByteTokenizer())
+        text = ByteTokenizer().decode(dataset.read(0, dataset.num_tokens).tolist())
         title = "" if documents == "file" else "# c.txt\n"
         assert text.removeprefix("# a.txt\n").startswith("before")
         assert text.rstrip("\n").endswith(f"{title}after")
@@ -78,7 +78,7 @@ def test_a_damaged_file_does_not_affect_its_neighbors(
         assert "\ufffd" not in text
 
 
-# ---- what was written and then changed
+# ---- modified prepared files
 
 
 @settings(max_examples=100, derandomize=True, deadline=None)
@@ -91,32 +91,32 @@ def test_a_damaged_file_does_not_affect_its_neighbors(
 def test_a_modified_prepared_file_raises_or_changes_nothing(*, name: str, at: float, put: bytes, keep: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "a.jsonl").write_bytes(VALID["jsonl"])
-        whole = prepare(CorpusSpec(corpus=f"{folder}/a.jsonl", cache_dir=Path(folder)), ByteTokenizer())
-        path = whole.folder / name
+        dataset = prepare(CorpusSpec(corpus=f"{folder}/a.jsonl", cache_dir=Path(folder)), ByteTokenizer())
+        path = dataset.folder / name
         before = path.read_bytes()
         after = damaged(before, at, put, keep=keep)
         path.write_bytes(after)
         try:
-            again = TokenDataset(whole.folder)
+            reopened = TokenDataset(dataset.folder)
             if name == "shard-00000.bin":
-                verify_checksums(again)
+                verify_checksums(reopened)
         except DataError as error:
-            assert str(whole.folder) in str(error)
+            assert str(dataset.folder) in str(error)
         else:
             assert name == "meta.json" or before == after
-            assert again.meta == whole.meta
+            assert reopened.meta == dataset.meta
 
 
 def test_a_modified_field_of_meta_json_raises(source: Make) -> None:
-    kept = source({"a": "some text"})
-    path = prepare(kept, ByteTokenizer()).folder / "meta.json"
+    spec = source({"a": "some text"})
+    path = prepare(spec, ByteTokenizer()).folder / "meta.json"
     meta = json.loads(path.read_text())
     for key, value in {"eos": 258, "vocab_size": 65_000, "skipped": 1, "longest": 3, "tokenizer": "x"}.items():
         path.write_text(json.dumps(meta | {key: value}))
         with pytest.raises(DataError, match=r"meta.json was changed after it was written; delete"):
-            prepare(kept, ByteTokenizer())
+            prepare(spec, ByteTokenizer())
     path.write_text(json.dumps(meta))
-    prepare(kept, ByteTokenizer())
+    prepare(spec, ByteTokenizer())
 
 
 class Other(ByteTokenizer):
@@ -124,15 +124,15 @@ class Other(ByteTokenizer):
 
 
 def test_a_prepared_folder_is_a_corpus_for_its_tokenizer_and_options_only(source: Make) -> None:
-    made = prepare(source({"a": "some text", "b": "more"}), ByteTokenizer())
-    again = prepare(CorpusSpec(corpus=str(made.folder)), ByteTokenizer())
-    assert (again.folder, again.fingerprint) == (made.folder, made.fingerprint)
+    dataset = prepare(source({"a": "some text", "b": "more"}), ByteTokenizer())
+    reopened = prepare(CorpusSpec(corpus=str(dataset.folder)), ByteTokenizer())
+    assert (reopened.folder, reopened.fingerprint) == (dataset.folder, dataset.fingerprint)
     with pytest.raises(DataError, match=r"was prepared with the tokenizer byte-264, and \[tokenizer\] is other"):
-        prepare(CorpusSpec(corpus=str(made.folder)), Other())
+        prepare(CorpusSpec(corpus=str(dataset.folder)), Other())
     with pytest.raises(DataError, match=r"max_document = 5, and .* was prepared with documents of up to 11 tokens"):
-        prepare(CorpusSpec(corpus=str(made.folder), max_document=5), ByteTokenizer())
+        prepare(CorpusSpec(corpus=str(dataset.folder), max_document=5), ByteTokenizer())
     with pytest.raises(DataError, match=r'was prepared with data.separators = "bos_eos", and it is "eos" now'):
-        prepare(CorpusSpec(corpus=str(made.folder), separators="eos"), ByteTokenizer())
+        prepare(CorpusSpec(corpus=str(dataset.folder), separators="eos"), ByteTokenizer())
 
 
 def test_a_prepared_folder_without_its_shards_is_not_read_as_text(source: Make) -> None:
@@ -146,7 +146,7 @@ def test_an_unrelated_meta_json_is_text(source: Make, documents: Documents) -> N
     assert documents(source({"meta.json": '{"license": "none"}', "a": "A"})) == ["A", '{"license": "none"}']
 
 
-# ---- much of it
+# ---- large inputs
 
 
 def test_a_million_spaces_are_one_document(source: Make, documents: Documents) -> None:
@@ -161,11 +161,11 @@ def _peak(connection: Connection, given: CorpusSpec) -> None:
         status = Path("/proc/self/status").read_text()
         return int(status.partition("VmHWM:")[2].split()[0]) >> 10
 
-    import pyarrow.parquet  # noqa: F401 - what it takes is not the text's
+    import pyarrow.parquet  # noqa: F401 - its own memory does not count
 
     before = high()
-    prepared = prepare(given, ByteTokenizer())
-    connection.send((high() - before, prepared.num_tokens))
+    dataset = prepare(given, ByteTokenizer())
+    connection.send((high() - before, dataset.num_tokens))
 
 
 @pytest.mark.ranks
@@ -184,15 +184,15 @@ def test_memory_is_bounded_by_the_longest_line_not_the_file(kind: str, mib: int,
         path.write_bytes(gzip.compress(line, 1) if kind.endswith("gz") else line)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["trainer.data.prepare"])
-    ours, theirs = context.Pipe()
+    parent_end, child_end = context.Pipe()
     given = CorpusSpec(corpus=str(path), cache_dir=tmp_path)
-    process = context.Process(target=_peak, args=(theirs, given))
+    process = context.Process(target=_peak, args=(child_end, given))
     process.start()
-    assert ours.poll(60)
-    grown, tokens = ours.recv()
+    assert parent_end.poll(60)
+    growth_mib, tokens = parent_end.recv()
     process.join()
     assert tokens == size + (2000 if kind == "parquet" else 2)
-    assert grown < mib
+    assert growth_mib < mib
 
 
 def test_a_text_without_line_breaks_survives_the_split_into_blocks(source: Make, documents: Documents) -> None:

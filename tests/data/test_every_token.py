@@ -1,4 +1,4 @@
-"""No token is lost or seen twice: over documents of any length, packings, ranks, parts of rows, epochs and resumes."""
+"""No token is lost or repeated, for any document lengths, packing, ranks, shards, epochs and resumes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHUNKS = 4
 
 
 def corpus(lengths: list[int]) -> TokenDataset:
-    """Documents of these lengths, in which every token is its place in the stream."""
+    """Documents of these lengths; each token is its offset in the stream."""
     stream = torch.arange(sum(lengths))
     starts = torch.tensor([0, *lengths]).cumsum(0)
     dataset = SimpleNamespace(
@@ -36,7 +36,7 @@ def corpus(lengths: list[int]) -> TokenDataset:
 
 
 class Chunks(FullSequence):
-    """Of a row in four chunks, the ones that a rank of one, two or four holds: first and last, then those between."""
+    """Head-tail shards of 1, 2 or 4 ranks over a sequence of four chunks."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         super().__init__(CHUNKS)
@@ -44,16 +44,16 @@ class Chunks(FullSequence):
 
     def spans(self, boundaries: tuple[int, ...]) -> list[tuple[int, int]]:
         size = boundaries[-1] // CHUNKS
-        held: list[int] = cast(Any, self).held
-        return [(chunk * size, size) for chunk in held]
+        chunks: list[int] = cast(Any, self).held
+        return [(chunk * size, size) for chunk in chunks]
 
 
-def shares(ranks: int) -> list[SequenceShard]:
+def shards(ranks: int) -> list[SequenceShard]:
     return [Chunks(rank, ranks) for rank in range(ranks)]
 
 
 MESHES = some.tuples(some.integers(1, 4), some.sampled_from([1, 2, 4]), some.integers(1, 3))
-"""Data ranks, ranks that share a row, rows of a micro-batch."""
+"""dp_size, ranks that share a sequence, micro-batch size."""
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -63,7 +63,7 @@ MESHES = some.tuples(some.integers(1, 4), some.sampled_from([1, 2, 4]), some.int
     packing=some.sampled_from(["best_fit", "concat", "single"]),
     max_len=some.none() | some.integers(2, 12),
     mask=some.sampled_from(["document", "none"]),
-    rows_an_update=some.integers(1, 7),
+    global_batch_size=some.integers(1, 7),
     meshes=some.lists(MESHES, min_size=1, max_size=3),
 )
 def test_every_token_is_read_once_per_epoch_and_is_a_target_unless_it_starts_a_document(
@@ -72,37 +72,39 @@ def test_every_token_is_read_once_per_epoch_and_is_a_target_unless_it_starts_a_d
     packing: Packing,
     max_len: int | None,
     mask: Any,
-    rows_an_update: int,
+    global_batch_size: int,
     meshes: list[tuple[int, int, int]],
 ) -> None:
-    """Updates are taken by one mesh after the other, each of which goes on at the row where the one before stopped."""
+    """Each mesh resumes at the step where the previous one stopped."""
     prepared = corpus(lengths)
-    made = pack_documents(
+    plan = pack_documents(
         prepared.document_lengths, seq_len=seq_len, packing=packing, document_filter=DocumentFilter(max_len=max_len)
     )
-    rows = BlendedDataset([PackedDataset(prepared, made, seed=1)], seq_len=seq_len, mask=mask)
-    updates = 2 * made.num_sequences  # of so many rows: whole epochs
-    seen, targets, at = Counter[int](), Counter[tuple[int, int]](), 0
+    blended = BlendedDataset([PackedDataset(prepared, plan, seed=1)], seq_len=seq_len, mask=mask)
+    num_steps = 2 * plan.num_sequences  # whole epochs
+    read_counts, targets, at = Counter[int](), Counter[tuple[int, int]](), 0
     for number, (ranks, sharing, micro) in enumerate(meshes):
-        last = updates if number + 1 == len(meshes) else min(updates, at + 1 + updates // len(meshes))
+        last = num_steps if number + 1 == len(meshes) else min(num_steps, at + 1 + num_steps // len(meshes))
         for rank in range(ranks):
-            for share in shares(sharing):
+            for shard in shards(sharing):
                 loader = MicroBatchLoader(
-                    rows,
+                    blended,
                     dp_rank=rank,
                     dp_size=ranks,
-                    global_batch_size=rows_an_update,
+                    global_batch_size=global_batch_size,
                     micro_batch_size=micro,
-                    shard=share,
+                    shard=shard,
                 )
-                every = -(-rows_an_update // (ranks * micro))
-                for numbers in islice(loader._micro_batch_indices(at * rows_an_update), (last - at) * every):
-                    batch = rows.read(numbers, share)
+                num_micro_batches = -(-global_batch_size // (ranks * micro))
+                for indices in islice(
+                    loader._micro_batch_indices(at * global_batch_size), (last - at) * num_micro_batches
+                ):
+                    batch = blended.read(indices, shard)
                     tokens, labels = batch.tokens.flatten().tolist(), batch.labels.flatten().tolist()
-                    seen.update(token for token in tokens if token != PADDING)
+                    read_counts.update(token for token in tokens if token != PADDING)
                     targets.update(pair for pair in zip(tokens, labels, strict=True) if pair[1] != IGNORE_INDEX)
         at = last
     starts = set(prepared.document_starts.tolist())
-    times = updates * rows_an_update // made.num_sequences
-    assert seen == dict.fromkeys(range(sum(lengths)), times)
-    assert targets == {(token - 1, token): times for token in range(sum(lengths)) if token not in starts}
+    epochs_read = num_steps * global_batch_size // plan.num_sequences
+    assert read_counts == dict.fromkeys(range(sum(lengths)), epochs_read)
+    assert targets == {(token - 1, token): epochs_read for token in range(sum(lengths)) if token not in starts}

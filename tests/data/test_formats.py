@@ -16,8 +16,8 @@ from trainer.errors import DataError
 
 Make = Callable[..., CorpusSpec]
 Documents = Callable[[CorpusSpec], list[str]]
-WORDS = [f"text {n} é\nof two lines " * (n % 7) + "." for n in range(40)]
-LINES = "".join(json.dumps({"text": word, "id": 1}) + "\n" for word in WORDS)
+TEXTS = [f"text {n} é\nof two lines " * (n % 7) + "." for n in range(40)]
+LINES = "".join(json.dumps({"text": word, "id": 1}) + "\n" for word in TEXTS)
 
 
 def zstandard(content: bytes) -> bytes:
@@ -35,24 +35,24 @@ def parquet(columns: dict[str, list[Any]], *, rows: int = 100) -> bytes:
     return bytes(sink.getvalue())
 
 
-# ---- lines
+# ---- .jsonl
 
 
 def test_each_jsonl_line_is_a_document(source: Make, documents: Documents) -> None:
-    given = source({"a.jsonl": '{"text": "one\\n\\u00e9", "id": 1}\n\n{"text": "two"}'})
-    assert documents(given) == ["one\né", "two"]
-    assert documents(replace(given, documents="repository")) == ["one\né\ntwo\n"]
+    spec = source({"a.jsonl": '{"text": "one\\n\\u00e9", "id": 1}\n\n{"text": "two"}'})
+    assert documents(spec) == ["one\né", "two"]
+    assert documents(replace(spec, documents="repository")) == ["one\né\ntwo\n"]
 
 
-@pytest.mark.parametrize("piece", [3, 100, 1 << 20])
+@pytest.mark.parametrize("partition_bytes", [3, 100, 1 << 20])
 def test_each_line_is_in_exactly_one_partition(
-    piece: int, source: Make, documents: Documents, monkeypatch: pytest.MonkeyPatch
+    partition_bytes: int, source: Make, documents: Documents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.data.corpus.PARTITION_BYTES", piece)
+    monkeypatch.setattr("trainer.data.corpus.PARTITION_BYTES", partition_bytes)
     lines = "".join(LINES.splitlines(keepends=True)[:4])
-    given = source({"a.jsonl": lines, "b.jsonl": "", "c.jsonl": lines[:-1]})
-    assert documents(given) == WORDS[:4] * 2
-    assert (len(Corpus(given).partitions()) > 2) == (piece < 1000)
+    spec = source({"a.jsonl": lines, "b.jsonl": "", "c.jsonl": lines[:-1]})
+    assert documents(spec) == TEXTS[:4] * 2
+    assert (len(Corpus(spec).partitions()) > 2) == (partition_bytes < 1000)
 
 
 BAD_LINES = {
@@ -72,22 +72,22 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("line", BAD_LINES, ids=range(len(BAD_LINES)))
-@pytest.mark.parametrize("piece", [30, 1 << 20])
+@pytest.mark.parametrize("partition_bytes", [30, 1 << 20])
 def test_a_bad_line_is_logged_and_skipped_or_raises(
     line: str,
-    piece: int,
+    partition_bytes: int,
     source: Make,
     documents: Documents,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trainer.data.corpus.PARTITION_BYTES", piece)
+    monkeypatch.setattr("trainer.data.corpus.PARTITION_BYTES", partition_bytes)
     content = b'{"text": "one"}\n\n' + line.encode("latin-1") + b'\n{"text": "two"}\n'
-    given = source({"a.jsonl": content})
-    assert documents(given) == ["one", "two"]
+    spec = source({"a.jsonl": content})
+    assert documents(spec) == ["one", "two"]
     assert f"skipped a.jsonl:3: {BAD_LINES[line]}" in caplog.text
     with pytest.raises(DataError, match=r'^data.bad_files = "error", and the corpus holds a.jsonl:3: '):
-        documents(replace(given, bad_files="error"))
+        documents(replace(spec, bad_files="error"))
 
 
 def test_count_lines_before_counts_line_starts(tmp_path: Path) -> None:
@@ -100,12 +100,12 @@ def test_a_line_above_the_limit_ends_its_file(
     source: Make, documents: Documents, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("trainer.data.formats.LONGEST_LINE", 30)
-    given = source({"a.jsonl": '{"text": "one"}\n{"text": "' + "x" * 100 + '"}\n', "b": "B"})
-    assert documents(given) == ["one", "B"]
+    spec = source({"a.jsonl": '{"text": "one"}\n{"text": "' + "x" * 100 + '"}\n', "b": "B"})
+    assert documents(spec) == ["one", "B"]
     assert "skipped a.jsonl: a line is longer than 30 bytes" in caplog.text
 
 
-# ---- another key, tables, compression
+# ---- text_key, tables, compression
 
 
 def test_text_key_selects_the_key_or_column(source: Make, documents: Documents) -> None:
@@ -113,15 +113,15 @@ def test_text_key_selects_the_key_or_column(source: Make, documents: Documents) 
     assert documents(source(files, text_key="body")) == ["b", "c"]
 
 
-@pytest.mark.parametrize("piece", [1, 1 << 20])
+@pytest.mark.parametrize("partition_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("rows", [1, 7, 100])
 def test_each_row_of_a_table_is_a_document(
-    rows: int, piece: int, source: Make, documents: Documents, monkeypatch: pytest.MonkeyPatch
+    rows: int, partition_bytes: int, source: Make, documents: Documents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.data.corpus.PARTITION_BYTES", piece)
-    given = source({"a.parquet": parquet({"id": list(range(40)), "text": WORDS}, rows=rows)})
-    assert documents(given) == WORDS
-    assert len(Corpus(given).partitions()) == (-(-40 // rows) if piece == 1 else 1)
+    monkeypatch.setattr("trainer.data.corpus.PARTITION_BYTES", partition_bytes)
+    spec = source({"a.parquet": parquet({"id": list(range(40)), "text": TEXTS}, rows=rows)})
+    assert documents(spec) == TEXTS
+    assert len(Corpus(spec).partitions()) == (-(-40 // rows) if partition_bytes == 1 else 1)
 
 
 def test_bad_rows_and_missing_columns_are_logged(
@@ -131,25 +131,25 @@ def test_bad_rows_and_missing_columns_are_logged(
         "a.parquet": parquet({"text": ["a", None, "b"]}, rows=1),
         "b.parquet": parquet({"title": ["a"], "n": [1]}),
         "c.parquet": parquet({"text": [1, 2]}),
-        "d.parquet": parquet({"text": WORDS})[:-100],
+        "d.parquet": parquet({"text": TEXTS})[:-100],
         "e.parquet": b"",
     }
     assert documents(source(files)) == ["a", "b"]
-    for named in (
+    for spec in (
         'a.parquet: row 2: no string at key "text"',
         'b.parquet: no column "text"; its columns are title, n',
         'c.parquet: row 2: no string at key "text"',
         "d.parquet: ",
         "e.parquet: Parquet file size is 0 bytes",
     ):
-        assert f"skipped {named}" in caplog.text
+        assert f"skipped {spec}" in caplog.text
 
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
 def test_compressed_files_are_decompressed(suffix: str, source: Make, documents: Documents) -> None:
     pack = gzip.compress if suffix == "gz" else zstandard
     long = "a line\n" * (BLOCK // 4)
-    given = source(
+    spec = source(
         {
             f"a.jsonl.{suffix}": pack(LINES[:200].encode()) + pack(LINES[200:].encode()),
             f"b.txt.{suffix}": pack(long.encode()),
@@ -157,7 +157,7 @@ def test_compressed_files_are_decompressed(suffix: str, source: Make, documents:
             f"d.{suffix}": pack(b""),
         }
     )
-    assert documents(given) == [*WORDS, long, "C"]
+    assert documents(spec) == [*TEXTS, long, "C"]
 
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
@@ -166,24 +166,24 @@ def test_damaged_compressed_files_are_logged_and_contribute_no_partial_text(
     damage: str, suffix: str, source: Make, documents: Documents, caplog: pytest.LogCaptureFixture
 ) -> None:
     pack = gzip.compress if suffix == "gz" else zstandard
-    packed = pack("".join(f"{n * n} " for n in range(100_000)).encode())
+    compressed = pack("".join(f"{n * n} " for n in range(100_000)).encode())
     damaged = {
-        "cut": packed[: len(packed) // 2],
-        "torn head": packed[:3],
-        "changed": packed[:100] + b"\0" * 300 + packed[400:],
-        "followed": packed + b"something else",
+        "cut": compressed[: len(compressed) // 2],
+        "torn head": compressed[:3],
+        "changed": compressed[:100] + b"\0" * 300 + compressed[400:],
+        "followed": compressed + b"something else",
     }[damage]
-    given = source({"a": "A", f"b.txt.{suffix}": damaged, "c": "C"})
-    assert documents(given) == ["A", "C"]
+    spec = source({"a": "A", f"b.txt.{suffix}": damaged, "c": "C"})
+    assert documents(spec) == ["A", "C"]
     assert f"skipped b.txt.{suffix}: " in caplog.text
 
 
 def test_a_truncated_jsonl_gz_keeps_its_complete_lines(
     source: Make, documents: Documents, caplog: pytest.LogCaptureFixture
 ) -> None:
-    given = source({"a.jsonl.gz": gzip.compress(LINES.encode())[:-20], "b": "B"})
-    found = documents(given)
-    assert found[:-1] == WORDS[: len(found) - 1]
+    spec = source({"a.jsonl.gz": gzip.compress(LINES.encode())[:-20], "b": "B"})
+    found = documents(spec)
+    assert found[:-1] == TEXTS[: len(found) - 1]
     assert "skipped a.jsonl.gz: Compressed file ended before" in caplog.text
 
 
@@ -198,28 +198,28 @@ def test_a_missing_package_raises_with_the_install_command(
         documents(source({name: b"x"}))
 
 
-# ---- data sets
+# ---- datasets
 
 
 def saved(folder: Path, *, split: str | None = None) -> Path:
     import datasets
 
     datasets.disable_progress_bars()
-    rows = datasets.Dataset.from_dict({"text": WORDS, "id": list(range(40))})
+    rows = datasets.Dataset.from_dict({"text": TEXTS, "id": list(range(40))})
     (datasets.DatasetDict({split: rows}) if split else rows).save_to_disk(folder)
     return folder
 
 
-@pytest.mark.parametrize("piece", [1, 300, 1 << 20])
+@pytest.mark.parametrize("partition_bytes", [1, 300, 1 << 20])
 @pytest.mark.parametrize("split", [None, "train"])
 def test_each_row_of_a_saved_dataset_is_a_document(
-    split: str | None, piece: int, tmp_path: Path, documents: Documents, monkeypatch: pytest.MonkeyPatch
+    split: str | None, partition_bytes: int, tmp_path: Path, documents: Documents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.data.corpus.PARTITION_BYTES", piece)
+    monkeypatch.setattr("trainer.data.corpus.PARTITION_BYTES", partition_bytes)
     folder = saved(tmp_path / "set", split=split)
-    named = CorpusSpec(corpus=str(folder), cache_dir=tmp_path / "cache")
-    assert documents(named) == WORDS
-    assert documents(replace(named, corpus=f"hf:{folder},split=train")) == WORDS
+    spec = CorpusSpec(corpus=str(folder), cache_dir=tmp_path / "cache")
+    assert documents(spec) == TEXTS
+    assert documents(replace(spec, corpus=f"hf:{folder},split=train")) == TEXTS
 
 
 def test_a_streamed_dataset_has_one_partition_per_file_and_its_identity_changes_with_them(
@@ -228,15 +228,15 @@ def test_a_streamed_dataset_has_one_partition_per_file_and_its_identity_changes_
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text(LINES)
     corpus = f"hf:json,data_files={tmp_path}/*.jsonl"
-    given = CorpusSpec(corpus=corpus, cache_dir=tmp_path / "cache")
-    assert documents(given) == WORDS * 2
-    assert len(Corpus(given).partitions()) == 2
-    before = Corpus(given).identity
+    spec = CorpusSpec(corpus=corpus, cache_dir=tmp_path / "cache")
+    assert documents(spec) == TEXTS * 2
+    assert len(Corpus(spec).partitions()) == 2
+    before = Corpus(spec).identity
     (tmp_path / "a.jsonl").write_text(LINES + LINES)
     from trainer.data.hf_datasets import open_dataset
 
     open_dataset.cache_clear()
-    assert Corpus(given).identity != before
+    assert Corpus(spec).identity != before
 
 
 @pytest.mark.parametrize(
@@ -256,6 +256,6 @@ def test_an_invalid_or_missing_dataset_raises(corpus: str, message: str, tmp_pat
 
 
 def test_a_dataset_without_the_text_column_raises(tmp_path: Path, documents: Documents) -> None:
-    given = CorpusSpec(corpus=str(saved(tmp_path / "set")), text_key="body", cache_dir=tmp_path / "cache")
+    spec = CorpusSpec(corpus=str(saved(tmp_path / "set")), text_key="body", cache_dir=tmp_path / "cache")
     with pytest.raises(DataError, match='has no column "body"; its columns are text, id'):
-        documents(given)
+        documents(spec)

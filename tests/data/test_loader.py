@@ -21,18 +21,18 @@ SEQ_LEN = 8
 
 
 @pytest.fixture
-def rows(section: Callable[..., DataSection]) -> BlendedDataset:
+def dataset(section: Callable[..., DataSection]) -> BlendedDataset:
     texts = {f"{n:02}": f"text {n} of {n * n * n}" for n in range(15)}
     return build_blended_dataset(section(texts), ByteTokenizer(), seq_len=SEQ_LEN, seed=1)
 
 
-def packed(rows: BlendedDataset) -> PackedDataset:
-    assert isinstance(rows.sources[0], PackedDataset)
-    return rows.sources[0]
+def packed(dataset: BlendedDataset) -> PackedDataset:
+    assert isinstance(dataset.sources[0], PackedDataset)
+    return dataset.sources[0]
 
 
-class Numbers:
-    """Rows that hold their own number, and what was asked for."""
+class IndexDataset:
+    """Sequences filled with their index; records what was read."""
 
     def __init__(self, failing: BaseException | None = None) -> None:
         self.read_so_far: list[int | None] = []
@@ -48,49 +48,55 @@ class Numbers:
         return Batch(column, column, column, column, torch.zeros(len(indices), 2, dtype=torch.int32), 0, 0, 0)
 
 
-def loader(rows: BatchReader, *, rank: int = 0, ranks: int = 1, rows_a_step: int, micro: int = 1) -> MicroBatchLoader:
-    return MicroBatchLoader(rows, dp_rank=rank, dp_size=ranks, global_batch_size=rows_a_step, micro_batch_size=micro)
+def loader(
+    dataset: BatchReader, *, rank: int = 0, ranks: int = 1, global_batch_size: int, micro: int = 1
+) -> MicroBatchLoader:
+    return MicroBatchLoader(
+        dataset, dp_rank=rank, dp_size=ranks, global_batch_size=global_batch_size, micro_batch_size=micro
+    )
 
 
-def numbers_of(loader: MicroBatchLoader, *, start_row: int, updates: int) -> list[list[list[int]]]:
-    """Row numbers by update and micro-batch; -1 is an empty row."""
-    taken = islice(loader.steps(start_row), updates)
+def indices_of(loader: MicroBatchLoader, *, start_sequence: int, steps: int) -> list[list[list[int]]]:
+    """Sequence indices by step and micro-batch; -1 is an empty sequence."""
+    taken = islice(loader.steps(start_sequence), steps)
     return [[batch.tokens[:, 0].tolist() for batch in batches] for batches in taken]
 
 
 def test_micro_batches_alternate_between_ranks() -> None:
-    first, second = (loader(Numbers(), rank=rank, ranks=2, rows_a_step=8, micro=2) for rank in range(2))
-    assert numbers_of(first, start_row=0, updates=2) == [[[0, 1], [4, 5]], [[8, 9], [12, 13]]]
-    assert numbers_of(second, start_row=0, updates=2) == [[[2, 3], [6, 7]], [[10, 11], [14, 15]]]
+    first, second = (loader(IndexDataset(), rank=rank, ranks=2, global_batch_size=8, micro=2) for rank in range(2))
+    assert indices_of(first, start_sequence=0, steps=2) == [[[0, 1], [4, 5]], [[8, 9], [12, 13]]]
+    assert indices_of(second, start_sequence=0, steps=2) == [[[2, 3], [6, 7]], [[10, 11], [14, 15]]]
 
 
 def test_slots_past_the_global_batch_are_empty() -> None:
-    loaders = [loader(Numbers(), rank=rank, ranks=4, rows_a_step=6) for rank in range(4)]
-    taken = [numbers_of(each, start_row=6, updates=1)[0] for each in loaders]
+    loaders = [loader(IndexDataset(), rank=rank, ranks=4, global_batch_size=6) for rank in range(4)]
+    taken = [indices_of(each, start_sequence=6, steps=1)[0] for each in loaders]
     assert taken == [[[6], [10]], [[7], [11]], [[8], [-1]], [[9], [-1]]]
 
 
-def rows_by_update(rows: BlendedDataset, *, ranks: int, micro: int) -> list[list[tuple[list[int], list[int]]]]:
-    """(tokens, labels) of the rows of six updates, of all ranks together, sorted, empty rows left out."""
-    loaders = [loader(rows, rank=rank, ranks=ranks, rows_a_step=6, micro=micro).steps(0) for rank in range(ranks)]
-    found = []
+def sequences_by_step(dataset: BlendedDataset, *, ranks: int, micro: int) -> list[list[tuple[list[int], list[int]]]]:
+    """(tokens, labels) of the non-empty sequences of six steps, of all ranks, sorted per step."""
+    loaders = [
+        loader(dataset, rank=rank, ranks=ranks, global_batch_size=6, micro=micro).steps(0) for rank in range(ranks)
+    ]
+    result = []
     for _ in range(6):
         batches = [batch for each in loaders for batch in next(each)]
         pairs = [(b.tolist(), c.tolist()) for batch in batches for b, c in zip(batch.tokens, batch.labels, strict=True)]
-        found.append(sorted(pair for pair in pairs if set(pair[1]) != {IGNORE_INDEX}))
-    return found
+        result.append(sorted(pair for pair in pairs if set(pair[1]) != {IGNORE_INDEX}))
+    return result
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("micro", [1, 2])
-def test_a_step_reads_the_same_sequences_at_any_dp_size(ranks: int, micro: int, rows: BlendedDataset) -> None:
-    assert packed(rows).num_sequences < 6 * 6
-    assert rows_by_update(rows, ranks=ranks, micro=micro) == rows_by_update(rows, ranks=1, micro=6)
+def test_a_step_reads_the_same_sequences_at_any_dp_size(ranks: int, micro: int, dataset: BlendedDataset) -> None:
+    assert packed(dataset).num_sequences < 6 * 6
+    assert sequences_by_step(dataset, ranks=ranks, micro=micro) == sequences_by_step(dataset, ranks=1, micro=6)
 
 
-def test_a_resumed_loader_continues_the_uninterrupted_one(rows: BlendedDataset) -> None:
-    whole = list(islice(loader(rows, rank=1, ranks=2, rows_a_step=5).steps(0), 9))
-    tail = list(islice(loader(rows, rank=1, ranks=2, rows_a_step=5).steps(4 * 5), 5))
+def test_a_resumed_loader_continues_the_uninterrupted_one(dataset: BlendedDataset) -> None:
+    whole = list(islice(loader(dataset, rank=1, ranks=2, global_batch_size=5).steps(0), 9))
+    tail = list(islice(loader(dataset, rank=1, ranks=2, global_batch_size=5).steps(4 * 5), 5))
     for expected, resumed in zip(whole[4:], tail, strict=True):
         for one, other in zip(expected, resumed, strict=True):
             assert torch.equal(one.tokens, other.tokens)
@@ -99,13 +105,13 @@ def test_a_resumed_loader_continues_the_uninterrupted_one(rows: BlendedDataset) 
 
 
 class SecondHalf(FullSequence):
-    """The last tokens of every row, if they divide."""
+    """The second half of every sequence; raises for an odd length."""
 
     def __init__(self) -> None:
-        self.asked_by: list[threading.Thread] = []
+        self.threads: list[threading.Thread] = []
 
     def spans(self, boundaries: tuple[int, ...]) -> Sequence[tuple[int, int]]:
-        self.asked_by.append(threading.current_thread())
+        self.threads.append(threading.current_thread())
         if boundaries[-1] % 2:
             raise ValueError(f"{boundaries[-1]} tokens do not divide")
         return [(boundaries[-1] // 2, boundaries[-1] // 2)]
@@ -114,73 +120,77 @@ class SecondHalf(FullSequence):
         return 7 * len(boundaries_per_sequence)
 
 
-def test_a_thread_reads_only_the_shard_of_the_rank(rows: BlendedDataset) -> None:
-    share = SecondHalf()
-    reading = MicroBatchLoader(rows, dp_rank=0, dp_size=1, global_batch_size=4, micro_batch_size=2, shard=share)
-    parts, whole = (next(each.steps(0)) for each in (reading, loader(rows, rows_a_step=4, micro=2)))
+def test_a_thread_reads_only_the_shard_of_the_rank(dataset: BlendedDataset) -> None:
+    shard = SecondHalf()
+    sharded_loader = MicroBatchLoader(
+        dataset, dp_rank=0, dp_size=1, global_batch_size=4, micro_batch_size=2, shard=shard
+    )
+    parts, whole = (next(each.steps(0)) for each in (sharded_loader, loader(dataset, global_batch_size=4, micro=2)))
     for part, batch in zip(parts, whole, strict=True):
         assert torch.equal(part.tokens, batch.tokens[:, SEQ_LEN // 2 :])
         assert torch.equal(part.labels, batch.labels[:, SEQ_LEN // 2 :])
         assert (part.num_computed_pairs, part.num_tokens) == (14, batch.num_tokens)
-    assert threading.current_thread() not in share.asked_by, "the loop would wait for it"
+    assert threading.current_thread() not in shard.threads, "reading blocks the training loop"
 
 
 def test_an_error_of_the_shard_names_the_sequences(section: Callable[..., DataSection]) -> None:
     odd = build_blended_dataset(section({"a": "text"}), ByteTokenizer(), seq_len=7, seed=1)
-    reading = MicroBatchLoader(odd, dp_rank=0, dp_size=1, global_batch_size=2, micro_batch_size=2, shard=SecondHalf())
+    sharded_loader = MicroBatchLoader(
+        odd, dp_rank=0, dp_size=1, global_batch_size=2, micro_batch_size=2, shard=SecondHalf()
+    )
     with pytest.raises(RuntimeError, match=r"sequences \[4, 5\] cannot be read: ValueError: 7 tokens do not divide"):
-        next(reading.steps(4))
+        next(sharded_loader.steps(4))
 
 
-def test_two_iterators_of_one_loader_are_independent(rows: BlendedDataset) -> None:
-    one = loader(rows, rows_a_step=2, micro=2)
+def test_two_iterators_of_one_loader_are_independent(dataset: BlendedDataset) -> None:
+    one = loader(dataset, global_batch_size=2, micro=2)
     first, second = one.steps(0), one.steps(0)
     for _ in range(4):
         assert torch.equal(next(first)[0].tokens, next(second)[0].tokens)
 
 
 def test_one_step_is_prefetched() -> None:
-    numbers = Numbers()
-    updates = loader(numbers, rows_a_step=4).steps(0)
-    next(updates)
+    index_dataset = IndexDataset()
+    steps = loader(index_dataset, global_batch_size=4).steps(0)
+    next(steps)
     deadline = time.monotonic() + 5
-    while len(numbers.read_so_far) < 8 and time.monotonic() < deadline:
+    while len(index_dataset.read_so_far) < 8 and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.1)
-    assert numbers.read_so_far == list(range(8))
+    assert index_dataset.read_so_far == list(range(8))
 
 
 def test_closing_an_iterator_ends_its_thread() -> None:
     before = threading.active_count()
-    updates = loader(Numbers(), rows_a_step=4).steps(0)
-    next(updates)
+    steps = loader(IndexDataset(), global_batch_size=4).steps(0)
+    next(steps)
     assert threading.active_count() == before + 1
-    updates.close()
+    steps.close()
     assert threading.active_count() == before
 
 
 @pytest.mark.parametrize("failure", [OSError("disk gone"), SystemExit(1), KeyboardInterrupt()])
 def test_a_failing_read_raises_with_its_sequences(failure: BaseException) -> None:
-    updates = loader(Numbers(failure), rows_a_step=4, micro=2).steps(0)
-    next(updates)
+    steps = loader(IndexDataset(failure), global_batch_size=4, micro=2).steps(0)
+    next(steps)
     raised: list[Exception] = []
 
     def take() -> None:
         try:
-            next(updates)
+            next(steps)
         except RuntimeError as error:
             raised.append(error)
 
-    # In a thread, because a loader without this promise waits for ever.
-    waiting = threading.Thread(target=take, daemon=True)
-    waiting.start()
-    waiting.join(timeout=5)
+    # In a thread, because a broken loader would hang.
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    thread.join(timeout=5)
     assert [str(error) for error in raised] == [f"sequences [6, 7] cannot be read: {type(failure).__name__}: {failure}"]
 
 
-def test_damaged_data_raises_a_data_error(rows: BlendedDataset) -> None:
-    tokens: Path = packed(rows).token_dataset.folder / "shard-00000.bin"
-    tokens.write_bytes(array("H", [9999] * packed(rows).token_dataset.num_tokens).tobytes())
-    updates = loader(rows, rows_a_step=1).steps(3)
+def test_damaged_data_raises_a_data_error(dataset: BlendedDataset) -> None:
+    tokens: Path = packed(dataset).token_dataset.folder / "shard-00000.bin"
+    tokens.write_bytes(array("H", [9999] * packed(dataset).token_dataset.num_tokens).tobytes())
+    steps = loader(dataset, global_batch_size=1).steps(3)
     with pytest.raises(DataError, match=r"sequences \[3\]: .*shard-00000.bin is damaged: token \d+ is 9999"):
-        next(updates)
+        next(steps)

@@ -1,4 +1,4 @@
-"""Mixes: which source a row is from, exact after every row, without state."""
+"""Weighted round-robin over sources: stateless, exact shares at every index."""
 
 from __future__ import annotations
 
@@ -15,9 +15,18 @@ WEIGHTS = some.lists(some.integers(1, 40), min_size=1, max_size=8)
 
 
 def test_weights_3_1_give_the_documented_order() -> None:
-    mix = WeightedRoundRobin([3, 1])
-    assert [mix.locate(row) for row in range(8)] == [(0, 0), (0, 1), (1, 0), (0, 2), (0, 3), (0, 4), (1, 1), (0, 5)]
-    assert [mix.counts(rows) for rows in range(5)] == [[0, 0], [1, 0], [2, 0], [2, 1], [3, 1]]
+    schedule = WeightedRoundRobin([3, 1])
+    assert [schedule.locate(row) for row in range(8)] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (0, 2),
+        (0, 3),
+        (0, 4),
+        (1, 1),
+        (0, 5),
+    ]
+    assert [schedule.counts(rows) for rows in range(5)] == [[0, 0], [1, 0], [2, 0], [2, 1], [3, 1]]
 
 
 def test_equal_weights_alternate_in_list_order() -> None:
@@ -27,24 +36,24 @@ def test_equal_weights_alternate_in_list_order() -> None:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(WEIGHTS)
 def test_indices_within_each_source_are_consecutive(weights: list[int]) -> None:
-    mix = WeightedRoundRobin(weights)
-    rows = 2 * mix.period + mix.period // 2
-    drawn = [mix.locate(row) for row in range(rows)]
+    schedule = WeightedRoundRobin(weights)
+    rows = 2 * schedule.period + schedule.period // 2
+    located = [schedule.locate(row) for row in range(rows)]
     for source in range(len(weights)):
-        numbers = [number for other, number in drawn if other == source]
+        numbers = [number for other, number in located if other == source]
         assert numbers == list(range(len(numbers)))
-    assert mix.counts(rows) == [sum(other == source for other, _ in drawn) for source in range(len(weights))]
+    assert schedule.counts(rows) == [sum(other == source for other, _ in located) for source in range(len(weights))]
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(WEIGHTS)
 def test_counts_stay_close_to_the_exact_shares(weights: list[int]) -> None:
-    mix, counts = WeightedRoundRobin(weights), [0] * len(weights)
-    for row in range(mix.period):
-        counts[mix.locate(row)[0]] += 1
+    schedule, counts = WeightedRoundRobin(weights), [0] * len(weights)
+    for row in range(schedule.period):
+        counts[schedule.locate(row)[0]] += 1
         shares = [Fraction(weight * (row + 1), sum(weights)) for weight in weights]
         assert max(abs(count - share) for count, share in zip(counts, shares, strict=True)) < 1.25
-    assert counts == mix.weights
+    assert counts == schedule.weights
 
 
 @pytest.mark.parametrize(
@@ -70,9 +79,9 @@ def test_weights_that_draw_nothing_raise(weights: list[float]) -> None:
 
 
 def test_locate_agrees_with_counts_at_any_index() -> None:
-    mix = WeightedRoundRobin([5, 2, 3])
+    schedule = WeightedRoundRobin([5, 2, 3])
     for rounds, place in product((0, 1, 10**12), range(10)):
-        source, number = mix.locate(rounds * 10 + place)
-        before, after = mix.counts(rounds * 10 + place), mix.counts(rounds * 10 + place + 1)
+        source, number = schedule.locate(rounds * 10 + place)
+        before, after = schedule.counts(rounds * 10 + place), schedule.counts(rounds * 10 + place + 1)
         assert number == before[source]
         assert [new - old for old, new in zip(before, after, strict=True)] == [int(n == source) for n in range(3)]

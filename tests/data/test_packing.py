@@ -24,15 +24,15 @@ PACKINGS: tuple[Packing, ...] = get_args(Packing)
 
 
 def lengths_of(seed: int, documents: int = 200) -> Tensor:
-    """Short and long documents, among them some of one token."""
+    """Short and long documents, some of one token."""
     drawn = torch.empty(documents).log_normal_(2.5, 1.5, generator=torch.Generator().manual_seed(seed))
     return drawn.long() + 1
 
 
-def rows_of(made: PackingPlan) -> list[list[tuple[int, int]]]:
-    pieces = list(zip(made.starts.tolist(), made.lengths.tolist(), strict=True))
-    offsets = made.sequence_offsets.tolist()
-    return [pieces[first:last] for first, last in pairwise(offsets)]
+def segments_by_sequence(plan: PackingPlan) -> list[list[tuple[int, int]]]:
+    segments = list(zip(plan.starts.tolist(), plan.lengths.tolist(), strict=True))
+    offsets = plan.sequence_offsets.tolist()
+    return [segments[first:last] for first, last in pairwise(offsets)]
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -40,10 +40,10 @@ def rows_of(made: PackingPlan) -> list[list[tuple[int, int]]]:
 @pytest.mark.parametrize("seed", range(3))
 def test_every_token_is_in_exactly_one_segment_of_one_document(packing: Packing, seq_len: int, seed: int) -> None:
     lengths = lengths_of(seed)
-    made = pack_documents(lengths, seq_len=seq_len, packing=packing)
+    plan = pack_documents(lengths, seq_len=seq_len, packing=packing)
     document = torch.repeat_interleave(lengths)
     covered = torch.zeros_like(document)
-    for start, length in zip(made.starts.tolist(), made.lengths.tolist(), strict=True):
+    for start, length in zip(plan.starts.tolist(), plan.lengths.tolist(), strict=True):
         covered[start : start + length] += 1
         assert document[start] == document[start + length - 1]
     assert bool((covered == 1).all())
@@ -53,34 +53,34 @@ def test_every_token_is_in_exactly_one_segment_of_one_document(packing: Packing,
 @pytest.mark.parametrize("seq_len", [2, 16, 33])
 @pytest.mark.parametrize("seed", range(3))
 def test_sequences_have_1_to_seq_len_tokens(packing: Packing, seq_len: int, seed: int) -> None:
-    made = pack_documents(lengths_of(seed), seq_len=seq_len, packing=packing)
-    rows = rows_of(made)
-    sizes = [sum(length for _, length in row) for row in rows]
+    plan = pack_documents(lengths_of(seed), seq_len=seq_len, packing=packing)
+    sequences = segments_by_sequence(plan)
+    sizes = [sum(length for _, length in sequence) for sequence in sequences]
     assert 0 < min(sizes) <= max(sizes) <= seq_len
-    assert made.max_segments == max(map(len, rows))
-    assert made.num_padding_tokens == sum(seq_len - size for size in sizes)
-    assert all(row == sorted(row) for row in rows)
+    assert plan.max_segments == max(map(len, sequences))
+    assert plan.num_padding_tokens == sum(seq_len - size for size in sizes)
+    assert all(sequence == sorted(sequence) for sequence in sequences)
 
 
 def test_best_fit_puts_remainders_into_the_smallest_gap_that_fits() -> None:
-    made = pack_documents(torch.tensor([3, 14, 5, 7, 2, 10]), seq_len=10, packing="best_fit")
-    #            10 of the 14, the 10; then 7 + 3, 5 + 4, 2
-    assert rows_of(made) == [[(3, 10)], [(31, 10)], [(0, 3), (22, 7)], [(13, 4), (17, 5)], [(29, 2)]]
+    plan = pack_documents(torch.tensor([3, 14, 5, 7, 2, 10]), seq_len=10, packing="best_fit")
+    # Full: 10 of the 14, the 10. Remainders: 7 + 3, 5 + 4, 2.
+    assert segments_by_sequence(plan) == [[(3, 10)], [(31, 10)], [(0, 3), (22, 7)], [(13, 4), (17, 5)], [(29, 2)]]
 
-    made = pack_documents(torch.tensor([7, 4, 3, 3, 3]), seq_len=10, packing="best_fit")
-    assert rows_of(made) == [[(0, 7), (11, 3)], [(7, 4), (14, 3), (17, 3)]]
+    plan = pack_documents(torch.tensor([7, 4, 3, 3, 3]), seq_len=10, packing="best_fit")
+    assert segments_by_sequence(plan) == [[(0, 7), (11, 3)], [(7, 4), (14, 3), (17, 3)]]
 
 
 def test_concat_cuts_the_stream_and_pads_only_its_last_sequence() -> None:
-    made = pack_documents(torch.tensor([3, 14, 5]), seq_len=10, packing="concat")
-    assert rows_of(made) == [[(0, 3), (3, 7)], [(10, 7), (17, 3)], [(20, 2)]]
-    assert made.num_padding_tokens == 8
+    plan = pack_documents(torch.tensor([3, 14, 5]), seq_len=10, packing="concat")
+    assert segments_by_sequence(plan) == [[(0, 3), (3, 7)], [(10, 7), (17, 3)], [(20, 2)]]
+    assert plan.num_padding_tokens == 8
 
 
 def test_single_gives_every_segment_a_sequence() -> None:
-    made = pack_documents(torch.tensor([3, 14, 20]), seq_len=10, packing="single")
-    assert rows_of(made) == [[(0, 3)], [(3, 10)], [(13, 4)], [(17, 10)], [(27, 10)]]
-    assert made.max_segments == 1
+    plan = pack_documents(torch.tensor([3, 14, 20]), seq_len=10, packing="single")
+    assert segments_by_sequence(plan) == [[(0, 3)], [(3, 10)], [(13, 4)], [(17, 10)], [(27, 10)]]
+    assert plan.max_segments == 1
 
 
 def test_best_fit_of_many_short_documents_has_almost_no_padding() -> None:
@@ -93,33 +93,33 @@ def test_a_plan_is_deterministic_and_survives_a_file(packing: Packing, tmp_path:
     first, second = (pack_documents(lengths_of(3), seq_len=32, packing=packing) for _ in range(2))
     write_plan(first, tmp_path / "plan", num_tokens=7)
     for other in (second, load_plan(tmp_path / "plan", seq_len=32, num_tokens=7)):
-        assert rows_of(other) == rows_of(first)
+        assert segments_by_sequence(other) == segments_by_sequence(first)
         assert (other.seq_len, other.max_segments) == (first.seq_len, first.max_segments)
     assert [path.name for path in tmp_path.iterdir()] == ["plan"]
 
 
 def test_a_plan_is_stored_with_the_shards_and_raises_when_damaged(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text")
-    prepared = prepare(CorpusSpec(corpus=str(tmp_path / "a.txt"), cache_dir=tmp_path), ByteTokenizer())
-    first = load_or_build_plan(prepared, seq_len=8, packing="concat")
-    path = prepared.folder / "concat-8.plan"
+    dataset = prepare(CorpusSpec(corpus=str(tmp_path / "a.txt"), cache_dir=tmp_path), ByteTokenizer())
+    first = load_or_build_plan(dataset, seq_len=8, packing="concat")
+    path = dataset.folder / "concat-8.plan"
     written = path.stat().st_mtime_ns
-    assert rows_of(load_or_build_plan(prepared, seq_len=8, packing="concat")) == rows_of(first)
+    assert segments_by_sequence(load_or_build_plan(dataset, seq_len=8, packing="concat")) == segments_by_sequence(first)
     assert path.stat().st_mtime_ns == written
     for content in (b"", path.read_bytes()[:-8], bytes(len(path.read_bytes()))):
         path.unlink()
         path.write_bytes(content)
         with pytest.raises(DataError, match=r"concat-8.plan is damaged; delete it"):
-            load_or_build_plan(prepared, seq_len=8, packing="concat")
+            load_or_build_plan(dataset, seq_len=8, packing="concat")
     path.unlink()
     write_plan(pack_documents(torch.tensor([3]), seq_len=8, packing="concat"), path, num_tokens=3)
     with pytest.raises(DataError, match="is the plan of another corpus, not of these 11 tokens"):
-        load_or_build_plan(prepared, seq_len=8, packing="concat")
+        load_or_build_plan(dataset, seq_len=8, packing="concat")
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize(
-    ("choice", "taken"),
+    ("document_filter", "expected_lengths"),
     [
         (DocumentFilter(min_length=5), [5, 8, 6]),
         (DocumentFilter(max_length=6), [5, 3]),
@@ -131,18 +131,18 @@ def test_a_plan_is_stored_with_the_shards_and_raises_when_damaged(tmp_path: Path
     ids=str,
 )
 def test_segments_cover_exactly_the_filtered_documents(
-    packing: Packing, choice: DocumentFilter, taken: list[int]
+    packing: Packing, document_filter: DocumentFilter, expected_lengths: list[int]
 ) -> None:
     lengths = [5, 8, 3, 6]
-    made = pack_documents(torch.tensor(lengths), seq_len=7, packing=packing, document_filter=choice)
+    plan = pack_documents(torch.tensor(lengths), seq_len=7, packing=packing, document_filter=document_filter)
     firsts = [sum(lengths[:n]) for n in range(4)]
     document_of = {first + n: first for first, length in zip(firsts, lengths, strict=True) for n in range(length)}
     seen: list[int] = []
-    for start, length in zip(made.starts.tolist(), made.lengths.tolist(), strict=True):
-        assert 0 < length <= min(7, choice.max_len or 7)
+    for start, length in zip(plan.starts.tolist(), plan.lengths.tolist(), strict=True):
+        assert 0 < length <= min(7, document_filter.max_len or 7)
         assert len({document_of[token] for token in range(start, start + length)}) == 1
         seen += range(start, start + length)
-    chosen = [(first, length) for first, length in zip(firsts, lengths, strict=True) if length in taken]
+    chosen = [(first, length) for first, length in zip(firsts, lengths, strict=True) if length in expected_lengths]
     assert sorted(seen) == [token for first, length in chosen for token in range(first, first + length)]
 
 

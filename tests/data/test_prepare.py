@@ -28,7 +28,7 @@ BOS, EOS = ByteTokenizer.bos, ByteTokenizer.eos
 
 
 class Counting(ByteTokenizer):
-    """Bytes, and how many texts were asked for."""
+    """A byte tokenizer that counts its calls."""
 
     calls = 0
 
@@ -38,7 +38,7 @@ class Counting(ByteTokenizer):
 
 
 class Large(ByteTokenizer):
-    """Ids that do not fit into 16 bits, and no first token."""
+    """Ids above 16 bits, and no BOS."""
 
     vocab_size = 70_000
     bos = None  # type: ignore[assignment]
@@ -48,31 +48,31 @@ class Large(ByteTokenizer):
         return super().encode(text).to(torch.int32) + 69_000
 
 
-def texts(prepared: TokenDataset) -> list[str]:
-    found = []
-    for start, stop in pairwise(prepared.document_starts.tolist()):
-        ids = prepared.read(start, stop).tolist()
+def texts(dataset: TokenDataset) -> list[str]:
+    documents = []
+    for start, stop in pairwise(dataset.document_starts.tolist()):
+        ids = dataset.read(start, stop).tolist()
         assert (ids[0], ids[-1]) == (BOS, EOS)
-        found.append(bytes(ids[1:-1]).decode())
-    return found
+        documents.append(bytes(ids[1:-1]).decode())
+    return documents
 
 
-def names(source: CorpusSpec) -> list[str]:
-    """What the cache holds, locks left out."""
+def cache_entries(source: CorpusSpec) -> list[str]:
+    """Entries of the cache without locks."""
     folder = source.cache_dir
     return sorted(path.name for path in folder.iterdir() if path.suffix != ".lock") if folder.exists() else []
 
 
 def test_documents_are_enclosed_in_bos_and_eos(source: Make) -> None:
-    prepared = prepare(source({"a.txt": "one", "b.txt": "é", "empty": ""}), ByteTokenizer())
-    assert prepared.read(0, prepared.num_tokens).tolist() == [BOS, 111, 110, 101, EOS, BOS, 0xC3, 0xA9, EOS]
-    assert prepared.document_lengths.tolist() == [5, 4]
-    assert (prepared.num_tokens, prepared.num_documents, prepared.meta.longest) == (9, 2, 5)
+    dataset = prepare(source({"a.txt": "one", "b.txt": "é", "empty": ""}), ByteTokenizer())
+    assert dataset.read(0, dataset.num_tokens).tolist() == [BOS, 111, 110, 101, EOS, BOS, 0xC3, 0xA9, EOS]
+    assert dataset.document_lengths.tolist() == [5, 4]
+    assert (dataset.num_tokens, dataset.num_documents, dataset.meta.longest) == (9, 2, 5)
 
 
 def test_reads_span_shards_and_documents_do_not(source: Make) -> None:
-    given = source({f"{n}.txt": "x" * n + "!" for n in range(1, 9)})
-    whole, cut = prepare(given, ByteTokenizer()), prepare(given, ByteTokenizer(), shard_tokens=10)
+    spec = source({f"{n}.txt": "x" * n + "!" for n in range(1, 9)})
+    whole, cut = prepare(spec, ByteTokenizer()), prepare(spec, ByteTokenizer(), shard_tokens=10)
     assert len(cut.meta.shards) > 2
     stream = whole.read(0, whole.num_tokens)
     for start in range(whole.num_tokens):
@@ -83,67 +83,67 @@ def test_reads_span_shards_and_documents_do_not(source: Make) -> None:
 
 
 def test_ids_above_16_bits_are_stored_as_int32(source: Make) -> None:
-    prepared = prepare(source({"a": "ab"}), Large())
-    assert prepared.meta.dtype == "int32"
-    assert prepared.read(0, 3).tolist() == [69_097, 69_098, EOS]
+    dataset = prepare(source({"a": "ab"}), Large())
+    assert dataset.meta.dtype == "int32"
+    assert dataset.read(0, 3).tolist() == [69_097, 69_098, EOS]
 
 
 def test_max_document_cuts_longer_documents_without_loss(source: Make) -> None:
-    given = source({"a": "abcdefgh", "b": "abc", "c": "abcdef"}, max_document=5)
-    prepared = prepare(given, ByteTokenizer())
-    assert texts(prepared) == ["abc", "def", "gh", "abc", "abc", "def"]
-    with pytest.raises(ValueError, match="greater than or equal to 3"):  # the first and the last are special
+    spec = source({"a": "abcdefgh", "b": "abc", "c": "abcdef"}, max_document=5)
+    dataset = prepare(spec, ByteTokenizer())
+    assert texts(dataset) == ["abc", "def", "gh", "abc", "abc", "def"]
+    with pytest.raises(ValueError, match="greater than or equal to 3"):  # BOS and EOS take two
         DataSection(max_document=2)
 
 
 def test_a_second_call_tokenizes_nothing(source: Make) -> None:
-    given, tokenizer = source({"a": "A", "b": "B"}), Counting()
-    first = prepare(given, tokenizer)
-    second = prepare(given, tokenizer)
+    spec, tokenizer = source({"a": "A", "b": "B"}), Counting()
+    first = prepare(spec, tokenizer)
+    second = prepare(spec, tokenizer)
     assert tokenizer.calls == 2
     assert first.fingerprint == second.fingerprint
 
 
 @pytest.mark.parametrize("change", ["content", "file", "documents", "max_document", "tokenizer"])
 def test_a_change_of_text_options_or_tokenizer_prepares_again(change: str, source: Make) -> None:
-    given, tokenizer = source({"a/a": "AAAA", "a/b": "B"}), ByteTokenizer()
-    before = prepare(given, tokenizer)
+    spec, tokenizer = source({"a/a": "AAAA", "a/b": "B"}), ByteTokenizer()
+    before = prepare(spec, tokenizer)
     if change == "content":
-        Path(given.corpus, "a", "b").write_text("C")
-        os.utime(Path(given.corpus, "a", "b"), ns=(0, 0))
+        Path(spec.corpus, "a", "b").write_text("C")
+        os.utime(Path(spec.corpus, "a", "b"), ns=(0, 0))
     elif change == "file":
-        Path(given.corpus, "c").write_text("C")
+        Path(spec.corpus, "c").write_text("C")
     elif change == "documents":
-        given = replace(given, documents="repository")
+        spec = replace(spec, documents="repository")
     elif change == "max_document":
-        given = replace(given, max_document=4)
+        spec = replace(spec, max_document=4)
     else:
         tokenizer = Large()
-    after = prepare(given, tokenizer)
+    after = prepare(spec, tokenizer)
     assert after.folder != before.folder
     assert after.fingerprint != before.fingerprint
 
 
 def test_the_fingerprint_depends_on_tokens_not_on_times_and_paths(source: Make, tmp_path: Path) -> None:
-    given = source({"a": "A", "b": "B"})
-    first = prepare(given, ByteTokenizer())
-    shutil.copytree(given.corpus, tmp_path / "elsewhere")
+    spec = source({"a": "A", "b": "B"})
+    first = prepare(spec, ByteTokenizer())
+    shutil.copytree(spec.corpus, tmp_path / "elsewhere")
     os.utime(tmp_path / "elsewhere" / "a", ns=(1, 1))
-    moved = prepare(replace(given, corpus=str(tmp_path / "elsewhere")), ByteTokenizer())
+    moved = prepare(replace(spec, corpus=str(tmp_path / "elsewhere")), ByteTokenizer())
     assert moved.folder != first.folder
     assert moved.fingerprint == first.fingerprint
 
 
 def test_the_fingerprint_depends_on_document_boundaries(source: Make) -> None:
-    ends = chr(0x101)  # as a token of Large, one text's character is another's end
+    ends = chr(0x101)  # encoded like EOS
 
     class Ends(Large):
         def encode(self, text: str) -> Tensor:
             return torch.tensor([ord(character) for character in text], dtype=torch.int32)
 
     one = prepare(source({"a": f"x{ends}y"}), Ends())
-    given = source({"a": "x", "b": "y"})
-    two = prepare(given, Ends())
+    spec = source({"a": "x", "b": "y"})
+    two = prepare(spec, Ends())
     assert torch.equal(one.read(0, 4), two.read(0, 4))
     assert one.fingerprint != two.fingerprint
 
@@ -172,9 +172,9 @@ print(prepare(CorpusSpec(corpus=sys.argv[1], cache_dir=Path(sys.argv[2])), Slow(
 
 @pytest.mark.ranks
 def test_one_of_two_processes_tokenizes_and_both_get_the_result(source: Make, tmp_path: Path) -> None:
-    given = source({f"{n}.txt": str(n) for n in range(10)})
+    spec = source({f"{n}.txt": str(n) for n in range(10)})
     calls = tmp_path / "calls"
-    arguments = [sys.executable, "-c", PREPARE, given.corpus, str(given.cache_dir), str(calls)]
+    arguments = [sys.executable, "-c", PREPARE, spec.corpus, str(spec.cache_dir), str(calls)]
     processes = [subprocess.Popen([*arguments, n], stdout=subprocess.PIPE, text=True) for n in "01"]
     while not all(Path(f"{calls}{n}").exists() for n in "01"):
         assert all(process.poll() is None for process in processes)
@@ -182,7 +182,7 @@ def test_one_of_two_processes_tokenizes_and_both_get_the_result(source: Make, tm
     printed = [process.communicate(timeout=60)[0] for process in processes]
     assert printed[0] == printed[1] != ""
     assert calls.read_text() == "x" * 10
-    assert len(names(given)) == 1
+    assert len(cache_entries(spec)) == 1
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, DataError, MemoryError])
@@ -190,23 +190,23 @@ def test_a_failure_leaves_no_result_and_can_resume(failure: type[BaseException],
     class Failing(Counting):
         def encode(self, text: str) -> Tensor:
             if text == "B":
-                raise failure("no")
+                raise failure("failure")
             return super().encode(text)
 
-    given = source({"a": "A", "b": "B"})
+    spec = source({"a": "A", "b": "B"})
     with pytest.raises(failure):
-        prepare(given, Failing())
-    assert [Path(name).suffix for name in names(given)] == [".tmp"]
-    assert texts(prepare(given, Counting())) == ["A", "B"]
-    assert [Path(name).suffix for name in names(given)] == [""]
+        prepare(spec, Failing())
+    assert [Path(name).suffix for name in cache_entries(spec)] == [".tmp"]
+    assert texts(prepare(spec, Counting())) == ["A", "B"]
+    assert [Path(name).suffix for name in cache_entries(spec)] == [""]
 
 
 def test_a_foreign_folder_is_not_overwritten(source: Make) -> None:
-    given = source({"a": "A"})
-    folder = prepare(given, ByteTokenizer()).folder
+    spec = source({"a": "A"})
+    folder = prepare(spec, ByteTokenizer()).folder
     (folder / "meta.json").unlink()
     with pytest.raises(DataError, match=r"cannot be written: .*not empty"):
-        prepare(given, ByteTokenizer())
+        prepare(spec, ByteTokenizer())
 
 
 def test_a_tokenizer_error_names_the_file(source: Make) -> None:
@@ -219,17 +219,17 @@ def test_a_tokenizer_error_names_the_file(source: Make) -> None:
 
 
 def test_a_corpus_without_tokens_raises_and_leaves_no_files(source: Make) -> None:
-    given = source({"a": "", "b": b"\xff"})
+    spec = source({"a": "", "b": b"\xff"})
     with pytest.raises(DataError, match="the corpus has no text: 2 files, 1 bad files or lines, the first b: not UTF"):
-        prepare(given, ByteTokenizer())
-    assert names(given) == []
+        prepare(spec, ByteTokenizer())
+    assert cache_entries(spec) == []
 
 
 @contextmanager
 def small_files() -> Iterator[None]:
-    """No file can grow beyond 20,000 bytes, as on a disk that is almost full.
+    """Limits files to 20,000 bytes, like an almost full disk.
 
-    Only around the call under test: pytest's own output may be a longer file.
+    Use it only around the call under test: pytest may write longer files.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
@@ -240,11 +240,11 @@ def small_files() -> Iterator[None]:
 
 
 def test_a_full_disk_raises_and_can_resume(source: Make) -> None:
-    given = source({"a": "x" * 15_000})
+    spec = source({"a": "x" * 15_000})
     message = r'data.cache_dir = ".*cache" cannot be written: .*File too large'
     with small_files(), pytest.raises(DataError, match=message):
-        prepare(given, ByteTokenizer())
-    assert texts(prepare(given, ByteTokenizer())) == ["x" * 15_000]
+        prepare(spec, ByteTokenizer())
+    assert texts(prepare(spec, ByteTokenizer())) == ["x" * 15_000]
 
 
 def test_an_unwritable_cache_raises(source: Make, tmp_path: Path) -> None:
@@ -255,8 +255,8 @@ def test_an_unwritable_cache_raises(source: Make, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["torn", "long", "missing", "offsets", "meta"])
 def test_a_damaged_prepared_folder_raises(damage: str, source: Make) -> None:
-    given = source({"a": "A", "b": "B"})
-    folder = prepare(given, ByteTokenizer()).folder
+    spec = source({"a": "A", "b": "B"})
+    folder = prepare(spec, ByteTokenizer()).folder
     tokens, offsets = folder / "shard-00000.bin", folder / "shard-00000.idx"
     if damage == "missing":
         tokens.unlink()
@@ -274,27 +274,27 @@ def test_a_damaged_prepared_folder_raises(damage: str, source: Make) -> None:
         "meta": "meta.json cannot be read; delete",
     }[damage]
     with pytest.raises(DataError, match=message):
-        prepare(given, ByteTokenizer())
+        prepare(spec, ByteTokenizer())
 
 
 def test_a_token_outside_the_vocabulary_raises(source: Make) -> None:
-    given = source({"a": "abc", "b": "def"})
-    prepared = prepare(given, ByteTokenizer(), shard_tokens=4)
-    tokens = prepared.folder / "shard-00000-1.bin"
+    spec = source({"a": "abc", "b": "def"})
+    dataset = prepare(spec, ByteTokenizer(), shard_tokens=4)
+    tokens = dataset.folder / "shard-00000-1.bin"
     content = array("H", tokens.read_bytes())
     content[2] = 264
     tokens.write_bytes(content.tobytes())
-    again = TokenDataset(prepared.folder)
-    assert again.read(0, 7).tolist() == prepared.read(0, 7).tolist()
+    again = TokenDataset(dataset.folder)
+    assert again.read(0, 7).tolist() == dataset.read(0, 7).tolist()
     with pytest.raises(DataError, match=r"shard-00000-1.bin is damaged: token 2 is 264, but vocab_size = 264"):
         again.read(3, 9)
 
 
 def test_the_standard_library_is_packed_into_sequences(tmp_path: Path) -> None:
     data = DataSection(cache_dir=tmp_path)
-    rows = build_blended_dataset(data, ByteTokenizer(), seq_len=512, seed=0)
-    assert rows.read([0, 1]).tokens.shape == (2, 512)
-    (source,) = rows.sources
+    blended = build_blended_dataset(data, ByteTokenizer(), seq_len=512, seed=0)
+    assert blended.read([0, 1]).tokens.shape == (2, 512)
+    (source,) = blended.sources
     assert isinstance(source, PackedDataset)
     assert source.num_sequences * 512 >= source.token_dataset.num_tokens
     assert [path.name for path in source.token_dataset.folder.glob("*.plan")] == ["best_fit-512.plan"]

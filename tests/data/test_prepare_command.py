@@ -19,39 +19,39 @@ STORY = "Once upon a time there was a document, and 12345 more of them.\n\n    A
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """The command in a folder with a corpus `text`: its exit status and what it says."""
+    """Runs the command in a folder with a corpus `text`; returns exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
     for n in range(5):
         path = tmp_path / "text" / f"{n}.txt"
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"{n} {STORY}" * 10**n)
 
-    def command(*words: str) -> tuple[int, str, str]:
-        status = main(words)
-        said = capsys.readouterr()
-        return status, said.out, said.err
+    def command(*arguments: str) -> tuple[int, str, str]:
+        status = main(arguments)
+        out = capsys.readouterr()
+        return status, out.out, out.err
 
     return command
 
 
 def test_the_corpus_of_a_configuration_is_prepared_in_the_cache(run: Run, tmp_path: Path) -> None:
-    status, said, _ = run("--data.corpus", "text", "--data.cache_dir", "made")
+    status, out, _ = run("--data.corpus", "text", "--data.cache_dir", "made")
     assert status == 0
     [folder] = (tmp_path / "made").glob("text-*")
     made = TokenDataset(folder)
     tokens = sum(path.stat().st_size + 2 for path in (tmp_path / "text").iterdir())
-    assert said == (f"made/{folder.name}: {tokens:,} tokens, 5 documents, 0 skipped; fingerprint {made.fingerprint}\n")
-    assert run("--data.corpus=text", "--data.cache_dir=made")[:2] == (0, said)
+    assert out == (f"made/{folder.name}: {tokens:,} tokens, 5 documents, 0 skipped; fingerprint {made.fingerprint}\n")
+    assert run("--data.corpus=text", "--data.cache_dir=made")[:2] == (0, out)
 
 
 def test_corpus_and_output_override_the_configuration(run: Run, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"body": "some text"}) + "\n{\n")
-    status, said, _ = run("--corpus", "a.jsonl", "--data.text_key", "body", "--output", "new/made")
-    assert (status, said.split(":")[0]) == (0, "new/made")
+    status, out, _ = run("--corpus", "a.jsonl", "--data.text_key", "body", "--output", "new/made")
+    assert (status, out.split(":")[0]) == (0, "new/made")
     assert TokenDataset(tmp_path / "new" / "made").num_documents == 1
-    assert "1 skipped" in said
-    # A run can name it, and another tokenizer is refused.
-    assert run("--corpus", "new/made")[:2] == (0, said)
+    assert "1 skipped" in out
+    # A run can use the folder as its corpus.
+    assert run("--corpus", "new/made")[:2] == (0, out)
     assert run("--corpus", "a.jsonl", "--output", "new/made") == (
         2,
         "",
@@ -69,7 +69,7 @@ def test_the_number_of_workers_does_not_change_the_output(run: Run, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "message"),
+    ("arguments", "status", "message"),
     [
         (["--workers", "0"], 2, "command line: --workers 0 must be an integer, at least 1"),
         (["--workers", "many"], 2, "command line: --workers many must be an integer, at least 1"),
@@ -95,19 +95,19 @@ def test_the_number_of_workers_does_not_change_the_output(run: Run, tmp_path: Pa
     ],
 )
 def test_a_mistake_is_one_line_and_an_exit_code(
-    words: list[str], status: int, message: str, run: Run, tmp_path: Path
+    arguments: list[str], status: int, message: str, run: Run, tmp_path: Path
 ) -> None:
     (tmp_path / "text" / "empty").touch()
-    found, said, errors = run(*words)
-    assert (found, said) == (status, "")
+    exit_code, out, errors = run(*arguments)
+    assert (exit_code, out) == (status, "")
     assert re.fullmatch(rf"error: [^\n]*{re.escape(message)}[^\n]*\n", errors)
 
 
 def test_inspect_shows_counts_lengths_and_samples(run: Run) -> None:
     run("--corpus", "text", "--output", "made")
-    status, said, _ = run("inspect", "made", "--verify", "--samples", "5")
+    status, out, _ = run("inspect", "made", "--verify", "--samples", "5")
     assert status == 0
-    flat = re.sub(r"[│┃\s]+", " ", said)
+    flat = re.sub(r"[│┃\s]+", " ", out)
     lengths = [(len(STORY) + 2) * 10**n + 2 for n in range(5)]
     for fact in (
         f"tokens {sum(lengths):,}",
@@ -126,17 +126,17 @@ def test_inspect_shows_counts_lengths_and_samples(run: Run) -> None:
 
 
 def test_inspect_of_a_configuration_prepares_its_corpus(run: Run) -> None:
-    status, said, _ = run("inspect", "--config", "debug", "--data.corpus", "text", "--data.cache_dir", "made")
+    status, out, _ = run("inspect", "--config", "debug", "--data.corpus", "text", "--data.cache_dir", "made")
     assert status == 0
-    assert "made/text-" in said
+    assert "made/text-" in out
 
 
 def test_inspect_with_another_tokenizer_shows_no_samples(run: Run) -> None:
     run("train-tokenizer", "--vocab-size", "300", "--output", "made.model", "--corpus", "text")
     run("--corpus", "text", "--output", "made")
-    status, said, _ = run("inspect", "made", "--tokenizer.kind", "sentencepiece", "--tokenizer.path", "made.model")
+    status, out, _ = run("inspect", "made", "--tokenizer.kind", "sentencepiece", "--tokenizer.path", "made.model")
     assert status == 0
-    assert "No samples: [tokenizer] is sentencepiece-" in said
+    assert "No samples: [tokenizer] is sentencepiece-" in out
 
 
 def test_verify_detects_a_changed_token(run: Run, tmp_path: Path) -> None:
@@ -146,8 +146,8 @@ def test_verify_detects_a_changed_token(run: Run, tmp_path: Path) -> None:
     content[100] ^= 1
     path.write_bytes(content)
     assert run("inspect", "made")[0] == 0
-    status, said, errors = run("inspect", "made", "--verify")
-    assert (status, said) == (78, "")
+    status, out, errors = run("inspect", "made", "--verify")
+    assert (status, out) == (78, "")
     assert re.fullmatch(r"error: made/shard-00000.bin is damaged: checksum mismatch; delete made .*\n", errors)
 
 
@@ -160,7 +160,7 @@ def test_training_a_tokenizer_is_deterministic_and_round_trips(run: Run, tmp_pat
     for text in (STORY, "\u4e2d \U0001f642 naïve", "  \n\n \n   x\t\n", "a" * 50_000, "", "\r\n\r", "</s><unk>\n<s>"):
         assert tokenizer.decode(tokenizer.encode(text).tolist()) == text
     digits = tokenizer.encode("12345").tolist()
-    assert len({*digits}) == 5, "every digit is a piece"
+    assert len({*digits}) == 5, "every digit is a token"
     assert len(tokenizer.encode(STORY)) < len(STORY) / 2
 
 

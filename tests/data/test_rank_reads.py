@@ -1,4 +1,4 @@
-"""What a rank reads of a row is what it would have been given of the whole one, wherever documents and shards end."""
+"""Reading the shard of a rank equals sharding the full sequence, for any documents and layouts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainer.data.sequences import BlendedDataset, FullSequence, slice_segments
 from trainer.data.tokenizer import ByteTokenizer
 
 TEXTS = {f"{n:02}": "".join(map(chr, range(33, 33 + 7 * n % 61))) for n in range(40)}
-PLANS: list[tuple[tuple[int, ...], dict[str, Any]]] = [
+CONFIGURATIONS: list[tuple[tuple[int, ...], dict[str, Any]]] = [
     *(
         ((4,), {"method": rotation, "layout": layout})
         for rotation in ROTATE_METHODS
@@ -41,22 +41,22 @@ SPANS = some.lists(some.integers(1, 9), min_size=1, max_size=12)
 
 
 def same(one: Batch, other: Batch) -> list[str]:
-    """Names of what differs."""
+    """Names of the fields that differ."""
     pairs = {field.name: (getattr(one, field.name), getattr(other, field.name)) for field in fields(Batch)}
     return [name for name, (a, b) in pairs.items() if not (torch.equal(a, b) if hasattr(a, "dim") else a == b)]
 
 
-def compared(data: DataSection, seq_len: int) -> list[str]:
-    """What differs between rows that this rank reads in part, and its part of whole rows, by every plan."""
-    found = []
-    rows = build_blended_dataset(data, ByteTokenizer(), seq_len=seq_len, seed=0)
-    for shape, options in PLANS:
+def differences(data: DataSection, seq_len: int) -> list[str]:
+    """Differences between shards read directly and shards of full sequences, for every method and layout."""
+    result = []
+    dataset = build_blended_dataset(data, ByteTokenizer(), seq_len=seq_len, seed=0)
+    for shape, options in CONFIGURATIONS:
         core = ContextParallel(init_device_mesh("cpu", shape), heads=4, kv_heads=2, **options)
         for first in range(0, 14, 2):
-            numbers = [first, None, first + 1]
-            whole = core.shard_batch(rows.read(numbers, FullSequence(core.plan.seq_len_divisor)))
-            found += [f"{options} rows {numbers}: {name}" for name in same(rows.read(numbers, core), whole)]
-    return found
+            indices = [first, None, first + 1]
+            whole = core.shard_batch(dataset.read(indices, FullSequence(core.plan.seq_len_divisor)))
+            result += [f"{options} rows {indices}: {name}" for name in same(dataset.read(indices, core), whole)]
+    return result
 
 
 @pytest.mark.ranks
@@ -68,35 +68,35 @@ def compared(data: DataSection, seq_len: int) -> list[str]:
         (67, {"packing": "concat"}),
         (72, {"mix": ({"source": "corpus", "max_len": 5},)}),
     ],
-    ids=["best fit", "no mask, padded", "concat, padded", "short pieces"],
+    ids=["best fit", "no mask, padded", "concat, padded", "short segments"],
 )
 def test_reading_a_shard_equals_sharding_the_full_batch_in_every_layout(
     seq_len: int, options: dict[str, Any], section: Callable[..., DataSection]
 ) -> None:
     data = section(TEXTS, **options)
     build_blended_dataset(data, ByteTokenizer(), seq_len=seq_len, seed=0)
-    assert run_ranks(compared, 4, data, seq_len) == [[]] * 4
+    assert run_ranks(differences, 4, data, seq_len) == [[]] * 4
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(SPANS, SPANS)
-def test_slice_segments_cuts_spans_at_segment_boundaries(pieces: list[int], spans: list[int]) -> None:
-    starts = [sum(pieces[:n]) for n in range(len(pieces) + 1)]
+def test_slice_segments_cuts_spans_at_segment_boundaries(segment_lengths: list[int], spans: list[int]) -> None:
+    starts = [sum(segment_lengths[:n]) for n in range(len(segment_lengths) + 1)]
     cuts = sorted({min(sum(spans[:n]), starts[-1]) for n in range(len(spans) + 1)})
-    held = [(start, end - start) for start, end in pairwise(cuts)][::2]
+    held_spans = [(start, end - start) for start, end in pairwise(cuts)][::2]
     expected = [
-        (piece, at - starts[piece])
-        for start, length in held
+        (segment, at - starts[segment])
+        for start, length in held_spans
         for at in range(start, start + length)
-        for piece in range(len(pieces))
-        if starts[piece] <= at < starts[piece + 1]
+        for segment in range(len(segment_lengths))
+        if starts[segment] <= at < starts[segment + 1]
     ]
-    found = slice_segments(starts, held)
-    assert [(s.segment_id, s.start + n) for s in found for n in range(s.length)] == expected
+    result = slice_segments(starts, held_spans)
+    assert [(s.segment_id, s.start + n) for s in result for n in range(s.length)] == expected
 
 
 class Halves(FullSequence):
-    """The first or the second half of every row."""
+    """The first or second half of every sequence."""
 
     def __init__(self, half: int) -> None:
         self.half = half
@@ -106,12 +106,12 @@ class Halves(FullSequence):
         return [(0, middle), (middle, boundaries[-1] - middle)][self.half : self.half + 1]
 
 
-def targets(rows: BlendedDataset, numbers: range) -> Counter[tuple[int, int]]:
-    found: Counter[tuple[int, int]] = Counter()
+def targets(dataset: BlendedDataset, indices: range) -> Counter[tuple[int, int]]:
+    result: Counter[tuple[int, int]] = Counter()
     for half in range(2):
-        batch = rows.read([*numbers], Halves(half))
-        found.update(zip(batch.tokens.flatten().tolist(), batch.labels.flatten().tolist(), strict=True))
-    return Counter({pair: count for pair, count in found.items() if pair[1] != IGNORE_INDEX})
+        batch = dataset.read([*indices], Halves(half))
+        result.update(zip(batch.tokens.flatten().tolist(), batch.labels.flatten().tolist(), strict=True))
+    return Counter({pair: count for pair, count in result.items() if pair[1] != IGNORE_INDEX})
 
 
 @pytest.mark.parametrize("seq_len", [4, 7, 64])
@@ -119,19 +119,19 @@ def targets(rows: BlendedDataset, numbers: range) -> Counter[tuple[int, int]]:
 def test_over_an_epoch_of_all_ranks_every_token_but_the_first_of_a_document_is_a_target_once(
     packing: str, seq_len: int, section: Callable[..., DataSection]
 ) -> None:
-    rows = build_blended_dataset(section(TEXTS, packing=packing), ByteTokenizer(), seq_len=seq_len, seed=3)
+    dataset = build_blended_dataset(section(TEXTS, packing=packing), ByteTokenizer(), seq_len=seq_len, seed=3)
     expected: Counter[tuple[int, int]] = Counter()
     for text in TEXTS.values():
         tokens = [256, *text.encode(), 257]
         expected.update(pairwise(tokens) if text else ())
-    count = rows.sources[0].num_sequences
-    assert targets(rows, range(count)) == targets(rows, range(count, 2 * count)) == expected
+    count = dataset.sources[0].num_sequences
+    assert targets(dataset, range(count)) == targets(dataset, range(count, 2 * count)) == expected
 
 
 # ---- several sources
 
 
-def mixed(
+def build_mix(
     section: Callable[..., DataSection], tmp_path: Any, mix: list[dict[str, Any]], seq_len: int = 32
 ) -> BlendedDataset:
     (tmp_path / "long").mkdir()
@@ -144,15 +144,17 @@ def mixed(
 def test_sequences_of_a_mix_come_from_their_sources_in_proportion(
     section: Callable[..., DataSection], tmp_path: Any
 ) -> None:
-    rows = mixed(section, tmp_path, [{"source": "corpus", "weight": 0.75}, {"source": "long", "weight": 0.25}])
-    batch = rows.read(range(40))
-    assert rows.names == ["corpus", "long"]
+    dataset = build_mix(section, tmp_path, [{"source": "corpus", "weight": 0.75}, {"source": "long", "weight": 0.25}])
+    batch = dataset.read(range(40))
+    assert dataset.names == ["corpus", "long"]
     upper = set(range(65, 71))
     for row, (source, tokens) in zip(batch.tokens, batch.sequence_sources, strict=True):
         letters = set(row[:tokens].tolist()) - {256, 257}
         assert (letters <= upper and len(letters) > 0) == (source == 1)
     counts = [[source for source, _ in batch.sequence_sources].count(n) for n in range(2)]
-    assert rows.epochs(40) == [count / source.num_sequences for count, source in zip(counts, rows.sources, strict=True)]
+    assert dataset.epochs(40) == [
+        count / source.num_sequences for count, source in zip(counts, dataset.sources, strict=True)
+    ]
     assert batch.num_tokens == sum(tokens for _, tokens in batch.sequence_sources)
 
 
@@ -166,10 +168,10 @@ def test_weights_are_fractions_of_tokens_at_any_padding(
             (tmp_path / name / f"{n:02}").write_text("x" * length)
     sources = {name: {"path": str(tmp_path / name)} for name in ("short", "long")}
     mix = [{"source": "short", "weight": 1}, {"source": "long", "weight": 3}]
-    rows = build_blended_dataset(
+    dataset = build_blended_dataset(
         section({}, sources=sources, mix=mix, packing=packing), ByteTokenizer(), seq_len=32, seed=0
     )
-    drawn = rows.read(range(400)).sequence_sources
+    drawn = dataset.read(range(400)).sequence_sources
     for count in (100, 200, 400):
         tokens = [sum(tokens for source, tokens in drawn[:count] if source == n) for n in range(2)]
         assert tokens[0] / sum(tokens) == pytest.approx(0.25, abs=0.01)
@@ -183,16 +185,16 @@ def test_a_mix_selects_long_short_and_cut_documents_of_one_source(
         {"source": "long", "max_length": 100},
         {"source": "long", "max_len": 8},
     ]
-    rows = mixed(section, tmp_path, mix)
-    assert rows.names == ["long>=100", "long<100", "long|8"]
-    seen: dict[int, set[int]] = {0: set(), 1: set(), 2: set()}
-    longest = dict.fromkeys(seen, 0)
+    dataset = build_mix(section, tmp_path, mix)
+    assert dataset.names == ["long>=100", "long<100", "long|8"]
+    tokens_by_source: dict[int, set[int]] = {0: set(), 1: set(), 2: set()}
+    longest = dict.fromkeys(tokens_by_source, 0)
     for number in range(60):
-        batch = rows.read([number])
+        batch = dataset.read([number])
         ((source, tokens),) = batch.sequence_sources
-        seen[source] |= set(batch.tokens[0, :tokens].tolist()) - {256, 257}
+        tokens_by_source[source] |= set(batch.tokens[0, :tokens].tolist()) - {256, 257}
         longest[source] = max(longest[source], int(batch.positions[0, :tokens].max()) + 1)
-    assert seen == {0: {68, 69, 70}, 1: {65, 66, 67}, 2: set(range(65, 71))}
+    assert tokens_by_source == {0: {68, 69, 70}, 1: {65, 66, 67}, 2: set(range(65, 71))}
     assert longest[2] == 8 < min(longest[0], longest[1])
 
 
@@ -215,9 +217,9 @@ def test_stages_and_mix_entries_are_shuffled_differently(section: Callable[..., 
 def test_a_source_of_a_mix_yields_each_sequence_once_per_epoch(
     section: Callable[..., DataSection], tmp_path: Any
 ) -> None:
-    rows = mixed(section, tmp_path, [{"source": "corpus", "weight": 2}, {"source": "long", "weight": 3}])
-    for index, source in enumerate(rows.sources):
-        drawn = [number for number in range(5 * source.num_sequences) if rows.round_robin.locate(number)[0] == index]
-        epoch = rows.read(drawn[: source.num_sequences])
-        alone = BlendedDataset([source], seq_len=rows.seq_len).read(range(source.num_sequences))
-        assert torch.equal(epoch.tokens, alone.tokens)
+    dataset = build_mix(section, tmp_path, [{"source": "corpus", "weight": 2}, {"source": "long", "weight": 3}])
+    for index, source in enumerate(dataset.sources):
+        drawn = [number for number in range(5 * source.num_sequences) if dataset.round_robin.locate(number)[0] == index]
+        epoch = dataset.read(drawn[: source.num_sequences])
+        unmixed = BlendedDataset([source], seq_len=dataset.seq_len).read(range(source.num_sequences))
+        assert torch.equal(epoch.tokens, unmixed.tokens)

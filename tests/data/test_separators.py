@@ -1,4 +1,4 @@
-"""What stands between documents, and what of it rows make labels of."""
+"""Separators between documents, and their labels."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def test_documents_are_enclosed_in_the_configured_separators(
     assert batch.labels.tolist() == [labels]
 
 
-@pytest.mark.parametrize(("separators", "pieces"), [("bos_eos", 4), ("eos", 3), ("none", 2)])
-def test_max_document_includes_separators(separators: str, pieces: int, section: Section) -> None:
+@pytest.mark.parametrize(("separators", "num_segments"), [("bos_eos", 4), ("eos", 3), ("none", 2)])
+def test_max_document_includes_separators(separators: str, num_segments: int, section: Section) -> None:
     data = section({"1": "abcdefgh"}, separators=separators, max_document=4)
-    rows = build_blended_dataset(data, ByteTokenizer(), seq_len=16, seed=0)
-    assert len(rows.sources[0].segment_lengths(0)) == pieces
+    dataset = build_blended_dataset(data, ByteTokenizer(), seq_len=16, seed=0)
+    assert len(dataset.sources[0].segment_lengths(0)) == num_segments
 
 
 def test_an_unknown_separator_raises_before_any_file_is_read(section: Section, tmp_path: Path) -> None:

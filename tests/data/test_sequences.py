@@ -25,26 +25,26 @@ BOS, EOS = 256, 257
 
 
 class Plain(ByteTokenizer):
-    """Bytes without a first token, so that a document may be a single token: its end."""
+    """Bytes without BOS, so that a document can be a single EOS."""
 
     bos = None  # type: ignore[assignment]
     fingerprint = "plain"
 
 
-def rows_of(data: DataSection, *, seq_len: int, shard_tokens: int = 1 << 20) -> BlendedDataset:
+def dataset_of(data: DataSection, *, seq_len: int, shard_tokens: int = 1 << 20) -> BlendedDataset:
     prepared = prepare(corpus_spec(data, "corpus"), Plain(), shard_tokens=shard_tokens)
     plan = load_or_build_plan(prepared, seq_len=seq_len, packing=data.packing)
     return BlendedDataset([PackedDataset(prepared, plan, seed=0)], seq_len=seq_len, mask=data.mask)
 
 
-def source(rows: BlendedDataset) -> PackedDataset:
-    assert isinstance(rows.sources[0], PackedDataset)
-    return rows.sources[0]
+def packed(dataset: BlendedDataset) -> PackedDataset:
+    assert isinstance(dataset.sources[0], PackedDataset)
+    return dataset.sources[0]
 
 
-def in_plan_order(rows: BlendedDataset) -> list[int]:
-    """Global numbers of the first epoch's rows, in the order of the plan."""
-    return sorted(range(source(rows).num_sequences), key=lambda number: source(rows).locate(number)[1])
+def in_plan_order(dataset: BlendedDataset) -> list[int]:
+    """Global indices of the first epoch, in the order of the plan."""
+    return sorted(range(packed(dataset).num_sequences), key=lambda number: packed(dataset).locate(number)[1])
 
 
 A, B, C = 97, 98, 99
@@ -52,9 +52,9 @@ TINY = {"1": "abcabc", "2": "b", "3": "cc"}
 
 
 def test_a_batch_matches_manually_written_tensors(section: Section) -> None:
-    rows = rows_of(section(TINY), seq_len=5)
-    #  stream   a b c a b | c E | b E | c c E     pieces of 5 + 2, 2, 3: rows [5], [2 + 3], [2]
-    batch = rows.read(in_plan_order(rows))
+    dataset = dataset_of(section(TINY), seq_len=5)
+    #  stream   a b c a b | c E | b E | c c E     segments of 5 + 2, 2, 3: sequences [5], [2 + 3], [2]
+    batch = dataset.read(in_plan_order(dataset))
     assert batch.tokens.tolist() == [[A, B, C, A, B], [C, EOS, C, C, EOS], [B, EOS, EOS, EOS, EOS]]
     assert batch.labels.tolist() == [[B, C, A, B, C], [EOS, __, C, EOS, __], [EOS, __, __, __, __]]
     assert batch.positions.tolist() == [[0, 1, 2, 3, 4], [0, 1, 0, 1, 2], [0, 1, 0, 1, 2]]
@@ -68,9 +68,9 @@ def test_a_batch_matches_manually_written_tensors(section: Section) -> None:
 
 def test_without_a_document_mask_positions_continue_and_labels_stay(section: Section) -> None:
     data = section(TINY)
-    masked = rows_of(data, seq_len=5)
-    rows = rows_of(data.model_copy(update={"mask": "none"}), seq_len=5)
-    batch, other = rows.read(in_plan_order(rows)), masked.read(in_plan_order(masked))
+    masked = dataset_of(data, seq_len=5)
+    dataset = dataset_of(data.model_copy(update={"mask": "none"}), seq_len=5)
+    batch, other = dataset.read(in_plan_order(dataset)), masked.read(in_plan_order(masked))
     assert torch.equal(batch.tokens, other.tokens)
     assert torch.equal(batch.labels, other.labels)
     assert torch.equal(batch.document_ids, other.document_ids)
@@ -80,9 +80,9 @@ def test_without_a_document_mask_positions_continue_and_labels_stay(section: Sec
 
 
 def test_a_segment_of_one_token_has_no_target(section: Section) -> None:
-    rows = rows_of(section({"1": "ab", "2": "c"}, packing="single"), seq_len=2)
+    dataset = dataset_of(section({"1": "ab", "2": "c"}, packing="single"), seq_len=2)
     #  stream   a b | E | c E
-    batch = rows.read(in_plan_order(rows))
+    batch = dataset.read(in_plan_order(dataset))
     assert batch.tokens.tolist() == [[A, B], [EOS, EOS], [C, EOS]]
     assert batch.labels.tolist() == [[B, EOS], [__, __], [EOS, __]]
     assert batch.boundaries.tolist() == [[0, 2, 2], [0, 1, 2], [0, 2, 2]]
@@ -95,14 +95,14 @@ def test_a_document_of_one_token_is_never_a_target(tmp_path: Path) -> None:
     (tmp_path / "shard-00000.idx").write_bytes(starts)
     idx_sha256 = hashlib.sha256(starts).hexdigest()
     shard = TokenShard(name="shard-00000", tokens=4, documents=3, bin_sha256="", idx_sha256=idx_sha256)
-    described = {"dtype": "uint16", "vocab_size": 264, "bos": None, "eos": EOS, "longest": 2, "tokenizer": ""}
-    asked = {"separators": "eos", "max_document": None}
-    meta = TokenDatasetMeta(version=2, tokens=4, documents=3, files=1, skipped=0, shards=[shard], **described, **asked)
+    fields = {"dtype": "uint16", "vocab_size": 264, "bos": None, "eos": EOS, "longest": 2, "tokenizer": ""}
+    options = {"separators": "eos", "max_document": None}
+    meta = TokenDatasetMeta(version=2, tokens=4, documents=3, files=1, skipped=0, shards=[shard], **fields, **options)
     (tmp_path / "meta.json").write_text(meta.with_checksum().model_dump_json())
     prepared = TokenDataset(tmp_path)
-    made = pack_documents(prepared.document_lengths, seq_len=6, packing="best_fit")
-    rows = BlendedDataset([PackedDataset(prepared, made, seed=0)], seq_len=6)
-    batch = rows.read([0])
+    plan = pack_documents(prepared.document_lengths, seq_len=6, packing="best_fit")
+    dataset = BlendedDataset([PackedDataset(prepared, plan, seed=0)], seq_len=6)
+    batch = dataset.read([0])
     assert batch.labels.tolist() == [[__, EOS, __, __, __, __]]
     assert batch.positions.tolist() == [[0, 0, 1, 0, 0, 1]]
     assert batch.document_ids.tolist() == [[0, 1, 1, 2, 3, 3]]
@@ -110,14 +110,14 @@ def test_a_document_of_one_token_is_never_a_target(tmp_path: Path) -> None:
 
 
 def test_full_sequences_of_one_segment_have_two_boundaries(section: Section) -> None:
-    rows = rows_of(section({"1": "abcdefg"}, packing="single"), seq_len=4)
-    assert rows.read([0, 1, None]).boundaries.tolist() == [[0, 4]] * 3
+    dataset = dataset_of(section({"1": "abcdefg"}, packing="single"), seq_len=4)
+    assert dataset.read([0, 1, None]).boundaries.tolist() == [[0, 4]] * 3
 
 
 @pytest.mark.parametrize("mask", ["document", "none"])
 def test_an_empty_sequence_is_padding_without_targets(mask: str, section: Section) -> None:
-    rows = rows_of(section(TINY, mask=mask), seq_len=5)
-    batch, full = rows.read([None, 0]), rows.read([0])
+    dataset = dataset_of(section(TINY, mask=mask), seq_len=5)
+    batch, full = dataset.read([None, 0]), dataset.read([0])
     assert batch.tokens[0].tolist() == [EOS] * 5
     assert batch.labels[0].tolist() == [__] * 5
     assert batch.positions[0].tolist() == [0, 1, 2, 3, 4]
@@ -126,17 +126,17 @@ def test_an_empty_sequence_is_padding_without_targets(mask: str, section: Sectio
     assert torch.equal(batch.tokens[1:], full.tokens)
     assert torch.equal(batch.boundaries[1:], full.boundaries)
     assert (batch.num_tokens, batch.num_pairs) == (full.num_tokens, full.num_pairs)
-    assert rows.read([None]).num_tokens == rows.read([None]).num_pairs == 0
-    assert (rows.read([None]).num_computed_pairs, batch.num_computed_pairs) == (15, 15 + full.num_computed_pairs)
+    assert dataset.read([None]).num_tokens == dataset.read([None]).num_pairs == 0
+    assert (dataset.read([None]).num_computed_pairs, batch.num_computed_pairs) == (15, 15 + full.num_computed_pairs)
 
 
 @pytest.mark.parametrize("mask", ["document", "none"])
 def test_attention_pairs_of_a_long_sequence_are_exact(mask: str, section: Section) -> None:
-    rows = rows_of(section(TINY, mask=mask), seq_len=100_003)
-    assert rows.read([None]).num_computed_pairs == 100_003 * 100_004 // 2 > 2**32
+    dataset = dataset_of(section(TINY, mask=mask), seq_len=100_003)
+    assert dataset.read([None]).num_computed_pairs == 100_003 * 100_004 // 2 > 2**32
 
 
-# Every character once, so that a token says where in which document it stands.
+# No character repeats, so a token identifies its document and position.
 LETTERS = {f"{n:02}": "".join(map(chr, range(33 + 7 * n, 33 + 7 * n + n * n % 23 + 1))) for n in range(12)}
 
 
@@ -146,26 +146,26 @@ LETTERS = {f"{n:02}": "".join(map(chr, range(33 + 7 * n, 33 + 7 * n + n * n % 23
 def test_over_an_epoch_every_token_but_the_first_of_a_document_is_a_target_once(
     packing: Packing, mask: str, seq_len: int, section: Section
 ) -> None:
-    rows = rows_of(section(LETTERS, packing=packing, mask=mask), seq_len=seq_len, shard_tokens=30)
-    assert len(source(rows).token_dataset.meta.shards) > 2
+    dataset = dataset_of(section(LETTERS, packing=packing, mask=mask), seq_len=seq_len, shard_tokens=30)
+    assert len(packed(dataset).token_dataset.meta.shards) > 2
     expected: Counter[tuple[int, int]] = Counter()
     for text in LETTERS.values():
         tokens = [*text.encode(), EOS]
         expected.update(pairwise(tokens))
     for epoch in range(2):
-        batch = rows.read(range(epoch * source(rows).num_sequences, (epoch + 1) * source(rows).num_sequences))
+        batch = dataset.read(range(epoch * packed(dataset).num_sequences, (epoch + 1) * packed(dataset).num_sequences))
         found = Counter(zip(batch.tokens.flatten().tolist(), batch.labels.flatten().tolist(), strict=True))
         assert {pair: count for pair, count in found.items() if pair[1] != IGNORE_INDEX} == expected
-        assert batch.num_tokens == source(rows).token_dataset.num_tokens
+        assert batch.num_tokens == packed(dataset).token_dataset.num_tokens
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("mask", ["document", "none"])
 def test_boundaries_documents_positions_and_pairs_agree(packing: Packing, mask: str, section: Section) -> None:
-    rows = rows_of(section(LETTERS, packing=packing, mask=mask), seq_len=16)
+    dataset = dataset_of(section(LETTERS, packing=packing, mask=mask), seq_len=16)
     pairs = 0
-    for number in range(source(rows).num_sequences):
-        batch = rows.read([number])
+    for number in range(packed(dataset).num_sequences):
+        batch = dataset.read([number])
         starts = batch.boundaries[0, :-1].unique().tolist()
         attended = torch.bucketize(
             torch.arange(16), torch.tensor([start for start in starts if start < 16]), right=True
@@ -179,27 +179,27 @@ def test_boundaries_documents_positions_and_pairs_agree(packing: Packing, mask: 
         assert torch.equal(batch.positions[0], torch.arange(16) - offsets)
         if mask == "document":
             assert torch.equal(batch.document_ids[0], attended - 1)
-    assert pairs == rows.read(range(source(rows).num_sequences)).num_pairs
+    assert pairs == dataset.read(range(packed(dataset).num_sequences)).num_pairs
 
 
 def test_each_epoch_holds_the_same_sequences_in_another_order(section: Section) -> None:
-    rows = rows_of(section(LETTERS), seq_len=4)
+    dataset = dataset_of(section(LETTERS), seq_len=4)
     epochs = [
         [
-            source(rows).locate(number)
-            for number in range(n * source(rows).num_sequences, (n + 1) * source(rows).num_sequences)
+            packed(dataset).locate(number)
+            for number in range(n * packed(dataset).num_sequences, (n + 1) * packed(dataset).num_sequences)
         ]
         for n in range(3)
     ]
     orders = [[row for _, row in epoch] for epoch in epochs]
     assert [{epoch for epoch, _ in each} for each in epochs] == [{0}, {1}, {2}]
-    assert all(sorted(order) == list(range(source(rows).num_sequences)) for order in orders)
+    assert all(sorted(order) == list(range(packed(dataset).num_sequences)) for order in orders)
     assert orders[0] != orders[1] != orders[2]
 
 
 def test_summary_states_the_share_of_each_source(section: Section) -> None:
-    one = rows_of(section(TINY), seq_len=5)
-    both = BlendedDataset([source(one), source(one)], seq_len=5, weights=(2, 1), names=("a", "b"))
+    one = dataset_of(section(TINY), seq_len=5)
+    both = BlendedDataset([packed(one), packed(one)], seq_len=5, weights=(2, 1), names=("a", "b"))
     assert both.summary(9) == [
         "a: 3 sequences of 5 tokens; 6 of 9 drawn (2.00 epochs), 20.00% padding",
         "b: 3 sequences of 5 tokens; 3 of 9 drawn (1.00 epochs), 20.00% padding",

@@ -24,16 +24,16 @@ def test_every_position_is_about_equally_likely() -> None:
     size, epochs = 12, 3000
     counts = [[0] * size for _ in range(size)]
     for epoch in range(epochs):
-        for index, place in enumerate(order(size, epoch=epoch)):
-            counts[index][place] += 1
+        for index, position in enumerate(order(size, epoch=epoch)):
+            counts[index][position] += 1
     flat = [count for each in counts for count in each]
     # Binomial: mean 250, standard deviation 15.1; 144 of them.
     assert 190 < min(flat) <= max(flat) < 310
 
 
 def test_neighbors_rarely_stay_neighbors() -> None:
-    places = order(10_000)
-    assert sum(abs(a - b) == 1 for a, b in pairwise(places)) < 20
+    positions = order(10_000)
+    assert sum(abs(a - b) == 1 for a, b in pairwise(positions)) < 20
 
 
 def test_an_index_out_of_range_raises() -> None:

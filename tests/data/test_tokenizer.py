@@ -22,12 +22,12 @@ def tiktoken_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=["house", "llama2"])
+@pytest.fixture(scope="module", params=["newline", "llama2"])
 def sentencepiece_file(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """A model to which a line break is a piece, and one that puts a space before every text, as Llama 2's does."""
+    """A model with a line break piece, and one that prepends a space to every text, as Llama 2's does."""
     import sentencepiece
 
-    house = request.param == "house"
+    has_newline_piece = request.param == "newline"
     model = io.BytesIO()
     lines = [line for line in Path(__file__).read_text().splitlines() if line] * 2
     sentencepiece.SentencePieceTrainer.train(
@@ -39,8 +39,8 @@ def sentencepiece_file(tmp_path_factory: pytest.TempPathFactory, request: pytest
         normalization_rule_name="identity",
         allow_whitespace_only_pieces=True,
         remove_extra_whitespaces=False,
-        add_dummy_prefix=not house,
-        user_defined_symbols=["\n"] if house else [],
+        add_dummy_prefix=not has_newline_piece,
+        user_defined_symbols=["\n"] if has_newline_piece else [],
         num_threads=1,
         minloglevel=2,
     )
@@ -98,20 +98,20 @@ def test_a_million_equal_characters_round_trip(character: str, tiktoken_file: Pa
 
 def test_chunks_are_bounded_and_join_to_the_text() -> None:
     words = ("word " * 30 + "\n") * 8000 + " " * 60_000 + "b" * 60_000 + ("x" * 70 + "\n\n  ") * 1000
-    pieces = list(chunk_text(words))
-    assert "".join(pieces) == words
-    assert max(map(len, pieces)) <= 400_000
-    assert max(len(run) for piece in pieces for run in re.findall(r"\s+|\S+", piece)) <= 25_000
+    chunks = list(chunk_text(words))
+    assert "".join(chunks) == words
+    assert max(map(len, chunks)) <= 400_000
+    assert max(len(run) for chunk in chunks for run in re.findall(r"\s+|\S+", chunk)) <= 25_000
 
 
 def test_a_panic_raises_with_its_offset_and_an_interrupt_propagates() -> None:
     class Panic(BaseException):
-        """As pyo3's PanicException: no Exception."""
+        """Like pyo3's PanicException, not an Exception."""
 
-    def encode(piece: str) -> list[int]:
-        if "!" in piece:
+    def encode(chunk: str) -> list[int]:
+        if "!" in chunk:
             raise Panic("stack overflow")
-        if "^C" in piece:
+        if "^C" in chunk:
             raise KeyboardInterrupt
         return [0]
 
@@ -124,11 +124,11 @@ def test_a_panic_raises_with_its_offset_and_an_interrupt_propagates() -> None:
 
 def test_a_long_text_is_split_at_line_starts() -> None:
     text = "a line of text\n" * 60_000
-    pieces = list(chunk_text(text))
-    assert len(pieces) == 3
-    assert all(piece.startswith("a line") and piece.endswith("text\n") for piece in pieces)
+    chunks = list(chunk_text(text))
+    assert len(chunks) == 3
+    assert all(chunk.startswith("a line") and chunk.endswith("text\n") for chunk in chunks)
     indented = "def f():\n    pass\n\n" * 60_000
-    assert all(piece.startswith("def") for piece in chunk_text(indented))
+    assert all(chunk.startswith("def") for chunk in chunk_text(indented))
 
 
 def test_splitting_changes_no_token(tiktoken_file: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_tiktoken_file_given_as_sentencepiece_is_detected(tiktoken_file: Path)
 
 @pytest.mark.parametrize("kind", ["tiktoken", "sentencepiece"])
 @pytest.mark.parametrize(
-    ("content", "looks"),
+    ("content", "file_type"),
     [
         (b"", "an empty file"),
         (b"\x93\x00\xff\x81" * 200, "binary data"),
@@ -170,10 +170,10 @@ def test_a_tiktoken_file_given_as_sentencepiece_is_detected(tiktoken_file: Path)
         (b"\n\n\n\nhello world\n", "plain text"),
     ],
 )
-def test_the_error_for_a_wrong_file_names_its_type(kind: str, content: bytes, looks: str, tmp_path: Path) -> None:
+def test_the_error_for_a_wrong_file_names_its_type(kind: str, content: bytes, file_type: str, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.model"
     path.write_bytes(content)
-    with pytest.raises(DataError, match=rf'tokenizer.path = ".*tokenizer.model" looks like {looks}'):
+    with pytest.raises(DataError, match=rf'tokenizer.path = ".*tokenizer.model" looks like {file_type}'):
         load_tokenizer(kind, path)
 
 
@@ -217,8 +217,8 @@ def test_a_passkey_has_the_same_tokens_in_the_haystack_and_the_question(
         for trial in range(3):
             question, hidden, number = PasskeySentences(tokenizer).passkey(trial)
             assert hidden[: len(question) + len(number)] == [*question, *number]
-            said = tokenizer.decode(number).strip()
-            assert len(said) == 5
-            assert said.isdigit()
+            digits = tokenizer.decode(number).strip()
+            assert len(digits) == 5
+            assert digits.isdigit()
             assert "The secret number is" in tokenizer.decode(hidden)
             assert max(hidden) < tokenizer.vocab_size

@@ -12,6 +12,7 @@ import pytest
 import tomli
 
 from trainer.config.job_config import Config
+from trainer.config.migrations import migrate_file
 from trainer.config.parse import load
 from trainer.config.training_stages import Recipe
 from trainer.errors import ConfigError
@@ -159,7 +160,7 @@ def test_a_complaint_names_the_file_and_the_world() -> None:
 def test_a_report_is_the_resolved_toml_with_the_mesh_in_comments() -> None:
     config = load(["--parallelism.dp_replicate", "2", "--parallelism.dp_shard", "16"])
     text = format_resolved_config(config, LaunchWorld(nproc_per_node=8, num_nodes=4))
-    assert Recipe.model_validate(tomli.loads(text)) == config
+    assert Recipe.model_validate(migrate_file(tomli.loads(text))) == config
     assert "# mesh of 32 processes (4 nodes x 8)" in text
     assert "#   dp_shard                16  across 2 nodes    0-15  16-31\n" in text
     assert "#   dp_replicate             2  across 2 nodes    0,16  1,17  2,18  3,19 ... (16 groups)\n" in text
@@ -186,7 +187,7 @@ def test_a_wrong_configuration_leaves_with_2_and_no_traceback(launch: Launch, fl
     done = launch("--training.micro_batch_size", "3", *flags, "--parallelism.dp_shard", "64")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("error: ") == 2
-    assert "there are 8" in done.stderr
+    assert "the world size is 8" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -197,7 +198,7 @@ def test_only_the_first_task_of_srun_speaks(launch: Launch, monkeypatch: pytest.
         monkeypatch.setenv("SLURM_PROCID", task)
         done = launch("--parallelism.dp_shard", "2")
         assert done.returncode == 2
-        assert ("there are 3" in done.stderr) == spoken
+        assert ("the world size is 3" in done.stderr) == spoken
 
 
 def test_help_looks_at_nothing_else(launch: Launch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import load
 from trainer.errors import ConfigError
@@ -31,7 +32,7 @@ def test_less_memory_costs_more_flops() -> None:
         config = chosen(gib)
         assert estimate_memory(config, 8).device_bytes <= DEVICE_FRACTION * gib * GIB
         memory = config.memory
-        assert config.layout_problems(8) == []
+        assert checks.layout_problems(config, 8) == []
         flops.append(
             config.model.build().hardware_flops(
                 tokens=1, pairs=1 << 16, recompute=memory.recompute, blocks_per_checkpoint=memory.blocks_per_checkpoint

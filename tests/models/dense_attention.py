@@ -1,6 +1,6 @@
-"""Attention as it is defined, with a mask that is written out: the reference of every kernel and of every method.
+"""Reference attention with an explicit mask, for every kernel and context-parallel method.
 
-Shape suffixes: B rows, S tokens, N query heads, K key/value heads, H head width, D document starts and the row's end.
+Shape suffixes: B batch, S tokens, N query heads, K KV heads, H head dim, D document boundaries.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def inputs(
 
 
 def dense(q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> tuple[Tensor, Tensor]:
-    """The definition, with a mask that is written out: same document, and not in the future."""
+    """Softmax attention with an explicit mask: same document, and not a later token."""
     group = q_BSNH.shape[2] // k_BSKH.shape[2]
     tokens = torch.arange(q_BSNH.shape[1])
     document_BS = (tokens[None, :, None] >= boundaries_BD[:, None, :]).sum(-1)

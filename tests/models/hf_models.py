@@ -1,4 +1,4 @@
-"""Models in Hugging Face's format: written here and read by transformers, or the other way round."""
+"""Models in Hugging Face's format, written by us and read by transformers, or the reverse."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def load(folder: Path, config: ModelConfig) -> Transformer:
 
 
 def logits_of(model: Transformer, config: ModelConfig, length: int = 40) -> tuple[Tensor, Tensor]:
-    """Tokens of a row, and our logits."""
+    """Random tokens and our logits."""
     batch = packed([length], vocab_size=config.vocab_size)
-    vars(model)["seq_len"] = length  # Which list of longrope's holds is a matter of the rows' length.
+    vars(model)["seq_len"] = length  # The sequence length selects longrope's factors.
     head, model.head = model.head, None
     assert head is not None
     with torch.no_grad():
@@ -69,7 +69,7 @@ def logits_of(model: Transformer, config: ModelConfig, length: int = 40) -> tupl
 
 
 def theirs(folder: Path) -> Any:
-    """The model as transformers reads it; that it lacks nothing, and has nothing left over."""
+    """The model as transformers loads it, without missing or unexpected tensors."""
     transformers = pytest.importorskip("transformers")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)

@@ -1,4 +1,4 @@
-"""A rotary embedding of each kind, for heads of 128."""
+"""One rope configuration of each kind, for head dim 128."""
 
 from __future__ import annotations
 

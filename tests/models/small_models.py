@@ -1,4 +1,4 @@
-"""A model that a test can afford, and rows of random documents for it."""
+"""A small model and random packed batches for tests."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ SMALL = ModelConfig(
 )
 TIED = replace(SMALL, tie_embeddings=True)
 NORMED = replace(SMALL, qk_norm=True)
-# Of every three layers two are rotated, and their frequencies stretched.
+# Two of every three layers use rope, with scaled frequencies.
 YARN = RopeConfig(kind="yarn", theta=500.0, factor=4.0, original_length=16, beta_fast=2.0, beta_slow=0.5)
 MIXED = replace(NORMED, num_layers=3, nope_every=3, rope=YARN)
 
 
 def small_model(config: ModelConfig = SMALL, *, dtype: torch.dtype = torch.float64) -> Transformer:
-    """With weights large enough that every part of the model matters to its losses."""
+    """A model with weights large enough that every part affects the losses."""
     model = Transformer(config).to(dtype)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -42,14 +42,14 @@ def small_model(config: ModelConfig = SMALL, *, dtype: torch.dtype = torch.float
 
 
 def starts(*rows: list[int], width: int = 0) -> Tensor:
-    """Boundaries of rows with documents of these lengths, padded to `width` and to the same length."""
+    """Boundaries of sequences with documents of these lengths, padded to the same `width`."""
     bounds = [[0, *accumulate(lengths)] for lengths in rows]
     width = max(width, *(len(row) for row in bounds))
     return torch.tensor([row + row[-1:] * (width - len(row)) for row in bounds], dtype=torch.int32)
 
 
 def packed(*rows: list[int], seed: int = 0, vocab_size: int = SMALL.vocab_size, targets: int | None = None) -> Batch:
-    """Random tokens in rows with documents of these lengths; no more than `targets` labels are kept."""
+    """Random sequences with documents of these lengths, and at most `targets` labels."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(vocab_size, (len(rows), sum(rows[0])), generator=generator)
     labels = torch.full_like(tokens, IGNORE_INDEX)
@@ -88,7 +88,7 @@ def gradients(model: Transformer, batch: Batch) -> tuple[Tensor, dict[str, Tenso
 
 
 def remember(kept: list[Tensor]) -> Callable[[Tensor], Tensor]:
-    """A hook that adds what autograd saves to `kept`, for `saved_tensors_hooks(remember(kept), unchanged)`."""
+    """A pack hook that appends saved tensors to `kept`, for `saved_tensors_hooks(remember(kept), unchanged)`."""
 
     def hook(tensor: Tensor) -> Tensor:
         kept.append(tensor)
@@ -102,6 +102,6 @@ def unchanged(tensor: Tensor) -> Tensor:
 
 
 def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Over all tensors, each relative to its own largest value."""
+    """The maximum over all tensors of the difference relative to the tensor's largest value."""
     assert found.keys() == expected.keys()
     return max(float((found[name] - expected[name]).abs().max() / expected[name].abs().max()) for name in expected)

@@ -1,4 +1,4 @@
-"""The attention layer and its seam."""
+"""The attention module and the `AttentionCore` interface."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def layer_inputs() -> tuple[Attention, Tensor, Tensor, Tensor]:
     return attention, x_BSE, rotation, batch.boundaries
 
 
-def test_the_core_sees_rotated_queries_and_keys_values_as_they_are_and_whole_boundaries() -> None:
+def test_core_gets_rotated_q_and_k_plain_v_and_full_boundaries() -> None:
     attention, x_BSE, rotation, boundaries = layer_inputs()
     seen: list[Tensor] = []
 
@@ -44,7 +44,7 @@ def test_the_core_sees_rotated_queries_and_keys_values_as_they_are_and_whole_bou
     assert given is boundaries
 
 
-def test_what_the_core_returns_is_projected_head_after_head() -> None:
+def test_core_output_is_projected_head_by_head() -> None:
     attention, x_BSE, rotation, boundaries = layer_inputs()
     answer = torch.randn(2, 16, SMALL.num_heads, SMALL.head_dim, dtype=torch.float64)
 
@@ -63,7 +63,7 @@ def test_what_the_core_returns_is_projected_head_after_head() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["auto", "plain"])
-def test_the_core_in_steps_is_the_core_and_its_gradients_are_those_of_autograd(kernel: str) -> None:
+def test_core_below_autograd_equals_core_and_autograd_gradients(kernel: str) -> None:
     boundaries_BD = starts([5, 7, 4], [15, 1])
     given = inputs(boundaries_BD, (4, 2))
     core = LocalAttentionCore(kernel)

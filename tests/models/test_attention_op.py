@@ -1,6 +1,6 @@
-"""Attention inside documents, held to a dense masked softmax, in values and in every gradient.
+"""Attention inside documents, compared with a dense masked softmax: values and all gradients.
 
-Shape suffixes: B rows, S tokens, N query heads, K key/value heads, H head width, D document starts and the row's end.
+Shape suffixes: B batch, S tokens, N query heads, K KV heads, H head dim, D document boundaries.
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ def rms_error(found: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_output_gradients_and_log_sum_exp_are_those_of_a_dense_masked_softmax(
-    layout: str, heads: tuple[int, int]
-) -> None:
+def test_output_gradients_and_lse_equal_dense_masked_softmax(layout: str, heads: tuple[int, int]) -> None:
     boundaries_BD = LAYOUTS[layout]
     given = inputs(boundaries_BD, heads)
     for found, expected in zip(
@@ -65,7 +63,7 @@ def test_inputs_may_have_any_strides(layout: str) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
-def test_padding_boundaries_changes_no_bit() -> None:
+def test_padded_boundaries_change_no_bit() -> None:
     bare, padded = starts([7, 3, 13], [23]), starts([7, 3, 13], [23], width=9)
     given = inputs(bare)
     for found, expected in zip(
@@ -74,7 +72,7 @@ def test_padding_boundaries_changes_no_bit() -> None:
         assert torch.equal(found, expected)
 
 
-def test_a_boundary_that_stands_twice_in_the_middle_is_no_document() -> None:
+def test_repeated_boundary_in_the_middle_is_no_document() -> None:
     once, twice = starts([7, 16]), torch.tensor([[0, 0, 7, 7, 7, 23]], dtype=torch.int32)
     given = inputs(once)
     for found, expected in zip(
@@ -83,7 +81,7 @@ def test_a_boundary_that_stands_twice_in_the_middle_is_no_document() -> None:
         assert torch.equal(found, expected)
 
 
-def test_no_value_and_no_gradient_crosses_a_document() -> None:
+def test_no_value_or_gradient_crosses_a_document_boundary() -> None:
     boundaries_BD = starts([7, 3, 13])
     q, k, v = inputs(boundaries_BD)
     out = attention_op.attention(q, k, v, boundaries_BD)[0]
@@ -97,7 +95,7 @@ def test_no_value_and_no_gradient_crosses_a_document() -> None:
     assert torch.equal(again[:, 7:], out[:, 7:])
 
 
-def test_no_gradient_comes_from_the_future() -> None:
+def test_no_gradient_flows_from_later_tokens() -> None:
     boundaries_BD = starts([23])
     q, k, v = inputs(boundaries_BD)
     out = attention_op.attention(q, k, v, boundaries_BD)[0]
@@ -108,14 +106,14 @@ def test_no_gradient_comes_from_the_future() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["one document", "packed odd lengths"])
-def test_outputs_and_gradients_keep_their_dtype_and_the_log_sum_exp_is_wide(layout: str, dtype: torch.dtype) -> None:
+def test_outputs_and_gradients_keep_their_dtype_and_lse_is_at_least_float32(layout: str, dtype: torch.dtype) -> None:
     out, *grads, lse = run(attention_op.attention, inputs(LAYOUTS[layout], dtype=dtype), LAYOUTS[layout])
     assert {x.dtype for x in (out, *grads)} == {dtype}
     assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
 @pytest.mark.parametrize("layout", ["one document", "packed odd lengths", "rows with different documents"])
-def test_single_precision_errs_by_its_rounding(layout: str) -> None:
+def test_float32_error_is_rounding_only(layout: str) -> None:
     boundaries_BD = LAYOUTS[layout]
     exact = run(dense, inputs(boundaries_BD), boundaries_BD)
     for found, expected in zip(
@@ -125,7 +123,7 @@ def test_single_precision_errs_by_its_rounding(layout: str) -> None:
 
 
 @pytest.mark.parametrize("lengths", [[256], [101, 3, 152], [1] * 16 + [240]])
-def test_bfloat16_errs_no_more_than_twice_as_much_as_one_call_of_torch(lengths: list[int]) -> None:
+def test_bfloat16_error_is_at_most_twice_that_of_one_torch_call(lengths: list[int]) -> None:
     boundaries_BD = starts(lengths)
     half = inputs(boundaries_BD, dtype=torch.bfloat16, head_dim=32)
     exact = run(dense, three(x.detach().double().requires_grad_() for x in half), boundaries_BD)
@@ -146,41 +144,43 @@ def test_bfloat16_errs_no_more_than_twice_as_much_as_one_call_of_torch(lengths: 
 @pytest.mark.parametrize(
     ("boundaries", "message"),
     [
-        ([[0, 22]], "boundaries [0, 22] must ascend from 0 to the 23 tokens of the row"),
-        ([[0, 24]], "boundaries [0, 24] must ascend from 0 to the 23 tokens of the row"),
-        ([[1, 23]], "boundaries [1, 23] must ascend from 0 to the 23 tokens of the row"),
-        ([[0, 9, 5, 23]], "boundaries [0, 9, 5, 23] must ascend from 0 to the 23 tokens of the row"),
-        ([[0, 23, 0]], "boundaries [0, 23, 0] must ascend from 0 to the 23 tokens of the row"),
+        ([[0, 22]], "boundaries [0, 22] must ascend from 0 to the sequence length 23"),
+        ([[0, 24]], "boundaries [0, 24] must ascend from 0 to the sequence length 23"),
+        ([[1, 23]], "boundaries [1, 23] must ascend from 0 to the sequence length 23"),
+        ([[0, 9, 5, 23]], "boundaries [0, 9, 5, 23] must ascend from 0 to the sequence length 23"),
+        ([[0, 23, 0]], "boundaries [0, 23, 0] must ascend from 0 to the sequence length 23"),
     ],
 )
-def test_boundaries_that_do_not_cover_the_row_are_refused(boundaries: list[list[int]], message: str) -> None:
+def test_boundaries_that_do_not_cover_the_sequence_raise(boundaries: list[list[int]], message: str) -> None:
     given = inputs(starts([23]))
     with pytest.raises(ValueError, match=re.escape(message)):
         attention_op.attention(*given, torch.tensor(boundaries, dtype=torch.int32))
 
 
-def test_every_row_is_checked() -> None:
-    with pytest.raises(ValueError, match=re.escape("boundaries [0, 9, 22] must ascend from 0 to the 23 tokens")):
+def test_boundaries_of_every_sequence_are_checked() -> None:
+    with pytest.raises(
+        ValueError, match=re.escape("boundaries [0, 9, 22] must ascend from 0 to the sequence length 23")
+    ):
         attention_op.attention(*inputs(starts([23], [23])), torch.tensor([[0, 9, 23], [0, 9, 22]], dtype=torch.int32))
 
 
 @pytest.mark.parametrize(
     ("boundaries", "message"),
     [
-        (torch.tensor([[0, 23]]), "boundaries must be int32 on the host, not torch.int64 on cpu"),
+        (torch.tensor([[0, 23]]), "boundaries must be int32 on the CPU, not torch.int64 on cpu"),
         (
             torch.empty(1, 2, dtype=torch.int32, device="meta"),
-            "boundaries must be int32 on the host, not torch.int32 on meta",
+            "boundaries must be int32 on the CPU, not torch.int32 on meta",
         ),
     ],
 )
-def test_boundaries_of_another_dtype_or_elsewhere_are_refused(boundaries: Tensor, message: str) -> None:
+def test_boundaries_of_wrong_dtype_or_device_raise(boundaries: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         attention_op.document_blocks(boundaries, 1, 23)
 
 
 @pytest.mark.parametrize("layout", ["one document", "rows with different documents"])
-def test_both_operators_pass_the_checks_of_torch(layout: str) -> None:
+def test_both_operators_pass_opcheck(layout: str) -> None:
     boundaries_BD = LAYOUTS[layout]
     given = inputs(boundaries_BD)
     out, lse = (x.detach() for x in attention_op.attention(*given, boundaries_BD))
@@ -193,7 +193,7 @@ def test_both_operators_pass_the_checks_of_torch(layout: str) -> None:
     assert {*found.values()} == {"SUCCESS"}
 
 
-def test_five_layouts_of_documents_cost_one_compilation() -> None:
+def test_five_document_layouts_compile_once() -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(attention_op.attention, backend=counter, fullgraph=True)
@@ -206,7 +206,7 @@ def test_five_layouts_of_documents_cost_one_compilation() -> None:
 
 
 @pytest.mark.parametrize("heads", HEADS)
-def test_the_operator_with_plain_matrix_products_is_exact(heads: tuple[int, int]) -> None:
+def test_plain_kernel_is_exact(heads: tuple[int, int]) -> None:
     for boundaries_BD in (starts([23], [23]), starts([7, 1, 15], [23], width=4)):
         given = inputs(boundaries_BD, heads)
         found = run(partial(attention_op.attention, kernel="plain"), given, boundaries_BD)
@@ -214,7 +214,7 @@ def test_the_operator_with_plain_matrix_products_is_exact(heads: tuple[int, int]
             torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
 
 
-def test_the_log_sum_exp_is_no_part_of_the_graph() -> None:
+def test_lse_is_not_differentiable() -> None:
     boundaries_BD = starts([23])
     out, lse = attention_op.attention(*inputs(boundaries_BD), boundaries_BD)
     assert out.requires_grad
@@ -229,7 +229,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2)])
 @pytest.mark.parametrize("lengths", [[256], [101, 3, 152], [1] * 16 + [240]])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_cuda_flash_errs_no_more_than_twice_as_much_as_the_cpu_kernel(
+def test_cuda_flash_error_is_at_most_twice_that_of_the_cpu_kernel(
     dtype: torch.dtype, lengths: list[int], heads: tuple[int, int]
 ) -> None:
     boundaries_BD = starts(lengths, lengths[::-1], width=20)
@@ -250,7 +250,7 @@ def test_cuda_flash_errs_no_more_than_twice_as_much_as_the_cpu_kernel(
 @pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_double_precision_on_cuda_equals_the_dense_softmax(layout: str) -> None:
+def test_float64_on_cuda_equals_dense_softmax(layout: str) -> None:
     boundaries_BD = LAYOUTS[layout]
     host = inputs(boundaries_BD)
     device = three(x.detach().cuda().requires_grad_() for x in host)
@@ -262,6 +262,6 @@ def test_double_precision_on_cuda_equals_the_dense_softmax(layout: str) -> None:
 
 @pytest.mark.gpu
 @needs_cuda
-def test_boundaries_on_the_device_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"boundaries must be int32 on the host, not torch\.int32 on cuda:0"):
+def test_boundaries_on_cuda_raise() -> None:
+    with pytest.raises(ValueError, match=r"boundaries must be int32 on the CPU, not torch\.int32 on cuda:0"):
         attention_op.document_blocks(starts([23]).cuda(), 1, 23)

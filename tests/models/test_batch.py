@@ -1,4 +1,4 @@
-"""What a model eats."""
+"""`Batch`: model inputs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from models.batch import IGNORE_INDEX
 from tests.models.small_models import packed, starts
 
 
-def test_targets_are_the_tokens_that_have_a_label() -> None:
+def test_num_targets_counts_labelled_tokens() -> None:
     batch = packed([3, 1, 4], [8])
     assert (batch.labels != IGNORE_INDEX).sum() == 2 + 0 + 3 + 7
     assert int(batch.num_targets()) == 12
@@ -16,7 +16,7 @@ def test_targets_are_the_tokens_that_have_a_label() -> None:
     assert int(packed([8], targets=0).num_targets()) == 0
 
 
-def test_moving_a_batch_leaves_its_boundaries_on_the_host() -> None:
+def test_batch_to_device_leaves_boundaries_on_cpu() -> None:
     batch = packed([3, 1, 4], [8])
     moved = batch.to(torch.device("meta"))
     per_token = (moved.tokens, moved.labels, moved.positions, moved.document_ids)
@@ -25,5 +25,5 @@ def test_moving_a_batch_leaves_its_boundaries_on_the_host() -> None:
     assert (moved.num_tokens, moved.num_pairs, moved.num_computed_pairs) == (16, 6 + 1 + 10 + 36, 6 + 1 + 10 + 36)
 
 
-def test_boundaries_of_a_test_are_those_a_hand_writes() -> None:
+def test_starts_helper_matches_manual_boundaries() -> None:
     assert starts([3, 1, 4], [8], width=5).tolist() == [[0, 3, 4, 8, 8], [0, 8, 8, 8, 8]]

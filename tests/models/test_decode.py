@@ -1,6 +1,6 @@
-"""Reading a row bit by bit: held to the training forward pass, whose losses are what the next token's chances are.
+"""Incremental decoding, compared with the training forward pass, whose losses are negative log-probabilities.
 
-Shape suffixes: S tokens of the row, V vocabulary.
+Shape suffixes: S tokens of the sequence, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ GROUPED = replace(SMALL, num_heads=6, num_kv_heads=2)
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
-def chances(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Log-probabilities [S, V] of what follows each token, by the losses of rows that differ in their labels."""
+def log_probs(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Log-probabilities [S, V] of the next token, from the training losses of all possible labels."""
     vocab = config.vocab_size
     batch = packed(*[[LENGTH]] * vocab)
     labels = torch.arange(vocab)[:, None].expand(-1, LENGTH)
@@ -39,56 +39,56 @@ def decoder(config: ModelConfig = SMALL, dtype: torch.dtype = torch.float64, **o
     return Decoder(small_model(config, dtype=dtype), **{"capacity": LENGTH, **options})  # type: ignore[arg-type]
 
 
-def close(logits_V: Tensor, expected_V: Tensor, dtype: torch.dtype = torch.float64) -> None:
+def assert_close_log_probs(logits_V: Tensor, expected_V: Tensor, dtype: torch.dtype = torch.float64) -> None:
     torch.testing.assert_close(logits_V.log_softmax(-1), expected_V, rtol=0, atol=TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("config", [SMALL, TIED, GROUPED])
-def test_token_by_token_the_chances_are_those_of_the_training_pass(config: ModelConfig, dtype: torch.dtype) -> None:
-    reader, expected_SV = decoder(config, dtype), chances(config, dtype)
+def test_decoding_token_by_token_equals_training_log_probs(config: ModelConfig, dtype: torch.dtype) -> None:
+    reader, expected_SV = decoder(config, dtype), log_probs(config, dtype)
     for token_S, expected_V in zip(ROW_S.split(1), expected_SV, strict=True):
-        close(reader.next_token_logits(token_S), expected_V, dtype)
+        assert_close_log_probs(reader.next_token_logits(token_S), expected_V, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("chunk", [1, 2, 5, LENGTH - 1, LENGTH, 100])
-def test_prompts_of_every_length_in_chunks_of_any(chunk: int, dtype: torch.dtype) -> None:
-    reader, expected_SV = decoder(GROUPED, dtype, chunk=chunk), chances(GROUPED, dtype)
+def test_prefill_of_any_length_in_chunks_of_any_size(chunk: int, dtype: torch.dtype) -> None:
+    reader, expected_SV = decoder(GROUPED, dtype, chunk=chunk), log_probs(GROUPED, dtype)
     for length in range(1, LENGTH):
         reader.rewind(0)
-        close(reader.next_token_logits(ROW_S[:length]), expected_SV[length - 1], dtype)
+        assert_close_log_probs(reader.next_token_logits(ROW_S[:length]), expected_SV[length - 1], dtype)
         assert reader.length == length
-        close(reader.next_token_logits(ROW_S[length : length + 1]), expected_SV[length], dtype)
+        assert_close_log_probs(reader.next_token_logits(ROW_S[length : length + 1]), expected_SV[length], dtype)
 
 
 @pytest.mark.parametrize("kernel", ["auto", "plain"])
 @pytest.mark.parametrize("cuts", [(4, 5, 11), (1, 9), (9, 10, 22), (20,)])
-def test_a_row_may_come_in_bits_of_any_length(cuts: tuple[int, ...], kernel: str) -> None:
-    reader, expected_SV = decoder(TIED, chunk=4, kernel=kernel), chances(TIED)
+def test_sequence_may_arrive_in_parts_of_any_length(cuts: tuple[int, ...], kernel: str) -> None:
+    reader, expected_SV = decoder(TIED, chunk=4, kernel=kernel), log_probs(TIED)
     for start, end in pairwise((0, *cuts, LENGTH)):
-        close(reader.next_token_logits(ROW_S[start:end]), expected_SV[end - 1])
+        assert_close_log_probs(reader.next_token_logits(ROW_S[start:end]), expected_SV[end - 1])
 
 
-def test_what_is_rewound_is_forgotten() -> None:
-    reader, expected_SV = decoder(), chances(SMALL)
+def test_rewound_tokens_are_forgotten() -> None:
+    reader, expected_SV = decoder(), log_probs(SMALL)
     reader.next_token_logits(ROW_S[:9])
     reader.next_token_logits(ROW_S.flip(0)[:14])
     reader.rewind(9)
-    close(reader.next_token_logits(ROW_S[9:16]), expected_SV[15])
-    close(reader.next_token_logits(ROW_S[16:17]), expected_SV[16])
-    with pytest.raises(ValueError, match="18 tokens cannot be kept of 17"):
+    assert_close_log_probs(reader.next_token_logits(ROW_S[9:16]), expected_SV[15])
+    assert_close_log_probs(reader.next_token_logits(ROW_S[16:17]), expected_SV[16])
+    with pytest.raises(ValueError, match="cannot rewind to 18 tokens: the KV cache holds 17"):
         reader.rewind(18)
 
 
-def test_bfloat16_is_near() -> None:
-    reader, expected_SV = decoder(dtype=torch.bfloat16, chunk=6), chances(SMALL)
+def test_bfloat16_is_close() -> None:
+    reader, expected_SV = decoder(dtype=torch.bfloat16, chunk=6), log_probs(SMALL)
     found_V = reader.next_token_logits(ROW_S)
     assert found_V.dtype == torch.float32
     torch.testing.assert_close(found_V.log_softmax(-1).double(), expected_SV[-1], rtol=0, atol=0.3)
 
 
-def test_no_more_than_a_chunk_is_computed_at_once_and_logits_of_one_token_only() -> None:
+def test_prefill_computes_one_chunk_at_a_time_and_logits_of_one_token() -> None:
     model = small_model()
     assert model.head is not None
     seen: dict[str, list[int]] = {"block": [], "head": []}
@@ -104,27 +104,31 @@ def test_no_more_than_a_chunk_is_computed_at_once_and_logits_of_one_token_only()
     assert seen == {"block": [8, 8, 6, 1], "head": [1, 1]}
 
 
-def test_nothing_is_kept_for_a_backward_pass() -> None:
+def test_decoding_saves_no_activations() -> None:
     assert not decoder().next_token_logits(ROW_S).requires_grad
 
 
-def test_a_row_ends_where_there_is_no_room() -> None:
+def test_tokens_beyond_the_capacity_raise() -> None:
     reader = decoder(capacity=9)
-    with pytest.raises(ValueError, match="10 tokens cannot be read: there is room for 9 of 9"):
+    with pytest.raises(
+        ValueError, match="10 tokens given; at least 1 is needed and 9 of the capacity of 9 tokens remain"
+    ):
         reader.next_token_logits(ROW_S[:10])
     reader.next_token_logits(ROW_S[:7])
-    with pytest.raises(ValueError, match="3 tokens cannot be read: there is room for 2 of 9"):
+    with pytest.raises(
+        ValueError, match="3 tokens given; at least 1 is needed and 2 of the capacity of 9 tokens remain"
+    ):
         reader.next_token_logits(ROW_S[7:10])
-    with pytest.raises(ValueError, match="0 tokens cannot be read"):
+    with pytest.raises(ValueError, match="0 tokens given; at least 1 is needed"):
         reader.next_token_logits(ROW_S[:0])
 
 
-def test_a_part_of_a_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="a part of a model"):
+def test_pipeline_stage_cannot_decode() -> None:
+    with pytest.raises(ValueError, match="a pipeline stage without embedding or head cannot decode"):
         Decoder(Transformer(SMALL, stage=StageSpec(range(1), has_head=False)), capacity=8)
 
 
-def test_what_the_model_is_told_of_bits_is_what_it_would_be_told_of_the_whole() -> None:
+def test_parts_have_the_positions_and_pair_counts_of_the_full_sequence() -> None:
     model, batches = small_model(), list[Batch]()
     model.register_forward_pre_hook(lambda _, given: batches.append(given[0]))
     Decoder(model, capacity=LENGTH, chunk=8).next_token_logits(ROW_S)

@@ -1,4 +1,4 @@
-"""SwiGLU: the formula's values and gradients, and what is kept for the backward pass."""
+"""SwiGLU: values, gradients and saved activations."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).requires_grad_()
 
 
-def test_gradients_are_those_of_finite_differences() -> None:
+def test_gradients_equal_finite_differences() -> None:
     given = (draw(ROWS, 3, 7), draw(ROWS, 3, 7, seed=1), draw(4, 7, seed=2))
     torch.autograd.gradcheck(lambda *x: GatedLinearFunction.apply(*x, "silu"), given)
 
 
-def test_values_and_gradients_are_those_of_the_formula() -> None:
+def test_values_and_gradients_equal_the_formula() -> None:
     module, x_E = FeedForward(SMALL).double(), draw(*X)
     gate, up, down = module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight
     expected = (F.silu(x_E @ gate.T) * (x_E @ up.T)) @ down.T
@@ -37,7 +37,7 @@ def test_values_and_gradients_are_those_of_the_formula() -> None:
         torch.testing.assert_close(ours, plain, rtol=0, atol=1e-13)
 
 
-def test_half_precision_stays_half_precision() -> None:
+def test_bfloat16_output_and_gradients_stay_bfloat16() -> None:
     module, x_E = FeedForward(SMALL).bfloat16(), draw(*X).detach().bfloat16().requires_grad_()
     out = module(x_E)
     assert out.dtype == torch.bfloat16
@@ -51,7 +51,7 @@ def test_half_precision_stays_half_precision() -> None:
     assert (x_E.grad - exact.grad).abs().max() < 0.02 * exact.grad.abs().max()
 
 
-def test_gate_and_up_are_kept_and_neither_their_product_nor_the_open_gate() -> None:
+def test_saves_gate_and_up_but_not_their_product() -> None:
     module, x_E = FeedForward(SMALL).double(), draw(*X)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(remember(kept), unchanged):

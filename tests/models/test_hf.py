@@ -1,4 +1,4 @@
-"""Weights and configurations in Hugging Face's format, held to what transformers makes of them."""
+"""Weights and configurations in Hugging Face's format, compared with transformers."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from tests.models.hf_models import LENGTH, LLAMA, QWEN, load, logits_of, logits_
 from tests.models.small_models import small_model
 
 
-def stretched(kind: str, **fields: Any) -> RopeConfig:
+def scaled_rope(kind: str, **fields: Any) -> RopeConfig:
     given: dict[str, Any] = {"kind": kind, "factor": 4.0, "original_length": 16} | fields
     return replace(LLAMA.rope, **given)
 
 
 ROPES = {
     "default": LLAMA.rope,
-    "linear": stretched("linear"),
-    "llama3": stretched("llama3", high_freq_factor=3.0),
-    "yarn": stretched("yarn", beta_fast=4.0),
-    "yarn untruncated": stretched("yarn", beta_fast=4.0, truncate=False, attention_factor=1.5),
-    "longrope": stretched("longrope", short_factors=(1.0, 1.5, 2.0), long_factors=(1.0, 3.0, 5.0)),
-    "longrope given": stretched(
+    "linear": scaled_rope("linear"),
+    "llama3": scaled_rope("llama3", high_freq_factor=3.0),
+    "yarn": scaled_rope("yarn", beta_fast=4.0),
+    "yarn untruncated": scaled_rope("yarn", beta_fast=4.0, truncate=False, attention_factor=1.5),
+    "longrope": scaled_rope("longrope", short_factors=(1.0, 1.5, 2.0), long_factors=(1.0, 3.0, 5.0)),
+    "longrope given": scaled_rope(
         "longrope", short_factors=(1.0, 1.5, 2.0), long_factors=(1.0, 3.0, 5.0), attention_factor=1.1
     ),
 }
@@ -51,7 +51,7 @@ MODELS = {
 }
 
 
-# ---- transformers reads what is written
+# ---- transformers reads our files
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=list(MODELS))
@@ -59,14 +59,14 @@ def test_transformers_computes_the_same_logits(config: ModelConfig, tmp_path: Pa
     model = small_model(config, dtype=torch.float32)
     folder = write(tmp_path, config, model, file_bytes=3000)
     assert len(list(folder.glob("*.safetensors"))) > 3
-    for length in (10, 40):  # longrope has a list for rows of the original length, and one for longer ones.
+    for length in (10, 40):  # longrope has short and long factors.
         tokens, logits = logits_of(model, config, length)
         assert logits.abs().max() > 3
         torch.testing.assert_close(logits, logits_there(folder, tokens), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=list(MODELS))
-def test_what_is_written_is_read_bit_by_bit(config: ModelConfig, tmp_path: Path) -> None:
+def test_written_weights_are_read_back_bitwise(config: ModelConfig, tmp_path: Path) -> None:
     model = small_model(config, dtype=torch.float32)
     folder = write(tmp_path / "a", config, model, file_bytes=3000)
     found = load(folder, config)
@@ -78,7 +78,7 @@ def test_what_is_written_is_read_bit_by_bit(config: ModelConfig, tmp_path: Path)
     }
 
 
-# ---- what transformers writes is read
+# ---- we read transformers' files
 
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -94,7 +94,7 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_f
         ("Qwen3", {"tie_word_embeddings": True}),
     ],
 )
-def test_models_of_transformers_compute_the_same_here(
+def test_models_written_by_transformers_give_the_same_logits(
     kind: str, options: dict[str, Any], dtype: torch.dtype, tmp_path: Path
 ) -> None:
     made = made_by_transformers(kind, dtype, **options)
@@ -103,7 +103,7 @@ def test_models_of_transformers_compute_the_same_here(
     config = model_config_from_hf(hf.read_config(tmp_path))
     config = replace(config, rope=replace(config.rope, precision="float32"))
     tokens, logits = logits_of(load(tmp_path, config), config)
-    # Read again, as `float()` would not give back what `bfloat16()` took from its frequencies.
+    # Loaded again, because `float()` does not restore the frequencies that `bfloat16()` rounded.
     torch.testing.assert_close(logits, logits_there(tmp_path, tokens), rtol=0, atol=1e-4)
 
 
@@ -112,7 +112,7 @@ def test_models_of_transformers_compute_the_same_here(
 
 @pytest.mark.parametrize("rope", ROPES.values(), ids=list(ROPES))
 @pytest.mark.parametrize("base", [LLAMA, QWEN], ids=["llama", "qwen3"])
-def test_a_configuration_comes_back_from_either_dialect(base: ModelConfig, rope: RopeConfig) -> None:
+def test_config_round_trips_through_either_format(base: ModelConfig, rope: RopeConfig) -> None:
     if rope.short_factors:
         base = replace(base, head_dim=6)
     config = replace(base, rope=rope)
@@ -133,7 +133,7 @@ def values_of(**changes: Any) -> dict[str, Any]:
     return {key: value for key, value in (values | changes).items() if value != "absent"}
 
 
-def test_absent_keys_are_what_transformers_takes_for_them() -> None:
+def test_absent_keys_get_the_defaults_of_transformers() -> None:
     absent = dict.fromkeys(
         ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters"), "absent"
     )
@@ -150,7 +150,7 @@ def test_absent_keys_are_what_transformers_takes_for_them() -> None:
     assert (qwen.num_kv_heads, qwen.head_dim) == (known.num_key_value_heads, known.head_dim) == (32, 128)
 
 
-def test_the_older_words_for_a_rope_are_understood() -> None:
+def test_older_rope_keys_are_read() -> None:
     rope = {
         "type": "yarn",
         "factor": None,
@@ -163,7 +163,7 @@ def test_the_older_words_for_a_rope_are_understood() -> None:
     assert found.attention_factor == (0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1)
 
 
-REFUSED = {
+UNSUPPORTED = {
     "hidden_act": ({"hidden_act": "gelu"}, ['hidden_act = "gelu" is not supported; only "silu"']),
     "bias": (
         {"attention_bias": True, "mlp_bias": True},
@@ -189,9 +189,9 @@ REFUSED = {
     ),
     "rope without": (
         {"rope_parameters": "absent", "rope_scaling": {"rope_type": "llama3", "factor": 8}},
-        ['rope_type "llama3" lacks high_freq_factor', "lacks low_freq_factor"],
+        ['rope_type "llama3" needs high_freq_factor', "needs low_freq_factor"],
     ),
-    "rope of two minds": ({"rope_theta": 7.0}, ["are not the same"]),
+    "two different ropes": ({"rope_theta": 7.0}, ["disagree"]),
     "rope of another type": ({"rope_parameters": [1]}, ["rope_parameters = [1] must be an object"]),
     "numbers": (
         {"hidden_size": "24", "num_hidden_layers": True, "rms_norm_eps": -1},
@@ -201,22 +201,24 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("changes", "told"), REFUSED.values(), ids=list(REFUSED))
-def test_what_is_not_implemented_is_refused_by_key_and_value(changes: dict[str, Any], told: list[str]) -> None:
+@pytest.mark.parametrize(("changes", "expected_problems"), UNSUPPORTED.values(), ids=list(UNSUPPORTED))
+def test_unsupported_features_are_reported_by_key_and_value(
+    changes: dict[str, Any], expected_problems: list[str]
+) -> None:
     with pytest.raises(HuggingFaceError) as caught:
         model_config_from_hf(values_of(**changes))
-    assert len(caught.value.problems) == len(told)
-    for problem in told:
+    assert len(caught.value.problems) == len(expected_problems)
+    for problem in expected_problems:
         assert any(problem in line for line in caught.value.problems), caught.value.problems
 
 
 @pytest.mark.parametrize("content", ["[1]", "null", '"llama"', "{", "[" * 100_000, "\x80"])
-def test_a_config_that_is_no_object_is_refused(content: str) -> None:
-    with pytest.raises(HuggingFaceError, match=r"config\.json (must be an object|is no JSON)"):
+def test_config_that_is_not_a_json_object_raises(content: str) -> None:
+    with pytest.raises(HuggingFaceError, match=r"config\.json (must be an object|is not valid JSON)"):
         parse_config(content)
 
 
-def test_what_config_json_has_no_words_for_is_not_written() -> None:
+def test_config_without_equivalent_is_not_written() -> None:
     with pytest.raises(HuggingFaceError, match="nope_every = 4") as caught:
         model_config_to_hf(replace(LLAMA, nope_every=4, dim=26), max_length=LENGTH, dtype="float32")
     assert len(caught.value.problems) == 2
@@ -230,14 +232,14 @@ def folder(tmp_path: Path) -> Path:
     return write(tmp_path / "model", LLAMA, small_model(LLAMA, dtype=torch.float32), file_bytes=8000)
 
 
-def told_by(folder: Path, config: ModelConfig = LLAMA) -> list[str]:
+def problems_of(folder: Path, config: ModelConfig = LLAMA) -> list[str]:
     try:
         return hf.SafetensorsReader(folder).problems(config)
     except HuggingFaceError as error:
         return error.problems
 
 
-def test_parts_of_a_tensor_are_read_alone(folder: Path) -> None:
+def test_slices_of_a_tensor_are_read_alone(folder: Path) -> None:
     weights, entry = hf.SafetensorsReader(folder), hf.tensor_specs(LLAMA)["blocks.1.feed_forward.down_proj.weight"]
     whole = weights.read(entry)
     assert torch.equal(weights.read(entry, [range(3, 9), range(5, 20)]), whole[3:9, 5:20])
@@ -247,15 +249,15 @@ def test_parts_of_a_tensor_are_read_alone(folder: Path) -> None:
     assert torch.equal(weights.read(norm, [range(2, 5)]), weights.read(norm)[2:5])
 
 
-def test_missing_unexpected_and_misshaped_tensors_are_told_at_once(folder: Path) -> None:
-    found = told_by(folder, replace(QWEN, num_layers=1, ffn_dim=21, head_dim=6))
+def test_missing_unexpected_and_misshaped_tensors_are_reported_together(folder: Path) -> None:
+    found = problems_of(folder, replace(QWEN, num_layers=1, ffn_dim=21, head_dim=6))
     assert "model.layers.0.self_attn.q_norm.weight is missing" in found
     assert "model.layers.1.mlp.up_proj.weight [20, 24] is unexpected" in found
-    assert "model.layers.0.mlp.down_proj.weight is [24, 20] and not [24, 21]" in found
+    assert "model.layers.0.mlp.down_proj.weight has shape [24, 20], expected [24, 21]" in found
     assert len(found) == 2 + 9 + 3
 
 
-def test_a_head_beside_tied_embeddings_and_old_frequencies_are_no_strangers(tmp_path: Path) -> None:
+def test_tied_head_and_inv_freq_tensors_are_accepted(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     tied = replace(LLAMA, tie_embeddings=True)
@@ -264,10 +266,10 @@ def test_a_head_beside_tied_embeddings_and_old_frequencies_are_no_strangers(tmp_
     assert hf.LM_HEAD not in tensors
     extra = {hf.LM_HEAD: torch.zeros(40, 24), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(3)}
     save_file(tensors | extra, folder / hf.SINGLE_FILE)
-    assert told_by(folder, tied) == []
+    assert problems_of(folder, tied) == []
     assert hf.SafetensorsReader(folder).has_tensor(hf.LM_HEAD)
     save_file(tensors | {hf.LM_HEAD: torch.zeros(40, 23)}, folder / hf.SINGLE_FILE)
-    assert told_by(folder, tied) == ["lm_head.weight [40, 23] is unexpected"]
+    assert problems_of(folder, tied) == ["lm_head.weight [40, 23] is unexpected"]
 
 
 def change_index(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -276,60 +278,62 @@ def change_index(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["../x.safetensors", "/etc/x.safetensors", "model.bin", "..", "a/b.safetensors"])
-def test_an_index_that_leads_elsewhere_is_not_followed(folder: Path, name: str) -> None:
+def test_index_cannot_name_files_outside_its_folder(folder: Path, name: str) -> None:
     change_index(folder, lambda index: {"weight_map": index["weight_map"] | {"lm_head.weight": name}})
-    assert [line.partition(" names ")[2] for line in told_by(folder)] == [
-        f"{json.dumps(name)}, no safetensors file of its folder"
+    assert [line.partition(" names ")[2] for line in problems_of(folder)] == [
+        f"{json.dumps(name)}, which is not a safetensors file of its folder"
     ]
 
 
 @pytest.mark.parametrize("content", [[], {}, {"weight_map": []}, {"weight_map": {"a": 1}}])
-def test_an_index_of_another_form_is_refused(folder: Path, content: Any) -> None:
+def test_index_without_weight_map_raises(folder: Path, content: Any) -> None:
     change_index(folder, lambda _: content)
-    assert [line.partition("index.json ")[2] for line in told_by(folder)] == ["has no weight_map from tensors to files"]
+    assert [line.partition("index.json ")[2] for line in problems_of(folder)] == [
+        "has no weight_map from tensors to files"
+    ]
 
 
-def test_a_missing_file_is_named(folder: Path) -> None:
+def test_missing_file_is_named(folder: Path) -> None:
     first = sorted(folder.glob("*.safetensors"))[0]
     first.unlink()
-    assert [line.partition(" names ")[2] for line in told_by(folder)] == [f"{first.name}, which is not there"]
+    assert [line.partition(" names ")[2] for line in problems_of(folder)] == [f"{first.name}, which does not exist"]
 
 
 @pytest.mark.parametrize("size", [0, 5, 100, -1])
-def test_a_truncated_file_is_named(folder: Path, size: int) -> None:
+def test_truncated_file_is_named(folder: Path, size: int) -> None:
     first = sorted(folder.glob("*.safetensors"))[0]
     first.write_bytes(first.read_bytes()[:size])
-    (line,) = told_by(folder)
+    (line,) = problems_of(folder)
     assert line.startswith(f"{first} cannot be read: ")
     with pytest.raises(HuggingFaceError, match=r"embed_tokens.*cannot be read|cannot be read"):
         hf.SafetensorsReader(folder).read(hf.tensor_specs(LLAMA)["embed.weight"])
 
 
-def test_an_index_that_errs_about_files_is_told(folder: Path) -> None:
+def test_index_that_disagrees_with_the_files_is_reported(folder: Path) -> None:
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     change_index(folder, lambda index: {"weight_map": index["weight_map"] | {"lm_head.weight": names[0]}})
-    assert told_by(folder) == [f"lm_head.weight is not in the file where {hf.INDEX_FILE} has it"]
+    assert problems_of(folder) == [f"lm_head.weight is not in the file that {hf.INDEX_FILE} names"]
 
 
-def test_integers_are_refused(tmp_path: Path) -> None:
+def test_integer_tensors_are_rejected(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file({"lm_head.weight": torch.zeros(40, 24, dtype=torch.int8)}, tmp_path / hf.SINGLE_FILE)
-    assert told_by(tmp_path) == ["model.safetensors: lm_head.weight is I8; only BF16, F16, F32, F64"]
+    assert problems_of(tmp_path) == ["model.safetensors: lm_head.weight is I8; supported are BF16, F16, F32, F64"]
 
 
-def test_pickles_are_not_opened(tmp_path: Path) -> None:
+def test_pickle_files_are_not_opened(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    assert told_by(tmp_path) == [
-        f"{tmp_path} holds neither {hf.SINGLE_FILE} nor {hf.INDEX_FILE}; pytorch_model.bin is a pickle, "
-        "which can execute anything when it is read, and is not"
+    assert problems_of(tmp_path) == [
+        f"{tmp_path} has neither {hf.SINGLE_FILE} nor {hf.INDEX_FILE}; pytorch_model.bin is a pickle "
+        "file, which is not read because it can execute code"
     ]
 
 
-def test_files_hold_as_much_as_they_may_and_are_read_again(tmp_path: Path) -> None:
+def test_files_are_filled_to_the_limit_and_verified(tmp_path: Path) -> None:
     model = small_model(LLAMA, dtype=torch.float32)
     said: list[str] = []
-    folder = write(tmp_path, LLAMA, model, file_bytes=4000, dtype=torch.bfloat16, written=said.append)
+    folder = write(tmp_path, LLAMA, model, file_bytes=4000, dtype=torch.bfloat16, on_file_written=said.append)
     files = sorted(folder.glob("*.safetensors"))
     assert [*(path.name for path in files), hf.INDEX_FILE] == said
     assert all(path.stat().st_size < 4000 + 2000 for path in files)
@@ -338,7 +342,7 @@ def test_files_hold_as_much_as_they_may_and_are_read_again(tmp_path: Path) -> No
     assert hf.SafetensorsReader(folder).read(hf.tensor_specs(LLAMA)["embed.weight"]).dtype == torch.bfloat16
 
 
-def test_a_file_that_is_not_what_was_written_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_that_differs_from_what_was_written_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import safetensors.torch
 
     save = safetensors.torch.save_file
@@ -350,5 +354,5 @@ def test_a_file_that_is_not_what_was_written_is_noticed(tmp_path: Path, monkeypa
         path.write_bytes(content)
 
     monkeypatch.setattr(safetensors.torch, "save_file", damage)
-    with pytest.raises(HuggingFaceError, match="does not hold what was written"):
+    with pytest.raises(HuggingFaceError, match="differs from what was written"):
         write(tmp_path, LLAMA, small_model(LLAMA, dtype=torch.float32))

@@ -1,4 +1,4 @@
-"""What every kernel promises for its rectangles, whatever device it is for."""
+"""Attention kernels on every device, compared with an explicit masked softmax."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from models.kernels import ScoreBlock, ScoreBlocks
 from models.linear import accumulation_dtype
 
 HEADS = [(4, 4), (4, 2), (6, 2), (4, 1)]
-RECTANGLES = [ScoreBlock(0, 5, 0, 3), ScoreBlock(5, 9, 0, 7), ScoreBlock(12, 20, 9, 10)]
-SQUARES = [ScoreBlock(0, 7, 0, 7), ScoreBlock(7, 8, 7, 8), ScoreBlock(8, 20, 8, 20)]
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+BLOCKS = [ScoreBlock(0, 5, 0, 3), ScoreBlock(5, 9, 0, 7), ScoreBlock(12, 20, 9, 10)]
+CAUSAL_BLOCKS = [ScoreBlock(0, 7, 0, 7), ScoreBlock(7, 8, 7, 8), ScoreBlock(8, 20, 8, 20)]
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def draw(
@@ -29,10 +29,10 @@ def draw(
     return tuple(torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes)
 
 
-def written_out(
+def reference(
     given: tuple[Tensor, ...], rectangles: list[ScoreBlock], *, causal: bool
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """Output and log-sum-exp over all rectangles, zero and -inf where a query has none; and the gradients."""
+    """Reference: output (zero without keys), log-sum-exp (-inf without keys) and gradients over all blocks."""
     grad, *qkv = (x.detach().double().cpu() for x in given)
     q, k, v = (x.requires_grad_() for x in qkv)
     allowed = torch.zeros(20, 20, dtype=torch.bool)
@@ -65,18 +65,18 @@ def computed(
 @pytest.mark.parametrize("kernel", ["auto", "plain"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads", HEADS)
-def test_rectangles_are_attended_exactly(heads: tuple[int, int], kernel: str, *, causal: bool) -> None:
-    rectangles = SQUARES if causal else RECTANGLES
+def test_blocks_are_computed_exactly(heads: tuple[int, int], kernel: str, *, causal: bool) -> None:
+    rectangles = CAUSAL_BLOCKS if causal else BLOCKS
     given = draw(heads)
     ours = computed(given, rectangles, causal=causal, kernel=kernel)
-    torch.testing.assert_close(ours, written_out(given, rectangles, causal=causal), rtol=0, atol=1e-12)
+    torch.testing.assert_close(ours, reference(given, rectangles, causal=causal), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("kernel", ["auto", "plain"])
-def test_with_the_log_sum_exp_of_all_keys_the_gradient_of_some_is_exact(kernel: str) -> None:
+def test_gradient_of_some_keys_is_exact_given_lse_of_all_keys(kernel: str) -> None:
     given = draw((4, 2))
     whole = [ScoreBlock(0, 20, 0, 20)]
-    out, lse, expected = written_out(given, whole, causal=False)
+    out, lse, expected = reference(given, whole, causal=False)
     grads = tuple(torch.zeros_like(x) for x in given[1:])
     for k0, k1 in pairwise([0, 1, 8, 20]):
         part = [ScoreBlock(0, 20, k0, k1)]
@@ -90,30 +90,32 @@ def test_with_the_log_sum_exp_of_all_keys_the_gradient_of_some_is_exact(kernel: 
     torch.testing.assert_close(grads, expected, rtol=0, atol=1e-12)
 
 
-def test_an_empty_rectangle_is_an_error_and_not_the_end_of_the_process() -> None:
+def test_empty_block_raises_instead_of_crashing() -> None:
     for empty in (ScoreBlock(0, 0, 0, 3), ScoreBlock(0, 3, 4, 4)):
         with pytest.raises(ValueError, match=re.escape(f"{empty} is empty: attention needs at least one query")):
             ScoreBlocks([ScoreBlock(0, 3, 0, 3), empty], causal=False)
 
 
-def test_only_a_square_can_be_causal() -> None:
-    with pytest.raises(ValueError, match=r"Rectangle\(q0=0, q1=5, k0=0, k1=3\) cannot be causal: only a square"):
-        ScoreBlocks(RECTANGLES, causal=True)
+def test_causal_block_must_be_square() -> None:
+    with pytest.raises(
+        ValueError, match=r"ScoreBlock\(q0=0, q1=5, k0=0, k1=3\) is causal, and must have as many queries as keys"
+    ):
+        ScoreBlocks(BLOCKS, causal=True)
 
 
-def test_an_unknown_kernel_is_named() -> None:
+def test_unknown_kernel_is_named() -> None:
     _, q, k, v = draw((4, 2))
-    with pytest.raises(ValueError, match='attention kernel "fast" is unknown; there are auto, cpu, flash, cudnn'):
-        list(kernels.attend_blocks(q, k, v, ScoreBlocks(RECTANGLES, causal=False), kernel="fast"))
+    with pytest.raises(ValueError, match='attention kernel "fast" is unknown; choose from auto, cpu, flash, cudnn'):
+        list(kernels.attend_blocks(q, k, v, ScoreBlocks(BLOCKS, causal=False), kernel="fast"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kernel", ["auto", "plain"])
-def test_kernels_of_a_cpu_are_shown_to_be_right(kernel: str, dtype: torch.dtype) -> None:
+def test_cpu_kernels_pass_verification(kernel: str, dtype: torch.dtype) -> None:
     kernel_check.verify_kernel(kernel, torch.device("cpu"), dtype, width=32)
 
 
-def test_a_kernel_that_is_wrong_is_found_with_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_kernel_is_reported_with_the_wrong_output(monkeypatch: pytest.MonkeyPatch) -> None:
     forward, backward_ = kernels.DENSE_KERNELS["cpu"]
     backward: Any = backward_
 
@@ -127,15 +129,15 @@ def test_a_kernel_that_is_wrong_is_found_with_what_is_wrong(monkeypatch: pytest.
 
     for broken, wrong in (((unscaled, backward), "log-sum-exp"), ((forward, uncausal), "dq")):
         monkeypatch.setitem(kernels.DENSE_KERNELS, "cpu", broken)
-        with pytest.raises(ValueError, match=rf'kernel "auto" errs by \S+ in the {wrong} of causal squares'):
+        with pytest.raises(ValueError, match=rf'kernel "auto": relative error \S+ in the {wrong} of causal blocks'):
             kernel_check.verify_kernel("auto", torch.device("cpu"), torch.float32, width=32)
 
 
-# ---- what one call with lengths takes
+# ---- varlen calls
 
 
-def test_rectangles_with_the_same_keys_go_into_different_calls() -> None:
-    one, two = ScoreBlocks(RECTANGLES, causal=False).varlen_batches(torch.device("cpu"))
+def test_blocks_that_share_keys_go_into_separate_varlen_calls() -> None:
+    one, two = ScoreBlocks(BLOCKS, causal=False).varlen_batches(torch.device("cpu"))
     assert one.cu_seqlens_q.tolist() == [0, 5, 13]
     assert one.cu_seqlens_k.tolist() == [0, 3, 4]
     assert isinstance(one.queries, Tensor)
@@ -147,16 +149,16 @@ def test_rectangles_with_the_same_keys_go_into_different_calls() -> None:
     assert two.cu_seqlens_q.dtype == torch.int32
 
 
-def test_squares_that_follow_each_other_need_no_index() -> None:
-    (batch,) = ScoreBlocks(SQUARES, causal=True).varlen_batches(torch.device("cpu"))
+def test_adjacent_causal_blocks_need_no_index() -> None:
+    (batch,) = ScoreBlocks(CAUSAL_BLOCKS, causal=True).varlen_batches(torch.device("cpu"))
     assert (batch.queries, batch.keys) == (slice(0, 20), slice(0, 20))
     assert batch.cu_seqlens_q.tolist() == batch.cu_seqlens_k.tolist() == [0, 7, 8, 20]
     assert batch.max_seqlen_q == batch.max_seqlen_k == 12
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_calls_with_lengths_put_every_part_in_its_place(monkeypatch: pytest.MonkeyPatch, *, causal: bool) -> None:
-    """The way of CUDA flash, with a stand-in for the kernel that runs segment by segment on the CPU."""
+def test_varlen_calls_return_each_block_at_its_tokens(monkeypatch: pytest.MonkeyPatch, *, causal: bool) -> None:
+    """The code path of CUDA flash, with a fake kernel that runs segment by segment on the CPU."""
 
     def segments(batch: kernels.VarlenBatch) -> list[ScoreBlock]:
         queries, keys = (pairwise(starts.tolist()) for starts in (batch.cu_seqlens_q, batch.cu_seqlens_k))
@@ -176,10 +178,10 @@ def test_calls_with_lengths_put_every_part_in_its_place(monkeypatch: pytest.Monk
     monkeypatch.setattr(kernels, "_flash_forward", forward)
     monkeypatch.setattr(kernels, "_flash_backward", backward)
     monkeypatch.setattr(kernels, "select_kernel", lambda q, kernel: "flash" if kernel == "flash" else choose(q, kernel))
-    rectangles = SQUARES if causal else RECTANGLES
+    rectangles = CAUSAL_BLOCKS if causal else BLOCKS
     given = draw((4, 2))
     ours = computed(given, rectangles, causal=causal, kernel="flash")
-    torch.testing.assert_close(ours, written_out(given, rectangles, causal=causal), rtol=0, atol=1e-12)
+    torch.testing.assert_close(ours, reference(given, rectangles, causal=causal), rtol=0, atol=1e-12)
 
 
 # ---- CUDA
@@ -187,10 +189,10 @@ def test_calls_with_lengths_put_every_part_in_its_place(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kernel", ["flash", "cudnn", "efficient", "plain"])
-def test_torch_takes_the_arguments_of_every_cuda_kernel(kernel: str, *, causal: bool) -> None:
-    """Shapes and types only, on tensors without values: whether they are right shows on a device."""
+def test_torch_accepts_the_arguments_of_every_cuda_kernel(kernel: str, *, causal: bool) -> None:
+    """Checks shapes and dtypes on meta tensors; values need a CUDA device."""
     dtype = torch.float32 if kernel == "efficient" else torch.bfloat16
-    rectangles = SQUARES if causal else RECTANGLES
+    rectangles = CAUSAL_BLOCKS if causal else BLOCKS
     with torch.device("meta"):
         shapes = ((20, 4, 64), (20, 4, 64), (20, 2, 64), (20, 2, 64))
         grad, q, k, v = (torch.empty(shape, dtype=dtype) for shape in shapes)
@@ -226,13 +228,15 @@ def test_torch_takes_the_arguments_of_every_cuda_kernel(kernel: str, *, causal: 
         ("plain", torch.float64),
     ],
 )
-def test_cuda_kernels_err_no_more_than_their_type(
+def test_cuda_kernel_error_is_within_the_tolerance_of_its_dtype(
     kernel: str, dtype: torch.dtype, heads: tuple[int, int], *, causal: bool
 ) -> None:
-    rectangles = SQUARES if causal else [ScoreBlock(0, 5, 0, 3), ScoreBlock(5, 9, 0, 7), ScoreBlock(12, 20, 9, 12)]
+    rectangles = (
+        CAUSAL_BLOCKS if causal else [ScoreBlock(0, 5, 0, 3), ScoreBlock(5, 9, 0, 7), ScoreBlock(12, 20, 9, 12)]
+    )
     given = draw(heads, dtype, "cuda", width=64)
     ours = computed(given, rectangles, causal=causal, kernel=kernel)
-    expected = written_out(given, rectangles, causal=causal)
+    expected = reference(given, rectangles, causal=causal)
     near = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}[dtype]
     for found, right in zip((*ours[:2], *ours[2]), (*expected[:2], *expected[2]), strict=True):
         torch.testing.assert_close(found.cpu().double(), right, rtol=near, atol=near)

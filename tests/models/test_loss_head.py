@@ -1,6 +1,6 @@
-"""The head: torch's cross-entropy, chunk by chunk, in values, gradients and memory.
+"""The loss head, compared with torch's cross-entropy: values, gradients and memory.
 
-Shape suffixes: B rows, S tokens, E width of the residual stream, V vocabulary.
+Shape suffixes: B batch, S tokens, E model dim, V vocabulary.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def plain(x_BSE: Tensor, weight_VE: Tensor, labels_BS: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_losses_and_gradients_are_those_of_torch_whatever_the_chunk(chunk: int) -> None:
+def test_losses_and_gradients_equal_torch_for_any_chunk(chunk: int) -> None:
     x_BSE, weight_VE, labels_BS = inputs()
     ours, torchs = linear_cross_entropy(x_BSE, weight_VE, labels_BS, chunk), plain(x_BSE, weight_VE, labels_BS)
     torch.testing.assert_close(ours, torchs, rtol=0, atol=1e-13)
@@ -55,13 +55,13 @@ def test_losses_and_gradients_are_those_of_torch_whatever_the_chunk(chunk: int) 
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
 
 
-def test_gradients_are_those_of_finite_differences() -> None:
+def test_gradients_equal_finite_differences() -> None:
     x_BSE, weight_VE, labels_BS = inputs()
     torch.autograd.gradcheck(lambda x, w: linear_cross_entropy(x, w, labels_BS, 5).sum() / 3, (x_BSE, weight_VE))
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
-def test_a_token_without_a_target_has_no_loss_and_no_gradient_at_all(chunk: int) -> None:
+def test_token_without_target_has_zero_loss_and_gradient(chunk: int) -> None:
     x_BSE, weight_VE, labels_BS = inputs()
     losses_BS = linear_cross_entropy(x_BSE, weight_VE, labels_BS, chunk)
     (dx,) = torch.autograd.grad(losses_BS.sum(), x_BSE)
@@ -69,14 +69,14 @@ def test_a_token_without_a_target_has_no_loss_and_no_gradient_at_all(chunk: int)
     assert torch.equal((dx != 0).any(-1), labels_BS != IGNORE_INDEX)
 
 
-def test_a_batch_without_targets_has_zero_losses_and_gradients() -> None:
+def test_batch_without_targets_has_zero_losses_and_gradients() -> None:
     x_BSE, weight_VE, labels_BS = inputs()
     losses_BS = linear_cross_entropy(x_BSE, weight_VE, torch.full_like(labels_BS, IGNORE_INDEX), 5)
     dx, dweight = torch.autograd.grad(losses_BS.sum() / 7, (x_BSE, weight_VE))
     assert losses_BS.count_nonzero() == dx.count_nonzero() == dweight.count_nonzero() == 0
 
 
-def test_the_common_weight_of_targets_scales_the_gradients_whatever_stands_on_other_tokens() -> None:
+def test_common_target_weight_scales_gradients_whatever_other_tokens_have() -> None:
     x_BSE, weight_VE, labels_BS = inputs()
     leaves = (x_BSE, weight_VE)
     losses_BS = linear_cross_entropy(x_BSE, weight_VE, labels_BS, 5)
@@ -86,7 +86,7 @@ def test_the_common_weight_of_targets_scales_the_gradients_whatever_stands_on_ot
         torch.testing.assert_close(found, gradient, rtol=0, atol=1e-13)
 
 
-def test_unequal_weights_of_targets_make_every_gradient_not_a_number() -> None:
+def test_unequal_target_weights_make_every_gradient_nan() -> None:
     x_BSE, weight_VE, labels_BS = inputs()
     losses_BS = linear_cross_entropy(x_BSE, weight_VE, labels_BS, 5)
     weights = torch.ones_like(losses_BS)
@@ -94,7 +94,7 @@ def test_unequal_weights_of_targets_make_every_gradient_not_a_number() -> None:
     assert all(grad.isnan().all() for grad in torch.autograd.grad(losses_BS, (x_BSE, weight_VE), weights))
 
 
-def test_a_loss_that_is_not_a_number_stays_in_the_sum() -> None:
+def test_nan_loss_is_not_masked() -> None:
     x_BSE, weight_VE, labels_BS = inputs()
     with torch.no_grad():
         x_BSE[1, 2] = torch.nan
@@ -103,14 +103,14 @@ def test_a_loss_that_is_not_a_number_stays_in_the_sum() -> None:
     assert all(g.isnan().any() for g in torch.autograd.grad(losses_BS.sum(), (x_BSE, weight_VE)))
 
 
-def test_logits_far_apart_do_not_overflow() -> None:
+def test_extreme_logits_do_not_overflow() -> None:
     x_BSE, weight_VE, labels_BS = inputs(torch.float32)
     found = linear_cross_entropy(x_BSE * 1e4, weight_VE, labels_BS, 5)
     exact = plain(x_BSE.double() * 1e4, weight_VE.double(), labels_BS)
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-1)
 
 
-def test_half_precision_has_single_precision_losses_and_gradients_near_the_exact_ones() -> None:
+def test_bfloat16_inputs_give_float32_losses_and_close_gradients() -> None:
     x_BSE, weight_VE, labels_BS = inputs(torch.bfloat16)
     losses_BS = linear_cross_entropy(x_BSE, weight_VE, labels_BS, 5)
     assert losses_BS.dtype == torch.float32
@@ -124,18 +124,18 @@ def test_half_precision_has_single_precision_losses_and_gradients_near_the_exact
         assert (ours - gradient).abs().max() < 0.02 * gradient.abs().max()
 
 
-def test_without_gradients_the_losses_are_the_same_and_two_of_three_products_are_spared() -> None:
+def test_no_grad_gives_the_same_losses_with_one_matrix_product() -> None:
     head, x_BSE, labels_BS = LossHead(SMALL), torch.randn(B, S, SMALL.dim), inputs()[2]
     torch.nn.init.ones_(head.norm.weight)
-    with Largest() as training:
+    with AllocationRecorder() as training:
         losses_BS = head(x_BSE, labels_BS)
-    with torch.no_grad(), Largest() as evaluation:
+    with torch.no_grad(), AllocationRecorder() as evaluation:
         assert torch.equal(head(x_BSE, labels_BS), losses_BS)
     assert (training.products, evaluation.products) == (3, 1)
 
 
-class Largest(TorchDispatchMode):
-    """The most elements of any tensor made under it, and how many matrix products there were."""
+class AllocationRecorder(TorchDispatchMode):
+    """Records the largest tensor allocated and the number of matrix products."""
 
     elements = 0
     products = 0
@@ -151,27 +151,27 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_no_tensor_as_large_as_the_logits_is_ever_made() -> None:
+def test_full_logits_are_never_allocated() -> None:
     tokens, width, vocab_size, chunk = 64, 2, 1 << 16, 4
     head = LossHead(replace(SMALL, dim=width, vocab_size=vocab_size), chunk_mib=1)
     torch.nn.init.ones_(head.norm.weight)
     labels_BS = torch.randint(vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
-    with Largest() as seen:
+    with AllocationRecorder() as seen:
         head(torch.randn(1, tokens, width, requires_grad=True), labels_BS).sum().backward()
     # 1 MiB of float32 logits: four tokens.
     assert seen.elements == chunk * vocab_size
     assert seen.products == 3 * tokens // chunk
 
 
-def test_a_chunk_is_at_least_one_token() -> None:
+def test_chunk_is_at_least_one_token() -> None:
     head = LossHead(replace(SMALL, vocab_size=1 << 19), chunk_mib=1)
     torch.nn.init.ones_(head.norm.weight)
-    with Largest() as seen:
+    with AllocationRecorder() as seen:
         head(torch.randn(1, 3, SMALL.dim), torch.tensor([[1, 2, 3]]))
     assert seen.products == 3 * 3
 
 
-def test_the_head_normalises_before_it_projects() -> None:
+def test_head_normalizes_before_projecting() -> None:
     head = LossHead(SMALL).double()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -182,16 +182,16 @@ def test_the_head_normalises_before_it_projects() -> None:
     torch.testing.assert_close(head(x_BSE, labels_BS), plain(normed, head.proj.weight, labels_BS), rtol=0, atol=1e-13)
 
 
-# ---- the most likely token
+# ---- correct predictions
 
 
-def hits(x_BSE: Tensor, weight_VE: Tensor, labels_BS: Tensor, *, chunk: int, parts: int = 1) -> Tensor:
-    """[B, S]: of a vocabulary in so many parts, whose exchanges are done here; all parts must say the same."""
+def correct_by_shards(x_BSE: Tensor, weight_VE: Tensor, labels_BS: Tensor, *, chunk: int, parts: int = 1) -> Tensor:
+    """[B, S] with a vocabulary of `parts` shards, whose all-reduces are simulated; all shards must agree."""
     size = weight_VE.shape[0] // parts
     waiting: list[Tensor] = []
 
     def run(part: int, numbers: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """A part, whose exchanges give these numbers; and what it would have exchanged next."""
+        """One shard whose all-reduces return the given values, and the operand of its next all-reduce."""
         given, asked = iter(numbers), list[Tensor]()
 
         def exchange(x: Tensor) -> Tensor:
@@ -216,24 +216,24 @@ def hits(x_BSE: Tensor, weight_VE: Tensor, labels_BS: Tensor, *, chunk: int, par
 
 @pytest.mark.parametrize("parts", [1, 2, 3])
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
-def test_a_hit_is_the_most_likely_token_however_the_vocabulary_is_cut(chunk: int, parts: int) -> None:
+def test_correct_means_argmax_for_any_vocabulary_sharding(chunk: int, parts: int) -> None:
     x_BSE, weight_VE, labels_BS = inputs()
     weight_VE = torch.cat([weight_VE.detach()] * 2)[: 12 + 12]  # Every logit but one is there twice: ties.
     likeliest_BS = (x_BSE.detach() @ weight_VE.T).argmax(-1)
     labels_BS = labels_BS.where((torch.arange(S) % 2 == 0) | (labels_BS == IGNORE_INDEX), likeliest_BS)
     expected_BS = (likeliest_BS == labels_BS).long()
     assert 5 < int(expected_BS.sum()) < labels_BS.numel() - 5
-    assert torch.equal(hits(x_BSE, weight_VE, labels_BS, chunk=chunk, parts=parts), expected_BS)
+    assert torch.equal(correct_by_shards(x_BSE, weight_VE, labels_BS, chunk=chunk, parts=parts), expected_BS)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_of_equally_likely_tokens_only_the_first_is_a_hit(parts: int) -> None:
+def test_argmax_tie_goes_to_the_lowest_token(parts: int) -> None:
     labels_BS = torch.arange(4).view(1, 4)
-    equal = hits(torch.ones(1, 4, 2), torch.ones(4, 2), labels_BS, chunk=3, parts=parts)
+    equal = correct_by_shards(torch.ones(1, 4, 2), torch.ones(4, 2), labels_BS, chunk=3, parts=parts)
     assert equal.tolist() == [[1, 0, 0, 0]]
 
 
-def test_a_head_says_hits_only_where_it_judges() -> None:
+def test_head_reports_correct_only_if_asked() -> None:
     torch.manual_seed(0)
     head = LossHead(replace(SMALL, vocab_size=V, dim=E), chunk_mib=0)
     x_BSE, _, labels_BS = inputs(torch.float32)

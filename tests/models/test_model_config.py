@@ -1,4 +1,4 @@
-"""Sizes and costs that follow from a configuration: published counts, and FLOPs that torch counts too."""
+"""Parameter counts compared with published ones, and FLOPs compared with torch's counter."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ PRESETS = [(family, size) for family, sizes in FAMILIES.items() for size in size
 
 
 @pytest.mark.parametrize(("family", "size"), PUBLISHED)
-def test_the_count_of_parameters_is_the_published_one(family: str, size: str) -> None:
+def test_parameter_count_is_the_published_one(family: str, size: str) -> None:
     assert FAMILIES[family][size].num_parameters == PUBLISHED[family, size]
 
 
 @pytest.mark.parametrize(("family", "size"), PRESETS)
-def test_a_model_has_as_many_parameters_as_its_configuration_says(family: str, size: str) -> None:
+def test_model_has_the_parameter_count_of_its_config(family: str, size: str) -> None:
     config = FAMILIES[family][size]
     assert config.problems() == []
     with torch.device("meta"):
@@ -51,12 +51,12 @@ def test_a_model_has_as_many_parameters_as_its_configuration_says(family: str, s
     assert sum(parameter.numel() for parameter in model.parameters()) == config.num_parameters
 
 
-def test_every_preset_but_debug_models_is_held_to_a_published_count() -> None:
+def test_every_preset_except_debug_has_a_published_count() -> None:
     assert {*PRESETS} - {*PUBLISHED} == {("llama3", "debug"), ("qwen3", "debug")}
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen3"])
-def test_debug_models_divide_among_eight_ranks(family: str) -> None:
+def test_debug_models_are_divisible_by_eight_ranks(family: str) -> None:
     config = FAMILIES[family]["debug"]
     assert all(size % 8 == 0 for size in (config.vocab_size, config.dim, config.num_heads, config.ffn_dim))
     assert (config.num_layers, config.num_kv_heads) == (4, 4)
@@ -64,13 +64,13 @@ def test_debug_models_divide_among_eight_ranks(family: str) -> None:
 
 
 @pytest.mark.parametrize("size", ["1b", "3b"])
-def test_the_small_models_of_llama_3_2_tie_their_embeddings_and_stretch_by_32(size: str) -> None:
+def test_small_llama_3_2_models_tie_embeddings_and_scale_rope_by_32(size: str) -> None:
     config = FAMILIES["llama3.2"][size]
     assert config.tie_embeddings
     assert config.rope == RopeConfig(kind="llama3", theta=500_000.0, factor=32.0, original_length=8192)
 
 
-def test_qwen3_normalises_heads_and_ties_its_small_models() -> None:
+def test_qwen3_has_qk_norm_and_ties_embeddings_of_small_models() -> None:
     sizes = {size: config for size, config in FAMILIES["qwen3"].items() if size != "debug"}
     assert {size for size, config in sizes.items() if config.tie_embeddings} == {"0.6b", "1.7b", "4b"}
     for config in sizes.values():
@@ -78,7 +78,7 @@ def test_qwen3_normalises_heads_and_ties_its_small_models() -> None:
         assert (config.vocab_size, config.head_dim, config.num_kv_heads) == (151_936, 128, 8)
 
 
-def test_llama_3_1_differs_from_llama_3_by_its_rotation_alone() -> None:
+def test_llama_3_1_differs_from_llama_3_in_rope_only() -> None:
     stretched = RopeConfig(
         kind="llama3",
         theta=500_000.0,
@@ -91,7 +91,7 @@ def test_llama_3_1_differs_from_llama_3_by_its_rotation_alone() -> None:
         assert FAMILIES["llama3.1"][size] == replace(FAMILIES["llama3"][size], rope=stretched)
 
 
-def test_flops_are_those_that_a_hand_counts() -> None:
+def test_flops_equal_a_manual_count() -> None:
     config = ModelConfig(vocab_size=7, dim=2, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=4, ffn_dim=5)
     # per block: q 2x8, k 2x4, v 2x4, o 8x2, three of 2x5; head 7x2
     assert config.block_matrix_parameters == 16 + 8 + 8 + 16 + 30
@@ -102,7 +102,7 @@ def test_flops_are_those_that_a_hand_counts() -> None:
 
 
 def flops_of_addition(_: object, left: torch.Size, right: torch.Size, **__: object) -> int:
-    """Of a product that is added to what is there, which torch does not know."""
+    """FLOPs of addmm_, which torch's counter lacks."""
     return 2 * left[0] * left[1] * right[1]
 
 
@@ -119,7 +119,7 @@ def flops_of_addition(_: object, left: torch.Size, right: torch.Size, **__: obje
         ("keep_attention", 3, Tiling(head_groups=2, tile_bytes=1)),
     ],
 )
-def test_flops_outside_attention_are_those_that_torch_counts(
+def test_flops_outside_attention_equal_torchs_count(
     config: ModelConfig, policy: activation_checkpoint.RecomputePolicy, every: int, pieces: Tiling
 ) -> None:
     config = replace(config, num_layers=5)
@@ -132,26 +132,26 @@ def test_flops_outside_attention_are_those_that_torch_counts(
     assert (executed == config.flops(tokens=batch.num_tokens, pairs=0)) == (policy == "none")
 
 
-def test_executed_flops_of_attention_are_3_5_forward_passes_and_4_5_with_recomputation() -> None:
+def test_hardware_flops_of_attention_are_3_5_forward_passes_and_4_5_with_recomputation() -> None:
     forward = 4 * SMALL.num_layers * SMALL.num_heads * SMALL.head_dim * 100
     assert SMALL.flops(tokens=0, pairs=100) == 3 * forward
     assert SMALL.hardware_flops(tokens=0, pairs=100, recompute="none") == 3.5 * forward
     assert SMALL.hardware_flops(tokens=0, pairs=100, recompute="full") == 4.5 * forward
 
 
-def test_flops_of_llama_3_8b_are_those_of_the_performance_note() -> None:
+def test_flops_of_llama_3_8b_equal_the_documented_value() -> None:
     config = FAMILIES["llama3"]["8b"]
     for length, gigaflops in ((8 << 10, 51.5), (32 << 10, 70.8), (128 << 10, 148)):
         per_token = config.flops(tokens=1, pairs=(length + 1) / 2)
         assert per_token / 1e9 == pytest.approx(gigaflops, rel=5e-3)
 
 
-def test_what_cannot_be_built_is_said_with_its_numbers() -> None:
+def test_invalid_config_is_reported_with_its_values() -> None:
     assert SMALL.problems() == []
     rope = RopeConfig(kind="llama3", factor=8.0, low_freq_factor=4.0, high_freq_factor=4.0)
     broken = replace(SMALL, num_heads=5, num_kv_heads=2, head_dim=7, rope=rope)
     assert broken.problems() == [
         "model.rope.low_freq_factor = 4.0 must be below model.rope.high_freq_factor = 4.0",
         "model.num_heads = 5 must be a multiple of model.num_kv_heads = 2",
-        "model.head_dim = 7 must be even: rotary embedding turns pairs",
+        "model.head_dim = 7 must be even: rotary embedding rotates pairs",
     ]

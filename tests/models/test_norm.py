@@ -1,4 +1,4 @@
-"""RMSNorm: torch's values and gradients, and what is kept for the backward pass."""
+"""RMSNorm: values and gradients compared with torch, and saved activations."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     return x_E.to(dtype).requires_grad_(), weight_E.to(dtype).requires_grad_()
 
 
-def test_gradients_are_those_of_finite_differences() -> None:
+def test_gradients_equal_finite_differences() -> None:
     torch.autograd.gradcheck(lambda x_E, weight_E: RMSNormFunction.apply(x_E, weight_E, EPS, None), inputs())
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-6)])
-def test_values_and_gradients_are_those_of_torch(dtype: torch.dtype, tolerance: float) -> None:
+def test_values_and_gradients_equal_torch(dtype: torch.dtype, tolerance: float) -> None:
     given = inputs(dtype)
     ours, torchs = RMSNormFunction.apply(*given, EPS, None), F.rms_norm(given[0], (12,), given[1], EPS)
     torch.testing.assert_close(ours, torchs, rtol=0, atol=tolerance)
@@ -36,7 +36,7 @@ def test_values_and_gradients_are_those_of_torch(dtype: torch.dtype, tolerance: 
         torch.testing.assert_close(found, expected, rtol=0, atol=10 * tolerance)
 
 
-def test_statistics_of_half_precision_are_single() -> None:
+def test_statistics_of_bfloat16_are_float32() -> None:
     x_E, weight_E = inputs(torch.bfloat16)
     out = RMSNormFunction.apply(x_E, weight_E, EPS, None)
     assert out.dtype == torch.bfloat16
@@ -46,7 +46,7 @@ def test_statistics_of_half_precision_are_single() -> None:
     assert dx.dtype == dweight.dtype == torch.bfloat16
 
 
-def test_a_row_of_zeros_has_finite_gradients() -> None:
+def test_all_zero_input_has_finite_gradients() -> None:
     x_E, weight_E = torch.zeros(1, 12, requires_grad=True), torch.ones(12, requires_grad=True)
     dx, dweight = torch.autograd.grad(
         RMSNormFunction.apply(x_E, weight_E, EPS, None), (x_E, weight_E), torch.ones(1, 12)
@@ -55,7 +55,7 @@ def test_a_row_of_zeros_has_finite_gradients() -> None:
     assert dweight.count_nonzero() == 0
 
 
-def test_the_input_is_kept_once_and_the_output_not_at_all() -> None:
+def test_saves_the_input_once_and_not_the_output() -> None:
     x_E, weight_E = inputs()
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(remember(kept), unchanged):
@@ -65,7 +65,7 @@ def test_the_input_is_kept_once_and_the_output_not_at_all() -> None:
     assert out.data_ptr() not in {tensor.data_ptr() for tensor in kept}
 
 
-def test_the_module_uses_its_weight_and_its_epsilon() -> None:
+def test_module_uses_its_weight_and_eps() -> None:
     norm = RMSNorm(12, eps=EPS).double()
     x_E, weight_E = inputs()
     norm.weight.data.copy_(weight_E)
@@ -73,7 +73,7 @@ def test_the_module_uses_its_weight_and_its_epsilon() -> None:
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7])
-def test_some_tokens_at_a_time_give_the_same(most: int) -> None:
+def test_chunked_norm_equals_unchunked(most: int) -> None:
     whole, parts = (RMSNorm(12, eps=EPS).double() for _ in range(2))
     parts.chunk_tokens = most
     x_E = torch.randn(2, 3, 12, dtype=torch.float64)

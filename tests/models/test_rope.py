@@ -1,4 +1,4 @@
-"""Rotary embedding: held to complex numbers, to the published formula of its stretching, and to exact angles."""
+"""Rotary embedding, compared with complex multiplication, Hugging Face and exact angles."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def draw(positions: Tensor = POSITIONS, *, head_dim: int = WIDTH) -> Tensor:
 
 
 def as_complex(x: Tensor) -> Tensor:
-    """Element i of the first half and element i of the second are one number."""
+    """Elements i of both halves are the real and imaginary part of one number."""
     return torch.complex(x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :])
 
 
-def test_halves_are_turned_as_complex_numbers_are() -> None:
+def test_halves_are_rotated_as_complex_numbers() -> None:
     x = draw()
     frequencies = torch.tensor([500_000.0 ** (-2 * i / WIDTH) for i in range(WIDTH // 2)], dtype=torch.float64)
     angles = POSITIONS[:, :, None, None] * frequencies
@@ -40,7 +40,7 @@ def test_halves_are_turned_as_complex_numbers_are() -> None:
     torch.testing.assert_close(as_complex(rope.apply_rotary_emb(x, rotation())), expected, rtol=0, atol=1e-10)
 
 
-def test_rotation_is_the_one_of_hugging_face() -> None:
+def test_rotation_equals_hugging_face() -> None:
     x = draw()
     cos, sin = (torch.cat((half, half), dim=-1) for half in rotation())
     left, right = x.chunk(2, dim=-1)
@@ -48,7 +48,7 @@ def test_rotation_is_the_one_of_hugging_face() -> None:
     torch.testing.assert_close(rope.apply_rotary_emb(x, rotation()), expected, rtol=0, atol=1e-15)
 
 
-def test_position_zero_is_left_as_it_is() -> None:
+def test_position_zero_is_not_rotated() -> None:
     x = draw()
     turned = rope.apply_rotary_emb(x, rotation())
     assert torch.equal(turned[POSITIONS == 0], x[POSITIONS == 0])
@@ -56,7 +56,7 @@ def test_position_zero_is_left_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)
-def test_products_depend_on_the_distance_alone(config: RopeConfig) -> None:
+def test_scores_depend_on_distance_only(config: RopeConfig) -> None:
     distances = []
     for first in (0, 3, 4097, 1_000_000):
         positions = torch.tensor([[first + 11, first]])
@@ -75,20 +75,18 @@ def test_products_depend_on_the_distance_alone(config: RopeConfig) -> None:
 
 @pytest.mark.parametrize("position", [8_000, 1_000_000, 4_000_000, 10_000_000])
 @pytest.mark.parametrize("config", [RopeConfig(theta=8e6), *KINDS.values()], ids=["abf", *KINDS])
-def test_the_angle_between_two_tokens_is_right_however_far_they_are_in_the_document(
-    position: int, config: RopeConfig
-) -> None:
+def test_relative_angle_is_accurate_at_any_position(position: int, config: RopeConfig) -> None:
     firsts = torch.arange(position - 50, position)
     table = rope.cos_sin_table(config, 128, torch.stack((firsts, firsts + 1000)), torch.float32).double()
     cos, sin = table.squeeze(3)
     angles = torch.atan2(sin, cos)
     error = angles[1] - angles[0] - 1000 * rope.rope_frequencies(config, 128)
     error = torch.remainder(error + math.pi, 2 * math.pi) - math.pi
-    # Public trainers, with angles in float32, are off by 0.05 at 1M.
+    # Angles in float32 are off by 0.05 at position 1M.
     assert error.abs().max() < 2e-6
 
 
-def test_the_table_is_as_precise_as_its_dtype() -> None:
+def test_table_is_as_precise_as_its_dtype() -> None:
     exact = rotation(positions=torch.tensor([[4_000_000]]))
     single = rope.cos_sin_table(PLAIN, WIDTH, torch.tensor([[4_000_000]]), torch.float32)
     assert single.dtype == torch.float32
@@ -97,11 +95,11 @@ def test_the_table_is_as_precise_as_its_dtype() -> None:
 
 
 @pytest.mark.parametrize("config", [PLAIN, replace(KINDS["yarn"], attention_factor=1.7)], ids=["default", "yarn"])
-def test_gradients_are_those_of_finite_differences(config: RopeConfig) -> None:
+def test_gradients_equal_finite_differences(config: RopeConfig) -> None:
     torch.autograd.gradcheck(lambda x: rope.apply_rotary_emb(x, rotation(config)), draw().requires_grad_())
 
 
-def test_what_stands_still_is_left_as_it_is_and_its_table_takes_no_room() -> None:
+def test_identity_rotation_changes_nothing_and_allocates_nothing() -> None:
     x, still = draw().requires_grad_(), rope.identity_rotation(rotation(KINDS["yarn"], head_dim=WIDTH))
     out = rope.apply_rotary_emb(x, still)
     assert torch.equal(out, x)
@@ -110,11 +108,11 @@ def test_what_stands_still_is_left_as_it_is_and_its_table_takes_no_room() -> Non
     assert still.untyped_storage().nbytes() == 2 * 8
 
 
-def test_frequencies_are_computed_once() -> None:
+def test_frequencies_are_cached() -> None:
     assert rope.rope_frequencies(PLAIN, WIDTH) is rope.rope_frequencies(PLAIN, WIDTH)
 
 
-def test_half_precision_is_turned_in_single_precision() -> None:
+def test_bfloat16_is_rotated_in_float32() -> None:
     table = rope.cos_sin_table(PLAIN, WIDTH, POSITIONS, torch.float32)
     half = draw().bfloat16().requires_grad_()
     single = half.detach().float().requires_grad_()
@@ -130,7 +128,7 @@ def test_half_precision_is_turned_in_single_precision() -> None:
     assert torch.equal(half.grad, single.grad.bfloat16())
 
 
-def test_no_activation_is_kept() -> None:
+def test_rotation_saves_no_activation() -> None:
     x = draw().requires_grad_()
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(remember(kept), unchanged):

@@ -1,4 +1,4 @@
-"""Frequencies: held to transformers' own, in its float32 bit by bit, to what papers publish, and to their rules."""
+"""Rope frequencies: compared with transformers (bitwise in float32) and with published values; validation rules."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROWS = [("short", 4096), ("long", 4097)]
 
 
 def theirs(config: RopeConfig, *, seq_len: int) -> tuple[Tensor, Tensor]:
-    """Frequencies, and cosine and sine of the first and the last positions of a row, by transformers."""
+    """Transformers' frequencies, and cosine and sine of the first and last positions of a sequence."""
     from transformers import Qwen3Config
     from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
@@ -57,8 +57,8 @@ def positions(seq_len: int) -> Tensor:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("row", "seq_len"), ROWS)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_kind_is_that_of_hugging_face(name: str, row: str, seq_len: int) -> None:
-    """In its float32 bit by bit; exact, as far as float32 goes."""
+def test_every_rope_kind_equals_hugging_face(name: str, row: str, seq_len: int) -> None:
+    """Bitwise with `precision = "float32"`; within float32 rounding otherwise."""
     del row
     config = CONFIGS[name]
     frequencies, table = theirs(config, seq_len=seq_len)
@@ -73,7 +73,7 @@ def test_every_kind_is_that_of_hugging_face(name: str, row: str, seq_len: int) -
     assert not torch.equal(rounded, table)
 
 
-def test_yarn_stretches_between_two_indices_and_multiplies_by_its_factor() -> None:
+def test_yarn_interpolates_between_two_indices_and_applies_its_attention_factor() -> None:
     assert rope_scaling.yarn_ramp_bounds(YARN, 128) == (18, 35)
     assert rope_scaling.attention_factor(YARN) == pytest.approx(1.2079, abs=5e-5)
     assert rope_scaling.attention_factor(replace(YARN, attention_factor=1.5)) == 1.5
@@ -92,14 +92,14 @@ def test_yarn_stretches_between_two_indices_and_multiplies_by_its_factor() -> No
     assert (18 < low < 19, 34 < high < 35) == (True, True)
 
 
-def test_longrope_has_other_factors_for_longer_rows_and_the_factor_of_its_paper() -> None:
+def test_longrope_uses_long_factors_for_long_sequences_and_the_paper_s_attention_factor() -> None:
     assert rope_scaling.attention_factor(LONGROPE) == pytest.approx(math.sqrt(1 + math.log(32) / math.log(4096)))
     short, long = (rope_scaling.frequencies(LONGROPE, 128, seq_len=length) for length in (4096, 4097))
     assert long[1] * LONG[1] == pytest.approx(short[1] * 1.01)
     assert rope_scaling.frequencies(LONGROPE, 128, seq_len=1 << 20) == long
 
 
-def test_the_cosine_of_position_zero_is_the_attention_factor() -> None:
+def test_cosine_of_position_zero_is_the_attention_factor() -> None:
     for config in (YARN, LONGROPE):
         for precision in ("float64", "float32"):
             table = rope.cos_sin_table(replace(config, precision=precision), 128, torch.zeros(1, 1), torch.float64)
@@ -107,15 +107,15 @@ def test_the_cosine_of_position_zero_is_the_attention_factor() -> None:
             assert table[1].count_nonzero() == 0
 
 
-def test_a_line_says_what_the_rotation_is() -> None:
+def test_rope_summary() -> None:
     assert rope_scaling.rope_summary(replace(SMALL, head_dim=128, rope=YARN), 65_536) == (
-        "rope yarn: theta 500,000, slowest wavelength 20,473,564 tokens for training.seq_len = 65,536, "
-        "29 of 64 frequencies turn less than once in it, attention factor 1.2079"
+        "rope yarn: theta 500,000, longest wavelength 20,473,564 tokens for training.seq_len = 65,536, "
+        "29 of 64 frequencies complete no rotation, attention factor 1.2079"
     )
     rope_4 = replace(SMALL, head_dim=4, nope_every=4, rope=RopeConfig(theta=100.0))
     assert rope_scaling.rope_summary(rope_4, 62) == (
-        "rope default: theta 100, slowest wavelength 63 tokens for training.seq_len = 62, "
-        "1 of 2 frequencies turn less than once in it, attention factor 1.0000; none in every 4th layer"
+        "rope default: theta 100, longest wavelength 63 tokens for training.seq_len = 62, "
+        "1 of 2 frequencies complete no rotation, attention factor 1.0000; no rope in every 4th layer"
     )
 
 
@@ -134,8 +134,8 @@ def test_a_line_says_what_the_rotation_is() -> None:
         (
             replace(LONGROPE, long_factors=(), short_factors=(-1.0,) * 64),
             [
-                "model.rope.short_factors must be above 0, not -1.0",
-                "model.rope.long_factors are 0, and must be 64: half of model.head_dim = 128",
+                "model.rope.short_factors holds -1.0; every factor must be above 0",
+                "model.rope.long_factors has 0 values, and must have 64: half of model.head_dim = 128",
             ],
         ),
         (
@@ -147,14 +147,14 @@ def test_a_line_says_what_the_rotation_is() -> None:
         ),
     ],
 )
-def test_every_broken_rule_is_said_with_its_numbers(config: RopeConfig, said: list[str]) -> None:
+def test_every_broken_rule_is_reported_with_its_values(config: RopeConfig, said: list[str]) -> None:
     found = [problem.partition(" for model.rope.kind")[0] for problem in config.problems(128)]
     assert found == said
 
 
-def test_keys_that_a_kind_does_not_read_are_said_with_the_kind_they_belong_to() -> None:
+def test_unused_keys_are_reported_with_the_kinds_that_use_them() -> None:
     assert YARN.unused_keys(["kind", "theta", "precision", "factor", "truncate"]) == []
     assert KINDS["linear"].unused_keys(["factor", "beta_fast", "attention_factor"]) == [
-        'model.rope.beta_fast has no use with model.rope.kind = "linear"; it belongs to "yarn"',
-        'model.rope.attention_factor has no use with model.rope.kind = "linear"; it belongs to "yarn" or "longrope"',
+        'model.rope.beta_fast is only used with model.rope.kind = "yarn", not "linear"',
+        'model.rope.attention_factor is only used with model.rope.kind = "yarn" or "longrope", not "linear"',
     ]

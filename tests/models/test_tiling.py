@@ -1,4 +1,4 @@
-"""What is computed of a tile by hand is what autograd finds; tiles are few, alike, and summed in single precision."""
+"""Explicit gradients of a tile compared with autograd; how tokens are tiled; float32 accumulation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tens
 def differentiated(
     function: Callable[..., Tensor | Sequence[Tensor]], given: Sequence[Tensor], grads: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """What it computes and the gradients of what it is given, by autograd."""
+    """The outputs of a function and the gradients of its inputs, by autograd."""
     leaves = [x.detach().clone().requires_grad_() for x in given]
     found = function(*leaves)
     outs = [found] if isinstance(found, Tensor) else [*found]
@@ -41,12 +41,12 @@ def assert_near(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
         torch.testing.assert_close(ours, right, rtol=0, atol=1e-13 * float(right.abs().max()))
 
 
-# ---- what is computed of one tile
+# ---- one tile
 
 
 @pytest.mark.parametrize("rope_config", [SMALL.rope, YARN])
 @pytest.mark.parametrize("normed", [False, True])
-def test_projections_and_their_gradients_are_those_of_autograd(*, normed: bool, rope_config: RopeConfig) -> None:
+def test_qkv_projections_and_gradients_equal_autograd(*, normed: bool, rope_config: RopeConfig) -> None:
     cos, sin = rope.cos_sin_table(rope_config, SMALL.head_dim, POSITIONS, torch.float64)
     given = [draw(*STREAM, seed=9), *(draw(width, SMALL.dim, seed=seed) for seed, width in enumerate(WIDTHS))]
     given += [1 + draw(SMALL.head_dim, seed=seed) / 5 for seed in (21, 22)] * normed
@@ -65,7 +65,7 @@ def test_projections_and_their_gradients_are_those_of_autograd(*, normed: bool, 
     assert_near(tiling.project_qkv_backward(given[0], cos, sin, grads, through), expected)
 
 
-def test_the_feed_forward_and_its_gradients_are_those_of_autograd() -> None:
+def test_feed_forward_and_gradients_equal_autograd() -> None:
     given = [draw(*STREAM, seed=9), *(draw(*shape, seed=seed) for seed, shape in enumerate((*INTO, OUT_OF)))]
     grad = draw(*STREAM, seed=8)
     outs, expected = differentiated(lambda x, gate, up, down: (F.silu(x @ gate.T) * (x @ up.T)) @ down.T, given, [grad])
@@ -75,21 +75,21 @@ def test_the_feed_forward_and_its_gradients_are_those_of_autograd() -> None:
     assert torch.equal(grad, before), "a gradient that is given is only read"
 
 
-def test_a_sum_of_products_is_the_gradient_of_what_they_multiply() -> None:
+def test_input_grad_is_the_sum_of_products() -> None:
     grads, weights = [draw(2, 3, 5, seed=1), draw(2, 3, 4, seed=2)], [draw(5, 6, seed=3), draw(4, 6, seed=4)]
     expected = grads[0] @ weights[0] + grads[1] @ weights[1]
     assert_near([tiling.input_grad(grads, weights)], [expected])
     assert_near([tiling.input_grad(grads[:1], weights[:1])], [grads[0] @ weights[0]])
 
 
-# ---- how tokens are cut
+# ---- tiling
 
 
 def sizes(tokens: int, most: int | None = None) -> list[int]:
     return [len(range(tokens)[part]) for part in tiling.split_into_tiles(tokens, most)]
 
 
-def test_tiles_are_few_and_alike() -> None:
+def test_tiles_are_few_and_equal() -> None:
     assert sizes(21) == sizes(21, 21) == sizes(21, 100) == [21]
     assert sizes(21, 20) == [11, 10]
     assert sizes(21, 10) == [7, 7, 7]
@@ -98,7 +98,7 @@ def test_tiles_are_few_and_alike() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 7, 64, 97])
-def test_tiles_cover_all_tokens_in_their_order_and_differ_by_one_at_most(tokens: int) -> None:
+def test_tiles_cover_all_tokens_in_order_and_differ_by_at_most_one(tokens: int) -> None:
     for most in range(1, tokens + 2):
         found = tiling.split_into_tiles(tokens, most)
         assert [part.start for part in found] == [0, *(part.stop for part in found[:-1])]
@@ -110,8 +110,8 @@ def test_tiles_cover_all_tokens_in_their_order_and_differ_by_one_at_most(tokens:
 
 
 @pytest.mark.parametrize(("inner", "width"), [(96, 32), (16, 32)])
-def test_a_feed_forward_s_backward_pass_holds_what_is_said_of_a_token(inner: int, width: int) -> None:
-    """Where it is wider than the residual stream; and with 16, as on a rank of tp's, narrower."""
+def test_bytes_per_token_is_the_peak_of_the_feed_forward_backward(inner: int, width: int) -> None:
+    """With a feed-forward wider than the model dim and, as on a tensor-parallel rank, narrower (16)."""
     half = torch.bfloat16
     weights = [draw(*shape, dtype=half) for shape in ((inner, width), (inner, width), (width, inner))]
 
@@ -123,11 +123,11 @@ def test_a_feed_forward_s_backward_pass_holds_what_is_said_of_a_token(inner: int
         return int(seen.bytes)
 
     each = (peak(1024) - peak(512)) / 512
-    # The normalised input is given, and so is not seen here; with 16, two gradients of it come later.
+    # The normed input exists already and is not counted; with 16, its two gradients are allocated later.
     assert each == tiling.bytes_per_token(width, inner, 2) - width * 2 - (2 * 32 if inner == 16 else 0)
 
 
-# ---- gradients of weights over tiles
+# ---- accumulation of weight gradients
 
 
 @pytest.mark.parametrize(
@@ -139,8 +139,8 @@ def test_a_feed_forward_s_backward_pass_holds_what_is_said_of_a_token(inner: int
         (torch.float64, torch.float64),
     ],
 )
-def test_gradients_of_weights_are_summed_in_single_precision_at_least(dtype: torch.dtype, wide: torch.dtype) -> None:
-    """Of 512 tiles. A sum in half precision would stop to grow at 256."""
+def test_weight_gradients_are_accumulated_in_at_least_float32(dtype: torch.dtype, wide: torch.dtype) -> None:
+    """Over 512 tiles; a bfloat16 sum would stop growing at 256."""
     weights = [torch.empty(2, 3, dtype=dtype), torch.empty(4, dtype=dtype)]
     sums = tiling.GradAccumulator(weights, 512)
     assert {x.dtype for x in sums._accumulators} == {wide}
@@ -152,7 +152,7 @@ def test_gradients_of_weights_are_summed_in_single_precision_at_least(dtype: tor
     assert torch.equal(vector, torch.full_like(weights[1], 1024))
 
 
-def test_the_gradients_of_a_single_tile_are_not_copied_but_for_their_type() -> None:
+def test_gradients_of_a_single_tile_are_copied_only_to_change_dtype() -> None:
     sums = tiling.GradAccumulator([torch.empty(2), torch.empty(3, dtype=torch.bfloat16)], 1)
     mine, wide = torch.ones(2), torch.ones(3)
     sums.add([mine, wide])

@@ -1,4 +1,4 @@
-"""The whole model: held to a Transformer written out with torch's functions, document by document, and compiled."""
+"""The full model, compared with a plain torch Transformer, with its documents alone, and compiled."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tests.models.small_models import MIXED, NORMED, SMALL, TIED, gradients, lar
 
 GROUPED = replace(SMALL, num_heads=6, num_kv_heads=2, norm_eps=1e-2)
 STRETCHED = replace(SMALL, rope=RopeConfig(kind="llama3", theta=500.0, factor=8.0, original_length=32))
-# Dynamo itself does what torch warns of: it looks at .grad of every tensor, and instantiates functions.
+# Dynamo triggers these warnings itself: it reads .grad of every tensor and instantiates autograd functions.
 dynamo = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor:UserWarning", "ignore:.*should not be instantiated:DeprecationWarning"
 )
 BATCH = packed([9, 1, 14], [24], [1, 22, 1])
 
 
-def plain(model: Transformer, batch: Batch) -> Tensor:
-    """The same losses from the same weights, by the book: dense mask, complex rotation, whole logits."""
+def reference_losses(model: Transformer, batch: Batch) -> Tensor:
+    """Reference losses from the same weights: dense mask, complex rotation, full logits."""
     config, weights = model.config, dict(model.named_parameters())
     half = config.head_dim // 2
     angles = batch.positions.double()[..., None] * rope.rope_frequencies(config.rope, config.head_dim)
@@ -71,11 +71,11 @@ def plain(model: Transformer, batch: Batch) -> Tensor:
 
 
 @pytest.mark.parametrize("config", [SMALL, TIED, GROUPED, STRETCHED, NORMED, MIXED])
-def test_losses_and_every_gradient_are_those_of_the_book(config: ModelConfig) -> None:
+def test_losses_and_every_gradient_equal_the_reference(config: ModelConfig) -> None:
     model = small_model(config)
     losses, found = gradients(model, BATCH)
     model.zero_grad()
-    expected = plain(model, BATCH)
+    expected = reference_losses(model, BATCH)
     (expected.sum() / BATCH.num_targets()).backward()
     torch.testing.assert_close(losses, expected.detach(), rtol=0, atol=1e-12)
     assert found.keys() == dict(model.named_parameters()).keys()
@@ -83,41 +83,42 @@ def test_losses_and_every_gradient_are_those_of_the_book(config: ModelConfig) ->
     assert largest_difference(found, by_book) < 1e-12
 
 
-def part(batch: Batch, row: int, start: int, end: int) -> Batch:
-    """One document as a row of its own."""
+def single_document(batch: Batch, row: int, start: int, end: int) -> Batch:
+    """One document as a separate sequence."""
     per_token = {
-        name: getattr(batch, name)[row : row + 1, start:end] for name in ("tokens", "labels", "positions", "documents")
+        name: getattr(batch, name)[row : row + 1, start:end]
+        for name in ("tokens", "labels", "positions", "document_ids")
     }
     boundaries = torch.tensor([[0, end - start]], dtype=torch.int32)
     return Batch(**per_token, boundaries=boundaries, num_tokens=end - start, num_pairs=0, num_computed_pairs=0)
 
 
 @pytest.mark.parametrize("config", [SMALL, MIXED])
-def test_a_packed_row_has_the_losses_of_its_documents_alone(config: ModelConfig) -> None:
+def test_packed_sequence_has_the_losses_of_its_documents_alone(config: ModelConfig) -> None:
     model = small_model(config)
     with torch.no_grad():
         losses = model(BATCH)
         for row, (start, end) in [(0, (0, 9)), (0, (9, 10)), (0, (10, 24)), (1, (0, 24)), (2, (1, 23))]:
-            alone = model(part(BATCH, row, start, end))
+            alone = model(single_document(BATCH, row, start, end))
             torch.testing.assert_close(losses[row : row + 1, start:end], alone, rtol=0, atol=1e-12)
 
 
-def test_losses_are_single_precision_and_zero_where_there_is_no_target() -> None:
+def test_losses_are_float32_and_zero_without_target() -> None:
     losses = small_model(dtype=torch.float32)(BATCH)
     assert losses.dtype == torch.float32
     assert torch.equal(losses != 0, BATCH.labels != IGNORE_INDEX)
     assert small_model(dtype=torch.bfloat16)(BATCH).dtype == torch.float32
 
 
-def shares_its_weight(model: Transformer) -> bool:
+def is_tied(model: Transformer) -> bool:
     return model.head is not None and model.embed is not None and model.head.proj.weight is model.embed.weight
 
 
-def test_a_tied_gradient_is_the_sum_of_the_embedding_s_and_the_projection_s() -> None:
+def test_tied_gradient_is_the_sum_of_embedding_and_projection() -> None:
     tied, untied = small_model(TIED), small_model(SMALL)
-    assert shares_its_weight(tied)
+    assert is_tied(tied)
     untied.load_state_dict(tied.state_dict())
-    assert not shares_its_weight(untied)
+    assert not is_tied(untied)
     losses, found = gradients(tied, BATCH)
     expected_losses, parts = gradients(untied, BATCH)
     assert torch.equal(losses, expected_losses)
@@ -127,7 +128,7 @@ def test_a_tied_gradient_is_the_sum_of_the_embedding_s_and_the_projection_s() ->
 
 @dynamo
 @pytest.mark.parametrize("config", [SMALL, TIED, MIXED])
-def test_compiled_blocks_give_the_losses_and_gradients_of_eager_ones(config: ModelConfig) -> None:
+def test_compiled_blocks_equal_eager(config: ModelConfig) -> None:
     torch._dynamo.reset()
     eager, compiled = small_model(config), small_model(config)
     for block in compiled.layers():
@@ -141,7 +142,7 @@ def test_compiled_blocks_give_the_losses_and_gradients_of_eager_ones(config: Mod
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_blocks_compiled_by_inductor_give_the_losses_and_gradients_of_eager_ones() -> None:
+def test_inductor_blocks_equal_eager() -> None:
     torch._dynamo.reset()
     config = replace(SMALL, num_layers=1)
     eager, compiled = small_model(config), small_model(config)
@@ -153,7 +154,7 @@ def test_blocks_compiled_by_inductor_give_the_losses_and_gradients_of_eager_ones
     assert largest_difference(found, expected) < 1e-12
 
 
-def test_a_part_of_a_model_leaves_the_same_layers_unrotated() -> None:
+def test_pipeline_stages_leave_the_same_layers_unrotated() -> None:
     model = small_model(MIXED)
     with torch.no_grad():
         expected = model(BATCH)
@@ -161,12 +162,12 @@ def test_a_part_of_a_model_leaves_the_same_layers_unrotated() -> None:
             Transformer(MIXED, stage=StageSpec(layers, has_embedding=index == 0, has_head=index == 1)).double()
             for index, layers in enumerate((range(1), range(1, 3)))
         )
-        for part in (first, second):
-            part.load_state_dict({name: model.state_dict()[name] for name in part.state_dict()})
+        for single_document in (first, second):
+            single_document.load_state_dict({name: model.state_dict()[name] for name in single_document.state_dict()})
         assert torch.equal(second(BATCH, first(BATCH)), expected)
 
 
-def test_the_length_of_rows_decides_the_factors_of_longrope_and_not_that_of_a_batch() -> None:
+def test_sequence_length_of_the_run_selects_longrope_factors() -> None:
     rope_ = RopeConfig(kind="longrope", factor=2.0, original_length=100, short_factors=(1,) * 3, long_factors=(9,) * 3)
     config = replace(SMALL, rope=rope_)
     of_length = {}
@@ -179,7 +180,7 @@ def test_the_length_of_rows_decides_the_factors_of_longrope_and_not_that_of_a_ba
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_logits_of_qwen3_are_those_of_hugging_face() -> None:
+def test_qwen3_logits_equal_hugging_face() -> None:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = FAMILIES["qwen3"]["debug"]
@@ -211,7 +212,7 @@ def test_logits_of_qwen3_are_those_of_hugging_face() -> None:
     assert float(logits.std()) > 1
 
 
-def test_projections_into_the_residual_stream_start_smaller_and_norms_at_one() -> None:
+def test_residual_projections_have_smaller_init_and_norms_start_at_one() -> None:
     model = small_model()
     stds = {name: model.init_std(name) for name, _ in model.named_parameters()}
     assert stds["embed.weight"] == stds["head.proj.weight"] == stds["blocks.0.attention.q_proj.weight"] == 0.02
@@ -220,7 +221,7 @@ def test_projections_into_the_residual_stream_start_smaller_and_norms_at_one() -
     assert norms == {name for name, parameter in model.named_parameters() if parameter.ndim == 1}
 
 
-def test_a_block_keeps_each_activation_once() -> None:
+def test_block_saves_each_activation_once() -> None:
     model = small_model()
     block = model.layers()[0]
     x = torch.randn(3, 24, SMALL.dim, dtype=torch.float64, requires_grad=True)

@@ -53,10 +53,10 @@ class RunResult:
 
 def micro_batches(plan: Plan, rank: int, step: int) -> list[Batch]:
     sequence_indices = range(rank * len(DOCUMENTS) // plan.ranks, (rank + 1) * len(DOCUMENTS) // plan.ranks)
-    rows = [packed(DOCUMENTS[row], seed=100 * step + row, targets=TARGETS[row]) for row in sequence_indices]
+    sequences = [packed(DOCUMENTS[i], seed=100 * step + i, targets=TARGETS[i]) for i in sequence_indices]
     return [
-        concat_batches(rows[start : start + plan.micro_batch_size])
-        for start in range(0, len(rows), plan.micro_batch_size)
+        concat_batches(sequences[start : start + plan.micro_batch_size])
+        for start in range(0, len(sequences), plan.micro_batch_size)
     ]
 
 

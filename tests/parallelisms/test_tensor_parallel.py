@@ -36,7 +36,7 @@ FOUR = replace(CONFIG, num_kv_heads=4)
 NORMED = replace(MIXED, vocab_size=44, num_heads=8, num_kv_heads=4)
 FEW = replace(NORMED, num_layers=2, nope_every=2, num_kv_heads=2)  # Fewer KV heads than 4 ranks.
 DOCUMENTS = [[9, 1, 14], [24], [3, 21], [8] * 3]
-TARGETS = {rows: 24 * rows - sum(map(len, DOCUMENTS[:rows])) for rows in (3, 4)}
+TARGETS = {count: 24 * count - sum(map(len, DOCUMENTS[:count])) for count in (3, 4)}
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def train(case: Case) -> Outcome:
             parameter.mul_(10 if parameter.ndim > 1 else 1)
     per_rank = case.num_sequences // mesh.dp_degree
     first = mesh.dp_rank * per_rank
-    batch = concat_batches([packed(DOCUMENTS[row], seed=row, vocab_size=44) for row in range(first, first + per_rank)])
+    batch = concat_batches([packed(DOCUMENTS[i], seed=i, vocab_size=44) for i in range(first, first + per_rank)])
     losses = model(batch)
     (losses.sum() / TARGETS[case.num_sequences]).backward()
     optimizer = Optimizer([model], OptimizerSection(max_grad_norm=0.1), all_reduce=partial(all_reduce, None))
@@ -142,8 +142,8 @@ def train(case: Case) -> Outcome:
 
 
 @cache
-def single_process(config: ModelConfig, rows: int) -> Outcome:
-    return run_ranks(train, 1, Case(config=config, num_sequences=rows))[0]
+def single_process(config: ModelConfig, num_sequences: int) -> Outcome:
+    return run_ranks(train, 1, Case(config=config, num_sequences=num_sequences))[0]
 
 
 RECOMPUTE_OPTIONS: list[tuple[activation_checkpoint.RecomputePolicy, int, bool]] = [
@@ -363,10 +363,10 @@ def async_tp_matches() -> list[tuple[int, int]]:
 @pytest.mark.slow
 def test_compiler_matches_the_patterns_of_async_tp() -> None:
     """With torch's private passes for async TP: fails when they change."""
-    one_row, one_row_backward, rows, _ = run_ranks(async_tp_matches, 2)[0]
-    assert one_row == rows == (5, 2)
+    one_sequence, one_sequence_backward, two_sequences, _ = run_ranks(async_tp_matches, 2)[0]
+    assert one_sequence == two_sequences == (5, 2)
     # In backward the input of the reduce-scatter is a sum of products, which the passes do not match.
-    assert one_row_backward[0] >= 2
+    assert one_sequence_backward[0] >= 2
 
 
 def test_private_torch_apis_of_async_tp_exist() -> None:

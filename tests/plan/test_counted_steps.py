@@ -9,6 +9,7 @@ import pytest
 
 from tests.plan.counted_steps import Counted, Key, count, touched
 from tests.ranks import run_ranks
+from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import load
 from trainer.memory.estimator import RankMemory
@@ -116,7 +117,7 @@ def counted(cases: tuple[str, ...]) -> list[Counted]:
 def compare(world_size: int, cases: tuple[str, ...]) -> None:
     for case, *ranks in zip(cases, *run_ranks(counted, world_size, cases, timeout=300), strict=True):
         config = configured(case)
-        assert config.problems(world_size) == [], case
+        assert checks.problems(config, world_size) == [], case
         for found in ranks:
             compare_traffic(case, config, found, comm_volumes(config, world_size, found.pp_rank))
         for pp_rank in {found.pp_rank for found in ranks}:

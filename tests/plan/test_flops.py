@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.plan.test_counted_steps import configured
+from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import load
 from trainer.memory.estimator import RankMemory
@@ -90,7 +91,7 @@ def test_recomputation_covers_what_gradients_need(changes: str, again: int, atte
 @pytest.mark.parametrize("name", SHIPPED)
 def test_all_ranks_together_compute_the_flops_of_one(name: str) -> None:
     config = load(["--config", name])
-    assert config.layout_problems(SHIPPED[name]) == []
+    assert checks.layout_problems(config, SHIPPED[name]) == []
     assert of_all_ranks(config, SHIPPED[name]) == pytest.approx(executed(config), rel=1e-12)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import pytest
 
 from tests.memory.test_estimator import FOUR, FULL, HALF, KEEP, configured
+from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.plan.comm_volume import CommVolume, comm_volumes
 from trainer.plan.dry_run import dry_run
@@ -59,7 +60,7 @@ def end_pp_ranks(config: Config) -> list[int]:
 )
 def test_formulas_match_the_dry_run(world_size: int, changes: str) -> None:
     config = configured(changes)
-    assert config.layout_problems(world_size) == []
+    assert checks.layout_problems(config, world_size) == []
     for pp_rank in end_pp_ranks(config):
         dry = dry_run(config, world_size, rank=pp_rank * (world_size // config.parallelism.pp))
         assert summed(dry.messages) == summed(comm_volumes(config, world_size, pp_rank))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.published import report, rows
+from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import CONFIG_DIR, load
 from trainer.hardware.device_specs import DeviceSpec, load_device
@@ -33,7 +34,7 @@ def planned(world: int = 8, device: DeviceSpec = H100, size: str = "8b", **secti
     given: dict[str, Any] = {"model": {"family": "llama3.1", "size": size}} | sections
     given["training"] = {"seq_len": 128 * K, "global_batch_size": 8} | given.get("training", {})
     config = Config.model_validate(given)
-    assert config.layout_problems(world) == []
+    assert checks.layout_problems(config, world) == []
     return plan_stage(config, world, device)
 
 
@@ -176,7 +177,7 @@ def test_suggestions_are_valid_configurations(recompute: str, mesh: dict[str, An
     for candidates in (memory_saving_candidates, speedup_candidates):
         found = [*candidates(plan.config, 8, H100)]
         assert found
-        assert [one.text for one in found if one.config.layout_problems(one.world_size)] == []
+        assert [one.text for one in found if checks.layout_problems(one.config, one.world_size)] == []
 
 
 def test_auto_recompute_depends_on_the_device() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from trainer.config import checks
 from trainer.config.parse import load
 from trainer.config.training_stages import Recipe
 from trainer.hardware.device_specs import DeviceSpec, load_device
@@ -43,7 +44,7 @@ def exhaustive_optimum(config: Recipe, ranks: int, device: DeviceSpec) -> float:
     for layout in enumerate_layouts(config, ranks, device):
         for keep in MEMORY_CHOICES:
             tried = with_overrides(config, layout | keep)
-            if not tried.layout_problems(ranks) and (plan := plan_stage(tried, ranks, device)).fits:
+            if not checks.layout_problems(tried, ranks) and (plan := plan_stage(tried, ranks, device)).fits:
                 best = min(best, plan.step_seconds)
     return best
 
@@ -55,7 +56,9 @@ def test_search_finds_the_exhaustive_optimum(gib: int) -> None:
     found = search(config, 4, device)
     fastest = exhaustive_optimum(config, 4, device)
     assert fastest <= found.best[0].seconds <= TIE_FACTOR**2 * fastest
-    assert all(layout_plan.plan.fits and not layout_plan.plan.config.layout_problems(4) for layout_plan in found.best)
+    assert all(
+        layout_plan.plan.fits and not checks.layout_problems(layout_plan.plan.config, 4) for layout_plan in found.best
+    )
     slower = [
         layout_plan.seconds
         for layout_plan in found.best
@@ -86,7 +89,7 @@ def test_the_printed_toml_reproduces_the_plan(tmp_path: Path) -> None:
         (tmp_path / "whole.toml").write_text(replace_sections(shipped.read_text(), layout_plan.toml()))
         config = load(["--config", str(tmp_path / "whole.toml")])
         assert config.training.seq_len == 65_536
-        assert config.layout_problems(16) == []
+        assert checks.layout_problems(config, 16) == []
         assert plan_stage(config, 16, H100).step_seconds == layout_plan.seconds
 
 
@@ -131,7 +134,7 @@ def test_mesh_dependent_keys_of_the_file_do_not_limit_the_search() -> None:
         "training.compile": "true", "memory.recompute": "auto", "memory.device_gib": "60",
     }  # fmt: skip
     config = configured(*(word for key, value in words.items() for word in (f"--{key}", value)))
-    assert config.layout_problems(8) == []
+    assert checks.layout_problems(config, 8) == []
     found, plain = (search(each, 8, H100) for each in (config, configured("--training.compile", "true")))
     assert found.best[0].seconds == plain.best[0].seconds
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.hardware.device_specs import DeviceSpec, load_device
 from trainer.plan.critical_path import StepTime, predict_step_time
@@ -30,7 +31,7 @@ K, M = 1 << 10, 1 << 20
 
 def timed(world: int = 1, device: DeviceSpec = H100, size: str = "8b", **sections: Any) -> StepTime:
     config = configured(size=size, **sections)
-    assert config.layout_problems(world) == []
+    assert checks.layout_problems(config, world) == []
     return predict_step_time(config, world, device)
 
 

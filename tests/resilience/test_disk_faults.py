@@ -79,7 +79,7 @@ def test_a_run_outlives_a_disk_that_is_full_for_a_while(tmp_path: Path, monkeypa
             raise OSError(errno.ENOSPC, "No space left on device")
         real(self, file)
 
-    monkeypatch.setattr(LineAppender, "_write", sometimes)
+    monkeypatch.setattr(LineAppender, "_write_pending", sometimes)
     run_here(configured(write_run(tmp_path), tmp_path / "run"))
     assert steps(tmp_path / "run") == [1, 2, 3, 4, 5, 6]
     assert [event["event"] for event in lines(tmp_path / "run" / "events.jsonl")][-1] == "end"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from parallelisms.parallel_dims import AXES, ContextPlan, kv_head_repeats
+from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import CONFIG_DIR, load
 from trainer.errors import ConfigError
@@ -60,10 +61,10 @@ def test_a_shipped_run_fits_and_every_two_of_its_axes_meet(name: str, folder: Pa
     config = STAGES[name]
     world_size = default_world_size(config)
     made = reduce_run(config, world_size, folder)
-    assert made.reference.problems(1) == []
+    assert checks.problems(made.reference, 1) == []
     for pairing in made.mesh_cases:
         assert pairing.processes <= 8
-        assert pairing.config.problems(pairing.processes) == []
+        assert checks.problems(pairing.config, pairing.processes) == []
     axes = [axis for axis, size in config.parallelism.degrees(world_size).items() if size > 1]
     meshes = [pairing.config.parallelism.degrees(pairing.processes) for pairing in made.mesh_cases]
     for some in (*combinations(axes, 1), *combinations(axes, 2)):
@@ -248,7 +249,7 @@ def test_only_corpus_and_tokenizer_may_be_elsewhere(small: Shrink) -> None:
         "the mesh pp 1 x dp_replicate 1 x dp_shard 1 x cp 1 x tp 3 needs 3 processes",
         "parallelism.tp = 3 must divide model.num_heads = 8",
         "parallelism.tp = 3 must divide model.ffn_dim = 704",
-        "parallelism.tp = 3 must divide model.num_kv_heads = 4",
+        "parallelism.tp = 3 must divide model.num_kv_heads = 4 or be a multiple of it (replicated KV heads)",
     ]
 
 

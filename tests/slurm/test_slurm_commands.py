@@ -214,7 +214,7 @@ def test_a_run_folder_of_another_run_is_refused_before_anything_is_queued(
 ) -> None:
     (run / "checkpoints" / "step-3").mkdir(parents=True)
     assert submit(run) == 78
-    assert "is good:" in capsys.readouterr().err
+    assert "is intact:" in capsys.readouterr().err
     assert scheduler.asked() == []
 
 

@@ -165,7 +165,9 @@ def test_before_the_ranks_meet_the_newest_that_its_manifest_knows_counts(root: P
     flip(stopped / "checkpoints" / "step-4" / "state.json")
     assert folder.resume_checkpoint(config) == stopped / "checkpoints" / "step-2"
     (stopped / "checkpoints" / "step-2" / "manifest.json").unlink()
-    with pytest.raises(ResumeError, match=r"is good:\n  step-4: state.json has .*\n  step-2: manifest.json is missing"):
+    with pytest.raises(
+        ResumeError, match=r"is intact:\n  step-4: state.json: checksum mismatch .*\n  step-2: manifest.json is missing"
+    ):
         next_stage(config)
     assert checkpoints(stopped) == ["step-2", "step-4"], "nothing is renamed yet"
 

@@ -78,7 +78,7 @@ def test_a_data_error_leaves_the_launcher_with_78(tmp_path: Path) -> None:
     empty.mkdir()
     done = launched(config, tmp_path / "run", "--data.corpus", str(empty), processes=2)
     assert done.statuses == [78]
-    assert f'error: data.corpus = "{empty}": there is no text file' in done.said
+    assert f'error: data.corpus = "{empty}": no text file' in done.said
     assert "Traceback" not in done.said
 
 
@@ -96,7 +96,7 @@ def test_raising_steps_goes_on(finished: Path, copied: Path) -> None:
 def test_fewer_steps_than_there_are_is_finished(finished: Path, copied: Path) -> None:
     done = forked(finished / "run.toml", copied, "--training.steps", "2")
     assert done.statuses == [0]
-    assert "holds update 3 of 2" in done.said
+    assert "is at step 3 of 2" in done.said
     assert steps(copied) == [1, 2, 3]
 
 

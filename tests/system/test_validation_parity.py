@@ -15,6 +15,7 @@ from tests.datasets import build_validation_sets
 from tests.ranks import run_ranks
 from tests.system.runs import SETS, arguments, write_run
 from trainer.build import ParallelModel
+from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import load
 from trainer.distributed import World
@@ -68,7 +69,7 @@ def judged(config: Path, meshes: list[Options]) -> list[Found]:
     found = []
     for options in meshes:
         made = configured(config, options)
-        assert made.problems(world.size) == []
+        assert checks.problems(made, world.size) == []
         placed = ParallelModel(made, world)
         sets = {
             held.name: evaluate_set(held, placed, max_tokens=made.training.seq_len * 2)

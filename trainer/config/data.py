@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from trainer.config.sections import NonEmptyPath, PositiveFloat, PositiveInt, Section, path_exists, require_non_empty
+from trainer.config.sections import NonEmptyPath, PositiveFloat, PositiveInt, Section, require_non_empty
 
 STDLIB_CORPUS = "python-stdlib"  # the standard library of the interpreter: trainer/data/corpus.py
 COPY_CORPUS = "copy"  # the synthetic corpus: trainer/data/copy_task.py
@@ -21,18 +20,6 @@ class TokenizerSection(Section):
     """`byte` needs no file; `tiktoken` reads a BPE file (Llama 3's `tokenizer.model`), `sentencepiece` a model file."""
     path: NonEmptyPath | None = None
     """The tokenizer's file; none for `byte`."""
-
-    def problems(self) -> list[str]:
-        if self.kind == "byte":
-            return [
-                f'tokenizer.path = "{self.path}" is not used by tokenizer.kind = "byte"; '
-                'set tokenizer.kind to "tiktoken" or "sentencepiece"'
-            ] * (self.path is not None)
-        if self.path is None:
-            return [f'tokenizer.kind = "{self.kind}" needs tokenizer.path, the tokenizer\'s file']
-        if not (path_exists(self.path) and self.path.is_file()):
-            return [f'tokenizer.path = "{self.path}" is not a file']
-        return []
 
 
 class SourceSection(Section):
@@ -113,65 +100,3 @@ class DataSection(Section):
             key: getattr(self, key) for key in ("documents", "max_document", "text_key")
         }
         return defaults | {key: value for key, value in overrides.items() if key in defaults}
-
-    def path_problems(self, validation_sources: Set[str] = frozenset()) -> list[str]:
-        """Problems of corpora that training or validation reads, which may be on another machine."""
-        used = validation_sources | {item.source for item in self.effective_mix}
-        paths = {"data.corpus": self.corpus} if DEFAULT_SOURCE in used else {}
-        paths |= {f"data.sources.{name}.path": source.path for name, source in self.sources.items() if name in used}
-        known = f'"{STDLIB_CORPUS}", "{COPY_CORPUS}"'
-        return [
-            f'{key} = "{path}" is neither {known}, a dataset ("{HF_PREFIX}NAME"), nor an existing file or folder'
-            for key, path in paths.items()
-            if path not in (STDLIB_CORPUS, COPY_CORPUS)
-            and not path.startswith(HF_PREFIX)
-            and not path_exists(Path(path))
-        ]
-
-    def problems(self) -> list[str]:
-        known = [DEFAULT_SOURCE, *self.sources]
-        labels = [item.label for item in self.mix]
-        weights = [item.weight for item in self.mix]
-        problems = [f"data.mix: weights {weights} must not differ by more than a factor of 1000"] * (
-            bool(weights) and max(weights) > 1000 * min(weights)
-        )
-        if self.corpus == COPY_CORPUS and any(item.source == DEFAULT_SOURCE for item in self.mix):
-            problems.append(f'data.corpus = "{COPY_CORPUS}" cannot be part of data.mix')
-        problems += [
-            f'data.mix: source = "{item.source}" is not one of {", ".join(known)}'
-            for item in self.mix
-            if item.source not in known
-        ]
-        problems += [
-            f"data.mix: max_length = {item.max_length} must be above min_length = {item.min_length}"
-            for item in self.mix
-            if item.max_length is not None and item.min_length is not None and item.max_length <= item.min_length
-        ]
-        problems += [f"data.mix: {label} occurs twice" for label in sorted({x for x in labels if labels.count(x) > 1})]
-        if DEFAULT_SOURCE in self.sources:
-            problems.append(f"data.sources.{DEFAULT_SOURCE} is reserved for data.corpus; choose another name")
-        max_lengths = {"data.max_document": self.max_document} | {
-            f"data.sources.{name}.max_document": source.max_document for name, source in self.sources.items()
-        }
-        problems += [
-            f"data.holdout = {self.holdout} with {key} = {limit} would split documents between training and validation; "
-            "split them with max_len in data.mix"
-            for key, limit in max_lengths.items()
-            if limit is not None and self.holdout
-        ]
-        problems += [
-            f'data.sources.{name}.path = "{COPY_CORPUS}" can only be used as data.corpus'
-            for name, source in self.sources.items()
-            if source.path == COPY_CORPUS
-        ]
-        if (
-            self.holdout
-            and self.corpus == COPY_CORPUS
-            and all(item.source == DEFAULT_SOURCE for item in self.effective_mix)
-        ):
-            problems.append(f'data.holdout = {self.holdout} needs documents; data.corpus = "{COPY_CORPUS}" has none')
-        if self.copy_period is not None and self.corpus != COPY_CORPUS:
-            problems.append(
-                f'data.copy_period = {self.copy_period} is only used with data.corpus = "{COPY_CORPUS}", not "{self.corpus}"'
-            )
-        return problems

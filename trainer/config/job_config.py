@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from models.rope_scaling import rope_summary
-from parallelisms.parallel_dims import ContextPlan, tensor_parallel_problems
+from parallelisms.parallel_dims import ContextPlan
 from parallelisms.pipeline_plan import PipelinePlan
 from parallelisms.process_groups import Topology
 from trainer.config.data import COPY_CORPUS, DEFAULT_SOURCE, STDLIB_CORPUS, DataSection, TokenizerSection
 from trainer.config.sections import (
-    MAX_SEQ_LEN,
     CheckpointSection,
     DistributedSection,
     HealthSection,
@@ -29,7 +28,6 @@ from trainer.config.sections import (
 )
 from trainer.config.slurm import SlurmSection
 from trainer.config.validation import ValidationSection
-from trainer.errors import ConfigError
 
 __all__ = [
     "BYTE_VOCAB_SIZE",
@@ -95,70 +93,12 @@ class Config(Section):
     def output_dir(self) -> Path:
         return self.job.output_dir or Path("outputs") / self.job.name
 
-    def problems(self, world_size: int, *, first_stage: int = 0) -> list[str]:
-        """Everything that keeps this run, from stage `first_stage` on, from starting on `world_size` processes."""
-        return [*self.data_problems(), *self.layout_problems(world_size, first_stage=first_stage)]
-
-    def data_problems(self) -> list[str]:
-        """Problems of corpora and tokenizer, whose files may be on another machine."""
-        return [*self._tokenizer_problems(), *self.data.path_problems(self.validation.sources)]
-
-    def layout_problems(self, world_size: int, *, first_stage: int = 0) -> list[str]:
-        """All other problems."""
-        del first_stage
-        return self.single_stage_problems(world_size) + self.profiler_problems(self.training.steps)
-
-    def single_stage_problems(self, world_size: int) -> list[str]:
-        """Problems that do not depend on other stages."""
-        problems = [
-            *self.data.problems(),
-            *self.validation.problems(self.data),
-            *self.model.problems(),
-            *self.memory.problems(),
-            *self.slurm.problems(),
-            *self._head_group_problems(),
-            *self._optimizer_dtype_problems(),
-            *self.parallelism.problems(world_size),
-            *self._tensor_problems(),
-            *self._context_problems(),
-            *self._pipeline_problems(world_size),
-            *self._attention_problems(),
-        ]
-        if self.schedule.decay_steps is not None and self.schedule.kind != "wsd":
-            decay, kind = self.schedule.decay_steps, self.schedule.kind
-            problems.append(f'schedule.decay_steps = {decay} is only used with schedule.kind = "wsd", not "{kind}"')
-        return problems + self._batch_problems()
-
-    def require_valid(self, world_size: int, *, first_stage: int = 0) -> None:
-        """Raises `ConfigError` with all problems."""
-        if problems := self.problems(world_size, first_stage=first_stage):
-            raise ConfigError(problems)
-
-    def require_vocab_size(self, required_vocab_size: int) -> None:
-        """Raises `ConfigError` unless the model has an embedding for each of the tokenizer's tokens."""
-        if problems := self._vocab_size_problems(required_vocab_size):
-            raise ConfigError(problems)
-
-    def _tokenizer_problems(self) -> list[str]:
-        if self.is_synthetic:
-            return []
-        vocab_size_is_known = self.tokenizer.kind == "byte" and not self.model.problems()
-        return self.tokenizer.problems() + (self._vocab_size_problems(BYTE_VOCAB_SIZE) if vocab_size_is_known else [])
-
     @property
     def is_synthetic(self) -> bool:
         """Whether all sequences are of the `copy` corpus, which needs no tokenizer."""
         return self.data.corpus == COPY_CORPUS and all(
             item.source == DEFAULT_SOURCE for item in self.data.effective_mix
         )
-
-    def _vocab_size_problems(self, required_vocab_size: int) -> list[str]:
-        size, kind = self.model.build().vocab_size, self.tokenizer.kind
-        if required_vocab_size <= size:
-            return []
-        return [
-            f'model.vocab_size = {size} must be at least {required_vocab_size}, the vocabulary size of tokenizer.kind = "{kind}"'
-        ]
 
     def context_plan(self) -> ContextPlan:
         """How cp ranks share sequences. The model must have no problems."""
@@ -223,82 +163,6 @@ class Config(Section):
             lines.append(f"pipeline parallelism: {self.pipeline_plan(world_size).summary()}")
         return lines
 
-    def _tensor_problems(self) -> list[str]:
-        if self.model.problems():
-            return []
-        section, model = self.parallelism, self.model.build()
-        requirements = {
-            "parallelism.tp above 1": section.tp > 1,
-            "parallelism.sequence_parallel = true": section.sequence_parallel,
-            "training.compile = true": self.training.compile,
-        }
-        missing = [requirement for requirement, is_met in requirements.items() if section.async_tp and not is_met]
-        problems = [f"parallelism.async_tp = true needs {' and '.join(missing)}"] if missing else []
-        return problems + tensor_parallel_problems(
-            section.tp,
-            heads=model.num_heads,
-            kv_heads=model.num_kv_heads,
-            ffn_dim=model.ffn_dim,
-            vocab_size=model.vocab_size,
-            # Only a tied embedding is kept whole with its head.
-            replicate_vocab=model.tie_embeddings and not section.loss_parallel,
-        )
-
-    def _pipeline_problems(self, world_size: int) -> list[str]:
-        is_indivisible = (
-            self.training.global_batch_size % self.training.micro_batch_size > 0
-        )  # Reported as a problem of the batch size.
-        return [] if is_indivisible or self.model.problems() else self.pipeline_plan(world_size).problems()
-
-    def _attention_problems(self) -> list[str]:
-        kernel, dtype = self.training.attention, self.training.dtype
-        if kernel == "cudnn" and self.training.deterministic:
-            return ['training.attention = "cudnn" is not deterministic, but training.deterministic = true']
-        supported_dtypes = {"efficient": ("bfloat16", "float32")} | dict.fromkeys(
-            ("flash", "cudnn", "fa3", "fa4"), ("bfloat16",)
-        )
-        if kernel not in supported_dtypes or dtype in supported_dtypes[kernel]:
-            return []
-        return [
-            f'training.attention = "{kernel}" supports {" or ".join(supported_dtypes[kernel])}, not training.dtype = "{dtype}"'
-        ]
-
-    def _head_group_problems(self) -> list[str]:
-        if self.model.problems() or (groups := self.memory.head_groups) == 1:
-            return []
-        plan = self.context_plan()
-        if plan.kv_heads % groups:
-            return [
-                f"memory.head_groups = {groups} must divide the {plan.kv_heads} KV heads of a rank "
-                "(model.num_kv_heads / parallelism.tp)"
-            ]
-        if plan.cp > 1 and not plan.problems() and plan.heads // groups % plan.ulysses_degree:
-            return [
-                f"memory.head_groups = {groups} leaves {plan.heads // groups} query heads per group, which "
-                f'{plan.ulysses_degree} ranks cannot divide (parallelism.cp_method = "{plan.resolved_method}")'
-            ]
-        return []
-
-    def _optimizer_dtype_problems(self) -> list[str]:
-        if self.memory.optimizer_dtype == "float32":
-            return []
-        key, max_beta, problems = 'memory.optimizer_dtype = "bfloat16"', max(self.optimizer.betas), []
-        if self.training.dtype == "float64":
-            problems.append(f'{key} contradicts training.dtype = "float64"')
-        if max_beta > 0.99:
-            problems.append(
-                f"{key} needs optimizer.betas up to 0.99, not {max_beta}: bfloat16 rounds smaller changes away"
-            )
-        return problems
-
-    def _context_problems(self) -> list[str]:
-        if self.model.problems():
-            return []
-        plan = self.context_plan()
-        if plan.heads % plan.kv_heads:  # A problem of tp, reported there.
-            return []
-        return [f"parallelism.{problem}" for problem in plan.problems()]
-
     def micro_batches(self, world_size: int) -> tuple[int, int]:
         """(micro-batches per step, micro-batches per data-parallel rank); the last ones may be empty."""
         degrees = self.parallelism.degrees(world_size)
@@ -341,32 +205,6 @@ class Config(Section):
                 f"every sequence is padded by {padding} token{'s' if padding > 1 else ''}"
             )
         return lines
-
-    def _batch_problems(self) -> list[str]:
-        global_batch_size, micro_batch_size = self.training.global_batch_size, self.training.micro_batch_size
-        problems = []
-        if self.training.seq_len > MAX_SEQ_LEN:
-            problems.append(f"training.seq_len = {self.training.seq_len} must be at most {MAX_SEQ_LEN}")
-        period = self.data.copy_period
-        if self.data.corpus == COPY_CORPUS and period is not None and period >= self.training.seq_len:
-            problems.append(f"data.copy_period = {period} must be below training.seq_len = {self.training.seq_len}")
-        if global_batch_size % micro_batch_size:
-            problems.append(
-                f"training.global_batch_size = {global_batch_size} must be a multiple of training.micro_batch_size = {micro_batch_size}"
-            )
-        return problems
-
-    def profiler_problems(self, steps: int) -> list[str]:
-        section = self.profiler
-        windows = {
-            "trace": (section.trace_step, section.trace_steps),
-            "memory": (section.memory_step, section.memory_steps),
-        }
-        return [
-            f"profiler.{name}_step = {start} and profiler.{name}_steps = {count} must end by training.steps = {steps}"
-            for name, (start, count) in windows.items()
-            if start is not None and start + count - 1 > steps
-        ]
 
 
 @dataclass(frozen=True)

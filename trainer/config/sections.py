@@ -210,16 +210,6 @@ class ParallelismSection(Section):
             degrees["dp_shard"] = max(1, world_size // prod(degrees.values()))
         return degrees
 
-    def problems(self, world_size: int) -> list[str]:
-        degrees = self.degrees(world_size)
-        if prod(degrees.values()) == world_size:
-            return []
-        product = " x ".join(f"{axis} {size}" for axis, size in degrees.items())
-        needed = prod(degrees.values())
-        return [
-            f"the mesh {product} needs {needed:,} processes, but the world size is {world_size:,} (NGPU x NNODES, or torchrun's)"
-        ]
-
 
 class MemorySection(Section):
     recompute: Literal["none", "full", "keep_attention", "auto"] = "keep_attention"
@@ -242,31 +232,6 @@ class MemorySection(Section):
     """Where parameters, gradients and optimizer state are stored; `host` fetches each block when it runs and steps the optimizer on the CPU."""
     optimizer_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of AdamW's two moments in memory; they are updated in float32 and rounded to nearest. float64 runs keep their own."""
-
-    def problems(self) -> list[str]:
-        defaults = {"offload": "none", "blocks_per_checkpoint": 1, "head_groups": 1, "mlp_tile_mib": None}
-        non_default = {key: getattr(self, key) for key, default in defaults.items() if getattr(self, key) != default}
-        problems = []
-        if self.recompute == "none":
-            problems += [
-                f'memory.{key} = {_toml_literal(value)} needs memory.recompute = "full" or "keep_attention": with "none" autograd '
-                "saves all activations"
-                for key, value in non_default.items()
-            ]
-        elif self.recompute == "full":
-            unsupported = {"offload": "inputs_and_attention"} | (
-                {"blocks_per_checkpoint": self.blocks_per_checkpoint} if self.blocks_per_checkpoint > 1 else {}
-            )
-            problems += [
-                f'memory.{key} = {_toml_literal(value)} needs memory.recompute = "keep_attention", not "full"'
-                for key, value in unsupported.items()
-                if non_default.get(key) == value
-            ]
-        if self.host_budget_gib is not None and self.offload == "none" and self.recompute != "auto":
-            problems.append(f'memory.host_budget_gib = {self.host_budget_gib} is not used with memory.offload = "none"')
-        if self.device_gib is not None and self.recompute != "auto":
-            problems.append(f'memory.device_gib = {self.device_gib} is only used with memory.recompute = "auto"')
-        return problems
 
 
 class OptimizerSection(Section):
@@ -372,14 +337,3 @@ def _build_model_config(section: ModelSection) -> ModelConfig:
 class PlanSection(Section):
     device: Annotated[str, BeforeValidator(require_non_empty)] | None = None
     """Device to plan for: a table by name (`h100-80gb`, `h200`, `a100-80gb`, ...) or a TOML file of that format. Left out: the local GPU if it is known, else h100-80gb."""
-
-
-def _toml_literal(value: str | int) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value)
-
-
-def path_exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # The name is too long, or the folder is not readable.
-        return False

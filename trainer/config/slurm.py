@@ -64,20 +64,6 @@ class SlurmSection(Section):
     def nproc_per_node(self) -> int:
         return self.gpus_per_node or self.processes_per_node or 1
 
-    def problems(self) -> list[str]:
-        problems = []
-        if self.gpus_per_node and self.processes_per_node is not None:
-            problems.append(
-                f"slurm.processes_per_node = {self.processes_per_node} is only used with slurm.gpus_per_node = 0, "
-                f"not {self.gpus_per_node}: each GPU has one rank"
-            )
-        limit = parse_time_limit(self.time)
-        if limit is not None and limit <= self.lead_seconds:
-            problems.append(
-                f'slurm.lead_seconds = {self.lead_seconds} must be below slurm.time = "{self.time}", {limit} s'
-            )
-        return problems
-
 
 def parse_time_limit(time_limit: str | None) -> int | None:
     """Seconds of a time limit in SLURM's format."""

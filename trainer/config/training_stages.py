@@ -5,12 +5,11 @@ A recipe resolves to one configuration per stage; the rest of the trainer sees o
 
 from __future__ import annotations
 
-from functools import reduce
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from trainer.config.data import DEFAULT_SOURCE, MixSection
+from trainer.config.data import MixSection
 from trainer.config.job_config import Config, TrainingStage
 from trainer.config.sections import (
     Fraction,
@@ -75,24 +74,6 @@ class StageSection(Section):
     memory: MemorySection = MemorySection()
     """Memory options: overrides of [memory]."""
 
-    def problems(self) -> list[str]:
-        problems = []
-        if (self.steps is None) == (self.tokens is None):
-            problems.append("exactly one of steps and tokens must be given")
-        if self.batch_tokens is not None and self.batch_tokens % self.seq_len:
-            rounded_down = self.batch_tokens // self.seq_len * self.seq_len
-            suggestion = " or ".join(str(tokens) for tokens in (rounded_down, rounded_down + self.seq_len) if tokens)
-            problems.append(
-                f"batch_tokens = {self.batch_tokens} must be a multiple of seq_len = {self.seq_len}, as {suggestion} is"
-            )
-        if self.warmup is not None and "warmup_steps" in self.schedule.model_fields_set:
-            problems.append(f"warmup = {self.warmup} and schedule.warmup_steps are both given; keep one")
-        if self.warmup is not None and self.schedule.over == "run":
-            problems.append(
-                f'warmup = {self.warmup} is a fraction of one stage; with schedule.over = "run" use schedule.warmup_steps'
-            )
-        return problems
-
     def merge_into(self, base: ConfigValues) -> ConfigValues:
         """The values of `base` with those of this stage, for a configuration of the stage alone."""
         values = {key: dict(value) if isinstance(value, dict) else value for key, value in base.items()}
@@ -143,58 +124,3 @@ class Recipe(Config):
             )
             for index, (stage, config) in enumerate(zip(self.stage, configs, strict=True))
         )
-
-    def data_problems(self) -> list[str]:
-        stages = () if self.stage_problems() else self.training_stages
-        return [*dict.fromkeys(problem for stage in stages for problem in stage.config.data_problems())]
-
-    def layout_problems(self, world_size: int, *, first_stage: int = 0) -> list[str]:
-        # Stages that are done may have needed another world size.
-        if problems := self.stage_problems():
-            return problems
-        for stage in self.training_stages[first_stage:]:
-            prefix = f"{stage}: " if stage.name else ""
-            problems += [prefix + problem for problem in stage.config.single_stage_problems(world_size)]
-        return problems + self.profiler_problems(self.training_stages[0].total_steps)
-
-    def stage_problems(self) -> list[str]:
-        """Problems of the stages that keep them from being resolved to configurations."""
-        names = [stage.name for stage in self.stage]
-        problems = [f'stage "{stage.name}": {problem}' for stage in self.stage for problem in stage.problems()]
-        problems += [f'two stages are named "{name}"' for name in sorted({x for x in names if names.count(x) > 1})]
-        redundant = self.training.model_fields_set & {"steps", "seq_len"} if self.stage else ()
-        problems += [
-            f"training.{key} = {getattr(self.training, key)} is not used with [[stage]]: each stage has its own"
-            for key in sorted(redundant)
-        ]
-        for key, stage_key in STAGE_OVERRIDES.items() if self.stage else ():
-            section = reduce(getattr, key.split(".")[:-1], self)
-            if key.split(".")[-1] in section.model_fields_set and all(
-                stage_key in stage.model_fields_set for stage in self.stage
-            ):
-                problems.append(f"{key} is not used: every [[stage]] sets {stage_key}")
-        if len(names) > 1 and not self.checkpoint.enabled:
-            problems.append("checkpoint.enabled = false: each stage starts from a checkpoint of the one before")
-        training_sources = {item.source for stage in self.stage for item in stage.mix or self.data.mix} or {
-            item.source for item in self.data.effective_mix
-        }
-        known = {DEFAULT_SOURCE, *self.data.sources}
-        for name, each in self.validation.sets.items():
-            settings = self.data.document_settings(each.source) if each.source in known else {}
-            for other in sorted(training_sources & known - {each.source}):
-                if (
-                    settings.get("path") == (other_settings := self.data.document_settings(other))["path"]
-                    and settings != other_settings
-                ):
-                    problems.append(
-                        f'validation.sets.{name}: source = "{each.source}" is the corpus of "{other}", which training '
-                        "splits into other documents; use the same document settings to hold documents out"
-                    )
-        used = {item.source for mix in (self.data.effective_mix, *(stage.mix for stage in self.stage)) for item in mix}
-        used |= self.validation.sources
-        problems += [
-            f"data.sources.{name}: no mix and no validation set uses this source"
-            for name in self.data.sources
-            if name not in used
-        ]
-        return problems

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-from trainer.config.data import COPY_CORPUS, DEFAULT_SOURCE, DataSection
+from trainer.config.data import DEFAULT_SOURCE
 from trainer.config.sections import MAX_SEQ_LEN, PositiveInt, Section
 
 DEFAULT_TAIL_TOKENS = 2048
@@ -36,18 +35,6 @@ class ValidationSetSection(Section):
         """The tail, or its default."""
         return self.tail or min(DEFAULT_TAIL_TOKENS, self.seq_len[0])
 
-    def problems(self, source_names: list[str]) -> list[str]:
-        problems = []
-        if self.source not in source_names:
-            problems.append(f'source = "{self.source}" is not one of {", ".join(source_names)}')
-        if any(shorter >= longer for shorter, longer in pairwise(self.seq_len)):
-            problems.append(f"seq_len = {[*self.seq_len]} must ascend")
-        if self.tail is not None and len(self.seq_len) == 1:
-            problems.append(f"tail = {self.tail} is only used with several lengths in seq_len")
-        elif self.tail is not None and self.tail > min(self.seq_len):
-            problems.append(f"tail = {self.tail} must be at most {min(self.seq_len)}, the shortest of seq_len")
-        return problems
-
 
 class ValidationSection(Section):
     interval: PositiveInt = 500
@@ -58,15 +45,3 @@ class ValidationSection(Section):
     @property
     def sources(self) -> set[str]:
         return {each.source for each in self.sets.values()}
-
-    def problems(self, data: DataSection) -> list[str]:
-        source_names = [DEFAULT_SOURCE, *data.sources]
-        problems_by_set = {name: each.problems(source_names) for name, each in self.sets.items()}
-        for name, each in self.sets.items():
-            if each.source == DEFAULT_SOURCE and data.corpus == COPY_CORPUS:
-                problems_by_set[name].append(
-                    f'source = "{DEFAULT_SOURCE}" is the synthetic "{COPY_CORPUS}" corpus, which has no documents to hold out'
-                )
-        return [
-            f"validation.sets.{name}: {problem}" for name, problems in problems_by_set.items() for problem in problems
-        ]

@@ -25,6 +25,7 @@ from torch import Tensor
 from models.batch import IGNORE_INDEX, Batch
 from parallelisms.collectives import all_reduce
 from trainer.build import ParallelModel
+from trainer.config import checks
 from trainer.config.job_config import DEFAULT_SOURCE, Config
 from trainer.data.packing import holdout_mask
 from trainer.data.prepare import prepare
@@ -150,7 +151,7 @@ def build_datasets(config: Config, lengths: Sequence[int], *, depths: int, trial
     if config.is_synthetic:
         raise ConfigError([f'data.corpus = "{config.data.corpus}" has no text to hide a number in; set --data.corpus'])
     tokenizer = load_tokenizer(config.tokenizer.kind, config.tokenizer.path)
-    config.require_vocab_size(tokenizer.vocab_size)
+    checks.require_vocab_size(config, tokenizer.vocab_size)
     sentences = PasskeySentences(tokenizer)
     overhead = sentences.max_overhead(trials)
     if too_short := [length for length in lengths if length <= overhead]:

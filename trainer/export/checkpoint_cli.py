@@ -20,6 +20,7 @@ from trainer.checkpoint.initial_weights import find_checkpoint
 from trainer.checkpoint.load import MODEL_PREFIX
 from trainer.checkpoint.load import load_tensors as load_tensors
 from trainer.checkpoint.run_dir import ResumeError, RunDir, find_checkpoints, read_state
+from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import COMMAND_LINE, ConfigSource, deep_merge, load, parse_arguments
 from trainer.config.training_stages import Recipe
@@ -133,7 +134,7 @@ def resolve_for_evaluation(path: Path, overrides: Sequence[str]) -> ResolvedChec
     """As `resolve_checkpoint`, and validates the configuration for the processes that were started."""
     resolved = resolve_checkpoint(path, overrides)
     _, world_size, _ = process_rank()
-    resolved.config.require_valid(world_size)
+    checks.require_valid(resolved.config, world_size)
     return resolved
 
 

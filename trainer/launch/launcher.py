@@ -16,6 +16,7 @@ from pathlib import Path
 
 from trainer.checkpoint.initial_weights import validate_initial_weights
 from trainer.checkpoint.run_dir import ResumeError, RunDir, finished_message, next_stage
+from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import find_config_file, load, name_flags, parse_arguments, show_path
 from trainer.config.toml_format import to_toml
@@ -57,7 +58,7 @@ def main() -> int:
         sys.stdout.write(render_help() + "\n")
         return EXIT_SUCCESS
     config, world, problems = load_and_validate(argv, os.environ, planning="--plan" in flags)
-    if "--check" in flags and world and not world.rank and not config.layout_problems(world.world_size):
+    if "--check" in flags and world and not world.rank and not checks.layout_problems(config, world.world_size):
         sys.stdout.write(format_resolved_config(config, world))  # Also where corpus and tokenizer are missing.
     if problems or world is None:
         if world is None or not world.rank:
@@ -151,13 +152,13 @@ def load_and_validate(
         problems += error.problems
     if problems:
         return config, None, problems
-    if world is None or config.stage_problems():
-        return config, world, config.stage_problems()
+    if world is None or checks.stage_problems(config):
+        return config, world, checks.stage_problems(config)
     if planning:
-        return config, world, config.layout_problems(world.world_size)
+        return config, world, checks.layout_problems(config, world.world_size)
     remaining_stages = config.training_stages[next_stage_index(config) :]
     first_config = remaining_stages[0].config
-    problems = config.problems(world.world_size, first_stage=remaining_stages[0].index)
+    problems = checks.problems(config, world.world_size, first_stage=remaining_stages[0].index)
     if not first_config.model.problems():
         problems += collect_problems(lambda: validate_initial_weights(first_config))
     if config.plan.device is not None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
+from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.toml_format import toml_value
 from trainer.errors import ConfigError
@@ -43,7 +44,7 @@ def fit_memory_options(
     rejected_problems: list[str] = []
     closest: tuple[float, Config] | None = None
     for candidate in sorted(_candidates(config), key=_relative_step_time):
-        if problems := candidate.layout_problems(world_size):
+        if problems := checks.layout_problems(candidate, world_size):
             rejected_problems = rejected_problems or problems
             continue
         estimate = estimate_memory(candidate, world_size)

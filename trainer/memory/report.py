@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.toml_format import toml_value
 from trainer.memory.estimator import GIB, MemoryEstimate, MemoryItem, estimate_memory
@@ -61,11 +62,14 @@ def out_of_memory_advice(config: Config, world_size: int, *, limit: int = 3) -> 
 
 def memory_savings(config: Config, world_size: int) -> list[MemorySaving]:
     """Changes that free memory without adding configuration problems, largest saving first."""
-    current_bytes, known_problems = estimate_memory(config, world_size).device_bytes, {*config.problems(world_size)}
+    current_bytes, known_problems = (
+        estimate_memory(config, world_size).device_bytes,
+        {*checks.problems(config, world_size)},
+    )
     savings = []
     for change, changed_config, changed_world_size in memory_changes(config, world_size):
         if (
-            known_problems.issuperset(changed_config.problems(changed_world_size))
+            known_problems.issuperset(checks.problems(changed_config, changed_world_size))
             and (freed_bytes := current_bytes - estimate_memory(changed_config, changed_world_size).device_bytes) > 0
         ):
             savings.append(MemorySaving(change, freed_bytes))

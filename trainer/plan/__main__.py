@@ -15,6 +15,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import NoReturn
 
+from trainer.config import checks
 from trainer.config.parse import load, parse_arguments
 from trainer.config.sections import MAX_SEQ_LEN
 from trainer.config.training_stages import Recipe
@@ -78,7 +79,7 @@ def plan(args: argparse.Namespace, config_args: Sequence[str], notes: Sequence[s
     device = device_from_args(args, config)
     requested_size = world_size_from_args(args, device)
     world_size = requested_size or prod(config.training_stages[0].config.parallelism.degrees(1).values())
-    if problems := config.layout_problems(world_size):
+    if problems := checks.layout_problems(config, world_size):
         advice = f"the mesh does not match {world_size:,} devices: trainer.plan search --gpus {world_size} finds one"
         raise ConfigError([*problems, advice] if requested_size else problems)
     run = plan_run(config, world_size, device)

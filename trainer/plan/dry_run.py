@@ -20,6 +20,7 @@ from torch import Tensor
 
 from models.batch import Batch
 from models.transformer import Transformer
+from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import load
 from trainer.data.sequences import BlendedDataset
@@ -80,7 +81,7 @@ def dry_run(
     `documents` are the document lengths of each sequence; default: one document. Raises ConfigError for an invalid
     configuration, or if `memory.recompute` is "auto".
     """
-    problems = config.layout_problems(world_size)
+    problems = checks.layout_problems(config, world_size)
     if config.memory.recompute == "auto":
         problems.append('memory.recompute = "auto" depends on the machine: a dry run needs an explicit policy')
     if not 0 <= rank < world_size:

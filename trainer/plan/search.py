@@ -14,6 +14,7 @@ from itertools import product
 from math import inf
 from typing import Any
 
+from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.sections import MAX_SEQ_LEN
 from trainer.config.toml_format import toml_value
@@ -61,8 +62,6 @@ MEMORY_CHOICES: tuple[dict[str, Any], ...] = tuple(
         ("full", "inputs", 256, 8, 1),
     )
 )
-
-
 HEAD_GROUP_CHOICES = [
     keep for keep in MEMORY_CHOICES if keep["memory.head_groups"] > 1 and keep["memory.offload"] == "none"
 ]
@@ -218,7 +217,7 @@ class _LayoutSearch:
             getattr(getattr(config, name), key) != getattr(getattr(self.config, name), key) for name, key in self.pinned
         ):
             return None
-        if problems := config.layout_problems(self.world_size):
+        if problems := checks.layout_problems(config, self.world_size):
             self.problems.update(problems)
             return None
         self.num_plans += 1

@@ -49,7 +49,6 @@ STEP_OVERHEAD = 0.01
 HOST = "host"
 """Channel of copies between device and host."""
 
-
 CHANNEL_LABELS = {
     "pp": "stages (pp)",
     "dp_replicate": "gradients (dp_replicate)",
@@ -116,13 +115,8 @@ class RankStepTime:
         return {name: seconds for name, seconds in seconds_by_kind.items() if seconds > 0}
 
 
-class SecondsByChannel(defaultdict[str, float]):
-    def __init__(self) -> None:
-        super().__init__(float)
-
-    def accumulate(self, other: SecondsByChannel) -> None:
-        for channel, seconds in other.items():
-            self[channel] += seconds
+SecondsByChannel = defaultdict[str, float]
+PHASES_BY_DIRECTION = {"forward": ("forward",), "backward": ("backward", "recompute")}
 
 
 @dataclass(frozen=True)
@@ -168,13 +162,8 @@ class RankTimeModel:
     def head_rate(self) -> float:
         rows, columns = self.rank.head_shapes()[0]
         chunk = (self.config.memory.loss_chunk_mib << 20) // (self.rank.master_bytes * rows)
-        smallest_dim = max(1, min(rows, columns, chunk, self.rank.tokens))
-        return (
-            self._dtype_factor
-            * MATMUL_EFFICIENCY
-            * self.device.matmul_flops
-            / (1 + MATMUL_HALF_RATE_DIM / smallest_dim)
-        )
+        slowdown = 1 + MATMUL_HALF_RATE_DIM / max(1, min(rows, columns, chunk, self.rank.tokens))
+        return self._dtype_factor * MATMUL_EFFICIENCY * self.device.matmul_flops / slowdown
 
     @cached_property
     def attention_rates(self) -> dict[str, float]:
@@ -216,15 +205,9 @@ class RankTimeModel:
         """Minimum seconds of each phase given its number of kernel launches."""
         tiles = self.rank.block_memory.tiles()[0] if self.config.memory.recompute != "none" else 1
         recomputes = self.config.memory.recompute != "none"
-        num_tiles_and_groups = tiles + self.config.memory.head_groups - 1
+        block_runs = self.rank.num_blocks * self.rank.num_micro_batches * (tiles + self.config.memory.head_groups - 1)
         kernel_fraction = COMPILED_KERNEL_FRACTION if self.config.training.compile else 1
-        launch_seconds = (
-            self.rank.num_blocks
-            * self.rank.num_micro_batches
-            * num_tiles_and_groups
-            * kernel_fraction
-            * self.device.launch_latency
-        )
+        launch_seconds = block_runs * kernel_fraction * self.device.launch_latency
         return {
             phase: launch_seconds * count * (recomputes or phase != "recompute")
             for phase, count in KERNELS_PER_BLOCK.items()
@@ -238,9 +221,8 @@ class RankTimeModel:
 
     def communication(self, direction: str) -> Iterator[CommCost]:
         """Communication of "forward", or of "backward" including recomputation."""
-        phases = ("forward",) if direction == "forward" else ("backward", "recompute")
         for message in self._messages:
-            if message.phase in phases and message.channel != "pp":
+            if message.phase in PHASES_BY_DIRECTION[direction] and message.channel != "pp":
                 yield self._comm_cost(message, interconnect.message_seconds(message, self.groups, self.device))
         copy_seconds = self.workload.offloaded_bytes / self.device.host_link_bandwidth
         exposed_fraction = self._exposed_offload_fraction() if direction == "backward" else 0
@@ -299,25 +281,21 @@ class RankTimeModel:
 
     def _state_offload_seconds(self, direction: str) -> float:
         """With the optimizer on the host: weights to the device in both directions, gradients back."""
-        fetched_bytes, returned_bytes = (
-            self.workload.fetched_bytes / 2,
-            self.workload.returned_bytes * (direction == "backward"),
-        )
-        return (fetched_bytes + returned_bytes) / self.device.host_link_bandwidth
+        returned_bytes = self.workload.returned_bytes * (direction == "backward")
+        return (self.workload.fetched_bytes / 2 + returned_bytes) / self.device.host_link_bandwidth
 
     # ---- overlap
 
     @cached_property
     def step_time(self) -> RankStepTime:
-        exposed, overlapped = SecondsByChannel(), SecondsByChannel()
-        for direction in ("forward", "backward"):
-            direction_exposed, direction_overlapped = self._comm_by_direction[direction]
-            exposed.accumulate(direction_exposed)
-            overlapped.accumulate(direction_overlapped)
-        if self.rank.pipeline.pp > 1:
-            direction_exposed, direction_overlapped = self._pipeline_weight_comm()
-            exposed.accumulate(direction_exposed)
-            overlapped.accumulate(direction_overlapped)
+        parts = [
+            *self._comm_by_direction.values(),
+            *([self._pipeline_weight_comm()] if self.rank.pipeline.pp > 1 else []),
+        ]
+        exposed, overlapped = SecondsByChannel(float), SecondsByChannel(float)
+        for part_exposed, part_overlapped in parts:
+            _accumulate(exposed, part_exposed)
+            _accumulate(overlapped, part_overlapped)
         directions, phases = ("forward", "backward"), ("forward", "backward", "recompute")
         return RankStepTime(
             pp_rank=self.rank.pp_rank,
@@ -341,24 +319,16 @@ class RankTimeModel:
     def _overlap_communication(self, direction: str) -> tuple[SecondsByChannel, SecondsByChannel]:
         """(exposed, overlapped) seconds by channel."""
         pieces = [*self.communication(direction)]
-        exposed, overlapped = SecondsByChannel(), SecondsByChannel()
+        exposed, overlapped = SecondsByChannel(float), SecondsByChannel(float)
         for piece in pieces:
             exposed[piece.channel] += piece.exposed
-        available = (
-            self._attention_overlap_seconds("forward")
-            if direction == "forward"
-            else self._attention_overlap_seconds("backward") + self._attention_overlap_seconds("recompute")
-        )
+        available = sum(map(self._attention_overlap_seconds, PHASES_BY_DIRECTION[direction]))
         for piece in (piece for piece in pieces if piece.overlaps_with == "attention"):
             covered_seconds = min(available, piece.overlappable)
             available -= covered_seconds
             overlapped[piece.channel] += covered_seconds
             exposed[piece.channel] += piece.overlappable - covered_seconds
-        compute = (
-            self.compute_seconds("forward")
-            if direction == "forward"
-            else self.compute_seconds("backward") + self.compute_seconds("recompute")
-        )
+        compute = sum(map(self.compute_seconds, PHASES_BY_DIRECTION[direction]))
         for piece in (piece for piece in pieces if piece.overlaps_with == "compute"):
             link = self._link_kind(piece.channel)
             # A link is idle while other links are exposed, and busy with what already overlaps on it.
@@ -376,7 +346,7 @@ class RankTimeModel:
         """(exposed, overlapped) seconds of a pipeline's FSDP communication: all-gathers overlap with the first micro-batch,
         gradient reductions follow the last.
         """
-        exposed, overlapped = SecondsByChannel(), SecondsByChannel()
+        exposed, overlapped = SecondsByChannel(float), SecondsByChannel(float)
         available = self.compute_seconds("forward") / self.rank.num_micro_batches
         for message in self._messages:
             if message.phase != "step":
@@ -392,30 +362,24 @@ class RankTimeModel:
     def mean_chunk(self) -> ChunkTime:
         count = self.rank.num_micro_batches * self.rank.pipeline.stages_per_rank
         weight_grad = self.matmul_seconds("backward") / 2
-        forward = (
-            self.compute_seconds("forward")
-            + sum(self._comm_by_direction["forward"][0].values())
+        forward, backward = (
+            sum(map(self.compute_seconds, PHASES_BY_DIRECTION[direction]))
+            + sum(exposed.values())
             + self.compute_seconds("head") / 2
+            for direction, (exposed, _) in self._comm_by_direction.items()
         )
-        input_and_weight_grad = (
-            self.compute_seconds("backward")
-            + self.compute_seconds("recompute")
-            + sum(self._comm_by_direction["backward"][0].values())
-        )
-        input_and_weight_grad += self.compute_seconds("head") / 2
         return ChunkTime(
             forward=forward / count,
-            input_grad=(input_and_weight_grad - weight_grad) / count,
+            input_grad=(backward - weight_grad) / count,
             weight_grad=weight_grad / count,
         )
 
     @property
     def p2p_seconds(self) -> float:
         """Seconds to send the residual stream to the next stage."""
-        group_and_device = (self.groups["pp"], self.device)
-        return self.rank.block_memory.residual_bytes / interconnect.bandwidth(
-            "send", *group_and_device
-        ) + interconnect.latency("send", *group_and_device)
+        group = self.groups["pp"]
+        send_seconds = self.rank.block_memory.residual_bytes / interconnect.bandwidth("send", group, self.device)
+        return send_seconds + interconnect.latency("send", group, self.device)
 
     @cached_property
     def optimizer_seconds(self) -> float:
@@ -429,3 +393,8 @@ class RankTimeModel:
             self.compute_seconds("forward") / self.rank.num_micro_batches if self.rank.pipeline.pp == 1 else 0
         )
         return max(0.0, host_seconds - overlapped_seconds)
+
+
+def _accumulate(totals: SecondsByChannel, seconds_by_channel: SecondsByChannel) -> None:
+    for channel, seconds in seconds_by_channel.items():
+        totals[channel] += seconds

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parallelisms.parallel_dims import AXES, CP_METHODS
+from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.toml_format import toml_value
 from trainer.hardware.device_specs import DeviceSpec
@@ -49,9 +50,9 @@ def speedup_candidates(config: Config, world_size: int, device: DeviceSpec) -> I
 
 
 def _valid(config: Config, world_size: int, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
-    existing_problems = {*config.layout_problems(world_size)}
+    existing_problems = {*checks.layout_problems(config, world_size)}
     for candidate in candidates:
-        if existing_problems.issuperset(candidate.config.layout_problems(candidate.world_size)):
+        if existing_problems.issuperset(checks.layout_problems(candidate.config, candidate.world_size)):
             yield candidate
 
 

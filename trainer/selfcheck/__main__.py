@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 
+from trainer.config import checks
 from trainer.config.docs import render_help
 from trainer.config.job_config import Config, TrainingStage
 from trainer.config.parse import load
@@ -59,7 +60,7 @@ def main(args: Sequence[str]) -> int:
             raise ConfigError([f"command line: {WORLD_SIZE_OPTION} {world_size} must be an integer, at least 1"])
         config = load(argv)
         cluster = LaunchWorld(nproc_per_node=int(world_size) if world_size else default_world_size(config))
-        if problems := config.stage_problems():
+        if problems := checks.stage_problems(config):
             raise ConfigError(problems)
         statuses = [check_stage(stage, cluster.world_size) for stage in config.training_stages]
         return EXIT_FAILURE if any(statuses) else EXIT_SUCCESS

@@ -19,6 +19,7 @@ from typing import Any
 from models.config import ModelConfig, RopeConfig
 from parallelisms.parallel_dims import AXES, ContextPlan
 from parallelisms.pipeline_plan import PipelinePlan
+from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import deep_merge
 from trainer.errors import ConfigError
@@ -95,13 +96,15 @@ def reduce_run(config: Config, world_size: int, folder: Path) -> ReducedRun:
     which may lack its corpus and its tokenizer's file here.
     """
     run = FullRun(_with_sample_documents(config, folder), world_size)
-    run.config.require_valid(world_size)
+    checks.require_valid(run.config, world_size)
     meshes = [_parallelism_values(run, axes) for axes in cover_axis_pairs(run.folded_degrees)]
     problems: list[str] = []
     for global_batch_size in _candidate_batch_sizes(run):
         reduced = _reduced_values(run, global_batch_size)
         mesh_cases = [_mesh_case(reduced, mesh) for mesh in meshes]
-        problems = [problem for mesh_case in mesh_cases for problem in mesh_case.config.problems(mesh_case.processes)]
+        problems = [
+            problem for mesh_case in mesh_cases for problem in checks.problems(mesh_case.config, mesh_case.processes)
+        ]
         if not problems:
             reference = deep_merge(reduced, {"training": {"compile": False}}) | {
                 "parallelism": {"dp_shard": 1},

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from trainer.config import checks
 from trainer.config.docs import render_help
 from trainer.config.parse import find_config_file, load, parse_arguments
 from trainer.config.slurm import SlurmSection
@@ -94,7 +95,7 @@ def find_run_dir(args: Sequence[str]) -> Path:
 def render_command(argv: Sequence[str]) -> int:
     """Also where corpus and tokenizer are not, which is told."""
     config, problems = load_and_validate_job(argv)
-    if config is None or config.layout_problems(config.slurm.nodes * config.slurm.nproc_per_node):
+    if config is None or checks.layout_problems(config, config.slurm.nodes * config.slurm.nproc_per_node):
         return print_config_problems(argv, config, problems)
     file = find_config_file(parse_arguments(argv).config).absolute()
     sys.stdout.write(render(build_job(config, ["--config", str(file), *run_options(argv)])))

@@ -1,4 +1,4 @@
-"""Lists of documents, as boundaries: hand-made, random, and packed as training packs them."""
+"""Document boundaries: manually written, random, and packed as in training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DISTRIBUTIONS: tuple[Distribution, ...] = (
     "one document",
 )
 SPREAD = 1.5
-# A log-normal variable of this spread has exp(SPREAD**2 / 2) times its median as its mean.
+# The mean of a log-normal variable is exp(SPREAD**2 / 2) times its median.
 MEDIAN_OF_MEAN = 1 / 2.718281828 ** (SPREAD**2 / 2)
 
 
@@ -28,22 +28,22 @@ def of_lengths(*lengths: int) -> tuple[int, ...]:
 
 
 def scattered(tokens: int, seed: int) -> tuple[int, ...]:
-    """Documents cut anywhere, most of them short: some of one token, some shorter than two per rank."""
+    """Random documents, most of them short: some of one token, some with fewer than two tokens per rank."""
     rng = random.Random(seed)
     starts = rng.sample(range(1, tokens), rng.randrange(1, tokens // 3))
-    # A run of three documents of one token, wherever it falls.
+    # Three consecutive documents of one token at a random position.
     single = rng.randrange(1, tokens - 3)
     return (0, *sorted({*starts, single, single + 1, single + 2}), tokens)
 
 
 def few(tokens: int, seed: int) -> tuple[int, ...]:
-    """Up to nine documents cut anywhere."""
+    """Up to nine random documents."""
     rng = random.Random(seed)
     return (0, *sorted(rng.sample(range(1, tokens), seed % 9)), tokens)
 
 
 def small(tokens: int) -> list[tuple[int, ...]]:
-    """Rows for a comparison of every pair."""
+    """Sequences short enough to compare every pair."""
     rest = tokens - 1 - 3 - 11
     return [
         (0, tokens),
@@ -57,7 +57,7 @@ def small(tokens: int) -> list[tuple[int, ...]]:
 
 
 def packed(distribution: Distribution, tokens: int, seed: int) -> tuple[int, ...]:
-    """Documents drawn until the row is full; the last is cut."""
+    """Documents drawn until the sequence is full; the last one is truncated."""
     rng = random.Random(seed)
     length: dict[Distribution, Callable[[], float]] = {
         "log-normal, mean 2K": lambda: MEDIAN_OF_MEAN * 2048 * rng.lognormvariate(0, SPREAD),
@@ -75,18 +75,18 @@ def packed(distribution: Distribution, tokens: int, seed: int) -> tuple[int, ...
 
 
 def document_of(boundaries: tuple[int, ...]) -> Tensor:
-    """int64 [tokens]: the number of each token's document."""
+    """int64 [tokens]: the document index of each token."""
     lengths = torch.tensor(boundaries).diff()
     return torch.repeat_interleave(torch.arange(len(lengths)), lengths)
 
 
 def keys_seen(boundaries: tuple[int, ...]) -> Tensor:
-    """int64 [tokens]: how many keys each token attends to, itself included: its position in its document, plus one."""
+    """int64 [tokens]: the number of keys each token attends to: its position in its document plus one."""
     starts = torch.tensor(boundaries)
     return torch.arange(boundaries[-1]) - starts[document_of(boundaries)] + 1
 
 
 def visible(boundaries: tuple[int, ...]) -> Tensor:
-    """[tokens, tokens] bool: whether a query may see a key."""
+    """[tokens, tokens] bool: whether the query attends to the key."""
     documents = document_of(boundaries)
     return (documents[:, None] == documents[None, :]).tril()

@@ -1,4 +1,4 @@
-"""The operators: what torch checks of them, what compilation and recomputation make of them, and what they send."""
+"""The attention operators: opcheck, compilation, recomputation and communication."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ METHODS = {"ring": (2,), "alltoall": (2,), "allgather": (2,), "ulysses": (2,), "
 FAST = [("ring", True)]
 
 
-def some_fast(names: Iterable[str], *fast: str) -> list[Any]:
-    """Parameters of which the others are slow: they go through the same code, with another exchange."""
+def mark_slow_except(names: Iterable[str], *fast: str) -> list[Any]:
+    """Marks all parameters but `fast` slow: they share the code and differ only in the transport."""
     return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in names]
 
 
@@ -47,8 +47,8 @@ def core_of(method: str, heads: tuple[int, int] = (4, 2)) -> ContextParallel:
     return ContextParallel(mesh, method=method, heads=heads[0], kv_heads=heads[1])
 
 
-def checks(name: str) -> set[str]:
-    """What torch says of an operator on this rank."""
+def opcheck_results(name: str) -> set[str]:
+    """Opcheck's results for an operator on this rank."""
     warnings.simplefilter("ignore")
     core = core_of(name if name in METHODS else "ulysses")
     boundaries_BD = starts([9, 1, 14], [24], width=6)
@@ -71,14 +71,14 @@ def checks(name: str) -> set[str]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "name", some_fast(["ring", "alltoall", "allgather", "to_heads", "to_tokens"], "ring", "to_heads")
+    "name", mark_slow_except(["ring", "alltoall", "allgather", "to_heads", "to_tokens"], "ring", "to_heads")
 )
-def test_every_operator_passes_the_checks_of_torch(name: str) -> None:
-    assert run_ranks(checks, 2, name) == [{"SUCCESS"}] * 2
+def test_every_operator_passes_opcheck(name: str) -> None:
+    assert run_ranks(opcheck_results, 2, name) == [{"SUCCESS"}] * 2
 
 
 def compilations(method: str) -> tuple[int, float]:
-    """How often three batches with other documents were compiled, and the largest error."""
+    """Number of compilations for three batches with different documents, and the largest error."""
     warnings.simplefilter("ignore")
     core = core_of(method)
     counter = CompileCounterWithBackend("aot_eager")
@@ -87,13 +87,13 @@ def compilations(method: str) -> tuple[int, float]:
     for boundaries_BD in (starts([64], width=6), starts([7, 1, 56], width=6), starts([1, 2, 3, 50, 8])):
         given = inputs(boundaries_BD)
         *expected, _ = run(dense, given, boundaries_BD)
-        for ours, right in zip(shared(Called(core, compiled), given, boundaries_BD), expected, strict=True):  # type: ignore[arg-type]
+        for ours, right in zip(shared(ReplacedCall(core, compiled), given, boundaries_BD), expected, strict=True):  # type: ignore[arg-type]
             worst = max(worst, abs(ours - right).max().item())
     return counter.frame_count, worst
 
 
-class Called:
-    """A core whose call is another function."""
+class ReplacedCall:
+    """A core with a replaced `__call__`."""
 
     def __init__(self, core: ContextParallel, function: Any) -> None:
         self.shard, self.unshard, self.function = core.shard, core.unshard, function
@@ -104,15 +104,15 @@ class Called:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("method", some_fast(METHODS, "ring"))
-def test_three_layouts_of_documents_cost_one_compilation_without_a_break(method: str) -> None:
+@pytest.mark.parametrize("method", mark_slow_except(METHODS, "ring"))
+def test_three_document_layouts_compile_once_without_graph_break(method: str) -> None:
     for compiled, error in run_ranks(compilations, prod(METHODS[method]), method):
         assert compiled == 1
         assert error <= 1e-12
 
 
-def trained(method: str, *, compiled: bool) -> dict[str, tuple[int, float]]:
-    """By what is kept: attention kernels that ran in one pass of a model, and the largest error of its numbers."""
+def kernel_calls_and_error(method: str, *, compiled: bool) -> dict[str, tuple[int, float]]:
+    """For each recomputation policy: attention kernel calls in one step, and the largest error."""
     warnings.simplefilter("ignore")
     losses, expected = gradients(small_model(), BATCH)
     core = core_of(method, (SMALL.num_heads, SMALL.num_kv_heads))
@@ -135,9 +135,9 @@ def trained(method: str, *, compiled: bool) -> dict[str, tuple[int, float]]:
             for block in model.layers():
                 block.compile(fullgraph=True, backend="aot_eager")
         if compiled:
-            one_pass(model, core)
+            forward_backward(model, core)
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
-            ours = one_pass(model, core)
+            ours = forward_backward(model, core)
         worst = abs(core.unshard(ours, BATCH.boundaries) - losses).max().item()
         for parameter_name, parameter in model.named_parameters():
             assert parameter.grad is not None
@@ -147,7 +147,7 @@ def trained(method: str, *, compiled: bool) -> dict[str, tuple[int, float]]:
     return found
 
 
-def one_pass(model: Transformer, core: ContextParallel) -> Tensor:
+def forward_backward(model: Transformer, core: ContextParallel) -> Tensor:
     model.zero_grad()
     losses: Tensor = model(core.shard_batch(BATCH))
     (losses.sum() / BATCH.num_targets()).backward()
@@ -162,8 +162,10 @@ def one_pass(model: Transformer, core: ContextParallel) -> Tensor:
         for method, compiled in product(METHODS, (False, True))
     ],
 )
-def test_attention_runs_once_where_it_is_kept_and_twice_where_nothing_is(method: str, *, compiled: bool) -> None:
-    for found in run_ranks(partial(trained, compiled=compiled), prod(METHODS[method]), method, timeout=240):
+def test_attention_runs_once_with_keep_attention_and_twice_with_full_recompute(method: str, *, compiled: bool) -> None:
+    for found in run_ranks(
+        partial(kernel_calls_and_error, compiled=compiled), prod(METHODS[method]), method, timeout=240
+    ):
         kernels = {policy: count for policy, (count, _) in found.items()}
         assert max(error for _, error in found.values()) <= 1e-12
         assert kernels["none"] >= SMALL.num_layers
@@ -172,11 +174,11 @@ def test_attention_runs_once_where_it_is_kept_and_twice_where_nothing_is(method:
         assert kernels == {name: expected[name] * once for name in kernels}
 
 
-# ---- traffic
+# ---- communication volume
 
 
 class Sent(TorchDispatchMode):
-    """Every collective that starts inside, with the bytes of what it sends to others."""
+    """Records every collective and the bytes that it sends to other ranks."""
 
     def __init__(self, ranks: int) -> None:
         super().__init__()
@@ -188,7 +190,7 @@ class Sent(TorchDispatchMode):
         if name == "send":
             self.calls.append((name, args[0][0].nbytes))
         elif name == "alltoall_base_":
-            # With splits, all of it goes to one other rank; without, a part stays.
+            # With split sizes everything goes to one other rank; without, this rank keeps its part.
             self.calls.append((name, args[1].nbytes if args[4] else args[1].nbytes * (self.ranks - 1) // self.ranks))
         elif name == "_allgather_base_":
             self.calls.append((name, args[1].nbytes * (self.ranks - 1)))
@@ -197,8 +199,10 @@ class Sent(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def traffic(method: str, dtype: torch.dtype, tokens: int, wire: torch.dtype) -> list[list[tuple[str, int]]]:
-    """What one layer sends forward, and backward."""
+def collectives_of_layer(
+    method: str, dtype: torch.dtype, tokens: int, wire: torch.dtype
+) -> list[list[tuple[str, int]]]:
+    """Collectives of one layer, forward and backward."""
     ranks = distributed.get_world_size()
     boundaries_BD = starts([tokens])
     core = ContextParallel(init_device_mesh("cpu", (ranks,)), method=method, heads=8, kv_heads=2, reduce_dtype=wire)
@@ -214,49 +218,49 @@ def traffic(method: str, dtype: torch.dtype, tokens: int, wire: torch.dtype) -> 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_ring_makes_one_hop_less_than_it_has_ranks_and_three_times_as_many_in_all(ranks: int) -> None:
+def test_ring_makes_ranks_minus_one_transfers_forward_and_three_times_as_many_in_total(ranks: int) -> None:
     tokens, kv_heads, width = 64, 2, 8
     hop = 2 * (tokens // ranks) * kv_heads * width
     for method, name in (("ring", "send"), ("alltoall", "alltoall_base_")):
-        for forward, backward in run_ranks(traffic, ranks, method, torch.bfloat16, tokens, torch.float32):
+        for forward, backward in run_ranks(collectives_of_layer, ranks, method, torch.bfloat16, tokens, torch.float32):
             assert forward == [(name, hop * 2)] * (ranks - 1)
             assert sorted(backward) == sorted([(name, hop * 2), (name, hop * 4)] * (ranks - 1))
 
 
 @pytest.mark.ranks
-def test_gradients_of_keys_and_values_travel_in_the_type_that_is_asked_for() -> None:
+def test_kv_gradients_are_sent_in_reduce_dtype() -> None:
     for wire, size in ((torch.bfloat16, 2), (torch.float32, 4)):
-        _, backward = run_ranks(traffic, 2, "ring", torch.bfloat16, 64, wire)[0]
+        _, backward = run_ranks(collectives_of_layer, 2, "ring", torch.bfloat16, 64, wire)[0]
         assert [sent for _, sent in backward] == [2 * 32 * 2 * 8 * 2, 2 * 32 * 2 * 8 * size]
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_gathering_takes_one_collective_forward_and_two_backward_and_as_many_bytes_as_a_ring(ranks: int) -> None:
+def test_allgather_runs_one_collective_forward_two_backward_and_sends_as_many_bytes_as_a_ring(ranks: int) -> None:
     tokens, kv_heads, width = 64, 2, 8
     others = 2 * tokens * kv_heads * width * (ranks - 1) // ranks
-    for forward, backward in run_ranks(traffic, ranks, "allgather", torch.bfloat16, tokens, torch.float32):
+    for forward, backward in run_ranks(collectives_of_layer, ranks, "allgather", torch.bfloat16, tokens, torch.float32):
         assert forward == [("_allgather_base_", others * 2)]
         assert backward == [("_allgather_base_", others * 2), ("_reduce_scatter_base_", others * 4)]
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_ulysses_sends_what_its_formula_says(ranks: int) -> None:
+def test_ulysses_sends_the_bytes_of_its_formula(ranks: int) -> None:
     tokens, heads, kv_heads, width = 64, 8, 2, 8
-    for forward, backward in run_ranks(traffic, ranks, "ulysses", torch.bfloat16, tokens, torch.float32):
+    for forward, backward in run_ranks(collectives_of_layer, ranks, "ulysses", torch.bfloat16, tokens, torch.float32):
         sent = sum(size for _, size in forward)
         assert sent == (2 * heads + 2 * max(kv_heads, ranks)) * (tokens // ranks) * width * 2 * (ranks - 1) // ranks
-        # Below autograd queries, keys and values are sent once more, and out with its gradient; and what comes back.
+        # Below autograd, backward resends q, k and v, sends out and its gradient, and returns dq, dk and dv.
         again = (4 * heads + 4 * max(kv_heads, ranks)) * (tokens // ranks) * width * 2 * (ranks - 1) // ranks
         assert sum(size for _, size in backward) == again
 
 
-# ---- in steps, below autograd
+# ---- below autograd
 
 
-def stepwise(method: str) -> dict[str, float]:
-    """The largest differences of output and gradients from those of autograd through the core, by kinds of heads."""
+def errors_below_autograd(method: str) -> dict[str, float]:
+    """The largest differences between the core below autograd and autograd through it, by head counts."""
     found = {}
     for heads, some in (((8, 4), (8, 4)), ((8, 4), (4, 2)), ((8, 4), (2, 1)), ((8, 2), (4, 1)), ((12, 6), (6, 3))):
         core = core_of(method, heads)
@@ -267,7 +271,7 @@ def stepwise(method: str) -> dict[str, float]:
             grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
             expected = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
             worst = 0.0
-            # One group of heads after the other, the next on its way while one is at work.
+            # One head group after the other, with the next one in flight.
             groups = heads[0] // some[0]
             cut = [[x.chunk(groups, dim=2)[group].contiguous() for x in (q, k, v)] for group in range(groups)]
             pieces = []
@@ -283,15 +287,15 @@ def stepwise(method: str) -> dict[str, float]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("method", some_fast(METHODS, "ring", "hybrid"))
-def test_steps_give_what_autograd_gives_also_of_some_of_the_heads(method: str) -> None:
-    for found in run_ranks(stepwise, prod(METHODS[method]), method):
+@pytest.mark.parametrize("method", mark_slow_except(METHODS, "ring", "hybrid"))
+def test_core_below_autograd_equals_autograd_for_head_groups(method: str) -> None:
+    for found in run_ranks(errors_below_autograd, prod(METHODS[method]), method):
         assert len(found) == 10
         assert {name: error for name, error in found.items() if not error <= 1e-13} == {}
 
 
-def held_after_start(method: str) -> list[bool]:
-    """Whether queries, keys and values are still there when attention runs, having been exchanged."""
+def qkv_alive(method: str) -> list[bool]:
+    """Whether q, k and v are still alive when attention runs, after the exchange."""
     core = core_of(method)
     q, k, v = (core.shard(x.detach()).clone() for x in inputs(starts([64])))
     refs = [weakref.ref(x) for x in (q, k, v)]
@@ -304,12 +308,12 @@ def held_after_start(method: str) -> list[bool]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("method", ["ulysses", "hybrid"])
-def test_what_was_exchanged_is_held_no_longer(method: str) -> None:
-    assert run_ranks(held_after_start, prod(METHODS[method]), method) == [[False] * 3] * prod(METHODS[method])
+def test_qkv_are_freed_after_the_all_to_all(method: str) -> None:
+    assert run_ranks(qkv_alive, prod(METHODS[method]), method) == [[False] * 3] * prod(METHODS[method])
 
 
 def sent_by_a_model(method: str, groups: int, policy: activation_checkpoint.RecomputePolicy) -> dict[str, list[int]]:
-    """Sizes of what a block sends, by collective: forward, and in all."""
+    """Message sizes of a block by collective: forward, and in total."""
     ranks = prod(METHODS[method])
     core = core_of(method, (SMALL.num_heads, SMALL.num_kv_heads))
     model = small_model()
@@ -324,11 +328,9 @@ def sent_by_a_model(method: str, groups: int, policy: activation_checkpoint.Reco
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("groups", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("method", some_fast(["ring", "alltoall"], "ring"))
-def test_where_attention_is_kept_keys_and_values_go_round_once_forward_and_once_backward(
-    method: str, groups: int
-) -> None:
-    """With two ranks a hop forward; backward, one of them and one of their gradients: each of a group's heads."""
+@pytest.mark.parametrize("method", mark_slow_except(["ring", "alltoall"], "ring"))
+def test_keep_attention_rotates_kv_once_forward_and_once_backward(method: str, groups: int) -> None:
+    """On two ranks: one KV transfer forward; one of KV and one of its gradients backward, per head group."""
     hop = 2 * (BATCH.tokens.numel() // 2) * (SMALL.num_kv_heads // groups) * SMALL.head_dim * 8
     once = groups * SMALL.num_layers
     for kept in run_ranks(sent_by_a_model, 2, method, groups, "keep_attention"):
@@ -338,7 +340,7 @@ def test_where_attention_is_kept_keys_and_values_go_round_once_forward_and_once_
 
 
 def order_of_calls(method: str, groups: int) -> tuple[list[str], list[str]]:
-    """What the core is asked to do in a block's forward, and in its backward pass."""
+    """The core's calls in a block's forward and backward pass."""
     core = core_of(method, (8, 4))
     told: list[str] = []
 
@@ -361,7 +363,7 @@ def order_of_calls(method: str, groups: int) -> tuple[list[str], list[str]]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
-def test_the_next_group_is_on_its_way_while_one_is_at_work(method: str) -> None:
+def test_next_head_group_is_in_flight_during_attention_of_the_current_one(method: str) -> None:
     for forward, backward in run_ranks(order_of_calls, 2, method, 4):
         assert forward == ["start", *["start", "forward"] * 3, "forward"]
         assert backward == ["start", *["start", "backward"] * 3, "backward"]
@@ -388,12 +390,12 @@ def calls_through_the_core(method: str) -> list[str]:
         ("ulysses", {"c10d::alltoall_base_": 8}),
     ],
 )
-def test_nothing_else_is_sent_on_two_ranks(method: str, expected: dict[str, int]) -> None:
+def test_no_other_collectives_run_on_two_ranks(method: str, expected: dict[str, int]) -> None:
     for names in run_ranks(calls_through_the_core, 2, method):
         assert {name: names.count(name) for name in names} == expected
 
 
-def repeated(method: str) -> bool:
+def is_repeatable(method: str) -> bool:
     core = core_of(method)
     boundaries_BD = starts([20, 44])
     given = inputs(boundaries_BD)
@@ -403,5 +405,5 @@ def repeated(method: str) -> bool:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("method", METHODS)
-def test_the_same_input_gives_the_same_bits(method: str) -> None:
-    assert all(run_ranks(repeated, prod(METHODS[method]), method))
+def test_repeated_input_gives_bitwise_equal_results(method: str) -> None:
+    assert all(run_ranks(is_repeatable, prod(METHODS[method]), method))

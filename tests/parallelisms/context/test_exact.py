@@ -1,6 +1,6 @@
-"""Every method, layout, kind of heads and kind of documents against a dense masked softmax in one process, in float64.
+"""Every method, layout, head count and document layout against a dense masked softmax on one rank, in float64.
 
-Shape suffixes: B rows, T tokens of the row, N heads, H head width.
+Shape suffixes: B batch, T tokens of the full sequence, N heads, H head dim.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Case = tuple[str, dict[str, Any], tuple[int, int]]
 
 
 def documents(tokens: int) -> dict[str, Tensor]:
-    """Batches of two rows, each with its own documents but for the first."""
+    """Batches of two sequences; all but the first batch have different documents in each."""
     odd = [3, 37, 35, 1, 49, 62]
     return {
         "one document": starts([tokens], [tokens]),
@@ -35,7 +35,7 @@ def documents(tokens: int) -> dict[str, Tensor]:
 
 
 def cases(ranks: int) -> Iterator[Case]:
-    """(name, arguments, mesh) of everything that this many ranks can do with some heads."""
+    """(name, arguments, mesh) of every method, layout and head count that these ranks support."""
     for rotation in ROTATE_METHODS:
         for layout in LAYOUTS_BY_ROTATE_METHOD[rotation]:
             yield f"{rotation} {layout}", {"method": rotation, "layout": layout}, (ranks, 0)
@@ -48,7 +48,7 @@ def cases(ranks: int) -> Iterator[Case]:
 
 
 def errors(tokens: int) -> dict[str, float]:
-    """The largest error of output and gradients, by what was run."""
+    """The largest error of output and gradients, by case."""
     ranks = distributed.get_world_size()
     found = {}
     meshes: dict[tuple[int, int], DeviceMesh] = {}
@@ -69,7 +69,7 @@ def errors(tokens: int) -> dict[str, float]:
 
 
 def shared(core: ContextParallel, given: tuple[Tensor, ...], boundaries_BD: Tensor) -> list[Tensor]:
-    """Output and gradients of attention on all ranks, put together, for the gradient that `run` gives."""
+    """Output and gradients of sharded attention, unsharded, for the output gradient of `run`."""
     q, k, v = (core.shard(x.detach(), boundaries_BD).requires_grad_() for x in given)
     out = core(q, k, v, boundaries_BD)
     weights = torch.randn(given[0].shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -82,15 +82,15 @@ def shared(core: ContextParallel, given: tuple[Tensor, ...], boundaries_BD: Tens
     ("ranks", "tokens"),
     [(1, 192), (4, 192), *(pytest.param(ranks, 192, marks=pytest.mark.slow) for ranks in (2, 3, 8))],
 )
-def test_every_method_is_exact(ranks: int, tokens: int) -> None:
+def test_every_cp_method_is_exact(ranks: int, tokens: int) -> None:
     by_rank = run_ranks(errors, ranks, tokens, timeout=240)
     assert all(set(found) == set(by_rank[0]) for found in by_rank)
     assert len(by_rank[0]) >= 160
     assert {name: error for name, error in by_rank[0].items() if not error <= 1e-12} == {}
 
 
-def rounding(dtype: torch.dtype, method: str) -> list[tuple[float, float]]:
-    """(error of sharing, error of one process), of output and gradients, both against float64."""
+def rounding_errors(dtype: torch.dtype, method: str) -> list[tuple[float, float]]:
+    """(context-parallel error, single-rank error) of output and gradients, both against float64."""
     boundaries_BD = starts([101, 3, 152], [256])
     narrow = inputs(boundaries_BD, (4, 2), dtype, head_dim=32)
     wide: Any = tuple(x.detach().double().requires_grad_() for x in narrow)
@@ -98,15 +98,15 @@ def rounding(dtype: torch.dtype, method: str) -> list[tuple[float, float]]:
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     core = ContextParallel(mesh, method=method, heads=4, kv_heads=2)
     ours = shared(core, narrow, boundaries_BD)
-    alone = shared(Alone(), narrow, boundaries_BD)  # type: ignore[arg-type]
+    alone = shared(SingleRank(), narrow, boundaries_BD)  # type: ignore[arg-type]
     return [
         (abs(a.double() - b).max().item(), abs(c.double() - b).max().item())
         for a, b, c in zip(ours, exact, alone, strict=True)
     ]
 
 
-class Alone:
-    """The same interface for one process."""
+class SingleRank:
+    """The same interface on one rank."""
 
     def shard(self, x: Tensor, boundaries_BD: Tensor) -> Tensor:
         del boundaries_BD
@@ -122,6 +122,6 @@ class Alone:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("method", ["ring", "allgather", "ulysses"])
-def test_half_precision_errs_at_most_twice_as_much_as_in_one_process(method: str) -> None:
-    for ours, alone in run_ranks(rounding, 4, torch.bfloat16, method)[0]:
+def test_bfloat16_error_is_at_most_twice_that_of_one_rank(method: str) -> None:
+    for ours, alone in run_ranks(rounding_errors, 4, torch.bfloat16, method)[0]:
         assert 0 < ours <= 2 * alone

@@ -1,8 +1,7 @@
-"""What cannot be done exactly is refused in words: on every rank, before anything is sent."""
+"""Unsupported plans and inputs raise on every rank, before anything is sent."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -18,12 +17,12 @@ from tests.models.small_models import packed, starts
 from tests.ranks import run_ranks
 
 HEADS: dict[str, Any] = {"heads": 8, "kv_heads": 4}
-SHIFTED = "labels must be the next tokens of their documents, shifted on the whole row before it is cut"
-WHOLE = "boundaries [0, 5, 6, 24, 24, 24, 24, 24] must ascend from 0 to the {} tokens of the row"
+SHIFTED = "labels must be the next tokens of their documents, shifted before the sequence is sharded"
+WRONG_LENGTH = "boundaries [0, 5, 6, 24, 24, 24, 24, 24] must ascend from 0 to the sequence length {}"
 
 
-def said(function: Any, *arguments: Any, **options: Any) -> str:
-    """The message with which it is refused."""
+def error_message(function: Any, *arguments: Any, **options: Any) -> str:
+    """The message of the ValueError."""
     with pytest.raises(ValueError, match=r".") as raised:
         function(*arguments, **options)
     return str(raised.value)
@@ -32,16 +31,16 @@ def said(function: Any, *arguments: Any, **options: Any) -> str:
 # ---- plans
 
 
-def plans(shape: tuple[int, ...], asked: list[dict[str, Any]]) -> list[str]:
+def plan_errors(shape: tuple[int, ...], asked: list[dict[str, Any]]) -> list[str]:
     mesh = init_device_mesh("cpu", shape)
-    return [said(ContextParallel, mesh, **(HEADS | options)) for options in asked]
+    return [error_message(ContextParallel, mesh, **(HEADS | options)) for options in asked]
 
 
 def unsupported(method: str, window: str = "sliding window 4096") -> str:
     return f'{window} is not supported by cp_method "{method}"'
 
 
-ON_A_LINE: list[tuple[dict[str, Any], str]] = [
+ONE_DIM_PLANS: list[tuple[dict[str, Any], str]] = [
     ({"method": "ring", "window": 4096}, unsupported("ring")),
     ({"method": "allgather", "window": 0}, unsupported("allgather", "sliding window 0")),
     ({"method": "ulysses", "window": 4096}, unsupported("ulysses")),
@@ -59,7 +58,7 @@ ON_A_LINE: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"method": "hybrid"},
-        'cp_method "hybrid" needs a mesh of two axes: ranks that rotate, ranks that exchange heads',
+        'cp_method "hybrid" needs a mesh with 2 dimensions: ring, Ulysses',
     ),
     (
         {"method": "ring", "outer_method": "ring"},
@@ -91,7 +90,7 @@ ON_A_LINE: list[tuple[dict[str, Any], str]] = [
         ),
     ),
 ]
-ON_A_GRID: list[tuple[dict[str, Any], str]] = [
+TWO_DIM_PLANS: list[tuple[dict[str, Any], str]] = [
     (
         {"heads": 9, "kv_heads": 3},
         'cp_method = "hybrid" splits heads over 2 ranks, which must divide the 9 query heads of a rank',
@@ -102,33 +101,33 @@ ON_A_GRID: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("shape", "refused"), [((2,), ON_A_LINE), ((2, 2), ON_A_GRID)], ids=["line", "grid"])
-def test_what_a_plan_cannot_do_is_said_on_every_rank_with_all_else_that_it_cannot(
+@pytest.mark.parametrize(("shape", "refused"), [((2,), ONE_DIM_PLANS), ((2, 2), TWO_DIM_PLANS)], ids=["line", "grid"])
+def test_every_rank_reports_all_problems_of_a_plan(
     shape: tuple[int, ...], refused: list[tuple[dict[str, Any], str]]
 ) -> None:
     asked, expected = [options for options, _ in refused], [message for _, message in refused]
-    for messages in run_ranks(plans, torch.Size(shape).numel(), shape, asked, timeout=30):
+    for messages in run_ranks(plan_errors, torch.Size(shape).numel(), shape, asked, timeout=30):
         assert messages == expected
 
 
-def different(shape: tuple[int, ...], asked: list[tuple[int, dict[str, Any]]]) -> list[str]:
-    """What is said where one rank is given something else than the others; and then the ranks still work together."""
+def mismatch_errors(shape: tuple[int, ...], asked: list[tuple[int, dict[str, Any]]]) -> list[str]:
+    """The errors if one rank gets different arguments; afterwards the ranks can still communicate."""
     mesh = init_device_mesh("cpu", shape)
     method = "ring" if len(shape) == 1 else "hybrid"
     messages = []
     for odd, options in asked:
         mine = {"method": method} | HEADS | (options if distributed.get_rank() == odd else {})
-        messages.append(said(ContextParallel, mesh, **mine))
+        messages.append(error_message(ContextParallel, mesh, **mine))
     core = ContextParallel(mesh, method=method, **HEADS)
     boundaries_BD = starts([5, 11]) if distributed.get_rank() else starts([5, 10, 1])
-    messages.append(said(core.require_same_boundaries, boundaries_BD))
+    messages.append(error_message(core.require_same_boundaries, boundaries_BD))
     core.require_same_boundaries(starts([5, 11]))
     return messages
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=["line", "grid"])
-def test_ranks_with_different_plans_or_documents_all_say_so_and_none_waits(shape: tuple[int, ...]) -> None:
+def test_all_ranks_report_different_plans_or_boundaries_without_a_hang(shape: tuple[int, ...]) -> None:
     ranks = torch.Size(shape).numel()
     asked: list[tuple[int, dict[str, Any]]] = [
         (rank, options)
@@ -137,29 +136,29 @@ def test_ranks_with_different_plans_or_documents_all_say_so_and_none_waits(shape
             {"kv_heads": 2},
             {"layout": "contiguous"},
             {"reduce_dtype": torch.bfloat16},
-            # Refused on one rank alone.
+            # Invalid on one rank only.
             {"window": 3},
         )
     ]
-    by_rank = run_ranks(different, ranks, shape, asked, timeout=30)
+    by_rank = run_ranks(mismatch_errors, ranks, shape, asked, timeout=30)
     assert by_rank == [by_rank[0]] * ranks
     for (rank, options), message in zip(asked, by_rank[0], strict=False):
-        assert message.startswith("context-parallel ranks were given different plans: ")
+        assert message.startswith("context-parallel ranks have different plans: ")
         assert f"on rank {rank or 1}" in message
         assert str(*options.values()) in message
-    assert by_rank[0][-1].startswith("context-parallel ranks were given different documents: ")
+    assert by_rank[0][-1].startswith("context-parallel ranks have different documents: ")
     assert "[[0, 5, 15, 16]]" in by_rank[0][-1]
     assert "[[0, 5, 16]]" in by_rank[0][-1]
 
 
 # ---- calls
 
-ALIKE = "queries, keys and values must have the same rows, tokens, width and type, not"
+MISMATCHED = "queries, keys and values must have equal batch, tokens, head_dim and dtype, not"
 F32 = "torch.float32"
 
 
-def calls() -> dict[str, str]:
-    """By what is wrong with it, what is said of a call."""
+def call_errors() -> dict[str, str]:
+    """The error of each invalid call."""
     mesh = init_device_mesh("cpu", (2,))
     found = {}
     for method in ("ring", "allgather", "ulysses"):
@@ -175,7 +174,7 @@ def calls() -> dict[str, str]:
             core: ContextParallel = core,
         ) -> str:
             given = starts(*rows) if rows else boundaries
-            return said(core, torch.ones(q, dtype=dtype), torch.ones(k), torch.ones(v), given)
+            return error_message(core, torch.ones(q, dtype=dtype), torch.ones(k), torch.ones(v), given)
 
         found[f"{method}, query heads"] = call(q=(1, 8, 4, 4))
         found[f"{method}, key heads"] = call(k=(1, 8, 8, 4), v=(1, 8, 8, 4))
@@ -189,29 +188,29 @@ def calls() -> dict[str, str]:
         found[f"{method}, int64"] = call(boundaries=starts([16]).long())
         found[f"{method}, descending"] = call(boundaries=torch.tensor([[0, 9, 5, 16]], dtype=torch.int32))
         found[f"{method}, no start"] = call(boundaries=torch.tensor([[3, 16]], dtype=torch.int32))
-        # What was refused has left nothing on its way.
+        # The rejected calls left no message in flight.
         assert torch.equal(core(*(torch.ones(1, 8, heads, 4) for heads in (8, 4, 4))), torch.ones(1, 8, 8, 4))
     return found
 
 
 @pytest.mark.ranks
-def test_a_call_that_does_not_fit_is_refused_by_every_method() -> None:
+def test_every_method_rejects_mismatched_inputs() -> None:
     expected = {
-        "query heads": "the plan is for 8 query and 4 key/value heads, not 4 and 4",
-        "key heads": "the plan is for 8 query and 4 key/value heads, not 8 and 8",
-        "values of another width": f"{ALIKE} (1, 8, 8, 4) {F32}, (1, 8, 4, 4) {F32}, (1, 8, 4, 6) {F32}",
-        "keys of fewer tokens": f"{ALIKE} (1, 8, 8, 4) {F32}, (1, 6, 4, 4) {F32}, (1, 6, 4, 4) {F32}",
-        "queries of another width": f"{ALIKE} (1, 8, 8, 6) {F32}, (1, 8, 4, 4) {F32}, (1, 8, 4, 4) {F32}",
-        "queries of another type": f"{ALIKE} (1, 8, 8, 4) torch.float64, (1, 8, 4, 4) {F32}, (1, 8, 4, 4) {F32}",
-        "no rows": "queries, keys and values must be [rows, tokens, heads, width], not "
+        "query heads": "4 query heads and 4 KV heads do not match ContextParallel(heads=8, kv_heads=4)",
+        "key heads": "8 query heads and 8 KV heads do not match ContextParallel(heads=8, kv_heads=4)",
+        "values of another width": f"{MISMATCHED} (1, 8, 8, 4) {F32}, (1, 8, 4, 4) {F32}, (1, 8, 4, 6) {F32}",
+        "keys of fewer tokens": f"{MISMATCHED} (1, 8, 8, 4) {F32}, (1, 6, 4, 4) {F32}, (1, 6, 4, 4) {F32}",
+        "queries of another width": f"{MISMATCHED} (1, 8, 8, 6) {F32}, (1, 8, 4, 4) {F32}, (1, 8, 4, 4) {F32}",
+        "queries of another type": f"{MISMATCHED} (1, 8, 8, 4) torch.float64, (1, 8, 4, 4) {F32}, (1, 8, 4, 4) {F32}",
+        "no rows": "queries, keys and values must be [batch, tokens, heads, head_dim], not "
         f"(8, 8, 4) {F32}, (8, 4, 4) {F32}, (8, 4, 4) {F32}",
-        "shorter row": "boundaries [0, 3, 12] must ascend from 0 to the 16 tokens of the row",
-        "longer row": "boundaries [0, 3, 32] must ascend from 0 to the 16 tokens of the row",
-        "int64": "boundaries must be int32 on the host, not torch.int64 on cpu",
-        "descending": "boundaries [0, 9, 5, 16] must ascend from 0 to the 16 tokens of the row",
-        "no start": "boundaries [3, 16] must ascend from 0 to the 16 tokens of the row",
+        "shorter row": "boundaries [0, 3, 12] must ascend from 0 to the sequence length 16",
+        "longer row": "boundaries [0, 3, 32] must ascend from 0 to the sequence length 16",
+        "int64": "boundaries must be int32 on the CPU, not torch.int64 on cpu",
+        "descending": "boundaries [0, 9, 5, 16] must ascend from 0 to the sequence length 16",
+        "no start": "boundaries [3, 16] must ascend from 0 to the sequence length 16",
     }
-    for found in run_ranks(calls, 2):
+    for found in run_ranks(call_errors, 2):
         assert found == {
             f"{method}, {what}": message
             for method in ("ring", "allgather", "ulysses")
@@ -219,81 +218,83 @@ def test_a_call_that_does_not_fit_is_refused_by_every_method() -> None:
         }
 
 
-def rows_of_boundaries() -> list[str]:
+def batch_size_errors() -> list[str]:
     mesh = init_device_mesh("cpu", (2,))
     found = []
     for method in ("ring", "allgather", "ulysses"):
         core = ContextParallel(mesh, method=method, **HEADS)
         q, k = torch.ones(2, 8, 8, 4), torch.ones(2, 8, 4, 4)
-        found += [said(core, q, k, k, starts(*rows)) for rows in ([[3, 13]], [[3, 13], [16], [16]])]
+        found += [error_message(core, q, k, k, starts(*rows)) for rows in ([[3, 13]], [[3, 13], [16], [16]])]
     return found
 
 
 @pytest.mark.ranks
-def test_boundaries_of_fewer_or_more_rows_than_the_batch_are_refused() -> None:
-    """Rows without boundaries would hold what memory held, and boundaries without rows end the process."""
-    for found in run_ranks(rows_of_boundaries, 2):
+def test_boundaries_with_another_batch_size_raise() -> None:
+    """Otherwise sequences without boundaries would stay uninitialised, and surplus boundaries would crash."""
+    for found in run_ranks(batch_size_errors, 2):
         for fewer, more in zip(found[::2], found[1::2], strict=True):
-            assert re.search(r"boundaries .*\b1 row.*\b2\b", fewer)
-            assert re.search(r"boundaries .*\b3 rows.*\b2\b", more)
+            assert fewer == "boundaries have batch size 1; q, k and v have 2"
+            assert more == "boundaries have batch size 3; q, k and v have 2"
 
 
-# ---- the way in
+# ---- sharding
 
 
-def whole() -> Batch:
-    """Two rows, in which no label is another's."""
+def full_batch() -> Batch:
+    """Two sequences with distinct labels."""
     batch = packed([5, 1, 18], [24])
     tokens = torch.arange(48).view(2, 24)
     return replace(batch, tokens=tokens, labels=torch.where(batch.labels == IGNORE_INDEX, IGNORE_INDEX, tokens + 1))
 
 
-def entrances() -> dict[str, str]:
+def sharding_errors() -> dict[str, str]:
     mesh = init_device_mesh("cpu", (2,))
     headtail, contiguous = (
         ContextParallel(mesh, method="ring", layout=kind, **HEADS) for kind in ("headtail", "contiguous")
     )
-    batch, shape = whole(), (2, 24)
-    shifted_in_the_whole_row = replace(batch, labels=batch.tokens.roll(-1, 1))
-    before = batch.labels.roll(1, 1)
-    # Each rank shifts what it holds: right within a piece, wrong where two meet.
+    batch, shape = full_batch(), (2, 24)
+    shifted_first = replace(batch, labels=batch.tokens.roll(-1, 1))
+    shifted_back = batch.labels.roll(1, 1)
+    # Labels shifted after sharding: wrong at shard boundaries.
     order = SeqLayout("headtail", 2, (0, 24)).permutation()
-    late = batch.tokens[1:, order].unflatten(1, (2, -1)).roll(-1, 2).flatten(1)[:, order.argsort()]
-    assert headtail.shard_batch(batch).labels.shape == headtail.shard_batch(shifted_in_the_whole_row).labels.shape
+    shifted_after_sharding = batch.tokens[1:, order].unflatten(1, (2, -1)).roll(-1, 2).flatten(1)[:, order.argsort()]
+    assert headtail.shard_batch(batch).labels.shape == headtail.shard_batch(shifted_first).labels.shape
     return {
-        "18 tokens": said(headtail.shard, torch.ones(2, 18)),
-        "17 tokens": said(contiguous.shard, torch.ones(2, 17)),
-        "other boundaries": said(headtail.shard, torch.ones(2, 20), batch.boundaries),
-        "int64": said(headtail.shard, torch.ones(2, 24), batch.boundaries.long()),
-        "device": said(headtail.shard, torch.ones(2, 24), batch.boundaries.to("meta")),
-        "unshard": said(headtail.unshard, torch.ones(2, 9)),
-        "not shifted": said(headtail.shard_batch, replace(batch, labels=batch.tokens)),
-        "shifted twice": said(headtail.shard_batch, replace(batch, labels=batch.tokens.roll(-2, 1))),
-        "shifted back": said(headtail.shard_batch, replace(batch, labels=before)),
-        "one wrong": said(
+        "18 tokens": error_message(headtail.shard, torch.ones(2, 18)),
+        "17 tokens": error_message(contiguous.shard, torch.ones(2, 17)),
+        "other boundaries": error_message(headtail.shard, torch.ones(2, 20), batch.boundaries),
+        "int64": error_message(headtail.shard, torch.ones(2, 24), batch.boundaries.long()),
+        "device": error_message(headtail.shard, torch.ones(2, 24), batch.boundaries.to("meta")),
+        "unshard": error_message(headtail.unshard, torch.ones(2, 9)),
+        "not shifted": error_message(headtail.shard_batch, replace(batch, labels=batch.tokens)),
+        "shifted twice": error_message(headtail.shard_batch, replace(batch, labels=batch.tokens.roll(-2, 1))),
+        "shifted back": error_message(headtail.shard_batch, replace(batch, labels=shifted_back)),
+        "one wrong": error_message(
             headtail.shard_batch,
             replace(batch, labels=batch.labels.masked_fill(torch.arange(48).view(shape) == 40, 7)),
         ),
-        "after the cut": said(headtail.shard_batch, replace(batch, labels=torch.cat([batch.labels[:1], late]))),
-        "cut before": said(headtail.shard_batch, headtail.shard_batch(batch)),
+        "after the cut": error_message(
+            headtail.shard_batch, replace(batch, labels=torch.cat([batch.labels[:1], shifted_after_sharding]))
+        ),
+        "cut before": error_message(headtail.shard_batch, headtail.shard_batch(batch)),
     }
 
 
 @pytest.mark.ranks
-def test_rows_and_labels_that_do_not_fit_are_refused_at_the_door() -> None:
-    for rank, found in enumerate(run_ranks(entrances, 2)):
+def test_sharding_rejects_indivisible_lengths_and_unshifted_labels() -> None:
+    for rank, found in enumerate(run_ranks(sharding_errors, 2)):
         assert found == {
-            "18 tokens": 'a row of 18 tokens must be a multiple of 4 for layout "headtail" over 2 ranks',
-            "17 tokens": 'a row of 17 tokens must be a multiple of 2 for layout "contiguous" over 2 ranks',
-            "other boundaries": WHOLE.format(20),
-            "int64": "boundaries must be int32 on the host, not torch.int64 on cpu",
-            "device": "boundaries must be int32 on the host, not torch.int32 on meta",
-            "unshard": 'a row of 18 tokens must be a multiple of 4 for layout "headtail" over 2 ranks',
+            "18 tokens": 'sequence length 18 must be a multiple of 4 for layout "headtail" over 2 ranks',
+            "17 tokens": 'sequence length 17 must be a multiple of 2 for layout "contiguous" over 2 ranks',
+            "other boundaries": WRONG_LENGTH.format(20),
+            "int64": "boundaries must be int32 on the CPU, not torch.int64 on cpu",
+            "device": "boundaries must be int32 on the CPU, not torch.int32 on meta",
+            "unshard": 'sequence length 18 must be a multiple of 4 for layout "headtail" over 2 ranks',
             "not shifted": SHIFTED,
             "shifted twice": SHIFTED,
             "shifted back": SHIFTED,
             "one wrong": SHIFTED,
             "after the cut": SHIFTED,
-            # Where a rank holds one piece, its length tells.
-            "cut before": SHIFTED if rank == 0 else WHOLE.format(12),
+            # With one span per rank, the length is checked.
+            "cut before": SHIFTED if rank == 0 else WRONG_LENGTH.format(12),
         }

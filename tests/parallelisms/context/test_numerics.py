@@ -1,4 +1,4 @@
-"""What rounding costs as rings grow: every rank of one in a thread of its own, with queues for wires."""
+"""Rounding errors as rings grow, with one thread per rank and queues for communication."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ NAMES = ("out", "dq", "dk", "dv", "lse")
 
 
 @dataclass
-class Wires:
-    """What collectives do, between threads. Ranks call them in the same order, as they would have to."""
+class ThreadCollectives:
+    """Collectives between threads; all ranks call them in the same order."""
 
     ranks: int
-    parts: dict[int, Tensor] = field(default_factory=dict)
+    shards: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.barrier = Barrier(self.ranks, timeout=60)
-        # By who receives, and which of its hops it is.
+        # By receiving rank and transfer index.
         self.hops: dict[tuple[int, int], SimpleQueue[Tensor]] = {
             (rank, hop): SimpleQueue() for rank in range(self.ranks) for hop in range(3 * self.ranks)
         }
         self.made = [count() for _ in range(self.ranks)]
 
-    def rotate(self, x: Tensor, rank: int) -> Arriving:
+    def rotate(self, x: Tensor, rank: int) -> Pending:
         hop = next(self.made[rank])
         self.hops[(rank + 1) % self.ranks, hop].put(x.clone())
-        return Arriving(partial(self.hops[rank, hop].get, timeout=60))
+        return Pending(partial(self.hops[rank, hop].get, timeout=60))
 
-    def gather(self, x: Tensor, rank: int) -> Arriving:
-        everyone = self._all(x, rank)
-        return Arriving(lambda: torch.stack(everyone))
+    def gather(self, x: Tensor, rank: int) -> Pending:
+        gathered = self._all(x, rank)
+        return Pending(lambda: torch.stack(gathered))
 
     def reduce_scatter(self, x: Tensor, rank: int) -> Tensor:
         total = torch.zeros_like(x[rank])
@@ -60,15 +60,15 @@ class Wires:
         return total
 
     def _all(self, x: Tensor, rank: int) -> list[Tensor]:
-        self.parts[rank] = x.clone()
+        self.shards[rank] = x.clone()
         self.barrier.wait()
-        everyone = [self.parts[other] for other in range(self.ranks)]
+        gathered = [self.shards[other] for other in range(self.ranks)]
         self.barrier.wait()
-        return everyone
+        return gathered
 
 
 @dataclass(frozen=True)
-class Arriving:
+class Pending:
     wait: Callable[[], Tensor]
 
 
@@ -79,28 +79,28 @@ def shared(
     rotation: RotateMethod = "ring",
     wire: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
-    """Output, gradients and log-sum-exp of one row, in its order, for the gradient that `run` gives."""
+    """Output, gradients and log-sum-exp of one sequence, unsharded, for the output gradient of `run`."""
     layout = SeqLayout(LAYOUTS_BY_ROTATE_METHOD[rotation][0], ranks, tuple(boundaries_BD[0].tolist()))
     weights = torch.randn(given[0].shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    parts = [x.detach()[0, layout.permutation()].chunk(ranks) for x in (weights.to(given[0]), *given)]
-    wires = Wires(ranks)
+    shards = [x.detach()[0, layout.permutation()].chunk(ranks) for x in (weights.to(given[0]), *given)]
+    collectives = ThreadCollectives(ranks)
 
     def one(rank: int) -> tuple[Tensor, ...]:
-        grad, q, k, v = (part[rank] for part in parts)
+        grad, q, k, v = (part[rank] for part in shards)
         share = RankAttentionPlan((layout,), rank)
         if rotation == "allgather":
-            everyone = partial(wires.gather, rank=rank)
-            out, lse = all_gather.forward(q, k, v, everyone(torch.stack((k, v))), share)
-            reduce = partial(wires.reduce_scatter, rank=rank)
-            arriving = everyone(torch.stack((k, v)))
+            gathered = partial(collectives.gather, rank=rank)
+            out, lse = all_gather.forward(q, k, v, gathered(torch.stack((k, v))), share)
+            reduce = partial(collectives.reduce_scatter, rank=rank)
+            pending_kv = gathered(torch.stack((k, v)))
             grads = all_gather.backward(
-                grad, q, k, v, arriving, out, lse, share, reduce_scatter=reduce, reduce_dtype=wire
+                grad, q, k, v, pending_kv, out, lse, share, reduce_scatter=reduce, reduce_dtype=wire
             )
         else:
-            hop = partial(wires.rotate, rank=rank)
+            hop = partial(collectives.rotate, rank=rank)
             out, lse = ring.forward(q, k, v, hop(torch.stack((k, v))), share, rotate=hop)
-            arriving = hop(torch.stack((k, v)))
-            grads = ring.backward(grad, q, k, v, arriving, out, lse, share, rotate=hop, reduce_dtype=wire)
+            pending_kv = hop(torch.stack((k, v)))
+            grads = ring.backward(grad, q, k, v, pending_kv, out, lse, share, rotate=hop, reduce_dtype=wire)
         return out, *grads, lse.T
 
     with ThreadPoolExecutor(ranks) as pool:
@@ -124,7 +124,7 @@ def errors(found: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, floa
 
 @pytest.mark.parametrize("rotation", ["ring", "allgather"])
 @pytest.mark.parametrize("lengths", [[384], [1, 3, 200, 11, 1, 168]], ids=["one document", "six"])
-def test_sixteen_ranks_are_exact_in_double_precision(lengths: list[int], rotation: RotateMethod) -> None:
+def test_sixteen_ranks_are_exact_in_float64(lengths: list[int], rotation: RotateMethod) -> None:
     rows = starts(lengths)
     given = inputs(rows, (6, 3))
     right = exact(given, rows)
@@ -133,7 +133,7 @@ def test_sixteen_ranks_are_exact_in_double_precision(lengths: list[int], rotatio
 
 
 @pytest.mark.parametrize("rotation", ["ring", "allgather"])
-def test_single_precision_keeps_its_digits_over_many_hops(rotation: RotateMethod) -> None:
+def test_float32_error_does_not_grow_with_ring_steps(rotation: RotateMethod) -> None:
     rows = starts([700, 324])
     given = inputs(rows, (4, 2), torch.float32, head_dim=64)
     right = exact(given, rows)
@@ -145,14 +145,14 @@ def test_single_precision_keeps_its_digits_over_many_hops(rotation: RotateMethod
 
 @cache
 def half_precision() -> tuple[tuple[Tensor, ...], Tensor, dict[str, Tensor]]:
-    """A long row in half precision, and what is right for it."""
+    """A long bfloat16 sequence and its float64 reference."""
     rows = starts([2048])
     given = inputs(rows, (4, 2), torch.bfloat16, head_dim=64)
     return given, rows, exact(given, rows)
 
 
 @pytest.mark.parametrize("rotation", ["ring", "allgather"])
-def test_half_precision_errs_no_more_on_many_ranks_than_on_two(rotation: RotateMethod) -> None:
+def test_bfloat16_error_does_not_grow_with_ranks(rotation: RotateMethod) -> None:
     given, rows, right = half_precision()
     by_ranks = {ranks: shared(given, rows, ranks, rotation) for ranks in (2, 4, 8, 16)}
     error = {ranks: errors(found, right) for ranks, found in by_ranks.items()}
@@ -160,13 +160,13 @@ def test_half_precision_errs_no_more_on_many_ranks_than_on_two(rotation: RotateM
         types = dict.fromkeys(NAMES, torch.bfloat16) | {"lse": torch.float32}
         assert {name: x.dtype for name, x in found.items()} == types
         assert all(x.isfinite().all() for x in found.values())
-        # Kernels round each part of it to half precision, and nothing else may.
+        # Only the kernels round to bfloat16, once per block.
         assert error[ranks]["out"] <= 1.1 * error[2]["out"]
         assert error[ranks]["dq"] <= 1.1 * error[2]["dq"]
-        # What a kernel rounds off depends on the lengths; 4 ranks have bad ones.
+        # Kernel rounding depends on the lengths; those of 4 ranks are unfavourable.
         assert max(error[ranks][name] / error[2][name] for name in ("dk", "dv")) <= (1.3 if ranks == 4 else 1.05)
         assert error[ranks]["lse"] <= 2e-6, "half precision would cost three digits"
-    # The default, single precision, is what keeps these flat.
+    # The float32 default keeps these errors flat.
     narrow = errors(shared(given, rows, 16, rotation, torch.bfloat16), right)
     assert all(1.2 * error[16][name] < narrow[name] < 2 * error[16][name] for name in ("dk", "dv"))
     assert all(error[16][name] == narrow[name] for name in ("out", "dq", "lse"))
@@ -178,5 +178,5 @@ def travels_as() -> torch.dtype:
 
 
 @pytest.mark.ranks
-def test_gradients_of_keys_and_values_travel_in_single_precision_unless_asked_otherwise() -> None:
+def test_kv_gradients_are_sent_in_float32_by_default() -> None:
     assert run_ranks(travels_as, 1) == [torch.float32]

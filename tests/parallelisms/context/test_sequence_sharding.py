@@ -1,4 +1,4 @@
-"""The way into shared rows and out: everything per token is cut by one order, and can be put back."""
+"""Sharding and unsharding of sequences: all per-token tensors use one permutation, which is invertible."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.models.small_models import packed, starts
 from tests.parallelisms.context.documents import small
 from tests.ranks import run_ranks
 
-PER_TOKEN = ("tokens", "labels", "positions", "documents")
+PER_TOKEN = ("tokens", "labels", "positions", "document_ids")
 Options = dict[str, Any]
 
 
@@ -27,19 +27,19 @@ def core_of(shape: tuple[int, ...], options: Options) -> ContextParallel:
 
 
 def numbered(*rows: list[int]) -> Batch:
-    """Tokens 0, 1, 2, ... through all rows, with documents of these lengths."""
+    """Sequences with tokens 0, 1, 2, ... and documents of these lengths."""
     batch = packed(*rows)
     tokens = torch.arange(batch.tokens.numel()).view(batch.tokens.shape)
     return replace(batch, tokens=tokens, labels=torch.where(batch.labels == IGNORE_INDEX, IGNORE_INDEX, tokens + 1))
 
 
 def cut(shape: tuple[int, ...], options: list[Options], batches: list[Batch]) -> list[list[Batch]]:
-    """Every batch as this rank gets it, by the options of a plan."""
+    """Shards every batch for this rank, by plan."""
     cores = [core_of(shape, one) for one in options]
     return [[core.shard_batch(batch) for batch in batches] for core in cores]
 
 
-def by_options(shape: tuple[int, ...], options: list[Options], batches: list[Batch]) -> list[list[list[Batch]]]:
+def shards_by_plan(shape: tuple[int, ...], options: list[Options], batches: list[Batch]) -> list[list[list[Batch]]]:
     """[options][batch][rank]."""
     by_rank = run_ranks(cut, torch.Size(shape).numel(), shape, options, batches)
     return [
@@ -47,7 +47,7 @@ def by_options(shape: tuple[int, ...], options: list[Options], batches: list[Bat
     ]
 
 
-def everything(ranks: int) -> list[tuple[tuple[int, ...], list[Options]]]:
+def all_plans(ranks: int) -> list[tuple[tuple[int, ...], list[Options]]]:
     """Every method and layout, by mesh."""
     alone = [
         {"method": rotation, "layout": layout}
@@ -66,7 +66,7 @@ def everything(ranks: int) -> list[tuple[tuple[int, ...], list[Options]]]:
 
 
 @pytest.mark.ranks
-def test_labels_and_positions_are_those_of_the_row_whatever_the_pieces() -> None:
+def test_labels_and_positions_are_those_of_the_full_sequence() -> None:
     ids = torch.arange(1, 9)[None]
     labels = torch.tensor([[2, 3, 4, 5, 6, 7, 8, IGNORE_INDEX]])
     one = replace(numbered([8]), tokens=ids, labels=labels)
@@ -75,7 +75,7 @@ def test_labels_and_positions_are_those_of_the_row_whatever_the_pieces() -> None
         {"method": "ring", "layout": "headtail"},
         {"method": "ring", "layout": "doc_headtail"},
     ]
-    contiguous, headtail, doc_headtail = by_options((2,), options, [one, numbered([8, 4])])
+    contiguous, headtail, doc_headtail = shards_by_plan((2,), options, [one, numbered([8, 4])])
     assert [part.tokens.tolist() for part in contiguous[0]] == [[[1, 2, 3, 4]], [[5, 6, 7, 8]]]
     assert [part.labels.tolist() for part in contiguous[0]] == [[[2, 3, 4, 5]], [[6, 7, 8, IGNORE_INDEX]]]
     assert [part.positions.tolist() for part in contiguous[0]] == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
@@ -95,14 +95,14 @@ def test_labels_and_positions_are_those_of_the_row_whatever_the_pieces() -> None
 
 
 @pytest.mark.ranks
-def test_neighbours_that_exchange_heads_hold_halves_of_what_a_ring_s_rank_would() -> None:
+def test_ulysses_ranks_hold_adjacent_halves_of_a_ring_shard() -> None:
     headtail = {"outer_method": "ring", "layout": "headtail"}
-    ((parts,),) = by_options((2, 2), [headtail], [numbered([16])])
+    ((parts,),) = shards_by_plan((2, 2), [headtail], [numbered([16])])
     held = [part.tokens[0].tolist() for part in parts]
     assert held == [[0, 1, 2, 3], [12, 13, 14, 15], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
-# ---- what holds for any documents
+# ---- properties for any documents
 
 
 def lengths(boundaries: tuple[int, ...]) -> list[int]:
@@ -110,60 +110,60 @@ def lengths(boundaries: tuple[int, ...]) -> list[int]:
 
 
 def batches(tokens: int) -> list[Batch]:
-    """Rows of every kind, alone and two by two: rows of one batch have other documents."""
+    """Batches of one and of two sequences with different documents."""
     rows = [lengths(boundaries) for boundaries in small(tokens)]
     return [*(numbered(row) for row in rows), *(numbered(first, second) for first, second in pairwise(rows))]
 
 
 def pairs(batch: Batch) -> int:
-    """(query, key) pairs of all documents, padding's too."""
+    """(query, key) pairs of all documents, padding included."""
     sizes = batch.boundaries.diff(dim=1)
     return int((sizes * (sizes + 1) // 2).sum())
 
 
-def assert_cut_alike(parts: list[Batch], whole: Batch, *, ulysses: int) -> None:
-    """Every token is on one rank, with what belongs to it; and the ranks' work is that of the row."""
+def assert_sharded_alike(parts: list[Batch], whole: Batch, *, ulysses: int) -> None:
+    """Every token is on one rank with its label and position, and the ranks' pairs sum to the sequence's."""
     joined = {name: torch.cat([getattr(part, name) for part in parts], dim=1) for name in PER_TOKEN}
     for row, order in enumerate(joined["tokens"].argsort(dim=1)):
         for name in PER_TOKEN:
             assert torch.equal(joined[name][row, order], getattr(whole, name)[row]), name
     assert len({part.tokens.shape for part in parts}) == 1
-    others = {field.name for field in fields(Batch)} - {*PER_TOKEN, "attended", "boundaries"}
+    others = {field.name for field in fields(Batch)} - {*PER_TOKEN, "num_computed_pairs", "boundaries"}
     for part in parts:
         assert torch.equal(part.boundaries, whole.boundaries)
         assert (part.boundaries.dtype, part.boundaries.device.type) == (torch.int32, "cpu")
         assert all(getattr(part, name) == getattr(whole, name) for name in others)
     assert sum(int(part.num_targets()) for part in parts) == int(whole.num_targets())
-    # Ranks that exchange heads compute the same pairs, each for a share of the heads.
+    # Ulysses ranks compute the same pairs, each for a shard of the heads.
     shares = [part.num_computed_pairs for part in parts]
     assert all(len(set(same)) == 1 for same in zip(*[iter(shares)] * ulysses, strict=True))
     assert 0 <= pairs(whole) - sum(shares) < len(parts)
 
 
 @pytest.mark.ranks
-def test_everything_per_token_is_cut_by_the_same_order() -> None:
+def test_all_per_token_tensors_are_sharded_alike() -> None:
     given = batches(48)
-    for shape, options in everything(4):
-        for one, cuts in zip(options, by_options(shape, options, given), strict=True):
+    for shape, options in all_plans(4):
+        for one, cuts in zip(options, shards_by_plan(shape, options, given), strict=True):
             ulysses = 4 if one.get("method") == "ulysses" else len(shape)
             for whole, parts in zip(given, cuts, strict=True):
-                assert_cut_alike(parts, whole, ulysses=ulysses)
+                assert_sharded_alike(parts, whole, ulysses=ulysses)
 
 
 @pytest.mark.ranks
-def test_work_of_a_rank_is_counted_by_its_own_queries() -> None:
+def test_computed_pairs_count_the_rank_s_own_queries() -> None:
     options: list[Options] = [{"method": "ring", "layout": "contiguous"}, {"method": "ulysses"}]
     given = [numbered([8]), numbered([3, 5]), numbered([8], [3, 5]), numbered([1] * 7 + [1])]
-    ring, ulysses = by_options((2,), options, given)
+    ring, ulysses = shards_by_plan((2,), options, given)
     assert [[part.num_computed_pairs for part in parts] for parts in ring] == [[10, 26], [7, 14], [17, 40], [4, 4]]
     assert [[part.num_computed_pairs for part in parts] for parts in ulysses] == [[18, 18], [10, 10], [28, 28], [4, 4]]
 
 
-# ---- rows that do not divide
+# ---- padding
 
 
-def filled(whole: Batch, multiple: int) -> Batch:
-    """The batch with one more document at the end of every row, written out token by token."""
+def padded(whole: Batch, multiple: int) -> Batch:
+    """Reference padding: one more document at the end of every sequence, token by token."""
     rows, tokens = whole.tokens.shape
     more = -tokens % multiple
     at_end = {"tokens": [0] * more, "labels": [IGNORE_INDEX] * more, "positions": list(range(more))}
@@ -176,25 +176,25 @@ def filled(whole: Batch, multiple: int) -> Batch:
     return replace(whole, **joined, document_ids=torch.tensor(documents), boundaries=boundaries)
 
 
-def one_more(batch: Batch) -> Batch:
-    """With tokens that count from 1: padding is token 0."""
+def plus_one(batch: Batch) -> Batch:
+    """Tokens from 1, because padding is token 0."""
     return replace(
         batch, tokens=batch.tokens + 1, labels=batch.labels.where(batch.labels == IGNORE_INDEX, batch.labels + 1)
     )
 
 
 @pytest.mark.ranks
-def test_a_row_that_does_not_divide_gets_a_document_without_labels_at_its_end() -> None:
+def test_indivisible_sequence_is_padded_with_an_unlabelled_document() -> None:
     rows = [rows for size in (37, 45, 46, 47, 48) for rows in ([[size]], [[size - 4, 3, 1], [1, 2, size - 3]])]
-    given = [one_more(numbered(*lengths)) for lengths in rows]
-    for shape, options in everything(4):
-        for one, cuts in zip(options, by_options(shape, options, given), strict=True):
+    given = [plus_one(numbered(*lengths)) for lengths in rows]
+    for shape, options in all_plans(4):
+        for one, cuts in zip(options, shards_by_plan(shape, options, given), strict=True):
             contiguous = one.get("layout") == "contiguous" or one.get("method") == "ulysses"
             for whole, parts in zip(given, cuts, strict=True):
-                assert_filled(parts, whole, filled(whole, 4 if contiguous else 8))
+                assert_padded(parts, whole, padded(whole, 4 if contiguous else 8))
 
 
-def assert_filled(parts: list[Batch], whole: Batch, expected: Batch) -> None:
+def assert_padded(parts: list[Batch], whole: Batch, expected: Batch) -> None:
     joined = {name: torch.cat([getattr(part, name) for part in parts], dim=1) for name in PER_TOKEN}
     for row in range(len(expected.tokens)):
         ours, right = (
@@ -207,11 +207,11 @@ def assert_filled(parts: list[Batch], whole: Batch, expected: Batch) -> None:
     assert {(part.num_tokens, part.num_pairs) for part in parts} == {(whole.num_tokens, whole.num_pairs)}
 
 
-# ---- in and out again
+# ---- round trip
 
 
-def returned(shape: tuple[int, ...], options: list[Options]) -> tuple[list[str], list[Tensor]]:
-    """What did not come back as it was; and by plan the gradient of a row of which this rank took its part."""
+def round_trip_failures(shape: tuple[int, ...], options: list[Options]) -> tuple[list[str], list[Tensor]]:
+    """The plans whose round trip failed, and for each plan the gradient of a sharded sequence."""
     wrong, gradients = [], []
     rows = starts([3, 1, 44], [48])
     weights = torch.arange(96.0).view(2, 48)
@@ -232,16 +232,16 @@ def returned(shape: tuple[int, ...], options: list[Options]) -> tuple[list[str],
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_what_was_cut_is_put_back_and_gradients_of_the_parts_are_those_of_the_whole() -> None:
-    for shape, options in [*everything(4), ((3,), [{"method": "ring"}]), ((3, 2), [{"outer_method": "ring"}])]:
-        by_rank = run_ranks(returned, torch.Size(shape).numel(), shape, options)
+def test_unshard_inverts_shard_and_shard_is_differentiable() -> None:
+    for shape, options in [*all_plans(4), ((3,), [{"method": "ring"}]), ((3, 2), [{"outer_method": "ring"}])]:
+        by_rank = run_ranks(round_trip_failures, torch.Size(shape).numel(), shape, options)
         assert [wrong for wrong, _ in by_rank] == [[]] * len(by_rank)
         for parts in zip(*(gradients for _, gradients in by_rank), strict=True):
             assert torch.equal(torch.stack(parts).sum(0), torch.arange(96.0).view(2, 48))
             assert ((torch.stack(parts) != 0).sum(0) <= 1).all(), "a token is on one rank"
 
 
-def rows_differ() -> list[bool]:
+def sequences_differ() -> list[bool]:
     core = core_of((2,), {"method": "ring"})
     rows = starts([5, 19], [24], [1, 23])
     x = torch.randn(3, 24, 2)
@@ -250,5 +250,5 @@ def rows_differ() -> list[bool]:
 
 
 @pytest.mark.ranks
-def test_every_row_is_cut_by_its_own_documents() -> None:
-    assert run_ranks(rows_differ, 2) == [[True] * 3] * 2
+def test_each_sequence_is_sharded_by_its_own_documents() -> None:
+    assert run_ranks(sequences_differ, 2) == [[True] * 3] * 2

@@ -1,4 +1,4 @@
-"""Which tokens a rank holds: held to tables worked out by hand, and to a count of pairs that knows no layout."""
+"""Shard layouts, compared with manually written tables and an independent count of pairs."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ RINGS = (1, 2, 3, 4, 8)
 TOKENS = 48
 
 
-def held(layout: SeqLayout) -> list[list[int]]:
-    """The tokens of every rank, by their place in the row."""
+def local_tokens(layout: SeqLayout) -> list[list[int]]:
+    """Token indices of every rank."""
     parts: list[list[int]] = [part.tolist() for part in layout.permutation().chunk(layout.ring_degree)]
     return parts
 
 
 def owners(layout: SeqLayout) -> list[int]:
-    """The rank of every token of the row, as the pictures draw it."""
-    of_token = {token: rank for rank, tokens in enumerate(held(layout)) for token in tokens}
+    """The rank of every token."""
+    of_token = {token: rank for rank, tokens in enumerate(local_tokens(layout)) for token in tokens}
     return [of_token[token] for token in range(layout.num_tokens)]
 
 
-def longest_first(sums: list[int], ring: int) -> list[int]:
-    """The rank of each chunk: heaviest chunks first, to the least loaded rank that has room; ties by index."""
+def assign_heaviest_first(sums: list[int], ring: int) -> list[int]:
+    """The rank of each chunk: heaviest first, to the least loaded rank with a free slot; ties by index."""
     rank_of = [0] * len(sums)
     load, count = [0] * ring, [0] * ring
     for chunk in sorted(range(len(sums)), key=lambda chunk: sums[chunk], reverse=True):
@@ -53,10 +53,10 @@ def longest_first(sums: list[int], ring: int) -> list[int]:
     return rank_of
 
 
-def dealt(boundaries: tuple[int, ...], ring: int, per_rank: int) -> tuple[list[int], float]:
-    """The rank of each chunk with so many chunks per rank, and the busiest rank's work over the mean."""
+def assign_chunks(boundaries: tuple[int, ...], ring: int, per_rank: int) -> tuple[list[int], float]:
+    """The rank of each chunk for `per_rank` chunks per rank, and the imbalance."""
     sums = keys_seen(boundaries).view(ring * per_rank, -1).sum(1)
-    rank_of = longest_first(sums.tolist(), ring)
+    rank_of = assign_heaviest_first(sums.tolist(), ring)
     totals = torch.zeros(ring, dtype=torch.int64).index_add_(0, torch.tensor(rank_of), sums)
     return rank_of, (totals.max() * ring / sums.sum()).item()
 
@@ -69,8 +69,8 @@ def imbalance(layout: SeqLayout) -> float:
 # ---- tables
 
 
-def test_headtail_gives_a_rank_its_chunk_and_the_mirrored_one() -> None:
-    first, second = held(SeqLayout("headtail", 2, (0, 32)))
+def test_headtail_gives_each_rank_a_chunk_and_its_mirror() -> None:
+    first, second = local_tokens(SeqLayout("headtail", 2, (0, 32)))
     assert first == [*range(8), *range(24, 32)]
     assert second == [*range(8, 24)]
     ids = torch.arange(1, 9)
@@ -80,13 +80,13 @@ def test_headtail_gives_a_rank_its_chunk_and_the_mirrored_one() -> None:
     assert owners(SeqLayout("headtail", 4, (0, 3, 8))) == [0, 1, 2, 3, 3, 2, 1, 0]
 
 
-def test_contiguous_gives_a_rank_one_run() -> None:
+def test_contiguous_gives_each_rank_one_range() -> None:
     assert owners(SeqLayout("contiguous", 2, (0, 8))) == [0, 0, 0, 0, 1, 1, 1, 1]
     assert owners(SeqLayout("contiguous", 3, (0, 1, 5, 9))) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
-def test_doc_headtail_cuts_every_document_for_all_ranks() -> None:
-    assert held(SeqLayout("doc_headtail", 2, (0, 8, 12))) == [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
+def test_doc_headtail_splits_every_document_over_all_ranks() -> None:
+    assert local_tokens(SeqLayout("doc_headtail", 2, (0, 8, 12))) == [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_doc_headtail_cuts_every_document_for_all_ranks() -> None:
         (4, (1, 1, 1, 1, 1, 1, 1, 1), [*"01230123"]),
     ],
 )
-def test_tokens_left_over_are_dealt_in_turn_first_to_heads_then_to_tails(
+def test_remainders_go_round_robin_to_heads_then_tails(
     ring: int, lengths: tuple[int, ...], expected: list[str]
 ) -> None:
     picture = "".join(map(str, owners(SeqLayout("doc_headtail", ring, of_lengths(*lengths)))))
@@ -110,24 +110,24 @@ def test_tokens_left_over_are_dealt_in_turn_first_to_heads_then_to_tails(
     assert [picture[start:end] for start, end in pairwise(ends)] == expected
 
 
-def test_balanced_gives_the_heaviest_chunk_first_and_every_rank_as_many() -> None:
+def test_balanced_assigns_heaviest_chunks_first_and_equally_many_per_rank() -> None:
     # Chunks of four tokens weigh 10, 26, 10, 10. By weight alone rank 1 would get three of them.
     layout = SeqLayout("balanced", 2, of_lengths(8, 4, 4))
     assert owners(layout) == [*[1] * 4, *[0] * 4, *[1] * 4, *[0] * 4]
     assert layout.pairs_per_rank() == (36, 20)
 
 
-def test_work_of_documents_of_four_and_twelve_is_even() -> None:
+def test_documents_of_four_and_twelve_tokens_are_balanced() -> None:
     assert SeqLayout("doc_headtail", 2, of_lengths(4, 12)).pairs_per_rank() == (44, 44)
     assert SeqLayout("doc_headtail", 2, of_lengths(12, 4)).pairs_per_rank() == (44, 44)
 
 
-def test_work_counts_the_keys_of_every_query() -> None:
+def test_pairs_per_rank_count_the_keys_of_every_query() -> None:
     assert SeqLayout("contiguous", 2, (0, 8)).pairs_per_rank() == (1 + 2 + 3 + 4, 5 + 6 + 7 + 8)
     assert SeqLayout("contiguous", 2, (0, 3, 8)).pairs_per_rank() == (1 + 2 + 3 + 1, 2 + 3 + 4 + 5)
 
 
-def test_labels_shifted_before_the_cut_are_right_on_every_rank() -> None:
+def test_labels_shifted_before_sharding_are_right_on_every_rank() -> None:
     labels = torch.tensor([2, 3, 4, 5, 6, 7, 8, IGNORE_INDEX])
     expected: dict[ShardLayout, list[list[int]]] = {
         "contiguous": [[2, 3, 4, 5], [6, 7, 8, IGNORE_INDEX]],
@@ -138,15 +138,15 @@ def test_labels_shifted_before_the_cut_are_right_on_every_rank() -> None:
         assert [part.tolist() for part in labels[order].chunk(2)] == parts
 
 
-# ---- what holds for any documents
+# ---- properties for any documents
 
 
 @pytest.mark.parametrize("ring", RINGS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_is_dealt_out_evenly_and_can_be_put_back(kind: ShardLayout, ring: int) -> None:
+def test_permutation_is_even_and_invertible(kind: ShardLayout, ring: int) -> None:
     for boundaries in small(TOKENS):
         layout = SeqLayout(kind, ring, boundaries)
-        parts = held(layout)
+        parts = local_tokens(layout)
         assert layout.permutation().dtype == torch.int64
         assert sorted(token for part in parts for token in part) == list(range(TOKENS))
         assert [len(part) for part in parts] == [TOKENS // ring] * ring
@@ -157,11 +157,11 @@ def test_a_row_is_dealt_out_evenly_and_can_be_put_back(kind: ShardLayout, ring: 
 
 @pytest.mark.parametrize("ring", RINGS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_pieces_are_the_longest_runs_of_a_document_on_a_rank(kind: ShardLayout, ring: int) -> None:
+def test_spans_are_maximal_ranges_of_a_document_on_a_rank(kind: ShardLayout, ring: int) -> None:
     for boundaries in small(TOKENS):
         layout = SeqLayout(kind, ring, boundaries)
         documents = document_of(boundaries).tolist()
-        for rank, tokens in enumerate(held(layout)):
+        for rank, tokens in enumerate(local_tokens(layout)):
             begins = [
                 local
                 for local, token in enumerate(tokens)
@@ -176,17 +176,17 @@ def test_pieces_are_the_longest_runs_of_a_document_on_a_rank(kind: ShardLayout, 
 
 @pytest.mark.parametrize("ring", RINGS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_work_is_every_visible_pair_once(kind: ShardLayout, ring: int) -> None:
+def test_pairs_per_rank_sum_to_all_visible_pairs(kind: ShardLayout, ring: int) -> None:
     for boundaries in small(TOKENS):
         layout = SeqLayout(kind, ring, boundaries)
         seen = keys_seen(boundaries)
-        assert layout.pairs_per_rank() == tuple(int(seen[tokens].sum()) for tokens in held(layout))
+        assert layout.pairs_per_rank() == tuple(int(seen[tokens].sum()) for tokens in local_tokens(layout))
         lengths = [end - start for start, end in pairwise(boundaries)]
         assert sum(layout.pairs_per_rank()) == sum(length * (length + 1) // 2 for length in lengths)
 
 
 @pytest.mark.parametrize("ring", RINGS)
-def test_doc_headtail_visits_the_ranks_upwards_then_downwards_in_every_document(ring: int) -> None:
+def test_doc_headtail_orders_ranks_up_then_down_in_every_document(ring: int) -> None:
     for boundaries in small(TOKENS):
         ranks = owners(SeqLayout("doc_headtail", ring, boundaries))
         for start, end in pairwise(boundaries):
@@ -201,17 +201,17 @@ def test_doc_headtail_visits_the_ranks_upwards_then_downwards_in_every_document(
 
 
 @pytest.mark.parametrize("ring", RINGS)
-def test_one_document_is_head_and_tail_in_every_balancing_layout(ring: int) -> None:
+def test_single_document_is_headtail_in_every_balancing_layout(ring: int) -> None:
     row = (0, 48 * 1024)
-    expected = held(SeqLayout("headtail", ring, row))
-    assert held(SeqLayout("doc_headtail", ring, row)) == expected
+    expected = local_tokens(SeqLayout("headtail", ring, row))
+    assert local_tokens(SeqLayout("doc_headtail", ring, row)) == expected
     # With the ranks renamed.
-    assert sorted(held(SeqLayout("balanced", ring, row))) == expected
+    assert sorted(local_tokens(SeqLayout("balanced", ring, row))) == expected
     assert imbalance(SeqLayout("headtail", ring, row)) < 1 + 1e-9
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_row_length_may_be_repeated_to_fill_a_list_of_boundaries(kind: ShardLayout) -> None:
+def test_padded_boundaries_give_the_same_layout(kind: ShardLayout) -> None:
     layout, filled = SeqLayout(kind, 2, (0, 3, 16)), SeqLayout(kind, 2, (0, 3, 16, 16, 16))
     assert filled.num_tokens == 16
     assert filled.documents == layout.documents == [(0, 3), (3, 16)]
@@ -220,13 +220,13 @@ def test_the_row_length_may_be_repeated_to_fill_a_list_of_boundaries(kind: Shard
 
 
 @pytest.mark.parametrize("ring", [2, 4])
-# More chunks per rank would be shorter than 128 tokens, or not equal.
+# With more chunks per rank, chunks would be shorter than 128 tokens or unequal.
 @pytest.mark.parametrize(("tokens", "counts"), [(1024, (2, 4, 8)), (1028, (2, 4))])
-def test_balanced_cuts_no_more_chunks_than_make_work_even(ring: int, tokens: int, counts: tuple[int, ...]) -> None:
+def test_balanced_uses_the_fewest_chunks_that_balance(ring: int, tokens: int, counts: tuple[int, ...]) -> None:
     per_ranks = set()
     for seed in range(30):
         boundaries = few(tokens * ring, seed)
-        tried = {per_rank: dealt(boundaries, ring, per_rank) for per_rank in counts}
+        tried = {per_rank: assign_chunks(boundaries, ring, per_rank) for per_rank in counts}
         even = [per_rank for per_rank, (_, ratio) in tried.items() if ratio <= 1.01]
         per_rank = even[0] if even else min(tried, key=lambda per_rank: tried[per_rank][1])
         per_ranks.add((per_rank, bool(even)))
@@ -236,15 +236,15 @@ def test_balanced_cuts_no_more_chunks_than_make_work_even(ring: int, tokens: int
 
 
 @pytest.mark.parametrize(("long", "at_most"), [(6553, 1.01), (1638, 1.06)])
-def test_balanced_cuts_up_to_thirty_two_chunks_per_rank_beside_one_long_document(long: int, at_most: float) -> None:
+def test_balanced_uses_up_to_32_chunks_per_rank_with_one_long_document(long: int, at_most: float) -> None:
     boundaries = (0, long, *range(long + 64, 8192 * 4, 64), 8192 * 4)
-    rank_of, ratio = dealt(boundaries, 4, 32)
-    assert ratio <= at_most < min(dealt(boundaries, 4, per_rank)[1] for per_rank in (2, 4, 8, 16))
+    rank_of, ratio = assign_chunks(boundaries, 4, 32)
+    assert ratio <= at_most < min(assign_chunks(boundaries, 4, per_rank)[1] for per_rank in (2, 4, 8, 16))
     # 64 chunks of 128 tokens would fit.
     assert owners(SeqLayout("balanced", 4, boundaries)) == [rank for rank in rank_of for _ in range(256)]
 
 
-def test_balanced_cuts_chunks_no_shorter_than_a_tile_of_a_kernel_unless_the_row_is_short() -> None:
+def test_balanced_chunks_are_at_least_a_kernel_tile_unless_the_sequence_is_short() -> None:
     shortest = 2048
     for seed in range(20):
         ranks = owners(SeqLayout("balanced", 4, few(2048, seed)))
@@ -253,23 +253,23 @@ def test_balanced_cuts_chunks_no_shorter_than_a_tile_of_a_kernel_unless_the_row_
     assert shortest == 128
     # Here no more than two chunks per rank, however uneven.
     layout = SeqLayout("balanced", 2, (0, 64, 256))
-    assert owners(layout) == [rank for rank in dealt((0, 64, 256), 2, 2)[0] for _ in range(64)]
+    assert owners(layout) == [rank for rank in assign_chunks((0, 64, 256), 2, 2)[0] for _ in range(64)]
     assert imbalance(layout) > 1.01
 
 
-# ---- refusals
+# ---- errors
 
 
-def test_a_row_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^a row of 7 tokens does not divide among 2 ranks$"):
+def test_indivisible_sequence_length_raises() -> None:
+    with pytest.raises(ValueError, match=r"^sequence length 7 must be a multiple of the 2 ring ranks$"):
         SeqLayout("contiguous", 2, (0, 7)).permutation()
-    with pytest.raises(ValueError, match=r"^a row of 8 tokens does not divide among 0 ranks$"):
+    with pytest.raises(ValueError, match=r"^sequence length 8 must be a multiple of the 0 ring ranks$"):
         SeqLayout("contiguous", 0, (0, 8)).pairs_per_rank()
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "contiguous"])
-def test_a_row_without_two_equal_chunks_per_rank_is_refused(kind: ShardLayout) -> None:
-    message = rf'^layout "{kind}" over 4 ranks needs a row that is a multiple of 8 tokens, not 12$'
+def test_sequence_without_two_equal_chunks_per_rank_raises(kind: ShardLayout) -> None:
+    message = rf'^sequence length 12 must be a multiple of 8 for layout "{kind}" over 4 ranks$'
     with pytest.raises(ValueError, match=message):
         SeqLayout(kind, 4, (0, 5, 12)).spans(0)
     assert owners(SeqLayout("contiguous", 4, (0, 5, 12))) == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
@@ -278,29 +278,29 @@ def test_a_row_without_two_equal_chunks_per_rank_is_refused(kind: ShardLayout) -
 # ---- balance
 
 
-def worst(kind: ShardLayout, rows: list[tuple[int, ...]], ring: int) -> float:
+def worst_imbalance(kind: ShardLayout, rows: list[tuple[int, ...]], ring: int) -> float:
     return max(imbalance(SeqLayout(kind, ring, boundaries)) for boundaries in rows)
 
 
 @pytest.mark.parametrize("ring", [4, 8, 16])
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_packed_documents_are_even_work(distribution: Distribution, ring: int) -> None:
+def test_packed_documents_are_balanced(distribution: Distribution, ring: int) -> None:
     rows = [packed(distribution, 128 * 1024, seed) for seed in range(20)]
-    assert worst("doc_headtail", rows, ring) <= 1.01
-    assert worst("balanced", rows, ring) <= 1.02
+    assert worst_imbalance("doc_headtail", rows, ring) <= 1.01
+    assert worst_imbalance("balanced", rows, ring) <= 1.02
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ring", [4, 8, 16, 32])
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_packed_rows_of_a_million_tokens_are_even_work(distribution: Distribution, ring: int) -> None:
+def test_packed_sequences_of_a_million_tokens_are_balanced(distribution: Distribution, ring: int) -> None:
     rows = [packed(distribution, 1024 * 1024, seed) for seed in range(20)]
-    assert worst("doc_headtail", rows, ring) <= 1.01
-    assert worst("balanced", rows, ring) <= 1.02
+    assert worst_imbalance("doc_headtail", rows, ring) <= 1.01
+    assert worst_imbalance("balanced", rows, ring) <= 1.02
 
 
-def test_head_and_tail_of_the_row_are_uneven_work_for_packed_documents() -> None:
-    """What the balance of the others is measured against."""
+def test_headtail_is_unbalanced_for_packed_documents() -> None:
+    """The baseline of the balanced layouts."""
     for distribution in DISTRIBUTIONS:
         rows = [packed(distribution, 128 * 1024, seed) for seed in range(20)]
         mean = sum(imbalance(SeqLayout("headtail", 16, boundaries)) for boundaries in rows) / len(rows)

@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from trainer.checkpoint.durable_io import fsync_path, write_and_fsync
+from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.data.corpus import Corpus
 from trainer.data.prepare.tokenize import RECORDS_FOLDER, TokenizeJob, tokenize_partitions
@@ -50,7 +51,7 @@ def prepare_datasets(config: Config) -> dict[str, Path]:
     if not specs:
         return {}
     tokenizer = load_tokenizer(config.tokenizer.kind, config.tokenizer.path)
-    config.require_vocab_size(tokenizer.vocab_size)
+    checks.require_vocab_size(config, tokenizer.vocab_size)
     return {name: prepare(spec, tokenizer).folder for name, spec in specs.items()}
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+from trainer.config import checks
 from trainer.config.data import HF_PREFIX, STDLIB_CORPUS
 from trainer.config.job_config import COPY_CORPUS, DEFAULT_SOURCE
 from trainer.config.parse import load
@@ -139,9 +140,13 @@ def selected_specs(config: Recipe, corpus: str | None, problems: Sequence[str] =
             problems = [*problems, f"command line: --corpus {corpus} does not exist"]
         specs = {Path(corpus).name: replace(corpus_spec(config.data, DEFAULT_SOURCE), corpus=corpus)}
     else:
-        problems = [*problems, *config.stage_problems()]
+        problems = [*problems, *checks.stage_problems(config)]
         sections = [] if problems else [stage.config.data for stage in config.training_stages]
-        problems += dict.fromkeys(problem for each in sections for problem in (*each.problems(), *each.path_problems()))
+        problems += dict.fromkeys(
+            problem
+            for each in sections
+            for problem in (*checks.data_section_problems(each), *checks.path_problems(each))
+        )
         all_specs = {} if problems else corpus_specs(config)
         specs = {name: each for name, each in all_specs.items() if each.corpus != COPY_CORPUS}
         if not problems and not specs:
@@ -152,7 +157,10 @@ def selected_specs(config: Recipe, corpus: str | None, problems: Sequence[str] =
 
 
 def prepare_corpora(config: Recipe, arguments: Namespace) -> None:
-    specs, output = selected_specs(config, arguments.corpus, config.tokenizer.problems()), arguments.output
+    specs, output = (
+        selected_specs(config, arguments.corpus, checks.tokenizer_problems(config.tokenizer)),
+        arguments.output,
+    )
     folders = {name: output / name if output and len(specs) > 1 else output for name in specs}
     if nonempty := [folder for folder in folders.values() if folder and folder.exists() and any(folder.iterdir())]:
         raise ConfigError([f"command line: --output {folder} is not empty" for folder in nonempty])
@@ -172,7 +180,7 @@ def inspect(config: Recipe, arguments: Namespace, folder: Path | None) -> None:
         raise ConfigError(["command line: inspect needs a folder or --config"])
     if folder is not None and not is_token_dataset(folder):
         raise ConfigError([f"command line: {folder} is not a prepared folder"])
-    specs = {} if folder else selected_specs(config, None, config.tokenizer.problems())
+    specs = {} if folder else selected_specs(config, None, checks.tokenizer_problems(config.tokenizer))
     tokenizer = load_tokenizer(config.tokenizer.kind, config.tokenizer.path)
     datasets = [TokenDataset(folder)] if folder else [prepare(spec, tokenizer) for spec in specs.values()]
     for dataset in datasets:
