@@ -31,8 +31,8 @@ from tests.system.runs import (
 )
 from trainer.checkpoint.durable_io import LineAppender
 
-EXACT, LAST = ("step", "loss", "grad_norm"), "step-60"
-LONG = ("--training.steps", "60", "--checkpoint.interval", "6", "--checkpoint.keep", "2")
+EXACT, LAST = ("step", "loss", "grad_norm"), "step-40"
+LONG = ("--training.steps", "40", "--checkpoint.interval", "4", "--checkpoint.keep", "2")
 
 
 def test_lines_wait_for_a_disk_that_is_full_and_are_told_once(

@@ -36,7 +36,7 @@ from tests.system.runs import (
 from trainer.resilience.signals import SignalHandler
 
 EXACT = ("step", "loss", "grad_norm")
-LONG = ("--training.steps", "40", "--checkpoint.interval", "1000", "--training.dtype", "float64")
+LONG = ("--training.steps", "30", "--checkpoint.interval", "1000", "--training.dtype", "float64")
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +58,9 @@ def updates(folder: Path) -> int:
 
 
 def require_same_end(folder: Path, whole: Path) -> None:
-    assert steps(folder) == list(range(1, 41))
+    assert steps(folder) == list(range(1, 31))
     assert metrics(folder, *EXACT) == metrics(whole / "whole", *EXACT)
-    assert digests(folder / "checkpoints" / "step-40") == digests(whole / "whole" / "checkpoints" / "step-40")
+    assert digests(folder / "checkpoints" / "step-30") == digests(whole / "whole" / "checkpoints" / "step-30")
 
 
 @pytest.mark.ranks
@@ -88,7 +88,7 @@ def test_a_storm_of_signals_saves_once_and_the_run_goes_on_the_same(
     assert left["reason"] == number.name
     assert checkpoints(folder) == [f"step-{left['step']}"]
     assert marker(folder, "REQUEUE")["reason"] == number.name
-    assert steps(folder)[-1] == left["step"] < 40
+    assert steps(folder)[-1] == left["step"] < 30
     assert forked(whole / "run.toml", folder, *LONG, processes=2).statuses == [0, 0]
     assert marker(folder, "DONE")
     require_same_end(folder, whole)
@@ -194,7 +194,7 @@ def test_ranks_that_are_killed_are_started_again_and_the_run_ends_the_same(
     whole: Path, tmp_path: Path, processes: int, kills: tuple[tuple[str, int], ...] | None
 ) -> None:
     folder, draw = tmp_path / "run", random.Random(0)
-    updates_of_all = "40" if kills else "400"
+    updates_of_all = "30" if kills else "400"
     if kills is None:
         kills = tuple((draw.choice(("save", "update")), draw.randrange(processes)) for _ in range(10))
     options = (*LONG, "--training.steps", updates_of_all, "--checkpoint.interval", "4", "--checkpoint.keep", "1000")

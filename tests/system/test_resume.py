@@ -83,7 +83,7 @@ def test_workers_that_still_import_torch_die_with_their_launcher(tmp_path: Path,
 @pytest.mark.parametrize(
     ("way", "kills", "updates"),
     [
-        ("forked", 4, 24),
+        ("forked", 3, 24),
         pytest.param("launched", 4, 24, marks=pytest.mark.slow),
         pytest.param("forked", 20, 200, marks=pytest.mark.slow),
     ],
