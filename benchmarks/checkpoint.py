@@ -71,7 +71,7 @@ def rank_main(asked: argparse.Namespace) -> None:
 
 def measure(config: Config, world: World, saves: int) -> dict[str, float]:
     """Medians of one kind of save, in seconds."""
-    from tests.datasets import build_train_dataset
+    from tests.build_datasets import build_train_dataset
     from trainer.checkpoint import manifest
     from trainer.checkpoint.manager import CheckpointManager
     from trainer.checkpoint.resume import require_verified

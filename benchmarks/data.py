@@ -33,7 +33,7 @@ import regex
 import torch
 
 from parallelisms.context.shard_layout import SeqLayout
-from tests.datasets import build_blended_dataset
+from tests.build_datasets import build_blended_dataset
 from trainer.config.data import STDLIB_CORPUS
 from trainer.config.job_config import DataSection
 from trainer.data.corpus import Corpus

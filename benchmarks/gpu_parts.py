@@ -28,7 +28,7 @@ from parallelisms.collectives import to_local
 from parallelisms.context import ring
 from parallelisms.context.attention_plan import RankAttentionPlan
 from parallelisms.context.shard_layout import SeqLayout
-from tests.datasets import build_train_dataset
+from tests.build_datasets import build_train_dataset
 from trainer.distributed import process_group
 from trainer.hardware.host import GIB
 from trainer.trainer import Trainer

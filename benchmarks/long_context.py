@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from models.batch import IGNORE_INDEX, Batch
-from tests.datasets import build_validation_sets
+from tests.build_datasets import build_validation_sets
 from trainer.evaluation.validation import eval_batches
 from trainer.export.checkpoint_cli import load_parallel_model, resolve_checkpoint
 

@@ -156,7 +156,7 @@ def _on_rank(rank: int, name: str, world_size: int, folder: Path) -> None:
     import torch
 
     from benchmarks.counted import count
-    from tests.datasets import build_train_dataset
+    from tests.build_datasets import build_train_dataset
     from trainer.distributed import single_host_process_group
 
     torch.set_num_threads(1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from models.batch import IGNORE_INDEX, Batch
-from tests.datasets import build_train_dataset
+from tests.build_datasets import build_train_dataset
 from trainer.config.job_config import Config
 from trainer.data.copy_task import CopyDataset
 from trainer.data.sequences import BlendedDataset

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from models.batch import IGNORE_INDEX
-from tests.datasets import build_blended_dataset, build_validation_sets
+from tests.build_datasets import build_blended_dataset, build_validation_sets
 from trainer.config import checks
 from trainer.config.job_config import Config, DataSection
 from trainer.data.holdout import ValidationSet

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from models.batch import IGNORE_INDEX, Batch
-from tests.datasets import build_blended_dataset
+from tests.build_datasets import build_blended_dataset
 from trainer.config.job_config import DataSection
 from trainer.data.loader import BatchReader, MicroBatchLoader
 from trainer.data.packing import PackedDataset

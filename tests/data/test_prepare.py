@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.datasets import build_blended_dataset
+from tests.build_datasets import build_blended_dataset
 from trainer.config.job_config import DataSection
 from trainer.data.packing import PackedDataset
 from trainer.data.prepare import prepare

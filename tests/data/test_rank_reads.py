@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from models.batch import IGNORE_INDEX, Batch
 from parallelisms.context.context_parallel import ContextParallel
 from parallelisms.parallel_dims import LAYOUTS_BY_ROTATE_METHOD, ROTATE_METHODS
-from tests.datasets import build_blended_dataset
+from tests.build_datasets import build_blended_dataset
 from tests.ranks import run_ranks
 from trainer.config.job_config import DataSection
 from trainer.data.sequences import BlendedDataset, FullSequence, slice_segments

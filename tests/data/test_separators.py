@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from models.batch import IGNORE_INDEX
-from tests.datasets import build_blended_dataset
+from tests.build_datasets import build_blended_dataset
 from trainer.config.job_config import DataSection
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.errors import DataError

@@ -17,7 +17,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from models.batch import IGNORE_INDEX
-from tests.datasets import build_validation_sets
+from tests.build_datasets import build_validation_sets
 from tests.ranks import context
 from tests.system.runs import SETS, become, forked, lines, wait_for, write_run
 from trainer.config.job_config import DataSection

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from models.batch import Batch
-from tests.datasets import build_validation_sets
+from tests.build_datasets import build_validation_sets
 from tests.system.in_process import configured, run_here, trainer_of
 from tests.system.runs import lines, metrics, write_run
 from trainer.build import EvaluationCallback, ParallelModel

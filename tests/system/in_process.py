@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.datasets import build_blended_dataset, build_validation_sets
+from tests.build_datasets import build_blended_dataset, build_validation_sets
 from tests.system.runs import arguments
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.run_dir import RunDir

@@ -15,7 +15,7 @@ from tests.system.runs import arguments, write_run
 
 def train_until_one_rank_is_full(argv: list[str], full: int) -> None:
     import trainer.train_loop as loop
-    from tests.datasets import build_blended_dataset
+    from tests.build_datasets import build_blended_dataset
     from trainer.checkpoint.run_dir import RunDir
     from trainer.config.parse import load
     from trainer.data.tokenizer import ByteTokenizer

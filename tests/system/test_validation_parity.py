@@ -11,7 +11,7 @@ import torch
 from torch import distributed
 
 from models.batch import IGNORE_INDEX
-from tests.datasets import build_validation_sets
+from tests.build_datasets import build_validation_sets
 from tests.ranks import run_ranks
 from tests.system.runs import SETS, arguments, write_run
 from trainer.build import ParallelModel
