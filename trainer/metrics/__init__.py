@@ -1,1 +1,1 @@
-"""What a run reports: metrics per step, loggers, progress, profiler traces and the log."""
+"""Metrics of each step, their loggers, progress reports, profiler traces and the log."""
