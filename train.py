@@ -1,4 +1,4 @@
-"""A run of Longhaul: parse -> check -> build -> loop -> exit status. Usually started by ./run_train.sh."""
+"""Training process: parse the run, load data, join the process group, train. Usually launched by ./run_train.sh."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from trainer.resilience.signals import Interrupted, SignalHandler
 SIGNAL_HANDLER = SignalHandler()
 
 if __name__ == "__main__":
-    # Importing torch takes seconds, in which the launcher may die and leave its workers to themselves, or somebody may
-    # ask this process to leave.
+    # Before importing torch, which takes seconds: the launcher may die, or a signal may arrive, in that time.
     from trainer.launch.parent_death import die_with_launcher
 
     die_with_launcher()
@@ -62,11 +61,11 @@ EXIT_TIMEOUT_SECONDS = 120.0
 
 
 def main(argv: list[str], signal_handler: SignalHandler | None = None) -> int:
-    """Trains on this rank what `argv` specifies as the JSON of a `RunSpec`; returns the exit code."""
+    """Trains this rank's part of a run and returns the exit code. `argv` is the JSON of a `RunSpec`, or launcher flags."""
     if not argv or not argv[0].startswith("{"):
         become_launcher(argv)
     rank, _, local_rank = rank_from_environment(os.environ)
-    # One rank of each node, since nodes may differ; from the process group on, all find the same.
+    # One rank per node reports errors, since nodes may differ; inside the process group, errors are the same on all.
     should_report, prefix = local_rank == 0, f"[rank {rank}] " if rank else ""
     log_setup.configure(rank)
     if signal_handler is None:
@@ -75,7 +74,7 @@ def main(argv: list[str], signal_handler: SignalHandler | None = None) -> int:
     spec = RunSpec.from_json(argv[0])
     config, folder = spec.config, RunDir(spec.config.output_dir)
     try:
-        # Nobody waits yet, and there is nothing to save.
+        # Signals may raise here: no peer waits yet, and there is nothing to save.
         with signal_handler.raising():
             stage = next_stage(config)
             if stage is None:
@@ -92,12 +91,12 @@ def main(argv: list[str], signal_handler: SignalHandler | None = None) -> int:
         should_report = rank == 0
         run_stage(config, stage, folder, datasets, validation_sets, signal_handler)
     except Interrupted:
-        # No marker: a peer that fails also has srun ask all others to leave.
-        return report_failure(None, EXIT_FAILURE, *(["asked to leave before the first update"] if rank == 0 else ()))
+        # No marker: when a rank fails, srun signals all others, too.
+        return report_failure(None, EXIT_FAILURE, *(["signalled before the first step"] if rank == 0 else ()))
     except RankFailedError as error:
         return report_failure(folder, error.status, f"[rank {rank}] {error}")
     except RunFolderInUseError as error:
-        return report_failure(None, EXIT_BAD_CONFIG, str(error))  # The markers there are the other run's.
+        return report_failure(None, EXIT_BAD_CONFIG, str(error))  # Its markers belong to the other run.
     except ConfigError as error:
         return report_failure(
             folder, EXIT_BAD_CONFIG, *(prefix + problem for problem in error.problems if should_report)
@@ -110,7 +109,7 @@ def main(argv: list[str], signal_handler: SignalHandler | None = None) -> int:
 
 
 def become_launcher(argv: list[str]) -> NoReturn:
-    """The launcher checks the configuration, prepares the data, and becomes this script again: for torchrun."""
+    """Replaces this process by the launcher, which prepares the run and executes this script again; for torchrun."""
     root = str(Path(__file__).resolve().parent)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     os.execv(sys.executable, [sys.executable, "-m", "trainer.launch", *argv])
@@ -124,13 +123,13 @@ def run_stage(
     validation_sets: list[ValidationSet],
     signal_handler: SignalHandler,
 ) -> None:
-    """Runs a stage on all ranks, and says how it ended."""
+    """Trains a stage on all ranks; rank 0 writes the exit marker."""
     rank, _, _ = rank_from_environment(os.environ)
     with folder.lock(is_rank_zero=rank == 0), process_group(config.distributed) as world:
         if rank == 0:
             report_previous_hang(folder, world.size)
         fingerprints = {f"fingerprint of {name}": value for name, value in datasets[0].fingerprints.items()}
-        fingerprints |= {f"fingerprint of the set {each.name}": each.fingerprint for each in validation_sets}
+        fingerprints |= {f"fingerprint of validation set {each.name}": each.fingerprint for each in validation_sets}
         require_same_config(stage.config, fingerprints)
         require_same_checkpoint(f"{stage} from {folder.resume_checkpoint(config)}")
         preemption = Preemption(config, signal_handler, is_leader=rank == 0, deadline=job_deadline(config, os.environ))
@@ -138,24 +137,24 @@ def run_stage(
         reason = train(
             config, stage, folder, world, datasets=datasets, validation_sets=validation_sets, preemption=preemption
         )
-        # All is saved: whoever waits for ranks that have left must not wait for ever.
+        # Everything is saved, so the exit must not wait for ranks that have already exited.
         faulthandler.dump_traceback_later(EXIT_TIMEOUT_SECONDS, exit=True)
         if reason and not config.checkpoint.enabled:
-            raise DivergedError(f"{reason}: left without a checkpoint, because checkpoint.enabled = false")
+            raise DivergedError(f"{reason}: stopped without a checkpoint, because checkpoint.enabled = false")
         if rank == 0 and (reason or stage.index + 1 == stage.num_stages):
-            write_marker(folder, "REQUEUE" if reason else "DONE", reason or "all updates are done")
+            write_marker(folder, "REQUEUE" if reason else "DONE", reason or "all steps are done")
 
 
 def report_previous_hang(folder: RunDir, world_size: int) -> None:
-    """What the start before left is told, and says nothing about this one."""
+    """Logs a hang of the previous launch, and removes its exit markers."""
     for line in summarize_hang(folder.hangs_dir, world_size):
-        log.warning("the start before hung: %s", line)
+        log.warning("the previous launch hung: %s", line)
     with suppress(OSError):
         exit_markers.clear(folder.path)
 
 
 def report_failure(folder: RunDir | None, status: int, *problems: str) -> int:
-    """Tells what is wrong, and whatever started this that a retry would not mend it."""
+    """Prints the problems; writes a STOP marker if a restart cannot help. Returns the status."""
     sys.stderr.write("".join(f"error: {problem}\n" for problem in problems))
     if folder is not None and problems and status in (EXIT_NO_RETRY, EXIT_BAD_CONFIG):
         write_marker(folder, "STOP", "; ".join(problems))
@@ -163,7 +162,7 @@ def report_failure(folder: RunDir | None, status: int, *problems: str) -> int:
 
 
 def write_marker(folder: RunDir, kind: exit_markers.ExitMarker, reason: str) -> None:
-    # A folder that cannot be written to is what is told, then.
+    # An unwritable folder is already the reported problem.
     with suppress(OSError):
         exit_markers.write(folder.path, kind, reason=reason, attempt=os.environ.get(exit_markers.ATTEMPT_VARIABLE))
 
@@ -172,10 +171,10 @@ if __name__ == "__main__":
     status = EXIT_FAILURE
     try:
         status = main(sys.argv[1:], SIGNAL_HANDLER)
-    except BaseException:  # noqa: BLE001 - whatever it is, peers are not to wait for what the interpreter does at its end
+    except BaseException:  # noqa: BLE001 - peers must not wait for this interpreter's shutdown
         traceback.print_exc()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not by way of destructors, which may wait for ever for processes that have left.
+    # Skips destructors, which may wait forever for ranks that have exited.
     os._exit(status)

@@ -1,4 +1,4 @@
-"""Processes: who this one is, and its process group."""
+"""Rank, world size and process groups."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from trainer.resilience.exit_markers import ATTEMPT_VARIABLE
 
 log = logging.getLogger("trainer")
 
-# Where things lie may differ between nodes.
+# Paths, which may differ between nodes.
 NODE_LOCAL_KEYS = ("data.corpus", "data.cache_dir", "tokenizer.path")
 
 
 @dataclass(frozen=True)
 class World:
-    """A process among all of them."""
+    """This process among all ranks."""
 
     rank: int
     size: int
@@ -44,7 +44,7 @@ class World:
 
 
 def rank_from_environment(environment: Mapping[str, str]) -> tuple[int, int, int]:
-    """(rank, world size, rank on this node), as torchrun's variables give them, or srun's; alone without either."""
+    """(rank, world size, local rank) from the variables of torchrun or srun; (0, 1, 0) without either."""
     if "RANK" in environment:
         return int(environment["RANK"]), int(environment["WORLD_SIZE"]), int(environment["LOCAL_RANK"])
     tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS", "1")
@@ -54,12 +54,12 @@ def rank_from_environment(environment: Mapping[str, str]) -> tuple[int, int, int
 
 
 def process_rank() -> tuple[int, int, int]:
-    """`place` of this process."""
+    """`rank_from_environment` of this process."""
     return rank_from_environment(os.environ)
 
 
 def node_count(environment: Mapping[str, str]) -> int:
-    """On how many machines the processes run; 1 where nobody says."""
+    """Number of nodes from the variables of torchrun or srun; 1 without either."""
     _, size, _ = rank_from_environment(environment)
     if "RANK" in environment:
         return size // int(environment.get("LOCAL_WORLD_SIZE", size))
@@ -67,7 +67,7 @@ def node_count(environment: Mapping[str, str]) -> int:
 
 
 def require_same_config(config: Config, data_facts: Mapping[str, str]) -> None:
-    """Raises `ConfigError`, on all ranks, if some were started with another configuration or read other data."""
+    """Raises ConfigError on all ranks if their configurations or data fingerprints differ. Collective."""
     values = flatten_config(config) | dict(data_facts)
     values = {key: value for key, value in values.items() if key not in NODE_LOCAL_KEYS and not is_source_path(key)}
     values_by_rank = all_gather_object(values)
@@ -82,19 +82,20 @@ def require_same_config(config: Config, data_facts: Mapping[str, str]) -> None:
 
 
 def require_same_checkpoint(checkpoint: str) -> None:
-    """Raises `RunError`, on all ranks, if some see another checkpoint: file systems of several hosts may lag behind."""
+    """Raises RunFailedError on all ranks if they see different checkpoints, as on a lagging shared file system."""
     checkpoints = all_gather_object(checkpoint)
     if differing_rank := next((rank for rank, seen in enumerate(checkpoints) if seen != checkpoints[0]), None):
         raise RunFailedError(
-            f"rank 0 would start {checkpoints[0]}, and rank {differing_rank} {checkpoints[differing_rank]}: the next start may see the same"
+            f"rank 0 would start {checkpoints[0]}, but rank {differing_rank} {checkpoints[differing_rank]}: "
+            "the shared file system may lag, so the next restart may succeed"
         )
 
 
 def resolve_auto(config: Config, world: World, prediction_path: Path) -> Config:
-    """Replaces `memory.recompute = "auto"` by the options that fit the smallest device and node of all ranks.
+    """Replaces `memory.recompute = "auto"` by options that fit the smallest device and node of all ranks.
 
-    Rank 0 asks a child process, which also writes the prediction for them. Collective. Raises `ConfigError` on all
-    ranks where nothing fits.
+    A child process of rank 0 plans them and writes their prediction. Collective. Raises ConfigError on all ranks if
+    nothing fits.
     """
     if config.memory.recompute != "auto":
         return config
@@ -103,7 +104,7 @@ def resolve_auto(config: Config, world: World, prediction_path: Path) -> Config:
     if world.device.type == "cuda":
         device_bytes = float(torch.cuda.get_device_properties(world.device).total_memory)
     else:
-        host_bytes /= 2  # The other half is the devices'.
+        host_bytes /= 2  # The other half stands in for device memory.
         device_bytes = host_bytes / ranks_per_node
     if config.memory.device_gib is not None:
         device_bytes = config.memory.device_gib * GIB
@@ -116,7 +117,7 @@ def resolve_auto(config: Config, world: World, prediction_path: Path) -> Config:
         "host_bytes": host_bytes,
         "prediction_path": str(prediction_path),
     }
-    answer = all_gather_object(_ask_planner(request) if world.rank == 0 else {})[0]
+    answer = all_gather_object(_run_planner(request) if world.rank == 0 else {})[0]
     if answer["problems"]:
         raise ConfigError(answer["problems"])
     if world.rank == 0:
@@ -124,7 +125,7 @@ def resolve_auto(config: Config, world: World, prediction_path: Path) -> Config:
     return config.model_copy(update={"memory": config.memory.model_copy(update=answer["memory"])})
 
 
-def _ask_planner(request: dict[str, Any]) -> dict[str, Any]:
+def _run_planner(request: dict[str, Any]) -> dict[str, Any]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, "-m", "trainer.launch.predict"]
     child = subprocess.run(
@@ -138,7 +139,7 @@ def _ask_planner(request: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def process_group(config: DistributedSection) -> Iterator[World]:
-    """Joins the run's processes: gloo for host tensors, NCCL beside it on CUDA devices."""
+    """The default process group: gloo for host tensors, NCCL for CUDA tensors."""
     rank, size, local_rank = process_rank()
     device = choose_device(local_rank)
     if device.type == "cuda":
@@ -156,29 +157,29 @@ def process_group(config: DistributedSection) -> Iterator[World]:
         yield World(rank, size, device, node_count(os.environ))
         is_clean_exit = True
     finally:
-        # Not after an error: peers may be inside a collective, and leaving must not wait for them.
+        # Not after an error: peers may be inside a collective, and the exit must not wait for them.
         if is_clean_exit:
             distributed.destroy_process_group()
 
 
 def gloo_group(config: DistributedSection) -> distributed.ProcessGroup:
-    """All ranks once more, through the host, for a thread beside training. Collective."""
+    """A gloo group of all ranks, for a background thread. Collective."""
     minutes = max(config.start_timeout_minutes, config.timeout_minutes)
     group = distributed.new_group(backend="gloo", timeout=timedelta(minutes=minutes))
     if not isinstance(group, distributed.ProcessGroup):
-        raise TypeError(f"all ranks are one of its ranks, but the group is {group}")
+        raise TypeError(f"distributed.new_group returned {group} instead of a group of all ranks")
     return group
 
 
 def attempt_name() -> str:
-    """What this start of the run is called, on all ranks alike: `LONGHAUL_ATTEMPT`, else a random name. Collective."""
+    """The name of this launch on all ranks: `LONGHAUL_ATTEMPT`, else random. Collective."""
     name = re.sub(r"[^A-Za-z0-9_-]", "-", os.environ.get(ATTEMPT_VARIABLE, ""))[:64] or token_hex(4)
     return all_gather_object(name)[0]
 
 
 @contextmanager
 def single_host_process_group(config: DistributedSection, *, rank: int, size: int, store: Path) -> Iterator[World]:
-    """Joins processes that meet in the file `store`, to compute on the CPU also where there are other devices."""
+    """A CPU process group that meets in the file `store`, even if CUDA devices exist."""
     distributed.init_process_group(
         "gloo",
         store=distributed.FileStore(str(store), size),
@@ -187,4 +188,4 @@ def single_host_process_group(config: DistributedSection, *, rank: int, size: in
         timeout=timedelta(minutes=config.start_timeout_minutes),
     )
     yield World(rank, size, torch.device("cpu"))
-    distributed.destroy_process_group()  # After an error it is left to itself, for the same reason.
+    distributed.destroy_process_group()  # Not after an error, as in `process_group`.

@@ -1,4 +1,4 @@
-"""What a launcher hands to training processes: the resolved configuration, and where its prepared data lies."""
+"""The launcher's handover to training processes: the resolved configuration and its prepared data."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from trainer.config.training_stages import Recipe
 
 @dataclass(frozen=True)
 class RunSpec:
-    """A validated run. It crosses to `train.py` as one argument, so that each rank trains what its launcher checked."""
+    """A validated run, passed to `train.py` as one argument."""
 
     config: Recipe
     datasets: Mapping[str, Path]
-    """Folder of prepared tokens of each source, by the source's name; none for the synthetic corpus."""
+    """Folder of prepared tokens by source name; empty for the synthetic corpus."""
 
     def to_json(self) -> str:
-        """Keys that were not given stay absent: `recompute = "auto"` only chooses those."""
+        """Omits unset keys, because `recompute = "auto"` only chooses those."""
         config = self.config.model_dump(mode="json", by_alias=True, exclude_unset=True)
         return json.dumps({"config": config, "datasets": {name: str(path) for name, path in self.datasets.items()}})
 

@@ -1,4 +1,4 @@
-"""The loop of a run: updates, and between them whatever is due: metrics, validation, checkpoints, leaving."""
+"""The training loop: steps, and between them metrics, validation, checkpoints and preemption."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from trainer.trainer import StepResult, Trainer
 log = logging.getLogger("trainer")
 
 HANG_FACTOR = 10
-"""Times the slowest update so far that one may last before it counts as hung; the same of saves."""
+"""A step or save counts as hung after this many times the slowest one so far."""
 LOAD_TIMEOUT_SECONDS = 4 * 3600.0
-"""For reading a checkpoint twice, once to verify it: terabytes, from slow disks."""
+"""Reading a checkpoint of terabytes twice, once to verify it, from slow disks."""
 
 
 def train(
@@ -45,20 +45,20 @@ def train(
     validation_sets: Sequence[ValidationSet],
     preemption: Preemption,
 ) -> str:
-    """Runs a stage, whose rows are the first; the others are those of later ones. It is judged by the sets.
+    """Trains a stage on all ranks; `datasets` are those of this stage and of the later ones.
 
-    Returns why all ranks left before its end; nothing if they did not. Raises RankError for what one rank meets, and
-    LostError and ResumeError, which all do.
+    Returns the reason of a preemption, or "" at the end of the stage. Raises RankFailedError for a failure of this rank,
+    DivergedError and ResumeError on all ranks.
     """
     stage_config = stage.config
     advice = read_prediction(run_dir.prediction_path).out_of_memory_advice
     profilers = Profilers(stage_config, run_dir.logs_dir, rank=world.rank, device=world.device, advice=advice)
     loop: TrainLoop | None = None
     with Watchdog(run_dir.hangs_dir, rank=world.rank) as watchdog:
-        watchdog.arm("the start", 60 * stage_config.distributed.start_timeout_minutes)
+        watchdog.arm("start-up", 60 * stage_config.distributed.start_timeout_minutes)
         try:
             trainer = Trainer(stage_config, world, datasets[0], stage=stage)
-            watchdog.arm("loading", LOAD_TIMEOUT_SECONDS)
+            watchdog.arm("loading the checkpoint", LOAD_TIMEOUT_SECONDS)
             loop = TrainLoop(
                 config,
                 run_dir,
@@ -73,7 +73,7 @@ def train(
         except DataError as error:
             raise RankFailedError(EXIT_NO_RETRY, str(error)) from error
         except torch.OutOfMemoryError as error:
-            # What never fitted never will; later, memory may be in pieces, or another process may still hold some.
+            # Before the first step and checkpoint, a restart cannot help; later, fragmentation may be the cause.
             status = (
                 EXIT_FAILURE
                 if run_dir.committed_checkpoints() or (loop is not None and loop.slowest_step_seconds)
@@ -83,7 +83,7 @@ def train(
 
 
 class TrainLoop:
-    """Goes on from the newest checkpoint."""
+    """One launch of a stage, resumed from the newest checkpoint."""
 
     def __init__(
         self,
@@ -105,17 +105,17 @@ class TrainLoop:
         self.metrics = MetricsProcessor(config, run_dir, trainer, later_datasets=datasets[1:], resumed_from=resumed)
         self.validation = Validator(trainer, validation_sets)
         self.slowest_step_seconds = 0.0
-        """Seconds of the slowest update so far."""
+        """0 before the first step."""
         self._slowest_save_seconds: float | None = None
 
     def run(self) -> str:
-        with closing(self.metrics), self.checkpoints, ProgressReporter(self.trainer) as heartbeat:
-            self._arm_long_timeout("the first update")
+        with closing(self.metrics), self.checkpoints, ProgressReporter(self.trainer) as progress:
+            self._arm_long_timeout("the first step")
             if not self.trainer.step:
                 self._validate()
             while True:
                 try:
-                    reason = self._run_steps(heartbeat)
+                    reason = self._run_steps(progress)
                 except LossSpikeError as spike:
                     self._roll_back(spike)
                 else:
@@ -124,30 +124,30 @@ class TrainLoop:
                     self.metrics.log_run_end(reason)
                     return reason
 
-    def _run_steps(self, heartbeat: ProgressReporter) -> str:
+    def _run_steps(self, progress: ProgressReporter) -> str:
         section = self.trainer.config.distributed
         step_start = time.monotonic()
-        with closing(heartbeat.train_steps()) as step_results:
+        with closing(progress.train_steps()) as step_results:
             for step_result in step_results:
-                self.metrics.record_step(step_result)  # Waits for the update before, where a device computes it.
+                self.metrics.record_step(step_result)  # On a GPU, waits for the previous step.
                 self.slowest_step_seconds = max(self.slowest_step_seconds, time.monotonic() - step_start)
                 if reason := self._after_step(step_result):
                     return reason
                 step_start = time.monotonic()
                 self.watchdog.arm(
-                    f"update {step_result.step + 1}",
+                    f"step {step_result.step + 1}",
                     max(60 * section.hang_minutes, HANG_FACTOR * self.slowest_step_seconds),
                 )
             self.metrics.flush()
         return ""
 
     def _after_step(self, step_result: StepResult) -> str:
-        """Does what is due after an update; why all ranks leave now, if they do."""
+        """Runs what is due after a step; returns the reason of a preemption, or ""."""
         self.profilers.step(step_result.step)
         if self.validation.should_validate(step_result.step):
-            self._arm_long_timeout("a set of validation")
+            self._arm_long_timeout("a validation set")
             self._validate()
-        self._arm_collective_timeout(f"what follows update {step_result.step}")
+        self._arm_collective_timeout(f"work after step {step_result.step}")
         for saved in self._report_finished_saves():
             if saved.problem is None:
                 self._slowest_save_seconds = max(self._slowest_save_seconds or 0.0, saved.seconds)
@@ -155,12 +155,12 @@ class TrainLoop:
         stop_reason = decision.stop_reason if step_result.step < self.stage.total_steps else ""
         if stop_reason:
             self.metrics.flush()
-            log.info("leaving after update %d: %s", step_result.step, stop_reason)
+            log.info("stopping after step %d: %s", step_result.step, stop_reason)
         if self.checkpoints.should_save(
             step_result.step, self.stage, requested=decision.should_save or bool(stop_reason)
         ):
-            self.metrics.flush()  # The lines of all updates in a checkpoint are on disk before it is.
-            self._arm_long_timeout("the checkpoint before", HANG_FACTOR * (self._slowest_save_seconds or 0.0))
+            self.metrics.flush()  # Metrics of all steps in a checkpoint are on disk before it is.
+            self._arm_long_timeout("the previous checkpoint", HANG_FACTOR * (self._slowest_save_seconds or 0.0))
             self.checkpoints.save(self.trainer)
             self.metrics.rollbacks = 0
             self.preemption.record_save()
@@ -170,37 +170,37 @@ class TrainLoop:
         results = []
         for result in self.validation.validate():
             results.append(result)
-            self._arm_long_timeout("a set of validation")
+            self._arm_long_timeout("a validation set")
         self.metrics.record_validation(results)
 
     def _arm_long_timeout(self, activity: str, min_seconds: float = 0.0) -> None:
-        """What takes long on each rank by itself."""
+        """For work that takes long on each rank."""
         self.watchdog.arm(activity, max(min_seconds, 60 * self.trainer.config.distributed.start_timeout_minutes))
 
     def _arm_collective_timeout(self, activity: str) -> None:
-        """What is soon done, unless a rank does not come: told before the ranks' own patience ends."""
+        """For short collective work: expires before the timeout of the collectives themselves."""
         self.watchdog.arm(activity, 0.9 * 60 * self.trainer.config.distributed.timeout_minutes)
 
     def _report_finished_saves(self) -> list[SaveResult]:
-        """The saves that ended meanwhile, which are told."""
+        """Logs and returns the saves that finished since the last call."""
         finished_saves = self.checkpoints.pop_finished()
         self.metrics.record_checkpoints(finished_saves)
         return finished_saves
 
     def _finish_saves(self) -> None:
-        """Waits for a save that is under way. Raises RunError if the newest one failed, which is the last."""
+        """Waits for the running save. Raises RunFailedError if the last save failed."""
         last = self.checkpoints.wait()
         self._report_finished_saves()
         if last is not None and last.problem is not None:
-            raise RunFailedError(f"the checkpoint of update {last.step}, the last, failed: {last.problem}")
+            raise RunFailedError(f"the last checkpoint, of step {last.step}, failed: {last.problem}")
 
     def _roll_back(self, spike: LossSpikeError) -> None:
-        """To the newest checkpoint, from which on the rows of the updates that followed are left out."""
-        self.watchdog.arm("going back to a checkpoint", LOAD_TIMEOUT_SECONDS)
+        """Loads the newest checkpoint and skips the sequences of the steps after it."""
+        self.watchdog.arm("rolling back to a checkpoint", LOAD_TIMEOUT_SECONDS)
         self.checkpoints.wait()
         self._report_finished_saves()
         if not self.checkpoints.has_checkpoint:
-            log.warning("there is no checkpoint to go back to")
+            log.warning("not rolled back: there is no checkpoint")
             return
         checkpoint = self.checkpoints.resume(self.trainer)
         first = self.trainer.next_sequence

@@ -158,7 +158,7 @@ class ComputeProbe:
         self._matrix = torch.ones(size, size, device=device, dtype=torch.bfloat16) if cuda else None
 
     def seconds(self) -> float:
-        """Of the interval since the last call."""
+        """Seconds of work since the last call (CPU), or of the last probe (CUDA); 0 at first."""
         if self._matrix is None:
             previous_time, self._last_time = self._last_time, time.process_time()
             return self._last_time - previous_time

@@ -1,4 +1,4 @@
-"""The log: one line per message on standard error, rank 0's from `info` up, other ranks' warnings with their number."""
+"""Logging to standard error: rank 0 from INFO up, other ranks from WARNING up with their rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TextIO
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to what `sys.stderr` is now, so that a progress bar can put itself below the lines."""
+    """Looks up `sys.stderr` for each record, because a progress bar replaces it to stay below the log lines."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.setStream(sys.stderr)
@@ -24,7 +24,7 @@ def configure(rank: int) -> None:
 
 
 def add_file_handler(folder: Path, rank: int) -> None:
-    """Appends what this rank says to a file of its own, too; a rank that says nothing has none."""
+    """Also appends to `rank-N.log`, which is only created with the first message."""
     handler = logging.FileHandler(folder / f"rank-{rank}.log", delay=True)
     handler.setFormatter(_formatter(rank, "%Y-%m-%d %H:%M:%S"))
     logging.getLogger().addHandler(handler)

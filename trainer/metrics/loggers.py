@@ -1,4 +1,4 @@
-"""Where a record of metrics goes: metrics.jsonl, TensorBoard and the console."""
+"""Loggers of metric records: metrics.jsonl, TensorBoard and the console."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from trainer.checkpoint.durable_io import LineAppender
+from trainer.checkpoint.manifest import format_bytes
 from trainer.checkpoint.run_dir import RunDir
 from trainer.config.job_config import Config
+from trainer.hardware.host import GIB
 
 log = logging.getLogger(__name__)
 
 Record = dict[str, Any]
 
-# TensorBoard's tag of each number of a record.
+ETA_SMOOTHING = 0.1
+"""Weight of the newest record in the average step time."""
+
+# TensorBoard tag by record key.
 TENSORBOARD_TAGS = {
     "loss": "train/loss",
     "grad_norm": "train/grad_norm",
@@ -44,7 +49,7 @@ class MetricsLogger(Protocol):
 
 
 class JsonlLogger:
-    """metrics.jsonl, a line at a time, on disk before anything that depends on it is."""
+    """metrics.jsonl; a line is on disk when `write` returns, so a checkpoint never precedes its metrics."""
 
     def __init__(self, folder: RunDir) -> None:
         self._lines = LineAppender(folder.metrics_path)
@@ -57,7 +62,7 @@ class JsonlLogger:
 
 
 class TensorBoardLogger:
-    """TensorBoard files with a dashboard of the numbers that belong together, and the configuration as text."""
+    """TensorBoard scalars, a custom dashboard, and the configuration as text."""
 
     def __init__(self, folder: RunDir, config: Config, first_step: int) -> None:
         self._folder = folder
@@ -76,7 +81,7 @@ class TensorBoardLogger:
         self.add_scalars(scalars, record["step"])
 
     def add_scalars(self, scalars: Mapping[str, float | None], step: int) -> None:
-        """Numbers by their tags; None is left out."""
+        """Scalars by tag; None is skipped."""
         if self._has_failed:
             return
         with self._disable_on_error():
@@ -92,20 +97,20 @@ class TensorBoardLogger:
 
     @contextmanager
     def _disable_on_error(self) -> Iterator[None]:
-        """What a disk may do is told, and from then on nothing more is written."""
+        """Logs the first OSError and disables this logger, since training does not depend on it."""
         try:
             yield
         except OSError as error:
             self._has_failed = True
-            log.warning("%s cannot be written to any more: %s", self._folder.tensorboard_dir, error)
+            log.warning("TensorBoard logging disabled: cannot write to %s: %s", self._folder.tensorboard_dir, error)
 
     def _open_writer(self) -> Any:
-        # Imported at the first line: it is not what a user waits for at start-up.
+        # Imported at the first record, because it slows start-up.
         from torch.utils.tensorboard import SummaryWriter
 
         from trainer.config.toml_format import to_toml
 
-        # What an earlier life of this run wrote past its last checkpoint is hidden, as it is cut from metrics.jsonl.
+        # Hides steps that an earlier launch logged after its last checkpoint; metrics.jsonl drops them, too.
         writer = SummaryWriter(str(self._folder.tensorboard_dir), purge_step=self._first_step)
         writer.add_text("config", "```toml\n" + to_toml(self._config) + "```")
         charts = {
@@ -132,24 +137,24 @@ class TensorBoardLogger:
 
 
 def format_step(record: Record, *, total_steps: int, eta_seconds: float, num_token_ranks: int) -> str:
-    """A record for people: `update 20/100  loss 3.214  grad 0.82  lr 9.1e-04  4,812 tok/s  ...`.
+    """One console line: `step 20/100  loss 3.2141  grad norm 0.823  lr 9.10e-04  4,812 tok/s  ...`.
 
-    `ranks` hold tokens: one alone has nothing to balance.
+    Load balance is shown if `num_token_ranks`, the ranks that hold different tokens, are several.
     """
     parts = [
-        f"update {record['step']}/{total_steps}",
+        f"step {record['step']}/{total_steps}",
         f"loss {format_or_dash(record['loss'], '.4f')}",
         *([f"shards {format_losses(record['loss_by_shard'])}"] if record["loss_by_shard"] else []),
-        f"grad {format_or_dash(record['grad_norm'], '.3f')}",
+        f"grad norm {format_or_dash(record['grad_norm'], '.3f')}",
         f"lr {record['lr']:.2e}",
         f"{record['tokens_per_second']:,.0f} tok/s",
         f"{record['tflops_per_device']:.3g} TFLOP/s",
         *([f"mfu {record['mfu']:.1%}"] if record["mfu"] is not None else []),
-        *([f"gpu {record['memory_peak_gib']:.1f} GiB"] if record["memory_peak_gib"] is not None else []),
-        f"rss {record['rss_gib']:.2f} GiB",
-        f"data {record['data_wait_pct']:.1f}%",
-        *([f"imbalance {record['attention_imbalance']:.2f}"] if num_token_ranks > 1 else []),
-        f"left {format_duration(eta_seconds)}",
+        *([f"gpu {format_bytes(record['memory_peak_gib'] * GIB)}"] if record["memory_peak_gib"] is not None else []),
+        f"rss {format_bytes(record['rss_gib'] * GIB)}",
+        f"data wait {record['data_wait_pct']:.1f}%",
+        *([f"attn imbalance {record['attention_imbalance']:.2f}"] if num_token_ranks > 1 else []),
+        f"eta {format_duration(eta_seconds)}",
     ]
     return "  ".join(parts)
 
@@ -159,7 +164,7 @@ def format_or_dash(value: float | None, format_spec: str) -> str:
 
 
 def format_losses(losses: list[float | None]) -> str:
-    """Each of them, or of more than a line has room for, the range."""
+    """Up to 8 losses, or the range of more."""
     finite_losses = [loss for loss in losses if loss is not None]
     if len(losses) > 8 and finite_losses:
         return f"{min(finite_losses):.2f} to {max(finite_losses):.2f}"
@@ -173,14 +178,16 @@ def format_duration(seconds: float) -> str:
 
 
 class ConsoleLogger:
-    """A line per record in the log, readable in a SLURM file."""
+    """One log line per record."""
 
     def __init__(self, total_steps: int, *, num_token_ranks: int) -> None:
         self._total_steps = total_steps
         self._num_token_ranks = num_token_ranks
+        self._num_records = 0
+        self._average_step_seconds = 0.0
 
     def write(self, record: Record) -> None:
-        eta_seconds = (self._total_steps - record["step"]) * record["step_seconds"]
+        eta_seconds = (self._total_steps - record["step"]) * self._smooth(record["step_seconds"])
         log.info(
             "%s",
             format_step(
@@ -191,9 +198,16 @@ class ConsoleLogger:
     def close(self) -> None:
         pass
 
+    def _smooth(self, step_seconds: float) -> float:
+        """Exponential moving average of step seconds. The second record replaces the first, which compiles."""
+        self._num_records += 1
+        weight = 1.0 if self._num_records <= 2 else ETA_SMOOTHING
+        self._average_step_seconds += weight * (step_seconds - self._average_step_seconds)
+        return self._average_step_seconds
+
 
 class ProgressBarLogger:
-    """The same lines over a progress bar, for a terminal."""
+    """The console lines above a progress bar, for a terminal."""
 
     def __init__(self, total_steps: int, *, num_token_ranks: int) -> None:
         self._console = ConsoleLogger(total_steps, num_token_ranks=num_token_ranks)

@@ -1,6 +1,6 @@
-"""Numbers of a run: metrics.jsonl, TensorBoard and the console, all from one record per logged update.
+"""Metrics of a run: one record per logged step feeds metrics.jsonl, TensorBoard and the console.
 
-Definitions, also of MFU and HFU, are in docs/metrics.md; the FLOPs themselves in `models/config.py`.
+docs/metrics.md defines the metrics, including MFU and HFU; `models/config.py` counts the FLOPs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from socket import gethostname
 
 from parallelisms.collectives import all_gather_object, max_over_ranks
 from trainer.checkpoint.async_save import SaveResult
+from trainer.checkpoint.manifest import format_bytes
 from trainer.checkpoint.run_dir import RunDir
 from trainer.config.job_config import Config, TrainingStage
 from trainer.data.sequences import BlendedDataset
@@ -44,9 +45,9 @@ log = logging.getLogger(__name__)
 
 
 class MetricsProcessor:
-    """Collects updates and writes every `metrics.log_interval`-th, the first and the last.
+    """Logs the first and last step of a launch, every `metrics.log_interval`-th, and every skipped one.
 
-    All ranks take part, because memory is the maximum over them; only rank 0 has sinks.
+    Collective: rates and memory are maxima over ranks. Only rank 0 has loggers.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class MetricsProcessor:
         later_datasets: Sequence[BlendedDataset] = (),
         resumed_from: Path | None,
     ) -> None:
-        """`config` is that of all stages, `later` the rows of those after this one."""
+        """`config` covers all training stages; `later_datasets` belong to the stages after this one."""
         self.run_config, self.config = config, trainer.config
         self.trainer = trainer
         self.stage, self.dataset = trainer.stage, trainer.dataset
@@ -72,13 +73,13 @@ class MetricsProcessor:
         self.last_loss = math.nan
         self.last_loss_by_shard: list[float | None] | None = None
         self.skipped_steps = trainer.train_state()["skipped"]
-        """Updates of the run so far whose gradient was not finite."""
+        """Steps of the run with a non-finite gradient."""
         self.straggler_detector = StragglerDetector(self.config.health.straggler_ratio)
         self.compute_probe, self.hostname = ComputeProbe(self.world.device), gethostname()
         self.rollbacks = 0
         """Since the newest checkpoint."""
         self.failed_saves = 0
-        """Checkpoints that could not be written since this start."""
+        """Checkpoints that this launch could not write."""
         self._pending_result: StepResult | None = None
         self._interval = IntervalTotals()
         self.loggers: list[MetricsLogger] = []
@@ -99,7 +100,7 @@ class MetricsProcessor:
             self.loggers.append(TensorBoardLogger(self.folder, config, self.first_step))
 
     def record_rollback(self, spike: LossSpikeError, checkpoint: Path | None, skipped_range: tuple[int, int]) -> None:
-        """The trainer goes on from an earlier update; what was written since is cut."""
+        """Drops the metrics of the steps that the trainer rolled back."""
         self._pending_result, self._interval, self.first_step = None, IntervalTotals(), self.trainer.step + 1
         self.skipped_steps = self.trainer.train_state()["skipped"]
         self.rollbacks += 1
@@ -108,10 +109,9 @@ class MetricsProcessor:
         self.close()
         self.folder.record_start(self.run_config, self.trainer.step)
         self._open_loggers(self.run_config)
-        self.folder.log_event("rolled back", step=spike.step, to=str(checkpoint), without_rows=skipped_range)
-        log.warning(
-            "rolled back from update %d to %s; rows %d to %d are left out", spike.step, checkpoint, *skipped_range
-        )
+        self.folder.log_event("rolled_back", step=spike.step, to=str(checkpoint), without_rows=skipped_range)
+        first, end = skipped_range
+        log.warning("rolled back from step %d to %s, skipping sequences %d to %d", spike.step, checkpoint, first, end)
 
     def _log_run_start(
         self,
@@ -121,9 +121,7 @@ class MetricsProcessor:
     ) -> None:
         for config_change in trainer.config_changes:
             log.info("changed since the checkpoint: %s", config_change)
-        degrees = (
-            ", ".join(f"{axis} {size}" for axis, size in trainer.mesh.degrees.items() if size > 1) or "one process"
-        )
+        degrees = ", ".join(f"{axis} {size}" for axis, size in trainer.mesh.degrees.items() if size > 1) or "1 process"
         model = f"{self.config.model.family} {self.config.model.size}"
         parameters = f"{self.model.num_parameters:,}"
         log.info("model %s, %s parameters, on %s: %s", model, parameters, self.world.device.type, degrees)
@@ -140,7 +138,7 @@ class MetricsProcessor:
         for warning in self.prediction.warnings:
             log.warning("%s", warning)
         if self.peak_flops is None and self.world.device.type == "cuda":
-            log.warning("no peak FLOP/s is known for this device, so no MFU: set metrics.peak_flops")
+            log.warning("no MFU: the peak FLOP/s of this device are unknown; set metrics.peak_flops")
         if resumed_from is not None:
             self._log_resume(trainer, resumed_from)
         fields = {
@@ -159,12 +157,12 @@ class MetricsProcessor:
         names, counts = self.dataset.names, self.dataset.round_robin.counts(trainer.next_sequence)
         sources = ", ".join(f"{name} {count}" for name, count in zip(names, counts, strict=True))
         log.info(
-            "resumed from %s: next are step %d and sequence %d%s; the data is the same",
+            "resumed from %s: next are step %d and sequence %d%s; same data",
             *(checkpoint, self.first_step, trainer.next_sequence, f" ({sources})" if len(names) > 1 else ""),
         )
 
     def record_checkpoints(self, saves: Sequence[SaveResult]) -> None:
-        """Writes how saves ended."""
+        """Logs the results of finished saves."""
         self.failed_saves += sum(saved.problem is not None for saved in saves)
         for saved in saves if self.world.rank == 0 else ():
             if saved.problem is not None:
@@ -180,7 +178,7 @@ class MetricsProcessor:
                     logger.add_scalars(scalars, saved.step)
 
     def record_validation(self, results: Sequence[ValidationResult]) -> None:
-        """Writes what the sets say after the last update that was written or taken."""
+        """Logs validation results, after the metrics of the step that they follow."""
         self.flush()
         if self.world.rank != 0:
             return
@@ -194,18 +192,16 @@ class MetricsProcessor:
                     logger.add_scalars(result.tensorboard_scalars(), result.step)
 
     def log_run_end(self, reason: str = "") -> None:
-        """Says why the run ended, or why it is left, where everything is, and what to do next."""
+        """Logs how the stage ended, where the results are, and the next command. `reason` is that of a preemption."""
         if self.world.rank != 0:
             return
         fields = {"step": self.trainer.step, "loss": finite_or_none(self.last_loss), "skipped": self.skipped_steps}
         if reason:
-            self.folder.log_event("left", reason=reason, **fields)
+            self.folder.log_event("preempted", reason=reason, **fields)
             latest_checkpoint = self.folder.committed_checkpoints()[-1:]
-            location = (
-                f"from {latest_checkpoint[0][1]}" if latest_checkpoint else "from the beginning: there is no checkpoint"
-            )
+            location = f"from {latest_checkpoint[0][1]}" if latest_checkpoint else "from step 0: there is no checkpoint"
             log.info(
-                "left after update %d of %d (%s); the same command goes on %s",
+                "preempted after step %d of %d (%s); run the same command to resume %s",
                 self.trainer.step,
                 self.total_steps,
                 reason,
@@ -214,9 +210,7 @@ class MetricsProcessor:
             return
         if self.stage.index + 1 < self.stage.num_stages:
             self.folder.log_event("stage", name=self.stage.name, **fields)
-            log.info(
-                "%s is done, loss %.3f; the next one follows, or the same command begins it", self.stage, self.last_loss
-            )
+            log.info("%s done, loss %.3f; run the same command for the next stage", self.stage, self.last_loss)
             return
         self.folder.log_event("end", **fields)
         checkpoints = self.folder.committed_checkpoints()
@@ -224,23 +218,23 @@ class MetricsProcessor:
         tensorboard = tensorboard_script if tensorboard_script.exists() else "tensorboard"
         location = f"newest checkpoint {checkpoints[-1][1]}, " if checkpoints else ""
         log.info(
-            "done: all %d updates%s; loss %s -> %.3f%s. Everything is in %s (%smetrics.jsonl). "
-            "%sGo on: the same command with %s",
+            "done: all %d steps%s; loss %s -> %.3f%s. Results in %s (%smetrics.jsonl). "
+            "%sTo continue, run the same command with %s",
             self.total_steps,
-            f", {self.skipped_steps} of them skipped because their gradient was not finite"
-            if self.skipped_steps
-            else "",
+            f", {self.skipped_steps} skipped for a non-finite gradient" if self.skipped_steps else "",
             format_or_dash(self.folder.first_loss(), ".3f"),
             self.last_loss,
             f" (shards {format_losses(self.last_loss_by_shard)})" if self.last_loss_by_shard else "",
             self.folder.path,
             location,
-            f"Look: {tensorboard} --logdir {self.folder.tensorboard_dir}. " if self.config.metrics.tensorboard else "",
+            f"Charts: {tensorboard} --logdir {self.folder.tensorboard_dir}. "
+            if self.config.metrics.tensorboard
+            else "",
             "another [[stage]]" if self.stage.name else "a higher --training.steps",
         )
 
     def record_step(self, result: StepResult) -> None:
-        """Takes an update and writes the one before, whose numbers have left the device by now; a CPU's are there."""
+        """Logs the previous step, whose metrics have reached the host by now. On a CPU, logs this one, too."""
         previous, self._pending_result = self._pending_result, result
         if previous is not None:
             self._process(previous)
@@ -248,7 +242,7 @@ class MetricsProcessor:
             self.flush()
 
     def flush(self) -> None:
-        """Writes the update that is still pending; waits for the device."""
+        """Logs the pending step. Waits for the device."""
         previous, self._pending_result = self._pending_result, None
         if previous is not None:
             self._process(previous)
@@ -266,7 +260,7 @@ class MetricsProcessor:
         self.trainer.goodput.add_step(metrics.step_seconds)
         sigmas = self.trainer.loss_spikes.observe(metrics.loss, skipped=metrics.skipped)
         if metrics.skipped and self.world.rank == 0:
-            log.warning("update %d skipped: its gradient is not finite (norm %s)", result.step, metrics.grad_norm)
+            log.warning("step %d skipped: non-finite gradient (norm %s)", result.step, metrics.grad_norm)
             self.folder.log_event("skipped", step=result.step)
         if result.step in (self.first_step, self.stage.end_step) or metrics.skipped or self._should_log(result.step):
             record = self._build_record(result, metrics)
@@ -275,18 +269,18 @@ class MetricsProcessor:
                 logger.write(record)
             if result.step == self.first_step and record["memory_peak_gib"] is not None and self.world.rank == 0:
                 predicted = self.prediction.device_bytes
-                compared = "" if predicted is None else f", predicted {predicted / GIB:.2f}"
-                log.info("peak memory: %.2f GiB%s", record["memory_peak_gib"], compared)
+                comparison_text = "" if predicted is None else f", predicted {format_bytes(predicted)}"
+                log.info("peak memory: %s%s", format_bytes(record["memory_peak_gib"] * GIB), comparison_text)
         comparison = self.prediction.compare(metrics.step_seconds)
         if comparison is not None and self.world.rank == 0:
             log.info(
-                "an update takes %(measured_seconds).3g s, predicted %(predicted_seconds).3g for %(device)s", comparison
+                "step time: %(measured_seconds).3g s, predicted %(predicted_seconds).3g s for %(device)s", comparison
             )
             self.folder.log_event("planned", **comparison)
         if self.trainer.loss_spikes.has_diverged:
             consecutive_skips = self.trainer.loss_spikes.consecutive_skips
             raise DivergedError(
-                f"update {result.step} and the {consecutive_skips - 1} before it had no finite gradient "
+                f"steps {result.step - consecutive_skips + 1} to {result.step} had a non-finite gradient "
                 f"(health.max_consecutive_skips = {consecutive_skips})"
             )
         if sigmas is not None:
@@ -294,13 +288,13 @@ class MetricsProcessor:
 
     def _handle_spike(self, result: StepResult, metrics: StepMetrics, sigmas: float) -> None:
         if self.world.rank == 0:
-            log.warning("update %d: loss %.3f is %.0f sigmas above those before", result.step, metrics.loss, sigmas)
+            log.warning("step %d: loss %.3f is %.0f sigmas above the recent mean", result.step, metrics.loss, sigmas)
             self.folder.log_event("spike", step=result.step, loss=metrics.loss, sigmas=sigmas)
         if self.config.health.on_spike == "roll_back" and self.rollbacks < MAX_ROLLBACKS:
             raise LossSpikeError(result.step, self.trainer.next_sequence)
 
     def _check_stragglers(self, seconds: float, data_wait_seconds: float) -> None:
-        """Tells of a rank that the others wait for."""
+        """Logs a rank that the others wait for. Collective."""
         per_rank = all_gather_object((self.hostname, data_wait_seconds, self.compute_probe.seconds()))
         if self.world.rank != 0:
             return
@@ -316,9 +310,9 @@ class MetricsProcessor:
         return step % self.config.metrics.log_interval == 0
 
     def _build_record(self, result: StepResult, metrics: StepMetrics) -> Record:
-        """The line of an update; rates are over all updates since the line before."""
+        """The record of a step; rates cover all steps since the previous record. Collective."""
         interval = self._interval
-        # The slowest rank sets the pace, and the fullest runs out first.
+        # Maxima, because the slowest rank bounds throughput, and the fullest runs out of memory first.
         peak, reserved = peak_device_memory(self.world.device) or (0.0, 0.0)
         self._check_stragglers(interval.seconds, interval.data_wait_seconds)
         local_values = [interval.seconds, interval.data_wait_seconds, peak, reserved, peak_host_memory()]
@@ -372,7 +366,7 @@ class MetricsProcessor:
 
 @dataclass
 class IntervalTotals:
-    """What happened since the last line."""
+    """Sums over the steps since the previous record."""
 
     num_steps: int = 0
     seconds: float = 0.0

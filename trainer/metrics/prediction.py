@@ -1,4 +1,4 @@
-"""What the launcher predicted of a step, and how it compares with what is measured."""
+"""The launcher's prediction of step time and memory, and the comparison with measurements."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 from statistics import median
 
 MEASURED_STEPS = 3
-"""Steps that are measured, after the first, which compiles, allocates and connects."""
+"""Steps to measure, after the first, which compiles, allocates and connects."""
 
 
 @dataclass
 class Prediction:
-    """The fields of `prediction.json`; all absent where nothing was predicted."""
+    """The fields of `prediction.json`; None where the launcher predicted nothing."""
 
     device: str | None = None
     step_seconds: float | None = None
@@ -27,7 +27,7 @@ class Prediction:
     _measured: list[float] = field(default_factory=list)
 
     def compare(self, seconds: float) -> dict[str, float | str] | None:
-        """Takes the seconds of each step; returns predicted and median measured seconds once there are enough."""
+        """Records the seconds of a step; returns predicted and median measured seconds once, after enough steps."""
         if self.device is None or self.step_seconds is None or len(self._measured) > MEASURED_STEPS:
             return None
         self._measured.append(seconds)
@@ -38,7 +38,7 @@ class Prediction:
 
 
 def read_prediction(path: Path) -> Prediction:
-    """What the launcher wrote there; nothing where it cannot be read."""
+    """The launcher's prediction; an empty one if the file is missing or unreadable."""
     with suppress(OSError, ValueError, TypeError):
         return Prediction(**json.loads(path.read_text()))
     return Prediction()

@@ -1,4 +1,4 @@
-"""Traces and memory recordings of a window of updates, by configuration."""
+"""Profiler traces and memory snapshots of a window of steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Recorder(Protocol):
 
 
 class TraceRecorder:
-    """torch.profiler, as a file for chrome://tracing or Perfetto."""
+    """A torch.profiler trace, for chrome://tracing or Perfetto."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -37,7 +37,7 @@ class TraceRecorder:
 
 
 class MemorySnapshotRecorder:
-    """Every CUDA allocation, as a file for pytorch.org/memory_viz."""
+    """The history of CUDA allocations, for pytorch.org/memory_viz."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -51,7 +51,7 @@ class MemorySnapshotRecorder:
 
 
 class StepWindow:
-    """Records `count` updates from update `first` on, or what is left of them after a resume."""
+    """Records steps `first_step` to `first_step + num_steps - 1`; after a resume, the rest of them."""
 
     def __init__(self, recorder: Recorder, *, first_step: int, num_steps: int) -> None:
         self.recorder = recorder
@@ -69,12 +69,12 @@ class StepWindow:
 
 
 class Profilers:
-    """The windows that the configuration asks for; mostly none."""
+    """The windows of the `[profiler]` section."""
 
     def __init__(
         self, config: Config, folder: Path, *, rank: int, device: torch.device, advice: Sequence[str] = ()
     ) -> None:
-        """`advice` is what to say when device memory runs out."""
+        """`advice` is reported when device memory runs out."""
         self.advice = advice
         section = config.profiler
         self.windows: list[StepWindow] = []
@@ -87,12 +87,12 @@ class Profilers:
             self.windows.append(StepWindow(memory, first_step=first_step, num_steps=section.memory_steps))
 
     def step(self, completed_step: int) -> None:
-        """Called when `done` updates have run: before the first, and after each."""
+        """Starts and stops recordings. Call before the first step and after each step."""
         for window in self.windows:
             window.step(completed_step)
 
     def report_out_of_memory(self, error: torch.OutOfMemoryError) -> str:
-        """Saves what fills the device; returns what to tell the user."""
+        """Dumps a memory snapshot of a CUDA device; returns the error message with advice."""
         if self.oom_snapshot_path is not None:
             dump_memory_snapshot(self.oom_snapshot_path)
         return "\n".join((f"out of device memory: {error}", *self.advice))

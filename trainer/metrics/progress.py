@@ -1,12 +1,12 @@
-"""Signs of life: a line in the log for every minute that an update lasts, with how far it is.
+"""Progress of long steps: a log line for every minute that a step lasts.
 
-    update 3/1000 has run for 0:02:00: micro-batch 1 of 4, backward, 12 of 32 blocks done; about 0:09:40 left
+    step 3/1000 running for 0:02:00: micro-batch 1 of 4, backward, 12 of 32 blocks done; eta 0:09:40
 
-The host runs ahead of a CUDA device, so what it launched says little. It leaves marks, each with an event, and a thread
-asks now and then which have happened: nothing waits. There is a mark wherever the residual stream passes between
-blocks, and by a hook on its gradient wherever that does; so compiled blocks are whole, and recomputed ones counted once.
+The host runs ahead of a CUDA device, so launched work says little. It records markers, each with a CUDA event, which a
+thread polls without synchronizing. Markers lie between blocks, on the residual stream and, by a hook, on its gradient.
+So compiled blocks stay whole, and recomputed blocks count once.
 
-Shape suffixes: B rows, S tokens on this rank, E width of the residual stream.
+Shape suffixes: B sequences, S tokens on this rank, E width of the residual stream.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from trainer.trainer import StepResult, Trainer
 log = logging.getLogger(__name__)
 
 BACKWARD_COST = 2.5
-"""Forward passes that a block's backward pass lasts, roughly: 2, or 3 where it is computed again."""
+"""Rough cost of a block's backward in forwards: 2, or 3 with recomputation."""
 
 
 class ProgressReporter:
-    """Rank 0 tells, as long as this is entered, how far an update is after every `interval` seconds of it."""
+    """Context in which rank 0 logs the progress of a step every `interval` seconds."""
 
     def __init__(self, trainer: Trainer, *, interval: float = 60.0) -> None:
         self._trainer, self._interval = trainer, interval
@@ -44,18 +44,13 @@ class ProgressReporter:
             * self._num_micro_batches
             * sum(len(stage.blocks) for stage in trainer.stage_modules.values())
         )
-        """Forward passes of a block that an update lasts; `done` are behind it."""
+        """Cost of a step in block forwards, of which `completed_work` are done."""
         self.completed_work = 0.0
-        self._step, self._step_start, self._num_reports, self._previous_step_seconds, self._position = (
-            0,
-            0.0,
-            0,
-            0.0,
-            "",
-        )
+        self._step, self._num_reports, self._position = 0, 0, ""
+        self._step_start, self._previous_step_seconds = 0.0, 0.0
         self._markers: deque[tuple[torch.cuda.Event | None, Callable[[], None]]] = deque()
         self._stop_event = Event()
-        self._thread = Thread(target=self._poll, name="heartbeat", daemon=True)
+        self._thread = Thread(target=self._poll, name="progress", daemon=True)
 
     def __enter__(self) -> ProgressReporter:
         if self._trainer.world.rank == 0:
@@ -72,7 +67,7 @@ class ProgressReporter:
             stage.block_boundary_hook = identity
 
     def train_steps(self) -> Generator[StepResult, None, None]:
-        """Those of the trainer."""
+        """`Trainer.train_steps`, tracked."""
         results = self._trainer.train_steps()
         while self._trainer.step < self._trainer.stage.end_step:
             self._add_marker(self._on_step_start, self._trainer.step + 1)
@@ -84,7 +79,7 @@ class ProgressReporter:
         micro_batch, blocks_done = divmod(next(calls), num_blocks + 1)
 
         def on_gradient(_: Tensor) -> None:
-            hook.remove()  # A pipeline receives into the same tensors again.
+            hook.remove()  # A pipeline reuses its receive buffers.
             self._add_marker(
                 self._on_block, "backward", micro_batch, num_blocks - blocks_done, num_blocks, BACKWARD_COST
             )
@@ -101,10 +96,10 @@ class ProgressReporter:
                 event.record()
             self._markers.append((event, partial(callback, *args)))
 
-    # ---- in the thread
+    # ---- on the polling thread
 
     def _poll(self) -> None:
-        with suppress(torch.AcceleratorError):  # A device that failed: the run meets it, too.
+        with suppress(torch.AcceleratorError):  # Training raises it, too.
             while not self._stop_event.wait(self._interval / 60):
                 while self._markers and ((event := self._markers[0][0]) is None or event.query()):
                     self._markers.popleft()[1]()
@@ -115,7 +110,7 @@ class ProgressReporter:
 
     def _on_step_start(self, step: int) -> None:
         self._step, self._step_start, self._num_reports = step, time.monotonic(), 0
-        self._position, self.completed_work = "no block begun", 0.0
+        self._position, self.completed_work = "before the first block", 0.0
 
     def _on_step_end(self) -> None:
         self._step, self._previous_step_seconds = 0, time.monotonic() - self._step_start
@@ -127,11 +122,11 @@ class ProgressReporter:
 
     def _log_progress(self, elapsed: float) -> None:
         eta_seconds = self._previous_step_seconds - elapsed
-        if eta_seconds <= 0 and self.completed_work:  # Not as long as the update before: then by the share of the work.
+        if eta_seconds <= 0 and self.completed_work:  # Already longer than the previous step.
             eta_seconds = elapsed * (self.total_work / self.completed_work - 1)
-        eta_text = f"; about {format_duration(eta_seconds)} left" if eta_seconds > 0 else ""
+        eta_text = f"; eta {format_duration(eta_seconds)}" if eta_seconds > 0 else ""
         log.info(
-            "update %d/%d has run for %s: %s%s",
+            "step %d/%d running for %s: %s%s",
             self._step,
             self._total_steps,
             format_duration(elapsed),

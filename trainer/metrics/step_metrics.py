@@ -1,6 +1,6 @@
-"""What an update measures: one vector on the device, summed over ranks at once and read by the host at once.
+"""Metrics of a step in one device vector: one all-reduce, one copy to the host.
 
-Shape suffixes: B rows, S tokens on this rank.
+Shape suffixes: B sequences, S tokens on this rank.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from parallelisms.mesh import Mesh
 
 Vector = TypeVar("Vector", Tensor, list[float])
 
-# Losses are also reported by position in the document: below 256, below 1K, ..., and the rest.
+# Upper bounds of the buckets for loss by position in the document; the last bucket is unbounded.
 POSITION_EDGES = tuple(4**power for power in range(4, 11))
 
 
 @dataclass(frozen=True)
 class MetricLayout:
-    """Which number of the vector is which."""
+    """Names and offsets of the vector's entries."""
 
     num_shards: int
-    """Ranks that share a row's tokens."""
+    """Context-parallel ranks."""
     num_sources: int = 1
 
     @property
     def widths(self) -> dict[str, int]:
-        """Every name, and how many numbers it has, in their order."""
+        """Entries per name, in order."""
         num_buckets = len(POSITION_EDGES) + 1
         summed = {
             "loss": 1,
@@ -49,11 +49,11 @@ class MetricLayout:
             "targets_by_source": self.num_sources,
             "tokens_by_source": self.num_sources,
         }
-        # Of the whole mesh: zero until the sums are there.
+        # Set after the all-reduce; zero before.
         return summed | {"attention_imbalance": 1, "grad_norm": 1, "finite": 1, "tokens_seen": 1}
 
     def split(self, vector: Vector) -> dict[str, Vector]:
-        """The vector by name; parts of a tensor are views, through which it is written."""
+        """Slices of the vector by name; views if it is a tensor."""
         offsets = accumulate(self.widths.values())
         return {
             name: vector[end - width : end] for (name, width), end in zip(self.widths.items(), offsets, strict=True)
@@ -61,9 +61,9 @@ class MetricLayout:
 
 
 class MetricAccumulator:
-    """Fills the vector of an update, from this rank's place in the mesh. Nothing here waits for the device.
+    """Accumulates the metric vector of a step without synchronizing with the device.
 
-    Of a pipeline's stages the last one adds, since it has the losses.
+    In a pipeline, only the last stage adds, because it has the losses.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device, *, num_sources: int = 1) -> None:
@@ -73,11 +73,11 @@ class MetricAccumulator:
         self._position_edges = torch.tensor(POSITION_EDGES, device=device)
 
     def new_vector(self) -> Tensor:
-        """The vector of an update that has no batches yet: float64."""
+        """A float64 vector of zeros."""
         return self._zeros.clone()
 
     def add(self, vector: Tensor, losses_BS: Tensor, batch: Batch) -> None:
-        """Adds this rank's part of a batch to the sums over the global batch."""
+        """Adds the sums of this rank's part of a batch. `losses_BS` is 0 where there is no target."""
         views, cp_rank = self.layout.split(vector), self._mesh.coordinate["cp"]
         losses = losses_BS.double().flatten()
         is_target = (batch.labels != IGNORE_INDEX).flatten().double()
@@ -91,14 +91,14 @@ class MetricAccumulator:
             for sequence, (source, _) in zip(values.view_as(losses_BS), batch.sequence_sources, strict=False):
                 views[f"{name}_by_source"][source] += sequence.sum()
         views["attended"] += batch.num_computed_pairs
-        if cp_rank == 0:  # These are of whole rows, which the ranks that share them count once.
+        if cp_rank == 0:  # Counts of full sequences, which all cp ranks know.
             views["tokens"] += batch.num_tokens
             views["pairs"] += batch.num_pairs
             for source, tokens in batch.sequence_sources:
                 views["tokens_by_source"][source] += tokens
 
     def all_reduce(self, vector: Tensor) -> dict[str, Tensor]:
-        """Makes the sums those of the global batch, on every rank, and returns the vector by name."""
+        """Reduces the vector over the global batch in place, on every rank; returns it by name. Collective."""
         views, group = self.layout.split(vector), self._mesh.loss_group
         max_attended = all_reduce_max(group, views["attended"].clone())
         all_reduce(group, vector)
@@ -107,12 +107,12 @@ class MetricAccumulator:
 
 
 def safe_divide(totals: list[float], counts: list[float]) -> list[float | None]:
-    """One by one; None where nothing was counted."""
+    """Elementwise; None where the count is 0."""
     return [total / count if count else None for total, count in zip(totals, counts, strict=True)]
 
 
 def finite_or_none(value: float | None) -> float | None:
-    """JSON has no NaN: what is not finite is null."""
+    """None for NaN and infinity, which JSON lacks."""
     return value if value is not None and math.isfinite(value) else None
 
 
