@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import sys
 
-from trainer.resilience.signals import Interrupted, SignalHandler
+from trainer.resilience.signals import Interrupted, SignalHandler, die_with_launcher
 
 SIGNAL_HANDLER = SignalHandler()
 
 if __name__ == "__main__":
-    # Importing torch takes seconds, in which the launcher may die and leave its workers to themselves, or somebody may
-    # ask this process to leave.
-    from trainer.launch.parent_death import die_with_launcher
-
+    # Importing torch takes seconds: the launcher may die, or a stop signal may arrive, before it is done.
     die_with_launcher()
     SIGNAL_HANDLER.install()
 

@@ -27,8 +27,7 @@ from trainer.hardware.device import AsyncHostCopy, Stopwatch, require_determinis
 from trainer.metrics.step_metrics import MetricAccumulator, MetricLayout, safe_divide
 from trainer.optim.lr_schedule import learning_rate
 from trainer.optim.optimizer import Optimizer
-from trainer.resilience.anomalies import LossSpikeDetector
-from trainer.resilience.goodput import Goodput
+from trainer.resilience.anomalies import Goodput, LossSpikeDetector
 
 
 @dataclass(frozen=True)

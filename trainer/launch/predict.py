@@ -1,4 +1,4 @@
-"""What a run is predicted to take: `prediction.json`, written before training so that training needs no planner.
+"""Predicted memory and step time: `prediction.json`, written before training so that training needs no planner.
 
 `python -m trainer.launch.predict` chooses memory options for `recompute = "auto"`: rank 0 starts it once devices are
 known, sends a request as JSON on standard input and reads the answer from standard output. Imports no torch.
@@ -35,7 +35,7 @@ def predict(config: Config, world_size: int) -> dict[str, Any]:
 
 
 def write_prediction(path: Path, config: Config, world_size: int) -> None:
-    """Replaces what an earlier launch predicted; nothing is predicted while `recompute = "auto"` is open."""
+    """Replaces the prediction of an earlier launch; writes null while `recompute = "auto"` is unresolved."""
     prediction = None if config.memory.recompute == "auto" else predict(config, world_size)
     write_and_fsync(path, json.dumps(prediction).encode())
 

@@ -1,1 +1,1 @@
-"""Staying alive: signals, preemption, hangs, anomalies, and how a run says that it ended."""
+"""Resilience: stop signals, preemption, hang detection, anomaly detection, and exit markers."""

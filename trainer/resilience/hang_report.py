@@ -1,7 +1,7 @@
-"""What ranks left of themselves when they hung, read by whoever starts the next ones. Imports no torch.
+"""Hang report: finds the suspect rank in the stacks of a hung launch. Imports no torch.
 
-All ranks of a run that hangs write where they are (trainer/resilience/watchdog.py). The one that the others wait for is elsewhere,
-or wrote nothing at all.
+All ranks of a hung run write their stacks (trainer/resilience/watchdog.py). The suspect, for which the others wait, is
+in a different function or wrote no stack.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ THREAD_HEADER = re.compile(r"^(?:Current thread|Thread) .*$", re.MULTILINE)
 
 
 def summarize_hang(folder: Path, num_ranks: int) -> list[str]:
-    """A line for each place where ranks hung, and one for those that said nothing; nothing if none of them hung.
+    """One line per location where ranks hung and one for ranks without a stack; empty if no rank hung.
 
-    The files are put away, so that they are told once.
+    Renames the stack files, so that each hang is reported once.
     """
     locations = {rank: _stack_location(folder / f"rank-{rank}.txt") for rank in range(num_ranks)}
     reported = {rank: location for rank, location in locations.items() if location}
@@ -28,7 +28,7 @@ def summarize_hang(folder: Path, num_ranks: int) -> list[str]:
     lines = [f"ranks {_format_ranks(reported, most_common)} waited in {most_common}: stacks in {folder}"]
     lines += [f"suspect: rank {_format_ranks(reported, place)} was in {place}" for place, _ in others]
     if missing := sorted(locations.keys() - reported.keys()):
-        lines.append(f"suspect: rank {', '.join(map(str, missing))} did not say where it was")
+        lines.append(f"suspect: rank {', '.join(map(str, missing))} wrote no stack")
     for rank in reported:
         path = folder / f"rank-{rank}.txt"
         path.replace(path.with_suffix(".last"))
@@ -40,12 +40,12 @@ def _format_ranks(reported: dict[int, str], location: str) -> str:
 
 
 def _stack_location(path: Path) -> str:
-    """The innermost function of ours that the main thread was in, and where it was outside; "" if it is not said."""
+    """The main thread's innermost frame and its innermost frame in this project; "" without a stack."""
     try:
         text = path.read_text(errors="replace")
     except OSError:
         return ""
-    # The main thread is told last.
+    # faulthandler writes the main thread last.
     frames = [match.groupdict() for match in FRAME.finditer(THREAD_HEADER.split(text)[-1])]
     if not frames:
         return ""

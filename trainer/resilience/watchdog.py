@@ -1,8 +1,7 @@
-"""A rank that does not get on writes where it is, and ends, so that a run never hangs for ever.
+"""Watchdog: a rank without progress writes its stacks and exits, so that a run never hangs.
 
-The stacks are written by a thread of the interpreter that needs no lock of it (faulthandler), so also while an extension
-holds it. A little before, a thread of ours writes which collectives were under way, as far as torch recorded
-them. Asked by a signal (`STACKS`), a rank writes its stacks and goes on.
+faulthandler writes the stacks without the GIL, so also while an extension holds it. Shortly before, a Python thread
+writes the collectives that torch recorded. On `STACK_DUMP_SIGNAL` a rank writes its stacks and continues.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
 WARNING_FRACTION = 0.2
-"""Part of the patience that is left, a minute at most, when the collectives are written."""
+"""Share of the timeout, at most a minute, that remains when the collectives are written."""
 
 
 class Watchdog:
-    """While this is entered, what is expected has to happen in its time, or the process ends with 1."""
+    """Within this context, the process exits with 1 if a phase exceeds the timeout given to `arm`."""
 
     def __init__(self, folder: Path, *, rank: int) -> None:
         folder.mkdir(exist_ok=True)
@@ -50,7 +49,7 @@ class Watchdog:
         self._stacks_path.unlink(missing_ok=True)
 
     def arm(self, phase: str, timeout_seconds: float) -> None:
-        """From now on this is waited for, for so long. Cheap enough for each update."""
+        """Starts the timeout of a phase, in place of the previous one. Cheap enough to call every step."""
         self._phase, self._has_warned, self._warn_time = (
             phase,
             False,
@@ -63,15 +62,17 @@ class Watchdog:
             if time.monotonic() >= self._warn_time and not self._has_warned:
                 self._has_warned = True
                 log.error(
-                    "%s takes too long; about to end, with all stacks in %s", self._phase, self._stacks_path.parent
+                    "%s takes too long; exiting soon, stacks of all threads in %s",
+                    self._phase,
+                    self._stacks_path.parent,
                 )
                 self._collectives_path.write_text(dump_collectives())
 
 
 def dump_collectives() -> str:
-    """The collectives that torch recorded, a line of JSON for each recorder. There is no public way to ask."""
+    """The collectives that torch recorded, one line of JSON per recorder. torch has no public API for this."""
     from torch._C import _distributed_c10d
 
-    # NCCL has a recorder of its own in some versions.
+    # Some versions of torch have a separate recorder for NCCL.
     dumps = [getattr(_distributed_c10d, f"_dump_{kind}_trace_json", None) for kind in ("fr", "nccl")]
     return "\n".join(dump().decode() for dump in dumps if dump is not None)
