@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import sys
 
-from trainer.resilience.signals import Interrupted, SignalHandler
+from trainer.resilience.signals import Interrupted, SignalHandler, die_with_launcher
 
 SIGNAL_HANDLER = SignalHandler()
 
 if __name__ == "__main__":
-    # Before importing torch, which takes seconds: the launcher may die, or a signal may arrive, in that time.
-    from trainer.launch.parent_death import die_with_launcher
-
+    # Importing torch takes seconds: the launcher may die, or a stop signal may arrive, before it is done.
     die_with_launcher()
     SIGNAL_HANDLER.install()
 

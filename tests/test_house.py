@@ -256,7 +256,6 @@ def reached(*names: str, beside: Container[str] = ()) -> set[str]:
 
 ALIVE = {name for name in NAMES.values() if name.startswith("trainer.resilience.")} | {
     "trainer.launch.restarts",
-    "trainer.launch.parent_death",
     "trainer.launch.workers",
 }
 
@@ -310,7 +309,7 @@ def test_the_environment_is_read_where_processes_begin() -> None:
         "trainer.launch.launcher",
         "trainer.launch.restarts",
         "trainer.launch.workers",
-        "trainer.launch.parent_death",
+        "trainer.resilience.signals",
         "trainer.distributed",
         "trainer.slurm.torchrun_agent",
     }

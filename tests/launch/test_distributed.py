@@ -1,4 +1,4 @@
-"""Which process this is, by the variables of whoever started it."""
+"""A process finds its rank in the environment set by its launcher."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from trainer.distributed import World, node_count, process_group, rank_from_envi
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}
 
 
-def test_alone() -> None:
+def test_without_a_launcher_the_world_has_one_rank() -> None:
     assert rank_from_environment({}) == (0, 1, 0)
 
 
-def test_under_torchrun() -> None:
+def test_torchrun_variables_give_the_rank() -> None:
     assert rank_from_environment({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == (5, 8, 1)
 
 
-def test_under_srun() -> None:
+def test_srun_variables_give_the_rank() -> None:
     assert rank_from_environment(SRUN) == (5, 8, 1)
 
 
-def test_torchrun_inside_srun_counts() -> None:
+def test_torchrun_inside_srun_takes_precedence() -> None:
     assert rank_from_environment(SRUN | {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}) == (2, 4, 0)
 
 
@@ -37,15 +37,15 @@ def test_torchrun_inside_srun_counts() -> None:
     ],
     ids=["batch script", "single task", "shell in an allocation of eight"],
 )
-def test_one_task_of_slurm_is_alone(environment: dict[str, str]) -> None:
+def test_a_single_slurm_task_is_a_world_of_one_rank(environment: dict[str, str]) -> None:
     assert rank_from_environment(environment) == (0, 1, 0)
 
 
-def test_the_step_and_not_the_allocation_says_how_many() -> None:
+def test_the_slurm_step_and_not_the_allocation_gives_the_world_size() -> None:
     assert rank_from_environment(SRUN | {"SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "8"}) == (5, 8, 1)
 
 
-def test_the_machines_of_a_run_are_those_that_its_launcher_names() -> None:
+def test_node_count_comes_from_the_launcher() -> None:
     torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
     assert node_count(torchrun | {"LOCAL_WORLD_SIZE": "4"}) == 2
     assert node_count(torchrun) == 1
@@ -54,7 +54,7 @@ def test_the_machines_of_a_run_are_those_that_its_launcher_names() -> None:
     assert node_count({"SLURM_STEP_NUM_NODES": "4"}) == 1
 
 
-def test_one_process_has_a_group_that_needs_no_address_and_ends() -> None:
+def test_a_single_process_gets_a_process_group_without_an_address() -> None:
     for _ in range(2):
         with process_group(DistributedSection(start_timeout_minutes=1)) as world:
             assert world == World(0, 1, torch.device("cpu")) or world.device.type == "cuda"
@@ -62,14 +62,14 @@ def test_one_process_has_a_group_that_needs_no_address_and_ends() -> None:
         assert not distributed.is_initialized()
 
 
-def test_a_process_goes_beside_its_device_when_it_joins(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[torch.device] = []
-    monkeypatch.setattr("trainer.distributed.bind_to_numa_node", asked.append)
+def test_joining_binds_the_process_to_the_numa_node_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[torch.device] = []
+    monkeypatch.setattr("trainer.distributed.bind_to_numa_node", bound.append)
     with process_group(DistributedSection(start_timeout_minutes=1)) as world:
-        assert asked == [world.device]
+        assert bound == [world.device]
 
 
-def test_the_group_ends_with_an_error_too() -> None:
+def test_an_error_destroys_the_process_group() -> None:
     with pytest.raises(ValueError, match="broken"), process_group(DistributedSection()):
         raise ValueError("broken")
     assert not distributed.is_initialized()

@@ -1,4 +1,4 @@
-"""What is decided before workers start, and what the launcher makes of how they end."""
+"""The launcher: world detection, validation, reports, and exit codes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.launch.workers import exit_status
 ROOT = Path(__file__).resolve().parents[2]
 Launch = Callable[..., subprocess.CompletedProcess[str]]
 
-START = """
+LAUNCH = """
 import sys
 from pathlib import Path
 from trainer.launch.cluster import LaunchWorld
@@ -34,7 +34,7 @@ with workers.forward_signals():
 """
 
 
-def stated(**degrees: int) -> Config:
+def config_with(**degrees: int) -> Config:
     return Recipe.model_validate({"parallelism": degrees})
 
 
@@ -51,25 +51,25 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Launch:
     return run
 
 
-# ---- how many processes
+# ---- the world
 
 
 @pytest.mark.parametrize(
     ("degrees", "processes"),
     [({}, 2), ({"cp": 4}, 4), ({"dp_shard": 2, "tp": 2}, 4), ({"dp_shard": 1}, 2), ({"dp_shard": 64}, 8)],
 )
-def test_without_gpus_the_stated_degrees_decide_within_two_and_eight(degrees: dict[str, int], processes: int) -> None:
-    assert default_nproc_per_node(stated(**degrees)) == processes
-    assert detect_launch_world({}, stated(**degrees), gpus=0) == LaunchWorld(nproc_per_node=processes)
+def test_without_gpus_the_stated_degrees_give_two_to_eight_processes(degrees: dict[str, int], processes: int) -> None:
+    assert default_nproc_per_node(config_with(**degrees)) == processes
+    assert detect_launch_world({}, config_with(**degrees), gpus=0) == LaunchWorld(nproc_per_node=processes)
 
 
-def test_gpus_decide_where_there_are_some_and_ngpu_decides_always() -> None:
-    assert detect_launch_world({}, stated(dp_shard=4), gpus=3).nproc_per_node == 3
-    assert detect_launch_world({"NGPU": "5"}, stated(dp_shard=4), gpus=3).nproc_per_node == 5
-    assert detect_launch_world({"NGPU": ""}, stated(dp_shard=4), gpus=0).nproc_per_node == 4
+def test_gpus_give_the_processes_and_ngpu_overrides_them() -> None:
+    assert detect_launch_world({}, config_with(dp_shard=4), gpus=3).nproc_per_node == 3
+    assert detect_launch_world({"NGPU": "5"}, config_with(dp_shard=4), gpus=3).nproc_per_node == 5
+    assert detect_launch_world({"NGPU": ""}, config_with(dp_shard=4), gpus=0).nproc_per_node == 4
 
 
-def test_nodes_multiply_the_world() -> None:
+def test_nnodes_multiplies_the_world_size() -> None:
     environment = {"NGPU": "8", "NNODES": "4", "NODE_RANK": "3", "MASTER_ADDR": "host", "MASTER_PORT": "1234"}
     cluster = detect_launch_world(environment, Recipe(), gpus=0)
     assert cluster == LaunchWorld(nproc_per_node=8, num_nodes=4, node_rank=3, master_endpoint="host:1234")
@@ -90,11 +90,11 @@ def test_nodes_multiply_the_world() -> None:
         ),
     ],
 )
-def test_a_wrong_environment_is_told_variable_by_variable(environment: dict[str, str], problems: list[str]) -> None:
+def test_each_wrong_environment_variable_is_reported(environment: dict[str, str], problems: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         detect_launch_world(environment, Recipe(), gpus=0)
     assert len(caught.value.problems) == len(problems)
-    assert all(part in found for part, found in zip(problems, caught.value.problems, strict=True))
+    assert all(part in problem for part, problem in zip(problems, caught.value.problems, strict=True))
 
 
 def test_a_task_of_srun_is_one_rank_of_its_step() -> None:
@@ -102,17 +102,17 @@ def test_a_task_of_srun_is_one_rank_of_its_step() -> None:
     assert detect_launch_world(environment, Recipe(), gpus=2) == LaunchWorld(
         nproc_per_node=4, rank=3, master_endpoint="127.0.0.1:20000"
     )
-    told = environment | {"MASTER_ADDR": "node7", "MASTER_PORT": "123", "SLURM_STEP_NUM_NODES": "2"}
-    assert detect_launch_world(told, Recipe(), gpus=2) == LaunchWorld(
+    two_nodes = environment | {"MASTER_ADDR": "node7", "MASTER_PORT": "123", "SLURM_STEP_NUM_NODES": "2"}
+    assert detect_launch_world(two_nodes, Recipe(), gpus=2) == LaunchWorld(
         nproc_per_node=2, num_nodes=2, rank=3, master_endpoint="node7:123"
     )
-    uneven = told | {"SLURM_NTASKS": "5"}
+    uneven = two_nodes | {"SLURM_NTASKS": "5"}
     assert detect_launch_world(uneven, Recipe(), gpus=2) == LaunchWorld(
         nproc_per_node=5, rank=3, master_endpoint="node7:123"
     )
 
 
-def test_srun_on_several_nodes_needs_to_know_where_they_meet() -> None:
+def test_srun_on_several_nodes_needs_master_addr() -> None:
     environment = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2"}
     with pytest.raises(ConfigError, match="srun on 2 nodes needs MASTER_ADDR"):
         detect_launch_world(environment, Recipe(), gpus=2)
@@ -127,23 +127,23 @@ def test_srun_on_several_nodes_needs_to_know_where_they_meet() -> None:
     ],
     ids=["batch script", "single task", "shell in an allocation"],
 )
-def test_slurm_without_several_tasks_starts_its_own_workers(environment: dict[str, str]) -> None:
+def test_a_single_slurm_task_starts_its_own_workers(environment: dict[str, str]) -> None:
     assert detect_launch_world(environment, Recipe(), gpus=2) == LaunchWorld(nproc_per_node=2)
 
 
-def test_workers_share_the_cores_unless_told_otherwise() -> None:
-    crowded: dict[str, str] = {}
-    set_worker_environment(crowded, LaunchWorld(nproc_per_node=10_000))
-    assert crowded["OMP_NUM_THREADS"] == "1"
-    told = {"OMP_NUM_THREADS": "3", "PYTORCH_ALLOC_CONF": "backend:native"}
-    set_worker_environment(told, LaunchWorld(nproc_per_node=1))
-    assert told == {"OMP_NUM_THREADS": "3", "PYTORCH_ALLOC_CONF": "backend:native"}
+def test_workers_share_the_cores_unless_the_environment_is_set() -> None:
+    many_workers: dict[str, str] = {}
+    set_worker_environment(many_workers, LaunchWorld(nproc_per_node=10_000))
+    assert many_workers["OMP_NUM_THREADS"] == "1"
+    preset = {"OMP_NUM_THREADS": "3", "PYTORCH_ALLOC_CONF": "backend:native"}
+    set_worker_environment(preset, LaunchWorld(nproc_per_node=1))
+    assert preset == {"OMP_NUM_THREADS": "3", "PYTORCH_ALLOC_CONF": "backend:native"}
 
 
-# ---- what is told
+# ---- reports
 
 
-def test_problems_of_file_command_line_and_environment_are_told_together() -> None:
+def test_problems_of_file_command_line_and_environment_are_reported_together() -> None:
     config, cluster, problems = load_and_validate(["--config", "nowhere", "--training.steps", "0"], {"NGPU": "x"})
     assert (config, cluster, len(problems)) == (Recipe(), None, 3)
     assert format_problems(problems, ["--config", "nowhere"], cluster).endswith(
@@ -151,13 +151,13 @@ def test_problems_of_file_command_line_and_environment_are_told_together() -> No
     )
 
 
-def test_a_complaint_names_the_file_and_the_world() -> None:
+def test_a_problem_report_names_the_file_and_the_world() -> None:
     text = format_problems(["wrong"], [], LaunchWorld(nproc_per_node=4, num_nodes=2))
     assert text.splitlines()[0] == "error: wrong"
     assert text.splitlines()[1].endswith("debug.toml for 8 processes (2 nodes x 4)")
 
 
-def test_a_report_is_the_resolved_toml_with_the_mesh_in_comments() -> None:
+def test_check_output_is_the_resolved_toml_with_the_mesh_in_comments() -> None:
     config = load(["--parallelism.dp_replicate", "2", "--parallelism.dp_shard", "16"])
     text = format_resolved_config(config, LaunchWorld(nproc_per_node=8, num_nodes=4))
     assert Recipe.model_validate(migrate_file(tomli.loads(text))) == config
@@ -166,15 +166,15 @@ def test_a_report_is_the_resolved_toml_with_the_mesh_in_comments() -> None:
     assert "#   dp_replicate             2  across 2 nodes    0,16  1,17  2,18  3,19 ... (16 groups)\n" in text
     assert "#   tp " not in text
     assert f"{config.model.build().num_parameters:,} parameters" in text
-    assert "8 micro-batches of 1 row, 1 on each data-parallel rank" in text
-    assert "# remark: training.global_batch_size = 8" in text
+    assert "8 micro-batches of 1 sequence, 1 on each data-parallel rank" in text
+    assert "# warning: training.global_batch_size = 8" in text
     assert "ranks_per_node" not in text.partition("# mesh of")[2]
     text = format_resolved_config(load(["--parallelism.tp", "16"]), LaunchWorld(nproc_per_node=4, num_nodes=4))
-    assert "# remark: parallelism.tp = 16 crosses nodes of 8 ranks" in text
-    assert "# remark: parallelism.ranks_per_node = 8 does not match 4 nodes of 4 processes" in text
+    assert "# warning: parallelism.tp = 16 crosses nodes of 8 ranks" in text
+    assert "# warning: parallelism.ranks_per_node = 8 does not match 4 nodes of 4 processes" in text
 
 
-def test_check_prints_and_starts_nothing(launch: Launch) -> None:
+def test_check_prints_the_configuration_and_starts_nothing(launch: Launch) -> None:
     done = launch("--check", "--parallelism.dp_shard", "4", "--training.steps", "7")
     assert (done.returncode, done.stderr) == (0, "")
     assert tomli.loads(done.stdout)["training"]["steps"] == 7
@@ -183,7 +183,7 @@ def test_check_prints_and_starts_nothing(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize("flags", [[], ["--check"]])
-def test_a_wrong_configuration_leaves_with_2_and_no_traceback(launch: Launch, flags: list[str]) -> None:
+def test_a_wrong_configuration_exits_with_2_and_no_traceback(launch: Launch, flags: list[str]) -> None:
     done = launch("--training.micro_batch_size", "3", *flags, "--parallelism.dp_shard", "64")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("error: ") == 2
@@ -191,42 +191,42 @@ def test_a_wrong_configuration_leaves_with_2_and_no_traceback(launch: Launch, fl
     assert "Traceback" not in done.stderr
 
 
-def test_only_the_first_task_of_srun_speaks(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_srun_task_reports_problems(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     monkeypatch.setenv("SLURM_NTASKS", "3")
-    for task, spoken in (("0", True), ("1", False)):
+    for task, reports in (("0", True), ("1", False)):
         monkeypatch.setenv("SLURM_PROCID", task)
         done = launch("--parallelism.dp_shard", "2")
         assert done.returncode == 2
-        assert ("the world size is 3" in done.stderr) == spoken
+        assert ("the world size is 3" in done.stderr) == reports
 
 
-def test_help_looks_at_nothing_else(launch: Launch) -> None:
+def test_help_ignores_other_arguments(launch: Launch) -> None:
     done = launch("--help", "--zebra")
     assert done.returncode == 0
     assert "--training.seq_len" in done.stdout
 
 
-def test_nothing_is_planned_of_what_is_wrong(launch: Launch) -> None:
+def test_plan_rejects_a_wrong_configuration(launch: Launch) -> None:
     done = launch("--plan", "--zebra")
     assert (done.returncode, done.stdout) == (2, "")
     assert "--zebra" in done.stderr
 
 
-# ---- how workers end
+# ---- exit codes of workers
 
 
 @pytest.mark.parametrize(
     ("codes", "status"),
     [([78], 78), ([1, 78], 78), ([-6, 1, 78], 78), ([2, 2], 2), ([1], 1), ([-9], 1), ([3], 1), ([255, -15], 1)],
 )
-def test_the_worker_that_says_why_decides(codes: list[int], status: int) -> None:
+def test_a_conclusive_exit_code_of_any_worker_wins(codes: list[int], status: int) -> None:
     assert exit_status(codes) == status
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("body", "status", "told"),
+    ("body", "status", "message"),
     [
         ("sys.exit(0 if sys.argv[1:] == ['--a', 'b c'] else 1)", 0, ""),
         ("sys.exit(78 if rank == 1 else 0)", 78, "rank 1 (pid"),
@@ -239,25 +239,30 @@ def test_the_worker_that_says_why_decides(codes: list[int], status: int) -> None
             "",
         ),
     ],
-    ids=["done", "stopped for good", "killed", "asked to save and leave"],
+    ids=["done", "permanent failure", "killed", "stop signal"],
 )
-def test_the_launcher_leaves_as_its_workers_do(tmp_path: Path, body: str, status: int, told: str) -> None:
+def test_the_launcher_exits_with_the_status_of_its_workers(
+    tmp_path: Path, body: str, status: int, message: str
+) -> None:
     worker = tmp_path / "worker.py"
     worker.write_text(f"import os, signal, sys, time\nrank = int(os.environ['RANK'])\n{body}\n")
-    command = [sys.executable, "-c", START, str(worker), "--a", "b c"]
+    command = [sys.executable, "-c", LAUNCH, str(worker), "--a", "b c"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == status, done.stderr
-    assert told in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
-    assert bool(done.stderr) == bool(told)
+    assert bool(done.stderr) == bool(message)
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_two_launchers_make_one_world(tmp_path: Path) -> None:
+def test_two_launchers_form_one_world(tmp_path: Path) -> None:
     worker = tmp_path / "worker.py"
     worker.write_text("import os\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'])\n")
-    code = START.replace("Cluster(processes=2)", "Cluster(processes=1, nodes=2, node_rank={}, master='localhost:{}')")
+    code = LAUNCH.replace(
+        "LaunchWorld(nproc_per_node=2)",
+        "LaunchWorld(nproc_per_node=1, num_nodes=2, node_rank={}, master_endpoint='localhost:{}')",
+    )
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
@@ -267,22 +272,22 @@ def test_two_launchers_make_one_world(tmp_path: Path) -> None:
         )
         for node in range(2)
     ]
-    told = [node.communicate(timeout=120)[0] for node in nodes]
+    outputs = [node.communicate(timeout=120)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0]
-    assert sorted("".join(told).splitlines()) == ["0 2", "1 2"]
+    assert sorted("".join(outputs).splitlines()) == ["0 2", "1 2"]
 
 
-def test_a_mesh_can_be_looked_at_before_corpus_and_tokenizer_are_there(
+def test_check_prints_the_mesh_without_corpus_and_tokenizer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("NGPU", "8")
     monkeypatch.setattr(sys, "argv", ["launch", "--config", "llama3_8b_128k", "--check"])
     assert main() == 2
-    told = capsys.readouterr()
-    assert "# mesh of 8 processes" in told.out
-    assert "error: tokenizer.path" in told.err
+    printed = capsys.readouterr()
+    assert "# mesh of 8 processes" in printed.out
+    assert "error: tokenizer.path" in printed.err
     monkeypatch.setenv("NGPU", "4")
     assert main() == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert "needs 8 processes, but the world size is 4 (NGPU x NNODES, or torchrun's)" in told.err
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "needs 8 processes, but the world size is 4 (NGPU x NNODES, or torchrun's)" in printed.err

@@ -1,4 +1,4 @@
-"""Workers are started again until the run is done, may not go on, or gets nowhere: with a stand-in for the trainer."""
+"""Restart policy, with a stub trainer: relaunch until done, permanently failed, or without progress."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer.run_spec import RunSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 
-START = """
+LAUNCH = """
 import sys
 from pathlib import Path
 from trainer.config.parse import load
@@ -33,16 +33,16 @@ def prepare(config, world):
 reload = lambda: load(argv)
 sys.exit(run_with_restarts(prepare(reload(), world), world, Path(sys.argv[1]), reload=reload, prepare=prepare))
 """
-# A trainer without torch: it counts its lives, and does in each what the test says.
-STAND_IN = """
+# A trainer without torch: counts its launches and runs the test's code in each.
+STUB = """
 import os, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, {root!r})
 from trainer.resilience import exit_markers
 folder, rank = Path({folder!r}), int(os.environ["RANK"])
-lives = folder / f"lives-{{rank}}"
-lives.write_text(lives.read_text() + "x" if lives.exists() else "x")
-life = len(lives.read_text())
+counter = folder / f"launches-{{rank}}"
+counter.write_text(counter.read_text() + "x" if counter.exists() else "x")
+launch = len(counter.read_text())
 
 def commit(step):
     if rank == 0:
@@ -60,113 +60,115 @@ class Run:
     def __init__(self, root: Path, body: str) -> None:
         self.folder = root / "run"
         self.folder.mkdir()
-        self.script = root / "stand_in.py"
-        self.script.write_text(STAND_IN.format(root=str(ROOT), folder=str(self.folder), body=body))
+        self.script = root / "stub.py"
+        self.script.write_text(STUB.format(root=str(ROOT), folder=str(self.folder), body=body))
         self.config = write_run(root)
 
     def start(self, *options: str) -> subprocess.Popen[str]:
         argv = ["--config", str(self.config), "--job.output_dir", str(self.folder), *options]
         argv = ["--distributed.restart_seconds", "0", *argv]
-        command = [sys.executable, "-c", START, str(self.script), *argv]
+        command = [sys.executable, "-c", LAUNCH, str(self.script), *argv]
         return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
-    def ended(self, *options: str) -> tuple[int, str]:
+    def finish(self, *options: str) -> tuple[int, str]:
         process = self.start(*options)
-        _, said = process.communicate(timeout=60)
-        return process.returncode, said
+        _, stderr = process.communicate(timeout=60)
+        return process.returncode, stderr
 
     @property
-    def lives(self) -> int:
-        return len((self.folder / "lives-1").read_text())
+    def launches(self) -> int:
+        return len((self.folder / "launches-1").read_text())
 
 
-def test_a_crash_is_started_again_from_the_newest_checkpoint(tmp_path: Path) -> None:
-    run = Run(tmp_path, "commit(life)\nif life < 3: os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(60)")
-    status, said = run.ended()
-    assert (status, run.lives) == (0, 3)
-    assert said.count("error: local rank 1 (pid ") == 2
-    assert said.count(f"{run.folder}: starting again in 0 s from {run.folder}/checkpoints/step-") == 2
+def test_a_crash_restarts_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    run = Run(
+        tmp_path, "commit(launch)\nif launch < 3: os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(60)"
+    )
+    status, stderr = run.finish()
+    assert (status, run.launches) == (0, 3)
+    assert stderr.count("error: local rank 1 (pid ") == 2
+    assert stderr.count(f"{run.folder}: restarting in 0 s from {run.folder}/checkpoints/step-") == 2
     events = [line for line in lines(run.folder / "events.jsonl") if line["event"] == "restart"]
     assert [event["life"] for event in events] == [1, 2]
 
 
-def test_lives_without_a_new_checkpoint_are_given_up(tmp_path: Path) -> None:
+def test_a_run_without_a_new_checkpoint_is_given_up(tmp_path: Path) -> None:
     run = Run(tmp_path, "sys.exit(1)")
-    status, said = run.ended()
-    assert (status, run.lives) == (1, 3)
-    assert "given up: 3 starts in a row without a new checkpoint (distributed.restarts)" in said
-    assert "starting again in 0 s from the beginning: there is no checkpoint yet" in said
+    status, stderr = run.finish()
+    assert (status, run.launches) == (1, 3)
+    assert "giving up: 3 consecutive launches without a new checkpoint (distributed.restarts = 2)" in stderr
+    assert "restarting in 0 s from step 0: there is no checkpoint yet" in stderr
 
 
-def test_a_new_checkpoint_begins_the_count_anew(tmp_path: Path) -> None:
-    run = Run(tmp_path, "if life == 3: commit(3)\nsys.exit(1)")
-    assert run.ended()[0] == 1
-    assert run.lives == 6
+def test_a_new_checkpoint_resets_the_failure_count(tmp_path: Path) -> None:
+    run = Run(tmp_path, "if launch == 3: commit(3)\nsys.exit(1)")
+    assert run.finish()[0] == 1
+    assert run.launches == 6
 
 
-def test_it_is_never_started_again_where_that_is_asked_for(tmp_path: Path) -> None:
-    run = Run(tmp_path, "commit(life); sys.exit(1)")
-    assert run.ended("--distributed.restarts", "0")[0] == 1
-    assert run.lives == 1
+def test_zero_restarts_disables_restarting(tmp_path: Path) -> None:
+    run = Run(tmp_path, "commit(launch); sys.exit(1)")
+    assert run.finish("--distributed.restarts", "0")[0] == 1
+    assert run.launches == 1
 
 
 @pytest.mark.parametrize(("code", "status"), [(78, 78), (2, 2)])
-def test_what_a_retry_cannot_mend_is_not_tried_again(tmp_path: Path, code: int, status: int) -> None:
+def test_conclusive_exit_codes_are_not_retried(tmp_path: Path, code: int, status: int) -> None:
     run = Run(tmp_path, f"sys.exit({code} if rank == 1 else 1)")
-    assert run.ended()[0] == status
-    assert run.lives == 1
+    assert run.finish()[0] == status
+    assert run.launches == 1
 
 
-def test_a_run_that_saved_to_leave_is_not_started_again(tmp_path: Path) -> None:
+def test_a_preempted_run_is_not_restarted(tmp_path: Path) -> None:
     run = Run(tmp_path, "mark('REQUEUE'); sys.exit(1 if rank == 1 else 0)")
-    assert run.ended()[0] == 0
-    assert run.lives == 1
+    assert run.finish()[0] == 0
+    assert run.launches == 1
 
 
-def test_a_marker_of_an_earlier_start_says_nothing(tmp_path: Path) -> None:
+def test_a_marker_of_an_earlier_launch_is_ignored(tmp_path: Path) -> None:
     run = Run(tmp_path, "sys.exit(1)")
     (run.folder / "REQUEUE").write_text('{"attempt": "1.0"}')
-    assert run.ended("--distributed.restarts", "0")[0] == 1
+    assert run.finish("--distributed.restarts", "0")[0] == 1
 
 
-def test_a_signal_reaches_all_workers_and_ends_all_lives(tmp_path: Path) -> None:
+def test_a_signal_reaches_all_workers_and_prevents_restarts(tmp_path: Path) -> None:
     body = "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(1))\n(folder / f'ready-{rank}').touch()\ntime.sleep(60)"
     run = Run(tmp_path, body)
     process = run.start()
     assert wait_for(lambda: (run.folder / "ready-0").exists() and (run.folder / "ready-1").exists())
     process.send_signal(signal.SIGUSR1)
-    _, said = process.communicate(timeout=30)
-    assert (process.returncode, run.lives) == (1, 1)
-    assert said.count("left with 1") == 2
+    _, stderr = process.communicate(timeout=30)
+    assert (process.returncode, run.launches) == (1, 1)
+    assert stderr.count("exited with code 1") == 2
 
 
 @pytest.mark.parametrize("is_saved", [False, True])
-def test_a_signal_between_two_lives_ends_the_run(tmp_path: Path, *, is_saved: bool) -> None:
-    run = Run(tmp_path, "commit(life)\nsys.exit(1)" if is_saved else "sys.exit(1)")
+def test_a_signal_between_two_launches_ends_the_run(tmp_path: Path, *, is_saved: bool) -> None:
+    run = Run(tmp_path, "commit(launch)\nsys.exit(1)" if is_saved else "sys.exit(1)")
     process = run.start("--distributed.restart_seconds", "60")
     assert wait_for(lambda: (run.folder / "events.jsonl").exists())
     time.sleep(0.2)
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=10)
-    assert (process.returncode, run.lives) == (0 if is_saved else 1, 1)
+    _, stderr = process.communicate(timeout=10)
+    assert (process.returncode, run.launches) == (0 if is_saved else 1, 1)
     assert (run.folder / "REQUEUE").exists() == is_saved
-    assert ("leaving: SIGTERM; the same command goes on from" in said) == is_saved
+    assert ("stopping: SIGTERM; the same command resumes from" in stderr) == is_saved
 
 
-def test_peers_of_a_worker_that_failed_are_killed(tmp_path: Path) -> None:
+def test_peers_of_a_failed_worker_are_killed(tmp_path: Path) -> None:
     body = (
         "(folder / f'pid-{rank}').write_text(str(os.getpid()))\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "time.sleep(60) if rank == 0 else sys.exit(5)"
     )
     run = Run(tmp_path, body)
-    status, said = run.ended("--distributed.restarts", "0")
+    status, stderr = run.finish("--distributed.restarts", "0")
     assert status == 1
-    assert said.count("error: local rank") == 1
+    assert stderr.count("error: local rank") == 1
     assert not is_alive(int((run.folder / "pid-0").read_text()))
 
 
-def test_a_worker_that_is_left_says_where_it_was_before_it_is_killed(tmp_path: Path) -> None:
+def test_a_worker_writes_its_stack_before_it_is_killed(tmp_path: Path) -> None:
     body = (
         "import torch\n"
         "from trainer.resilience.watchdog import Watchdog\n"
@@ -178,31 +180,31 @@ def test_a_worker_that_is_left_says_where_it_was_before_it_is_killed(tmp_path: P
     )
     run = Run(tmp_path, body)
     (run.folder / "logs").mkdir()
-    _, said = run.ended("--distributed.restarts", "0")
-    assert f"{run.folder}: ranks 0 waited in hangs: stacks in {run.folder}/logs/hang\n" in said
-    assert f"{run.folder}: suspect: rank 1 did not say where it was\n" in said
+    _, stderr = run.finish("--distributed.restarts", "0")
+    assert f"{run.folder}: ranks 0 waited in hangs: stacks in {run.folder}/logs/hang\n" in stderr
+    assert f"{run.folder}: suspect: rank 1 wrote no stack\n" in stderr
 
 
-@pytest.mark.parametrize("asked", [None, signal.SIGTERM])
+@pytest.mark.parametrize("received", [None, signal.SIGTERM])
 def test_a_signal_at_the_end_of_a_stage_is_not_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: signal.Signals | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, received: signal.Signals | None
 ) -> None:
     config = Config.model_validate({"job": {"output_dir": tmp_path}})
-    (tmp_path / "checkpoints" / "step-3").mkdir(parents=True)  # A stage's end is saved.
+    (tmp_path / "checkpoints" / "step-3").mkdir(parents=True)  # The end of a stage is saved.
     first, second = (
         TrainingStage(config, name=name, index=index, num_stages=2) for index, name in enumerate(("first", "second"))
     )
-    started: list[str] = []
+    launches: list[str] = []
 
-    def start(self: Workers, *_: object) -> int:
-        started.append("a stage")
-        self.received_signal = asked
+    def run_workers(self: Workers, *_: object) -> int:
+        launches.append("stage")
+        self.received_signal = received
         return 0
 
     spec = RunSpec(Recipe.model_validate(config.model_dump()), {})
     prepared = iter([spec, 0])
     stages = iter([first, second])
-    monkeypatch.setattr(Workers, "run", start)
+    monkeypatch.setattr(Workers, "run", run_workers)
     monkeypatch.setattr(restarts, "next_stage", lambda _: next(stages))
     monkeypatch.setattr(restarts, "_prepare_following_stage", lambda *_: next(prepared))
     world = LaunchWorld(nproc_per_node=2)
@@ -210,5 +212,5 @@ def test_a_signal_at_the_end_of_a_stage_is_not_lost(
         spec, world, Path("unused"), reload=lambda: spec.config, prepare=lambda *_: spec
     )
     assert status == 0
-    assert len(started) == (2 if asked is None else 1)
-    assert (tmp_path / "REQUEUE").exists() == (asked is not None)
+    assert len(launches) == (2 if received is None else 1)
+    assert (tmp_path / "REQUEUE").exists() == (received is not None)

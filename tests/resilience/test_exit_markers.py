@@ -1,4 +1,4 @@
-"""What a start leaves for whoever started it."""
+"""Exit markers."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from pathlib import Path
 from trainer.resilience import exit_markers
 
 
-def test_a_start_reads_what_it_left_and_nothing_of_another(tmp_path: Path) -> None:
+def test_a_marker_is_read_only_by_its_own_launch(tmp_path: Path) -> None:
     exit_markers.write(tmp_path, "REQUEUE", attempt="a", step=3)
     assert exit_markers.read(tmp_path, "a") == "REQUEUE"
     assert exit_markers.read(tmp_path, "b") is None
-    facts = json.loads((tmp_path / "REQUEUE").read_text())
-    assert (facts["step"], facts["attempt"]) == (3, "a")
-    assert facts["time"] > 1e9
+    fields = json.loads((tmp_path / "REQUEUE").read_text())
+    assert (fields["step"], fields["attempt"]) == (3, "a")
+    assert fields["time"] > 1e9
     exit_markers.write(tmp_path, "DONE", attempt="a")
-    assert [path.name for path in tmp_path.iterdir()] == ["DONE"], "a run ended one way"
+    assert [path.name for path in tmp_path.iterdir()] == ["DONE"], "only the last marker remains"
     exit_markers.clear(tmp_path)
     assert [*tmp_path.iterdir()] == []
 
 
-def test_what_is_no_marker_says_nothing(tmp_path: Path) -> None:
+def test_a_torn_marker_is_ignored(tmp_path: Path) -> None:
     for torn in ("", "{", "[]", "null", '{"attempt": "b"}'):
         (tmp_path / "DONE").write_text(torn)
         assert exit_markers.read(tmp_path, "a") is None
 
 
-def test_a_start_that_finds_nothing_to_do_changes_nothing(tmp_path: Path) -> None:
+def test_write_if_absent_keeps_an_existing_marker(tmp_path: Path) -> None:
     exit_markers.write_if_absent(tmp_path, "DONE", attempt="a")
     before = (tmp_path / "DONE").read_bytes()
     exit_markers.write_if_absent(tmp_path, "DONE", attempt="b")

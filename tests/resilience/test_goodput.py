@@ -1,4 +1,4 @@
-"""Goodput counts what a run kept, over all the time since it first began."""
+"""Goodput: the share of time since the first launch in steps that checkpoints contain."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from trainer.resilience import anomalies
 from trainer.resilience.anomalies import Goodput
 
 
-def test_it_is_the_time_of_updates_over_all_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_goodput_is_the_time_in_saved_steps_over_the_time_since_the_first_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(anomalies, "time", SimpleNamespace(time=lambda: clock.now))
     first = Goodput()
@@ -31,12 +33,12 @@ def test_it_is_the_time_of_updates_over_all_time(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.ranks
-def test_all_starts_of_a_run_count_and_lost_updates_do_not(tmp_path: Path) -> None:
+def test_all_launches_count_and_lost_steps_do_not(tmp_path: Path) -> None:
     config, folder = write_run(tmp_path), tmp_path / "run"
     assert forked(config, folder, "--training.steps", "4", "--checkpoint.interval", "4").statuses == [0]
     first = state(folder / "checkpoints" / "step-4")["trainer"]["goodput"]
-    kept = sum(seconds for (seconds,) in metrics(folder, "step_seconds"))
-    assert first["productive_seconds"] == pytest.approx(kept)
+    productive = sum(seconds for (seconds,) in metrics(folder, "step_seconds"))
+    assert first["productive_seconds"] == pytest.approx(productive)
     assert first["began"] < time.time()
     time.sleep(1)
     assert forked(config, folder, "--training.steps", "6", "--checkpoint.interval", "4").statuses == [0]
@@ -45,4 +47,4 @@ def test_all_starts_of_a_run_count_and_lost_updates_do_not(tmp_path: Path) -> No
     assert second["productive_seconds"] == pytest.approx(sum(seconds for (seconds,) in metrics(folder, "step_seconds")))
     percents = [percent for (percent,) in metrics(folder, "goodput_pct")]
     assert all(0 < percent < 100 for percent in percents)
-    assert percents[4] < percents[3], "the pause between the starts counts"
+    assert percents[4] < percents[3], "the pause between launches counts"

@@ -1,4 +1,4 @@
-"""Signals are noted, and raised only where nobody waits."""
+"""Stop signals are recorded, and raised only within `raising`."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ def handlers() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
-def test_a_signal_is_noted_however_often_it_comes(number: signal.Signals) -> None:
-    requests = SignalHandler()
-    requests.install()
-    assert requests.signal is None
+def test_repeated_signals_are_recorded_once(number: signal.Signals) -> None:
+    signals = SignalHandler()
+    signals.install()
+    assert signals.signal is None
     for _ in range(4):
         os.kill(os.getpid(), number)
-    assert requests.signal == number
+    assert signals.signal == number
 
 
-def test_the_first_counts() -> None:
-    requests = SignalHandler()
-    requests.install()
+def test_the_first_signal_is_kept() -> None:
+    signals = SignalHandler()
+    signals.install()
     os.kill(os.getpid(), signal.SIGUSR1)
     os.kill(os.getpid(), signal.SIGTERM)
-    assert requests.signal == signal.SIGUSR1
+    assert signals.signal == signal.SIGUSR1
 
 
-def test_where_nobody_waits_it_is_raised_also_if_it_came_before() -> None:
-    requests = SignalHandler()
-    requests.install()
-    with pytest.raises(Interrupted), requests.raising():
+def test_raising_interrupts_at_once_and_for_an_earlier_signal() -> None:
+    signals = SignalHandler()
+    signals.install()
+    with pytest.raises(Interrupted), signals.raising():
         os.kill(os.getpid(), signal.SIGTERM)
-        raise AssertionError("this is not reached")
-    with pytest.raises(Interrupted), requests.raising():
-        raise AssertionError("this is not reached")
+        raise AssertionError("unreachable")
+    with pytest.raises(Interrupted), signals.raising():
+        raise AssertionError("unreachable")
 
 
-def test_afterwards_it_is_only_noted() -> None:
-    requests = SignalHandler()
-    requests.install()
-    with requests.raising():
+def test_after_raising_a_signal_is_only_recorded() -> None:
+    signals = SignalHandler()
+    signals.install()
+    with signals.raising():
         pass
     os.kill(os.getpid(), signal.SIGTERM)
-    assert requests.signal == signal.SIGTERM
+    assert signals.signal == signal.SIGTERM

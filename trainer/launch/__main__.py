@@ -1,4 +1,4 @@
-"""`python -m trainer.launch`: what ./run_train.sh runs."""
+"""`python -m trainer.launch`: the entry point of ./run_train.sh."""
 
 import sys
 

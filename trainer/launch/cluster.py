@@ -1,4 +1,4 @@
-"""What starts where: the processes and nodes that a launch is for, and the environment that they inherit. Imports no torch."""
+"""The world of a launch, its nodes and processes per node, and the environment of its workers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchWorld:
-    """Processes on each node; `rank` is this process's own if srun or torchrun started it as one."""
+    """Nodes and processes per node. `rank` is set if srun or torchrun started this process as a rank."""
 
     nproc_per_node: int
     num_nodes: int = 1
@@ -36,7 +36,7 @@ class LaunchWorld:
 
 
 def detect_launch_world(environment: Mapping[str, str], config: Config, *, gpus: int) -> LaunchWorld:
-    """The world that NGPU and NNODES, srun or torchrun describe. Raises `ConfigError`."""
+    """The world described by torchrun, srun, or NGPU and NNODES. Raises `ConfigError`."""
     rank_world = _rank_world(environment)
     if rank_world is not None:
         return rank_world
@@ -58,7 +58,7 @@ def detect_launch_world(environment: Mapping[str, str], config: Config, *, gpus:
         port = read_int("MASTER_PORT", 29500, minimum=1, upper_bound=65536)
         problems += [
             f"environment: NNODES = {num_nodes} needs {name}, {meaning}"
-            for name, meaning in (("NODE_RANK", "this node's number"), ("MASTER_ADDR", "the host of node 0"))
+            for name, meaning in (("NODE_RANK", "the index of this node"), ("MASTER_ADDR", "the host of node 0"))
             if not environment.get(name)
         ]
     if problems:
@@ -70,7 +70,7 @@ def detect_launch_world(environment: Mapping[str, str], config: Config, *, gpus:
 
 
 def default_nproc_per_node(config: Config) -> int:
-    """Without GPUs: as many processes as the stated degrees need, within what one machine stands."""
+    """Without GPUs: the product of the stated degrees, at least 2, at most 8."""
     model_parallel_sizes = [prod(stage.config.parallelism.degrees(1).values()) for stage in config.training_stages]
     return min(max(*model_parallel_sizes, 2), 8)
 
@@ -86,26 +86,26 @@ def count_gpus() -> int:
 def set_worker_environment(
     environment: dict[str, str] | os._Environ[str], cluster: LaunchWorld, *, cpu_optimizer: bool = False
 ) -> None:
-    """What workers inherit: threads that share the cores, and an allocator that does not fragment; both can be set.
+    """Sets the number of OpenMP threads and the CUDA allocator of workers, unless they are set already.
 
-    Beside GPUs one thread is enough, unless the host updates the weights.
+    With GPUs one thread is enough, unless the optimizer runs on the host.
     """
-    cores = len(os.sched_getaffinity(0))  # srun binds a task to its own cores, those of a launcher share them.
+    cores = len(os.sched_getaffinity(0))  # srun binds a task to its cores; workers of a launcher share them.
     threads = str(max(1, cores // (cluster.nproc_per_node if cluster.rank is None else 1)))
     if cluster.rank is not None:
         environment["MASTER_ADDR"], _, environment["MASTER_PORT"] = cluster.master_endpoint.rpartition(":")
     if _has_gpu_device_files():
-        environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # For training.deterministic; too early to ask.
+        environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # training.deterministic needs it.
         environment.setdefault(
             "OMP_NUM_THREADS", environment.get("SLURM_CPUS_PER_TASK", threads if cpu_optimizer else "1")
         )
-        if "PYTORCH_CUDA_ALLOC_CONF" not in environment:  # The old name, which torch still reads, with a warning.
+        if "PYTORCH_CUDA_ALLOC_CONF" not in environment:  # The deprecated name, which torch still reads.
             environment.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     environment.setdefault("OMP_NUM_THREADS", threads)
 
 
 def _rank_world(environment: Mapping[str, str]) -> LaunchWorld | None:
-    """The world of a process that torchrun or srun started as one rank. Raises `ConfigError`."""
+    """The world if torchrun or srun started this process as a rank, else None. Raises `ConfigError`."""
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= environment.keys():
         return _srun_world(environment)
     world_size = int(environment["WORLD_SIZE"])
@@ -119,12 +119,12 @@ def _rank_world(environment: Mapping[str, str]) -> LaunchWorld | None:
 
 
 def _srun_world(environment: Mapping[str, str]) -> LaunchWorld | None:
-    """The world of an srun step. Raises `ConfigError` when ranks on several nodes could not find each other."""
-    # The step's own count: a shell inside an allocation of several tasks is a step of one.
+    """The world of an srun step. Raises `ConfigError` if ranks on several nodes have no MASTER_ADDR."""
+    # The count of the step: a shell inside an allocation of several tasks is a step of one.
     num_tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS", "1")
     if "SLURM_STEP_ID" not in environment or "SLURM_PROCID" not in environment or num_tasks == "1":
         return None
-    # Without MASTER_PORT, one that all tasks of the step know and other jobs on the host do not use.
+    # Without MASTER_PORT: derived from the job, so that tasks agree and other jobs on the host differ.
     port = environment.get("MASTER_PORT") or str(20_000 + int(environment.get("SLURM_JOB_ID", "0")) % 10_000)
     nodes = environment.get("SLURM_STEP_NUM_NODES", "1")
     for name, text in (("SLURM_NTASKS", num_tasks), ("MASTER_PORT", port)):
@@ -135,7 +135,7 @@ def _srun_world(environment: Mapping[str, str]) -> LaunchWorld | None:
         if nodes != "1":
             raise ConfigError([f"environment: srun on {nodes} nodes needs MASTER_ADDR, the host of task 0"])
         address = "127.0.0.1"
-    num_nodes = int(nodes) if int(num_tasks) % int(nodes) == 0 else 1  # srun may deal tasks unevenly.
+    num_nodes = int(nodes) if int(num_tasks) % int(nodes) == 0 else 1  # srun may distribute tasks unevenly.
     return LaunchWorld(
         nproc_per_node=int(num_tasks) // num_nodes,
         num_nodes=num_nodes,

@@ -1,7 +1,7 @@
-"""`python -m trainer.launch`: checks a run in one process, for the world it would have, and only then starts it.
+"""`python -m trainer.launch`: validates a run in one process for the world it would have, then starts it.
 
-Workers are started by this process, and again if they fail (trainer/launch/restarts.py); as a task of `srun`, it becomes the worker.
-Leaves with 2 when the configuration is wrong, else as the workers do.
+This process starts the workers and restarts them on failure (trainer/launch/restarts.py). As a task of `srun` it becomes
+the worker. Exits with 2 if the configuration is wrong, else with the status of the workers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from trainer.config.job_config import Config
 from trainer.config.parse import find_config_file, load, name_flags, parse_arguments, show_path
 from trainer.config.toml_format import to_toml
 from trainer.config.training_stages import Recipe
-from trainer.data.prepare import prepare_datasets
 from trainer.errors import (
     EXIT_BAD_CONFIG,
     EXIT_DOES_NOT_FIT,
@@ -51,7 +50,7 @@ TRAIN_SCRIPT = Path(__file__).resolve().parents[2] / "train.py"
 def main() -> int:
     args = sys.argv[1:]
     flags = {"-h", "--help", "--check", "--plan"}.intersection(args)
-    argv = [word for word in args if word not in flags]
+    argv = [arg for arg in args if arg not in flags]
     if flags & {"-h", "--help"}:
         from trainer.config.docs import render_help
 
@@ -82,13 +81,15 @@ def main() -> int:
 
 
 def prepare_run(config: Recipe, world: LaunchWorld) -> RunSpec | int:
-    """Prepares the data of a validated run and predicts what it takes; the exit code where nothing is to be started.
+    """Prepares the data of a validated run and writes its prediction; returns an exit code if nothing should start.
 
-    Of processes that share a file system one tokenizes, and the others wait.
+    Of several processes on a shared file system, one tokenizes and the others wait.
     """
     try:
         early_exit = find_early_exit(config)
         if early_exit is None:
+            from trainer.data.prepare import prepare_datasets  # Imports torch, which checks do not need.
+
             datasets = prepare_datasets(config)
             if not world.rank and (stage := next_stage(config)) is not None:
                 write_prediction(
@@ -109,7 +110,7 @@ def prepare_run(config: Recipe, world: LaunchWorld) -> RunSpec | int:
 
 
 def find_early_exit(config: Config) -> tuple[int, str] | None:
-    """Exit code and reason, if the run folder says that there is nothing to do or that the run must not go on."""
+    """Exit code and reason if the run is finished or its folder is unusable, else None."""
     try:
         RunDir(config.output_dir).create()
         done_reason = finished_message(config)
@@ -127,16 +128,16 @@ def find_early_exit(config: Config) -> tuple[int, str] | None:
 
 def _write_marker(config: Config, marker: exit_markers.ExitMarker, reason: str) -> None:
     attempt = os.environ.get(exit_markers.ATTEMPT_VARIABLE)
-    with suppress(OSError):  # A folder that cannot be written to is what the reason says.
+    with suppress(OSError):  # If the folder is not writable, the reason says so.
         exit_markers.write_if_absent(config.output_dir, marker, reason=reason, attempt=attempt)
 
 
 def load_and_validate(
     argv: Sequence[str], environment: Mapping[str, str], *, planning: bool = False
 ) -> tuple[Recipe, LaunchWorld | None, list[str]]:
-    """The run, its world if that is known, and everything that is wrong with either.
+    """Returns the run, its world if known, and all problems of either.
 
-    For `planning`, files need not exist, and without NGPU the world is the product of the stated degrees.
+    With `planning`, files need not exist, and without NGPU the world size is the product of the stated degrees.
     """
     problems: list[str] = []
     config, world = Recipe(), None
@@ -171,7 +172,7 @@ def load_and_validate(
 
 
 def collect_problems(check: Callable[[], object]) -> list[str]:
-    """What a check raises."""
+    """The problems that a check raises."""
     try:
         check()
     except ConfigError as error:
@@ -180,18 +181,18 @@ def collect_problems(check: Callable[[], object]) -> list[str]:
 
 
 def next_stage_index(config: Config) -> int:
-    """The number of the stage that is next; what is done may not fit the processes that are left. 0 if that is unclear."""
+    """Index of the next stage, so that finished stages are not checked for this world; 0 if it cannot be read."""
     with suppress(ResumeError, ConfigError, RunFailedError):
         stage = next_stage(config)
         return 0 if stage is None else stage.index
     return 0
 
 
-# ---- what is told before anything starts
+# ---- reports before anything starts
 
 
 def format_problems(problems: Sequence[str], argv: Sequence[str], world: LaunchWorld | None) -> str:
-    """A line for each problem, and one for where they are."""
+    """One line per problem, and one with the file and the world."""
     name = parse_arguments(argv).config
     with suppress(ConfigError):
         name = show_path(find_config_file(name))
@@ -201,7 +202,7 @@ def format_problems(problems: Sequence[str], argv: Sequence[str], world: LaunchW
 
 
 def format_resolved_config(config: Config, world: LaunchWorld) -> str:
-    """The resolved configuration, and as comments, so that the whole is TOML, what it means for this world."""
+    """The resolved configuration as TOML, with the mesh, memory and model of this world as comments."""
     lines = [f"mesh of {world}"]
     for stage in config.training_stages:
         lines += [stage.summary()] * bool(stage.name) + describe_stage(stage.config, world)
@@ -219,27 +220,27 @@ def describe_stage(config: Config, world: LaunchWorld) -> list[str]:
         *summary.parallelism_summary(config, world.world_size),
         *memory_lines,
         f"model {config.model.family} {config.model.size}: {model.num_parameters:,} parameters",
-        f"update of {pluralize(global_batch_size, 'row')} x {training.seq_len:,} tokens = {global_batch_size * training.seq_len:,} tokens: "
-        f"{pluralize(num_micro_batches, 'micro-batch', 'es')} of {pluralize(training.micro_batch_size, 'row')}, "
+        f"step of {pluralize(global_batch_size, 'sequence')} x {training.seq_len:,} tokens = {global_batch_size * training.seq_len:,} tokens: "
+        f"{pluralize(num_micro_batches, 'micro-batch', 'es')} of {pluralize(training.micro_batch_size, 'sequence')}, "
         f"{per_rank} on each data-parallel rank",
-        *(f"remark: {remark}" for remark in (*summary.warnings(config, world.world_size), *topology.warnings())),
+        *(f"warning: {warning}" for warning in (*summary.warnings(config, world.world_size), *topology.warnings())),
     ]
 
 
 def _memory_summary(config: Config, world: LaunchWorld) -> list[str]:
-    """What memory will hold, as far as it is known before a device is seen."""
+    """Predicted memory, as far as it is known without a device."""
     try:
         resolved = _resolve_memory(config, world)
-    except ConfigError:  # Told elsewhere.
+    except ConfigError:  # Reported by `load_and_validate`.
         return []
     if resolved is None:
-        return ['memory.recompute = "auto" is settled when devices are seen; with memory.device_gib it is shown here']
-    lines = [f'memory.recompute = "auto" takes {describe_memory_options(resolved)}'] * (resolved is not config)
+        return ['memory.recompute = "auto" is resolved once devices are known; set memory.device_gib to see it here']
+    lines = [f'memory.recompute = "auto" chooses {describe_memory_options(resolved)}'] * (resolved is not config)
     return [*lines, memory_summary(estimate_memory(resolved, world.world_size))]
 
 
 def _resolve_memory(config: Config, world: LaunchWorld) -> Config | None:
-    """With `auto` made into levers; None as long as no device is known. Raises ConfigError."""
+    """Resolves `recompute = "auto"`; None while no device is known. Raises `ConfigError`."""
     if config.memory.recompute == "auto" and config.memory.device_gib is None:
         return None
     device_bytes = (config.memory.device_gib or 0) * GIB

@@ -1,4 +1,4 @@
-"""What a run is predicted to take: `prediction.json`, written before training so that training needs no planner.
+"""Predicted memory and step time: `prediction.json`, written before training so that training needs no planner.
 
 `python -m trainer.launch.predict` chooses memory options for `recompute = "auto"`: rank 0 starts it once devices are
 known, sends a request as JSON on standard input and reads the answer from standard output. Imports no torch.

@@ -1,7 +1,7 @@
-"""The lives of a run: its workers are started again, in fresh processes, until it is done, must not go on, or gets nowhere.
+"""Restart policy: relaunch failed workers until the run finishes, fails permanently, or stops making progress.
 
-Only checkpoints count as getting on: a run that fails every hour for weeks is kept alive, and one that fails at once is
-given up. Imports no torch.
+Only a new checkpoint counts as progress: a run that fails every hour for weeks is restarted each time, one that fails at
+once is given up. Imports no torch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def run_with_restarts(
 ) -> int:
     """Runs the remaining stages, each in new processes; returns the exit code.
 
-    `reload` and `prepare` are the launcher's: what later stages do may be changed while an earlier one runs.
+    `reload` and `prepare` read the configuration again before each stage: it may change while an earlier stage runs.
     """
     config = spec.config
     folder, workers = RunDir(config.output_dir), Workers()
@@ -79,36 +79,36 @@ def run_with_restarts(
                 workers.interruptible_sleep(delay)
             if workers.received_signal:
                 return _exit_on_signal(folder, workers.received_signal.name, attempt)
-    raise AssertionError("lives do not end by themselves")
+    raise AssertionError("unreachable: the loop only ends by return")
 
 
 def _exit_on_signal(folder: RunDir, reason: str, attempt: str) -> int:
-    """Asked to while no worker was there to save anything; returns the exit status."""
+    """The exit status after a stop signal that arrived while no worker was running."""
     if not folder.committed_checkpoints():
         return EXIT_FAILURE
     exit_markers.write(folder.path, "REQUEUE", reason=reason, attempt=attempt)
-    _report(folder, f"leaving: {reason}; the same command goes on from {_newest_checkpoint(folder)}")
+    _report(folder, f"stopping: {reason}; the same command resumes from {_newest_checkpoint(folder)}")
     return EXIT_SUCCESS
 
 
 def _restart_delay(
     config: Config, folder: RunDir, cluster: LaunchWorld, launch_index: int, failures_without_progress: int
 ) -> float | None:
-    """Seconds until the start after a failure, the `stuck`-th in a row without a new checkpoint; None for no start."""
+    """Seconds to wait before the restart after a failure; None to give up. Reports and logs the decision."""
     limits = config.distributed
     for line in summarize_hang(folder.hangs_dir, cluster.world_size):
         _report(folder, line)
-    # Nodes would have to fail, and to start again, at the same time.
+    # On several nodes, all launchers would have to restart together.
     if not limits.restarts or cluster.num_nodes > 1:
         return None
     if failures_without_progress > limits.restarts:
         _report(
             folder,
-            f"given up: {failures_without_progress} starts in a row without a new checkpoint (distributed.restarts)",
+            f"giving up: {failures_without_progress} consecutive launches without a new checkpoint (distributed.restarts = {limits.restarts})",
         )
         return None
     delay: float = min(limits.restart_seconds * 2 ** max(0, failures_without_progress - 1), MAX_BACKOFF_SECONDS)
-    _report(folder, f"starting again in {delay:g} s from {_newest_checkpoint(folder)}")
+    _report(folder, f"restarting in {delay:g} s from {_newest_checkpoint(folder)}")
     folder.log_event("restart", life=launch_index, without_progress=failures_without_progress)
     return delay
 
@@ -119,7 +119,7 @@ def _prepare_following_stage(
     reload: Callable[[], Recipe],
     prepare: Callable[[Recipe, LaunchWorld], RunSpec | int],
 ) -> RunSpec | int:
-    """The run from the stage that follows one that ended well; the exit code if there is none."""
+    """Prepares the stage after `previous`; returns the exit code if there is none or it cannot start."""
     try:
         config = reload()
         following = next_stage(config)
@@ -133,7 +133,7 @@ def _prepare_following_stage(
 
 def _newest_checkpoint(folder: RunDir) -> str:
     committed = folder.committed_checkpoints()
-    return str(committed[-1][1]) if committed else "the beginning: there is no checkpoint yet"
+    return str(committed[-1][1]) if committed else "step 0: there is no checkpoint yet"
 
 
 def _report(folder: RunDir, line: str) -> None:

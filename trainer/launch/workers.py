@@ -1,7 +1,7 @@
-"""The workers of this node: a process for each rank, started together and, if one fails, ended together.
+"""The workers of this node: one process per rank. If one fails, all are killed. Imports no torch.
 
-Not torchrun's agent: it restarts in place with the store of the attempt before, ends ranks that were asked to save after
-a grace of its own, and leaves with an error although all of them left with none. Imports no torch.
+torchrun's agent does not fit here: it restarts in place with the previous attempt's store, kills ranks that are still
+saving after its own grace period, and exits with an error although all ranks exited with 0.
 """
 
 from __future__ import annotations
@@ -19,24 +19,23 @@ from types import FrameType
 
 from trainer.errors import EXIT_BAD_CONFIG, EXIT_FAILURE, EXIT_NO_RETRY, EXIT_SUCCESS, STACK_DUMP_SIGNAL
 from trainer.launch.cluster import LaunchWorld
-from trainer.launch.parent_death import LAUNCHER_PID_ENV
-from trainer.resilience.signals import STOP_SIGNALS
+from trainer.resilience.signals import LAUNCHER_PID_ENV, STOP_SIGNALS
 
 CONCLUSIVE_EXIT_CODES = (EXIT_NO_RETRY, EXIT_BAD_CONFIG)
 GRACE_SECONDS = 3.0
-"""In which the peers of a rank that failed may say what they saw."""
+"""Grace period in which the peers of a failed rank can report their own errors."""
 POLL_SECONDS = STACK_DUMP_SECONDS = 0.1
 
 
 class Workers:
-    """Processes of `script`, one for each rank of this node, and the signal that this process was sent meanwhile."""
+    """Runs `script` once per rank of this node and forwards stop signals to the processes."""
 
     def __init__(self) -> None:
         self.received_signal: signal.Signals | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def run(self, script: Path, argv: Sequence[str], cluster: LaunchWorld) -> int:
-        """Runs until all have left; returns the exit status. Starts none once this process was asked to leave."""
+        """Runs the workers until all have exited; returns the exit status. Starts none after a stop signal."""
         if self.received_signal:
             return EXIT_FAILURE
         first_rank = cluster.node_rank * cluster.nproc_per_node
@@ -49,7 +48,7 @@ class Workers:
                 rank_variables = {"RANK": str(first_rank + local_rank), "LOCAL_RANK": str(local_rank)}
                 workers.append(subprocess.Popen(command, env=environment | rank_variables))
             if self.received_signal:
-                self._signal_workers()  # It came while they were started; twice is not more than once.
+                self._signal_workers()  # It arrived during the loop; workers ignore repeats.
             return _wait_for_all(workers)
         finally:
             _dump_stacks_and_kill([worker for worker in workers if worker.poll() is None])
@@ -57,7 +56,7 @@ class Workers:
 
     @contextmanager
     def forward_signals(self) -> Iterator[None]:
-        """Within, a request to stop is the workers' to answer, and this process leaves as they do."""
+        """Within this context, stop signals go to the workers and do not end this process."""
         handled = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         previous_handlers = {number: signal.signal(number, self._on_signal) for number in handled}
         try:
@@ -67,7 +66,7 @@ class Workers:
                 signal.signal(number, handler)
 
     def interruptible_sleep(self, seconds: float) -> None:
-        """Waits, unless this process is asked to leave."""
+        """Sleeps until the time is over or a stop signal arrives."""
         deadline = time.monotonic() + seconds
         while not self.received_signal and (remaining := deadline - time.monotonic()) > 0:
             time.sleep(min(remaining, POLL_SECONDS))
@@ -82,7 +81,7 @@ class Workers:
 
 
 def _dump_stacks_and_kill(workers: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Ends what is left, which may first say where it is."""
+    """Makes workers write their stacks, then kills them."""
     for worker in workers:
         worker.send_signal(STACK_DUMP_SIGNAL)
     if workers:
@@ -111,7 +110,7 @@ def free_port(address: str) -> int:
 
 
 def _wait_for_all(workers: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Waits for all of them; of those that fail, the peers are killed, who would wait for them."""
+    """Waits for all workers, or `GRACE_SECONDS` after the first failure; returns the exit status."""
     deadline = float("inf")
     while None in (codes := [worker.poll() for worker in workers]) and time.monotonic() < deadline:
         if any(codes) and deadline == float("inf"):
@@ -119,12 +118,12 @@ def _wait_for_all(workers: Sequence[subprocess.Popen[bytes]]) -> int:
         time.sleep(POLL_SECONDS)
     for local_rank, (worker, code) in enumerate(zip(workers, codes, strict=True)):
         if code:
-            outcome = f"left with {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+            outcome = f"exited with code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
             sys.stderr.write(f"error: local rank {local_rank} (pid {worker.pid}) {outcome}\n")
     failed = [code for code in codes if code]
     return exit_status(failed) if failed else EXIT_SUCCESS
 
 
 def exit_status(codes: Sequence[int]) -> int:
-    """Of the workers that failed, the one that says why decides: its peers fail because it left."""
+    """The exit status for failed workers: a conclusive code wins, since the peers only fail as a consequence."""
     return next((code for code in CONCLUSIVE_EXIT_CODES if code in codes), EXIT_FAILURE)

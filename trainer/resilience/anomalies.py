@@ -1,7 +1,7 @@
-"""What is wrong with a run that goes on: gradients that are not finite, losses that jump, and ranks that lag behind.
+"""Anomalies of a live run: non-finite gradients, loss spikes, stragglers, and low goodput.
 
-Judged by numbers that are the same on all ranks, so that all do the same. What the judgement rests on is part of a
-checkpoint; a resumed run judges as an undisturbed one.
+Decisions use values that are equal on all ranks, so all ranks decide alike. Detector state is part of a checkpoint: a
+resumed run decides as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from trainer.config.job_config import Config
 
 LOSS_WINDOW = 128
 MIN_LOSSES = 32
-"""Losses without which nothing is a spike."""
+"""Losses in the window before a loss can count as a spike."""
 MAX_ROLLBACKS = 3
-"""From one checkpoint, before spikes are only told."""
+"""Rollbacks to one checkpoint, after which spikes are only logged."""
 MIN_CONSECUTIVE_LAGS = 3
-"""In a row that a rank must lag behind."""
+"""Consecutive observations in which a rank must lag to be reported."""
 
 
 class DivergedError(Exception):
-    """A run whose numbers say that it will not recover."""
+    """The run's metrics show that it will not recover."""
 
 
 class LossSpikeError(Exception):
-    """A loss that is to be undone: of update `step`, whose rows end before `row`."""
+    """A loss spike to roll back: that of step `step`, whose sequences end before index `next_sequence`."""
 
     def __init__(self, step: int, next_sequence: int) -> None:
         super().__init__(step, next_sequence)
@@ -38,7 +38,7 @@ class LossSpikeError(Exception):
 
 
 class LossSpikeDetector:
-    """The losses before the one that is judged (OLMo-core's rule: so many standard deviations above their mean)."""
+    """Compares a loss with the mean and standard deviation of the losses before it (OLMo-core's rule)."""
 
     def __init__(self, config: Config) -> None:
         self._threshold_sigmas = config.health.spike_sigmas
@@ -47,7 +47,7 @@ class LossSpikeDetector:
         self.consecutive_skips = 0
 
     def observe(self, loss: float, *, skipped: bool) -> float | None:
-        """By how many standard deviations the loss is too high, if it is."""
+        """Adds a step. Returns its distance above the mean in standard deviations if it is a spike, else None."""
         self.consecutive_skips = self.consecutive_skips + 1 if skipped else 0
         if not isfinite(loss):
             return None
@@ -60,7 +60,7 @@ class LossSpikeDetector:
 
     @property
     def has_diverged(self) -> bool:
-        """Whether too many updates in a row were skipped."""
+        """Whether `health.max_consecutive_skips` consecutive steps were skipped."""
         return self.consecutive_skips >= self._max_consecutive_skips
 
     def state_dict(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class LossSpikeDetector:
 
 @dataclass(frozen=True)
 class Straggler:
-    """The rank that the others wait for."""
+    """The slowest rank, for which all others wait."""
 
     rank: int
     host: str
@@ -81,11 +81,11 @@ class Straggler:
     ratio: float
 
     def __str__(self) -> str:
-        return f"rank {self.rank} on {self.host} lags behind: {self.phase} takes {self.ratio:.1f} times the median"
+        return f"rank {self.rank} on {self.host} is a straggler: {self.phase} takes {self.ratio:.1f} times the median"
 
 
 class StragglerDetector:
-    """Compares what ranks take by themselves. The leading rank's business."""
+    """Compares the time that ranks spend outside collectives. Runs on rank 0 only."""
 
     def __init__(self, ratio: float) -> None:
         self._threshold_ratio = ratio
@@ -100,9 +100,12 @@ class StragglerDetector:
         compute_seconds: Sequence[float],
         interval_seconds: float,
     ) -> Straggler | None:
-        """Of each rank, the seconds of `of` in which it waited for data, and its own work. The third line in a row."""
+        """Adds a logging interval, given each rank's seconds of data wait and compute in it.
+
+        Returns a straggler once, at its `MIN_CONSECUTIVE_LAGS`-th consecutive interval.
+        """
         stragglers = []
-        # A wait for data that nobody would notice is no reason.
+        # A data wait below 10 % of the interval does not slow the run.
         for phase, seconds_by_rank, min_excess in (
             ("reading data", data_waits, 0.1 * interval_seconds),
             ("computing", compute_seconds, 0.0),
@@ -128,13 +131,15 @@ class StragglerDetector:
 
 
 class Goodput:
-    """Counts over all lives of a run: what a life did after its newest checkpoint is lost with it, and not counted."""
+    """The share of time since a run's first launch spent in steps that its checkpoints contain.
+
+    Steps after a launch's newest checkpoint are lost with that launch and do not count.
+    """
 
     def __init__(self) -> None:
         self._start_time, self._productive_seconds = time.time(), 0.0
 
     def add_step(self, seconds: float) -> None:
-        """An update took so long."""
         self._productive_seconds += seconds
 
     def percent(self) -> float:

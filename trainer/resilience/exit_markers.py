@@ -1,7 +1,7 @@
-"""How a run ended, for whatever started it: a file in the run folder, DONE, REQUEUE or STOP. Imports no torch.
+"""Exit markers: the file DONE, REQUEUE or STOP in the run folder tells a launcher how a run ended. Imports no torch.
 
-Whether a run is done is judged by its checkpoints; a marker only says what to do next: nothing, start it again
-elsewhere, or look at the reason first. None is left by a crash, after which it may be started again at once.
+Checkpoints decide whether a run is done. A marker only says what to do next: nothing (DONE), requeue (REQUEUE), or
+fix the reason first (STOP). A crash writes no marker; the run may be restarted at once.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from trainer.checkpoint.durable_io import fsync_path, write_and_fsync
 ExitMarker = Literal["DONE", "REQUEUE", "STOP"]
 EXIT_MARKERS: tuple[ExitMarker, ...] = get_args(ExitMarker)
 ATTEMPT_VARIABLE = "LONGHAUL_ATTEMPT"
-"""Environment variable that tells one start of a run from the others."""
+"""Environment variable that identifies one launch of a run."""
 
 
 def write(folder: Path, marker: ExitMarker, **fields: Any) -> None:
-    """Whole or not at all, and in place of any other: a run ended one way."""
+    """Writes a marker atomically and removes all others: a run ends in one way."""
     content = {"time": time.time(), **fields}
     temporary = folder / f".{marker}.{os.getpid()}"
     write_and_fsync(temporary, (json.dumps(content) + "\n").encode())
@@ -34,13 +34,13 @@ def write(folder: Path, marker: ExitMarker, **fields: Any) -> None:
 
 
 def write_if_absent(folder: Path, marker: ExitMarker, **fields: Any) -> None:
-    """The same, unless that kind is there already: for a start that finds nothing to do."""
+    """Writes a marker unless that kind exists: for a launch with nothing to do."""
     if not (folder / marker).exists():
         write(folder, marker, **fields)
 
 
 def read(folder: Path, attempt: str) -> ExitMarker | None:
-    """What that start left. Others are not its own: a second run may have been refused in the same folder."""
+    """The marker of that launch, else None: a second run, refused in the same folder, may have written one too."""
     for marker in EXIT_MARKERS:
         with suppress(OSError, ValueError):
             fields = json.loads((folder / marker).read_bytes())
@@ -50,6 +50,6 @@ def read(folder: Path, attempt: str) -> ExitMarker | None:
 
 
 def clear(folder: Path) -> None:
-    """At a start, once the folder is its own, so that what an earlier one left says nothing about it."""
+    """Removes the markers of earlier launches. Call once this launch holds the lock of the folder."""
     for marker in EXIT_MARKERS:
         (folder / marker).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""When to save and when to leave: every rank has its reasons, and all do so after the same update."""
+"""Preemption: all ranks save or stop after the same step, whichever rank was signalled or is out of time."""
 
 from __future__ import annotations
 
@@ -13,32 +13,31 @@ from trainer.errors import START_TIME_ENV
 from trainer.resilience.signals import SignalHandler
 
 CHECK_INTERVAL_SECONDS = 1.0
-"""How long a request may wait for the ranks to ask each other, as far as updates are that short."""
+"""Upper bound on the delay between a stop signal and the next check, unless one step takes longer."""
 MARGIN_SECONDS = 5.0
-"""Kept before the end of the time that a run has, beside what two updates and two checkpoints take."""
-
+"""Reserve before the deadline, on top of two check intervals and two checkpoints."""
 
 DEFAULT_SAVE_SECONDS = 300.0
-"""Taken for a checkpoint before there was one, or a tenth of the time that is left, if that is less."""
+"""Assumed duration of the first checkpoint, or a tenth of the remaining time if that is less."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks do after an update."""
+    """What all ranks do after a step."""
 
     stop_reason: str = ""
-    """Why they leave; empty if they do not."""
+    """Why the run stops; empty if it continues."""
     should_save: bool = False
-    """Whether the clock asks for a checkpoint."""
+    """Whether `checkpoint.interval_minutes` have passed."""
 
 
 class Preemption:
-    """Asks all ranks between updates: at each of them, or once a second where updates are shorter."""
+    """Agrees across ranks on saving and stopping: after each step, or about once a second if steps are shorter."""
 
     def __init__(
         self, config: Config, signals: SignalHandler, *, is_leader: bool, deadline: float | None = None
     ) -> None:
-        """`limit` is the time at which the run has to be gone. The clock of the leading rank decides."""
+        """The run must have exited by `deadline` (seconds since the epoch). The leader's clock decides."""
         self._signals = signals
         self._save_interval_minutes = config.checkpoint.interval_minutes
         self._deadline, self._is_leader = (deadline if is_leader else None), is_leader
@@ -51,11 +50,11 @@ class Preemption:
         )
 
     def record_save(self) -> None:
-        """A checkpoint was begun."""
+        """Restarts the `checkpoint.interval_minutes` clock."""
         self._last_save = time.monotonic()
 
     def check(self, save_seconds: float | None) -> Decision:
-        """What all ranks do now; a checkpoint took so long, if there was one. Collective, after some updates."""
+        """The common decision. `save_seconds` is the duration of the last checkpoint. Collective on some steps only."""
         self._steps_since_check += 1
         if self._steps_since_check < self._steps_per_check:
             return Decision()
@@ -76,11 +75,11 @@ class Preemption:
         self._last_check, self._steps_since_check, self._steps_per_check = time.monotonic(), 0, int(-negated_steps)
         if signal_number:
             return Decision(Signals(int(signal_number)).name)
-        return Decision("its time is over" if any_deadline_near else "", bool(any_save_due))
+        return Decision("time limit reached" if any_deadline_near else "", bool(any_save_due))
 
 
 def job_deadline(config: Config, environ: Mapping[str, str]) -> float | None:
-    """When this run has to be gone, as a time: by `job.max_minutes` since its launcher began, or by SLURM."""
+    """The earlier of `job.max_minutes` after the launcher's start and SLURM's end time, in seconds since the epoch."""
     deadlines = []
     if config.job.max_minutes is not None:
         deadlines.append(float(environ.get(START_TIME_ENV) or time.time()) + 60 * config.job.max_minutes)

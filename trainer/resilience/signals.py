@@ -1,10 +1,13 @@
-"""Requests to stop: signals, which are only noted, since other ranks may be waiting for this one. Imports no torch.
+"""Process signals: stop requests and the death of the launcher. Imports no torch, so that both work while it loads.
 
-Launchers and schedulers send them two to four times, so the second means no more than the first.
+A stop signal is only recorded, because other ranks may be waiting in a collective. Launchers and schedulers send it
+two to four times; repeats are ignored.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,22 +16,38 @@ from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
+LAUNCHER_PID_ENV = "LONGHAUL_LAUNCHER"
+"""Environment variable through which the launcher passes its process id to its workers."""
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_launcher() -> None:
+    """Asks the kernel to kill this process when its launcher ends (Linux). Does nothing without a launcher."""
+    launcher_pid = os.environ.get(LAUNCHER_PID_ENV)
+    if launcher_pid is None:
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(launcher_pid):
+        # The launcher ended before the call above.
+        os.kill(os.getpid(), signal.SIGKILL)
+
 
 class Interrupted(BaseException):
-    """A request that came when there was nothing to save and nobody waited."""
+    """A stop signal arrived when there was nothing to save and no rank was waiting."""
 
 
 class SignalHandler:
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
-        """The first that came."""
+        """The first stop signal received."""
         self._is_raising = False
         self._previous: dict[signal.Signals, Any] = {}
 
     def install(self) -> None:
-        """To be called as early as possible: until then a signal ends the process.
+        """Installs the handlers. Call as early as possible: until then a signal ends the process.
 
-        What is ignored stays so: `nohup` means that the end of a terminal is no request.
+        Ignored signals stay ignored: under `nohup`, a closed terminal is no stop request.
         """
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -36,7 +55,7 @@ class SignalHandler:
 
     @contextmanager
     def raising_alone(self) -> Iterator[None]:
-        """Installs the handler and raises `Interrupted` within; then gives signals back to whoever had them before."""
+        """Installs the handlers, raises `Interrupted` on a signal in the block, and restores the previous handlers."""
         self.install()
         try:
             with self.raising():
@@ -47,7 +66,7 @@ class SignalHandler:
 
     @contextmanager
     def raising(self) -> Iterator[None]:
-        """Within, a request raises `Asked`, also one that came before."""
+        """Raises `Interrupted` on a signal in the block, and at once if one arrived earlier."""
         if self.signal:
             raise Interrupted
         self._is_raising = True

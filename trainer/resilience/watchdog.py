@@ -1,8 +1,7 @@
-"""A rank that does not get on writes where it is, and ends, so that a run never hangs for ever.
+"""Watchdog: a rank without progress writes its stacks and exits, so that a run never hangs.
 
-The stacks are written by a thread of the interpreter that needs no lock of it (faulthandler), so also while an extension
-holds it. A little before, a thread of ours writes which collectives were under way, as far as torch recorded
-them. Asked by a signal (`STACKS`), a rank writes its stacks and goes on.
+faulthandler writes the stacks without the GIL, so also while an extension holds it. Shortly before, a Python thread
+writes the collectives that torch recorded. On `STACK_DUMP_SIGNAL` a rank writes its stacks and continues.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
 WARNING_FRACTION = 0.2
-"""Part of the patience that is left, a minute at most, when the collectives are written."""
+"""Share of the timeout, at most a minute, that remains when the collectives are written."""
 
 
 class Watchdog:
-    """While this is entered, what is expected has to happen in its time, or the process ends with 1."""
+    """Within this context, the process exits with 1 if a phase exceeds the timeout given to `arm`."""
 
     def __init__(self, folder: Path, *, rank: int) -> None:
         folder.mkdir(exist_ok=True)
@@ -52,7 +51,7 @@ class Watchdog:
         self._stacks_path.unlink(missing_ok=True)
 
     def arm(self, phase: str, timeout_seconds: float) -> None:
-        """From now on this is waited for, for so long. Cheap enough for each update."""
+        """Starts the timeout of a phase, in place of the previous one. Cheap enough to call every step."""
         self._phase, self._has_warned, self._warn_time = (
             phase,
             False,
@@ -65,16 +64,18 @@ class Watchdog:
             if time.monotonic() >= self._warn_time and not self._has_warned:
                 self._has_warned = True
                 log.error(
-                    "%s takes too long; about to end, with all stacks in %s", self._phase, self._stacks_path.parent
+                    "%s takes too long; exiting soon, stacks of all threads in %s",
+                    self._phase,
+                    self._stacks_path.parent,
                 )
                 self._collectives_path.write_text(dump_collectives())
 
 
 def dump_collectives() -> str:
-    """The collectives that torch recorded, a line of JSON for each recorder. There is no public way to ask."""
+    """The collectives that torch recorded, one line of JSON per recorder. torch has no public API for this."""
     from torch._C import _distributed_c10d
 
-    # NCCL has a recorder of its own in some versions.
+    # Some versions of torch have a separate recorder for NCCL.
     dumps = [getattr(_distributed_c10d, f"_dump_{kind}_trace_json", None) for kind in ("fr", "nccl")]
     return "\n".join(dump().decode() for dump in dumps if dump is not None)
 
@@ -84,9 +85,9 @@ THREAD_HEADER = re.compile(r"^(?:Current thread|Thread) .*$", re.MULTILINE)
 
 
 def summarize_hang(folder: Path, num_ranks: int) -> list[str]:
-    """A line for each place where ranks hung, and one for those that said nothing; nothing if none of them hung.
+    """One line per location where ranks hung and one for ranks without a stack; empty if no rank hung.
 
-    The files are put away, so that they are told once.
+    Renames the stack files, so that each hang is reported once.
     """
     locations = {rank: _stack_location(folder / f"rank-{rank}.txt") for rank in range(num_ranks)}
     reported = {rank: location for rank, location in locations.items() if location}
@@ -97,7 +98,7 @@ def summarize_hang(folder: Path, num_ranks: int) -> list[str]:
     lines = [f"ranks {_format_ranks(reported, most_common)} waited in {most_common}: stacks in {folder}"]
     lines += [f"suspect: rank {_format_ranks(reported, place)} was in {place}" for place, _ in others]
     if missing := sorted(locations.keys() - reported.keys()):
-        lines.append(f"suspect: rank {', '.join(map(str, missing))} did not say where it was")
+        lines.append(f"suspect: rank {', '.join(map(str, missing))} wrote no stack")
     for rank in reported:
         path = folder / f"rank-{rank}.txt"
         path.replace(path.with_suffix(".last"))
@@ -109,12 +110,12 @@ def _format_ranks(reported: dict[int, str], location: str) -> str:
 
 
 def _stack_location(path: Path) -> str:
-    """The innermost function of ours that the main thread was in, and where it was outside; "" if it is not said."""
+    """The main thread's innermost frame and its innermost frame in this project; "" without a stack."""
     try:
         text = path.read_text(errors="replace")
     except OSError:
         return ""
-    # The main thread is told last.
+    # faulthandler writes the main thread last.
     frames = [match.groupdict() for match in FRAME.finditer(THREAD_HEADER.split(text)[-1])]
     if not frames:
         return ""

@@ -32,12 +32,18 @@ def worst_over_ranks(
     return [
         StepDifference(
             loss=max((rank.loss for rank in per_rank), key=lambda loss: relative_error(loss, expected.loss)),
-            grad_norm=max((rank.norm for rank in per_rank), key=lambda norm: relative_error(norm, expected.norm)),
-            tensor_errors={name: math.inf for name in expected.far if not any(name in rank.far for rank in per_rank)}
+            grad_norm=max(
+                (rank.grad_norm for rank in per_rank), key=lambda norm: relative_error(norm, expected.grad_norm)
+            ),
+            tensor_errors={
+                name: math.inf
+                for name in expected.tensor_errors
+                if not any(name in rank.tensor_errors for rank in per_rank)
+            }
             | {
-                name: max(rank.far.get(name, 0.0) for rank in per_rank)
+                name: max(rank.tensor_errors.get(name, 0.0) for rank in per_rank)
                 for rank_step in per_rank
-                for name in rank_step.far
+                for name in rank_step.tensor_errors
             },
         )
         for expected, *per_rank in zip(reference, *steps_per_rank, strict=True)

@@ -21,10 +21,9 @@ from types import FrameType
 from trainer.errors import EXIT_BAD_CONFIG, EXIT_FAILURE, EXIT_SUCCESS
 from trainer.launch.cluster import LaunchWorld, set_worker_environment
 from trainer.launch.launcher import TRAIN_SCRIPT, format_problems, load_and_validate, prepare_run
-from trainer.launch.parent_death import LAUNCHER_PID_ENV
 from trainer.launch.workers import exit_status
 from trainer.metrics import log_setup
-from trainer.resilience.signals import SignalHandler
+from trainer.resilience.signals import LAUNCHER_PID_ENV, SignalHandler
 from trainer.run_spec import RunSpec
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
