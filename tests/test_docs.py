@@ -14,24 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from trainer.cli import COMMANDS
 from trainer.config.parse import load
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted({ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.glob("*.md")})
 MAX_WORDS = 22_000
-MODULES = {
-    "train": "trainer.launch",
-    "plan": "trainer.plan",
-    "prepare": "trainer.data.prepare",
-    "hf": "trainer.hf",
-    "checkpoint": "trainer.checkpoint",
-    "generate": "trainer.generate",
-    "selfcheck": "trainer.selfcheck",
-    "slurm": "trainer.slurm",
-    "evaluate needle": "trainer.evaluation.needle",
-    "evaluate perplexity": "trainer.evaluation.perplexity",
-}
+MODULES = {command: module for command, (module, _) in COMMANDS.items()}
 """Modules of the subcommands of `longhaul`."""
 WITHOUT_GPU = ("debug", "debug_1m", "copy", "stages_debug")
 """Shipped configurations whose corpus and tokenizer every machine has, so their commands are also validated."""

@@ -35,7 +35,7 @@ NODE_LOCAL_KEYS = ("data.corpus", "data.cache_dir", "tokenizer.path")
 
 @dataclass(frozen=True)
 class World:
-    """This process among all ranks."""
+    """A process among all ranks."""
 
     rank: int
     size: int
