@@ -116,7 +116,7 @@ def test_the_next_start_tells_the_suspects_whoever_began_it(tmp_path: Path, capl
     exit_markers.write(tmp_path, "REQUEUE")
     for _ in range(2):
         train.report_previous_hang(folder, 3)
-    assert caplog.text.count("the start before hung: suspect: rank 1 was in updates") == 1
+    assert caplog.text.count("the previous launch hung: suspect: rank 1 was in updates") == 1
     assert not (tmp_path / "REQUEUE").exists()
 
 
