@@ -11,13 +11,14 @@ from torch import Tensor
 
 from tests.ranks import RankError, run_ranks
 from tests.system.runs import arguments, write_run
+from trainer.checkpoint.run_dir import RunDir
+from trainer.config.parse import load
+from trainer.launch.predict import write_prediction
 
 
 def train_until_out_of_memory(argv: list[str], failing_rank: int) -> None:
     import trainer.train_loop as loop
     from tests.datasets import build_blended_dataset
-    from trainer.checkpoint.run_dir import RunDir
-    from trainer.config.parse import load
     from trainer.data.tokenizer import ByteTokenizer
     from trainer.distributed import World
     from trainer.resilience.preemption import Preemption
@@ -44,7 +45,9 @@ def train_until_out_of_memory(argv: list[str], failing_rank: int) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_a_rank_out_of_memory_fails_at_once(tmp_path: Path, failing_rank: int) -> None:
-    argv = arguments(write_run(tmp_path), tmp_path / "run")
+    argv, folder = arguments(write_run(tmp_path), tmp_path / "run"), RunDir(tmp_path / "run")
+    folder.create()
+    write_prediction(folder.prediction_path, load(argv), 2)
     with pytest.raises(RankError) as caught:
         run_ranks(train_until_out_of_memory, 2, argv, failing_rank, timeout=30)
     assert "out of device memory: tried to allocate 9 GiB" in str(caught.value)

@@ -49,7 +49,16 @@ def test_the_last_log_line_has_the_result_and_the_next_command(launched_run: tup
 @pytest.mark.ranks
 def test_the_run_folder_has_the_files_of_the_contract(launched_run: tuple[Path, Done]) -> None:
     folder, _ = launched_run
-    listed = {"config.toml", "metrics.jsonl", "events.jsonl", "tensorboard", "checkpoints", "logs", "DONE"}
+    listed = {
+        "config.toml",
+        "metrics.jsonl",
+        "events.jsonl",
+        "tensorboard",
+        "checkpoints",
+        "logs",
+        "prediction.json",
+        "DONE",
+    }
     assert {path.name for path in folder.iterdir()} == listed
     assert checkpoints(folder) == ["step-3", "step-6"]
     assert [path.name.startswith("events.out") for path in (folder / "tensorboard").iterdir()] == [True]
