@@ -35,7 +35,7 @@ NODE_LOCAL_KEYS = ("data.corpus", "data.cache_dir", "tokenizer.path")
 
 @dataclass(frozen=True)
 class World:
-    """A process among all ranks."""
+    """Rank, world size and device of this process."""
 
     rank: int
     size: int

@@ -19,7 +19,7 @@ from models.hf_write import write_safetensors
 from models.transformer import Transformer
 from parallelisms.collectives import full_tensor, to_local
 from tests.ranks import run_ranks
-from tests.system.in_process import configured, rows_of, run_here, trainer_of
+from tests.system.in_process import configured, dataset_of, run_here, trainer_of
 from tests.system.runs import checkpoints, forked, metrics, tensors, write_run
 from trainer.checkpoint.initial_checks import model_config_from_state, validate_initial_weights
 from trainer.checkpoint.initial_weights import HF_PREFIX, find_checkpoint
@@ -61,7 +61,7 @@ def load_initial(run: Path, options: tuple[str, ...]) -> tuple[dict[str, Tensor]
 
     config = configured(run, run.parent / "run", *options)
     world = World(distributed.get_rank(), distributed.get_world_size(), torch.device("cpu"))
-    trainer = Trainer(config, world, rows_of(config))
+    trainer = Trainer(config, world, dataset_of(config))
     parameters = trainer.optimizer.parameters_by_name
     assert all(bool(to_local(weight).isnan().all()) for weight in parameters.values())
     count, read = 0, hf.SafetensorsReader.read
@@ -98,7 +98,7 @@ def test_every_rank_reads_exactly_its_shards(run: Path, ranks: int, options: tup
     folder = run.parent / "model"
     dtype = torch.bfloat16 if ranks == 3 else torch.float32
     expected = write_hf_model(run, folder, *options, dtype=dtype)
-    rows_of(configured(run, run.parent / "run"))  # Tokenize once, not on every rank.
+    dataset_of(configured(run, run.parent / "run"))  # Tokenize once, not on every rank.
     found = run_ranks(load_initial, ranks, run, (*options, f"--checkpoint.initial_load_path={HF_PREFIX}{folder}"))
     names = set[str]()
     for weights, count, num_local in found:
@@ -116,7 +116,7 @@ def test_every_rank_reads_exactly_its_shards(run: Path, ranks: int, options: tup
 def test_qk_norm_weights_are_loaded(run: Path) -> None:
     folder, options = run.parent / "model", ("--parallelism.tp=2", "--model.qk_norm=true")
     expected = write_hf_model(run, folder, *options)
-    rows_of(configured(run, run.parent / "run"))
+    dataset_of(configured(run, run.parent / "run"))
     for weights, _, _ in run_ranks(
         load_initial, 4, run, (*options, f"--checkpoint.initial_load_path={HF_PREFIX}{folder}")
     ):

@@ -17,7 +17,7 @@ from torch import Tensor, distributed
 
 from parallelisms.collectives import to_local
 from tests.ranks import run_ranks
-from tests.system.in_process import configured, rows_of, run_here, saved_by, trainer_of
+from tests.system.in_process import configured, dataset_of, run_here, saved_by, trainer_of
 from tests.system.runs import checkpoints, digests, lines, mounted, state, tensors, timeless, write_run
 from trainer.checkpoint import async_save, manifest, save
 from trainer.checkpoint.async_save import HostStaging, SaveResult
@@ -285,7 +285,7 @@ def save_with_failing_rank(run: Path, number: int) -> tuple[list[str], list[floa
     rank = distributed.get_rank()
     config = configured(run, run.parent / "run", "--training.global_batch_size=4")
     folder = RunDir(config.output_dir)
-    trainer = Trainer(config, World(rank, 2, torch.device("cpu")), rows_of(config))
+    trainer = Trainer(config, World(rank, 2, torch.device("cpu")), dataset_of(config))
     flush, problems, losses = os.fsync, [], []
 
     def refuse(_: int) -> None:
@@ -307,7 +307,7 @@ def save_with_failing_rank(run: Path, number: int) -> tuple[list[str], list[floa
 
 @pytest.mark.ranks
 def test_an_error_on_one_rank_fails_the_save_on_both_and_stops_neither(run: Path) -> None:
-    rows_of(configured(run, run.parent / "run"))  # Tokenize once, not on every rank.
+    dataset_of(configured(run, run.parent / "run"))  # Tokenize once, not on every rank.
     results = run_ranks(save_with_failing_rank, 2, run, errno.EIO)
     message = "[rank 1] OSError: [Errno 5] Input/output error"
     assert [problems for problems, _, _ in results] == [[message, "None"]] * 2
@@ -320,7 +320,7 @@ def save_twice(run: Path, kind: str) -> tuple[str, float, str]:
     """A save that rank 1 breaks, and another: (first problem, seconds of the first save, second problem)."""
     rank = distributed.get_rank()
     config = configured(run, run.parent / "run", "--training.global_batch_size=4")
-    trainer = Trainer(config, World(rank, 2, torch.device("cpu")), rows_of(config))
+    trainer = Trainer(config, World(rank, 2, torch.device("cpu")), dataset_of(config))
     steps = trainer.train_steps()
     with CheckpointManager(config, RunDir(config.output_dir), trainer.world) as manager:
         next(steps)
@@ -392,7 +392,7 @@ SHARED = "job.output_dir must be on a file system that all nodes share"
 def test_a_file_that_a_rank_cannot_write_or_rank_0_cannot_see_prevents_the_commit(
     run: Path, kind: str, message: str
 ) -> None:
-    rows_of(configured(run, run.parent / "run"))
+    dataset_of(configured(run, run.parent / "run"))
     (problem, seconds, second), other = run_ranks(save_twice, 2, run, kind)
     assert message in problem
     assert (other[0], other[2]) == (problem, second)
@@ -451,7 +451,7 @@ def test_a_failed_last_save_fails_the_run(run: Path, monkeypatch: pytest.MonkeyP
     config = configured(run, run.parent / "run")
     run_here(configured(run, run.parent / "run", "--training.steps=3"))
     monkeypatch.setattr(save, "_commit", refuse)
-    with pytest.raises(RunFailedError, match=r"the checkpoint of update 6, the last, failed: OSError: .*No space left"):
+    with pytest.raises(RunFailedError, match=r"the last checkpoint, of step 6, failed: OSError: .*No space left"):
         run_here(config)
     assert checkpoints(config.output_dir) == ["step-3"]
     assert lines(config.output_dir / "events.jsonl")[-1]["event"] == "checkpoint_failed"

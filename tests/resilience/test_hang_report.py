@@ -115,7 +115,7 @@ def test_the_next_launch_reports_the_suspects_once(tmp_path: Path, caplog: pytes
     exit_markers.write(tmp_path, "REQUEUE")
     for _ in range(2):
         train.report_previous_hang(folder, 3)
-    assert caplog.text.count("the start before hung: suspect: rank 1 was in steps") == 1
+    assert caplog.text.count("the previous launch hung: suspect: rank 1 was in steps") == 1
     assert not (tmp_path / "REQUEUE").exists()
 
 

@@ -84,7 +84,7 @@ def test_a_storm_of_signals_saves_once_and_the_run_goes_on_the_same(
     assert wait_for(lambda: not any(rank.is_alive() for rank in ranks))
     end(ranks)
     assert [rank.exitcode for rank in ranks] == [0, 0]
-    (left,) = [event for event in lines(folder / "events.jsonl") if event["event"] == "left"]
+    (left,) = [event for event in lines(folder / "events.jsonl") if event["event"] == "preempted"]
     assert left["reason"] == number.name
     assert checkpoints(folder) == [f"step-{left['step']}"]
     assert marker(folder, "REQUEUE")["reason"] == number.name
@@ -103,8 +103,8 @@ def test_a_launcher_that_is_asked_leaves_with_0_and_starts_nothing_again(whole: 
     for _ in range(3):
         launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(60) == 0
-    assert [event["event"] for event in lines(folder / "events.jsonl")] == ["start", "checkpoint", "left"]
-    assert f"the same command goes on from {folder}/checkpoints/step-" in folder.with_suffix(".log").read_text()
+    assert [event["event"] for event in lines(folder / "events.jsonl")] == ["start", "checkpoint", "preempted"]
+    assert f"run the same command to resume from {folder}/checkpoints/step-" in folder.with_suffix(".log").read_text()
     assert launched(whole / "run.toml", folder, *LONG, processes=2).statuses == [0]
     require_same_end(folder, whole)
 
@@ -115,7 +115,7 @@ def test_a_run_leaves_before_its_time_is_over(whole: Path, tmp_path: Path) -> No
     done = forked(whole / "run.toml", folder, *LONG, "--training.steps", "100000", "--job.max_minutes", "0.15")
     assert done.statuses == [0]
     assert time.monotonic() - began < 9 + 5  # What the process itself takes to begin is not its launcher's.
-    (left,) = [event for event in lines(folder / "events.jsonl") if event["event"] == "left"]
+    (left,) = [event for event in lines(folder / "events.jsonl") if event["event"] == "preempted"]
     assert left["reason"] == "its time is over"
     assert checkpoints(folder) == [f"step-{left['step']}"]
 
@@ -126,7 +126,7 @@ def test_a_run_without_checkpoints_cannot_leave_well(whole: Path, tmp_path: Path
     options = (*LONG, "--training.steps", "100000", "--job.max_minutes", "0.1", "--checkpoint.enabled", "false")
     done = forked(whole / "run.toml", folder, *options)
     assert done.statuses == [78]
-    assert "error: its time is over: left without a checkpoint, because checkpoint.enabled = false" in done.said
+    assert "error: its time is over: stopped without a checkpoint, because checkpoint.enabled = false" in done.said
     assert "checkpoint.enabled" in marker(folder, "STOP")["reason"]
 
 
@@ -139,7 +139,7 @@ def test_a_request_before_the_first_update_is_answered_at_once_and_asks_for_noth
     requests.signal = signal.SIGTERM
     folder.mkdir()
     assert train_rank(arguments(whole / "run.toml", folder, *LONG), requests) == 1
-    assert capfd.readouterr().err == "error: asked to leave before the first update\n"
+    assert capfd.readouterr().err == "error: signalled before the first step\n"
     assert [*folder.iterdir()] == []
 
 

@@ -42,8 +42,8 @@ def test_a_spike_is_undone_without_the_rows_that_made_it(
     events = {event["event"]: event for event in lines(folder / "events.jsonl")}
     assert events["spike"]["step"] == 7
     # Update 7 ended with row 42, and there was a checkpoint after update 4.
-    assert events["rolled back"]["without_rows"] == [24, 42]
-    assert events["rolled back"]["to"].endswith("step-4")
+    assert events["rolled_back"]["without_rows"] == [24, 42]
+    assert events["rolled_back"]["to"].endswith("step-4")
     assert state(folder / "checkpoints" / "step-9")["trainer"]["next_row"] == 42 + 5 * 6
 
 
@@ -74,7 +74,7 @@ def test_a_spike_is_only_told_unless_asked_for_or_where_there_is_no_checkpoint(
     run_here(configured(run, tmp_path / "run", *OPTIONS, *options))
     told = [event["event"] for event in lines(tmp_path / "run" / "events.jsonl")]
     assert told.count("spike") == 1
-    assert "rolled back" not in told
+    assert "rolled_back" not in told
     assert state(tmp_path / "run" / "checkpoints" / "step-9")["trainer"]["next_row"] == 54
 
 
@@ -84,7 +84,7 @@ def test_a_run_is_not_rolled_back_for_ever(run: Path, tmp_path: Path, monkeypatc
     spiking(monkeypatch, *range(5, 100))
     run_here(configured(run, tmp_path / "run", *OPTIONS, "--health.on_spike", "roll_back"))
     told = [event["event"] for event in lines(tmp_path / "run" / "events.jsonl")]
-    assert told.count("rolled back") >= MAX_ROLLBACKS
+    assert told.count("rolled_back") >= MAX_ROLLBACKS
     assert steps(tmp_path / "run") == list(range(1, 10))
 
 
@@ -94,8 +94,8 @@ def test_a_run_whose_gradients_stay_infinite_is_given_up(run: Path, tmp_path: Pa
     options = ("--optimizer.lr", "1e38", "--schedule.warmup_steps", "0", "--training.steps", "30")
     done = forked(run, tmp_path / "run", *options, "--health.max_consecutive_skips", "4", processes=processes)
     assert set(done.statuses) == {78}
-    assert "the 3 before it had no finite gradient (health.max_consecutive_skips = 4)" in done.said
-    assert "no finite gradient" in json.loads((tmp_path / "run" / "STOP").read_text())["reason"]
+    assert "had a non-finite gradient (health.max_consecutive_skips = 4)" in done.said
+    assert "non-finite gradient" in json.loads((tmp_path / "run" / "STOP").read_text())["reason"]
     skipped = [event["step"] for event in lines(tmp_path / "run" / "events.jsonl") if event["event"] == "skipped"]
     assert len(skipped) == 4
     assert steps(tmp_path / "run")[-1] == skipped[-1]

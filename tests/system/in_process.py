@@ -1,4 +1,4 @@
-"""A run in this process: the configuration of the whole-run tests, and a trainer on its own process group."""
+"""Runs and trainers in the test process, on a process group of one rank."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def configured(run: Path, folder: Path, *options: str) -> Config:
     return load(arguments(run, folder, *options))
 
 
-def rows_of(config: Config) -> BlendedDataset:
+def dataset_of(config: Config) -> BlendedDataset:
     return build_blended_dataset(
         config.data, ByteTokenizer(), seq_len=config.training.seq_len, seed=config.training.seed
     )
 
 
 def saved_by(checkpoints: CheckpointManager, trainer: Trainer) -> Path:
-    """Saves what the trainer holds, and waits for it."""
+    """Saves the trainer, waits for the save, and returns its path."""
     checkpoints.save(trainer)
     saved = checkpoints.wait()
     assert saved is not None
@@ -45,16 +45,17 @@ def run_here(config: Config) -> None:
     """Trains in this process."""
     folder = RunDir(config.output_dir)
     folder.create()
-    rows, sets = rows_of(config), build_validation_sets(config)
+    dataset, sets = dataset_of(config), build_validation_sets(config)
     with process_group(config.distributed) as world:
-        stops = Preemption(config, SignalHandler(), is_leader=True)
-        train(config, config.training_stages[0], folder, world, datasets=[rows], validation_sets=sets, preemption=stops)
+        preemption = Preemption(config, SignalHandler(), is_leader=True)
+        stage = config.training_stages[0]
+        train(config, stage, folder, world, datasets=[dataset], validation_sets=sets, preemption=preemption)
 
 
 @contextmanager
 def trainer_of(config: Config) -> Iterator[Trainer]:
-    rows = rows_of(config)
+    dataset = dataset_of(config)
     with process_group(config.distributed) as world:
         assert isinstance(world, World)
-        yield Trainer(config, world, rows)
+        yield Trainer(config, world, dataset)
     gc.collect()

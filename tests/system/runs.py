@@ -1,8 +1,7 @@
-"""Whole runs of a tiny configuration: by the launcher, as a user has them, or by ranks of the pool, in a second.
+"""Whole runs of a tiny configuration: `launched` by the launcher, or `forked` on the rank pool, within a second.
 
-Ranks of the pool run `train.main` in the environment that torchrun gives a worker, without its agent; what they
-compute is the same. Both ways use one thread, and in the pool warnings are errors. `fork` gives a run processes that a
-test may signal or kill.
+Pool ranks run `train.main` with the variables that torchrun sets for a worker; results are the same. Both use one
+thread per rank; in the pool, warnings are errors. `fork` starts processes that a test may signal or kill.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ log_interval = 1
 tensorboard = false
 """
 
-# Of one length, and of the same targets with growing context; neither divides among ranks.
+# One length, and the same targets with growing context; neither count divides by the number of ranks.
 SETS = """
 [validation.sets.packed]
 seq_len = 50
@@ -110,14 +109,14 @@ tail = 11
 
 @dataclass(frozen=True)
 class Done:
-    """How a run ended: the exit status of each process, the launcher's alone if it was launched, and what was said."""
+    """Exit status of each rank, or of the launcher if there is one, and the output."""
 
     statuses: list[int]
     said: str
 
 
 def write_run(root: Path) -> Path:
-    """A corpus of documents of odd lengths, and a configuration that trains on it; returns the latter's path."""
+    """Writes a corpus of documents of odd lengths and a configuration for it; returns the path of the configuration."""
     draw = random.Random(0)
     for number in range(40):
         words = (draw.choice(WORDS) for _ in range(draw.randint(1, 40)))
@@ -153,9 +152,9 @@ def launched(config: Path, folder: Path, *options: str, processes: int, patience
 
 
 def workers(launcher: int) -> list[int]:
-    """The processes of `train.py` below a process that is alive."""
+    """The `train.py` descendants of a process."""
     found: list[int] = []
-    with suppress(OSError):  # It, or a thread of it, has ended.
+    with suppress(OSError):  # The process, or one of its threads, has exited.
         for task in Path(f"/proc/{launcher}/task").glob("*/children"):
             for pid in map(int, task.read_text().split()):
                 found += [pid, *workers(pid)] if b"train.py" in command_of(pid) else workers(pid)
@@ -170,7 +169,7 @@ def command_of(pid: int) -> bytes:
 
 
 def is_alive(pid: int) -> bool:
-    """Zombies are not: somebody has only not asked yet how they ended."""
+    """False for zombies, which have exited but were not waited for."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -190,15 +189,15 @@ def wait_for(condition: Callable[[], object], seconds: float = 60) -> bool:
 
 
 def kill_launcher(launcher: subprocess.Popen[str]) -> list[int]:
-    """Kills it as `kill -9` does; returns the workers that are still there two seconds later, and ends them too."""
-    below = workers(launcher.pid)
+    """Sends SIGKILL; returns the workers that survived for two seconds, after killing them, too."""
+    pids = workers(launcher.pid)
     launcher.kill()
     launcher.wait()
-    wait_for(lambda: not any(map(is_alive, below)), 2)
-    left = [pid for pid in below if is_alive(pid)]
-    for pid in left:
+    wait_for(lambda: not any(map(is_alive, pids)), 2)
+    survivors = [pid for pid in pids if is_alive(pid)]
+    for pid in survivors:
         os.kill(pid, signal.SIGKILL)
-    return left
+    return survivors
 
 
 # ---- forked
@@ -229,7 +228,7 @@ def forked(
     seconds: float = 60,
     of_rank: Mapping[int, tuple[str, ...]] | None = None,
 ) -> Done:
-    """Options of `of_rank` are given to that rank alone."""
+    """`of_rank` has extra options for single ranks."""
     log, port = folder.with_suffix(".log"), free_port()
     said_before = len(log.read_text()) if log.exists() else 0
     tasks = [
@@ -263,7 +262,7 @@ def free_port() -> int:
 
 
 def become(rank: int, size: int, port: int, log: Path) -> None:
-    """Makes this process a rank, as torchrun would, whose output goes to a file, and in which warnings are errors."""
+    """Makes this process a rank, as torchrun would, with output to a file and warnings as errors."""
     place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in place.items()})
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -274,7 +273,7 @@ def become(rank: int, size: int, port: int, log: Path) -> None:
 
 
 def train_rank(argv: list[str], signal_handler: SignalHandler | None = None) -> int:
-    """What a rank that srun started does: it is its own launcher, then trains."""
+    """A rank under srun: prepares the run as its own launcher, then trains."""
     import train
 
     config, world, problems = load_and_validate(argv, os.environ)
@@ -293,7 +292,7 @@ def _train(rank: int, size: int, port: int, log: Path, argv: list[str]) -> None:
 
 
 def _train_in_pool(place: tuple[int, int, int, Path], argv: list[str]) -> int:
-    """The exit status that `train.py` would have."""
+    """Returns the exit status of `train.py`."""
     own = [os.dup(number) for number in (1, 2)]
     try:
         become(*place)
@@ -315,11 +314,11 @@ def _train_in_pool(place: tuple[int, int, int, Path], argv: list[str]) -> int:
 
 @contextmanager
 def mounted(place: Path, *options: str) -> Iterator[None]:
-    """Within, `mount` with those options has put something at that place."""
+    """Mounts something at `place` with these options of `mount`."""
     place.mkdir(exist_ok=True)
     said = subprocess.run(["mount", *options, place], capture_output=True, text=True)
     if said.returncode:
-        pytest.skip(f"nothing can be mounted here, which takes root: {said.stderr.strip()}")
+        pytest.skip(f"cannot mount, which needs root: {said.stderr.strip()}")
     try:
         yield
     finally:
@@ -328,13 +327,13 @@ def mounted(place: Path, *options: str) -> Iterator[None]:
 
 @contextmanager
 def read_only(folder: Path) -> Iterator[None]:
-    """Within, nothing that is opened in the folder from now on can be written."""
+    """Remounts the folder read-only; files that are already open stay writable."""
     with mounted(folder, "--bind", str(folder)):
         subprocess.run(["mount", "-o", "remount,ro,bind", folder], check=True)
         yield
 
 
-# ---- what a run left
+# ---- the run folder
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -342,7 +341,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def metrics(folder: Path, *keys: str) -> list[tuple[Any, ...]]:
-    """These keys of every line of metrics.jsonl; numbers as JSON wrote them, which is exact."""
+    """These keys of every line of metrics.jsonl, exactly as written."""
     return [tuple(line[key] for key in keys) for line in lines(folder / "metrics.jsonl")]
 
 
@@ -355,12 +354,12 @@ def checkpoints(folder: Path) -> list[str]:
 
 
 def tensors(checkpoint: Path) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint, whole, whatever ranks wrote it."""
+    """The full tensors of a checkpoint from any mesh."""
     reader = dcp.FileSystemReader(checkpoint)
     entries: dict[str, Any] = reader.read_metadata().state_dict_metadata
     loaded = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # That there is no process group is what is asked for.
+        warnings.simplefilter("ignore")  # dcp warns that there is no process group.
         dcp.load(loaded, storage_reader=reader, no_dist=True)
     return loaded
 
@@ -372,7 +371,7 @@ def digests(checkpoint: Path) -> dict[str, str]:
 
 
 def reseal(checkpoint: Path) -> None:
-    """Makes the manifest one of the files as they are now, as somebody would who meant to change them."""
+    """Rewrites the manifest for the current files, to change a checkpoint on purpose."""
     about = manifest.read(checkpoint)
     files = {name: manifest.hash_file(checkpoint / name) for name in about.files}
     manifest.write(checkpoint, replace(about, files=files))
@@ -384,7 +383,7 @@ def state(checkpoint: Path) -> dict[str, Any]:
 
 
 def timeless(checkpoint: Path) -> dict[str, Any]:
-    """What two runs that did the same have in common: the state without the time that it took."""
+    """The state without its timings, which is equal for equal runs."""
     found = state(checkpoint)
     assert found["trainer"].pop("goodput")["productive_seconds"] > 0
     return found

@@ -1,4 +1,4 @@
-"""A trainer is built as its configuration says, also where what it computes would not show it."""
+"""The trainer applies configuration that does not change what it computes."""
 
 from __future__ import annotations
 
@@ -21,74 +21,74 @@ from trainer.distributed import World
 
 
 @pytest.mark.parametrize(("where", "policy"), [("host", CPUOffloadPolicy), ("device", OffloadPolicy)])
-def test_state_lies_where_it_is_to_lie(
+def test_optimizer_placement_selects_the_offload_policy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, policy: type
 ) -> None:
     found: list[Any] = []
-    plain = torch.distributed.fsdp.fully_shard
+    fully_shard = torch.distributed.fsdp.fully_shard
 
-    def look(module: Any, **options: Any) -> Any:
+    def record(module: Any, **options: Any) -> Any:
         found.append(options["offload_policy"])
-        return plain(module, **options)
+        return fully_shard(module, **options)
 
-    monkeypatch.setattr(torch.distributed.fsdp, "fully_shard", look)
+    monkeypatch.setattr(torch.distributed.fsdp, "fully_shard", record)
     options = ("--training.dtype=bfloat16", f"--memory.optimizer_placement={where}")
     with trainer_of(configured(write_run(tmp_path), tmp_path / "run", *options)) as trainer:
         assert {parameter.device.type for parameter in trainer.optimizer.parameters_by_name.values()} == {"cpu"}
-    assert {type(one) for one in found} == {policy}
+    assert {type(found_policy) for found_policy in found} == {policy}
 
 
-def test_one_process_keeps_its_state_on_the_host_too(tmp_path: Path) -> None:
+def test_one_rank_offloads_its_optimizer_with_fsdp(tmp_path: Path) -> None:
     options = ("--training.dtype=float64", "--memory.optimizer_placement=host")
     with trainer_of(configured(write_run(tmp_path), tmp_path / "run", *options)) as trainer:
         assert isinstance(trainer.stage_modules[0], torch.distributed.fsdp.FSDPModule)
 
 
 @pytest.mark.parametrize("where", ["host", "device"])
-def test_weights_on_the_host_move_when_they_are_next_used_or_asked_for(tmp_path: Path, where: str) -> None:
+def test_deferred_updates_apply_at_the_next_use_or_state_dict(tmp_path: Path, where: str) -> None:
     options = ("--training.dtype=bfloat16", f"--memory.optimizer_placement={where}")
     with trainer_of(configured(write_run(tmp_path), tmp_path / "run", *options)) as trainer:
         named = trainer.optimizer.parameters_by_name
         before = {name: to_local(weight.detach()).clone() for name, weight in named.items()}
-        updates = trainer.train_steps()
-        next(updates)
-        still = [name for name, weight in named.items() if torch.equal(to_local(weight), before[name])]
-        assert still == ([*named] if where == "host" else [])
+        step_results = trainer.train_steps()
+        next(step_results)
+        unchanged = [name for name, weight in named.items() if torch.equal(to_local(weight), before[name])]
+        assert unchanged == ([*named] if where == "host" else [])
         trainer.state_dict()
         assert not any(torch.equal(to_local(weight), before[name]) for name, weight in named.items())
-        del updates
+        del step_results
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # A compiler warns of what torch itself does.
-def test_compiled_blocks_on_the_host_are_updated_before_they_run(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore")  # The compiler warns about torch internals.
+def test_deferred_updates_apply_before_compiled_blocks_run(tmp_path: Path) -> None:
     run, found = write_run(tmp_path), []
     for where in ("device", "host"):
         options = ("--training.compile=true", "--training.dtype=bfloat16", f"--memory.optimizer_placement={where}")
         config = configured(run, tmp_path / where, *options)
         with torch.compiler.set_stance("default", force_backend="aot_eager"), trainer_of(config) as trainer:
-            updates = trainer.train_steps()
-            losses = [next(updates).read().loss for _ in range(3)]
+            step_results = trainer.train_steps()
+            losses = [next(step_results).read().loss for _ in range(3)]
             found.append((losses, {name: to_local(tensor).tolist() for name, tensor in trainer.state_dict().items()}))
-            del updates
+            del step_results
     assert found[0] == found[1]
 
 
 @pytest.mark.ranks
-def test_overlapped_exchanges_are_refused_where_devices_do_not_reach_each_other(tmp_path: Path) -> None:
+def test_async_tp_needs_peer_access(tmp_path: Path) -> None:
     options = ("--parallelism.tp=2", "--training.compile=true", "--parallelism.async_tp=true")
     done = forked(write_run(tmp_path), tmp_path / "run", *options, processes=2)
     assert 2 in done.statuses
-    assert "parallelism.async_tp = true needs several CUDA devices that reach each other" in done.said
+    assert "parallelism.async_tp = true needs several CUDA devices with peer access" in done.said
 
 
-def test_exchanges_are_overlapped_where_they_reach_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-    monkeypatch.setattr("trainer.build.require_peer_access", asked.append)
-    monkeypatch.setattr("parallelisms.tensor_parallel.enable_async_tp", asked.append)
+def test_async_tp_is_enabled_on_the_tp_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr("trainer.build.require_peer_access", calls.append)
+    monkeypatch.setattr("parallelisms.tensor_parallel.enable_async_tp", calls.append)
     options = ("--parallelism.async_tp=true",)
     with trainer_of(configured(write_run(tmp_path), tmp_path / "run", *options)) as trainer:
-        assert asked == [torch.device("cpu"), trainer.mesh.tp_mesh]
+        assert calls == [torch.device("cpu"), trainer.mesh.tp_mesh]
 
 
 def recompute_of(*options: str) -> RecomputeConfig:
@@ -96,7 +96,7 @@ def recompute_of(*options: str) -> RecomputeConfig:
     return build.build_recompute_config(config, None)
 
 
-def test_blocks_recompute_as_asked() -> None:
+def test_recompute_config_follows_the_memory_section() -> None:
     found = recompute_of("--memory.recompute=keep_attention")
     assert (found.policy, found.blocks_per_checkpoint, found.tiling, found.offload_attention) == (
         "keep_attention",
@@ -118,13 +118,13 @@ def test_blocks_recompute_as_asked() -> None:
     assert not recompute_of("--parallelism.pp=2").reshard_after_forward
 
 
-def test_compiled_runs_compile_what_is_computed_of_a_tile() -> None:
+def test_compile_compiles_the_tile_ops() -> None:
     assert recompute_of().tiling.ops == TileOps()
     assert not set(recompute_of("--training.compile=true").tiling.ops) & set(TileOps())
 
 
 @pytest.mark.parametrize(("every", "inputs"), [(1, 4), (2, 2), (3, 2), (4, 1)])
-def test_the_host_has_room_for_the_inputs_that_are_kept(every: int, inputs: int) -> None:
+def test_the_host_pool_holds_one_input_per_checkpointed_group(every: int, inputs: int) -> None:
     config = load(
         [
             "--config",
@@ -141,6 +141,6 @@ def test_the_host_has_room_for_the_inputs_that_are_kept(every: int, inputs: int)
     assert (host._max_inputs, host._budget_bytes) == (inputs, 1 << 30)
 
 
-def test_a_model_knows_the_length_of_rows(tmp_path: Path) -> None:
+def test_the_model_has_the_configured_seq_len(tmp_path: Path) -> None:
     with trainer_of(configured(write_run(tmp_path), tmp_path / "run", "--training.seq_len=48")) as trainer:
         assert trainer.stage_modules[0].seq_len == 48

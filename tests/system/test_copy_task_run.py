@@ -1,4 +1,4 @@
-"""The copy task: its loss falls only if attention crosses between the processes that share a row."""
+"""The copy task: its loss falls only if attention crosses the context-parallel shards of a sequence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONFIG = ROOT / "train_configs" / "copy.toml"
 pytestmark = pytest.mark.ranks
 
 
-def test_the_copy_task_begins_at_chance_on_every_shard(tmp_path: Path) -> None:
+def test_the_copy_task_starts_at_chance_on_every_shard(tmp_path: Path) -> None:
     short = ("--training.seq_len", "256", "--data.copy_period", "128", "--training.steps", "2")
     done = forked(CONFIG, tmp_path / "run", *short, "--metrics.log_interval", "1", processes=4)
     assert done.statuses == [0] * 4, done.said
@@ -25,7 +25,7 @@ def test_the_copy_task_begins_at_chance_on_every_shard(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_copy_task_is_learned_across_four_processes(tmp_path: Path) -> None:
+def test_the_copy_task_is_learned_across_four_ranks(tmp_path: Path) -> None:
     done = launched(CONFIG, tmp_path / "run", processes=4, patience=1200)
     assert done.statuses == [0], done.said
     loss, by_shard = metrics(tmp_path / "run", "loss", "loss_by_shard")[-1]

@@ -1,4 +1,4 @@
-"""Whatever happens to a checkpoint on a disk: it is found, put aside, and the run ends as if nothing had happened."""
+"""Damaged checkpoints are detected and quarantined; runs resume from the newest intact one, bitwise."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def flip(path: Path) -> None:
 
 
 def zero_a_page(path: Path) -> None:
-    """The second one, or what there is: as a file system leaves what it never wrote."""
+    """Zeroes the second page, or the rest of a shorter file, like a page that never reached the disk."""
     content = path.read_bytes()
     start = min(4096, len(content) // 2)
     path.write_bytes(content[:start] + bytes(min(4096, len(content) - start)) + content[start + 4096 :])
 
 
-WAYS: dict[str, Callable[[Path], object]] = {
+DAMAGES: dict[str, Callable[[Path], object]] = {
     "a bit": flip,
     "cut": lambda path: os.truncate(path, path.stat().st_size - 1),
     "gone": Path.unlink,
@@ -47,7 +47,7 @@ FILES = ("__0_0.distcp", ".metadata", "state.json", "manifest.json")
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 6 updates that was left alone, and one that stopped after the 4th."""
+    """A run of 6 steps, and one that stopped after step 4."""
     root = tmp_path_factory.mktemp("runs")
     run = write_run(root)
     run_here(configured(run, root / "whole", *OPTIONS))
@@ -61,39 +61,37 @@ def stopped(root: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(root / "stopped", tmp_path / "run"))
 
 
-def put_aside(folder: Path) -> list[Path]:
+def quarantined(folder: Path) -> list[Path]:
     return sorted((folder / "checkpoints").glob("bad-step-*"))
 
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=pytest.mark.slow if way in ("cut", "empty") else ()) for way in WAYS]
+    "damage", [pytest.param(damage, marks=pytest.mark.slow if damage in ("cut", "empty") else ()) for damage in DAMAGES]
 )
-def test_damage_of_every_kind_to_every_file_is_found_and_put_aside(
-    root: Path, stopped: Path, name: str, way: str
+def test_every_damage_to_every_file_is_detected_and_quarantined(
+    root: Path, stopped: Path, name: str, damage: str
 ) -> None:
-    WAYS[way](stopped / "checkpoints" / "step-4" / name)
+    DAMAGES[damage](stopped / "checkpoints" / "step-4" / name)
     config = configured(root / "run.toml", stopped, *OPTIONS)
     folder = RunDir(stopped)
     with process_group(config.distributed):
         group = gloo_group(config.distributed)
         assert latest_verified_checkpoint(folder, group) == stopped / "checkpoints" / "step-2"
         assert latest_verified_checkpoint(folder, group) == stopped / "checkpoints" / "step-2"
-    (aside,) = put_aside(stopped)
-    assert aside.name.startswith("bad-step-4-")
-    assert name in (aside / "reason").read_text()
+    (quarantine_folder,) = quarantined(stopped)
+    assert quarantine_folder.name.startswith("bad-step-4-")
+    assert name in (quarantine_folder / "reason").read_text()
     (event,) = [event for event in lines(folder.events_path) if event["event"] == "quarantined"]
-    assert (event["path"], event["moved"]) == (str(stopped / "checkpoints" / "step-4"), str(aside))
+    assert (event["path"], event["moved"]) == (str(stopped / "checkpoints" / "step-4"), str(quarantine_folder))
     assert name in event["reason"]
 
 
-@pytest.mark.parametrize(("name", "way"), [*zip(FILES, ("a bit", "a page", "cut", "gone"), strict=True)])
-def test_a_run_goes_on_from_the_one_before_and_ends_bitwise_as_if_undisturbed(
-    root: Path, stopped: Path, name: str, way: str
-) -> None:
-    WAYS[way](stopped / "checkpoints" / "step-4" / name)
+@pytest.mark.parametrize(("name", "damage"), [*zip(FILES, ("a bit", "a page", "cut", "gone"), strict=True)])
+def test_a_run_resumes_from_the_previous_checkpoint_bitwise(root: Path, stopped: Path, name: str, damage: str) -> None:
+    DAMAGES[damage](stopped / "checkpoints" / "step-4" / name)
     run_here(configured(root / "run.toml", stopped, *OPTIONS))
-    assert len(put_aside(stopped)) == 1
+    assert len(quarantined(stopped)) == 1
     assert [place for place in checkpoints(stopped) if place.startswith("step")] == ["step-2", "step-4", "step-6"]
     assert steps(stopped) == [1, 2, 3, 4, 5, 6]
     assert metrics(stopped, *EXACT) == metrics(root / "whole", *EXACT)
@@ -104,50 +102,46 @@ def test_a_run_goes_on_from_the_one_before_and_ends_bitwise_as_if_undisturbed(
 
 
 @pytest.mark.ranks
-def test_two_ranks_share_the_files_and_find_what_either_of_them_reads(root: Path, tmp_path: Path) -> None:
+def test_ranks_split_verification_and_agree_on_damage(root: Path, tmp_path: Path) -> None:
     config, folder = root / "run.toml", tmp_path / "run"
     assert forked(config, folder, *OPTIONS, "--training.steps=4", processes=2).statuses == [0, 0]
     for step, name in (("step-4", "__0_0.distcp"), ("step-2", "__1_0.distcp")):
         flip(folder / "checkpoints" / step / name)
     done = forked(config, folder, *OPTIONS, processes=2)
     assert done.statuses == [78, 78]
-    assert [path.name[:11] for path in put_aside(folder)] == ["bad-step-2-", "bad-step-4-"]
+    assert [path.name[:11] for path in quarantined(folder)] == ["bad-step-2-", "bad-step-4-"]
     assert f"error: no checkpoint in {folder}/checkpoints is intact:\n  bad-step-2-" in done.said
-    size = (put_aside(folder)[0] / "__1_0.distcp").stat().st_size
+    size = (quarantined(folder)[0] / "__1_0.distcp").stat().st_size
     assert f"__1_0.distcp: checksum mismatch ({size:,} bytes)\n  bad-step-4-" in done.said
     assert "is damaged, renamed to bad-step-4-" in done.said
     assert "Traceback" not in done.said
-    # Nor does the next start begin at zero without a word.
+    # The next launch does not silently restart at step 0.
     again = forked(config, folder, *OPTIONS, processes=2)
     assert again.statuses == [78, 78]
     assert "is intact:\n  bad-step-2-" in again.said
     assert steps(folder) == [1, 2, 3, 4]
 
 
-def test_a_mismatch_is_no_damage(root: Path, stopped: Path) -> None:
+def test_a_model_mismatch_does_not_quarantine(root: Path, stopped: Path) -> None:
     done = forked(root / "run.toml", stopped, *OPTIONS, "--training.dtype=float64")
     assert done.statuses == [78]
     assert "does not match the model" in done.said
     assert checkpoints(stopped) == ["step-2", "step-4"]
 
 
-def test_one_that_cannot_be_read_now_is_no_damage(root: Path, stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_error_does_not_quarantine(root: Path, stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: Path) -> None:
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(manifest, "RETRY_DELAY_SECONDS", 0.0)
     monkeypatch.setattr(manifest, "hash_file", fail)
     config = configured(root / "run.toml", stopped, *OPTIONS)
-    with pytest.raises(
-        RunFailedError, match=r"cannot be read \(attempt 4\): Input/output error"
-    ):  # Which leaves with 1.
+    with pytest.raises(RunFailedError, match=r"cannot be read \(attempt 4\): Input/output error"):  # Exit code 1.
         run_here(config)
     assert checkpoints(stopped) == ["step-2", "step-4"]
 
 
-def test_damage_that_cannot_be_put_aside_ends_the_run(
-    root: Path, stopped: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_quarantine_ends_the_run(root: Path, stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
@@ -158,10 +152,10 @@ def test_damage_that_cannot_be_put_aside_ends_the_run(
     assert checkpoints(stopped) == ["step-2", "step-4"]
 
 
-def test_before_the_ranks_meet_the_newest_that_its_manifest_knows_counts(root: Path, stopped: Path) -> None:
+def test_the_launcher_selects_a_checkpoint_by_its_small_files(root: Path, stopped: Path) -> None:
     folder, config = RunDir(stopped), configured(root / "run.toml", stopped, *OPTIONS)
     flip(stopped / "checkpoints" / "step-4" / "__0_0.distcp")
-    assert folder.resume_checkpoint(config) == stopped / "checkpoints" / "step-4", "what is large is not read"
+    assert folder.resume_checkpoint(config) == stopped / "checkpoints" / "step-4", "large files are not read"
     flip(stopped / "checkpoints" / "step-4" / "state.json")
     assert folder.resume_checkpoint(config) == stopped / "checkpoints" / "step-2"
     (stopped / "checkpoints" / "step-2" / "manifest.json").unlink()
@@ -185,7 +179,7 @@ steps = 2
 """
 
 
-def test_damage_that_leads_back_to_an_earlier_stage_asks_for_another_start(tmp_path: Path) -> None:
+def test_damage_back_to_an_earlier_stage_needs_another_launch(tmp_path: Path) -> None:
     run, folder = write_run(tmp_path), tmp_path / "run"
     text = run.read_text().replace("seq_len = 64\n", "").replace("steps = 6\n", "")
     run.write_text(text.replace("interval = 3", "interval = 2") + STAGES)
@@ -194,8 +188,8 @@ def test_damage_that_leads_back_to_an_earlier_stage_asks_for_another_start(tmp_p
     flip(folder / "checkpoints" / "step-3" / "__0_0.distcp")
     done = forked(run, folder)
     assert done.statuses == [1]
-    told = f'stage "long" cannot resume from {folder}/checkpoints/step-2, which is at step 2 of an earlier stage; '
-    assert f"error: {told}run the same command again to resume that stage\n" in done.said
+    message = f'stage "long" cannot resume from {folder}/checkpoints/step-2, which is at step 2 of an earlier stage; '
+    assert f"error: {message}run the same command again to resume that stage\n" in done.said
     assert "Traceback" not in done.said
     for step in (3, 5):
         assert forked(run, folder).statuses == [0]
@@ -203,7 +197,7 @@ def test_damage_that_leads_back_to_an_earlier_stage_asks_for_another_start(tmp_p
     assert steps(folder) == [1, 2, 3, 4, 5]
 
 
-def test_weights_to_begin_with_that_are_damaged_are_refused_and_left(root: Path, stopped: Path) -> None:
+def test_damaged_initial_weights_are_rejected_and_not_renamed(root: Path, stopped: Path) -> None:
     flip(stopped / "checkpoints" / "step-4" / "__0_0.distcp")
     done = forked(root / "run.toml", root / "other", f"--checkpoint.initial_load_path={stopped}")
     assert done.statuses == [78]

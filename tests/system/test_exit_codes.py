@@ -1,4 +1,4 @@
-"""How runs end, and which may go on."""
+"""Exit codes, and which runs may continue."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copied(finished: Path, tmp_path: Path) -> Path:
-    """The finished run, in a folder of its own."""
+    """A copy of the finished run."""
     return Path(shutil.copytree(finished / "run", tmp_path / "moved"))
 
 
 def end_and_workers(launcher: subprocess.Popen[str]) -> tuple[int, set[int]]:
-    """The launcher's exit status, and every worker that was ever there."""
+    """The exit status of the launcher, and all workers that it ever had."""
     seen: set[int] = set()
     while (status := launcher.poll()) is None:
         seen.update(workers(launcher.pid))
@@ -51,7 +51,7 @@ def end_and_workers(launcher: subprocess.Popen[str]) -> tuple[int, set[int]]:
 
 
 @pytest.mark.ranks
-def test_a_finished_run_says_so_and_starts_no_worker(finished: Path, copied: Path) -> None:
+def test_a_finished_run_starts_no_worker(finished: Path, copied: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in copied.rglob("*")}
     status, seen = end_and_workers(launch(finished / "run.toml", copied, "--training.steps", "3", processes=2))
     said = copied.with_suffix(".log").read_text()
@@ -62,7 +62,7 @@ def test_a_finished_run_says_so_and_starts_no_worker(finished: Path, copied: Pat
     assert seen == set()
 
 
-def test_a_bad_configuration_leaves_with_2_before_any_worker(finished: Path, tmp_path: Path) -> None:
+def test_a_bad_configuration_exits_with_2_before_any_worker(finished: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     launcher = launch(
         finished / "run.toml", folder, "--parallelism.dp_shard", "3", "--model.num_heads", "3", processes=2
@@ -73,7 +73,7 @@ def test_a_bad_configuration_leaves_with_2_before_any_worker(finished: Path, tmp
 
 
 @pytest.mark.ranks
-def test_a_data_error_leaves_the_launcher_with_78(tmp_path: Path) -> None:
+def test_the_launcher_exits_with_78_on_a_data_error(tmp_path: Path) -> None:
     config, empty = write_run(tmp_path), tmp_path / "empty"
     empty.mkdir()
     done = launched(config, tmp_path / "run", "--data.corpus", str(empty), processes=2)
@@ -82,10 +82,10 @@ def test_a_data_error_leaves_the_launcher_with_78(tmp_path: Path) -> None:
     assert "Traceback" not in done.said
 
 
-# ---- what a worker decides
+# ---- decided by workers
 
 
-def test_raising_steps_goes_on(finished: Path, copied: Path) -> None:
+def test_raising_steps_resumes(finished: Path, copied: Path) -> None:
     done = forked(finished / "run.toml", copied, "--training.steps", "5")
     assert done.statuses == [0]
     assert "next are step 4 and sequence 18" in done.said
@@ -93,7 +93,7 @@ def test_raising_steps_goes_on(finished: Path, copied: Path) -> None:
     assert checkpoints(copied) == ["step-3", "step-5"]
 
 
-def test_fewer_steps_than_there_are_is_finished(finished: Path, copied: Path) -> None:
+def test_lowering_steps_below_the_checkpoint_is_finished(finished: Path, copied: Path) -> None:
     done = forked(finished / "run.toml", copied, "--training.steps", "2")
     assert done.statuses == [0]
     assert "is at step 3 of 2" in done.said
@@ -109,22 +109,22 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("options,told", CHANGES.values(), ids=list(CHANGES))
-def test_another_run_is_refused_with_its_differences(
-    finished: Path, copied: Path, options: tuple[str, ...], told: list[str]
+@pytest.mark.parametrize("options,messages", CHANGES.values(), ids=list(CHANGES))
+def test_a_changed_run_identity_is_rejected_with_its_differences(
+    finished: Path, copied: Path, options: tuple[str, ...], messages: list[str]
 ) -> None:
     before = (copied / "metrics.jsonl").read_bytes()
     done = forked(finished / "run.toml", copied, "--training.steps", "5", *options)
     assert done.statuses == [78]
     assert f"error: {copied}/checkpoints/step-3 belongs to another run:\n  " in done.said
-    assert all(f"  {line}\n" in done.said for line in told)
+    assert all(f"  {line}\n" in done.said for line in messages)
     assert done.said.count(" was ") == len(options) // 2
     assert "Traceback" not in done.said
     assert (copied / "metrics.jsonl").read_bytes() == before
     assert checkpoints(copied) == ["step-3"]
 
 
-def test_a_corpus_that_changed_is_refused(tmp_path: Path) -> None:
+def test_a_changed_corpus_is_rejected(tmp_path: Path) -> None:
     config, folder = write_run(tmp_path), tmp_path / "run"
     assert forked(config, folder, "--training.steps", "3").statuses == [0]
     (tmp_path / "corpus" / "07.txt").write_text("not what it was\n")
@@ -134,7 +134,7 @@ def test_a_corpus_that_changed_is_refused(tmp_path: Path) -> None:
     assert steps(folder) == [1, 2, 3]
 
 
-def test_weights_of_another_type_are_refused_and_computing_in_another_is_not(finished: Path, copied: Path) -> None:
+def test_another_weight_dtype_is_rejected_and_another_compute_dtype_is_not(finished: Path, copied: Path) -> None:
     done = forked(finished / "run.toml", copied, "--training.steps", "5", "--training.dtype", "float64")
     assert done.statuses == [78]
     assert "does not match the model: 63 tensors differ" in done.said
@@ -146,29 +146,29 @@ def test_weights_of_another_type_are_refused_and_computing_in_another_is_not(fin
 
 
 @pytest.mark.ranks
-def test_what_a_run_is_not_known_by_may_change(finished: Path, copied: Path) -> None:
+def test_settings_outside_the_run_identity_may_change(finished: Path, copied: Path) -> None:
     how = ("--training.micro_batch_size", "3", "--parallelism.dp_replicate", "2", "--memory.recompute", "full")
     what = ("--metrics.log_interval", "2", "--checkpoint.keep", "1", "--job.name", "other", "--optimizer.lr", "1e-3")
     done = forked(finished / "run.toml", copied, "--training.steps", "7", *how, *what, processes=2)
     assert done.statuses == [0, 0], done.said
-    assert steps(copied) == [1, 2, 3, 4, 6, 7], "the first of this start, every second, the last"
-    assert checkpoints(copied) == ["step-3", "step-7"], "what it went on from, and the newest"
+    assert steps(copied) == [1, 2, 3, 4, 6, 7], "the first of this launch, every second, the last"
+    assert checkpoints(copied) == ["step-3", "step-7"], "the resumed one and the newest"
 
 
-def test_a_vocabulary_that_is_too_small_leaves_with_2(finished: Path, tmp_path: Path) -> None:
+def test_too_small_a_vocabulary_exits_with_2(finished: Path, tmp_path: Path) -> None:
     done = forked(finished / "run.toml", tmp_path / "run", "--model.vocab_size", "200")
     assert done.statuses == [2]
     assert "error: model.vocab_size = 200 must be at least 264" in done.said
 
 
-def test_a_checkpoint_without_its_state_is_named_and_leaves_with_78(finished: Path, copied: Path) -> None:
+def test_a_checkpoint_without_its_state_exits_with_78(finished: Path, copied: Path) -> None:
     (copied / "checkpoints" / "step-3" / "state.json").write_text('{"step": 3, "tra')
     done = forked(finished / "run.toml", copied, "--training.steps", "5")
     assert done.statuses == [78]
     assert f"error: no checkpoint in {copied}/checkpoints is intact:\n  step-3: state.json has " in done.said
 
 
-def test_a_bad_file_is_named_and_training_goes_on_unless_refused(finished: Path, tmp_path: Path) -> None:
+def test_a_bad_file_is_skipped_unless_bad_files_is_error(finished: Path, tmp_path: Path) -> None:
     config, folder = write_run(tmp_path), tmp_path / "run"
     (tmp_path / "corpus" / "latin.txt").write_bytes(b"caf\xe9 au lait\n")
     done = forked(config, folder, "--training.steps", "2")
@@ -178,17 +178,17 @@ def test_a_bad_file_is_named_and_training_goes_on_unless_refused(finished: Path,
     refused = forked(config, tmp_path / "refused", "--data.bad_files", "error")
     assert refused.statuses == [78]
     assert "latin.txt" in refused.said
-    # The bad file is no part of what the run is known by: without it the run goes on.
+    # The bad file is not part of the data.
     assert forked(finished / "run.toml", tmp_path / "other", "--training.steps", "2").statuses == [0]
     clean, dirty = (lines(tmp_path / name / "metrics.jsonl") for name in ("other", "run"))
     assert [line["loss"] for line in clean] == [line["loss"] for line in dirty]
 
 
-# ---- what only some ranks know
+# ---- differences between ranks
 
 
 @pytest.mark.ranks
-def test_ranks_that_were_started_differently_do_not_train(finished: Path, tmp_path: Path) -> None:
+def test_ranks_with_different_configurations_exit_with_2(finished: Path, tmp_path: Path) -> None:
     config, folder = finished / "run.toml", tmp_path / "run"
     done = forked(config, folder, processes=2, of_rank={1: ("--training.seed", "1", "--optimizer.lr", "0.5")})
     assert done.statuses == [2, 2]
@@ -198,7 +198,7 @@ def test_ranks_that_were_started_differently_do_not_train(finished: Path, tmp_pa
 
 
 @pytest.mark.ranks
-def test_ranks_that_read_other_tokens_do_not_train(finished: Path, tmp_path: Path) -> None:
+def test_ranks_with_different_data_exit_with_2(finished: Path, tmp_path: Path) -> None:
     other = write_run(tmp_path)
     (tmp_path / "corpus" / "00.txt").write_text("other words")
     of_rank = {1: ("--data.corpus", str(tmp_path / "corpus"), "--data.cache_dir", str(tmp_path / "prepared"))}
@@ -210,12 +210,12 @@ def test_ranks_that_read_other_tokens_do_not_train(finished: Path, tmp_path: Pat
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_damaged_tokens_are_named_by_the_rank_that_meets_them(tmp_path: Path, processes: int) -> None:
+def test_the_rank_that_reads_damaged_tokens_names_the_file(tmp_path: Path, processes: int) -> None:
     config, folder = write_run(tmp_path), tmp_path / "run"
     assert forked(config, folder, "--training.steps", "1").statuses == [0]
     (shard,) = (tmp_path / "prepared").glob("*/shard-00000.bin")
     content = bytearray(shard.read_bytes())
-    content[1::2] = b"\xff" * len(content[1::2])  # Every token is far out of the vocabulary.
+    content[1::2] = b"\xff" * len(content[1::2])  # Every token is outside the vocabulary.
     shard.write_bytes(content)
     done = forked(config, folder, "--training.steps", "3", processes=processes)
     assert 78 in done.statuses
@@ -225,9 +225,7 @@ def test_damaged_tokens_are_named_by_the_rank_that_meets_them(tmp_path: Path, pr
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "metadata"])
-def test_a_checkpoint_that_cannot_be_read_is_named_and_leaves_with_78(
-    finished: Path, copied: Path, damage: str
-) -> None:
+def test_an_unreadable_checkpoint_exits_with_78(finished: Path, copied: Path, damage: str) -> None:
     checkpoint = copied / "checkpoints" / "step-3"
     data = checkpoint / ("" if damage == "gone" else ".metadata" if damage == "metadata" else "__0_0.distcp")
     if damage == "gone":
@@ -245,7 +243,7 @@ def test_a_checkpoint_that_cannot_be_read_is_named_and_leaves_with_78(
 
 
 @pytest.mark.ranks
-def test_a_second_run_in_the_folder_is_refused_and_the_first_goes_on(finished: Path, tmp_path: Path) -> None:
+def test_a_second_run_in_the_folder_is_rejected_and_the_first_continues(finished: Path, tmp_path: Path) -> None:
     config, folder = finished / "run.toml", tmp_path / "run"
     (first,) = fork(config, folder, "--training.steps", "100000", "--checkpoint.interval", "100000", processes=1)
     try:
@@ -253,7 +251,7 @@ def test_a_second_run_in_the_folder_is_refused_and_the_first_goes_on(finished: P
         (folder / "REQUEUE").touch()
         done = forked(config, folder)
         assert done.statuses == [2]
-        assert (folder / "REQUEUE").exists(), "markers are the first one's"
+        assert (folder / "REQUEUE").exists(), "markers belong to the first run"
         assert not (folder / "STOP").exists()
         assert f"error: job.output_dir = {folder} is in use by process " in done.said
         assert first.is_alive()

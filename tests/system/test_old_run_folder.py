@@ -1,4 +1,4 @@
-"""Run folders that an earlier version wrote, with the names of keys that it had, go on as they did in that version."""
+"""Run folders of an earlier version, with its key names, resume as in that version."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def copy(tmp_path: Path) -> Path:
 
 
 def start(copy: Path, folder: Path, *options: str) -> str:
-    """Starts the run with its own config.toml, and returns what the launcher said."""
-    # Paths in it are relative to where the run was started, which is the copy.
+    """Launches the run with its own config.toml; returns the output."""
+    # Its paths are relative to the working directory of the launch, here the copy.
     config = Path(shutil.copy(folder / "config.toml", copy / "run.toml"))
     done = launched(config, folder, *options, processes=1)
     assert done.statuses == [0], done.said
@@ -34,7 +34,7 @@ def start(copy: Path, folder: Path, *options: str) -> str:
 
 
 def digests(checkpoint: Path) -> dict[str, str]:
-    """The sha256 of the bytes of every tensor, read as a run reads them."""
+    """The sha256 of every tensor, read by the product's reader."""
     reader = CheckpointReader(checkpoint)
     tensors = {
         name: read_full_tensor(reader, name).view(-1).view(torch.uint8).numpy() for name in reader.tensor_metadata
@@ -43,15 +43,13 @@ def digests(checkpoint: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", [RUN, RECIPE])
-def test_tensors_are_read_as_they_were_written(name: str) -> None:
+def test_old_checkpoints_have_the_recorded_tensors(name: str) -> None:
     assert digests(FIXTURES / name / "checkpoints" / "step-6") == RECORD[name]["tensors"]
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("name", "options", "last"), [(RUN, ("--training.steps=12",), 12), (RECIPE, (), 8)])
-def test_the_next_steps_are_those_of_the_earlier_version(
-    copy: Path, name: str, options: tuple[str, ...], last: int
-) -> None:
+def test_resumed_steps_match_the_earlier_version(copy: Path, name: str, options: tuple[str, ...], last: int) -> None:
     before = metrics(copy / name, "step", "loss")
     said = start(copy, copy / name, *options)
     assert f"resumed from {copy / name}/checkpoints/step-6" in said
@@ -62,14 +60,14 @@ def test_the_next_steps_are_those_of_the_earlier_version(
         expected = [step[key] for step in RECORD[name]["resumed"]["steps"]]
         assert found == pytest.approx(expected, rel=1e-5), key
     assert state(copy / name / "checkpoints" / f"step-{last}")["step"] == last
-    start(copy, copy / name, "--check")  # The file has been written again, by this version.
+    start(copy, copy / name, "--check")  # config.toml is now this version's.
 
 
 @pytest.mark.ranks
-def test_a_run_begins_with_the_weights_of_the_earlier_version(copy: Path) -> None:
+def test_initial_weights_may_come_from_the_earlier_version(copy: Path) -> None:
     new = copy / "new"
     new.mkdir()
     shutil.copy(copy / RUN / "config.toml", new)
     start(copy, new, f"--checkpoint.initial_load_path={RUN}", "--training.steps=1")
-    # The first rows again, with weights that have seen them.
+    # The same first sequences, which these weights have trained on.
     assert metrics(new, "loss")[0] < metrics(copy / RUN, "loss")[0]

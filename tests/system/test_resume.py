@@ -1,4 +1,4 @@
-"""A run that was killed goes on, and ends bitwise as if it had not been."""
+"""A killed run resumes and ends bitwise like an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ EXACT = ("step", "tokens", "loss", "grad_norm", "lr")
     ],
     ids=["1", "2", "4", "2x2", "2, moments in bfloat16 on the host"],
 )
-def test_three_updates_a_kill_and_three_updates_are_six(
+def test_a_run_killed_after_three_steps_resumes_bitwise(
     tmp_path: Path, processes: int, rows: int, options: tuple[str, ...]
 ) -> None:
     config = write_run(tmp_path)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    options = (*options, "--training.global_batch_size", str(rows))  # An update takes long enough to be killed in one.
+    options = (*options, "--training.global_batch_size", str(rows))  # Steps are long enough to kill the run within one.
     assert forked(config, whole, *options, processes=processes).statuses == [0] * processes
 
     victim = launch(config, killed, *options, processes=processes)
@@ -71,51 +71,51 @@ def test_three_updates_a_kill_and_three_updates_are_six(
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_workers_that_still_import_torch_die_with_their_launcher(tmp_path: Path, processes: int) -> None:
+def test_workers_die_with_their_launcher_during_imports(tmp_path: Path, processes: int) -> None:
     victim = launch(write_run(tmp_path), tmp_path / "run", processes=processes)
     assert wait_for(lambda: len(workers(victim.pid)) == processes)
     assert kill_launcher(victim) == []
 
 
-# ---- a storm
+# ---- repeated kills
 
 
 @pytest.mark.parametrize(
-    ("way", "kills", "updates"),
+    ("how", "kills", "num_steps"),
     [
         ("forked", 3, 24),
         pytest.param("launched", 4, 24, marks=pytest.mark.slow),
         pytest.param("forked", 20, 200, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_killed_again_and_again_ends_as_if_it_had_not_been(
-    tmp_path: Path, way: str, kills: int, updates: int
+def test_a_repeatedly_killed_run_ends_bitwise_like_an_uninterrupted_one(
+    tmp_path: Path, how: str, kills: int, num_steps: int
 ) -> None:
-    """A save is under way at almost every moment, since every update is saved."""
+    """Every step is saved, so most kills interrupt a save."""
     config = write_run(tmp_path)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    options = ("--training.steps", str(updates), "--checkpoint.interval", "1", "--checkpoint.keep", "2")
+    options = ("--training.steps", str(num_steps), "--checkpoint.interval", "1", "--checkpoint.keep", "2")
     assert forked(config, whole, *options, processes=2).statuses == [0, 0]
 
     draw = random.Random(0)
     for _ in range(kills):
         before = newest(killed)
-        launcher = launch(config, killed, *options, processes=2) if way == "launched" else None
+        launcher = launch(config, killed, *options, processes=2) if how == "launched" else None
         ranks = [] if launcher else fork(config, killed, *options, processes=2)
         assert wait_for(lambda before=before: newest(killed) > before)  # type: ignore[misc]
         wait_for(lambda: False, draw.uniform(0, 0.3))
         end(ranks)
         assert launcher is None or kill_launcher(launcher) == []
-        assert 0 < newest(killed) < updates, "the kill came too late for this test"
-        lines_of_every_checkpoint_are_there(killed)
+        assert 0 < newest(killed) < num_steps, "the kill came too late for this test"
+        assert_checkpoint_and_metrics_complete(killed)
 
-    begun = newest(killed)
-    last_step = f"step-{updates}"
+    resumed_step = newest(killed)
+    last_step = f"step-{num_steps}"
     last = forked(config, killed, *options, processes=2)
     assert last.statuses == [0, 0]
     assert metrics(killed, *EXACT) == metrics(whole, *EXACT)
-    assert {*checkpoints(killed)} == {f"step-{step}" for step in (updates - 1, updates, begun)}, (
-        "the newest, and what it went on from"
+    assert {*checkpoints(killed)} == {f"step-{step}" for step in (num_steps - 1, num_steps, resumed_step)}, (
+        "the newest two and the resumed one"
     )
     assert digests(killed / "checkpoints" / last_step) == digests(whole / "checkpoints" / last_step)
     assert timeless(killed / "checkpoints" / last_step) == timeless(whole / "checkpoints" / last_step)
@@ -125,16 +125,16 @@ def newest(folder: Path) -> int:
     return max((int(path.name[5:]) for path in (folder / "checkpoints").glob("step-*")), default=0)
 
 
-def lines_of_every_checkpoint_are_there(folder: Path) -> None:
-    """Whatever the moment of a kill: the newest checkpoint is whole, and no line up to it is missing."""
+def assert_checkpoint_and_metrics_complete(folder: Path) -> None:
+    """The newest checkpoint is complete, and metrics.jsonl has all steps up to it."""
     step = newest(folder)
     *whole_lines, _ = (folder / "metrics.jsonl").read_text().split("\n")
     assert [f'"step": {number},' in line for number, line in enumerate(whole_lines[:step], 1)] == [True] * step
     assert state(folder / "checkpoints" / f"step-{step}")["step"] == step
-    assert len(tensors(folder / "checkpoints" / f"step-{step}")) == 4 * 21  # Each of 21 parameters, and its Adam state.
+    assert len(tensors(folder / "checkpoints" / f"step-{step}")) == 4 * 21  # 21 parameters and their Adam state.
 
 
-def test_a_leftover_of_a_dead_process_is_ignored_and_then_removed(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_save_are_ignored_and_removed(tmp_path: Path) -> None:
     config, folder = write_run(tmp_path), tmp_path / "run"
     assert forked(config, folder, "--training.steps", "3", "--schedule.kind", "constant").statuses == [0]
     for name in (".tmp-step-6", ".tmp-old-step-1", ".tmp-step-9"):
@@ -145,7 +145,7 @@ def test_a_leftover_of_a_dead_process_is_ignored_and_then_removed(tmp_path: Path
     assert checkpoints(folder) == ["step-3", "step-6"]
 
 
-def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+def test_keep_retains_the_newest_checkpoints(tmp_path: Path) -> None:
     config, folder = write_run(tmp_path), tmp_path / "run"
     options = ("--training.steps", "13", "--checkpoint.interval", "2", "--checkpoint.keep", "3")
     assert forked(config, folder, *options).statuses == [0]

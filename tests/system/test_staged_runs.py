@@ -1,4 +1,4 @@
-"""A recipe: its stages follow each other, whatever stops them and on whatever mesh they go on."""
+"""Recipes: stages run in order, across interruptions and changes of the mesh."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ lr = 5e-3
 [[stage]]
 name = "middle"
 seq_len = 64
-tokens = 1_500 # four updates of 384
+tokens = 1_500 # four steps of 384
 batch_tokens = 384
 warmup = 0.5
 mix = [{{ source = "corpus", weight = 0.6 }}, {{ source = "all", max_len = 24, weight = 0.4 }}]
@@ -66,25 +66,25 @@ TOTAL = 11
 def recipe(root: Path) -> Path:
     config = write_run(root)
     sections = config.read_text()
-    for own in ("seq_len = 64\n", "steps = 6\n", "global_batch_size = 6\n"):  # They are the stages'.
-        sections = sections.replace(own, "")
+    for key in ("seq_len = 64\n", "steps = 6\n", "global_batch_size = 6\n"):  # Stages set them.
+        sections = sections.replace(key, "")
     config.write_text(sections + RECIPE.format(root=root))
     return config
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of one process, without an interruption but that between stages."""
+    """The recipe on one rank, one launch per stage."""
     root = tmp_path_factory.mktemp("recipe")
     config = recipe(root)
-    for said in ('stage "short" is done', 'stage "middle" is done', "done: all 11 updates"):
+    for text in ('stage "short" done', 'stage "middle" done', "done: all 11 steps"):
         done = forked(config, root / "whole", *DOUBLE)
         assert done.statuses == [0]
-        assert said in done.said
+        assert text in done.said
     return root
 
 
-def same_losses(folder: Path, whole: Path) -> None:
+def assert_same_metrics(folder: Path, whole: Path) -> None:
     found, expected = (
         metrics(folder, "step", "tokens", "loss", "grad_norm", "lr"),
         metrics(whole, "step", "tokens", "loss", "grad_norm", "lr"),
@@ -94,18 +94,18 @@ def same_losses(folder: Path, whole: Path) -> None:
         assert line[2:] == pytest.approx(other[2:], rel=1e-11)
 
 
-def test_stages_follow_each_other_and_say_what_they_are(whole: Path) -> None:
+def test_stages_run_in_order_and_are_logged(whole: Path) -> None:
     folder = whole / "whole"
-    said = folder.with_suffix(".log").read_text()
+    log = folder.with_suffix(".log").read_text()
     assert [stage for (stage,) in metrics(folder, "stage")] == ["short"] * 4 + ["middle"] * 4 + ["long"] * 3
-    assert f'stage "middle" begins from {folder}/checkpoints/step-4, with the optimizer\'s state' in said
-    assert f'stage "long" begins from {folder}/checkpoints/step-8, with a fresh optimizer' in said
-    assert 'stage "middle" (2 of 3): steps 5 to 8, each 6 x 64 tokens; 1,536 tokens in total' in said
+    assert f'stage "middle" begins from {folder}/checkpoints/step-4, with the optimizer\'s state' in log
+    assert f'stage "long" begins from {folder}/checkpoints/step-8, with a fresh optimizer' in log
+    assert 'stage "middle" (2 of 3): steps 5 to 8, each 6 x 64 tokens; 1,536 tokens in total' in log
     written = [state(folder / "checkpoints" / name) for name in checkpoints(folder)]
     assert [(one["step"], one["stage"]["stage"], one["trainer"]["next_row"]) for one in written] == [
         (10, "long", 8),
         (11, "long", 12),
-        (8, "middle", 24),  # What the last stage went on from.
+        (8, "middle", 24),  # The last stage started from it.
         (9, "long", 4),
     ]
     kinds = [line["event"] for line in lines(folder / "events.jsonl") if line["event"] != "checkpoint"]
@@ -120,7 +120,7 @@ def test_schedules_restart_with_a_stage(whole: Path) -> None:
     assert rates[8:] == [1e-2] * 3
 
 
-def test_what_every_source_gave_is_told(whole: Path) -> None:
+def test_tokens_per_source_add_up(whole: Path) -> None:
     last = dict(metrics(whole / "whole", "step", "sources"))
     assert list(last[4]) == list(last[11]) == ["corpus"]
     assert list(last[8]) == ["corpus", "all|24"]
@@ -130,16 +130,14 @@ def test_what_every_source_gave_is_told(whole: Path) -> None:
     assert last[8]["all|24"]["loss"] is not None
 
 
-def test_the_optimizer_is_carried_or_fresh(whole: Path) -> None:
+def test_optimizer_fresh_resets_the_optimizer(whole: Path) -> None:
     step = tensors(whole / "whole" / "checkpoints" / "step-11")["optimizer.head.proj.weight.step"]
-    assert step == 3, "of the stage that began fresh"
+    assert step == 3, "steps since the reset"
 
 
-@pytest.mark.slow  # Of one stage, test_resume.py has it fast.
+@pytest.mark.slow  # test_resume.py has the fast case of one stage.
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_a_recipe_killed_at_random_and_resumed_on_other_meshes_ends_the_same(
-    whole: Path, tmp_path: Path, seed: int
-) -> None:
+def test_a_recipe_killed_at_random_steps_matches_on_other_meshes(whole: Path, tmp_path: Path, seed: int) -> None:
     draw, folder = random.Random(seed), tmp_path / "killed"
     config = whole / "run.toml"
 
@@ -160,18 +158,18 @@ def test_a_recipe_killed_at_random_and_resumed_on_other_meshes_ends_the_same(
         else:
             assert forked(config, folder, *options, processes=processes).statuses == [0] * processes
     assert kills > 2
-    same_losses(folder, whole / "whole")
+    assert_same_metrics(folder, whole / "whole")
 
 
 @pytest.mark.slow
-def test_one_command_runs_all_stages_each_in_fresh_processes(whole: Path, tmp_path: Path) -> None:
+def test_one_launch_runs_all_stages(whole: Path, tmp_path: Path) -> None:
     done = launched(whole / "run.toml", tmp_path / "run", *DOUBLE, processes=2)
     assert done.statuses == [0]
-    assert done.said.count("is done, loss") == 2
-    same_losses(tmp_path / "run", whole / "whole")
+    assert done.said.count(" done, loss") == 2
+    assert_same_metrics(tmp_path / "run", whole / "whole")
 
 
-def test_a_stage_that_was_begun_may_not_change_and_a_later_one_may(whole: Path, tmp_path: Path) -> None:
+def test_a_started_stage_must_not_change_but_a_later_one_may(whole: Path, tmp_path: Path) -> None:
     text, folder = (whole / "run.toml").read_text(), tmp_path / "run"
     config = tmp_path / "run.toml"
     config.write_text(text)
@@ -190,14 +188,12 @@ def test_a_stage_that_was_begun_may_not_change_and_a_later_one_may(whole: Path, 
         done = launched(changed, folder, *DOUBLE, "--check", processes=1)
         assert done.statuses == [0], done.said
         if problem is not None:
-            refused = launched(changed, folder, *DOUBLE, processes=1)
-            assert refused.statuses == [78]
-            assert problem in refused.said
+            rejected = launched(changed, folder, *DOUBLE, processes=1)
+            assert rejected.statuses == [78]
+            assert problem in rejected.said
 
 
-def test_a_batch_may_change_in_a_stage_of_so_many_updates_and_not_of_so_many_tokens(
-    whole: Path, tmp_path: Path
-) -> None:
+def test_the_batch_size_of_a_stage_limited_by_tokens_must_not_change(whole: Path, tmp_path: Path) -> None:
     text, folder = (whole / "run.toml").read_text(), tmp_path / "run"
     config = tmp_path / "run.toml"
     config.write_text(text)
@@ -206,6 +202,6 @@ def test_a_batch_may_change_in_a_stage_of_so_many_updates_and_not_of_so_many_tok
     config.write_text(text.replace("tokens = 1_500", "tokens = 3_000"))
     assert launched(config, folder, *DOUBLE, "--check", processes=1).statuses == [0]
     config.write_text(text.replace("batch_tokens = 384", "batch_tokens = 768"))
-    refused = forked(config, folder, *DOUBLE)
-    assert refused.statuses == [78]
-    assert "rows of an update was 6 and is now 12" in refused.said
+    rejected = forked(config, folder, *DOUBLE)
+    assert rejected.statuses == [78]
+    assert "rows of an update was 6 and is now 12" in rejected.said

@@ -1,4 +1,4 @@
-"""Validation in whole runs: what is written and when, and that training never notices it."""
+"""Validation in whole runs: events and their steps, and no side effects on training."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def judged(plain: Path) -> Path:
-    """The same with validation."""
-    path = plain.with_name("judged.toml")
+def validated(plain: Path) -> Path:
+    """The same configuration with validation."""
+    path = plain.with_name("validated.toml")
     path.write_text(plain.read_text() + EVERY_OTHER)
     return path
 
@@ -37,43 +37,43 @@ def events(folder: Path, kind: str = "validation") -> list[dict[str, Any]]:
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "one process, tensorboard": (1, ("--metrics.tensorboard=true", "--training.deterministic=true")),
     "FSDP, recomputed": (2, ("--parallelism.dp_shard=2", "--memory.recompute=full")),
-    "FSDP that keeps weights": (2, ("--parallelism.reshard_after_forward=false", "--parallelism.dp_shard=2")),
-    "late updates on the host": (2, ("--memory.optimizer_placement=host", "--memory.recompute=keep_attention")),
-    "blocks on the host": (1, ("--memory.recompute=keep_attention", "--memory.offload=inputs_and_attention")),
+    "FSDP without resharding": (2, ("--parallelism.reshard_after_forward=false", "--parallelism.dp_shard=2")),
+    "deferred updates on the host": (2, ("--memory.optimizer_placement=host", "--memory.recompute=keep_attention")),
+    "activations on the host": (1, ("--memory.recompute=keep_attention", "--memory.offload=inputs_and_attention")),
     "a pipeline": (
         2,
         ("--parallelism.pp=2", "--parallelism.pp_schedule=Interleaved1F1B", "--model.num_layers=4"),
     ),
 }
-REPEATING = ("a pipeline", "blocks on the host", "FSDP that keeps weights")
+SLOW_CASES = ("a pipeline", "activations on the host", "FSDP without resharding")
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow if case in REPEATING else ()) for case in CASES]
+    "case", [pytest.param(case, marks=pytest.mark.slow if case in SLOW_CASES else ()) for case in CASES]
 )
-def test_training_never_notices(plain: Path, judged: Path, case: str) -> None:
+def test_validation_does_not_change_training(plain: Path, validated: Path, case: str) -> None:
     processes, options = CASES[case]
     root = plain.parent / case.replace(" ", "-")
-    for config, folder in ((plain, root / "plain"), (judged, root / "judged")):
+    for config, folder in ((plain, root / "plain"), (validated, root / "validated")):
         root.mkdir(exist_ok=True)
         done = forked(config, folder, *RUN, *options, processes=processes)
         assert done.statuses == [0] * processes, done.said
-    assert [event["step"] for event in events(root / "judged")] == [0, 0, 2, 2, 4, 4, 5, 5]
+    assert [event["step"] for event in events(root / "validated")] == [0, 0, 2, 2, 4, 4, 5, 5]
     assert events(root / "plain") == []
     keys = ("step", "tokens", "loss", "grad_norm", "loss_by_position")
-    assert metrics(root / "judged", *keys) == metrics(root / "plain", *keys)
+    assert metrics(root / "validated", *keys) == metrics(root / "plain", *keys)
     for name in checkpoints(root / "plain"):
-        assert digests(root / "judged/checkpoints" / name) == digests(root / "plain/checkpoints" / name)
+        assert digests(root / "validated/checkpoints" / name) == digests(root / "plain/checkpoints" / name)
 
 
-def test_a_run_that_goes_on_is_judged_by_where_it_began(judged: Path) -> None:
-    folder, whole = judged.parent / "resumed", judged.parent / "whole"
-    done = forked(judged, folder, *RUN, "--training.steps=3")
+def test_regression_is_relative_to_the_first_launch_after_a_resume(validated: Path) -> None:
+    folder, whole = validated.parent / "resumed", validated.parent / "whole"
+    done = forked(validated, folder, *RUN, "--training.steps=3")
     assert done.statuses == [0], done.said
-    done = forked(judged, folder, *RUN)
+    done = forked(validated, folder, *RUN)
     assert done.statuses == [0], done.said
     assert [event["step"] for event in events(folder)] == [0, 0, 2, 2, 3, 3, 4, 4, 5, 5]
-    assert forked(judged, whole, *RUN).statuses == [0]
+    assert forked(validated, whole, *RUN).statuses == [0]
     found = {(event["set"], event["step"]): event for event in events(folder)}
     assert all("time" in event and event["stage"] == "" for event in found.values())
     for event in events(whole):
@@ -81,20 +81,20 @@ def test_a_run_that_goes_on_is_judged_by_where_it_began(judged: Path) -> None:
         assert {**ours, "time": 0} == {**event, "time": 0}
         first = found[event["set"], 0]["loss"]
         assert ours["regression"] == ours["loss"] - first
-        assert ours["regression"] < 0 or event["step"] == 0, "it learns: the loss falls below where it began"
+        assert ours["regression"] < 0 or event["step"] == 0, "the loss falls below the first"
     assert "validation context at step 4: loss" in done.said
     assert "validation packed at step 5: loss" in done.said
 
 
 @pytest.fixture(scope="module")
-def written(judged: Path) -> Path:
-    folder = judged.parent / "written"
-    done = forked(judged, folder, *RUN, "--training.steps=2", "--metrics.tensorboard=true")
+def written(validated: Path) -> Path:
+    folder = validated.parent / "written"
+    done = forked(validated, folder, *RUN, "--training.steps=2", "--metrics.tensorboard=true")
     assert done.statuses == [0], done.said
     return folder
 
 
-def test_what_is_written_of_a_set(written: Path) -> None:
+def test_validation_events_have_the_documented_fields(written: Path) -> None:
     packed, context = events(written)[-2:]
     assert packed["by_context"] is packed["gain"] is None
     assert packed["by_position"]["0-256"] == pytest.approx(packed["loss"])
@@ -107,7 +107,7 @@ def test_what_is_written_of_a_set(written: Path) -> None:
     assert json.dumps(packed["targets"]).isdigit()
 
 
-def test_tensorboard_has_the_losses_of_sets(written: Path) -> None:
+def test_tensorboard_has_validation_losses(written: Path) -> None:
     board = EventAccumulator(str(written / "tensorboard")).Reload()
     for name, each in (("packed", ()), ("context", ("16", "40", "81"))):
         losses = [event["loss"] for event in events(written) if event["set"] == name]

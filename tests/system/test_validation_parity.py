@@ -1,4 +1,4 @@
-"""In float64 every mesh says the same of the validation sets, of rows of any length, and the same as a plain model."""
+"""In float64, validation is the same on every mesh and for a plain model, for sequences of any length."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.ranks
 Options = tuple[str, ...]
 Found = dict[str, dict[int, dict[str, object]]]
 
-LOSS_WHOLE, TOKENS_WHOLE = ("parallelism.loss_parallel=false",), ("parallelism.sequence_parallel=false",)
+NO_LOSS_PARALLEL, NO_SEQUENCE_PARALLEL = ("parallelism.loss_parallel=false",), ("parallelism.sequence_parallel=false",)
 
 
 def mesh(**degrees: object) -> Options:
@@ -42,8 +42,8 @@ MESHES: dict[int, list[Options]] = {
         mesh(cp=2, cp_method="allgather"),
         mesh(cp=2, cp_method="ulysses"),
         mesh(tp=2),
-        (*mesh(tp=2), *LOSS_WHOLE),
-        (*mesh(tp=2), *LOSS_WHOLE, *TOKENS_WHOLE, "memory.recompute=full"),
+        (*mesh(tp=2), *NO_LOSS_PARALLEL),
+        (*mesh(tp=2), *NO_LOSS_PARALLEL, *NO_SEQUENCE_PARALLEL, "memory.recompute=full"),
         mesh(pp=2),
         (*mesh(pp=2, pp_schedule="Interleaved1F1B"), "memory.recompute=keep_attention", "memory.offload=inputs"),
         (*mesh(pp=2, pp_schedule="ZBVZeroBubble"), "memory.recompute=none"),
@@ -64,32 +64,34 @@ def configured(config: Path, options: Options) -> Config:
     return load(arguments(config, config.with_suffix(""), *(f"--{option}" for option in (*fixed, *options))))
 
 
-def judged(config: Path, meshes: list[Options]) -> list[Found]:
+def evaluate_on_meshes(config: Path, meshes: list[Options]) -> list[Found]:
     world = World(distributed.get_rank(), distributed.get_world_size(), torch.device("cpu"))
     found = []
     for options in meshes:
-        made = configured(config, options)
-        assert checks.problems(made, world.size) == []
-        placed = ParallelModel(made, world)
+        run_config = configured(config, options)
+        assert checks.problems(run_config, world.size) == []
+        parallel_model = ParallelModel(run_config, world)
         sets = {
-            held.name: evaluate_set(held, placed, max_tokens=made.training.seq_len * 2)
-            for held in build_validation_sets(made)
+            validation_set.name: evaluate_set(
+                validation_set, parallel_model, max_tokens=run_config.training.seq_len * 2
+            )
+            for validation_set in build_validation_sets(run_config)
         }
         found.append({name: {length: asdict(seen) for length, seen in each.items()} for name, each in sets.items()})
     return found
 
 
-def plainly(config: Path) -> Found:
-    """Row by row through a model that knows of no mesh, without the head's judgement: hits from logits."""
-    made = configured(config, ())
-    placed = ParallelModel(made, World(0, 1, torch.device("cpu")))
-    model, found = placed.stage_modules[0], Found()
-    for held in build_validation_sets(made):
-        found[held.name] = {}
-        for rows in held.datasets:
+def evaluate_plainly(config: Path) -> Found:
+    """One sequence at a time on a model without a mesh; accuracy from the logits."""
+    run_config = configured(config, ())
+    parallel_model = ParallelModel(run_config, World(0, 1, torch.device("cpu")))
+    model, found = parallel_model.stage_modules[0], Found()
+    for validation_set in build_validation_sets(run_config):
+        found[validation_set.name] = {}
+        for dataset in validation_set.datasets:
             losses, hits, count = 0.0, 0, 0
-            for number in range(held.num_sequences):
-                batch = rows.read([number])
+            for index in range(validation_set.num_sequences):
+                batch = dataset.read([index])
                 with torch.no_grad():
                     assert model.head is not None
                     head, model.head = model.head, None
@@ -101,7 +103,11 @@ def plainly(config: Path) -> Found:
                 losses += float(torch.nn.functional.cross_entropy(logits_SV, labels_S, reduction="sum"))
                 hits += int((logits_SV.argmax(-1) == labels_S)[targets_S].sum())
                 count += int(targets_S.sum())
-            found[held.name][rows.seq_len] = {"loss": losses / count, "accuracy": hits / count, "targets": count}
+            found[validation_set.name][dataset.seq_len] = {
+                "loss": losses / count,
+                "accuracy": hits / count,
+                "targets": count,
+            }
     return found
 
 
@@ -114,18 +120,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(run: Path) -> tuple[Found, Found]:
-    """By one process, and plainly."""
-    ((found, plain),) = run_ranks(both, 1, run)
+    """Results of one rank, and of the plain model."""
+    ((found, plain),) = run_ranks(evaluate_both, 1, run)
     return found, plain
 
 
-def both(config: Path) -> tuple[Found, Found]:
+def evaluate_both(config: Path) -> tuple[Found, Found]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return judged(config, [()])[0], plainly(config)
+        return evaluate_on_meshes(config, [()])[0], evaluate_plainly(config)
 
 
-def test_one_process_says_what_a_plain_model_says(alone: tuple[Found, Found]) -> None:
+def test_one_rank_matches_a_plain_model(alone: tuple[Found, Found]) -> None:
     found, plain = alone
     assert [(name, [*each]) for name, each in found.items()] == [("packed", [50]), ("context", [16, 40, 81])]
     for name, each in plain.items():
@@ -136,7 +142,7 @@ def test_one_process_says_what_a_plain_model_says(alone: tuple[Found, Found]) ->
             assert seen["loss"] == pytest.approx(expected["loss"], rel=1e-12, abs=0)
 
 
-def test_context_changes_the_loss_and_not_the_targets(alone: tuple[Found, Found]) -> None:
+def test_context_length_changes_the_loss_but_not_the_targets(alone: tuple[Found, Found]) -> None:
     short, middle, long = alone[0]["context"].values()
     assert short["targets"] == middle["targets"] == long["targets"]
     assert 5 * 10 <= int(str(long["targets"])) <= 5 * 11
@@ -144,9 +150,9 @@ def test_context_changes_the_loss_and_not_the_targets(alone: tuple[Found, Found]
 
 
 @pytest.mark.parametrize("processes", MESHES)
-def test_every_mesh_says_the_same(run: Path, alone: tuple[Found, Found], processes: int) -> None:
-    of_ranks = run_ranks(judged, processes, run, MESHES[processes])
-    for rank in of_ranks:
+def test_every_mesh_matches_one_rank(run: Path, alone: tuple[Found, Found], processes: int) -> None:
+    results = run_ranks(evaluate_on_meshes, processes, run, MESHES[processes])
+    for rank in results:
         for options, found in zip(MESHES[processes], rank, strict=True):
             for name, each in alone[0].items():
                 for length, expected in each.items():

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from trainer.checkpoint.manifest import format_bytes
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.toml_format import toml_value
@@ -22,20 +23,21 @@ class MemorySaving:
 
 
 def memory_table(estimate: MemoryEstimate) -> list[str]:
-    """One line per nonzero item, the total last."""
+    """One line per nonzero item, the total last; in MiB if the total is below 1 GiB."""
+    unit, unit_name = (GIB, "GiB") if estimate.device_bytes >= GIB else (GIB >> 10, "MiB")
     total_item = MemoryItem(
-        f"total: states + {estimate.residual_multiple:.1f} x {_format_gib(estimate.residual_bytes)}",
+        f"total: states + {estimate.residual_multiple:.1f} x {_format_number(estimate.residual_bytes / unit)}",
         estimate.device_bytes,
         estimate.host_bytes,
     )
     rows = [
-        f"{item.name:<40}{_format_gib(item.device_bytes):>9}{_format_gib(item.host_bytes):>9}"
+        f"{item.name:<40}{_format_number(item.device_bytes / unit):>9}{_format_number(item.host_bytes / unit):>9}"
         for item in (*estimate.items, total_item)
     ]
     rank_text = f", pp rank {estimate.pp_rank}" if estimate.pp > 1 else ""
     return [
         f"predicted peak memory per rank, {estimate.phase}{rank_text}",
-        f"{'GiB':<40}{'device':>9}{'host':>9}",
+        f"{unit_name:<40}{'device':>9}{'host':>9}",
         *(
             row
             for row, line in zip(rows, (*estimate.items, total_item), strict=True)
@@ -46,14 +48,15 @@ def memory_table(estimate: MemoryEstimate) -> list[str]:
 
 def memory_summary(estimate: MemoryEstimate) -> str:
     largest = sorted(estimate.items, key=lambda item: -item.device_bytes)[:3]
-    text = ", ".join(f"{line.name} {_format_gib(line.device_bytes)}" for line in largest)
-    return f"predicted peak memory per rank: {_format_gib(estimate.device_bytes)} GiB ({text}); host {_format_gib(estimate.host_bytes)} GiB"
+    text = ", ".join(f"{item.name} {_format_size(item.device_bytes)}" for item in largest)
+    host = f"; host {_format_size(estimate.host_bytes)}" if estimate.host_bytes else ""
+    return f"predicted peak memory per rank: {_format_size(estimate.device_bytes)} ({text}){host}"
 
 
 def out_of_memory_advice(config: Config, world_size: int, *, limit: int = 3) -> list[str]:
     """The estimate, then the `limit` changes that free most, one per line."""
     suggestions = [
-        f"{saving.change} would free {_format_gib(saving.freed_bytes)} GiB"
+        f"{saving.change} would free {_format_size(saving.freed_bytes)}"
         for saving in memory_savings(config, world_size)[:limit]
     ]
     fallback = ["no single-key change frees memory: use more ranks or a smaller model"]
@@ -138,5 +141,9 @@ def with_overrides(config: ConfigT, changes: Mapping[str, Any]) -> ConfigT:
     )
 
 
-def _format_gib(size: float) -> str:
-    return f"{size / GIB:.2f}" if size < 100 * GIB else f"{size / GIB:.0f}"
+def _format_size(size: float) -> str:
+    return f"{_format_number(size / GIB)} GiB" if size >= GIB else format_bytes(size)
+
+
+def _format_number(value: float) -> str:
+    return f"{value:.2f}" if value < 100 else f"{value:.0f}"
