@@ -1,1 +1,1 @@
-"""Self-check: a run made small, on its own mesh beside one process, as proof that both compute the same."""
+"""Self-check: compares a reduced run on its mesh with the same run in one process."""

@@ -1,1 +1,1 @@
-"""Runs as jobs of SLURM: the batch script, and what is done with it."""
+"""SLURM jobs: render, submit, query and cancel the batch script of a run."""
