@@ -133,7 +133,7 @@ def test_a_run_without_checkpoints_fails_at_its_time_limit(whole: Path, tmp_path
 def test_a_signal_before_the_first_step_stops_at_once_without_a_marker(
     whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """srun sends TERM to the peers of a crashed rank: a marker would make that look like a saved run."""
+    """A marker would make a crash look like a saved run: srun sends TERM to the peers of a crashed rank."""
     monkeypatch.setattr(
         "trainer.metrics.log_setup.configure", lambda _: None
     )  # The logging setup would outlive the test.

@@ -131,8 +131,8 @@ def test_configuration_errors_are_reported_as_by_the_launcher(
 def test_help_has_the_usage_and_every_section(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help", "--no.such", "key"]) == 0
     printed = capsys.readouterr().out
-    assert said.startswith("python -m trainer.selfcheck [--config NAME|PATH] [--world-size N]")
-    assert "--parallelism.cp_method  " in said
+    assert printed.startswith("python -m trainer.selfcheck [--config NAME|PATH] [--world-size N]")
+    assert "--parallelism.cp_method  " in printed
 
 
 def test_selfcheck_imports_no_torch() -> None:
