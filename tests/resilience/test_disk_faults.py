@@ -1,4 +1,4 @@
-"""A disk that is full, or a folder that is gone, does not end a run: what cannot be written waits, and is told once."""
+"""A full disk or a missing folder does not end a run: lines are buffered, and one warning is logged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EXACT, LAST = ("step", "loss", "grad_norm"), "step-40"
 LONG = ("--training.steps", "40", "--checkpoint.interval", "4", "--checkpoint.keep", "2")
 
 
-def test_lines_wait_for_a_disk_that_is_full_and_are_told_once(
+def test_lines_are_buffered_on_a_full_disk_with_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, written = tmp_path / "x.jsonl", LineAppender(tmp_path / "x.jsonl")
@@ -48,13 +48,13 @@ def test_lines_wait_for_a_disk_that_is_full_and_are_told_once(
         patch.setattr(os, "fsync", full)
         written.append("second")
         written.append("third")
-        assert path.read_text() == "first\n", "what was written in part is taken back"
+        assert path.read_text() == "first\n", "a partial write is undone"
     written.append("fourth")
     assert path.read_text() == "first\nsecond\nthird\nfourth\n"
     assert caplog.text.count(f"{path} cannot be written, its lines are buffered: No space left on device") == 1
 
 
-def test_lines_wait_for_a_folder_that_is_gone(tmp_path: Path) -> None:
+def test_lines_are_buffered_while_the_folder_is_missing(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     written = LineAppender(folder / "x.jsonl")
     written.append("first")
@@ -63,40 +63,40 @@ def test_lines_wait_for_a_folder_that_is_gone(tmp_path: Path) -> None:
     assert (folder / "x.jsonl").read_text() == "first\nsecond\n"
 
 
-def test_a_line_follows_a_torn_one_on_a_line_of_its_own(tmp_path: Path) -> None:
+def test_a_line_after_a_torn_one_starts_on_a_new_line(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text("whole\nto")
     LineAppender(tmp_path / "x.jsonl").append("next")
     assert (tmp_path / "x.jsonl").read_text() == "whole\nto\nnext\n"
 
 
 @pytest.mark.ranks
-def test_a_run_outlives_a_disk_that_is_full_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_survives_a_temporarily_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = iter(range(1000))
     real = LineAppender._write_pending
 
-    def sometimes(self: LineAppender, file: FileIO) -> None:
+    def fail_sometimes(self: LineAppender, file: FileIO) -> None:
         if 3 <= next(calls) < 8:
             raise OSError(errno.ENOSPC, "No space left on device")
         real(self, file)
 
-    monkeypatch.setattr(LineAppender, "_write_pending", sometimes)
+    monkeypatch.setattr(LineAppender, "_write_pending", fail_sometimes)
     run_here(configured(write_run(tmp_path), tmp_path / "run"))
     assert steps(tmp_path / "run") == [1, 2, 3, 4, 5, 6]
     assert [event["event"] for event in lines(tmp_path / "run" / "events.jsonl")][-1] == "end"
 
 
 @pytest.mark.ranks
-def test_a_run_outlives_its_folder(
+def test_a_run_survives_the_removal_of_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from trainer.trainer import Trainer
 
     real, folder = Trainer.train_step, tmp_path / "run"
 
-    def train_step(self: Trainer, *given: object) -> object:
+    def train_step(self: Trainer, *args: object) -> object:
         if self.step == 4:
-            shutil.rmtree(folder, ignore_errors=True)  # The watchdog may write meanwhile.
-        return real(self, *given)  # type: ignore[arg-type]
+            shutil.rmtree(folder, ignore_errors=True)  # The watchdog may write at the same time.
+        return real(self, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Trainer, "train_step", train_step)
     with caplog.at_level(logging.WARNING):
@@ -106,16 +106,16 @@ def test_a_run_outlives_its_folder(
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `run.toml`, and in `whole` a run that nothing disturbed."""
-    root = tmp_path_factory.mktemp("undisturbed")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `run.toml`, and in `whole` an uninterrupted run."""
+    root = tmp_path_factory.mktemp("uninterrupted")
     assert forked(write_run(root), root / "whole", *LONG, processes=2).statuses == [0, 0]
     return root
 
 
 @contextmanager
 def filled(folder: Path) -> Iterator[Callable[[], None]]:
-    """Within, there is no room left where the folder lies; what is given fills what became free meanwhile."""
+    """Keeps the file system of `folder` full; yields a function that fills space that became free."""
     ballast = folder / "ballast"
 
     def fill() -> None:
@@ -130,40 +130,40 @@ def filled(folder: Path) -> Iterator[Callable[[], None]]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("broken", "told"), [(filled, "disk full: "), (read_only, "Read-only file system")], ids=["full", "read-only"]
+    ("broken", "message"), [(filled, "disk full: "), (read_only, "Read-only file system")], ids=["full", "read-only"]
 )
-def test_a_run_on_a_disk_that_fails_in_earnest_ends_as_if_it_had_not(
-    undisturbed: Path,
+def test_results_on_a_failing_disk_are_bitwise_identical(
+    uninterrupted: Path,
     tmp_path: Path,
     broken: Callable[[Path], AbstractContextManager[Callable[[], None] | None]],
-    told: str,
+    message: str,
 ) -> None:
     folder = tmp_path / "run"
     with mounted(folder, "-t", "tmpfs", "-o", "size=16m", "tmpfs"):
-        ranks = fork(undisturbed / "run.toml", folder, *LONG, processes=2)
+        ranks = fork(uninterrupted / "run.toml", folder, *LONG, processes=2)
         log = folder.with_suffix(".log")
         assert wait_for(lambda: (folder / "metrics.jsonl").exists() and len(checkpoints(folder)) > 1)
-        with broken(folder) as again:
-            assert wait_for(partial(is_told, log, told, again)), log.read_text()
+        with broken(folder) as refill:
+            assert wait_for(partial(is_reported, log, message, refill)), log.read_text()
             assert all(rank.is_alive() for rank in ranks), log.read_text()
         assert wait_for(lambda: not any(rank.is_alive() for rank in ranks)), log.read_text()
         end(ranks)
         assert [rank.exitcode for rank in ranks] == [0, 0], log.read_text()
-        assert metrics(folder, *EXACT) == metrics(undisturbed / "whole", *EXACT)
-        assert digests(folder / "checkpoints" / LAST) == digests(undisturbed / "whole" / "checkpoints" / LAST)
+        assert metrics(folder, *EXACT) == metrics(uninterrupted / "whole", *EXACT)
+        assert digests(folder / "checkpoints" / LAST) == digests(uninterrupted / "whole" / "checkpoints" / LAST)
         assert not [name for name in checkpoints(folder) if not name.startswith("step-")]
 
 
-def is_told(log: Path, told: str, again: Callable[[], None] | None) -> bool:
-    """Whether two saves and lines were told to have failed, the disk being kept as it is."""
-    if again is not None:
-        again()
-    said = log.read_text()
-    return said.count(told) > 1 and "its lines are buffered" in said
+def is_reported(log: Path, message: str, refill: Callable[[], None] | None) -> bool:
+    """Whether the log reports two failed saves and buffered lines; keeps the disk full."""
+    if refill is not None:
+        refill()
+    text = log.read_text()
+    return text.count(message) > 1 and "its lines are buffered" in text
 
 
 @pytest.mark.ranks
-def test_a_folder_that_cannot_be_written_to_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_a_read_only_run_folder_is_rejected_at_launch(tmp_path: Path) -> None:
     (folder := tmp_path / "run").mkdir()
     with read_only(folder):
         done = forked(write_run(tmp_path), folder)

@@ -1,4 +1,4 @@
-"""A run that is asked to leave saves once, at an update that all ranks agree on, and goes on as if nothing had been."""
+"""A signalled run saves once, after a step that all ranks agree on, and its resumption is bitwise identical."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LONG = ("--training.steps", "30", "--checkpoint.interval", "1000", "--training.d
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `run.toml`, and in `whole` a run of two ranks that nobody disturbed."""
+    """A folder with `run.toml`, and in `whole` an uninterrupted run of two ranks."""
     root = tmp_path_factory.mktemp("whole")
     assert forked(write_run(root), root / "whole", *LONG, processes=2).statuses == [0, 0]
     return root
@@ -52,12 +52,12 @@ def marker(folder: Path, kind: str) -> dict[str, Any]:
     return found
 
 
-def updates(folder: Path) -> int:
+def num_steps(folder: Path) -> int:
     path = folder / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def require_same_end(folder: Path, whole: Path) -> None:
+def require_same_results(folder: Path, whole: Path) -> None:
     assert steps(folder) == list(range(1, 31))
     assert metrics(folder, *EXACT) == metrics(whole / "whole", *EXACT)
     assert digests(folder / "checkpoints" / "step-30") == digests(whole / "whole" / "checkpoints" / "step-30")
@@ -73,12 +73,12 @@ def require_same_end(folder: Path, whole: Path) -> None:
         pytest.param(signal.SIGUSR2, (0, 1), id="USR2 to all", marks=pytest.mark.slow),
     ],
 )
-def test_a_storm_of_signals_saves_once_and_the_run_goes_on_the_same(
+def test_repeated_signals_save_once_and_the_resumed_run_is_bitwise_identical(
     whole: Path, tmp_path: Path, number: signal.Signals, of: tuple[int, ...]
 ) -> None:
     folder = tmp_path / "run"
     ranks = fork(whole / "run.toml", folder, *LONG, processes=2)
-    assert wait_for(lambda: updates(folder) >= 5)
+    assert wait_for(lambda: num_steps(folder) >= 5)
     for rank in of * 4:
         os.kill(ranks[rank].pid or 0, number)
     assert wait_for(lambda: not any(rank.is_alive() for rank in ranks))
@@ -91,81 +91,81 @@ def test_a_storm_of_signals_saves_once_and_the_run_goes_on_the_same(
     assert steps(folder)[-1] == left["step"] < 30
     assert forked(whole / "run.toml", folder, *LONG, processes=2).statuses == [0, 0]
     assert marker(folder, "DONE")
-    require_same_end(folder, whole)
+    require_same_results(folder, whole)
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_a_launcher_that_is_asked_leaves_with_0_and_starts_nothing_again(whole: Path, tmp_path: Path) -> None:
+def test_a_signalled_launcher_exits_with_0_and_does_not_restart(whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     launcher = launch(whole / "run.toml", folder, *LONG, processes=2)
-    assert wait_for(lambda: updates(folder) >= 3)
+    assert wait_for(lambda: num_steps(folder) >= 3)
     for _ in range(3):
         launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(60) == 0
     assert [event["event"] for event in lines(folder / "events.jsonl")] == ["start", "checkpoint", "preempted"]
     assert f"run the same command to resume from {folder}/checkpoints/step-" in folder.with_suffix(".log").read_text()
     assert launched(whole / "run.toml", folder, *LONG, processes=2).statuses == [0]
-    require_same_end(folder, whole)
+    require_same_results(folder, whole)
 
 
 @pytest.mark.ranks
-def test_a_run_leaves_before_its_time_is_over(whole: Path, tmp_path: Path) -> None:
-    folder, began = tmp_path / "run", time.monotonic()
+def test_a_run_stops_before_its_time_limit(whole: Path, tmp_path: Path) -> None:
+    folder, start = tmp_path / "run", time.monotonic()
     done = forked(whole / "run.toml", folder, *LONG, "--training.steps", "100000", "--job.max_minutes", "0.15")
     assert done.statuses == [0]
-    assert time.monotonic() - began < 9 + 5  # What the process itself takes to begin is not its launcher's.
+    assert time.monotonic() - start < 9 + 5  # The limit excludes the start of this process.
     (left,) = [event for event in lines(folder / "events.jsonl") if event["event"] == "preempted"]
-    assert left["reason"] == "its time is over"
+    assert left["reason"] == "time limit reached"
     assert checkpoints(folder) == [f"step-{left['step']}"]
 
 
 @pytest.mark.ranks
-def test_a_run_without_checkpoints_cannot_leave_well(whole: Path, tmp_path: Path) -> None:
+def test_a_run_without_checkpoints_fails_at_its_time_limit(whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     options = (*LONG, "--training.steps", "100000", "--job.max_minutes", "0.1", "--checkpoint.enabled", "false")
     done = forked(whole / "run.toml", folder, *options)
     assert done.statuses == [78]
-    assert "error: its time is over: stopped without a checkpoint, because checkpoint.enabled = false" in done.said
+    assert "error: time limit reached: stopped without a checkpoint, because checkpoint.enabled = false" in done.said
     assert "checkpoint.enabled" in marker(folder, "STOP")["reason"]
 
 
-def test_a_request_before_the_first_update_is_answered_at_once_and_asks_for_nothing(
+def test_a_signal_before_the_first_step_stops_at_once_without_a_marker(
     whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A marker would make a crash at the start, of which srun tells peers by TERM, look like a run that saved."""
-    monkeypatch.setattr("trainer.metrics.log_setup.configure", lambda _: None)  # It would outlive the test.
-    requests, folder = SignalHandler(), tmp_path / "run"
-    requests.signal = signal.SIGTERM
+    """A marker would make a crash look like a saved run: srun sends TERM to the peers of a crashed rank."""
+    monkeypatch.setattr(
+        "trainer.metrics.log_setup.configure", lambda _: None
+    )  # The logging setup would outlive the test.
+    signals, folder = SignalHandler(), tmp_path / "run"
+    signals.signal = signal.SIGTERM
     folder.mkdir()
-    assert train_rank(arguments(whole / "run.toml", folder, *LONG), requests) == 1
+    assert train_rank(arguments(whole / "run.toml", folder, *LONG), signals) == 1
     assert capfd.readouterr().err == "error: signalled before the first step\n"
     assert [*folder.iterdir()] == []
 
 
-@pytest.mark.parametrize(("local", "told"), [("0", True), ("3", False)])
-def test_a_node_tells_what_is_wrong_with_it_alone(
+@pytest.mark.parametrize(("local_rank", "reports"), [("0", True), ("3", False)])
+def test_one_rank_per_node_reports_the_problems_of_its_node(
     whole: Path,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-    local: str,
+    local_rank: str,
     *,
-    told: bool,
+    reports: bool,
 ) -> None:
     monkeypatch.setattr("trainer.metrics.log_setup.configure", lambda _: None)
-    for key, value in {"RANK": "8", "WORLD_SIZE": "16", "LOCAL_RANK": local}.items():
+    for key, value in {"RANK": "8", "WORLD_SIZE": "16", "LOCAL_RANK": local_rank}.items():
         monkeypatch.setenv(key, value)
     argv = arguments(whole / "run.toml", tmp_path / "run", *LONG, "--data.corpus", str(tmp_path / "absent"))
     assert train_rank([*argv, "--parallelism.dp_shard", "2", "--parallelism.cp", "8"], SignalHandler()) in (2, 78)
-    assert capfd.readouterr().err.startswith("error: [rank 8] ") == told
+    assert capfd.readouterr().err.startswith("error: [rank 8] ") == reports
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ignored", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["of a shell", "nohup"])
-def test_a_terminal_that_closes_asks_to_leave_unless_that_is_ignored(
-    whole: Path, tmp_path: Path, *, ignored: bool
-) -> None:
+@pytest.mark.parametrize("ignored", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["shell", "nohup"])
+def test_a_closed_terminal_stops_the_run_unless_nohup(whole: Path, tmp_path: Path, *, ignored: bool) -> None:
     folder = tmp_path / "run"
     command = [sys.executable, "-P", "-m", "trainer.launch", *arguments(whole / "run.toml", folder, *LONG)]
     environment = os.environ | {"NGPU": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -174,11 +174,11 @@ def test_a_terminal_that_closes_asks_to_leave_unless_that_is_ignored(
         process = subprocess.Popen(
             command, cwd=tmp_path, env=environment, stdout=log, stderr=log, start_new_session=True, preexec_fn=ignore
         )
-    assert wait_for(lambda: updates(folder) >= 3)
+    assert wait_for(lambda: num_steps(folder) >= 3)
     os.killpg(process.pid, signal.SIGHUP)
     assert process.wait(60) == 0, folder.with_suffix(".log").read_text()
     if ignored:
-        require_same_end(folder, whole)
+        require_same_results(folder, whole)
     else:
         assert marker(folder, "REQUEUE")["reason"] == "SIGHUP"
         assert checkpoints(folder) == [f"step-{steps(folder)[-1]}"]
@@ -187,61 +187,61 @@ def test_a_terminal_that_closes_asks_to_leave_unless_that_is_ignored(
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("processes", "kills"),
-    [(2, (("save", 0), ("update", 1))), pytest.param(4, None, marks=pytest.mark.slow)],
-    ids=["a rank of two in a save, then the other", "any of four, ten times, at any moment"],
+    [(2, (("save", 0), ("step", 1))), pytest.param(4, None, marks=pytest.mark.slow)],
+    ids=["each of two ranks, the first during a save", "ten random kills of four ranks"],
 )
-def test_ranks_that_are_killed_are_started_again_and_the_run_ends_the_same(
+def test_killed_ranks_are_restarted_and_results_are_bitwise_identical(
     whole: Path, tmp_path: Path, processes: int, kills: tuple[tuple[str, int], ...] | None
 ) -> None:
     folder, draw = tmp_path / "run", random.Random(0)
-    updates_of_all = "30" if kills else "400"
+    total_steps = "30" if kills else "400"
     if kills is None:
-        kills = tuple((draw.choice(("save", "update")), draw.randrange(processes)) for _ in range(10))
-    options = (*LONG, "--training.steps", updates_of_all, "--checkpoint.interval", "4", "--checkpoint.keep", "1000")
-    left_alone = whole / "whole"
+        kills = tuple((draw.choice(("save", "step")), draw.randrange(processes)) for _ in range(10))
+    options = (*LONG, "--training.steps", total_steps, "--checkpoint.interval", "4", "--checkpoint.keep", "1000")
+    uninterrupted = whole / "whole"
     if processes > 2:
-        left_alone = tmp_path / "whole"
-        assert forked(whole / "run.toml", left_alone, *options, processes=processes, seconds=300).statuses == [0] * 4
-    lives = ("--distributed.restart_seconds", "0", "--distributed.restarts", "20")
-    launcher = launch(whole / "run.toml", folder, *options, *lives, processes=processes)
+        uninterrupted = tmp_path / "whole"
+        assert forked(whole / "run.toml", uninterrupted, *options, processes=processes, seconds=300).statuses == [0] * 4
+    restarts = ("--distributed.restart_seconds", "0", "--distributed.restarts", "20")
+    launcher = launch(whole / "run.toml", folder, *options, *restarts, processes=processes)
     log = folder.with_suffix(".log")
     for moment, rank in kills:
-        before = updates(folder)
+        before = num_steps(folder)
         running = partial(is_under_way, folder, launcher.pid, processes, moment, before)
         assert wait_for(running, 120), log.read_text()
         time.sleep(draw.uniform(0, 0.05))
-        os.kill(killed := of_rank(launcher.pid, rank), signal.SIGKILL)
+        os.kill(killed := pid_of_rank(launcher.pid, rank), signal.SIGKILL)
         assert wait_for(lambda killed=killed: killed not in workers(launcher.pid)), log.read_text()  # type: ignore[misc]
     assert launcher.wait(240) == 0, log.read_text()
     assert [event["event"] for event in lines(folder / "events.jsonl")].count("restart") == len(kills)
-    assert metrics(folder, *EXACT) == metrics(left_alone, *EXACT)
-    last = Path("checkpoints") / f"step-{updates_of_all}"
-    assert digests(folder / last) == digests(left_alone / last)
+    assert metrics(folder, *EXACT) == metrics(uninterrupted, *EXACT)
+    last = Path("checkpoints") / f"step-{total_steps}"
+    assert digests(folder / last) == digests(uninterrupted / last)
 
 
 def is_under_way(folder: Path, launcher: int, processes: int, moment: str, before: int) -> bool:
-    """Whether all ranks run, and, after more updates than before, are in the midst of that."""
-    if len(workers(launcher)) < processes or updates(folder) <= before:
+    """Whether all ranks run, have trained more than `before` steps, and are in a save or step as requested."""
+    if len(workers(launcher)) < processes or num_steps(folder) <= before:
         return False
-    return moment == "update" or any((folder / "checkpoints").glob(".tmp-*"))
+    return moment == "step" or any((folder / "checkpoints").glob(".tmp-*"))
 
 
-def of_rank(launcher: int, rank: int) -> int:
-    """The process of that rank."""
-    place = f"RANK={rank}".encode()
-    return next(pid for pid in workers(launcher) if place in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+def pid_of_rank(launcher: int, rank: int) -> int:
+    """The process id of a rank."""
+    variable = f"RANK={rank}".encode()
+    return next(pid for pid in workers(launcher) if variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
 
 
 @pytest.mark.ranks
-def test_a_rank_that_stops_is_found_and_the_run_ends_the_same(whole: Path, tmp_path: Path) -> None:
+def test_a_sigstopped_rank_is_detected_and_results_are_bitwise_identical(whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     options = ("--checkpoint.interval", "4", "--distributed.restart_seconds", "0", "--distributed.hang_minutes", "0.05")
     launcher = launch(whole / "run.toml", folder, *LONG, *options, processes=2)
-    assert wait_for(lambda: updates(folder) >= 6)
+    assert wait_for(lambda: num_steps(folder) >= 6)
     os.kill(stopped := workers(launcher.pid)[1], signal.SIGSTOP)
     assert wait_for(lambda: stopped not in workers(launcher.pid), 120)
     assert launcher.wait(120) == 0, folder.with_suffix(".log").read_text()
     said = folder.with_suffix(".log").read_text()
-    assert f"{folder}: suspect: rank 1 did not say where it was\n" in said
-    assert "takes too long; about to end, with all stacks in" in said
-    require_same_end(folder, whole)
+    assert f"{folder}: suspect: rank 1 wrote no stack\n" in said
+    assert "takes too long; exiting soon, stacks of all threads in" in said
+    require_same_results(folder, whole)

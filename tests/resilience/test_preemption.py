@@ -1,4 +1,4 @@
-"""All ranks save and leave after the same update, whoever was asked."""
+"""Preemption: all ranks save and stop after the same step, whichever was signalled."""
 
 from __future__ import annotations
 
@@ -16,110 +16,110 @@ from trainer.resilience.preemption import Decision, Preemption, job_deadline
 from trainer.resilience.signals import SignalHandler
 
 
-def stops_of(rank: int, requests: SignalHandler, limit: float | None = None, **sections: Any) -> Preemption:
-    return Preemption(Config.model_validate(sections), requests, is_leader=rank == 0, deadline=limit)
+def preemption_of(rank: int, signals: SignalHandler, deadline: float | None = None, **sections: Any) -> Preemption:
+    return Preemption(Config.model_validate(sections), signals, is_leader=rank == 0, deadline=deadline)
 
 
-def asked_once(who: int, at: int) -> list[str]:
-    """What every update's verdict is on this rank; rank `who` is asked before update `at`."""
+def signalled_once(signalled_rank: int, signal_step: int) -> list[str]:
+    """The stop reason of every step on this rank, if one rank is signalled before one step."""
     from torch import distributed
 
-    rank, requests = distributed.get_rank(), SignalHandler()
-    stops = stops_of(rank, requests)
-    found = []
-    for update in range(60):
-        if rank == who and update == at:
-            requests.signal = signal.SIGUSR1
+    rank, signals = distributed.get_rank(), SignalHandler()
+    preemption = preemption_of(rank, signals)
+    decisions = []
+    for step in range(60):
+        if rank == signalled_rank and step == signal_step:
+            signals.signal = signal.SIGUSR1
         time.sleep(0.001 * (rank + 1))
-        verdict = stops.check(0.0)
-        found.append(verdict.stop_reason)
-        if verdict.stop_reason:
+        decision = preemption.check(0.0)
+        decisions.append(decision.stop_reason)
+        if decision.stop_reason:
             break
-    return found
+    return decisions
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("who", [0, 2])
-def test_all_ranks_leave_after_the_same_update(who: int) -> None:
-    first, *others = run_ranks(asked_once, 3, who, 3)
+@pytest.mark.parametrize("signalled_rank", [0, 2])
+def test_all_ranks_stop_after_the_same_step(signalled_rank: int) -> None:
+    first, *others = run_ranks(signalled_once, 3, signalled_rank, 3)
     assert others == [first] * 2
     assert first[-1] == "SIGUSR1"
     assert 3 <= len(first) <= 60
     assert set(first[:-1]) <= {""}
 
 
-def clocks(limit_of: int) -> list[tuple[str, bool]]:
-    """The first verdict of a rank whose time is over, and of one whose clock asks for a checkpoint."""
+def clock_decisions(late_rank: int) -> list[tuple[str, bool]]:
+    """The first decisions of a rank past its deadline, and of one with a due checkpoint."""
     from torch import distributed
 
     rank = distributed.get_rank()
-    late = stops_of(rank, SignalHandler(), limit=time.time() if rank == limit_of else None)
-    saving = stops_of(rank, SignalHandler(), checkpoint={"interval_minutes": 1e-9})
-    return [(verdict.stop_reason, verdict.should_save) for verdict in (late.check(0.0), saving.check(0.0))]
+    late = preemption_of(rank, SignalHandler(), deadline=time.time() if rank == late_rank else None)
+    saving = preemption_of(rank, SignalHandler(), checkpoint={"interval_minutes": 1e-9})
+    return [(decision.stop_reason, decision.should_save) for decision in (late.check(0.0), saving.check(0.0))]
 
 
 @pytest.mark.ranks
-def test_the_clock_of_the_first_rank_decides() -> None:
-    assert run_ranks(clocks, 2, 0) == [[("its time is over", False), ("", True)]] * 2
-    assert run_ranks(clocks, 2, 1) == [[("", False), ("", True)]] * 2
+def test_the_clock_of_the_leader_decides() -> None:
+    assert run_ranks(clock_decisions, 2, 0) == [[("time limit reached", False), ("", True)]] * 2
+    assert run_ranks(clock_decisions, 2, 1) == [[("", False), ("", True)]] * 2
 
 
 def saves_at(*seconds: float) -> list[bool]:
-    """Whether the clock asks for a checkpoint at these times, each of which is then begun."""
+    """Whether a checkpoint is due at each of these times; a due one is started."""
     import trainer.resilience.preemption as module
 
     clock = SimpleNamespace(now=0.0)
     vars(module)["time"] = SimpleNamespace(monotonic=lambda: clock.now, time=time.time)
-    stops, found = stops_of(0, SignalHandler(), checkpoint={"interval_minutes": 5}), []
+    preemption, decisions = preemption_of(0, SignalHandler(), checkpoint={"interval_minutes": 5}), []
     for clock.now in seconds:
-        found.append(stops.check(0.0).should_save)
-        if found[-1]:
-            stops.record_save()
-    return found
+        decisions.append(preemption.check(0.0).should_save)
+        if decisions[-1]:
+            preemption.record_save()
+    return decisions
 
 
 @pytest.mark.ranks
-def test_minutes_count_from_the_last_checkpoint() -> None:
-    (found,) = run_ranks(saves_at, 1, 100.0, 299.0, 300.0, 301.0, 599.0, 601.0)
-    assert found == [False, False, True, False, False, True]
+def test_interval_minutes_count_from_the_last_checkpoint() -> None:
+    (decisions,) = run_ranks(saves_at, 1, 100.0, 299.0, 300.0, 301.0, 599.0, 601.0)
+    assert decisions == [False, False, True, False, False, True]
 
 
-def leaves(seconds: float) -> bool:
-    """Whether a run with so much time left leaves, whose checkpoints take ten seconds."""
-    stops = stops_of(0, SignalHandler(), limit=time.time() + seconds)
-    return stops.check(10.0) == Decision("its time is over")
+def stops_in_time(seconds: float) -> bool:
+    """Whether a run stops this many seconds before its deadline, if checkpoints take ten seconds."""
+    preemption = preemption_of(0, SignalHandler(), deadline=time.time() + seconds)
+    return preemption.check(10.0) == Decision("time limit reached")
 
 
 @pytest.mark.ranks
-def test_there_is_time_left_for_two_checkpoints() -> None:
-    assert run_ranks(leaves, 1, 20.0) == [True]
-    assert run_ranks(leaves, 1, 60.0) == [False]
+def test_the_reserve_before_the_deadline_fits_two_checkpoints() -> None:
+    assert run_ranks(stops_in_time, 1, 20.0) == [True]
+    assert run_ranks(stops_in_time, 1, 60.0) == [False]
 
 
-def asking(seconds: float) -> int:
-    """How many updates of that length go by before ranks ask each other again, in the end."""
+def count_checks(seconds: float) -> int:
+    """The number of collective checks in 40 steps of this length."""
     import trainer.resilience.preemption as module
 
-    stops, asked, real = stops_of(0, SignalHandler()), [], vars(module)["max_over_ranks"]
+    preemption, calls, real = preemption_of(0, SignalHandler()), [], vars(module)["max_over_ranks"]
 
-    def counted(*given: Any) -> Any:
-        asked.append(given)
-        return real(*given)
+    def counting_max(*args: Any) -> Any:
+        calls.append(args)
+        return real(*args)
 
-    vars(module)["max_over_ranks"] = counted
+    vars(module)["max_over_ranks"] = counting_max
     for _ in range(40):
         time.sleep(seconds)
-        stops.check(0.0)
-    return len(asked)
+        preemption.check(0.0)
+    return len(calls)
 
 
 @pytest.mark.ranks
-def test_short_updates_are_not_held_up_by_asking() -> None:
-    (count,) = run_ranks(asking, 1, 0.001)
+def test_short_steps_are_rarely_checked() -> None:
+    (count,) = run_ranks(count_checks, 1, 0.001)
     assert count <= 8
 
 
-def test_the_end_is_the_earlier_of_both() -> None:
+def test_the_deadline_is_the_earlier_of_both_limits() -> None:
     config = Config.model_validate({"job": {"max_minutes": 2.0}})
     assert job_deadline(config, {START_TIME_ENV: "1000"}) == 1120
     assert job_deadline(config, {START_TIME_ENV: "1000", "SLURM_JOB_END_TIME": "1100"}) == 1100

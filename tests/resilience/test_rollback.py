@@ -1,4 +1,4 @@
-"""Numbers that go wrong: what is skipped, what is undone, and when a run is given up."""
+"""Anomalies in a run: skipped steps, rollbacks, and divergence."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ def run(tmp_path: Path) -> Path:
     return write_run(tmp_path)
 
 
-def spiking(monkeypatch: pytest.MonkeyPatch, *at: int) -> None:
-    """Calls of the judge that find a spike, counted over the whole test."""
+def inject_spikes(monkeypatch: pytest.MonkeyPatch, *spike_calls: int) -> None:
+    """Makes these calls of the detector, counted over the whole test, report a spike."""
     calls = iter(range(1, 1000))
     real = LossSpikeDetector.observe
 
-    def take(self: LossSpikeDetector, loss: float, *, skipped: bool) -> float | None:
+    def observe(self: LossSpikeDetector, loss: float, *, skipped: bool) -> float | None:
         real(self, loss, skipped=skipped)
-        return 9.0 if next(calls) in at else None
+        return 9.0 if next(calls) in spike_calls else None
 
-    monkeypatch.setattr(LossSpikeDetector, "observe", take)
+    monkeypatch.setattr(LossSpikeDetector, "observe", observe)
 
 
 @pytest.mark.ranks
-def test_a_spike_is_undone_without_the_rows_that_made_it(
+def test_a_spike_is_rolled_back_and_its_sequences_are_skipped(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spiking(monkeypatch, 7)
+    inject_spikes(monkeypatch, 7)
     run_here(configured(run, tmp_path / "run", *OPTIONS, "--health.on_spike", "roll_back"))
     folder = tmp_path / "run"
     assert steps(folder) == list(range(1, 10))
     events = {event["event"]: event for event in lines(folder / "events.jsonl")}
     assert events["spike"]["step"] == 7
-    # Update 7 ended with row 42, and there was a checkpoint after update 4.
+    # Step 7 ended before sequence 42; the newest checkpoint is that of step 4.
     assert events["rolled_back"]["without_rows"] == [24, 42]
     assert events["rolled_back"]["to"].endswith("step-4")
     assert state(folder / "checkpoints" / "step-9")["trainer"]["next_row"] == 42 + 5 * 6
 
 
 @pytest.mark.ranks
-def test_what_follows_are_the_updates_of_a_run_that_never_had_those_rows(
+def test_a_rollback_equals_a_run_without_the_skipped_sequences(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spiking(monkeypatch, 7)
+    inject_spikes(monkeypatch, 7)
     run_here(configured(run, tmp_path / "rolled", *OPTIONS, "--health.on_spike", "roll_back"))
     config = configured(run, tmp_path / "cut", *OPTIONS, "--training.steps", "4")
     run_here(config)
@@ -67,10 +67,10 @@ def test_what_follows_are_the_updates_of_a_run_that_never_had_those_rows(
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("options", [(), ("--health.on_spike", "roll_back", "--checkpoint.interval", "100")])
-def test_a_spike_is_only_told_unless_asked_for_or_where_there_is_no_checkpoint(
+def test_a_spike_is_only_logged_by_default_and_without_a_checkpoint(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
 ) -> None:
-    spiking(monkeypatch, 7)
+    inject_spikes(monkeypatch, 7)
     run_here(configured(run, tmp_path / "run", *OPTIONS, *options))
     told = [event["event"] for event in lines(tmp_path / "run" / "events.jsonl")]
     assert told.count("spike") == 1
@@ -80,8 +80,8 @@ def test_a_spike_is_only_told_unless_asked_for_or_where_there_is_no_checkpoint(
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_a_run_is_not_rolled_back_for_ever(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spiking(monkeypatch, *range(5, 100))
+def test_rollbacks_are_limited(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inject_spikes(monkeypatch, *range(5, 100))
     run_here(configured(run, tmp_path / "run", *OPTIONS, "--health.on_spike", "roll_back"))
     told = [event["event"] for event in lines(tmp_path / "run" / "events.jsonl")]
     assert told.count("rolled_back") >= MAX_ROLLBACKS
@@ -90,7 +90,7 @@ def test_a_run_is_not_rolled_back_for_ever(run: Path, tmp_path: Path, monkeypatc
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_run_whose_gradients_stay_infinite_is_given_up(run: Path, tmp_path: Path, processes: int) -> None:
+def test_a_run_with_only_non_finite_gradients_fails_permanently(run: Path, tmp_path: Path, processes: int) -> None:
     options = ("--optimizer.lr", "1e38", "--schedule.warmup_steps", "0", "--training.steps", "30")
     done = forked(run, tmp_path / "run", *options, "--health.max_consecutive_skips", "4", processes=processes)
     assert set(done.statuses) == {78}

@@ -1,4 +1,4 @@
-"""A run made small keeps what decides which code runs, and fits on eight processes."""
+"""A reduced run keeps the code paths of the full run and fits eight processes."""
 
 from __future__ import annotations
 
@@ -57,26 +57,26 @@ def small(folder: Path) -> Shrink:
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_a_shipped_run_fits_and_every_two_of_its_axes_meet(name: str, folder: Path) -> None:
+def test_a_shipped_run_fits_and_covers_every_pair_of_mesh_dimensions(name: str, folder: Path) -> None:
     config = STAGES[name]
     world_size = default_world_size(config)
     made = reduce_run(config, world_size, folder)
     assert checks.problems(made.reference, 1) == []
-    for pairing in made.mesh_cases:
-        assert pairing.processes <= 8
-        assert checks.problems(pairing.config, pairing.processes) == []
+    for mesh_case in made.mesh_cases:
+        assert mesh_case.processes <= 8
+        assert checks.problems(mesh_case.config, mesh_case.processes) == []
     axes = [axis for axis, size in config.parallelism.degrees(world_size).items() if size > 1]
-    meshes = [pairing.config.parallelism.degrees(pairing.processes) for pairing in made.mesh_cases]
+    meshes = [mesh_case.config.parallelism.degrees(mesh_case.processes) for mesh_case in made.mesh_cases]
     for some in (*combinations(axes, 1), *combinations(axes, 2)):
         assert any(all(mesh[axis] > 1 for axis in some) for mesh in meshes), some
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_a_shipped_run_keeps_its_methods(name: str, folder: Path) -> None:
+def test_a_reduced_shipped_run_keeps_its_methods(name: str, folder: Path) -> None:
     config = STAGES[name]
     plan, model = config.context_plan(), config.model.build()
-    for pairing in reduce_run(config, default_world_size(config), folder).mesh_cases:
-        kept, few = pairing.config.context_plan(), pairing.config.model.build()
+    for mesh_case in reduce_run(config, default_world_size(config), folder).mesh_cases:
+        kept, few = mesh_case.config.context_plan(), mesh_case.config.model.build()
         if kept.cp > 1:
             assert (kept.resolved_method, kept.resolved_layout, kept.rotate_method) == (
                 plan.resolved_method,
@@ -86,17 +86,17 @@ def test_a_shipped_run_keeps_its_methods(name: str, folder: Path) -> None:
             assert kv_head_repeats(kept.ulysses_degree, kept.kv_heads) <= kv_head_repeats(
                 plan.ulysses_degree, plan.kv_heads
             )
-        if pairing.config.parallelism.pp > 1:
-            assert pairing.config.parallelism.pp_schedule == config.parallelism.pp_schedule
-        assert pairing.config.memory.recompute == config.memory.recompute
-        assert pairing.config.training.compile == config.training.compile
-        assert pairing.config.data.packing == config.data.packing
+        if mesh_case.config.parallelism.pp > 1:
+            assert mesh_case.config.parallelism.pp_schedule == config.parallelism.pp_schedule
+        assert mesh_case.config.memory.recompute == config.memory.recompute
+        assert mesh_case.config.training.compile == config.training.compile
+        assert mesh_case.config.data.packing == config.data.packing
         assert (few.tie_embeddings, few.rope) == (model.tie_embeddings, model.rope)
         assert (few.num_heads > few.num_kv_heads) == (model.num_heads > model.num_kv_heads)
-        assert pairing.config.training.dtype == "float64"
+        assert mesh_case.config.training.dtype == "float64"
 
 
-def test_a_thousand_ranks_are_told_in_a_few_lines(folder: Path) -> None:
+def test_the_description_of_thousands_of_ranks_is_short(folder: Path) -> None:
     config = STAGES["llama3_405b_128k"]
     made = reduce_run(config, default_world_size(config), folder)
     assert made.description[0] == "mesh    pp 16 -> 2, dp_shard 2, cp 16 -> 2, tp 8 -> 2"
@@ -106,10 +106,10 @@ def test_a_thousand_ranks_are_told_in_a_few_lines(folder: Path) -> None:
     assert max(len(line) for text in made.description for line in text.splitlines()) <= 110
 
 
-# ---- the mesh
+# ---- mesh
 
 
-def test_of_many_ranks_two_are_left() -> None:
+def test_each_mesh_dimension_folds_to_two_ranks() -> None:
     degrees = dict(zip(AXES, (16, 1, 3, 8, 4), strict=True))
     plan = ContextPlan(cp=8, method="allgather", heads=8, kv_heads=8)
     assert list(fold_mesh(degrees, plan).values()) == [2, 1, 2, 2, 2]
@@ -127,13 +127,13 @@ def test_of_many_ranks_two_are_left() -> None:
         (ContextPlan(cp=1, method="hybrid", cp_ulysses=2, heads=8, kv_heads=8), 2, 1),
     ],
 )
-def test_hybrid_has_two_of_either_kind_and_a_ring_four_if_they_fit(plan: ContextPlan, others: int, cp: int) -> None:
+def test_hybrid_folds_to_two_by_two_and_a_ring_to_four_if_they_fit(plan: ContextPlan, others: int, cp: int) -> None:
     degrees = dict.fromkeys(AXES, 1) | {"cp": plan.cp, "tp": min(2, others), "pp": max(1, others // 2)}
     assert fold_mesh(degrees, plan)["cp"] == cp
 
 
 @pytest.mark.parametrize(("cp", "sets"), [(2, 4), (4, 7)])
-def test_five_axes_meet_two_by_two_in_few_sets(cp: int, sets: int) -> None:
+def test_few_axis_sets_cover_all_pairs_of_five_axes(cp: int, sets: int) -> None:
     folded = dict.fromkeys(AXES, 2) | {"cp": cp}
     found = cover_axis_pairs(folded)
     assert len(found) == sets
@@ -142,15 +142,15 @@ def test_five_axes_meet_two_by_two_in_few_sets(cp: int, sets: int) -> None:
         assert any(set(pair) <= set(axes) for axes in found)
 
 
-def test_without_axes_one_rank_is_compared_with_itself_uncompiled(small: Shrink) -> None:
+def test_a_single_rank_is_compared_with_itself_uncompiled(small: Shrink) -> None:
     made = small(1, training={"compile": True}, memory={"recompute": "full"})
-    (pairing,) = made.mesh_cases
-    assert (pairing.name, pairing.processes) == ("one rank", 1)
-    assert (pairing.config.training.compile, pairing.config.memory.recompute) == (True, "full")
+    (mesh_case,) = made.mesh_cases
+    assert (mesh_case.name, mesh_case.processes) == ("one rank", 1)
+    assert (mesh_case.config.training.compile, mesh_case.config.memory.recompute) == (True, "full")
     assert (made.reference.training.compile, made.reference.memory.recompute) == (False, "none")
 
 
-def test_what_auto_chose_for_many_ranks_stays(small: Shrink) -> None:
+def test_the_choices_of_auto_on_the_full_mesh_are_kept(small: Shrink) -> None:
     ring = {"packing": "single", "documents": "file"}
     long = {"seq_len": 1 << 20}
     (made,) = small(parallelism={"cp": 16, "ranks_per_node": 4, "dp_shard": 1}, data=ring, training=long).mesh_cases
@@ -159,10 +159,10 @@ def test_what_auto_chose_for_many_ranks_stays(small: Shrink) -> None:
     assert made.config.parallelism.cp_outer_method == whole.context_plan().rotate_method
 
 
-# ---- model and rows
+# ---- model and sequences
 
 
-def test_heads_lie_to_ranks_as_before() -> None:
+def test_reduced_heads_keep_their_divisibility() -> None:
     for tp in (1, 2, 4, 8, 16):
         for ulysses in (1, 2, 4, 8):
             for key in (1, 2, 4, 8, 32):
@@ -180,17 +180,17 @@ def test_heads_lie_to_ranks_as_before() -> None:
 
 
 @pytest.mark.parametrize(("seq_len", "short"), [(1 << 20, 192), ((1 << 20) - 2, 191), (100, 95), (64, 64)])
-def test_rows_that_were_padded_still_are(seq_len: int, short: int, small: Shrink) -> None:
+def test_padding_of_sequences_is_kept(seq_len: int, short: int, small: Shrink) -> None:
     made = small(parallelism={"cp": 4, "cp_method": "ring", "dp_shard": 1}, training={"seq_len": seq_len})
-    (pairing,) = made.mesh_cases
-    assert pairing.config.training.seq_len == short
-    assert (short % pairing.config.context_plan().seq_len_divisor > 0) == (short % 2 > 0)
+    (mesh_case,) = made.mesh_cases
+    assert mesh_case.config.training.seq_len == short
+    assert (short % mesh_case.config.context_plan().seq_len_divisor > 0) == (short % 2 > 0)
 
 
 @pytest.mark.parametrize(
     ("rows", "micro", "few"), [(64, 1, 8), (16, 1, 4), (63, 1, 7), (15, 1, 3), (128, 4, 16), (120, 8, 6)]
 )
-def test_ranks_that_ran_empty_still_do(rows: int, micro: int, few: int, small: Shrink) -> None:
+def test_empty_micro_batches_are_kept(rows: int, micro: int, few: int, small: Shrink) -> None:
     training = {"global_batch_size": rows, "micro_batch_size": micro}
     made = small(parallelism={"dp_replicate": 2, "dp_shard": 8}, training=training)
     assert made.reference.training.global_batch_size == few
@@ -200,11 +200,11 @@ def test_ranks_that_ran_empty_still_do(rows: int, micro: int, few: int, small: S
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("rows", [64, 63])
-def test_every_schedule_has_the_micro_batches_that_it_needs(schedule: str, rows: int, small: Shrink) -> None:
+def test_every_pipeline_schedule_gets_enough_micro_batches(schedule: str, rows: int, small: Shrink) -> None:
     mesh = {"pp": 4, "dp_shard": 4, "tp": 2, "pp_schedule": schedule, "pp_stages_per_rank": SCHEDULES[schedule]}
-    once: dict[str, object] = {"recompute": "none"}  # As zero-bubble schedules want it.
+    once: dict[str, object] = {"recompute": "none"}  # Zero-bubble schedules require it.
     made = small(parallelism=mesh, model={"num_layers": 40}, training={"global_batch_size": rows}, memory=once)
-    assert [pairing.name for pairing in made.mesh_cases] == ["pp 2 x dp_shard 2 x tp 2"]
+    assert [mesh_case.name for mesh_case in made.mesh_cases] == ["pp 2 x dp_shard 2 x tp 2"]
     plan = made.mesh_cases[0].config.pipeline_plan(8)
     assert (plan.schedule, plan.num_layers) == (schedule, sum(plan.blocks_per_stage))
     assert plan.num_micro_batches == 4
@@ -213,13 +213,15 @@ def test_every_schedule_has_the_micro_batches_that_it_needs(schedule: str, rows:
 @pytest.mark.parametrize(
     ("layers", "few"), [((3, 4, 4, 3), (1, 1)), ((3, 4, 4, 4), (1, 2)), ((0, 7, 7, 1), (0, 1)), ((0, 7, 7, 0), (1, 1))]
 )
-def test_stages_keep_their_order_of_size(layers: tuple[int, ...], few: tuple[int, ...], small: Shrink) -> None:
+def test_pipeline_stages_keep_their_relative_sizes(
+    layers: tuple[int, ...], few: tuple[int, ...], small: Shrink
+) -> None:
     mesh = {"pp": 4, "dp_shard": 1, "pp_layers": layers}
-    (pairing,) = small(parallelism=mesh, model={"num_layers": sum(layers)}).mesh_cases
-    assert pairing.config.parallelism.pp_layers == few
+    (mesh_case,) = small(parallelism=mesh, model={"num_layers": sum(layers)}).mesh_cases
+    assert mesh_case.config.parallelism.pp_layers == few
 
 
-def test_layers_without_rotation_and_factors_for_long_rows_stay(small: Shrink) -> None:
+def test_nope_layers_and_longrope_factors_are_kept(small: Shrink) -> None:
     rope = {"kind": "longrope", "factor": 8.0, "original_length": 1024}
     rope |= {key: [1.5] * 16 for key in ("short_factors", "long_factors")}
     for seq_len, is_longer in ((1024, False), (2048, True)):
@@ -231,17 +233,17 @@ def test_layers_without_rotation_and_factors_for_long_rows_stay(small: Shrink) -
 
 def test_the_copy_task_keeps_its_period(small: Shrink) -> None:
     values = {"corpus": "copy", "copy_period": 1024}
-    (pairing,) = small(data=values, model={"vocab_size": 63}, training={"seq_len": 4096}).mesh_cases
-    assert (pairing.config.data.corpus, pairing.config.data.copy_period) == ("copy", 48)
-    assert pairing.config.model.vocab_size == 62
+    (mesh_case,) = small(data=values, model={"vocab_size": 63}, training={"seq_len": 4096}).mesh_cases
+    assert (mesh_case.config.data.corpus, mesh_case.config.data.copy_period) == ("copy", 48)
+    assert mesh_case.config.model.vocab_size == 62
 
 
-# ---- what is wrong with a run
+# ---- invalid runs
 
 
-def test_only_corpus_and_tokenizer_may_be_elsewhere(small: Shrink) -> None:
-    elsewhere = {"data": {"corpus": "no/where"}, "tokenizer": {"kind": "tiktoken", "path": "no/tokenizer.model"}}
-    assert small(2, **elsewhere).mesh_cases[0].name == "dp_shard 2"
+def test_only_corpus_and_tokenizer_may_be_missing(small: Shrink) -> None:
+    missing = {"data": {"corpus": "no/where"}, "tokenizer": {"kind": "tiktoken", "path": "no/tokenizer.model"}}
+    assert small(2, **missing).mesh_cases[0].name == "dp_shard 2"
     with pytest.raises(ConfigError) as raised:
         small(2, parallelism={"tp": 3, "dp_shard": 1}, tokenizer={"kind": "tiktoken"}, data={"corpus": "no/where"})
     assert [problem.split(",")[0] for problem in raised.value.problems] == [
@@ -253,7 +255,7 @@ def test_only_corpus_and_tokenizer_may_be_elsewhere(small: Shrink) -> None:
     ]
 
 
-def test_documents_are_many_and_of_very_different_lengths(folder: Path, tmp_path: Path) -> None:
+def test_sample_documents_have_very_different_lengths(folder: Path, tmp_path: Path) -> None:
     texts = {path.name: path.read_text() for path in folder.rglob("*.txt")}
     lengths = sorted(map(len, texts.values()))
     assert lengths[0] < 8

@@ -1,7 +1,7 @@
-"""A SLURM of two nodes on this machine: each has a network, a host name and a cable of its own.
+"""A SLURM cluster of two nodes on this machine: each has its network namespace, host name and veth cable.
 
-Namespaces and the folder are named after this process, so that several clusters may be there at once, and those that a
-killed process left are found and removed. Ended are only processes of these namespaces and of these pid files.
+Namespaces and the folder are named after this process. Several clusters can coexist, and those of killed processes are
+found and removed. Only processes in these namespaces and pid files are killed.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from trainer.slurm.scheduler import JobState
 INSTALL = "apt-get install -y --no-install-recommends slurm-wlm munge iproute2"
 NEEDED = ("slurmctld", "slurmd", "sbatch", "munged", "nsenter", "unshare", "ip")
 NODES = {"ctl": "10.99.0.1", "n1": "10.99.0.11", "n2": "10.99.0.12"}
-JOBS = 4  # At a time, of two ranks on each of two nodes.
-CPUS = 2 * JOBS  # Of each node.
+JOBS = 4  # Concurrent jobs of two ranks on each of two nodes.
+CPUS = 2 * JOBS  # Per node.
 PREFIX = "longhaul"
 
-# `cred_expire`: without it a requeued job waits two minutes. `config_overrides`: nodes may have more CPUs than there are.
+# `cred_expire`: otherwise a requeued job waits two minutes. `config_overrides`: nodes may claim more CPUs than exist.
 CONFIGURATION = """\
 ClusterName=longhaul
 SlurmctldHost=ctl(10.99.0.1)
@@ -66,32 +66,32 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=
 PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
 ENTER = 'hostname "$0"; mount --bind "$1" /etc/hosts; shift; exec "$@"'
-GRACE = 60  # seconds that a preempted job has to leave
+GRACE = 60  # seconds for a preempted job to exit
 
 
 def missing() -> str | None:
-    """Why there can be no cluster here."""
+    """Why no cluster can run on this machine; None if one can."""
     if os.geteuid() != 0:
         return "only root can make namespaces"
     if absent := [name for name in NEEDED if shutil.which(name) is None]:
         return f"{', '.join(absent)} not found: {INSTALL}"
     if " /sys/fs/cgroup" not in Path("/proc/mounts").read_text():
-        return "/sys/fs/cgroup is not mounted, and slurmd wants it"
+        return "/sys/fs/cgroup is not mounted, and slurmd needs it"
     probe = f"{PREFIX}-{os.getpid()}-probe"
     made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, check=False)
     if made.returncode:
-        return f"no network namespace can be made: {made.stderr.strip()}"
+        return f"cannot create a network namespace: {made.stderr.strip()}"
     _run("ip", "netns", "del", probe)
     made = subprocess.run(["unshare", "--uts", "--mount", "true"], capture_output=True, text=True, check=False)
-    return f"no namespace for a host can be made: {made.stderr.strip()}" if made.returncode else None
+    return f"cannot create a UTS and mount namespace: {made.stderr.strip()}" if made.returncode else None
 
 
 class CommandError(Exception):
-    """A command failed; with what it said."""
+    """A command failed; has its output."""
 
 
 class Cluster:
-    """Made by `with`; the folder is not below pytest's, which munged finds too private."""
+    """A context manager. The folder is not below pytest's, whose permissions munged rejects."""
 
     def __init__(self) -> None:
         self.name = f"{PREFIX}-{os.getpid()}"
@@ -126,7 +126,7 @@ class Cluster:
         )
 
     def _wire(self) -> None:
-        """A network for each node, whose cables end in a bridge in the controller's."""
+        """Connects the network of each node to a bridge in the controller's namespace."""
         control = f"{self.name}-ctl"
         _run("ip", "netns", "add", control)
         _run("ip", "-n", control, "link", "set", "lo", "up")
@@ -158,10 +158,10 @@ class Cluster:
     @property
     def environment(self) -> dict[str, str]:
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "PYTEST_"))}
-        # One thread, as everywhere in the tests: results are compared bit by bit.
+        # One thread, as in all tests: results are compared bit for bit.
         return inherited | {"SLURM_CONF": str(self.folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
 
-    # ---- what can happen to it
+    # ---- faults
 
     def start_node(self, name: str) -> None:
         self._enter(name, "slurmd", "-N", name, "-c")
@@ -173,27 +173,27 @@ class Cluster:
         _run("ip", "-n", f"{self.name}-{name}", "link", "set", "eth0", "up")
 
     def preempt(self, *, seconds: int) -> str:
-        """A job of higher rank that takes all nodes for a time; returns its number."""
+        """Submits a job of higher priority that takes all nodes; returns its id."""
         size = ("--partition=high", "--nodes=2", f"--ntasks-per-node={CPUS}", f"--output={self.folder}/log/high.log")
         return self.command("sbatch", "--parsable", *size, f"--wrap=sleep {seconds}").strip()
 
     def kill_node(self, name: str) -> None:
-        """As when it loses its power."""
+        """Simulates a power failure."""
         _kill_all(f"{self.name}-{name}")
 
     def processes(self, name: str) -> list[int]:
-        """Those on a node."""
+        """The processes of a node."""
         return _pids(f"{self.name}-{name}")
 
-    # ---- what is asked of it
+    # ---- commands and queries
 
     def command(self, *command: str) -> str:
-        """What a command says that is typed on the controller. Raises `CommandError`."""
+        """Runs a command on the controller; returns its output. Raises `CommandError`."""
         return self._enter("ctl", *command)
 
     def state(self, job: str) -> JobState:
-        told = self.command("scontrol", "--oneliner", "show", "job", job)
-        return JobState.parse(job, told)
+        output = self.command("scontrol", "--oneliner", "show", "job", job)
+        return JobState.parse(job, output)
 
     def wait_state(self, job: str, *states: str, seconds: float) -> JobState:
         """Waits until the job is in one of these states."""
@@ -204,17 +204,17 @@ class Cluster:
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"waited {seconds} s for {what}\n{self.told()}")
+                raise TimeoutError(f"waited {seconds} s for {what}\n{self.describe()}")
             time.sleep(0.05)
 
-    def told(self) -> str:
-        """What the scheduler knows, for a test that fails."""
+    def describe(self) -> str:
+        """The scheduler's state, for the message of a failed test."""
         return (
             self.command("squeue") + self.command("sinfo") + (self.folder / "log" / "slurmctld.log").read_text()[-3000:]
         )
 
     def clear(self) -> None:
-        """Ends all jobs, so that the next test finds the nodes idle."""
+        """Kills all jobs and waits for idle nodes."""
         self.command("scancel", "--user=root")
         self.command("scancel", "--user=root", "--signal=KILL")
         self.wait_for(
@@ -225,7 +225,7 @@ class Cluster:
 def _run(*command: str, environment: dict[str, str] | None = None) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
     if done.returncode:
-        raise CommandError(f"{' '.join(command)} left with {done.returncode}\n{done.stdout}{done.stderr}")
+        raise CommandError(f"{' '.join(command)} exited with {done.returncode}\n{done.stdout}{done.stderr}")
     return done.stdout
 
 
@@ -234,8 +234,8 @@ def _pids(namespace: str) -> list[int]:
 
 
 def _kill_all(namespace: str) -> None:
-    while left := _pids(namespace):
-        for pid in left:
+    while pids := _pids(namespace):
+        for pid in pids:
             _kill(pid, signal.SIGKILL)
         time.sleep(0.02)
 
@@ -246,19 +246,19 @@ def _kill(pid: int, number: signal.Signals) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Ends what runs in a cluster and removes it; also what is left of one."""
+    """Kills the processes of a cluster and removes it, even if it is incomplete."""
     for space in Path("/run/netns").glob(f"{folder.name}-*"):
         _kill_all(space.name)
         _run("ip", "netns", "del", space.name)
     with suppress(OSError):
         pid = int((folder / "munge" / "pid").read_text())
-        if str(folder).encode() in Path(f"/proc/{pid}/cmdline").read_bytes():  # Else the number is another's by now.
+        if str(folder).encode() in Path(f"/proc/{pid}/cmdline").read_bytes():  # Otherwise the pid was reused.
             _kill(pid, signal.SIGTERM)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def sweep() -> None:
-    """Removes clusters whose process is gone."""
+    """Removes the clusters of processes that no longer exist."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}-*"):
         owner = folder.name.removeprefix(f"{PREFIX}-")
         if owner.isdecimal() and not Path(f"/proc/{owner}").exists():

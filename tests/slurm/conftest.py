@@ -1,4 +1,4 @@
-"""One cluster for all tests that need SLURM, on which jobs that do not disturb each other run side by side."""
+"""One cluster for all SLURM tests; independent scenarios run on it concurrently."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Scenario = Callable[[Cluster, Path], None]
 def _cluster() -> Iterator[Cluster]:
     if reason := missing():
         if os.environ.get("REQUIRE_SLURM") == "1":
-            pytest.fail(f"REQUIRE_SLURM=1, but there is no SLURM: {reason}")
+            pytest.fail(f"REQUIRE_SLURM=1, but SLURM is missing: {reason}")
         pytest.skip(f"no SLURM: {reason}")
     with Cluster() as cluster:
         yield cluster
@@ -26,7 +26,7 @@ def _cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(_cluster: Cluster) -> Iterator[Cluster]:
-    """Without jobs."""
+    """The cluster, cleared of jobs after the test."""
     yield _cluster
     _cluster.clear()
 
@@ -35,7 +35,7 @@ def cluster(_cluster: Cluster) -> Iterator[Cluster]:
 def scenarios(
     request: pytest.FixtureRequest, _cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[Scenario, Future[None]]]:
-    """Every selected scenario of the module, begun; each has a folder of its own."""
+    """Starts every selected scenario of the module in its own folder."""
     selected = [item.obj.scenario for item in request.session.items if hasattr(getattr(item, "obj", None), "scenario")]  # type: ignore[attr-defined]
     with ThreadPoolExecutor(JOBS) as threads:
         yield {one: threads.submit(one, _cluster, tmp_path_factory.mktemp("scenario")) for one in selected}

@@ -1,4 +1,4 @@
-"""A run as a job of the tests' cluster: submitted, told, asked, and judged by what it left."""
+"""A run as a job of the test cluster: submit, signal, query, and inspect its results."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class Job:
         self.number = ""
 
     def submit(self, *options: str) -> str:
-        told = self.slurm("submit", *self.options, *SIZE, *options)
-        self.number = told.split()[1]
-        return told
+        output = self.slurm("submit", *self.options, *SIZE, *options)
+        self.number = output.split()[1]
+        return output
 
     def slurm(self, *words: str) -> str:
         return self.cluster.command(sys.executable, "-m", "trainer.slurm", *words)
 
     def near_the_limit(self) -> None:
-        """What `--signal=B:USR1@...` does when the time comes."""
+        """Sends the signal of `--signal=B:USR1@...`."""
         self.cluster.command("scancel", "--batch", "--signal=USR1", self.number)
 
     def ended(self, state: str, *, seconds: float = 60) -> str:
-        """Waits for the end, which must be this one; returns the exit code."""
+        """Waits until the job ends in this state; returns the exit code."""
         found = self.cluster.wait_state(self.number, *OVER, seconds=seconds)
         assert found.state == state, f"{found}\n{self.log()}"
         return found.exit_code
@@ -54,7 +54,7 @@ class Job:
         return max((step for step, _ in RunDir(self.folder).committed_checkpoints()), default=0)
 
     def wait_progress(self, *, seconds: float = 120) -> None:
-        """Waits for a checkpoint that is not there yet."""
+        """Waits for a new checkpoint."""
         before, deadline = self.newest(), time.monotonic() + seconds
         while self.newest() <= before:
             assert time.monotonic() < deadline, f"no new checkpoint\n{self.log()[-4000:]}"

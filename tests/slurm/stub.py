@@ -1,7 +1,7 @@
-"""In the place of a job's interpreter: ranks that do as a plan says and keep the trainer's manners, without torch.
+"""Replaces a job's interpreter: ranks that follow a plan and the trainer's conventions, without torch.
 
-The plan is `RUN/plan.json`: from an attempt, as `<life>.<attempt>`, to what ranks do in it; `finish` where it says
-nothing. What they did is in `RUN/did.txt`, in order.
+`RUN/plan.json` maps an attempt, `<requeue>.<attempt>`, to the action of its ranks; the default is `finish`. Ranks
+append their actions to `RUN/actions.txt`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-PATIENCE = 0.7  # seconds for which a rank that saves waits for the others
+PATIENCE = 0.7  # seconds that a saving rank waits for the others
 
 
 class Rank:
@@ -22,27 +22,27 @@ class Rank:
         self.run = run
         self.number = int(os.environ["SLURM_PROCID"])
         self.attempt = os.environ["LONGHAUL_ATTEMPT"].partition(".")[2]
-        self.heard: list[str] = []
+        self.signals: list[str] = []
         self.saves = 0
         for number in (signal.SIGUSR1, signal.SIGTERM):
-            signal.signal(number, self.hear)
+            signal.signal(number, self.on_signal)
 
-    def hear(self, number: int, _: FrameType | None) -> None:
-        self.heard.append(signal.Signals(number).name)
+    def on_signal(self, number: int, _: FrameType | None) -> None:
+        self.signals.append(signal.Signals(number).name)
 
-    def did(self, what: str) -> None:
-        with (self.run / "did.txt").open("a") as file:
-            file.write(f"{self.attempt} rank {self.number} {what}\n")
+    def record(self, action: str) -> None:
+        with (self.run / "actions.txt").open("a") as file:
+            file.write(f"{self.attempt} rank {self.number} {action}\n")
 
-    # ---- what ranks may do, each of which returns the exit status
+    # ---- actions, which return the exit status
 
     def train(self) -> int:
-        """Until it is told to leave; then it saves, if all ranks do."""
+        """Trains until signalled; then saves, if all ranks do."""
         self.wait()
         return self.save("REQUEUE")
 
     def last(self) -> int:
-        """Is told to leave when there is nothing left to do but to save, which takes a while."""
+        """Is signalled after the last step, during a slow save."""
         self.wait()
         time.sleep(2)
         return self.save("DONE")
@@ -51,22 +51,22 @@ class Rank:
         return self.save("DONE")
 
     def crash(self) -> int:
-        """Rank 1 dies; its peers are told to leave, and cannot save."""
+        """Rank 1 fails; its peers are signalled and cannot save."""
         return 1 if self.number == 1 else self.train()
 
     def intruded(self) -> int:
-        """Another start in the folder is refused, and then rank 1 dies."""
+        """Another run in the folder is refused, then rank 1 fails."""
         if self.number == 0:
             self.mark("STOP", "another")
         return self.crash()
 
     def progress(self) -> int:
-        """Saves, and crashes later."""
+        """Saves, then crashes."""
         self.save(None)
         return self.crash()
 
     def stage(self) -> int:
-        """Ends well, with a checkpoint and without a marker: the next stage is to begin."""
+        """Succeeds with a checkpoint and without a marker: the next stage follows."""
         return self.save(None)
 
     def stop(self) -> int:
@@ -78,18 +78,18 @@ class Rank:
         return 2
 
     def deaf(self) -> int:
-        """Hangs, whatever it is told."""
-        self.did("hangs")
+        """Hangs and ignores signals."""
+        self.record("hangs")
         while True:
             time.sleep(1)
 
     def wait(self) -> None:
-        self.did("trains")
-        while not self.heard:
+        self.record("trains")
+        while not self.signals:
             time.sleep(0.01)
 
     def save(self, marker: str | None) -> int:
-        """A checkpoint, for which every rank has to be there."""
+        """Saves a checkpoint, which needs every rank."""
         self.saves += 1
         meeting = self.run / f"meeting-{self.attempt}-{self.saves}"
         meeting.mkdir(exist_ok=True)
@@ -108,21 +108,21 @@ class Rank:
 
     def mark(self, marker: str, attempt: str = "") -> None:
         attempt = attempt or os.environ["LONGHAUL_ATTEMPT"]
-        facts = {"step": 1, "reason": "the plan", "attempt": attempt, "time": time.time()}
-        (self.run / marker).write_text(json.dumps(facts))
+        fields = {"step": 1, "reason": "the plan", "attempt": attempt, "time": time.time()}
+        (self.run / marker).write_text(json.dumps(fields))
 
 
 def main(words: list[str]) -> int:
     if "trainer.slurm.node_info" in words:
         sys.stdout.write("a node\n")
         return 0
-    place = "--job.output_dir"  # Only of a script that was rendered by hand; else the configuration lies in the folder.
+    place = "--job.output_dir"  # Present in rendered scripts; submitted ones read the configuration in the run folder.
     given = words[words.index(place) + 1] if place in words else words[words.index("--config") + 1]
     rank = Rank(Path(given) if place in words else Path(given).parents[2])
-    rank.did(f"meets at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}")
+    rank.record(f"meets at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}")
     action = json.loads((rank.run / "plan.json").read_text()).get(rank.attempt, "finish")
     status: int = getattr(rank, action)()
-    rank.did(f"left with {status} after {' '.join(rank.heard) or 'nothing'}")
+    rank.record(f"exited with {status} after {' '.join(rank.signals) or 'nothing'}")
     return status
 
 

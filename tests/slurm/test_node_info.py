@@ -1,4 +1,4 @@
-"""What the log of a job says of each node."""
+"""The line about each node in the job log."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_gpus_are_counted_by_model_with_their_driver(driver: Path) -> None:
     assert gpu_summary(driver).endswith(" (driver of unknown version)")
 
 
-def test_a_node_is_told_in_a_line(tmp_path: Path) -> None:
-    told = node_summary(tmp_path)
-    assert told.startswith(f"{socket.gethostname()}: no GPUs, ")
-    assert ", torch 2." in told
-    assert "\n" not in told
+def test_a_node_summary_is_one_line(tmp_path: Path) -> None:
+    line = node_summary(tmp_path)
+    assert line.startswith(f"{socket.gethostname()}: no GPUs, ")
+    assert ", torch 2." in line
+    assert "\n" not in line

@@ -1,4 +1,4 @@
-"""The tests' own SLURM leaves nothing behind, however they end."""
+"""The SLURM cluster of the tests is removed completely, even after a kill."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.slurm
-def test_what_a_killed_process_left_is_removed_and_nothing_else(cluster: Cluster) -> None:
+def test_sweep_removes_only_the_cluster_of_a_killed_process(cluster: Cluster) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED], cwd=ROOT, capture_output=True, text=True, check=False)
     name, *pids = done.stdout.split()
     folder = Path(tempfile.gettempdir()) / name

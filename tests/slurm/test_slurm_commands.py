@@ -1,4 +1,4 @@
-"""`python -m trainer.slurm`, with a scheduler of three scripts that write down what they were asked."""
+"""`python -m trainer.slurm`, with three stub commands in place of SLURM that record their arguments."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ ROOT = Path(__file__).resolve().parents[2]
 SIZE = ["--nodes", "2", "--gpus-per-node", "0", "--processes-per-node", "2"]
 FAKE = """\
 #!/bin/bash
-echo "$(basename "$0") $*" >>"{folder}/asked.txt"
+echo "$(basename "$0") $*" >>"{folder}/commands.txt"
 {body}
 """
-# As Slurm 22.05 says it.
+# The output of Slurm 22.05.
 JOB = (
     "JobId=41 JobName=run UserId=root(0) GroupId=root(0) MCS_label=N/A Priority=4294901759 Nice=0 Account=(null) "
     "QOS=(null) JobState={state} Reason={reason} Dependency=(null) Requeue=1 Restarts={restarts} BatchFlag=1 Reboot=0 "
@@ -33,17 +33,17 @@ JOB = (
 RUNNING = JOB.format(state="RUNNING", reason="None", restarts=2)
 PENDING = JOB.format(state="PENDING", reason="Resources", restarts=0)
 ENDED = JOB.format(state="COMPLETED", reason="None", restarts=0)
-FORGOTTEN = 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1'
+UNKNOWN_JOB = 'echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1'
 
 
 class Scheduler:
-    """Scripts in the place of the scheduler's commands."""
+    """Stub scripts for the commands of SLURM."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir()
         self.answer("sbatch", "echo 41")
-        self.answer("scontrol", FORGOTTEN)
+        self.answer("scontrol", UNKNOWN_JOB)
         self.answer("scancel", "")
 
     def answer(self, command: str, body: str) -> None:
@@ -51,11 +51,11 @@ class Scheduler:
         path.write_text(FAKE.format(folder=self.folder, body=body))
         path.chmod(0o755)
 
-    def has(self, job: str) -> None:
+    def set_job(self, job: str) -> None:
         self.answer("scontrol", f"echo '{job}'")
 
-    def asked(self) -> list[str]:
-        path = self.folder / "asked.txt"
+    def commands(self) -> list[str]:
+        path = self.folder / "commands.txt"
         return path.read_text().splitlines() if path.exists() else []
 
 
@@ -75,17 +75,17 @@ def submit(run: Path, *options: str) -> int:
     return main(["submit", "--config", "debug", "--job.output_dir", str(run), *SIZE, *options])
 
 
-# ---- the command line
+# ---- command line
 
 
-def test_options_of_the_job_can_be_written_short() -> None:
+def test_short_job_options_are_expanded() -> None:
     words = ["--gpus-per-node", "4", "--time=1:00:00", "--training.steps", "5", "--slurm.nodes", "2"]
     expected = ["--slurm.gpus_per_node", "4", "--slurm.time=1:00:00", *words[3:]]
     assert expand_short_options(words) == expected
     assert load(expand_short_options(words)).slurm.gpus_per_node == 4
 
 
-def test_ranks_are_given_the_runs_own_options_only() -> None:
+def test_ranks_get_no_slurm_options() -> None:
     words = [
         "--config",
         "a.toml",
@@ -99,81 +99,81 @@ def test_ranks_are_given_the_runs_own_options_only() -> None:
     assert run_options(words) == ["--training.steps=5", "--job.name", "b"]
 
 
-def test_help_has_every_key_of_the_job(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_slurm_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
-    told = capsys.readouterr().out
-    assert told.startswith("python -m trainer.slurm render|submit")
-    assert "--slurm.lead_seconds  integer >= 1 <= 65535  (default: 300)" in told
+    printed = capsys.readouterr().out
+    assert printed.startswith("python -m trainer.slurm render|submit")
+    assert "--slurm.lead_seconds  integer >= 1 <= 65535  (default: 300)" in printed
 
 
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ([], "error: no command: there are render, submit, status, cancel; see --help\n"),
-        (["start"], "error: start: there are render, submit, status, cancel; see --help\n"),
-        (["status"], "error: which run? give its folder, or --config NAME|PATH\n"),
-        (["cancel", "/nowhere"], "error: /nowhere: there is no such run folder\n"),
+        ([], "error: command (none) must be one of render, submit, status, cancel; see --help\n"),
+        (["start"], "error: command start must be one of render, submit, status, cancel; see --help\n"),
+        (["status"], "error: no run given: pass its folder, or --config NAME|PATH\n"),
+        (["cancel", "/nowhere"], "error: /nowhere: no such run folder\n"),
         (["status", "--config", "debug", "--zebra", "1"], "--zebra"),
     ],
 )
-def test_a_wrong_command_line_leaves_with_2(words: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_line_exits_with_2(words: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
-    told = capsys.readouterr()
-    assert problem in told.err
-    assert told.out == ""
+    printed = capsys.readouterr()
+    assert problem in printed.err
+    assert printed.out == ""
 
 
 # ---- render
 
 
-def test_render_prints_what_submit_writes_but_for_the_configuration(
+def test_render_and_submit_differ_only_in_the_configuration_path(
     scheduler: Scheduler, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["render", "--config", "debug", "--job.output_dir", str(run), *SIZE]) == 0
     printed = capsys.readouterr().out
-    assert scheduler.asked() == []
+    assert scheduler.commands() == []
     assert not run.exists()
     submit(run)
     written = (run / "slurm" / "1" / "job.sh").read_text()
     differ = [pair for pair in zip(printed.splitlines(), written.splitlines(), strict=True) if pair[0] != pair[1]]
-    ours = ROOT / "train_configs" / "debug.toml"
+    config = ROOT / "train_configs" / "debug.toml"
     assert differ == [
         (
-            f"ARGUMENTS=(--config {ours} --job.output_dir {run})",
+            f"ARGUMENTS=(--config {config} --job.output_dir {run})",
             f"ARGUMENTS=(--config {run}/slurm/1/config.toml)",
         )
     ]
     assert f"PYTHON={sys.executable}\n" in printed
 
 
-def test_a_script_can_be_looked_at_before_corpus_and_tokenizer_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_render_works_without_corpus_and_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["render", "--config", "llama3_8b_1m", "--nodes", "4"]) == 2
-    told = capsys.readouterr()
-    assert "#SBATCH --nodes=4\n" in told.out
-    assert "error: tokenizer.path" in told.err
+    printed = capsys.readouterr()
+    assert "#SBATCH --nodes=4\n" in printed.out
+    assert "error: tokenizer.path" in printed.err
     assert main(["render", "--config", "llama3_8b_1m", "--nodes", "3"]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert "needs 32 processes, but the world size is 24 (" in told.err
-    assert told.err.endswith("for 24 processes (3 nodes x 8)\n")
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "needs 32 processes, but the world size is 24 (" in printed.err
+    assert printed.err.endswith("for 24 processes (3 nodes x 8)\n")
 
 
 # ---- submit
 
 
-def test_submit_keeps_what_the_job_was_made_of_and_says_what_to_type_next(
+def test_submit_stores_the_job_and_prints_the_next_commands(
     scheduler: Scheduler, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert submit(run, "--training.steps", "7") == 0
     folder = run / "slurm" / "1"
-    assert scheduler.asked() == [f"sbatch --parsable {folder}/job.sh"]
+    assert scheduler.commands() == [f"sbatch --parsable {folder}/job.sh"]
     assert load(["--config", str(folder / "config.toml")]).training.steps == 7
     assert json.loads((folder / "job.json").read_text())["job"] == "41"
     assert (folder / "code.txt").read_text().splitlines()[0] == snapshot.code_version(ROOT)
-    told = capsys.readouterr().out
-    assert told.startswith(f"job 41 submitted: 2 nodes x 2 ranks, as {folder}/job.sh\n")
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"job 41 submitted: 2 nodes x 2 ranks, as {folder}/job.sh\n")
     for line in (f"tail -F {run}/slurm/job-41.log\n", f"trainer.slurm status {run}\n", f"trainer.slurm cancel {run}\n"):
-        assert line in told
+        assert line in printed
 
 
 def test_submissions_are_numbered(scheduler: Scheduler, run: Path) -> None:
@@ -185,134 +185,130 @@ def test_submissions_are_numbered(scheduler: Scheduler, run: Path) -> None:
     assert jobs.submitted_job_ids(run) == ["40", "41"]
 
 
-def test_a_wrong_configuration_is_told_whole_and_nothing_is_submitted(
+def test_all_problems_of_a_configuration_are_reported_and_nothing_is_submitted(
     scheduler: Scheduler, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert submit(run, "--parallelism.dp_shard", "3", "--training.micro_batch_size", "3") == 2
-    told = capsys.readouterr().err
-    assert told.count("error: ") == 2
-    assert "but the world size is 4 (" in told
+    printed = capsys.readouterr().err
+    assert printed.count("error: ") == 2
+    assert "but the world size is 4 (" in printed
     assert submit(run, "--zebra", "3", "--time", "soon") == 2
     assert capsys.readouterr().err.count("error: ") == 2
-    assert scheduler.asked() == []
+    assert scheduler.commands() == []
     assert not (run / "slurm").exists()
 
 
-def test_a_run_that_is_queued_is_not_submitted_again(
+def test_a_queued_or_running_run_cannot_be_submitted_again(
     scheduler: Scheduler, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert submit(run) == 0
     for job, code in ((PENDING, 2), (RUNNING, 2), (ENDED, 0)):
-        scheduler.has(job)
+        scheduler.set_job(job)
         assert submit(run) == code
     assert "error: job 41 of this run is PENDING (Resources); cancel it first: " in capsys.readouterr().err
-    assert sum(line.startswith("sbatch") for line in scheduler.asked()) == 2
+    assert sum(line.startswith("sbatch") for line in scheduler.commands()) == 2
 
 
-def test_a_run_folder_of_another_run_is_refused_before_anything_is_queued(
+def test_the_run_folder_of_another_run_is_refused(
     scheduler: Scheduler, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (run / "checkpoints" / "step-3").mkdir(parents=True)
     assert submit(run) == 78
     assert "is intact:" in capsys.readouterr().err
-    assert scheduler.asked() == []
+    assert scheduler.commands() == []
 
 
-def test_what_the_scheduler_refuses_is_told(
-    scheduler: Scheduler, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_of_sbatch_is_reported(scheduler: Scheduler, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scheduler.answer("sbatch", "echo 'sbatch: error: invalid partition specified: x' >&2; exit 1")
     assert submit(run) == 1
     assert capsys.readouterr().err == "error: sbatch: error: invalid partition specified: x\n"
     assert jobs.submitted_job_ids(run) == []
 
 
-def test_without_slurm_there_is_one_clear_error(
+def test_missing_slurm_commands_are_reported(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert submit(run) == 1
-    rule = "this has to be typed on a machine that can submit jobs to SLURM"
+    rule = "run this on a machine that can submit SLURM jobs"
     assert capsys.readouterr().err == f"error: sbatch is not on PATH: {rule}\n"
 
 
 # ---- status and cancel
 
 
-def test_status_tells_queue_newest_update_checkpoint_and_markers(
+def test_status_shows_jobs_newest_step_checkpoint_and_markers(
     scheduler: Scheduler, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     submit(run)
-    scheduler.has(RUNNING)
-    facts = {"step": 12, "loss": 2.345678, "grad_norm": None, "step_seconds": 0.5}
-    (run / "metrics.jsonl").write_text(f'{{"step": 11}}\n{json.dumps(facts)}\n{{"step": 13, "lo')
+    scheduler.set_job(RUNNING)
+    record = {"step": 12, "loss": 2.345678, "grad_norm": None, "step_seconds": 0.5}
+    (run / "metrics.jsonl").write_text(f'{{"step": 11}}\n{json.dumps(record)}\n{{"step": 13, "lo')
     assert len(lines(run / "slurm" / "1" / "job.json")) == 1
     (run / "checkpoints" / "step-9").mkdir()
     (run / "checkpoints" / "step-10").mkdir()
     (run / "REQUEUE").write_text('{"step": 10, "reason": "SIGUSR1", "attempt": "41.2.0", "time": 0}')
     capsys.readouterr()
     assert main(["status", str(run)]) == 0
-    told = [line.partition("  ") for line in capsys.readouterr().out.splitlines()]
-    said = {name: value.strip() for name, _, value in told}
-    assert said["run"] == str(run)
-    assert said["job 41"] == "RUNNING on n[1-2] for 00:02:07 of 1-00:00:00, requeued 2 times"
-    assert said["newest update"] == "step 12, loss 2.3457, step_seconds 0.5, written 0 s ago"
-    assert said["newest checkpoint"] == "step-10, written 0 s ago"
-    assert said["REQUEUE"].startswith("step 10, reason SIGUSR1, attempt 41.2.0, 19")
-    assert said["log"] == f"{run}/slurm/job-41.log"
+    rows = [line.partition("  ") for line in capsys.readouterr().out.splitlines()]
+    status = {name: value.strip() for name, _, value in rows}
+    assert status["run"] == str(run)
+    assert status["job 41"] == "RUNNING on n[1-2] for 00:02:07 of 1-00:00:00, requeued 2 times"
+    assert status["newest step"] == "step 12, loss 2.3457, step_seconds 0.5, written 0 s ago"
+    assert status["newest checkpoint"] == "step-10, written 0 s ago"
+    assert status["REQUEUE"].startswith("step 10, reason SIGUSR1, attempt 41.2.0, 19")
+    assert status["log"] == f"{run}/slurm/job-41.log"
 
 
 @pytest.mark.usefixtures("scheduler")
-def test_status_tells_what_is_known_where_nothing_is(
+def test_status_of_a_run_without_steps_and_scheduler(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert submit(run) == 0
     capsys.readouterr()
     command = ["status", "--config", "debug", "--job.output_dir", str(run)]
     assert main(command) == 0
-    told = capsys.readouterr().out
-    assert "is over, and the scheduler has forgotten it\n" in told
-    assert told.count("  none\n") == 2
+    printed = capsys.readouterr().out
+    assert "finished; the scheduler no longer has its record\n" in printed
+    assert printed.count("  none\n") == 2
     monkeypatch.setenv("PATH", "/nowhere")
     assert main(command) == 0
     assert "unknown: scontrol is not on PATH" in capsys.readouterr().out
 
 
-def test_cancel_takes_the_right_to_come_back_first(
-    scheduler: Scheduler, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cancel_disables_requeueing_first(scheduler: Scheduler, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     submit(run)
-    scheduler.has(RUNNING)
+    scheduler.set_job(RUNNING)
     assert main(["cancel", str(run)]) == 0
-    assert scheduler.asked()[-2:] == ["scontrol update JobId=41 Requeue=0", "scancel 41"]
+    assert scheduler.commands()[-2:] == ["scontrol update JobId=41 Requeue=0", "scancel 41"]
     assert "job 41 cancelled; it was RUNNING on n[1-2]" in capsys.readouterr().out
-    scheduler.has(ENDED)
+    scheduler.set_job(ENDED)
     assert main(["cancel", str(run)]) == 0
-    assert scheduler.asked()[-1] == "scontrol --oneliner show job 41"
+    assert scheduler.commands()[-1] == "scontrol --oneliner show job 41"
     assert capsys.readouterr().out == f"{run} has no job that is queued or running\n"
 
 
 @pytest.mark.parametrize(
-    ("state", "is_over"),
+    ("state", "is_finished"),
     [("PENDING", False), ("RUNNING", False), ("COMPLETING", False), ("REQUEUED", False), ("TIMEOUT", True)],
 )
-def test_a_job_is_over_when_it_cannot_come_back(state: str, is_over: bool) -> None:  # noqa: FBT001
-    assert JobState.parse("41", JOB.format(state=state, reason="None", restarts=0)).is_finished == is_over
+def test_finished_states_are_those_that_cannot_requeue(state: str, is_finished: bool) -> None:  # noqa: FBT001
+    assert JobState.parse("41", JOB.format(state=state, reason="None", restarts=0)).is_finished == is_finished
 
 
-# ---- the code
+# ---- code version
 
 
-def test_a_snapshot_has_commit_changes_and_what_git_does_not_know(tmp_path: Path) -> None:
-    root, folder = tmp_path / "code", tmp_path / "kept"
+def test_a_snapshot_has_commit_changes_and_untracked_files(tmp_path: Path) -> None:
+    root, folder = tmp_path / "code", tmp_path / "snapshot"
     folder.mkdir()
     root.mkdir()
     (root / "pyproject.toml").write_text('[project]\nversion = "1.2"\n')
     assert snapshot.code_version(root) == "version 1.2"
     assert snapshot.uncommitted_changes(root) == ("", [])
-    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    author = ["-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
-        subprocess.run(["git", *who, *words], cwd=root, check=True, capture_output=True)
+        subprocess.run(["git", *author, *words], cwd=root, check=True, capture_output=True)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, check=True, capture_output=True, text=True).stdout
     snapshot.write_code_version(root, folder)
     assert [path.name for path in folder.iterdir()] == ["code.txt"]
@@ -320,5 +316,5 @@ def test_a_snapshot_has_commit_changes_and_what_git_does_not_know(tmp_path: Path
     (root / "pyproject.toml").write_text('[project]\nversion = "1.3"\n')
     (root / "new.py").touch()
     snapshot.write_code_version(root, folder)
-    assert (folder / "code.txt").read_text() == f"commit {commit.strip()} and changes\nnot under git: new.py\n"
+    assert (folder / "code.txt").read_text() == f"commit {commit.strip()} with uncommitted changes\nuntracked: new.py\n"
     assert '+version = "1.3"' in (folder / "code.diff").read_text()

@@ -1,4 +1,4 @@
-"""The batch script, as text: what the configuration puts into it, and that bash understands it."""
+"""The rendered batch script: its text, and that bash parses it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from trainer.slurm.script import BATCH_TEMPLATE, ROOT, BatchJob, render
 
 HEAD = """\
 #!/bin/bash
-# Longhaul: long on 4 nodes x 8 ranks; made with commit abc.
-# To be given to sbatch; /runs/long/slurm must be there. docs/slurm.md says what it does on which signal.
+# Longhaul: long on 4 nodes x 8 ranks; rendered with commit abc.
+# Submit with sbatch; /runs/long/slurm must exist. docs/slurm.md describes how it handles signals.
 #SBATCH --job-name=long
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=8
@@ -40,7 +40,7 @@ ROOT={root} # Longhaul
 PYTHON=/venv/bin/python
 ARGUMENTS=(--config /runs/long/slurm/1/config.toml)
 MAX_REQUEUES=50
-MAX_STUCK=2 # starts in a row without a new checkpoint
+MAX_STUCK=2 # consecutive launches without a new checkpoint
 BACKOFF=30 # seconds
 
 # ---- the environment of this shell and of all ranks
@@ -51,13 +51,13 @@ export PYTHONPATH=$ROOT${{PYTHONPATH:+:$PYTHONPATH}}
 SRUN = """\
     srun --kill-on-bad-exit=1 --wait=60 --label --cpus-per-task="$SLURM_CPUS_PER_TASK" --cpu-bind=none \\
         "$PYTHON" -P -u -m trainer.launch "${ARGUMENTS[@]}" &
-    step=$!
+    srun_pid=$!
 """
 TORCHRUN = """\
     srun --kill-on-bad-exit=1 --wait=60 --label \\
         "$PYTHON" -P -u -m trainer.slurm.torchrun_agent --nodes "$SLURM_JOB_NUM_NODES" --processes 4 --meet "$MASTER_ADDR:$MASTER_PORT" \\
         --id "$LONGHAUL_ATTEMPT" "${ARGUMENTS[@]}" &
-    step=$!
+    srun_pid=$!
 """
 EVERYTHING = {
     "nodes": "4",
@@ -98,26 +98,26 @@ def directives(text: str) -> list[str]:
     return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
 
 
-def said(text: str, code: str) -> str:
-    """What bash says after the settings of a script."""
+def bash_output(text: str, code: str) -> str:
+    """The output of `code` in bash after the settings of a script."""
     settings = "".join(f"{line}\n" for line in text.splitlines() if line.partition("=")[0].isupper())
     return subprocess.run(["bash", "-c", f"{settings}{code}"], capture_output=True, text=True, check=True).stdout
 
 
-def test_every_key_stands_in_the_script() -> None:
+def test_every_key_appears_in_the_script() -> None:
     text = script(**EVERYTHING)
     assert text.startswith(HEAD.format(root=ROOT))
     assert SRUN in text
 
 
-def test_what_is_left_out_is_left_to_the_cluster() -> None:
+def test_unset_keys_keep_the_defaults_of_the_cluster() -> None:
     names = [line.partition("=")[0] for line in directives(script())]
-    asked = ["job-name", "nodes", "ntasks-per-node", "gpus-per-node", "chdir", "output", "signal"]
-    assert names == [*(f"--{name}" for name in asked), "--requeue", "--open-mode"]
+    options = ["job-name", "nodes", "ntasks-per-node", "gpus-per-node", "chdir", "output", "signal"]
+    assert names == [*(f"--{name}" for name in options), "--requeue", "--open-mode"]
     assert "cpus-per-task" not in script()
 
 
-def test_the_rest_is_the_template() -> None:
+def test_other_lines_are_those_of_the_template() -> None:
     template = BATCH_TEMPLATE.read_text().splitlines()
     text = script(**EVERYTHING).splitlines()
     kept = [line for line in template if not line.lstrip().startswith("# @")]
@@ -126,7 +126,7 @@ def test_the_rest_is_the_template() -> None:
     assert not any("# @" in line for line in text)
 
 
-def test_torchrun_has_a_task_on_each_node_with_all_its_cores() -> None:
+def test_torchrun_gets_one_task_per_node_with_all_cores() -> None:
     text = script(launcher="torchrun", gpus_per_node="4")
     assert TORCHRUN in text
     assert "--ntasks-per-node=1" in directives(text)
@@ -134,42 +134,42 @@ def test_torchrun_has_a_task_on_each_node_with_all_its_cores() -> None:
     assert "--cpus-per-task=48" in directives(script(launcher="torchrun", gpus_per_node="4", cpus_per_task="12"))
 
 
-def test_nodes_without_gpus_are_asked_for_none() -> None:
+def test_nodes_without_gpus_request_none() -> None:
     found = directives(script(gpus_per_node="0", processes_per_node="6"))
     assert "--ntasks-per-node=6" in found
     assert not any("gpus" in line for line in found)
 
 
-def test_a_container_sees_the_same_paths() -> None:
+def test_a_container_mounts_the_same_paths() -> None:
     text = script(container="nvcr.io#nvidia/pytorch:26.01")
     options = '--container-image=nvcr.io#nvidia/pytorch:26.01 --container-mounts="$ROOT:$ROOT,$RUN:$RUN,$PWD:$PWD" '
-    assert text.count(options + '--container-workdir="$PWD"') == 2  # The report of nodes, and the ranks.
+    assert text.count(options + '--container-workdir="$PWD"') == 2  # The node report, and the ranks.
 
 
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 @pytest.mark.parametrize("container", [{}, {"container": "/images/longhaul.sqsh"}])
-def test_bash_understands_it(launcher: str, container: dict[str, str]) -> None:
+def test_bash_parses_the_script(launcher: str, container: dict[str, str]) -> None:
     text = script(launcher=launcher, **EVERYTHING, **container)
     done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("run", ["/runs/it's $HOME", '/runs/a b;"c"', "/runs/50%"])
-def test_paths_arrive_as_they_are(run: str) -> None:
+def test_paths_are_quoted(run: str) -> None:
     text = script(run=run)
-    assert said(text, 'printf %s "$RUN"') == run
-    assert said(text, 'printf "%s|" "${ARGUMENTS[@]}"') == f"--config|{run}/slurm/1/config.toml|"
+    assert bash_output(text, 'printf %s "$RUN"') == run
+    assert bash_output(text, 'printf "%s|" "${ARGUMENTS[@]}"') == f"--config|{run}/slurm/1/config.toml|"
     (output,) = (line for line in directives(script(run="/runs/50% of it")) if line.startswith("--output"))
     assert output == '--output="/runs/50%% of it/slurm/job-%j.log"'
 
 
 @pytest.mark.parametrize("kind", exit_markers.EXIT_MARKERS)
-def test_the_script_knows_the_markers_that_training_leaves(tmp_path: Path, kind: exit_markers.ExitMarker) -> None:
+def test_the_script_finds_the_exit_markers_of_its_attempt(tmp_path: Path, kind: exit_markers.ExitMarker) -> None:
     lines = BATCH_TEMPLATE.read_text().splitlines()
-    begin = next(number for number, line in enumerate(lines) if line.startswith("left() {"))
-    function = "\n".join(lines[begin : lines.index("}", begin) + 1])
+    start = next(number for number, line in enumerate(lines) if line.startswith("has_marker() {"))
+    function = "\n".join(lines[start : lines.index("}", start) + 1])
     exit_markers.write(tmp_path, kind, reason='"quoted"', attempt="41.0.1")
-    code = f'{function}\nRUN={tmp_path}\nfor LONGHAUL_ATTEMPT in 41.0.1 41.0.11 41.0 ""; do left {kind}; echo $?; done; left OTHER'
+    code = f'{function}\nRUN={tmp_path}\nfor LONGHAUL_ATTEMPT in 41.0.1 41.0.11 41.0 ""; do has_marker {kind}; echo $?; done; has_marker OTHER'
     done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["0", "1", "1", "1"]
     assert (done.returncode, done.stderr) == (2, "")

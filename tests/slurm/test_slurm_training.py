@@ -1,4 +1,4 @@
-"""Training itself as a job of SLURM: whatever happens to it, it ends bit by bit as if nothing had."""
+"""Training as a SLURM job: after any fault, results equal an uninterrupted run bit for bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.slurm.job import Job
 from tests.system.runs import command_of, digests, forked, metrics, write_run
 
 pytestmark = pytest.mark.slurm
-STEPS = 80  # of 20 to 500 ms, so that what happens comes before the end
+STEPS = 80  # of 20 to 500 ms each, so that faults come before the end
 LONG = 600
 OPTIONS = ("--checkpoint.interval", "4", "--parallelism.cp", "2", "--training.global_batch_size", "4")
 SETUP = '\n[slurm]\nsetup = ["export GLOO_SOCKET_IFNAME=eth0"]\n'
@@ -23,8 +23,8 @@ LONG_PATIENCE = 900
 
 
 @dataclass(frozen=True)
-class Undisturbed:
-    """A run of four processes on this machine, and how it ended."""
+class Uninterrupted:
+    """An uninterrupted run of four local processes, and its results."""
 
     config: Path
     steps: int
@@ -36,28 +36,28 @@ def numbers(folder: Path) -> list[tuple[object, ...]]:
     return metrics(folder, "step", "tokens", "loss", "grad_norm", "lr")
 
 
-def alone(root: Path, steps: int) -> Undisturbed:
+def run_locally(root: Path, steps: int) -> Uninterrupted:
     config, folder = write_run(root), root / "run"
     config.write_text(config.read_text() + SETUP)
     done = forked(config, folder, *OPTIONS, "--training.steps", str(steps), processes=4, seconds=PATIENCE)
     assert done.statuses == [0] * 4, done.said
-    return Undisturbed(config, steps, numbers(folder), digests(folder / "checkpoints" / f"step-{steps}"))
+    return Uninterrupted(config, steps, numbers(folder), digests(folder / "checkpoints" / f"step-{steps}"))
 
 
 @pytest.fixture(scope="module")
-def undisturbed(_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    return alone(tmp_path_factory.mktemp("undisturbed"), STEPS)
+def uninterrupted(_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
+    return run_locally(tmp_path_factory.mktemp("uninterrupted"), STEPS)
 
 
-def training(cluster: Cluster, undisturbed: Undisturbed, folder: Path) -> Job:
-    steps = ("--training.steps", str(undisturbed.steps))
-    return Job(cluster, folder, "--config", str(undisturbed.config), *OPTIONS, *steps)
+def training(cluster: Cluster, uninterrupted: Uninterrupted, folder: Path) -> Job:
+    steps = ("--training.steps", str(uninterrupted.steps))
+    return Job(cluster, folder, "--config", str(uninterrupted.config), *OPTIONS, *steps)
 
 
-def ends_the_same(job: Job, undisturbed: Undisturbed, *, seconds: float = PATIENCE) -> None:
+def require_same_results(job: Job, uninterrupted: Uninterrupted, *, seconds: float = PATIENCE) -> None:
     assert job.ended("COMPLETED", seconds=seconds) == "0:0"
-    assert numbers(job.folder) == undisturbed.numbers
-    assert digests(job.folder / "checkpoints" / f"step-{undisturbed.steps}") == undisturbed.tensors
+    assert numbers(job.folder) == uninterrupted.numbers
+    assert digests(job.folder / "checkpoints" / f"step-{uninterrupted.steps}") == uninterrupted.tensors
 
 
 def ranks(cluster: Cluster, node: str) -> list[int]:
@@ -70,68 +70,68 @@ def kill_a_rank(job: Job) -> None:
 
 
 def test_a_killed_rank_a_time_limit_and_preemption_change_nothing(
-    cluster: Cluster, undisturbed: Undisturbed, tmp_path: Path
+    cluster: Cluster, uninterrupted: Uninterrupted, tmp_path: Path
 ) -> None:
-    job = training(cluster, undisturbed, tmp_path / "run")
+    job = training(cluster, uninterrupted, tmp_path / "run")
     job.submit()
     job.wait_progress()
     kill_a_rank(job)
-    job.wait_log(f"attempt {job.number}.0.0 ended with ")
+    job.wait_log(f"attempt {job.number}.0.0 exited with ")
     job.wait_progress()
     job.near_the_limit()
-    job.wait_log("life 1 on ")
+    job.wait_log("requeue 1, running on ")
     job.wait_progress()
     cluster.preempt(seconds=1)
-    job.wait_log("life 2 on ")
-    ends_the_same(job, undisturbed)
+    job.wait_log("requeue 2, running on ")
+    require_same_results(job, uninterrupted)
     assert f"attempt {job.number}.0.2" not in job.log()
     assert cluster.state(job.number).requeues == 2
 
 
 def test_under_torchrun_a_time_limit_changes_nothing(
-    cluster: Cluster, undisturbed: Undisturbed, tmp_path: Path
+    cluster: Cluster, uninterrupted: Uninterrupted, tmp_path: Path
 ) -> None:
-    job = training(cluster, undisturbed, tmp_path / "run")
+    job = training(cluster, uninterrupted, tmp_path / "run")
     job.submit("--launcher", "torchrun")
     job.wait_progress()
     job.near_the_limit()
-    ends_the_same(job, undisturbed)
+    require_same_results(job, uninterrupted)
     assert cluster.state(job.number).requeues == 1
-    assert f"attempt {job.number}.0.0 ended with 0" in job.log()
+    assert f"attempt {job.number}.0.0 exited with 0" in job.log()
     assert "Traceback" not in job.log()
 
 
-# ---- what takes minutes
+# ---- tests that take minutes
 
 
 @pytest.mark.slow
 def test_a_real_time_limit_changes_nothing(cluster: Cluster, tmp_path: Path) -> None:
-    undisturbed = alone(tmp_path, LONG)
-    job = training(cluster, undisturbed, tmp_path / "job")
-    # SLURM counts in minutes, and warns up to 20 s too early; a start takes up to 20 s.
+    uninterrupted = run_locally(tmp_path, LONG)
+    job = training(cluster, uninterrupted, tmp_path / "job")
+    # SLURM counts in minutes, and signals up to 20 s early; a launch takes up to 20 s.
     job.submit("--time", "00:01:00", "--lead-seconds", "15")
-    ends_the_same(job, undisturbed, seconds=LONG_PATIENCE)
+    require_same_results(job, uninterrupted, seconds=LONG_PATIENCE)
     assert cluster.state(job.number).requeues >= 1
 
 
 @pytest.mark.slow
 def test_a_killed_rank_under_torchrun_changes_nothing(
-    cluster: Cluster, undisturbed: Undisturbed, tmp_path: Path
+    cluster: Cluster, uninterrupted: Uninterrupted, tmp_path: Path
 ) -> None:
-    job = training(cluster, undisturbed, tmp_path / "run")
+    job = training(cluster, uninterrupted, tmp_path / "run")
     job.submit("--launcher", "torchrun")
     job.wait_progress()
     kill_a_rank(job)
-    ends_the_same(job, undisturbed)
+    require_same_results(job, uninterrupted)
     assert cluster.state(job.number).requeues == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["cable", "power"])
-def test_a_node_that_is_lost_and_comes_back_changes_nothing(
-    cluster: Cluster, undisturbed: Undisturbed, tmp_path: Path, fault: str
+def test_a_node_failure_and_recovery_changes_nothing(
+    cluster: Cluster, uninterrupted: Uninterrupted, tmp_path: Path, fault: str
 ) -> None:
-    job = training(cluster, undisturbed, tmp_path / "run")
+    job = training(cluster, uninterrupted, tmp_path / "run")
     job.submit()
     job.wait_progress()
     if fault == "cable":
@@ -143,5 +143,5 @@ def test_a_node_that_is_lost_and_comes_back_changes_nothing(
         cluster.plug("n2")
     else:
         cluster.start_node("n2")
-    ends_the_same(job, undisturbed)
+    require_same_results(job, uninterrupted)
     assert cluster.state(job.number).requeues >= 1

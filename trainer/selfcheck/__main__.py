@@ -1,7 +1,7 @@
-"""`python -m trainer.selfcheck`: whether a run computes on its mesh what one process computes.
+"""`python -m trainer.selfcheck`: checks that a run on its mesh computes the same as in one process.
 
-The run is made small (`shrink.py`) and carried out on this machine's CPU, whatever cluster it is meant for. Leaves with
-0 if all is the same, 1 if something differs or fails, 2 when the configuration is wrong. Nothing here imports torch.
+The run is reduced (`shrink.py`) and trained on this machine's CPU, whatever its target cluster. Exits with 0 if results
+match, 1 if they differ or a run fails, 2 if the configuration is wrong. Imports no torch.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from trainer.selfcheck.shrink import ReducedRun, reduce_run, write_sample_docume
 USAGE = """\
 python -m trainer.selfcheck [--config NAME|PATH] [--world-size N] [--section.key VALUE]... [--help]
 
-Makes the run small, carries out a few updates in float64 on this machine's CPU, on its mesh with two
-ranks for many and in one process, and compares losses, gradients and weights. Corpus and tokenizer
-need not be there. Leaves with 0 if all is the same, 1 if not, 2 when the configuration is wrong.
+Reduces the run and trains a few steps in float64 on this machine's CPU, on its mesh (each dimension
+reduced to two ranks) and in one process, and compares losses, gradients and weights. Corpus and
+tokenizer may be missing. Exits with 0 if results match, 1 if not, 2 if the configuration is wrong.
 
   --config NAME|PATH  a TOML file, or one of train_configs/ by name; default: debug
                       ({names})
-  --world-size N      processes of the run; default: the product of the degrees that the
-                      configuration states, and at least 2 where it leaves out dp_shard
+  --world-size N      world size of the run; default: the product of the degrees in the
+                      configuration, and at least 2 if it leaves out dp_shard
   --help              this text
 
-Every key below can stand in the file, under its [section], and on the command line, where it counts
-more. Of a repeated option the last one counts. Lists are written 0.9,0.95; null takes a value back.
+Every key below can be set in the file, under its [section], and on the command line, which takes
+precedence. The last of repeated options wins. Lists are written 0.9,0.95; null unsets a value.
 """
 WORLD_SIZE_OPTION = "--world-size"
 
@@ -80,7 +80,7 @@ def check_stage(stage: TrainingStage, world_size: int) -> int:
 
 
 def split_world_size(args: Sequence[str]) -> tuple[list[str], str | None]:
-    """The command line without --world-size, and the last value given for that."""
+    """Splits off --world-size; returns the other arguments and its last value."""
     run_args, world_size, remaining_args = list[str](), None, iter(args)
     for arg in remaining_args:
         option, equals, value = arg.partition("=")
@@ -98,12 +98,12 @@ def default_world_size(config: Config) -> int:
 
 
 def compare_with_reference(reduced: ReducedRun, folder: Path, world_size: int) -> int:
-    """Carries out the reference and every pairing, tells how they compare, and returns the exit status."""
+    """Runs the reference and every mesh case, prints the comparison, and returns the exit status."""
     start_time, failed = time.monotonic(), list[str]()
-    print_lines(f"a run of {pluralize(world_size, 'process', 'es')}, made small:", *reduced.description)
+    print_lines(f"a run of {pluralize(world_size, 'process', 'es')}, reduced:", *reduced.description)
     reference = folder / "reference.pt"
     try:
-        (reference_steps,) = processes.run_ranks(reduced.reference, 1, folder / "alone", reference=reference)
+        (reference_steps,) = processes.run_ranks(reduced.reference, 1, folder / "reference", reference=reference)
     except RankFailedError as error:
         print_lines(f"one process: FAILED: {error}")
         return EXIT_FAILURE
@@ -118,14 +118,14 @@ def compare_with_reference(reduced: ReducedRun, folder: Path, world_size: int) -
             continue
         mesh_steps = worst_over_ranks(reference_steps, ranks)
         failed += [] if within_tolerance(reference_steps, mesh_steps) else [mesh_case.name]
-        result_text = "DIFFERENT" if mesh_case.name in failed else "the same"
+        result_text = "MISMATCH" if mesh_case.name in failed else "match"
         print_lines(
             "",
             f"{mesh_case.name}: {result_text}",
             *(f"  {line}" for line in comparison_table(reference_steps, mesh_steps)),
         )
-    limits = f"numbers within {SCALAR_TOLERANCE:g}, gradients and weights within {TENSOR_TOLERANCE:g} of a tensor's largest value"
-    result = f"NOT the same: {'; '.join(failed)}" if failed else "the same"
+    limits = f"losses and norms within {SCALAR_TOLERANCE:g}, gradients and weights within {TENSOR_TOLERANCE:g} of a tensor's largest value"
+    result = f"MISMATCH: {'; '.join(failed)}" if failed else "match"
     print_lines("", f"{result} ({limits}; {time.monotonic() - start_time:.0f} s)")
     return EXIT_FAILURE if failed else EXIT_SUCCESS
 

@@ -1,4 +1,4 @@
-"""What the ranks of a mesh saw of a run, beside what one process saw of it, and how far these may be apart."""
+"""Compares the steps of a run on a mesh with those of one process, and defines the tolerances."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 SCALAR_TOLERANCE = 1e-10
-"""Of a loss or the norm of a gradient, relative."""
+"""Relative, of a loss or gradient norm."""
 TENSOR_TOLERANCE = 1e-9
-"""Of a gradient or a weight, relative to the largest value of its tensor."""
+"""Of a gradient or weight, relative to the largest absolute value of the reference tensor."""
 NUM_WORST_TENSORS = 3
-HEADER = ("update", "loss: one process", "mesh", "norm: one process", "mesh", "tensors")
+HEADER = ("step", "loss: one process", "mesh", "norm: one process", "mesh", "tensors")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepDifference:
-    """An update, on one rank or, of each number the farthest from one process, on any."""
+    """A step's results on one rank, or the worst of all ranks compared with one process."""
 
     loss: float
     grad_norm: float
-    """Of the whole gradient, before clipping."""
+    """Global norm before clipping."""
     tensor_errors: dict[str, float]
-    """By tensor, gradients and then weights: the largest difference from one process over its largest value."""
+    """By tensor, gradients then weights: the largest difference from one process, over its largest value."""
 
 
 def worst_over_ranks(
     reference: Sequence[StepDifference], steps_per_rank: Sequence[Sequence[StepDifference]]
 ) -> list[StepDifference]:
-    """The updates of a mesh. A tensor that no rank has, or only the mesh, is infinitely far."""
+    """The worst value of each metric over ranks. A tensor missing on either side has an infinite error."""
     return [
         StepDifference(
             loss=max((rank.loss for rank in per_rank), key=lambda loss: relative_error(loss, expected.loss)),
@@ -60,7 +60,7 @@ def within_tolerance(reference: Sequence[StepDifference], mesh: Sequence[StepDif
 
 
 def comparison_table(reference: Sequence[StepDifference], mesh: Sequence[StepDifference]) -> list[str]:
-    """A line for each update, and one with the tensors that differ most."""
+    """One line per step, and one with the tensors that differ most."""
     rows = [
         (
             f"{step}",
@@ -71,17 +71,17 @@ def comparison_table(reference: Sequence[StepDifference], mesh: Sequence[StepDif
         for tensor_error in [max(actual.tensor_errors.values())]
     ]
     lines = [
-        f"{step_text:<6}{loss:>21}{mesh_loss:>19}{norm:>21}{mesh_norm:>19}{far:>11}"
-        for step_text, loss, mesh_loss, norm, mesh_norm, far in (HEADER, *rows)
+        f"{step_text:<6}{loss:>21}{mesh_loss:>19}{norm:>21}{mesh_norm:>19}{error:>11}"
+        for step_text, loss, mesh_loss, norm, mesh_norm, error in (HEADER, *rows)
     ]
-    worst = {name: max(update.tensor_errors[name] for update in mesh) for name in mesh[0].tensor_errors}
+    worst = {name: max(step.tensor_errors[name] for step in mesh) for name in mesh[0].tensor_errors}
     names = sorted(worst, key=lambda name: worst[name], reverse=True)[:NUM_WORST_TENSORS]
-    return [*lines, f"farthest: {', '.join(f'{name} {worst[name]:.1e}' for name in names)}"]
+    return [*lines, f"largest: {', '.join(f'{name} {worst[name]:.1e}' for name in names)}"]
 
 
 def relative_error(actual: float, expected: float) -> float:
-    """How far a number is from another; infinite if one of them is none."""
+    """Relative difference; infinite if it is not finite."""
     if actual == expected:
         return 0.0
-    far = abs(actual - expected) / abs(expected) if expected else math.inf
-    return far if math.isfinite(far) else math.inf
+    error = abs(actual - expected) / abs(expected) if expected else math.inf
+    return error if math.isfinite(error) else math.inf

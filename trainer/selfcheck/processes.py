@@ -1,6 +1,6 @@
-"""The processes of a self-check: forked from a server that has imported torch once, gone when this one is.
+"""The ranks of a self-check: forked from a server that has imported torch, killed with this process.
 
-Nothing here imports torch.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ PRELOADED_MODULES = [
     "trainer.selfcheck.worker",
 ]
 TIMEOUT_SECONDS = 300.0
-"""Seconds that a run may take."""
+"""Limit for one run."""
 
 
 def preload_forkserver() -> None:
-    """Lets the server, which starts with the first run of this process, import what all of them need."""
+    """Makes the fork server, which starts with the first run, import torch and the trainer once."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED_MODULES)
 
 
 def run_ranks(
     config: Config, world_size: int, folder: Path, *, reference: Path, timeout: float = TIMEOUT_SECONDS
 ) -> list[list[StepDifference]]:
-    """What each of `size` ranks saw of the run. `folder` is theirs alone.
+    """Runs `world_size` ranks in `folder`, which must not exist; returns the steps of each rank.
 
-    The first that raises, dies or is not done in time ends all of them and raises RankError.
+    Raises `RankFailedError` and kills all ranks if one raises, dies or exceeds `timeout` seconds.
     """
     context = multiprocessing.get_context("forkserver")
     folder.mkdir()
@@ -53,14 +53,14 @@ def run_ranks(
             process = context.Process(
                 target=_rank_main, args=(child_end, config, rank, world_size, folder, reference), daemon=True
             )
-            with _sigint_blocked():  # A process of which only half has been told would say so, on top of what is said.
+            with _sigint_blocked():  # A half-started process would print a traceback.
                 process.start()
                 child_end.close()
                 ranks.append((process, parent_end))
         return _collect_results(ranks, timeout)
     finally:
         for process, connection in ranks:
-            connection.close()  # None leaves before all are done, so none sees a peer vanish.
+            connection.close()  # Ranks exit only now, so none loses a peer.
             process.kill()
             process.join()
 
@@ -82,7 +82,7 @@ def _collect_results(ranks: list[tuple[ForkServerProcess, Connection]], timeout:
         ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
         if not ready:
             raise RankFailedError(
-                EXIT_FAILURE, f"ranks {', '.join(map(str, pending.values()))} were not done in {timeout:g} s"
+                EXIT_FAILURE, f"ranks {', '.join(map(str, pending.values()))} did not finish in {timeout:g} s"
             )
         for connection, rank in [(connection, rank) for connection, rank in pending.items() if connection in ready]:
             del pending[connection]
@@ -106,18 +106,18 @@ def _exit_cause(status: int | None) -> str:
 def _rank_main(
     connection: Connection, config: Config, rank: int, world_size: int, folder: Path, reference: Path
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal sends it to all; the process that asked ends the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal sends it to all; the parent kills the ranks.
     watcher = Thread(target=_exit_with_parent, args=(connection,))
     watcher.start()
-    with Path(os.devnull).open("w") as devnull:  # Libraries greet and warn, eight times.
+    with Path(os.devnull).open("w") as devnull:  # Every rank would repeat the libraries' warnings.
         os.dup2(devnull.fileno(), 1)
         os.dup2(devnull.fileno(), 2)
     result: list[StepDifference] | str
     try:
-        from trainer.selfcheck.worker import run_and_compare  # It needs torch.
+        from trainer.selfcheck.worker import run_and_compare  # Imports torch.
 
         result = run_and_compare(config, rank=rank, world_size=world_size, store=folder / "store", reference=reference)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, it is to be told
+    except BaseException as error:  # noqa: BLE001 - every error is sent to the parent
         frame = traceback.extract_tb(error.__traceback__)[-1]
         message = str(error).strip().partition("\n")[0]
         result = f"{type(error).__name__}: {message} ({Path(frame.filename).name}:{frame.lineno})"
@@ -126,6 +126,6 @@ def _rank_main(
 
 
 def _exit_with_parent(connection: Connection) -> None:
-    """Ends this process when the one at the other end is done with it, or gone."""
+    """Ends this process when the parent closes the connection or dies."""
     connection.poll(None)
     os._exit(EXIT_SUCCESS)

@@ -1,7 +1,7 @@
-"""A run made small enough for one machine: fewer ranks, layers, heads and tokens, and the same paths through the code.
+"""Reduces a run to one machine: fewer ranks, layers, heads and tokens, but the same code paths.
 
-What decides the path stays: axes of the mesh, methods, schedule, recomputation, packing and masks. So do relations
-between numbers: whether heads divide among ranks, rows need padding, some rank runs empty. Nothing here imports torch.
+Kept: mesh dimensions, methods, schedule, recomputation, packing and masks. Kept relations: whether heads divide among
+ranks, sequences need padding, and some ranks have empty micro-batches. Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,26 +25,25 @@ from trainer.config.parse import deep_merge
 from trainer.errors import ConfigError
 
 MAX_PROCESSES = 8
-"""Processes at once."""
+"""Limit of processes in one mesh case."""
 NUM_STEPS = 3
 SEQ_LEN, SEQ_LEN_MULTIPLE = 192, 16
-"""Tokens in a row, and what divides them: more than any folded mesh asks for."""
+"""Sequence length and its divisor, which is a multiple of that of any folded mesh."""
 MAX_VOCAB_SIZE = 2048
 MODEL_WIDTHS = {"dim": 32, "head_dim": 8, "ffn_dim": 96}
 LEARNING_RATE = 1e-2
-"""High, so that after one update the weights are no longer small."""
+"""High, so that one step changes the weights noticeably."""
 LINE_WIDTH = 110
 NO_BREAK_SPACE = "\u00a0"
-"""A space at which lines are not broken."""
 COPIED_SECTIONS = ("model", "data", "training", "parallelism", "memory", "optimizer")
-"""Sections that say what is computed."""
+"""Sections that determine what is computed."""
 
 ConfigValues = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshCase:
-    """The small run on some axes of its mesh."""
+    """The reduced run on some dimensions of its mesh."""
 
     name: str
     processes: int
@@ -53,17 +52,17 @@ class MeshCase:
 
 @dataclass(frozen=True, kw_only=True)
 class ReducedRun:
-    """`reference` is for one process, which neither recomputes nor compiles; all pairings should compute the same."""
+    """`reference` runs in one process without recomputation and compilation; all mesh cases should match it."""
 
     reference: Config
     mesh_cases: list[MeshCase]
     description: list[str]
-    """What became of the run, in words."""
+    """The changes to the run, as printed."""
 
 
 @dataclass(frozen=True)
 class FullRun:
-    """The run to be made small, and what its configuration means."""
+    """The run to reduce, with its derived plans."""
 
     config: Config
     world_size: int
@@ -90,10 +89,10 @@ class FullRun:
 
 
 def reduce_run(config: Config, world_size: int, folder: Path) -> ReducedRun:
-    """The run of `world_size` processes made small, on what `write_documents` leaves in the folder.
+    """Reduces the run of `world_size` processes; it trains on the documents of `write_sample_documents` in `folder`.
 
-    Any two axes of the mesh are together in one of the pairings. Raises `ConfigError` with what is wrong with the run,
-    which may lack its corpus and its tokenizer's file here.
+    Any two mesh dimensions occur together in some mesh case. Raises `ConfigError` if the run is invalid; its corpus
+    and tokenizer may be missing.
     """
     run = FullRun(_with_sample_documents(config, folder), world_size)
     checks.require_valid(run.config, world_size)
@@ -114,11 +113,11 @@ def reduce_run(config: Config, world_size: int, folder: Path) -> ReducedRun:
             return ReducedRun(
                 reference=Config.model_validate(reference), mesh_cases=mesh_cases, description=description
             )
-    raise ConfigError([f"made small: {problem}" for problem in problems])
+    raise ConfigError([f"reduced run: {problem}" for problem in problems])
 
 
 def write_sample_documents(folder: Path, num_documents: int = 160) -> None:
-    """Text of very different lengths, in three folders: from single words to what fills several rows."""
+    """Writes texts in three folders, from single words to several sequence lengths."""
     rng = random.Random(0)
     for index in range(num_documents):
         path = folder / "documents" / f"part-{index % 3}" / f"{index:03}.txt"
@@ -127,12 +126,13 @@ def write_sample_documents(folder: Path, num_documents: int = 160) -> None:
         path.write_text("".join(rng.choices("etaoinshrdlu .\n", k=length)) + "\n")
 
 
-# ---- the mesh
+# ---- mesh
 
 
 def fold_mesh(degrees: Mapping[str, int], plan: ContextPlan) -> dict[str, int]:
-    """Two ranks for many on each axis. For `hybrid` twice two: those that exchange heads, and those that rotate keys
-    and values. Of a ring four, if they fit: of two, each is before and behind the other.
+    """Reduces each mesh dimension to two ranks, and `hybrid` context parallelism to 2 (Ulysses) x 2 (ring).
+
+    A ring gets four ranks if they fit, because with two the next and the previous rank are the same.
     """
     folded = {axis: min(2, size) for axis, size in degrees.items()}
     if plan.cp > 1:
@@ -143,13 +143,13 @@ def fold_mesh(degrees: Mapping[str, int], plan: ContextPlan) -> dict[str, int]:
 
 
 def cover_axis_pairs(folded_degrees: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """Few sets of axes, each for at most `MOST` processes, such that any two axes are together in one of them."""
+    """A small number of axis sets of at most `MAX_PROCESSES` processes that together contain every pair of axes."""
     axes = [axis for axis, size in folded_degrees.items() if size > 1]
     choices = [axis_set for number in range(len(axes), -1, -1) for axis_set in combinations(axes, number)]
-    fitting = [some for some in choices if prod(folded_degrees[axis] for axis in some) <= MAX_PROCESSES]
+    fitting = [axis_set for axis_set in choices if prod(folded_degrees[axis] for axis in axis_set) <= MAX_PROCESSES]
     uncovered, chosen = _axis_pairs(axes), list[tuple[str, ...]]()
     while uncovered or not chosen:
-        chosen.append(max(fitting, key=lambda some: len(uncovered & _axis_pairs(some))))
+        chosen.append(max(fitting, key=lambda axis_set: len(uncovered & _axis_pairs(axis_set))))
         uncovered -= _axis_pairs(chosen[-1])
     return chosen
 
@@ -160,7 +160,7 @@ def _axis_pairs(axes: Iterable[str]) -> set[frozenset[str]]:
 
 
 def _parallelism_values(run: FullRun, axes: tuple[str, ...]) -> ConfigValues:
-    """The section of a mesh of these axes, with what `auto` chose on the whole one."""
+    """The `parallelism` section for these axes, with the choices that `auto` made on the full mesh."""
     inactive_prefixes = tuple(f"{axis}_" for axis in ("cp", "pp") if axis not in axes)
     section = run.config.parallelism.model_dump()
     values = {key: value for key, value in section.items() if not key.startswith(inactive_prefixes)}
@@ -186,11 +186,11 @@ def _mesh_case(reduced: ConfigValues, mesh: ConfigValues) -> MeshCase:
     )
 
 
-# ---- model and rows
+# ---- model and sequences
 
 
 def reduced_heads(num_heads: int, num_kv_heads: int, *, tp: int, ulysses: int) -> tuple[int, int]:
-    """Few query and key/value heads that divide among two ranks of either kind as many do among these."""
+    """Numbers of query and KV heads for two tp and two Ulysses ranks with the same divisibility as the full run."""
     ranks, ulysses_ranks = min(2, tp), min(2, ulysses)
     if num_kv_heads < tp:
         reduced_kv_heads = 1
@@ -207,7 +207,7 @@ def reduced_heads(num_heads: int, num_kv_heads: int, *, tp: int, ulysses: int) -
 
 
 def _reduced_stage_blocks(plan: PipelinePlan) -> tuple[int, ...]:
-    """Of each stage: none, one, or two where other stages have fewer."""
+    """Blocks per pipeline stage: none stays none; others get one, or two if the full stage has more than the smallest."""
     stages, last_stage = 2 * plan.stages_per_rank, plan.num_stages - 1
     sampled = [plan.blocks_per_stage[stage * last_stage // (stages - 1)] for stage in range(stages)]
     fewest = min((blocks for blocks in sampled if blocks), default=0)
@@ -215,7 +215,7 @@ def _reduced_stage_blocks(plan: PipelinePlan) -> tuple[int, ...]:
 
 
 def _reduced_values(run: FullRun, global_batch_size: int) -> ConfigValues:
-    """All sections but the mesh."""
+    """All sections except `parallelism`."""
     model, training, data = run.model, run.config.training, run.config.data
     layers = _reduced_stage_blocks(run.pipeline_plan) if run.pipeline_plan.pp > 1 else (min(2, model.num_layers),)
     ulysses = run.context_plan.ulysses_degree if run.context_plan.cp > 1 else 1
@@ -244,9 +244,9 @@ def _reduced_values(run: FullRun, global_batch_size: int) -> ConfigValues:
             "attention": "auto",
         },
         "memory": {"loss_chunk_mib": 1, "optimizer_dtype": "float32", "head_groups": groups, "device_gib": None}
-        # Of a small model all would fit; the run takes something else.
+        # With a small model, `auto` would choose no recomputation, unlike the full run.
         | ({"recompute": "keep_attention"} if run.config.memory.recompute == "auto" else {}),
-        # Where a gradient is nothing but rounding, AdamW divides it by little more than eps.
+        # AdamW divides a gradient of pure rounding error by little more than eps, which amplifies it.
         "optimizer": {"lr": LEARNING_RATE, "eps": max(1e-8, run.config.optimizer.eps)},
         "schedule": {"kind": "constant"},
         "checkpoint": {"enabled": False},
@@ -256,7 +256,7 @@ def _reduced_values(run: FullRun, global_batch_size: int) -> ConfigValues:
 
 
 def _reduced_rope(rope: RopeConfig, scale: float) -> ConfigValues:
-    """Of `longrope` as many factors as there are frequencies, and those that the run has: for rows as long as they are."""
+    """`longrope` with one factor per frequency of the reduced head, and the short or long factors as in the full run."""
     if rope.kind != "longrope":
         return {}
     factors = {key: getattr(rope, key)[: MODEL_WIDTHS["head_dim"] // 2] for key in ("short_factors", "long_factors")}
@@ -264,7 +264,7 @@ def _reduced_rope(rope: RopeConfig, scale: float) -> ConfigValues:
 
 
 def _candidate_batch_sizes(run: FullRun) -> Iterator[int]:
-    """Rows of an update to try, the fewest first: if a rank has several micro-batches, or some run empty, so it stays."""
+    """Global batch sizes to try, smallest first; keeps whether ranks have several or empty micro-batches."""
     training, ranks = run.config.training, run.folded_degrees["dp_replicate"] * run.folded_degrees["dp_shard"]
     total, per_rank = run.config.micro_batches(run.world_size)
     has_empty_micro_batch = ranks > 1 and total % (run.degrees["dp_replicate"] * run.degrees["dp_shard"]) > 0
@@ -284,7 +284,7 @@ def _with_sample_documents(config: Config, folder: Path) -> Config:
     return Config.model_validate(values)
 
 
-# ---- in words
+# ---- description
 
 
 def _describe_reduction(run: FullRun, mesh_cases: Sequence[MeshCase]) -> list[str]:
@@ -294,8 +294,8 @@ def _describe_reduction(run: FullRun, mesh_cases: Sequence[MeshCase]) -> list[st
         f"pp_schedule {run.pipeline_plan.schedule}" if "pp" in degrees else "",
         f"cp_method {run.context_plan.summary()}" if "cp" in degrees else "",
         f"packing {config.data.packing}, mask {config.data.mask}, recompute {config.memory.recompute}",
-        "compile, to graphs without kernels (aot_eager)" if config.training.compile else "",
-        "without async_tp, which needs CUDA" if config.parallelism.async_tp else "",
+        "compile (aot_eager)" if config.training.compile else "",
+        "async_tp off (needs CUDA)" if config.parallelism.async_tp else "",
     ]
     sections = {
         "mesh": ", ".join(_format_change(axis, size, run.folded_degrees[axis]) for axis, size in degrees.items())
@@ -303,7 +303,7 @@ def _describe_reduction(run: FullRun, mesh_cases: Sequence[MeshCase]) -> list[st
         "model": _format_changes(vars(run.model), vars(reduced.model.build())),
         "run": _format_changes(*(dict(of.training) | dict(of.memory) | dict(of.optimizer) for of in (config, reduced))),
         "kept": "; ".join(filter(None, unchanged)),
-        "beside": f"one process: {'; '.join(mesh_case.name.replace(' ', NO_BREAK_SPACE) for mesh_case in mesh_cases)}",
+        "compare": f"with one process: {'; '.join(mesh_case.name.replace(' ', NO_BREAK_SPACE) for mesh_case in mesh_cases)}",
     }
     lines = (fill(f"{label:<8}{text}", LINE_WIDTH, subsequent_indent=" " * 8) for label, text in sections.items())
     return [line.replace(NO_BREAK_SPACE, " ") for line in lines]

@@ -1,4 +1,4 @@
-"""One rank of a self-check: the updates of a small run, and how far their tensors are from those of one process."""
+"""One rank of a self-check: trains the reduced run and compares its tensors with the reference."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ NamedTensors = dict[str, Tensor]
 def run_and_compare(
     config: Config, *, rank: int, world_size: int, store: Path, reference: Path
 ) -> list[StepDifference]:
-    """The run on rank `rank` of the `size` that meet in `store`, beside the tensors in `reference`.
+    """Trains on rank `rank` of `world_size` with the file store `store`; compares with the file `reference`.
 
-    If there is no such file, this is the run that others are compared with, and writes it.
+    If `reference` does not exist, this run is the reference and writes it.
     """
     torch.set_num_threads(1)
-    # That blocks are whole graphs shows without kernels, which take a C++ compiler and a minute.
+    # aot_eager still checks for graph breaks; generating kernels takes a C++ compiler and a minute.
     torch.compiler.set_stance("default", force_backend="aot_eager")
     step_metrics: list[dict[str, list[float]]] = []
     step_tensors: list[NamedTensors] = []
@@ -56,21 +56,21 @@ def run_and_compare(
 
 
 def full_gradients(trainer: Trainer) -> NamedTensors:
-    """The gradient of every parameter of this rank's stages, whole. Collective."""
+    """The full gradient of every parameter of this rank's pipeline stages. Collective."""
     named = trainer.optimizer.parameters_by_name.items()
     grads = {name: torch.zeros_like(weight) if weight.grad is None else weight.grad for name, weight in named}
-    # Copies: gradients that are whole already are soon clipped in place.
+    # Copies: unsharded gradients are clipped in place by the optimizer step.
     return {f"gradient of {name}": full_tensor(grad).clone() for name, grad in grads.items()}
 
 
 def full_weights(trainer: Trainer) -> NamedTensors:
-    """The same parameters, whole and up to date. Collective."""
+    """The full weights after all deferred updates. Collective."""
     trainer.optimizer.flush_deferred_updates()
     return {name: full_tensor(weight.detach()).clone() for name, weight in trainer.optimizer.parameters_by_name.items()}
 
 
 def max_relative_error(actual: Tensor, expected: Tensor | None) -> float:
-    """The largest difference over the largest value of `theirs`; infinite where it is no number."""
+    """The largest difference over the largest value of `expected`; infinite if not finite or not comparable."""
     if expected is None or actual.shape != expected.shape:
         return math.inf
     if torch.equal(actual, expected):

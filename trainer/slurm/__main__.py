@@ -1,7 +1,6 @@
-"""`python -m trainer.slurm render | submit | status | cancel`: a run as a job of SLURM. Imports no torch.
+"""`python -m trainer.slurm render | submit | status | cancel`: runs as SLURM jobs. Imports no torch.
 
-Leaves with 2 when the configuration is wrong, with 78 when the run folder is of another run, with 1 when the scheduler
-cannot be asked or refuses.
+Exits with 2 if the configuration is wrong, 78 if the run folder belongs to another run, 1 if a SLURM command fails.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ USAGE = """\
 python -m trainer.slurm render|submit [--config NAME|PATH] [--section.key VALUE]...
 python -m trainer.slurm status|cancel RUN_FOLDER | --config NAME|PATH [--section.key VALUE]...
 
-  render   print the batch script of the run, to be read, changed and given to sbatch
-  submit   check the run for the ranks it will have, write script, configuration and code version into
-           RUN_FOLDER/slurm/<n>/, and give the script to sbatch
-  status   what the scheduler and the run folder say of the run
-  cancel   end the run's jobs, for good: they save, and are not requeued
+  render   print the batch script of the run, to read, edit and submit with sbatch
+  submit   check the run for the world of the job, write script, configuration and code version to
+           RUN_FOLDER/slurm/<n>/, and submit the script with sbatch
+  status   show the state of the run's jobs, newest step and checkpoint
+  cancel   cancel the run's jobs permanently: they save and are not requeued
 
   --config NAME|PATH  a TOML file, or one of train_configs/ by name; default: debug
                       ({names})
@@ -41,8 +40,8 @@ python -m trainer.slurm status|cancel RUN_FOLDER | --config NAME|PATH [--section
                       short for --slurm.nodes N, --slurm.gpus_per_node N, and so on for every key of [slurm]
   --help              this text
 
-Every key below can stand in the file, under its [section], and on the command line, where it counts
-more. Of a repeated option the last one counts. Lists are written 0.9,0.95; null takes a value back.
+Every key below can be set in the file, under its [section], and on the command line, which takes
+precedence. The last of repeated options wins. Lists are written 0.9,0.95; null unsets a value.
 """
 COMMANDS = ("render", "submit", "status", "cancel")
 
@@ -53,7 +52,7 @@ def main(args: Sequence[str]) -> int:
         return EXIT_SUCCESS
     command, *command_args = args or ("",)
     if command not in COMMANDS:
-        return print_errors(f"{command or 'no command'}: there are {', '.join(COMMANDS)}; see --help")
+        return print_errors(f"command {command or '(none)'} must be one of {', '.join(COMMANDS)}; see --help")
     try:
         if command in ("render", "submit"):
             return (render_command if command == "render" else submit_command)(expand_short_options(command_args))
@@ -66,7 +65,7 @@ def main(args: Sequence[str]) -> int:
 
 
 def expand_short_options(args: Iterable[str]) -> list[str]:
-    """`--gpus-per-node 8` as `--slurm.gpus_per_node 8`, and everything else as it is."""
+    """Expands `--gpus-per-node 8` to `--slurm.gpus_per_node 8`; other arguments are unchanged."""
     expanded = []
     for arg in args:
         name, equals, value = arg.partition("=")
@@ -77,23 +76,23 @@ def expand_short_options(args: Iterable[str]) -> list[str]:
 
 
 def find_run_dir(args: Sequence[str]) -> Path:
-    """The run that is meant: a folder, or that of a configuration. Raises `ConfigError`."""
+    """The run folder, given directly or by a configuration. Raises `ConfigError`."""
     if len(args) == 1 and not args[0].startswith("--"):
         run_dir = Path(args[0])
     elif args:
         run_dir = load(expand_short_options(args)).output_dir
     else:
-        raise ConfigError(["which run? give its folder, or --config NAME|PATH"])
+        raise ConfigError(["no run given: pass its folder, or --config NAME|PATH"])
     if not run_dir.is_dir():
-        raise ConfigError([f"{run_dir}: there is no such run folder"])
+        raise ConfigError([f"{run_dir}: no such run folder"])
     return run_dir.absolute()
 
 
-# ---- the commands
+# ---- commands
 
 
 def render_command(argv: Sequence[str]) -> int:
-    """Also where corpus and tokenizer are not, which is told."""
+    """Prints the script even if corpus or tokenizer are missing, and reports that."""
     config, problems = load_and_validate_job(argv)
     if config is None or checks.layout_problems(config, config.slurm.nodes * config.slurm.nproc_per_node):
         return print_config_problems(argv, config, problems)
@@ -131,9 +130,9 @@ def submit_command(argv: Sequence[str]) -> int:
     size = f"{pluralize(config.slurm.nodes, 'node')} x {pluralize(config.slurm.nproc_per_node, 'rank')}"
     print_lines(
         f"job {job_id} submitted: {size}, as {folder / 'job.sh'}",
-        f"  its log    tail -F {log_path(run_dir, job_id)}",
-        f"  its state  {command_line('status', run_dir)}",
-        f"  its end    {command_line('cancel', run_dir)}",
+        f"  log     tail -F {log_path(run_dir, job_id)}",
+        f"  status  {command_line('status', run_dir)}",
+        f"  cancel  {command_line('cancel', run_dir)}",
     )
     return EXIT_SUCCESS
 
@@ -153,11 +152,11 @@ def cancel_command(run_dir: Path) -> int:
     return EXIT_SUCCESS
 
 
-# ---- what they share
+# ---- shared by commands
 
 
 def load_and_validate_job(argv: Sequence[str]) -> tuple[Recipe | None, list[str]]:
-    """The run, if it can be read, and everything that is wrong with it for the ranks that its job will have."""
+    """The run, if it can be parsed, and all its problems for the world of the job."""
     try:
         config = load(argv)
     except ConfigError as error:
@@ -188,7 +187,7 @@ def build_job(config: Recipe, arguments: Sequence[str]) -> BatchJob:
 
 
 def run_options(argv: Sequence[str]) -> list[str]:
-    """What ranks are given beside the file: all but the job's own options."""
+    """The arguments for ranks: all but --config and --slurm.*."""
     options, args = list[str](), iter(argv)
     for arg in args:
         name, equals, _ = arg.partition("=")

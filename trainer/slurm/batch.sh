@@ -12,13 +12,13 @@ export MASTER_ADDR
 LONGHAUL_BEGAN=$(date +%s) # what job.max_minutes counts from
 export LONGHAUL_BEGAN
 
-# ---- small things
-life=${SLURM_RESTART_COUNT:-0} # how often this job was requeued
-told=0                         # 1 from USR1 on: this life ends soon
-heard=0                        # 1 if USR1 came while this shell waited
-step=0                         # process id of the srun of the ranks; 0 while there is none
+# ---- helpers
+requeues=${SLURM_RESTART_COUNT:-0} # how often this job was requeued
+signalled=0                        # 1 once USR1 arrived: the time limit is near
+interrupted=0                      # 1 if USR1 arrived during the current wait
+srun_pid=0                         # process id of the ranks' srun; 0 if none is running
 
-say() { echo "job $SLURM_JOB_ID: $*"; }
+log() { echo "job $SLURM_JOB_ID: $*"; }
 
 newest() { # the number of the newest checkpoint, 0 without any
     local name most=0
@@ -29,78 +29,78 @@ newest() { # the number of the newest checkpoint, 0 without any
     echo "$most"
 }
 
-left() { # whether this attempt left marker $1; another start in the folder may have left one of its own
+has_marker() { # whether this attempt wrote marker $1; another run in the folder may have written one too
     grep -qsF "\"attempt\": \"$LONGHAUL_ATTEMPT\"" "$RUN/$1"
 }
 
-await() { # waits for process $1 and leaves its exit status in $status; a trapped signal does not end the wait
-    while heard=0; do
+await() { # waits for process $1 and sets $status to its exit status; a trapped signal does not end the wait
+    while interrupted=0; do
         wait "$1"
         status=$?
-        ((heard)) || return
+        ((interrupted)) || return
     done
 }
 
 requeue() { # does not return
-    if ((life >= MAX_REQUEUES)); then
-        say "was requeued $life times, the most that slurm.max_requeues allows"
+    if ((requeues >= MAX_REQUEUES)); then
+        log "already requeued $requeues times (slurm.max_requeues)"
     elif scontrol requeue "$SLURM_JOB_ID"; then
-        say "requeued"
-        sleep 300 # The scheduler ends this shell meanwhile.
+        log "requeued"
+        sleep 300 # The scheduler ends this shell first.
     fi
-    say "could not be requeued: submit it again, and the run goes on"
+    log "could not be requeued: submit again to resume the run"
     exit 1
 }
 
-# The scheduler tells this shell, and nobody else, that the time limit is near; srun hands it on to every rank, once.
-# TERM is not trapped on purpose: it ends this shell, and so scancel is final.
-trap 'told=1 heard=1; ((step == 0)) || kill -USR1 "$step"' USR1
+# Near the time limit, the scheduler signals only this shell; srun forwards the signal to every rank, once.
+# TERM is deliberately not trapped: it ends this shell, which makes scancel final.
+trap 'signalled=1 interrupted=1; ((srun_pid == 0)) || kill -USR1 "$srun_pid"' USR1
 
-# ---- what this job runs on and with
-say "life $life on $SLURM_JOB_NODELIST, code $(git -C "$ROOT" describe --always --dirty --abbrev=40 2>/dev/null || echo "not under git")"
+# ---- report of nodes and code
+log "requeue $requeues, running on $SLURM_JOB_NODELIST, code $(git -C "$ROOT" describe --always --dirty --abbrev=40 2>/dev/null || echo "not under git")"
 # @report
 wait $!
 
-# ---- the ranks, again and again until something ends them for good
+# ---- launch the ranks until the run is done or cannot continue
 mkdir -p "$RUN/slurm"
-((life)) || echo 0 >"$RUN/slurm/stuck"
-stuck=$(cat "$RUN/slurm/stuck" 2>/dev/null || echo 0) # starts in a row without a new checkpoint, over all lives
+((requeues)) || echo 0 >"$RUN/slurm/stuck"
+stuck=$(cat "$RUN/slurm/stuck" 2>/dev/null || echo 0) # consecutive launches without a new checkpoint, across requeues
 for ((attempt = 0; ; attempt++)); do
-    ((told)) && requeue
+    ((signalled)) && requeue
     before=$(newest)
-    export LONGHAUL_ATTEMPT=$SLURM_JOB_ID.$life.$attempt
-    # One that this job did not just use, and that its neighbours do not use.
-    export MASTER_PORT=$((20000 + (SLURM_JOB_ID * 7 + life * 3 + attempt) % 10000))
+    export LONGHAUL_ATTEMPT=$SLURM_JOB_ID.$requeues.$attempt
+    # Differs from the port of the previous attempt and from those of other jobs on these nodes.
+    export MASTER_PORT=$((20000 + (SLURM_JOB_ID * 7 + requeues * 3 + attempt) % 10000))
     # @launch
-    step=$!
-    ((told)) && kill -USR1 "$step" # It came while srun started.
-    await "$step"
-    step=0
+    srun_pid=$!
+    ((signalled)) && kill -USR1 "$srun_pid" # It arrived while srun was starting.
+    await "$srun_pid"
+    srun_pid=0
     after=$(newest)
-    say "attempt $LONGHAUL_ATTEMPT ended with $status, newest checkpoint: step $after"
+    log "attempt $LONGHAUL_ATTEMPT exited with $status, newest checkpoint: step $after"
 
-    if left DONE; then
-        say "done"
+    if has_marker DONE; then
+        log "done"
         exit 0
-    elif left STOP; then
-        say "stopped, a retry cannot mend it: $(cat "$RUN/STOP")"
+    elif has_marker STOP; then
+        log "stopped, a restart cannot help: $(cat "$RUN/STOP")"
         exit 78
     elif ((status == 2 || status == 78)); then
-        say "left with $status, a retry cannot mend it"
+        log "exited with $status, a restart cannot help"
         exit "$status"
     fi
 
     stuck=$((stuck + 1))
-    if left REQUEUE || ((after > before)); then stuck=0; fi
-    echo "$stuck" >"$RUN/slurm/stuck" || say "the count of such starts cannot be kept in $RUN/slurm"
+    if has_marker REQUEUE || ((after > before)); then stuck=0; fi
+    echo "$stuck" >"$RUN/slurm/stuck" || log "cannot write the failure count to $RUN/slurm"
     if ((stuck >= MAX_STUCK)); then
-        say "$stuck starts in a row without a new checkpoint: giving up"
+        log "giving up: $stuck consecutive launches without a new checkpoint (slurm.max_stuck)"
         exit 1
     fi
-    if left REQUEUE || ((told)); then requeue; fi
+    if has_marker REQUEUE || ((signalled)); then requeue; fi
 
-    # Otherwise ranks crashed, or a stage ended and the next is to begin: they are started again.
-    ((stuck == 0)) || say "starting again in $((stuck * BACKOFF)) s"
+    # Ranks crashed, or a stage ended and the next one starts: launch them again.
+    ((stuck == 0)) || log "restarting in $((stuck * BACKOFF)) s"
     sleep $((stuck * BACKOFF)) &
     wait $!
 done

@@ -1,8 +1,8 @@
-"""The jobs of a run: what each was submitted with, and what the scheduler and the run folder say of them now.
+"""The SLURM jobs of a run: submission folders, and status from the scheduler and the run folder.
 
 RUN/slurm/<n>/      one per submission: job.sh, config.toml, code.txt, code.diff, job.json
 RUN/slurm/job-<id>.log
-RUN/slurm/stuck     starts in a row without a new checkpoint
+RUN/slurm/stuck     consecutive launches without a new checkpoint
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from trainer.slurm import scheduler
 from trainer.slurm.scheduler import JobState, SlurmError
 from trainer.slurm.script import log_path
 
-TAIL_BYTES = 1 << 16  # bytes of metrics.jsonl, more than a line has
+TAIL_BYTES = 1 << 16  # bytes read from the end of metrics.jsonl; more than one line
 
 
 def create_submission_dir(run_dir: Path) -> Path:
-    """Made for the next submission."""
+    """Creates the folder of the next submission."""
     numbers = [int(path.name) for path in (run_dir / "slurm").glob("*") if path.name.isdecimal()]
     folder = run_dir / "slurm" / str(max(numbers, default=0) + 1)
     folder.mkdir(parents=True)
@@ -30,23 +30,23 @@ def create_submission_dir(run_dir: Path) -> Path:
 
 
 def submitted_job_ids(run_dir: Path) -> list[str]:
-    """The numbers of a run's jobs, oldest first."""
+    """The job ids of a run, oldest first."""
     folders = sorted((int(path.name), path) for path in (run_dir / "slurm").glob("*") if path.name.isdecimal())
     records = [_read_json(path / "job.json") for _, path in folders]
     return [str(record["job"]) for record in records if record and "job" in record]
 
 
 def active_jobs(run_dir: Path) -> list[JobState]:
-    """Jobs of a run that the scheduler will run or runs. Raises `SlurmError`."""
+    """The queued and running jobs of a run. Raises `SlurmError`."""
     states = [scheduler.query_job(job) for job in submitted_job_ids(run_dir)]
     return [state for state in states if state is not None and not state.is_finished]
 
 
 def status_report(run_dir: Path) -> list[str]:
-    """What is known of a run, one line each, the scheduler's part first."""
+    """Status lines of a run: jobs, newest step and checkpoint, exit markers, log."""
     jobs = submitted_job_ids(run_dir)
     lines = [("run", str(run_dir)), *((f"job {job}", text) for job, text in _queue_states(jobs))]
-    lines += [("newest update", _latest_step(run_dir)), ("newest checkpoint", _latest_checkpoint(run_dir))]
+    lines += [("newest step", _latest_step(run_dir)), ("newest checkpoint", _latest_checkpoint(run_dir))]
     lines += [
         (name, _format_marker(marker))
         for name in exit_markers.EXIT_MARKERS
@@ -55,11 +55,11 @@ def status_report(run_dir: Path) -> list[str]:
     if jobs:
         lines.append(("log", str(log_path(run_dir, jobs[-1]))))
     width = max(len(name) for name, _ in lines)
-    return [f"{name:{width}}  {told}" for name, told in lines]
+    return [f"{name:{width}}  {text}" for name, text in lines]
 
 
 def _queue_states(jobs: list[str]) -> list[tuple[str, str]]:
-    """The newest job, and older ones that are not over."""
+    """The state of the newest job and of older unfinished ones."""
     states = []
     for job in jobs:
         try:
@@ -67,7 +67,7 @@ def _queue_states(jobs: list[str]) -> list[tuple[str, str]]:
         except SlurmError as error:
             return [(jobs[-1], f"unknown: {error}")]
         if job == jobs[-1] or (state is not None and not state.is_finished):
-            states.append((job, str(state) if state else "is over, and the scheduler has forgotten it"))
+            states.append((job, str(state) if state else "finished; the scheduler no longer has its record"))
     return states
 
 
@@ -106,7 +106,7 @@ def _format_age(path: Path) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    """An object of JSON; None without the file, empty if it is torn."""
+    """A JSON object; None if the file is missing, empty if it is torn."""
     try:
         content = json.loads(path.read_text())
     except OSError:

@@ -1,4 +1,4 @@
-"""`python -m trainer.slurm.node_info`: what a node is, in one line of the job's log. Imports no torch."""
+"""`python -m trainer.slurm.node_info`: prints one line about a node for the job log. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def node_summary(driver_dir: Path = NVIDIA_PROC_DIR) -> str:
 
 
 def gpu_summary(driver_dir: Path) -> str:
-    """The GPUs of a node and their driver, as the driver's folder tells them."""
+    """The GPUs of a node and their driver, read from the driver's /proc folder."""
     models = Counter(_gpu_model(path) for path in sorted((driver_dir / "gpus").glob("*/information")))
     if not models:
         return "no GPUs"

@@ -1,4 +1,4 @@
-"""The scheduler's commands: nothing else calls them."""
+"""SLURM commands; no other module calls them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ FINISHED_STATES = {
 
 
 class SlurmError(Exception):
-    """The scheduler could not be asked, or refused."""
+    """A SLURM command is missing or failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobState:
-    """A job, as the scheduler has it."""
+    """The scheduler's record of a job."""
 
     job_id: str
     state: str
@@ -42,7 +42,7 @@ class JobState:
 
     @classmethod
     def parse(cls, job_id: str, output: str) -> JobState:
-        """From what `scontrol --oneliner show job` says."""
+        """Parses the output of `scontrol --oneliner show job`."""
         fields = dict(re.findall(r"(?:^|\s)([\w:/]+)=(\S*)", output))
         return cls(
             job_id=job_id,
@@ -70,12 +70,12 @@ class JobState:
 
 
 def submit(script: Path) -> str:
-    """The job's number."""
+    """Submits a script and returns the job id."""
     return _run("sbatch", "--parsable", str(script)).strip().partition(";")[0]
 
 
 def query_job(job_id: str) -> JobState | None:
-    """None for a job that the scheduler has forgotten, which it does some minutes after its end."""
+    """The state of a job; None some minutes after its end, when the scheduler drops its record."""
     try:
         output = _run("scontrol", "--oneliner", "show", "job", job_id)
     except SlurmError as error:
@@ -86,8 +86,8 @@ def query_job(job_id: str) -> JobState | None:
 
 
 def cancel(job_id: str) -> None:
-    """For good: from here on neither the scheduler nor the job's own script can requeue it."""
-    with suppress(SlurmError):  # It may end at this moment.
+    """Cancels a job permanently: neither the scheduler nor the batch script can requeue it."""
+    with suppress(SlurmError):  # The job may have just ended.
         _run("scontrol", "update", f"JobId={job_id}", "Requeue=0")
     _run("scancel", job_id)
 
@@ -97,10 +97,8 @@ def _run(*command: str) -> str:
     try:
         completed = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
-        raise SlurmError(
-            f"{name} is not on PATH: this has to be typed on a machine that can submit jobs to SLURM"
-        ) from None
+        raise SlurmError(f"{name} is not on PATH: run this on a machine that can submit SLURM jobs") from None
     if completed.returncode:
-        message = " ".join(completed.stderr.split()) or f"left with {completed.returncode}"
+        message = " ".join(completed.stderr.split()) or f"exited with code {completed.returncode}"
         raise SlurmError(message if message.startswith(name) else f"{name}: {message}")
     return completed.stdout

@@ -1,4 +1,4 @@
-"""The batch script of a run: `batch.sh`, with its marked lines replaced by what the configuration says."""
+"""Renders the batch script of a run: `batch.sh`, with its placeholder lines filled from the configuration."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ SRUN_FAIL_FAST = "--kill-on-bad-exit=1 --wait=60 --label"
 
 @dataclass(frozen=True, kw_only=True)
 class BatchJob:
-    """What a script runs, and where; paths are absolute."""
+    """The run of a batch script; paths are absolute."""
 
     config: Config
     arguments: Sequence[str]
-    """Of `trainer.launch`."""
+    """Arguments of `trainer.launch`."""
     run_dir: Path
     working_dir: Path
-    """What relative paths are relative to."""
+    """The directory that relative paths refer to."""
     python: str
     code_version: str
-    """The version that the script was made with."""
+    """The code version that rendered the script."""
 
 
 def log_path(run_dir: Path, job_id: str) -> Path:
-    """What all lives of a job write."""
+    """The log of a job, shared by all its launches."""
     return run_dir / "slurm" / f"job-{job_id}.log"
 
 
@@ -53,7 +53,7 @@ def render(job: BatchJob) -> str:
 
 
 def _fill_placeholder(line: str, placeholders: dict[str, list[str]]) -> list[str]:
-    """A line of the template: itself, or what its mark stands for, as far to the right."""
+    """A line of the template, or the lines that replace its placeholder, with the same indent."""
     name = line.strip().removeprefix("# @")
     if f"# @{name}" != line.strip():
         return [line]
@@ -64,13 +64,13 @@ def _fill_placeholder(line: str, placeholders: dict[str, list[str]]) -> list[str
 def header_lines(job: BatchJob) -> list[str]:
     slurm = job.config.slurm
     return [
-        f"# Longhaul: {job.config.job.name} on {slurm.nodes} nodes x {slurm.nproc_per_node} ranks; made with {job.code_version}.",
-        f"# To be given to sbatch; {job.run_dir / 'slurm'} must be there. docs/slurm.md says what it does on which signal.",
+        f"# Longhaul: {job.config.job.name} on {slurm.nodes} nodes x {slurm.nproc_per_node} ranks; rendered with {job.code_version}.",
+        f"# Submit with sbatch; {job.run_dir / 'slurm'} must exist. docs/slurm.md describes how it handles signals.",
     ]
 
 
 def sbatch_directives(config: Config, run_dir: Path, working_dir: Path) -> list[str]:
-    """#SBATCH lines. What the configuration leaves out is left to the cluster."""
+    """#SBATCH lines. Unset keys keep the cluster's defaults."""
     slurm = config.slurm
     tasks, cores = (1, slurm.nproc_per_node) if slurm.launcher == "torchrun" else (slurm.nproc_per_node, 1)
     options: list[tuple[str, object]] = [
@@ -102,13 +102,13 @@ def shell_variables(job: BatchJob) -> list[str]:
         f"PYTHON={shlex.quote(job.python)}",
         f"ARGUMENTS=({shlex.join(job.arguments)})",
         f"MAX_REQUEUES={slurm.max_requeues}",
-        f"MAX_STUCK={slurm.max_stuck} # starts in a row without a new checkpoint",
+        f"MAX_STUCK={slurm.max_stuck} # consecutive launches without a new checkpoint",
         f"BACKOFF={slurm.backoff_seconds} # seconds",
     ]
 
 
 def node_report_command(slurm: SlurmSection) -> list[str]:
-    """What prints a line about each node."""
+    """The srun command that prints one line per node."""
     command = '"$PYTHON" -P -m trainer.slurm.node_info'
     srun_command = [
         "timeout 120 srun --ntasks-per-node=1",
@@ -119,8 +119,8 @@ def node_report_command(slurm: SlurmSection) -> list[str]:
 
 
 def launch_command(slurm: SlurmSection) -> list[str]:
-    """What starts all ranks."""
-    # srun does not take the number of cores over from sbatch.
+    """The srun command that starts all ranks."""
+    # srun does not inherit --cpus-per-task from sbatch.
     cores = ['--cpus-per-task="$SLURM_CPUS_PER_TASK"'] if slurm.cpus_per_task else []
     srun_command = [f"srun {SRUN_FAIL_FAST}", *cores, *container_options(slurm), *map(shlex.quote, slurm.srun_options)]
     run_arguments = '"${ARGUMENTS[@]}"'
@@ -132,7 +132,7 @@ def launch_command(slurm: SlurmSection) -> list[str]:
 
 
 def container_options(slurm: SlurmSection) -> list[str]:
-    """Options of srun, in whose image every path is the same as outside."""
+    """Options of srun for the container, with every path mounted under the same name."""
     if slurm.container is None:
         return []
     mounts = ",".join(f"{path}:{path}" for path in ("$ROOT", "$RUN", "$PWD"))
@@ -140,17 +140,17 @@ def container_options(slurm: SlurmSection) -> list[str]:
 
 
 def _background_command(*parts: str) -> list[str]:
-    """One command in the background, over several lines."""
+    """One background command over several lines."""
     first, *rest = parts
     lines = [first, *(f"    {part}" for part in rest)]
     return [*(f"{line} \\" for line in lines[:-1]), f"{lines[-1]} &"]
 
 
 def interpreter_for(slurm: SlurmSection, current: str) -> str:
-    """The interpreter of ranks, where `here` is the one that asks."""
+    """The interpreter of ranks; `current` is that of this process."""
     return slurm.python or ("python3" if slurm.container else current)
 
 
 def _sbatch_quote(path: Path | str) -> str:
-    """As sbatch reads it."""
+    """Quotes a path for an #SBATCH line."""
     return f'"{path}"' if " " in str(path) else str(path)

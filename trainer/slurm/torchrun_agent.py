@@ -1,9 +1,9 @@
-"""`python -m trainer.slurm.torchrun_agent`: torchrun's agent on a node of a job; agents find each other by c10d.
+"""`python -m trainer.slurm.torchrun_agent`: torchrun's agent on a node of a job, with c10d rendezvous.
 
     --nodes N --processes N --meet HOST:PORT --id TEXT [--config NAME|PATH] [--section.key VALUE]...
 
-It starts the node's ranks, never a second time, hands signals on to them and leaves as they do. Of a recipe it runs one
-stage; the batch script starts it again for the next.
+Starts the node's ranks once, forwards signals to them and exits with their status. Of a recipe it runs one stage; the
+batch script starts it again for the next.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main(args: Sequence[str]) -> int:
     if not isinstance(spec, RunSpec):
         return spec
     set_worker_environment(os.environ, cluster, cpu_optimizer=config.memory.optimizer_placement == "host")
-    logging.disable(logging.ERROR)  # The agent's view of a failed rank; `start` tells it in one line.
+    logging.disable(logging.ERROR)  # torchrun's report of a failed rank; `launch_agent` prints one line instead.
     return launch_agent(TRAIN_SCRIPT, [spec.to_json()], cluster, rdzv_endpoint=options.meet, rdzv_id=options.id)
 
 
@@ -63,9 +63,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def launch_agent(script: Path, argv: Sequence[str], cluster: LaunchWorld, *, rdzv_endpoint: str, rdzv_id: str) -> int:
-    """Runs `script` in this node's processes of the cluster, once; returns the exit status.
+    """Runs `script` once on this node's ranks; returns the exit status.
 
-    `name` must be new for each start of the cluster: agents that meet under an old one find what it left.
+    `rdzv_id` must be new for each launch: agents with a reused id would join the previous rendezvous.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -81,7 +81,7 @@ def launch_agent(script: Path, argv: Sequence[str], cluster: LaunchWorld, *, rdz
         "--rdzv-backend": "c10d",
         "--rdzv-endpoint": rdzv_endpoint,
         "--rdzv-id": rdzv_id,
-        # A restart in place would find addresses of the attempt before; the batch script does better.
+        # A restart in place would reuse the previous attempt's addresses; the batch script restarts instead.
         "--max-restarts": 0,
         "--signals-to-handle": "SIGINT,SIGHUP,SIGQUIT",
     }
@@ -92,9 +92,11 @@ def launch_agent(script: Path, argv: Sequence[str], cluster: LaunchWorld, *, rdz
     except ChildFailedError as error:
         failures = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
         reported = [failure for failure in failures if failure.exitcode != -signal.SIGTERM] or failures
-        for failure in reported:  # The agent ends the others with SIGTERM.
+        for failure in reported:  # The agent kills the peers with SIGTERM.
             outcome = (
-                f"left with {failure.exitcode}" if failure.exitcode > 0 else f"was killed by {failure.signal_name()}"
+                f"exited with code {failure.exitcode}"
+                if failure.exitcode > 0
+                else f"was killed by {failure.signal_name()}"
             )
             sys.stderr.write(f"error: local rank {failure.local_rank} (pid {failure.pid}) {outcome}\n")
         return exit_status([failure.exitcode for failure in failures])
@@ -105,7 +107,7 @@ def launch_agent(script: Path, argv: Sequence[str], cluster: LaunchWorld, *, rdz
 
 
 def _forward_signal(number: int, _: FrameType | None) -> None:
-    """A request to stop is the ranks' to answer: torchrun's agent would kill them before a large checkpoint is written."""
+    """Forwards a stop signal to the ranks; torchrun's own handler would kill ranks that are still saving."""
     rank_pids = [pid for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()]
     if not rank_pids:
         raise SystemExit(EXIT_FAILURE)
