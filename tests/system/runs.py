@@ -243,8 +243,8 @@ def forked(
         # Peers of a rank that failed wait for it in a collective; the launcher would end them.
         outcomes = ranks.outcomes(seconds, failed=lambda outcome: outcome.value != 0, grace=2)
     statuses = [outcomes[rank].value if rank in outcomes else None for rank in range(processes)]
-    left = [ranks.statuses.get(rank) or 0 if status is None else status for rank, status in enumerate(statuses)]
-    return Done(left, log.read_text()[said_before:])
+    exit_codes = [ranks.statuses.get(rank) or 0 if status is None else status for rank, status in enumerate(statuses)]
+    return Done(exit_codes, log.read_text()[said_before:])
 
 
 def end(ranks: list[ForkServerProcess]) -> None:

@@ -35,7 +35,7 @@ EXACT = ("step", "tokens", "loss", "grad_norm", "lr")
 
 
 @pytest.mark.parametrize(
-    ("processes", "rows", "options"),
+    ("processes", "batch_size", "options"),
     [
         (1, 48, ()),
         pytest.param(2, 24, ("--memory.recompute", "full"), marks=pytest.mark.slow),
@@ -46,11 +46,15 @@ EXACT = ("step", "tokens", "loss", "grad_norm", "lr")
     ids=["1", "2", "4", "2x2", "2, moments in bfloat16 on the host"],
 )
 def test_a_run_killed_after_three_steps_resumes_bitwise(
-    tmp_path: Path, processes: int, rows: int, options: tuple[str, ...]
+    tmp_path: Path, processes: int, batch_size: int, options: tuple[str, ...]
 ) -> None:
     config = write_run(tmp_path)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    options = (*options, "--training.global_batch_size", str(rows))  # Steps are long enough to kill the run within one.
+    options = (
+        *options,
+        "--training.global_batch_size",
+        str(batch_size),
+    )  # Steps are long enough to kill the run within one.
     assert forked(config, whole, *options, processes=processes).statuses == [0] * processes
 
     victim = launch(config, killed, *options, processes=processes)
@@ -61,7 +65,7 @@ def test_a_run_killed_after_three_steps_resumes_bitwise(
 
     resumed = forked(config, killed, *options, processes=processes)
     assert resumed.statuses == [0] * processes
-    assert f"resumed from {killed}/checkpoints/step-3: next are step 4 and sequence {3 * rows}" in resumed.said
+    assert f"resumed from {killed}/checkpoints/step-3: next are step 4 and sequence {3 * batch_size}" in resumed.said
     assert metrics(killed, *EXACT) == metrics(whole, *EXACT)
     assert steps(killed) == [1, 2, 3, 4, 5, 6]
     for step in ("step-3", "step-6"):

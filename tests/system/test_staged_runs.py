@@ -98,8 +98,8 @@ def test_stages_run_in_order_and_are_logged(whole: Path) -> None:
     folder = whole / "whole"
     log = folder.with_suffix(".log").read_text()
     assert [stage for (stage,) in metrics(folder, "stage")] == ["short"] * 4 + ["middle"] * 4 + ["long"] * 3
-    assert f'stage "middle" begins from {folder}/checkpoints/step-4, with the optimizer\'s state' in log
-    assert f'stage "long" begins from {folder}/checkpoints/step-8, with a fresh optimizer' in log
+    assert f'stage "middle" starts from {folder}/checkpoints/step-4 with the optimizer\'s state' in log
+    assert f'stage "long" starts from {folder}/checkpoints/step-8 with a new optimizer' in log
     assert 'stage "middle" (2 of 3): steps 5 to 8, each 6 x 64 tokens; 1,536 tokens in total' in log
     written = [state(folder / "checkpoints" / name) for name in checkpoints(folder)]
     assert [(one["step"], one["stage"]["stage"], one["trainer"]["next_row"]) for one in written] == [
@@ -177,7 +177,7 @@ def test_a_started_stage_must_not_change_but_a_later_one_may(whole: Path, tmp_pa
     changes = {
         "lr = 5e-3\n": ("lr = 6e-3\n", None),
         "seq_len = 32": ("seq_len = 48", "training.seq_len was 32 and is now 48"),
-        "steps = 4\n": ("steps = 3\n", 'stage "short" was at update 4 and now ends with 3'),
+        "steps = 4\n": ("steps = 3\n", 'stage "short" was at step 4 and now ends at step 3'),
         'name = "short"': ('name = "brief"', 'stage was "short" and is now "brief"'),
         "theta = 2e6": ("theta = 3e6", None),
         'documents = "folder"': ('documents = "repository"', None),

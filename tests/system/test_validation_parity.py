@@ -159,5 +159,5 @@ def test_every_mesh_matches_one_rank(run: Path, alone: tuple[Found, Found], proc
                     seen = found[name][length]
                     assert seen["targets"] == expected["targets"], options
                     assert seen["accuracy"] == expected["accuracy"], options
-                    numbers = [[one["loss"], *filter(None, one["by_position"])] for one in (seen, expected)]  # type: ignore[call-overload]
+                    numbers = [[one["loss"], *filter(None, one["loss_by_position"])] for one in (seen, expected)]  # type: ignore[call-overload]
                     assert numbers[0] == pytest.approx(numbers[1], rel=1e-12, abs=0), options
