@@ -47,7 +47,7 @@ def train_until_out_of_memory(argv: list[str], failing_rank: int) -> None:
 def test_a_rank_out_of_memory_fails_at_once(tmp_path: Path, failing_rank: int) -> None:
     argv, folder = arguments(write_run(tmp_path), tmp_path / "run"), RunDir(tmp_path / "run")
     folder.create()
-    write_prediction(folder.prediction_path, load(argv), 2)
+    write_prediction(folder.prediction_path, load(argv), 2, num_nodes=1)
     with pytest.raises(RankError) as caught:
         run_ranks(train_until_out_of_memory, 2, argv, failing_rank, timeout=30)
     assert "out of device memory: tried to allocate 9 GiB" in str(caught.value)
