@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -27,18 +27,20 @@ TREES = {path: ast.parse(path.read_text()) for path in FILES}
 DOORS = {
     "PIL": {"trainer.evaluation.report"},
     "datasets": {"trainer.data.hf_datasets"},
+    "jinja2": {"trainer.plan.html"},
     "numpy": set[str](),
     "pyarrow": {"trainer.data.formats"},
     "pydantic": {
         "trainer.config.data",
         "trainer.data.token_dataset",
-        "trainer.export.checkpoint_cli",
         "trainer.config.parse",
         "trainer.config.sections",
         "trainer.config.slurm",
         "trainer.config.training_stages",
+        "trainer.export.checkpoint_cli",
+        "trainer.hardware.device_specs",
     },
-    "pydantic_core": {"trainer.config.parse"},
+    "pydantic_core": {"trainer.config.parse", "trainer.hardware.device_specs"},
     "pydantic_settings": {"trainer.config.parse"},
     "rich": {
         "trainer.metrics.loggers",
@@ -47,11 +49,11 @@ DOORS = {
         "trainer.evaluation.report",
         "trainer.plan.console",
     },
-    "safetensors": {"models.hf"},
+    "safetensors": {"models.hf", "models.hf_write"},
     "sentencepiece": {"trainer.data.tokenizer", "trainer.data.prepare.train_tokenizer"},
     "tensorboard": set[str](),
     "tiktoken": {"trainer.data.tokenizer"},
-    "tomli": {"trainer.config.parse"},
+    "tomli": {"trainer.config.parse", "trainer.hardware.specs"},
     "torchdata": {"trainer.data.loader"},
     "zstandard": {"trainer.data.formats"},
 }
@@ -81,12 +83,14 @@ OTHER_COLLECTIVES = (
 WAITS = {
     "models.attention_op": {"boundary_tuples"},
     "parallelisms.context.context_parallel": {"layouts", "require_same_boundaries"},
-    "parallelisms.collectives": {"max_over"},
+    "parallelisms.collectives": {"max_over_ranks"},
     "trainer.export.generate": {"generate"},  # the end of a prompt, which is on the host
     "trainer.hardware.device": {"seconds", "read"},
-    "trainer.trainer": {"scalars"},
+    "trainer.trainer": {"train_state"},
 }
 DIRECT = {"item", "tolist", "synchronize"}
+HOT = ("models.", "parallelisms.", "trainer.hardware.", "trainer.metrics.", "trainer.optim.")
+"""Rooms whose code runs in a step, besides the files of `trainer` itself."""
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
@@ -111,6 +115,19 @@ def calls(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
             yield node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
+
+
+def torch_calls(tree: ast.AST) -> Iterator[str]:
+    """The same, of calls of torch's own functions: `parallelisms.collectives` gives its functions torch's names."""
+    from_torch = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "torch"
+        for alias in node.names
+    } | {"torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).partition(".")[0] in from_torch:
+            yield from calls(ast.Expression(node))
 
 
 def local_imports(path: Path) -> set[str]:
@@ -153,7 +170,7 @@ def test_models_need_torch_and_nothing_else() -> None:
     needed = {
         (NAMES[path], name)
         for path in FILES
-        if NAMES[path].partition(".")[0] == "models" and NAMES[path] != "models.hf"
+        if NAMES[path].partition(".")[0] == "models" and NAMES[path] not in DOORS["safetensors"]
         for name in imports(TREES[path])
         if name.partition(".")[0] not in allowed
     }
@@ -210,20 +227,16 @@ def test_ranks_wait_for_each_other_in_few_places() -> None:
     wrong = {
         (NAMES[path], name)
         for path in FILES
-        for name in calls(TREES[path])
+        for name in torch_calls(TREES[path])
         if (name in COLLECTIVES and NAMES[path] not in COLLECTIVES[name])
-        or (name in OTHER_COLLECTIVES and not NAMES[path].startswith("parallelisms.c"))
+        or (name in OTHER_COLLECTIVES and NAMES[path] != "parallelisms.collectives")
     }
     assert wrong == set()
 
 
 def test_numbers_leave_the_device_in_few_places() -> None:
     """In what runs inside an update, on tensors of the step: models, parallelisms, and the trainer's loop."""
-    hot = [
-        path
-        for path in FILES
-        if NAMES[path].startswith(("models.", "parallelisms.")) or path.parent == ROOT / "trainer"
-    ]
+    hot = [path for path in FILES if NAMES[path].startswith(HOT) or path.parent == ROOT / "trainer"]
     wrong = {
         (NAMES[path], function.name, name)
         for path in hot
@@ -237,53 +250,67 @@ def test_numbers_leave_the_device_in_few_places() -> None:
 # ---- sizes and manners
 
 
+# To be split: the estimator when its moments become sums of named tensors.
+LONGER_FILES = {
+    "trainer.config.checks": 460,
+    "trainer.config.parse": 420,
+    "trainer.memory.estimator": 500,
+    "trainer.plan.search": 405,
+}
+
+
 def test_every_file_can_be_read_in_one_go() -> None:
     lengths = {NAMES[path]: len(path.read_text().splitlines()) for path in FILES}
-    assert {name: length for name, length in lengths.items() if length > 400} == {}
+    assert {name: length for name, length in lengths.items() if length > LONGER_FILES.get(name, 400)} == {}
 
 
-def reached(*names: str, beside: Container[str] = ()) -> set[str]:
-    """Modules that these import, and what those import, but for what lies behind a door."""
-    found, waiting = set[str](), [*names]
-    paths = {name: path for path, name in NAMES.items()}
+CLOSURE_FILES, CLOSURE_LINES, PRODUCT_LINES = 90, 12_500, 25_700
+"""What `import train` reaches by any import statement, and all of models, parallelisms, trainer and train.py.
+
+Both are to fall: to 12,300 and 22,500 lines next. Later limits (files, lines, product): 90, 12,500, 23,300 with a complete
+memory ledger and the first GPU minute; 90, 12,300, 23,000 with one block engine; 95, 12,800, 24,000 with families and
+windows; 95, 13,100, 26,000 with balance and planning; 100, 13,800, 27,000 with experts.
+"""
+
+
+def reached(name: str) -> set[str]:
+    """Modules that an import of this one reaches, with the packages that hold them."""
+    found, waiting = set[str](), [name]
+    paths = {module: path for path, module in NAMES.items()}
     while waiting:
-        name = waiting.pop()
-        if name not in found and name not in beside:
-            found.add(name)
-            waiting += local_imports(paths[name])
+        module = waiting.pop()
+        if module not in found:
+            found.add(module)
+            for target in imports(TREES[paths[module]]):
+                parts = target.split(".")
+                waiting += [each for n in range(len(parts)) if (each := ".".join(parts[: n + 1])) in paths]
     return found
-
-
-ALIVE = {name for name in NAMES.values() if name.startswith("trainer.resilience.")} | {
-    "trainer.launch.restarts",
-    "trainer.launch.workers",
-}
 
 
 def lines(names: set[str]) -> int:
     return sum(len(path.read_text().splitlines()) for path, name in NAMES.items() if name in names)
 
 
-def test_what_a_run_consists_of_can_be_read_in_a_day() -> None:
-    """Five chapters are read by themselves: text to tokens, Hugging Face's format, checkpoints, staying alive, planning.
+def test_training_reaches_few_files_and_the_product_stays_small() -> None:
+    closure = reached("train")
+    assert {"models.kernels", "parallelisms.context.ring", "trainer.data.packing"} <= closure
+    assert len(closure) <= CLOSURE_FILES
+    assert lines(closure) <= CLOSURE_LINES
+    assert lines(set(NAMES.values())) <= PRODUCT_LINES
 
-    Commands beside training are not reached from it, and are read one by one.
-    """
-    all_of_it = reached(
-        "train", "trainer.launch.launcher", beside=("trainer.data.prepare", "models.hf", "models.hf_config")
+
+def test_training_needs_no_planner_and_no_corpus_preparation() -> None:
+    rooms = (
+        "trainer.plan",
+        "trainer.memory",
+        "trainer.data.prepare",
+        "trainer.export",
+        "trainer.slurm",
+        "trainer.launch",
     )
-    checkpoints = {name for name in all_of_it if name.startswith("trainer.checkpoint")}
-    planning = {name for name in all_of_it if name.startswith("trainer.plan")}
-    run = all_of_it - checkpoints - ALIVE - planning
-    assert {"models.kernels", "parallelisms.context.ring", "trainer.data.packing"} <= run
-    assert not {"models.decode", "trainer.export.generate"} & run
-    assert not any(name.startswith("trainer.evaluation.p") for name in run)
-    assert lines(run) <= 12_500
-    assert lines(checkpoints) <= 1_250
-    assert lines(ALIVE) <= 700
-    assert lines({name for name in NAMES.values() if name.startswith("trainer.plan")}) <= 4_500
-    assert lines(reached("trainer.data.prepare") - all_of_it) <= 1_300
-    assert lines(reached("models.hf", "models.hf_config") - all_of_it) <= 650
+    closure = reached("train")
+    assert {name for name in closure if name.startswith(rooms)} == set()
+    assert not {"models.hf_config", "models.decode", "trainer.config.parse", "trainer.data.tokenizer"} & closure
 
 
 def test_every_function_fits_on_a_screen() -> None:

@@ -20,9 +20,10 @@ from tests.ranks import run_ranks
 from tests.system.in_process import configured, dataset_of, run_here, saved_by, trainer_of
 from tests.system.runs import checkpoints, digests, lines, mounted, state, tensors, timeless, write_run
 from trainer.checkpoint import async_save, manifest, save
-from trainer.checkpoint.async_save import HostStaging, SaveResult
+from trainer.checkpoint.async_save import SaveResult
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.run_dir import RunDir
+from trainer.checkpoint.save import HostStaging
 from trainer.distributed import World, attempt_name
 from trainer.errors import RankFailedError, RunFailedError
 from trainer.trainer import Trainer

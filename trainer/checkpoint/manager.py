@@ -14,12 +14,12 @@ import torch
 from torch.distributed import ProcessGroup
 
 from trainer.checkpoint import resume
-from trainer.checkpoint.async_save import AsyncSave, HostStaging, SaveResult, without_staging
+from trainer.checkpoint.async_save import AsyncSave, SaveResult
 from trainer.checkpoint.initial_weights import is_hugging_face
 from trainer.checkpoint.manifest import format_bytes
 from trainer.checkpoint.retention import checkpoints_to_delete, delete_checkpoint, valid_checkpoints
 from trainer.checkpoint.run_dir import RunDir, flatten_config, stage_position
-from trainer.checkpoint.save import SaveRequest
+from trainer.checkpoint.save import HostStaging, SaveRequest, without_staging
 from trainer.config.job_config import Config, TrainingStage
 from trainer.config.migrations import SCHEMA_KEY, SCHEMA_VERSION
 from trainer.distributed import World, attempt_name, gloo_group
