@@ -125,7 +125,7 @@ class BlockMemory:
         if self.context_plan.rotate_method == "allgather":
             num_remote = ring - 1
             before_reduce = num_remote * (2 * self.compute_bytes + self.stats_bytes)
-            during_reduce = num_remote * (self.compute_bytes + self.stats_bytes) + ring * grad_comm_bytes
+            during_reduce = num_remote * self.stats_bytes + ring * grad_comm_bytes
             return local_bytes + self.kv_numel * max(before_reduce, during_reduce)
         in_transit = 2 * grad_comm_bytes + self.compute_bytes if ring > 2 else 0  # KV and KV gradients in transit.
         return local_bytes + self.kv_numel * (2 * self.compute_bytes + self.stats_bytes + in_transit)
