@@ -64,6 +64,7 @@ WORDS = (
 # neither commit's words fails with the launcher's own message.
 RENAMED = {
     "memory.blocks_per_checkpoint": "memory.input_every",
+    "memory.loss_chunk_mib": "memory.head_chunk_mib",
     "parallelism.cp_outer_method": "parallelism.cp_outer",
 }
 # What launchers set, which would be taken for a world that exists.
