@@ -8,12 +8,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = sorted(
-    path
-    for pattern in ("*.py", "*.md", "*.sh", "*.toml", "*.j2")
-    for folder in ("models", "parallelisms", "trainer", "docs", "train_configs", "examples")
-    for path in (ROOT / folder).rglob(pattern)
-) + [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "train.py"]
+FILES = [
+    *sorted(
+        path
+        for pattern in ("*.py", "*.md", "*.sh", "*.toml", "*.j2")
+        for folder in ("models", "parallelisms", "trainer", "docs", "train_configs", "examples")
+        for path in (ROOT / folder).rglob(pattern)
+    ),
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "train.py",
+]
 # Pages that map old names to new ones.
 MAPS = {"docs/glossary.md", "trainer/config/migrations.py"}
 
