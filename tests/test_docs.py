@@ -8,6 +8,7 @@ import re
 import runpy
 import shlex
 import sys
+import warnings
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -69,6 +70,13 @@ def parse_command(line: str) -> tuple[str, list[str], dict[str, str]] | None:
     return None
 
 
+def run_as_main(module: str) -> None:
+    """As `python -m` does, also if another test has imported the module already."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*found in sys.modules", category=RuntimeWarning)
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
 @cache
 def help_text(module: str, *subcommand: str) -> str:
     """What `python -m MODULE [SUBCOMMAND] --help` prints; fails unless it exits with 0."""
@@ -76,7 +84,7 @@ def help_text(module: str, *subcommand: str) -> str:
     sys.argv = [module, *subcommand, "--help"]
     try:
         with contextlib.redirect_stdout(printed):
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
+            run_as_main(module)
     except SystemExit as left:
         status = left.code
     finally:
@@ -129,7 +137,7 @@ def test_a_documented_command_parses(
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(sys, "argv", [module, *arguments, "--check"])
         with pytest.raises(SystemExit) as left:
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
+            run_as_main(module)
         assert left.value.code == 0, capsys.readouterr().err
 
 

@@ -218,10 +218,11 @@ def test_any_number_of_workers_writes_the_same_bytes(documents: str, source: Mak
 def test_a_worker_failure_ends_all_workers_and_can_resume(
     target: str, kind: type[Exception], message: str, source: Make
 ) -> None:
+    others = set(multiprocessing.active_children())  # The ranks of other tests wait in their pool.
     spec = source(FILES)
     with pytest.raises(kind, match=message):
         prepare(spec, Fatal("3 of c", target), workers=2)
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= others
     tokenizer = Counting()
     assert list(texts(prepare(spec, tokenizer))) == [text for _, text in sorted(FILES.items()) if text]
     assert 0 < tokenizer.calls < 16

@@ -242,7 +242,7 @@ def test_a_sequence_hides_the_number_and_ends_with_it(run: Path) -> None:
         (needle, ["RUN", "--lengths", "40"], 2, "--lengths 40 must exceed the"),
         (needle, ["RUN", "--depths", "0"], 2, "argument --depths: 0 must be an integer of at least 1"),
         (needle, ["RUN", "--depths", "1,2"], 2, "argument --depths: 1,2 must be an integer of at least 1"),
-        (needle, ["RUN", "--data.corpus=copy"], 2, 'source = "corpus" is "copy"'),
+        (needle, ["RUN", "--data.corpus=copy"], 2, 'source = "corpus" is the synthetic "copy" corpus'),
         (needle, ["RUN", "--data.corpus=/nowhere"], 2, "nor an existing file or folder"),
         (needle, ["--help"], 0, "--lengths N,..."),
     ],

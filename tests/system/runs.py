@@ -278,7 +278,8 @@ def train_rank(argv: list[str], signal_handler: SignalHandler | None = None) -> 
 
     config, world, problems = load_and_validate(argv, os.environ)
     if problems or world is None:
-        sys.stderr.write(format_problems(problems, argv, world))
+        if world is None or world.is_first_of_node:
+            sys.stderr.write(format_problems(problems, argv, world))
         return EXIT_BAD_CONFIG
     log_setup.configure(world.rank or 0)
     spec = prepare_run(config, world)

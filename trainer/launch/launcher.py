@@ -60,7 +60,7 @@ def main() -> int:
     if "--check" in flags and world and not world.rank and not checks.layout_problems(config, world.world_size):
         sys.stdout.write(format_resolved_config(config, world))  # Also where corpus and tokenizer are missing.
     if problems or world is None:
-        if world is None or not world.rank:
+        if world is None or world.is_first_of_node:  # Nodes may differ.
             sys.stderr.write(format_problems(problems, argv, world))
         return EXIT_BAD_CONFIG
     if "--plan" in flags:
@@ -105,7 +105,8 @@ def prepare_run(config: Recipe, world: LaunchWorld) -> RunSpec | int:
     except RunFailedError as error:
         status, reason = EXIT_FAILURE, f"error: {error}"
     if world.is_first_of_node:  # Nodes may differ.
-        sys.stderr.write(f"[rank {world.rank}] {reason}\n" if world.rank else f"{reason}\n")
+        prefix = f"error: [rank {world.rank}] " if world.rank else "error: "
+        sys.stderr.write(f"{reason.replace('error: ', prefix, 1)}\n")
     return status
 
 
@@ -197,7 +198,8 @@ def format_problems(problems: Sequence[str], argv: Sequence[str], world: LaunchW
     with suppress(ConfigError):
         name = show_path(find_config_file(name))
     for_world = f" for {world}" if world else ""
-    lines = [f"error: {name_flags(problem, argv)}\n" for problem in problems]
+    prefix = f"[rank {world.rank}] " if world and world.rank else ""
+    lines = [f"error: {prefix}{name_flags(problem, argv)}\n" for problem in problems]
     return "".join([*lines, f"nothing was started: {pluralize(len(problems), 'problem')} in {name}{for_world}\n"])
 
 

@@ -12,7 +12,7 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
     """Looks up `sys.stderr` for each record, because a progress bar replaces it to stay below the log lines."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.setStream(sys.stderr)
+        self.stream = sys.stderr
         super().emit(record)
 
 
