@@ -157,7 +157,12 @@ def test_one_rank_per_node_reports_the_problems_of_its_node(
     reports: bool,
 ) -> None:
     monkeypatch.setattr("trainer.metrics.log_setup.configure", lambda _: None)
-    for key, value in {"RANK": "8", "WORLD_SIZE": "16", "LOCAL_RANK": local_rank}.items():
+    for key, value in {
+        "RANK": str(8 + int(local_rank)),
+        "WORLD_SIZE": "16",
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": "8",
+    }.items():
         monkeypatch.setenv(key, value)
     argv = arguments(whole / "run.toml", tmp_path / "run", *LONG, "--data.corpus", str(tmp_path / "absent"))
     assert train_rank([*argv, "--parallelism.dp_shard", "2", "--parallelism.cp", "8"], SignalHandler()) in (2, 78)
