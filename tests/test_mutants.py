@@ -1,0 +1,31 @@
+"""The mutants can be applied to today's code; `python -m tests.mutants` shows that the tests named for them fail."""
+
+from __future__ import annotations
+
+import ast
+
+from tests.mutants import ROOT, known_mutants
+
+MUTANTS = known_mutants()
+
+
+def test_mutants_have_distinct_names() -> None:
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+
+
+def test_every_mutant_applies_and_is_python() -> None:
+    for mutant in MUTANTS:
+        text = (ROOT / mutant.file).read_text()
+        broken = mutant.apply(text)
+        assert ast.dump(ast.parse(broken)) != ast.dump(ast.parse(text)), mutant.name
+
+
+def test_the_tests_of_every_mutant_exist() -> None:
+    for mutant in MUTANTS:
+        for test in mutant.tests:
+            path, _, name = test.partition("::")
+            function = name.partition("[")[0]
+            assert f"def {function}(" in (ROOT / path).read_text() if name else (ROOT / path).is_file(), (
+                mutant.name,
+                test,
+            )
