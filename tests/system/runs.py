@@ -233,7 +233,7 @@ def forked(
     said_before = len(log.read_text()) if log.exists() else 0
     tasks = [
         partial(
-            _train_in_pool,
+            train_in_pool,
             (rank, processes, port, log),
             arguments(config, folder, *options, *(of_rank or {}).get(rank, ())),
         )
@@ -292,7 +292,7 @@ def _train(rank: int, size: int, port: int, log: Path, argv: list[str]) -> None:
     sys.exit(train_rank(argv))
 
 
-def _train_in_pool(place: tuple[int, int, int, Path], argv: list[str]) -> int:
+def train_in_pool(place: tuple[int, int, int, Path], argv: list[str]) -> int:
     """Returns the exit status of `train.py`."""
     own = [os.dup(number) for number in (1, 2)]
     try:
