@@ -187,7 +187,8 @@ def ring_job(bench: Bench, kernel: str, tokens: int, ranks: int = 4) -> tuple[Ca
     work = ScoreBlocks([ScoreBlock(0, tokens, 0, tokens)], causal=True)
     layout = SeqLayout("headtail", ranks, (0, tokens))
     shares = [RankAttentionPlan((layout,), rank) for rank in range(ranks)]
-    order, back = layout.permutation().to(bench.device), layout.inverse_permutation().to(bench.device)
+    order = layout.permutation().to(bench.device)
+    back = order.argsort()
     parts = list(zip(*(x[order].chunk(ranks) for x in (grad, q, k, v)), strict=True))
 
     def alone() -> list[Tensor]:

@@ -19,11 +19,17 @@ from torch.distributed import ProcessGroup
 from models import attention_op
 from models.kernels import Grads
 from parallelisms import collectives
-from parallelisms.context import all_gather, ring
+from parallelisms.context import ring
 from parallelisms.context.attention_plan import RankAttentionPlan
-from parallelisms.context.ring import Waitable
+from parallelisms.context.ring import AllGather, KVExchange, Ring, Waitable
 from parallelisms.context.shard_layout import SeqLayout
 from parallelisms.parallel_dims import ShardLayout
+
+FIRST_TRANSFER: dict[str, Callable[..., Waitable]] = {
+    "ring": collectives.ring_shift,
+    "alltoall": collectives.ring_shift_all_to_all,
+    "allgather": collectives.all_gather_async,
+}
 
 
 class CPAttentionOptions(NamedTuple):
@@ -40,6 +46,26 @@ class CPAttentionOptions(NamedTuple):
     @property
     def group(self) -> ProcessGroup:
         return collectives.resolve_process_group(self.group_name)
+
+    def exchange(self, q_BSNH: Tensor, boundaries_BD: Tensor) -> KVExchange:
+        """Raises ValueError for boundaries that do not fit the full sequences."""
+        batch_size, tokens_per_rank = q_BSNH.shape[:2]
+        boundaries = attention_op.boundary_tuples(boundaries_BD, batch_size)
+        group, layout = self.group, cast(ShardLayout, self.layout)
+        plan = _rank_attention_plan(boundaries, layout, group.size(), group.rank(), tokens_per_rank)
+        dtype = self.reduce_dtype if q_BSNH.dtype.itemsize < 4 else q_BSNH.dtype
+        if self.rotate_method == "allgather":
+            return AllGather(plan, partial(collectives.reduce_scatter_async, group=group), dtype)
+        return Ring(plan, partial(FIRST_TRANSFER[self.rotate_method], group=group), dtype)
+
+
+@lru_cache(maxsize=8)
+def _rank_attention_plan(
+    batch_boundaries: attention_op.Boundaries, layout: ShardLayout, ring_degree: int, rank: int, tokens_per_rank: int
+) -> RankAttentionPlan:
+    # Cached because every layer asks for the same plan. Few, because one may hold 15 MiB on the device at 1M tokens.
+    attention_op.validate_boundaries(batch_boundaries, tokens_per_rank * ring_degree)
+    return RankAttentionPlan([SeqLayout(layout, ring_degree, boundaries) for boundaries in batch_boundaries], rank)
 
 
 def attention(
@@ -64,7 +90,7 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:
     options = CPAttentionOptions(rotate_method, layout, group_name, reduce_dtype, kernel)
     # Validated before sending: a message that no rank waits for would be matched with the next receive.
-    rank_attention_plan(boundaries_BD, q_BSNH, options)
+    options.exchange(q_BSNH, boundaries_BD)
     return forward(q_BSNH, k_BSKH, v_BSKH, start_kv_exchange(k_BSKH, v_BSKH, options), boundaries_BD, options)
 
 
@@ -94,7 +120,7 @@ def _attention_backward(
 def start_kv_exchange(k_BSKH: Tensor, v_BSKH: Tensor, options: CPAttentionOptions) -> Waitable:
     """Starts the first rotation, or the all-gather, of keys and values."""
     kv_2XKH = torch.stack((k_BSKH.flatten(0, 1), v_BSKH.flatten(0, 1)))
-    return _START_EXCHANGE[options.rotate_method](kv_2XKH, options.group)
+    return FIRST_TRANSFER[options.rotate_method](kv_2XKH, options.group)
 
 
 def forward(
@@ -106,13 +132,9 @@ def forward(
     options: CPAttentionOptions,
 ) -> tuple[Tensor, Tensor]:
     """Output [B, S, N, H] and log-sum-exp [B, N, S]. `pending_kv` comes from `start_kv_exchange`."""
+    exchange = options.exchange(q_BSNH, boundaries_BD)
     q, k, v = (x.flatten(0, 1) for x in (q_BSNH, k_BSKH, v_BSKH))
-    inputs = (q, k, v, pending_kv, rank_attention_plan(boundaries_BD, q_BSNH, options))
-    if options.rotate_method == "allgather":
-        out, lse = all_gather.forward(*inputs, kernel=options.kernel)
-    else:
-        rotate = partial(_START_EXCHANGE[options.rotate_method], group=options.group)
-        out, lse = ring.forward(*inputs, rotate=rotate, kernel=options.kernel)
+    out, lse = ring.forward(q, k, v, pending_kv, exchange, kernel=options.kernel)
     return out.view_as(q_BSNH), attention_op.unflatten_lse(lse, q_BSNH.shape[0])
 
 
@@ -128,53 +150,10 @@ def backward(
     options: CPAttentionOptions,
 ) -> Grads:
     """dq, dk and dv. `pending_kv` comes from a new `start_kv_exchange`."""
-    plan = rank_attention_plan(boundaries_BD, q_BSNH, options)
+    exchange, lse = options.exchange(q_BSNH, boundaries_BD), attention_op.flatten_lse(lse_BNS)
     grad, q, k, v, out = (x.flatten(0, 1) for x in (grad_BSNH, q_BSNH, k_BSKH, v_BSKH, out_BSNH))
-    inputs = (grad, q, k, v, pending_kv, out, attention_op.flatten_lse(lse_BNS), plan)
-    reduce_dtype = options.reduce_dtype if q.dtype.itemsize < 4 else q.dtype
-    if options.rotate_method == "allgather":
-        reduce_scatter = partial(collectives.reduce_scatter, group=options.group)
-        grads = all_gather.backward(
-            *inputs, reduce_scatter=reduce_scatter, kernel=options.kernel, reduce_dtype=reduce_dtype
-        )
-    else:
-        rotate = partial(_START_EXCHANGE[options.rotate_method], group=options.group)
-        grads = ring.backward(*inputs, rotate=rotate, kernel=options.kernel, reduce_dtype=reduce_dtype)
-    dq, dk, dv = (grad.view(x.shape) for grad, x in zip(grads, (q_BSNH, k_BSKH, v_BSKH), strict=True))
-    return dq, dk, dv
-
-
-def rank_attention_plan(boundaries_BD: Tensor, q_BSNH: Tensor, options: CPAttentionOptions) -> RankAttentionPlan:
-    """The score blocks of this rank. Raises ValueError for boundaries that do not fit the full sequences."""
-    batch_size, tokens_per_rank = q_BSNH.shape[:2]
-    return _rank_attention_plan(
-        attention_op.boundary_tuples(boundaries_BD, batch_size),
-        cast(ShardLayout, options.layout),
-        options.group.size(),
-        options.group.rank(),
-        tokens_per_rank,
-    )
-
-
-@lru_cache(maxsize=8)
-def _rank_attention_plan(
-    batch_boundaries: attention_op.Boundaries, layout: ShardLayout, ring_degree: int, rank: int, tokens_per_rank: int
-) -> RankAttentionPlan:
-    # Cached because every layer asks for the same plan. Few, because one may hold 15 MiB on the device at 1M tokens.
-    return RankAttentionPlan(
-        tuple(
-            SeqLayout(layout, ring_degree, boundaries)
-            for boundaries in attention_op.validate_boundaries(batch_boundaries, tokens_per_rank * ring_degree)
-        ),
-        rank,
-    )
-
-
-_START_EXCHANGE: dict[str, Callable[..., Waitable]] = {
-    "ring": collectives.ring_shift,
-    "alltoall": collectives.ring_shift_all_to_all,
-    "allgather": collectives.all_gather_async,
-}
+    dq, dk, dv = ring.backward(grad, q, k, v, pending_kv, out, lse, exchange, kernel=options.kernel)
+    return dq.view_as(q_BSNH), dk.view_as(k_BSKH), dv.view_as(v_BSKH)
 
 
 @_attention.register_fake

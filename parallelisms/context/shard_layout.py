@@ -17,7 +17,6 @@ from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from models.kernels import concatenated_ranges
@@ -76,10 +75,6 @@ class SeqLayout:
         """int64 [T]: the sequence's tokens, rank by rank; `x[permutation].chunk(ring_degree)[rank]` is a rank's shard."""
         spans = [span for rank_spans in _token_spans(self) for span in rank_spans]
         return concatenated_ranges([span.start for span in spans], [span.length for span in spans])
-
-    def inverse_permutation(self) -> Tensor:
-        """int64 [T]: the index of each token in `permutation`."""
-        return torch.argsort(self.permutation())
 
 
 @lru_cache(maxsize=64)

@@ -54,13 +54,11 @@ def opcheck_results(name: str) -> set[str]:
     boundaries_BD = starts([9, 1, 14], [24], width=6)
     q, k, v = (core.shard(x.detach(), boundaries_BD) for x in inputs(boundaries_BD))
     if name == "to_heads":
-        arguments: tuple[Any, ...] = (q.requires_grad_(), core.ulysses_group, 2)
+        arguments: tuple[Any, ...] = (q.requires_grad_(), *core.ulysses_group)
         return set(torch.library.opcheck(ulysses._seq_to_heads, arguments).values())
     if name == "to_tokens":
-        heads = ulysses.seq_to_heads(q, core.ulysses_group, 2)
-        return set(
-            torch.library.opcheck(ulysses._heads_to_seq, (heads.requires_grad_(), core.ulysses_group, 2)).values()
-        )
+        heads = core.ulysses_group.seq_to_heads(q)
+        return set(torch.library.opcheck(ulysses._heads_to_seq, (heads.requires_grad_(), *core.ulysses_group)).values())
     options = (name, core.layout, core._groups[0].group_name, torch.float32, "auto")
     out, lse = cp_attention_op._attention(q, k, v, boundaries_BD, *options)
     backward = (torch.ones_like(out), q, k, v, out, lse, boundaries_BD, *options)
