@@ -25,7 +25,7 @@ from models.attention import LocalAttentionCore
 from models.batch import IGNORE_INDEX, Batch, pad_batch
 from models.transformer import Transformer
 from parallelisms import collectives
-from parallelisms.context import cp_attention_op
+from parallelisms.context import cp_attention_op, ring
 from parallelisms.context.ring import Waitable
 from parallelisms.context.shard_layout import SeqLayout
 from parallelisms.context.ulysses import SeqToHeads, UlyssesGroup
@@ -126,7 +126,7 @@ class ContextParallel:
         if self._ring is None:
             out, _ = attention_op.attention(q, k, v, boundaries_BD, kernel=self.kernel)
         else:
-            out, _ = cp_attention_op.attention(q, k, v, boundaries_BD, self._ring)
+            out, _ = cp_attention_op.attention(q, k, v, boundaries_BD, *self._ring)
         return self.ulysses_group.heads_to_seq(out)
 
     # ---- below autograd, for any number of heads
@@ -144,7 +144,8 @@ class ContextParallel:
         if pending_kv is None or self._ring is None:
             out, lse = attention_op.attention(q, k, v, boundaries_BD, kernel=self.kernel)
         else:
-            out, lse = cp_attention_op.forward(q, k, v, pending_kv, boundaries_BD, self._ring)
+            exchange = self._ring.exchange(q, boundaries_BD)
+            out, lse = ring.forward(q, k, v, pending_kv, exchange, kernel=self.kernel)
         return self.ulysses_group.heads_to_seq(out), lse
 
     def backward(
@@ -156,7 +157,8 @@ class ContextParallel:
         if pending_kv is None or self._ring is None:
             grads = attention_op.attention_backward(grad_BSNH, q, k, v, out_BSNH, lse, boundaries_BD, self.kernel)
         else:
-            grads = cp_attention_op.backward(grad_BSNH, q, k, v, pending_kv, out_BSNH, lse, boundaries_BD, self._ring)
+            exchange = self._ring.exchange(q, boundaries_BD)
+            grads = ring.backward(grad_BSNH, q, k, v, pending_kv, out_BSNH, lse, exchange, kernel=self.kernel)
         if pending.all_to_alls:
             del q, k, v, grad_BSNH, out_BSNH  # Freed before the all-to-all of the gradients allocates as much.
             pending_grads = [*grads]
@@ -172,7 +174,7 @@ class ContextParallel:
         return qkv, self._start_kv_exchange(*qkv[1:])
 
     def _start_kv_exchange(self, k_BSKH: Tensor, v_BSKH: Tensor) -> Waitable | None:
-        return None if self._ring is None else cp_attention_op.start_kv_exchange(k_BSKH, v_BSKH, self._ring)
+        return None if self._ring is None else self._ring.start(k_BSKH, v_BSKH)
 
     # ---- sharding
 

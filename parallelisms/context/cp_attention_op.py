@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from models import attention_op
-from models.kernels import Grads
 from parallelisms import collectives
 from parallelisms.context import ring
 from parallelisms.context.attention_plan import RankAttentionPlan
@@ -47,6 +46,11 @@ class CPAttentionOptions(NamedTuple):
     def group(self) -> ProcessGroup:
         return collectives.resolve_process_group(self.group_name)
 
+    def start(self, k_BSKH: Tensor, v_BSKH: Tensor) -> Waitable:
+        """Starts the first rotation, or the all-gather, of keys and values."""
+        kv_2XKH = torch.stack((k_BSKH.flatten(0, 1), v_BSKH.flatten(0, 1)))
+        return FIRST_TRANSFER[self.rotate_method](kv_2XKH, self.group)
+
     def exchange(self, q_BSNH: Tensor, boundaries_BD: Tensor) -> KVExchange:
         """Raises ValueError for boundaries that do not fit the full sequences."""
         batch_size, tokens_per_rank = q_BSNH.shape[:2]
@@ -68,16 +72,8 @@ def _rank_attention_plan(
     return RankAttentionPlan([SeqLayout(layout, ring_degree, boundaries) for boundaries in batch_boundaries], rank)
 
 
-def attention(
-    q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor, options: CPAttentionOptions
-) -> tuple[Tensor, Tensor]:
-    """`models.attention_op.attention` for this rank's tokens. `boundaries_BD` are those of the full sequences."""
-    result: tuple[Tensor, Tensor] = _attention(q_BSNH, k_BSKH, v_BSKH, boundaries_BD, *options)
-    return result
-
-
 @torch.library.custom_op("longhaul::context_attention", mutates_args=())
-def _attention(
+def attention(
     q_BSNH: Tensor,
     k_BSKH: Tensor,
     v_BSKH: Tensor,
@@ -90,12 +86,12 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:
     options = CPAttentionOptions(rotate_method, layout, group_name, reduce_dtype, kernel)
     # Validated before sending: a message that no rank waits for would be matched with the next receive.
-    options.exchange(q_BSNH, boundaries_BD)
-    return forward(q_BSNH, k_BSKH, v_BSKH, start_kv_exchange(k_BSKH, v_BSKH, options), boundaries_BD, options)
+    exchange = options.exchange(q_BSNH, boundaries_BD)
+    return ring.forward(q_BSNH, k_BSKH, v_BSKH, options.start(k_BSKH, v_BSKH), exchange, kernel=kernel)
 
 
 @torch.library.custom_op("longhaul::context_attention_backward", mutates_args=())
-def _attention_backward(
+def attention_backward(
     grad_BSNH: Tensor,
     q_BSNH: Tensor,
     k_BSKH: Tensor,
@@ -110,59 +106,17 @@ def _attention_backward(
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     options = CPAttentionOptions(rotate_method, layout, group_name, reduce_dtype, kernel)
-    pending_kv = start_kv_exchange(k_BSKH, v_BSKH, options)
-    return backward(grad_BSNH, q_BSNH, k_BSKH, v_BSKH, pending_kv, out_BSNH, lse_BNS, boundaries_BD, options)
+    exchange, pending_kv = options.exchange(q_BSNH, boundaries_BD), options.start(k_BSKH, v_BSKH)
+    return ring.backward(grad_BSNH, q_BSNH, k_BSKH, v_BSKH, pending_kv, out_BSNH, lse_BNS, exchange, kernel=kernel)
 
 
-# ---- below autograd
-
-
-def start_kv_exchange(k_BSKH: Tensor, v_BSKH: Tensor, options: CPAttentionOptions) -> Waitable:
-    """Starts the first rotation, or the all-gather, of keys and values."""
-    kv_2XKH = torch.stack((k_BSKH.flatten(0, 1), v_BSKH.flatten(0, 1)))
-    return FIRST_TRANSFER[options.rotate_method](kv_2XKH, options.group)
-
-
-def forward(
-    q_BSNH: Tensor,
-    k_BSKH: Tensor,
-    v_BSKH: Tensor,
-    pending_kv: Waitable,
-    boundaries_BD: Tensor,
-    options: CPAttentionOptions,
-) -> tuple[Tensor, Tensor]:
-    """Output [B, S, N, H] and log-sum-exp [B, N, S]. `pending_kv` comes from `start_kv_exchange`."""
-    exchange = options.exchange(q_BSNH, boundaries_BD)
-    q, k, v = (x.flatten(0, 1) for x in (q_BSNH, k_BSKH, v_BSKH))
-    out, lse = ring.forward(q, k, v, pending_kv, exchange, kernel=options.kernel)
-    return out.view_as(q_BSNH), attention_op.unflatten_lse(lse, q_BSNH.shape[0])
-
-
-def backward(
-    grad_BSNH: Tensor,
-    q_BSNH: Tensor,
-    k_BSKH: Tensor,
-    v_BSKH: Tensor,
-    pending_kv: Waitable,
-    out_BSNH: Tensor,
-    lse_BNS: Tensor,
-    boundaries_BD: Tensor,
-    options: CPAttentionOptions,
-) -> Grads:
-    """dq, dk and dv. `pending_kv` comes from a new `start_kv_exchange`."""
-    exchange, lse = options.exchange(q_BSNH, boundaries_BD), attention_op.flatten_lse(lse_BNS)
-    grad, q, k, v, out = (x.flatten(0, 1) for x in (grad_BSNH, q_BSNH, k_BSKH, v_BSKH, out_BSNH))
-    dq, dk, dv = ring.backward(grad, q, k, v, pending_kv, out, lse, exchange, kernel=options.kernel)
-    return dq.view_as(q_BSNH), dk.view_as(k_BSKH), dv.view_as(v_BSKH)
-
-
-@_attention.register_fake
+@attention.register_fake
 def _(q_BSNH: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     del rest
     return attention_op.empty_output(q_BSNH)
 
 
-@_attention_backward.register_fake
+@attention_backward.register_fake
 def _(grad_BSNH: Tensor, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     del grad_BSNH, rest
     return attention_op.empty_grads(q_BSNH, k_BSKH, v_BSKH)
@@ -170,8 +124,8 @@ def _(grad_BSNH: Tensor, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, *rest: 
 
 def _autograd_backward(ctx: Any, grad_BSNH: Tensor, grad_lse: None) -> tuple[Tensor | None, ...]:
     del grad_lse
-    grads = _attention_backward(grad_BSNH.contiguous(), *ctx.saved_tensors, *ctx.options)
+    grads = attention_backward(grad_BSNH.contiguous(), *ctx.saved_tensors, *ctx.options)
     return *grads, None, *[None] * len(ctx.options)
 
 
-_attention.register_autograd(_autograd_backward, setup_context=attention_op.setup_context)
+attention.register_autograd(_autograd_backward, setup_context=attention_op.setup_context)

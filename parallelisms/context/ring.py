@@ -2,7 +2,7 @@
 
 Attention to the rank's own keys overlaps the first transfer. Partial results over disjoint keys are merged.
 
-Shape suffixes: X tokens of this rank (all sequences concatenated), Y remote tokens at hand, P tokens of a block, R ranks,
+Shape suffixes: B batch, S tokens of this rank, X those of all sequences concatenated, Y remote tokens at hand, P tokens of a block, R ranks,
 N query heads, K KV heads, H head dim.
 """
 
@@ -108,30 +108,34 @@ class AllGather:
 
 
 def forward(
-    q_XNH: Tensor, k_XKH: Tensor, v_XKH: Tensor, pending_kv: Waitable, exchange: KVExchange, *, kernel: str = "auto"
+    q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, pending_kv: Waitable, exchange: KVExchange, *, kernel: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Output, in q's dtype, and log-sum-exp [N, X]. `pending_kv` is the first transfer of k and v, stacked."""
+    """Output, in q's dtype, and log-sum-exp [B, N, S]. `pending_kv` is the first transfer of k and v, stacked."""
+    q_XNH, k_XKH, v_XKH = (x.flatten(0, 1) for x in (q_BSNH, k_BSKH, v_BSKH))
     softmax = OnlineSoftmax(*attention_op.forward(q_XNH, k_XKH, v_XKH, exchange.plan.local_blocks, kernel=kernel))
     for kv_2YKH, blocks in exchange.remote_kv(pending_kv):
         for block_output in kernels.attend_blocks(q_XNH, kv_2YKH[0], kv_2YKH[1], blocks, kernel=kernel):
             softmax.merge(*block_output)
         del kv_2YKH  # Freed before the next rotation allocates its receive buffer.
-    return softmax.out_XNH.to(q_XNH.dtype), softmax.lse_NX
+    out_BSNH = softmax.out_XNH.to(q_BSNH.dtype).view_as(q_BSNH)
+    return out_BSNH, attention_op.unflatten_lse(softmax.lse_NX, q_BSNH.shape[0])
 
 
 def backward(
-    grad_XNH: Tensor,
-    q_XNH: Tensor,
-    k_XKH: Tensor,
-    v_XKH: Tensor,
+    grad_BSNH: Tensor,
+    q_BSNH: Tensor,
+    k_BSKH: Tensor,
+    v_BSKH: Tensor,
     pending_kv: Waitable,
-    out_XNH: Tensor,
-    lse_NX: Tensor,
+    out_BSNH: Tensor,
+    lse_BNS: Tensor,
     exchange: KVExchange,
     *,
     kernel: str = "auto",
 ) -> Grads:
-    """dq, dk and dv in their inputs' dtypes."""
+    """dq, dk and dv in their inputs' dtypes. `pending_kv` is a new first transfer."""
+    grad_XNH, q_XNH, k_XKH, v_XKH, out_XNH = (x.flatten(0, 1) for x in (grad_BSNH, q_BSNH, k_BSKH, v_BSKH, out_BSNH))
+    lse_NX = attention_op.flatten_lse(lse_BNS)
     local_inputs = (grad_XNH, q_XNH, k_XKH, v_XKH, out_XNH, lse_NX)
     dq_XNH, dk_XKH, dv_XKH = attention_op.backward(*local_inputs, exchange.plan.local_blocks, kernel=kernel)
     dtype = accumulation_dtype(dq_XNH.dtype)
@@ -149,8 +153,8 @@ def backward(
     if pending_dkv is not None:
         dkv_2XKH += pending_dkv.wait()
     # In separate storages, because an operator's outputs must not alias each other.
-    dk_XKH, dv_XKH = (x.to(k_XKH.dtype, copy=True) for x in dkv_2XKH)
-    return dq_XNH.to(q_XNH.dtype), dk_XKH, dv_XKH
+    dk_BSKH, dv_BSKH = (x.to(k_BSKH.dtype, copy=True).view_as(k_BSKH) for x in dkv_2XKH)
+    return dq_XNH.to(q_BSNH.dtype).view_as(q_BSNH), dk_BSKH, dv_BSKH
 
 
 class OnlineSoftmax:

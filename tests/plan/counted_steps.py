@@ -27,8 +27,8 @@ from trainer.trainer import Trainer
 OPERATORS = {
     operator._opoverload: operator._init_fn
     for operator in (
-        cp_attention_op._attention,
-        cp_attention_op._attention_backward,
+        cp_attention_op.attention,
+        cp_attention_op.attention_backward,
         ulysses._seq_to_heads,
         ulysses._heads_to_seq,
         attention_op._attention,

@@ -60,11 +60,11 @@ def opcheck_results(name: str) -> set[str]:
         heads = core.ulysses_group.seq_to_heads(q)
         return set(torch.library.opcheck(ulysses._heads_to_seq, (heads.requires_grad_(), *core.ulysses_group)).values())
     options = (name, core.layout, core._groups[0].group_name, torch.float32, "auto")
-    out, lse = cp_attention_op._attention(q, k, v, boundaries_BD, *options)
+    out, lse = cp_attention_op.attention(q, k, v, boundaries_BD, *options)
     backward = (torch.ones_like(out), q, k, v, out, lse, boundaries_BD, *options)
-    found = set(torch.library.opcheck(cp_attention_op._attention_backward, backward).values())
+    found = set(torch.library.opcheck(cp_attention_op.attention_backward, backward).values())
     given = [x.clone().requires_grad_() for x in (q, k, v)]
-    return found | set(torch.library.opcheck(cp_attention_op._attention, (*given, boundaries_BD, *options)).values())
+    return found | set(torch.library.opcheck(cp_attention_op.attention, (*given, boundaries_BD, *options)).values())
 
 
 @pytest.mark.ranks

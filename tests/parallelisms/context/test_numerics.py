@@ -96,9 +96,10 @@ def shared(
         else:
             transfer = partial(collectives.rotate, rank=rank)
             exchange = Ring(share, transfer, wire)
-        out, lse = ring.forward(q, k, v, transfer(torch.stack((k, v))), exchange)
-        grads = ring.backward(grad, q, k, v, transfer(torch.stack((k, v))), out, lse, exchange)
-        return out, *grads, lse.T
+        grad, q, k, v = (x[None] for x in (grad, q, k, v))
+        out, lse = ring.forward(q, k, v, transfer(torch.cat((k, v))), exchange)
+        grads = ring.backward(grad, q, k, v, transfer(torch.cat((k, v))), out, lse, exchange)
+        return out[0], *(x[0] for x in grads), lse[0].T
 
     with ThreadPoolExecutor(ranks) as pool:
         by_rank = list(pool.map(one, range(ranks)))
