@@ -23,17 +23,15 @@ def all_reduce(group: ProcessGroup | None, x: Tensor) -> Tensor:
     return x
 
 
-def all_reduce_max(group: ProcessGroup, x: Tensor) -> Tensor:
-    """Elementwise maximum of `x` over the ranks, in place; returns `x`."""
+def all_reduce_max(group: ProcessGroup | None, x: Tensor) -> Tensor:
+    """Elementwise maximum of `x` over the ranks, in place; returns `x`. None means all ranks."""
     distributed.all_reduce(x, distributed.ReduceOp.MAX, group=group)
     return x
 
 
 def max_over_ranks(group: ProcessGroup | None, values: list[float]) -> list[float]:
     """Elementwise maximum of host values. Blocks the host until the slowest rank joins."""
-    tensor = torch.tensor(values, dtype=torch.float64)
-    distributed.all_reduce(tensor, distributed.ReduceOp.MAX, group=group)
-    return tensor.tolist()
+    return all_reduce_max(group, torch.tensor(values, dtype=torch.float64)).tolist()
 
 
 def all_gather_object(value: T, group: ProcessGroup | None = None) -> list[T]:

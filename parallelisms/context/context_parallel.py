@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -69,19 +69,16 @@ class ContextParallel:
         dropout: float = 0.0,
     ) -> None:
         is_hybrid = mesh.ndim == 2
-        choices: Any = {
-            "method": "hybrid" if is_hybrid and method == "auto" else method,
-            "layout": layout,
-            "outer_method": outer_method,
-        }
         self.plan = ContextPlan(
             cp=mesh.size(),
+            method=cast(Any, "hybrid" if is_hybrid and method == "auto" else method),
+            layout=cast(Any, layout),
+            outer_method=cast(Any, outer_method),
             cp_ulysses=mesh.size(1) if is_hybrid else None,
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
             ranks_per_node=mesh.size(),
-            **choices,
         )
         unsupported = {
             "attention without a causal mask": not causal,

@@ -110,22 +110,14 @@ def attention_backward(
     return ring.backward(grad_BSNH, q_BSNH, k_BSKH, v_BSKH, pending_kv, out_BSNH, lse_BNS, exchange, kernel=kernel)
 
 
-@attention.register_fake
-def _(q_BSNH: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    del rest
-    return attention_op.empty_output(q_BSNH)
-
-
-@attention_backward.register_fake
-def _(grad_BSNH: Tensor, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    del grad_BSNH, rest
-    return attention_op.empty_grads(q_BSNH, k_BSKH, v_BSKH)
-
-
 def _autograd_backward(ctx: Any, grad_BSNH: Tensor, grad_lse: None) -> tuple[Tensor | None, ...]:
     del grad_lse
     grads = attention_backward(grad_BSNH.contiguous(), *ctx.saved_tensors, *ctx.options)
     return *grads, None, *[None] * len(ctx.options)
 
 
+attention.register_fake(lambda q_BSNH, *_: attention_op.empty_output(q_BSNH))
+attention_backward.register_fake(
+    lambda _, q_BSNH, k_BSKH, v_BSKH, *__: attention_op.empty_grads(q_BSNH, k_BSKH, v_BSKH)
+)
 attention.register_autograd(_autograd_backward, setup_context=attention_op.setup_context)

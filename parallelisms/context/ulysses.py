@@ -72,25 +72,13 @@ def _heads_to_seq(x_BTMH: Tensor, group_name: str, group_size: int) -> Tensor:
     return received.movedim(0, 2).flatten(2, 3).contiguous()
 
 
-@_seq_to_heads.register_fake
-def _(x_BSNH: Tensor, group_name: str, group_size: int) -> Tensor:
-    del group_name
-    batch_size, tokens, heads, head_dim = x_BSNH.shape
-    return x_BSNH.new_empty(batch_size, tokens * group_size, heads // group_size, head_dim)
-
-
-@_heads_to_seq.register_fake
-def _(x_BTMH: Tensor, group_name: str, group_size: int) -> Tensor:
-    del group_name
-    batch_size, tokens, heads, head_dim = x_BTMH.shape
-    return x_BTMH.new_empty(batch_size, tokens // group_size, heads * group_size, head_dim)
-
-
 def _setup_context(ctx: Any, inputs: tuple[Tensor, str, int], output: Tensor) -> None:
     del output
     _, *ctx.group = inputs
 
 
+_seq_to_heads.register_fake(lambda x, _, size: x.new_empty(len(x), x.shape[1] * size, x.shape[2] // size, x.shape[3]))
+_heads_to_seq.register_fake(lambda x, _, size: x.new_empty(len(x), x.shape[1] // size, x.shape[2] * size, x.shape[3]))
 _seq_to_heads.register_autograd(
     lambda ctx, grad: (_heads_to_seq(grad.contiguous(), *ctx.group), None, None), setup_context=_setup_context
 )
