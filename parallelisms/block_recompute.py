@@ -71,7 +71,8 @@ class TokenTiles:
         """The tokens of a tile of every tp rank: [B, T, ...] -> [B, num_tp_shards * C, ...]."""
         if self.num_tp_shards == 1:
             return x_BT[:, tile]
-        return x_BT.unflatten(1, (self.num_tp_shards, -1))[:, :, tile].flatten(1, 2)
+        tiles: Tensor = x_BT.unflatten(1, (self.num_tp_shards, -1))[:, :, tile]
+        return tiles.flatten(1, 2)
 
     def map_tiles(self, compute: Callable[[slice], Sequence[Tensor]], *, gathered: bool = False) -> list[Tensor]:
         """Runs `compute` on every tile and concatenates its outputs along the tokens."""

@@ -14,33 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from models import attention_op, kernels
-from models.attention import LocalAttentionCore
+from models.attention import AttentionCore, LocalAttentionCore
 from models.batch import IGNORE_INDEX, Batch, pad_batch
 from models.transformer import Transformer
 from parallelisms import collectives
-from parallelisms.context import cp_attention_op, ring
-from parallelisms.context.ring import Waitable
+from parallelisms.context.ring import RingAttentionCore
 from parallelisms.context.shard_layout import SeqLayout
 from parallelisms.context.ulysses import SeqToHeads, UlyssesGroup
 from parallelisms.parallel_dims import ContextPlan, CPMethod, RotateMethod, ShardLayout
-
-
-class InFlightQKV(NamedTuple):
-    """What `ContextParallel.start` has started to send."""
-
-    all_to_alls: Sequence[SeqToHeads]
-    """All-to-all of q, k and v; empty without Ulysses."""
-    qkv: Sequence[Tensor]
-    """q, k and v; empty with Ulysses."""
-    pending_kv: Waitable | None = None
-    """The first KV exchange of the ring; with Ulysses it starts after the all-to-all."""
 
 
 class ContextParallel:
@@ -99,13 +87,13 @@ class ContextParallel:
         self._require_same(vars(self.plan) | {"reduce_dtype": reduce_dtype, "problems": problems}, "plans")
         if problems:
             raise ValueError("; ".join(problems))
-        self.layout, self.kernel, self.ring_degree = self.plan.resolved_layout, kernel, self.plan.ring_degree
+        self.layout, self.ring_degree = self.plan.resolved_layout, self.plan.ring_degree
         self.ulysses_group = UlyssesGroup(self._groups[-1].group_name, self.plan.ulysses_degree)
-        self._ring: cp_attention_op.CPAttentionOptions | None = None
+        self._core: AttentionCore = LocalAttentionCore(kernel)
+        """Attention to the tokens of all Ulysses ranks, once heads are exchanged."""
         if self.plan.rotate_method is not None and self.ring_degree > 1:
-            self._ring = cp_attention_op.CPAttentionOptions(
-                self.plan.rotate_method, self.layout, self._groups[0].group_name, reduce_dtype, kernel
-            )
+            group_name = self._groups[0].group_name
+            self._core = RingAttentionCore(self.plan.rotate_method, self.layout, group_name, reduce_dtype, kernel)
         self.rank = 0
         for group in self._groups:
             self.rank = self.rank * group.size() + group.rank()
@@ -120,58 +108,37 @@ class ContextParallel:
             boundaries_1D = torch.tensor([[0, q_BSNH.shape[1] * self.plan.cp]], dtype=torch.int32, device="cpu")
             boundaries_BD = boundaries_1D.repeat(q_BSNH.shape[0], 1)
         q, k, v = (self.ulysses_group.seq_to_heads(x) for x in (q_BSNH, k_BSKH, v_BSKH))
-        if self._ring is None:
-            out, _ = attention_op.attention(q, k, v, boundaries_BD, kernel=self.kernel)
-        else:
-            out, _ = cp_attention_op.attention(q, k, v, boundaries_BD, *self._ring)
-        return self.ulysses_group.heads_to_seq(out)
+        return self.ulysses_group.heads_to_seq(self._core(q, k, v, boundaries_BD))
 
     # ---- below autograd, for any number of heads
 
-    def start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> InFlightQKV:
+    def start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Any:
         """Starts the all-to-all of q, k and v or, without Ulysses, the ring's first KV exchange."""
-        qkv = (q_BSNH, k_BSKH, v_BSKH)
-        if self.ulysses_group.size > 1:
-            return InFlightQKV([SeqToHeads(x, self.ulysses_group) for x in qkv], ())
-        return InFlightQKV((), qkv, self._start_kv_exchange(k_BSKH, v_BSKH))
+        if self.ulysses_group.size == 1:
+            return self._core.start(q_BSNH, k_BSKH, v_BSKH)
+        return [SeqToHeads(x, self.ulysses_group) for x in (q_BSNH, k_BSKH, v_BSKH)]
 
-    def forward(self, pending: InFlightQKV, boundaries_BD: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, pending: Any, boundaries_BD: Tensor) -> tuple[Tensor, Tensor]:
         """Output [B, S, N, H] and, for the heads that this rank computes, the log-sum-exp."""
-        (q, k, v), pending_kv = self._wait_inputs(pending)
-        if pending_kv is None or self._ring is None:
-            out, lse = attention_op.attention(q, k, v, boundaries_BD, kernel=self.kernel)
-        else:
-            exchange = self._ring.exchange(q, boundaries_BD)
-            out, lse = ring.forward(q, k, v, pending_kv, exchange, kernel=self.kernel)
+        out, lse = self._core.forward(self._exchange_heads(pending), boundaries_BD)
         return self.ulysses_group.heads_to_seq(out), lse
 
     def backward(
-        self, grad_BSNH: Tensor, pending: InFlightQKV, out_BSNH: Tensor, lse: Tensor, boundaries_BD: Tensor
+        self, grad_BSNH: Tensor, pending: Any, out_BSNH: Tensor, lse: Tensor, boundaries_BD: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk and dv."""
-        (q, k, v), pending_kv = self._wait_inputs(pending)
+        core_pending = self._exchange_heads(pending)
         grad_BSNH, out_BSNH = (self.ulysses_group.seq_to_heads(x) for x in (grad_BSNH, out_BSNH))
-        if pending_kv is None or self._ring is None:
-            grads = attention_op.attention_backward(grad_BSNH, q, k, v, out_BSNH, lse, boundaries_BD, self.kernel)
-        else:
-            exchange = self._ring.exchange(q, boundaries_BD)
-            grads = ring.backward(grad_BSNH, q, k, v, pending_kv, out_BSNH, lse, exchange, kernel=self.kernel)
-        if pending.all_to_alls:
-            del q, k, v, grad_BSNH, out_BSNH  # Freed before the all-to-all of the gradients allocates as much.
-            pending_grads = [*grads]
-            del grads
-            grads = tuple([all_to_all.backward(pending_grads.pop(0)) for all_to_all in pending.all_to_alls])
+        grads = [*self._core.backward(grad_BSNH, core_pending, out_BSNH, lse, boundaries_BD)]
+        if self.ulysses_group.size > 1:
+            del core_pending, grad_BSNH, out_BSNH  # Freed before the all-to-all of the gradients allocates as much.
+            grads = [all_to_all.backward(grads.pop(0)) for all_to_all in pending]
         dq, dk, dv = grads
         return dq, dk, dv
 
-    def _wait_inputs(self, pending: InFlightQKV) -> tuple[Sequence[Tensor], Waitable | None]:
-        if not pending.all_to_alls:
-            return pending.qkv, pending.pending_kv
-        qkv = [all_to_all.wait() for all_to_all in pending.all_to_alls]
-        return qkv, self._start_kv_exchange(*qkv[1:])
-
-    def _start_kv_exchange(self, k_BSKH: Tensor, v_BSKH: Tensor) -> Waitable | None:
-        return None if self._ring is None else self._ring.start(k_BSKH, v_BSKH)
+    def _exchange_heads(self, pending: Any) -> Any:
+        """What the core started: at once without Ulysses, else with the heads received."""
+        return pending if self.ulysses_group.size == 1 else self._core.start(*(x.wait() for x in pending))
 
     # ---- sharding
 

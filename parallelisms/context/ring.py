@@ -1,16 +1,19 @@
-"""Attention of a rank of a ring to its own KV and to that of the other ranks, which `Ring` rotates or `AllGather` gathers.
+"""`longhaul::context_attention`: attention over sequences sharded across a ring of ranks, as one operator.
 
-Attention to the rank's own keys overlaps the first transfer. Partial results over disjoint keys are merged.
+A rank attends to its own KV during the first transfer, then to that of the other ranks, which `Ring` rotates (methods
+`ring` and `alltoall`) or `AllGather` gathers. All of it runs inside the operator. Every rank therefore traces the same
+graph, whichever tokens it holds, and a new batch of documents needs no recompilation.
 
-Shape suffixes: B batch, S tokens of this rank, X those of all sequences concatenated, Y remote tokens at hand, P tokens of a block, R ranks,
-N query heads, K KV heads, H head dim.
+Shape suffixes: B batch, S tokens of this rank, X those of all sequences concatenated, Y remote tokens at hand, P tokens
+of a block, R ranks, N query heads, K KV heads, H head dim, D document boundaries.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from functools import lru_cache, partial
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +21,10 @@ from torch import Tensor
 from models import attention_op, kernels
 from models.kernels import Grads, ScoreBlocks, TokenIndex
 from models.linear import accumulation_dtype
+from parallelisms import collectives
 from parallelisms.context.attention_plan import RankAttentionPlan
+from parallelisms.context.shard_layout import SeqLayout
+from parallelisms.parallel_dims import ShardLayout
 
 
 class Waitable(Protocol):
@@ -107,6 +113,71 @@ class AllGather:
         return self.reduce_scatter(dkv_R2XKH)
 
 
+StartedQKV = tuple[Tensor, Tensor, Tensor, Waitable]
+"""Queries, keys, values, and the first transfer of the latter two, stacked."""
+FIRST_TRANSFER: dict[str, Callable[..., Waitable]] = {
+    "ring": collectives.ring_shift,
+    "alltoall": collectives.ring_shift_all_to_all,
+    "allgather": collectives.all_gather_async,
+}
+
+
+@dataclass(frozen=True)
+class RingAttentionCore:
+    """`models.attention.AttentionCore` over a ring; the same on all ranks and for all layers."""
+
+    rotate_method: str
+    layout: ShardLayout
+    group_name: str
+    """The ring's process group. Operators take a name, because a graph cannot hold a group."""
+    reduce_dtype: torch.dtype
+    """The dtype in which dk and dv are sent if the inputs are 16-bit; otherwise they are sent in their own dtype."""
+    kernel: str
+
+    def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Tensor:
+        options = (self.rotate_method, self.layout, self.group_name, self.reduce_dtype, self.kernel)
+        out_BSNH: Tensor = attention(q_BSNH, k_BSKH, v_BSKH, boundaries_BD, *options)[0]
+        return out_BSNH
+
+    def start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> StartedQKV:
+        """Starts the first rotation, or the all-gather, of keys and values."""
+        kv_2XKH = torch.stack((k_BSKH.flatten(0, 1), v_BSKH.flatten(0, 1)))
+        group = collectives.resolve_process_group(self.group_name)
+        return q_BSNH, k_BSKH, v_BSKH, FIRST_TRANSFER[self.rotate_method](kv_2XKH, group)
+
+    def forward(self, pending: StartedQKV, boundaries_BD: Tensor) -> tuple[Tensor, Tensor]:
+        return forward(*pending, self.exchange(pending[0], boundaries_BD), kernel=self.kernel)
+
+    def backward(
+        self, grad_BSNH: Tensor, pending: StartedQKV, out_BSNH: Tensor, lse: Tensor, boundaries_BD: Tensor
+    ) -> Grads:
+        exchange = self.exchange(pending[0], boundaries_BD)
+        return backward(grad_BSNH, *pending, out_BSNH, lse, exchange, kernel=self.kernel)
+
+    def exchange(self, q_BSNH: Tensor, boundaries_BD: Tensor) -> KVExchange:
+        """Raises ValueError for boundaries that do not fit the full sequences."""
+        batch_size, tokens_per_rank = q_BSNH.shape[:2]
+        boundaries = attention_op.boundary_tuples(boundaries_BD, batch_size)
+        group = collectives.resolve_process_group(self.group_name)
+        plan = _rank_attention_plan(boundaries, self.layout, group.size(), group.rank(), tokens_per_rank)
+        dtype = self.reduce_dtype if q_BSNH.dtype.itemsize < 4 else q_BSNH.dtype
+        if self.rotate_method == "allgather":
+            return AllGather(plan, partial(collectives.reduce_scatter_async, group=group), dtype)
+        return Ring(plan, partial(FIRST_TRANSFER[self.rotate_method], group=group), dtype)
+
+
+@lru_cache(maxsize=8)
+def _rank_attention_plan(
+    batch_boundaries: attention_op.Boundaries, layout: ShardLayout, ring_degree: int, rank: int, tokens_per_rank: int
+) -> RankAttentionPlan:
+    # Cached because every layer asks for the same plan. Few, because one may hold 15 MiB on the device at 1M tokens.
+    attention_op.validate_boundaries(batch_boundaries, tokens_per_rank * ring_degree)
+    return RankAttentionPlan([SeqLayout(layout, ring_degree, boundaries) for boundaries in batch_boundaries], rank)
+
+
+# ---- below autograd
+
+
 def forward(
     q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, pending_kv: Waitable, exchange: KVExchange, *, kernel: str = "auto"
 ) -> tuple[Tensor, Tensor]:
@@ -175,3 +246,56 @@ class OnlineSoftmax:
         weight_NP = torch.where(lse_NP == -torch.inf, 0.0, torch.sigmoid(lse_NP - lse))
         self.out_XNH[queries] = out.lerp_(out_PNH.to(out.dtype), weight_NP.T.unsqueeze(-1).contiguous())
         self.lse_NX[:, queries] = torch.logaddexp(lse, lse_NP)
+
+
+# ---- operators
+
+
+@torch.library.custom_op("longhaul::context_attention", mutates_args=())
+def attention(
+    q_BSNH: Tensor,
+    k_BSKH: Tensor,
+    v_BSKH: Tensor,
+    boundaries_BD: Tensor,
+    rotate_method: str,
+    layout: str,
+    group_name: str,
+    reduce_dtype: torch.dtype,
+    kernel: str,
+) -> tuple[Tensor, Tensor]:
+    core = RingAttentionCore(rotate_method, cast(ShardLayout, layout), group_name, reduce_dtype, kernel)
+    # Validated before sending: a message that no rank waits for would be matched with the next receive.
+    core.exchange(q_BSNH, boundaries_BD)
+    return core.forward(core.start(q_BSNH, k_BSKH, v_BSKH), boundaries_BD)
+
+
+@torch.library.custom_op("longhaul::context_attention_backward", mutates_args=())
+def attention_backward(
+    grad_BSNH: Tensor,
+    q_BSNH: Tensor,
+    k_BSKH: Tensor,
+    v_BSKH: Tensor,
+    out_BSNH: Tensor,
+    lse_BNS: Tensor,
+    boundaries_BD: Tensor,
+    rotate_method: str,
+    layout: str,
+    group_name: str,
+    reduce_dtype: torch.dtype,
+    kernel: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    core = RingAttentionCore(rotate_method, cast(ShardLayout, layout), group_name, reduce_dtype, kernel)
+    return core.backward(grad_BSNH, core.start(q_BSNH, k_BSKH, v_BSKH), out_BSNH, lse_BNS, boundaries_BD)
+
+
+def _autograd_backward(ctx: Any, grad_BSNH: Tensor, grad_lse: None) -> tuple[Tensor | None, ...]:
+    del grad_lse
+    grads = attention_backward(grad_BSNH.contiguous(), *ctx.saved_tensors, *ctx.options)
+    return *grads, None, *[None] * len(ctx.options)
+
+
+attention.register_fake(lambda q_BSNH, *_: attention_op.empty_output(q_BSNH))
+attention_backward.register_fake(
+    lambda _, q_BSNH, k_BSKH, v_BSKH, *__: attention_op.empty_grads(q_BSNH, k_BSKH, v_BSKH)
+)
+attention.register_autograd(_autograd_backward, setup_context=attention_op.setup_context)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from models.kernels import ScoreBlock
-from parallelisms.context import cp_attention_op
+from parallelisms.context import ring
 from parallelisms.context.attention_plan import (
     RankAttentionPlan,
 )
@@ -296,6 +296,6 @@ def test_headtail_of_the_full_sequence_is_unbalanced() -> None:
 def test_cached_plans_stay_small_at_a_million_tokens() -> None:
     share = RankAttentionPlan((SeqLayout("balanced", 16, (0, 1 << 20)),), 0)
     on_device = share.remote_kv_index(torch.device("cpu")).nbytes
-    remembered = cp_attention_op._rank_attention_plan.cache_parameters()["maxsize"]
+    remembered = ring._rank_attention_plan.cache_parameters()["maxsize"]
     assert remembered is not None
     assert remembered * on_device < 128 << 20
