@@ -32,8 +32,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from models import attention_op
-from parallelisms.context import all_gather, ring
+from parallelisms.context import ring
 from parallelisms.context.attention_plan import RankAttentionPlan
+from parallelisms.context.ring import AllGather, Ring
 from parallelisms.context.shard_layout import SeqLayout
 from parallelisms.parallel_dims import CP_METHODS, ContextPlan, ShardLayout, kv_head_repeats
 
@@ -80,9 +81,9 @@ class Wire:
         self.sent += x.nbytes * (len(self.received) - 1)
         return Arrived(torch.stack(self.received))
 
-    def reduce_scatter(self, x: Tensor) -> Tensor:
+    def reduce_scatter(self, x: Tensor) -> Arrived:
         self.sent += x.nbytes * (len(self.received) - 1) // len(self.received)
-        return x[0].clone()
+        return Arrived(x[0].clone())
 
 
 @dataclass(frozen=True)
@@ -168,22 +169,20 @@ def share_of(
     item: Item, plan: ContextPlan, share: RankAttentionPlan, everyone: list[Tensor], heads: int
 ) -> tuple[Job, Wire]:
     k, v = everyone[share.rank]
-    q, grad = (item.draw(k.shape[0], heads) for _ in range(2))
+    q, grad, k, v = (x[None] for x in (*(item.draw(k.shape[0], heads) for _ in range(2)), k, v))
     wire = Wire([everyone[(share.rank - step) % plan.ring_degree] for step in range(plan.ring_degree)])
-    kernel = item.kernel
+    gathers = plan.rotate_method == "allgather"
+    transfer = wire.gather if gathers else wire.rotate
+    exchange = (
+        AllGather(share, wire.reduce_scatter, torch.float32) if gathers else Ring(share, wire.rotate, torch.float32)
+    )
 
     def job() -> None:
         wire.sent = wire.step = 0
-        stacked = torch.stack((k, v))
-        if plan.rotate_method == "allgather":
-            out, lse = all_gather.forward(q, k, v, wire.gather(stacked), share, kernel=kernel)
-            saved = (grad, q, k, v, wire.gather(stacked), out, lse, share)
-            all_gather.backward(*saved, reduce_scatter=wire.reduce_scatter, reduce_dtype=torch.float32, kernel=kernel)
-            return
-        out, lse = ring.forward(q, k, v, wire.rotate(stacked), share, rotate=wire.rotate, kernel=kernel)
+        stacked = torch.cat((k, v))
+        out, lse = ring.forward(q, k, v, transfer(stacked), exchange, kernel=item.kernel)
         wire.step = 0
-        saved = (grad, q, k, v, wire.rotate(stacked), out, lse, share)
-        ring.backward(*saved, rotate=wire.rotate, reduce_dtype=torch.float32, kernel=kernel)
+        ring.backward(grad, q, k, v, transfer(stacked), out, lse, exchange, kernel=item.kernel)
 
     return job, wire
 

@@ -187,7 +187,8 @@ def ring_job(bench: Bench, kernel: str, tokens: int, ranks: int = 4) -> tuple[Ca
     work = ScoreBlocks([ScoreBlock(0, tokens, 0, tokens)], causal=True)
     layout = SeqLayout("headtail", ranks, (0, tokens))
     shares = [RankAttentionPlan((layout,), rank) for rank in range(ranks)]
-    order, back = layout.permutation().to(bench.device), layout.inverse_permutation().to(bench.device)
+    order = layout.permutation().to(bench.device)
+    back = order.argsort()
     parts = list(zip(*(x[order].chunk(ranks) for x in (grad, q, k, v)), strict=True))
 
     def alone() -> list[Tensor]:
@@ -202,11 +203,11 @@ def ring_job(bench: Bench, kernel: str, tokens: int, ranks: int = 4) -> tuple[Ca
             hops[(rank + 1) % ranks, hop].put(x)
             return Wire(partial(hops[rank, hop].get, timeout=20))
 
-        grad, q, k, v = parts[rank]
-        kv = torch.stack((k, v))
-        out, lse = ring.forward(q, k, v, rotate(kv), shares[rank], rotate=rotate, kernel=kernel)
-        passing = {"rotate": rotate, "reduce_dtype": torch.float32, "kernel": kernel}
-        return [out, *ring.backward(grad, q, k, v, rotate(kv), out, lse, shares[rank], **passing)]  # type: ignore[arg-type]
+        grad, q, k, v = (x[None] for x in parts[rank])
+        kv, exchange = torch.cat((k, v)), ring.Ring(shares[rank], rotate, torch.float32)
+        out, lse = ring.forward(q, k, v, rotate(kv), exchange, kernel=kernel)
+        grads = ring.backward(grad, q, k, v, rotate(kv), out, lse, exchange, kernel=kernel)
+        return [x[0] for x in (out, *grads)]
 
     def shared() -> list[Tensor]:
         hops = {(rank, hop): SimpleQueue[Tensor]() for rank in range(ranks) for hop in range(4 * ranks)}

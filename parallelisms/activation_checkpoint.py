@@ -1,8 +1,8 @@
 """Activation checkpointing (Chen et al., 2016), optionally without re-running attention.
 
 With policy "keep_attention" blocks save the output and log-sum-exp of attention, which cost most to recompute
-(DISTFLASHATTN, Li et al., 2024), and recompute the rest in the backward pass; "full" recomputes these too. A block is two autograd functions around the manual backward of
-`block_recompute.BlockCompute`:
+(DISTFLASHATTN, Li et al., 2024), and recompute the rest in the backward pass; "full" recomputes these too. A block is
+two autograd functions around the manual backward of `block_recompute.BlockCompute`:
 
     x --> attention half --> x + attention --> feed-forward half --> output
               saves x and the attention output         saves nothing
@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal, cast
 from weakref import ref
 
@@ -30,7 +31,6 @@ from parallelisms.activation_offload import HostActivationPool, SavedTensor
 from parallelisms.block_recompute import AttentionOutputs, BlockCompute, Tiling
 
 RecomputePolicy = Literal["none", "full", "keep_attention"]
-HalfForward = Callable[[Tensor], Tensor]
 HalfBackward = Callable[[Tensor], tuple[Tensor, ...]]
 
 
@@ -53,35 +53,30 @@ def apply(model: Transformer, config: RecomputeConfig) -> None:
     """Sets `forward_fn` of every block. Each batch allows one backward; batches may run backward in any order."""
     if config.policy == "none":
         return
-    chain = BlockChain()
+    runner: BlockRunner | None = None
     for index, block in enumerate(model.layers()):
-        block.forward_fn = BlockRunner(config, chain, index, is_last=index == len(model.blocks) - 1)
-
-
-class BlockChain:
-    """Links a block's activations to those of the block before it."""
-
-    latest: Callable[[], BlockActivations | None] = staticmethod(lambda: None)
-    """A weak reference: only the autograd graph keeps the activations alive."""
+        saves_input, is_last = index % config.blocks_per_checkpoint == 0, index == len(model.blocks) - 1
+        block.forward_fn = runner = BlockRunner(config, runner, saves_input=saves_input, is_last=is_last)
 
 
 class BlockRunner:
-    """The `forward_fn` of a block under recomputation. Set by `apply`."""
+    """The `forward_fn` of a block under recomputation. `previous` is that of the block before it."""
 
-    def __init__(self, config: RecomputeConfig, chain: BlockChain, index: int, *, is_last: bool) -> None:
-        self._config, self._chain, self._index, self._is_last = config, chain, index, is_last
+    def __init__(
+        self, config: RecomputeConfig, previous: BlockRunner | None, *, saves_input: bool, is_last: bool
+    ) -> None:
+        self._config, self._previous, self._saves_input, self._is_last = config, previous, saves_input, is_last
+        self._latest: Callable[[], BlockActivations | None] = lambda: None
+        """A weak reference to the activations of the latest batch: only the autograd graph keeps them alive."""
 
     def __call__(self, block: TransformerBlock, x_BSE: Tensor, rotation_2BT1F: Tensor, boundaries_BD: Tensor) -> Tensor:
         compute = BlockCompute(block, x_BSE, rotation_2BT1F, boundaries_BD, self._config.tiling)
         if not torch.is_grad_enabled():
-            return compute.feed_forward(
-                compute.output_projection(x_BSE, [out for out, _ in compute.attention_forward(x_BSE)])
-            )
-        previous = self._chain.latest() if self._index > 0 else None
-        activations = BlockActivations(
-            compute, self._config, previous, saves_input=self._index % self._config.blocks_per_checkpoint == 0
-        )
-        self._chain.latest = ref(activations)
+            outputs = [out for out, _ in compute.attention_forward(x_BSE)]
+            return compute.feed_forward(compute.output_projection(x_BSE, outputs))
+        previous = self._previous._latest() if self._previous is not None else None
+        activations = BlockActivations(compute, self._config, previous, saves_input=self._saves_input)
+        self._latest = ref(activations)
         hidden_BSE = BlockHalf.apply(
             x_BSE, activations.attention_forward, activations.attention_backward, *compute.attention_weights()
         )
@@ -101,7 +96,9 @@ class BlockHalf(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_BSE: Tensor, forward: HalfForward, backward: HalfBackward, *weights: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x_BSE: Tensor, forward: Callable[[Tensor], Tensor], backward: HalfBackward, *weights: Tensor
+    ) -> Tensor:
         del weights
         ctx.compute_grads = backward
         return forward(x_BSE)
@@ -120,10 +117,11 @@ class BlockActivations:
     ) -> None:
         self.compute = compute
         self._config, self._next_in_backward = config, previous
+        self._attention_pool = config.host_pool if config.offload_attention else None
         self._input_source = None if saves_input else previous
         self._saved_input: SavedTensor | None = None
         """None if recomputed from the previous block."""
-        self._saved_attention: list[tuple[SavedTensor, ...]] = []
+        self._saved_attention: list[tuple[SavedTensor, SavedTensor]] = []
         """Output and log-sum-exp of each head group."""
         self._restored_input_BSE: Tensor | None = None
         self._attention_outputs: AttentionOutputs = []
@@ -137,9 +135,8 @@ class BlockActivations:
         outputs = []
         for head_group in self.compute.attention_forward(x_BSE):
             if self._saves_attention(head_group, x_BSE):
-                self._saved_attention.append(
-                    tuple(SavedTensor(x, self._attention_host_pool(), "attention") for x in head_group)
-                )
+                out, lse = (SavedTensor(x, self._attention_pool, "attention") for x in head_group)
+                self._saved_attention.append((out, lse))
             outputs.append(head_group[0])
         return self.compute.output_projection(x_BSE, outputs)
 
@@ -147,24 +144,16 @@ class BlockActivations:
         """Whether to save the attention output: of all head groups or of none."""
         if self._config.policy != "keep_attention":
             return False
-        host_pool = self._attention_host_pool()
-        return (
-            bool(self._saved_attention)
-            or host_pool is None
-            or host_pool.has_headroom(head_group, head_groups=self._config.tiling.head_groups, x=x_BSE)
-        )
-
-    def _attention_host_pool(self) -> HostActivationPool | None:
-        return self._config.host_pool if self._config.offload_attention else None
+        if self._saved_attention or self._attention_pool is None:
+            return True
+        return self._attention_pool.has_headroom(head_group, head_groups=self._config.tiling.head_groups, x=x_BSE)
 
     # ---- backward
 
     def feed_forward_backward(self, grad_BSE: Tensor) -> tuple[Tensor, ...]:
         x_BSE = self._restore_input()
         if self._saved_attention:
-            self._attention_outputs = [
-                cast(Any, tuple(saved.pop() for saved in group)) for group in self._saved_attention
-            ]
+            self._attention_outputs = [(out.pop(), lse.pop()) for out, lse in self._saved_attention]
         self._attention_outputs = self._attention_outputs or [*self.compute.attention_forward(x_BSE)]
         return self.compute.feed_forward_backward(grad_BSE, x_BSE, [out for out, _ in self._attention_outputs])
 
@@ -175,10 +164,9 @@ class BlockActivations:
     def prefetch(self) -> None:
         """Starts to copy the saved activations from the host to the device."""
         self.prefetch_input()
-        if (
-            self._config.tiling.head_groups == 1
-        ):  # With several, copies are cheap next to the compute, but the memory counts.
-            for saved in (tensor for group in self._saved_attention for tensor in group):
+        # With several head groups, copies are cheap next to the compute, but the memory counts.
+        if self._config.tiling.head_groups == 1:
+            for saved in chain.from_iterable(self._saved_attention):
                 saved.prefetch()
 
     def prefetch_input(self) -> None:
@@ -191,13 +179,11 @@ class BlockActivations:
         """Recomputes the block output, which is the input of the next block."""
         x_BSE = self._restore_input()
         with _unsharded(self.compute.block, reshard_after_forward=self._config.reshard_after_forward):
-            if not self._saved_attention:
-                self._attention_outputs = [
-                    *self.compute.attention_forward(x_BSE)
-                ]  # Kept for the backward of this block.
-            outputs = [group[0].read() for group in self._saved_attention] or [
-                out for out, _ in self._attention_outputs
-            ]
+            if self._saved_attention:
+                outputs = [out.read() for out, _ in self._saved_attention]
+            else:  # Kept for the backward of this block.
+                self._attention_outputs = [*self.compute.attention_forward(x_BSE)]
+                outputs = [out for out, _ in self._attention_outputs]
             return self.compute.feed_forward(self.compute.output_projection(x_BSE, outputs))
 
     def _restore_input(self) -> Tensor:

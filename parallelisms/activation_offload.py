@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from itertools import accumulate
 from math import inf
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
-
-OffloadTarget = Literal["none", "inputs", "inputs_and_attention"]
 
 MAX_PENDING_OFFLOADS = 4
 """Device tensors that may wait for their copy to the host at a time."""
@@ -86,16 +85,14 @@ class HostActivationPool:
 
     def save_input(self, x: Tensor) -> SavedTensor:
         """Offloads a block input, or keeps it on its device beyond the budget."""
-        return SavedTensor(
-            x, self if self.used_bytes["inputs"] + allocated_size(x.nbytes) <= self._budget_bytes else None
-        )
+        fits = self.used_bytes["inputs"] + allocated_size(x.nbytes) <= self._budget_bytes
+        return SavedTensor(x, self if fits else None)
 
     def has_headroom(self, outputs: Sequence[Tensor], *, head_groups: int, x: Tensor) -> bool:
         """Whether `head_groups` such outputs and `max_inputs` block inputs of the size of x fit in the budget."""
+        input_bytes = self._max_inputs * allocated_size(x.nbytes)
         required_bytes = head_groups * sum(allocated_size(output.nbytes) for output in outputs)
-        return self.used_bytes["attention"] + required_bytes <= self._budget_bytes - self._max_inputs * allocated_size(
-            x.nbytes
-        )
+        return self.used_bytes["attention"] + required_bytes <= self._budget_bytes - input_bytes
 
     def offload(self, x: Tensor, kind: SavedKind) -> list[Tensor]:
         """Starts the copy of x to host buffers and returns them."""
@@ -105,10 +102,8 @@ class HostActivationPool:
         with record_function(OFFLOAD_RANGE):
             buffers = [self._allocate(size, pinned=on_device) for size in buffer_sizes(x.nbytes)]
             self.used_bytes[kind] += sum(buffer.nbytes for buffer in buffers)
-            if self._streams is None:
-                _copy(_copy_pairs(buffers, x))
-            else:
-                self._streams.offload(_copy_pairs(buffers, x))
+            copy = _copy if self._streams is None else self._streams.offload
+            copy(_copy_pairs(buffers, x))
         return buffers
 
     def release(self, buffers: list[Tensor], kind: SavedKind) -> None:
@@ -129,8 +124,8 @@ class HostActivationPool:
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
     def reload(self, buffers: list[Tensor], x: Tensor) -> None:
-        pairs = [(device_bytes, host_bytes) for host_bytes, device_bytes in _copy_pairs(buffers, x)]
-        _copy(pairs) if self._streams is None else self._streams.reload(pairs)
+        copy = _copy if self._streams is None else self._streams.reload
+        copy([(device_bytes, host_bytes) for host_bytes, device_bytes in _copy_pairs(buffers, x)])
 
     def wait(self) -> None:
         """Waits for the copies to the device: the device waits, the host does not."""
@@ -169,8 +164,7 @@ class OffloadStreams:
             _copy(pairs)
 
     def wait(self) -> None:
-        current = torch.cuda.current_stream(self._device)
-        current.wait_stream(self._reload_stream)
+        torch.cuda.current_stream(self._device).wait_stream(self._reload_stream)
         self.release_offloaded()
 
     def release_offloaded(self) -> None:
@@ -200,12 +194,8 @@ def allocated_size(size: int) -> int:
 
 def _copy_pairs(buffers: list[Tensor], x: Tensor) -> CopyPairs:
     flat = x.reshape(-1).view(torch.uint8)
-    pairs, start = [], 0
-    for buffer in buffers:
-        device_slice = flat[start : start + buffer.nbytes]
-        pairs.append((buffer[: device_slice.nbytes], device_slice))
-        start += buffer.nbytes
-    return pairs
+    slices = flat.tensor_split([*accumulate(buffer.nbytes for buffer in buffers)][:-1])
+    return [(buffer[: device_slice.nbytes], device_slice) for buffer, device_slice in zip(buffers, slices, strict=True)]
 
 
 def _copy(pairs: CopyPairs) -> None:

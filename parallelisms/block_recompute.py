@@ -69,11 +69,10 @@ class TokenTiles:
 
     def select(self, x_BT: Tensor, tile: slice) -> Tensor:
         """The tokens of a tile of every tp rank: [B, T, ...] -> [B, num_tp_shards * C, ...]."""
-        return (
-            x_BT[:, tile]
-            if self.num_tp_shards == 1
-            else x_BT.unflatten(1, (self.num_tp_shards, -1))[:, :, tile].flatten(1, 2)
-        )
+        if self.num_tp_shards == 1:
+            return x_BT[:, tile]
+        tiles: Tensor = x_BT.unflatten(1, (self.num_tp_shards, -1))[:, :, tile]
+        return tiles.flatten(1, 2)
 
     def map_tiles(self, compute: Callable[[slice], Sequence[Tensor]], *, gathered: bool = False) -> list[Tensor]:
         """Runs `compute` on every tile and concatenates its outputs along the tokens."""
@@ -121,12 +120,8 @@ class BlockCompute:
     def attention_weights(self) -> tuple[Tensor, ...]:
         """Norm, Q, K, V, the optional Q and K norms, output projection."""
         norm, projections = self.block.attention_norm, self._projections()
-        return (
-            norm.view(norm.weight),
-            *projections.weights,
-            *projections.norm_weights,
-            self.block.attention.o_proj.local_weight(),
-        )
+        o_EQ = self.block.attention.o_proj.local_weight()
+        return norm.view(norm.weight), *projections.weights, *projections.norm_weights, o_EQ
 
     def _projections(self) -> QKVProjections:
         attention, norms = self.block.attention, self.block.attention.qk_norms()
@@ -136,9 +131,8 @@ class BlockCompute:
     def feed_forward_weights(self) -> tuple[Tensor, ...]:
         """Norm, gate, up, down."""
         norm, feed_forward = self.block.ffn_norm, self.block.feed_forward
-        return norm.view(norm.weight), *(
-            linear.local_weight() for linear in (feed_forward.gate_proj, feed_forward.up_proj, feed_forward.down_proj)
-        )
+        linears = (feed_forward.gate_proj, feed_forward.up_proj, feed_forward.down_proj)
+        return norm.view(norm.weight), *(linear.local_weight() for linear in linears)
 
     # ---- attention half
 
@@ -166,9 +160,7 @@ class BlockCompute:
             prefetch()
         o_EQ = self.attention_weights()[-1]
         grad_o_EQ = torch.empty_like(o_EQ)
-        o_proj_groups = zip(
-            o_EQ.chunk(self._head_groups, dim=1), grad_o_EQ.chunk(self._head_groups, dim=1), strict=True
-        )
+        o_proj_groups = zip(*(x.chunk(self._head_groups, dim=1) for x in (o_EQ, grad_o_EQ)), strict=True)
         normed_input, grad_BTE = self._norm_input(x_BSE), self._tp_comm.gather(grad_BSE)
         grads: list[tuple[Tensor, ...]] = []
         for qkv in self._exchanged_qkv(normed_input):  # zip would keep a group alive until the next one exists.
@@ -216,21 +208,14 @@ class BlockCompute:
         self, grad_BSE: Tensor, normed_input: NormedInput, grads: list[tuple[Tensor, ...]]
     ) -> tuple[Tensor, ...]:
         norm_E, *weights, _ = self.attention_weights()
-        projections, weight_grads = (
-            self._projections(),
-            GradAccumulator((norm_E, *weights), len(self._token_tiles.tiles)),
-        )
+        projections, select = self._projections(), self._token_tiles.select
+        weight_grads = GradAccumulator((norm_E, *weights), len(self._token_tiles.tiles))
         for tile in self._token_tiles.tiles:
             normed, inverse = normed_input.select(tile)
-            tile_grads = [
-                _cat([self._token_tiles.select(x, tile) for x in groups], 2) for groups in zip(*grads, strict=True)
-            ]
-            grad, *grad_weights = self._ops.project_qkv_backward(
-                normed, *self._rope_tile(tile), tile_grads, projections
-            )
-            grad, grad_norm_E = self._ops.normalize_backward(
-                self._tp_comm.reduce(grad), normed_input.residual[:, tile], norm_E, inverse
-            )
+            dqkv = [_cat([select(x, tile) for x in groups], 2) for groups in zip(*grads, strict=True)]
+            grad, *grad_weights = self._ops.project_qkv_backward(normed, *self._rope_tile(tile), dqkv, projections)
+            x_BCE, grad = normed_input.residual[:, tile], self._tp_comm.reduce(grad)
+            grad, grad_norm_E = self._ops.normalize_backward(grad, x_BCE, norm_E, inverse)
             grad_BSE[:, tile] += grad
             weight_grads.add((grad_norm_E, *grad_weights))
         return grad_BSE, *weight_grads.pop_grads()

@@ -23,17 +23,15 @@ def all_reduce(group: ProcessGroup | None, x: Tensor) -> Tensor:
     return x
 
 
-def all_reduce_max(group: ProcessGroup, x: Tensor) -> Tensor:
-    """Elementwise maximum of `x` over the ranks, in place; returns `x`."""
+def all_reduce_max(group: ProcessGroup | None, x: Tensor) -> Tensor:
+    """Elementwise maximum of `x` over the ranks, in place; returns `x`. None means all ranks."""
     distributed.all_reduce(x, distributed.ReduceOp.MAX, group=group)
     return x
 
 
 def max_over_ranks(group: ProcessGroup | None, values: list[float]) -> list[float]:
     """Elementwise maximum of host values. Blocks the host until the slowest rank joins."""
-    tensor = torch.tensor(values, dtype=torch.float64)
-    distributed.all_reduce(tensor, distributed.ReduceOp.MAX, group=group)
-    return tensor.tolist()
+    return all_reduce_max(group, torch.tensor(values, dtype=torch.float64)).tolist()
 
 
 def all_gather_object(value: T, group: ProcessGroup | None = None) -> list[T]:
@@ -91,25 +89,30 @@ class AsyncHandle:
 
 def ring_shift(x: Tensor, group: ProcessGroup) -> AsyncHandle:
     """Starts send-recv around the ring: `x` goes to the next rank, the result comes from the previous one."""
-    _require_ring(group)
-    send_buffer, receive_buffer = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-    rank, size = group.rank(), group.size()
-    send = distributed.P2POp(distributed.isend, send_buffer, group=group, group_peer=(rank + 1) % size)
-    receive = distributed.P2POp(distributed.irecv, receive_buffer, group=group, group_peer=(rank - 1) % size)
+    send_buffer, receive_buffer, to, source = _ring_buffers(x, group)
+    send = distributed.P2POp(distributed.isend, send_buffer, group=group, group_peer=to)
+    receive = distributed.P2POp(distributed.irecv, receive_buffer, group=group, group_peer=source)
     return AsyncHandle(receive_buffer, send_buffer, distributed.batch_isend_irecv([send, receive]))
 
 
 def ring_shift_all_to_all(x: Tensor, group: ProcessGroup) -> AsyncHandle:
     """`ring_shift` as one all-to-all in which other pairs of ranks exchange nothing."""
-    _require_ring(group)
-    send_buffer, receive_buffer = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-    rank, size = group.rank(), group.size()
-    send_counts, receive_counts = ([0] * size for _ in range(2))
-    send_counts[(rank + 1) % size] = receive_counts[(rank - 1) % size] = x.numel()
+    send_buffer, receive_buffer, to, source = _ring_buffers(x, group)
+    send_counts, receive_counts = ([0] * group.size() for _ in range(2))
+    send_counts[to] = receive_counts[source] = x.numel()
     work = distributed.all_to_all_single(
         receive_buffer.view(-1), send_buffer.view(-1), receive_counts, send_counts, group=group, async_op=True
     )
     return AsyncHandle(receive_buffer, send_buffer, (work,))
+
+
+def _ring_buffers(x: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, int, int]:
+    """Send buffer, receive buffer, and the ranks to send to and to receive from."""
+    if group.size() < 2:
+        raise ValueError("a ring shift needs at least 2 ranks")
+    rank, size = group.rank(), group.size()
+    receive_buffer = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return x.contiguous(), receive_buffer, (rank + 1) % size, (rank - 1) % size
 
 
 def all_gather_async(x: Tensor, group: ProcessGroup) -> AsyncHandle:
@@ -120,11 +123,11 @@ def all_gather_async(x: Tensor, group: ProcessGroup) -> AsyncHandle:
     return AsyncHandle(gathered, send_buffer, (work,))
 
 
-def reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Sums `x[rank]` over the ranks: [ranks, ...] -> [...]."""
-    output = x.new_empty(x.shape[1:])
-    _reduce_scatter_single(output.view(-1), x.contiguous().view(-1), group=group)
-    return output
+def reduce_scatter_async(x: Tensor, group: ProcessGroup) -> AsyncHandle:
+    """Starts to sum `x[rank]` over the ranks: [ranks, ...] -> [...]."""
+    send_buffer, output = x.contiguous(), x.new_empty(x.shape[1:])
+    work = _reduce_scatter_single(output.view(-1), send_buffer.view(-1), group=group, async_op=True)
+    return AsyncHandle(output, send_buffer, (work,))
 
 
 def send(x: Tensor, group: ProcessGroup, *, to: int) -> None:
@@ -177,11 +180,6 @@ def _add_batch_dim(x_TE: Tensor) -> Tensor:
     # Not a view: FSDP2 warns if a wrapped module returns one.
     batched: Tensor = torch.ops.aten._unsafe_view(x_TE, [1, *x_TE.shape])
     return batched
-
-
-def _require_ring(group: ProcessGroup) -> None:
-    if group.size() < 2:
-        raise ValueError("a ring shift needs at least 2 ranks")
 
 
 def _first_available(new: str, old: str) -> Callable[..., Any]:

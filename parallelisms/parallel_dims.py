@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import gcd, lcm
-from typing import Literal
+from typing import Literal, get_args
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 CPMethod = Literal["allgather", "ring", "alltoall", "ulysses", "hybrid"]
 RotateMethod = Literal["allgather", "ring", "alltoall"]
 ShardLayout = Literal["contiguous", "headtail", "doc_headtail", "balanced"]
-CP_METHODS: tuple[CPMethod, ...] = ("allgather", "ring", "alltoall", "ulysses", "hybrid")
-ROTATE_METHODS: tuple[RotateMethod, ...] = ("allgather", "ring", "alltoall")
+CP_METHODS: tuple[CPMethod, ...] = get_args(CPMethod)
+ROTATE_METHODS: tuple[RotateMethod, ...] = get_args(RotateMethod)
 
 # The first is the default. A ring runs in lock step, and `balanced` equalizes the total work but not each ring step.
 LAYOUTS_BY_ROTATE_METHOD: dict[RotateMethod, tuple[ShardLayout, ...]] = {
@@ -71,6 +71,11 @@ class ContextPlan:
         return self.cp_ulysses or self._max_ulysses_in_node()
 
     @property
+    def hybrid_ulysses_degree(self) -> int | None:
+        """`ulysses_degree` if it splits the cp ranks into groups, else None."""
+        return self.ulysses_degree if self.resolved_method == "hybrid" else None
+
+    @property
     def ring_degree(self) -> int:
         """The number of ranks, or of Ulysses groups, among which KV rotates or is gathered."""
         return max(1, self.cp // self.ulysses_degree)
@@ -87,9 +92,7 @@ class ContextPlan:
         """The shard layout of tokens over the ring."""
         if self.layout != "auto":
             return self.layout
-        if self.cp == 1:
-            return "contiguous"
-        return "contiguous" if self.rotate_method is None else LAYOUTS_BY_ROTATE_METHOD[self.rotate_method][0]
+        return "contiguous" if self.cp == 1 else self._allowed_layouts()[0]
 
     @property
     def seq_len_divisor(self) -> int:
@@ -103,28 +106,22 @@ class ContextPlan:
     def problems(self) -> list[str]:
         """Every broken rule, one message each."""
         layouts = LAYOUTS_BY_ROTATE_METHOD["allgather"]
-        settings: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-            ("method", self.method, CP_METHODS),
-            ("layout", self.layout, layouts),
-            ("outer_method", self.outer_method, ROTATE_METHODS),
-        )
+        choices = {"method": CP_METHODS, "layout": layouts, "outer_method": ROTATE_METHODS}
         problems = [
-            f'cp_{key} = "{name}" must be one of auto, {", ".join(choices)}'
-            for key, name, choices in settings
-            if name not in ("auto", *choices)
+            f'cp_{key} = "{getattr(self, key)}" must be one of auto, {", ".join(names)}'
+            for key, names in choices.items()
+            if getattr(self, key) not in ("auto", *names)
         ]
         if problems or self.cp == 1:
             return problems
         if self.kv_heads < 1 or self.heads % self.kv_heads:
             problems.append(f"{self.heads} query heads must be a multiple of {self.kv_heads} KV heads")
-        if self.cp_ulysses is not None and self.resolved_method != "hybrid":
-            problems.append(
-                f'cp_ulysses = {self.cp_ulysses} is only used with cp_method = "hybrid", not "{self.resolved_method}"'
-            )
-        if self.outer_method != "auto" and self.resolved_method != "hybrid":
-            problems.append(
-                f'cp_outer_method = "{self.outer_method}" is only used with cp_method = "hybrid", not "{self.resolved_method}"'
-            )
+        if self.resolved_method != "hybrid":
+            unused = f'is only used with cp_method = "hybrid", not "{self.resolved_method}"'
+            if self.cp_ulysses is not None:
+                problems.append(f"cp_ulysses = {self.cp_ulysses} {unused}")
+            if self.outer_method != "auto":
+                problems.append(f'cp_outer_method = "{self.outer_method}" {unused}')
         if self.cp % self.ulysses_degree:
             problems.append(f"cp_ulysses = {self.ulysses_degree} must divide cp = {self.cp}")
         if self.heads % self.ulysses_degree:
@@ -132,9 +129,8 @@ class ContextPlan:
                 f'cp_method = "{self.resolved_method}" splits heads over {self.ulysses_degree} ranks, which must divide '
                 f"the {self.heads} query heads of a rank"
             )
-        allowed = ("contiguous",) if self.rotate_method is None else LAYOUTS_BY_ROTATE_METHOD[self.rotate_method]
-        if self.resolved_layout not in allowed:
-            layout_names = ", ".join(f'"{name}"' for name in allowed)
+        if self.resolved_layout not in self._allowed_layouts():
+            layout_names = ", ".join(f'"{name}"' for name in self._allowed_layouts())
             problems.append(
                 f'cp_layout = "{self.resolved_layout}" is not supported by cp_method = "{self.resolved_method}"; '
                 f"use {layout_names}"
@@ -149,6 +145,9 @@ class ContextPlan:
             else f"{self.cp} ranks"
         )
         return f"{self.resolved_method} ({degrees}), layout {self.resolved_layout} ({self.reason})"
+
+    def _allowed_layouts(self) -> tuple[ShardLayout, ...]:
+        return ("contiguous",) if self.rotate_method is None else LAYOUTS_BY_ROTATE_METHOD[self.rotate_method]
 
     def _max_ulysses_in_node(self) -> int:
         """The largest Ulysses degree inside a node: it divides the node, cp and the heads."""

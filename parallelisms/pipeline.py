@@ -49,10 +49,8 @@ class Pipeline:
         rank_stages = plan.stages_of(group.rank())
         if problems := plan.problems():
             raise ValueError("; ".join(problems))
-        if tuple(sorted(stage_modules)) != rank_stages:
-            raise ValueError(
-                f"pipeline rank {group.rank()} must have stages {rank_stages}, not {tuple(sorted(stage_modules))}"
-            )
+        if (given := tuple(sorted(stage_modules))) != rank_stages:
+            raise ValueError(f"pipeline rank {group.rank()} must have stages {rank_stages}, not {given}")
         self._stage_modules, self._plan = stage_modules, plan
         # Without them torch infers shapes by running the stages, with their collectives, on the meta device.
         residual_BSE = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
@@ -72,7 +70,7 @@ class Pipeline:
         self._schedule: Any = get_schedule_class(plan.schedule)(
             stages[0] if plan.schedule in SINGLE_STAGE_SCHEDULES else stages,
             plan.num_micro_batches,
-            loss_fn=_identity_loss,
+            loss_fn=lambda loss, _: loss,
             # The loss is already divided by the global number of targets.
             scale_grads=False,
         )
@@ -84,14 +82,10 @@ class Pipeline:
         detached losses [B, S] of each batch. Raises ValueError if the number of batches differs from the plan.
         """
         micro_batches = [*batches]
-        if len(micro_batches) != self._plan.num_micro_batches:
-            raise ValueError(
-                f"the pipeline plan needs {self._plan.num_micro_batches} micro-batches, not {len(micro_batches)}"
-            )
+        if len(micro_batches) != (needed := self._plan.num_micro_batches):
+            raise ValueError(f"the pipeline plan needs {needed} micro-batches, not {len(micro_batches)}")
 
-        def pre_forward_hook(
-            _: nn.Module, received: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> tuple[Any, dict[str, Any]]:
+        def pre_forward_hook(_: nn.Module, received: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return (micro_batches[int(kwargs["index"])], *received), {}
 
         def forward_hook(_: nn.Module, received: tuple[Any, ...], losses_BS: Tensor) -> Tensor:
@@ -124,7 +118,7 @@ def pipeline_forward(
     """
     x_BSE: Tensor | None = None
     for stage in range(plan.num_stages):
-        previous_rank, stage_rank = plan.rank_of(max(0, stage - 1)), plan.rank_of(stage)
+        previous_rank, stage_rank = plan.stage_ranks[max(0, stage - 1)], plan.stage_ranks[stage]
         if previous_rank != stage_rank and group.rank() == previous_rank and x_BSE is not None:
             collectives.send(x_BSE, group, to=stage_rank)
         if group.rank() != stage_rank:
@@ -137,7 +131,3 @@ def pipeline_forward(
             x_BSE = collectives.receive(group, buffer=buffer, source=previous_rank)
         x_BSE = stage_modules[stage](batch, x_BSE)
     return x_BSE
-
-
-def _identity_loss(loss: Tensor, _: Tensor) -> Tensor:
-    return loss

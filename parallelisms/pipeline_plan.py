@@ -56,21 +56,13 @@ class PipelinePlan:
 
     @cached_property
     def stage_ranks(self) -> tuple[int, ...]:
-        """The rank of each stage."""
+        """The rank of each stage; that of the last stage has the losses."""
         is_v = self.schedule in V_SCHEDULES
         chunks = (divmod(stage, self.pp) for stage in range(self.num_stages))
         return tuple(self.pp - 1 - position if is_v and chunk % 2 else position for chunk, position in chunks)
 
-    def rank_of(self, stage: int) -> int:
-        return self.stage_ranks[stage]
-
     def stages_of(self, rank: int) -> tuple[int, ...]:
         return tuple(stage for stage, stage_rank in enumerate(self.stage_ranks) if stage_rank == rank)
-
-    @property
-    def last_rank(self) -> int:
-        """The rank of the last stage, which has the losses."""
-        return self.rank_of(self.num_stages - 1)
 
     @cached_property
     def blocks_per_stage(self) -> tuple[int, ...]:
@@ -108,10 +100,9 @@ class PipelinePlan:
         """
         if self.schedule in SPLIT_BACKWARD_SCHEDULES and self.pp > 1:
             return None
-        num_chunks, num_batches = self.stages_per_rank, self.num_micro_batches
+        chunks, batches = self.stages_per_rank, self.num_micro_batches
         # With fewer micro-batches than ranks, every chunk first waits for the first micro-batch.
-        steps = max(num_chunks * num_batches + self.pp - 1, num_chunks * self.pp + num_batches - 1)
-        return 1 - num_chunks * num_batches / steps
+        return 1 - chunks * batches / max(chunks * batches + self.pp - 1, chunks * self.pp + batches - 1)
 
     def problems(self) -> list[str]:
         """Every broken rule, one message each."""
@@ -136,19 +127,18 @@ class PipelinePlan:
 
     def _stage_problems(self) -> list[str]:
         problems = []
-        stages_per_rank = self.stages_per_rank
-        stages = f"{self.num_stages} stages (parallelism.pp = {self.pp} x {stages_per_rank} per rank)"
-        if self.pp_stages_per_rank not in (None, stages_per_rank):
+        stages = f"{self.num_stages} stages (parallelism.pp = {self.pp} x {self.stages_per_rank} per rank)"
+        if self.pp_stages_per_rank not in (None, self.stages_per_rank):
             problems.append(
-                f"parallelism.pp_stages_per_rank = {self.pp_stages_per_rank} must be {stages_per_rank} for "
+                f"parallelism.pp_stages_per_rank = {self.pp_stages_per_rank} must be {self.stages_per_rank} for "
                 f'parallelism.pp_schedule = "{self.schedule}"'
             )
+        if self.pp_layers is None and self.num_layers < self.num_stages - 2:
+            problems.append(
+                f"model.num_layers = {self.num_layers} must be at least {self.num_stages - 2} for {stages}: every "
+                "stage but the first and the last needs a block"
+            )
         if self.pp_layers is None:
-            if self.num_layers < self.num_stages - 2:
-                problems.append(
-                    f"model.num_layers = {self.num_layers} must be at least {self.num_stages - 2} for {stages}: every "
-                    "stage but the first and the last needs a block"
-                )
             return problems
         if len(self.pp_layers) != self.num_stages:
             problems.append(f"parallelism.pp_layers has {len(self.pp_layers)} entries, but there are {stages}")
@@ -165,18 +155,16 @@ class PipelinePlan:
         return problems
 
     def _micro_batch_problems(self) -> list[str]:
-        num_micro_batches, num_stages = self.num_micro_batches, self.num_stages
-        rounds = max(1, num_micro_batches // self.pp)
-        requirement = ""
-        if self.schedule in ("1F1B", "DualPipeV") and num_micro_batches < num_stages:
-            requirement = f"needs at least {num_stages}, the number of stages"
-        elif self.schedule in INTERLEAVED_SCHEDULES and num_micro_batches % rounds:
-            requirement = f"needs a multiple of {rounds}, its rounds (micro-batches // parallelism.pp = {self.pp})"
-        if not requirement:
+        rounds = max(1, self.num_micro_batches // self.pp)
+        if self.schedule in ("1F1B", "DualPipeV") and self.num_micro_batches < self.num_stages:
+            requirement = f"at least {self.num_stages}, the number of stages"
+        elif self.schedule in INTERLEAVED_SCHEDULES and self.num_micro_batches % rounds:
+            requirement = f"a multiple of {rounds}, its rounds (micro-batches // parallelism.pp = {self.pp})"
+        else:
             return []
         return [
-            f"training.global_batch_size and training.micro_batch_size give each dp rank {num_micro_batches} micro-batches "
-            f'per step; parallelism.pp_schedule = "{self.schedule}" {requirement}'
+            f"training.global_batch_size and training.micro_batch_size give each dp rank {self.num_micro_batches} "
+            f'micro-batches per step; parallelism.pp_schedule = "{self.schedule}" needs {requirement}'
         ]
 
     def _split_backward_problems(self) -> list[str]:

@@ -1,23 +1,25 @@
-"""The process groups of a mesh: their ranks, and the nodes that they span. Imports no torch.
-
-`Mesh` creates its groups from `process_group_ranks`; `parallelisms/topology.py` prints the same ranks.
-"""
+"""The process groups of a mesh: their ranks, and the nodes that they span. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 
-from parallelisms.parallel_dims import AXES
+from parallelisms.parallel_dims import AXES, ContextPlan
 
 MAX_SHOWN_GROUPS = 4
 
 
-def rank_groups(degrees: Mapping[str, int], *axes: str) -> list[range]:
+def rank_groups(degrees: Mapping[str, int], *axes: str) -> Iterator[range]:
     """The groups of ranks that differ only in `axes`, which must be adjacent; the last mesh dimension varies fastest."""
-    stride, size = _stride(degrees, axes[-1]), prod(degrees.values())
+    stride = _stride(degrees, axes[-1])
     span = stride * prod(degrees[axis] for axis in axes)
-    return [range(base + i, base + i + span, stride) for base in range(0, size, span) for i in range(stride)]
+    return (
+        range(base + i, base + i + span, stride)
+        for base in range(0, prod(degrees.values()), span)
+        for i in range(stride)
+    )
 
 
 def process_group_ranks(degrees: Mapping[str, int], ulysses_degree: int | None = None) -> dict[str, list[range]]:
@@ -27,45 +29,30 @@ def process_group_ranks(degrees: Mapping[str, int], ulysses_degree: int | None =
     that its messages never queue behind FSDP's: `cp`, or for `hybrid` `exchange` (heads, among `ulysses_degree`
     neighbours) and `rotate` (KV). `dp_cp` reduces over a stage's part of the global batch, `loss` also over stages.
     """
-    return {name: rank_groups(within, *axes) for name, (within, axes) in _group_axes(degrees, ulysses_degree).items()}
+    return {name: [*groups] for name, groups in _named_groups(degrees, ulysses_degree).items()}
 
 
 def rank_zero_groups(degrees: Mapping[str, int], ulysses_degree: int | None = None) -> dict[str, range]:
     """Rank 0's group of every name, without listing the thousands of others."""
-    first_groups = {}
-    for name, (axis_sizes, axes) in _group_axes(degrees, ulysses_degree).items():
-        stride = _stride(axis_sizes, axes[-1])
-        first_groups[name] = range(0, stride * prod(axis_sizes[axis] for axis in axes), stride)
-    return first_groups
+    return {name: next(groups) for name, groups in _named_groups(degrees, ulysses_degree).items()}
 
 
-def _group_axes(
-    degrees: Mapping[str, int], ulysses_degree: int | None
-) -> dict[str, tuple[Mapping[str, int], tuple[str, ...]]]:
-    """For each group the mesh degrees, and the adjacent dimensions in which its ranks differ."""
+def _named_groups(degrees: Mapping[str, int], ulysses_degree: int | None) -> dict[str, Iterator[range]]:
+    cp = ("rotate", "exchange")
+    split_cp = {"rotate": degrees["cp"] // (ulysses_degree or 1), "exchange": ulysses_degree or 1}
+    split_degrees = {axis: degrees[axis] for axis in AXES[:3]} | split_cp | {"tp": degrees["tp"]}
     axes_by_group: dict[str, tuple[str, ...]] = {
         "pp": ("pp",),
         "dp_replicate": ("dp_replicate",),
-        "fsdp": ("dp_shard", "cp"),  # cp ranks hold the same weights, so FSDP shards over them too.
+        "fsdp": ("dp_shard", *cp),  # cp ranks hold the same weights, so FSDP shards over them too.
         "tp": ("tp",),
-        "dp_cp": ("dp_replicate", "dp_shard", "cp"),
+        "dp_cp": ("dp_replicate", "dp_shard", *cp),
     }
     if degrees["pp"] > 1:
         axes_by_group["loss"] = ("pp", *axes_by_group["dp_cp"])
-    if degrees["cp"] > 1 and ulysses_degree is None:
-        axes_by_group["cp"] = ("cp",)
-    degrees_and_axes: dict[str, tuple[Mapping[str, int], tuple[str, ...]]] = {
-        name: (degrees, axes) for name, axes in axes_by_group.items()
-    }
-    if degrees["cp"] > 1 and ulysses_degree is not None:
-        outer = {axis: degrees[axis] for axis in AXES[:3]}
-        split_degrees = outer | {
-            "rotate": degrees["cp"] // ulysses_degree,
-            "exchange": ulysses_degree,
-            "tp": degrees["tp"],
-        }
-        degrees_and_axes |= {name: (split_degrees, (name,)) for name in ("rotate", "exchange")}
-    return degrees_and_axes
+    if degrees["cp"] > 1:
+        axes_by_group |= {"cp": cp} if ulysses_degree is None else {axis: (axis,) for axis in cp}
+    return {name: rank_groups(split_degrees, *axes) for name, axes in axes_by_group.items()}
 
 
 def coordinate(degrees: Mapping[str, int], rank: int) -> dict[str, int]:
@@ -87,3 +74,58 @@ def format_ranks(ranks: range) -> str:
 def _stride(degrees: Mapping[str, int], axis: str) -> int:
     """The distance in ranks between neighbours along a mesh dimension."""
     return prod(list(degrees.values())[list(degrees).index(axis) + 1 :])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """A mesh on a cluster whose fast links join every `ranks_per_node` neighbouring ranks, as configured.
+
+    `num_nodes` counts the machines of the launch; it only checks `ranks_per_node`.
+    """
+
+    degrees: Mapping[str, int]
+    context_plan: ContextPlan
+    ranks_per_node: int
+    num_nodes: int = 1
+
+    def diagram(self) -> list[str]:
+        """A table of the mesh dimensions above size 1 with their links and ranks; empty for one rank."""
+        groups = process_group_ranks(self.degrees, self.context_plan.hybrid_ulysses_degree)
+        rows: dict[str, list[range]] = {}
+        for axis in AXES:
+            rows[axis] = [*rank_groups(self.degrees, axis)]
+            if axis == "cp":
+                rows |= {f"  {name}": groups[name] for name in ("rotate", "exchange") if name in groups}
+        rows["fsdp (dp_shard x cp)"] = groups["fsdp"]
+        lines = [self._format_row(name, grouped) for name, grouped in rows.items() if len(grouped[0]) > 1]
+        return [f"{'dimension':<20}{'size':>6}  {'links':<16}  groups of ranks", *lines] if lines else []
+
+    def warnings(self) -> list[str]:
+        """Layouts that are valid but slow, or probably unintended."""
+        tp, groups = self.degrees["tp"], process_group_ranks(self.degrees, self.context_plan.hybrid_ulysses_degree)
+        method, processes_per_node = self.context_plan.resolved_method, prod(self.degrees.values()) // self.num_nodes
+        exchange_groups = groups.get("exchange", groups.get("cp", []) if method == "ulysses" else [])
+        crosses = f"crosses nodes of {self.ranks_per_node} ranks (parallelism.ranks_per_node): every layer waits for the network"
+        messages = []
+        if self._max_nodes_spanned(groups["tp"]) > 1:
+            messages.append(f"parallelism.tp = {tp} {crosses}")
+        if self._max_nodes_spanned(exchange_groups) > 1:
+            ranks = f"{len(exchange_groups[0])} ranks x tp {tp}"
+            messages.append(f'parallelism.cp_method "{method}" exchanges heads among {ranks} and {crosses}')
+        if self.num_nodes > 1 and processes_per_node % self.ranks_per_node:
+            messages.append(
+                f"parallelism.ranks_per_node = {self.ranks_per_node} does not match {self.num_nodes} nodes of "
+                f"{processes_per_node} processes: cp_method and this table assume {self.ranks_per_node} ranks per node"
+            )
+        return messages
+
+    def _max_nodes_spanned(self, grouped_ranks: Sequence[range]) -> int:
+        """The largest number of nodes that one of the groups spans."""
+        return max((len({rank // self.ranks_per_node for rank in ranks}) for ranks in grouped_ranks), default=0)
+
+    def _format_row(self, name: str, grouped_ranks: Sequence[range]) -> str:
+        num_nodes = self._max_nodes_spanned(grouped_ranks)
+        links = "inside a node" if num_nodes == 1 else f"across {num_nodes:,} nodes"
+        shown = "  ".join(map(format_ranks, grouped_ranks[:MAX_SHOWN_GROUPS]))
+        more = f" ... ({len(grouped_ranks):,} groups)" if len(grouped_ranks) > MAX_SHOWN_GROUPS else ""
+        return f"{name:<20}{len(grouped_ranks[0]):>6}  {links:<16}  {shown}{more}"

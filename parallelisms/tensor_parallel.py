@@ -74,11 +74,10 @@ def apply(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, loss
         for name, style in BLOCK_PLAN.items():
             if style == "replicate_heads" and not model.config.qk_norm:
                 continue
-            parallelizer.distribute_weight(
-                cast(Any, block.get_submodule(name)), "replicate" if name in replicated_projections else style
-            )
-        for name in replicated_projections:
-            parallelizer.select_kv_head(cast(Linear, block.get_submodule(name)), kv_heads)
+            module, is_replicated = cast(Any, block.get_submodule(name)), name in replicated_projections
+            parallelizer.distribute_weight(module, "replicate" if is_replicated else style)
+            if is_replicated:
+                parallelizer.select_kv_head(module, kv_heads)
         block.sp_comm = parallelizer.sequence_parallel_comm()
         for name in COLWISE_ROWWISE_PAIRS:
             parallelizer.add_region_hooks(block.get_submodule(name))
@@ -140,11 +139,8 @@ class TensorParallelizer:
         """The same collectives, for blocks with a manually written backward."""
         if not self._sequence_parallel:
             return SequenceParallelComm(reduce=partial(collectives.all_reduce_functional, group_name=self._group_name))
-        group: Any = {"group_name": self._group_name, "size": self._size}
-        return SequenceParallelComm(
-            partial(collectives.all_gather_tokens, **group),
-            partial(collectives.reduce_scatter_tokens, **group),
-        )
+        conjugates = (collectives.all_gather_tokens, collectives.reduce_scatter_tokens)
+        return SequenceParallelComm(*(partial(f, group_name=self._group_name, size=self._size) for f in conjugates))
 
     def parallelize_embedding(self, module: Embedding, *, replicate: bool) -> None:
         if not replicate:
@@ -170,22 +166,15 @@ class TensorParallelizer:
         self.distribute_weight(module.proj, "replicate")
         if self._sequence_parallel:
             # Each rank computes the losses of its own tokens.
-            module.register_forward_pre_hook(
-                lambda _, args: (args[0], _local_tokens(args[1], self._group_name, self._size))
-            )
-            module.register_forward_hook(
-                lambda _, __, losses_BS: AllGatherSplitGrad.apply(losses_BS, self._group_name, self._size)
-            )
+            group = (self._group_name, self._size)
+            module.register_forward_pre_hook(lambda _, args: (args[0], _local_tokens(args[1], *group)))
+            module.register_forward_hook(lambda _, __, losses_BS: AllGatherSplitGrad.apply(losses_BS, *group))
 
-    def _enter_region(self, x_BSE: Tensor) -> Tensor:
-        function = AllGather if self._sequence_parallel else CopyToTP
-        out_BTE: Tensor = function.apply(x_BSE, self._group_name, self._size)
-        return out_BTE
+    def _enter_region(self, x_BSE: Tensor) -> Any:
+        return (AllGather if self._sequence_parallel else CopyToTP).apply(x_BSE, self._group_name, self._size)
 
-    def _exit_region(self, x_BTE: Tensor) -> Tensor:
-        function = ReduceScatter if self._sequence_parallel else AllReduce
-        out_BSE: Tensor = function.apply(x_BTE, self._group_name, self._size)
-        return out_BSE
+    def _exit_region(self, x_BTE: Tensor) -> Any:
+        return (ReduceScatter if self._sequence_parallel else AllReduce).apply(x_BTE, self._group_name, self._size)
 
 
 def _local_weight(weight: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ OTHER_COLLECTIVES = (
 # Reads that wait for a device, or of boundaries, which are on the host by contract.
 WAITS = {
     "models.attention_op": {"boundary_tuples"},
-    "parallelisms.context.context_parallel": {"layouts", "require_same_boundaries"},
+    "parallelisms.context.context_parallel": {"require_same_boundaries"},
     "parallelisms.collectives": {"max_over_ranks"},
     "trainer.export.generate": {"generate"},  # the end of a prompt, which is on the host
     "trainer.hardware.device": {"seconds", "read"},

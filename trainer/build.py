@@ -58,7 +58,7 @@ class ParallelModel:
             world.device.type,
             config.parallelism.degrees(world.size),
             rank=world.rank,
-            ulysses_degree=context_plan.ulysses_degree if context_plan.resolved_method == "hybrid" else None,
+            ulysses_degree=context_plan.hybrid_ulysses_degree,
             timeout=timedelta(minutes=config.distributed.start_timeout_minutes),
         )
         self.kernel = choose_attention_kernel(config, world.device)

@@ -19,7 +19,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
@@ -27,65 +27,71 @@ from torch import Tensor
 from models.kernels import ScoreBlock, ScoreBlocks, concatenated_ranges, to_device
 from parallelisms.context.shard_layout import SeqLayout, TokenSpan
 
-BatchLayouts = tuple[SeqLayout, ...]
 
+class RankAttentionPlan:
+    """The score blocks of one rank for one batch, computed once for all layers."""
 
-def local_score_blocks(layouts: BatchLayouts, rank: int) -> tuple[ScoreBlock, ...]:
-    """Causal blocks of the rank's own tokens: one per document, whose tokens are contiguous on the rank."""
-    blocks = []
-    for offset, layout in _with_offsets(layouts):
-        for _, document_spans in groupby(layout.spans(rank), key=lambda span: span.document_start):
-            spans = list(document_spans)
-            start, end = offset + spans[0].local_start, offset + spans[-1].local_start + spans[-1].length
-            blocks.append(ScoreBlock(start, end, start, end))
-    return tuple(blocks)
+    def __init__(self, layouts: Sequence[SeqLayout], rank: int) -> None:
+        self.ring_degree, self.rank = layouts[0].ring_degree, rank
+        lengths = [layout.num_tokens // layout.ring_degree for layout in layouts]
+        self.tokens_per_rank = sum(lengths)
+        self._sequences = [*zip(accumulate(lengths, initial=0), layouts, strict=False)]
+        """Each sequence's offset among the tokens of a rank, and its layout."""
+        self._remote_kv_index: dict[torch.device, Tensor] = {}
 
+    @cached_property
+    def local_blocks(self) -> ScoreBlocks:
+        """Causal blocks of the rank's own tokens: one per document, whose tokens are contiguous on the rank."""
+        blocks = []
+        for offset, layout in self._sequences:
+            for _, document_spans in groupby(layout.spans(self.rank), key=lambda span: span.document_start):
+                spans = list(document_spans)
+                start, end = offset + spans[0].local_start, offset + spans[-1].local_start + spans[-1].length
+                blocks.append(ScoreBlock(start, end, start, end))
+        return ScoreBlocks(blocks, causal=True)
 
-def source_score_blocks(layouts: BatchLayouts, rank: int, source: int) -> tuple[ScoreBlock, ...]:
-    """Blocks of the queries of `rank` with the keys of another rank, `source`."""
-    return tuple(
-        ScoreBlock(offset + q0, offset + q1, offset + k0, offset + k1)
-        for offset, layout in _with_offsets(layouts)
-        for q0, q1, k0, k1 in _score_blocks(layout.spans(rank), layout.spans(source))
-    )
+    @cached_property
+    def ring_step_blocks(self) -> list[ScoreBlocks]:
+        """Blocks with the keys that the rank receives in ring steps 1, 2, ... (step 0 is its own keys)."""
+        return [self.source_blocks((self.rank - step) % self.ring_degree) for step in range(1, self.ring_degree)]
 
+    def source_blocks(self, source: int) -> ScoreBlocks:
+        """Blocks with the keys of another rank, `source`."""
+        blocks = (
+            ScoreBlock(offset + q0, offset + q1, offset + k0, offset + k1)
+            for offset, layout in self._sequences
+            for q0, q1, k0, k1 in _score_blocks(layout.spans(self.rank), layout.spans(source))
+        )
+        return ScoreBlocks(blocks, causal=False)
 
-def remote_score_blocks(layouts: BatchLayouts, rank: int) -> tuple[ScoreBlock, ...]:
-    """Blocks of the queries of `rank` with the keys that `remote_key_indices` selects."""
-    blocks = []
-    num_keys = 0
-    for offset, layout in _with_offsets(layouts):
-        keys = [span for _, span in _remote_spans(layout, rank)]
-        local_start = 0
-        for index, span in enumerate(keys):
-            keys[index] = span._replace(local_start=local_start)
-            local_start += span.length
-        for q0, q1, k0, k1 in _score_blocks(layout.spans(rank), keys):
-            blocks.append(ScoreBlock(offset + q0, offset + q1, num_keys + k0, num_keys + k1))
-        num_keys += local_start
-    return tuple(blocks)
+    @cached_property
+    def remote_blocks(self) -> ScoreBlocks:
+        """Blocks with the keys that `remote_kv_index` selects."""
+        blocks = []
+        num_keys = 0
+        for offset, layout in self._sequences:
+            spans = [span for _, span in _remote_spans(layout, self.rank)]
+            starts = [*accumulate((span.length for span in spans), initial=0)]
+            keys = [span._replace(local_start=start) for start, span in zip(starts, spans, strict=False)]
+            for q0, q1, k0, k1 in _score_blocks(layout.spans(self.rank), keys):
+                blocks.append(ScoreBlock(offset + q0, offset + q1, num_keys + k0, num_keys + k1))
+            num_keys += starts[-1]
+        return ScoreBlocks(blocks, causal=False)
 
+    def remote_kv_index(self, device: torch.device) -> Tensor:
+        """int64 [2, Y]: the remote keys that the rank's queries attend to, in the order of each sequence; their values.
 
-def remote_key_indices(layouts: BatchLayouts, rank: int) -> Tensor:
-    """int64, on the CPU: the remote keys that queries of `rank` attend to, in the order of each sequence.
-
-    An index counts over the tokens of all ranks: source * tokens per rank + index on the source.
-    """
-    tokens_per_rank = sum(layout.num_tokens // layout.ring_degree for layout in layouts)
-    key_ranges = [
-        (source * tokens_per_rank + offset + span.local_start, span.length)
-        for offset, layout in _with_offsets(layouts)
-        for source, span in _remote_spans(layout, rank)
-    ]
-    return concatenated_ranges([start for start, _ in key_ranges], [length for _, length in key_ranges])
-
-
-def _with_offsets(layouts: BatchLayouts) -> Iterator[tuple[int, SeqLayout]]:
-    """Each sequence's offset among the tokens of a rank, and its layout."""
-    offset = 0
-    for layout in layouts:
-        yield offset, layout
-        offset += layout.num_tokens // layout.ring_degree
+        Indices into the gathered KV [ranks, 2, tokens], flattened.
+        """
+        if device not in self._remote_kv_index:
+            key_ranges = [
+                (2 * source * self.tokens_per_rank + offset + span.local_start, span.length)
+                for offset, layout in self._sequences
+                for source, span in _remote_spans(layout, self.rank)
+            ]
+            keys = concatenated_ranges([start for start, _ in key_ranges], [length for _, length in key_ranges])
+            self._remote_kv_index[device] = to_device(torch.stack((keys, keys + self.tokens_per_rank)), device)
+        return self._remote_kv_index[device]
 
 
 def _remote_spans(layout: SeqLayout, rank: int) -> list[tuple[int, TokenSpan]]:
@@ -124,41 +130,3 @@ def _score_blocks(queries: Sequence[TokenSpan], keys: Sequence[TokenSpan]) -> It
         pending_block = ScoreBlock(span.local_start, span.local_start + span.length, k0, k1)
     if pending_block:
         yield pending_block
-
-
-class RankAttentionPlan:
-    """The score blocks of one rank for one batch, computed once for all layers."""
-
-    def __init__(self, layouts: BatchLayouts, rank: int) -> None:
-        self.layouts = layouts
-        self.rank = rank
-        self.ring_degree = layouts[0].ring_degree
-        self._remote_kv_indices: dict[torch.device, tuple[Tensor, Tensor]] = {}
-
-    @cached_property
-    def local_blocks(self) -> ScoreBlocks:
-        """Causal blocks with the rank's own keys."""
-        return ScoreBlocks(local_score_blocks(self.layouts, self.rank), causal=True)
-
-    @cached_property
-    def ring_step_blocks(self) -> list[ScoreBlocks]:
-        """Blocks with the keys that the rank receives in ring steps 1, 2, ... (step 0 is its own keys)."""
-        sources = ((self.rank - step) % self.ring_degree for step in range(1, self.ring_degree))
-        return [ScoreBlocks(source_score_blocks(self.layouts, self.rank, source), causal=False) for source in sources]
-
-    @cached_property
-    def remote_blocks(self) -> ScoreBlocks:
-        """Blocks with the selected remote keys, in sequence order (all-gather)."""
-        return ScoreBlocks(remote_score_blocks(self.layouts, self.rank), causal=False)
-
-    def remote_kv_indices(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Indices of the remote keys and of their values in the gathered KV [ranks, 2, tokens], flattened."""
-        if device not in self._remote_kv_indices:
-            tokens_per_rank = sum(layout.num_tokens // layout.ring_degree for layout in self.layouts)
-            key_indices = remote_key_indices(self.layouts, self.rank)
-            flat_keys = key_indices + key_indices // tokens_per_rank * tokens_per_rank
-            self._remote_kv_indices[device] = (
-                to_device(flat_keys, device),
-                to_device(flat_keys + tokens_per_rank, device),
-            )
-        return self._remote_kv_indices[device]

@@ -14,32 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from models import attention_op, kernels
-from models.attention import LocalAttentionCore
+from models.attention import AttentionCore, LocalAttentionCore
 from models.batch import IGNORE_INDEX, Batch, pad_batch
 from models.transformer import Transformer
 from parallelisms import collectives
-from parallelisms.context import cp_attention_op, ulysses
-from parallelisms.context.ring import Waitable
+from parallelisms.context.ring import RingAttentionCore
 from parallelisms.context.shard_layout import SeqLayout
+from parallelisms.context.ulysses import SeqToHeads, UlyssesGroup
 from parallelisms.parallel_dims import ContextPlan, CPMethod, RotateMethod, ShardLayout
-
-
-class InFlightQKV(NamedTuple):
-    """What `ContextParallel.start` has started to send."""
-
-    all_to_alls: list[ulysses.SeqToHeads] | None
-    """All-to-all of q, k and v; None without Ulysses."""
-    qkv: Sequence[Tensor]
-    """q, k and v; empty with Ulysses."""
-    pending_kv: Waitable | None = None
-    """The first KV exchange of the ring; with Ulysses it starts after the all-to-all."""
 
 
 class ContextParallel:
@@ -68,21 +57,24 @@ class ContextParallel:
         dropout: float = 0.0,
     ) -> None:
         is_hybrid = mesh.ndim == 2
-        choices: Any = {
-            "method": "hybrid" if is_hybrid and method == "auto" else method,
-            "layout": layout,
-            "outer_method": outer_method,
-        }
         self.plan = ContextPlan(
             cp=mesh.size(),
+            method=cast(Any, "hybrid" if is_hybrid and method == "auto" else method),
+            layout=cast(Any, layout),
+            outer_method=cast(Any, outer_method),
             cp_ulysses=mesh.size(1) if is_hybrid else None,
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
             ranks_per_node=mesh.size(),
-            **choices,
         )
-        problems = [*self.plan.problems(), *_unsupported(self.plan, causal=causal, window=window, dropout=dropout)]
+        unsupported = {
+            "attention without a causal mask": not causal,
+            f"sliding window {window}": window is not None,
+            f"attention dropout {dropout}": dropout > 0,
+        }
+        suffix = f'is not supported by cp_method "{self.plan.resolved_method}"'
+        problems = [*self.plan.problems(), *(f"{name} {suffix}" for name, given in unsupported.items() if given)]
         if self.plan.resolved_method == "hybrid" and not is_hybrid:
             problems.append('cp_method "hybrid" needs a mesh with 2 dimensions: ring, Ulysses')
         if mesh.ndim > 2:
@@ -95,17 +87,16 @@ class ContextParallel:
         self._require_same(vars(self.plan) | {"reduce_dtype": reduce_dtype, "problems": problems}, "plans")
         if problems:
             raise ValueError("; ".join(problems))
-        self.layout, self.kernel = self.plan.resolved_layout, kernel
-        self.ring_degree, self.ulysses_degree = self.plan.ring_degree, self.plan.ulysses_degree
-        self.ulysses_group = self._groups[-1].group_name
-        self._ring: cp_attention_op.CPAttentionOptions | None = None
+        self.layout, self.ring_degree = self.plan.resolved_layout, self.plan.ring_degree
+        self.ulysses_group = UlyssesGroup(self._groups[-1].group_name, self.plan.ulysses_degree)
+        self._core: AttentionCore = LocalAttentionCore(kernel)
+        """Attention to the tokens of all Ulysses ranks, once heads are exchanged."""
         if self.plan.rotate_method is not None and self.ring_degree > 1:
             group_name = self._groups[0].group_name
-            self._ring = cp_attention_op.CPAttentionOptions(
-                self.plan.rotate_method, self.layout, group_name, reduce_dtype, kernel
-            )
-        self.heads, self.kv_heads = heads, kv_heads
-        self.rank = mesh.get_local_rank() if mesh.ndim == 1 else _flat_rank(mesh)
+            self._core = RingAttentionCore(self.plan.rotate_method, self.layout, group_name, reduce_dtype, kernel)
+        self.rank = 0
+        for group in self._groups:
+            self.rank = self.rank * group.size() + group.rank()
 
     def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor | None = None) -> Tensor:
         """Causal attention inside documents: [B, S, N, H]. Without `boundaries_BD` each sequence is one document.
@@ -116,73 +107,40 @@ class ContextParallel:
         if boundaries_BD is None:
             boundaries_1D = torch.tensor([[0, q_BSNH.shape[1] * self.plan.cp]], dtype=torch.int32, device="cpu")
             boundaries_BD = boundaries_1D.repeat(q_BSNH.shape[0], 1)
-        if self.ulysses_degree > 1:
-            q_BSNH, k_BSKH, v_BSKH = (
-                ulysses.seq_to_heads(x, self.ulysses_group, self.ulysses_degree) for x in (q_BSNH, k_BSKH, v_BSKH)
-            )
-        out = self._attend(q_BSNH, k_BSKH, v_BSKH, boundaries_BD)
-        return ulysses.heads_to_seq(out, self.ulysses_group, self.ulysses_degree) if self.ulysses_degree > 1 else out
+        q, k, v = (self.ulysses_group.seq_to_heads(x) for x in (q_BSNH, k_BSKH, v_BSKH))
+        return self.ulysses_group.heads_to_seq(self._core(q, k, v, boundaries_BD))
 
     # ---- below autograd, for any number of heads
 
-    def start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> InFlightQKV:
+    def start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Any:
         """Starts the all-to-all of q, k and v or, without Ulysses, the ring's first KV exchange."""
-        qkv = (q_BSNH, k_BSKH, v_BSKH)
-        if self.ulysses_degree > 1:
-            return InFlightQKV([ulysses.SeqToHeads(x, self.ulysses_group, self.ulysses_degree) for x in qkv], ())
-        return InFlightQKV(None, qkv, self._start_kv_exchange(k_BSKH, v_BSKH))
+        if self.ulysses_group.size == 1:
+            return self._core.start(q_BSNH, k_BSKH, v_BSKH)
+        return [SeqToHeads(x, self.ulysses_group) for x in (q_BSNH, k_BSKH, v_BSKH)]
 
-    def forward(self, pending: InFlightQKV, boundaries_BD: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, pending: Any, boundaries_BD: Tensor) -> tuple[Tensor, Tensor]:
         """Output [B, S, N, H] and, for the heads that this rank computes, the log-sum-exp."""
-        (q, k, v), pending_kv = self._wait_inputs(pending)
-        if pending_kv is None or self._ring is None:
-            out, lse = attention_op.attention(q, k, v, boundaries_BD, kernel=self.kernel)
-        else:
-            out, lse = cp_attention_op.forward(q, k, v, pending_kv, boundaries_BD, self._ring)
-        return (
-            ulysses.heads_to_seq(out, self.ulysses_group, self.ulysses_degree) if self.ulysses_degree > 1 else out
-        ), lse
+        out, lse = self._core.forward(self._exchange_heads(pending), boundaries_BD)
+        return self.ulysses_group.heads_to_seq(out), lse
 
     def backward(
-        self, grad_BSNH: Tensor, pending: InFlightQKV, out_BSNH: Tensor, lse: Tensor, boundaries_BD: Tensor
+        self, grad_BSNH: Tensor, pending: Any, out_BSNH: Tensor, lse: Tensor, boundaries_BD: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk and dv."""
-        (q, k, v), pending_kv = self._wait_inputs(pending)
-        if self.ulysses_degree > 1:
-            grad_BSNH, out_BSNH = (
-                ulysses.seq_to_heads(x, self.ulysses_group, self.ulysses_degree) for x in (grad_BSNH, out_BSNH)
-            )
-        if pending_kv is None or self._ring is None:
-            grads = attention_op.attention_backward(grad_BSNH, q, k, v, out_BSNH, lse, boundaries_BD, self.kernel)
-        else:
-            grads = cp_attention_op.backward(grad_BSNH, q, k, v, pending_kv, out_BSNH, lse, boundaries_BD, self._ring)
-        if pending.all_to_alls is not None:
-            del q, k, v, grad_BSNH, out_BSNH  # Freed before the all-to-all of the gradients allocates as much.
-            pending_grads = [*grads]
-            del grads
-            grads = tuple([all_to_all.backward(pending_grads.pop(0)) for all_to_all in pending.all_to_alls])
+        core_pending = self._exchange_heads(pending)
+        grad_BSNH, out_BSNH = (self.ulysses_group.seq_to_heads(x) for x in (grad_BSNH, out_BSNH))
+        grads = [*self._core.backward(grad_BSNH, core_pending, out_BSNH, lse, boundaries_BD)]
+        if self.ulysses_group.size > 1:
+            del core_pending, grad_BSNH, out_BSNH  # Freed before the all-to-all of the gradients allocates as much.
+            grads = [all_to_all.backward(grads.pop(0)) for all_to_all in pending]
         dq, dk, dv = grads
         return dq, dk, dv
 
-    def _wait_inputs(self, pending: InFlightQKV) -> tuple[Sequence[Tensor], Waitable | None]:
-        if pending.all_to_alls is None:
-            return pending.qkv, pending.pending_kv
-        qkv = [all_to_all.wait() for all_to_all in pending.all_to_alls]
-        return qkv, self._start_kv_exchange(*qkv[1:])
-
-    def _start_kv_exchange(self, k_BSKH: Tensor, v_BSKH: Tensor) -> Waitable | None:
-        return None if self._ring is None else cp_attention_op.start_kv_exchange(k_BSKH, v_BSKH, self._ring)
-
-    def _attend(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Tensor:
-        if self._ring is None:
-            return attention_op.attention(q_BSNH, k_BSKH, v_BSKH, boundaries_BD, kernel=self.kernel)[0]
-        return cp_attention_op.attention(q_BSNH, k_BSKH, v_BSKH, boundaries_BD, self._ring)[0]
+    def _exchange_heads(self, pending: Any) -> Any:
+        """What the core started: at once without Ulysses, else with the heads received."""
+        return pending if self.ulysses_group.size == 1 else self._core.start(*(x.wait() for x in pending))
 
     # ---- sharding
-
-    def layouts(self, boundaries_BD: Tensor) -> list[SeqLayout]:
-        """The ring layout of each sequence."""
-        return [SeqLayout(self.layout, self.ring_degree, tuple(boundaries)) for boundaries in boundaries_BD.tolist()]
 
     def shard(self, x_BT: Tensor, boundaries_BD: Tensor | None = None) -> Tensor:
         """Selects this rank's tokens of a tensor [B, T, ...]; differentiable. Raises ValueError if T is not divisible."""
@@ -220,22 +178,21 @@ class ContextParallel:
 
     def spans(self, boundaries: tuple[int, ...]) -> list[tuple[int, int]]:
         """(start, length) of this rank's tokens of a sequence with these boundaries, in the order held."""
-        token_spans = SeqLayout(self.layout, self.ring_degree, boundaries).spans(self.rank // self.ulysses_degree)
         # Ulysses ranks hold adjacent parts of a ring rank's tokens.
-        tokens = boundaries[-1] // self.plan.cp
-        local_start = self.rank % self.ulysses_degree * tokens
-        clipped = [
-            (max(span.local_start, local_start), min(span.local_start + span.length, local_start + tokens), span)
-            for span in token_spans
-        ]
-        return [(span.start + low - span.local_start, high - low) for low, high, span in clipped if low < high]
+        ring_rank, ulysses_rank = divmod(self.rank, self.ulysses_group.size)
+        spans, tokens = [], boundaries[-1] // self.plan.cp
+        first = ulysses_rank * tokens
+        for local_start, start, length, _ in self._seq_layout(boundaries).spans(ring_rank):
+            low, high = max(local_start, first), min(local_start + length, first + tokens)
+            if low < high:
+                spans.append((start + low - local_start, high - low))
+        return spans
 
     def attention_pairs(self, boundaries_per_sequence: Sequence[tuple[int, ...]]) -> int:
         """(query, key) pairs that this rank computes in sequences with these boundaries."""
-        layouts = (SeqLayout(self.layout, self.ring_degree, boundaries) for boundaries in boundaries_per_sequence)
-        return (
-            sum(layout.pairs_per_rank()[self.rank // self.ulysses_degree] for layout in layouts) // self.ulysses_degree
-        )
+        ring_rank, ulysses_degree = self.rank // self.ulysses_group.size, self.ulysses_group.size
+        layouts = map(self._seq_layout, boundaries_per_sequence)
+        return sum(layout.pairs_per_rank()[ring_rank] for layout in layouts) // ulysses_degree
 
     def require_same_boundaries(self, boundaries_BD: Tensor) -> None:
         """Raises ValueError on all ranks if their boundaries differ, because their layouts would not match."""
@@ -263,54 +220,38 @@ class ContextParallel:
                 f"sequence length {tokens} must be a multiple of {self.plan.seq_len_divisor} for layout "
                 f'"{self.layout}" over {self.plan.cp} ranks'
             )
-        if boundaries_BD is None:
-            permutation = SeqLayout(self.layout, self.ring_degree, (0, tokens)).permutation().expand(x_BT.shape[0], -1)
-        else:
-            attention_op.validate_boundaries(attention_op.boundary_tuples(boundaries_BD, x_BT.shape[0]), tokens)
-            permutation = torch.stack([layout.permutation() for layout in self.layouts(boundaries_BD)])
-        return permutation.to(x_BT.device)
+        batch_boundaries: attention_op.Boundaries = ((0, tokens),) * len(x_BT)
+        if boundaries_BD is not None:
+            batch_boundaries = attention_op.boundary_tuples(boundaries_BD, len(x_BT))
+        attention_op.validate_boundaries(batch_boundaries, tokens)
+        permutations = [self._seq_layout(boundaries).permutation() for boundaries in batch_boundaries]
+        return torch.stack(permutations).to(x_BT.device)
 
-    def _require_shapes(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> None:
+    def _seq_layout(self, boundaries: tuple[int, ...]) -> SeqLayout:
+        return SeqLayout(self.layout, self.ring_degree, boundaries)
+
+    def _require_shapes(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         # Checked before sending: a rank that raises later would leave the others waiting.
-        if q_BSNH.ndim != 4 or k_BSKH.ndim != 4 or v_BSKH.ndim != 4:
-            shapes = _format_shapes(q_BSNH, k_BSKH, v_BSKH)
-            raise ValueError(f"queries, keys and values must be [batch, tokens, heads, head_dim], not {shapes}")
-        if q_BSNH.shape[2] != self.heads or k_BSKH.shape[2] != self.kv_heads:
+        heads, kv_heads = self.plan.heads, self.plan.kv_heads
+        is_same_size = q.shape[:2] == k.shape[:2] and q.shape[-1] == k.shape[-1] and k.shape == v.shape
+        if not q.ndim == k.ndim == v.ndim == 4:
+            problem = "queries, keys and values must be [batch, tokens, heads, head_dim], not"
+        elif (q.shape[2], k.shape[2]) != (heads, kv_heads):
             raise ValueError(
-                f"{q_BSNH.shape[2]} query heads and {k_BSKH.shape[2]} KV heads do not match ContextParallel(heads="
-                f"{self.heads}, kv_heads={self.kv_heads})"
+                f"{q.shape[2]} query heads and {k.shape[2]} KV heads do not match ContextParallel(heads={heads}, "
+                f"kv_heads={kv_heads})"
             )
-        shapes_match = q_BSNH.shape[:2] == k_BSKH.shape[:2] and q_BSNH.shape[3] == k_BSKH.shape[3]
-        if not shapes_match or k_BSKH.shape != v_BSKH.shape or not q_BSNH.dtype == k_BSKH.dtype == v_BSKH.dtype:
-            shapes = _format_shapes(q_BSNH, k_BSKH, v_BSKH)
-            raise ValueError(
-                f"queries, keys and values must have equal batch, tokens, head_dim and dtype, not {shapes}"
-            )
-
-
-def _format_shapes(*tensors: Tensor) -> str:
-    return ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in tensors)
+        elif not is_same_size or not q.dtype == k.dtype == v.dtype:
+            problem = "queries, keys and values must have equal batch, tokens, head_dim and dtype, not"
+        else:
+            return
+        raise ValueError(f"{problem} {', '.join(f'{tuple(x.shape)} {x.dtype}' for x in (q, k, v))}")
 
 
 def set_attention_core(model: Transformer, core: ContextParallel | None, *, kernel: str) -> None:
     """Sets the attention core of every block; None means full sequences on each rank."""
     for block in model.layers():
         block.attention.core = core or LocalAttentionCore(kernel)
-
-
-def _unsupported(plan: ContextPlan, *, causal: bool, window: int | None, dropout: float) -> list[str]:
-    problems = []
-    if not causal:
-        problems.append(f'attention without a causal mask is not supported by cp_method "{plan.resolved_method}"')
-    if window is not None:
-        problems.append(f'sliding window {window} is not supported by cp_method "{plan.resolved_method}"')
-    if dropout > 0:
-        problems.append(f'attention dropout {dropout} is not supported by cp_method "{plan.resolved_method}"')
-    return problems
-
-
-def _flat_rank(mesh: DeviceMesh) -> int:
-    return mesh.get_local_rank(0) * mesh.size(1) + mesh.get_local_rank(1)
 
 
 def _select_tokens(x_BT: Tensor, index_BS: Tensor) -> Tensor:

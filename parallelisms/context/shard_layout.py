@@ -17,7 +17,6 @@ from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from models.kernels import concatenated_ranges
@@ -77,10 +76,6 @@ class SeqLayout:
         spans = [span for rank_spans in _token_spans(self) for span in rank_spans]
         return concatenated_ranges([span.start for span in spans], [span.length for span in spans])
 
-    def inverse_permutation(self) -> Tensor:
-        """int64 [T]: the index of each token in `permutation`."""
-        return torch.argsort(self.permutation())
-
 
 @lru_cache(maxsize=64)
 def _token_spans(layout: SeqLayout) -> tuple[tuple[TokenSpan, ...], ...]:
@@ -88,20 +83,20 @@ def _token_spans(layout: SeqLayout) -> tuple[tuple[TokenSpan, ...], ...]:
         raise ValueError(
             f"sequence length {layout.num_tokens} must be a multiple of the {layout.ring_degree} ring ranks"
         )
+    kind = layout.kind if layout.ring_degree > 1 else "contiguous"
+    if kind != "contiguous" and layout.num_tokens % (2 * layout.ring_degree):
+        raise ValueError(
+            f"sequence length {layout.num_tokens} must be a multiple of {2 * layout.ring_degree} for layout "
+            f'"{kind}" over {layout.ring_degree} ranks'
+        )
     assign = {"contiguous": _contiguous, "headtail": _headtail, "doc_headtail": _doc_headtail, "balanced": _balanced}
     by_rank: list[list[TokenSpan]] = [[] for _ in range(layout.ring_degree)]
-    for rank, document_start, start, end in assign[layout.kind if layout.ring_degree > 1 else "contiguous"](layout):
-        rank_spans = by_rank[rank]
-        if (
-            rank_spans
-            and rank_spans[-1].start + rank_spans[-1].length == start
-            and rank_spans[-1].document_start == document_start
-        ):
-            last = rank_spans.pop()
-            rank_spans.append(last._replace(length=last.length + end - start))
+    for rank, document_start, start, end in assign[kind](layout):
+        last = by_rank[rank][-1] if by_rank[rank] else TokenSpan(0, 0, 0, -1)
+        if (last.start + last.length, last.document_start) == (start, document_start):
+            by_rank[rank][-1] = last._replace(length=last.length + end - start)
         elif end > start:
-            local_start = rank_spans[-1].local_start + rank_spans[-1].length if rank_spans else 0
-            rank_spans.append(TokenSpan(local_start, start, end - start, document_start))
+            by_rank[rank].append(TokenSpan(last.local_start + last.length, start, end - start, document_start))
     return tuple(map(tuple, by_rank))
 
 
@@ -115,14 +110,12 @@ def _contiguous(layout: SeqLayout) -> RankSpans:
 
 def _headtail(layout: SeqLayout) -> RankSpans:
     """Rank r of n holds chunks r and 2n-1-r of 2n, which balances the load under a causal mask."""
-    _require_chunks(layout, 2)
     ranks = list(range(layout.ring_degree))
     yield from _assign_chunks(layout, ranks + ranks[::-1])
 
 
 def _doc_headtail(layout: SeqLayout) -> RankSpans:
     """Head-tail inside every document. Remainders go round-robin over the ranks, continuing across documents."""
-    _require_chunks(layout, 2)
     ring_degree, next_slot = layout.ring_degree, 0
     for document_start, document_end in layout.documents:
         chunk_tokens, remainder = divmod(document_end - document_start, 2 * ring_degree)
@@ -140,7 +133,6 @@ def _doc_headtail(layout: SeqLayout) -> RankSpans:
 
 def _balanced(layout: SeqLayout) -> RankSpans:
     """Equal chunks; the heaviest goes first, to the least loaded rank (longest processing time, Graham 1969)."""
-    _require_chunks(layout, 2)
     best_owners: list[int] = []
     lowest_imbalance = float("inf")
     for per_rank in (2, 4, 8, 16, 32):
@@ -188,11 +180,3 @@ def _assign_chunks(layout: SeqLayout, owners: list[int]) -> RankSpans:
             end = min(document_end, (start // chunk_tokens + 1) * chunk_tokens)
             yield owners[start // chunk_tokens], document_start, start, end
             start = end
-
-
-def _require_chunks(layout: SeqLayout, per_rank: int) -> None:
-    if layout.num_tokens % (layout.ring_degree * per_rank):
-        raise ValueError(
-            f"sequence length {layout.num_tokens} must be a multiple of {layout.ring_degree * per_rank} for layout "
-            f'"{layout.kind}" over {layout.ring_degree} ranks'
-        )

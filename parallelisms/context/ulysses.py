@@ -5,7 +5,7 @@ Shape suffixes: B batch, S tokens of this rank, T tokens of the group, N heads, 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,32 +14,38 @@ from parallelisms import collectives
 from parallelisms.parallel_dims import kv_head_repeats
 
 
-def seq_to_heads(x_BSNH: Tensor, group_name: str, group_size: int) -> Tensor:
-    """[B, S, N, H] -> [B, T, M, H]; differentiable.
+class UlyssesGroup(NamedTuple):
+    """The ranks that exchange heads; one rank keeps its tensors unchanged."""
 
-    KV heads that the group size does not divide are repeated first, so each rank has the KV of its query heads.
-    """
-    num_repeats = kv_head_repeats(group_size, x_BSNH.shape[2])
-    if num_repeats > 1:
-        x_BSNH = x_BSNH.repeat_interleave(num_repeats, dim=2)
-    out: Tensor = _seq_to_heads(x_BSNH, group_name, group_size)
-    return out
+    name: str
+    size: int
 
+    def seq_to_heads(self, x_BSNH: Tensor) -> Tensor:
+        """[B, S, N, H] -> [B, T, M, H]; differentiable.
 
-def heads_to_seq(x_BTMH: Tensor, group_name: str, group_size: int) -> Tensor:
-    """[B, T, M, H] -> [B, S, N, H]; differentiable."""
-    out: Tensor = _heads_to_seq(x_BTMH, group_name, group_size)
-    return out
+        KV heads that the group size does not divide are repeated first, so each rank has the KV of its query heads.
+        """
+        if self.size == 1:
+            return x_BSNH
+        num_repeats = kv_head_repeats(self.size, x_BSNH.shape[2])
+        if num_repeats > 1:
+            x_BSNH = x_BSNH.repeat_interleave(num_repeats, dim=2)
+        out: Tensor = _seq_to_heads(x_BSNH, *self)
+        return out
+
+    def heads_to_seq(self, x_BTMH: Tensor) -> Tensor:
+        """[B, T, M, H] -> [B, S, N, H]; differentiable."""
+        out: Tensor = x_BTMH if self.size == 1 else _heads_to_seq(x_BTMH, *self)
+        return out
 
 
 class SeqToHeads:
-    """`seq_to_heads` as an asynchronous all-to-all, below autograd."""
+    """`UlyssesGroup.seq_to_heads` as an asynchronous all-to-all, below autograd."""
 
-    def __init__(self, x_BSNH: Tensor, group_name: str, group_size: int) -> None:
-        self._num_repeats = kv_head_repeats(group_size, x_BSNH.shape[2])
-        self._group = (group_name, group_size)
-        x_by_rank = x_BSNH.repeat_interleave(self._num_repeats, dim=2).unflatten(2, (group_size, -1)).movedim(2, 0)
-        self._handle = collectives.all_to_all_async(x_by_rank, collectives.resolve_process_group(group_name))
+    def __init__(self, x_BSNH: Tensor, group: UlyssesGroup) -> None:
+        self._num_repeats, self._group = kv_head_repeats(group.size, x_BSNH.shape[2]), group
+        x_by_rank = x_BSNH.repeat_interleave(self._num_repeats, dim=2).unflatten(2, (group.size, -1)).movedim(2, 0)
+        self._handle = collectives.all_to_all_async(x_by_rank, collectives.resolve_process_group(group.name))
 
     def wait(self) -> Tensor:
         """[B, T, M, H]."""
@@ -47,7 +53,7 @@ class SeqToHeads:
 
     def backward(self, grad_BTMH: Tensor) -> Tensor:
         """[B, S, N, H]: the gradients of repeated heads are summed."""
-        grad_BSNH = heads_to_seq(grad_BTMH, *self._group)
+        grad_BSNH = self._group.heads_to_seq(grad_BTMH)
         if self._num_repeats == 1:
             return grad_BSNH
         grad_sum: Tensor = grad_BSNH.unflatten(2, (-1, self._num_repeats)).sum(3)
@@ -56,7 +62,7 @@ class SeqToHeads:
 
 @torch.library.custom_op("longhaul::to_heads", mutates_args=())
 def _seq_to_heads(x_BSNH: Tensor, group_name: str, group_size: int) -> Tensor:
-    return SeqToHeads(x_BSNH, group_name, group_size).wait()
+    return SeqToHeads(x_BSNH, UlyssesGroup(group_name, group_size)).wait()
 
 
 @torch.library.custom_op("longhaul::to_tokens", mutates_args=())
@@ -66,25 +72,13 @@ def _heads_to_seq(x_BTMH: Tensor, group_name: str, group_size: int) -> Tensor:
     return received.movedim(0, 2).flatten(2, 3).contiguous()
 
 
-@_seq_to_heads.register_fake
-def _(x_BSNH: Tensor, group_name: str, group_size: int) -> Tensor:
-    del group_name
-    batch_size, tokens, heads, head_dim = x_BSNH.shape
-    return x_BSNH.new_empty(batch_size, tokens * group_size, heads // group_size, head_dim)
-
-
-@_heads_to_seq.register_fake
-def _(x_BTMH: Tensor, group_name: str, group_size: int) -> Tensor:
-    del group_name
-    batch_size, tokens, heads, head_dim = x_BTMH.shape
-    return x_BTMH.new_empty(batch_size, tokens // group_size, heads * group_size, head_dim)
-
-
 def _setup_context(ctx: Any, inputs: tuple[Tensor, str, int], output: Tensor) -> None:
     del output
     _, *ctx.group = inputs
 
 
+_seq_to_heads.register_fake(lambda x, _, size: x.new_empty(len(x), x.shape[1] * size, x.shape[2] // size, x.shape[3]))
+_heads_to_seq.register_fake(lambda x, _, size: x.new_empty(len(x), x.shape[1] // size, x.shape[2] * size, x.shape[3]))
 _seq_to_heads.register_autograd(
     lambda ctx, grad: (_heads_to_seq(grad.contiguous(), *ctx.group), None, None), setup_context=_setup_context
 )

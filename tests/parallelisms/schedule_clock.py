@@ -19,7 +19,7 @@ class RecordingStage:
 
     def __init__(self, plan: PipelinePlan, stage: int, record: list[Action]) -> None:
         self.stage_index, self.num_stages = stage, plan.num_stages
-        self.group_rank, self.group_size = plan.rank_of(stage), plan.pp
+        self.group_rank, self.group_size = plan.stage_ranks[stage], plan.pp
         self.is_first, self.is_last = stage == 0, stage == plan.num_stages - 1
         self.submod, self._record = None, record
 
@@ -78,7 +78,7 @@ def idle_fraction(
                 if needed not in ready:
                     break
                 source = needed[1] if 0 <= needed[1] < plan.num_stages else stage
-                delay = hop * (plan.rank_of(source) != rank)
+                delay = hop * (plan.stage_ranks[source] != rank)
                 clocks[rank] = max(clocks[rank], ready[needed] + delay) + seconds[kind]
                 ready.setdefault(("F" if kind == "F" else "I", stage, number), clocks[rank])
                 queue.popleft()

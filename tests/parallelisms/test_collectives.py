@@ -36,7 +36,7 @@ def run_all(dtype: torch.dtype) -> dict[str, Any]:
         "ring_shift": (first.wait(), second.wait()),
         "ring_shift_all_to_all": collectives.ring_shift_all_to_all(x, group).wait(),
         "all_gather": collectives.all_gather_async(x, group).wait(),
-        "reduce_scatter": collectives.reduce_scatter(parts, group),
+        "reduce_scatter": collectives.reduce_scatter_async(parts, group).wait(),
         "all_to_all": collectives.all_to_all_async(parts, group).wait(),
         "all_gather_object": collectives.all_gather_object({"rank": rank}, group),
     }
@@ -84,7 +84,7 @@ def single_rank_errors() -> list[str]:
             rotate(x, group)
         errors.append(str(raised.value))
     assert torch.equal(collectives.all_gather_async(x, group).wait(), x[None])
-    assert torch.equal(collectives.reduce_scatter(x[None], group), x)
+    assert torch.equal(collectives.reduce_scatter_async(x[None], group).wait(), x)
     return errors
 
 
@@ -117,7 +117,7 @@ def deprecation_warnings() -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         collectives.all_gather_async(torch.ones(2), group).wait()
-        collectives.reduce_scatter(torch.ones(RANKS, 2), group)
+        collectives.reduce_scatter_async(torch.ones(RANKS, 2), group).wait()
     return [str(warning.message) for warning in caught]
 
 

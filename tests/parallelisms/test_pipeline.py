@@ -204,7 +204,7 @@ def require_equal(case: Case) -> None:
         for rank, outcomes in enumerate(found):
             outcome = outcomes[step]
             assert outcome.runs == {case.plan.num_micro_batches}
-            assert bool(outcome.losses) == (rank // per_stage_rank == case.plan.last_rank)
+            assert bool(outcome.losses) == (rank // per_stage_rank == case.plan.stage_ranks[-1])
             assert not gradients[rank % per_stage_rank].keys() & outcome.gradients.keys()
             losses |= outcome.losses
             gradients[rank % per_stage_rank] |= outcome.gradients

@@ -41,14 +41,14 @@ def test_every_stage_has_exactly_one_rank(schedule: PipelineSchedule) -> None:
     stages_by_rank = [plan.stages_of(rank) for rank in range(plan.pp)]
     assert {len(stages) for stages in stages_by_rank} == {plan.stages_per_rank}
     assert sorted(itertools.chain(*stages_by_rank)) == list(range(plan.num_stages))
-    assert plan.num_stages - 1 in stages_by_rank[plan.last_rank]
+    assert plan.num_stages - 1 in stages_by_rank[plan.stage_ranks[-1]]
 
 
 def test_stages_are_interleaved_or_v_shaped() -> None:
     interleaved, v_shaped = (replace(PLAN, schedule=schedule) for schedule in ("Interleaved1F1B", "ZBVZeroBubble"))
-    assert [interleaved.rank_of(stage) for stage in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
-    assert [v_shaped.rank_of(stage) for stage in range(8)] == [0, 1, 2, 3, 3, 2, 1, 0]
-    assert (PLAN.last_rank, interleaved.last_rank, v_shaped.last_rank) == (3, 3, 0)
+    assert [*interleaved.stage_ranks] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert [*v_shaped.stage_ranks] == [0, 1, 2, 3, 3, 2, 1, 0]
+    assert (PLAN.stage_ranks[-1], interleaved.stage_ranks[-1], v_shaped.stage_ranks[-1]) == (3, 3, 0)
     assert replace(interleaved, pp_stages_per_rank=3).stages_of(1) == (1, 5, 9)
 
 
@@ -57,7 +57,7 @@ def test_without_pipeline_other_fields_are_ignored() -> None:
         plan = replace(
             PLAN, pp=1, schedule=schedule, pp_stages_per_rank=2, pp_layers=(3, 5), tie_embeddings=True, compiled=True
         )
-        assert (plan.num_stages, plan.stages_of(0), plan.last_rank, plan.bubble_fraction) == (1, (0,), 0, 0)
+        assert (plan.num_stages, plan.stages_of(0), plan.stage_ranks[-1], plan.bubble_fraction) == (1, (0,), 0, 0)
         assert plan.blocks_per_stage == (32,)
         assert plan.problems() == []
         part = plan.stage_module(0)

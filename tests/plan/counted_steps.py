@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from models import attention_op
 from parallelisms import collectives
-from parallelisms.context import cp_attention_op, ulysses
+from parallelisms.context import ring, ulysses
 from trainer.config.job_config import Config
 from trainer.data.copy_task import CopyDataset
 from trainer.data.sequences import BlendedDataset
@@ -27,8 +27,8 @@ from trainer.trainer import Trainer
 OPERATORS = {
     operator._opoverload: operator._init_fn
     for operator in (
-        cp_attention_op._attention,
-        cp_attention_op._attention_backward,
+        ring.attention,
+        ring.attention_backward,
         ulysses._seq_to_heads,
         ulysses._heads_to_seq,
         attention_op._attention,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from models.rope_scaling import rope_summary
-from parallelisms.topology import Topology
+from parallelisms.process_groups import Topology
 from trainer.config.job_config import Config
 
 

@@ -342,8 +342,8 @@ def _pp_volumes(rank: RankMemory) -> Iterator[CommVolume]:
     """The residual stream forward and its gradient backward, unless the adjacent stage is on the same rank."""
     plan, last = rank.pipeline, rank.pipeline.num_stages - 1
     stages = plan.stages_of(rank.pp_rank)
-    forward_sends = sum(stage < last and plan.rank_of(stage + 1) != rank.pp_rank for stage in stages)
-    backward_sends = sum(stage > 0 and plan.rank_of(stage - 1) != rank.pp_rank for stage in stages)
+    forward_sends = sum(stage < last and plan.stage_ranks[stage + 1] != rank.pp_rank for stage in stages)
+    backward_sends = sum(stage > 0 and plan.stage_ranks[stage - 1] != rank.pp_rank for stage in stages)
     size = rank.block_memory.residual_bytes
     directions: tuple[tuple[Phase, str, int], ...] = (
         ("forward", "residual stream", forward_sends),

@@ -23,7 +23,7 @@ from models.transformer import Transformer
 from parallelisms import activation_checkpoint
 from parallelisms.activation_checkpoint import RecomputeConfig
 from parallelisms.block_recompute import Tiling, compile_tile_ops
-from parallelisms.context import cp_attention_op, ulysses
+from parallelisms.context import ring, ulysses
 from parallelisms.context.context_parallel import ContextParallel, set_attention_core
 from tests.models.dense_attention import dense, inputs, run
 from tests.models.small_models import SMALL, gradients, packed, small_model, starts
@@ -54,19 +54,17 @@ def opcheck_results(name: str) -> set[str]:
     boundaries_BD = starts([9, 1, 14], [24], width=6)
     q, k, v = (core.shard(x.detach(), boundaries_BD) for x in inputs(boundaries_BD))
     if name == "to_heads":
-        arguments: tuple[Any, ...] = (q.requires_grad_(), core.ulysses_group, 2)
+        arguments: tuple[Any, ...] = (q.requires_grad_(), *core.ulysses_group)
         return set(torch.library.opcheck(ulysses._seq_to_heads, arguments).values())
     if name == "to_tokens":
-        heads = ulysses.seq_to_heads(q, core.ulysses_group, 2)
-        return set(
-            torch.library.opcheck(ulysses._heads_to_seq, (heads.requires_grad_(), core.ulysses_group, 2)).values()
-        )
+        heads = core.ulysses_group.seq_to_heads(q)
+        return set(torch.library.opcheck(ulysses._heads_to_seq, (heads.requires_grad_(), *core.ulysses_group)).values())
     options = (name, core.layout, core._groups[0].group_name, torch.float32, "auto")
-    out, lse = cp_attention_op._attention(q, k, v, boundaries_BD, *options)
+    out, lse = ring.attention(q, k, v, boundaries_BD, *options)
     backward = (torch.ones_like(out), q, k, v, out, lse, boundaries_BD, *options)
-    found = set(torch.library.opcheck(cp_attention_op._attention_backward, backward).values())
+    found = set(torch.library.opcheck(ring.attention_backward, backward).values())
     given = [x.clone().requires_grad_() for x in (q, k, v)]
-    return found | set(torch.library.opcheck(cp_attention_op._attention, (*given, boundaries_BD, *options)).values())
+    return found | set(torch.library.opcheck(ring.attention, (*given, boundaries_BD, *options)).values())
 
 
 @pytest.mark.ranks
@@ -301,7 +299,7 @@ def qkv_alive(method: str) -> list[bool]:
     refs = [weakref.ref(x) for x in (q, k, v)]
     started = core.start(q, k, v)
     del q, k, v
-    given, _ = core._wait_inputs(started)
+    given = core._exchange_heads(started)
     del given
     return [one() is not None for one in refs]
 

@@ -12,14 +12,9 @@ import torch
 from torch import Tensor
 
 from models.kernels import ScoreBlock
-from parallelisms.context import cp_attention_op
+from parallelisms.context import ring
 from parallelisms.context.attention_plan import (
-    BatchLayouts,
     RankAttentionPlan,
-    local_score_blocks,
-    remote_key_indices,
-    remote_score_blocks,
-    source_score_blocks,
 )
 from parallelisms.context.shard_layout import SeqLayout
 from parallelisms.parallel_dims import ShardLayout
@@ -34,10 +29,23 @@ from tests.parallelisms.context.documents import (
     visible,
 )
 
+BatchLayouts = tuple[SeqLayout, ...]
 KINDS: tuple[ShardLayout, ...] = get_args(ShardLayout)
 RINGS = (1, 2, 3, 4, 8)
 # A multiple of twice every ring.
 TOKENS = 48
+
+
+def local_score_blocks(rows: BatchLayouts, rank: int) -> tuple[ScoreBlock, ...]:
+    return RankAttentionPlan(rows, rank).local_blocks.blocks
+
+
+def source_score_blocks(rows: BatchLayouts, rank: int, source: int) -> tuple[ScoreBlock, ...]:
+    return RankAttentionPlan(rows, rank).source_blocks(source).blocks
+
+
+def remote_score_blocks(rows: BatchLayouts, rank: int) -> tuple[ScoreBlock, ...]:
+    return RankAttentionPlan(rows, rank).remote_blocks.blocks
 
 
 def joined(rows: BatchLayouts) -> tuple[int, ...]:
@@ -58,12 +66,16 @@ def local_tokens(rows: BatchLayouts, rank: int) -> Tensor:
 
 
 def remote_keys(rows: BatchLayouts, rank: int) -> Tensor:
-    """The keys of `remote_key_indices`, as indices into the concatenated sequences."""
-    places = remote_key_indices(rows, rank)
-    assert places.dtype == torch.int64
-    gathered = torch.cat([local_tokens(rows, source) for source in range(rows[0].ring_degree)])
-    assert not torch.isin(gathered[places], local_tokens(rows, rank)).any()
-    return gathered[places]
+    """The keys of `remote_kv_index`, as indices into the concatenated sequences."""
+    places_2Y = RankAttentionPlan(rows, rank).remote_kv_index(torch.device("cpu"))
+    assert places_2Y.dtype == torch.int64
+    by_source = [local_tokens(rows, source) for source in range(rows[0].ring_degree)]
+    # Gathered KV are keys and values of rank 0, then of rank 1, ...
+    gathered = torch.cat([part for tokens in by_source for part in (tokens, -1 - tokens)])
+    keys: Tensor = gathered[places_2Y[0]]
+    assert torch.equal(gathered[places_2Y[1]], -1 - keys)
+    assert not torch.isin(keys, local_tokens(rows, rank)).any()
+    return keys
 
 
 def no_pairs(rows: BatchLayouts) -> Tensor:
@@ -283,7 +295,7 @@ def test_headtail_of_the_full_sequence_is_unbalanced() -> None:
 
 def test_cached_plans_stay_small_at_a_million_tokens() -> None:
     share = RankAttentionPlan((SeqLayout("balanced", 16, (0, 1 << 20)),), 0)
-    on_device = sum(places.nbytes for places in share.remote_kv_indices(torch.device("cpu")))
-    remembered = cp_attention_op._rank_attention_plan.cache_parameters()["maxsize"]
+    on_device = share.remote_kv_index(torch.device("cpu")).nbytes
+    remembered = ring._rank_attention_plan.cache_parameters()["maxsize"]
     assert remembered is not None
     assert remembered * on_device < 128 << 20

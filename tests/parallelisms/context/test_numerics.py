@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallelisms.context import all_gather, ring
+from parallelisms.context import ring
 from parallelisms.context.attention_plan import RankAttentionPlan
 from parallelisms.context.context_parallel import ContextParallel
+from parallelisms.context.ring import AllGather, KVExchange, Ring
 from parallelisms.context.shard_layout import SeqLayout
 from parallelisms.parallel_dims import LAYOUTS_BY_ROTATE_METHOD, RotateMethod
 from tests.models.dense_attention import dense, inputs, run
@@ -53,11 +54,11 @@ class ThreadCollectives:
         gathered = self._all(x, rank)
         return Pending(lambda: torch.stack(gathered))
 
-    def reduce_scatter(self, x: Tensor, rank: int) -> Tensor:
+    def reduce_scatter(self, x: Tensor, rank: int) -> Pending:
         total = torch.zeros_like(x[rank])
         for part in self._all(x, rank):
             total += part[rank]
-        return total
+        return Pending(lambda: total)
 
     def _all(self, x: Tensor, rank: int) -> list[Tensor]:
         self.shards[rank] = x.clone()
@@ -88,25 +89,22 @@ def shared(
     def one(rank: int) -> tuple[Tensor, ...]:
         grad, q, k, v = (part[rank] for part in shards)
         share = RankAttentionPlan((layout,), rank)
+        exchange: KVExchange
         if rotation == "allgather":
-            gathered = partial(collectives.gather, rank=rank)
-            out, lse = all_gather.forward(q, k, v, gathered(torch.stack((k, v))), share)
-            reduce = partial(collectives.reduce_scatter, rank=rank)
-            pending_kv = gathered(torch.stack((k, v)))
-            grads = all_gather.backward(
-                grad, q, k, v, pending_kv, out, lse, share, reduce_scatter=reduce, reduce_dtype=wire
-            )
+            transfer = partial(collectives.gather, rank=rank)
+            exchange = AllGather(share, partial(collectives.reduce_scatter, rank=rank), wire)
         else:
-            hop = partial(collectives.rotate, rank=rank)
-            out, lse = ring.forward(q, k, v, hop(torch.stack((k, v))), share, rotate=hop)
-            pending_kv = hop(torch.stack((k, v)))
-            grads = ring.backward(grad, q, k, v, pending_kv, out, lse, share, rotate=hop, reduce_dtype=wire)
-        return out, *grads, lse.T
+            transfer = partial(collectives.rotate, rank=rank)
+            exchange = Ring(share, transfer, wire)
+        grad, q, k, v = (x[None] for x in (grad, q, k, v))
+        out, lse = ring.forward(q, k, v, transfer(torch.cat((k, v))), exchange)
+        grads = ring.backward(grad, q, k, v, transfer(torch.cat((k, v))), out, lse, exchange)
+        return out[0], *(x[0] for x in grads), lse[0].T
 
     with ThreadPoolExecutor(ranks) as pool:
         by_rank = list(pool.map(one, range(ranks)))
     return {
-        name: torch.cat(found)[layout.inverse_permutation()]
+        name: torch.cat(found)[layout.permutation().argsort()]
         for name, found in zip(NAMES, zip(*by_rank, strict=True), strict=True)
     }
 

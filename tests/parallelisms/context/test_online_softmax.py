@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallelisms.context.online_softmax import OnlineSoftmax
+from parallelisms.context.ring import OnlineSoftmax
 
 PARTS, QUERIES, HEADS, WIDTH = 17, 512, 4, 16
 EVERYTHING = slice(None)
