@@ -85,9 +85,7 @@ def prepare(
                     job = TokenizeJob(
                         folder=folder.with_name(f"{name}.tmp{unique_suffix}"),
                         tokenizer=tokenizer,
-                        text_key=source.text_key,
-                        separators=source.separators,
-                        max_document=source.max_document,
+                        spec=source,
                         shard_tokens=shard_tokens,
                         fail_on_bad_files=corpus.fail_on_bad_files,
                     )
@@ -204,8 +202,8 @@ def build_meta(corpus: Corpus, job: TokenizeJob, results: Sequence[PartitionResu
         files=len(corpus.files),
         skipped=skipped,
         tokenizer=tokenizer.fingerprint,
-        separators=job.separators,
-        max_document=job.max_document,
+        separators=job.spec.separators,
+        max_document=job.spec.max_document,
         shards=shards,
     )
 

@@ -19,6 +19,7 @@ import torch
 from trainer.checkpoint.durable_io import write_atomic
 from trainer.data.formats import BadText, InputSplit, read_texts
 from trainer.data.shard_writer import ShardWriter
+from trainer.data.source import CorpusSpec
 from trainer.data.token_dataset import DTYPES, PartitionResult, token_dtype
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import EXIT_FAILURE, DataError, RankFailedError
@@ -36,9 +37,7 @@ Advance = Callable[[int, int], None]
 class TokenizeJob:
     folder: Path
     tokenizer: Tokenizer
-    text_key: str
-    separators: str
-    max_document: int | None
+    spec: CorpusSpec
     shard_tokens: int
     fail_on_bad_files: bool
 
@@ -153,15 +152,9 @@ def _write_shards(job: TokenizeJob, folder: Path, partition: NumberedPartition, 
     number, splits = partition
     problems: list[str] = []
     document_key = ""
-    writer = ShardWriter(
-        folder,
-        f"shard-{number:05d}",
-        job.tokenizer,
-        separators=job.separators,
-        max_document=job.max_document,
-        shard_tokens=job.shard_tokens,
-    )
-    with closing(writer):
+    with closing(
+        ShardWriter(folder, f"shard-{number:05d}", job.tokenizer, job.spec, shard_tokens=job.shard_tokens)
+    ) as writer:
         for split in splits:
             if split.document_key != document_key:
                 writer.end_document()
@@ -179,7 +172,7 @@ def _add_split(job: TokenizeJob, writer: ShardWriter, split: InputSplit, advance
     """Adds the texts of a split, rolls back bad ones, and returns their descriptions."""
     problems: list[str] = []
     remaining, num_bytes, tokens = split.size, 0, 0
-    for blocks in read_texts(split, text_key=job.text_key):
+    for blocks in read_texts(split, text_key=job.spec.text_key):
         savepoint = writer.savepoint()
         try:
             for text in blocks:
