@@ -54,7 +54,6 @@ DOORS = {
     "tensorboard": set[str](),
     "tiktoken": {"trainer.data.tokenizer"},
     "tomli": {"trainer.config.parse", "trainer.hardware.specs"},
-    "zstandard": {"trainer.data.formats"},
 }
 # What makes ranks wait for each other. Tensors go through one file.
 COLLECTIVES = {
