@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import json
@@ -10,7 +9,6 @@ import logging
 import os
 import shutil
 import socket
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -21,7 +19,7 @@ from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.data.corpus import Corpus
 from trainer.data.prepare.tokenize import RECORDS_FOLDER, TokenizeJob, tokenize_partitions
-from trainer.data.progress import LOG_SECONDS, progress
+from trainer.data.progress import progress
 from trainer.data.shard_writer import document_separators
 from trainer.data.source import CorpusSpec, corpus_specs
 from trainer.data.token_dataset import (
@@ -39,7 +37,6 @@ from trainer.errors import DataError
 log = logging.getLogger(__name__)
 
 SHARD_TOKENS = 1 << 29
-LOCK_SECONDS = 0.2
 
 
 def prepare_datasets(config: Config) -> dict[str, Path]:
@@ -135,22 +132,17 @@ def cache_key(corpus: Corpus, source: CorpusSpec, tokenizer: Tokenizer, shard_to
 def file_lock(path: Path) -> Iterator[bool]:
     """Waits until no other process holds `path`. Gives False on a file system without locks, where nobody waits."""
     with path.open("w") as file:
-        last_logged = time.monotonic()
-        while True:
+        try:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno not in (errno.EAGAIN, errno.EACCES):
-                    log.warning("%s: no locks on this file system (%s); others may prepare too", path, error)
-                    yield False
-                    return
-            else:
-                yield True
-                return
-            if time.monotonic() - last_logged >= LOG_SECONDS:
-                last_logged = time.monotonic()
+            except (BlockingIOError, PermissionError):
                 log.info("waiting for the process that holds %s", path)
-            time.sleep(LOCK_SECONDS)
+                fcntl.lockf(file, fcntl.LOCK_EX)
+        except OSError as error:
+            log.warning("%s: no locks on this file system (%s); others may prepare too", path, error)
+            yield False
+        else:
+            yield True
 
 
 def tokenize_corpus(corpus: Corpus, job: TokenizeJob, *, workers: int) -> None:
