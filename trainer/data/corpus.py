@@ -25,16 +25,14 @@ MAX_PARTITIONS = 1000  # each becomes at least one file that every rank maps int
 class Corpus:
     """The standard library, a file or folder of text, or a dataset.
 
-    A file that is not text is logged and counted, or raises DataError, as `bad_files` says. The standard library
-    never raises: its tests contain such files on purpose.
+    A file that is not text is logged and counted, or raises DataError, as `bad_files` says.
     """
 
     def __init__(self, spec: CorpusSpec) -> None:
         corpus = spec.corpus
         self.is_stdlib = corpus == STDLIB_CORPUS
         self.skipped: list[str] = []
-        self.fail_on_bad_files = spec.bad_files == "error" and not self.is_stdlib
-        self._documents = spec.documents
+        self._spec = spec
         dataset = f"{HF_PREFIX}{corpus}" if is_saved_dataset(Path(corpus)) else corpus
         self._dataset = dataset if dataset.startswith(HF_PREFIX) else None
         self._root = Path(sysconfig.get_paths()["stdlib"]) if self.is_stdlib else Path(corpus)
@@ -106,10 +104,10 @@ class Corpus:
 
     def _document_key(self, name: str) -> str:
         """The folder that is one document ("." for top-level files); "" if every text is a document."""
-        if self._documents == "file":
+        if self._spec.documents == "file":
             return ""
         folder = str(Path(name).parent)
-        return folder.partition("/")[0] if self._documents == "repository" else folder
+        return folder.partition("/")[0] if self._spec.documents == "repository" else folder
 
     def _scan(self) -> None:
         """Finds the files."""
@@ -149,7 +147,7 @@ class Corpus:
 
     def _record_bad_file(self, path: Path, problem: str) -> None:
         """Raises DataError if bad files are errors."""
-        if self.fail_on_bad_files:
+        if self._spec.fail_on_bad_files:
             raise DataError(f'data.bad_files = "error", and {self._root} holds {self._relative_name(path)}: {problem}')
         self.skipped.append(f"{self._relative_name(path)}: {problem}")
 

@@ -79,13 +79,8 @@ def prepare(
             with file_lock(folder.with_name(f".{name}.lock")) as acquired:
                 unique_suffix = "" if acquired else f"-{socket.gethostname()}-{os.getpid()}"
                 if not (folder / META_FILENAME).exists():
-                    job = TokenizeJob(
-                        folder=folder.with_name(f"{name}.tmp{unique_suffix}"),
-                        tokenizer=tokenizer,
-                        spec=source,
-                        shard_tokens=shard_tokens,
-                        fail_on_bad_files=corpus.fail_on_bad_files,
-                    )
+                    work_folder = folder.with_name(f"{name}.tmp{unique_suffix}")
+                    job = TokenizeJob(work_folder, source, tokenizer, shard_tokens)
                     tokenize_corpus(corpus, job, workers=workers)
                     publish(job.folder, folder)
     except OSError as error:
@@ -95,29 +90,22 @@ def prepare(
 
 def open_token_dataset(folder: Path, source: CorpusSpec, tokenizer: Tokenizer) -> TokenDataset:
     """What was prepared. Raises DataError unless it is what the source and the tokenizer ask for."""
-    prepared = TokenDataset(folder)
-    if prepared.meta.tokenizer != tokenizer.fingerprint:
-        raise DataError(
-            f'data.corpus = "{folder}" was prepared with the tokenizer {prepared.meta.tokenizer}, '
-            f"and [tokenizer] is {tokenizer.fingerprint}"
-        )
-    if prepared.meta.separators != source.separators:
-        raise DataError(
-            f'data.corpus = "{folder}" was prepared with data.separators = "{prepared.meta.separators}", '
-            f'and it is "{source.separators}" now'
-        )
-    if source.max_document is not None and prepared.meta.longest > source.max_document:
-        raise DataError(
-            f'data.max_document = {source.max_document}, and data.corpus = "{folder}" was prepared with documents of '
-            f"up to {prepared.meta.longest} tokens"
-        )
+    dataset = TokenDataset(folder)
+    meta, prepared = dataset.meta, f'data.corpus = "{folder}" was prepared with'
+    if meta.tokenizer != tokenizer.fingerprint:
+        raise DataError(f"{prepared} the tokenizer {meta.tokenizer}, and [tokenizer] is {tokenizer.fingerprint}")
+    if meta.separators != source.separators:
+        raise DataError(f'{prepared} data.separators = "{meta.separators}", and it is "{source.separators}" now')
+    if source.max_document is not None and meta.longest > source.max_document:
+        limit = f"data.max_document = {source.max_document}"
+        raise DataError(f"{limit}, and {prepared} documents of up to {meta.longest} tokens")
     log.info(
         "%s: %s tokens, %s documents, the longest %s; fingerprint %s",
         folder,
-        *(f"{count:,}" for count in (prepared.num_tokens, prepared.num_documents, prepared.meta.longest)),
-        prepared.fingerprint,
+        *(f"{count:,}" for count in (meta.tokens, meta.documents, meta.longest)),
+        dataset.fingerprint,
     )
-    return prepared
+    return dataset
 
 
 def cache_key(corpus: Corpus, source: CorpusSpec, tokenizer: Tokenizer, shard_tokens: int) -> str:
