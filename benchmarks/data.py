@@ -24,21 +24,24 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from pathlib import Path
+from random import Random
 
 import regex
 import torch
 
 from parallelisms.context.shard_layout import SeqLayout
 from tests.build_datasets import build_blended_dataset
+from tests.sentencepiece_model import train_sentencepiece
 from trainer.config.data import STDLIB_CORPUS
 from trainer.config.job_config import DataSection
 from trainer.data.corpus import Corpus
+from trainer.data.formats import BadText, read_texts
 from trainer.data.prepare import prepare
-from trainer.data.prepare.train_tokenizer import sample_lines, train_sentencepiece
 from trainer.data.sequences import FULL_SEQUENCE
 from trainer.data.source import CorpusSpec
 from trainer.data.tokenizer import LLAMA3_PATTERN, LLAMA3_SPECIAL_TOKENS, Tokenizer, load_tokenizer
@@ -82,10 +85,20 @@ def merged(parts: list[bytes], pair: tuple[bytes, bytes]) -> list[bytes]:
     return found
 
 
+def sample_lines(corpus: str) -> list[str]:
+    """A uniform sample of the lines of a corpus, always the same one."""
+    lines: list[str] = []
+    for split in chain.from_iterable(Corpus(CorpusSpec(corpus=corpus)).partitions()):
+        for text in read_texts(split, text_key="text"):
+            with suppress(BadText):
+                lines += [line for block in text for line in block.split("\n") if 0 < len(line) < 16_384]
+    return Random(0).sample(lines, min(LINES, len(lines)))
+
+
 def tokenizers(folder: Path, vocab_size: int, corpus: str) -> dict[str, Tokenizer]:
-    source = CorpusSpec(corpus=corpus)
-    (folder / "sentencepiece").write_bytes(train_sentencepiece([source], vocab_size=vocab_size, lines=LINES))
-    tokens = byte_pairs(sample_lines([source], LINES // 10), vocab_size - len(LLAMA3_SPECIAL_TOKENS))
+    lines = sample_lines(corpus)
+    train_sentencepiece(folder / "sentencepiece", lines, vocab_size=vocab_size)
+    tokens = byte_pairs(lines[: LINES // 10], vocab_size - len(LLAMA3_SPECIAL_TOKENS))
     ranks = b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens))
     (folder / "tiktoken").write_bytes(ranks)
     kinds = ("tiktoken", "sentencepiece")

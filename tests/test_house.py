@@ -48,12 +48,10 @@ DOORS = {
         "trainer.plan.console",
     },
     "safetensors": {"models.hf", "models.hf_write"},
-    "sentencepiece": {"trainer.data.tokenizer", "trainer.data.prepare.train_tokenizer"},
+    "sentencepiece": {"trainer.data.tokenizer"},
     "tensorboard": set[str](),
     "tiktoken": {"trainer.data.tokenizer"},
     "tomli": {"trainer.config.parse", "trainer.hardware.specs"},
-    "torchdata": {"trainer.data.loader"},
-    "zstandard": {"trainer.data.formats"},
 }
 # What makes ranks wait for each other. Tensors go through one file.
 COLLECTIVES = {

@@ -10,7 +10,7 @@ from trainer.errors import EXIT_BAD_CONFIG, EXIT_SUCCESS
 COMMANDS = {
     "train": ("trainer.launch", "train a run, or with --check or --plan only look at it (./run_train.sh)"),
     "plan": ("trainer.plan", "memory, step time and bottlenecks on devices that need not be here; search, calibrate"),
-    "prepare": ("trainer.data.prepare", "tokenize corpora before a run, inspect the result, train a tokenizer"),
+    "prepare": ("trainer.data.prepare", "tokenize corpora before a run, inspect the result"),
     "hf": ("trainer.hf", "import a Hugging Face model, or export a checkpoint as one"),
     "checkpoint": ("trainer.checkpoint", "list, verify, prune or export checkpoints"),
     "evaluate needle": ("trainer.evaluation.needle", "passkey retrieval by depth and length"),

@@ -187,7 +187,7 @@ def test_a_truncated_jsonl_gz_keeps_its_complete_lines(
     assert "skipped a.jsonl.gz: Compressed file ended before" in caplog.text
 
 
-@pytest.mark.parametrize(("name", "package"), [("a.parquet", "pyarrow"), ("a.txt.zst", "zstandard")])
+@pytest.mark.parametrize(("name", "package"), [("a.parquet", "pyarrow"), ("a.txt.zst", "pyarrow")])
 def test_a_missing_package_raises_with_the_install_command(
     name: str, package: str, source: Make, documents: Documents, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,9 +11,9 @@ import torch
 from models.batch import IGNORE_INDEX, Batch
 from tests.build_datasets import build_blended_dataset
 from trainer.config.job_config import DataSection
-from trainer.data.loader import BatchReader, MicroBatchLoader
+from trainer.data.loader import MicroBatchLoader
 from trainer.data.packing import PackedDataset
-from trainer.data.sequences import BlendedDataset, FullSequence, SequenceShard
+from trainer.data.sequences import FULL_SEQUENCE, BlendedDataset, FullSequence, SequenceShard
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.errors import DataError
 
@@ -31,14 +31,14 @@ def packed(dataset: BlendedDataset) -> PackedDataset:
     return dataset.sources[0]
 
 
-class IndexDataset:
+class IndexDataset(BlendedDataset):
     """Sequences filled with their index; records what was read."""
 
     def __init__(self, failing: BaseException | None = None) -> None:
         self.read_so_far: list[int | None] = []
         self._failing = failing
 
-    def read(self, indices: Sequence[int | None], shard: SequenceShard) -> Batch:
+    def read(self, indices: Sequence[int | None], shard: SequenceShard = FULL_SEQUENCE) -> Batch:
         del shard
         self.read_so_far += indices
         if self._failing and 7 in indices:
@@ -49,7 +49,7 @@ class IndexDataset:
 
 
 def loader(
-    dataset: BatchReader, *, rank: int = 0, ranks: int = 1, global_batch_size: int, micro: int = 1
+    dataset: BlendedDataset, *, rank: int = 0, ranks: int = 1, global_batch_size: int, micro: int = 1
 ) -> MicroBatchLoader:
     return MicroBatchLoader(
         dataset, dp_rank=rank, dp_size=ranks, global_batch_size=global_batch_size, micro_batch_size=micro

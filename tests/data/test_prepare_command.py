@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.sentencepiece_model import train_sentencepiece
 from trainer.data.prepare.__main__ import main
-from trainer.data.prepare.train_tokenizer import sample_lines
-from trainer.data.source import CorpusSpec
 from trainer.data.token_dataset import TokenDataset
-from trainer.data.tokenizer import load_tokenizer
 
 Run = Callable[..., tuple[int, str, str]]
 STORY = "Once upon a time there was a document, and 12345 more of them.\n\n    And they were long.\n"
@@ -89,9 +87,6 @@ def test_the_number_of_workers_does_not_change_the_output(run: Run, tmp_path: Pa
         (["inspect"], 2, "command line: inspect needs a folder or --config"),
         (["inspect", "text"], 2, "command line: text is not a prepared folder"),
         (["inspect", "text", "--samples", "x"], 2, "command line: --samples x must be an integer, at least 1"),
-        (["train-tokenizer"], 2, "command line: train-tokenizer needs --vocab-size"),
-        (["train-tokenizer", "--vocab-size", "300"], 2, "command line: train-tokenizer needs --output"),
-        (["train-tokenizer", "--vocab-size", "300", "--output", "text/0.txt"], 2, "--output text/0.txt exists"),
     ],
 )
 def test_a_mistake_is_one_line_and_an_exit_code(
@@ -131,8 +126,8 @@ def test_inspect_of_a_configuration_prepares_its_corpus(run: Run) -> None:
     assert "made/text-" in out
 
 
-def test_inspect_with_another_tokenizer_shows_no_samples(run: Run) -> None:
-    run("train-tokenizer", "--vocab-size", "300", "--output", "made.model", "--corpus", "text")
+def test_inspect_with_another_tokenizer_shows_no_samples(run: Run, tmp_path: Path) -> None:
+    train_sentencepiece(tmp_path / "made.model", [STORY] * 5, vocab_size=300)
     run("--corpus", "text", "--output", "made")
     status, out, _ = run("inspect", "made", "--tokenizer.kind", "sentencepiece", "--tokenizer.path", "made.model")
     assert status == 0
@@ -151,45 +146,11 @@ def test_verify_detects_a_changed_token(run: Run, tmp_path: Path) -> None:
     assert re.fullmatch(r"error: made/shard-00000.bin is damaged: checksum mismatch; delete made .*\n", errors)
 
 
-def test_training_a_tokenizer_is_deterministic_and_round_trips(run: Run, tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        assert run("train-tokenizer", "--vocab-size", "320", "--output", f"{name}.model", "--corpus", "text")[0] == 0
-    assert (tmp_path / "one.model").read_bytes() == (tmp_path / "two.model").read_bytes()
-    tokenizer = load_tokenizer("sentencepiece", tmp_path / "one.model")
-    assert tokenizer.vocab_size == 320
-    for text in (STORY, "\u4e2d \U0001f642 naïve", "  \n\n \n   x\t\n", "a" * 50_000, "", "\r\n\r", "</s><unk>\n<s>"):
-        assert tokenizer.decode(tokenizer.encode(text).tolist()) == text
-    digits = tokenizer.encode("12345").tolist()
-    assert len({*digits}) == 5, "every digit is a token"
-    assert len(tokenizer.encode(STORY)) < len(STORY) / 2
-
-
-def test_a_vocabulary_too_large_for_the_text_is_a_one_line_error(run: Run) -> None:
-    status, _, errors = run("train-tokenizer", "--vocab-size", "9999", "--output", "made.model", "--corpus", "text")
-    assert status == 78
-    assert re.fullmatch(r"error: cannot train 9999 tokens on \d+ lines: Vocabulary size .*\n", errors)
-
-
-def test_sampled_lines_are_uniform_over_the_text(tmp_path: Path) -> None:
-    (tmp_path / "lines").mkdir()
-    for name in "ab":
-        (tmp_path / "lines" / name).write_text("".join(f"{name} {n}\n" for n in range(5000)))
-    source = CorpusSpec(corpus=str(tmp_path / "lines"))
-    sample = sample_lines([source], 1000)
-    assert len({*sample}) == 1000
-    assert sample == sample_lines([source], 1000)
-    assert 400 < sum(line.startswith("a") for line in sample) < 600
-    numbers = [int(line[2:]) for line in sample]
-    assert 400 < sum(number < 2500 for number in numbers) < 600
-    assert len(sample_lines([source], 20_000)) == 10_000
-
-
 @pytest.mark.parametrize(
     ("arguments", "options"),
     [
-        (["--help"], ("--config", "--corpus", "--workers", "--output", "inspect", "train-tokenizer")),
+        (["--help"], ("--config", "--corpus", "--workers", "--output", "inspect")),
         (["inspect", "--help"], ("--config", "--verify", "--samples")),
-        (["train-tokenizer", "-h"], ("--config", "--corpus", "--vocab-size", "--output", "--lines")),
     ],
 )
 def test_help_lists_every_option(arguments: list[str], options: tuple[str, ...], run: Run) -> None:

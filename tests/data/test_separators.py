@@ -10,6 +10,8 @@ import pytest
 from models.batch import IGNORE_INDEX
 from tests.build_datasets import build_blended_dataset
 from trainer.config.job_config import DataSection
+from trainer.data.prepare import prepare
+from trainer.data.source import CorpusSpec
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.errors import DataError
 
@@ -51,3 +53,8 @@ def test_an_unknown_separator_raises_before_any_file_is_read(section: Section, t
     ):
         build_blended_dataset(data, ByteTokenizer(), seq_len=7, seed=0)
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_long_document_without_separators_is_stored_whole(source: Callable[..., CorpusSpec]) -> None:
+    dataset = prepare(source({"1": "x" * (1 << 20)}, separators="none"), ByteTokenizer())
+    assert dataset.document_lengths.tolist() == [1 << 20]

@@ -1,11 +1,11 @@
 import base64
-import io
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.sentencepiece_model import train_sentencepiece
 from trainer.data.tokenizer import Tokenizer, chunk_text, encode_in_chunks, load_tokenizer
 from trainer.errors import DataError
 from trainer.evaluation.needle import PasskeySentences
@@ -25,28 +25,16 @@ def tiktoken_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=["newline", "llama2"])
 def sentencepiece_file(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """A model with a line break piece, and one that prepends a space to every text, as Llama 2's does."""
-    import sentencepiece
-
     has_newline_piece = request.param == "newline"
-    model = io.BytesIO()
-    lines = [line for line in Path(__file__).read_text().splitlines() if line] * 2
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines),
-        model_writer=model,
+    return train_sentencepiece(
+        tmp_path_factory.mktemp("sentencepiece") / "tokenizer.model",
+        [line for line in Path(__file__).read_text().splitlines() if line] * 2,
         vocab_size=400,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        allow_whitespace_only_pieces=True,
-        remove_extra_whitespaces=False,
         add_dummy_prefix=not has_newline_piece,
         user_defined_symbols=["\n"] if has_newline_piece else [],
-        num_threads=1,
-        minloglevel=2,
+        split_digits=False,
+        split_by_whitespace=True,
     )
-    path = tmp_path_factory.mktemp("sentencepiece") / "tokenizer.model"
-    path.write_bytes(model.getvalue())
-    return path
 
 
 def round_trip(tokenizer: Tokenizer, text: str) -> str:
@@ -79,6 +67,14 @@ def test_a_sentencepiece_model_round_trips_line_breaks_and_runs_of_spaces(senten
     tokenizer = load_tokenizer("sentencepiece", sentencepiece_file)
     assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eos) == (400, 1, 2)
     assert round_trip(tokenizer, TEXT) == TEXT
+
+
+def test_a_model_trained_with_the_recommended_options_is_lossless(tmp_path: Path) -> None:
+    lines = Path(__file__).read_text().splitlines()
+    tokenizer = load_tokenizer("sentencepiece", train_sentencepiece(tmp_path / "my.model", lines, vocab_size=400))
+    for text in (TEXT, "  \n\n \n   x\t\n", "a" * 50_000, "", "\r\n\r", "</s><unk>\n<s>"):
+        assert tokenizer.decode(tokenizer.encode(text).tolist()) == text
+    assert len({*tokenizer.encode("12345").tolist()}) == 5, "every digit is a token"
 
 
 def test_encoding_line_by_line_changes_no_sentencepiece_id(sentencepiece_file: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import re
 import sysconfig
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.sentencepiece_model import train_sentencepiece
 from trainer.data.tokenizer import Tokenizer
 from trainer.export.hf_tokenizer import META_TOKENIZER_PATH, detect_tokenizer, hf_tokenizer_files
 
@@ -71,27 +71,16 @@ def tiktoken_file(folder: Path) -> Path:
 
 
 def sentencepiece_file(folder: Path, *, dummy_prefix: bool) -> Path:
-    """A model as `prepare train-tokenizer` writes it, or with a dummy prefix as Llama 2's."""
-    import sentencepiece
-
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=islice((line for line in TEXT.split("\n") if line), 3000),
-        model_writer=model,
+    """A model with the recommended options, or with a dummy prefix as Llama 2's."""
+    return train_sentencepiece(
+        folder / "sp",
+        islice((line for line in TEXT.split("\n") if line), 3000),
         vocab_size=500,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        allow_whitespace_only_pieces=True,
-        remove_extra_whitespaces=False,
         add_dummy_prefix=dummy_prefix,
         user_defined_symbols=[] if dummy_prefix else ["\n"],
-        num_threads=1,
-        minloglevel=2,
+        split_digits=False,
+        split_by_whitespace=True,
     )
-    path = folder / "sp"
-    path.write_bytes(model.getvalue())
-    return path
 
 
 def export_tokenizer(kind: str, folder: Path) -> tuple[Tokenizer, Path]:

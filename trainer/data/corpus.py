@@ -9,7 +9,6 @@ import sysconfig
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from trainer.config.data import HF_PREFIX, STDLIB_CORPUS
 from trainer.data.formats import READ_ERRORS, InputSplit, error_message, row_group_sizes, uncompressed_suffix
@@ -23,41 +22,28 @@ PARTITION_BYTES = 1 << 23  # work that an interruption repeats, and the unit of 
 MAX_PARTITIONS = 1000  # each becomes at least one file that every rank maps into memory
 
 
-class CorpusFile(NamedTuple):
-    path: Path
-    name: str
-    """Path relative to the corpus, with slashes."""
-    size: int
-    mtime_ns: int
-
-
 class Corpus:
     """The standard library, a file or folder of text, or a dataset.
 
-    A file that is not text is logged and counted, or raises DataError, as `bad_files` says. The standard library
-    never raises: its tests contain such files on purpose.
+    A file that is not text is logged and counted, or raises DataError, as `bad_files` says.
     """
 
     def __init__(self, spec: CorpusSpec) -> None:
         corpus = spec.corpus
         self.is_stdlib = corpus == STDLIB_CORPUS
         self.skipped: list[str] = []
-        self.fail_on_bad_files = spec.bad_files == "error" and not self.is_stdlib
-        self._documents = spec.documents
-        self._dataset = (
-            corpus
-            if corpus.startswith(HF_PREFIX)
-            else f"{HF_PREFIX}{corpus}"
-            if is_saved_dataset(Path(corpus))
-            else None
-        )
+        self._spec = spec
+        dataset = f"{HF_PREFIX}{corpus}" if is_saved_dataset(Path(corpus)) else corpus
+        self._dataset = dataset if dataset.startswith(HF_PREFIX) else None
         self._root = Path(sysconfig.get_paths()["stdlib"]) if self.is_stdlib else Path(corpus)
         name = self._dataset.removeprefix(HF_PREFIX).partition(",")[0] if self._dataset else Path(corpus).resolve()
         self.name = re.sub(r"[^A-Za-z0-9._-]+", "_", Path(name).name) or "root"
-        self.files = (
-            [] if self._dataset else sorted(self._scan(), key=lambda file: (self._document_key(file.name), file.name))
-        )
-        if not self._dataset and not self.files:
+        self.files: list[InputSplit] = []
+        if self._dataset:
+            return
+        self._scan()
+        self.files.sort(key=lambda file: (file.document_key, file.name))
+        if not self.files:
             hint = "; set data.corpus to a text file or a folder" if self.is_stdlib else ""
             raise DataError(f'data.corpus = "{corpus}": no text file in {self._root}{hint}')
 
@@ -86,12 +72,6 @@ class Corpus:
             num_bytes, document = num_bytes + split.size, split.document_key
         return partitions
 
-    def record_bad_file(self, problem: str) -> None:
-        """Raises DataError if bad files are errors."""
-        if self.fail_on_bad_files:
-            raise DataError(f'data.bad_files = "error", and {self._dataset or self._root} holds {problem}')
-        self.skipped.append(problem)
-
     def _splits(self, min_bytes: int) -> Iterator[InputSplit]:
         if self._dataset:
             dataset = open_dataset(self._dataset)
@@ -104,72 +84,74 @@ class Corpus:
         for file in self.files:
             yield from self._split_file(file, min_bytes)
 
-    def _split_file(self, file: CorpusFile, min_bytes: int) -> Iterator[InputSplit]:
-        group, kind = self._document_key(file.name), uncompressed_suffix(file.name)
-        full_file = InputSplit(str(file.path), file.name, file.size, group, mtime_ns=file.mtime_ns)
+    def _split_file(self, file: InputSplit, min_bytes: int) -> Iterator[InputSplit]:
+        kind = uncompressed_suffix(file.name)
         if kind == ".parquet":
             sizes = [0]
             with suppress(*READ_ERRORS):  # read_parquet reports the damage.
-                sizes = row_group_sizes(file.path) or sizes
+                sizes = row_group_sizes(Path(file.path)) or sizes
             compression_ratio = file.size / max(1, sum(sizes))
             for number, size in enumerate(sizes):
-                yield full_file._replace(size=int(size * compression_ratio), start=number, stop=number + 1)
+                yield file._replace(size=int(size * compression_ratio), start=number, stop=number + 1)
         elif file.name.endswith(".jsonl"):
             for start in range(0, max(1, file.size), min_bytes):
                 size = min(min_bytes, file.size - start)
-                yield full_file._replace(size=size, start=start, stop=start + size)
+                yield file._replace(size=size, start=start, stop=start + size)
         elif kind == ".jsonl":
-            yield full_file
+            yield file
         else:
-            yield full_file._replace(header=f"# {file.name}\n" if group or self.is_stdlib else "")
+            yield file._replace(header=f"# {file.name}\n" if file.document_key or self.is_stdlib else "")
 
     def _document_key(self, name: str) -> str:
         """The folder that is one document ("." for top-level files); "" if every text is a document."""
-        if self._documents == "file":
+        if self._spec.documents == "file":
             return ""
-        return (
-            (name.partition("/") if self._documents == "repository" else name.rpartition("/"))[0]
-            if "/" in name
-            else "."
-        )
+        folder = str(Path(name).parent)
+        return folder.partition("/")[0] if self._spec.documents == "repository" else folder
 
-    def _scan(self) -> Iterator[CorpusFile]:
+    def _scan(self) -> None:
+        """Finds the files."""
         if not self._root.is_dir():
-            file = self._stat(self._root, self._root.name)
-            return iter([file] if file else [])
-        return self._scan_folder()
-
-    def _scan_folder(self) -> Iterator[CorpusFile]:
-        def unreadable(error: OSError) -> None:
-            self.record_bad_file(f"{error.filename}: {error_message(error)}")
-
-        for folder, folders, names in os.walk(self._root, onerror=unreadable):
+            self._add_file(self._root)
+            return
+        for folder, folders, names in os.walk(self._root, onerror=self._record_unreadable):
             folders.sort()
             if self.is_stdlib:
                 folders[:] = [name for name in folders if name not in STDLIB_EXCLUDED_FOLDERS]
                 names = [name for name in names if name.endswith(".py")]
-            for name in list(folders):
-                path = Path(folder) / name
-                if name.startswith(".") or path.is_symlink():
-                    folders.remove(name)
-                    kind = "a hidden folder" if name.startswith(".") else "a symlink to a folder"
-                    self.record_bad_file(f"{self._relative_name(path)}: {kind}")
+            for path in [Path(folder, name) for name in folders]:
+                if path.name.startswith(".") or path.is_symlink():
+                    folders.remove(path.name)
+                    kind = "a hidden folder" if path.name.startswith(".") else "a symlink to a folder"
+                    self._record_bad_file(path, kind)
             for name in sorted(names):
-                path = Path(folder) / name
-                file = self._stat(path, self._relative_name(path))
-                if file is not None:
-                    yield file
+                self._add_file(Path(folder, name))
 
-    def _stat(self, path: Path, name: str) -> CorpusFile | None:
+    def _add_file(self, path: Path) -> None:
         try:
             status = path.stat()
         except OSError as error:
-            self.record_bad_file(f"{name}: {error_message(error)}")
-            return None
-        if stat.S_ISREG(status.st_mode) and (path == self._root or not path.name.startswith(".")):
-            return CorpusFile(path, name, status.st_size, status.st_mtime_ns)
-        self.record_bad_file(f"{name}: {'a hidden file' if path.name.startswith('.') else 'not a regular file'}")
-        return None
+            self._record_bad_file(path, error_message(error))
+            return
+        if path.name.startswith(".") and path != self._root:
+            self._record_bad_file(path, "a hidden file")
+        elif not stat.S_ISREG(status.st_mode):
+            self._record_bad_file(path, "not a regular file")
+        else:
+            name = self._relative_name(path)
+            key = self._document_key(name)
+            self.files.append(InputSplit(str(path), name, status.st_size, key, mtime_ns=status.st_mtime_ns))
+
+    def _record_unreadable(self, error: OSError) -> None:
+        self._record_bad_file(Path(error.filename), error_message(error))
+
+    def _record_bad_file(self, path: Path, problem: str) -> None:
+        """Raises DataError if bad files are errors."""
+        if self._spec.fail_on_bad_files:
+            raise DataError(f'data.bad_files = "error", and {self._root} holds {self._relative_name(path)}: {problem}')
+        self.skipped.append(f"{self._relative_name(path)}: {problem}")
 
     def _relative_name(self, path: Path) -> str:
-        return os.fsencode(path.relative_to(self._root).as_posix()).decode("utf-8", "replace")
+        """Path relative to the corpus, with slashes."""
+        root = self._root if path != self._root else self._root.parent
+        return os.fsencode(path.relative_to(root).as_posix()).decode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""Reads text from plain, compressed, .jsonl and .parquet files. Only this module imports pyarrow and zstandard."""
+"""Reads text from plain, compressed, .jsonl and .parquet files. Only this module imports pyarrow."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import io
 import json
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from trainer.config.data import HF_PREFIX
 from trainer.data.hf_datasets import read_dataset
-from trainer.data.tokenizer import last_safe_split
+from trainer.data.tokenizer import last_safe_split, split_text
 from trainer.errors import DataError, missing_package
 
 BLOCK = 1 << 22  # bytes
-COMPRESSED_BLOCK = 1 << 12  # small: the decompressed size of a block has no bound
 LONGEST_LINE = 1 << 30  # bytes
 BATCH_ROWS = 64  # rows of a table in memory
 READ_ERRORS = (OSError, EOFError, ValueError, RecursionError, NotImplementedError, zlib.error)
@@ -49,19 +49,28 @@ class BadText(Exception):  # noqa: N818 - it discards one text, and reading cont
 def read_texts(split: InputSplit, *, text_key: str) -> Iterator[Iterator[str]]:
     """Yields each text of a split as blocks, cut at line ends where possible. Any block may raise BadText."""
     try:
-        if split.path.startswith(HF_PREFIX):
-            for row, record_text in read_dataset(split.path, split.start, split.stop, text_key):
-                yield document_blocks(split, text_blocks(record_text, text_key), lambda row=row: f": row {row}")  # type: ignore[misc]
-        elif uncompressed_suffix(split.name) == ".parquet":
-            yield from read_parquet(split, text_key)
-        elif uncompressed_suffix(split.name) == ".jsonl":
-            yield from read_jsonl(split, text_key)
-        else:
-            yield document_blocks(split, read_blocks(Path(split.path)), str)
+        for number, blocks in read_records(split, text_key):
+            yield document_blocks(split, blocks, number)
     except DataError:
         raise
     except READ_ERRORS as error:
         yield raise_bad_text(f"{split.name}: {error_message(error)}")
+
+
+Record = tuple[int, Iterator[str]]
+"""The blocks of a text, and its row, or its line in the split, from 1; 0 for the text of a whole file."""
+
+
+def read_records(split: InputSplit, key: str) -> Iterator[Record]:
+    if split.path.startswith(HF_PREFIX):
+        for row, value in read_dataset(split.path, split.start, split.stop, key):
+            yield row, text_blocks(value, key)
+    elif uncompressed_suffix(split.name) == ".parquet":
+        yield from read_parquet(split, key)
+    elif uncompressed_suffix(split.name) == ".jsonl":
+        yield from read_jsonl(split, key)
+    else:
+        yield 0, read_blocks(Path(split.path))
 
 
 def uncompressed_suffix(name: str) -> str:
@@ -69,7 +78,7 @@ def uncompressed_suffix(name: str) -> str:
     return Path(name.removesuffix(".gz").removesuffix(".zst")).suffix
 
 
-def document_blocks(split: InputSplit, blocks: Iterator[str], location: Callable[[], str]) -> Iterator[str]:
+def document_blocks(split: InputSplit, blocks: Iterator[str], number: int) -> Iterator[str]:
     """Prepends the header. Ends the text with a line break if the document may continue in the next text."""
     try:
         text = split.header + next(blocks, "")
@@ -78,7 +87,14 @@ def document_blocks(split: InputSplit, blocks: Iterator[str], location: Callable
             yield text if next_text or not split.document_key or text.endswith("\n") else f"{text}\n"
             text = next_text
     except READ_ERRORS as error:
-        raise BadText(f"{split.name}{location()}: {error_message(error)}") from error
+        raise BadText(f"{split.name}{location(split, number)}: {error_message(error)}") from error
+
+
+def location(split: InputSplit, number: int) -> str:
+    """Where in its file the record of this number is."""
+    if split.path.startswith(HF_PREFIX) or uncompressed_suffix(split.name) == ".parquet":
+        return f": row {number}"
+    return f":{number + count_lines_before(Path(split.path), split.start)}" if number else ""
 
 
 def raise_bad_text(problem: str) -> Iterator[str]:
@@ -122,21 +138,15 @@ def text_blocks(value: object, key: str) -> Iterator[str]:
     if not isinstance(value, str):
         raise ValueError(f'no string at key "{key}"')  # noqa: TRY004
     value.encode()  # JSON can escape a lone surrogate
-    start = 0
-    while start < len(value):
-        stop = start + BLOCK
-        stop = len(value) if stop >= len(value) else last_safe_split(value, start, stop)
-        yield value[start:stop]
-        start = stop
+    yield from split_text(value, BLOCK)
 
 
 # ---- lines of JSON
 
 
-def read_jsonl(split: InputSplit, key: str) -> Iterator[Iterator[str]]:
+def read_jsonl(split: InputSplit, key: str) -> Iterator[Record]:
     """The lines that start within the byte range."""
-    path = Path(split.path)
-    with open_decompressed(path) as file:
+    with open_decompressed(Path(split.path)) as file:
         number = offset = 0
         if split.start:
             file.seek(split.start - 1)
@@ -146,8 +156,7 @@ def read_jsonl(split: InputSplit, key: str) -> Iterator[Iterator[str]]:
             if len(line) == LONGEST_LINE:
                 raise ValueError(f"a line is longer than {LONGEST_LINE:,} bytes")
             if not line.isspace():
-                location = lambda number=number: f":{number + count_lines_before(path, split.start)}"  # noqa: E731
-                yield document_blocks(split, parse_json_line(line, key), location)
+                yield number, parse_json_line(line, key)
 
 
 def parse_json_line(line: bytes, key: str) -> Iterator[str]:
@@ -180,17 +189,16 @@ def row_group_sizes(path: Path) -> list[int]:
         return [table.metadata.row_group(group).total_byte_size for group in range(table.num_row_groups)]
 
 
-def read_parquet(split: InputSplit, key: str) -> Iterator[Iterator[str]]:
+def read_parquet(split: InputSplit, key: str) -> Iterator[Record]:
     """The rows of a range of row groups."""
     with open_parquet(Path(split.path)) as table:
         if key not in table.schema_arrow.names:
             raise ValueError(f'no column "{key}"; its columns are {", ".join(table.schema_arrow.names)}')
         groups = range(split.start, min(split.stop, table.num_row_groups))
-        row = sum(table.metadata.row_group(group).num_rows for group in range(split.start))
-        for batch in table.iter_batches(BATCH_ROWS, row_groups=groups, columns=[key], use_threads=False):
-            for cell in batch.column(0):
-                row += 1
-                yield document_blocks(split, cell_text(cell, key), lambda row=row: f": row {row}")  # type: ignore[misc]
+        first_row = 1 + sum(table.metadata.row_group(group).num_rows for group in range(split.start))
+        batches = table.iter_batches(BATCH_ROWS, row_groups=groups, columns=[key], use_threads=False)
+        cells = chain.from_iterable(batch.column(0) for batch in batches)
+        yield from ((row, cell_text(cell, key)) for row, cell in enumerate(cells, first_row))
 
 
 def cell_text(cell: Any, key: str) -> Iterator[str]:
@@ -198,56 +206,21 @@ def cell_text(cell: Any, key: str) -> Iterator[str]:
 
 
 def open_parquet(path: Path) -> Any:
+    return import_pyarrow(path).parquet.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK)
+
+
+def import_pyarrow(path: Path) -> Any:
     try:
-        from pyarrow import parquet
+        import pyarrow.parquet
     except ImportError as error:
         raise missing_package("pyarrow", path) from error
-    return parquet.ParquetFile(path, pre_buffer=False, buffer_size=BLOCK)
+    return pyarrow
 
 
 # ---- compressed files
 
 
 def open_decompressed(path: Path) -> IO[bytes] | gzip.GzipFile:
-    if path.suffix == ".gz":
-        return gzip.open(path)
-    return io.BufferedReader(IteratorIO(decompress_zstd(path)), BLOCK) if path.suffix == ".zst" else path.open("rb")
-
-
-def decompress_zstd(path: Path) -> Iterator[bytes]:
-    """Raises EOFError for a truncated file, which the reader of `zstandard` accepts."""
-    try:
-        import zstandard
-    except ImportError as error:
-        raise missing_package("zstandard", path) from error
-    frame = None
-    with path.open("rb") as file:
-        while compressed := file.read(COMPRESSED_BLOCK):
-            while compressed:
-                frame = frame or zstandard.ZstdDecompressor().decompressobj()
-                try:
-                    yield frame.decompress(compressed)
-                except zstandard.ZstdError as error:
-                    raise ValueError(str(error)) from error
-                compressed = frame.unused_data
-                frame = None if frame.eof else frame
-    if frame is not None:
-        raise EOFError("the compressed file ends too early")
-
-
-class IteratorIO(io.RawIOBase):
-    """A readable file over an iterator of bytes."""
-
-    def __init__(self, chunks: Iterator[bytes]) -> None:
-        self._chunks = chunks
-        self._remainder = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._remainder and (chunk := next(self._chunks, None)) is not None:
-            self._remainder = chunk
-        size = min(len(buffer), len(self._remainder))
-        buffer[:size], self._remainder = self._remainder[:size], self._remainder[size:]
-        return size
+    if path.suffix == ".zst":
+        return io.BufferedReader(import_pyarrow(path).input_stream(path, compression="zstd"))
+    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")

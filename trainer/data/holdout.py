@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from models.batch import IGNORE_INDEX
@@ -70,15 +71,14 @@ def build_validation_set(
         )
     except DataError as error:
         raise DataError(f"validation.sets.{name}: {error}") from error
-    suffix_datasets: list[PackedDataset] = []
+    sources = [PackedDataset(dataset, plan, seed=SHUFFLE_SEED)]
     if multi_length:
         full = plan.lengths == longest
         starts, lengths = plan.starts[full], plan.lengths[full]
-        plan = PackingPlan(longest, 1, lengths.new_tensor(range(lengths.numel() + 1)), starts, lengths)
-        suffix_datasets += [
+        plan = PackingPlan(longest, 1, torch.arange(lengths.numel() + 1), starts, lengths)
+        sources = [
             SuffixDataset(dataset, plan, length=length, num_targets=section.target_tokens) for length in section.seq_len
         ]
-    sources = suffix_datasets if multi_length else [PackedDataset(dataset, plan, seed=SHUFFLE_SEED)]
     datasets = tuple(
         BlendedDataset([source], seq_len=length, mask=mask, names=[section.source])
         for source, length in zip(sources, section.seq_len, strict=True)

@@ -1,20 +1,14 @@
-"""Micro-batches of a rank, prefetched by a thread. Only this module imports torchdata."""
+"""Micro-batches of a rank, prefetched by a thread."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Protocol
 
 from models.batch import Batch
-from trainer.data.sequences import FULL_SEQUENCE, SequenceShard
+from trainer.data.sequences import FULL_SEQUENCE, BlendedDataset, SequenceShard
 from trainer.errors import DataError
-
-
-class BatchReader(Protocol):
-    """The dataset of a loader, a `trainer.data.sequences.BlendedDataset`."""
-
-    def read(self, indices: Sequence[int | None], shard: SequenceShard) -> Batch: ...
 
 
 class MicroBatchLoader:
@@ -30,7 +24,7 @@ class MicroBatchLoader:
 
     def __init__(
         self,
-        dataset: BatchReader,
+        dataset: BlendedDataset,
         *,
         dp_rank: int,
         dp_size: int,
@@ -51,51 +45,39 @@ class MicroBatchLoader:
     def steps(self, start_sequence: int) -> Generator[list[Batch], None, None]:
         """Yields the micro-batches of each step without end, from the step that begins at `start_sequence`.
 
-        The loader has no other state. A thread, which ends with the generator, reads about one step ahead. Raises
-        DataError or RuntimeError with the indices of the sequences.
+        The loader has no other state. A thread, which ends with the generator, reads one step ahead. Raises DataError
+        or RuntimeError with the indices of the sequences.
         """
-        from torchdata.nodes import IterableWrapper, Mapper, Prefetcher
-
-        indices = IterableWrapper(self._micro_batch_indices(start_sequence))
-        node = Prefetcher(Mapper(indices, self._read), prefetch_factor=self.num_micro_batches)
-        node.reset()
+        pool = ThreadPoolExecutor(1)
         try:
+            reading = self._start_reading(pool, start_sequence)
             while True:
-                yield [self._raise_if_error(next(node)) for _ in range(self.num_micro_batches)]
+                start_sequence += self._global_batch_size
+                current, reading = reading, self._start_reading(pool, start_sequence)
+                yield [micro_batch.result() for micro_batch in current]
         finally:
-            # Ends the thread now. The traceback of a failed read may hold another reference until exit.
-            del node
+            pool.shutdown(cancel_futures=True)
 
-    def _micro_batch_indices(self, start_sequence: int) -> Iterator[list[int | None]]:
-        """Global sequence indices of each micro-batch of this rank; None past the end of the step."""
-        size = self._micro_batch_size
-        while True:
-            end = start_sequence + self._global_batch_size
-            for micro_batch in range(self.num_micro_batches):
-                first = start_sequence + (micro_batch * self._dp_size + self._dp_rank) * size
-                yield [index if index < end else None for index in range(first, first + size)]
-            start_sequence = end
+    def _start_reading(self, pool: ThreadPoolExecutor, start_sequence: int) -> list[Future[Batch]]:
+        """The micro-batches of this rank in one step; index None past the end of the step."""
+        size, end = self._micro_batch_size, start_sequence + self._global_batch_size
+        first_indices = (
+            start_sequence + (micro_batch * self._dp_size + self._dp_rank) * size
+            for micro_batch in range(self.num_micro_batches)
+        )
+        return [
+            pool.submit(self._read, [index if index < end else None for index in range(first, first + size)])
+            for first in first_indices
+        ]
 
-    def _read(self, indices: list[int | None]) -> Batch | Exception:
+    def _read(self, indices: list[int | None]) -> Batch:
         try:
             batch = self._dataset.read(indices, self._shard)
             return pin_batch(batch) if self._pin_memory else batch
         except DataError as error:
-            return DataError(f"sequences {indices}: {error}")
-        except BaseException as error:  # noqa: BLE001 - an exception would end the thread, and the training loop would hang
-            failure = RuntimeError(f"sequences {indices} cannot be read: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            return failure
-
-    @staticmethod
-    def _raise_if_error(item: Batch | Exception) -> Batch:
-        if not isinstance(item, Exception):
-            return item
-        try:
-            raise item
-        finally:
-            # Otherwise the traceback keeps this frame, the node and its thread alive until exit.
-            del item
+            raise DataError(f"sequences {indices}: {error}") from error
+        except BaseException as error:
+            raise RuntimeError(f"sequences {indices} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def pin_batch(batch: Batch) -> Batch:

@@ -95,23 +95,21 @@ def pack_documents(
             f"no document with {conditions}: the longest of {lengths.numel()} has {int(lengths.max())} tokens"
         )
     starts, lengths = starts[selected], lengths[selected]
-    max_segment_length = min(document_filter.max_len or seq_len, seq_len)
+    if packing != "concat" or document_filter.max_len is not None:
+        starts, lengths = chunk_documents(starts, lengths, min(document_filter.max_len or seq_len, seq_len))
     if packing == "concat":
-        if document_filter.max_len is not None:
-            starts, lengths = chunk_documents(starts, lengths, max_segment_length)
         ends = lengths.cumsum(0)  # in the stream of selected documents
         cut_points = torch.unique(torch.cat([ends - lengths, torch.arange(0, int(ends[-1]), seq_len)]))
         document = torch.searchsorted(ends, cut_points, right=True)
         starts = starts[document] + cut_points - (ends - lengths)[document]
         return group_by_sequence(cut_points // seq_len, starts, torch.diff(cut_points, append=ends[-1:]), seq_len)
-    starts, segment_lengths = chunk_documents(starts, lengths, max_segment_length)
-    sequence_of = torch.arange(segment_lengths.numel())
+    sequence_of = torch.arange(lengths.numel())
     if packing == "best_fit":
-        full = segment_lengths == seq_len
+        full = lengths == seq_len
         num_full = int(full.sum())
         sequence_of[full] = torch.arange(num_full)
-        sequence_of[~full] = best_fit(segment_lengths[~full], seq_len) + num_full
-    return group_by_sequence(sequence_of, starts, segment_lengths, seq_len)
+        sequence_of[~full] = best_fit(lengths[~full], seq_len) + num_full
+    return group_by_sequence(sequence_of, starts, lengths, seq_len)
 
 
 def holdout_mask(num_documents: int, fraction: float) -> Tensor:
@@ -177,30 +175,21 @@ def load_or_build_plan(
             "of a document and train on another; set max_len in data.mix instead"
         )
     if not path.exists():
-        packing_plan = pack_documents(
+        plan = pack_documents(
             dataset.document_lengths, seq_len=seq_len, packing=packing, document_filter=document_filter
         )
         try:
-            write_plan(packing_plan, path, num_tokens=dataset.num_tokens)
+            write_plan(plan, path, num_tokens=dataset.num_tokens)
         except OSError as error:
             log.warning("%s cannot be written; every run will rebuild it: %s", path, error)
-            return packing_plan
+            return plan
     return load_plan(path, seq_len=seq_len, num_tokens=dataset.num_tokens)
 
 
-def write_plan(packing_plan: PackingPlan, path: Path, *, num_tokens: int) -> None:
+def write_plan(plan: PackingPlan, path: Path, *, num_tokens: int) -> None:
     """Stores a plan of a corpus of `num_tokens` atomically; ranks may write it at once."""
-    header = torch.tensor(
-        [
-            MAGIC,
-            num_tokens,
-            packing_plan.seq_len,
-            packing_plan.max_segments,
-            packing_plan.sequence_offsets.numel(),
-            packing_plan.starts.numel(),
-        ]
-    )
-    numbers = torch.cat([header, packing_plan.sequence_offsets, packing_plan.starts, packing_plan.lengths])
+    header = [MAGIC, num_tokens, plan.seq_len, plan.max_segments, plan.sequence_offsets.numel(), plan.starts.numel()]
+    numbers = torch.cat([torch.tensor(header), plan.sequence_offsets, plan.starts, plan.lengths])
     content = bytearray(numbers.numel() * 8)
     torch.frombuffer(content, dtype=torch.int64).copy_(numbers)
     write_atomic(path, content)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from trainer.config.data import DEFAULT_SOURCE, DataSection
+from trainer.config.data import DEFAULT_SOURCE, STDLIB_CORPUS, DataSection
 from trainer.config.job_config import Config
 
 Documents = Literal["file", "folder", "repository"]
@@ -25,6 +25,11 @@ class CorpusSpec:
     text_key: str = "text"
     """Key of a line of `.jsonl`, or column of a table, that holds the text."""
     cache_dir: Path = Path("prepared")
+
+    @property
+    def fail_on_bad_files(self) -> bool:
+        """Never for the standard library: its tests contain such files on purpose."""
+        return self.bad_files == "error" and self.corpus != STDLIB_CORPUS
 
 
 def corpus_spec(data: DataSection, name: str) -> CorpusSpec:

@@ -92,16 +92,13 @@ class TokenDataset:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        path, advice = folder / META_FILENAME, f"delete {folder} to prepare it again"
         try:
-            self.meta = TokenDatasetMeta.model_validate_json((folder / META_FILENAME).read_bytes())
+            self.meta = TokenDatasetMeta.model_validate_json(path.read_bytes())
         except (OSError, ValueError) as error:
-            raise DataError(
-                f"{folder / META_FILENAME} cannot be read; delete {folder} to prepare it again: {error}"
-            ) from error
+            raise DataError(f"{path} cannot be read; {advice}: {error}") from error
         if self.meta != self.meta.with_checksum():
-            raise DataError(
-                f"{folder / META_FILENAME} was changed after it was written; delete {folder} to prepare it again"
-            )
+            raise DataError(f"{path} was changed after it was written; {advice}")
         self.num_tokens = self.meta.tokens
         self.num_documents = self.meta.documents
         self.vocab_size = self.meta.vocab_size
@@ -142,11 +139,8 @@ class TokenDataset:
         if smallest >= 0 and largest < self.vocab_size:
             return tokens
         offset = int(((tokens < 0) | (tokens >= self.vocab_size)).nonzero()[0])
-        path = self.folder / f"{self.meta.shards[index].name}.bin"
-        raise DataError(
-            f"{path} is damaged: token {start + offset} is {int(tokens[offset])}, but vocab_size = {self.vocab_size}; "
-            f"delete {self.folder} to prepare it again"
-        )
+        problem = f"token {start + offset} is {int(tokens[offset])}, but vocab_size = {self.vocab_size}"
+        raise self._damaged(f"{self.meta.shards[index].name}.bin", problem)
 
     def _map_shard(self, shard: TokenShard) -> Tensor:
         path, dtype = self.folder / f"{shard.name}.bin", DTYPES[self.meta.dtype]

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
@@ -226,12 +227,14 @@ def encode_in_chunks(text: str, encode: Callable[[str], list[int]]) -> Tensor:
 
 def chunk_text(text: str) -> Iterator[str]:
     """Chunks of at most MAX_CHUNK_CHARS, with runs of whitespace or non-whitespace of at most MAX_RUN_CHARS."""
+    return chain.from_iterable(map(split_long_runs, split_text(text, MAX_CHUNK_CHARS)))
+
+
+def split_text(text: str, max_chars: int) -> Iterator[str]:
     start = 0
     while start < len(text):
-        stop = len(text)
-        if stop - start > MAX_CHUNK_CHARS:
-            stop = last_safe_split(text, start, start + MAX_CHUNK_CHARS)
-        yield from split_long_runs(text[start:stop])
+        stop = len(text) if len(text) - start <= max_chars else last_safe_split(text, start, start + max_chars)
+        yield text[start:stop]
         start = stop
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import json
@@ -10,7 +9,6 @@ import logging
 import os
 import shutil
 import socket
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -21,7 +19,7 @@ from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.data.corpus import Corpus
 from trainer.data.prepare.tokenize import RECORDS_FOLDER, TokenizeJob, tokenize_partitions
-from trainer.data.progress import LOG_SECONDS, progress
+from trainer.data.progress import progress
 from trainer.data.shard_writer import document_separators
 from trainer.data.source import CorpusSpec, corpus_specs
 from trainer.data.token_dataset import (
@@ -39,7 +37,6 @@ from trainer.errors import DataError
 log = logging.getLogger(__name__)
 
 SHARD_TOKENS = 1 << 29
-LOCK_SECONDS = 0.2
 
 
 def prepare_datasets(config: Config) -> dict[str, Path]:
@@ -82,15 +79,8 @@ def prepare(
             with file_lock(folder.with_name(f".{name}.lock")) as acquired:
                 unique_suffix = "" if acquired else f"-{socket.gethostname()}-{os.getpid()}"
                 if not (folder / META_FILENAME).exists():
-                    job = TokenizeJob(
-                        folder=folder.with_name(f"{name}.tmp{unique_suffix}"),
-                        tokenizer=tokenizer,
-                        text_key=source.text_key,
-                        separators=source.separators,
-                        max_document=source.max_document,
-                        shard_tokens=shard_tokens,
-                        fail_on_bad_files=corpus.fail_on_bad_files,
-                    )
+                    work_folder = folder.with_name(f"{name}.tmp{unique_suffix}")
+                    job = TokenizeJob(work_folder, source, tokenizer, shard_tokens)
                     tokenize_corpus(corpus, job, workers=workers)
                     publish(job.folder, folder)
     except OSError as error:
@@ -100,29 +90,22 @@ def prepare(
 
 def open_token_dataset(folder: Path, source: CorpusSpec, tokenizer: Tokenizer) -> TokenDataset:
     """What was prepared. Raises DataError unless it is what the source and the tokenizer ask for."""
-    prepared = TokenDataset(folder)
-    if prepared.meta.tokenizer != tokenizer.fingerprint:
-        raise DataError(
-            f'data.corpus = "{folder}" was prepared with the tokenizer {prepared.meta.tokenizer}, '
-            f"and [tokenizer] is {tokenizer.fingerprint}"
-        )
-    if prepared.meta.separators != source.separators:
-        raise DataError(
-            f'data.corpus = "{folder}" was prepared with data.separators = "{prepared.meta.separators}", '
-            f'and it is "{source.separators}" now'
-        )
-    if source.max_document is not None and prepared.meta.longest > source.max_document:
-        raise DataError(
-            f'data.max_document = {source.max_document}, and data.corpus = "{folder}" was prepared with documents of '
-            f"up to {prepared.meta.longest} tokens"
-        )
+    dataset = TokenDataset(folder)
+    meta, prepared = dataset.meta, f'data.corpus = "{folder}" was prepared with'
+    if meta.tokenizer != tokenizer.fingerprint:
+        raise DataError(f"{prepared} the tokenizer {meta.tokenizer}, and [tokenizer] is {tokenizer.fingerprint}")
+    if meta.separators != source.separators:
+        raise DataError(f'{prepared} data.separators = "{meta.separators}", and it is "{source.separators}" now')
+    if source.max_document is not None and meta.longest > source.max_document:
+        limit = f"data.max_document = {source.max_document}"
+        raise DataError(f"{limit}, and {prepared} documents of up to {meta.longest} tokens")
     log.info(
         "%s: %s tokens, %s documents, the longest %s; fingerprint %s",
         folder,
-        *(f"{count:,}" for count in (prepared.num_tokens, prepared.num_documents, prepared.meta.longest)),
-        prepared.fingerprint,
+        *(f"{count:,}" for count in (meta.tokens, meta.documents, meta.longest)),
+        dataset.fingerprint,
     )
-    return prepared
+    return dataset
 
 
 def cache_key(corpus: Corpus, source: CorpusSpec, tokenizer: Tokenizer, shard_tokens: int) -> str:
@@ -137,22 +120,17 @@ def cache_key(corpus: Corpus, source: CorpusSpec, tokenizer: Tokenizer, shard_to
 def file_lock(path: Path) -> Iterator[bool]:
     """Waits until no other process holds `path`. Gives False on a file system without locks, where nobody waits."""
     with path.open("w") as file:
-        last_logged = time.monotonic()
-        while True:
+        try:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno not in (errno.EAGAIN, errno.EACCES):
-                    log.warning("%s: no locks on this file system (%s); others may prepare too", path, error)
-                    yield False
-                    return
-            else:
-                yield True
-                return
-            if time.monotonic() - last_logged >= LOG_SECONDS:
-                last_logged = time.monotonic()
+            except (BlockingIOError, PermissionError):
                 log.info("waiting for the process that holds %s", path)
-            time.sleep(LOCK_SECONDS)
+                fcntl.lockf(file, fcntl.LOCK_EX)
+        except OSError as error:
+            log.warning("%s: no locks on this file system (%s); others may prepare too", path, error)
+            yield False
+        else:
+            yield True
 
 
 def tokenize_corpus(corpus: Corpus, job: TokenizeJob, *, workers: int) -> None:
@@ -204,8 +182,8 @@ def build_meta(corpus: Corpus, job: TokenizeJob, results: Sequence[PartitionResu
         files=len(corpus.files),
         skipped=skipped,
         tokenizer=tokenizer.fingerprint,
-        separators=job.separators,
-        max_document=job.max_document,
+        separators=job.spec.separators,
+        max_document=job.spec.max_document,
         shards=shards,
     )
 

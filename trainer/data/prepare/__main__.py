@@ -1,4 +1,4 @@
-"""`python -m trainer.data.prepare`: tokenize corpora before a run, inspect the result, train a tokenizer."""
+"""`python -m trainer.data.prepare`: tokenize corpora before a run, inspect the result."""
 
 from __future__ import annotations
 
@@ -35,13 +35,10 @@ DESCRIPTIONS = {
 Tokenize every corpus of a configuration, as the launch of a run does; the run then reuses the result.
 An interrupted command resumes where it stopped.
 
-Other commands, each with its own --help:
-  inspect [FOLDER]  show counts, document lengths and samples of a prepared corpus
-  train-tokenizer   train a sentencepiece BPE on a sample of the corpora""",
+Another command, with its own --help:
+  inspect [FOLDER]  show counts, document lengths and samples of a prepared corpus""",
     "inspect": """\
 Show counts, document lengths and samples of a prepared folder, or of the corpora of a configuration.""",
-    "train-tokenizer": """\
-Train a sentencepiece BPE on a sample of the corpora. The same text gives the same model.""",
 }
 EPILOG = """\
 --section.key VALUE sets any key of the configuration; ./run_train.sh --help lists them.
@@ -78,19 +75,13 @@ def build_parser(command: str) -> PrepareParser:
         f"(each may be .gz or .zst), or {HF_PREFIX}NAME[,split=NAME][,config=NAME][,data_files=PATH]"
     )
     parser.add_argument("--corpus", help=corpus_help)
-    if command == "prepare":
-        workers_help = "processes, which do not change the result; default: 1"
-        parser.add_argument("--workers", metavar="N", type=positive_integer, default=1, help=workers_help)
-        output_help = (
-            "the folder to create, which a run can name as its corpus; for several corpora, the folder to hold one "
-            "folder each. Default: in data.cache_dir, where a run looks for it"
-        )
-        parser.add_argument("--output", metavar="FOLDER", type=Path, help=output_help)
-        return parser
-    size_help, lines_help = "tokens, special ones included", "lines to sample from all of the text; default: 100000"
-    parser.add_argument("--vocab-size", metavar="N", type=positive_integer, required=True, help=size_help)
-    parser.add_argument("--output", metavar="FILE", type=Path, required=True, help="the model to create")
-    parser.add_argument("--lines", metavar="N", type=positive_integer, default=100_000, help=lines_help)
+    workers_help = "processes, which do not change the result; default: 1"
+    parser.add_argument("--workers", metavar="N", type=positive_integer, default=1, help=workers_help)
+    output_help = (
+        "the folder to create, which a run can name as its corpus; for several corpora, the folder to hold one "
+        "folder each. Default: in data.cache_dir, where a run looks for it"
+    )
+    parser.add_argument("--output", metavar="FOLDER", type=Path, help=output_help)
     return parser
 
 
@@ -115,8 +106,6 @@ def main(argv: Sequence[str]) -> int:
         config = load([*overrides, *(["--config", arguments.config] if arguments.config is not None else [])])
         if command == "inspect":
             inspect(config, arguments, folder)
-        elif command == "train-tokenizer":
-            train_tokenizer(config, arguments)
         else:
             prepare_corpora(config, arguments)
     except ConfigError as error:
@@ -185,22 +174,6 @@ def inspect(config: Recipe, arguments: Namespace, folder: Path | None) -> None:
     datasets = [TokenDataset(folder)] if folder else [prepare(spec, tokenizer) for spec in specs.values()]
     for dataset in datasets:
         sys.stdout.write(render_report(dataset, tokenizer, samples=arguments.samples, verify=arguments.verify))
-
-
-def train_tokenizer(config: Recipe, arguments: Namespace) -> None:
-    from trainer.data.prepare import train_tokenizer as training
-
-    path = arguments.output
-    if path.exists():
-        raise ConfigError([f"command line: --output {path} exists"])
-    specs = [*selected_specs(config, arguments.corpus).values()]
-    model = training.train_sentencepiece(specs, vocab_size=arguments.vocab_size, lines=arguments.lines)
-    training.write_model(model, path)
-    tokenizer = load_tokenizer("sentencepiece", path)
-    sys.stdout.write(
-        f"{path}: {tokenizer.vocab_size:,} tokens; fingerprint {tokenizer.fingerprint}\n"
-        f"--tokenizer.kind sentencepiece --tokenizer.path {path}\n"
-    )
 
 
 def print_errors(status: int, *problems: str) -> int:

@@ -53,13 +53,11 @@ def histogram(lengths: torch.Tensor) -> Table:
     table = Table("document length", "documents", "tokens", "share of tokens", "share at least as long")
     total = int(lengths.sum())
     for lower, upper in zip(LENGTH_BINS, (*LENGTH_BINS[1:], None), strict=True):
-        at_least_lower = lengths >= lower
-        in_bin = lengths[at_least_lower if upper is None else at_least_lower & (lengths < upper)]
+        longer = lengths[lengths >= lower]
+        in_bin = longer[longer < (upper or torch.inf)]
         name = f"{format_length(lower)} to {format_length(upper)}" if upper else f"at least {format_length(lower)}"
-        share, cumulative_share = 100 * int(in_bin.sum()) / total, 100 * int(lengths[at_least_lower].sum()) / total
-        table.add_row(
-            name, f"{in_bin.numel():,}", f"{int(in_bin.sum()):,}", f"{share:.1f} %", f"{cumulative_share:.1f} %"
-        )
+        shares = (f"{100 * int(group.sum()) / total:.1f} %" for group in (in_bin, longer))
+        table.add_row(name, f"{in_bin.numel():,}", f"{int(in_bin.sum()):,}", *shares)
     return table
 
 

@@ -19,6 +19,7 @@ import torch
 from trainer.checkpoint.durable_io import write_atomic
 from trainer.data.formats import BadText, InputSplit, read_texts
 from trainer.data.shard_writer import ShardWriter
+from trainer.data.source import CorpusSpec
 from trainer.data.token_dataset import DTYPES, PartitionResult, token_dtype
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import EXIT_FAILURE, DataError, RankFailedError
@@ -32,15 +33,12 @@ Advance = Callable[[int, int], None]
 """Called with the bytes of the corpus and the tokens processed since the last call."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TokenizeJob:
     folder: Path
+    spec: CorpusSpec
     tokenizer: Tokenizer
-    text_key: str
-    separators: str
-    max_document: int | None
     shard_tokens: int
-    fail_on_bad_files: bool
 
     def record_path(self, number: int) -> Path:
         """The file that marks a partition as finished, written after its shards."""
@@ -123,16 +121,17 @@ def _worker_main(connection: Connection, job: TokenizeJob) -> None:
 
     # The pipe breaks when the parent dies.
     with suppress(EOFError, ConnectionError):
-        try:
-            while True:
-                connection.send(None)
-                tokenize_partition(job, connection.recv(), advance)
-        except (EOFError, ConnectionError):
-            raise
-        except (DataError, OSError) as error:
-            connection.send(error)
-        except BaseException as error:  # noqa: BLE001 - the parent raises it
-            connection.send(RuntimeError("".join(traceback.format_exception(error))))
+        while True:
+            connection.send(None)
+            partition = connection.recv()
+            try:
+                tokenize_partition(job, partition, advance)
+            except ConnectionError:
+                raise
+            except (DataError, OSError) as error:
+                connection.send(error)
+            except BaseException as error:  # noqa: BLE001 - the parent raises it
+                connection.send(RuntimeError("".join(traceback.format_exception(error))))
 
 
 def tokenize_partition(job: TokenizeJob, partition: NumberedPartition, advance: Advance) -> None:
@@ -153,15 +152,9 @@ def _write_shards(job: TokenizeJob, folder: Path, partition: NumberedPartition, 
     number, splits = partition
     problems: list[str] = []
     document_key = ""
-    writer = ShardWriter(
-        folder,
-        f"shard-{number:05d}",
-        job.tokenizer,
-        separators=job.separators,
-        max_document=job.max_document,
-        shard_tokens=job.shard_tokens,
-    )
-    with closing(writer):
+    with closing(
+        ShardWriter(folder, f"shard-{number:05d}", job.tokenizer, job.spec, shard_tokens=job.shard_tokens)
+    ) as writer:
         for split in splits:
             if split.document_key != document_key:
                 writer.end_document()
@@ -179,11 +172,11 @@ def _add_split(job: TokenizeJob, writer: ShardWriter, split: InputSplit, advance
     """Adds the texts of a split, rolls back bad ones, and returns their descriptions."""
     problems: list[str] = []
     remaining, num_bytes, tokens = split.size, 0, 0
-    for blocks in read_texts(split, text_key=job.text_key):
+    for blocks in read_texts(split, text_key=job.spec.text_key):
         savepoint = writer.savepoint()
         try:
             for text in blocks:
-                ids = _encode(job.tokenizer, text, split)
+                ids = job.tokenizer.encode(text)
                 writer.add(ids)
                 tokens += len(ids)
                 num_bytes += len(text) if text.isascii() else len(text.encode())
@@ -191,10 +184,12 @@ def _add_split(job: TokenizeJob, writer: ShardWriter, split: InputSplit, advance
                     advance(min(num_bytes, remaining), tokens)
                     remaining, num_bytes, tokens = max(remaining - num_bytes, 0), 0, 0
         except BadText as error:
-            if job.fail_on_bad_files:
+            if job.spec.fail_on_bad_files:
                 raise DataError(f'data.bad_files = "error", and the corpus holds {error}') from error
             writer.rollback(savepoint)
             problems.append(str(error))
+        except DataError as error:
+            raise DataError(f"{split.name}: {error}") from error
         if not split.document_key:
             writer.end_document()
     advance(remaining, tokens)
@@ -206,10 +201,3 @@ def _mtime_ns(split: InputSplit) -> int | None:
         return Path(split.path).stat().st_mtime_ns
     except OSError:
         return None
-
-
-def _encode(tokenizer: Tokenizer, text: str, split: InputSplit) -> torch.Tensor:
-    try:
-        return tokenizer.encode(text)
-    except DataError as error:
-        raise DataError(f"{split.name}: {error}") from error
