@@ -9,8 +9,7 @@ from contextlib import closing
 
 import torch
 
-from trainer.checkpoint.async_save import SaveResult
-from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.manager import CheckpointManager, Save
 from trainer.checkpoint.run_dir import RunDir
 from trainer.config.job_config import Config, TrainingStage
 from trainer.data.holdout import ValidationSet
@@ -181,7 +180,7 @@ class TrainLoop:
         """For short collective work: expires before the timeout of the collectives themselves."""
         self.watchdog.arm(activity, 0.9 * 60 * self.trainer.config.distributed.timeout_minutes)
 
-    def _report_finished_saves(self) -> list[SaveResult]:
+    def _report_finished_saves(self) -> list[Save]:
         """Logs and returns the saves that finished since the last call."""
         finished_saves = self.checkpoints.pop_finished()
         self.metrics.record_checkpoints(finished_saves)

@@ -14,7 +14,7 @@ from pathlib import Path
 from socket import gethostname
 
 from parallelisms.collectives import all_gather_object, max_over_ranks
-from trainer.checkpoint.async_save import SaveResult
+from trainer.checkpoint.manager import Save
 from trainer.checkpoint.manifest import format_bytes
 from trainer.checkpoint.run_dir import RunDir
 from trainer.config.job_config import Config, TrainingStage
@@ -161,7 +161,7 @@ class MetricsProcessor:
             *(checkpoint, self.first_step, trainer.next_sequence, f" ({sources})" if len(names) > 1 else ""),
         )
 
-    def record_checkpoints(self, saves: Sequence[SaveResult]) -> None:
+    def record_checkpoints(self, saves: Sequence[Save]) -> None:
         """Logs the results of finished saves."""
         self.failed_saves += sum(saved.problem is not None for saved in saves)
         for saved in saves if self.world.rank == 0 else ():
