@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 from collections.abc import Mapping
@@ -21,20 +20,15 @@ log = logging.getLogger("trainer")
 
 def model_config_from_state(state: Mapping[str, Any]) -> ModelConfig:
     """The model configuration stored in a checkpoint. Raises `ResumeError`."""
-    values: dict[str, Any] = {
-        key: tuple(item) if isinstance(item, list) else item for key, item in state["config"].items()
-    }
-    names = {field.name for field in dataclasses.fields(ModelConfig)} - {"rope"}
-    rope_names = {field.name for field in dataclasses.fields(RopeConfig)}
-    model = {key.removeprefix("model."): value for key, value in values.items() if key.startswith("model.")}
-    rope: dict[str, Any] = {key.removeprefix("rope."): model.pop(key) for key in list(model) if key.startswith("rope.")}
-    unknown = sorted((model.keys() - names) | {f"rope.{key}" for key in rope.keys() - rope_names})
-    if unknown:
-        raise ResumeError(f"state.json has unknown model fields: {', '.join(unknown)}")
+    sections: dict[str, dict[str, Any]] = {"model": {}, "model.rope": {}}
+    for key, value in state["config"].items():
+        section, _, name = key.rpartition(".")
+        if section in sections:
+            sections[section][name] = tuple(value) if isinstance(value, list) else value
     try:
-        return ModelConfig(**model, rope=RopeConfig(**rope))
+        return ModelConfig(**sections["model"], rope=RopeConfig(**sections["model.rope"]))
     except TypeError as error:
-        raise ResumeError(f"state.json lacks model fields: {error}") from None
+        raise ResumeError(f"state.json is not of this version's models: {error}") from None
 
 
 def validate_initial_weights(config: Config) -> None:
