@@ -101,7 +101,8 @@ class TrainLoop:
         self.checkpoints = CheckpointManager(config, run_dir, trainer.world)
         resumed = self.checkpoints.resume(trainer)
         profilers.step(trainer.step)
-        self.metrics = MetricsProcessor(config, run_dir, trainer, later_datasets=datasets[1:], resumed_from=resumed)
+        self.metrics = MetricsProcessor(config, run_dir, trainer)
+        self.metrics.log_run_start(datasets, resumed)
         self.validation = Validator(trainer, validation_sets)
         self.slowest_step_seconds = 0.0
         """0 before the first step."""

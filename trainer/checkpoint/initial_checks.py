@@ -39,13 +39,10 @@ def validate_initial_weights(config: Config) -> None:
     initial = config.checkpoint.initial_load_path
     if initial is None or (config.checkpoint.enabled and RunDir(config.output_dir).committed_checkpoints()):
         return
-    rope_differences = list[str]()
     try:
         problems, rope_differences = _compare_with_initial(initial, config.model.build())
-    except HuggingFaceError as error:
-        problems = error.problems
-    except ResumeError as error:
-        problems = [str(error)]
+    except (HuggingFaceError, ResumeError) as error:
+        problems, rope_differences = getattr(error, "problems", [str(error)]), []
     if problems:
         raise ConfigError([f'checkpoint.initial_load_path = "{initial}": {problem}' for problem in problems])
     for line in rope_differences:
@@ -54,18 +51,14 @@ def validate_initial_weights(config: Config) -> None:
 
 def _compare_with_initial(initial: str, model: ModelConfig) -> tuple[list[str], list[str]]:
     """(problems, rope differences) of the configured model against the initial weights."""
-    folder = resolve_initial_path(initial)
-    if is_hugging_face(initial) and not folder.is_dir():
+    folder, is_hf = resolve_initial_path(initial), is_hugging_face(initial)
+    if is_hf and not folder.is_dir():
         return [f"{folder} is not a folder (models are not downloaded)"], []
-    initial_model = (
-        model_config_from_hf(read_config(folder))
-        if is_hugging_face(initial)
-        else model_config_from_state(read_state(folder))
-    )
+    initial_model = model_config_from_hf(read_config(folder)) if is_hf else model_config_from_state(read_state(folder))
     problems, rope_differences = list[str](), list[str]()
     for key, (initial_value, value) in config_differences(initial_model, model).items():
         lines = rope_differences if key == "nope_every" or key.startswith("rope.") else problems
         lines.append(f"model.{key} = {json.dumps(value)}, but the initial weights have {json.dumps(initial_value)}")
-    if not problems and is_hugging_face(initial):
+    if not problems and is_hf:
         problems = SafetensorsReader(folder).problems(initial_model)
     return problems, rope_differences

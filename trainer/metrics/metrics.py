@@ -39,16 +39,8 @@ class MetricsProcessor:
     Collective: rates and memory are maxima over ranks. Only rank 0 writes.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        run_dir: RunDir,
-        trainer: Trainer,
-        *,
-        later_datasets: Sequence[BlendedDataset] = (),
-        resumed_from: Path | None,
-    ) -> None:
-        """`config` covers all training stages; `later_datasets` belong to the stages after this one."""
+    def __init__(self, config: Config, run_dir: RunDir, trainer: Trainer) -> None:
+        """`config` covers all training stages."""
         self.run_config, self.run_dir, self.trainer = config, run_dir, trainer
         self.config, self.stage, self.dataset = trainer.config, trainer.stage, trainer.dataset
         self.device, self.is_rank_zero = trainer.world.device, trainer.world.rank == 0
@@ -63,8 +55,6 @@ class MetricsProcessor:
         self.failed_saves = 0
         """Checkpoints that this launch could not write."""
         self._start()
-        if self.is_rank_zero:
-            self._log_run_start((trainer.dataset, *later_datasets), resumed_from)
 
     def _start(self) -> None:
         """Starts to log after the trainer's step; later metrics of an earlier launch are dropped."""
@@ -95,17 +85,18 @@ class MetricsProcessor:
         if self.is_rank_zero:
             self.run_dir.log_event(kind, **fields)
 
-    def _log_run_start(self, datasets: Sequence[BlendedDataset], resumed_from: Path | None) -> None:
+    def log_run_start(self, datasets: Sequence[BlendedDataset], resumed_from: Path | None) -> None:
         """`datasets` are those of this stage and of the later ones."""
+        if not self.is_rank_zero:
+            return
         trainer, stage = self.trainer, self.stage
         for config_change in trainer.config_changes:
             log.info("changed since the checkpoint: %s", config_change)
         degrees = ", ".join(f"{axis} {size}" for axis, size in trainer.mesh.degrees.items() if size > 1) or "1 process"
         model, parameters = f"{self.config.model.family} {self.config.model.size}", f"{self.model.num_parameters:,}"
         log.info("model %s, %s parameters, on %s: %s", model, parameters, self.device.type, degrees)
-        for text in (*self.prediction.summary, self.prediction.memory_summary):
-            if text is not None:
-                log.info("%s", text)
+        for text in filter(None, (*self.prediction.summary, self.prediction.memory_summary)):
+            log.info("%s", text)
         log.info("attention kernel: %s", trainer.parallel_model.kernel)
         for each, dataset in zip(self.run_config.training_stages[stage.index :], datasets, strict=True):
             if each.num_stages > 1:
@@ -257,13 +248,8 @@ class MetricsProcessor:
 
     def _check_stragglers(self, seconds: float, data_wait_seconds: float) -> None:
         """Logs a rank that the others wait for. Collective."""
-        per_rank = all_gather_object((self.hostname, data_wait_seconds, self.compute_probe.seconds()))
-        if not self.is_rank_zero:
-            return
-        hosts, data_waits, compute_seconds = zip(*per_rank, strict=True)
-        straggler = self.straggler_detector.observe(
-            hosts, data_waits=data_waits, compute_seconds=compute_seconds, interval_seconds=seconds
-        )
+        ranks = all_gather_object((self.hostname, data_wait_seconds, self.compute_probe.seconds()))
+        straggler = self.straggler_detector.observe(ranks, seconds) if self.is_rank_zero else None
         if straggler is not None:
             log.warning("%s", straggler)
             self._log_event("straggler", **vars(straggler))
