@@ -9,8 +9,7 @@ from contextlib import closing
 
 import torch
 
-from trainer.checkpoint.async_save import SaveResult
-from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.manager import CheckpointManager, Save
 from trainer.checkpoint.run_dir import RunDir
 from trainer.config.job_config import Config, TrainingStage
 from trainer.data.holdout import ValidationSet
@@ -102,7 +101,8 @@ class TrainLoop:
         self.checkpoints = CheckpointManager(config, run_dir, trainer.world)
         resumed = self.checkpoints.resume(trainer)
         profilers.step(trainer.step)
-        self.metrics = MetricsProcessor(config, run_dir, trainer, later_datasets=datasets[1:], resumed_from=resumed)
+        self.metrics = MetricsProcessor(config, run_dir, trainer)
+        self.metrics.log_run_start(datasets, resumed)
         self.validation = Validator(trainer, validation_sets)
         self.slowest_step_seconds = 0.0
         """0 before the first step."""
@@ -181,7 +181,7 @@ class TrainLoop:
         """For short collective work: expires before the timeout of the collectives themselves."""
         self.watchdog.arm(activity, 0.9 * 60 * self.trainer.config.distributed.timeout_minutes)
 
-    def _report_finished_saves(self) -> list[SaveResult]:
+    def _report_finished_saves(self) -> list[Save]:
         """Logs and returns the saves that finished since the last call."""
         finished_saves = self.checkpoints.pop_finished()
         self.metrics.record_checkpoints(finished_saves)

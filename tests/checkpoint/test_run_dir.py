@@ -30,6 +30,10 @@ def config(folder: Path, **sections: dict[str, Any]) -> Config:
     return Config.model_validate(values)
 
 
+def identity(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+    return run_identity(flatten_config(config(folder, **sections)))
+
+
 def commit(folder: Path, step: int, of: Config) -> Path:
     """A checkpoint without tensors."""
     checkpoint = folder / "checkpoints" / f"step-{step}"
@@ -199,7 +203,7 @@ def test_events_are_appended_with_a_timestamp(tmp_path: Path) -> None:
 
 
 def test_the_same_configuration_is_the_same_run(tmp_path: Path) -> None:
-    assert describe_differences(run_identity(config(tmp_path)), run_identity(config(tmp_path / "elsewhere"))) == []
+    assert describe_differences(identity(tmp_path), identity(tmp_path / "elsewhere")) == []
 
 
 @pytest.mark.parametrize(
@@ -218,21 +222,21 @@ def test_the_same_configuration_is_the_same_run(tmp_path: Path) -> None:
 def test_a_changed_identity_key_is_reported_with_both_values(
     tmp_path: Path, changed: dict[str, dict[str, Any]], message: str
 ) -> None:
-    assert describe_differences(run_identity(config(tmp_path)), run_identity(config(tmp_path, **changed))) == [message]
+    assert describe_differences(identity(tmp_path), identity(tmp_path, **changed)) == [message]
 
 
 def test_all_differences_are_reported(tmp_path: Path) -> None:
     other = config(
         tmp_path, model={"dim": 128, "num_layers": 2}, data={"mask": "none"}, training={"steps": 6, "seed": 3}
     )
-    keys = [line.split()[0] for line in describe_differences(run_identity(config(tmp_path)), run_identity(other))]
+    keys = [line.split()[0] for line in describe_differences(identity(tmp_path), run_identity(flatten_config(other)))]
     assert keys == ["data.mask", "model.dim", "model.num_layers", "training.seed"]
     assert describe_differences({"a": 1}, {"b": 2}) == ["a was 1 and is now null", "b was null and is now 2"]
 
 
 def test_a_preset_and_its_explicit_values_are_the_same_model(tmp_path: Path) -> None:
     explicit = {"family": "llama3", "size": "debug", "dim": 256, "num_layers": 4}
-    assert run_identity(config(tmp_path, model=explicit)) == run_identity(config(tmp_path))
+    assert identity(tmp_path, model=explicit) == identity(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -248,11 +252,11 @@ def test_a_preset_and_its_explicit_values_are_the_same_model(tmp_path: Path) -> 
     ],
 )
 def test_other_keys_may_change(tmp_path: Path, changed: dict[str, dict[str, Any]]) -> None:
-    assert describe_differences(run_identity(config(tmp_path)), run_identity(config(tmp_path, **changed))) == []
+    assert describe_differences(identity(tmp_path), identity(tmp_path, **changed)) == []
 
 
 def test_an_identity_survives_json(tmp_path: Path) -> None:
-    same_run = run_identity(config(tmp_path))
+    same_run = identity(tmp_path)
     assert json.loads(json.dumps(same_run)) == same_run
 
 

@@ -19,9 +19,8 @@ from parallelisms.collectives import to_local
 from tests.ranks import run_ranks
 from tests.system.in_process import configured, dataset_of, run_here, saved_by, trainer_of
 from tests.system.runs import checkpoints, digests, lines, mounted, state, tensors, timeless, write_run
-from trainer.checkpoint import async_save, manifest, save
-from trainer.checkpoint.async_save import SaveResult
-from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint import manifest, save
+from trainer.checkpoint.manager import CheckpointManager, Save
 from trainer.checkpoint.run_dir import RunDir
 from trainer.checkpoint.save import HostStaging
 from trainer.distributed import World, attempt_name
@@ -36,7 +35,7 @@ def run(tmp_path: Path) -> Path:
     return write_run(tmp_path)
 
 
-def wait_for_save(manager: CheckpointManager) -> SaveResult:
+def wait_for_save(manager: CheckpointManager) -> Save:
     saved = manager.wait()
     assert saved is not None
     return saved
@@ -61,9 +60,9 @@ def test_training_during_a_save_does_not_change_the_checkpoint(run: Path, monkey
     config = configured(run, run.parent / "run")
     changed, write = Event(), save._write_tensors
 
-    def wait_and_write(*arguments: Any, is_rank_zero: bool) -> None:
+    def wait_and_write(*arguments: Any) -> None:
         assert changed.wait(60)
-        write(*arguments, is_rank_zero=is_rank_zero)
+        write(*arguments)
 
     monkeypatch.setattr(save, "_write_tensors", wait_and_write)
     with trainer_of(config) as trainer, CheckpointManager(config, RunDir(config.output_dir), trainer.world) as manager:
@@ -415,7 +414,7 @@ def test_a_base_exception_aborts_the_save(run: Path, monkeypatch: pytest.MonkeyP
     def kill(*_: object) -> int:
         raise Kill("enough")
 
-    monkeypatch.setattr(async_save, "write_checkpoint", kill)
+    monkeypatch.setattr("trainer.checkpoint.manager.write_checkpoint", kill)
     config = configured(run, run.parent / "run", *options)
     with trainer_of(config) as trainer:
         manager = CheckpointManager(config, RunDir(config.output_dir), trainer.world)

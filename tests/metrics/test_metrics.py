@@ -91,7 +91,7 @@ def vector_of(layout: MetricLayout, **metrics: list[float]) -> Tensor:
 def log_only_step(config: Config, trainer: Trainer, step_result: StepResult) -> None:
     folder = RunDir(config.output_dir)
     folder.create()
-    with closing(MetricsProcessor(config, folder, trainer, resumed_from=None)) as processor:
+    with closing(MetricsProcessor(config, folder, trainer)) as processor:
         processor.record_step(step_result)
         processor.flush()
         processor.log_run_end()
@@ -333,7 +333,7 @@ def test_a_step_on_a_cpu_is_logged_at_once(tmp_path: Path, monkeypatch: pytest.M
     folder.create()
     with (
         trainer_of(config) as trainer,
-        closing(MetricsProcessor(config, folder, trainer, resumed_from=None)) as processor,
+        closing(MetricsProcessor(config, folder, trainer)) as processor,
     ):
         for step_result in trainer.train_steps():
             processor.record_step(step_result)

@@ -13,7 +13,7 @@ import torch
 from tests.system.in_process import configured, run_here
 from tests.system.runs import ROOT, arguments, write_run
 from trainer.memory.report import out_of_memory_advice
-from trainer.metrics.profiler import Profilers, StepWindow, TraceRecorder
+from trainer.metrics.profiler import Profilers, StepWindow
 
 TRAIN_WITHOUT_OPTIONAL_IMPORTS = """
 import sys
@@ -85,9 +85,14 @@ def test_out_of_memory_on_a_cpu_reports_advice_without_a_snapshot(tmp_path: Path
 
 def test_each_rank_has_its_own_trace(tmp_path: Path) -> None:
     config = configured(write_run(tmp_path), tmp_path / "run", "--profiler.trace_step", "5")
-    windows = [Profilers(config, tmp_path, rank=rank, device=torch.device("cpu")).windows[0] for rank in (0, 3)]
-    paths = [window.recorder.path.name for window in windows if isinstance(window.recorder, TraceRecorder)]
-    assert paths == ["trace-step-5-rank-0.json", "trace-step-5-rank-3.json"]
+    for rank in (0, 3):
+        profilers = Profilers(config, tmp_path / "logs", rank=rank, device=torch.device("cpu"))
+        for completed_step in range(4, 9):
+            profilers.step(completed_step)
+    assert {path.name for path in (tmp_path / "logs").iterdir()} == {
+        "trace-step-5-rank-0.json",
+        "trace-step-5-rank-3.json",
+    }
 
 
 def test_disabled_features_are_not_imported(tmp_path: Path) -> None:

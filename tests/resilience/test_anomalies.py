@@ -86,7 +86,7 @@ def test_non_finite_losses_stay_out_of_the_window() -> None:
 def test_a_straggler_is_reported_once_after_three_consecutive_intervals() -> None:
     stragglers = StragglerDetector(1.3)
     reports = [
-        stragglers.observe(HOSTS, data_waits=[0.0] * 4, compute_seconds=[1.0, 1.1, 1.6, 1.0], interval_seconds=2.0)
+        stragglers.observe([*zip(HOSTS, [0.0] * 4, [1.0, 1.1, 1.6, 1.0], strict=True)], 2.0)
         for _ in range(MIN_CONSECUTIVE_LAGS + 3)
     ]
     assert [report is not None for report in reports] == [False] * (MIN_CONSECUTIVE_LAGS - 1) + [True] + [False] * 3
@@ -96,33 +96,27 @@ def test_a_straggler_is_reported_once_after_three_consecutive_intervals() -> Non
 def test_an_occasional_lag_is_not_reported() -> None:
     stragglers = StragglerDetector(1.3)
     for compute_seconds in ([1.0, 2.0, 1.0, 1.0], [1.0, 2.0, 1.0, 1.0], [1.0, 1.0, 1.0, 1.0], [2.0, 1.0, 1.0, 1.0]) * 3:
-        assert (
-            stragglers.observe(HOSTS, data_waits=[0.0] * 4, compute_seconds=compute_seconds, interval_seconds=2.0)
-            is None
-        )
+        assert stragglers.observe([*zip(HOSTS, [0.0] * 4, compute_seconds, strict=True)], 2.0) is None
 
 
 def test_a_data_wait_counts_above_a_tenth_of_the_interval() -> None:
     stragglers, idle = StragglerDetector(1.3), StragglerDetector(1.3)
     reports = [
-        stragglers.observe(HOSTS, data_waits=[0.0, 0.0, 0.0, 0.5], compute_seconds=[1.0] * 4, interval_seconds=2.0)
+        stragglers.observe([*zip(HOSTS, [0.0, 0.0, 0.0, 0.5], [1.0] * 4, strict=True)], 2.0)
         for _ in range(MIN_CONSECUTIVE_LAGS)
     ]
     assert reports[-1] is not None
     assert (reports[-1].rank, reports[-1].phase) == (3, "reading data")
-    assert [
-        idle.observe(HOSTS, data_waits=[0.0, 0.0, 0.0, 0.1], compute_seconds=[1.0] * 4, interval_seconds=2.0)
-        for _ in range(5)
-    ] == [None] * 5
+    assert [idle.observe([*zip(HOSTS, [0.0, 0.0, 0.0, 0.1], [1.0] * 4, strict=True)], 2.0) for _ in range(5)] == [
+        None
+    ] * 5
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_straggler_of_two_ranks_is_found_and_a_single_rank_is_none(ranks: int) -> None:
     stragglers = StragglerDetector(1.3)
     reports = [
-        stragglers.observe(
-            HOSTS[:ranks], data_waits=[0.0] * ranks, compute_seconds=[1.0, 3.0][:ranks], interval_seconds=3.0
-        )
+        stragglers.observe([*zip(HOSTS[:ranks], [0.0] * ranks, [1.0, 3.0][:ranks], strict=True)], 3.0)
         for _ in range(MIN_CONSECUTIVE_LAGS)
     ]
     assert (reports[-1] is not None) == (ranks == 2)

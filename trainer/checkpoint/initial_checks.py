@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 from collections.abc import Mapping
@@ -21,20 +20,15 @@ log = logging.getLogger("trainer")
 
 def model_config_from_state(state: Mapping[str, Any]) -> ModelConfig:
     """The model configuration stored in a checkpoint. Raises `ResumeError`."""
-    values: dict[str, Any] = {
-        key: tuple(item) if isinstance(item, list) else item for key, item in state["config"].items()
-    }
-    names = {field.name for field in dataclasses.fields(ModelConfig)} - {"rope"}
-    rope_names = {field.name for field in dataclasses.fields(RopeConfig)}
-    model = {key.removeprefix("model."): value for key, value in values.items() if key.startswith("model.")}
-    rope: dict[str, Any] = {key.removeprefix("rope."): model.pop(key) for key in list(model) if key.startswith("rope.")}
-    unknown = sorted((model.keys() - names) | {f"rope.{key}" for key in rope.keys() - rope_names})
-    if unknown:
-        raise ResumeError(f"state.json has unknown model fields: {', '.join(unknown)}")
+    sections: dict[str, dict[str, Any]] = {"model": {}, "model.rope": {}}
+    for key, value in state["config"].items():
+        section, _, name = key.rpartition(".")
+        if section in sections:
+            sections[section][name] = tuple(value) if isinstance(value, list) else value
     try:
-        return ModelConfig(**model, rope=RopeConfig(**rope))
+        return ModelConfig(**sections["model"], rope=RopeConfig(**sections["model.rope"]))
     except TypeError as error:
-        raise ResumeError(f"state.json lacks model fields: {error}") from None
+        raise ResumeError(f"state.json is not of this version's models: {error}") from None
 
 
 def validate_initial_weights(config: Config) -> None:
@@ -45,13 +39,10 @@ def validate_initial_weights(config: Config) -> None:
     initial = config.checkpoint.initial_load_path
     if initial is None or (config.checkpoint.enabled and RunDir(config.output_dir).committed_checkpoints()):
         return
-    rope_differences = list[str]()
     try:
         problems, rope_differences = _compare_with_initial(initial, config.model.build())
-    except HuggingFaceError as error:
-        problems = error.problems
-    except ResumeError as error:
-        problems = [str(error)]
+    except (HuggingFaceError, ResumeError) as error:
+        problems, rope_differences = getattr(error, "problems", [str(error)]), []
     if problems:
         raise ConfigError([f'checkpoint.initial_load_path = "{initial}": {problem}' for problem in problems])
     for line in rope_differences:
@@ -60,18 +51,14 @@ def validate_initial_weights(config: Config) -> None:
 
 def _compare_with_initial(initial: str, model: ModelConfig) -> tuple[list[str], list[str]]:
     """(problems, rope differences) of the configured model against the initial weights."""
-    folder = resolve_initial_path(initial)
-    if is_hugging_face(initial) and not folder.is_dir():
+    folder, is_hf = resolve_initial_path(initial), is_hugging_face(initial)
+    if is_hf and not folder.is_dir():
         return [f"{folder} is not a folder (models are not downloaded)"], []
-    initial_model = (
-        model_config_from_hf(read_config(folder))
-        if is_hugging_face(initial)
-        else model_config_from_state(read_state(folder))
-    )
+    initial_model = model_config_from_hf(read_config(folder)) if is_hf else model_config_from_state(read_state(folder))
     problems, rope_differences = list[str](), list[str]()
     for key, (initial_value, value) in config_differences(initial_model, model).items():
         lines = rope_differences if key == "nope_every" or key.startswith("rope.") else problems
         lines.append(f"model.{key} = {json.dumps(value)}, but the initial weights have {json.dumps(initial_value)}")
-    if not problems and is_hugging_face(initial):
+    if not problems and is_hf:
         problems = SafetensorsReader(folder).problems(initial_model)
     return problems, rope_differences

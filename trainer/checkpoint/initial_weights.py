@@ -1,25 +1,17 @@
-"""Initial weights of a run: another run's checkpoint or a Hugging Face model. Imports torch only to read tensors.
+"""Initial weights of a run: another run's checkpoint or a Hugging Face model. Imports no torch.
 
-Loads weights only: optimizer, data position and step start from zero. A checkpoint of the run itself takes precedence.
+Only weights are loaded: optimizer, data position and step start from zero. A checkpoint of the run itself takes
+precedence.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from models.config import ModelConfig
-from models.hf import LM_HEAD, HuggingFaceError, SafetensorsReader, TensorSpec, tensor_specs
 from trainer.checkpoint import manifest
 from trainer.checkpoint.manifest import DamageError
 from trainer.checkpoint.run_dir import ResumeError, RunDir
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-log = logging.getLogger("trainer")
 HF_PREFIX = "hf:"
 
 
@@ -46,23 +38,3 @@ def find_checkpoint(path: Path) -> Path:
     if newest is None:
         raise ResumeError(f"{path} is neither a checkpoint nor a run folder with a checkpoint")
     return newest
-
-
-def load_hf_weights(folder: Path, model: ModelConfig, parameters: Mapping[str, Tensor]) -> None:
-    """Fills this rank's parameters, reading only its shards from safetensors. Raises `HuggingFaceError`."""
-    import torch
-
-    from parallelisms.collectives import to_local
-    from parallelisms.init_weights import local_ranges
-
-    weights, hf_entries = SafetensorsReader(folder), tensor_specs(model)
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            values = weights.read(hf_entries[name], local_ranges(parameter))
-            to_local(parameter).copy_(values)
-            if model.tie_embeddings and name == "embed.weight" and weights.has_tensor(LM_HEAD):
-                head = weights.read(TensorSpec(LM_HEAD, hf_entries[name].shape), local_ranges(parameter))
-                if not torch.equal(head, values):
-                    raise HuggingFaceError(
-                        [f"{LM_HEAD} differs from model.embed_tokens.weight, but tie_word_embeddings is true"]
-                    )

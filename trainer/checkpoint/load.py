@@ -11,7 +11,6 @@ import pickle
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,7 +22,6 @@ from torch.distributed.checkpoint import (
     CheckpointException,
     DefaultLoadPlanner,
     FileSystemReader,
-    LoadPlanner,
     Metadata,
     ReadItem,
 )
@@ -36,29 +34,21 @@ from trainer.checkpoint.rank_sync import describe_error, root_cause, run_on_all_
 from trainer.errors import ResumeError, RunFailedError
 
 MODEL_PREFIX = "model."
-_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 ALLOWED_GLOBALS = frozenset(
-    {
-        *(
-            (_METADATA_MODULE, name)
-            for name in (
-                "Metadata",
-                "MetadataIndex",
-                "TensorStorageMetadata",
-                "ChunkStorageMetadata",
-                "TensorProperties",
-                "StorageMeta",
-                "_MEM_FORMAT_ENCODING",
-            )
+    (module, name)
+    for module, names in {
+        "torch.distributed.checkpoint.metadata": (
+            "Metadata MetadataIndex TensorStorageMetadata ChunkStorageMetadata TensorProperties StorageMeta "
+            "_MEM_FORMAT_ENCODING"
         ),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("torch.serialization", "_get_layout"),
-        ("torch", "Size"),
-        ("pathlib", "PosixPath"),
-        ("pathlib._local", "PosixPath"),
-        ("collections", "OrderedDict"),
-        *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
-    }
+        "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+        "torch.serialization": "_get_layout",
+        "torch": " ".join(["Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))]),
+        "pathlib": "PosixPath",
+        "pathlib._local": "PosixPath",
+        "collections": "OrderedDict",
+    }.items()
+    for name in names.split()
 )
 """Classes and functions that `.metadata` may name: those of torch's own metadata, and dtypes."""
 
@@ -89,12 +79,17 @@ class CheckpointReader(FileSystemReader):
         super().__init__(checkpoint)
         self.checkpoint = checkpoint
         files = manifest.read_intact(checkpoint, check_hashes=False).files
+        path = checkpoint / manifest.METADATA_FILE
+        content = retry_io(path, path.read_bytes)
         try:
-            content = retry_io(checkpoint / manifest.METADATA_FILE, (checkpoint / manifest.METADATA_FILE).read_bytes)
-            self.metadata = _parse_metadata(content, files)
+            self.metadata: Metadata = RestrictedUnpickler(io.BytesIO(content)).load()
+            _validate_metadata(self.metadata, files)
         except DamageError as error:
             raise ResumeError(f"{checkpoint} cannot be read: {error}") from None
-        self.tensor_metadata: dict[str, TensorStorageMetadata] = self.metadata.state_dict_metadata  # type: ignore[assignment]
+        except Exception as error:
+            reason = f"{path.name} cannot be parsed: {describe_error(error)}"
+            raise ResumeError(f"{checkpoint} cannot be read: {reason}") from error
+        self.tensor_metadata: dict[str, TensorStorageMetadata] = self.metadata.state_dict_metadata
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         return self.metadata
@@ -121,17 +116,18 @@ def load_tensors(
     start with `prefix`. Raises `RunFailedError` for an I/O error.
     """
     reader = run_on_all_ranks(lambda: CheckpointReader(checkpoint), group)
-    # memory.optimizer_dtype may change on resume. Only optimizer moments can be bfloat16.
-    canonical_dtype = {torch.bfloat16: torch.float32}
+
+    def describe(shape: torch.Size, dtype: torch.dtype) -> tuple[tuple[int, ...], torch.dtype]:
+        # memory.optimizer_dtype may change on resume. Only optimizer moments can be bfloat16.
+        return tuple(shape), torch.float32 if dtype is torch.bfloat16 else dtype
+
     saved = {
-        name: (tuple(entry.size), canonical_dtype.get(entry.properties.dtype, entry.properties.dtype))
+        name: describe(entry.size, entry.properties.dtype)
         for name, entry in reader.tensor_metadata.items()
         if name.startswith(prefix)
     }
-    rank_entries = {
-        name: (tuple(tensor.shape), canonical_dtype.get(tensor.dtype, tensor.dtype)) for name, tensor in tensors.items()
-    }
-    expected = {name: entry for stage in all_gather_object(rank_entries, pp_group) for name, entry in stage.items()}
+    own = {name: describe(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    expected = {name: entry for stage in all_gather_object(own, pp_group) for name, entry in stage.items()}
     require_matching_tensors(checkpoint, saved, expected)
     read_tensors(reader, tensors, group=group)
 
@@ -161,19 +157,19 @@ def read_tensors(
     Raises `ResumeError` or `RunFailedError`, the same on all ranks.
     """
     for attempt in range(MAX_RETRIES + 1):
-        planner: LoadPlanner = TensorLoadPlanner()
         try:
             with warnings.catch_warnings():
                 if no_dist:
                     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.load(tensors, storage_reader=reader, planner=planner, process_group=group, no_dist=no_dist)
+                dcp.load(
+                    tensors, storage_reader=reader, planner=TensorLoadPlanner(), process_group=group, no_dist=no_dist
+                )
             return
         except (Exception, CheckpointException) as error:
             is_transient = getattr(root_cause(error), "errno", None) in TRANSIENT_ERRNOS
-            if not is_transient:
-                raise ResumeError(f"{reader.checkpoint} cannot be read: {describe_error(error)}") from error
-            if attempt == MAX_RETRIES:
-                raise RunFailedError(f"{reader.checkpoint} cannot be read: {describe_error(error)}") from error
+            if not is_transient or attempt == MAX_RETRIES:
+                error_type = RunFailedError if is_transient else ResumeError
+                raise error_type(f"{reader.checkpoint} cannot be read: {describe_error(error)}") from error
 
 
 def read_full_tensor(reader: CheckpointReader, name: str) -> Tensor:
@@ -184,34 +180,16 @@ def read_full_tensor(reader: CheckpointReader, name: str) -> Tensor:
     return state_dict[name]
 
 
-def _parse_metadata(content: bytes, files: Mapping[str, tuple[int, str]]) -> Metadata:
-    """Unpickles and validates `.metadata`. `files` are the manifest's. Raises `DamageError`."""
-    try:
-        metadata = RestrictedUnpickler(io.BytesIO(content)).load()
-        _validate_metadata(metadata, files)
-    except DamageError:
-        raise
-    except Exception as error:
-        raise DamageError(f"{manifest.METADATA_FILE} cannot be parsed: {describe_error(error)}") from error
-    return metadata  # type: ignore[no-any-return]  # `_validate_metadata` checked the type.
-
-
 def _require_dataclass_fields(instance: object, state: object) -> None:
     """Raises `DamageError` unless the state sets only dataclass fields or is a tuple for `__setstate__`."""
     cls: type = type(instance)
-    field_names = _field_names(cls)
+    names = {field.name for field in fields(cls)} if is_dataclass(cls) else set[str]()
     has_setstate = hasattr(cls, "__setstate__")
-    if field_names and (type(state) is tuple if has_setstate else type(state) is dict and state.keys() <= field_names):
+    if names and (type(state) is tuple if has_setstate else type(state) is dict and state.keys() <= names):
         return
     raise DamageError(
         f"{manifest.METADATA_FILE} sets attributes of {cls.__module__}.{cls.__name__} that are not dataclass fields"
     )
-
-
-@cache
-def _field_names(cls: type) -> frozenset[str]:
-    """Field names of a dataclass; empty for another class."""
-    return frozenset(field.name for field in fields(cls)) if is_dataclass(cls) else frozenset()
 
 
 def _validate_metadata(metadata: Metadata, files: Mapping[str, tuple[int, str]]) -> None:
@@ -220,16 +198,13 @@ def _validate_metadata(metadata: Metadata, files: Mapping[str, tuple[int, str]])
     for name, entry in metadata.state_dict_metadata.items():
         if type(name) is not str or type(entry) is not TensorStorageMetadata:
             raise DamageError(f"{name} is not a tensor")
-    for index, storage_info in (metadata.storage_data or {}).items():
+    for index, stored in (metadata.storage_data or {}).items():
         if type(index) is not MetadataIndex or index.fqn not in metadata.state_dict_metadata:
             raise DamageError(f"{manifest.METADATA_FILE} stores a tensor that it does not describe: {index}")
-        if storage_info.relative_path not in files:
-            raise DamageError(
-                f'{manifest.METADATA_FILE} stores {index.fqn} in "{storage_info.relative_path}", '
-                "which the manifest does not list"
-            )
-        size, _ = files[storage_info.relative_path]
-        if not (0 <= storage_info.offset <= storage_info.offset + storage_info.length <= size):
-            raise DamageError(f"{manifest.METADATA_FILE} stores {index.fqn} outside {storage_info.relative_path}")
-        if storage_info.transform_descriptors:
-            raise DamageError(f"{index.fqn} is stored as {storage_info.transform_descriptors}, which is not supported")
+        where, file = f"{manifest.METADATA_FILE} stores {index.fqn}", stored.relative_path
+        if file not in files:
+            raise DamageError(f'{where} in "{file}", which the manifest does not list')
+        if not (0 <= stored.offset <= stored.offset + stored.length <= files[file][0]):
+            raise DamageError(f"{where} outside {file}")
+        if stored.transform_descriptors:
+            raise DamageError(f"{index.fqn} is stored as {stored.transform_descriptors}, which is not supported")

@@ -13,9 +13,8 @@ import stat
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 from trainer.checkpoint.durable_io import write_and_fsync
 from trainer.errors import ResumeError, RunFailedError
@@ -28,15 +27,6 @@ TRANSIENT_ERRNOS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 """Errors of a network file system that may succeed on a retry."""
 MAX_RETRIES = 3
 RETRY_DELAY_SECONDS = 1.0
-FIELD_TYPES: dict[str, type] = {
-    "step": int,
-    "attempt": str,
-    "world_size": int,
-    "mesh": dict,
-    "versions": dict,
-    "saved": str,
-    "files": dict,
-}
 
 
 class DamageError(Exception):
@@ -61,6 +51,9 @@ class Manifest:
         return sum(size for size, _ in self.files.values())
 
 
+FIELD_TYPES = {name: get_origin(hint) or hint for name, hint in get_type_hints(Manifest).items()}
+
+
 def write(folder: Path, manifest: Manifest) -> None:
     write_and_fsync(folder / MANIFEST_FILE, _encode({"format": FORMAT_VERSION, **asdict(manifest)}))
 
@@ -70,8 +63,9 @@ def read(folder: Path) -> Manifest:
 
     Raises `DamageError`, `ResumeError` for another format version, and `RunFailedError` for an I/O error.
     """
+    path = folder / MANIFEST_FILE
     try:
-        content = retry_io(folder / MANIFEST_FILE, (folder / MANIFEST_FILE).read_bytes)
+        content = retry_io(path, path.read_bytes)
     except FileNotFoundError:
         raise DamageError(f"{MANIFEST_FILE} is missing") from None
     try:
@@ -113,11 +107,8 @@ def read_intact(folder: Path, *, check_hashes: bool) -> Manifest:
 
 def find_damage(folder: Path, manifest: Manifest, names: Iterable[str], *, check_hashes: bool = True) -> list[str]:
     """One line per named file whose size or hash differs from the manifest. Raises `RunFailedError` for I/O errors."""
-    return [
-        problem
-        for name in names
-        if (problem := _file_damage(folder / name, *manifest.files[name], check_hashes=check_hashes))
-    ]
+    damages = (_file_damage(folder / name, *manifest.files[name], check_hashes=check_hashes) for name in names)
+    return [damage for damage in damages if damage]
 
 
 def hash_file(path: Path) -> tuple[int, str]:
@@ -132,7 +123,8 @@ def retry_io(path: Path, function: Callable[[], T]) -> T:
 
     Raises `FileNotFoundError`, and `RunFailedError` for any other `OSError`: the file may be intact.
     """
-    for attempt in count(1):
+    attempt = 1
+    while True:
         try:
             return function()
         except FileNotFoundError:
@@ -140,8 +132,8 @@ def retry_io(path: Path, function: Callable[[], T]) -> T:
         except OSError as error:
             if error.errno not in TRANSIENT_ERRNOS or attempt > MAX_RETRIES:
                 raise RunFailedError(f"{path} cannot be read (attempt {attempt}): {error.strerror}") from None
+        attempt += 1
         time.sleep(RETRY_DELAY_SECONDS)
-    raise RunFailedError(f"{path} cannot be read")
 
 
 def _file_damage(path: Path, size: int, digest: str, *, check_hashes: bool) -> str | None:
@@ -163,7 +155,8 @@ def _validate(folder: Path, body: dict[str, Any]) -> Manifest:
     if body.keys() != FIELD_TYPES.keys() or not all(isinstance(body[key], kind) for key, kind in FIELD_TYPES.items()):
         raise DamageError(f"{MANIFEST_FILE} must contain {', '.join(FIELD_TYPES)}")
     for name, entry in body["files"].items():
-        if not is_plain_file_name(name) or name == MANIFEST_FILE:
+        # A name must not lead out of the folder.
+        if name in ("", ".", "..", MANIFEST_FILE) or set(name) & {"/", "\\", "\0"}:
             raise DamageError(f'{MANIFEST_FILE} lists "{name}", which is not a checkpoint file')
         if not (isinstance(entry, list) and [*map(type, entry)] == [int, str]):
             raise DamageError(f"{MANIFEST_FILE} must list size and sha256 of {name}")
@@ -171,11 +164,6 @@ def _validate(folder: Path, body: dict[str, Any]) -> Manifest:
     if number != folder.name and number != str(body["step"]):
         raise DamageError(f"{MANIFEST_FILE} is for step {body['step']}")
     return Manifest(**body | {"files": {name: (size, digest) for name, (size, digest) in body["files"].items()}})
-
-
-def is_plain_file_name(name: str) -> bool:
-    """Whether the name has no path component, so that it cannot lead out of its folder."""
-    return name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
 
 
 def format_bytes(number: float) -> str:

@@ -21,8 +21,8 @@ class PhaseError(Exception):
     """A phase of a save failed on some rank. All ranks raise it."""
 
 
-def run_on_all_ranks(function: Callable[[], T], group: ProcessGroup | None) -> T:
-    """Returns this rank's value once the function has succeeded on all ranks. Collective.
+def run_and_gather(function: Callable[[], T], group: ProcessGroup | None) -> list[T]:
+    """The function's values of all ranks, by rank, once it has succeeded on all. Collective.
 
     If any rank fails, all ranks raise `ResumeError` or `RunFailedError` if a rank raised that, else `PhaseError`.
     """
@@ -38,21 +38,29 @@ def run_on_all_ranks(function: Callable[[], T], group: ProcessGroup | None) -> T
         problems = {rank: describe_error(failure) for rank, (failure, _) in error.failures.items()}
     except Exception as error:  # noqa: BLE001 - reported to the other ranks, which would wait for this one
         problems = {rank: describe_error(error)}
-    outcomes = all_gather_object((error_type, problems), group)
-    if problems_by_rank := {rank: problem for _, problems in outcomes for rank, problem in sorted(problems.items())}:
-        raised_type = next(kind for kind, problems in outcomes if problems)
+    outcomes = all_gather_object((value, error_type, problems), group)
+    if problems_by_rank := {rank: problem for _, _, problems in outcomes for rank, problem in sorted(problems.items())}:
+        raised_type = next(kind for _, kind, problems in outcomes if problems)
         # A damaged checkpoint looks the same to every rank.
-        omit_ranks = raised_type is not PhaseError or distributed.get_world_size(group) == 1
+        omit_ranks = raised_type is not PhaseError or len(outcomes) == 1
         messages = dict.fromkeys(
             problem if omit_ranks else f"[rank {rank}] {problem}" for rank, problem in problems_by_rank.items()
         )
         raise raised_type("; ".join([*messages][:MAX_REPORTED_PROBLEMS]))
-    return value  # type: ignore[return-value]  # Set, because no rank failed.
+    return [value for value, _, _ in outcomes]  # type: ignore[misc]  # Set, because no rank failed.
 
 
-def run_and_gather(function: Callable[[], T], group: ProcessGroup | None) -> list[T]:
-    """The function's values of all ranks, by rank. Raises as `run_on_all_ranks`. Collective."""
-    return all_gather_object(run_on_all_ranks(function, group), group)
+def run_on_all_ranks(function: Callable[[], T], group: ProcessGroup | None) -> T:
+    """The function's value on this rank. Raises as `run_and_gather`. Collective."""
+    values: list[T] = []
+    run_and_gather(lambda: values.append(function()), group)
+    return values[0]
+
+
+def run_on_rank_zero(function: Callable[[], T], group: ProcessGroup | None) -> T:
+    """Rank 0's value; the other ranks do not run the function. Raises as `run_and_gather`. Collective."""
+    is_rank_zero = distributed.get_rank(group) == 0
+    return run_and_gather(lambda: function() if is_rank_zero else None, group)[0]  # type: ignore[return-value]
 
 
 def describe_error(error: BaseException) -> str:

@@ -7,20 +7,24 @@ retryable error.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from torch import distributed
+import torch
+from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
-from models.hf import HuggingFaceError
-from parallelisms.collectives import all_gather_object
+from models.config import ModelConfig
+from models.hf import LM_HEAD, HuggingFaceError, SafetensorsReader, TensorSpec, tensor_specs
+from parallelisms.collectives import all_gather_object, to_local
+from parallelisms.init_weights import local_ranges
 from trainer.checkpoint import manifest
-from trainer.checkpoint.initial_weights import is_hugging_face, load_hf_weights, resolve_initial_path
+from trainer.checkpoint.initial_weights import is_hugging_face, resolve_initial_path
 from trainer.checkpoint.load import MODEL_PREFIX, load_tensors
 from trainer.checkpoint.manifest import DamageError
-from trainer.checkpoint.rank_sync import run_and_gather, run_on_all_ranks
+from trainer.checkpoint.rank_sync import run_and_gather, run_on_all_ranks, run_on_rank_zero
 from trainer.checkpoint.retention import quarantine
 from trainer.checkpoint.run_dir import RunDir, check_resume, describe_differences, flatten_config, raise_if_all_damaged
 from trainer.config.job_config import Config
@@ -50,10 +54,9 @@ def resume(config: Config, run_dir: RunDir, trainer: Trainer, group: ProcessGrou
             "run the same command again to resume that stage"
         )
     saved_data, current_data = state["data"], trainer.dataset.fingerprints
-    shared = saved_data.keys() & current_data.keys()
     if starts_new_stage := state["stage"]["index"] != trainer.stage.index:
-        saved_data = {name: saved_data[name] for name in shared}
-        current_data = {name: current_data[name] for name in shared}
+        shared = saved_data.keys() & current_data.keys()
+        saved_data, current_data = ({name: data[name] for name in shared} for data in (saved_data, current_data))
     if mismatches := describe_differences(saved_data, current_data):
         raise ResumeError(f"{checkpoint} was trained on other data: {'; '.join(mismatches)}")
     prefix = MODEL_PREFIX if starts_new_stage and trainer.stage.resets_optimizer else ""
@@ -69,10 +72,10 @@ def resume(config: Config, run_dir: RunDir, trainer: Trainer, group: ProcessGrou
 def _load_initial_weights(initial: str, trainer: Trainer, group: ProcessGroup) -> None:
     """Raises `RankFailedError` for a Hugging Face model that only this rank cannot read."""
     # Rank 0 chooses: the other run may commit a checkpoint while the ranks look.
-    folder = all_gather_object(run_on_all_ranks(lambda: resolve_initial_path(initial), group), group)[0]
+    folder = run_and_gather(lambda: resolve_initial_path(initial), group)[0]
     if is_hugging_face(initial):
         try:
-            load_hf_weights(folder, trainer.config.model.build(), trainer.optimizer.parameters_by_name)
+            _load_hf_weights(folder, trainer.config.model.build(), trainer.optimizer.parameters_by_name)
         except HuggingFaceError as error:
             raise RankFailedError(EXIT_NO_RETRY, str(error)) from error
     else:
@@ -80,6 +83,21 @@ def _load_initial_weights(initial: str, trainer: Trainer, group: ProcessGroup) -
         weights = {name: tensor for name, tensor in trainer.state_dict().items() if name.startswith(MODEL_PREFIX)}
         load_tensors(folder, weights, trainer.mesh.pp_group, prefix=MODEL_PREFIX, group=group)
     log.info("initial weights: %s", folder)
+
+
+def _load_hf_weights(folder: Path, model: ModelConfig, parameters: Mapping[str, Tensor]) -> None:
+    """Fills this rank's parameters, reading only its shards from safetensors. Raises `HuggingFaceError`."""
+    weights, specs = SafetensorsReader(folder), tensor_specs(model)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            values = weights.read(specs[name], local_ranges(parameter))
+            to_local(parameter).copy_(values)
+            if model.tie_embeddings and name == "embed.weight" and weights.has_tensor(LM_HEAD):
+                head = weights.read(TensorSpec(LM_HEAD, specs[name].shape), local_ranges(parameter))
+                if not torch.equal(head, values):
+                    raise HuggingFaceError(
+                        [f"{LM_HEAD} differs from model.embed_tokens.weight, but tie_word_embeddings is true"]
+                    )
 
 
 # ---- verification
@@ -90,17 +108,13 @@ def latest_verified_checkpoint(run_dir: RunDir, group: ProcessGroup) -> Path | N
 
     Quarantines damaged checkpoints as `bad-step-*`. Raises `ResumeError` if all are damaged, or `RunFailedError`.
     """
-    is_rank_zero = group.rank() == 0
     committed = all_gather_object(run_dir.committed_checkpoints(), group)[0]
     for _, checkpoint in reversed(committed):
         problems = verify_checkpoint(checkpoint, group)
         if not problems:
             return checkpoint
-        quarantine_once = (
-            partial(_quarantine, run_dir, checkpoint, "; ".join(problems)) if is_rank_zero else lambda: None
-        )
-        run_on_all_ranks(quarantine_once, group)
-    run_on_all_ranks(lambda: raise_if_all_damaged(run_dir) if is_rank_zero else None, group)
+        run_on_rank_zero(partial(_quarantine, run_dir, checkpoint, "; ".join(problems)), group)
+    run_on_rank_zero(lambda: raise_if_all_damaged(run_dir), group)
     return None
 
 
@@ -112,22 +126,19 @@ def require_verified(checkpoint: Path, group: ProcessGroup | None) -> None:
 
 def verify_checkpoint(checkpoint: Path, group: ProcessGroup | None) -> list[str]:
     """Damage of a checkpoint's files, the same on all ranks. Collective. Raises `ResumeError` or `RunFailedError`."""
-    rank, world_size = distributed.get_rank(group), distributed.get_world_size(group)
 
-    def check_sizes() -> manifest.Manifest | list[str] | None:
-        if rank != 0:
-            return None
+    def check_sizes() -> manifest.Manifest | list[str]:
         try:
             found = manifest.read_validated(checkpoint)
         except DamageError as error:
             return [str(error)]
         return manifest.find_damage(checkpoint, found, found.files, check_hashes=False) or found
 
-    manifest_or_problems = run_and_gather(check_sizes, group)[0]
-    if not isinstance(manifest_or_problems, manifest.Manifest):
-        return manifest_or_problems or []
-    rank_files = sorted(manifest_or_problems.files)[rank::world_size]
-    return [*chain(*run_and_gather(lambda: manifest.find_damage(checkpoint, manifest_or_problems, rank_files), group))]
+    found = run_on_rank_zero(check_sizes, group)
+    if isinstance(found, list):
+        return found
+    rank_files = sorted(found.files)[distributed.get_rank(group) :: distributed.get_world_size(group)]
+    return [*chain(*run_and_gather(lambda: manifest.find_damage(checkpoint, found, rank_files), group))]
 
 
 def _quarantine(run_dir: RunDir, checkpoint: Path, reason: str) -> None:

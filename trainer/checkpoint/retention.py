@@ -29,10 +29,8 @@ def checkpoints_to_delete(
     protected_paths = {path.resolve() for path in protected}
     return [
         folder
-        for step, folder in committed[: max(0, len(committed) - keep)]
-        if not (keep_every and step % keep_every == 0)
-        and not is_pinned(folder)
-        and folder.resolve() not in protected_paths
+        for step, folder in committed[:-keep]
+        if not ((keep_every and step % keep_every == 0) or is_pinned(folder) or folder.resolve() in protected_paths)
     ]
 
 
@@ -52,8 +50,7 @@ def valid_checkpoints(committed: StepsAndFolders) -> list[tuple[int, Path]]:
 
 def delete_checkpoint(folder: Path) -> None:
     with suppress(FileNotFoundError):  # Another process deleted it.
-        temporary = folder.rename(folder.with_name(f".tmp-old-{folder.name}"))
-        shutil.rmtree(temporary)
+        shutil.rmtree(folder.rename(folder.with_name(f".tmp-old-{folder.name}")))
 
 
 def remove_temporary_folders(checkpoints: Path) -> None:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint import manifest
-from trainer.checkpoint.durable_io import LineAppender, write_and_fsync
+from trainer.checkpoint.durable_io import LineAppender, write_atomic
 from trainer.checkpoint.manifest import DamageError
 from trainer.checkpoint.retention import list_quarantined
 from trainer.config.job_config import Config, TrainingStage
@@ -38,7 +38,7 @@ from trainer.errors import ResumeError as ResumeError
 log = logging.getLogger("trainer")
 
 # Values that must not change on resume. The path of the corpus may change: its fingerprint is compared instead.
-IDENTITY_KEYS = ("model", "tokenizer.kind", "data", "training.seq_len", "training.seed", "optimizer.name")
+IDENTITY_KEYS = ("model.", "tokenizer.kind.", "data.", "training.seq_len.", "training.seed.", "optimizer.name.")
 NON_IDENTITY_KEYS = ("data.cache_dir", "data.bad_files", "data.corpus")
 STATE_FIELD_TYPES = {"step": int, "trainer": dict, "data": dict, "config": dict, "stage": dict}
 
@@ -88,9 +88,7 @@ class RunDir:
 
     def record_start(self, config: Config, step: int) -> None:
         """Writes config.toml and cuts metrics.jsonl after `step`. Called on rank 0 when a run starts or resumes."""
-        temporary = self.config_path.with_suffix(".tmp")
-        write_and_fsync(temporary, to_toml(config).encode())
-        temporary.rename(self.config_path)
+        write_atomic(self.config_path, to_toml(config).encode())
         self.truncate_metrics(step)
 
     def log_event(self, kind: str, **fields: Any) -> None:
@@ -127,15 +125,14 @@ class RunDir:
 
     def first_loss(self) -> float | None:
         """Loss of the first logged step."""
-        with suppress(OSError, StopIteration), self.metrics_path.open() as lines:
-            loss: float | None = json.loads(next(lines))["loss"]
-            return loss
+        with suppress(OSError):
+            return next((record.get("loss") for _, record in _read_json_lines(self.metrics_path)), None)
         return None
 
     def first_validation_loss(self, name: str) -> float | None:
         """Loss of the first validation of the set `name` since the run last started at step 0."""
         first: float | None = None
-        for event in map(_parse_event, self.events_path.read_bytes().splitlines() if self.events_path.exists() else []):
+        for _, event in _read_json_lines(self.events_path):
             if event.get("event") == "start" and event.get("step") == 0:
                 first = None
             elif event.get("event") == "validation" and event.get("set") == name and first is None:
@@ -144,16 +141,14 @@ class RunDir:
 
     def truncate_metrics(self, step: int) -> None:
         """Drops lines after `step` and a torn last line, so that a resumed run logs each step once."""
-        if not self.metrics_path.exists():
-            return
-        lines = self.metrics_path.read_bytes().splitlines(keepends=True)
+        lines = [*_read_json_lines(self.metrics_path)]
         kept_lines = [
-            line for line in lines if (line_step := _parse_metrics_step(line)) is not None and line_step <= step
+            line
+            for line, record in lines
+            if line.endswith(b"\n") and isinstance(number := record.get("step"), int) and number <= step
         ]
         if len(kept_lines) != len(lines):
-            temporary = self.metrics_path.with_suffix(".tmp")
-            write_and_fsync(temporary, b"".join(kept_lines))
-            temporary.replace(self.metrics_path)
+            write_atomic(self.metrics_path, b"".join(kept_lines))
 
 
 def find_checkpoints(path: Path) -> tuple[RunDir, list[tuple[int, Path]]]:
@@ -180,21 +175,13 @@ def _parse_step(name: str) -> int | None:
     return int(number) if number.isascii() and number.isdecimal() and str(int(number)) == number else None
 
 
-def _parse_event(line: bytes) -> dict[str, Any]:
-    """The event in a line of events.jsonl; empty for a torn line."""
-    try:
-        event = json.loads(line)
-    except ValueError:
-        return {}
-    return event if isinstance(event, dict) else {}
-
-
-def _parse_metrics_step(line: bytes) -> int | None:
-    try:
-        step = json.loads(line)["step"] if line.endswith(b"\n") else None
-    except (ValueError, KeyError, TypeError):
-        return None
-    return step if isinstance(step, int) else None
+def _read_json_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Every line and its object, which is empty for a torn line; nothing without a file."""
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+        value = None
+        with suppress(ValueError):
+            value = json.loads(line)
+        yield line, value if isinstance(value, dict) else {}
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -221,33 +208,31 @@ def flatten_config(config: Config) -> dict[str, Any]:
     """Every value by its dotted key, with the model preset resolved; without [job], [[stage]], [slurm] and [plan]."""
     values = config.model_dump(mode="json", exclude={"job", "stage", "slurm", "plan"})
     values["model"] = dataclasses.asdict(config.model.build())
-    return json.loads(json.dumps(_flatten("", values)))  # type: ignore[no-any-return]  # Tuples become lists.
+    return _flatten(json.loads(json.dumps(values)))  # Tuples become lists.
 
 
-def run_identity(config: Config) -> dict[str, Any]:
-    """The values that must not change when a run resumes."""
-    return _identity_values(flatten_config(config))
+def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = dict[str, Any]()
+    for name, value in values.items():
+        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
 
 
-def _identity_values(values: dict[str, Any]) -> dict[str, Any]:
-    mix_sources = {item["source"] for item in values.get("data.mix", ())}
+def run_identity(values: dict[str, Any]) -> dict[str, Any]:
+    """Of the values of `flatten_config`, those that must not change when a run resumes."""
     # Sources outside the stage's mix may change.
-    values = {
-        key: value
-        for key, value in values.items()
-        if not key.startswith("data.sources.") or key.removeprefix("data.sources.").partition(".")[0] in mix_sources
-    }
+    mixed_sources = tuple(f"data.sources.{item['source']}." for item in values.get("data.mix", ()))
     return {
         key: value
         for key, value in values.items()
-        if key not in NON_IDENTITY_KEYS
+        if f"{key}.".startswith(IDENTITY_KEYS)
+        and key not in NON_IDENTITY_KEYS
         and not is_source_path(key)
-        and any(key == name or key.startswith(f"{name}.") for name in IDENTITY_KEYS)
+        and (key.startswith(mixed_sources) or not key.startswith("data.sources."))
     }
 
 
 def is_source_path(key: str) -> bool:
-    """Whether the key is the path of a data source."""
     return key.startswith("data.sources.") and key.endswith(".path")
 
 
@@ -271,7 +256,8 @@ def check_resume(config: Config, checkpoint: Path) -> dict[str, Any]:
         raise ResumeError(f"{checkpoint} is from stage {index + 1} of a run with {len(config.training_stages)} stages")
     stage = config.training_stages[index]
     mismatches = describe_differences(
-        _identity_values(state["config"]) | state["stage"], run_identity(stage.config) | stage_position(stage)
+        run_identity(state["config"]) | state["stage"],
+        run_identity(flatten_config(stage.config)) | stage_position(stage),
     )
     if stage.index + 1 < stage.num_stages and state["step"] > stage.end_step:
         mismatches.append(f"{stage} was at step {state['step']} and now ends at step {stage.end_step}")
@@ -294,6 +280,25 @@ def next_stage(config: Config) -> TrainingStage | None:
 
     Raises `ResumeError` if the run cannot resume, or if it would start over in a folder with checkpoints.
     """
+    _, step = _resume_point(config)
+    return next((stage for stage in config.training_stages if step < stage.end_step), None)
+
+
+def finished_message(config: Config) -> str | None:
+    """A message if the run is done, else None. Raises as `next_stage`."""
+    checkpoint, step = _resume_point(config)
+    first_stage = config.training_stages[0]
+    if step < first_stage.total_steps:
+        return None
+    extend_hint = "append a [[stage]]" if first_stage.name else "raise --training.steps"
+    return (
+        f"already done: {checkpoint} is at step {step} of {first_stage.total_steps}. "
+        f"To continue, {extend_hint}; to start over, choose another --job.output_dir or remove {config.output_dir}"
+    )
+
+
+def _resume_point(config: Config) -> tuple[Path | None, int]:
+    """(checkpoint to resume from, its step); (None, 0) for a fresh start."""
     # Comparing with a checkpoint builds the models.
     if problems := [problem for stage in config.training_stages for problem in stage.config.model.problems()]:
         raise ConfigError(problems)
@@ -304,29 +309,4 @@ def next_stage(config: Config) -> TrainingStage | None:
             "choose another job.output_dir"
         )
     checkpoint = run_dir.resume_checkpoint(config)
-    step = 0 if checkpoint is None else check_resume(config, checkpoint)["step"]
-    return next((stage for stage in config.training_stages if step < stage.end_step), None)
-
-
-def finished_message(config: Config) -> str | None:
-    """A message if the run is done, else None. Raises as `next_stage`."""
-    if next_stage(config) is not None:
-        return None
-    run_dir = RunDir(config.output_dir)
-    extend_hint = "append a [[stage]]" if config.training_stages[0].name else "raise --training.steps"
-    checkpoint = run_dir.resume_checkpoint(config)
-    step = config.training_stages[0].total_steps if checkpoint is None else read_state(checkpoint)["step"]
-    return (
-        f"already done: {checkpoint} is at step {step} of {config.training_stages[0].total_steps}. "
-        f"To continue, {extend_hint}; to start over, choose another --job.output_dir or remove {config.output_dir}"
-    )
-
-
-def _flatten(prefix: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {prefix: [*value] if isinstance(value, tuple) else value}
-    return {
-        key: leaf
-        for name, inner in value.items()
-        for key, leaf in _flatten(f"{prefix}.{name}" if prefix else name, inner).items()
-    }
+    return checkpoint, 0 if checkpoint is None else check_resume(config, checkpoint)["step"]

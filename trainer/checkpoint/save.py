@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -28,7 +28,7 @@ from parallelisms.collectives import num_replicas, to_local
 from trainer.checkpoint import manifest
 from trainer.checkpoint.durable_io import fsync_path, write_and_fsync
 from trainer.checkpoint.manifest import Manifest
-from trainer.checkpoint.rank_sync import PhaseError, run_and_gather, run_on_all_ranks
+from trainer.checkpoint.rank_sync import PhaseError, run_and_gather, run_on_all_ranks, run_on_rank_zero
 from trainer.checkpoint.retention import remove_temporary_folders
 
 LocalTensorsGetter = Callable[[], Mapping[str, Tensor]]
@@ -52,7 +52,7 @@ class SaveRequest:
     get_local_tensors: LocalTensorsGetter
     """Returns this rank's shards to write. May block and may raise."""
     state: Mapping[str, Any]
-    mesh_degrees: Mapping[str, int]
+    """The contents of `state.json`."""
     previous_bytes: int
     """Size of the previous checkpoint of the same state; 0 if there is none."""
 
@@ -66,55 +66,47 @@ class SaveRequest:
 
 
 def write_checkpoint(request: SaveRequest, group: ProcessGroup) -> int:
-    """Writes and commits a checkpoint; returns its bytes. Collective.
+    """Writes and commits a checkpoint, unless it exists already; returns its bytes. Collective.
 
     If any rank fails, all ranks raise `PhaseError` and the temporary folder is removed.
     """
-    is_rank_zero = group.rank() == 0
-    local_tensors, num_bytes = _prepare(request, group, is_rank_zero=is_rank_zero)
-    if local_tensors is None:
-        return num_bytes
+    rank_bytes = run_and_gather(lambda: _check_state(request), group)
+    local_tensors = run_on_all_ranks(request.get_local_tensors, group)
+    num_bytes = request.previous_bytes or int(sum(rank_bytes))
+    existing_bytes = run_on_rank_zero(lambda: _reserve_space(request, num_bytes), group)
+    if existing_bytes is not None:
+        return existing_bytes
     try:
         run_on_all_ranks(lambda: _create_temporary_folder(request.temporary_path), group)
-        run_on_all_ranks(lambda: _write_tensors(request, local_tensors, group, is_rank_zero=is_rank_zero), group)
+        run_on_all_ranks(lambda: _write_tensors(request, local_tensors, group), group)
         rank_files = run_and_gather(lambda: _hash_own_files(request.temporary_path, group.rank()), group)
         files = {name: entry for own_files in rank_files for name, entry in own_files.items()}
-        run_on_all_ranks(lambda: _commit(request, files, group.size()) if is_rank_zero else None, group)
+        run_on_rank_zero(lambda: _commit(request, files, group.size()), group)
     except PhaseError as error:
-        disk_full_note = run_and_gather(lambda: _clean_up(request, num_bytes) if is_rank_zero else "", group)[0]
-        if not is_rank_zero:  # On a file system that is not shared, this rank has its own folder.
-            shutil.rmtree(request.temporary_path, ignore_errors=True)
+        disk_full_note = run_on_rank_zero(lambda: _clean_up(request, num_bytes), group)
+        # On a file system that is not shared, each rank has its own folder.
+        shutil.rmtree(request.temporary_path, ignore_errors=True)
         raise PhaseError(f"{disk_full_note}{error}") from None
     return sum(size for size, _ in files.values())
 
 
-def _prepare(
-    request: SaveRequest, group: ProcessGroup, *, is_rank_zero: bool
-) -> tuple[Mapping[str, Tensor] | None, int]:
-    """(Shards of this rank, or None if the checkpoint exists already; expected bytes of the checkpoint)"""
-    staged: list[Mapping[str, Tensor]] = []
+def _check_state(request: SaveRequest) -> float:
+    """Bytes of the checkpoint, divided among the ranks that write them. Raises unless the state can be written as JSON."""
+    json.dumps(request.state, allow_nan=False)
+    return sum(to_local(tensor).nbytes / num_replicas(tensor) for tensor in request.tensors.values())
 
-    def stage_tensors() -> float:
-        json.dumps(request.state, allow_nan=False)
-        staged.append(request.get_local_tensors())
-        return sum(to_local(tensor).nbytes / num_replicas(tensor) for tensor in request.tensors.values())
 
-    total_bytes = int(sum(run_and_gather(stage_tensors, group)))
-    needed_bytes = request.previous_bytes or total_bytes
-
-    def reserve_space() -> int | None:
-        if request.final_path.exists():
-            return manifest.read(request.final_path).bytes
-        request.checkpoints_dir.mkdir(parents=True, exist_ok=True)
-        remove_temporary_folders(request.checkpoints_dir)
-        free = _free_bytes(request.checkpoints_dir)
-        if free < FREE_SPACE_FACTOR * needed_bytes:
-            raise PhaseError(_disk_full_message(free, int(FREE_SPACE_FACTOR * needed_bytes)))
-        request.temporary_path.mkdir()
-        return None
-
-    existing_bytes = run_and_gather(lambda: reserve_space() if is_rank_zero else None, group)[0]
-    return (staged[0], needed_bytes) if existing_bytes is None else (None, existing_bytes)
+def _reserve_space(request: SaveRequest, num_bytes: int) -> int | None:
+    """Creates the temporary folder, or returns the bytes of the checkpoint if it exists."""
+    if request.final_path.exists():
+        return manifest.read(request.final_path).bytes
+    request.checkpoints_dir.mkdir(parents=True, exist_ok=True)
+    remove_temporary_folders(request.checkpoints_dir)
+    free, needed = _free_bytes(request.checkpoints_dir), FREE_SPACE_FACTOR * num_bytes
+    if free < needed:
+        raise PhaseError(_disk_full_message(free, int(needed)))
+    request.temporary_path.mkdir()
+    return None
 
 
 def _create_temporary_folder(temporary: Path) -> None:
@@ -125,16 +117,13 @@ def _create_temporary_folder(temporary: Path) -> None:
         raise PhaseError(f"{temporary.parent} is missing: {SHARED_FILE_SYSTEM_HINT}") from None
 
 
-def _write_tensors(
-    request: SaveRequest, local_tensors: Mapping[str, Tensor], group: ProcessGroup, *, is_rank_zero: bool
-) -> None:
+def _write_tensors(request: SaveRequest, local_tensors: Mapping[str, Tensor], group: ProcessGroup) -> None:
     # Copy-ahead synchronizes with all queued device work, including training. Host tensors do not need it.
     copy_ahead_bytes = 0 if all(shard.device.type == "cpu" for shard in local_tensors.values()) else COPY_AHEAD_BYTES
     writer = dcp.FileSystemWriter(request.temporary_path, per_thread_copy_ahead=copy_ahead_bytes)
-    dcp.save(
-        dict(request.tensors), storage_writer=writer, planner=StagedSavePlanner(local_tensors), process_group=group
-    )
-    if is_rank_zero:
+    planner = StagedSavePlanner(local_tensors)
+    dcp.save(dict(request.tensors), storage_writer=writer, planner=planner, process_group=group)
+    if group.rank() == 0:
         content = json.dumps(request.state, indent=1, allow_nan=False) + "\n"
         write_and_fsync(request.temporary_path / manifest.STATE_FILE, content.encode())
 
@@ -152,13 +141,12 @@ def _require_visible(folder: Path, files: Mapping[str, tuple[int, str]]) -> None
     """Raises `PhaseError` if rank 0 does not see a file of another rank in full."""
     for name, (size, _) in files.items():
         try:
-            visible_bytes = (folder / name).lstat().st_size
+            visible = (folder / name).lstat().st_size
         except FileNotFoundError:
             raise PhaseError(f"{name} was written, but rank 0 does not see it: {SHARED_FILE_SYSTEM_HINT}") from None
-        if visible_bytes != size:
-            raise PhaseError(
-                f"{name} was written with {size:,} bytes, but rank 0 sees {visible_bytes:,}: {SHARED_FILE_SYSTEM_HINT}"
-            )
+        if visible != size:
+            seen = f"with {size:,} bytes, but rank 0 sees {visible:,}"
+            raise PhaseError(f"{name} was written {seen}: {SHARED_FILE_SYSTEM_HINT}")
 
 
 def _commit(request: SaveRequest, files: dict[str, tuple[int, str]], world_size: int) -> None:
@@ -168,7 +156,7 @@ def _commit(request: SaveRequest, files: dict[str, tuple[int, str]], world_size:
         step=request.step,
         attempt=request.attempt,
         world_size=world_size,
-        mesh=dict(request.mesh_degrees),
+        mesh=request.state["degrees"],
         versions={"torch": torch.__version__, "python": platform.python_version()},
         saved=datetime.now(UTC).isoformat(timespec="seconds"),
         files=files,
@@ -208,37 +196,27 @@ class HostStaging:
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
-        self._copy_done: torch.cuda.Event | None = None
 
     def start_copy(self, tensors: Mapping[str, Tensor]) -> LocalTensorsGetter:
         """Starts to overwrite the buffers. The returned function raises the error if the copy could not start."""
+        shards = {name: to_local(tensor.detach()) for name, tensor in tensors.items()}
+        on_device = [shard.device for shard in shards.values() if shard.device.type == "cuda"]
+        copy_done: torch.cuda.Event | None = None
+        failure: RuntimeError | None = None
         try:
-            staged = self._copy(tensors)
+            staged = {name: self._buffer(name, shard).copy_(shard, non_blocking=True) for name, shard in shards.items()}
+            copy_done = torch.cuda.current_stream(on_device[0]).record_event() if on_device else None
         except RuntimeError as error:  # Usually out of memory. A failed save must not stop training.
             failure = error
 
-            def fail() -> NoReturn:
-                raise failure
-
-            return fail
-
         def wait_for_copy() -> dict[str, Tensor]:
-            self._wait()
+            if failure is not None:
+                raise failure
+            if copy_done is not None:
+                copy_done.synchronize()
             return staged
 
         return wait_for_copy
-
-    def _copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        shards = {name: to_local(tensor.detach()) for name, tensor in tensors.items()}
-        on_device = [shard for shard in shards.values() if shard.device.type == "cuda"]
-        for name, shard in shards.items():
-            self._buffer(name, shard).copy_(shard, non_blocking=True)
-        self._copy_done = torch.cuda.current_stream(on_device[0].device).record_event() if on_device else None
-        return {name: self._buffers[name] for name in shards}
-
-    def _wait(self) -> None:
-        if self._copy_done is not None:
-            self._copy_done.synchronize()
 
     def _buffer(self, name: str, shard: Tensor) -> Tensor:
         buffer = self._buffers.get(name)

@@ -1,17 +1,15 @@
-"""Loggers of metric records: metrics.jsonl, TensorBoard and the console."""
+"""Loggers of metric records: TensorBoard and the console."""
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
-from trainer.checkpoint.durable_io import LineAppender
 from trainer.checkpoint.manifest import format_bytes
-from trainer.checkpoint.run_dir import RunDir
 from trainer.config.job_config import Config
 from trainer.hardware.host import GIB
 
@@ -43,33 +41,32 @@ TENSORBOARD_TAGS = {
 }
 
 
-class MetricsLogger(Protocol):
-    def write(self, record: Record) -> None: ...
-    def close(self) -> None: ...
-
-
-class JsonlLogger:
-    """metrics.jsonl; a line is on disk when `write` returns, so a checkpoint never precedes its metrics."""
-
-    def __init__(self, folder: RunDir) -> None:
-        self._lines = LineAppender(folder.metrics_path)
-
-    def write(self, record: Record) -> None:
-        self._lines.append(json.dumps(record, allow_nan=False))
-
-    def close(self) -> None:
-        self._lines.close()
+# TensorBoard's custom dashboard: category, chart, tags.
+DASHBOARD = {
+    "training": {
+        "loss": ["train/loss"],
+        "loss by position": ["position/.*"],
+        "loss by shard": ["loss_by_shard/.*"],
+        "loss by source": ["loss_by_source/.*"],
+        "gradient norm": ["train/grad_norm"],
+    },
+    "validation": {"loss": ["validation/.*"], "loss by context": ["validation_context/.*"]},
+    "performance": {
+        "utilisation": ["perf/mfu", "perf/hfu"],
+        "tokens per second": ["perf/tokens_per_second"],
+        "attention imbalance": ["perf/attention_imbalance"],
+        "GiB": ["memory/.*"],
+    },
+}
 
 
 class TensorBoardLogger:
-    """TensorBoard scalars, a custom dashboard, and the configuration as text."""
+    """TensorBoard scalars, a custom dashboard, and the configuration as text, if `metrics.tensorboard` is set."""
 
-    def __init__(self, folder: RunDir, config: Config, first_step: int) -> None:
-        self._folder = folder
-        self._config = config
-        self._first_step = first_step
+    def __init__(self, config: Config, folder: Path, first_step: int) -> None:
+        self._config, self._folder, self._first_step = config, folder, first_step
+        self._is_enabled = config.metrics.tensorboard
         self._writer: Any = None
-        self._has_failed = False
 
     def write(self, record: Record) -> None:
         scalars = {tag: record[key] for key, tag in TENSORBOARD_TAGS.items()}
@@ -82,17 +79,16 @@ class TensorBoardLogger:
 
     def add_scalars(self, scalars: Mapping[str, float | None], step: int) -> None:
         """Scalars by tag; None is skipped."""
-        if self._has_failed:
-            return
         with self._disable_on_error():
-            self._writer = self._writer or self._open_writer()
-            for tag, value in scalars.items():
-                if value is not None:
-                    self._writer.add_scalar(tag, value, step)
+            if self._is_enabled:
+                self._writer = self._writer or self._open_writer()
+                for tag, value in scalars.items():
+                    if value is not None:
+                        self._writer.add_scalar(tag, value, step)
 
     def close(self) -> None:
-        if self._writer is not None and not self._has_failed:
-            with self._disable_on_error():
+        with self._disable_on_error():
+            if self._is_enabled and self._writer is not None:
                 self._writer.close()
 
     @contextmanager
@@ -101,8 +97,8 @@ class TensorBoardLogger:
         try:
             yield
         except OSError as error:
-            self._has_failed = True
-            log.warning("TensorBoard logging disabled: cannot write to %s: %s", self._folder.tensorboard_dir, error)
+            self._is_enabled = False
+            log.warning("TensorBoard logging disabled: cannot write to %s: %s", self._folder, error)
 
     def _open_writer(self) -> Any:
         # Imported at the first record, because it slows start-up.
@@ -111,29 +107,51 @@ class TensorBoardLogger:
         from trainer.config.toml_format import to_toml
 
         # Hides steps that an earlier launch logged after its last checkpoint; metrics.jsonl drops them, too.
-        writer = SummaryWriter(str(self._folder.tensorboard_dir), purge_step=self._first_step)
+        writer = SummaryWriter(str(self._folder), purge_step=self._first_step)
         writer.add_text("config", "```toml\n" + to_toml(self._config) + "```")
-        charts = {
-            "training": {
-                "loss": ["Multiline", [TENSORBOARD_TAGS["loss"]]],
-                "loss by position": ["Multiline", ["position/.*"]],
-                "loss by shard": ["Multiline", ["loss_by_shard/.*"]],
-                "loss by source": ["Multiline", ["loss_by_source/.*"]],
-                "gradient norm": ["Multiline", [TENSORBOARD_TAGS["grad_norm"]]],
-            },
-            "validation": {
-                "loss": ["Multiline", ["validation/.*"]],
-                "loss by context": ["Multiline", ["validation_context/.*"]],
-            },
-            "performance": {
-                "utilisation": ["Multiline", [TENSORBOARD_TAGS["mfu"], TENSORBOARD_TAGS["hfu"]]],
-                "tokens per second": ["Multiline", [TENSORBOARD_TAGS["tokens_per_second"]]],
-                "attention imbalance": ["Multiline", [TENSORBOARD_TAGS["attention_imbalance"]]],
-                "GiB": ["Multiline", ["memory/.*"]],
-            },
-        }
-        writer.add_custom_scalars(charts)
+        writer.add_custom_scalars(
+            {
+                category: {title: ["Multiline", tags] for title, tags in charts.items()}
+                for category, charts in DASHBOARD.items()
+            }
+        )
         return writer
+
+
+class ConsoleLogger:
+    """One log line per record; in a terminal above a progress bar."""
+
+    def __init__(self, total_steps: int, *, num_token_ranks: int) -> None:
+        self._total_steps, self._num_token_ranks = total_steps, num_token_ranks
+        self._num_records, self._average_step_seconds = 0, 0.0
+        self._progress: Any = None
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self._progress = Progress(console=Console(stderr=True), transient=True)
+            self._progress.add_task("training", total=total_steps)
+            self._progress.start()
+
+    def write(self, record: Record) -> None:
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], completed=record["step"])
+        eta = (self._total_steps - record["step"]) * self._smooth(record["step_seconds"])
+        line = format_step(
+            record, total_steps=self._total_steps, eta_seconds=eta, num_token_ranks=self._num_token_ranks
+        )
+        log.info("%s", line)
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def _smooth(self, step_seconds: float) -> float:
+        """Exponential moving average of step seconds. The second record replaces the first, which compiles."""
+        self._num_records += 1
+        weight = 1.0 if self._num_records <= 2 else ETA_SMOOTHING
+        self._average_step_seconds += weight * (step_seconds - self._average_step_seconds)
+        return self._average_step_seconds
 
 
 def format_step(record: Record, *, total_steps: int, eta_seconds: float, num_token_ranks: int) -> str:
@@ -141,22 +159,23 @@ def format_step(record: Record, *, total_steps: int, eta_seconds: float, num_tok
 
     Load balance is shown if `num_token_ranks`, the ranks that hold different tokens, are several.
     """
-    parts = [
+    shards, mfu, peak = record["loss_by_shard"], record["mfu"], record["memory_peak_gib"]
+    parts = (
         f"step {record['step']}/{total_steps}",
         f"loss {format_or_dash(record['loss'], '.4f')}",
-        *([f"shards {format_losses(record['loss_by_shard'])}"] if record["loss_by_shard"] else []),
+        f"shards {format_losses(shards)}" if shards else "",
         f"grad norm {format_or_dash(record['grad_norm'], '.3f')}",
         f"lr {record['lr']:.2e}",
         f"{record['tokens_per_second']:,.0f} tok/s",
         f"{record['tflops_per_device']:.3g} TFLOP/s",
-        *([f"mfu {record['mfu']:.1%}"] if record["mfu"] is not None else []),
-        *([f"gpu {format_bytes(record['memory_peak_gib'] * GIB)}"] if record["memory_peak_gib"] is not None else []),
+        "" if mfu is None else f"mfu {mfu:.1%}",
+        "" if peak is None else f"gpu {format_bytes(peak * GIB)}",
         f"rss {format_bytes(record['rss_gib'] * GIB)}",
         f"data wait {record['data_wait_pct']:.1f}%",
-        *([f"attn imbalance {record['attention_imbalance']:.2f}"] if num_token_ranks > 1 else []),
+        f"attn imbalance {record['attention_imbalance']:.2f}" if num_token_ranks > 1 else "",
         f"eta {format_duration(eta_seconds)}",
-    ]
-    return "  ".join(parts)
+    )
+    return "  ".join(filter(None, parts))
 
 
 def format_or_dash(value: float | None, format_spec: str) -> str:
@@ -172,60 +191,5 @@ def format_losses(losses: list[float | None]) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    minutes, remainder = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{remainder:02d}"
-
-
-class ConsoleLogger:
-    """One log line per record."""
-
-    def __init__(self, total_steps: int, *, num_token_ranks: int) -> None:
-        self._total_steps = total_steps
-        self._num_token_ranks = num_token_ranks
-        self._num_records = 0
-        self._average_step_seconds = 0.0
-
-    def write(self, record: Record) -> None:
-        eta_seconds = (self._total_steps - record["step"]) * self._smooth(record["step_seconds"])
-        log.info(
-            "%s",
-            format_step(
-                record, total_steps=self._total_steps, eta_seconds=eta_seconds, num_token_ranks=self._num_token_ranks
-            ),
-        )
-
-    def close(self) -> None:
-        pass
-
-    def _smooth(self, step_seconds: float) -> float:
-        """Exponential moving average of step seconds. The second record replaces the first, which compiles."""
-        self._num_records += 1
-        weight = 1.0 if self._num_records <= 2 else ETA_SMOOTHING
-        self._average_step_seconds += weight * (step_seconds - self._average_step_seconds)
-        return self._average_step_seconds
-
-
-class ProgressBarLogger:
-    """The console lines above a progress bar, for a terminal."""
-
-    def __init__(self, total_steps: int, *, num_token_ranks: int) -> None:
-        self._console = ConsoleLogger(total_steps, num_token_ranks=num_token_ranks)
-        from rich.console import Console
-        from rich.progress import Progress
-
-        self._progress = Progress(console=Console(stderr=True), transient=True)
-        self._task = self._progress.add_task("training", total=total_steps)
-        self._progress.start()
-
-    def write(self, record: Record) -> None:
-        self._progress.update(self._task, completed=record["step"])
-        self._console.write(record)
-
-    def close(self) -> None:
-        self._progress.stop()
-
-
-def build_console_logger(total_steps: int, *, num_token_ranks: int) -> MetricsLogger:
-    logger_class = ProgressBarLogger if sys.stderr.isatty() else ConsoleLogger
-    return logger_class(total_steps, num_token_ranks=num_token_ranks)
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"

@@ -19,21 +19,15 @@ class Recorder(Protocol):
     def stop(self) -> None: ...
 
 
-class TraceRecorder:
+def trace_recorder(path: Path) -> torch.profiler.profile:
     """A torch.profiler trace, for chrome://tracing or Perfetto."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.profile = torch.profiler.profile(record_shapes=True)
+    def export(profile: torch.profiler.profile) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(str(path))
+        log.info("trace %s", path)
 
-    def start(self) -> None:
-        self.profile.start()
-
-    def stop(self) -> None:
-        self.profile.stop()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.profile.export_chrome_trace(str(self.path))
-        log.info("trace %s", self.path)
+    return torch.profiler.profile(record_shapes=True, on_trace_ready=export)
 
 
 class MemorySnapshotRecorder:
@@ -59,13 +53,12 @@ class StepWindow:
         self.is_recording = False
 
     def step(self, completed_step: int) -> None:
-        next_step = completed_step + 1
-        if next_step in self.steps and not self.is_recording:
+        should_record = completed_step + 1 in self.steps
+        if should_record and not self.is_recording:
             self.recorder.start()
-            self.is_recording = True
-        elif self.is_recording and next_step not in self.steps:
+        elif self.is_recording and not should_record:
             self.recorder.stop()
-            self.is_recording = False
+        self.is_recording = should_record
 
 
 class Profilers:
@@ -75,16 +68,15 @@ class Profilers:
         self, config: Config, folder: Path, *, rank: int, device: torch.device, advice: Sequence[str] = ()
     ) -> None:
         """`advice` is reported when device memory runs out."""
-        self.advice = advice
-        section = config.profiler
+        self.advice, section, is_cuda = advice, config.profiler, device.type == "cuda"
         self.windows: list[StepWindow] = []
-        self.oom_snapshot_path = folder / f"memory-exhausted-rank-{rank}.pickle" if device.type == "cuda" else None
-        if (first_step := section.trace_step) is not None:
-            trace = TraceRecorder(folder / f"trace-step-{first_step}-rank-{rank}.json")
-            self.windows.append(StepWindow(trace, first_step=first_step, num_steps=section.trace_steps))
-        if (first_step := section.memory_step) is not None and device.type == "cuda":
-            memory = MemorySnapshotRecorder(folder / f"memory-step-{first_step}-rank-{rank}.pickle")
-            self.windows.append(StepWindow(memory, first_step=first_step, num_steps=section.memory_steps))
+        self.oom_snapshot_path = folder / f"memory-exhausted-rank-{rank}.pickle" if is_cuda else None
+        if (first := section.trace_step) is not None:
+            trace = trace_recorder(folder / f"trace-step-{first}-rank-{rank}.json")
+            self.windows.append(StepWindow(trace, first_step=first, num_steps=section.trace_steps))
+        if (first := section.memory_step) is not None and is_cuda:
+            memory = MemorySnapshotRecorder(folder / f"memory-step-{first}-rank-{rank}.pickle")
+            self.windows.append(StepWindow(memory, first_step=first, num_steps=section.memory_steps))
 
     def step(self, completed_step: int) -> None:
         """Starts and stops recordings. Call before the first step and after each step."""

@@ -38,12 +38,9 @@ class ProgressReporter:
 
     def __init__(self, trainer: Trainer, *, interval: float = 60.0) -> None:
         self._trainer, self._interval = trainer, interval
-        self._total_steps, self._num_micro_batches = trainer.stage.total_steps, trainer.loader.num_micro_batches
-        self.total_work = (
-            (1 + BACKWARD_COST)
-            * self._num_micro_batches
-            * sum(len(stage.blocks) for stage in trainer.stage_modules.values())
-        )
+        self._num_micro_batches = trainer.loader.num_micro_batches
+        num_blocks = sum(len(stage.blocks) for stage in trainer.stage_modules.values())
+        self.total_work = (1 + BACKWARD_COST) * self._num_micro_batches * num_blocks
         """Cost of a step in block forwards, of which `completed_work` are done."""
         self.completed_work = 0.0
         self._step, self._num_reports, self._position = 0, 0, ""
@@ -80,11 +77,9 @@ class ProgressReporter:
 
         def on_gradient(_: Tensor) -> None:
             hook.remove()  # A pipeline reuses its receive buffers.
-            self._add_marker(
-                self._on_block, "backward", micro_batch, num_blocks - blocks_done, num_blocks, BACKWARD_COST
-            )
+            self._add_marker(self._on_block, "backward", micro_batch, num_blocks - blocks_done, num_blocks)
 
-        self._add_marker(self._on_block, "forward", micro_batch, blocks_done, num_blocks, 1.0)
+        self._add_marker(self._on_block, "forward", micro_batch, blocks_done, num_blocks)
         if x_BSE.requires_grad:
             hook = x_BSE.register_hook(on_gradient)
         return x_BSE
@@ -115,21 +110,16 @@ class ProgressReporter:
     def _on_step_end(self) -> None:
         self._step, self._previous_step_seconds = 0, time.monotonic() - self._step_start
 
-    def _on_block(self, direction: str, micro_batch_index: int, blocks_done: int, num_blocks: int, cost: float) -> None:
+    def _on_block(self, direction: str, micro_batch_index: int, blocks_done: int, num_blocks: int) -> None:
         micro_batch = f"micro-batch {micro_batch_index % self._num_micro_batches + 1} of {self._num_micro_batches}"
         self._position = f"{micro_batch}, {direction}, {blocks_done} of {num_blocks} blocks done"
-        self.completed_work += cost if blocks_done else 0
+        if blocks_done:
+            self.completed_work += BACKWARD_COST if direction == "backward" else 1
 
     def _log_progress(self, elapsed: float) -> None:
         eta_seconds = self._previous_step_seconds - elapsed
         if eta_seconds <= 0 and self.completed_work:  # Already longer than the previous step.
             eta_seconds = elapsed * (self.total_work / self.completed_work - 1)
         eta_text = f"; eta {format_duration(eta_seconds)}" if eta_seconds > 0 else ""
-        log.info(
-            "step %d/%d running for %s: %s%s",
-            self._step,
-            self._total_steps,
-            format_duration(elapsed),
-            self._position,
-            eta_text,
-        )
+        step, duration = f"{self._step}/{self._trainer.stage.total_steps}", format_duration(elapsed)
+        log.info("step %s running for %s: %s%s", step, duration, self._position, eta_text)

@@ -34,30 +34,19 @@ class MetricLayout:
     @property
     def widths(self) -> dict[str, int]:
         """Entries per name, in order."""
-        num_buckets = len(POSITION_EDGES) + 1
-        summed = {
-            "loss": 1,
-            "targets": 1,
-            "tokens": 1,
-            "pairs": 1,
-            "attended": 1,
-            "loss_by_position": num_buckets,
-            "targets_by_position": num_buckets,
-            "loss_by_shard": self.num_shards,
-            "targets_by_shard": self.num_shards,
-            "loss_by_source": self.num_sources,
-            "targets_by_source": self.num_sources,
-            "tokens_by_source": self.num_sources,
-        }
+        by_position = dict.fromkeys(("loss_by_position", "targets_by_position"), len(POSITION_EDGES) + 1)
+        by_shard = dict.fromkeys(("loss_by_shard", "targets_by_shard"), self.num_shards)
+        by_source = dict.fromkeys(("loss_by_source", "targets_by_source", "tokens_by_source"), self.num_sources)
+        summed = dict.fromkeys(("loss", "targets", "tokens", "pairs", "attended"), 1)
         # Set after the all-reduce; zero before.
-        return summed | {"attention_imbalance": 1, "grad_norm": 1, "finite": 1, "tokens_seen": 1}
+        set_later = dict.fromkeys(("attention_imbalance", "grad_norm", "finite", "tokens_seen"), 1)
+        return summed | by_position | by_shard | by_source | set_later
 
     def split(self, vector: Vector) -> dict[str, Vector]:
         """Slices of the vector by name; views if it is a tensor."""
-        offsets = accumulate(self.widths.values())
-        return {
-            name: vector[end - width : end] for (name, width), end in zip(self.widths.items(), offsets, strict=True)
-        }
+        widths = self.widths
+        ends = accumulate(widths.values())
+        return {name: vector[end - width : end] for (name, width), end in zip(widths.items(), ends, strict=True)}
 
 
 class MetricAccumulator:
@@ -123,7 +112,4 @@ def position_bucket_names() -> list[str]:
 
 
 def _format_count(number: int) -> str:
-    for size, letter in ((1 << 20, "M"), (1 << 10, "K")):
-        if number >= size and number % size == 0:
-            return f"{number // size}{letter}"
-    return str(number)
+    return f"{number >> 20}M" if number >> 20 else f"{number >> 10}K" if number >> 10 else str(number)

@@ -92,40 +92,26 @@ class StragglerDetector:
         self._previous: tuple[int, str] | None = None
         self._consecutive = 0
 
-    def observe(
-        self,
-        hostnames: Sequence[str],
-        *,
-        data_waits: Sequence[float],
-        compute_seconds: Sequence[float],
-        interval_seconds: float,
-    ) -> Straggler | None:
-        """Adds a logging interval, given each rank's seconds of data wait and compute in it.
+    def observe(self, ranks: Sequence[tuple[str, float, float]], interval_seconds: float) -> Straggler | None:
+        """Adds a logging interval, given (host, seconds of data wait, seconds of compute) of each rank in it.
 
         Returns a straggler once, at its `MIN_CONSECUTIVE_LAGS`-th consecutive interval.
         """
-        stragglers = []
+        hostnames, data_waits, compute_seconds = zip(*ranks, strict=True)
+        worst: Straggler | None = None
         # A data wait below 10 % of the interval does not slow the run.
         for phase, seconds_by_rank, min_excess in (
             ("reading data", data_waits, 0.1 * interval_seconds),
             ("computing", compute_seconds, 0.0),
         ):
-            slowest, median_seconds = (
-                max(range(len(seconds_by_rank)), key=seconds_by_rank.__getitem__),
-                median(seconds_by_rank),
-            )
-            if (
-                seconds_by_rank[slowest] > self._threshold_ratio * median_seconds
-                and seconds_by_rank[slowest] - median_seconds > min_excess
-            ):
-                stragglers.append(
-                    Straggler(slowest, hostnames[slowest], phase, seconds_by_rank[slowest] / max(median_seconds, 1e-9))
-                )
-        worst = max(stragglers, key=lambda straggler: straggler.ratio, default=None)
+            slowest, median_seconds = max(seconds_by_rank), median(seconds_by_rank)
+            ratio = slowest / max(median_seconds, 1e-9)
+            lags = slowest > self._threshold_ratio * median_seconds and slowest - median_seconds > min_excess
+            if lags and (worst is None or ratio > worst.ratio):
+                rank = seconds_by_rank.index(slowest)
+                worst = Straggler(rank, hostnames[rank], phase, ratio)
         current = None if worst is None else (worst.rank, worst.phase)
-        self._consecutive = (
-            self._consecutive + 1 if current is not None and current == self._previous else int(current is not None)
-        )
+        self._consecutive = self._consecutive + 1 if current == self._previous else 1
         self._previous = current
         return worst if self._consecutive == MIN_CONSECUTIVE_LAGS else None
 

@@ -7,13 +7,12 @@ fix the reason first (STOP). A crash writes no marker; the run may be restarted 
 from __future__ import annotations
 
 import json
-import os
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from trainer.checkpoint.durable_io import fsync_path, write_and_fsync
+from trainer.checkpoint.durable_io import fsync_path, write_atomic
 
 ExitMarker = Literal["DONE", "REQUEUE", "STOP"]
 EXIT_MARKERS: tuple[ExitMarker, ...] = get_args(ExitMarker)
@@ -23,13 +22,8 @@ ATTEMPT_VARIABLE = "LONGHAUL_ATTEMPT"
 
 def write(folder: Path, marker: ExitMarker, **fields: Any) -> None:
     """Writes a marker atomically and removes all others: a run ends in one way."""
-    content = {"time": time.time(), **fields}
-    temporary = folder / f".{marker}.{os.getpid()}"
-    write_and_fsync(temporary, (json.dumps(content) + "\n").encode())
-    temporary.rename(folder / marker)
-    for other in EXIT_MARKERS:
-        if other != marker:
-            (folder / other).unlink(missing_ok=True)
+    write_atomic(folder / marker, (json.dumps({"time": time.time(), **fields}) + "\n").encode())
+    clear(folder, keep=marker)
     fsync_path(folder)
 
 
@@ -49,7 +43,8 @@ def read(folder: Path, attempt: str) -> ExitMarker | None:
     return None
 
 
-def clear(folder: Path) -> None:
-    """Removes the markers of earlier launches. Call once this launch holds the lock of the folder."""
+def clear(folder: Path, *, keep: ExitMarker | None = None) -> None:
+    """Removes all markers but `keep`. Call only in the launch that holds the lock of the folder."""
     for marker in EXIT_MARKERS:
-        (folder / marker).unlink(missing_ok=True)
+        if marker != keep:
+            (folder / marker).unlink(missing_ok=True)

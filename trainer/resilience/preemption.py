@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from signal import Signals
 
 from parallelisms.collectives import max_over_ranks
@@ -38,16 +39,12 @@ class Preemption:
         self, config: Config, signals: SignalHandler, *, is_leader: bool, deadline: float | None = None
     ) -> None:
         """The run must have exited by `deadline` (seconds since the epoch). The leader's clock decides."""
-        self._signals = signals
+        self._signals, self._is_leader = signals, is_leader
         self._save_interval_minutes = config.checkpoint.interval_minutes
-        self._deadline, self._is_leader = (deadline if is_leader else None), is_leader
+        self._deadline = deadline if is_leader and deadline is not None else inf
         self._steps_since_check, self._steps_per_check = 0, 1
         self._last_check = self._last_save = time.monotonic()
-        self._default_save_seconds = (
-            DEFAULT_SAVE_SECONDS
-            if self._deadline is None
-            else min(DEFAULT_SAVE_SECONDS, 0.1 * (self._deadline - time.time()))
-        )
+        self._default_save_seconds = min(DEFAULT_SAVE_SECONDS, 0.1 * (self._deadline - time.time()))
 
     def record_save(self) -> None:
         """Restarts the `checkpoint.interval_minutes` clock."""
@@ -63,7 +60,7 @@ class Preemption:
         steps_per_check = min(max(1, int(CHECK_INTERVAL_SECONDS / max(step_seconds, 1e-6))), 2 * self._steps_per_check)
         expected_save_seconds = self._default_save_seconds if save_seconds is None else save_seconds
         seconds_needed = 2 * step_seconds * steps_per_check + 2 * expected_save_seconds + MARGIN_SECONDS
-        deadline_near = self._deadline is not None and time.time() + seconds_needed >= self._deadline
+        deadline_near = time.time() + seconds_needed >= self._deadline
         save_due = (
             self._is_leader
             and self._save_interval_minutes is not None

@@ -10,7 +10,7 @@ import faulthandler
 import logging
 import re
 import time
-from collections import Counter
+from math import inf
 from pathlib import Path
 from threading import Event, Thread
 
@@ -28,12 +28,10 @@ class Watchdog:
 
     def __init__(self, folder: Path, *, rank: int) -> None:
         folder.mkdir(exist_ok=True)
-        self._stacks_path, self._collectives_path = (
-            folder / f"rank-{rank}.txt",
-            folder / f"rank-{rank}-collectives.jsonl",
-        )
+        self._stacks_path = folder / f"rank-{rank}.txt"
+        self._collectives_path = folder / f"rank-{rank}-collectives.jsonl"
         self._stacks_file = self._stacks_path.open("w")
-        self._phase, self._has_warned, self._warn_time = "", False, float("inf")
+        self._phase, self._warn_time = "", inf
         self._stop_event = Event()
         self._thread = Thread(target=self._poll, name="watchdog", daemon=True)
 
@@ -52,22 +50,16 @@ class Watchdog:
 
     def arm(self, phase: str, timeout_seconds: float) -> None:
         """Starts the timeout of a phase, in place of the previous one. Cheap enough to call every step."""
-        self._phase, self._has_warned, self._warn_time = (
-            phase,
-            False,
-            time.monotonic() + max((1 - WARNING_FRACTION) * timeout_seconds, timeout_seconds - 60),
-        )
+        self._phase = phase
+        self._warn_time = time.monotonic() + max((1 - WARNING_FRACTION) * timeout_seconds, timeout_seconds - 60)
         faulthandler.dump_traceback_later(timeout_seconds, exit=True, file=self._stacks_file)
 
     def _poll(self) -> None:
         while not self._stop_event.wait(POLL_SECONDS):
-            if time.monotonic() >= self._warn_time and not self._has_warned:
-                self._has_warned = True
-                log.error(
-                    "%s takes too long; exiting soon, stacks of all threads in %s",
-                    self._phase,
-                    self._stacks_path.parent,
-                )
+            if time.monotonic() >= self._warn_time:
+                self._warn_time = inf
+                message = "%s takes too long; exiting soon, stacks of all threads in %s"
+                log.error(message, self._phase, self._stacks_path.parent)
                 self._collectives_path.write_text(dump_collectives())
 
 
@@ -80,6 +72,7 @@ def dump_collectives() -> str:
     return "\n".join(dump().decode() for dump in dumps if dump is not None)
 
 
+PROJECT = Path(__file__).resolve().parents[2]
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>\S+)')
 THREAD_HEADER = re.compile(r"^(?:Current thread|Thread) .*$", re.MULTILINE)
 
@@ -90,23 +83,22 @@ def summarize_hang(folder: Path, num_ranks: int) -> list[str]:
     Renames the stack files, so that each hang is reported once.
     """
     locations = {rank: _stack_location(folder / f"rank-{rank}.txt") for rank in range(num_ranks)}
-    reported = {rank: location for rank, location in locations.items() if location}
-    if not reported:
+    ranks_by_location = dict[str, list[str]]()
+    for rank, location in locations.items():
+        ranks_by_location.setdefault(location, []).append(str(rank))
+    missing = ranks_by_location.pop("", [])
+    if not ranks_by_location:
         return []
-    location_counts = Counter(reported.values())
-    (most_common, _), *others = location_counts.most_common()
-    lines = [f"ranks {_format_ranks(reported, most_common)} waited in {most_common}: stacks in {folder}"]
-    lines += [f"suspect: rank {_format_ranks(reported, place)} was in {place}" for place, _ in others]
-    if missing := sorted(locations.keys() - reported.keys()):
-        lines.append(f"suspect: rank {', '.join(map(str, missing))} wrote no stack")
-    for rank in reported:
-        path = folder / f"rank-{rank}.txt"
-        path.replace(path.with_suffix(".last"))
+    (place, ranks), *others = sorted(ranks_by_location.items(), key=lambda item: -len(item[1]))
+    lines = [f"ranks {', '.join(ranks)} waited in {place}: stacks in {folder}"]
+    lines += [f"suspect: rank {', '.join(ranks)} was in {place}" for place, ranks in others]
+    if missing:
+        lines.append(f"suspect: rank {', '.join(missing)} wrote no stack")
+    for rank, location in locations.items():
+        if location:
+            path = folder / f"rank-{rank}.txt"
+            path.replace(path.with_suffix(".last"))
     return lines
-
-
-def _format_ranks(reported: dict[int, str], location: str) -> str:
-    return ", ".join(str(rank) for rank in sorted(reported) if reported[rank] == location)
 
 
 def _stack_location(path: Path) -> str:
@@ -117,14 +109,9 @@ def _stack_location(path: Path) -> str:
         return ""
     # faulthandler writes the main thread last.
     frames = [match.groupdict() for match in FRAME.finditer(THREAD_HEADER.split(text)[-1])]
-    if not frames:
-        return ""
-    innermost = frames[0]["name"]
-    project_frame = next((frame for frame in frames if _is_project_file(frame["file"])), None)
-    if project_frame is None:
-        return innermost
-    return f"{innermost} below {project_frame['name']} ({Path(project_frame['file']).name}:{project_frame['line']})"
-
-
-def _is_project_file(file: str) -> bool:
-    return Path(file).parent.is_relative_to(Path(__file__).resolve().parents[2]) and "site-packages" not in file
+    innermost = frames[0]["name"] if frames else ""
+    for frame in frames:
+        file = Path(frame["file"])
+        if file.parent.is_relative_to(PROJECT) and "site-packages" not in file.parts:
+            return f"{innermost} below {frame['name']} ({file.name}:{frame['line']})"
+    return innermost
