@@ -9,7 +9,7 @@ from typing import Literal
 ROPE_FIELDS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
-    "llama3": ("factor", "original_length", "low_freq_factor", "high_freq_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_length"),
     "yarn": ("factor", "original_length", "beta_fast", "beta_slow", "truncate", "attention_factor"),
     "longrope": ("factor", "original_length", "short_factors", "long_factors", "attention_factor"),
 }
