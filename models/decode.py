@@ -14,7 +14,7 @@ from torch import Tensor
 from models import kernels
 from models.attention import AttentionCore
 from models.batch import IGNORE_INDEX, Batch
-from models.kernels import ScoreBlock, ScoreBlocks
+from models.kernels import ScoreBlocks
 from models.transformer import Transformer
 
 
@@ -49,7 +49,7 @@ class KVCacheCore:
         return out_XNH[None]
 
     def _attend(self, q_XNH: Tensor, k_YKH: Tensor, v_YKH: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-        blocks = ScoreBlocks([ScoreBlock(0, q_XNH.shape[0], 0, k_YKH.shape[0])], causal=causal)
+        blocks = ScoreBlocks([(0, q_XNH.shape[0], 0, k_YKH.shape[0])], causal=causal)
         ((_, out_XNH, lse_NX),) = kernels.attend_blocks(q_XNH, k_YKH, v_YKH, blocks, kernel=self.kernel)
         return out_XNH, lse_NX
 

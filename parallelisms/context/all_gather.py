@@ -52,8 +52,9 @@ def backward(
     k_YKH, v_YKH = _select_remote_kv(pending_kv.wait(), plan)
     dk_YKH, dv_YKH = (torch.zeros_like(x, dtype=dq_XNH.dtype) for x in (k_YKH, v_YKH))
     inputs = (grad_XNH, q_XNH, k_YKH, v_YKH, out_XNH, lse_NX)
-    kernels.accumulate_grads(*inputs, plan.remote_blocks, (dq_XNH, dk_YKH, dv_YKH), kernel=kernel)
-    del k_YKH, v_YKH, inputs
+    block_grads = kernels.attend_blocks_backward(*inputs, plan.remote_blocks, kernel=kernel)
+    kernels.accumulate_grads((dq_XNH, dk_YKH, dv_YKH), block_grads)
+    del k_YKH, v_YKH, inputs, block_grads
     dkv_R2XKH = torch.zeros(plan.ring_degree, *dkv_2XKH.shape, dtype=reduce_dtype, device=q_XNH.device)
     flat = dkv_R2XKH.flatten(0, 2)
     for indices, remote_grads in zip(plan.remote_kv_indices(q_XNH.device), (dk_YKH, dv_YKH), strict=True):

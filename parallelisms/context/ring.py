@@ -88,7 +88,7 @@ def backward(
         step_dkv_2XKH = torch.zeros_like(dkv_2XKH)
         inputs = (grad_XNH, q_XNH, kv_2XKH[0], kv_2XKH[1], out_XNH, lse_NX)
         grads = (dq_XNH, step_dkv_2XKH[0], step_dkv_2XKH[1])
-        kernels.accumulate_grads(*inputs, blocks, grads, kernel=kernel)
+        kernels.accumulate_grads(grads, kernels.attend_blocks_backward(*inputs, blocks, kernel=kernel))
         if pending_dkv is not None:
             step_dkv_2XKH += pending_dkv.wait()
         pending_dkv = rotate(step_dkv_2XKH.to(reduce_dtype))
