@@ -53,7 +53,7 @@ class LocalAttentionCore:
         return q_BSNH, k_BSKH, v_BSKH
 
     def forward(self, pending: tuple[Tensor, ...], boundaries_BD: Tensor) -> tuple[Tensor, Tensor]:
-        out_BSNH, lse = attention_op.attention(*pending, boundaries_BD, kernel=self.kernel)
+        out_BSNH, lse = attention_op.attention(*pending, boundaries_BD, self.kernel)
         return out_BSNH, lse
 
     def backward(

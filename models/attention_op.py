@@ -26,17 +26,18 @@ Boundaries = tuple[tuple[int, ...], ...]
 
 @torch.library.custom_op("longhaul::attention", mutates_args=())
 def attention(
-    q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor, kernel: str = "auto"
+    q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor, kernel_name: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """Each query attends to the keys of its document up to its own position, with scale H ** -0.5.
 
     `boundaries_BD` is int32 on the CPU and covers exactly S tokens in every sequence. Returns the output [B, S, N, H]
     and the log-sum-exp of the scores [B, N, S] (in `accumulation_dtype`), which has no gradient.
     """
+    # Not `kernel`: Inductor passes optional arguments by keyword, and has one of that name itself.
     batch_size, seq_len = q_BSNH.shape[:2]
     q, k, v = (x.flatten(0, 1) for x in (q_BSNH, k_BSKH, v_BSKH))
     blocks = document_blocks(boundary_tuples(boundaries_BD, batch_size), seq_len)
-    out_XNH, lse_NX = forward(q, k, v, blocks, kernel=kernel)
+    out_XNH, lse_NX = forward(q, k, v, blocks, kernel=kernel_name)
     return out_XNH.view_as(q_BSNH), unflatten_lse(lse_NX, batch_size)
 
 
@@ -49,12 +50,12 @@ def attention_backward(
     out_BSNH: Tensor,
     lse_BNS: Tensor,
     boundaries_BD: Tensor,
-    kernel: str,
+    kernel_name: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch_size, seq_len = q_BSNH.shape[:2]
     grad, q, k, v, out = (x.flatten(0, 1) for x in (grad_BSNH, q_BSNH, k_BSKH, v_BSKH, out_BSNH))
     blocks = document_blocks(boundary_tuples(boundaries_BD, batch_size), seq_len)
-    dq, dk, dv = backward(grad, q, k, v, out, flatten_lse(lse_BNS), blocks, kernel=kernel)
+    dq, dk, dv = backward(grad, q, k, v, out, flatten_lse(lse_BNS), blocks, kernel=kernel_name)
     return dq.view_as(q_BSNH), dk.view_as(k_BSKH), dv.view_as(v_BSKH)
 
 

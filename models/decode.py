@@ -43,9 +43,8 @@ class KVCacheCore:
         if past_length:
             past_XNH, past_lse_NX = self._attend(q_XNH, k_YKH[:past_length], v_YKH[:past_length], causal=False)
             past_weight_XN1 = (past_lse_NX - lse_NX).sigmoid().T.unsqueeze(-1)
-            out_XNH = torch.lerp(
-                out_XNH.to(past_weight_XN1.dtype), past_XNH.to(past_weight_XN1.dtype), past_weight_XN1
-            ).to(q_XNH.dtype)
+            new, past = (x.to(past_weight_XN1.dtype) for x in (out_XNH, past_XNH))
+            out_XNH = torch.lerp(new, past, past_weight_XN1).to(q_XNH.dtype)
         return out_XNH[None]
 
     def _attend(self, q_XNH: Tensor, k_YKH: Tensor, v_YKH: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:

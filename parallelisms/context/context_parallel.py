@@ -136,7 +136,7 @@ class ContextParallel:
         """Output [B, S, N, H] and, for the heads that this rank computes, the log-sum-exp."""
         (q, k, v), pending_kv = self._wait_inputs(pending)
         if pending_kv is None or self._ring is None:
-            out, lse = attention_op.attention(q, k, v, boundaries_BD, kernel=self.kernel)
+            out, lse = attention_op.attention(q, k, v, boundaries_BD, self.kernel)
         else:
             out, lse = cp_attention_op.forward(q, k, v, pending_kv, boundaries_BD, self._ring)
         return (
@@ -175,7 +175,7 @@ class ContextParallel:
 
     def _attend(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Tensor:
         if self._ring is None:
-            return attention_op.attention(q_BSNH, k_BSKH, v_BSKH, boundaries_BD, kernel=self.kernel)[0]
+            return attention_op.attention(q_BSNH, k_BSKH, v_BSKH, boundaries_BD, self.kernel)[0]
         return cp_attention_op.attention(q_BSNH, k_BSKH, v_BSKH, boundaries_BD, self._ring)[0]
 
     # ---- sharding

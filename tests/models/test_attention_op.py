@@ -209,7 +209,7 @@ def test_five_document_layouts_compile_once() -> None:
 def test_plain_kernel_is_exact(heads: tuple[int, int]) -> None:
     for boundaries_BD in (starts([23], [23]), starts([7, 1, 15], [23], width=4)):
         given = inputs(boundaries_BD, heads)
-        found = run(partial(attention_op.attention, kernel="plain"), given, boundaries_BD)
+        found = run(partial(attention_op.attention, kernel_name="plain"), given, boundaries_BD)
         for ours, expected in zip(found, run(dense, given, boundaries_BD), strict=True):
             torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
 

@@ -47,8 +47,7 @@ class Optimizer:
         for parameter in self.parameters_by_name.values():
             parameters_by_module[deferred_module_of.get(parameter)].append(parameter)
         self._optimizers = {
-            module: _build_adamw(parameters, config, moment_dtype)
-            for module, parameters in parameters_by_module.items()
+            module: _build_adamw(members, config, moment_dtype) for module, members in parameters_by_module.items()
         }
         self._deferred_norms: dict[nn.Module | None, Tensor] = {}
         """The gradient norm by module whose update is pending."""
