@@ -75,19 +75,17 @@ def model_config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     model_type = values.get("model_type")
     if model_type not in ARCHITECTURES:
         raise HuggingFaceError([_unsupported("model_type", model_type, tuple(ARCHITECTURES))])
-    expected = [ARCHITECTURES[model_type]]
+    supported = SUPPORTED_VALUES | {"architectures": ([ARCHITECTURES[model_type]], None)}
+    if values.get("use_sliding_window") is not False:
+        supported["sliding_window"] = (None,)
     problems = [
         _unsupported(key, values[key], allowed)
-        for key, allowed in SUPPORTED_VALUES.items()
+        for key, allowed in supported.items()
         if key in values and values[key] not in allowed
     ]
-    if (architectures := values.get("architectures")) not in (None, expected):
-        problems.append(_unsupported("architectures", architectures, (expected,)))
     layers = values.get("layer_types")
     if layers is not None and (not isinstance(layers, list) or any(layer != "full_attention" for layer in layers)):
         problems.append(_unsupported("layer_types", layers, ("full_attention",)))
-    if values.get("sliding_window") is not None and values.get("use_sliding_window") is not False:
-        problems.append(_unsupported("sliding_window", values["sliding_window"], (None,)))
     fields = _read_fields(_with_defaults(values, model_type), problems)
     rope = _rope_from_hf(values, problems)
     if problems or rope is None:
@@ -266,13 +264,11 @@ def _rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
 
 def config_differences(theirs: ModelConfig, ours: ModelConfig) -> dict[str, tuple[Any, Any]]:
     """(their value, our value) of every field that differs, including the `rope.` fields that either kind uses."""
-    fields = [field.name for field in dataclasses.fields(ModelConfig) if field.name != "rope"]
-    pairs = {key: (getattr(theirs, key), getattr(ours, key)) for key in fields}
+    keys = [field.name for field in dataclasses.fields(ModelConfig) if field.name != "rope"]
+    pairs = {key: (getattr(theirs, key), getattr(ours, key)) for key in keys}
     for key in rope_fields(theirs.rope) | rope_fields(ours.rope):
         pairs[f"rope.{key}"] = getattr(theirs.rope, key), getattr(ours.rope, key)
-    return {
-        key: (their_value, our_value) for key, (their_value, our_value) in pairs.items() if their_value != our_value
-    }
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def rope_fields(rope: RopeConfig) -> dict[str, None]:
@@ -281,9 +277,8 @@ def rope_fields(rope: RopeConfig) -> dict[str, None]:
 
 
 def _unsupported(key: str, value: object, allowed: tuple[object, ...]) -> str:
-    return (
-        f"config.json: {key} = {_format_value(value)} is not supported; only {' or '.join(map(_format_value, allowed))}"
-    )
+    choices = " or ".join(map(_format_value, allowed))
+    return f"config.json: {key} = {_format_value(value)} is not supported; only {choices}"
 
 
 def _format_value(value: object) -> str:

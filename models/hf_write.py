@@ -43,9 +43,8 @@ def write_safetensors(
         _verify_file(folder / name, tensors)
         on_file_written(name)
     if len(files) > 1:
-        total_bytes = sum(prod(spec.shape) for spec in specs.values()) * dtype.itemsize
         weight_map = {specs[ours].name: name for name, members in zip(names, files, strict=True) for ours in members}
-        content = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        content = {"metadata": {"total_size": model.num_parameters * dtype.itemsize}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(content, indent=2) + "\n")
         names.append(INDEX_FILE)
         on_file_written(INDEX_FILE)
@@ -70,12 +69,13 @@ def _verify_file(path: Path, tensors: dict[str, Tensor]) -> None:
     import torch
     from safetensors import safe_open
 
+    def is_same(stored: Tensor, written: Tensor) -> bool:
+        # Compared as bytes, because NaN != NaN and 0.0 == -0.0.
+        same_bytes = torch.equal(stored.view(torch.uint8), written.view(torch.uint8))
+        return stored.dtype == written.dtype and same_bytes
+
     with safe_open(path, "pt") as file:
-        is_equal = set(file.keys()) == set(tensors)
-        for name, written in tensors.items():
-            stored = file.get_tensor(name)
-            # Compared as bytes, because NaN != NaN and 0.0 == -0.0.
-            same_bytes = torch.equal(stored.view(torch.uint8), written.view(torch.uint8))
-            is_equal = is_equal and stored.dtype == written.dtype and same_bytes
+        same_names = set(file.keys()) == set(tensors)
+        is_equal = same_names and all(is_same(file.get_tensor(name), x) for name, x in tensors.items())
     if not is_equal:
         raise HuggingFaceError([f"{path} differs from what was written to it"])
