@@ -142,7 +142,7 @@ def whole(item: Item, heads: int, kv_heads: int) -> Job:
     """Forward and backward of all tokens in one process."""
     q, grad = (item.draw(item.tokens, heads) for _ in range(2))
     k, v = (item.draw(item.tokens, kv_heads) for _ in range(2))
-    squares = attention_op.document_blocks(torch.tensor([item.boundaries], dtype=torch.int32), 1, item.tokens)
+    squares = attention_op.document_blocks((item.boundaries,), item.tokens)
 
     def job() -> None:
         out, lse = attention_op.forward(q, k, v, squares, kernel=item.kernel)

@@ -47,20 +47,20 @@ class LocalAttentionCore:
     kernel: str = "auto"
 
     def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Tensor:
-        return attention_op.attention(q_BSNH, k_BSKH, v_BSKH, boundaries_BD, kernel=self.kernel)[0]
+        return self.forward((q_BSNH, k_BSKH, v_BSKH), boundaries_BD)[0]
 
     def start(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> tuple[Tensor, ...]:
         return q_BSNH, k_BSKH, v_BSKH
 
     def forward(self, pending: tuple[Tensor, ...], boundaries_BD: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v = pending
-        return attention_op.attention(q, k, v, boundaries_BD, kernel=self.kernel)
+        out_BSNH, lse = attention_op.attention(*pending, boundaries_BD, self.kernel)
+        return out_BSNH, lse
 
     def backward(
         self, grad_BSNH: Tensor, pending: tuple[Tensor, ...], out_BSNH: Tensor, lse: Tensor, boundaries_BD: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        grads = attention_op.attention_backward(grad_BSNH, *pending, out_BSNH, lse, boundaries_BD, self.kernel)
-        dq, dk, dv = grads
+        inputs = (grad_BSNH, *pending, out_BSNH, lse, boundaries_BD)
+        dq, dk, dv = attention_op.attention_backward(*inputs, self.kernel)
         return dq, dk, dv
 
 

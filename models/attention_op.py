@@ -18,32 +18,27 @@ import torch
 from torch import Tensor
 
 from models import kernels
-from models.kernels import ScoreBlock, ScoreBlocks
+from models.kernels import Grads, ScoreBlocks
 from models.linear import accumulation_dtype
 
 Boundaries = tuple[tuple[int, ...], ...]
 
 
+@torch.library.custom_op("longhaul::attention", mutates_args=())
 def attention(
-    q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor, *, kernel: str = "auto"
+    q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor, kernel_name: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """Each query attends to the keys of its document up to its own position, with scale H ** -0.5.
 
     `boundaries_BD` is int32 on the CPU and covers exactly S tokens in every sequence. Returns the output [B, S, N, H]
     and the log-sum-exp of the scores [B, N, S] (in `accumulation_dtype`), which has no gradient.
     """
-    result: tuple[Tensor, Tensor] = _attention(q_BSNH, k_BSKH, v_BSKH, boundaries_BD, kernel)
-    return result
-
-
-@torch.library.custom_op("longhaul::attention", mutates_args=())
-def _attention(
-    q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor, kernel: str
-) -> tuple[Tensor, Tensor]:
+    # Not `kernel`: Inductor passes optional arguments by keyword, and has one of that name itself.
     batch_size, seq_len = q_BSNH.shape[:2]
     q, k, v = (x.flatten(0, 1) for x in (q_BSNH, k_BSKH, v_BSKH))
-    out_XNH, lse_NX = forward(q, k, v, document_blocks(boundaries_BD, batch_size, seq_len), kernel=kernel)
-    return out_XNH.unflatten(0, (batch_size, seq_len)), unflatten_lse(lse_NX, batch_size)
+    blocks = document_blocks(boundary_tuples(boundaries_BD, batch_size), seq_len)
+    out_XNH, lse_NX = forward(q, k, v, blocks, kernel=kernel_name)
+    return out_XNH.view_as(q_BSNH), unflatten_lse(lse_NX, batch_size)
 
 
 @torch.library.custom_op("longhaul::attention_backward", mutates_args=())
@@ -55,11 +50,12 @@ def attention_backward(
     out_BSNH: Tensor,
     lse_BNS: Tensor,
     boundaries_BD: Tensor,
-    kernel: str,
+    kernel_name: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    batch_size, seq_len = q_BSNH.shape[:2]
     grad, q, k, v, out = (x.flatten(0, 1) for x in (grad_BSNH, q_BSNH, k_BSKH, v_BSKH, out_BSNH))
-    blocks = document_blocks(boundaries_BD, *q_BSNH.shape[:2])
-    dq, dk, dv = backward(grad, q, k, v, out, flatten_lse(lse_BNS), blocks, kernel=kernel)
+    blocks = document_blocks(boundary_tuples(boundaries_BD, batch_size), seq_len)
+    dq, dk, dv = backward(grad, q, k, v, out, flatten_lse(lse_BNS), blocks, kernel=kernel_name)
     return dq.view_as(q_BSNH), dk.view_as(k_BSKH), dv.view_as(v_BSKH)
 
 
@@ -71,8 +67,7 @@ def forward(
     if len(blocks.blocks) == 1:
         _, out, lse = next(outputs)
         return out.contiguous(), lse.contiguous()
-    out_XNH = torch.empty_like(q_XNH, memory_format=torch.contiguous_format)
-    lse_NX = q_XNH.new_empty(q_XNH.shape[1], q_XNH.shape[0], dtype=accumulation_dtype(q_XNH.dtype))
+    out_XNH, lse_NX = (x[0] for x in empty_output(q_XNH[None]))
     for queries, out, lse in outputs:
         out_XNH[queries] = out
         lse_NX[:, queries] = lse
@@ -89,7 +84,7 @@ def backward(
     blocks: ScoreBlocks,
     *,
     kernel: str = "auto",
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Grads:
     """dq, dk and dv, in their inputs' dtypes, for causal blocks that cover all tokens; below autograd."""
     inputs = (grad_XNH, q_XNH, k_XKH, v_XKH, out_XNH, lse_NX)
     block_grads = kernels.attend_blocks_backward(*inputs, blocks, kernel=kernel)
@@ -97,30 +92,24 @@ def backward(
         _, _, *grads = next(block_grads)
         dq, dk, dv = (x.contiguous() for x in grads)
         return dq, dk, dv
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_XNH, k_XKH, v_XKH))
+    dq, dk, dv = empty_grads(q_XNH, k_XKH, v_XKH)
     for queries, _, *grads in block_grads:
         for full_grad, block_grad in zip((dq, dk, dv), grads, strict=True):
             full_grad[queries] = block_grad
     return dq, dk, dv
 
 
-def document_blocks(boundaries_BD: Tensor, batch_size: int, seq_len: int) -> ScoreBlocks:
-    """One causal block per document, over all sequences concatenated. Raises ValueError for invalid boundaries."""
-    return _document_blocks(boundary_tuples(boundaries_BD, batch_size), seq_len)
-
-
 @lru_cache(maxsize=64)
-def _document_blocks(batch_boundaries: Boundaries, seq_len: int) -> ScoreBlocks:
+def document_blocks(batch_boundaries: Boundaries, seq_len: int) -> ScoreBlocks:
+    """One causal block per document, over all sequences concatenated. Raises ValueError for invalid boundaries."""
     # Cached because every layer asks for the same blocks.
-    return ScoreBlocks(
-        (
-            ScoreBlock(*(index * seq_len + position for position in (start, end, start, end)))
-            for index, boundaries in enumerate(validate_boundaries(batch_boundaries, seq_len))
-            for start, end in pairwise(boundaries)
-            if end > start
-        ),
-        causal=True,
-    )
+    spans = [
+        (index * seq_len + start, index * seq_len + end)
+        for index, boundaries in enumerate(validate_boundaries(batch_boundaries, seq_len))
+        for start, end in pairwise(boundaries)
+        if end > start
+    ]
+    return ScoreBlocks([span + span for span in spans], causal=True)
 
 
 def boundary_tuples(boundaries_BD: Tensor, batch_size: int) -> Boundaries:
@@ -168,22 +157,8 @@ def empty_grads(*inputs: Tensor) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs)
 
 
-@_attention.register_fake
-def _(q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor, kernel: str) -> tuple[Tensor, Tensor]:
-    del k_BSKH, v_BSKH, boundaries_BD, kernel
-    return empty_output(q_BSNH)
-
-
-@attention_backward.register_fake
-def _(
-    grad_BSNH: Tensor,
-    q_BSNH: Tensor,
-    k_BSKH: Tensor,
-    v_BSKH: Tensor,
-    *rest: Any,
-) -> tuple[Tensor, ...]:
-    del grad_BSNH, rest
-    return empty_grads(q_BSNH, k_BSKH, v_BSKH)
+attention.register_fake(lambda q_BSNH, *_: empty_output(q_BSNH))
+attention_backward.register_fake(lambda _, q_BSNH, k_BSKH, v_BSKH, *__: empty_grads(q_BSNH, k_BSKH, v_BSKH))
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -199,4 +174,4 @@ def _autograd_backward(ctx: Any, grad_BSNH: Tensor, grad_lse: None) -> tuple[Ten
     return *attention_backward(grad_BSNH.contiguous(), *ctx.saved_tensors, *ctx.options), None, None
 
 
-_attention.register_autograd(_autograd_backward, setup_context=setup_context)
+attention.register_autograd(_autograd_backward, setup_context=setup_context)

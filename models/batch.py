@@ -40,13 +40,10 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Copies the per-token tensors to `device`, asynchronously from pinned memory."""
-        return replace(
-            self,
-            tokens=self.tokens.to(device, non_blocking=True),
-            labels=self.labels.to(device, non_blocking=True),
-            positions=self.positions.to(device, non_blocking=True),
-            document_ids=self.document_ids.to(device, non_blocking=True),
+        tokens, labels, positions, document_ids = (
+            x.to(device, non_blocking=True) for x in (self.tokens, self.labels, self.positions, self.document_ids)
         )
+        return replace(self, tokens=tokens, labels=labels, positions=positions, document_ids=document_ids)
 
     def num_targets(self) -> Tensor:
         """Number of tokens with a label: an int64 scalar on the batch's device."""

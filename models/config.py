@@ -9,7 +9,7 @@ from typing import Literal
 ROPE_FIELDS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
-    "llama3": ("factor", "original_length", "low_freq_factor", "high_freq_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_length"),
     "yarn": ("factor", "original_length", "beta_fast", "beta_slow", "truncate", "attention_factor"),
     "longrope": ("factor", "original_length", "short_factors", "long_factors", "attention_factor"),
 }
@@ -38,21 +38,20 @@ class RopeConfig:
     precision: Literal["float64", "float32"] = "float64"
 
     def problems(self, head_dim: int) -> list[str]:
-        required_keys = ("theta", *ROPE_FIELDS[self.kind])
-        values = {key: getattr(self, key) for key in required_keys}
+        values = {key: getattr(self, key) for key in ("theta", *ROPE_FIELDS[self.kind])}
         problems = [
             f'model.rope.{key} = {values[key]} must be above {minimum} for model.rope.kind = "{self.kind}"'
             for key, minimum in EXCLUSIVE_MINIMUMS.items()
-            if key in required_keys and values[key] is not None and not values[key] > minimum
+            if values.get(key) is not None and not values[key] > minimum
         ]
         problems += [
             f"model.rope.{low} = {values[low]} must be below model.rope.{high} = {values[high]}"
             for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast"))
-            if low in required_keys and not values[low] < values[high]
+            if low in values and not values[low] < values[high]
         ]
-        for key in [key for key in ("short_factors", "long_factors") if key in required_keys]:
-            if len(values[key]) != head_dim // 2:
-                count, half = len(values[key]), head_dim // 2
+        for key in ("short_factors", "long_factors") if self.kind == "longrope" else ():
+            count, half = len(values[key]), head_dim // 2
+            if count != half:
                 problems.append(
                     f"model.rope.{key} has {count} values, and must have {half}: half of model.head_dim = {head_dim}"
                 )
@@ -68,6 +67,15 @@ class RopeConfig:
             if kinds and key not in ROPE_FIELDS[self.kind]:
                 problems.append(f'model.rope.{key} is only used with model.rope.kind = {kinds}, not "{self.kind}"')
         return problems
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """The layers of one pipeline stage, and whether it has the embedding and the loss head."""
+
+    layers: range
+    has_embedding: bool = True
+    has_head: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,14 +154,12 @@ class ModelConfig:
         ffn_matrix = self.dim * self.ffn_dim
         output_projection = self.dim * self.num_heads * self.head_dim
         qkv_projections = self.block_matrix_parameters - 3 * ffn_matrix - output_projection
+        not_saved = self.num_layers - -(-self.num_layers // blocks_per_checkpoint)
         recomputed = self.num_layers * (self.block_matrix_parameters - ffn_matrix)
-        recomputed += (self.num_layers - -(-self.num_layers // blocks_per_checkpoint)) * (
-            output_projection + 3 * ffn_matrix
-        )
+        recomputed += not_saved * (output_projection + 3 * ffn_matrix)
         if self.qk_norm:
             recomputed += self.num_layers * self.dim * self.head_dim * (self.num_heads + self.num_kv_heads)
         if recompute == "full":
             recomputed += self.num_layers * qkv_projections
             executed += forward_attention
-        executed += 2 * recomputed * tokens
-        return executed
+        return executed + 2 * recomputed * tokens

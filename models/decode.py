@@ -14,7 +14,7 @@ from torch import Tensor
 from models import kernels
 from models.attention import AttentionCore
 from models.batch import IGNORE_INDEX, Batch
-from models.kernels import ScoreBlock, ScoreBlocks
+from models.kernels import ScoreBlocks
 from models.transformer import Transformer
 
 
@@ -43,13 +43,12 @@ class KVCacheCore:
         if past_length:
             past_XNH, past_lse_NX = self._attend(q_XNH, k_YKH[:past_length], v_YKH[:past_length], causal=False)
             past_weight_XN1 = (past_lse_NX - lse_NX).sigmoid().T.unsqueeze(-1)
-            out_XNH = torch.lerp(
-                out_XNH.to(past_weight_XN1.dtype), past_XNH.to(past_weight_XN1.dtype), past_weight_XN1
-            ).to(q_XNH.dtype)
+            new, past = (x.to(past_weight_XN1.dtype) for x in (out_XNH, past_XNH))
+            out_XNH = torch.lerp(new, past, past_weight_XN1).to(q_XNH.dtype)
         return out_XNH[None]
 
     def _attend(self, q_XNH: Tensor, k_YKH: Tensor, v_YKH: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-        blocks = ScoreBlocks([ScoreBlock(0, q_XNH.shape[0], 0, k_YKH.shape[0])], causal=causal)
+        blocks = ScoreBlocks([(0, q_XNH.shape[0], 0, k_YKH.shape[0])], causal=causal)
         ((_, out_XNH, lse_NX),) = kernels.attend_blocks(q_XNH, k_YKH, v_YKH, blocks, kernel=self.kernel)
         return out_XNH, lse_NX
 

@@ -10,7 +10,7 @@ w head dim.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -74,19 +74,16 @@ def tensor_specs(model: ModelConfig) -> dict[str, TensorSpec]:
         "w": model.head_dim,
     }
 
-    def name_map() -> Iterator[tuple[str, str, str]]:
-        yield ("embed", *MODEL_TENSORS["embed"])
-        for layer in range(model.num_layers):
-            for ours, (theirs, letters) in BLOCK_TENSORS.items():
-                if model.qk_norm or ours not in QK_NORMS:
-                    yield f"blocks.{layer}.{ours}", f"model.layers.{layer}.{theirs}", letters
-        yield ("head.norm", *MODEL_TENSORS["head.norm"])
-        if not model.tie_embeddings:
-            yield ("head.proj", *MODEL_TENSORS["head.proj"])
-
+    names = {"embed": MODEL_TENSORS["embed"]}
+    for layer in range(model.num_layers):
+        for ours, (theirs, letters) in BLOCK_TENSORS.items():
+            if model.qk_norm or ours not in QK_NORMS:
+                names[f"blocks.{layer}.{ours}"] = f"model.layers.{layer}.{theirs}", letters
+    for ours in ("head.norm",) if model.tie_embeddings else ("head.norm", "head.proj"):
+        names[ours] = MODEL_TENSORS[ours]
     return {
         f"{ours}.weight": TensorSpec(f"{theirs}.weight", tuple(sizes[letter] for letter in letters))
-        for ours, theirs, letters in name_map()
+        for ours, (theirs, letters) in names.items()
     }
 
 
@@ -98,34 +95,37 @@ class SafetensorsReader:
 
     def __init__(self, folder: Path) -> None:
         """Raises `HuggingFaceError` if safetensors files are missing."""
-        self._files = _files_by_tensor(folder)
         self._open_files: dict[tuple[Path, str], Any] = {}
+        single_file = folder / SINGLE_FILE
+        if (folder / INDEX_FILE).exists() or not single_file.exists():
+            self._file_of = _read_index(folder)
+        else:
+            self._file_of = dict.fromkeys(self._open(single_file, "numpy").keys(), single_file)
 
     def problems(self, model: ModelConfig) -> list[str]:
         """Every difference between the files' tensors and the model's."""
         shapes: dict[str, tuple[int, ...]] = {}
-        file_by_tensor: dict[str, Path] = {}
+        found_in: dict[str, Path] = {}
         problems = []
-        for path in dict.fromkeys(self._files.values()):
+        for path in dict.fromkeys(self._file_of.values()):
             try:
                 file = self._open(path, "numpy")
             except HuggingFaceError as error:
                 problems += error.problems
                 continue
             for name in file.keys():  # noqa: SIM118 - not a dict
-                tensor_slice = file.get_slice(name)
-                shapes[name], file_by_tensor[name] = tuple(tensor_slice.get_shape()), path
-                if tensor_slice.get_dtype() not in SUPPORTED_DTYPES:
-                    problems.append(
-                        f"{path.name}: {name} is {tensor_slice.get_dtype()}; supported are {', '.join(sorted(SUPPORTED_DTYPES))}"
-                    )
+                tensor = file.get_slice(name)
+                shapes[name], found_in[name], dtype = tuple(tensor.get_shape()), path, tensor.get_dtype()
+                if dtype not in SUPPORTED_DTYPES:
+                    supported = ", ".join(sorted(SUPPORTED_DTYPES))
+                    problems.append(f"{path.name}: {name} is {dtype}; supported are {supported}")
         if problems:
             return problems
-        if "" not in self._files:
-            misplaced = sorted(
-                name for name in file_by_tensor | self._files if file_by_tensor.get(name) != self._files.get(name)
-            )
-            problems = [f"{name} is not in the file that {INDEX_FILE} names" for name in misplaced]
+        misplaced = [
+            f"{name} is not in the file that {INDEX_FILE} names"
+            for name in sorted(found_in | self._file_of)
+            if found_in.get(name) != self._file_of.get(name)
+        ]
         expected = {entry.name: entry.shape for entry in tensor_specs(model).values()}
         tied_head = {LM_HEAD: (model.vocab_size, model.dim)} if model.tie_embeddings else {}
         missing = [f"{name} is missing" for name in expected if name not in shapes]
@@ -139,27 +139,24 @@ class SafetensorsReader:
             for name, shape in expected.items()
             if shapes.get(name, shape) != shape
         ]
-        return problems + missing + unexpected + misshaped
+        return misplaced + missing + unexpected + misshaped
 
     def read(self, spec: TensorSpec, ranges: Sequence[range] | None = None) -> Tensor:
         """A tensor or, with one range per dimension, a slice; reads nothing else. Raises `HuggingFaceError`."""
-        path = self._files.get(spec.name, self._files.get(""))
-        if path is None:
+        if not self.has_tensor(spec.name):
             raise HuggingFaceError([f"{spec.name} is missing"])
+        path, bounds = self._file_of[spec.name], ranges or [*map(range, spec.shape)]
         try:
             stored = self._open(path, "pt").get_slice(spec.name)
             if tuple(stored.get_shape()) == spec.shape:
-                tensor: Tensor = stored[
-                    tuple(slice(bounds.start, bounds.stop) for bounds in ranges or map(range, spec.shape))
-                ]
+                tensor: Tensor = stored[tuple(slice(bound.start, bound.stop) for bound in bounds)]
                 return tensor
         except Exception as error:  # SafetensorError, KeyError, OSError and others.
             raise HuggingFaceError([f"{path}: {spec.name} cannot be read: {error}"]) from error
         raise HuggingFaceError([f"{path}: {spec.name} has shape {stored.get_shape()}, expected {list(spec.shape)}"])
 
     def has_tensor(self, name: str) -> bool:
-        single_file = self._files.get("")
-        return name in (self._files if single_file is None else self._open(single_file, "pt").keys())
+        return name in self._file_of
 
     def _open(self, path: Path, framework: str) -> Any:
         from safetensors import SafetensorError, safe_open
@@ -172,12 +169,10 @@ class SafetensorsReader:
         return self._open_files[path, framework]
 
 
-def _files_by_tensor(folder: Path) -> dict[str, Path]:
-    """The file of each tensor; the key "" stands for all tensors if there is a single file."""
+def _read_index(folder: Path) -> dict[str, Path]:
+    """The file of each tensor."""
     index = folder / INDEX_FILE
     if not index.exists():
-        if (folder / SINGLE_FILE).exists():
-            return {"": folder / SINGLE_FILE}
         pickles = sorted(path.name for pattern in PICKLE_PATTERNS for path in folder.glob(pattern))
         problem = f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}"
         if pickles:

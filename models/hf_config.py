@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from models.config import ModelConfig, RopeConfig
+from models.config import ROPE_FIELDS, ModelConfig, RopeConfig
 from models.hf import CONFIG_FILE, HuggingFaceError
+from models.rope_scaling import attention_factor
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 CONFIG_FIELDS = {
@@ -42,52 +43,26 @@ SUPPORTED_VALUES: dict[str, tuple[object, ...]] = {
     "auto_map": (None,),
 }
 ORIGINAL_LENGTH_KEY = "original_max_position_embeddings"
-# By rope kind: their key -> our field. Required, except OPTIONAL_ROPE_KEYS.
+# Our rope field -> their key, where the names differ.
 ROPE_KEYS = {
-    "default": {},
-    "linear": {"factor": "factor"},
-    "llama3": {
-        "factor": "factor",
-        "low_freq_factor": "low_freq_factor",
-        "high_freq_factor": "high_freq_factor",
-        ORIGINAL_LENGTH_KEY: "original_length",
-    },
-    "yarn": {
-        "factor": "factor",
-        ORIGINAL_LENGTH_KEY: "original_length",
-        "beta_fast": "beta_fast",
-        "beta_slow": "beta_slow",
-        "truncate": "truncate",
-        "attention_factor": "attention_factor",
-    },
-    "longrope": {
-        "factor": "factor",
-        ORIGINAL_LENGTH_KEY: "original_length",
-        "short_factor": "short_factors",
-        "long_factor": "long_factors",
-        "attention_factor": "attention_factor",
-    },
+    "original_length": ORIGINAL_LENGTH_KEY,
+    "short_factors": "short_factor",
+    "long_factors": "long_factor",
 }
 OPTIONAL_ROPE_KEYS = {"beta_fast", "beta_slow", "truncate", "attention_factor"}
 ROPE_TYPE_KEYS = {"rope_type", "type", "rope_theta"}
-MSCALES = ("mscale", "mscale_all_dim")
+MSCALES = ("mscale", "mscale_all_dim")  # DeepSeek's form of yarn's attention factor.
 
 
 # ---- Hugging Face -> ModelConfig
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Parses the folder's config.json. Raises `HuggingFaceError`."""
+    """The content of the folder's config.json. Raises `HuggingFaceError`."""
     try:
-        return parse_config((folder / CONFIG_FILE).read_bytes())
+        values = json.loads((folder / CONFIG_FILE).read_bytes())
     except OSError as error:
         raise HuggingFaceError([f"{folder / CONFIG_FILE} cannot be read: {error.strerror}"]) from None
-
-
-def parse_config(content: str | bytes) -> dict[str, Any]:
-    """Parses a config.json. Raises `HuggingFaceError`."""
-    try:
-        values = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise HuggingFaceError([f"config.json is not valid JSON: {error}"]) from None
     if not isinstance(values, dict):
@@ -100,21 +75,17 @@ def model_config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     model_type = values.get("model_type")
     if model_type not in ARCHITECTURES:
         raise HuggingFaceError([_unsupported("model_type", model_type, tuple(ARCHITECTURES))])
-    expected = [ARCHITECTURES[model_type]]
-    architectures = values.get("architectures")
-    problems = (
-        [_unsupported("architectures", architectures, (expected,))] if architectures not in (None, expected) else []
-    )
-    problems += [
+    supported = SUPPORTED_VALUES | {"architectures": ([ARCHITECTURES[model_type]], None)}
+    if values.get("use_sliding_window") is not False:
+        supported["sliding_window"] = (None,)
+    problems = [
         _unsupported(key, values[key], allowed)
-        for key, allowed in SUPPORTED_VALUES.items()
+        for key, allowed in supported.items()
         if key in values and values[key] not in allowed
     ]
     layers = values.get("layer_types")
     if layers is not None and (not isinstance(layers, list) or any(layer != "full_attention" for layer in layers)):
         problems.append(_unsupported("layer_types", layers, ("full_attention",)))
-    if values.get("sliding_window") is not None and values.get("use_sliding_window") is not False:
-        problems.append(_unsupported("sliding_window", values["sliding_window"], (None,)))
     fields = _read_fields(_with_defaults(values, model_type), problems)
     rope = _rope_from_hf(values, problems)
     if problems or rope is None:
@@ -158,16 +129,18 @@ def _read_fields(values: Mapping[str, Any], problems: list[str]) -> dict[str, An
 def _rope_from_hf(values: Mapping[str, Any], problems: list[str]) -> RopeConfig | None:
     """Reads the rope from either format; if both are present they must agree."""
     theta = values.get("rope_theta")
-    theta_default = {"rope_theta": 10_000.0 if theta is None else theta}
+    default = {"rope_theta": 10_000.0 if theta is None else theta}
     dialects = {key: values[key] for key in ("rope_parameters", "rope_scaling") if values.get(key) is not None}
     if not dialects or (theta is not None and "rope_scaling" not in dialects and "rope_scaling" in values):
         dialects["rope_scaling"] = {}
     ropes = {}
-    for key, rope in dialects.items():
+    for name, rope in dialects.items():
         if not isinstance(rope, dict):
-            problems.append(f"config.json: {key} = {_format_value(rope)} must be an object")
-        elif (parsed := _parse_rope(key, theta_default | rope, values, problems)) is not None:
-            ropes[key] = parsed
+            problems.append(f"config.json: {name} = {_format_value(rope)} must be an object")
+            continue
+        present = default | {key: value for key, value in rope.items() if value is not None}
+        if (parsed := _parse_rope(name, present, values, problems)) is not None:
+            ropes[name] = parsed
     if len(ropes) == 2 and ropes["rope_parameters"] != ropes["rope_scaling"]:
         problems.append(
             f"config.json: rope_parameters = {_format_value(values['rope_parameters'])} and rope_theta = {_format_value(theta)}, "
@@ -176,71 +149,63 @@ def _rope_from_hf(values: Mapping[str, Any], problems: list[str]) -> RopeConfig 
     return next(iter(ropes.values()), None)
 
 
-def _parse_rope(
-    name: str, rope: Mapping[str, Any], values: Mapping[str, Any], problems: list[str]
-) -> RopeConfig | None:
+def _parse_rope(name: str, rope: dict[str, Any], values: Mapping[str, Any], problems: list[str]) -> RopeConfig | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if not isinstance(kind, str) or kind not in ROPE_KEYS:
-        problems.append(_unsupported(f"{name}.rope_type", kind, tuple(ROPE_KEYS)))
+    if not isinstance(kind, str) or kind not in ROPE_FIELDS:
+        problems.append(_unsupported(f"{name}.rope_type", kind, tuple(ROPE_FIELDS)))
         return None
-    fields_by_key, num_problems = ROPE_KEYS[kind], len(problems)
-    present = {key: value for key, value in rope.items() if value is not None}
-    if kind in ("llama3", "yarn", "longrope"):
-        original_length = (
-            values.get(ORIGINAL_LENGTH_KEY) or present.get(ORIGINAL_LENGTH_KEY) or values.get("max_position_embeddings")
-        )
-        present |= {} if original_length is None else {ORIGINAL_LENGTH_KEY: original_length}
-        max_length = values.get("max_position_embeddings")
-        if kind != "llama3" and "factor" not in present and _is_number(max_length) and _is_number(original_length):
-            present["factor"] = max_length / original_length
-    present |= _yarn_attention_factor(kind, present)
-    if kind == "longrope" and present.get("attention_factor") == _longrope_attention_factor(
-        present.get("factor"), present.get(ORIGINAL_LENGTH_KEY)
-    ):
-        present.pop("attention_factor", None)
-    unknown = present.keys() - fields_by_key.keys() - ROPE_TYPE_KEYS - (set(MSCALES) if kind == "yarn" else set())
+    field_of, num_problems = {key: field for field, key in _rope_keys(kind).items()}, len(problems)
+    present = rope | _derived_rope_values(kind, rope, values)
+    known = field_of.keys() | ROPE_TYPE_KEYS | (set(MSCALES) if kind == "yarn" else set())
     problems += [
-        _unsupported(f"{name}.{key}", present[key], (None,))
-        for key in sorted(unknown)
-        if not _is_full_rotary(key, present)
+        _unsupported(f"{name}.{key}", value, (None,))
+        for key, value in sorted(present.items())
+        if key not in known and (key, value) != ("partial_rotary_factor", 1)
     ]
-    missing = fields_by_key.keys() - present.keys() - OPTIONAL_ROPE_KEYS
+    missing = field_of.keys() - present.keys() - OPTIONAL_ROPE_KEYS
     problems += [f'config.json: {name} of rope_type "{kind}" needs {key}' for key in sorted(missing)]
-    fields = {"theta": present["rope_theta"]} | {
-        fields_by_key[key]: value for key, value in present.items() if key in fields_by_key
-    }
+    fields: dict[str, Any] = {"theta": present["rope_theta"]}
+    for key, field in field_of.items():
+        if key in present:
+            fields[field] = tuple(present[key]) if isinstance(present[key], list) else present[key]
     for key, value in fields.items():
         if key.endswith("_factors"):
-            is_valid = isinstance(value, list) and all(map(_is_number, value))
+            is_valid = isinstance(value, tuple) and all(map(_is_number, value))
         else:
             is_valid = isinstance(value, bool) if key == "truncate" else _is_number(value) and value > 0
         if not is_valid:
             problems.append(f"config.json: {name} has an invalid {key} = {_format_value(value)}")
     if len(problems) > num_problems:
         return None
-    kwargs: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
-    return RopeConfig(**{"kind": kind} | kwargs)
+    parsed = RopeConfig(**{"kind": kind} | fields)
+    if kind == "longrope" and min(parsed.factor, parsed.original_length) > 1:
+        default = dataclasses.replace(parsed, attention_factor=None)
+        return default if parsed.attention_factor == attention_factor(default) else parsed
+    return parsed
 
 
-def _is_full_rotary(key: str, rope: Mapping[str, Any]) -> bool:
-    return key == "partial_rotary_factor" and rope[key] == 1
+def _rope_keys(kind: str) -> dict[str, str]:
+    """Their key of each field that this kind uses. Required, except OPTIONAL_ROPE_KEYS."""
+    return {field: ROPE_KEYS.get(field, field) for field in ROPE_FIELDS[kind]}
 
 
-def _yarn_attention_factor(kind: str, rope: Mapping[str, Any]) -> dict[str, float]:
-    """The attention factor of yarn from DeepSeek's `mscale` and `mscale_all_dim`."""
-    if kind != "yarn" or "attention_factor" in rope or not all(_is_number(rope.get(key)) for key in MSCALES):
-        return {}
-    factor = rope.get("factor")
-    log_scale = 0.1 * math.log(factor) if _is_number(factor) and factor > 1 else 0.0
-    numerator, denominator = (rope[key] * log_scale + 1 for key in MSCALES)
-    return {"attention_factor": numerator / denominator}
-
-
-def _longrope_attention_factor(factor: object, original_length: object) -> float | None:
-    """The default attention factor of longrope."""
-    if not _is_number(factor) or not _is_number(original_length) or factor <= 1 or original_length <= 1:
-        return None
-    return math.sqrt(1 + math.log(factor) / math.log(original_length))
+def _derived_rope_values(kind: str, rope: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """What transformers derives from other keys."""
+    derived = dict[str, Any]()
+    if "original_length" in ROPE_FIELDS[kind]:
+        max_length = values.get("max_position_embeddings")
+        original_length = values.get(ORIGINAL_LENGTH_KEY) or rope.get(ORIGINAL_LENGTH_KEY) or max_length
+        if original_length is not None:
+            derived[ORIGINAL_LENGTH_KEY] = original_length
+        if kind != "llama3" and "factor" not in rope and _is_number(max_length) and _is_number(original_length):
+            derived["factor"] = max_length / original_length
+    scales: list[Any] = [rope.get(key) for key in MSCALES]
+    if kind == "yarn" and "attention_factor" not in rope and all(_is_number(scale) and scale for scale in scales):
+        factor = (rope | derived).get("factor")
+        log_scale = 0.1 * math.log(factor) if _is_number(factor) and factor > 1 else 0.0
+        numerator, denominator = (scale * log_scale + 1 for scale in scales)
+        derived["attention_factor"] = numerator / denominator
+    return derived
 
 
 # ---- ModelConfig -> Hugging Face
@@ -288,13 +253,10 @@ def _rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
     """The rope without theta; empty for a default rope."""
     if rope.kind == "default":
         return {}
-    fields = {theirs: getattr(rope, ours) for theirs, ours in ROPE_KEYS[rope.kind].items()}
+    fields = {theirs: getattr(rope, ours) for ours, theirs in _rope_keys(rope.kind).items()}
     if rope.kind == "longrope":  # transformers 4 would derive another one from the trained length.
-        fields["attention_factor"] = rope.attention_factor or _longrope_attention_factor(
-            rope.factor, rope.original_length
-        )
-    lists = {key: list(value) if isinstance(value, tuple) else value for key, value in fields.items()}
-    return {"rope_type": rope.kind} | {key: value for key, value in lists.items() if value is not None}
+        fields["attention_factor"] = attention_factor(rope)
+    return {"rope_type": rope.kind} | {key: value for key, value in fields.items() if value is not None}
 
 
 # ---- comparison
@@ -302,24 +264,21 @@ def _rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
 
 def config_differences(theirs: ModelConfig, ours: ModelConfig) -> dict[str, tuple[Any, Any]]:
     """(their value, our value) of every field that differs, including the `rope.` fields that either kind uses."""
-    fields = [field.name for field in dataclasses.fields(ModelConfig) if field.name != "rope"]
-    pairs = {key: (getattr(theirs, key), getattr(ours, key)) for key in fields}
+    keys = [field.name for field in dataclasses.fields(ModelConfig) if field.name != "rope"]
+    pairs = {key: (getattr(theirs, key), getattr(ours, key)) for key in keys}
     for key in rope_fields(theirs.rope) | rope_fields(ours.rope):
         pairs[f"rope.{key}"] = getattr(theirs.rope, key), getattr(ours.rope, key)
-    return {
-        key: (their_value, our_value) for key, (their_value, our_value) in pairs.items() if their_value != our_value
-    }
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def rope_fields(rope: RopeConfig) -> dict[str, None]:
     """The fields that this kind uses, in order."""
-    return dict.fromkeys(("kind", "theta", *ROPE_KEYS[rope.kind].values()))
+    return dict.fromkeys(("kind", "theta", *ROPE_FIELDS[rope.kind]))
 
 
 def _unsupported(key: str, value: object, allowed: tuple[object, ...]) -> str:
-    return (
-        f"config.json: {key} = {_format_value(value)} is not supported; only {' or '.join(map(_format_value, allowed))}"
-    )
+    choices = " or ".join(map(_format_value, allowed))
+    return f"config.json: {key} = {_format_value(value)} is not supported; only {choices}"
 
 
 def _format_value(value: object) -> str:

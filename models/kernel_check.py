@@ -5,23 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from models.kernels import ScoreBlock, ScoreBlocks, accumulate_grads, attend_blocks
-from models.linear import accumulation_dtype
+from models import attention_op
+from models.kernels import ScoreBlocks, accumulate_grads, attend_blocks_backward
 
 # Blocks of length 1, several rectangular blocks in one call, and keys that several blocks share.
 CHECK_CASES = {
-    "causal blocks": ScoreBlocks(
-        [ScoreBlock(0, 65, 0, 65), ScoreBlock(65, 66, 65, 66), ScoreBlock(66, 192, 66, 192)], causal=True
-    ),
-    "one rectangular block": ScoreBlocks([ScoreBlock(0, 192, 0, 100)], causal=False),
+    "causal blocks": ScoreBlocks([(0, 65, 0, 65), (65, 66, 65, 66), (66, 192, 66, 192)], causal=True),
+    "one rectangular block": ScoreBlocks([(0, 192, 0, 100)], causal=False),
     "rectangular blocks": ScoreBlocks(
-        [
-            ScoreBlock(0, 50, 0, 20),
-            ScoreBlock(50, 51, 0, 70),
-            ScoreBlock(51, 100, 70, 71),
-            ScoreBlock(100, 192, 80, 192),
-        ],
-        causal=False,
+        [(0, 50, 0, 20), (50, 51, 0, 70), (51, 100, 70, 71), (100, 192, 80, 192)], causal=False
     ),
 }
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.05}
@@ -55,9 +47,7 @@ def _forward_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: ScoreBlocks, kernel: str
 ) -> tuple[Tensor, ...]:
     """Output, log-sum-exp, dq, dk and dv of blocks that cover all queries."""
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=accumulation_dtype(q.dtype))
-    for queries, *outputs in attend_blocks(q, k, v, blocks, kernel=kernel):
-        out[queries], lse[:, queries] = outputs
+    out, lse = attention_op.forward(q, k, v, blocks, kernel=kernel)
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-    accumulate_grads(grad, q, k, v, out, lse, blocks, (dq, dk, dv), kernel=kernel)
+    accumulate_grads((dq, dk, dv), attend_blocks_backward(grad, q, k, v, out, lse, blocks, kernel=kernel))
     return out, lse, dq, dk, dv

@@ -10,7 +10,7 @@ heads, K KV heads (N is a multiple of K), H head dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -41,8 +41,8 @@ class ScoreBlocks:
     Raises ValueError for an empty block, and for a causal block that is not square.
     """
 
-    def __init__(self, blocks: Iterable[ScoreBlock], *, causal: bool) -> None:
-        self.blocks = tuple(blocks)
+    def __init__(self, blocks: Iterable[tuple[int, int, int, int]], *, causal: bool) -> None:
+        self.blocks = tuple(ScoreBlock(*block) for block in blocks)
         self.causal = causal
         self.shortest_side = min((min(q1 - q0, k1 - k0) for q0, q1, k0, k1 in self.blocks), default=0)
         self._varlen_batches: dict[torch.device, list[VarlenBatch]] = {}
@@ -59,11 +59,10 @@ class ScoreBlocks:
         if device not in self._varlen_batches:
             batches: list[list[ScoreBlock]] = []
             for block in self.blocks:
-                fitting_batch = next((batch for batch in batches if batch[-1].k1 <= block.k0), None)
-                if fitting_batch is None:
-                    batches.append([block])
-                else:
-                    fitting_batch.append(block)
+                batch = next((batch for batch in batches if batch[-1].k1 <= block.k0), None)
+                if batch is None:
+                    batches.append(batch := [])
+                batch.append(block)
             self._varlen_batches[device] = [_varlen_batch(batch, device) for batch in batches]
         return self._varlen_batches[device]
 
@@ -79,18 +78,13 @@ class VarlenBatch(NamedTuple):
     max_seqlen_k: int
 
 
-ForwardKernel = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 Grads = tuple[Tensor, Tensor, Tensor]
-BackwardKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool], Grads]
+BlockGrads = tuple[TokenIndex, TokenIndex, Tensor, Tensor, Tensor]
+"""Queries, keys, dq, dk and dv."""
 
 
 def attend_blocks(
-    q_XNH: Tensor,
-    k_YKH: Tensor,
-    v_YKH: Tensor,
-    blocks: ScoreBlocks,
-    *,
-    kernel: str = "auto",
+    q_XNH: Tensor, k_YKH: Tensor, v_YKH: Tensor, blocks: ScoreBlocks, *, kernel: str = "auto"
 ) -> Iterator[tuple[TokenIndex, Tensor, Tensor]]:
     """Attention with scale H ** -0.5, one or several blocks per kernel call.
 
@@ -119,8 +113,8 @@ def attend_blocks_backward(
     blocks: ScoreBlocks,
     *,
     kernel: str = "auto",
-) -> Iterator[tuple[TokenIndex, TokenIndex, Tensor, Tensor, Tensor]]:
-    """Yields (queries, keys, dq, dk, dv): the gradient contributions of one or several blocks.
+) -> Iterator[BlockGrads]:
+    """The gradient contributions of one or several blocks at a time.
 
     `out_XNH` and `lse_NX` are the results over *all* keys of each query, also those that other ranks hold. With them
     the contribution of any subset of the keys is exact (FlashAttention, Dao et al., 2022, appendix B).
@@ -141,22 +135,10 @@ def attend_blocks_backward(
         yield slice(q0, q1), slice(k0, k1), dq, dk, dv
 
 
-def accumulate_grads(
-    grad_XNH: Tensor,
-    q_XNH: Tensor,
-    k_YKH: Tensor,
-    v_YKH: Tensor,
-    out_XNH: Tensor,
-    lse_NX: Tensor,
-    blocks: ScoreBlocks,
-    accumulators: Grads,
-    *,
-    kernel: str = "auto",
-) -> None:
-    """Adds the gradient contributions of all blocks to the accumulators of dq, dk and dv, in place."""
+def accumulate_grads(accumulators: Grads, block_grads: Iterable[BlockGrads]) -> None:
+    """Adds what `attend_blocks_backward` yields to the accumulators of dq, dk and dv, in place."""
     total_dq, total_dk, total_dv = accumulators
-    inputs = (grad_XNH, q_XNH, k_YKH, v_YKH, out_XNH, lse_NX)
-    for queries, keys, dq, dk, dv in attend_blocks_backward(*inputs, blocks, kernel=kernel):
+    for queries, keys, dq, dk, dv in block_grads:
         total_dq[queries] += dq
         total_dk[keys] += dk
         total_dv[keys] += dv
@@ -197,34 +179,26 @@ def _cpu_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, ls
 
 
 def _varlen_batch(blocks: list[ScoreBlock], device: torch.device) -> VarlenBatch:
-    queries = [(q0, q1) for q0, q1, _, _ in blocks]
-    keys = [(k0, k1) for _, _, k0, k1 in blocks]
-    (query_index, cu_seqlens_q, max_seqlen_q), (key_index, cu_seqlens_k, max_seqlen_k) = (
-        (_token_index(spans, device), _cu_seqlens(spans, device), max(end - start for start, end in spans))
-        for spans in (queries, keys)
-    )
-    return VarlenBatch(query_index, key_index, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    queries, cu_seqlens_q, max_seqlen_q = _varlen_spans([(q0, q1) for q0, q1, _, _ in blocks], device)
+    keys, cu_seqlens_k, max_seqlen_k = _varlen_spans([(k0, k1) for _, _, k0, k1 in blocks], device)
+    return VarlenBatch(queries, keys, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
 
 
-def _token_index(spans: list[tuple[int, int]], device: torch.device) -> TokenIndex:
-    if all(end == start for (_, end), (start, _) in pairwise(spans)):
-        return slice(spans[0][0], spans[-1][1])
-    return to_device(concatenated_ranges([start for start, _ in spans], [end - start for start, end in spans]), device)
-
-
-def _cu_seqlens(spans: list[tuple[int, int]], device: torch.device) -> Tensor:
-    lengths = torch.tensor([0] + [end - start for start, end in spans], dtype=torch.int32, device="cpu")
-    return to_device(lengths.cumsum(0, dtype=torch.int32), device)
+def _varlen_spans(spans: list[tuple[int, int]], device: torch.device) -> tuple[TokenIndex, Tensor, int]:
+    """The tokens of the spans, cu_seqlens and the longest length."""
+    starts, lengths = [start for start, _ in spans], [end - start for start, end in spans]
+    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cpu")
+    tokens: TokenIndex = slice(starts[0], spans[-1][1])
+    if any(end != start for (_, end), (start, _) in pairwise(spans)):
+        tokens = to_device(concatenated_ranges(starts, lengths), device)
+    return tokens, to_device(cu_seqlens, device), max(lengths)
 
 
 def concatenated_ranges(starts: list[int], lengths: list[int]) -> Tensor:
     """int64 on the CPU: `arange(start, start + length)` of every pair, concatenated."""
     start_tensor, length_tensor = torch.tensor([starts, lengths], dtype=torch.int64, device="cpu")
-    total = sum(lengths)
-    offsets: Tensor = (start_tensor - (length_tensor.cumsum(0) - length_tensor)).repeat_interleave(
-        length_tensor, output_size=total
-    )
-    return offsets + torch.arange(total, device="cpu")
+    offsets: Tensor = (start_tensor - (length_tensor.cumsum(0) - length_tensor)).repeat_interleave(length_tensor)
+    return offsets + torch.arange(len(offsets), device="cpu")
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
@@ -233,21 +207,13 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, batch: VarlenBatch, causal: bool) -> tuple[Tensor, Tensor]:
-    varlen_arguments = batch[2:]
-    return_debug_mask = (False,)
-    out, lse, *_ = aten._flash_attention_forward(q, k, v, *varlen_arguments, 0.0, causal, *return_debug_mask)
+    return_debug_mask = False
+    out, lse, *_ = aten._flash_attention_forward(q, k, v, *batch[2:], 0.0, causal, return_debug_mask)
     return out, lse
 
 
 def _flash_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    batch: VarlenBatch,
-    causal: bool,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, batch: VarlenBatch, causal: bool
 ) -> Grads:
     contiguous = [x.contiguous() for x in (grad, q, k, v, out, lse)]
     no_dropout_state = (torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device))
@@ -330,7 +296,7 @@ def _plain_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, 
     return (grad_scores @ k_all).to(input_dtype), dk.to(input_dtype), dv.to(input_dtype)
 
 
-DENSE_KERNELS: dict[str, tuple[ForwardKernel, BackwardKernel]] = {
+DENSE_KERNELS: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Grads]]] = {
     "cpu": (_cpu_forward, _cpu_backward),
     "cudnn": (_cudnn_forward, _cudnn_backward),
     "efficient": (_efficient_forward, _efficient_backward),

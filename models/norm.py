@@ -1,6 +1,6 @@
 """Root mean square normalisation (Zhang & Sennrich, 2019).
 
-Shape suffixes, after any leading dimensions: E normalised dim, 1 one number per token.
+Shape suffixes, after any leading dimensions: E normalised dim, 1 one number per token. C marks a chunk of tokens.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class RMSNormFunction(torch.autograd.Function):
         else:
             out_E = torch.empty_like(x_E, memory_format=torch.contiguous_format)
             rstd_1 = x_E.new_empty(*x_E.shape[:-1], 1, dtype=accumulation_dtype(x_E.dtype))
-            for x_chunk_E, out_chunk_E, rstd_chunk_1 in _chunks(chunk_tokens, x_E, out_E, rstd_1):
-                out_chunk_E[:], rstd_chunk_1[:] = rms_norm(x_chunk_E, weight_E, eps)
+            for x_C, out_C, rstd_C in _chunks(chunk_tokens, x_E, out_E, rstd_1):
+                out_C[:], rstd_C[:] = rms_norm(x_C, weight_E, eps)
         ctx.save_for_backward(x_E, weight_E, rstd_1)
         return out_E
 
@@ -63,12 +63,9 @@ class RMSNormFunction(torch.autograd.Function):
         else:
             grad_x_E = torch.empty_like(x_E, memory_format=torch.contiguous_format)
             grad_weight_E = torch.zeros_like(weight_E, dtype=rstd_1.dtype)
-            for grad_x_chunk_E, *chunk in _chunks(ctx.chunk_tokens, grad_x_E, grad_E, x_E, rstd_1):
-                grad_chunk_E, x_chunk_E, rstd_chunk_1 = chunk
-                grad_x_chunk_E[:], grad_weight_chunk_E = rms_norm_backward(
-                    grad_chunk_E, x_chunk_E, weight_E, rstd_chunk_1
-                )
-                grad_weight_E += grad_weight_chunk_E
+            for grad_x_C, grad_C, x_C, rstd_C in _chunks(ctx.chunk_tokens, grad_x_E, grad_E, x_E, rstd_1):
+                grad_x_C[:], grad_weight_of_chunk_E = rms_norm_backward(grad_C, x_C, weight_E, rstd_C)
+                grad_weight_E += grad_weight_of_chunk_E
         return grad_x_E, grad_weight_E.to(weight_E.dtype), None, None
 
 

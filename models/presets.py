@@ -31,7 +31,6 @@ FAMILIES: dict[str, dict[str, ModelConfig]] = {
             "70b": (8192, 80, 64, 8, 128, 28_672),
         },
         vocab_size=32_000,
-        rope=RopeConfig(theta=10_000.0),
     ),
     "llama3": _family(
         {
@@ -52,10 +51,7 @@ FAMILIES: dict[str, dict[str, ModelConfig]] = {
         rope=RopeConfig(theta=500_000.0, kind="llama3", factor=8.0),
     ),
     "llama3.2": _family(
-        {
-            "1b": (2048, 16, 32, 8, 64, 8192),
-            "3b": (3072, 28, 24, 8, 128, 8192),
-        },
+        {"1b": (2048, 16, 32, 8, 64, 8192), "3b": (3072, 28, 24, 8, 128, 8192)},
         vocab_size=128_256,
         tied=("1b", "3b"),
         rope=RopeConfig(theta=500_000.0, kind="llama3", factor=32.0),

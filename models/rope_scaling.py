@@ -26,44 +26,34 @@ def scale_frequencies(config: RopeConfig, powers: Iterable[Any], indices: Iterab
 
     The order of operations is Hugging Face's, so that float32 tensors give bitwise the same result.
     """
-    pairs = list(zip(powers, indices, strict=True))
-    original_length, factor = config.original_length, config.factor
+    powers, original_length, factor = list(powers), config.original_length, config.factor
+    unscaled = [1 / power for power in powers]
     if config.kind == "linear":
-        return [1 / power / factor for power, _ in pairs]
+        return [frequency / factor for frequency in unscaled]
     if config.kind == "llama3":
         low, high = config.low_freq_factor, config.high_freq_factor
-        smooth_factors = [
-            _clamp01((original_length / (2 * math.pi / (1 / power)) - low) / (high - low)) for power, _ in pairs
-        ]
-        return [
-            (1 - smooth) * (1 / power) / factor + smooth * (1 / power)
-            for smooth, (power, _) in zip(smooth_factors, pairs, strict=True)
-        ]
+        smooth = [_clamp01((original_length / (2 * math.pi / f) - low) / (high - low)) for f in unscaled]
+        return [(1 - g) * f / factor + g * f for g, f in zip(smooth, unscaled, strict=True)]
     if config.kind == "yarn":
-        ramp_start, ramp_end = yarn_ramp_bounds(config, 2 * len(pairs))
-        smooth_factors = [1 - _clamp01((index - ramp_start) / (ramp_end - ramp_start)) for _, index in pairs]
-        return [
-            1 / (factor * power) * (1 - g) + 1 / power * g for g, (power, _) in zip(smooth_factors, pairs, strict=True)
-        ]
+        start, end = yarn_ramp_bounds(config, 2 * len(powers))
+        smooth = [1 - _clamp01((index - start) / (end - start)) for index in indices]
+        return [1 / (factor * power) * (1 - g) + 1 / power * g for g, power in zip(smooth, powers, strict=True)]
     if config.kind == "longrope":
         factors = config.long_factors if seq_len > original_length else config.short_factors
-        return [1 / (long_factor * power) for long_factor, (power, _) in zip(factors, pairs, strict=True)]
-    return [1 / power for power, _ in pairs]
+        return [1 / (divisor * power) for divisor, power in zip(factors, powers, strict=True)]
+    return unscaled
 
 
 def yarn_ramp_bounds(config: RopeConfig, head_dim: int) -> tuple[float, float]:
     """`yarn`: the index where scaling starts, and the index from which it is the full factor."""
-
-    def correction_dim(num_rotations: float) -> float:
-        return (
-            head_dim * math.log(config.original_length / (num_rotations * 2 * math.pi)) / (2 * math.log(config.theta))
-        )
-
-    ramp_start, ramp_end = correction_dim(config.beta_fast), correction_dim(config.beta_slow)
+    start, end = (
+        head_dim * math.log(config.original_length / (num_rotations * 2 * math.pi)) / (2 * math.log(config.theta))
+        for num_rotations in (config.beta_fast, config.beta_slow)
+    )
     if config.truncate:
-        ramp_start, ramp_end = math.floor(ramp_start), math.ceil(ramp_end)
-    ramp_start, ramp_end = max(ramp_start, 0), min(ramp_end, head_dim - 1)
-    return ramp_start, ramp_end + 0.001 * (ramp_start == ramp_end)
+        start, end = math.floor(start), math.ceil(end)
+    start, end = max(start, 0), min(end, head_dim - 1)
+    return start, end + 0.001 * (start == end)
 
 
 def attention_factor(config: RopeConfig) -> float:

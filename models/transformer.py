@@ -7,15 +7,14 @@ frequencies, D document boundaries.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
 from torch import Tensor, nn
 
 from models import rope
 from models.attention import Attention
 from models.batch import Batch
-from models.config import ModelConfig
+from models.config import ModelConfig, StageSpec
 from models.feed_forward import FeedForward
 from models.linear import Embedding, accumulation_dtype, identity
 from models.loss_head import LossHead
@@ -31,12 +30,8 @@ class SequenceParallelComm(NamedTuple):
     """Reduce-scatter of partial sums: [B, T, E] -> [B, S, E]."""
 
 
-class BlockForward(Protocol):
-    """Runs a block. `parallelisms.activation_checkpoint` sets one that saves less and recomputes in the backward pass."""
-
-    def __call__(
-        self, block: TransformerBlock, x_BSE: Tensor, cos_sin_2BS1F: Tensor, boundaries_BD: Tensor, /
-    ) -> Tensor: ...
+BlockForward = Callable[["TransformerBlock", Tensor, Tensor, Tensor], Tensor]
+"""Runs a block. `parallelisms.activation_checkpoint` sets one that saves less and recomputes in the backward pass."""
 
 
 class TransformerBlock(nn.Module):
@@ -62,15 +57,6 @@ def default_block_forward(
     x_BSE = x_BSE + block.attention(block.attention_norm(x_BSE), cos_sin_2BS1F, boundaries_BD)
     out: Tensor = x_BSE + block.feed_forward(block.ffn_norm(x_BSE))
     return out
-
-
-@dataclass(frozen=True)
-class StageSpec:
-    """The layers of one pipeline stage, and whether it has the embedding and the loss head."""
-
-    layers: range
-    has_embedding: bool = True
-    has_head: bool = True
 
 
 class Transformer(nn.Module):
@@ -122,9 +108,7 @@ class Transformer(nn.Module):
         )
         identity_2BS1F = rope.identity_rotation(cos_sin_2BS1F)
         for index, block in self.blocks.items():
-            uses_rope = config.uses_rope(int(index))
-            x_BSE = block(
-                self.block_boundary_hook(x_BSE), cos_sin_2BS1F if uses_rope else identity_2BS1F, batch.boundaries
-            )
+            rotation_2BS1F = cos_sin_2BS1F if config.uses_rope(int(index)) else identity_2BS1F
+            x_BSE = block(self.block_boundary_hook(x_BSE), rotation_2BS1F, batch.boundaries)
         x_BSE = self.block_boundary_hook(x_BSE)
         return x_BSE if self.head is None else self.head(x_BSE, batch.labels)

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from models.transformer import StageSpec
+from models.config import StageSpec
 
 PipelineSchedule = Literal["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 SINGLE_STAGE_SCHEDULES: tuple[PipelineSchedule, ...] = ("1F1B", "GPipe")
@@ -78,9 +77,6 @@ class PipelinePlan:
 
     def stage_module(self, stage: int) -> StageSpec:
         """The layers of a stage, and whether it has the embedding or the head."""
-        # Imports torch, which checking a plan does not need.
-        from models.transformer import StageSpec
-
         first = sum(self.blocks_per_stage[:stage])
         layers = range(first, first + self.blocks_per_stage[stage])
         return StageSpec(layers, has_embedding=stage == 0, has_head=stage == self.num_stages - 1)

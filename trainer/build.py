@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from models.batch import Batch
+from models.config import StageSpec
 from models.linear import identity
-from models.transformer import StageSpec, Transformer
+from models.transformer import Transformer
 from parallelisms import tensor_parallel
 from parallelisms.activation_checkpoint import RecomputeConfig
 from parallelisms.activation_offload import HostActivationPool

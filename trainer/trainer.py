@@ -23,7 +23,7 @@ from trainer.config.job_config import Config, TrainingStage
 from trainer.data.loader import MicroBatchLoader
 from trainer.data.sequences import BlendedDataset
 from trainer.distributed import World
-from trainer.hardware.device import AsyncHostCopy, Stopwatch, require_determinism
+from trainer.hardware.device import AsyncHostCopy, Stopwatch
 from trainer.metrics.step_metrics import MetricAccumulator, MetricLayout, safe_divide
 from trainer.optim.lr_schedule import learning_rate
 from trainer.optim.optimizer import Optimizer
@@ -98,7 +98,7 @@ class Trainer:
         self.world = world
         self.dataset = dataset
         if config.training.deterministic:
-            require_determinism()
+            torch.use_deterministic_algorithms(True)  # noqa: FBT003 - the launcher configures cuBLAS
         parallel_model = ParallelModel(config, world)
         self.parallel_model, self.mesh = parallel_model, parallel_model.mesh
         self.stage_modules, self.context_parallel = parallel_model.stage_modules, parallel_model.context_parallel

@@ -217,8 +217,9 @@ def backward(
     for kv_2YKH, blocks in exchange.remote_kv(pending_kv):
         dkv_2YKH = torch.zeros_like(kv_2YKH, dtype=dtype)
         inputs = (grad_XNH, q_XNH, kv_2YKH[0], kv_2YKH[1], out_XNH, lse_NX)
-        kernels.accumulate_grads(*inputs, blocks, (dq_XNH, dkv_2YKH[0], dkv_2YKH[1]), kernel=kernel)
-        del kv_2YKH, inputs
+        block_grads = kernels.attend_blocks_backward(*inputs, blocks, kernel=kernel)
+        kernels.accumulate_grads((dq_XNH, dkv_2YKH[0], dkv_2YKH[1]), block_grads)
+        del kv_2YKH, inputs, block_grads
         pending_dkv = exchange.send_grads(dkv_2YKH, pending_dkv)
         del dkv_2YKH
     if pending_dkv is not None:

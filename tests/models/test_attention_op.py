@@ -176,7 +176,7 @@ def test_boundaries_of_every_sequence_are_checked() -> None:
 )
 def test_boundaries_of_wrong_dtype_or_device_raise(boundaries: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        attention_op.document_blocks(boundaries, 1, 23)
+        attention_op.boundary_tuples(boundaries, 1)
 
 
 @pytest.mark.parametrize("layout", ["one document", "rows with different documents"])
@@ -185,7 +185,7 @@ def test_both_operators_pass_opcheck(layout: str) -> None:
     given = inputs(boundaries_BD)
     out, lse = (x.detach() for x in attention_op.attention(*given, boundaries_BD))
     detached = [x.detach() for x in given]
-    found = torch.library.opcheck(attention_op._attention, (*given, boundaries_BD, "auto"))
+    found = torch.library.opcheck(attention_op.attention, (*given, boundaries_BD, "auto"))
     assert {*found.values()} == {"SUCCESS"}
     found = torch.library.opcheck(
         attention_op.attention_backward, (torch.ones_like(out), *detached, out, lse, boundaries_BD, "auto")
@@ -209,7 +209,7 @@ def test_five_document_layouts_compile_once() -> None:
 def test_plain_kernel_is_exact(heads: tuple[int, int]) -> None:
     for boundaries_BD in (starts([23], [23]), starts([7, 1, 15], [23], width=4)):
         given = inputs(boundaries_BD, heads)
-        found = run(partial(attention_op.attention, kernel="plain"), given, boundaries_BD)
+        found = run(partial(attention_op.attention, kernel_name="plain"), given, boundaries_BD)
         for ours, expected in zip(found, run(dense, given, boundaries_BD), strict=True):
             torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
 
@@ -264,4 +264,4 @@ def test_float64_on_cuda_equals_dense_softmax(layout: str) -> None:
 @needs_cuda
 def test_boundaries_on_cuda_raise() -> None:
     with pytest.raises(ValueError, match=r"boundaries must be int32 on the CPU, not torch\.int32 on cuda:0"):
-        attention_op.document_blocks(starts([23]).cuda(), 1, 23)
+        attention_op.boundary_tuples(starts([23]).cuda(), 1)

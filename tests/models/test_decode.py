@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from models.batch import Batch
-from models.config import ModelConfig
+from models.config import ModelConfig, StageSpec
 from models.decode import Decoder
-from models.transformer import StageSpec, Transformer
+from models.transformer import Transformer
 from tests.models.small_models import SMALL, TIED, packed, small_model
 
 LENGTH = 23

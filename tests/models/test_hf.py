@@ -16,7 +16,7 @@ from torch import Tensor
 from models import hf
 from models.config import ModelConfig, RopeConfig
 from models.hf import HuggingFaceError
-from models.hf_config import config_differences, model_config_from_hf, model_config_to_hf, parse_config, read_config
+from models.hf_config import config_differences, model_config_from_hf, model_config_to_hf, read_config
 from tests.models.hf_models import LENGTH, LLAMA, QWEN, load, logits_of, logits_there, made_by_transformers, write
 from tests.models.small_models import small_model
 
@@ -156,6 +156,9 @@ def test_older_rope_keys_are_read() -> None:
     found = model_config_from_hf(values_of(rope_parameters="absent", rope_scaling=rope, rope_theta=1000)).rope
     assert (found.kind, found.theta, found.factor, found.original_length) == ("yarn", 1000, 4, 16)
     assert found.attention_factor == (0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1)
+    rope["mscale_all_dim"] = 0.0  # transformers then takes the default.
+    found = model_config_from_hf(values_of(rope_parameters="absent", rope_scaling=rope, rope_theta=1000)).rope
+    assert found.attention_factor is None
 
 
 UNSUPPORTED = {
@@ -208,9 +211,10 @@ def test_unsupported_features_are_reported_by_key_and_value(
 
 
 @pytest.mark.parametrize("content", ["[1]", "null", '"llama"', "{", "[" * 100_000, "\x80"])
-def test_config_that_is_not_a_json_object_raises(content: str) -> None:
+def test_config_that_is_not_a_json_object_raises(content: str, tmp_path: Path) -> None:
+    (tmp_path / hf.CONFIG_FILE).write_text(content)
     with pytest.raises(HuggingFaceError, match=r"config\.json (must be an object|is not valid JSON)"):
-        parse_config(content)
+        read_config(tmp_path)
 
 
 def test_config_without_equivalent_is_not_written() -> None:

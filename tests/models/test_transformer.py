@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from models import rope, rope_scaling
 from models.batch import IGNORE_INDEX, Batch
-from models.config import ModelConfig, RopeConfig
+from models.config import ModelConfig, RopeConfig, StageSpec
 from models.presets import FAMILIES
-from models.transformer import StageSpec, Transformer
+from models.transformer import Transformer
 from tests.models.small_models import MIXED, NORMED, SMALL, TIED, gradients, largest_difference, packed, small_model
 
 GROUPED = replace(SMALL, num_heads=6, num_kv_heads=2, norm_eps=1e-2)

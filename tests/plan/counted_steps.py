@@ -31,7 +31,7 @@ OPERATORS = {
         ring.attention_backward,
         ulysses._seq_to_heads,
         ulysses._heads_to_seq,
-        attention_op._attention,
+        attention_op.attention,
         attention_op.attention_backward,
     )
 }

@@ -33,16 +33,14 @@ def bind_to_numa_node(device: torch.device, pci_devices: Path = Path("/sys/bus/p
     if device.type != "cuda":
         return
     allowed = os.sched_getaffinity(0)
-    local_cpus = [
-        _numa_cpus(torch.cuda.get_device_properties(other), pci_devices) for other in range(torch.cuda.device_count())
-    ]
+    properties = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    local_cpus = [_numa_cpus(each, pci_devices) for each in properties]
     bound_cpus = local_cpus[device.index] & allowed
     if bound_cpus and bound_cpus != allowed:
         os.sched_setaffinity(0, bound_cpus)
         # The thread count was set for all CPUs of the machine.
-        torch.set_num_threads(
-            max(1, min(torch.get_num_threads(), len(bound_cpus) // local_cpus.count(local_cpus[device.index])))
-        )
+        num_cpus = len(bound_cpus) // local_cpus.count(local_cpus[device.index])
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), num_cpus)))
         log.info("bound to the %d of %d CPUs on the NUMA node of %s", len(bound_cpus), len(allowed), device)
 
 
@@ -57,23 +55,16 @@ def _numa_cpus(properties: Any, pci_devices: Path) -> set[int]:
     return {cpu for first, *last in cpu_ranges for cpu in range(first, (last or [first])[0] + 1)}
 
 
-def require_determinism() -> None:
-    """Makes operators without a deterministic kernel raise; the launcher configures cuBLAS."""
-    torch.use_deterministic_algorithms(True)  # noqa: FBT003
-
-
 def require_peer_access(device: torch.device) -> None:
     """Raises RankFailedError unless the devices of this host have peer-to-peer memory access."""
     others = range(torch.cuda.device_count() if device.type == "cuda" else 0)
-    unreachable = [other for other in others if other != device.index and not _can_access_peer(device, other)]
+    unreachable = [
+        other for other in others if other != device.index and not torch.cuda.can_device_access_peer(device, other)
+    ]
     if unreachable or len(others) < 2:
         reason = f"{device} cannot access devices {unreachable}" if unreachable else f"this process only sees {device}"
         message = f"parallelism.async_tp = true needs several CUDA devices with peer access: {reason}"
         raise RankFailedError(EXIT_BAD_CONFIG, message)
-
-
-def _can_access_peer(device: torch.device, other: int) -> bool:
-    return bool(torch.cuda.can_device_access_peer(device, other))
 
 
 def choose_attention_kernel(config: Config, device: torch.device) -> str:
@@ -82,12 +73,13 @@ def choose_attention_kernel(config: Config, device: torch.device) -> str:
     Activates FlashAttention 3 or 4 if configured. Raises RankFailedError if the kernel is missing or wrong on this device.
     """
     configured, compute_dtype = config.training.attention, getattr(torch, config.training.dtype)
-    requested = "flash" if configured in ("fa3", "fa4") else configured
-    name = kernels.select_kernel(torch.empty(0, dtype=compute_dtype, device=device), requested)
+    is_flash_version = configured in ("fa3", "fa4")
+    queries = torch.empty(0, dtype=compute_dtype, device=device)
+    name = kernels.select_kernel(queries, "flash" if is_flash_version else configured)
     if device.type == "cpu":
         return name
     try:
-        if configured in ("fa3", "fa4"):
+        if is_flash_version:
             torch.nn.attention.activate_flash_attention_impl(configured.upper())
         kernel_check.verify_kernel(name, device, compute_dtype, width=config.model.build().head_dim)
     except (ImportError, RuntimeError, ValueError) as error:
@@ -120,8 +112,7 @@ class Stopwatch:
     """Measures device time between `start` and `stop`. Only `seconds` synchronizes."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self._cuda else []
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
         self._times = [0.0, 0.0]
 
     def start(self) -> None:
@@ -131,14 +122,14 @@ class Stopwatch:
         self._mark(1)
 
     def seconds(self) -> float:
-        if not self._cuda:
+        if not self._events:
             return self._times[1] - self._times[0]
-        self._events[1].synchronize()
-        milliseconds: float = self._events[0].elapsed_time(self._events[1])
-        return milliseconds / 1000
+        started, stopped = self._events
+        stopped.synchronize()
+        return float(started.elapsed_time(stopped)) / 1000
 
     def _mark(self, index: int) -> None:
-        if self._cuda:
+        if self._events:
             self._events[index].record()
         else:
             self._times[index] = time.perf_counter()

@@ -47,8 +47,7 @@ class Optimizer:
         for parameter in self.parameters_by_name.values():
             parameters_by_module[deferred_module_of.get(parameter)].append(parameter)
         self._optimizers = {
-            module: _build_adamw(parameters, config, moment_dtype)
-            for module, parameters in parameters_by_module.items()
+            module: _build_adamw(members, config, moment_dtype) for module, members in parameters_by_module.items()
         }
         self._deferred_norms: dict[nn.Module | None, Tensor] = {}
         """The gradient norm by module whose update is pending."""
@@ -114,15 +113,11 @@ class Optimizer:
 
 
 def _build_adamw(parameters: list[nn.Parameter], config: OptimizerSection, moment_dtype: torch.dtype | None) -> AdamW:
-    matrices = [parameter for parameter in parameters if parameter.ndim > 1]
-    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
-    optimizer = AdamW(
-        [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        fused=True,
-    )
+    groups = [
+        {"params": [parameter for parameter in parameters if parameter.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
     for parameter in parameters:
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
