@@ -29,7 +29,7 @@ from trainer.data.tokenizer import ByteTokenizer
 from trainer.evaluation import needle, perplexity, report
 from trainer.evaluation.needle import NeedleDataset, PasskeySentences
 from trainer.evaluation.perplexity import count_target_bytes
-from trainer.export.checkpoint_cli import run_command
+from trainer.export.checkpoint_cli import run_on_checkpoint
 
 pytestmark = pytest.mark.ranks
 
@@ -76,7 +76,7 @@ def run_ranks(command: str, argv: list[str], *, processes: int, log: Path) -> li
 def _evaluate(rank: int, size: int, port: int, log: Path, command: str, argv: list[str]) -> None:
     become(rank, size, port, log)
     module = {"needle": needle, "perplexity": perplexity}[command]
-    sys.exit(run_command(argv, module.build_parser(), module.run))
+    sys.exit(run_on_checkpoint(argv, module.build_parser(), module.run))
 
 
 def run_perplexity(run: Path, *argv: str, path: Path, processes: int = 1) -> list[dict[str, Any]]:
@@ -217,11 +217,11 @@ def test_a_sequence_hides_the_number_and_ends_with_it(run: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "argv", "status", "message"),
     [
-        (needle, [], 2, "the following arguments are required: CHECKPOINT"),
+        (needle, [], 2, "trainer.evaluation.needle needs CHECKPOINT"),
         (needle, ["a", "b"], 2, "unknown argument b"),
         (perplexity, ["nowhere"], 2, "nowhere is neither a run folder nor a checkpoint in one"),
         (perplexity, ["RUN", "--jsno", "x"], 2, "unknown argument --jsno; did you mean --json?"),
-        (perplexity, ["RUN", "--json"], 2, "argument --json: expected one argument"),
+        (perplexity, ["RUN", "--json"], 2, "--json needs a value"),
         (perplexity, ["RUN/checkpoints/step-9"], 2, "contains step-1, step-2"),
         (perplexity, ["RUN", "--data.corpsu=x"], 2, "did you mean corpus?"),
         (perplexity, ["RUN", "--training.seq_len=0"], 2, "must be at least 2"),
@@ -237,11 +237,11 @@ def test_a_sequence_hides_the_number_and_ends_with_it(run: Path) -> None:
             needle,
             ["RUN", "--lengths", "12,x"],
             2,
-            "argument --lengths: 12,x must be integers of at least 2, such as 1024,4096",
+            "--lengths 12,x must be integers, at least 2, such as 1024,4096",
         ),
         (needle, ["RUN", "--lengths", "40"], 2, "--lengths 40 must exceed the"),
-        (needle, ["RUN", "--depths", "0"], 2, "argument --depths: 0 must be an integer of at least 1"),
-        (needle, ["RUN", "--depths", "1,2"], 2, "argument --depths: 1,2 must be an integer of at least 1"),
+        (needle, ["RUN", "--depths", "0"], 2, "--depths 0 must be an integer, at least 1"),
+        (needle, ["RUN", "--depths", "1,2"], 2, "--depths 1,2 must be an integer, at least 1"),
         (needle, ["RUN", "--data.corpus=copy"], 2, 'source = "corpus" is the synthetic "copy" corpus'),
         (needle, ["RUN", "--data.corpus=/nowhere"], 2, "nor an existing file or folder"),
         (needle, ["--help"], 0, "--lengths N,..."),
@@ -251,7 +251,7 @@ def test_an_error_is_reported_without_traceback(
     run: Path, capfd: pytest.CaptureFixture[str], command: Any, argv: list[str], status: int, message: str
 ) -> None:
     argv = [argument.replace("RUN", str(run)) for argument in argv]
-    assert run_command(argv, command.build_parser(), command.run) == status
+    assert run_on_checkpoint(argv, command.build_parser(), command.run) == status
     captured = capfd.readouterr()
     assert message in captured.err + captured.out
     assert "Traceback" not in captured.err

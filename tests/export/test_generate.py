@@ -203,23 +203,23 @@ def test_help_names_the_options_and_the_keys(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("argv", "status", "message"),
     [
-        ([], 2, "command line: the following arguments are required: CHECKPOINT"),
+        ([], 2, "command line: trainer.generate needs CHECKPOINT"),
         (["{run}", "more"], 2, "command line: unknown argument more"),
-        (["{run}", "--tokens", "0"], 2, "argument --tokens: 0 must be an integer of at least 1"),
-        (["{run}", "--top-k=0"], 2, "argument --top-k: 0 must be an integer of at least 1"),
-        (["{run}", "--samples", "1.5"], 2, "argument --samples: 1.5 must be an integer of at least 1"),
-        (["{run}", "--seed", "-1"], 2, "argument --seed: -1 must be an integer of at least 0"),
-        (["{run}", "--temperature", "-1"], 2, "argument --temperature: -1 must be a finite number of at least 0"),
-        (["{run}", "--temperature", "nan"], 2, "argument --temperature: nan must be a finite number of at least 0"),
-        (["{run}", "--temperature", "warm"], 2, "argument --temperature: warm must be a finite number of at least 0"),
-        (["{run}", "--prompt"], 2, "argument --prompt: expected one argument"),
-        (["{run}", "--prompt", "--tokens", "3"], 2, "argument --prompt: expected one argument"),
+        (["{run}", "--tokens", "0"], 2, "--tokens 0 must be an integer, at least 1"),
+        (["{run}", "--top-k=0"], 2, "--top-k 0 must be an integer, at least 1"),
+        (["{run}", "--samples", "1.5"], 2, "--samples 1.5 must be an integer, at least 1"),
+        (["{run}", "--seed", "-1"], 2, "--seed -1 must be an integer, at least 0"),
+        (["{run}", "--temperature", "-1"], 2, "--temperature -1 must be a finite number, at least 0"),
+        (["{run}", "--temperature", "nan"], 2, "--temperature nan must be a finite number, at least 0"),
+        (["{run}", "--temperature", "warm"], 2, "--temperature warm must be a finite number, at least 0"),
+        (["{run}", "--prompt"], 2, "--prompt needs a value"),
+        (["{run}", "--prompt", "--tokens", "3"], 2, "--prompt needs a value"),
         (["{run}", "--prompt", "\udcff"], 2, "--prompt is not valid UTF-8"),
         (["{run}", "--prompt-file", "{run}/none"], 2, "--prompt-file {run}/none cannot be read: No such file"),
         (
             ["{run}", "--prompt", "a", "--prompt-file", "{run}/config.toml"],
             2,
-            "argument --prompt-file: not allowed with argument --prompt",
+            "--prompt-file not allowed with argument --prompt",
         ),
         (["{run}", "--token", "3"], 2, "unknown argument --token; did you mean --tokens?"),
         (["{run}", "--model.num_heads", "3"], 2, "model.num_heads = 3 must be a multiple of model.num_kv_heads = 2"),
@@ -248,7 +248,7 @@ def test_a_value_may_start_with_dashes_after_an_equals_sign(trained: Path) -> No
     options, overrides = generate.build_parser().parse(argv)
     params = generate.sampling_params(options)
     assert (params.prompt, params.max_tokens, options.checkpoint) == ("--x=1", 3, trained)
-    assert overrides == ["--training.dtype", "float64"]
+    assert overrides == ["--training.dtype=float64"]
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])

@@ -25,6 +25,7 @@ from torch import Tensor
 from models.batch import IGNORE_INDEX, Batch
 from parallelisms.collectives import all_reduce
 from trainer.build import ParallelModel
+from trainer.commands import CommandParser, integer
 from trainer.config import checks
 from trainer.config.job_config import DEFAULT_SOURCE, Config
 from trainer.data.packing import holdout_mask, splitmix64
@@ -37,18 +38,17 @@ from trainer.errors import ConfigError, DataError
 from trainer.evaluation import report
 from trainer.evaluation.validation import assign_sequences
 from trainer.export.checkpoint_cli import (
-    CheckpointParser,
     ResolvedCheckpoint,
-    integer,
+    checkpoint_parser,
     load_parallel_model,
     resolve_for_evaluation,
-    run_command,
+    run_on_checkpoint,
 )
 from trainer.hardware.device import AsyncHostCopy
 
 DESCRIPTION = """\
 Hides a five-digit number in text from the run's corpus and asks for it at the end, at several depths and lengths."""
-OVERRIDES_HELP = "The mesh is not taken from the run:\nset --parallelism.* for the processes that you start."
+OVERRIDES = "The mesh is not taken from the run: set --parallelism.* for the processes that you start."
 MARKER = "\nThe secret number is: "
 DIGITS = 5
 
@@ -197,8 +197,8 @@ def evaluate_length(dataset: NeedleDataset, parallel_model: ParallelModel, *, le
     return cells
 
 
-def build_parser() -> CheckpointParser:
-    parser = CheckpointParser("trainer.evaluation.needle", DESCRIPTION, overrides_help=OVERRIDES_HELP)
+def build_parser() -> CommandParser:
+    parser = checkpoint_parser("trainer.evaluation.needle", DESCRIPTION, overrides=OVERRIDES)
     at_least_one = integer(minimum=1)
     parser.add_argument(
         "--lengths",
@@ -226,7 +226,7 @@ def sequence_lengths(text: str) -> list[int]:
     try:
         return sorted(set(map(integer(minimum=2), map(str.strip, text.split(",")))))
     except ArgumentTypeError:
-        raise ArgumentTypeError(f"{text} must be integers of at least 2, such as 1024,4096") from None
+        raise ArgumentTypeError(f"{text} must be integers, at least 2, such as 1024,4096") from None
 
 
 def run(options: Namespace, overrides: Sequence[str]) -> None:
@@ -268,4 +268,4 @@ def write_results(resolved: ResolvedCheckpoint, cells: Sequence[NeedleCell], out
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(sys.argv[1:], build_parser(), run))
+    sys.exit(run_on_checkpoint(sys.argv[1:], build_parser(), run))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from models.batch import IGNORE_INDEX
+from trainer.commands import CommandParser
 from trainer.config.data import ValidationSection, ValidationSetSection
 from trainer.config.job_config import Config
 from trainer.data.datasets import build_validation_sets
@@ -25,18 +26,23 @@ from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.errors import ConfigError, DataError
 from trainer.evaluation import report
 from trainer.evaluation.validation import ValidationResult, evaluate_set
-from trainer.export.checkpoint_cli import CheckpointParser, load_parallel_model, resolve_for_evaluation, run_command
+from trainer.export.checkpoint_cli import (
+    checkpoint_parser,
+    load_parallel_model,
+    resolve_for_evaluation,
+    run_on_checkpoint,
+)
 from trainer.metrics.loggers import format_or_dash
 
 log = logging.getLogger(__name__)
 
 DESCRIPTION = """\
 Prints loss, perplexity, accuracy and bits per byte of the run's validation sets, by position and by context."""
-OVERRIDES_HELP = "The mesh is not taken from the run:\nset --parallelism.* for the processes that you start."
+OVERRIDES = "The mesh is not taken from the run: set --parallelism.* for the processes that you start."
 
 
-def build_parser() -> CheckpointParser:
-    parser = CheckpointParser("trainer.evaluation.perplexity", DESCRIPTION, overrides_help=OVERRIDES_HELP)
+def build_parser() -> CommandParser:
+    parser = checkpoint_parser("trainer.evaluation.perplexity", DESCRIPTION, overrides=OVERRIDES)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
     return parser
 
@@ -127,4 +133,4 @@ def run(options: Namespace, overrides: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(sys.argv[1:], build_parser(), run))
+    sys.exit(run_on_checkpoint(sys.argv[1:], build_parser(), run))

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import sys
 import time
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from math import isfinite
 from pathlib import Path
 
 import torch
@@ -25,22 +24,24 @@ from parallelisms.init_weights import materialize
 from trainer.checkpoint.load import MODEL_PREFIX, CheckpointReader, read_tensors, require_matching_tensors
 from trainer.checkpoint.rank_sync import describe_error
 from trainer.checkpoint.run_dir import ResumeError, read_state
+from trainer.commands import CommandParser, integer, number
 from trainer.config.parse import COMMAND_LINE
 from trainer.data.shard_writer import document_separators
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.errors import EXIT_FAILURE, ConfigError, DataError, RankFailedError
-from trainer.export.checkpoint_cli import (
-    CheckpointParser,
-    ResolvedCheckpoint,
-    integer,
-    resolve_checkpoint,
-    run_command,
-)
+from trainer.export.checkpoint_cli import ResolvedCheckpoint, checkpoint_parser, resolve_checkpoint, run_on_checkpoint
 from trainer.hardware.device import choose_attention_kernel, choose_device
 
 DESCRIPTION = """\
 Continues a text with a trained model, on one GPU or on the CPU."""
-OVERRIDES_HELP = "Relevant keys: [model],\n[tokenizer], training.dtype and training.attention."
+OVERRIDES = "Relevant keys: [model], [tokenizer], training.dtype and training.attention."
+OPTIONS = (
+    ("--tokens", "N", integer(minimum=1), 200, "maximum number of new tokens"),
+    ("--temperature", "T", number, 0.8, "0 takes the likeliest token"),
+    ("--top-k", "K", integer(minimum=1), 50, "sample from the K likeliest tokens"),
+    ("--seed", "N", integer(minimum=0), 0, "sample n uses seed N + n - 1"),
+    ("--samples", "N", integer(minimum=1), 1, "number of texts"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,37 +69,16 @@ def run(options: Namespace, overrides: Sequence[str]) -> None:
 # ---- command line
 
 
-def build_parser() -> CheckpointParser:
-    parser = CheckpointParser("trainer.generate", DESCRIPTION, overrides_help=OVERRIDES_HELP)
+def build_parser() -> CommandParser:
+    parser = checkpoint_parser("trainer.generate", DESCRIPTION, overrides=OVERRIDES)
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="start of the text (default: the start of a document)")
     prompt.add_argument("--prompt-file", metavar="FILE", type=Path, help="UTF-8 file with the start of the text")
-    at_least_one = integer(minimum=1)
-    parser.add_argument(
-        "--tokens", metavar="N", type=at_least_one, default=200, help="maximum number of new tokens (default: 200)"
-    )
-    parser.add_argument(
-        "--temperature", metavar="T", type=temperature, default=0.8, help="0 takes the likeliest token (default: 0.8)"
-    )
-    parser.add_argument(
-        "--top-k", metavar="K", type=at_least_one, default=50, help="sample from the K likeliest tokens (default: 50)"
-    )
-    parser.add_argument(
-        "--seed", metavar="N", type=integer(minimum=0), default=0, help="sample n uses seed N + n - 1 (default: 0)"
-    )
-    parser.add_argument("--samples", metavar="N", type=at_least_one, default=1, help="number of texts (default: 1)")
+    for option, metavar, kind, default, meaning in OPTIONS:
+        parser.add_argument(
+            option, metavar=metavar, type=kind, default=default, help=f"{meaning} (default: %(default)s)"
+        )
     return parser
-
-
-def temperature(text: str) -> float:
-    """An argparse type."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not (value >= 0 and isfinite(value)):
-        raise ArgumentTypeError(f"{text} must be a finite number of at least 0")
-    return value
 
 
 def sampling_params(options: Namespace) -> SamplingParams:
@@ -279,4 +259,4 @@ def print_status(line: str) -> None:
 
 
 def main(argv: list[str]) -> int:
-    return run_command(argv, build_parser(), run)
+    return run_on_checkpoint(argv, build_parser(), run)
