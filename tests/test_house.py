@@ -25,7 +25,6 @@ TREES = {path: ast.parse(path.read_text()) for path in FILES}
 
 # Who may name a package outside the standard library; torch is everybody's.
 DOORS = {
-    "PIL": {"trainer.evaluation.report"},
     "datasets": {"trainer.data.hf_datasets"},
     "jinja2": {"trainer.plan.html"},
     "numpy": set[str](),
@@ -46,7 +45,6 @@ DOORS = {
         "trainer.metrics.loggers",
         "trainer.data.prepare.report",
         "trainer.data.progress",
-        "trainer.evaluation.report",
         "trainer.plan.console",
     },
     "safetensors": {"models.hf", "models.hf_write"},
@@ -84,7 +82,7 @@ WAITS = {
     "models.attention_op": {"boundary_tuples"},
     "parallelisms.context.context_parallel": {"layouts", "require_same_boundaries"},
     "parallelisms.collectives": {"max_over_ranks"},
-    "trainer.export.generate": {"generate"},  # the end of a prompt, which is on the host
+    "trainer.generate": {"generate"},  # the end of a prompt, which is on the host
     "trainer.hardware.device": {"seconds", "read"},
     "trainer.trainer": {"train_state"},
 }
@@ -187,7 +185,7 @@ def test_models_need_torch_and_nothing_else() -> None:
         "trainer.memory.report",
         "trainer.config.parse",
         "trainer.checkpoint.run_dir",
-        "trainer.export.hf",
+        "trainer.hf",
         "trainer.checkpoint.initial_weights",
         "trainer.launch.launcher",
         "trainer.plan.comm_volume",

@@ -43,6 +43,7 @@ class CommandParser(ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"^argument (\S+): ", r"\1 ", message).replace("expected one argument", "needs a value")
+        message = re.sub(r"invalid choice: '(.+)' \(choose from .+", r'"\1" is unknown; see --help', message)
         message = message.replace("the following arguments are required:", f"{self.prog.split()[-1]} needs")
         raise ConfigError([f"{COMMAND_LINE}: {message}"])
 
@@ -91,15 +92,19 @@ def integer(*, minimum: int) -> Callable[[str], int]:
     return parse
 
 
-def number(text: str) -> float:
-    """An argparse type: a finite number of at least 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not (value >= 0 and isfinite(value)):
-        raise ArgumentTypeError(f"{text} must be a finite number, at least 0")
-    return value
+def number(*, positive: bool = False) -> Callable[[str], float]:
+    """An argparse type: a finite number above 0, or of at least 0."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if not isfinite(value) or value < 0 or (positive and value == 0):
+            raise ArgumentTypeError(f"{text} must be a finite number, {'above' if positive else 'at least'} 0")
+        return value
+
+    return parse
 
 
 def run_command(
@@ -138,3 +143,9 @@ def print_lines(*lines: str) -> None:
     """Prints lines at once, so that a reader of the output sees progress."""
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     sys.stdout.flush()
+
+
+def format_table(*rows: Sequence[str]) -> list[str]:
+    """One line per row, with columns aligned to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from models.batch import IGNORE_INDEX
-from trainer.commands import CommandParser
+from trainer.commands import CommandParser, format_table, print_lines
 from trainer.config.data import ValidationSection, ValidationSetSection
 from trainer.config.job_config import Config
 from trainer.data.datasets import build_validation_sets
@@ -24,7 +24,6 @@ from trainer.data.holdout import ValidationSet
 from trainer.data.prepare import prepare_datasets
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.errors import ConfigError, DataError
-from trainer.evaluation import report
 from trainer.evaluation.validation import ValidationResult, evaluate_set
 from trainer.export.checkpoint_cli import (
     checkpoint_parser,
@@ -94,12 +93,14 @@ def print_results(checkpoint: Path, summaries: Sequence[Mapping[str, Any]]) -> N
         [summary["set"], f"{summary['targets']:,}", *(format_or_dash(summary[key], ".4f") for key in keys)]
         for summary in summaries
     ]
-    report.print_table(str(checkpoint), ["set", "targets", *(key.replace("_", " ") for key in keys)], rows)
+    header = ["set", "targets", *(key.replace("_", " ") for key in keys)]
+    print_lines(str(checkpoint), *format_table(header, *rows))
     for title, key in ("loss by position", "by_position"), ("loss by context length", "by_context"):
         for summary in summaries:
             curve = {name: loss for name, loss in (summary[key] or {}).items() if loss is not None}
             if curve:
-                report.print_table(f"{title}: {summary['set']}", [*curve], [[f"{loss:.4f}" for loss in curve.values()]])
+                print_lines("", f"{title}: {summary['set']}")
+                print_lines(*format_table([*curve], [f"{loss:.4f}" for loss in curve.values()]))
 
 
 def run(options: Namespace, overrides: Sequence[str]) -> None:

@@ -1,10 +1,10 @@
-"""Shared CLI: parse arguments, resolve the checkpoint and its configuration, and load the weights onto a mesh."""
+"""Commands on a checkpoint: find it and its configuration, and load its weights, in one process or on a mesh."""
 
 from __future__ import annotations
 
 import logging
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +14,7 @@ from pydantic import ValidationError
 
 from trainer.build import ParallelModel
 from trainer.checkpoint.initial_weights import find_checkpoint
-from trainer.checkpoint.load import MODEL_PREFIX
-from trainer.checkpoint.load import load_tensors as load_tensors
+from trainer.checkpoint.load import MODEL_PREFIX, CheckpointReader, load_tensors, require_matching_tensors
 from trainer.checkpoint.run_dir import ResumeError, RunDir, find_checkpoints, read_state
 from trainer.commands import CommandParser, run_command
 from trainer.config import checks
@@ -111,16 +110,20 @@ def load_parallel_model(resolved: ResolvedCheckpoint) -> Iterator[tuple[Parallel
     """The model with the checkpoint's weights, in a new process group. Raises `ConfigError` or `ResumeError`."""
     with process_group(resolved.config.distributed) as world:
         parallel_model = ParallelModel(resolved.config, world)
-        load_weights(parallel_model, resolved)
+        weights: dict[str, torch.Tensor] = {
+            f"{MODEL_PREFIX}{name}": parameter.detach()
+            for module in parallel_model.stage_modules.values()
+            for name, parameter in module.named_parameters()
+        }
+        load_tensors(resolved.checkpoint, weights, parallel_model.mesh.pp_group, prefix=MODEL_PREFIX)
         log.info("%s on %d x %s", resolved.checkpoint, world.size, world.device.type)
         yield parallel_model, world
 
 
-def load_weights(parallel_model: ParallelModel, resolved: ResolvedCheckpoint) -> None:
-    """Collective. Raises `ResumeError` unless the checkpoint's tensors match the model."""
-    weights: dict[str, torch.Tensor] = {
-        f"{MODEL_PREFIX}{name}": parameter.detach()
-        for module in parallel_model.stage_modules.values()
-        for name, parameter in module.named_parameters()
-    }
-    load_tensors(resolved.checkpoint, weights, parallel_model.mesh.pp_group, prefix=MODEL_PREFIX)
+def open_model(checkpoint: Path, shapes: Mapping[str, Sequence[int]], *, max_shown: int = 10) -> CheckpointReader:
+    """A reader in one process. Raises `ResumeError` unless the model in the checkpoint has exactly these parameters."""
+    reader = CheckpointReader(checkpoint)
+    saved = {name: (*entry.size,) for name, entry in reader.tensor_metadata.items() if name.startswith(MODEL_PREFIX)}
+    expected = {f"{MODEL_PREFIX}{name}": (*shape,) for name, shape in shapes.items()}
+    require_matching_tensors(checkpoint, saved, expected, max_shown=max_shown)
+    return reader
