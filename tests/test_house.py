@@ -23,7 +23,6 @@ TREES = {path: ast.parse(path.read_text()) for path in FILES}
 
 # Who may name a package outside the standard library; torch is everybody's.
 DOORS = {
-    "PIL": {"trainer.evaluation.report"},
     "datasets": {"trainer.data.hf_datasets"},
     "jinja2": {"trainer.plan.html"},
     "numpy": set[str](),
@@ -44,7 +43,6 @@ DOORS = {
         "trainer.metrics.loggers",
         "trainer.data.prepare.report",
         "trainer.data.progress",
-        "trainer.evaluation.report",
         "trainer.plan.console",
     },
     "safetensors": {"models.hf", "models.hf_write"},
@@ -80,7 +78,7 @@ WAITS = {
     "models.attention_op": {"boundary_tuples"},
     "parallelisms.context.context_parallel": {"require_same_boundaries"},
     "parallelisms.collectives": {"max_over_ranks"},
-    "trainer.export.generate": {"generate"},  # the end of a prompt, which is on the host
+    "trainer.generate": {"generate"},  # the end of a prompt, which is on the host
     "trainer.hardware.device": {"seconds", "read"},
     "trainer.trainer": {"train_state"},
 }
@@ -179,7 +177,7 @@ WITHOUT_TORCH = (
     "trainer.memory.report",
     "trainer.config.parse",
     "trainer.checkpoint.run_dir",
-    "trainer.export.hf",
+    "trainer.hf",
     "trainer.checkpoint.initial_weights",
     "trainer.launch.launcher",
     "trainer.plan.comm_volume",

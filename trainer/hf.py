@@ -1,12 +1,196 @@
-"""`python -m trainer.hf import | export`: see trainer/export/hf.py."""
+"""`python -m trainer.hf export | import`: convert a checkpoint to a Hugging Face folder, and start a run from one."""
 
+from __future__ import annotations
+
+import json
 import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from trainer.errors import EXIT_FAILURE
-from trainer.export.hf import main, print_errors
+from models import hf
+from models.config import ModelConfig
+from models.hf import HuggingFaceError
+from models.hf_config import config_differences, model_config_from_hf, model_config_to_hf, read_config, rope_fields
+from models.hf_write import write_safetensors
+from models.presets import FAMILIES
+from trainer.checkpoint import manifest
+from trainer.checkpoint.durable_io import atomic_folder, fsync_path, write_and_fsync
+from trainer.checkpoint.initial_checks import model_config_from_state
+from trainer.checkpoint.initial_weights import HF_PREFIX, find_checkpoint
+from trainer.checkpoint.run_dir import ResumeError, read_state
+from trainer.commands import CommandParser, number, print_lines, run_command
+from trainer.config.job_config import COPY_CORPUS, DEFAULT_SOURCE
+from trainer.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DESCRIPTION = """\
+export  write config.json, generation_config.json, safetensors and tokenizer files from a checkpoint
+        (of a run folder, the newest), read them back, and compare every tensor bitwise
+import  check every tensor of a model and write a configuration that starts a run from it: the nearest
+        preset with overrides, the tokenizer, and checkpoint.initial_load_path. Copies no weights: each rank
+        of the run reads its shards from the model's folder
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    return run_command(argv, build_parser(), run)
+
+
+def run(options: Namespace, _: Sequence[str]) -> None:
+    try:
+        if options.command == "import":
+            import_model(options.folder, options.output)
+        else:
+            export(options)
+    except HuggingFaceError as error:
+        raise ConfigError(error.problems) from error
+    except (ResumeError, DataError) as error:
+        raise ConfigError([str(error)]) from error
+
+
+def build_parser() -> CommandParser:
+    parser = CommandParser(prog="python -m trainer.hf", description=DESCRIPTION)
+    subparsers = parser.add_subparsers(dest="command", required=True)
+    add = subparsers.add_parser("export", help="convert a checkpoint to a Hugging Face folder").add_argument
+    add("source", type=Path, metavar="RUN_FOLDER|CHECKPOINT")
+    add("output", type=Path, metavar="OUTPUT", help="folder to create; may exist if empty")
+    add("--dtype", choices=("bfloat16", "float32"), help="default: the run's training.dtype")
+    add("--max-shard-gib", type=number(positive=True), default=4.0, metavar="N", help="maximum file size; default: 4")
+    add("--tokenizer", type=Path, metavar="FILE", help="default: the run's tokenizer.path")
+    add = subparsers.add_parser("import", help="write a configuration that starts from a model").add_argument
+    add("folder", type=Path, metavar="HF_DIR")
+    add("output", type=Path, nargs="?", metavar="OUTPUT.toml", help="default: standard output")
+    return parser
+
+
+# ---- export
+
+
+def export(options: Namespace) -> None:
+    """Writes the folder `options.output` atomically and verifies it.
+
+    Raises `ResumeError` for an unreadable checkpoint, `DataError` for its tokenizer, `HuggingFaceError` otherwise.
+    """
+    import torch
+
+    checkpoint, output = find_checkpoint(options.source), options.output
+    values = (state := read_state(checkpoint))["config"]
+    model, seq_len = model_config_from_state(state), values["training.seq_len"]
+    dtype = options.dtype or ("bfloat16" if values["training.dtype"] == "bfloat16" else "float32")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise HuggingFaceError([f"{output} exists already"])
+    bos, eos, files = tokenizer_files(values, options.tokenizer, seq_len=seq_len)
+    hf_config = model_config_to_hf(model, max_length=seq_len, dtype=dtype, bos=bos, eos=eos)
+    manifest.read_intact(checkpoint, check_hashes=True)
+    read_weight = weight_reader(checkpoint, model)
+    print_lines(f"{checkpoint}: {model.num_parameters:,} parameters as {dtype}, context of {seq_len:,} tokens")
+    with atomic_folder(output) as folder:
+        paths = write_safetensors(
+            folder,
+            model,
+            read_weight,
+            dtype=getattr(torch, dtype),
+            file_bytes=int(options.max_shard_gib * 2**30),
+            on_file_written=print_lines,
+        )
+        for path in paths:
+            fsync_path(path)
+        generation = {key: hf_config[key] for key in ("bos_token_id", "eos_token_id")}
+        contents = {hf.CONFIG_FILE: hf_config, "generation_config.json": generation}
+        files |= {Path(name): (json.dumps(item, indent=2) + "\n").encode() for name, item in contents.items()}
+        for name, content in files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            write_and_fsync(folder / name, content)
+            print_lines(str(name))
+        changed = config_differences(model_config_from_hf(read_config(folder)), model)
+        problems = [f"{key} changed to {exported}" for key, (exported, _) in changed.items()]
+        if problems := problems + hf.SafetensorsReader(folder).problems(model):
+            raise HuggingFaceError([f"{output} was not written: {problem}" for problem in problems])
+    print_lines(f"{output} is complete: every tensor was read back and is bitwise equal")
+
+
+def tokenizer_files(
+    values: dict[str, Any], tokenizer_path: Path | None, *, seq_len: int
+) -> tuple[int | None, int | None, dict[Path, bytes]]:
+    """(First token of a document, last token, tokenizer files by name); (None, None, {}) for synthetic data."""
+    from trainer.export.hf_tokenizer import hf_tokenizer_files
+
+    mix_sources = {item["source"] for item in values.get("data.mix") or [{"source": DEFAULT_SOURCE}]}
+    if values.get("data.corpus") == COPY_CORPUS and mix_sources == {DEFAULT_SOURCE}:
+        print_lines("no tokenizer: the run trained on synthetic tokens")
+        return None, None, {}
+    path = tokenizer_path or values.get("tokenizer.path")
+    tokenizer, files = hf_tokenizer_files(values["tokenizer.kind"], path and Path(path), max_length=seq_len)
+    separators = values.get("data.separators", "bos_eos")
+    if separators != "bos_eos":
+        print_lines(
+            f'warning: the run has data.separators = "{separators}", but the exported tokenizer prepends '
+            "its first token; call it with add_special_tokens=False"
+        )
+    return tokenizer.bos, tokenizer.special_tokens.get(separators, tokenizer.eos), files
+
+
+def weight_reader(checkpoint: Path, model: ModelConfig) -> Callable[[str], Tensor]:
+    """A function that reads an unsharded weight by name. Raises `ResumeError` for another model."""
+    from trainer.checkpoint.load import MODEL_PREFIX, read_full_tensor
+    from trainer.export.checkpoint_cli import open_model
+
+    reader = open_model(checkpoint, {name: entry.shape for name, entry in hf.tensor_specs(model).items()})
+    return lambda name: read_full_tensor(reader, f"{MODEL_PREFIX}{name}")
+
+
+# ---- import
+
+
+def import_model(folder: Path, output: Path | None) -> None:
+    """Writes or prints a configuration that starts from the model in `folder`. Raises `HuggingFaceError`."""
+    if output is not None and output.exists():
+        raise HuggingFaceError([f"{output} exists already"])
+    values = read_config(folder)
+    model = model_config_from_hf(values)
+    if problems := hf.SafetensorsReader(folder).problems(model):
+        raise HuggingFaceError([f"{folder}: {problem}" for problem in problems])
+    text = "\n".join(config_lines(folder, model, values.get("max_position_embeddings"))) + "\n"
+    if output is None:
+        sys.stdout.write(text)
+        return
+    output.write_text(text)
+    rope = ", ".join(f"{key} {json.dumps(getattr(model.rope, key))}" for key in rope_fields(model.rope))
+    print_lines(f"{model.num_parameters:,} parameters; every tensor found", f"rope: {rope}", f"wrote {output}")
+
+
+def config_lines(folder: Path, model: ModelConfig, max_positions: object) -> Iterator[str]:
+    from trainer.export.hf_tokenizer import detect_tokenizer
+
+    family, size, overrides = nearest_preset(model)
+    yield f"# {model.num_parameters:,} parameters; max_position_embeddings = {json.dumps(max_positions)}"
+    yield from ("[model]", f'family = "{family}"', f'size = "{size}"')
+    yield from (f"{key} = {json.dumps(value)}" for key, value in overrides.items() if not key.startswith("rope."))
+    rope = {key: getattr(model.rope, key) for key in rope_fields(model.rope)}
+    yield from ("", "[model.rope]", *(f"{key} = {json.dumps(item)}" for key, item in rope.items() if item is not None))
+    if detected := detect_tokenizer(folder):
+        kind, path = detected
+        yield from ("", "[tokenizer]", f'kind = "{kind}"')
+        yield from () if path is None else (f"path = {json.dumps(str(path.resolve()))}",)
+    else:
+        yield from ("", "# The model's tokenizer has no supported format. Without [tokenizer], tokens are bytes.")
+    yield from ("", "[checkpoint]", f"initial_load_path = {json.dumps(f'{HF_PREFIX}{folder.resolve()}')}")
+
+
+def nearest_preset(model: ModelConfig) -> tuple[str, str, dict[str, Any]]:
+    """(family, size, overrides) of the preset that differs from the model in the fewest fields."""
+    differences = {
+        (family, size): config_differences(model, preset)
+        for family, presets in FAMILIES.items()
+        for size, preset in presets.items()
+    }
+    family, size = nearest = min(differences, key=lambda preset: len(differences[preset]))
+    return family, size, {key: value for key, (value, _) in differences[nearest].items() if value is not None}
+
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:
-        sys.exit(print_errors("interrupted", status=EXIT_FAILURE))
+    sys.exit(main(sys.argv[1:]))

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from models.batch import IGNORE_INDEX
@@ -26,10 +25,10 @@ from trainer.data.prepare import prepare
 from trainer.data.sequences import BlendedDataset
 from trainer.data.source import corpus_spec
 from trainer.data.tokenizer import ByteTokenizer
-from trainer.evaluation import needle, perplexity, report
-from trainer.evaluation.needle import NeedleDataset, PasskeySentences
+from trainer.evaluation import needle, perplexity
+from trainer.evaluation.needle import FillerText, NeedleDataset, PasskeySentences
 from trainer.evaluation.perplexity import count_target_bytes
-from trainer.export.checkpoint_cli import run_command
+from trainer.export.checkpoint_cli import run_on_checkpoint
 
 pytestmark = pytest.mark.ranks
 
@@ -76,7 +75,7 @@ def run_ranks(command: str, argv: list[str], *, processes: int, log: Path) -> li
 def _evaluate(rank: int, size: int, port: int, log: Path, command: str, argv: list[str]) -> None:
     become(rank, size, port, log)
     module = {"needle": needle, "perplexity": perplexity}[command]
-    sys.exit(run_command(argv, module.build_parser(), module.run))
+    sys.exit(run_on_checkpoint(argv, module.build_parser(), module.run))
 
 
 def run_perplexity(run: Path, *argv: str, path: Path, processes: int = 1) -> list[dict[str, Any]]:
@@ -179,20 +178,24 @@ def test_needle_reports_a_cell_per_length_and_depth(run: Path, tmp_path: Path) -
     cells = run_needle(run, path=tmp_path)
     assert [(cell["length"], cell["depth"]) for cell in cells] == [(a, b) for a in (100, 161) for b in (0, 0.5, 1)]
     assert all(cell["found"] == 0 and cell["log_probability"] < -3 for cell in cells), "two steps teach nothing"
-    with Image.open(tmp_path / "needle-step-2.png") as image:
-        assert image.size > (100, 100)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [point.step for point in events.Images("needle")] == [2]
+    assert [(point.step, point.value) for point in events.Scalars("needle/100")] == [(2, 0)]
     mean = sum(cell["log_probability"] for cell in cells[3:]) / 3
     assert events.Scalars("needle_log_probability/161")[0].value == pytest.approx(mean)
-    assert "161" in (tmp_path / "needle.log").read_text()
+    head, *rows, file = (tmp_path / "needle.log").read_text().splitlines()[-5:]
+    assert head.split() == ["depth", "100", "161"]
+    for row, short, long in zip(rows, cells[:3], cells[3:], strict=True):
+        shown = [f"({cell['log_probability']:.2f})" for cell in (short, long)]
+        assert row.split() == [f"{short['depth']:.0%}", "0%", shown[0], "0%", shown[1]]
+    assert file == f"{tmp_path}/needle-step-2.json"
 
 
 def test_a_sequence_hides_the_number_and_ends_with_it(run: Path) -> None:
     data = DataSection(corpus=str(run.parent / "corpus"), cache_dir=run.parent / "prepared")
     tokenizer = ByteTokenizer()
     prepared = prepare(corpus_spec(data, "corpus"), tokenizer)
-    dataset = NeedleDataset(PasskeySentences(tokenizer), prepared, [3, 7, 9], length=300, depths=3, trials=2)
+    filler = FillerText(prepared, [3, 7, 9])
+    dataset = NeedleDataset(filler, PasskeySentences(tokenizer), length=300, depths=3, trials=2)
     sequences = []
     for number in range(dataset.num_sequences):
         batch = BlendedDataset([dataset], seq_len=300).read([number])
@@ -217,11 +220,11 @@ def test_a_sequence_hides_the_number_and_ends_with_it(run: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "argv", "status", "message"),
     [
-        (needle, [], 2, "the following arguments are required: CHECKPOINT"),
+        (needle, [], 2, "trainer.evaluation.needle needs CHECKPOINT"),
         (needle, ["a", "b"], 2, "unknown argument b"),
         (perplexity, ["nowhere"], 2, "nowhere is neither a run folder nor a checkpoint in one"),
         (perplexity, ["RUN", "--jsno", "x"], 2, "unknown argument --jsno; did you mean --json?"),
-        (perplexity, ["RUN", "--json"], 2, "argument --json: expected one argument"),
+        (perplexity, ["RUN", "--json"], 2, "--json needs a value"),
         (perplexity, ["RUN/checkpoints/step-9"], 2, "contains step-1, step-2"),
         (perplexity, ["RUN", "--data.corpsu=x"], 2, "did you mean corpus?"),
         (perplexity, ["RUN", "--training.seq_len=0"], 2, "must be at least 2"),
@@ -237,11 +240,11 @@ def test_a_sequence_hides_the_number_and_ends_with_it(run: Path) -> None:
             needle,
             ["RUN", "--lengths", "12,x"],
             2,
-            "argument --lengths: 12,x must be integers of at least 2, such as 1024,4096",
+            "--lengths 12,x must be integers, at least 2, such as 1024,4096",
         ),
         (needle, ["RUN", "--lengths", "40"], 2, "--lengths 40 must exceed the"),
-        (needle, ["RUN", "--depths", "0"], 2, "argument --depths: 0 must be an integer of at least 1"),
-        (needle, ["RUN", "--depths", "1,2"], 2, "argument --depths: 1,2 must be an integer of at least 1"),
+        (needle, ["RUN", "--depths", "0"], 2, "--depths 0 must be an integer, at least 1"),
+        (needle, ["RUN", "--depths", "1,2"], 2, "--depths 1,2 must be an integer, at least 1"),
         (needle, ["RUN", "--data.corpus=copy"], 2, 'source = "corpus" is the synthetic "copy" corpus'),
         (needle, ["RUN", "--data.corpus=/nowhere"], 2, "nor an existing file or folder"),
         (needle, ["--help"], 0, "--lengths N,..."),
@@ -251,16 +254,7 @@ def test_an_error_is_reported_without_traceback(
     run: Path, capfd: pytest.CaptureFixture[str], command: Any, argv: list[str], status: int, message: str
 ) -> None:
     argv = [argument.replace("RUN", str(run)) for argument in argv]
-    assert run_command(argv, command.build_parser(), command.run) == status
+    assert run_on_checkpoint(argv, command.build_parser(), command.run) == status
     captured = capfd.readouterr()
     assert message in captured.err + captured.out
     assert "Traceback" not in captured.err
-
-
-def test_without_pillow_no_image_is_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    grid = report.ScoreGrid(title="x", columns=["1"], rows=["0%"], values={("0%", "1"): (1.0, 0.0)})
-    assert report.draw_grid(grid, tmp_path / "x.png") is None
-    assert "pip install pillow" in caplog.text

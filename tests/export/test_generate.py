@@ -19,10 +19,10 @@ from models.transformer import Transformer
 from tests.models.small_models import packed
 from tests.system.in_process import configured, run_here
 from tests.system.runs import reseal, tensors, write_run
+from trainer import generate
 from trainer.checkpoint.run_dir import ResumeError
 from trainer.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, TiktokenTokenizer, Tokenizer
 from trainer.errors import ConfigError
-from trainer.export import generate
 from trainer.export.checkpoint_cli import resolve_checkpoint
 from trainer.metrics import log_setup
 
@@ -75,9 +75,8 @@ def sample(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str,
     return status, *capsys.readouterr()
 
 
-def sampling_params(*argv: str) -> generate.SamplingParams:
-    options, _ = generate.build_parser().parse(["run", *argv])
-    return generate.sampling_params(options)
+def likeliest_token(logits_V: Tensor) -> int:
+    return generate.sample_token(logits_V, temperature=0, top_k=50, generator=torch.Generator())
 
 
 # ---- complete samples
@@ -92,15 +91,9 @@ def test_greedy_tokens_are_those_of_the_training_forward_pass(trained: Path) -> 
     model_copy.load_state_dict({name.removeprefix("model."): tensor for name, tensor in weights.items()})
     prompt = generate.encode_prompt("the fox ", ByteTokenizer())
     assert prompt.tolist() == [256, *b"the fox "]
-    params = sampling_params("--temperature", "0")
     decoder = Decoder(model, capacity=60)
     token_stream = generate.generate_tokens(
-        decoder,
-        decoder.next_token_logits(prompt),
-        params,
-        torch.Generator(),
-        vocab_size=264,
-        stop_tokens={ByteTokenizer.eos},
+        decoder, decoder.next_token_logits(prompt), likeliest_token, vocab_size=264, stop_tokens={ByteTokenizer.eos}
     )
     sampled = [next(token_stream) for _ in range(20)]
     row = torch.cat([prompt, torch.tensor(sampled)])
@@ -203,23 +196,23 @@ def test_help_names_the_options_and_the_keys(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("argv", "status", "message"),
     [
-        ([], 2, "command line: the following arguments are required: CHECKPOINT"),
+        ([], 2, "command line: trainer.generate needs CHECKPOINT"),
         (["{run}", "more"], 2, "command line: unknown argument more"),
-        (["{run}", "--tokens", "0"], 2, "argument --tokens: 0 must be an integer of at least 1"),
-        (["{run}", "--top-k=0"], 2, "argument --top-k: 0 must be an integer of at least 1"),
-        (["{run}", "--samples", "1.5"], 2, "argument --samples: 1.5 must be an integer of at least 1"),
-        (["{run}", "--seed", "-1"], 2, "argument --seed: -1 must be an integer of at least 0"),
-        (["{run}", "--temperature", "-1"], 2, "argument --temperature: -1 must be a finite number of at least 0"),
-        (["{run}", "--temperature", "nan"], 2, "argument --temperature: nan must be a finite number of at least 0"),
-        (["{run}", "--temperature", "warm"], 2, "argument --temperature: warm must be a finite number of at least 0"),
-        (["{run}", "--prompt"], 2, "argument --prompt: expected one argument"),
-        (["{run}", "--prompt", "--tokens", "3"], 2, "argument --prompt: expected one argument"),
+        (["{run}", "--tokens", "0"], 2, "--tokens 0 must be an integer, at least 1"),
+        (["{run}", "--top-k=0"], 2, "--top-k 0 must be an integer, at least 1"),
+        (["{run}", "--samples", "1.5"], 2, "--samples 1.5 must be an integer, at least 1"),
+        (["{run}", "--seed", "-1"], 2, "--seed -1 must be an integer, at least 0"),
+        (["{run}", "--temperature", "-1"], 2, "--temperature -1 must be a finite number, at least 0"),
+        (["{run}", "--temperature", "nan"], 2, "--temperature nan must be a finite number, at least 0"),
+        (["{run}", "--temperature", "warm"], 2, "--temperature warm must be a finite number, at least 0"),
+        (["{run}", "--prompt"], 2, "--prompt needs a value"),
+        (["{run}", "--prompt", "--tokens", "3"], 2, "--prompt needs a value"),
         (["{run}", "--prompt", "\udcff"], 2, "--prompt is not valid UTF-8"),
         (["{run}", "--prompt-file", "{run}/none"], 2, "--prompt-file {run}/none cannot be read: No such file"),
         (
             ["{run}", "--prompt", "a", "--prompt-file", "{run}/config.toml"],
             2,
-            "argument --prompt-file: not allowed with argument --prompt",
+            "--prompt-file not allowed with argument --prompt",
         ),
         (["{run}", "--token", "3"], 2, "unknown argument --token; did you mean --tokens?"),
         (["{run}", "--model.num_heads", "3"], 2, "model.num_heads = 3 must be a multiple of model.num_kv_heads = 2"),
@@ -246,9 +239,8 @@ def test_an_error_is_one_line(
 def test_a_value_may_start_with_dashes_after_an_equals_sign(trained: Path) -> None:
     argv = ["--training.dtype", "float64", str(trained), "--prompt=--x=1", "--tokens", "3"]
     options, overrides = generate.build_parser().parse(argv)
-    params = generate.sampling_params(options)
-    assert (params.prompt, params.max_tokens, options.checkpoint) == ("--x=1", 3, trained)
-    assert overrides == ["--training.dtype", "float64"]
+    assert (generate.read_prompt(options), options.tokens, options.checkpoint) == ("--x=1", 3, trained)
+    assert overrides == ["--training.dtype=float64"]
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
@@ -329,10 +321,9 @@ class ScriptedDecoder:
 
 
 def continuation(script: ScriptedDecoder) -> Iterator[int]:
-    params = sampling_params("--temperature", "0")
     decoder = cast(Decoder, script)
     return generate.generate_tokens(
-        decoder, script.logits(), params, torch.Generator(), vocab_size=264, stop_tokens={ByteTokenizer.eos}
+        decoder, script.logits(), likeliest_token, vocab_size=264, stop_tokens={ByteTokenizer.eos}
     )
 
 

@@ -21,7 +21,7 @@ from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.run_dir import RunDir
 from trainer.config.job_config import Config
 from trainer.config.parse import load
-from trainer.export.hf import main, nearest_preset
+from trainer.hf import main, nearest_preset
 
 
 @pytest.fixture
@@ -225,10 +225,19 @@ def test_an_inconsistent_model_is_not_imported(run: Path, capsys: pytest.Capture
     assert not (run.parent / "begin.toml").exists()
 
 
-@pytest.mark.parametrize("argv", [(), ("export",), ("export", "a", "b", "--max-shard-gib", "0"), ("fetch", "a")])
-def test_wrong_arguments_exit_with_2(argv: tuple[str, ...]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        run_main(*argv)
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        ((), "trainer.hf needs command"),
+        (("export",), "export needs RUN_FOLDER|CHECKPOINT, OUTPUT"),
+        (("export", "a", "b", "--max-shard-gib", "0"), "--max-shard-gib 0 must be a finite number, above 0"),
+        (("export", "a", "b", "--dtype", "int8"), '--dtype "int8" is unknown; see --help'),
+        (("fetch", "a"), 'command "fetch" is unknown; see --help'),
+    ],
+)
+def test_wrong_arguments_exit_with_2(argv: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main(*argv) == 2
+    assert capsys.readouterr().err == f"error: command line: {problem}\n"
 
 
 @pytest.mark.parametrize("source", ["missing", "empty", "file"])

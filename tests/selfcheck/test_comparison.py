@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trainer.config.parse import load
-from trainer.selfcheck.__main__ import default_world_size, main, split_world_size
+from trainer.selfcheck.__main__ import default_world_size, main
 from trainer.selfcheck.comparison import (
     SCALAR_TOLERANCE,
     TENSOR_TOLERANCE,
@@ -88,11 +88,10 @@ def test_errors_are_relative_and_infinite_if_undefined() -> None:
 # ---- command line
 
 
-def test_world_size_is_split_from_the_configuration_arguments() -> None:
-    words = ["--world-size", "8", "--config", "debug", "--world-size=16", "--training.seed", "1"]
-    assert split_world_size(words) == (["--config", "debug", "--training.seed", "1"], "16")
-    assert split_world_size(["--world-size"]) == ([], "")
-    assert split_world_size([]) == ([], None)
+@pytest.mark.parametrize("value", ["two", "0", "-1"])
+def test_a_wrong_world_size_is_an_error(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--world-size", "8", f"--world-size={value}"]) == 2
+    assert capsys.readouterr().err == f"error: command line: --world-size {value} must be an integer, at least 1\n"
 
 
 @pytest.mark.parametrize(
@@ -111,10 +110,13 @@ def test_the_default_world_size_is_the_product_of_the_stated_degrees(options: li
 @pytest.mark.parametrize(
     ("words", "problem", "world"),
     [
-        (["--world-size", "two"], "command line: --world-size two must be an integer, at least 1", ""),
-        (["--world-size", "0"], "command line: --world-size 0 must be an integer, at least 1", ""),
         (["--training.step", "3"], "unknown key; did you mean steps?", ""),
         (["--parallelism.tp", "16"], "parallelism.tp = 16 must divide model.num_heads = 8", " for 16 processes"),
+        (
+            ["--world-size", "8", "--parallelism.tp=16"],
+            "needs 16 processes, but the world size is 8",
+            " for 8 processes",
+        ),
     ],
 )
 def test_configuration_errors_are_reported_as_by_the_launcher(
@@ -128,11 +130,12 @@ def test_configuration_errors_are_reported_as_by_the_launcher(
     assert printed.err.endswith(f" in train_configs/debug.toml{world}\n")
 
 
-def test_help_has_the_usage_and_every_section(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help", "--no.such", "key"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("python -m trainer.selfcheck [--config NAME|PATH] [--world-size N]")
-    assert "--parallelism.cp_method  " in printed
+    assert printed.startswith("usage: python -m trainer.selfcheck ")
+    assert all(f"\n  {option} " in printed for option in ("--config", "--world-size"))
+    assert "--section.key VALUE sets any key" in printed
 
 
 def test_selfcheck_imports_no_torch() -> None:

@@ -1,13 +1,13 @@
 """`python -m trainer.checkpoint list | verify | prune | export`: manage the checkpoints of a run.
 
-Exit status: 0 success, 2 wrong arguments, 78 no or damaged checkpoint, 1 other errors. Only `export` imports torch.
+Exits with 78 if there is no checkpoint or one is damaged. Only `export` imports torch.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,16 +22,9 @@ from trainer.checkpoint.retention import (
     valid_checkpoints,
 )
 from trainer.checkpoint.run_dir import RunDir, find_checkpoints
+from trainer.commands import CommandParser, format_table, integer, print_lines, run_command
 from trainer.config.parse import load
-from trainer.errors import (
-    EXIT_BAD_CONFIG,
-    EXIT_FAILURE,
-    EXIT_NO_RETRY,
-    EXIT_SUCCESS,
-    ConfigError,
-    ResumeError,
-    RunFailedError,
-)
+from trainer.errors import EXIT_NO_RETRY, EXIT_SUCCESS, ConfigError, ResumeError
 
 DESCRIPTION = """\
 list    step, time, size, ranks and manifest status of every checkpoint
@@ -45,92 +38,57 @@ DIR is a run folder or one of its checkpoints.
 
 
 def main(argv: Sequence[str]) -> int:
-    args = build_parser().parse_args(argv)
-    try:
-        status: int = args.run(args)
-    except ResumeError as error:
-        return print_error(str(error), status=EXIT_NO_RETRY)
-    except RunFailedError as error:
-        return print_error(str(error), status=EXIT_FAILURE)
-    except OSError as error:
-        return print_error(f"{error.filename}: {error.strerror}", status=EXIT_FAILURE)
-    return status
+    return run_command(argv, build_parser(), lambda options, _: options.run(options))
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m trainer.checkpoint",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def build_parser() -> CommandParser:
+    parser = CommandParser(prog="python -m trainer.checkpoint", description=DESCRIPTION)
     subparsers = parser.add_subparsers(dest="command", required=True)
 
-    def add_command(name: str, run: object, help_text: str) -> argparse.ArgumentParser:
-        subparser = subparsers.add_parser(name, help=help_text, description=help_text, allow_abbrev=False)
+    def add_command(run: Callable[[Namespace], int | None], name: str, help_text: str) -> ArgumentParser:
+        subparser = subparsers.add_parser(name, help=help_text, description=help_text)
         subparser.add_argument("folder", type=Path, metavar="DIR", help="run folder or checkpoint")
         subparser.set_defaults(run=run)
         return subparser
 
-    add_command("list", list_checkpoints, "list the checkpoints")
-    verify_parser = add_command("verify", verify, "compare files with their hashes")
+    add_command(list_checkpoints, "list", "list the checkpoints")
+    verify_parser = add_command(verify, "verify", "compare files with their hashes")
     verify_parser.add_argument("--all", action="store_true", help="verify every checkpoint, not only the newest")
-    prune_parser = add_command("prune", prune, "delete old checkpoints")
-    prune_parser.add_argument(
-        "--keep", type=positive_int, required=True, metavar="N", help="number of newest checkpoints to keep"
-    )
+    prune_parser = add_command(prune, "prune", "delete old checkpoints")
+    keep_help = "number of newest checkpoints to keep"
+    prune_parser.add_argument("--keep", type=integer(minimum=1), required=True, metavar="N", help=keep_help)
     prune_parser.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
-    export_parser = add_command("export", export, "write the weights alone, as a checkpoint")
+    export_parser = add_command(export, "export", "write the weights alone, as a checkpoint")
     export_parser.add_argument("output", type=Path, metavar="OUTPUT", help="folder to create")
     return parser
-
-
-def positive_int(text: str) -> int:
-    if int(text) < 1:
-        raise ValueError(text)
-    return int(text)
 
 
 # ---- commands
 
 
-def list_checkpoints(args: argparse.Namespace) -> int:
+def list_checkpoints(args: Namespace) -> None:
     rows = [("step", "saved", "size", "ranks", "", "")]
     for step, folder in select_checkpoints(args.folder):
-        pinned = "pinned" if is_pinned(folder) else ""
         try:
-            checkpoint_manifest = manifest.read_validated(folder)
-            rows.append(
-                (
-                    f"{step}",
-                    checkpoint_manifest.saved,
-                    manifest.format_bytes(checkpoint_manifest.bytes),
-                    f"{checkpoint_manifest.world_size}",
-                    "intact",
-                    pinned,
-                )
-            )
+            found = manifest.read_validated(folder)
+            facts = (found.saved, manifest.format_bytes(found.bytes), f"{found.world_size}", "intact")
         except DamageError as error:
-            rows.append((f"{step}", "-", "-", "-", f"damaged: {error}", pinned))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print_line("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
-    for line in list_quarantined(RunDir(args.folder).checkpoints_dir):
-        print_line(line)
-    return EXIT_SUCCESS
+            facts = ("-", "-", "-", f"damaged: {error}")
+        rows.append((f"{step}", *facts, "pinned" if is_pinned(folder) else ""))
+    print_lines(*format_table(*rows), *list_quarantined(RunDir(args.folder).checkpoints_dir))
 
 
-def verify(args: argparse.Namespace) -> int:
+def verify(args: Namespace) -> int:
     checkpoints = select_checkpoints(args.folder)
     damaged = 0
     for _, folder in reversed(checkpoints) if args.all else checkpoints[-1:]:
         problems = [*find_file_damage(folder)]
         damaged += bool(problems)
-        print_line(f"{folder}: {'; '.join(problems) or 'intact'}")
+        print_lines(f"{folder}: {'; '.join(problems) or 'intact'}")
     return EXIT_NO_RETRY if damaged else EXIT_SUCCESS
 
 
-def prune(args: argparse.Namespace) -> int:
+def prune(args: Namespace) -> None:
     run_dir = RunDir(args.folder)
     committed = valid_checkpoints(select_checkpoints(args.folder))
     newest_verified = next(
@@ -144,21 +102,19 @@ def prune(args: argparse.Namespace) -> int:
     for folder in to_delete:
         if not args.dry_run:
             delete_checkpoint(folder)
-        print_line(f"{folder} {'would be' if args.dry_run else 'was'} deleted")
-    print_line(f"{len(committed) - len(to_delete)} checkpoints {'would remain' if args.dry_run else 'remain'}")
-    return EXIT_SUCCESS
+        print_lines(f"{folder} {'would be' if args.dry_run else 'was'} deleted")
+    print_lines(f"{len(committed) - len(to_delete)} checkpoints {'would remain' if args.dry_run else 'remain'}")
 
 
-def export(args: argparse.Namespace) -> int:
+def export(args: Namespace) -> None:
     from trainer.export.export_weights import export_weights
 
     checkpoint = find_checkpoint(args.folder)
     if args.output.exists():
-        return print_error(f"{args.output} exists already", status=EXIT_BAD_CONFIG)
+        raise ConfigError([f"{args.output} exists already"])
     manifest.read_intact(checkpoint, check_hashes=True)
     num_bytes = export_weights(checkpoint, args.output)
-    print_line(f"{args.output}: weights of {checkpoint}, {manifest.format_bytes(num_bytes)}")
-    return EXIT_SUCCESS
+    print_lines(f"{args.output}: weights of {checkpoint}, {manifest.format_bytes(num_bytes)}")
 
 
 # ---- shared by the commands
@@ -199,22 +155,10 @@ def initial_checkpoints(run_dir: RunDir) -> list[Path]:
     return []
 
 
-def print_line(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-
-
 def print_progress(line: str) -> None:
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\033[K{line}")
 
 
-def print_error(problem: str, *, status: int) -> int:
-    sys.stderr.write(f"error: {problem}\n")
-    return status
-
-
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:
-        sys.exit(print_error("interrupted", status=EXIT_FAILURE))
+    sys.exit(main(sys.argv[1:]))

@@ -17,7 +17,10 @@ import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import compress, groupby
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +28,7 @@ from torch import Tensor
 from models.batch import IGNORE_INDEX, Batch
 from parallelisms.collectives import all_reduce
 from trainer.build import ParallelModel
+from trainer.commands import CommandParser, format_table, integer, print_lines
 from trainer.config import checks
 from trainer.config.job_config import DEFAULT_SOURCE, Config
 from trainer.data.packing import holdout_mask, splitmix64
@@ -34,21 +38,19 @@ from trainer.data.source import corpus_spec
 from trainer.data.token_dataset import TokenDataset
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.errors import ConfigError, DataError
-from trainer.evaluation import report
 from trainer.evaluation.validation import assign_sequences
 from trainer.export.checkpoint_cli import (
-    CheckpointParser,
     ResolvedCheckpoint,
-    integer,
+    checkpoint_parser,
     load_parallel_model,
     resolve_for_evaluation,
-    run_command,
+    run_on_checkpoint,
 )
 from trainer.hardware.device import AsyncHostCopy
 
 DESCRIPTION = """\
 Hides a five-digit number in text from the run's corpus and asks for it at the end, at several depths and lengths."""
-OVERRIDES_HELP = "The mesh is not taken from the run:\nset --parallelism.* for the processes that you start."
+OVERRIDES = "The mesh is not taken from the run: set --parallelism.* for the processes that you start."
 MARKER = "\nThe secret number is: "
 DIGITS = 5
 
@@ -66,71 +68,12 @@ class NeedleCell:
     """Mean over the number's tokens, in nats."""
 
 
-class NeedleDataset:
-    """Sequences of one length with a hidden number: `trials` sequences at each of `depths` depths."""
-
-    max_segments = 1
-    num_padding_tokens = 0
-
-    def __init__(
-        self,
-        sentences: PasskeySentences,
-        prepared: TokenDataset,
-        documents: list[int],
-        *,
-        length: int,
-        depths: int,
-        trials: int,
-    ) -> None:
-        self.num_sequences, self.pad_token_id, self.fingerprint = depths * trials, prepared.eos, prepared.fingerprint
-        self.depths, self._sentences, self._length = depths, sentences, length
-        self._prepared, self._documents = prepared, documents
-
-    def depth(self, number: int) -> float:
-        return (number % self.depths) / max(1, self.depths - 1)
-
-    def segment_lengths(self, index: int) -> list[int]:
-        del index
-        return [self._length]
-
-    def fill(self, index: int, segment: int, start: int, tokens: Tensor, labels: Tensor) -> None:
-        del segment
-        sequence_T, num_targets = self.sequence(index)
-        end = start + tokens.numel()
-        tokens.copy_(sequence_T[start:end])
-        labels_T = torch.full_like(sequence_T, IGNORE_INDEX)
-        labels_T[-num_targets - 1 : -1] = sequence_T[-num_targets:]
-        labels[: end - start] = labels_T[start:end]
-
-    def sequence(self, number: int) -> tuple[Tensor, int]:
-        """(int64 [T], number of tokens at its end that are the hidden number)."""
-        trial = number // self.depths
-        marker, needle, number_tokens = self._sentences.passkey(trial)
-        text = self._filler_text(self._length - len(needle) - len(marker) - len(number_tokens), trial)
-        position = round(self.depth(number) * text.numel())
-        parts = (text[:position], needle, text[position:], marker, number_tokens)
-        return torch.cat([torch.as_tensor(part, dtype=torch.int64) for part in parts]), len(number_tokens)
-
-    def _filler_text(self, num_tokens: int, trial: int) -> Tensor:
-        """Tokens of consecutive documents, from a start document that depends on the trial."""
-        document, chunks, remaining = splitmix64(trial) % len(self._documents), list[Tensor](), num_tokens
-        while remaining:
-            start, end = self._prepared.document_starts[
-                self._documents[document] : self._documents[document] + 2
-            ].tolist()
-            chunks.append(self._prepared.read(start, min(end, start + remaining)))
-            remaining -= chunks[-1].numel()
-            document = (document + 1) % len(self._documents)
-        return torch.cat(chunks)
-
-
 class PasskeySentences:
     """Tokenized sentences. Each part is encoded separately, so that the number has the same tokens in both places."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._marker = self._encode(MARKER)
-        self._end = self._encode(".\n")
+        self._marker, self._end = self._encode(MARKER), self._encode(".\n")
 
     def passkey(self, trial: int) -> tuple[list[int], list[int], list[int]]:
         """Tokens of (the question, the hidden sentence, the number)."""
@@ -145,6 +88,62 @@ class PasskeySentences:
         return [int(token) for token in self._tokenizer.encode(text)]
 
 
+@dataclass(frozen=True)
+class FillerText:
+    """The text that hides numbers: these documents of a corpus."""
+
+    prepared: TokenDataset
+    documents: Sequence[int]
+
+    def read(self, num_tokens: int, trial: int) -> Tensor:
+        """Tokens of consecutive documents, from a start document that depends on the trial."""
+        number, chunks, remaining = splitmix64(trial), list[Tensor](), num_tokens
+        while remaining:
+            document = self.documents[number % len(self.documents)]
+            start, end = self.prepared.document_starts[document : document + 2].tolist()
+            chunks.append(self.prepared.read(start, min(end, start + remaining)))
+            remaining -= chunks[-1].numel()
+            number += 1
+        return torch.cat(chunks)
+
+
+class NeedleDataset:
+    """Sequences of one length with a hidden number: `trials` sequences at each of `depths` depths."""
+
+    max_segments = 1
+    num_padding_tokens = 0
+
+    def __init__(self, text: FillerText, sentences: PasskeySentences, *, length: int, depths: int, trials: int) -> None:
+        self.num_sequences, self.pad_token_id = depths * trials, text.prepared.eos
+        self.fingerprint = text.prepared.fingerprint
+        self.length, self.depths, self._text, self._sentences = length, depths, text, sentences
+
+    def depth(self, number: int) -> float:
+        return (number % self.depths) / max(1, self.depths - 1)
+
+    def segment_lengths(self, index: int) -> list[int]:
+        del index
+        return [self.length]
+
+    def fill(self, index: int, segment: int, start: int, tokens: Tensor, labels: Tensor) -> None:
+        del segment
+        sequence_T, num_targets = self.sequence(index)
+        end = start + tokens.numel()
+        tokens.copy_(sequence_T[start:end])
+        labels_T = torch.full_like(sequence_T, IGNORE_INDEX)
+        labels_T[-num_targets - 1 : -1] = sequence_T[-num_targets:]
+        labels[: end - start] = labels_T[start:end]
+
+    def sequence(self, number: int) -> tuple[Tensor, int]:
+        """(int64 [T], number of tokens at its end that are the hidden number)."""
+        trial = number // self.depths
+        marker, needle, number_tokens = self._sentences.passkey(trial)
+        text = self._text.read(self.length - len(needle) - len(marker) - len(number_tokens), trial)
+        position = round(self.depth(number) * text.numel())
+        parts = (text[:position], needle, text[position:], marker, number_tokens)
+        return torch.cat([torch.as_tensor(part, dtype=torch.int64) for part in parts]), len(number_tokens)
+
+
 def build_datasets(config: Config, lengths: Sequence[int], *, depths: int, trials: int) -> list[NeedleDataset]:
     """One dataset per length, from the run's held-out documents if it has any. Raises `ConfigError` or `DataError`."""
     if config.is_synthetic:
@@ -156,21 +155,18 @@ def build_datasets(config: Config, lengths: Sequence[int], *, depths: int, trial
     if too_short := [length for length in lengths if length <= overhead]:
         raise ConfigError([f"--lengths {too_short[0]} must exceed the {overhead} tokens of question and number"])
     source_names = [item.source for item in config.data.effective_mix]
-    prepared = prepare(
-        corpus_spec(config.data, DEFAULT_SOURCE if DEFAULT_SOURCE in source_names else source_names[0]), tokenizer
-    )
-    documents = [*range(prepared.num_documents)]
+    source = DEFAULT_SOURCE if DEFAULT_SOURCE in source_names else source_names[0]
+    prepared = prepare(corpus_spec(config.data, source), tokenizer)
+    documents: Sequence[int] = range(prepared.num_documents)
     if config.data.holdout:
-        is_held_out = holdout_mask(prepared.num_documents, config.data.holdout)
-        documents = [number for number in documents if is_held_out[number]]
-    return [
-        NeedleDataset(sentences, prepared, documents, length=length, depths=depths, trials=trials) for length in lengths
-    ]
+        documents = [*compress(documents, holdout_mask(prepared.num_documents, config.data.holdout))]
+    text = FillerText(prepared, documents)
+    return [NeedleDataset(text, sentences, length=length, depths=depths, trials=trials) for length in lengths]
 
 
-def evaluate_length(dataset: NeedleDataset, parallel_model: ParallelModel, *, length: int) -> list[NeedleCell]:
+def evaluate_length(dataset: NeedleDataset, parallel_model: ParallelModel) -> list[NeedleCell]:
     """The cells of one length, by depth. Collective."""
-    sequences = BlendedDataset([dataset], seq_len=length)
+    sequences = BlendedDataset([dataset], seq_len=dataset.length)
     sums = torch.zeros(dataset.num_sequences, 3, dtype=torch.float64, device=parallel_model.device)
     batch_numbers: list[int] = []
 
@@ -187,37 +183,23 @@ def evaluate_length(dataset: NeedleDataset, parallel_model: ParallelModel, *, le
     parallel_model.evaluate(batches(), record)
     totals = AsyncHostCopy(all_reduce(parallel_model.mesh.loss_group, sums).flatten()).read()
     cells = []
-    for depth_index in range(dataset.depths):
-        trials = [
-            totals[3 * number : 3 * number + 3] for number in range(depth_index, dataset.num_sequences, dataset.depths)
-        ]
+    for index in range(dataset.depths):
+        trials = [totals[3 * number : 3 * number + 3] for number in range(index, dataset.num_sequences, dataset.depths)]
         loss, _, targets = map(sum, zip(*trials, strict=True))
-        found = sum(hits == count for _, hits, count in trials) / len(trials)
-        cells.append(NeedleCell(length, dataset.depth(depth_index), found, -loss / targets))
+        found = fmean(hits == count for _, hits, count in trials)
+        cells.append(NeedleCell(dataset.length, dataset.depth(index), found, -loss / targets))
     return cells
 
 
-def build_parser() -> CheckpointParser:
-    parser = CheckpointParser("trainer.evaluation.needle", DESCRIPTION, overrides_help=OVERRIDES_HELP)
-    at_least_one = integer(minimum=1)
-    parser.add_argument(
-        "--lengths",
-        metavar="N,...",
-        type=sequence_lengths,
-        help="tokens per sequence (default: training.seq_len / 4 and training.seq_len)",
-    )
-    parser.add_argument(
-        "--depths", metavar="N", type=at_least_one, default=5, help="number of evenly spaced depths (default: 5)"
-    )
-    parser.add_argument(
-        "--trials", metavar="N", type=at_least_one, default=2, help="numbers and texts per cell (default: 2)"
-    )
-    parser.add_argument(
-        "--output",
-        metavar="FOLDER",
-        type=Path,
-        help="for needle-step-N.json and .png (default: evaluation/ in the run folder)",
-    )
+def build_parser() -> CommandParser:
+    parser = checkpoint_parser("trainer.evaluation.needle", DESCRIPTION, overrides=OVERRIDES)
+    add, positive = parser.add_argument, integer(minimum=1)
+    lengths_help = "tokens per sequence (default: training.seq_len / 4 and training.seq_len)"
+    add("--lengths", metavar="N,...", type=sequence_lengths, help=lengths_help)
+    add("--depths", metavar="N", type=positive, default=5, help="number of evenly spaced depths (default: 5)")
+    add("--trials", metavar="N", type=positive, default=2, help="numbers and texts per cell (default: 2)")
+    output_help = "for needle-step-N.json (default: evaluation/ in the run folder)"
+    add("--output", metavar="FOLDER", type=Path, help=output_help)
     return parser
 
 
@@ -226,7 +208,7 @@ def sequence_lengths(text: str) -> list[int]:
     try:
         return sorted(set(map(integer(minimum=2), map(str.strip, text.split(",")))))
     except ArgumentTypeError:
-        raise ArgumentTypeError(f"{text} must be integers of at least 2, such as 1024,4096") from None
+        raise ArgumentTypeError(f"{text} must be integers, at least 2, such as 1024,4096") from None
 
 
 def run(options: Namespace, overrides: Sequence[str]) -> None:
@@ -235,37 +217,43 @@ def run(options: Namespace, overrides: Sequence[str]) -> None:
     lengths = options.lengths or sorted({seq_len // 4, seq_len})
     datasets = build_datasets(resolved.config, lengths, depths=options.depths, trials=options.trials)
     with load_parallel_model(resolved) as (parallel_model, world):
-        cells = [
-            cell
-            for dataset, length in zip(datasets, lengths, strict=True)
-            for cell in evaluate_length(dataset, parallel_model, length=length)
-        ]
+        cells = [cell for dataset in datasets for cell in evaluate_length(dataset, parallel_model)]
         if world.rank == 0:
             write_results(resolved, cells, options.output)
 
 
 def write_results(resolved: ResolvedCheckpoint, cells: Sequence[NeedleCell], output: Path | None) -> None:
-    """Prints a table and writes JSON, PNG and TensorBoard files. Raises `DataError` if one cannot be written."""
+    """Prints a table and writes JSON and TensorBoard files. Raises `DataError` if one cannot be written."""
     folder = output or resolved.run_dir.path / "evaluation"
     tensorboard_dir = folder / "tensorboard" if output else resolved.run_dir.tensorboard_dir / "evaluation"
-    name = f"needle-step-{resolved.step}"
+    file = folder / f"needle-step-{resolved.step}.json"
     content = {"checkpoint": str(resolved.checkpoint), "step": resolved.step, "cells": [asdict(cell) for cell in cells]}
-    grid = report.ScoreGrid(
-        title=f"number found, {resolved.checkpoint}",
-        columns=[f"{length:,}" for length in dict.fromkeys(cell.length for cell in cells)],
-        rows=[f"{depth:.0%}" for depth in dict.fromkeys(cell.depth for cell in cells)],
-        values={(f"{cell.depth:.0%}", f"{cell.length:,}"): (cell.found, cell.log_probability) for cell in cells},
-    )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
-        image = report.draw_grid(grid, folder / f"{name}.png")
-        report.write_tensorboard(grid, "needle", tensorboard_dir, step=resolved.step, image=image)
+        file.write_text(json.dumps(content, indent=1) + "\n")
+        write_tensorboard(cells, tensorboard_dir, resolved.step)
     except OSError as error:
         raise DataError(f"{folder} cannot be written: {error}") from error
-    report.print_grid(grid)
-    sys.stdout.write(f"{folder / name}.json\n")
+    by_depth = groupby(sorted(cells, key=lambda cell: cell.depth), key=lambda cell: cell.depth)
+    rows = [
+        [f"{depth:.0%}", *(f"{cell.found:.0%} ({cell.log_probability:.2f})" for cell in row)] for depth, row in by_depth
+    ]
+    header = ["depth", *(f"{length:,}" for length in dict.fromkeys(cell.length for cell in cells))]
+    print_lines(f"number found, {resolved.checkpoint}: trials found (mean log-probability)")
+    print_lines(*format_table(header, *rows), str(file))
+
+
+def write_tensorboard(cells: Sequence[NeedleCell], folder: Path, step: int) -> None:
+    """Writes the means of each length over depths."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer: Any = SummaryWriter(str(folder))
+    for length, group in groupby(cells, key=lambda cell: cell.length):
+        column = [*group]
+        writer.add_scalar(f"needle/{length}", fmean(cell.found for cell in column), step)
+        writer.add_scalar(f"needle_log_probability/{length}", fmean(cell.log_probability for cell in column), step)
+    writer.close()
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(sys.argv[1:], build_parser(), run))
+    sys.exit(run_on_checkpoint(sys.argv[1:], build_parser(), run))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from models.batch import IGNORE_INDEX
+from trainer.commands import CommandParser, format_table, print_lines
 from trainer.config.data import ValidationSection, ValidationSetSection
 from trainer.config.job_config import Config
 from trainer.data.datasets import build_validation_sets
@@ -23,20 +24,24 @@ from trainer.data.holdout import ValidationSet
 from trainer.data.prepare import prepare_datasets
 from trainer.data.tokenizer import Tokenizer, load_tokenizer
 from trainer.errors import ConfigError, DataError
-from trainer.evaluation import report
 from trainer.evaluation.validation import ValidationResult, evaluate_set
-from trainer.export.checkpoint_cli import CheckpointParser, load_parallel_model, resolve_for_evaluation, run_command
+from trainer.export.checkpoint_cli import (
+    checkpoint_parser,
+    load_parallel_model,
+    resolve_for_evaluation,
+    run_on_checkpoint,
+)
 from trainer.metrics.loggers import format_or_dash
 
 log = logging.getLogger(__name__)
 
 DESCRIPTION = """\
 Prints loss, perplexity, accuracy and bits per byte of the run's validation sets, by position and by context."""
-OVERRIDES_HELP = "The mesh is not taken from the run:\nset --parallelism.* for the processes that you start."
+OVERRIDES = "The mesh is not taken from the run: set --parallelism.* for the processes that you start."
 
 
-def build_parser() -> CheckpointParser:
-    parser = CheckpointParser("trainer.evaluation.perplexity", DESCRIPTION, overrides_help=OVERRIDES_HELP)
+def build_parser() -> CommandParser:
+    parser = checkpoint_parser("trainer.evaluation.perplexity", DESCRIPTION, overrides=OVERRIDES)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
     return parser
 
@@ -88,12 +93,14 @@ def print_results(checkpoint: Path, summaries: Sequence[Mapping[str, Any]]) -> N
         [summary["set"], f"{summary['targets']:,}", *(format_or_dash(summary[key], ".4f") for key in keys)]
         for summary in summaries
     ]
-    report.print_table(str(checkpoint), ["set", "targets", *(key.replace("_", " ") for key in keys)], rows)
+    header = ["set", "targets", *(key.replace("_", " ") for key in keys)]
+    print_lines(str(checkpoint), *format_table(header, *rows))
     for title, key in ("loss by position", "by_position"), ("loss by context length", "by_context"):
         for summary in summaries:
             curve = {name: loss for name, loss in (summary[key] or {}).items() if loss is not None}
             if curve:
-                report.print_table(f"{title}: {summary['set']}", [*curve], [[f"{loss:.4f}" for loss in curve.values()]])
+                print_lines("", f"{title}: {summary['set']}")
+                print_lines(*format_table([*curve], [f"{loss:.4f}" for loss in curve.values()]))
 
 
 def run(options: Namespace, overrides: Sequence[str]) -> None:
@@ -127,4 +134,4 @@ def run(options: Namespace, overrides: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(sys.argv[1:], build_parser(), run))
+    sys.exit(run_on_checkpoint(sys.argv[1:], build_parser(), run))

@@ -1,92 +1,47 @@
-"""Shared CLI: parse arguments, resolve the checkpoint and its configuration, and load the weights onto a mesh."""
+"""Commands on a checkpoint: find it and its configuration, and load its weights, in one process or on a mesh."""
 
 from __future__ import annotations
 
 import logging
-import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from pydantic import ValidationError
 
 from trainer.build import ParallelModel
 from trainer.checkpoint.initial_weights import find_checkpoint
-from trainer.checkpoint.load import MODEL_PREFIX
-from trainer.checkpoint.load import load_tensors as load_tensors
+from trainer.checkpoint.load import MODEL_PREFIX, CheckpointReader, load_tensors, require_matching_tensors
 from trainer.checkpoint.run_dir import ResumeError, RunDir, find_checkpoints, read_state
+from trainer.commands import CommandParser, run_command
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import COMMAND_LINE, ConfigSource, deep_merge, load, parse_arguments
 from trainer.config.training_stages import Recipe
 from trainer.distributed import World, process_group, process_rank
-from trainer.errors import (
-    EXIT_BAD_CONFIG,
-    EXIT_FAILURE,
-    EXIT_NO_RETRY,
-    EXIT_SUCCESS,
-    ConfigError,
-    DataError,
-    RankFailedError,
-    RunFailedError,
-)
+from trainer.errors import ConfigError
 from trainer.metrics import log_setup
 
 log = logging.getLogger("trainer")
 
 
-class CheckpointParser(ArgumentParser):
-    """Parser of `CHECKPOINT [option]... [--section.key VALUE]...`. Raises `ConfigError` instead of exiting."""
-
-    def __init__(self, module: str, description: str, *, overrides_help: str) -> None:
-        super().__init__(
-            prog=f"python -m {module}",
-            usage="%(prog)s CHECKPOINT [option]... [--section.key VALUE]...",
-            description=f"{description}\n\n--section.key overrides the run's config.toml. {overrides_help}",
-            epilog="Exit status: 0 success, 2 wrong arguments, 78 unusable data or checkpoint, 1 other errors.",
-            formatter_class=RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        self.add_argument(
-            "checkpoint",
-            type=Path,
-            metavar="CHECKPOINT",
-            help="run folder (its newest checkpoint), or one of its checkpoints/step-N",
-        )
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError([f"{COMMAND_LINE}: {message}"])
-
-    def parse(self, argv: Sequence[str]) -> tuple[Namespace, list[str]]:
-        """The options, and the `--section.key` overrides. Raises `ConfigError`."""
-        arguments, overrides, remaining = list[str](), list[str](), [*argv]
-        while remaining:
-            name, equals, _ = (argument := remaining.pop(0)).partition("=")
-            is_override = name.startswith("--") and "." in name
-            (overrides if is_override else arguments).append(argument)
-            if is_override and not equals and remaining and not remaining[0].startswith("--"):
-                overrides.append(remaining.pop(0))
-        options, unknown = self.parse_known_args(arguments)
-        if unknown:
-            matches = get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)
-            self.error(f"unknown argument {unknown[0]}" + (f"; did you mean {matches[0]}?" if matches else ""))
-        return options, overrides
+def checkpoint_parser(module: str, description: str, *, overrides: str) -> CommandParser:
+    """The parser of a command whose first argument is a checkpoint. `overrides` says which keys are worth overriding."""
+    overrides = f"--section.key VALUE overrides the run's config.toml. {overrides}"
+    parser = CommandParser(prog=f"python -m {module}", description=description, overrides=overrides)
+    checkpoint_help = "run folder (its newest checkpoint), or one of its checkpoints/step-N"
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=checkpoint_help)
+    return parser
 
 
-def integer(*, minimum: int) -> Callable[[str], int]:
-    """An argparse type: an integer of at least `minimum`."""
-
-    def parse(text: str) -> int:
-        if not text.isdecimal() or not minimum <= int(text) < 1 << 62:
-            raise ArgumentTypeError(f"{text} must be an integer of at least {minimum}")
-        return int(text)
-
-    return parse
+def run_on_checkpoint(argv: Sequence[str], parser: CommandParser, run: Callable[[Namespace, list[str]], None]) -> int:
+    """As `run_command`, on the ranks that were started."""
+    rank, _, _ = process_rank()
+    log_setup.configure(rank)
+    return run_command(argv, parser, run, rank=rank)
 
 
 @dataclass(frozen=True)
@@ -155,43 +110,20 @@ def load_parallel_model(resolved: ResolvedCheckpoint) -> Iterator[tuple[Parallel
     """The model with the checkpoint's weights, in a new process group. Raises `ConfigError` or `ResumeError`."""
     with process_group(resolved.config.distributed) as world:
         parallel_model = ParallelModel(resolved.config, world)
-        load_weights(parallel_model, resolved)
+        weights: dict[str, torch.Tensor] = {
+            f"{MODEL_PREFIX}{name}": parameter.detach()
+            for module in parallel_model.stage_modules.values()
+            for name, parameter in module.named_parameters()
+        }
+        load_tensors(resolved.checkpoint, weights, parallel_model.mesh.pp_group, prefix=MODEL_PREFIX)
         log.info("%s on %d x %s", resolved.checkpoint, world.size, world.device.type)
         yield parallel_model, world
 
 
-def load_weights(parallel_model: ParallelModel, resolved: ResolvedCheckpoint) -> None:
-    """Collective. Raises `ResumeError` unless the checkpoint's tensors match the model."""
-    weights: dict[str, torch.Tensor] = {
-        f"{MODEL_PREFIX}{name}": parameter.detach()
-        for module in parallel_model.stage_modules.values()
-        for name, parameter in module.named_parameters()
-    }
-    load_tensors(resolved.checkpoint, weights, parallel_model.mesh.pp_group, prefix=MODEL_PREFIX)
-
-
-def run_command(argv: Sequence[str], parser: CheckpointParser, run: Callable[[Namespace, Sequence[str]], None]) -> int:
-    """Parses `argv`, calls `run(options, overrides)`, and returns the exit status. Rank 0 prints help and errors."""
-    rank, _, _ = process_rank()
-    log_setup.configure(rank)
-    if {"-h", "--help"}.intersection(argv):
-        if rank == 0:
-            sys.stdout.write(parser.format_help())
-        return EXIT_SUCCESS
-    try:
-        run(*parser.parse(argv))
-        return EXIT_SUCCESS
-    except ConfigError as error:
-        status, problems = EXIT_BAD_CONFIG, error.problems
-    except (DataError, ResumeError) as error:
-        status, problems = EXIT_NO_RETRY, [str(error)]
-    except RunFailedError as error:
-        status, problems = EXIT_FAILURE, [str(error)]
-    except RankFailedError as error:
-        sys.stderr.write(f"error: [rank {rank}] {error}\n")
-        return error.status
-    except KeyboardInterrupt:
-        status, problems = EXIT_FAILURE, ["interrupted"]
-    if rank == 0:
-        sys.stderr.write("".join(f"error: {problem}\n" for problem in problems))
-    return status
+def open_model(checkpoint: Path, shapes: Mapping[str, Sequence[int]], *, max_shown: int = 10) -> CheckpointReader:
+    """A reader in one process. Raises `ResumeError` unless the model in the checkpoint has exactly these parameters."""
+    reader = CheckpointReader(checkpoint)
+    saved = {name: (*entry.size,) for name, entry in reader.tensor_metadata.items() if name.startswith(MODEL_PREFIX)}
+    expected = {f"{MODEL_PREFIX}{name}": (*shape,) for name, shape in shapes.items()}
+    require_matching_tensors(checkpoint, saved, expected, max_shown=max_shown)
+    return reader

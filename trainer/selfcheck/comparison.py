@@ -5,6 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from heapq import nlargest
+
+from trainer.commands import format_table
 
 SCALAR_TOLERANCE = 1e-10
 """Relative, of a loss or gradient norm."""
@@ -29,25 +33,24 @@ def worst_over_ranks(
     reference: Sequence[StepDifference], steps_per_rank: Sequence[Sequence[StepDifference]]
 ) -> list[StepDifference]:
     """The worst value of each metric over ranks. A tensor missing on either side has an infinite error."""
-    return [
-        StepDifference(
-            loss=max((rank.loss for rank in per_rank), key=lambda loss: relative_error(loss, expected.loss)),
-            grad_norm=max(
-                (rank.grad_norm for rank in per_rank), key=lambda norm: relative_error(norm, expected.grad_norm)
-            ),
-            tensor_errors={
-                name: math.inf
-                for name in expected.tensor_errors
-                if not any(name in rank.tensor_errors for rank in per_rank)
-            }
-            | {
-                name: max(rank.tensor_errors.get(name, 0.0) for rank in per_rank)
-                for rank_step in per_rank
-                for name in rank_step.tensor_errors
-            },
+    worst = []
+    for expected, *ranks in zip(reference, *steps_per_rank, strict=True):
+        errors = {name: error for rank in ranks for name, error in rank.tensor_errors.items()}
+        worst.append(
+            StepDifference(
+                loss=max((rank.loss for rank in ranks), key=partial(relative_error, expected=expected.loss)),
+                grad_norm=max(
+                    (rank.grad_norm for rank in ranks), key=partial(relative_error, expected=expected.grad_norm)
+                ),
+                tensor_errors={
+                    name: max(
+                        (rank.tensor_errors[name] for rank in ranks if name in rank.tensor_errors), default=math.inf
+                    )
+                    for name in expected.tensor_errors | errors
+                },
+            )
         )
-        for expected, *per_rank in zip(reference, *steps_per_rank, strict=True)
-    ]
+    return worst
 
 
 def within_tolerance(reference: Sequence[StepDifference], mesh: Sequence[StepDifference]) -> bool:
@@ -65,18 +68,13 @@ def comparison_table(reference: Sequence[StepDifference], mesh: Sequence[StepDif
         (
             f"{step}",
             *(f"{value:.12g}" for value in (expected.loss, actual.loss, expected.grad_norm, actual.grad_norm)),
-            f"{tensor_error:.1e}",
+            f"{max(actual.tensor_errors.values()):.1e}",
         )
         for step, (actual, expected) in enumerate(zip(mesh, reference, strict=True), start=1)
-        for tensor_error in [max(actual.tensor_errors.values())]
-    ]
-    lines = [
-        f"{step_text:<6}{loss:>21}{mesh_loss:>19}{norm:>21}{mesh_norm:>19}{error:>11}"
-        for step_text, loss, mesh_loss, norm, mesh_norm, error in (HEADER, *rows)
     ]
     worst = {name: max(step.tensor_errors[name] for step in mesh) for name in mesh[0].tensor_errors}
-    names = sorted(worst, key=lambda name: worst[name], reverse=True)[:NUM_WORST_TENSORS]
-    return [*lines, f"largest: {', '.join(f'{name} {worst[name]:.1e}' for name in names)}"]
+    largest = nlargest(NUM_WORST_TENSORS, worst, key=lambda name: worst[name])
+    return [*format_table(HEADER, *rows), f"largest: {', '.join(f'{name} {worst[name]:.1e}' for name in largest)}"]
 
 
 def relative_error(actual: float, expected: float) -> float:

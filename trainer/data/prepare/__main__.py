@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import re
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
+from trainer.commands import OVERRIDES_HELP, CommandParser, integer, run_command
 from trainer.config import checks
 from trainer.config.data import HF_PREFIX, STDLIB_CORPUS
 from trainer.config.job_config import COPY_CORPUS, DEFAULT_SOURCE
@@ -20,15 +19,7 @@ from trainer.data.prepare import prepare
 from trainer.data.source import CorpusSpec, corpus_spec, corpus_specs
 from trainer.data.token_dataset import TokenDataset, is_token_dataset
 from trainer.data.tokenizer import load_tokenizer
-from trainer.errors import (
-    EXIT_BAD_CONFIG,
-    EXIT_FAILURE,
-    EXIT_NO_RETRY,
-    EXIT_SUCCESS,
-    ConfigError,
-    DataError,
-    RankFailedError,
-)
+from trainer.errors import ConfigError
 
 DESCRIPTIONS = {
     "prepare": """\
@@ -40,35 +31,17 @@ Another command, with its own --help:
     "inspect": """\
 Show counts, document lengths and samples of a prepared folder, or of the corpora of a configuration.""",
 }
-EPILOG = """\
---section.key VALUE sets any key of the configuration; ./run_train.sh --help lists them.
-Exit codes: 0 success, 2 bad configuration or arguments, 78 unusable data, 1 a worker was killed.
-"""
 
 
-class PrepareParser(ArgumentParser):
-    """Raises ConfigError where argparse would exit."""
-
-    def error(self, message: str) -> NoReturn:
-        message = re.sub(r"^argument (\S+): ", r"\1 ", message).replace("expected one argument", "needs a value")
-        message = message.replace("the following arguments are required:", f"{self.prog.split()[-1]} needs")
-        raise ConfigError([f"command line: {message}"])
-
-
-def build_parser(command: str) -> PrepareParser:
-    parser = PrepareParser(
-        prog=f"python -m trainer.data.prepare {command}".removesuffix(" prepare"),
-        usage=f"%(prog)s{' [FOLDER]' if command == 'inspect' else ''} [options] [--section.key VALUE]...",
-        description=DESCRIPTIONS[command],
-        epilog=EPILOG,
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    config_help = "a TOML file, or the name of one in train_configs/; default: debug"
-    parser.add_argument("--config", metavar="NAME|PATH", help=config_help)
+def build_parser(command: str) -> CommandParser:
+    prog = f"python -m trainer.data.prepare {command}".removesuffix(" prepare")
+    parser = CommandParser(prog=prog, description=DESCRIPTIONS[command], overrides=OVERRIDES_HELP)
+    parser.add_config()
+    positive = integer(minimum=1)
     if command == "inspect":
+        parser.add_argument("folder", nargs="?", metavar="FOLDER", type=Path, help="the output of trainer.data.prepare")
         parser.add_argument("--verify", action="store_true", help="read all tokens and compare their checksums")
-        parser.add_argument("--samples", metavar="N", type=positive_integer, default=3, help="default: 3")
+        parser.add_argument("--samples", metavar="N", type=positive, default=3, help="default: 3")
         return parser
     corpus_help = (
         f"instead of the corpora of the configuration: {STDLIB_CORPUS}, a file or folder of text, .jsonl or .parquet "
@@ -76,7 +49,7 @@ def build_parser(command: str) -> PrepareParser:
     )
     parser.add_argument("--corpus", help=corpus_help)
     workers_help = "processes, which do not change the result; default: 1"
-    parser.add_argument("--workers", metavar="N", type=positive_integer, default=1, help=workers_help)
+    parser.add_argument("--workers", metavar="N", type=positive, default=1, help=workers_help)
     output_help = (
         "the folder to create, which a run can name as its corpus; for several corpora, the folder to hold one "
         "folder each. Default: in data.cache_dir, where a run looks for it"
@@ -85,38 +58,10 @@ def build_parser(command: str) -> PrepareParser:
     return parser
 
 
-def positive_integer(text: str) -> int:
-    if not (text.isdecimal() and int(text) > 0):
-        raise ArgumentTypeError(f"{text} must be an integer, at least 1")
-    return int(text)
-
-
 def main(argv: Sequence[str]) -> int:
-    remaining = [*argv]
-    command = remaining.pop(0) if remaining and remaining[0] in DESCRIPTIONS else "prepare"
-    if {"-h", "--help"}.intersection(remaining):
-        sys.stdout.write(build_parser(command).format_help())
-        return EXIT_SUCCESS
+    command, *remaining = argv if argv and argv[0] in DESCRIPTIONS else ("prepare", *argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    # argparse would take the value of a configuration key for an optional positional argument.
-    has_folder = command == "inspect" and remaining and not remaining[0].startswith("-")
-    folder = Path(remaining.pop(0)) if has_folder else None
-    try:
-        arguments, overrides = build_parser(command).parse_known_args(remaining)
-        config = load([*overrides, *(["--config", arguments.config] if arguments.config is not None else [])])
-        if command == "inspect":
-            inspect(config, arguments, folder)
-        else:
-            prepare_corpora(config, arguments)
-    except ConfigError as error:
-        return print_errors(EXIT_BAD_CONFIG, *error.problems)
-    except DataError as error:
-        return print_errors(EXIT_NO_RETRY, str(error))
-    except RankFailedError as error:
-        return print_errors(error.status, str(error))
-    except KeyboardInterrupt:
-        return print_errors(EXIT_FAILURE, "interrupted; run the same command again to resume")
-    return EXIT_SUCCESS
+    return run_command(remaining, build_parser(command), COMMANDS[command])
 
 
 def selected_specs(config: Recipe, corpus: str | None, problems: Sequence[str] = ()) -> dict[str, CorpusSpec]:
@@ -145,11 +90,9 @@ def selected_specs(config: Recipe, corpus: str | None, problems: Sequence[str] =
     return specs
 
 
-def prepare_corpora(config: Recipe, arguments: Namespace) -> None:
-    specs, output = (
-        selected_specs(config, arguments.corpus, checks.tokenizer_problems(config.tokenizer)),
-        arguments.output,
-    )
+def prepare_corpora(arguments: Namespace, overrides: Sequence[str]) -> None:
+    config, output = load(overrides), arguments.output
+    specs = selected_specs(config, arguments.corpus, checks.tokenizer_problems(config.tokenizer))
     folders = {name: output / name if output and len(specs) > 1 else output for name in specs}
     if nonempty := [folder for folder in folders.values() if folder and folder.exists() and any(folder.iterdir())]:
         raise ConfigError([f"command line: --output {folder} is not empty" for folder in nonempty])
@@ -162,9 +105,10 @@ def prepare_corpora(config: Recipe, arguments: Namespace) -> None:
         )
 
 
-def inspect(config: Recipe, arguments: Namespace, folder: Path | None) -> None:
+def inspect(arguments: Namespace, overrides: Sequence[str]) -> None:
     from trainer.data.prepare.report import render_report
 
+    config, folder = load(overrides), arguments.folder
     if folder is None and arguments.config is None:
         raise ConfigError(["command line: inspect needs a folder or --config"])
     if folder is not None and not is_token_dataset(folder):
@@ -176,10 +120,7 @@ def inspect(config: Recipe, arguments: Namespace, folder: Path | None) -> None:
         sys.stdout.write(render_report(dataset, tokenizer, samples=arguments.samples, verify=arguments.verify))
 
 
-def print_errors(status: int, *problems: str) -> int:
-    sys.stderr.write("".join(f"error: {problem}\n" for problem in problems))
-    return status
-
+COMMANDS = {"prepare": prepare_corpora, "inspect": inspect}
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
