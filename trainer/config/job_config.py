@@ -97,17 +97,10 @@ class Config(Section):
     def output_dir(self) -> Path:
         return self.job.output_dir or Path("outputs") / self.job.name
 
-    @property
-    def is_synthetic(self) -> bool:
-        """Whether all sequences are of the `copy` corpus, which needs no tokenizer."""
-        return self.data.corpus == COPY_CORPUS and all(
-            item.source == DEFAULT_SOURCE for item in self.data.effective_mix
-        )
-
     def context_plan(self) -> ContextPlan:
         """How cp ranks share sequences. The model must have no problems."""
         section, model, training = self.parallelism, self.model.build(), self.training
-        is_packed = self.data.mask == "document" and self.data.packing != "single" and not self.is_synthetic
+        is_packed = self.data.mask == "document" and self.data.packing != "single" and not self.data.is_synthetic
         return ContextPlan(
             cp=section.cp,
             method=section.cp_method,

@@ -20,7 +20,7 @@ def build_train_dataset(config: Config, folders: Mapping[str, Path], *, stage: i
     `folders` holds the prepared tokens of each source, as `trainer.data.prepare.prepare_datasets` gives them.
     """
     training = config.training
-    if not config.is_synthetic:
+    if not config.data.is_synthetic:
         return build_blended_dataset(config.data, folders, seq_len=training.seq_len, seed=training.seed, stage=stage)
     copy_dataset = CopyDataset(
         vocab_size=config.model.build().vocab_size,

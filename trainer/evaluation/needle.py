@@ -147,7 +147,7 @@ class PasskeySentences:
 
 def build_datasets(config: Config, lengths: Sequence[int], *, depths: int, trials: int) -> list[NeedleDataset]:
     """One dataset per length, from the run's held-out documents if it has any. Raises `ConfigError` or `DataError`."""
-    if config.is_synthetic:
+    if config.data.is_synthetic:
         raise ConfigError([f'data.corpus = "{config.data.corpus}" has no text to hide a number in; set --data.corpus'])
     tokenizer = load_tokenizer(config.tokenizer.kind, config.tokenizer.path)
     checks.require_vocab_size(config, tokenizer.vocab_size)

@@ -158,7 +158,7 @@ def selected_specs(config: Recipe, corpus: str | None, problems: Sequence[str] =
 
 def prepare_corpora(config: Recipe, arguments: Namespace) -> None:
     specs, output = (
-        selected_specs(config, arguments.corpus, checks.tokenizer_problems(config.tokenizer)),
+        selected_specs(config, arguments.corpus, [*checks.tokenizer_problems(config.tokenizer)]),
         arguments.output,
     )
     folders = {name: output / name if output and len(specs) > 1 else output for name in specs}
@@ -180,7 +180,7 @@ def inspect(config: Recipe, arguments: Namespace, folder: Path | None) -> None:
         raise ConfigError(["command line: inspect needs a folder or --config"])
     if folder is not None and not is_token_dataset(folder):
         raise ConfigError([f"command line: {folder} is not a prepared folder"])
-    specs = {} if folder else selected_specs(config, None, checks.tokenizer_problems(config.tokenizer))
+    specs = {} if folder else selected_specs(config, None, [*checks.tokenizer_problems(config.tokenizer)])
     tokenizer = load_tokenizer(config.tokenizer.kind, config.tokenizer.path)
     datasets = [TokenDataset(folder)] if folder else [prepare(spec, tokenizer) for spec in specs.values()]
     for dataset in datasets:
