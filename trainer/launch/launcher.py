@@ -52,7 +52,7 @@ def main() -> int:
     flags = {"-h", "--help", "--check", "--plan"}.intersection(args)
     argv = [arg for arg in args if arg not in flags]
     if flags & {"-h", "--help"}:
-        from trainer.config.docs import render_help
+        from trainer.config.help_text import render_help
 
         sys.stdout.write(render_help() + "\n")
         return EXIT_SUCCESS

@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 
 from trainer.config import checks
-from trainer.config.docs import render_help
+from trainer.config.help_text import render_help
 from trainer.config.job_config import Config, TrainingStage
 from trainer.config.parse import load
 from trainer.errors import EXIT_BAD_CONFIG, EXIT_FAILURE, EXIT_SUCCESS, ConfigError, RankFailedError
