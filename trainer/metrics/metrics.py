@@ -19,6 +19,7 @@ from trainer.checkpoint.manifest import format_bytes
 from trainer.checkpoint.run_dir import RunDir
 from trainer.config.job_config import Config, TrainingStage
 from trainer.data.sequences import BlendedDataset
+from trainer.errors import DivergedError
 from trainer.evaluation.validation import ValidationResult, format_validation
 from trainer.hardware.device import (
     ComputeProbe,
@@ -38,7 +39,7 @@ from trainer.metrics.loggers import (
 )
 from trainer.metrics.prediction import read_prediction
 from trainer.metrics.step_metrics import finite_or_none, position_bucket_names
-from trainer.resilience.anomalies import MAX_ROLLBACKS, DivergedError, LossSpikeError, StragglerDetector
+from trainer.resilience.anomalies import MAX_ROLLBACKS, LossSpikeError, StragglerDetector
 from trainer.trainer import StepMetrics, StepResult, Trainer
 
 log = logging.getLogger(__name__)
