@@ -59,7 +59,7 @@ def main(argv: list[str], signal_handler: SignalHandler | None = None) -> int:
     """Trains this rank's part of a run and returns the exit code. `argv` is the JSON of a `RunSpec`, or launcher flags."""
     if not argv or not argv[0].startswith("{"):
         become_launcher(argv)
-    rank, _, local_rank = rank_from_environment(os.environ)
+    rank, _, local_rank = rank_from_environment()
     # One rank per node reports errors, since nodes may differ; inside the process group, errors are the same on all.
     should_report, prefix = local_rank == 0, f"[rank {rank}] " if rank else ""
     log_setup.configure(rank)
@@ -113,7 +113,7 @@ def run_stage(
     signal_handler: SignalHandler,
 ) -> None:
     """Trains a stage on all ranks; rank 0 writes the exit marker."""
-    rank, _, _ = rank_from_environment(os.environ)
+    rank, _, _ = rank_from_environment()
     with folder.lock(is_rank_zero=rank == 0), process_group(config.distributed) as world:
         if rank == 0:
             report_previous_hang(folder, world.size)

@@ -24,7 +24,7 @@ from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import COMMAND_LINE, ConfigSource, deep_merge, load, parse_arguments
 from trainer.config.training_stages import Recipe
-from trainer.distributed import World, process_group, process_rank
+from trainer.distributed import World, process_group, rank_from_environment
 from trainer.errors import (
     EXIT_BAD_CONFIG,
     EXIT_FAILURE,
@@ -133,7 +133,7 @@ def resolve_checkpoint(path: Path, overrides: Sequence[str] = ()) -> ResolvedChe
 def resolve_for_evaluation(path: Path, overrides: Sequence[str]) -> ResolvedCheckpoint:
     """As `resolve_checkpoint`, and validates the configuration for the processes that were started."""
     resolved = resolve_checkpoint(path, overrides)
-    _, world_size, _ = process_rank()
+    _, world_size, _ = rank_from_environment()
     checks.require_valid(resolved.config, world_size)
     return resolved
 
@@ -172,7 +172,7 @@ def load_weights(parallel_model: ParallelModel, resolved: ResolvedCheckpoint) ->
 
 def run_command(argv: Sequence[str], parser: CheckpointParser, run: Callable[[Namespace, Sequence[str]], None]) -> int:
     """Parses `argv`, calls `run(options, overrides)`, and returns the exit status. Rank 0 prints help and errors."""
-    rank, _, _ = process_rank()
+    rank, _, _ = rank_from_environment()
     log_setup.configure(rank)
     if {"-h", "--help"}.intersection(argv):
         if rank == 0:
