@@ -34,8 +34,7 @@ import torch
 
 from parallelisms.context.shard_layout import SeqLayout
 from tests.build_datasets import build_blended_dataset
-from trainer.config.data import STDLIB_CORPUS
-from trainer.config.job_config import DataSection
+from trainer.config.data import STDLIB_CORPUS, DataSection
 from trainer.data.corpus import Corpus
 from trainer.data.prepare import prepare
 from trainer.data.prepare.train_tokenizer import sample_lines, train_sentencepiece

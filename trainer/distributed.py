@@ -21,7 +21,8 @@ from torch import distributed
 
 from parallelisms.collectives import all_gather_object, max_over_ranks
 from trainer.checkpoint.run_dir import flatten_config, is_source_path
-from trainer.config.job_config import Config, DistributedSection
+from trainer.config.job_config import Config
+from trainer.config.sections import DistributedSection
 from trainer.errors import ConfigError, RunFailedError
 from trainer.hardware.device import bind_to_numa_node, choose_device
 from trainer.hardware.host import GIB, node_memory_bytes

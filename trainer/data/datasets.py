@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
 
-from trainer.config.job_config import Config, DataSection
+from trainer.config.data import DataSection
+from trainer.config.job_config import Config
 from trainer.data.copy_task import CopyDataset
 from trainer.data.holdout import ValidationSet, build_validation_set
 from trainer.data.packing import DocumentFilter, PackedDataset, load_or_build_plan, splitmix64

@@ -26,7 +26,8 @@ from models.batch import IGNORE_INDEX, Batch
 from parallelisms.collectives import all_reduce
 from trainer.build import ParallelModel
 from trainer.config import checks
-from trainer.config.job_config import DEFAULT_SOURCE, Config
+from trainer.config.data import DEFAULT_SOURCE
+from trainer.config.job_config import Config
 from trainer.data.packing import holdout_mask, splitmix64
 from trainer.data.prepare import prepare
 from trainer.data.sequences import BlendedDataset

@@ -20,7 +20,7 @@ from trainer.checkpoint.durable_io import atomic_folder, fsync_path, write_and_f
 from trainer.checkpoint.initial_checks import model_config_from_state
 from trainer.checkpoint.initial_weights import HF_PREFIX, find_checkpoint
 from trainer.checkpoint.run_dir import ResumeError, read_state
-from trainer.config.job_config import COPY_CORPUS, DEFAULT_SOURCE
+from trainer.config.data import COPY_CORPUS, DEFAULT_SOURCE
 from trainer.errors import EXIT_BAD_CONFIG, EXIT_FAILURE, EXIT_SUCCESS, DataError, RunFailedError
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from trainer.config import checks
-from trainer.config.data import HF_PREFIX, STDLIB_CORPUS
-from trainer.config.job_config import COPY_CORPUS, DEFAULT_SOURCE
+from trainer.config.data import COPY_CORPUS, DEFAULT_SOURCE, HF_PREFIX, STDLIB_CORPUS
 from trainer.config.parse import load
 from trainer.config.training_stages import Recipe
 from trainer.data.prepare import prepare
