@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from trainer.checkpoint.run_dir import ResumeError, RunDir, finished_message, next_stage
+from trainer.checkpoint.run_dir import RunDir, finished_message, next_stage
 from trainer.config.job_config import Config, TrainingStage
 from trainer.data.datasets import build_train_dataset, build_validation_sets
 from trainer.data.holdout import ValidationSet
@@ -35,19 +35,16 @@ from trainer.distributed import (
     resolve_auto,
 )
 from trainer.errors import (
-    EXIT_BAD_CONFIG,
+    CONCLUSIVE_EXIT_CODES,
     EXIT_FAILURE,
-    EXIT_NO_RETRY,
     EXIT_SUCCESS,
-    ConfigError,
-    DataError,
+    DivergedError,
     RankFailedError,
-    RunFailedError,
+    RunError,
     RunFolderInUseError,
 )
 from trainer.metrics import log_setup
 from trainer.resilience import exit_markers
-from trainer.resilience.anomalies import DivergedError
 from trainer.resilience.preemption import Preemption, job_deadline
 from trainer.resilience.watchdog import summarize_hang
 from trainer.run_spec import RunSpec
@@ -62,14 +59,14 @@ def main(argv: list[str], signal_handler: SignalHandler | None = None) -> int:
     """Trains this rank's part of a run and returns the exit code. `argv` is the JSON of a `RunSpec`, or launcher flags."""
     if not argv or not argv[0].startswith("{"):
         become_launcher(argv)
-    rank, _, local_rank = rank_from_environment(os.environ)
+    rank, _, local_rank = rank_from_environment()
     # One rank per node reports errors, since nodes may differ; inside the process group, errors are the same on all.
     should_report, prefix = local_rank == 0, f"[rank {rank}] " if rank else ""
     log_setup.configure(rank)
     if signal_handler is None:
         signal_handler = SignalHandler()
         signal_handler.install()
-    spec = RunSpec.from_json(argv[0])
+    spec = RunSpec.model_validate_json(argv[0])
     config, folder = spec.config, RunDir(spec.config.output_dir)
     try:
         # Signals may raise here: no peer waits yet, and there is nothing to save.
@@ -94,15 +91,9 @@ def main(argv: list[str], signal_handler: SignalHandler | None = None) -> int:
     except RankFailedError as error:
         return report_failure(folder, error.status, f"[rank {rank}] {error}")
     except RunFolderInUseError as error:
-        return report_failure(None, EXIT_BAD_CONFIG, str(error))  # Its markers belong to the other run.
-    except ConfigError as error:
-        return report_failure(
-            folder, EXIT_BAD_CONFIG, *(prefix + problem for problem in error.problems if should_report)
-        )
-    except (DataError, DivergedError, ResumeError) as error:
-        return report_failure(folder, EXIT_NO_RETRY, *[f"{prefix}{error}"] * should_report)
-    except RunFailedError as error:
-        return report_failure(folder, EXIT_FAILURE, *[f"{prefix}{error}"] * should_report)
+        return report_failure(None, error.status, str(error))  # Its markers belong to the other run.
+    except RunError as error:
+        return report_failure(folder, error.status, *(prefix + problem for problem in error.problems if should_report))
     return EXIT_SUCCESS
 
 
@@ -122,7 +113,7 @@ def run_stage(
     signal_handler: SignalHandler,
 ) -> None:
     """Trains a stage on all ranks; rank 0 writes the exit marker."""
-    rank, _, _ = rank_from_environment(os.environ)
+    rank, _, _ = rank_from_environment()
     with folder.lock(is_rank_zero=rank == 0), process_group(config.distributed) as world:
         if rank == 0:
             report_previous_hang(folder, world.size)
@@ -154,7 +145,7 @@ def report_previous_hang(folder: RunDir, world_size: int) -> None:
 def report_failure(folder: RunDir | None, status: int, *problems: str) -> int:
     """Prints the problems; writes a STOP marker if a restart cannot help. Returns the status."""
     sys.stderr.write("".join(f"error: {problem}\n" for problem in problems))
-    if folder is not None and problems and status in (EXIT_NO_RETRY, EXIT_BAD_CONFIG):
+    if folder is not None and problems and status in CONCLUSIVE_EXIT_CODES:
         write_marker(folder, "STOP", "; ".join(problems))
     return status
 

@@ -37,8 +37,7 @@ import torch
 from parallelisms.context.shard_layout import SeqLayout
 from tests.build_datasets import build_blended_dataset
 from tests.sentencepiece_model import train_sentencepiece
-from trainer.config.data import STDLIB_CORPUS
-from trainer.config.job_config import DataSection
+from trainer.config.data import STDLIB_CORPUS, DataSection
 from trainer.data.corpus import Corpus
 from trainer.data.formats import BadText, read_texts
 from trainer.data.prepare import prepare

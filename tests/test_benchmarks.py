@@ -23,6 +23,7 @@ LIBRARIES = {"counted", "gpu_parts", "gpu_rows", "gpu_steps"}
 """Modules that other scripts import."""
 QUICK = {
     "checkpoint": "--params-millions 0.2 --saves 1 --ranks 1 --folder {tmp}",
+    "config_pages": "--check",
     "context_parallel": "--tokens 256 --cp 2 --heads 2 1 --width 8 --rounds 1 --methods ring",
     "cpu_step": "--rounds 1 --only eager --rehearse",
     "data": "rows --rounds 1 --seq-len 65536",

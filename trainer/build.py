@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -40,13 +39,8 @@ EvaluationCallback = Callable[[Tensor, Tensor, Batch], None]
 """Receives the losses [B, S] of a batch, and 1 where the target was the most likely token, else 0."""
 
 
-class ForwardBackward(Protocol):
-    """Accumulates the gradients of (sum of losses / `num_targets`) over the micro-batches of a step.
-
-    `build_forward_backward` selects it; `Trainer.forward_backward` holds it.
-    """
-
-    def __call__(self, batches: Iterable[Batch], num_targets: Tensor, on_losses: LossCallback) -> None: ...
+ForwardBackward = Callable[[Iterable[Batch], Tensor, LossCallback], None]
+"""Accumulates the gradients of (sum of losses / number of targets) over the micro-batches of a step."""
 
 
 class ParallelModel:
@@ -54,7 +48,7 @@ class ParallelModel:
 
     def __init__(self, config: Config, world: World) -> None:
         context_plan = config.context_plan()
-        self.device = world.device
+        self._config, self.device = config, world.device
         self.mesh = Mesh(
             world.device.type,
             config.parallelism.degrees(world.size),
@@ -69,23 +63,42 @@ class ParallelModel:
         self.context_parallel = build_context_parallel(config, self.mesh, self.kernel) if context_plan.cp > 1 else None
         self.sequence_shard: SequenceShard = self.context_parallel or FullSequence(context_plan.seq_len_divisor)
         """Selects this rank's tokens of a sequence."""
-        self._residual_options: Any = {"tp": context_plan.tp, "dtype": getattr(torch, config.training.dtype)}
-        self._is_compiled = config.training.compile
-        self.pipeline_plan = config.pipeline_plan(world.size)
-        build_stage = partial(
-            build_model,
-            config,
-            self.mesh,
-            world.device,
-            core=self.context_parallel,
-            kernel=self.kernel,
-            host_pool=build_host_pool(config, world, self.pipeline_plan, rank=self.mesh.coordinate["pp"]),
-        )
+        self.pipeline_plan, pp_rank = config.pipeline_plan(world.size), self.mesh.coordinate["pp"]
+        host_pool = build_host_pool(config, world, self.pipeline_plan, rank=pp_rank)
         self.stage_modules = {
-            stage: build_stage(self.pipeline_plan.stage_module(stage))
-            for stage in self.pipeline_plan.stages_of(self.mesh.coordinate["pp"])
+            stage: self._build_stage(self.pipeline_plan.stage_module(stage), host_pool)
+            for stage in self.pipeline_plan.stages_of(pp_rank)
         }
         """The model by pipeline stage; without a pipeline, stage 0 is the whole model."""
+
+    def _build_stage(self, stage: StageSpec | None, host_pool: HostActivationPool | None) -> Transformer:
+        """A pipeline stage, parallelized over the mesh. Weights to be loaded from a file are NaN."""
+        config, training = self._config, self._config.training
+        compute_dtype = getattr(torch, training.dtype)
+        stored_dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
+        recompute_config = build_recompute_config(config, host_pool)
+        cpu_offload = config.memory.optimizer_placement == "host"
+        with torch.device("meta"):
+            model_config, chunk = config.model.build(), config.memory.loss_chunk_mib
+            model = Transformer(model_config, stage=stage, seq_len=training.seq_len, loss_chunk_mib=chunk)
+            model.to(stored_dtype)
+        parallelize(
+            model,
+            self.mesh,
+            core=self.context_parallel,
+            kernel=self.kernel,
+            sequence_parallel=config.parallelism.sequence_parallel,
+            loss_parallel=config.parallelism.loss_parallel,
+            recompute_config=recompute_config,
+            compiled=training.compile,
+            param_dtype=compute_dtype,
+            reduce_dtype=getattr(torch, training.reduce_dtype) if compute_dtype == torch.bfloat16 else stored_dtype,
+            reshard_after_forward=recompute_config.reshard_after_forward,
+            cpu_offload=cpu_offload,
+        )
+        seed = training.seed if config.checkpoint.initial_load_path is None else None
+        initialize(model, seed=seed, device=torch.device("cpu") if cpu_offload else self.device)
+        return model
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], on_losses: EvaluationCallback) -> None:
@@ -93,15 +106,15 @@ class ParallelModel:
 
         Every rank must pass the same number of batches, and all ranks of a pipeline the same batches.
         """
+        tp, dtype = self._config.context_plan().tp, getattr(torch, self._config.training.dtype)
         with self._evaluation_mode():
-            for batch in batches:
-                device_batch = batch.to(self.device)
+            for batch in (each.to(self.device) for each in batches):
                 output_BS2 = pipeline_forward(
-                    self.stage_modules, self.pipeline_plan, self.mesh.pp_group, device_batch, **self._residual_options
+                    self.stage_modules, self.pipeline_plan, self.mesh.pp_group, batch, tp=tp, dtype=dtype
                 )
                 if output_BS2 is not None:
                     losses_BS, hits_BS = output_BS2.unbind(-1)
-                    on_losses(losses_BS, hits_BS, device_batch)
+                    on_losses(losses_BS, hits_BS, batch)
 
     @contextmanager
     def _evaluation_mode(self) -> Iterator[None]:
@@ -114,7 +127,7 @@ class ParallelModel:
             head.reports_correct = True
         try:
             # Other sequence lengths would add graphs, or turn those of training into slower dynamic ones.
-            with torch.compiler.set_stance("force_eager") if self._is_compiled else nullcontext():
+            with torch.compiler.set_stance("force_eager") if self._config.training.compile else nullcontext():
                 yield
         finally:
             for head in heads:
@@ -129,14 +142,13 @@ def build_forward_backward(config: Config, parallel_model: ParallelModel) -> For
         return partial(forward_backward, parallel_model.stage_modules[0])
     context_plan, training = config.context_plan(), config.training
     local_tokens = context_plan.padded_length(training.seq_len) // (context_plan.cp * context_plan.tp)
-    shape, dtype = (training.micro_batch_size, local_tokens, config.model.build().dim), getattr(torch, training.dtype)
     return Pipeline(
         parallel_model.stage_modules,
         parallel_model.pipeline_plan,
         parallel_model.mesh.pp_group,
         device=parallel_model.device,
-        shape=shape,
-        dtype=dtype,
+        shape=(training.micro_batch_size, local_tokens, config.model.build().dim),
+        dtype=getattr(torch, training.dtype),
     ).run
 
 
@@ -191,48 +203,6 @@ def build_recompute_config(config: Config, host_pool: HostActivationPool | None)
         offload_attention=memory.offload == "inputs_and_attention",
         blocks_per_checkpoint=memory.blocks_per_checkpoint,
         tiling=Tiling(memory.head_groups, tile_bytes, ops),
-        reshard_after_forward=reshard_after_forward(config),
+        # A pipeline would repeat the all-gather for every micro-batch.
+        reshard_after_forward=config.parallelism.reshard_after_forward and config.parallelism.pp == 1,
     )
-
-
-def reshard_after_forward(config: Config) -> bool:
-    # A pipeline would repeat the all-gather for every micro-batch.
-    return config.parallelism.reshard_after_forward and config.parallelism.pp == 1
-
-
-def build_model(
-    config: Config,
-    mesh: Mesh,
-    device: torch.device,
-    stage: StageSpec | None = None,
-    *,
-    core: ContextParallel | None = None,
-    kernel: str = "auto",
-    host_pool: HostActivationPool | None = None,
-) -> Transformer:
-    """The model, or one pipeline stage, parallelized over the mesh. Weights to be loaded from a file are NaN."""
-    training = config.training
-    compute_dtype = getattr(torch, training.dtype)
-    stored_dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
-    reduce_dtype = getattr(torch, training.reduce_dtype) if compute_dtype == torch.bfloat16 else stored_dtype
-    cpu_offload = config.memory.optimizer_placement == "host"
-    with torch.device("meta"):
-        model_config, chunk = config.model.build(), config.memory.loss_chunk_mib
-        model = Transformer(model_config, stage=stage, seq_len=training.seq_len, loss_chunk_mib=chunk).to(stored_dtype)
-    parallelize(
-        model,
-        mesh,
-        core=core,
-        kernel=kernel,
-        sequence_parallel=config.parallelism.sequence_parallel,
-        loss_parallel=config.parallelism.loss_parallel,
-        recompute_config=build_recompute_config(config, host_pool),
-        compiled=training.compile,
-        param_dtype=compute_dtype,
-        reduce_dtype=reduce_dtype,
-        reshard_after_forward=reshard_after_forward(config),
-        cpu_offload=cpu_offload,
-    )
-    seed = training.seed if config.checkpoint.initial_load_path is None else None
-    initialize(model, seed=seed, device=torch.device("cpu") if cpu_offload else device)
-    return model

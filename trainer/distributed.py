@@ -21,7 +21,8 @@ from torch import distributed
 
 from parallelisms.collectives import all_gather_object, max_over_ranks
 from trainer.checkpoint.run_dir import flatten_config, is_source_path
-from trainer.config.job_config import Config, DistributedSection
+from trainer.config.job_config import Config
+from trainer.config.sections import DistributedSection
 from trainer.errors import ConfigError, RunFailedError
 from trainer.hardware.device import bind_to_numa_node, choose_device
 from trainer.hardware.host import GIB, node_memory_bytes
@@ -43,7 +44,7 @@ class World:
     num_nodes: int = 1
 
 
-def rank_from_environment(environment: Mapping[str, str]) -> tuple[int, int, int]:
+def rank_from_environment(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
     """(rank, world size, local rank) from the variables of torchrun or srun; (0, 1, 0) without either."""
     if "RANK" in environment:
         return int(environment["RANK"]), int(environment["WORLD_SIZE"]), int(environment["LOCAL_RANK"])
@@ -51,11 +52,6 @@ def rank_from_environment(environment: Mapping[str, str]) -> tuple[int, int, int
     if "SLURM_STEP_ID" in environment and int(tasks) > 1:
         return int(environment["SLURM_PROCID"]), int(tasks), int(environment["SLURM_LOCALID"])
     return 0, 1, 0
-
-
-def process_rank() -> tuple[int, int, int]:
-    """`rank_from_environment` of this process."""
-    return rank_from_environment(os.environ)
 
 
 def node_count(environment: Mapping[str, str]) -> int:
@@ -70,14 +66,13 @@ def require_same_config(config: Config, data_facts: Mapping[str, str]) -> None:
     """Raises ConfigError on all ranks if their configurations or data fingerprints differ. Collective."""
     values = flatten_config(config) | dict(data_facts)
     values = {key: value for key, value in values.items() if key not in NODE_LOCAL_KEYS and not is_source_path(key)}
-    values_by_rank = all_gather_object(values)
-    problems = [
-        f"{key} is {json.dumps(values_by_rank[0].get(key))} on rank 0 and {json.dumps(other.get(key))} on rank {rank}"
-        for rank, other in enumerate(values_by_rank)
+    first, *others = all_gather_object(values)
+    if problems := [
+        f"{key} is {json.dumps(first.get(key))} on rank 0 and {json.dumps(other.get(key))} on rank {rank}"
+        for rank, other in enumerate(others, 1)
         for key in values
-        if other.get(key) != values_by_rank[0].get(key)
-    ]
-    if problems:
+        if other.get(key) != first.get(key)
+    ]:
         raise ConfigError(problems)
 
 
@@ -117,7 +112,7 @@ def resolve_auto(config: Config, world: World, prediction_path: Path) -> Config:
         "host_bytes": host_bytes,
         "prediction_path": str(prediction_path),
     }
-    answer = all_gather_object(_run_planner(request) if world.rank == 0 else {})[0]
+    answer, *_ = all_gather_object(_run_planner(request) if world.rank == 0 else {})
     if answer["problems"]:
         raise ConfigError(answer["problems"])
     if world.rank == 0:
@@ -140,7 +135,7 @@ def _run_planner(request: dict[str, Any]) -> dict[str, Any]:
 @contextmanager
 def process_group(config: DistributedSection) -> Iterator[World]:
     """The default process group: gloo for host tensors, NCCL for CUDA tensors."""
-    rank, size, local_rank = process_rank()
+    rank, size, local_rank = rank_from_environment()
     device = choose_device(local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -12,16 +12,25 @@ EXIT_DOES_NOT_FIT = 3
 """The plan does not fit in memory."""
 EXIT_NO_RETRY = 78
 """Stopped for a reason that a retry cannot fix."""
+CONCLUSIVE_EXIT_CODES = (EXIT_NO_RETRY, EXIT_BAD_CONFIG)
 
 START_TIME_ENV = "LONGHAUL_BEGAN"
 """Environment variable: start time of the launcher."""
-
-
 STACK_DUMP_SIGNAL = signal.SIGQUIT
 """Makes a rank dump its stack and continue."""
 
 
-class RankFailedError(Exception):
+class RunError(Exception):
+    """Ends a run with the exit code `status`, after each of `problems` is printed on a line."""
+
+    status = EXIT_FAILURE
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = [*problems]
+
+
+class RankFailedError(RunError):
     """A failure of a single rank, which its peers do not know of."""
 
     def __init__(self, status: int, problem: str) -> None:
@@ -29,29 +38,42 @@ class RankFailedError(Exception):
         self.status = status
 
 
-class RunFolderInUseError(Exception):
+class RunFolderInUseError(RunError):
     """Another run is using the run folder."""
 
+    status = EXIT_BAD_CONFIG
 
-class RunFailedError(Exception):
+
+class RunFailedError(RunError):
     """A failure that all ranks found alike; a restart may succeed."""
 
 
-class DataError(ValueError):
+class DivergedError(RunError):
+    """The run's metrics show that it will not recover."""
+
+    status = EXIT_NO_RETRY
+
+
+class DataError(RunError, ValueError):
     """Data or a tokenizer file cannot be used. A retry fails again."""
+
+    status = EXIT_NO_RETRY
+
+
+class ResumeError(RunError):
+    """No checkpoint is readable, or this configuration cannot resume from it; a retry would not help."""
+
+    status = EXIT_NO_RETRY
+
+
+class ConfigError(RunError):
+    """All problems of a configuration, one line each."""
+
+    status = EXIT_BAD_CONFIG
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__(*problems)
 
 
 def missing_package(package: str, needed_by: object) -> DataError:
     return DataError(f"{needed_by} needs {package}: {sys.executable} -m pip install {package}")
-
-
-class ResumeError(Exception):
-    """No checkpoint is readable, or this configuration cannot resume from it; a retry would not help."""
-
-
-class ConfigError(Exception):
-    """All problems of a configuration, one line each. The caller prints them and exits with 2."""
-
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems

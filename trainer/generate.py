@@ -115,7 +115,7 @@ def load_model(resolved: ResolvedCheckpoint, device: torch.device) -> Transforme
 def load_matching_tokenizer(resolved: ResolvedCheckpoint) -> Tokenizer:
     """The run's tokenizer. Raises `ConfigError` for a run without text, `DataError` for a tokenizer mismatch."""
     config = resolved.config
-    if config.is_synthetic:
+    if config.data.is_synthetic:
         raise ConfigError(
             ['data.corpus = "copy" trains on synthetic tokens without a tokenizer, so there is no text to generate']
         )

@@ -21,7 +21,7 @@ from trainer.checkpoint.initial_checks import model_config_from_state
 from trainer.checkpoint.initial_weights import HF_PREFIX, find_checkpoint
 from trainer.checkpoint.run_dir import ResumeError, read_state
 from trainer.commands import CommandParser, number, print_lines, run_command
-from trainer.config.job_config import COPY_CORPUS, DEFAULT_SOURCE
+from trainer.config.data import COPY_CORPUS, DEFAULT_SOURCE
 from trainer.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

@@ -12,8 +12,9 @@ from typing import get_args
 
 import pytest
 
+from benchmarks import config_pages
 from models.rope_scaling import rope_summary
-from trainer.config import checks, docs
+from trainer.config import checks, help_text
 from trainer.config.job_config import Config
 from trainer.config.parse import CONFIG_DIR, all_sections, load, repeated_tables, section_keys
 from trainer.config.summary import parallelism_summary, warnings
@@ -628,7 +629,7 @@ def test_recipes_match_the_publications() -> None:
 
 
 def test_validation_imports_no_torch() -> None:
-    code = "import sys, trainer.config.docs; from trainer.config import checks, parse; checks.problems(parse.load([]), 2); print(*sys.modules)"
+    code = "import sys, trainer.config.help_text; from trainer.config import checks, parse; checks.problems(parse.load([]), 2); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "pydantic" in done.stdout.split()
     assert "torch" not in done.stdout.split()
@@ -652,17 +653,19 @@ def test_a_key_may_be_absent_only_if_that_is_its_default() -> None:
 
 
 def test_help_has_every_key_and_fits_its_width() -> None:
-    text = docs.render_help()
+    text = help_text.render_help()
     assert all(f"--{section}.{key}  " in text for section in all_sections() for key in section_keys(section))
     assert all(f"\n[{section}]  " in text for section in all_sections())
     assert all(f"\n{heading}  " in text for heading in ("[data.sources.NAME]", "[[data.mix]]", "[[stage]]"))
     assert all(f"\n  {key}  " in text for owner in repeated_tables().values() for key in owner.fields_by_key())
-    assert max(map(len, text.splitlines())) <= docs.WIDTH
+    assert max(map(len, text.splitlines())) <= help_text.WIDTH
 
 
 def test_docs_format_types_and_ranges() -> None:
     owners = [all_sections()[section] for section in ("training", "optimizer", "job")]
-    kinds = {key.name: key.type_name for owner in owners for key in docs.document_keys(owner, [*owner.fields_by_key()])}
+    kinds = {
+        key.name: key.type_name for owner in owners for key in help_text.document_keys(owner, [*owner.fields_by_key()])
+    }
     assert kinds["seq_len"] == "integer >= 2"
     assert kinds["dtype"] == '"bfloat16" | "float32" | "float64"'
     assert kinds["betas"] == "[number >= 0 < 1, number >= 0 < 1]"
@@ -671,14 +674,14 @@ def test_docs_format_types_and_ranges() -> None:
 
 
 def test_the_json_schema_forbids_unknown_keys_and_null() -> None:
-    schema = json.loads(docs.render_json_schema())
+    schema = json.loads(config_pages.render_json_schema())
     assert all(part["additionalProperties"] is False for part in [schema, *schema["$defs"].values()])
     assert schema["$defs"]["ParallelismSection"]["properties"]["dp_shard"]["type"] == "integer"
-    assert "null" not in docs.render_json_schema()
+    assert "null" not in config_pages.render_json_schema()
 
 
 def test_the_generated_pages_are_up_to_date() -> None:
-    assert docs.main(write=False) == 0, "run python -m trainer.config.docs"
+    assert config_pages.stale_pages() == {}, "run python -m benchmarks.config_pages"
 
 
 @pytest.mark.parametrize("path", sorted(CONFIG_DIR.glob("*.toml")), ids=lambda path: path.stem)

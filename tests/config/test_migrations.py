@@ -9,7 +9,7 @@ import pytest
 import tomli
 
 from trainer.config import migrations
-from trainer.config.migrations import MIGRATIONS, SCHEMA_VERSION, Migration, migrate
+from trainer.config.migrations import MIGRATIONS, SCHEMA_VERSION, migrate
 from trainer.config.parse import all_sections, load, repeated_tables
 from trainer.config.toml_format import to_toml
 from trainer.errors import ConfigError
@@ -31,8 +31,10 @@ def test_every_migration_leads_to_existing_keys() -> None:
     }
     for migration in MIGRATIONS:
         assert not keys & migration.renamed_keys.keys()
-        assert {*migration.renamed_values, *migration.added_keys} <= keys
-        assert {migrations.new_key(key) for key in migration.renamed_keys} <= keys
+        assert migration.renamed_values.keys() <= keys
+        assert {migrations.renamed_message(key) for key in migration.renamed_keys} <= {
+            f"renamed to {key}" for key in keys
+        }
 
 
 def test_a_version_1_config_is_migrated_in_sections_mixes_and_stages() -> None:
@@ -64,16 +66,6 @@ def test_dotted_keys_of_a_checkpoint_are_migrated() -> None:
         "data.sources.below.path": "x",
     }
     assert migrate(stored, version=SCHEMA_VERSION) == stored
-
-
-def test_added_keys_reproduce_the_behaviour_before_they_existed(monkeypatch: pytest.MonkeyPatch) -> None:
-    added = Migration(added_keys={"memory.head_groups": 4})
-    monkeypatch.setattr(migrations, "MIGRATIONS", (*MIGRATIONS, added))
-    monkeypatch.setattr(migrations, "SCHEMA_VERSION", SCHEMA_VERSION + 1)
-    assert migrate({"memory": {"offload": "none"}}, version=2) == {"memory": {"head_groups": 4, "offload": "none"}}
-    assert migrate({"memory.offload": "none"}, version=2) == {"memory.head_groups": 4, "memory.offload": "none"}
-    assert migrate({"memory": {"head_groups": 2}}, version=1) == {"memory": {"head_groups": 2}}
-    assert migrate({"memory": {}}, version=3) == {"memory": {}}
 
 
 def test_a_resolved_file_states_its_version_and_a_later_one_is_an_error(tmp_path: Path) -> None:

@@ -46,10 +46,10 @@ def test_values_that_a_script_cannot_quote_are_errors(key: str, value: str) -> N
 
 
 def test_a_lead_must_be_shorter_than_the_time_limit() -> None:
-    assert checks.slurm_problems(load(["--slurm.time", "00:05:01"]).slurm) == []
+    assert [*checks.slurm_problems(load(["--slurm.time", "00:05:01"]).slurm)] == []
     problem = 'slurm.lead_seconds = 300 must be below slurm.time = "00:05:00", 300 s'
     config = load(["--slurm.time", "00:05:00"])
-    assert checks.slurm_problems(config.slurm) == [problem]
+    assert [*checks.slurm_problems(config.slurm)] == [problem]
     assert checks.problems(config, 1) == [problem]
 
 

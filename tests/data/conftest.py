@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainer.config.job_config import DataSection
+from trainer.config.data import DataSection
 from trainer.data.prepare import prepare
 from trainer.data.source import CorpusSpec
 from trainer.data.tokenizer import ByteTokenizer

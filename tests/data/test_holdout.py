@@ -14,7 +14,8 @@ import torch
 from models.batch import IGNORE_INDEX
 from tests.build_datasets import build_blended_dataset, build_validation_sets
 from trainer.config import checks
-from trainer.config.job_config import Config, DataSection
+from trainer.config.data import DataSection
+from trainer.config.job_config import Config
 from trainer.data.holdout import ValidationSet
 from trainer.data.packing import DocumentFilter, holdout_mask, pack_documents
 from trainer.data.prepare import prepare

@@ -10,7 +10,7 @@ import torch
 
 from models.batch import IGNORE_INDEX, Batch
 from tests.build_datasets import build_blended_dataset
-from trainer.config.job_config import DataSection
+from trainer.config.data import DataSection
 from trainer.data.loader import MicroBatchLoader
 from trainer.data.packing import PackedDataset
 from trainer.data.sequences import FULL_SEQUENCE, BlendedDataset, FullSequence, SequenceShard

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.build_datasets import build_blended_dataset
-from trainer.config.job_config import DataSection
+from trainer.config.data import DataSection
 from trainer.data.packing import PackedDataset
 from trainer.data.prepare import prepare
 from trainer.data.source import CorpusSpec

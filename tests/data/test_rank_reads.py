@@ -19,7 +19,7 @@ from parallelisms.context.context_parallel import ContextParallel
 from parallelisms.parallel_dims import LAYOUTS_BY_ROTATE_METHOD, ROTATE_METHODS
 from tests.build_datasets import build_blended_dataset
 from tests.ranks import run_ranks
-from trainer.config.job_config import DataSection
+from trainer.config.data import DataSection
 from trainer.data.sequences import BlendedDataset, FullSequence, slice_segments
 from trainer.data.tokenizer import ByteTokenizer
 

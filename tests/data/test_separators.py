@@ -9,7 +9,7 @@ import pytest
 
 from models.batch import IGNORE_INDEX
 from tests.build_datasets import build_blended_dataset
-from trainer.config.job_config import DataSection
+from trainer.config.data import DataSection
 from trainer.data.prepare import prepare
 from trainer.data.source import CorpusSpec
 from trainer.data.tokenizer import ByteTokenizer

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from models.batch import IGNORE_INDEX
-from trainer.config.job_config import DataSection
+from trainer.config.data import DataSection
 from trainer.data.packing import PackedDataset, Packing, load_or_build_plan, pack_documents
 from trainer.data.prepare import prepare
 from trainer.data.sequences import BlendedDataset

@@ -19,7 +19,7 @@ from models.batch import IGNORE_INDEX
 from tests.build_datasets import build_validation_sets
 from tests.ranks import context
 from tests.system.runs import SETS, become, forked, lines, wait_for, write_run
-from trainer.config.job_config import DataSection
+from trainer.config.data import DataSection
 from trainer.config.parse import load
 from trainer.data.prepare import prepare
 from trainer.data.sequences import BlendedDataset

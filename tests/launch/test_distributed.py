@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import distributed
 
-from trainer.config.job_config import DistributedSection
+from trainer.config.sections import DistributedSection
 from trainer.distributed import World, node_count, process_group, rank_from_environment
 
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1"}

@@ -29,7 +29,7 @@ from trainer.launch.restarts import run_with_restarts
 from trainer.run_spec import RunSpec
 argv, world = sys.argv[2:], LaunchWorld(nproc_per_node=2)
 def prepare(config, world):
-    return RunSpec(config, {})
+    return RunSpec(config=config, datasets={})
 reload = lambda: load(argv)
 sys.exit(run_with_restarts(prepare(reload(), world), world, Path(sys.argv[1]), reload=reload, prepare=prepare))
 """
@@ -201,7 +201,7 @@ def test_a_signal_at_the_end_of_a_stage_is_not_lost(
         self.received_signal = received
         return 0
 
-    spec = RunSpec(Recipe.model_validate(config.model_dump()), {})
+    spec = RunSpec(config=Recipe.model_validate(config.model_dump()), datasets={})
     prepared = iter([spec, 0])
     stages = iter([first, second])
     monkeypatch.setattr(Workers, "run", run_workers)

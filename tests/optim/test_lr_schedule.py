@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainer.config.job_config import ScheduleSection
+from trainer.config.sections import ScheduleSection
 from trainer.optim.lr_schedule import lr_factor
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainer.config.job_config import OptimizerSection
+from trainer.config.sections import OptimizerSection
 from trainer.optim.optimizer import Optimizer
 
 SECTION = OptimizerSection(lr=0.5, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.25, max_grad_norm=1.0)

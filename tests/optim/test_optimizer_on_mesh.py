@@ -15,7 +15,7 @@ from parallelisms.collectives import all_reduce
 from tests.models.small_models import packed, small_model
 from tests.parallelisms.parallel_models import Plan, build, concat_batches
 from tests.ranks import run_ranks
-from trainer.config.job_config import OptimizerSection
+from trainer.config.sections import OptimizerSection
 from trainer.optim.optimizer import Optimizer
 
 BATCH = packed([9, 1, 14], [24])

@@ -27,7 +27,7 @@ from parallelisms.parallelize import parallelize
 from tests.models.small_models import SMALL, TIED, largest_difference, packed
 from tests.parallelisms.parallel_models import Plan, build, concat_batches
 from tests.ranks import run_ranks
-from trainer.config.job_config import OptimizerSection
+from trainer.config.sections import OptimizerSection
 from trainer.optim.optimizer import Optimizer
 
 pytestmark = pytest.mark.ranks

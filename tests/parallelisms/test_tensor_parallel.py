@@ -26,7 +26,7 @@ from parallelisms.parallel_dims import AXES, tensor_parallel_problems
 from tests.models.small_models import MIXED, SMALL, packed
 from tests.parallelisms.parallel_models import concat_batches
 from tests.ranks import run_ranks
-from trainer.config.job_config import OptimizerSection
+from trainer.config.sections import OptimizerSection
 from trainer.optim.optimizer import Optimizer
 
 # Two KV heads, so four ranks replicate them. 44 tokens in the vocabulary: the shards of tp = 2 are not divisible by 3.

@@ -121,8 +121,3 @@ def suggest(name: str) -> str | None:
     name = _normalize(name)
     key = _BY_NAME.get(name) or _BY_KEY.get(name.rpartition(".")[2])
     return key if key is None or key == NO_LOGGER else f"did you mean {key}?"
-
-
-def markdown_table() -> str:
-    rows = [f"| `{alias}` | {key if key == NO_LOGGER else f'`{key}`'} |" for alias, key in ALIASES.items()]
-    return "\n".join(["| theirs | ours |", "|---|---|", *rows])

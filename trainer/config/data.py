@@ -89,6 +89,11 @@ class DataSection(Section):
     """Folder of tokenized corpora."""
 
     @property
+    def is_synthetic(self) -> bool:
+        """Whether all sequences are of the `copy` corpus, which needs no tokenizer."""
+        return self.corpus == COPY_CORPUS and all(item.source == DEFAULT_SOURCE for item in self.effective_mix)
+
+    @property
     def effective_mix(self) -> tuple[MixSection, ...]:
         """The mix, or its default of one corpus."""
         return self.mix or (MixSection(source=DEFAULT_SOURCE),)

@@ -7,45 +7,10 @@ from pathlib import Path
 
 from parallelisms.parallel_dims import ContextPlan
 from parallelisms.pipeline_plan import PipelinePlan
-from trainer.config.data import (
-    COPY_CORPUS,
-    DEFAULT_SOURCE,
-    STDLIB_CORPUS,
-    DataSection,
-    TokenizerSection,
-    ValidationSection,
-)
-from trainer.config.sections import (
-    CheckpointSection,
-    DistributedSection,
-    HealthSection,
-    JobSection,
-    MemorySection,
-    MetricsSection,
-    ModelSection,
-    OptimizerSection,
-    ParallelismSection,
-    PlanSection,
-    ProfilerSection,
-    ScheduleSection,
-    Section,
-    TrainingSection,
-)
+from trainer.config import sections
+from trainer.config.data import DataSection, TokenizerSection, ValidationSection
+from trainer.config.sections import Section
 from trainer.config.slurm import SlurmSection
-
-__all__ = [
-    "BYTE_VOCAB_SIZE",
-    "COPY_CORPUS",
-    "DEFAULT_SOURCE",
-    "STDLIB_CORPUS",
-    "Config",
-    "DataSection",
-    "DistributedSection",
-    "OptimizerSection",
-    "ScheduleSection",
-    "Section",
-    "TrainingStage",
-]
 
 BYTE_VOCAB_SIZE = 264  # 256 byte values and 8 special tokens
 
@@ -53,39 +18,39 @@ BYTE_VOCAB_SIZE = 264  # 256 byte values and 8 special tokens
 class Config(Section):
     """A run in one stage."""
 
-    job: JobSection = JobSection()
+    job: sections.JobSection = sections.JobSection()
     """Name and folder of the run."""
-    model: ModelSection = ModelSection()
+    model: sections.ModelSection = sections.ModelSection()
     """The model."""
     tokenizer: TokenizerSection = TokenizerSection()
     """The tokenizer."""
     data: DataSection = DataSection()
     """Training data."""
-    training: TrainingSection = TrainingSection()
+    training: sections.TrainingSection = sections.TrainingSection()
     """Batch size, sequence length and number of steps."""
-    parallelism: ParallelismSection = ParallelismSection()
+    parallelism: sections.ParallelismSection = sections.ParallelismSection()
     """The device mesh."""
-    memory: MemorySection = MemorySection()
+    memory: sections.MemorySection = sections.MemorySection()
     """Activation checkpointing, offload and chunking."""
-    optimizer: OptimizerSection = OptimizerSection()
+    optimizer: sections.OptimizerSection = sections.OptimizerSection()
     """The optimizer."""
-    schedule: ScheduleSection = ScheduleSection()
+    schedule: sections.ScheduleSection = sections.ScheduleSection()
     """Learning rate schedule."""
-    checkpoint: CheckpointSection = CheckpointSection()
+    checkpoint: sections.CheckpointSection = sections.CheckpointSection()
     """When checkpoints are written and which are kept."""
     validation: ValidationSection = ValidationSection()
     """Validation during training."""
-    metrics: MetricsSection = MetricsSection()
+    metrics: sections.MetricsSection = sections.MetricsSection()
     """Metrics and logging."""
-    health: HealthSection = HealthSection()
+    health: sections.HealthSection = sections.HealthSection()
     """Detection of loss spikes, non-finite gradients and stragglers."""
-    profiler: ProfilerSection = ProfilerSection()
+    profiler: sections.ProfilerSection = sections.ProfilerSection()
     """Traces and memory recordings."""
-    distributed: DistributedSection = DistributedSection()
+    distributed: sections.DistributedSection = sections.DistributedSection()
     """Timeouts and restarts."""
     slurm: SlurmSection = SlurmSection()
     """The SLURM job (`python -m trainer.slurm`)."""
-    plan: PlanSection = PlanSection()
+    plan: sections.PlanSection = sections.PlanSection()
     """The planner (`python -m trainer.plan`)."""
 
     @property
@@ -97,17 +62,10 @@ class Config(Section):
     def output_dir(self) -> Path:
         return self.job.output_dir or Path("outputs") / self.job.name
 
-    @property
-    def is_synthetic(self) -> bool:
-        """Whether all sequences are of the `copy` corpus, which needs no tokenizer."""
-        return self.data.corpus == COPY_CORPUS and all(
-            item.source == DEFAULT_SOURCE for item in self.data.effective_mix
-        )
-
     def context_plan(self) -> ContextPlan:
         """How cp ranks share sequences. The model must have no problems."""
         section, model, training = self.parallelism, self.model.build(), self.training
-        is_packed = self.data.mask == "document" and self.data.packing != "single" and not self.is_synthetic
+        is_packed = self.data.mask == "document" and self.data.packing != "single" and not self.data.is_synthetic
         return ContextPlan(
             cp=section.cp,
             method=section.cp_method,

@@ -21,8 +21,6 @@ class Migration:
     """Old to new key of the same section."""
     renamed_values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """New key to its old and new values."""
-    added_keys: Mapping[str, Any] = field(default_factory=dict)
-    """New key to the value that reproduces the behaviour before it existed."""
 
 
 # MIGRATIONS[n - 1] leads from version n to n + 1. A new one is appended; the others never change.
@@ -64,13 +62,6 @@ def migrate(values: Mapping[str, Any], *, version: object) -> dict[str, Any]:
     migrated = dict(values)
     for migration in MIGRATIONS[version - 1 :]:
         migrated = _rename("", migrated, migration)
-        for name, value in migration.added_keys.items():
-            section, _, key = name.rpartition(".")
-            table = migrated.get(section)
-            if isinstance(table, dict):
-                migrated[section] = {key: value} | table
-            else:
-                migrated.setdefault(name, value)
     return migrated
 
 
@@ -81,20 +72,20 @@ def migrate_file(values: dict[str, Any]) -> dict[str, Any]:
     return migrate({key: value for key, value in values.items() if key != SCHEMA_KEY}, version=version)
 
 
-def new_key(name: str) -> str | None:
-    """Today's name of a dotted key that was renamed."""
+def renamed_message(name: str) -> str | None:
+    """Names the key that replaced a dotted key, or None."""
     current = name = _section_name(name)
     for migration in MIGRATIONS:
         current = migration.renamed_keys.get(current, current)
-    return None if current == name else current
+    return None if current == name else f"renamed to {current}"
 
 
 def new_value(name: str, value: object) -> str | None:
     """Today's spelling of a key's value that was renamed."""
-    current = value
+    current = str(value)
     for migration in MIGRATIONS:
-        current = migration.renamed_values.get(_section_name(name), {}).get(str(current), current)
-    return None if current == value else str(current)
+        current = migration.renamed_values.get(_section_name(name), {}).get(current, current)
+    return None if current == str(value) else current
 
 
 def _section_name(name: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import tomli
 from pydantic import ValidationError
@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
 from trainer.config import aliases
-from trainer.config.migrations import migrate_file, new_key, new_value
+from trainer.config.migrations import migrate_file, new_value, renamed_message
 from trainer.config.sections import Section
 from trainer.config.toml_format import toml_value
 from trainer.config.training_stages import Recipe
@@ -94,19 +94,15 @@ def all_sections() -> dict[str, type[Section]]:
 @cache
 def repeated_tables() -> dict[str, type[Section]]:
     """Tables that a file may repeat: `data.sources` (by name), `data.mix`, `validation.sets` (by name), `stage`."""
-    prefixes: list[tuple[str, type[Section]]] = [(f"{name}.", owner) for name, owner in all_sections().items()]
-    prefixes.append(("", Recipe))
-    result = {
-        f"{prefix}{key}": _nested_section(owner, key) for prefix, owner in prefixes for key in owner.fields_by_key()
-    }
-    return {key: inner for key, inner in result.items() if inner is not None and key not in all_sections()}
+    owners: list[tuple[str, type[Section]]] = [*all_sections().items(), ("", Recipe)]
+    result = {f"{name}.{key}".lstrip("."): inner for name, owner in owners for key, inner in _tables(owner).items()}
+    return {name: inner for name, inner in result.items() if name not in all_sections()}
 
 
 def section_keys(section: str) -> list[str]:
     """The keys of a section that hold a value, not a table."""
-    return [
-        key for key in all_sections()[section].fields_by_key() if _nested_section(all_sections()[section], key) is None
-    ]
+    owner = all_sections()[section]
+    return [key for key in owner.fields_by_key() if key not in _tables(owner)]
 
 
 # ---- the command line
@@ -149,11 +145,8 @@ def name_flags(problem: str, argv: Sequence[str]) -> str:
     """The problem with the options that set the keys it names."""
     words = {word.strip('():;,"') for word in problem.split()}
     options = {option for option, _ in _options(argv) if option.removeprefix("--") in words}
-    return (
-        problem
-        if problem.startswith(COMMAND_LINE) or not options
-        else f"{problem} (set by {', '.join(sorted(options))})"
-    )
+    is_named = problem.startswith(COMMAND_LINE) or not options
+    return problem if is_named else f"{problem} (set by {', '.join(sorted(options))})"
 
 
 def _options(argv: Sequence[str]) -> Iterator[tuple[str, str | None]]:
@@ -201,9 +194,8 @@ def find_config_file(name: str) -> Path:
     path = Path(name)
     candidates = [CONFIG_DIR / (name if name.endswith(".toml") else f"{name}.toml")] if path.name == name else []
     try:
-        for candidate in (*candidates, path):
-            if candidate.is_file():
-                return candidate
+        for candidate in filter(Path.is_file, (*candidates, path)):
+            return candidate
         if path.exists():
             kind = "a folder" if path.is_dir() else "not a regular file"
             raise ConfigError([f"{name or path}: --config needs a TOML file, not {kind}"])
@@ -270,15 +262,11 @@ class ConfigSource:
         assignment = f"{location}{key if is_missing else self._format_assignment(key, value)}"
         if details["type"] == "extra_forbidden":
             full_name = ".".join(part for part in details["loc"] if isinstance(part, str))
+            owner, is_table = _section_at(details["loc"][:-1]), isinstance(value, dict)
             message = (
-                _renamed_message(full_name)
+                renamed_message(full_name)
                 or _foreign_section_message(full_name, value)
-                or _unknown_key_message(
-                    ".".join(names[:-1]),
-                    names[-1],
-                    _section_at(details["loc"][:-1]),
-                    is_table=isinstance(value, dict),
-                )
+                or _unknown_key_message(".".join(names[:-1]), names[-1], owner, is_table=is_table)
             )
             return f"{self.name}: {assignment}: {message}"
         limits = {
@@ -321,11 +309,6 @@ class ConfigSource:
         return f"--{key} {_shorten(text)}"
 
 
-def _renamed_message(name: str) -> str | None:
-    current = new_key(name)
-    return None if current is None else f"renamed to {current}"
-
-
 def _foreign_section_message(name: str, value: object) -> str | None:
     """For a section of another trainer: our key for each of its keys."""
     if not isinstance(value, dict):
@@ -343,7 +326,7 @@ def _unknown_key_message(
         return f"unknown key; {_suggest(key, [*section_type.fields_by_key()])}"
     if name in all_sections():
         return f"a section, not a key; [{name}] has {', '.join(section_keys(name))}"
-    if message := _renamed_message(name):
+    if message := renamed_message(name):
         return message
     owners = [f"[{owner_name}]" for owner_name in all_sections() if key.replace("-", "_") in section_keys(owner_name)]
     if not (owners and section in all_sections()) and (suggestion := aliases.suggest(name)):
@@ -356,15 +339,14 @@ def _unknown_key_message(
     if owners and f"[{section}]" not in owners:
         return f"unknown key; {key} belongs to {' or '.join(owners)}"
     if section:
-        return f"unknown key; {_suggest(key, section_keys(section), f'[{section}] has ')}"
+        return f"unknown key; {_suggest(key, section_keys(section), f'[{section}] has {{}}')}"
     known_keys = [f"{home}.{inner}" for home in all_sections() for inner in section_keys(home)]
-    matches = get_close_matches(key, known_keys, n=1)
-    return f"unknown key; {f'did you mean {matches[0]}?' if matches else 'see --help'}"
+    return f"unknown key; {_suggest(key, known_keys, 'see --help')}"
 
 
-def _suggest(key: str, known_keys: list[str], prefix: str = "the keys are ") -> str:
-    matches = get_close_matches(key, known_keys, n=1)
-    return f"did you mean {matches[0]}?" if matches else prefix + ", ".join(known_keys)
+def _suggest(key: str, known: list[str], otherwise: str = "the keys are {}") -> str:
+    matches = get_close_matches(key, known, n=1)
+    return f"did you mean {matches[0]}?" if matches else otherwise.format(", ".join(known))
 
 
 def deep_merge(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
@@ -384,28 +366,29 @@ def _iter_sections(prefix: str, owner: type[Section]) -> Iterator[tuple[str, typ
             yield from _iter_sections(f"{prefix}{key}.", field.annotation)
 
 
-def _nested_section(owner: type[Section], key: str) -> type[Section] | None:
-    """The section type of a key that holds one section or several."""
-    annotation = owner.fields_by_key()[key].annotation
-    kinds = [annotation, *get_args(annotation)]
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+@cache
+def _tables(owner: type[Section]) -> dict[str, type[Section]]:
+    """The section types of the keys that hold one section or several."""
+    return {
+        key: kind
+        for key, field in owner.fields_by_key().items()
+        for kind in (field.annotation, *get_args(field.annotation))
+        if isinstance(kind, type) and issubclass(kind, Section)
+    }
 
 
 def _section_at(loc: Sequence[int | str]) -> type[Section] | None:
     """The section type at a path, whose parts include list indices and table names."""
     owner: type[Section] | None = Recipe
-    is_table_key = False
+    is_table_name = False
     for part in loc:
-        if is_table_key or isinstance(part, int):
-            is_table_key = False
+        if is_table_name or isinstance(part, int):
+            is_table_name = False
         elif owner is None or part not in owner.fields_by_key():
             return None
         else:
-            is_table_key = get_args(owner.fields_by_key()[part].annotation)[:1] not in (
-                (),
-                (_nested_section(owner, part),),
-            )
-            owner = _nested_section(owner, part)
+            is_table_name = get_origin(owner.fields_by_key()[part].annotation) is dict
+            owner = _tables(owner).get(part)
     return owner
 
 

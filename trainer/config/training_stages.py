@@ -76,26 +76,25 @@ class StageSection(Section):
 
     def merge_into(self, base: ConfigValues) -> ConfigValues:
         """The values of `base` with those of this stage, for a configuration of the stage alone."""
-        values = {key: dict(value) if isinstance(value, dict) else value for key, value in base.items()}
-        training = values.setdefault("training", {})
-        training["seq_len"] = self.seq_len
+        training = base.get("training", {}) | {"seq_len": self.seq_len}
         if self.batch_tokens is not None:
             training["global_batch_size"] = max(1, self.batch_tokens // self.seq_len)
         if self.micro_batch_size is not None:
             training["micro_batch_size"] = self.micro_batch_size
-        global_batch_size = training.get("global_batch_size", DEFAULT_GLOBAL_BATCH_SIZE)
-        training["steps"] = self.steps or max(1, -(-(self.tokens or 0) // (global_batch_size * self.seq_len)))
-        for name in ("schedule", "parallelism", "memory"):
-            values[name] = values.get(name, {}) | getattr(self, name).model_dump(exclude_unset=True)
-        if self.rope.model_fields_set:
-            values["model"] = values.get("model", {}) | {"rope": self.rope.model_dump(exclude_unset=True)}
-        overrides = {"mix": self.mix or None, "mask": self.mask, "packing": self.packing}
-        values["data"] = values.get("data", {}) | {key: value for key, value in overrides.items() if value is not None}
-        if self.lr is not None:
-            values["optimizer"] = values.get("optimizer", {}) | {"lr": self.lr}
+        tokens_per_step = training.get("global_batch_size", DEFAULT_GLOBAL_BATCH_SIZE) * self.seq_len
+        training["steps"] = self.steps or max(1, -(-(self.tokens or 0) // tokens_per_step))
+        overrides = {
+            name: getattr(self, name).model_dump(exclude_unset=True) for name in ("schedule", "parallelism", "memory")
+        }
+        overrides["training"] = training
+        overrides["data"] = {key: value for key in ("mix", "mask", "packing") if (value := getattr(self, key))}
         if self.warmup is not None:
-            values["schedule"]["warmup_steps"] = round(self.warmup * training["steps"])
-        return values
+            overrides["schedule"]["warmup_steps"] = round(self.warmup * training["steps"])
+        if self.rope.model_fields_set:
+            overrides["model"] = {"rope": self.rope.model_dump(exclude_unset=True)}
+        if self.lr is not None:
+            overrides["optimizer"] = {"lr": self.lr}
+        return base | {name: base.get(name, {}) | values for name, values in overrides.items()}
 
 
 class Recipe(Config):

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
 
-from trainer.config.job_config import Config, DataSection
+from trainer.config.data import DataSection
+from trainer.config.job_config import Config
 from trainer.data.copy_task import CopyDataset
 from trainer.data.holdout import ValidationSet, build_validation_set
 from trainer.data.packing import DocumentFilter, PackedDataset, load_or_build_plan, splitmix64
@@ -20,7 +21,7 @@ def build_train_dataset(config: Config, folders: Mapping[str, Path], *, stage: i
     `folders` holds the prepared tokens of each source, as `trainer.data.prepare.prepare_datasets` gives them.
     """
     training = config.training
-    if not config.is_synthetic:
+    if not config.data.is_synthetic:
         return build_blended_dataset(config.data, folders, seq_len=training.seq_len, seed=training.seed, stage=stage)
     copy_dataset = CopyDataset(
         vocab_size=config.model.build().vocab_size,

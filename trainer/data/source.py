@@ -43,5 +43,5 @@ def corpus_spec(data: DataSection, name: str) -> CorpusSpec:
 def corpus_specs(config: Config) -> dict[str, CorpusSpec]:
     """The corpora that a run reads, in any of its stages, by name; none for the synthetic corpus."""
     stages = [stage.config for stage in config.training_stages]
-    names = {item.source for stage in stages if not stage.is_synthetic for item in stage.data.effective_mix}
+    names = {item.source for stage in stages if not stage.data.is_synthetic for item in stage.data.effective_mix}
     return {name: corpus_spec(config.data, name) for name in sorted(names | config.validation.sources)}

@@ -30,7 +30,8 @@ from parallelisms.collectives import all_reduce
 from trainer.build import ParallelModel
 from trainer.commands import CommandParser, format_table, integer, print_lines
 from trainer.config import checks
-from trainer.config.job_config import DEFAULT_SOURCE, Config
+from trainer.config.data import DEFAULT_SOURCE
+from trainer.config.job_config import Config
 from trainer.data.packing import holdout_mask, splitmix64
 from trainer.data.prepare import prepare
 from trainer.data.sequences import BlendedDataset
@@ -146,7 +147,7 @@ class NeedleDataset:
 
 def build_datasets(config: Config, lengths: Sequence[int], *, depths: int, trials: int) -> list[NeedleDataset]:
     """One dataset per length, from the run's held-out documents if it has any. Raises `ConfigError` or `DataError`."""
-    if config.is_synthetic:
+    if config.data.is_synthetic:
         raise ConfigError([f'data.corpus = "{config.data.corpus}" has no text to hide a number in; set --data.corpus'])
     tokenizer = load_tokenizer(config.tokenizer.kind, config.tokenizer.path)
     checks.require_vocab_size(config, tokenizer.vocab_size)

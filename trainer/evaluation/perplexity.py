@@ -50,7 +50,7 @@ def evaluation_sets(config: Config, run_config: Config) -> list[ValidationSet]:
     """The run's validation sets, or two sets from its corpus. Raises `ConfigError` or `DataError`."""
     if run_config.validation.sets:
         return build_validation_sets(run_config, prepare_datasets(run_config))
-    if config.is_synthetic:
+    if config.data.is_synthetic:
         raise ConfigError([f'data.corpus = "{config.data.corpus}" has no text to evaluate; set --data.corpus'])
     length, source = config.training.seq_len, config.data.effective_mix[0].source
     context = [length >> power for power in (4, 3, 2, 1, 0) if length >> power > 1]

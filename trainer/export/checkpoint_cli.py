@@ -21,7 +21,7 @@ from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import COMMAND_LINE, ConfigSource, deep_merge, load, parse_arguments
 from trainer.config.training_stages import Recipe
-from trainer.distributed import World, process_group, process_rank
+from trainer.distributed import World, process_group, rank_from_environment
 from trainer.errors import ConfigError
 from trainer.metrics import log_setup
 
@@ -39,7 +39,7 @@ def checkpoint_parser(module: str, description: str, *, overrides: str) -> Comma
 
 def run_on_checkpoint(argv: Sequence[str], parser: CommandParser, run: Callable[[Namespace, list[str]], None]) -> int:
     """As `run_command`, on the ranks that were started."""
-    rank, _, _ = process_rank()
+    rank, _, _ = rank_from_environment()
     log_setup.configure(rank)
     return run_command(argv, parser, run, rank=rank)
 
@@ -88,7 +88,7 @@ def resolve_checkpoint(path: Path, overrides: Sequence[str] = ()) -> ResolvedChe
 def resolve_for_evaluation(path: Path, overrides: Sequence[str]) -> ResolvedCheckpoint:
     """As `resolve_checkpoint`, and validates the configuration for the processes that were started."""
     resolved = resolve_checkpoint(path, overrides)
-    _, world_size, _ = process_rank()
+    _, world_size, _ = rank_from_environment()
     checks.require_valid(resolved.config, world_size)
     return resolved
 

@@ -8,28 +8,26 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from math import prod
 from pathlib import Path
 
 from trainer.checkpoint.initial_checks import validate_initial_weights
-from trainer.checkpoint.run_dir import ResumeError, RunDir, finished_message, next_stage
+from trainer.checkpoint.run_dir import RunDir, finished_message, next_stage
 from trainer.config import checks, summary
 from trainer.config.job_config import Config
 from trainer.config.parse import find_config_file, load, name_flags, parse_arguments, show_path
 from trainer.config.toml_format import to_toml
 from trainer.config.training_stages import Recipe
 from trainer.errors import (
+    CONCLUSIVE_EXIT_CODES,
     EXIT_BAD_CONFIG,
     EXIT_DOES_NOT_FIT,
     EXIT_FAILURE,
-    EXIT_NO_RETRY,
     EXIT_SUCCESS,
     ConfigError,
-    DataError,
-    RunFailedError,
+    RunError,
 )
 from trainer.hardware.device_specs import select_device
 from trainer.hardware.host import node_memory_bytes
@@ -52,7 +50,7 @@ def main() -> int:
     flags = {"-h", "--help", "--check", "--plan"}.intersection(args)
     argv = [arg for arg in args if arg not in flags]
     if flags & {"-h", "--help"}:
-        from trainer.config.docs import render_help
+        from trainer.config.help_text import render_help
 
         sys.stdout.write(render_help() + "\n")
         return EXIT_SUCCESS
@@ -95,15 +93,12 @@ def prepare_run(config: Recipe, world: LaunchWorld) -> RunSpec | int:
                 write_prediction(
                     RunDir(config.output_dir).prediction_path, stage.config, world.world_size, num_nodes=world.num_nodes
                 )
-            return RunSpec(config, datasets)
+            return RunSpec(config=config, datasets=datasets)
         status, reason = early_exit
     except Interrupted:
         status, reason = EXIT_FAILURE, "error: stopped before the first step"
-    except (ConfigError, DataError) as error:
-        status, reason = EXIT_BAD_CONFIG if isinstance(error, ConfigError) else EXIT_NO_RETRY, f"error: {error}"
-        _write_marker(config, "STOP", str(error))
-    except RunFailedError as error:
-        status, reason = EXIT_FAILURE, f"error: {error}"
+    except RunError as error:
+        status, reason = _record_failure(config, error)
     if world.is_first_of_node:  # Nodes may differ.
         prefix = f"error: [rank {world.rank}] " if world.rank else "error: "
         sys.stderr.write(f"{reason.replace('error: ', prefix, 1)}\n")
@@ -115,16 +110,17 @@ def find_early_exit(config: Config) -> tuple[int, str] | None:
     try:
         RunDir(config.output_dir).create()
         done_reason = finished_message(config)
-    except ConfigError as error:
-        return EXIT_BAD_CONFIG, f"error: {error}"
-    except ResumeError as error:
-        _write_marker(config, "STOP", str(error))
-        return EXIT_NO_RETRY, f"error: {error}"
-    except RunFailedError as error:
-        return EXIT_FAILURE, f"error: {error}"
+    except RunError as error:
+        return _record_failure(config, error)
     if done_reason:
         _write_marker(config, "DONE", done_reason)
     return (EXIT_SUCCESS, done_reason) if done_reason else None
+
+
+def _record_failure(config: Config, error: RunError) -> tuple[int, str]:
+    if error.status in CONCLUSIVE_EXIT_CODES:
+        _write_marker(config, "STOP", str(error))
+    return error.status, f"error: {error}"
 
 
 def _write_marker(config: Config, marker: exit_markers.ExitMarker, reason: str) -> None:
@@ -142,51 +138,43 @@ def load_and_validate(
     """
     problems: list[str] = []
     config, world = Recipe(), None
-    try:
+    with collecting(problems):
         config = load(argv)
-    except ConfigError as error:
-        problems += error.problems
-    try:
+    with collecting(problems):
         if planning and not environment.get("NGPU"):
             degrees = [stage.config.parallelism.degrees(1).values() for stage in config.training_stages[:1]]
             world = LaunchWorld(nproc_per_node=prod(*degrees))
         else:
             world = detect_launch_world(environment, config, gpus=0 if environment.get("NGPU") else count_gpus())
-    except ConfigError as error:
-        problems += error.problems
     if problems:
         return config, None, problems
     if world is None or checks.stage_problems(config):
         return config, world, checks.stage_problems(config)
     if planning:
         return config, world, checks.layout_problems(config, world.world_size)
-    remaining_stages = config.training_stages[next_stage_index(config) :]
-    first_config = remaining_stages[0].config
-    problems = checks.problems(config, world.world_size, first_stage=remaining_stages[0].index)
-    if not first_config.model.problems():
-        problems += collect_problems(lambda: validate_initial_weights(first_config))
-    if config.plan.device is not None:
-        problems += collect_problems(lambda: select_device(config))
-    for stage in () if problems else remaining_stages:
-        problems += collect_problems(partial(_resolve_memory, stage.config, world))
+    stages = config.training_stages
+    with suppress(RunError):  # Finished stages are not checked for this world.
+        stages = stages[stage.index :] if (stage := next_stage(config)) else stages
+    problems = checks.problems(config, world.world_size, first_stage=stages[0].index)
+    with collecting(problems):
+        if not stages[0].config.model.problems():
+            validate_initial_weights(stages[0].config)
+    with collecting(problems):
+        if config.plan.device is not None:
+            select_device(config)
+    for each in () if problems else stages:
+        with collecting(problems):
+            _resolve_memory(each.config, world)
     return config, world, problems
 
 
-def collect_problems(check: Callable[[], object]) -> list[str]:
-    """The problems that a check raises."""
+@contextmanager
+def collecting(problems: list[str]) -> Iterator[None]:
+    """Adds the problems of a `ConfigError` that is raised in this context."""
     try:
-        check()
+        yield
     except ConfigError as error:
-        return error.problems
-    return []
-
-
-def next_stage_index(config: Config) -> int:
-    """Index of the next stage, so that finished stages are not checked for this world; 0 if it cannot be read."""
-    with suppress(ResumeError, ConfigError, RunFailedError):
-        stage = next_stage(config)
-        return 0 if stage is None else stage.index
-    return 0
+        problems += error.problems
 
 
 # ---- reports before anything starts

@@ -14,20 +14,12 @@ from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
-from trainer.checkpoint.run_dir import ResumeError, RunDir, next_stage
+from trainer.checkpoint.run_dir import RunDir, next_stage
 from trainer.config.job_config import Config, TrainingStage
 from trainer.config.training_stages import Recipe
-from trainer.errors import (
-    EXIT_BAD_CONFIG,
-    EXIT_FAILURE,
-    EXIT_NO_RETRY,
-    EXIT_SUCCESS,
-    START_TIME_ENV,
-    ConfigError,
-    RunFailedError,
-)
+from trainer.errors import CONCLUSIVE_EXIT_CODES, EXIT_FAILURE, EXIT_SUCCESS, START_TIME_ENV, RunError
 from trainer.launch.cluster import LaunchWorld
-from trainer.launch.workers import CONCLUSIVE_EXIT_CODES, Workers
+from trainer.launch.workers import Workers
 from trainer.resilience import exit_markers
 from trainer.resilience.watchdog import summarize_hang
 from trainer.run_spec import RunSpec
@@ -123,9 +115,9 @@ def _prepare_following_stage(
     try:
         config = reload()
         following = next_stage(config)
-    except (ConfigError, ResumeError, RunFailedError) as error:
+    except RunError as error:
         sys.stderr.write(f"error: {error}\n")
-        return {ConfigError: EXIT_BAD_CONFIG, ResumeError: EXIT_NO_RETRY}.get(type(error), EXIT_FAILURE)
+        return error.status
     if following is None or following.index == previous.index:
         return EXIT_SUCCESS
     return prepare(config, cluster)

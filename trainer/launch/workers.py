@@ -17,11 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from trainer.errors import EXIT_BAD_CONFIG, EXIT_FAILURE, EXIT_NO_RETRY, EXIT_SUCCESS, STACK_DUMP_SIGNAL
+from trainer.errors import CONCLUSIVE_EXIT_CODES, EXIT_FAILURE, EXIT_SUCCESS, STACK_DUMP_SIGNAL
 from trainer.launch.cluster import LaunchWorld
 from trainer.resilience.signals import LAUNCHER_PID_ENV, STOP_SIGNALS
 
-CONCLUSIVE_EXIT_CODES = (EXIT_NO_RETRY, EXIT_BAD_CONFIG)
 GRACE_SECONDS = 3.0
 """Grace period in which the peers of a failed rank can report their own errors."""
 POLL_SECONDS = STACK_DUMP_SECONDS = 0.1

@@ -21,13 +21,14 @@ from trainer.checkpoint.manifest import format_bytes
 from trainer.checkpoint.run_dir import RunDir
 from trainer.config.job_config import Config
 from trainer.data.sequences import BlendedDataset
+from trainer.errors import DivergedError
 from trainer.evaluation.validation import ValidationResult, format_validation
 from trainer.hardware.device import ComputeProbe, peak_device_memory, peak_flops, peak_host_memory
 from trainer.hardware.host import GIB
 from trainer.metrics.loggers import ConsoleLogger, Record, TensorBoardLogger, format_losses, format_or_dash
 from trainer.metrics.prediction import read_prediction
 from trainer.metrics.step_metrics import finite_or_none, position_bucket_names
-from trainer.resilience.anomalies import MAX_ROLLBACKS, DivergedError, LossSpikeError, StragglerDetector
+from trainer.resilience.anomalies import MAX_ROLLBACKS, LossSpikeError, StragglerDetector
 from trainer.trainer import StepMetrics, StepResult, Trainer
 
 log = logging.getLogger(__name__)

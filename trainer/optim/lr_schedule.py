@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from trainer.config.job_config import ScheduleSection, TrainingStage
+from trainer.config.job_config import TrainingStage
+from trainer.config.sections import ScheduleSection
 
 
 def learning_rate(stage: TrainingStage, step: int) -> float:

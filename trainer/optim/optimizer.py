@@ -16,8 +16,7 @@ from torch.optim.adamw import AdamW, adamw
 
 from models.linear import identity
 from parallelisms.collectives import num_replicas, to_local
-from trainer.config.job_config import OptimizerSection
-from trainer.config.sections import OPTIMIZER_CHUNK_ELEMENTS
+from trainer.config.sections import OPTIMIZER_CHUNK_ELEMENTS, OptimizerSection
 
 
 class Optimizer:

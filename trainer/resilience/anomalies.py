@@ -25,10 +25,6 @@ MIN_CONSECUTIVE_LAGS = 3
 """Consecutive observations in which a rank must lag to be reported."""
 
 
-class DivergedError(Exception):
-    """The run's metrics show that it will not recover."""
-
-
 class LossSpikeError(Exception):
     """A loss spike to roll back: that of step `step`, whose sequences end before index `next_sequence`."""
 

@@ -275,7 +275,7 @@ def _candidate_batch_sizes(run: FullRun) -> Iterator[int]:
 
 
 def _with_sample_documents(config: Config, folder: Path) -> Config:
-    corpus = {} if config.is_synthetic else {"corpus": str(folder / "documents")}
+    corpus = {} if config.data.is_synthetic else {"corpus": str(folder / "documents")}
     values = deep_merge(config.model_dump(), {"data": corpus | {"cache_dir": folder / "prepared"}})
     values["data"] |= {"sources": {}, "mix": (), "holdout": 0.0}
     values["validation"] = {}

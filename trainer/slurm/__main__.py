@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from trainer.config import checks
-from trainer.config.docs import render_help
+from trainer.config.help_text import render_help
 from trainer.config.parse import find_config_file, load, parse_arguments
 from trainer.config.slurm import SlurmSection
 from trainer.config.toml_format import to_toml

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from trainer.commands import OVERRIDES_HELP, CommandParser, integer, run_command
 from trainer.config import checks
-from trainer.config.data import HF_PREFIX, STDLIB_CORPUS
-from trainer.config.job_config import COPY_CORPUS, DEFAULT_SOURCE
+from trainer.config.data import COPY_CORPUS, DEFAULT_SOURCE, HF_PREFIX, STDLIB_CORPUS
 from trainer.config.parse import load
 from trainer.config.training_stages import Recipe
 from trainer.data.prepare import prepare
@@ -64,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     return run_command(remaining, build_parser(command), COMMANDS[command])
 
 
-def selected_specs(config: Recipe, corpus: str | None, problems: Sequence[str] = ()) -> dict[str, CorpusSpec]:
+def selected_specs(config: Recipe, corpus: str | None, problems: Iterable[str] = ()) -> dict[str, CorpusSpec]:
     """The corpora to read, by name: `corpus`, or those of the configuration.
 
     Raises ConfigError with what is wrong with them and with the `problems` found before.
@@ -113,7 +112,7 @@ def inspect(arguments: Namespace, overrides: Sequence[str]) -> None:
         raise ConfigError(["command line: inspect needs a folder or --config"])
     if folder is not None and not is_token_dataset(folder):
         raise ConfigError([f"command line: {folder} is not a prepared folder"])
-    specs = {} if folder else selected_specs(config, None, checks.tokenizer_problems(config.tokenizer))
+    specs = {} if folder else selected_specs(config, None, [*checks.tokenizer_problems(config.tokenizer)])
     tokenizer = load_tokenizer(config.tokenizer.kind, config.tokenizer.path)
     datasets = [TokenDataset(folder)] if folder else [prepare(spec, tokenizer) for spec in specs.values()]
     for dataset in datasets:
