@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from math import prod
 
 from benchmarks.doc_tables import markdown
+from benchmarks.dry_run import dry_run
 from trainer.config.parse import load
 from trainer.memory.estimator import GIB, estimate_memory_per_pp_rank
 from trainer.plan.comm_volume import comm_volumes
@@ -26,8 +27,6 @@ SHIPPED = ("llama3_8b_128k", "llama3_8b_1m", "llama3_70b_128k", "llama3_405b_128
 
 def measured(name: str, rank: int) -> dict[str, float]:
     """In a process of its own."""
-    from trainer.plan.dry_run import dry_run
-
     config = load(["--config", name])
     found = dry_run(config, prod(config.parallelism.degrees(1).values()), rank=rank)
     used = resource.getrusage(resource.RUSAGE_SELF)

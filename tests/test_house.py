@@ -61,8 +61,8 @@ DOORS = {
 COLLECTIVES = {
     "all_reduce": {"parallelisms.collectives"},
     "barrier": {"parallelisms.collectives"},
-    "init_process_group": {"trainer.distributed", "trainer.plan.op_counter"},  # There of ranks that are not.
-    "destroy_process_group": {"trainer.distributed", "trainer.plan.op_counter"},
+    "init_process_group": {"trainer.distributed"},
+    "destroy_process_group": {"trainer.distributed"},
     "new_group": {"trainer.distributed", "parallelisms.mesh"},
 }
 OTHER_COLLECTIVES = (

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 import pytest
 
+from benchmarks.dry_run import dry_run
 from tests.memory.test_estimator import FOUR, FULL, HALF, KEEP, configured
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.plan.comm_volume import CommVolume, comm_volumes
-from trainer.plan.dry_run import dry_run
 from trainer.plan.flops import rank_workload
 
 LONG = "training.seq_len=16384 parallelism.dp_replicate=2"

@@ -43,7 +43,6 @@ Every configuration key is an option, too: see ./run_train.sh --help and docs/pl
 examples:
   python -m trainer.plan --config llama3_8b_1m --device a100-80gb --network 12
   python -m trainer.plan search --config llama3_8b --seq-len 1M --gpus 32 --html plan.html
-  python -m trainer.plan.dry_run --config llama3_8b_1m    counts the real trainer's operations; takes minutes
 """
 
 
