@@ -28,7 +28,7 @@ from trainer.config.parse import load
 from trainer.data.sequences import BlendedDataset
 from trainer.distributed import World
 from trainer.errors import EXIT_BAD_CONFIG, EXIT_SUCCESS, ConfigError
-from trainer.memory.estimator import GIB
+from trainer.hardware.host import GIB
 from trainer.plan.comm_volume import CommVolume
 from trainer.trainer import Trainer
 

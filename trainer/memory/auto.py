@@ -10,7 +10,8 @@ from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.toml_format import toml_value
 from trainer.errors import ConfigError
-from trainer.memory.estimator import GIB, SAVED_ACTIVATIONS, estimate_memory
+from trainer.hardware.host import GIB
+from trainer.memory.estimator import SAVED_ACTIVATIONS, estimate_memory
 
 DEVICE_FRACTION, HOST_FRACTION = 0.9, 0.75
 """Usable share of device and node memory; the rest is for kernel workspaces, fragmentation and data loading."""

@@ -9,11 +9,12 @@ from trainer.config.job_config import Config
 from trainer.config.summary import warnings
 from trainer.errors import ConfigError
 from trainer.hardware.device_specs import DEFAULT_DEVICE, DEFAULT_DEVICE_NOTE, DeviceSpec, load_device, select_device
-from trainer.memory.estimator import GIB, MemoryEstimate
+from trainer.hardware.host import GIB
+from trainer.memory.estimator import MemoryEstimate
 from trainer.plan.console import show
 from trainer.plan.document import BarChart, LineChart, PlanReport, StackedBar, Table, format_gib
 from trainer.plan.plan import RunPlan, Suggestion, TrainingPlan, plan_run, plan_stage
-from trainer.plan.search import LayoutPlan, SearchResult, describe_layout, why_slower
+from trainer.plan.search import SearchResult, describe_layout, layout_toml, why_slower
 from trainer.plan.step_time import CHANNEL_LABELS
 
 NUM_CURVE_POINTS = 9
@@ -48,19 +49,18 @@ def plan_report(run: RunPlan, *, curve: bool = True, notes: Sequence[str] = ()) 
 def search_report(result: SearchResult, question: str, device: DeviceSpec, *, notes: Sequence[str] = ()) -> PlanReport:
     sections: list[BarChart | Table | LineChart] = []
     if result.best:
-        rows = [_search_row(candidate, result.best[0]) for candidate in result.best]
+        rows = [_search_row(plan, result.best[0]) for plan in result.best]
         columns = ("layout", "s / step", "MFU %", "tokens / s / device", "GiB", "host GiB", "slower because of")
         sections.append(Table(title="fastest layouts that fit", columns=columns, rows=rows, best=0))
     if result.not_fitting:
         not_fitting_rows = [
-            (describe_layout(candidate.plan), f"{candidate.seconds:.4g}", candidate.plan.memory_shortages[0])
-            for candidate in result.not_fitting
+            (describe_layout(plan), f"{plan.step_seconds:.4g}", plan.memory_shortages[0]) for plan in result.not_fitting
         ]
         not_fitting_columns = ("layout", "s / step", "shortage with the leanest memory options")
         sections.append(
             Table(title="faster layouts that do not fit", columns=not_fitting_columns, rows=not_fitting_rows)
         )
-    best = result.best[0].plan if result.best else None
+    best = result.best[0] if result.best else None
     sections += _plan_sections(best) if best else []
     plan_notes = _notes(best) if best else [f"device: {device.description}"]
     return PlanReport(
@@ -74,8 +74,8 @@ def search_report(result: SearchResult, question: str, device: DeviceSpec, *, no
     )
 
 
-def _layout_toml(candidate: LayoutPlan) -> str:
-    return f"# {describe_layout(candidate.plan)}: {_seconds(candidate.seconds)} per step\n{candidate.toml()}"
+def _layout_toml(plan: TrainingPlan) -> str:
+    return f"# {describe_layout(plan)}: {_seconds(plan.step_seconds)} per step\n{layout_toml(plan.config)}"
 
 
 def _plan_sections(plan: TrainingPlan) -> list[BarChart | Table | LineChart]:
@@ -228,11 +228,10 @@ def _plan_for_length(plan: TrainingPlan, length: int) -> TrainingPlan:
     return plan_stage(plan.config.model_copy(update={"training": training}), plan.world_size, plan.device)
 
 
-def _search_row(candidate: LayoutPlan, best: LayoutPlan) -> Sequence[str]:
-    plan = candidate.plan
+def _search_row(plan: TrainingPlan, best: TrainingPlan) -> Sequence[str]:
     return (
-        describe_layout(plan), f"{candidate.seconds:.4g}", f"{100 * plan.mfu:.1f}", f"{plan.tokens_per_second_per_device:,.0f}",
-        format_gib(plan.peak_memory.device_bytes), format_gib(plan.host_memory_needed), why_slower(candidate, best) if candidate is not best else "",
+        describe_layout(plan), f"{plan.step_seconds:.4g}", f"{100 * plan.mfu:.1f}", f"{plan.tokens_per_second_per_device:,.0f}",
+        format_gib(plan.peak_memory.device_bytes), format_gib(plan.host_memory_needed), why_slower(plan, best) if plan is not best else "",
     )  # fmt: skip
 
 
