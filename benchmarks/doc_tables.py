@@ -23,8 +23,10 @@ from parallelisms.pipeline_plan import PipelinePlan, PipelineSchedule
 from trainer.config.job_config import Config
 from trainer.config.parse import load
 from trainer.hardware.device_specs import load_device
+from trainer.hardware.host import GIB
 from trainer.memory.block import BlockMemory
-from trainer.memory.estimator import GIB, RankMemory, estimate_memory
+from trainer.memory.estimator import estimate_memory
+from trainer.memory.rank import RankMemory
 from trainer.memory.report import memory_savings
 from trainer.plan.pipeline_bubble import ChunkTime, bubble_seconds
 from trainer.plan.plan import TrainingPlan, plan_stage
@@ -190,7 +192,7 @@ def in_flight(schedule: PipelineSchedule, each: int, pp: int) -> float:
     )
     changes = {"pp": pp, "pp_schedule": schedule, "pp_stages_per_rank": each}
     section = base.parallelism.model_copy(update=changes)
-    return RankMemory(base.model_copy(update={"parallelism": section}), pp, 0).in_flight_micro_batches()
+    return RankMemory(base.model_copy(update={"parallelism": section}), pp, 0).in_flight_micro_batches
 
 
 # ---- docs/memory.md
@@ -217,7 +219,7 @@ def savings() -> Table:
         "memory.recompute=full parallelism.cp=8 parallelism.dp_shard=1",
     )
     runs = [configured("llama3_8b_128k", change) for change in changes]
-    found = [{saving.change: saving.freed_bytes for saving in memory_savings(*run)} for run in runs]
+    found = [memory_savings(*run) for run in runs]
     order = sorted(
         {change for one in found for change in one},
         key=lambda change: (-max(one.get(change, 0) for one in found), change),

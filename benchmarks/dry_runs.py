@@ -16,8 +16,11 @@ from collections.abc import Sequence
 from math import prod
 
 from benchmarks.doc_tables import markdown
+from benchmarks.dry_run import dry_run
 from trainer.config.parse import load
-from trainer.memory.estimator import GIB, estimate_memory_per_pp_rank
+from trainer.hardware.host import GIB
+from trainer.memory.estimator import estimate_memory_per_pp_rank
+from trainer.memory.rank import RankMemory
 from trainer.plan.comm_volume import comm_volumes
 from trainer.plan.flops import rank_workload
 
@@ -26,8 +29,6 @@ SHIPPED = ("llama3_8b_128k", "llama3_8b_1m", "llama3_70b_128k", "llama3_405b_128
 
 def measured(name: str, rank: int) -> dict[str, float]:
     """In a process of its own."""
-    from trainer.plan.dry_run import dry_run
-
     config = load(["--config", name])
     found = dry_run(config, prod(config.parallelism.degrees(1).values()), rank=rank)
     used = resource.getrusage(resource.RUSAGE_SELF)
@@ -48,12 +49,12 @@ def rows(name: str) -> list[list[str]]:
     for place in sorted({0, pp - 1}):
         command = [sys.executable, "-m", "benchmarks.dry_runs", "--one", name, str(place * (size // pp))]
         dry = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
-        predicted, counts = stages[place], rank_workload(config, size, place)
+        predicted, counts = stages[place], rank_workload(RankMemory(config, size, place))
         on_host = sum(
             line.host_bytes for line in predicted.items if line.name in ("parameters", "gradients", "optimizer state")
         )
         flops = sum(counts.matmul_flops.values()) + sum(counts.attention_flops.values())
-        sent = sum(message.bytes for message in comm_volumes(config, size, place))
+        sent = sum(message.bytes for message in comm_volumes(RankMemory(config, size, place)))
         found.append(
             [
                 f"`{name}`", f"{size:,}", f"{place + 1} of {pp}",

@@ -25,7 +25,8 @@ from trainer.distributed import process_group
 from trainer.hardware.device import peak_flops
 from trainer.hardware.host import GIB
 from trainer.memory.auto import fit_memory_options
-from trainer.memory.estimator import MemoryEstimate, RankMemory
+from trainer.memory.estimator import MemoryEstimate, phase_estimates
+from trainer.memory.rank import RankMemory
 from trainer.trainer import StepMetrics, Trainer
 
 B1 = "--model.family llama3.2 --model.size 1b"
@@ -134,7 +135,7 @@ def seconds_of(bench: Bench, config: Config, pairs: float) -> float:
 
 def ledger_of(config: Config) -> tuple[MemoryEstimate, float]:
     """The fullest moment of the device, and the most bytes that the host holds at any."""
-    moments = list(RankMemory(config, 1, 0).phase_estimates())
+    moments = list(phase_estimates(RankMemory(config, 1, 0)))
     return max(moments, key=lambda moment: moment.device_bytes), max(moment.host_bytes for moment in moments)
 
 

@@ -110,7 +110,7 @@ def alive(rung: str, tokens: int) -> dict[str, float]:
 
 def kept(config: Config, tokens: int) -> float:
     """By the formulas of docs/memory.md: by blocks, the stream behind the last and the tables of angles."""
-    from trainer.memory.estimator import RankMemory
+    from trainer.memory.rank import RankMemory
 
     rank = RankMemory(config, 1, 0)
     device, host = rank.saved_block_bytes(rank.num_blocks)

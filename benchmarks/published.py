@@ -21,7 +21,7 @@ from benchmarks.doc_tables import markdown
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.hardware.device_specs import DeviceSpec, load_device
-from trainer.memory.estimator import GIB
+from trainer.hardware.host import GIB
 from trainer.plan.plan import TrainingPlan, plan_stage
 
 Values = dict[str, Any]

@@ -23,12 +23,14 @@ from trainer.config import checks
 from trainer.config.parse import load
 from trainer.config.training_stages import Recipe
 from trainer.hardware.device_specs import load_device
-from trainer.memory.estimator import GIB, TRANSIENT_ACTIVATIONS, RankMemory
+from trainer.hardware.host import GIB
+from trainer.memory.estimator import TRANSIENT_ACTIVATIONS, phase_estimates
+from trainer.memory.rank import RankMemory
 from trainer.memory.report import with_overrides
 from trainer.plan.document import LineChart
 from trainer.plan.html import render_svg
-from trainer.plan.plan import plan_stage
-from trainer.plan.search import LayoutPlan, describe_layout, longest_sequence, search
+from trainer.plan.plan import TrainingPlan, plan_stage
+from trainer.plan.search import describe_layout, longest_sequence, search
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 K, M = 1 << 10, 1 << 20
@@ -61,12 +63,12 @@ class Cell:
     model: str
     gpus: int
     length: int
-    way: LayoutPlan | None
+    way: TrainingPlan | None
 
     def words(self) -> str:
         if self.way is None:
             return "-"
-        return f"**{100 * self.way.plan.mfu:.0f}** {short(self.way)}"
+        return f"**{100 * self.way.mfu:.0f}** {short(self.way)}"
 
 
 def cell(model: str, gpus: int, length: int, tokens: int) -> Cell:
@@ -78,11 +80,11 @@ def weak(model: str, gpus: int, length: int) -> Cell:
     return cell(model, gpus, length, max(TOKENS, EACH * gpus))
 
 
-def short(way: LayoutPlan) -> str:
+def short(way: TrainingPlan) -> str:
     """`dp 4 cp 8u tp 2 pp 4`, with the first letter of how rows are shared."""
     mesh = way.mesh
     sizes = {"dp": mesh["dp_replicate"] * mesh["dp_shard"], **{axis: mesh[axis] for axis in ("cp", "tp", "pp")}}
-    method = way.plan.config.parallelism.cp_method
+    method = way.config.parallelism.cp_method
     letter = {"ring": "r", "allgather": "g", "ulysses": "u", "hybrid": "h"}.get(method, "")
     words = [f"{axis} {size}{letter * (axis == 'cp')}" for axis, size in sizes.items() if size > 1]
     return " ".join(words)
@@ -101,14 +103,14 @@ def grid(model: str, cells: Sequence[Cell]) -> list[str]:
 def strong(cells: Sequence[Cell]) -> tuple[LineChart, list[str]]:
     """MFU by the number of GPUs, and where each step spends its time."""
     lines = {
-        model: [(float(each.gpus), 100 * each.way.plan.mfu) for each in cells if each.model == model and each.way]
+        model: [(float(each.gpus), 100 * each.way.mfu) for each in cells if each.model == model and each.way]
         for model in MODELS
     }
     rows = []
     for each in cells:
         if each.way is None:
             continue
-        plan = each.way.plan
+        plan = each.way
         parts = plan.step_time.busiest.breakdown()
         work = sum(parts.get(name, 0) for name in ("matmul", "attention", "loss head"))
         others = sorted(
@@ -164,7 +166,7 @@ def most(model: str, gpus: int) -> list[str]:
     length, found, _ = longest_sequence(of_size(model, 64 * K, 64 * K), gpus, DEVICE)
     if not length:
         return [model, f"{gpus:,}", "none", "", "", ""]
-    plan = found.best[0].plan
+    plan = found.best[0]
     stops = (
         "host memory"
         if plan.host_memory_needed / plan.usable_host_memory > plan.peak_memory.device_bytes / plan.usable_device_memory
@@ -186,7 +188,7 @@ def gathered(length: int) -> list[list[str]]:
             config = with_overrides(of_size("8B", length, length), sharing(ranks, method))
             held = (
                 moment.item(TRANSIENT_ACTIVATIONS).device_bytes / GIB
-                for moment in RankMemory(config, ranks, 0).phase_estimates()
+                for moment in phase_estimates(RankMemory(config, ranks, 0))
             )
             words.append("-" if checks.layout_problems(config, ranks) else f"{max(held):.1f}")
         rows.append(words)

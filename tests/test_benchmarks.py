@@ -19,7 +19,7 @@ pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).resolve().parents[1]
 OURS = {"models", "parallelisms", "trainer", "train"}
 FILES = sorted((ROOT / "benchmarks").glob("*.py"))
-LIBRARIES = {"counted", "gpu_parts", "gpu_rows", "gpu_steps"}
+LIBRARIES = {"counted", "gpu_parts", "gpu_rows", "gpu_steps", "op_counter"}
 """Modules that other scripts import."""
 QUICK = {
     "checkpoint": "--params-millions 0.2 --saves 1 --ranks 1 --folder {tmp}",
@@ -38,6 +38,7 @@ SLOW = {
     "compare_commits": "HEAD HEAD --runs one_process",
     "cpu_step": "--rounds 1 --rehearse",
     "data": "prepare --vocab-size 512 --rounds 1 --corpus {tmp}/corpus",
+    "dry_run": "--config debug --world-size 1",
     "dry_runs": "debug",
     "faults": "recovery --only launcher",
     "gpu": "--rehearse --phases 1 --out {tmp}/rows.jsonl",

@@ -20,8 +20,9 @@ from trainer.config.parse import CONFIG_DIR, all_sections, load, repeated_tables
 from trainer.config.summary import parallelism_summary, warnings
 from trainer.config.training_stages import Recipe
 from trainer.errors import ConfigError
+from trainer.hardware.host import GIB
 from trainer.launch.launcher import format_problems, load_and_validate
-from trainer.memory.estimator import GIB, estimate_memory
+from trainer.memory.estimator import estimate_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER_CONFIGS = {

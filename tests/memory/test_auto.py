@@ -8,8 +8,9 @@ from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import load
 from trainer.errors import ConfigError
+from trainer.hardware.host import GIB
 from trainer.memory.auto import DEVICE_FRACTION, describe_memory_options, fit_memory_options
-from trainer.memory.estimator import GIB, estimate_memory
+from trainer.memory.estimator import estimate_memory
 
 TERABYTE = 2.0**40
 

@@ -12,7 +12,7 @@ from tests.ranks import run_ranks
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import load
-from trainer.memory.estimator import RankMemory
+from trainer.memory.rank import RankMemory
 from trainer.plan.comm_volume import CommVolume, comm_volumes
 from trainer.plan.flops import attention_pairs, rank_workload
 
@@ -119,9 +119,9 @@ def compare(world_size: int, cases: tuple[str, ...]) -> None:
         config = configured(case)
         assert checks.problems(config, world_size) == [], case
         for found in ranks:
-            compare_traffic(case, config, found, comm_volumes(config, world_size, found.pp_rank))
+            compare_traffic(case, config, found, comm_volumes(RankMemory(config, world_size, found.pp_rank)))
         for pp_rank in {found.pp_rank for found in ranks}:
-            predicted = rank_workload(config, world_size, pp_rank)
+            predicted = rank_workload(RankMemory(config, world_size, pp_rank))
             there = [found for found in ranks if found.pp_rank == pp_rank]
             # DualPipeV splits the backward of an unpredicted subset of micro-batches.
             few = 0.05 if "DualPipeV" in case else 0
@@ -190,5 +190,5 @@ def counted_bytes(cases: tuple[str, ...]) -> list[int]:
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_memory_traffic_is_estimated_within_10_percent(world_size: int) -> None:
     for case, *found in zip(BOUND[world_size], *run_ranks(counted_bytes, world_size, BOUND[world_size]), strict=True):
-        predicted = sum(rank_workload(configured(case), world_size, 0).memory_traffic.values())
+        predicted = sum(rank_workload(RankMemory(configured(case), world_size, 0)).memory_traffic.values())
         assert predicted == pytest.approx(max(found), rel=0.1), case

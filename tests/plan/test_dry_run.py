@@ -14,14 +14,14 @@ from torch import distributed
 from torch.distributed import ProcessGroup
 
 from benchmarks.counted import Counted, count
+from benchmarks.dry_run import DryRunResult, dry_run
+from benchmarks.op_counter import OpCounterMode, fake_process_group
 from parallelisms.collectives import all_reduce, ring_shift_all_to_all
 from tests.memory.test_estimator import FOUR, FULL, HALF, HEADS, KEEP, NARROW, configured
 from tests.ranks import run_ranks
 from trainer.errors import ConfigError
 from trainer.memory.estimator import SAVED_ACTIVATIONS, estimate_memory_per_pp_rank
 from trainer.plan.comm_volume import MIN_COUNTED_BYTES
-from trainer.plan.dry_run import DryRunResult, dry_run
-from trainer.plan.op_counter import OpCounterMode, fake_process_group
 
 ROOT = Path(__file__).resolve().parents[2]
 TILES = "memory.mlp_tile_mib=1"
@@ -275,7 +275,7 @@ def test_invalid_arguments_are_rejected() -> None:
 
 def test_the_command_prints_json() -> None:
     words = ["--config", "debug", "--world-size", "4", "--rank", "3", "--parallelism.pp", "2", "--json"]
-    command = [sys.executable, "-m", "trainer.plan.dry_run", *words, "--model.num_layers", "4"]
+    command = [sys.executable, "-m", "benchmarks.dry_run", *words, "--model.num_layers", "4"]
     done = subprocess.run(command, cwd=ROOT, timeout=300, capture_output=True, text=True)
     found = json.loads(done.stdout)
     assert (done.returncode, found["rank"], found["world_size"], found["pp_rank"]) == (0, 3, 4, 1)

@@ -8,7 +8,7 @@ from tests.plan.test_counted_steps import configured
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import load
-from trainer.memory.estimator import RankMemory
+from trainer.memory.rank import RankMemory
 from trainer.plan.flops import RankWorkload, attention_pairs, rank_workload
 
 E, G, T, V = 128, 384, 256, 264
@@ -48,14 +48,14 @@ def executed(config: Config) -> float:
 def of_all_ranks(config: Config, world_size: int) -> float:
     pp_ranks = range(config.parallelism.pp)
     return (
-        sum(total(rank_workload(config, world_size, pp_rank)) for pp_rank in pp_ranks)
+        sum(total(rank_workload(RankMemory(config, world_size, pp_rank))) for pp_rank in pp_ranks)
         * world_size
         / config.parallelism.pp
     )
 
 
 def test_flops_match_a_manual_count() -> None:
-    found = rank_workload(configured(), 1, 0)
+    found = rank_workload(RankMemory(configured(), 1, 0))
     block = PROJECTED + OUT + 3 * INNER
     assert found.matmul_flops == {
         "forward": 2 * ROWS * T * 3 * block,
@@ -82,7 +82,7 @@ def test_flops_match_a_manual_count() -> None:
     ],
 )
 def test_recomputation_covers_what_gradients_need(changes: str, again: int, attention_runs: int) -> None:
-    found = rank_workload(configured(changes), 1, 0)
+    found = rank_workload(RankMemory(configured(changes), 1, 0))
     assert found.matmul_flops["recompute"] == 2 * ROWS * T * again
     assert found.attention_flops["recompute"] == attention_runs * found.attention_flops["forward"]
     assert total(found) == executed(configured(changes))
@@ -125,7 +125,7 @@ def test_split_backward_repeats_two_feed_forward_matmuls() -> None:
     def again(schedule: str, pp_rank: int) -> float:
         config = configured(f"parallelism.pp=2 model.num_layers=6 parallelism.pp_schedule={schedule}")
         assert config.pipeline_plan(2).blocks_per_stage == (1, 1, 2, 2)
-        return rank_workload(config, 2, pp_rank).matmul_flops["recompute"] / (2 * ROWS * T * 2 * INNER)
+        return rank_workload(RankMemory(config, 2, pp_rank)).matmul_flops["recompute"] / (2 * ROWS * T * 2 * INNER)
 
     # Stage 0 has no input gradient.
     assert [again("ZBVZeroBubble", pp_rank) for pp_rank in (0, 1)] == [2, 3]
@@ -144,45 +144,45 @@ def test_contiguous_layout_is_bound_by_its_last_rank() -> None:
 
 def test_activations_are_offloaded_for_each_micro_batch() -> None:
     stream = 4 * E * T
-    assert rank_workload(configured(f"{FULL} memory.offload=inputs"), 1, 0).offloaded_bytes == ROWS * 3 * stream
+    assert (
+        rank_workload(RankMemory(configured(f"{FULL} memory.offload=inputs"), 1, 0)).offloaded_bytes
+        == ROWS * 3 * stream
+    )
     attention = rank_workload(
-        configured(f"{KEEP} memory.offload=inputs_and_attention memory.blocks_per_checkpoint=2"), 1, 0
+        RankMemory(configured(f"{KEEP} memory.offload=inputs_and_attention memory.blocks_per_checkpoint=2"), 1, 0)
     ).offloaded_bytes
     assert attention == ROWS * (2 * stream + 3 * 4 * (Q + 4) * T)
-    assert rank_workload(configured(FULL), 1, 0).offloaded_bytes == 0
+    assert rank_workload(RankMemory(configured(FULL), 1, 0)).offloaded_bytes == 0
 
 
 def test_host_optimizer_transfers_weights_per_gather_and_gradients_per_scatter() -> None:
     here, there = (
-        rank_workload(configured(f"memory.optimizer_placement={pp_rank}"), 2, 0) for pp_rank in ("device", "host")
+        rank_workload(RankMemory(configured(f"memory.optimizer_placement={pp_rank}"), 2, 0))
+        for pp_rank in ("device", "host")
     )
     blocks, ends = 3 * (PROJECTED + OUT + 3 * INNER + 2 * E), 2 * V * E + E
     # Two micro-batches per rank; blocks are gathered twice.
     assert (there.fetched_bytes, there.returned_bytes) == (4 * 2 * (2 * blocks + ends) / 2, 4 * 2 * (blocks + ends) / 2)
-    assert (here.fetched_bytes, here.returned_bytes, here.optimizer_on_host, there.optimizer_on_host) == (
-        0,
-        0,
-        False,
-        True,
-    )
+    assert (here.fetched_bytes, here.returned_bytes) == (0, 0)
 
 
 def test_optimizer_traffic_covers_weights_gradients_and_moments() -> None:
     parameters = configured().model.build().num_parameters
-    wide = rank_workload(configured(), 1, 0).optimizer_bytes
+    wide = rank_workload(RankMemory(configured(), 1, 0)).optimizer_bytes
     # Gradient: three accesses for norm and clipping, one for the step. Weight and each moment: two.
     assert wide == 4 * parameters * (3 + 1 + 2 + 4)
-    assert rank_workload(configured("memory.optimizer_dtype=bfloat16"), 1, 0).optimizer_bytes > wide
+    assert rank_workload(RankMemory(configured("memory.optimizer_dtype=bfloat16"), 1, 0)).optimizer_bytes > wide
 
 
 def test_compilation_and_saved_activations_reduce_memory_traffic() -> None:
     plain, compiled, again = (
-        rank_workload(configured(changes), 1, 0).memory_traffic for changes in ("", "training.compile=true", FULL)
+        rank_workload(RankMemory(configured(changes), 1, 0)).memory_traffic
+        for changes in ("", "training.compile=true", FULL)
     )
     assert all(compiled[phase] < plain[phase] for phase in ("forward", "backward"))
     assert compiled["head"] == plain["head"]
     assert plain["recompute"] == 0 < again["recompute"]
-    half = rank_workload(configured("training.seq_len=128"), 1, 0).memory_traffic
+    half = rank_workload(RankMemory(configured("training.seq_len=128"), 1, 0)).memory_traffic
     assert plain["forward"] > 1.9 * half["forward"]
 
 
@@ -193,13 +193,15 @@ def test_memory_traffic_matches_a_manual_count() -> None:
     forward = 3 * 2 * (2 * 2 * stream + 2 * 3 * stream + 2 * heads + 3 * inner) + 2 * 2 * stream
     # The FSDP cast reads float32 and writes bfloat16.
     narrowed = config.model.build().num_parameters * (4 + 2)
-    assert rank_workload(config, 1, 0).memory_traffic["forward"] == forward + narrowed
+    assert rank_workload(RankMemory(config, 1, 0)).memory_traffic["forward"] == forward + narrowed
 
 
 def test_ring_memory_traffic_grows_with_its_size() -> None:
     alone, two, four = (
         rank_workload(
-            configured(f"parallelism.cp={ranks} parallelism.cp_method=ring training.seq_len={ranks * T}"), ranks, 0
+            RankMemory(
+                configured(f"parallelism.cp={ranks} parallelism.cp_method=ring training.seq_len={ranks * T}"), ranks, 0
+            )
         ).memory_traffic
         for ranks in (1, 2, 4)
     )

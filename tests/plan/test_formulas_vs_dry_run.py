@@ -7,11 +7,12 @@ from collections.abc import Iterable
 
 import pytest
 
+from benchmarks.dry_run import dry_run
 from tests.memory.test_estimator import FOUR, FULL, HALF, KEEP, configured
 from trainer.config import checks
 from trainer.config.job_config import Config
+from trainer.memory.rank import RankMemory
 from trainer.plan.comm_volume import CommVolume, comm_volumes
-from trainer.plan.dry_run import dry_run
 from trainer.plan.flops import rank_workload
 
 LONG = "training.seq_len=16384 parallelism.dp_replicate=2"
@@ -63,7 +64,7 @@ def test_formulas_match_the_dry_run(world_size: int, changes: str) -> None:
     assert checks.layout_problems(config, world_size) == []
     for pp_rank in end_pp_ranks(config):
         dry = dry_run(config, world_size, rank=pp_rank * (world_size // config.parallelism.pp))
-        assert summed(dry.messages) == summed(comm_volumes(config, world_size, pp_rank))
-        formulas = rank_workload(config, world_size, pp_rank)
+        assert summed(dry.messages) == summed(comm_volumes(RankMemory(config, world_size, pp_rank)))
+        formulas = rank_workload(RankMemory(config, world_size, pp_rank))
         assert sum(dry.matmul_flops.values()) == pytest.approx(sum(formulas.matmul_flops.values()), rel=1e-9)
         assert sum(dry.attention_flops.values()) == pytest.approx(sum(formulas.attention_flops.values()), rel=0.01)

@@ -13,7 +13,7 @@ from trainer.config import checks
 from trainer.config.parse import load
 from trainer.config.training_stages import Recipe
 from trainer.hardware.device_specs import DeviceSpec, load_device
-from trainer.memory.estimator import GIB
+from trainer.hardware.host import GIB
 from trainer.memory.report import with_overrides
 from trainer.plan.interconnect import group_topologies
 from trainer.plan.plan import plan_stage
@@ -24,6 +24,7 @@ from trainer.plan.search import (
     divisors,
     enumerate_layouts,
     fewest_devices,
+    layout_toml,
     longest_sequence,
     search,
     why_slower,
@@ -55,23 +56,21 @@ def test_search_finds_the_exhaustive_optimum(gib: int) -> None:
     config = configured("--training.seq_len", "32768", "--training.global_batch_size", "4")
     found = search(config, 4, device)
     fastest = exhaustive_optimum(config, 4, device)
-    assert fastest <= found.best[0].seconds <= TIE_FACTOR**2 * fastest
-    assert all(
-        layout_plan.plan.fits and not checks.layout_problems(layout_plan.plan.config, 4) for layout_plan in found.best
-    )
+    assert fastest <= found.best[0].step_seconds <= TIE_FACTOR**2 * fastest
+    assert all(plan.fits and not checks.layout_problems(plan.config, 4) for plan in found.best)
     slower = [
-        layout_plan.seconds
-        for layout_plan in found.best
-        if layout_plan.seconds > TIE_FACTOR * min(layout_plan.seconds for layout_plan in found.best)
+        plan.step_seconds
+        for plan in found.best
+        if plan.step_seconds > TIE_FACTOR * min(plan.step_seconds for plan in found.best)
     ]
     assert slower == sorted(slower)
 
 
 def test_results_have_distinct_meshes_and_reasons() -> None:
     found = search(configured(), 32, H100)
-    meshes = [tuple(layout_plan.mesh.values()) for layout_plan in found.best]
+    meshes = [tuple(plan.mesh.values()) for plan in found.best]
     assert len(meshes) == len({*meshes}) == 5
-    assert all(why_slower(layout_plan, found.best[0]) for layout_plan in found.best[1:])
+    assert all(why_slower(plan, found.best[0]) for plan in found.best[1:])
     assert found.num_plans > len(meshes)
 
 
@@ -79,18 +78,18 @@ def test_layouts_that_do_not_fit_name_their_shortage() -> None:
     found = search(configured(), 8, replace(H100, memory=4 * GIB))
     assert not found.best
     assert found.not_fitting
-    assert "a device needs" in found.not_fitting[0].plan.memory_shortages[0]
-    assert len({describe_layout(layout_plan.plan) for layout_plan in found.not_fitting}) == len(found.not_fitting)
+    assert "a device needs" in found.not_fitting[0].memory_shortages[0]
+    assert len({describe_layout(plan) for plan in found.not_fitting}) == len(found.not_fitting)
 
 
 def test_the_printed_toml_reproduces_the_plan(tmp_path: Path) -> None:
     shipped = ROOT / "train_configs" / "llama3_8b_128k.toml"
-    for layout_plan in search(with_seq_len(configured(), 65_536), 16, H100).best:
-        (tmp_path / "whole.toml").write_text(replace_sections(shipped.read_text(), layout_plan.toml()))
+    for plan in search(with_seq_len(configured(), 65_536), 16, H100).best:
+        (tmp_path / "whole.toml").write_text(replace_sections(shipped.read_text(), layout_toml(plan.config)))
         config = load(["--config", str(tmp_path / "whole.toml")])
         assert config.training.seq_len == 65_536
         assert checks.layout_problems(config, 16) == []
-        assert plan_stage(config, 16, H100).step_seconds == layout_plan.seconds
+        assert plan_stage(config, 16, H100).step_seconds == plan.step_seconds
 
 
 def replace_sections(text: str, pasted: str) -> str:
@@ -110,8 +109,8 @@ def test_longest_sequence_fits_and_a_longer_one_does_not() -> None:
     )
     length, found, stops = longest_sequence(config, 2, device)
     assert "a device needs" in stops
-    assert found.best[0].plan.fits
-    assert found.best[0].plan.config.training.seq_len == length
+    assert found.best[0].fits
+    assert found.best[0].config.training.seq_len == length
     assert not search(with_seq_len(config, length + length // 16), 2, device, max_results=1).best
 
 
@@ -119,13 +118,13 @@ def test_fewest_devices_need_not_be_a_power_of_two() -> None:
     config = load(["--config", "llama3_8b", "--training.global_batch_size", "8"])
     ranks, found = fewest_devices(config, replace(H100, memory=12 * GIB))
     assert ranks == 24
-    assert found.best[0].plan.fits
+    assert found.best[0].fits
 
 
 def test_pinned_keys_are_kept() -> None:
     config = configured("--parallelism.tp", "4", "--memory.recompute", "full")
     best = search(config, 16, H100, pinned=("parallelism.tp", "memory.recompute")).best
-    assert {(layout_plan.mesh["tp"], layout_plan.plan.config.memory.recompute) for layout_plan in best} == {(4, "full")}
+    assert {(plan.mesh["tp"], plan.config.memory.recompute) for plan in best} == {(4, "full")}
 
 
 def test_mesh_dependent_keys_of_the_file_do_not_limit_the_search() -> None:
@@ -136,7 +135,7 @@ def test_mesh_dependent_keys_of_the_file_do_not_limit_the_search() -> None:
     config = configured(*(word for key, value in words.items() for word in (f"--{key}", value)))
     assert checks.layout_problems(config, 8) == []
     found, plain = (search(each, 8, H100) for each in (config, configured("--training.compile", "true")))
-    assert found.best[0].seconds == plain.best[0].seconds
+    assert found.best[0].step_seconds == plain.best[0].step_seconds
 
 
 def test_groups_that_straddle_a_link_domain_count_as_crossing() -> None:
@@ -153,7 +152,7 @@ def test_head_groups_may_beat_no_memory_options() -> None:
     slow = replace(H100, network_bandwidth=5e9)
     config = configured("--training.global_batch_size", "2")
     found = search(config, 25, slow)
-    assert found.best[0].seconds <= TIE_FACTOR**2 * exhaustive_optimum(config, 25, slow)
+    assert found.best[0].step_seconds <= TIE_FACTOR**2 * exhaustive_optimum(config, 25, slow)
 
 
 def test_fewest_devices_fit_and_half_of_them_do_not() -> None:
@@ -161,7 +160,7 @@ def test_fewest_devices_fit_and_half_of_them_do_not() -> None:
     device = replace(H100, memory=40 * GIB)
     ranks, found = fewest_devices(config, device)
     assert ranks > 1
-    assert found.best[0].plan.fits
+    assert found.best[0].fits
     assert not search(config, ranks // 2, device).best
 
 

@@ -10,6 +10,7 @@ import pytest
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.hardware.device_specs import DeviceSpec, load_device
+from trainer.memory.rank import RankMemory
 from trainer.plan.critical_path import StepTime, predict_step_time
 from trainer.plan.flops import rank_workload
 from trainer.plan.step_time import (
@@ -44,7 +45,7 @@ def configured(size: str = "8b", **sections: Any) -> Config:
 def test_one_device_runs_its_flops_at_its_rates() -> None:
     found = timed(memory={"recompute": "none"})
     (stage,) = found.ranks
-    done = rank_workload(configured(memory={"recompute": "none"}), 1, 0)
+    done = rank_workload(RankMemory(configured(memory={"recompute": "none"}), 1, 0))
     # K and V projections are 1024 wide: 8.4 of 218 million weights per block. All others are at least 4096 wide.
     narrow = (209.7 * (1 + MATMUL_HALF_RATE_DIM / 4096) + 8.4 * (1 + MATMUL_HALF_RATE_DIM / 1024)) / 218.1
     assert stage.matmul == pytest.approx(
@@ -117,7 +118,10 @@ def test_recomputation_costs_its_flops_and_traffic() -> None:
     none, keep, full = (timed(memory={"recompute": policy}).ranks[0] for policy in ("none", "keep_attention", "full"))
     assert none.recompute == 0
     # All matmuls but the last, 159.4 of 218.1 million weights, and their memory traffic.
-    few, many = (rank_workload(configured(memory={"recompute": policy}), 1, 0) for policy in ("keep_attention", "full"))
+    few, many = (
+        rank_workload(RankMemory(configured(memory={"recompute": policy}), 1, 0))
+        for policy in ("keep_attention", "full")
+    )
     moved = few.memory_traffic["recompute"] / (HBM_EFFICIENCY * 3350e9)
     assert keep.recompute == pytest.approx(keep.matmul / 3 * 159.4 / 218.1 + moved, rel=0.01)
     # The attention forward, and the QKV projections, 25.2 million weights, once more.

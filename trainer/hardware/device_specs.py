@@ -101,8 +101,6 @@ class DeviceSpec:
 
     name: str
     description: str
-    torch_names: tuple[str, ...]
-    """Substrings of `torch.cuda.get_device_name()`."""
     memory: float
     peak_flops: float
     """Dense, bfloat16."""
@@ -127,7 +125,6 @@ class DeviceSpec:
     host_memory: float
     host_bandwidth: float
     """Host memory bandwidth, shared by all devices."""
-    sources: Mapping[str, str]
 
     def attention_kernel(self, requested: str) -> str:
         """The kernel whose rates represent `training.attention = requested`."""
@@ -144,12 +141,11 @@ class DeviceSpec:
 def load_device(name: str) -> DeviceSpec:
     """The shipped table of that name, or the file at that path. Raises ConfigError with all problems of the file."""
     path = _resolve_path(name)
-    table, sources = _read_table(path, (path,))
+    table = _read_table(path, (path,))
     device, link, network, host = table.device, table.link, table.network, table.host
     return DeviceSpec(
         name=path.stem,
         description=table.description or path.stem,
-        torch_names=tuple(table.names),
         memory=device.memory_gib * GIB,
         peak_flops=device.peak_tflops * TFLOPS,
         matmul_flops=device.matmul_tflops * TFLOPS,
@@ -171,7 +167,6 @@ def load_device(name: str) -> DeviceSpec:
         host_link_bandwidth=host.gbps * GBPS,
         host_memory=host.memory_gib * GIB,
         host_bandwidth=host.memory_gbps * GBPS,
-        sources=sources,
     )
 
 
@@ -204,58 +199,45 @@ def select_device(config: Config) -> DeviceSpec | None:
 
 def _resolve_path(name: str, relative_to: Path | None = None) -> Path:
     """A shipped table, or a file relative to the working directory or to the extending file."""
-    table, candidates = TABLES_DIR / f"{name}.toml", [Path(name)]
+    candidates = [TABLES_DIR / f"{name}.toml", Path(name)]
     if relative_to is not None:
         candidates.append(relative_to.parent / name)
-    for path in (table, *candidates):
-        if path.is_file():
-            return path
-    close = [table for table in device_names() if table.startswith(name)] or get_close_matches(
-        name, device_names(), n=1
-    )
-    suggestion = [f"did you mean {match}? " for match in close[:1]]
-    raise ConfigError(
-        [f'device "{name}" is neither a table nor a file; {"".join(suggestion)}tables: {", ".join(device_names())}']
-    )
+    if path := next(filter(Path.is_file, candidates), None):
+        return path
+    tables = device_names()
+    close = [table for table in tables if table.startswith(name)] or get_close_matches(name, tables, n=1)
+    suggestion = f"did you mean {close[0]}? " if close else ""
+    raise ConfigError([f'device "{name}" is neither a table nor a file; {suggestion}tables: {", ".join(tables)}'])
 
 
-def _read_table(path: Path, chain: tuple[Path, ...]) -> tuple[DeviceTable, dict[str, str]]:
-    """The table and the source of each number, by `section.key`."""
-    values, sources = _split_sources(read_toml(path))
+def _read_table(path: Path, chain: tuple[Path, ...]) -> DeviceTable:
+    values = _without_sources(read_toml(path))
     base = values.get("extends")
     if isinstance(base, str):
         base_path = _resolve_path(base, path)
         if base_path in chain:
             raise ConfigError([f'{show_path(path)}: extends = "{base}" is circular'])
-        base_table, base_sources = _read_table(base_path, (*chain, base_path))
-        # `names` identify one device, so they are not inherited. Attention rates are replaced in pairs.
-        inherited = base_table.model_dump(exclude={"names"}, exclude_unset=True)
+        inherited = _read_table(base_path, (*chain, base_path)).model_dump(exclude_unset=True)
+        # Attention rates are replaced in pairs.
         own_kernels = values.get("attention", {})
         for kernel, widths in own_kernels.items() if isinstance(own_kernels, dict) else ():
             for width in widths if isinstance(widths, dict) else ():
                 inherited["attention"].get(kernel, {}).pop(width, None)
         values = deep_merge(inherited, values)
-        sources = base_sources | sources
     try:
-        table = DeviceTable.model_validate(values)
+        return DeviceTable.model_validate(values)
     except ValidationError as error:
         raise ConfigError([f"{show_path(path)}: {_format_error(each)}" for each in error.errors()]) from error
-    rates = {f"attention.{k}.{w}": each.source for k, widths in table.attention.items() for w, each in widths.items()}
-    return table, sources | rates
 
 
-def _split_sources(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Replaces `{ value, source }` by the value; also returns the sources, "" for plain numbers."""
-    plain, sources = dict[str, Any](), dict[str, str]()
-    for section, entries in values.items():
-        plain[section] = entries
-        if section != "attention" and isinstance(entries, dict):
-            plain[section] = {
-                key: each.get("value") if isinstance(each, dict) else each for key, each in entries.items()
-            }
-            for key, each in entries.items():
-                sources[f"{section}.{key}"] = str(each.get("source", "")) if isinstance(each, dict) else ""
-    return plain, sources
+def _without_sources(values: dict[str, Any]) -> dict[str, Any]:
+    """Replaces `{ value, source }` by the value."""
+    return {
+        section: {key: each.get("value") if isinstance(each, dict) else each for key, each in entries.items()}
+        if section != "attention" and isinstance(entries, dict)
+        else entries
+        for section, entries in values.items()
+    }
 
 
 def _format_error(error: ErrorDetails) -> str:

@@ -30,12 +30,12 @@ from trainer.errors import (
     RunError,
 )
 from trainer.hardware.device_specs import select_device
-from trainer.hardware.host import node_memory_bytes
+from trainer.hardware.host import GIB, node_memory_bytes
 from trainer.launch.cluster import LaunchWorld, count_gpus, detect_launch_world, pluralize, set_worker_environment
 from trainer.launch.predict import write_prediction
 from trainer.launch.restarts import run_with_restarts
 from trainer.memory.auto import describe_memory_options, fit_memory_options
-from trainer.memory.estimator import GIB, estimate_memory
+from trainer.memory.estimator import estimate_memory
 from trainer.memory.report import memory_summary
 from trainer.metrics import log_setup
 from trainer.resilience import exit_markers

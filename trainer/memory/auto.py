@@ -10,7 +10,9 @@ from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.toml_format import toml_value
 from trainer.errors import ConfigError
-from trainer.memory.estimator import GIB, SAVED_ACTIVATIONS, estimate_memory
+from trainer.hardware.host import GIB
+from trainer.memory.estimator import SAVED_ACTIVATIONS, estimate_memory
+from trainer.memory.report import with_overrides
 
 DEVICE_FRACTION, HOST_FRACTION = 0.9, 0.75
 """Usable share of device and node memory; the rest is for kernel workspaces, fragmentation and data loading."""
@@ -41,35 +43,28 @@ def fit_memory_options(
         config.memory.host_budget_gib,
     )
     offload_limit = host_limit if budget_gib is None else budget_gib * GIB
-    rejected_problems: list[str] = []
+    found_problems: list[str] = []
     closest: tuple[float, Config] | None = None
     for candidate in sorted(_candidates(config), key=_relative_step_time):
         if problems := checks.layout_problems(candidate, world_size):
-            rejected_problems = rejected_problems or problems
+            found_problems = found_problems or problems
             continue
         estimate = estimate_memory(candidate, world_size)
-        saved_on_host = estimate.item(SAVED_ACTIVATIONS).host_bytes * ranks_per_node * PINNED_OVERHEAD
-        fits_host = (
-            saved_on_host <= offload_limit
-            and (estimate.host_bytes - estimate.item(SAVED_ACTIVATIONS).host_bytes) * ranks_per_node + saved_on_host
-            <= host_limit
-        )
-        if fits_host and estimate.device_bytes <= device_limit:
+        activations = estimate.item(SAVED_ACTIVATIONS).host_bytes
+        saved = activations * ranks_per_node * PINNED_OVERHEAD
+        if saved > offload_limit or (estimate.host_bytes - activations) * ranks_per_node + saved > host_limit:
+            continue
+        if estimate.device_bytes <= device_limit:
             return _with_host_budget(candidate, offload_limit / GIB)
-        if fits_host and (closest is None or estimate.device_bytes < closest[0]):
+        if closest is None or estimate.device_bytes < closest[0]:
             closest = estimate.device_bytes, candidate
+    refusal = 'memory.recompute = "auto" finds no options that fit'
     if closest is None:
-        raise ConfigError(
-            rejected_problems
-            or [
-                f'memory.recompute = "auto" finds no options that fit {host_limit / GIB:.1f} GiB of host memory per node'
-            ]
-        )
-    smallest_bytes, candidate = closest
+        raise ConfigError(found_problems or [f"{refusal} {host_limit / GIB:.1f} GiB of host memory per node"])
     raise ConfigError(
         [
-            f'memory.recompute = "auto" finds no options that fit {device_limit / GIB:.1f} GiB per device ({DEVICE_FRACTION:.0%} of it) and '
-            f"{host_limit / GIB:.1f} GiB per node; the minimum is {smallest_bytes / GIB:.1f} GiB, with {describe_memory_options(candidate)}"
+            f"{refusal} {device_limit / GIB:.1f} GiB per device ({DEVICE_FRACTION:.0%} of it) and {host_limit / GIB:.1f} GiB per node; "
+            f"the minimum is {closest[0] / GIB:.1f} GiB, with {describe_memory_options(closest[1])}"
         ]
     )
 
@@ -97,10 +92,8 @@ def _candidates(config: Config) -> Iterator[Config]:
         yield config.model_copy(update={"memory": memory.model_copy(update=options)})
 
 
-def _with_host_budget(config: Config, budget_gib: float) -> Config:
-    if config.memory.offload == "none":
-        return config
-    return config.model_copy(update={"memory": config.memory.model_copy(update={"host_budget_gib": budget_gib})})
+def _with_host_budget(config: Config, gib: float) -> Config:
+    return config if config.memory.offload == "none" else with_overrides(config, {"memory.host_budget_gib": gib})
 
 
 def _relative_step_time(config: Config) -> tuple[float, int]:

@@ -43,7 +43,6 @@ Every configuration key is an option, too: see ./run_train.sh --help and docs/pl
 examples:
   python -m trainer.plan --config llama3_8b_1m --device a100-80gb --network 12
   python -m trainer.plan search --config llama3_8b --seq-len 1M --gpus 32 --html plan.html
-  python -m trainer.plan.dry_run --config llama3_8b_1m    counts the real trainer's operations; takes minutes
 """
 
 
@@ -102,18 +101,18 @@ def search(args: argparse.Namespace, config_args: Sequence[str], notes: Sequence
         raise ConfigError([f"--seq-len {config.training.seq_len} must be at most {MAX_SEQ_LEN}"])
     title = f"{config.job.name} with {config.training.seq_len:,} tokens per sequence"
     if args.fewest:
-        world_size, result = layouts.fewest_devices(config, device, on_progress=print_progress)
+        world_size, result = layouts.fewest_devices(config, device)
         title += f": {world_size:,} x {device.name}" if world_size else " fits no number of devices"
     elif not world_size:
         raise ConfigError(["--gpus or --nodes is missing: give the number of devices, or --fewest"])
     elif args.longest:
-        seq_len, result, shortage = layouts.longest_sequence(config, world_size, device, on_progress=print_progress)
+        seq_len, result, shortage = layouts.longest_sequence(config, world_size, device)
         found = f"at most {seq_len:,}" if seq_len else f"fewer than {layouts.SEQ_LEN_STEP:,}"
         title = f"{config.job.name} on {world_size:,} x {device.name}: {found} tokens per sequence"
         config = layouts.with_seq_len(config, seq_len) if seq_len else config
     else:
         pinned = pinned_keys(config_args)
-        result = layouts.search(config, world_size, device, pinned=pinned, on_progress=print_progress)
+        result = layouts.search(config, world_size, device, pinned=pinned)
         title += f" on {world_size:,} x {device.name}"
     remarks = [f"longer sequences do not fit: {shortage}"] if shortage else []
     if tokens_per_step(config) != file_tokens:
@@ -239,11 +238,6 @@ def device_notes(args: argparse.Namespace, config: Recipe) -> list[str]:
     rates = {"link": args.link, "network": args.network}
     remarks = [f"{name} bandwidth: {value:g} GB/s per device, as given" for name, value in rates.items() if value]
     return remarks + [DEFAULT_DEVICE_NOTE] * (args.device is None and select_device(config) is None)
-
-
-def print_progress(num_plans: int) -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\033[K{num_plans:,} plans")
 
 
 def emit_report(report: PlanReport, html: Path | None) -> None:

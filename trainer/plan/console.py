@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from textwrap import fill
 
 from rich import box
@@ -20,9 +21,8 @@ from trainer.plan.document import (
     bars_to_table,
     decimal_places,
     format_number,
-    format_tokens,
-    format_y,
     is_numeric,
+    lines_to_table,
     x_values,
 )
 
@@ -72,57 +72,38 @@ def _to_table(section: BarChart | Table | LineChart) -> tuple[Table, list[str]]:
     return section, ["* the best"] * (section.best is not None) + [section.note] * bool(section.note)
 
 
-def _bars_table(bars: BarChart) -> tuple[Table, list[str]]:
-    if len(bars.bars) == 1:
-        return _single_bar_table(bars), _limit_notes(bars)
-    if len(bars.bars) <= MAX_BAR_COLUMNS:
-        return bars_to_table(bars, range(len(bars.bars))), _limit_notes(bars)
-    shown = sorted({0, bars.worst, len(bars.bars) - 1})
-    omitted = f"the first, the fullest and the last of {len(bars.bars)}; {len(bars.bars) - len(shown)} omitted"
-    return bars_to_table(bars, shown), [omitted, *_limit_notes(bars)]
+def _bars_table(chart: BarChart) -> tuple[Table, list[str]]:
+    notes, bars = _limit_notes(chart), chart.bars
+    if len(bars) == 1:
+        # With a column of marks proportional to the segments.
+        table, parts = bars_to_table(chart), [bars[0].segments[name] for name in chart.segment_names]
+        marks = ["#" * round(MAX_MARKS * part / max(parts)) for part in parts]
+        rows = [[*row, mark] for row, mark in zip_longest(table.rows, marks, fillvalue="")]
+        return Table(title=chart.title, columns=[*table.columns, ""], rows=rows), notes
+    if len(bars) <= MAX_BAR_COLUMNS:
+        return bars_to_table(chart), notes
+    shown = sorted({0, chart.worst, len(bars) - 1})
+    omitted = f"the first, the fullest and the last of {len(bars)}; {len(bars) - len(shown)} omitted"
+    return bars_to_table(chart, shown), [omitted, *notes]
 
 
-def _single_bar_table(bars: BarChart) -> Table:
-    """With a column of marks proportional to the segments."""
-    table, parts = bars_to_table(bars, [0]), [bars.bars[0].segments[kind] for kind in bars.segment_names]
-    marks = ["#" * round(MAX_MARKS * part / max(parts)) for part in parts]
-    marks += [""] * (len(table.rows) - len(marks))
-    rows = [[*row, mark] for row, mark in zip(table.rows, marks, strict=True)]
-    return Table(title=bars.title, columns=[*table.columns, ""], rows=rows)
-
-
-def _limit_notes(bars: BarChart) -> list[str]:
-    over_limit = [bar for bar in bars.bars if not bar.fits]
-    if not over_limit:
+def _limit_notes(chart: BarChart) -> list[str]:
+    num_over = sum(not bar.fits for bar in chart.bars)
+    if not num_over:
         return []
-    worst = bars.bars[bars.worst]
-    excess = format_number(worst.total - (worst.limit or 0), bars.decimals)
-    return [f"{len(over_limit)} of {len(bars.bars)} over the limit, {worst.label} by {excess} {bars.unit}"]
+    worst = chart.bars[chart.worst]
+    excess = format_number(worst.total - (worst.limit or 0), chart.decimals)
+    return [f"{num_over} of {len(chart.bars)} over the limit, {worst.label} by {excess} {chart.unit}"]
 
 
-def _curve_table(curve: LineChart) -> tuple[Table, list[str]]:
-    """One row per x, one column per line; values over the limit are marked."""
-    all_x = x_values(curve)
-    shown = all_x
-    if len(all_x) > MAX_CURVE_ROWS:
-        shown = [all_x[round(n * (len(all_x) - 1) / (MAX_CURVE_ROWS - 1))] for n in range(MAX_CURVE_ROWS)]
-    rows = [
-        [format_tokens(x), *(_curve_cell(curve, dict(line).get(x)) for line in curve.lines.values())] for x in shown
-    ]
-    notes = [f"{curve.y} by {curve.x}"]
-    if curve.limit is not None:
-        notes.append(f"* over the limit of {format_number(curve.limit, decimal_places([curve.limit]))}")
-    if len(shown) < len(all_x):
-        notes.append(f"{len(all_x) - len(shown)} of {len(all_x)} rows omitted")
-    return Table(title=curve.title, columns=[curve.x, *curve.lines], rows=rows), ["; ".join(notes)]
-
-
-def _curve_cell(curve: LineChart, y: float | None) -> str:
-    """Padded so that marked and unmarked numbers align."""
-    if y is None:
-        return "-" + " " * (curve.limit is not None)
-    text = format_y(curve, y)
-    return text if curve.limit is None else text + ("*" if y > curve.limit else " ")
+def _curve_table(chart: LineChart) -> tuple[Table, list[str]]:
+    table, num_rows = lines_to_table(chart, max_rows=MAX_CURVE_ROWS, mark_limit=True), len(x_values(chart))
+    notes = [f"{chart.y} by {chart.x}"]
+    if chart.limit is not None:
+        notes.append(f"* over the limit of {format_number(chart.limit, decimal_places([chart.limit]))}")
+    if len(table.rows) < num_rows:
+        notes.append(f"{num_rows - len(table.rows)} of {num_rows} rows omitted")
+    return table, ["; ".join(notes)]
 
 
 # ---- layout

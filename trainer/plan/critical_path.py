@@ -47,24 +47,13 @@ def predict_step_time(config: Config, world_size: int, device: DeviceSpec) -> St
     pipeline_seconds, bubbles = _pipeline_time(ranks)
     # Gradient clipping needs the norm over all stages, so the slowest optimizer step counts for all.
     step_seconds = pipeline_seconds + max(stage.optimizer_seconds for stage in ranks) + STEP_OVERHEAD
-    stages = tuple(
-        replace(
-            stage.step_time,
-            pp_rank=pp_rank,
-            bubble=bubble,
-            optimizer=step_seconds - STEP_OVERHEAD - stage.step_time.busy - bubble,
-        )
-        for pp_rank, (stage, bubble) in enumerate(zip(ranks, bubbles, strict=True))
-    )
-    ranks_per_stage = world_size // config.parallelism.pp
+    stages = []
+    for pp_rank, (stage, bubble) in enumerate(zip(ranks, bubbles, strict=True)):
+        optimizer = step_seconds - STEP_OVERHEAD - stage.step_time.busy - bubble
+        stages.append(replace(stage.step_time, pp_rank=pp_rank, bubble=bubble, optimizer=optimizer))
+    executed_flops = world_size // config.parallelism.pp * sum(stage.executed_flops for stage in ranks)
     workload = ranks[0].workload
-    return StepTime(
-        stages,
-        step_seconds,
-        workload.tokens,
-        workload.pairs,
-        ranks_per_stage * sum(stage.executed_flops for stage in ranks),
-    )
+    return StepTime(tuple(stages), step_seconds, workload.tokens, workload.pairs, executed_flops)
 
 
 def _equivalence_key(plan: PipelinePlan, pp_rank: int, *, has_host_budget: bool) -> tuple[object, ...]:
@@ -80,11 +69,8 @@ def _pipeline_time(ranks: Sequence[RankTimeModel]) -> tuple[float, list[float]]:
     if plan.pp == 1:
         return ranks[0].step_time.busy, [0.0]
     chunks = [stage.mean_chunk for stage in ranks]
-    mean_chunk = ChunkTime(
-        forward=sum(chunk.forward for chunk in chunks) / plan.pp,
-        input_grad=sum(chunk.input_grad for chunk in chunks) / plan.pp,
-        weight_grad=sum(chunk.weight_grad for chunk in chunks) / plan.pp,
-    )
+    parts = ("forward", "input_grad", "weight_grad")
+    mean_chunk = ChunkTime(**{part: sum(getattr(chunk, part) for chunk in chunks) / plan.pp for part in parts})
     busy = [stage.step_time.busy for stage in ranks]
     total = max(busy) + bubble_seconds(plan, mean_chunk, p2p_seconds=max(stage.p2p_seconds for stage in ranks))
     return total, [total - each for each in busy]

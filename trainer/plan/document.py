@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from math import floor, isfinite, log10
 
+from trainer.hardware.host import GIB
+
 NUMBER_PATTERN = re.compile(r"[<>~+-]*\s*\d")
-KIBI, GIB = 1 << 10, 1 << 30
+KIBI = 1 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,29 +152,30 @@ def is_numeric(cells: Iterable[str]) -> bool:
     return bool(nonempty) and all(NUMBER_PATTERN.match(cell) for cell in nonempty)
 
 
-def bars_to_table(bars: BarChart, indices: Sequence[int]) -> Table:
+def bars_to_table(chart: BarChart, indices: Sequence[int] | None = None) -> Table:
     """One row per segment, one column per selected bar, then total, limit and headroom.
 
     A chart with a single bar also gets each segment's share of the total.
     """
-    selected, decimals = [bars.bars[index] for index in indices], bars.decimals
-    if not selected:
-        return Table(title=bars.title, columns=[bars.unit], rows=[])
-    rows = [
-        [kind, *(format_number(bar.segments.get(kind, 0), decimals) for bar in selected)] for kind in bars.segment_names
-    ]
-    rows.append(["total", *(format_number(bar.total, decimals) or "0" for bar in selected)])
-    if any(bar.limit is not None for bar in selected):
-        rows.append(["limit", *(format_number(bar.limit or 0, decimals) for bar in selected)])
-        rows.append(["headroom", *(_headroom(bar, decimals) for bar in selected)])
-    columns = [bars.unit, *(bar.label for bar in selected)]
-    if len(bars.bars) > 1:
-        return Table(title=bars.title, columns=columns, rows=rows)
-    shares = [_percent_of_total(bars.bars[0], kind) for kind in bars.segment_names] + [""] * (
-        len(rows) - len(bars.segment_names)
+    bars, decimals = (
+        [chart.bars[index] for index in (range(len(chart.bars)) if indices is None else indices)],
+        chart.decimals,
     )
-    rows = [[*row, share] for row, share in zip(rows, shares, strict=True)]
-    return Table(title=bars.title, columns=[*columns, "share"], rows=rows)
+    if not bars:
+        return Table(title=chart.title, columns=[chart.unit], rows=[])
+    names = chart.segment_names
+    rows = [[name, *(format_number(bar.segments.get(name, 0), decimals) for bar in bars)] for name in names]
+    rows.append(["total", *(format_number(bar.total, decimals) or "0" for bar in bars)])
+    if any(bar.limit is not None for bar in bars):
+        rows.append(["limit", *(format_number(bar.limit or 0, decimals) for bar in bars)])
+        rows.append(["headroom", *(_headroom(bar, decimals) for bar in bars)])
+    columns = [chart.unit, *(bar.label for bar in bars)]
+    if len(chart.bars) == 1:
+        columns.append("share")
+        for name, row in zip_longest(names, rows):
+            value = bars[0].segments.get(name, 0)
+            row.append(f"{format_number(100 * value / bars[0].total, 1)} %" if value else "")
+    return Table(title=chart.title, columns=columns, rows=rows)
 
 
 def _headroom(bar: StackedBar, decimals: int) -> str:
@@ -180,19 +184,32 @@ def _headroom(bar: StackedBar, decimals: int) -> str:
     return "-" * (not bar.fits) + (format_number(abs(bar.limit - bar.total), decimals) or "0")
 
 
-def _percent_of_total(bar: StackedBar, kind: str) -> str:
-    value = bar.segments.get(kind, 0)
-    return f"{format_number(100 * value / bar.total, 1)} %" if value else ""
+def lines_to_table(chart: LineChart, *, max_rows: int | None = None, mark_limit: bool = False) -> Table:
+    """One row per x, one column per line; the first, the last and evenly spaced rows if there are more than `max_rows`.
+
+    Values over a marked limit end with a star, and all others with a blank, so that numbers align.
+    """
+    xs, lines = x_values(chart), [dict(line) for line in chart.lines.values()]
+    if max_rows is not None and len(xs) > max_rows:
+        xs = [xs[round(n * (len(xs) - 1) / (max_rows - 1))] for n in range(max_rows)]
+    limit = chart.limit if mark_limit else None
+
+    def cell(y: float | None) -> str:
+        text = "-" if y is None else format_y(chart, y)
+        return text if limit is None else text + ("*" if y is not None and y > limit else " ")
+
+    rows = [[format_tokens(x), *(cell(line.get(x)) for line in lines)] for x in xs]
+    return Table(title=chart.title, columns=[chart.x, *chart.lines], rows=rows)
 
 
-def x_values(curve: LineChart) -> list[float]:
+def x_values(chart: LineChart) -> list[float]:
     """All x of all lines, sorted."""
-    return sorted({x for line in curve.lines.values() for x, _ in line})
+    return sorted({x for line in chart.lines.values() for x, _ in line})
 
 
-def format_y(curve: LineChart, y: float) -> str:
+def format_y(chart: LineChart, y: float) -> str:
     """Three significant digits on a log axis, else the decimals of the largest value; "-" if not finite."""
     if not isfinite(y):
         return "-"
-    all_values = [other for line in curve.lines.values() for _, other in line]
-    return format_number(y, decimal_places([y] if curve.log_y else all_values)) or "0"
+    shown_values = [y] if chart.log_y else [other for line in chart.lines.values() for _, other in line]
+    return format_number(y, decimal_places(shown_values)) or "0"

@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from parallelisms.pipeline_plan import PipelineSchedule
-from trainer.config.job_config import Config
-from trainer.memory.estimator import RankMemory
-from trainer.plan.comm_volume import attention_recompute_fraction, fsdp_units, loss_chunks, num_recomputed_blocks
+from trainer.memory.rank import RankMemory
+from trainer.plan.comm_volume import fsdp_units
 from trainer.plan.memory_traffic import memory_traffic, optimizer_traffic
 
 SPLIT_BACKWARD_SCHEDULES: tuple[PipelineSchedule, ...] = ("InterleavedZeroBubble", "ZBVZeroBubble")
@@ -34,40 +33,31 @@ class RankWorkload:
     """Activations copied to the host; as many come back."""
     optimizer_bytes: float
     """Memory traffic of the optimizer."""
-    optimizer_on_host: bool
     tokens: float
     """Of the global batch, without padding."""
     pairs: float
     """(query, key) pairs of the global batch under a causal mask, one document per sequence."""
-    fetched_bytes: float = 0
+    fetched_bytes: float
     """Weights copied from the host, with the optimizer on the host."""
-    returned_bytes: float = 0
+    returned_bytes: float
     """Gradients copied to the host, with the optimizer on the host."""
 
 
-def rank_workload(config: Config, world_size: int, pp_rank: int) -> RankWorkload:
-    """Of the busiest rank with that pp rank. The configuration must be valid."""
-    return workload_of(RankMemory(config, world_size, pp_rank))
-
-
-def workload_of(rank: RankMemory) -> RankWorkload:
-    training = rank.config.training
-    fsdp_units_of_rank, length = [*fsdp_units(rank)], training.seq_len
-    gathered_elements = sum(
-        sum(unit.all_gathers.values()) * rank.sharded_numel(unit.shapes) for unit in fsdp_units_of_rank
-    )
-    scattered_elements = sum(unit.reduce_scatters * rank.sharded_numel(unit.shapes) for unit in fsdp_units_of_rank)
+def rank_workload(rank: RankMemory) -> RankWorkload:
+    """Of the busiest rank with that pp rank."""
+    training, units = rank.config.training, [(rank.sharded_numel(unit.shapes), unit) for unit in fsdp_units(rank)]
+    gathered = sum(sum(unit.all_gathers.values()) * shard for shard, unit in units)
+    scattered = sum(unit.reduce_scatters * shard for shard, unit in units)
     return RankWorkload(
         matmul_flops=_matmul_flops(rank),
         attention_flops=_attention_flops(rank),
         memory_traffic=memory_traffic(rank),
         offloaded_bytes=rank.num_micro_batches * rank.saved_block_bytes(rank.num_blocks)[1],
         optimizer_bytes=optimizer_traffic(rank),
-        optimizer_on_host=rank.optimizer_on_host,
-        tokens=training.global_batch_size * length,
-        pairs=training.global_batch_size * causal_pairs(length),
-        fetched_bytes=rank.master_bytes * gathered_elements * rank.optimizer_on_host,
-        returned_bytes=rank.master_bytes * scattered_elements * rank.optimizer_on_host,
+        tokens=training.global_batch_size * training.seq_len,
+        pairs=training.global_batch_size * causal_pairs(training.seq_len),
+        fetched_bytes=rank.master_bytes * gathered * rank.optimizer_on_host,
+        returned_bytes=rank.master_bytes * scattered * rank.optimizer_on_host,
     )
 
 
@@ -77,25 +67,21 @@ def causal_pairs(length: int) -> float:
 
 
 def _matmul_flops(rank: RankMemory) -> dict[str, float]:
-    model, width = rank.model, rank.model.dim
-    queries = model.num_heads // rank.tp * model.head_dim
-    keys = max(1, model.num_kv_heads // rank.tp) * model.head_dim
-    qkv, out, ffn = width * (queries + 2 * keys), width * queries, width * model.ffn_dim // rank.tp
+    _, _, _, out, ffn, *_ = (rows * columns for rows, columns in rank.block_shapes)
+    keys = rank.block.kv_heads * rank.model.head_dim * rank.model.dim
+    qkv = out + 2 * keys
     block = qkv + out + 3 * ffn
     flops_per_weight = 2.0 * rank.tokens * rank.num_micro_batches
     recomputed = 0.0
-    if rank.config.memory.recompute != "none":
+    if rank.recomputes:
         # All products but the last, whose result no gradient needs; query and key norms need their input again.
-        recomputed = rank.num_blocks * (block - ffn + width * (queries + keys) * model.qk_norm)
-        recomputed += rank.num_blocks * attention_recompute_fraction(rank) * qkv + num_recomputed_blocks(rank) * (
-            out + 3 * ffn
-        )
+        recomputed = rank.num_blocks * (block - ffn + (out + keys) * rank.model.qk_norm)
+        recomputed += rank.num_blocks * rank.attention_recompute_fraction * qkv
+        recomputed += rank.num_recomputed_blocks * (out + 3 * ffn)
     elif rank.pipeline.pp > 1 and rank.pipeline.schedule in SPLIT_BACKWARD_SCHEDULES:
         # The fused SwiGLU backward runs for input and for weight gradients; the first stage has no input gradient.
         recomputed = (rank.num_blocks - rank.pipeline.blocks_per_stage[0] * rank.has_first_stage) * 2 * ffn
-    rows, _ = rank.head_shapes()[0]
-    chunk, count, remainder = loss_chunks(rank)
-    head = 6.0 * rank.num_micro_batches * (chunk * count + remainder) * rows * width * rank.has_last_stage
+    head = 6.0 * rank.num_micro_batches * rank.head_tokens * rank.head_rows * rank.model.dim * rank.has_last_stage
     return {
         "forward": flops_per_weight * rank.num_blocks * block,
         "backward": 2 * flops_per_weight * rank.num_blocks * block,
@@ -122,4 +108,4 @@ def attention_pairs(rank: RankMemory) -> float:
 def _attention_flops(rank: RankMemory) -> dict[str, float]:
     query_dim = rank.model.num_heads // rank.tp * rank.model.head_dim
     forward = 4.0 * query_dim * attention_pairs(rank) * rank.num_blocks * rank.num_micro_batches
-    return {"forward": forward, "backward": 2.5 * forward, "recompute": attention_recompute_fraction(rank) * forward}
+    return {"forward": forward, "backward": 2.5 * forward, "recompute": rank.attention_recompute_fraction * forward}

@@ -21,7 +21,7 @@ from trainer.plan.document import (
     format_tokens,
     format_y,
     is_numeric,
-    x_values,
+    lines_to_table,
 )
 
 PALETTE = (
@@ -90,19 +90,14 @@ def _segment_colours(report: PlanReport) -> dict[tuple[str, str], int]:
 def _section_view(section: BarChart | Table | LineChart, colours: Mapping[tuple[str, str], int]) -> View:
     if isinstance(section, BarChart):
         kinds = {name: colours[section.unit, name] for name in section.segment_names}
-        table = _table_view(bars_to_table(section, range(len(section.bars))), [*kinds.values()])
         full_value = max((max(bar.total, bar.limit or 0) for bar in section.bars), default=0) or 1.0
         bars = [_bar_view(section, bar, kinds, full_value) for bar in section.bars]
-        return {"kind": "bars", "title": section.title, "bars": bars, "table": table}
-    if isinstance(section, LineChart):
-        values = [dict(line) for line in section.lines.values()]
-        rows = [
-            [format_tokens(x), *(format_y(section, line[x]) if x in line else "-" for line in values)]
-            for x in x_values(section)
-        ]
-        table = _table_view(Table(title=section.title, columns=[section.x, *section.lines], rows=rows))
-        return {"kind": "lines", "title": section.title, "chart": _chart_view(section), "table": table}
-    return {"kind": "table", "title": section.title, "table": _table_view(section), "note": section.note}
+        view: View = {"kind": "bars", "bars": bars, "table": _table_view(bars_to_table(section), [*kinds.values()])}
+    elif isinstance(section, LineChart):
+        view = {"kind": "lines", "chart": _chart_view(section), "table": _table_view(lines_to_table(section))}
+    else:
+        view = {"kind": "table", "table": _table_view(section), "note": section.note}
+    return view | {"title": section.title}
 
 
 def _bar_view(chart: BarChart, bar: StackedBar, colours: Mapping[str, int], full_value: float) -> View:
@@ -111,10 +106,10 @@ def _bar_view(chart: BarChart, bar: StackedBar, colours: Mapping[str, int], full
             "name": name,
             "text": format_number(value, chart.decimals),
             "percent": 100 * value / full_value,
-            "colour": colours[name],
+            "colour": colour,
             "labelled": 100 * value / full_value >= MIN_LABELLED_PERCENT,
         }
-        for name in chart.segment_names
+        for name, colour in colours.items()
         if (value := bar.segments.get(name, 0))
     ]
     total = format_number(bar.total, chart.decimals) or "0"

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from trainer.memory.estimator import RankMemory
-from trainer.plan.comm_volume import attention_recompute_fraction, fsdp_units, loss_chunks, num_recomputed_blocks
+from trainer.memory.rank import RankMemory
+from trainer.plan.comm_volume import fsdp_units
 
 
 class MemoryAccesses(NamedTuple):
@@ -37,145 +37,123 @@ LOGITS = MemoryAccesses(2, 10)
 class ActivationSizes:
     """Elements of the activations of a micro-batch on one rank."""
 
-    def __init__(self, rank: RankMemory) -> None:
-        self.rank, model = rank, rank.model
-        self.compiled = rank.config.training.compile
-        self.hidden = rank.block_memory.residual_bytes // rank.compute_bytes
-        self.gathered_hidden = model.dim * rank.tokens
-        self.queries = rank.block_memory.q_numel
-        self.qk = self.queries + max(1, model.num_kv_heads // rank.tp) * model.head_dim * rank.tokens
-        self.ffn = model.ffn_dim * rank.tokens // rank.tp
-        self.kv = rank.block_memory.kv_numel
+    def __init__(self, rank: RankMemory, *, compiled: bool) -> None:
+        self.rank, self.block, self.compiled = rank, rank.block, compiled
+        self.hidden = rank.block.residual_bytes // rank.compute_bytes
+        self.queries, self.kv = rank.block.q_numel, rank.block.kv_numel
+        self.qk = self.queries + rank.block.kv_heads * rank.model.head_dim * rank.tokens
+        self.ffn = rank.model.ffn_dim * rank.tokens // rank.tp
 
-    def bytes_moved(self, elements: float, accesses: MemoryAccesses | tuple[MemoryAccesses, MemoryAccesses]) -> float:
-        if not isinstance(accesses, MemoryAccesses):
-            accesses = accesses[self.compiled]
-        return elements * (
-            accesses.low_precision * self.rank.compute_bytes + accesses.high_precision * self.rank.master_bytes
-        )
+    def moved(self, elements: float, accesses: MemoryAccesses | tuple[MemoryAccesses, MemoryAccesses]) -> float:
+        """Bytes."""
+        low, high = accesses if isinstance(accesses, MemoryAccesses) else accesses[self.compiled]
+        return elements * (low * self.rank.compute_bytes + high * self.rank.master_bytes)
+
+    @property
+    def merges(self) -> float:
+        """Merges of partial attention outputs, in units of all queries: half of a ring's blocks cover half the queries."""
+        return 1 if self.block.gathers_kv else 0.75 * (self.block.ring_degree - 1)
+
+    @property
+    def reordered_ranks(self) -> int:
+        """Remote ranks whose gathered KV is reordered."""
+        return self.block.ring_degree - 1 if self.block.gathers_kv else 0
 
 
 def memory_traffic(rank: RankMemory) -> dict[str, float]:
     """Bytes over all micro-batches by "forward", "backward", "recompute" and "head"."""
-    sizes, micro_batches, blocks = ActivationSizes(rank), rank.num_micro_batches, rank.num_blocks
-    all_gather_copies = _all_gather_copies(rank)
-    embedding = sizes.bytes_moved(sizes.hidden, COPY) * rank.has_first_stage
+    sizes, micro_batches, blocks = (
+        ActivationSizes(rank, compiled=rank.config.training.compile),
+        rank.num_micro_batches,
+        rank.num_blocks,
+    )
+    copies = _all_gather_copies(rank)
+    embedding = sizes.moved(sizes.hidden, COPY) * rank.has_first_stage
     forward = blocks * (_attention_input(sizes) + _cp_attention(sizes) + _feed_forward(sizes)) + embedding
     return {
-        "forward": micro_batches * forward + all_gather_copies["forward"],
-        "backward": micro_batches * blocks * _backward(sizes)
-        + all_gather_copies["backward"]
-        + _reduce_scatter_copies(rank),
-        "recompute": micro_batches * _recompute(sizes) + all_gather_copies["recompute"],
-        "head": micro_batches * _loss_head(sizes) * rank.has_last_stage,
+        "forward": micro_batches * forward + copies["forward"],
+        "backward": micro_batches * blocks * _backward(sizes) + copies["backward"] + _reduce_scatter_copies(rank),
+        "recompute": micro_batches * _recompute(sizes) + copies["recompute"],
+        "head": micro_batches * _loss_head(rank) * rank.has_last_stage,
     }
 
 
 def _attention_input(sizes: ActivationSizes) -> float:
     """Of a block: norm, query and key norms, and rotary embedding."""
-    total = sizes.bytes_moved(sizes.hidden, NORM) + sizes.bytes_moved(sizes.qk, ROPE)
-    return total + sizes.bytes_moved(sizes.qk, NORM) * sizes.rank.model.qk_norm
+    total = sizes.moved(sizes.hidden, NORM) + sizes.moved(sizes.qk, ROPE)
+    return total + sizes.moved(sizes.qk, NORM) * sizes.rank.model.qk_norm
 
 
 def _feed_forward(sizes: ActivationSizes) -> float:
     """Of a block: two residual additions, a norm and the SwiGLU gate."""
-    return (
-        2 * sizes.bytes_moved(sizes.hidden, ADD)
-        + sizes.bytes_moved(sizes.hidden, NORM)
-        + sizes.bytes_moved(sizes.ffn, SWIGLU)
-    )
+    return 2 * sizes.moved(sizes.hidden, ADD) + sizes.moved(sizes.hidden, NORM) + sizes.moved(sizes.ffn, SWIGLU)
+
+
+def _exchange_copies(sizes: ActivationSizes) -> float:
+    """Of a block: copies before and after the all-to-all of heads."""
+    return 2 * sizes.moved(2 * sizes.queries + sizes.kv, COPY) * (sizes.block.ulysses_degree > 1)
 
 
 def _cp_attention(sizes: ActivationSizes) -> float:
     """Of a block: copies for all-to-all or ring communication, and merging of partial attention outputs."""
-    plan = sizes.rank.block_memory.context_plan
-    if plan is None:
-        return 0
-    total = 0.0
-    if plan.ulysses_degree > 1:
-        total += 2 * sizes.bytes_moved(2 * sizes.queries + sizes.kv, COPY)
-    if plan.ring_degree > 1:
-        total += sizes.bytes_moved(sizes.kv, COPY) + sizes.bytes_moved(sizes.queries, UPCAST)
-        total += _num_merges(sizes) * sizes.bytes_moved(sizes.queries, MERGE)
-        total += _num_reordered_ranks(sizes) * sizes.bytes_moved(sizes.kv, COPY)
+    total = _exchange_copies(sizes)
+    if sizes.block.ring_degree > 1:
+        total += sizes.moved(sizes.kv, COPY) + sizes.moved(sizes.queries, UPCAST)
+        total += sizes.merges * sizes.moved(sizes.queries, MERGE)
+        total += sizes.reordered_ranks * sizes.moved(sizes.kv, COPY)
     return total
 
 
-def _num_merges(sizes: ActivationSizes) -> float:
-    """Merges of partial attention outputs, in units of all queries: half of a ring's blocks cover half the queries."""
-    plan = sizes.rank.block_memory.context_plan
-    if plan is None or plan.ring_degree == 1:
-        return 0
-    return 1 if plan.rotate_method == "allgather" else 0.75 * (plan.ring_degree - 1)
-
-
-def _num_reordered_ranks(sizes: ActivationSizes) -> int:
-    """Remote ranks whose gathered KV is reordered."""
-    plan = sizes.rank.block_memory.context_plan
-    return plan.ring_degree - 1 if plan is not None and plan.rotate_method == "allgather" else 0
-
-
 def _backward(sizes: ActivationSizes) -> float:
-    total = 2 * (sizes.bytes_moved(sizes.hidden, NORM_BACKWARD) + sizes.bytes_moved(sizes.hidden, ADD))
-    total += sizes.bytes_moved(sizes.qk, ROPE) + sizes.bytes_moved(sizes.ffn, SWIGLU_BACKWARD)
-    total += sizes.bytes_moved(sizes.qk, NORM_BACKWARD) * sizes.rank.model.qk_norm
-    if sizes.rank.config.memory.recompute == "none":
+    total = 2 * (sizes.moved(sizes.hidden, NORM_BACKWARD) + sizes.moved(sizes.hidden, ADD))
+    total += sizes.moved(sizes.qk, ROPE) + sizes.moved(sizes.ffn, SWIGLU_BACKWARD)
+    total += sizes.moved(sizes.qk, NORM_BACKWARD) * sizes.rank.model.qk_norm
+    if not sizes.rank.recomputes:
         # Autograd sums the input gradients of queries, keys and values, and of gate and up.
-        total += 3 * sizes.bytes_moved(sizes.gathered_hidden, ADD)
+        total += 3 * sizes.moved(sizes.rank.model.dim * sizes.rank.tokens, ADD)
     return total + _cp_attention_backward(sizes)
 
 
 def _cp_attention_backward(sizes: ActivationSizes) -> float:
-    plan = sizes.rank.block_memory.context_plan
-    if plan is None:
-        return 0
-    total = 2 * sizes.bytes_moved(2 * sizes.queries + sizes.kv, COPY) * (plan.ulysses_degree > 1)
-    if plan.ring_degree > 1:
-        other_ranks = plan.ring_degree - 1
-        total += sizes.bytes_moved(sizes.kv, COPY) + sizes.bytes_moved(sizes.queries + sizes.kv, UPCAST)
-        total += _num_merges(sizes) * sizes.bytes_moved(sizes.queries, MemoryAccesses(1, 2))
+    total, other_ranks = _exchange_copies(sizes), sizes.block.ring_degree - 1
+    if other_ranks:
+        total += sizes.moved(sizes.kv, COPY) + sizes.moved(sizes.queries + sizes.kv, UPCAST)
+        total += sizes.merges * sizes.moved(sizes.queries, MemoryAccesses(1, 2))
         # Remote KV gradients: zero-fill, accumulation, and the cast to the communication dtype.
-        total += other_ranks * sizes.bytes_moved(sizes.kv, MemoryAccesses(1, 8)) + _num_reordered_ranks(
-            sizes
-        ) * sizes.bytes_moved(sizes.kv, COPY)
+        remote = other_ranks * sizes.moved(sizes.kv, MemoryAccesses(1, 8))
+        total += remote + sizes.reordered_ranks * sizes.moved(sizes.kv, COPY)
     return total
 
 
 def _recompute(sizes: ActivationSizes) -> float:
-    rank, memory = sizes.rank, sizes.rank.config.memory
-    if memory.recompute == "none":
-        return 0
-    plan, recompute_fraction = rank.block_memory.context_plan, attention_recompute_fraction(rank)
-    block = _attention_input(sizes) + sizes.bytes_moved(sizes.hidden, NORM) + sizes.bytes_moved(sizes.hidden, ADD)
-    if plan is not None and plan.ulysses_degree > 1:
-        block += 2 * sizes.bytes_moved(2 * sizes.queries + sizes.kv, COPY)
-    block += recompute_fraction * (_attention_input(sizes) + _cp_attention(sizes))
-    return rank.num_blocks * block + num_recomputed_blocks(rank) * _feed_forward(sizes)
-
-
-def _loss_head(sizes: ActivationSizes) -> float:
-    """Forward and backward: final norm, chunked logits, and accumulation of the weight gradient."""
     rank = sizes.rank
-    vocab_rows, model_dim = rank.head_shapes()[0]
-    chunk, count, remainder = loss_chunks(rank)
-    tokens, chunks = chunk * count + remainder, count + (remainder > 0)
-    eager = ActivationSizes(rank)
-    eager.compiled = False  # The loss head is not compiled.
-    total = eager.bytes_moved(sizes.hidden, NORM) + eager.bytes_moved(sizes.hidden, NORM_BACKWARD)
-    total += sizes.bytes_moved(tokens * vocab_rows, LOGITS) + sizes.bytes_moved(tokens * model_dim, COPY)
-    return total + sizes.bytes_moved(vocab_rows * model_dim, MemoryAccesses(chunks + 1, 2 * chunks + 4))
+    if not rank.recomputes:
+        return 0
+    block = _attention_input(sizes) + sizes.moved(sizes.hidden, NORM) + sizes.moved(sizes.hidden, ADD)
+    block += _exchange_copies(sizes)
+    block += rank.attention_recompute_fraction * (_attention_input(sizes) + _cp_attention(sizes))
+    return rank.num_blocks * block + rank.num_recomputed_blocks * _feed_forward(sizes)
+
+
+def _loss_head(rank: RankMemory) -> float:
+    """Forward and backward: final norm, chunked logits, and accumulation of the weight gradient."""
+    sizes, tokens = ActivationSizes(rank, compiled=False), rank.head_tokens
+    rows, dim = rank.head_shapes[0]
+    chunks = -(-tokens // rank.loss_chunk_tokens)
+    total = sizes.moved(sizes.hidden, NORM) + sizes.moved(sizes.hidden, NORM_BACKWARD)
+    total += sizes.moved(tokens * rows, LOGITS) + sizes.moved(tokens * dim, COPY)
+    return total + sizes.moved(rows * dim, MemoryAccesses(chunks + 1, 2 * chunks + 4))
 
 
 def _all_gather_copies(rank: RankMemory) -> dict[str, float]:
     """Copies around FSDP all-gathers, by phase: the cast of the shard, and the copy-out if sharded over several ranks."""
     bytes_by_phase = dict.fromkeys(("forward", "backward", "recompute"), 0.0)
     for unit in fsdp_units(rank) if rank.is_sharded else ():
-        shard = rank.sharded_numel(unit.shapes)
-        bytes_per_gather = shard * (
-            rank.master_bytes + rank.compute_bytes
-        ) + 2 * rank.compute_bytes * shard * rank.num_shards * (rank.num_shards > 1)
+        shard, ranks = rank.sharded_numel(unit.shapes), rank.num_shards
+        copied_out = 2 * rank.compute_bytes * shard * ranks * (ranks > 1)
         for phase, num_gathers in unit.all_gathers.items():
-            bytes_by_phase["forward" if phase == "step" else phase] += num_gathers * bytes_per_gather
+            gather_bytes = shard * (rank.master_bytes + rank.compute_bytes) + copied_out
+            bytes_by_phase["forward" if phase == "step" else phase] += num_gathers * gather_bytes
     return bytes_by_phase
 
 
@@ -184,10 +162,8 @@ def _reduce_scatter_copies(rank: RankMemory) -> float:
     total = 0.0
     for unit in fsdp_units(rank) if rank.is_sharded else ():
         shard = rank.sharded_numel(unit.shapes)
-        bytes_per_scatter = shard * rank.num_shards * (rank.compute_bytes + rank.reduce_bytes) + shard * (
-            rank.reduce_bytes + 2 * rank.master_bytes
-        )
-        total += unit.reduce_scatters * bytes_per_scatter
+        copied_in = shard * rank.num_shards * (rank.compute_bytes + rank.reduce_bytes)
+        total += unit.reduce_scatters * (copied_in + shard * (rank.reduce_bytes + 2 * rank.master_bytes))
     return total
 
 
@@ -196,9 +172,5 @@ def optimizer_traffic(rank: RankMemory) -> float:
 
     Bfloat16 moments are upcast and rounded back: four more high-precision accesses each.
     """
-    moments = (
-        4 * rank.moment_bytes
-        if rank.moment_bytes == rank.master_bytes
-        else 4 * rank.moment_bytes + 8 * rank.master_bytes
-    )
-    return rank.local_numel() * (6 * rank.master_bytes + moments)
+    is_upcast = rank.moment_bytes < rank.master_bytes
+    return rank.local_numel * (6 * rank.master_bytes + 4 * rank.moment_bytes + 8 * rank.master_bytes * is_upcast)

@@ -8,17 +8,21 @@ Imports no torch. A plan takes milliseconds, since a search makes thousands.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cached_property
 
 from trainer.config.job_config import Config
 from trainer.errors import ConfigError
 from trainer.hardware.device_specs import DeviceSpec
+from trainer.hardware.host import GIB
 from trainer.memory import auto
-from trainer.memory.estimator import DTYPE_BYTES, GIB, SAVED_ACTIVATIONS, MemoryEstimate, estimate_memory_per_pp_rank
+from trainer.memory.estimator import SAVED_ACTIVATIONS, MemoryEstimate, estimate_memory_per_pp_rank
+from trainer.memory.rank import DTYPE_BYTES
+from trainer.memory.report import Change, with_overrides
 from trainer.plan.critical_path import StepTime, predict_step_time
 from trainer.plan.document import format_gib
-from trainer.plan.suggestions import Candidate, memory_saving_candidates, speedup_candidates
+from trainer.plan.suggestions import competition_key, memory_saving_changes, speedup_changes
 
 DEVICE_RESERVE_FRACTION = 1 - auto.DEVICE_FRACTION
 """Of device memory, for what the estimate omits: allocator fragmentation, kernel and NCCL workspaces, the driver. The same
@@ -40,12 +44,12 @@ class Suggestion:
 
     text: str
     plan: TrainingPlan
-    freed_bytes: float
-    """Per device."""
-    saved_seconds: float
-    """Per step."""
     benefit: float
     """Sort key among suggestions."""
+    freed_bytes: float
+    """Per device."""
+    saved_seconds: float = 0
+    """Per step."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,12 @@ class TrainingPlan:
     device: DeviceSpec
     name: str = ""
     """Name of the stage."""
-    notes: tuple[str, ...] = field(default=())
+    auto_problems: tuple[str, ...] = ()
+    """Why `memory.recompute = "auto"` found nothing that fits."""
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        return self.config.parallelism.degrees(self.world_size)
 
     # ---- memory
 
@@ -104,19 +113,19 @@ class TrainingPlan:
     @cached_property
     def memory_shortages(self) -> list[str]:
         """One sentence for each of device and host memory that does not suffice."""
-        shortages = [*self.notes]
-        if self.peak_memory.device_bytes > self.usable_device_memory:
-            where = f", pp rank {self.peak_memory.pp_rank}" if self.peak_memory.pp > 1 else ""
+        shortages, peak = [*self.auto_problems], self.peak_memory
+        if peak.device_bytes > self.usable_device_memory:
+            where = f", pp rank {peak.pp_rank}" if peak.pp > 1 else ""
+            largest = _list_gib((item.name, item.device_bytes) for item in peak.largest_items)
             shortages.append(
-                f"a device needs {format_gib(self.peak_memory.device_bytes)} GiB ({self.peak_memory.phase}{where}); usable are "
-                f"{format_gib(self.usable_device_memory)} of {format_gib(self.device.memory)} GiB: {_largest_items(self.peak_memory)}"
+                f"a device needs {format_gib(peak.device_bytes)} GiB ({peak.phase}{where}); usable are "
+                f"{format_gib(self.usable_device_memory)} of {format_gib(self.device.memory)} GiB: {largest}"
             )
         if self.host_memory_needed > self.usable_host_memory:
-            kinds = sorted(self.host_memory.items(), key=lambda item: -item[1])[:3]
-            breakdown = ", ".join(f"{kind} {format_gib(size)}" for kind, size in kinds)
+            largest = _list_gib(sorted(self.host_memory.items(), key=lambda item: -item[1])[:3])
             shortages.append(
-                f"a node of {self.ranks_per_node} ranks needs {format_gib(self.host_memory_needed)} GiB of host memory; usable are "
-                f"{format_gib(self.usable_host_memory)} of {format_gib(self.device.host_memory)} GiB: {breakdown}"
+                f"a node of {self.ranks_per_node} ranks needs {format_gib(self.host_memory_needed)} GiB of host memory; "
+                f"usable are {format_gib(self.usable_host_memory)} of {format_gib(self.device.host_memory)} GiB: {largest}"
             )
         return shortages
 
@@ -189,15 +198,13 @@ class TrainingPlan:
     @cached_property
     def bottlenecks(self) -> list[str]:
         """Memory shortages, then the largest components of the step time."""
-        busiest = self.step_time.busiest
-        fractions = sorted(
-            ((seconds / self.step_seconds, name) for name, seconds in busiest.breakdown().items()), reverse=True
-        )
-        bottlenecks = [*self.memory_shortages]
-        for fraction, name in fractions:
-            if fraction >= BOTTLENECK_THRESHOLD:
-                bottlenecks.append(f"{fraction:.0%} of the step time: {name}{self._attention_rate_note(name)}")
-        return bottlenecks
+        breakdown = self.step_time.busiest.breakdown()
+        fractions = sorted(((seconds / self.step_seconds, name) for name, seconds in breakdown.items()), reverse=True)
+        return self.memory_shortages + [
+            f"{fraction:.0%} of the step time: {name}{self._attention_rates() if name == 'attention' else ''}"
+            for fraction, name in fractions
+            if fraction >= BOTTLENECK_THRESHOLD
+        ]
 
     @property
     def assumptions(self) -> list[str]:
@@ -214,39 +221,36 @@ class TrainingPlan:
             notes.append(f"assumes one sixteenth of the bfloat16 rates for {training.dtype}")
         return notes
 
-    def _attention_rate_note(self, name: str) -> str:
-        if name != "attention":
-            return ""
-        kernel, width = self.config.training.attention, self.config.model.build().head_dim
-        forward, backward = self.device.attention_rates(kernel, width)
-        return f", {self.device.attention_kernel(kernel)} at {forward / 1e12:.0f} TFLOP/s forward and {backward / 1e12:.0f} backward"
+    def _attention_rates(self) -> str:
+        requested, width = self.config.training.attention, self.config.model.build().head_dim
+        forward, backward = (rate / 1e12 for rate in self.device.attention_rates(requested, width))
+        kernel = self.device.attention_kernel(requested)
+        return f", {kernel} at {forward:.0f} TFLOP/s forward and {backward:.0f} backward"
 
     @cached_property
     def suggestions(self) -> list[Suggestion]:
         """The three best changes: those that reduce memory most if the plan does not fit, else those that save most time."""
-        best_by_key: dict[str, Suggestion] = {}
-        candidates = memory_saving_candidates if self.memory_shortages else speedup_candidates
-        for candidate in candidates(self.config, self.world_size, self.device):
-            suggestion = self._evaluate(candidate)
-            best = best_by_key.get(candidate.key)
-            if suggestion is not None and (best is None or suggestion.benefit > best.benefit):
-                best_by_key[candidate.key] = suggestion
-        return sorted(best_by_key.values(), key=lambda change: -change.benefit)[:3]
-
-    def _evaluate(self, candidate: Candidate) -> Suggestion | None:
-        """None if it does not help."""
-        candidate_plan = TrainingPlan(candidate.config, candidate.world_size, self.device)
-        freed_bytes = self.peak_memory.device_bytes - candidate_plan.peak_memory.device_bytes
         if self.memory_shortages:
-            reduction = self.memory_utilization - candidate_plan.memory_utilization
-            return Suggestion(candidate.text, candidate_plan, freed_bytes, 0, reduction) if reduction > 0 else None
-        if (
-            not candidate_plan.fits
-            or self.step_seconds - candidate_plan.step_seconds < MIN_TIME_SAVING * self.step_seconds
-        ):
+            changes = memory_saving_changes(self.config, self.world_size)
+        else:
+            changes = speedup_changes(self.config, self.world_size, self.device)
+        best_by_key: dict[str, Suggestion] = {}
+        for change in changes:
+            suggestion, best = self._evaluate(change), best_by_key.get(key := competition_key(change))
+            if suggestion is not None and (best is None or suggestion.benefit > best.benefit):
+                best_by_key[key] = suggestion
+        return sorted(best_by_key.values(), key=lambda suggestion: -suggestion.benefit)[:3]
+
+    def _evaluate(self, change: Change) -> Suggestion | None:
+        """None if it does not help."""
+        plan = TrainingPlan(change.config, change.world_size, self.device)
+        freed_bytes = self.peak_memory.device_bytes - plan.peak_memory.device_bytes
+        if self.memory_shortages:
+            reduction = self.memory_utilization - plan.memory_utilization
+            return Suggestion(change.text, plan, reduction, freed_bytes) if reduction > 0 else None
+        if not plan.fits or (saved := self.step_seconds - plan.step_seconds) < MIN_TIME_SAVING * self.step_seconds:
             return None
-        saved_seconds = self.step_seconds - candidate_plan.step_seconds
-        return Suggestion(candidate.text, candidate_plan, freed_bytes, saved_seconds, saved_seconds)
+        return Suggestion(change.text, plan, saved, freed_bytes, saved)
 
 
 @dataclass(frozen=True)
@@ -261,7 +265,11 @@ class RunPlan:
 
     @property
     def memory_shortages(self) -> list[str]:
-        return [f"{_stage_prefix(stage)}{shortage}" for stage in self.stages for shortage in stage.memory_shortages]
+        return [
+            f'stage "{stage.name}": {shortage}' if stage.name else shortage
+            for stage in self.stages
+            for shortage in stage.memory_shortages
+        ]
 
     @property
     def days(self) -> float:
@@ -278,32 +286,21 @@ class RunPlan:
 
 def plan_stage(config: Config, world_size: int, device: DeviceSpec, *, name: str = "") -> TrainingPlan:
     """The configuration must be valid. If `memory.recompute = "auto"` finds nothing that fits, plans full recomputation."""
-    notes: tuple[str, ...] = ()
+    ranks_per_node = min(world_size, device.devices_per_node)
     try:
         config = auto.fit_memory_options(
-            config, world_size, ranks_per_node=min(world_size, device.devices_per_node), **_memory_limits(device)
+            config, world_size, ranks_per_node=ranks_per_node, device_bytes=device.memory, host_bytes=device.host_memory
         )
     except ConfigError as error:
-        notes = tuple(error.problems)
-        memory_overrides = {"recompute": "full", "device_gib": None}
-        config = config.model_copy(update={"memory": config.memory.model_copy(update=memory_overrides)})
-    return TrainingPlan(config, world_size, device, name, notes)
+        config = with_overrides(config, {"memory.recompute": "full", "memory.device_gib": None})
+        return TrainingPlan(config, world_size, device, name, tuple(error.problems))
+    return TrainingPlan(config, world_size, device, name)
 
 
 def plan_run(config: Config, world_size: int, device: DeviceSpec) -> RunPlan:
-    return RunPlan(
-        tuple(plan_stage(stage.config, world_size, device, name=stage.name) for stage in config.training_stages)
-    )
+    stages = config.training_stages
+    return RunPlan(tuple(plan_stage(stage.config, world_size, device, name=stage.name) for stage in stages))
 
 
-def _memory_limits(device: DeviceSpec) -> dict[str, float]:
-    return {"device_bytes": device.memory, "host_bytes": device.host_memory}
-
-
-def _largest_items(estimate: MemoryEstimate) -> str:
-    items = sorted(estimate.items, key=lambda item: -item.device_bytes)
-    return ", ".join(f"{item.name} {format_gib(item.device_bytes)}" for item in items[:3])
-
-
-def _stage_prefix(plan: TrainingPlan) -> str:
-    return f'stage "{plan.name}": ' if plan.name else ""
+def _list_gib(sizes: Iterable[tuple[str, float]]) -> str:
+    return ", ".join(f"{name} {format_gib(size)}" for name, size in sizes)

@@ -9,11 +9,13 @@ from trainer.config.job_config import Config
 from trainer.config.summary import warnings
 from trainer.errors import ConfigError
 from trainer.hardware.device_specs import DEFAULT_DEVICE, DEFAULT_DEVICE_NOTE, DeviceSpec, load_device, select_device
-from trainer.memory.estimator import GIB, MemoryEstimate
+from trainer.hardware.host import GIB
+from trainer.memory.estimator import MemoryEstimate
+from trainer.memory.report import with_overrides
 from trainer.plan.console import show
 from trainer.plan.document import BarChart, LineChart, PlanReport, StackedBar, Table, format_gib
 from trainer.plan.plan import RunPlan, Suggestion, TrainingPlan, plan_run, plan_stage
-from trainer.plan.search import LayoutPlan, SearchResult, describe_layout, why_slower
+from trainer.plan.search import SearchResult, describe_layout, layout_toml, why_slower
 from trainer.plan.step_time import CHANNEL_LABELS
 
 NUM_CURVE_POINTS = 9
@@ -48,19 +50,16 @@ def plan_report(run: RunPlan, *, curve: bool = True, notes: Sequence[str] = ()) 
 def search_report(result: SearchResult, question: str, device: DeviceSpec, *, notes: Sequence[str] = ()) -> PlanReport:
     sections: list[BarChart | Table | LineChart] = []
     if result.best:
-        rows = [_search_row(candidate, result.best[0]) for candidate in result.best]
-        columns = ("layout", "s / step", "MFU %", "tokens / s / device", "GiB", "host GiB", "slower because of")
-        sections.append(Table(title="fastest layouts that fit", columns=columns, rows=rows, best=0))
+        rows = [_search_row(plan, result.best[0]) for plan in result.best]
+        headings = ("layout", "s / step", "MFU %", "tokens / s / device", "GiB", "host GiB", "slower because of")
+        sections.append(Table(title="fastest layouts that fit", columns=headings, rows=rows, best=0))
     if result.not_fitting:
-        not_fitting_rows = [
-            (describe_layout(candidate.plan), f"{candidate.seconds:.4g}", candidate.plan.memory_shortages[0])
-            for candidate in result.not_fitting
+        shortages = [
+            (describe_layout(plan), f"{plan.step_seconds:.4g}", plan.memory_shortages[0]) for plan in result.not_fitting
         ]
-        not_fitting_columns = ("layout", "s / step", "shortage with the leanest memory options")
-        sections.append(
-            Table(title="faster layouts that do not fit", columns=not_fitting_columns, rows=not_fitting_rows)
-        )
-    best = result.best[0].plan if result.best else None
+        columns = ("layout", "s / step", "shortage with the leanest memory options")
+        sections.append(Table(title="faster layouts that do not fit", columns=columns, rows=shortages))
+    best = result.best[0] if result.best else None
     sections += _plan_sections(best) if best else []
     plan_notes = _notes(best) if best else [f"device: {device.description}"]
     return PlanReport(
@@ -74,17 +73,13 @@ def search_report(result: SearchResult, question: str, device: DeviceSpec, *, no
     )
 
 
-def _layout_toml(candidate: LayoutPlan) -> str:
-    return f"# {describe_layout(candidate.plan)}: {_seconds(candidate.seconds)} per step\n{candidate.toml()}"
+def _layout_toml(plan: TrainingPlan) -> str:
+    return f"# {describe_layout(plan)}: {_seconds(plan.step_seconds)} per step\n{layout_toml(plan.config)}"
 
 
 def _plan_sections(plan: TrainingPlan) -> list[BarChart | Table | LineChart]:
-    sections: list[BarChart | Table | LineChart] = [
-        _device_memory_chart(plan),
-        _host_memory_chart(plan),
-        _step_time_chart(plan),
-    ]
-    return [*sections, _communication_table(plan)] if plan.world_size > 1 else sections
+    charts = [_device_memory_chart(plan), _host_memory_chart(plan), _step_time_chart(plan)]
+    return [*charts, _communication_table(plan)] if plan.world_size > 1 else [*charts]
 
 
 def _notes(plan: TrainingPlan) -> list[str]:
@@ -142,8 +137,7 @@ def _stages_table(run: RunPlan) -> Table:
 
 def _device_memory_chart(plan: TrainingPlan) -> BarChart:
     bars = [_memory_bar(estimate, plan) for estimate in plan.memory_by_pp_rank]
-    where = plan.peak_memory.phase
-    return BarChart(title=f"peak device memory, {where}", unit="GiB", bars=bars)
+    return BarChart(title=f"peak device memory, {plan.peak_memory.phase}", unit="GiB", bars=bars)
 
 
 def _memory_bar(estimate: MemoryEstimate, plan: TrainingPlan) -> StackedBar:
@@ -164,11 +158,8 @@ def _memory_bar(estimate: MemoryEstimate, plan: TrainingPlan) -> StackedBar:
 
 def _host_memory_chart(plan: TrainingPlan) -> BarChart:
     segments = {kind: size / GIB for kind, size in plan.host_memory.items()}
-    bar = StackedBar(
-        label=f"{plan.ranks_per_node} rank{'s' * (plan.ranks_per_node > 1)}",
-        segments=segments,
-        limit=plan.usable_host_memory / GIB,
-    )
+    label = f"{plan.ranks_per_node} rank{'s' * (plan.ranks_per_node > 1)}"
+    bar = StackedBar(label=label, segments=segments, limit=plan.usable_host_memory / GIB)
     return BarChart(title="host memory per node", unit="GiB", bars=[bar])
 
 
@@ -184,14 +175,8 @@ def _communication_table(plan: TrainingPlan) -> Table:
     """Of the busiest rank, by channel."""
     busiest = plan.step_time.busiest
     channels = sorted({**busiest.exposed, **busiest.overlapped}, key=lambda name: -busiest.exposed.get(name, 0))
-    rows = [
-        (
-            CHANNEL_LABELS.get(name, name),
-            f"{busiest.exposed.get(name, 0):.3g}",
-            f"{busiest.overlapped.get(name, 0):.3g}",
-        )
-        for name in channels
-    ]
+    times = (busiest.exposed, busiest.overlapped)
+    rows = [[CHANNEL_LABELS.get(name, name), *(f"{each.get(name, 0):.3g}" for each in times)] for name in channels]
     return Table(title="communication and copies per step", columns=("payload", "s exposed", "s overlapped"), rows=rows)
 
 
@@ -202,11 +187,10 @@ def _pp_rank_label(pp_rank: int, plan: TrainingPlan) -> str:
 def _curves(plan: TrainingPlan) -> list[LineChart]:
     """Memory and MFU by sequence length, on the same mesh."""
     plans = [_plan_for_length(plan, length) for length in _curve_lengths(plan.config)]
-    tokens = [float(other.config.training.seq_len) for other in plans]
-    memory = [(at, other.peak_memory.device_bytes / GIB) for at, other in zip(tokens, plans, strict=True)]
-    mfu = [(at, 100 * other.mfu) for at, other in zip(tokens, plans, strict=True)]
-    if len(tokens) < 2:
+    if len(plans) < 2:
         return []
+    memory = [(float(other.config.training.seq_len), other.peak_memory.device_bytes / GIB) for other in plans]
+    mfu = [(float(other.config.training.seq_len), 100 * other.mfu) for other in plans]
     limit = plan.usable_device_memory / GIB
     return [
         LineChart(title="memory by sequence length", x="sequence length", y="GiB per device", log_x=True, log_y=True,
@@ -224,15 +208,13 @@ def _curve_lengths(config: Config) -> Iterable[int]:
 
 def _plan_for_length(plan: TrainingPlan, length: int) -> TrainingPlan:
     """Keeps the number of sequences per step."""
-    training = plan.config.training.model_copy(update={"seq_len": length})
-    return plan_stage(plan.config.model_copy(update={"training": training}), plan.world_size, plan.device)
+    return plan_stage(with_overrides(plan.config, {"training.seq_len": length}), plan.world_size, plan.device)
 
 
-def _search_row(candidate: LayoutPlan, best: LayoutPlan) -> Sequence[str]:
-    plan = candidate.plan
+def _search_row(plan: TrainingPlan, best: TrainingPlan) -> Sequence[str]:
     return (
-        describe_layout(plan), f"{candidate.seconds:.4g}", f"{100 * plan.mfu:.1f}", f"{plan.tokens_per_second_per_device:,.0f}",
-        format_gib(plan.peak_memory.device_bytes), format_gib(plan.host_memory_needed), why_slower(candidate, best) if candidate is not best else "",
+        describe_layout(plan), f"{plan.step_seconds:.4g}", f"{100 * plan.mfu:.1f}", f"{plan.tokens_per_second_per_device:,.0f}",
+        format_gib(plan.peak_memory.device_bytes), format_gib(plan.host_memory_needed), why_slower(plan, best) if plan is not best else "",
     )  # fmt: skip
 
 

@@ -7,11 +7,13 @@ remaining bound can be among the best.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 from math import inf
+from operator import attrgetter
 from typing import Any
 
 from trainer.config import checks
@@ -63,46 +65,20 @@ MEMORY_CHOICES: tuple[dict[str, Any], ...] = tuple(
     )
 )
 HEAD_GROUP_CHOICES = [
-    keep for keep in MEMORY_CHOICES if keep["memory.head_groups"] > 1 and keep["memory.offload"] == "none"
+    memory for memory in MEMORY_CHOICES if memory["memory.head_groups"] > 1 and memory["memory.offload"] == "none"
 ]
 NUM_LEANEST_CHOICES = 4
 """The last MEMORY_CHOICES, which need least device memory."""
-ProgressCallback = Callable[[int], None] | None
-"""Called with the number of plans evaluated, every 100 plans."""
-
-
-@dataclass(frozen=True)
-class LayoutPlan:
-    plan: TrainingPlan
-
-    @property
-    def seconds(self) -> float:
-        return self.plan.step_seconds
-
-    @property
-    def mesh(self) -> dict[str, int]:
-        return self.plan.config.parallelism.degrees(self.plan.world_size)
-
-    def toml(self) -> str:
-        """Complete sections that replace those of the configuration file."""
-        return "\n\n".join("\n".join(self._section(name)) for name in TOML_SECTIONS)
-
-    def _section(self, name: str) -> Iterator[str]:
-        section = getattr(self.plan.config, name)
-        yield f"[{name}]"
-        for key, value in section:
-            if value is not None and value != type(section).model_fields[key].default:
-                yield f"{key} = {toml_value(value)}"
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    best: Sequence[LayoutPlan]
+    best: Sequence[TrainingPlan]
     """The fastest layout of each mesh that fits, fastest first; among equals, by memory."""
-    not_fitting: Sequence[LayoutPlan]
+    not_fitting: Sequence[TrainingPlan]
     """The leanest layouts of meshes that would be faster than the best but do not fit."""
     num_plans: int
-    problems: Sequence[str] = field(default=())
+    problems: Sequence[str] = ()
     """The most frequent configuration problems, if no layout is valid."""
 
 
@@ -113,117 +89,91 @@ def search(
     *,
     max_results: int = MAX_RESULTS,
     pinned: Sequence[str] = (),
-    on_progress: ProgressCallback = None,
 ) -> SearchResult:
     """The fastest layouts of a configuration on `world_size` devices. `pinned` keys keep their values."""
-    layout_search = _LayoutSearch(config, world_size, device, pinned, on_progress)
-    bounds = sorted(layout_search.lower_bounds(), key=_min_step_seconds)
-    best: list[LayoutPlan] = []
-    not_fitting: list[LayoutPlan] = []
+    layouts = _LayoutSearch(config, world_size, device, pinned)
+    bounds = sorted(layouts.lower_bounds(), key=_min_step_seconds)
+    best: list[TrainingPlan] = []
+    not_fitting: list[TrainingPlan] = []
     for bound in bounds:
-        if len(best) == max_results and _min_step_seconds(bound) >= best[-1].seconds:
+        if len(best) == max_results and _min_step_seconds(bound) >= best[-1].step_seconds:
             break
-        fastest, leanest = layout_search.fastest_fitting(bound)
+        fastest, leanest = layouts.fastest_fitting(bound)
         if fastest is None:
             not_fitting.append(leanest)
-            continue
-        best = sorted(_fastest_per_mesh([*best, fastest]), key=lambda candidate: candidate.seconds)[:max_results]
-    best_seconds = best[0].seconds if best else inf
-    best.sort(
-        key=lambda candidate: (
-            candidate.seconds > TIE_FACTOR * best_seconds,
-            candidate.plan.memory_utilization if candidate.seconds <= TIE_FACTOR * best_seconds else candidate.seconds,
-        )
-    )
-    faster = [candidate for candidate in not_fitting if candidate.seconds < best_seconds]
-    problems = [problem for problem, _ in layout_search.problems.most_common(3)]
-    return SearchResult(best, faster[:max_results], layout_search.num_plans, () if bounds else problems)
+        else:
+            best = _fastest_per_mesh([*best, fastest])[:max_results]
+    best_seconds = best[0].step_seconds if best else inf
+    ties = [plan for plan in best if plan.step_seconds <= TIE_FACTOR * best_seconds]
+    best = sorted(ties, key=attrgetter("memory_utilization")) + best[len(ties) :]
+    faster = [plan for plan in not_fitting if plan.step_seconds < best_seconds]
+    problems = [] if bounds else [problem for problem, _ in layouts.problems.most_common(3)]
+    return SearchResult(best, faster[:max_results], layouts.num_plans, problems)
 
 
-def any_layout_fits(
-    config: Config, world_size: int, device: DeviceSpec, *, on_progress: ProgressCallback = None
-) -> bool:
+def any_layout_fits(config: Config, world_size: int, device: DeviceSpec) -> bool:
     """Cheaper than `search`: stops at the first layout that fits."""
-    layout_search = _LayoutSearch(config, world_size, device, (), on_progress)
-    return any(layout_search.layout_fits(layout) for layout in enumerate_layouts(config, world_size, device))
+    layouts = _LayoutSearch(config, world_size, device)
+    return any(layouts.layout_fits(layout) for layout in enumerate_layouts(config, world_size, device))
 
 
-def _min_step_seconds(bound: LayoutPlan) -> float:
+def _min_step_seconds(bound: TrainingPlan) -> float:
     """Lower bound for all memory options of a layout: head groups may hide the communication of attention."""
-    exposed = bound.plan.step_time.busiest.exposed
-    return bound.seconds - sum(exposed.get(channel, 0) for channel in ("cp", "rotate", "exchange"))
+    exposed = bound.step_time.busiest.exposed
+    return bound.step_seconds - sum(exposed.get(channel, 0) for channel in ("cp", "rotate", "exchange"))
 
 
 class _LayoutSearch:
-    def __init__(
-        self, config: Config, world_size: int, device: DeviceSpec, pinned: Sequence[str], on_progress: ProgressCallback
-    ) -> None:
-        self.config, self.world_size, self.device, self.on_progress = config, world_size, device, on_progress
-        self.pinned = [tuple(key.split(".")) for key in pinned]
+    def __init__(self, config: Config, world_size: int, device: DeviceSpec, pinned: Sequence[str] = ()) -> None:
+        self.config, self.world_size, self.device, self.pinned = config, world_size, device, pinned
         self.num_plans = 0
         self.problems: Counter[str] = Counter()
 
-    def lower_bounds(self) -> Iterator[LayoutPlan]:
+    def lower_bounds(self) -> Iterator[TrainingPlan]:
         """Every layout without memory options, or with the pinned ones."""
         for layout in enumerate_layouts(self.config, self.world_size, self.device):
-            candidate = self.evaluate(layout | MEMORY_CHOICES[0]) or (self.evaluate(layout) if self.pinned else None)
-            if candidate is not None:
-                yield candidate
+            plan = self.evaluate(layout | MEMORY_CHOICES[0]) or (self.evaluate(layout) if self.pinned else None)
+            if plan is not None:
+                yield plan
 
-    def fastest_fitting(self, bound: LayoutPlan) -> tuple[LayoutPlan | None, LayoutPlan]:
+    def fastest_fitting(self, bound: TrainingPlan) -> tuple[TrainingPlan | None, TrainingPlan]:
         """(fastest memory options that fit, leanest memory options); among equals, the first in MEMORY_CHOICES."""
-        if bound.plan.fits and bound.mesh["cp"] == 1:
+        if bound.fits and bound.mesh["cp"] == 1:
             return bound, bound
         # If the bound fits, only head groups can be faster, by overlapping communication of attention.
-        memory_choices = [
-            memory for memory in MEMORY_CHOICES[1:] if not bound.plan.fits or memory in HEAD_GROUP_CHOICES
-        ]
-        candidates = [
-            bound,
-            *(
-                candidate
-                for keep in memory_choices
-                if (candidate := self.evaluate(keep, bound.plan.config)) is not None
-            ),
-        ]
-        fitting = [candidate for candidate in candidates if candidate.plan.fits]
-        leanest = min(candidates, key=lambda candidate: candidate.plan.memory_utilization)
-        max_seconds = TIE_FACTOR * min((candidate.seconds for candidate in fitting), default=inf)
-        return next((candidate for candidate in fitting if candidate.seconds <= max_seconds), None), leanest
+        choices = HEAD_GROUP_CHOICES if bound.fits else MEMORY_CHOICES[1:]
+        plans = [bound, *filter(None, (self.evaluate(memory, bound.config) for memory in choices))]
+        fitting = [plan for plan in plans if plan.fits]
+        max_seconds = TIE_FACTOR * min((plan.step_seconds for plan in fitting), default=inf)
+        fastest = next((plan for plan in fitting if plan.step_seconds <= max_seconds), None)
+        return fastest, min(plans, key=attrgetter("memory_utilization"))
 
     def layout_fits(self, layout: dict[str, Any]) -> bool:
         """Skips larger micro-batches and replicas, which only need more memory."""
         if layout["training.micro_batch_size"] > 1 or layout["parallelism.dp_replicate"] > 1:
             return False
-        leanest = [
-            candidate
-            for memory in MEMORY_CHOICES[-NUM_LEANEST_CHOICES:]
-            if (candidate := self.evaluate(layout | memory)) is not None
-        ]
-        if any(candidate.plan.fits for candidate in leanest):
+        evaluated = (self.evaluate(layout | memory) for memory in MEMORY_CHOICES[-NUM_LEANEST_CHOICES:])
+        leanest = [plan for plan in evaluated if plan is not None]
+        if any(plan.fits for plan in leanest):
             return True
         # If host memory is short, offloading less may fit.
-        if all(candidate.plan.peak_memory.device_bytes > candidate.plan.usable_device_memory for candidate in leanest):
+        if all(plan.peak_memory.device_bytes > plan.usable_device_memory for plan in leanest):
             return False
-        return any(
-            (candidate := self.evaluate(layout | keep)) is not None and candidate.plan.fits
-            for keep in MEMORY_CHOICES[:-NUM_LEANEST_CHOICES]
-        )
+        others = (self.evaluate(layout | memory) for memory in MEMORY_CHOICES[:-NUM_LEANEST_CHOICES])
+        return any(plan is not None and plan.fits for plan in others)
 
-    def evaluate(self, changes: dict[str, Any], config: Config | None = None) -> LayoutPlan | None:
+    def evaluate(self, changes: dict[str, Any], config: Config | None = None) -> TrainingPlan | None:
         """None if the configuration is invalid or changes a pinned key."""
         config = with_overrides(config or self.config, changes)
-        if any(
-            getattr(getattr(config, name), key) != getattr(getattr(self.config, name), key) for name, key in self.pinned
-        ):
+        if any(attrgetter(key)(config) != attrgetter(key)(self.config) for key in self.pinned):
             return None
         if problems := checks.layout_problems(config, self.world_size):
             self.problems.update(problems)
             return None
         self.num_plans += 1
-        if self.on_progress is not None and self.num_plans % 100 == 0:
-            self.on_progress(self.num_plans)
-        return LayoutPlan(plan_stage(config, self.world_size, self.device))
+        if self.num_plans % 100 == 0 and sys.stderr.isatty():
+            sys.stderr.write(f"\r\033[K{self.num_plans:,} plans")
+        return plan_stage(config, self.world_size, self.device)
 
 
 def enumerate_layouts(config: Config, world_size: int, device: DeviceSpec) -> Iterator[dict[str, Any]]:
@@ -290,14 +240,12 @@ def _ulysses_sizes(method: str, cp: int, tp: int, heads: int, device: DeviceSpec
             yield count
 
 
-def _fastest_per_mesh(plans: Iterable[LayoutPlan]) -> Iterator[LayoutPlan]:
-    """Drops layouts that differ from a faster one only in cp method, schedule or batching."""
-    seen = set()
-    for candidate in sorted(plans, key=lambda candidate: candidate.seconds):
-        mesh = tuple(candidate.mesh.values())
-        if mesh not in seen:
-            seen.add(mesh)
-            yield candidate
+def _fastest_per_mesh(plans: Iterable[TrainingPlan]) -> list[TrainingPlan]:
+    """Fastest first, without layouts that differ from a faster one only in cp method, schedule or batching."""
+    by_mesh: dict[tuple[int, ...], TrainingPlan] = {}
+    for plan in sorted(plans, key=attrgetter("step_seconds")):
+        by_mesh.setdefault(tuple(plan.mesh.values()), plan)
+    return [*by_mesh.values()]
 
 
 # ---- longest sequence, fewest devices
@@ -305,97 +253,83 @@ def _fastest_per_mesh(plans: Iterable[LayoutPlan]) -> Iterator[LayoutPlan]:
 
 def with_seq_len(config: ConfigT, seq_len: int) -> ConfigT:
     """Keeps the tokens per step as far as whole sequences allow; micro-batches of one sequence."""
-    training = config.training
-    tokens = training.global_batch_size * training.seq_len
-    global_batch_size = max(1, round(tokens / seq_len))
-    return with_overrides(
-        config,
-        {"training.seq_len": seq_len, "training.global_batch_size": global_batch_size, "training.micro_batch_size": 1},
-    )
+    tokens = config.training.global_batch_size * config.training.seq_len
+    changes = {"seq_len": seq_len, "global_batch_size": max(1, round(tokens / seq_len)), "micro_batch_size": 1}
+    return with_overrides(config, {f"training.{key}": value for key, value in changes.items()})
 
 
-def longest_sequence(
-    config: ConfigT, world_size: int, device: DeviceSpec, *, on_progress: ProgressCallback = None
-) -> tuple[int, SearchResult, str]:
+def longest_sequence(config: Config, world_size: int, device: DeviceSpec) -> tuple[int, SearchResult, str]:
     """(longest sequence length that fits, its layouts, the shortage of longer ones); 0 if none fits.
 
     Exact to 1/32.
     """
+
+    def fits(steps: int) -> bool:
+        return any_layout_fits(with_seq_len(config, steps * SEQ_LEN_STEP), world_size, device)
+
+    def best_layout(steps: int) -> SearchResult:
+        return search(with_seq_len(config, steps * SEQ_LEN_STEP), world_size, device, max_results=1)
+
     low, high = 0, 1
-    while high * SEQ_LEN_STEP <= MAX_SEQ_LEN and any_layout_fits(
-        with_seq_len(config, high * SEQ_LEN_STEP), world_size, device, on_progress=on_progress
-    ):
+    while high * SEQ_LEN_STEP <= MAX_SEQ_LEN and fits(high):
         low, high = high, 2 * high
     while high - low > max(1, low // 32):
         middle = (low + high) // 2
-        fits = any_layout_fits(with_seq_len(config, middle * SEQ_LEN_STEP), world_size, device, on_progress=on_progress)
-        low, high = (middle, high) if fits else (low, middle)
-    beyond = search(
-        with_seq_len(config, high * SEQ_LEN_STEP), world_size, device, max_results=1, on_progress=on_progress
-    )
-    leanest = min(beyond.not_fitting, key=lambda candidate: candidate.plan.memory_utilization, default=None)
-    shortage = "" if leanest is None else f"{high * SEQ_LEN_STEP:,} tokens: {leanest.plan.memory_shortages[0]}"
-    return (
-        low * SEQ_LEN_STEP,
-        search(with_seq_len(config, low * SEQ_LEN_STEP), world_size, device, max_results=1, on_progress=on_progress)
-        if low
-        else beyond,
-        shortage,
-    )
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    beyond = best_layout(high)
+    leanest = min(beyond.not_fitting, key=attrgetter("memory_utilization"), default=None)
+    shortage = "" if leanest is None else f"{high * SEQ_LEN_STEP:,} tokens: {leanest.memory_shortages[0]}"
+    return low * SEQ_LEN_STEP, best_layout(low) if low else beyond, shortage
 
 
-def fewest_devices(
-    config: Config, device: DeviceSpec, *, max_devices: int = 65_536, on_progress: ProgressCallback = None
-) -> tuple[int, SearchResult]:
+def fewest_devices(config: Config, device: DeviceSpec, *, max_devices: int = 65_536) -> tuple[int, SearchResult]:
     """The fewest devices on which the run fits; 0 if none. Beyond one node, whole nodes in steps of 1/8 of a power of two."""
-    world_size = next(
-        (
-            count
-            for power in range(max_devices.bit_length())
-            if any_layout_fits(config, count := 1 << power, device, on_progress=on_progress)
-        ),
-        0,
-    )
+    powers = (1 << power for power in range(max_devices.bit_length()))
+    world_size = next((count for count in powers if any_layout_fits(config, count, device)), 0)
     step = 1 if world_size <= device.devices_per_node else max(device.devices_per_node, world_size // 16)
-    for smaller in range(world_size // 2 + step, world_size, step):
-        if any_layout_fits(config, smaller, device, on_progress=on_progress):
-            world_size = smaller
-            break
-    return world_size, search(config, world_size or max_devices, device, max_results=1, on_progress=on_progress)
+    smaller = (n for n in range(world_size // 2 + step, world_size, step) if any_layout_fits(config, n, device))
+    world_size = next(smaller, world_size)
+    return world_size, search(config, world_size or max_devices, device, max_results=1)
+
+
+# ---- a layout in words
+
+
+def layout_toml(config: Config) -> str:
+    """Complete sections that replace those of the configuration file."""
+    lines = []
+    for name in TOML_SECTIONS:
+        section = getattr(config, name)
+        defaults = {key: field.default for key, field in type(section).model_fields.items()}
+        given = [(key, value) for key, value in section if value is not None and value != defaults[key]]
+        lines.append("\n".join([f"[{name}]", *(f"{key} = {toml_value(value)}" for key, value in given)]))
+    return "\n\n".join(lines)
 
 
 def describe_layout(plan: TrainingPlan) -> str:
     config = plan.config
     parallelism, memory, micro_batch_size = config.parallelism, config.memory, config.training.micro_batch_size
-    mesh = parallelism.degrees(plan.world_size)
-    phrases = [" x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "1 rank"]
-    if parallelism.cp > 1:
-        phrases.append(
-            config.context_plan().resolved_method
-            + (f" (ulysses {config.context_plan().ulysses_degree})" * bool(parallelism.cp_ulysses))
-        )
-    stages = f" with {parallelism.pp_stages_per_rank} stages per rank" if parallelism.pp_stages_per_rank else ""
-    phrases += (
-        [parallelism.pp_schedule + stages] * (parallelism.pp > 1)
-        + [f"micro-batch {micro_batch_size}"] * (micro_batch_size > 1)
-        + [f"recompute {memory.recompute}"]
-    )
-    phrases += [f"offload {memory.offload}"] * (memory.offload != "none")
-    phrases += [f"MLP tiles of {memory.mlp_tile_mib} MiB"] * (memory.mlp_tile_mib is not None)
-    phrases += [f"{memory.head_groups} head groups"] * (memory.head_groups > 1)
-    phrases += ["optimizer on the host"] * (memory.optimizer_placement == "host")
-    return ", ".join(
-        phrases + [f"{memory.blocks_per_checkpoint} blocks per checkpoint"] * (memory.blocks_per_checkpoint > 1)
-    )
-
-
-def why_slower(candidate: LayoutPlan, best: LayoutPlan) -> str:
-    """The two components that cost most time compared with the best."""
-    candidate_seconds, best_seconds = (other.plan.step_time.busiest.breakdown() for other in (candidate, best))
-    costs = {
-        name: candidate_seconds.get(name, 0) - best_seconds.get(name, 0)
-        for name in candidate_seconds.keys() | best_seconds.keys()
+    method, stages = config.context_plan().resolved_method, parallelism.pp_stages_per_rank
+    ulysses = f" (ulysses {config.context_plan().ulysses_degree})" if parallelism.cp_ulysses else ""
+    phrases = {
+        " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1) or "1 rank": True,
+        f"{method}{ulysses}": parallelism.cp > 1,
+        parallelism.pp_schedule + (f" with {stages} stages per rank" if stages else ""): parallelism.pp > 1,
+        f"micro-batch {micro_batch_size}": micro_batch_size > 1,
+        f"recompute {memory.recompute}": True,
+        f"offload {memory.offload}": memory.offload != "none",
+        f"MLP tiles of {memory.mlp_tile_mib} MiB": memory.mlp_tile_mib is not None,
+        f"{memory.head_groups} head groups": memory.head_groups > 1,
+        "optimizer on the host": memory.optimizer_placement == "host",
+        f"{memory.blocks_per_checkpoint} blocks per checkpoint": memory.blocks_per_checkpoint > 1,
     }
+    return ", ".join(phrase for phrase, is_shown in phrases.items() if is_shown)
+
+
+def why_slower(plan: TrainingPlan, best: TrainingPlan) -> str:
+    """The two components that cost most time compared with the best."""
+    seconds, best_seconds = (each.step_time.busiest.breakdown() for each in (plan, best))
+    costs = {name: seconds.get(name, 0) - best_seconds.get(name, 0) for name in seconds.keys() | best_seconds.keys()}
     worst = sorted(costs.items(), key=lambda item: -item[1])[:2]
-    reasons = [f"{name} {seconds:+.2f} s" for name, seconds in worst if seconds >= 0.005 * best.seconds]
+    reasons = [f"{name} {cost:+.2f} s" for name, cost in worst if cost >= 0.005 * best.step_seconds]
     return ", ".join(reasons) or "equal time, more memory"

@@ -6,16 +6,16 @@ All times are seconds per step, over all micro-batches. The constants below are 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from trainer.config.job_config import Config
 from trainer.hardware.device_specs import DeviceSpec
-from trainer.memory.estimator import RankMemory
+from trainer.memory.rank import RankMemory
 from trainer.plan import interconnect
-from trainer.plan.comm_volume import CommVolume, rank_comm_volumes
-from trainer.plan.flops import RankWorkload, workload_of
+from trainer.plan.comm_volume import CommVolume, comm_volumes
+from trainer.plan.flops import rank_workload
 from trainer.plan.interconnect import GroupTopology
 from trainer.plan.pipeline_bubble import ChunkTime
 
@@ -115,7 +115,8 @@ class RankStepTime:
         return {name: seconds for name, seconds in seconds_by_kind.items() if seconds > 0}
 
 
-SecondsByChannel = defaultdict[str, float]
+CommSeconds = tuple[Mapping[str, float], Mapping[str, float]]
+"""(exposed, overlapped) seconds by channel."""
 PHASES_BY_DIRECTION = {"forward": ("forward",), "backward": ("backward", "recompute")}
 
 
@@ -135,11 +136,10 @@ class RankTimeModel:
     ) -> None:
         self.config, self.device, self.groups = config, device, groups
         self.rank = RankMemory(config, world_size, pp_rank)
-        self.workload: RankWorkload = workload_of(self.rank)
-        self.context_plan = self.rank.block_memory.context_plan
-        self._messages = rank_comm_volumes(self.rank)
+        self.block, self.workload, self._messages = self.rank.block, rank_workload(self.rank), comm_volumes(self.rank)
         self._ranks_per_node = min(world_size, device.devices_per_node)
         self._dtype_factor = DTYPE_RATE_FACTOR[config.training.dtype]
+        self._uses_ring_hops = self.block.ring_degree > 1 and not self.block.gathers_kv
 
     # ---- compute
 
@@ -150,8 +150,8 @@ class RankTimeModel:
     @cached_property
     def matmul_rate(self) -> float:
         """FLOP/s of a block's matmuls."""
-        tokens = self.rank.block_memory.tiles()[1] if self.config.memory.recompute != "none" else self.rank.tokens
-        shapes = self.rank.block_shapes()[:7]
+        tokens = self.block.tile_tokens if self.rank.recomputes else self.rank.tokens
+        shapes = self.rank.block_shapes[:7]
         flops = sum(rows * columns for rows, columns in shapes)
         effective_flops = sum(
             rows * columns * (1 + MATMUL_HALF_RATE_DIM / min(rows, columns, tokens)) for rows, columns in shapes
@@ -160,26 +160,20 @@ class RankTimeModel:
 
     @cached_property
     def head_rate(self) -> float:
-        rows, columns = self.rank.head_shapes()[0]
-        chunk = (self.config.memory.loss_chunk_mib << 20) // (self.rank.master_bytes * rows)
-        slowdown = 1 + MATMUL_HALF_RATE_DIM / max(1, min(rows, columns, chunk, self.rank.tokens))
+        slowdown = 1 + MATMUL_HALF_RATE_DIM / min(
+            *self.rank.head_shapes[0], self.rank.loss_chunk_tokens, self.rank.tokens
+        )
         return self._dtype_factor * MATMUL_EFFICIENCY * self.device.matmul_flops / slowdown
 
     @cached_property
     def attention_rates(self) -> dict[str, float]:
         """FLOP/s by phase."""
         forward, backward = self.device.attention_rates(self.config.training.attention, self.rank.model.head_dim)
-        ring = 1 if self.context_plan is None else self.context_plan.ring_degree
-        tokens = self.rank.tokens * (1 if self.context_plan is None else self.context_plan.ulysses_degree)
-        micro_batch_size = self.config.training.micro_batch_size
         # In a ring, each kernel covers one rank's KV, on average half of it.
-        kernel_tokens = tokens / micro_batch_size / (2 if ring > 1 and self._uses_ring_hops else 1)
-        efficiency = self._dtype_factor * kernel_tokens / (kernel_tokens + ATTENTION_HALF_RATE_TOKENS)
+        tokens = self.rank.tokens * self.block.ulysses_degree / self.config.training.micro_batch_size
+        tokens /= 2 if self._uses_ring_hops else 1
+        efficiency = self._dtype_factor * tokens / (tokens + ATTENTION_HALF_RATE_TOKENS)
         return {"forward": forward * efficiency, "recompute": forward * efficiency, "backward": backward * efficiency}
-
-    @property
-    def _uses_ring_hops(self) -> bool:
-        return self.context_plan is not None and self.context_plan.rotate_method in ("ring", "alltoall")
 
     def attention_seconds(self, phase: str) -> float:
         return self.workload.attention_flops.get(phase, 0) / self.attention_rates[phase]
@@ -190,32 +184,26 @@ class RankTimeModel:
     def memory_seconds(self, phase: str) -> float:
         return self.workload.memory_traffic.get(phase, 0) / (HBM_EFFICIENCY * self.device.hbm_bandwidth)
 
-    def compute_seconds(self, phase: str) -> float:
-        if phase == "head":
-            return self.matmul_seconds(phase) + self.memory_seconds(phase)
-        return (
-            self.matmul_seconds(phase)
-            + self.memory_seconds(phase)
-            + self.attention_seconds(phase)
-            + self.launch_seconds(phase)
-        )
-
     @cached_property
-    def _total_launch_seconds(self) -> dict[str, float]:
-        """Minimum seconds of each phase given its number of kernel launches."""
-        tiles = self.rank.block_memory.tiles()[0] if self.config.memory.recompute != "none" else 1
-        recomputes = self.config.memory.recompute != "none"
-        block_runs = self.rank.num_blocks * self.rank.num_micro_batches * (tiles + self.config.memory.head_groups - 1)
-        kernel_fraction = COMPILED_KERNEL_FRACTION if self.config.training.compile else 1
-        launch_seconds = block_runs * kernel_fraction * self.device.launch_latency
-        return {
-            phase: launch_seconds * count * (recomputes or phase != "recompute")
-            for phase, count in KERNELS_PER_BLOCK.items()
-        }
+    def head_seconds(self) -> float:
+        return self.matmul_seconds("head") + self.memory_seconds("head")
+
+    def kernel_seconds(self, phase: str) -> float:
+        return self.matmul_seconds(phase) + self.memory_seconds(phase) + self.attention_seconds(phase)
 
     def launch_seconds(self, phase: str) -> float:
-        busy_seconds = self.matmul_seconds(phase) + self.memory_seconds(phase) + self.attention_seconds(phase)
-        return max(0.0, self._total_launch_seconds[phase] - busy_seconds)
+        """What launching the kernels takes beyond running them."""
+        if phase == "recompute" and not self.rank.recomputes:
+            return 0
+        tiles = self.block.num_tiles() if self.rank.recomputes else 1
+        block_runs = self.rank.num_blocks * self.rank.num_micro_batches * (tiles + self.config.memory.head_groups - 1)
+        kernel_fraction = COMPILED_KERNEL_FRACTION if self.config.training.compile else 1
+        seconds = block_runs * kernel_fraction * self.device.launch_latency * KERNELS_PER_BLOCK[phase]
+        return max(0.0, seconds - self.kernel_seconds(phase))
+
+    def compute_seconds(self, direction: str) -> float:
+        """Of blocks; `backward` includes recomputation."""
+        return sum(self.kernel_seconds(phase) + self.launch_seconds(phase) for phase in PHASES_BY_DIRECTION[direction])
 
     # ---- communication
 
@@ -227,35 +215,31 @@ class RankTimeModel:
         copy_seconds = self.workload.offloaded_bytes / self.device.host_link_bandwidth
         exposed_fraction = self._exposed_offload_fraction() if direction == "backward" else 0
         yield CommCost(HOST, copy_seconds * exposed_fraction, copy_seconds * (1 - exposed_fraction))
-        yield CommCost(HOST, 0, self._state_offload_seconds(direction))
+        # With the optimizer on the host: weights to the device in both directions, gradients back.
+        state_bytes = self.workload.fetched_bytes / 2 + self.workload.returned_bytes * (direction == "backward")
+        yield CommCost(HOST, 0, state_bytes / self.device.host_link_bandwidth)
 
     def _comm_cost(self, message: CommVolume, seconds: float) -> CommCost:
+        overlaps_with = "compute"
         if message.channel == "tp":
-            tp_overlap = ASYNC_TP_OVERLAP if self.config.parallelism.async_tp else 0
-            return CommCost("tp", seconds * (1 - tp_overlap), seconds * tp_overlap)
-        if message.channel in ("cp", "rotate", "exchange"):
-            attention_overlap = self._attention_overlap_fraction(message)
-            return CommCost(
-                message.channel,
-                seconds * (1 - attention_overlap),
-                seconds * attention_overlap,
-                overlaps_with="attention",
-            )
-        if message.phase == "recompute":  # Recomputation needs it immediately.
+            overlap = ASYNC_TP_OVERLAP if self.config.parallelism.async_tp else 0
+        elif message.channel in ("cp", "rotate", "exchange"):
+            overlap, overlaps_with = self._attention_overlap_fraction(message), "attention"
+        elif message.phase == "recompute":  # Recomputation needs it immediately.
             return CommCost(message.channel, seconds)
-        exposed_fraction = min(1.0, EXPOSED_FSDP_UNITS / (self.rank.num_blocks + EXPOSED_FSDP_UNITS)) * (
-            not message.what.endswith("loss head")
-        )
-        return CommCost(message.channel, seconds * exposed_fraction, seconds * (1 - exposed_fraction))
+        else:
+            exposed = min(1.0, EXPOSED_FSDP_UNITS / (self.rank.num_blocks + EXPOSED_FSDP_UNITS))
+            exposed *= not message.what.endswith("loss head")
+            return CommCost(message.channel, seconds * exposed, seconds * (1 - exposed))
+        return CommCost(message.channel, seconds * (1 - overlap), seconds * overlap, overlaps_with)
 
     def _attention_overlap_fraction(self, message: CommVolume) -> float:
         """Share of a message that attention in the same direction may hide."""
-        groups = self.config.memory.head_groups
-        if message.channel == "exchange" or self.context_plan is None or self.context_plan.rotate_method is None:
+        groups, ring = self.config.memory.head_groups, self.block.ring_degree
+        if message.channel == "exchange" or ring == 1:
             # Inputs of the next head group overlap; outputs and gradients do not.
             fraction = 0.0 if message.phase == "backward" else 1 if message.what == "KV" else 0.5
             return fraction * (groups - 1) / groups
-        ring = self.context_plan.ring_degree
         if not message.what.startswith("gradients"):
             return 1
         # The last gradient hop, and a reduce-scatter, follow all compute.
@@ -263,40 +247,27 @@ class RankTimeModel:
 
     def _attention_overlap_seconds(self, phase: str) -> float:
         """Seconds of attention that can overlap with receiving remote KV."""
-        if self.context_plan is None:
-            return 0
-        groups, ring = self.config.memory.head_groups, self.context_plan.ring_degree
+        groups, ring = self.config.memory.head_groups, self.block.ring_degree
         # An all-gather overlaps with attention to local KV and, with head groups, with the whole preceding group.
         fraction = (ring - 1) / ring if self._uses_ring_hops else 1 / ring / groups
         return self.attention_seconds(phase) * max(fraction, (groups - 1 + fraction) / groups if groups > 1 else 0)
 
     def _exposed_offload_fraction(self) -> float:
         """Exposed share of copies from the host: those of attention outputs, with head groups."""
-        memory, block = self.config.memory, self.rank.block_memory
+        memory, output_bytes = self.config.memory, self.block.attention_output_bytes
         if memory.head_groups == 1 or memory.offload != "inputs_and_attention":
             return 0
-        return block.attention_output_bytes / (
-            block.attention_output_bytes + block.residual_bytes / memory.blocks_per_checkpoint
-        )
-
-    def _state_offload_seconds(self, direction: str) -> float:
-        """With the optimizer on the host: weights to the device in both directions, gradients back."""
-        returned_bytes = self.workload.returned_bytes * (direction == "backward")
-        return (self.workload.fetched_bytes / 2 + returned_bytes) / self.device.host_link_bandwidth
+        return output_bytes / (output_bytes + self.block.residual_bytes / memory.blocks_per_checkpoint)
 
     # ---- overlap
 
     @cached_property
     def step_time(self) -> RankStepTime:
-        parts = [
-            *self._comm_by_direction.values(),
-            *([self._pipeline_weight_comm()] if self.rank.pipeline.pp > 1 else []),
-        ]
-        exposed, overlapped = SecondsByChannel(float), SecondsByChannel(float)
-        for part_exposed, part_overlapped in parts:
-            _accumulate(exposed, part_exposed)
-            _accumulate(overlapped, part_overlapped)
-        directions, phases = ("forward", "backward"), ("forward", "backward", "recompute")
+        parts = [*self._comm_by_direction.values()]
+        if self.rank.pipeline.pp > 1:
+            parts.append(self._pipeline_weight_comm())
+        exposed, overlapped = map(_sum_by_channel, zip(*parts, strict=True))
+        directions = ("forward", "backward")
         return RankStepTime(
             pp_rank=self.rank.pp_rank,
             matmul=sum(map(self.matmul_seconds, directions)),
@@ -305,57 +276,55 @@ class RankTimeModel:
             + self.attention_seconds("recompute")
             + self.memory_seconds("recompute"),
             memory_bound=sum(map(self.memory_seconds, directions)),
-            loss_head=self.compute_seconds("head"),
-            launch_overhead=sum(map(self.launch_seconds, phases)),
-            exposed={name: seconds for name, seconds in exposed.items() if seconds > 0},
-            overlapped={name: seconds for name, seconds in overlapped.items() if seconds > 0},
+            loss_head=self.head_seconds,
+            launch_overhead=sum(map(self.launch_seconds, KERNELS_PER_BLOCK)),
+            exposed=exposed,
+            overlapped=overlapped,
             contention=CONTENTION_FRACTION * sum(seconds for name, seconds in overlapped.items() if name != HOST),
         )
 
     @cached_property
-    def _comm_by_direction(self) -> dict[str, tuple[SecondsByChannel, SecondsByChannel]]:
-        return {direction: self._overlap_communication(direction) for direction in ("forward", "backward")}
+    def _comm_by_direction(self) -> dict[str, CommSeconds]:
+        return {direction: self._overlap_communication(direction) for direction in PHASES_BY_DIRECTION}
 
-    def _overlap_communication(self, direction: str) -> tuple[SecondsByChannel, SecondsByChannel]:
-        """(exposed, overlapped) seconds by channel."""
+    def _overlap_communication(self, direction: str) -> CommSeconds:
         pieces = [*self.communication(direction)]
-        exposed, overlapped = SecondsByChannel(float), SecondsByChannel(float)
+        exposed, overlapped = defaultdict[str, float](float), defaultdict[str, float](float)
         for piece in pieces:
             exposed[piece.channel] += piece.exposed
+
+        def cover(piece: CommCost, available: float) -> float:
+            covered = min(max(0.0, available), piece.overlappable)
+            overlapped[piece.channel] += covered
+            exposed[piece.channel] += piece.overlappable - covered
+            return covered
+
         available = sum(map(self._attention_overlap_seconds, PHASES_BY_DIRECTION[direction]))
         for piece in (piece for piece in pieces if piece.overlaps_with == "attention"):
-            covered_seconds = min(available, piece.overlappable)
-            available -= covered_seconds
-            overlapped[piece.channel] += covered_seconds
-            exposed[piece.channel] += piece.overlappable - covered_seconds
-        compute = sum(map(self.compute_seconds, PHASES_BY_DIRECTION[direction]))
+            available -= cover(piece, available)
+        compute = self.compute_seconds(direction)
         for piece in (piece for piece in pieces if piece.overlaps_with == "compute"):
             link = self._link_kind(piece.channel)
             # A link is idle while other links are exposed, and busy with what already overlaps on it.
-            available = compute + sum(seconds for name, seconds in exposed.items() if self._link_kind(name) != link)
-            available -= sum(seconds for name, seconds in overlapped.items() if self._link_kind(name) == link)
-            covered_seconds = min(max(0.0, available), piece.overlappable)
-            overlapped[piece.channel] += covered_seconds
-            exposed[piece.channel] += piece.overlappable - covered_seconds
+            idle = compute + sum(seconds for name, seconds in exposed.items() if self._link_kind(name) != link)
+            cover(piece, idle - sum(seconds for name, seconds in overlapped.items() if self._link_kind(name) == link))
         return exposed, overlapped
 
     def _link_kind(self, channel: str) -> str:
         return HOST if channel == HOST else "network" if self.groups[channel].crosses_domains else "link"
 
-    def _pipeline_weight_comm(self) -> tuple[SecondsByChannel, SecondsByChannel]:
-        """(exposed, overlapped) seconds of a pipeline's FSDP communication: all-gathers overlap with the first micro-batch,
-        gradient reductions follow the last.
+    def _pipeline_weight_comm(self) -> CommSeconds:
+        """A pipeline's FSDP communication: all-gathers overlap with the first micro-batch, gradient reductions follow
+        the last.
         """
-        exposed, overlapped = SecondsByChannel(float), SecondsByChannel(float)
+        exposed, overlapped = defaultdict[str, float](float), defaultdict[str, float](float)
         available = self.compute_seconds("forward") / self.rank.num_micro_batches
-        for message in self._messages:
-            if message.phase != "step":
-                continue
+        for message in (message for message in self._messages if message.phase == "step"):
             seconds = interconnect.message_seconds(message, self.groups, self.device)
-            covered_seconds = min(available, seconds) if message.kind == "all_gather" else 0
-            available -= covered_seconds
-            overlapped[message.channel] += covered_seconds
-            exposed[message.channel] += seconds - covered_seconds
+            covered = min(available, seconds) if message.kind == "all_gather" else 0
+            available -= covered
+            overlapped[message.channel] += covered
+            exposed[message.channel] += seconds - covered
         return exposed, overlapped
 
     @cached_property
@@ -363,38 +332,35 @@ class RankTimeModel:
         count = self.rank.num_micro_batches * self.rank.pipeline.stages_per_rank
         weight_grad = self.matmul_seconds("backward") / 2
         forward, backward = (
-            sum(map(self.compute_seconds, PHASES_BY_DIRECTION[direction]))
-            + sum(exposed.values())
-            + self.compute_seconds("head") / 2
+            self.compute_seconds(direction) + sum(exposed.values()) + self.head_seconds / 2
             for direction, (exposed, _) in self._comm_by_direction.items()
         )
         return ChunkTime(
-            forward=forward / count,
-            input_grad=(backward - weight_grad) / count,
-            weight_grad=weight_grad / count,
+            forward=forward / count, input_grad=(backward - weight_grad) / count, weight_grad=weight_grad / count
         )
 
     @property
     def p2p_seconds(self) -> float:
         """Seconds to send the residual stream to the next stage."""
         group = self.groups["pp"]
-        send_seconds = self.rank.block_memory.residual_bytes / interconnect.bandwidth("send", group, self.device)
+        send_seconds = self.block.residual_bytes / interconnect.bandwidth("send", group, self.device)
         return send_seconds + interconnect.latency("send", group, self.device)
 
     @cached_property
     def optimizer_seconds(self) -> float:
-        if not self.workload.optimizer_on_host:
+        if not self.rank.optimizer_on_host:
             return self.workload.optimizer_bytes / (HBM_EFFICIENCY * self.device.hbm_bandwidth)
-        host_seconds = (
-            self.workload.optimizer_bytes * self._ranks_per_node / (HOST_MEMORY_EFFICIENCY * self.device.host_bandwidth)
-        )
+        node_bytes = self.workload.optimizer_bytes * self._ranks_per_node
+        seconds = node_bytes / (HOST_MEMORY_EFFICIENCY * self.device.host_bandwidth)
         # Without a pipeline, the host optimizer overlaps with the next step's first forward pass, block by block.
-        overlapped_seconds = (
-            self.compute_seconds("forward") / self.rank.num_micro_batches if self.rank.pipeline.pp == 1 else 0
-        )
-        return max(0.0, host_seconds - overlapped_seconds)
+        first_forward = self.compute_seconds("forward") / self.rank.num_micro_batches
+        return max(0.0, seconds - (first_forward if self.rank.pipeline.pp == 1 else 0))
 
 
-def _accumulate(totals: SecondsByChannel, seconds_by_channel: SecondsByChannel) -> None:
-    for channel, seconds in seconds_by_channel.items():
-        totals[channel] += seconds
+def _sum_by_channel(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Without channels of 0 seconds."""
+    totals = defaultdict[str, float](float)
+    for part in parts:
+        for channel, seconds in part.items():
+            totals[channel] += seconds
+    return {channel: seconds for channel, seconds in totals.items() if seconds > 0}

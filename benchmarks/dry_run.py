@@ -7,6 +7,7 @@ independent check of the closed formulas in `trainer.memory.estimator`, `trainer
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from benchmarks.op_counter import HOST, OpCounterMode, fake_process_group
 from models.batch import Batch
 from models.transformer import Transformer
 from trainer.config import checks
@@ -26,10 +28,8 @@ from trainer.config.parse import load
 from trainer.data.sequences import BlendedDataset
 from trainer.distributed import World
 from trainer.errors import EXIT_BAD_CONFIG, EXIT_SUCCESS, ConfigError
-from trainer.memory.estimator import GIB
-from trainer.plan.__main__ import RaisingArgumentParser, parse_count
+from trainer.hardware.host import GIB
 from trainer.plan.comm_volume import CommVolume
-from trainer.plan.op_counter import HOST, OpCounterMode, fake_process_group
 from trainer.trainer import Trainer
 
 
@@ -210,20 +210,20 @@ def main(argv: Sequence[str]) -> int:
     return EXIT_SUCCESS
 
 
-def build_parser() -> RaisingArgumentParser:
-    parser = RaisingArgumentParser(
-        prog="python -m trainer.plan.dry_run",
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.dry_run",
         description="Builds one rank's model as training would and counts the memory, FLOPs and communication of a step on "
         "fake tensors, with one document per sequence. Needs no GPU and no other process.",
         epilog="Every configuration key is an option, too.",
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="NAME|PATH", help="as for trainer.plan")
-    parser.add_argument("--world-size", type=parse_count, metavar="N", help="default: the product of the mesh degrees")
+    parser.add_argument("--world-size", type=int, metavar="N", help="default: the product of the mesh degrees")
     parser.add_argument(
         "--rank", type=int, default=0, metavar="R", help="default 0; the last N / pp are the last stage"
     )
-    parser.add_argument("--steps", type=parse_count, default=1, metavar="N", help="counts the last of them; default 1")
+    parser.add_argument("--steps", type=int, default=1, metavar="N", help="counts the last of them; default 1")
     parser.add_argument("--json", action="store_true", help="one JSON object per training stage instead of text")
     return parser
 
