@@ -102,6 +102,22 @@ def test_ulysses_ranks_hold_adjacent_halves_of_a_ring_shard() -> None:
     assert held == [[0, 1, 2, 3], [12, 13, 14, 15], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
+def spans_give_the_shard(shape: tuple[int, ...], options: Options) -> bool:
+    """Whether the tokens of this rank's spans, which the data loader reads, are those of its shard."""
+    core, batch = core_of(shape, options), numbered([5, 11], [16])
+    read = [
+        torch.cat([row[start : start + length] for start, length in core.spans(tuple(boundaries))])
+        for row, boundaries in zip(batch.tokens, batch.boundaries.tolist(), strict=True)
+    ]
+    return torch.equal(torch.stack(read), core.shard_batch(batch).tokens)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("shape", "options"), [((2, 2), {"outer_method": "ring"}), ((2,), {"method": "ulysses"})])
+def test_spans_are_the_tokens_of_the_shard(shape: tuple[int, ...], options: Options) -> None:
+    assert all(run_ranks(spans_give_the_shard, torch.Size(shape).numel(), shape, options))
+
+
 # ---- properties for any documents
 
 
