@@ -20,6 +20,7 @@ from tests.ranks import run_ranks
 from tests.system.in_process import configured, dataset_of, run_here, saved_by, trainer_of
 from tests.system.runs import checkpoints, digests, lines, mounted, state, tensors, timeless, write_run
 from trainer.checkpoint import manifest, save
+from trainer.checkpoint.durable_io import fsync_path
 from trainer.checkpoint.manager import CheckpointManager, Save
 from trainer.checkpoint.run_dir import RunDir
 from trainer.checkpoint.save import HostStaging
@@ -158,7 +159,7 @@ def test_a_failed_host_copy_fails_only_the_save(run: Path, monkeypatch: pytest.M
 
 def test_a_checkpoint_is_complete_when_it_is_renamed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after a crash of the machine: the folder's entries are on disk before the rename, the rename after it."""
-    events, rename, fsync_path = list[str](), Path.rename, save.fsync_path
+    events, rename = list[str](), Path.rename
 
     def check_rename(path: Path, target: Path) -> Path:
         if target.name == "step-0":
