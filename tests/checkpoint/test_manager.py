@@ -86,6 +86,18 @@ def test_a_committed_step_is_not_rewritten(run: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in saved.iterdir()} == before
 
 
+def test_pruning_does_not_count_damaged_checkpoints(run: Path) -> None:
+    config = configured(run, run.parent / "run", "--checkpoint.keep", "2", "--checkpoint.async", "false")
+    with trainer_of(config) as trainer:
+        manager = CheckpointManager(config, RunDir(config.output_dir), trainer.world)
+        for step in (1, 2, 3):
+            trainer.step = step
+            saved = saved_by(manager, trainer)
+            if step == 2:
+                (saved / "manifest.json").unlink()
+    assert checkpoints(config.output_dir) == ["step-1", "step-2", "step-3"]
+
+
 def test_a_failed_save_leaves_no_checkpoint_and_the_next_launch_trains(run: Path) -> None:
     config = configured(run, run.parent / "run", "--checkpoint.interval", "2")
     folder = RunDir(config.output_dir)

@@ -20,6 +20,7 @@ from tests.ranks import run_ranks
 from tests.system.in_process import configured, dataset_of, run_here, saved_by, trainer_of
 from tests.system.runs import checkpoints, digests, lines, mounted, state, tensors, timeless, write_run
 from trainer.checkpoint import manifest, save
+from trainer.checkpoint.durable_io import fsync_path
 from trainer.checkpoint.manager import CheckpointManager, Save
 from trainer.checkpoint.run_dir import RunDir
 from trainer.checkpoint.save import HostStaging
@@ -154,6 +155,28 @@ def test_a_failed_host_copy_fails_only_the_save(run: Path, monkeypatch: pytest.M
             assert "OutOfMemoryError: no host memory" in str(wait_for_save(manager).problem)
         saved_by(manager, trainer)
     assert checkpoints(config.output_dir) == ["step-0"]
+
+
+def test_a_checkpoint_is_complete_when_it_is_renamed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a crash of the machine: the folder's entries are on disk before the rename, the rename after it."""
+    events, rename = list[str](), Path.rename
+
+    def check_rename(path: Path, target: Path) -> Path:
+        if target.name == "step-0":
+            problems = manifest.find_damage(path, manifest.read(path), manifest.read(path).files)
+            events.append(f"rename {problems}")
+        return rename(path, target)
+
+    def record_fsync(path: Path) -> None:
+        events.append(f"fsync {path.name.partition('.tmp-')[1] or path.name}")
+        fsync_path(path)
+
+    monkeypatch.setattr(Path, "rename", check_rename)
+    monkeypatch.setattr(save, "fsync_path", record_fsync)
+    config = configured(run, run.parent / "run", SYNC)
+    with trainer_of(config) as trainer:
+        saved_by(CheckpointManager(config, RunDir(config.output_dir), trainer.world), trainer)
+    assert events == ["fsync .tmp-", "rename []", "fsync checkpoints"]
 
 
 # ---- attempt name
