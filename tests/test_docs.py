@@ -96,7 +96,9 @@ def help_text(module: str, *subcommand: str) -> str:
 def check_arguments(module: str, arguments: list[str]) -> None:
     """Unknown subcommands and options fail; configuration options must load."""
     subcommand = [
-        word for word in arguments[:1] if re.search(rf"(?<![-\w/]){re.escape(word)}(?![-\w/])", help_text(module))
+        word
+        for word in arguments[:1]
+        if not word.startswith("-") and re.search(rf"(?<![-\w/]){re.escape(word)}(?![-\w/])", help_text(module))
     ]
     needs_command = module in {"trainer.hf", "trainer.checkpoint", "trainer.slurm"}
     has_help_per_command = needs_command or module == "trainer.data.prepare"
