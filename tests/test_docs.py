@@ -96,12 +96,14 @@ def help_text(module: str, *subcommand: str) -> str:
 def check_arguments(module: str, arguments: list[str]) -> None:
     """Unknown subcommands and options fail; configuration options must load."""
     subcommand = [
-        word for word in arguments[:1] if re.search(rf"(?<![-\w/]){re.escape(word)}(?![-\w/])", help_text(module))
+        word
+        for word in arguments[:1]
+        if not word.startswith("-") and re.search(rf"(?<![-\w/]){re.escape(word)}(?![-\w/])", help_text(module))
     ]
-    is_argparse = module in {"trainer.hf", "trainer.checkpoint"}
-    has_help_per_command = is_argparse or module == "trainer.data.prepare"
+    needs_command = module in {"trainer.hf", "trainer.checkpoint", "trainer.slurm"}
+    has_help_per_command = needs_command or module == "trainer.data.prepare"
     usage = help_text(module, *subcommand) if has_help_per_command else help_text(module)
-    assert subcommand or not is_argparse or not arguments, f"{module} has no subcommand {arguments[0]}"
+    assert subcommand or not needs_command or not arguments, f"{module} has no subcommand {arguments[0]}"
     config = []
     for at, word in enumerate(arguments):
         if not word.startswith("--"):
@@ -110,8 +112,7 @@ def check_arguments(module: str, arguments: list[str]) -> None:
         if name == "--config" or "." in name:
             config += arguments[at : at + 2]
         else:
-            spellings = (name, f"--slurm.{name[2:].replace('-', '_')}")
-            assert any(re.search(rf"{re.escape(each)}(?![-\w])", usage) for each in spellings), f"no option {name}"
+            assert re.search(rf"{re.escape(name)}(?![-\w])", usage), f"no option {name}"
     load(config)
 
 

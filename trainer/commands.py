@@ -29,7 +29,10 @@ EXIT_HELP = "Exit codes: 0 success, 2 wrong arguments or configuration, 78 unusa
 
 
 class CommandParser(ArgumentParser):
-    """Raises `ConfigError` instead of exiting. Takes `--section.key VALUE` unless `overrides` is empty."""
+    """Raises `ConfigError` instead of exiting. Takes `--section.key VALUE` unless `overrides` is empty.
+
+    An option whose `dest` is `section.key` is short for it.
+    """
 
     def __init__(self, *, overrides: str = "", **options: Any) -> None:
         epilog = f"{overrides}\n{EXIT_HELP}".lstrip()
@@ -60,8 +63,10 @@ class CommandParser(ArgumentParser):
             else:
                 overrides.append(f"{argument}={remaining.pop(0)}")
         options, unknown = self.parse_known_args(arguments)
-        if getattr(options, "config", None) is not None:
-            overrides.append(f"--config={options.config}")
+        values = vars(options).items()
+        overrides += [
+            f"--{key}={value}" for key, value in values if ("." in key or key == "config") and value is not None
+        ]
         if unknown:
             self._raise_unknown(unknown, overrides)
         return options, overrides

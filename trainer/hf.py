@@ -33,7 +33,8 @@ export  write config.json, generation_config.json, safetensors and tokenizer fil
 import  check every tensor of a model and write a configuration that starts a run from it: the nearest
         preset with overrides, the tokenizer, and checkpoint.initial_load_path. Copies no weights: each rank
         of the run reads its shards from the model's folder
-"""
+
+An unusable checkpoint, tokenizer or model exits with 2."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -12,8 +12,9 @@ import pytest
 
 from tests.system.runs import lines
 from trainer.config.parse import load
+from trainer.config.slurm import SlurmSection
 from trainer.slurm import jobs, snapshot
-from trainer.slurm.__main__ import expand_short_options, main, run_options
+from trainer.slurm.__main__ import build_parser, main
 from trainer.slurm.scheduler import JobState
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,39 +79,29 @@ def submit(run: Path, *options: str) -> int:
 # ---- command line
 
 
-def test_short_job_options_are_expanded() -> None:
-    words = ["--gpus-per-node", "4", "--time=1:00:00", "--training.steps", "5", "--slurm.nodes", "2"]
-    expected = ["--slurm.gpus_per_node", "4", "--slurm.time=1:00:00", *words[3:]]
-    assert expand_short_options(words) == expected
-    assert load(expand_short_options(words)).slurm.gpus_per_node == 4
+def test_short_options_set_keys_of_the_job() -> None:
+    words = ["render", "--gpus-per-node", "4", "--time=1:00:00", "--training.steps", "5", "--slurm.nodes", "2"]
+    _, overrides = build_parser().parse(words)
+    config = load(overrides)
+    assert (config.slurm.gpus_per_node, config.slurm.time, config.slurm.nodes) == (4, "1:00:00", 2)
+    assert config.training.steps == 5
 
 
-def test_ranks_get_no_slurm_options() -> None:
-    words = [
-        "--config",
-        "a.toml",
-        "--slurm.nodes",
-        "4",
-        "--training.steps=5",
-        "--slurm.time=1:00:00",
-        "--job.name",
-        "b",
-    ]
-    assert run_options(words) == ["--training.steps=5", "--job.name", "b"]
-
-
-def test_help_lists_every_slurm_key(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
+@pytest.mark.parametrize("command", ["render", "submit", "status", "cancel"])
+def test_help_lists_every_slurm_key(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("python -m trainer.slurm render|submit")
-    assert "--slurm.lead_seconds  integer >= 1 <= 65535  (default: 300)" in printed
+    assert printed.startswith(f"usage: python -m trainer.slurm {command}")
+    assert all(f"\n  --{key.replace('_', '-')} VALUE" in printed for key in SlurmSection.model_fields)
+    assert main(["--help"]) == 0
+    assert f"\n{command} " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ([], "error: command (none) must be one of render, submit, status, cancel; see --help\n"),
-        (["start"], "error: command start must be one of render, submit, status, cancel; see --help\n"),
+        ([], "error: command line: trainer.slurm needs command\n"),
+        (["start"], 'error: command line: command "start" is unknown; see --help\n'),
         (["status"], "error: no run given: pass its folder, or --config NAME|PATH\n"),
         (["cancel", "/nowhere"], "error: /nowhere: no such run folder\n"),
         (["status", "--config", "debug", "--zebra", "1"], "--zebra"),
@@ -129,17 +120,18 @@ def test_a_wrong_command_line_exits_with_2(words: list[str], problem: str, capsy
 def test_render_and_submit_differ_only_in_the_configuration_path(
     scheduler: Scheduler, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["render", "--config", "debug", "--job.output_dir", str(run), *SIZE]) == 0
+    long = "--slurm.max_stuck=4"
+    assert main(["render", "--config", "debug", "--job.output_dir", str(run), *SIZE, long]) == 0
     printed = capsys.readouterr().out
     assert scheduler.commands() == []
     assert not run.exists()
-    submit(run)
+    submit(run, long)
     written = (run / "slurm" / "1" / "job.sh").read_text()
     differ = [pair for pair in zip(printed.splitlines(), written.splitlines(), strict=True) if pair[0] != pair[1]]
     config = ROOT / "train_configs" / "debug.toml"
     assert differ == [
         (
-            f"ARGUMENTS=(--config {config} --job.output_dir {run})",
+            f"ARGUMENTS=(--config {config} --job.output_dir={run})",
             f"ARGUMENTS=(--config {run}/slurm/1/config.toml)",
         )
     ]

@@ -51,31 +51,24 @@ class ValidationResult:
     @property
     def loss_by_context(self) -> dict[int, float]:
         """Loss of the same targets by context length; empty for a set with one length."""
-        return (
-            {length: metrics.loss for length, metrics in self.metrics_by_length.items()}
-            if len(self.metrics_by_length) > 1
-            else {}
-        )
+        losses = {length: metrics.loss for length, metrics in self.metrics_by_length.items()}
+        return losses if len(losses) > 1 else {}
 
     def event(self, first_loss: float | None) -> dict[str, Any]:
         """Fields for events.jsonl. `first_loss` is the run's first loss on this set, if any."""
-        losses = self.loss_by_context
-        shortest_context_loss = next(iter(losses.values()), None)
-        loss = self.longest_context.loss
-        loss_by_position = dict(
-            zip(position_bucket_names(), map(finite_or_none, self.longest_context.loss_by_position), strict=True)
-        )
+        metrics, by_context = self.longest_context, self.loss_by_context
+        by_position = zip(position_bucket_names(), map(finite_or_none, metrics.loss_by_position), strict=True)
+        gain = None if not by_context else finite_or_none(next(iter(by_context.values())) - metrics.loss)
         return {
             "set": self.name,
             "step": self.step,
-            "loss": finite_or_none(loss),
-            "accuracy": finite_or_none(self.longest_context.accuracy),
-            "targets": self.longest_context.targets,
-            "by_position": None if losses else loss_by_position,
-            "by_context": {str(length): finite_or_none(context_loss) for length, context_loss in losses.items()}
-            or None,
-            "gain": None if shortest_context_loss is None else finite_or_none(shortest_context_loss - loss),
-            "regression": finite_or_none(loss - (loss if first_loss is None else first_loss)),
+            "loss": finite_or_none(metrics.loss),
+            "accuracy": finite_or_none(metrics.accuracy),
+            "targets": metrics.targets,
+            "by_position": None if by_context else dict(by_position),
+            "by_context": {str(length): finite_or_none(loss) for length, loss in by_context.items()} or None,
+            "gain": gain,
+            "regression": finite_or_none(metrics.loss - (metrics.loss if first_loss is None else first_loss)),
         }
 
     def tensorboard_scalars(self) -> dict[str, float | None]:

@@ -7,10 +7,10 @@ ranks, sequences need padding, and some ranks have empty micro-batches. Imports 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations, count
+from itertools import combinations, product
 from math import gcd, log2, prod
 from pathlib import Path
 from textwrap import fill
@@ -100,18 +100,15 @@ def reduce_run(config: Config, world_size: int, folder: Path) -> ReducedRun:
     problems: list[str] = []
     for global_batch_size in _candidate_batch_sizes(run):
         reduced = _reduced_values(run, global_batch_size)
-        mesh_cases = [_mesh_case(reduced, mesh) for mesh in meshes]
-        problems = [
-            problem for mesh_case in mesh_cases for problem in checks.problems(mesh_case.config, mesh_case.processes)
-        ]
+        cases = [_mesh_case(reduced, mesh) for mesh in meshes]
+        problems = [problem for case in cases for problem in checks.problems(case.config, case.processes)]
         if not problems:
-            reference = deep_merge(reduced, {"training": {"compile": False}}) | {
-                "parallelism": {"dp_shard": 1},
-                "memory": {"recompute": "none"},
-            }
-            description = _describe_reduction(run, mesh_cases)
+            one_process = {"parallelism": {"dp_shard": 1}, "memory": {"recompute": "none"}}
+            reference = deep_merge(reduced, {"training": {"compile": False}}) | one_process
             return ReducedRun(
-                reference=Config.model_validate(reference), mesh_cases=mesh_cases, description=description
+                reference=Config.model_validate(reference),
+                mesh_cases=cases,
+                description=_describe_reduction(run, cases),
             )
     raise ConfigError([f"reduced run: {problem}" for problem in problems])
 
@@ -154,9 +151,9 @@ def cover_axis_pairs(folded_degrees: Mapping[str, int]) -> list[tuple[str, ...]]
     return chosen
 
 
-def _axis_pairs(axes: Iterable[str]) -> set[frozenset[str]]:
-    axis_list = list(axes)
-    return {frozenset(axis_set) for axis_set in (*combinations(axis_list, 1), *combinations(axis_list, 2))}
+def _axis_pairs(axes: Sequence[str]) -> set[frozenset[str]]:
+    """All pairs of axes, and each axis alone."""
+    return {frozenset(pair) for pair in product(axes, repeat=2)}
 
 
 def _parallelism_values(run: FullRun, axes: tuple[str, ...]) -> ConfigValues:
@@ -165,13 +162,11 @@ def _parallelism_values(run: FullRun, axes: tuple[str, ...]) -> ConfigValues:
     section = run.config.parallelism.model_dump()
     values = {key: value for key, value in section.items() if not key.startswith(inactive_prefixes)}
     values |= {axis: run.folded_degrees[axis] if axis in axes else 1 for axis in AXES} | {"async_tp": False}
+    plan = run.context_plan
     if "cp" in axes:
-        values |= {"cp_method": run.context_plan.resolved_method, "cp_layout": run.context_plan.resolved_layout}
-        if run.context_plan.resolved_method == "hybrid":
-            values |= {
-                "cp_ulysses": min(2, run.context_plan.ulysses_degree),
-                "cp_outer_method": run.context_plan.rotate_method,
-            }
+        values |= {"cp_method": plan.resolved_method, "cp_layout": plan.resolved_layout}
+        if plan.resolved_method == "hybrid":
+            values |= {"cp_ulysses": min(2, plan.ulysses_degree), "cp_outer_method": plan.rotate_method}
     if "pp" in axes:
         values |= {"pp_layers": _reduced_stage_blocks(run.pipeline_plan)}
     return values
@@ -198,11 +193,9 @@ def reduced_heads(num_heads: int, num_kv_heads: int, *, tp: int, ulysses: int) -
         reduced_kv_heads = ranks
     else:
         reduced_kv_heads = ranks * ulysses_ranks * min(2, num_kv_heads // tp // ulysses)
-    group_size = next(
-        each
-        for each in count(min(2, num_heads // num_kv_heads))
-        if reduced_kv_heads * each % (ranks * ulysses_ranks) == 0
-    )
+    group_size = min(2, num_heads // num_kv_heads)
+    while reduced_kv_heads * group_size % (ranks * ulysses_ranks):
+        group_size += 1
     return reduced_kv_heads * group_size, reduced_kv_heads
 
 
@@ -222,9 +215,8 @@ def _reduced_values(run: FullRun, global_batch_size: int) -> ConfigValues:
     num_heads, num_kv_heads = reduced_heads(model.num_heads, model.num_kv_heads, tp=run.degrees["tp"], ulysses=ulysses)
     groups = gcd(run.config.memory.head_groups, max(1, num_kv_heads // run.degrees["tp"])) if ulysses == 1 else 1
     needs_padding = training.seq_len % run.context_plan.seq_len_divisor > 0
-    length = (
-        max(SEQ_LEN_MULTIPLE, min(SEQ_LEN, training.seq_len) // SEQ_LEN_MULTIPLE * SEQ_LEN_MULTIPLE) - needs_padding
-    )
+    multiple = min(SEQ_LEN, training.seq_len) // SEQ_LEN_MULTIPLE * SEQ_LEN_MULTIPLE
+    length = max(SEQ_LEN_MULTIPLE, multiple) - needs_padding
     changes: ConfigValues = {
         "model": MODEL_WIDTHS
         | {"rope": _reduced_rope(model.rope, length / training.seq_len)}
@@ -315,6 +307,5 @@ def _format_changes(old: Mapping[str, object], new: Mapping[str, object]) -> str
 
 def _format_change(key: str, old: object, new: object) -> str:
     old_text, new_text = (f"{value:,}" if type(value) is int else str(value) for value in (old, new))
-    return (f"{key} {old_text} -> {new_text}" if old_text != new_text else f"{key} {old_text}").replace(
-        " ", NO_BREAK_SPACE
-    )
+    change = f"{key} {old_text} -> {new_text}" if old_text != new_text else f"{key} {old_text}"
+    return change.replace(" ", NO_BREAK_SPACE)

@@ -1,133 +1,88 @@
-"""`python -m trainer.slurm render | submit | status | cancel`: runs as SLURM jobs. Imports no torch.
-
-Exits with 2 if the configuration is wrong, 78 if the run folder belongs to another run, 1 if a SLURM command fails.
-"""
+"""`python -m trainer.slurm render | submit | status | cancel`: runs as SLURM jobs. Imports no torch."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
+from trainer.commands import OVERRIDES_HELP, CommandParser, print_lines, run_command
 from trainer.config import checks
-from trainer.config.help_text import render_help
 from trainer.config.parse import find_config_file, load, parse_arguments
 from trainer.config.slurm import SlurmSection
 from trainer.config.toml_format import to_toml
 from trainer.config.training_stages import Recipe
-from trainer.errors import EXIT_BAD_CONFIG, EXIT_FAILURE, EXIT_SUCCESS, ConfigError
+from trainer.errors import EXIT_BAD_CONFIG, EXIT_SUCCESS, ConfigError
 from trainer.launch.cluster import LaunchWorld, pluralize
 from trainer.launch.launcher import find_early_exit, format_problems, load_and_validate
 from trainer.slurm import jobs, scheduler, snapshot
-from trainer.slurm.scheduler import SlurmError
 from trainer.slurm.script import ROOT, BatchJob, interpreter_for, log_path, render
 
-USAGE = """\
-python -m trainer.slurm render|submit [--config NAME|PATH] [--section.key VALUE]...
-python -m trainer.slurm status|cancel RUN_FOLDER | --config NAME|PATH [--section.key VALUE]...
-
-  render   print the batch script of the run, to read, edit and submit with sbatch
-  submit   check the run for the world of the job, write script, configuration and code version to
-           RUN_FOLDER/slurm/<n>/, and submit the script with sbatch
-  status   show the state of the run's jobs, newest step and checkpoint
-  cancel   cancel the run's jobs permanently: they save and are not requeued
-
-  --config NAME|PATH  a TOML file, or one of train_configs/ by name; default: debug
-                      ({names})
-  --nodes N, --gpus-per-node N, --time D-HH:MM:SS, ...
-                      short for --slurm.nodes N, --slurm.gpus_per_node N, and so on for every key of [slurm]
-  --help              this text
-
-Every key below can be set in the file, under its [section], and on the command line, which takes
-precedence. The last of repeated options wins. Lists are written 0.9,0.95; null unsets a value.
-"""
-COMMANDS = ("render", "submit", "status", "cancel")
+DESCRIPTION = """\
+render   print the batch script of the run, to read, edit and submit with sbatch
+submit   check the run for the world of the job, write script, configuration and code version to
+         RUN_FOLDER/slurm/<n>/, and submit the script with sbatch
+status   show the state of the run's jobs, newest step and checkpoint
+cancel   cancel the run's jobs permanently: they save and are not requeued"""
 
 
-def main(args: Sequence[str]) -> int:
-    if {"-h", "--help"}.intersection(args):
-        print_lines(render_help(USAGE))
-        return EXIT_SUCCESS
-    command, *command_args = args or ("",)
-    if command not in COMMANDS:
-        return print_errors(f"command {command or '(none)'} must be one of {', '.join(COMMANDS)}; see --help")
-    try:
-        if command in ("render", "submit"):
-            return (render_command if command == "render" else submit_command)(expand_short_options(command_args))
-        run_dir = find_run_dir(command_args)
-        return status_command(run_dir) if command == "status" else cancel_command(run_dir)
-    except ConfigError as error:
-        return print_errors(*error.problems)
-    except SlurmError as error:
-        return print_errors(str(error), exit_code=EXIT_FAILURE)
+def main(argv: Sequence[str]) -> int:
+    return run_command(argv, build_parser(), lambda options, overrides: options.run(options, overrides))
 
 
-def expand_short_options(args: Iterable[str]) -> list[str]:
-    """Expands `--gpus-per-node 8` to `--slurm.gpus_per_node 8`; other arguments are unchanged."""
-    expanded = []
-    for arg in args:
-        name, equals, value = arg.partition("=")
-        key = name.removeprefix("--").replace("-", "_")
-        is_slurm_key = name.startswith("--") and key in SlurmSection.model_fields
-        expanded.append(f"--slurm.{key}{equals}{value}" if is_slurm_key else arg)
-    return expanded
+def build_parser() -> CommandParser:
+    common = CommandParser(add_help=False)
+    common.add_config()
+    for key, field in SlurmSection.model_fields.items():
+        option = f"--{key.replace('_', '-')}"
+        common.add_argument(
+            option, dest=f"slurm.{key}", metavar="VALUE", help=str(field.description).replace("%", "%%")
+        )
+    parser = CommandParser(prog="python -m trainer.slurm", description=DESCRIPTION, overrides=OVERRIDES_HELP)
+    subparsers = parser.add_subparsers(dest="command", required=True)
+    commands = {"render": print_script, "submit": submit, "status": print_status, "cancel": cancel}
+    for name, run in commands.items():
+        subparser = subparsers.add_parser(name, parents=[common])
+        subparser.set_defaults(run=run)
+        if name in ("status", "cancel"):
+            subparser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_FOLDER", help="or --config NAME|PATH")
+    return parser
 
 
-def find_run_dir(args: Sequence[str]) -> Path:
-    """The run folder, given directly or by a configuration. Raises `ConfigError`."""
-    if len(args) == 1 and not args[0].startswith("--"):
-        run_dir = Path(args[0])
-    elif args:
-        run_dir = load(expand_short_options(args)).output_dir
-    else:
-        raise ConfigError(["no run given: pass its folder, or --config NAME|PATH"])
-    if not run_dir.is_dir():
-        raise ConfigError([f"{run_dir}: no such run folder"])
-    return run_dir.absolute()
-
-
-# ---- commands
-
-
-def render_command(argv: Sequence[str]) -> int:
+def print_script(_: Namespace, overrides: Sequence[str]) -> int:
     """Prints the script even if corpus or tokenizer are missing, and reports that."""
-    config, problems = load_and_validate_job(argv)
-    if config is None or checks.layout_problems(config, config.slurm.nodes * config.slurm.nproc_per_node):
-        return print_config_problems(argv, config, problems)
-    file = find_config_file(parse_arguments(argv).config).absolute()
-    sys.stdout.write(render(build_job(config, ["--config", str(file), *run_options(argv)])))
-    return print_config_problems(argv, config, problems) if problems else EXIT_SUCCESS
+    config, problems = load_job(overrides)
+    if not checks.layout_problems(config, config.slurm.nodes * config.slurm.nproc_per_node):
+        file = find_config_file(parse_arguments(overrides).config).absolute()
+        # Ranks need no options of the job.
+        for_ranks = [each for each in overrides if not each.startswith(("--config=", "--slurm."))]
+        sys.stdout.write(render(build_job(config, ["--config", str(file), *for_ranks])))
+    return print_problems(problems, config, overrides) if problems else EXIT_SUCCESS
 
 
-def submit_command(argv: Sequence[str]) -> int:
-    config, problems = load_and_validate_job(argv)
-    if config is None or problems:
-        return print_config_problems(argv, config, problems)
-    early_exit = find_early_exit(config)
-    if early_exit is not None:
+def submit(_: Namespace, overrides: Sequence[str]) -> int:
+    config, problems = load_job(overrides)
+    if problems:
+        return print_problems(problems, config, overrides)
+    if early_exit := find_early_exit(config):
         exit_code, reason = early_exit
         sys.stderr.write(f"{reason}\n")
         return exit_code
-    run_dir = config.output_dir.absolute()
+    run_dir, slurm = config.output_dir.absolute(), config.slurm
     for state in jobs.active_jobs(run_dir):
-        raise ConfigError(
-            [f"job {state.job_id} of this run is {state}; cancel it first: {command_line('cancel', run_dir)}"]
-        )
+        cancel_command = command_line("cancel", run_dir)
+        raise ConfigError([f"job {state.job_id} of this run is {state}; cancel it first: {cancel_command}"])
     folder = jobs.create_submission_dir(run_dir)
     (folder / "config.toml").write_text(to_toml(config))
     (folder / "job.sh").write_text(render(build_job(config, ["--config", str(folder / "config.toml")])))
     snapshot.write_code_version(ROOT, folder)
     job_id = scheduler.submit(folder / "job.sh")
-    metadata = {
-        "job": job_id,
-        "time": time.time(),
-        "nodes": config.slurm.nodes,
-        "processes": config.slurm.nproc_per_node,
-    }
+    metadata = {"job": job_id, "time": time.time(), "nodes": slurm.nodes, "processes": slurm.nproc_per_node}
     (folder / "job.json").write_text(json.dumps(metadata) + "\n")
-    size = f"{pluralize(config.slurm.nodes, 'node')} x {pluralize(config.slurm.nproc_per_node, 'rank')}"
+    size = f"{pluralize(slurm.nodes, 'node')} x {pluralize(slurm.nproc_per_node, 'rank')}"
     print_lines(
         f"job {job_id} submitted: {size}, as {folder / 'job.sh'}",
         f"  log     tail -F {log_path(run_dir, job_id)}",
@@ -137,41 +92,43 @@ def submit_command(argv: Sequence[str]) -> int:
     return EXIT_SUCCESS
 
 
-def status_command(run_dir: Path) -> int:
-    print_lines(*jobs.status_report(run_dir))
-    return EXIT_SUCCESS
+def print_status(options: Namespace, overrides: Sequence[str]) -> None:
+    print_lines(*jobs.status_report(find_run_dir(options, overrides)))
 
 
-def cancel_command(run_dir: Path) -> int:
+def cancel(options: Namespace, overrides: Sequence[str]) -> None:
+    run_dir = find_run_dir(options, overrides)
     states = jobs.active_jobs(run_dir)
     for state in states:
         scheduler.cancel(state.job_id)
         print_lines(f"job {state.job_id} cancelled; it was {state}")
     if not states:
         print_lines(f"{run_dir} has no job that is queued or running")
-    return EXIT_SUCCESS
 
 
 # ---- shared by commands
 
 
-def load_and_validate_job(argv: Sequence[str]) -> tuple[Recipe | None, list[str]]:
-    """The run, if it can be parsed, and all its problems for the world of the job."""
-    try:
-        config = load(argv)
-    except ConfigError as error:
-        return None, error.problems
+def find_run_dir(options: Namespace, overrides: Sequence[str]) -> Path:
+    """The run folder, given directly or by a configuration. Raises `ConfigError`."""
+    if not options.run_dir and not overrides:
+        raise ConfigError(["no run given: pass its folder, or --config NAME|PATH"])
+    run_dir: Path = options.run_dir or load(overrides).output_dir
+    if not run_dir.is_dir():
+        raise ConfigError([f"{run_dir}: no such run folder"])
+    return run_dir.absolute()
+
+
+def load_job(overrides: Sequence[str]) -> tuple[Recipe, list[str]]:
+    """The run, and all its problems for the world of the job. Raises `ConfigError` if it cannot be parsed."""
+    config = load(overrides)
     environment = {"NGPU": str(config.slurm.nproc_per_node), "NNODES": str(config.slurm.nodes), "NODE_RANK": "0"}
-    return config, load_and_validate(argv, environment | {"MASTER_ADDR": "the-first-node"})[2]
+    return config, load_and_validate(overrides, environment | {"MASTER_ADDR": "the-first-node"})[2]
 
 
-def print_config_problems(argv: Sequence[str], config: Recipe | None, problems: Sequence[str]) -> int:
-    cluster = (
-        None
-        if config is None
-        else LaunchWorld(nproc_per_node=config.slurm.nproc_per_node, num_nodes=config.slurm.nodes)
-    )
-    sys.stderr.write(format_problems(problems, argv, cluster))
+def print_problems(problems: Sequence[str], config: Recipe, overrides: Sequence[str]) -> int:
+    world = LaunchWorld(nproc_per_node=config.slurm.nproc_per_node, num_nodes=config.slurm.nodes)
+    sys.stderr.write(format_problems(problems, overrides, world))
     return EXIT_BAD_CONFIG
 
 
@@ -186,29 +143,8 @@ def build_job(config: Recipe, arguments: Sequence[str]) -> BatchJob:
     )
 
 
-def run_options(argv: Sequence[str]) -> list[str]:
-    """The arguments for ranks: all but --config and --slurm.*."""
-    options, args = list[str](), iter(argv)
-    for arg in args:
-        name, equals, _ = arg.partition("=")
-        if name != "--config" and not name.startswith("--slurm."):
-            options.append(arg)
-        elif not equals:
-            next(args, None)
-    return options
-
-
 def command_line(command: str, run_dir: Path) -> str:
     return f"{sys.executable} -m trainer.slurm {command} {run_dir}"
-
-
-def print_errors(*problems: str, exit_code: int = EXIT_BAD_CONFIG) -> int:
-    sys.stderr.write("".join(f"error: {problem}\n" for problem in problems))
-    return exit_code
-
-
-def print_lines(*lines: str) -> None:
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
 
 
 if __name__ == "__main__":

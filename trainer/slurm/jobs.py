@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.run_dir import RunDir
+from trainer.commands import format_table
 from trainer.resilience import exit_markers
 from trainer.slurm import scheduler
 from trainer.slurm.scheduler import JobState, SlurmError
@@ -23,17 +24,19 @@ TAIL_BYTES = 1 << 16  # bytes read from the end of metrics.jsonl; more than one 
 
 def create_submission_dir(run_dir: Path) -> Path:
     """Creates the folder of the next submission."""
-    numbers = [int(path.name) for path in (run_dir / "slurm").glob("*") if path.name.isdecimal()]
-    folder = run_dir / "slurm" / str(max(numbers, default=0) + 1)
+    folder = run_dir / "slurm" / str(max(_submissions(run_dir), default=0) + 1)
     folder.mkdir(parents=True)
     return folder
 
 
 def submitted_job_ids(run_dir: Path) -> list[str]:
     """The job ids of a run, oldest first."""
-    folders = sorted((int(path.name), path) for path in (run_dir / "slurm").glob("*") if path.name.isdecimal())
-    records = [_read_json(path / "job.json") for _, path in folders]
+    records = [_read_json(run_dir / "slurm" / str(number) / "job.json") for number in _submissions(run_dir)]
     return [str(record["job"]) for record in records if record and "job" in record]
+
+
+def _submissions(run_dir: Path) -> list[int]:
+    return sorted(int(path.name) for path in (run_dir / "slurm").glob("*") if path.name.isdecimal())
 
 
 def active_jobs(run_dir: Path) -> list[JobState]:
@@ -47,15 +50,11 @@ def status_report(run_dir: Path) -> list[str]:
     jobs = submitted_job_ids(run_dir)
     lines = [("run", str(run_dir)), *((f"job {job}", text) for job, text in _queue_states(jobs))]
     lines += [("newest step", _latest_step(run_dir)), ("newest checkpoint", _latest_checkpoint(run_dir))]
-    lines += [
-        (name, _format_marker(marker))
-        for name in exit_markers.EXIT_MARKERS
-        if (marker := _read_json(run_dir / name)) is not None
-    ]
+    markers = {name: _read_json(run_dir / name) for name in exit_markers.EXIT_MARKERS}
+    lines += [(name, _format_marker(marker)) for name, marker in markers.items() if marker is not None]
     if jobs:
         lines.append(("log", str(log_path(run_dir, jobs[-1]))))
-    width = max(len(name) for name, _ in lines)
-    return [f"{name:{width}}  {text}" for name, text in lines]
+    return format_table(*lines)
 
 
 def _queue_states(jobs: list[str]) -> list[tuple[str, str]]:
@@ -77,11 +76,10 @@ def _latest_step(run_dir: Path) -> str:
         return "none"
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        complete_lines = [line for line in file.read().splitlines(keepends=True) if line.endswith(b"\n")]
+        complete_lines = [line for line in file if line.endswith(b"\n")]
     metrics = json.loads(complete_lines[-1]) if complete_lines else {}
-    fields = [
-        f"{key} {metrics[key]:.5g}" for key in ("loss", "grad_norm", "step_seconds") if metrics.get(key) is not None
-    ]
+    numbers = {key: metrics.get(key) for key in ("loss", "grad_norm", "step_seconds")}
+    fields = [f"{key} {value:.5g}" for key, value in numbers.items() if value is not None]
     return ", ".join([f"step {metrics.get('step', 'unknown')}", *fields, f"written {_format_age(path)}"])
 
 
@@ -99,10 +97,10 @@ def _format_marker(marker: dict[str, Any]) -> str:
 
 def _format_age(path: Path) -> str:
     seconds = max(0, int(time.time() - path.stat().st_mtime))
-    amount, unit = (
-        (seconds // 3600, "h") if seconds >= 7200 else (seconds // 60, "min") if seconds >= 120 else (seconds, "s")
-    )
-    return f"{amount} {unit} ago"
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds // size} {unit} ago"
+    return f"{seconds} s ago"
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -5,51 +5,31 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import subprocess
 import sys
 from collections import Counter
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
-NVIDIA_PROC_DIR = Path("/proc/driver/nvidia")
-
-
-def node_summary(driver_dir: Path = NVIDIA_PROC_DIR) -> str:
-    fields = [
-        gpu_summary(driver_dir),
-        f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores",
-        f"python {platform.python_version()} at {sys.executable}",
-        f"torch {torch_version()}",
-    ]
-    return f"{socket.gethostname()}: {', '.join(fields)}"
+GPU_QUERY = ("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
 
 
-def gpu_summary(driver_dir: Path) -> str:
-    """The GPUs of a node and their driver, read from the driver's /proc folder."""
-    models = Counter(_gpu_model(path) for path in sorted((driver_dir / "gpus").glob("*/information")))
-    if not models:
-        return "no GPUs"
-    counts = " and ".join(f"{count} x {model}" for model, count in models.items())
+def node_summary() -> str:
     try:
-        words = (driver_dir / "version").read_text().partition("\n")[0].split()
-    except OSError:
-        words = []
-    driver_version = next((word for word in words if word[:1].isdigit() and "." in word), "of unknown version")
-    return f"{counts} (driver {driver_version})"
-
-
-def torch_version() -> str:
-    try:
-        return version("torch")
+        torch_version = version("torch")
     except PackageNotFoundError:
-        return "is not installed"
+        torch_version = "is not installed"
+    cores = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores"
+    python = f"python {platform.python_version()} at {sys.executable}"
+    return f"{socket.gethostname()}: {gpu_summary()}, {cores}, {python}, torch {torch_version}"
 
 
-def _gpu_model(path: Path) -> str:
-    for text in path.read_text().splitlines():
-        key, _, value = text.partition(":")
-        if key.strip() == "Model":
-            return value.strip()
-    return "GPU"
+def gpu_summary() -> str:
+    """The GPUs of a node with their driver, or what nvidia-smi says instead."""
+    try:
+        lines = subprocess.run(GPU_QUERY, capture_output=True, text=True, check=False).stdout.splitlines()
+    except OSError:
+        lines = []
+    return " and ".join(f"{count} x {gpu}" for gpu, count in Counter(lines).items()) or "no GPUs"
 
 
 if __name__ == "__main__":

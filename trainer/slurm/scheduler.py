@@ -8,22 +8,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.errors import RunFailedError
 from trainer.launch.cluster import pluralize
 
-FINISHED_STATES = {
-    "BOOT_FAIL",
-    "CANCELLED",
-    "COMPLETED",
-    "DEADLINE",
-    "FAILED",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "PREEMPTED",
-    "TIMEOUT",
-}
+FINISHED_STATES = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"}
+FINISHED_STATES |= {"PREEMPTED", "TIMEOUT"}
 
 
-class SlurmError(Exception):
+class SlurmError(RunFailedError):
     """A SLURM command is missing or failed."""
 
 

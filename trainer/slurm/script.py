@@ -44,12 +44,8 @@ def render(job: BatchJob) -> str:
         "report": node_report_command(job.config.slurm),
         "launch": launch_command(job.config.slurm),
     }
-    return (
-        "\n".join(
-            line for text in BATCH_TEMPLATE.read_text().splitlines() for line in _fill_placeholder(text, placeholders)
-        )
-        + "\n"
-    )
+    lines = (_fill_placeholder(line, placeholders) for line in BATCH_TEMPLATE.read_text().splitlines())
+    return "".join(f"{line}\n" for filled in lines for line in filled)
 
 
 def _fill_placeholder(line: str, placeholders: dict[str, list[str]]) -> list[str]:
@@ -109,13 +105,10 @@ def shell_variables(job: BatchJob) -> list[str]:
 
 def node_report_command(slurm: SlurmSection) -> list[str]:
     """The srun command that prints one line per node."""
-    command = '"$PYTHON" -P -m trainer.slurm.node_info'
-    srun_command = [
-        "timeout 120 srun --ntasks-per-node=1",
-        '--ntasks="$SLURM_JOB_NUM_NODES" --label',
-        *container_options(slurm),
-    ]
-    return _background_command(" ".join(srun_command), command)
+    srun_command = 'timeout 120 srun --ntasks-per-node=1 --ntasks="$SLURM_JOB_NUM_NODES" --label'
+    return _background_command(
+        " ".join([srun_command, *container_options(slurm)]), '"$PYTHON" -P -m trainer.slurm.node_info'
+    )
 
 
 def launch_command(slurm: SlurmSection) -> list[str]:
@@ -141,9 +134,7 @@ def container_options(slurm: SlurmSection) -> list[str]:
 
 def _background_command(*parts: str) -> list[str]:
     """One background command over several lines."""
-    first, *rest = parts
-    lines = [first, *(f"    {part}" for part in rest)]
-    return [*(f"{line} \\" for line in lines[:-1]), f"{lines[-1]} &"]
+    return (" \\\n    ".join(parts) + " &").splitlines()
 
 
 def interpreter_for(slurm: SlurmSection, current: str) -> str:

@@ -8,16 +8,17 @@ batch script starts it again for the next.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import signal
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from trainer.commands import OVERRIDES_HELP, CommandParser, run_command
 from trainer.errors import EXIT_BAD_CONFIG, EXIT_FAILURE, EXIT_SUCCESS
 from trainer.launch.cluster import LaunchWorld, set_worker_environment
 from trainer.launch.launcher import TRAIN_SCRIPT, format_problems, load_and_validate, prepare_run
@@ -30,20 +31,28 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main(args: Sequence[str]) -> int:
-    options, argv = build_parser().parse_known_args(args)
+    parser = CommandParser(prog="python -m trainer.slurm.torchrun_agent", overrides=OVERRIDES_HELP)
+    parser.add_config()
+    for option, metavar in ("--nodes", "N"), ("--processes", "N"), ("--meet", "HOST:PORT"), ("--id", "TEXT"):
+        parser.add_argument(option, required=True, metavar=metavar)
+    return run_command(args, parser, run)
+
+
+def run(options: Namespace, overrides: Sequence[str]) -> int:
     address, _, port = options.meet.rpartition(":")
     environment = {
         "NGPU": options.processes,
         "NNODES": options.nodes,
         "NODE_RANK": os.environ.get("SLURM_NODEID", "0"),
         "MASTER_ADDR": address,
+        "MASTER_PORT": port,
     }
-    config, cluster, problems = load_and_validate(argv, environment | {"MASTER_PORT": port})
-    is_first_node = os.environ.get("SLURM_NODEID", "0") == "0"
+    config, cluster, problems = load_and_validate(overrides, environment)
+    is_first_node = environment["NODE_RANK"] == "0"
     if problems or cluster is None:
-        sys.stderr.write(format_problems(problems, argv, cluster) * is_first_node)
+        sys.stderr.write(format_problems(problems, overrides, cluster) * is_first_node)
         return EXIT_BAD_CONFIG
-    log_setup.configure(0 if is_first_node else cluster.node_rank)
+    log_setup.configure(cluster.node_rank)
     with SignalHandler().raising_alone():
         spec = prepare_run(config, cluster)
     if not isinstance(spec, RunSpec):
@@ -51,15 +60,6 @@ def main(args: Sequence[str]) -> int:
     set_worker_environment(os.environ, cluster, cpu_optimizer=config.memory.optimizer_placement == "host")
     logging.disable(logging.ERROR)  # torchrun's report of a failed rank; `launch_agent` prints one line instead.
     return launch_agent(TRAIN_SCRIPT, [spec.to_json()], cluster, rdzv_endpoint=options.meet, rdzv_id=options.id)
-
-
-def build_parser() -> argparse.ArgumentParser:
-    argument_parser = argparse.ArgumentParser(prog="python -m trainer.slurm.torchrun_agent", allow_abbrev=False)
-    argument_parser.add_argument("--nodes", required=True)
-    argument_parser.add_argument("--processes", required=True)
-    argument_parser.add_argument("--meet", required=True, metavar="HOST:PORT")
-    argument_parser.add_argument("--id", required=True)
-    return argument_parser
 
 
 def launch_agent(script: Path, argv: Sequence[str], cluster: LaunchWorld, *, rdzv_endpoint: str, rdzv_id: str) -> int:
@@ -117,8 +117,4 @@ def _forward_signal(number: int, _: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:
-        sys.stderr.write("error: interrupted\n")
-        sys.exit(EXIT_FAILURE)
+    sys.exit(main(sys.argv[1:]))
