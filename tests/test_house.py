@@ -252,8 +252,6 @@ def test_numbers_leave_the_device_in_few_places() -> None:
 
 # To be split: the estimator when its moments become sums of named tensors.
 LONGER_FILES = {
-    "trainer.config.checks": 460,
-    "trainer.config.parse": 420,
     "trainer.memory.estimator": 500,
     "trainer.plan.search": 405,
 }
