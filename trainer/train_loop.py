@@ -9,7 +9,7 @@ from contextlib import closing
 
 import torch
 
-from trainer.checkpoint.manager import CheckpointManager, Save
+from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.run_dir import RunDir
 from trainer.config.job_config import Config, TrainingStage
 from trainer.data.holdout import ValidationSet
@@ -73,11 +73,8 @@ def train(
             raise RankFailedError(EXIT_NO_RETRY, str(error)) from error
         except torch.OutOfMemoryError as error:
             # Before the first step and checkpoint, a restart cannot help; later, fragmentation may be the cause.
-            status = (
-                EXIT_FAILURE
-                if run_dir.committed_checkpoints() or (loop is not None and loop.slowest_step_seconds)
-                else EXIT_NO_RETRY
-            )
+            has_run = run_dir.committed_checkpoints() or (loop is not None and loop.slowest_step_seconds)
+            status = EXIT_FAILURE if has_run else EXIT_NO_RETRY
             raise RankFailedError(status, profilers.report_out_of_memory(error)) from error
 
 
@@ -134,10 +131,8 @@ class TrainLoop:
                 if reason := self._after_step(step_result):
                     return reason
                 step_start = time.monotonic()
-                self.watchdog.arm(
-                    f"step {step_result.step + 1}",
-                    max(60 * section.hang_minutes, HANG_FACTOR * self.slowest_step_seconds),
-                )
+                timeout = max(60 * section.hang_minutes, HANG_FACTOR * self.slowest_step_seconds)
+                self.watchdog.arm(f"step {step_result.step + 1}", timeout)
             self.metrics.flush()
         return ""
 
@@ -148,17 +143,14 @@ class TrainLoop:
             self._arm_long_timeout("a validation set")
             self._validate()
         self._arm_collective_timeout(f"work after step {step_result.step}")
-        for saved in self._report_finished_saves():
-            if saved.problem is None:
-                self._slowest_save_seconds = max(self._slowest_save_seconds or 0.0, saved.seconds)
+        self._record_finished_saves()
         decision = self.preemption.check(self._slowest_save_seconds)
         stop_reason = decision.stop_reason if step_result.step < self.stage.total_steps else ""
         if stop_reason:
             self.metrics.flush()
             log.info("stopping after step %d: %s", step_result.step, stop_reason)
-        if self.checkpoints.should_save(
-            step_result.step, self.stage, requested=decision.should_save or bool(stop_reason)
-        ):
+        requested = decision.should_save or bool(stop_reason)
+        if self.checkpoints.should_save(step_result.step, self.stage, requested=requested):
             self.metrics.flush()  # Metrics of all steps in a checkpoint are on disk before it is.
             self._arm_long_timeout("the previous checkpoint", HANG_FACTOR * (self._slowest_save_seconds or 0.0))
             self.checkpoints.save(self.trainer)
@@ -181,16 +173,18 @@ class TrainLoop:
         """For short collective work: expires before the timeout of the collectives themselves."""
         self.watchdog.arm(activity, 0.9 * 60 * self.trainer.config.distributed.timeout_minutes)
 
-    def _report_finished_saves(self) -> list[Save]:
-        """Logs and returns the saves that finished since the last call."""
-        finished_saves = self.checkpoints.pop_finished()
-        self.metrics.record_checkpoints(finished_saves)
-        return finished_saves
+    def _record_finished_saves(self) -> None:
+        """Logs and times the saves that finished since the last call."""
+        saves = self.checkpoints.pop_finished()
+        self.metrics.record_checkpoints(saves)
+        for saved in saves:
+            if saved.problem is None:
+                self._slowest_save_seconds = max(self._slowest_save_seconds or 0.0, saved.seconds)
 
     def _finish_saves(self) -> None:
         """Waits for the running save. Raises RunFailedError if the last save failed."""
         last = self.checkpoints.wait()
-        self._report_finished_saves()
+        self._record_finished_saves()
         if last is not None and last.problem is not None:
             raise RunFailedError(f"the last checkpoint, of step {last.step}, failed: {last.problem}")
 
@@ -198,7 +192,7 @@ class TrainLoop:
         """Loads the newest checkpoint and skips the sequences of the steps after it."""
         self.watchdog.arm("rolling back to a checkpoint", LOAD_TIMEOUT_SECONDS)
         self.checkpoints.wait()
-        self._report_finished_saves()
+        self._record_finished_saves()
         if not self.checkpoints.has_checkpoint:
             log.warning("not rolled back: there is no checkpoint")
             return

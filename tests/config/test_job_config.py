@@ -14,10 +14,10 @@ import pytest
 
 from benchmarks import config_pages
 from models.rope_scaling import rope_summary
-from trainer.config import checks, help_text
+from trainer.config import checks, help_text, summary
 from trainer.config.job_config import Config
 from trainer.config.parse import CONFIG_DIR, all_sections, load, repeated_tables, section_keys
-from trainer.config.summary import parallelism_summary, warnings
+from trainer.config.summary import parallelism_summary
 from trainer.config.training_stages import Recipe
 from trainer.errors import ConfigError
 from trainer.hardware.host import GIB
@@ -40,6 +40,10 @@ CLUSTER_CONFIGS = {
     "ultralong_8b_1m": 32,
 }
 LAPTOP_CONFIGS = {"debug", "debug_1m", "copy", "stages_debug"}
+
+
+def warnings(config: Config, world_size: int) -> list[str]:
+    return [*summary.warnings(config, world_size)]
 
 
 def configured(**values: dict[str, object]) -> Config:
@@ -740,6 +744,21 @@ def test_a_training_corpus_cannot_be_held_out_with_other_document_settings() -> 
     assert validated(alike, seq_len=64, source="judge") == []
     (said,) = validated(other, seq_len=64, source="whole")
     assert said.startswith('validation.sets.one: source = "whole" is the corpus of "train", which training splits')
+    # A stage without a mix trains on the corpus of [data].
+    config = Recipe.model_validate(
+        {
+            "data": {"corpus": "docs", "sources": {name: sources[name] for name in ("train", "whole")}},
+            "validation": {"sets": {"one": {"seq_len": 64, "source": "whole"}}},
+            "stage": [
+                {"name": "a", "seq_len": 64, "steps": 1, "mix": [{"source": "train"}]},
+                {"name": "b", "seq_len": 64, "steps": 1},
+            ],
+        }
+    )
+    assert [problem.partition(", ")[0] for problem in checks.stage_problems(config)] == [
+        'validation.sets.one: source = "whole" is the corpus of "corpus"',
+        'validation.sets.one: source = "whole" is the corpus of "train"',
+    ]
 
 
 def test_validating_on_training_documents_gives_a_warning() -> None:

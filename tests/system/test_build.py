@@ -141,6 +141,14 @@ def test_the_host_pool_holds_one_input_per_checkpointed_group(every: int, inputs
     assert (host._max_inputs, host._budget_bytes) == (inputs, 1 << 30)
 
 
+def test_the_host_pool_of_a_pipeline_holds_the_inputs_of_all_micro_batches_in_flight() -> None:
+    config = load(["--config", "debug", "--memory.offload=inputs", "--parallelism.pp=2", "--parallelism.pp_layers=1,3"])
+    world, plan = World(1, 2, torch.device("cpu")), config.pipeline_plan(2)
+    host = build.build_host_pool(config, world, plan, rank=1)
+    assert host is not None
+    assert host._max_inputs == 3 * 4
+
+
 def test_the_model_has_the_configured_seq_len(tmp_path: Path) -> None:
     with trainer_of(configured(write_run(tmp_path), tmp_path / "run", "--training.seq_len=48")) as trainer:
         assert trainer.stage_modules[0].seq_len == 48

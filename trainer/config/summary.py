@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from models.rope_scaling import rope_summary
 from parallelisms.process_groups import Topology
 from trainer.config.job_config import Config
@@ -33,39 +35,32 @@ def parallelism_summary(config: Config, world_size: int) -> list[str]:
     return lines
 
 
-def warnings(config: Config, world_size: int) -> list[str]:
+def warnings(config: Config, world_size: int) -> Iterator[str]:
     """Settings that are valid on `world_size` processes but rarely intended."""
     total, per_rank = config.micro_batches(world_size)
     degrees = config.parallelism.degrees(world_size)
     slots = per_rank * degrees["dp_replicate"] * degrees["dp_shard"]
     steps, warmup = config.training.steps, config.schedule.warmup_steps
-    lines = []
     if slots != total:
-        lines.append(
+        yield (
             f"training.global_batch_size = {config.training.global_batch_size} makes {total} micro-batches, which "
             f"{slots // per_rank} data-parallel ranks do not divide: {slots - total} of {slots} are empty in every step"
         )
     if warmup >= steps and config.schedule.over == "stage":
-        lines.append(
-            f"schedule.warmup_steps = {warmup} is not below training.steps = {steps}: the learning rate never reaches its peak"
-        )
+        rule = f"not below training.steps = {steps}: the learning rate never reaches its peak"
+        yield f"schedule.warmup_steps = {warmup} is {rule}"
     training_sources = {item.source for item in config.data.effective_mix}
-    lines += [
-        f"validation.sets.{name} validates on training documents: data.holdout = 0"
-        for name, each in config.validation.sets.items()
-        if each.source in training_sources and not config.data.holdout
-    ]
-    lines += [
-        f"parallelism.{key} is not used with parallelism.pp = 1"
-        for key in ("pp_layers", "pp_stages_per_rank")
-        if degrees["pp"] == 1 and getattr(config.parallelism, key) is not None
-    ]
+    for name, each in config.validation.sets.items():
+        if each.source in training_sources and not config.data.holdout:
+            yield f"validation.sets.{name} validates on training documents: data.holdout = 0"
+    for key in ("pp_layers", "pp_stages_per_rank"):
+        if degrees["pp"] == 1 and getattr(config.parallelism, key) is not None:
+            yield f"parallelism.{key} is not used with parallelism.pp = 1"
     length, plan = config.training.seq_len, config.context_plan()
     if length % plan.seq_len_divisor:
         padding = -length % plan.seq_len_divisor
         axes = ", ".join(f"{axis} = {degrees[axis]}" for axis in ("cp", "tp") if degrees[axis] > 1)
-        lines.append(
+        yield (
             f"training.seq_len = {length} is not a multiple of {plan.seq_len_divisor} ({axes}): "
             f"every sequence is padded by {padding} token{'s' if padding > 1 else ''}"
         )
-    return lines

@@ -11,7 +11,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 
 from trainer.checkpoint.run_dir import RunDir, next_stage
@@ -41,10 +40,10 @@ def run_with_restarts(
     """
     config = spec.config
     folder, workers = RunDir(config.output_dir), Workers()
-    start_time, failures_without_progress, stage = time.time(), 0, next_stage(config)
+    start_time, launch_index, failures_without_progress, stage = time.time(), 0, 0, next_stage(config)
     os.environ.setdefault(START_TIME_ENV, str(start_time))
     with workers.forward_signals():
-        for launch_index in count():
+        while True:
             attempt = os.environ[exit_markers.ATTEMPT_VARIABLE] = (
                 f"{socket.gethostname()}-{os.getpid()}-{start_time:.0f}.{launch_index}"
             )
@@ -60,9 +59,8 @@ def run_with_restarts(
                     return following
                 spec, stage = following, next_stage(following.config)
             else:
-                failures_without_progress = (
-                    0 if folder.committed_checkpoints()[-1:] != previous_checkpoint else failures_without_progress + 1
-                )
+                has_progressed = folder.committed_checkpoints()[-1:] != previous_checkpoint
+                failures_without_progress = 0 if has_progressed else failures_without_progress + 1
                 if status in CONCLUSIVE_EXIT_CODES or workers.received_signal:
                     return status
                 delay = _restart_delay(config, folder, cluster, launch_index + 1, failures_without_progress)
@@ -71,7 +69,7 @@ def run_with_restarts(
                 workers.interruptible_sleep(delay)
             if workers.received_signal:
                 return _exit_on_signal(folder, workers.received_signal.name, attempt)
-    raise AssertionError("unreachable: the loop only ends by return")
+            launch_index += 1
 
 
 def _exit_on_signal(folder: RunDir, reason: str, attempt: str) -> int:
@@ -94,10 +92,8 @@ def _restart_delay(
     if not limits.restarts or cluster.num_nodes > 1:
         return None
     if failures_without_progress > limits.restarts:
-        _report(
-            folder,
-            f"giving up: {failures_without_progress} consecutive launches without a new checkpoint (distributed.restarts = {limits.restarts})",
-        )
+        launches = f"{failures_without_progress} consecutive launches without a new checkpoint"
+        _report(folder, f"giving up: {launches} (distributed.restarts = {limits.restarts})")
         return None
     delay: float = min(limits.restart_seconds * 2 ** max(0, failures_without_progress - 1), MAX_BACKOFF_SECONDS)
     _report(folder, f"restarting in {delay:g} s from {_newest_checkpoint(folder)}")
