@@ -175,7 +175,8 @@ class ContextParallel:
 
     def _attend(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, boundaries_BD: Tensor) -> Tensor:
         if self._ring is None:
-            return attention_op.attention(q_BSNH, k_BSKH, v_BSKH, boundaries_BD, self.kernel)[0]
+            out_BSNH: Tensor = attention_op.attention(q_BSNH, k_BSKH, v_BSKH, boundaries_BD, self.kernel)[0]
+            return out_BSNH
         return cp_attention_op.attention(q_BSNH, k_BSKH, v_BSKH, boundaries_BD, self._ring)[0]
 
     # ---- sharding

@@ -117,7 +117,8 @@ class SingleRank:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, boundaries_BD: Tensor) -> Tensor:
         from models import attention_op
 
-        return attention_op.attention(q, k, v, boundaries_BD)[0]
+        out: Tensor = attention_op.attention(q, k, v, boundaries_BD)[0]
+        return out
 
 
 @pytest.mark.ranks
