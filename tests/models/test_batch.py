@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from models.batch import IGNORE_INDEX
+from models.batch import IGNORE_INDEX, pad_batch
 from tests.models.small_models import packed, starts
 
 
@@ -27,3 +27,12 @@ def test_batch_to_device_leaves_boundaries_on_cpu() -> None:
 
 def test_starts_helper_matches_manual_boundaries() -> None:
     assert starts([3, 1, 4], [8], width=5).tolist() == [[0, 3, 4, 8, 8], [0, 8, 8, 8, 8]]
+
+
+def test_padding_is_a_document_of_its_own_without_labels() -> None:
+    batch = packed([4, 3])
+    padded = pad_batch(batch, 4)
+    assert padded.document_ids.tolist() == [[0, 0, 0, 0, 1, 1, 1, 2]]
+    assert padded.boundaries[0, -2:].tolist() == [7, 8]
+    assert padded.labels[0, -1] == IGNORE_INDEX
+    assert padded.num_computed_pairs == batch.num_computed_pairs + 1

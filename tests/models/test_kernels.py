@@ -127,7 +127,15 @@ def test_wrong_kernel_is_reported_with_the_wrong_output(monkeypatch: pytest.Monk
         dq, dk, dv = backward(*inputs[:-1], not inputs[-1])
         return dq, dk, dv
 
-    for broken, wrong in (((unscaled, backward), "log-sum-exp"), ((forward, uncausal), "dq")):
+    def invalid(*inputs: Any) -> tuple[Tensor, Tensor]:
+        out, lse = forward(*inputs)
+        return out * torch.nan, lse
+
+    for broken, wrong in (
+        ((unscaled, backward), "log-sum-exp"),
+        ((forward, uncausal), "dq"),
+        ((invalid, backward), "output"),
+    ):
         monkeypatch.setitem(kernels.DENSE_KERNELS, "cpu", broken)
         with pytest.raises(ValueError, match=rf'kernel "auto": relative error \S+ in the {wrong} of causal blocks'):
             kernel_check.verify_kernel("auto", torch.device("cpu"), torch.float32, width=32)
@@ -211,6 +219,12 @@ def test_torch_accepts_the_arguments_of_every_cuda_kernel(kernel: str, *, causal
         ):
             assert dq.shape[1:] == (4, 64)
             assert dk.shape == dv.shape == (dk.shape[0], 2, 64)
+
+
+def test_cudnn_gets_no_block_of_a_single_query_or_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(kernels.DENSE_KERNELS, "cudnn")
+    q = torch.empty(20, 2, 64, dtype=torch.bfloat16, device="meta")
+    assert list(kernels.attend_blocks(q, q, q, ScoreBlocks([(0, 7, 0, 1)], causal=False), kernel="cudnn"))
 
 
 @pytest.mark.gpu
