@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import islice
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -95,10 +95,8 @@ def test_every_token_is_read_once_per_epoch_and_is_a_target_unless_it_starts_a_d
                     micro_batch_size=micro,
                     shard=shard,
                 )
-                num_micro_batches = -(-global_batch_size // (ranks * micro))
-                for indices in islice(
-                    loader._micro_batch_indices(at * global_batch_size), (last - at) * num_micro_batches
-                ):
+                steps = range(at * global_batch_size, last * global_batch_size, global_batch_size)
+                for indices in chain.from_iterable(map(loader._micro_batch_indices, steps)):
                     batch = blended.read(indices, shard)
                     tokens, labels = batch.tokens.flatten().tolist(), batch.labels.flatten().tolist()
                     read_counts.update(token for token in tokens if token != PADDING)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
@@ -59,16 +59,14 @@ class MicroBatchLoader:
             pool.shutdown(cancel_futures=True)
 
     def _start_reading(self, pool: ThreadPoolExecutor, start_sequence: int) -> list[Future[Batch]]:
-        """The micro-batches of this rank in one step; index None past the end of the step."""
+        return [pool.submit(self._read, indices) for indices in self._micro_batch_indices(start_sequence)]
+
+    def _micro_batch_indices(self, start_sequence: int) -> Iterator[list[int | None]]:
+        """Global sequence indices of each micro-batch of this rank in a step; None past the end of the step."""
         size, end = self._micro_batch_size, start_sequence + self._global_batch_size
-        first_indices = (
-            start_sequence + (micro_batch * self._dp_size + self._dp_rank) * size
-            for micro_batch in range(self.num_micro_batches)
-        )
-        return [
-            pool.submit(self._read, [index if index < end else None for index in range(first, first + size)])
-            for first in first_indices
-        ]
+        for micro_batch in range(self.num_micro_batches):
+            first = start_sequence + (micro_batch * self._dp_size + self._dp_rank) * size
+            yield [index if index < end else None for index in range(first, first + size)]
 
     def _read(self, indices: list[int | None]) -> Batch:
         try:
