@@ -43,7 +43,7 @@ from trainer.errors import (
     RunError,
     RunFolderInUseError,
 )
-from trainer.metrics import log_setup
+from trainer.metrics import loggers
 from trainer.resilience import exit_markers
 from trainer.resilience.preemption import Preemption, job_deadline
 from trainer.resilience.watchdog import summarize_hang
@@ -62,7 +62,7 @@ def main(argv: list[str], signal_handler: SignalHandler | None = None) -> int:
     rank, _, local_rank = rank_from_environment()
     # One rank per node reports errors, since nodes may differ; inside the process group, errors are the same on all.
     should_report, prefix = local_rank == 0, f"[rank {rank}] " if rank else ""
-    log_setup.configure(rank)
+    loggers.configure_logging(rank)
     if signal_handler is None:
         signal_handler = SignalHandler()
         signal_handler.install()
@@ -76,7 +76,7 @@ def main(argv: list[str], signal_handler: SignalHandler | None = None) -> int:
                 log.info(finished_message(config))
                 return EXIT_SUCCESS
             folder.create()
-            log_setup.add_file_handler(folder.logs_dir, rank)
+            loggers.add_log_file(folder.logs_dir, rank)
             # Before the process group exists: its timeout is too short for packing a large corpus.
             datasets = [
                 build_train_dataset(each.config, spec.datasets, stage=each.index)

@@ -128,8 +128,9 @@ class HeadTail:
     rank: int
     ranks: int
 
-    def padded_length(self, seq_len: int) -> int:
-        return seq_len + -seq_len % (2 * self.ranks)
+    @property
+    def seq_len_divisor(self) -> int:
+        return 2 * self.ranks
 
     def spans(self, boundaries: tuple[int, ...]) -> Sequence[tuple[int, int]]:
         return [(piece.start, piece.length) for piece in SeqLayout("headtail", self.ranks, boundaries).spans(self.rank)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 from models.config import ModelConfig, RopeConfig
@@ -56,6 +57,7 @@ def yarn_ramp_bounds(config: RopeConfig, head_dim: int) -> tuple[float, float]:
     return start, end + 0.001 * (start == end)
 
 
+@lru_cache
 def attention_factor(config: RopeConfig) -> float:
     """The multiplier of cosine and sine."""
     if config.kind not in ("yarn", "longrope"):

@@ -1,4 +1,4 @@
-"""Builds this rank's part of the model from the configuration, and runs batches through it.
+"""Builds this rank's part of the model from the configuration, and runs batches forward through it.
 
 Shape suffixes: B sequences, S tokens on this rank.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,14 +32,8 @@ from trainer.distributed import World
 from trainer.hardware.device import choose_attention_kernel, require_peer_access
 from trainer.hardware.host import GIB
 
-LossCallback = Callable[[Tensor, Batch], None]
-"""Receives the detached losses [B, S] of a batch."""
 EvaluationCallback = Callable[[Tensor, Tensor, Batch], None]
 """Receives the losses [B, S] of a batch, and 1 where the target was the most likely token, else 0."""
-
-
-ForwardBackward = Callable[[Iterable[Batch], Tensor, LossCallback], None]
-"""Accumulates the gradients of (sum of losses / number of targets) over the micro-batches of a step."""
 
 
 class ParallelModel:
@@ -136,10 +129,10 @@ class ParallelModel:
                 module.block_boundary_hook = hook
 
 
-def build_forward_backward(config: Config, parallel_model: ParallelModel) -> ForwardBackward:
-    """Plain forward and backward, or the schedule of a pipeline."""
+def build_pipeline(config: Config, parallel_model: ParallelModel) -> Pipeline | None:
+    """None without pipeline parallelism."""
     if parallel_model.pipeline_plan.pp == 1:
-        return partial(forward_backward, parallel_model.stage_modules[0])
+        return None
     context_plan, training = config.context_plan(), config.training
     local_tokens = context_plan.padded_length(training.seq_len) // (context_plan.cp * context_plan.tp)
     return Pipeline(
@@ -149,18 +142,7 @@ def build_forward_backward(config: Config, parallel_model: ParallelModel) -> For
         device=parallel_model.device,
         shape=(training.micro_batch_size, local_tokens, config.model.build().dim),
         dtype=getattr(torch, training.dtype),
-    ).run
-
-
-def forward_backward(
-    model: Transformer, batches: Iterable[Batch], num_targets: Tensor, on_losses: LossCallback
-) -> None:
-    """`ForwardBackward` without a pipeline."""
-    for batch in batches:
-        losses_BS = model(batch)
-        (losses_BS.sum() / num_targets).backward()
-        on_losses(losses_BS.detach(), batch)
-        del losses_BS  # Its graph would live through the next forward.
+    )
 
 
 def build_context_parallel(config: Config, mesh: Mesh, kernel: str) -> ContextParallel:

@@ -139,7 +139,7 @@ class TrainLoop:
     def _after_step(self, step_result: StepResult) -> str:
         """Runs what is due after a step; returns the reason of a preemption, or ""."""
         self.profilers.step(step_result.step)
-        if self.validation.should_validate(step_result.step):
+        if self.validation.sets and self.validation.should_validate(step_result.step):
             self._arm_long_timeout("a validation set")
             self._validate()
         self._arm_collective_timeout(f"work after step {step_result.step}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,7 +18,7 @@ from torch import Tensor
 from models.batch import Batch
 from parallelisms.collectives import all_reduce
 from parallelisms.fsdp import fsdp_modules
-from trainer.build import ParallelModel, build_forward_backward
+from trainer.build import ParallelModel, build_pipeline
 from trainer.config.job_config import Config, TrainingStage
 from trainer.data.loader import MicroBatchLoader
 from trainer.data.sequences import BlendedDataset
@@ -102,7 +102,7 @@ class Trainer:
         parallel_model = ParallelModel(config, world)
         self.parallel_model, self.mesh = parallel_model, parallel_model.mesh
         self.stage_modules, self.context_parallel = parallel_model.stage_modules, parallel_model.context_parallel
-        self.forward_backward = build_forward_backward(config, parallel_model)
+        self.pipeline = build_pipeline(config, parallel_model)
         # Some pipeline schedules gather weights before the forward hooks of their module run.
         defer_updates = config.memory.optimizer_placement == "host" and parallel_model.pipeline_plan.pp == 1
         self.optimizer = Optimizer(
@@ -176,10 +176,21 @@ class Trainer:
         num_targets = torch.stack([batch.num_targets() for batch in micro_batches]).sum().to(device, non_blocking=True)
         global_num_targets = all_reduce(self.mesh.dp_cp_group, num_targets).clamp(min=1)
         values = self.accumulator.new_vector()
-        self.forward_backward(
+        forward_backward = self.forward_backward if self.pipeline is None else self.pipeline.run
+        forward_backward(
             (batch.to(device) for batch in micro_batches), global_num_targets, partial(self.accumulator.add, values)
         )
         return values
+
+    def forward_backward(
+        self, batches: Iterable[Batch], num_targets: Tensor, on_losses: Callable[[Tensor, Batch], None]
+    ) -> None:
+        """`Pipeline.run` without a pipeline: one micro-batch after the other."""
+        for batch in batches:
+            losses_BS = self.stage_modules[0](batch)
+            (losses_BS.sum() / num_targets).backward()
+            on_losses(losses_BS.detach(), batch)
+            del losses_BS  # Its graph would live through the next forward.
 
     def optimizer_step(self, values: Tensor, lr: float) -> Tensor:
         """Clips the gradients and updates the weights (`Optimizer.step`); returns the metric vector of all ranks."""

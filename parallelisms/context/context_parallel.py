@@ -88,6 +88,7 @@ class ContextParallel:
         if problems:
             raise ValueError("; ".join(problems))
         self.layout, self.ring_degree = self.plan.resolved_layout, self.plan.ring_degree
+        self.seq_len_divisor = self.plan.seq_len_divisor
         self.ulysses_group = UlyssesGroup(self._groups[-1].group_name, self.plan.ulysses_degree)
         self._core: AttentionCore = LocalAttentionCore(kernel)
         """Attention to the tokens of all Ulysses ranks, once heads are exchanged."""
@@ -120,25 +121,27 @@ class ContextParallel:
 
     def forward(self, pending: Any, boundaries_BD: Tensor) -> tuple[Tensor, Tensor]:
         """Output [B, S, N, H] and, for the heads that this rank computes, the log-sum-exp."""
-        out, lse = self._core.forward(self._exchange_heads(pending), boundaries_BD)
+        if self.ulysses_group.size == 1:
+            return self._core.forward(pending, boundaries_BD)
+        out, lse = self._core.forward(self._wait_heads(pending), boundaries_BD)
         return self.ulysses_group.heads_to_seq(out), lse
 
     def backward(
         self, grad_BSNH: Tensor, pending: Any, out_BSNH: Tensor, lse: Tensor, boundaries_BD: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk and dv."""
-        core_pending = self._exchange_heads(pending)
+        if self.ulysses_group.size == 1:
+            return self._core.backward(grad_BSNH, pending, out_BSNH, lse, boundaries_BD)
+        core_pending = self._wait_heads(pending)
         grad_BSNH, out_BSNH = (self.ulysses_group.seq_to_heads(x) for x in (grad_BSNH, out_BSNH))
         grads = [*self._core.backward(grad_BSNH, core_pending, out_BSNH, lse, boundaries_BD)]
-        if self.ulysses_group.size > 1:
-            del core_pending, grad_BSNH, out_BSNH  # Freed before the all-to-all of the gradients allocates as much.
-            grads = [all_to_all.backward(grads.pop(0)) for all_to_all in pending]
-        dq, dk, dv = grads
+        del core_pending, grad_BSNH, out_BSNH  # Freed before the all-to-all of the gradients allocates as much.
+        dq, dk, dv = [all_to_all.backward(grads.pop(0)) for all_to_all in pending]
         return dq, dk, dv
 
-    def _exchange_heads(self, pending: Any) -> Any:
-        """What the core started: at once without Ulysses, else with the heads received."""
-        return pending if self.ulysses_group.size == 1 else self._core.start(*(x.wait() for x in pending))
+    def _wait_heads(self, pending: list[SeqToHeads]) -> Any:
+        """What the core starts once the heads are received."""
+        return self._core.start(*(all_to_all.wait() for all_to_all in pending))
 
     # ---- sharding
 
@@ -161,7 +164,7 @@ class ContextParallel:
         labels are not the next tokens: shifting them after sharding would be wrong at every shard boundary.
         """
         _require_shifted_labels(batch)
-        batch = pad_batch(batch, self.plan.seq_len_divisor)
+        batch = pad_batch(batch, self.seq_len_divisor)
         index_BS = self._permutation(batch.tokens, batch.boundaries).chunk(self.plan.cp, dim=1)[self.rank]
         return replace(
             batch,
@@ -171,10 +174,6 @@ class ContextParallel:
             document_ids=_select_tokens(batch.document_ids, index_BS),
             num_computed_pairs=self.attention_pairs(attention_op.boundary_tuples(batch.boundaries, len(batch.tokens))),
         )
-
-    def padded_length(self, seq_len: int) -> int:
-        """`seq_len` rounded up to a length that the layout can shard."""
-        return self.plan.padded_length(seq_len)
 
     def spans(self, boundaries: tuple[int, ...]) -> list[tuple[int, int]]:
         """(start, length) of this rank's tokens of a sequence with these boundaries, in the order held."""
@@ -215,9 +214,9 @@ class ContextParallel:
     def _permutation(self, x_BT: Tensor, boundaries_BD: Tensor | None) -> Tensor:
         """int64 [B, T] on the device of x: each sequence's tokens, rank by rank."""
         tokens = x_BT.shape[1]
-        if tokens % self.plan.seq_len_divisor:
+        if tokens % self.seq_len_divisor:
             raise ValueError(
-                f"sequence length {tokens} must be a multiple of {self.plan.seq_len_divisor} for layout "
+                f"sequence length {tokens} must be a multiple of {self.seq_len_divisor} for layout "
                 f'"{self.layout}" over {self.plan.cp} ranks'
             )
         batch_boundaries: attention_op.Boundaries = ((0, tokens),) * len(x_BT)

@@ -24,7 +24,7 @@ from trainer.checkpoint.run_dir import ResumeError
 from trainer.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, TiktokenTokenizer, Tokenizer
 from trainer.errors import ConfigError
 from trainer.export.checkpoint_cli import resolve_checkpoint
-from trainer.metrics import log_setup
+from trainer.metrics import loggers
 
 TEXT = " naïve 中文 🙂 end"
 STAGES = """
@@ -58,9 +58,9 @@ def copied(trained: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def keep_log_setup(monkeypatch: pytest.MonkeyPatch) -> None:
+def keep_logging(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a command would redirect the log of all later tests to this test's captured output."""
-    monkeypatch.setattr(log_setup, "configure", lambda _: None)
+    monkeypatch.setattr(loggers, "configure_logging", lambda _: None)
 
 
 @pytest.fixture

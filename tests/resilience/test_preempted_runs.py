@@ -136,7 +136,7 @@ def test_a_signal_before_the_first_step_stops_at_once_without_a_marker(
 ) -> None:
     """A marker would make a crash look like a saved run: srun sends TERM to the peers of a crashed rank."""
     monkeypatch.setattr(
-        "trainer.metrics.log_setup.configure", lambda _: None
+        "trainer.metrics.loggers.configure_logging", lambda _: None
     )  # The logging setup would outlive the test.
     signals, folder = SignalHandler(), tmp_path / "run"
     signals.signal = signal.SIGTERM
@@ -156,7 +156,7 @@ def test_one_rank_per_node_reports_the_problems_of_its_node(
     *,
     reports: bool,
 ) -> None:
-    monkeypatch.setattr("trainer.metrics.log_setup.configure", lambda _: None)
+    monkeypatch.setattr("trainer.metrics.loggers.configure_logging", lambda _: None)
     for key, value in {
         "RANK": str(8 + int(local_rank)),
         "WORLD_SIZE": "16",

@@ -35,7 +35,7 @@ from tests.ranks import become_strict, context, team
 from trainer.checkpoint import manifest
 from trainer.errors import EXIT_BAD_CONFIG
 from trainer.launch.launcher import format_problems, load_and_validate, prepare_run
-from trainer.metrics import log_setup
+from trainer.metrics import loggers
 from trainer.resilience.signals import SignalHandler
 from trainer.run_spec import RunSpec
 
@@ -281,7 +281,7 @@ def train_rank(argv: list[str], signal_handler: SignalHandler | None = None) -> 
         if world is None or world.is_first_of_node:
             sys.stderr.write(format_problems(problems, argv, world))
         return EXIT_BAD_CONFIG
-    log_setup.configure(world.rank or 0)
+    loggers.configure_logging(world.rank or 0)
     spec = prepare_run(config, world)
     return train.main([spec.to_json()], signal_handler) if isinstance(spec, RunSpec) else spec
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from parallelisms.parallel_dims import ContextPlan
@@ -128,7 +129,7 @@ class TrainingStage:
     def __str__(self) -> str:
         return f'stage "{self.name}"'
 
-    @property
+    @cached_property
     def end_step(self) -> int:
         return self.start_step + self.config.training.steps
 

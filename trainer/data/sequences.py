@@ -49,8 +49,9 @@ class SequenceSource(Protocol):
 class SequenceShard(Protocol):
     """Which tokens of a sequence a rank holds."""
 
-    def padded_length(self, seq_len: int) -> int:
-        """`seq_len`, rounded up to what the ranks can divide."""
+    @property
+    def seq_len_divisor(self) -> int:
+        """Sequences are padded to a multiple of it."""
 
     def spans(self, boundaries: tuple[int, ...]) -> Sequence[tuple[int, int]]:
         """(start, length) of each part that the rank holds; `boundaries`: document starts, then the length."""
@@ -61,12 +62,9 @@ class SequenceShard(Protocol):
 
 @dataclass(frozen=True)
 class FullSequence:
-    """Whole sequences, padded to a multiple."""
+    """Whole sequences."""
 
-    multiple: int = 1
-
-    def padded_length(self, seq_len: int) -> int:
-        return seq_len + -seq_len % self.multiple
+    seq_len_divisor: int = 1
 
     def spans(self, boundaries: tuple[int, ...]) -> Sequence[tuple[int, int]]:
         return [(0, boundaries[-1])]
@@ -136,7 +134,7 @@ class BlendedDataset:
 
     def read(self, indices: Sequence[int | None], shard: SequenceShard = FULL_SEQUENCE) -> Batch:
         """The rank's part of the sequences with these global indices, on the host. None: a sequence of padding."""
-        padded_len = shard.padded_length(self.seq_len)
+        padded_len = self.seq_len + -self.seq_len % shard.seq_len_divisor
         sequences = [self._read_sequence(index, shard, padded_len) for index in indices]
         tokens_BS, labels_BS, positions_BS, documents_BS, boundaries_BD = (
             torch.stack(parts) for parts in zip(*(each.tensors for each in sequences), strict=True)

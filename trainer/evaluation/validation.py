@@ -82,7 +82,7 @@ class Validator:
     """Evaluates the validation sets of a run."""
 
     def __init__(self, trainer: Trainer, validation_sets: Sequence[ValidationSet]) -> None:
-        self._trainer, self._validation_sets = trainer, validation_sets
+        self._trainer, self.sets = trainer, validation_sets
         self._interval = trainer.config.validation.interval
 
     def should_validate(self, step: int) -> bool:
@@ -92,7 +92,7 @@ class Validator:
         """Yields the result of each set. Collective. Waits for the device."""
         training, step = self._trainer.config.training, self._trainer.step
         max_tokens = training.micro_batch_size * training.seq_len
-        for validation_set in self._validation_sets:
+        for validation_set in self.sets:
             yield ValidationResult(
                 validation_set.name,
                 step,

@@ -23,7 +23,7 @@ from trainer.config.parse import COMMAND_LINE, ConfigSource, deep_merge, load, p
 from trainer.config.training_stages import Recipe
 from trainer.distributed import World, process_group, rank_from_environment
 from trainer.errors import ConfigError
-from trainer.metrics import log_setup
+from trainer.metrics import loggers
 
 log = logging.getLogger("trainer")
 
@@ -40,7 +40,7 @@ def checkpoint_parser(module: str, description: str, *, overrides: str) -> Comma
 def run_on_checkpoint(argv: Sequence[str], parser: CommandParser, run: Callable[[Namespace, list[str]], None]) -> int:
     """As `run_command`, on the ranks that were started."""
     rank, _, _ = rank_from_environment()
-    log_setup.configure(rank)
+    loggers.configure_logging(rank)
     return run_command(argv, parser, run, rank=rank)
 
 

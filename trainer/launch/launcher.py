@@ -37,7 +37,7 @@ from trainer.launch.restarts import run_with_restarts
 from trainer.memory.auto import describe_memory_options, fit_memory_options
 from trainer.memory.estimator import estimate_memory
 from trainer.memory.report import memory_summary
-from trainer.metrics import log_setup
+from trainer.metrics import loggers
 from trainer.resilience import exit_markers
 from trainer.resilience.signals import Interrupted, SignalHandler
 from trainer.run_spec import RunSpec
@@ -67,7 +67,7 @@ def main() -> int:
         return EXIT_SUCCESS if show_plan_at_launch(config, world.world_size) else EXIT_DOES_NOT_FIT
     if "--check" in flags:
         return EXIT_SUCCESS
-    log_setup.configure(world.rank or 0)
+    loggers.configure_logging(world.rank or 0)
     with SignalHandler().raising_alone():
         spec = prepare_run(config, world)
     if not isinstance(spec, RunSpec):

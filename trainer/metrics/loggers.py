@@ -1,4 +1,4 @@
-"""Loggers of metric records: TensorBoard and the console."""
+"""Log messages, and loggers of metric records: TensorBoard and the console."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from trainer.checkpoint.manifest import format_bytes
 from trainer.config.job_config import Config
@@ -193,3 +193,34 @@ def format_losses(losses: list[float | None]) -> str:
 def format_duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
+
+
+# ---- messages
+
+
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Looks up `sys.stderr` for each record, because a progress bar replaces it to stay below the log lines."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+def configure_logging(rank: int) -> None:
+    """To standard error: rank 0 from INFO up, other ranks from WARNING up with their rank."""
+    handler = _StderrHandler()
+    handler.setFormatter(_formatter(rank, "%H:%M:%S"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("trainer").setLevel(logging.INFO if rank == 0 else logging.WARNING)
+
+
+def add_log_file(folder: Path, rank: int) -> None:
+    """Also appends to `rank-N.log`, which is only created with the first message."""
+    handler = logging.FileHandler(folder / f"rank-{rank}.log", delay=True)
+    handler.setFormatter(_formatter(rank, "%Y-%m-%d %H:%M:%S"))
+    logging.getLogger().addHandler(handler)
+
+
+def _formatter(rank: int, time: str) -> logging.Formatter:
+    origin = "" if rank == 0 else f"[rank {rank}] "
+    return logging.Formatter(f"%(asctime)s {origin}%(message)s", datefmt=time)

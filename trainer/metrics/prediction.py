@@ -26,9 +26,9 @@ class Prediction:
     out_of_memory_advice: Sequence[str] = ()
     _measured: list[float] = field(default_factory=list)
 
-    def compare(self, seconds: float) -> dict[str, float | str] | None:
+    def compare(self, seconds: float) -> dict[str, float | str | None] | None:
         """Records the seconds of a step; returns predicted and median measured seconds once, after enough steps."""
-        if self.device is None or self.step_seconds is None or len(self._measured) > MEASURED_STEPS:
+        if len(self._measured) > MEASURED_STEPS:
             return None
         self._measured.append(seconds)
         if len(self._measured) <= MEASURED_STEPS:

@@ -23,7 +23,7 @@ from trainer.errors import EXIT_BAD_CONFIG, EXIT_FAILURE, EXIT_SUCCESS
 from trainer.launch.cluster import LaunchWorld, set_worker_environment
 from trainer.launch.launcher import TRAIN_SCRIPT, format_problems, load_and_validate, prepare_run
 from trainer.launch.workers import exit_status
-from trainer.metrics import log_setup
+from trainer.metrics import loggers
 from trainer.resilience.signals import LAUNCHER_PID_ENV, SignalHandler
 from trainer.run_spec import RunSpec
 
@@ -52,7 +52,7 @@ def run(options: Namespace, overrides: Sequence[str]) -> int:
     if problems or cluster is None:
         sys.stderr.write(format_problems(problems, overrides, cluster) * is_first_node)
         return EXIT_BAD_CONFIG
-    log_setup.configure(cluster.node_rank)
+    loggers.configure_logging(cluster.node_rank)
     with SignalHandler().raising_alone():
         spec = prepare_run(config, cluster)
     if not isinstance(spec, RunSpec):

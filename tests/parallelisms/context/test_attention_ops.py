@@ -299,7 +299,7 @@ def qkv_alive(method: str) -> list[bool]:
     refs = [weakref.ref(x) for x in (q, k, v)]
     started = core.start(q, k, v)
     del q, k, v
-    given = core._exchange_heads(started)
+    given = core._wait_heads(started)
     del given
     return [one() is not None for one in refs]
 
