@@ -32,7 +32,7 @@ from trainer.distributed import (
     rank_from_environment,
     require_same_checkpoint,
     require_same_config,
-    resolve_auto,
+    resolve_auto_recompute,
 )
 from trainer.errors import (
     CONCLUSIVE_EXIT_CODES,
@@ -58,7 +58,7 @@ EXIT_TIMEOUT_SECONDS = 120.0
 def main(argv: list[str], signal_handler: SignalHandler | None = None) -> int:
     """Trains this rank's part of a run and returns the exit code. `argv` is the JSON of a `RunSpec`, or launcher flags."""
     if not argv or not argv[0].startswith("{"):
-        become_launcher(argv)
+        exec_launcher(argv)
     rank, _, local_rank = rank_from_environment()
     # One rank per node reports errors, since nodes may differ; inside the process group, errors are the same on all.
     should_report, prefix = local_rank == 0, f"[rank {rank}] " if rank else ""
@@ -97,7 +97,7 @@ def main(argv: list[str], signal_handler: SignalHandler | None = None) -> int:
     return EXIT_SUCCESS
 
 
-def become_launcher(argv: list[str]) -> NoReturn:
+def exec_launcher(argv: list[str]) -> NoReturn:
     """Replaces this process by the launcher, which prepares the run and executes this script again; for torchrun."""
     root = str(Path(__file__).resolve().parent)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
@@ -122,7 +122,7 @@ def run_stage(
         require_same_config(stage.config, fingerprints)
         require_same_checkpoint(f"{stage} from {folder.resume_checkpoint(config)}")
         preemption = Preemption(config, signal_handler, is_leader=rank == 0, deadline=job_deadline(config, os.environ))
-        stage = replace(stage, config=resolve_auto(stage.config, world, folder.prediction_path))
+        stage = replace(stage, config=resolve_auto_recompute(stage.config, world, folder.prediction_path))
         reason = train(
             config, stage, folder, world, datasets=datasets, validation_sets=validation_sets, preemption=preemption
         )

@@ -1,1 +1,1 @@
-"""Floor 1: what is computed. A model knows nothing of ranks, meshes or steps."""
+"""The model and its attention kernels. Nothing here knows of ranks, meshes or steps."""

@@ -129,7 +129,7 @@ class ModelConfig:
         return self.matrix_parameters + embedding + norms
 
     def flops(self, *, tokens: float, pairs: float) -> float:
-        """Model FLOPs of one step, as MFU counts them: forward and backward, without recomputation.
+        """Model FLOPs of training on these tokens, as MFU counts them: forward and backward, without recomputation.
 
         `tokens` excludes padding; `pairs` are the (query, key) pairs that the mask allows, diagonal included: the sum
         of L (L + 1) / 2 over documents. A multiply-add is 2 FLOPs. Each matrix product runs three times (forward,

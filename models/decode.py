@@ -66,8 +66,8 @@ class Decoder:
         self.capacity, self._chunk = capacity, chunk
         self._model, self._head = model, model.head
         model.head = None  # The model then returns hidden states; logits are needed for the last token only.
-        self._cores = [KVCacheCore(capacity, kernel) for _ in model.layers()]
-        for block, core in zip(model.layers(), self._cores, strict=True):
+        self._cores = [KVCacheCore(capacity, kernel) for _ in model.transformer_blocks()]
+        for block, core in zip(model.transformer_blocks(), self._cores, strict=True):
             # No `start`, `forward` and `backward`: decoding needs no gradients.
             block.attention.core = cast(AttentionCore, core)
 

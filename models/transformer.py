@@ -80,7 +80,7 @@ class Transformer(nn.Module):
         if config.tie_embeddings and self.embed is not None and self.head is not None:
             self.head.proj.weight = self.embed.weight
 
-    def layers(self) -> list[TransformerBlock]:
+    def transformer_blocks(self) -> list[TransformerBlock]:
         return [cast(TransformerBlock, block) for block in self.blocks.values()]
 
     def init_std(self, name: str) -> float | None:

@@ -1,1 +1,1 @@
-"""Floor 2: the device mesh, and every parallelism, recomputation and offload that a model runs under."""
+"""The device mesh, every parallelism, activation checkpointing and offload: how a model is distributed."""

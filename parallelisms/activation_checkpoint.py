@@ -54,7 +54,7 @@ def apply(model: Transformer, config: RecomputeConfig) -> None:
     if config.policy == "none":
         return
     runner: BlockRunner | None = None
-    for index, block in enumerate(model.layers()):
+    for index, block in enumerate(model.transformer_blocks()):
         saves_input, is_last = index % config.blocks_per_checkpoint == 0, index == len(model.blocks) - 1
         block.forward_fn = runner = BlockRunner(config, runner, saves_input=saves_input, is_last=is_last)
 

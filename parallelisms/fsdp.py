@@ -32,7 +32,7 @@ def apply(
     # Casting inputs would round the RoPE table.
     precision = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
-    units: list[tuple[nn.Module, bool]] = [(block, reshard_after_forward) for block in model.layers()]
+    units: list[tuple[nn.Module, bool]] = [(block, reshard_after_forward) for block in model.transformer_blocks()]
     if not model.config.tie_embeddings:
         embedding_and_head = ((model.embed, reshard_after_forward), (model.head, False))
         # The head runs last in forward and first in backward: resharding it would only repeat the all-gather.

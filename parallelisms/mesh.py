@@ -58,7 +58,7 @@ class Mesh:
         self.pp_group = self._groups["pp"]
         self.dp_cp_group = self._groups["dp_cp"]
         """The ranks of a pipeline stage with different tokens: a sum over them covers the global batch."""
-        self.loss_group = self._groups.get("loss", self.dp_cp_group)
+        self.metrics_group = self._groups.get("metrics", self.dp_cp_group)
         """Loss and metric reductions: every dp, cp and pp rank, one per tp group."""
         # One root mesh: FSDP2 and tensor parallelism shard the same parameters.
         weight_mesh = self._device_mesh(device_type, WEIGHT_DIMS, range(self.size))

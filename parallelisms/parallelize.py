@@ -31,7 +31,7 @@ def parallelize(
     tensor_parallel.apply(model, mesh.tp_mesh, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     activation_checkpoint.apply(model, recompute_config)
     if compiled and recompute_config.policy == "none":  # Recomputed blocks compile their tile operations.
-        for block in model.layers():
+        for block in model.transformer_blocks():
             block.compile(fullgraph=True)
     stored_dtype = next(model.parameters()).dtype
     if mesh.fsdp_mesh.size() == 1 and param_dtype == stored_dtype and not cpu_offload:

@@ -49,7 +49,7 @@ def _named_groups(degrees: Mapping[str, int], ulysses_degree: int | None) -> dic
         "dp_cp": ("dp_replicate", "dp_shard", *cp),
     }
     if degrees["pp"] > 1:
-        axes_by_group["loss"] = ("pp", *axes_by_group["dp_cp"])
+        axes_by_group["metrics"] = ("pp", *axes_by_group["dp_cp"])
     if degrees["cp"] > 1:
         axes_by_group |= {"cp": cp} if ulysses_degree is None else {axis: (axis,) for axis in cp}
     return {name: rank_groups(split_degrees, *axes) for name, axes in axes_by_group.items()}

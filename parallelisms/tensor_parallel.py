@@ -70,7 +70,7 @@ def apply(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, loss
     parallelizer = TensorParallelizer(mesh, sequence_parallel=sequence_parallel)
     kv_heads = model.config.num_kv_heads
     replicated_projections = KV_PROJECTIONS if kv_heads < mesh.size() else ()
-    for block in model.layers():
+    for block in model.transformer_blocks():
         for name, style in BLOCK_PLAN.items():
             if style == "replicate_heads" and not model.config.qk_norm:
                 continue

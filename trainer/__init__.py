@@ -1,1 +1,1 @@
-"""Floor 3: when it is computed. Configuration, data, the loop, checkpoints and numbers."""
+"""A run: configuration, data, the training loop, checkpoints, metrics, planning."""

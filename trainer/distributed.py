@@ -86,7 +86,7 @@ def require_same_checkpoint(checkpoint: str) -> None:
         )
 
 
-def resolve_auto(config: Config, world: World, prediction_path: Path) -> Config:
+def resolve_auto_recompute(config: Config, world: World, prediction_path: Path) -> Config:
     """Replaces `memory.recompute = "auto"` by options that fit the smallest device and node of all ranks.
 
     A child process of rank 0 plans them and writes their prediction. Collective. Raises ConfigError on all ranks if

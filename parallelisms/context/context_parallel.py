@@ -249,7 +249,7 @@ class ContextParallel:
 
 def set_attention_core(model: Transformer, core: ContextParallel | None, *, kernel: str) -> None:
     """Sets the attention core of every block; None means full sequences on each rank."""
-    for block in model.layers():
+    for block in model.transformer_blocks():
         block.attention.core = core or LocalAttentionCore(kernel)
 
 

@@ -98,11 +98,13 @@ class AllGather:
     """The dtype in which gradients are summed."""
 
     def remote_kv(self, pending_kv: Waitable) -> Iterator[tuple[Tensor, ScoreBlocks]]:
-        flat = pending_kv.wait().flatten(0, 2)
-        index_2Y = self.plan.remote_kv_index(flat.device)
-        kv_2YKH = flat.index_select(0, index_2Y.flatten()).view(*index_2Y.shape, *flat.shape[1:])
-        del flat
-        yield kv_2YKH, self.plan.remote_blocks
+        # A local variable would keep the tensor alive until the generator ends.
+        yield self._select_remote(pending_kv.wait()), self.plan.remote_blocks
+
+    def _select_remote(self, kv_R2XKH: Tensor) -> Tensor:
+        index_2Y = self.plan.remote_kv_index(kv_R2XKH.device)
+        kv_2YKH: Tensor = kv_R2XKH.flatten(0, 2).index_select(0, index_2Y.flatten()).unflatten(0, index_2Y.shape)
+        return kv_2YKH
 
     def send_grads(self, dkv_2YKH: Tensor, pending_dkv: Waitable | None) -> Waitable:
         del pending_dkv
@@ -110,6 +112,7 @@ class AllGather:
         dkv_R2XKH = torch.zeros(shape, dtype=self.reduce_dtype, device=dkv_2YKH.device)
         index = self.plan.remote_kv_index(dkv_2YKH.device).flatten()
         dkv_R2XKH.flatten(0, 2).index_copy_(0, index, dkv_2YKH.flatten(0, 1).to(self.reduce_dtype))
+        del dkv_2YKH  # Freed before the reduce-scatter allocates its result.
         return self.reduce_scatter(dkv_R2XKH)
 
 
@@ -215,13 +218,12 @@ def backward(
     del dk_XKH, dv_XKH
     pending_dkv: Waitable | None = None
     for kv_2YKH, blocks in exchange.remote_kv(pending_kv):
-        dkv_2YKH = torch.zeros_like(kv_2YKH, dtype=dtype)
+        remote_grads = [torch.zeros_like(kv_2YKH, dtype=dtype)]
         inputs = (grad_XNH, q_XNH, kv_2YKH[0], kv_2YKH[1], out_XNH, lse_NX)
         block_grads = kernels.attend_blocks_backward(*inputs, blocks, kernel=kernel)
-        kernels.accumulate_grads((dq_XNH, dkv_2YKH[0], dkv_2YKH[1]), block_grads)
+        kernels.accumulate_grads((dq_XNH, remote_grads[0][0], remote_grads[0][1]), block_grads)
         del kv_2YKH, inputs, block_grads
-        pending_dkv = exchange.send_grads(dkv_2YKH, pending_dkv)
-        del dkv_2YKH
+        pending_dkv = exchange.send_grads(remote_grads.pop(), pending_dkv)  # Passed on, so that it can be freed there.
     if pending_dkv is not None:
         dkv_2XKH += pending_dkv.wait()
     # In separate storages, because an operator's outputs must not alias each other.

@@ -301,8 +301,8 @@ def test_shard_losses_reach_every_logger(tmp_path: Path, caplog: pytest.LogCaptu
     events.Reload()
     shown = {tag: events.Scalars(tag)[0].value for tag in events.Tags()["scalars"] if tag.startswith("loss_by")}
     assert shown == {"loss_by_shard/0": 3.0, "loss_by_shard/2": 1.0}
-    assert "loss 2.0000  shards 3.00 - 1.00  grad norm" in caplog.text
-    assert "loss 2.000 -> 2.000 (shards 3.00 - 1.00). Results in" in caplog.text
+    assert "loss 2.0000  loss by cp rank 3.00 - 1.00  grad norm" in caplog.text
+    assert "loss 2.000 -> 2.000 (by cp rank 3.00 - 1.00). Results in" in caplog.text
 
 
 # ---- which steps
@@ -375,7 +375,7 @@ def test_a_step_line_omits_unknown_metrics() -> None:
     on_gpu = format_step(
         RECORD | {"mfu": 0.4123, "memory_peak_gib": 71.26}, total_steps=100, eta_seconds=0, num_token_ranks=1
     )
-    assert "mfu 41.2%  gpu 71.3 GiB  rss" in on_gpu
+    assert "mfu 41.2%  peak mem 71.3 GiB  rss" in on_gpu
     without = RECORD | {"loss": None, "grad_norm": None}
     assert "loss -  grad norm -  lr" in format_step(without, total_steps=100, eta_seconds=0, num_token_ranks=1)
 
@@ -385,7 +385,7 @@ def test_a_step_line_of_several_ranks_has_load_balance_and_shard_losses() -> Non
         return format_step(RECORD | changes, total_steps=100, eta_seconds=0, num_token_ranks=2)
 
     assert line().endswith("data wait 0.3%  attn imbalance 1.26  eta 0:00:00")
-    assert "loss 3.2145  shards 0.04 - 3.20  grad" in line(loss_by_shard=[0.0401, None, 3.2])
+    assert "loss 3.2145  loss by cp rank 0.04 - 3.20  grad" in line(loss_by_shard=[0.0401, None, 3.2])
     assert "shards 0.01 to 0.15  grad" in line(loss_by_shard=[None, *(number / 100 for number in range(1, 16))])
     assert "shards - - -" in line(loss_by_shard=[None] * 3)
 

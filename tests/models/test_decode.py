@@ -96,7 +96,7 @@ def test_prefill_computes_one_chunk_at_a_time_and_logits_of_one_token() -> None:
     def count(name: str, tokens: int) -> None:
         seen[name].append(tokens)
 
-    model.layers()[0].register_forward_pre_hook(lambda _, given: count("block", given[0].shape[1]))
+    model.transformer_blocks()[0].register_forward_pre_hook(lambda _, given: count("block", given[0].shape[1]))
     model.head.proj.register_forward_pre_hook(lambda _, given: count("head", given[0].shape[1]))
     reader = Decoder(model, capacity=LENGTH, chunk=8)
     reader.next_token_logits(ROW_S[:-1])

@@ -131,7 +131,7 @@ def test_tied_gradient_is_the_sum_of_embedding_and_projection() -> None:
 def test_compiled_blocks_equal_eager(config: ModelConfig) -> None:
     torch._dynamo.reset()
     eager, compiled = small_model(config), small_model(config)
-    for block in compiled.layers():
+    for block in compiled.transformer_blocks():
         block.compile(fullgraph=True, backend="aot_eager")
     for batch in (BATCH, packed([24], [3, 21], [2, 2, 20], seed=1)):
         losses, expected = gradients(eager, batch)
@@ -146,7 +146,7 @@ def test_inductor_blocks_equal_eager() -> None:
     torch._dynamo.reset()
     config = replace(SMALL, num_layers=1)
     eager, compiled = small_model(config), small_model(config)
-    for block in compiled.layers():
+    for block in compiled.transformer_blocks():
         block.compile(fullgraph=True)
     losses, expected = gradients(eager, BATCH)
     found_losses, found = gradients(compiled, BATCH)
@@ -223,7 +223,7 @@ def test_residual_projections_have_smaller_init_and_norms_start_at_one() -> None
 
 def test_block_saves_each_activation_once() -> None:
     model = small_model()
-    block = model.layers()[0]
+    block = model.transformer_blocks()[0]
     x = torch.randn(3, 24, SMALL.dim, dtype=torch.float64, requires_grad=True)
     table = rope.cos_sin_table(SMALL.rope, SMALL.head_dim, BATCH.positions, torch.float64)
     kept: dict[int, int] = {}

@@ -61,7 +61,7 @@ def build(plan: Plan, mesh: Mesh) -> Transformer:
         plan.policy, host_pool, plan.offload, plan.blocks_per_checkpoint, tiling, plan.reshard_after_forward
     )
     if plan.compiled and plan.policy == "none":
-        for block in model.layers():
+        for block in model.transformer_blocks():
             block.compile(fullgraph=True, backend="aot_eager")
     parallelize(
         model,

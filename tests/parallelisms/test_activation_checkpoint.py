@@ -166,7 +166,7 @@ def test_backward_does_not_overwrite_its_output_gradient() -> None:
     grad = torch.randn(2, 24, SMALL.dim, dtype=torch.float64)
     before = grad.clone()
     for given in (grad, torch.ones(1, dtype=torch.float64).expand(2, 24, SMALL.dim)):
-        model.layers()[0](x, table, BATCH.boundaries).backward(given)
+        model.transformer_blocks()[0](x, table, BATCH.boundaries).backward(given)
     assert torch.equal(grad, before)
 
 
@@ -272,7 +272,7 @@ def saved_bytes(recompute_config: RecomputeConfig, *, layers: int) -> int:
     table = torch.ones(2, 2, 24, 1, SMALL.head_dim // 2, dtype=torch.float64)
     with LiveAllocations() as live:
         out = x * 1
-        for block in model.layers():
+        for block in model.transformer_blocks():
             out = block(out, table, BATCH.boundaries)
     found = live.live_bytes() - out.nbytes
     out.sum().backward()
@@ -391,8 +391,8 @@ def test_at_most_two_head_groups_are_live(
     head_groups: int, max_live: int, policy: activation_checkpoint.RecomputePolicy
 ) -> None:
     model = model_with(RecomputeConfig(policy, tiling=Tiling(head_groups)), DEEP)
-    cores = [CountingCore() for _ in model.layers()]
-    for block, core in zip(model.layers(), cores, strict=True):
+    cores = [CountingCore() for _ in model.transformer_blocks()]
+    for block, core in zip(model.transformer_blocks(), cores, strict=True):
         block.attention.core = core
     gradients(model, BATCH)
     for core in cores:

@@ -271,7 +271,7 @@ def half_precision(ranks: int) -> Dtypes:
         dtypes.tables.append(table)
         dtypes.weights |= {parameter.dtype for parameter in block.parameters()}
 
-    for block in model.layers():
+    for block in model.transformer_blocks():
         # Inside the block, after FSDP has gathered and cast its weights.
         block.attention.register_forward_pre_hook(record_dtypes)
         block.attention.register_forward_hook(lambda _, __, out: dtypes.stream.add(out.dtype))

@@ -87,7 +87,7 @@ def groups_of(mesh: Mesh) -> dict[str, ProcessGroup]:
         "dp_shard cp": mesh.fsdp_mesh.get_group("fsdp"),
         "tp": mesh.tp_mesh.get_group(),
         TOKENS: mesh.dp_cp_group,
-        f"pp {TOKENS}": mesh.loss_group,
+        f"pp {TOKENS}": mesh.metrics_group,
         **cp_groups,
     }
 
@@ -160,7 +160,7 @@ def timeout_errors(delay: float) -> list[str]:
     time.sleep(delay * (rank == 1))
     mesh.set_timeout(timedelta(seconds=delay * 2 / 3))
     # No rank timed out waiting for the delay one.
-    assert int(all_reduce(mesh.loss_group, torch.tensor(1))) == 4
+    assert int(all_reduce(mesh.metrics_group, torch.tensor(1))) == 4
     mesh.set_timeout(timedelta(seconds=0.5))
     groups = [group for group in groups_of(mesh).values() if group.size() > 1]
     return [*first, *(unanswered_all_reduce(group) for group in (*groups, None))] if rank == 0 else []

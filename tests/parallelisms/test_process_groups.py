@@ -49,12 +49,12 @@ def test_groups_partition_the_ranks_and_differ_only_in_their_dimensions(sizes: d
 
 def test_process_groups_have_the_expected_ranks() -> None:
     made = process_group_ranks(degrees(pp=2, dp_shard=2, cp=2))
-    assert list(made) == ["pp", "dp_replicate", "fsdp", "tp", "dp_cp", "loss", "cp"]
+    assert list(made) == ["pp", "dp_replicate", "fsdp", "tp", "dp_cp", "metrics", "cp"]
     assert {name: [format_ranks(ranks) for ranks in found] for name, found in made.items() if len(found) < 8} == {
         "pp": ["0,4", "1,5", "2,6", "3,7"],
         "fsdp": ["0-3", "4-7"],
         "dp_cp": ["0-3", "4-7"],
-        "loss": ["0-7"],
+        "metrics": ["0-7"],
         "cp": ["0-1", "2-3", "4-5", "6-7"],
     }
     halves = process_group_ranks(degrees(dp_shard=2, cp=4, tp=2), ulysses_degree=2)

@@ -98,7 +98,7 @@ def train(case: Case) -> Outcome:
         warnings.simplefilter("ignore")
         ops = compile_tile_ops(backend="aot_eager")
     if case.compiled and case.policy == "none":
-        for block in model.layers():
+        for block in model.transformer_blocks():
             block.compile(fullgraph=True, backend="aot_eager")
     # The bytes of a tile cover the tokens of all tp ranks.
     tile = 6 * tiling.bytes_per_token(case.config.dim, case.config.ffn_dim, 8) if case.tiled else None
@@ -275,7 +275,7 @@ def residual_shapes(case: Case) -> list[tuple[int, ...]]:
         model, mesh.tp_mesh, sequence_parallel=case.sequence_parallel, loss_parallel=case.loss_parallel
     )
     shapes: list[tuple[int, ...]] = []
-    for block in model.layers():
+    for block in model.transformer_blocks():
         block.register_forward_pre_hook(lambda _, arguments: shapes.append(tuple(arguments[0].shape)))
     model(packed([24], vocab_size=44))
     return shapes
@@ -352,7 +352,7 @@ def async_tp_matches() -> list[tuple[int, int]]:
     model = Transformer(replace(CONFIG, num_layers=1)).double()
     tensor_parallel.apply(model, mesh.tp_mesh, sequence_parallel=True, loss_parallel=True)
     backend = aot_autograd(fw_compiler=count_matches, bw_compiler=count_matches, decompositions=select_decomp_table())
-    for block in model.layers():
+    for block in model.transformer_blocks():
         block.compile(fullgraph=True, backend=backend)
     for lengths in ([24],), ([9, 15], [24]):
         model(packed(*lengths, vocab_size=44)).sum().backward()

@@ -88,7 +88,7 @@ def test_the_launcher_exits_with_78_on_a_data_error(tmp_path: Path) -> None:
 def test_raising_steps_resumes(finished: Path, copied: Path) -> None:
     done = forked(finished / "run.toml", copied, "--training.steps", "5")
     assert done.statuses == [0]
-    assert "next are step 4 and sequence 18" in done.said
+    assert "continuing with step 4, sequence 18" in done.said
     assert steps(copied) == [1, 2, 3, 4, 5]
     assert checkpoints(copied) == ["step-3", "step-5"]
 

@@ -398,7 +398,7 @@ def test_a_checkpoint_resumes_on_another_mesh(runs: Runs, tmp_path: Path, before
     processes, options = MESHES[after]
     done = forked(runs(before).parent / "run.toml", folder, *RUN, *options, processes=processes)
     assert done.statuses == [0] * processes, done.said
-    assert f"resumed from {folder}/checkpoints/step-2: next are step 3 and sequence 16" in done.said
+    assert f"resumed from {folder}/checkpoints/step-2: continuing with step 3, sequence 16" in done.said
     assert_same_run(folder, runs("one rank"))
     assert_same_state(folder, runs("one rank"))
     assert metrics(folder, "loss")[:2] == metrics(runs(before), "loss")[:2]
@@ -417,6 +417,6 @@ def test_resume_on_the_same_mesh_is_bitwise(runs: Runs, tmp_path: Path, name: st
     processes, options = MESHES[name]
     done = forked(whole.parent / "run.toml", folder, *RUN, *options, processes=processes)
     assert done.statuses == [0] * processes, done.said
-    assert f"resumed from {folder}/checkpoints/step-2: next are step 3 and sequence 16" in done.said
+    assert f"resumed from {folder}/checkpoints/step-2: continuing with step 3, sequence 16" in done.said
     assert metrics(folder, "step", "loss", "grad_norm") == metrics(whole, "step", "loss", "grad_norm")
     assert digests(folder / "checkpoints" / f"step-{STEPS}") == digests(whole / "checkpoints" / f"step-{STEPS}")

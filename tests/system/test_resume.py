@@ -65,7 +65,9 @@ def test_a_run_killed_after_three_steps_resumes_bitwise(
 
     resumed = forked(config, killed, *options, processes=processes)
     assert resumed.statuses == [0] * processes
-    assert f"resumed from {killed}/checkpoints/step-3: next are step 4 and sequence {3 * batch_size}" in resumed.said
+    assert (
+        f"resumed from {killed}/checkpoints/step-3: continuing with step 4, sequence {3 * batch_size}" in resumed.said
+    )
     assert metrics(killed, *EXACT) == metrics(whole, *EXACT)
     assert steps(killed) == [1, 2, 3, 4, 5, 6]
     for step in ("step-3", "step-6"):
@@ -145,7 +147,7 @@ def test_leftovers_of_a_killed_save_are_ignored_and_removed(tmp_path: Path) -> N
         shutil.copytree(folder / "checkpoints" / "step-3", folder / "checkpoints" / name)
     resumed = forked(config, folder, "--schedule.kind", "constant")
     assert resumed.statuses == [0]
-    assert "checkpoints/step-3: next are step 4" in resumed.said
+    assert "checkpoints/step-3: continuing with step 4" in resumed.said
     assert checkpoints(folder) == ["step-3", "step-6"]
 
 

@@ -8,22 +8,23 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
-
 log = logging.getLogger(__name__)
 
 LOG_SECONDS = 10.0
-COLUMNS = ("{task.description}", BarColumn(), DownloadColumn(), "{task.fields[rate]}", TimeRemainingColumn())
 
 
 @contextmanager
 def progress(title: str, *, total_bytes: int) -> Iterator[Callable[[int, int], None]]:
     """Yields a function to call with the bytes and tokens processed since its last call."""
+    # Imported here: most launches find their data prepared.
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+
+    columns = ("{task.description}", BarColumn(), DownloadColumn(), "{task.fields[rate]}", TimeRemainingColumn())
     is_terminal = sys.stderr.isatty()
     num_bytes, num_tokens = 0, 0
     started_at = last_logged = time.monotonic()
-    with Progress(*COLUMNS, console=Console(stderr=True), transient=True, disable=not is_terminal) as bar:
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not is_terminal) as bar:
         task = bar.add_task(title, total=total_bytes or None, rate="")
 
         def advance(more_bytes: int, more_tokens: int) -> None:

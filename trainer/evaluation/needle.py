@@ -182,7 +182,7 @@ def evaluate_length(dataset: NeedleDataset, parallel_model: ParallelModel) -> li
         sums.index_add_(0, torch.tensor(batch_numbers, device=parallel_model.device), counts)
 
     parallel_model.evaluate(batches(), record)
-    totals = AsyncHostCopy(all_reduce(parallel_model.mesh.loss_group, sums).flatten()).read()
+    totals = AsyncHostCopy(all_reduce(parallel_model.mesh.metrics_group, sums).flatten()).read()
     cells = []
     for index in range(dataset.depths):
         trials = [totals[3 * number : 3 * number + 3] for number in range(index, dataset.num_sequences, dataset.depths)]

@@ -122,7 +122,7 @@ class MetricsProcessor:
         names, counts = self.dataset.names, self.dataset.round_robin.counts(trainer.next_sequence)
         sources = ", ".join(f"{name} {count}" for name, count in zip(names, counts, strict=True))
         log.info(
-            "resumed from %s: next are step %d and sequence %d%s; same data",
+            "resumed from %s: continuing with step %d, sequence %d%s; the data is unchanged",
             *(checkpoint, self.first_step, trainer.next_sequence, f" ({sources})" if len(names) > 1 else ""),
         )
 
@@ -172,7 +172,7 @@ class MetricsProcessor:
             self._log_event("end", **fields)
             skipped = f", {self.skipped_steps} skipped for a non-finite gradient" if self.skipped_steps else ""
             first_loss = format_or_dash(self.run_dir.first_loss(), ".3f")
-            shard_losses = f" (shards {format_losses(shards)})" if shards else ""
+            shard_losses = f" (by cp rank {format_losses(shards)})" if shards else ""
             location = f"newest checkpoint {newest}, " if newest else ""
             script = Path(sys.executable).with_name("tensorboard")
             command = f"{script if script.exists() else 'tensorboard'} --logdir {self.run_dir.tensorboard_dir}"

@@ -88,7 +88,7 @@ class MetricAccumulator:
 
     def all_reduce(self, vector: Tensor) -> dict[str, Tensor]:
         """Reduces the vector over the global batch in place, on every rank; returns it by name. Collective."""
-        views, group = self.layout.split(vector), self._mesh.loss_group
+        views, group = self.layout.split(vector), self._mesh.metrics_group
         max_attended = all_reduce_max(group, views["attended"].clone())
         all_reduce(group, vector)
         views["attention_imbalance"].copy_(max_attended * self._mesh.dp_cp_group.size() / views["attended"])

@@ -1,7 +1,8 @@
 """The optimizer over sharded parameters: gradient clipping over the whole mesh, and the skip of non-finite steps.
 
 A new optimizer changes this file, and `OptimizerSection` for its keys: `_build_adamw` creates the torch optimizer, its
-parameter groups and its state; `_step_module` clips the gradients and runs it.
+parameter groups and its state; `_clip_and_step` clips the gradients and runs it. Predicted memory and step time count
+AdamW's two moments: `trainer/memory/estimator.py` and `trainer/plan/memory_traffic.py`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Optimizer:
         self._deferred_norms: dict[nn.Module | None, Tensor] = {}
         """The gradient norm by module whose update is pending."""
         for module in deferred_modules:
-            module.register_forward_pre_hook(torch.compiler.disable(self._step_module), prepend=True)
+            module.register_forward_pre_hook(torch.compiler.disable(self._clip_and_step), prepend=True)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Every state tensor by a mesh-independent name, after pending updates."""
@@ -80,14 +81,14 @@ class Optimizer:
             for group in optimizer.param_groups:
                 group["lr"] = lr
         self._deferred_norms = dict.fromkeys(self._optimizers, norm)
-        self._step_module(None)
+        self._clip_and_step(None)
         return norm, finite
 
     def flush_deferred_updates(self) -> None:
         for module in [*self._deferred_norms]:
-            self._step_module(module)
+            self._clip_and_step(module)
 
-    def _step_module(self, module: nn.Module | None, *_: Any) -> None:
+    def _clip_and_step(self, module: nn.Module | None, *_: Any) -> None:
         if (norm := self._deferred_norms.pop(module, None)) is None:
             return
         optimizer = self._optimizers[module]

@@ -130,7 +130,7 @@ def kernel_calls_and_error(method: str, *, compiled: bool) -> dict[str, tuple[in
         set_attention_core(model, core, kernel="auto")
         activation_checkpoint.apply(model, one)
         if compiled and name == "none":
-            for block in model.layers():
+            for block in model.transformer_blocks():
                 block.compile(fullgraph=True, backend="aot_eager")
         if compiled:
             forward_backward(model, core)
@@ -352,7 +352,7 @@ def order_of_calls(method: str, groups: int) -> tuple[list[str], list[str]]:
 
     model = small_model(replace(SMALL, num_layers=1, num_heads=8, num_kv_heads=4))
     activation_checkpoint.apply(model, RecomputeConfig("keep_attention", tiling=Tiling(groups)))
-    model.layers()[0].attention.core = Told()
+    model.transformer_blocks()[0].attention.core = Told()
     losses = model(core.shard_batch(BATCH))
     forward, told[:] = [*told], []
     losses.sum().backward()

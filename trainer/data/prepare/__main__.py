@@ -68,12 +68,13 @@ def selected_specs(config: Recipe, corpus: str | None, problems: Iterable[str] =
 
     Raises ConfigError with what is wrong with them and with the `problems` found before.
     """
+    problems = [*problems]
     if corpus is not None:
         if not corpus.startswith(HF_PREFIX) and corpus != STDLIB_CORPUS and not Path(corpus).exists():
-            problems = [*problems, f"command line: --corpus {corpus} does not exist"]
+            problems.append(f"command line: --corpus {corpus} does not exist")
         specs = {Path(corpus).name: replace(corpus_spec(config.data, DEFAULT_SOURCE), corpus=corpus)}
     else:
-        problems = [*problems, *checks.stage_problems(config)]
+        problems += checks.stage_problems(config)
         sections = [] if problems else [stage.config.data for stage in config.training_stages]
         problems += dict.fromkeys(
             problem
@@ -85,7 +86,7 @@ def selected_specs(config: Recipe, corpus: str | None, problems: Iterable[str] =
         if not problems and not specs:
             problems = [f'data.corpus = "{COPY_CORPUS}" is synthetic: there is nothing to prepare']
     if problems:
-        raise ConfigError([*problems])
+        raise ConfigError(problems)
     return specs
 
 
@@ -112,7 +113,7 @@ def inspect(arguments: Namespace, overrides: Sequence[str]) -> None:
         raise ConfigError(["command line: inspect needs a folder or --config"])
     if folder is not None and not is_token_dataset(folder):
         raise ConfigError([f"command line: {folder} is not a prepared folder"])
-    specs = {} if folder else selected_specs(config, None, [*checks.tokenizer_problems(config.tokenizer)])
+    specs = {} if folder else selected_specs(config, None, checks.tokenizer_problems(config.tokenizer))
     tokenizer = load_tokenizer(config.tokenizer.kind, config.tokenizer.path)
     datasets = [TokenDataset(folder)] if folder else [prepare(spec, tokenizer) for spec in specs.values()]
     for dataset in datasets:
