@@ -189,7 +189,7 @@ def test_attention_imbalance_matches_the_sequences_of_each_rank(tmp_path: Path) 
     assert max(measured) > 1.01, "some sequences should have more attended pairs than others"
     log = (folder / "logs" / "rank-0.log").read_text()
     assert f"attn imbalance {measured[0]:.2f}  eta" in log
-    assert "shards" not in log
+    assert "cp rank" not in log
 
 
 def test_a_nan_loss_is_null_in_metrics(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.system.in_process import configured, run_here
+from tests.system.in_process import configured, dataset_of, run_here
 from tests.system.runs import ROOT, arguments, write_run
 from trainer.memory.report import out_of_memory_advice
 from trainer.metrics.profiler import Profilers, StepWindow
@@ -97,6 +97,7 @@ def test_each_rank_has_its_own_trace(tmp_path: Path) -> None:
 
 def test_disabled_features_are_not_imported(tmp_path: Path) -> None:
     argv = arguments(write_run(tmp_path), tmp_path / "run", "--training.steps", "2")
+    dataset_of(load(argv))  # Preparing shows a progress bar.
     result = subprocess.run(
         [sys.executable, "-c", TRAIN_WITHOUT_OPTIONAL_IMPORTS, *argv],
         cwd=ROOT,
