@@ -386,7 +386,9 @@ def test_a_step_line_of_several_ranks_has_load_balance_and_shard_losses() -> Non
 
     assert line().endswith("data wait 0.3%  attn imbalance 1.26  eta 0:00:00")
     assert "loss 3.2145  loss by cp rank 0.04 - 3.20  grad" in line(loss_by_shard=[0.0401, None, 3.2])
-    assert "loss by cp rank 0.01 to 0.15  grad" in line(loss_by_shard=[None, *(number / 100 for number in range(1, 16))])
+    assert "loss by cp rank 0.01 to 0.15  grad" in line(
+        loss_by_shard=[None, *(number / 100 for number in range(1, 16))]
+    )
     assert "loss by cp rank - - -" in line(loss_by_shard=[None] * 3)
 
 

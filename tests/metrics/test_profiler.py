@@ -12,6 +12,7 @@ import torch
 
 from tests.system.in_process import configured, dataset_of, run_here
 from tests.system.runs import ROOT, arguments, write_run
+from trainer.config.parse import load
 from trainer.memory.report import out_of_memory_advice
 from trainer.metrics.profiler import Profilers, StepWindow
 
