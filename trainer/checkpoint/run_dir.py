@@ -74,11 +74,18 @@ class RunDir:
             return
         with (self.logs_dir / "lock").open("a+") as file:
             try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.seek(0)
-                owner = file.read().strip()
-                raise RunFolderInUseError(f"job.output_dir = {self.path} is in use by {owner}") from None
+                for attempts_left in reversed(range(30)):
+                    try:
+                        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    except BlockingIOError:
+                        # A killed process keeps the lock until its last thread has left the kernel.
+                        if attempts_left:
+                            time.sleep(0.1)
+                else:
+                    file.seek(0)
+                    owner = file.read().strip()
+                    raise RunFolderInUseError(f"job.output_dir = {self.path} is in use by {owner}")
             except OSError as error:
                 log.warning("%s: no file locks (%s): a second run would not be refused", self.path, error)
             file.truncate(0)
