@@ -22,10 +22,6 @@ class StepTime:
     ranks: tuple[RankStepTime, ...]
     """By pp rank."""
     seconds: float
-    tokens: float
-    """Of the global batch, like `pairs`."""
-    pairs: float
-    """(query, key) pairs."""
     executed_flops: float
     """Of all ranks, including recomputation."""
 
@@ -52,8 +48,7 @@ def predict_step_time(config: Config, world_size: int, device: DeviceSpec) -> St
         optimizer = step_seconds - STEP_OVERHEAD - stage.step_time.busy - bubble
         stages.append(replace(stage.step_time, pp_rank=pp_rank, bubble=bubble, optimizer=optimizer))
     executed_flops = world_size // config.parallelism.pp * sum(stage.executed_flops for stage in ranks)
-    workload = ranks[0].workload
-    return StepTime(tuple(stages), step_seconds, workload.tokens, workload.pairs, executed_flops)
+    return StepTime(tuple(stages), step_seconds, executed_flops)
 
 
 def _equivalence_key(plan: PipelinePlan, pp_rank: int, *, has_host_budget: bool) -> tuple[object, ...]:
