@@ -198,7 +198,7 @@ def test_stages_are_planned_separately_and_summed() -> None:
     found = plan_run(config, ranks, H100)
     assert [plan.name for plan in found.stages] == [stage.name for stage in config.training_stages]
     assert found.total_tokens == sum(
-        stage.config.training.steps * plan.step_time.tokens
+        stage.config.training.steps * plan.tokens_per_step
         for stage, plan in zip(config.training_stages, found.stages, strict=True)
     )
     tiny = plan_run(config, ranks, replace(H100, memory=20 * GIB))
