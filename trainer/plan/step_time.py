@@ -6,7 +6,7 @@ All times are seconds per step, over all micro-batches. The constants below are 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -143,9 +143,8 @@ class RankTimeModel:
 
     @cached_property
     def head_rate(self) -> float:
-        slowdown = 1 + MATMUL_HALF_RATE_DIM / min(
-            *self.rank.head_shapes[0], self.rank.loss_chunk_tokens, self.rank.tokens
-        )
+        smallest_dim = min(*self.rank.head_shapes[0], self.rank.loss_chunk_tokens, self.rank.tokens)
+        slowdown = 1 + MATMUL_HALF_RATE_DIM / smallest_dim
         return self._dtype_factor * MATMUL_EFFICIENCY * self.device.matmul_flops / slowdown
 
     @cached_property
@@ -337,10 +336,7 @@ class RankTimeModel:
         return max(0.0, seconds - (first_forward if self.rank.pipeline.pp == 1 else 0))
 
 
-def _sum_by_channel(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+def _sum_by_channel(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Without channels of 0 seconds."""
-    totals = defaultdict[str, float](float)
-    for part in parts:
-        for channel, seconds in part.items():
-            totals[channel] += seconds
+    totals = {channel: sum(part.get(channel, 0) for part in parts) for part in parts for channel in part}
     return {channel: seconds for channel, seconds in totals.items() if seconds > 0}
