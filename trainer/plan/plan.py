@@ -294,15 +294,15 @@ class RunPlan:
 
 def plan_stage(config: Config, world_size: int, device: DeviceSpec, *, name: str = "") -> TrainingPlan:
     """The configuration must be valid. If `memory.recompute = "auto"` finds nothing that fits, plans full recomputation."""
-    ranks_per_node = min(world_size, device.devices_per_node)
+    ranks_per_node, problems = min(world_size, device.devices_per_node), list[str]()
     try:
         config = auto.fit_memory_options(
             config, world_size, ranks_per_node=ranks_per_node, device_bytes=device.memory, host_bytes=device.host_memory
         )
     except ConfigError as error:
         config = with_overrides(config, {"memory.recompute": "full", "memory.device_gib": None})
-        return TrainingPlan(config, world_size, device, name, tuple(error.problems))
-    return TrainingPlan(config, world_size, device, name)
+        problems = error.problems
+    return TrainingPlan(config, world_size, device, name, tuple(problems))
 
 
 def plan_run(config: Config, world_size: int, device: DeviceSpec) -> RunPlan:
