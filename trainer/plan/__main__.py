@@ -38,8 +38,9 @@ DESCRIPTIONS = {
 Predicts memory, step time and cost of a run. Exits with 3 if it does not fit.
 
 Other commands, each with its own --help:
-  search     the fastest layouts on a number of devices, the longest sequence, the fewest devices
-  calibrate  a table for --device, measured on this machine""",
+  search     the fastest layouts on a number of devices, with --longest the longest sequence, with --fewest
+             the fewest devices
+  calibrate  a table for --device, measured on this machine; --output writes it to a file""",
     "search": "Searches the fastest layouts on a number of devices and prints them as TOML. Exits with 3 if none fits.",
     "calibrate": "Measures this machine's device in about a minute and writes a table for --device.",
 }
