@@ -17,6 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_steps import residual_multiple
 from models.presets import FAMILIES
 from parallelisms.parallel_dims import ContextPlan
 from parallelisms.pipeline_plan import PipelinePlan, PipelineSchedule
@@ -108,7 +109,7 @@ def shipped() -> Table:
         "GPUs": [f"{plan.world_size:,}" for plan in plans],
         "dp_shard x cp x tp x pp": map(degrees, plans),
         "`cp_method`, resolved": map(method, plans),
-        "tokens per step": [f"{plan.step_time.tokens / 1e6:.1f} M" for plan in plans],
+        "tokens per step": [f"{plan.tokens_per_step / 1e6:.1f} M" for plan in plans],
         "micro-batches per step, m": [str(plan.config.micro_batches(plan.world_size)[1]) for plan in plans],
         "tokens per GPU and micro-batch": map(tokens_per_device, plans),
         "peak memory, GiB of 80": [f"{plan.peak_memory.device_bytes / GIB:.1f}" for plan in plans],
@@ -199,15 +200,16 @@ def in_flight(schedule: PipelineSchedule, each: int, pp: int) -> float:
 
 
 def estimates() -> Table:
-    found = [estimate_memory(*configured(name)) for name in SHIPPED]
-    rows = []
+    found, rows, multiples = [estimate_memory(*configured(name)) for name in SHIPPED], [], []
+    for name, one in zip(SHIPPED, found, strict=True):
+        multiples.append(residual_multiple(one.device_bytes, one, RankMemory(*configured(name), one.pp_rank)))
     for item in found[0].items:
         sizes = [one.item(item.name).device_bytes for one in found]
         if any(_gib(size) for size in sizes):
             rows.append([item.name, *map(_gib, sizes)])
     rows.append(["**peak**", *(_gib(one.device_bytes) for one in found)])
     rows.append(["host", *(_gib(one.host_bytes) for one in found)])
-    rows.append(["k", *(f"{one.residual_multiple:.0f}" for one in found)])
+    rows.append(["k", *(f"{multiple:.0f}" for multiple in multiples)])
     rows.append(["reached", *(one.phase.replace(", backward", "").replace(", forward", "") for one in found)])
     return markdown(["GiB of the fullest rank", *(f"`{name}`" for name in SHIPPED)], rows)
 

@@ -2,7 +2,7 @@
 
 Initializes the process group of this process. Uses CPU kernels without compilation, and nominal collective sizes. An
 independent check of the closed formulas in `trainer.memory.estimator`, `trainer.plan.comm_volume` and
-`trainer.plan.flops`.
+`trainer.plan.rank_workload`.
 """
 
 from __future__ import annotations

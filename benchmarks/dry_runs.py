@@ -22,7 +22,7 @@ from trainer.hardware.host import GIB
 from trainer.memory.estimator import estimate_memory_per_pp_rank
 from trainer.memory.rank import RankMemory
 from trainer.plan.comm_volume import comm_volumes
-from trainer.plan.flops import rank_workload
+from trainer.plan.rank_workload import rank_workload
 
 SHIPPED = ("llama3_8b_128k", "llama3_8b_1m", "llama3_70b_128k", "llama3_405b_128k")
 

@@ -34,7 +34,17 @@ import torch
 from benchmarks.gpu_parts import KEPT, attention, environment, output, parity
 from benchmarks.gpu_parts import report as report_result
 from benchmarks.gpu_rows import Bench, K, Report
-from benchmarks.gpu_steps import MODELS, begin_memory, configured, gib, ledger_of, seconds_of, train, with_length
+from benchmarks.gpu_steps import (
+    MODELS,
+    begin_memory,
+    configured,
+    gib,
+    ledger_of,
+    seconds_of,
+    state_bytes,
+    train,
+    with_length,
+)
 from trainer.hardware.device import choose_device, peak_flops
 from trainer.hardware.host import GIB
 from trainer.launch.cluster import LaunchWorld, set_worker_environment
@@ -183,7 +193,7 @@ def longest(bench: Bench, model: str) -> None:
     whole, cut = (configured(bench, model, unit, levers, more) for more in ("", "--model.num_layers 2"))
     layers, ballast = (
         whole.model.build().num_layers,
-        int(ledger_of(whole)[0].state_bytes - ledger_of(cut)[0].state_bytes),
+        int(state_bytes(ledger_of(whole)[0]) - state_bytes(ledger_of(cut)[0])),
     )
 
     def needed(units: int) -> tuple[float, float]:

@@ -139,6 +139,16 @@ def ledger_of(config: Config) -> tuple[MemoryEstimate, float]:
     return max(moments, key=lambda moment: moment.device_bytes), max(moment.host_bytes for moment in moments)
 
 
+def state_bytes(estimate: MemoryEstimate) -> float:
+    """Parameters, gradients and optimizer state on the device."""
+    return sum(item.device_bytes for item in estimate.items[:3])
+
+
+def residual_multiple(peak: float, estimate: MemoryEstimate, rank: RankMemory) -> float:
+    """k, where the peak is the state plus k times the residual stream on one rank."""
+    return (peak - state_bytes(estimate)) / rank.block.residual_bytes
+
+
 def rounds_for(each: float, short: float, room: float) -> tuple[int, int, bool]:
     """(warm-ups, rounds, whether warm-ups attend to short documents only) that take about `room` seconds."""
     for warmups, rounds, is_short in ((3, 5, False), (1, 5, False), (1, 3, False), (1, 3, True), (1, 2, True)):
@@ -240,7 +250,7 @@ def training_row(
     times = [each.step_seconds for each in found]
     seconds, work = median(times), {"tokens": found[-1].tokens, "pairs": found[-1].attended_pairs}
     again = model.hardware_flops(**work, recompute=levers.recompute, blocks_per_checkpoint=levers.blocks_per_checkpoint)
-    peak, expected = peak_flops(bench.device), ledger_of(config)[0]
+    peak, expected, rank = peak_flops(bench.device), ledger_of(config)[0], RankMemory(config, 1, 0)
     bench.report.row(
         model=f"{name}, {model.num_layers} layers",
         heads=f"{model.num_heads}:{model.num_kv_heads} x {model.head_dim}",
@@ -261,8 +271,8 @@ def training_row(
         pinned_gib=gib(used.pinned),
         predicted_s=predicted,
         predicted_gib=gib(expected.device_bytes),
-        k=None if used.peak is None else (used.peak - expected.state_bytes) / expected.residual_bytes,
-        predicted_k=expected.residual_multiple,
+        k=None if used.peak is None else residual_multiple(used.peak, expected, rank),
+        predicted_k=residual_multiple(expected.device_bytes, expected, rank),
         loss=found[-1].loss,
         note=note,
     )

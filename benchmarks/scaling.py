@@ -27,8 +27,8 @@ from trainer.hardware.host import GIB
 from trainer.memory.estimator import TRANSIENT_ACTIVATIONS, phase_estimates
 from trainer.memory.rank import RankMemory
 from trainer.memory.report import with_overrides
-from trainer.plan.document import LineChart
-from trainer.plan.html import render_svg
+from trainer.plan.document import LineChart, PlanReport
+from trainer.plan.html import render_html
 from trainer.plan.plan import TrainingPlan, plan_stage
 from trainer.plan.search import describe_layout, longest_sequence, search
 
@@ -41,6 +41,7 @@ TOKENS, EACH = 4 * M, 16 * K
 """Tokens of a step, and the least per GPU; at least one sequence."""
 STRONG, STRONG_LENGTH = 16 * M, 128 * K
 DEVICE = load_device("h100-80gb")
+SVG_STYLE = "svg { font: 12px system-ui, sans-serif; color: #1b1f23; background: #fff } .rule { stroke: #dde1e5 }"
 BEGIN, END = "<!-- generated:begin -->", "<!-- generated:end -->"
 GENERATED = re.compile(rf"{BEGIN}.*?{END}", re.DOTALL)
 
@@ -238,6 +239,14 @@ def updating() -> list[list[str]]:
 
 
 # ---- the page
+
+
+def render_svg(chart: LineChart) -> str:
+    """The line chart as a standalone SVG file."""
+    page = render_html(PlanReport(title="", verdict="", fits=True, facts=[], sections=[chart]))
+    svg = page[page.index("<svg ") : page.index("</svg>")] + "</svg>\n"
+    svg = svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    return svg.replace("</title>\n", f"</title>\n<style>{SVG_STYLE}</style>\n", 1)
 
 
 def tables(

@@ -182,7 +182,7 @@ WITHOUT_TORCH = (
     "trainer.checkpoint.initial_weights",
     "trainer.launch.launcher",
     "trainer.plan.comm_volume",
-    "trainer.plan.flops",
+    "trainer.plan.rank_workload",
     "trainer.checkpoint.__main__",
     "trainer.selfcheck.__main__",
     "trainer.plan.console",

@@ -177,7 +177,7 @@ def test_optimizer_placement_moves_state_to_the_host() -> None:
     here, there = (
         estimate_memory(configured(f"memory.optimizer_placement={place}"), 1) for place in ("device", "host")
     )
-    assert there.state_bytes == 0
+    assert sum(item.device_bytes for item in there.items[:3]) == 0
     assert there.host_bytes - here.host_bytes == 16 * configured().model.build().num_parameters
     narrow = estimate_memory(configured(f"memory.optimizer_placement=host {NARROW}"), 1)
     assert narrow.host_bytes - here.host_bytes == 12 * configured().model.build().num_parameters
@@ -193,12 +193,6 @@ def test_bfloat16_moments_take_half_and_are_upcast_in_chunks() -> None:
     assert narrow.item(TRANSIENT_ACTIVATIONS).device_bytes == 8 * 8192 * 128
     huge = estimate_memory(configured(f"{NARROW} training.seq_len=2 model.num_layers=1 model.ffn_dim=200000"), 1)
     assert huge.item(TRANSIENT_ACTIVATIONS).device_bytes == 8 * OPTIMIZER_CHUNK_ELEMENTS
-
-
-def test_the_peak_is_state_plus_a_multiple_of_the_residual_stream() -> None:
-    found = estimate_memory(configured(), 1)
-    assert found.residual_bytes == 4 * 128 * 1024
-    assert found.device_bytes == pytest.approx(found.state_bytes + found.residual_multiple * found.residual_bytes)
 
 
 def test_the_first_pipeline_rank_has_the_highest_peak() -> None:

@@ -244,7 +244,7 @@ def test_formulas_are_fast_and_import_no_torch() -> None:
     code = (
         "import sys, time; from trainer.config.parse import load; from trainer.memory.rank import RankMemory; "
         "from trainer.plan.comm_volume import comm_volumes; "
-        "from trainer.plan.flops import rank_workload; config = load(['--config', 'llama3_405b_128k']); begin = time.process_time(); "
+        "from trainer.plan.rank_workload import rank_workload; config = load(['--config', 'llama3_405b_128k']); begin = time.process_time(); "
         "[(comm_volumes(RankMemory(config, 4096, r)), rank_workload(RankMemory(config, 4096, r))) for r in range(16)]; "
         "spent = (time.process_time() - begin) / 16; sys.exit('torch' in sys.modules or spent > 0.003)"
     )

@@ -14,7 +14,7 @@ from trainer.config.job_config import Config
 from trainer.config.parse import load
 from trainer.memory.rank import RankMemory
 from trainer.plan.comm_volume import CommVolume, comm_volumes
-from trainer.plan.flops import attention_pairs, rank_workload
+from trainer.plan.rank_workload import attention_pairs, rank_workload
 
 # All messages but those of norms exceed MIN_COUNTED_BYTES.
 MODEL = {

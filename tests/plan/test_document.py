@@ -11,7 +11,6 @@ from trainer.plan.document import (
     BarChart,
     LineChart,
     StackedBar,
-    Table,
     bars_to_table,
     decimal_places,
     format_number,
@@ -31,17 +30,6 @@ def test_segments_must_be_finite_and_nonnegative(value: float) -> None:
 def test_limits_must_be_finite_and_positive(limit: float) -> None:
     with pytest.raises(ValueError, match=rf"^limit = {limit} of bar 'stage 4' must be finite and above 0, or None$"):
         StackedBar(label="stage 4", segments={}, limit=limit)
-
-
-def test_rows_must_have_one_cell_per_column() -> None:
-    with pytest.raises(ValueError, match=r"^row \['a'\] of table 'meshes' must have 2 cells$"):
-        Table(title="meshes", columns=["x", "y"], rows=[["a", "b"], ["a"]])
-
-
-@pytest.mark.parametrize("best", [-1, 1])
-def test_best_must_be_a_row(best: int) -> None:
-    with pytest.raises(ValueError, match=rf"^best = {best} of table 'meshes' must be below 1, the number of rows$"):
-        Table(title="meshes", columns=["x"], rows=[["a"]], best=best)
 
 
 def test_a_bar_equal_to_its_limit_fits() -> None:

@@ -13,7 +13,7 @@ from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.memory.rank import RankMemory
 from trainer.plan.comm_volume import CommVolume, comm_volumes
-from trainer.plan.flops import rank_workload
+from trainer.plan.rank_workload import rank_workload
 
 LONG = "training.seq_len=16384 parallelism.dp_replicate=2"
 DEEP = "model.num_layers=16 parallelism.pp=8 training.global_batch_size=64"

@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks.scaling import render_svg
 from tests.plan.sample_documents import HOST, MEMORY, MFU, SAMPLE, SEARCH, TIME, TOKENS, stages
 from trainer.plan.document import BarChart, LineChart, PlanReport, StackedBar, Table
 from trainer.plan.html import (
@@ -22,7 +23,6 @@ from trainer.plan.html import (
     PLOT_WIDTH,
     axis_ticks,
     render_html,
-    render_svg,
 )
 
 EVIL = "<script>alert('x')</script> & \"q\" <b onclick=\"x\"> ' onload='x' --><![CDATA[ </style></svg>"

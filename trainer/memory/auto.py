@@ -37,11 +37,8 @@ def fit_memory_options(
     """
     if config.memory.recompute != "auto":
         return config
-    device_limit, host_limit, budget_gib = (
-        device_bytes * DEVICE_FRACTION,
-        host_bytes * HOST_FRACTION,
-        config.memory.host_budget_gib,
-    )
+    device_limit, host_limit = device_bytes * DEVICE_FRACTION, host_bytes * HOST_FRACTION
+    budget_gib = config.memory.host_budget_gib
     offload_limit = host_limit if budget_gib is None else budget_gib * GIB
     found_problems: list[str] = []
     closest: tuple[float, Config] | None = None
@@ -55,7 +52,8 @@ def fit_memory_options(
         if saved > offload_limit or (estimate.host_bytes - activations) * ranks_per_node + saved > host_limit:
             continue
         if estimate.device_bytes <= device_limit:
-            return _with_host_budget(candidate, offload_limit / GIB)
+            budget = {} if candidate.memory.offload == "none" else {"memory.host_budget_gib": offload_limit / GIB}
+            return with_overrides(candidate, budget)
         if closest is None or estimate.device_bytes < closest[0]:
             closest = estimate.device_bytes, candidate
     refusal = 'memory.recompute = "auto" finds no options that fit'
@@ -90,10 +88,6 @@ def _candidates(config: Config) -> Iterator[Config]:
     for combination in product(*values):
         options = dict(zip(MEMORY_OPTIONS, combination, strict=True)) | {"device_gib": None, "host_budget_gib": None}
         yield config.model_copy(update={"memory": memory.model_copy(update=options)})
-
-
-def _with_host_budget(config: Config, gib: float) -> Config:
-    return config if config.memory.offload == "none" else with_overrides(config, {"memory.host_budget_gib": gib})
 
 
 def _relative_step_time(config: Config) -> tuple[float, int]:

@@ -32,8 +32,6 @@ class MemoryEstimate:
     phase: str
     pp_rank: int
     pp: int
-    residual_bytes: int
-    """u: the residual stream on one rank."""
     items: tuple[MemoryItem, ...]
 
     @property
@@ -51,16 +49,6 @@ class MemoryEstimate:
     def largest_items(self) -> list[MemoryItem]:
         """The three that need most of the device."""
         return sorted(self.items, key=lambda item: -item.device_bytes)[:3]
-
-    @property
-    def state_bytes(self) -> float:
-        """Parameters, gradients and optimizer state on the device."""
-        return sum(item.device_bytes for item in self.items[:3])
-
-    @property
-    def residual_multiple(self) -> float:
-        """k, where the peak is state_bytes + k u."""
-        return (self.device_bytes - self.state_bytes) / self.residual_bytes
 
 
 def estimate_memory(config: Config, world_size: int) -> MemoryEstimate:
@@ -258,7 +246,7 @@ def _estimate(
         # The host also prefetches the next step.
         MemoryItem("batch", batch * (micro_batches if plan.pp > 1 else 1), 2 * batch * micro_batches),
     )
-    return MemoryEstimate(phase, rank.pp_rank, plan.pp, rank.block.residual_bytes, items)
+    return MemoryEstimate(phase, rank.pp_rank, plan.pp, items)
 
 
 def _num_pipeline_buffers(rank: RankMemory) -> float:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from parallelisms.pipeline_plan import PipelinePlan
 from trainer.config.job_config import Config
 from trainer.hardware.device_specs import DeviceSpec
 from trainer.plan import interconnect
@@ -22,10 +21,6 @@ class StepTime:
     ranks: tuple[RankStepTime, ...]
     """By pp rank."""
     seconds: float
-    tokens: float
-    """Of the global batch, like `pairs`."""
-    pairs: float
-    """(query, key) pairs."""
     executed_flops: float
     """Of all ranks, including recomputation."""
 
@@ -40,27 +35,23 @@ def predict_step_time(config: Config, world_size: int, device: DeviceSpec) -> St
     distinct: dict[tuple[object, ...], RankTimeModel] = {}
     ranks = []
     for pp_rank in range(config.parallelism.pp):
-        key = _equivalence_key(plan, pp_rank, has_host_budget=config.memory.host_budget_gib is not None)
+        stages = plan.stages_of(pp_rank)
+        # Ranks with equal keys do equal work. Under a host budget, earlier ranks offload a smaller share.
+        own_budget = None if config.memory.host_budget_gib is None else pp_rank
+        blocks = tuple(plan.blocks_per_stage[stage] for stage in stages)
+        key = blocks, 0 in stages, plan.num_stages - 1 in stages, own_budget
         if key not in distinct:
             distinct[key] = RankTimeModel(config, world_size, pp_rank, device, groups)
         ranks.append(distinct[key])
     pipeline_seconds, bubbles = _pipeline_time(ranks)
     # Gradient clipping needs the norm over all stages, so the slowest optimizer step counts for all.
     step_seconds = pipeline_seconds + max(stage.optimizer_seconds for stage in ranks) + STEP_OVERHEAD
-    stages = []
+    step_times = []
     for pp_rank, (stage, bubble) in enumerate(zip(ranks, bubbles, strict=True)):
         optimizer = step_seconds - STEP_OVERHEAD - stage.step_time.busy - bubble
-        stages.append(replace(stage.step_time, pp_rank=pp_rank, bubble=bubble, optimizer=optimizer))
+        step_times.append(replace(stage.step_time, pp_rank=pp_rank, bubble=bubble, optimizer=optimizer))
     executed_flops = world_size // config.parallelism.pp * sum(stage.executed_flops for stage in ranks)
-    workload = ranks[0].workload
-    return StepTime(tuple(stages), step_seconds, workload.tokens, workload.pairs, executed_flops)
-
-
-def _equivalence_key(plan: PipelinePlan, pp_rank: int, *, has_host_budget: bool) -> tuple[object, ...]:
-    """Ranks with equal keys do equal work. Under a host budget, earlier ranks offload a smaller share."""
-    stages = plan.stages_of(pp_rank)
-    has_ends = 0 in stages, plan.num_stages - 1 in stages
-    return tuple(plan.blocks_per_stage[stage] for stage in stages), *has_ends, pp_rank if has_host_budget else None
+    return StepTime(tuple(step_times), step_seconds, executed_flops)
 
 
 def _pipeline_time(ranks: Sequence[RankTimeModel]) -> tuple[float, list[float]]:

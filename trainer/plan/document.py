@@ -68,23 +68,13 @@ class BarChart:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Raises ValueError for a row without exactly one cell per column, and for `best` out of range."""
-
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
+    """With one cell per column."""
     note: str = ""
     best: int | None = None
     """Index of the row to highlight."""
-
-    def __post_init__(self) -> None:
-        for row in self.rows:
-            if len(row) != len(self.columns):
-                raise ValueError(f"row {list(row)} of table {self.title!r} must have {len(self.columns)} cells")
-        if self.best is not None and not 0 <= self.best < len(self.rows):
-            raise ValueError(
-                f"best = {self.best} of table {self.title!r} must be below {len(self.rows)}, the number of rows"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,10 +147,8 @@ def bars_to_table(chart: BarChart, indices: Sequence[int] | None = None) -> Tabl
 
     A chart with a single bar also gets each segment's share of the total.
     """
-    bars, decimals = (
-        [chart.bars[index] for index in (range(len(chart.bars)) if indices is None else indices)],
-        chart.decimals,
-    )
+    bars = chart.bars if indices is None else [chart.bars[index] for index in indices]
+    decimals = chart.decimals
     if not bars:
         return Table(title=chart.title, columns=[chart.unit], rows=[])
     names = chart.segment_names

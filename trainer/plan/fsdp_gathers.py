@@ -35,22 +35,18 @@ def weight_gathers_per_stage(plan: PipelinePlan, rank: int) -> Mapping[int, int]
 
 def _stage_order(plan: PipelinePlan, rank: int) -> list[int]:
     """The stage of each action of a rank: forwards, backwards and, if split, weight gradients."""
-    stages_per_rank, micro_batches = plan.stages_per_rank, plan.num_micro_batches
+    stages_per_rank, num_chunks = plan.stages_per_rank, plan.stages_per_rank * plan.num_micro_batches
     has_split_backward = plan.schedule in SPLIT_BACKWARD_SCHEDULES
-    round_size = micro_batches // max(1, micro_batches // plan.pp)
-    warmup = min(
-        (stages_per_rank - 1) * round_size + (1 if has_split_backward else 2) * (plan.pp - 1 - rank),
-        stages_per_rank * micro_batches,
-    )
-    backward_stages = [
-        (stages_per_rank - 1 - step // round_size % stages_per_rank) * plan.pp + rank
-        for step in range(stages_per_rank * micro_batches)
-    ]
+    round_size = plan.num_micro_batches // max(1, plan.num_micro_batches // plan.pp)
+    in_flight = (stages_per_rank - 1) * round_size + (1 if has_split_backward else 2) * (plan.pp - 1 - rank)
+    warmup = min(in_flight, num_chunks)
+    local_stages = [step // round_size % stages_per_rank for step in range(num_chunks)]
+    forward_stages = [stage * plan.pp + rank for stage in local_stages]
+    backward_stages = [(stages_per_rank - 1 - stage) * plan.pp + rank for stage in local_stages]
     weight_grad_stages = [*backward_stages] if has_split_backward else []
     order = []
-    for step in range(stages_per_rank * micro_batches + warmup):
-        if step < stages_per_rank * micro_batches:
-            order.append(step // round_size % stages_per_rank * plan.pp + rank)
+    for step in range(num_chunks + warmup):
+        order += forward_stages[step : step + 1]
         if step >= warmup:
             order.append(backward_stages[step - warmup])
             if weight_grad_stages and step - warmup >= rank:

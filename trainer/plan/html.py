@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from math import ceil, floor, isfinite, log2, log10
 from pathlib import Path
@@ -14,7 +14,6 @@ from trainer.plan.document import (
     BarChart,
     LineChart,
     PlanReport,
-    StackedBar,
     Table,
     bars_to_table,
     format_number,
@@ -45,24 +44,9 @@ LEGEND_CHAR_WIDTH = 7
 WRAP_FROM = 28
 """Characters from which a table cell may wrap."""
 
-View = dict[str, Any]
-
 
 def render_html(report: PlanReport) -> str:
-    colours = _segment_colours(report)
-    return _template().render(
-        report=report,
-        sections=[_section_view(section, colours) for section in report.sections],
-        palette=PALETTE,
-        dark_colours=DARK_COLOURS,
-    )
-
-
-def render_svg(chart: LineChart) -> str:
-    """The line chart as a standalone SVG file."""
-    macro = _template().make_module({"report": None, "sections": [], "palette": PALETTE, "dark_colours": DARK_COLOURS})
-    svg: str = macro.line_chart(_chart_view(chart), standalone=True)  # type: ignore[attr-defined]
-    return str(svg).strip() + "\n"
+    return _template().render(report=report, colours=_segment_colours(report))
 
 
 @cache
@@ -74,76 +58,46 @@ def _template() -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.globals |= {
+        "bars_to_table": bars_to_table,
+        "lines_to_table": lines_to_table,
+        "number": format_number,
+        "full_value": _full_value,
+        "column_classes": _column_classes,
+        "scale": _scale,
+        "palette": PALETTE,
+        "dark_colours": DARK_COLOURS,
+        "line_colours": LINE_COLOURS,
+        "min_labelled_percent": MIN_LABELLED_PERCENT,
+    }
     return environment.get_template("report.html.j2")
 
 
-def _segment_colours(report: PlanReport) -> dict[tuple[str, str], int]:
-    """Palette index by (unit, segment name): a name has one colour in all charts of a unit."""
-    colours = dict[tuple[str, str], int]()
+def _segment_colours(report: PlanReport) -> dict[str, dict[str, int]]:
+    """Palette index by unit and segment name: a name has one colour in all charts of a unit."""
+    colours: dict[str, dict[str, int]] = {}
     for chart in (section for section in report.sections if isinstance(section, BarChart)):
+        of_unit = colours.setdefault(chart.unit, {})
         for name in chart.segment_names:
-            num_used = sum(unit == chart.unit for unit, _ in colours)
-            colours.setdefault((chart.unit, name), num_used % len(PALETTE))
+            of_unit.setdefault(name, len(of_unit) % len(PALETTE))
     return colours
 
 
-def _section_view(section: BarChart | Table | LineChart, colours: Mapping[tuple[str, str], int]) -> View:
-    if isinstance(section, BarChart):
-        kinds = {name: colours[section.unit, name] for name in section.segment_names}
-        full_value = max((max(bar.total, bar.limit or 0) for bar in section.bars), default=0) or 1.0
-        bars = [_bar_view(section, bar, kinds, full_value) for bar in section.bars]
-        view: View = {"kind": "bars", "bars": bars, "table": _table_view(bars_to_table(section), [*kinds.values()])}
-    elif isinstance(section, LineChart):
-        view = {"kind": "lines", "chart": _chart_view(section), "table": _table_view(lines_to_table(section))}
-    else:
-        view = {"kind": "table", "table": _table_view(section), "note": section.note}
-    return view | {"title": section.title}
+def _full_value(chart: BarChart) -> float:
+    """The value at the right end of a chart."""
+    return max(max(bar.total, bar.limit or 0) for bar in chart.bars) or 1.0
 
 
-def _bar_view(chart: BarChart, bar: StackedBar, colours: Mapping[str, int], full_value: float) -> View:
-    segments = [
-        {
-            "name": name,
-            "text": format_number(value, chart.decimals),
-            "percent": 100 * value / full_value,
-            "colour": colour,
-            "labelled": 100 * value / full_value >= MIN_LABELLED_PERCENT,
-        }
-        for name, colour in colours.items()
-        if (value := bar.segments.get(name, 0))
-    ]
-    total = format_number(bar.total, chart.decimals) or "0"
-    limit = "" if bar.limit is None else f" of {format_number(bar.limit, chart.decimals)}"
-    return {
-        "label": bar.label,
-        "fits": bar.fits,
-        "total": f"{total}{limit} {chart.unit}",
-        "unit": chart.unit,
-        "limit": None if bar.limit is None else 100 * bar.limit / full_value,
-        "end": 100 * bar.total / full_value,
-        "segments": segments,
-    }
-
-
-def _table_view(table: Table, colours: Sequence[int] = ()) -> View:
-    """`colours` are the swatches of the first rows; the rows after them are totals."""
+def _column_classes(table: Table) -> list[str]:
     columns = [*zip(*table.rows, strict=True)] or [()] * len(table.columns)
-    classes = ["n" if is_numeric(cells) else "wrap" if max(map(len, cells), default=0) > WRAP_FROM else "" for cells in columns]  # fmt: skip
-    rows = [
-        {
-            "cells": [*zip(row, classes, strict=True)],
-            "colour": colours[index] if index < len(colours) else None,
-            "kind": "best" if index == table.best else "total" if colours and index == len(colours) else "",
-        }
-        for index, row in enumerate(table.rows)
-    ]
-    return {"title": table.title, "columns": [*zip(table.columns, classes, strict=True)], "rows": rows}
+    return ["n" if is_numeric(cells) else "wrap" if max(map(len, cells), default=0) > WRAP_FROM else "" for cells in columns]  # fmt: skip
 
 
 # ---- line charts
 
 
-def _chart_view(chart: LineChart) -> View:
+def _scale(chart: LineChart) -> dict[str, Any]:
+    """Ticks, points and limit of a chart in the coordinates of its SVG."""
     limit = [] if chart.limit is None else [chart.limit]
     x_ticks = axis_ticks([x for line in chart.lines.values() for x, _ in line], log=chart.log_x)
     y_ticks = axis_ticks([*(y for line in chart.lines.values() for _, y in line), *limit], log=chart.log_y)
@@ -154,22 +108,16 @@ def _chart_view(chart: LineChart) -> View:
     def to_y(value: float) -> float:
         return round(PLOT_HEIGHT * (1 - _axis_position(value, y_ticks, log=chart.log_y)), 1)
 
-    lines, legend_x = list[View](), 0
-    for index, (name, points) in enumerate(chart.lines.items()):
+    lines, legend_x = list[dict[str, Any]](), 0
+    for name, points in chart.lines.items():
         dots = [
-            {"x": to_x(x), "y": to_y(y), "hint": f"{name}: {format_y(chart, y)} at {format_tokens(x)}"}
+            (to_x(x), to_y(y), f"{name}: {format_y(chart, y)} at {format_tokens(x)}")
             for x, y in points
             if _is_drawable(x, log=chart.log_x) and _is_drawable(y, log=chart.log_y)
         ]
-        colour = PALETTE[LINE_COLOURS[index % len(LINE_COLOURS)]]
-        lines.append(
-            {"name": name, "dots": dots, "colour": colour, "dashed": index >= len(LINE_COLOURS), "legend_x": legend_x}
-        )
+        lines.append({"name": name, "dots": dots, "legend_x": legend_x})
         legend_x += LEGEND_CHAR_WIDTH * len(name) + 36
     return {
-        "title": chart.title,
-        "x": chart.x,
-        "y": chart.y,
         "width": PLOT_WIDTH,
         "height": PLOT_HEIGHT,
         "x_ticks": [(to_x(tick), format_tokens(tick)) for tick in x_ticks],

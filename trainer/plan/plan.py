@@ -22,6 +22,7 @@ from trainer.memory.rank import DTYPE_BYTES
 from trainer.memory.report import Change, with_overrides
 from trainer.plan.critical_path import StepTime, predict_step_time
 from trainer.plan.document import format_gib
+from trainer.plan.rank_workload import causal_pairs
 from trainer.plan.suggestions import competition_key, memory_saving_changes, speedup_changes
 
 DEVICE_RESERVE_FRACTION = 1 - auto.DEVICE_FRACTION
@@ -159,8 +160,10 @@ class TrainingPlan:
 
     @property
     def model_flops(self) -> float:
-        """Per step, without recomputation."""
-        return self.config.model.build().flops(tokens=self.step_time.tokens, pairs=self.step_time.pairs)
+        """Per step, without recomputation; one document per sequence."""
+        training = self.config.training
+        pairs = training.global_batch_size * causal_pairs(training.seq_len)
+        return self.config.model.build().flops(tokens=self.tokens_per_step, pairs=pairs)
 
     @property
     def mfu(self) -> float:
@@ -173,8 +176,13 @@ class TrainingPlan:
         return self.step_time.executed_flops / (self.step_seconds * self.world_size * self.device.peak_flops)
 
     @property
+    def tokens_per_step(self) -> int:
+        """Without padding."""
+        return self.config.training.global_batch_size * self.config.training.seq_len
+
+    @property
     def tokens_per_second(self) -> float:
-        return self.step_time.tokens / self.step_seconds
+        return self.tokens_per_step / self.step_seconds
 
     @property
     def tokens_per_second_per_device(self) -> float:
@@ -182,7 +190,7 @@ class TrainingPlan:
 
     @property
     def total_tokens(self) -> float:
-        return self.step_time.tokens * self.config.training.steps
+        return self.tokens_per_step * self.config.training.steps
 
     @property
     def days(self) -> float:
@@ -286,15 +294,15 @@ class RunPlan:
 
 def plan_stage(config: Config, world_size: int, device: DeviceSpec, *, name: str = "") -> TrainingPlan:
     """The configuration must be valid. If `memory.recompute = "auto"` finds nothing that fits, plans full recomputation."""
-    ranks_per_node = min(world_size, device.devices_per_node)
+    ranks_per_node, problems = min(world_size, device.devices_per_node), list[str]()
     try:
         config = auto.fit_memory_options(
             config, world_size, ranks_per_node=ranks_per_node, device_bytes=device.memory, host_bytes=device.host_memory
         )
     except ConfigError as error:
         config = with_overrides(config, {"memory.recompute": "full", "memory.device_gib": None})
-        return TrainingPlan(config, world_size, device, name, tuple(error.problems))
-    return TrainingPlan(config, world_size, device, name)
+        problems = error.problems
+    return TrainingPlan(config, world_size, device, name, tuple(problems))
 
 
 def plan_run(config: Config, world_size: int, device: DeviceSpec) -> RunPlan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from trainer.config.job_config import Config
 from trainer.config.summary import warnings
@@ -34,12 +34,10 @@ def plan_report(run: RunPlan, *, curve: bool = True, notes: Sequence[str] = ()) 
     sections += _plan_sections(plan)
     if curve:
         sections += _curves(plan)
-    memory_summary = (
-        f"{format_gib(plan.peak_memory.device_bytes)} of {format_gib(plan.usable_device_memory)} usable GiB"
-    )
+    needed, usable = format_gib(plan.peak_memory.device_bytes), format_gib(plan.usable_device_memory)
     return PlanReport(
         title=f"{name} on {_devices_text(plan)}{f', stage {plan.name}' if plan.name else ''}",
-        verdict="; ".join(run.memory_shortages) or f"{memory_summary} with {describe_layout(plan)}",
+        verdict="; ".join(run.memory_shortages) or f"{needed} of {usable} usable GiB with {describe_layout(plan)}",
         fits=run.fits,
         facts=_facts(run, plan),
         sections=sections,
@@ -164,10 +162,8 @@ def _host_memory_chart(plan: TrainingPlan) -> BarChart:
 
 
 def _step_time_chart(plan: TrainingPlan) -> BarChart:
-    bars = [
-        StackedBar(label=_pp_rank_label(stage.pp_rank, plan), segments=stage.breakdown())
-        for stage in plan.step_time.ranks
-    ]
+    ranks = plan.step_time.ranks
+    bars = [StackedBar(label=_pp_rank_label(rank.pp_rank, plan), segments=rank.breakdown()) for rank in ranks]
     return BarChart(title="step time", unit="s", bars=bars)
 
 
@@ -185,8 +181,15 @@ def _pp_rank_label(pp_rank: int, plan: TrainingPlan) -> str:
 
 
 def _curves(plan: TrainingPlan) -> list[LineChart]:
-    """Memory and MFU by sequence length, on the same mesh."""
-    plans = [_plan_for_length(plan, length) for length in _curve_lengths(plan.config)]
+    """Memory and MFU by sequence length, on the same mesh, with the same number of sequences per step."""
+    seq_len = plan.config.training.seq_len
+    lengths = [seq_len * 2**power // 2 ** (NUM_CURVE_POINTS // 2) for power in range(NUM_CURVE_POINTS)]
+    configs = [
+        with_overrides(plan.config, {"training.seq_len": length})
+        for length in lengths
+        if length >= MIN_CURVE_LENGTH or length == seq_len
+    ]
+    plans = [plan_stage(config, plan.world_size, plan.device) for config in configs]
     if len(plans) < 2:
         return []
     memory = [(float(other.config.training.seq_len), other.peak_memory.device_bytes / GIB) for other in plans]
@@ -200,17 +203,6 @@ def _curves(plan: TrainingPlan) -> list[LineChart]:
     ]  # fmt: skip
 
 
-def _curve_lengths(config: Config) -> Iterable[int]:
-    seq_len = config.training.seq_len
-    lengths = [seq_len * 2**power // 2 ** (NUM_CURVE_POINTS // 2) for power in range(NUM_CURVE_POINTS)]
-    return [length for length in lengths if length >= MIN_CURVE_LENGTH or length == seq_len]
-
-
-def _plan_for_length(plan: TrainingPlan, length: int) -> TrainingPlan:
-    """Keeps the number of sequences per step."""
-    return plan_stage(with_overrides(plan.config, {"training.seq_len": length}), plan.world_size, plan.device)
-
-
 def _search_row(plan: TrainingPlan, best: TrainingPlan) -> Sequence[str]:
     return (
         describe_layout(plan), f"{plan.step_seconds:.4g}", f"{100 * plan.mfu:.1f}", f"{plan.tokens_per_second_per_device:,.0f}",
@@ -219,9 +211,8 @@ def _search_row(plan: TrainingPlan, best: TrainingPlan) -> Sequence[str]:
 
 
 def _suggestion_text(suggestion: Suggestion) -> str:
-    gain = [f"frees {format_gib(suggestion.freed_bytes)} GiB"] * (suggestion.freed_bytes > 0) + [
-        f"saves {_seconds(suggestion.saved_seconds)} per step"
-    ] * (suggestion.saved_seconds > 0)
+    gain = [f"frees {format_gib(suggestion.freed_bytes)} GiB"] * (suggestion.freed_bytes > 0)
+    gain += [f"saves {_seconds(suggestion.saved_seconds)} per step"] * (suggestion.saved_seconds > 0)
     return f"{suggestion.text}: {' and '.join(gain) or 'uses less'}; the plan then {'fits' if suggestion.plan.fits else 'still does not fit'}"
 
 

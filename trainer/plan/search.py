@@ -83,12 +83,7 @@ class SearchResult:
 
 
 def search(
-    config: Config,
-    world_size: int,
-    device: DeviceSpec,
-    *,
-    max_results: int = MAX_RESULTS,
-    pinned: Sequence[str] = (),
+    config: Config, world_size: int, device: DeviceSpec, *, max_results: int = MAX_RESULTS, pinned: Sequence[str] = ()
 ) -> SearchResult:
     """The fastest layouts of a configuration on `world_size` devices. `pinned` keys keep their values."""
     layouts = _LayoutSearch(config, world_size, device, pinned)

@@ -6,8 +6,8 @@ All times are seconds per step, over all micro-batches. The constants below are 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from trainer.config.job_config import Config
@@ -15,9 +15,9 @@ from trainer.hardware.device_specs import DeviceSpec
 from trainer.memory.rank import RankMemory
 from trainer.plan import interconnect
 from trainer.plan.comm_volume import CommVolume, comm_volumes
-from trainer.plan.flops import rank_workload
 from trainer.plan.interconnect import GroupTopology
 from trainer.plan.pipeline_bubble import ChunkTime
+from trainer.plan.rank_workload import rank_workload
 
 MATMUL_EFFICIENCY = 0.88
 """Of the best measured matmul rate: clocks drop under sustained load on random data. Chosen so that an 8B model reaches
@@ -63,56 +63,39 @@ CHANNEL_LABELS = {
 
 @dataclass(frozen=True, kw_only=True)
 class RankStepTime:
-    """Seconds of one step on one rank. All fields but `overlapped` add up to the step time."""
+    """Seconds of one step on one rank."""
 
     pp_rank: int
-    matmul: float = 0
-    """Excludes recomputation."""
-    attention: float = 0
-    recompute: float = 0
-    memory_bound: float = 0
-    """Norms, rotary embedding, residual additions."""
-    loss_head: float = 0
-    launch_overhead: float = 0
-    """Gaps because kernels finish before the next launch."""
-    exposed: Mapping[str, float] = field(default_factory=dict)
+    compute: Mapping[str, float]
+    """By kind. "matmul" excludes recomputation; "launch overhead" is gaps because kernels finish before the next launch."""
+    exposed: Mapping[str, float]
     """Exposed communication by channel, including `host`."""
-    contention: float = 0
-    """Slowdown of compute by overlapped communication."""
+    overlapped: Mapping[str, float]
+    """Overlapped communication by channel, which is no part of the step time."""
     optimizer: float = 0
     bubble: float = 0
-    step_overhead: float = STEP_OVERHEAD
-    overlapped: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def compute(self) -> float:
-        return self.matmul + self.attention + self.recompute + self.memory_bound + self.loss_head + self.launch_overhead
+    def contention(self) -> float:
+        """Slowdown of compute by overlapped communication."""
+        return CONTENTION_FRACTION * sum(seconds for name, seconds in self.overlapped.items() if name != HOST)
 
     @property
     def busy(self) -> float:
         """Forward and backward."""
-        return self.compute + sum(self.exposed.values()) + self.contention
-
-    @property
-    def total(self) -> float:
-        return self.busy + self.optimizer + self.bubble + self.step_overhead
+        return sum(self.compute.values()) + sum(self.exposed.values()) + self.contention
 
     def breakdown(self) -> dict[str, float]:
-        """Nonzero components by name; they add up to `total`."""
-        seconds_by_kind = {
-            "matmul": self.matmul,
-            "attention": self.attention,
-            "recompute": self.recompute,
-            "memory-bound": self.memory_bound,
-            "loss head": self.loss_head,
-            "launch overhead": self.launch_overhead,
+        """Nonzero components of the step time by name."""
+        components = {
+            **self.compute,
             **{f"exposed {CHANNEL_LABELS.get(channel, channel)}": exposed for channel, exposed in self.exposed.items()},
             "contention": self.contention,
             "optimizer": self.optimizer,
             "pipeline bubble": self.bubble,
-            "step overhead": self.step_overhead,
+            "step overhead": STEP_OVERHEAD,
         }
-        return {name: seconds for name, seconds in seconds_by_kind.items() if seconds > 0}
+        return {name: seconds for name, seconds in components.items() if seconds > 0}
 
 
 CommSeconds = tuple[Mapping[str, float], Mapping[str, float]]
@@ -160,9 +143,8 @@ class RankTimeModel:
 
     @cached_property
     def head_rate(self) -> float:
-        slowdown = 1 + MATMUL_HALF_RATE_DIM / min(
-            *self.rank.head_shapes[0], self.rank.loss_chunk_tokens, self.rank.tokens
-        )
+        smallest_dim = min(*self.rank.head_shapes[0], self.rank.loss_chunk_tokens, self.rank.tokens)
+        slowdown = 1 + MATMUL_HALF_RATE_DIM / smallest_dim
         return self._dtype_factor * MATMUL_EFFICIENCY * self.device.matmul_flops / slowdown
 
     @cached_property
@@ -268,20 +250,17 @@ class RankTimeModel:
             parts.append(self._pipeline_weight_comm())
         exposed, overlapped = map(_sum_by_channel, zip(*parts, strict=True))
         directions = ("forward", "backward")
-        return RankStepTime(
-            pp_rank=self.rank.pp_rank,
-            matmul=sum(map(self.matmul_seconds, directions)),
-            attention=sum(map(self.attention_seconds, directions)),
-            recompute=self.matmul_seconds("recompute")
+        compute = {
+            "matmul": sum(map(self.matmul_seconds, directions)),
+            "attention": sum(map(self.attention_seconds, directions)),
+            "recompute": self.matmul_seconds("recompute")
             + self.attention_seconds("recompute")
             + self.memory_seconds("recompute"),
-            memory_bound=sum(map(self.memory_seconds, directions)),
-            loss_head=self.head_seconds,
-            launch_overhead=sum(map(self.launch_seconds, KERNELS_PER_BLOCK)),
-            exposed=exposed,
-            overlapped=overlapped,
-            contention=CONTENTION_FRACTION * sum(seconds for name, seconds in overlapped.items() if name != HOST),
-        )
+            "memory-bound": sum(map(self.memory_seconds, directions)),
+            "loss head": self.head_seconds,
+            "launch overhead": sum(map(self.launch_seconds, KERNELS_PER_BLOCK)),
+        }
+        return RankStepTime(pp_rank=self.rank.pp_rank, compute=compute, exposed=exposed, overlapped=overlapped)
 
     @cached_property
     def _comm_by_direction(self) -> dict[str, CommSeconds]:
@@ -357,10 +336,7 @@ class RankTimeModel:
         return max(0.0, seconds - (first_forward if self.rank.pipeline.pp == 1 else 0))
 
 
-def _sum_by_channel(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+def _sum_by_channel(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Without channels of 0 seconds."""
-    totals = defaultdict[str, float](float)
-    for part in parts:
-        for channel, seconds in part.items():
-            totals[channel] += seconds
+    totals = {channel: sum(part.get(channel, 0) for part in parts) for part in parts for channel in part}
     return {channel: seconds for channel, seconds in totals.items() if seconds > 0}

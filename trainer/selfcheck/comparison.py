@@ -35,21 +35,14 @@ def worst_over_ranks(
     """The worst value of each metric over ranks. A tensor missing on either side has an infinite error."""
     worst = []
     for expected, *ranks in zip(reference, *steps_per_rank, strict=True):
-        errors = {name: error for rank in ranks for name, error in rank.tensor_errors.items()}
-        worst.append(
-            StepDifference(
-                loss=max((rank.loss for rank in ranks), key=partial(relative_error, expected=expected.loss)),
-                grad_norm=max(
-                    (rank.grad_norm for rank in ranks), key=partial(relative_error, expected=expected.grad_norm)
-                ),
-                tensor_errors={
-                    name: max(
-                        (rank.tensor_errors[name] for rank in ranks if name in rank.tensor_errors), default=math.inf
-                    )
-                    for name in expected.tensor_errors | errors
-                },
-            )
-        )
+        names = dict.fromkeys(name for step in (expected, *ranks) for name in step.tensor_errors)
+        errors = {
+            name: max((rank.tensor_errors[name] for rank in ranks if name in rank.tensor_errors), default=math.inf)
+            for name in names
+        }
+        loss = max((rank.loss for rank in ranks), key=partial(relative_error, expected=expected.loss))
+        norm = max((rank.grad_norm for rank in ranks), key=partial(relative_error, expected=expected.grad_norm))
+        worst.append(StepDifference(loss=loss, grad_norm=norm, tensor_errors=errors))
     return worst
 
 

@@ -81,26 +81,21 @@ def _collect_results(ranks: list[tuple[ForkServerProcess, Connection]], timeout:
     while pending:
         ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise RankFailedError(
-                EXIT_FAILURE, f"ranks {', '.join(map(str, pending.values()))} did not finish in {timeout:g} s"
-            )
-        for connection, rank in [(connection, rank) for connection, rank in pending.items() if connection in ready]:
-            del pending[connection]
+            unfinished = ", ".join(map(str, pending.values()))
+            raise RankFailedError(EXIT_FAILURE, f"ranks {unfinished} did not finish in {timeout:g} s")
+        for connection in [each for each in pending if each in ready]:
+            rank = pending.pop(connection)
             try:
                 result = connection.recv()
             except EOFError:
                 ranks[rank][0].join()
-                raise RankFailedError(
-                    EXIT_FAILURE, f"rank {rank} died: {_exit_cause(ranks[rank][0].exitcode)}"
-                ) from None
+                status = ranks[rank][0].exitcode or 0
+                cause = signal.Signals(-status).name if status < 0 else f"status {status}"
+                raise RankFailedError(EXIT_FAILURE, f"rank {rank} died: {cause}") from None
             if isinstance(result, str):
                 raise RankFailedError(EXIT_FAILURE, f"rank {rank}: {result}")
             results[rank] = result
     return [results[rank] for rank in sorted(results)]
-
-
-def _exit_cause(status: int | None) -> str:
-    return signal.Signals(-status).name if status and status < 0 else f"status {status}"
 
 
 def _rank_main(

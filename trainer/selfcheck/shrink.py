@@ -9,14 +9,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import combinations, product
 from math import gcd, log2, prod
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from models.config import ModelConfig, RopeConfig
+from models.config import RopeConfig
 from parallelisms.parallel_dims import AXES, ContextPlan
 from parallelisms.pipeline_plan import PipelinePlan
 from trainer.config import checks
@@ -60,32 +59,14 @@ class ReducedRun:
     """The changes to the run, as printed."""
 
 
-@dataclass(frozen=True)
 class FullRun:
-    """The run to reduce, with its derived plans."""
+    """The run to reduce, which must be valid, with its derived plans."""
 
-    config: Config
-    world_size: int
-
-    @cached_property
-    def degrees(self) -> dict[str, int]:
-        return self.config.parallelism.degrees(self.world_size)
-
-    @cached_property
-    def model(self) -> ModelConfig:
-        return self.config.model.build()
-
-    @cached_property
-    def context_plan(self) -> ContextPlan:
-        return self.config.context_plan()
-
-    @cached_property
-    def pipeline_plan(self) -> PipelinePlan:
-        return self.config.pipeline_plan(self.world_size)
-
-    @cached_property
-    def folded_degrees(self) -> dict[str, int]:
-        return fold_mesh(self.degrees, self.context_plan)
+    def __init__(self, config: Config, world_size: int) -> None:
+        self.config, self.world_size, self.model = config, world_size, config.model.build()
+        self.degrees = config.parallelism.degrees(world_size)
+        self.context_plan, self.pipeline_plan = config.context_plan(), config.pipeline_plan(world_size)
+        self.folded_degrees = fold_mesh(self.degrees, self.context_plan)
 
 
 def reduce_run(config: Config, world_size: int, folder: Path) -> ReducedRun:
@@ -94,8 +75,9 @@ def reduce_run(config: Config, world_size: int, folder: Path) -> ReducedRun:
     Any two mesh dimensions occur together in some mesh case. Raises `ConfigError` if the run is invalid; its corpus
     and tokenizer may be missing.
     """
-    run = FullRun(_with_sample_documents(config, folder), world_size)
-    checks.require_valid(run.config, world_size)
+    config = _with_sample_documents(config, folder)
+    checks.require_valid(config, world_size)
+    run = FullRun(config, world_size)
     meshes = [_parallelism_values(run, axes) for axes in cover_axis_pairs(run.folded_degrees)]
     problems: list[str] = []
     for global_batch_size in _candidate_batch_sizes(run):

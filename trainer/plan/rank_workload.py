@@ -1,8 +1,7 @@
-"""Closed formulas for the work of a rank in one step: FLOPs and bytes of memory traffic. Imports no torch.
+"""Closed formulas for the work of a rank in one step: executed FLOPs and bytes of memory traffic. Imports no torch.
 
 All micro-batches count as full: a rank's last one may be empty and is computed all the same. The recomputation inside
-attention kernels is part of their backward (five products instead of four). Split-backward schedules repeat two
-feed-forward products; DualPipeV does so for few micro-batches, which are ignored.
+attention kernels is part of their backward (five products instead of four). Model FLOPs are in models/config.py.
 """
 
 from __future__ import annotations
@@ -10,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from parallelisms.pipeline_plan import PipelineSchedule
+from parallelisms.pipeline_plan import SPLIT_BACKWARD_SCHEDULES
 from trainer.memory.rank import RankMemory
 from trainer.plan.comm_volume import fsdp_units
 from trainer.plan.memory_traffic import memory_traffic, optimizer_traffic
 
-SPLIT_BACKWARD_SCHEDULES: tuple[PipelineSchedule, ...] = ("InterleavedZeroBubble", "ZBVZeroBubble")
-"""Schedules that compute input and weight gradients separately."""
+ALWAYS_SPLIT_SCHEDULES = {*SPLIT_BACKWARD_SCHEDULES} - {"DualPipeV"}
+"""DualPipeV splits the backward of few micro-batches, whose repeated products are ignored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +32,6 @@ class RankWorkload:
     """Activations copied to the host; as many come back."""
     optimizer_bytes: float
     """Memory traffic of the optimizer."""
-    tokens: float
-    """Of the global batch, without padding."""
-    pairs: float
-    """(query, key) pairs of the global batch under a causal mask, one document per sequence."""
     fetched_bytes: float
     """Weights copied from the host, with the optimizer on the host."""
     returned_bytes: float
@@ -45,7 +40,7 @@ class RankWorkload:
 
 def rank_workload(rank: RankMemory) -> RankWorkload:
     """Of the busiest rank with that pp rank."""
-    training, units = rank.config.training, [(rank.sharded_numel(unit.shapes), unit) for unit in fsdp_units(rank)]
+    units = [(rank.sharded_numel(unit.shapes), unit) for unit in fsdp_units(rank)]
     gathered = sum(sum(unit.all_gathers.values()) * shard for shard, unit in units)
     scattered = sum(unit.reduce_scatters * shard for shard, unit in units)
     return RankWorkload(
@@ -54,8 +49,6 @@ def rank_workload(rank: RankMemory) -> RankWorkload:
         memory_traffic=memory_traffic(rank),
         offloaded_bytes=rank.num_micro_batches * rank.saved_block_bytes(rank.num_blocks)[1],
         optimizer_bytes=optimizer_traffic(rank),
-        tokens=training.global_batch_size * training.seq_len,
-        pairs=training.global_batch_size * causal_pairs(training.seq_len),
         fetched_bytes=rank.master_bytes * gathered * rank.optimizer_on_host,
         returned_bytes=rank.master_bytes * scattered * rank.optimizer_on_host,
     )
@@ -78,7 +71,7 @@ def _matmul_flops(rank: RankMemory) -> dict[str, float]:
         recomputed = rank.num_blocks * (block - ffn + (out + keys) * rank.model.qk_norm)
         recomputed += rank.num_blocks * rank.attention_recompute_fraction * qkv
         recomputed += rank.num_recomputed_blocks * (out + 3 * ffn)
-    elif rank.pipeline.pp > 1 and rank.pipeline.schedule in SPLIT_BACKWARD_SCHEDULES:
+    elif rank.pipeline.pp > 1 and rank.pipeline.schedule in ALWAYS_SPLIT_SCHEDULES:
         # The fused SwiGLU backward runs for input and for weight gradients; the first stage has no input gradient.
         recomputed = (rank.num_blocks - rank.pipeline.blocks_per_stage[0] * rank.has_first_stage) * 2 * ffn
     head = 6.0 * rank.num_micro_batches * rank.head_tokens * rank.head_rows * rank.model.dim * rank.has_last_stage
