@@ -17,6 +17,7 @@ from models import hf
 from models.config import ModelConfig, RopeConfig
 from models.hf import HuggingFaceError
 from models.hf_config import config_differences, model_config_from_hf, model_config_to_hf, read_config
+from models.rope_scaling import attention_factor
 from tests.models.hf_models import LENGTH, LLAMA, QWEN, load, logits_of, logits_there, made_by_transformers, write
 from tests.models.small_models import small_model
 
@@ -35,6 +36,12 @@ ROPES = {
     "longrope": scaled_rope("longrope", short_factors=(1.0, 1.5, 2.0), long_factors=(1.0, 3.0, 5.0)),
     "longrope given": scaled_rope(
         "longrope", short_factors=(1.0, 1.5, 2.0), long_factors=(1.0, 3.0, 5.0), attention_factor=1.1
+    ),
+    "longrope given its default": scaled_rope(
+        "longrope",
+        short_factors=(1.0, 1.5, 2.0),
+        long_factors=(1.0, 3.0, 5.0),
+        attention_factor=attention_factor(scaled_rope("longrope")),
     ),
 }
 MODELS = {
