@@ -47,10 +47,8 @@ def run(options: Namespace, _: Sequence[str]) -> None:
             import_model(options.folder, options.output)
         else:
             export(options)
-    except HuggingFaceError as error:
+    except (HuggingFaceError, ResumeError, DataError) as error:
         raise ConfigError(error.problems) from error
-    except (ResumeError, DataError) as error:
-        raise ConfigError([str(error)]) from error
 
 
 def build_parser() -> CommandParser:
@@ -90,16 +88,10 @@ def export(options: Namespace) -> None:
     read_weight = weight_reader(checkpoint, model)
     print_lines(f"{checkpoint}: {model.num_parameters:,} parameters as {dtype}, context of {seq_len:,} tokens")
     with atomic_folder(output) as folder:
-        paths = write_safetensors(
-            folder,
-            model,
-            read_weight,
-            dtype=getattr(torch, dtype),
-            file_bytes=int(options.max_shard_gib * 2**30),
-            on_file_written=print_lines,
-        )
-        for path in paths:
+        file_bytes = int(options.max_shard_gib * 2**30)
+        for path in write_safetensors(folder, model, read_weight, dtype=getattr(torch, dtype), file_bytes=file_bytes):
             fsync_path(path)
+            print_lines(path.name)
         generation = {key: hf_config[key] for key in ("bos_token_id", "eos_token_id")}
         contents = {hf.CONFIG_FILE: hf_config, "generation_config.json": generation}
         files |= {Path(name): (json.dumps(item, indent=2) + "\n").encode() for name, item in contents.items()}

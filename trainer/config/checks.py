@@ -27,6 +27,7 @@ from trainer.config.sections import MAX_SEQ_LEN, MemorySection
 from trainer.config.slurm import SlurmSection, parse_time_limit
 from trainer.config.toml_format import toml_value
 from trainer.config.training_stages import Recipe, StageSection
+from trainer.data.source import corpus_spec
 from trainer.errors import ConfigError
 
 
@@ -106,10 +107,10 @@ def _holdout_problems(config: Recipe) -> Iterator[str]:
     for name, section in config.validation.sets.items():
         if section.source not in known:
             continue
-        settings = config.data.document_settings(section.source)
+        held_out = corpus_spec(config.data, section.source)
         for other in training_sources:
-            other_settings = config.data.document_settings(other)
-            if settings["path"] == other_settings["path"] and settings != other_settings:
+            trained = corpus_spec(config.data, other)
+            if held_out.corpus == trained.corpus and held_out.document_settings != trained.document_settings:
                 yield (
                     f'validation.sets.{name}: source = "{section.source}" is the corpus of "{other}", which training '
                     "splits into other documents; use the same document settings to hold documents out"
