@@ -24,19 +24,20 @@ class JobState:
 
     def __init__(self, job_id: str, output: str) -> None:
         self.job_id = job_id
-        self._fields = defaultdict(str, re.findall(r"(?:^|\s)([\w:/]+)=(\S*)", output))
+        self._fields: defaultdict[str, str] = defaultdict(str, re.findall(r"(?:^|\s)([\w:/]+)=(\S*)", output))
         self.state = self._fields["JobState"] or "UNKNOWN"
         self.is_finished = self.state in FINISHED_STATES
+        self.exit_code, self.requeues = self._fields["ExitCode"], int(self._fields["Restarts"] or 0)
 
     def __str__(self) -> str:
-        text, requeues = self.state, int(self._fields["Restarts"] or 0)
+        text = self.state
         if self.is_finished:
-            text += f", exit code {self._fields['ExitCode']}"
+            text += f", exit code {self.exit_code}"
         elif self.state == "PENDING":
             text += f" ({self._fields['Reason']})"
         else:
             text += " on {NodeList} for {RunTime} of {TimeLimit}".format_map(self._fields)
-        return f"{text}, requeued {pluralize(requeues, 'time')}" if requeues else text
+        return f"{text}, requeued {pluralize(self.requeues, 'time')}" if self.requeues else text
 
 
 def submit(script: Path) -> str:
