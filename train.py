@@ -77,14 +77,15 @@ def main(argv: list[str], signal_handler: SignalHandler | None = None) -> int:
                 return EXIT_SUCCESS
             folder.create()
             loggers.add_log_file(folder.logs_dir, rank)
-            # Before the process group exists: its timeout is too short for packing a large corpus.
-            datasets = [
+            # Before the process group exists: its timeout is too short for packing a large corpus. Those of later
+            # stages, too, because their problems should show before this stage is trained.
+            dataset, *_ = [
                 build_train_dataset(each.config, spec.datasets, stage=each.index)
                 for each in config.training_stages[stage.index :]
             ]
             validation_sets = build_validation_sets(config, spec.datasets)
         should_report = rank == 0
-        run_stage(config, stage, folder, datasets, validation_sets, signal_handler)
+        run_stage(config, stage, folder, dataset, validation_sets, signal_handler)
     except Interrupted:
         # No marker: when a rank fails, srun signals all others, too.
         return report_failure(None, EXIT_FAILURE, *(["signalled before the first step"] if rank == 0 else ()))
@@ -108,7 +109,7 @@ def run_stage(
     config: Config,
     stage: TrainingStage,
     folder: RunDir,
-    datasets: list[BlendedDataset],
+    dataset: BlendedDataset,
     validation_sets: list[ValidationSet],
     signal_handler: SignalHandler,
 ) -> None:
@@ -117,14 +118,14 @@ def run_stage(
     with folder.lock(is_rank_zero=rank == 0), process_group(config.distributed) as world:
         if rank == 0:
             report_previous_hang(folder, world.size)
-        fingerprints = {f"fingerprint of {name}": value for name, value in datasets[0].fingerprints.items()}
+        fingerprints = {f"fingerprint of {name}": value for name, value in dataset.fingerprints.items()}
         fingerprints |= {f"fingerprint of validation set {each.name}": each.fingerprint for each in validation_sets}
         require_same_config(stage.config, fingerprints)
         require_same_checkpoint(f"{stage} from {folder.resume_checkpoint(config)}")
         preemption = Preemption(config, signal_handler, is_leader=rank == 0, deadline=job_deadline(config, os.environ))
         stage = replace(stage, config=resolve_auto_recompute(stage.config, world, folder.prediction_path))
         reason = train(
-            config, stage, folder, world, datasets=datasets, validation_sets=validation_sets, preemption=preemption
+            config, stage, folder, world, dataset=dataset, validation_sets=validation_sets, preemption=preemption
         )
         # Everything is saved, so the exit must not wait for ranks that have already exited.
         faulthandler.dump_traceback_later(EXIT_TIMEOUT_SECONDS, exit=True)

@@ -5,7 +5,9 @@ Shape suffixes: B sequences, S tokens of this rank, T tokens of the full sequenc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,10 +42,17 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Copies the per-token tensors to `device`, asynchronously from pinned memory."""
-        tokens, labels, positions, document_ids = (
-            x.to(device, non_blocking=True) for x in (self.tokens, self.labels, self.positions, self.document_ids)
-        )
-        return replace(self, tokens=tokens, labels=labels, positions=positions, document_ids=document_ids)
+        return self.map_tokens(lambda x_BS: x_BS.to(device, non_blocking=True))
+
+    def pin_memory(self) -> Batch:
+        """Copies the per-token tensors to pinned memory."""
+        return self.map_tokens(Tensor.pin_memory)
+
+    def map_tokens(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """Replaces each per-token tensor by the function's value."""
+        names = ("tokens", "labels", "positions", "document_ids")
+        tensors: dict[str, Any] = {name: function(getattr(self, name)) for name in names}
+        return replace(self, **tensors)
 
     def num_targets(self) -> Tensor:
         """Number of tokens with a label: an int64 scalar on the batch's device."""

@@ -177,11 +177,15 @@ def _parse_rope(name: str, rope: dict[str, Any], values: Mapping[str, Any], prob
             problems.append(f"config.json: {name} has an invalid {key} = {_format_value(value)}")
     if len(problems) > num_problems:
         return None
-    parsed = RopeConfig(**{"kind": kind} | fields)
-    if kind == "longrope" and min(parsed.factor, parsed.original_length) > 1:
-        default = dataclasses.replace(parsed, attention_factor=None)
-        return default if parsed.attention_factor == attention_factor(default) else parsed
-    return parsed
+    return _without_default_factor(RopeConfig(**{"kind": kind} | fields))
+
+
+def _without_default_factor(rope: RopeConfig) -> RopeConfig:
+    """The rope without an attention factor that equals longrope's default, which every export states."""
+    if rope.kind != "longrope" or min(rope.factor, rope.original_length) <= 1:
+        return rope
+    default = dataclasses.replace(rope, attention_factor=None)
+    return default if rope.attention_factor == attention_factor(default) else rope
 
 
 def _rope_keys(kind: str) -> dict[str, str]:
@@ -266,8 +270,9 @@ def config_differences(theirs: ModelConfig, ours: ModelConfig) -> dict[str, tupl
     """(their value, our value) of every field that differs, including the `rope.` fields that either kind uses."""
     keys = [field.name for field in dataclasses.fields(ModelConfig) if field.name != "rope"]
     pairs = {key: (getattr(theirs, key), getattr(ours, key)) for key in keys}
-    for key in rope_fields(theirs.rope) | rope_fields(ours.rope):
-        pairs[f"rope.{key}"] = getattr(theirs.rope, key), getattr(ours.rope, key)
+    their_rope, our_rope = _without_default_factor(theirs.rope), _without_default_factor(ours.rope)
+    for key in rope_fields(their_rope) | rope_fields(our_rope):
+        pairs[f"rope.{key}"] = getattr(their_rope, key), getattr(our_rope, key)
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 

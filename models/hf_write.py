@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,11 +23,10 @@ def write_safetensors(
     *,
     dtype: torch.dtype,
     file_bytes: int,
-    on_file_written: Callable[[str], None] = lambda _: None,
-) -> list[Path]:
+) -> Iterator[Path]:
     """Writes the tensors that `read` returns for our names: files of about `file_bytes`, with an index if several.
 
-    Holds the tensors of one file in memory at a time. Reads each file back and compares every tensor bitwise. Raises
+    Yields each file once it is written. Holds the tensors of one file in memory at a time. Reads each file back and compares every tensor bitwise. Raises
     `HuggingFaceError` if one differs.
     """
     from safetensors.torch import save_file
@@ -41,14 +40,12 @@ def write_safetensors(
         save_file(tensors, folder / name, metadata={"format": "pt"})
         (folder / name).chmod(folder.stat().st_mode & 0o666)  # safetensors creates it readable by the owner only.
         _verify_file(folder / name, tensors)
-        on_file_written(name)
+        yield folder / name
     if len(files) > 1:
         weight_map = {specs[ours].name: name for name, members in zip(names, files, strict=True) for ours in members}
         content = {"metadata": {"total_size": model.num_parameters * dtype.itemsize}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(content, indent=2) + "\n")
-        names.append(INDEX_FILE)
-        on_file_written(INDEX_FILE)
-    return [folder / name for name in names]
+        yield folder / INDEX_FILE
 
 
 def _assign_files(specs: dict[str, TensorSpec], itemsize: int, max_bytes: int) -> list[list[str]]:

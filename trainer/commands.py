@@ -12,17 +12,7 @@ from math import isfinite
 from typing import Any, NoReturn
 
 from trainer.config.parse import COMMAND_LINE, load
-from trainer.errors import (
-    EXIT_BAD_CONFIG,
-    EXIT_FAILURE,
-    EXIT_NO_RETRY,
-    EXIT_SUCCESS,
-    ConfigError,
-    DataError,
-    RankFailedError,
-    ResumeError,
-    RunFailedError,
-)
+from trainer.errors import EXIT_FAILURE, EXIT_SUCCESS, ConfigError, RankFailedError, RunError
 
 OVERRIDES_HELP = "--section.key VALUE sets any key of the configuration; ./run_train.sh --help lists them."
 EXIT_HELP = "Exit codes: 0 success, 2 wrong arguments or configuration, 78 unusable data or checkpoint, 1 other errors."
@@ -123,25 +113,16 @@ def run_command(
         return run(*parser.parse(argv)) or EXIT_SUCCESS
     except SystemExit:  # argparse has printed the help.
         return EXIT_SUCCESS
-    except ConfigError as error:
-        status, problems = EXIT_BAD_CONFIG, error.problems
-    except (DataError, ResumeError) as error:
-        status, problems = EXIT_NO_RETRY, [str(error)]
-    except RunFailedError as error:
-        status, problems = EXIT_FAILURE, [str(error)]
     except KeyboardInterrupt:
-        status, problems = EXIT_FAILURE, ["interrupted"]
-    except (RankFailedError, OSError) as error:
-        reason = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        print_errors([f"[rank {rank}] {reason}" if rank else reason])
-        return EXIT_FAILURE if isinstance(error, OSError) else error.status
-    if rank == 0:
-        print_errors(problems)
-    return status
-
-
-def print_errors(problems: Sequence[str]) -> None:
-    sys.stderr.write("".join(f"error: {problem}\n" for problem in problems))
+        failure = RunError("interrupted")
+    except OSError as error:
+        failure = RankFailedError(EXIT_FAILURE, f"{error.filename}: {error.strerror}")
+    except RunError as error:
+        failure = error
+    prefix = f"error: [rank {rank}] " if rank else "error: "
+    if rank == 0 or isinstance(failure, RankFailedError):
+        sys.stderr.write("".join(f"{prefix}{problem}\n" for problem in failure.problems))
+    return failure.status
 
 
 def print_lines(*lines: str) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from models import hf
 from models.config import ModelConfig
@@ -23,9 +23,6 @@ from trainer.checkpoint.run_dir import ResumeError, read_state
 from trainer.commands import CommandParser, number, print_lines, run_command
 from trainer.config.data import COPY_CORPUS, DEFAULT_SOURCE
 from trainer.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 DESCRIPTION = """\
 export  write config.json, generation_config.json, safetensors and tokenizer files from a checkpoint
@@ -47,10 +44,8 @@ def run(options: Namespace, _: Sequence[str]) -> None:
             import_model(options.folder, options.output)
         else:
             export(options)
-    except HuggingFaceError as error:
+    except (HuggingFaceError, ResumeError, DataError) as error:
         raise ConfigError(error.problems) from error
-    except (ResumeError, DataError) as error:
-        raise ConfigError([str(error)]) from error
 
 
 def build_parser() -> CommandParser:
@@ -78,6 +73,9 @@ def export(options: Namespace) -> None:
     """
     import torch
 
+    from trainer.checkpoint.load import MODEL_PREFIX, read_full_tensor
+    from trainer.export.checkpoint_cli import open_model
+
     checkpoint, output = find_checkpoint(options.source), options.output
     values = (state := read_state(checkpoint))["config"]
     model, seq_len = model_config_from_state(state), values["training.seq_len"]
@@ -87,19 +85,18 @@ def export(options: Namespace) -> None:
     bos, eos, files = tokenizer_files(values, options.tokenizer, seq_len=seq_len)
     hf_config = model_config_to_hf(model, max_length=seq_len, dtype=dtype, bos=bos, eos=eos)
     manifest.read_intact(checkpoint, check_hashes=True)
-    read_weight = weight_reader(checkpoint, model)
+    reader = open_model(checkpoint, {name: entry.shape for name, entry in hf.tensor_specs(model).items()})
     print_lines(f"{checkpoint}: {model.num_parameters:,} parameters as {dtype}, context of {seq_len:,} tokens")
     with atomic_folder(output) as folder:
-        paths = write_safetensors(
+        for path in write_safetensors(
             folder,
             model,
-            read_weight,
+            lambda name: read_full_tensor(reader, f"{MODEL_PREFIX}{name}"),
             dtype=getattr(torch, dtype),
             file_bytes=int(options.max_shard_gib * 2**30),
-            on_file_written=print_lines,
-        )
-        for path in paths:
+        ):
             fsync_path(path)
+            print_lines(path.name)
         generation = {key: hf_config[key] for key in ("bos_token_id", "eos_token_id")}
         contents = {hf.CONFIG_FILE: hf_config, "generation_config.json": generation}
         files |= {Path(name): (json.dumps(item, indent=2) + "\n").encode() for name, item in contents.items()}
@@ -133,15 +130,6 @@ def tokenizer_files(
             "its first token; call it with add_special_tokens=False"
         )
     return tokenizer.bos, tokenizer.special_tokens.get(separators, tokenizer.eos), files
-
-
-def weight_reader(checkpoint: Path, model: ModelConfig) -> Callable[[str], Tensor]:
-    """A function that reads an unsharded weight by name. Raises `ResumeError` for another model."""
-    from trainer.checkpoint.load import MODEL_PREFIX, read_full_tensor
-    from trainer.export.checkpoint_cli import open_model
-
-    reader = open_model(checkpoint, {name: entry.shape for name, entry in hf.tensor_specs(model).items()})
-    return lambda name: read_full_tensor(reader, f"{MODEL_PREFIX}{name}")
 
 
 # ---- import

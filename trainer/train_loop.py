@@ -40,11 +40,11 @@ def train(
     run_dir: RunDir,
     world: World,
     *,
-    datasets: Sequence[BlendedDataset],
+    dataset: BlendedDataset,
     validation_sets: Sequence[ValidationSet],
     preemption: Preemption,
 ) -> str:
-    """Trains a stage on all ranks; `datasets` are those of this stage and of the later ones.
+    """Trains a stage on all ranks.
 
     Returns the reason of a preemption, or "" at the end of the stage. Raises RankFailedError for a failure of this rank,
     DivergedError and ResumeError on all ranks.
@@ -56,14 +56,13 @@ def train(
     with Watchdog(run_dir.hangs_dir, rank=world.rank) as watchdog:
         watchdog.arm("start-up", 60 * stage_config.distributed.start_timeout_minutes)
         try:
-            trainer = Trainer(stage_config, world, datasets[0], stage=stage)
+            trainer = Trainer(stage_config, world, dataset, stage=stage)
             watchdog.arm("loading the checkpoint", LOAD_TIMEOUT_SECONDS)
             loop = TrainLoop(
                 config,
                 run_dir,
                 trainer,
                 profilers,
-                datasets=datasets,
                 validation_sets=validation_sets,
                 preemption=preemption,
                 watchdog=watchdog,
@@ -88,7 +87,6 @@ class TrainLoop:
         trainer: Trainer,
         profilers: Profilers,
         *,
-        datasets: Sequence[BlendedDataset],
         validation_sets: Sequence[ValidationSet],
         preemption: Preemption,
         watchdog: Watchdog,
@@ -99,7 +97,7 @@ class TrainLoop:
         resumed = self.checkpoints.resume(trainer)
         profilers.step(trainer.step)
         self.metrics = MetricsProcessor(config, run_dir, trainer)
-        self.metrics.log_run_start(datasets, resumed)
+        self.metrics.log_run_start(resumed)
         self.validation = Validator(trainer, validation_sets)
         self.slowest_step_seconds = 0.0
         """0 before the first step."""

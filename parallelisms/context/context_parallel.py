@@ -167,11 +167,7 @@ class ContextParallel:
         batch = pad_batch(batch, self.seq_len_divisor)
         index_BS = self._permutation(batch.tokens, batch.boundaries).chunk(self.plan.cp, dim=1)[self.rank]
         return replace(
-            batch,
-            tokens=_select_tokens(batch.tokens, index_BS),
-            labels=_select_tokens(batch.labels, index_BS),
-            positions=_select_tokens(batch.positions, index_BS),
-            document_ids=_select_tokens(batch.document_ids, index_BS),
+            batch.map_tokens(lambda x_BS: _select_tokens(x_BS, index_BS)),
             num_computed_pairs=self.attention_pairs(attention_op.boundary_tuples(batch.boundaries, len(batch.tokens))),
         )
 

@@ -42,8 +42,8 @@ def write_hf_model(run: Path, folder: Path, *options: str, dtype: torch.dtype = 
     (folder / hf.CONFIG_FILE).write_text(
         json.dumps(model_config_to_hf(model, max_length=64, dtype=str(dtype).partition(".")[2]))
     )
-    write_safetensors(folder, model, weights.__getitem__, dtype=dtype, file_bytes=100_000)
-    assert (folder / hf.INDEX_FILE).exists()
+    *_, last = write_safetensors(folder, model, weights.__getitem__, dtype=dtype, file_bytes=100_000)
+    assert last == folder / hf.INDEX_FILE
     return weights
 
 

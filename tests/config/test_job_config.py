@@ -18,6 +18,7 @@ from trainer.config import checks, help_text, summary
 from trainer.config.job_config import Config
 from trainer.config.parse import CONFIG_DIR, all_sections, load, repeated_tables, section_keys
 from trainer.config.summary import parallelism_summary
+from trainer.config.toml_format import to_toml
 from trainer.config.training_stages import Recipe
 from trainer.errors import ConfigError
 from trainer.hardware.host import GIB
@@ -694,6 +695,16 @@ def test_a_shipped_file_names_the_schema_for_editors(path: Path) -> None:
     first = path.read_text().splitlines()[0]
     assert first.startswith("#:schema ")
     assert (path.parent / first.removeprefix("#:schema ")).is_file()
+
+
+@pytest.mark.parametrize("path", sorted(CONFIG_DIR.glob("*.toml")), ids=lambda path: path.stem)
+def test_a_shipped_file_passes_the_same_checks_once_resolved(path: Path, tmp_path: Path) -> None:
+    config = load(["--config", path.stem])
+    (tmp_path / "resolved.toml").write_text(to_toml(config))
+    again = load(["--config", str(tmp_path / "resolved.toml")])
+    assert checks.stage_problems(again) == []
+    assert checks.problems(again, 64) == checks.problems(config, 64)
+    assert again.training_stages == config.training_stages
 
 
 # ---- validation

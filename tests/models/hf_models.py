@@ -43,7 +43,7 @@ def write(folder: Path, config: ModelConfig, model: Transformer, *, file_bytes: 
     parameters = dict(model.named_parameters())
     read = cast(Callable[[str], Tensor], lambda name: parameters[name].detach())
     given: dict[str, Any] = {"dtype": torch.float32, "file_bytes": file_bytes} | options
-    write_safetensors(folder, config, read, **given)
+    assert [*write_safetensors(folder, config, read, **given)] == sorted(folder.glob("model*"))
     return folder
 
 

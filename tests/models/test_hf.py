@@ -17,6 +17,7 @@ from models import hf
 from models.config import ModelConfig, RopeConfig
 from models.hf import HuggingFaceError
 from models.hf_config import config_differences, model_config_from_hf, model_config_to_hf, read_config
+from models.rope_scaling import attention_factor
 from tests.models.hf_models import LENGTH, LLAMA, QWEN, load, logits_of, logits_there, made_by_transformers, write
 from tests.models.small_models import small_model
 
@@ -35,6 +36,12 @@ ROPES = {
     "longrope": scaled_rope("longrope", short_factors=(1.0, 1.5, 2.0), long_factors=(1.0, 3.0, 5.0)),
     "longrope given": scaled_rope(
         "longrope", short_factors=(1.0, 1.5, 2.0), long_factors=(1.0, 3.0, 5.0), attention_factor=1.1
+    ),
+    "longrope given its default": scaled_rope(
+        "longrope",
+        short_factors=(1.0, 1.5, 2.0),
+        long_factors=(1.0, 3.0, 5.0),
+        attention_factor=attention_factor(scaled_rope("longrope")),
     ),
 }
 MODELS = {
@@ -114,12 +121,9 @@ def test_config_round_trips_through_either_format(base: ModelConfig, rope: RopeC
     values = json.loads(json.dumps(model_config_to_hf(config, max_length=LENGTH, dtype="bfloat16")))
     new, old = ("rope_parameters", "dtype"), ("rope_theta", "rope_scaling", "torch_dtype")
     for left_out in ((), new, old):
-        assert (
-            config_differences(
-                model_config_from_hf({key: values[key] for key in values if key not in left_out}), config
-            )
-            == {}
-        )
+        found = model_config_from_hf({key: values[key] for key in values if key not in left_out})
+        assert config_differences(found, config) == {}
+        assert attention_factor(found.rope) == attention_factor(config.rope)
     assert values["max_position_embeddings"] == LENGTH
 
 
@@ -331,10 +335,9 @@ def test_pickle_files_are_not_opened(tmp_path: Path) -> None:
 
 def test_files_are_filled_to_the_limit_and_verified(tmp_path: Path) -> None:
     model = small_model(LLAMA, dtype=torch.float32)
-    said: list[str] = []
-    folder = write(tmp_path, LLAMA, model, file_bytes=4000, dtype=torch.bfloat16, on_file_written=said.append)
+    folder = write(tmp_path, LLAMA, model, file_bytes=4000, dtype=torch.bfloat16)
     files = sorted(folder.glob("*.safetensors"))
-    assert [*(path.name for path in files), hf.INDEX_FILE] == said
+    assert [*files, folder / hf.INDEX_FILE] == sorted(folder.glob("model*"))
     assert all(path.stat().st_size < 4000 + 2000 for path in files)
     index = json.loads((folder / hf.INDEX_FILE).read_text())
     assert index["metadata"]["total_size"] == LLAMA.num_parameters * 2

@@ -193,7 +193,7 @@ class Cluster:
 
     def state(self, job: str) -> JobState:
         output = self.command("scontrol", "--oneliner", "show", "job", job)
-        return JobState.parse(job, output)
+        return JobState(job, output)
 
     def wait_state(self, job: str, *states: str, seconds: float) -> JobState:
         """Waits until the job is in one of these states."""

@@ -285,7 +285,7 @@ def test_cancel_disables_requeueing_first(scheduler: Scheduler, run: Path, capsy
     [("PENDING", False), ("RUNNING", False), ("COMPLETING", False), ("REQUEUED", False), ("TIMEOUT", True)],
 )
 def test_finished_states_are_those_that_cannot_requeue(state: str, is_finished: bool) -> None:  # noqa: FBT001
-    assert JobState.parse("41", JOB.format(state=state, reason="None", restarts=0)).is_finished == is_finished
+    assert JobState("41", JOB.format(state=state, reason="None", restarts=0)).is_finished == is_finished
 
 
 # ---- code version

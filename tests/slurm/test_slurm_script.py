@@ -9,7 +9,7 @@ import pytest
 
 from trainer.config.parse import load
 from trainer.resilience import exit_markers
-from trainer.slurm.script import BATCH_TEMPLATE, ROOT, BatchJob, render
+from trainer.slurm.script import BATCH_TEMPLATE, ROOT, render
 
 HEAD = """\
 #!/bin/bash
@@ -80,17 +80,12 @@ EVERYTHING = {
 
 
 def script(run: str = "/runs/long", here: str = "/home/me", **keys: str) -> str:
-    config = load(["--job.name", "long", *(f"--slurm.{key}={value}" for key, value in keys.items())])
+    config = load(
+        ["--job.name", "long", f"--job.output_dir={run}", *(f"--slurm.{key}={value}" for key, value in keys.items())]
+    )
     arguments = ["--config", f"{run}/slurm/1/config.toml"]
     return render(
-        BatchJob(
-            config=config,
-            arguments=arguments,
-            run_dir=Path(run),
-            working_dir=Path(here),
-            python="/venv/bin/python",
-            code_version="commit abc",
-        )
+        config, arguments, working_dir=Path(here), current_python="/venv/bin/python", code_version="commit abc"
     )
 
 

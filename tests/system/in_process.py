@@ -49,7 +49,7 @@ def run_here(config: Config) -> None:
     with process_group(config.distributed) as world:
         preemption = Preemption(config, SignalHandler(), is_leader=True)
         stage = config.training_stages[0]
-        train(config, stage, folder, world, datasets=[dataset], validation_sets=sets, preemption=preemption)
+        train(config, stage, folder, world, dataset=dataset, validation_sets=sets, preemption=preemption)
 
 
 @contextmanager

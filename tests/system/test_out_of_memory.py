@@ -39,7 +39,7 @@ def train_until_out_of_memory(argv: list[str], failing_rank: int) -> None:
     world = World(torch.distributed.get_rank(), torch.distributed.get_world_size(), torch.device("cpu"))
     preemption = Preemption(config, SignalHandler(), is_leader=world.rank == 0)
     stage = config.training_stages[0]
-    loop.train(config, stage, folder, world, datasets=[dataset], validation_sets=[], preemption=preemption)
+    loop.train(config, stage, folder, world, dataset=dataset, validation_sets=[], preemption=preemption)
 
 
 @pytest.mark.ranks

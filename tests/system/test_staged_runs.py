@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,19 @@ def test_stages_run_in_order_and_are_logged(whole: Path) -> None:
     ]
     kinds = [line["event"] for line in lines(folder / "events.jsonl") if line["event"] != "checkpoint"]
     assert kinds == ["start", "stage", "start", "stage", "start", "end"]
+
+
+def test_the_start_up_log_lists_the_sources_of_the_stage_that_starts(whole: Path) -> None:
+    log = (whole / "whole").with_suffix(".log").read_text()
+    assert re.findall(r"(\S+): \d+ sequences of (\d+) tokens", log) == [
+        ("corpus", "32"),
+        ("corpus", "64"),
+        ("all|24", "64"),
+        ("corpus", "128"),
+    ]
+    start_ups = [launch.partition(" step ")[0] for launch in log.split("model llama3 debug")[1:]]
+    assert len(start_ups) == 3
+    assert all(len(text.splitlines()) <= 12 for text in start_ups), start_ups
 
 
 def test_schedules_restart_with_a_stage(whole: Path) -> None:

@@ -141,9 +141,9 @@ def find_file_damage(folder: Path) -> Iterator[str]:
     for name, (size, _) in sorted(checkpoint_manifest.files.items()):
         yield from manifest.find_damage(folder, checkpoint_manifest, [name])
         bytes_read += size
-        print_progress(
-            f"{folder.name}: {manifest.format_bytes(bytes_read)} of {manifest.format_bytes(checkpoint_manifest.bytes)}"
-        )
+        if sys.stderr.isatty():
+            progress = f"{manifest.format_bytes(bytes_read)} of {manifest.format_bytes(checkpoint_manifest.bytes)}"
+            sys.stderr.write(f"\r\033[K{folder.name}: {progress}")
 
 
 def initial_checkpoints(run_dir: RunDir) -> list[Path]:
@@ -153,11 +153,6 @@ def initial_checkpoints(run_dir: RunDir) -> list[Path]:
         if initial is not None and not is_hugging_face(initial):
             return [Path(initial).expanduser()]
     return []
-
-
-def print_progress(line: str) -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\033[K{line}")
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def validate_initial_weights(config: Config) -> None:
     try:
         problems, rope_differences = _compare_with_initial(initial, config.model.build())
     except (HuggingFaceError, ResumeError) as error:
-        problems, rope_differences = getattr(error, "problems", [str(error)]), []
+        problems, rope_differences = error.problems, []
     if problems:
         raise ConfigError([f'checkpoint.initial_load_path = "{initial}": {problem}' for problem in problems])
     for line in rope_differences:

@@ -26,7 +26,8 @@ from trainer.config.job_config import BYTE_VOCAB_SIZE, Config
 from trainer.config.sections import MAX_SEQ_LEN, MemorySection
 from trainer.config.slurm import SlurmSection, parse_time_limit
 from trainer.config.toml_format import toml_value
-from trainer.config.training_stages import STAGE_OVERRIDES, Recipe, StageSection
+from trainer.config.training_stages import Recipe, StageSection
+from trainer.data.source import corpus_spec
 from trainer.errors import ConfigError
 
 
@@ -84,10 +85,9 @@ def _recipe_problems(config: Recipe) -> Iterator[str]:
         for key in sorted(config.training.model_fields_set & {"steps", "seq_len"}):
             value = getattr(config.training, key)
             yield f"training.{key} = {value} is not used with [[stage]]: each stage has its own"
-        for name, stage_key in STAGE_OVERRIDES.items():
+        for name, stage_key in config.unused_keys.items():
             *path, key = name.split(".")
-            is_set = key in reduce(getattr, path, config).model_fields_set
-            if is_set and all(stage_key in stage.model_fields_set for stage in config.stage):
+            if key in reduce(getattr, path, config).model_fields_set:
                 yield f"{name} is not used: every [[stage]] sets {stage_key}"
     if len(config.stage) > 1 and not config.checkpoint.enabled:
         yield "checkpoint.enabled = false: each stage starts from a checkpoint of the one before"
@@ -107,10 +107,10 @@ def _holdout_problems(config: Recipe) -> Iterator[str]:
     for name, section in config.validation.sets.items():
         if section.source not in known:
             continue
-        settings = config.data.document_settings(section.source)
+        held_out = corpus_spec(config.data, section.source)
         for other in training_sources:
-            other_settings = config.data.document_settings(other)
-            if settings["path"] == other_settings["path"] and settings != other_settings:
+            trained = corpus_spec(config.data, other)
+            if held_out.corpus == trained.corpus and held_out.document_settings != trained.document_settings:
                 yield (
                     f'validation.sets.{name}: source = "{section.source}" is the corpus of "{other}", which training '
                     "splits into other documents; use the same document settings to hold documents out"

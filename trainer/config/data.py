@@ -98,14 +98,6 @@ class DataSection(Section):
         """The mix, or its default of one corpus."""
         return self.mix or (MixSection(source=DEFAULT_SOURCE),)
 
-    def document_settings(self, name: str) -> dict[str, object]:
-        """The settings that determine the documents of a source."""
-        overrides = {} if name == DEFAULT_SOURCE else self.sources[name].model_dump(exclude_none=True)
-        defaults = {"path": self.corpus} | {
-            key: getattr(self, key) for key in ("documents", "max_document", "text_key")
-        }
-        return defaults | {key: value for key, value in overrides.items() if key in defaults}
-
 
 DEFAULT_TAIL_TOKENS = 2048
 

@@ -74,7 +74,12 @@ def load(argv: Sequence[str]) -> Recipe:
         sources.insert(0, ConfigSource(name=show_path(path), values=migrate_file(read_toml(path)), typed=True))
     except ConfigError as error:
         problems += error.problems
-    merged: dict[str, Any] = {}
+    return Recipe.model_validate(merge_sources(sources, problems))
+
+
+def merge_sources(sources: Sequence[ConfigSource], problems: Sequence[str]) -> dict[str, Any]:
+    """The values of the sources; later ones override. Raises `ConfigError` with these problems and the sources'."""
+    problems, merged = [*problems], dict[str, Any]()
     for source in sources:
         try:
             merged = deep_merge(merged, source.parse().model_dump(exclude_unset=True))
@@ -82,7 +87,7 @@ def load(argv: Sequence[str]) -> Recipe:
             problems += [source.format_error(details) for details in error.errors()]
     if problems:
         raise ConfigError(problems)
-    return Recipe.model_validate(merged)
+    return merged
 
 
 @cache
@@ -122,11 +127,9 @@ def parse_arguments(argv: Sequence[str]) -> ParsedArguments:
 
     Values remain text. A key that takes a list has a list of text, written `1,2` or as JSON.
     """
-    config, overrides = DEFAULT_CONFIG, {}
-    problems = []
+    config, overrides, problems = DEFAULT_CONFIG, dict[str, str](), list[str]()
     for option, value in _options(argv):
-        problem = _option_problem(option, value)
-        if problem:
+        if problem := _option_problem(option, value):
             problems.append(f"{COMMAND_LINE}: {problem}")
         elif option == "--config":
             config = str(value)

@@ -14,11 +14,12 @@ from trainer.config.training_stages import Recipe
 def to_toml(config: Config) -> str:
     """The resolved configuration as a TOML file that parses to an equal one; keys without a value are omitted."""
     values = {SCHEMA_KEY: SCHEMA_VERSION, **config.model_dump(mode="json", exclude_none=True)}
-    # Stages list only their overrides.
-    if isinstance(config, Recipe):
+    # Stages list only their overrides, and sections nothing that all stages override.
+    if isinstance(config, Recipe) and config.stage:
         values["stage"] = [stage.model_dump(mode="json", exclude_unset=True) for stage in config.stage]
-        for key in ("steps", "seq_len") if config.stage else ():
-            del values["training"][key]
+        for name in (*config.unused_keys, "training.steps", "training.seq_len"):
+            section, _, key = name.partition(".")
+            values[section].pop(key, None)
     return "\n".join(_toml_lines((), values)).lstrip() + "\n"
 
 

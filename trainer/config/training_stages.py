@@ -26,7 +26,7 @@ from trainer.config.sections import (
 DEFAULT_GLOBAL_BATCH_SIZE = TrainingSection().global_batch_size
 ConfigValues = dict[str, Any]
 
-# Keys that every stage can override, and their names in [[stage]].
+# Keys that a stage can override, and their names in [[stage]].
 STAGE_OVERRIDES = {
     "training.global_batch_size": "batch_tokens",
     "training.micro_batch_size": "micro_batch_size",
@@ -102,6 +102,16 @@ class Recipe(Config):
 
     stage: tuple[StageSection, ...] = ()
     """Stages of the run, in order. Left out: one stage, as the sections describe."""
+
+    @property
+    def unused_keys(self) -> dict[str, str]:
+        """The keys of other sections that every stage overrides, and what overrides them."""
+        keys = STAGE_OVERRIDES if self.stage else {}
+        return {
+            key: stage_key
+            for key, stage_key in keys.items()
+            if all(stage_key in stage.model_fields_set for stage in self.stage)
+        }
 
     @property
     def training_stages(self) -> tuple[TrainingStage, ...]:

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from trainer.config.data import HF_PREFIX
-from trainer.data.hf_datasets import read_dataset
+from trainer.data.hf_datasets import BATCH_ROWS, read_dataset
 from trainer.data.tokenizer import last_safe_split, split_text
 from trainer.errors import DataError, missing_package
 
 BLOCK = 1 << 22  # bytes
 LONGEST_LINE = 1 << 30  # bytes
-BATCH_ROWS = 64  # rows of a table in memory
 READ_ERRORS = (OSError, EOFError, ValueError, RecursionError, NotImplementedError, zlib.error)
 
 

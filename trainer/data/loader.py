@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 
 from models.batch import Batch
 from trainer.data.sequences import FULL_SEQUENCE, BlendedDataset, SequenceShard
@@ -71,19 +70,8 @@ class MicroBatchLoader:
     def _read(self, indices: list[int | None]) -> Batch:
         try:
             batch = self._dataset.read(indices, self._shard)
-            return pin_batch(batch) if self._pin_memory else batch
+            return batch.pin_memory() if self._pin_memory else batch
         except DataError as error:
             raise DataError(f"sequences {indices}: {error}") from error
         except BaseException as error:
             raise RuntimeError(f"sequences {indices} cannot be read: {type(error).__name__}: {error}") from error
-
-
-def pin_batch(batch: Batch) -> Batch:
-    """The batch with its per-token tensors in pinned memory. Boundaries are only read on the host."""
-    return replace(
-        batch,
-        tokens=batch.tokens.pin_memory(),
-        labels=batch.labels.pin_memory(),
-        positions=batch.positions.pin_memory(),
-        document_ids=batch.document_ids.pin_memory(),
-    )

@@ -118,13 +118,12 @@ class BlendedDataset:
 
     def summary(self, num_sequences: int) -> list[str]:
         """One line per source: its share of the first `num_sequences` sequences."""
-        usage = zip(
-            self.names, self.sources, self.round_robin.counts(num_sequences), self.epochs(num_sequences), strict=True
-        )
+        counts = self.round_robin.counts(num_sequences)
         return [
             f"{name}: {source.num_sequences:,} sequences of {self.seq_len:,} tokens; {count:,} of {num_sequences:,} drawn "
-            f"({epochs:.2f} epochs), {source.num_padding_tokens / source.num_sequences / self.seq_len:.2%} padding"
-            for name, source, count, epochs in usage
+            f"({count / source.num_sequences:.2f} epochs), "
+            f"{source.num_padding_tokens / source.num_sequences / self.seq_len:.2%} padding"
+            for name, source, count in zip(self.names, self.sources, counts, strict=True)
         ]
 
     def epochs(self, num_sequences: int) -> list[float]:

@@ -27,6 +27,11 @@ class CorpusSpec:
     cache_dir: Path = Path("prepared")
 
     @property
+    def document_settings(self) -> tuple[object, ...]:
+        """What splits the corpus into documents."""
+        return self.documents, self.max_document, self.text_key
+
+    @property
     def fail_on_bad_files(self) -> bool:
         """Never for the standard library: its tests contain such files on purpose."""
         return self.bad_files == "error" and self.corpus != STDLIB_CORPUS

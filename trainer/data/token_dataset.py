@@ -25,9 +25,11 @@ META_FILENAME = "meta.json"
 DTYPES = {"uint16": torch.uint16, "int32": torch.int32}
 
 
-class TokenShard(BaseModel):
+class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+
+class TokenShard(Record):
     name: str
     tokens: int
     documents: int
@@ -35,10 +37,8 @@ class TokenShard(BaseModel):
     idx_sha256: str
 
 
-class PartitionResult(BaseModel):
-    """The record of a tokenized partition."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class PartitionResult(Record):
+    """The outcome of a tokenized partition."""
 
     shards: list[TokenShard]
     longest: int
@@ -47,9 +47,7 @@ class PartitionResult(BaseModel):
     """Descriptions of the first skipped files and lines."""
 
 
-class TokenDatasetMeta(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
+class TokenDatasetMeta(Record):
     version: Literal[2]
     dtype: Literal["uint16", "int32"]
     vocab_size: int

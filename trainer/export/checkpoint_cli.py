@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from pydantic import ValidationError
 
 from trainer.build import ParallelModel
 from trainer.checkpoint.initial_weights import find_checkpoint
@@ -19,7 +18,7 @@ from trainer.checkpoint.run_dir import ResumeError, RunDir, find_checkpoints, re
 from trainer.commands import CommandParser, run_command
 from trainer.config import checks
 from trainer.config.job_config import Config
-from trainer.config.parse import COMMAND_LINE, ConfigSource, deep_merge, load, parse_arguments
+from trainer.config.parse import COMMAND_LINE, ConfigSource, deep_merge, load, merge_sources, parse_arguments
 from trainer.config.training_stages import Recipe
 from trainer.distributed import World, process_group, rank_from_environment
 from trainer.errors import ConfigError
@@ -78,7 +77,9 @@ def resolve_checkpoint(path: Path, overrides: Sequence[str] = ()) -> ResolvedChe
     values = run_config.training_stages[index].config.model_dump(
         exclude_unset=True, exclude={"parallelism", "memory", "profiler"}
     )
-    override_values = parse_overrides(overrides)
+    arguments = parse_arguments(overrides)
+    command_line = ConfigSource(name=COMMAND_LINE, values=arguments.values, typed=False)
+    override_values = merge_sources([command_line], arguments.problems)
     run_config = Recipe.model_validate(deep_merge(run_config.model_dump(exclude_unset=True), override_values))
     return ResolvedCheckpoint(
         run_dir, checkpoint, state["step"], Config.model_validate(deep_merge(values, override_values)), run_config
@@ -91,18 +92,6 @@ def resolve_for_evaluation(path: Path, overrides: Sequence[str]) -> ResolvedChec
     _, world_size, _ = rank_from_environment()
     checks.require_valid(resolved.config, world_size)
     return resolved
-
-
-def parse_overrides(overrides: Sequence[str]) -> dict[str, object]:
-    """The nested values that `--section.key VALUE` arguments set. Raises `ConfigError`."""
-    arguments = parse_arguments(overrides)
-    if arguments.problems:
-        raise ConfigError(arguments.problems)
-    source = ConfigSource(name=COMMAND_LINE, values=arguments.values, typed=False)
-    try:
-        return source.parse().model_dump(exclude_unset=True)
-    except ValidationError as error:
-        raise ConfigError([source.format_error(details) for details in error.errors()]) from error
 
 
 @contextmanager

@@ -26,11 +26,11 @@ def hf_tokenizer_files(kind: str, path: Path | None, *, max_length: int) -> tupl
     """The tokenizer and its Hugging Face files by name. Raises `DataError` as `load_tokenizer`."""
     tokenizer = load_tokenizer(kind, path)
     inputs = ["input_ids", "attention_mask"]  # By default transformers 4 adds token_type_ids, which models reject.
-    common_config = {"clean_up_tokenization_spaces": False, "model_max_length": max_length, "model_input_names": inputs}
+    config = dict[str, Any](clean_up_tokenization_spaces=False, model_max_length=max_length, model_input_names=inputs)
     if path is not None and isinstance(tokenizer, SentencePieceTokenizer):
         # LlamaTokenizer prepends a space by default. With a dummy prefix in the model, transformers 4 needs `legacy` to
         # prepend it also to a text that starts with a space; transformers 5 never does.
-        config = {
+        config |= {
             "tokenizer_class": "LlamaTokenizer",
             "legacy": tokenizer.add_dummy_prefix,
             "add_prefix_space": tokenizer.add_dummy_prefix,
@@ -38,29 +38,20 @@ def hf_tokenizer_files(kind: str, path: Path | None, *, max_length: int) -> tupl
             "add_eos_token": False,
             **tokenizer.special_token_names,
         }
-        return tokenizer, {
-            Path("tokenizer.model"): path.read_bytes(),
-            **_json_file("tokenizer_config", common_config | config),
-        }
-    if kind == "byte" or path is None:
-        specials: tuple[str, ...] = BYTE_SPECIALS
-        ranks, pattern, original_files = {bytes([byte]): byte for byte in range(256)}, None, {}
-    else:
-        content = path.read_bytes()
-        specials, ranks, pattern, original_files = (
-            LLAMA3_SPECIAL_TOKENS,
-            read_ranks(content),
-            LLAMA3_PATTERN,
-            {META_TOKENIZER_PATH: content},
-        )
-    names = {"bos_token": specials[0], "eos_token": specials[1]}
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
-    tokenizer_json = byte_level_bpe(ranks, specials, pattern=pattern)
-    return tokenizer, {
-        **original_files,
-        **_json_file("tokenizer", tokenizer_json),
-        **_json_file("tokenizer_config", common_config | config),
-    }
+        return tokenizer, {Path("tokenizer.model"): path.read_bytes(), Path("tokenizer_config.json"): _to_json(config)}
+    files, tokenizer_json, specials = dict[Path, bytes](), byte_tokenizer_json(), BYTE_SPECIALS
+    if path is not None and kind != "byte":
+        files, specials = {META_TOKENIZER_PATH: path.read_bytes()}, LLAMA3_SPECIAL_TOKENS
+        ranks = read_ranks(files[META_TOKENIZER_PATH])
+        tokenizer_json = byte_level_bpe(ranks, specials, pattern=LLAMA3_PATTERN)
+    config |= {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": specials[0], "eos_token": specials[1]}
+    contents = {"tokenizer.json": tokenizer_json, "tokenizer_config.json": config}
+    return tokenizer, files | {Path(name): _to_json(content) for name, content in contents.items()}
+
+
+def byte_tokenizer_json() -> dict[str, Any]:
+    """The contents of tokenizer.json for `tokenizer.kind` = "byte"."""
+    return byte_level_bpe({bytes([byte]): byte for byte in range(256)}, BYTE_SPECIALS, pattern=None)
 
 
 def byte_level_bpe(ranks: dict[bytes, int], specials: tuple[str, ...], *, pattern: str | None) -> dict[str, Any]:
@@ -69,10 +60,10 @@ def byte_level_bpe(ranks: dict[bytes, int], specials: tuple[str, ...], *, patter
     token_strings = {rank: "".join(byte_chars[byte] for byte in token) for token, rank in ranks.items()}
     first_special_id = len(ranks)
     byte_level_step = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    pattern_step = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    pre_tokenizer = (
-        {"type": "Sequence", "pretokenizers": [pattern_step, byte_level_step]} if pattern else byte_level_step
-    )
+    pre_tokenizer: dict[str, Any] = byte_level_step
+    if pattern:
+        pattern_step = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        pre_tokenizer = {"type": "Sequence", "pretokenizers": [pattern_step, byte_level_step]}
     bos_item = {"SpecialToken": {"id": specials[0], "type_id": 0}}
     first_sequence, second_sequence = {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}
     return {
@@ -129,8 +120,7 @@ def detect_tokenizer(folder: Path) -> tuple[str, Path | None] | None:
         tokenizer_json = json.loads((folder / "tokenizer.json").read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
-    byte_tokenizer_json = byte_level_bpe({bytes([byte]): byte for byte in range(256)}, BYTE_SPECIALS, pattern=None)
-    return ("byte", None) if tokenizer_json == byte_tokenizer_json else None
+    return ("byte", None) if tokenizer_json == byte_tokenizer_json() else None
 
 
 def _bytes_to_unicode() -> list[str]:
@@ -140,6 +130,5 @@ def _bytes_to_unicode() -> list[str]:
     return [chr(byte if byte in printable else next(replacements)) for byte in range(256)]
 
 
-def _json_file(name: str, content: dict[str, Any]) -> dict[Path, bytes]:
-    text = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
-    return {Path(f"{name}.json"): text.encode()}
+def _to_json(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, ensure_ascii=False, indent=1) + "\n").encode()

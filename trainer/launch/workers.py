@@ -19,7 +19,7 @@ from types import FrameType
 
 from trainer.errors import CONCLUSIVE_EXIT_CODES, EXIT_FAILURE, EXIT_SUCCESS, STACK_DUMP_SIGNAL
 from trainer.launch.cluster import LaunchWorld
-from trainer.resilience.signals import LAUNCHER_PID_ENV, STOP_SIGNALS
+from trainer.resilience.signals import LAUNCHER_PID_ENV, handle_stop_signals, restoring_handlers
 
 GRACE_SECONDS = 3.0
 """Grace period in which the peers of a failed rank can report their own errors."""
@@ -56,13 +56,9 @@ class Workers:
     @contextmanager
     def forward_signals(self) -> Iterator[None]:
         """Within this context, stop signals go to the workers and do not end this process."""
-        handled = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        previous_handlers = {number: signal.signal(number, self._on_signal) for number in handled}
-        try:
+        with restoring_handlers():
+            handle_stop_signals(self._on_signal)
             yield
-        finally:
-            for number, handler in previous_handlers.items():
-                signal.signal(number, handler)
 
     def interruptible_sleep(self, seconds: float) -> None:
         """Sleeps until the time is over or a stop signal arrives."""
@@ -117,10 +113,14 @@ def _wait_for_all(workers: Sequence[subprocess.Popen[bytes]]) -> int:
         time.sleep(POLL_SECONDS)
     for local_rank, (worker, code) in enumerate(zip(workers, codes, strict=True)):
         if code:
-            outcome = f"exited with code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
-            sys.stderr.write(f"error: local rank {local_rank} (pid {worker.pid}) {outcome}\n")
+            report_failed_rank(local_rank, worker.pid, code)
     failed = [code for code in codes if code]
     return exit_status(failed) if failed else EXIT_SUCCESS
+
+
+def report_failed_rank(local_rank: int, pid: int, code: int) -> None:
+    outcome = f"exited with code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+    sys.stderr.write(f"error: local rank {local_rank} (pid {pid}) {outcome}\n")
 
 
 def exit_status(codes: Sequence[int]) -> int:

@@ -20,7 +20,6 @@ from trainer.checkpoint.manager import Save
 from trainer.checkpoint.manifest import format_bytes
 from trainer.checkpoint.run_dir import RunDir
 from trainer.config.job_config import Config
-from trainer.data.sequences import BlendedDataset
 from trainer.errors import DivergedError
 from trainer.evaluation.validation import ValidationResult, format_validation
 from trainer.hardware.device import ComputeProbe, peak_device_memory, peak_flops, peak_host_memory
@@ -86,8 +85,7 @@ class MetricsProcessor:
         if self.is_rank_zero:
             self.run_dir.log_event(kind, **fields)
 
-    def log_run_start(self, datasets: Sequence[BlendedDataset], resumed_from: Path | None) -> None:
-        """`datasets` are those of this stage and of the later ones."""
+    def log_run_start(self, resumed_from: Path | None) -> None:
         if not self.is_rank_zero:
             return
         trainer, stage = self.trainer, self.stage
@@ -99,10 +97,12 @@ class MetricsProcessor:
         for text in filter(None, (*self.prediction.summary, self.prediction.memory_summary)):
             log.info("%s", text)
         log.info("attention kernel: %s", trainer.parallel_model.kernel)
-        for each, dataset in zip(self.run_config.training_stages[stage.index :], datasets, strict=True):
+        training = self.config.training
+        sources = self.dataset.summary(training.steps * training.global_batch_size)
+        for each in self.run_config.training_stages[stage.index :]:
             if each.num_stages > 1:
                 log.info("%s", each.summary())
-            for text in dataset.summary(each.config.training.steps * each.config.training.global_batch_size):
+            for text in sources if each.index == stage.index else ():
                 log.info("  %s", text)
         for warning in self.prediction.warnings:
             log.warning("%s", warning)

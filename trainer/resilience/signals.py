@@ -9,10 +9,9 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
@@ -33,6 +32,24 @@ def die_with_launcher() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def handle_stop_signals(handler: Callable[[int, FrameType | None], None]) -> None:
+    """Ignored signals stay ignored: under `nohup`, a closed terminal is no stop request."""
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+@contextmanager
+def restoring_handlers() -> Iterator[None]:
+    """Restores the handlers of stop signals at the end of the block."""
+    previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
 class Interrupted(BaseException):
     """A stop signal arrived when there was nothing to save and no rank was waiting."""
 
@@ -42,27 +59,18 @@ class SignalHandler:
         self.signal: signal.Signals | None = None
         """The first stop signal received."""
         self._is_raising = False
-        self._previous: dict[signal.Signals, Any] = {}
 
     def install(self) -> None:
-        """Installs the handlers. Call as early as possible: until then a signal ends the process.
-
-        Ignored signals stay ignored: under `nohup`, a closed terminal is no stop request.
-        """
-        for number in STOP_SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._previous[number] = signal.signal(number, self._handle)
+        """Installs the handlers. Call as early as possible: until then a signal ends the process."""
+        handle_stop_signals(self._handle)
 
     @contextmanager
     def raising_alone(self) -> Iterator[None]:
         """Installs the handlers, raises `Interrupted` on a signal in the block, and restores the previous handlers."""
-        self.install()
-        try:
+        with restoring_handlers():
+            self.install()
             with self.raising():
                 yield
-        finally:
-            for number, handler in self._previous.items():
-                signal.signal(number, handler)
 
     @contextmanager
     def raising(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ from trainer.errors import EXIT_BAD_CONFIG, EXIT_SUCCESS, ConfigError
 from trainer.launch.cluster import LaunchWorld, pluralize
 from trainer.launch.launcher import find_early_exit, format_problems, load_and_validate
 from trainer.slurm import jobs, scheduler, snapshot
-from trainer.slurm.script import ROOT, BatchJob, interpreter_for, log_path, render
+from trainer.slurm.script import ROOT, log_path, render
 
 DESCRIPTION = """\
 render   print the batch script of the run, to read, edit and submit with sbatch
@@ -59,7 +59,7 @@ def print_script(_: Namespace, overrides: Sequence[str]) -> int:
         file = find_config_file(parse_arguments(overrides).config).absolute()
         # Ranks need no options of the job.
         for_ranks = [each for each in overrides if not each.startswith(("--config=", "--slurm."))]
-        sys.stdout.write(render(build_job(config, ["--config", str(file), *for_ranks])))
+        sys.stdout.write(render_script(config, ["--config", str(file), *for_ranks]))
     return print_problems(problems, config, overrides) if problems else EXIT_SUCCESS
 
 
@@ -77,7 +77,7 @@ def submit(_: Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError([f"job {state.job_id} of this run is {state}; cancel it first: {cancel_command}"])
     folder = jobs.create_submission_dir(run_dir)
     (folder / "config.toml").write_text(to_toml(config))
-    (folder / "job.sh").write_text(render(build_job(config, ["--config", str(folder / "config.toml")])))
+    (folder / "job.sh").write_text(render_script(config, ["--config", str(folder / "config.toml")]))
     snapshot.write_code_version(ROOT, folder)
     job_id = scheduler.submit(folder / "job.sh")
     metadata = {"job": job_id, "time": time.time(), "nodes": slurm.nodes, "processes": slurm.nproc_per_node}
@@ -132,15 +132,9 @@ def print_problems(problems: Sequence[str], config: Recipe, overrides: Sequence[
     return EXIT_BAD_CONFIG
 
 
-def build_job(config: Recipe, arguments: Sequence[str]) -> BatchJob:
-    return BatchJob(
-        config=config,
-        arguments=arguments,
-        run_dir=config.output_dir.absolute(),
-        working_dir=Path.cwd(),
-        python=interpreter_for(config.slurm, sys.executable),
-        code_version=snapshot.code_version(ROOT),
-    )
+def render_script(config: Recipe, arguments: Sequence[str]) -> str:
+    version = snapshot.code_version(ROOT)
+    return render(config, arguments, working_dir=Path.cwd(), current_python=sys.executable, code_version=version)
 
 
 def command_line(command: str, run_dir: Path) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections import defaultdict
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.errors import RunFailedError
@@ -19,45 +19,24 @@ class SlurmError(RunFailedError):
     """A SLURM command is missing or failed."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class JobState:
-    """The scheduler's record of a job."""
+    """The scheduler's record of a job: the output of `scontrol --oneliner show job`."""
 
-    job_id: str
-    state: str
-    reason: str
-    nodes: str
-    requeues: int
-    exit_code: str
-    run_time: str
-    time_limit: str
-
-    @classmethod
-    def parse(cls, job_id: str, output: str) -> JobState:
-        """Parses the output of `scontrol --oneliner show job`."""
-        fields = dict(re.findall(r"(?:^|\s)([\w:/]+)=(\S*)", output))
-        return cls(
-            job_id=job_id,
-            state=fields.get("JobState", "UNKNOWN"),
-            reason=fields.get("Reason", ""),
-            nodes=fields.get("NodeList", ""),
-            requeues=int(fields.get("Restarts", "0")),
-            exit_code=fields.get("ExitCode", ""),
-            run_time=fields.get("RunTime", ""),
-            time_limit=fields.get("TimeLimit", ""),
-        )
-
-    @property
-    def is_finished(self) -> bool:
-        return self.state in FINISHED_STATES
+    def __init__(self, job_id: str, output: str) -> None:
+        self.job_id = job_id
+        self._fields: defaultdict[str, str] = defaultdict(str, re.findall(r"(?:^|\s)([\w:/]+)=(\S*)", output))
+        self.state = self._fields["JobState"] or "UNKNOWN"
+        self.is_finished = self.state in FINISHED_STATES
+        self.exit_code, self.requeues = self._fields["ExitCode"], int(self._fields["Restarts"] or 0)
 
     def __str__(self) -> str:
+        text = self.state
         if self.is_finished:
-            text = f"{self.state}, exit code {self.exit_code}"
+            text += f", exit code {self.exit_code}"
         elif self.state == "PENDING":
-            text = f"PENDING ({self.reason})"
+            text += f" ({self._fields['Reason']})"
         else:
-            text = f"{self.state} on {self.nodes} for {self.run_time} of {self.time_limit}"
+            text += " on {NodeList} for {RunTime} of {TimeLimit}".format_map(self._fields)
         return f"{text}, requeued {pluralize(self.requeues, 'time')}" if self.requeues else text
 
 
@@ -74,7 +53,7 @@ def query_job(job_id: str) -> JobState | None:
         if "Invalid job id" in str(error):
             return None
         raise
-    return JobState.parse(job_id, output)
+    return JobState(job_id, output)
 
 
 def cancel(job_id: str) -> None:

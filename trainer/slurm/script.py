@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.config.job_config import Config
@@ -15,34 +14,34 @@ BATCH_TEMPLATE = Path(__file__).with_name("batch.sh")
 SRUN_FAIL_FAST = "--kill-on-bad-exit=1 --wait=60 --label"
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchJob:
-    """The run of a batch script; paths are absolute."""
-
-    config: Config
-    arguments: Sequence[str]
-    """Arguments of `trainer.launch`."""
-    run_dir: Path
-    working_dir: Path
-    """The directory that relative paths refer to."""
-    python: str
-    code_version: str
-    """The code version that rendered the script."""
-
-
 def log_path(run_dir: Path, job_id: str) -> Path:
     """The log of a job, shared by all its launches."""
     return run_dir / "slurm" / f"job-{job_id}.log"
 
 
-def render(job: BatchJob) -> str:
+def render(
+    config: Config, arguments: Sequence[str], *, working_dir: Path, current_python: str, code_version: str
+) -> str:
+    """The script that runs `trainer.launch` with these arguments, in the directory that relative paths refer to."""
+    slurm, run_dir = config.slurm, config.output_dir.absolute()
     placeholders = {
-        "about": header_lines(job),
-        "directives": sbatch_directives(job.config, job.run_dir, job.working_dir),
-        "settings": shell_variables(job),
-        "setup": [*job.config.slurm.setup],
-        "report": node_report_command(job.config.slurm),
-        "launch": launch_command(job.config.slurm),
+        "about": [
+            f"# Longhaul: {config.job.name} on {slurm.nodes} nodes x {slurm.nproc_per_node} ranks; rendered with {code_version}.",
+            f"# Submit with sbatch; {run_dir / 'slurm'} must exist. docs/slurm.md describes how it handles signals.",
+        ],
+        "directives": sbatch_directives(config, run_dir, working_dir),
+        "settings": [
+            f"RUN={shlex.quote(str(run_dir))} # the run folder",
+            f"ROOT={shlex.quote(str(ROOT))} # Longhaul",
+            f"PYTHON={shlex.quote(slurm.python or ('python3' if slurm.container else current_python))}",
+            f"ARGUMENTS=({shlex.join(arguments)})",
+            f"MAX_REQUEUES={slurm.max_requeues}",
+            f"MAX_STUCK={slurm.max_stuck} # consecutive launches without a new checkpoint",
+            f"BACKOFF={slurm.backoff_seconds} # seconds",
+        ],
+        "setup": [*slurm.setup],
+        "report": node_report_command(slurm),
+        "launch": launch_command(slurm),
     }
     lines = (_fill_placeholder(line, placeholders) for line in BATCH_TEMPLATE.read_text().splitlines())
     return "".join(f"{line}\n" for filled in lines for line in filled)
@@ -55,14 +54,6 @@ def _fill_placeholder(line: str, placeholders: dict[str, list[str]]) -> list[str
         return [line]
     indent = line[: len(line) - len(line.lstrip())]
     return [f"{indent}{text}" for text in placeholders[name]]
-
-
-def header_lines(job: BatchJob) -> list[str]:
-    slurm = job.config.slurm
-    return [
-        f"# Longhaul: {job.config.job.name} on {slurm.nodes} nodes x {slurm.nproc_per_node} ranks; rendered with {job.code_version}.",
-        f"# Submit with sbatch; {job.run_dir / 'slurm'} must exist. docs/slurm.md describes how it handles signals.",
-    ]
 
 
 def sbatch_directives(config: Config, run_dir: Path, working_dir: Path) -> list[str]:
@@ -88,19 +79,6 @@ def sbatch_directives(config: Config, run_dir: Path, working_dir: Path) -> list[
     ]
     lines = [f"#SBATCH --{name}={value}" for name, value in options if value is not None]
     return [*lines, "#SBATCH --requeue", "#SBATCH --open-mode=append", *(f"#SBATCH {line}" for line in slurm.options)]
-
-
-def shell_variables(job: BatchJob) -> list[str]:
-    slurm = job.config.slurm
-    return [
-        f"RUN={shlex.quote(str(job.run_dir))} # the run folder",
-        f"ROOT={shlex.quote(str(ROOT))} # Longhaul",
-        f"PYTHON={shlex.quote(job.python)}",
-        f"ARGUMENTS=({shlex.join(job.arguments)})",
-        f"MAX_REQUEUES={slurm.max_requeues}",
-        f"MAX_STUCK={slurm.max_stuck} # consecutive launches without a new checkpoint",
-        f"BACKOFF={slurm.backoff_seconds} # seconds",
-    ]
 
 
 def node_report_command(slurm: SlurmSection) -> list[str]:
@@ -135,11 +113,6 @@ def container_options(slurm: SlurmSection) -> list[str]:
 def _background_command(*parts: str) -> list[str]:
     """One background command over several lines."""
     return (" \\\n    ".join(parts) + " &").splitlines()
-
-
-def interpreter_for(slurm: SlurmSection, current: str) -> str:
-    """The interpreter of ranks; `current` is that of this process."""
-    return slurm.python or ("python3" if slurm.container else current)
 
 
 def _sbatch_quote(path: Path | str) -> str:

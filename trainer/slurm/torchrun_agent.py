@@ -22,7 +22,7 @@ from trainer.commands import OVERRIDES_HELP, CommandParser, run_command
 from trainer.errors import EXIT_BAD_CONFIG, EXIT_FAILURE, EXIT_SUCCESS
 from trainer.launch.cluster import LaunchWorld, set_worker_environment
 from trainer.launch.launcher import TRAIN_SCRIPT, format_problems, load_and_validate, prepare_run
-from trainer.launch.workers import exit_status
+from trainer.launch.workers import exit_status, report_failed_rank
 from trainer.metrics import loggers
 from trainer.resilience.signals import LAUNCHER_PID_ENV, SignalHandler
 from trainer.run_spec import RunSpec
@@ -93,12 +93,7 @@ def launch_agent(script: Path, argv: Sequence[str], cluster: LaunchWorld, *, rdz
         failures = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
         reported = [failure for failure in failures if failure.exitcode != -signal.SIGTERM] or failures
         for failure in reported:  # The agent kills the peers with SIGTERM.
-            outcome = (
-                f"exited with code {failure.exitcode}"
-                if failure.exitcode > 0
-                else f"was killed by {failure.signal_name()}"
-            )
-            sys.stderr.write(f"error: local rank {failure.local_rank} (pid {failure.pid}) {outcome}\n")
+            report_failed_rank(failure.local_rank, failure.pid, failure.exitcode)
         return exit_status([failure.exitcode for failure in failures])
     except SignalException as error:
         sys.stderr.write(f"error: stopped by {error.sigval.name}\n")

@@ -40,7 +40,7 @@ SHARD_TOKENS = 1 << 29
 
 
 def prepare_datasets(config: Config) -> dict[str, Path]:
-    """Tokenizes the sources of a run where that has not been done; returns the folder of each, by name.
+    """Tokenizes the sources of a run that are not tokenized yet; returns the folder of each, by name.
 
     Raises DataError, and ConfigError if the model's vocabulary is smaller than the tokenizer's.
     """
@@ -60,11 +60,11 @@ def prepare(
     shard_tokens: int = SHARD_TOKENS,
     folder: Path | None = None,
 ) -> TokenDataset:
-    """The tokens of a source, from `folder`, or else from its `cache_dir`, if they are there.
+    """The tokens of a source, in `folder` or else in its `cache_dir`; tokenizes the source if they are absent.
 
-    Every rank calls this; of those that share a file system one tokenizes and the others wait. The result depends on
-    the corpus, the options and the tokenizer alone. What an interrupted call finished, the next does not do again.
-    Raises DataError, and RankError if a worker dies.
+    Every rank calls this; of those that share a file system one tokenizes and the others wait. The result depends only
+    on the corpus, the options and the tokenizer. Resumes after an interruption. Raises DataError, and RankFailedError
+    if a worker dies.
     """
     if is_token_dataset(Path(source.corpus)):
         return open_token_dataset(Path(source.corpus), source, tokenizer)
@@ -77,19 +77,18 @@ def prepare(
         if not (folder / META_FILENAME).exists():
             folder.parent.mkdir(parents=True, exist_ok=True)
             with file_lock(folder.with_name(f".{name}.lock")) as acquired:
-                unique_suffix = "" if acquired else f"-{socket.gethostname()}-{os.getpid()}"
                 if not (folder / META_FILENAME).exists():
-                    work_folder = folder.with_name(f"{name}.tmp{unique_suffix}")
-                    job = TokenizeJob(work_folder, source, tokenizer, shard_tokens)
-                    tokenize_corpus(corpus, job, workers=workers)
-                    publish(job.folder, folder)
+                    suffix = "" if acquired else f"-{socket.gethostname()}-{os.getpid()}"
+                    work_folder = folder.with_name(f"{name}.tmp{suffix}")
+                    tokenize_corpus(corpus, TokenizeJob(work_folder, source, tokenizer, shard_tokens), workers=workers)
+                    publish(work_folder, folder)
     except OSError as error:
         raise DataError(f"{location} cannot be written: {error}") from error
     return open_token_dataset(folder, source, tokenizer)
 
 
 def open_token_dataset(folder: Path, source: CorpusSpec, tokenizer: Tokenizer) -> TokenDataset:
-    """What was prepared. Raises DataError unless it is what the source and the tokenizer ask for."""
+    """A prepared folder. Raises DataError if it does not match the source's options and the tokenizer."""
     dataset = TokenDataset(folder)
     meta, prepared = dataset.meta, f'data.corpus = "{folder}" was prepared with'
     if meta.tokenizer != tokenizer.fingerprint:
@@ -118,8 +117,9 @@ def cache_key(corpus: Corpus, source: CorpusSpec, tokenizer: Tokenizer, shard_to
 
 @contextmanager
 def file_lock(path: Path) -> Iterator[bool]:
-    """Waits until no other process holds `path`. Gives False on a file system without locks, where nobody waits."""
+    """Waits until no other process holds `path`. Yields False, without waiting, on a file system without locks."""
     with path.open("w") as file:
+        acquired = True
         try:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -127,14 +127,13 @@ def file_lock(path: Path) -> Iterator[bool]:
                 log.info("waiting for the process that holds %s", path)
                 fcntl.lockf(file, fcntl.LOCK_EX)
         except OSError as error:
+            acquired = False
             log.warning("%s: no locks on this file system (%s); others may prepare too", path, error)
-            yield False
-        else:
-            yield True
+        yield acquired
 
 
 def tokenize_corpus(corpus: Corpus, job: TokenizeJob, *, workers: int) -> None:
-    """Makes of `job.folder`, in which an earlier call may have got somewhere, a whole preparation."""
+    """Writes all shards and `meta.json` to `job.folder`, which may hold finished partitions of an interrupted call."""
     if (job.folder / META_FILENAME).exists():
         return
     partitions = list(enumerate(corpus.partitions()))
@@ -142,14 +141,14 @@ def tokenize_corpus(corpus: Corpus, job: TokenizeJob, *, workers: int) -> None:
     records.mkdir(parents=True, exist_ok=True)
     for stale in (path for path in records.iterdir() if path.is_dir()):
         shutil.rmtree(stale)
-    pending = [piece for piece in partitions if job.finished_result(piece[0]) is None]
-    if len(pending) < len(partitions):
-        log.info("%s: %d of %d pieces are there already", job.folder, len(partitions) - len(pending), len(partitions))
-    size = sum(unit.size for _, units in pending for unit in units)
+    pending = [(number, splits) for number, splits in partitions if job.finished_result(number) is None]
+    if num_finished := len(partitions) - len(pending):
+        log.info("%s: %d of %d partitions are tokenized already", job.folder, num_finished, len(partitions))
+    size = sum(split.size for _, splits in pending for split in splits)
     with progress(f"tokenizing {corpus.name}", total_bytes=size) as advance:
         tokenize_partitions(job, pending, workers=workers, advance=advance)
     results = [PartitionResult.model_validate_json(job.record_path(number).read_bytes()) for number, _ in partitions]
-    if not any(piece.shards for piece in results):
+    if not any(result.shards for result in results):
         shutil.rmtree(job.folder)
     meta = build_meta(corpus, job, results)
     write_and_fsync(job.folder / "meta.tmp", meta.with_checksum().model_dump_json(indent=2).encode())
@@ -157,15 +156,15 @@ def tokenize_corpus(corpus: Corpus, job: TokenizeJob, *, workers: int) -> None:
 
 
 def build_meta(corpus: Corpus, job: TokenizeJob, results: Sequence[PartitionResult]) -> TokenDatasetMeta:
-    """What all pieces are together, and in the log what was bad. Raises DataError if there is no text."""
-    problems = [*corpus.skipped, *(problem for piece in results for problem in piece.bad)]
+    """Sums up the partitions and logs their problems. Raises DataError if there is no text."""
+    problems = [*corpus.skipped, *(problem for result in results for problem in result.bad)]
     level = logging.INFO if corpus.is_stdlib else logging.WARNING
     for problem in problems:
         log.log(level, "skipped %s", problem)
-    skipped = len(corpus.skipped) + sum(piece.skipped for piece in results)
+    skipped = len(corpus.skipped) + sum(result.skipped for result in results)
     if skipped:
         log.log(level, "%s: %d bad files or lines were skipped", corpus.name, skipped)
-    shards = [shard for piece in results for shard in piece.shards]
+    shards = [shard for result in results for shard in result.shards]
     if not shards:
         files, first = len(corpus.files), f", the first {problems[0]}" if problems else ""
         raise DataError(f"the corpus has no text: {files} files, {skipped} bad files or lines{first}")
@@ -178,7 +177,7 @@ def build_meta(corpus: Corpus, job: TokenizeJob, results: Sequence[PartitionResu
         eos=tokenizer.eos,
         tokens=sum(shard.tokens for shard in shards),
         documents=sum(shard.documents for shard in shards),
-        longest=max(piece.longest for piece in results),
+        longest=max(result.longest for result in results),
         files=len(corpus.files),
         skipped=skipped,
         tokenizer=tokenizer.fingerprint,
@@ -189,13 +188,13 @@ def build_meta(corpus: Corpus, job: TokenizeJob, results: Sequence[PartitionResu
 
 
 def publish(temporary: Path, folder: Path) -> None:
-    """Gives a whole preparation its name."""
+    """Renames a complete preparation to its final name."""
     shutil.rmtree(temporary / RECORDS_FOLDER, ignore_errors=True)
     fsync_path(temporary)
     try:
         temporary.rename(folder)
     except OSError:
-        # Without locks another process may have been first; what it wrote is the same.
+        # Without locks another process may have been first; its result is the same.
         if not (folder / META_FILENAME).exists():
             raise
         shutil.rmtree(temporary)

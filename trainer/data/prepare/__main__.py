@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,36 +63,32 @@ def main(argv: Sequence[str]) -> int:
     return run_command(remaining, build_parser(command), COMMANDS[command])
 
 
-def selected_specs(config: Recipe, corpus: str | None, problems: Iterable[str] = ()) -> dict[str, CorpusSpec]:
+def selected_specs(config: Recipe, corpus: str | None = None) -> dict[str, CorpusSpec]:
     """The corpora to read, by name: `corpus`, or those of the configuration.
 
-    Raises ConfigError with what is wrong with them and with the `problems` found before.
+    Raises ConfigError with all problems of them and of the tokenizer.
     """
-    problems = [*problems]
+    problems, specs = [*checks.tokenizer_problems(config.tokenizer)], dict[str, CorpusSpec]()
     if corpus is not None:
         if not corpus.startswith(HF_PREFIX) and corpus != STDLIB_CORPUS and not Path(corpus).exists():
             problems.append(f"command line: --corpus {corpus} does not exist")
         specs = {Path(corpus).name: replace(corpus_spec(config.data, DEFAULT_SOURCE), corpus=corpus)}
-    else:
-        problems += checks.stage_problems(config)
-        sections = [] if problems else [stage.config.data for stage in config.training_stages]
-        problems += dict.fromkeys(
-            problem
-            for each in sections
-            for problem in (*checks.data_section_problems(each), *checks.path_problems(each))
+    elif not (problems := problems + checks.stage_problems(config)):
+        for data in (stage.config.data for stage in config.training_stages):
+            problems += [*checks.data_section_problems(data), *checks.path_problems(data)]
+        specs = (
+            {} if problems else {key: each for key, each in corpus_specs(config).items() if each.corpus != COPY_CORPUS}
         )
-        all_specs = {} if problems else corpus_specs(config)
-        specs = {name: each for name, each in all_specs.items() if each.corpus != COPY_CORPUS}
         if not problems and not specs:
             problems = [f'data.corpus = "{COPY_CORPUS}" is synthetic: there is nothing to prepare']
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError([*dict.fromkeys(problems)])
     return specs
 
 
 def prepare_corpora(arguments: Namespace, overrides: Sequence[str]) -> None:
     config, output = load(overrides), arguments.output
-    specs = selected_specs(config, arguments.corpus, checks.tokenizer_problems(config.tokenizer))
+    specs = selected_specs(config, arguments.corpus)
     folders = {name: output / name if output and len(specs) > 1 else output for name in specs}
     if nonempty := [folder for folder in folders.values() if folder and folder.exists() and any(folder.iterdir())]:
         raise ConfigError([f"command line: --output {folder} is not empty" for folder in nonempty])
@@ -113,7 +109,7 @@ def inspect(arguments: Namespace, overrides: Sequence[str]) -> None:
         raise ConfigError(["command line: inspect needs a folder or --config"])
     if folder is not None and not is_token_dataset(folder):
         raise ConfigError([f"command line: {folder} is not a prepared folder"])
-    specs = {} if folder else selected_specs(config, None, checks.tokenizer_problems(config.tokenizer))
+    specs = {} if folder else selected_specs(config)
     tokenizer = load_tokenizer(config.tokenizer.kind, config.tokenizer.path)
     datasets = [TokenDataset(folder)] if folder else [prepare(spec, tokenizer) for spec in specs.values()]
     for dataset in datasets:

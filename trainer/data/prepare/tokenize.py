@@ -160,7 +160,10 @@ def _write_shards(job: TokenizeJob, folder: Path, partition: NumberedPartition, 
                 writer.end_document()
             document_key = split.document_key
             problems += _add_split(job, writer, split, advance)
-            if split.mtime_ns and _mtime_ns(split) != split.mtime_ns:
+            mtime_ns = 0
+            with suppress(OSError):
+                mtime_ns = Path(split.path).stat().st_mtime_ns
+            if split.mtime_ns and mtime_ns != split.mtime_ns:
                 raise DataError(f"{split.path} changed while the corpus was read; run the command again")
         writer.finish()
     return PartitionResult(
@@ -194,10 +197,3 @@ def _add_split(job: TokenizeJob, writer: ShardWriter, split: InputSplit, advance
             writer.end_document()
     advance(remaining, tokens)
     return problems
-
-
-def _mtime_ns(split: InputSplit) -> int | None:
-    try:
-        return Path(split.path).stat().st_mtime_ns
-    except OSError:
-        return None
