@@ -38,10 +38,17 @@ class RankMemory:
         context_plan = config.context_plan()
         self.tokens = training.micro_batch_size * context_plan.padded_length(training.seq_len) // degrees["cp"]
         self.block = BlockMemory(
-            self.model, self.tokens, self.compute_bytes, self.master_bytes, self.tp, parallelism.sequence_parallel,
-            training.compile, context_plan if degrees["cp"] > 1 else None, config.memory.head_groups,
+            self.model,
+            self.tokens,
+            self.compute_bytes,
+            self.master_bytes,
+            self.tp,
+            parallelism.sequence_parallel,
+            training.compile,
+            context_plan if degrees["cp"] > 1 else None,
+            config.memory.head_groups,
             None if config.memory.mlp_tile_mib is None else config.memory.mlp_tile_mib << 20,
-        )  # fmt: skip
+        )
         self.recomputes = config.memory.recompute != "none"
         self.ranks_per_node = min(world_size, parallelism.ranks_per_node)
         stages = self.pipeline.stages_of(pp_rank)

@@ -90,7 +90,9 @@ def _full_value(chart: BarChart) -> float:
 
 def _column_classes(table: Table) -> list[str]:
     columns = [*zip(*table.rows, strict=True)] or [()] * len(table.columns)
-    return ["n" if is_numeric(cells) else "wrap" if max(map(len, cells), default=0) > WRAP_FROM else "" for cells in columns]  # fmt: skip
+    return [
+        "n" if is_numeric(cells) else "wrap" if max(map(len, cells), default=0) > WRAP_FROM else "" for cells in columns
+    ]
 
 
 # ---- line charts

@@ -124,11 +124,17 @@ def _facts(run: RunPlan, plan: TrainingPlan) -> list[tuple[str, str]]:
 def _stages_table(run: RunPlan) -> Table:
     rows = [
         (
-            stage.name, f"{stage.config.training.seq_len:,}", f"{stage.config.training.steps:,}", _seconds(stage.step_seconds),
-            f"{100 * stage.mfu:.1f}", format_gib(stage.peak_memory.device_bytes), f"{stage.days:,.2f}", "yes" if stage.fits else "no",
+            stage.name,
+            f"{stage.config.training.seq_len:,}",
+            f"{stage.config.training.steps:,}",
+            _seconds(stage.step_seconds),
+            f"{100 * stage.mfu:.1f}",
+            format_gib(stage.peak_memory.device_bytes),
+            f"{stage.days:,.2f}",
+            "yes" if stage.fits else "no",
         )
         for stage in run.stages
-    ]  # fmt: skip
+    ]
     columns = ("stage", "seq len", "steps", "step time", "MFU %", "GiB", "days", "fits")
     return Table(title="training stages", columns=columns, rows=rows)
 
@@ -196,18 +202,31 @@ def _curves(plan: TrainingPlan) -> list[LineChart]:
     mfu = [(float(other.config.training.seq_len), 100 * other.mfu) for other in plans]
     limit = plan.usable_device_memory / GIB
     return [
-        LineChart(title="memory by sequence length", x="sequence length", y="GiB per device", log_x=True, log_y=True,
-              lines={"peak": memory}, limit=limit),
-        LineChart(title="MFU by sequence length", x="sequence length", y="MFU %", log_x=True, log_y=False,
-              lines={"MFU": mfu}),
-    ]  # fmt: skip
+        LineChart(
+            title="memory by sequence length",
+            x="sequence length",
+            y="GiB per device",
+            log_x=True,
+            log_y=True,
+            lines={"peak": memory},
+            limit=limit,
+        ),
+        LineChart(
+            title="MFU by sequence length", x="sequence length", y="MFU %", log_x=True, log_y=False, lines={"MFU": mfu}
+        ),
+    ]
 
 
 def _search_row(plan: TrainingPlan, best: TrainingPlan) -> Sequence[str]:
     return (
-        describe_layout(plan), f"{plan.step_seconds:.4g}", f"{100 * plan.mfu:.1f}", f"{plan.tokens_per_second_per_device:,.0f}",
-        format_gib(plan.peak_memory.device_bytes), format_gib(plan.host_memory_needed), why_slower(plan, best) if plan is not best else "",
-    )  # fmt: skip
+        describe_layout(plan),
+        f"{plan.step_seconds:.4g}",
+        f"{100 * plan.mfu:.1f}",
+        f"{plan.tokens_per_second_per_device:,.0f}",
+        format_gib(plan.peak_memory.device_bytes),
+        format_gib(plan.host_memory_needed),
+        why_slower(plan, best) if plan is not best else "",
+    )
 
 
 def _suggestion_text(suggestion: Suggestion) -> str:
