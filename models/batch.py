@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 IGNORE_INDEX = -100
 
@@ -57,22 +56,3 @@ class Batch:
     def num_targets(self) -> Tensor:
         """Number of tokens with a label: an int64 scalar on the batch's device."""
         return (self.labels != IGNORE_INDEX).sum()
-
-
-def pad_batch(batch: Batch, multiple: int) -> Batch:
-    """Pads every sequence to a length divisible by `multiple`, with one more document that has no labels."""
-    batch_size, seq_len = batch.tokens.shape
-    num_padding = -seq_len % multiple
-    if not num_padding:
-        return batch
-    padding_id = batch.document_ids[:, -1:] + 1
-    new_end = torch.full_like(batch.boundaries[:, :1], seq_len + num_padding)
-    return replace(
-        batch,
-        tokens=F.pad(batch.tokens, (0, num_padding)),
-        labels=F.pad(batch.labels, (0, num_padding), value=IGNORE_INDEX),
-        positions=torch.cat([batch.positions, torch.arange(num_padding).expand(batch_size, -1)], dim=1),
-        document_ids=torch.cat([batch.document_ids, padding_id.expand(-1, num_padding)], dim=1),
-        boundaries=torch.cat([batch.boundaries, new_end], dim=1),
-        num_computed_pairs=batch.num_computed_pairs + batch_size * num_padding * (num_padding + 1) // 2,
-    )

@@ -160,9 +160,7 @@ def process_group(config: DistributedSection) -> Iterator[World]:
 def gloo_group(config: DistributedSection) -> distributed.ProcessGroup:
     """A gloo group of all ranks, for a background thread. Collective."""
     minutes = max(config.start_timeout_minutes, config.timeout_minutes)
-    group = distributed.new_group(backend="gloo", timeout=timedelta(minutes=minutes))
-    if not isinstance(group, distributed.ProcessGroup):
-        raise TypeError(f"distributed.new_group returned {group} instead of a group of all ranks")
+    group: distributed.ProcessGroup = distributed.new_group(backend="gloo", timeout=timedelta(minutes=minutes))
     return group
 
 

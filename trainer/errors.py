@@ -9,7 +9,6 @@ EXIT_SUCCESS = 0
 EXIT_FAILURE = 1
 EXIT_BAD_CONFIG = 2
 EXIT_DOES_NOT_FIT = 3
-"""The plan does not fit in memory."""
 EXIT_NO_RETRY = 78
 """Stopped for a reason that a retry cannot fix."""
 CONCLUSIVE_EXIT_CODES = (EXIT_NO_RETRY, EXIT_BAD_CONFIG)

@@ -138,9 +138,10 @@ class TrainLoop:
         """Runs what is due after a step; returns the reason of a preemption, or ""."""
         self.profilers.step(step_result.step)
         if self.validation.sets and self.validation.should_validate(step_result.step):
-            self._arm_long_timeout("a validation set")
             self._validate()
-        self._arm_collective_timeout(f"work after step {step_result.step}")
+        # Expires before the timeout of the collectives themselves.
+        timeout = 0.9 * 60 * self.trainer.config.distributed.timeout_minutes
+        self.watchdog.arm(f"work after step {step_result.step}", timeout)
         self._record_finished_saves()
         decision = self.preemption.check(self._slowest_save_seconds)
         stop_reason = decision.stop_reason if step_result.step < self.stage.total_steps else ""
@@ -158,6 +159,7 @@ class TrainLoop:
 
     def _validate(self) -> None:
         results = []
+        self._arm_long_timeout("a validation set")
         for result in self.validation.validate():
             results.append(result)
             self._arm_long_timeout("a validation set")
@@ -166,10 +168,6 @@ class TrainLoop:
     def _arm_long_timeout(self, activity: str, min_seconds: float = 0.0) -> None:
         """For work that takes long on each rank."""
         self.watchdog.arm(activity, max(min_seconds, 60 * self.trainer.config.distributed.start_timeout_minutes))
-
-    def _arm_collective_timeout(self, activity: str) -> None:
-        """For short collective work: expires before the timeout of the collectives themselves."""
-        self.watchdog.arm(activity, 0.9 * 60 * self.trainer.config.distributed.timeout_minutes)
 
     def _record_finished_saves(self) -> None:
         """Logs and times the saves that finished since the last call."""

@@ -13,7 +13,6 @@ D document boundaries.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -22,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from models import attention_op, kernels
 from models.attention import AttentionCore, LocalAttentionCore
-from models.batch import IGNORE_INDEX, Batch, pad_batch
 from models.transformer import Transformer
 from parallelisms import collectives
 from parallelisms.context.ring import RingAttentionCore
@@ -157,20 +155,6 @@ class ContextParallel:
                 x_BS = torch.cat(tuple(collectives.all_gather_async(x_BS, group).wait()), dim=1)
             return _select_tokens(x_BS, self._permutation(x_BS, boundaries_BD).argsort(dim=1))
 
-    def shard_batch(self, batch: Batch) -> Batch:
-        """Shards every per-token tensor; the boundaries stay those of the full sequences.
-
-        Sequences are padded to a divisible length with one more document, which has no labels. Raises ValueError if
-        labels are not the next tokens: shifting them after sharding would be wrong at every shard boundary.
-        """
-        _require_shifted_labels(batch)
-        batch = pad_batch(batch, self.seq_len_divisor)
-        index_BS = self._permutation(batch.tokens, batch.boundaries).chunk(self.plan.cp, dim=1)[self.rank]
-        return replace(
-            batch.map_tokens(lambda x_BS: _select_tokens(x_BS, index_BS)),
-            num_computed_pairs=self.attention_pairs(attention_op.boundary_tuples(batch.boundaries, len(batch.tokens))),
-        )
-
     def spans(self, boundaries: tuple[int, ...]) -> list[tuple[int, int]]:
         """(start, length) of this rank's tokens of a sequence with these boundaries, in the order held."""
         # Ulysses ranks hold adjacent parts of a ring rank's tokens.
@@ -252,11 +236,3 @@ def set_attention_core(model: Transformer, core: ContextParallel | None, *, kern
 def _select_tokens(x_BT: Tensor, index_BS: Tensor) -> Tensor:
     batch_indices = torch.arange(x_BT.shape[0], device=x_BT.device)
     return x_BT[batch_indices[:, None], index_BS]
-
-
-def _require_shifted_labels(batch: Batch) -> None:
-    next_tokens = batch.tokens[:, 1:]
-    labels = batch.labels[:, :-1]
-    crosses_documents = batch.document_ids[:, 1:] != batch.document_ids[:, :-1]
-    if not bool(((labels == next_tokens) | (labels == IGNORE_INDEX) | crosses_documents).all()):
-        raise ValueError("labels must be the next tokens of their documents, shifted before the sequence is sharded")

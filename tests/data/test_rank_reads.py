@@ -18,6 +18,7 @@ from models.batch import IGNORE_INDEX, Batch
 from parallelisms.context.context_parallel import ContextParallel
 from parallelisms.parallel_dims import LAYOUTS_BY_ROTATE_METHOD, ROTATE_METHODS
 from tests.build_datasets import build_blended_dataset
+from tests.parallelisms.context.whole_batches import shard_batch
 from tests.ranks import run_ranks
 from trainer.config.data import DataSection
 from trainer.data.sequences import BlendedDataset, FullSequence, slice_segments
@@ -54,7 +55,7 @@ def differences(data: DataSection, seq_len: int) -> list[str]:
         core = ContextParallel(init_device_mesh("cpu", shape), heads=4, kv_heads=2, **options)
         for first in range(0, 14, 2):
             indices = [first, None, first + 1]
-            whole = core.shard_batch(dataset.read(indices, FullSequence(core.plan.seq_len_divisor)))
+            whole = shard_batch(core, dataset.read(indices, FullSequence(core.plan.seq_len_divisor)))
             result += [f"{options} rows {indices}: {name}" for name in same(dataset.read(indices, core), whole)]
     return result
 

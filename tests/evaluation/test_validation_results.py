@@ -53,9 +53,9 @@ def test_validation_leaves_no_trace_even_if_it_fails(
         if fails:
             monkeypatch.setattr(trainer.parallel_model, "sequence_shard", None)
             with pytest.raises(AttributeError):
-                evaluate_set(validation_set, trainer.parallel_model, max_tokens=64)
+                evaluate_set(validation_set, trainer.parallel_model, step=0, max_tokens=64)
         else:
-            assert evaluate_set(validation_set, trainer.parallel_model, max_tokens=64)[50].loss > 5
+            assert evaluate_set(validation_set, trainer.parallel_model, step=0, max_tokens=64).longest_context.loss > 5
         assert module.block_boundary_hook is boundary_hook
         assert module.head.reports_correct is False
         assert torch.equal(torch.get_rng_state(), generator)
@@ -77,7 +77,7 @@ def test_the_batch_size_does_not_change_the_metrics(run: Path) -> None:
     (validation_set,) = build_validation_sets(config)
     with trainer_of(config) as trainer:
         one, three, all_at_once = (
-            evaluate_set(validation_set, trainer.parallel_model, max_tokens=max_tokens)[50]
+            evaluate_set(validation_set, trainer.parallel_model, step=0, max_tokens=max_tokens).longest_context
             for max_tokens in (1, 150, 10_000)
         )
     assert one.loss == pytest.approx(three.loss, rel=1e-13) == pytest.approx(all_at_once.loss, rel=1e-13)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from models.batch import IGNORE_INDEX, pad_batch
+from models.batch import IGNORE_INDEX
 from tests.models.small_models import packed, starts
+from tests.parallelisms.context.whole_batches import pad_batch
 
 
 def test_num_targets_counts_labelled_tokens() -> None:

@@ -28,6 +28,7 @@ from parallelisms.parallelize import parallelize
 from parallelisms.pipeline import Pipeline
 from parallelisms.pipeline_plan import PipelinePlan
 from tests.models.small_models import SMALL, largest_difference, packed, small_model
+from tests.parallelisms.context.whole_batches import shard_batch
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -163,7 +164,7 @@ class PipelineRank:
         batches, outcome = micro_batches(self.count, number), StepOutcome()
         targets = torch.stack([batch.num_targets() for batch in batches]).sum()
         if self.context:
-            batches = [self.context.shard_batch(batch) for batch in batches]
+            batches = [shard_batch(self.context, batch) for batch in batches]
         numbers = {id(batch): number for number, batch in enumerate(batches)}
 
         def record(losses_BS: Tensor, batch: Batch) -> None:

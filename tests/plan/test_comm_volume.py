@@ -23,7 +23,7 @@ from trainer.plan.comm_volume import (
     comm_volumes,
     sent_bytes,
 )
-from trainer.plan.fsdp_gathers import weight_gathers_per_stage
+from trainer.plan.pipeline_bubble import weight_gathers_per_stage
 
 E, G, T, V = 128, 384, 256, 264  # hidden and FFN dimension, sequence length, vocabulary
 BLOCK = E * (4 * 32) * 2 + E * (2 * 32) * 2 + 3 * E * G + 2 * E

@@ -246,8 +246,8 @@ def test_status_shows_jobs_newest_step_checkpoint_and_markers(
     status = {name: value.strip() for name, _, value in rows}
     assert status["run"] == str(run)
     assert status["job 41"] == "RUNNING on n[1-2] for 00:02:07 of 1-00:00:00, requeued 2 times"
-    assert status["newest step"] == "step 12, loss 2.3457, step_seconds 0.5, written 0 s ago"
-    assert status["newest checkpoint"] == "step-10, written 0 s ago"
+    assert status["newest step"] == "step 12, loss 2.3457, step_seconds 0.5, written 0:00:00 ago"
+    assert status["newest checkpoint"] == "step-10, written 0:00:00 ago"
     assert status["REQUEUE"].startswith("step 10, reason SIGUSR1, attempt 41.2.0, 19")
     assert status["log"] == f"{run}/slurm/job-41.log"
 

@@ -73,8 +73,8 @@ def evaluate_on_meshes(config: Path, meshes: list[Options]) -> list[Found]:
         parallel_model = ParallelModel(run_config, world)
         sets = {
             validation_set.name: evaluate_set(
-                validation_set, parallel_model, max_tokens=run_config.training.seq_len * 2
-            )
+                validation_set, parallel_model, step=0, max_tokens=run_config.training.seq_len * 2
+            ).metrics_by_length
             for validation_set in build_validation_sets(run_config)
         }
         found.append({name: {length: asdict(seen) for length, seen in each.items()} for name, each in sets.items()})

@@ -74,14 +74,13 @@ class RunDir:
             return
         with (self.logs_dir / "lock").open("a+") as file:
             try:
-                for attempts_left in reversed(range(30)):
+                for _ in range(30):
                     try:
                         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                         break
                     except BlockingIOError:
                         # A killed process keeps the lock until its last thread has left the kernel.
-                        if attempts_left:
-                            time.sleep(0.1)
+                        time.sleep(0.1)
                 else:
                     file.seek(0)
                     owner = file.read().strip()

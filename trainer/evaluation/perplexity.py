@@ -110,14 +110,7 @@ def run(options: Namespace, overrides: Sequence[str]) -> None:
     tokenizer = load_tokenizer(config.tokenizer.kind, config.tokenizer.path)
     tokens_per_batch = config.training.micro_batch_size * config.training.seq_len
     with load_parallel_model(resolved) as (parallel_model, world):
-        results = [
-            ValidationResult(
-                validation_set.name,
-                resolved.step,
-                evaluate_set(validation_set, parallel_model, max_tokens=tokens_per_batch),
-            )
-            for validation_set in sets
-        ]
+        results = [evaluate_set(each, parallel_model, step=resolved.step, max_tokens=tokens_per_batch) for each in sets]
         if world.rank != 0:
             return
         summaries = [

@@ -93,21 +93,18 @@ class Validator:
         training, step = self._trainer.config.training, self._trainer.step
         max_tokens = training.micro_batch_size * training.seq_len
         for validation_set in self.sets:
-            yield ValidationResult(
-                validation_set.name,
-                step,
-                evaluate_set(validation_set, self._trainer.parallel_model, max_tokens=max_tokens),
-            )
+            yield evaluate_set(validation_set, self._trainer.parallel_model, step=step, max_tokens=max_tokens)
 
 
 def evaluate_set(
-    validation_set: ValidationSet, parallel_model: ParallelModel, *, max_tokens: int
-) -> dict[int, ValidationMetrics]:
-    """Metrics of a set by sequence length, with about `max_tokens` tokens in each batch of a rank. Collective."""
-    return {
+    validation_set: ValidationSet, parallel_model: ParallelModel, *, step: int, max_tokens: int
+) -> ValidationResult:
+    """Evaluates a set with about `max_tokens` tokens in each batch of a rank. Collective."""
+    metrics = {
         dataset.seq_len: evaluate_dataset(dataset, validation_set.num_sequences, parallel_model, max_tokens=max_tokens)
         for dataset in validation_set.datasets
     }
+    return ValidationResult(validation_set.name, step, metrics)
 
 
 def evaluate_dataset(

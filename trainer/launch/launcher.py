@@ -204,11 +204,10 @@ def describe_stage(config: Config, world: LaunchWorld) -> list[str]:
     topology = summary.topology(config, world.world_size, nodes=world.num_nodes)
     num_micro_batches, per_rank = config.micro_batches(world.world_size)
     global_batch_size = training.global_batch_size
-    memory_lines = _memory_summary(config, world)
     return [
         *(f"  {line}" for line in topology.diagram()),
         *summary.parallelism_summary(config, world.world_size),
-        *memory_lines,
+        *_memory_summary(config, world),
         f"model {config.model.family} {config.model.size}: {model.num_parameters:,} parameters",
         f"step of {pluralize(global_batch_size, 'sequence')} x {training.seq_len:,} tokens = {global_batch_size * training.seq_len:,} tokens: "
         f"{pluralize(num_micro_batches, 'micro-batch', 'es')} of {pluralize(training.micro_batch_size, 'sequence')}, "
@@ -233,11 +232,10 @@ def _resolve_memory(config: Config, world: LaunchWorld) -> Config | None:
     """Resolves `recompute = "auto"`; None while no device is known. Raises `ConfigError`."""
     if config.memory.recompute == "auto" and config.memory.device_gib is None:
         return None
-    device_bytes = (config.memory.device_gib or 0) * GIB
     return fit_memory_options(
         config,
         world.world_size,
         ranks_per_node=world.nproc_per_node,
-        device_bytes=device_bytes,
+        device_bytes=(config.memory.device_gib or 0) * GIB,
         host_bytes=node_memory_bytes(),
     )

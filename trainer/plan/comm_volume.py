@@ -12,7 +12,7 @@ from typing import Literal
 
 from parallelisms.parallel_dims import ContextPlan
 from trainer.memory.rank import RankMemory, Shapes
-from trainer.plan.fsdp_gathers import weight_gathers_per_stage
+from trainer.plan.pipeline_bubble import weight_gathers_per_stage
 
 Phase = Literal["forward", "backward", "recompute", "step"]
 """`recompute` is recomputation inside the backward pass; `step` is once per step, outside of forward and backward."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from trainer.checkpoint.run_dir import RunDir
 from trainer.commands import format_table
+from trainer.metrics.loggers import format_duration
 from trainer.resilience import exit_markers
 from trainer.slurm import scheduler
 from trainer.slurm.scheduler import JobState, SlurmError
@@ -96,11 +97,7 @@ def _format_marker(marker: dict[str, Any]) -> str:
 
 
 def _format_age(path: Path) -> str:
-    seconds = max(0, int(time.time() - path.stat().st_mtime))
-    for unit, size in (("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds // size} {unit} ago"
-    return f"{seconds} s ago"
+    return f"{format_duration(max(0.0, time.time() - path.stat().st_mtime))} ago"
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

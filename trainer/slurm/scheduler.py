@@ -30,13 +30,11 @@ class JobState:
         self.exit_code, self.requeues = self._fields["ExitCode"], int(self._fields["Restarts"] or 0)
 
     def __str__(self) -> str:
-        text = self.state
+        text = f"{self.state} on {{NodeList}} for {{RunTime}} of {{TimeLimit}}".format_map(self._fields)
         if self.is_finished:
-            text += f", exit code {self.exit_code}"
+            text = f"{self.state}, exit code {self.exit_code}"
         elif self.state == "PENDING":
-            text += f" ({self._fields['Reason']})"
-        else:
-            text += " on {NodeList} for {RunTime} of {TimeLimit}".format_map(self._fields)
+            text = f"PENDING ({self._fields['Reason']})"
         return f"{text}, requeued {pluralize(self.requeues, 'time')}" if self.requeues else text
 
 

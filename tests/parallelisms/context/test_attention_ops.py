@@ -28,6 +28,7 @@ from parallelisms.context.context_parallel import ContextParallel, set_attention
 from tests.models.dense_attention import dense, inputs, run
 from tests.models.small_models import SMALL, gradients, packed, small_model, starts
 from tests.parallelisms.context.test_exact import shared
+from tests.parallelisms.context.whole_batches import shard_batch
 from tests.ranks import run_ranks
 
 BATCH = packed([9, 1, 14], [24])
@@ -147,7 +148,7 @@ def kernel_calls_and_error(method: str, *, compiled: bool) -> dict[str, tuple[in
 
 def forward_backward(model: Transformer, core: ContextParallel) -> Tensor:
     model.zero_grad()
-    losses: Tensor = model(core.shard_batch(BATCH))
+    losses: Tensor = model(shard_batch(core, BATCH))
     (losses.sum() / BATCH.num_targets()).backward()
     return losses.detach()
 
@@ -318,7 +319,7 @@ def sent_by_a_model(method: str, groups: int, policy: activation_checkpoint.Reco
     set_attention_core(model, core, kernel="auto")
     activation_checkpoint.apply(model, RecomputeConfig(policy, tiling=Tiling(groups)))
     with Sent(ranks) as forward:
-        losses = model(core.shard_batch(BATCH))
+        losses = model(shard_batch(core, BATCH))
     with Sent(ranks) as backward:
         losses.sum().backward()
     return {"forward": [size for _, size in forward.calls], "backward": [size for _, size in backward.calls]}
@@ -353,7 +354,7 @@ def order_of_calls(method: str, groups: int) -> tuple[list[str], list[str]]:
     model = small_model(replace(SMALL, num_layers=1, num_heads=8, num_kv_heads=4))
     activation_checkpoint.apply(model, RecomputeConfig("keep_attention", tiling=Tiling(groups)))
     model.transformer_blocks()[0].attention.core = Told()
-    losses = model(core.shard_batch(BATCH))
+    losses = model(shard_batch(core, BATCH))
     forward, told[:] = [*told], []
     losses.sum().backward()
     return forward, told

@@ -16,6 +16,7 @@ from parallelisms.context.context_parallel import ContextParallel
 from parallelisms.parallel_dims import LAYOUTS_BY_ROTATE_METHOD, ROTATE_METHODS
 from tests.models.small_models import packed, starts
 from tests.parallelisms.context.documents import small
+from tests.parallelisms.context.whole_batches import shard_batch
 from tests.ranks import run_ranks
 
 PER_TOKEN = ("tokens", "labels", "positions", "document_ids")
@@ -36,7 +37,7 @@ def numbered(*rows: list[int]) -> Batch:
 def cut(shape: tuple[int, ...], options: list[Options], batches: list[Batch]) -> list[list[Batch]]:
     """Shards every batch for this rank, by plan."""
     cores = [core_of(shape, one) for one in options]
-    return [[core.shard_batch(batch) for batch in batches] for core in cores]
+    return [[shard_batch(core, batch) for batch in batches] for core in cores]
 
 
 def shards_by_plan(shape: tuple[int, ...], options: list[Options], batches: list[Batch]) -> list[list[list[Batch]]]:
@@ -109,7 +110,7 @@ def spans_give_the_shard(shape: tuple[int, ...], options: Options) -> bool:
         torch.cat([row[start : start + length] for start, length in core.spans(tuple(boundaries))])
         for row, boundaries in zip(batch.tokens, batch.boundaries.tolist(), strict=True)
     ]
-    return torch.equal(torch.stack(read), core.shard_batch(batch).tokens)
+    return torch.equal(torch.stack(read), shard_batch(core, batch).tokens)
 
 
 @pytest.mark.ranks

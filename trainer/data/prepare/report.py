@@ -12,9 +12,9 @@ from rich.text import Text
 from trainer.data.token_dataset import TokenDataset
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import DataError
+from trainer.plan.document import format_tokens
 
-K = 1 << 10
-LENGTH_BINS = (0, 256, K, 4 * K, 16 * K, 64 * K, 256 * K, K * K)
+LENGTH_BINS = (0, *(1 << power for power in (8, 10, 12, 14, 16, 18, 20)))
 SAMPLE_TOKENS = 64
 
 
@@ -55,14 +55,10 @@ def histogram(lengths: torch.Tensor) -> Table:
     for lower, upper in zip(LENGTH_BINS, (*LENGTH_BINS[1:], None), strict=True):
         longer = lengths[lengths >= lower]
         in_bin = longer[longer < (upper or torch.inf)]
-        name = f"{format_length(lower)} to {format_length(upper)}" if upper else f"at least {format_length(lower)}"
+        name = f"{format_tokens(lower)} to {format_tokens(upper)}" if upper else f"at least {format_tokens(lower)}"
         shares = (f"{100 * int(group.sum()) / total:.1f} %" for group in (in_bin, longer))
         table.add_row(name, f"{in_bin.numel():,}", f"{int(in_bin.sum()):,}", *shares)
     return table
-
-
-def format_length(length: int) -> str:
-    return f"{length // (K * K)}M" if length >= K * K else f"{length // K}K" if length >= K else str(length)
 
 
 def verify_checksums(dataset: TokenDataset) -> None:
