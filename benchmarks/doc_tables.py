@@ -127,7 +127,8 @@ def shipped() -> Table:
 def _share(plan: TrainingPlan, *kinds: str) -> str:
     """Percent of a step that the busiest rank spends on these kinds of work or exposed communication."""
     busiest = plan.step_time.busiest
-    seconds = sum(busiest.exposed.get(kind, getattr(busiest, kind, 0.0)) for kind in kinds)
+    components = {**busiest.compute, **busiest.exposed, "bubble": busiest.bubble}
+    seconds = sum(components.get(kind, 0.0) for kind in kinds)
     percent = 100 * seconds / plan.step_seconds
     return "" if percent < 0.05 else f"{percent:.{0 if percent >= 9.5 else 1}f}"
 

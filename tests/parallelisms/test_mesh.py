@@ -141,7 +141,7 @@ def test_every_group_has_the_ranks_of_its_dimensions_and_one_name() -> None:
             assert (numbers == tokens) == (sizes["pp"] == 1), "without a pipeline both groups are the same"
     assert "0" not in seen_groups, "the default group is not used"
     descriptions = {cases[0][axes][1] for cases in by_rank for axes in cases[0]}
-    assert descriptions >= {"pp 0,4", "fsdp 0,2", "tp 6-7", "dp_cp 5,7", "loss 0,2,4,6"}
+    assert descriptions >= {"pp 0,4", "fsdp 0,2", "tp 6-7", "dp_cp 5,7", "metrics 0,2,4,6"}
 
 
 def unanswered_all_reduce(group: ProcessGroup | None) -> str:

@@ -44,7 +44,7 @@ def test_a_rack_with_nvlink_is_one_link_domain() -> None:
 
 def test_every_channel_has_a_topology() -> None:
     config = mesh(dp_shard=2, dp_replicate=2, cp=2, tp=2, pp=2, cp_method="ring")
-    assert {*group_topologies(config, 32, H100)} == {"pp", "dp_replicate", "fsdp", "tp", "dp_cp", "loss", "cp"}
+    assert {*group_topologies(config, 32, H100)} == {"pp", "dp_replicate", "fsdp", "tp", "dp_cp", "metrics", "cp"}
 
 
 def test_a_group_within_a_node_uses_its_fast_links() -> None:

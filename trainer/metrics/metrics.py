@@ -214,7 +214,7 @@ class MetricsProcessor:
         is_logged = result.step % self.config.metrics.log_interval == 0
         if is_logged or metrics.skipped or result.step in (self.first_step, self.stage.end_step):
             self._write(self._build_record(result, metrics))
-        if self.prediction.step_seconds is not None and (comparison := self.prediction.compare(metrics.step_seconds)):
+        if self.prediction.step_seconds and (comparison := self.prediction.compare(metrics.step_seconds)):
             log.info(
                 "step time: %(measured_seconds).3g s, predicted %(predicted_seconds).3g s for %(device)s", comparison
             )

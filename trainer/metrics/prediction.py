@@ -28,7 +28,7 @@ class Prediction:
 
     def compare(self, seconds: float) -> dict[str, float | str | None] | None:
         """Records the seconds of a step; returns predicted and median measured seconds once, after enough steps."""
-        if len(self._measured) > MEASURED_STEPS:
+        if self.step_seconds is None or len(self._measured) > MEASURED_STEPS:
             return None
         self._measured.append(seconds)
         if len(self._measured) <= MEASURED_STEPS:
