@@ -126,3 +126,32 @@ def test_the_deadline_is_the_earlier_of_both_limits() -> None:
     assert job_deadline(Config(), {"SLURM_JOB_END_TIME": "1100"}) == 1100
     assert job_deadline(Config(), {"SLURM_JOB_END_TIME": "UNLIMITED"}) is None
     assert job_deadline(Config(), {}) is None
+
+
+def steps_of_checks(step_seconds: tuple[float, float]) -> list[int]:
+    """The steps after which this rank takes part in the first four decisions, by its own clock."""
+    from torch import distributed
+
+    import trainer.resilience.preemption as module
+
+    clock, step, checked, real = SimpleNamespace(now=0.0), 0, list[int](), vars(module)["max_over_ranks"]
+
+    def recording_max(*args: Any) -> Any:
+        checked.append(step)
+        return real(*args)
+
+    vars(module)["time"] = SimpleNamespace(monotonic=lambda: clock.now, time=time.time)
+    vars(module)["max_over_ranks"] = recording_max
+    preemption = preemption_of(distributed.get_rank(), SignalHandler())
+    while len(checked) < 4:
+        step += 1
+        clock.now += step_seconds[distributed.get_rank()]
+        preemption.check(0.0)
+    return checked
+
+
+@pytest.mark.ranks
+def test_ranks_of_different_speed_check_after_the_same_steps() -> None:
+    first, second = run_ranks(steps_of_checks, 2, (0.01, 0.3))
+    assert first == second
+    assert first[-1] > 4
