@@ -116,9 +116,9 @@ def main(words: list[str]) -> int:
     if "trainer.slurm.node_info" in words:
         sys.stdout.write("a node\n")
         return 0
-    place = "--job.output_dir"  # Present in rendered scripts; submitted ones read the configuration in the run folder.
-    given = words[words.index(place) + 1] if place in words else words[words.index("--config") + 1]
-    rank = Rank(Path(given) if place in words else Path(given).parents[2])
+    # Present in rendered scripts; submitted ones read the configuration in the run folder.
+    given = [word.partition("=")[2] for word in words if word.startswith("--job.output_dir=")]
+    rank = Rank(Path(given[0]) if given else Path(words[words.index("--config") + 1]).parents[2])
     rank.record(f"meets at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}")
     action = json.loads((rank.run / "plan.json").read_text()).get(rank.attempt, "finish")
     status: int = getattr(rank, action)()
