@@ -1,8 +1,11 @@
 """The optimizer over sharded parameters: gradient clipping over the whole mesh, and the skip of non-finite steps.
 
-A new optimizer changes this file, and `OptimizerSection` for its keys: `_build_adamw` creates the torch optimizer, its
-parameter groups and its state; `_clip_and_step` clips the gradients and runs it. Predicted memory and step time count
-AdamW's two moments: `trainer/memory/estimator.py` and `trainer/plan/memory_traffic.py`.
+A new optimizer changes this file, and `OptimizerSection` for its keys: `_new_state` creates a parameter's state,
+`_clip_and_step` clips the gradients, `_run_adamw` updates the weights. Predicted memory and step time count AdamW's two
+moments: `trainer/memory/estimator.py` and `trainer/plan/memory_traffic.py`.
+
+Clipping and the update work on local shards. For lists of DTensors, torch would first work out a sharding in Python for
+every operation, on the host, while the device waits.
 """
 
 from __future__ import annotations
@@ -13,11 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import AdamW, adamw
+from torch.optim.adamw import adamw
+from torch.profiler import record_function
 
 from models.linear import identity
 from parallelisms.collectives import num_replicas, to_local
 from trainer.config.sections import OPTIMIZER_CHUNK_ELEMENTS, OptimizerSection
+
+STATE_KEYS = ("exp_avg", "exp_avg_sq", "step")
 
 
 class Optimizer:
@@ -37,33 +43,27 @@ class Optimizer:
         deferred_modules: Sequence[nn.Module] = (),
         all_reduce: Callable[[Tensor], Tensor] = identity,
     ) -> None:
-        self.max_grad_norm = config.max_grad_norm
+        self._config, self._all_reduce, self._has_bf16_moments = config, all_reduce, moment_dtype == torch.bfloat16
         self.parameters_by_name = {
             name: parameter for module in stage_modules for name, parameter in module.named_parameters()
         }
-        self._all_reduce, self._has_bf16_moments = all_reduce, moment_dtype == torch.bfloat16
+        self._state = {parameter: _new_state(parameter, moment_dtype) for parameter in self.parameters_by_name.values()}
         deferred_module_of = {parameter: module for module in deferred_modules for parameter in module.parameters()}
-        parameters_by_module: defaultdict[nn.Module | None, list[nn.Parameter]] = defaultdict(list)
+        self._parameters_by_module: defaultdict[nn.Module | None, list[nn.Parameter]] = defaultdict(list)
         for parameter in self.parameters_by_name.values():
-            parameters_by_module[deferred_module_of.get(parameter)].append(parameter)
-        self._optimizers = {
-            module: _build_adamw(members, config, moment_dtype) for module, members in parameters_by_module.items()
-        }
-        self._deferred_norms: dict[nn.Module | None, Tensor] = {}
-        """The gradient norm by module whose update is pending."""
+            self._parameters_by_module[deferred_module_of.get(parameter)].append(parameter)
+        self._pending: dict[nn.Module | None, tuple[float, Tensor]] = {}
+        """Learning rate and gradient norm by module whose update is pending."""
         for module in deferred_modules:
             module.register_forward_pre_hook(torch.compiler.disable(self._clip_and_step), prepend=True)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Every state tensor by a mesh-independent name, after pending updates."""
         self.flush_deferred_updates()
-        states = {
-            parameter: state for optimizer in self._optimizers.values() for parameter, state in optimizer.state.items()
-        }
         return {
             f"{name}.{key}": tensor
             for name, parameter in self.parameters_by_name.items()
-            for key, tensor in states[parameter].items()
+            for key, tensor in self._state[parameter].items()
         }
 
     def step(self, lr: float) -> tuple[Tensor, Tensor]:
@@ -75,30 +75,31 @@ class Optimizer:
         """
         self.flush_deferred_updates()
         norm = self._grad_norm()
-        finite = norm.isfinite()
-        for optimizer in self._optimizers.values():
-            optimizer.found_inf = (~finite).to(torch.float32)  # type: ignore[attr-defined]
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-        self._deferred_norms = dict.fromkeys(self._optimizers, norm)
+        self._pending = dict.fromkeys(self._parameters_by_module, (lr, norm))
         self._clip_and_step(None)
-        return norm, finite
+        return norm, norm.isfinite()
 
     def flush_deferred_updates(self) -> None:
-        for module in [*self._deferred_norms]:
+        for module in [*self._pending]:
             self._clip_and_step(module)
 
+    @record_function("clip and AdamW")
     def _clip_and_step(self, module: nn.Module | None, *_: Any) -> None:
-        if (norm := self._deferred_norms.pop(module, None)) is None:
+        if module not in self._pending:
             return
-        optimizer = self._optimizers[module]
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
-        if self._has_bf16_moments:
-            _step_in_chunks(optimizer)
-        else:
-            optimizer.step()
-        optimizer.zero_grad()
+        lr, norm = self._pending.pop(module)
+        config = self._config
+        weights = {x: _local_with_grad(x) for x in self._parameters_by_module[module] if x.grad is not None}
+        nn.utils.clip_grads_with_norm_([*weights.values()], config.max_grad_norm, norm)
+        options: dict[str, Any] = {"lr": lr, "eps": config.eps, "found_inf": (~norm.isfinite()).float(), "fused": True}
+        options |= dict(zip(("beta1", "beta2"), config.betas, strict=True), amsgrad=False, maximize=False)
+        for is_matrix in (True, False):
+            members = [x for x in weights if (x.ndim > 1) == is_matrix]
+            states = ([to_local(self._state[x][key]) for x in members] for key in STATE_KEYS)
+            options["weight_decay"] = config.weight_decay if is_matrix else 0.0
+            (_adamw_in_chunks if self._has_bf16_moments else _adamw)([weights[x] for x in members], *states, **options)
+        for parameter in weights:
+            parameter.grad = None
 
     def _grad_norm(self) -> Tensor:
         """The float64 norm of all gradients of the mesh; replicas count once."""
@@ -112,38 +113,34 @@ class Optimizer:
         return self._all_reduce(torch.stack(squares).sum()).sqrt()
 
 
-def _build_adamw(parameters: list[nn.Parameter], config: OptimizerSection, moment_dtype: torch.dtype | None) -> AdamW:
-    groups = [
-        {"params": [parameter for parameter in parameters if parameter.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-    for parameter in parameters:
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter, dtype=moment_dtype),
-            "exp_avg_sq": torch.zeros_like(parameter, dtype=moment_dtype),
-        }
-    return optimizer
+def _new_state(parameter: nn.Parameter, moment_dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Zeros by `STATE_KEYS`; the moments are sharded like the parameter."""
+    moments = (torch.zeros_like(parameter, dtype=moment_dtype) for _ in range(2))
+    return dict(zip(STATE_KEYS, (*moments, torch.zeros((), dtype=torch.float32, device=parameter.device)), strict=True))
 
 
-def _step_in_chunks(optimizer: Any) -> None:
-    """`optimizer.step()` for bfloat16 moments: runs the fused kernel on float32 copies, chunk by chunk, and rounds them."""
-    for group in optimizer.param_groups:
-        beta1, beta2 = group["betas"]
-        options = {key: group[key] for key in ("lr", "weight_decay", "eps", "amsgrad", "maximize", "fused")}
-        options |= {"beta1": beta1, "beta2": beta2, "found_inf": optimizer.found_inf}
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
-            state, grad = optimizer.state[parameter], to_local(parameter.grad).reshape(-1)
-            step, step_before = state["step"], state["step"].clone()
-            chunks = (
-                to_local(x).view(-1).split(OPTIMIZER_CHUNK_ELEMENTS)
-                for x in (parameter.detach(), state["exp_avg"], state["exp_avg_sq"])
-            )
-            for grad_chunk, weight_chunk, *moments in zip(grad.split(OPTIMIZER_CHUNK_ELEMENTS), *chunks, strict=True):
-                first, second = ([moment.float()] for moment in moments)
-                adamw([weight_chunk], [grad_chunk], first, second, [], [step.copy_(step_before)], **options)
-                for moment, fp32_moment in zip(moments, (first, second), strict=True):
-                    moment.copy_(fp32_moment.pop())
+def _local_with_grad(parameter: nn.Parameter) -> Tensor:
+    """The local shard of a parameter; its `grad` is that of the gradient."""
+    weight = to_local(parameter.detach())
+    weight.grad = None if parameter.grad is None else to_local(parameter.grad)
+    return weight
+
+
+def _adamw(
+    weights: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], steps: list[Tensor], **options: Any
+) -> None:
+    grads = [weight.grad for weight in weights if weight.grad is not None]
+    adamw(weights, grads, exp_avgs, exp_avg_sqs, [], steps, **options)
+
+
+def _adamw_in_chunks(weights: list[Tensor], *states: list[Tensor], **options: Any) -> None:
+    """`_adamw` for bfloat16 moments: runs the fused kernel on float32 copies, chunk by chunk, and rounds them."""
+    for weight, exp_avg, exp_avg_sq, step in zip(weights, *states, strict=True):
+        step_before = step.clone()
+        flat = (weight.view(-1), weight.grad.reshape(-1), exp_avg.view(-1), exp_avg_sq.view(-1))
+        for weight_chunk, grad_chunk, *moments in zip(*(x.split(OPTIMIZER_CHUNK_ELEMENTS) for x in flat), strict=True):
+            first, second = ([moment.float()] for moment in moments)
+            weight_chunk.grad = grad_chunk
+            _adamw([weight_chunk], first, second, [step.copy_(step_before)], **options)
+            for moment, fp32_moment in zip(moments, (first, second), strict=True):
+                moment.copy_(fp32_moment.pop())
