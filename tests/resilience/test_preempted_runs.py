@@ -192,34 +192,41 @@ def test_a_closed_terminal_stops_the_run_unless_nohup(whole: Path, tmp_path: Pat
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("processes", "kills"),
-    [(2, (("save", 0), ("step", 1))), pytest.param(4, None, marks=pytest.mark.slow)],
-    ids=["each of two ranks, the first during a save", "ten random kills of four ranks"],
+    ("processes", "faults"),
+    [
+        (2, (("save", 0, signal.SIGKILL), ("step", 1, signal.SIGSTOP))),
+        pytest.param(4, None, marks=pytest.mark.slow),
+    ],
+    ids=["one killed during a save, another stopped", "ten random kills of four ranks"],
 )
-def test_killed_ranks_are_restarted_and_results_are_bitwise_identical(
-    whole: Path, tmp_path: Path, processes: int, kills: tuple[tuple[str, int], ...] | None
+def test_killed_and_stopped_ranks_are_restarted_and_results_are_bitwise_identical(
+    whole: Path, tmp_path: Path, processes: int, faults: tuple[tuple[str, int, signal.Signals], ...] | None
 ) -> None:
     folder, draw = tmp_path / "run", random.Random(0)
-    total_steps = "30" if kills else "400"
-    if kills is None:
-        kills = tuple((draw.choice(("save", "step")), draw.randrange(processes)) for _ in range(10))
-    options = (*LONG, "--training.steps", total_steps, "--checkpoint.interval", "4", "--checkpoint.keep", "1000")
+    total_steps, restarts = "30", ["--distributed.restart_seconds", "0", "--distributed.restarts", "20"]
     uninterrupted = whole / "whole"
-    if processes > 2:
-        uninterrupted = tmp_path / "whole"
+    options = [*LONG, "--checkpoint.interval", "4", "--checkpoint.keep", "1000"]
+    if faults:
+        restarts += ["--distributed.hang_minutes", "0.05"]
+    else:
+        faults = tuple((draw.choice(("save", "step")), draw.randrange(processes), signal.SIGKILL) for _ in range(10))
+        total_steps, uninterrupted = "400", tmp_path / "whole"
+        options += ["--training.steps", total_steps]
         assert forked(whole / "run.toml", uninterrupted, *options, processes=processes, seconds=300).statuses == [0] * 4
-    restarts = ("--distributed.restart_seconds", "0", "--distributed.restarts", "20")
     launcher = launch(whole / "run.toml", folder, *options, *restarts, processes=processes)
     log = folder.with_suffix(".log")
-    for moment, rank in kills:
+    for moment, rank, fault in faults:
         before = num_steps(folder)
         running = partial(is_under_way, folder, launcher.pid, processes, moment, before)
         assert wait_for(running, 120), log.read_text()
         time.sleep(draw.uniform(0, 0.05))
-        os.kill(killed := pid_of_rank(launcher.pid, rank), signal.SIGKILL)
-        assert wait_for(lambda killed=killed: killed not in workers(launcher.pid)), log.read_text()  # type: ignore[misc]
+        os.kill(victim := pid_of_rank(launcher.pid, rank), fault)
+        assert wait_for(lambda victim=victim: victim not in workers(launcher.pid), 120), log.read_text()  # type: ignore[misc]
     assert launcher.wait(240) == 0, log.read_text()
-    assert [event["event"] for event in lines(folder / "events.jsonl")].count("restart") == len(kills)
+    assert [event["event"] for event in lines(folder / "events.jsonl")].count("restart") == len(faults)
+    if signal.SIGSTOP in [fault for _, _, fault in faults]:
+        assert f"{folder}: suspect: rank 1 wrote no stack\n" in log.read_text()
+        assert "takes too long; exiting soon, stacks of all threads in" in log.read_text()
     assert metrics(folder, *EXACT) == metrics(uninterrupted, *EXACT)
     last = Path("checkpoints") / f"step-{total_steps}"
     assert digests(folder / last) == digests(uninterrupted / last)
@@ -236,18 +243,3 @@ def pid_of_rank(launcher: int, rank: int) -> int:
     """The process id of a rank."""
     variable = f"RANK={rank}".encode()
     return next(pid for pid in workers(launcher) if variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
-
-
-@pytest.mark.ranks
-def test_a_sigstopped_rank_is_detected_and_results_are_bitwise_identical(whole: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    options = ("--checkpoint.interval", "4", "--distributed.restart_seconds", "0", "--distributed.hang_minutes", "0.05")
-    launcher = launch(whole / "run.toml", folder, *LONG, *options, processes=2)
-    assert wait_for(lambda: num_steps(folder) >= 6)
-    os.kill(stopped := workers(launcher.pid)[1], signal.SIGSTOP)
-    assert wait_for(lambda: stopped not in workers(launcher.pid), 120)
-    assert launcher.wait(120) == 0, folder.with_suffix(".log").read_text()
-    said = folder.with_suffix(".log").read_text()
-    assert f"{folder}: suspect: rank 1 wrote no stack\n" in said
-    assert "takes too long; exiting soon, stacks of all threads in" in said
-    require_same_results(folder, whole)

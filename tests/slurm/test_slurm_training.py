@@ -14,7 +14,7 @@ from tests.slurm.job import Job
 from tests.system.runs import command_of, digests, forked, metrics, write_run
 
 pytestmark = pytest.mark.slurm
-STEPS = 80  # of 20 to 500 ms each, so that faults come before the end
+STEPS = 60  # of 20 to 500 ms each, so that faults come before the end
 LONG = 600
 OPTIONS = ("--checkpoint.interval", "4", "--parallelism.cp", "2", "--training.global_batch_size", "4")
 SETUP = '\n[slurm]\nsetup = ["export GLOO_SOCKET_IFNAME=eth0"]\n'
@@ -69,8 +69,9 @@ def kill_a_rank(job: Job) -> None:
     os.kill(victim, signal.SIGKILL)
 
 
+@pytest.mark.parametrize("preempted", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_killed_rank_a_time_limit_and_preemption_change_nothing(
-    cluster: Cluster, uninterrupted: Uninterrupted, tmp_path: Path
+    cluster: Cluster, uninterrupted: Uninterrupted, tmp_path: Path, *, preempted: bool
 ) -> None:
     job = training(cluster, uninterrupted, tmp_path / "run")
     job.submit()
@@ -80,14 +81,19 @@ def test_a_killed_rank_a_time_limit_and_preemption_change_nothing(
     job.wait_progress()
     job.near_the_limit()
     job.wait_log("requeue 1, running on ")
-    job.wait_progress()
-    cluster.preempt(seconds=1)
-    job.wait_log("requeue 2, running on ")
+    if preempted:
+        job.wait_progress()
+        cluster.preempt(seconds=1)
+        job.wait_log("requeue 2, running on ")
     require_same_results(job, uninterrupted)
     assert f"attempt {job.number}.0.2" not in job.log()
-    assert cluster.state(job.number).requeues == 2
+    assert cluster.state(job.number).requeues == 1 + preempted
 
 
+# ---- slow tests
+
+
+@pytest.mark.slow
 def test_under_torchrun_a_time_limit_changes_nothing(
     cluster: Cluster, uninterrupted: Uninterrupted, tmp_path: Path
 ) -> None:
@@ -99,9 +105,6 @@ def test_under_torchrun_a_time_limit_changes_nothing(
     assert cluster.state(job.number).requeues == 1
     assert f"attempt {job.number}.0.0 exited with 0" in job.log()
     assert "Traceback" not in job.log()
-
-
-# ---- tests that take minutes
 
 
 @pytest.mark.slow

@@ -88,7 +88,7 @@ CASES = [
     case("dp_shard 2, tiled MLP", mesh(dp_shard=2), TILES, slow=True),
     # Context parallelism
     case("cp 4 ring", mesh(cp=4, method="ring"), KEEP, slow=True),
-    case("cp 3 alltoall, uneven shards", mesh(cp=3, method="alltoall")),
+    case("cp 3 alltoall, uneven shards", mesh(cp=3, method="alltoall"), slow=True),
     case("cp 2 alltoall, head-tail, micro-batch 4", mesh(cp=2, method="alltoall"), HEADTAIL, MICRO_BATCH_4, slow=True),
     case("cp 4 allgather", mesh(cp=4, method="allgather"), slow=True),
     case("dp_shard 2 x cp 2 ulysses", mesh(dp_shard=2, cp=2, method="ulysses"), FULL),
@@ -136,7 +136,7 @@ CASES = [
     ),
     case("tp 4, replicated KV heads", mesh(tp=4), slow=True),
     case("tp 2, optimizer on the host", mesh(tp=2), OPTIMIZER_ON_HOST, KEEP, slow=True),
-    case("dp_shard 2 x tp 2", mesh(dp_shard=2, tp=2), KEEP),
+    case("dp_shard 2 x tp 2", mesh(dp_shard=2, tp=2), KEEP, slow=True),
     case("dp_shard 3 x tp 2, an empty micro-batch", mesh(dp_shard=3, tp=2), slow=True),
     case("dp_shard 2 x tp 2, no sequence parallelism", mesh(dp_shard=2, tp=2), NO_SEQUENCE_PARALLEL, slow=True),
     case("dp_shard 2 x tp 2, no loss parallelism", mesh(dp_shard=2, tp=2), NO_LOSS_PARALLEL, KEEP, slow=True),
@@ -210,7 +210,7 @@ CASES = [
     case("dp_shard 2 x pp 4", mesh(dp_shard=2, pp=4), slow=True),
     # Tied embeddings
     case("tied, dp_shard 2 x tp 2", mesh(dp_shard=2, tp=2), TIED, slow=True),
-    case("tied, tp 2, no loss parallelism", mesh(tp=2), TIED, NO_LOSS_PARALLEL),
+    case("tied, tp 2, no loss parallelism", mesh(tp=2), TIED, NO_LOSS_PARALLEL, slow=True),
     # Heads normalised, some layers not rotated, frequencies stretched
     case(
         "mixed, dp_shard 2 x cp 2 ring x tp 2, everything",
@@ -404,7 +404,7 @@ def test_a_checkpoint_resumes_on_another_mesh(runs: Runs, tmp_path: Path, before
     assert metrics(folder, "loss")[:2] == metrics(runs(before), "loss")[:2]
 
 
-QUICK = ("dp_shard 2 x cp 2 ulysses", "cp 2 x tp 2 x pp 2")
+QUICK = ("dp_shard 2 x cp 2 ulysses", "pp 2 Interleaved1F1B, optimizer on the host")
 
 
 @pytest.mark.parametrize(

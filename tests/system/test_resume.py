@@ -37,7 +37,7 @@ EXACT = ("step", "tokens", "loss", "grad_norm", "lr")
 @pytest.mark.parametrize(
     ("processes", "batch_size", "options"),
     [
-        (1, 48, ()),
+        (1, 24, ()),
         pytest.param(2, 24, ("--memory.recompute", "full"), marks=pytest.mark.slow),
         pytest.param(4, 12, ("--training.deterministic", "true"), marks=pytest.mark.slow),
         pytest.param(4, 12, (*REPLICAS, "--model.tie_embeddings", "true"), marks=pytest.mark.slow),
@@ -89,7 +89,7 @@ def test_workers_die_with_their_launcher_during_imports(tmp_path: Path, processe
 @pytest.mark.parametrize(
     ("how", "kills", "num_steps"),
     [
-        ("forked", 3, 24),
+        ("forked", 2, 12),
         pytest.param("launched", 4, 24, marks=pytest.mark.slow),
         pytest.param("forked", 20, 200, marks=pytest.mark.slow),
     ],

@@ -38,23 +38,27 @@ MESHES: dict[int, list[Options]] = {
         mesh(dp_shard=2),
         mesh(dp_replicate=2),
         mesh(cp=2, cp_method="ring", cp_layout="headtail"),
-        mesh(cp=2, cp_method="alltoall"),
         mesh(cp=2, cp_method="allgather"),
         mesh(cp=2, cp_method="ulysses"),
         mesh(tp=2),
-        (*mesh(tp=2), *NO_LOSS_PARALLEL),
         (*mesh(tp=2), *NO_LOSS_PARALLEL, *NO_SEQUENCE_PARALLEL, "memory.recompute=full"),
         mesh(pp=2),
         (*mesh(pp=2, pp_schedule="Interleaved1F1B"), "memory.recompute=keep_attention", "memory.offload=inputs"),
-        (*mesh(pp=2, pp_schedule="ZBVZeroBubble"), "memory.recompute=none"),
     ],
     3: [mesh(cp=3, cp_method="alltoall"), mesh(dp_shard=3)],
+    4: [mesh(cp=2, cp_method="ring", pp=2), mesh(dp_shard=2, tp=2)],
+}
+MORE_MESHES: dict[int, list[Options]] = {
+    2: [
+        mesh(cp=2, cp_method="alltoall"),
+        (*mesh(tp=2), *NO_LOSS_PARALLEL),
+        (*mesh(pp=2, pp_schedule="ZBVZeroBubble"), "memory.recompute=none"),
+    ],
     4: [
         mesh(cp=4, cp_method="hybrid", cp_ulysses=2),
         mesh(cp=2, cp_method="ring", tp=2),
         mesh(cp=2, pp=2, pp_schedule="Interleaved1F1B"),
         mesh(dp_shard=2, pp=2),
-        mesh(dp_shard=2, tp=2),
     ],
 }
 
@@ -149,11 +153,16 @@ def test_context_length_changes_the_loss_but_not_the_targets(alone: tuple[Found,
     assert len({short["loss"], middle["loss"], long["loss"]}) == 3
 
 
-@pytest.mark.parametrize("processes", MESHES)
-def test_every_mesh_matches_one_rank(run: Path, alone: tuple[Found, Found], processes: int) -> None:
-    results = run_ranks(evaluate_on_meshes, processes, run, MESHES[processes])
+@pytest.mark.parametrize(
+    ("processes", "meshes"),
+    [*MESHES.items(), *(pytest.param(*more, marks=pytest.mark.slow) for more in MORE_MESHES.items())],
+)
+def test_every_mesh_matches_one_rank(
+    run: Path, alone: tuple[Found, Found], processes: int, meshes: list[Options]
+) -> None:
+    results = run_ranks(evaluate_on_meshes, processes, run, meshes)
     for rank in results:
-        for options, found in zip(MESHES[processes], rank, strict=True):
+        for options, found in zip(meshes, rank, strict=True):
             for name, each in alone[0].items():
                 for length, expected in each.items():
                     seen = found[name][length]
