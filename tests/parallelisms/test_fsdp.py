@@ -36,7 +36,7 @@ pytestmark = pytest.mark.ranks
 # or four has no loss.
 DOCUMENTS = [[20], [7, 13], [1] * 5 + [15], [20], [3, 17], [20], [19, 1], [10, 10], [20], [2, 18], [6, 6, 8], [20]]
 TARGETS = [0, 0, 0, 0, 18, 3, 18, 1, 19, 18, 0, 7]
-NUM_STEPS = 5
+NUM_STEPS = 3
 OPTIMIZER = OptimizerSection(lr=1e-2, max_grad_norm=0.5)
 
 
@@ -112,63 +112,69 @@ def name_of(plan: Plan) -> str:
     return f"{plan.dp_replicate}x{plan.dp_shard}-{tied}-{plan.policy}-{kept}-{plan.micro_batch_size}"
 
 
-def cases() -> list[ParameterSet]:
-    found = []
+# Tiles of one token; three blocks, the last of which is alone with blocks_per_checkpoint = 2.
+THREE = replace(SMALL, num_layers=3)
+TILED = [
+    Plan(dp_shard=2, tile_bytes=0, policy="full", head_groups=2),
+    Plan(dp_shard=2, tile_bytes=0, policy="keep_attention", compiled=True),
+    Plan(THREE, dp_shard=2, blocks_per_checkpoint=2, policy="keep_attention", offload=True),
+    Plan(
+        THREE,
+        dp_shard=2,
+        blocks_per_checkpoint=3,
+        policy="keep_attention",
+        reshard_after_forward=False,
+        micro_batch_size=2,
+        head_groups=2,
+    ),
+    Plan(
+        THREE,
+        dp_shard=2,
+        blocks_per_checkpoint=3,
+        policy="keep_attention",
+        micro_batch_size=3,
+        tile_bytes=0,
+        offload=True,
+    ),
+]
+
+
+def together() -> list[ParameterSet]:
+    """Groups of plans for one set of ranks; each compiled plan alone."""
+    groups: dict[str, list[Plan]] = {}
     for number, plan in enumerate(GRID):
         choice = (plan.config, plan.policy, plan.reshard_after_forward, plan.micro_batch_size)
         # Each mesh runs half of the pairs, the next mesh the other half.
         fast = choice in PAIRS and PAIRS.index(choice) % 2 == number * len(MESHES) // len(GRID) % 2
-        found.append(pytest.param(plan, id=name_of(plan), marks=() if fast else pytest.mark.slow))
+        groups.setdefault(f"{'' if fast else 'slow '}{plan.dp_replicate}x{plan.dp_shard}", []).append(plan)
     for config, policy in itertools.product((SMALL, TIED), get_args(activation_checkpoint.RecomputePolicy)):
         plan = Plan(config, dp_shard=2, policy=policy, compiled=True)
-        fast = (config, policy) == (TIED, "full")
-        found.append(pytest.param(plan, id=f"{name_of(plan)}-compiled", marks=() if fast else pytest.mark.slow))
-    # Tiles of one token; three blocks, the last of which is single_process with blocks_per_checkpoint = 2.
-    three = replace(SMALL, num_layers=3)
-    tiled = [
-        Plan(dp_shard=2, tile_bytes=0, policy="full", head_groups=2),
-        Plan(dp_shard=2, tile_bytes=0, policy="keep_attention", compiled=True),
-        Plan(three, dp_shard=2, blocks_per_checkpoint=2, policy="keep_attention", offload=True),
-        Plan(
-            three,
-            dp_shard=2,
-            blocks_per_checkpoint=3,
-            policy="keep_attention",
-            reshard_after_forward=False,
-            micro_batch_size=1,
-            head_groups=2,
-        ),
-        Plan(
-            three,
-            dp_shard=2,
-            blocks_per_checkpoint=3,
-            policy="keep_attention",
-            micro_batch_size=1,
-            tile_bytes=0,
-            offload=True,
-        ),
-    ]
+        groups[f"slow {name_of(plan)}-compiled"] = [plan]
+    groups["tiled"] = [plan for plan in TILED if not plan.compiled]
+    groups["tiled-compiled"] = [plan for plan in TILED if plan.compiled]
+    groups["single_process"] = [Plan(config, micro_batch_size=5) for config in (SMALL, TIED)]
     return [
-        *found,
-        *(pytest.param(plan, id=f"{name_of(plan)}-{plan.blocks_per_checkpoint}-tiled") for plan in tiled),
-        *(
-            pytest.param(Plan(config, micro_batch_size=5), id=f"single_process-{config.tie_embeddings}")
-            for config in (SMALL, TIED)
-        ),
+        pytest.param(plans, id=name, marks=[pytest.mark.slow] * name.startswith("slow"))
+        for name, plans in groups.items()
     ]
 
 
-@pytest.mark.parametrize("plan", cases())
-def test_mesh_equals_one_process(plan: Plan) -> None:
-    expected = single_process(plan.config)
-    assert all(expected.finite)
-    assert min(expected.norms) > OPTIMIZER.max_grad_norm
-    for found in run_ranks(train, plan.ranks, plan):
-        assert found.losses == pytest.approx(expected.losses, rel=1e-12, abs=0)
-        assert found.norms == pytest.approx(expected.norms, rel=1e-12, abs=0)
-        assert found.finite == expected.finite
-        assert largest_difference(found.gradients, expected.gradients) < 1e-12
-        assert largest_difference(found.weights, expected.weights) < 1e-11
+def train_each(plans: list[Plan]) -> list[RunResult]:
+    return [train(plan) for plan in plans]
+
+
+@pytest.mark.parametrize("plans", together())
+def test_mesh_equals_one_process(plans: list[Plan]) -> None:
+    for plan, *by_rank in zip(plans, *run_ranks(train_each, plans[0].ranks, plans, timeout=240), strict=True):
+        expected, name = single_process(plan.config), name_of(plan)
+        assert all(expected.finite)
+        assert min(expected.norms) > OPTIMIZER.max_grad_norm
+        for found in by_rank:
+            assert found.losses == pytest.approx(expected.losses, rel=1e-12, abs=0), name
+            assert found.norms == pytest.approx(expected.norms, rel=1e-12, abs=0), name
+            assert found.finite == expected.finite, name
+            assert largest_difference(found.gradients, expected.gradients) < 1e-12, name
+            assert largest_difference(found.weights, expected.weights) < 1e-11, name
 
 
 def test_loss_is_the_mean_over_targets() -> None:
@@ -202,21 +208,25 @@ class CollectiveCounter(TorchDispatchMode):
         return function(*arguments, **(options or {}))
 
 
-def count_collectives(plan: Plan) -> dict[str, int]:
-    model = build(plan, plan.mesh())
-    with CollectiveCounter() as dtypes:
-        model(packed([20])).sum().backward()
-    return dict(dtypes.counts)
+def count_collectives(plans: list[Plan]) -> list[dict[str, int]]:
+    found = []
+    for plan in plans:
+        model = build(plan, plan.mesh())
+        with CollectiveCounter() as seen:
+            model(packed([20])).sum().backward()
+        found.append(dict(seen.counts))
+    return found
 
 
 @pytest.mark.parametrize("policy", [pytest.param("full", marks=pytest.mark.slow), "keep_attention"])
 def test_tiles_and_head_groups_add_no_collectives(
     policy: activation_checkpoint.RecomputePolicy,
 ) -> None:
-    plain, tiled = (
-        run_ranks(count_collectives, 2, Plan(dp_shard=2, policy=policy, head_groups=groups, tile_bytes=tile))[0]
-        for groups, tile in ((1, None), (2, 0))
-    )
+    plain, tiled = run_ranks(
+        count_collectives,
+        2,
+        [Plan(dp_shard=2, policy=policy, head_groups=groups, tile_bytes=tile) for groups, tile in ((1, None), (2, 0))],
+    )[0]
     assert sum(plain.values()) >= 3 * SMALL.num_layers
     assert tiled == plain
 
@@ -229,14 +239,14 @@ def test_tiles_and_head_groups_add_no_collectives(
 def test_recomputed_blocks_are_gathered_once_more(layers: int, every: int, *, reshard: bool) -> None:
     """Once in forward, once in backward, and once more for each block whose output is recomputed."""
     config = replace(SMALL, num_layers=layers)
-    found, plain = (
-        run_ranks(
-            count_collectives,
-            2,
-            Plan(config, dp_shard=2, policy="keep_attention", blocks_per_checkpoint=one, reshard_after_forward=reshard),
-        )[0]
-        for one in (every, 1)
-    )
+    found, plain = run_ranks(
+        count_collectives,
+        2,
+        [
+            Plan(config, dp_shard=2, policy="keep_attention", blocks_per_checkpoint=one, reshard_after_forward=reshard)
+            for one in (every, 1)
+        ],
+    )[0]
     (gather,) = (name for name in plain if "allgather" in name.replace("_", ""))
     ends = 3 if reshard else 2  # The backward of the embedding needs no weights.
     assert plain[gather] in range(layers * (1 + reshard), layers * (1 + reshard) + ends + 1)

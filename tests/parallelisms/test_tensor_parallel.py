@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from torch import Tensor, distributed
 
 from models import tiling
@@ -194,7 +195,7 @@ CASES = [
 ]
 
 
-# Slow to compile, or covered by similar cases.
+# Slow to compile, or made of pairs of features that other cases cover.
 SLOW = [
     *(Case(TP2, TIED, sequence, loss) for sequence in (True, False) for loss in (True, False)),
     *(Case(TP4, CONFIG, sequence, loss) for sequence in (True, False) for loss in (True, False)),
@@ -202,39 +203,54 @@ SLOW = [
         Case(TP2, FOUR, sequence_parallel=False, policy=policy, head_groups=2, blocks_per_checkpoint=every, tiled=tiled)
         for policy, every, tiled in RECOMPUTE_OPTIONS
     ),
-    Case(TP4, CONFIG, compiled=True),
-    Case(TP4, CONFIG, sequence_parallel=False, loss_parallel=False, compiled=True),
-    Case(TP4, policy="keep_attention", compiled=True, tiled=True),
-    Case(TP4, TIED, loss_parallel=False, compiled=True),
-    Case((("dp_replicate", 2), ("tp", 2)), compiled=True),
-    Case(TP4, policy="keep_attention", compiled=True),
+    Case(TP2, loss_parallel=False, policy="full"),
+    Case((("dp_shard", 2), ("tp", 2)), policy="full", tiled=True),
+    Case(
+        (("dp_shard", 2), ("tp", 2)), FOUR, policy="keep_attention", head_groups=2, blocks_per_checkpoint=2, tiled=True
+    ),
     Case((("dp_replicate", 2), ("dp_shard", 2), ("tp", 2))),
-    Case((("dp_shard", 2), ("tp", 2)), compiled=True, policy="full"),
     Case((("dp_shard", 3), ("tp", 2)), num_sequences=3),
+    *(case for case in CASES if case.compiled and case.config != NORMED),
 ]
 
 
+def together() -> list[ParameterSet]:
+    """Groups of cases for one set of ranks, so that DTensor derives its shardings once; each compiled case alone."""
+    groups: dict[str, list[Case]] = {}
+    for case in CASES:
+        pace = "slow " * (case in SLOW)
+        groups.setdefault(f"{pace}{case}" if case.compiled else f"{pace}on {case.ranks}", []).append(case)
+    return [
+        pytest.param(cases, id=name, marks=[pytest.mark.slow] * name.startswith("slow"))
+        for name, cases in groups.items()
+    ]
+
+
+def train_each(cases: list[Case]) -> list[Outcome]:
+    return [train(case) for case in cases]
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in CASES], ids=str
-)
-def test_every_case_equals_one_process(case: Case) -> None:
-    expected = single_process(case.config, case.num_sequences)
-    for rank, found in enumerate(run_ranks(train, case.ranks, case)):
-        data_ranks = len(expected.losses) // len(found.losses)
-        of_rank = expected.losses.chunk(data_ranks)[rank // (case.ranks // data_ranks)]
-        torch.testing.assert_close(found.losses, of_rank, rtol=1e-13, atol=1e-13)
-        assert found.norm == pytest.approx(expected.norm, rel=1e-13)
-        for name, tensor_ in expected.initial.items():
-            assert torch.equal(found.initial[name], tensor_), name
-        for found_tensors, expected_tensors in (
-            (found.gradients, expected.gradients),
-            (found.weights, expected.weights),
-        ):
-            assert found_tensors.keys() == expected_tensors.keys()
-            for name, tensor_ in expected_tensors.items():
-                largest = float(tensor_.abs().max())
-                torch.testing.assert_close(found_tensors[name], tensor_, rtol=0, atol=1e-12 * largest, msg=name)
+@pytest.mark.parametrize("cases", together())
+def test_every_case_equals_one_process(cases: list[Case]) -> None:
+    for case, *by_rank in zip(cases, *run_ranks(train_each, cases[0].ranks, cases, timeout=240), strict=True):
+        expected = single_process(case.config, case.num_sequences)
+        for rank, found in enumerate(by_rank):
+            data_ranks = len(expected.losses) // len(found.losses)
+            of_rank = expected.losses.chunk(data_ranks)[rank // (case.ranks // data_ranks)]
+            torch.testing.assert_close(found.losses, of_rank, rtol=1e-13, atol=1e-13, msg=f"losses of {case}")
+            assert found.norm == pytest.approx(expected.norm, rel=1e-13), case
+            for name, tensor_ in expected.initial.items():
+                assert torch.equal(found.initial[name], tensor_), (case, name)
+            require_close(found.gradients, expected.gradients, case)
+            require_close(found.weights, expected.weights, case)
+
+
+def require_close(found: dict[str, Tensor], expected: dict[str, Tensor], case: Case) -> None:
+    assert found.keys() == expected.keys(), case
+    for name, tensor_ in expected.items():
+        largest = float(tensor_.abs().max())
+        torch.testing.assert_close(found[name], tensor_, rtol=0, atol=1e-12 * largest, msg=f"{name} of {case}")
 
 
 def local_shapes(case: Case) -> dict[str, tuple[int, ...]]:
