@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from models import tiling
 from models.config import ModelConfig, RopeConfig
 from models.presets import FAMILIES
 from models.transformer import Transformer
@@ -106,17 +107,20 @@ def flops_of_addition(_: object, left: torch.Size, right: torch.Size, **__: obje
     return 2 * left[0] * left[1] * right[1]
 
 
+TILE = 5 * tiling.bytes_per_token(SMALL.dim, SMALL.ffn_dim, 8)  # Five tokens, in double precision.
+
+
 @pytest.mark.parametrize("config", [SMALL, TIED, NORMED])
 @pytest.mark.parametrize(
     ("policy", "every", "pieces"),
     [
         ("none", 1, Tiling()),
         ("full", 1, Tiling()),
-        ("full", 1, Tiling(head_groups=2, tile_bytes=1)),
+        ("full", 1, Tiling(head_groups=2, tile_bytes=TILE)),
         ("keep_attention", 1, Tiling()),
-        ("keep_attention", 1, Tiling(head_groups=2, tile_bytes=1)),
+        ("keep_attention", 1, Tiling(head_groups=2, tile_bytes=TILE)),
         ("keep_attention", 2, Tiling()),
-        ("keep_attention", 3, Tiling(head_groups=2, tile_bytes=1)),
+        ("keep_attention", 3, Tiling(head_groups=2, tile_bytes=TILE)),
     ],
 )
 def test_flops_outside_attention_equal_torchs_count(

@@ -50,8 +50,8 @@ CASES = {
         f"{EVERY} memory.head_groups=2 memory.mlp_tile_mib=1 {TIED} model.qk_norm=true",
     ),
     2: (
-        f"{HALF} {KEEP} training.global_batch_size=8",
-        f"{TP} {KEEP} {PIECES}",
+        f"{HALF} {KEEP}",
+        f"{TP} {KEEP} {PIECES} training.global_batch_size=2 model.num_layers=2",
         f"{WHOLE} {WIDE}",
         f"{CP}ring {HALF} {FULL}",
         f"{CP}ulysses model.num_kv_heads=1 {KEEP}",
@@ -165,7 +165,7 @@ def test_formulas_match_counted_steps_on_more_meshes(world_size: int) -> None:
 
 
 # Small weights, since FSDP copies are not counted.
-MOVED = "training.seq_len=4096 model.num_layers=2 training.dtype=bfloat16 training.global_batch_size=1"
+MOVED = "training.seq_len=2048 model.num_layers=2 training.dtype=bfloat16 training.global_batch_size=1"
 BOUND = {
     1: (
         MOVED,

@@ -27,6 +27,8 @@ CASES = {
         "training.global_batch_size=4",
     ),
     256: (
+        "model.num_layers=8 parallelism.pp=4 parallelism.dp_shard=8 parallelism.dp_replicate=2 parallelism.tp=4 "
+        f"{HALF} parallelism.pp_schedule=Interleaved1F1B training.global_batch_size=64",
         f"{DEEP} parallelism.dp_shard=4 parallelism.dp_replicate=2 parallelism.tp=4 {HALF} "
         "parallelism.pp_schedule=Interleaved1F1B training.global_batch_size=128",
     ),
