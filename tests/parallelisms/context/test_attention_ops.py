@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from math import prod
 from typing import Any
 
@@ -35,7 +34,10 @@ BATCH = packed([9, 1, 14], [24])
 CPU_KERNEL = "aten::_scaled_dot_product_flash_attention_for_cpu"
 METHODS = {"ring": (2,), "alltoall": (2,), "allgather": (2,), "ulysses": (2,), "hybrid": (2, 2)}
 
-FAST = [("ring", True)]
+POLICIES = ("none", "full", "keep_attention", "one input of two", "groups")
+COMPILED = POLICIES[:3]  # The others are made of the same bodies.
+FAST = [("ring", False, POLICIES), ("ring", True, ("none",))]
+NUM_LAYERS = {False: SMALL.num_layers, True: 1}  # Each block compiles anew.
 
 
 def mark_slow_except(names: Iterable[str], *fast: str) -> list[Any]:
@@ -110,12 +112,13 @@ def test_three_document_layouts_compile_once_without_graph_break(method: str) ->
         assert error <= 1e-12
 
 
-def kernel_calls_and_error(method: str, *, compiled: bool) -> dict[str, tuple[int, float]]:
+def kernel_calls_and_error(method: str, *, compiled: bool, policies: tuple[str, ...]) -> dict[str, tuple[int, float]]:
     """For each recomputation policy: attention kernel calls in one step, and the largest error."""
     warnings.simplefilter("ignore")
-    losses, expected = gradients(small_model(), BATCH)
+    config = replace(SMALL, num_layers=NUM_LAYERS[compiled])
+    losses, expected = gradients(small_model(config), BATCH)
     core = core_of(method, (SMALL.num_heads, SMALL.num_kv_heads))
-    cut = Tiling(ops=compile_tile_ops(backend="aot_eager")) if compiled else Tiling(tile_bytes=2000)
+    cut = Tiling(ops=compile_tile_ops(backend="aot_eager")) if compiled else Tiling(tile_bytes=8000)
     kept = {
         "none": RecomputeConfig(),
         "full": RecomputeConfig("full", tiling=cut),
@@ -123,13 +126,11 @@ def kernel_calls_and_error(method: str, *, compiled: bool) -> dict[str, tuple[in
         "one input of two": RecomputeConfig("keep_attention", blocks_per_checkpoint=2, tiling=cut),
         "groups": RecomputeConfig("keep_attention", tiling=replace(cut, head_groups=2)),
     }
-    if compiled:  # The others are made of the same bodies.
-        kept = {name: kept[name] for name in ("none", "full", "keep_attention")}
     found = {}
-    for name, one in kept.items():
-        model = small_model()
+    for name in policies:
+        model = small_model(config)
         set_attention_core(model, core, kernel="auto")
-        activation_checkpoint.apply(model, one)
+        activation_checkpoint.apply(model, kept[name])
         if compiled and name == "none":
             for block in model.transformer_blocks():
                 block.compile(fullgraph=True, backend="aot_eager")
@@ -155,19 +156,25 @@ def forward_backward(model: Transformer, core: ContextParallel) -> Tensor:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("method", "compiled"),
+    ("method", "compiled", "policies"),
     [
-        pytest.param(method, compiled, marks=() if (method, compiled) in FAST else pytest.mark.slow)
-        for method, compiled in product(METHODS, (False, True))
+        pytest.param(*case, marks=() if case in FAST else pytest.mark.slow)
+        for case in (
+            *((method, False, POLICIES) for method in METHODS),
+            *((method, True, COMPILED) for method in METHODS),
+            ("ring", True, ("none",)),
+        )
     ],
+    ids=lambda value: None if isinstance(value, str | bool) else f"{len(value)} policies",
 )
-def test_attention_runs_once_with_keep_attention_and_twice_with_full_recompute(method: str, *, compiled: bool) -> None:
-    for found in run_ranks(
-        partial(kernel_calls_and_error, compiled=compiled), prod(METHODS[method]), method, timeout=240
-    ):
+def test_attention_runs_once_with_keep_attention_and_twice_with_full_recompute(
+    method: str, *, compiled: bool, policies: tuple[str, ...]
+) -> None:
+    task = partial(kernel_calls_and_error, compiled=compiled, policies=policies)
+    for found in run_ranks(task, prod(METHODS[method]), method, timeout=240):
         kernels = {policy: count for policy, (count, _) in found.items()}
         assert max(error for _, error in found.values()) <= 1e-12
-        assert kernels["none"] >= SMALL.num_layers
+        assert kernels["none"] >= NUM_LAYERS[compiled]
         once = kernels["none"]
         expected = {"none": 1, "full": 2, "keep_attention": 1, "one input of two": 1, "groups": 2}
         assert kernels == {name: expected[name] * once for name in kernels}
