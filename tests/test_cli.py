@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from trainer.cli import COMMANDS
+from tests.ranks import context
+from trainer.cli import COMMANDS, main
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -32,8 +34,28 @@ def test_an_unknown_command_exits_2_with_the_list(args: tuple[str, ...]) -> None
     assert "longhaul COMMAND" in done.stderr
 
 
+def explain(command: str, out: Path, err: Path) -> None:
+    for number, path in ((1, out), (2, err)):
+        with path.open("w") as file:
+            os.dup2(file.fileno(), number)
+    sys.argv = ["longhaul", *command.split(), "--help"]
+    main()
+
+
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_explains_itself(command: str) -> None:
+def test_every_command_explains_itself(command: str, tmp_path: Path) -> None:
+    out, err = tmp_path / "out", tmp_path / "err"
+    # A process that has imported torch already, as several commands do.
+    process = context.Process(target=explain, args=(command, out, err))
+    process.start()
+    process.join(120)
+    assert (process.exitcode, err.read_text()) == (0, "")
+    assert "--" in out.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself_in_a_new_process(command: str) -> None:
     done = longhaul(*command.split(), "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert "--" in done.stdout

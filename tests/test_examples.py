@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+
+from tests.ranks import team
+from tests.system.runs import become, free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = 4
@@ -36,6 +41,22 @@ def run(name: str, *options: str) -> list[str]:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
+
+
+def run_here(rank: int, port: int, log: Path, name: str, options: tuple[str, ...]) -> None:
+    become(rank, RANKS, port, log)
+    sys.argv[1:] = options
+    runpy.run_module(f"examples.{name}", run_name="__main__", alter_sys=True)
+    sys.stdout.flush()
+
+
+def run_in_pool(name: str, *options: str, log: Path) -> list[str]:
+    """As `run`, on ranks that have imported torch already."""
+    port = free_port()
+    with team([partial(run_here, rank, port, log, name, options) for rank in range(RANKS)], fresh=True) as ranks:
+        outcomes = ranks.outcomes(60, failed=lambda outcome: not outcome.succeeded)
+    assert len(outcomes) == RANKS and all(outcome.succeeded for outcome in outcomes.values()), outcomes
+    return log.read_text().splitlines()
 
 
 @pytest.mark.parametrize(
@@ -72,14 +93,23 @@ def test_attention_on_four_ranks_equals_one_rank(options: tuple[str, ...], plan:
 @pytest.mark.parametrize(
     ("options", "plan"),
     [
-        ((), "hybrid (2 x 2, ring across), layout doc_headtail"),
+        pytest.param((), "hybrid (2 x 2, ring across), layout doc_headtail", marks=pytest.mark.slow),
         pytest.param(("--ulysses", "1"), "hybrid (1 x 4, ring across), layout doc_headtail", marks=pytest.mark.slow),
         pytest.param(("--ulysses", "4"), "hybrid (4 x 1, ring across), layout doc_headtail", marks=pytest.mark.slow),
         pytest.param(("--compile",), "hybrid (2 x 2, ring across), layout doc_headtail", marks=compiled),
     ],
 )
 def test_model_on_four_ranks_has_the_losses_of_one_rank(options: tuple[str, ...], plan: str) -> None:
-    summary, losses = run("unified_attention", *options)
+    check_losses(run("unified_attention", *options), plan, options)
+
+
+def test_model_on_ranks_of_the_pool_has_the_losses_of_one_rank(tmp_path: Path) -> None:
+    said = run_in_pool("unified_attention", log=tmp_path / "log")
+    check_losses(said, "hybrid (2 x 2, ring across), layout doc_headtail")
+
+
+def check_losses(said: list[str], plan: str, options: tuple[str, ...] = ()) -> None:
+    summary, losses = said
     assert summary == f"{plan} (as configured){', compiled' if '--compile' in options else ''}"
     found = re.fullmatch(r"losses on 4 ranks (\S+) \.\.\. (\S+), on 1 rank (\S+) \.\.\. (\S+)", losses)
     assert found
