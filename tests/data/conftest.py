@@ -3,11 +3,13 @@
 import os
 from collections.abc import Callable
 from itertools import pairwise
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.ranks import context
 from trainer.config.data import DataSection
 from trainer.data.prepare import prepare
 from trainer.data.source import CorpusSpec
@@ -28,6 +30,13 @@ def write(folder: Path, files: Files) -> str:
 def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a power failure loses what was not synced."""
     monkeypatch.setattr(os, "fsync", int)
+
+
+@pytest.fixture
+def shared_server() -> None:
+    """Starts the fork server of the other tests, unless it runs: a test may ask it for other imports."""
+    assert context
+    forkserver.ensure_running()
 
 
 @pytest.fixture

@@ -170,6 +170,7 @@ def _peak(connection: Connection, given: CorpusSpec) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(("kind", "mib"), [("txt", 90), ("txt.gz", 90), ("jsonl", 350), ("parquet", 90)])
+@pytest.mark.usefixtures("shared_server")
 def test_memory_is_bounded_by_the_longest_line_not_the_file(kind: str, mib: int, tmp_path: Path) -> None:
     size = 50_000_000
     path = tmp_path / f"corpus.{kind}"
@@ -183,7 +184,6 @@ def test_memory_is_bounded_by_the_longest_line_not_the_file(kind: str, mib: int,
         line = b'{"text": "%s"}' % (b"x" * size) if kind == "jsonl" else b"x" * size
         path.write_bytes(gzip.compress(line, 1) if kind.endswith("gz") else line)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["trainer.data.prepare"])
     parent_end, child_end = context.Pipe()
     given = CorpusSpec(corpus=str(path), cache_dir=tmp_path)
     process = context.Process(target=_peak, args=(child_end, given))

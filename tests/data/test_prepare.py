@@ -1,8 +1,7 @@
 import os
 import resource
 import shutil
-import subprocess
-import sys
+import time
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.build_datasets import build_blended_dataset
+from tests.ranks import context
 from trainer.config.data import DataSection
 from trainer.data.packing import PackedDataset
 from trainer.data.prepare import prepare
@@ -148,38 +148,38 @@ def test_the_fingerprint_depends_on_document_boundaries(source: Make) -> None:
     assert one.fingerprint != two.fingerprint
 
 
-PREPARE = """
-import sys, time
-from pathlib import Path
-from trainer.data.prepare import prepare
-from trainer.data.source import CorpusSpec
-from trainer.data.tokenizer import ByteTokenizer
-
 class Slow(ByteTokenizer):
-    def encode(self, text):
-        with open(sys.argv[3], "a") as file:
+    def __init__(self, calls: Path) -> None:
+        self.calls = calls
+
+    def encode(self, text: str) -> Tensor:
+        with self.calls.open("a") as file:
             file.write("x")
         time.sleep(0.05)
         return super().encode(text)
 
-go = Path(sys.argv[3] + ".go")
-Path(sys.argv[3] + sys.argv[4]).touch()
-while not go.exists():
-    time.sleep(0.001)
-print(prepare(CorpusSpec(corpus=sys.argv[1], cache_dir=Path(sys.argv[2])), Slow()).fingerprint)
-"""
+
+def prepare_slowly(spec: CorpusSpec, calls: Path, number: int) -> None:
+    calls.with_suffix(f".{number}").touch()
+    while not calls.with_suffix(".go").exists():
+        time.sleep(0.001)
+    calls.with_suffix(f".{number}").write_text(prepare(spec, Slow(calls)).fingerprint)
 
 
 @pytest.mark.ranks
 def test_one_of_two_processes_tokenizes_and_both_get_the_result(source: Make, tmp_path: Path) -> None:
     spec = source({f"{n}.txt": str(n) for n in range(10)})
     calls = tmp_path / "calls"
-    arguments = [sys.executable, "-c", PREPARE, spec.corpus, str(spec.cache_dir), str(calls)]
-    processes = [subprocess.Popen([*arguments, n], stdout=subprocess.PIPE, text=True) for n in "01"]
-    while not all(Path(f"{calls}{n}").exists() for n in "01"):
-        assert all(process.poll() is None for process in processes)
-    Path(f"{calls}.go").touch()
-    printed = [process.communicate(timeout=60)[0] for process in processes]
+    processes = [context.Process(target=prepare_slowly, args=(spec, calls, number)) for number in range(2)]
+    for process in processes:
+        process.start()
+    while not all(calls.with_suffix(f".{number}").exists() for number in range(2)):
+        assert all(process.is_alive() for process in processes)
+    calls.with_suffix(".go").touch()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    printed = [calls.with_suffix(f".{number}").read_text() for number in range(2)]
     assert printed[0] == printed[1] != ""
     assert calls.read_text() == "x" * 10
     assert len(cache_entries(spec)) == 1

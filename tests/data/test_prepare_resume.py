@@ -2,9 +2,7 @@
 
 import json
 import multiprocessing
-import os
 import signal
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -16,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.data.killed import PARTITION_BYTES, Doomed, Fatal, Preparing, killed
 from trainer.data import corpus
 from trainer.data.prepare import prepare
 from trainer.data.source import CorpusSpec
@@ -25,14 +24,14 @@ from trainer.errors import DataError, RankFailedError
 
 Make = Callable[..., CorpusSpec]
 FILES = {f"{folder}/{n}.txt": f"{n} of {folder}\n" * (n * 7 % 11) for folder in "abc" for n in range(6)}
-STEPS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
-PARTITION_BYTES = 60
+
+
+pytestmark = pytest.mark.usefixtures("shared_server")
 
 
 @pytest.fixture(autouse=True)
 def small_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus, "PARTITION_BYTES", PARTITION_BYTES)
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["trainer.data.prepare"])
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -46,37 +45,11 @@ def texts(dataset: TokenDataset) -> Iterator[str]:
 
 def interrupted(work: Callable[[], object], step: int) -> bool:
     """Runs `work` in a process that kills itself at its `step`-th file operation; returns whether it was killed."""
-    process = multiprocessing.get_context("forkserver").Process(target=_killed, args=(work, step))
+    process = multiprocessing.get_context("forkserver").Process(target=killed, args=(work, step))
     process.start()
     process.join(60)
     assert process.exitcode in (0, -signal.SIGKILL)
     return process.exitcode != 0
-
-
-def _killed(work: Callable[[], object], step: int) -> None:
-    left = step
-
-    def count(event: str, arguments: tuple[object, ...]) -> None:
-        nonlocal left
-        reading = event == "open" and (len(arguments) < 3 or not int(str(arguments[2])) & (os.O_WRONLY | os.O_RDWR))
-        left -= event in STEPS and not reading
-        if left < 0 and event in STEPS:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    vars(os)["fsync"] = int
-    sys.addaudithook(count)
-    work()
-
-
-class Preparing:
-    """A picklable call of `prepare`."""
-
-    def __init__(self, source: CorpusSpec, workers: int = 1) -> None:
-        self.source, self.workers = source, workers
-
-    def __call__(self) -> None:
-        corpus.PARTITION_BYTES = PARTITION_BYTES
-        prepare(self.source, ByteTokenizer(), workers=self.workers, shard_tokens=150)
 
 
 # ---- killed
@@ -114,24 +87,6 @@ class Counting(ByteTokenizer):
 
     def encode(self, text: str) -> Tensor:
         self.calls += 1
-        return super().encode(text)
-
-
-class Fatal(ByteTokenizer):
-    """At a text that starts with `text`: raises, or kills its own or its parent process."""
-
-    def __init__(self, text: str, target: str) -> None:
-        self.text, self.target = text, target
-
-    def encode(self, text: str) -> Tensor:
-        parent = multiprocessing.parent_process()
-        if text.startswith(self.text):
-            if self.target == "error":
-                raise DataError("no such text")
-            if self.target == "bug":
-                raise ZeroDivisionError("a bug")
-            assert parent is not None
-            os.kill(int(parent.pid or 0) if self.target == "parent" else os.getpid(), signal.SIGKILL)
         return super().encode(text)
 
 
@@ -226,12 +181,6 @@ def test_a_worker_failure_ends_all_workers_and_can_resume(
     tokenizer = Counting()
     assert list(texts(prepare(spec, tokenizer))) == [text for _, text in sorted(FILES.items()) if text]
     assert 0 < tokenizer.calls < 16
-
-
-class Doomed(Preparing):
-    def __call__(self) -> None:
-        corpus.PARTITION_BYTES = PARTITION_BYTES
-        prepare(self.source, Fatal("3 of c", "parent"), workers=2, shard_tokens=150)
 
 
 @pytest.mark.ranks
