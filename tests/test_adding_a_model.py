@@ -45,6 +45,7 @@ def test_the_page_adds_a_model_that_trains(tmp_path: Path) -> None:
     assert len(commands) == 1
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONDONTWRITEBYTECODE"] = ""  # The second command uses what the first compiled.
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", commands[0]], cwd=clone, env=environment, capture_output=True, text=True
     )

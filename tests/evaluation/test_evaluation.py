@@ -170,24 +170,29 @@ def run_needle(run: Path, *argv: str, path: Path, processes: int = 1) -> list[di
 
 
 @pytest.fixture(scope="module")
-def needle_cells(run: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_needle(run, path=tmp_path_factory.mktemp("needle"))
+def needle_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("needle")
 
 
-def test_needle_reports_a_cell_per_length_and_depth(run: Path, tmp_path: Path) -> None:
-    cells = run_needle(run, path=tmp_path)
+@pytest.fixture(scope="module")
+def needle_cells(run: Path, needle_folder: Path) -> list[dict[str, Any]]:
+    return run_needle(run, path=needle_folder)
+
+
+def test_needle_reports_a_cell_per_length_and_depth(needle_folder: Path, needle_cells: list[dict[str, Any]]) -> None:
+    folder, cells = needle_folder, needle_cells
     assert [(cell["length"], cell["depth"]) for cell in cells] == [(a, b) for a in (100, 161) for b in (0, 0.5, 1)]
     assert all(cell["found"] == 0 and cell["log_probability"] < -3 for cell in cells), "two steps teach nothing"
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    events = EventAccumulator(str(folder / "tensorboard")).Reload()
     assert [(point.step, point.value) for point in events.Scalars("needle/100")] == [(2, 0)]
     mean = sum(cell["log_probability"] for cell in cells[3:]) / 3
     assert events.Scalars("needle_log_probability/161")[0].value == pytest.approx(mean)
-    head, *rows, file = (tmp_path / "needle.log").read_text().splitlines()[-5:]
+    head, *rows, file = (folder / "needle.log").read_text().splitlines()[-5:]
     assert head.split() == ["depth", "100", "161"]
     for row, short, long in zip(rows, cells[:3], cells[3:], strict=True):
         shown = [f"({cell['log_probability']:.2f})" for cell in (short, long)]
         assert row.split() == [f"{short['depth']:.0%}", "0%", shown[0], "0%", shown[1]]
-    assert file == f"{tmp_path}/needle-step-2.json"
+    assert file == f"{folder}/needle-step-2.json"
 
 
 def test_a_sequence_hides_the_number_and_ends_with_it(run: Path) -> None:
