@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +11,7 @@ from torch import distributed
 from torch.distributed import ProcessGroup
 
 from benchmarks.counted import Counted, count
-from benchmarks.dry_run import DryRunResult, dry_run
+from benchmarks.dry_run import DryRunResult, dry_run, main
 from benchmarks.op_counter import OpCounterMode, fake_process_group
 from parallelisms.collectives import all_reduce, ring_shift_all_to_all
 from tests.memory.test_estimator import FOUR, FULL, HALF, HEADS, KEEP, NARROW, configured
@@ -23,7 +20,6 @@ from trainer.errors import ConfigError
 from trainer.memory.estimator import SAVED_ACTIVATIONS, estimate_memory_per_pp_rank
 from trainer.plan.comm_volume import MIN_COUNTED_BYTES
 
-ROOT = Path(__file__).resolve().parents[2]
 TILES = "memory.mlp_tile_mib=1"
 OFFLOAD = "memory.offload=inputs_and_attention"
 RING, GATHER, ULYSSES = (f"parallelism.cp_method={method}" for method in ("ring", "allgather", "ulysses"))
@@ -273,11 +269,10 @@ def test_invalid_arguments_are_rejected() -> None:
         dry_run(configured(), 1, documents=[1, 2])
 
 
-def test_the_command_prints_json() -> None:
+def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--config", "debug", "--world-size", "4", "--rank", "3", "--parallelism.pp", "2", "--json"]
-    command = [sys.executable, "-m", "benchmarks.dry_run", *words, "--model.num_layers", "4"]
-    done = subprocess.run(command, cwd=ROOT, timeout=300, capture_output=True, text=True)
-    found = json.loads(done.stdout)
-    assert (done.returncode, found["rank"], found["world_size"], found["pp_rank"]) == (0, 3, 4, 1)
+    status = main([*words, "--model.num_layers", "4"])
+    found = json.loads(capsys.readouterr().out)
+    assert (status, found["rank"], found["world_size"], found["pp_rank"]) == (0, 3, 4, 1)
     assert found["peak_bytes"] > found["state_bytes"] > 0
     assert {message["channel"] for message in found["messages"]} == {"fsdp", "pp"}
