@@ -7,15 +7,17 @@ python -m benchmarks.config_pages --check   exit 1 if one is out of date
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
-from trainer.config.aliases import ALIASES, NO_LOGGER
+from trainer.config.aliases import ALIASES
 from trainer.config.help_text import document_keys, section_description, sections_by_heading
 from trainer.config.training_stages import Recipe
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 TOML_SCALAR_TYPES = (bool, int, float, str, list)
+OUR_KEY, AS_CODE = re.compile(r"^[a-z_]+\.[a-z._]+"), r"`\g<0>`"
 ALIASES_BEGIN, ALIASES_END = "<!-- aliases:begin -->", "<!-- aliases:end -->"
 
 PAGE_HEADER = """\
@@ -59,7 +61,7 @@ def insert_alias_table(page: str) -> str:
     """The page with the generated table between the alias markers."""
     before, _, rest = page.partition(ALIASES_BEGIN)
     _, _, after = rest.partition(ALIASES_END)
-    rows = [f"| `{alias}` | {key if key == NO_LOGGER else f'`{key}`'} |" for alias, key in ALIASES.items()]
+    rows = [f"| `{alias}` | {OUR_KEY.sub(AS_CODE, key)} |" for alias, key in ALIASES.items()]
     table = "\n".join(["| theirs | ours |", "|---|---|", *rows])
     return f"{before}{ALIASES_BEGIN}\n{table}\n{ALIASES_END}{after}"
 

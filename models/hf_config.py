@@ -62,7 +62,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         values = json.loads((folder / CONFIG_FILE).read_bytes())
     except OSError as error:
-        raise HuggingFaceError([f"{folder / CONFIG_FILE} cannot be read: {error.strerror}"]) from None
+        raise HuggingFaceError(
+            [f"{folder / CONFIG_FILE} cannot be read: {error.strerror} (models are not downloaded)"]
+        ) from None
     except (ValueError, RecursionError) as error:
         raise HuggingFaceError([f"config.json is not valid JSON: {error}"]) from None
     if not isinstance(values, dict):

@@ -26,6 +26,8 @@ class CommandParser(ArgumentParser):
 
     def __init__(self, *, overrides: str = "", **options: Any) -> None:
         epilog = f"{overrides}\n{EXIT_HELP}".lstrip()
+        if sys.argv[0].startswith("longhaul ") and "prog" in options:
+            options["prog"] = re.sub(r"^python -m \S+", sys.argv[0], options["prog"])
         super().__init__(epilog=epilog, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False, **options)
         self._takes_overrides = bool(overrides)
 

@@ -31,7 +31,7 @@ import  check every tensor of a model and write a configuration that starts a ru
         preset with overrides, the tokenizer, and checkpoint.initial_load_path. Copies no weights: each rank
         of the run reads its shards from the model's folder
 
-An unusable checkpoint, tokenizer or model exits with 2."""
+Models are not downloaded. Here, an unusable checkpoint, tokenizer or model exits with 2, too."""
 
 
 def main(argv: Sequence[str]) -> int:

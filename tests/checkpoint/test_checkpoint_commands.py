@@ -79,6 +79,9 @@ def test_prune_keeps_the_newest_checkpoint_and_the_newest_intact_one(run: Path, 
     before = checkpoints(run)
     status, out, _ = run_main(capsys, "prune", run, "--keep", 1, "--dry-run")
     assert (status, out[-1]) == (0, "1 checkpoints would remain")
+    checkpoint = run / "checkpoints" / "step-6"
+    said = f"error: command line: {checkpoint} is a checkpoint; prune needs a run folder\n"
+    assert run_main(capsys, "prune", checkpoint, "--keep", 1) == (2, [], said)
     assert checkpoints(run) == before
     flip(run / "checkpoints" / "step-6" / "__0_0.distcp")  # The manifest itself stays intact.
     status, out, _ = run_main(capsys, "prune", run, "--keep", 1)

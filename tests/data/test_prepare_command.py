@@ -76,6 +76,7 @@ def test_the_number_of_workers_does_not_change_the_output(run: Run, tmp_path: Pa
         (["--outputs", "x"], 2, "command line: unknown argument --outputs; did you mean --output?"),
         (["--verify"], 2, "command line: unknown argument --verify"),
         (["--corpus", "nowhere"], 2, "command line: --corpus nowhere does not exist"),
+        (["--corpus", ""], 2, 'command line: --corpus "" does not exist'),
         (["--data.corpus", "nowhere"], 2, 'data.corpus = "nowhere" is neither'),
         (["--data.corpus", "copy"], 2, 'data.corpus = "copy" is synthetic: there is nothing to prepare'),
         (["--config", "nowhere"], 2, "nowhere: no such file"),

@@ -143,6 +143,7 @@ def test_an_existing_folder_is_not_overwritten(run: Path, capsys: pytest.Capture
     output.mkdir()
     assert run_main("export", checkpoint, output) == 0
     before = {path: path.stat().st_mtime_ns for path in output.iterdir()}
+    capsys.readouterr()  # Earlier tests may have sent the log to stderr.
     assert run_main("export", checkpoint, output) == 2
     assert capsys.readouterr().err == f"error: {output} exists already\n"
     assert {path: path.stat().st_mtime_ns for path in output.iterdir()} == before

@@ -147,7 +147,7 @@ def test_problems_of_file_command_line_and_environment_are_reported_together() -
     config, cluster, problems = load_and_validate(["--config", "nowhere", "--training.steps", "0"], {"NGPU": "x"})
     assert (config, cluster, len(problems)) == (Recipe(), None, 3)
     assert format_problems(problems, ["--config", "nowhere"], cluster).endswith(
-        "nothing was started: 3 problems in nowhere\n"
+        "nothing was started: 3 problems with nowhere\n"
     )
 
 
@@ -191,6 +191,14 @@ def test_a_wrong_configuration_exits_with_2_and_no_traceback(launch: Launch, fla
     assert "Traceback" not in done.stderr
 
 
+def test_torchtitans_config_file_variable_is_refused(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CONFIG_FILE", "theirs.toml")
+    done = launch("--check")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "error: CONFIG_FILE, a variable of torchtitan, is not read: use --config" in done.stderr
+    assert launch("--check", "--config", "debug").returncode == 0
+
+
 def test_only_the_first_srun_task_reports_problems(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     monkeypatch.setenv("SLURM_NTASKS", "3")
@@ -208,9 +216,10 @@ def test_help_ignores_other_arguments(launch: Launch) -> None:
 
 
 def test_plan_rejects_a_wrong_configuration(launch: Launch) -> None:
-    done = launch("--plan", "--zebra")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "--zebra" in done.stderr
+    for words in (["--zebra"], ["--plan.device", "zebra"]):
+        done = launch("--plan", *words)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "zebra" in done.stderr
 
 
 # ---- exit codes of workers

@@ -69,6 +69,19 @@ def test_only_matrices_have_weight_decay() -> None:
     assert torch.equal(model.norm.detach(), before["norm"])
 
 
+def test_gradients_of_other_strides_update_alike() -> None:
+    models = [Model(), Model()]
+    for model, strided in zip(models, (False, True), strict=True):
+        optimizer = Optimizer([model], OptimizerSection())
+        give_gradients(model, 1)
+        for parameter in model.parameters():
+            if strided and parameter.grad is not None and parameter.ndim > 1:
+                parameter.grad = parameter.grad.T.contiguous().T
+        optimizer.step(0.1)
+    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_step_with_a_non_finite_gradient_changes_nothing(bad: float) -> None:
     model = Model()

@@ -28,6 +28,11 @@ def test_a_run_that_fits_exits_with_0(capsys: pytest.CaptureFixture[str]) -> Non
         assert part in said
 
 
+def test_a_recipe_is_planned_for_its_largest_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config", "stages_debug", "--device", "h100-80gb"]) == 0
+    assert capsys.readouterr().out.startswith("stages_debug on 2 x h100-80gb")
+
+
 def test_a_run_that_does_not_fit_exits_with_3_and_suggests_changes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config", "llama3_8b_1m_8gpu", "--device", "a100-40gb", "--memory.offload", "none"]) == 3
     said = capsys.readouterr().out
@@ -47,6 +52,11 @@ def test_a_run_that_does_not_fit_exits_with_3_and_suggests_changes(capsys: pytes
             ["search", "--gpus", "0"],
             "error: command line: --gpus/--world-size 0 must be an integer, at least 1, optionally with",
         ),
+        (
+            ["--seq-len", "1"],
+            "error: command line: --seq-len 1 must be an integer, at least 2, at most 2,147,483,647, optionally",
+        ),
+        (["--html", "/"], "error: command line: --html / cannot be written: a folder"),
         (["--network", "fast"], "error: command line: --network fast must be a finite number, above 0"),
         (["--gpus", "8", "--nodes", "4"], "error: --world-size, --gpus and --nodes must give the same number"),
         (["search", "--gpus", "8", "--longest", "--fewest"], "error: --longest, --fewest: only one of them"),

@@ -174,7 +174,7 @@ def test_one_rank_per_node_reports_the_problems_of_its_node(
 def test_a_closed_terminal_stops_the_run_unless_nohup(whole: Path, tmp_path: Path, *, ignored: bool) -> None:
     folder = tmp_path / "run"
     command = [sys.executable, "-P", "-m", "trainer.launch", *arguments(whole / "run.toml", folder, *LONG)]
-    environment = os.environ | {"NGPU": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"NGPU": "2" if ignored else "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     ignore = (lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) if ignored else None
     with folder.with_suffix(".log").open("w") as log:
         process = subprocess.Popen(

@@ -63,9 +63,6 @@ def build_parser() -> CommandParser:
     return parser
 
 
-# ---- commands
-
-
 def list_checkpoints(args: Namespace) -> None:
     rows = [("step", "saved", "size", "ranks", "", "")]
     for step, folder in select_checkpoints(args.folder):
@@ -91,6 +88,8 @@ def verify(args: Namespace) -> int:
 def prune(args: Namespace) -> None:
     run_dir = RunDir(args.folder)
     committed = valid_checkpoints(select_checkpoints(args.folder))
+    if not run_dir.checkpoints_dir.is_dir():
+        raise ConfigError([f"command line: {args.folder} is a checkpoint; prune needs a run folder"])
     newest_verified = next(
         (checkpoint for _, checkpoint in reversed(committed) if not [*find_file_damage(checkpoint)]), None
     )
@@ -115,9 +114,6 @@ def export(args: Namespace) -> None:
     manifest.read_intact(checkpoint, check_hashes=True)
     num_bytes = export_weights(checkpoint, args.output)
     print_lines(f"{args.output}: weights of {checkpoint}, {manifest.format_bytes(num_bytes)}")
-
-
-# ---- shared by the commands
 
 
 def select_checkpoints(folder: Path) -> list[tuple[int, Path]]:

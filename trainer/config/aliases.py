@@ -1,8 +1,9 @@
-"""Keys and flags of other trainers, and ours: for "did you mean" messages and the table of docs/from_torchtitan.md."""
+"""Keys and flags of other trainers and ours (and how a value differs): for messages and docs/from_torchtitan.md."""
 
 from __future__ import annotations
 
-NO_LOGGER = "no equivalent: metrics go to TensorBoard and metrics.jsonl"
+NO_EQUIVALENT = "no equivalent: "
+NO_LOGGER = f"{NO_EQUIVALENT}metrics go to TensorBoard and metrics.jsonl"
 
 TORCHTITAN = {
     "job.dump_folder": "job.output_dir",
@@ -10,10 +11,10 @@ TORCHTITAN = {
     "model.flavor": "model.size",
     "model.hf_assets_path": "tokenizer.path",
     "model.tokenizer_path": "tokenizer.path",
-    "optimizer.implementation": "optimizer.name",
+    "optimizer.implementation": f"{NO_EQUIVALENT}AdamW always runs fused",
     "lr_scheduler.warmup_steps": "schedule.warmup_steps",
     "lr_scheduler.decay_type": "schedule.kind",
-    "lr_scheduler.decay_ratio": "schedule.decay_steps",
+    "lr_scheduler.decay_ratio": "schedule.decay_steps (a number of steps)",
     "lr_scheduler.min_lr_factor": "schedule.min_lr_factor",
     "training.dataset": "data.corpus",
     "training.dataset_path": "data.corpus",
@@ -24,15 +25,15 @@ TORCHTITAN = {
     "training.mixed_precision_param": "training.dtype",
     "training.mixed_precision_reduce": "training.reduce_dtype",
     "training.gc_freq": "training.gc_interval",
-    "training.enable_cpu_offload": "memory.optimizer_placement",
+    "training.enable_cpu_offload": "memory.optimizer_placement (device or host)",
     "debug.seed": "training.seed",
     "debug.deterministic": "training.deterministic",
     "compile.enable": "training.compile",
     "parallelism.data_parallel_replicate_degree": "parallelism.dp_replicate",
     "parallelism.data_parallel_shard_degree": "parallelism.dp_shard",
-    "parallelism.fsdp_reshard_after_forward": "parallelism.reshard_after_forward",
+    "parallelism.fsdp_reshard_after_forward": "parallelism.reshard_after_forward (true or false)",
     "parallelism.tensor_parallel_degree": "parallelism.tp",
-    "parallelism.disable_loss_parallel": "parallelism.loss_parallel",
+    "parallelism.disable_loss_parallel": "parallelism.loss_parallel (the opposite)",
     "parallelism.enable_async_tensor_parallel": "parallelism.async_tp",
     "parallelism.context_parallel_degree": "parallelism.cp",
     "parallelism.context_parallel_rotate_method": "parallelism.cp_method",
@@ -42,16 +43,19 @@ TORCHTITAN = {
     "parallelism.pipeline_parallel_microbatch_size": "training.micro_batch_size",
     "parallelism.module_fqns_per_model_part": "parallelism.pp_layers",
     "activation_checkpoint.mode": "memory.recompute",
+    "activation_checkpoint.selective_ac_option": "memory.recompute",
     "checkpoint.enable": "checkpoint.enabled",
     "checkpoint.keep_latest_k": "checkpoint.keep",
-    "checkpoint.async_mode": "checkpoint.async",
+    "checkpoint.async_mode": "checkpoint.async (true or false)",
+    "checkpoint.initial_load_in_hf": "checkpoint.initial_load_path (hf:FOLDER)",
     "metrics.log_freq": "metrics.log_interval",
     "metrics.enable_tensorboard": "metrics.tensorboard",
     "metrics.enable_wandb": NO_LOGGER,
+    "profiling.enable_profiling": "profiler.trace_step",
     "profiling.profile_freq": "profiler.trace_step",
     "profiling.enable_memory_snapshot": "profiler.memory_step",
-    "comm.init_timeout_seconds": "distributed.start_timeout_minutes",
-    "comm.train_timeout_seconds": "distributed.timeout_minutes",
+    "comm.init_timeout_seconds": "distributed.start_timeout_minutes (minutes)",
+    "comm.train_timeout_seconds": "distributed.timeout_minutes (minutes)",
     "validation.freq": "validation.interval",
 }
 MEGATRON = {
@@ -86,7 +90,7 @@ MEGATRON = {
 }
 HUGGING_FACE = {
     "per_device_train_batch_size": "training.micro_batch_size",
-    "gradient_accumulation_steps": "training.global_batch_size",
+    "gradient_accumulation_steps": "training.global_batch_size (sequences per step)",
     "max_steps": "training.steps",
     "max_seq_length": "training.seq_len",
     "learning_rate": "optimizer.lr",
@@ -120,4 +124,4 @@ def suggest(name: str) -> str | None:
     """The message for another trainer's key, written with or without its section."""
     name = _normalize(name)
     key = _BY_NAME.get(name) or _BY_KEY.get(name.rpartition(".")[2])
-    return key if key is None or key == NO_LOGGER else f"did you mean {key}?"
+    return key if key is None or key.startswith(NO_EQUIVALENT) else f"did you mean {key}?"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
 
 from parallelisms.parallel_dims import ContextPlan
@@ -58,6 +59,11 @@ class Config(Section):
     def training_stages(self) -> tuple[TrainingStage, ...]:
         """The stages of the run, in order. The configuration must have no problems."""
         return (TrainingStage(self, total_steps=self.training.steps),)
+
+    @property
+    def stated_world_size(self) -> int:
+        """The product of the stated mesh degrees, of the stage where it is largest."""
+        return max(prod(stage.config.parallelism.degrees(1).values()) for stage in self.training_stages)
 
     @property
     def output_dir(self) -> Path:

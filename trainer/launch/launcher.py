@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from math import prod
 from pathlib import Path
 
 from trainer.checkpoint.initial_checks import validate_initial_weights
@@ -138,14 +137,18 @@ def load_and_validate(
     """
     problems: list[str] = []
     config, world = Recipe(), None
+    if environment.get("CONFIG_FILE") and not any(arg.startswith("--config") for arg in argv):
+        problems.append("CONFIG_FILE, a variable of torchtitan, is not read: use --config")
     with collecting(problems):
         config = load(argv)
     with collecting(problems):
         if planning and not environment.get("NGPU"):
-            degrees = [stage.config.parallelism.degrees(1).values() for stage in config.training_stages[:1]]
-            world = LaunchWorld(nproc_per_node=prod(*degrees))
+            world = LaunchWorld(nproc_per_node=config.stated_world_size)
         else:
             world = detect_launch_world(environment, config, gpus=0 if environment.get("NGPU") else count_gpus())
+    with collecting(problems):
+        if config.plan.device is not None:
+            select_device(config)
     if problems:
         return config, None, problems
     if world is None or checks.stage_problems(config):
@@ -159,9 +162,6 @@ def load_and_validate(
     with collecting(problems):
         if not stages[0].config.model.problems():
             validate_initial_weights(stages[0].config)
-    with collecting(problems):
-        if config.plan.device is not None:
-            select_device(config)
     for each in () if problems else stages:
         with collecting(problems):
             _resolve_memory(each.config, world)
@@ -188,7 +188,7 @@ def format_problems(problems: Sequence[str], argv: Sequence[str], world: LaunchW
     for_world = f" for {world}" if world else ""
     prefix = f"[rank {world.rank}] " if world and world.rank else ""
     lines = [f"error: {prefix}{name_flags(problem, argv)}\n" for problem in problems]
-    return "".join([*lines, f"nothing was started: {pluralize(len(problems), 'problem')} in {name}{for_world}\n"])
+    return "".join([*lines, f"nothing was started: {pluralize(len(problems), 'problem')} with {name}{for_world}\n"])
 
 
 def format_resolved_config(config: Config, world: LaunchWorld) -> str:

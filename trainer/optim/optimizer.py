@@ -1,10 +1,10 @@
 """The optimizer over sharded parameters: gradient clipping over the whole mesh, and the skip of non-finite steps.
 
 A new optimizer changes this file, and `OptimizerSection` for its keys: `_new_state` creates a parameter's state,
-`_clip_and_step` clips the gradients, `_run_adamw` updates the weights. Predicted memory and step time count AdamW's two
+`_clip_and_step` clips the gradients and calls `_adamw`. Predicted memory and step time count AdamW's two
 moments: `trainer/memory/estimator.py` and `trainer/plan/memory_traffic.py`.
 
-Clipping and the update work on local shards. For lists of DTensors, torch would first work out a sharding in Python for
+Clipping and AdamW work on local shards. For lists of DTensors, torch would first work out a sharding in Python for
 every operation, on the host, while the device waits.
 """
 
@@ -102,7 +102,7 @@ class Optimizer:
             parameter.grad = None
 
     def _grad_norm(self) -> Tensor:
-        """The float64 norm of all gradients of the mesh; replicas count once."""
+        """The norm of all gradients of the mesh, squares summed in float64; replicas count once."""
         grads_by_replicas: defaultdict[int, list[Tensor]] = defaultdict(list)
         for parameter in self.parameters_by_name.values():
             if parameter.grad is not None:
@@ -120,9 +120,9 @@ def _new_state(parameter: nn.Parameter, moment_dtype: torch.dtype | None) -> dic
 
 
 def _local_with_grad(parameter: nn.Parameter) -> Tensor:
-    """The local shard of a parameter; its `grad` is that of the gradient."""
+    """The local shard of a parameter; its `grad` is that of the gradient. The fused kernel ignores strides."""
     weight = to_local(parameter.detach())
-    weight.grad = None if parameter.grad is None else to_local(parameter.grad)
+    weight.grad = None if parameter.grad is None else to_local(parameter.grad).contiguous()
     return weight
 
 
@@ -137,7 +137,7 @@ def _adamw_in_chunks(weights: list[Tensor], *states: list[Tensor], **options: An
     """`_adamw` for bfloat16 moments: runs the fused kernel on float32 copies, chunk by chunk, and rounds them."""
     for weight, exp_avg, exp_avg_sq, step in zip(weights, *states, strict=True):
         step_before = step.clone()
-        flat = (weight.view(-1), weight.grad.reshape(-1), exp_avg.view(-1), exp_avg_sq.view(-1))
+        flat = (weight.view(-1), weight.grad.view(-1), exp_avg.view(-1), exp_avg_sq.view(-1))
         for weight_chunk, grad_chunk, *moments in zip(*(x.split(OPTIMIZER_CHUNK_ELEMENTS) for x in flat), strict=True):
             first, second = ([moment.float()] for moment in moments)
             weight_chunk.grad = grad_chunk

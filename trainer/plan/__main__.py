@@ -11,7 +11,7 @@ import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from dataclasses import replace
-from math import prod
+from functools import partial
 from pathlib import Path
 from textwrap import fill
 
@@ -59,9 +59,6 @@ def main(argv: Sequence[str]) -> int:
     return run_command(remaining, parser, {"plan": plan, "search": search, "calibrate": calibrate}[command])
 
 
-# ---- commands
-
-
 def plan(options: Namespace, overrides: Sequence[str]) -> int:
     from trainer.plan.report import plan_report
     from trainer.plan.search import with_seq_len
@@ -71,7 +68,7 @@ def plan(options: Namespace, overrides: Sequence[str]) -> int:
         config = with_seq_len(require_single_stage(config, "--seq-len"), options.seq_len)
     device = selected_device(options, config)
     requested_size = requested_world_size(options, device)
-    world_size = requested_size or prod(config.training_stages[0].config.parallelism.degrees(1).values())
+    world_size = requested_size or config.stated_world_size
     if problems := checks.layout_problems(config, world_size):
         advice = f"the mesh does not match {world_size:,} devices: trainer.plan search --gpus {world_size} finds one"
         raise ConfigError([*problems, advice] if requested_size else problems)
@@ -91,8 +88,6 @@ def search(options: Namespace, overrides: Sequence[str]) -> int:
     world_size, shortage, file_tokens = requested_world_size(options, device), "", tokens_per_step(config)
     if options.seq_len:
         config = layouts.with_seq_len(config, options.seq_len)
-    if config.training.seq_len > MAX_SEQ_LEN:
-        raise ConfigError([f"--seq-len {config.training.seq_len} must be at most {MAX_SEQ_LEN}"])
     title = f"{config.job.name} with {config.training.seq_len:,} tokens per sequence"
     if options.fewest:
         world_size, result = layouts.fewest_devices(config, device)
@@ -127,9 +122,6 @@ def calibrate(options: Namespace, _: Sequence[str]) -> int:
     return EXIT_SUCCESS
 
 
-# ---- the command line
-
-
 def build_parser(command: str) -> CommandParser:
     prog = f"python -m trainer.plan {command}".removesuffix(" plan")
     overrides = "" if command == "calibrate" else OVERRIDES_HELP + EXAMPLES
@@ -148,7 +140,8 @@ def build_parser(command: str) -> CommandParser:
     world_size_help = "number of devices; default: the product of the mesh degrees"
     add("--gpus", "--world-size", dest="world_size", type=count, metavar="N", help=world_size_help)
     add("--nodes", type=count, metavar="N", help="number of whole nodes, instead of --gpus")
-    add("--seq-len", type=count, metavar="T", help="sequence length at equal tokens per step; 1M is 1,048,576")
+    seq_len_help = "sequence length at equal tokens per step; 1M is 1,048,576"
+    add("--seq-len", type=partial(count, minimum=2, maximum=MAX_SEQ_LEN), metavar="T", help=seq_len_help)
     add("--link", type=bandwidth, metavar="GB/S", help="bandwidth per device within a node")
     add("--network", type=bandwidth, metavar="GB/S", help="bandwidth per device between nodes")
     add("--html", type=writable_file, metavar="FILE", help="also write the report as an HTML page")
@@ -158,19 +151,22 @@ def build_parser(command: str) -> CommandParser:
     return parser
 
 
-def count(text: str) -> int:
-    """An argparse type: an integer of at least 1, also as 128K or 1M."""
+def count(text: str, *, minimum: int = 1, maximum: int = 1 << 62) -> int:
+    """An argparse type: an integer of at least `minimum`, also as 128K or 1M."""
     match = re.fullmatch(r"0*([1-9]\d*)([KM]?)", text)
-    if match is None:
-        raise ArgumentTypeError(f"{text} must be an integer, at least 1, optionally with suffix K or M")
-    return int(match[1]) << {"": 0, "K": 10, "M": 20}[match[2]]
+    value = int(match[1]) << {"": 0, "K": 10, "M": 20}[match[2]] if match else 0
+    if not minimum <= value <= maximum:
+        limits = f"at least {minimum}" + f", at most {maximum:,}" * (maximum == MAX_SEQ_LEN)
+        raise ArgumentTypeError(f"{text} must be an integer, {limits}, optionally with suffix K or M")
+    return value
 
 
 def writable_file(text: str) -> Path:
     """An argparse type: a file in an existing folder."""
     file = Path(text)
-    if not file.parent.is_dir():
-        raise ArgumentTypeError(f"{file} cannot be written: {file.parent} is not a folder")
+    if file.is_dir() or not file.parent.is_dir():
+        reason = "a folder" if file.is_dir() else f"{file.parent} is not a folder"
+        raise ArgumentTypeError(f"{file} cannot be written: {reason}")
     return file
 
 

@@ -67,12 +67,11 @@ def search_report(result: SearchResult, question: str, device: DeviceSpec, *, no
         facts=_facts(RunPlan((best,)), best) if best else [],
         sections=sections,
         notes=[*plan_notes, *notes, f"{result.num_plans:,} plans evaluated"],
-        toml="\n\n".join(map(_layout_toml, result.best)),
+        toml="\n\n".join(
+            f"# {describe_layout(plan)}: {_seconds(plan.step_seconds)} per step\n{layout_toml(plan.config)}"
+            for plan in result.best
+        ),
     )
-
-
-def _layout_toml(plan: TrainingPlan) -> str:
-    return f"# {describe_layout(plan)}: {_seconds(plan.step_seconds)} per step\n{layout_toml(plan.config)}"
 
 
 def _plan_sections(plan: TrainingPlan) -> list[BarChart | Table | LineChart]:
@@ -232,7 +231,7 @@ def _search_row(plan: TrainingPlan, best: TrainingPlan) -> Sequence[str]:
 def _suggestion_text(suggestion: Suggestion) -> str:
     gain = [f"frees {format_gib(suggestion.freed_bytes)} GiB"] * (suggestion.freed_bytes > 0)
     gain += [f"saves {_seconds(suggestion.saved_seconds)} per step"] * (suggestion.saved_seconds > 0)
-    return f"{suggestion.text}: {' and '.join(gain) or 'uses less'}; the plan then {'fits' if suggestion.plan.fits else 'still does not fit'}"
+    return f"{suggestion.text}: {' and '.join(gain) or 'uses less'}{'' if suggestion.plan.fits else '; the plan still does not fit'}"
 
 
 def _devices_text(plan: TrainingPlan) -> str:

@@ -106,9 +106,6 @@ def cancel(options: Namespace, overrides: Sequence[str]) -> None:
         print_lines(f"{run_dir} has no job that is queued or running")
 
 
-# ---- shared by commands
-
-
 def find_run_dir(options: Namespace, overrides: Sequence[str]) -> Path:
     """The run folder, given directly or by a configuration. Raises `ConfigError`."""
     if not options.run_dir and not overrides:

@@ -70,8 +70,8 @@ def selected_specs(config: Recipe, corpus: str | None = None) -> dict[str, Corpu
     """
     problems, specs = [*checks.tokenizer_problems(config.tokenizer)], dict[str, CorpusSpec]()
     if corpus is not None:
-        if not corpus.startswith(HF_PREFIX) and corpus != STDLIB_CORPUS and not Path(corpus).exists():
-            problems.append(f"command line: --corpus {corpus} does not exist")
+        if not corpus or not (corpus.startswith(HF_PREFIX) or corpus == STDLIB_CORPUS or Path(corpus).exists()):
+            problems.append(f"command line: --corpus {corpus or chr(34) * 2} does not exist")
         specs = {Path(corpus).name: replace(corpus_spec(config.data, DEFAULT_SOURCE), corpus=corpus)}
     elif not (problems := problems + checks.stage_problems(config)):
         for data in (stage.config.data for stage in config.training_stages):
