@@ -169,7 +169,15 @@ def _peak(connection: Connection, given: CorpusSpec) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("kind", "mib"), [("txt", 90), ("txt.gz", 90), ("jsonl", 350), ("parquet", 90)])
+@pytest.mark.parametrize(
+    ("kind", "mib"),
+    [
+        ("txt", 90),
+        pytest.param("txt.gz", 90, marks=pytest.mark.slow),
+        pytest.param("jsonl", 350, marks=pytest.mark.slow),
+        ("parquet", 90),
+    ],
+)
 @pytest.mark.usefixtures("shared_server")
 def test_memory_is_bounded_by_the_longest_line_not_the_file(kind: str, mib: int, tmp_path: Path) -> None:
     size = 50_000_000

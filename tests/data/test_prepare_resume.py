@@ -224,7 +224,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")
 
 
 @pytest.mark.ranks
-@settings(max_examples=40, derandomize=True, deadline=None)
+@settings(max_examples=25, derandomize=True, deadline=None)
 @given(
     originals=st.lists(TEXT, min_size=1, max_size=12),
     lines=st.booleans(),

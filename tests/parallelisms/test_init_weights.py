@@ -50,7 +50,13 @@ cached_weights = cache(single_process_weights)
 @pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
 @pytest.mark.parametrize(
     "sizes",
-    [{}, {"dp_shard": 2}, {"dp_shard": 3}, {"dp_shard": 4}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_replicate": 2}],
+    [
+        {},
+        {"dp_shard": 3},
+        {"dp_replicate": 2, "dp_shard": 2},
+        *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in ({"dp_shard": 2}, {"dp_shard": 4})),
+        pytest.param({"dp_replicate": 2}, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_seed_gives_bitwise_equal_weights_on_every_mesh(sizes: dict[str, int], config: ModelConfig) -> None:

@@ -258,7 +258,7 @@ def test_uneven_stages_equal_one_process(plan: PipelinePlan) -> None:
     require_equal(Case(plan))
 
 
-@pytest.mark.parametrize("policy", ["full", "keep_attention"])
+@pytest.mark.parametrize("policy", ["full", pytest.param("keep_attention", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("plan", [PLANS[0], PLANS[2]], ids=lambda plan: plan.schedule)
 def test_recomputation_in_stages_equals_one_process(
     plan: PipelinePlan, policy: activation_checkpoint.RecomputePolicy
@@ -266,7 +266,9 @@ def test_recomputation_in_stages_equals_one_process(
     require_equal(Case(replace(plan, recompute=policy), policy=policy))
 
 
-@pytest.mark.parametrize("plan", [PLANS[0], PLANS[2]], ids=lambda plan: plan.schedule)
+@pytest.mark.parametrize(
+    "plan", [pytest.param(PLANS[0], marks=pytest.mark.slow), PLANS[2]], ids=lambda plan: plan.schedule
+)
 def test_offload_and_tiling_in_stages_equal_one_process(plan: PipelinePlan) -> None:
     policy: activation_checkpoint.RecomputePolicy = "keep_attention"
     require_equal(

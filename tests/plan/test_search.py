@@ -50,7 +50,7 @@ def exhaustive_optimum(config: Recipe, ranks: int, device: DeviceSpec) -> float:
     return best
 
 
-@pytest.mark.parametrize("gib", [79, pytest.param(60, marks=pytest.mark.slow), 44])
+@pytest.mark.parametrize("gib", [*(pytest.param(gib, marks=pytest.mark.slow) for gib in (79, 60)), 44])
 def test_search_finds_the_exhaustive_optimum(gib: int) -> None:
     device = replace(H100, memory=gib * GIB)
     config = configured("--training.seq_len", "32768", "--training.global_batch_size", "4")

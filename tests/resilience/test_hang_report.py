@@ -125,6 +125,7 @@ def test_a_launch_that_did_not_hang_has_no_suspects(tmp_path: Path) -> None:
     assert summarize_hang(tmp_path, 2) == []
 
 
+@pytest.mark.slow
 def test_a_sigstopped_rank_is_the_suspect(tmp_path: Path) -> None:
     stopped, waiting = hang(tmp_path, 0), hang(tmp_path, 1)
     while not (tmp_path / "rank-0.txt").exists():

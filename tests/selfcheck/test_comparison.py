@@ -127,7 +127,7 @@ def test_configuration_errors_are_reported_as_by_the_launcher(
     assert printed.out == ""
     assert printed.err.startswith("error: ")
     assert problem in printed.err
-    assert printed.err.endswith(f" in train_configs/debug.toml{world}\n")
+    assert printed.err.endswith(f" with train_configs/debug.toml{world}\n")
 
 
 def test_help_has_the_options(capsys: pytest.CaptureFixture[str]) -> None:

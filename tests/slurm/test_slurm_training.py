@@ -14,7 +14,7 @@ from tests.slurm.job import Job
 from tests.system.runs import command_of, digests, forked, metrics, write_run
 
 pytestmark = pytest.mark.slurm
-STEPS = 60  # of 20 to 500 ms each, so that faults come before the end
+STEPS = 44  # of 20 to 500 ms each, so that faults come before the end
 LONG = 600
 OPTIONS = ("--checkpoint.interval", "4", "--parallelism.cp", "2", "--training.global_batch_size", "4")
 SETUP = '\n[slurm]\nsetup = ["export GLOO_SOCKET_IFNAME=eth0"]\n'

@@ -404,7 +404,7 @@ def test_a_checkpoint_resumes_on_another_mesh(runs: Runs, tmp_path: Path, before
     assert metrics(folder, "loss")[:2] == metrics(runs(before), "loss")[:2]
 
 
-QUICK = ("dp_shard 2 x cp 2 ulysses", "pp 2 Interleaved1F1B, optimizer on the host")
+QUICK = ("dp_replicate 2, one input per two blocks", "pp 2 Interleaved1F1B, optimizer on the host")
 
 
 @pytest.mark.parametrize(

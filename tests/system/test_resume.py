@@ -37,7 +37,7 @@ EXACT = ("step", "tokens", "loss", "grad_norm", "lr")
 @pytest.mark.parametrize(
     ("processes", "batch_size", "options"),
     [
-        (1, 24, ()),
+        pytest.param(1, 24, (), marks=pytest.mark.slow),
         pytest.param(2, 24, ("--memory.recompute", "full"), marks=pytest.mark.slow),
         pytest.param(4, 12, ("--training.deterministic", "true"), marks=pytest.mark.slow),
         pytest.param(4, 12, (*REPLICAS, "--model.tie_embeddings", "true"), marks=pytest.mark.slow),
