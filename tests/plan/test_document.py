@@ -7,6 +7,7 @@ from math import inf, nan
 import pytest
 
 from tests.plan.sample_documents import MEMORY, SEARCH, TIME, stages
+from trainer.metrics.loggers import format_tokens
 from trainer.plan.document import (
     BarChart,
     LineChart,
@@ -14,7 +15,6 @@ from trainer.plan.document import (
     bars_to_table,
     decimal_places,
     format_number,
-    format_tokens,
     format_y,
     is_numeric,
 )

@@ -13,6 +13,8 @@ from trainer.checkpoint.manifest import format_bytes
 from trainer.config.job_config import Config
 from trainer.hardware.host import GIB
 
+KIBI = 1 << 10
+
 log = logging.getLogger(__name__)
 
 Record = dict[str, Any]
@@ -188,6 +190,14 @@ def format_losses(losses: list[float | None]) -> str:
     if len(losses) > 8 and finite_losses:
         return f"{min(finite_losses):.2f} to {max(finite_losses):.2f}"
     return " ".join(format_or_dash(loss, ".2f") for loss in losses)
+
+
+def format_tokens(value: float) -> str:
+    """Multiples of 1024 in K or M (8192 is 8K, 1572864 is 1.5M), other numbers in full."""
+    if value < KIBI or value % KIBI:
+        return f"{value:,.10g}"
+    is_mega = value >= KIBI**2 and value % (KIBI**2 / 8) == 0
+    return f"{value / KIBI**2:,g}M" if is_mega else f"{value / KIBI:,.10g}K"
 
 
 def format_duration(seconds: float) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 from models.batch import IGNORE_INDEX, Batch
 from parallelisms.collectives import all_reduce, all_reduce_max
 from parallelisms.mesh import Mesh
+from trainer.metrics.loggers import format_tokens
 
 Vector = TypeVar("Vector", Tensor, list[float])
 
@@ -107,9 +108,5 @@ def finite_or_none(value: float | None) -> float | None:
 
 def position_bucket_names() -> list[str]:
     """`0-256`, `256-1K`, ..., `1M-`."""
-    edges = ["0", *(_format_count(edge) for edge in POSITION_EDGES), ""]
+    edges = ["0", *(format_tokens(edge) for edge in POSITION_EDGES), ""]
     return [f"{low}-{high}" for low, high in pairwise(edges)]
-
-
-def _format_count(number: int) -> str:
-    return f"{number >> 20}M" if number >> 20 else f"{number >> 10}K" if number >> 10 else str(number)

@@ -9,9 +9,9 @@ from itertools import zip_longest
 from math import floor, isfinite, log10
 
 from trainer.hardware.host import GIB
+from trainer.metrics.loggers import format_tokens
 
 NUMBER_PATTERN = re.compile(r"[<>~+-]*\s*\d")
-KIBI = 1 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,14 +126,6 @@ def format_number(value: float, decimals: int) -> str:
 
 def format_gib(size: float) -> str:
     return f"{size / GIB:,.1f}" if size < 1000 * GIB else f"{size / GIB:,.0f}"
-
-
-def format_tokens(value: float) -> str:
-    """Multiples of 1024 in K or M (8192 is 8K, 1572864 is 1.5M), other numbers in full."""
-    if value < KIBI or value % KIBI:
-        return f"{value:,.10g}"
-    is_mega = value >= KIBI**2 and value % (KIBI**2 / 8) == 0
-    return f"{value / KIBI**2:,g}M" if is_mega else f"{value / KIBI:,.10g}K"
 
 
 def is_numeric(cells: Iterable[str]) -> bool:

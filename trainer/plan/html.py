@@ -10,6 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
+from trainer.metrics.loggers import format_tokens
 from trainer.plan.document import (
     BarChart,
     LineChart,
@@ -17,7 +18,6 @@ from trainer.plan.document import (
     Table,
     bars_to_table,
     format_number,
-    format_tokens,
     format_y,
     is_numeric,
     lines_to_table,

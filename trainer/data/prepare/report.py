@@ -12,7 +12,7 @@ from rich.text import Text
 from trainer.data.token_dataset import TokenDataset
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import DataError
-from trainer.plan.document import format_tokens
+from trainer.metrics.loggers import format_tokens
 
 LENGTH_BINS = (0, *(1 << power for power in (8, 10, 12, 14, 16, 18, 20)))
 SAMPLE_TOKENS = 64
