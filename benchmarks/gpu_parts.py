@@ -26,7 +26,7 @@ from models.kernels import ScoreBlock, ScoreBlocks
 from models.loss_head import LossHead
 from parallelisms.collectives import to_local
 from parallelisms.context import ring
-from parallelisms.context.attention_plan import RankAttentionPlan
+from parallelisms.context.attention_plan import RankAttentionPlan, permutation
 from parallelisms.context.shard_layout import SeqLayout
 from tests.build_datasets import build_train_dataset
 from trainer.distributed import process_group
@@ -187,7 +187,7 @@ def ring_job(bench: Bench, kernel: str, tokens: int, ranks: int = 4) -> tuple[Ca
     work = ScoreBlocks([ScoreBlock(0, tokens, 0, tokens)], causal=True)
     layout = SeqLayout("headtail", ranks, (0, tokens))
     shares = [RankAttentionPlan((layout,), rank) for rank in range(ranks)]
-    order = layout.permutation().to(bench.device)
+    order = permutation(layout).to(bench.device)
     back = order.argsort()
     parts = list(zip(*(x[order].chunk(ranks) for x in (grad, q, k, v)), strict=True))
 

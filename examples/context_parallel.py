@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from parallelisms.context.context_parallel import ContextParallel
+from parallelisms.parallel_dims import ContextPlan
 
 
 def main() -> None:
@@ -29,7 +30,7 @@ def main() -> None:
     torch.manual_seed(0)  # The same on all ranks.
     q, k, v = (torch.randn(2, 4096, heads, 64, requires_grad=True) for heads in (8, 4, 4))
 
-    cp = ContextParallel(mesh, method=arguments.rotation, heads=8, kv_heads=4)
+    cp = ContextParallel(mesh, ContextPlan(cp=mesh.size(), method=arguments.rotation, heads=8, kv_heads=4))
     attention = torch.compile(cp, fullgraph=True) if arguments.compile else cp
     shards = [cp.shard(x) for x in (q, k, v)]  # [2, 4096 / ranks, heads, 64]: differentiable, like any indexing
     out = attention(*shards)

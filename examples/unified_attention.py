@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from models import attention_op
 from parallelisms.context.context_parallel import ContextParallel
+from parallelisms.parallel_dims import ContextPlan
 
 TOKENS, WIDTH, HEADS = 1024, 64, 8
 BOUNDARIES = torch.tensor([[0, 100, 101, 700, TOKENS]], dtype=torch.int32)  # Any document lengths.
@@ -65,7 +66,10 @@ def main() -> None:
     distributed.init_process_group("gloo")
     ranks = distributed.get_world_size()
     mesh = init_device_mesh("cpu", (ranks // arguments.ulysses, arguments.ulysses))
-    cp = ContextParallel(mesh, outer_method="ring", heads=HEADS, kv_heads=HEADS)
+    plan = ContextPlan(
+        cp=ranks, method="hybrid", cp_ulysses=arguments.ulysses, outer_method="ring", heads=HEADS, kv_heads=HEADS
+    )
+    cp = ContextParallel(mesh, plan)
 
     torch.manual_seed(0)  # The same on all ranks.
     sequence = torch.randint(256, (1, TOKENS + 1))

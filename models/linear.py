@@ -40,7 +40,7 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """Token embedding; a vocabulary shard gives zeros for the tokens of other shards."""
+    """Token embedding; a vocabulary shard gives zeros for the tokens of other shards, and NaN for those of none."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
         super().__init__(num_embeddings, embedding_dim)
@@ -54,4 +54,6 @@ class Embedding(nn.Embedding):
             return F.embedding(input, weight_VE)
         index_BS = input - self.vocab_start_index
         is_local_BS = (index_BS >= 0) & (index_BS < weight_VE.shape[0])
-        return F.embedding(index_BS.where(is_local_BS, 0), weight_VE) * is_local_BS.unsqueeze(-1)
+        is_token_BS = (input >= 0) & (input < self.num_embeddings)
+        scale_BS = is_local_BS.to(weight_VE.dtype).where(is_token_BS, torch.nan)
+        return F.embedding(index_BS.where(is_local_BS, 0), weight_VE) * scale_BS.unsqueeze(-1)

@@ -24,6 +24,8 @@ class VocabShard:
 
     vocab_start_index: int = 0
     """Token id of the projection's first row."""
+    num_shards: int = 1
+    """Shards of equal size."""
     all_reduce_max: Callable[[Tensor], Tensor] = identity
     """Elementwise maximum over the shards."""
     all_reduce_sum: Callable[[Tensor], Tensor] = identity
@@ -46,6 +48,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     assumes that every target has weight 1 in the final loss; the backward pass scales by the actual weight. That weight
     must be equal for all targets (in training, 1 / their global number). If it is not, every gradient becomes NaN,
     because a wrong gradient would go unnoticed.
+
+    The loss of a label outside the vocabulary is NaN, and so are the gradients of its chunk.
 
     `correct_BS`, if given, is set to 1 where the target is the argmax of the logits (the lowest token id of a tie).
     """
@@ -84,6 +88,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             sum_exp_C1, target_logit_C1 = vocab_shard.all_reduce_sum(
                 torch.stack((grad_CV.sum(-1, keepdim=True), target_logit_C1))
             ).unbind()
+            is_token_C1 = (labels_C1 >= 0) & (labels_C1 < vocab_shard.num_shards * weight_VE.shape[0])
+            sum_exp_C1 = sum_exp_C1.where(is_token_C1 | ~is_target_C1, torch.nan)
             losses_R[token_slice] = ((sum_exp_C1.log() + max_logit_C1 - target_logit_C1) * is_target_C1).squeeze(-1)
             if grad_x_RE is None or grad_weight_VE is None:
                 del logits_CV, grad_CV

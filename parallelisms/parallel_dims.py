@@ -81,6 +81,11 @@ class ContextPlan:
         return max(1, self.cp // self.ulysses_degree)
 
     @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """The context-parallel mesh: one dimension or, for `hybrid`, two: ring, then Ulysses."""
+        return (self.ring_degree, self.ulysses_degree) if self.resolved_method == "hybrid" else (self.cp,)
+
+    @property
     def rotate_method(self) -> RotateMethod | None:
         """How KV reaches the other `ring_degree` ranks; None for "ulysses"."""
         if self.resolved_method == "hybrid":

@@ -35,11 +35,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from models.config import ModelConfig
 from models.linear import Embedding, Linear
 from models.loss_head import LossHead, VocabShard
 from models.norm import RMSNorm
 from models.transformer import SequenceParallelComm, Transformer
 from parallelisms import collectives
+from parallelisms.parallel_dims import tensor_parallel_problems
 
 ParallelStyle = Literal["replicate", "replicate_heads", "colwise", "rowwise", "vocab"]
 
@@ -63,31 +65,39 @@ KV_PROJECTIONS = ("attention.k_proj", "attention.v_proj")
 def apply(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, loss_parallel: bool) -> None:
     """Shards the model over a 1-D mesh, in place; its parameters may be on the meta device.
 
-    Every rank returns the losses of all tokens. `parallel_dims.tensor_parallel_problems` has the divisibility rules.
+    Every rank returns the losses of all tokens. Raises ValueError for the problems that
+    `parallel_dims.tensor_parallel_problems` finds.
     """
     if mesh.size() == 1:
         return
+    config = model.config
+    _require_divisible(config, mesh.size(), replicate_vocab=config.tie_embeddings and not loss_parallel)
     parallelizer = TensorParallelizer(mesh, sequence_parallel=sequence_parallel)
-    kv_heads = model.config.num_kv_heads
-    replicated_projections = KV_PROJECTIONS if kv_heads < mesh.size() else ()
+    replicated_projections = KV_PROJECTIONS if config.num_kv_heads < mesh.size() else ()
     for block in model.transformer_blocks():
         for name, style in BLOCK_PLAN.items():
-            if style == "replicate_heads" and not model.config.qk_norm:
+            if style == "replicate_heads" and not config.qk_norm:
                 continue
             module, is_replicated = cast(Any, block.get_submodule(name)), name in replicated_projections
             parallelizer.distribute_weight(module, "replicate" if is_replicated else style)
             if is_replicated:
-                parallelizer.select_kv_head(module, kv_heads)
+                parallelizer.select_kv_head(module, config.num_kv_heads)
         block.sp_comm = parallelizer.sequence_parallel_comm()
         for name in COLWISE_ROWWISE_PAIRS:
             parallelizer.add_region_hooks(block.get_submodule(name))
     replicate_vocab = not loss_parallel
     if model.embed is not None:
-        parallelizer.parallelize_embedding(model.embed, replicate=replicate_vocab and model.config.tie_embeddings)
+        parallelizer.parallelize_embedding(model.embed, replicate=replicate_vocab and config.tie_embeddings)
     if model.head is not None:
         parallelizer.parallelize_head(model.head, replicate=replicate_vocab)
-    if model.embed is not None and model.head is not None and model.config.tie_embeddings:
+    if model.embed is not None and model.head is not None and config.tie_embeddings:
         model.head.proj.weight = model.embed.weight
+
+
+def _require_divisible(config: ModelConfig, tp: int, *, replicate_vocab: bool) -> None:
+    sizes = {"heads": config.num_heads, "kv_heads": config.num_kv_heads, "ffn_dim": config.ffn_dim}
+    if problems := tensor_parallel_problems(tp, **sizes, vocab_size=config.vocab_size, replicate_vocab=replicate_vocab):
+        raise ValueError("; ".join(problems))
 
 
 def enable_async_tp(mesh: DeviceMesh) -> None:
@@ -159,6 +169,7 @@ class TensorParallelizer:
             module.norm.register_forward_hook(lambda _, __, x_BSE: self._enter_region(x_BSE))
             module.vocab_shard = VocabShard(
                 vocab_start_index=self._rank * (module.proj.weight.shape[0] // self._size),
+                num_shards=self._size,
                 all_reduce_max=partial(collectives.all_reduce_max, self._group),
                 all_reduce_sum=partial(collectives.all_reduce, self._group),
             )

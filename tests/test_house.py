@@ -76,10 +76,10 @@ OTHER_COLLECTIVES = (
 # Reads that wait for a device, or of boundaries, which are on the host by contract.
 WAITS = {
     "models.attention_op": {"boundary_tuples"},
-    "parallelisms.context.context_parallel": {"require_same_boundaries"},
     "parallelisms.collectives": {"max_over_ranks"},
     "trainer.generate": {"generate"},  # the end of a prompt, which is on the host
     "trainer.hardware.device": {"seconds", "read"},
+    "trainer.metrics.step_metrics": {"new_vector"},
     "trainer.trainer": {"train_state"},
 }
 DIRECT = {"item", "tolist", "synchronize"}
@@ -254,11 +254,11 @@ def test_every_file_can_be_read_in_one_go() -> None:
     assert {name: length for name, length in lengths.items() if length > 400} == {}
 
 
-CLOSURE_FILES, CLOSURE_LINES, PRODUCT_LINES = 90, 12_300, 22_500
+CLOSURE_FILES, CLOSURE_LINES, PRODUCT_LINES = 90, 12_500, 23_300
 """What `import train` reaches by any import statement, and all of models, parallelisms, trainer and train.py.
 
-Later limits (files, lines, product): 90, 12,500, 23,300 with a complete memory ledger and the first GPU minute; 90, 12,300,
-23,000 with one block engine; 95, 12,800, 24,000 with families and windows; 95, 13,100, 25,500 with balance and sealed
+Also with a complete memory ledger and the first GPU minute. Later limits (files, lines, product): 90, 12,300, 23,000 with
+one block engine; 95, 12,800, 24,000 with families and windows; 95, 13,100, 25,500 with balance and sealed
 artefacts; 95, 13,100, 26,000 with planning; 100, 13,800, 27,000 with experts.
 """
 

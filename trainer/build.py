@@ -147,18 +147,8 @@ def build_pipeline(config: Config, parallel_model: ParallelModel) -> Pipeline | 
 
 def build_context_parallel(config: Config, mesh: Mesh, kernel: str) -> ContextParallel:
     """Context parallelism as planned by the configuration. Collective."""
-    plan = config.context_plan()
-    return ContextParallel(
-        mesh.cp_mesh,
-        method=plan.resolved_method,
-        layout=plan.resolved_layout,
-        outer_method=plan.rotate_method if plan.resolved_method == "hybrid" and plan.rotate_method else "auto",
-        heads=plan.heads,
-        kv_heads=plan.kv_heads,
-        head_dim=plan.head_dim,
-        reduce_dtype=getattr(torch, config.parallelism.cp_reduce_dtype),
-        kernel=kernel,
-    )
+    reduce_dtype = getattr(torch, config.parallelism.cp_reduce_dtype)
+    return ContextParallel(mesh.cp_mesh, config.context_plan(), reduce_dtype=reduce_dtype, kernel=kernel)
 
 
 def build_host_pool(config: Config, world: World, plan: PipelinePlan, *, rank: int) -> HostActivationPool | None:

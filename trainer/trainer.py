@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from hashlib import blake2b
+from statistics import mode
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from trainer.config.job_config import Config, TrainingStage
 from trainer.data.loader import MicroBatchLoader
 from trainer.data.sequences import BlendedDataset
 from trainer.distributed import World
+from trainer.errors import RunFailedError
 from trainer.hardware.device import AsyncHostCopy, Stopwatch
 from trainer.metrics.step_metrics import MetricAccumulator, MetricLayout, safe_divide
 from trainer.optim.lr_schedule import learning_rate
@@ -44,8 +46,14 @@ class StepResult:
     layout: MetricLayout
 
     def read(self) -> StepMetrics:
-        """The metrics over all ranks. Waits for the step."""
+        """The metrics over all ranks. Waits for the step. Raises RunFailedError if cp ranks read other documents."""
         metrics = self.layout.split(self.values.read())
+        checksums = metrics["documents_by_shard"]
+        if differing := [rank for rank, checksum in enumerate(checksums) if checksum != mode(checksums)]:
+            raise RunFailedError(
+                f"step {self.step}: context-parallel rank{'s'[: len(differing) > 1]} {', '.join(map(str, differing))} of "
+                f"{len(checksums)} read other documents than the rest: the prepared corpus differs between ranks"
+            )
         scalars = {name: values[0] for name, values in metrics.items()}
         by_position, by_shard, by_source = (
             safe_divide(metrics[f"loss_by_{key}"], metrics[f"targets_by_{key}"])
@@ -147,8 +155,6 @@ class Trainer:
                 fetch_start = time.perf_counter()
                 micro_batches = next(batches)
                 data_wait_seconds = time.perf_counter() - fetch_start
-                if self.context_parallel and (is_first_step or training.deterministic):
-                    self.context_parallel.require_same_boundaries(micro_batches[0].boundaries)
                 self.step += 1
                 lr = learning_rate(self.stage, self.step)
                 values = AsyncHostCopy(self.train_step(micro_batches, lr))
@@ -175,7 +181,7 @@ class Trainer:
         # The loss is a mean over the targets of the global batch, not of a micro-batch or rank.
         num_targets = torch.stack([batch.num_targets() for batch in micro_batches]).sum().to(device, non_blocking=True)
         global_num_targets = all_reduce(self.mesh.dp_cp_group, num_targets).clamp(min=1)
-        values = self.accumulator.new_vector()
+        values = self.accumulator.new_vector(micro_batches)
         forward_backward = self.forward_backward if self.pipeline is None else self.pipeline.run
         forward_backward(
             (batch.to(device) for batch in micro_batches), global_num_targets, partial(self.accumulator.add, values)

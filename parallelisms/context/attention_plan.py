@@ -94,6 +94,12 @@ class RankAttentionPlan:
         return self._remote_kv_index[device]
 
 
+def permutation(layout: SeqLayout) -> Tensor:
+    """int64 [T]: the sequence's tokens, rank by rank; `x[permutation].chunk(ring_degree)[rank]` is a rank's shard."""
+    spans = [span for rank in range(layout.ring_degree) for span in layout.spans(rank)]
+    return concatenated_ranges([span.start for span in spans], [span.length for span in spans])
+
+
 def _remote_spans(layout: SeqLayout, rank: int) -> list[tuple[int, TokenSpan]]:
     """(source rank, span) of the remote keys that the rank's queries attend to, in sequence order."""
     last_start_by_document = {span.document_start: span.start for span in layout.spans(rank)}

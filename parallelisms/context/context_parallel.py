@@ -1,7 +1,7 @@
 """Context parallelism: ranks hold shards of each sequence, and attention is exact over the full sequence.
 
     mesh = init_device_mesh("cpu", (4,))
-    cp = ContextParallel(mesh, method="ring", heads=8, kv_heads=4)
+    cp = ContextParallel(mesh, ContextPlan(cp=4, method="ring", heads=8, kv_heads=4))
     q, k, v = (cp.shard(x) for x in (q, k, v))  # [B, T, heads, head_dim] -> [B, S, heads, head_dim]
     out = cp(q, k, v)
     out = cp.unshard(out)
@@ -13,7 +13,7 @@ D document boundaries.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,17 +23,17 @@ from models import attention_op, kernels
 from models.attention import AttentionCore, LocalAttentionCore
 from models.transformer import Transformer
 from parallelisms import collectives
+from parallelisms.context.attention_plan import permutation
 from parallelisms.context.ring import RingAttentionCore
 from parallelisms.context.shard_layout import SeqLayout
 from parallelisms.context.ulysses import SeqToHeads, UlyssesGroup
-from parallelisms.parallel_dims import ContextPlan, CPMethod, RotateMethod, ShardLayout
+from parallelisms.parallel_dims import ContextPlan
 
 
 class ContextParallel:
     """Context-parallel attention core (`models.attention.AttentionCore`), with sharding and unsharding of tensors.
 
-    `mesh` has one dimension or, for `hybrid`, two: ring, then Ulysses. `method`, `layout`, `outer_method`, `heads`,
-    `kv_heads` and `head_dim` are those of `ContextPlan`. 16-bit gradients of keys and values are sent in
+    `mesh` has one dimension or, for `hybrid`, two: ring, then Ulysses. 16-bit gradients of keys and values are sent in
     `reduce_dtype`. Raises ValueError on all ranks, for everything that cannot be computed exactly and if the ranks'
     arguments differ.
     """
@@ -41,58 +41,45 @@ class ContextParallel:
     def __init__(
         self,
         mesh: DeviceMesh,
+        plan: ContextPlan,
         *,
-        method: CPMethod | str = "auto",
-        layout: ShardLayout | str = "auto",
-        outer_method: RotateMethod | str = "auto",
-        heads: int,
-        kv_heads: int,
-        head_dim: int = 128,
         reduce_dtype: torch.dtype = torch.float32,
         kernel: str = "auto",
         causal: bool = True,
         window: int | None = None,
         dropout: float = 0.0,
     ) -> None:
-        is_hybrid = mesh.ndim == 2
-        self.plan = ContextPlan(
-            cp=mesh.size(),
-            method=cast(Any, "hybrid" if is_hybrid and method == "auto" else method),
-            layout=cast(Any, layout),
-            outer_method=cast(Any, outer_method),
-            cp_ulysses=mesh.size(1) if is_hybrid else None,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            ranks_per_node=mesh.size(),
-        )
+        self.plan = plan
         unsupported = {
             "attention without a causal mask": not causal,
             f"sliding window {window}": window is not None,
             f"attention dropout {dropout}": dropout > 0,
         }
-        suffix = f'is not supported by cp_method "{self.plan.resolved_method}"'
-        problems = [*self.plan.problems(), *(f"{name} {suffix}" for name, given in unsupported.items() if given)]
-        if self.plan.resolved_method == "hybrid" and not is_hybrid:
-            problems.append('cp_method "hybrid" needs a mesh with 2 dimensions: ring, Ulysses')
-        if mesh.ndim > 2:
+        suffix = f'is not supported by cp_method "{plan.resolved_method}"'
+        problems = [*plan.problems(), *(f"{name} {suffix}" for name, given in unsupported.items() if given)]
+        # Of a plan with problems, the mesh is not known.
+        if not plan.problems() and tuple(mesh.shape) != plan.mesh_shape:
             problems.append(
-                f"the mesh has {mesh.ndim} dimensions; pass the submesh of the 1 or 2 context-parallel ones"
+                f'cp_method "{plan.resolved_method}" over {plan.cp} ranks needs a mesh of shape {plan.mesh_shape}, not '
+                f"{tuple(mesh.shape)}"
             )
         if kernel not in kernels.KERNELS:
             problems.append(f'attention kernel "{kernel}" is unknown; choose from {", ".join(kernels.KERNELS)}')
         self._groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
-        self._require_same(vars(self.plan) | {"reduce_dtype": reduce_dtype, "problems": problems}, "plans")
+        self._require_same(vars(plan) | {"reduce_dtype": reduce_dtype, "problems": problems})
         if problems:
             raise ValueError("; ".join(problems))
-        self.layout, self.ring_degree = self.plan.resolved_layout, self.plan.ring_degree
-        self.seq_len_divisor = self.plan.seq_len_divisor
-        self.ulysses_group = UlyssesGroup(self._groups[-1].group_name, self.plan.ulysses_degree)
+        self.layout, self.ring_degree, self.seq_len_divisor = (
+            plan.resolved_layout,
+            plan.ring_degree,
+            plan.seq_len_divisor,
+        )
+        self.ulysses_group = UlyssesGroup(self._groups[-1].group_name, plan.ulysses_degree)
         self._core: AttentionCore = LocalAttentionCore(kernel)
         """Attention to the tokens of all Ulysses ranks, once heads are exchanged."""
-        if self.plan.rotate_method is not None and self.ring_degree > 1:
+        if plan.rotate_method is not None and self.ring_degree > 1:
             group_name = self._groups[0].group_name
-            self._core = RingAttentionCore(self.plan.rotate_method, self.layout, group_name, reduce_dtype, kernel)
+            self._core = RingAttentionCore(plan.rotate_method, self.layout, group_name, reduce_dtype, kernel)
         self.rank = 0
         for group in self._groups:
             self.rank = self.rank * group.size() + group.rank()
@@ -173,11 +160,7 @@ class ContextParallel:
         layouts = map(self._seq_layout, boundaries_per_sequence)
         return sum(layout.pairs_per_rank()[ring_rank] for layout in layouts) // ulysses_degree
 
-    def require_same_boundaries(self, boundaries_BD: Tensor) -> None:
-        """Raises ValueError on all ranks if their boundaries differ, because their layouts would not match."""
-        self._require_same({"boundaries": boundaries_BD.tolist()}, "documents")
-
-    def _require_same(self, values: dict[str, Any], description: str) -> None:
+    def _require_same(self, values: dict[str, Any]) -> None:
         per_rank = [values]
         # All ranks compare before any raises; otherwise the others would wait in a collective for the failed ones.
         for group in reversed(self._groups):
@@ -189,7 +172,7 @@ class ContextParallel:
             if other[key] != per_rank[0][key]
         ]
         if mismatches:
-            raise ValueError(f"context-parallel ranks have different {description}: {'; '.join(mismatches)}")
+            raise ValueError(f"context-parallel ranks have different plans: {'; '.join(mismatches)}")
 
     def _permutation(self, x_BT: Tensor, boundaries_BD: Tensor | None) -> Tensor:
         """int64 [B, T] on the device of x: each sequence's tokens, rank by rank."""
@@ -203,7 +186,7 @@ class ContextParallel:
         if boundaries_BD is not None:
             batch_boundaries = attention_op.boundary_tuples(boundaries_BD, len(x_BT))
         attention_op.validate_boundaries(batch_boundaries, tokens)
-        permutations = [self._seq_layout(boundaries).permutation() for boundaries in batch_boundaries]
+        permutations = [permutation(self._seq_layout(boundaries)) for boundaries in batch_boundaries]
         return torch.stack(permutations).to(x_BT.device)
 
     def _seq_layout(self, boundaries: tuple[int, ...]) -> SeqLayout:
@@ -217,8 +200,8 @@ class ContextParallel:
             problem = "queries, keys and values must be [batch, tokens, heads, head_dim], not"
         elif (q.shape[2], k.shape[2]) != (heads, kv_heads):
             raise ValueError(
-                f"{q.shape[2]} query heads and {k.shape[2]} KV heads do not match ContextParallel(heads={heads}, "
-                f"kv_heads={kv_heads})"
+                f"{q.shape[2]} query heads and {k.shape[2]} KV heads do not match the plan's heads = {heads} and "
+                f"kv_heads = {kv_heads}"
             )
         elif not is_same_size or not q.dtype == k.dtype == v.dtype:
             problem = "queries, keys and values must have equal batch, tokens, head_dim and dtype, not"

@@ -1,4 +1,4 @@
-"""Shard layouts: which rank of the ring holds which tokens of a sequence. Integers only, no process group, no device.
+"""Shard layouts: which rank of the ring holds which tokens of a sequence. Integers only; imports no torch.
 
 A rank holds its tokens in sequence order. The tokens of a document are therefore contiguous on the rank, and attention
 among them is plain causal attention. Every rank holds the same number of tokens, for documents of any length.
@@ -10,22 +10,21 @@ among them is plain causal attention. Every rank holds the same number of tokens
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
-from torch import Tensor
-
-from models.kernels import concatenated_ranges
 from parallelisms.parallel_dims import ShardLayout
 
 # `balanced` takes the fewest chunks per rank whose imbalance (busiest rank over mean) is at most this...
 TARGET_IMBALANCE = 1.01
-# ...unless the chunks would be shorter than a kernel's tile.
+# ...unless the chunks would be shorter than a kernel's tile. Above this imbalance it splits every document instead.
 MIN_CHUNK_TOKENS = 128
+MAX_IMBALANCE = 1.02
 
 
 class TokenSpan(NamedTuple):
@@ -71,10 +70,11 @@ class SeqLayout:
         """(query, key) pairs that each rank's queries attend to."""
         return tuple(sum(span.num_pairs for span in spans) for spans in _token_spans(self))
 
-    def permutation(self) -> Tensor:
-        """int64 [T]: the sequence's tokens, rank by rank; `x[permutation].chunk(ring_degree)[rank]` is a rank's shard."""
-        spans = [span for rank_spans in _token_spans(self) for span in rank_spans]
-        return concatenated_ranges([span.start for span in spans], [span.length for span in spans])
+    @property
+    def imbalance(self) -> float:
+        """Pairs of the busiest rank over the mean."""
+        pairs = self.pairs_per_rank()
+        return max(pairs) * len(pairs) / sum(pairs)
 
 
 @lru_cache(maxsize=64)
@@ -105,13 +105,13 @@ RankSpans = Iterator[tuple[int, int, int, int]]
 
 
 def _contiguous(layout: SeqLayout) -> RankSpans:
-    yield from _assign_chunks(layout, list(range(layout.ring_degree)))
+    yield from _assign_chunks(layout, _equal_chunk_ends(layout, 1), list(range(layout.ring_degree)))
 
 
 def _headtail(layout: SeqLayout) -> RankSpans:
     """Rank r of n holds chunks r and 2n-1-r of 2n, which balances the load under a causal mask."""
     ranks = list(range(layout.ring_degree))
-    yield from _assign_chunks(layout, ranks + ranks[::-1])
+    yield from _assign_chunks(layout, _equal_chunk_ends(layout, 2), ranks + ranks[::-1])
 
 
 def _doc_headtail(layout: SeqLayout) -> RankSpans:
@@ -132,51 +132,65 @@ def _doc_headtail(layout: SeqLayout) -> RankSpans:
 
 
 def _balanced(layout: SeqLayout) -> RankSpans:
-    """Equal chunks; the heaviest goes first, to the least loaded rank (longest processing time, Graham 1969)."""
-    best_owners: list[int] = []
-    lowest_imbalance = float("inf")
+    """Equal chunks; the heaviest goes first, to the least loaded rank (longest processing time, Graham 1969).
+
+    The tokens that equal chunks leave over are the last chunks, one per rank. Documents that no chunks balance are split
+    as in `doc_headtail`.
+    """
+    best = (float("inf"), list[int](), list[int]())
     for per_rank in (2, 4, 8, 16, 32):
-        chunk_tokens, remainder = divmod(layout.num_tokens, layout.ring_degree * per_rank)
-        if remainder or (best_owners and chunk_tokens < MIN_CHUNK_TOKENS):
-            continue
-        owners, imbalance = _longest_processing_time(_pairs_per_chunk(layout, chunk_tokens), layout.ring_degree)
-        if imbalance < lowest_imbalance:
-            best_owners, lowest_imbalance = owners, imbalance
-        if lowest_imbalance <= TARGET_IMBALANCE:
+        if per_rank > 2 and layout.num_tokens < layout.ring_degree * per_rank * MIN_CHUNK_TOKENS:
             break
-    yield from _assign_chunks(layout, best_owners)
+        ends = _equal_chunk_ends(layout, per_rank)
+        owners, imbalance = _longest_processing_time(_pairs_per_chunk(layout, ends), per_rank, layout.ring_degree)
+        best = min(best, (imbalance, ends, owners), key=itemgetter(0))
+        if imbalance <= TARGET_IMBALANCE:
+            break
+    imbalance, ends, owners = best
+    splits_documents = imbalance > MAX_IMBALANCE and replace(layout, kind="doc_headtail").imbalance < imbalance
+    yield from _doc_headtail(layout) if splits_documents else _assign_chunks(layout, ends, owners)
 
 
-def _longest_processing_time(chunk_pairs: list[int], ring_degree: int) -> tuple[list[int], float]:
-    """The owner of each chunk, with equally many chunks per rank, and the imbalance: busiest rank over mean."""
-    free_slots = [len(chunk_pairs) // ring_degree] * ring_degree
-    totals = [(0, rank) for rank in range(ring_degree)]
-    owners = [0] * len(chunk_pairs)
-    rank_totals: list[int] = []
-    for chunk in sorted(range(len(chunk_pairs)), key=lambda chunk: (-chunk_pairs[chunk], chunk)):
-        total, rank = heappop(totals)
-        owners[chunk] = rank
-        free_slots[rank] -= 1
-        if free_slots[rank]:
-            heappush(totals, (total + chunk_pairs[chunk], rank))
-        else:
-            rank_totals.append(total + chunk_pairs[chunk])
-    return owners, max(rank_totals) * ring_degree / sum(chunk_pairs)
+def _equal_chunk_ends(layout: SeqLayout, per_rank: int) -> list[int]:
+    """The ends of `per_rank` equal chunks per rank and, if tokens are left, of one shorter chunk per rank."""
+    ranks, tokens = layout.ring_degree, layout.num_tokens
+    length = tokens // (ranks * per_rank)
+    ends = [length * (chunk + 1) for chunk in range(ranks * per_rank)]
+    remainder = (tokens - ends[-1]) // ranks
+    return ends + [ends[-1] + remainder * (rank + 1) for rank in range(ranks) if remainder]
 
 
-def _pairs_per_chunk(layout: SeqLayout, chunk_tokens: int) -> list[int]:
-    chunk_pairs = [0] * (layout.num_tokens // chunk_tokens)
-    for _, document_start, start, end in _assign_chunks(layout, list(range(len(chunk_pairs)))):
-        chunk_pairs[start // chunk_tokens] += TokenSpan(0, start, end - start, document_start).num_pairs
+def _longest_processing_time(chunk_pairs: list[int], per_rank: int, ring_degree: int) -> tuple[list[int], float]:
+    """The owner of each chunk, and the imbalance: busiest rank over mean.
+
+    Each rank owns `per_rank` of the equal chunks, which come first, and one of the shorter ones, if there are any.
+    """
+    owners, totals = [0] * len(chunk_pairs), [0] * ring_degree
+    num_equal = per_rank * ring_degree
+    for chunks, slots in ((range(num_equal), per_rank), (range(num_equal, len(chunk_pairs)), 1)):
+        least_loaded = [(total, rank, slots) for rank, total in enumerate(totals)]
+        heapify(least_loaded)
+        for chunk in sorted(chunks, key=lambda chunk: (-chunk_pairs[chunk], chunk)):
+            total, rank, free_slots = heappop(least_loaded)
+            owners[chunk], totals[rank] = rank, total + chunk_pairs[chunk]
+            if free_slots > 1:
+                heappush(least_loaded, (totals[rank], rank, free_slots - 1))
+    return owners, max(totals) * ring_degree / sum(totals)
+
+
+def _pairs_per_chunk(layout: SeqLayout, ends: list[int]) -> list[int]:
+    chunk_pairs = [0] * len(ends)
+    for chunk, document_start, start, end in _assign_chunks(layout, ends, range(len(ends))):
+        chunk_pairs[chunk] += TokenSpan(0, start, end - start, document_start).num_pairs
     return chunk_pairs
 
 
-def _assign_chunks(layout: SeqLayout, owners: list[int]) -> RankSpans:
-    """Splits the sequence into equal chunks, given their owners, and at document starts."""
-    chunk_tokens = layout.num_tokens // len(owners)
+def _assign_chunks(layout: SeqLayout, ends: list[int], owners: Sequence[int]) -> RankSpans:
+    """Splits the sequence into chunks with these ends and owners, and at document starts."""
+    chunk = 0
     for document_start, document_end in layout.documents:
         start = document_start
         while start < document_end:
-            end = min(document_end, (start // chunk_tokens + 1) * chunk_tokens)
-            yield owners[start // chunk_tokens], document_start, start, end
-            start = end
+            end = min(document_end, ends[chunk])
+            yield owners[chunk], document_start, start, end
+            start, chunk = end, chunk + (end == ends[chunk])

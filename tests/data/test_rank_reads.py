@@ -15,9 +15,9 @@ from hypothesis import strategies as some
 from torch.distributed.device_mesh import init_device_mesh
 
 from models.batch import IGNORE_INDEX, Batch
-from parallelisms.context.context_parallel import ContextParallel
 from parallelisms.parallel_dims import LAYOUTS_BY_ROTATE_METHOD, ROTATE_METHODS
 from tests.build_datasets import build_blended_dataset
+from tests.parallelisms.context.cores import build_core
 from tests.parallelisms.context.whole_batches import shard_batch
 from tests.ranks import run_ranks
 from trainer.config.data import DataSection
@@ -53,7 +53,7 @@ def differences(data: DataSection, seq_len: int) -> list[str]:
     dataset = build_blended_dataset(data, ByteTokenizer(), seq_len=seq_len, seed=0)
     meshes = {shape: init_device_mesh("cpu", shape) for shape in sorted({shape for shape, _ in CONFIGURATIONS})}
     for shape, options in CONFIGURATIONS:
-        core = ContextParallel(meshes[shape], heads=4, kv_heads=2, **options)
+        core = build_core(meshes[shape], heads=4, kv_heads=2, **options)
         for first in range(0, 14, 2):
             indices = [first, None, first + 1]
             whole = shard_batch(core, dataset.read(indices, FullSequence(core.plan.seq_len_divisor)))

@@ -28,6 +28,7 @@ from tests.system.in_process import configured, dataset_of, run_here, trainer_of
 from tests.system.runs import forked, lines, metrics, steps, write_run
 from trainer.checkpoint.run_dir import RunDir
 from trainer.config.job_config import Config
+from trainer.errors import RunFailedError
 from trainer.hardware.device import AsyncHostCopy, Stopwatch
 from trainer.metrics.loggers import TENSORBOARD_TAGS, ConsoleLogger, format_duration, format_step
 from trainer.metrics.metrics import MetricsProcessor
@@ -252,6 +253,36 @@ def test_shard_losses_aggregate_over_dp_and_may_lack_targets() -> None:
     measured = measure_on_ranks(*parts, dp_shard=2, cp=2)
     assert measured.loss_by_shard == [5.0, None]
     assert measured.loss == 5.0
+
+
+def read_documents(lengths: list[list[int]], degrees: dict[str, int]) -> str:
+    """The error if each rank reads documents of other lengths in its second micro-batch."""
+    mesh = Mesh("cpu", dict.fromkeys(AXES, 1) | degrees, rank=torch.distributed.get_rank())
+    accumulator = MetricAccumulator(mesh, torch.device("cpu"))
+    vector = accumulator.new_vector([packed([24]), packed(lengths[mesh.rank])])
+    accumulator.all_reduce(vector)
+    result = StepResult(7, 0.1, 0, 0.0, Stopwatch(torch.device("cpu")), AsyncHostCopy(vector), accumulator.layout)
+    try:
+        result.read()
+    except RunFailedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.ranks
+def test_cp_ranks_that_read_other_documents_are_named_on_all_ranks() -> None:
+    cases = [
+        ([[3, 21], [3, 21], [20, 4]], {"cp": 3}, "rank 2 of 3"),
+        ([[3, 21], [3, 21], [3, 21]], {"cp": 3}, ""),
+        ([[3, 21], [3, 21], [4, 20], [4, 20]], {"dp_shard": 2, "cp": 2}, ""),
+        ([[3, 21], [3, 21], [4, 20], [20, 4]], {"dp_shard": 2, "cp": 2}, "rank 1 of 2"),
+        ([[3, 21], [3, 21], [4, 20], [20, 4]], {"pp": 2, "cp": 2}, "rank 1 of 2"),
+    ]
+    for lengths, degrees, named in cases:
+        message = named and f"step 7: context-parallel {named} read other documents than the rest: "
+        for found in run_ranks(read_documents, len(lengths), lengths, degrees):
+            assert found.startswith(message)
+            assert bool(found) == bool(named)
 
 
 @pytest.mark.ranks

@@ -69,6 +69,20 @@ def test_token_without_target_has_zero_loss_and_gradient(chunk: int) -> None:
     assert torch.equal((dx != 0).any(-1), labels_BS != IGNORE_INDEX)
 
 
+@pytest.mark.parametrize("label", [-1, None, 10**6], ids=str)
+def test_label_outside_the_vocabulary_is_nan(label: int | None) -> None:
+    x_BSE, weight_VE, labels_BS = inputs()
+    labels_BS = labels_BS.clone()
+    labels_BS[0, 1] = weight_VE.shape[0] if label is None else label
+    losses_BS = linear_cross_entropy(x_BSE, weight_VE, labels_BS, 2)
+    assert losses_BS.isnan().nonzero().tolist() == [[0, 1]]
+    losses_BS.sum().backward()
+    assert x_BSE.grad is not None
+    assert weight_VE.grad is not None
+    assert x_BSE.grad[0, 1].isnan().all()
+    assert weight_VE.grad.isnan().all()
+
+
 def test_batch_without_targets_has_zero_losses_and_gradients() -> None:
     x_BSE, weight_VE, labels_BS = inputs()
     losses_BS = linear_cross_entropy(x_BSE, weight_VE, torch.full_like(labels_BS, IGNORE_INDEX), 5)

@@ -28,6 +28,7 @@ from parallelisms.parallelize import parallelize
 from parallelisms.pipeline import Pipeline
 from parallelisms.pipeline_plan import PipelinePlan
 from tests.models.small_models import SMALL, largest_difference, packed, small_model
+from tests.parallelisms.context.cores import build_core
 from tests.parallelisms.context.whole_batches import shard_batch
 from tests.ranks import run_ranks
 
@@ -140,7 +141,7 @@ class PipelineRank:
         mesh, plan, model = case.mesh(), case.plan, case.config
         self.context = None
         if case.cp > 1:
-            self.context = ContextParallel(
+            self.context = build_core(
                 mesh.cp_mesh,
                 method="ring",
                 heads=model.num_heads,

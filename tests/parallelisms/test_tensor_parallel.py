@@ -391,3 +391,49 @@ def test_private_torch_apis_of_async_tp_exist() -> None:
 
     assert torch._inductor.config._micro_pipeline_tp is False
     assert callable(_symmetric_memory.enable_symm_mem_for_group)
+
+
+def losses_outside_the_vocabulary(config: ModelConfig, *, loss_parallel: bool) -> list[int]:
+    """Losses that are NaN, of four tokens, for a label and for a token past the last one, and for a negative label."""
+    mesh = Mesh("cpu", dict.fromkeys(AXES, 1) | {"tp": 2}, rank=distributed.get_rank())
+    with torch.device("meta"):
+        model = Transformer(config).double()
+    tensor_parallel.apply(model, mesh.tp_mesh, sequence_parallel=True, loss_parallel=loss_parallel)
+    initialize(model, seed=0, device=torch.device("cpu"))
+    found = []
+    for name, value in (("labels", config.vocab_size), ("tokens", config.vocab_size), ("labels", -1)):
+        batch = packed([4])
+        getattr(batch, name)[0, -2] = value
+        losses_BS = model(batch)
+        losses_BS.sum().backward()
+        grads = [to_local(weight.grad).sum() for weight in model.parameters() if weight.grad is not None]
+        assert torch.stack(grads).isnan().any()
+        found.append(int(losses_BS.isnan().sum()))
+    return found
+
+
+@pytest.mark.ranks
+def test_labels_and_tokens_outside_the_vocabulary_never_train() -> None:
+    for tied, loss_parallel in ((False, True), (True, True)):
+        config = replace(CONFIG, tie_embeddings=tied)
+        for found in run_ranks(partial(losses_outside_the_vocabulary, loss_parallel=loss_parallel), 2, config):
+            # Attention multiplies a NaN with zero for the tokens before it, too.
+            assert found == [1, 4, 1]
+
+
+def apply_to(config: ModelConfig) -> str:
+    mesh = Mesh("cpu", dict.fromkeys(AXES, 1) | {"tp": 2}, rank=distributed.get_rank())
+    with torch.device("meta"):
+        model = Transformer(config)
+    with pytest.raises(ValueError, match=r"^parallelism.tp") as raised:
+        tensor_parallel.apply(model, mesh.tp_mesh, sequence_parallel=True, loss_parallel=True)
+    return str(raised.value)
+
+
+@pytest.mark.ranks
+def test_a_model_that_the_ranks_do_not_divide_is_refused() -> None:
+    config = replace(CONFIG, vocab_size=45, num_heads=3, num_kv_heads=3, ffn_dim=33)
+    expected = "; ".join(
+        tensor_parallel_problems(2, heads=3, kv_heads=3, ffn_dim=33, vocab_size=45, replicate_vocab=False)
+    )
+    assert run_ranks(apply_to, 2, config) == [expected] * 2

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
+from math import log2
 
 from models.rope_scaling import rope_summary
+from parallelisms.context.shard_layout import SeqLayout
 from parallelisms.process_groups import Topology
 from trainer.config.job_config import Config
 
@@ -23,7 +26,7 @@ def parallelism_summary(config: Config, world_size: int) -> list[str]:
     section = config.parallelism
     lines = [rope_summary(config.model.build(), config.training.seq_len)]
     if section.cp > 1:
-        lines.append(f"context parallelism: {config.context_plan().summary()}")
+        lines.append(f"context parallelism: {config.context_plan().summary()}; {_attention_imbalance(config)}")
     if section.tp > 1:
         sharded = {"tokens": section.sequence_parallel, "vocabulary": section.loss_parallel}
         details = ", ".join(
@@ -33,6 +36,21 @@ def parallelism_summary(config: Config, world_size: int) -> list[str]:
     if section.pp > 1:
         lines.append(f"pipeline parallelism: {config.pipeline_plan(world_size).summary()}")
     return lines
+
+
+def _attention_imbalance(config: Config) -> str:
+    """The busiest rank over the mean, for a sequence of one document and one of sampled documents."""
+    plan, seq_len = config.context_plan(), config.training.seq_len
+    rng, sampled = random.Random(0), [0]
+    while sampled[-1] < seq_len:
+        sampled.append(min(seq_len, sampled[-1] + int(2 ** rng.uniform(6, max(6, log2(seq_len))))))
+    padded = [plan.padded_length(seq_len)]
+    one, packed = (
+        SeqLayout(plan.resolved_layout, plan.ring_degree, tuple(boundaries + padded)).imbalance
+        for boundaries in ([0, seq_len], sampled)
+    )
+    documents = f", {packed:.2f} with documents of mixed lengths" if plan.packs_documents else ""
+    return f"attention imbalance {one:.2f} with one document{documents}"
 
 
 def warnings(config: Config, world_size: int) -> Iterator[str]:

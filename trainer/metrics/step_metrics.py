@@ -6,9 +6,12 @@ Shape suffixes: B sequences, S tokens on this rank.
 from __future__ import annotations
 
 import math
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TypeVar
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -36,7 +39,7 @@ class MetricLayout:
     def widths(self) -> dict[str, int]:
         """Entries per name, in order."""
         by_position = dict.fromkeys(("loss_by_position", "targets_by_position"), len(POSITION_EDGES) + 1)
-        by_shard = dict.fromkeys(("loss_by_shard", "targets_by_shard"), self.num_shards)
+        by_shard = dict.fromkeys(("loss_by_shard", "targets_by_shard", "documents_by_shard"), self.num_shards)
         by_source = dict.fromkeys(("loss_by_source", "targets_by_source", "tokens_by_source"), self.num_sources)
         summed = dict.fromkeys(("loss", "targets", "tokens", "pairs", "attended"), 1)
         # Set after the all-reduce; zero before.
@@ -62,9 +65,16 @@ class MetricAccumulator:
         self._zeros = torch.zeros(sum(self.layout.widths.values()), dtype=torch.float64, device=device)
         self._position_edges = torch.tensor(POSITION_EDGES, device=device)
 
-    def new_vector(self) -> Tensor:
-        """A float64 vector of zeros."""
-        return self._zeros.clone()
+    def new_vector(self, micro_batches: Sequence[Batch] = ()) -> Tensor:
+        """A float64 vector of zeros, except for the checksum of the documents in this rank's micro-batches.
+
+        All cp ranks must read the same ones: each computes the attention of its part from them.
+        """
+        vector, checksum = self._zeros.clone(), 0
+        for batch in micro_batches:
+            checksum = crc32(array("i", batch.boundaries.flatten().tolist()), checksum)
+        self.layout.split(vector)["documents_by_shard"][self._mesh.coordinate["cp"]] = checksum
+        return vector
 
     def add(self, vector: Tensor, losses_BS: Tensor, batch: Batch) -> None:
         """Adds the sums of this rank's part of a batch. `losses_BS` is 0 where there is no target."""

@@ -26,6 +26,7 @@ from parallelisms.context import ring, ulysses
 from parallelisms.context.context_parallel import ContextParallel, set_attention_core
 from tests.models.dense_attention import dense, inputs, run
 from tests.models.small_models import SMALL, gradients, packed, small_model, starts
+from tests.parallelisms.context.cores import build_core
 from tests.parallelisms.context.test_exact import shared
 from tests.parallelisms.context.whole_batches import shard_batch
 from tests.ranks import run_ranks
@@ -47,7 +48,7 @@ def mark_slow_except(names: Iterable[str], *fast: str) -> list[Any]:
 
 def core_of(method: str, heads: tuple[int, int] = (4, 2)) -> ContextParallel:
     mesh = init_device_mesh("cpu", METHODS[method])
-    return ContextParallel(mesh, method=method, heads=heads[0], kv_heads=heads[1])
+    return build_core(mesh, method=method, heads=heads[0], kv_heads=heads[1])
 
 
 def opcheck_results(name: str) -> set[str]:
@@ -211,7 +212,7 @@ def collectives_of_layer(
     """Collectives of one layer, forward and backward."""
     ranks = distributed.get_world_size()
     boundaries_BD = starts([tokens])
-    core = ContextParallel(init_device_mesh("cpu", (ranks,)), method=method, heads=8, kv_heads=2, reduce_dtype=wire)
+    core = build_core(init_device_mesh("cpu", (ranks,)), method=method, heads=8, kv_heads=2, reduce_dtype=wire)
     given = [core.shard(x.detach().to(dtype), boundaries_BD) for x in inputs(boundaries_BD, (8, 2))]
     for name in ("_seq_to_heads", "_heads_to_seq"):  # A mode does not look into operators.
         setattr(ulysses, name, getattr(ulysses, name)._init_fn)

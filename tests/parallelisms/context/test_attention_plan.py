@@ -15,6 +15,7 @@ from models.kernels import ScoreBlock
 from parallelisms.context import ring
 from parallelisms.context.attention_plan import (
     RankAttentionPlan,
+    permutation,
 )
 from parallelisms.context.shard_layout import SeqLayout
 from parallelisms.parallel_dims import ShardLayout
@@ -59,7 +60,7 @@ def local_tokens(rows: BatchLayouts, rank: int) -> Tensor:
     starts = of_lengths(*(layout.num_tokens for layout in rows))
     return torch.cat(
         [
-            start + layout.permutation().chunk(layout.ring_degree)[rank]
+            start + permutation(layout).chunk(layout.ring_degree)[rank]
             for start, layout in zip(starts, rows, strict=False)
         ]
     )

@@ -17,6 +17,7 @@ from parallelisms.context.context_parallel import ContextParallel
 from parallelisms.parallel_dims import LAYOUTS_BY_ROTATE_METHOD, ROTATE_METHODS
 from tests.models.dense_attention import dense, inputs, run
 from tests.models.small_models import starts
+from tests.parallelisms.context.cores import build_core
 from tests.ranks import run_ranks
 
 HEADS = {"MHA": (4, 4), "GQA": (8, 2), "one key/value head": (8, 1), "three of them": (6, 3)}
@@ -67,7 +68,7 @@ def errors(tokens: int, every: int) -> dict[str, float]:
                     meshes[shape] = init_device_mesh("cpu", shape if shape[1] else shape[:1])
                 if (arguments["method"] == "ulysses" and heads[0] % ranks) or (shape[1] and heads[0] % shape[1]):
                     continue
-                core = ContextParallel(meshes[shape], heads=heads[0], kv_heads=heads[1], **arguments)
+                core = build_core(meshes[shape], heads=heads[0], kv_heads=heads[1], **arguments)
                 ours = shared(core, given, boundaries_BD)
                 differences = (abs(a - b).max().item() for a, b in zip(ours, expected, strict=True))
                 found[f"{method}, {kind}, {name}"] = max(differences)
@@ -102,7 +103,7 @@ def rounding_errors(dtype: torch.dtype, method: str) -> list[tuple[float, float]
     wide: Any = tuple(x.detach().double().requires_grad_() for x in narrow)
     *exact, _ = run(dense, wide, boundaries_BD)
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    core = ContextParallel(mesh, method=method, heads=4, kv_heads=2)
+    core = build_core(mesh, method=method, heads=4, kv_heads=2)
     ours = shared(core, narrow, boundaries_BD)
     alone = shared(SingleRank(), narrow, boundaries_BD)  # type: ignore[arg-type]
     return [

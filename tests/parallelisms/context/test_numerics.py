@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from parallelisms.context import ring
-from parallelisms.context.attention_plan import RankAttentionPlan
+from parallelisms.context.attention_plan import RankAttentionPlan, permutation
 from parallelisms.context.context_parallel import ContextParallel
 from parallelisms.context.ring import AllGather, KVExchange, Ring
 from parallelisms.context.shard_layout import SeqLayout
@@ -83,7 +83,7 @@ def shared(
     """Output, gradients and log-sum-exp of one sequence, unsharded, for the output gradient of `run`."""
     layout = SeqLayout(LAYOUTS_BY_ROTATE_METHOD[rotation][0], ranks, tuple(boundaries_BD[0].tolist()))
     weights = torch.randn(given[0].shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    shards = [x.detach()[0, layout.permutation()].chunk(ranks) for x in (weights.to(given[0]), *given)]
+    shards = [x.detach()[0, permutation(layout)].chunk(ranks) for x in (weights.to(given[0]), *given)]
     collectives = ThreadCollectives(ranks)
 
     def one(rank: int) -> tuple[Tensor, ...]:
@@ -104,7 +104,7 @@ def shared(
     with ThreadPoolExecutor(ranks) as pool:
         by_rank = list(pool.map(one, range(ranks)))
     return {
-        name: torch.cat(found)[layout.permutation().argsort()]
+        name: torch.cat(found)[permutation(layout).argsort()]
         for name, found in zip(NAMES, zip(*by_rank, strict=True), strict=True)
     }
 

@@ -15,6 +15,7 @@ from models.batch import IGNORE_INDEX, Batch
 from parallelisms.context.context_parallel import ContextParallel
 from parallelisms.parallel_dims import LAYOUTS_BY_ROTATE_METHOD, ROTATE_METHODS
 from tests.models.small_models import packed, starts
+from tests.parallelisms.context.cores import build_core
 from tests.parallelisms.context.documents import small
 from tests.parallelisms.context.whole_batches import shard_batch
 from tests.ranks import run_ranks
@@ -24,7 +25,7 @@ Options = dict[str, Any]
 
 
 def core_of(shape: tuple[int, ...], options: Options) -> ContextParallel:
-    return ContextParallel(init_device_mesh("cpu", shape), heads=4, kv_heads=2, **options)
+    return build_core(init_device_mesh("cpu", shape), heads=4, kv_heads=2, **options)
 
 
 def numbered(*rows: list[int]) -> Batch:
