@@ -153,7 +153,7 @@ class PipelinePlan:
     def _micro_batch_problems(self) -> list[str]:
         rounds = max(1, self.num_micro_batches // self.pp)
         if self.schedule in ("1F1B", "DualPipeV") and self.num_micro_batches < self.num_stages:
-            requirement = f"at least {self.num_stages}, the number of stages"
+            requirement = f"at least {self.num_stages}, the number of stages (parallelism.pp = {self.pp})"
         elif self.schedule in INTERLEAVED_SCHEDULES and self.num_micro_batches % rounds:
             requirement = f"a multiple of {rounds}, its rounds (micro-batches // parallelism.pp = {self.pp})"
         else:

@@ -23,11 +23,13 @@ from trainer.metrics.profiler import Profilers
 from trainer.metrics.progress import ProgressReporter
 from trainer.resilience.anomalies import LossSpikeError
 from trainer.resilience.preemption import Preemption
+from trainer.resilience.replicas import find_drifted_ranks
 from trainer.resilience.watchdog import Watchdog
 from trainer.trainer import StepResult, Trainer
 
 log = logging.getLogger("trainer")
 
+MAX_NAMED_RANKS = 8
 HANG_FACTOR = 10
 """A step or save counts as hung after this many times the slowest one so far."""
 LOAD_TIMEOUT_SECONDS = 4 * 3600.0
@@ -149,13 +151,25 @@ class TrainLoop:
             self.metrics.flush()
             log.info("stopping after step %d: %s", step_result.step, stop_reason)
         requested = decision.should_save or bool(stop_reason)
-        if self.checkpoints.should_save(step_result.step, self.stage, requested=requested):
+        should_save = self.checkpoints.should_save(step_result.step, self.stage, requested=requested)
+        check_interval = self.trainer.config.health.replica_check_interval
+        # Also before a save: a run that finds a difference resumes from a checkpoint of equal copies.
+        if check_interval is not None and (should_save or step_result.step % check_interval == 0):
+            self._check_replicas()
+        if should_save:
             self.metrics.flush()  # Metrics of all steps in a checkpoint are on disk before it is.
             self._arm_long_timeout("the previous checkpoint", HANG_FACTOR * (self._slowest_save_seconds or 0.0))
             self.checkpoints.save(self.trainer)
             self.metrics.rollbacks = 0
             self.preemption.record_save()
         return stop_reason
+
+    def _check_replicas(self) -> None:
+        """Raises RunFailedError on all ranks if copies of a weight or moment differ."""
+        if drifted := find_drifted_ranks(self.trainer.state_dict()):
+            self.metrics.record_drifted_ranks(drifted)
+            named = "; ".join(map(str, drifted[:MAX_NAMED_RANKS]))
+            raise RunFailedError(f"replicas differ after step {self.trainer.step}: {named}")
 
     def _validate(self) -> None:
         results = []

@@ -77,7 +77,7 @@ PROBLEMS: list[tuple[dict[str, dict[str, object]], int, str]] = [
     (
         {"parallelism": {"pp": 2}, "training": {"global_batch_size": 1}},
         2,
-        'parallelism.pp_schedule = "1F1B" needs at least 2, the number of stages',
+        'parallelism.pp_schedule = "1F1B" needs at least 2, the number of stages (parallelism.pp = 2)',
     ),
     (
         {"data": {"corpus": "no"}},
@@ -498,6 +498,18 @@ def test_empty_micro_batches_give_a_warning() -> None:
     config = configured(training={"global_batch_size": 4, "micro_batch_size": 2})
     assert warnings(config, 2) == []
     assert "1 of 3 are empty in every step" in warnings(config, 3)[0]
+
+
+def test_a_replica_check_without_copies_gives_a_warning() -> None:
+    checked: dict[str, object] = {"replica_check_interval": 10}
+    without: list[dict[str, object]] = [{"dp_shard": 4}, {"cp": 4}, {"pp": 2, "dp_shard": 2}]
+    with_copies: list[dict[str, object]] = [{"dp_replicate": 2}, {"tp": 2, "dp_shard": 2}]
+    for parallelism in without:
+        (said,) = warnings(configured(health=checked, parallelism=parallelism), 4)
+        assert said.startswith("health.replica_check_interval compares nothing: dp_replicate = 1 and tp = 1")
+        assert warnings(configured(parallelism=parallelism), 4) == []
+    for parallelism in with_copies:
+        assert warnings(configured(health=checked, parallelism=parallelism), 4) == []
 
 
 def test_a_warmup_as_long_as_the_run_gives_a_warning() -> None:

@@ -167,11 +167,11 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "too few micro-batches for 1F1B": (
         {"num_micro_batches": 3},
-        f'{COUNTS} 3 micro-batches per step; parallelism.pp_schedule = "1F1B" needs at least 4, the number of stages',
+        f'{COUNTS} 3 micro-batches per step; parallelism.pp_schedule = "1F1B" needs at least 4, the number of stages (parallelism.pp = 4)',
     ),
     "too few micro-batches for DualPipeV": (
         {"num_micro_batches": 7, "schedule": "DualPipeV"},
-        f'{COUNTS} 7 micro-batches per step; parallelism.pp_schedule = "DualPipeV" needs at least 8, the number of stages',
+        f'{COUNTS} 7 micro-batches per step; parallelism.pp_schedule = "DualPipeV" needs at least 8, the number of stages (parallelism.pp = 4)',
     ),
     "uneven rounds": (
         {"num_micro_batches": 11, "schedule": "Interleaved1F1B"},

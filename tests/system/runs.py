@@ -227,8 +227,9 @@ def forked(
     processes: int = 1,
     seconds: float = 60,
     of_rank: Mapping[int, tuple[str, ...]] | None = None,
+    train: Callable[[list[str]], int] | None = None,
 ) -> Done:
-    """`of_rank` has extra options for single ranks."""
+    """`of_rank` has extra options for single ranks; `train` stands in for `train_rank`."""
     log, port = folder.with_suffix(".log"), free_port()
     said_before = len(log.read_text()) if log.exists() else 0
     tasks = [
@@ -236,6 +237,7 @@ def forked(
             train_in_pool,
             (rank, processes, port, log),
             arguments(config, folder, *options, *(of_rank or {}).get(rank, ())),
+            train or train_rank,
         )
         for rank in range(processes)
     ]
@@ -292,13 +294,15 @@ def _train(rank: int, size: int, port: int, log: Path, argv: list[str]) -> None:
     sys.exit(train_rank(argv))
 
 
-def train_in_pool(place: tuple[int, int, int, Path], argv: list[str]) -> int:
+def train_in_pool(
+    place: tuple[int, int, int, Path], argv: list[str], train: Callable[[list[str]], int] = train_rank
+) -> int:
     """Returns the exit status of `train.py`."""
     own = [os.dup(number) for number in (1, 2)]
     try:
         become(*place)
         try:
-            return train_rank(argv)
+            return train(argv)
         except BaseException:  # noqa: BLE001 - as train.py does
             traceback.print_exc()
             return 1

@@ -297,6 +297,8 @@ class HealthSection(Section):
     """What to do about a loss spike: log a warning, or `roll_back`: resume from the newest checkpoint and skip the sequences trained on since."""
     straggler_ratio: Annotated[float, Field(gt=1)] = 1.3
     """A rank counts as a straggler if its compute or data wait is this many times the median for three consecutive metrics lines; the log names it."""
+    replica_check_interval: PositiveInt | None = None
+    """Steps between checks that weights and optimizer moments held as copies by several ranks are bitwise equal; with it, also before every checkpoint. Left out: never."""
 
 
 class ProfilerSection(Section):

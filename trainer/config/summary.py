@@ -71,6 +71,8 @@ def warnings(config: Config, world_size: int) -> Iterator[str]:
     for name, each in config.validation.sets.items():
         if each.source in training_sources and not config.data.holdout:
             yield f"validation.sets.{name} validates on training documents: data.holdout = 0"
+    if config.health.replica_check_interval is not None and degrees["dp_replicate"] == degrees["tp"] == 1:
+        yield "health.replica_check_interval compares nothing: dp_replicate = 1 and tp = 1 leave no copies of weights"
     for key in ("pp_layers", "pp_stages_per_rank"):
         if degrees["pp"] == 1 and getattr(config.parallelism, key) is not None:
             yield f"parallelism.{key} is not used with parallelism.pp = 1"

@@ -28,6 +28,7 @@ from trainer.metrics.loggers import ConsoleLogger, Record, TensorBoardLogger, fo
 from trainer.metrics.prediction import read_prediction
 from trainer.metrics.step_metrics import finite_or_none, position_bucket_names
 from trainer.resilience.anomalies import MAX_ROLLBACKS, LossSpikeError, StragglerDetector
+from trainer.resilience.replicas import DriftedRank
 from trainer.trainer import StepMetrics, StepResult, Trainer
 
 log = logging.getLogger(__name__)
@@ -80,6 +81,10 @@ class MetricsProcessor:
         if self.is_rank_zero:
             message = "rolled back from step %d to %s, skipping sequences %d to %d"
             log.warning(message, spike.step, checkpoint, *skipped_range)
+
+    def record_drifted_ranks(self, drifted: Sequence[DriftedRank]) -> None:
+        # No flush: a spike in the pending step would roll back instead of ending the run.
+        self._log_event("replica_mismatch", step=self.trainer.step, ranks=[*map(vars, drifted)])
 
     def _log_event(self, kind: str, **fields: Any) -> None:
         if self.is_rank_zero:
