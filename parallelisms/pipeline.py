@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from models.batch import Batch
 from models.transformer import Transformer
 from parallelisms import collectives
+from parallelisms.fsdp import fsdp_modules
 from parallelisms.pipeline_plan import SINGLE_STAGE_SCHEDULES, PipelinePlan
 
 
@@ -67,6 +68,8 @@ class Pipeline:
             )
             for stage in rank_stages
         ]
+        for stage in stages:
+            _sum_in_reduce_dtype(stage)
         self._schedule: Any = get_schedule_class(plan.schedule)(
             stages[0] if plan.schedule in SINGLE_STAGE_SCHEDULES else stages,
             plan.num_micro_batches,
@@ -100,6 +103,19 @@ class Pipeline:
                     hooks.enter_context(module.register_forward_hook(forward_hook))
             indices = torch.arange(len(micro_batches))
             self._schedule.step(index=indices, target=indices, return_outputs=False)
+
+
+def _sum_in_reduce_dtype(stage: Any) -> None:
+    """A split backward adds weight gradients in the compute dtype, until FSDP's next `post_backward`: runs it each time."""
+    backward_weight = stage.backward_weight_one_chunk
+
+    def backward_weight_one_chunk(*args: Any, **options: Any) -> None:
+        backward_weight(*args, **options)
+        for unit in fsdp_modules(stage.submod):
+            if (param_group := unit._get_fsdp_state()._fsdp_param_group) is not None:
+                param_group.post_backward()
+
+    stage.backward_weight_one_chunk = backward_weight_one_chunk
 
 
 def pipeline_forward(

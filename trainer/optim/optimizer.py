@@ -23,6 +23,8 @@ from models.linear import identity
 from parallelisms.collectives import num_replicas, to_local
 from trainer.config.sections import OPTIMIZER_CHUNK_ELEMENTS, OptimizerSection
 
+HOST_NORM_ELEMENTS = 1 << 16
+"""A float32 norm on the host adds element after element: over 16M equal ones it is 0.7% off, in such chunks 1e-5."""
 STATE_KEYS = ("exp_avg", "exp_avg_sq", "step")
 
 
@@ -106,11 +108,15 @@ class Optimizer:
         grads_by_replicas: defaultdict[int, list[Tensor]] = defaultdict(list)
         for parameter in self.parameters_by_name.values():
             if parameter.grad is not None:
-                grads_by_replicas[num_replicas(parameter.grad)].append(to_local(parameter.grad))
+                grads_by_replicas[num_replicas(parameter.grad)].extend(_norm_chunks(to_local(parameter.grad)))
         squares = [
             nn.utils.get_total_norm(grads).double().square() / count for count, grads in grads_by_replicas.items()
         ]
         return self._all_reduce(torch.stack(squares).sum()).sqrt()
+
+
+def _norm_chunks(grad: Tensor) -> tuple[Tensor, ...]:
+    return grad.flatten().split(HOST_NORM_ELEMENTS) if grad.device.type == "cpu" else (grad,)
 
 
 def _new_state(parameter: nn.Parameter, moment_dtype: torch.dtype | None) -> dict[str, Tensor]:

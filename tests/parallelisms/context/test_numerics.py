@@ -130,6 +130,7 @@ def test_sixteen_ranks_are_exact_in_float64(lengths: list[int], rotation: Rotate
         torch.testing.assert_close(x, right[name], rtol=0, atol=1e-12, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rotation", ["ring", "allgather"])
 def test_float32_error_does_not_grow_with_ring_steps(rotation: RotateMethod) -> None:
     rows = starts([700, 324])
@@ -149,6 +150,7 @@ def half_precision() -> tuple[tuple[Tensor, ...], Tensor, dict[str, Tensor]]:
     return given, rows, exact(given, rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rotation", ["ring", "allgather"])
 def test_bfloat16_error_does_not_grow_with_ranks(rotation: RotateMethod) -> None:
     given, rows, right = half_precision()

@@ -1,0 +1,86 @@
+"""Every sum of tensors in the product is in the grid of accumulators, or has a reason not to be."""
+
+from __future__ import annotations
+
+from tests.precision.grid import ACCUMULATORS, EXCEPTIONS
+from tests.precision.sites import accumulation_sites
+
+TP_SUMS = "activations that tp ranks sum"
+# By function: its sums, and the accumulator of the grid.
+IN_GRID = {
+    "models.kernels.accumulate_grads": ("+= += +=", "attention: score blocks"),
+    "models.kernels._plain_forward": ("logsumexp", "attention: query heads"),
+    "models.kernels._plain_backward": ("sum sum sum", "attention: query heads"),
+    "models.linear.EmbeddingFunction.backward": ("embedding_dense_backward", "embedding: equal tokens"),
+    "models.loss_head.LinearCrossEntropy.forward": ("+= sum", "loss head: chunks"),
+    "models.norm.rstd": ("vector_norm", "norm statistics: width"),
+    "models.norm.rms_norm_backward": ("mean sum", "norm weight: tokens"),
+    "models.norm.RMSNormFunction.backward": ("+=", "head norm: chunks"),
+    "models.tiling.GradAccumulator.add": ("+=", "weight gradients: tiles"),
+    "parallelisms.collectives.all_reduce": ("all_reduce", "softmax: vocabulary shards"),
+    "parallelisms.collectives.reduce_scatter_async": ("_reduce_scatter_single", "all-gather: ranks' dk, dv"),
+    "parallelisms.collectives.reduce_scatter_tokens": ("reduce_scatter_tensor", TP_SUMS),
+    "parallelisms.collectives.all_reduce_functional": ("all_reduce", "weights that tp ranks share"),
+    "parallelisms.context.ring.Ring.send_grads": ("+=", "ring: hops of dk, dv"),
+    "parallelisms.context.ring.AllGather.send_grads": ("reduce_scatter", "all-gather: ranks' dk, dv"),
+    "parallelisms.context.ring.RingAttentionCore.exchange": ("reduce_scatter_async", "all-gather: ranks' dk, dv"),
+    "parallelisms.context.ring.backward": ("+=", "attention: pieces of KV"),
+    "parallelisms.context.ring.OnlineSoftmax.merge": ("lerp_ logaddexp", "attention: pieces of KV"),
+    "parallelisms.context.ulysses.SeqToHeads.backward": ("sum", "Ulysses: repeated KV heads"),
+    "parallelisms.fsdp.apply": ("fully_shard", "FSDP ranks, 2 replicas"),
+    "parallelisms.pipeline._sum_in_reduce_dtype.backward_weight_one_chunk": (
+        "post_backward",
+        "micro-batches, ZBVZeroBubble",
+    ),
+    "parallelisms.tensor_parallel": ("reduce_scatter_tokens reduce_scatter_tokens", TP_SUMS),
+    "parallelisms.tensor_parallel.TensorParallelizer.sequence_parallel_comm": (
+        "all_reduce_functional reduce_scatter_tokens",
+        TP_SUMS,
+    ),
+    "parallelisms.tensor_parallel.TensorParallelizer.parallelize_head": ("all_reduce", "softmax: vocabulary shards"),
+    "parallelisms.tensor_parallel._all_reduce": ("all_reduce_functional", TP_SUMS),
+    "trainer.optim.optimizer.Optimizer.__init__": ("all_reduce", "gradient norm: tensors"),
+    "trainer.optim.optimizer.Optimizer._grad_norm": ("get_total_norm sum", "gradient norm: tensors"),
+    "trainer.trainer.Trainer.__init__": ("all_reduce", "gradient norm: tensors"),
+    "trainer.trainer.Trainer.accumulate_gradients": ("all_reduce sum", "micro-batches"),
+    "trainer.metrics.step_metrics.MetricAccumulator.add": (
+        "+= += += += += += += += index_add_ sum sum",
+        "micro-batches",
+    ),
+    "trainer.metrics.step_metrics.MetricAccumulator.all_reduce": ("all_reduce", "metrics: ranks"),
+}
+INTEGERS = "integers"
+TWO = "two terms, however many parts: the residual stream in the compute dtype"
+LOSS = "float32 losses; only the gradient of the sum is used, which is constant"
+EXEMPT = {
+    "models.batch.Batch.num_targets": ("sum", INTEGERS),
+    "models.decode.KVCacheCore.__call__": ("lerp", "two terms, in float32"),
+    "models.kernels.concatenated_ranges": ("cumsum", INTEGERS),
+    "models.kernels._efficient_backward": ("sum sum", "the CUDA kernel for float32 inputs"),
+    "models.rope.apply_rotary": ("addcmul_ addcmul_", "two terms"),
+    "models.tiling.input_grad": ("addmm_", "two or three matrices, as in autograd"),
+    "parallelisms.activation_offload.HostActivationPool.offload": ("+=", INTEGERS),
+    "parallelisms.activation_offload.HostActivationPool._allocate": ("+=", INTEGERS),
+    "parallelisms.block_recompute.BlockCompute._project_qkv_backward": ("+=", TWO),
+    "parallelisms.block_recompute.BlockCompute.feed_forward.compute_tile": ("add_", TWO),
+    "parallelisms.block_recompute.BlockCompute.feed_forward_backward.compute_tile": ("add_", TWO),
+    "parallelisms.block_recompute.BlockCompute._hidden_tile": ("add_", TWO),
+    "parallelisms.collectives": ("_reduce_scatter_single", "its name in two versions of torch"),
+    "parallelisms.collectives.all_reduce_max": ("all_reduce", "a maximum"),
+    "parallelisms.context.attention_plan.RankAttentionPlan.remote_blocks": ("+=", INTEGERS),
+    "parallelisms.context.ring.AllGather": ("reduce_scatter", "a field"),
+    "parallelisms.pipeline.Pipeline.run.forward_hook": ("sum", LOSS),
+    "trainer.trainer.Trainer.train_steps": ("+=", INTEGERS),
+    "trainer.trainer.Trainer.forward_backward": ("sum", LOSS),
+    "trainer.trainer.Trainer.optimizer_step": ("+= all_reduce", "integers; the metric vector"),
+}
+
+
+def test_every_sum_of_tensors_is_in_the_grid_or_exempt() -> None:
+    assert not IN_GRID.keys() & EXEMPT.keys()
+    assert accumulation_sites() == {name: sums for name, (sums, _) in (IN_GRID | EXEMPT).items()}
+
+
+def test_every_accumulator_named_is_in_the_grid() -> None:
+    names = {accumulator.name for accumulator in (*ACCUMULATORS, *EXCEPTIONS)}
+    assert {accumulator for _, accumulator in IN_GRID.values()} <= names
