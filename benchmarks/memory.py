@@ -157,13 +157,14 @@ def _on_rank(rank: int, name: str, world_size: int, folder: Path) -> None:
 
     from benchmarks.counted import count
     from tests.build_datasets import build_train_dataset
-    from trainer.distributed import single_host_process_group
+    from trainer.distributed import destroy_process_group, init_single_host
 
     torch.set_num_threads(1)
     config = load(["--config", name])
     rows = build_train_dataset(config)
-    with single_host_process_group(config.distributed, rank=rank, size=world_size, store=folder / "store"):
-        (folder / str(rank)).write_text(json.dumps(vars(count(config, steps=2, rows=rows))))
+    init_single_host(config.distributed, rank=rank, size=world_size, store=folder / "store")
+    (folder / str(rank)).write_text(json.dumps(vars(count(config, steps=2, rows=rows))))
+    destroy_process_group()
 
 
 # ---- many

@@ -15,3 +15,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 def pytest_collection_finish(session: pytest.Session) -> None:
     del session
     freeze_imports()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints what tests report as their property `summary`, such as the seed of random cases."""
+    reports = [report for reports in terminalreporter.stats.values() for report in reports]
+    for report in reports:
+        for name, text in getattr(report, "user_properties", ()):
+            if name == "summary" and report.when == "call":
+                terminalreporter.write_line(str(text))

@@ -8,8 +8,9 @@ import gc
 def freeze_imports() -> None:
     """Leaves everything that is alive now out of all later collections, of which every trainer asks for several.
 
-    A trainer also freezes what it finds, and unfreezes it at its end. Here that would bring the imports back.
+    A trainer also freezes what it finds, and unfreezes it at its end. Here that would bring the imports back, or keep the
+    process groups of every trainer and their threads.
     """
     gc.collect()
     gc.freeze()
-    gc.unfreeze = lambda: None
+    gc.freeze = gc.unfreeze = lambda: None

@@ -33,7 +33,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import distributed
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.garbage import freeze_imports
 
@@ -262,10 +261,11 @@ class _State:
         from torch import _dynamo  # In the process of the tests it would take a second.
         from torch._dynamo import utils
 
+        from trainer.selfcheck.worker import clear_mesh_caches
+
         if distributed.is_initialized():
             distributed.destroy_process_group()
-        # It holds meshes, by whose names of groups later ones would be found.
-        _clear_sharding_prop_cache()
+        clear_mesh_caches()
         if utils.counters:
             _dynamo.reset()
             utils.counters.clear()

@@ -27,7 +27,6 @@ QUICK = {
     "checkpoint": "--params-millions 0.2 --saves 1 --ranks 1 --worker {tmp}",
     "config_pages": "--check",
     "context_parallel": "--tokens 256 --cp 2 --heads 2 1 --width 8 --rounds 1 --methods ring",
-    "cpu_step": "--rounds 1 --rehearse --only eager",
     "data": "rows --rounds 1 --seq-len 65536",
     "doc_tables": "--check",
     "loss_curve": "{tmp}/metrics.jsonl {tmp}/loss.svg",
@@ -35,6 +34,7 @@ QUICK = {
     "moments": "--steps 3",
     "plans": "--folder {tmp} debug",
     "published": "",
+    "replicas": "--mib 1 --rounds 1",
 }
 SLOW = {
     "checkpoint": "--params-millions 0.2 --saves 1 --ranks 1 --folder {tmp}",
@@ -46,6 +46,7 @@ SLOW = {
     "faults": "recovery --only launcher",
     "gpu": "--rehearse --phases 1 --out {tmp}/rows.jsonl",
     "long_context": "--steps 2 --copy-steps 2 --folder {tmp} --svg {tmp}/context.svg",
+    "random_cases": "--cases 2 --max-processes 2 --records {tmp}/records.json",
     "scaling": "--quick",
 }
 

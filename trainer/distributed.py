@@ -170,15 +170,25 @@ def attempt_name() -> str:
     return all_gather_object(name)[0]
 
 
-@contextmanager
-def single_host_process_group(config: DistributedSection, *, rank: int, size: int, store: Path) -> Iterator[World]:
-    """A CPU process group that meets in the file `store`, even if CUDA devices exist."""
+def init_single_host(
+    config: DistributedSection, *, rank: int, size: int, store: Path, device_type: str = "cpu"
+) -> World:
+    """Creates a process group that meets in the file `store`: on the CPU, even if there are GPUs, or a GPU per rank."""
+    device = torch.device("cpu")
+    if device_type == "cuda":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
     distributed.init_process_group(
-        "gloo",
+        "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl",
         store=distributed.FileStore(str(store), size),
         rank=rank,
         world_size=size,
         timeout=timedelta(minutes=config.start_timeout_minutes),
     )
-    yield World(rank, size, torch.device("cpu"))
-    distributed.destroy_process_group()  # Not after an error, as in `process_group`.
+    return World(rank, size, device)
+
+
+def destroy_process_group() -> None:
+    """Destroys the default process group, if there is one. All ranks must have left its collectives."""
+    if distributed.is_initialized():
+        distributed.destroy_process_group()

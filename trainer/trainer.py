@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -141,7 +141,7 @@ class Trainer:
         self.earlier_tokens_by_source: dict[str, int] = {}
         """Tokens per source at the last resume, including sources of earlier training stages only."""
 
-    def train_steps(self) -> Iterator[StepResult]:
+    def train_steps(self) -> Generator[StepResult, None, None]:
         """Runs the remaining steps, one per item."""
         training = self.config.training
         with (

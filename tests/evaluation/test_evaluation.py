@@ -129,7 +129,7 @@ def test_end_tokens_count_no_bytes_even_if_they_decode_to_text(run: Path) -> Non
 @pytest.mark.parametrize(
     "mesh",
     [
-        ("--parallelism.cp=2", "--parallelism.cp_method=ring"),
+        pytest.param(("--parallelism.cp=2", "--parallelism.cp_method=ring"), marks=pytest.mark.slow),
         *(pytest.param((f"--parallelism.{axis}=2",), marks=pytest.mark.slow) for axis in ("pp", "tp")),
     ],
 )

@@ -256,10 +256,10 @@ def test_shard_losses_aggregate_over_dp_and_may_lack_targets() -> None:
 
 
 def read_documents(lengths: list[list[int]], degrees: dict[str, int]) -> str:
-    """The error if each rank reads documents of other lengths in its second micro-batch."""
+    """The error if each rank reads documents of other lengths in its first micro-batch."""
     mesh = Mesh("cpu", dict.fromkeys(AXES, 1) | degrees, rank=torch.distributed.get_rank())
     accumulator = MetricAccumulator(mesh, torch.device("cpu"))
-    vector = accumulator.new_vector([packed([24]), packed(lengths[mesh.rank])])
+    vector = accumulator.new_vector([packed(lengths[mesh.rank]), packed([24])])
     accumulator.all_reduce(vector)
     result = StepResult(7, 0.1, 0, 0.0, Stopwatch(torch.device("cpu")), AsyncHostCopy(vector), accumulator.layout)
     try:

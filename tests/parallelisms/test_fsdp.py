@@ -146,12 +146,13 @@ def together() -> list[ParameterSet]:
         choice = (plan.config, plan.policy, plan.reshard_after_forward, plan.micro_batch_size)
         # Each mesh runs half of the pairs, the next mesh the other half.
         fast = choice in PAIRS and PAIRS.index(choice) % 2 == number * len(MESHES) // len(GRID) % 2
+        fast = fast and (plan.dp_replicate, plan.dp_shard) == (2, 2)
         groups.setdefault(f"{'' if fast else 'slow '}{plan.dp_replicate}x{plan.dp_shard}", []).append(plan)
     for config, policy in itertools.product((SMALL, TIED), get_args(activation_checkpoint.RecomputePolicy)):
         plan = Plan(config, dp_shard=2, policy=policy, compiled=True)
         groups[f"slow {name_of(plan)}-compiled"] = [plan]
-    groups["tiled"] = [plan for plan in TILED if not plan.compiled]
-    groups["tiled-compiled"] = [plan for plan in TILED if plan.compiled]
+    groups["slow tiled"] = [plan for plan in TILED if not plan.compiled]
+    groups["slow tiled-compiled"] = [plan for plan in TILED if plan.compiled]
     groups["single_process"] = [Plan(config, micro_batch_size=5) for config in (SMALL, TIED)]
     return [
         pytest.param(plans, id=name, marks=[pytest.mark.slow] * name.startswith("slow"))

@@ -284,6 +284,7 @@ def test_offload_and_tiling_in_stages_equal_one_process(plan: PipelinePlan) -> N
     )
 
 
+@pytest.mark.slow
 def test_compiled_stages_equal_one_process() -> None:
     require_equal(Case(replace(PLANS[0], compiled=True, recompute="full"), policy="full", compiled=True))
 

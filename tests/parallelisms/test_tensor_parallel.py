@@ -218,7 +218,8 @@ def together() -> list[ParameterSet]:
     """Groups of cases for one set of ranks, so that DTensor derives its shardings once; each compiled case alone."""
     groups: dict[str, list[Case]] = {}
     for case in CASES:
-        pace = "slow " * (case in SLOW)
+        # Four ranks are those of the random configurations.
+        pace = "slow " * (case in SLOW or case.compiled or case.ranks == 4)
         groups.setdefault(f"{pace}{case}" if case.compiled else f"{pace}on {case.ranks}", []).append(case)
     return [
         pytest.param(cases, id=name, marks=[pytest.mark.slow] * name.startswith("slow"))

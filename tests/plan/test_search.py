@@ -114,6 +114,7 @@ def test_longest_sequence_fits_and_a_longer_one_does_not() -> None:
     assert not search(with_seq_len(config, length + length // 16), 2, device, max_results=1).best
 
 
+@pytest.mark.slow
 def test_fewest_devices_need_not_be_a_power_of_two() -> None:
     config = load(["--config", "llama3_8b", "--training.global_batch_size", "8"])
     ranks, found = fewest_devices(config, replace(H100, memory=12 * GIB))

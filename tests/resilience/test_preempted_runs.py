@@ -194,7 +194,7 @@ def test_a_closed_terminal_stops_the_run_unless_nohup(whole: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("processes", "faults"),
     [
-        (2, (("save", 0, signal.SIGKILL), ("step", 1, signal.SIGSTOP))),
+        pytest.param(2, (("save", 0, signal.SIGKILL), ("step", 1, signal.SIGSTOP)), marks=pytest.mark.slow),
         pytest.param(4, None, marks=pytest.mark.slow),
     ],
     ids=["one killed during a save, another stopped", "ten random kills of four ranks"],

@@ -17,15 +17,18 @@ from trainer.selfcheck.comparison import (
     TENSOR_TOLERANCE,
     StepDifference,
     comparison_table,
+    errors_by_kind,
     relative_error,
     within_tolerance,
     worst_over_ranks,
 )
 from trainer.selfcheck.worker import max_relative_error
 
-REFERENCE = [StepDifference(loss=5.0, grad_norm=0.5, tensor_errors={"gradient of a": 0.0, "a": 0.0, "b": 0.0})] * 2
-FIRST = StepDifference(loss=5.0, grad_norm=0.5, tensor_errors={"gradient of a": 1e-14, "a": 2e-14})
-SECOND = StepDifference(loss=5.0, grad_norm=0.5, tensor_errors={"b": 3e-14})
+VALUES = {"loss": 5.0, "grad_norm": 0.5, "tokens": 96.0}
+MOMENT, A, B = "optimizer.exp_avg.a", "model.a", "model.b"
+REFERENCE = [StepDifference(values=VALUES, tensor_errors={MOMENT: 0.0, A: 0.0, B: 0.0})] * 2
+FIRST = StepDifference(values=VALUES, tensor_errors={MOMENT: 1e-14, A: 2e-14})
+SECOND = StepDifference(values=VALUES, tensor_errors={B: 3e-14})
 
 
 def matches(*changed: StepDifference) -> bool:
@@ -35,34 +38,43 @@ def matches(*changed: StepDifference) -> bool:
 
 
 def test_rounding_errors_match() -> None:
-    assert matches(replace(FIRST, loss=5 + 1e-13, grad_norm=0.5 - 1e-13))
+    assert matches(replace(FIRST, values=VALUES | {"loss": 5 + 1e-13, "grad_norm": 0.5 - 1e-13}))
 
 
 @pytest.mark.parametrize("value", [5 * (1 + 1.1 * SCALAR_TOLERANCE), math.nan, math.inf, 0.0])
-def test_a_different_loss_or_norm_on_one_rank_is_a_mismatch(value: float) -> None:
-    assert not matches(replace(FIRST, loss=value))
-    assert not matches(replace(FIRST, grad_norm=value / 10))
+def test_a_different_loss_norm_or_count_on_one_rank_is_a_mismatch(value: float) -> None:
+    for name, expected in VALUES.items():
+        assert not matches(replace(FIRST, values=VALUES | {name: value * expected / 5}))
 
 
 @pytest.mark.parametrize("error", [1.1 * TENSOR_TOLERANCE, math.inf])
 def test_a_different_tensor_on_one_rank_in_one_step_is_a_mismatch(error: float) -> None:
-    assert not matches(replace(FIRST, tensor_errors=FIRST.tensor_errors | {"gradient of a": error}))
+    assert not matches(replace(FIRST, tensor_errors=FIRST.tensor_errors | {MOMENT: error}))
+    assert not matches(replace(FIRST, tensor_errors=FIRST.tensor_errors | {A: error}))
 
 
 def test_a_tensor_missing_on_all_ranks_is_a_mismatch() -> None:
     mesh = worst_over_ranks(REFERENCE, [[FIRST, FIRST]])
-    assert mesh[0].tensor_errors["b"] == math.inf
+    assert mesh[0].tensor_errors[B] == math.inf
     assert not within_tolerance(REFERENCE, mesh)
 
 
 def test_the_table_names_the_largest_errors() -> None:
-    worse = replace(FIRST, loss=5.5, tensor_errors=FIRST.tensor_errors | {"a": 0.25})
+    worse = replace(FIRST, values=VALUES | {"loss": 5.5, "tokens": 97.0}, tensor_errors=FIRST.tensor_errors | {A: 0.25})
     mesh = worst_over_ranks(REFERENCE, [[FIRST, worse], [SECOND, SECOND]])
-    heading, first, second, worst = comparison_table(REFERENCE, mesh)
+    heading, first, second, worst, other = comparison_table(REFERENCE, mesh)
     assert heading.split("  ")[0] == "step"
     assert first.split() == ["1", "5", "5", "0.5", "0.5", "3.0e-14"]
     assert second.split() == ["2", "5", "5.5", "0.5", "0.5", "2.5e-01"]
-    assert worst == "largest: a 2.5e-01, b 3.0e-14, gradient of a 1.0e-14"
+    assert worst == "largest: model.a 2.5e-01, model.b 3.0e-14, optimizer.exp_avg.a 1.0e-14"
+    assert other == "step 2: tokens 97, one process 96"
+    assert errors_by_kind(REFERENCE, mesh) == {
+        "loss": 0.1,
+        "gradient norm": 0.0,
+        "other metrics": pytest.approx(1 / 96),
+        "weights": 0.25,
+        "moments": 1e-14,
+    }
 
 
 def test_errors_are_relative_and_infinite_if_undefined() -> None:
@@ -86,6 +98,27 @@ def test_errors_are_relative_and_infinite_if_undefined() -> None:
 
 
 # ---- command line
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--seed", "3"], "--seed is only used with --random"),
+        (["--max-processes", "3"], "--max-processes is only used with --random"),
+        (
+            ["--random", "3", "--training.seed", "1"],
+            "--random and --case take no configuration, override or --world-size",
+        ),
+        (["--case", "parallelism.cq=2"], '"parallelism.cq" is not one of parallelism.dp_replicate, '),
+        (["--case", "parallelism.cp=7"], 'parallelism.cp = "7" is not one of 1, 2, 3, 4'),
+        (["--case", "parallelism.tp=4 'model.num_heads=6 / 3'"], "parallelism.tp = 4 must divide model.num_heads = 6"),
+    ],
+)
+def test_options_of_random_cases_are_checked(
+    words: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert problem in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("value", ["two", "0", "-1"])
@@ -134,7 +167,7 @@ def test_help_has_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help", "--no.such", "key"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("usage: python -m trainer.selfcheck ")
-    assert all(f"\n  {option} " in printed for option in ("--config", "--world-size"))
+    assert all(f"\n  {option} " in printed for option in ("--config", "--world-size", "--random"))
     assert "--section.key VALUE sets any key" in printed
 
 

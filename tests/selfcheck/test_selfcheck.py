@@ -18,8 +18,8 @@ from tests.ranks import context  # The fork server of the other tests, with the 
 from tests.system.runs import ROOT, is_alive, wait_for
 from trainer.config.parse import CONFIG_DIR, deep_merge, load
 from trainer.errors import RankFailedError
-from trainer.selfcheck import processes
 from trainer.selfcheck.__main__ import compare_with_reference, main
+from trainer.selfcheck.processes import RankPool
 from trainer.selfcheck.shrink import MeshCase, ReducedRun, reduce_run, write_sample_documents
 
 pytestmark = pytest.mark.ranks
@@ -38,8 +38,14 @@ def reduced_run(folder: Path, *words: str) -> tuple[ReducedRun, MeshCase]:
 
 
 def altered(mesh_case: MeshCase, section: str, **values: object) -> MeshCase:
-    config = type(mesh_case.config).model_validate(deep_merge(mesh_case.config.model_dump(), {section: values}))
-    return replace(mesh_case, config=config)
+    launch = mesh_case.launch
+    config = type(launch.config).model_validate(deep_merge(launch.config.model_dump(), {section: values}))
+    return replace(mesh_case, launch=replace(launch, config=config))
+
+
+def compare(reduced: ReducedRun, folder: Path) -> int:
+    with RankPool() as pool:
+        return compare_with_reference(reduced, folder, 2, pool)
 
 
 @pytest.fixture(autouse=True)
@@ -69,10 +75,7 @@ def test_a_mesh_matches_one_process(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_different_seed_is_a_mismatch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small, mesh_case = reduced_run(tmp_path)
     other = altered(mesh_case, "training", seed=1)
-    assert (
-        compare_with_reference(replace(small, mesh_cases=[mesh_case, replace(other, name="another seed")]), tmp_path, 2)
-        == 1
-    )
+    assert compare(replace(small, mesh_cases=[mesh_case, replace(other, name="another seed")]), tmp_path) == 1
     said = capsys.readouterr().out
     assert "dp_shard 2: match\n" in said
     assert "another seed: MISMATCH\n" in said
@@ -82,7 +85,7 @@ def test_a_different_seed_is_a_mismatch(tmp_path: Path, capsys: pytest.CaptureFi
 def test_the_error_of_a_rank_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small, mesh_case = reduced_run(tmp_path)
     lost = altered(mesh_case, "data", corpus=str(tmp_path / "lost"))
-    assert compare_with_reference(replace(small, mesh_cases=[lost]), tmp_path, 2) == 1
+    assert compare(replace(small, mesh_cases=[lost]), tmp_path) == 1
     said = capsys.readouterr().out
     assert re.search(r"\ndp_shard 2: FAILED: rank [01]: DataError: data.corpus = .*/lost \(corpus.py:\d+\)\n", said)
     assert "MISMATCH: dp_shard 2 (" in said
@@ -91,14 +94,14 @@ def test_the_error_of_a_rank_is_reported(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_failed_reference_fails_the_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small, mesh_case = reduced_run(tmp_path)
     lost = altered(mesh_case, "data", corpus=str(tmp_path / "lost"))
-    assert compare_with_reference(replace(small, reference=lost.config), tmp_path, 2) == 1
+    assert compare(replace(small, reference=replace(lost.launch, world_size=1)), tmp_path) == 1
     assert capsys.readouterr().out.splitlines()[-1].startswith("one process: FAILED: rank 0: ")
 
 
 def test_a_timeout_kills_the_ranks(tmp_path: Path) -> None:
     _, mesh_case = reduced_run(tmp_path)
-    with pytest.raises(RankFailedError, match="ranks 0, 1 did not finish in 0 s"):
-        processes.run_ranks(mesh_case.config, 2, tmp_path / "slow", reference=tmp_path / "reference.pt", timeout=0)
+    with pytest.raises(RankFailedError, match="ranks 0, 1 did not finish in 0 s"), RankPool(timeout=0) as pool:
+        pool.run(mesh_case.launch, reference=tmp_path / "tensors")
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])

@@ -61,12 +61,12 @@ def test_a_shipped_run_fits_and_covers_every_pair_of_mesh_dimensions(name: str, 
     config = STAGES[name]
     world_size = default_world_size(config)
     made = reduce_run(config, world_size, folder)
-    assert checks.problems(made.reference, 1) == []
+    assert checks.problems(made.reference.config, 1) == []
     for mesh_case in made.mesh_cases:
-        assert mesh_case.processes <= 8
-        assert checks.problems(mesh_case.config, mesh_case.processes) == []
+        assert mesh_case.launch.world_size <= 8
+        assert checks.problems(mesh_case.launch.config, mesh_case.launch.world_size) == []
     axes = [axis for axis, size in config.parallelism.degrees(world_size).items() if size > 1]
-    meshes = [mesh_case.config.parallelism.degrees(mesh_case.processes) for mesh_case in made.mesh_cases]
+    meshes = [mesh_case.launch.config.parallelism.degrees(mesh_case.launch.world_size) for mesh_case in made.mesh_cases]
     for some in (*combinations(axes, 1), *combinations(axes, 2)):
         assert any(all(mesh[axis] > 1 for axis in some) for mesh in meshes), some
 
@@ -76,7 +76,7 @@ def test_a_reduced_shipped_run_keeps_its_methods(name: str, folder: Path) -> Non
     config = STAGES[name]
     plan, model = config.context_plan(), config.model.build()
     for mesh_case in reduce_run(config, default_world_size(config), folder).mesh_cases:
-        kept, few = mesh_case.config.context_plan(), mesh_case.config.model.build()
+        kept, few = mesh_case.launch.config.context_plan(), mesh_case.launch.config.model.build()
         if kept.cp > 1:
             assert (kept.resolved_method, kept.resolved_layout, kept.rotate_method) == (
                 plan.resolved_method,
@@ -86,14 +86,14 @@ def test_a_reduced_shipped_run_keeps_its_methods(name: str, folder: Path) -> Non
             assert kv_head_repeats(kept.ulysses_degree, kept.kv_heads) <= kv_head_repeats(
                 plan.ulysses_degree, plan.kv_heads
             )
-        if mesh_case.config.parallelism.pp > 1:
-            assert mesh_case.config.parallelism.pp_schedule == config.parallelism.pp_schedule
-        assert mesh_case.config.memory.recompute == config.memory.recompute
-        assert mesh_case.config.training.compile == config.training.compile
-        assert mesh_case.config.data.packing == config.data.packing
+        if mesh_case.launch.config.parallelism.pp > 1:
+            assert mesh_case.launch.config.parallelism.pp_schedule == config.parallelism.pp_schedule
+        assert mesh_case.launch.config.memory.recompute == config.memory.recompute
+        assert mesh_case.launch.config.training.compile == config.training.compile
+        assert mesh_case.launch.config.data.packing == config.data.packing
         assert (few.tie_embeddings, few.rope) == (model.tie_embeddings, model.rope)
         assert (few.num_heads > few.num_kv_heads) == (model.num_heads > model.num_kv_heads)
-        assert mesh_case.config.training.dtype == "float64"
+        assert mesh_case.launch.config.training.dtype == "float64"
 
 
 def test_the_description_of_thousands_of_ranks_is_short(folder: Path) -> None:
@@ -145,9 +145,9 @@ def test_few_axis_sets_cover_all_pairs_of_five_axes(cp: int, sets: int) -> None:
 def test_a_single_rank_is_compared_with_itself_uncompiled(small: Shrink) -> None:
     made = small(1, training={"compile": True}, memory={"recompute": "full"})
     (mesh_case,) = made.mesh_cases
-    assert (mesh_case.name, mesh_case.processes) == ("one rank", 1)
-    assert (mesh_case.config.training.compile, mesh_case.config.memory.recompute) == (True, "full")
-    assert (made.reference.training.compile, made.reference.memory.recompute) == (False, "none")
+    assert (mesh_case.name, mesh_case.launch.world_size) == ("one rank", 1)
+    assert (mesh_case.launch.config.training.compile, mesh_case.launch.config.memory.recompute) == (True, "full")
+    assert (made.reference.config.training.compile, made.reference.config.memory.recompute) == (False, "none")
 
 
 def test_the_choices_of_auto_on_the_full_mesh_are_kept(small: Shrink) -> None:
@@ -155,8 +155,8 @@ def test_the_choices_of_auto_on_the_full_mesh_are_kept(small: Shrink) -> None:
     long = {"seq_len": 1 << 20}
     (made,) = small(parallelism={"cp": 16, "ranks_per_node": 4, "dp_shard": 1}, data=ring, training=long).mesh_cases
     whole = Config.model_validate({"parallelism": {"cp": 16, "ranks_per_node": 4}, "data": ring, "training": long})
-    assert whole.context_plan().resolved_method == made.config.parallelism.cp_method == "hybrid"
-    assert made.config.parallelism.cp_outer_method == whole.context_plan().rotate_method
+    assert whole.context_plan().resolved_method == made.launch.config.parallelism.cp_method == "hybrid"
+    assert made.launch.config.parallelism.cp_outer_method == whole.context_plan().rotate_method
 
 
 # ---- model and sequences
@@ -183,8 +183,8 @@ def test_reduced_heads_keep_their_divisibility() -> None:
 def test_padding_of_sequences_is_kept(seq_len: int, short: int, small: Shrink) -> None:
     made = small(parallelism={"cp": 4, "cp_method": "ring", "dp_shard": 1}, training={"seq_len": seq_len})
     (mesh_case,) = made.mesh_cases
-    assert mesh_case.config.training.seq_len == short
-    assert (short % mesh_case.config.context_plan().seq_len_divisor > 0) == (short % 2 > 0)
+    assert mesh_case.launch.config.training.seq_len == short
+    assert (short % mesh_case.launch.config.context_plan().seq_len_divisor > 0) == (short % 2 > 0)
 
 
 @pytest.mark.parametrize(
@@ -193,8 +193,8 @@ def test_padding_of_sequences_is_kept(seq_len: int, short: int, small: Shrink) -
 def test_empty_micro_batches_are_kept(rows: int, micro: int, few: int, small: Shrink) -> None:
     training = {"global_batch_size": rows, "micro_batch_size": micro}
     made = small(parallelism={"dp_replicate": 2, "dp_shard": 8}, training=training)
-    assert made.reference.training.global_batch_size == few
-    total, each = made.mesh_cases[0].config.micro_batches(4)
+    assert made.reference.config.training.global_batch_size == few
+    total, each = made.mesh_cases[0].launch.config.micro_batches(4)
     assert (total < 4 * each) == (rows // micro % 16 > 0)
 
 
@@ -205,7 +205,7 @@ def test_every_pipeline_schedule_gets_enough_micro_batches(schedule: str, rows: 
     once: dict[str, object] = {"recompute": "none"}  # Zero-bubble schedules require it.
     made = small(parallelism=mesh, model={"num_layers": 40}, training={"global_batch_size": rows}, memory=once)
     assert [mesh_case.name for mesh_case in made.mesh_cases] == ["pp 2 x dp_shard 2 x tp 2"]
-    plan = made.mesh_cases[0].config.pipeline_plan(8)
+    plan = made.mesh_cases[0].launch.config.pipeline_plan(8)
     assert (plan.schedule, plan.num_layers) == (schedule, sum(plan.blocks_per_stage))
     assert plan.num_micro_batches == 4
 
@@ -218,14 +218,14 @@ def test_pipeline_stages_keep_their_relative_sizes(
 ) -> None:
     mesh = {"pp": 4, "dp_shard": 1, "pp_layers": layers}
     (mesh_case,) = small(parallelism=mesh, model={"num_layers": sum(layers)}).mesh_cases
-    assert mesh_case.config.parallelism.pp_layers == few
+    assert mesh_case.launch.config.parallelism.pp_layers == few
 
 
 def test_nope_layers_and_longrope_factors_are_kept(small: Shrink) -> None:
     rope = {"kind": "longrope", "factor": 8.0, "original_length": 1024}
     rope |= {key: [1.5] * 16 for key in ("short_factors", "long_factors")}
     for seq_len, is_longer in ((1024, False), (2048, True)):
-        made = small(model={"nope_every": 4, "rope": rope}, training={"seq_len": seq_len}).mesh_cases[0].config
+        made = small(model={"nope_every": 4, "rope": rope}, training={"seq_len": seq_len}).mesh_cases[0].launch.config
         model, length = made.model.build(), made.training.seq_len
         assert (length > model.rope.original_length) == is_longer
         assert not model.uses_rope(model.num_layers - 1)
@@ -234,8 +234,8 @@ def test_nope_layers_and_longrope_factors_are_kept(small: Shrink) -> None:
 def test_the_copy_task_keeps_its_period(small: Shrink) -> None:
     values = {"corpus": "copy", "copy_period": 1024}
     (mesh_case,) = small(data=values, model={"vocab_size": 63}, training={"seq_len": 4096}).mesh_cases
-    assert (mesh_case.config.data.corpus, mesh_case.config.data.copy_period) == ("copy", 48)
-    assert mesh_case.config.model.vocab_size == 62
+    assert (mesh_case.launch.config.data.corpus, mesh_case.launch.config.data.copy_period) == ("copy", 48)
+    assert mesh_case.launch.config.model.vocab_size == 62
 
 
 # ---- invalid runs

@@ -63,6 +63,7 @@ def test_resumed_steps_match_the_earlier_version(copy: Path, name: str, options:
     start(copy, copy / name, "--check")  # config.toml is now this version's.
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_initial_weights_may_come_from_the_earlier_version(copy: Path) -> None:
     new = copy / "new"

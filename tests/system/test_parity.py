@@ -1,4 +1,8 @@
-"""In float64, every mesh computes the same run, and checkpoints resume on any mesh."""
+"""In float64, every mesh computes the same run, and checkpoints resume on any mesh.
+
+By default one mesh, as a whole run with its files; the settings of the others are those of the random configurations
+(tests/selfcheck/test_random_configs.py).
+"""
 
 from __future__ import annotations
 
@@ -82,7 +86,7 @@ def case(
 CASES = [
     case("dp_shard 4", mesh(dp_shard=4), slow=True),
     case("dp_replicate 2 x dp_shard 2", mesh(dp_replicate=2, dp_shard=2), slow=True),
-    case("dp_shard 3, an empty micro-batch", mesh(dp_shard=3)),
+    case("dp_shard 3, an empty micro-batch", mesh(dp_shard=3), slow=True),
     case("dp_shard 2, micro-batch 4", mesh(dp_shard=2), MICRO_BATCH_4, slow=True),
     case("dp_shard 2, optimizer on the host", mesh(dp_shard=2), OPTIMIZER_ON_HOST, slow=True),
     case("dp_shard 2, tiled MLP", mesh(dp_shard=2), TILES, slow=True),
@@ -91,7 +95,7 @@ CASES = [
     case("cp 3 alltoall, uneven shards", mesh(cp=3, method="alltoall"), slow=True),
     case("cp 2 alltoall, head-tail, micro-batch 4", mesh(cp=2, method="alltoall"), HEADTAIL, MICRO_BATCH_4, slow=True),
     case("cp 4 allgather", mesh(cp=4, method="allgather"), slow=True),
-    case("dp_shard 2 x cp 2 ulysses", mesh(dp_shard=2, cp=2, method="ulysses"), FULL),
+    case("dp_shard 2 x cp 2 ulysses", mesh(dp_shard=2, cp=2, method="ulysses"), FULL, slow=True),
     case("dp_replicate 2 x cp 2 auto", mesh(dp_replicate=2, cp=2), slow=True),
     case("cp 4 hybrid", mesh(cp=4, method="hybrid"), HYBRID, slow=True),
     case("dp_replicate 2 x cp 2, optimizer on the host", mesh(dp_replicate=2, cp=2), OPTIMIZER_ON_HOST, slow=True),
@@ -109,7 +113,7 @@ CASES = [
     case("cp 2 allgather, everything", mesh(cp=2, method="allgather"), EVERYTHING, slow=True),
     case("cp 2 ulysses, everything", mesh(cp=2, method="ulysses"), EVERYTHING, slow=True),
     case("cp 4 hybrid, everything", mesh(cp=4, method="hybrid"), HYBRID, EVERYTHING, slow=True),
-    case("dp_replicate 2, one input per two blocks", mesh(dp_replicate=2), TWO_BLOCKS),
+    case("dp_replicate 2, one input per two blocks", mesh(dp_replicate=2), TWO_BLOCKS, slow=True),
     # Tensor parallelism
     case("tp 2, all but head groups", mesh(tp=2), NO_HEAD_GROUPS, slow=True),
     case(
@@ -122,7 +126,7 @@ CASES = [
     case("tp 2, all but head groups, micro-batch 4", mesh(tp=2), NO_HEAD_GROUPS, MICRO_BATCH_4, slow=True),
     case("dp_shard 2 x tp 2, all but head groups", mesh(dp_shard=2, tp=2), NO_HEAD_GROUPS, slow=True),
     case("cp 2 ring x tp 2, all but head groups", mesh(cp=2, tp=2, method="ring"), NO_HEAD_GROUPS, slow=True),
-    case("pp 2, everything", mesh(pp=2), EVERYTHING),
+    case("pp 2, everything", mesh(pp=2), EVERYTHING, slow=True),
     case("tp 2", mesh(tp=2), slow=True),
     case("tp 2, no sequence parallelism", mesh(tp=2), NO_SEQUENCE_PARALLEL, slow=True),
     case("tp 2, no loss parallelism", mesh(tp=2), NO_LOSS_PARALLEL, slow=True),
@@ -161,27 +165,33 @@ CASES = [
     case("cp 2 ring x tp 4, replicated KV heads", mesh(cp=2, tp=4, method="ring"), slow=True),
     case("cp 4 hybrid x tp 2", mesh(cp=4, tp=2, method="hybrid"), HYBRID, slow=True),
     # Pipelines
-    case("pp 2", mesh(pp=2), KEEP),
+    case("pp 2", mesh(pp=2), KEEP, slow=True),
     case("pp 2 GPipe, micro-batch 4", mesh(pp=2, schedule="GPipe"), MICRO_BATCH_4, slow=True),
-    case("pp 2 Interleaved1F1B", mesh(pp=2, schedule="Interleaved1F1B"), FULL),
-    case("pp 2 InterleavedZeroBubble", mesh(pp=2, schedule="InterleavedZeroBubble")),
+    case("pp 2 Interleaved1F1B", mesh(pp=2, schedule="Interleaved1F1B"), FULL, slow=True),
+    case("pp 2 InterleavedZeroBubble", mesh(pp=2, schedule="InterleavedZeroBubble"), slow=True),
     case("pp 2 ZBVZeroBubble", mesh(pp=2, schedule="ZBVZeroBubble"), slow=True),
     case("pp 2 DualPipeV", mesh(pp=2, schedule="DualPipeV"), slow=True),
     case("pp 2, explicit layers", mesh(pp=2), ("--parallelism.pp_layers=3,1",), slow=True),
     case("pp 2, optimizer on the host", mesh(pp=2), OPTIMIZER_ON_HOST, slow=True),
-    case("pp 2 Interleaved1F1B, optimizer on the host", mesh(pp=2, schedule="Interleaved1F1B"), OPTIMIZER_ON_HOST),
+    case(
+        "pp 2 Interleaved1F1B, optimizer on the host",
+        mesh(pp=2, schedule="Interleaved1F1B"),
+        OPTIMIZER_ON_HOST,
+        slow=True,
+    ),
     case("pp 4", mesh(pp=4), slow=True),
     case("dp_replicate 2 x pp 2", mesh(dp_replicate=2, pp=2), slow=True),
     case("dp_replicate 2 x pp 2 Interleaved1F1B", mesh(dp_replicate=2, pp=2, schedule="Interleaved1F1B"), slow=True),
     case("dp_replicate 2 x pp 2 DualPipeV", mesh(dp_replicate=2, pp=2, schedule="DualPipeV"), slow=True),
     case("dp_shard 2 x pp 2 Interleaved1F1B", mesh(dp_shard=2, pp=2, schedule="Interleaved1F1B"), KEEP, slow=True),
-    case("dp_shard 2 x pp 2 ZBVZeroBubble", mesh(dp_shard=2, pp=2, schedule="ZBVZeroBubble")),
+    case("dp_shard 2 x pp 2 ZBVZeroBubble", mesh(dp_shard=2, pp=2, schedule="ZBVZeroBubble"), slow=True),
     # Pipelines with the others
     case("cp 2 ring x pp 2", mesh(cp=2, pp=2, method="ring"), KEEP, slow=True),
     case(
         "cp 2 ring x pp 2 Interleaved1F1B, activations on the host",
         mesh(cp=2, pp=2, method="ring", schedule="Interleaved1F1B"),
         OFFLOAD,
+        slow=True,
     ),
     case("cp 2 x tp 2 x pp 2, activations on the host", mesh(cp=2, tp=2, pp=2), OFFLOAD, slow=True),
     case(
@@ -372,10 +382,10 @@ def test_optimizer_on_the_host_is_bitwise(runs: Runs, tmp_path: Path, moments: s
 
 RESHARDED = [
     ("cp 2 x tp 2 x pp 2", "one rank", False),
-    ("cp 2 x tp 2 x pp 2", "pp 2 ZBVZeroBubble", False),
+    ("cp 2 x tp 2 x pp 2", "pp 2 ZBVZeroBubble", True),
     ("cp 2 x tp 2 x pp 2", "dp_shard 3, an empty micro-batch", True),
     ("cp 2 x tp 2 x pp 2", "dp_shard 2 x tp 2", True),
-    ("one rank", "tp 2 x pp 2", False),
+    ("one rank", "tp 2 x pp 2", True),
     ("one rank", "dp_replicate 2 x dp_shard 2 x tp 2", True),
     ("pp 2 ZBVZeroBubble", "cp 4 ring", True),
     ("pp 2 ZBVZeroBubble", "pp 2 Interleaved1F1B", True),
@@ -404,7 +414,7 @@ def test_a_checkpoint_resumes_on_another_mesh(runs: Runs, tmp_path: Path, before
     assert metrics(folder, "loss")[:2] == metrics(runs(before), "loss")[:2]
 
 
-QUICK = ("dp_replicate 2, one input per two blocks", "pp 2 Interleaved1F1B, optimizer on the host")
+QUICK = ("cp 2 x tp 2 x pp 2",)
 
 
 @pytest.mark.parametrize(

@@ -1,27 +1,29 @@
 """`python -m trainer.selfcheck`: checks that a run on its mesh computes the same as in one process.
 
-The run is reduced (`shrink.py`) and trained on this machine's CPU, whatever its target cluster. Exits with 0 if results
-match, 1 if they differ or a run fails, 2 if the configuration is wrong. Imports no torch.
+The run is reduced (`shrink.py`) and trained on this machine's CPU, whatever its target cluster; or random configurations
+are (`random_configs.py`). Exits with 0 if results match, 1 if they differ or a run fails, 2 if the configuration is
+wrong. Imports no torch.
 """
 
 from __future__ import annotations
 
+import random
 import sys
 import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from itertools import count
 from math import prod
 from pathlib import Path
 
-from trainer.commands import OVERRIDES_HELP, CommandParser, integer, print_lines, run_command
+from trainer.commands import OVERRIDES_HELP, CommandParser, integer, number, print_lines, run_command
 from trainer.config import checks
 from trainer.config.job_config import Config, TrainingStage
 from trainer.config.parse import load
 from trainer.errors import EXIT_BAD_CONFIG, EXIT_FAILURE, EXIT_SUCCESS, ConfigError, RankFailedError
-from trainer.launch.cluster import LaunchWorld, pluralize
+from trainer.launch.cluster import LaunchWorld, count_gpus, pluralize
 from trainer.launch.launcher import format_problems
-from trainer.selfcheck import processes
 from trainer.selfcheck.comparison import (
     SCALAR_TOLERANCE,
     TENSOR_TOLERANCE,
@@ -29,45 +31,82 @@ from trainer.selfcheck.comparison import (
     within_tolerance,
     worst_over_ranks,
 )
-from trainer.selfcheck.shrink import ReducedRun, reduce_run, write_sample_documents
+from trainer.selfcheck.processes import RankPool
+from trainer.selfcheck.random_check import RandomCheck, random_seed
+from trainer.selfcheck.random_configs import parse_case, problems, random_case
+from trainer.selfcheck.shrink import MAX_PROCESSES, ReducedRun, reduce_run, write_sample_documents
 
 DESCRIPTION = """\
 Reduces the run and trains a few steps in float64 on this machine's CPU, on its mesh (each dimension
-reduced to two ranks) and in one process, and compares losses, gradients and weights. Corpus and
-tokenizer may be missing. Exits with 0 if results match, 1 if not."""
+reduced to two ranks) and in one process, and compares losses, weights and moments. Corpus and
+tokenizer may be missing. --random checks random legal configurations instead: what they have in
+common with the run is the code. Exits with 0 if results match, 1 if not."""
 WORLD_SIZE_HELP = """\
 world size of the run; default: the product of the degrees in the configuration, and at least 2 if it leaves out
 dp_shard"""
+MAX_PROCESSES_HELP = f"processes of a random configuration; default: {MAX_PROCESSES}, or the GPUs"
+DEVICE_HELP = "cpu (default), or cuda: a GPU per process, compared with one GPU"
 
 
 def main(argv: Sequence[str]) -> int:
     parser = CommandParser(prog="python -m trainer.selfcheck", description=DESCRIPTION, overrides=OVERRIDES_HELP)
     parser.add_config()
     parser.add_argument("--world-size", metavar="N", type=integer(minimum=1), help=WORLD_SIZE_HELP)
+    parser.add_argument("--random", metavar="N", type=integer(minimum=1), help="check N random configurations")
+    parser.add_argument("--seed", metavar="N", type=integer(minimum=0), help="seed of --random; default: a new one")
+    parser.add_argument("--minutes", metavar="M", type=number(positive=True), help="time limit of --random")
+    parser.add_argument("--case", metavar="SETTINGS", help="check one configuration that --random printed")
+    parser.add_argument("--max-processes", metavar="N", type=integer(minimum=1), help=MAX_PROCESSES_HELP)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=DEVICE_HELP)
     return run_command(argv, parser, run)
 
 
 def run(options: Namespace, overrides: Sequence[str]) -> int:
+    if options.random or options.case is not None:
+        return check_random(options, overrides)
+    if unused := [name for name in ("seed", "minutes", "max_processes") if getattr(options, name) is not None]:
+        raise ConfigError([f"command line: --{name.replace('_', '-')} is only used with --random" for name in unused])
     world = None
     try:
         config = load(overrides)
         world = LaunchWorld(nproc_per_node=options.world_size or default_world_size(config))
-        if problems := checks.stage_problems(config):
-            raise ConfigError(problems)
-        return max([check_stage(stage, world.world_size) for stage in config.training_stages])
+        if found := checks.stage_problems(config):
+            raise ConfigError(found)
+        return max([check_stage(stage, world.world_size, options.device) for stage in config.training_stages])
     except ConfigError as error:
         sys.stderr.write(format_problems(error.problems, overrides, world))
         return EXIT_BAD_CONFIG
 
 
-def check_stage(stage: TrainingStage, world_size: int) -> int:
+def check_random(options: Namespace, overrides: Sequence[str]) -> int:
+    """Checks random configurations, or the one of --case."""
+    if overrides or options.world_size:
+        raise ConfigError(["command line: --random and --case take no configuration, override or --world-size"])
+    case = None if options.case is None else parse_case(options.case)
+    if found := problems(case) if case is not None else []:
+        raise ConfigError(found)
+    seed = random_seed() if options.seed is None else options.seed
+    limit = count_gpus() if options.device == "cuda" else MAX_PROCESSES
+    rng, max_processes = random.Random(seed), min(limit, options.max_processes or limit)
+    draws = (random_case(rng, max_processes=max_processes) for _ in count()) if case is None else [case]
+    with tempfile.TemporaryDirectory(prefix="longhaul-") as folder, RankPool(device_type=options.device) as pool:
+        write_sample_documents(Path(folder))
+        check, total = RandomCheck(pool, Path(folder)), options.random or 1
+        if case is None:
+            print_lines(f"{total} random configurations of up to {max_processes} processes, seed {seed}")
+        check.run(filter(None, draws), total=total, max_seconds=options.minutes and 60 * options.minutes)
+        print_lines(*check.summary())
+    return EXIT_FAILURE if check.failed else EXIT_SUCCESS
+
+
+def check_stage(stage: TrainingStage, world_size: int, device_type: str) -> int:
     if stage.num_stages > 1:
         print_lines("", stage.summary())
-    with tempfile.TemporaryDirectory(prefix="longhaul-") as folder:
+    with tempfile.TemporaryDirectory(prefix="longhaul-") as folder, RankPool(device_type=device_type) as pool:
         write_sample_documents(Path(folder))
-        reduced = reduce_run(stage.config, world_size, Path(folder))
-        processes.preload_forkserver()
-        return compare_with_reference(reduced, Path(folder), world_size)
+        return compare_with_reference(
+            reduce_run(stage.config, world_size, Path(folder)), Path(folder), world_size, pool
+        )
 
 
 def default_world_size(config: Config) -> int:
@@ -76,19 +115,18 @@ def default_world_size(config: Config) -> int:
     return product if all(mesh.dp_shard is not None for mesh in meshes) else max(2, product)
 
 
-def compare_with_reference(reduced: ReducedRun, folder: Path, world_size: int) -> int:
+def compare_with_reference(reduced: ReducedRun, folder: Path, world_size: int, pool: RankPool) -> int:
     """Runs the reference and every mesh case, prints the comparison, and returns the exit status."""
     start_time, failed = time.monotonic(), list[str]()
     print_lines(f"a run of {pluralize(world_size, 'process', 'es')}, reduced:", *reduced.description)
-    reference = folder / "reference.pt"
     try:
-        (expected,) = processes.run_ranks(reduced.reference, 1, folder / "reference", reference=reference)
+        (expected,) = pool.run(reduced.reference, reference=folder / "tensors")
     except RankFailedError as error:
         print_lines(f"one process: FAILED: {error}")
         return EXIT_FAILURE
-    for number, case in enumerate(reduced.mesh_cases):
+    for case in reduced.mesh_cases:
         try:
-            ranks = processes.run_ranks(case.config, case.processes, folder / str(number), reference=reference)
+            ranks = pool.run(case.launch, reference=folder / "tensors")
         except RankFailedError as error:
             result, table = f"FAILED: {error}", list[str]()
         else:
@@ -98,7 +136,7 @@ def compare_with_reference(reduced: ReducedRun, folder: Path, world_size: int) -
         failed += [case.name] * (result != "match")
         print_lines("", f"{case.name}: {result}", *(f"  {line}" for line in table))
     result = f"MISMATCH: {'; '.join(failed)}" if failed else "match"
-    limits = f"losses and norms within {SCALAR_TOLERANCE:g}, gradients and weights within {TENSOR_TOLERANCE:g} of a tensor's largest value"
+    limits = f"losses and norms within {SCALAR_TOLERANCE:g}, weights and moments within {TENSOR_TOLERANCE:g} of a tensor's largest value"
     print_lines("", f"{result} ({limits}; {time.monotonic() - start_time:.0f} s)")
     return EXIT_FAILURE if failed else EXIT_SUCCESS
 

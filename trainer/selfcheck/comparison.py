@@ -14,6 +14,11 @@ SCALAR_TOLERANCE = 1e-10
 """Relative, of a loss or gradient norm."""
 TENSOR_TOLERANCE = 1e-9
 """Of a gradient or weight, relative to the largest absolute value of the reference tensor."""
+KINDS = {"loss": "loss", "grad_norm": "gradient norm", "model": "weights", "optimizer": "moments"}
+"""The kind of a result by the first part of its name."""
+TOLERANCES = dict.fromkeys(("loss", "gradient norm", "other metrics"), SCALAR_TOLERANCE) | dict.fromkeys(
+    ("weights", "moments"), TENSOR_TOLERANCE
+)
 NUM_WORST_TENSORS = 3
 HEADER = ("step", "loss: one process", "mesh", "norm: one process", "mesh", "tensors")
 
@@ -22,11 +27,10 @@ HEADER = ("step", "loss: one process", "mesh", "norm: one process", "mesh", "ten
 class StepDifference:
     """A step's results on one rank, or the worst of all ranks compared with one process."""
 
-    loss: float
-    grad_norm: float
-    """Global norm before clipping."""
+    values: dict[str, float]
+    """The loss, the global norm before clipping (`grad_norm`) and other metrics of the step."""
     tensor_errors: dict[str, float]
-    """By tensor, gradients then weights: the largest difference from one process, over its largest value."""
+    """By weight and moment: the largest difference from one process, over its largest value."""
 
 
 def worst_over_ranks(
@@ -40,19 +44,28 @@ def worst_over_ranks(
             name: max((rank.tensor_errors[name] for rank in ranks if name in rank.tensor_errors), default=math.inf)
             for name in names
         }
-        loss = max((rank.loss for rank in ranks), key=partial(relative_error, expected=expected.loss))
-        norm = max((rank.grad_norm for rank in ranks), key=partial(relative_error, expected=expected.grad_norm))
-        worst.append(StepDifference(loss=loss, grad_norm=norm, tensor_errors=errors))
+        values = {
+            name: max((rank.values[name] for rank in ranks), key=partial(relative_error, expected=value))
+            for name, value in expected.values.items()
+        }
+        worst.append(StepDifference(values=values, tensor_errors=errors))
     return worst
 
 
 def within_tolerance(reference: Sequence[StepDifference], mesh: Sequence[StepDifference]) -> bool:
-    return all(
-        relative_error(actual.loss, expected.loss) <= SCALAR_TOLERANCE
-        and relative_error(actual.grad_norm, expected.grad_norm) <= SCALAR_TOLERANCE
-        and max(actual.tensor_errors.values()) <= TENSOR_TOLERANCE
-        for actual, expected in zip(mesh, reference, strict=True)
-    )
+    """Whether every step matches."""
+    return all(error <= TOLERANCES[kind] for kind, error in errors_by_kind(reference, mesh).items())
+
+
+def errors_by_kind(reference: Sequence[StepDifference], mesh: Sequence[StepDifference]) -> dict[str, float]:
+    """The largest error of each kind of result, of all steps."""
+    largest = dict.fromkeys(TOLERANCES, 0.0)
+    for actual, expected in zip(mesh, reference, strict=True):
+        errors = {name: relative_error(actual.values[name], value) for name, value in expected.values.items()}
+        for name, error in (errors | actual.tensor_errors).items():
+            kind = KINDS.get(name.partition(".")[0], "other metrics")
+            largest[kind] = max(largest[kind], error)
+    return largest
 
 
 def comparison_table(reference: Sequence[StepDifference], mesh: Sequence[StepDifference]) -> list[str]:
@@ -60,14 +73,21 @@ def comparison_table(reference: Sequence[StepDifference], mesh: Sequence[StepDif
     rows = [
         (
             f"{step}",
-            *(f"{value:.12g}" for value in (expected.loss, actual.loss, expected.grad_norm, actual.grad_norm)),
-            f"{max(actual.tensor_errors.values()):.1e}",
+            *(f"{each.values[name]:.12g}" for name in ("loss", "grad_norm") for each in (expected, actual)),
+            f"{max(actual.tensor_errors.values()):.1e}" if actual.tensor_errors else "-",
         )
         for step, (actual, expected) in enumerate(zip(mesh, reference, strict=True), start=1)
     ]
-    worst = {name: max(step.tensor_errors[name] for step in mesh) for name in mesh[0].tensor_errors}
+    worst = {name: max(step.tensor_errors.get(name, 0.0) for step in mesh) for name in mesh[-1].tensor_errors}
     largest = nlargest(NUM_WORST_TENSORS, worst, key=lambda name: worst[name])
-    return [*format_table(HEADER, *rows), f"largest: {', '.join(f'{name} {worst[name]:.1e}' for name in largest)}"]
+    others = [
+        f"step {step}: {name} {actual.values[name]:.12g}, one process {value:.12g}"
+        for step, (actual, expected) in enumerate(zip(mesh, reference, strict=True), start=1)
+        for name, value in expected.values.items()
+        if name not in ("loss", "grad_norm") and relative_error(actual.values[name], value) > SCALAR_TOLERANCE
+    ]
+    tensors = ", ".join(f"{name} {worst[name]:.1e}" for name in largest)
+    return [*format_table(HEADER, *rows), f"largest: {tensors}", *others]
 
 
 def relative_error(actual: float, expected: float) -> float:

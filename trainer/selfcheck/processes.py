@@ -1,13 +1,15 @@
-"""The ranks of a self-check: forked from a server that has imported torch, killed with this process.
+"""The ranks of a self-check: a pool of processes forked from a server that has imported torch, killed with this process.
 
 Imports no torch.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator
@@ -17,9 +19,9 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from threading import Thread
 
-from trainer.config.job_config import Config
 from trainer.errors import EXIT_FAILURE, EXIT_SUCCESS, RankFailedError
 from trainer.selfcheck.comparison import StepDifference
+from trainer.selfcheck.launches import Launch
 
 PRELOADED_MODULES = [
     "torch._dynamo",
@@ -29,40 +31,57 @@ PRELOADED_MODULES = [
     "trainer.selfcheck.worker",
 ]
 TIMEOUT_SECONDS = 300.0
-"""Limit for one run."""
+"""Limit for one launch."""
 
 
-def preload_forkserver() -> None:
-    """Makes the fork server, which starts with the first run, import torch and the trainer once."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED_MODULES)
+class RankPool:
+    """Processes that run one launch after the other; those of a launch that fails are replaced."""
 
+    def __init__(self, *, device_type: str = "cpu", timeout: float = TIMEOUT_SECONDS) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOADED_MODULES)
+        self._device_type, self._timeout = device_type, timeout
+        self._ranks: list[tuple[ForkServerProcess, Connection]] = []
 
-def run_ranks(
-    config: Config, world_size: int, folder: Path, *, reference: Path, timeout: float = TIMEOUT_SECONDS
-) -> list[list[StepDifference]]:
-    """Runs `world_size` ranks in `folder`, which must not exist; returns the steps of each rank.
+    def __enter__(self) -> RankPool:
+        return self
 
-    Raises `RankFailedError` and kills all ranks if one raises, dies or exceeds `timeout` seconds.
-    """
-    context = multiprocessing.get_context("forkserver")
-    folder.mkdir()
-    ranks: list[tuple[ForkServerProcess, Connection]] = []
-    try:
-        for rank in range(world_size):
-            parent_end, child_end = context.Pipe()
-            process = context.Process(
-                target=_rank_main, args=(child_end, config, rank, world_size, folder, reference), daemon=True
-            )
-            with _sigint_blocked():  # A half-started process would print a traceback.
-                process.start()
-                child_end.close()
-                ranks.append((process, parent_end))
-        return _collect_results(ranks, timeout)
-    finally:
-        for process, connection in ranks:
-            connection.close()  # Ranks exit only now, so none loses a peer.
+    def __exit__(self, *_: object) -> None:
+        self._end(grace=10.0)
+
+    def _end(self, *, grace: float) -> None:
+        """Kills the ranks that do not exit within `grace` seconds."""
+        deadline = time.monotonic() + grace
+        for _, connection in self._ranks:
+            connection.close()
+        for process, _ in self._ranks:
+            process.join(max(0.0, deadline - time.monotonic()))
             process.kill()
             process.join()
+        self._ranks.clear()
+
+    def run(self, launch: Launch, *, reference: Path) -> list[list[StepDifference]]:
+        """The steps on each rank. Raises `RankFailedError` if a rank raises, dies or exceeds the time limit."""
+        while len(self._ranks) < launch.world_size:
+            self._start_rank()
+        with tempfile.TemporaryDirectory(prefix="longhaul-store-") as folder:
+            task = (launch, Path(folder) / "store", reference, self._device_type)
+            ranks = self._ranks[: launch.world_size]
+            try:
+                for rank, (_, connection) in enumerate(ranks):
+                    connection.send((rank, *task))
+                return _collect_results(ranks, self._timeout)
+            except BaseException:
+                self._end(grace=0.0)
+                raise
+
+    def _start_rank(self) -> None:
+        parent_end, child_end = self._context.Pipe()
+        process = self._context.Process(target=_rank_main, args=(child_end,), daemon=True)
+        with _sigint_blocked():  # A half-started process would print a traceback.
+            process.start()
+            child_end.close()
+            self._ranks.append((process, parent_end))
 
 
 @contextmanager
@@ -98,29 +117,38 @@ def _collect_results(ranks: list[tuple[ForkServerProcess, Connection]], timeout:
     return [results[rank] for rank in sorted(results)]
 
 
-def _rank_main(
-    connection: Connection, config: Config, rank: int, world_size: int, folder: Path, reference: Path
-) -> None:
+# ---- in a rank
+
+
+def _rank_main(connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal sends it to all; the parent kills the ranks.
-    watcher = Thread(target=_exit_with_parent, args=(connection,))
-    watcher.start()
+    Thread(target=_exit_with_parent, daemon=True).start()
     with Path(os.devnull).open("w") as devnull:  # Every rank would repeat the libraries' warnings.
         os.dup2(devnull.fileno(), 1)
         os.dup2(devnull.fileno(), 2)
-    result: list[StepDifference] | str
-    try:
-        from trainer.selfcheck.worker import run_and_compare  # Imports torch.
+    from trainer.selfcheck.worker import clean_up, run_task  # Imports torch.
 
-        result = run_and_compare(config, rank=rank, world_size=world_size, store=folder / "store", reference=reference)
-    except BaseException as error:  # noqa: BLE001 - every error is sent to the parent
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        message = str(error).strip().partition("\n")[0]
-        result = f"{type(error).__name__}: {message} ({Path(frame.filename).name}:{frame.lineno})"
-    connection.send(result)
-    watcher.join()
+    gc.freeze()
+    # A trainer freezes what it finds and unfreezes it at its end: that would bring back a million objects of torch.
+    gc.freeze = gc.unfreeze = lambda: None
+    while True:
+        try:
+            task = connection.recv()
+        except EOFError:
+            return
+        clean_up()  # Only now: all ranks have finished the previous launch, so none loses a peer.
+        result: list[StepDifference] | str
+        try:
+            result = run_task(*task)
+        except BaseException as error:  # noqa: BLE001 - every error is sent to the parent
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            message = str(error).strip().partition("\n")[0]
+            result = f"{type(error).__name__}: {message} ({Path(frame.filename).name}:{frame.lineno})"
+        connection.send(result)
 
 
-def _exit_with_parent(connection: Connection) -> None:
-    """Ends this process when the parent closes the connection or dies."""
-    connection.poll(None)
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
     os._exit(EXIT_SUCCESS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, product
 from math import gcd, log2, prod
 from pathlib import Path
@@ -22,6 +22,7 @@ from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import deep_merge
 from trainer.errors import ConfigError
+from trainer.selfcheck.launches import Launch
 
 MAX_PROCESSES = 8
 """Limit of processes in one mesh case."""
@@ -45,15 +46,14 @@ class MeshCase:
     """The reduced run on some dimensions of its mesh."""
 
     name: str
-    processes: int
-    config: Config
+    launch: Launch
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReducedRun:
     """`reference` runs in one process without recomputation and compilation; all mesh cases should match it."""
 
-    reference: Config
+    reference: Launch
     mesh_cases: list[MeshCase]
     description: list[str]
     """The changes to the run, as printed."""
@@ -83,12 +83,13 @@ def reduce_run(config: Config, world_size: int, folder: Path) -> ReducedRun:
     for global_batch_size in _candidate_batch_sizes(run):
         reduced = _reduced_values(run, global_batch_size)
         cases = [_mesh_case(reduced, mesh) for mesh in meshes]
-        problems = [problem for case in cases for problem in checks.problems(case.config, case.processes)]
+        launches = [case.launch for case in cases]
+        problems = [problem for each in launches for problem in checks.problems(each.config, each.world_size)]
         if not problems:
             one_process = {"parallelism": {"dp_shard": 1}, "memory": {"recompute": "none"}}
             reference = deep_merge(reduced, {"training": {"compile": False}}) | one_process
             return ReducedRun(
-                reference=Config.model_validate(reference),
+                reference=replace(_launch(Config.model_validate(reference), 1), is_reference=True),
                 mesh_cases=cases,
                 description=_describe_reduction(run, cases),
             )
@@ -96,10 +97,10 @@ def reduce_run(config: Config, world_size: int, folder: Path) -> ReducedRun:
 
 
 def write_sample_documents(folder: Path, num_documents: int = 160) -> None:
-    """Writes texts in three folders, from single words to several sequence lengths."""
+    """Writes texts in sixteen folders, from single words to several sequence lengths."""
     rng = random.Random(0)
     for index in range(num_documents):
-        path = folder / "documents" / f"part-{index % 3}" / f"{index:03}.txt"
+        path = folder / "documents" / f"part-{index % 16}" / f"{index:03}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
         length = int(2 ** rng.uniform(1, log2(3 * SEQ_LEN)))
         path.write_text("".join(rng.choices("etaoinshrdlu .\n", k=length)) + "\n")
@@ -158,9 +159,13 @@ def _mesh_case(reduced: ConfigValues, mesh: ConfigValues) -> MeshCase:
     degrees = {axis: mesh[axis] for axis in AXES}
     return MeshCase(
         name=" x ".join(f"{axis} {size}" for axis, size in degrees.items() if size > 1) or "one rank",
-        processes=prod(degrees.values()),
-        config=Config.model_validate(reduced | {"parallelism": mesh}),
+        launch=_launch(Config.model_validate(reduced | {"parallelism": mesh}), prod(degrees.values())),
     )
+
+
+def _launch(config: Config, world_size: int) -> Launch:
+    steps = config.training.steps
+    return Launch(config=config, world_size=world_size, last_step=steps, compared_steps=range(1, steps + 1))
 
 
 # ---- model and sequences
@@ -262,7 +267,7 @@ def _with_sample_documents(config: Config, folder: Path) -> Config:
 
 
 def _describe_reduction(run: FullRun, mesh_cases: Sequence[MeshCase]) -> list[str]:
-    config, reduced = run.config, mesh_cases[0].config
+    config, reduced = run.config, mesh_cases[0].launch.config
     degrees = {axis: size for axis, size in run.degrees.items() if size > 1}
     unchanged = [
         f"pp_schedule {run.pipeline_plan.schedule}" if "pp" in degrees else "",

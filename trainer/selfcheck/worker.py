@@ -1,78 +1,115 @@
-"""One rank of a self-check: trains the reduced run and compares its tensors with the reference."""
+"""One rank of a self-check: runs a launch and compares its metrics and tensors with those of the reference."""
 
 from __future__ import annotations
 
+import gc
 import math
 from contextlib import closing
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.distributed.tensor import _redistribute
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from parallelisms.collectives import full_tensor
-from trainer.config.job_config import Config
-from trainer.data.datasets import build_train_dataset
+from trainer.checkpoint.manager import CheckpointManager
+from trainer.checkpoint.run_dir import RunDir
+from trainer.data.datasets import build_train_dataset, build_validation_sets
 from trainer.data.prepare import prepare_datasets
-from trainer.distributed import single_host_process_group
-from trainer.hardware.device import AsyncHostCopy
+from trainer.distributed import World, destroy_process_group, init_single_host
+from trainer.evaluation.validation import Validator
 from trainer.selfcheck.comparison import StepDifference
+from trainer.selfcheck.launches import Launch
 from trainer.trainer import Trainer
 
 NamedTensors = dict[str, Tensor]
 
 
-def run_and_compare(
-    config: Config, *, rank: int, world_size: int, store: Path, reference: Path
-) -> list[StepDifference]:
-    """Trains on rank `rank` of `world_size` with the file store `store`; compares with the file `reference`.
+def run_task(rank: int, launch: Launch, store: Path, reference: Path, device_type: str) -> list[StepDifference]:
+    """`run_and_compare` in a process group that meets in the file `store`. `clean_up` follows."""
+    sections = launch.config.distributed
+    world = init_single_host(sections, rank=rank, size=launch.world_size, store=store, device_type=device_type)
+    return run_and_compare(launch, world, reference=reference)
 
-    If `reference` does not exist, this run is the reference and writes it.
-    """
+
+def clear_mesh_caches() -> None:
+    """Clears DTensor's caches: they hold meshes, and so their groups with all threads, and later groups find them."""
+    _clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()  # Not in torch 2.11.
+
+
+def clean_up() -> None:
+    """Frees what a launch left in this process."""
+    destroy_process_group()
+    clear_mesh_caches()
+    if counters:  # Something was compiled.
+        torch.compiler.reset()
+        counters.clear()
+    torch.use_deterministic_algorithms(mode=False)
+    gc.collect()
+
+
+def run_and_compare(launch: Launch, world: World, *, reference: Path) -> list[StepDifference]:
+    """Runs the launch on this rank; compares its tensors with those that the reference wrote to the folder `reference`."""
     torch.set_num_threads(1)
     # aot_eager still checks for graph breaks; generating kernels takes a C++ compiler and a minute.
     torch.compiler.set_stance("default", force_backend="aot_eager")
-    step_metrics: list[dict[str, list[float]]] = []
-    step_tensors: list[NamedTensors] = []
-    with single_host_process_group(config.distributed, rank=rank, size=world_size, store=store) as world:
-        trainer = Trainer(config, world, build_train_dataset(config, prepare_datasets(config)))
-        with closing(trainer.loader.steps(start_sequence=0)) as batches:
-            for _ in range(config.training.steps):
-                vector = trainer.accumulate_gradients(next(batches))
-                step_gradients = full_gradients(trainer)
-                vector = trainer.optimizer_step(vector, config.optimizer.lr)
-                step_metrics.append(trainer.accumulator.layout.split(AsyncHostCopy(vector).read()))
-                step_tensors.append(step_gradients | full_weights(trainer))
-    if not reference.exists():
-        torch.save(step_tensors, reference)
-    reference_tensors: list[NamedTensors] = torch.load(reference, weights_only=True)
-    return [
-        StepDifference(
-            loss=parts["loss"][0] / parts["targets"][0],
-            grad_norm=parts["grad_norm"][0],
-            tensor_errors={name: max_relative_error(tensor, expected.get(name)) for name, tensor in actual.items()},
-        )
-        for parts, actual, expected in zip(step_metrics, step_tensors, reference_tensors, strict=True)
-    ]
+    folders, stage = prepare_datasets(launch.config), launch.config.training_stages[launch.stage]
+    trainer = Trainer(stage.config, world, build_train_dataset(stage.config, folders, stage=stage.index), stage=stage)
+    steps = []
+    with CheckpointManager(launch.config, RunDir(launch.config.output_dir), world) as checkpoints:
+        checkpoints.resume(trainer)
+        with closing(trainer.train_steps()) as results:
+            for result in results:
+                metrics = result.read()
+                values = {"loss": metrics.loss, "grad_norm": metrics.grad_norm, "lr": result.lr}
+                values |= {"tokens": metrics.tokens_seen, "attended pairs": metrics.attended_pairs}
+                steps.append(StepDifference(values=values, tensor_errors={}))
+                if result.step in launch.compared_steps:
+                    record_state = save_state if launch.is_reference else compare_state
+                    steps[-1].tensor_errors.update(record_state(trainer, reference / f"{result.step}.pt"))
+                if result.step == launch.last_step:
+                    break
+        if launch.config.checkpoint.enabled:
+            checkpoints.save(trainer)
+            checkpoints.wait()
+    for validated in Validator(trainer, build_validation_sets(launch.config, folders)).validate():
+        for length, found in validated.metrics_by_length.items():
+            scores = {"targets": found.targets} | (
+                {"loss": found.loss, "accuracy": found.accuracy} if found.targets else {}
+            )
+            steps[-1].values.update({f"validation {validated.name} {length} {key}": scores[key] for key in scores})
+    return steps
 
 
-def full_gradients(trainer: Trainer) -> NamedTensors:
-    """The full gradient of every parameter of this rank's pipeline stages. Collective."""
-    named = trainer.optimizer.parameters_by_name.items()
-    grads = {name: torch.zeros_like(weight) if weight.grad is None else weight.grad for name, weight in named}
-    # Copies: unsharded gradients are clipped in place by the optimizer step.
-    return {f"gradient of {name}": full_tensor(grad).clone() for name, grad in grads.items()}
-
-
-def full_weights(trainer: Trainer) -> NamedTensors:
-    """The full weights after all deferred updates. Collective."""
+def full_state(trainer: Trainer) -> NamedTensors:
+    """The full weights and moments of this rank's pipeline stages. Collective."""
     trainer.optimizer.flush_deferred_updates()
-    return {name: full_tensor(weight.detach()).clone() for name, weight in trainer.optimizer.parameters_by_name.items()}
+    return {name: full_tensor(tensor) for name, tensor in trainer.state_dict().items()}
+
+
+def save_state(trainer: Trainer, path: Path) -> dict[str, float]:
+    """Returns an error of 0 for each tensor."""
+    state = full_state(trainer)
+    path.parent.mkdir(exist_ok=True)
+    torch.save(state, path)
+    return dict.fromkeys(state, 0.0)
+
+
+def compare_state(trainer: Trainer, path: Path) -> dict[str, float]:
+    """The error of each weight and moment of this rank's pipeline stages. Collective."""
+    expected: NamedTensors = torch.load(path, weights_only=True, mmap=True)
+    return {name: max_relative_error(tensor, expected.get(name)) for name, tensor in full_state(trainer).items()}
 
 
 def max_relative_error(actual: Tensor, expected: Tensor | None) -> float:
     """The largest difference over the largest value of `expected`; infinite if not finite or not comparable."""
     if expected is None or actual.shape != expected.shape:
         return math.inf
+    expected = expected.to(actual.device)
     if torch.equal(actual, expected):
         return 0.0
     error = float((actual - expected).abs().max() / expected.abs().max())

@@ -37,7 +37,7 @@ METHODS = {"ring": (2,), "alltoall": (2,), "allgather": (2,), "ulysses": (2,), "
 
 POLICIES = ("none", "full", "keep_attention", "one input of two", "groups")
 COMPILED = POLICIES[:3]  # The others are made of the same bodies.
-FAST = [("ring", False, POLICIES), ("ring", True, ("none",))]
+FAST = [("ring", False, POLICIES)]
 NUM_LAYERS = {False: SMALL.num_layers, True: 1}  # Each block compiles anew.
 
 

@@ -87,7 +87,7 @@ def shared(core: ContextParallel, given: tuple[Tensor, ...], boundaries_BD: Tens
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("ranks", "every"),
-    [(1, 4), (4, 4), *(pytest.param(ranks, 1, marks=pytest.mark.slow) for ranks in (1, 2, 3, 4, 8))],
+    [(1, 4), *(pytest.param(ranks, 1, marks=pytest.mark.slow) for ranks in (1, 2, 3, 4, 8))],
 )
 def test_every_cp_method_is_exact(ranks: int, every: int) -> None:
     by_rank = run_ranks(errors, ranks, 192, every, timeout=240)
@@ -103,7 +103,9 @@ def rounding_errors(dtype: torch.dtype, method: str) -> list[tuple[float, float]
     wide: Any = tuple(x.detach().double().requires_grad_() for x in narrow)
     *exact, _ = run(dense, wide, boundaries_BD)
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-    core = build_core(mesh, method=method, heads=4, kv_heads=2)
+    # `balanced` splits short documents, and kernels round every part.
+    layout = {"layout": "headtail"} if method == "allgather" else {}
+    core = build_core(mesh, method=method, heads=4, kv_heads=2, **layout)
     ours = shared(core, narrow, boundaries_BD)
     alone = shared(SingleRank(), narrow, boundaries_BD)  # type: ignore[arg-type]
     return [

@@ -1,0 +1,111 @@
+"""Random configurations beside one process, in float64: python -m benchmarks.random_cases --cases 1000 --seed 1.
+
+Appends what it ran to `docs/random_cases.json`, from which `--table` writes the table of docs/numerics.md: a seed draws
+the same cases again, so the pairs of settings that they had are counted from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from itertools import count, islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from trainer.selfcheck.processes import RankPool
+from trainer.selfcheck.random_check import RandomCheck
+from trainer.selfcheck.random_configs import Pair, all_pairs, format_case, pairs, random_case
+from trainer.selfcheck.shrink import write_sample_documents
+
+PAGE = Path(__file__).parents[1] / "docs" / "numerics.md"
+RECORDS = PAGE.with_name("random_cases.json")
+BEGIN, END = "<!-- random:begin -->", "<!-- random:end -->"
+
+
+def draw_cases(seed: int, max_processes: int) -> Iterator[dict[str, str]]:
+    rng = random.Random(seed)
+    return (case for _ in count() if (case := random_case(rng, max_processes=max_processes)) is not None)
+
+
+def read_records(path: Path = RECORDS) -> list[dict[str, Any]]:
+    records: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+    return records
+
+
+def count_pairs(records: list[dict[str, Any]]) -> Counter[Pair]:
+    """How many of the recorded cases had each pair of settings."""
+    met = Counter[Pair]()
+    for record in records:
+        for case in islice(draw_cases(record["seed"], record["max_processes"]), record["cases"]):
+            met.update(pairs(case))
+    return met
+
+
+def table(records: list[dict[str, Any]]) -> list[str]:
+    """Markdown: one row per run, then the pairs."""
+    kinds = [*records[0]["largest_errors"]]
+    lines = [f"| commit | seed | processes | cases | failed | {' | '.join(kinds)} |", "|---" * (5 + len(kinds)) + "|"]
+    for record in records:
+        errors = " | ".join(f"{record['largest_errors'][kind]:.1e}" for kind in kinds)
+        cells = (record["commit"], record["seed"], f"up to {record['max_processes']}", f"{record['cases']:,}")
+        lines.append(f"| {' | '.join(map(str, cells))} | {len(record['failed'])} | {errors} |")
+    met, total = count_pairs(records), sum(record["cases"] for record in records)
+    counts = [met[pair] for pair in all_pairs()]
+    return [
+        *lines,
+        "",
+        f"In all {total:,} cases. Of {len(counts):,} pairs of settings {sum(number > 0 for number in counts):,} occurred, "
+        f"{median(counts):.0f} times in the median; the rest are mostly pairs that no legal configuration has.",
+    ]
+
+
+def with_table(page: str) -> str:
+    """The page with today's table between its markers."""
+    before, _, rest = page.partition(f"{BEGIN}\n")
+    _, _, after = rest.partition(END)
+    return "\n".join((f"{before}{BEGIN}", *table(read_records()), f"{END}{after}"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.random_cases", description=(__doc__ or "").split(":")[0]
+    )
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-processes", type=int, default=4)
+    parser.add_argument("--minutes", type=float, help="time limit")
+    parser.add_argument("--records", type=Path, default=RECORDS)
+    parser.add_argument("--table", action="store_true", help="only rewrite the table in docs/numerics.md")
+    options = parser.parse_args()
+    if options.table:
+        PAGE.write_text(with_table(PAGE.read_text()))
+        return
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
+    with tempfile.TemporaryDirectory() as folder, RankPool() as pool:
+        write_sample_documents(Path(folder))
+        check = RandomCheck(pool, Path(folder))
+        cases = draw_cases(options.seed, options.max_processes)
+        check.run(cases, total=options.cases, max_seconds=options.minutes and 60 * options.minutes)
+    record = {
+        "commit": commit.strip(),
+        "torch": torch.__version__,
+        "seed": options.seed,
+        "max_processes": options.max_processes,
+        "cases": check.num_cases,
+        "failed": [format_case(case) for case in check.failed],
+        "seconds": round(check.seconds),
+        "largest_errors": check.largest_errors,
+    }
+    options.records.write_text(json.dumps([*read_records(options.records), record], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

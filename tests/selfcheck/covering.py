@@ -1,0 +1,108 @@
+"""python -m tests.selfcheck.covering: writes covering_cases.txt anew, after a change of the factors.
+
+Legal cases that together contain every pair of levels for which a legal case was found. The first ones, on few
+processes, contain all but the pairs with mesh dimensions of three and four ranks, and of options of two mesh dimensions.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+from trainer.selfcheck.factors import MESH_FACTORS
+from trainer.selfcheck.random_configs import (
+    Pair,
+    all_pairs,
+    format_case,
+    needed_factor,
+    pairs,
+    parse_case,
+    problems,
+    random_case,
+    smallest_case,
+    world_size,
+)
+
+PATH = Path(__file__).with_name("covering_cases.txt")
+SMALL_DEGREES = ("1", "2")
+
+
+def read_cases() -> list[dict[str, str]]:
+    return [parse_case(line) for line in PATH.read_text().splitlines()]
+
+
+def small_pairs() -> set[Pair]:
+    """The pairs without mesh dimensions of three and four ranks, and without options of two mesh dimensions."""
+    return {
+        pair
+        for pair in all_pairs()
+        if all(factor not in MESH_FACTORS or level in SMALL_DEGREES for factor, level in pair)
+        and len({needed for factor, _ in pair if (needed := needed_factor(factor)) in MESH_FACTORS}) < 2
+    }
+
+
+def covering_cases(wanted: Iterable[Pair], *, max_processes: int, draws: int = 60) -> list[dict[str, str]]:
+    """Legal cases that contain every pair for which a few draws find one; greedy: the most new pairs per process first."""
+    rng, cases = random.Random(0), list[dict[str, str]]()
+    missing = sorted(wanted)
+    rng.shuffle(missing)
+    uncovered = dict.fromkeys(missing)
+    while uncovered:
+        first, *_ = uncovered
+        tries = 2 if problems(smallest_case(first)) else draws
+        drawn = (random_case(rng, max_processes=max_processes, fixed=dict(first)) for _ in range(tries))
+        candidates = [case for case in drawn if case is not None and first in pairs(case)]
+        if not candidates:
+            del uncovered[first]
+            continue
+        cases.append(max(candidates, key=lambda case: len(pairs(case) & uncovered.keys()) / cost(case)))
+        for pair in pairs(cases[-1]) & uncovered.keys():
+            del uncovered[pair]
+    return best_first(without_redundant(cases, {*wanted}), {*wanted})
+
+
+def cost(case: dict[str, str]) -> float:
+    """Seconds, roughly."""
+    launches = 1 + 0.7 * ("checkpoint" in case)
+    return (0.5 + 0.4 * world_size(case) * launches) * (1 + 5 * ("training.compile" in case))
+
+
+def without_redundant(cases: list[dict[str, str]], wanted: set[Pair]) -> list[dict[str, str]]:
+    """The cases without those whose wanted pairs all stand in others; large ones are dropped first."""
+    counts = Counter(pair for case in cases for pair in pairs(case) & wanted)
+    for case in sorted(cases, key=cost, reverse=True):
+        own = pairs(case) & wanted
+        if all(counts[pair] > 1 for pair in own):
+            counts.subtract(own)
+            cases = [other for other in cases if other is not case]
+    return cases
+
+
+def best_first(cases: list[dict[str, str]], wanted: set[Pair]) -> list[dict[str, str]]:
+    """In the order of new pairs per second."""
+    ordered, waiting, uncovered = list[dict[str, str]](), [*cases], {*wanted}
+    while waiting:
+        best = max(waiting, key=lambda case: len(pairs(case) & uncovered) / cost(case))
+        waiting.remove(best)
+        uncovered -= pairs(best)
+        ordered.append(best)
+    return ordered
+
+
+def main() -> None:
+    small = covering_cases(small_pairs(), max_processes=4)
+    large = covering_cases(all_pairs().difference(*map(pairs, small)), max_processes=8)
+    PATH.write_text("".join(f"{format_case(case)}\n" for case in small + large))
+    for cases in (small, large):
+        sys.stdout.write(f"{len(cases)} cases; processes {dict(Counter(map(world_size, cases)))}\n")
+    for first in range(10, len(small), 10):
+        covered = small_pairs().intersection(set().union(*map(pairs, small[:first])))
+        total = len(small_pairs().intersection(set().union(*map(pairs, small))))
+        sys.stdout.write(f"first {first}: {len(covered) / total:.1%}, {sum(map(cost, small[:first])):.0f} s\n")
+
+
+if __name__ == "__main__":
+    main()

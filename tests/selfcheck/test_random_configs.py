@@ -1,0 +1,289 @@
+"""Random legal configurations equal one process in float64: every pair of settings, and what else fits a time limit."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from pydantic import BaseModel
+from torch import distributed
+
+from tests.ranks import RankError, run_ranks
+from tests.selfcheck.covering import read_cases, small_pairs
+from tests.system.runs import ROOT
+from trainer.config.training_stages import Recipe
+from trainer.distributed import World
+from trainer.errors import EXIT_FAILURE, RankFailedError
+from trainer.selfcheck.comparison import StepDifference
+from trainer.selfcheck.factors import FACTORS, LEVELS, SIMPLEST
+from trainer.selfcheck.launches import Launch
+from trainer.selfcheck.random_check import RandomCheck, check_case
+from trainer.selfcheck.random_configs import (
+    Pair,
+    all_pairs,
+    case_values,
+    format_case,
+    is_named,
+    minimize,
+    normalize,
+    pairs,
+    parse_case,
+    problems,
+    random_case,
+    smallest_case,
+    world_size,
+)
+from trainer.selfcheck.shrink import write_sample_documents
+from trainer.selfcheck.worker import run_and_compare
+
+CASES = read_cases()
+NUM_DEFAULT = 25
+"""Cases of the covering array in the default check; they have four fifths of the pairs of small meshes."""
+RANDOM_SECONDS = 6.0
+# Keys that random configurations do not vary, and why.
+NOT_VARIED = {
+    "job": "folders and time limits",
+    "tokenizer": "decides tokens before the run: tests/data",
+    "data.bad_files": "decides documents before the run: tests/data",
+    "data.text_key": "decides documents before the run: tests/data",
+    "data.cache_dir": "a folder",
+    "data.copy_period": "tests/data/test_copy_task.py",
+    "data.holdout": "a level of validation.sets",
+    "model.size": "the widths are set one by one",
+    "model.head_dim": "the same for all cases: eight, four frequencies",
+    "training.steps": "two, and one more after a resume",
+    "training.dtype": "float64: lower precision is compared in tests/test_error_growth.py",
+    "training.reduce_dtype": "bfloat16 runs only",
+    "training.attention": "CPUs have one kernel",
+    "training.gc_interval": "host memory only",
+    "parallelism.cp_reduce_dtype": "bfloat16 runs only",
+    "parallelism.async_tp": "CUDA only",
+    "parallelism.pp_layers": "a level of model.num_layers",
+    "memory.device_gib": "recompute = auto only, which resolves to the other settings",
+    "memory.optimizer_dtype": "float64 runs keep their moments in float64",
+    "optimizer.name": "one value",
+    "optimizer.lr": "high in all cases, and another in a second stage",
+    "schedule.over": "tests/optim",
+    "schedule.min_lr_factor": "tests/optim",
+    "checkpoint.interval": "a launch is saved at its end",
+    "checkpoint.interval_minutes": "a launch is saved at its end",
+    "checkpoint.enabled": "with a level of checkpoint",
+    "checkpoint.keep": "deletes files",
+    "checkpoint.keep_every": "deletes files",
+    "checkpoint.initial_load_path": "tests/checkpoint/test_initial_weights.py",
+    "validation.interval": "every launch is validated at its end",
+    "metrics": "files and logs",
+    "health": "decisions on the host",
+    "profiler": "files",
+    "distributed": "timeouts and restarts",
+    "slurm": "the batch job",
+    "plan": "the planner",
+    "stage": "a level of checkpoint: the keys of a stage replace those of the sections",
+}
+
+
+def run_rank(launch: Launch, reference: Path) -> list[StepDifference]:
+    warnings.simplefilter("ignore")
+    world = World(distributed.get_rank(), distributed.get_world_size(), torch.device("cpu"))
+    return run_and_compare(launch, world, reference=reference)
+
+
+class TestPool:
+    """The rank pool of the tests."""
+
+    __test__ = False
+
+    def run(self, launch: Launch, *, reference: Path) -> list[list[StepDifference]]:
+        try:
+            return run_ranks(run_rank, launch.world_size, launch, reference, timeout=120)
+        except RankError as error:
+            raise RankFailedError(EXIT_FAILURE, str(error)) from error
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("random")
+    write_sample_documents(path)
+    return path
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] if index >= NUM_DEFAULT else []) for index, case in enumerate(CASES)],
+    ids=[f"{index}-{world_size(case)}-processes" for index, case in enumerate(CASES)],
+)
+def test_a_case_of_the_covering_array_equals_one_process(case: dict[str, str], folder: Path) -> None:
+    result = check_case(case, TestPool(), folder)
+    assert result.problem == "", "\n".join(
+        [result.problem, *result.table, f'python -m trainer.selfcheck --case "{format_case(case)}"']
+    )
+
+
+# Cases that failed once: padding for cp without tp; the copy task of a second stage, which fits another length.
+FAILED_ONCE = [
+    "parallelism.cp=2 parallelism.tp=2 training.seq_len=97 'validation.sets=one length'",
+    "checkpoint=stage data.corpus=copy",
+]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", FAILED_ONCE)
+def test_a_case_that_failed_once_equals_one_process(case: str, folder: Path) -> None:
+    result = check_case(parse_case(case), TestPool(), folder)
+    assert result.problem == "", result.table
+
+
+def commit_seed() -> int:
+    """Of the commit, so that each commit draws other cases, and the same ones again."""
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return int(done.stdout.strip()[:8] or "0", 16)
+
+
+def draws(seed: int, *, max_processes: int) -> Iterator[dict[str, str]]:
+    rng = random.Random(seed)
+    while True:
+        if (case := random_case(rng, max_processes=max_processes)) is not None:
+            yield case
+
+
+@pytest.mark.ranks
+def test_random_cases_equal_one_process(
+    folder: Path, capsys: pytest.CaptureFixture[str], record_property: Callable[[str, object], None]
+) -> None:
+    seed, check = commit_seed(), RandomCheck(TestPool(), folder)
+    check.run(draws(seed, max_processes=4), total=1000, max_seconds=RANDOM_SECONDS)
+    record_property("summary", f"random configurations: seed {seed}, {check.num_cases} cases")
+    assert check.num_cases > 0
+    assert check.failed == [], capsys.readouterr().out
+
+
+# ---- the covering array
+
+
+def test_the_covering_array_has_every_pair_that_is_legal_alone() -> None:
+    """After a change of the factors: python -m tests.selfcheck.covering."""
+    missing = all_pairs().difference(*map(pairs, CASES))
+    assert [
+        pair for pair in missing if world_size(smallest_case(pair)) <= 8 and not problems(smallest_case(pair))
+    ] == []
+    assert len(missing) < 0.1 * len(all_pairs())
+
+
+def test_the_default_cases_have_four_fifths_of_the_pairs_of_small_meshes() -> None:
+    whole, default = (
+        small_pairs().intersection(set[Pair]().union(*map(pairs, cases))) for cases in (CASES, CASES[:NUM_DEFAULT])
+    )
+    assert len(default) > 0.8 * len(whole)
+
+
+def test_every_case_of_the_covering_array_is_legal_and_small() -> None:
+    for case in CASES:
+        assert case == normalize(case)
+        assert problems(case) == []
+        assert world_size(case) <= 8
+        assert parse_case(format_case(case)) == case
+
+
+def test_every_level_of_every_factor_changes_the_configuration() -> None:
+    plain = case_values({})
+    for factor, level in LEVELS:
+        values = case_values({factor: level})
+        is_launch = factor.startswith("checkpoint")  # Says how often the run is launched, not how.
+        assert (values == plain) == (level == SIMPLEST[factor]) or is_launch, (factor, level)
+
+
+def schema_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        key = f"{prefix}{field.alias or name}"
+        nested = [each for each in (field.annotation, *get_args(field.annotation)) if isinstance(each, type)]
+        sections = [each for each in nested if issubclass(each, BaseModel)]
+        if sections and not get_args(field.annotation):
+            yield from schema_keys(sections[0], f"{key}.")
+        else:
+            yield key
+
+
+def varied_keys() -> set[str]:
+    keys = {factor for factor in FACTORS if "." in factor}
+    return keys | {key for levels in FACTORS.values() for level in levels.values() for key in level}
+
+
+def test_every_key_of_the_schema_is_varied_or_has_a_reason() -> None:
+    varied = varied_keys()
+    unlisted = [
+        key
+        for key in schema_keys(Recipe)
+        if key not in varied and not any(key == name or key.startswith(f"{name}.") for name in NOT_VARIED)
+    ]
+    assert unlisted == []
+    known = {*schema_keys(Recipe)}
+    assert [name for name in NOT_VARIED if not any(key == name or key.startswith(f"{name}.") for key in known)] == []
+
+
+def test_what_is_refused_names_a_setting() -> None:
+    rng = random.Random(0)
+    refused = 0
+    for _ in range(60):
+        case = normalize({factor: rng.choice([*levels]) for factor, levels in FACTORS.items()})
+        for problem in problems(case):
+            refused += 1
+            assert any(is_named(factor, problem) for factor in case), problem
+    assert refused > 60
+
+
+# ---- drawing and shrinking
+
+
+def test_a_seed_draws_the_same_legal_cases_again() -> None:
+    first, again, other = ([*islice(draws(seed, max_processes=4), 8)] for seed in (1, 1, 2))
+    assert first == again != other
+    assert all(problems(case) == [] and world_size(case) <= 4 for case in first)
+    fixed = {"parallelism.cp": "3", "parallelism.cp_method": "ring"}
+    case = random_case(random.Random(0), max_processes=4, fixed=fixed)
+    assert case is not None
+    assert case.items() >= fixed.items()
+
+
+def test_a_failing_case_shrinks_to_the_settings_that_fail() -> None:
+    tried: list[dict[str, str]] = []
+
+    def fails(case: Any) -> bool:
+        tried.append(dict(case))
+        return case.get("parallelism.cp") in ("2", "3") and case.get("training.seq_len") in ("97", "31")
+
+    large = {"parallelism.cp": "3", "parallelism.cp_method": "ring", "training.seq_len": "97"}
+    case = random_case(random.Random(3), max_processes=4, fixed=large)
+    assert case is not None
+    assert minimize(case, fails) == {"parallelism.cp": "2", "training.seq_len": "31"}
+    assert len(tried) < 60
+    assert all(problems(case) == [] for case in tried)
+
+
+@pytest.mark.ranks
+def test_a_failure_is_shrunk_and_its_command_printed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class BrokenPool(TestPool):
+        """Off by one in the loss of head-tail layouts."""
+
+        def run(self, launch: Launch, *, reference: Path) -> list[list[StepDifference]]:
+            ranks = super().run(launch, reference=reference)
+            if launch.config.parallelism.cp_layout == "headtail":
+                ranks[-1][-1].values["loss"] += 1e-6
+            return ranks
+
+    check = RandomCheck(BrokenPool(), folder)
+    check.check({"parallelism.cp": "2", "parallelism.cp_layout": "headtail", "parallelism.cp_method": "ring"})
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "MISMATCH with 3 settings; shrinking them"
+    assert printed[1] == "MISMATCH on 2 processes:"
+    assert printed[-1].startswith(
+        '  python -m trainer.selfcheck --case "parallelism.cp=2 parallelism.cp_layout=headtail'
+    )
+    assert check.summary()[0].startswith("1 cases, 1 failed")

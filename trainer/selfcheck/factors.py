@@ -1,0 +1,180 @@
+"""The factors of random configurations and their levels: the keys of the schema that decide what is computed.
+
+A level sets one key, or several together. The first level of a factor is its simplest. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from parallelisms.parallel_dims import AXES
+
+ConfigValues = dict[str, Any]
+
+
+def _key(name: str, values: Sequence[object]) -> dict[str, dict[str, ConfigValues]]:
+    """A factor of one key."""
+    return {name: {str(value).lower() if isinstance(value, bool) else str(value): {name: value} for value in values}}
+
+
+def _keys(**values: object) -> ConfigValues:
+    """Several keys of one section, named `section__key`."""
+    return {name.replace("__", "."): value for name, value in values.items()}
+
+
+LONGROPE = {"model.rope.short_factors": [1.0, 1.1, 1.3, 2.0], "model.rope.long_factors": [1.5, 2.0, 3.0, 5.0]}
+RESUMED_MESHES: dict[str, ConfigValues | None] = {
+    "same": None,
+    "one process": {},
+    "dp_shard 2 x cp 2": {"dp_shard": 2, "cp": 2, "cp_method": "allgather"},
+    "tp 2": {"tp": 2},
+    "pp 2": {"pp": 2, "pp_schedule": "Interleaved1F1B"},
+}
+"""The mesh on which a run is resumed, or on which its second stage runs."""
+SOURCES: ConfigValues = {
+    "data.sources": {"other": {"documents": "file"}},
+    "data.mix": [
+        {"source": "corpus", "weight": 2.0, "min_length": 20},
+        {"source": "other", "max_length": 30},
+        {"source": "other", "min_length": 30, "max_len": 25},
+    ],
+}
+
+FACTORS: Mapping[str, Mapping[str, ConfigValues]] = {
+    # Mesh
+    **_key("parallelism.dp_replicate", (1, 2, 3)),
+    **_key("parallelism.dp_shard", (1, 2, 3)),
+    **_key("parallelism.cp", (1, 2, 3, 4)),
+    **_key("parallelism.tp", (1, 2, 4)),
+    **_key("parallelism.pp", (1, 2, 3)),
+    **_key("parallelism.cp_method", ("auto", "allgather", "ring", "alltoall", "ulysses", "hybrid")),
+    **_key("parallelism.cp_layout", ("auto", "headtail", "balanced", "doc_headtail", "contiguous")),
+    **_key("parallelism.cp_outer_method", ("auto", "ring", "alltoall", "allgather")),
+    **_key("parallelism.cp_ulysses", (None, 2)),
+    **_key("parallelism.ranks_per_node", (8, 2)),
+    **_key("parallelism.sequence_parallel", (True, False)),
+    **_key("parallelism.loss_parallel", (True, False)),
+    **_key(
+        "parallelism.pp_schedule",
+        ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"),
+    ),
+    **_key("parallelism.pp_stages_per_rank", (None, 2)),
+    **_key("parallelism.reshard_after_forward", (True, False)),
+    # Memory
+    **_key("memory.recompute", ("none", "full", "keep_attention")),
+    **_key("memory.offload", ("none", "inputs", "inputs_and_attention")),
+    **_key("memory.host_budget_gib", (None, 0.0001)),
+    **_key("memory.blocks_per_checkpoint", (1, 2, 3)),
+    **_key("memory.head_groups", (1, 2)),
+    **_key("memory.mlp_tile_mib", (None, 1)),
+    **_key("memory.loss_chunk_mib", (256, 1)),
+    **_key("memory.optimizer_placement", ("device", "host")),
+    # Training
+    **_key("training.seq_len", (64, 31, 97)),
+    **_key("training.global_batch_size", (2, 3, 4)),
+    **_key("training.micro_batch_size", (1, 2)),
+    **_key("training.seed", (0, 7)),
+    **_key("training.compile", (False, True)),
+    **_key("training.deterministic", (False, True)),
+    # Model. Wide enough for several tiles of 1 MiB, or several chunks of logits.
+    "model.family": {"llama3": {}, "qwen3": {"model.family": "qwen3"}},
+    **_key("model.qk_norm", (None, True)),
+    **_key("model.tie_embeddings", (False, True)),
+    "model.num_layers": {
+        "2": _keys(model__num_layers=2),
+        "3": _keys(model__num_layers=3),
+        "3 + 1": _keys(model__num_layers=4, parallelism__pp_layers=[3, 1]),
+        "0 + 1 + 2 + 1": _keys(model__num_layers=4, parallelism__pp_layers=[0, 1, 2, 1]),
+    },
+    "model.num_heads": {
+        f"{heads} / {kv_heads}": _keys(model__num_heads=heads, model__num_kv_heads=kv_heads)
+        for heads, kv_heads in ((4, 2), (8, 4), (6, 3), (8, 1))
+    },
+    **_key("model.ffn_dim", (48, 1032)),
+    **_key("model.vocab_size", (264, 2112)),
+    **_key("model.dim", (32, 24)),
+    **_key("model.norm_eps", (None, 0.01)),
+    **_key("model.nope_every", (None, 2)),
+    **_key("model.rope.precision", (None, "float32")),
+    "model.rope.kind": {
+        "default": {},
+        "linear": _keys(model__rope__kind="linear", model__rope__factor=2.0, model__rope__theta=500.0),
+        "llama3": _keys(
+            model__rope__kind="llama3",
+            model__rope__factor=4.0,
+            model__rope__original_length=32,
+            model__rope__low_freq_factor=1.0,
+            model__rope__high_freq_factor=4.0,
+        ),
+        "yarn": _keys(
+            model__rope__kind="yarn",
+            model__rope__factor=4.0,
+            model__rope__original_length=16,
+            model__rope__beta_fast=4.0,
+            model__rope__beta_slow=0.5,
+            model__rope__truncate=False,
+        ),
+        "longrope": LONGROPE
+        | _keys(
+            model__rope__kind="longrope",
+            model__rope__factor=4.0,
+            model__rope__original_length=64,
+            model__rope__attention_factor=1.2,
+        ),
+    },
+    # Data
+    **_key("data.packing", ("best_fit", "concat", "single")),
+    **_key("data.mask", ("document", "none")),
+    "data.corpus": {"documents": {}, "copy": _keys(data__corpus="copy")},
+    **_key("data.documents", ("file", "folder", "repository")),
+    **_key("data.max_document", (None, 40)),
+    **_key("data.separators", ("bos_eos", "none")),
+    "data.mix": {"one source": {}, "two sources": SOURCES},
+    "validation.sets": {
+        "none": {},
+        "one length": {"data.holdout": 0.2, "validation.sets": {"short": {"seq_len": [50], "rows": 5}}},
+        "several lengths": {"validation.sets": {"context": {"seq_len": [9, 20, 37], "rows": 3, "tail": 7}}},
+    },
+    # Optimizer
+    "optimizer": {
+        "default": {},
+        "other": _keys(optimizer__betas=[0.8, 0.99], optimizer__eps=1e-6, optimizer__weight_decay=0.0),
+    },
+    **_key("optimizer.max_grad_norm", (1.0, 0.05)),
+    "schedule": {
+        "constant": _keys(schedule__kind="constant"),
+        "cosine": _keys(schedule__kind="cosine", schedule__warmup_steps=1),
+        "wsd": _keys(schedule__kind="wsd", schedule__decay_steps=2),
+    },
+    # More than one launch
+    "checkpoint": {"none": {}, "resume": {}, "asynchronous": {"checkpoint.async": True}, "stage": {}},
+    "checkpoint.mesh": {mesh: {} for mesh in RESUMED_MESHES},
+}
+LEVELS = [(factor, level) for factor, levels in FACTORS.items() for level in levels]
+SIMPLEST = {factor: next(iter(levels)) for factor, levels in FACTORS.items()}
+MESH_FACTORS = tuple(f"parallelism.{axis}" for axis in AXES)
+NEEDS = {
+    "parallelism.cp_": "parallelism.cp",
+    "parallelism.ranks_per_node": "parallelism.cp",
+    "parallelism.sequence_parallel": "parallelism.tp",
+    "parallelism.loss_parallel": "parallelism.tp",
+    "parallelism.pp_": "parallelism.pp",
+    "checkpoint.mesh": "checkpoint",
+}
+"""By prefix of a factor: another factor at whose first level it would have no effect."""
+
+RARE = {("training.compile", "true"): 0.05} | {
+    ("checkpoint", kind): 0.1 for kind in ("resume", "asynchronous", "stage")
+}
+"""Levels that take many times longer than the others, and how often they are drawn relative to them."""
+
+BASE: ConfigValues = {
+    "model": {"family": "llama3", "size": "debug", "head_dim": 8},
+    "training": {"dtype": "float64", "steps": 2},
+    # AdamW divides a gradient of pure rounding error by little more than eps, which amplifies it.
+    "optimizer": {"lr": 1e-2, "eps": 1e-7},
+    "checkpoint": {"enabled": False, "async": False},
+    "metrics": {"tensorboard": False},
+    "distributed": {"start_timeout_minutes": 5, "timeout_minutes": 5},
+}

@@ -1,0 +1,261 @@
+"""Random legal configurations: what the self-check compares with one process besides a user's own run. Imports no torch.
+
+A case chooses one level of each factor (`factors.py`). `checks.layout_problems` decides which cases are legal.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from itertools import combinations, product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from trainer.config import checks
+from trainer.config.parse import deep_merge
+from trainer.config.training_stages import Recipe
+from trainer.errors import ConfigError
+from trainer.selfcheck.factors import (
+    BASE,
+    FACTORS,
+    LEVELS,
+    MESH_FACTORS,
+    NEEDS,
+    RARE,
+    RESUMED_MESHES,
+    SIMPLEST,
+    ConfigValues,
+)
+from trainer.selfcheck.launches import Launch
+
+Case = Mapping[str, str]
+"""The level of each factor that is not at its simplest."""
+Pair = tuple[tuple[str, str], tuple[str, str]]
+"""Two factors with a level each."""
+
+NOTHING_FIXED: Case = {}
+PLAIN: ConfigValues = {"parallelism": {"dp_shard": 1}, "memory": {"recompute": "none"}}
+"""The sections of the reference: one process, nothing recomputed, nothing offloaded."""
+
+
+def needed_factor(factor: str) -> str | None:
+    return next((needed for prefix, needed in NEEDS.items() if factor.startswith(prefix)), None)
+
+
+def without_simplest(case: Case) -> dict[str, str]:
+    return {factor: level for factor, level in case.items() if level != SIMPLEST[factor]}
+
+
+def normalize(case: Case) -> dict[str, str]:
+    """The case without levels that are the simplest or would have no effect."""
+    kept = without_simplest(case)
+    return {factor: level for factor, level in kept.items() if (need := needed_factor(factor)) is None or need in kept}
+
+
+def parse_case(text: str) -> dict[str, str]:
+    """The case that `format_case` printed. Raises ConfigError for unknown factors and levels."""
+    case, problems = dict[str, str](), list[str]()
+    for word in shlex.split(text):
+        factor, _, level = word.partition("=")
+        if factor not in FACTORS:
+            problems.append(f'--case: "{factor}" is not one of {", ".join(FACTORS)}')
+        elif level not in FACTORS[factor]:
+            problems.append(f'--case: {factor} = "{level}" is not one of {", ".join(FACTORS[factor])}')
+        else:
+            case[factor] = level
+    if problems:
+        raise ConfigError(problems)
+    return case
+
+
+def format_case(case: Case) -> str:
+    return " ".join(shlex.quote(f"{factor}={level}") for factor, level in case.items())
+
+
+# ---- from a case to launches
+
+
+def case_values(case: Case) -> ConfigValues:
+    """The configuration values of a case, without its corpora."""
+    values = BASE
+    for factor in FACTORS:
+        for key, value in FACTORS[factor][case.get(factor, SIMPLEST[factor])].items():
+            nested: Any = value
+            for part in reversed(key.split(".")):
+                nested = {part: nested}
+            values = deep_merge(values, nested)
+    return values
+
+
+def launches_of(case: Case, folder: Path) -> list[Launch]:
+    """The launches of a case; corpora and checkpoints lie in `folder`. Raises ConfigError with every problem."""
+    values = _with_folders(case_values(case), folder, "mesh")
+    launches = _launches(case, values)
+    if problems := [
+        problem
+        for launch in launches
+        for problem in checks.layout_problems(launch.config, launch.world_size, first_stage=launch.stage)
+    ]:
+        raise ConfigError([*dict.fromkeys(problems)])
+    return launches
+
+
+def reference_launches(case: Case, folder: Path) -> list[Launch]:
+    """The same steps in one process: one launch per stage."""
+    values = _with_folders(case_values(case), folder, "reference")
+    values |= PLAIN | {"training": values["training"] | {"compile": False}}
+    kind = "stage" if case.get("checkpoint") == "stage" else "none"
+    launches = _launches({"checkpoint": kind, "checkpoint.mesh": "one process"}, values)
+    return [replace(launch, is_reference=True) for launch in launches]
+
+
+def _launches(case: Case, values: ConfigValues) -> list[Launch]:
+    steps, kind = values["training"]["steps"], case.get("checkpoint", "none")
+    if kind == "none":
+        return [_launch(values, last_step=steps)]
+    values = deep_merge(values, {"checkpoint": {"enabled": True}})
+    mesh = RESUMED_MESHES[case.get("checkpoint.mesh", "same")]
+    resumed = {**PLAIN, "parallelism": PLAIN["parallelism"] | mesh} if mesh is not None else {}
+    if kind != "stage":
+        return [_launch(values, last_step=1, compared=False), _launch(values | resumed, last_step=steps)]
+    training = dict(values["training"])
+    seq_len, _ = training.pop("seq_len"), training.pop("steps")  # A recipe has them in its stages.
+    long = {"name": "long", "seq_len": 2 * seq_len + 1, "steps": 1, "rope": {"theta": 20_000.0}, "lr": 5e-3}
+    recipe = values | {"training": training, "stage": [{"name": "short", "seq_len": seq_len, "steps": 1}, long]}
+    return [_launch(recipe, last_step=1, compared=False), _launch(recipe | resumed, last_step=2, stage=1)]
+
+
+def _launch(values: ConfigValues, *, last_step: int, stage: int = 0, compared: bool = True) -> Launch:
+    config, steps = Recipe.model_validate(values), (last_step,) if compared else ()
+    ranks = prod(config.parallelism.degrees(1).values())
+    return Launch(config=config, world_size=ranks, stage=stage, last_step=last_step, compared_steps=steps)
+
+
+def _with_folders(values: ConfigValues, folder: Path, run: str) -> ConfigValues:
+    data = values["data"] = {"corpus": str(folder / "documents")} | values.get("data", {})
+    data["cache_dir"] = folder / "prepared"
+    sources = data.get("sources", {}).items()
+    data["sources"] = {name: source | {"path": str(folder / "documents")} for name, source in sources}
+    return values | {"job": {"output_dir": folder / run}}
+
+
+# ---- legal cases
+
+
+@cache
+def _problems(case: frozenset[tuple[str, str]]) -> list[str]:
+    try:
+        launches_of(dict(case), Path("/"))
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def problems(case: Case) -> list[str]:
+    """What makes the case illegal."""
+    return _problems(frozenset(case.items()))
+
+
+def world_size(case: Case) -> int:
+    return prod(int(case.get(factor, "1")) for factor in MESH_FACTORS)
+
+
+def random_case(rng: random.Random, *, max_processes: int, fixed: Case = NOTHING_FIXED) -> dict[str, str] | None:
+    """A legal case with the levels of `fixed`, or None if none was found.
+
+    Levels that a problem names are replaced by the simplest, one at a time, until there are no problems.
+    """
+    case, wanted = dict(fixed), without_simplest(fixed)
+    for factor, levels in FACTORS.items():
+        if factor not in fixed and factor not in MESH_FACTORS:
+            (case[factor],) = rng.choices([*levels], [RARE.get((factor, level), 1.0) for level in levels])
+    needed = {needed_factor(factor) for factor in fixed}
+    case |= rng.choice(_meshes(max_processes, tuple((key, fixed.get(key), key in needed) for key in MESH_FACTORS)))
+    for _ in range(len(FACTORS)):
+        case = normalize(case)
+        if not case.items() >= wanted.items() or world_size(case) > max_processes:
+            return None
+        found = problems(case)
+        if not found:
+            return case
+        problem = rng.choice(found)
+        named = [factor for factor in case if factor not in fixed and is_named(factor, problem)]
+        removable = named or [factor for factor in case if factor not in fixed]
+        if not removable:
+            return None
+        del case[rng.choice(removable)]
+    return None
+
+
+@cache
+def _meshes(max_processes: int, axes: tuple[tuple[str, str | None, bool], ...]) -> list[dict[str, str]]:
+    """Degrees of (factor, fixed level, whether it must be above 1); those of one process if there are none."""
+    choices = [[level] if level else [*FACTORS[factor]][is_needed:] for factor, level, is_needed in axes]
+    meshes = [dict(zip(MESH_FACTORS, levels, strict=True)) for levels in product(*choices)]
+    return [mesh for mesh in meshes if world_size(mesh) <= max_processes] or [{}]
+
+
+def is_named(factor: str, problem: str) -> bool:
+    """Whether the problem names a key of the factor."""
+    keys = {factor, *(key for level in FACTORS[factor].values() for key in level)}
+    return any(re.search(rf"\b{re.escape(key)}\b", problem) for key in keys)
+
+
+# ---- pairs
+
+
+def pairs(case: Case) -> set[Pair]:
+    """The pairs of levels in a case, which has its simplest levels, too, where they have an effect."""
+    whole = {factor: case.get(factor, level) for factor, level in SIMPLEST.items()}
+    present = [(f, level) for f, level in whole.items() if (need := needed_factor(f)) is None or need in case]
+    return {*combinations(present, 2)}
+
+
+@cache
+def all_pairs() -> frozenset[Pair]:
+    """Every pair of levels that no rule of `NEEDS` forbids."""
+    return frozenset(
+        (first, second)
+        for first, second in combinations(LEVELS, 2)
+        if first[0] != second[0] and not _contradict(first, second) and not _contradict(second, first)
+    )
+
+
+def _contradict(level: tuple[str, str], other: tuple[str, str]) -> bool:
+    """Whether the first level has no effect beside the second."""
+    return needed_factor(level[0]) == other[0] and other[1] == SIMPLEST[other[0]]
+
+
+def smallest_case(pair: Pair) -> dict[str, str]:
+    """A pair of levels, and of the factors that they need the level after the simplest."""
+    needs = {needed: [*FACTORS[needed]][1] for factor, _ in pair if (needed := needed_factor(factor))}
+    return needs | without_simplest(dict(pair))
+
+
+# ---- the smallest failing case
+
+
+def minimize(case: Case, fails: Callable[[Case], bool]) -> dict[str, str]:
+    """The case with as many factors at their simplest level, or at a simpler one, as still fail."""
+    case = normalize(case)
+    size = len(case)
+    while size:
+        chunks = [[*case][start : start + size] for start in range(0, len(case), size)]
+        for chunk in chunks:
+            smaller = normalize({factor: level for factor, level in case.items() if factor not in chunk})
+            if smaller != case and not problems(smaller) and fails(smaller):
+                case = smaller
+        size //= 2
+    for factor in [*case]:
+        levels = [*FACTORS[factor]]
+        for level in levels[1 : levels.index(case[factor])]:
+            smaller = case | {factor: level}
+            if not problems(smaller) and fails(smaller):
+                case = smaller
+                break
+    return case
