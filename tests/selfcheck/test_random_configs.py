@@ -59,7 +59,7 @@ NOT_VARIED = {
     "model.size": "the widths are set one by one",
     "model.head_dim": "the same for all cases: eight, four frequencies",
     "training.steps": "two, and one more after a resume",
-    "training.dtype": "float64: lower precision is compared in tests/test_error_growth.py",
+    "training.dtype": "float64: lower precision is compared in tests/precision",
     "training.reduce_dtype": "bfloat16 runs only",
     "training.attention": "CPUs have one kernel",
     "training.gc_interval": "host memory only",

@@ -13,7 +13,8 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from parallelisms.collectives import full_tensor
+from parallelisms.collectives import full_tensor, to_local
+from parallelisms.init_weights import local_ranges
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.run_dir import RunDir
 from trainer.data.datasets import build_train_dataset, build_validation_sets
@@ -85,32 +86,38 @@ def run_and_compare(launch: Launch, world: World, *, reference: Path) -> list[St
     return steps
 
 
-def full_state(trainer: Trainer) -> NamedTensors:
-    """The full weights and moments of this rank's pipeline stages. Collective."""
+def rank_state(trainer: Trainer) -> NamedTensors:
+    """The weights and moments of this rank's pipeline stages, sharded as they are."""
     trainer.optimizer.flush_deferred_updates()
-    return {name: full_tensor(tensor) for name, tensor in trainer.state_dict().items()}
+    return trainer.state_dict()
 
 
 def save_state(trainer: Trainer, path: Path) -> dict[str, float]:
-    """Returns an error of 0 for each tensor."""
-    state = full_state(trainer)
+    """Of one process. Returns an error of 0 for each tensor."""
+    state = {name: full_tensor(tensor) for name, tensor in rank_state(trainer).items()}
     path.parent.mkdir(exist_ok=True)
     torch.save(state, path)
     return dict.fromkeys(state, 0.0)
 
 
 def compare_state(trainer: Trainer, path: Path) -> dict[str, float]:
-    """The error of each weight and moment of this rank's pipeline stages. Collective."""
+    """The error of this rank's shard of each weight and moment."""
     expected: NamedTensors = torch.load(path, weights_only=True, mmap=True)
-    return {name: max_relative_error(tensor, expected.get(name)) for name, tensor in full_state(trainer).items()}
+    return {name: max_relative_error(tensor, expected.get(name)) for name, tensor in rank_state(trainer).items()}
 
 
 def max_relative_error(actual: Tensor, expected: Tensor | None) -> float:
-    """The largest difference over the largest value of `expected`; infinite if not finite or not comparable."""
+    """The largest difference of this rank's shard, over the largest value of the whole `expected`.
+
+    Infinite if not finite or not comparable.
+    """
     if expected is None or actual.shape != expected.shape:
         return math.inf
-    expected = expected.to(actual.device)
-    if torch.equal(actual, expected):
+    shard = to_local(actual)
+    expected_shard = expected[tuple(slice(part.start, part.stop) for part in local_ranges(actual))].to(shard.device)
+    if torch.equal(shard, expected_shard):
         return 0.0
-    error = float((actual - expected).abs().max() / expected.abs().max())
+    if shard.shape != expected_shard.shape:
+        return math.inf
+    error = float((shard - expected_shard).abs().max().cpu() / expected.abs().max())
     return error if math.isfinite(error) else math.inf
