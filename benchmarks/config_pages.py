@@ -11,6 +11,7 @@ import re
 import sys
 from pathlib import Path
 
+from benchmarks.pages import replace_block
 from trainer.config.aliases import ALIASES
 from trainer.config.help_text import document_keys, section_description, sections_by_heading
 from trainer.config.training_stages import Recipe
@@ -18,7 +19,6 @@ from trainer.config.training_stages import Recipe
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 TOML_SCALAR_TYPES = (bool, int, float, str, list)
 OUR_KEY, AS_CODE = re.compile(r"^[a-z_]+\.[a-z._]+"), r"`\g<0>`"
-ALIASES_BEGIN, ALIASES_END = "<!-- aliases:begin -->", "<!-- aliases:end -->"
 
 PAGE_HEADER = """\
 # Configuration
@@ -59,11 +59,8 @@ def render_json_schema() -> str:
 
 def insert_alias_table(page: str) -> str:
     """The page with the generated table between the alias markers."""
-    before, _, rest = page.partition(ALIASES_BEGIN)
-    _, _, after = rest.partition(ALIASES_END)
     rows = [f"| `{alias}` | {OUR_KEY.sub(AS_CODE, key)} |" for alias, key in ALIASES.items()]
-    table = "\n".join(["| theirs | ours |", "|---|---|", *rows])
-    return f"{before}{ALIASES_BEGIN}\n{table}\n{ALIASES_END}{after}"
+    return replace_block(page, "aliases", ["| theirs | ours |", "|---|---|", *rows])
 
 
 def stale_pages() -> dict[Path, str]:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.pages import replace_block
 from trainer.selfcheck.processes import RankPool
 from trainer.selfcheck.random_check import RandomCheck
 from trainer.selfcheck.random_configs import Pair, all_pairs, format_case, pairs, random_case
@@ -28,7 +29,6 @@ from trainer.selfcheck.shrink import write_sample_documents
 
 PAGE = Path(__file__).parents[1] / "docs" / "numerics.md"
 RECORDS = PAGE.with_name("random_cases.json")
-BEGIN, END = "<!-- random:begin -->", "<!-- random:end -->"
 
 
 def draw_cases(seed: int, max_processes: int) -> Iterator[dict[str, str]]:
@@ -71,13 +71,6 @@ def table(records: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def with_table(page: str) -> str:
-    """The page with today's table between its markers."""
-    before, _, rest = page.partition(f"{BEGIN}\n")
-    _, _, after = rest.partition(END)
-    return "\n".join((f"{before}{BEGIN}", *table(read_records()), f"{END}{after}"))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.random_cases", description=(__doc__ or "").split(":")[0]
@@ -90,7 +83,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="only rewrite the table in docs/numerics.md")
     options = parser.parse_args()
     if options.table:
-        PAGE.write_text(with_table(PAGE.read_text()))
+        PAGE.write_text(replace_block(PAGE.read_text(), "random", table(read_records())))
         return
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
     with tempfile.TemporaryDirectory() as folder, RankPool() as pool:

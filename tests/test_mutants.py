@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 
-from tests.mutants import ROOT, known_mutants
+from benchmarks.pages import replace_block
+from tests.mutants import PAGE, ROOT, caught_by, known_mutants, table
 
 MUTANTS = known_mutants()
 
 
-def test_there_are_sixty_mutants_by_distinct_names() -> None:
-    assert len(MUTANTS) >= 60
+def test_there_are_200_mutants_by_distinct_names() -> None:
+    assert len(MUTANTS) >= 200
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
 
 
@@ -30,3 +31,10 @@ def test_the_tests_of_every_mutant_exist() -> None:
                 mutant.name,
                 test,
             )
+
+
+def test_every_mutant_was_caught_when_last_run() -> None:
+    """After a new mutant: python -m tests.mutants --record NAME."""
+    caught = caught_by()
+    assert [mutant.name for mutant in MUTANTS if not caught.get(mutant.name)] == []
+    assert PAGE.read_text() == replace_block(PAGE.read_text(), "mutants", table(MUTANTS, caught))

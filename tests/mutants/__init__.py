@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import tomli
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
+CAUGHT = Path(__file__).with_name("caught.json")
+PAGE = ROOT / "docs" / "mutants.md"
 @dataclass(frozen=True)
 class Mutant:
     """One place of one file, and what stands there instead."""
@@ -35,3 +36,22 @@ def known_mutants() -> list[Mutant]:
         for path in sorted(Path(__file__).parent.glob("*.toml"))
         for entry in tomli.loads(path.read_text())["mutant"]
     ]
+
+
+def caught_by() -> dict[str, str]:
+    """By mutant: the first test that failed when it was last run; empty if it survived."""
+    tests: dict[str, str] = json.loads(CAUGHT.read_text()) if CAUGHT.exists() else {}
+    return tests
+
+
+def table(mutants: list[Mutant], tests: dict[str, str]) -> list[str]:
+    """The generated part of docs/mutants.md."""
+    caught = sum(bool(tests.get(mutant.name)) for mutant in mutants)
+    lines = [f"{caught} of {len(mutants)} are caught."]
+    for area in dict.fromkeys(mutant.area for mutant in mutants):
+        lines += ["", f"## {area}", "", "| mutant | file | test that fails |", "|---|---|---|"]
+        for mutant in mutants:
+            if mutant.area == area:
+                test = tests.get(mutant.name, "").replace("|", "\\|")
+                lines.append(f"| {mutant.name} | `{mutant.file}` | {f'`{test}`' if test else '**none**'} |")
+    return lines

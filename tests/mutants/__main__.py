@@ -2,23 +2,29 @@
 
 Each `tests/mutants/*.toml` lists mutants of one part of the code: one place of one file, what stands there instead, and
 the tests that notice. A mutant is applied to a copy of the working tree. It is caught if its tests fail; tests that pass
-let it survive, and tests that cannot be collected prove nothing. Exit status 0 if all are caught, else 1.
+let it survive, and tests that cannot be collected prove nothing. Exit status 0 if all are caught, else 1. `--record` adds
+the results to `caught.json`, from which docs/mutants.md is written.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
-from tests.mutants import ROOT, Mutant, known_mutants
+from benchmarks.pages import replace_block
+from tests.mutants import CAUGHT, PAGE, ROOT, Mutant, caught_by, known_mutants, table
 
+FAILED_TEST = re.compile(r"^FAILED (\S+::.+?)(?: - .*)?$", re.MULTILINE)
 TESTS_FAILED = 1
 """pytest's exit status; others say that tests were not run as they should."""
 TIME_LIMIT = 600
@@ -38,8 +44,15 @@ def copy_tree(target: Path) -> None:
             shutil.copy2(ROOT / name, target / name)
 
 
-def run_mutant(mutant: Mutant, tree: Path) -> str:
-    """Empty if the tests notice the mutant, else what happened instead."""
+@dataclass(frozen=True)
+class Outcome:
+    """The first test that failed, or what happened instead."""
+
+    test: str = ""
+    problem: str = ""
+
+
+def run_mutant(mutant: Mutant, tree: Path) -> Outcome:
     path = tree / mutant.file
     original = path.read_text()
     path.write_text(mutant.apply(original))
@@ -55,50 +68,61 @@ def run_mutant(mutant: Mutant, tree: Path) -> str:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"the tests were not done after {TIME_LIMIT} s"
+        return Outcome(problem=f"the tests were not done after {TIME_LIMIT} s")
     finally:
         path.write_text(original)
-    if result.returncode == TESTS_FAILED:
-        return ""
+    if result.returncode == TESTS_FAILED and (failed := FAILED_TEST.search(result.stdout)):
+        return Outcome(test=failed[1])
     tail = "\n".join(result.stdout.splitlines()[-5:])
-    return "it survives" if result.returncode == 0 else f"pytest ended with {result.returncode}\n{tail}"
+    return Outcome(
+        problem="it survives" if result.returncode == 0 else f"pytest ended with {result.returncode}\n{tail}"
+    )
 
 
-def run_all(mutants: list[Mutant], jobs: int) -> int:
-    """Runs and reports every mutant; returns how many were not caught."""
+def run_all(mutants: list[Mutant], jobs: int) -> dict[str, Outcome]:
+    """Runs and reports every mutant."""
+    outcomes = dict[str, Outcome]()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
         trees = SimpleQueue[Path]()
         for number in range(jobs):
             copy_tree(Path(folder) / str(number))
             trees.put(Path(folder) / str(number))
 
-        def run(mutant: Mutant) -> tuple[Mutant, str, float]:
+        def run(mutant: Mutant) -> tuple[Mutant, Outcome, float]:
             started, tree = time.monotonic(), trees.get()
             try:
                 return mutant, run_mutant(mutant, tree), time.monotonic() - started
             finally:
                 trees.put(tree)
 
-        missed = 0
         for done in as_completed([pool.submit(run, mutant) for mutant in mutants]):
-            mutant, problem, seconds = done.result()
-            missed += bool(problem)
-            sys.stdout.write(f"{'MISSED' if problem else 'caught'} {seconds:5.1f} s  {mutant.name}  {problem}\n")
+            mutant, outcome, seconds = done.result()
+            outcomes[mutant.name] = outcome
+            verdict = "caught" if outcome.test else "MISSED"
+            sys.stdout.write(f"{verdict} {seconds:5.1f} s  {mutant.name}  {outcome.test or outcome.problem}\n")
             sys.stdout.flush()
-    sys.stdout.write(f"{len(mutants) - missed} of {len(mutants)} mutants caught\n")
-    return missed
+    caught = sum(bool(outcome.test) for outcome in outcomes.values())
+    sys.stdout.write(f"{caught} of {len(outcomes)} mutants caught\n")
+    return outcomes
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=(__doc__ or "").partition(": ")[2])
     parser.add_argument("names", nargs="*", metavar="NAME", help="mutants, or files of mutants; default: all")
     parser.add_argument("--jobs", type=int, default=2, help="how many run at a time")
+    parser.add_argument("--record", action="store_true", help="write the tests that failed to docs/mutants.md")
     options = parser.parse_args()
     mutants = known_mutants()
     if unknown := set(options.names) - {key for mutant in mutants for key in (mutant.name, mutant.area)}:
         parser.error(f"no such mutants: {', '.join(sorted(unknown))}")
     chosen = [mutant for mutant in mutants if not options.names or {mutant.name, mutant.area} & set(options.names)]
-    return int(run_all(chosen, options.jobs) > 0)
+    outcomes = run_all(chosen, options.jobs)
+    if options.record:
+        names = {mutant.name for mutant in mutants}
+        tests = {**caught_by(), **{name: outcome.test for name, outcome in outcomes.items()}}
+        CAUGHT.write_text(json.dumps({name: tests[name] for name in sorted(tests) if name in names}, indent=1) + "\n")
+        PAGE.write_text(replace_block(PAGE.read_text(), "mutants", table(mutants, tests)))
+    return int(not all(outcome.test for outcome in outcomes.values()))
 
 
 if __name__ == "__main__":

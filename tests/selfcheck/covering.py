@@ -9,15 +9,16 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from trainer.selfcheck.factors import MESH_FACTORS
+from trainer.selfcheck.factors import LEVELS, MESH_FACTORS
 from trainer.selfcheck.random_configs import (
     Pair,
     all_pairs,
     format_case,
     needed_factor,
+    normalize,
     pairs,
     parse_case,
     problems,
@@ -28,6 +29,8 @@ from trainer.selfcheck.random_configs import (
 
 PATH = Path(__file__).with_name("covering_cases.txt")
 SMALL_DEGREES = ("1", "2")
+DRAWS, CHANGES = 60, 1500
+"""For each case: how many are drawn, and how many changes of the best are tried."""
 
 
 def read_cases() -> list[dict[str, str]]:
@@ -44,30 +47,50 @@ def small_pairs() -> set[Pair]:
     }
 
 
-def covering_cases(wanted: Iterable[Pair], *, max_processes: int, draws: int = 60) -> list[dict[str, str]]:
-    """Legal cases that contain every pair for which a few draws find one; greedy: the most new pairs per process first."""
+def covering_cases(wanted: Iterable[Pair], *, max_processes: int) -> list[dict[str, str]]:
+    """Legal cases that contain every pair for which a few draws find one; greedy: the most new pairs per second first."""
     rng, cases = random.Random(0), list[dict[str, str]]()
     missing = sorted(wanted)
     rng.shuffle(missing)
     uncovered = dict.fromkeys(missing)
     while uncovered:
         first, *_ = uncovered
-        tries = 2 if problems(smallest_case(first)) else draws
+        tries = 2 if problems(smallest_case(first)) else DRAWS
         drawn = (random_case(rng, max_processes=max_processes, fixed=dict(first)) for _ in range(tries))
         candidates = [case for case in drawn if case is not None and first in pairs(case)]
         if not candidates:
             del uncovered[first]
             continue
-        cases.append(max(candidates, key=lambda case: len(pairs(case) & uncovered.keys()) / cost(case)))
+
+        def value(case: dict[str, str], *, first: Pair = first) -> float:
+            """New pairs per second."""
+            covered = pairs(case)
+            return len(covered & uncovered.keys()) / cost(case) if first in covered else 0.0
+
+        cases.append(improved(max(candidates, key=value), value, rng, max_processes=max_processes))
         for pair in pairs(cases[-1]) & uncovered.keys():
             del uncovered[pair]
     return best_first(without_redundant(cases, {*wanted}), {*wanted})
 
 
+def improved(
+    case: dict[str, str], value: Callable[[dict[str, str]], float], rng: random.Random, *, max_processes: int
+) -> dict[str, str]:
+    """The case after changes of single levels that kept it legal and did not lower its value."""
+    best = value(case)
+    for _ in range(CHANGES):
+        factor, level = rng.choice(LEVELS)
+        changed = normalize(case | {factor: level})
+        is_small = world_size(changed) <= max_processes
+        if is_small and changed != case and (new := value(changed)) >= best and not problems(changed):
+            case, best = changed, new
+    return case
+
+
 def cost(case: dict[str, str]) -> float:
     """Seconds, roughly."""
-    launches = 1 + 0.7 * ("checkpoint" in case)
-    return (0.5 + 0.4 * world_size(case) * launches) * (1 + 5 * ("training.compile" in case))
+    launches = 1 + ("checkpoint" in case)
+    return (0.3 + 0.4 * world_size(case) * launches) * (1 + 5 * ("training.compile" in case))
 
 
 def without_redundant(cases: list[dict[str, str]], wanted: set[Pair]) -> list[dict[str, str]]:
