@@ -280,7 +280,8 @@ class _State:
             for added in set(logger.handlers) - set(handlers):
                 logger.removeHandler(added)
                 added.close()
-            logger.setLevel(level)
+            if logger.level != level:  # Setting it clears the caches of all loggers.
+                logger.setLevel(level)
         for name, attributes in self.modules.items():
             now = vars(sys.modules[name])
             now.update({key: value for key, value in attributes.items() if now.get(key) is not value})
