@@ -184,6 +184,10 @@ def test_the_default_cases_have_four_fifths_of_the_pairs_of_small_meshes() -> No
     assert len(default) > 0.8 * len(whole)
 
 
+def test_settings_without_effect_are_no_part_of_a_case() -> None:
+    assert normalize({"parallelism.tp": "1", "parallelism.loss_parallel": "false", "checkpoint.mesh": "tp 2"}) == {}
+
+
 def test_every_case_of_the_covering_array_is_legal_and_small() -> None:
     for case in CASES:
         assert case == normalize(case)
