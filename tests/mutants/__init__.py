@@ -11,6 +11,8 @@ import tomli
 ROOT = Path(__file__).resolve().parents[2]
 CAUGHT = Path(__file__).with_name("caught.json")
 PAGE = ROOT / "docs" / "mutants.md"
+
+
 @dataclass(frozen=True)
 class Mutant:
     """One place of one file, and what stands there instead."""

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,9 +80,8 @@ def run_mutant(mutant: Mutant, tree: Path) -> Outcome:
     )
 
 
-def run_all(mutants: list[Mutant], jobs: int) -> dict[str, Outcome]:
-    """Runs and reports every mutant."""
-    outcomes = dict[str, Outcome]()
+def run_all(mutants: list[Mutant], jobs: int) -> Iterator[tuple[str, Outcome]]:
+    """Runs and reports every mutant; yields their names and outcomes."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
         trees = SimpleQueue[Path]()
         for number in range(jobs):
@@ -97,13 +97,19 @@ def run_all(mutants: list[Mutant], jobs: int) -> dict[str, Outcome]:
 
         for done in as_completed([pool.submit(run, mutant) for mutant in mutants]):
             mutant, outcome, seconds = done.result()
-            outcomes[mutant.name] = outcome
             verdict = "caught" if outcome.test else "MISSED"
             sys.stdout.write(f"{verdict} {seconds:5.1f} s  {mutant.name}  {outcome.test or outcome.problem}\n")
             sys.stdout.flush()
-    caught = sum(bool(outcome.test) for outcome in outcomes.values())
-    sys.stdout.write(f"{caught} of {len(outcomes)} mutants caught\n")
-    return outcomes
+            yield mutant.name, outcome
+
+
+def record(name: str, test: str) -> None:
+    """Adds a result to the records, and removes those of mutants that are gone."""
+    mutants = known_mutants()
+    tests = caught_by() | {name: test}
+    names = {mutant.name for mutant in mutants}
+    CAUGHT.write_text(json.dumps({each: tests[each] for each in sorted(names & tests.keys())}, indent=1) + "\n")
+    PAGE.write_text(replace_block(PAGE.read_text(), "mutants", table(mutants, tests)))
 
 
 def main() -> int:
@@ -116,13 +122,13 @@ def main() -> int:
     if unknown := set(options.names) - {key for mutant in mutants for key in (mutant.name, mutant.area)}:
         parser.error(f"no such mutants: {', '.join(sorted(unknown))}")
     chosen = [mutant for mutant in mutants if not options.names or {mutant.name, mutant.area} & set(options.names)]
-    outcomes = run_all(chosen, options.jobs)
-    if options.record:
-        names = {mutant.name for mutant in mutants}
-        tests = {**caught_by(), **{name: outcome.test for name, outcome in outcomes.items()}}
-        CAUGHT.write_text(json.dumps({name: tests[name] for name in sorted(tests) if name in names}, indent=1) + "\n")
-        PAGE.write_text(replace_block(PAGE.read_text(), "mutants", table(mutants, tests)))
-    return int(not all(outcome.test for outcome in outcomes.values()))
+    missed = 0
+    for name, outcome in run_all(chosen, options.jobs):
+        missed += not outcome.test
+        if options.record:
+            record(name, outcome.test)
+    sys.stdout.write(f"{len(chosen) - missed} of {len(chosen)} mutants caught\n")
+    return int(missed > 0)
 
 
 if __name__ == "__main__":
