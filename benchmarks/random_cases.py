@@ -9,12 +9,10 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import random
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -24,16 +22,11 @@ import torch
 from benchmarks.pages import replace_block
 from trainer.selfcheck.processes import RankPool
 from trainer.selfcheck.random_check import RandomCheck
-from trainer.selfcheck.random_configs import Pair, all_pairs, format_case, pairs, random_case
+from trainer.selfcheck.random_configs import Pair, all_pairs, draw_cases, format_case, pairs
 from trainer.selfcheck.shrink import write_sample_documents
 
 PAGE = Path(__file__).parents[1] / "docs" / "numerics.md"
 RECORDS = PAGE.with_name("random_cases.json")
-
-
-def draw_cases(seed: int, max_processes: int) -> Iterator[dict[str, str]]:
-    rng = random.Random(seed)
-    return (case for _ in count() if (case := random_case(rng, max_processes=max_processes)) is not None)
 
 
 def read_records(path: Path = RECORDS) -> list[dict[str, Any]]:
@@ -43,7 +36,7 @@ def read_records(path: Path = RECORDS) -> list[dict[str, Any]]:
 
 def drawn_again(record: dict[str, Any]) -> list[dict[str, str]]:
     """The cases of a record; none if today's factors draw others."""
-    cases = [*islice(draw_cases(record["seed"], record["max_processes"]), record["cases"])]
+    cases = [*islice(draw_cases(record["seed"], max_processes=record["max_processes"]), record["cases"])]
     return cases if digest(cases) == record["digest"] else []
 
 
@@ -89,7 +82,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, RankPool() as pool:
         write_sample_documents(Path(folder))
         check = RandomCheck(pool, Path(folder))
-        cases = draw_cases(options.seed, options.max_processes)
+        cases = draw_cases(options.seed, max_processes=options.max_processes)
         check.run(cases, total=options.cases, max_seconds=options.minutes and 60 * options.minutes)
     record = {
         "commit": commit.strip(),
@@ -97,7 +90,7 @@ def main() -> None:
         "seed": options.seed,
         "max_processes": options.max_processes,
         "cases": check.num_cases,
-        "digest": digest([*islice(draw_cases(options.seed, options.max_processes), check.num_cases)]),
+        "digest": digest([*islice(draw_cases(options.seed, max_processes=options.max_processes), check.num_cases)]),
         "failed": [format_case(case) for case in check.failed],
         "seconds": round(check.seconds),
         "largest_errors": check.largest_errors,

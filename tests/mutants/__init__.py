@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,10 @@ class Mutant:
     replace: str
     tests: tuple[str, ...]
 
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256("\n".join((self.file, self.find, self.replace)).encode()).hexdigest()[:12]
+
     def apply(self, text: str) -> str:
         """Raises ValueError unless the place stands exactly once in the file."""
         if (count := text.count(self.find)) != 1:
@@ -40,10 +45,18 @@ def known_mutants() -> list[Mutant]:
     ]
 
 
-def caught_by() -> dict[str, str]:
-    """By mutant: the first test that failed when it was last run; empty if it survived."""
-    tests: dict[str, str] = json.loads(CAUGHT.read_text()) if CAUGHT.exists() else {}
-    return tests
+def read_caught() -> dict[str, dict[str, str]]:
+    """By mutant: its `digest` when it was last run, and the first `test` that failed, empty if it survived."""
+    records: dict[str, dict[str, str]] = json.loads(CAUGHT.read_text()) if CAUGHT.exists() else {}
+    return records
+
+
+def failed_tests(mutants: list[Mutant]) -> dict[str, str]:
+    """By mutant that was run as it is now: the first test that failed."""
+    records = read_caught()
+    failed = {mutant.name: records.get(mutant.name, {}) for mutant in mutants}
+    digests = {mutant.name: mutant.digest for mutant in mutants}
+    return {name: each["test"] for name, each in failed.items() if each.get("digest") == digests[name]}
 
 
 def table(mutants: list[Mutant], tests: dict[str, str]) -> list[str]:

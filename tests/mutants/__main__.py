@@ -23,7 +23,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from benchmarks.pages import replace_block
-from tests.mutants import CAUGHT, PAGE, ROOT, Mutant, caught_by, known_mutants, table
+from tests.mutants import CAUGHT, PAGE, ROOT, Mutant, failed_tests, known_mutants, read_caught, table
 
 FAILED_TEST = re.compile(r"^FAILED (\S+::.+?)(?: - .*)?$", re.MULTILINE)
 TESTS_FAILED = 1
@@ -80,8 +80,8 @@ def run_mutant(mutant: Mutant, tree: Path) -> Outcome:
     )
 
 
-def run_all(mutants: list[Mutant], jobs: int) -> Iterator[tuple[str, Outcome]]:
-    """Runs and reports every mutant; yields their names and outcomes."""
+def run_all(mutants: list[Mutant], jobs: int) -> Iterator[tuple[Mutant, Outcome]]:
+    """Runs and reports every mutant; yields them with their outcomes."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
         trees = SimpleQueue[Path]()
         for number in range(jobs):
@@ -100,16 +100,16 @@ def run_all(mutants: list[Mutant], jobs: int) -> Iterator[tuple[str, Outcome]]:
             verdict = "caught" if outcome.test else "MISSED"
             sys.stdout.write(f"{verdict} {seconds:5.1f} s  {mutant.name}  {outcome.test or outcome.problem}\n")
             sys.stdout.flush()
-            yield mutant.name, outcome
+            yield mutant, outcome
 
 
-def record(name: str, test: str) -> None:
+def record(mutant: Mutant, test: str) -> None:
     """Adds a result to the records, and removes those of mutants that are gone."""
     mutants = known_mutants()
-    tests = caught_by() | {name: test}
-    names = {mutant.name for mutant in mutants}
-    CAUGHT.write_text(json.dumps({each: tests[each] for each in sorted(names & tests.keys())}, indent=1) + "\n")
-    PAGE.write_text(replace_block(PAGE.read_text(), "mutants", table(mutants, tests)))
+    records = read_caught() | {mutant.name: {"digest": mutant.digest, "test": test}}
+    names = {each.name for each in mutants}
+    CAUGHT.write_text(json.dumps({name: records[name] for name in sorted(names & records.keys())}, indent=1) + "\n")
+    PAGE.write_text(replace_block(PAGE.read_text(), "mutants", table(mutants, failed_tests(mutants))))
 
 
 def main() -> int:
@@ -117,16 +117,19 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="mutants, or files of mutants; default: all")
     parser.add_argument("--jobs", type=int, default=2, help="how many run at a time")
     parser.add_argument("--record", action="store_true", help="write the tests that failed to docs/mutants.md")
+    parser.add_argument("--new", action="store_true", help="only those that are not recorded as caught")
     options = parser.parse_args()
     mutants = known_mutants()
     if unknown := set(options.names) - {key for mutant in mutants for key in (mutant.name, mutant.area)}:
         parser.error(f"no such mutants: {', '.join(sorted(unknown))}")
-    chosen = [mutant for mutant in mutants if not options.names or {mutant.name, mutant.area} & set(options.names)]
+    caught = failed_tests(mutants) if options.new else {}
+    named = [mutant for mutant in mutants if not options.names or {mutant.name, mutant.area} & set(options.names)]
+    chosen = [mutant for mutant in named if not caught.get(mutant.name)]
     missed = 0
-    for name, outcome in run_all(chosen, options.jobs):
+    for mutant, outcome in run_all(chosen, options.jobs):
         missed += not outcome.test
         if options.record:
-            record(name, outcome.test)
+            record(mutant, outcome.test)
     sys.stdout.write(f"{len(chosen) - missed} of {len(chosen)} mutants caught\n")
     return int(missed > 0)
 

@@ -47,19 +47,23 @@ IN_GRID = {
         "+= += += += += += += += index_add_ sum sum",
         "micro-batches",
     ),
+    "trainer.evaluation.validation.evaluate_dataset": ("all_reduce", "metrics: ranks"),
     "trainer.metrics.step_metrics.MetricAccumulator.all_reduce": ("all_reduce", "metrics: ranks"),
 }
-INTEGERS = "integers"
-TWO = "two terms, however many parts: the residual stream in the compute dtype"
+INTEGERS, FLOAT64 = "integers", "in float64"
+TWO = "the residual stream: two terms per half of a block, in the compute dtype, however many parts"
 LOSS = "float32 losses; only the gradient of the sum is used, which is constant"
 EXEMPT = {
     "models.batch.Batch.num_targets": ("sum", INTEGERS),
     "models.decode.KVCacheCore.__call__": ("lerp", "two terms, in float32"),
     "models.kernels.concatenated_ranges": ("cumsum", INTEGERS),
-    "models.kernels._efficient_backward": ("sum sum", "the CUDA kernel for float32 inputs"),
+    "models.kernels._efficient_backward": ("sum sum", "one float32 sum over query heads, each rounded once; CUDA only"),
     "models.rope.apply_rotary": ("addcmul_ addcmul_", "two terms"),
+    "models.transformer.default_block_forward": ("+", TWO),
     "models.tiling.input_grad": ("addmm_", "two or three matrices, as in autograd"),
-    "parallelisms.activation_offload.HostActivationPool.offload": ("+=", INTEGERS),
+    "parallelisms.activation_offload.HostActivationPool.has_headroom": ("sum", INTEGERS),
+    "parallelisms.activation_offload.HostActivationPool.offload": ("+= sum", INTEGERS),
+    "parallelisms.activation_offload.allocated_size": ("sum", INTEGERS),
     "parallelisms.activation_offload.HostActivationPool._allocate": ("+=", INTEGERS),
     "parallelisms.block_recompute.BlockCompute._project_qkv_backward": ("+=", TWO),
     "parallelisms.block_recompute.BlockCompute.feed_forward.compute_tile": ("add_", TWO),
@@ -67,9 +71,15 @@ EXEMPT = {
     "parallelisms.block_recompute.BlockCompute._hidden_tile": ("add_", TWO),
     "parallelisms.collectives": ("_reduce_scatter_single", "its name in two versions of torch"),
     "parallelisms.collectives.all_reduce_max": ("all_reduce", "a maximum"),
+    "parallelisms.context.attention_plan.RankAttentionPlan.__init__": ("sum", INTEGERS),
+    "parallelisms.context.context_parallel.ContextParallel.attention_pairs": ("sum", INTEGERS),
     "parallelisms.context.attention_plan.RankAttentionPlan.remote_blocks": ("+=", INTEGERS),
     "parallelisms.context.ring.AllGather": ("reduce_scatter", "a field"),
     "parallelisms.pipeline.Pipeline.run.forward_hook": ("sum", LOSS),
+    "trainer.evaluation.needle.PasskeySentences.max_overhead": ("sum", INTEGERS),
+    "trainer.evaluation.needle.evaluate_length": ("all_reduce sum", FLOAT64),
+    "trainer.evaluation.needle.evaluate_length.record": ("index_add_ sum", FLOAT64),
+    "trainer.metrics.step_metrics.MetricAccumulator.__init__": ("sum", INTEGERS),
     "trainer.trainer.Trainer.train_steps": ("+=", INTEGERS),
     "trainer.trainer.Trainer.forward_backward": ("sum", LOSS),
     "trainer.trainer.Trainer.optimizer_step": ("+= all_reduce", "integers; the metric vector"),

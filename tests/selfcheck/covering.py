@@ -17,7 +17,6 @@ from trainer.selfcheck.random_configs import (
     Pair,
     all_pairs,
     format_case,
-    needed_factor,
     normalize,
     pairs,
     parse_case,
@@ -28,7 +27,6 @@ from trainer.selfcheck.random_configs import (
 )
 
 PATH = Path(__file__).with_name("covering_cases.txt")
-SMALL_DEGREES = ("1", "2")
 DRAWS, CHANGES = 60, 1500
 """For each case: how many are drawn, and how many changes of the best are tried."""
 
@@ -38,13 +36,15 @@ def read_cases() -> list[dict[str, str]]:
 
 
 def small_pairs() -> set[Pair]:
-    """The pairs without mesh dimensions of three and four ranks, and without options of two mesh dimensions."""
-    return {
-        pair
-        for pair in all_pairs()
-        if all(factor not in MESH_FACTORS or level in SMALL_DEGREES for factor, level in pair)
-        and len({needed for factor, _ in pair if (needed := needed_factor(factor)) in MESH_FACTORS}) < 2
-    }
+    """The pairs without mesh dimensions of three ranks, and without options of two mesh dimensions."""
+    return {pair for pair in all_pairs() if _is_small(smallest_case(pair), pair)}
+
+
+def _is_small(case: dict[str, str], pair: Pair) -> bool:
+    mesh = [factor for factor in MESH_FACTORS if factor in case]
+    is_of_options = not any(factor in mesh for factor, _ in pair)
+    small_degrees = all(case[factor] == "2" or (factor, case[factor]) == ("parallelism.cp", "4") for factor in mesh)
+    return small_degrees and world_size(case) <= 4 and not (is_of_options and len(mesh) > 1)
 
 
 def covering_cases(wanted: Iterable[Pair], *, max_processes: int) -> list[dict[str, str]]:

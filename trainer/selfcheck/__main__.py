@@ -7,13 +7,11 @@ wrong. Imports no torch.
 
 from __future__ import annotations
 
-import random
 import sys
 import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Sequence
-from itertools import count
 from math import prod
 from pathlib import Path
 
@@ -33,7 +31,7 @@ from trainer.selfcheck.comparison import (
 )
 from trainer.selfcheck.processes import RankPool
 from trainer.selfcheck.random_check import RandomCheck, random_seed
-from trainer.selfcheck.random_configs import parse_case, problems, random_case
+from trainer.selfcheck.random_configs import draw_cases, parse_case, problems
 from trainer.selfcheck.shrink import MAX_PROCESSES, ReducedRun, reduce_run, write_sample_documents
 
 DESCRIPTION = """\
@@ -62,10 +60,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(options: Namespace, overrides: Sequence[str]) -> int:
+    unused = [name for name in ("seed", "minutes", "max_processes") if getattr(options, name) is not None]
+    if unused and options.random is None:
+        raise ConfigError([f"command line: --{name.replace('_', '-')} is only used with --random" for name in unused])
     if options.random or options.case is not None:
         return check_random(options, overrides)
-    if unused := [name for name in ("seed", "minutes", "max_processes") if getattr(options, name) is not None]:
-        raise ConfigError([f"command line: --{name.replace('_', '-')} is only used with --random" for name in unused])
     world = None
     try:
         config = load(overrides)
@@ -82,19 +81,21 @@ def check_random(options: Namespace, overrides: Sequence[str]) -> int:
     """Checks random configurations, or the one of --case."""
     if overrides or options.world_size:
         raise ConfigError(["command line: --random and --case take no configuration, override or --world-size"])
+    if options.random and options.case is not None:
+        raise ConfigError(["command line: --random and --case exclude each other"])
     case = None if options.case is None else parse_case(options.case)
     if found := problems(case) if case is not None else []:
         raise ConfigError(found)
     seed = random_seed() if options.seed is None else options.seed
     limit = count_gpus() if options.device == "cuda" else MAX_PROCESSES
-    rng, max_processes = random.Random(seed), min(limit, options.max_processes or limit)
-    draws = (random_case(rng, max_processes=max_processes) for _ in count()) if case is None else [case]
+    max_processes = min(limit, options.max_processes or limit)
+    cases = draw_cases(seed, max_processes=max_processes) if case is None else [case]
     with tempfile.TemporaryDirectory(prefix="longhaul-") as folder, RankPool(device_type=options.device) as pool:
         write_sample_documents(Path(folder))
         check, total = RandomCheck(pool, Path(folder)), options.random or 1
         if case is None:
             print_lines(f"{total} random configurations of up to {max_processes} processes, seed {seed}")
-        check.run(filter(None, draws), total=total, max_seconds=options.minutes and 60 * options.minutes)
+        check.run(cases, total=total, max_seconds=options.minutes and 60 * options.minutes)
         print_lines(*check.summary())
     return EXIT_FAILURE if check.failed else EXIT_SUCCESS
 

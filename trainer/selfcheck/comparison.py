@@ -45,7 +45,7 @@ def worst_over_ranks(
             for name in names
         }
         values = {
-            name: max((rank.values[name] for rank in ranks), key=partial(relative_error, expected=value))
+            name: max((rank.values.get(name, math.nan) for rank in ranks), key=partial(relative_error, expected=value))
             for name, value in expected.values.items()
         }
         worst.append(StepDifference(values=values, tensor_errors=errors))
@@ -91,8 +91,8 @@ def comparison_table(reference: Sequence[StepDifference], mesh: Sequence[StepDif
 
 
 def relative_error(actual: float, expected: float) -> float:
-    """Relative difference; infinite if it is not finite."""
-    if actual == expected:
+    """Relative difference; infinite if it or a value is not finite."""
+    if actual == expected and math.isfinite(actual):
         return 0.0
     error = abs(actual - expected) / abs(expected) if expected else math.inf
     return error if math.isfinite(error) else math.inf

@@ -91,8 +91,8 @@ FACTORS: Mapping[str, Mapping[str, ConfigValues]] = {
         f"{heads} / {kv_heads}": _keys(model__num_heads=heads, model__num_kv_heads=kv_heads)
         for heads, kv_heads in ((4, 2), (8, 4), (6, 3), (8, 1))
     },
-    **_key("model.ffn_dim", (48, 1032)),
-    **_key("model.vocab_size", (264, 2112)),
+    **_key("model.ffn_dim", (48, 2056)),
+    **_key("model.vocab_size", (264, 8448)),
     **_key("model.dim", (32, 24)),
     **_key("model.norm_eps", (None, 0.01)),
     **_key("model.nope_every", (None, 2)),
@@ -154,18 +154,42 @@ FACTORS: Mapping[str, Mapping[str, ConfigValues]] = {
 LEVELS = [(factor, level) for factor, levels in FACTORS.items() for level in levels]
 SIMPLEST = {factor: next(iter(levels)) for factor, levels in FACTORS.items()}
 MESH_FACTORS = tuple(f"parallelism.{axis}" for axis in AXES)
-NEEDS = {
-    "parallelism.cp_": "parallelism.cp",
-    "parallelism.ranks_per_node": "parallelism.cp",
-    "parallelism.sequence_parallel": "parallelism.tp",
-    "parallelism.loss_parallel": "parallelism.tp",
-    "parallelism.pp_": "parallelism.pp",
-    "checkpoint.mesh": "checkpoint",
-}
-"""By prefix of a factor: another factor at whose first level it would have no effect."""
 
-RARE = {("training.compile", "true"): 0.05} | {
-    ("checkpoint", kind): 0.1 for kind in ("resume", "asynchronous", "stage")
+
+def _above_one(axis: str) -> dict[str, list[str]]:
+    factor = f"parallelism.{axis}"
+    return {factor: [level for level in FACTORS[factor] if level != SIMPLEST[factor]]}
+
+
+HYBRID = {"parallelism.cp": ["4"], "parallelism.cp_method": ["hybrid"]}
+HEADS_AND_RING = HYBRID | {"parallelism.cp_ulysses": ["2"]}
+CORPUS = {"data.corpus": ["documents"]}
+NEEDS: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "parallelism.cp_method": _above_one("cp"),
+    "parallelism.cp_layout": _above_one("cp"),
+    "parallelism.cp_ulysses": HYBRID,
+    "parallelism.cp_outer_method": HEADS_AND_RING,
+    "parallelism.ranks_per_node": HYBRID | {"parallelism.cp_ulysses": ["None"]},
+    "parallelism.sequence_parallel": _above_one("tp"),
+    "parallelism.loss_parallel": _above_one("tp"),
+    "parallelism.pp_schedule": _above_one("pp"),
+    "parallelism.pp_stages_per_rank": _above_one("pp"),
+    "parallelism.reshard_after_forward": {"parallelism.pp": ["1"]},
+    "memory.offload": {"memory.recompute": ["full", "keep_attention"]},
+    "memory.blocks_per_checkpoint": {"memory.recompute": ["full", "keep_attention"]},
+    "memory.head_groups": {"memory.recompute": ["full", "keep_attention"]},
+    "memory.mlp_tile_mib": {"memory.recompute": ["full", "keep_attention"], "model.ffn_dim": ["2056"]},
+    "memory.host_budget_gib": {"memory.offload": ["inputs", "inputs_and_attention"]},
+    "memory.loss_chunk_mib": {"model.vocab_size": ["8448"]},
+    **dict.fromkeys(
+        ("data.packing", "data.mask", "data.documents", "data.max_document", "data.separators", "data.mix"), CORPUS
+    ),
+    "checkpoint.mesh": {"checkpoint": ["resume", "asynchronous", "stage"]},
+}
+"""By factor: the levels of others without which it would have no effect."""
+
+RARE = {("training.compile", "true"): 0.02} | {
+    ("checkpoint", kind): 0.06 for kind in ("resume", "asynchronous", "stage")
 }
 """Levels that take many times longer than the others, and how often they are drawn relative to them."""
 

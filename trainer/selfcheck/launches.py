@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from trainer.config.job_config import Config
+
+PLAIN: dict[str, Any] = {"parallelism": {"dp_shard": 1}, "memory": {"recompute": "none"}}
+"""Sections of a run in one process, with nothing recomputed and nothing offloaded."""
+
+
+def reference_values(values: dict[str, Any]) -> dict[str, Any]:
+    """The configuration values of the same steps in one process, not compiled, a step's whole batch at once."""
+    training = values["training"]
+    return (
+        values | PLAIN | {"training": {**training, "compile": False, "micro_batch_size": training["global_batch_size"]}}
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,9 +66,13 @@ def check_case(case: Case, pool: Pool, folder: Path) -> CaseResult:
             expected += pool.run(launch, reference=reference)[0]
         for launch in launches_of(case, folder):
             ranks = pool.run(launch, reference=reference)
-            mesh += worst_over_ranks(expected[len(mesh) :][: len(ranks[0])], ranks)
+            if (steps := len(mesh) + len(ranks[0])) > len(expected):
+                return CaseResult(f"MISMATCH: {steps} steps, one process {len(expected)}")
+            mesh += worst_over_ranks(expected[len(mesh) : steps], ranks)
     except RankFailedError as error:
         return CaseResult(f"FAILED: {error}")
+    if len(mesh) != len(expected):
+        return CaseResult(f"MISMATCH: {len(mesh)} steps, one process {len(expected)}")
     problem = "" if within_tolerance(expected, mesh) else "MISMATCH"
     return CaseResult(problem, errors_by_kind(expected, mesh), comparison_table(expected, mesh))
 

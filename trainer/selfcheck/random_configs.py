@@ -8,10 +8,10 @@ from __future__ import annotations
 import random
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
-from itertools import combinations, product
+from itertools import combinations, count, product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from trainer.selfcheck.factors import (
     SIMPLEST,
     ConfigValues,
 )
-from trainer.selfcheck.launches import Launch
+from trainer.selfcheck.launches import PLAIN, Launch, reference_values
 
 Case = Mapping[str, str]
 """The level of each factor that is not at its simplest."""
@@ -39,12 +39,29 @@ Pair = tuple[tuple[str, str], tuple[str, str]]
 """Two factors with a level each."""
 
 NOTHING_FIXED: Case = {}
-PLAIN: ConfigValues = {"parallelism": {"dp_shard": 1}, "memory": {"recompute": "none"}}
-"""The sections of the reference: one process, nothing recomputed, nothing offloaded."""
 
 
-def needed_factor(factor: str) -> str | None:
-    return next((needed for prefix, needed in NEEDS.items() if factor.startswith(prefix)), None)
+def level_of(case: Case, factor: str) -> str:
+    return case.get(factor, SIMPLEST[factor])
+
+
+def has_effect(factor: str, case: Case) -> bool:
+    """Whether the other factors have levels at which this one has an effect."""
+    needs = NEEDS.get(factor, {})
+    return all(level_of(case, other) in levels and has_effect(other, case) for other, levels in needs.items())
+
+
+def needs_of(levels: Case) -> dict[str, list[str]] | None:
+    """By factor: its levels at which all of these have an effect; None if there are none."""
+    allowed = {factor: [level] for factor, level in levels.items()}
+    waiting = [*allowed]
+    while waiting:
+        for other, effective in NEEDS.get(waiting.pop(), {}).items():
+            waiting += [other] * (other not in allowed)
+            allowed[other] = [level for level in allowed.get(other, effective) if level in effective]
+            if not allowed[other]:
+                return None
+    return allowed
 
 
 def without_simplest(case: Case) -> dict[str, str]:
@@ -53,8 +70,7 @@ def without_simplest(case: Case) -> dict[str, str]:
 
 def normalize(case: Case) -> dict[str, str]:
     """The case without levels that are the simplest or would have no effect."""
-    kept = without_simplest(case)
-    return {factor: level for factor, level in kept.items() if (need := needed_factor(factor)) is None or need in kept}
+    return {factor: level for factor, level in without_simplest(case).items() if has_effect(factor, case)}
 
 
 def parse_case(text: str) -> dict[str, str]:
@@ -107,8 +123,7 @@ def launches_of(case: Case, folder: Path) -> list[Launch]:
 
 def reference_launches(case: Case, folder: Path) -> list[Launch]:
     """The same steps in one process: one launch per stage."""
-    values = _with_folders(case_values(case), folder, "reference")
-    values |= PLAIN | {"training": values["training"] | {"compile": False}}
+    values = reference_values(_with_folders(case_values(case), folder, "reference"))
     kind = "stage" if case.get("checkpoint") == "stage" else "none"
     launches = _launches({"checkpoint": kind, "checkpoint.mesh": "one process"}, values)
     return [replace(launch, is_reference=True) for launch in launches]
@@ -170,12 +185,15 @@ def random_case(rng: random.Random, *, max_processes: int, fixed: Case = NOTHING
 
     Levels that a problem names are replaced by the simplest, one at a time, until there are no problems.
     """
-    case, wanted = dict(fixed), without_simplest(fixed)
-    for factor, levels in FACTORS.items():
-        if factor not in fixed and factor not in MESH_FACTORS:
-            (case[factor],) = rng.choices([*levels], [RARE.get((factor, level), 1.0) for level in levels])
-    needed = {needed_factor(factor) for factor in fixed}
-    case |= rng.choice(_meshes(max_processes, tuple((key, fixed.get(key), key in needed) for key in MESH_FACTORS)))
+    wanted, needed = without_simplest(fixed), needs_of(fixed)
+    if needed is None:
+        return None
+    case = dict[str, str]()
+    for factor in FACTORS:
+        if factor not in MESH_FACTORS:
+            levels = needed.get(factor, [*FACTORS[factor]])
+            (case[factor],) = rng.choices(levels, [RARE.get((factor, level), 1.0) for level in levels])
+    case |= rng.choice(_meshes(max_processes, tuple(tuple(needed.get(key, FACTORS[key])) for key in MESH_FACTORS)))
     for _ in range(len(FACTORS)):
         case = normalize(case)
         if not case.items() >= wanted.items() or world_size(case) > max_processes:
@@ -184,19 +202,24 @@ def random_case(rng: random.Random, *, max_processes: int, fixed: Case = NOTHING
         if not found:
             return case
         problem = rng.choice(found)
-        named = [factor for factor in case if factor not in fixed and is_named(factor, problem)]
-        removable = named or [factor for factor in case if factor not in fixed]
+        named = [factor for factor in case if factor not in needed and is_named(factor, problem)]
+        removable = named or [factor for factor in case if factor not in needed]
         if not removable:
             return None
         del case[rng.choice(removable)]
     return None
 
 
+def draw_cases(seed: int, *, max_processes: int) -> Iterator[dict[str, str]]:
+    """Endless: the cases of a seed."""
+    rng = random.Random(seed)
+    return (case for _ in count() if (case := random_case(rng, max_processes=max_processes)) is not None)
+
+
 @cache
-def _meshes(max_processes: int, axes: tuple[tuple[str, str | None, bool], ...]) -> list[dict[str, str]]:
-    """Degrees of (factor, fixed level, whether it must be above 1); those of one process if there are none."""
-    choices = [[level] if level else [*FACTORS[factor]][is_needed:] for factor, level, is_needed in axes]
-    meshes = [dict(zip(MESH_FACTORS, levels, strict=True)) for levels in product(*choices)]
+def _meshes(max_processes: int, levels_by_axis: tuple[tuple[str, ...], ...]) -> list[dict[str, str]]:
+    """Those of one process if none is small enough."""
+    meshes = [dict(zip(MESH_FACTORS, levels, strict=True)) for levels in product(*levels_by_axis)]
     return [mesh for mesh in meshes if world_size(mesh) <= max_processes] or [{}]
 
 
@@ -210,31 +233,20 @@ def is_named(factor: str, problem: str) -> bool:
 
 
 def pairs(case: Case) -> set[Pair]:
-    """The pairs of levels in a case, which has its simplest levels, too, where they have an effect."""
-    whole = {factor: case.get(factor, level) for factor, level in SIMPLEST.items()}
-    present = [(f, level) for f, level in whole.items() if (need := needed_factor(f)) is None or need in case]
-    return {*combinations(present, 2)}
+    """The pairs of levels in a case, also of simplest levels, that have an effect."""
+    return {*combinations([(factor, level_of(case, factor)) for factor in FACTORS if has_effect(factor, case)], 2)}
 
 
 @cache
 def all_pairs() -> frozenset[Pair]:
-    """Every pair of levels that no rule of `NEEDS` forbids."""
-    return frozenset(
-        (first, second)
-        for first, second in combinations(LEVELS, 2)
-        if first[0] != second[0] and not _contradict(first, second) and not _contradict(second, first)
-    )
-
-
-def _contradict(level: tuple[str, str], other: tuple[str, str]) -> bool:
-    """Whether the first level has no effect beside the second."""
-    return needed_factor(level[0]) == other[0] and other[1] == SIMPLEST[other[0]]
+    """Every pair of levels that can have an effect together."""
+    found = combinations(LEVELS, 2)
+    return frozenset(pair for pair in found if pair[0][0] != pair[1][0] and needs_of(dict(pair)) is not None)
 
 
 def smallest_case(pair: Pair) -> dict[str, str]:
-    """A pair of levels, and of the factors that they need the level after the simplest."""
-    needs = {needed: [*FACTORS[needed]][1] for factor, _ in pair if (needed := needed_factor(factor))}
-    return needs | without_simplest(dict(pair))
+    """A pair of levels, and the first level of each factor that they need."""
+    return without_simplest({factor: levels[0] for factor, levels in (needs_of(dict(pair)) or {}).items()})
 
 
 # ---- the smallest failing case
@@ -245,16 +257,18 @@ def minimize(case: Case, fails: Callable[[Case], bool]) -> dict[str, str]:
     case = normalize(case)
     size = len(case)
     while size:
-        chunks = [[*case][start : start + size] for start in range(0, len(case), size)]
-        for chunk in chunks:
+        before = case
+        for start in range(0, len(before), size):
+            chunk = [*before][start : start + size]
             smaller = normalize({factor: level for factor, level in case.items() if factor not in chunk})
             if smaller != case and not problems(smaller) and fails(smaller):
                 case = smaller
-        size //= 2
+        if size > 1 or case == before:
+            size //= 2
     for factor in [*case]:
         levels = [*FACTORS[factor]]
         for level in levels[1 : levels.index(case[factor])]:
-            smaller = case | {factor: level}
+            smaller = normalize(case | {factor: level})
             if not problems(smaller) and fails(smaller):
                 case = smaller
                 break

@@ -22,7 +22,7 @@ from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import deep_merge
 from trainer.errors import ConfigError
-from trainer.selfcheck.launches import Launch
+from trainer.selfcheck.launches import Launch, reference_values
 
 MAX_PROCESSES = 8
 """Limit of processes in one mesh case."""
@@ -86,10 +86,9 @@ def reduce_run(config: Config, world_size: int, folder: Path) -> ReducedRun:
         launches = [case.launch for case in cases]
         problems = [problem for each in launches for problem in checks.problems(each.config, each.world_size)]
         if not problems:
-            one_process = {"parallelism": {"dp_shard": 1}, "memory": {"recompute": "none"}}
-            reference = deep_merge(reduced, {"training": {"compile": False}}) | one_process
+            reference = _launch(Config.model_validate(reference_values(reduced)), 1)
             return ReducedRun(
-                reference=replace(_launch(Config.model_validate(reference), 1), is_reference=True),
+                reference=replace(reference, is_reference=True),
                 mesh_cases=cases,
                 description=_describe_reduction(run, cases),
             )

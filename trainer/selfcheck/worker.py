@@ -20,6 +20,7 @@ from trainer.checkpoint.run_dir import RunDir
 from trainer.data.datasets import build_train_dataset, build_validation_sets
 from trainer.data.prepare import prepare_datasets
 from trainer.distributed import World, destroy_process_group, init_single_host
+from trainer.errors import RunFailedError
 from trainer.evaluation.validation import Validator
 from trainer.selfcheck.comparison import StepDifference
 from trainer.selfcheck.launches import Launch
@@ -60,23 +61,28 @@ def run_and_compare(launch: Launch, world: World, *, reference: Path) -> list[St
     torch.compiler.set_stance("default", force_backend="aot_eager")
     folders, stage = prepare_datasets(launch.config), launch.config.training_stages[launch.stage]
     trainer = Trainer(stage.config, world, build_train_dataset(stage.config, folders, stage=stage.index), stage=stage)
-    steps = []
+    steps, checkpoint = list[StepDifference](), launch.config.checkpoint
     with CheckpointManager(launch.config, RunDir(launch.config.output_dir), world) as checkpoints:
         checkpoints.resume(trainer)
         with closing(trainer.train_steps()) as results:
             for result in results:
+                if result.step > launch.last_step:
+                    break
                 metrics = result.read()
                 values = {"loss": metrics.loss, "grad_norm": metrics.grad_norm, "lr": result.lr}
                 values |= {"tokens": metrics.tokens_seen, "attended pairs": metrics.attended_pairs}
+                values |= {"skipped": float(metrics.skipped)}
                 steps.append(StepDifference(values=values, tensor_errors={}))
                 if result.step in launch.compared_steps:
                     record_state = save_state if launch.is_reference else compare_state
                     steps[-1].tensor_errors.update(record_state(trainer, reference / f"{result.step}.pt"))
                 if result.step == launch.last_step:
-                    break
-        if launch.config.checkpoint.enabled:
-            checkpoints.save(trainer)
-            checkpoints.wait()
+                    if checkpoint.enabled:
+                        checkpoints.save(trainer)
+                    if not checkpoint.asynchronous:  # Else one more step meanwhile, if the run has one.
+                        break
+        if (saved := checkpoints.wait()) is not None and saved.problem:
+            raise RunFailedError(saved.problem)
     for validated in Validator(trainer, build_validation_sets(launch.config, folders)).validate():
         for length, found in validated.metrics_by_length.items():
             scores = {"targets": found.targets} | (
@@ -115,7 +121,7 @@ def max_relative_error(actual: Tensor, expected: Tensor | None) -> float:
         return math.inf
     shard = to_local(actual)
     expected_shard = expected[tuple(slice(part.start, part.stop) for part in local_ranges(actual))].to(shard.device)
-    if torch.equal(shard, expected_shard):
+    if torch.equal(shard, expected_shard) and shard.isfinite().all():
         return 0.0
     if shard.shape != expected_shard.shape:
         return math.inf
