@@ -107,7 +107,7 @@ def test_errors_are_relative_and_infinite_if_undefined() -> None:
         (["--max-processes", "3"], "--max-processes is only used with --random"),
         (
             ["--random", "3", "--training.seed", "1"],
-            "--random and --case take no configuration, override or --world-size",
+            "give --random or --case, and no configuration, override or --world-size",
         ),
         (["--case", "parallelism.cq=2"], '"parallelism.cq" is not one of parallelism.dp_replicate, '),
         (["--case", "parallelism.cp=7"], 'parallelism.cp = "7" is not one of 1, 2, 3, 4'),

@@ -79,10 +79,8 @@ def run(options: Namespace, overrides: Sequence[str]) -> int:
 
 def check_random(options: Namespace, overrides: Sequence[str]) -> int:
     """Checks random configurations, or the one of --case."""
-    if overrides or options.world_size:
-        raise ConfigError(["command line: --random and --case take no configuration, override or --world-size"])
-    if options.random and options.case is not None:
-        raise ConfigError(["command line: --random and --case exclude each other"])
+    if overrides or options.world_size or (options.random and options.case is not None):
+        raise ConfigError(["command line: give --random or --case, and no configuration, override or --world-size"])
     case = None if options.case is None else parse_case(options.case)
     if found := problems(case) if case is not None else []:
         raise ConfigError(found)

@@ -161,30 +161,27 @@ def _above_one(axis: str) -> dict[str, list[str]]:
     return {factor: [level for level in FACTORS[factor] if level != SIMPLEST[factor]]}
 
 
+def _need(levels: dict[str, list[str]], *factors: str) -> dict[str, dict[str, list[str]]]:
+    return dict.fromkeys(factors, levels)
+
+
 HYBRID = {"parallelism.cp": ["4"], "parallelism.cp_method": ["hybrid"]}
-HEADS_AND_RING = HYBRID | {"parallelism.cp_ulysses": ["2"]}
-CORPUS = {"data.corpus": ["documents"]}
+RECOMPUTED = {"memory.recompute": ["full", "keep_attention"]}
 NEEDS: Mapping[str, Mapping[str, Sequence[str]]] = {
-    "parallelism.cp_method": _above_one("cp"),
-    "parallelism.cp_layout": _above_one("cp"),
     "parallelism.cp_ulysses": HYBRID,
-    "parallelism.cp_outer_method": HEADS_AND_RING,
+    "parallelism.cp_outer_method": HYBRID | {"parallelism.cp_ulysses": ["2"]},
     "parallelism.ranks_per_node": HYBRID | {"parallelism.cp_ulysses": ["None"]},
-    "parallelism.sequence_parallel": _above_one("tp"),
-    "parallelism.loss_parallel": _above_one("tp"),
-    "parallelism.pp_schedule": _above_one("pp"),
-    "parallelism.pp_stages_per_rank": _above_one("pp"),
     "parallelism.reshard_after_forward": {"parallelism.pp": ["1"]},
-    "memory.offload": {"memory.recompute": ["full", "keep_attention"]},
-    "memory.blocks_per_checkpoint": {"memory.recompute": ["full", "keep_attention"]},
-    "memory.head_groups": {"memory.recompute": ["full", "keep_attention"]},
-    "memory.mlp_tile_mib": {"memory.recompute": ["full", "keep_attention"], "model.ffn_dim": ["2056"]},
+    "memory.mlp_tile_mib": RECOMPUTED | {"model.ffn_dim": ["2056"]},
     "memory.host_budget_gib": {"memory.offload": ["inputs", "inputs_and_attention"]},
     "memory.loss_chunk_mib": {"model.vocab_size": ["8448"]},
-    **dict.fromkeys(
-        ("data.packing", "data.mask", "data.documents", "data.max_document", "data.separators", "data.mix"), CORPUS
-    ),
     "checkpoint.mesh": {"checkpoint": ["resume", "asynchronous", "stage"]},
+    **_need(_above_one("cp"), "parallelism.cp_method", "parallelism.cp_layout"),
+    **_need(_above_one("tp"), "parallelism.sequence_parallel", "parallelism.loss_parallel"),
+    **_need(_above_one("pp"), "parallelism.pp_schedule", "parallelism.pp_stages_per_rank"),
+    **_need(RECOMPUTED, "memory.offload", "memory.blocks_per_checkpoint", "memory.head_groups"),
+    **_need({"data.corpus": ["documents"]}, "data.packing", "data.mask", "data.documents", "data.max_document"),
+    **_need({"data.corpus": ["documents"]}, "data.separators", "data.mix"),
 }
 """By factor: the levels of others without which it would have no effect."""
 

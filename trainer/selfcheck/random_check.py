@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Protocol
@@ -60,19 +61,17 @@ def check_case(case: Case, pool: Pool, folder: Path) -> CaseResult:
     reference = folder / "tensors"
     for run in (reference, folder / "mesh", folder / "reference"):
         shutil.rmtree(run, ignore_errors=True)
-    expected, mesh = list[StepDifference](), list[StepDifference]()
     try:
-        for launch in reference_launches(case, folder):
-            expected += pool.run(launch, reference=reference)[0]
-        for launch in launches_of(case, folder):
-            ranks = pool.run(launch, reference=reference)
-            if (steps := len(mesh) + len(ranks[0])) > len(expected):
-                return CaseResult(f"MISMATCH: {steps} steps, one process {len(expected)}")
-            mesh += worst_over_ranks(expected[len(mesh) : steps], ranks)
+        expected = [
+            step for each in reference_launches(case, folder) for step in pool.run(each, reference=reference)[0]
+        ]
+        launches = [pool.run(launch, reference=reference) for launch in launches_of(case, folder)]
     except RankFailedError as error:
         return CaseResult(f"FAILED: {error}")
-    if len(mesh) != len(expected):
-        return CaseResult(f"MISMATCH: {len(mesh)} steps, one process {len(expected)}")
+    if (steps := sum(len(ranks[0]) for ranks in launches)) != len(expected):
+        return CaseResult(f"MISMATCH: {steps} steps, one process {len(expected)}")
+    left = iter(expected)
+    mesh = [step for ranks in launches for step in worst_over_ranks([*islice(left, len(ranks[0]))], ranks)]
     problem = "" if within_tolerance(expected, mesh) else "MISMATCH"
     return CaseResult(problem, errors_by_kind(expected, mesh), comparison_table(expected, mesh))
 

@@ -37,7 +37,6 @@ Case = Mapping[str, str]
 """The level of each factor that is not at its simplest."""
 Pair = tuple[tuple[str, str], tuple[str, str]]
 """Two factors with a level each."""
-
 NOTHING_FIXED: Case = {}
 
 
@@ -240,8 +239,7 @@ def pairs(case: Case) -> set[Pair]:
 @cache
 def all_pairs() -> frozenset[Pair]:
     """Every pair of levels that can have an effect together."""
-    found = combinations(LEVELS, 2)
-    return frozenset(pair for pair in found if pair[0][0] != pair[1][0] and needs_of(dict(pair)) is not None)
+    return frozenset(each for each in combinations(LEVELS, 2) if len(dict(each)) == 2 and needs_of(dict(each)))
 
 
 def smallest_case(pair: Pair) -> dict[str, str]:
