@@ -47,11 +47,13 @@ def digest(cases: list[dict[str, str]]) -> str:
 def table(records: list[dict[str, Any]]) -> list[str]:
     """Markdown: one row per run, then the pairs."""
     kinds = [*records[0]["largest_errors"]]
-    lines = [f"| commit | seed | processes | cases | failed | {' | '.join(kinds)} |", "|---" * (5 + len(kinds)) + "|"]
+    heading = f"| commit | seed | processes | cases | failed | pairs met: median times | {' | '.join(kinds)} |"
+    lines = [heading, "|---" * (6 + len(kinds)) + "|"]
     for record in records:
         errors = " | ".join(f"{record['largest_errors'][kind]:.1e}" for kind in kinds)
         cells = (record["commit"], record["seed"], f"up to {record['max_processes']}", f"{record['cases']:,}")
-        lines.append(f"| {' | '.join(map(str, cells))} | {len(record['failed'])} | {errors} |")
+        met = "{met:,} of {of:,}: {median:.0f}".format_map(record["pairs"])
+        lines.append(f"| {' | '.join(map(str, cells))} | {len(record['failed'])} | {met} | {errors} |")
     cases, total = [case for record in records for case in drawn_again(record)], sum(each["cases"] for each in records)
     met = Counter[Pair](pair for case in cases for pair in pairs(case))
     counts = [met[pair] for pair in all_pairs()]
@@ -84,12 +86,14 @@ def main() -> None:
         check = RandomCheck(pool, Path(folder))
         cases = draw_cases(options.seed, max_processes=options.max_processes)
         check.run(cases, total=options.cases, max_seconds=options.minutes and 60 * options.minutes)
+    counts = [check.met[pair] for pair in all_pairs()]
     record = {
         "commit": commit.strip(),
         "torch": torch.__version__,
         "seed": options.seed,
         "max_processes": options.max_processes,
         "cases": check.num_cases,
+        "pairs": {"met": sum(number > 0 for number in counts), "of": len(counts), "median": median(counts)},
         "digest": digest([*islice(draw_cases(options.seed, max_processes=options.max_processes), check.num_cases)]),
         "failed": [format_case(case) for case in check.failed],
         "seconds": round(check.seconds),
