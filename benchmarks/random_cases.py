@@ -52,18 +52,19 @@ def table(records: list[dict[str, Any]]) -> list[str]:
     for record in records:
         errors = " | ".join(f"{record['largest_errors'][kind]:.1e}" for kind in kinds)
         cells = (record["commit"], record["seed"], f"up to {record['max_processes']}", f"{record['cases']:,}")
-        met = "{met:,} of {of:,}: {median:.0f}".format_map(record["pairs"])
-        lines.append(f"| {' | '.join(map(str, cells))} | {len(record['failed'])} | {met} | {errors} |")
-    cases, total = [case for record in records for case in drawn_again(record)], sum(each["cases"] for each in records)
-    met = Counter[Pair](pair for case in cases for pair in pairs(case))
-    counts = [met[pair] for pair in all_pairs()]
-    earlier = f", {total - len(cases):,} of them drawn from earlier factors and not counted here" * (len(cases) < total)
-    return [
-        *lines,
-        "",
-        f"In all {total:,} cases{earlier}. Of {len(counts):,} pairs of settings {sum(number > 0 for number in counts):,} "
-        f"occurred: {median(counts):.0f} times in the median, {quantiles(counts, n=20)[0]:.0f} times at the 5th percentile.",
-    ]
+        times = "{met:,} of {of:,}: {median:.0f}".format_map(record["pairs"])
+        lines.append(f"| {' | '.join(map(str, cells))} | {len(record['failed'])} | {times} | {errors} |")
+    total = sum(record["cases"] for record in records)
+    lines += ["", f"In all {total:,} cases."]
+    if cases := [case for record in records for case in drawn_again(record)]:
+        met = Counter[Pair](pair for case in cases for pair in pairs(case))
+        counts = [met[pair] for pair in all_pairs()]
+        lines[-1] += (
+            f" {len(cases):,} were drawn from today's factors: of {len(counts):,} pairs of settings they met "
+            f"{sum(number > 0 for number in counts):,}, {median(counts):.0f} times in the median and "
+            f"{quantiles(counts, n=20)[0]:.0f} times at the 5th percentile."
+        )
+    return lines
 
 
 def main() -> None:
