@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import json
+import math
 import os
 import tempfile
 from collections import Counter
@@ -85,8 +86,11 @@ def build_trainer(recipe: Recipe) -> Trainer:
 
 
 def losses(recipe: Recipe) -> list[float]:
-    """The loss of each step of the first stage."""
-    return [result.read().loss for result in build_trainer(recipe).train_steps()]
+    """The loss of each step of the first stage. Raises ValueError if one is not finite: it would differ from itself."""
+    found = [result.read().loss for result in build_trainer(recipe).train_steps()]
+    if not all(map(math.isfinite, found)):
+        raise ValueError(f"losses are not finite: {found}")
+    return found
 
 
 def inputs(recipe: Recipe) -> list[Any]:
