@@ -21,7 +21,7 @@ pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).resolve().parents[1]
 OURS = {"models", "parallelisms", "trainer", "train"}
 FILES = sorted((ROOT / "benchmarks").glob("*.py"))
-LIBRARIES = {"counted", "gpu_parts", "gpu_rows", "gpu_steps", "op_counter"}
+LIBRARIES = {"counted", "gpu_parts", "gpu_rows", "gpu_steps", "op_counter", "pages"}
 """Modules that other scripts import."""
 QUICK = {
     "checkpoint": "--params-millions 0.2 --saves 1 --ranks 1 --worker {tmp}",

@@ -8,6 +8,7 @@ import pickle
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path, PosixPath
 from typing import Any, cast
 
@@ -165,6 +166,30 @@ def test_only_fields_of_dataclass_instances_are_set(content: bytes) -> None:
 
 def test_valid_metadata_is_read_as_by_pickle(saved: Path) -> None:
     assert RestrictedUnpickler(io.BytesIO((saved / ".metadata").read_bytes())).load() == metadata_of(saved)
+
+
+class EnumsByGetattr(pickle.Pickler):
+    """As Python 3.11.2 pickles members of an enum."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, Enum) else NotImplemented
+
+
+def test_metadata_of_python_3_11_2_is_read(saved: Path) -> None:
+    written = io.BytesIO()
+    EnumsByGetattr(written).dump(metadata_of(saved))
+    assert b"getattr" in written.getvalue()
+    assert RestrictedUnpickler(io.BytesIO(written.getvalue())).load() == metadata_of(saved)
+
+
+@pytest.mark.parametrize(("owner", "name"), [(Metadata, "__init__"), (_MEM_FORMAT_ENCODING, "__class__")])
+def test_getattr_reaches_only_memory_formats(owner: type, name: str) -> None:
+    class Hostile:
+        def __reduce__(self) -> Any:
+            return getattr, (owner, name)
+
+    with pytest.raises(DamageError, match=f"names the attribute '{name}' of .*, which is not allowed"):
+        RestrictedUnpickler(io.BytesIO(pickle.dumps(Hostile()))).load()
 
 
 def test_a_non_tensor_entry_is_refused_and_not_unpickled(saved: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pickle
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from enum import EnumMeta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -47,10 +48,11 @@ ALLOWED_GLOBALS = frozenset(
         "pathlib": "PosixPath",
         "pathlib._local": "PosixPath",
         "collections": "OrderedDict",
+        "builtins": "getattr",
     }.items()
     for name in names.split()
 )
-"""Classes and functions that `.metadata` may name: those of torch's own metadata, and dtypes."""
+"""Globals that `.metadata` may name: torch's own metadata, dtypes, and `getattr`, by which Python 3.11.2 names enums."""
 
 
 class RestrictedUnpickler(pickle._Unpickler):
@@ -63,13 +65,19 @@ class RestrictedUnpickler(pickle._Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         if (module_name, global_name) not in ALLOWED_GLOBALS:
             raise DamageError(f"{manifest.METADATA_FILE} names {module_name}.{global_name}, which is not allowed")
-        return super().find_class(module_name, global_name)
+        return _enum_member if global_name == "getattr" else super().find_class(module_name, global_name)
 
     def load_build(self) -> None:
         _require_dataclass_fields(self.stack[-2], self.stack[-1])  # type: ignore[attr-defined]
         super().load_build()  # type: ignore[misc]
 
     dispatch = pickle._Unpickler.dispatch | {pickle.BUILD[0]: load_build}  # type: ignore[assignment]
+
+
+def _enum_member(owner: Any, name: str) -> Any:
+    if not isinstance(owner, EnumMeta) or name not in owner.__members__:
+        raise DamageError(f"{manifest.METADATA_FILE} names the attribute {name!r} of {owner!r}, which is not allowed")
+    return owner[name]
 
 
 class CheckpointReader(FileSystemReader):

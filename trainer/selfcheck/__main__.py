@@ -7,6 +7,7 @@ wrong. Imports no torch.
 
 from __future__ import annotations
 
+import random
 import sys
 import tempfile
 import time
@@ -30,7 +31,7 @@ from trainer.selfcheck.comparison import (
     worst_over_ranks,
 )
 from trainer.selfcheck.processes import RankPool
-from trainer.selfcheck.random_check import RandomCheck, random_seed
+from trainer.selfcheck.random_check import RandomCheck
 from trainer.selfcheck.random_configs import draw_cases, parse_case, problems
 from trainer.selfcheck.shrink import MAX_PROCESSES, ReducedRun, reduce_run, write_sample_documents
 
@@ -84,7 +85,7 @@ def check_random(options: Namespace, overrides: Sequence[str]) -> int:
     case = None if options.case is None else parse_case(options.case)
     if found := problems(case) if case is not None else []:
         raise ConfigError(found)
-    seed = random_seed() if options.seed is None else options.seed
+    seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
     limit = count_gpus() if options.device == "cuda" else MAX_PROCESSES
     max_processes = min(limit, options.max_processes or limit)
     cases = draw_cases(seed, max_processes=max_processes) if case is None else [case]

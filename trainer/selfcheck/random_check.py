@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 import time
 from collections import Counter
@@ -127,7 +126,3 @@ class RandomCheck:
             f"pairs of settings: {sum(count > 0 for count in counts):,} of {len(counts):,} met, "
             f"{median(counts):.0f} times in the median",
         ]
-
-
-def random_seed() -> int:
-    return random.SystemRandom().randrange(1 << 32)

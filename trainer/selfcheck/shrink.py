@@ -86,12 +86,8 @@ def reduce_run(config: Config, world_size: int, folder: Path) -> ReducedRun:
         launches = [case.launch for case in cases]
         problems = [problem for each in launches for problem in checks.problems(each.config, each.world_size)]
         if not problems:
-            reference = _launch(Config.model_validate(reference_values(reduced)), 1)
-            return ReducedRun(
-                reference=replace(reference, is_reference=True),
-                mesh_cases=cases,
-                description=_describe_reduction(run, cases),
-            )
+            reference = replace(_launch(Config.model_validate(reference_values(reduced)), 1), is_reference=True)
+            return ReducedRun(reference=reference, mesh_cases=cases, description=_describe_reduction(run, cases))
     raise ConfigError([f"reduced run: {problem}" for problem in problems])
 
 
