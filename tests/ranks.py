@@ -95,11 +95,12 @@ def run_ranks(
         ]
         with team(tasks, fresh=fresh) as ranks:
             outcomes = ranks.outcomes(timeout, failed=lambda outcome: not outcome.succeeded)
+        stacks = [f"\n{path.name}\n{path.read_text()}" for path in sorted(Path(folder).glob("stacks of rank *"))]
     for rank, outcome in outcomes.items():
         if not outcome.succeeded:
             raise RankError(f"rank {rank} died" if outcome.died else f"rank {rank} raised\n{outcome.error}")
     if missing := sorted(set(range(world_size)) - set(outcomes)):
-        raise RankError(f"ranks {missing} were not done after {timeout} s")
+        raise RankError(f"ranks {missing} were not done after {timeout} s{''.join(stacks)}")
     return [outcomes[rank].value for rank in range(world_size)]
 
 
@@ -230,6 +231,8 @@ def _in_group(
     place: tuple[int, int, Path, float], function: Callable[..., Result], arguments: tuple[object, ...]
 ) -> Result:
     rank, world_size, store, timeout = place
+    stacks = (store.parent / f"stacks of rank {rank}").open("w")
+    faulthandler.dump_traceback_later(0.7 * timeout, file=stacks)
     distributed.init_process_group(
         "gloo",
         store=distributed.FileStore(str(store), world_size),
@@ -237,7 +240,11 @@ def _in_group(
         world_size=world_size,
         timeout=timedelta(seconds=timeout),
     )
-    return function(*arguments)
+    try:
+        return function(*arguments)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        stacks.close()
 
 
 class _State:

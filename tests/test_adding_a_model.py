@@ -38,6 +38,7 @@ def follow(root: Path) -> list[str]:
     return commands
 
 
+@pytest.mark.slow
 def test_the_page_adds_a_model_that_trains(tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     shutil.copytree(ROOT, clone, ignore=shutil.ignore_patterns(".*", "outputs", "prepared", "docs", "__pycache__"))
