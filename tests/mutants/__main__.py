@@ -1,9 +1,9 @@
 """python -m tests.mutants [--jobs N] [NAME]...: breaks the code in each known way; the tests named for it must fail.
 
 Each `tests/mutants/*.toml` lists mutants of one part of the code: one place of one file, what stands there instead, and
-the tests that notice. A mutant is applied to a copy of the working tree. It is caught if its tests fail; tests that pass
-let it survive, and tests that cannot be collected prove nothing. Exit status 0 if all are caught, else 1. `--record` adds
-the results to `caught.json`, from which docs/mutants.md is written.
+the tests that notice, all of which must pass without mutants. A mutant is applied to a copy of the working tree. It is
+caught if its tests fail; tests that pass let it survive, and tests that cannot be collected prove nothing. Exit status 0 if
+all are caught, else 1. `--record` adds the results to `caught.json`, from which docs/mutants.md is written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from queue import SimpleQueue
 from benchmarks.pages import replace_block
 from tests.mutants import CAUGHT, PAGE, ROOT, Mutant, failed_tests, known_mutants, read_caught, table
 
-FAILED_TEST = re.compile(r"^FAILED (\S+::.+?)(?: - .*)?$", re.MULTILINE)
+FAILED_TEST = re.compile(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - .*)?$", re.MULTILINE)
+"""Or a fixture of it."""
 TESTS_FAILED = 1
 """pytest's exit status; others say that tests were not run as they should."""
 TIME_LIMIT = 600
@@ -53,21 +54,24 @@ class Outcome:
     problem: str = ""
 
 
+def run_tests(tree: Path, *arguments: str, limit: float | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments],
+        cwd=tree,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=limit,
+        check=False,
+    )
+
+
 def run_mutant(mutant: Mutant, tree: Path) -> Outcome:
     path = tree / mutant.file
     original = path.read_text()
     path.write_text(mutant.apply(original))
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *mutant.tests]
     try:
-        result = subprocess.run(
-            command,
-            cwd=tree,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=TIME_LIMIT,
-            check=False,
-        )
+        result = run_tests(tree, *mutant.tests, limit=TIME_LIMIT)
     except subprocess.TimeoutExpired:
         return Outcome(problem=f"the tests were not done after {TIME_LIMIT} s")
     finally:
@@ -87,6 +91,9 @@ def run_all(mutants: list[Mutant], jobs: int) -> Iterator[tuple[Mutant, Outcome]
         for number in range(jobs):
             copy_tree(Path(folder) / str(number))
             trees.put(Path(folder) / str(number))
+        named = {test for mutant in mutants for test in mutant.tests}
+        if named and (whole := run_tests(Path(folder) / "0", "-n", str(jobs), *named)).returncode:
+            raise SystemExit(f"the tests fail without mutants\n{whole.stdout}")
 
         def run(mutant: Mutant) -> tuple[Mutant, Outcome, float]:
             started, tree = time.monotonic(), trees.get()
