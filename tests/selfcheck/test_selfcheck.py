@@ -118,9 +118,7 @@ def test_no_process_outlives_the_self_check(number: int, tmp_path: Path) -> None
 
     def started() -> bool:
         children[:] = descendants(checking.pid)
-        if number == signal.SIGINT:
-            return len(children) > 3
-        return sum(map(is_silent, children)) > 1  # A half-started rank of a killed process prints a traceback.
+        return len(children) > 3
 
     assert wait_for(started, 60)
     if number == signal.SIGINT:
@@ -129,15 +127,8 @@ def test_no_process_outlives_the_self_check(number: int, tmp_path: Path) -> None
         checking.kill()
     _, said = checking.communicate(timeout=30)
     assert wait_for(lambda: not any(map(is_alive, children)), 10)
-    assert said.decode() == ("error: interrupted\n" if number == signal.SIGINT else "")
-
-
-def is_silent(pid: int) -> bool:
-    """Whether its errors go nowhere, as those of a rank."""
-    try:
-        return str(Path(f"/proc/{pid}/fd/2").readlink()) == os.devnull
-    except OSError:
-        return False
+    if number == signal.SIGINT:
+        assert said.decode() == "error: interrupted\n"
 
 
 def descendants(pid: int) -> list[int]:
