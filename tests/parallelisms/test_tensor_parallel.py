@@ -232,6 +232,7 @@ def train_each(cases: list[Case]) -> list[Outcome]:
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", together())
 def test_every_case_equals_one_process(cases: list[Case]) -> None:
     for case, *by_rank in zip(cases, *run_ranks(train_each, cases[0].ranks, cases, timeout=240), strict=True):

@@ -152,7 +152,7 @@ def _sums(found: Mapping[Key, float], config: Config) -> dict[Key, float]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [1, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))])
 def test_formulas_match_counted_steps(world_size: int) -> None:
     compare(world_size, CASES[world_size])
 

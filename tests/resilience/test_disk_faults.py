@@ -129,9 +129,10 @@ def filled(folder: Path) -> Iterator[Callable[[], None]]:
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("broken", "message"),
-    [(filled, "disk full: "), pytest.param(read_only, "Read-only file system", marks=pytest.mark.slow)],
+    [(filled, "disk full: "), (read_only, "Read-only file system")],
     ids=["full", "read-only"],
 )
 def test_results_on_a_failing_disk_are_bitwise_identical(

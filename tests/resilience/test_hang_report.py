@@ -44,7 +44,9 @@ def hang(folder: Path, rank: int, wait: str = SLEEP) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("wait", [SLEEP, LOCKED], ids=["sleeping", "holding the GIL"])
+@pytest.mark.parametrize(
+    "wait", [pytest.param(SLEEP, id="sleeping", marks=pytest.mark.slow), pytest.param(LOCKED, id="holding the GIL")]
+)
 def test_a_hung_rank_writes_its_stacks_and_exits(tmp_path: Path, wait: str) -> None:
     process = hang(tmp_path, 0, wait)
     _, said = process.communicate(timeout=60)

@@ -48,10 +48,8 @@ def test_old_checkpoints_have_the_recorded_tensors(name: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("name", "options", "last"),
-    [(RUN, ("--training.steps=12",), 12), pytest.param(RECIPE, (), 8, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "options", "last"), [(RUN, ("--training.steps=12",), 12), (RECIPE, (), 8)])
 def test_resumed_steps_match_the_earlier_version(copy: Path, name: str, options: tuple[str, ...], last: int) -> None:
     before = metrics(copy / name, "step", "loss")
     said = start(copy, copy / name, *options)

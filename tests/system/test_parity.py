@@ -216,7 +216,8 @@ def test_bfloat16_optimizer_state_on_a_mesh_matches_one_rank(runs: Runs, tmp_pat
         )
 
 
-@pytest.mark.parametrize("moments", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
 def test_optimizer_on_the_host_is_bitwise(runs: Runs, tmp_path: Path, moments: str) -> None:
     """With deferred updates and several micro-batches."""
     config, places = runs("one rank").parent / "run.toml", ("device", "host")
