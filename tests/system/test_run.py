@@ -41,9 +41,8 @@ def test_the_last_log_line_has_the_result_and_the_next_command(launched_run: tup
     assert "To continue, run the same command with a higher --training.steps" in last
     assert "Traceback" not in done.said
     assert "Warning" not in done.said
-    assert [line.split()[2] for line in done.said.splitlines() if re.search(" step [0-9]/", line)] == [
-        f"{n}/6" for n in range(1, 7)
-    ]
+    # Torch's profiler writes lines of its own, also into others.
+    assert re.findall(" step +([0-9]/6)", done.said) == [f"{n}/6" for n in range(1, 7)]
 
 
 @pytest.mark.ranks
