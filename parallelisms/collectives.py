@@ -141,6 +141,19 @@ def receive(group: ProcessGroup, *, buffer: Tensor, source: int) -> Tensor:
     return buffer
 
 
+def send_async(x: Tensor, group: ProcessGroup, *, to: int) -> AsyncHandle:
+    """Starts to send `x` to rank `to` of the group, which must call `receive_async`."""
+    send_buffer = x.contiguous()
+    work = distributed.isend(send_buffer, group=group, group_dst=to)
+    return AsyncHandle(send_buffer, send_buffer, [work] if work is not None else [])
+
+
+def receive_async(group: ProcessGroup, *, buffer: Tensor, source: int) -> AsyncHandle:
+    """Starts to receive into `buffer` from rank `source` of the group."""
+    work = distributed.irecv(buffer, group=group, group_src=source)
+    return AsyncHandle(buffer, buffer, [work] if work is not None else [])
+
+
 def all_to_all_async(x: Tensor, group: ProcessGroup) -> AsyncHandle:
     """Starts an all-to-all of `x`, [ranks, ...]: `x[i]` goes to rank i."""
     send_buffer, receive_buffer = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)

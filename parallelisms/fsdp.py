@@ -52,3 +52,36 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
     from torch.distributed.fsdp import FSDPModule
 
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def set_last_backward(model: nn.Module, *, last: bool) -> None:
+    """Whether the next backward pass is the last of a step, which reduces the gradients over ranks.
+
+    The weights stay gathered until `reshard`: gathering them ahead follows the order of all forward passes, and would
+    gather again what the pass has finished with.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+        model.set_is_last_backward(last)
+        model.set_reshard_after_backward(False)
+
+
+def run_post_backward(model: nn.Module, *, last: bool) -> None:
+    """Does with gradients computed outside a backward pass what follows one. Uses a private API of torch.
+
+    They are added to the sums in the reduce dtype; the `last` time these are reduced.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    if isinstance(model, FSDPModule):
+        for reduces in (False, True)[: 1 + last]:  # It can reduce no gradients of different dtypes.
+            set_last_backward(model, last=reduces)
+            model._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees the gathered weights."""
+    for unit in fsdp_modules(model):
+        unit.reshard()

@@ -1,8 +1,8 @@
 """Pipeline parallelism: runs the micro-batches of a step through this rank's stages.
 
-The schedules are torch's: GPipe (Huang et al., 2019), 1F1B and interleaved 1F1B (Narayanan et al., 2021), zero bubble
-(Qi et al., 2023) and DualPipeV (DeepSeek-V3, 2024). Ranks send the residual stream and its gradient. All ranks have
-the micro-batches already, so the schedule only passes their index.
+Ranks send the residual stream and its gradient in the order of `pipeline_schedules.ticks`. All of them have the
+micro-batches already. A rank holds what it receives until a stage computes with it, and what it sends until it is sent;
+of a stage's output only the autograd graph stays.
 
 Shape suffixes: B sequences, S tokens on this rank, E width of the residual stream.
 """
@@ -10,18 +10,19 @@ Shape suffixes: B sequences, S tokens on this rank, E width of the residual stre
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from models.batch import Batch
+from models.linear import LaterGrads, Linear
 from models.transformer import Transformer
-from parallelisms import collectives
-from parallelisms.fsdp import fsdp_modules
-from parallelisms.pipeline_plan import SINGLE_STAGE_SCHEDULES, PipelinePlan
+from parallelisms import collectives, fsdp
+from parallelisms.pipeline_plan import PipelinePlan
+from parallelisms.pipeline_schedules import Action, Message, StreamKey, rank_actions, ticks
 
 
 class Pipeline:
@@ -29,8 +30,7 @@ class Pipeline:
 
     `stage_modules` are the stages that `plan` assigns to this rank of `group`, already parallelized over the other
     mesh dimensions. `shape` [B, S, E] and `dtype` are those of the residual stream between stages. FSDP must not
-    reshard after forward: schedules that split the backward would lose gradients. Raises ValueError if the plan has
-    problems or assigns other stages.
+    reshard after forward. Raises ValueError if the plan has problems or assigns other stages.
     """
 
     def __init__(
@@ -43,40 +43,14 @@ class Pipeline:
         shape: tuple[int, int, int],
         dtype: torch.dtype,
     ) -> None:
-        # A slow import that runs without a pipeline do not need.
-        from torch.distributed.pipelining import PipelineStage
-        from torch.distributed.pipelining.schedules import get_schedule_class
-
         rank_stages = plan.stages_of(group.rank())
         if problems := plan.problems():
             raise ValueError("; ".join(problems))
         if (given := tuple(sorted(stage_modules))) != rank_stages:
             raise ValueError(f"pipeline rank {group.rank()} must have stages {rank_stages}, not {given}")
-        self._stage_modules, self._plan = stage_modules, plan
-        # Without them torch infers shapes by running the stages, with their collectives, on the meta device.
-        residual_BSE = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-        loss = torch.empty((), dtype=torch.float64 if dtype == torch.float64 else torch.float32, device="meta")
-        stages = [
-            PipelineStage(
-                stage_modules[stage],
-                stage,
-                plan.num_stages,
-                device,
-                input_args=() if stage == 0 else residual_BSE,
-                output_args=loss if stage == plan.num_stages - 1 else residual_BSE,
-                group=group,
-            )
-            for stage in rank_stages
-        ]
-        for stage in stages:
-            _sum_in_reduce_dtype(stage)
-        self._schedule: Any = get_schedule_class(plan.schedule)(
-            stages[0] if plan.schedule in SINGLE_STAGE_SCHEDULES else stages,
-            plan.num_micro_batches,
-            loss_fn=lambda loss, _: loss,
-            # The loss is already divided by the global number of targets.
-            scale_grads=False,
-        )
+        self._plan, self._rank = plan, group.rank()
+        self._exchange = StreamExchange(group, device=device, shape=shape, dtype=dtype)
+        self._stages = {stage: Stage(stage_modules[stage], stage, plan, self._exchange) for stage in rank_stages}
 
     def run(self, batches: Iterable[Batch], num_targets: Tensor, on_losses: Callable[[Tensor, Batch], None]) -> None:
         """Accumulates the gradients of (sum of losses / `num_targets`) in the weights of this rank's stages.
@@ -88,34 +62,133 @@ class Pipeline:
         if len(micro_batches) != (needed := self._plan.num_micro_batches):
             raise ValueError(f"the pipeline plan needs {needed} micro-batches, not {len(micro_batches)}")
 
-        def pre_forward_hook(_: nn.Module, received: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return (micro_batches[int(kwargs["index"])], *received), {}
-
-        def forward_hook(_: nn.Module, received: tuple[Any, ...], losses_BS: Tensor) -> Tensor:
-            on_losses(losses_BS.detach(), received[0])
+        def scaled_loss(losses_BS: Tensor, batch: Batch) -> Tensor:
+            on_losses(losses_BS.detach(), batch)
             return losses_BS.sum() / num_targets
 
-        with ExitStack() as hooks:
-            for stage, module in self._stage_modules.items():
-                # Before FSDP's hook, which would move the index to the device, where reading it blocks.
-                hooks.enter_context(module.register_forward_pre_hook(pre_forward_hook, prepend=True, with_kwargs=True))
-                if stage == self._plan.num_stages - 1:
-                    hooks.enter_context(module.register_forward_hook(forward_hook))
-            indices = torch.arange(len(micro_batches))
-            self._schedule.step(index=indices, target=indices, return_outputs=False)
+        for tick in ticks(self._plan):
+            if (action := tick.actions[self._rank]) is not None:
+                self._stages[action.stage].run(action, micro_batches[action.micro_batch], scaled_loss)
+            for message in tick.messages:
+                self._exchange.transfer(message)
+        self._exchange.finish()
 
 
-def _sum_in_reduce_dtype(stage: Any) -> None:
-    """A split backward adds weight gradients in the compute dtype, until FSDP's next `post_backward`: runs it each time."""
-    backward_weight = stage.backward_weight_one_chunk
+class StreamExchange:
+    """Residual streams and their gradients on the way between stages, of this rank and of others."""
 
-    def backward_weight_one_chunk(*args: Any, **options: Any) -> None:
-        backward_weight(*args, **options)
-        for unit in fsdp_modules(stage.submod):
-            if (param_group := unit._get_fsdp_state()._fsdp_param_group) is not None:
-                param_group.post_backward()
+    def __init__(
+        self, group: ProcessGroup, *, device: torch.device, shape: tuple[int, int, int], dtype: torch.dtype
+    ) -> None:
+        self._group, self._device, self._shape, self._dtype = group, device, shape, dtype
+        self._arrived: dict[StreamKey, Callable[[], Tensor]] = {}
+        self._sent: dict[int, Callable[[], Tensor]] = {}
+        """The latest message to each rank."""
 
-    stage.backward_weight_one_chunk = backward_weight_one_chunk
+    def put(self, key: StreamKey, x_BSE: Tensor) -> None:
+        self._arrived[key] = lambda: x_BSE
+
+    def take(self, key: StreamKey) -> Tensor:
+        return self._arrived.pop(key)()
+
+    def transfer(self, message: Message) -> None:
+        """Starts to send or to receive a message from or to this rank; ignores others."""
+        if message.source == self._group.rank():
+            if message.target in self._sent:
+                self._sent.pop(message.target)()
+            sending = collectives.send_async(self.take(message.key), self._group, to=message.target)
+            self._sent[message.target] = sending.wait
+        elif message.target == self._group.rank():
+            buffer_BSE = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+            receiving = collectives.receive_async(self._group, buffer=buffer_BSE, source=message.source)
+            self._arrived[message.key] = receiving.wait
+
+    def finish(self) -> None:
+        """Waits for the messages sent."""
+        while self._sent:
+            self._sent.popitem()[1]()
+
+
+class Stage:
+    """One stage of the model: what it computes for each micro-batch of a step."""
+
+    def __init__(self, module: Transformer, stage: int, plan: PipelinePlan, exchange: StreamExchange) -> None:
+        self._module, self._stage, self._exchange = module, stage, exchange
+        self._num_stages, self._num_micro_batches = plan.num_stages, plan.num_micro_batches
+        self._roots: dict[int, Tensor] = {}
+        """A scalar of each micro-batch whose backward pass is due: where autograd starts."""
+        self._linears = [linear for linear in module.modules() if isinstance(linear, Linear)]
+        actions = (each for each in rank_actions(plan, plan.stage_ranks[stage]) if each.stage == stage)
+        self._weight_grads: dict[int, LaterGrads] = {each.micro_batch: [] for each in actions if each.kind == "I"}
+        """Of each micro-batch whose weight gradients are computed later."""
+        self._num_finished = 0
+
+    def run(self, action: Action, batch: Batch, scaled_loss: Callable[[Tensor, Batch], Tensor]) -> None:
+        number = action.micro_batch
+        if action.kind == "F":
+            self._roots[number] = self._forward(number, batch, scaled_loss)
+            return
+        if action.kind != "I":
+            self._num_finished += 1
+        is_last = self._num_finished == self._num_micro_batches
+        if action.kind == "W":
+            while self._weight_grads[number]:
+                self._weight_grads[number].pop(0)()
+            fsdp.run_post_backward(self._module, last=is_last)
+        else:
+            fsdp.set_last_backward(self._module, last=is_last)
+            self._roots.pop(number).backward()
+        if is_last:
+            fsdp.reshard(self._module)
+            self._num_finished = 0
+
+    def _forward(self, number: int, batch: Batch, scaled_loss: Callable[[Tensor, Batch], Tensor]) -> Tensor:
+        exchange, stage, x_BSE = self._exchange, self._stage, None
+        if stage > 0:
+            received_BSE = exchange.take(("F", stage, number))
+            put_grad = partial(exchange.put, ("B", stage - 1, number))
+            x_BSE = StageInput.apply(torch.empty(0, requires_grad=True), received_BSE, put_grad)
+            del received_BSE
+        for linear in self._linears:
+            linear.later_grads = self._weight_grads.get(number)
+        out_BSE = self._module(batch, x_BSE)
+        if stage == self._num_stages - 1:
+            return scaled_loss(out_BSE, batch)
+        exchange.put(("F", stage + 1, number), out_BSE.detach())
+        root: Tensor = StageOutput.apply(out_BSE, partial(exchange.take, ("B", stage, number)))
+        return root
+
+
+class StageInput(torch.autograd.Function):
+    """The received residual stream; in the backward pass, passes its gradient on.
+
+    Unlike a leaf of autograd it does not stay alive until then. `anchor` makes autograd compute the gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x_BSE: Tensor, put_grad: Callable[[Tensor], None]) -> Tensor:
+        del anchor
+        ctx.put_grad = put_grad
+        return x_BSE
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+        ctx.put_grad(grads[0])
+        return None, None, None
+
+
+class StageOutput(torch.autograd.Function):
+    """A scalar whose backward pass starts with the received gradient of the stage's output."""
+
+    @staticmethod
+    def forward(ctx: Any, out_BSE: Tensor, take_grad: Callable[[], Tensor]) -> Tensor:
+        ctx.take_grad = take_grad
+        return out_BSE.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        del grads
+        return ctx.take_grad(), None
 
 
 def pipeline_forward(

@@ -28,7 +28,7 @@ class Mutant:
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256("\n".join((self.file, self.find, self.replace)).encode()).hexdigest()[:12]
+        return hashlib.sha256("\n".join((self.file, self.find, self.replace, *self.tests)).encode()).hexdigest()[:12]
 
     def apply(self, text: str) -> str:
         """Raises ValueError unless the place stands exactly once in the file."""

@@ -24,6 +24,7 @@ from queue import SimpleQueue
 
 from benchmarks.pages import replace_block
 from tests.mutants import CAUGHT, PAGE, ROOT, Mutant, failed_tests, known_mutants, read_caught, table
+from trainer.commands import integer
 
 FAILED_TEST = re.compile(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - .*)?$", re.MULTILINE)
 """Or a fixture of it."""
@@ -122,7 +123,7 @@ def record(mutant: Mutant, test: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=(__doc__ or "").partition(": ")[2])
     parser.add_argument("names", nargs="*", metavar="NAME", help="mutants, or files of mutants; default: all")
-    parser.add_argument("--jobs", type=int, default=2, help="how many run at a time")
+    parser.add_argument("--jobs", type=integer(minimum=1), default=2, help="how many run at a time")
     parser.add_argument("--record", action="store_true", help="write the tests that failed to docs/mutants.md")
     parser.add_argument("--new", action="store_true", help="only those that are not recorded as caught")
     options = parser.parse_args()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -11,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.batch import Batch
 from models.config import ModelConfig
 from models.transformer import Transformer
-from parallelisms import activation_checkpoint
+from parallelisms import activation_checkpoint, collectives
 from parallelisms.activation_checkpoint import RecomputeConfig
 from parallelisms.activation_offload import HostActivationPool
 from parallelisms.block_recompute import TileOps, Tiling, compile_tile_ops
@@ -329,6 +331,50 @@ def count_reductions(case: Case) -> tuple[int, int]:
 def test_gradients_are_reduced_once_per_step(plan: PipelinePlan) -> None:
     for count, units in run_ranks(count_reductions, 4, Case(plan, dp_shard=2)):
         assert count == units
+
+
+def gathered_after_step(case: Case) -> list[str]:
+    stages = PipelineRank(case)
+    stages.step(0)
+    return [
+        name
+        for module in stages.modules.values()
+        for name, parameter in module.named_parameters()
+        if not isinstance(parameter, DTensor)
+    ]
+
+
+def test_weights_are_resharded_after_the_step() -> None:
+    assert run_ranks(gathered_after_step, 4, Case(PLANS[0], dp_shard=2)) == [[]] * 4
+
+
+def messages_not_awaited(case: Case) -> int:
+    """The sends and receives of a step that are started and not awaited."""
+    stages, awaiting = PipelineRank(case), Counter[str]()
+    original = collectives.AsyncHandle.wait
+
+    def started(start: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **options: Any) -> Any:
+            awaiting["messages"] += 1
+            return start(*args, **options)
+
+        return counted
+
+    def wait(handle: Any) -> Tensor:
+        awaiting["messages"] -= 1
+        return original(handle)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "send_async", started(collectives.send_async))
+        patch.setattr(collectives, "receive_async", started(collectives.receive_async))
+        patch.setattr(collectives.AsyncHandle, "wait", wait)
+        stages.step(0)
+    return awaiting["messages"]
+
+
+def test_messages_are_kept_until_they_are_sent() -> None:
+    for plan in (PLANS[0], PLANS[5]):
+        assert run_ranks(messages_not_awaited, 2, Case(plan)) == [0, 0]
 
 
 def test_replicated_stages_equal_one_process() -> None:

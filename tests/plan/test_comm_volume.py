@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections import Counter
-from typing import get_args
 
 import pytest
 
-from parallelisms.pipeline_plan import INTERLEAVED_SCHEDULES, SINGLE_STAGE_SCHEDULES, PipelinePlan, PipelineSchedule
-from tests.parallelisms.schedule_clock import record_actions
 from tests.plan.test_counted_steps import configured
 from tests.test_house import ROOT
 from trainer.config.job_config import Config
@@ -23,7 +19,6 @@ from trainer.plan.comm_volume import (
     comm_volumes,
     sent_bytes,
 )
-from trainer.plan.pipeline_bubble import weight_gathers_per_stage
 
 E, G, T, V = 128, 384, 256, 264  # hidden and FFN dimension, sequence length, vocabulary
 BLOCK = E * (4 * 32) * 2 + E * (2 * 32) * 2 + 3 * E * G + 2 * E
@@ -214,21 +209,6 @@ def test_hybrid_exchanges_heads_and_repeats_kv_heads_until_they_divide() -> None
     assert of(twice, "exchange", "KV")["all_to_all", "recompute"] == (2 * keys, 48)
     # One KV head of half of the sequence.
     assert of(found, "rotate", "KV") == {("send", phase): (12 * 2 * 4 * (T / 2) * 32, 12) for phase in phases[:2]}
-
-
-@pytest.mark.parametrize("schedule", get_args(PipelineSchedule))
-def test_weight_gathers_match_torchs_pipeline_schedules(schedule: PipelineSchedule) -> None:
-    for pp, each, batches in ((2, 2, 4), (3, 4, 1), (2, 4, 4), (4, 3, 8), (4, 4, 10), (3, 5, 9), (2, 6, 2)):
-        if schedule not in INTERLEAVED_SCHEDULES:
-            each, batches = 1 if schedule in SINGLE_STAGE_SCHEDULES else 2, 8
-        plan = PipelinePlan(
-            pp=pp, schedule=schedule, num_layers=pp * each, pp_stages_per_rank=each, num_micro_batches=batches
-        )
-        assert plan.problems() == []
-        for rank, done in enumerate(record_actions(plan)):
-            asked = Counter(stage for kind, stage, _ in done if kind == "gather")
-            assert weight_gathers_per_stage(plan, rank) == asked, plan
-            assert (max(asked.values()) > 1) == (each > 3), plan
 
 
 def test_attention_beyond_the_host_budget_is_recomputed() -> None:

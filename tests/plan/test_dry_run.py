@@ -85,6 +85,14 @@ def test_peak_matches_the_estimate(world_size: int, changes: str) -> None:
         assert found.peak_host_bytes == pytest.approx(host, rel=0.03)
 
 
+def test_a_stage_holds_no_residual_stream_of_micro_batches_that_wait() -> None:
+    """Neither the input that it received nor the output that it sent, if blocks keep theirs on the host."""
+    changes = f"parallelism.pp=4 parallelism.pp_schedule=GPipe model.num_layers=4 {OFFLOAD} {KEEP}"
+    few, many = (dry(f"{changes} training.global_batch_size={count}", 4, 1).peak_bytes for count in (8, 16))
+    rotation_and_batch, stream = 1024 * (4 * 32 + 4 * 8), 1024 * 4 * 128
+    assert (many - few) / 8 == pytest.approx(rotation_and_batch, abs=0.1 * stream)
+
+
 # ---- against real runs
 
 

@@ -1,14 +1,13 @@
-"""Bubble formulas against a simulation of torch's pipeline schedules."""
+"""Bubble formulas against a simulation of the schedules."""
 
 from __future__ import annotations
-
-from functools import cache
 
 import pytest
 
 from benchmarks.doc_tables import in_flight as bubbles_in_flight
 from parallelisms.pipeline_plan import PipelinePlan, PipelineSchedule
-from tests.parallelisms.schedule_clock import Action, idle_fraction, max_saved_blocks, record_actions
+from parallelisms.pipeline_schedules import Action, rank_actions
+from tests.parallelisms.schedule_clock import idle_fraction, max_saved_blocks
 from trainer.plan.pipeline_bubble import ChunkTime, bubble_seconds
 
 SCHEDULES: list[tuple[PipelineSchedule, int]] = [
@@ -39,13 +38,12 @@ def made(schedule: PipelineSchedule, each: int, pp: int, micro_batches: int) -> 
     )
 
 
-@cache
-def scheduled(plan: PipelinePlan) -> list[list[Action]]:
-    return record_actions(plan)
+def scheduled(plan: PipelinePlan) -> list[tuple[Action, ...]]:
+    return [rank_actions(plan, rank) for rank in range(plan.pp)]
 
 
 def simulated_bubble(plan: PipelinePlan, chunk: ChunkTime, hop: float = 0) -> float:
-    """Bubble seconds of torch's schedule."""
+    """Bubble seconds of the schedule."""
     takes = {
         "F": chunk.forward,
         "I": chunk.input_grad,
@@ -58,7 +56,7 @@ def simulated_bubble(plan: PipelinePlan, chunk: ChunkTime, hop: float = 0) -> fl
 
 @pytest.mark.parametrize(("schedule", "each"), SCHEDULES)
 @pytest.mark.parametrize(("pp", "micro_batches"), [(2, 4), (4, 16)])
-def test_bubble_matches_torchs_schedules(schedule: PipelineSchedule, each: int, pp: int, micro_batches: int) -> None:
+def test_bubble_matches_simulated_schedules(schedule: PipelineSchedule, each: int, pp: int, micro_batches: int) -> None:
     plan = made(schedule, each, pp, micro_batches)
     for chunk in CHUNKS:
         assert bubble_seconds(plan, chunk) == pytest.approx(simulated_bubble(plan, chunk), rel=0.08)
@@ -66,7 +64,7 @@ def test_bubble_matches_torchs_schedules(schedule: PipelineSchedule, each: int, 
 
 @pytest.mark.parametrize(("schedule", "each"), SCHEDULES)
 @pytest.mark.parametrize(("pp", "micro_batches"), [(2, 8), (4, 16)])
-def test_exposed_sends_match_torchs_schedules(
+def test_exposed_sends_match_simulated_schedules(
     schedule: PipelineSchedule, each: int, pp: int, micro_batches: int
 ) -> None:
     plan, chunk, hop = made(schedule, each, pp, micro_batches), CHUNKS[1], 0.1
@@ -96,14 +94,14 @@ def test_fewer_micro_batches_than_ranks_enlarge_the_bubble() -> None:
 
 
 @pytest.mark.parametrize(("schedule", "each"), [("GPipe", 1), ("1F1B", 1), ("Interleaved1F1B", 3)])
-def test_the_bubble_fraction_is_that_of_torchs_schedule(schedule: PipelineSchedule, each: int) -> None:
+def test_the_bubble_fraction_is_that_of_the_schedule(schedule: PipelineSchedule, each: int) -> None:
     plan = PipelinePlan(pp=4, schedule=schedule, num_layers=12, pp_stages_per_rank=each, num_micro_batches=8)
     assert plan.bubble_fraction is not None
     assert idle_fraction(plan, scheduled(plan), {"F": 1.0, "B": 2.5}) == pytest.approx(plan.bubble_fraction)
 
 
 @pytest.mark.parametrize(("schedule", "each"), SCHEDULES)
-def test_the_estimator_counts_the_micro_batches_that_torchs_schedule_keeps_in_flight(
+def test_the_estimator_counts_the_micro_batches_that_the_schedule_keeps_in_flight(
     schedule: PipelineSchedule, each: int
 ) -> None:
     plan = made(schedule, each, pp=4, micro_batches=16)

@@ -120,15 +120,10 @@ def test_redundant_compute_counts_on_every_rank() -> None:
     assert of_all_ranks(config, 2) == executed(configured())
 
 
-def test_split_backward_repeats_two_feed_forward_matmuls() -> None:
-    def again(schedule: str, pp_rank: int) -> float:
+def test_a_split_backward_repeats_no_product() -> None:
+    for schedule in ("ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV"):
         config = configured(f"parallelism.pp=2 model.num_layers=6 parallelism.pp_schedule={schedule}")
-        assert config.pipeline_plan(2).blocks_per_stage == (1, 1, 2, 2)
-        return rank_workload(RankMemory(config, 2, pp_rank)).matmul_flops["recompute"] / (2 * ROWS * T * 2 * INNER)
-
-    # Stage 0 has no input gradient.
-    assert [again("ZBVZeroBubble", pp_rank) for pp_rank in (0, 1)] == [2, 3]
-    assert [again("DualPipeV", pp_rank) for pp_rank in (0, 1)] == [0, 0]
+        assert rank_workload(RankMemory(config, 2, 0)).matmul_flops["recompute"] == 0
 
 
 def test_contiguous_layout_is_bound_by_its_last_rank() -> None:

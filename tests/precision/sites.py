@@ -29,7 +29,13 @@ SUMS = {
     ),
     *("add_", "addmm", "addmm_", "addmv_", "baddbmm", "addcmul_", "index_add", "index_add_", "scatter_add_", "einsum"),
     *("all_reduce", "all_reduce_functional", "reduce_scatter", "reduce_scatter_async", "reduce_scatter_tensor"),
-    *("reduce_scatter_tokens", "_reduce_scatter_single", "embedding_dense_backward", "post_backward", "fully_shard"),
+    *(
+        "_root_post_backward_final_callback",
+        "reduce_scatter_tokens",
+        "_reduce_scatter_single",
+        "embedding_dense_backward",
+        "fully_shard",
+    ),
 }
 
 

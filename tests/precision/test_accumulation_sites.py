@@ -28,10 +28,7 @@ IN_GRID = {
     "parallelisms.context.ring.OnlineSoftmax.merge": ("lerp_ logaddexp", "attention: pieces of KV"),
     "parallelisms.context.ulysses.SeqToHeads.backward": ("sum", "Ulysses: repeated KV heads"),
     "parallelisms.fsdp.apply": ("fully_shard", "FSDP ranks, 2 replicas"),
-    "parallelisms.pipeline._sum_in_reduce_dtype.backward_weight_one_chunk": (
-        "post_backward",
-        "micro-batches, ZBVZeroBubble",
-    ),
+    "parallelisms.fsdp.run_post_backward": ("_root_post_backward_final_callback", "micro-batches, ZBVZeroBubble"),
     "parallelisms.tensor_parallel": ("reduce_scatter_tokens reduce_scatter_tokens", TP_SUMS),
     "parallelisms.tensor_parallel.TensorParallelizer.sequence_parallel_comm": (
         "all_reduce_functional reduce_scatter_tokens",
@@ -75,7 +72,7 @@ EXEMPT = {
     "parallelisms.context.context_parallel.ContextParallel.attention_pairs": ("sum", INTEGERS),
     "parallelisms.context.attention_plan.RankAttentionPlan.remote_blocks": ("+=", INTEGERS),
     "parallelisms.context.ring.AllGather": ("reduce_scatter", "a field"),
-    "parallelisms.pipeline.Pipeline.run.forward_hook": ("sum", LOSS),
+    "parallelisms.pipeline.Pipeline.run.scaled_loss": ("sum", LOSS),
     "trainer.evaluation.needle.PasskeySentences.max_overhead": ("sum", INTEGERS),
     "trainer.evaluation.needle.evaluate_length": ("all_reduce sum", FLOAT64),
     "trainer.evaluation.needle.evaluate_length.record": ("index_add_ sum", FLOAT64),

@@ -109,14 +109,35 @@ def test_errors_are_relative_and_infinite_if_undefined() -> None:
             ["--random", "3", "--training.seed", "1"],
             "give --random or --case, and no configuration, override or --world-size",
         ),
-        (["--case", "parallelism.cq=2"], '"parallelism.cq" is not one of parallelism.dp_replicate, '),
+        (
+            ["--case", "parallelism.cq=2"],
+            '"parallelism.cq" is none of the keys that random configurations vary; did you',
+        ),
+        (
+            ["--case", "nothing=2"],
+            '"nothing" is none of the keys that random configurations vary; known are parallelism.',
+        ),
+        (["--case", "parallelism.cp=2 parallelism.cp=4"], "parallelism.cp is given twice"),
+        (["--case", "'parallelism.cp=2"], "--case: No closing quotation: 'parallelism.cp=2"),
+        (
+            ["--case", "parallelism.pp_schedule=GPipe"],
+            'parallelism.pp_schedule = "GPipe" has no effect without parallelism.pp = 2 or 3',
+        ),
+        (
+            ["--case", "parallelism.dp_shard=3 parallelism.cp=4"],
+            "12 processes are more than 8, which this machine runs",
+        ),
+        (["--random", "2", "--max-processes", "9"], "--max-processes 9 is above 8, which this machine runs"),
+        (["--random", "2", "--device", "cuda"], "--device cuda: this machine has no GPU"),
+        (["--case", "parallelism.cp=2", "--device", "cuda"], "--device cuda: this machine has no GPU"),
         (["--case", "parallelism.cp=7"], 'parallelism.cp = "7" is not one of 1, 2, 3, 4'),
         (["--case", "parallelism.tp=4 'model.num_heads=6 / 3'"], "parallelism.tp = 4 must divide model.num_heads = 6"),
     ],
 )
 def test_options_of_random_cases_are_checked(
-    words: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], problem: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("trainer.selfcheck.__main__.count_gpus", lambda: 0)
     assert main(words) == 2
     assert problem in capsys.readouterr().err
 

@@ -6,7 +6,7 @@ import random
 import subprocess
 import warnings
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from trainer.errors import EXIT_FAILURE, RankFailedError
 from trainer.selfcheck.comparison import StepDifference
 from trainer.selfcheck.factors import FACTORS, LEVELS, SIMPLEST
 from trainer.selfcheck.launches import Launch
-from trainer.selfcheck.random_check import RandomCheck, check_case
+from trainer.selfcheck.random_check import CaseResult, RandomCheck, check_case
 from trainer.selfcheck.random_configs import (
     Pair,
     all_pairs,
@@ -281,6 +281,23 @@ def test_shrinking_tries_again_what_another_setting_had_kept() -> None:
     assert minimize(case, fails) == {"parallelism.cp": "2"}
 
 
+def test_time_ends_shrinking_and_the_errors_of_failures_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "trainer.selfcheck.random_check.check_case",
+        lambda *_: CaseResult("MISMATCH", {"loss": 0.5}, ["a table"]),
+    )
+    case = {"parallelism.cp": "2", "parallelism.cp_layout": "headtail", "parallelism.cp_method": "ring"}
+    check = RandomCheck(TestPool(), tmp_path, options=" --device cuda")
+    check.run(repeat(case), total=9, max_seconds=0)
+    check.summary()
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-2] == f'  python -m trainer.selfcheck --device cuda --case "{format_case(case)}"'
+    assert printed[-1] == "the time limit is reached: 1 of 9 cases"
+    assert check.summary()[1].startswith("largest relative errors: loss 5.0e-01, gradient norm 0.0e+00")
+
+
 @pytest.mark.ranks
 def test_a_failure_is_shrunk_and_its_command_printed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class BrokenPool(TestPool):
@@ -300,4 +317,4 @@ def test_a_failure_is_shrunk_and_its_command_printed(folder: Path, capsys: pytes
     assert printed[-1].startswith(
         '  python -m trainer.selfcheck --case "parallelism.cp=2 parallelism.cp_layout=headtail'
     )
-    assert check.summary()[0].startswith("1 cases, 1 failed")
+    assert check.summary()[0].startswith("1 case, 1 failed")

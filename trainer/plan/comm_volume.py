@@ -12,7 +12,6 @@ from typing import Literal
 
 from parallelisms.parallel_dims import ContextPlan
 from trainer.memory.rank import RankMemory, Shapes
-from trainer.plan.pipeline_bubble import weight_gathers_per_stage
 
 Phase = Literal["forward", "backward", "recompute", "step"]
 """`recompute` is recomputation inside the backward pass; `step` is once per step, outside of forward and backward."""
@@ -94,13 +93,11 @@ def fsdp_units(rank: RankMemory) -> Iterator[FSDPUnit]:
     final_norm = (rank.model.dim, 1)
     head = [*rank.head_shapes, final_norm]
     if rank.pipeline.pp > 1:
-        gathers_by_stage = weight_gathers_per_stage(rank.pipeline, rank.pp_rank)
-        block_gathers = sum(blocks * gathers_by_stage[stage] for stage, blocks in rank.blocks_by_stage.items())
-        yield FSDPUnit("blocks", rank.block_shapes, {"step": block_gathers}, rank.num_blocks)
+        yield FSDPUnit("blocks", rank.block_shapes, {"step": rank.num_blocks}, rank.num_blocks)
         if rank.has_first_stage:
-            yield FSDPUnit("embedding", rank.embed_shapes, {"step": gathers_by_stage[0]}, 1)
+            yield FSDPUnit("embedding", rank.embed_shapes, {"step": 1}, 1)
         if rank.has_last_stage:
-            yield FSDPUnit("loss head", head, {"step": gathers_by_stage[rank.pipeline.num_stages - 1]}, 1)
+            yield FSDPUnit("loss head", head, {"step": 1}, 1)
         return
     micro_batches = rank.num_micro_batches
     block_runs = micro_batches * rank.num_blocks

@@ -9,13 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from parallelisms.pipeline_plan import SPLIT_BACKWARD_SCHEDULES
 from trainer.memory.rank import RankMemory
 from trainer.plan.comm_volume import fsdp_units
 from trainer.plan.memory_traffic import memory_traffic, optimizer_traffic
-
-ALWAYS_SPLIT_SCHEDULES = {*SPLIT_BACKWARD_SCHEDULES} - {"DualPipeV"}
-"""DualPipeV splits the backward of few micro-batches, whose repeated products are ignored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +67,6 @@ def _matmul_flops(rank: RankMemory) -> dict[str, float]:
         recomputed = rank.num_blocks * (block - ffn + (out + keys) * rank.model.qk_norm)
         recomputed += rank.num_blocks * rank.attention_recompute_fraction * qkv
         recomputed += rank.num_recomputed_blocks * (out + 3 * ffn)
-    elif rank.pipeline.pp > 1 and rank.pipeline.schedule in ALWAYS_SPLIT_SCHEDULES:
-        # The fused SwiGLU backward runs for input and for weight gradients; the first stage has no input gradient.
-        recomputed = (rank.num_blocks - rank.pipeline.blocks_per_stage[0] * rank.has_first_stage) * 2 * ffn
     head = 6.0 * rank.num_micro_batches * rank.head_tokens * rank.head_rows * rank.model.dim * rank.has_last_stage
     return {
         "forward": flops_per_weight * rank.num_blocks * block,

@@ -32,7 +32,7 @@ from trainer.selfcheck.comparison import (
 )
 from trainer.selfcheck.processes import RankPool
 from trainer.selfcheck.random_check import RandomCheck
-from trainer.selfcheck.random_configs import draw_cases, parse_case, problems
+from trainer.selfcheck.random_configs import draw_cases, parse_case, problems, world_size
 from trainer.selfcheck.shrink import MAX_PROCESSES, ReducedRun, reduce_run, write_sample_documents
 
 DESCRIPTION = """\
@@ -64,6 +64,8 @@ def run(options: Namespace, overrides: Sequence[str]) -> int:
     unused = [name for name in ("seed", "minutes", "max_processes") if getattr(options, name) is not None]
     if unused and options.random is None:
         raise ConfigError([f"command line: --{name.replace('_', '-')} is only used with --random" for name in unused])
+    if options.device == "cuda" and not count_gpus():
+        raise ConfigError(["command line: --device cuda: this machine has no GPU"])
     if options.random or options.case is not None:
         return check_random(options, overrides)
     world = None
@@ -81,19 +83,28 @@ def run(options: Namespace, overrides: Sequence[str]) -> int:
 def check_random(options: Namespace, overrides: Sequence[str]) -> int:
     """Checks random configurations, or the one of --case."""
     if overrides or options.world_size or (options.random and options.case is not None):
-        raise ConfigError(["command line: give --random or --case, and no configuration, override or --world-size"])
+        given = f": {' '.join(overrides)}" if overrides else ""
+        raise ConfigError(
+            [f"command line: give --random or --case, and no configuration, override or --world-size{given}"]
+        )
+    limit = count_gpus() if options.device == "cuda" else MAX_PROCESSES
+    max_processes = options.max_processes or limit
+    if max_processes > limit:
+        raise ConfigError([f"command line: --max-processes {max_processes} is above {limit}, which this machine runs"])
     case = None if options.case is None else parse_case(options.case)
     if found := problems(case) if case is not None else []:
         raise ConfigError(found)
+    if case is not None and world_size(case) > limit:
+        raise ConfigError([f"--case: {world_size(case)} processes are more than {limit}, which this machine runs"])
     seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
-    limit = count_gpus() if options.device == "cuda" else MAX_PROCESSES
-    max_processes = min(limit, options.max_processes or limit)
     cases = draw_cases(seed, max_processes=max_processes) if case is None else [case]
     with tempfile.TemporaryDirectory(prefix="longhaul-") as folder, RankPool(device_type=options.device) as pool:
         write_sample_documents(Path(folder))
-        check, total = RandomCheck(pool, Path(folder)), options.random or 1
+        device = " --device cuda" if options.device == "cuda" else ""
+        check, total = RandomCheck(pool, Path(folder), options=device), options.random or 1
         if case is None:
-            print_lines(f"{total} random configurations of up to {max_processes} processes, seed {seed}")
+            size = f"{pluralize(total, 'random configuration')} of up to {pluralize(max_processes, 'process', 'es')}"
+            print_lines(f"{size}, seed {seed}")
         check.run(cases, total=total, max_seconds=options.minutes and 60 * options.minutes)
         print_lines(*check.summary())
     return EXIT_FAILURE if check.failed else EXIT_SUCCESS

@@ -13,7 +13,7 @@ from trainer.commands import format_table
 SCALAR_TOLERANCE = 1e-10
 """Relative, of a loss or gradient norm."""
 TENSOR_TOLERANCE = 1e-9
-"""Of a gradient or weight, relative to the largest absolute value of the reference tensor."""
+"""Of a weight or moment, relative to the largest absolute value of the reference tensor."""
 KINDS = {"loss": "loss", "grad_norm": "gradient norm", "model": "weights", "optimizer": "moments"}
 """The kind of a result by the first part of its name."""
 TOLERANCES = dict.fromkeys(("loss", "gradient norm", "other metrics"), SCALAR_TOLERANCE) | dict.fromkeys(

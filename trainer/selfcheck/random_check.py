@@ -8,13 +8,17 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Protocol
 
 from trainer.commands import print_lines
 from trainer.errors import RankFailedError
+from trainer.launch.cluster import pluralize
 from trainer.selfcheck.comparison import (
+    SCALAR_TOLERANCE,
+    TENSOR_TOLERANCE,
     TOLERANCES,
     StepDifference,
     comparison_table,
@@ -37,7 +41,7 @@ from trainer.selfcheck.random_configs import (
 
 MAX_SHRUNK_FAILURES = 3
 PROGRESS_SECONDS = 30.0
-COMMAND = "python -m trainer.selfcheck --case"
+COMMAND = "python -m trainer.selfcheck"
 
 
 class Pool(Protocol):
@@ -76,10 +80,11 @@ def check_case(case: Case, pool: Pool, folder: Path) -> CaseResult:
 
 
 class RandomCheck:
-    """Checks cases one after the other, reports failures, and counts."""
+    """Checks cases one after the other, reports failures, and counts. `options` are those of the printed command."""
 
-    def __init__(self, pool: Pool, folder: Path) -> None:
-        self._pool, self._folder = pool, folder
+    def __init__(self, pool: Pool, folder: Path, *, options: str = "") -> None:
+        self._pool, self._folder, self._options = pool, folder, options
+        self._deadline = inf
         self._start_time = self._last_report = time.monotonic()
         self.failed: list[Case] = []
         self.num_cases = 0
@@ -93,36 +98,45 @@ class RandomCheck:
 
     def run(self, cases: Iterable[Case], *, total: int, max_seconds: float | None = None) -> None:
         """Checks `total` cases, or as many as begin within `max_seconds`."""
+        self._deadline = inf if max_seconds is None else time.monotonic() + max_seconds
         for case in cases:
             self.check(case)
             if time.monotonic() - self._last_report > PROGRESS_SECONDS:
                 self._last_report = time.monotonic()
                 print_lines(f"{self.num_cases} of {total} cases, {len(self.failed)} failed, {self.seconds:.0f} s")
-            if self.num_cases >= total or (max_seconds is not None and self.seconds > max_seconds):
+            if self.num_cases >= total:
+                return
+            if time.monotonic() > self._deadline:
+                print_lines(f"the time limit is reached: {self.num_cases} of {total} cases")
                 return
 
     def check(self, case: Case) -> None:
         result = check_case(case, self._pool, self._folder)
         self.num_cases += 1
         self.met.update(pairs(case))
+        self.largest_errors |= {kind: max(error, self.largest_errors[kind]) for kind, error in result.errors.items()}
         if not result.problem:
-            self.largest_errors = {kind: max(error, result.errors[kind]) for kind, error in self.largest_errors.items()}
             return
         self.failed.append(case)
         if len(self.failed) <= MAX_SHRUNK_FAILURES:
-            print_lines(f"{result.problem} with {len(case)} settings; shrinking them")
-            case = minimize(case, lambda smaller: bool(check_case(smaller, self._pool, self._folder).problem))
+            print_lines(f"{result.problem} with {pluralize(len(case), 'setting')}; shrinking them")
+            case = minimize(case, self._still_fails)
             result = check_case(case, self._pool, self._folder)
+        command = f'{COMMAND}{self._options} --case "{format_case(case)}"'
         print_lines(
-            f"{result.problem} on {world_size(case)} processes:", *result.table, f'  {COMMAND} "{format_case(case)}"'
+            f"{result.problem} on {pluralize(world_size(case), 'process', 'es')}:", *result.table, f"  {command}"
         )
+
+    def _still_fails(self, case: Case) -> bool:
+        """Nothing is tried beyond the time limit."""
+        return time.monotonic() < self._deadline and bool(check_case(case, self._pool, self._folder).problem)
 
     def summary(self) -> list[str]:
         counts = [self.met[pair] for pair in all_pairs()]
         errors = ", ".join(f"{kind} {error:.1e}" for kind, error in self.largest_errors.items())
         return [
-            f"{self.num_cases} cases, {len(self.failed)} failed, {self.seconds:.0f} s",
-            f"largest relative errors: {errors}",
+            f"{pluralize(self.num_cases, 'case')}, {len(self.failed)} failed, {self.seconds:.0f} s",
+            f"largest relative errors: {errors} (allowed: {SCALAR_TOLERANCE:g}; of weights and moments {TENSOR_TOLERANCE:g})",
             f"pairs of settings: {sum(count > 0 for count in counts):,} of {len(counts):,} met, "
             f"{median(counts):.0f} times in the median",
         ]

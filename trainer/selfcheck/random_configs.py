@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import cache
 from itertools import combinations, count, product
 from math import prod
@@ -73,16 +74,31 @@ def normalize(case: Case) -> dict[str, str]:
 
 
 def parse_case(text: str) -> dict[str, str]:
-    """The case that `format_case` printed. Raises ConfigError for unknown factors and levels."""
+    """The case that `format_case` printed.
+
+    Raises ConfigError for unknown or repeated factors, unknown levels, and levels without effect.
+    """
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ConfigError([f"--case: {error}: {text}"]) from None
     case, problems = dict[str, str](), list[str]()
-    for word in shlex.split(text):
+    for word in words:
         factor, _, level = word.partition("=")
         if factor not in FACTORS:
-            problems.append(f'--case: "{factor}" is not one of {", ".join(FACTORS)}')
+            near = get_close_matches(factor, FACTORS, n=1)
+            known = f"did you mean {near[0]}?" if near else f"known are {', '.join(FACTORS)}"
+            problems.append(f'--case: "{factor}" is none of the keys that random configurations vary; {known}')
+        elif factor in case:
+            problems.append(f"--case: {factor} is given twice")
         elif level not in FACTORS[factor]:
             problems.append(f'--case: {factor} = "{level}" is not one of {", ".join(FACTORS[factor])}')
         else:
             case[factor] = level
+    for factor, level in without_simplest(case).items():
+        if not problems and not has_effect(factor, case):
+            needs = " and ".join(f"{other} = {' or '.join(levels)}" for other, levels in NEEDS[factor].items())
+            problems.append(f'--case: {factor} = "{level}" has no effect without {needs}')
     if problems:
         raise ConfigError(problems)
     return case
