@@ -28,7 +28,9 @@ from trainer.hardware.host import GIB
 from trainer.memory.block import BlockMemory
 from trainer.memory.estimator import estimate_memory
 from trainer.memory.rank import RankMemory
+from trainer.memory.recompute import recompute_moments
 from trainer.memory.report import memory_savings
+from trainer.memory.tensors import total_bytes
 from trainer.plan.pipeline_bubble import ChunkTime, bubble_seconds
 from trainer.plan.plan import TrainingPlan, plan_stage
 
@@ -150,7 +152,7 @@ def saved() -> Table:
     cases = (("`full`", "full", True), ("`keep_attention`", "keep_attention", True), ("`none`", "none", True))
     for name, policy, compiled in (*cases, ("`none`, not compiled", "none", False)):
         sizes = [
-            BlockMemory(model, tokens=tp, tp=tp, compiled=compiled).saved_bytes(policy) / (2 * model.dim)
+            total_bytes(BlockMemory(model, tokens=tp, tp=tp, compiled=compiled).saved(policy)) / (2 * model.dim)
             for tp in (1, 2, 8)
         ]
         rows.append([name, *(f"{size:#.3g}" for size in sizes)])
@@ -232,6 +234,15 @@ def savings() -> Table:
     return markdown(["GiB freed by", "`none`, 2 x 4", "`full`, 2 x 4", "`full`, 1 x 8"], rows)
 
 
+FEED_FORWARD_PARTS = ("feed-forward", "the input gradient of the feed-forward", "the norm before the feed-forward")
+
+
+def held(block: BlockMemory, *parts: str) -> float:
+    """What a recomputed block holds in these parts of its backward pass, in residual streams."""
+    moments = recompute_moments(block, "float32", ())
+    return max(total_bytes(alive) for name, alive in moments if name in parts) / block.residual_bytes
+
+
 def head_groups() -> Table:
     """What the block in its backward pass holds, in u, for sequences so long that tiles and weights do not count."""
     model, tokens = FAMILIES["llama3.1"]["8b"], 1 << 26
@@ -243,13 +254,10 @@ def head_groups() -> Table:
         for groups in counts:
             divides = plan is None or model.num_heads // groups % plan.ulysses_degree == 0
             block = replace(base, context_plan=plan, head_groups=groups)
-            cells.append(f"{block.attention_recompute_bytes(4) / base.residual_bytes:.1f}" if divides else "")
+            cells.append(f"{held(block, 'attention', 'the reduce-scatter of KV gradients'):.1f}" if divides else "")
         rows.append([f"attention, {f'`{plan.resolved_method}` over 8' if plan else 'cp 1'}", *cells])
-    for name, size in (
-        ("feed-forward", base.feed_forward_recompute_bytes()),
-        ("projections", base.qkv_recompute_bytes()),
-    ):
-        rows.append([name, *[f"{size / base.residual_bytes:.1f}"] * len(counts)])
+    for name, parts in (("feed-forward", FEED_FORWARD_PARTS), ("projections", ("the rotation", "projections"))):
+        rows.append([name, *[f"{held(base, *parts):.1f}"] * len(counts)])
     return markdown(["u held by", *(f"{count} group{'s' * (count > 1)}" for count in counts)], rows)
 
 

@@ -111,10 +111,11 @@ def alive(rung: str, tokens: int) -> dict[str, float]:
 def kept(config: Config, tokens: int) -> float:
     """By the formulas of docs/memory.md: by blocks, the stream behind the last and the tables of angles."""
     from trainer.memory.rank import RankMemory
+    from trainer.memory.tensors import total_bytes
 
     rank = RankMemory(config, 1, 0)
-    device, host = rank.saved_block_bytes(rank.num_blocks)
-    return device + host + 2 * config.model.build().dim * tokens + 4 * config.model.build().head_dim * tokens
+    blocks = rank.num_blocks * total_bytes(rank.block.saved(config.memory.recompute))
+    return blocks + 2 * config.model.build().dim * tokens + 4 * config.model.build().head_dim * tokens
 
 
 def timed(rung: str, tokens: int) -> dict[str, float]:

@@ -30,6 +30,7 @@ QUICK = {
     "data": "rows --rounds 1 --seq-len 65536",
     "doc_tables": "--check",
     "loss_curve": "{tmp}/metrics.jsonl {tmp}/loss.svg",
+    "memory_grid": "--cases 2 --seed 0 --jobs 1",
     "memory": "one bytes `full` 1024",
     "moments": "--steps 3",
     "plans": "--folder {tmp} debug",

@@ -10,6 +10,7 @@ from models import rope
 from models.config import ModelConfig
 from models.transformer import TransformerBlock
 from trainer.memory.block import BlockMemory
+from trainer.memory.tensors import total_bytes
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
@@ -33,7 +34,7 @@ def test_a_block_saves_as_many_bytes_as_the_estimator_counts(*, qk_norm: bool) -
     for given in (rotation, *block.parameters()):
         saved.pop(given.untyped_storage().data_ptr(), None)
     found = sum(x.untyped_storage().nbytes() for x in saved.values())
-    assert found == BlockMemory(config, tokens=tokens).saved_bytes("none")
+    assert found == total_bytes(BlockMemory(config, tokens=tokens).saved("none"))
 
 
 def test_a_tile_holds_equally_many_tokens_of_each_sequence() -> None:

@@ -117,7 +117,7 @@ def test_longest_sequence_fits_and_a_longer_one_does_not() -> None:
 @pytest.mark.slow
 def test_fewest_devices_need_not_be_a_power_of_two() -> None:
     config = load(["--config", "llama3_8b", "--training.global_batch_size", "8"])
-    ranks, found = fewest_devices(config, replace(H100, memory=12 * GIB))
+    ranks, found = fewest_devices(config, replace(H100, memory=10 * GIB))
     assert ranks == 24
     assert found.best[0].fits
 

@@ -1,15 +1,26 @@
-"""Bytes of activations that one transformer block saves for backward, and needs while it runs. Imports no torch.
+"""The activations that one transformer block saves for its backward pass, and needs while it runs. Imports no torch.
 
-Counted against real tensors in tests/memory/test_estimator.py and tests/memory/test_block.py.
+Shapes: S tokens of this rank, T tokens of all tp ranks, C tokens of a tile of all tp ranks, E model dim, N query heads and
+K KV heads of this rank, H head dim, G feed-forward dim of this rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import lcm
 
 from models.config import ModelConfig
 from parallelisms.parallel_dims import ContextPlan
+from trainer.memory.tensors import DTYPE_BYTES, SAVED_ACTIVATIONS, TRANSIENT_ACTIVATIONS, MemoryTensor, Tensors, tensors
+
+ATTENTION, FEED_FORWARD = "models/attention.py: Attention.forward", "models/feed_forward.py: FeedForward.forward"
+UNTIL_BACKWARD, WHILE_RUNNING = "until the block's backward pass", "while this part of the block runs"
+saved_tensors = partial(tensors, SAVED_ACTIVATIONS)
+transient = partial(tensors, TRANSIENT_ACTIVATIONS)
+Moments = Iterator[tuple[str, Tensors]]
+"""Parts of a block's backward pass: what is alive of this block, beside its weights and their gradients."""
 
 
 @dataclass(frozen=True)
@@ -18,9 +29,9 @@ class BlockMemory:
 
     model: ModelConfig
     tokens: int
-    compute_bytes: int = 2
-    stats_bytes: int = 4
-    """Element size of softmax and norm statistics."""
+    compute_dtype: str = "bfloat16"
+    stats_dtype: str = "float32"
+    """Of softmax and norm statistics, and of sums."""
     tp: int = 1
     sequence_parallel: bool = True
     compiled: bool = False
@@ -28,6 +39,16 @@ class BlockMemory:
     head_groups: int = 1
     mlp_tile_bytes: int | None = None
     """Size of an MLP tile, with recomputation."""
+    sequences: int = 1
+    """Of a micro-batch."""
+
+    @property
+    def compute_bytes(self) -> int:
+        return DTYPE_BYTES[self.compute_dtype]
+
+    @property
+    def stats_bytes(self) -> int:
+        return DTYPE_BYTES[self.stats_dtype]
 
     @property
     def sequence_shards(self) -> int:
@@ -75,77 +96,290 @@ class BlockMemory:
     def ffn_bytes(self) -> int:
         return self.compute_bytes * self.model.ffn_dim * self.tokens // self.tp
 
-    def saved_bytes(self, policy: str) -> int:
-        """Saved activations of attention and feed-forward under a recompute policy."""
-        return self.attention_saved_bytes(policy) + (self.feed_forward_saved_bytes() if policy == "none" else 0)
-
     @property
     def attention_output_bytes(self) -> int:
         """Attention output and log-sum-exp."""
         return self.compute_bytes * self.q_numel + self.stats_bytes * self.model.num_heads * self.tokens // self.tp
 
-    def attention_saved_bytes(self, policy: str) -> int:
-        output_bytes = self.attention_output_bytes
-        if policy != "none":
-            return self.residual_bytes + output_bytes * (policy == "keep_attention")
-        qkv_bytes = self.qkv_bytes + self.compute_bytes * self.q_numel * (self.ulysses_degree > 1)  # Also exchanged.
-        return self._norm_saved_bytes() + qkv_bytes + output_bytes + self._qk_norm_saved_bytes()
+    @property
+    def two_sequences(self) -> float:
+        """The share of two sequences in a micro-batch of several."""
+        return 2 / self.sequences if self.sequences > 1 else 0
 
-    def feed_forward_saved_bytes(self) -> int:
-        return self._norm_saved_bytes() + (3 if self.compiled else 2) * self.ffn_bytes
-
-    def _qk_norm_saved_bytes(self) -> int:
-        """Inputs of the query and key norms, and one statistic per head."""
-        heads = (self.model.num_heads // self.tp + self.kv_heads) * self.model.qk_norm
-        return heads * (self.compute_bytes * self.model.head_dim + self.stats_bytes) * self.tokens
-
-    def _norm_saved_bytes(self) -> int:
-        """Norm input, one statistic per token, and the output gathered over the tp ranks."""
-        statistics_bytes = self.stats_bytes * self.residual_bytes // (self.compute_bytes * self.model.dim)
-        return self.residual_bytes + statistics_bytes + self.compute_bytes * self.model.dim * self.tokens
+    # ---- shapes
 
     @property
-    def gathered_bytes(self) -> int:
-        """Hidden states gathered over the tp ranks; 0 without sequence parallelism."""
-        return self.compute_bytes * self.model.dim * self.tokens * (self.tp > 1 and self.sequence_parallel)
+    def heads(self) -> int:
+        """Query heads of a rank."""
+        return self.model.num_heads // self.tp
 
-    def feed_forward_backward_bytes(self) -> int:
-        """Transient bytes of the feed-forward backward without recomputation: gradients of the output (gathered under tp),
-        gate and up.
-        """
-        return self.residual_bytes + self.gathered_bytes + 2 * self.ffn_bytes
+    @property
+    def ffn_dim(self) -> int:
+        return self.model.ffn_dim // self.tp
 
-    def attention_backward_bytes(self, grad_comm_bytes: int) -> int:
-        """Transient bytes of the attention backward without recomputation: the residual gradient and the operator's
-        buffers. Query norms run after the operator has freed its output.
-        """
-        return self.residual_bytes + max(
-            self._attention_op_backward_bytes(grad_comm_bytes),
-            self._qk_norm_backward_bytes(self.compute_bytes) - self.attention_output_bytes,
+    @property
+    def local_tokens(self) -> int:
+        return self.tokens // self.sequence_shards
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether tokens are gathered over the tp ranks before the matrix products."""
+        return self.tp > 1 and self.sequence_parallel
+
+    def numbers(self, name: str, *shape: int, copies: float = 1) -> MemoryTensor:
+        """In the compute dtype."""
+        return MemoryTensor(name, shape, self.compute_dtype, copies=copies)
+
+    def sums(self, name: str, *shape: int, copies: float = 1) -> MemoryTensor:
+        """In the dtype of statistics and sums."""
+        return MemoryTensor(name, shape, self.stats_dtype, copies=copies)
+
+    def stream(self, name: str, copies: float = 1) -> MemoryTensor:
+        """[S, E]."""
+        return self.numbers(name, self.local_tokens, self.model.dim, copies=copies)
+
+    def gathered(self, name: str, copies: float = 1) -> MemoryTensor:
+        """[T, E] with tensor and sequence parallelism; else nothing."""
+        return self.numbers(name, self.tokens, self.model.dim, copies=copies * self.is_gathered)
+
+    def queries(self, name: str, share: float = 1, copies: float = 1) -> MemoryTensor:
+        """[T, N, H], or a share of the heads."""
+        return self.numbers(name, self.q_numel, copies=copies * share)
+
+    def kv(self, name: str, share: float = 1, copies: float = 1) -> MemoryTensor:
+        """[2, T, K, H], with the heads that Ulysses repeats, or a share of them."""
+        return self.numbers(name, self.kv_numel, copies=copies * share)
+
+    # ---- saved
+
+    def block_input(self, *, copies: float = 1, on_host: bool = False) -> Tensors:
+        source = "parallelisms/activation_checkpoint.py: BlockActivations.attention_forward"
+        return saved_tensors(source, UNTIL_BACKWARD, self.stream("block inputs", copies), on_host=on_host)
+
+    def attention_output(self, *, copies: float = 1, on_host: bool = False) -> Tensors:
+        source = "parallelisms/activation_checkpoint.py: BlockActivations.attention_forward"
+        return saved_tensors(
+            source,
+            UNTIL_BACKWARD,
+            self.queries("attention outputs", copies=copies),
+            self.sums("log-sum-exps", self.heads, self.tokens, copies=copies),
+            on_host=on_host,
         )
 
-    def _qk_norm_backward_bytes(self, bytes_per_element: int) -> int:
-        """Backward of the query norm: `bytes_per_element`, and three statistics-typed values, per query element."""
-        return (bytes_per_element + 3 * self.stats_bytes) * self.q_numel * self.model.qk_norm
+    def saved(self, policy: str) -> Tensors:
+        """Between the block's forward and its backward pass, under a recompute policy, on the device."""
+        if policy == "none":
+            return self.attention_saved() + self.feed_forward_saved()
+        return self.block_input() + (self.attention_output() if policy == "keep_attention" else ())
 
-    def _attention_op_backward_bytes(self, grad_comm_bytes: int) -> int:
-        """Gradients of output, queries, keys and values, and receive buffers. `grad_comm_bytes` is the element size of KV
-        gradients on the wire.
-        """
-        local_bytes = self.compute_bytes * 2 * self.q_numel
-        ring = self.ring_degree
+    def attention_saved(self, copies: float = 1) -> Tensors:
+        """By autograd, without recomputation."""
+        return self._attention_inputs_saved(copies) + self._attention_results_saved(copies)
+
+    def _attention_inputs_saved(self, copies: float = 1) -> Tensors:
+        heads = self.heads + self.kv_heads
+        return saved_tensors(
+            ATTENTION,
+            UNTIL_BACKWARD,
+            *self._norm_saved("attention", copies),
+            self.queries("queries", copies=copies),
+            self.kv("keys and values", copies=copies),
+            self.numbers(
+                "heads before their norms", self.tokens, heads, self.model.head_dim, copies=copies * self.model.qk_norm
+            ),
+            self.sums("inverse RMS of heads", self.tokens, heads, copies=copies * self.model.qk_norm),
+        )
+
+    def _attention_results_saved(self, copies: float = 1) -> Tensors:
+        return saved_tensors(
+            ATTENTION,
+            UNTIL_BACKWARD,
+            self.queries("attention outputs", copies=copies),
+            self.sums("log-sum-exps", self.heads, self.tokens, copies=copies),
+            self.queries("attention outputs, back at their tokens", copies=copies * (self.ulysses_degree > 1)),
+        )
+
+    def feed_forward_saved(self, copies: float = 1) -> Tensors:
+        return saved_tensors(
+            FEED_FORWARD,
+            UNTIL_BACKWARD,
+            *self._norm_saved("the feed-forward", copies),
+            self.numbers("gate and up", 2, self.tokens, self.ffn_dim, copies=copies),
+            self.numbers(
+                "their product, which the compiler saves", self.tokens, self.ffn_dim, copies=copies * self.compiled
+            ),
+        )
+
+    def left_for_weight_gradients(self, copies: float = 1) -> Tensors:
+        """Inputs and output gradients of the matrices whose gradients are computed later."""
+        return self._attention_left(copies) + self._feed_forward_left(copies)
+
+    def _attention_left(self, copies: float = 1) -> Tensors:
+        return self._left(
+            self.numbers("normalized inputs of attention", self.tokens, self.model.dim, copies=copies),
+            self.queries("gradients of queries", copies=copies),
+            self.kv("gradients of KV", copies=copies),
+        ) + self._output_left(copies)
+
+    def _output_left(self, copies: float = 1) -> Tensors:
+        return self._left(
+            self.queries("attention outputs", copies=copies),
+            self.numbers("gradients of attention's outputs", self.tokens, self.model.dim, copies=copies),
+        )
+
+    def _feed_forward_left(self, copies: float = 1) -> Tensors:
+        return self._left(
+            self.numbers("normalized inputs of the feed-forward", self.tokens, self.model.dim, copies=copies),
+            self.numbers("gradients of the feed-forward's outputs", self.tokens, self.model.dim, copies=copies),
+            self.numbers("gate and up, with gradients", 4, self.tokens, self.ffn_dim, copies=copies),
+        )
+
+    def _left(self, *entries: MemoryTensor) -> Tensors:
+        return saved_tensors(
+            "models/linear.py: LinearWithLaterGrad", "until the weight gradients are computed", *entries
+        )
+
+    def _norm_saved(self, before: str, copies: float) -> tuple[MemoryTensor, ...]:
+        return (
+            self.stream(f"residual streams before {before}", copies),
+            self.sums(f"inverse RMS before {before}", self.local_tokens, copies=copies),
+            self.numbers(f"normalized inputs of {before}", self.tokens, self.model.dim, copies=copies),
+        )
+
+    # ---- backward without recomputation
+
+    def autograd_moments(self, grad_dtype: str, *, leaves_weights: bool) -> Moments:
+        """`grad_dtype` is that of KV gradients on the wire; `leaves_weights` for later, with what their gradients need."""
+        attention = self.attention_saved()
+        yield (
+            "feed-forward",
+            attention
+            + self.feed_forward_saved()
+            + transient(
+                FEED_FORWARD,
+                WHILE_RUNNING,
+                self.stream("gradient of the output"),
+                self.gathered("gathered gradient of the output"),
+                self.numbers("gradients of gate and up", 2, self.tokens, self.ffn_dim),
+            ),
+        )
+        yield (
+            "the input gradient of the feed-forward",
+            attention
+            + (self._feed_forward_left() if leaves_weights else ())
+            + saved_tensors(FEED_FORWARD, UNTIL_BACKWARD, self.stream("residual stream before the feed-forward"))
+            + transient(
+                FEED_FORWARD,
+                WHILE_RUNNING,
+                self.stream("gradient of the output", not leaves_weights),
+                self.numbers("gradients of gate and up", 2, self.tokens, self.ffn_dim, copies=not leaves_weights),
+                self.numbers("gradients of the normalized input, by matrix, and a sum", 3, self.tokens, self.model.dim),
+            ),
+        )
+        after = self._feed_forward_left() if leaves_weights else ()
+        yield (
+            "the norm before the feed-forward",
+            attention
+            + after
+            + self._norm_backward("the feed-forward", has_gradient=leaves_weights and not self.is_gathered),
+        )
+        after += (
+            self._left(self.numbers("gradient of attention's output", self.tokens, self.model.dim))
+            if leaves_weights
+            else ()
+        )
+        stream = transient(ATTENTION, WHILE_RUNNING, self.stream("gradient of the residual stream"))
+        for name, operator in self.operator_moments(grad_dtype):
+            yield name, attention + after + stream + operator
+        after += self._left(self.queries("attention output")) if leaves_weights else ()
+        if self.model.qk_norm:
+            yield "norms of heads", self._attention_inputs_saved() + after + stream + self._query_norm_backward(1)
+        after = self.left_for_weight_gradients() if leaves_weights else self._attention_left()[:3]
+        summed = transient(
+            ATTENTION,
+            WHILE_RUNNING,
+            self.stream("gradient of the residual stream"),
+            self.numbers("gradients of the normalized input, by matrix, and a sum", 3, self.tokens, self.model.dim),
+        )
+        residual = saved_tensors(ATTENTION, UNTIL_BACKWARD, self.stream("residual stream before attention"))
+        yield "the input gradients of queries, keys and values", after + residual + summed
+        after = after if leaves_weights else ()
+        yield "the norm before attention", after + self._norm_backward("attention", has_gradient=False)
+
+    def _norm_backward(self, before: str, *, has_gradient: bool) -> Tensors:
+        """`has_gradient`: the gradient of the residual stream is counted elsewhere."""
+        return saved_tensors(ATTENTION, UNTIL_BACKWARD, self.stream(f"residual stream before {before}")) + transient(
+            "models/norm.py: rms_norm_backward",
+            WHILE_RUNNING,
+            self.stream("gradient of the residual stream", not has_gradient),
+            self.stream("gradients of the norm's output, also by its weight", 2),
+            self.sums("products of the norm's backward pass", 3, self.local_tokens, self.model.dim),
+        )
+
+    def _query_norm_backward(self, num_gradients: int) -> Tensors:
+        return transient(
+            "models/norm.py: rms_norm_backward",
+            WHILE_RUNNING,
+            self.queries("gradients of queries", copies=num_gradients),
+            self.sums("products of the norm's backward pass", 3, self.q_numel),
+        )
+
+    def operator_moments(self, grad_dtype: str, share: float = 1) -> Moments:
+        """The backward pass of attention: gradients and receive buffers, for a share of the heads."""
+        source = "parallelisms/context/ring.py: backward"
+        grad_output = self.queries("gradient of the output", share)
+        ring, kv = self.ring_degree, self.kv_numel
         if ring == 1:
-            return local_bytes + self.compute_bytes * self.kv_numel
-        # Accumulators have the statistics type; the gradients of the current block are held too.
-        local_bytes += self.stats_bytes * (self.q_numel + self.kv_numel)
+            yield (
+                "attention",
+                transient(
+                    "models/attention_op.py: backward",
+                    WHILE_RUNNING,
+                    grad_output,
+                    self.queries("gradient of queries", share),
+                    self.kv("gradients of KV", share),
+                    # One sequence after the other; the last one's gradients are alive while the next are computed.
+                    self.queries("gradients of queries, of two sequences", share * self.two_sequences),
+                    self.kv("gradients of KV, of two sequences", share * self.two_sequences),
+                ),
+            )
+            return
+        local = (
+            grad_output,
+            self.queries("gradient of queries, of one piece", share),
+            self.sums("sum of the gradient of queries", self.q_numel, copies=share),
+            self.sums("sum of the gradients of own KV", kv, copies=share),
+        )
+        on_wire = MemoryTensor("gradients of KV on the wire", (kv,), grad_dtype)
         if self.gathers_kv:
-            before_reduce = (ring - 1) * (2 * self.compute_bytes + self.stats_bytes)
-            during_reduce = (ring - 1) * self.stats_bytes + ring * grad_comm_bytes
-            return local_bytes + self.kv_numel * max(before_reduce, during_reduce)
-        in_transit = 2 * grad_comm_bytes + self.compute_bytes if ring > 2 else 0  # KV and KV gradients in transit.
-        return local_bytes + self.kv_numel * (2 * self.compute_bytes + self.stats_bytes + in_transit)
+            pieces = share * (ring - 1)
+            remote = (
+                self.kv("KV of other ranks", copies=pieces),
+                self.kv("gradients of the KV of other ranks, of one piece", copies=pieces),
+                self.sums("sum of the gradients of the KV of other ranks", kv, copies=pieces),
+            )
+            yield "attention", transient(source, WHILE_RUNNING, *local, *remote)
+            yield (
+                "the reduce-scatter of KV gradients",
+                transient(source, WHILE_RUNNING, *local, remote[-1], on_wire._replace(copies=share * ring)),
+            )
+            return
+        in_transit = share * (ring > 2)
+        yield (
+            "attention",
+            transient(
+                source,
+                WHILE_RUNNING,
+                *local,
+                self.kv("KV of another rank", share),
+                self.kv("gradients of its KV, of one piece", share),
+                self.sums("sum of the gradients of its KV", kv, copies=share),
+                self.kv("KV in transit", copies=in_transit),
+                on_wire._replace(copies=2 * in_transit),
+            ),
+        )
 
-    # ---- backward with recomputation, without the saved activations of other blocks
+    # ---- backward with recomputation
 
     def num_tiles(self, sequences: int = 1) -> int:
         """A tile holds equally many tokens of each of the micro-batch's `sequences`."""
@@ -163,54 +397,3 @@ class BlockMemory:
     def _tile_bytes_per_token(self) -> int:
         dim, ffn_dim = self.model.dim, self.model.ffn_dim // self.tp
         return self.compute_bytes * (2 * ffn_dim + 2 * max(ffn_dim, dim) + dim)
-
-    def feed_forward_recompute_bytes(self) -> int:
-        """Block input, attention output, incoming and outgoing gradient, and one tile in the feed-forward or its norm with
-        the gradients of all matrices.
-        """
-        count, tokens, dim, ffn_dim = self.num_tiles(), self.tile_tokens, self.model.dim, self.model.ffn_dim // self.tp
-        local_bytes = self.compute_bytes * dim * tokens // self.sequence_shards
-        gathered_bytes = self.compute_bytes * dim * tokens * (self.tp > 1 and self.sequence_parallel)
-        gate_bytes = self.compute_bytes * ffn_dim * tokens
-        weight_grad_bytes = self.compute_bytes * dim * ffn_dim
-        ffn_peak = max(4 * gate_bytes + weight_grad_bytes, 2 * gate_bytes + 3 * weight_grad_bytes + local_bytes)
-        norm_peak = 3 * weight_grad_bytes + local_bytes + 3 * self.stats_bytes * local_bytes // self.compute_bytes
-        accumulator_bytes = self.stats_bytes * 3 * dim * ffn_dim * (count > 1)
-        gathered_bytes = max(local_bytes + gathered_bytes, 2 * gathered_bytes)
-        tile_bytes = local_bytes + gathered_bytes + max(ffn_peak, norm_peak - local_bytes)
-        return (2 + (count > 1)) * self.residual_bytes + self.attention_output_bytes + accumulator_bytes + tile_bytes
-
-    def attention_recompute_bytes(self, grad_comm_bytes: int) -> int:
-        """Block input and its gradient (also gathered under tp), gradients of finished head groups, and QKV of the active and
-        the prefetched group. Query gradients reuse the memory of the attention output.
-        """
-        groups = self.head_groups
-        finished_groups = max(0, groups - 2) * self.compute_bytes * self.kv_numel // groups
-        active_groups = self._active_group_bytes() + self._prefetched_group_bytes() * (groups > 1)
-        active_groups += self._attention_op_backward_bytes(grad_comm_bytes)
-        inputs = 2 * self.residual_bytes + 2 * self.gathered_bytes
-        return inputs + self.attention_output_bytes + finished_groups + active_groups // groups
-
-    def _active_group_bytes(self) -> int:
-        """QKV over all heads. Ulysses also holds the output and its gradient before and after the all-to-all."""
-        return self.qkv_bytes + 2 * self.compute_bytes * self.q_numel * (self.ulysses_degree > 1)
-
-    def _prefetched_group_bytes(self) -> int:
-        """QKV over all heads, with communication buffers."""
-        if self.ulysses_degree > 1:
-            return 2 * self.qkv_bytes
-        num_kv_buffers = 1 + (self.ring_degree if self.gathers_kv else 1) if self.ring_degree > 1 else 0
-        return self.qkv_bytes + self.compute_bytes * self.kv_numel * num_kv_buffers
-
-    def qkv_recompute_bytes(self) -> int:
-        """Block input and its gradient, QKV gradients, and one tile in the rotary or norm backward."""
-        is_tiled, tokens, dim, qkv_bytes = self.num_tiles() > 1, self.tile_tokens, self.model.dim, self.qkv_bytes
-        local_bytes = self.compute_bytes * dim * tokens // self.sequence_shards
-        weight_grad_bytes = dim * qkv_bytes // self.tokens
-        tile_bytes = qkv_bytes * tokens // self.tokens
-        transient = max(2 * self.stats_bytes * self.q_numel, self._qk_norm_backward_bytes(2 * self.compute_bytes))
-        rope_peak = tile_bytes * (self.head_groups > 1) + tile_bytes + transient * tokens // self.tokens
-        norm_peak = weight_grad_bytes + local_bytes + 3 * self.stats_bytes * local_bytes // self.compute_bytes
-        accumulator_bytes = (self.stats_bytes * weight_grad_bytes // self.compute_bytes) * is_tiled
-        held_bytes = 2 * self.residual_bytes + self.gathered_bytes + qkv_bytes + local_bytes
-        return held_bytes + accumulator_bytes + max(rope_peak, norm_peak)

@@ -1,54 +1,44 @@
-"""Predicts the peak memory of each pipeline rank from the configuration alone. Imports no torch.
+"""What every pipeline rank holds at the moments of a step that can be its peak. Imports no torch.
 
-Sums the items alive in each candidate phase of a step and takes the maximum. Kernel workspaces, communication library
-buffers and allocator fragmentation are not included. Symbols are those of docs/parallelism.md.
+A moment is a sum of named tensors (`tensors.py`). Communication library buffers and allocator fragmentation are not
+included. Symbols are those of docs/parallelism.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
+from functools import cached_property
 
-from parallelisms.pipeline_plan import SINGLE_STAGE_SCHEDULES
 from trainer.config.job_config import Config
 from trainer.config.sections import OPTIMIZER_CHUNK_ELEMENTS
-from trainer.memory.rank import RankMemory, Shapes, numel
+from trainer.memory import ends
+from trainer.memory.passes import Pass, passes
+from trainer.memory.rank import RankMemory, Shapes
+from trainer.memory.recompute import recompute_moments
+from trainer.memory.tensors import (
+    SAVED_ACTIVATIONS,
+    TRANSIENT_ACTIVATIONS,
+    MemoryEstimate,
+    MemoryItem,
+    MemoryTensor,
+    Tensors,
+    tensors,
+    total_bytes,
+)
+from trainer.memory.weights import WeightMemory
 
-SAVED_ACTIVATIONS, TRANSIENT_ACTIVATIONS = "saved activations", "transient activations"
+__all__ = [
+    "SAVED_ACTIVATIONS",
+    "TRANSIENT_ACTIVATIONS",
+    "MemoryEstimate",
+    "MemoryItem",
+    "estimate_memory",
+    "estimate_memory_per_pp_rank",
+    "phase_estimates",
+]
 
-
-@dataclass(frozen=True)
-class MemoryItem:
-    name: str
-    device_bytes: float = 0
-    host_bytes: float = 0
-
-
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Memory of a rank in one phase of a step."""
-
-    phase: str
-    pp_rank: int
-    pp: int
-    items: tuple[MemoryItem, ...]
-
-    @property
-    def device_bytes(self) -> float:
-        return sum(item.device_bytes for item in self.items)
-
-    @property
-    def host_bytes(self) -> float:
-        return sum(item.host_bytes for item in self.items)
-
-    def item(self, name: str) -> MemoryItem:
-        return next(item for item in self.items if item.name == name)
-
-    @property
-    def largest_items(self) -> list[MemoryItem]:
-        """The three that need most of the device."""
-        return sorted(self.items, key=lambda item: -item.device_bytes)[:3]
+STEP, RUN = "the step", "the run"
 
 
 def estimate_memory(config: Config, world_size: int) -> MemoryEstimate:
@@ -63,207 +53,348 @@ def estimate_memory_per_pp_rank(config: Config, world_size: int) -> list[MemoryE
 
 
 def _peak(estimates: list[MemoryEstimate]) -> MemoryEstimate:
-    """The phase with the device's peak, with the host's own peak, which is at the end of the forward pass."""
+    """The moment of the device's peak, with what is on the host at its own peak."""
     peak = max(estimates, key=lambda estimate: estimate.device_bytes)
-    saved = replace(
-        peak.item(SAVED_ACTIVATIONS), host_bytes=max(each.item(SAVED_ACTIVATIONS).host_bytes for each in estimates)
-    )
-    return replace(peak, items=tuple(saved if item.name == SAVED_ACTIVATIONS else item for item in peak.items))
+    fullest = max(estimates, key=lambda estimate: estimate.host_bytes)
+    on_device = tuple(each for each in peak.tensors if not each.on_host)
+    return replace(peak, tensors=on_device + tuple(each for each in fullest.tensors if each.on_host))
 
 
 def phase_estimates(rank: RankMemory) -> Iterator[MemoryEstimate]:
-    """The phases of a step that can be the peak."""
-    if rank.has_last_stage:
-        yield from _head_estimates(rank)
-    for index in sorted({0, min(1, rank.num_blocks - 1), rank.num_blocks - 1} - {-1}):
-        yield from _block_backward_estimates(rank, index)
-    if rank.has_first_stage:
-        yield _embedding_estimate(rank)
-    # Bfloat16 moments are upcast chunk by chunk.
-    chunk = min(
-        OPTIMIZER_CHUNK_ELEMENTS, max(rank.sharded_numel([shape]) for shape in rank.block_shapes + rank.end_shapes)
-    )
-    is_upcast = rank.moment_bytes < rank.master_bytes and not rank.optimizer_on_host
-    transient = 2 * rank.master_bytes * chunk * is_upcast
-    yield _estimate(rank, "in the optimizer step", gradients=rank.local_numel, transient=transient)
+    """The moments of a step that can be the peak."""
+    return StepMemory(rank).moments()
 
 
-def _head_estimates(rank: RankMemory) -> Iterator[MemoryEstimate]:
-    rows, dim = rank.head_shapes[0]
-    input_bytes, weight_bytes = rank.compute_bytes * rank.head_tokens * dim, rank.master_bytes * rows * dim
-    low_precision_bytes = rank.compute_bytes * (rank.compute_bytes < rank.master_bytes)
-    chunk = min(rank.loss_chunk_tokens, rank.head_tokens)
-    # With the chunk's weight gradient.
-    logits_bytes = (rank.master_bytes + low_precision_bytes) * rows * chunk + rank.compute_bytes * rows * dim
-    head = rank.gathered_bytes([] if rank.model.tie_embeddings else rank.head_shapes) * (rank.pipeline.pp == 1)
-    last_block = rank.gathered_bytes(rank.block_shapes)
-    has_copy = rank.num_shards > 1  # The last all-gather output and its copy-out both exist.
-    weights = rank.resident_weight_bytes(rank.num_blocks) + head
-    estimate = partial(
-        _estimate,
-        rank,
-        gradients=_gradient_numel(rank, 0),
-        saved=rank.saved_bytes,
-        on_host=rank.in_flight_micro_batches * rank.saved_block_bytes(rank.num_blocks)[1],
-    )
-    yield estimate(
-        "in the loss head, forward",
-        weights=weights - last_block * rank.reshards_after_forward + has_copy * (head or last_block),
-        unreduced=rank.pipeline_gradient_bytes,
-        head=2 * input_bytes + weight_bytes + logits_bytes,
-    )
-    yield estimate(
-        "in the loss head, backward",
-        weights=weights + has_copy * head,
-        unreduced=rank.pipeline_gradient_bytes,
-        head=2 * input_bytes + 2 * weight_bytes + low_precision_bytes * rows * dim,
-    )
-    # The norm backward runs in float32 chunks from the incoming to the outgoing gradient.
-    residual = rank.block.residual_bytes
-    chunk = min(rank.loss_chunk_tokens, residual // (rank.compute_bytes * dim))
-    yield estimate(
-        "in the final norm, backward",
-        weights=weights,
-        unreduced=rank.pipeline_gradient_bytes or rank.compute_bytes * rows * dim,
-        head=2 * residual + chunk * dim * (3 * rank.master_bytes + rank.compute_bytes),
-    )
+class StepMemory:
+    """The tensors of one pipeline rank in a step."""
 
+    def __init__(self, rank: RankMemory) -> None:
+        self.rank, self.block, self.is_pipeline = rank, rank.block, rank.pipeline.pp > 1
+        self.last_stage = rank.pipeline.num_stages - 1
+        self.weights = WeightMemory(rank)
+        self._saved_by_stage: dict[int, Tensors] = {}
 
-def _block_backward_estimates(rank: RankMemory, index: int) -> Iterator[MemoryEstimate]:
-    """Backward of block `index` of the rank, after all later blocks."""
-    shapes, residual, is_tied = rank.block_shapes, rank.block.residual_bytes, rank.model.tie_embeddings
-    is_last_block, num_later_blocks = index == rank.num_blocks - 1, rank.num_blocks - 1 - index
-    head_numel = rank.sharded_numel(rank.head_shapes) * rank.has_last_stage
-    gradients = _gradient_numel(rank, num_later_blocks * rank.sharded_numel(shapes) + head_numel)
-    all_on_device, all_on_host = rank.saved_block_bytes(rank.num_blocks)
-    still_on_device, still_on_host = rank.saved_block_bytes(index + (not rank.recomputes), in_backward=rank.recomputes)
-    saved = rank.saved_bytes - all_on_device + still_on_device - residual * rank.has_last_stage
-    on_host = rank.in_flight_micro_batches * all_on_host - all_on_host + still_on_host
-    block = rank.gathered_bytes(shapes)
-    prefetched = block * (rank.reshards_after_forward and rank.num_shards > 1 and index > 0)
-    previous_unit = ([] if is_tied else rank.head_shapes) if is_last_block else shapes
-    unreduced = rank.pipeline_gradient_bytes + rank.gathered_bytes(rank.head_shapes) * is_tied
-    estimate = partial(_estimate, rank, on_host=on_host)
-    for name, transient, computed in _block_backward_phases(rank, index):
-        yield estimate(
-            f"in {name} of block {index}, backward",
-            gradients=gradients + numel(computed) * (not rank.is_sharded),
-            weights=rank.resident_weight_bytes(index + 1) + prefetched,
-            unreduced=rank.unreduced_gradient_bytes(previous_unit) + unreduced + rank.gathered_bytes(computed),
-            saved=saved,
-            # The incoming gradient may already be counted as a pipeline buffer.
-            transient=transient - residual * (is_last_block and not rank.has_last_stage),
+    def moments(self) -> Iterator[MemoryEstimate]:
+        for found in self._passes():
+            if found.kind == "F":
+                yield from self._forward_moments(found)
+            else:
+                yield from self._backward_moments(found)
+        yield self._optimizer_step()
+
+    def _moment(self, phase: str, *groups: Tensors) -> MemoryEstimate:
+        alive = self._always + tuple(each for group in groups for each in group)
+        return MemoryEstimate(phase, self.rank.pp_rank, self.rank.pipeline.pp, alive)
+
+    # ---- the order of a step
+
+    def _passes(self) -> Iterator[Pass]:
+        """Of passes that are alike: those during which the device and the host hold most for others."""
+        rank, fullest = self.rank, dict[tuple[object, ...], tuple[float, Pass]]()
+        stages = rank.blocks_by_stage
+        device, host = (
+            {stage: total_bytes(self._saved(stage), on_host=place) for stage in stages} for place in (False, True)
         )
-    if not rank.is_sharded:
-        return
-    gathered = (
-        rank.resident_weight_bytes(0) + prefetched if rank.reshards_after_forward else rank.resident_weight_bytes(index)
-    )
-    yield estimate(
-        f"reduce-scatter after block {index}",
-        gradients=gradients,
-        weights=gathered,
-        unreduced=unreduced + block + rank.unreduced_gradient_bytes(shapes),
-        saved=saved - (0 if rank.recomputes else rank.block.saved_bytes("none")),
-        transient=residual + _prefetched_activation_bytes(rank, index) if rank.recomputes else 0,
-    )
+        left = {stage: total_bytes(self._left(stage)) for stage in stages}
+        whole = {stage: rank.reduce_bytes * self.weights.stage_numel(stage) * rank.num_shards for stage in stages}
+        for found in passes(self.rank):
+            on_device = sum(count * device[stage] for stage, count in found.waiting)
+            on_device += sum(count * left[stage] for stage, count in found.left)
+            on_device += found.num_messages * self.block.residual_bytes + sum(whole[stage] for stage in found.whole)
+            on_host = sum(count * host[stage] for stage, count in found.waiting)
+            is_end, blocks = found.stage == self.last_stage, stages[found.stage]
+            alike = (
+                found.kind,
+                found.stage == 0,
+                is_end,
+                blocks,
+                found.is_first,
+                found.is_last,
+                is_end and found.gathers,
+            )
+            for place, held in (("device", on_device), ("host", on_host)):
+                key = (*alike, place)
+                if key not in fullest or held > fullest[key][0]:
+                    fullest[key] = held, found
+        yield from dict.fromkeys(found for _, found in fullest.values())
 
+    # ---- always
 
-def _block_backward_phases(rank: RankMemory, index: int) -> Iterator[tuple[str, float, Shapes]]:
-    """(name, transient bytes, matrices whose gradients exist) of each part of a block's backward."""
-    block = rank.block
-    _, _, _, output, *ffn_shapes = rank.block_shapes[:7]
-    if not rank.recomputes:
-        yield "feed-forward", block.feed_forward_backward_bytes(), ffn_shapes[2:]
-        transient = block.attention_backward_bytes(rank.kv_grad_bytes) - block.feed_forward_saved_bytes()
-        yield "attention", transient, [output, *ffn_shapes]
-        return
-    inputs = index % rank.config.memory.blocks_per_checkpoint * block.residual_bytes
-    prefetched = _prefetched_activation_bytes(rank, index)
-    yield "feed-forward", block.feed_forward_recompute_bytes() + inputs, []
-    attention = block.attention_recompute_bytes(rank.kv_grad_bytes) + inputs
-    yield "attention", attention + prefetched * (rank.config.memory.head_groups == 1), [output, *ffn_shapes]
-    yield "projections", block.qkv_recompute_bytes() + inputs + prefetched, [output, *ffn_shapes]
-
-
-def _prefetched_activation_bytes(rank: RankMemory, index: int) -> float:
-    """Activations being copied back from the host for the preceding block; of several head groups only its input."""
-    if rank.config.memory.offload == "none" or index == 0:
-        return 0
-    on_host = rank.saved_block_bytes(1)[1]
-    return on_host if rank.config.memory.head_groups == 1 else min(rank.block.residual_bytes, on_host)
-
-
-def _embedding_estimate(rank: RankMemory) -> MemoryEstimate:
-    unit = rank.embed_shapes
-    return _estimate(
-        rank,
-        "in the embedding, backward",
-        gradients=rank.local_numel + numel(unit) * (not rank.is_sharded and rank.num_micro_batches > 1),
-        weights=rank.resident_weight_bytes(0),
-        unreduced=rank.gathered_bytes(unit) + rank.unreduced_gradient_bytes(unit) + rank.pipeline_gradient_bytes,
-    )
-
-
-def _estimate(
-    rank: RankMemory,
-    phase: str,
-    *,
-    gradients: float,
-    weights: float = 0,
-    unreduced: float = 0,
-    saved: float = 0,
-    on_host: float = 0,
-    transient: float = 0,
-    head: float = 0,
-) -> MemoryEstimate:
-    """`gradients` is in elements, everything else in bytes."""
-    plan, micro_batches = rank.pipeline, rank.num_micro_batches
-    # Every micro-batch in the loss head holds its gradients.
-    waiting = {"GPipe": micro_batches, "InterleavedZeroBubble": plan.pp}.get(plan.schedule, 1) - 1
-    if rank.has_last_stage and plan.pp > 1:
-        head += waiting * (
-            rank.compute_bytes * rank.head_tokens * rank.model.dim + rank.master_bytes * numel(rank.head_shapes)
+    @cached_property
+    def _always(self) -> Tensors:
+        rank, on_host = self.rank, self.rank.optimizer_on_host
+        staged = rank.config.checkpoint.enabled and rank.config.checkpoint.asynchronous
+        weights = MemoryTensor("shards of weights", (rank.local_numel,), rank.master_dtype)
+        moments = MemoryTensor("shards of both moments", (2, rank.local_numel), rank.moment_dtype)
+        batch = MemoryTensor("tokens, labels, positions and document ids", (4, rank.tokens), "int64")
+        accumulate, staging = (
+            "trainer/trainer.py: Trainer.accumulate_gradients",
+            "trainer/checkpoint/manager.py: CheckpointManager.save",
         )
-    batch = 32 * rank.tokens  # Tokens, labels, positions and document ids are int64.
-    parameters, moments = rank.master_bytes * rank.local_numel, 2 * rank.moment_bytes * rank.local_numel
-    staged = rank.config.checkpoint.enabled and rank.config.checkpoint.asynchronous
-    if rank.optimizer_on_host:
-        gradients = rank.local_numel
-    states = {"parameters": parameters, "gradients": rank.master_bytes * gradients, "optimizer state": moments}
-    items = (
-        *(
-            MemoryItem(name, 0, size) if rank.optimizer_on_host else MemoryItem(name, size)
-            for name, size in states.items()
-        ),
-        MemoryItem("gathered weights", weights),
-        MemoryItem("unreduced gradients", unreduced),
-        MemoryItem(SAVED_ACTIVATIONS, saved, on_host),
-        MemoryItem(TRANSIENT_ACTIVATIONS, transient),
-        MemoryItem("loss head", head),
-        MemoryItem("pipeline buffers", _num_pipeline_buffers(rank) * rank.block.residual_bytes),
-        MemoryItem("async-checkpoint staging", 0, (parameters + moments) * staged),
-        # The host also prefetches the next step.
-        MemoryItem("batch", batch * (micro_batches if plan.pp > 1 else 1), 2 * batch * micro_batches),
-    )
-    return MemoryEstimate(phase, rank.pp_rank, plan.pp, items)
+        return (
+            *tensors("parameters", "trainer/build.py: build_model", RUN, weights, on_host=on_host),
+            *tensors("optimizer state", "trainer/optim/optimizer.py: Optimizer", RUN, moments, on_host=on_host),
+            *tensors(
+                "async-checkpoint staging",
+                staging,
+                "while a checkpoint is written",
+                weights._replace(copies=staged),
+                moments._replace(copies=staged),
+                on_host=True,
+            ),
+            *tensors("batch", accumulate, STEP, batch._replace(copies=self._batches_on_device)),
+            # The host also prefetches the next step.
+            *tensors(
+                "batch",
+                "trainer/data/loader.py: MicroBatchLoader",
+                STEP,
+                batch._replace(copies=2 * rank.num_micro_batches),
+                on_host=True,
+            ),
+        )
 
+    @property
+    def _batches_on_device(self) -> int:
+        return self.rank.num_micro_batches if self.is_pipeline else 1
 
-def _num_pipeline_buffers(rank: RankMemory) -> float:
-    """One per input and gradient that a stage receives in a step, and what multi-stage schedules keep of those they sent."""
-    plan, first, last = rank.pipeline, rank.has_first_stage, rank.has_last_stage
-    if plan.pp == 1:
-        return 0
-    received = rank.num_micro_batches * (2 * plan.stages_per_rank - first - last)
-    if plan.schedule in SINGLE_STAGE_SCHEDULES:
-        return received
-    finished = plan.stages_per_rank * (rank.num_micro_batches - rank.in_flight_micro_batches)
-    at_ends = first * (finished // plan.stages_per_rank) + last * -(-finished // plan.stages_per_rank)
-    return received + max(0, 2 * finished - at_ends)
+    # ---- what passes leave behind
 
+    def _saved(self, stage: int) -> Tensors:
+        """Of one micro-batch between its forward and its backward pass."""
+        if stage not in self._saved_by_stage:
+            self._saved_by_stage[stage] = self._saved_by(stage)
+        return self._saved_by_stage[stage]
 
-def _gradient_numel(rank: RankMemory, arrived: int) -> int:
-    """Elements of existing gradients: all from the second micro-batch's backward on, else those that `arrived`."""
-    if rank.pipeline.pp > 1 and rank.is_sharded:
-        return 0  # Reduce-scattered once, at the end of the step.
-    return rank.local_numel if rank.num_micro_batches > rank.in_flight_micro_batches else arrived
+    def _saved_by(self, stage: int) -> Tensors:
+        blocks = self.rank.blocks_by_stage[stage]
+        alive = self._saved_blocks(blocks) + (self._rotation() if blocks else ())
+        return alive + ends.saved_head(self.rank) if stage == self.last_stage else alive
+
+    def _rotation(self) -> Tensors:
+        angles = MemoryTensor(
+            "cosines and sines of rotary angles", (self.rank.tokens, self.rank.model.head_dim), self.rank.master_dtype
+        )
+        return tensors(SAVED_ACTIVATIONS, "models/rope.py: cos_sin_table", "until the stage's backward pass", angles)
+
+    def _saved_blocks(self, num_blocks: int, *, is_running: bool = False) -> Tensors:
+        """By the first blocks of a stage; of the group of blocks that is recomputed while the next one `is_running`, no
+        inputs: those are counted there.
+        """
+        block, memory = self.block, self.rank.config.memory
+        if not self.rank.recomputes:
+            return block.attention_saved(num_blocks) + block.feed_forward_saved(num_blocks) if num_blocks else ()
+        every = memory.blocks_per_checkpoint
+        inputs = num_blocks // every if is_running else -(-num_blocks // every)
+        hosted_inputs, hosted_outputs = self.rank.offloaded_shares
+        outputs = num_blocks * (memory.recompute == "keep_attention") * (1 - self.rank.attention_recompute_fraction)
+        return (
+            *block.block_input(copies=inputs * (1 - hosted_inputs)),
+            *block.block_input(copies=inputs * hosted_inputs, on_host=True),
+            *block.attention_output(copies=outputs * (1 - hosted_outputs)),
+            *block.attention_output(copies=outputs * hosted_outputs, on_host=True),
+        )
+
+    def _left(self, stage: int, num_blocks: int | None = None) -> Tensors:
+        """Of one micro-batch whose weight gradients are computed later."""
+        count = self.rank.blocks_by_stage[stage] if num_blocks is None else num_blocks
+        return self.block.left_for_weight_gradients(count)
+
+    def _held(self, found: Pass) -> Tensors:
+        """What other micro-batches hold during a pass."""
+        message = MemoryTensor(
+            "residual streams and gradients on their way",
+            (self.block.local_tokens, self.rank.model.dim),
+            self.rank.compute_dtype,
+            copies=found.num_messages,
+        )
+        return (
+            *(
+                each._replace(copies=each.copies * count)
+                for stage, count in found.waiting
+                for each in self._saved(stage)
+            ),
+            *(each._replace(copies=each.copies * count) for stage, count in found.left for each in self._left(stage)),
+            *tensors("pipeline messages", "parallelisms/pipeline.py: StreamExchange", "until used or sent", message),
+        )
+
+    # ---- moments
+
+    def _forward_moments(self, found: Pass) -> Iterator[MemoryEstimate]:
+        if found.stage != self.last_stage:
+            yield self._moment(
+                "at the end of the forward pass",
+                self._held(found),
+                self._saved(found.stage),
+                self.weights.gathered_in(found, 1),
+                self.weights.gradients(found, done_blocks=0, with_head=False, previous=[]),
+            )
+            return
+        rank, blocks = self.rank, self.rank.blocks_by_stage[found.stage]
+        own = self._saved_blocks(blocks) + self._rotation()
+        if found.stage > 0:  # Otherwise it is the first block's.
+            hosted_inputs, _ = rank.offloaded_shares
+            own += self.block.block_input(copies=hosted_inputs)
+        gathered = self.weights.gathered_in(found, 0 if rank.reshards_after_forward else blocks)
+        units = [] if rank.model.tie_embeddings else rank.head_unit
+        if not self.is_pipeline:
+            # The all-gather's output and what is copied out of it.
+            copies = 1 + (rank.num_shards > 1)
+            gathered += self.weights.gathered(
+                "weights of the head", units or rank.block_shapes, copies if units else rank.num_shards > 1
+            )
+        elif found.gathers:
+            gathered += self.weights.gathered(
+                "weights of the head, being gathered", rank.head_unit, rank.num_shards > 1
+            )
+        yield self._moment(
+            "in the loss head, forward",
+            self._held(found),
+            own,
+            gathered,
+            self.weights.gradients(found, done_blocks=0, with_head=False, previous=[]),
+            ends.saved_head(self.rank),
+            ends.head_forward(rank),
+        )
+
+    def _backward_moments(self, found: Pass) -> Iterator[MemoryEstimate]:
+        rank, blocks = self.rank, self.rank.blocks_by_stage[found.stage]
+        if found.kind == "W":
+            return
+        if found.stage == self.last_stage:
+            yield from self._head_backward_moments(found)
+        for index in self._sampled_blocks(blocks):
+            yield from self._block_moments(found, index)
+        if found.stage == 0:
+            embedding = self.weights.computed(rank.embed_shapes) + ends.embedding_backward(rank)
+            reducing = self.weights.unit(
+                "unreduced gradients", "gradients being reduced", rank.embed_shapes, rank.reduce_dtype, padded=True
+            )
+            alive = (
+                self._held(found)
+                + self.weights.gathered_in(found, 0)
+                + self.weights.gradients(found, done_blocks=blocks, with_head=True, previous=[])
+            )
+            yield self._moment("in the embedding, backward", alive, embedding)
+            if self.block.is_gathered:
+                yield self._moment("in the gather of the embedding's gradient", alive, ends.gather_over_tp(rank))
+            if rank.is_sharded and (found.is_last or not self.is_pipeline):
+                computed = self.weights.computed(rank.embed_shapes) if found.is_first or not self.is_pipeline else ()
+                yield self._moment("reduce-scatter after the embedding", alive, computed, reducing)
+
+    def _sampled_blocks(self, blocks: int) -> list[int]:
+        """Blocks of a stage at whose backward pass it may hold most."""
+        every = self.rank.config.memory.blocks_per_checkpoint
+        fullest_group = blocks // every * every - 1
+        return (
+            sorted({0, min(1, blocks - 1), min(every, blocks) - 1, fullest_group, blocks - 1} - {-1}) if blocks else []
+        )
+
+    def _head_backward_moments(self, found: Pass) -> Iterator[MemoryEstimate]:
+        rank, blocks = self.rank, self.rank.blocks_by_stage[found.stage]
+        units = [] if rank.model.tie_embeddings else rank.head_unit
+        gathered = self.weights.gathered_in(found, blocks)
+        if not self.is_pipeline and units:
+            gathered += self.weights.gathered("weights of the head", units)
+        alive = (
+            self._held(found)
+            + self._saved_blocks(blocks)
+            + self._rotation()
+            + gathered
+            + self.weights.gradients(found, done_blocks=0, with_head=False, previous=[])
+        )
+        yield self._moment(
+            "in the loss head, backward",
+            alive,
+            ends.saved_head(self.rank),
+            ends.head_backward(rank),
+        )
+        yield self._moment(
+            "in the final norm, backward",
+            alive,
+            self.weights.computed(rank.head_shapes),
+            ends.final_norm_backward(rank),
+        )
+
+    def _block_moments(self, found: Pass, index: int) -> Iterator[MemoryEstimate]:
+        """The backward pass of a stage's block `index`, after all later ones."""
+        rank, blocks = self.rank, self.rank.blocks_by_stage[found.stage]
+        later, shapes = blocks - 1 - index, rank.block_shapes
+        previous = (
+            shapes if later else ([] if rank.model.tie_embeddings or found.stage != self.last_stage else rank.head_unit)
+        )
+        base = (
+            self._held(found)
+            + self._saved_blocks(index, is_running=True)
+            + self._rotation()
+            + self._left(found.stage, later if found.kind == "I" else 0)
+        )
+        gathered = self.weights.gathered_in(found, index + 1)
+        if rank.reshards_after_forward and rank.num_shards > 1 and index > 0:
+            gathered += self.weights.gathered("weights of the next block", shapes)
+        gradients = self.weights.gradients(found, done_blocks=later, with_head=True, previous=previous)
+        for name, alive, computed in self._parts(found, index):
+            yield self._moment(
+                f"in {name} of block {index}, backward",
+                base,
+                gathered,
+                gradients,
+                self.weights.computed(computed),
+                alive,
+            )
+        if not rank.is_sharded or (self.is_pipeline and not found.is_last):
+            return
+        reduced = self.weights.gradients(found, done_blocks=later, with_head=True, previous=shapes)
+        stream = self.block.block_input()
+        yield self._moment(
+            f"reduce-scatter after block {index}",
+            base,
+            gathered if not self.is_pipeline else self.weights.gathered_in(found, index),
+            reduced,
+            self.weights.computed(shapes) if found.is_first or not self.is_pipeline else (),
+            stream,
+        )
+
+    def _parts(self, found: Pass, index: int) -> Iterator[tuple[str, Tensors, Shapes]]:
+        """(name, activations, matrices whose gradients exist) of each part of a block's backward pass."""
+        _, _, _, output, *feed_forward = self.rank.block_shapes[:7]
+        grad_dtype = self.rank.kv_grad_dtype
+        if not self.rank.recomputes:
+            leaves = found.kind == "I"
+            for name, alive in self.block.autograd_moments(grad_dtype, leaves_weights=leaves):
+                computed = feed_forward[2:] if name == "feed-forward" else [output, *feed_forward]
+                yield name, alive, [] if leaves else computed
+            return
+        inputs = self.block.block_input(copies=index % self.rank.config.memory.blocks_per_checkpoint)
+        for name, alive in recompute_moments(self.block, grad_dtype, self._prefetched(index)):
+            is_feed_forward = "feed-forward" in name
+            yield name, alive + inputs, [] if is_feed_forward else [output, *feed_forward]
+
+    def _prefetched(self, index: int) -> Tensors:
+        """Activations being copied back from the host for the preceding block; of several head groups only its input."""
+        if index == 0:
+            return ()
+        every = self.rank.config.memory.blocks_per_checkpoint
+        hosted_inputs, hosted_outputs = self.rank.offloaded_shares
+        preceding_input = self.block.block_input(
+            copies=hosted_inputs * ((index - 1) % every == 0 or index % every == 0)
+        )
+        if self.rank.config.memory.head_groups > 1:
+            return preceding_input
+        outputs = (self.rank.config.memory.recompute == "keep_attention") * (1 - self.rank.attention_recompute_fraction)
+        return preceding_input + self.block.attention_output(copies=outputs * hosted_outputs)
+
+    def _optimizer_step(self) -> MemoryEstimate:
+        """Bfloat16 moments are widened chunk by chunk."""
+        rank = self.rank
+        chunk = min(
+            OPTIMIZER_CHUNK_ELEMENTS, max(rank.sharded_numel([shape]) for shape in rank.block_shapes + rank.end_shapes)
+        )
+        is_widened = rank.moment_dtype != rank.master_dtype and not rank.optimizer_on_host
+        widened = MemoryTensor("a chunk of both moments", (2, chunk), rank.master_dtype, copies=is_widened)
+        return self._moment(
+            "in the optimizer step",
+            self.weights.shards("gradients", rank.local_numel),
+            tensors(
+                TRANSIENT_ACTIVATIONS, "trainer/optim/optimizer.py: Optimizer", "while a chunk is updated", widened
+            ),
+        )

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
-from math import inf
 
 from parallelisms.pipeline_plan import SINGLE_STAGE_SCHEDULES, SPLIT_BACKWARD_SCHEDULES
 from trainer.config.job_config import Config
 from trainer.hardware.host import GIB
 from trainer.memory.block import BlockMemory
+from trainer.memory.tensors import DTYPE_BYTES
 
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 Shapes = list[tuple[int, int]]
 """(rows, columns) of the parameters on one tp rank; norms have one column."""
 
@@ -27,11 +26,14 @@ class RankMemory:
         self.tp, self.pipeline = degrees["tp"], config.pipeline_plan(world_size)
         self.num_shards = degrees["dp_shard"] * degrees["cp"]
         self.num_micro_batches = config.micro_batches(world_size)[1]
-        self.compute_bytes, self.master_bytes = DTYPE_BYTES[training.dtype], max(4, DTYPE_BYTES[training.dtype])
-        is_bfloat16 = self.compute_bytes == 2
-        self.reduce_bytes = DTYPE_BYTES[training.reduce_dtype] if is_bfloat16 else self.master_bytes
-        self.kv_grad_bytes = DTYPE_BYTES[parallelism.cp_reduce_dtype] if is_bfloat16 else self.compute_bytes
-        self.moment_bytes = 2 if config.memory.optimizer_dtype == "bfloat16" else self.master_bytes
+        is_bfloat16 = training.dtype == "bfloat16"
+        self.compute_dtype, self.master_dtype = training.dtype, "float32" if is_bfloat16 else training.dtype
+        self.reduce_dtype: str = training.reduce_dtype if is_bfloat16 else self.master_dtype
+        self.kv_grad_dtype: str = parallelism.cp_reduce_dtype if is_bfloat16 else self.compute_dtype
+        self.moment_dtype = "bfloat16" if config.memory.optimizer_dtype == "bfloat16" else self.master_dtype
+        self.compute_bytes, self.master_bytes = DTYPE_BYTES[self.compute_dtype], DTYPE_BYTES[self.master_dtype]
+        self.reduce_bytes, self.kv_grad_bytes = DTYPE_BYTES[self.reduce_dtype], DTYPE_BYTES[self.kv_grad_dtype]
+        self.moment_bytes = DTYPE_BYTES[self.moment_dtype]
         self.optimizer_on_host = config.memory.optimizer_placement == "host"
         is_single_rank = self.num_shards * degrees["dp_replicate"] == 1
         self.is_sharded = not is_single_rank or self.compute_bytes != self.master_bytes or self.optimizer_on_host
@@ -40,14 +42,15 @@ class RankMemory:
         self.block = BlockMemory(
             self.model,
             self.tokens,
-            self.compute_bytes,
-            self.master_bytes,
+            self.compute_dtype,
+            self.master_dtype,
             self.tp,
             parallelism.sequence_parallel,
             training.compile,
             context_plan if degrees["cp"] > 1 else None,
             config.memory.head_groups,
             None if config.memory.mlp_tile_mib is None else config.memory.mlp_tile_mib << 20,
+            training.micro_batch_size,
         )
         self.recomputes = config.memory.recompute != "none"
         self.ranks_per_node = min(world_size, parallelism.ranks_per_node)
@@ -76,6 +79,11 @@ class RankMemory:
         return [(self.head_rows, self.model.dim)]
 
     @cached_property
+    def head_unit(self) -> Shapes:
+        """The head and the final norm, which FSDP gathers together."""
+        return [*self.head_shapes, (self.model.dim, 1)]
+
+    @cached_property
     def embed_shapes(self) -> Shapes:
         tied = self.model.tie_embeddings
         return self.head_shapes if tied else [(self.model.vocab_size // self.tp, self.model.dim)]
@@ -94,36 +102,14 @@ class RankMemory:
     def local_numel(self) -> int:
         return self.num_blocks * self.sharded_numel(self.block_shapes) + self.sharded_numel(self.end_shapes)
 
-    # ---- unsharded weights and unreduced gradients
-
-    def gathered_bytes(self, unit: Shapes) -> int:
-        """An all-gathered FSDP unit in the compute dtype; 0 without FSDP, where the parameters are used directly."""
-        return self.compute_bytes * numel(unit) * self.is_sharded
-
-    def resident_weight_bytes(self, num_blocks: int) -> int:
-        """Units that stay gathered: a tied head, `num_blocks` blocks unless resharded, or all stages of a pipeline."""
-        block = self.gathered_bytes(self.block_shapes)
-        if self.pipeline.pp > 1:
-            return self.num_blocks * block + self.gathered_bytes(self.end_shapes)
-        gathered_blocks = min(1, num_blocks) if self.config.parallelism.reshard_after_forward else num_blocks
-        return self.gathered_bytes(self.head_shapes) * self.model.tie_embeddings + block * gathered_blocks
+    @property
+    def is_mixed(self) -> bool:
+        """Whether products are computed in a narrower dtype than sums."""
+        return self.compute_dtype != self.master_dtype
 
     @property
     def reshards_after_forward(self) -> bool:
         return self.is_sharded and self.pipeline.pp == 1 and self.config.parallelism.reshard_after_forward
-
-    def unreduced_gradient_bytes(self, unit: Shapes) -> int:
-        """Reduce-scatter input of a unit, alive until the next unit's gradients arrive."""
-        if not self.is_sharded or self.pipeline.pp > 1:
-            return 0
-        return self.reduce_bytes * self.sharded_numel(unit) * self.num_shards
-
-    @property
-    def pipeline_gradient_bytes(self) -> int:
-        """Unsharded gradients, which a pipeline rank accumulates until the end of the step."""
-        if self.pipeline.pp == 1 or not self.is_sharded:
-            return 0
-        return self.reduce_bytes * (self.num_blocks * numel(self.block_shapes) + numel(self.end_shapes))
 
     # ---- the loss head
 
@@ -171,33 +157,31 @@ class RankMemory:
         outputs = max(0, budget // self.block.attention_output_bytes)
         return 1 - min(1, outputs / (self.in_flight_micro_batches * self.num_blocks))
 
-    @property
-    def saved_bytes(self) -> float:
-        """All blocks, rotary tables, and the embedding output on the first stage (later stages receive into a buffer)."""
-        rotation = self.master_bytes * self.model.head_dim * self.tokens * self.pipeline.stages_per_rank
-        on_device, _ = self.saved_block_bytes(self.num_blocks)
-        embedded = self.block.residual_bytes * self.has_first_stage
-        return self.in_flight_micro_batches * (on_device + rotation + embedded)
+    @cached_property
+    def offloaded_shares(self) -> tuple[float, float]:
+        """Shares of the saved block inputs and attention outputs that are on the host: less than all beyond its budget.
 
-    def saved_block_bytes(self, num_blocks: int, *, in_backward: bool = False) -> tuple[float, float]:
-        """(device, host) bytes saved by `num_blocks` blocks; `in_backward` excludes the group being recomputed."""
-        memory, block, in_flight = self.config.memory, self.block, self.in_flight_micro_batches
-        if not self.recomputes:
-            return num_blocks * block.saved_bytes("none"), 0
-        every = memory.blocks_per_checkpoint
-        num_inputs = num_blocks // every if in_backward else -(-num_blocks // every)
-        attention_bytes = block.attention_output_bytes * (memory.recompute == "keep_attention")
-        total_inputs = in_flight * -(-self.num_blocks // every)
-        if memory.offload == "none" or not total_inputs:
-            return num_inputs * block.residual_bytes + num_blocks * attention_bytes, 0
-        host_budget = inf if memory.host_budget_gib is None else memory.host_budget_gib * GIB / self.ranks_per_node
-        offloaded_bytes = min(block.residual_bytes, host_budget / total_inputs)
-        on_host, on_device = offloaded_bytes * num_inputs, (block.residual_bytes - offloaded_bytes) * num_inputs
-        if memory.offload == "inputs":
-            return on_device + num_blocks * attention_bytes, on_host
-        # Attention outputs beyond the host budget are recomputed.
-        remaining = max(0, (host_budget - total_inputs * block.residual_bytes) / (in_flight * self.num_blocks))
-        return on_device, on_host + num_blocks * min(attention_bytes, remaining)
+        Attention outputs beyond it are recomputed.
+        """
+        memory, block = self.config.memory, self.block
+        if memory.offload == "none":
+            return 0, 0
+        outputs = float(memory.offload == "inputs_and_attention")
+        num_inputs = self.in_flight_micro_batches * -(-self.num_blocks // memory.blocks_per_checkpoint)
+        if memory.host_budget_gib is None or not num_inputs:
+            return 1, outputs
+        budget = memory.host_budget_gib * GIB / self.ranks_per_node
+        return min(1, budget / (num_inputs * block.residual_bytes)), outputs
+
+    @property
+    def offloaded_bytes(self) -> float:
+        """Activations of one micro-batch that are copied to the host."""
+        memory, (inputs, outputs) = self.config.memory, self.offloaded_shares
+        num_inputs = sum(-(-blocks // memory.blocks_per_checkpoint) for blocks in self.blocks_by_stage.values())
+        num_outputs = self.num_blocks * (1 - self.attention_recompute_fraction) * (memory.recompute == "keep_attention")
+        return (
+            num_inputs * inputs * self.block.residual_bytes + num_outputs * outputs * self.block.attention_output_bytes
+        )
 
 
 def numel(shapes: Iterable[tuple[int, int]]) -> int:

@@ -18,8 +18,8 @@ from trainer.hardware.device_specs import DeviceSpec
 from trainer.hardware.host import GIB
 from trainer.memory import auto
 from trainer.memory.estimator import SAVED_ACTIVATIONS, MemoryEstimate, estimate_memory_per_pp_rank
-from trainer.memory.rank import DTYPE_BYTES
 from trainer.memory.report import Change, with_overrides
+from trainer.memory.tensors import DTYPE_BYTES
 from trainer.plan.critical_path import StepTime, predict_step_time
 from trainer.plan.document import format_gib
 from trainer.plan.rank_workload import causal_pairs

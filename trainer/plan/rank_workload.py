@@ -43,7 +43,7 @@ def rank_workload(rank: RankMemory) -> RankWorkload:
         matmul_flops=_matmul_flops(rank),
         attention_flops=_attention_flops(rank),
         memory_traffic=memory_traffic(rank),
-        offloaded_bytes=rank.num_micro_batches * rank.saved_block_bytes(rank.num_blocks)[1],
+        offloaded_bytes=rank.num_micro_batches * rank.offloaded_bytes,
         optimizer_bytes=optimizer_traffic(rank),
         fetched_bytes=rank.master_bytes * gathered * rank.optimizer_on_host,
         returned_bytes=rank.master_bytes * scattered * rank.optimizer_on_host,

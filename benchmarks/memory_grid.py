@@ -1,0 +1,203 @@
+"""python -m benchmarks.memory_grid [--cases N] [--seed S] [--jobs N]: the memory estimate against dry runs of drawn cases.
+
+A case is a configuration, a world size and a pipeline rank, each drawn at random from `LEVELS`; every schedule comes
+equally often, and so does every rank of a pipeline. Prints each case whose device or host peak is off by more than
+LIMIT, then the counts. Exit status 1 if there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import cycle, islice
+from math import prod
+
+from parallelisms.pipeline_plan import SINGLE_STAGE_SCHEDULES
+from trainer.commands import integer
+from trainer.config import checks
+from trainer.config.job_config import Config
+from trainer.config.parse import load
+from trainer.memory.estimator import phase_estimates
+from trainer.memory.rank import RankMemory
+from trainer.memory.tensors import SAVED_ACTIVATIONS, MemoryEstimate
+
+LIMIT = 0.03
+STATES = ("parameters", "gradients", "optimizer state")
+BASE = {
+    "data.corpus": "copy",
+    "model.vocab_size": 4096,
+    "model.dim": 512,
+    "model.num_heads": 16,
+    "model.head_dim": 32,
+    "model.ffn_dim": 1536,
+    "memory.loss_chunk_mib": 32,
+    "training.steps": 4,
+    "checkpoint.enabled": "false",
+}
+ONE_STAGE: dict[str, object] = {"parallelism.pp": 1}
+PIPELINES: tuple[dict[str, object], ...] = (
+    *[ONE_STAGE] * 5,
+    *(
+        {"parallelism.pp": pp, "parallelism.pp_schedule": schedule} | stages
+        for schedule, degrees, stages in (
+            ("1F1B", (2, 3), {}),
+            ("GPipe", (2, 3), {}),
+            ("Interleaved1F1B", (2, 4), {}),
+            ("Interleaved1F1B", (2,), {"parallelism.pp_stages_per_rank": 3}),
+            ("InterleavedZeroBubble", (2, 3), {}),
+            ("ZBVZeroBubble", (2, 3), {}),
+            ("DualPipeV", (2, 3), {}),
+        )
+        for pp in degrees
+    ),
+)
+LEVELS: dict[str, tuple[object, ...]] = {
+    "model.num_layers": (2, 4, 5),
+    "model.num_kv_heads": (8, 2, 16),
+    "model.qk_norm": ("false", "true"),
+    "model.tie_embeddings": ("false", "true"),
+    "parallelism.dp_replicate": (1, 1, 2),
+    "parallelism.dp_shard": (1, 2, 3, 8),
+    "parallelism.cp": (1, 1, 2, 4, 8),
+    "parallelism.cp_method": ("allgather", "ring", "alltoall", "ulysses", "hybrid"),
+    "parallelism.tp": (1, 1, 2, 8),
+    "parallelism.sequence_parallel": ("true", "false"),
+    "parallelism.loss_parallel": ("true", "false"),
+    "parallelism.reshard_after_forward": ("true", "false"),
+    "parallelism.cp_reduce_dtype": ("float32", "bfloat16"),
+    "training.seq_len": (4096, 8192),
+    "training.micro_batch_size": (1, 2),
+    "training.dtype": ("bfloat16", "bfloat16", "float32", "float64"),
+    "training.reduce_dtype": ("float32", "bfloat16"),
+    "memory.recompute": ("none", "keep_attention", "full"),
+    "memory.offload": ("none", "inputs", "inputs_and_attention"),
+    "memory.blocks_per_checkpoint": (1, 2, 3),
+    "memory.head_groups": (1, 2, 4),
+    "memory.mlp_tile_mib": (None, 8, 32),
+    "memory.optimizer_placement": ("device", "device", "host"),
+    "memory.optimizer_dtype": ("float32", "bfloat16"),
+}
+MICRO_BATCHES = (1, 2, 4, 6)
+
+
+@dataclass(frozen=True)
+class GridCase:
+    changes: tuple[tuple[str, object], ...]
+    world_size: int
+    pp_rank: int
+
+    @property
+    def config(self) -> Config:
+        return load([f"--{key}={value}" for key, value in self.changes])
+
+    @property
+    def rank(self) -> int:
+        return self.pp_rank * self.world_size // self.config.parallelism.pp
+
+    def __str__(self) -> str:
+        varied = (f"--{key} {value}" for key, value in self.changes if BASE.get(key) != value)
+        return f"{' '.join(varied)} --world-size {self.world_size} --rank {self.rank}"
+
+
+def draw_cases(seed: int) -> Iterator[GridCase]:
+    """Endless."""
+    rng = random.Random(seed)
+    pp_ranks = {index: cycle(range(int(str(pipeline["parallelism.pp"])))) for index, pipeline in enumerate(PIPELINES)}
+    for index in cycle(range(len(PIPELINES))):
+        # A split backward goes with no recomputation, and so without most other options.
+        while (case := _draw(rng, PIPELINES[index])) is None:
+            pass
+        changes, world_size = case
+        yield GridCase(changes, world_size, next(pp_ranks[index]))
+
+
+def _draw(rng: random.Random, pipeline: dict[str, object]) -> tuple[tuple[tuple[str, object], ...], int] | None:
+    values = BASE | {key: rng.choice(levels) for key, levels in LEVELS.items()} | pipeline
+    if (pp := int(str(pipeline["parallelism.pp"]))) > 1:
+        per_rank = 1 if pipeline["parallelism.pp_schedule"] in SINGLE_STAGE_SCHEDULES else 2
+        per_rank = int(str(pipeline.get("parallelism.pp_stages_per_rank", per_rank)))
+        values["model.num_layers"] = pp * per_rank + rng.choice((-1, 1))
+    if values["memory.recompute"] == "none":
+        values |= {"memory.offload": "none", "memory.blocks_per_checkpoint": 1, "memory.head_groups": 1}
+        values["memory.mlp_tile_mib"] = None
+    if values["memory.recompute"] == "full" and values["memory.offload"] == "inputs_and_attention":
+        values["memory.offload"] = "inputs"
+    if values["parallelism.cp"] == 1:
+        del values["parallelism.cp_method"]
+    if values.get("parallelism.cp_method") == "hybrid":
+        values["parallelism.cp_ulysses"] = 2
+    sequences = prod(int(str(values[f"parallelism.{axis}"])) for axis in ("dp_replicate", "dp_shard"))
+    sequences *= int(str(values["training.micro_batch_size"])) * rng.choice(MICRO_BATCHES)
+    values["training.global_batch_size"] = sequences
+    changes = tuple((key, value) for key, value in values.items() if value is not None)
+    config = load([f"--{key}={value}" for key, value in changes])
+    world_size = prod(config.parallelism.degrees(1).values())
+    return None if checks.layout_problems(config, world_size) else (changes, world_size)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    case: GridCase
+    device: tuple[float, float]
+    """Bytes predicted and counted."""
+    host: tuple[float, float]
+    moment: str
+
+    @property
+    def error(self) -> float:
+        return max((abs(found / counted - 1) for found, counted in (self.device, self.host) if counted), default=0)
+
+    def __str__(self) -> str:
+        pairs = (("device", self.device), ("host", self.host))
+        off = ", ".join(f"{found / counted - 1:+.1%} {place}" for place, (found, counted) in pairs if counted)
+        return f"{off}; {self.moment}: {self.case}"
+
+
+def predicted(rank: RankMemory) -> tuple[float, float, str]:
+    """Device bytes with optimizer state wherever it is, host bytes of activations, and the moment of the former.
+
+    What counts allocations takes optimizer state on the host for device memory, and does not see host batches.
+    """
+    moments = [*phase_estimates(rank)]
+
+    def device_bytes(moment: MemoryEstimate) -> float:
+        return sum(each.bytes for each in moment.tensors if not each.on_host or each.line in STATES)
+
+    peak = max(moments, key=device_bytes)
+    return device_bytes(peak), max(moment.item(SAVED_ACTIVATIONS).host_bytes for moment in moments), peak.phase
+
+
+def compare(case: GridCase) -> Comparison:
+    from benchmarks.dry_run import dry_run  # Imports torch, slowly.
+
+    found = dry_run(case.config, case.world_size, rank=case.rank)
+    device, host, phase = predicted(RankMemory(case.config, case.world_size, case.pp_rank))
+    moments = f"{phase} / {found.peak_moment}"
+    return Comparison(case, (device, found.peak_bytes), (host, found.peak_host_bytes), moments)
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.memory_grid", description=(__doc__ or "").partition(": ")[2]
+    )
+    parser.add_argument("--cases", type=integer(minimum=1), default=600)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=integer(minimum=1), default=2)
+    options = parser.parse_args(argv)
+    cases, failed = [*islice(draw_cases(options.seed), options.cases)], 0
+    with ProcessPoolExecutor(options.jobs) as pool:
+        for result in pool.map(compare, cases, chunksize=4) if options.jobs > 1 else map(compare, cases):
+            if result.error > LIMIT:
+                failed += 1
+                sys.stdout.write(f"{result}\n")
+                sys.stdout.flush()
+    sys.stdout.write(f"{len(cases)} cases, {failed} off by more than {LIMIT:.0%}\n")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,91 @@
+"""What the embedding and the loss head hold. Imports no torch."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from trainer.memory.rank import RankMemory, numel
+from trainer.memory.tensors import TRANSIENT_ACTIVATIONS, MemoryTensor, Tensors, tensors
+
+LOSS_HEAD = "loss head"
+SOURCE = "models/loss_head.py: LinearCrossEntropy"
+EMBEDDING_GRAD_COLUMNS = 64
+"""As in models/linear.py."""
+head = partial(tensors, LOSS_HEAD)
+transient = partial(tensors, TRANSIENT_ACTIVATIONS)
+
+
+def saved_head(rank: RankMemory) -> Tensors:
+    return head(
+        SOURCE,
+        "until the head's backward pass",
+        MemoryTensor("input of the final norm", (rank.block.local_tokens, rank.model.dim), rank.compute_dtype),
+        MemoryTensor("gradient of the head's input", (rank.head_tokens, rank.model.dim), rank.compute_dtype),
+        MemoryTensor("gradient of the head's weight", (numel(rank.head_shapes),), rank.master_dtype),
+    )
+
+
+def head_forward(rank: RankMemory) -> Tensors:
+    """Beside what it saves."""
+    rows, dim = rank.head_shapes[0]
+    chunk = min(rank.loss_chunk_tokens, rank.head_tokens)
+    return head(
+        f"{SOURCE}.forward",
+        "while the head runs",
+        MemoryTensor("normalized input", (rank.head_tokens, dim), rank.compute_dtype),
+        MemoryTensor("a chunk of logits", (chunk, rows), rank.master_dtype),
+        MemoryTensor("a chunk of their gradients", (chunk, rows), rank.compute_dtype, copies=rank.is_mixed),
+        MemoryTensor("a chunk's gradient of the weight", (rows, dim), rank.compute_dtype),
+    )
+
+
+def head_backward(rank: RankMemory) -> Tensors:
+    """Beside what it saved."""
+    rows, dim = rank.head_shapes[0]
+    return head(
+        f"{SOURCE}.backward",
+        "while the head runs",
+        MemoryTensor("scaled gradient of the head's input", (rank.head_tokens, dim), rank.compute_dtype),
+        MemoryTensor("scaled gradient of the weight", (rows, dim), rank.master_dtype),
+        MemoryTensor("the same in the compute dtype", (rows, dim), rank.compute_dtype, copies=rank.is_mixed),
+    )
+
+
+def final_norm_backward(rank: RankMemory) -> Tensors:
+    """In chunks."""
+    tokens, dim = rank.block.local_tokens, rank.model.dim
+    chunk = min(rank.loss_chunk_tokens, tokens)
+    return head(
+        "models/norm.py: RMSNormFunction.backward",
+        "while the norm runs",
+        MemoryTensor("input and gradients of the final norm", (3, tokens, dim), rank.compute_dtype),
+        MemoryTensor("products of a chunk", (3, chunk, dim), rank.master_dtype),
+        MemoryTensor("a chunk of the gradient", (chunk, dim), rank.compute_dtype),
+    )
+
+
+def embedding_backward(rank: RankMemory) -> Tensors:
+    """Beside the gradient of its weight."""
+    rows, dim = rank.embed_shapes[0]
+    columns = min(EMBEDDING_GRAD_COLUMNS, dim) if rank.is_mixed else dim
+    return transient(
+        "models/linear.py: EmbeddingFunction.backward",
+        "while the embedding runs",
+        MemoryTensor("gradient of the embedding's output", (rank.tokens, dim), rank.compute_dtype),
+        MemoryTensor("gradient of some columns", (rows, columns), rank.master_dtype),
+        MemoryTensor(
+            "some columns of the output's gradient", (rank.tokens, columns), rank.master_dtype, copies=rank.is_mixed
+        ),
+    )
+
+
+def gather_over_tp(rank: RankMemory) -> Tensors:
+    """The gather of a residual stream; of several sequences it comes rank by rank, and is copied."""
+    gathered = MemoryTensor("gathered residual stream", (rank.tokens, rank.model.dim), rank.compute_dtype)
+    return transient(
+        "parallelisms/collectives.py: all_gather_tokens",
+        "while it runs",
+        MemoryTensor("residual stream", (rank.block.local_tokens, rank.model.dim), rank.compute_dtype),
+        gathered,
+        gathered._replace(name="the same, in order", copies=rank.config.training.micro_batch_size > 1),
+    )

@@ -1,0 +1,139 @@
+"""What a block holds in its backward pass with recomputation. Imports no torch.
+
+Shapes are those of `block.py`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from trainer.memory.block import WHILE_RUNNING, BlockMemory, Moments, transient
+from trainer.memory.tensors import MemoryTensor, Tensors
+
+RECOMPUTE = "parallelisms/block_recompute.py: BlockCompute"
+
+
+def recompute_moments(block: BlockMemory, grad_dtype: str, prefetched: Tensors) -> Moments:
+    """`prefetched` are activations of the preceding block on their way from the host."""
+    for name, alive in _feed_forward_moments(block):
+        yield name, alive
+    is_single, groups = block.head_groups == 1, block.head_groups
+    inputs = transient(
+        f"{RECOMPUTE}.attention_backward",
+        WHILE_RUNNING,
+        block.stream("block input and its gradient", 2),
+        block.gathered("gathered input and gradient", 2),
+        block.queries("attention output"),
+        block.sums("log-sum-exp", block.heads, block.tokens),
+        block.kv("gradients of finished head groups", max(0, groups - 2) / groups),
+    )
+    active = transient(
+        f"{RECOMPUTE}.attention_backward",
+        WHILE_RUNNING,
+        block.queries("queries", 1 / groups),
+        block.kv("keys and values", 1 / groups),
+        block.queries("output and its gradient, heads exchanged", 1 / groups, copies=2 * (block.ulysses_degree > 1)),
+        *(_prefetched_group(block, 1 / groups) if groups > 1 else ()),
+    )
+    for name, operator in block.operator_moments(grad_dtype, 1 / groups):
+        yield name, inputs + active + operator + prefetched * is_single
+    for name, alive in _projection_moments(block):
+        yield name, alive + prefetched
+
+
+def _prefetched_group(block: BlockMemory, share: float) -> tuple[MemoryTensor, ...]:
+    """Queries, keys and values of the next head group, with buffers of their exchange."""
+    if block.ulysses_degree > 1:
+        return (
+            block.queries("queries of the next head group", share, copies=2),
+            block.kv("KV of the next head group", share, copies=2),
+        )
+    buffers = 1 + (block.ring_degree if block.gathers_kv else 1) if block.ring_degree > 1 else 0
+    return (
+        block.queries("queries of the next head group", share),
+        block.kv("KV of the next head group", share, copies=1 + buffers),
+    )
+
+
+def _feed_forward_moments(block: BlockMemory) -> Moments:
+    tile, dim, ffn_dim, tiled = block.tile_tokens, block.model.dim, block.ffn_dim, block.num_tiles() > 1
+    local = tile // block.sequence_shards
+    held = transient(
+        f"{RECOMPUTE}.feed_forward_backward",
+        WHILE_RUNNING,
+        block.stream("block input and gradient of the output", 2),
+        block.stream("gradient of the hidden state", tiled),
+        block.queries("attention output"),
+        block.sums("log-sum-exp", block.heads, block.tokens),
+        block.sums("sums of weight gradients", 3, dim, ffn_dim, copies=tiled),
+        block.numbers("a tile of the hidden state", local, dim),
+    )
+    part = partial(transient, "models/tiling.py: feed_forward_backward", WHILE_RUNNING)
+    gathered = (
+        block.numbers("a tile of the normalized input", local, dim, copies=not block.is_gathered),
+        block.numbers("a gathered tile of input and gradient", 2, tile, dim, copies=block.is_gathered),
+    )
+    weight = block.numbers("gradient of a matrix", dim, ffn_dim)
+    gate = block.numbers("gate, up, and both gradients", 4, tile, ffn_dim)
+    yield "feed-forward", held + part(*gathered, gate, weight)
+    yield (
+        "the input gradient of the feed-forward",
+        held
+        + part(
+            *gathered,
+            block.numbers("gradients of gate and up", 2, tile, ffn_dim),
+            weight._replace(copies=3),
+            block.numbers("a tile of the input gradient", tile, dim),
+        ),
+    )
+    yield (
+        "the norm before the feed-forward",
+        held
+        + part(
+            block.numbers("a tile of the gradient, reduced", 2, local, dim),
+            weight._replace(copies=3),
+            block.sums("products of the norm's backward pass", 3, local, dim),
+        ),
+    )
+
+
+def _projection_moments(block: BlockMemory) -> Moments:
+    tile, dim, tiled = block.tile_tokens, block.model.dim, block.num_tiles() > 1
+    local, share = tile // block.sequence_shards, tile / block.tokens
+    rows = (block.q_numel + block.kv_numel) // block.tokens
+    held = transient(
+        f"{RECOMPUTE}._project_qkv_backward",
+        WHILE_RUNNING,
+        block.stream("block input and its gradient", 2),
+        block.gathered("gathered input"),
+        block.queries("gradient of queries"),
+        block.kv("gradients of KV"),
+        block.numbers("a tile of the normalized input", local, dim),
+        block.sums("sums of weight gradients", rows, dim, copies=tiled),
+    )
+    part = partial(transient, "models/tiling.py: project_qkv_backward", WHILE_RUNNING)
+    in_groups = block.head_groups > 1
+    heads = (
+        block.queries("gradients of heads, of all groups", share, copies=1 + in_groups),
+        block.kv("gradients of KV heads, of all groups", share, copies=1 + in_groups),
+    )
+    yield "the rotation", held + part(*heads, block.sums("rotated queries", 2, block.q_numel, copies=share))
+    if block.model.qk_norm:
+        yield (
+            "norms of heads",
+            held
+            + part(
+                *heads,
+                block.queries("queries and their gradient", share, copies=2),
+                block.sums("products of the norm's backward pass", 3, block.q_numel, copies=share),
+            ),
+        )
+    yield (
+        "projections",
+        held
+        + part(
+            block.numbers("gradients of weights", rows, dim),
+            block.numbers("a tile of the input gradient", local, dim),
+            block.sums("products of the norm's backward pass", 3, local, dim),
+        ),
+    )

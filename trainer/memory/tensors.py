@@ -1,0 +1,103 @@
+"""Named tensors, and the moments of a step at which they are alive. Imports no torch.
+
+A moment is a sum of tensors: nothing is ever subtracted, so no line of it can be negative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8, "int64": 8}
+LINES = (
+    "parameters",
+    "gradients",
+    "optimizer state",
+    "gathered weights",
+    "unreduced gradients",
+    "saved activations",
+    "transient activations",
+    "loss head",
+    "pipeline messages",
+    "async-checkpoint staging",
+    "batch",
+)
+SAVED_ACTIVATIONS, TRANSIENT_ACTIVATIONS = "saved activations", "transient activations"
+
+
+class MemoryTensor(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    line: str = TRANSIENT_ACTIVATIONS
+    """The line of a plan's table that it belongs to."""
+    source: str = ""
+    """`file: name` of the code that allocates it."""
+    lifetime: str = ""
+    copies: float = 1
+    """How many there are; a fraction where a budget cuts some off."""
+    on_host: bool = False
+
+    @property
+    def bytes(self) -> float:
+        return self.copies * prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+Tensors = tuple[MemoryTensor, ...]
+
+
+def tensors(line: str, source: str, lifetime: str, *entries: MemoryTensor, on_host: bool = False) -> Tensors:
+    """The entries that exist, with what they have in common."""
+    return tuple(
+        MemoryTensor(each.name, each.shape, each.dtype, line, source, lifetime, each.copies, on_host)
+        for each in entries
+        if each.copies
+    )
+
+
+@dataclass(frozen=True)
+class MemoryItem:
+    """One line of a moment."""
+
+    name: str
+    device_bytes: float = 0
+    host_bytes: float = 0
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """The memory of a rank at one moment of a step."""
+
+    phase: str
+    pp_rank: int
+    pp: int
+    tensors: Tensors
+
+    @cached_property
+    def device_bytes(self) -> float:
+        return sum(each.bytes for each in self.tensors if not each.on_host)
+
+    @cached_property
+    def host_bytes(self) -> float:
+        return sum(each.bytes for each in self.tensors if each.on_host)
+
+    @cached_property
+    def items(self) -> tuple[MemoryItem, ...]:
+        return tuple(self.item(line) for line in LINES)
+
+    def item(self, name: str) -> MemoryItem:
+        return MemoryItem(name, *(total_bytes(self.tensors, line=name, on_host=host) for host in (False, True)))
+
+    @property
+    def largest_items(self) -> list[MemoryItem]:
+        """The three that need most of the device."""
+        return sorted(self.items, key=lambda item: -item.device_bytes)[:3]
+
+
+def total_bytes(given: Iterable[MemoryTensor], *, line: str | None = None, on_host: bool | None = None) -> float:
+    return sum(
+        each.bytes for each in given if line in (None, each.line) and (on_host is None or on_host == each.on_host)
+    )

@@ -1,0 +1,115 @@
+"""Gathered weights and gradients of a rank during a pass. Imports no torch."""
+
+from __future__ import annotations
+
+from trainer.memory.passes import Pass
+from trainer.memory.rank import RankMemory, Shapes, numel
+from trainer.memory.tensors import MemoryTensor, Tensors, tensors
+
+FSDP = "parallelisms/fsdp.py: apply"
+
+
+class WeightMemory:
+    """Units are the modules whose weights FSDP gathers together: the embedding, each block, the head."""
+
+    def __init__(self, rank: RankMemory) -> None:
+        self.rank, self.is_pipeline, self.last_stage = rank, rank.pipeline.pp > 1, rank.pipeline.num_stages - 1
+
+    def unit(
+        self, line: str, name: str, shapes: Shapes, dtype: str, *, copies: float = 1, padded: bool = False
+    ) -> Tensors:
+        size = self.rank.sharded_numel(shapes) * self.rank.num_shards if padded else numel(shapes)
+        return tensors(line, FSDP, "while the unit runs", MemoryTensor(name, (size,), dtype, copies=copies))
+
+    def gathered(self, name: str, shapes: Shapes, copies: float = 1) -> Tensors:
+        return self.unit(
+            "gathered weights", name, shapes, self.rank.compute_dtype, copies=copies * self.rank.is_sharded
+        )
+
+    def gathered_in(self, found: Pass, num_blocks: int) -> Tensors:
+        """Units that are gathered in a pass through the first `num_blocks` blocks of a stage."""
+        rank = self.rank
+        if self.is_pipeline:
+            stages = [stage for stage in rank.blocks_by_stage if stage not in found.reduced]
+            blocks = sum(rank.blocks_by_stage[stage] for stage in stages)
+            return (
+                *self.gathered("weights of blocks", rank.block_shapes, blocks),
+                *(self.gathered("weights of the embedding", rank.embed_shapes) if 0 in stages else ()),
+                *(self.gathered("weights of the head", rank.head_unit) if self.last_stage in stages else ()),
+            )
+        gathered = min(1, num_blocks) if rank.config.parallelism.reshard_after_forward else num_blocks
+        tied = self.gathered("weights of embedding and head", rank.head_shapes, rank.model.tie_embeddings)
+        embedding = self.gathered(
+            "weights of the embedding",
+            rank.embed_shapes,
+            not rank.config.parallelism.reshard_after_forward and not rank.model.tie_embeddings,
+        )
+        return tied + embedding + self.gathered("weights of blocks", rank.block_shapes, gathered)
+
+    def shards(self, name: str, count: float) -> Tensors:
+        """Gradients in the dtype of the weights; with the optimizer on the host they are counted there."""
+        gradient = MemoryTensor(name, (round(count),), self.rank.master_dtype, copies=count > 0)
+        return tensors("gradients", FSDP, "until the optimizer step", gradient, on_host=self.rank.optimizer_on_host)
+
+    def whole(self, found: Pass, *, done_blocks: int, with_head: bool) -> Tensors:
+        """A pipeline's gradients before they are reduced; of this stage the head and the last `done_blocks` blocks are done."""
+        rank = self.rank
+        parts = []
+        for stage in found.whole:
+            parts += [("blocks", rank.block_shapes, rank.blocks_by_stage[stage])]
+            parts += [("the head", rank.head_unit, 1)] * (stage == self.last_stage)
+            parts += [("the embedding", rank.embed_shapes, 1)] * (stage == 0)
+        blocks, is_end = rank.blocks_by_stage[found.stage], found.stage == self.last_stage
+        only = found.is_first and found.is_last
+        if found.is_first and not only:  # What this pass has computed
+            parts += [("blocks", rank.block_shapes, done_blocks), ("the head", rank.head_unit, is_end and with_head)]
+        elif not found.is_first:
+            remaining = blocks - (done_blocks if found.is_last and found.kind == "B" else 0)
+            parts += [("blocks", rank.block_shapes, remaining)]
+            parts += [("the head", rank.head_unit, is_end and not (found.is_last and found.kind == "B" and with_head))]
+            parts += [("the embedding", rank.embed_shapes, found.stage == 0)]
+        return tuple(
+            each
+            for name, shapes, count in parts
+            for each in self.unit(
+                "unreduced gradients", f"gradients of {name}", shapes, rank.reduce_dtype, copies=count
+            )
+        )
+
+    def gradients(self, found: Pass, *, done_blocks: int, with_head: bool, previous: Shapes) -> Tensors:
+        """All but those of the block that runs. `previous` is the unit before it, whose reduction may be under way."""
+        rank = self.rank
+        is_end = found.stage == self.last_stage
+        done = done_blocks * rank.sharded_numel(rank.block_shapes)
+        done += rank.sharded_numel(rank.head_unit) * (is_end and with_head)
+        in_flight = self.unit(
+            "unreduced gradients", "gradients being reduced", previous, rank.reduce_dtype, padded=True
+        )
+        if not rank.is_sharded:
+            return self.shards("gradients", rank.local_numel if not found.is_first else done)
+        if not self.is_pipeline:
+            tied = self.unit(
+                "unreduced gradients",
+                "gradients of embedding and head",
+                rank.head_shapes,
+                rank.compute_dtype,
+                copies=rank.model.tie_embeddings * with_head,
+            )
+            return self.shards("gradients", rank.local_numel if not found.is_first else done) + in_flight + tied
+        reduced = sum(self.stage_numel(stage) for stage in found.reduced)
+        is_reducing = found.is_last and found.kind == "B"
+        shards = self.shards("gradients", reduced + done * is_reducing)
+        return shards + self.whole(found, done_blocks=done_blocks, with_head=with_head) + in_flight * is_reducing
+
+    def stage_numel(self, stage: int) -> int:
+        """Elements of the gradients of a stage on this rank."""
+        rank = self.rank
+        count = rank.blocks_by_stage[stage] * rank.sharded_numel(rank.block_shapes)
+        count += rank.sharded_numel(rank.head_unit) * (stage == self.last_stage)
+        return count + rank.sharded_numel(rank.embed_shapes) * (stage == 0)
+
+    def computed(self, shapes: Shapes) -> Tensors:
+        """Gradients of the unit that runs."""
+        if self.rank.is_sharded:
+            return self.unit("unreduced gradients", "gradients of this unit", shapes, self.rank.compute_dtype)
+        return self.shards("gradients of this block", numel(shapes))
