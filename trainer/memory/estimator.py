@@ -13,8 +13,8 @@ from functools import cached_property
 from trainer.config.job_config import Config
 from trainer.config.sections import OPTIMIZER_CHUNK_ELEMENTS
 from trainer.memory import ends
-from trainer.memory.passes import Pass, passes
-from trainer.memory.rank import RankMemory, Shapes
+from trainer.memory.passes import Pass, fullest_passes, fullest_ranks
+from trainer.memory.rank import RankMemory
 from trainer.memory.recompute import recompute_moments
 from trainer.memory.tensors import (
     SAVED_ACTIVATIONS,
@@ -35,6 +35,7 @@ __all__ = [
     "MemoryItem",
     "estimate_memory",
     "estimate_memory_per_pp_rank",
+    "fullest_estimates",
     "phase_estimates",
 ]
 
@@ -43,7 +44,14 @@ STEP, RUN = "the step", "the run"
 
 def estimate_memory(config: Config, world_size: int) -> MemoryEstimate:
     """Of the rank with the highest peak. The configuration must be valid."""
-    return max(estimate_memory_per_pp_rank(config, world_size), key=lambda estimate: estimate.device_bytes)
+    return max(fullest_estimates(config, world_size), key=lambda estimate: estimate.device_bytes)
+
+
+def fullest_estimates(config: Config, world_size: int) -> list[MemoryEstimate]:
+    """The peak of each pipeline rank that can have the highest."""
+    first = RankMemory(config, world_size, 0)
+    ranks = fullest_ranks(first.pipeline)
+    return [_peak([*phase_estimates(RankMemory(config, world_size, pp_rank))]) for pp_rank in ranks]
 
 
 def estimate_memory_per_pp_rank(config: Config, world_size: int) -> list[MemoryEstimate]:
@@ -73,9 +81,10 @@ class StepMemory:
         self.last_stage = rank.pipeline.num_stages - 1
         self.weights = WeightMemory(rank)
         self._saved_by_stage: dict[int, Tensors] = {}
+        self._fullest_parts: dict[tuple[bool, int, bool], tuple[str, Tensors]] = {}
 
     def moments(self) -> Iterator[MemoryEstimate]:
-        for found in self._passes():
+        for found in fullest_passes(self.rank.pipeline, self.rank.pp_rank):
             if found.kind == "F":
                 yield from self._forward_moments(found)
             else:
@@ -85,38 +94,6 @@ class StepMemory:
     def _moment(self, phase: str, *groups: Tensors) -> MemoryEstimate:
         alive = self._always + tuple(each for group in groups for each in group)
         return MemoryEstimate(phase, self.rank.pp_rank, self.rank.pipeline.pp, alive)
-
-    # ---- the order of a step
-
-    def _passes(self) -> Iterator[Pass]:
-        """Of passes that are alike: those during which the device and the host hold most for others."""
-        rank, fullest = self.rank, dict[tuple[object, ...], tuple[float, Pass]]()
-        stages = rank.blocks_by_stage
-        device, host = (
-            {stage: total_bytes(self._saved(stage), on_host=place) for stage in stages} for place in (False, True)
-        )
-        left = {stage: total_bytes(self._left(stage)) for stage in stages}
-        whole = {stage: rank.reduce_bytes * self.weights.stage_numel(stage) * rank.num_shards for stage in stages}
-        for found in passes(self.rank):
-            on_device = sum(count * device[stage] for stage, count in found.waiting)
-            on_device += sum(count * left[stage] for stage, count in found.left)
-            on_device += found.num_messages * self.block.residual_bytes + sum(whole[stage] for stage in found.whole)
-            on_host = sum(count * host[stage] for stage, count in found.waiting)
-            is_end, blocks = found.stage == self.last_stage, stages[found.stage]
-            alike = (
-                found.kind,
-                found.stage == 0,
-                is_end,
-                blocks,
-                found.is_first,
-                found.is_last,
-                is_end and found.gathers,
-            )
-            for place, held in (("device", on_device), ("host", on_host)):
-                key = (*alike, place)
-                if key not in fullest or held > fullest[key][0]:
-                    fullest[key] = held, found
-        yield from dict.fromkeys(found for _, found in fullest.values())
 
     # ---- always
 
@@ -258,8 +235,6 @@ class StepMemory:
 
     def _backward_moments(self, found: Pass) -> Iterator[MemoryEstimate]:
         rank, blocks = self.rank, self.rank.blocks_by_stage[found.stage]
-        if found.kind == "W":
-            return
         if found.stage == self.last_stage:
             yield from self._head_backward_moments(found)
         for index in self._sampled_blocks(blocks):
@@ -284,10 +259,10 @@ class StepMemory:
     def _sampled_blocks(self, blocks: int) -> list[int]:
         """Blocks of a stage at whose backward pass it may hold most."""
         every = self.rank.config.memory.blocks_per_checkpoint
-        fullest_group = blocks // every * every - 1
-        return (
-            sorted({0, min(1, blocks - 1), min(every, blocks) - 1, fullest_group, blocks - 1} - {-1}) if blocks else []
-        )
+        sampled = {0, blocks // every * every - 1, blocks - 1}
+        if not self.is_pipeline:  # Weights are gathered block by block.
+            sampled |= {min(1, blocks - 1), min(every, blocks) - 1}
+        return sorted(sampled - {-1}) if blocks else []
 
     def _head_backward_moments(self, found: Pass) -> Iterator[MemoryEstimate]:
         rank, blocks = self.rank, self.rank.blocks_by_stage[found.stage]
@@ -326,21 +301,14 @@ class StepMemory:
             self._held(found)
             + self._saved_blocks(index, is_running=True)
             + self._rotation()
-            + self._left(found.stage, later if found.kind == "I" else 0)
+            + (self._left(found.stage, later) if found.kind == "I" else ())
         )
         gathered = self.weights.gathered_in(found, index + 1)
         if rank.reshards_after_forward and rank.num_shards > 1 and index > 0:
             gathered += self.weights.gathered("weights of the next block", shapes)
         gradients = self.weights.gradients(found, done_blocks=later, with_head=True, previous=previous)
-        for name, alive, computed in self._parts(found, index):
-            yield self._moment(
-                f"in {name} of block {index}, backward",
-                base,
-                gathered,
-                gradients,
-                self.weights.computed(computed),
-                alive,
-            )
+        name, alive = self._fullest_part(index, leaves_weights=found.kind == "I")
+        yield self._moment(f"in {name} of block {index}, backward", base, gathered, gradients, alive)
         if not rank.is_sharded or (self.is_pipeline and not found.is_last):
             return
         reduced = self.weights.gradients(found, done_blocks=later, with_head=True, previous=shapes)
@@ -354,20 +322,27 @@ class StepMemory:
             stream,
         )
 
-    def _parts(self, found: Pass, index: int) -> Iterator[tuple[str, Tensors, Shapes]]:
-        """(name, activations, matrices whose gradients exist) of each part of a block's backward pass."""
+    def _fullest_part(self, index: int, *, leaves_weights: bool) -> tuple[str, Tensors]:
+        """The part of a block's backward pass that needs most, with the gradients of weights that exist by then."""
+        position = index % self.rank.config.memory.blocks_per_checkpoint
+        key = leaves_weights, position, index == 0
+        if key not in self._fullest_parts:
+            parts = self._parts(position, self._prefetched(index), leaves_weights=leaves_weights)
+            self._fullest_parts[key] = max(parts, key=lambda part: total_bytes(part[1]))
+        return self._fullest_parts[key]
+
+    def _parts(self, position: int, prefetched: Tensors, *, leaves_weights: bool) -> Iterator[tuple[str, Tensors]]:
         _, _, _, output, *feed_forward = self.rank.block_shapes[:7]
         grad_dtype = self.rank.kv_grad_dtype
         if not self.rank.recomputes:
-            leaves = found.kind == "I"
-            for name, alive in self.block.autograd_moments(grad_dtype, leaves_weights=leaves):
+            for name, alive in self.block.autograd_moments(grad_dtype, leaves_weights=leaves_weights):
                 computed = feed_forward[2:] if name == "feed-forward" else [output, *feed_forward]
-                yield name, alive, [] if leaves else computed
+                yield name, alive + self.weights.computed([] if leaves_weights else computed)
             return
-        inputs = self.block.block_input(copies=index % self.rank.config.memory.blocks_per_checkpoint)
-        for name, alive in recompute_moments(self.block, grad_dtype, self._prefetched(index)):
-            is_feed_forward = "feed-forward" in name
-            yield name, alive + inputs, [] if is_feed_forward else [output, *feed_forward]
+        inputs = self.block.block_input(copies=position)
+        for name, alive in recompute_moments(self.block, grad_dtype, prefetched):
+            computed = [] if "feed-forward" in name else [output, *feed_forward]
+            yield name, alive + inputs + self.weights.computed(computed)
 
     def _prefetched(self, index: int) -> Tensors:
         """Activations being copied back from the host for the preceding block; of several head groups only its input."""

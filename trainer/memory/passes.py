@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from parallelisms.pipeline_plan import PipelinePlan
 from parallelisms.pipeline_schedules import StreamKey, ticks
-from trainer.memory.rank import RankMemory
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Pass:
     is_last: bool
     """Whether it is the stage's last of the step."""
     gathers: bool
-    """Whether it is the stage's first forward pass, which gathers the weights."""
+    """Whether it is the first forward pass of the last stage, which gathers the head's weights."""
     whole: tuple[int, ...]
     """Other stages with gradients that are not reduced yet."""
     reduced: tuple[int, ...]
@@ -37,17 +36,82 @@ class Pass:
     """Residual streams, and gradients of such, that are received and not used, or being sent."""
 
 
-@cache
-def steady(plan: PipelinePlan) -> PipelinePlan:
-    """The plan with as few micro-batches as hold as much at once."""
+Amounts = Counter[tuple[object, ...]]
+"""How much of everything a rank holds for other passes, by kind of stage."""
+AlikePasses = dict[tuple[object, ...], list[tuple[Pass, Amounts]]]
+
+
+def fullest_passes(plan: PipelinePlan, pp_rank: int) -> Iterator[Pass]:
+    """Passes of a step during which a rank can hold most: of those that are alike, none that holds less of everything."""
+    return (found for alike in _fullest(_normalized(plan), pp_rank).values() for found, _ in alike)
+
+
+def fullest_ranks(plan: PipelinePlan) -> tuple[int, ...]:
+    """Ranks that can hold most: none of whose passes all hold less of everything than another rank's."""
+    return _fullest_ranks(_normalized(plan))
+
+
+@lru_cache(maxsize=4096)
+def _fullest_ranks(plan: PipelinePlan) -> tuple[int, ...]:
+    kept: list[int] = []
+    for rank in range(plan.pp):
+        if not any(_holds_less(plan, rank, other) for other in kept):
+            kept = [other for other in kept if not _holds_less(plan, other, rank)] + [rank]
+    return tuple(kept)
+
+
+def _holds_less(plan: PipelinePlan, rank: int, other: int) -> bool:
+    if sorted(_stage_kinds(plan, rank).values()) != sorted(_stage_kinds(plan, other).values()):
+        return False
+    others = _fullest(plan, other)
+    return all(
+        any(amounts <= more for _, more in others.get(alike, ()))
+        for alike, passes in _fullest(plan, rank).items()
+        for _, amounts in passes
+    )
+
+
+def _stage_kinds(plan: PipelinePlan, pp_rank: int) -> dict[int, tuple[bool, bool, int]]:
+    """Stages of one kind hold equally much."""
+    last = plan.num_stages - 1
+    return {stage: (stage == 0, stage == last, plan.blocks_per_stage[stage]) for stage in plan.stages_of(pp_rank)}
+
+
+@lru_cache(maxsize=4096)
+def _fullest(plan: PipelinePlan, pp_rank: int) -> AlikePasses:
+    kinds, fullest = _stage_kinds(plan, pp_rank), AlikePasses()
+    for found in _passes(plan, pp_rank):
+        if found.kind == "W":
+            continue
+        amounts = Amounts({("messages",): found.num_messages})
+        for name, counts in (("waiting", found.waiting), ("left", found.left)):
+            for stage, count in counts:
+                amounts[name, kinds[stage]] += count
+        amounts.update(("whole", kinds[stage]) for stage in found.whole)
+        reduced = tuple(sorted(kinds[stage] for stage in found.reduced))
+        alike = found.kind, kinds[found.stage], found.is_first, found.is_last, found.gathers, reduced
+        others = fullest.setdefault(alike, [])
+        if not any(amounts <= other for _, other in others):
+            fullest[alike] = [(each, other) for each, other in others if not other <= amounts] + [(found, amounts)]
+    return fullest
+
+
+def _normalized(plan: PipelinePlan) -> PipelinePlan:
+    """What decides the order of passes, with as few micro-batches as hold as much at once."""
     enough = 4 * plan.pp
     is_long = plan.num_micro_batches > enough and plan.num_micro_batches % plan.pp == 0
-    return replace(plan, num_micro_batches=enough) if is_long else plan
+    return PipelinePlan(
+        pp=plan.pp,
+        schedule=plan.schedule,
+        num_layers=plan.num_layers,
+        pp_stages_per_rank=plan.pp_stages_per_rank,
+        pp_layers=plan.blocks_per_stage,
+        num_micro_batches=enough if is_long else plan.num_micro_batches,
+    )
 
 
-def passes(rank: RankMemory) -> Iterator[Pass]:
-    """Those of a step, in order; of a step that repeats itself, not all."""
-    plan = steady(rank.pipeline)
+def _passes(plan: PipelinePlan, pp_rank: int) -> Iterator[Pass]:
+    """Those of a step, in order."""
     if plan.pp == 1:  # Every micro-batch but the first is like the second.
         common: dict[str, Any] = {
             "stage": 0,
@@ -60,16 +124,17 @@ def passes(rank: RankMemory) -> Iterator[Pass]:
         is_first = plan.num_micro_batches == 1
         yield from (Pass(kind=kind, is_first=is_first, is_last=True, gathers=False, **common) for kind in "FB")
         return
+    stages, neighbours = plan.stages_of(pp_rank), set(plan.stages_of(pp_rank))
     saved, left, finished = Counter[int](), Counter[int](), Counter[int]()
     held, sending = set[StreamKey](), set[int]()
     for tick in ticks(plan):
-        action = tick.actions[rank.pp_rank]
+        action = tick.actions[pp_rank]
         if action is not None:
             kind, stage, number = action
             held.discard(("F" if kind == "F" else "B", stage, number))
             saved[stage] -= kind in "BI"
             left[stage] -= kind == "W"
-            others = [other for other in rank.blocks_by_stage if other != stage]
+            others = [other for other in stages if other != stage]
             yield Pass(
                 kind=kind,
                 stage=stage,
@@ -77,7 +142,7 @@ def passes(rank: RankMemory) -> Iterator[Pass]:
                 left=tuple(sorted((+left).items())),
                 is_first=finished[stage] == 0,
                 is_last=finished[stage] == plan.num_micro_batches - 1,
-                gathers=kind == "F" and number == 0,
+                gathers=kind == "F" and number == 0 and stage == plan.num_stages - 1,
                 whole=tuple(other for other in others if 0 < finished[other] < plan.num_micro_batches),
                 reduced=tuple(other for other in others if finished[other] == plan.num_micro_batches),
                 num_messages=len(held) + len(sending),
@@ -86,10 +151,10 @@ def passes(rank: RankMemory) -> Iterator[Pass]:
             left[stage] += kind == "I"
             finished[stage] += kind in "BW"
             neighbour = stage + (1 if kind == "F" else -1)
-            if kind != "W" and neighbour in rank.blocks_by_stage:
+            if kind != "W" and neighbour in neighbours:
                 held.add(("F" if kind == "F" else "B", neighbour, number))
         for message in tick.messages:
-            if message.source == rank.pp_rank:
+            if message.source == pp_rank:
                 sending.add(message.target)
-            elif message.target == rank.pp_rank:
+            elif message.target == pp_rank:
                 held.add(message.key)

@@ -12,12 +12,9 @@ from math import prod
 from typing import NamedTuple
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8, "int64": 8}
+WEIGHT_LINES = ("parameters", "gradients", "optimizer state", "gathered weights", "unreduced gradients")
 LINES = (
-    "parameters",
-    "gradients",
-    "optimizer state",
-    "gathered weights",
-    "unreduced gradients",
+    *WEIGHT_LINES,
     "saved activations",
     "transient activations",
     "loss head",

@@ -17,9 +17,9 @@ from trainer.errors import ConfigError
 from trainer.hardware.device_specs import DeviceSpec
 from trainer.hardware.host import GIB
 from trainer.memory import auto
-from trainer.memory.estimator import SAVED_ACTIVATIONS, MemoryEstimate, estimate_memory_per_pp_rank
+from trainer.memory.estimator import SAVED_ACTIVATIONS, MemoryEstimate, estimate_memory_per_pp_rank, fullest_estimates
 from trainer.memory.report import Change, with_overrides
-from trainer.memory.tensors import DTYPE_BYTES
+from trainer.memory.tensors import DTYPE_BYTES, WEIGHT_LINES
 from trainer.plan.critical_path import StepTime, predict_step_time
 from trainer.plan.document import format_gib
 from trainer.plan.rank_workload import causal_pairs
@@ -77,8 +77,21 @@ class TrainingPlan:
         return estimate_memory_per_pp_rank(self.config, self.world_size)
 
     @cached_property
+    def fullest_memory(self) -> list[MemoryEstimate]:
+        """Of the pipeline ranks that can be the fullest."""
+        return fullest_estimates(self.config, self.world_size)
+
+    @cached_property
     def peak_memory(self) -> MemoryEstimate:
-        return max(self.memory_by_pp_rank, key=lambda estimate: estimate.device_bytes)
+        return max(self.fullest_memory, key=lambda estimate: estimate.device_bytes)
+
+    @property
+    def weights_memory(self) -> float:
+        """Bytes of the fullest rank whatever the memory options are: weights, gathered ones too, and their gradients."""
+        return max(
+            sum(each.bytes for each in estimate.tensors if each.line in WEIGHT_LINES and not each.on_host)
+            for estimate in self.fullest_memory
+        )
 
     @property
     def usable_device_memory(self) -> float:
@@ -96,7 +109,7 @@ class TrainingPlan:
     @cached_property
     def host_memory(self) -> dict[str, float]:
         """Bytes by item on the node that needs most."""
-        estimate = max(self.memory_by_pp_rank, key=lambda estimate: estimate.host_bytes)
+        estimate = max(self.fullest_memory, key=lambda estimate: estimate.host_bytes)
         kinds = {item.name: item.host_bytes for item in estimate.items if item.host_bytes}
         if SAVED_ACTIVATIONS in kinds:
             kinds[SAVED_ACTIVATIONS] *= auto.PINNED_OVERHEAD

@@ -132,16 +132,22 @@ class _LayoutSearch:
                 yield plan
 
     def fastest_fitting(self, bound: TrainingPlan) -> tuple[TrainingPlan | None, TrainingPlan]:
-        """(fastest memory options that fit, leanest memory options); among equals, the first in MEMORY_CHOICES."""
+        """The fastest memory options that fit, among equals the first in MEMORY_CHOICES; without such, also the leanest."""
         if bound.fits and bound.mesh["cp"] == 1:
             return bound, bound
         # If the bound fits, only head groups can be faster, by overlapping communication of attention.
         choices = HEAD_GROUP_CHOICES if bound.fits else MEMORY_CHOICES[1:]
+        if not bound.fits:
+            leanest = self.evaluate(MEMORY_CHOICES[-1], bound.config)
+            if leanest is not None and leanest.weights_memory > leanest.usable_device_memory:
+                return None, leanest
         plans = [bound, *filter(None, (self.evaluate(memory, bound.config) for memory in choices))]
-        fitting = [plan for plan in plans if plan.fits]
-        max_seconds = TIE_FACTOR * min((plan.step_seconds for plan in fitting), default=inf)
-        fastest = next((plan for plan in fitting if plan.step_seconds <= max_seconds), None)
-        return fastest, min(plans, key=attrgetter("memory_utilization"))
+        quickest = next((plan for plan in sorted(plans, key=attrgetter("step_seconds")) if plan.fits), None)
+        if quickest is None:
+            return None, min(plans, key=attrgetter("memory_utilization"))
+        equal = (plan for plan in plans if plan.step_seconds <= TIE_FACTOR * quickest.step_seconds)
+        fastest = next(plan for plan in equal if plan.fits)
+        return fastest, fastest
 
     def layout_fits(self, layout: dict[str, Any]) -> bool:
         """Skips larger micro-batches and replicas, which only need more memory."""
