@@ -45,7 +45,7 @@ def measured(name: str, rank: int) -> dict[str, float]:
 def rows(name: str) -> list[list[str]]:
     config = load(["--config", name])
     size, pp = prod(config.parallelism.degrees(1).values()), config.parallelism.pp
-    stages, found = estimate_memory_per_pp_rank(config, size), []
+    stages, found = estimate_memory_per_pp_rank(config, size, on_cpu=True), []
     for place in sorted({0, pp - 1}):
         command = [sys.executable, "-m", "benchmarks.dry_runs", "--one", name, str(place * (size // pp))]
         dry = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])

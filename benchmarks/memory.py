@@ -104,7 +104,7 @@ def alive(rung: str, tokens: int) -> dict[str, float]:
     from benchmarks.counted import count
 
     config = configured(rung, tokens, ITEM)
-    found, told = count(config, steps=2, documents=DOCUMENT), estimate_memory(config, 1)
+    found, told = count(config, steps=2, documents=DOCUMENT), estimate_memory(config, 1, on_cpu=True)
     return vars(found) | {"predicted": told.device_bytes, "predicted_kept": kept(config, tokens)}
 
 
@@ -147,7 +147,7 @@ def of_file(name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(_on_rank, (name, world_size, Path(folder)), nprocs=world_size)
         found = [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(world_size)]
-    told, peak = estimate_memory(config, world_size), max(one["peak"] for one in found)
+    told, peak = estimate_memory(config, world_size, on_cpu=True), max(one["peak"] for one in found)
     say(
         f"{name}: {peak / 2**20:.0f} MiB counted at most, {told.device_bytes / 2**20:.0f} predicted: {told.device_bytes / peak - 1:+.1%}"
     )

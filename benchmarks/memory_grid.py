@@ -175,7 +175,7 @@ def compare(case: GridCase) -> Comparison:
     from benchmarks.dry_run import dry_run  # Imports torch, slowly.
 
     found = dry_run(case.config, case.world_size, rank=case.rank)
-    device, host, phase = predicted(RankMemory(case.config, case.world_size, case.pp_rank))
+    device, host, phase = predicted(RankMemory(case.config, case.world_size, case.pp_rank, on_cpu=True))
     moments = f"{phase} / {found.peak_moment}"
     return Comparison(case, (device, found.peak_bytes), (host, found.peak_host_bytes), moments)
 

@@ -63,14 +63,13 @@ def forward(
     q_XNH: Tensor, k_XKH: Tensor, v_XKH: Tensor, blocks: ScoreBlocks, *, kernel: str = "auto"
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp [N, X] for causal blocks that cover all tokens; below autograd."""
-    outputs = kernels.attend_blocks(q_XNH, k_XKH, v_XKH, blocks, kernel=kernel)
-    if len(blocks.blocks) == 1:
-        _, out, lse = next(outputs)
-        return out.contiguous(), lse.contiguous()
-    out_XNH, lse_NX = (x[0] for x in empty_output(q_XNH[None]))
-    for queries, out, lse in outputs:
-        out_XNH[queries] = out
-        lse_NX[:, queries] = lse
+    results: tuple[Tensor, ...] = ()
+    for queries, out, lse in kernels.attend_blocks(q_XNH, k_XKH, v_XKH, blocks, kernel=kernel):
+        if len(out) == len(q_XNH):  # One call for all tokens: its results are not copied.
+            return out.contiguous(), lse.contiguous()
+        results = results or tuple(x[0] for x in empty_output(q_XNH[None]))
+        results[0][queries], results[1][:, queries] = out, lse
+    out_XNH, lse_NX = results
     return out_XNH, lse_NX
 
 
@@ -87,15 +86,15 @@ def backward(
 ) -> Grads:
     """dq, dk and dv, in their inputs' dtypes, for causal blocks that cover all tokens; below autograd."""
     inputs = (grad_XNH, q_XNH, k_XKH, v_XKH, out_XNH, lse_NX)
-    block_grads = kernels.attend_blocks_backward(*inputs, blocks, kernel=kernel)
-    if len(blocks.blocks) == 1:
-        _, _, *grads = next(block_grads)
-        dq, dk, dv = (x.contiguous() for x in grads)
-        return dq, dk, dv
-    dq, dk, dv = empty_grads(q_XNH, k_XKH, v_XKH)
-    for queries, _, *grads in block_grads:
-        for full_grad, block_grad in zip((dq, dk, dv), grads, strict=True):
-            full_grad[queries] = block_grad
+    results: tuple[Tensor, ...] = ()
+    for queries, _, *grads in kernels.attend_blocks_backward(*inputs, blocks, kernel=kernel):
+        if len(grads[0]) == len(q_XNH):
+            results = tuple(x.contiguous() for x in grads)
+            break
+        results = results or empty_grads(q_XNH, k_XKH, v_XKH)
+        for result, grad in zip(results, grads, strict=True):
+            result[queries] = grad
+    dq, dk, dv = results
     return dq, dk, dv
 
 

@@ -149,7 +149,7 @@ def compare(world_size: int, cases: tuple[str, ...]) -> None:
     """Peaks agree within 3 %, mostly 1 %, and within 7 % in bfloat16, where the CPU's matmuls allocate workspace."""
     by_rank = run_ranks(counted, world_size, cases, timeout=300)
     for case, *found in zip(cases, *by_rank, strict=True):
-        stages = estimate_memory_per_pp_rank(configured(case), world_size)
+        stages = estimate_memory_per_pp_rank(configured(case), world_size, on_cpu=True)
         each = world_size // len(stages)
         for place, predicted in enumerate(stages):
             ranks = found[place * each : (place + 1) * each]
@@ -157,7 +157,7 @@ def compare(world_size: int, cases: tuple[str, ...]) -> None:
             states = sum(item.device_bytes + item.host_bytes for item in items)
             # The optimizer also keeps a step count per parameter.
             assert 0 <= max(rank.states for rank in ranks) - states < 2048, case
-            peak, _, _ = memory_grid.predicted(RankMemory(configured(case), world_size, place))
+            peak, _, _ = memory_grid.predicted(RankMemory(configured(case), world_size, place, on_cpu=True))
             assert peak == pytest.approx(max(rank.peak for rank in ranks), rel=0.07 if HALF in case else 0.03), case
 
 

@@ -75,7 +75,7 @@ def dry(changes: str, world_size: int = 1, rank: int = 0) -> DryRunResult:
     ],
 )
 def test_peak_matches_the_estimate(world_size: int, changes: str) -> None:
-    stages = estimate_memory_per_pp_rank(configured(changes), world_size)
+    stages = estimate_memory_per_pp_rank(configured(changes), world_size, on_cpu=True)
     for pp_rank in sorted({0, len(stages) - 1}):
         found = dry(changes, world_size, pp_rank * (world_size // len(stages)))
         predicted, host = stages[pp_rank], stages[pp_rank].item(SAVED_ACTIVATIONS).host_bytes
@@ -112,7 +112,7 @@ REAL = {
 def test_peak_matches_a_real_run(world_size: int) -> None:
     by_rank = run_ranks(counted, world_size, REAL[world_size], timeout=300)
     for changes, *ranks in zip(REAL[world_size], *by_rank, strict=True):
-        num_stages = len(estimate_memory_per_pp_rank(configured(changes), world_size))
+        num_stages = len(estimate_memory_per_pp_rank(configured(changes), world_size, on_cpu=True))
         each = world_size // num_stages
         for pp_rank in range(num_stages):
             peak = max(rank.peak for rank in ranks[pp_rank * each : (pp_rank + 1) * each])

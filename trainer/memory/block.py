@@ -16,6 +16,7 @@ from parallelisms.parallel_dims import ContextPlan
 from trainer.memory.tensors import DTYPE_BYTES, SAVED_ACTIVATIONS, TRANSIENT_ACTIVATIONS, MemoryTensor, Tensors, tensors
 
 ATTENTION, FEED_FORWARD = "models/attention.py: Attention.forward", "models/feed_forward.py: FeedForward.forward"
+VARLEN_KERNELS = ("flash", "fa3", "fa4")
 UNTIL_BACKWARD, WHILE_RUNNING = "until the block's backward pass", "while this part of the block runs"
 saved_tensors = partial(tensors, SAVED_ACTIVATIONS)
 transient = partial(tensors, TRANSIENT_ACTIVATIONS)
@@ -41,6 +42,9 @@ class BlockMemory:
     """Size of an MLP tile, with recomputation."""
     sequences: int = 1
     """Of a micro-batch."""
+    kernel: str = "cpu"
+    """Of attention."""
+    deterministic: bool = False
 
     @property
     def compute_bytes(self) -> int:
@@ -102,9 +106,9 @@ class BlockMemory:
         return self.compute_bytes * self.q_numel + self.stats_bytes * self.model.num_heads * self.tokens // self.tp
 
     @property
-    def two_sequences(self) -> float:
-        """The share of two sequences in a micro-batch of several."""
-        return 2 / self.sequences if self.sequences > 1 else 0
+    def calls(self) -> int:
+        """Of the attention kernel, for the sequences of a micro-batch."""
+        return 1 if self.kernel in VARLEN_KERNELS else self.sequences
 
     # ---- shapes
 
@@ -174,9 +178,9 @@ class BlockMemory:
 
     def attention_saved(self, copies: float = 1) -> Tensors:
         """By autograd, without recomputation."""
-        return self._attention_inputs_saved(copies) + self._attention_results_saved(copies)
+        return self.attention_inputs_saved(copies) + self._attention_results_saved(copies)
 
-    def _attention_inputs_saved(self, copies: float = 1) -> Tensors:
+    def attention_inputs_saved(self, copies: float = 1) -> Tensors:
         heads = self.heads + self.kv_heads
         return saved_tensors(
             ATTENTION,
@@ -212,29 +216,29 @@ class BlockMemory:
 
     def left_for_weight_gradients(self, copies: float = 1) -> Tensors:
         """Inputs and output gradients of the matrices whose gradients are computed later."""
-        return self._attention_left(copies) + self._feed_forward_left(copies)
+        return self.attention_left(copies) + self.feed_forward_left(copies)
 
-    def _attention_left(self, copies: float = 1) -> Tensors:
-        return self._left(
+    def attention_left(self, copies: float = 1) -> Tensors:
+        return self.left(
             self.numbers("normalized inputs of attention", self.tokens, self.model.dim, copies=copies),
             self.queries("gradients of queries", copies=copies),
             self.kv("gradients of KV", copies=copies),
         ) + self._output_left(copies)
 
     def _output_left(self, copies: float = 1) -> Tensors:
-        return self._left(
+        return self.left(
             self.queries("attention outputs", copies=copies),
             self.numbers("gradients of attention's outputs", self.tokens, self.model.dim, copies=copies),
         )
 
-    def _feed_forward_left(self, copies: float = 1) -> Tensors:
-        return self._left(
+    def feed_forward_left(self, copies: float = 1) -> Tensors:
+        return self.left(
             self.numbers("normalized inputs of the feed-forward", self.tokens, self.model.dim, copies=copies),
             self.numbers("gradients of the feed-forward's outputs", self.tokens, self.model.dim, copies=copies),
             self.numbers("gate and up, with gradients", 4, self.tokens, self.ffn_dim, copies=copies),
         )
 
-    def _left(self, *entries: MemoryTensor) -> Tensors:
+    def left(self, *entries: MemoryTensor) -> Tensors:
         return saved_tensors(
             "models/linear.py: LinearWithLaterGrad", "until the weight gradients are computed", *entries
         )
@@ -246,140 +250,7 @@ class BlockMemory:
             self.numbers(f"normalized inputs of {before}", self.tokens, self.model.dim, copies=copies),
         )
 
-    # ---- backward without recomputation
-
-    def autograd_moments(self, grad_dtype: str, *, leaves_weights: bool) -> Moments:
-        """`grad_dtype` is that of KV gradients on the wire; `leaves_weights` for later, with what their gradients need."""
-        attention = self.attention_saved()
-        yield (
-            "feed-forward",
-            attention
-            + self.feed_forward_saved()
-            + transient(
-                FEED_FORWARD,
-                WHILE_RUNNING,
-                self.stream("gradient of the output"),
-                self.gathered("gathered gradient of the output"),
-                self.numbers("gradients of gate and up", 2, self.tokens, self.ffn_dim),
-            ),
-        )
-        yield (
-            "the input gradient of the feed-forward",
-            attention
-            + (self._feed_forward_left() if leaves_weights else ())
-            + saved_tensors(FEED_FORWARD, UNTIL_BACKWARD, self.stream("residual stream before the feed-forward"))
-            + transient(
-                FEED_FORWARD,
-                WHILE_RUNNING,
-                self.stream("gradient of the output", not leaves_weights),
-                self.numbers("gradients of gate and up", 2, self.tokens, self.ffn_dim, copies=not leaves_weights),
-                self.numbers("gradients of the normalized input, by matrix, and a sum", 3, self.tokens, self.model.dim),
-            ),
-        )
-        after = self._feed_forward_left() if leaves_weights else ()
-        yield (
-            "the norm before the feed-forward",
-            attention
-            + after
-            + self._norm_backward("the feed-forward", has_gradient=leaves_weights and not self.is_gathered),
-        )
-        after += (
-            self._left(self.numbers("gradient of attention's output", self.tokens, self.model.dim))
-            if leaves_weights
-            else ()
-        )
-        stream = transient(ATTENTION, WHILE_RUNNING, self.stream("gradient of the residual stream"))
-        for name, operator in self.operator_moments(grad_dtype):
-            yield name, attention + after + stream + operator
-        after += self._left(self.queries("attention output")) if leaves_weights else ()
-        if self.model.qk_norm:
-            yield "norms of heads", self._attention_inputs_saved() + after + stream + self._query_norm_backward(1)
-        after = self.left_for_weight_gradients() if leaves_weights else self._attention_left()[:3]
-        summed = transient(
-            ATTENTION,
-            WHILE_RUNNING,
-            self.stream("gradient of the residual stream"),
-            self.numbers("gradients of the normalized input, by matrix, and a sum", 3, self.tokens, self.model.dim),
-        )
-        residual = saved_tensors(ATTENTION, UNTIL_BACKWARD, self.stream("residual stream before attention"))
-        yield "the input gradients of queries, keys and values", after + residual + summed
-        after = after if leaves_weights else ()
-        yield "the norm before attention", after + self._norm_backward("attention", has_gradient=False)
-
-    def _norm_backward(self, before: str, *, has_gradient: bool) -> Tensors:
-        """`has_gradient`: the gradient of the residual stream is counted elsewhere."""
-        return saved_tensors(ATTENTION, UNTIL_BACKWARD, self.stream(f"residual stream before {before}")) + transient(
-            "models/norm.py: rms_norm_backward",
-            WHILE_RUNNING,
-            self.stream("gradient of the residual stream", not has_gradient),
-            self.stream("gradients of the norm's output, also by its weight", 2),
-            self.sums("products of the norm's backward pass", 3, self.local_tokens, self.model.dim),
-        )
-
-    def _query_norm_backward(self, num_gradients: int) -> Tensors:
-        return transient(
-            "models/norm.py: rms_norm_backward",
-            WHILE_RUNNING,
-            self.queries("gradients of queries", copies=num_gradients),
-            self.sums("products of the norm's backward pass", 3, self.q_numel),
-        )
-
-    def operator_moments(self, grad_dtype: str, share: float = 1) -> Moments:
-        """The backward pass of attention: gradients and receive buffers, for a share of the heads."""
-        source = "parallelisms/context/ring.py: backward"
-        grad_output = self.queries("gradient of the output", share)
-        ring, kv = self.ring_degree, self.kv_numel
-        if ring == 1:
-            yield (
-                "attention",
-                transient(
-                    "models/attention_op.py: backward",
-                    WHILE_RUNNING,
-                    grad_output,
-                    self.queries("gradient of queries", share),
-                    self.kv("gradients of KV", share),
-                    # One sequence after the other; the last one's gradients are alive while the next are computed.
-                    self.queries("gradients of queries, of two sequences", share * self.two_sequences),
-                    self.kv("gradients of KV, of two sequences", share * self.two_sequences),
-                ),
-            )
-            return
-        local = (
-            grad_output,
-            self.queries("gradient of queries, of one piece", share),
-            self.sums("sum of the gradient of queries", self.q_numel, copies=share),
-            self.sums("sum of the gradients of own KV", kv, copies=share),
-        )
-        on_wire = MemoryTensor("gradients of KV on the wire", (kv,), grad_dtype)
-        if self.gathers_kv:
-            pieces = share * (ring - 1)
-            remote = (
-                self.kv("KV of other ranks", copies=pieces),
-                self.kv("gradients of the KV of other ranks, of one piece", copies=pieces),
-                self.sums("sum of the gradients of the KV of other ranks", kv, copies=pieces),
-            )
-            yield "attention", transient(source, WHILE_RUNNING, *local, *remote)
-            yield (
-                "the reduce-scatter of KV gradients",
-                transient(source, WHILE_RUNNING, *local, remote[-1], on_wire._replace(copies=share * ring)),
-            )
-            return
-        in_transit = share * (ring > 2)
-        yield (
-            "attention",
-            transient(
-                source,
-                WHILE_RUNNING,
-                *local,
-                self.kv("KV of another rank", share),
-                self.kv("gradients of its KV, of one piece", share),
-                self.sums("sum of the gradients of its KV", kv, copies=share),
-                self.kv("KV in transit", copies=in_transit),
-                on_wire._replace(copies=2 * in_transit),
-            ),
-        )
-
-    # ---- backward with recomputation
+    # ---- tiles
 
     def num_tiles(self, sequences: int = 1) -> int:
         """A tile holds equally many tokens of each of the micro-batch's `sequences`."""

@@ -13,6 +13,7 @@ from functools import cached_property
 from trainer.config.job_config import Config
 from trainer.config.sections import OPTIMIZER_CHUNK_ELEMENTS
 from trainer.memory import ends
+from trainer.memory.autograd import autograd_moments
 from trainer.memory.passes import Pass, fullest_passes, fullest_ranks
 from trainer.memory.rank import RankMemory
 from trainer.memory.recompute import recompute_moments
@@ -39,24 +40,26 @@ __all__ = [
     "phase_estimates",
 ]
 
+CUBLAS_HANDLES, CUBLAS_WORKSPACE = 2, 32 << 20
+"""One for each thread that multiplies: the main thread, and autograd's. torch's default from compute capability 9.0 on."""
 STEP, RUN = "the step", "the run"
 
 
-def estimate_memory(config: Config, world_size: int) -> MemoryEstimate:
-    """Of the rank with the highest peak. The configuration must be valid."""
-    return max(fullest_estimates(config, world_size), key=lambda estimate: estimate.device_bytes)
+def estimate_memory(config: Config, world_size: int, *, on_cpu: bool = False) -> MemoryEstimate:
+    """Of the rank with the highest peak. The configuration must be valid. `on_cpu`: with the CPU's attention kernel."""
+    return max(fullest_estimates(config, world_size, on_cpu=on_cpu), key=lambda estimate: estimate.device_bytes)
 
 
-def fullest_estimates(config: Config, world_size: int) -> list[MemoryEstimate]:
+def fullest_estimates(config: Config, world_size: int, *, on_cpu: bool = False) -> list[MemoryEstimate]:
     """The peak of each pipeline rank that can have the highest."""
-    first = RankMemory(config, world_size, 0)
-    ranks = fullest_ranks(first.pipeline)
-    return [_peak([*phase_estimates(RankMemory(config, world_size, pp_rank))]) for pp_rank in ranks]
+    pp_ranks = fullest_ranks(config.pipeline_plan(world_size))
+    ranks = (RankMemory(config, world_size, pp_rank, on_cpu=on_cpu) for pp_rank in pp_ranks)
+    return [_peak([*phase_estimates(rank)]) for rank in ranks]
 
 
-def estimate_memory_per_pp_rank(config: Config, world_size: int) -> list[MemoryEstimate]:
+def estimate_memory_per_pp_rank(config: Config, world_size: int, *, on_cpu: bool = False) -> list[MemoryEstimate]:
     """The peak of each pipeline rank."""
-    ranks = (RankMemory(config, world_size, pp_rank) for pp_rank in range(config.parallelism.pp))
+    ranks = (RankMemory(config, world_size, pp_rank, on_cpu=on_cpu) for pp_rank in range(config.parallelism.pp))
     return [_peak([*phase_estimates(rank)]) for rank in ranks]
 
 
@@ -104,6 +107,9 @@ class StepMemory:
         weights = MemoryTensor("shards of weights", (rank.local_numel,), rank.master_dtype)
         moments = MemoryTensor("shards of both moments", (2, rank.local_numel), rank.moment_dtype)
         batch = MemoryTensor("tokens, labels, positions and document ids", (4, rank.tokens), "int64")
+        workspaces = MemoryTensor(
+            "workspaces of cuBLAS", (CUBLAS_HANDLES, CUBLAS_WORKSPACE), "uint8", copies=rank.block.kernel != "cpu"
+        )
         accumulate, staging = (
             "trainer/trainer.py: Trainer.accumulate_gradients",
             "trainer/checkpoint/manager.py: CheckpointManager.save",
@@ -120,6 +126,7 @@ class StepMemory:
                 on_host=True,
             ),
             *tensors("batch", accumulate, STEP, batch._replace(copies=self._batches_on_device)),
+            *tensors("matmul workspaces", "models/linear.py: Linear", RUN, workspaces),
             # The host also prefetches the next step.
             *tensors(
                 "batch",
@@ -335,7 +342,7 @@ class StepMemory:
         _, _, _, output, *feed_forward = self.rank.block_shapes[:7]
         grad_dtype = self.rank.kv_grad_dtype
         if not self.rank.recomputes:
-            for name, alive in self.block.autograd_moments(grad_dtype, leaves_weights=leaves_weights):
+            for name, alive in autograd_moments(self.block, grad_dtype, leaves_weights=leaves_weights):
                 computed = feed_forward[2:] if name == "feed-forward" else [output, *feed_forward]
                 yield name, alive + self.weights.computed([] if leaves_weights else computed)
             return

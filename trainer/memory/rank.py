@@ -14,12 +14,16 @@ from trainer.hardware.host import GIB
 from trainer.memory.block import BlockMemory
 from trainer.memory.tensors import DTYPE_BYTES
 
+KERNELS = {"bfloat16": "flash", "float32": "efficient", "float64": "plain"}
+"""That `training.attention = "auto"` takes on a GPU, as in models/kernels.py."""
 Shapes = list[tuple[int, int]]
 """(rows, columns) of the parameters on one tp rank; norms have one column."""
 
 
 class RankMemory:
-    def __init__(self, config: Config, world_size: int, pp_rank: int) -> None:
+    """`on_cpu`: attention runs in the CPU's kernel, which alone takes every dtype."""
+
+    def __init__(self, config: Config, world_size: int, pp_rank: int, *, on_cpu: bool = False) -> None:
         training, parallelism = config.training, config.parallelism
         self.config, self.pp_rank, self.model = config, pp_rank, config.model.build()
         degrees = parallelism.degrees(world_size)
@@ -51,6 +55,8 @@ class RankMemory:
             config.memory.head_groups,
             None if config.memory.mlp_tile_mib is None else config.memory.mlp_tile_mib << 20,
             training.micro_batch_size,
+            "cpu" if on_cpu else KERNELS[training.dtype] if training.attention == "auto" else training.attention,
+            training.deterministic,
         )
         self.recomputes = config.memory.recompute != "none"
         self.ranks_per_node = min(world_size, parallelism.ranks_per_node)

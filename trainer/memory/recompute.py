@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from trainer.memory.attention_operator import operator_moments
 from trainer.memory.block import WHILE_RUNNING, BlockMemory, Moments, transient
 from trainer.memory.tensors import MemoryTensor, Tensors
 
@@ -35,7 +36,7 @@ def recompute_moments(block: BlockMemory, grad_dtype: str, prefetched: Tensors) 
         block.queries("output and its gradient, heads exchanged", 1 / groups, copies=2 * (block.ulysses_degree > 1)),
         *(_prefetched_group(block, 1 / groups) if groups > 1 else ()),
     )
-    for name, operator in block.operator_moments(grad_dtype, 1 / groups):
+    for name, operator in operator_moments(block, grad_dtype, 1 / groups):
         yield name, inputs + active + operator + prefetched * is_single
     for name, alive in _projection_moments(block):
         yield name, alive + prefetched

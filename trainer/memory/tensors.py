@@ -11,14 +11,18 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8, "int64": 8}
-WEIGHT_LINES = ("parameters", "gradients", "optimizer state", "gathered weights", "unreduced gradients")
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8, "int64": 8, "uint8": 1}
 LINES = (
-    *WEIGHT_LINES,
+    "parameters",
+    "gradients",
+    "optimizer state",
+    "gathered weights",
+    "unreduced gradients",
     "saved activations",
     "transient activations",
     "loss head",
     "pipeline messages",
+    "matmul workspaces",
     "async-checkpoint staging",
     "batch",
 )

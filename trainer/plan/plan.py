@@ -19,7 +19,7 @@ from trainer.hardware.host import GIB
 from trainer.memory import auto
 from trainer.memory.estimator import SAVED_ACTIVATIONS, MemoryEstimate, estimate_memory_per_pp_rank, fullest_estimates
 from trainer.memory.report import Change, with_overrides
-from trainer.memory.tensors import DTYPE_BYTES, WEIGHT_LINES
+from trainer.memory.tensors import DTYPE_BYTES
 from trainer.plan.critical_path import StepTime, predict_step_time
 from trainer.plan.document import format_gib
 from trainer.plan.rank_workload import causal_pairs
@@ -84,14 +84,6 @@ class TrainingPlan:
     @cached_property
     def peak_memory(self) -> MemoryEstimate:
         return max(self.fullest_memory, key=lambda estimate: estimate.device_bytes)
-
-    @property
-    def weights_memory(self) -> float:
-        """Bytes of the fullest rank whatever the memory options are: weights, gathered ones too, and their gradients."""
-        return max(
-            sum(each.bytes for each in estimate.tensors if each.line in WEIGHT_LINES and not each.on_host)
-            for estimate in self.fullest_memory
-        )
 
     @property
     def usable_device_memory(self) -> float:

@@ -137,11 +137,10 @@ class _LayoutSearch:
             return bound, bound
         # If the bound fits, only head groups can be faster, by overlapping communication of attention.
         choices = HEAD_GROUP_CHOICES if bound.fits else MEMORY_CHOICES[1:]
-        if not bound.fits:
-            leanest = self.evaluate(MEMORY_CHOICES[-1], bound.config)
-            if leanest is not None and leanest.weights_memory > leanest.usable_device_memory:
-                return None, leanest
         plans = [bound, *filter(None, (self.evaluate(memory, bound.config) for memory in choices))]
+        leanest = plans[-NUM_LEANEST_CHOICES:]
+        if not bound.fits and all(plan.peak_memory.device_bytes > plan.usable_device_memory for plan in leanest):
+            return None, min(leanest, key=attrgetter("memory_utilization"))
         quickest = next((plan for plan in sorted(plans, key=attrgetter("step_seconds")) if plan.fits), None)
         if quickest is None:
             return None, min(plans, key=attrgetter("memory_utilization"))

@@ -1,0 +1,112 @@
+"""What attention holds in its backward pass, and the scratch memory of its kernels. Imports no torch.
+
+Shapes are those of `block.py`. Scratch is what the kernels' host code allocates beside inputs and outputs:
+
+    flash       FlashAttention 2, csrc/flash_attn/flash_api.cpp, mha_varlen_bwd; the same in ATen/native/transformers/cuda
+    fa3, fa4    hopper/flash_api.cpp, mha_bwd, and flash_attn/cute/interface.py
+    cudnn       cudnn_frontend, node/scaled_dot_product_flash_attention.h, the backward node's tensors
+    efficient   ATen/native/transformers/cuda/attention_backward.cu, and what `models/kernels.py` repeats for it
+    plain       `models/kernels.py`
+
+The CPU's is not counted: it is allocated by each thread, and no device has it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from math import ceil
+
+from trainer.memory.block import WHILE_RUNNING, BlockMemory, Moments, transient
+from trainer.memory.tensors import MemoryTensor, total_bytes
+
+PADDING = 128
+"""Tokens by which FlashAttention's backward pads each sequence."""
+MULTIPROCESSORS = 132
+"""Of an H100: a deterministic FlashAttention 2 sums the gradient of queries in as many parts, over its heads."""
+
+
+def operator_moments(block: BlockMemory, grad_dtype: str, share: float = 1) -> Moments:
+    """The backward pass of attention for a share of the heads. `grad_dtype`: of KV gradients on the wire."""
+    grad_output = block.queries("gradient of the output", share)
+    ring, kv = block.ring_degree, block.kv_numel
+    if ring == 1:
+        yield (
+            "attention",
+            transient(
+                "models/attention_op.py: backward",
+                WHILE_RUNNING,
+                grad_output,
+                *call_backward(block, share),
+                block.queries("gradient of queries, of all sequences", share, copies=block.calls > 1),
+                block.kv("gradients of KV, of all sequences", share * (block.calls > 1)),
+            ),
+        )
+        return
+    part = partial(transient, "parallelisms/context/ring.py: backward", WHILE_RUNNING)
+    sums = (
+        grad_output,
+        block.sums("sum of the gradient of queries", block.q_numel, copies=share),
+        block.sums("sum of the gradients of own KV", kv, copies=share),
+    )
+    on_wire = MemoryTensor("gradients of KV on the wire", (kv,), grad_dtype)
+    if block.gathers_kv:
+        pieces = share * (ring - 1)
+        remote_sum = block.sums("sum of the gradients of the KV of other ranks", kv, copies=pieces)
+        calls = call_backward(block, share, ring - 1)
+        yield "attention", part(*sums, *calls, block.kv("KV of other ranks", copies=pieces), remote_sum)
+        last_call = block.queries("gradient of queries", share)
+        yield (
+            "the reduce-scatter of KV gradients",
+            part(*sums, last_call, remote_sum, on_wire._replace(copies=share * ring)),
+        )
+        return
+    in_transit = share * (ring > 2)
+    yield (
+        "attention",
+        part(
+            *sums,
+            *call_backward(block, share),
+            block.kv("KV of another rank", share),
+            block.sums("sum of the gradients of its KV", kv, copies=share),
+            block.kv("KV in transit", copies=in_transit),
+            on_wire._replace(copies=2 * in_transit),
+        ),
+    )
+
+
+def call_backward(block: BlockMemory, share: float, keys: float = 1) -> tuple[MemoryTensor, ...]:
+    """Outputs and scratch of a kernel call for a share of the heads, with `keys` keys per query.
+
+    Of several calls, one for each sequence, the last one's outputs are alive while the next runs.
+    """
+    kernel, padded, width = block.kernel, block.tokens + PADDING * block.sequences, -(-block.model.head_dim // 32) * 32
+    is_grouped, share = block.kv_numel < 2 * block.q_numel, share / block.calls
+    outputs = block.queries("gradient of queries", share), block.kv("gradients of KV", share * keys)
+    previous = [each._replace(name=f"{each.name}, of the call before") for each in outputs] * (block.calls > 1)
+    dq_sum = block.sums("sum of the gradient of queries, in the kernel", padded, block.heads, width, copies=share)
+    row_sums = block.sums("a number per row of scores", padded, block.heads, copies=share)
+    expanded_kv = block.queries("KV of every query head", 2 * share * keys)
+    expanded_dkv = block.queries("gradients of KV, of every query head", 2 * share * keys)
+    match kernel:
+        case "flash":
+            heads = block.heads * share / block.ulysses_degree
+            parts = ceil(MULTIPROCESSORS / (block.sequences * heads)) if block.deterministic else 1
+            return *outputs, dq_sum._replace(copies=parts * share), row_sums, *[expanded_dkv] * is_grouped
+        case "fa3" | "fa4":
+            dkv_sum = block.sums("sum of the gradients of KV, in the kernel", block.kv_numel, copies=share * keys)
+            return *outputs, dq_sum, row_sums._replace(copies=2 * share), *[dkv_sum] * is_grouped
+        case "cudnn":
+            output = block.queries("attention output, heads first", share)
+            return *outputs, *previous, output, dq_sum, row_sums, *[expanded_dkv] * is_grouped
+        case "efficient":
+            # In the kernel a sum or product of float32, then the sums over the query heads of a KV head.
+            dq, dkv = outputs
+            in_call = *previous, dq, expanded_kv, expanded_dkv
+            return max((*in_call, dq_sum, row_sums), (*in_call, dkv), key=total_bytes)
+        case "plain":
+            length = block.tokens * block.ulysses_degree // block.sequences
+            copies = 4 * keys * share * block.calls / block.ulysses_degree
+            scores = block.sums("scores, weights and their gradients", block.heads, length, length, copies=copies)
+            return *previous, scores, expanded_kv
+        case _:
+            return *outputs, *previous

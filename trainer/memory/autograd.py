@@ -1,0 +1,98 @@
+"""What a block holds in its backward pass without recomputation. Imports no torch.
+
+Shapes are those of `block.py`.
+"""
+
+from __future__ import annotations
+
+from trainer.memory.attention_operator import operator_moments
+from trainer.memory.block import (
+    ATTENTION,
+    FEED_FORWARD,
+    UNTIL_BACKWARD,
+    WHILE_RUNNING,
+    BlockMemory,
+    Moments,
+    saved_tensors,
+    transient,
+)
+from trainer.memory.tensors import Tensors
+
+
+def autograd_moments(block: BlockMemory, grad_dtype: str, *, leaves_weights: bool) -> Moments:
+    """`grad_dtype` is that of KV gradients on the wire; `leaves_weights` for later, with what their gradients need."""
+    attention = block.attention_saved()
+    yield (
+        "feed-forward",
+        attention
+        + block.feed_forward_saved()
+        + transient(
+            FEED_FORWARD,
+            WHILE_RUNNING,
+            block.stream("gradient of the output"),
+            block.gathered("gathered gradient of the output"),
+            block.numbers("gradients of gate and up", 2, block.tokens, block.ffn_dim),
+        ),
+    )
+    yield (
+        "the input gradient of the feed-forward",
+        attention
+        + (block.feed_forward_left() if leaves_weights else ())
+        + saved_tensors(FEED_FORWARD, UNTIL_BACKWARD, block.stream("residual stream before the feed-forward"))
+        + transient(
+            FEED_FORWARD,
+            WHILE_RUNNING,
+            block.stream("gradient of the output", not leaves_weights),
+            block.numbers("gradients of gate and up", 2, block.tokens, block.ffn_dim, copies=not leaves_weights),
+            block.numbers("gradients of the normalized input, by matrix, and a sum", 3, block.tokens, block.model.dim),
+        ),
+    )
+    after = block.feed_forward_left() if leaves_weights else ()
+    yield (
+        "the norm before the feed-forward",
+        attention
+        + after
+        + _norm_backward(block, "the feed-forward", has_gradient=leaves_weights and not block.is_gathered),
+    )
+    after += (
+        block.left(block.numbers("gradient of attention's output", block.tokens, block.model.dim))
+        if leaves_weights
+        else ()
+    )
+    stream = transient(ATTENTION, WHILE_RUNNING, block.stream("gradient of the residual stream"))
+    for name, operator in operator_moments(block, grad_dtype):
+        yield name, attention + after + stream + operator
+    after += block.left(block.queries("attention output")) if leaves_weights else ()
+    if block.model.qk_norm:
+        yield "norms of heads", block.attention_inputs_saved() + after + stream + _query_norm_backward(block, 1)
+    after = block.left_for_weight_gradients() if leaves_weights else block.attention_left()[:3]
+    summed = transient(
+        ATTENTION,
+        WHILE_RUNNING,
+        block.stream("gradient of the residual stream"),
+        block.numbers("gradients of the normalized input, by matrix, and a sum", 3, block.tokens, block.model.dim),
+    )
+    residual = saved_tensors(ATTENTION, UNTIL_BACKWARD, block.stream("residual stream before attention"))
+    yield "the input gradients of queries, keys and values", after + residual + summed
+    after = after if leaves_weights else ()
+    yield "the norm before attention", after + _norm_backward(block, "attention", has_gradient=False)
+
+
+def _norm_backward(block: BlockMemory, before: str, *, has_gradient: bool) -> Tensors:
+    """`has_gradient`: the gradient of the residual stream is counted elsewhere."""
+    return saved_tensors(ATTENTION, UNTIL_BACKWARD, block.stream(f"residual stream before {before}")) + transient(
+        "models/norm.py: rms_norm_backward",
+        WHILE_RUNNING,
+        block.stream("gradient of the residual stream", not has_gradient),
+        block.stream("gradients of the norm's output, also by its weight", 2),
+        block.sums("products of the norm's backward pass", 3, block.local_tokens, block.model.dim),
+    )
+
+
+def _query_norm_backward(block: BlockMemory, num_gradients: int) -> Tensors:
+    return transient(
+        "models/norm.py: rms_norm_backward",
+        WHILE_RUNNING,
+        block.queries("gradients of queries", copies=num_gradients),
+        block.sums("products of the norm's backward pass", 3, block.q_numel),
+    )
