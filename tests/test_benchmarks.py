@@ -31,7 +31,6 @@ QUICK = {
     "data": "rows --rounds 1 --seq-len 65536",
     "doc_tables": "--check",
     "loss_curve": "{tmp}/metrics.jsonl {tmp}/loss.svg",
-    "memory_grid": "--cases 2 --seed 0 --jobs 1",
     "memory": "one bytes `full` 1024",
     "moments": "--steps 3",
     "plans": "--folder {tmp} debug",
@@ -48,6 +47,7 @@ SLOW = {
     "faults": "recovery --only launcher",
     "gpu": "--rehearse --phases 1 --out {tmp}/rows.jsonl",
     "long_context": "--steps 2 --copy-steps 2 --folder {tmp} --svg {tmp}/context.svg",
+    "memory_grid": "--cases 2 --seed 0 --jobs 1",
     "random_cases": "--cases 2 --max-processes 2 --records {tmp}/records.json",
     "scaling": "--quick",
 }

@@ -28,7 +28,7 @@ MULTIPROCESSORS = 132
 def operator_moments(block: BlockMemory, grad_dtype: str, share: float = 1) -> Moments:
     """The backward pass of attention for a share of the heads. `grad_dtype`: of KV gradients on the wire."""
     grad_output = block.queries("gradient of the output", share)
-    ring, kv = block.ring_degree, block.kv_numel
+    ring, kv = block.ring_degree, block.kv_shape
     if ring == 1:
         yield (
             "attention",
@@ -45,13 +45,13 @@ def operator_moments(block: BlockMemory, grad_dtype: str, share: float = 1) -> M
     part = partial(transient, "parallelisms/context/ring.py: backward", WHILE_RUNNING)
     sums = (
         grad_output,
-        block.sums("sum of the gradient of queries", block.q_numel, copies=share),
-        block.sums("sum of the gradients of own KV", kv, copies=share),
+        block.sums("sum of the gradient of queries", block.tokens, block.heads, block.model.head_dim, copies=share),
+        block.sums("sum of the gradients of own KV", *kv, copies=share),
     )
-    on_wire = MemoryTensor("gradients of KV on the wire", (kv,), grad_dtype)
+    on_wire = MemoryTensor("gradients of KV on the wire", kv, grad_dtype)
     if block.gathers_kv:
         pieces = share * (ring - 1)
-        remote_sum = block.sums("sum of the gradients of the KV of other ranks", kv, copies=pieces)
+        remote_sum = block.sums("sum of the gradients of the KV of other ranks", *kv, copies=pieces)
         calls = call_backward(block, share, ring - 1)
         yield "attention", part(*sums, *calls, block.kv("KV of other ranks", copies=pieces), remote_sum)
         last_call = block.queries("gradient of queries", share)
@@ -67,7 +67,7 @@ def operator_moments(block: BlockMemory, grad_dtype: str, share: float = 1) -> M
             *sums,
             *call_backward(block, share),
             block.kv("KV of another rank", share),
-            block.sums("sum of the gradients of its KV", kv, copies=share),
+            block.sums("sum of the gradients of its KV", *kv, copies=share),
             block.kv("KV in transit", copies=in_transit),
             on_wire._replace(copies=2 * in_transit),
         ),
@@ -93,7 +93,7 @@ def call_backward(block: BlockMemory, share: float, keys: float = 1) -> tuple[Me
             parts = ceil(MULTIPROCESSORS / (block.sequences * heads)) if block.deterministic else 1
             return *outputs, dq_sum._replace(copies=parts * share), row_sums, *[expanded_dkv] * is_grouped
         case "fa3" | "fa4":
-            dkv_sum = block.sums("sum of the gradients of KV, in the kernel", block.kv_numel, copies=share * keys)
+            dkv_sum = block.sums("sum of the gradients of KV, in the kernel", *block.kv_shape, copies=share * keys)
             return *outputs, dq_sum, row_sums._replace(copies=2 * share), *[dkv_sum] * is_grouped
         case "cudnn":
             output = block.queries("attention output, heads first", share)

@@ -48,18 +48,18 @@ def autograd_moments(block: BlockMemory, grad_dtype: str, *, leaves_weights: boo
         ),
     )
     after = block.feed_forward_left() if leaves_weights else ()
+    # Without a gather, the gradient of a half's output is that of the residual stream, and stays for its weights.
+    is_left = leaves_weights and not block.is_gathered
     yield (
         "the norm before the feed-forward",
-        attention
-        + after
-        + _norm_backward(block, "the feed-forward", has_gradient=leaves_weights and not block.is_gathered),
+        attention + after + _norm_backward(block, "the feed-forward", has_gradient=is_left),
     )
     after += (
         block.left(block.numbers("gradient of attention's output", block.tokens, block.model.dim))
         if leaves_weights
         else ()
     )
-    stream = transient(ATTENTION, WHILE_RUNNING, block.stream("gradient of the residual stream"))
+    stream = transient(ATTENTION, WHILE_RUNNING, block.stream("gradient of the residual stream", not is_left))
     for name, operator in operator_moments(block, grad_dtype):
         yield name, attention + after + stream + operator
     after += block.left(block.queries("attention output")) if leaves_weights else ()
@@ -69,13 +69,13 @@ def autograd_moments(block: BlockMemory, grad_dtype: str, *, leaves_weights: boo
     summed = transient(
         ATTENTION,
         WHILE_RUNNING,
-        block.stream("gradient of the residual stream"),
+        block.stream("gradient of the residual stream", not is_left),
         block.numbers("gradients of the normalized input, by matrix, and a sum", 3, block.tokens, block.model.dim),
     )
     residual = saved_tensors(ATTENTION, UNTIL_BACKWARD, block.stream("residual stream before attention"))
     yield "the input gradients of queries, keys and values", after + residual + summed
     after = after if leaves_weights else ()
-    yield "the norm before attention", after + _norm_backward(block, "attention", has_gradient=False)
+    yield "the norm before attention", after + _norm_backward(block, "attention", has_gradient=is_left)
 
 
 def _norm_backward(block: BlockMemory, before: str, *, has_gradient: bool) -> Tensors:

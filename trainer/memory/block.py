@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from math import lcm
+from math import lcm, prod
 
 from models.config import ModelConfig
 from parallelisms.parallel_dims import ContextPlan
@@ -17,7 +17,7 @@ from trainer.memory.tensors import DTYPE_BYTES, SAVED_ACTIVATIONS, TRANSIENT_ACT
 
 ATTENTION, FEED_FORWARD = "models/attention.py: Attention.forward", "models/feed_forward.py: FeedForward.forward"
 VARLEN_KERNELS = ("flash", "fa3", "fa4")
-UNTIL_BACKWARD, WHILE_RUNNING = "until the block's backward pass", "while this part of the block runs"
+UNTIL_BACKWARD, WHILE_RUNNING = "until the block's backward pass", "while it runs"
 saved_tensors = partial(tensors, SAVED_ACTIVATIONS)
 transient = partial(tensors, TRANSIENT_ACTIVATIONS)
 Moments = Iterator[tuple[str, Tensors]]
@@ -87,10 +87,14 @@ class BlockMemory:
         return max(1, self.model.num_kv_heads // self.tp)
 
     @property
+    def kv_shape(self) -> tuple[int, ...]:
+        """Of keys and values; the heads of a group are repeated until the Ulysses degree divides them."""
+        heads = self.head_groups * lcm(self.kv_heads // self.head_groups, self.ulysses_degree)
+        return 2, self.tokens, heads, self.model.head_dim
+
+    @property
     def kv_numel(self) -> int:
-        """Elements of keys and values; the heads of a group are repeated until the Ulysses degree divides them."""
-        heads = self.kv_heads // self.head_groups
-        return 2 * self.head_groups * lcm(heads, self.ulysses_degree) * self.model.head_dim * self.tokens
+        return prod(self.kv_shape)
 
     @property
     def qkv_bytes(self) -> int:
@@ -148,11 +152,15 @@ class BlockMemory:
 
     def queries(self, name: str, share: float = 1, copies: float = 1) -> MemoryTensor:
         """[T, N, H], or a share of the heads."""
-        return self.numbers(name, self.q_numel, copies=copies * share)
+        return self.numbers(name, self.tokens, self.heads, self.model.head_dim, copies=copies * share)
 
     def kv(self, name: str, share: float = 1, copies: float = 1) -> MemoryTensor:
         """[2, T, K, H], with the heads that Ulysses repeats, or a share of them."""
-        return self.numbers(name, self.kv_numel, copies=copies * share)
+        return self.numbers(name, *self.kv_shape, copies=copies * share)
+
+    def own_kv(self, name: str, share: float = 1) -> MemoryTensor:
+        """[2, T, K, H], without repeated heads."""
+        return self.numbers(name, 2, self.tokens, self.kv_heads, self.model.head_dim, copies=share)
 
     # ---- saved
 

@@ -16,7 +16,7 @@ from trainer.memory import ends
 from trainer.memory.autograd import autograd_moments
 from trainer.memory.passes import Pass, fullest_passes, fullest_ranks
 from trainer.memory.rank import RankMemory
-from trainer.memory.recompute import recompute_moments
+from trainer.memory.recompute import recompute_moments, recomputed_input
 from trainer.memory.tensors import (
     SAVED_ACTIVATIONS,
     TRANSIENT_ACTIVATIONS,
@@ -84,7 +84,7 @@ class StepMemory:
         self.last_stage = rank.pipeline.num_stages - 1
         self.weights = WeightMemory(rank)
         self._saved_by_stage: dict[int, Tensors] = {}
-        self._fullest_parts: dict[tuple[bool, int, bool], tuple[str, Tensors]] = {}
+        self._fullest_parts: dict[tuple[bool, bool, int, bool], tuple[str, Tensors]] = {}
 
     def moments(self) -> Iterator[MemoryEstimate]:
         for found in fullest_passes(self.rank.pipeline, self.rank.pp_rank):
@@ -115,7 +115,7 @@ class StepMemory:
             "trainer/checkpoint/manager.py: CheckpointManager.save",
         )
         return (
-            *tensors("parameters", "trainer/build.py: build_model", RUN, weights, on_host=on_host),
+            *tensors("parameters", "trainer/build.py: ParallelModel", RUN, weights, on_host=on_host),
             *tensors("optimizer state", "trainer/optim/optimizer.py: Optimizer", RUN, moments, on_host=on_host),
             *tensors(
                 "async-checkpoint staging",
@@ -311,11 +311,17 @@ class StepMemory:
             + (self._left(found.stage, later) if found.kind == "I" else ())
         )
         gathered = self.weights.gathered_in(found, index + 1)
-        if rank.reshards_after_forward and rank.num_shards > 1 and index > 0:
-            gathered += self.weights.gathered("weights of the next block", shapes)
         gradients = self.weights.gradients(found, done_blocks=later, with_head=True, previous=previous)
-        name, alive = self._fullest_part(index, leaves_weights=found.kind == "I")
+        name, alive = self._fullest_part(
+            index, leaves_weights=found.kind == "I", adds=self.is_pipeline and not found.is_first
+        )
         yield self._moment(f"in {name} of block {index}, backward", base, gathered, gradients, alive)
+        if position := index % rank.config.memory.blocks_per_checkpoint:
+            recomputed = recomputed_input(self.block) + self.block.block_input(copies=position)
+            again = self.weights.gathered("weights of the block that is recomputed", shapes, self.weights.gathers_again)
+            yield self._moment(
+                f"in the recomputation of the input of block {index}", base, gathered, again, gradients, recomputed
+            )
         if not rank.is_sharded or (self.is_pipeline and not found.is_last):
             return
         reduced = self.weights.gradients(found, done_blocks=later, with_head=True, previous=shapes)
@@ -323,33 +329,43 @@ class StepMemory:
         yield self._moment(
             f"reduce-scatter after block {index}",
             base,
-            gathered if not self.is_pipeline else self.weights.gathered_in(found, index),
+            gathered + self.weights.next_block(index)
+            if not self.is_pipeline
+            else self.weights.gathered_in(found, index),
             reduced,
             self.weights.computed(shapes) if found.is_first or not self.is_pipeline else (),
             stream,
         )
 
-    def _fullest_part(self, index: int, *, leaves_weights: bool) -> tuple[str, Tensors]:
-        """The part of a block's backward pass that needs most, with the gradients of weights that exist by then."""
+    def _fullest_part(self, index: int, *, leaves_weights: bool, adds: bool) -> tuple[str, Tensors]:
+        """The part of a block's backward pass that needs most, with the gradients of weights that exist by then.
+
+        `adds`: gradients are added to those of earlier micro-batches as soon as half a block has them.
+        """
         position = index % self.rank.config.memory.blocks_per_checkpoint
-        key = leaves_weights, position, index == 0
+        key = leaves_weights, adds, position, index == 0
         if key not in self._fullest_parts:
-            parts = self._parts(position, self._prefetched(index), leaves_weights=leaves_weights)
+            parts = self._parts(index, leaves_weights=leaves_weights, adds=adds)
             self._fullest_parts[key] = max(parts, key=lambda part: total_bytes(part[1]))
         return self._fullest_parts[key]
 
-    def _parts(self, position: int, prefetched: Tensors, *, leaves_weights: bool) -> Iterator[tuple[str, Tensors]]:
+    def _parts(self, index: int, *, leaves_weights: bool, adds: bool) -> Iterator[tuple[str, Tensors]]:
         _, _, _, output, *feed_forward = self.rank.block_shapes[:7]
         grad_dtype = self.rank.kv_grad_dtype
         if not self.rank.recomputes:
             for name, alive in autograd_moments(self.block, grad_dtype, leaves_weights=leaves_weights):
-                computed = feed_forward[2:] if name == "feed-forward" else [output, *feed_forward]
+                computed = feed_forward[2:] if name == "feed-forward" else [] if adds else [output, *feed_forward]
+                alive += self.weights.next_block(index)
                 yield name, alive + self.weights.computed([] if leaves_weights else computed)
             return
+        position = index % self.rank.config.memory.blocks_per_checkpoint
         inputs = self.block.block_input(copies=position)
-        for name, alive in recompute_moments(self.block, grad_dtype, prefetched):
-            computed = [] if "feed-forward" in name else [output, *feed_forward]
-            yield name, alive + inputs + self.weights.computed(computed)
+        for name, alive in recompute_moments(self.block, grad_dtype, self._prefetched(index)):
+            is_feed_forward = "feed-forward" in name
+            computed = [] if is_feed_forward else [output] if adds else [output, *feed_forward]
+            # What is gathered ahead is used up by the recomputation of a block's input.
+            ahead = self.weights.next_block(index) if not (position and is_feed_forward) else ()
+            yield name, alive + inputs + ahead + self.weights.computed(computed)
 
     def _prefetched(self, index: int) -> Tensors:
         """Activations being copied back from the host for the preceding block; of several head groups only its input."""
@@ -357,9 +373,7 @@ class StepMemory:
             return ()
         every = self.rank.config.memory.blocks_per_checkpoint
         hosted_inputs, hosted_outputs = self.rank.offloaded_shares
-        preceding_input = self.block.block_input(
-            copies=hosted_inputs * ((index - 1) % every == 0 or index % every == 0)
-        )
+        preceding_input = self.block.block_input(copies=hosted_inputs * (index % every == 0))
         if self.rank.config.memory.head_groups > 1:
             return preceding_input
         outputs = (self.rank.config.memory.recompute == "keep_attention") * (1 - self.rank.attention_recompute_fraction)

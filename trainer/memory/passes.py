@@ -30,6 +30,8 @@ class Pass:
     """Whether it is the first forward pass of the last stage, which gathers the head's weights."""
     whole: tuple[int, ...]
     """Other stages with gradients that are not reduced yet."""
+    begun: tuple[int, ...]
+    """Stages that have gradients of the embedding and the head, but leave those of blocks for later."""
     reduced: tuple[int, ...]
     """Other stages that have finished the step."""
     num_messages: int
@@ -88,6 +90,7 @@ def _fullest(plan: PipelinePlan, pp_rank: int) -> AlikePasses:
             for stage, count in counts:
                 amounts[name, kinds[stage]] += count
         amounts.update(("whole", kinds[stage]) for stage in found.whole)
+        amounts.update(("ends", kinds[stage]) for stage in (*found.whole, *found.begun))
         reduced = tuple(sorted(kinds[stage] for stage in found.reduced))
         alike = found.kind, kinds[found.stage], found.is_first, found.is_last, found.gathers, reduced
         others = fullest.setdefault(alike, [])
@@ -118,6 +121,7 @@ def _passes(plan: PipelinePlan, pp_rank: int) -> Iterator[Pass]:
             "waiting": (),
             "left": (),
             "whole": (),
+            "begun": (),
             "reduced": (),
             "num_messages": 0,
         }
@@ -125,7 +129,7 @@ def _passes(plan: PipelinePlan, pp_rank: int) -> Iterator[Pass]:
         yield from (Pass(kind=kind, is_first=is_first, is_last=True, gathers=False, **common) for kind in "FB")
         return
     stages, neighbours = plan.stages_of(pp_rank), set(plan.stages_of(pp_rank))
-    saved, left, finished = Counter[int](), Counter[int](), Counter[int]()
+    saved, left, begun, finished = Counter[int](), Counter[int](), Counter[int](), Counter[int]()
     held, sending = set[StreamKey](), set[int]()
     for tick in ticks(plan):
         action = tick.actions[pp_rank]
@@ -144,11 +148,13 @@ def _passes(plan: PipelinePlan, pp_rank: int) -> Iterator[Pass]:
                 is_last=finished[stage] == plan.num_micro_batches - 1,
                 gathers=kind == "F" and number == 0 and stage == plan.num_stages - 1,
                 whole=tuple(other for other in others if 0 < finished[other] < plan.num_micro_batches),
+                begun=tuple(each for each in stages if begun[each] and not finished[each]),
                 reduced=tuple(other for other in others if finished[other] == plan.num_micro_batches),
                 num_messages=len(held) + len(sending),
             )
             saved[stage] += kind == "F"
             left[stage] += kind == "I"
+            begun[stage] += kind in "BI"
             finished[stage] += kind in "BW"
             neighbour = stage + (1 if kind == "F" else -1)
             if kind != "W" and neighbour in neighbours:

@@ -26,7 +26,7 @@ def recompute_moments(block: BlockMemory, grad_dtype: str, prefetched: Tensors) 
         block.gathered("gathered input and gradient", 2),
         block.queries("attention output"),
         block.sums("log-sum-exp", block.heads, block.tokens),
-        block.kv("gradients of finished head groups", max(0, groups - 2) / groups),
+        block.own_kv("gradients of finished head groups", max(0, groups - 2) / groups),
     )
     active = transient(
         f"{RECOMPUTE}.attention_backward",
@@ -40,6 +40,24 @@ def recompute_moments(block: BlockMemory, grad_dtype: str, prefetched: Tensors) 
         yield name, inputs + active + operator + prefetched * is_single
     for name, alive in _projection_moments(block):
         yield name, alive + prefetched
+
+
+def recomputed_input(block: BlockMemory) -> Tensors:
+    """In the feed-forward of the preceding block, whose output is this one's input."""
+    tile, dim = block.tile_tokens, block.model.dim
+    local = tile // block.sequence_shards
+    return transient(
+        f"{RECOMPUTE}.feed_forward",
+        WHILE_RUNNING,
+        block.stream("gradient of the output"),
+        block.stream("hidden state, and the output", 2),
+        block.queries("attention output"),
+        block.sums("log-sum-exp", block.heads, block.tokens),
+        block.numbers("a tile of the normalized input", local, dim),
+        block.numbers("a gathered tile of the normalized input", tile, dim, copies=block.is_gathered),
+        block.numbers("gate, up, and their product", 3, tile, block.ffn_dim),
+        block.numbers("a tile of the output", tile, dim),
+    )
 
 
 def _prefetched_group(block: BlockMemory, share: float) -> tuple[MemoryTensor, ...]:
@@ -91,9 +109,11 @@ def _feed_forward_moments(block: BlockMemory) -> Moments:
         "the norm before the feed-forward",
         held
         + part(
-            block.numbers("a tile of the gradient, reduced", 2, local, dim),
+            block.numbers("a tile of the gradient, before it is reduced", tile, dim, copies=block.tp > 1),
+            block.numbers("a tile of the gradient, also by the norm's weight", 2, local, dim),
             weight._replace(copies=3),
             block.sums("products of the norm's backward pass", 3, local, dim),
+            block.numbers("the gradient of the tile before", local, dim, copies=tiled),
         ),
     )
 
@@ -101,14 +121,14 @@ def _feed_forward_moments(block: BlockMemory) -> Moments:
 def _projection_moments(block: BlockMemory) -> Moments:
     tile, dim, tiled = block.tile_tokens, block.model.dim, block.num_tiles() > 1
     local, share = tile // block.sequence_shards, tile / block.tokens
-    rows = (block.q_numel + block.kv_numel) // block.tokens
+    rows = (block.heads + 2 * block.kv_heads) * block.model.head_dim
     held = transient(
         f"{RECOMPUTE}._project_qkv_backward",
         WHILE_RUNNING,
         block.stream("block input and its gradient", 2),
         block.gathered("gathered input"),
         block.queries("gradient of queries"),
-        block.kv("gradients of KV"),
+        block.own_kv("gradients of KV"),
         block.numbers("a tile of the normalized input", local, dim),
         block.sums("sums of weight gradients", rows, dim, copies=tiled),
     )
@@ -116,7 +136,7 @@ def _projection_moments(block: BlockMemory) -> Moments:
     in_groups = block.head_groups > 1
     heads = (
         block.queries("gradients of heads, of all groups", share, copies=1 + in_groups),
-        block.kv("gradients of KV heads, of all groups", share, copies=1 + in_groups),
+        block.own_kv("gradients of KV heads, of all groups", share * (1 + in_groups)),
     )
     yield "the rotation", held + part(*heads, block.sums("rotated queries", 2, block.q_numel, copies=share))
     if block.model.qk_norm:
@@ -133,8 +153,10 @@ def _projection_moments(block: BlockMemory) -> Moments:
         "projections",
         held
         + part(
+            block.queries("gradients of heads, of all groups", share * in_groups),
+            block.own_kv("gradients of KV heads, of all groups", share * in_groups),
             block.numbers("gradients of weights", rows, dim),
-            block.numbers("a tile of the input gradient", local, dim),
+            block.numbers("a tile of the input gradient, also by the norm's weight", 2, local, dim),
             block.sums("products of the norm's backward pass", 3, local, dim),
         ),
     )

@@ -46,6 +46,15 @@ class WeightMemory:
         )
         return tied + embedding + self.gathered("weights of blocks", rank.block_shapes, gathered)
 
+    @property
+    def gathers_again(self) -> bool:
+        """Whether the backward pass gathers weights."""
+        return self.rank.reshards_after_forward and self.rank.num_shards > 1
+
+    def next_block(self, index: int) -> Tensors:
+        """Being gathered for the block before block `index`."""
+        return self.gathered("weights of the next block", self.rank.block_shapes, self.gathers_again and index > 0)
+
     def shards(self, name: str, count: float) -> Tensors:
         """Gradients in the dtype of the weights; with the optimizer on the host they are counted there."""
         gradient = MemoryTensor(name, (round(count),), self.rank.master_dtype, copies=count > 0)
@@ -54,9 +63,8 @@ class WeightMemory:
     def whole(self, found: Pass, *, done_blocks: int, with_head: bool) -> Tensors:
         """A pipeline's gradients before they are reduced; of this stage the head and the last `done_blocks` blocks are done."""
         rank = self.rank
-        parts = []
-        for stage in found.whole:
-            parts += [("blocks", rank.block_shapes, rank.blocks_by_stage[stage])]
+        parts = [("blocks", rank.block_shapes, rank.blocks_by_stage[stage]) for stage in found.whole]
+        for stage in (*found.whole, *found.begun):
             parts += [("the head", rank.head_unit, 1)] * (stage == self.last_stage)
             parts += [("the embedding", rank.embed_shapes, 1)] * (stage == 0)
         blocks, is_end = rank.blocks_by_stage[found.stage], found.stage == self.last_stage

@@ -73,7 +73,7 @@ def plan(options: Namespace, overrides: Sequence[str]) -> int:
         advice = f"the mesh does not match {world_size:,} devices: trainer.plan search --gpus {world_size} finds one"
         raise ConfigError([*problems, advice] if requested_size else problems)
     run = plan_run(config, world_size, device)
-    emit_report(plan_report(run, notes=option_notes(options, config)), options.html)
+    emit_report(plan_report(run, why=options.why, notes=option_notes(options, config)), options.html)
     return EXIT_SUCCESS if run.fits else EXIT_DOES_NOT_FIT
 
 
@@ -145,6 +145,12 @@ def build_parser(command: str) -> CommandParser:
     add("--link", type=bandwidth, metavar="GB/S", help="bandwidth per device within a node")
     add("--network", type=bandwidth, metavar="GB/S", help="bandwidth per device between nodes")
     add("--html", type=writable_file, metavar="FILE", help="also write the report as an HTML page")
+    if command == "plan":
+        add(
+            "--why",
+            action="store_true",
+            help="also every tensor of the fullest rank: shape, dtype, lifetime, and who allocates it",
+        )
     if command == "search":
         add("--longest", action="store_true", help="the longest sequence length that fits, to within 1/32")
         add("--fewest", action="store_true", help="the fewest devices on which the run fits")
@@ -212,12 +218,12 @@ def emit_report(report: PlanReport, html: Path | None) -> None:
 
     if sys.stderr.isatty():
         sys.stderr.write("\r\033[K")
-    show(report)
-    if html is not None:
+    if html is not None:  # First: a reader of standard output may close it early.
         from trainer.plan.html import render_html
 
         html.write_text(render_html(report), encoding="utf-8")
         sys.stderr.write(f"wrote {html}\n")
+    show(report)
 
 
 if __name__ == "__main__":

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from trainer.config.job_config import Config
 from trainer.config.summary import warnings
-from trainer.errors import ConfigError
 from trainer.hardware.device_specs import DEFAULT_DEVICE, DEFAULT_DEVICE_NOTE, DeviceSpec, load_device, select_device
 from trainer.hardware.host import GIB
 from trainer.memory.estimator import MemoryEstimate
 from trainer.memory.report import with_overrides
+from trainer.memory.tensors import LINES
 from trainer.plan.console import show
 from trainer.plan.document import BarChart, LineChart, PlanReport, StackedBar, Table, format_gib
 from trainer.plan.plan import RunPlan, Suggestion, TrainingPlan, plan_run, plan_stage
@@ -24,14 +24,16 @@ MIN_CURVE_LENGTH = 1024
 RESERVE_LABEL = "reserve"
 
 
-def plan_report(run: RunPlan, *, curve: bool = True, notes: Sequence[str] = ()) -> PlanReport:
-    """Of several stages, details the one with the highest memory utilization."""
+def plan_report(run: RunPlan, *, curve: bool = True, why: bool = False, notes: Sequence[str] = ()) -> PlanReport:
+    """Of several stages, details the one with the highest memory utilization. `why`: also its tensors, one by one."""
     plan = max(run.stages, key=lambda stage: (not stage.fits, stage.memory_utilization))
     name = plan.config.job.name
     sections: list[BarChart | Table | LineChart] = []
     if len(run.stages) > 1:
         sections.append(_stages_table(run))
     sections += _plan_sections(plan)
+    if why:
+        sections += _tensor_tables(plan.peak_memory)
     if curve:
         sections += _curves(plan)
     needed, usable = format_gib(plan.peak_memory.device_bytes), format_gib(plan.usable_device_memory)
@@ -144,19 +146,27 @@ def _device_memory_chart(plan: TrainingPlan) -> BarChart:
 
 
 def _memory_bar(estimate: MemoryEstimate, plan: TrainingPlan) -> StackedBar:
-    """Raises ConfigError if the estimate is invalid, which happens for offload in a pipeline."""
-    for item in estimate.items:
-        if item.device_bytes < 0:
-            memory = plan.config.memory
-            raise ConfigError(
-                [
-                    f'memory.offload = "{memory.offload}" with parallelism.pp = {estimate.pp} cannot be planned: {item.name} of '
-                    f'pp rank {estimate.pp_rank} would be {item.device_bytes / GIB:.2f} GiB; use memory.offload = "none" or pp = 1'
-                ]
-            )
     segments = {item.name: item.device_bytes / GIB for item in estimate.items}
     segments[RESERVE_LABEL] = plan.device_reserve / GIB
     return StackedBar(label=_pp_rank_label(estimate.pp_rank, plan), segments=segments, limit=plan.device.memory / GIB)
+
+
+def _tensor_tables(estimate: MemoryEstimate) -> Iterator[Table]:
+    """Every tensor of a moment, by line and by the code that allocates it."""
+    places = dict.fromkeys((each.line, each.source) for each in estimate.tensors)
+    for line, source in sorted(places, key=lambda place: LINES.index(place[0])):
+        tensors = [each for each in estimate.tensors if (each.line, each.source) == (line, source) and each.bytes]
+        rows = [
+            (
+                f"{each.bytes / GIB:.3f}",
+                each.name,
+                f"{each.copies:.4g} x " * (each.copies != 1) + f"{list(each.shape)} {each.dtype}",
+                each.lifetime + ", on the host" * each.on_host,
+            )
+            for each in sorted(tensors, key=lambda each: -each.bytes)
+        ]
+        if rows:
+            yield Table(title=f"{line}, allocated in {source}", columns=("GiB", "tensor", "shape", "alive"), rows=rows)
 
 
 def _host_memory_chart(plan: TrainingPlan) -> BarChart:
