@@ -20,7 +20,6 @@ from trainer.plan.step_time import (
     HBM_EFFICIENCY,
     HOST,
     KERNELS_PER_BLOCK,
-    MATMUL_EFFICIENCY,
     MATMUL_HALF_RATE_DIM,
     STEP_OVERHEAD,
     RankStepTime,
@@ -49,7 +48,7 @@ def test_one_device_runs_its_flops_at_its_rates() -> None:
     # K and V projections are 1024 wide: 8.4 of 218 million weights per block. All others are at least 4096 wide.
     narrow = (209.7 * (1 + MATMUL_HALF_RATE_DIM / 4096) + 8.4 * (1 + MATMUL_HALF_RATE_DIM / 1024)) / 218.1
     assert stage.compute["matmul"] == pytest.approx(
-        3 * 2 * 218.1e6 * 32 * 32 * K * narrow / (MATMUL_EFFICIENCY * 794.5e12), rel=1e-3
+        3 * 2 * 218.1e6 * 32 * 32 * K * narrow / (H100.matmul_share * 794.5e12), rel=1e-3
     )
     slow = (32 * K + ATTENTION_HALF_RATE_TOKENS) / (32 * K)
     pairs = 32 * K * (32 * K + 1) / 2

@@ -41,6 +41,11 @@ Kernel = Literal["flash", "cudnn", "efficient", "plain", "fa3", "fa4"]
 WidthKey = Annotated[str, Field(pattern=r"^width_[1-9]\d*$")]
 
 
+MATMUL_SHARE = 0.88
+"""Of the best measured matmul rate: clocks of a power-limited GPU drop under sustained load on random data. Chosen so that
+an 8B model reaches 650 TFLOP/s on H100, which explains published step times of several systems."""
+
+
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -49,6 +54,7 @@ class DeviceSection(Section):
     memory_gib: Positive
     peak_tflops: Positive
     matmul_tflops: Positive
+    matmul_share: Fraction = MATMUL_SHARE
     memory_gbps: Positive
     launch_us: Positive
 
@@ -106,6 +112,8 @@ class DeviceSpec:
     """Dense, bfloat16."""
     matmul_flops: float
     """Highest measured rate of large matmuls."""
+    matmul_share: float
+    """Of that rate, which it sustains."""
     attention_flops: Mapping[str, Mapping[int, tuple[float, float]]]
     """(forward, backward) rates of executed FLOPs under a causal mask, by kernel and head dimension."""
     hbm_bandwidth: float
@@ -149,6 +157,7 @@ def load_device(name: str) -> DeviceSpec:
         memory=device.memory_gib * GIB,
         peak_flops=device.peak_tflops * TFLOPS,
         matmul_flops=device.matmul_tflops * TFLOPS,
+        matmul_share=device.matmul_share,
         attention_flops={
             kernel: {
                 int(width.removeprefix("width_")): (TFLOPS * rates.forward, TFLOPS * rates.backward)

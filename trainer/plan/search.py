@@ -332,4 +332,5 @@ def why_slower(plan: TrainingPlan, best: TrainingPlan) -> str:
     costs = {name: seconds.get(name, 0) - best_seconds.get(name, 0) for name in seconds.keys() | best_seconds.keys()}
     worst = sorted(costs.items(), key=lambda item: -item[1])[:2]
     reasons = [f"{name} {cost:+.2f} s" for name, cost in worst if cost >= 0.005 * best.step_seconds]
-    return ", ".join(reasons) or "equal time, more memory"
+    more = ", more memory" * (plan.memory_utilization > best.memory_utilization)
+    return ", ".join(reasons) or f"about equal time{more}"

@@ -19,9 +19,6 @@ from trainer.plan.interconnect import GroupTopology
 from trainer.plan.pipeline_bubble import ChunkTime
 from trainer.plan.rank_workload import rank_workload
 
-MATMUL_EFFICIENCY = 0.88
-"""Of the best measured matmul rate: clocks drop under sustained load on random data. Chosen so that an 8B model reaches
-650 TFLOP/s on H100, which explains published step times of several systems."""
 MATMUL_HALF_RATE_DIM = 256
 """Matrix dimension at which a matmul runs at half its rate, because of tile (128 or 256) and wave quantization."""
 ATTENTION_HALF_RATE_TOKENS = 700
@@ -139,13 +136,13 @@ class RankTimeModel:
         effective_flops = sum(
             rows * columns * (1 + MATMUL_HALF_RATE_DIM / min(rows, columns, tokens)) for rows, columns in shapes
         )
-        return self._dtype_factor * MATMUL_EFFICIENCY * self.device.matmul_flops * flops / effective_flops
+        return self._dtype_factor * self.device.matmul_share * self.device.matmul_flops * flops / effective_flops
 
     @cached_property
     def head_rate(self) -> float:
         smallest_dim = min(*self.rank.head_shapes[0], self.rank.loss_chunk_tokens, self.rank.tokens)
         slowdown = 1 + MATMUL_HALF_RATE_DIM / smallest_dim
-        return self._dtype_factor * MATMUL_EFFICIENCY * self.device.matmul_flops / slowdown
+        return self._dtype_factor * self.device.matmul_share * self.device.matmul_flops / slowdown
 
     @cached_property
     def attention_rates(self) -> dict[str, float]:
