@@ -313,7 +313,7 @@ class StepMemory:
         gathered = self.weights.gathered_in(found, index + 1)
         gradients = self.weights.gradients(found, done_blocks=later, with_head=True, previous=previous)
         name, alive = self._fullest_part(
-            index, leaves_weights=found.kind == "I", adds=self.is_pipeline and not found.is_first
+            index, leaves_weights=found.kind == "I", adds=self.weights.adds_at_once and not found.is_first
         )
         yield self._moment(f"in {name} of block {index}, backward", base, gathered, gradients, alive)
         if position := index % rank.config.memory.blocks_per_checkpoint:

@@ -47,6 +47,11 @@ class WeightMemory:
         return tied + embedding + self.gathered("weights of blocks", rank.block_shapes, gathered)
 
     @property
+    def adds_at_once(self) -> bool:
+        """Whether a gradient is added to that of earlier micro-batches when it is computed: FSDP widens whole units."""
+        return self.is_pipeline and self.rank.reduce_dtype == self.rank.compute_dtype
+
+    @property
     def gathers_again(self) -> bool:
         """Whether the backward pass gathers weights."""
         return self.rank.reshards_after_forward and self.rank.num_shards > 1
