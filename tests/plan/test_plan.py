@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.published import report, rows
+from benchmarks.published import report, rows, summary
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import CONFIG_DIR, load
@@ -224,11 +224,13 @@ def test_405b_fits_4096_gpus() -> None:
     assert plan.mfu > 0.25
 
 
-def test_published_results_are_predicted_within_15_percent() -> None:
+def test_held_out_rows_are_predicted_within_25_percent() -> None:
+    """Every row of their tables, whatever its error."""
     found = rows()
-    errors = {(row.system, row.setting): row.error for row in found if not row.why}
-    assert len(errors) >= 20
-    assert {key: error for key, error in errors.items() if abs(error) > 0.15} == {}
-    assert sum(map(abs, errors.values())) / len(errors) < 0.06
+    held_out = [row for row in found if row.group == "held out"]
+    assert len(held_out) >= 26
+    assert max(abs(row.error) for row in held_out) < 0.25
+    assert sum(abs(row.error) for row in held_out) / len(held_out) < 0.08
+    assert {row.system for row in held_out}.isdisjoint(row.system for row in found if row.group == "another system")
     assert len({row.system for row in found}) >= 8
-    assert len(report(found)) == len(found) + 4
+    assert len(report(found)) == len(summary(found)) + 1 + len(found) + 2
