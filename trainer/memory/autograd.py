@@ -64,7 +64,7 @@ def autograd_moments(block: BlockMemory, grad_dtype: str, *, leaves_weights: boo
         yield name, attention + after + stream + operator
     after += block.left(block.queries("attention output")) if leaves_weights else ()
     if block.model.qk_norm:
-        yield "norms of heads", block.attention_inputs_saved() + after + stream + _query_norm_backward(block, 1)
+        yield "norms of heads", block.attention_inputs_saved() + after + stream + _query_norm_backward(block)
     after = block.left_for_weight_gradients() if leaves_weights else block.attention_left()[:3]
     summed = transient(
         ATTENTION,
@@ -89,10 +89,10 @@ def _norm_backward(block: BlockMemory, before: str, *, has_gradient: bool) -> Te
     )
 
 
-def _query_norm_backward(block: BlockMemory, num_gradients: int) -> Tensors:
+def _query_norm_backward(block: BlockMemory) -> Tensors:
     return transient(
         "models/norm.py: rms_norm_backward",
         WHILE_RUNNING,
-        block.queries("gradients of queries", copies=num_gradients),
+        block.queries("gradients of queries"),
         block.sums("products of the norm's backward pass", 3, block.q_numel),
     )

@@ -6,7 +6,7 @@ included. Symbols are those of docs/parallelism.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 
@@ -52,14 +52,16 @@ def estimate_memory(config: Config, world_size: int, *, on_cpu: bool = False) ->
 
 def fullest_estimates(config: Config, world_size: int, *, on_cpu: bool = False) -> list[MemoryEstimate]:
     """The peak of each pipeline rank that can have the highest."""
-    pp_ranks = fullest_ranks(config.pipeline_plan(world_size))
-    ranks = (RankMemory(config, world_size, pp_rank, on_cpu=on_cpu) for pp_rank in pp_ranks)
-    return [_peak([*phase_estimates(rank)]) for rank in ranks]
+    return _estimates(config, world_size, fullest_ranks(config.pipeline_plan(world_size)), on_cpu=on_cpu)
 
 
 def estimate_memory_per_pp_rank(config: Config, world_size: int, *, on_cpu: bool = False) -> list[MemoryEstimate]:
     """The peak of each pipeline rank."""
-    ranks = (RankMemory(config, world_size, pp_rank, on_cpu=on_cpu) for pp_rank in range(config.parallelism.pp))
+    return _estimates(config, world_size, range(config.parallelism.pp), on_cpu=on_cpu)
+
+
+def _estimates(config: Config, world_size: int, pp_ranks: Iterable[int], *, on_cpu: bool) -> list[MemoryEstimate]:
+    ranks = (RankMemory(config, world_size, pp_rank, on_cpu=on_cpu) for pp_rank in pp_ranks)
     return [_peak([*phase_estimates(rank)]) for rank in ranks]
 
 
@@ -151,7 +153,7 @@ class StepMemory:
 
     def _saved_by(self, stage: int) -> Tensors:
         blocks = self.rank.blocks_by_stage[stage]
-        alive = self._saved_blocks(blocks) + (self._rotation() if blocks else ())
+        alive = self.rank.saved_blocks(blocks) + (self._rotation() if blocks else ())
         return alive + ends.saved_head(self.rank) if stage == self.last_stage else alive
 
     def _rotation(self) -> Tensors:
@@ -159,24 +161,6 @@ class StepMemory:
             "cosines and sines of rotary angles", (self.rank.tokens, self.rank.model.head_dim), self.rank.master_dtype
         )
         return tensors(SAVED_ACTIVATIONS, "models/rope.py: cos_sin_table", "until the stage's backward pass", angles)
-
-    def _saved_blocks(self, num_blocks: int, *, is_running: bool = False) -> Tensors:
-        """By the first blocks of a stage; of the group of blocks that is recomputed while the next one `is_running`, no
-        inputs: those are counted there.
-        """
-        block, memory = self.block, self.rank.config.memory
-        if not self.rank.recomputes:
-            return block.attention_saved(num_blocks) + block.feed_forward_saved(num_blocks) if num_blocks else ()
-        every = memory.blocks_per_checkpoint
-        inputs = num_blocks // every if is_running else -(-num_blocks // every)
-        hosted_inputs, hosted_outputs = self.rank.offloaded_shares
-        outputs = num_blocks * (memory.recompute == "keep_attention") * (1 - self.rank.attention_recompute_fraction)
-        return (
-            *block.block_input(copies=inputs * (1 - hosted_inputs)),
-            *block.block_input(copies=inputs * hosted_inputs, on_host=True),
-            *block.attention_output(copies=outputs * (1 - hosted_outputs)),
-            *block.attention_output(copies=outputs * hosted_outputs, on_host=True),
-        )
 
     def _left(self, stage: int, num_blocks: int | None = None) -> Tensors:
         """Of one micro-batch whose weight gradients are computed later."""
@@ -214,7 +198,7 @@ class StepMemory:
             )
             return
         rank, blocks = self.rank, self.rank.blocks_by_stage[found.stage]
-        own = self._saved_blocks(blocks) + self._rotation()
+        own = self.rank.saved_blocks(blocks) + self._rotation()
         if found.stage > 0:  # Otherwise it is the first block's.
             hosted_inputs, _ = rank.offloaded_shares
             own += self.block.block_input(copies=hosted_inputs)
@@ -279,7 +263,7 @@ class StepMemory:
             gathered += self.weights.gathered("weights of the head", units)
         alive = (
             self._held(found)
-            + self._saved_blocks(blocks)
+            + self.rank.saved_blocks(blocks)
             + self._rotation()
             + gathered
             + self.weights.gradients(found, done_blocks=0, with_head=False, previous=[])
@@ -306,7 +290,7 @@ class StepMemory:
         )
         base = (
             self._held(found)
-            + self._saved_blocks(index, is_running=True)
+            + self.rank.saved_blocks(index, is_running=True)
             + self._rotation()
             + (self._left(found.stage, later) if found.kind == "I" else ())
         )

@@ -12,7 +12,7 @@ from parallelisms.pipeline_plan import SINGLE_STAGE_SCHEDULES, SPLIT_BACKWARD_SC
 from trainer.config.job_config import Config
 from trainer.hardware.host import GIB
 from trainer.memory.block import BlockMemory
-from trainer.memory.tensors import DTYPE_BYTES
+from trainer.memory.tensors import DTYPE_BYTES, Tensors, total_bytes
 
 KERNELS = {"bfloat16": "flash", "float32": "efficient", "float64": "plain"}
 """That `training.attention = "auto"` takes on a GPU, as in models/kernels.py."""
@@ -179,15 +179,28 @@ class RankMemory:
         budget = memory.host_budget_gib * GIB / self.ranks_per_node
         return min(1, budget / (num_inputs * block.residual_bytes)), outputs
 
+    def saved_blocks(self, num_blocks: int, *, is_running: bool = False) -> Tensors:
+        """What the first blocks of a stage save of a micro-batch; of the group of blocks that is recomputed while the
+        next one `is_running`, no inputs: those are counted there.
+        """
+        block, memory = self.block, self.config.memory
+        if not self.recomputes:
+            return block.attention_saved(num_blocks) + block.feed_forward_saved(num_blocks) if num_blocks else ()
+        every = memory.blocks_per_checkpoint
+        inputs = num_blocks // every if is_running else -(-num_blocks // every)
+        hosted_inputs, hosted_outputs = self.offloaded_shares
+        outputs = num_blocks * (memory.recompute == "keep_attention") * (1 - self.attention_recompute_fraction)
+        return (
+            *block.block_input(copies=inputs * (1 - hosted_inputs)),
+            *block.block_input(copies=inputs * hosted_inputs, on_host=True),
+            *block.attention_output(copies=outputs * (1 - hosted_outputs)),
+            *block.attention_output(copies=outputs * hosted_outputs, on_host=True),
+        )
+
     @property
     def offloaded_bytes(self) -> float:
         """Activations of one micro-batch that are copied to the host."""
-        memory, (inputs, outputs) = self.config.memory, self.offloaded_shares
-        num_inputs = sum(-(-blocks // memory.blocks_per_checkpoint) for blocks in self.blocks_by_stage.values())
-        num_outputs = self.num_blocks * (1 - self.attention_recompute_fraction) * (memory.recompute == "keep_attention")
-        return (
-            num_inputs * inputs * self.block.residual_bytes + num_outputs * outputs * self.block.attention_output_bytes
-        )
+        return sum(total_bytes(self.saved_blocks(blocks), on_host=True) for blocks in self.blocks_by_stage.values())
 
 
 def numel(shapes: Iterable[tuple[int, int]]) -> int:
