@@ -29,12 +29,8 @@ LIMIT = 0.03
 STATES = ("parameters", "gradients", "optimizer state")
 BASE = {
     "data.corpus": "copy",
-    "model.vocab_size": 4096,
     "model.dim": 512,
     "model.num_heads": 16,
-    "model.head_dim": 32,
-    "model.ffn_dim": 1536,
-    "memory.loss_chunk_mib": 32,
     "training.steps": 4,
     "checkpoint.enabled": "false",
 }
@@ -57,6 +53,9 @@ PIPELINES: tuple[dict[str, object], ...] = (
 )
 LEVELS: dict[str, tuple[object, ...]] = {
     "model.num_layers": (2, 4, 5),
+    "model.vocab_size": (4096, 16384),
+    "model.head_dim": (32, 32, 64),
+    "model.ffn_dim": (1536, 1536, 768),
     "model.num_kv_heads": (8, 2, 16),
     "model.qk_norm": ("false", "true"),
     "model.tie_embeddings": ("false", "true"),
@@ -77,6 +76,7 @@ LEVELS: dict[str, tuple[object, ...]] = {
     "memory.offload": ("none", "inputs", "inputs_and_attention"),
     "memory.blocks_per_checkpoint": (1, 2, 3),
     "memory.head_groups": (1, 2, 4),
+    "memory.loss_chunk_mib": (32, 8, 128),
     "memory.mlp_tile_mib": (None, 8, 32),
     "memory.optimizer_placement": ("device", "device", "host"),
     "memory.optimizer_dtype": ("float32", "bfloat16"),

@@ -29,18 +29,16 @@ def operator_moments(block: BlockMemory, grad_dtype: str, share: float = 1) -> M
     """The backward pass of attention for a share of the heads. `grad_dtype`: of KV gradients on the wire."""
     grad_output = block.queries("gradient of the output", share)
     ring, kv = block.ring_degree, block.kv_shape
+    own = transient(
+        "models/attention_op.py: backward",
+        WHILE_RUNNING,
+        grad_output,
+        *call_backward(block, share),
+        block.queries("gradient of queries, of all sequences", share, copies=block.calls > 1),
+        block.kv("gradients of KV, of all sequences", share * (block.calls > 1)),
+    )
     if ring == 1:
-        yield (
-            "attention",
-            transient(
-                "models/attention_op.py: backward",
-                WHILE_RUNNING,
-                grad_output,
-                *call_backward(block, share),
-                block.queries("gradient of queries, of all sequences", share, copies=block.calls > 1),
-                block.kv("gradients of KV, of all sequences", share * (block.calls > 1)),
-            ),
-        )
+        yield "attention", own
         return
     part = partial(transient, "parallelisms/context/ring.py: backward", WHILE_RUNNING)
     sums = (
@@ -50,6 +48,8 @@ def operator_moments(block: BlockMemory, grad_dtype: str, share: float = 1) -> M
     )
     on_wire = MemoryTensor("gradients of KV on the wire", kv, grad_dtype)
     if block.gathers_kv:
+        gathering = part(block.kv("own KV, being gathered", share), block.kv("gathered KV", share * ring))
+        yield "attention to own keys", own + gathering
         pieces = share * (ring - 1)
         remote_sum = block.sums("sum of the gradients of the KV of other ranks", *kv, copies=pieces)
         calls = call_backward(block, share, ring - 1)

@@ -150,6 +150,17 @@ class BlockMemory:
         """[T, E] with tensor and sequence parallelism; else nothing."""
         return self.numbers(name, self.tokens, self.model.dim, copies=copies * self.is_gathered)
 
+    def by_rank(self, name: str, tokens: int) -> MemoryTensor:
+        """[tokens, E], where several sequences are put in order for tp ranks; else nothing."""
+        return self.numbers(name, tokens, self.model.dim, copies=self.is_gathered and self.sequences > 1)
+
+    def normalized_tile(self) -> MemoryTensor:
+        """Of attention's input; of gathered tokens a tile is a copy, all of them are not."""
+        if not self.is_gathered:
+            return self.numbers("a tile of the normalized input", self.tile_tokens, self.model.dim)
+        copies = self.num_tiles() > 1
+        return self.numbers("a tile of the gathered input", self.tile_tokens, self.model.dim, copies=copies)
+
     def queries(self, name: str, share: float = 1, copies: float = 1) -> MemoryTensor:
         """[T, N, H], or a share of the heads."""
         return self.numbers(name, self.tokens, self.heads, self.model.head_dim, copies=copies * share)

@@ -79,6 +79,27 @@ def embedding_backward(rank: RankMemory) -> Tensors:
     )
 
 
+def masked_gradient(rank: RankMemory) -> Tensors:
+    """A vocabulary shard zeroes the gradients of tokens of other shards."""
+    return transient(
+        "models/linear.py: Embedding.forward",
+        "while it runs",
+        MemoryTensor("gradient of the residual stream", (rank.tokens, rank.model.dim), rank.compute_dtype),
+        MemoryTensor("the same, of this shard's tokens", (rank.tokens, rank.model.dim), rank.compute_dtype),
+    )
+
+
+def sum_over_tp(rank: RankMemory) -> Tensors:
+    """Of the gradient of a weight that every tp rank has, and uses for its own tokens."""
+    rows, dim = rank.embed_shapes[0]
+    return transient(
+        "parallelisms/tensor_parallel.py: _replicated_weight",
+        "while it runs",
+        MemoryTensor("gradient of the weight, widened", (rows, dim), rank.master_dtype, copies=rank.is_mixed),
+        MemoryTensor("its sum over the tp ranks", (rows, dim), rank.master_dtype),
+    )
+
+
 def gather_over_tp(rank: RankMemory) -> Tensors:
     """The gather of a residual stream; of several sequences it comes rank by rank, and is copied."""
     gathered = MemoryTensor("gathered residual stream", (rank.tokens, rank.model.dim), rank.compute_dtype)

@@ -27,7 +27,7 @@ class Pass:
     is_last: bool
     """Whether it is the stage's last of the step."""
     gathers: bool
-    """Whether it is the first forward pass of the last stage, which gathers the head's weights."""
+    """Whether it is the first forward pass of the rank's last stage, which gathers its weights beside all others."""
     whole: tuple[int, ...]
     """Other stages with gradients that are not reduced yet."""
     begun: tuple[int, ...]
@@ -146,7 +146,7 @@ def _passes(plan: PipelinePlan, pp_rank: int) -> Iterator[Pass]:
                 left=tuple(sorted((+left).items())),
                 is_first=finished[stage] == 0,
                 is_last=finished[stage] == plan.num_micro_batches - 1,
-                gathers=kind == "F" and number == 0 and stage == plan.num_stages - 1,
+                gathers=kind == "F" and number == 0 and stage == max(stages),
                 whole=tuple(other for other in others if 0 < finished[other] < plan.num_micro_batches),
                 begun=tuple(each for each in stages if begun[each] and not finished[each]),
                 reduced=tuple(other for other in others if finished[other] == plan.num_micro_batches),

@@ -28,7 +28,7 @@ class RankMemory:
         self.config, self.pp_rank, self.model = config, pp_rank, config.model.build()
         degrees = parallelism.degrees(world_size)
         self.tp, self.pipeline = degrees["tp"], config.pipeline_plan(world_size)
-        self.num_shards = degrees["dp_shard"] * degrees["cp"]
+        self.num_shards, self.num_replicas = degrees["dp_shard"] * degrees["cp"], degrees["dp_replicate"]
         self.num_micro_batches = config.micro_batches(world_size)[1]
         is_bfloat16 = training.dtype == "bfloat16"
         self.compute_dtype, self.master_dtype = training.dtype, "float32" if is_bfloat16 else training.dtype
@@ -39,7 +39,7 @@ class RankMemory:
         self.reduce_bytes, self.kv_grad_bytes = DTYPE_BYTES[self.reduce_dtype], DTYPE_BYTES[self.kv_grad_dtype]
         self.moment_bytes = DTYPE_BYTES[self.moment_dtype]
         self.optimizer_on_host = config.memory.optimizer_placement == "host"
-        is_single_rank = self.num_shards * degrees["dp_replicate"] == 1
+        is_single_rank = self.num_shards * self.num_replicas == 1
         self.is_sharded = not is_single_rank or self.compute_bytes != self.master_bytes or self.optimizer_on_host
         context_plan = config.context_plan()
         self.tokens = training.micro_batch_size * context_plan.padded_length(training.seq_len) // degrees["cp"]

@@ -9,7 +9,7 @@ from functools import partial
 
 from trainer.memory.attention_operator import operator_moments
 from trainer.memory.block import WHILE_RUNNING, BlockMemory, Moments, transient
-from trainer.memory.tensors import MemoryTensor, Tensors
+from trainer.memory.tensors import MemoryTensor, Tensors, total_bytes
 
 RECOMPUTE = "parallelisms/block_recompute.py: BlockCompute"
 
@@ -28,36 +28,69 @@ def recompute_moments(block: BlockMemory, grad_dtype: str, prefetched: Tensors) 
         block.sums("log-sum-exp", block.heads, block.tokens),
         block.own_kv("gradients of finished head groups", max(0, groups - 2) / groups),
     )
-    active = transient(
-        f"{RECOMPUTE}.attention_backward",
-        WHILE_RUNNING,
+    part = partial(transient, f"{RECOMPUTE}.attention_backward", WHILE_RUNNING)
+    group = part(
         block.queries("queries", 1 / groups),
         block.kv("keys and values", 1 / groups),
         block.queries("output and its gradient, heads exchanged", 1 / groups, copies=2 * (block.ulysses_degree > 1)),
-        *(_prefetched_group(block, 1 / groups) if groups > 1 else ()),
     )
+    next_group = part(*(() if is_single else _prefetched_group(block, 1 / groups)))
+    yield "the gather of gradients", inputs + part(block.by_rank("gathered gradient, by rank", block.tokens))
+    for name, rotated in _rotation_moments(block):
+        yield name, inputs + group * (not is_single) + rotated + prefetched * is_single
     for name, operator in operator_moments(block, grad_dtype, 1 / groups):
-        yield name, inputs + active + operator + prefetched * is_single
+        yield name, inputs + group + operator + next_group + prefetched * is_single
     for name, alive in _projection_moments(block):
         yield name, alive + prefetched
 
 
+def _rotation_moments(block: BlockMemory) -> Moments:
+    """Of the projections of a head group, tile by tile."""
+    tile, groups = block.tile_tokens, block.head_groups
+    share = tile / block.tokens / groups
+    part = partial(transient, "models/tiling.py: project_qkv", WHILE_RUNNING)
+    projected = part(
+        block.normalized_tile(),
+        block.queries("a tile of the queries", share),
+        block.own_kv("a tile of keys and values", share),
+        block.queries("a tile of the rotated queries", share),
+        *(() if block.num_tiles() == 1 else (block.queries("queries", 1 / groups), block.own_kv("KV", 1 / groups))),
+    )
+    keys = block.own_kv("a tile of the rotated keys", share / 2)
+    yield "the rotation of queries", projected + part(_widened(block, block.queries("a tile of the queries", share)))
+    yield "the rotation of keys", projected + part(keys, _widened(block, keys))
+
+
+def _widened(block: BlockMemory, given: MemoryTensor) -> MemoryTensor:
+    """What a rotation reads and gives, in the dtype of its angles."""
+    copies = 2 * given.copies * (block.compute_dtype != block.stats_dtype)
+    return given._replace(name=f"{given.name}, widened, and the result", dtype=block.stats_dtype, copies=copies)
+
+
 def recomputed_input(block: BlockMemory) -> Tensors:
     """In the feed-forward of the preceding block, whose output is this one's input."""
-    tile, dim = block.tile_tokens, block.model.dim
-    local = tile // block.sequence_shards
-    return transient(
+    return feed_forward_pass(block) + transient(
         f"{RECOMPUTE}.feed_forward",
         WHILE_RUNNING,
         block.stream("gradient of the output"),
-        block.stream("hidden state, and the output", 2),
         block.queries("attention output"),
         block.sums("log-sum-exp", block.heads, block.tokens),
-        block.numbers("a tile of the normalized input", local, dim),
-        block.numbers("a gathered tile of the normalized input", tile, dim, copies=block.is_gathered),
-        block.numbers("gate, up, and their product", 3, tile, block.ffn_dim),
-        block.numbers("a tile of the output", tile, dim),
     )
+
+
+def feed_forward_pass(block: BlockMemory) -> Tensors:
+    """In the forward pass of a feed-forward, beside the input and the attention output of its block."""
+    tile, dim = block.tile_tokens, block.model.dim
+    part = partial(transient, f"{RECOMPUTE}.feed_forward", WHILE_RUNNING)
+    output = block.numbers("a tile of the output", tile, dim)
+    products = part(block.numbers("gate, up, and their product", 3, tile, block.ffn_dim))
+    reducing = part(output, block.by_rank("the same, by rank", tile))
+    return part(
+        block.stream("hidden state"),
+        block.stream("output", block.num_tiles() > 1 or block.is_gathered),
+        block.numbers("a tile of the normalized input", tile // block.sequence_shards, dim),
+        block.numbers("a gathered tile of the normalized input", tile, dim, copies=block.is_gathered),
+    ) + max(products + part(output), reducing, key=total_bytes)
 
 
 def _prefetched_group(block: BlockMemory, share: float) -> tuple[MemoryTensor, ...]:
@@ -110,6 +143,7 @@ def _feed_forward_moments(block: BlockMemory) -> Moments:
         held
         + part(
             block.numbers("a tile of the gradient, before it is reduced", tile, dim, copies=block.tp > 1),
+            block.by_rank("the same, by rank", tile),
             block.numbers("a tile of the gradient, also by the norm's weight", 2, local, dim),
             weight._replace(copies=3),
             block.sums("products of the norm's backward pass", 3, local, dim),
@@ -129,22 +163,28 @@ def _projection_moments(block: BlockMemory) -> Moments:
         block.gathered("gathered input"),
         block.queries("gradient of queries"),
         block.own_kv("gradients of KV"),
-        block.numbers("a tile of the normalized input", local, dim),
+        block.normalized_tile(),
         block.sums("sums of weight gradients", rows, dim, copies=tiled),
     )
     part = partial(transient, "models/tiling.py: project_qkv_backward", WHILE_RUNNING)
-    in_groups = block.head_groups > 1
-    heads = (
-        block.queries("gradients of heads, of all groups", share, copies=1 + in_groups),
-        block.own_kv("gradients of KV heads, of all groups", share * (1 + in_groups)),
+    # Heads of several groups, and tiles of gathered tokens, are copied.
+    is_copied = block.head_groups > 1 or (block.is_gathered and tiled)
+    copied = (
+        block.queries("gradients of heads, of all groups", share * is_copied),
+        block.own_kv("gradients of KV heads, of all groups", share * is_copied),
     )
-    yield "the rotation", held + part(*heads, block.sums("rotated queries", 2, block.q_numel, copies=share))
+    rotated = (
+        block.queries("gradient of queries, rotated back", share),
+        block.own_kv("gradient of keys, rotated back", share / 2),
+    )
+    yield "the rotation of gradients", held + part(*copied, *rotated, _widened(block, block.queries("queries", share)))
     if block.model.qk_norm:
         yield (
             "norms of heads",
             held
             + part(
-                *heads,
+                *copied,
+                *rotated,
                 block.queries("queries and their gradient", share, copies=2),
                 block.sums("products of the norm's backward pass", 3, block.q_numel, copies=share),
             ),
@@ -153,8 +193,7 @@ def _projection_moments(block: BlockMemory) -> Moments:
         "projections",
         held
         + part(
-            block.queries("gradients of heads, of all groups", share * in_groups),
-            block.own_kv("gradients of KV heads, of all groups", share * in_groups),
+            *copied,
             block.numbers("gradients of weights", rows, dim),
             block.numbers("a tile of the input gradient, also by the norm's weight", 2, local, dim),
             block.sums("products of the norm's backward pass", 3, local, dim),

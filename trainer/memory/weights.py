@@ -73,13 +73,14 @@ class WeightMemory:
             parts += [("the head", rank.head_unit, 1)] * (stage == self.last_stage)
             parts += [("the embedding", rank.embed_shapes, 1)] * (stage == 0)
         blocks, is_end = rank.blocks_by_stage[found.stage], found.stage == self.last_stage
-        only = found.is_first and found.is_last
-        if found.is_first and not only:  # What this pass has computed
-            parts += [("blocks", rank.block_shapes, done_blocks), ("the head", rank.head_unit, is_end and with_head)]
+        is_reduced = found.is_last and found.kind == "B"
+        if found.is_first and not is_reduced:  # What this pass has computed
+            parts += [("blocks", rank.block_shapes, done_blocks * (found.kind == "B"))]
+            parts += [("the head", rank.head_unit, is_end and with_head and found.stage not in found.begun)]
         elif not found.is_first:
-            remaining = blocks - (done_blocks if found.is_last and found.kind == "B" else 0)
+            remaining = blocks - done_blocks * is_reduced
             parts += [("blocks", rank.block_shapes, remaining)]
-            parts += [("the head", rank.head_unit, is_end and not (found.is_last and found.kind == "B" and with_head))]
+            parts += [("the head", rank.head_unit, is_end and not (is_reduced and with_head))]
             parts += [("the embedding", rank.embed_shapes, found.stage == 0)]
         return tuple(
             each
@@ -95,9 +96,7 @@ class WeightMemory:
         is_end = found.stage == self.last_stage
         done = done_blocks * rank.sharded_numel(rank.block_shapes)
         done += rank.sharded_numel(rank.head_unit) * (is_end and with_head)
-        in_flight = self.unit(
-            "unreduced gradients", "gradients being reduced", previous, rank.reduce_dtype, padded=True
-        )
+        in_flight = self._reducing(previous)
         if not rank.is_sharded:
             return self.shards("gradients", rank.local_numel if not found.is_first else done)
         if not self.is_pipeline:
@@ -108,11 +107,28 @@ class WeightMemory:
                 rank.compute_dtype,
                 copies=rank.model.tie_embeddings * with_head,
             )
-            return self.shards("gradients", rank.local_numel if not found.is_first else done) + in_flight + tied
+            shards = self.shards("gradients", rank.local_numel if not found.is_first else done)
+            return shards + self._all_reduced(done, is_new=found.is_first) + in_flight + tied
         reduced = sum(self.stage_numel(stage) for stage in found.reduced)
         is_reducing = found.is_last and found.kind == "B"
-        shards = self.shards("gradients", reduced + done * is_reducing)
+        shards = self.shards("gradients", reduced + done * is_reducing) + self._all_reduced(done * is_reducing)
         return shards + self.whole(found, done_blocks=done_blocks, with_head=with_head) + in_flight * is_reducing
+
+    def being_reduced(self, shapes: Shapes) -> Tensors:
+        """What a reduce-scatter of a unit's gradients reads and gives."""
+        given = MemoryTensor("a reduced gradient", (self.rank.sharded_numel(shapes),), self.rank.reduce_dtype)
+        return self._reducing(shapes) + tensors("unreduced gradients", FSDP, "until it is added", given)
+
+    def _reducing(self, shapes: Shapes) -> Tensors:
+        return self.unit("unreduced gradients", "gradients being reduced", shapes, self.rank.reduce_dtype, padded=True)
+
+    def _all_reduced(self, count: float, *, is_new: bool = True) -> Tensors:
+        """What FSDP2 all-reduced over replicas, and keeps until the pass ends. New gradients of its dtype are views of it."""
+        rank = self.rank
+        is_moved = rank.optimizer_on_host and rank.block.kernel != "cpu"
+        is_held = rank.num_replicas > 1 and (is_moved or not is_new or rank.reduce_dtype != rank.master_dtype)
+        held = MemoryTensor("gradients that were all-reduced", (round(count),), rank.reduce_dtype, copies=is_held)
+        return tensors("unreduced gradients", FSDP, "until the backward pass ends", held)
 
     def stage_numel(self, stage: int) -> int:
         """Elements of the gradients of a stage on this rank."""

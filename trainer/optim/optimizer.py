@@ -2,7 +2,7 @@
 
 A new optimizer changes this file, and `OptimizerSection` for its keys: `_new_state` creates a parameter's state,
 `_clip_and_step` clips the gradients and calls `_adamw`. Predicted memory and step time count AdamW's two
-moments: `trainer/memory/estimator.py` and `trainer/plan/memory_traffic.py`.
+moments: `trainer/memory/step.py` and `trainer/plan/memory_traffic.py`.
 
 Clipping and AdamW work on local shards. For lists of DTensors, torch would first work out a sharding in Python for
 every operation, on the host, while the device waits.

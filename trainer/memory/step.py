@@ -1,0 +1,370 @@
+"""The moments of a pipeline rank's step that can be its peak. Imports no torch.
+
+A moment is a sum of named tensors (`tensors.py`). Communication library buffers and allocator fragmentation are not
+included. Symbols are those of docs/parallelism.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+from trainer.config.sections import OPTIMIZER_CHUNK_ELEMENTS
+from trainer.memory import ends
+from trainer.memory.autograd import autograd_forward, autograd_moments
+from trainer.memory.passes import Pass, fullest_passes
+from trainer.memory.rank import RankMemory
+from trainer.memory.recompute import feed_forward_pass, recompute_moments, recomputed_input
+from trainer.memory.tensors import (
+    SAVED_ACTIVATIONS,
+    TRANSIENT_ACTIVATIONS,
+    MemoryEstimate,
+    MemoryTensor,
+    Tensors,
+    tensors,
+    total_bytes,
+)
+from trainer.memory.weights import WeightMemory
+
+CUBLAS_HANDLES, CUBLAS_WORKSPACE = 2, 32 << 20
+"""One for each thread that multiplies: the main thread, and autograd's. torch's default from compute capability 9.0 on."""
+STEP, RUN = "the step", "the run"
+
+
+class StepMemory:
+    """The tensors of one pipeline rank in a step."""
+
+    def __init__(self, rank: RankMemory) -> None:
+        self.rank, self.block, self.is_pipeline = rank, rank.block, rank.pipeline.pp > 1
+        self.last_stage = rank.pipeline.num_stages - 1
+        self.weights = WeightMemory(rank)
+        self._saved_by_stage: dict[int, Tensors] = {}
+        self._fullest_parts: dict[tuple[bool, bool, int, bool, bool], tuple[str, Tensors]] = {}
+
+    def moments(self) -> Iterator[MemoryEstimate]:
+        for found in fullest_passes(self.rank.pipeline, self.rank.pp_rank):
+            if found.kind == "F":
+                yield from self._forward_moments(found)
+            else:
+                yield from self._backward_moments(found)
+        yield self._optimizer_step()
+
+    def _moment(self, phase: str, *groups: Tensors) -> MemoryEstimate:
+        alive = self._always + tuple(each for group in groups for each in group)
+        return MemoryEstimate(phase, self.rank.pp_rank, self.rank.pipeline.pp, alive)
+
+    # ---- always
+
+    @cached_property
+    def _always(self) -> Tensors:
+        rank, on_host = self.rank, self.rank.optimizer_on_host
+        staged = rank.config.checkpoint.enabled and rank.config.checkpoint.asynchronous
+        weights = MemoryTensor("shards of weights", (rank.local_numel,), rank.master_dtype)
+        moments = MemoryTensor("shards of both moments", (2, rank.local_numel), rank.moment_dtype)
+        batch = MemoryTensor("tokens, labels, positions and document ids", (4, rank.tokens), "int64")
+        workspaces = MemoryTensor(
+            "workspaces of cuBLAS", (CUBLAS_HANDLES, CUBLAS_WORKSPACE), "uint8", copies=rank.block.kernel != "cpu"
+        )
+        accumulate, staging = (
+            "trainer/trainer.py: Trainer.accumulate_gradients",
+            "trainer/checkpoint/manager.py: CheckpointManager.save",
+        )
+        return (
+            *tensors("parameters", "trainer/build.py: ParallelModel", RUN, weights, on_host=on_host),
+            *tensors("optimizer state", "trainer/optim/optimizer.py: Optimizer", RUN, moments, on_host=on_host),
+            *tensors(
+                "async-checkpoint staging",
+                staging,
+                "while a checkpoint is written",
+                weights._replace(copies=staged),
+                moments._replace(copies=staged),
+                on_host=True,
+            ),
+            *tensors("batch", accumulate, STEP, batch._replace(copies=self._batches_on_device)),
+            *tensors("matmul workspaces", "models/linear.py: Linear", RUN, workspaces),
+            # The host also prefetches the next step.
+            *tensors(
+                "batch",
+                "trainer/data/loader.py: MicroBatchLoader",
+                STEP,
+                batch._replace(copies=2 * rank.num_micro_batches),
+                on_host=True,
+            ),
+        )
+
+    @property
+    def _batches_on_device(self) -> int:
+        return self.rank.num_micro_batches if self.is_pipeline else 1
+
+    # ---- what passes leave behind
+
+    def _saved(self, stage: int) -> Tensors:
+        """Of one micro-batch between its forward and its backward pass."""
+        if stage not in self._saved_by_stage:
+            self._saved_by_stage[stage] = self._saved_by(stage)
+        return self._saved_by_stage[stage]
+
+    def _saved_by(self, stage: int) -> Tensors:
+        blocks = self.rank.blocks_by_stage[stage]
+        alive = self.rank.saved_blocks(blocks) + (self._rotation() if blocks else ())
+        return alive + ends.saved_head(self.rank) if stage == self.last_stage else alive
+
+    def _rotation(self) -> Tensors:
+        angles = MemoryTensor(
+            "cosines and sines of rotary angles", (self.rank.tokens, self.rank.model.head_dim), self.rank.master_dtype
+        )
+        return tensors(SAVED_ACTIVATIONS, "models/rope.py: cos_sin_table", "until the stage's backward pass", angles)
+
+    def _left(self, stage: int, num_blocks: int | None = None) -> Tensors:
+        """Of one micro-batch whose weight gradients are computed later."""
+        count = self.rank.blocks_by_stage[stage] if num_blocks is None else num_blocks
+        return self.block.left_for_weight_gradients(count)
+
+    def _held(self, found: Pass) -> Tensors:
+        """What other micro-batches hold during a pass."""
+        message = MemoryTensor(
+            "residual streams and gradients on their way",
+            (self.block.local_tokens, self.rank.model.dim),
+            self.rank.compute_dtype,
+            copies=found.num_messages,
+        )
+        return (
+            *(
+                each._replace(copies=each.copies * count)
+                for stage, count in found.waiting
+                for each in self._saved(stage)
+            ),
+            *(each._replace(copies=each.copies * count) for stage, count in found.left for each in self._left(stage)),
+            *tensors("pipeline messages", "parallelisms/pipeline.py: StreamExchange", "until used or sent", message),
+        )
+
+    # ---- moments
+
+    def _forward_moments(self, found: Pass) -> Iterator[MemoryEstimate]:
+        if found.gathers and self.rank.num_shards > 1 and self.rank.blocks_by_stage[found.stage]:
+            yield self._first_forward_moment(found)
+        if found.stage != self.last_stage:
+            yield self._moment(
+                "at the end of the forward pass",
+                self._held(found),
+                self._saved(found.stage),
+                self.weights.gathered_in(found, 1),
+                self.weights.gradients(found, done_blocks=0, with_head=False, previous=[]),
+            )
+            return
+        rank, blocks = self.rank, self.rank.blocks_by_stage[found.stage]
+        own = self.rank.saved_blocks(blocks) + self._rotation()
+        if found.stage > 0:  # Otherwise it is the first block's.
+            hosted_inputs, _ = rank.offloaded_shares
+            own += self.block.block_input(copies=hosted_inputs)
+        gathered = self.weights.gathered_in(found, 0 if rank.reshards_after_forward else blocks)
+        units = [] if rank.model.tie_embeddings else rank.head_unit
+        if not self.is_pipeline:
+            # The all-gather's output and what is copied out of it.
+            copies = 1 + (rank.num_shards > 1)
+            gathered += self.weights.gathered(
+                "weights of the head", units or rank.block_shapes, copies if units else rank.num_shards > 1
+            )
+        elif found.gathers:
+            gathered += self.weights.gathered(
+                "weights of the head, being gathered", rank.head_unit, rank.num_shards > 1
+            )
+        yield self._moment(
+            "in the loss head, forward",
+            self._held(found),
+            own,
+            gathered,
+            self.weights.gradients(found, done_blocks=0, with_head=False, previous=[]),
+            ends.saved_head(self.rank),
+            ends.head_forward(rank),
+        )
+
+    def _first_forward_moment(self, found: Pass) -> MemoryEstimate:
+        """The last block's, which holds the buffer its weights were gathered in."""
+        rank, blocks, alive = self.rank, self.rank.blocks_by_stage[found.stage], autograd_forward(self.block)
+        if rank.recomputes:
+            saved = rank.saved_blocks(1)
+            is_saved = (blocks - 1) % rank.config.memory.blocks_per_checkpoint == 0
+            missing = 1 - is_saved * (1 - rank.offloaded_shares[0])
+            alive = feed_forward_pass(self.block) + self.block.block_input(copies=missing)
+            on_device = sum(each.copies for each in saved if each.name == "attention outputs" and not each.on_host)
+            alive += self.block.attention_output(copies=1 - on_device)
+        return self._moment(
+            "in the first forward pass",
+            self._held(found),
+            rank.saved_blocks(blocks),
+            self._rotation(),
+            self.weights.gathered_in(found, blocks),
+            self.weights.gathered("weights of a block, being gathered", rank.block_shapes),
+            self.weights.gradients(found, done_blocks=0, with_head=False, previous=[]),
+            alive,
+        )
+
+    def _backward_moments(self, found: Pass) -> Iterator[MemoryEstimate]:
+        blocks = self.rank.blocks_by_stage[found.stage]
+        if found.stage == self.last_stage:
+            yield from self._head_backward_moments(found)
+        for index in self._sampled_blocks(blocks):
+            yield from self._block_moments(found, index)
+        if found.stage == 0:
+            yield from self._embedding_moments(found)
+
+    def _embedding_moments(self, found: Pass) -> Iterator[MemoryEstimate]:
+        rank, embed, blocks = self.rank, self.rank.embed_shapes, self.rank.blocks_by_stage[0]
+        computed = self.weights.computed(embed)
+        held = self._held(found) + self.weights.gathered_in(found, 0)
+        previous = rank.block_shapes if blocks else []
+        gradients = self.weights.gradients(found, done_blocks=blocks, with_head=True, previous=previous)
+        yield self._moment("in the embedding, backward", held, gradients, computed, ends.embedding_backward(rank))
+        if rank.tp > 1:
+            yield self._moment("in the mask of the embedding's gradient", held, gradients, ends.masked_gradient(rank))
+        if self.block.is_gathered:
+            yield self._moment("in the gather of the embedding's gradient", held, gradients, ends.gather_over_tp(rank))
+        if rank.model.tie_embeddings and self.block.is_gathered and not rank.config.parallelism.loss_parallel:
+            summed = ends.sum_over_tp(rank)
+            yield self._moment("in the sum of the tied gradient over tp ranks", held, gradients, computed, summed)
+        if rank.is_sharded and (found.is_last or not self.is_pipeline):
+            yield self._moment(
+                "reduce-scatter after the embedding",
+                held,
+                self.weights.gradients(found, done_blocks=blocks, with_head=True, previous=[]),
+                computed if found.is_first or not self.is_pipeline else (),
+                self.weights.being_reduced(embed),
+            )
+
+    def _sampled_blocks(self, blocks: int) -> list[int]:
+        """Blocks of a stage at whose backward pass it may hold most: the outermost ones of the outermost groups."""
+        every = self.rank.config.memory.blocks_per_checkpoint
+        sampled = {0, blocks // every * every - 1, blocks - 1}
+        if not self.is_pipeline:  # Weights are gathered block by block.
+            ends = (2, every, blocks // every * every, blocks)
+            sampled |= {end - offset for end in ends for offset in (1, 2)}
+        return sorted(sampled & {*range(blocks)})
+
+    def _head_backward_moments(self, found: Pass) -> Iterator[MemoryEstimate]:
+        rank, blocks = self.rank, self.rank.blocks_by_stage[found.stage]
+        units = [] if rank.model.tie_embeddings else rank.head_unit
+        gathered = self.weights.gathered_in(found, blocks)
+        if not self.is_pipeline and units:
+            gathered += self.weights.gathered("weights of the head", units)
+        alive = (
+            self._held(found)
+            + self.rank.saved_blocks(blocks)
+            + self._rotation()
+            + gathered
+            + self.weights.gradients(found, done_blocks=0, with_head=False, previous=[])
+        )
+        yield self._moment(
+            "in the loss head, backward",
+            alive,
+            ends.saved_head(self.rank),
+            ends.head_backward(rank),
+        )
+        yield self._moment(
+            "in the final norm, backward",
+            alive,
+            self.weights.computed(rank.head_shapes),
+            ends.final_norm_backward(rank),
+        )
+
+    def _block_moments(self, found: Pass, index: int) -> Iterator[MemoryEstimate]:
+        """The backward pass of a stage's block `index`, after all later ones."""
+        rank, blocks = self.rank, self.rank.blocks_by_stage[found.stage]
+        later, shapes = blocks - 1 - index, rank.block_shapes
+        previous = (
+            shapes if later else ([] if rank.model.tie_embeddings or found.stage != self.last_stage else rank.head_unit)
+        )
+        base = (
+            self._held(found)
+            + self.rank.saved_blocks(index, is_running=True)
+            + self._rotation()
+            + (self._left(found.stage, later) if found.kind == "I" else ())
+        )
+        gathered = self.weights.gathered_in(found, index + 1)
+        gradients = self.weights.gradients(found, done_blocks=later, with_head=True, previous=previous)
+        name, alive = self._fullest_part(
+            index, leaves_weights=found.kind == "I", adds=self.weights.adds_at_once and not found.is_first
+        )
+        yield self._moment(f"in {name} of block {index}, backward", base, gathered, gradients, alive)
+        if position := index % rank.config.memory.blocks_per_checkpoint:
+            recomputed = recomputed_input(self.block) + self.block.block_input(copies=position)
+            again = self.weights.gathered("weights of the block that is recomputed", shapes, self.weights.gathers_again)
+            yield self._moment(
+                f"in the recomputation of the input of block {index}", base, gathered, again, gradients, recomputed
+            )
+        if not rank.is_sharded or (self.is_pipeline and not found.is_last):
+            return
+        reduced = self.weights.gradients(found, done_blocks=later, with_head=True, previous=shapes)
+        stream = self.block.block_input()
+        yield self._moment(
+            f"reduce-scatter after block {index}",
+            base,
+            gathered + self.weights.next_block(index)
+            if not self.is_pipeline
+            else self.weights.gathered_in(found, index),
+            reduced,
+            self.weights.computed(shapes) if found.is_first or not self.is_pipeline else (),
+            stream,
+        )
+
+    def _fullest_part(self, index: int, *, leaves_weights: bool, adds: bool) -> tuple[str, Tensors]:
+        """The part of a block's backward pass that needs most, with the gradients of weights that exist by then.
+
+        `adds`: gradients are added to those of earlier micro-batches as soon as half a block has them.
+        """
+        position = index % self.rank.config.memory.blocks_per_checkpoint
+        key = leaves_weights, adds, position, index == 0, self._is_last_of_group(index)
+        if key not in self._fullest_parts:
+            parts = self._parts(index, leaves_weights=leaves_weights, adds=adds)
+            self._fullest_parts[key] = max(parts, key=lambda part: total_bytes(part[1]))
+        return self._fullest_parts[key]
+
+    def _parts(self, index: int, *, leaves_weights: bool, adds: bool) -> Iterator[tuple[str, Tensors]]:
+        _, _, _, output, *feed_forward = self.rank.block_shapes[:7]
+        grad_dtype = self.rank.kv_grad_dtype
+        if not self.rank.recomputes:
+            for name, alive in autograd_moments(self.block, grad_dtype, leaves_weights=leaves_weights):
+                computed = feed_forward[2:] if name == "feed-forward" else [] if adds else [output, *feed_forward]
+                alive += self.weights.next_block(index)
+                yield name, alive + self.weights.computed([] if leaves_weights else computed)
+            return
+        position = index % self.rank.config.memory.blocks_per_checkpoint
+        inputs = self.block.block_input(copies=position)
+        # The inputs of a group of blocks are recomputed together, which uses up what is gathered ahead.
+        recomputes_inputs = position > 0 and self._is_last_of_group(index)
+        for name, alive in recompute_moments(self.block, grad_dtype, self._prefetched(index)):
+            is_feed_forward = "feed-forward" in name
+            computed = [] if is_feed_forward else [output] if adds else [output, *feed_forward]
+            ahead = () if recomputes_inputs else self.weights.next_block(index)
+            yield name, alive + inputs + ahead + self.weights.computed(computed)
+
+    def _is_last_of_group(self, index: int) -> bool:
+        return (index + 1) % self.rank.config.memory.blocks_per_checkpoint == 0 or index == self.rank.num_blocks - 1
+
+    def _prefetched(self, index: int) -> Tensors:
+        """Activations being copied back from the host for the preceding block; of several head groups only its input."""
+        if index == 0:
+            return ()
+        every = self.rank.config.memory.blocks_per_checkpoint
+        hosted_inputs, hosted_outputs = self.rank.offloaded_shares
+        preceding_input = self.block.block_input(copies=hosted_inputs * (index % every == 0))
+        if self.rank.config.memory.head_groups > 1:
+            return preceding_input
+        outputs = (self.rank.config.memory.recompute == "keep_attention") * (1 - self.rank.attention_recompute_fraction)
+        return preceding_input + self.block.attention_output(copies=outputs * hosted_outputs)
+
+    def _optimizer_step(self) -> MemoryEstimate:
+        """Bfloat16 moments are widened chunk by chunk."""
+        rank = self.rank
+        chunk = min(
+            OPTIMIZER_CHUNK_ELEMENTS, max(rank.sharded_numel([shape]) for shape in rank.block_shapes + rank.end_shapes)
+        )
+        is_widened = rank.moment_dtype != rank.master_dtype and not rank.optimizer_on_host
+        widened = MemoryTensor("a chunk of both moments", (2, chunk), rank.master_dtype, copies=is_widened)
+        return self._moment(
+            "in the optimizer step",
+            self.weights.shards("gradients", rank.local_numel),
+            tensors(
+                TRANSIENT_ACTIVATIONS, "trainer/optim/optimizer.py: Optimizer", "while a chunk is updated", widened
+            ),
+        )
