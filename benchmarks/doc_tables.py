@@ -199,6 +199,19 @@ def in_flight(schedule: PipelineSchedule, each: int, pp: int) -> float:
     return RankMemory(base.model_copy(update={"parallelism": section}), pp, 0).in_flight_micro_batches
 
 
+def reductions() -> Table:
+    """A pipeline's gradients, whole or reduced after every micro-batch."""
+    rows = []
+    for when in ("per_step", "per_micro_batch"):
+        plan = planned("llama3_405b_128k", f"parallelism.pp_reduce_gradients={when}")
+        sizes = [plan.peak_memory.item(line).device_bytes for line in ("gradients", "unreduced gradients")]
+        exposed = plan.step_time.busiest.exposed.get("fsdp", 0)
+        cells = [*map(_gib, (*sizes, plan.peak_memory.device_bytes)), f"{exposed:.1f}", f"{plan.step_seconds:.1f}"]
+        rows.append([f'`"{when}"`', *cells])
+    heading = ["`pp_reduce_gradients`", "gradients, GiB", "unreduced, GiB", "peak, GiB", "exposed FSDP, s", "step, s"]
+    return markdown(heading, rows)
+
+
 # ---- docs/memory.md
 
 
@@ -234,6 +247,13 @@ def savings() -> Table:
     return markdown(["GiB freed by", "`none`, 2 x 4", "`full`, 2 x 4", "`full`, 1 x 8"], rows)
 
 
+ATTENTION_PARTS = (
+    "the rotation of queries",
+    "the rotation of keys",
+    "attention to own keys",
+    "attention",
+    "the reduce-scatter of KV gradients",
+)
 FEED_FORWARD_PARTS = ("feed-forward", "the input gradient of the feed-forward", "the norm before the feed-forward")
 
 
@@ -254,9 +274,12 @@ def head_groups() -> Table:
         for groups in counts:
             divides = plan is None or model.num_heads // groups % plan.ulysses_degree == 0
             block = replace(base, context_plan=plan, head_groups=groups)
-            cells.append(f"{held(block, 'attention', 'the reduce-scatter of KV gradients'):.1f}" if divides else "")
+            cells.append(f"{held(block, *ATTENTION_PARTS):.1f}" if divides else "")
         rows.append([f"attention, {f'`{plan.resolved_method}` over 8' if plan else 'cp 1'}", *cells])
-    for name, parts in (("feed-forward", FEED_FORWARD_PARTS), ("projections", ("the rotation", "projections"))):
+    for name, parts in (
+        ("feed-forward", FEED_FORWARD_PARTS),
+        ("projections", ("the rotation of gradients", "projections")),
+    ):
         rows.append([name, *[f"{held(base, *parts):.1f}"] * len(counts)])
     return markdown(["u held by", *(f"{count} group{'s' * (count > 1)}" for count in counts)], rows)
 
@@ -266,7 +289,13 @@ def _gib(size: float) -> str:
 
 
 TABLES: dict[str, dict[str, Callable[[], Table]]] = {
-    "parallelism.md": {"shipped": shipped, "alternatives": alternatives, "saved": saved, "bubbles": bubbles},
+    "parallelism.md": {
+        "shipped": shipped,
+        "alternatives": alternatives,
+        "saved": saved,
+        "bubbles": bubbles,
+        "reductions": reductions,
+    },
     "memory.md": {"estimates": estimates, "savings": savings, "head_groups": head_groups},
 }
 

@@ -2,7 +2,7 @@
 
 A case is a configuration, a world size and a pipeline rank, each drawn at random from `LEVELS`; every schedule comes
 equally often, and so does every rank of a pipeline. Prints each case whose device or host peak is off by more than
-LIMIT, then the counts. Exit status 1 if there is one.
+LIMIT, then the counts. Exit status 1 if there is one. `--case "..."` runs one that was printed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from math import prod
 
-from parallelisms.pipeline_plan import SINGLE_STAGE_SCHEDULES
+from parallelisms.pipeline_plan import SINGLE_STAGE_SCHEDULES, SPLIT_BACKWARD_SCHEDULES
 from trainer.commands import integer
 from trainer.config import checks
 from trainer.config.job_config import Config
@@ -67,6 +67,7 @@ LEVELS: dict[str, tuple[object, ...]] = {
     "parallelism.sequence_parallel": ("true", "false"),
     "parallelism.loss_parallel": ("true", "false"),
     "parallelism.reshard_after_forward": ("true", "false"),
+    "parallelism.pp_reduce_gradients": ("per_step", "per_micro_batch"),
     "parallelism.cp_reduce_dtype": ("float32", "bfloat16"),
     "training.seq_len": (4096, 8192),
     "training.micro_batch_size": (1, 2),
@@ -76,7 +77,7 @@ LEVELS: dict[str, tuple[object, ...]] = {
     "memory.offload": ("none", "inputs", "inputs_and_attention"),
     "memory.blocks_per_checkpoint": (1, 2, 3),
     "memory.head_groups": (1, 2, 4),
-    "memory.loss_chunk_mib": (32, 8, 128),
+    "memory.loss_chunk_mib": (32, 128),
     "memory.mlp_tile_mib": (None, 8, 32),
     "memory.optimizer_placement": ("device", "device", "host"),
     "memory.optimizer_dtype": ("float32", "bfloat16"),
@@ -103,6 +104,15 @@ class GridCase:
         return f"{' '.join(varied)} --world-size {self.world_size} --rank {self.rank}"
 
 
+def parse_case(text: str) -> GridCase:
+    """What `str(case)` gives."""
+    words = iter(text.split())
+    given: dict[str, object] = {word.removeprefix("--"): next(words) for word in words}
+    world_size, rank = (int(str(given.pop(key))) for key in ("world-size", "rank"))
+    pp = int(str(given["parallelism.pp"]))
+    return GridCase(tuple((BASE | given).items()), world_size, rank * pp // world_size)
+
+
 def draw_cases(seed: int) -> Iterator[GridCase]:
     """Endless."""
     rng = random.Random(seed)
@@ -126,6 +136,8 @@ def _draw(rng: random.Random, pipeline: dict[str, object]) -> tuple[tuple[tuple[
         values["memory.mlp_tile_mib"] = None
     if values["memory.recompute"] == "full" and values["memory.offload"] == "inputs_and_attention":
         values["memory.offload"] = "inputs"
+    if values.get("parallelism.pp_schedule") in (None, *SPLIT_BACKWARD_SCHEDULES):
+        del values["parallelism.pp_reduce_gradients"]
     if values["parallelism.cp"] == 1:
         del values["parallelism.cp_method"]
     if values.get("parallelism.cp_method") == "hybrid":
@@ -186,8 +198,13 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--cases", type=integer(minimum=1), default=600)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--case", type=parse_case)
     parser.add_argument("--jobs", type=integer(minimum=1), default=2)
     options = parser.parse_args(argv)
+    if options.case is not None:
+        result = compare(options.case)
+        sys.stdout.write(f"{result}\n")
+        return int(result.error > LIMIT)
     cases, failed = [*islice(draw_cases(options.seed), options.cases)], 0
     with ProcessPoolExecutor(options.jobs) as pool:
         for result in pool.map(compare, cases, chunksize=4) if options.jobs > 1 else map(compare, cases):

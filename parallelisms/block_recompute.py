@@ -218,6 +218,7 @@ class BlockCompute:
             grad, grad_norm_E = self._ops.normalize_backward(grad, x_BCE, norm_E, inverse)
             grad_BSE[:, tile] += grad
             weight_grads.add((grad_norm_E, *grad_weights))
+            del dqkv, grad, grad_weights  # Otherwise they would stay while the next tile's are computed.
         return grad_BSE, *weight_grads.pop_grads()
 
     # ---- feed-forward half

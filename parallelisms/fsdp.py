@@ -54,8 +54,8 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def set_last_backward(model: nn.Module, *, last: bool) -> None:
-    """Whether the next backward pass is the last of a step, which reduces the gradients over ranks.
+def set_gradient_reduction(model: nn.Module, *, reduces: bool) -> None:
+    """Whether the next backward pass reduces the gradients over ranks.
 
     The weights stay gathered until `reshard`: gathering them ahead follows the order of all forward passes, and would
     gather again what the pass has finished with.
@@ -63,8 +63,8 @@ def set_last_backward(model: nn.Module, *, last: bool) -> None:
     from torch.distributed.fsdp import FSDPModule
 
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last)
-        model.set_is_last_backward(last)
+        model.set_requires_gradient_sync(reduces)
+        model.set_is_last_backward(reduces)
         model.set_reshard_after_backward(False)
 
 
@@ -77,7 +77,7 @@ def run_post_backward(model: nn.Module, *, last: bool) -> None:
 
     if isinstance(model, FSDPModule):
         for reduces in (False, True)[: 1 + last]:  # It can reduce no gradients of different dtypes.
-            set_last_backward(model, last=reduces)
+            set_gradient_reduction(model, reduces=reduces)
             model._get_fsdp_state()._root_post_backward_final_callback()
 
 

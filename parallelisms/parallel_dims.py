@@ -6,6 +6,7 @@ The configuration is validated with these rules before any process starts; `Cont
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import gcd, lcm
 from typing import Literal, get_args
 
@@ -55,11 +56,11 @@ class ContextPlan:
 
     @property
     def resolved_method(self) -> CPMethod:
-        return self._choose_method()[0] if self.method == "auto" else self.method
+        return self._choice[0] if self.method == "auto" else self.method
 
     @property
     def reason(self) -> str:
-        return f"auto: {self._choose_method()[1]}" if self.method == "auto" else "as configured"
+        return f"auto: {self._choice[1]}" if self.method == "auto" else "as configured"
 
     @property
     def ulysses_degree(self) -> int:
@@ -158,7 +159,8 @@ class ContextPlan:
         """The largest Ulysses degree inside a node: it divides the node, cp and the heads."""
         return gcd(self.ranks_per_node, self.cp, self.heads)
 
-    def _choose_method(self) -> tuple[CPMethod, str]:
+    @cached_property
+    def _choice(self) -> tuple[CPMethod, str]:
         documents = "packed documents" if self.packs_documents else "one document per sequence"
         max_ulysses, fits_in_node = self._max_ulysses_in_node(), self.ranks_per_node % self.cp == 0
         if not fits_in_node and max_ulysses > 1:

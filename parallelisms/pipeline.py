@@ -115,6 +115,7 @@ class Stage:
     def __init__(self, module: Transformer, stage: int, plan: PipelinePlan, exchange: StreamExchange) -> None:
         self._module, self._stage, self._exchange = module, stage, exchange
         self._num_stages, self._num_micro_batches = plan.num_stages, plan.num_micro_batches
+        self._reduces_per_micro_batch = plan.reduces_per_micro_batch
         self._roots: dict[int, Tensor] = {}
         """A scalar of each micro-batch whose backward pass is due: where autograd starts."""
         self._linears = [linear for linear in module.modules() if isinstance(linear, Linear)]
@@ -136,7 +137,7 @@ class Stage:
                 self._weight_grads[number].pop(0)()
             fsdp.run_post_backward(self._module, last=is_last)
         else:
-            fsdp.set_last_backward(self._module, last=is_last)
+            fsdp.set_gradient_reduction(self._module, reduces=is_last or self._reduces_per_micro_batch)
             self._roots.pop(number).backward()
         if is_last:
             fsdp.reshard(self._module)

@@ -39,6 +39,8 @@ class PipelinePlan:
     embed_cost: float = 0.0
     head_cost: float = 0.0
     num_micro_batches: int
+    reduces_per_micro_batch: bool = False
+    """Whether gradients are reduced over ranks after every micro-batch, rather than once per step."""
     tie_embeddings: bool = False
     compiled: bool = False
     recompute: str = "none"
@@ -177,6 +179,11 @@ class PipelinePlan:
             problems.append(
                 f'{schedule}; memory.recompute must be "none", not "{self.recompute}": each half would recompute the '
                 "activations"
+            )
+        if self.reduces_per_micro_batch:
+            problems.append(
+                f'{schedule}; parallelism.pp_reduce_gradients must be "per_step": a stage computes all its weight gradients '
+                "before it could reduce any"
             )
         return problems
 

@@ -44,7 +44,9 @@ class SeqToHeads:
 
     def __init__(self, x_BSNH: Tensor, group: UlyssesGroup) -> None:
         self._num_repeats, self._group = kv_head_repeats(group.size, x_BSNH.shape[2]), group
-        x_by_rank = x_BSNH.repeat_interleave(self._num_repeats, dim=2).unflatten(2, (group.size, -1)).movedim(2, 0)
+        if self._num_repeats > 1:  # Once would be a copy, too.
+            x_BSNH = x_BSNH.repeat_interleave(self._num_repeats, dim=2)
+        x_by_rank = x_BSNH.unflatten(2, (group.size, -1)).movedim(2, 0)
         self._handle = collectives.all_to_all_async(x_by_rank, collectives.resolve_process_group(group.name))
 
     def wait(self) -> Tensor:

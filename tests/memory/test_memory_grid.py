@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import islice
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,8 @@ from benchmarks import memory_grid
 
 SAMPLE = len(memory_grid.PIPELINES)
 """One case of every schedule, and several without a pipeline."""
+FOUND = [line for line in Path(__file__).with_name("memory_cases.txt").read_text().splitlines() if line[:1] != "#"]
+"""Cases of other seeds in which a tensor was missing."""
 
 
 @pytest.mark.parametrize("index", range(SAMPLE))
@@ -17,3 +20,16 @@ def test_estimates_equal_dry_runs_within_3_percent(index: int) -> None:
     (case,) = islice(memory_grid.draw_cases(seed=0), index, index + 1)
     found = memory_grid.compare(case)
     assert found.error <= memory_grid.LIMIT, str(found)
+
+
+@pytest.mark.parametrize("text", FOUND, ids=range(len(FOUND)))
+def test_tensors_once_missing_are_counted(text: str) -> None:
+    found = memory_grid.compare(memory_grid.parse_case(text))
+    assert found.error <= memory_grid.LIMIT, str(found)
+
+
+def test_a_printed_case_can_be_run_again() -> None:
+    for case in islice(memory_grid.draw_cases(seed=1), 4):
+        again = memory_grid.parse_case(str(case))
+        assert dict(again.changes) == {key: str(value) for key, value in case.changes} | memory_grid.BASE
+        assert (again.world_size, again.rank, again.pp_rank) == (case.world_size, case.rank, case.pp_rank)

@@ -333,6 +333,20 @@ def test_gradients_are_reduced_once_per_step(plan: PipelinePlan) -> None:
         assert count == units
 
 
+PER_MICRO_BATCH = [replace(PLANS[number], reduces_per_micro_batch=True) for number in (0, 2)]
+
+
+@pytest.mark.parametrize("plan", PER_MICRO_BATCH, ids=lambda plan: plan.schedule)
+def test_gradients_that_are_reduced_per_micro_batch_equal_one_process(plan: PipelinePlan) -> None:
+    require_equal(Case(plan, dp_shard=2))
+
+
+def test_gradients_may_be_reduced_per_micro_batch() -> None:
+    plan = PER_MICRO_BATCH[0]
+    for count, units in run_ranks(count_reductions, 4, Case(plan, dp_shard=2)):
+        assert count == plan.num_micro_batches * units
+
+
 def gathered_after_step(case: Case) -> list[str]:
     stages = PipelineRank(case)
     stages.step(0)

@@ -88,6 +88,15 @@ def test_a_pipeline_gathers_and_reduces_once_per_step() -> None:
     assert of(first, "pp", "gradients of the residual stream") == of(last, "pp", "residual stream") == {}
 
 
+def test_a_pipeline_may_reduce_once_per_micro_batch() -> None:
+    changes = "parallelism.pp=2 parallelism.pp_reduce_gradients=per_micro_batch model.num_layers=4 training.global_batch_size=8"
+    rank = RankMemory(configured(changes), 4, 0)
+    (count,), found = rank.blocks_by_stage.values(), comm_volumes(rank)
+    assert of(found, "fsdp", "weights of blocks") == {("all_gather", "step"): (count * 4 * BLOCK / 2, count)}
+    reduced = (4 * count * 4 * BLOCK / 2, 4 * count)  # Four micro-batches.
+    assert of(found, "fsdp", "gradients of blocks") == {("reduce_scatter", "backward"): reduced}
+
+
 def test_adjacent_stages_on_one_rank_send_nothing() -> None:
     config = configured("parallelism.pp=2 model.num_layers=4 parallelism.pp_schedule=ZBVZeroBubble")
     # Rank 0 has stages 0 and 3, rank 1 has 1 and 2.

@@ -183,8 +183,10 @@ def test_compilation_and_saved_activations_reduce_memory_traffic() -> None:
 def test_memory_traffic_matches_a_manual_count() -> None:
     config = configured("training.dtype=bfloat16 training.compile=true training.global_batch_size=1")
     stream, heads, inner = E * T, (Q + K) * T, G * T
-    # Per block two norms, two additions, rotary embedding, and the SwiGLU gate. Plus the embedding.
-    forward = 3 * 2 * (2 * 2 * stream + 2 * 3 * stream + 2 * heads + 3 * inner) + 2 * 2 * stream
+    # Per block two norms, two additions, rotary embedding, and the SwiGLU gate. Plus the embedding, and angles in float32.
+    forward = (
+        3 * 2 * 2 * 16 * T * 4 + 3 * 2 * (2 * 2 * stream + 2 * 3 * stream + 2 * heads + 3 * inner) + 2 * 2 * stream
+    )
     # The FSDP cast reads float32 and writes bfloat16.
     narrowed = config.model.build().num_parameters * (4 + 2)
     assert rank_workload(RankMemory(config, 1, 0)).memory_traffic["forward"] == forward + narrowed

@@ -103,6 +103,7 @@ class Config(Section):
             embed_cost=vocab_cost,
             head_cost=vocab_cost,
             num_micro_batches=self.micro_batches(world_size)[1],
+            reduces_per_micro_batch=section.pp_reduce_gradients == "per_micro_batch",
             tie_embeddings=model.tie_embeddings,
             compiled=self.training.compile,
             recompute="none" if self.memory.recompute == "auto" else self.memory.recompute,

@@ -200,6 +200,8 @@ class ParallelismSection(Section):
     """Pipeline stages per pp rank. Left out: 1, or 2 for schedules that need several."""
     pp_layers: tuple[NonNegativeInt, ...] | None = None
     """Blocks per pipeline stage, first to last. Left out: balanced, with embedding and output projection counted as fractions of a block."""
+    pp_reduce_gradients: Literal["per_step", "per_micro_batch"] = "per_step"
+    """When pipelines reduce-scatter gradients over dp and cp ranks. `per_micro_batch` keeps only shards of gradients in between, for as many times the communication; zero-bubble schedules refuse it."""
     reshard_after_forward: bool = True
     """Whether to free a block's gathered weights after its forward and gather them again for its backward. Pipelines keep them, since they would gather them for every micro-batch."""
 

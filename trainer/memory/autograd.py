@@ -39,6 +39,7 @@ def autograd_moments(block: BlockMemory, grad_dtype: str, *, leaves_weights: boo
     for name, operator in operator_moments(block, grad_dtype):
         yield name, attention + after + stream + operator
     after += block.left(block.queries("attention output")) if leaves_weights else ()
+    yield "the rotation of gradients", block.projections_saved() + after + stream + _rotation_backward(block)
     if block.model.qk_norm:
         yield "norms of heads", block.attention_inputs_saved() + after + stream + _query_norm_backward(block)
     after = block.left_for_weight_gradients() if leaves_weights else block.attention_left()[:3]
@@ -116,6 +117,12 @@ def _norm_backward(block: BlockMemory, before: str, *, has_gradient: bool) -> Te
         block.stream("gradients of the norm's output, also by its weight", 2),
         block.sums("products of the norm's backward pass", 3, block.local_tokens, block.model.dim),
     )
+
+
+def _rotation_backward(block: BlockMemory) -> Tensors:
+    rotated = block.queries("gradient of queries, rotated back")
+    gradients = block.queries("gradient of queries"), block.kv("gradients of KV")
+    return transient("models/rope.py: apply_rotary", WHILE_RUNNING, *gradients, rotated, block.widened(rotated))
 
 
 def _query_norm_backward(block: BlockMemory) -> Tensors:

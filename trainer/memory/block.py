@@ -173,6 +173,11 @@ class BlockMemory:
         """[2, T, K, H], without repeated heads."""
         return self.numbers(name, 2, self.tokens, self.kv_heads, self.model.head_dim, copies=share)
 
+    def widened(self, given: MemoryTensor) -> MemoryTensor:
+        """What a rotation reads and gives, in the dtype of its angles."""
+        copies = 2 * given.copies * (self.compute_dtype != self.stats_dtype)
+        return given._replace(name=f"{given.name}, widened, and the result", dtype=self.stats_dtype, copies=copies)
+
     # ---- saved
 
     def block_input(self, *, copies: float = 1, on_host: bool = False) -> Tensors:
@@ -200,13 +205,16 @@ class BlockMemory:
         return self.attention_inputs_saved(copies) + self._attention_results_saved(copies)
 
     def attention_inputs_saved(self, copies: float = 1) -> Tensors:
+        queries, kv = self.queries("queries", copies=copies), self.kv("keys and values", copies=copies)
+        return self.projections_saved(copies) + saved_tensors(ATTENTION, UNTIL_BACKWARD, queries, kv)
+
+    def projections_saved(self, copies: float = 1) -> Tensors:
+        """What the backward pass of the projections and of the norms of heads needs."""
         heads = self.heads + self.kv_heads
         return saved_tensors(
             ATTENTION,
             UNTIL_BACKWARD,
             *self._norm_saved("attention", copies),
-            self.queries("queries", copies=copies),
-            self.kv("keys and values", copies=copies),
             self.numbers(
                 "heads before their norms", self.tokens, heads, self.model.head_dim, copies=copies * self.model.qk_norm
             ),

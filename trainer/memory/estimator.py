@@ -18,6 +18,7 @@ __all__ = [
     "MemoryItem",
     "estimate_memory",
     "estimate_memory_per_pp_rank",
+    "exceeds",
     "fullest_estimates",
     "phase_estimates",
 ]
@@ -36,6 +37,12 @@ def fullest_estimates(config: Config, world_size: int, *, on_cpu: bool = False) 
 def estimate_memory_per_pp_rank(config: Config, world_size: int, *, on_cpu: bool = False) -> list[MemoryEstimate]:
     """The peak of each pipeline rank."""
     return _estimates(config, world_size, range(config.parallelism.pp), on_cpu=on_cpu)
+
+
+def exceeds(config: Config, world_size: int, limit: float) -> bool:
+    """Whether some rank needs more than `limit` bytes of its device. Stops at the first moment that does."""
+    ranks = (RankMemory(config, world_size, rank) for rank in fullest_ranks(config.pipeline_plan(world_size)))
+    return any(moment.device_bytes > limit for rank in ranks for moment in phase_estimates(rank))
 
 
 def _estimates(config: Config, world_size: int, pp_ranks: Iterable[int], *, on_cpu: bool) -> list[MemoryEstimate]:

@@ -5,8 +5,7 @@ Symbols are those of docs/parallelism.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from parallelisms.pipeline_plan import SINGLE_STAGE_SCHEDULES, SPLIT_BACKWARD_SCHEDULES
 from trainer.config.job_config import Config
@@ -16,7 +15,7 @@ from trainer.memory.tensors import DTYPE_BYTES, Tensors, total_bytes
 
 KERNELS = {"bfloat16": "flash", "float32": "efficient", "float64": "plain"}
 """That `training.attention = "auto"` takes on a GPU, as in models/kernels.py."""
-Shapes = list[tuple[int, int]]
+Shapes = tuple[tuple[int, int], ...]
 """(rows, columns) of the parameters on one tp rank; norms have one column."""
 
 
@@ -72,8 +71,8 @@ class RankMemory:
         E, G, tp = self.model.dim, self.model.ffn_dim // self.tp, self.tp
         q_dim = self.model.num_heads * self.model.head_dim // tp
         kv_dim = self.model.num_kv_heads * self.model.head_dim // (tp if self.model.num_kv_heads >= tp else 1)
-        qk_norms = [(self.model.head_dim, 1)] * (2 * self.model.qk_norm)
-        return [(q_dim, E), (kv_dim, E), (kv_dim, E), (E, q_dim), (G, E), (G, E), (E, G), (E, 1), (E, 1), *qk_norms]
+        qk_norms = ((self.model.head_dim, 1),) * (2 * self.model.qk_norm)
+        return (q_dim, E), (kv_dim, E), (kv_dim, E), (E, q_dim), (G, E), (G, E), (E, G), (E, 1), (E, 1), *qk_norms
 
     @property
     def head_rows(self) -> int:
@@ -82,27 +81,27 @@ class RankMemory:
 
     @cached_property
     def head_shapes(self) -> Shapes:
-        return [(self.head_rows, self.model.dim)]
+        return ((self.head_rows, self.model.dim),)
 
     @cached_property
     def head_unit(self) -> Shapes:
         """The head and the final norm, which FSDP gathers together."""
-        return [*self.head_shapes, (self.model.dim, 1)]
+        return *self.head_shapes, (self.model.dim, 1)
 
     @cached_property
     def embed_shapes(self) -> Shapes:
         tied = self.model.tie_embeddings
-        return self.head_shapes if tied else [(self.model.vocab_size // self.tp, self.model.dim)]
+        return self.head_shapes if tied else ((self.model.vocab_size // self.tp, self.model.dim),)
 
     @cached_property
     def end_shapes(self) -> Shapes:
         """The parts of embedding, loss head and final norm on this rank."""
-        head = self.head_shapes * (not self.model.tie_embeddings) + [(self.model.dim, 1)]
+        head = *self.head_shapes * (not self.model.tie_embeddings), (self.model.dim, 1)
         return self.embed_shapes * self.has_first_stage + head * self.has_last_stage
 
     def sharded_numel(self, shapes: Shapes) -> int:
         """Elements of this rank's FSDP shard, rounded up to whole rows as on the first rank."""
-        return sum(-(-rows // self.num_shards) * columns for rows, columns in shapes)
+        return _sharded_numel(shapes, self.num_shards)
 
     @cached_property
     def local_numel(self) -> int:
@@ -203,5 +202,11 @@ class RankMemory:
         return sum(total_bytes(self.saved_blocks(blocks), on_host=True) for blocks in self.blocks_by_stage.values())
 
 
-def numel(shapes: Iterable[tuple[int, int]]) -> int:
+@lru_cache(maxsize=4096)
+def _sharded_numel(shapes: Shapes, num_shards: int) -> int:
+    return sum(-(-rows // num_shards) * columns for rows, columns in shapes)
+
+
+@lru_cache(maxsize=4096)
+def numel(shapes: Shapes) -> int:
     return sum(rows * columns for rows, columns in shapes)

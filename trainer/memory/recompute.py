@@ -57,14 +57,8 @@ def _rotation_moments(block: BlockMemory) -> Moments:
         *(() if block.num_tiles() == 1 else (block.queries("queries", 1 / groups), block.own_kv("KV", 1 / groups))),
     )
     keys = block.own_kv("a tile of the rotated keys", share / 2)
-    yield "the rotation of queries", projected + part(_widened(block, block.queries("a tile of the queries", share)))
-    yield "the rotation of keys", projected + part(keys, _widened(block, keys))
-
-
-def _widened(block: BlockMemory, given: MemoryTensor) -> MemoryTensor:
-    """What a rotation reads and gives, in the dtype of its angles."""
-    copies = 2 * given.copies * (block.compute_dtype != block.stats_dtype)
-    return given._replace(name=f"{given.name}, widened, and the result", dtype=block.stats_dtype, copies=copies)
+    yield "the rotation of queries", projected + part(block.widened(block.queries("a tile of the queries", share)))
+    yield "the rotation of keys", projected + part(keys, block.widened(keys))
 
 
 def recomputed_input(block: BlockMemory) -> Tensors:
@@ -177,7 +171,7 @@ def _projection_moments(block: BlockMemory) -> Moments:
         block.queries("gradient of queries, rotated back", share),
         block.own_kv("gradient of keys, rotated back", share / 2),
     )
-    yield "the rotation of gradients", held + part(*copied, *rotated, _widened(block, block.queries("queries", share)))
+    yield "the rotation of gradients", held + part(*copied, *rotated, block.widened(block.queries("queries", share)))
     if block.model.qk_norm:
         yield (
             "norms of heads",

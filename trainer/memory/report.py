@@ -9,11 +9,17 @@ from typing import Any, TypeVar
 from trainer.checkpoint.manifest import format_bytes
 from trainer.config import checks
 from trainer.config.job_config import Config
+from trainer.config.sections import ParallelismSection
 from trainer.config.toml_format import toml_value
 from trainer.hardware.host import GIB
 from trainer.memory.estimator import MemoryEstimate, estimate_memory
 
 ConfigT = TypeVar("ConfigT", bound=Config)
+MESH_SAVINGS: dict[str, dict[str, Any]] = {
+    "tp": {"sequence_parallel": True, "loss_parallel": True},
+    "pp": {"pp_reduce_gradients": "per_micro_batch"},
+}
+"""Values of keys that save memory with several ranks on an axis."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +65,14 @@ def valid_changes(config: Config, world_size: int, changes: Iterable[Change]) ->
 
 def memory_changes(config: Config, world_size: int) -> Iterator[Change]:
     """Changes that may free device memory; not validated."""
-    for key, value in _memory_saving_values(config):
+    for key, value in (*_memory_saving_values(config), *_mesh_saving_values(config.parallelism)):
         yield change_of(config, world_size, {key: value})
     for axis in ("cp", "tp", "dp_shard"):
         yield _doubled_degree(config, world_size, axis)
 
 
 def _memory_saving_values(config: Config) -> Iterator[tuple[str, Any]]:
-    memory, training, parallelism = config.memory, config.training, config.parallelism
+    memory, training = config.memory, config.training
     for policy in {"none": ("keep_attention", "full"), "keep_attention": ("full",)}.get(memory.recompute, ()):
         yield "memory.recompute", policy
     offloads = ("none", "inputs", "inputs_and_attention")
@@ -84,9 +90,13 @@ def _memory_saving_values(config: Config) -> Iterator[tuple[str, Any]]:
         yield "memory.loss_chunk_mib", memory.loss_chunk_mib // 4
     if training.micro_batch_size >= 2:
         yield "training.micro_batch_size", training.micro_batch_size // 2
-    for key in ("sequence_parallel", "loss_parallel"):
-        if parallelism.tp > 1 and not getattr(parallelism, key):
-            yield f"parallelism.{key}", True
+
+
+def _mesh_saving_values(parallelism: ParallelismSection) -> Iterator[tuple[str, Any]]:
+    for axis, values in MESH_SAVINGS.items():
+        for key, value in values.items() if getattr(parallelism, axis) > 1 else ():
+            if getattr(parallelism, key) != value:
+                yield f"parallelism.{key}", value
 
 
 def _doubled_degree(config: Config, world_size: int, axis: str) -> Change:

@@ -39,6 +39,7 @@ class StepMemory:
         self.last_stage = rank.pipeline.num_stages - 1
         self.weights = WeightMemory(rank)
         self._saved_by_stage: dict[int, Tensors] = {}
+        self._held_beside: dict[object, Tensors] = {}
         self._fullest_parts: dict[tuple[bool, bool, int, bool, bool], tuple[str, Tensors]] = {}
 
     def moments(self) -> Iterator[MemoryEstimate]:
@@ -122,6 +123,12 @@ class StepMemory:
 
     def _held(self, found: Pass) -> Tensors:
         """What other micro-batches hold during a pass."""
+        key = found.waiting, found.left, found.num_messages
+        if key not in self._held_beside:
+            self._held_beside[key] = self._held_by_others(found)
+        return self._held_beside[key]
+
+    def _held_by_others(self, found: Pass) -> Tensors:
         message = MemoryTensor(
             "residual streams and gradients on their way",
             (self.block.local_tokens, self.rank.model.dim),
@@ -149,16 +156,16 @@ class StepMemory:
                 self._held(found),
                 self._saved(found.stage),
                 self.weights.gathered_in(found, 1),
-                self.weights.gradients(found, done_blocks=0, with_head=False, previous=[]),
+                self.weights.gradients(found, done_blocks=0, with_head=False),
             )
             return
         rank, blocks = self.rank, self.rank.blocks_by_stage[found.stage]
         own = self.rank.saved_blocks(blocks) + self._rotation()
-        if found.stage > 0:  # Otherwise it is the first block's.
+        if found.stage > 0 and blocks:  # Otherwise it is the first block's, or counted with the head.
             hosted_inputs, _ = rank.offloaded_shares
             own += self.block.block_input(copies=hosted_inputs)
         gathered = self.weights.gathered_in(found, 0 if rank.reshards_after_forward else blocks)
-        units = [] if rank.model.tie_embeddings else rank.head_unit
+        units = () if rank.model.tie_embeddings else rank.head_unit
         if not self.is_pipeline:
             # The all-gather's output and what is copied out of it.
             copies = 1 + (rank.num_shards > 1)
@@ -174,7 +181,7 @@ class StepMemory:
             self._held(found),
             own,
             gathered,
-            self.weights.gradients(found, done_blocks=0, with_head=False, previous=[]),
+            self.weights.gradients(found, done_blocks=0, with_head=False),
             ends.saved_head(self.rank),
             ends.head_forward(rank),
         )
@@ -196,7 +203,7 @@ class StepMemory:
             self._rotation(),
             self.weights.gathered_in(found, blocks),
             self.weights.gathered("weights of a block, being gathered", rank.block_shapes),
-            self.weights.gradients(found, done_blocks=0, with_head=False, previous=[]),
+            self.weights.gradients(found, done_blocks=0, with_head=False),
             alive,
         )
 
@@ -213,7 +220,7 @@ class StepMemory:
         rank, embed, blocks = self.rank, self.rank.embed_shapes, self.rank.blocks_by_stage[0]
         computed = self.weights.computed(embed)
         held = self._held(found) + self.weights.gathered_in(found, 0)
-        previous = rank.block_shapes if blocks else []
+        previous = rank.block_shapes if blocks else ()
         gradients = self.weights.gradients(found, done_blocks=blocks, with_head=True, previous=previous)
         yield self._moment("in the embedding, backward", held, gradients, computed, ends.embedding_backward(rank))
         if rank.tp > 1:
@@ -223,14 +230,12 @@ class StepMemory:
         if rank.model.tie_embeddings and self.block.is_gathered and not rank.config.parallelism.loss_parallel:
             summed = ends.sum_over_tp(rank)
             yield self._moment("in the sum of the tied gradient over tp ranks", held, gradients, computed, summed)
-        if rank.is_sharded and (found.is_last or not self.is_pipeline):
-            yield self._moment(
-                "reduce-scatter after the embedding",
-                held,
-                self.weights.gradients(found, done_blocks=blocks, with_head=True, previous=[]),
-                computed if found.is_first or not self.is_pipeline else (),
-                self.weights.being_reduced(embed),
-            )
+        if rank.is_sharded and (found.is_last or not self.weights.sums_whole):
+            before, after = self.weights.reduction(found, embed, embed)
+            gradients = self.weights.gradients(found, done_blocks=blocks, with_head=True)
+            copied = self.weights.gradients(found, done_blocks=blocks, with_head=True, copied="embedding")
+            yield self._moment("before the reduce-scatter of the embedding", held, gradients, before)
+            yield self._moment("after the reduce-scatter of the embedding", held, copied, after)
 
     def _sampled_blocks(self, blocks: int) -> list[int]:
         """Blocks of a stage at whose backward pass it may hold most: the outermost ones of the outermost groups."""
@@ -243,7 +248,7 @@ class StepMemory:
 
     def _head_backward_moments(self, found: Pass) -> Iterator[MemoryEstimate]:
         rank, blocks = self.rank, self.rank.blocks_by_stage[found.stage]
-        units = [] if rank.model.tie_embeddings else rank.head_unit
+        units = () if rank.model.tie_embeddings else rank.head_unit
         gathered = self.weights.gathered_in(found, blocks)
         if not self.is_pipeline and units:
             gathered += self.weights.gathered("weights of the head", units)
@@ -252,7 +257,7 @@ class StepMemory:
             + self.rank.saved_blocks(blocks)
             + self._rotation()
             + gathered
-            + self.weights.gradients(found, done_blocks=0, with_head=False, previous=[])
+            + self.weights.gradients(found, done_blocks=0, with_head=False)
         )
         yield self._moment(
             "in the loss head, backward",
@@ -272,7 +277,7 @@ class StepMemory:
         rank, blocks = self.rank, self.rank.blocks_by_stage[found.stage]
         later, shapes = blocks - 1 - index, rank.block_shapes
         previous = (
-            shapes if later else ([] if rank.model.tie_embeddings or found.stage != self.last_stage else rank.head_unit)
+            shapes if later else (() if rank.model.tie_embeddings or found.stage != self.last_stage else rank.head_unit)
         )
         base = (
             self._held(found)
@@ -292,20 +297,19 @@ class StepMemory:
             yield self._moment(
                 f"in the recomputation of the input of block {index}", base, gathered, again, gradients, recomputed
             )
-        if not rank.is_sharded or (self.is_pipeline and not found.is_last):
+        if not rank.is_sharded or (self.weights.sums_whole and not found.is_last):
             return
-        reduced = self.weights.gradients(found, done_blocks=later, with_head=True, previous=shapes)
-        stream = self.block.block_input()
-        yield self._moment(
-            f"reduce-scatter after block {index}",
-            base,
+        held = base + self.block.block_input()
+        held += (
             gathered + self.weights.next_block(index)
             if not self.is_pipeline
-            else self.weights.gathered_in(found, index),
-            reduced,
-            self.weights.computed(shapes) if found.is_first or not self.is_pipeline else (),
-            stream,
+            else self.weights.gathered_in(found, index)
         )
+        before, after = self.weights.reduction(found, shapes, shapes[6:7])
+        gradients = self.weights.gradients(found, done_blocks=later, with_head=True)
+        copied = self.weights.gradients(found, done_blocks=later, with_head=True, copied="block")
+        yield self._moment(f"before the reduce-scatter of block {index}", held, gradients, before)
+        yield self._moment(f"after the reduce-scatter of block {index}", held, copied, after)
 
     def _fullest_part(self, index: int, *, leaves_weights: bool, adds: bool) -> tuple[str, Tensors]:
         """The part of a block's backward pass that needs most, with the gradients of weights that exist by then.
@@ -320,13 +324,13 @@ class StepMemory:
         return self._fullest_parts[key]
 
     def _parts(self, index: int, *, leaves_weights: bool, adds: bool) -> Iterator[tuple[str, Tensors]]:
-        _, _, _, output, *feed_forward = self.rank.block_shapes[:7]
+        output, feed_forward = self.rank.block_shapes[3], self.rank.block_shapes[4:7]
         grad_dtype = self.rank.kv_grad_dtype
         if not self.rank.recomputes:
             for name, alive in autograd_moments(self.block, grad_dtype, leaves_weights=leaves_weights):
-                computed = feed_forward[2:] if name == "feed-forward" else [] if adds else [output, *feed_forward]
+                computed = feed_forward[2:] if name == "feed-forward" else () if adds else (output, *feed_forward)
                 alive += self.weights.next_block(index)
-                yield name, alive + self.weights.computed([] if leaves_weights else computed)
+                yield name, alive + self.weights.computed(() if leaves_weights else computed)
             return
         position = index % self.rank.config.memory.blocks_per_checkpoint
         inputs = self.block.block_input(copies=position)
@@ -334,7 +338,7 @@ class StepMemory:
         recomputes_inputs = position > 0 and self._is_last_of_group(index)
         for name, alive in recompute_moments(self.block, grad_dtype, self._prefetched(index)):
             is_feed_forward = "feed-forward" in name
-            computed = [] if is_feed_forward else [output] if adds else [output, *feed_forward]
+            computed = () if is_feed_forward else (output,) if adds else (output, *feed_forward)
             ahead = () if recomputes_inputs else self.weights.next_block(index)
             yield name, alive + inputs + ahead + self.weights.computed(computed)
 
@@ -357,7 +361,7 @@ class StepMemory:
         """Bfloat16 moments are widened chunk by chunk."""
         rank = self.rank
         chunk = min(
-            OPTIMIZER_CHUNK_ELEMENTS, max(rank.sharded_numel([shape]) for shape in rank.block_shapes + rank.end_shapes)
+            OPTIMIZER_CHUNK_ELEMENTS, max(rank.sharded_numel((shape,)) for shape in rank.block_shapes + rank.end_shapes)
         )
         is_widened = rank.moment_dtype != rank.master_dtype and not rank.optimizer_on_host
         widened = MemoryTensor("a chunk of both moments", (2, chunk), rank.master_dtype, copies=is_widened)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Literal
+
 from trainer.memory.passes import Pass
 from trainer.memory.rank import RankMemory, Shapes, numel
 from trainer.memory.tensors import MemoryTensor, Tensors, tensors
 
 FSDP = "parallelisms/fsdp.py: apply"
+Unit = Literal["block", "embedding"]
 
 
 class WeightMemory:
@@ -49,7 +53,8 @@ class WeightMemory:
     @property
     def adds_at_once(self) -> bool:
         """Whether a gradient is added to that of earlier micro-batches when it is computed: FSDP widens whole units."""
-        return self.is_pipeline and self.rank.reduce_dtype == self.rank.compute_dtype
+        reduces_first = self.rank.is_sharded and not self.sums_whole
+        return self.is_pipeline and not reduces_first and self.rank.reduce_dtype == self.rank.compute_dtype
 
     @property
     def gathers_again(self) -> bool:
@@ -65,23 +70,64 @@ class WeightMemory:
         gradient = MemoryTensor(name, (round(count),), self.rank.master_dtype, copies=count > 0)
         return tensors("gradients", FSDP, "until the optimizer step", gradient, on_host=self.rank.optimizer_on_host)
 
-    def whole(self, found: Pass, *, done_blocks: int, with_head: bool) -> Tensors:
-        """A pipeline's gradients before they are reduced; of this stage the head and the last `done_blocks` blocks are done."""
-        rank = self.rank
-        parts = [("blocks", rank.block_shapes, rank.blocks_by_stage[stage]) for stage in found.whole]
-        for stage in (*found.whole, *found.begun):
+    @property
+    def sums_whole(self) -> bool:
+        """Whether whole gradients are summed over the micro-batches of a step before they are reduced."""
+        return self.is_pipeline and self.rank.is_sharded and not self.rank.pipeline.reduces_per_micro_batch
+
+    def reduces(self, found: Pass) -> bool:
+        """Whether a pass reduces the gradients of its stage."""
+        return self.rank.is_sharded and found.kind == "B" and (found.is_last or not self.sums_whole)
+
+    def gradients(
+        self, found: Pass, *, done_blocks: int, with_head: bool, previous: Shapes = (), copied: Unit | None = None
+    ) -> Tensors:
+        """All but those of the unit that runs: of this stage the head and the last `done_blocks` blocks are done.
+
+        `previous` is the unit before it, whose reduction may be under way. `copied` is the unit that runs, once its
+        gradients have been copied to where they are reduced.
+        """
+        rank, is_end = self.rank, found.stage == self.last_stage
+        done = done_blocks * rank.sharded_numel(rank.block_shapes)
+        if is_end and with_head and not (rank.model.tie_embeddings and rank.is_sharded):
+            done += rank.sharded_numel(rank.head_unit)
+        if not rank.is_sharded:
+            return self.shards("gradients", rank.local_numel if not found.is_first else done)
+        if self.sums_whole:
+            finished, own = found.reduced, done * self.reduces(found)
+        else:
+            finished, own = (*found.reduced, *found.whole), done if found.is_first else self.stage_numel(found.stage)
+        shards = self.shards("gradients", own + sum(map(self.stage_numel, finished)))
+        if self.reduces(found):
+            is_new = found.is_first or self.sums_whole
+            shards += self._all_reduced(done, is_new=is_new) + self._reducing(previous)
+        return shards + self._unreduced(found, done_blocks=done_blocks, with_head=with_head, copied=copied)
+
+    def _unreduced(self, found: Pass, *, done_blocks: int, with_head: bool, copied: Unit | None) -> Tensors:
+        """Whole gradients of earlier passes, and in a pipeline of this one."""
+        rank, is_end, is_reduced = self.rank, found.stage == self.last_stage, self.reduces(found)
+        if not self.is_pipeline:
+            copies = rank.model.tie_embeddings and with_head and copied != "embedding"
+            return self.unit(
+                "unreduced gradients",
+                "gradients of embedding and head",
+                rank.head_shapes,
+                rank.compute_dtype,
+                copies=copies,
+            )
+        summed = found.whole * self.sums_whole
+        parts = [("blocks", rank.block_shapes, rank.blocks_by_stage[stage]) for stage in summed]
+        for stage in (*summed, *found.begun):
             parts += [("the head", rank.head_unit, 1)] * (stage == self.last_stage)
             parts += [("the embedding", rank.embed_shapes, 1)] * (stage == 0)
-        blocks, is_end = rank.blocks_by_stage[found.stage], found.stage == self.last_stage
-        is_reduced = found.is_last and found.kind == "B"
         if found.is_first and not is_reduced:  # What this pass has computed
             parts += [("blocks", rank.block_shapes, done_blocks * (found.kind == "B"))]
             parts += [("the head", rank.head_unit, is_end and with_head and found.stage not in found.begun)]
-        elif not found.is_first:
-            remaining = blocks - done_blocks * is_reduced
+        elif not found.is_first and self.sums_whole:
+            remaining = rank.blocks_by_stage[found.stage] - done_blocks * is_reduced - (copied == "block")
             parts += [("blocks", rank.block_shapes, remaining)]
             parts += [("the head", rank.head_unit, is_end and not (is_reduced and with_head))]
-            parts += [("the embedding", rank.embed_shapes, found.stage == 0)]
+            parts += [("the embedding", rank.embed_shapes, found.stage == 0 and copied != "embedding")]
         return tuple(
             each
             for name, shapes, count in parts
@@ -90,34 +136,32 @@ class WeightMemory:
             )
         )
 
-    def gradients(self, found: Pass, *, done_blocks: int, with_head: bool, previous: Shapes) -> Tensors:
-        """All but those of the block that runs. `previous` is the unit before it, whose reduction may be under way."""
-        rank = self.rank
-        is_end = found.stage == self.last_stage
-        done = done_blocks * rank.sharded_numel(rank.block_shapes)
-        done += rank.sharded_numel(rank.head_unit) * (is_end and with_head)
-        in_flight = self._reducing(previous)
-        if not rank.is_sharded:
-            return self.shards("gradients", rank.local_numel if not found.is_first else done)
-        if not self.is_pipeline:
-            tied = self.unit(
-                "unreduced gradients",
-                "gradients of embedding and head",
-                rank.head_shapes,
-                rank.compute_dtype,
-                copies=rank.model.tie_embeddings * with_head,
-            )
-            shards = self.shards("gradients", rank.local_numel if not found.is_first else done)
-            return shards + self._all_reduced(done, is_new=found.is_first) + in_flight + tied
-        reduced = sum(self.stage_numel(stage) for stage in found.reduced)
-        is_reducing = found.is_last and found.kind == "B"
-        shards = self.shards("gradients", reduced + done * is_reducing) + self._all_reduced(done * is_reducing)
-        return shards + self.whole(found, done_blocks=done_blocks, with_head=with_head) + in_flight * is_reducing
+    def reduction(self, found: Pass, shapes: Shapes, last: Shapes) -> Iterator[Tensors]:
+        """What the reduction of a unit's gradients holds: a copy of them, then the result. `last`: the unit's last weight.
 
-    def being_reduced(self, shapes: Shapes) -> Tensors:
-        """What a reduce-scatter of a unit's gradients reads and gives."""
-        given = MemoryTensor("a reduced gradient", (self.rank.sharded_numel(shapes),), self.rank.reduce_dtype)
-        return self._reducing(shapes) + tensors("unreduced gradients", FSDP, "until it is added", given)
+        FSDP2 divides the result of a single shard, and holds the last weight's gradient as long as there are several.
+        """
+        rank, is_new, count = self.rank, found.is_first or not self.sums_whole, self.rank.sharded_numel(shapes)
+        yield self._reducing(shapes) + (self.computed(shapes) if is_new else ())
+        result = MemoryTensor("a reduced gradient", (count,), rank.reduce_dtype)
+        widened = result._replace(name="the same in the weights' dtype", dtype=rank.master_dtype)
+        copies = [
+            result._replace(name="the same, divided", copies=rank.num_shards == 1),
+            widened._replace(copies=rank.reduce_dtype != rank.master_dtype),
+        ]
+        yield (
+            *self._reducing(shapes),
+            *tensors(
+                "unreduced gradients", FSDP, "until it is added", result, max(copies, key=lambda each: each.bytes)
+            ),
+            *self.unit(
+                "unreduced gradients",
+                "gradient of the last weight",
+                last,
+                rank.compute_dtype if is_new else rank.reduce_dtype,
+                copies=rank.num_shards > 1,
+            ),
+        )
 
     def _reducing(self, shapes: Shapes) -> Tensors:
         return self.unit("unreduced gradients", "gradients being reduced", shapes, self.rank.reduce_dtype, padded=True)
@@ -133,6 +177,8 @@ class WeightMemory:
     def stage_numel(self, stage: int) -> int:
         """Elements of the gradients of a stage on this rank."""
         rank = self.rank
+        if not self.is_pipeline:
+            return rank.local_numel
         count = rank.blocks_by_stage[stage] * rank.sharded_numel(rank.block_shapes)
         count += rank.sharded_numel(rank.head_unit) * (stage == self.last_stage)
         return count + rank.sharded_numel(rank.embed_shapes) * (stage == 0)

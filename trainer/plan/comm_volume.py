@@ -91,13 +91,14 @@ class FSDPUnit:
 def fsdp_units(rank: RankMemory) -> Iterator[FSDPUnit]:
     """Blocks, embedding and loss head; a tied head belongs to the embedding's unit."""
     final_norm = (rank.model.dim, 1)
-    head = [*rank.head_shapes, final_norm]
+    head = *rank.head_shapes, final_norm
     if rank.pipeline.pp > 1:
-        yield FSDPUnit("blocks", rank.block_shapes, {"step": rank.num_blocks}, rank.num_blocks)
+        times = rank.num_micro_batches if rank.pipeline.reduces_per_micro_batch else 1
+        yield FSDPUnit("blocks", rank.block_shapes, {"step": rank.num_blocks}, times * rank.num_blocks)
         if rank.has_first_stage:
-            yield FSDPUnit("embedding", rank.embed_shapes, {"step": 1}, 1)
+            yield FSDPUnit("embedding", rank.embed_shapes, {"step": 1}, times)
         if rank.has_last_stage:
-            yield FSDPUnit("loss head", head, {"step": 1}, 1)
+            yield FSDPUnit("loss head", head, {"step": 1}, times)
         return
     micro_batches = rank.num_micro_batches
     block_runs = micro_batches * rank.num_blocks
@@ -106,14 +107,15 @@ def fsdp_units(rank: RankMemory) -> Iterator[FSDPUnit]:
         gathers |= {"backward": block_runs, "recompute": micro_batches * rank.num_recomputed_blocks}
     yield FSDPUnit("blocks", rank.block_shapes, gathers, block_runs)
     if rank.model.tie_embeddings:
-        yield FSDPUnit("tied embedding", [*rank.embed_shapes, final_norm], {"forward": micro_batches}, micro_batches)
+        yield FSDPUnit("tied embedding", (*rank.embed_shapes, final_norm), {"forward": micro_batches}, micro_batches)
         return
     yield FSDPUnit("embedding", rank.embed_shapes, {"forward": micro_batches}, micro_batches)
     yield FSDPUnit("loss head", head, {"forward": micro_batches}, micro_batches)
 
 
 def _fsdp_volumes(rank: RankMemory) -> Iterator[CommVolume]:
-    reduce_phase: Phase = "step" if rank.pipeline.pp > 1 else "backward"
+    reduces_once = rank.pipeline.pp > 1 and not rank.pipeline.reduces_per_micro_batch
+    reduce_phase: Phase = "step" if reduces_once else "backward"
     shards, replicas = rank.num_shards, rank.config.parallelism.dp_replicate
     for unit in fsdp_units(rank):
         shard = rank.sharded_numel(unit.shapes)

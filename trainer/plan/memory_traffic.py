@@ -1,7 +1,7 @@
 """Estimates the memory traffic of memory-bound operations in one step, operation by operation. Imports no torch.
 
 Each operation reads its inputs and writes its outputs once, in the compute dtype or the statistics dtype. Compiled code
-keeps intermediates in registers. Per-token statistics, norm weights, rotary tables and copies between tiles are ignored.
+keeps intermediates in registers. Per-token statistics, norm weights and copies between tiles are ignored.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from trainer.plan.comm_volume import fsdp_units
 NORM = (5, 2), (2, 0)
 NORM_BACKWARD = (7, 14), (5, 0)
 ROPE = (2, 9), (2, 0)
+ROPE_TABLES = (0, 4), (0, 2)
 SWIGLU = (5, 0), (3, 0)
 SWIGLU_BACKWARD = (14, 0), (6, 0)
 # Inside custom operators, which torch.compile does not fuse.
@@ -24,6 +25,7 @@ COPY = ((2, 0),)
 MERGE = ((1, 6),)
 MERGE_BACKWARD = ((1, 2),)
 UPCAST = ((2, 2),)
+WIDEN = ((1, 2),)
 ACCUMULATE = ((1, 8),)
 LOGITS = ((2, 10),)
 
@@ -36,6 +38,7 @@ class BlockTraffic:
         self.hidden = rank.block.residual_bytes // rank.compute_bytes
         self.queries, self.kv = rank.block.q_numel, rank.block.kv_numel
         self.qk = self.queries + rank.block.kv_heads * rank.model.head_dim * rank.tokens
+        self.angles = rank.model.head_dim // 2 * rank.tokens
         self.ffn = rank.model.ffn_dim * rank.tokens // rank.tp
 
     def moved(self, elements: float, operation: tuple[tuple[int, int], ...]) -> float:
@@ -43,9 +46,14 @@ class BlockTraffic:
         return elements * (in_compute_dtype * self.rank.compute_bytes + in_stats_dtype * self.rank.master_bytes)
 
     @cached_property
+    def rotation(self) -> float:
+        """Of queries and keys; either reads the tables of angles."""
+        return self.moved(self.qk, ROPE) + 2 * self.moved(self.angles, ROPE_TABLES)
+
+    @cached_property
     def attention_input(self) -> float:
         """Norm, query and key norms, and rotary embedding."""
-        total = self.moved(self.hidden, NORM) + self.moved(self.qk, ROPE)
+        total = self.moved(self.hidden, NORM) + self.rotation
         return total + self.moved(self.qk, NORM) * self.rank.model.qk_norm
 
     @cached_property
@@ -88,7 +96,7 @@ class BlockTraffic:
     @cached_property
     def backward(self) -> float:
         total = 2 * (self.moved(self.hidden, NORM_BACKWARD) + self.moved(self.hidden, ADD))
-        total += self.moved(self.qk, ROPE) + self.moved(self.ffn, SWIGLU_BACKWARD)
+        total += self.rotation + self.moved(self.ffn, SWIGLU_BACKWARD)
         total += self.moved(self.qk, NORM_BACKWARD) * self.rank.model.qk_norm
         if not self.rank.recomputes:
             # Autograd sums the input gradients of queries, keys and values, and of gate and up.
@@ -111,15 +119,26 @@ def memory_traffic(rank: RankMemory) -> dict[str, float]:
         rank.num_blocks,
     )
     copies = _fsdp_copies(rank)
-    embedding = block.moved(block.hidden, COPY) * rank.has_first_stage
-    forward = num_blocks * (block.attention_input + block.cp_attention + block.feed_forward) + embedding
+    forward = num_blocks * (block.attention_input + block.cp_attention + block.feed_forward)
     recompute = num_blocks * block.recompute + rank.num_recomputed_blocks * block.feed_forward * rank.recomputes
     return {
-        "forward": micro_batches * forward + copies["forward"],
-        "backward": micro_batches * num_blocks * block.backward + copies["backward"],
+        "forward": micro_batches * (forward + _embedding(rank)) + copies["forward"],
+        "backward": micro_batches * (num_blocks * block.backward + _embedding_backward(rank)) + copies["backward"],
         "recompute": micro_batches * recompute + copies["recompute"],
         "head": micro_batches * _loss_head(rank) * rank.has_last_stage,
     }
+
+
+def _embedding(rank: RankMemory) -> float:
+    """The lookup, and the mask of a vocabulary shard."""
+    block, elements = BlockTraffic(rank, compiled=False), rank.tokens * rank.model.dim * rank.has_first_stage
+    return block.moved(elements, COPY) + block.moved(elements, ADD) * (rank.tp > 1)
+
+
+def _embedding_backward(rank: RankMemory) -> float:
+    """The mask again, and sums of a wider type."""
+    block, elements = BlockTraffic(rank, compiled=False), rank.tokens * rank.model.dim * rank.has_first_stage
+    return block.moved(elements, WIDEN) * rank.is_mixed + block.moved(elements, ADD) * (rank.tp > 1)
 
 
 def _loss_head(rank: RankMemory) -> float:

@@ -17,7 +17,13 @@ from trainer.errors import ConfigError
 from trainer.hardware.device_specs import DeviceSpec
 from trainer.hardware.host import GIB
 from trainer.memory import auto
-from trainer.memory.estimator import SAVED_ACTIVATIONS, MemoryEstimate, estimate_memory_per_pp_rank, fullest_estimates
+from trainer.memory.estimator import (
+    SAVED_ACTIVATIONS,
+    MemoryEstimate,
+    estimate_memory_per_pp_rank,
+    exceeds,
+    fullest_estimates,
+)
 from trainer.memory.report import Change, with_overrides
 from trainer.memory.tensors import DTYPE_BYTES
 from trainer.plan.critical_path import StepTime, predict_step_time
@@ -135,9 +141,14 @@ class TrainingPlan:
             )
         return shortages
 
-    @property
+    @cached_property
+    def exceeds_device(self) -> bool:
+        """Sooner known than the peak."""
+        return exceeds(self.config, self.world_size, self.usable_device_memory)
+
+    @cached_property
     def fits(self) -> bool:
-        return not self.memory_shortages
+        return not self.exceeds_device and not self.memory_shortages
 
     @property
     def memory_utilization(self) -> float:

@@ -37,8 +37,13 @@ TIE_FACTOR = 1.005
 """Layouts within this factor of the fastest count as equal; the one that uses least memory is then the best."""
 SEARCHED_CP_METHODS = ("ring", "allgather", "ulysses", "hybrid")
 """alltoall has the same predicted cost as ring."""
-PP_SCHEDULES = (("1F1B", None), ("Interleaved1F1B", None), ("Interleaved1F1B", 4))
-"""(schedule, stages per rank); None is the schedule's default."""
+PP_SCHEDULES = (
+    ("1F1B", None, "per_step"),
+    ("1F1B", None, "per_micro_batch"),
+    ("Interleaved1F1B", None, "per_step"),
+    ("Interleaved1F1B", 4, "per_step"),
+)
+"""(schedule, stages per rank, when gradients are reduced); None is the schedule's default."""
 MESH_DEPENDENT_DEFAULTS = {"cp_layout": "auto", "cp_outer_method": "auto", "pp_layers": None}
 """Keys that only make sense for the mesh they were written for."""
 
@@ -139,7 +144,7 @@ class _LayoutSearch:
         choices = HEAD_GROUP_CHOICES if bound.fits else MEMORY_CHOICES[1:]
         plans = [bound, *filter(None, (self.evaluate(memory, bound.config) for memory in choices))]
         leanest = plans[-NUM_LEANEST_CHOICES:]
-        if not bound.fits and all(plan.peak_memory.device_bytes > plan.usable_device_memory for plan in leanest):
+        if not bound.fits and all(plan.exceeds_device for plan in leanest):
             return None, min(leanest, key=attrgetter("memory_utilization"))
         quickest = next((plan for plan in sorted(plans, key=attrgetter("step_seconds")) if plan.fits), None)
         if quickest is None:
@@ -157,7 +162,7 @@ class _LayoutSearch:
         if any(plan.fits for plan in leanest):
             return True
         # If host memory is short, offloading less may fit.
-        if all(plan.peak_memory.device_bytes > plan.usable_device_memory for plan in leanest):
+        if all(plan.exceeds_device for plan in leanest):
             return False
         others = (self.evaluate(layout | memory) for memory in MEMORY_CHOICES[:-NUM_LEANEST_CHOICES])
         return any(plan is not None and plan.fits for plan in others)
@@ -190,7 +195,7 @@ def enumerate_layouts(config: Config, world_size: int, device: DeviceSpec) -> It
         mesh: dict[str, Any] = {"parallelism.tp": tp, "parallelism.cp": cp, "parallelism.pp": pp}
         mesh |= {f"parallelism.{key}": value for key, value in MESH_DEPENDENT_DEFAULTS.items()}
         mesh["parallelism.async_tp"] = config.parallelism.async_tp and tp > 1
-        for replicas, micro_batch_size, method, (schedule, stages) in product(
+        for replicas, micro_batch_size, method, (schedule, stages, reduces) in product(
             _dp_replicate_sizes(dp, cp * tp, device),
             _micro_batch_sizes(global_batch_size, dp, seq_len // cp),
             SEARCHED_CP_METHODS if cp > 1 else ("auto",),
@@ -205,6 +210,7 @@ def enumerate_layouts(config: Config, world_size: int, device: DeviceSpec) -> It
                     "parallelism.cp_ulysses": ulysses,
                     "parallelism.pp_schedule": schedule,
                     "parallelism.pp_stages_per_rank": stages,
+                    "parallelism.pp_reduce_gradients": reduces,
                     "training.micro_batch_size": micro_batch_size,
                 }
 
@@ -315,6 +321,8 @@ def describe_layout(plan: TrainingPlan) -> str:
         " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items() if size > 1) or "1 rank": True,
         f"{method}{ulysses}": parallelism.cp > 1,
         parallelism.pp_schedule + (f" with {stages} stages per rank" if stages else ""): parallelism.pp > 1,
+        "gradients reduced per micro-batch": parallelism.pp > 1
+        and parallelism.pp_reduce_gradients == "per_micro_batch",
         f"micro-batch {micro_batch_size}": micro_batch_size > 1,
         f"recompute {memory.recompute}": True,
         f"offload {memory.offload}": memory.offload != "none",

@@ -78,6 +78,7 @@ def _faster_values(config: Config, device: DeviceSpec) -> dict[str, tuple[Any, .
     if parallelism.pp > 1:
         schedules = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
         values |= {"parallelism.pp_schedule": schedules, "parallelism.pp_stages_per_rank": (2, 4)}
+        values["parallelism.pp_reduce_gradients"] = ("per_step",)
     return values
 
 

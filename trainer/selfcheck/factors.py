@@ -60,6 +60,7 @@ FACTORS: Mapping[str, Mapping[str, ConfigValues]] = {
         ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"),
     ),
     **_key("parallelism.pp_stages_per_rank", (None, 2)),
+    **_key("parallelism.pp_reduce_gradients", ("per_step", "per_micro_batch")),
     **_key("parallelism.reshard_after_forward", (True, False)),
     # Memory
     **_key("memory.recompute", ("none", "full", "keep_attention")),
@@ -179,6 +180,7 @@ NEEDS: Mapping[str, Mapping[str, Sequence[str]]] = {
     **_need(_above_one("cp"), "parallelism.cp_method", "parallelism.cp_layout"),
     **_need(_above_one("tp"), "parallelism.sequence_parallel", "parallelism.loss_parallel"),
     **_need(_above_one("pp"), "parallelism.pp_schedule", "parallelism.pp_stages_per_rank"),
+    **_need(_above_one("pp") | _above_one("dp_shard"), "parallelism.pp_reduce_gradients"),
     **_need(RECOMPUTED, "memory.offload", "memory.blocks_per_checkpoint", "memory.head_groups"),
     **_need({"data.corpus": ["documents"]}, "data.packing", "data.mask", "data.documents", "data.max_document"),
     **_need({"data.corpus": ["documents"]}, "data.separators", "data.mix"),

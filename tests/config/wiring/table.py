@@ -204,6 +204,9 @@ PARALLELISM: Cases = {
     "parallelism.pp_schedule": ranks(see.collectives, ("1F1B", "GPipe"), PP),
     "parallelism.pp_stages_per_rank": ranks(see.weight_shapes, (2, 3), INTERLEAVED),
     "parallelism.pp_layers": ranks(see.weight_shapes, ([1, 1], [2, 0]), PP),
+    "parallelism.pp_reduce_gradients": Case(
+        see.collectives, ("per_step", "per_micro_batch"), {**PP, "parallelism.dp_shard": 2}, (4, 4)
+    ),
     "parallelism.reshard_after_forward": ranks(see.collectives, (True, False)),
     "memory.recompute": (
         case(see.kernel_calls, ("keep_attention", "full")),

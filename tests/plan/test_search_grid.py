@@ -1,0 +1,139 @@
+"""`search` and `memory.recompute = "auto"` against what `--check` refuses and what a dry run counts, over drawn runs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import NamedTuple
+
+import pytest
+
+from benchmarks.dry_run import dry_run
+from benchmarks.memory_grid import LIMIT, draw_cases
+from trainer.config import checks
+from trainer.config.job_config import Config
+from trainer.config.parse import load
+from trainer.errors import ConfigError
+from trainer.hardware.device_specs import DeviceSpec, device_names, load_device
+from trainer.memory.auto import DEVICE_FRACTION, fit_memory_options
+from trainer.memory.estimator import estimate_memory
+from trainer.memory.report import with_overrides
+from trainer.plan.search import TIE_FACTOR, SearchResult, search
+
+FEW, MANY = 3, 60
+"""Runs in the default check, and in the slow one."""
+DRAWN = [*range(FEW), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(FEW, MANY))]
+MODEL = "--data.corpus copy --model.dim 512 --model.num_heads 16 --model.vocab_size 16384 --checkpoint.enabled false"
+
+
+class Run(NamedTuple):
+    config: Config
+    world_size: int
+    device: DeviceSpec
+
+
+def draw_run(seed: int) -> Run:
+    """A small model on a device that has a few times as much memory as it needs at least."""
+    rng = random.Random(seed)
+    values = {
+        "model.num_layers": rng.choice((3, 8, 12)),
+        "model.num_kv_heads": rng.choice((2, 8, 16)),
+        "model.head_dim": rng.choice((32, 64)),
+        "training.seq_len": rng.choice((4096, 12_288, 32_768)),
+        "training.global_batch_size": rng.choice((2, 6, 16)),
+        "training.dtype": rng.choice(("bfloat16", "bfloat16", "float32")),
+    }
+    config = load([*MODEL.split(), *(word for key, value in values.items() for word in (f"--{key}", str(value)))])
+    device = load_device(rng.choice(device_names()))
+    world_size = rng.choice((1, 2, 4, 8, 12))
+    needed = estimate_memory(with_overrides(config, {"memory.recompute": "full"}), 1).device_bytes
+    return Run(config, world_size, replace(device, memory=needed / world_size * rng.uniform(0.7, 3)))
+
+
+def fits_in_a_dry_run(config: Config, world_size: int, limit: float) -> bool:
+    """The fullest rank by the estimate."""
+    fullest = estimate_memory(config, world_size).pp_rank
+    counted = dry_run(config, world_size, rank=fullest * world_size // config.parallelism.pp)
+    return counted.peak_bytes <= limit * (1 + LIMIT)
+
+
+def shortest(found: SearchResult) -> float:
+    return min((plan.step_seconds for plan in found.best), default=float("inf"))
+
+
+@pytest.mark.parametrize("seed", DRAWN)
+def test_what_search_returns_is_legal_and_fits(seed: int) -> None:
+    config, world_size, device = draw_run(seed)
+    for plan in (found := search(config, world_size, device)).best:
+        assert plan.fits
+        assert checks.layout_problems(plan.config, world_size) == []
+    for plan in found.best[:1]:
+        assert fits_in_a_dry_run(plan.config, world_size, plan.usable_device_memory)
+    for plan in found.not_fitting:
+        assert plan.memory_shortages
+
+
+@pytest.mark.parametrize("seed", DRAWN)
+def test_more_memory_is_never_slower(seed: int) -> None:
+    run = draw_run(seed)
+    more = run.device.memory * 1.5
+    before, after = (
+        search(run.config, run.world_size, device) for device in (run.device, replace(run.device, memory=more))
+    )
+    assert shortest(after) <= shortest(before) * TIE_FACTOR
+
+
+@pytest.mark.parametrize("seed", DRAWN)
+def test_what_fits_on_some_devices_fits_on_twice_as_many(seed: int) -> None:
+    """Unless no layout of so many is legal, which the search says."""
+    run = draw_run(seed)
+    if search(run.config, run.world_size, run.device, max_results=1).best:
+        twice = search(run.config, 2 * run.world_size, run.device, max_results=1)
+        assert twice.best or twice.problems
+
+
+def automatic_cases(seed: int) -> Iterator[tuple[Config, int]]:
+    for case in draw_cases(1000 + seed):
+        changes = {f"memory.{key}": value for key, value in (("recompute", "auto"), ("optimizer_placement", "device"))}
+        kept = [
+            (key, value)
+            for key, value in case.changes
+            if not key.startswith("memory.") or key == "memory.loss_chunk_mib"
+        ]
+        yield load([f"--{key}={value}" for key, value in (*kept, *changes.items())]), case.world_size
+
+
+def fitted(config: Config, world_size: int, device_bytes: float) -> Config | None:
+    try:
+        return fit_memory_options(
+            config, world_size, ranks_per_node=min(8, world_size), device_bytes=device_bytes, host_bytes=2.0**40
+        )
+    except ConfigError:
+        return None
+
+
+def recomputed_flops(config: Config | None) -> float:
+    if config is None:
+        return float("inf")
+    memory = config.memory
+    return config.model.build().hardware_flops(
+        tokens=1,
+        pairs=config.training.seq_len / 2,
+        recompute=memory.recompute,
+        blocks_per_checkpoint=memory.blocks_per_checkpoint,
+    )
+
+
+@pytest.mark.parametrize("seed", DRAWN)
+def test_what_auto_chooses_is_legal_and_fits(seed: int) -> None:
+    ((config, world_size),) = islice(automatic_cases(seed), seed, seed + 1)
+    most = estimate_memory(with_overrides(config, {"memory.recompute": "none"}), world_size).device_bytes
+    options = {share: fitted(config, world_size, share * most) for share in (0.3, 0.6, 0.8, 1.2)}
+    flops = [recomputed_flops(each) for each in options.values()]
+    assert flops == sorted(flops, reverse=True)
+    fitting = [(share, each) for share, each in options.items() if each is not None]
+    assert all(checks.layout_problems(each, world_size) == [] for _, each in fitting)
+    share, tightest = fitting[0]
+    assert fits_in_a_dry_run(tightest, world_size, DEVICE_FRACTION * share * most)
