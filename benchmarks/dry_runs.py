@@ -74,16 +74,16 @@ def main(names: Sequence[str]) -> None:
     heading = [
         "file",
         "ranks",
-        "stage",
+        "pipeline rank",
         "GiB",
-        "ledger",
+        "estimate off by",
         "FLOPs",
         "formula",
         "GiB sent",
         "formula",
         "operations",
         "CPU-s",
-        "GiB of it",
+        "GiB used",
     ]
     found = []
     for name in names or SHIPPED:

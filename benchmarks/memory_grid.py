@@ -83,6 +83,7 @@ LEVELS: dict[str, tuple[object, ...]] = {
     "memory.optimizer_dtype": ("float32", "bfloat16"),
 }
 MICRO_BATCHES = (1, 2, 4, 6)
+"""In a pipeline; without one, every micro-batch but the first is like the second."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +106,11 @@ class GridCase:
 
 
 def parse_case(text: str) -> GridCase:
-    """What `str(case)` gives."""
-    words = iter(text.split())
-    given: dict[str, object] = {word.removeprefix("--"): next(words) for word in words}
+    """What `str(case)` gives. Raises ValueError for anything else."""
+    words = text.split()
+    given: dict[str, object] = dict(zip((word.removeprefix("--") for word in words[::2]), words[1::2], strict=True))
+    if not {"world-size", "rank", "parallelism.pp"} <= given.keys():
+        raise ValueError("a case has --world-size, --rank and --parallelism.pp")
     world_size, rank = (int(str(given.pop(key))) for key in ("world-size", "rank"))
     pp = int(str(given["parallelism.pp"]))
     return GridCase(tuple((BASE | given).items()), world_size, rank * pp // world_size)
@@ -143,7 +146,9 @@ def _draw(rng: random.Random, pipeline: dict[str, object]) -> tuple[tuple[tuple[
     if values.get("parallelism.cp_method") == "hybrid":
         values["parallelism.cp_ulysses"] = 2
     sequences = prod(int(str(values[f"parallelism.{axis}"])) for axis in ("dp_replicate", "dp_shard"))
-    sequences *= int(str(values["training.micro_batch_size"])) * rng.choice(MICRO_BATCHES)
+    sequences *= int(str(values["training.micro_batch_size"])) * rng.choice(
+        MICRO_BATCHES if pp > 1 else MICRO_BATCHES[:2]
+    )
     values["training.global_batch_size"] = sequences
     changes = tuple((key, value) for key, value in values.items() if value is not None)
     config = load([f"--{key}={value}" for key, value in changes])
@@ -198,7 +203,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--cases", type=integer(minimum=1), default=600)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--case", type=parse_case)
+    parser.add_argument("--case", type=parse_case, help="as printed for one that is off")
     parser.add_argument("--jobs", type=integer(minimum=1), default=2)
     options = parser.parse_args(argv)
     if options.case is not None:
@@ -207,7 +212,10 @@ def main(argv: Sequence[str]) -> int:
         return int(result.error > LIMIT)
     cases, failed = [*islice(draw_cases(options.seed), options.cases)], 0
     with ProcessPoolExecutor(options.jobs) as pool:
-        for result in pool.map(compare, cases, chunksize=4) if options.jobs > 1 else map(compare, cases):
+        results = pool.map(compare, cases, chunksize=4) if options.jobs > 1 else map(compare, cases)
+        for number, result in enumerate(results, start=1):
+            if sys.stderr.isatty():
+                sys.stderr.write(f"\r\033[K{number} of {len(cases)}")
             if result.error > LIMIT:
                 failed += 1
                 sys.stdout.write(f"{result}\n")

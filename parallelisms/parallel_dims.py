@@ -67,14 +67,14 @@ class ContextPlan:
         """The number of ranks that exchange heads."""
         if self.resolved_method == "ulysses":
             return self.cp
-        if self.resolved_method != "hybrid":
+        if self.resolved_method != "hybrid" or self.cp == 1:
             return 1
         return self.cp_ulysses or self._max_ulysses_in_node()
 
     @property
     def hybrid_ulysses_degree(self) -> int | None:
         """`ulysses_degree` if it splits the cp ranks into groups, else None."""
-        return self.ulysses_degree if self.resolved_method == "hybrid" else None
+        return self.ulysses_degree if self.resolved_method == "hybrid" and self.cp > 1 else None
 
     @property
     def ring_degree(self) -> int:

@@ -8,9 +8,11 @@ from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.parse import load
 from trainer.errors import ConfigError
+from trainer.hardware.device_specs import load_device
 from trainer.hardware.host import GIB
 from trainer.memory.auto import DEVICE_FRACTION, describe_memory_options, fit_memory_options
 from trainer.memory.estimator import estimate_memory
+from trainer.plan.plan import plan_stage
 
 TERABYTE = 2.0**40
 
@@ -78,6 +80,16 @@ def test_an_explicit_policy_is_unchanged() -> None:
 def test_split_backward_schedules_get_no_recomputation() -> None:
     words = ("--parallelism.pp", "2", "--parallelism.pp_schedule", "ZBVZeroBubble", "--parallelism.dp_shard", "1")
     assert chosen(400, *words, "--training.compile", "false").memory.recompute == "none"
+
+
+def test_the_error_names_host_memory_if_that_is_short() -> None:
+    with pytest.raises(ConfigError, match="GiB of host memory per node"):
+        chosen(80, host=8 * GIB)
+
+
+def test_a_stated_device_size_is_planned_with() -> None:
+    plan = plan_stage(automatic("--memory.device_gib", "40"), 8, load_device("h100-80gb"))
+    assert plan.peak_memory.device_bytes <= DEVICE_FRACTION * 40 * GIB
 
 
 def test_host_optimizer_state_does_not_count_against_the_offload_budget() -> None:

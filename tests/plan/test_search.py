@@ -17,6 +17,7 @@ from trainer.hardware.host import GIB
 from trainer.memory.report import with_overrides
 from trainer.plan.interconnect import group_topologies
 from trainer.plan.plan import plan_stage
+from trainer.plan.report import search_report
 from trainer.plan.search import (
     MEMORY_CHOICES,
     TIE_FACTOR,
@@ -117,7 +118,7 @@ def test_longest_sequence_fits_and_a_longer_one_does_not() -> None:
 @pytest.mark.slow
 def test_fewest_devices_need_not_be_a_power_of_two() -> None:
     config = load(["--config", "llama3_8b", "--training.global_batch_size", "8"])
-    ranks, found = fewest_devices(config, replace(H100, memory=10 * GIB))
+    ranks, found = fewest_devices(config, replace(H100, memory=9 * GIB))
     assert ranks == 24
     assert found.best[0].fits
 
@@ -126,6 +127,25 @@ def test_pinned_keys_are_kept() -> None:
     config = configured("--parallelism.tp", "4", "--memory.recompute", "full")
     best = search(config, 16, H100, pinned=("parallelism.tp", "memory.recompute")).best
     assert {(plan.mesh["tp"], plan.config.memory.recompute) for plan in best} == {(4, "full")}
+
+
+def test_pinned_keys_are_kept_by_the_longest_sequence_and_the_fewest_devices() -> None:
+    config = load(["--config", "llama3_1b", "--training.global_batch_size", "8", "--memory.offload", "none"])
+    device, pinned = replace(H100, memory=32 * GIB), ["memory.offload"]
+    free, _, _ = longest_sequence(config, 1, device)
+    length, found, _ = longest_sequence(config, 1, device, pinned=pinned)
+    assert 0 < length < free
+    assert {plan.config.memory.offload for plan in found.best} == {"none"}
+    long = with_seq_len(config, free)
+    (few, _), (more, found) = fewest_devices(long, device), fewest_devices(long, device, pinned=pinned)
+    assert few < more
+    assert {plan.config.memory.offload for plan in found.best} == {"none"}
+
+
+def test_a_search_that_finds_nothing_suggests_changes() -> None:
+    found = search(load(["--config", "llama3_8b"]), 1, replace(H100, memory=30 * GIB))
+    assert not found.best
+    assert any(note.startswith("the first: ") for note in search_report(found, "", H100).notes)
 
 
 def test_mesh_dependent_keys_of_the_file_do_not_limit_the_search() -> None:

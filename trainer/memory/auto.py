@@ -28,12 +28,20 @@ MEMORY_OPTIONS: dict[str, dict[Any, float]] = {
 }
 
 
+class NothingFitsError(ConfigError):
+    """`closest` is the legal candidate that needs least of a device."""
+
+    def __init__(self, problems: list[str], closest: Config) -> None:
+        super().__init__(problems)
+        self.closest = closest
+
+
 def fit_memory_options(
     config: Config, world_size: int, *, ranks_per_node: int, device_bytes: float, host_bytes: float
 ) -> Config:
     """Resolves `memory.recompute = "auto"`; keys of `memory` that the user set are kept.
 
-    `host_bytes` is the memory of one node. Raises ConfigError if nothing fits.
+    `host_bytes` is the memory of one node. Raises NothingFitsError, or ConfigError if every candidate breaks a rule.
     """
     if config.memory.recompute != "auto":
         return config
@@ -41,6 +49,7 @@ def fit_memory_options(
     budget_gib = config.memory.host_budget_gib
     offload_limit = host_limit if budget_gib is None else budget_gib * GIB
     found_problems: list[str] = []
+    over_host: list[Config] = []
     closest: tuple[float, Config] | None = None
     for candidate in sorted(_candidates(config), key=_relative_step_time):
         if problems := checks.layout_problems(candidate, world_size):
@@ -50,21 +59,22 @@ def fit_memory_options(
         activations = estimate.item(SAVED_ACTIVATIONS).host_bytes
         saved = activations * ranks_per_node * PINNED_OVERHEAD
         if saved > offload_limit or (estimate.host_bytes - activations) * ranks_per_node + saved > host_limit:
+            over_host.append(candidate)
             continue
         if estimate.device_bytes <= device_limit:
             budget = {} if candidate.memory.offload == "none" else {"memory.host_budget_gib": offload_limit / GIB}
             return with_overrides(candidate, budget)
         if closest is None or estimate.device_bytes < closest[0]:
             closest = estimate.device_bytes, candidate
+    if closest is None and not over_host:
+        raise ConfigError(found_problems)
+    host = f"{host_limit / GIB:.1f} GiB of host memory per node"
     refusal = 'memory.recompute = "auto" finds no options that fit'
     if closest is None:
-        raise ConfigError(found_problems or [f"{refusal} {host_limit / GIB:.1f} GiB of host memory per node"])
-    raise ConfigError(
-        [
-            f"{refusal} {device_limit / GIB:.1f} GiB per device ({DEVICE_FRACTION:.0%} of it) and {host_limit / GIB:.1f} GiB per node; "
-            f"the minimum is {closest[0] / GIB:.1f} GiB, with {describe_memory_options(closest[1])}"
-        ]
-    )
+        raise NothingFitsError([f"{refusal} {host}"], over_host[0])
+    minimum = f"the minimum is {closest[0] / GIB:.1f} GiB, with {describe_memory_options(closest[1])}"
+    device = f"{device_limit / GIB:.1f} GiB per device ({DEVICE_FRACTION:.0%} of it)"
+    raise NothingFitsError([f"{refusal} {device} and {host}; {minimum}"], closest[1])
 
 
 def describe_memory_options(config: Config) -> str:

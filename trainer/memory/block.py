@@ -13,7 +13,15 @@ from math import lcm, prod
 
 from models.config import ModelConfig
 from parallelisms.parallel_dims import ContextPlan
-from trainer.memory.tensors import DTYPE_BYTES, SAVED_ACTIVATIONS, TRANSIENT_ACTIVATIONS, MemoryTensor, Tensors, tensors
+from trainer.memory.tensors import (
+    DTYPE_BYTES,
+    SAVED_ACTIVATIONS,
+    TRANSIENT_ACTIVATIONS,
+    MemoryTensor,
+    Tensors,
+    tensors,
+    total_bytes,
+)
 
 ATTENTION, FEED_FORWARD = "models/attention.py: Attention.forward", "models/feed_forward.py: FeedForward.forward"
 VARLEN_KERNELS = ("flash", "fa3", "fa4")
@@ -105,9 +113,9 @@ class BlockMemory:
         return self.compute_bytes * self.model.ffn_dim * self.tokens // self.tp
 
     @property
-    def attention_output_bytes(self) -> int:
+    def attention_output_bytes(self) -> float:
         """Attention output and log-sum-exp."""
-        return self.compute_bytes * self.q_numel + self.stats_bytes * self.model.num_heads * self.tokens // self.tp
+        return total_bytes(self.attention_output())
 
     @property
     def calls(self) -> int:
@@ -186,12 +194,12 @@ class BlockMemory:
 
     def attention_output(self, *, copies: float = 1, on_host: bool = False) -> Tensors:
         source = "parallelisms/activation_checkpoint.py: BlockActivations.attention_forward"
-        return saved_tensors(
-            source,
-            UNTIL_BACKWARD,
+        return saved_tensors(source, UNTIL_BACKWARD, *self._attention_results(copies), on_host=on_host)
+
+    def _attention_results(self, copies: float) -> tuple[MemoryTensor, ...]:
+        return (
             self.queries("attention outputs", copies=copies),
             self.sums("log-sum-exps", self.heads, self.tokens, copies=copies),
-            on_host=on_host,
         )
 
     def saved(self, policy: str) -> Tensors:
@@ -225,8 +233,7 @@ class BlockMemory:
         return saved_tensors(
             ATTENTION,
             UNTIL_BACKWARD,
-            self.queries("attention outputs", copies=copies),
-            self.sums("log-sum-exps", self.heads, self.tokens, copies=copies),
+            *self._attention_results(copies),
             self.queries("attention outputs, back at their tokens", copies=copies * (self.ulysses_degree > 1)),
         )
 

@@ -17,7 +17,7 @@ from trainer.memory.estimator import MemoryEstimate, estimate_memory
 ConfigT = TypeVar("ConfigT", bound=Config)
 MESH_SAVINGS: dict[str, dict[str, Any]] = {
     "tp": {"sequence_parallel": True, "loss_parallel": True},
-    "pp": {"pp_reduce_gradients": "per_micro_batch"},
+    "pp": {"pp_reduce_gradients": "per_micro_batch", "pp_schedule": "1F1B"},
 }
 """Values of keys that save memory with several ranks on an axis."""
 

@@ -160,7 +160,7 @@ class StepMemory:
             )
             return
         rank, blocks = self.rank, self.rank.blocks_by_stage[found.stage]
-        own = self.rank.saved_blocks(blocks) + self._rotation()
+        own = self.rank.saved_blocks(blocks) + (self._rotation() if blocks else ())
         if found.stage > 0 and blocks:  # Otherwise it is the first block's, or counted with the head.
             hosted_inputs, _ = rank.offloaded_shares
             own += self.block.block_input(copies=hosted_inputs)
@@ -255,7 +255,7 @@ class StepMemory:
         alive = (
             self._held(found)
             + self.rank.saved_blocks(blocks)
-            + self._rotation()
+            + (self._rotation() if blocks else ())
             + gathered
             + self.weights.gradients(found, done_blocks=0, with_head=False)
         )
@@ -276,6 +276,7 @@ class StepMemory:
         """The backward pass of a stage's block `index`, after all later ones."""
         rank, blocks = self.rank, self.rank.blocks_by_stage[found.stage]
         later, shapes = blocks - 1 - index, rank.block_shapes
+        block = f"block {index}" + f" of stage {found.stage}" * self.is_pipeline
         previous = (
             shapes if later else (() if rank.model.tie_embeddings or found.stage != self.last_stage else rank.head_unit)
         )
@@ -290,12 +291,12 @@ class StepMemory:
         name, alive = self._fullest_part(
             index, leaves_weights=found.kind == "I", adds=self.weights.adds_at_once and not found.is_first
         )
-        yield self._moment(f"in {name} of block {index}, backward", base, gathered, gradients, alive)
+        yield self._moment(f"in {name} of {block}, backward", base, gathered, gradients, alive)
         if position := index % rank.config.memory.blocks_per_checkpoint:
             recomputed = recomputed_input(self.block) + self.block.block_input(copies=position)
             again = self.weights.gathered("weights of the block that is recomputed", shapes, self.weights.gathers_again)
             yield self._moment(
-                f"in the recomputation of the input of block {index}", base, gathered, again, gradients, recomputed
+                f"in the recomputation of the input of {block}", base, gathered, again, gradients, recomputed
             )
         if not rank.is_sharded or (self.weights.sums_whole and not found.is_last):
             return
@@ -308,8 +309,8 @@ class StepMemory:
         before, after = self.weights.reduction(found, shapes, shapes[6:7])
         gradients = self.weights.gradients(found, done_blocks=later, with_head=True)
         copied = self.weights.gradients(found, done_blocks=later, with_head=True, copied="block")
-        yield self._moment(f"before the reduce-scatter of block {index}", held, gradients, before)
-        yield self._moment(f"after the reduce-scatter of block {index}", held, copied, after)
+        yield self._moment(f"before the reduce-scatter of {block}", held, gradients, before)
+        yield self._moment(f"after the reduce-scatter of {block}", held, copied, after)
 
     def _fullest_part(self, index: int, *, leaves_weights: bool, adds: bool) -> tuple[str, Tensors]:
         """The part of a block's backward pass that needs most, with the gradients of weights that exist by then.

@@ -20,14 +20,24 @@ class WeightMemory:
         self.rank, self.is_pipeline, self.last_stage = rank, rank.pipeline.pp > 1, rank.pipeline.num_stages - 1
 
     def unit(
-        self, line: str, name: str, shapes: Shapes, dtype: str, *, copies: float = 1, padded: bool = False
+        self,
+        line: str,
+        name: str,
+        shapes: Shapes,
+        dtype: str,
+        *,
+        copies: float = 1,
+        padded: bool = False,
+        lifetime: str = "while the unit runs",
     ) -> Tensors:
         size = self.rank.sharded_numel(shapes) * self.rank.num_shards if padded else numel(shapes)
-        return tensors(line, FSDP, "while the unit runs", MemoryTensor(name, (size,), dtype, copies=copies))
+        return tensors(line, FSDP, lifetime, MemoryTensor(name, (size,), dtype, copies=copies))
 
     def gathered(self, name: str, shapes: Shapes, copies: float = 1) -> Tensors:
+        lifetime = "until the stage's last micro-batch" if self.is_pipeline else "while the unit runs"
+        copies *= self.rank.is_sharded
         return self.unit(
-            "gathered weights", name, shapes, self.rank.compute_dtype, copies=copies * self.rank.is_sharded
+            "gathered weights", name, shapes, self.rank.compute_dtype, copies=copies, padded=True, lifetime=lifetime
         )
 
     def gathered_in(self, found: Pass, num_blocks: int) -> Tensors:
@@ -92,7 +102,10 @@ class WeightMemory:
         if is_end and with_head and not (rank.model.tie_embeddings and rank.is_sharded):
             done += rank.sharded_numel(rank.head_unit)
         if not rank.is_sharded:
-            return self.shards("gradients", rank.local_numel if not found.is_first else done)
+            if found.is_first:
+                return self.shards("gradients", done)
+            again = numel(rank.head_shapes) * (rank.model.tie_embeddings and is_end and with_head)
+            return self.shards("gradients", rank.local_numel) + self.shards("gradient of the tied weight", again)
         if self.sums_whole:
             finished, own = found.reduced, done * self.reduces(found)
         else:
@@ -116,23 +129,28 @@ class WeightMemory:
                 copies=copies,
             )
         summed = found.whole * self.sums_whole
-        parts = [("blocks", rank.block_shapes, rank.blocks_by_stage[stage]) for stage in summed]
+        parts = [(f"blocks of stage {stage}", rank.block_shapes, rank.blocks_by_stage[stage]) for stage in summed]
         for stage in (*summed, *found.begun):
             parts += [("the head", rank.head_unit, 1)] * (stage == self.last_stage)
             parts += [("the embedding", rank.embed_shapes, 1)] * (stage == 0)
         if found.is_first and not is_reduced:  # What this pass has computed
-            parts += [("blocks", rank.block_shapes, done_blocks * (found.kind == "B"))]
+            parts += [(f"blocks of stage {found.stage}", rank.block_shapes, done_blocks * (found.kind == "B"))]
             parts += [("the head", rank.head_unit, is_end and with_head and found.stage not in found.begun)]
         elif not found.is_first and self.sums_whole:
             remaining = rank.blocks_by_stage[found.stage] - done_blocks * is_reduced - (copied == "block")
-            parts += [("blocks", rank.block_shapes, remaining)]
+            parts += [(f"blocks of stage {found.stage}", rank.block_shapes, remaining)]
             parts += [("the head", rank.head_unit, is_end and not (is_reduced and with_head))]
             parts += [("the embedding", rank.embed_shapes, found.stage == 0 and copied != "embedding")]
         return tuple(
             each
             for name, shapes, count in parts
             for each in self.unit(
-                "unreduced gradients", f"gradients of {name}", shapes, rank.reduce_dtype, copies=count
+                "unreduced gradients",
+                f"gradients of {name}",
+                shapes,
+                rank.reduce_dtype,
+                copies=count,
+                lifetime="until they are reduced",
             )
         )
 

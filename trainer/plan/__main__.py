@@ -84,23 +84,25 @@ def search(options: Namespace, overrides: Sequence[str]) -> int:
     if options.longest + options.fewest + bool(options.seq_len and options.longest) > 1:
         raise ConfigError(["--longest, --fewest: only one of them, and --longest excludes --seq-len"])
     config = require_single_stage(load(overrides), "trainer.plan search")
-    device = selected_device(options, config)
+    device, pinned = selected_device(options, config), pinned_keys(overrides)
     world_size, shortage, file_tokens = requested_world_size(options, device), "", tokens_per_step(config)
     if options.seq_len:
         config = layouts.with_seq_len(config, options.seq_len)
     title = f"{config.job.name} with {config.training.seq_len:,} tokens per sequence"
+    if options.fewest and world_size:
+        raise ConfigError(["--fewest finds the number of devices: leave out --gpus and --nodes"])
     if options.fewest:
-        world_size, result = layouts.fewest_devices(config, device)
+        world_size, result = layouts.fewest_devices(config, device, pinned=pinned)
         title += f": {world_size:,} x {device.name}" if world_size else " fits no number of devices"
     elif not world_size:
         raise ConfigError(["--gpus or --nodes is missing: give the number of devices, or --fewest"])
     elif options.longest:
-        seq_len, result, shortage = layouts.longest_sequence(config, world_size, device)
+        seq_len, result, shortage = layouts.longest_sequence(config, world_size, device, pinned=pinned)
         found = f"at most {seq_len:,}" if seq_len else f"fewer than {layouts.SEQ_LEN_STEP:,}"
         title = f"{config.job.name} on {world_size:,} x {device.name}: {found} tokens per sequence"
         config = layouts.with_seq_len(config, seq_len) if seq_len else config
     else:
-        result = layouts.search(config, world_size, device, pinned=pinned_keys(overrides))
+        result = layouts.search(config, world_size, device, pinned=pinned)
         title += f" on {world_size:,} x {device.name}"
     remarks = [f"longer sequences do not fit: {shortage}"] if shortage else []
     if tokens_per_step(config) != file_tokens:

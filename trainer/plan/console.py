@@ -29,7 +29,7 @@ from trainer.plan.document import (
 MAX_WIDTH = 100
 COLUMN_GAP = 2
 MAX_BAR_COLUMNS = 4
-"""Of more bars only the first, the fullest and the last are shown."""
+"""Of more bars only the first, the fullest or busiest, and the last are shown."""
 MAX_CURVE_ROWS = 12
 MAX_MARKS = 24
 """Characters of the longest mark bar."""
@@ -83,7 +83,8 @@ def _bars_table(chart: BarChart) -> tuple[Table, list[str]]:
     if len(bars) <= MAX_BAR_COLUMNS:
         return bars_to_table(chart), notes
     shown = sorted({0, chart.worst, len(bars) - 1})
-    omitted = f"the first, the fullest and the last of {len(bars)}; {len(bars) - len(shown)} omitted"
+    between = f", the {'fullest' if chart.focus is None else 'busiest'}" * (len(shown) > 2)
+    omitted = f"the first{between} and the last of {len(bars)}; {len(bars) - len(shown)} omitted"
     return bars_to_table(chart, shown), [omitted, *notes]
 
 

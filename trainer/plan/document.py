@@ -45,6 +45,8 @@ class BarChart:
     title: str
     unit: str
     bars: Sequence[StackedBar]
+    focus: int | None = None
+    """Index of the bar that the report is about. Left out: the worst."""
 
     @property
     def segment_names(self) -> list[str]:
@@ -59,7 +61,9 @@ class BarChart:
 
     @property
     def worst(self) -> int:
-        """Index of the bar with the least headroom, or of the longest bar if none has a limit."""
+        """Index of the bar in focus: that with the least headroom, or the longest if none has a limit."""
+        if self.focus is not None:
+            return self.focus
         limited = [index for index, bar in enumerate(self.bars) if bar.limit is not None]
         return max(
             limited or range(len(self.bars)), key=lambda index: self.bars[index].total - (self.bars[index].limit or 0)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from trainer.config.job_config import Config
-from trainer.errors import ConfigError
 from trainer.hardware.device_specs import DeviceSpec
 from trainer.hardware.host import GIB
 from trainer.memory import auto
@@ -24,7 +23,7 @@ from trainer.memory.estimator import (
     exceeds,
     fullest_estimates,
 )
-from trainer.memory.report import Change, with_overrides
+from trainer.memory.report import Change
 from trainer.memory.tensors import DTYPE_BYTES
 from trainer.plan.critical_path import StepTime, predict_step_time
 from trainer.plan.document import format_gib
@@ -105,9 +104,14 @@ class TrainingPlan:
         return min(self.world_size, self.device.devices_per_node)
 
     @cached_property
+    def peak_host_memory(self) -> MemoryEstimate:
+        """Of the pipeline rank that needs most of its host."""
+        return max(self.fullest_memory, key=lambda estimate: estimate.host_bytes)
+
+    @cached_property
     def host_memory(self) -> dict[str, float]:
         """Bytes by item on the node that needs most."""
-        estimate = max(self.fullest_memory, key=lambda estimate: estimate.host_bytes)
+        estimate = self.peak_host_memory
         kinds = {item.name: item.host_bytes for item in estimate.items if item.host_bytes}
         if SAVED_ACTIVATIONS in kinds:
             kinds[SAVED_ACTIVATIONS] *= auto.PINNED_OVERHEAD
@@ -246,6 +250,9 @@ class TrainingPlan:
         return notes
 
     def _attention_rates(self) -> str:
+        """Those of the device table, which are for bfloat16."""
+        if self.config.training.dtype != "bfloat16":
+            return ""
         requested, width = self.config.training.attention, self.config.model.build().head_dim
         forward, backward = (rate / 1e12 for rate in self.device.attention_rates(requested, width))
         kernel = self.device.attention_kernel(requested)
@@ -309,15 +316,19 @@ class RunPlan:
 
 
 def plan_stage(config: Config, world_size: int, device: DeviceSpec, *, name: str = "") -> TrainingPlan:
-    """The configuration must be valid. If `memory.recompute = "auto"` finds nothing that fits, plans full recomputation."""
+    """The configuration must be valid. If `memory.recompute = "auto"` finds nothing that fits, plans what needs least."""
     ranks_per_node, problems = min(world_size, device.devices_per_node), list[str]()
+    device_gib = config.memory.device_gib
     try:
         config = auto.fit_memory_options(
-            config, world_size, ranks_per_node=ranks_per_node, device_bytes=device.memory, host_bytes=device.host_memory
+            config,
+            world_size,
+            ranks_per_node=ranks_per_node,
+            device_bytes=device.memory if device_gib is None else device_gib * GIB,
+            host_bytes=device.host_memory,
         )
-    except ConfigError as error:
-        config = with_overrides(config, {"memory.recompute": "full", "memory.device_gib": None})
-        problems = error.problems
+    except auto.NothingFitsError as error:
+        config, problems = error.closest, error.problems
     return TrainingPlan(config, world_size, device, name, tuple(problems))
 
 

@@ -23,6 +23,8 @@ NUM_CURVE_POINTS = 9
 MIN_CURVE_LENGTH = 1024
 RESERVE_LABEL = "reserve"
 
+PINNED_NOTE = "the table of host memory has a sixteenth more than the tensors: pinned buffers are powers of two"
+
 
 def plan_report(run: RunPlan, *, curve: bool = True, why: bool = False, notes: Sequence[str] = ()) -> PlanReport:
     """Of several stages, details the one with the highest memory utilization. `why`: also its tensors, one by one."""
@@ -33,7 +35,7 @@ def plan_report(run: RunPlan, *, curve: bool = True, why: bool = False, notes: S
         sections.append(_stages_table(run))
     sections += _plan_sections(plan)
     if why:
-        sections += _tensor_tables(plan.peak_memory)
+        sections += _tensor_tables(plan)
     if curve:
         sections += _curves(plan)
     needed, usable = format_gib(plan.peak_memory.device_bytes), format_gib(plan.usable_device_memory)
@@ -43,7 +45,7 @@ def plan_report(run: RunPlan, *, curve: bool = True, why: bool = False, notes: S
         fits=run.fits,
         facts=_facts(run, plan),
         sections=sections,
-        notes=[*_notes(plan), *notes],
+        notes=[*_notes(plan), *([PINNED_NOTE] if why and plan.config.memory.offload != "none" else []), *notes],
     )
 
 
@@ -55,13 +57,13 @@ def search_report(result: SearchResult, question: str, device: DeviceSpec, *, no
         sections.append(Table(title="fastest layouts that fit", columns=headings, rows=rows, best=0))
     if result.not_fitting:
         shortages = [
-            (describe_layout(plan), f"{plan.step_seconds:.4g}", plan.memory_shortages[0]) for plan in result.not_fitting
+            (describe_layout(plan), _table_seconds(plan), plan.memory_shortages[0]) for plan in result.not_fitting
         ]
         columns = ("layout", "s / step", "shortage with the leanest memory options")
         sections.append(Table(title="faster layouts that do not fit", columns=columns, rows=shortages))
     best = result.best[0] if result.best else None
     sections += _plan_sections(best) if best else []
-    plan_notes = _notes(best) if best else [f"device: {device.description}"]
+    plan_notes = _notes(best) if best else [f"device: {device.description}", *_notes_of_unfitting(result)]
     return PlanReport(
         title=question,
         verdict=describe_layout(best) if best else "; ".join(result.problems) or "no layout fits",
@@ -89,6 +91,11 @@ def _notes(plan: TrainingPlan) -> list[str]:
         *plan.assumptions,
         *warnings(plan.config, plan.world_size),
     ]
+
+
+def _notes_of_unfitting(result: SearchResult) -> list[str]:
+    """What would help the first of them."""
+    return [f"the first: {_suggestion_text(each)}" for plan in result.not_fitting[:1] for each in plan.suggestions]
 
 
 def show_plan_at_launch(config: Config, world_size: int) -> bool:
@@ -151,11 +158,13 @@ def _memory_bar(estimate: MemoryEstimate, plan: TrainingPlan) -> StackedBar:
     return StackedBar(label=_pp_rank_label(estimate.pp_rank, plan), segments=segments, limit=plan.device.memory / GIB)
 
 
-def _tensor_tables(estimate: MemoryEstimate) -> Iterator[Table]:
-    """Every tensor of a moment, by line and by the code that allocates it."""
-    places = dict.fromkeys((each.line, each.source) for each in estimate.tensors)
+def _tensor_tables(plan: TrainingPlan) -> Iterator[Table]:
+    """Every tensor of the fullest device and of the fullest host, by line and by the code that allocates it."""
+    alive = [each for each in plan.peak_memory.tensors if not each.on_host]
+    alive += [each for each in plan.peak_host_memory.tensors if each.on_host]
+    places = dict.fromkeys((each.line, each.source) for each in alive)
     for line, source in sorted(places, key=lambda place: LINES.index(place[0])):
-        tensors = [each for each in estimate.tensors if (each.line, each.source) == (line, source) and each.bytes]
+        tensors = [each for each in alive if (each.line, each.source) == (line, source) and each.bytes]
         rows = [
             (
                 f"{each.bytes / GIB:.3f}",
@@ -179,7 +188,7 @@ def _host_memory_chart(plan: TrainingPlan) -> BarChart:
 def _step_time_chart(plan: TrainingPlan) -> BarChart:
     ranks = plan.step_time.ranks
     bars = [StackedBar(label=_pp_rank_label(rank.pp_rank, plan), segments=rank.breakdown()) for rank in ranks]
-    return BarChart(title="step time", unit="s", bars=bars)
+    return BarChart(title="step time", unit="s", bars=bars, focus=ranks.index(plan.step_time.busiest))
 
 
 def _communication_table(plan: TrainingPlan) -> Table:
@@ -229,7 +238,7 @@ def _curves(plan: TrainingPlan) -> list[LineChart]:
 def _search_row(plan: TrainingPlan, best: TrainingPlan) -> Sequence[str]:
     return (
         describe_layout(plan),
-        f"{plan.step_seconds:.4g}",
+        _table_seconds(plan),
         f"{100 * plan.mfu:.1f}",
         f"{plan.tokens_per_second_per_device:,.0f}",
         format_gib(plan.peak_memory.device_bytes),
@@ -247,6 +256,10 @@ def _suggestion_text(suggestion: Suggestion) -> str:
 def _devices_text(plan: TrainingPlan) -> str:
     nodes = -(-plan.world_size // plan.device.devices_per_node)
     return f"{plan.world_size:,} x {plan.device.name}" + (f" ({nodes:,} nodes)" if nodes > 1 else "")
+
+
+def _table_seconds(plan: TrainingPlan) -> str:
+    return f"{plan.step_seconds:,.0f}" if plan.step_seconds >= 1000 else f"{plan.step_seconds:.4g}"
 
 
 def _seconds(seconds: float) -> str:

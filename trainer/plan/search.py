@@ -56,6 +56,8 @@ MEMORY_CHOICES: tuple[dict[str, Any], ...] = tuple(
         ("keep_attention", "none", None, 1, 1),
         ("keep_attention", "none", None, 2, 1),
         ("keep_attention", "none", None, 4, 1),
+        ("keep_attention", "inputs", None, 1, 1),
+        ("keep_attention", "inputs_and_attention", None, 1, 1),
         ("keep_attention", "none", 256, 1, 1),
         ("keep_attention", "inputs", 256, 1, 1),
         ("keep_attention", "inputs_and_attention", 256, 1, 1),
@@ -111,9 +113,9 @@ def search(
     return SearchResult(best, faster[:max_results], layouts.num_plans, problems)
 
 
-def any_layout_fits(config: Config, world_size: int, device: DeviceSpec) -> bool:
+def any_layout_fits(config: Config, world_size: int, device: DeviceSpec, *, pinned: Sequence[str] = ()) -> bool:
     """Cheaper than `search`: stops at the first layout that fits."""
-    layouts = _LayoutSearch(config, world_size, device)
+    layouts = _LayoutSearch(config, world_size, device, pinned)
     return any(layouts.layout_fits(layout) for layout in enumerate_layouts(config, world_size, device))
 
 
@@ -155,14 +157,18 @@ class _LayoutSearch:
 
     def layout_fits(self, layout: dict[str, Any]) -> bool:
         """Skips larger micro-batches and replicas, which only need more memory."""
-        if layout["training.micro_batch_size"] > 1 or layout["parallelism.dp_replicate"] > 1:
+        if any(
+            layout[key] > 1
+            for key in ("training.micro_batch_size", "parallelism.dp_replicate")
+            if key not in self.pinned
+        ):
             return False
         evaluated = (self.evaluate(layout | memory) for memory in MEMORY_CHOICES[-NUM_LEANEST_CHOICES:])
         leanest = [plan for plan in evaluated if plan is not None]
         if any(plan.fits for plan in leanest):
             return True
-        # If host memory is short, offloading less may fit.
-        if all(plan.exceeds_device for plan in leanest):
+        # If host memory is short, offloading less may fit; pinned keys may exclude all of these.
+        if leanest and all(plan.exceeds_device for plan in leanest):
             return False
         others = (self.evaluate(layout | memory) for memory in MEMORY_CHOICES[:-NUM_LEANEST_CHOICES])
         return any(plan is not None and plan.fits for plan in others)
@@ -264,17 +270,19 @@ def with_seq_len(config: ConfigT, seq_len: int) -> ConfigT:
     return with_overrides(config, {f"training.{key}": value for key, value in changes.items()})
 
 
-def longest_sequence(config: Config, world_size: int, device: DeviceSpec) -> tuple[int, SearchResult, str]:
+def longest_sequence(
+    config: Config, world_size: int, device: DeviceSpec, *, pinned: Sequence[str] = ()
+) -> tuple[int, SearchResult, str]:
     """(longest sequence length that fits, its layouts, the shortage of longer ones); 0 if none fits.
 
     Exact to 1/32.
     """
 
     def fits(steps: int) -> bool:
-        return any_layout_fits(with_seq_len(config, steps * SEQ_LEN_STEP), world_size, device)
+        return any_layout_fits(with_seq_len(config, steps * SEQ_LEN_STEP), world_size, device, pinned=pinned)
 
     def best_layout(steps: int) -> SearchResult:
-        return search(with_seq_len(config, steps * SEQ_LEN_STEP), world_size, device, max_results=1)
+        return search(with_seq_len(config, steps * SEQ_LEN_STEP), world_size, device, max_results=1, pinned=pinned)
 
     low, high = 0, 1
     while high * SEQ_LEN_STEP <= MAX_SEQ_LEN and fits(high):
@@ -288,14 +296,19 @@ def longest_sequence(config: Config, world_size: int, device: DeviceSpec) -> tup
     return low * SEQ_LEN_STEP, best_layout(low) if low else beyond, shortage
 
 
-def fewest_devices(config: Config, device: DeviceSpec, *, max_devices: int = 65_536) -> tuple[int, SearchResult]:
+def fewest_devices(
+    config: Config, device: DeviceSpec, *, max_devices: int = 65_536, pinned: Sequence[str] = ()
+) -> tuple[int, SearchResult]:
     """The fewest devices on which the run fits; 0 if none. Beyond one node, whole nodes in steps of 1/8 of a power of two."""
+
+    def fits(count: int) -> bool:
+        return any_layout_fits(config, count, device, pinned=pinned)
+
     powers = (1 << power for power in range(max_devices.bit_length()))
-    world_size = next((count for count in powers if any_layout_fits(config, count, device)), 0)
+    world_size = next(filter(fits, powers), 0)
     step = 1 if world_size <= device.devices_per_node else max(device.devices_per_node, world_size // 16)
-    smaller = (n for n in range(world_size // 2 + step, world_size, step) if any_layout_fits(config, n, device))
-    world_size = next(smaller, world_size)
-    return world_size, search(config, world_size or max_devices, device, max_results=1)
+    world_size = next(filter(fits, range(world_size // 2 + step, world_size, step)), world_size)
+    return world_size, search(config, world_size or max_devices, device, max_results=1, pinned=pinned)
 
 
 # ---- a layout in words

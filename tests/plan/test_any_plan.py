@@ -1,0 +1,95 @@
+"""Plans of drawn configurations of the shipped families, on every device file: none fails, and nothing is negative."""
+
+from __future__ import annotations
+
+import random
+from itertools import cycle, islice
+from math import isfinite, prod
+
+import pytest
+
+from models.presets import FAMILIES
+from trainer.config import checks
+from trainer.config.job_config import Config
+from trainer.config.parse import load
+from trainer.errors import ConfigError
+from trainer.hardware.device_specs import device_names, load_device
+from trainer.memory.estimator import phase_estimates
+from trainer.memory.rank import RankMemory
+from trainer.plan.plan import plan_run, plan_stage
+from trainer.plan.report import plan_report
+
+DEVICES = tuple(device_names())
+SEVERAL = (1, 1, 2, 3, 4, 8, 16)
+LEVELS: dict[str, tuple[object, ...]] = {
+    "parallelism.dp_replicate": SEVERAL,
+    "parallelism.dp_shard": SEVERAL,
+    "parallelism.cp": SEVERAL,
+    "parallelism.tp": (1, 1, 2, 4, 8),
+    "parallelism.pp": (1, 1, 2, 3, 4, 8),
+    "parallelism.cp_method": ("auto", "allgather", "ring", "alltoall", "ulysses", "hybrid"),
+    "parallelism.cp_layout": ("auto", "headtail", "balanced", "contiguous"),
+    "parallelism.sequence_parallel": ("true", "false"),
+    "parallelism.loss_parallel": ("true", "false"),
+    "parallelism.reshard_after_forward": ("true", "false"),
+    "parallelism.pp_schedule": (
+        "1F1B",
+        "GPipe",
+        "Interleaved1F1B",
+        "ZBVZeroBubble",
+        "InterleavedZeroBubble",
+        "DualPipeV",
+    ),
+    "parallelism.pp_reduce_gradients": ("per_step", "per_micro_batch"),
+    "training.seq_len": (1000, 8192, 131_072, 1 << 20),
+    "training.global_batch_size": (1, 4, 16, 96),
+    "training.micro_batch_size": (1, 1, 2, 3),
+    "training.dtype": ("bfloat16", "float32", "float64"),
+    "training.reduce_dtype": ("float32", "bfloat16"),
+    "training.compile": ("false", "true"),
+    "training.deterministic": ("false", "true"),
+    "memory.recompute": ("auto", "none", "keep_attention", "full"),
+    "memory.offload": ("none", "inputs", "inputs_and_attention"),
+    "memory.host_budget_gib": (None, 1, 100),
+    "memory.blocks_per_checkpoint": (1, 2, 3),
+    "memory.head_groups": (1, 2, 8),
+    "memory.mlp_tile_mib": (None, 1, 256),
+    "memory.optimizer_placement": ("device", "host"),
+    "memory.optimizer_dtype": ("float32", "bfloat16"),
+}
+
+
+def draw(rng: random.Random, family: str) -> tuple[Config, int]:
+    """A legal configuration, with few changes if many are refused."""
+    size = rng.choice([*FAMILIES[family]])
+    base = {"model.family": family, "model.size": size, "data.corpus": "copy", "training.steps": 4}
+    for attempt in range(1000):
+        kept = rng.sample([*LEVELS], max(2, len(LEVELS) - attempt // 4))
+        values = base | {key: rng.choice(LEVELS[key]) for key in kept}
+        try:
+            config = load([f"--{key}={value}" for key, value in values.items() if value is not None])
+        except ConfigError:
+            continue
+        world_size = prod(config.parallelism.degrees(1).values())
+        if not checks.layout_problems(config, world_size):
+            return config, world_size
+    raise AssertionError(f"no legal configuration of {family}")
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(2000, marks=pytest.mark.slow)])
+def test_any_plan_is_made_and_nothing_in_it_is_negative(count: int) -> None:
+    rng, families = random.Random(0), cycle(FAMILIES)
+    for name, family in islice(zip(cycle(DEVICES), families, strict=False), count):
+        (config, world_size), device = draw(rng, family), load_device(name)
+        try:
+            found = plan_stage(config, world_size, device)
+        except ConfigError:  # Every candidate breaks a rule.
+            assert config.memory.recompute == "auto"
+            continue
+        for rank in range(found.config.parallelism.pp):
+            for moment in phase_estimates(RankMemory(found.config, world_size, rank)):
+                assert all(each.bytes >= 0 for each in moment.tensors), (config, moment)
+        assert isfinite(found.step_seconds), config
+        assert found.step_seconds > 0, config
+        assert all(each >= 0 for each in found.step_time.busiest.breakdown().values()), config
+        assert plan_report(plan_run(config, world_size, device), curve=False, why=True).sections
