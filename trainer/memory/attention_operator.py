@@ -34,8 +34,8 @@ def operator_moments(block: BlockMemory, grad_dtype: str, share: float = 1) -> M
         WHILE_RUNNING,
         grad_output,
         *call_backward(block, share),
-        block.queries("gradient of queries, of all sequences", share, copies=block.calls > 1),
-        block.kv("gradients of KV, of all sequences", share * (block.calls > 1)),
+        block.queries("gradient of queries, of all sequences", share, copies=block.joins_calls),
+        block.kv("gradients of KV, of all sequences", share * block.joins_calls),
     )
     if ring == 1:
         yield "attention", own
@@ -50,15 +50,12 @@ def operator_moments(block: BlockMemory, grad_dtype: str, share: float = 1) -> M
     if block.gathers_kv:
         gathering = part(block.kv("own KV, being gathered", share), block.kv("gathered KV", share * ring))
         yield "attention to own keys", own + gathering
+        yield "the sums of gradients", gathering + part(*sums, block.kv("gradients of KV", share))
         pieces = share * (ring - 1)
         remote_sum = block.sums("sum of the gradients of the KV of other ranks", *kv, copies=pieces)
-        calls = call_backward(block, share, ring - 1)
+        calls = call_backward(block, share, ring - 1, queries=0.5)
         yield "attention", part(*sums, *calls, block.kv("KV of other ranks", copies=pieces), remote_sum)
-        last_call = block.queries("gradient of queries", share)
-        yield (
-            "the reduce-scatter of KV gradients",
-            part(*sums, last_call, remote_sum, on_wire._replace(copies=share * ring)),
-        )
+        yield "the reduce-scatter of KV gradients", part(*sums, remote_sum, on_wire._replace(copies=share * ring))
         return
     in_transit = share * (ring > 2)
     yield (
@@ -74,29 +71,31 @@ def operator_moments(block: BlockMemory, grad_dtype: str, share: float = 1) -> M
     )
 
 
-def call_backward(block: BlockMemory, share: float, keys: float = 1) -> tuple[MemoryTensor, ...]:
-    """Outputs and scratch of a kernel call for a share of the heads, with `keys` keys per query.
+def call_backward(block: BlockMemory, share: float, keys: float = 1, *, queries: float = 1) -> tuple[MemoryTensor, ...]:
+    """Outputs and scratch of a kernel call for a share of the heads and `queries`, with `keys` keys per query of a rank.
 
     Of several calls, one for each sequence, the last one's outputs are alive while the next runs.
     """
     kernel, padded, width = block.kernel, block.tokens + PADDING * block.sequences, -(-block.model.head_dim // 32) * 32
     is_grouped, share = block.kv_numel < 2 * block.q_numel, share / block.calls
-    outputs = block.queries("gradient of queries", share), block.kv("gradients of KV", share * keys)
+    outputs = block.queries("gradient of queries", share * queries), block.kv("gradients of KV", share * keys)
     previous = [each._replace(name=f"{each.name}, of the call before") for each in outputs] * (block.calls > 1)
-    dq_sum = block.sums("sum of the gradient of queries, in the kernel", padded, block.heads, width, copies=share)
-    row_sums = block.sums("a number per row of scores", padded, block.heads, copies=share)
+    dq_sum = block.sums(
+        "sum of the gradient of queries, in the kernel", padded, block.heads, width, copies=share * queries
+    )
+    row_sums = block.sums("a number per row of scores", padded, block.heads, copies=share * queries)
     expanded_kv = block.queries("KV of every query head", 2 * share * keys)
     expanded_dkv = block.queries("gradients of KV, of every query head", 2 * share * keys)
     match kernel:
         case "flash":
             heads = block.heads * share / block.ulysses_degree
             parts = ceil(MULTIPROCESSORS / (block.sequences * heads)) if block.deterministic else 1
-            return *outputs, dq_sum._replace(copies=parts * share), row_sums, *[expanded_dkv] * is_grouped
+            return *outputs, dq_sum._replace(copies=parts * share * queries), row_sums, *[expanded_dkv] * is_grouped
         case "fa3" | "fa4":
             dkv_sum = block.sums("sum of the gradients of KV, in the kernel", *block.kv_shape, copies=share * keys)
-            return *outputs, dq_sum, row_sums._replace(copies=2 * share), *[dkv_sum] * is_grouped
+            return *outputs, dq_sum, row_sums._replace(copies=2 * share * queries), *[dkv_sum] * is_grouped
         case "cudnn":
-            output = block.queries("attention output, heads first", share)
+            output = block.queries("attention output, heads first", share * queries)
             return *outputs, *previous, output, dq_sum, row_sums, *[expanded_dkv] * is_grouped
         case "efficient":
             # In the kernel a sum or product of float32, then the sums over the query heads of a KV head.
@@ -105,7 +104,7 @@ def call_backward(block: BlockMemory, share: float, keys: float = 1) -> tuple[Me
             return max((*in_call, dq_sum, row_sums), (*in_call, dkv), key=total_bytes)
         case "plain":
             length = block.tokens * block.ulysses_degree // block.sequences
-            copies = 4 * keys * share * block.calls / block.ulysses_degree
+            copies = 4 * queries * keys * share * block.calls / block.ulysses_degree
             scores = block.sums("scores, weights and their gradients", block.heads, length, length, copies=copies)
             return *previous, scores, expanded_kv
         case _:

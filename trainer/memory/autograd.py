@@ -36,8 +36,9 @@ def autograd_moments(block: BlockMemory, grad_dtype: str, *, leaves_weights: boo
         else ()
     )
     stream = transient(ATTENTION, WHILE_RUNNING, block.stream("gradient of the residual stream", not is_left))
+    operands = attention if leaves_weights else block.attention_operator_saved()
     for name, operator in operator_moments(block, grad_dtype):
-        yield name, attention + after + stream + operator
+        yield name, operands + after + stream + operator
     after += block.left(block.queries("attention output")) if leaves_weights else ()
     yield "the rotation of gradients", block.projections_saved() + after + stream + _rotation_backward(block)
     if block.model.qk_norm:

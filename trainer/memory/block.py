@@ -53,6 +53,8 @@ class BlockMemory:
     kernel: str = "cpu"
     """Of attention."""
     deterministic: bool = False
+    is_padded: bool = False
+    """Whether sequences are padded for cp and tp ranks; the padding is attended to by a call of its own."""
 
     @property
     def compute_bytes(self) -> int:
@@ -121,6 +123,11 @@ class BlockMemory:
     def calls(self) -> int:
         """Of the attention kernel, for the sequences of a micro-batch."""
         return 1 if self.kernel in VARLEN_KERNELS else self.sequences
+
+    @property
+    def joins_calls(self) -> bool:
+        """Whether the results of several calls are put together."""
+        return self.calls > 1 or (self.is_padded and self.kernel not in VARLEN_KERNELS)
 
     # ---- shapes
 
@@ -210,7 +217,13 @@ class BlockMemory:
 
     def attention_saved(self, copies: float = 1) -> Tensors:
         """By autograd, without recomputation."""
-        return self.attention_inputs_saved(copies) + self._attention_results_saved(copies)
+        exchanged = self.queries("attention outputs, back at their tokens", copies=copies * (self.ulysses_degree > 1))
+        return self.attention_operator_saved(copies) + saved_tensors(ATTENTION, UNTIL_BACKWARD, exchanged)
+
+    def attention_operator_saved(self, copies: float = 1) -> Tensors:
+        """What the backward passes of attention and of the projections before it need."""
+        results = saved_tensors(ATTENTION, UNTIL_BACKWARD, *self._attention_results(copies))
+        return self.attention_inputs_saved(copies) + results
 
     def attention_inputs_saved(self, copies: float = 1) -> Tensors:
         queries, kv = self.queries("queries", copies=copies), self.kv("keys and values", copies=copies)
@@ -227,14 +240,6 @@ class BlockMemory:
                 "heads before their norms", self.tokens, heads, self.model.head_dim, copies=copies * self.model.qk_norm
             ),
             self.sums("inverse RMS of heads", self.tokens, heads, copies=copies * self.model.qk_norm),
-        )
-
-    def _attention_results_saved(self, copies: float = 1) -> Tensors:
-        return saved_tensors(
-            ATTENTION,
-            UNTIL_BACKWARD,
-            *self._attention_results(copies),
-            self.queries("attention outputs, back at their tokens", copies=copies * (self.ulysses_degree > 1)),
         )
 
     def feed_forward_saved(self, copies: float = 1) -> Tensors:

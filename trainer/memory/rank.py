@@ -56,6 +56,7 @@ class RankMemory:
             training.micro_batch_size,
             "cpu" if on_cpu else KERNELS[training.dtype] if training.attention == "auto" else training.attention,
             training.deterministic,
+            context_plan.padded_length(training.seq_len) != training.seq_len,
         )
         self.recomputes = config.memory.recompute != "none"
         self.ranks_per_node = min(world_size, parallelism.ranks_per_node)
