@@ -11,11 +11,15 @@ from benchmarks import memory_grid
 
 SAMPLE = len(memory_grid.PIPELINES)
 """One case of every schedule, and several without a pipeline."""
+LONG = (1, 9, 12, 14, 15, 16, 17)
+"""Of these, dry runs of more than three seconds."""
 FOUND = [line for line in Path(__file__).with_name("memory_cases.txt").read_text().splitlines() if line[:1] != "#"]
 """Cases of other seeds in which a tensor was missing."""
 
 
-@pytest.mark.parametrize("index", range(SAMPLE))
+@pytest.mark.parametrize(
+    "index", [pytest.param(index, marks=pytest.mark.slow if index in LONG else ()) for index in range(SAMPLE)]
+)
 def test_estimates_equal_dry_runs_within_3_percent(index: int) -> None:
     (case,) = islice(memory_grid.draw_cases(seed=0), index, index + 1)
     found = memory_grid.compare(case)

@@ -40,7 +40,7 @@ def estimate_memory_per_pp_rank(config: Config, world_size: int, *, on_cpu: bool
 
 
 def exceeds(config: Config, world_size: int, limit: float) -> bool:
-    """Whether some rank needs more than `limit` bytes of its device. Stops at the first moment that does."""
+    """Whether some rank needs more than `limit` bytes of its device: known at the first moment that does."""
     ranks = (RankMemory(config, world_size, rank) for rank in fullest_ranks(config.pipeline_plan(world_size)))
     return any(moment.device_bytes > limit for rank in ranks for moment in phase_estimates(rank))
 
