@@ -300,12 +300,9 @@ class StepMemory:
             )
         if not rank.is_sharded or (self.weights.sums_whole and not found.is_last):
             return
-        held = base + self.block.block_input()
-        held += (
-            gathered + self.weights.next_block(index)
-            if not self.is_pipeline
-            else self.weights.gathered_in(found, index)
-        )
+        # The block's own weights are freed by now.
+        gathered = self.weights.gathered_in(found, 0 if rank.reshards_after_forward else index)
+        held = base + self.block.block_input() + gathered + self.weights.next_block(index)
         before, after = self.weights.reduction(found, shapes, shapes[6:7])
         gradients = self.weights.gradients(found, done_blocks=later, with_head=True)
         copied = self.weights.gradients(found, done_blocks=later, with_head=True, copied="block")
