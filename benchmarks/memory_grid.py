@@ -82,6 +82,8 @@ LEVELS: dict[str, tuple[object, ...]] = {
     "memory.optimizer_placement": ("device", "device", "host"),
     "memory.optimizer_dtype": ("float32", "bfloat16"),
 }
+HOST_BUDGETS = (None, 0.02, 0.1)
+"""GiB of a full node, with offload and without a pipeline: the micro-batches of one share a budget unevenly."""
 MICRO_BATCHES = (1, 2, 4, 6)
 """In a pipeline; without one, every micro-batch but the first is like the second."""
 
@@ -118,13 +120,16 @@ def parse_case(text: str) -> GridCase:
 
 def draw_cases(seed: int) -> Iterator[GridCase]:
     """Endless."""
-    rng = random.Random(seed)
+    rng, budgets = random.Random(seed), random.Random(seed)
     pp_ranks = {index: cycle(range(int(str(pipeline["parallelism.pp"])))) for index, pipeline in enumerate(PIPELINES)}
     for index in cycle(range(len(PIPELINES))):
         # A split backward goes with no recomputation, and so without most other options.
         while (case := _draw(rng, PIPELINES[index])) is None:
             pass
         changes, world_size = case
+        values, budget, is_full = dict(changes), budgets.choice(HOST_BUDGETS), world_size < 8 or world_size % 8 == 0
+        if budget is not None and is_full and values["parallelism.pp"] == 1 and values["memory.offload"] != "none":
+            changes += (("memory.host_budget_gib", budget),)
         yield GridCase(changes, world_size, next(pp_ranks[index]))
 
 

@@ -58,16 +58,18 @@ def operator_moments(block: BlockMemory, grad_dtype: str, share: float = 1) -> M
         yield "the reduce-scatter of KV gradients", part(*sums, remote_sum, on_wire._replace(copies=share * ring))
         return
     in_transit = share * (ring > 2)
+    held = part(
+        *sums,
+        block.kv("KV of another rank", share),
+        block.sums("sum of the gradients of its KV", *kv, copies=share),
+        block.kv("KV in transit", copies=in_transit),
+        on_wire._replace(copies=in_transit),
+    )
+    yield "attention", held + part(*call_backward(block, share), on_wire._replace(copies=in_transit))
+    # Received, and narrowed to be sent.
     yield (
-        "attention",
-        part(
-            *sums,
-            *call_backward(block, share),
-            block.kv("KV of another rank", share),
-            block.sums("sum of the gradients of its KV", *kv, copies=share),
-            block.kv("KV in transit", copies=in_transit),
-            on_wire._replace(copies=2 * in_transit),
-        ),
+        "the rotation of KV gradients",
+        held + part(on_wire._replace(copies=share * (1 + (grad_dtype != block.stats_dtype)))),
     )
 
 

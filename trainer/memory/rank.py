@@ -6,6 +6,7 @@ Symbols are those of docs/parallelism.md.
 from __future__ import annotations
 
 from functools import cached_property, lru_cache
+from sys import maxsize
 
 from parallelisms.pipeline_plan import SINGLE_STAGE_SCHEDULES, SPLIT_BACKWARD_SCHEDULES
 from trainer.config.job_config import Config
@@ -153,31 +154,46 @@ class RankMemory:
     @cached_property
     def attention_recompute_fraction(self) -> float:
         """Share of the rank's blocks that recompute attention: all, none, or those whose output exceeds the host budget."""
+        if self.config.memory.recompute != "keep_attention":
+            return float(self.config.memory.recompute == "full")
+        return self.split_outputs(range(self.num_blocks))[1] / self.num_blocks if self.num_blocks else 0
+
+    @property
+    def host_budget(self) -> float:
+        """Bytes of the host for the activations of this rank."""
+        gib = self.config.memory.host_budget_gib
+        return maxsize if gib is None else gib * GIB // self.ranks_per_node
+
+    @property
+    def num_saved_inputs(self) -> int:
+        """Of a micro-batch, in all stages of the rank."""
+        return self.num_blocks - self.num_recomputed_blocks
+
+    def split_inputs(self, groups: range) -> tuple[float, float]:
+        """(on the host, on the device): the saved inputs of these groups of a stage's blocks."""
+        if self.config.memory.offload == "none":
+            return 0, len(groups)
+        return self._split(groups, self.num_saved_inputs, self.host_budget // self.block.residual_bytes)
+
+    def split_outputs(self, blocks: range) -> tuple[float, float]:
+        """(saved, recomputed): the attention outputs of these blocks of a stage."""
         memory = self.config.memory
         if memory.recompute != "keep_attention":
-            return float(memory.recompute == "full")
-        if memory.offload != "inputs_and_attention" or memory.host_budget_gib is None or not self.num_blocks:
-            return 0
-        inputs = self.pipeline.max_in_flight * (self.num_blocks - self.num_recomputed_blocks)
-        budget = memory.host_budget_gib * GIB / self.ranks_per_node - inputs * self.block.residual_bytes
-        outputs = max(0, budget // self.block.attention_output_bytes)
-        return 1 - min(1, outputs / (self.in_flight_micro_batches * self.num_blocks))
+            return 0, len(blocks)
+        if memory.offload != "inputs_and_attention":
+            return len(blocks), 0
+        reserved = self.pipeline.max_in_flight * self.num_saved_inputs * self.block.residual_bytes
+        return self._split(blocks, self.num_blocks, (self.host_budget - reserved) // self.block.attention_output_bytes)
 
-    @cached_property
-    def offloaded_shares(self) -> tuple[float, float]:
-        """Shares of the saved block inputs and attention outputs that are on the host: less than all beyond its budget.
+    def _split(self, indices: range, of_micro_batch: int, limit: float) -> tuple[float, float]:
+        """How many tensors of a stage are within and beyond the host's limit, which the first ones fill.
 
-        Attention outputs beyond it are recomputed.
+        The micro-batches of a pipeline take turns, and so do their tensors: each counts in part.
         """
-        memory, block = self.config.memory, self.block
-        if memory.offload == "none":
-            return 0, 0
-        outputs = float(memory.offload == "inputs_and_attention")
-        num_inputs = self.in_flight_micro_batches * -(-self.num_blocks // memory.blocks_per_checkpoint)
-        if memory.host_budget_gib is None or not num_inputs:
-            return 1, outputs
-        budget = memory.host_budget_gib * GIB / self.ranks_per_node
-        return min(1, budget / (num_inputs * block.residual_bytes)), outputs
+        if self.pipeline.pp == 1:
+            return sum(index < limit for index in indices), sum(index >= limit for index in indices)
+        share = max(0, min(1, limit / max(1, self.in_flight_micro_batches * of_micro_batch)))
+        return len(indices) * share, len(indices) * (1 - share)
 
     def saved_blocks(self, num_blocks: int, *, is_running: bool = False) -> Tensors:
         """What the first blocks of a stage save of a micro-batch; of the group of blocks that is recomputed while the
@@ -188,13 +204,12 @@ class RankMemory:
             return block.attention_saved(num_blocks) + block.feed_forward_saved(num_blocks) if num_blocks else ()
         every = memory.blocks_per_checkpoint
         inputs = num_blocks // every if is_running else -(-num_blocks // every)
-        hosted_inputs, hosted_outputs = self.offloaded_shares
-        outputs = num_blocks * (memory.recompute == "keep_attention") * (1 - self.attention_recompute_fraction)
+        on_host, on_device = self.split_inputs(range(inputs))
+        outputs, _ = self.split_outputs(range(num_blocks))
         return (
-            *block.block_input(copies=inputs * (1 - hosted_inputs)),
-            *block.block_input(copies=inputs * hosted_inputs, on_host=True),
-            *block.attention_output(copies=outputs * (1 - hosted_outputs)),
-            *block.attention_output(copies=outputs * hosted_outputs, on_host=True),
+            *block.block_input(copies=on_device),
+            *block.block_input(copies=on_host, on_host=True),
+            *block.attention_output(copies=outputs, on_host=memory.offload == "inputs_and_attention"),
         )
 
     @property

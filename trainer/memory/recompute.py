@@ -183,12 +183,20 @@ def _projection_moments(block: BlockMemory) -> Moments:
                 block.sums("products of the norm's backward pass", 3, block.q_numel, copies=share),
             ),
         )
+    weights = block.numbers("gradients of weights", rows, dim)
+    yield (
+        "the weights of projections",
+        held
+        + part(
+            *copied, *rotated, block.numbers("a tile of the input gradient, before it is reduced", tile, dim), weights
+        ),
+    )
     yield (
         "projections",
         held
         + part(
             *copied,
-            block.numbers("gradients of weights", rows, dim),
+            weights,
             block.numbers("a tile of the input gradient, also by the norm's weight", 2, local, dim),
             block.sums("products of the norm's backward pass", 3, local, dim),
         ),

@@ -40,7 +40,7 @@ class StepMemory:
         self.weights = WeightMemory(rank)
         self._saved_by_stage: dict[int, Tensors] = {}
         self._held_beside: dict[object, Tensors] = {}
-        self._fullest_parts: dict[tuple[bool, bool, int, bool, bool], tuple[str, Tensors]] = {}
+        self._fullest_parts: dict[object, tuple[str, Tensors]] = {}
 
     def moments(self) -> Iterator[MemoryEstimate]:
         for found in fullest_passes(self.rank.pipeline, self.rank.pp_rank):
@@ -162,8 +162,7 @@ class StepMemory:
         rank, blocks = self.rank, self.rank.blocks_by_stage[found.stage]
         own = self.rank.saved_blocks(blocks) + (self._rotation() if blocks else ())
         if found.stage > 0 and blocks:  # Otherwise it is the first block's, or counted with the head.
-            hosted_inputs, _ = rank.offloaded_shares
-            own += self.block.block_input(copies=hosted_inputs)
+            own += self._hosted_input(0)
         gathered = self.weights.gathered_in(found, 0 if rank.reshards_after_forward else blocks)
         units = () if rank.model.tie_embeddings else rank.head_unit
         if not self.is_pipeline:
@@ -190,12 +189,11 @@ class StepMemory:
         """The last block's, which holds the buffer its weights were gathered in."""
         rank, blocks, alive = self.rank, self.rank.blocks_by_stage[found.stage], autograd_forward(self.block)
         if rank.recomputes:
-            saved = rank.saved_blocks(1)
-            is_saved = (blocks - 1) % rank.config.memory.blocks_per_checkpoint == 0
-            missing = 1 - is_saved * (1 - rank.offloaded_shares[0])
-            alive = feed_forward_pass(self.block) + self.block.block_input(copies=missing)
-            on_device = sum(each.copies for each in saved if each.name == "attention outputs" and not each.on_host)
-            alive += self.block.attention_output(copies=1 - on_device)
+            memory = rank.config.memory
+            group, position = divmod(blocks - 1, memory.blocks_per_checkpoint)
+            is_saved = memory.recompute == "keep_attention" and memory.offload != "inputs_and_attention"
+            unsaved = self.block.block_input() if position else self._hosted_input(group)
+            alive = feed_forward_pass(self.block) + unsaved + self.block.attention_output(copies=not is_saved)
         return self._moment(
             "in the first forward pass",
             self._held(found),
@@ -292,8 +290,8 @@ class StepMemory:
             index, leaves_weights=found.kind == "I", adds=self.weights.adds_at_once and not found.is_first
         )
         yield self._moment(f"in {name} of {block}, backward", base, gathered, gradients, alive)
-        if position := index % rank.config.memory.blocks_per_checkpoint:
-            recomputed = recomputed_input(self.block) + self.block.block_input(copies=position)
+        if index % rank.config.memory.blocks_per_checkpoint:
+            recomputed = recomputed_input(self.block) + self._recomputed_for(index)
             again = self.weights.gathered("weights of the block that is recomputed", shapes, self.weights.gathers_again)
             yield self._moment(
                 f"in the recomputation of the input of {block}", base, gathered, again, gradients, recomputed
@@ -314,8 +312,8 @@ class StepMemory:
 
         `adds`: gradients are added to those of earlier micro-batches as soon as half a block has them.
         """
-        position = index % self.rank.config.memory.blocks_per_checkpoint
-        key = leaves_weights, adds, position, index == 0, self._is_last_of_group(index)
+        beside = self._prefetched(index), self._recomputed_for(index)
+        key = leaves_weights, adds, index == 0, self._is_last_of_group(index), beside
         if key not in self._fullest_parts:
             parts = self._parts(index, leaves_weights=leaves_weights, adds=adds)
             self._fullest_parts[key] = max(parts, key=lambda part: total_bytes(part[1]))
@@ -331,29 +329,40 @@ class StepMemory:
                 yield name, alive + self.weights.computed(() if leaves_weights else computed)
             return
         position = index % self.rank.config.memory.blocks_per_checkpoint
-        inputs = self.block.block_input(copies=position)
+        recomputed = self._recomputed_for(index)
         # The inputs of a group of blocks are recomputed together, which uses up what is gathered ahead.
         recomputes_inputs = position > 0 and self._is_last_of_group(index)
         for name, alive in recompute_moments(self.block, grad_dtype, self._prefetched(index)):
             is_feed_forward = "feed-forward" in name
             computed = () if is_feed_forward else (output,) if adds else (output, *feed_forward)
             ahead = () if recomputes_inputs else self.weights.next_block(index)
-            yield name, alive + inputs + ahead + self.weights.computed(computed)
+            yield name, alive + recomputed + ahead + self.weights.computed(computed)
 
     def _is_last_of_group(self, index: int) -> bool:
         return (index + 1) % self.rank.config.memory.blocks_per_checkpoint == 0 or index == self.rank.num_blocks - 1
+
+    def _recomputed_for(self, index: int) -> Tensors:
+        """Of the group's blocks before block `index`: their outputs, and the attention outputs that were not saved."""
+        position = index % self.rank.config.memory.blocks_per_checkpoint
+        _, recomputed = self.rank.split_outputs(range(index - position, index))
+        return self.block.block_input(copies=position) + self.block.attention_output(copies=recomputed)
 
     def _prefetched(self, index: int) -> Tensors:
         """Activations being copied back from the host for the preceding block; of several head groups only its input."""
         if index == 0:
             return ()
-        every = self.rank.config.memory.blocks_per_checkpoint
-        hosted_inputs, hosted_outputs = self.rank.offloaded_shares
-        preceding_input = self.block.block_input(copies=hosted_inputs * (index % every == 0))
-        if self.rank.config.memory.head_groups > 1:
+        rank, memory = self.rank, self.rank.config.memory
+        group, position = divmod(index, memory.blocks_per_checkpoint)
+        preceding_input = () if position else self._hosted_input(group - 1)
+        if memory.head_groups > 1 or memory.offload != "inputs_and_attention":
             return preceding_input
-        outputs = (self.rank.config.memory.recompute == "keep_attention") * (1 - self.rank.attention_recompute_fraction)
-        return preceding_input + self.block.attention_output(copies=outputs * hosted_outputs)
+        output, _ = rank.split_outputs(range(index - 1, index))
+        return preceding_input + self.block.attention_output(copies=output)
+
+    def _hosted_input(self, group: int) -> Tensors:
+        """On the device, of an input that is saved on the host."""
+        on_host, _ = self.rank.split_inputs(range(group, group + 1))
+        return self.block.block_input(copies=on_host)
 
     def _optimizer_step(self) -> MemoryEstimate:
         """Bfloat16 moments are widened chunk by chunk."""
