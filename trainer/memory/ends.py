@@ -64,6 +64,16 @@ def final_norm_backward(rank: RankMemory) -> Tensors:
     )
 
 
+def embedding_forward(rank: RankMemory) -> Tensors:
+    """Until its output is the residual stream; a vocabulary shard zeroes the outputs for tokens of other shards."""
+    output = MemoryTensor("output of the embedding", (rank.tokens, rank.model.dim), rank.compute_dtype)
+    stream = MemoryTensor("residual stream", (rank.block.local_tokens, rank.model.dim), rank.compute_dtype)
+    by_rank = output._replace(name="the same, by rank", copies=rank.config.training.micro_batch_size > 1)
+    masked = output._replace(name="the same, of this shard's tokens")
+    scattered = (output, by_rank, stream) if rank.block.is_gathered else (output, masked)
+    return transient("models/linear.py: Embedding.forward", "while it runs", *(scattered if rank.tp > 1 else (output,)))
+
+
 def embedding_backward(rank: RankMemory) -> Tensors:
     """Beside the gradient of its weight."""
     rows, dim = rank.embed_shapes[0]

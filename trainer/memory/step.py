@@ -148,8 +148,17 @@ class StepMemory:
     # ---- moments
 
     def _forward_moments(self, found: Pass) -> Iterator[MemoryEstimate]:
-        if found.gathers and self.rank.num_shards > 1 and self.rank.blocks_by_stage[found.stage]:
-            yield self._first_forward_moment(found)
+        if found.gathers and self.rank.num_shards > 1:
+            if self.rank.blocks_by_stage[found.stage]:
+                yield self._first_forward_moment(found)
+            elif found.stage == 0:
+                yield self._moment(
+                    "in the embedding, forward",
+                    self._held(found),
+                    self.weights.gathered_in(found, 0),
+                    self.weights.gathered("weights of the embedding, being gathered", self.rank.embed_shapes),
+                    ends.embedding_forward(self.rank),
+                )
         if found.stage != self.last_stage:
             yield self._moment(
                 "at the end of the forward pass",
