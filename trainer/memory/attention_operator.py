@@ -21,6 +21,7 @@ from trainer.memory.tensors import MemoryTensor, total_bytes
 
 PADDING = 128
 """Tokens by which FlashAttention's backward pads each sequence."""
+NARROWED = "gradients of KV, narrowed to be sent"
 MULTIPROCESSORS = 132
 """Of an H100: a deterministic FlashAttention 2 sums the gradient of queries in as many parts, over its heads."""
 
@@ -46,7 +47,7 @@ def operator_moments(block: BlockMemory, grad_dtype: str, share: float = 1) -> M
         block.sums("sum of the gradient of queries", block.tokens, block.heads, block.model.head_dim, copies=share),
         block.sums("sum of the gradients of own KV", *kv, copies=share),
     )
-    on_wire = MemoryTensor("gradients of KV on the wire", kv, grad_dtype)
+    on_wire, is_narrowed = MemoryTensor("gradients of KV on the wire", kv, grad_dtype), grad_dtype != block.stats_dtype
     if block.gathers_kv:
         gathering = part(block.kv("own KV, being gathered", share), block.kv("gathered KV", share * ring))
         yield "attention to own keys", own + gathering
@@ -55,7 +56,8 @@ def operator_moments(block: BlockMemory, grad_dtype: str, share: float = 1) -> M
         remote_sum = block.sums("sum of the gradients of the KV of other ranks", *kv, copies=pieces)
         calls = call_backward(block, share, ring - 1, queries=0.5)
         yield "attention", part(*sums, *calls, block.kv("KV of other ranks", copies=pieces), remote_sum)
-        yield "the reduce-scatter of KV gradients", part(*sums, remote_sum, on_wire._replace(copies=share * ring))
+        wire = on_wire._replace(copies=share * ring), on_wire._replace(name=NARROWED, copies=pieces * is_narrowed)
+        yield "the reduce-scatter of KV gradients", part(*sums, remote_sum, *wire)
         return
     in_transit = share * (ring > 2)
     held = part(
@@ -66,11 +68,8 @@ def operator_moments(block: BlockMemory, grad_dtype: str, share: float = 1) -> M
         on_wire._replace(copies=in_transit),
     )
     yield "attention", held + part(*call_backward(block, share), on_wire._replace(copies=in_transit))
-    # Received, and narrowed to be sent.
-    yield (
-        "the rotation of KV gradients",
-        held + part(on_wire._replace(copies=share * (1 + (grad_dtype != block.stats_dtype)))),
-    )
+    wire = on_wire._replace(copies=share), on_wire._replace(name=NARROWED, copies=share * is_narrowed)
+    yield "the rotation of KV gradients", held + part(*wire)
 
 
 def call_backward(block: BlockMemory, share: float, keys: float = 1, *, queries: float = 1) -> tuple[MemoryTensor, ...]:
