@@ -171,8 +171,8 @@ def seen_by(bench: Bench, options: str) -> Seen:
 def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> str:
     if ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours):
         return "bitwise the same"
-    far = max(float((ours[name] - x).norm() / x.norm()) for name, x in theirs.items())
-    return f"{far:.1e} of a tensor's norm apart"
+    far = torch.stack([(ours[name].double() - x.double()).norm() / x.double().norm() for name, x in theirs.items()])
+    return f"{float(far.max()):.1e} of a tensor's norm apart" if far.isfinite().all() else "WRONG: not finite"
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from models import kernel_check, kernels
+from models.kernel_check import Heads
 from models.kernels import ScoreBlock, ScoreBlocks
 from trainer.config.job_config import Config
 from trainer.hardware.device import Stopwatch
@@ -149,11 +150,13 @@ class Bench:
 def measure_attention(bench: Bench, kernel: str, width: int, tokens: int, heads: int = 32, kv_heads: int = 8) -> None:
     """A row; its rates count from now on. Raises ValueError for a wrong kernel."""
     if bench.cuda:
-        kernel_check.verify_kernel(kernel, bench.device, torch.bfloat16, width=width)
+        kernel_check.verify_kernel(kernel, bench.device, torch.bfloat16, heads=Heads(2 * heads // kv_heads, 2, width))
     grad, q = (bench.draw(tokens, heads, width) for _ in range(2))
     k, v = (bench.draw(tokens, kv_heads, width) for _ in range(2))
     work, pairs = ScoreBlocks([ScoreBlock(0, tokens, 0, tokens)], causal=True), tokens * (tokens + 1) / 2
     forward, backward, error = _attending(bench, kernel, (grad, q, k, v), work, rounds=5)
+    if not error < kernel_check.TOLERANCES[torch.bfloat16]:
+        raise ValueError(f"{kernel}: the last of {tokens} queries errs by {error:.1e}")
     rates = (4 * heads * width * pairs / forward, 10 * heads * width * pairs / backward)
     bench.rates[kernel, width] = rates
     bench.report.row(
@@ -201,11 +204,11 @@ def _attending(
 
 
 def _last_query_error(given: Given, out: Tensor, lse: Tensor, dq: Tensor) -> float:
-    """How far the last query's numbers are from those of matrix products, relative to the largest of its kind."""
+    """How far the last query's numbers are from those of matrix products, relative to the largest of its kind; or NaN."""
     grad, q, k, v = given
     last = slice(q.shape[0] - 1, q.shape[0])
     alone = ScoreBlocks([ScoreBlock(last.start, last.stop, 0, k.shape[0])], causal=False)
     ((_, right, right_lse),) = kernels.attend_blocks(q, k, v, alone, kernel="plain")
     ((_, _, right_dq, _, _),) = kernels.attend_blocks_backward(grad, q, k, v, out, lse, alone, kernel="plain")
     pairs = ((out[last], right), (lse[:, last], right_lse), (dq[last], right_dq))
-    return max(float((ours - exact).abs().max() / exact.abs().max()) for ours, exact in pairs)
+    return float(torch.stack([(ours - exact).abs().max() / exact.abs().max() for ours, exact in pairs]).max())

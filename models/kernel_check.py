@@ -1,6 +1,15 @@
-"""Start-up check of an attention kernel against matrix products in float64."""
+"""Start-up check of an attention kernel against matrix products in float64.
+
+Kernels of one name differ between devices and versions without raising an error, and one call may reach several code
+paths. Each block of work is therefore judged by itself, row by row: a wrong last row is not hidden by large first ones.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from math import log
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,46 +17,193 @@ from torch import Tensor
 from models import attention_op
 from models.kernels import ScoreBlocks, accumulate_grads, attend_blocks_backward
 
-# Blocks of length 1, several rectangular blocks in one call, and keys that several blocks share.
-CHECK_CASES = {
-    "causal blocks": ScoreBlocks([(0, 65, 0, 65), (65, 66, 65, 66), (66, 192, 66, 192)], causal=True),
-    "one rectangular block": ScoreBlocks([(0, 192, 0, 100)], causal=False),
-    "rectangular blocks": ScoreBlocks(
-        [(0, 50, 0, 20), (50, 51, 0, 70), (51, 100, 70, 71), (100, 192, 80, 192)], causal=False
-    ),
-}
-TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.05}
+LENGTHS = (2, 3, 63, 64, 65, 127, 128, 129, 1000, 4097)
+"""Of documents: around the tile sizes of kernels, and beyond several tiles."""
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 5e-4, torch.float16: 0.03, torch.bfloat16: 0.15}
+OUTPUTS = ("output", "log-sum-exp", "dq", "dk", "dv")
+FLOOR = 0.25
+"""Of a tensor's largest number, added to a row's: rows that cancel to zero in float64 do not in other dtypes."""
+MAX_ELEMENTS = 2**31 - 1
+"""That a kernel which counts in 32 bits can address."""
+LONG_DOCUMENT, FEW_TOKENS, MAX_SCORES = 1024, 256, 1 << 24
 
 
-def verify_kernel(kernel: str, device: torch.device, dtype: torch.dtype, *, width: int) -> None:
-    """Raises ValueError unless the kernel's forward and backward pass agree with the reference for head dim `width`.
+class Heads(NamedTuple):
+    """Query heads, KV heads and head dim, as the kernel gets them."""
 
-    Kernels of one name differ between devices and versions without raising an error. Takes milliseconds.
+    num: int
+    kv: int
+    dim: int
+
+
+class Sample(NamedTuple):
+    """Gradient of the output and queries [X, N, H], keys and values [Y, K, H]."""
+
+    grad: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Output [X, N, H], log-sum-exp [N, X], dq, dk and dv."""
+
+
+def verify_kernel(
+    kernel: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    heads: Heads,
+    lengths: Sequence[int] = LENGTHS,
+    deterministic: bool = False,
+) -> None:
+    """Raises ValueError unless the kernel's forward and backward pass agree with the reference, each number finite.
+
+    `deterministic`: two passes must also agree bitwise.
     """
+    for name, blocks in check_cases(lengths).items():
+        for inputs, draw in SAMPLES.items():
+            sample = draw(blocks, heads, device, dtype)
+            actual = _forward_backward(sample, blocks, kernel)
+            _compare(f'"{kernel}" on {name}, {inputs}', actual, reference(sample, blocks), TOLERANCES[dtype])
+            if deterministic:
+                again = _forward_backward(sample, blocks, kernel)
+                for output, one, other in zip(OUTPUTS, actual, again, strict=True):
+                    if not torch.equal(one, other):
+                        raise ValueError(
+                            f'attention kernel "{kernel}" gives another {output} the second time on {name}; '
+                            "training.deterministic = true needs equal ones"
+                        )
+
+
+def check_cases(lengths: Sequence[int]) -> dict[str, ScoreBlocks]:
+    """Blocks by name: every kernel takes single tokens by another path than longer documents."""
+    whole, half = 2 * max(lengths), max(lengths) // 2
+    rectangles = [(0, 50, 0, 20), (50, 100, 20, 71), (100, 192, 80, 192)]
+    return {
+        "causal blocks": causal_blocks(lengths),
+        "causal blocks and single tokens": causal_blocks((65, 1, 126, 1)),
+        "a rectangular block": ScoreBlocks([(0, half, 0, whole)], causal=False),
+        "rectangular blocks": ScoreBlocks(rectangles, causal=False),
+        "rectangular blocks that share keys": ScoreBlocks([(0, 50, 0, 20), (50, 70, 0, 70)], causal=False),
+        "single queries and keys": ScoreBlocks([(0, 1, 0, 70), (1, 50, 70, 71)], causal=False),
+    }
+
+
+def causal_blocks(lengths: Sequence[int]) -> ScoreBlocks:
+    spans = pairwise(accumulate(lengths, initial=0))
+    return ScoreBlocks([span + span for span in spans], causal=True)
+
+
+# ---- samples
+
+
+def random_sample(blocks: ScoreBlocks, heads: Heads, device: torch.device, dtype: torch.dtype) -> Sample:
+    num_queries, num_keys = (max(getattr(block, side) for block in blocks.blocks) for side in ("q1", "k1"))
     generator = torch.Generator().manual_seed(0)
-    shapes = ((192, 4, width), (192, 4, width), (192, 2, width), (192, 2, width))
-    grad, q, k, v = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
-    # Also very negative scores, whose exponentials underflow.
-    for score_range, (query, key) in {"": (q, k), " with very negative scores": (5 * q.abs(), -5 * k.abs())}.items():
-        for name, blocks in CHECK_CASES.items():
-            actual = _forward_backward(grad, query, key, v, blocks, kernel)
-            expected = _forward_backward(grad.double(), query.double(), key.double(), v.double(), blocks, "plain")
-            for output_name, actual_tensor, expected_tensor in zip(
-                ("output", "log-sum-exp", "dq", "dk", "dv"), actual, expected, strict=True
-            ):
-                error = float((actual_tensor.double() - expected_tensor).abs().max() / expected_tensor.abs().max())
-                if not error < TOLERANCES[dtype]:
-                    raise ValueError(
-                        f'attention kernel "{kernel}": relative error {error:.1e} in the {output_name} of {name}'
-                        f"{score_range}, above {TOLERANCES[dtype]:g}"
-                    )
+    shapes = [(num_queries, heads.num)] * 2 + [(num_keys, heads.kv)] * 2
+    return Sample(*(torch.randn(*shape, heads.dim, generator=generator).to(device, dtype) for shape in shapes))
 
 
-def _forward_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: ScoreBlocks, kernel: str
-) -> tuple[Tensor, ...]:
-    """Output, log-sum-exp, dq, dk and dv of blocks that cover all queries."""
+def matching_sample(blocks: ScoreBlocks, heads: Heads, device: torch.device, dtype: torch.dtype) -> Sample:
+    """Every query gives about half of its attention to one key, its own: no row of any gradient is small."""
+    grad, q, k, v = random_sample(blocks, heads, device, torch.float32)
+    for q0, q1, k0, k1 in blocks.blocks:
+        own_key = k[k0 + torch.arange(q1 - q0, device=device) % (k1 - k0)]
+        own_score = own_key.square().sum(-1, keepdim=True) * heads.dim**-0.5
+        matching = own_key * ((1 + log(k1 - k0)) / own_score)
+        q[q0:q1] = matching.repeat_interleave(heads.num // heads.kv, dim=1) + 0.3 * q[q0:q1]
+    return Sample(*(x.to(dtype) for x in (grad, q, k, v)))
+
+
+def negative_sample(blocks: ScoreBlocks, heads: Heads, device: torch.device, dtype: torch.dtype) -> Sample:
+    """Scores whose exponentials underflow."""
+    grad, q, k, v = random_sample(blocks, heads, device, dtype)
+    return Sample(grad, 5 * q.abs(), -5 * k.abs(), v)
+
+
+SAMPLES: dict[str, Callable[[ScoreBlocks, Heads, torch.device, torch.dtype], Sample]] = {
+    "random": random_sample,
+    "each query near its own key": matching_sample,
+    "very negative scores": negative_sample,
+}
+
+
+# ---- comparison
+
+
+def reference(sample: Sample, blocks: ScoreBlocks) -> Results:
+    """In float64, one KV head at a time, which bounds the memory."""
+    by_head = zip(*(x.double().chunk(sample.k.shape[1], dim=1) for x in sample), strict=True)
+    out, lse, dq, dk, dv = zip(*(_forward_backward(Sample(*head), blocks, "plain") for head in by_head), strict=True)
+    return torch.cat(out, 1), torch.cat(lse, 0), torch.cat(dq, 1), torch.cat(dk, 1), torch.cat(dv, 1)
+
+
+def _forward_backward(sample: Sample, blocks: ScoreBlocks, kernel: str) -> Results:
+    """Of blocks that cover all queries."""
+    grad, q, k, v = sample
     out, lse = attention_op.forward(q, k, v, blocks, kernel=kernel)
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     accumulate_grads((dq, dk, dv), attend_blocks_backward(grad, q, k, v, out, lse, blocks, kernel=kernel))
     return out, lse, dq, dk, dv
+
+
+def _compare(where: str, actual: Results, expected: Results, tolerance: float) -> None:
+    for name, actual_tensor, expected_tensor in zip(OUTPUTS, actual, expected, strict=True):
+        token_dim = 1 if name == "log-sum-exp" else 0
+        ours, exact = (x.double().movedim(token_dim, 0).flatten(1) for x in (actual_tensor, expected_tensor))
+        largest = exact.abs().amax(1)
+        errors = (ours - exact).abs().amax(1) / (largest + FLOOR * largest.max())
+        token = int(errors.nan_to_num(torch.inf).argmax())
+        if not float(errors[token]) < tolerance:  # Also of NaN.
+            raise ValueError(
+                f"attention kernel {where}: relative error {float(errors[token]):.1e} in the {name} of token {token}, "
+                f"above {tolerance:g}"
+            )
+
+
+# ---- tensors that 32 bits cannot index
+
+
+def verify_wide(
+    kernel: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    heads: Heads,
+    num_tokens: int,
+    max_elements: int = MAX_ELEMENTS,
+) -> None:
+    """Raises ValueError unless the kernel is right where queries or KV of `num_tokens` have more than `max_elements`.
+
+    Short documents, and few keys or queries, make it quick. It compares the first and the last KV head. Needs memory for
+    about ten such tensors.
+    """
+    num_queries, num_keys = (
+        LONG_DOCUMENT * (max_elements // (count * heads.dim * LONG_DOCUMENT) + 1) for count in (heads.num, heads.kv)
+    )
+    cases = {}
+    if num_tokens >= num_queries:
+        cases["documents"] = causal_blocks([LONG_DOCUMENT] * (num_queries // LONG_DOCUMENT))
+        cases["few keys"] = ScoreBlocks([(0, num_queries, 0, FEW_TOKENS)], causal=False)
+    if num_tokens >= num_keys:
+        cases["few queries"] = ScoreBlocks([(0, FEW_TOKENS, 0, num_keys)], causal=False)
+    for name, blocks in cases.items():
+        q0, q1, k0, k1 = blocks.blocks[-1]
+        generator = torch.Generator(device).manual_seed(0)
+        shapes = [(q1, heads.num)] * 2 + [(k1, heads.kv)] * 2
+        sample = Sample(
+            *(torch.randn(*shape, heads.dim, device=device, dtype=dtype, generator=generator) for shape in shapes)
+        )
+        out, lse, dq, dk, dv = _forward_backward(sample, blocks, kernel)
+        step = q1 - q0 if blocks.causal else max(1, MAX_SCORES // (k1 - k0))
+        chunks = [(start, min(start + step, q1 - q0), 0, k1 - k0) for start in range(0, q1 - q0, step)]
+        work, ratio = ScoreBlocks(chunks, causal=blocks.causal), heads.num // heads.kv
+        for head in sorted({0, heads.kv - 1}):
+            queries = slice(q0, q1), slice(head * ratio, (head + 1) * ratio)
+            keys = slice(k0, k1), slice(head, head + 1)
+            actual = out[queries], lse[queries[::-1]], dq[queries], dk[keys], dv[keys]
+            part = Sample(sample.grad[queries], sample.q[queries], sample.k[keys], sample.v[keys])
+            where = f'"{kernel}" on {name}, in tensors of {max(x.numel() for x in sample):,} elements'
+            _compare(where, actual, reference(part, work), TOLERANCES[dtype])

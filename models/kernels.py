@@ -10,6 +10,7 @@ heads, K KV heads (N is a multiple of K), H head dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -44,7 +45,6 @@ class ScoreBlocks:
     def __init__(self, blocks: Iterable[tuple[int, int, int, int]], *, causal: bool) -> None:
         self.blocks = tuple(ScoreBlock(*block) for block in blocks)
         self.causal = causal
-        self.shortest_side = min((min(q1 - q0, k1 - k0) for q0, q1, k0, k1 in self.blocks), default=0)
         self._varlen_batches: dict[torch.device, list[VarlenBatch]] = {}
         # The CPU kernel crashes on length zero; kernels disagree on the diagonal of a block that is not square.
         for block in self.blocks:
@@ -53,6 +53,13 @@ class ScoreBlocks:
                 raise ValueError(f"{block} is empty: attention needs at least one query and one key")
             if causal and queries != keys:
                 raise ValueError(f"{block} is causal, and must have as many queries as keys")
+
+    @cached_property
+    def by_length(self) -> tuple[ScoreBlocks, ScoreBlocks]:
+        """(the blocks of a single query or key, all others)."""
+        single = [block for block in self.blocks if min(block.q1 - block.q0, block.k1 - block.k0) == 1]
+        longer = [block for block in self.blocks if min(block.q1 - block.q0, block.k1 - block.k0) > 1]
+        return ScoreBlocks(single, causal=self.causal), ScoreBlocks(longer, causal=self.causal)
 
     def varlen_batches(self, device: torch.device) -> list[VarlenBatch]:
         """The blocks grouped into varlen calls, within each of which the keys are disjoint too; cached by device."""
@@ -90,17 +97,17 @@ def attend_blocks(
 
     Yields (queries, output [P, N, H], log-sum-exp [N, P] in `accumulation_dtype`).
     """
-    name = _supported_kernel(blocks, select_kernel(q_XNH, kernel))
-    if name == "flash":
-        for batch in blocks.varlen_batches(q_XNH.device):
-            q, k, v = q_XNH[batch.queries], k_YKH[batch.keys], v_YKH[batch.keys]
-            yield batch.queries, *_flash_forward(q, k, v, batch, blocks.causal)
-        return
-    forward, _ = DENSE_KERNELS[name]
-    for q0, q1, k0, k1 in blocks.blocks:
-        q, k, v = (x[None].transpose(1, 2) for x in (q_XNH[q0:q1], k_YKH[k0:k1], v_YKH[k0:k1]))
-        out, lse = forward(q, k, v, blocks.causal)
-        yield slice(q0, q1), out[0].transpose(0, 1), lse[0]
+    for name, part in _assigned(blocks, select_kernel(q_XNH, kernel)):
+        if name == "flash":
+            for batch in part.varlen_batches(q_XNH.device):
+                q, k, v = q_XNH[batch.queries], k_YKH[batch.keys], v_YKH[batch.keys]
+                yield batch.queries, *_flash_forward(q, k, v, batch, part.causal)
+            continue
+        forward, _ = DENSE_KERNELS[name]
+        for q0, q1, k0, k1 in part.blocks:
+            q, k, v = (x[None].transpose(1, 2) for x in (q_XNH[q0:q1], k_YKH[k0:k1], v_YKH[k0:k1]))
+            out, lse = forward(q, k, v, part.causal)
+            yield slice(q0, q1), out[0].transpose(0, 1), lse[0]
 
 
 def attend_blocks_backward(
@@ -119,20 +126,21 @@ def attend_blocks_backward(
     `out_XNH` and `lse_NX` are the results over *all* keys of each query, also those that other ranks hold. With them
     the contribution of any subset of the keys is exact (FlashAttention, Dao et al., 2022, appendix B).
     """
-    name = _supported_kernel(blocks, select_kernel(q_XNH, kernel))
-    if name == "flash":
-        for batch in blocks.varlen_batches(q_XNH.device):
-            grad, q, out = (x[batch.queries] for x in (grad_XNH, q_XNH, out_XNH))
-            k, v = (x[batch.keys] for x in (k_YKH, v_YKH))
-            grads = _flash_backward(grad, q, k, v, out, lse_NX[:, batch.queries], batch, blocks.causal)
-            yield batch.queries, batch.keys, *grads
-        return
-    _, backward = DENSE_KERNELS[name]
-    for q0, q1, k0, k1 in blocks.blocks:
-        dense = (grad_XNH[q0:q1], q_XNH[q0:q1], k_YKH[k0:k1], v_YKH[k0:k1], out_XNH[q0:q1])
-        grad, q, k, v, out = (x[None].transpose(1, 2) for x in dense)
-        dq, dk, dv = (x[0].transpose(0, 1) for x in backward(grad, q, k, v, out, lse_NX[None, :, q0:q1], blocks.causal))
-        yield slice(q0, q1), slice(k0, k1), dq, dk, dv
+    for name, part in _assigned(blocks, select_kernel(q_XNH, kernel)):
+        if name == "flash":
+            for batch in part.varlen_batches(q_XNH.device):
+                grad, q, out = (x[batch.queries] for x in (grad_XNH, q_XNH, out_XNH))
+                k, v = (x[batch.keys] for x in (k_YKH, v_YKH))
+                grads = _flash_backward(grad, q, k, v, out, lse_NX[:, batch.queries], batch, part.causal)
+                yield batch.queries, batch.keys, *grads
+            continue
+        _, backward = DENSE_KERNELS[name]
+        for q0, q1, k0, k1 in part.blocks:
+            dense = (grad_XNH[q0:q1], q_XNH[q0:q1], k_YKH[k0:k1], v_YKH[k0:k1], out_XNH[q0:q1])
+            grad, q, k, v, out = (x[None].transpose(1, 2) for x in dense)
+            grads = backward(grad, q, k, v, out, lse_NX[None, :, q0:q1], part.causal)
+            dq, dk, dv = (x[0].transpose(0, 1) for x in grads)
+            yield slice(q0, q1), slice(k0, k1), dq, dk, dv
 
 
 def accumulate_grads(accumulators: Grads, block_grads: Iterable[BlockGrads]) -> None:
@@ -157,9 +165,13 @@ def select_kernel(q_XNH: Tensor, kernel: str = "auto") -> str:
     return by_dtype.get(q_XNH.dtype, "plain")
 
 
-def _supported_kernel(blocks: ScoreBlocks, name: str) -> str:
-    # cuDNN rejects a single key, and its results for a single query are unreliable.
-    return "flash" if name == "cudnn" and blocks.shortest_side == 1 else name
+def _assigned(blocks: ScoreBlocks, name: str) -> Iterator[tuple[str, ScoreBlocks]]:
+    """Kernels and the blocks that they take.
+
+    cuDNN rejects a single key, and its results for a single query are unreliable: flash takes those blocks.
+    """
+    parts = zip(("flash", "cudnn"), blocks.by_length, strict=True) if name == "cudnn" else [(name, blocks)]
+    return ((name, part) for name, part in parts if part.blocks)
 
 
 # ---- CPU flash: takes any strides, grouped-query heads and float64.

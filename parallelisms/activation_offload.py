@@ -136,14 +136,15 @@ class HostActivationPool:
 class OffloadStreams:
     """Copies between a CUDA device and pinned host memory, on one stream per direction.
 
-    A device tensor is held until its copy out precedes all later work of the current stream, so that the allocator
-    can reuse its memory.
+    A device tensor is held until its copy precedes all later work of the current stream, so that the allocator can reuse
+    its memory: after a copy out, and if nobody reads what was copied in.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._offload_stream, self._reload_stream = (torch.cuda.Stream(device) for _ in range(2))
         self._pending_offloads: deque[tuple[torch.cuda.Event, CopyPairs]] = deque()
+        self._pending_reloads: list[CopyPairs] = []
 
     def offload(self, pairs: CopyPairs) -> None:
         current = torch.cuda.current_stream(self._device)
@@ -162,9 +163,11 @@ class OffloadStreams:
         self._reload_stream.wait_stream(self._offload_stream)
         with torch.cuda.stream(self._reload_stream):
             _copy(pairs)
+        self._pending_reloads.append(pairs)
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_stream(self._reload_stream)
+        self._pending_reloads.clear()
         self.release_offloaded()
 
     def release_offloaded(self) -> None:

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from benchmarks.gpu import main
-from benchmarks.gpu_parts import VARIANTS
-from benchmarks.gpu_rows import Bench, Report
+from benchmarks.gpu_parts import VARIANTS, distance
+from benchmarks.gpu_rows import Bench, Report, measure_attention, measure_wide
 from benchmarks.gpu_steps import Packed, configured, seconds_of, with_length
-from models import attention_op
+from models import attention_op, kernels
 
 ROOT = Path(__file__).resolve().parents[1]
 POLICIES = [
@@ -105,3 +105,22 @@ def test_a_prediction_counts_what_is_computed_again(bench: Bench) -> None:
     # Queries, keys and values are projected once more, too.
     projected = 2 * tokens * 2 * model.dim * model.head_dim * (model.num_heads + 2 * model.num_kv_heads)
     assert full - keep == pytest.approx(1e4 * (4 * 2 * 64 * 8256 / 360e12 + projected / 650e12))
+
+
+def test_nan_is_told_and_a_kernel_that_gives_it_is_not_chosen(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad = torch.ones(3), torch.tensor([1.0, torch.nan, 1.0])
+    assert distance({"a": good, "b": 2 * good}, {"a": good, "b": good}) == "1.0e+00 of a tensor's norm apart"
+    for ours in ({"a": bad, "b": good}, {"a": good, "b": bad}):
+        assert distance(ours, {"a": good, "b": good}) == "WRONG: not finite"
+    forward, backward = kernels.DENSE_KERNELS["cpu"]
+
+    def without_dq(*inputs: Any) -> tuple[torch.Tensor, ...]:
+        dq, dk, dv = backward(*inputs)
+        return dq * torch.nan, dk, dv
+
+    monkeypatch.setitem(kernels.DENSE_KERNELS, "cpu", (forward, without_dq))
+    with pytest.raises(ValueError, match="auto: the last of 64 queries errs by nan"):
+        measure_attention(bench, "auto", 32, 64, 4, 2)
+    measure_wide(bench, "auto")
+    assert bench.rates == {}
+    assert bench.wide == set()

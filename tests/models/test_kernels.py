@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from models import kernel_check, kernels
+from models import kernels
 from models.kernels import ScoreBlock, ScoreBlocks
 from models.linear import accumulation_dtype
+from tests.models.test_kernel_check import varlen_backward, varlen_forward
 
 HEADS = [(4, 4), (4, 2), (6, 2), (4, 1)]
 BLOCKS = [ScoreBlock(0, 5, 0, 3), ScoreBlock(5, 9, 0, 7), ScoreBlock(12, 20, 9, 10)]
@@ -109,38 +109,6 @@ def test_unknown_kernel_is_named() -> None:
         list(kernels.attend_blocks(q, k, v, ScoreBlocks(BLOCKS, causal=False), kernel="fast"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kernel", ["auto", "plain"])
-def test_cpu_kernels_pass_verification(kernel: str, dtype: torch.dtype) -> None:
-    kernel_check.verify_kernel(kernel, torch.device("cpu"), dtype, width=32)
-
-
-def test_wrong_kernel_is_reported_with_the_wrong_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward, backward_ = kernels.DENSE_KERNELS["cpu"]
-    backward: Any = backward_
-
-    def unscaled(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:  # noqa: FBT001
-        out, lse = forward(q, k, v, causal)
-        return out, lse / torch.log(torch.tensor(2.0))
-
-    def uncausal(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = backward(*inputs[:-1], not inputs[-1])
-        return dq, dk, dv
-
-    def invalid(*inputs: Any) -> tuple[Tensor, Tensor]:
-        out, lse = forward(*inputs)
-        return out * torch.nan, lse
-
-    for broken, wrong in (
-        ((unscaled, backward), "log-sum-exp"),
-        ((forward, uncausal), "dq"),
-        ((invalid, backward), "output"),
-    ):
-        monkeypatch.setitem(kernels.DENSE_KERNELS, "cpu", broken)
-        with pytest.raises(ValueError, match=rf'kernel "auto": relative error \S+ in the {wrong} of causal blocks'):
-            kernel_check.verify_kernel("auto", torch.device("cpu"), torch.float32, width=32)
-
-
 # ---- varlen calls
 
 
@@ -167,24 +135,9 @@ def test_adjacent_causal_blocks_need_no_index() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_varlen_calls_return_each_block_at_its_tokens(monkeypatch: pytest.MonkeyPatch, *, causal: bool) -> None:
     """The code path of CUDA flash, with a fake kernel that runs segment by segment on the CPU."""
-
-    def segments(batch: kernels.VarlenBatch) -> list[ScoreBlock]:
-        queries, keys = (pairwise(starts.tolist()) for starts in (batch.cu_seqlens_q, batch.cu_seqlens_k))
-        return [ScoreBlock(*q, *k) for q, k in zip(queries, keys, strict=True)]
-
-    def forward(q: Tensor, k: Tensor, v: Tensor, batch: kernels.VarlenBatch, causal: bool) -> tuple[Tensor, Tensor]:  # noqa: FBT001
-        parts = list(kernels.attend_blocks(q, k, v, ScoreBlocks(segments(batch), causal=causal), kernel="plain"))
-        return torch.cat([out for _, out, _ in parts]), torch.cat([lse for _, _, lse in parts], dim=1)
-
-    def backward(*inputs: Any) -> tuple[Tensor, ...]:
-        *tensors, batch, causal = inputs
-        arguments: Any = (*tensors, ScoreBlocks(segments(batch), causal=causal))
-        _, _, *grads = zip(*kernels.attend_blocks_backward(*arguments, kernel="plain"), strict=True)
-        return tuple(torch.cat(parts) for parts in grads)
-
     choose = kernels.select_kernel
-    monkeypatch.setattr(kernels, "_flash_forward", forward)
-    monkeypatch.setattr(kernels, "_flash_backward", backward)
+    monkeypatch.setattr(kernels, "_flash_forward", varlen_forward)
+    monkeypatch.setattr(kernels, "_flash_backward", varlen_backward)
     monkeypatch.setattr(kernels, "select_kernel", lambda q, kernel: "flash" if kernel == "flash" else choose(q, kernel))
     rectangles = CAUSAL_BLOCKS if causal else BLOCKS
     given = draw((4, 2))

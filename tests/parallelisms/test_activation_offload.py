@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -16,7 +17,13 @@ from models.config import ModelConfig
 from models.transformer import Transformer
 from parallelisms import activation_checkpoint
 from parallelisms.activation_checkpoint import BlockActivations, RecomputeConfig
-from parallelisms.activation_offload import HostActivationPool, SavedTensor, allocated_size, buffer_sizes
+from parallelisms.activation_offload import (
+    HostActivationPool,
+    OffloadStreams,
+    SavedTensor,
+    allocated_size,
+    buffer_sizes,
+)
 from parallelisms.block_recompute import Tiling
 from tests.models.small_models import SMALL, gradients, packed, small_model
 from tests.parallelisms.test_activation_checkpoint import BATCH, BATCHES, DEEP, Calls, assert_same_bits, model_with
@@ -348,3 +355,38 @@ def test_gradients_are_equal_with_a_small_budget_and_tiles() -> None:
     model, _ = model_with_host_pool(budget=INPUT + output(2), blocks_per_checkpoint=2, tiling=Tiling(2, 2000))
     for name, grad in gradients(model, batch)[1].items():
         torch.testing.assert_close(grad, expected[name], rtol=0, atol=1e-12)
+
+
+# ---- streams
+
+
+class NoStream:
+    """In the place of a CUDA stream, which only orders work on the device."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def wait_stream(self, _: Any) -> None:
+        pass
+
+    def wait_event(self, _: Any) -> None:
+        pass
+
+    def record_event(self) -> NoStream:
+        return self
+
+
+def test_a_tensor_lives_until_its_copies_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy stream may still write to memory that nobody reads: a saved tensor dropped after `prefetch`."""
+    monkeypatch.setattr(torch.cuda, "Stream", NoStream)
+    monkeypatch.setattr(torch.cuda, "current_stream", NoStream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    streams = OffloadStreams(torch.device("cpu"))
+    for copy in (streams.reload, streams.offload):
+        target = torch.empty(4)
+        alive = weakref.ref(target)
+        copy([(target, torch.ones(4))])
+        del target
+        assert alive() is not None
+        streams.wait()
+        assert alive() is None

@@ -14,6 +14,7 @@ import torch.nn.attention
 from torch import Tensor
 
 from models import kernel_check, kernels
+from parallelisms.parallel_dims import kv_head_repeats
 from trainer.config.job_config import Config
 from trainer.errors import EXIT_BAD_CONFIG, RankFailedError
 from trainer.hardware.specs import find_table, table_peak_flops
@@ -68,7 +69,7 @@ def require_peer_access(device: torch.device) -> None:
 
 
 def choose_attention_kernel(config: Config, device: torch.device) -> str:
-    """The attention kernel for this device, verified there against plain matmuls.
+    """The attention kernel for this device, verified there against plain matmuls with the run's heads and dtype.
 
     Activates FlashAttention 3 or 4 if configured. Raises RankFailedError if the kernel is missing or wrong on this device.
     """
@@ -81,11 +82,26 @@ def choose_attention_kernel(config: Config, device: torch.device) -> str:
     try:
         if is_flash_version:
             torch.nn.attention.activate_flash_attention_impl(configured.upper())
-        kernel_check.verify_kernel(name, device, compute_dtype, width=config.model.build().head_dim)
-    except (ImportError, RuntimeError, ValueError) as error:
+        verify_attention_kernel(config, name, device)
+    # FlashAttention 4 refuses arguments by assertions.
+    except (AssertionError, ImportError, RuntimeError, ValueError) as error:
         message = f'training.attention = "{configured}" does not work on {device}: {error}'
         raise RankFailedError(EXIT_BAD_CONFIG, message) from error
+    torch.cuda.empty_cache()
     return name
+
+
+def verify_attention_kernel(config: Config, kernel: str, device: torch.device) -> None:
+    """Raises ValueError unless the kernel is right for the heads, dtype and tensor sizes of this run."""
+    plan, dtype = config.context_plan(), getattr(torch, config.training.dtype)
+    groups, ulysses = config.memory.head_groups, plan.ulysses_degree
+    num_kv = plan.kv_heads // groups
+    num_kv = num_kv * kv_head_repeats(ulysses, num_kv) // ulysses
+    heads = kernel_check.Heads(plan.heads // groups // ulysses, num_kv, plan.head_dim)
+    few = heads._replace(num=min(2, num_kv) * heads.num // num_kv, kv=min(2, num_kv))
+    kernel_check.verify_kernel(kernel, device, dtype, heads=few, deterministic=config.training.deterministic)
+    num_tokens = config.training.micro_batch_size * plan.padded_length(config.training.seq_len) // plan.ring_degree
+    kernel_check.verify_wide(kernel, device, dtype, heads=heads, num_tokens=num_tokens)
 
 
 def peak_flops(device: torch.device) -> float | None:

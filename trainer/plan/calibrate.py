@@ -83,9 +83,11 @@ def _measure_attention(
         shapes = ((tokens, heads, head_dim),) * 2 + ((tokens, kv_heads, head_dim),) * 2
         grad, q, k, v = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
         try:
-            kernel_check.verify_kernel(requested, device, dtype, width=head_dim)
+            kernel_check.verify_kernel(
+                requested, device, dtype, heads=kernel_check.Heads(2 * heads // kv_heads, 2, head_dim)
+            )
             ((_, out, lse),) = kernels.attend_blocks(q, k, v, work, kernel=requested)
-        except (RuntimeError, ValueError):
+        except (AssertionError, RuntimeError, ValueError):
             continue
         forward = _min_seconds(device, partial(_exhaust, kernels.attend_blocks, q, k, v, work, kernel=requested))
         backward = _min_seconds(
