@@ -51,11 +51,14 @@ def requested_bytes(variant: str) -> int:
     import torch
     from torch import distributed
 
+    from models import kernel_check
     from trainer.data.copy_task import CopyDataset
     from trainer.data.sequences import BlendedDataset
     from trainer.distributed import World
     from trainer.trainer import Trainer
 
+    for check in ("verify_kernel", "verify_wide"):  # Nothing may be computed.
+        setattr(kernel_check, check, lambda *_, **__: None)
     config = load([*MODEL.split(), *variant.split()])
     training, vocabulary = config.training, config.model.build().vocab_size
     rows = CopyDataset(
