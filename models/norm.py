@@ -18,7 +18,8 @@ def rms_norm(x_E: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]
     """Output in x's dtype, and the reciprocal standard deviation that the backward pass needs."""
     rstd_1 = rstd(x_E, eps)
     out_E: Tensor = (x_E * rstd_1).to(x_E.dtype)
-    return out_E.mul_(weight_E), rstd_1
+    # Dynamo of torch 2.11 differentiates an autograd function that writes in place wrongly.
+    return (out_E * weight_E if torch.compiler.is_compiling() else out_E.mul_(weight_E)), rstd_1
 
 
 def rstd(x_E: Tensor, eps: float) -> Tensor:

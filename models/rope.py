@@ -83,5 +83,9 @@ def apply_rotary(x_BSNH: Tensor, cos_BS1F: Tensor, sin_BS1F: Tensor) -> Tensor:
 def apply_rotary_emb(x_BSNH: Tensor, cos_sin_2BS1F: Tensor) -> Tensor:
     """Rotates each pair (x[i], x[i + F]) by its angle, computed in the table's dtype; returns x's dtype."""
     cos_BS1F, sin_BS1F = cos_sin_2BS1F.unbind(0)
+    if torch.compiler.is_compiling():  # Dynamo of torch 2.11 loses the gradient of the function below.
+        left, right = x_BSNH.to(cos_BS1F.dtype).chunk(2, dim=-1)
+        halves = left * cos_BS1F - right * sin_BS1F, right * cos_BS1F + left * sin_BS1F
+        return torch.cat(halves, dim=-1).to(x_BSNH.dtype)
     out_BSNH: Tensor = ApplyRotaryEmb.apply(x_BSNH, cos_BS1F, sin_BS1F)
     return out_BSNH

@@ -20,6 +20,7 @@ from parallelisms import tensor_parallel
 from parallelisms.activation_checkpoint import RecomputeConfig
 from parallelisms.activation_offload import HostActivationPool
 from parallelisms.block_recompute import TileOps, Tiling, compile_tile_ops
+from parallelisms.compile_check import verify_compilation
 from parallelisms.context.context_parallel import ContextParallel
 from parallelisms.init_weights import initialize
 from parallelisms.mesh import Mesh
@@ -29,6 +30,7 @@ from parallelisms.pipeline_plan import PipelinePlan
 from trainer.config.job_config import Config
 from trainer.data.sequences import FullSequence, SequenceShard
 from trainer.distributed import World
+from trainer.errors import EXIT_BAD_CONFIG, RankFailedError
 from trainer.hardware.device import choose_attention_kernel, require_peer_access
 from trainer.hardware.host import GIB
 
@@ -53,6 +55,8 @@ class ParallelModel:
         if config.parallelism.async_tp:
             require_peer_access(world.device)
             tensor_parallel.enable_async_tp(self.mesh.tp_mesh)
+        if config.training.compile:
+            require_right_compilation(config)
         self.context_parallel = build_context_parallel(config, self.mesh, self.kernel) if context_plan.cp > 1 else None
         self.sequence_shard: SequenceShard = self.context_parallel or FullSequence(context_plan.seq_len_divisor)
         """Selects this rank's tokens of a sequence."""
@@ -161,6 +165,14 @@ def build_host_pool(config: Config, world: World, plan: PipelinePlan, *, rank: i
     if memory.host_budget_gib is not None:
         budget = int(memory.host_budget_gib * GIB) // max(1, world.size // world.num_nodes)
     return HostActivationPool(max_inputs=blocks * plan.max_in_flight, budget=budget)
+
+
+def require_right_compilation(config: Config) -> None:
+    """Raises RankFailedError if this torch gives compiled blocks of the model other gradients."""
+    try:
+        verify_compilation(config.model.build(), build_recompute_config(config, None).policy)
+    except ValueError as error:
+        raise RankFailedError(EXIT_BAD_CONFIG, f"training.compile = true does not work here: {error}") from error
 
 
 def build_recompute_config(config: Config, host_pool: HostActivationPool | None) -> RecomputeConfig:
