@@ -1,16 +1,19 @@
-"""What one GPU makes of Longhaul: speeds, peaks and parity, each row printed as it is found, in ten minutes.
+"""What one GPU makes of Longhaul: truth, speed and memory, in five parts that each fit into nine minutes.
 
-    python -m benchmarks.gpu [--minutes 10] [--phases 0,1,3] [--out rows.jsonl] [--attention fastest]
-    python -m benchmarks.gpu --record 1048576 --model 1b-128 [--memory.head_groups 4 ...]      one whole exact step
-    python -m benchmarks.gpu --longest 8b [...]       the longest sequence that a device holds, found with two of the layers
-    python -m benchmarks.gpu --rehearse               everything on tiny sizes, also on a CPU: a test of this script
+    python -m benchmarks.gpu --part 1     alive and right: gpu tests, kernels against float64, copies, parity
+    python -m benchmarks.gpu --part 2     attention and the head; a 1B with heads of 128 from 8K to 256K, option by option
+    python -m benchmarks.gpu --part 3     Llama 3.2 1B, slices of 8B, peaks at 1M, another library's step
+    python -m benchmarks.gpu --part 4     the product: calibrate, a run with checkpoints, kill -9, resume, trace
+    python -m benchmarks.gpu --part 5     the record: one exact step of 786,432 tokens; called again, of 1M
+    python -m benchmarks.gpu --longest 8b     the longest sequence that a device holds, found with two of the layers
+    python -m benchmarks.gpu --part 1 --rehearse     tiny sizes, also on a CPU: a test of this script
 
-Phases: 0 environment and ceilings, 1 parity, 2 attention and the head, 3 1B with heads of 128, 4 levers at 64K, 5 1B with
-heads of 64, 6 slices of 8B, 7 slices of 8B at 1M, 8 another library's step. Options of a configuration reach every step of
-training, over what the phase says. Models are Longhaul's own, built from a `Config` and trained by its `Trainer` in this
-process; only initial weights are drawn on the device, which takes a tenth of the time. What fails, or would take longer
-than is left, becomes a row that says so. Times come from device events; FLOP/s of attention count 4 per pair and number
-of a head forward, 10 backward.
+Every row is on disk (`--output`, else outputs/gpu/part_N.jsonl) as soon as it is known, with commit, torch, clocks, kernel, and
+memory and seconds predicted and measured. Called again, a part goes on where it ended. A row that fails, hangs, loses the
+device or would take longer than is left becomes a row that says so, and the next is measured in a new process. Options of
+a configuration reach every step of training. Models are built from a `Config` and trained by the `Trainer`; only initial
+weights are drawn on the device, which takes a tenth of the time. FLOP/s of attention count 4 per pair and number of a
+head forward, 10 backward.
 """
 
 from __future__ import annotations
@@ -20,20 +23,27 @@ import importlib
 import os
 import platform
 import shlex
+import subprocess
 import sys
 import time
+import uuid
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
-from benchmarks.gpu_parts import KEPT, attention, environment, output, parity
+from benchmarks.gpu_parts import KEPT, ROOT, attention, environment, gpu_tests, parity, truth
 from benchmarks.gpu_parts import report as report_result
-from benchmarks.gpu_rows import Bench, K, Report
+from benchmarks.gpu_product import product
+from benchmarks.gpu_rows import Bench, K, Report, entries, found_host_bytes, output
 from benchmarks.gpu_steps import (
     MODELS,
     begin_memory,
@@ -45,18 +55,26 @@ from benchmarks.gpu_steps import (
     train,
     with_length,
 )
+from trainer.config.job_config import Config
 from trainer.hardware.device import choose_device, peak_flops
 from trainer.hardware.host import GIB
 from trainer.launch.cluster import LaunchWorld, set_worker_environment
 
+SDPA_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+THEIR_CHUNK = 2 * K
+"""Tokens whose logits exist at a time in the other library's step."""
 LEAN = "--memory.offload inputs_and_attention --memory.head_groups 4 --memory.mlp_tile_mib 1024"
 
 
-# ---- 3 to 8: steps
+# ---- steps
 
 
 def ladder(bench: Bench) -> None:
-    for tokens, room in ((32 * K, 12), (128 * K, 35), (256 * K, 85)):
+    for tokens, room in ((8 * K, 6), (32 * K, 12), (64 * K, 15), (128 * K, 35), (256 * K, 85)):
         train(bench, "1b-128", tokens, room=room)
     train(bench, "1b-128", 32 * K, "--training.compile true", room=12)
 
@@ -105,22 +123,22 @@ def long_rows(bench: Bench) -> None:
 
 
 def transformers_step(bench: Bench) -> None:
-    """Hugging Face's Llama of the same widths: autocast over float32 weights, checkpointed blocks, AdamW."""
-    try:
-        library: Any = importlib.import_module("transformers")
-    except ImportError as error:
-        report_result(bench, "transformers", f"not installed: {error}")
-        return
+    """Hugging Face's Llama of the same widths: autocast over float32 weights, checkpointed blocks, a chunked loss, AdamW.
+
+    On the attention kernel that our steps take.
+    """
     for tokens in (128 * K, 64 * K, 32 * K):
-        config = configured(bench, "1b-128", tokens, "--memory.recompute full --training.attention auto")
-        job = partial(their_step, bench, library, config)
-        tokens = config.training.seq_len
-        needs = 3 * seconds_of(bench, config, tokens**2 / 2) + 20 * bench.cuda
-        if bench.attempt(f"transformers {library.__version__}, {tokens}", job, needs=needs):
+        config = bench.guard("transformers", partial(configured, bench, "1b-128", tokens, "--memory.recompute full"))
+        if config is None:
+            return
+        needs = 3 * seconds_of(bench, config, config.training.seq_len**2 / 2) + 20 * bench.cuda
+        job = partial(their_step, bench, config)
+        if bench.attempt(f"transformers, {config.training.seq_len}", job, needs=needs):
             return
 
 
-def their_step(bench: Bench, library: Any, config: Any) -> bool:
+def their_step(bench: Bench, config: Config) -> float:
+    library: Any = importlib.import_module("transformers")
     model, tokens = config.model.build(), config.training.seq_len
     theirs = library.LlamaConfig(
         vocab_size=model.vocab_size,
@@ -139,11 +157,17 @@ def their_step(bench: Bench, library: Any, config: Any) -> bool:
         words = torch.randint(model.vocab_size, (1, tokens))
     net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     adamw = torch.optim.AdamW(net.parameters(), fused=True)
+    backend = SDPA_BACKENDS.get(config.training.attention, SDPBackend.MATH)
+
+    def chunk_loss(hidden: Tensor, labels: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(net.lm_head(hidden).float(), labels, reduction="sum")
 
     def step() -> None:
-        with torch.autocast(bench.device.type, torch.bfloat16):
-            loss = net(input_ids=words, labels=words, use_cache=False).loss
-        loss.backward()
+        with torch.autocast(bench.device.type, torch.bfloat16), sdpa_kernel([backend]):
+            hidden = net.model(input_ids=words, use_cache=False).last_hidden_state[0, :-1]
+            chunks = zip(hidden.split(THEIR_CHUNK), words[0, 1:].split(THEIR_CHUNK), strict=True)
+            losses = [checkpoint(chunk_loss, *chunk, use_reentrant=False) for chunk in chunks]
+            (torch.stack(losses).sum() / (tokens - 1)).backward()
         adamw.step()
         adamw.zero_grad()
 
@@ -153,37 +177,35 @@ def their_step(bench: Bench, library: Any, config: Any) -> bool:
     flops, peak = model.flops(tokens=tokens, pairs=tokens * (tokens + 1) / 2), peak_flops(bench.device)
     used = torch.cuda.max_memory_allocated() if bench.cuda else None
     bench.report.row(
-        model=f"1b-128, transformers {library.__version__}, gradient checkpointing, sdpa",
+        model=f"1b-128, transformers {library.__version__}, gradient checkpointing, chunked loss",
         seq_len=tokens,
+        kernel=f"sdpa, {backend.name.lower()}",
         s_step=seconds,
         n=len(times),
         tok_s=tokens / seconds,
         mfu=flops / seconds / peak if peak else None,
         peak_gib=gib(used),
     )
-    return True
+    return seconds
 
 
-PHASES = (
-    environment,
-    parity,
-    attention,
-    ladder,
-    ablation,
-    narrow_heads,
-    slices,
-    long_rows,
-    transformers_step,
-)
+# ---- the record
 
 
-# ---- one long call each
-
-
-def record(bench: Bench, model: str, tokens: int) -> None:
-    """One whole exact step, after a warm-up on short documents that pins the memory."""
+def record(bench: Bench) -> None:
+    """One whole exact step each, after a warm-up on short documents that pins the memory."""
     levers = f"{KEPT} --memory.offload inputs --memory.head_groups 4 --memory.mlp_tile_mib 1024"
-    train(bench, model, tokens, levers, rounds=(1, 1, True), note="one exact step")
+    for tokens in (768 * K, 1024 * K):
+        train(bench, "1b-128", tokens, levers, rounds=(1, 1, True), note="one exact step")
+
+
+PARTS: dict[int, tuple[Callable[[Bench], None], ...]] = {
+    1: (environment, truth, gpu_tests, parity),
+    2: (environment, attention, ladder, ablation),
+    3: (environment, narrow_heads, slices, long_rows, transformers_step),
+    4: (environment, product),
+    5: (environment, record),
+}
 
 
 def longest(bench: Bench, model: str) -> None:
@@ -224,26 +246,68 @@ def longest(bench: Bench, model: str) -> None:
     report_result(bench, f"longest sequence of {model} by device memory, from truncated depth", result)
 
 
-def options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument("--phases", default=",".join(map(str, range(len(PHASES)))))
-    parser.add_argument("--out", type=Path)
+# ---- processes
+
+
+def options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--part", type=int, choices=PARTS)
+    what.add_argument("--longest", choices=MODELS)
+    parser.add_argument("--minutes", type=float, default=9, help="that the part may take")
+    parser.add_argument("--output", type=Path)
     parser.add_argument("--attention", default="fastest", help="or one of training.attention, for all steps")
-    parser.add_argument("--record", type=int, metavar="SEQ_LEN")
-    parser.add_argument("--model", default="1b-128", choices=MODELS)
-    parser.add_argument("--longest", choices=MODELS)
-    parser.add_argument("--host-gib", type=float, help="where the machine shows less memory than it can have")
+    parser.add_argument("--host-gib", type=float, help="host memory; it is found by itself")
     parser.add_argument("--rehearse", action="store_true")
-    return parser.parse_known_args(argv)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)
+    given, more = parser.parse_known_args(argv)
+    name = "longest" if given.part is None else f"part_{given.part}"
+    given.output = given.output or Path("outputs", "gpu", f"{name}.jsonl")
+    return given, more
 
 
-def main(argv: list[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     given, more = options(argv)
-    device = choose_device(0)
-    if device.type == "cpu" and not given.rehearse:
+    if given.worker is not None:
+        measure(given, more, argv)
+        return 0
+    if not torch.cuda.is_available() and not given.rehearse:
         sys.stdout.write("no CUDA device: nothing measured\n")
         return 0
+    run, deadline = uuid.uuid4().hex[:8], time.time() + 60 * given.minutes
+    worker = [sys.executable, "-m", "benchmarks.gpu", *argv, f"--worker={run}", f"--deadline={deadline}"]
+    return supervise(worker, given.output, run)
+
+
+def supervise(worker: Sequence[str], path: Path, run: str) -> int:
+    """Measures in child processes: a new one after each that a job has ended, or that hangs in one."""
+    report = Report(path, run)
+    while True:
+        child = subprocess.Popen(worker)
+        while child.poll() is None:
+            job = begun_job(path, run)
+            if job is not None and time.time() > job["time"] + job["limit"]:
+                child.kill()
+            time.sleep(0.2)
+        job = begun_job(path, run)
+        if job is None:
+            return child.returncode
+        report.part = job["part"]
+        report.row(what=job["job"], result=f"failed: ended its process with status {child.returncode}")
+        report.end(job["job"], "failed")
+
+
+def begun_job(path: Path, run: str) -> dict[str, Any] | None:
+    """The job that has begun in this run and not ended."""
+    last = next((entry for entry in reversed([*entries(path)]) if "job" in entry), None)
+    return last if last is not None and last["state"] == "begun" and last["run"] == run else None
+
+
+def measure(given: argparse.Namespace, more: Sequence[str], argv: Sequence[str]) -> None:
+    device = choose_device(0)
     set_worker_environment(os.environ, LaunchWorld(nproc_per_node=1))
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo")  # A machine without a network has a name that nobody resolves.
@@ -253,25 +317,26 @@ def main(argv: list[str]) -> int:
     common = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "torch": torch.__version__,
-        "commit": output("git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"),
+        "commit": output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"),
+        "sources": source_digest(),
         "command": shlex.join(argv),
     }
-    begin = time.monotonic()
-    report = Report(given.out, **common)
-    bench = Bench(device, report, begin + 60 * given.minutes, given.rehearse, given.attention, more)
-    bench.host = given.host_gib * GIB if given.host_gib else bench.host
-    if given.record:
-        jobs: dict[Any, Callable[[], None]] = {"record": partial(record, bench, given.model, given.record)}
-    elif given.longest:
-        jobs = {"longest": partial(longest, bench, given.longest)}
-    else:
-        jobs = {number: partial(PHASES[number], bench) for number in map(int, given.phases.split(","))}
-    for name, job in jobs.items():
-        report.phase = name
-        bench.attempt(f"phase {name}", job)
-        bench.clear()
-    report_result(bench, "all of it", f"{(time.monotonic() - begin) / 60:.1f} minutes")
-    return 0
+    report = Report(given.output, given.worker, **common)
+    host = given.host_gib * GIB if given.host_gib else found_host_bytes()
+    bench = Bench(device, report, given.deadline, given.rehearse, given.attention, more, host)
+    report.part = given.part or "longest"
+    for job in PARTS[given.part] if given.part else [partial(longest, model=given.longest)]:
+        bench.guard(getattr(job, "__name__", "longest"), partial(job, bench))
+    report_result(bench, "left", f"{bench.left() / 60:.1f} minutes")
+
+
+def source_digest() -> str:
+    """Of the code that is measured, also where there is no git."""
+    digest = blake2b(digest_size=4)
+    for folder in ("benchmarks", "models", "parallelisms", "trainer"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Phases 0 to 2 of the GPU benchmark: the machine, parity, attention and the head by themselves."""
+"""The machine, truth and speed of kernels, parity, attention and the head by themselves, for the GPU benchmark."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import importlib
 import os
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from pathlib import Path
 from queue import SimpleQueue
 from statistics import median
 from typing import Any
@@ -19,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_rows import BACKENDS, Bench, K, measure_attention, measure_wide
+from benchmarks.gpu_rows import BACKENDS, Bench, K, is_right_when_wide, output, rate_of
 from benchmarks.gpu_steps import begin_memory, configured, draw_weights
-from models import attention_op
+from models import attention_op, kernel_check
+from models.kernel_check import Heads
 from models.kernels import ScoreBlock, ScoreBlocks
 from models.loss_head import LossHead
 from parallelisms.collectives import to_local
@@ -34,6 +37,7 @@ from trainer.hardware.host import GIB
 from trainer.trainer import Trainer
 
 KEPT = "--memory.recompute keep_attention"
+ROOT = Path(__file__).resolve().parents[1]
 
 
 # ---- 0: the machine
@@ -54,7 +58,7 @@ def environment(bench: Bench) -> None:
         )
         row(
             "triton",
-            getattr(bench.attempt("triton", partial(importlib.import_module, "triton")), "__version__", "none"),
+            getattr(bench.guard("triton", partial(importlib.import_module, "triton")), "__version__", "none"),
         )
         fields = "driver_version,clocks.sm,clocks.mem,temperature.gpu,power.draw,clocks_event_reasons.active"
         row("driver, clocks, heat", output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"))
@@ -68,18 +72,45 @@ def environment(bench: Bench) -> None:
     seconds = median(bench.timed(lambda: x.copy_(y)))
     row("copy on the device", f"{2 * x.numel() / seconds / 1e9:.4g} GB/s, read and written")
     if bench.cuda:
-        transfers(bench, a, b)
+        bench.attempt("copies and page-locking", partial(transfers, bench, a, b), needs=20)
+
+
+def gpu_tests(bench: Bench) -> None:
+    """The project's tests that need a CUDA device."""
+
+    def run() -> str:
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests/models"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=bench.left(), check=False)
+        lines = [line for line in done.stdout.splitlines() if line.strip()]
+        for line in (line for line in lines if line.startswith(("FAILED", "ERROR"))):
+            report(bench, "gpu tests", line)
+        report(bench, "gpu tests", lines[-1] if lines else done.stderr[-160:])
+        return lines[-1]
+
+    bench.attempt("gpu tests", run, needs=60 * bench.cuda)
+
+
+def truth(bench: Bench) -> None:
+    """Every kernel at ten lengths, and where a tensor has more elements than 32 bits count."""
+    dtypes = {"efficient": torch.float32, "plain": torch.float64, "auto": torch.float32}
+    for kernel in (*BACKENDS, "plain") if bench.cuda else ("auto",):
+        for heads in (Heads(8, 2, 128), Heads(8, 2, 64), Heads(2, 2, 128)):
+            job = partial(judge, bench, kernel, dtypes.get(kernel, torch.bfloat16), heads)
+            bench.attempt(f"truth of {kernel}, heads {heads}", job, needs=5)
+    for kernel in BACKENDS if bench.cuda else ("auto",):
+        is_right_when_wide(bench, kernel)
+
+
+def judge(bench: Bench, kernel: str, dtype: torch.dtype, heads: Heads) -> bool:
+    lengths = kernel_check.LENGTHS[:6] if bench.rehearse else kernel_check.LENGTHS
+    errors = kernel_check.verify_kernel(kernel, bench.device, dtype, heads=heads, lengths=lengths)
+    shown = {name: f"{error:.1e}" for name, error in errors.items()}
+    bench.report.row(kernel=kernel, heads=f"{heads.num}:{heads.kv} x {heads.dim}", dtype=str(dtype)[6:], **shown)
+    return True
 
 
 def report(bench: Bench, what: str, result: str) -> None:
     bench.report.row(what=what, result=result)
-
-
-def output(*command: str) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
 
 
 def transfers(bench: Bench, a: Tensor, b: Tensor) -> None:
@@ -134,13 +165,18 @@ VARIANTS = {
 
 
 def parity(bench: Bench) -> None:
+    bench.attempt("parity of memory options and kernels", partial(compare_variants, bench), needs=40 * bench.cuda)
+    bench.attempt("4 ranks of a ring", partial(ring_parity, bench))
+
+
+def compare_variants(bench: Bench) -> bool:
     """Loss, norm and gradients of the first step of each variant, compared with another."""
     seen: dict[str, Seen] = {}
     torch.use_deterministic_algorithms(True, warn_only=True)  # noqa: FBT003
     try:
         for name, (other, options) in VARIANTS.items():
             needs_cuda = name in ("cudnn", "efficient")
-            found = None if needs_cuda and not bench.cuda else bench.attempt(name, partial(seen_by, bench, options))
+            found = None if needs_cuda and not bench.cuda else bench.guard(name, partial(seen_by, bench, options))
             if found is not None:
                 seen[name] = found
                 loss, norm, _ = found
@@ -150,7 +186,7 @@ def parity(bench: Bench) -> None:
                 )
     finally:
         torch.use_deterministic_algorithms(False)  # noqa: FBT003
-    bench.attempt("4 ranks of a ring", partial(ring_parity, bench))
+    return True
 
 
 def seen_by(bench: Bench, options: str) -> Seen:
@@ -218,7 +254,7 @@ def ring_job(bench: Bench, kernel: str, tokens: int, ranks: int = 4) -> tuple[Ca
     return alone, lambda: [x[back] for x in shared()], shared
 
 
-def ring_parity(bench: Bench) -> None:
+def ring_parity(bench: Bench) -> bool:
     alone, in_order, _ = ring_job(bench, "flash" if bench.cuda else "auto", bench.size(8 * K))
     names = ("output", "dq", "dk", "dv")
     far = {
@@ -226,6 +262,7 @@ def ring_parity(bench: Bench) -> None:
         for name, a, b in zip(names, in_order(), alone(), strict=True)
     }
     report(bench, "4 ranks of a ring against one", ", ".join(f"{name} {error:.1e}" for name, error in far.items()))
+    return True
 
 
 # ---- 2: attention and the head by themselves
@@ -235,19 +272,12 @@ def attention(bench: Bench) -> None:
     for tokens in (16 * K, 64 * K):
         for width in (128, 64):
             for kernel in BACKENDS if bench.cuda else ("auto",):
-                job = partial(measure_attention, bench, kernel, width, bench.size(tokens))
-                bench.attempt(f"{kernel}, {tokens} tokens, width {width}", job, needs=5)
-                bench.clear()
+                rate_of(bench, kernel, width, tokens)
     fastest = bench.kernel(configured(bench, "8b", 16 * K))
-    for kernel in BACKENDS if bench.cuda else ("auto",):
-        bench.attempt(f"large attention of {kernel}", partial(measure_wide, bench, kernel), needs=5)
-        bench.clear()
     for tokens in (2 * K, 8 * K, 32 * K):
         bench.attempt(f"virtual ring, {tokens} tokens per rank", partial(ring_row, bench, fastest, tokens), needs=10)
-        bench.clear()
     for mib in (64, 256, 1024):
         bench.attempt(f"head, chunks of {mib} MiB", partial(head_row, bench, mib), needs=5)
-        bench.clear()
 
 
 def ring_row(bench: Bench, kernel: str, held: int) -> None:

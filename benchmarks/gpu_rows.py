@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import gc
 import json
+import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
 import torch
@@ -23,35 +26,90 @@ from models.kernel_check import Heads
 from models.kernels import ScoreBlock, ScoreBlocks
 from trainer.config.job_config import Config
 from trainer.hardware.device import Stopwatch
-from trainer.hardware.host import node_memory_bytes
+from trainer.hardware.host import GIB, node_memory_bytes
 
 T = TypeVar("T")
 Given = tuple[Tensor, Tensor, Tensor, Tensor]
 """The gradient of attention's output, queries, keys and values."""
 K = 1 << 10
 BACKENDS = ("flash", "cudnn", "efficient")
+EXIT_DEVICE_LOST = 70
+LONGEST_WAIT = 120
+"""Seconds that a job may take beyond three times its prediction."""
+UNKNOWN = "unknown"
 
 
 class Report:
-    """Rows of a markdown table, a header whenever their columns change, and the same as JSON lines."""
+    """Rows of a markdown table, a header whenever their columns change, and the same as JSON lines.
 
-    def __init__(self, out: Path | None, **common: Any) -> None:
-        self.phase: int | str = ""
-        self._out, self._common, self._columns = out, common, list[str]()
+    The file also says which jobs have begun and how they ended. A job that was measured from the same sources is not
+    measured again, and one that failed is not tried again in the same run.
+    """
+
+    def __init__(self, path: Path, run: str, **common: Any) -> None:
+        self.part: int | str = ""
+        self.path, self._run, self._common, self._columns = path, run, common, list[str]()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.read_text().endswith("\n"):
+            path.write_text(path.read_text() + "\n")  # After a line that was cut off.
 
     def row(self, **cells: Any) -> None:
         if list(cells) != self._columns:
             self._columns = list(cells)
-            self._say(f"\n| phase | {' | '.join(cells)} |\n|{'---|' * (len(cells) + 1)}\n")
-        self._say(f"| {self.phase} | {' | '.join(map(_shown, cells.values()))} |\n")
-        if self._out is not None:
-            now = datetime.now(UTC).isoformat(timespec="seconds")
-            with self._out.open("a") as file:
-                file.write(json.dumps({"phase": self.phase, **cells, "date": now, **self._common}, default=str) + "\n")
+            self._say(f"\n| part | {' | '.join(cells)} |\n|{'---|' * (len(cells) + 1)}\n")
+        self._say(f"| {self.part} | {' | '.join(map(_shown, cells.values()))} |\n")
+        self._write(cells | {"clocks": clocks()} | self._common)
+
+    def begin(self, job: str, limit: float) -> None:
+        """`limit`: seconds after which the job counts as hung."""
+        self._write({"job": job, "state": "begun", "limit": limit, "time": time.time()})
+
+    def end(self, job: str, state: str, value: Any = None) -> None:
+        self._write({"job": job, "state": state, "value": value, "sources": self._common.get("sources")})
+
+    def ended(self, job: str) -> Entry | None:
+        """How the job ended, if it is not to be tried again."""
+        for entry in reversed([*entries(self.path)]):
+            if (entry.get("part"), entry.get("job")) == (self.part, job) and entry["state"] != "begun":
+                same = entry["sources"] == self._common.get("sources")
+                if (entry["state"] == "measured" and same) or (
+                    entry["state"] == "failed" and entry["run"] == self._run
+                ):
+                    return entry
+        return None
+
+    def _write(self, cells: dict[str, Any]) -> None:
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        with self.path.open("a") as file:
+            file.write(json.dumps({"part": self.part, "run": self._run, "date": now, **cells}, default=str) + "\n")
 
     def _say(self, text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
+
+
+Entry = dict[str, Any]
+
+
+def entries(path: Path) -> Iterator[Entry]:
+    """Of a report; a line that was cut off is left out."""
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with suppress(json.JSONDecodeError):
+            yield json.loads(line)
+
+
+def clocks() -> str | None:
+    """Of the first device, its heat and power, and what slows it down."""
+    fields = "clocks.sm,clocks.mem,temperature.gpu,power.draw,clocks_event_reasons.active"
+    said = output("nvidia-smi", "--id=0", f"--query-gpu={fields}", "--format=csv,noheader")
+    return None if said == UNKNOWN else said
+
+
+def output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return UNKNOWN
 
 
 def _shown(value: object) -> str:
@@ -65,6 +123,7 @@ class Bench:
     device: torch.device
     report: Report
     deadline: float
+    """In seconds of `time.time`."""
     rehearse: bool = False
     attention: str = "fastest"
     given: Sequence[str] = ()
@@ -73,26 +132,41 @@ class Bench:
     """Bytes of host memory."""
     rates: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
     """FLOP/s of attention, forward and backward, by kernel and head width: of kernels that were seen right."""
-    wide: set[str] = field(default_factory=set)
-    """Kernels seen right where a tensor has more elements than 32 bits count."""
 
     @property
     def cuda(self) -> bool:
         return self.device.type == "cuda"
 
     def left(self) -> float:
-        return self.deadline - time.monotonic()
+        return self.deadline - time.time()
 
     def size(self, tokens: int) -> int:
         return max(64, tokens // 512) if self.rehearse else tokens
 
-    def attempt(self, what: str, job: Callable[[], T], *, needs: float = 0) -> T | None:
-        """What the job gives; None, and a row that says why, where it fails or would take longer than is left."""
+    def attempt(self, job: str, work: Callable[[], T], *, needs: float = 0) -> T | None:
+        """What the work gives, or gave when it was measured before: something that JSON holds.
+
+        None, and a row that says why, where it fails or would take longer than is left.
+        """
+        earlier = self.report.ended(job)
+        if earlier is not None:
+            self.report.row(what=job, result=f"{earlier['state']} before")
+            value: T | None = earlier["value"]
+            return value
         if needs > self.left():
-            self.report.row(what=what, result=f"skipped: about {needs:.0f} s, {max(0, self.left()):.0f} s are left")
+            self.report.row(what=job, result=f"skipped: about {needs:.0f} s, {max(0, self.left()):.0f} s are left")
             return None
+        self.report.begin(job, limit=LONGEST_WAIT + 3 * needs)
+        found = self.guard(job, lambda: (work(),))
+        state, result = ("failed", None) if found is None else ("measured", found[0])
+        self.report.end(job, state, result)
+        self.clear()
+        return result
+
+    def guard(self, what: str, work: Callable[[], T]) -> T | None:
+        """What the work gives; None, and a row that says why, where it fails."""
         try:
-            return job()
+            return work()
         except Exception as error:  # noqa: BLE001 - whatever it is, the other rows are still wanted
             lines = str(error).strip().splitlines() or [""]
             is_memory = isinstance(error, torch.OutOfMemoryError)
@@ -103,8 +177,13 @@ class Bench:
         return None
 
     def clear(self) -> None:
+        """Frees memory. Ends the process if the device is lost: what follows needs a new one."""
         gc.collect()
         if self.cuda:
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError as error:
+                raise SystemExit(EXIT_DEVICE_LOST) from error
             torch.cuda.empty_cache()
             getattr(torch._C, "_host_emptyCache", bool)()
 
@@ -133,22 +212,46 @@ class Bench:
         model = config.model.build()
         elements = config.training.seq_len * model.num_heads * model.head_dim // config.memory.head_groups
         for name in () if any(width == model.head_dim for _, width in self.rates) else BACKENDS:
-            self.attempt(f"attention of {name}", partial(measure_attention, self, name, model.head_dim, 16 * K))
+            rate_of(self, name, model.head_dim, 16 * K)
         times = {
             name: 4 / rate[0] + 10 / rate[1] for (name, width), rate in self.rates.items() if width == model.head_dim
         }
         if elements >= 1 << 31:
-            for name in () if self.wide else times:
-                self.attempt(f"large attention of {name}", partial(measure_wide, self, name))
-            times = {name: seconds for name, seconds in times.items() if name in self.wide}
+            times = {name: seconds for name, seconds in times.items() if is_right_when_wide(self, name)}
         return min(times, key=lambda name: times[name], default="auto")
+
+
+TOUCH = "import torch\nheld = []\nwhile True: held.append(torch.ones(1 << 30, dtype=torch.uint8)); print(len(held), flush=True)"
+
+
+def found_host_bytes() -> float:
+    """Host memory. A sandbox may show less than there is: where that is less than the device has, a child process tries."""
+    shown = float(node_memory_bytes())
+    if not torch.cuda.is_available() or shown >= torch.cuda.get_device_properties(0).total_memory:
+        return shown
+    with TemporaryFile() as file:
+        with suppress(subprocess.TimeoutExpired):
+            subprocess.run([sys.executable, "-c", TOUCH], stdout=file, timeout=15, check=False)
+        file.seek(0)
+        gibs = len(file.read().split())
+    return max(shown, 0.9 * gibs * GIB)  # Not all of it will be had again.
 
 
 # ---- attention
 
 
-def measure_attention(bench: Bench, kernel: str, width: int, tokens: int, heads: int = 32, kv_heads: int = 8) -> None:
-    """A row; its rates count from now on. Raises ValueError for a wrong kernel."""
+def rate_of(bench: Bench, kernel: str, width: int, tokens: int) -> None:
+    """Measures a kernel, unless it was; its rates count from now on."""
+    job = partial(measure_attention, bench, kernel, width, bench.size(tokens))
+    rates = bench.attempt(f"attention of {kernel}, {tokens} tokens, heads of {width}", job, needs=5)
+    if rates is not None:
+        bench.rates[kernel, width] = rates[0], rates[1]
+
+
+def measure_attention(
+    bench: Bench, kernel: str, width: int, tokens: int, heads: int = 32, kv_heads: int = 8
+) -> tuple[float, float]:
+    """A row; gives FLOP/s forward and backward. Raises ValueError for a wrong kernel."""
     if bench.cuda:
         kernel_check.verify_kernel(kernel, bench.device, torch.bfloat16, heads=Heads(2 * heads // kv_heads, 2, width))
     grad, q = (bench.draw(tokens, heads, width) for _ in range(2))
@@ -158,7 +261,6 @@ def measure_attention(bench: Bench, kernel: str, width: int, tokens: int, heads:
     if not error < kernel_check.TOLERANCES[torch.bfloat16]:
         raise ValueError(f"{kernel}: the last of {tokens} queries errs by {error:.1e}")
     rates = (4 * heads * width * pairs / forward, 10 * heads * width * pairs / backward)
-    bench.rates[kernel, width] = rates
     bench.report.row(
         kernel=kernel,
         heads=f"{heads}:{kv_heads} x {width}",
@@ -169,18 +271,22 @@ def measure_attention(bench: Bench, kernel: str, width: int, tokens: int, heads:
         backward_tflops=rates[1] / 1e12,
         error_of_last_query=error,
     )
+    return rates
 
 
-def measure_wide(bench: Bench, kernel: str) -> None:
-    """A row about queries of 2**32 numbers, which kernels that count in 32 bits get wrong; few keys make it quick."""
-    tokens = bench.size(1 << 20)
-    grad, q = (bench.draw(tokens, 32, 128) for _ in range(2))
-    k, v = (bench.draw(tokens // 512, 8, 128) for _ in range(2))
-    work = ScoreBlocks([ScoreBlock(0, tokens, 0, tokens // 512)], causal=False)
-    _, _, error = _attending(bench, kernel, (grad, q, k, v), work, rounds=0)
-    bench.report.row(what=f"{kernel}, queries of {q.numel():,} numbers", result=f"last query errs by {error:.1e}")
-    if error < kernel_check.TOLERANCES[torch.bfloat16]:
-        bench.wide.add(kernel)
+def is_right_when_wide(bench: Bench, kernel: str) -> bool:
+    """Whether a kernel is right about queries of 2**32 numbers."""
+
+    def check() -> bool:
+        heads, tokens = Heads(32, 8, 128), bench.size(1 << 20)
+        limit = kernel_check.MAX_ELEMENTS if bench.cuda else tokens * heads.num * heads.dim // 2
+        kernel_check.verify_wide(
+            kernel, bench.device, torch.bfloat16, heads=heads, num_tokens=tokens, max_elements=limit
+        )
+        bench.report.row(what=f"{kernel} on tensors of more than {limit:,} elements", result="right")
+        return True
+
+    return bool(bench.attempt(f"{kernel} on tensors of more than 2**31 elements", check, needs=10))
 
 
 def _attending(

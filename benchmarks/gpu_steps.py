@@ -170,7 +170,7 @@ def train(
 ) -> float | None:
     """Report a row of training steps; returns their median seconds, or None."""
     what = f"{model} {bench.size(tokens)} {' '.join(levers)}"
-    config = bench.attempt(what, lambda: configured(bench, model, tokens, *levers))
+    config = bench.guard(what, lambda: configured(bench, model, tokens, *levers))
     if config is None:
         return None
     length = config.training.seq_len
@@ -189,12 +189,12 @@ def train(
     )
     if 120 < needs < bench.left():
         bench.report.row(what=what, result=f"begun, about {needs:.0f} s")
-    found = bench.attempt(what, job, needs=needs)
-    bench.clear()
-    if found is None:
-        return None
     said = ", ".join(part for part in (note, "warmed up on short documents" if is_short else "") if part)
-    return training_row(bench, model, config, *found, predicted=each, note=said)
+
+    def measured() -> float:
+        return training_row(bench, model, config, *job(), predicted=each, note=said)
+
+    return bench.attempt(what, measured, needs=needs)
 
 
 def with_steps(config: Config, steps: int) -> Config:

@@ -57,16 +57,18 @@ def verify_kernel(
     heads: Heads,
     lengths: Sequence[int] = LENGTHS,
     deterministic: bool = False,
-) -> None:
-    """Raises ValueError unless the kernel's forward and backward pass agree with the reference, each number finite.
+) -> dict[str, float]:
+    """The largest relative error of each output. `deterministic`: two passes must also agree bitwise.
 
-    `deterministic`: two passes must also agree bitwise.
+    Raises ValueError unless the kernel's forward and backward pass agree with the reference, each number finite.
     """
+    errors = dict.fromkeys(OUTPUTS, 0.0)
     for name, blocks in check_cases(lengths).items():
         for inputs, draw in SAMPLES.items():
             sample = draw(blocks, heads, device, dtype)
             actual = _forward_backward(sample, blocks, kernel)
-            _compare(f'"{kernel}" on {name}, {inputs}', actual, reference(sample, blocks), TOLERANCES[dtype])
+            found = _compare(f'"{kernel}" on {name}, {inputs}', actual, reference(sample, blocks), TOLERANCES[dtype])
+            errors = {output: max(error, found[output]) for output, error in errors.items()}
             if deterministic:
                 again = _forward_backward(sample, blocks, kernel)
                 for output, one, other in zip(OUTPUTS, actual, again, strict=True):
@@ -75,6 +77,7 @@ def verify_kernel(
                             f'attention kernel "{kernel}" gives another {output} the second time on {name}; '
                             "training.deterministic = true needs equal ones"
                         )
+    return errors
 
 
 def check_cases(lengths: Sequence[int]) -> dict[str, ScoreBlocks]:
@@ -149,7 +152,9 @@ def _forward_backward(sample: Sample, blocks: ScoreBlocks, kernel: str) -> Resul
     return out, lse, dq, dk, dv
 
 
-def _compare(where: str, actual: Results, expected: Results, tolerance: float) -> None:
+def _compare(where: str, actual: Results, expected: Results, tolerance: float) -> dict[str, float]:
+    """The largest error of each output, all finite and below the tolerance."""
+    found = {}
     for name, actual_tensor, expected_tensor in zip(OUTPUTS, actual, expected, strict=True):
         token_dim = 1 if name == "log-sum-exp" else 0
         ours, exact = (x.double().movedim(token_dim, 0).flatten(1) for x in (actual_tensor, expected_tensor))
@@ -161,6 +166,8 @@ def _compare(where: str, actual: Results, expected: Results, tolerance: float) -
             raise ValueError(
                 f"attention kernel {where}: relative error {error:.1e} in the {name} of token {token}, above {tolerance:g}"
             )
+        found[name] = error
+    return found
 
 
 # ---- tensors that 32 bits cannot index

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).resolve().parents[1]
 OURS = {"models", "parallelisms", "trainer", "train"}
 FILES = sorted((ROOT / "benchmarks").glob("*.py"))
-LIBRARIES = {"counted", "gpu_parts", "gpu_rows", "gpu_steps", "op_counter", "pages"}
+LIBRARIES = {"counted", "gpu_parts", "gpu_product", "gpu_rows", "gpu_steps", "op_counter", "pages"}
 """Modules that other scripts import."""
 QUICK = {
     "checkpoint": "--params-millions 0.2 --saves 1 --ranks 1 --worker {tmp}",
@@ -45,7 +45,7 @@ SLOW = {
     "dry_run": "--config debug --world-size 1",
     "dry_runs": "debug",
     "faults": "recovery --only launcher",
-    "gpu": "--rehearse --phases 1 --out {tmp}/rows.jsonl",
+    "gpu": "--rehearse --part 1 --output {tmp}/rows.jsonl",
     "long_context": "--steps 2 --copy-steps 2 --folder {tmp} --svg {tmp}/context.svg",
     "memory_grid": "--cases 2 --seed 0 --jobs 1",
     "random_cases": "--cases 2 --max-processes 2 --records {tmp}/records.json",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import main
+from benchmarks.gpu import main, source_digest, supervise
 from benchmarks.gpu_parts import VARIANTS, distance
-from benchmarks.gpu_rows import Bench, Report, measure_attention, measure_wide
+from benchmarks.gpu_rows import Bench, Report, entries, is_right_when_wide, measure_attention
 from benchmarks.gpu_steps import Packed, configured, seconds_of, with_length
 from models import attention_op, kernels
 
@@ -36,7 +37,12 @@ POLICIES = [
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
-    return Bench(torch.device("cpu"), Report(tmp_path / "rows.jsonl", commit="c"), time.monotonic() + 60, rehearse=True)
+    return bench_on(tmp_path / "rows.jsonl")
+
+
+def bench_on(path: Path, *, run: str = "first", sources: str = "a") -> Bench:
+    report = Report(path, run, sources=sources)
+    return Bench(torch.device("cpu"), report, time.time() + 60, rehearse=True)
 
 
 def rows(file: Path) -> list[dict[str, Any]]:
@@ -45,14 +51,14 @@ def rows(file: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would measure")
 def test_without_a_device_nothing_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 0
+    assert main(["--part", "1"]) == 0
     assert capsys.readouterr().out == "no CUDA device: nothing measured\n"
 
 
 @pytest.mark.slow
 def test_a_rehearsal_has_a_row_for_every_way(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
-    command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--phases", "1,4", "--out", str(out)]
+    command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--part", "2", "--output", str(out)]
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, env=hidden, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
@@ -79,8 +85,7 @@ def test_what_fails_or_takes_too_long_becomes_a_row(bench: Bench) -> None:
     assert bench.attempt("second", lambda: [][1]) is None
     assert bench.attempt("third", lambda: 3, needs=1e6) is None
     assert bench.attempt("fourth", lambda: 4, needs=1) == 4
-    assert bench.report._out is not None
-    found = [row["result"] for row in rows(bench.report._out)]
+    found = [row["result"] for row in rows(bench.report.path) if "result" in row]
     assert found[:2] == ["out of memory: tried to allocate 2 GiB", "failed: IndexError: list index out of range"]
     assert found[2].startswith("skipped: about 1000000 s")
 
@@ -121,6 +126,66 @@ def test_nan_is_told_and_a_kernel_that_gives_it_is_not_chosen(bench: Bench, monk
     monkeypatch.setitem(kernels.DENSE_KERNELS, "cpu", (forward, without_dq))
     with pytest.raises(ValueError, match="auto: the last of 64 queries errs by nan"):
         measure_attention(bench, "auto", 32, 64, 4, 2)
-    measure_wide(bench, "auto")
+    assert not is_right_when_wide(bench, "auto")
     assert bench.rates == {}
-    assert bench.wide == set()
+
+
+# ---- going on
+
+
+def fail() -> int:
+    raise RuntimeError("no")
+
+
+def test_a_part_goes_on_where_it_ended(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    bench = bench_on(path)
+    assert bench.attempt("one", lambda: 3) == 3
+    assert bench.attempt("none", lambda: None) is None
+    assert bench.attempt("two", fail) is None
+    with path.open("a") as file:
+        file.write('{"job": "cut o')
+    again = bench_on(path)
+    assert again.attempt("one", fail) == 3, "measured before"
+    assert again.attempt("none", fail) is None
+    assert again.attempt("two", lambda: 4) is None, "failed in this run"
+    later = bench_on(path, run="second")
+    assert later.attempt("two", lambda: 4) == 4
+    assert bench_on(path, run="third", sources="b").attempt("one", lambda: 5) == 5, "from other sources"
+    found = [row["result"] for row in entries(path) if "result" in row]
+    assert found == ["failed: RuntimeError: no", "measured before", "measured before", "failed before"]
+
+
+WORKER = """
+import os, sys, time
+from pathlib import Path
+import torch
+from benchmarks import gpu_rows
+gpu_rows.LONGEST_WAIT = 1
+bench = gpu_rows.Bench(torch.device("cpu"), gpu_rows.Report(Path(sys.argv[1]), "run", sources="a"), time.time() + 60)
+bench.attempt("crashes", lambda: os.kill(os.getpid(), 11))
+bench.attempt("hangs", lambda: time.sleep(60))
+bench.attempt("works", lambda: bench.report.row(what="works", result="yes"))
+"""
+
+
+def test_a_job_that_crashes_or_hangs_becomes_a_row_and_the_next_is_measured(tmp_path: Path) -> None:
+    path, worker = tmp_path / "rows.jsonl", tmp_path / "worker.py"
+    worker.write_text(WORKER)
+    assert supervise([sys.executable, str(worker), str(path)], path, "run") == 0
+    found = [(row["what"], row["result"]) for row in entries(path) if "result" in row]
+    assert found[0] == ("crashes", "failed: ended its process with status -11")
+    assert ("hangs", "failed: ended its process with status -9") in found
+    assert found[-1] == ("works", "yes")
+
+
+def test_a_process_that_fails_outside_of_a_job_is_not_started_again(tmp_path: Path) -> None:
+    assert supervise([sys.executable, "-c", "raise SystemExit(3)"], tmp_path / "rows.jsonl", "run") == 3
+
+
+def test_every_row_names_what_it_was_measured_with(tmp_path: Path) -> None:
+    report = Report(tmp_path / "rows.jsonl", "run", commit="c", torch="2", sources=source_digest())
+    report.row(what="x", result="y")
+    (row,) = rows(report.path)
+    assert row.keys() >= {"part", "run", "date", "clocks", "commit", "torch", "sources"}
+    assert re.fullmatch("[0-9a-f]{8}", row["sources"])

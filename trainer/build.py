@@ -39,9 +39,12 @@ EvaluationCallback = Callable[[Tensor, Tensor, Batch], None]
 
 
 class ParallelModel:
-    """The mesh, and this rank's stages of the model, parallelized over it. Collective."""
+    """The mesh, and this rank's stages of the model, parallelized over it. Collective.
 
-    def __init__(self, config: Config, world: World) -> None:
+    `kernel`: of attention, if it was verified elsewhere; None: the configured one, verified here.
+    """
+
+    def __init__(self, config: Config, world: World, *, kernel: str | None = None) -> None:
         context_plan = config.context_plan()
         self._config, self.device = config, world.device
         self.mesh = Mesh(
@@ -51,7 +54,7 @@ class ParallelModel:
             ulysses_degree=context_plan.hybrid_ulysses_degree,
             timeout=timedelta(minutes=config.distributed.start_timeout_minutes),
         )
-        self.kernel = choose_attention_kernel(config, world.device)
+        self.kernel = kernel or choose_attention_kernel(config, world.device)
         if config.parallelism.async_tp:
             require_peer_access(world.device)
             tensor_parallel.enable_async_tp(self.mesh.tp_mesh)

@@ -98,16 +98,22 @@ class StepMetrics:
 
 class Trainer:
     def __init__(
-        self, config: Config, world: World, dataset: BlendedDataset, *, stage: TrainingStage | None = None
+        self,
+        config: Config,
+        world: World,
+        dataset: BlendedDataset,
+        *,
+        stage: TrainingStage | None = None,
+        kernel: str | None = None,
     ) -> None:
-        """`config` and `dataset` are those of `stage`, a training stage of the run."""
+        """`config` and `dataset` are those of `stage`, a training stage of the run; `kernel` as in `ParallelModel`."""
         self.config = config
         self.stage = stage or config.training_stages[0]
         self.world = world
         self.dataset = dataset
         if config.training.deterministic:
             torch.use_deterministic_algorithms(True)  # noqa: FBT003 - the launcher configures cuBLAS
-        parallel_model = ParallelModel(config, world)
+        parallel_model = ParallelModel(config, world, kernel=kernel)
         self.parallel_model, self.mesh = parallel_model, parallel_model.mesh
         self.stage_modules, self.context_parallel = parallel_model.stage_modules, parallel_model.context_parallel
         self.pipeline = build_pipeline(config, parallel_model)

@@ -53,6 +53,7 @@ LOSS = "float32 losses; only the gradient of the sum is used, which is constant"
 EXEMPT = {
     "models.batch.Batch.num_targets": ("sum", INTEGERS),
     "models.decode.KVCacheCore.__call__": ("lerp", "two terms, in float32"),
+    "models.kernel_check.matching_sample": ("sum", "the score of a drawn sample"),
     "models.kernels.concatenated_ranges": ("cumsum", INTEGERS),
     "models.kernels._efficient_backward": ("sum sum", "one float32 sum over query heads, each rounded once; CUDA only"),
     "models.rope.apply_rotary": ("addcmul_ addcmul_", "two terms"),
@@ -68,6 +69,7 @@ EXEMPT = {
     "parallelisms.block_recompute.BlockCompute._hidden_tile": ("add_", TWO),
     "parallelisms.collectives": ("_reduce_scatter_single", "its name in two versions of torch"),
     "parallelisms.collectives.all_reduce_max": ("all_reduce", "a maximum"),
+    "parallelisms.compile_check._gradients": ("sum sum sum sum sum", "integers; the loss of a float64 sample"),
     "parallelisms.context.attention_plan.RankAttentionPlan.__init__": ("sum", INTEGERS),
     "parallelisms.context.context_parallel.ContextParallel.attention_pairs": ("sum", INTEGERS),
     "parallelisms.context.attention_plan.RankAttentionPlan.remote_blocks": ("+=", INTEGERS),
