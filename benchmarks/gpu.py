@@ -23,12 +23,14 @@ import importlib
 import os
 import platform
 import shlex
+import signal
 import subprocess
 import sys
 import time
 import uuid
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -286,12 +288,17 @@ def supervise(worker: Sequence[str], path: Path, run: str) -> int:
     """Measures in child processes: a new one after each that a job has ended, or that hangs in one."""
     report = Report(path, run)
     while True:
-        child = subprocess.Popen(worker)
-        while child.poll() is None:
-            job = begun_job(path, run)
-            if job is not None and time.time() > job["time"] + job["limit"]:
-                child.kill()
-            time.sleep(0.2)
+        child = subprocess.Popen(worker, start_new_session=True)
+        try:
+            while child.poll() is None:
+                job = begun_job(path, run)
+                if job is not None and time.time() > job["time"] + job["limit"]:
+                    break
+                time.sleep(0.2)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)  # With what it has started.
+            child.wait()
         job = begun_job(path, run)
         if job is None:
             return child.returncode

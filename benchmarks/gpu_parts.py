@@ -102,7 +102,7 @@ def truth(bench: Bench) -> None:
 
 
 def judge(bench: Bench, kernel: str, dtype: torch.dtype, heads: Heads) -> bool:
-    lengths = kernel_check.LENGTHS[:6] if bench.rehearse else kernel_check.LENGTHS
+    lengths = kernel_check.SHORT_LENGTHS if bench.rehearse else kernel_check.LENGTHS
     errors = kernel_check.verify_kernel(kernel, bench.device, dtype, heads=heads, lengths=lengths)
     shown = {name: f"{error:.1e}" for name, error in errors.items()}
     bench.report.row(kernel=kernel, heads=f"{heads.num}:{heads.kv} x {heads.dim}", dtype=str(dtype)[6:], **shown)

@@ -12,11 +12,15 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
+
+import torch
 
 from benchmarks.gpu_parts import ROOT, report
 from benchmarks.gpu_rows import Bench, K
 from benchmarks.gpu_steps import B1, TINY
+from trainer.hardware.specs import find_table
 
 STEPS, KILLED_AFTER, INTERVAL = 12, 7, 3
 
@@ -33,7 +37,8 @@ def product(bench: Bench) -> None:
 
 def calibrate(bench: Bench, folder: Path) -> None:
     table = folder / "device.toml"
-    command = [sys.executable, "-m", "trainer.plan", "calibrate", "--extends", "h100", "--output", str(table)]
+    extended = (find_table(torch.cuda.get_device_name()) if bench.cuda else None) or "h100-80gb"
+    command = [sys.executable, "-m", "trainer.plan", "calibrate", "--extends", extended, "--output", str(table)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=max(1, bench.left()))
     for line in table.read_text().splitlines():
         if "value =" in line or "forward =" in line:
@@ -52,6 +57,7 @@ def command(bench: Bench, run: Path, *more: str) -> list[str]:
         "training.dtype": "bfloat16" if bench.cuda else "float32",
         "memory.recompute": "keep_attention",
         "checkpoint.interval": INTERVAL,
+        "checkpoint.keep": 1,
         "metrics.log_interval": 1,
         "metrics.tensorboard": "false",
     }
@@ -76,6 +82,7 @@ def losses_of_run(bench: Bench, run: Path) -> dict[str, float]:
     seconds = run_to_end(bench, *command(bench, run))
     found = losses(run)
     report(bench, f"{STEPS} steps of 1B through run_train.sh, with checkpoints", f"{seconds:.0f} s, {shown(found)}")
+    rmtree(run)  # A checkpoint of 1B has 15 GB.
     return found
 
 
@@ -105,10 +112,11 @@ def resumed(bench: Bench, run: Path, expected: dict[str, float]) -> None:
         f"{seconds:.0f} s; of {len(after)} losses after step {begin}, {same} are bitwise those of an undisturbed run"
     )
     report(bench, f"killed in step {KILLED_AFTER}, started again", result)
+    rmtree(run)
 
 
 def traced(bench: Bench, run: Path) -> None:
-    run_to_end(bench, *command(bench, run, "--metrics.trace_step", "3", "--training.steps", "4"))
+    run_to_end(bench, *command(bench, run, "--profiler.trace_step", "3"))
     traces = [path for path in run.rglob("*") if "trace" in path.name and path.is_file()]
     if not traces:
         raise RuntimeError("no trace was written")

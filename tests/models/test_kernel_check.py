@@ -12,14 +12,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from models import kernel_check, kernels
-from models.kernel_check import LENGTHS, Heads, verify_kernel, verify_wide
+from models.kernel_check import SHORT_LENGTHS, Heads, verify_kernel, verify_wide
 from models.kernels import ScoreBlock, ScoreBlocks
 from trainer.config.parse import load
 from trainer.errors import RankFailedError
 from trainer.hardware import device as hardware
 
 CPU, FEW_HEADS = torch.device("cpu"), Heads(4, 2, 16)
-SHORT, NOT_CAUSAL = LENGTHS[:8], False
+SHORT, NOT_CAUSAL = SHORT_LENGTHS, False
 Forward = Callable[..., tuple[Tensor, Tensor]]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 FORWARD, BACKWARD = kernels.DENSE_KERNELS["cpu"]

@@ -83,8 +83,9 @@ def _measure_attention(
         shapes = ((tokens, heads, head_dim),) * 2 + ((tokens, kv_heads, head_dim),) * 2
         grad, q, k, v = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
         try:
+            lengths = kernel_check.LENGTHS if device.type == "cuda" else kernel_check.SHORT_LENGTHS
             kernel_check.verify_kernel(
-                requested, device, dtype, heads=kernel_check.Heads(2 * heads // kv_heads, 2, head_dim)
+                requested, device, dtype, heads=kernel_check.Heads(2 * heads // kv_heads, 2, head_dim), lengths=lengths
             )
             ((_, out, lse),) = kernels.attend_blocks(q, k, v, work, kernel=requested)
         except (AssertionError, RuntimeError, ValueError):
