@@ -9,7 +9,7 @@
     python -m benchmarks.gpu --part 1 --rehearse     tiny sizes, also on a CPU: a test of this script
 
 Every row is on disk (`--output`, else outputs/gpu/part_N.jsonl) as soon as it is known, with commit, torch, clocks, kernel, and
-memory and seconds predicted and measured. Called again, a part goes on where it ended. A row that fails, hangs, loses the
+memory and seconds predicted and measured. Called again, a part resumes where it ended. A row that fails, hangs, loses the
 device or would take longer than is left becomes a row that says so, and the next is measured in a new process. Options of
 a configuration reach every step of training. Models are built from a `Config` and trained by the `Trainer`; only initial
 weights are drawn on the device, which takes a tenth of the time. FLOP/s of attention count 4 per pair and number of a

@@ -95,13 +95,13 @@ def truth(bench: Bench) -> None:
     dtypes = {"efficient": torch.float32, "plain": torch.float64, "auto": torch.float32}
     for kernel in (*BACKENDS, "plain") if bench.cuda else ("auto",):
         for heads in (Heads(8, 2, 128), Heads(8, 2, 64), Heads(2, 2, 128)):
-            job = partial(judge, bench, kernel, dtypes.get(kernel, torch.bfloat16), heads)
+            job = partial(report_errors, bench, kernel, dtypes.get(kernel, torch.bfloat16), heads)
             bench.attempt(f"truth of {kernel}, heads {heads}", job, needs=5)
     for kernel in BACKENDS if bench.cuda else ("auto",):
         is_right_when_wide(bench, kernel)
 
 
-def judge(bench: Bench, kernel: str, dtype: torch.dtype, heads: Heads) -> bool:
+def report_errors(bench: Bench, kernel: str, dtype: torch.dtype, heads: Heads) -> bool:
     lengths = kernel_check.SHORT_LENGTHS if bench.rehearse else kernel_check.LENGTHS
     errors = kernel_check.verify_kernel(kernel, bench.device, dtype, heads=heads, lengths=lengths)
     shown = {name: f"{error:.1e}" for name, error in errors.items()}
