@@ -254,7 +254,11 @@ def _remove(folder: Path) -> None:
         pid = int((folder / "munge" / "pid").read_text())
         if str(folder).encode() in Path(f"/proc/{pid}/cmdline").read_bytes():  # Otherwise the pid was reused.
             _kill(pid, signal.SIGTERM)
-    shutil.rmtree(folder, ignore_errors=True)
+    for _ in range(50):  # Processes that end may write once more.
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(0.1)
 
 
 def sweep() -> None:
