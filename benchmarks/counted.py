@@ -61,7 +61,7 @@ def count(config: Config, *, steps: int, documents: int | None = None, rows: Any
     )
     rows = rows or BlendedDataset([copied], seq_len=training.seq_len)
     world = World(distributed.get_rank(), distributed.get_world_size(), torch.device("cpu"))
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
         trainer = Trainer(config, world, rows)
         for part in trainer.stage_modules.values():
             if part.head is not None:

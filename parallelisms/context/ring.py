@@ -247,7 +247,7 @@ class OnlineSoftmax:
         """Merges the result of some queries over further keys; an lse of -inf means no keys."""
         out, lse = self.out_XNH[queries], self.lse_NX[:, queries]
         weight_NP = torch.where(lse_NP == -torch.inf, 0.0, torch.sigmoid(lse_NP - lse))
-        self.out_XNH[queries] = out.lerp_(out_PNH.to(out.dtype), weight_NP.T.unsqueeze(-1).contiguous())
+        self.out_XNH[queries] = out.lerp_(out_PNH.to(out.dtype), weight_NP.T.unsqueeze(-1).to(out.dtype).contiguous())
         self.lse_NX[:, queries] = torch.logaddexp(lse, lse_NP)
 
 

@@ -27,7 +27,7 @@ def trace_recorder(path: Path) -> torch.profiler.profile:
         profile.export_chrome_trace(str(path))
         log.info("trace %s", path)
 
-    return torch.profiler.profile(record_shapes=True, on_trace_ready=export)
+    return torch.profiler.profile(record_shapes=True, on_trace_ready=export, acc_events=True)
 
 
 class MemorySnapshotRecorder:
