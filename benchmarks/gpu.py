@@ -308,9 +308,14 @@ def supervise(worker: Sequence[str], path: Path, run: str) -> int:
 
 
 def begun_job(path: Path, run: str) -> dict[str, Any] | None:
-    """The job that has begun in this run and not ended."""
-    last = next((entry for entry in reversed([*entries(path)]) if "job" in entry), None)
-    return last if last is not None and last["state"] == "begun" and last["run"] == run else None
+    """The last job that has begun in this run and not ended; a job may measure others first."""
+    begun: dict[str, dict[str, Any]] = {}
+    for entry in entries(path):
+        if "job" in entry and entry["run"] == run:
+            begun.pop(entry["job"], None)
+            if entry["state"] == "begun":
+                begun[entry["job"]] = entry
+    return next(reversed(begun.values()), None)
 
 
 def measure(given: argparse.Namespace, more: Sequence[str], argv: Sequence[str]) -> None:

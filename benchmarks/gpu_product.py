@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
 
 import torch
 
 from benchmarks.gpu_parts import ROOT, report
-from benchmarks.gpu_rows import Bench, K
+from benchmarks.gpu_rows import Bench, K, entries
 from benchmarks.gpu_steps import B1, TINY
 from trainer.hardware.specs import find_table
 
@@ -125,13 +123,8 @@ def traced(bench: Bench, run: Path) -> None:
 
 def losses(run: Path) -> dict[str, float]:
     """By step; of a step that was run twice, the last."""
-    return {str(entry["step"]): entry["loss"] for entry in metrics(run) if "loss" in entry and "step" in entry}
-
-
-def metrics(run: Path) -> Iterator[dict[str, Any]]:
-    for path in run.rglob("metrics.jsonl"):
-        for line in path.read_text().splitlines():
-            yield json.loads(line)
+    found = (entry for path in run.rglob("metrics.jsonl") for entry in entries(path))
+    return {str(entry["step"]): entry["loss"] for entry in found if "loss" in entry and "step" in entry}
 
 
 def shown(found: dict[str, float]) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import main, source_digest, supervise
+from benchmarks.gpu import begun_job, main, source_digest, supervise
 from benchmarks.gpu_parts import VARIANTS, distance
 from benchmarks.gpu_rows import Bench, Report, entries, is_right_when_wide, measure_attention
 from benchmarks.gpu_steps import Packed, configured, seconds_of, with_length
@@ -182,6 +182,22 @@ def test_a_job_that_crashes_or_hangs_becomes_a_row_and_the_next_is_measured(tmp_
     assert found[0] == ("crashes", "failed: ended its process with status -11")
     assert ("hangs", "failed: ended its process with status -9") in found
     assert found[-1] == ("works", "yes")
+
+
+def test_a_job_that_measured_another_first_is_still_the_one_that_has_begun(tmp_path: Path) -> None:
+    bench, seen = bench_on(tmp_path / "rows.jsonl"), list[str | None]()
+
+    def look() -> None:
+        job = begun_job(bench.report.path, "first")
+        seen.append(None if job is None else job["job"])
+
+    def outer() -> None:
+        bench.attempt("inner", look)
+        look()
+
+    bench.attempt("outer", outer)
+    look()
+    assert seen == ["inner", "outer", None]
 
 
 def test_a_process_that_fails_outside_of_a_job_is_not_started_again(tmp_path: Path) -> None:
