@@ -1,20 +1,27 @@
 #!/usr/bin/env bash
-# ./run_tests.sh [--all] [PYTEST ARGUMENT]...: the whole check, as CI runs it; --all adds the slow tests.
+# ./run_tests.sh [--all] [--torch RELEASE] [PYTEST ARGUMENT]...: the whole check, as CI runs it; --all adds the slow tests.
+# --torch 2.11: the tests on that release, and, where it is a CUDA build, the host's side of CUDA without a GPU.
 set -euo pipefail
 
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/setup_env.sh"
-setup_env dev
-cd -- "$ROOT"
 
 marks="not slow"
 arguments=()
-for argument in "$@"; do
-    if [[ $argument == --all ]]; then
-        marks=""
-    else
-        arguments+=("$argument")
-    fi
+while (($#)); do
+    case $1 in
+        --all) marks="" ;;
+        --torch)
+            with_torch "${2:-}"
+            shift
+            ;;
+        *) arguments+=("$1") ;;
+    esac
+    shift
 done
+setup_env dev
+# Commands that tests start take the same interpreter.
+if [[ -n ${TORCH:-} ]]; then export PATH=${PYTHON%/*}:$PATH; fi
+cd -- "$ROOT"
 
 stage() {
     local name=$1
@@ -35,9 +42,11 @@ choose() {
     return "$status"
 }
 
-stage "format" "$PYTHON" -m ruff format --check
-stage "lint" "$PYTHON" -m ruff check
-stage "types" "$PYTHON" -m mypy
+if [[ -z ${TORCH:-} ]]; then
+    stage "format" "$PYTHON" -m ruff format --check
+    stage "lint" "$PYTHON" -m ruff check
+    stage "types" "$PYTHON" -m mypy
+fi
 # One worker per core: many tests use one process. `-n 0` runs tests one at a time.
 stage "tests" choose -n "$(nproc)" -m "${marks:+$marks and }not slurm"
 # One at a time: they share a cluster whose jobs need the cores.

@@ -1,13 +1,28 @@
 # shellcheck shell=bash
 # Sourced by run_train.sh and run_tests.sh. `setup_env [EXTRA]` sets PYTHON to an interpreter with pyproject.toml's
-# requirements: the active one, else that of .venv, which it creates or completes if necessary.
+# requirements: the active one, else that of .venv, which it creates or completes if necessary. After `with_torch VERSION`
+# it is that of .venv-torchVERSION.
 
 ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+VENV=$ROOT/.venv
+PYTHONS="python3.14 python3.13 python3.12 python3.11 python3 python"
+TORCH=""
+
+# with_torch 2.11: that release, as the package index has it, on Python 3.12 if there is one.
+with_torch() {
+    if [[ ! $1 =~ ^[0-9]+\.[0-9]+$ ]]; then
+        echo "error: torch $1 is not a release such as 2.11" >&2
+        return 2
+    fi
+    TORCH="torch>=$1,<${1%.*}.$((${1#*.} + 1))"
+    VENV=$ROOT/.venv-torch$1
+    PYTHONS="python3.12 $PYTHONS"
+}
 
 # Prints the requirements of pyproject.toml with the extra $2. Fails if interpreter $1 lacks one or cannot tell.
 # Reads package metadata, because importing torch would cost a second on every start.
 requirements() {
-    "$1" -P - "$ROOT/pyproject.toml" "${2:-}" <<'PYTHON'
+    "$1" -P - "$ROOT/pyproject.toml" "${2:-}" "$TORCH" <<'PYTHON'
 import re
 import sys
 import tomllib
@@ -32,6 +47,7 @@ def holds(requirement):
 with open(sys.argv[1], "rb") as file:
     project = tomllib.load(file)["project"]
 wanted = project["dependencies"] + (project["optional-dependencies"][sys.argv[2]] if sys.argv[2] else [])
+wanted += sys.argv[3:] if sys.argv[3] else []
 print("\n".join(wanted))
 sys.exit(not all(map(holds, wanted)))
 PYTHON
@@ -40,7 +56,7 @@ PYTHON
 # The newest interpreter that torch has wheels for and that has the venv module.
 find_python() {
     local name
-    for name in python3.14 python3.13 python3.12 python3.11 python3 python; do
+    for name in $PYTHONS; do
         if "$name" -P -c 'import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null; then
             command -v "$name"
             return
@@ -50,28 +66,28 @@ find_python() {
     return 1
 }
 
-# .venv/incomplete exists during installation, so that an interrupted set-up is repeated.
+# VENV/incomplete exists during installation, so that an interrupted set-up is repeated.
 has_all() {
-    [[ ! -e $ROOT/.venv/incomplete ]] && requirements "$ROOT/.venv/bin/python" "$1" >/dev/null 2>&1
+    [[ ! -e $VENV/incomplete ]] && requirements "$VENV/bin/python" "$1" >/dev/null 2>&1
 }
 
 make_venv() {
-    local venv=$ROOT/.venv base wanted
+    local base wanted
     if has_all "$1"; then return; fi # another process created it while this one waited for the lock
-    echo "setting up $venv (once; torch is large)" >&2
-    mkdir -p "$venv"
-    touch "$venv/incomplete"
-    if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+    echo "setting up $VENV (once; torch is large)" >&2
+    mkdir -p "$VENV"
+    touch "$VENV/incomplete"
+    if ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
         base=$(find_python)
-        "$base" -m venv --clear "$venv"
-        touch "$venv/incomplete"
+        "$base" -m venv --clear "$VENV"
+        touch "$VENV/incomplete"
     fi
     # One command, so that no later requirement can raise torch above its upper bound.
-    wanted=$(requirements "$venv/bin/python" "$1" || true)
-    "$venv/bin/python" -m pip install --requirement /dev/stdin <<<"$wanted" >&2
-    rm "$venv/incomplete"
+    wanted=$(requirements "$VENV/bin/python" "$1" || true)
+    "$VENV/bin/python" -m pip install --requirement /dev/stdin <<<"$wanted" >&2
+    rm "$VENV/incomplete"
     if ! has_all "$1"; then
-        echo "error: $venv still lacks some of: ${wanted//$'\n'/ }; remove it and run this again" >&2
+        echo "error: $VENV still lacks some of: ${wanted//$'\n'/ }; remove it and run this again" >&2
         return 1
     fi
 }
@@ -79,12 +95,12 @@ make_venv() {
 setup_env() {
     local extra=${1:-} active
     for active in python python3; do
-        if requirements "$active" "$extra" >/dev/null 2>&1; then
+        if [[ -z $TORCH ]] && requirements "$active" "$extra" >/dev/null 2>&1; then
             PYTHON=$(command -v "$active")
             return
         fi
     done
-    PYTHON=$ROOT/.venv/bin/python
+    PYTHON=$VENV/bin/python
     if has_all "$extra"; then return; fi
     # One set-up at a time per file system: srun starts a task per rank. NFS locks only files opened for writing.
     (

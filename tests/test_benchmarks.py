@@ -27,7 +27,6 @@ QUICK = {
     "checkpoint": "--params-millions 0.2 --saves 1 --ranks 1 --worker {tmp}",
     "config_pages": "--check",
     "context_parallel": "--tokens 256 --cp 2 --heads 2 1 --width 8 --rounds 1 --methods ring",
-    "cuda_memory": "",
     "data": "rows --rounds 1 --seq-len 65536",
     "doc_tables": "--check",
     "loss_curve": "{tmp}/metrics.jsonl {tmp}/loss.svg",

@@ -73,14 +73,14 @@ class MetricAccumulator:
         vector, checksum = self._zeros.clone(), 0
         for batch in micro_batches:
             checksum = crc32(array("i", batch.boundaries.flatten().tolist()), checksum)
-        self.layout.split(vector)["documents_by_shard"][self._mesh.coordinate["cp"]] = checksum
+        # Not `[...] = checksum`: that waits for the device.
+        self.layout.split(vector)["documents_by_shard"][self._mesh.coordinate["cp"]].fill_(checksum)
         return vector
 
     def add(self, vector: Tensor, losses_BS: Tensor, batch: Batch) -> None:
         """Adds the sums of this rank's part of a batch. `losses_BS` is 0 where there is no target."""
         views, cp_rank = self.layout.split(vector), self._mesh.coordinate["cp"]
-        losses = losses_BS.double().flatten()
-        is_target = (batch.labels != IGNORE_INDEX).flatten().double()
+        losses, is_target = losses_BS.double().flatten(), (batch.labels != IGNORE_INDEX).flatten().double()
         bucket = torch.bucketize(batch.positions.flatten(), self._position_edges, right=True)
         for name, values in (("loss", losses), ("targets", is_target)):
             total = values.sum()
