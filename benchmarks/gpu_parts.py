@@ -193,7 +193,7 @@ def seen_by(bench: Bench, options: str) -> Seen:
     default = "" if "--training.attention" in options else "--training.attention auto"
     config = configured(bench, "parity", 4 * K, options, default)
     with process_group(config.distributed) as world:
-        trainer = Trainer(config, world, build_train_dataset(config))
+        trainer = Trainer(config, world, build_train_dataset(config), kernel=bench.trusted_kernel(config))
         draw_weights(trainer, world.device)
         reading = trainer.loader.steps(0)
         vector = trainer.accumulate_gradients(next(reading))

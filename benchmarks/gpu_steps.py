@@ -212,7 +212,7 @@ def run_steps(
     with process_group(config.distributed) as world:
         found: list[StepMetrics] = []
         weight = torch.empty(ballast, dtype=torch.uint8, device=world.device)
-        trainer = Trainer(config, world, Packed(config, documents))
+        trainer = Trainer(config, world, Packed(config, documents), kernel=bench.trusted_kernel(config))
         draw_weights(trainer, world.device)
         begin_memory(bench)
         for number, result in enumerate(trainer.train_steps()):

@@ -66,7 +66,7 @@ def test_the_active_interpreter_is_taken_if_it_has_everything(clone: Path) -> No
     ("dependencies", "has_all"),
     [
         ('["tomli>=2.2", "torch>=2.11,<2.14"]', True),
-        ('["tomli>=2.2", "torch>=2.11,<2.11.1"]', False),
+        ('["tomli>=2.2", "torch>=2.11,<2.11.0"]', False),
         ('["tomli>=99"]', False),
         ('["no-such-package"]', False),
         ('["tomli"]', True),
@@ -131,6 +131,36 @@ def test_the_check_runs_its_stages_in_order_and_passes_arguments_to_pytest(clone
     told = bash("./run_tests.sh", cwd=clone).stdout
     assert "-m not slow and not slurm" in told
     assert "-m pytest -m not slow and slurm" in told
+
+
+def test_the_tests_run_on_another_torch_release_in_an_environment_of_that_release(clone: Path) -> None:
+    stub(clone, 'echo "$@"')
+    shutil.copy(ROOT / "setup_env.sh", clone / "setup_env.sh")
+    wanted = """
+    source ./setup_env.sh
+    with_torch 2.11
+    echo "$VENV"
+    requirements python dev
+    """
+    told = bash(wanted, cwd=clone).stdout.splitlines()
+    assert told == [f"{clone}/.venv-torch2.11", "tomli>=2.2", "torch>=2.11,<2.14", "pytest>=8", "torch>=2.11,<2.12"]
+    # That environment exists and has everything.
+    (clone / ".venv-torch2.11/bin").mkdir(parents=True)
+    python = clone / ".venv-torch2.11/bin/python"
+    python.write_text('#!/bin/bash\n[[ $* == *pyproject.toml* ]] && exit\necho "$0 $*"\ncommand -v python\n')
+    python.chmod(0o755)
+    done = bash("./run_tests.sh --torch 2.11 -k some", cwd=clone)
+    assert done.returncode == 0, done.stderr
+    stages = [line for line in done.stdout.splitlines() if line.startswith(str(python)) and line != str(python)]
+    assert [stage.partition(" -m ")[2].partition(" ")[0] for stage in stages] == ["pytest", "pytest"]
+    assert done.stdout.splitlines().count(str(python)) == 2
+
+
+@pytest.mark.parametrize("arguments", ["--torch", "--torch new", "--torch 2.11.0"])
+def test_a_torch_release_that_is_none_is_refused(clone: Path, arguments: str) -> None:
+    done = bash(f"./run_tests.sh {arguments}", cwd=clone)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: torch ")
 
 
 @pytest.mark.parametrize(("empty", "status"), [("not slurm", 0), ("and slurm", 0), ("pytest", 1)])

@@ -119,6 +119,21 @@ def test_a_wrong_kernel_is_named_with_its_wrong_output(name: str, monkeypatch: p
         verify()
 
 
+def test_a_device_that_computes_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the reference is as wrong as the kernel."""
+
+    def forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(q), q.new_zeros(q.shape[:3])
+
+    def backward(_: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+        return tuple(torch.zeros_like(x) for x in inputs[:3])
+
+    for kernel in ("cpu", "plain"):
+        monkeypatch.setitem(kernels.DENSE_KERNELS, kernel, (forward, backward))
+    with pytest.raises(ValueError, match="relative error nan in the output"):
+        verify()
+
+
 def test_small_gradients_of_a_long_document_are_judged_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(kernels.DENSE_KERNELS, "cpu", (FORWARD, without_the_last_key))
     with pytest.raises(ValueError, match="in the dv of token 999"):
