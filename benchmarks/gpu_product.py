@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
@@ -100,7 +101,8 @@ def resumed(bench: Bench, run: Path, expected: dict[str, float]) -> None:
                 raise RuntimeError(f"the run ended with {child.poll()} before step {KILLED_AFTER}")
             time.sleep(0.1)
     finally:
-        os.killpg(child.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
         child.wait()
     begin = max((int(path.name.removeprefix("step-")) for path in run.glob("checkpoints/step-*")), default=0)
     seconds = run_to_end(bench, *command(bench, run))

@@ -255,7 +255,7 @@ def training_row(
         model=f"{name}, {model.num_layers} layers",
         heads=f"{model.num_heads}:{model.num_kv_heads} x {model.head_dim}",
         seq_len=length,
-        attended=work["pairs"] / work["tokens"],
+        attended=work["pairs"] / max(1.0, work["tokens"]),
         policy=policy(config),
         optimizer=levers.optimizer_placement,
         kernel=kernel,

@@ -46,6 +46,8 @@ def build(folder: Path) -> dict[str, str]:
         # Expandable segments need the driver's virtual memory.
         "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        # Worker processes may outlive the one that compiles, and hold its output open.
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }
 
 

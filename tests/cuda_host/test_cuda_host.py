@@ -6,9 +6,11 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu_rows import entries
 from tests.cuda_host import steps
 from trainer.memory.estimator import estimate_memory
 
@@ -17,9 +19,10 @@ RECORDED = {row[1]: tuple(map(float, row.groups()[1:])) for row in ROW.finditer(
 """Estimated and requested MiB, and launches per block, by variant."""
 
 
-def run(code: str, stand_in: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | stand_in
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+def run(code: str, stand_in: dict[str, str]) -> str:
+    """What a process on the stand-in prints."""
+    command, environment = [sys.executable, "-c", code], os.environ | stand_in
+    return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=120, check=True).stdout
 
 
 def test_every_variant_is_recorded() -> None:
@@ -48,51 +51,71 @@ def test_a_step_never_waits_and_asks_for_what_is_recorded(variant: str, stand_in
 
 
 @pytest.mark.cuda_host
-@pytest.mark.parametrize(
-    ("code", "error"),
-    [
-        ("x = torch.ones(2, device='cuda'); torch.cuda.set_sync_debug_mode('error'); x[0] = 3", "synchronizing"),
-        ("x = torch.ones(2, device='cuda'); torch.cuda.set_sync_debug_mode('error'); x.sum().item()", "synchronizing"),
-        ("torch.ones(2, device='cuda') + torch.ones(2)", "at least two devices"),
-        ("torch.empty(1 << 40, device='cuda')", "out of memory"),
-        ("attend(torch.ones(1, 4, 1, 8, device='cuda', dtype=torch.half))", "AssertionError"),
-        ("attend(torch.ones(1, 4, 5, 8, device='cuda'))", "AssertionError"),
-    ],
-)
-def test_the_stand_in_finds_mistakes(code: str, error: str, stand_in: dict[str, str]) -> None:
-    begin = """
+@pytest.mark.parametrize("part", [3, 5])
+def test_the_gpu_script_rehearses_its_steps(part: int, tmp_path: Path, stand_in: dict[str, str]) -> None:
+    """Kernels whose numbers are wrong become rows that say so; every step of training is measured."""
+    output = tmp_path / "rows.jsonl"
+    command = [sys.executable, "-m", "benchmarks.gpu", "--part", str(part), "--rehearse", "--output", str(output)]
+    done = subprocess.run(command, env=os.environ | stand_in, capture_output=True, text=True, timeout=300)
+    rows = [*entries(output)]
+    assert done.returncode == 0, done.stderr
+    assert [row for row in rows if "failed" in str(row.get("result"))] == []
+    assert len([row for row in rows if "s_step" in row]) >= 2
+
+
+MISTAKES = {
+    "x[0] = 3": "synchronizing",
+    "x.sum().item()": "synchronizing",
+    "x + torch.ones(2)": "at least two devices",
+    "torch.empty(1 << 40, device='cuda')": "out of memory",
+    "attend(torch.ones(1, 4, 1, 8, device='cuda', dtype=torch.half))": "AssertionError",
+    "attend(torch.ones(1, 4, 5, 8, device='cuda'))": "AssertionError",
+    "attend(torch.ones(1, 4, 5, 8, device='cuda', dtype=torch.half))": "nothing",
+}
+
+
+@pytest.mark.cuda_host
+def test_the_stand_in_finds_mistakes(stand_in: dict[str, str]) -> None:
+    code = f"""
 import torch
 from tests.cuda_host.cudnn import replace_cudnn_attention
 replace_cudnn_attention()
 attend = lambda x: torch.ops.aten._scaled_dot_product_cudnn_attention(x, x, x, None, True)
+x = torch.ones(2, device="cuda")
+torch.cuda.set_sync_debug_mode("error")
+for statement in {[*MISTAKES]}:
+    try:
+        exec(statement)
+        print("nothing")
+    except Exception as error:
+        print(repr(error))
 """
-    assert run(f"{begin}attend(torch.ones(1, 4, 5, 8, device='cuda', dtype=torch.half))", stand_in).returncode == 0
-    assert error in run(begin + code, stand_in).stderr
+    found = run(code, stand_in).splitlines()
+    assert [(word, line) for word, line in zip(MISTAKES.values(), found, strict=True) if word not in line] == []
+
+
+WAITS = {
+    "torch.cuda.synchronize()": True,
+    "torch.cuda.current_stream().synchronize()": True,
+    "event.synchronize()": True,
+    "x.cpu()": True,
+    "torch.empty(4).copy_(x, non_blocking=True)": True,
+    "torch.empty(4, pin_memory=True).copy_(x, non_blocking=True)": False,
+    "torch.ones(4, pin_memory=True).to(x.device, non_blocking=True)": False,
+    "x * x + x": False,
+}
 
 
 @pytest.mark.cuda_host
-@pytest.mark.parametrize(
-    ("statement", "waits"),
-    [
-        ("torch.cuda.synchronize()", True),
-        ("torch.cuda.current_stream().synchronize()", True),
-        ("event.synchronize()", True),
-        ("x.cpu()", True),
-        ("torch.empty(4).copy_(x, non_blocking=True)", True),
-        ("torch.empty(4, pin_memory=True).copy_(x, non_blocking=True)", False),
-        ("torch.ones(4, pin_memory=True).to(x.device, non_blocking=True)", False),
-        ("x * x + x", False),
-    ],
-)
-def test_waits_are_counted(statement: str, waits: bool, stand_in: dict[str, str]) -> None:  # noqa: FBT001
+def test_waits_are_counted(stand_in: dict[str, str]) -> None:
     code = f"""
 import torch
 from tests.cuda_host.steps import Runtime
 x, event, runtime = torch.ones(4, device="cuda"), torch.cuda.Event(), Runtime()
 event.record()
-before = runtime.counts()
-{statement}
-print(runtime.counts()[1] > before[1])
+for statement in {[*WAITS]}:
+    before = runtime.counts()
+    exec(statement)
+    print(runtime.counts()[1] > before[1])
 """
-    done = run(code, stand_in)
-    assert (done.stdout.strip(), done.returncode) == (str(waits), 0), done.stderr
+    assert run(code, stand_in).splitlines() == [str(waits) for waits in WAITS.values()]
