@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from math import ceil, log
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -154,27 +154,21 @@ def _forward_backward(sample: Sample, blocks: ScoreBlocks, kernel: str) -> Resul
 
 
 def _compare(where: str, actual: Results, expected: Results, tolerance: float) -> dict[str, float]:
-    """The largest error of each output, all finite and below the tolerance, of at most MAX_ROWS tokens.
-
-    Compared on the CPU: a device that computes nothing gives no error either.
-    """
+    """The largest error of each output over MAX_ROWS tokens. On the CPU: a device may compute nothing, not even errors."""
     found = {}
     for name, actual_tensor, expected_tensor in zip(OUTPUTS, actual, expected, strict=True):
         token_dim = 1 if name == "log-sum-exp" else 0
-        num_tokens = actual_tensor.shape[token_dim]
-        rows = torch.arange(num_tokens - 1, -1, -ceil(num_tokens / MAX_ROWS), device="cpu").flip(0)
-        ours, exact = (
-            x.movedim(token_dim, 0)[rows.to(x.device)].flatten(1).cpu().double()
-            for x in (actual_tensor, expected_tensor)
-        )
+        stride = ceil(actual_tensor.shape[token_dim] / MAX_ROWS)
+        first = (actual_tensor.shape[token_dim] - 1) % stride  # So that the last token is among them.
+        pair = (x.movedim(token_dim, 0)[first::stride] for x in (actual_tensor, expected_tensor))
+        ours, exact = (x.flatten(1).cpu().double() for x in pair)
         largest = exact.abs().amax(1)
         errors = (ours - exact).abs().amax(1) / (largest + FLOOR * largest.max())
         error = float(errors.max())  # NaN, if there is one.
         if not error < tolerance:
-            token = int(rows[errors.nan_to_num(torch.inf).argmax()])
-            raise ValueError(
-                f"attention kernel {where}: relative error {error:.1e} in the {name} of token {token}, above {tolerance:g}"
-            )
+            token = first + stride * int(errors.nan_to_num(torch.inf).argmax())
+            which = f"in the {name} of token {token}"
+            raise ValueError(f"attention kernel {where}: relative error {error:.1e} {which}, above {tolerance:g}")
         found[name] = error
     return found
 
@@ -193,12 +187,10 @@ def verify_wide(
 ) -> None:
     """Raises ValueError unless the kernel is right where queries or KV of `num_tokens` have more than `max_elements`.
 
-    Short documents, and few keys or queries, make it quick. It compares the first and the last KV head. Needs memory for
-    about ten such tensors.
+    Quick: short documents, few keys or queries, the first and last KV head. Takes memory for about ten such tensors.
     """
-    num_queries, num_keys = (
-        LONG_DOCUMENT * (max_elements // (count * heads.dim * LONG_DOCUMENT) + 1) for count in (heads.num, heads.kv)
-    )
+    elements = heads.dim * LONG_DOCUMENT
+    num_queries, num_keys = (LONG_DOCUMENT * (max_elements // (n * elements) + 1) for n in (heads.num, heads.kv))
     cases = {}
     if num_tokens >= num_queries:
         cases["documents"] = causal_blocks([LONG_DOCUMENT] * (num_queries // LONG_DOCUMENT))
@@ -207,11 +199,9 @@ def verify_wide(
         cases["few queries"] = ScoreBlocks([(0, FEW_TOKENS, 0, num_keys)], causal=False)
     for name, blocks in cases.items():
         q0, q1, k0, k1 = blocks.blocks[-1]
-        generator = torch.Generator(device).manual_seed(0)
+        drawn: Any = {"device": device, "dtype": dtype, "generator": torch.Generator(device).manual_seed(0)}
         shapes = [(q1, heads.num)] * 2 + [(k1, heads.kv)] * 2
-        sample = Sample(
-            *(torch.randn(*shape, heads.dim, device=device, dtype=dtype, generator=generator) for shape in shapes)
-        )
+        sample = Sample(*(torch.randn(*shape, heads.dim, **drawn) for shape in shapes))
         out, lse, dq, dk, dv = _forward_backward(sample, blocks, kernel)
         step = q1 - q0 if blocks.causal else max(1, MAX_SCORES // (k1 - k0))
         chunks = [(start, min(start + step, q1 - q0), 0, k1 - k0) for start in range(0, q1 - q0, step)]

@@ -50,8 +50,7 @@ def _wrong_gradients(activation: Literal["silu"], policy: RecomputePolicy, *, qk
         for block in compiled.transformer_blocks():
             block.compile(fullgraph=True, backend=backend)
     expected = _gradients(_model(config, policy, TileOps()))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Dynamo's own.
+    with warnings.catch_warnings(action="ignore"):  # Dynamo's own.
         found = _gradients(compiled)
     torch.compiler.reset()
     return tuple(

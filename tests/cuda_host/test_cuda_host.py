@@ -94,6 +94,22 @@ for statement in {[*MISTAKES]}:
     assert [(word, line) for word, line in zip(MISTAKES.values(), found, strict=True) if word not in line] == []
 
 
+@pytest.mark.cuda_host
+def test_the_check_of_kernels_believes_no_device_that_computes_nothing(stand_in: dict[str, str]) -> None:
+    code = """
+import torch
+from models.kernel_check import Heads, SHORT_LENGTHS, verify_kernel
+for kernel, dtype in {"flash": torch.bfloat16, "efficient": torch.float32, "plain": torch.float64}.items():
+    for heads in Heads(8, 2, 128), Heads(8, 2, 64), Heads(2, 2, 128):
+        try:
+            verify_kernel(kernel, torch.device("cuda"), dtype, heads=heads, lengths=SHORT_LENGTHS)
+            print(kernel, heads, "passed")
+        except ValueError as error:
+            print("relative error" in str(error))
+"""
+    assert run(code, stand_in).splitlines() == ["True"] * 9
+
+
 WAITS = {
     "torch.cuda.synchronize()": True,
     "torch.cuda.current_stream().synchronize()": True,

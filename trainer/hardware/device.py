@@ -101,7 +101,10 @@ def verify_attention_kernel(config: Config, kernel: str, device: torch.device) -
     few = heads._replace(num=min(2, num_kv) * heads.num // num_kv, kv=min(2, num_kv))
     kernel_check.verify_kernel(kernel, device, dtype, heads=few, deterministic=config.training.deterministic)
     num_tokens = config.training.micro_batch_size * plan.padded_length(config.training.seq_len) // plan.ring_degree
-    kernel_check.verify_wide(kernel, device, dtype, heads=heads, num_tokens=num_tokens)
+    try:
+        kernel_check.verify_wide(kernel, device, dtype, heads=heads, num_tokens=num_tokens)
+    except torch.OutOfMemoryError:
+        log.warning("attention kernel %s is not checked on tensors of more than 2^31 elements: out of memory", kernel)
 
 
 def peak_flops(device: torch.device) -> float | None:
