@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
+
+from models.parameters import block_parameters, model_parameters, numel
 
 ROPE_FIELDS: Mapping[str, tuple[str, ...]] = {
     "default": (),
@@ -110,23 +113,20 @@ class ModelConfig:
         """False for the NoPE layers (Kazemnejad et al., 2023): every `nope_every`-th; `layer` counts from 0."""
         return self.nope_every is None or (layer + 1) % self.nope_every > 0
 
-    @property
+    @cached_property
     def block_matrix_parameters(self) -> int:
-        """Weights of one block's seven matrices: four in attention, three in the feed-forward."""
-        attention = self.dim * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        return attention + 3 * self.dim * self.ffn_dim
+        """Weights of one block's matrices."""
+        return numel(self, (each for each in block_parameters(self).values() if each.is_matrix))
 
     @property
     def matrix_parameters(self) -> int:
         """Weights in matrix products: every block's and the head's (also when tied), without the embedding."""
         return self.num_layers * self.block_matrix_parameters + self.vocab_size * self.dim
 
-    @property
+    @cached_property
     def num_parameters(self) -> int:
         """All parameters; tied embeddings count once."""
-        embedding = 0 if self.tie_embeddings else self.vocab_size * self.dim
-        norms = (2 * self.num_layers + 1) * self.dim + 2 * self.num_layers * self.head_dim * self.qk_norm
-        return self.matrix_parameters + embedding + norms
+        return numel(self, model_parameters(self).values())
 
     def flops(self, *, tokens: float, pairs: float) -> float:
         """Model FLOPs of training on these tokens, as MFU counts them: forward and backward, without recomputation.

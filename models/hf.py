@@ -2,9 +2,6 @@
 
 Only this module opens safetensors files, which cannot execute code. It imports safetensors and torch when the first
 tensor is read.
-
-Letters of a shape: V vocabulary, h model dim, f feed-forward dim, q query heads x head dim, k KV heads x head dim,
-w head dim.
 """
 
 from __future__ import annotations
@@ -15,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from models.config import ModelConfig
+from models.parameters import model_parameters
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,26 +24,6 @@ LM_HEAD = "lm_head.weight"
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
 SUPPORTED_DTYPES = {"F64", "F32", "F16", "BF16"}
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-
-MODEL_TENSORS = {
-    "embed": ("model.embed_tokens", "Vh"),
-    "head.norm": ("model.norm", "h"),
-    "head.proj": ("lm_head", "Vh"),
-}
-BLOCK_TENSORS = {
-    "attention_norm": ("input_layernorm", "h"),
-    "attention.q_proj": ("self_attn.q_proj", "qh"),
-    "attention.k_proj": ("self_attn.k_proj", "kh"),
-    "attention.v_proj": ("self_attn.v_proj", "kh"),
-    "attention.o_proj": ("self_attn.o_proj", "hq"),
-    "attention.q_norm": ("self_attn.q_norm", "w"),
-    "attention.k_norm": ("self_attn.k_norm", "w"),
-    "ffn_norm": ("post_attention_layernorm", "h"),
-    "feed_forward.gate_proj": ("mlp.gate_proj", "fh"),
-    "feed_forward.up_proj": ("mlp.up_proj", "fh"),
-    "feed_forward.down_proj": ("mlp.down_proj", "hf"),
-}
-QK_NORMS = ("attention.q_norm", "attention.k_norm")
 
 
 class HuggingFaceError(Exception):
@@ -65,26 +43,7 @@ class TensorSpec(NamedTuple):
 
 def tensor_specs(model: ModelConfig) -> dict[str, TensorSpec]:
     """The Hugging Face tensor of every parameter, by our name, in model order; without a tied head."""
-    sizes = {
-        "V": model.vocab_size,
-        "h": model.dim,
-        "f": model.ffn_dim,
-        "q": model.num_heads * model.head_dim,
-        "k": model.num_kv_heads * model.head_dim,
-        "w": model.head_dim,
-    }
-
-    names = {"embed": MODEL_TENSORS["embed"]}
-    for layer in range(model.num_layers):
-        for ours, (theirs, letters) in BLOCK_TENSORS.items():
-            if model.qk_norm or ours not in QK_NORMS:
-                names[f"blocks.{layer}.{ours}"] = f"model.layers.{layer}.{theirs}", letters
-    for ours in ("head.norm",) if model.tie_embeddings else ("head.norm", "head.proj"):
-        names[ours] = MODEL_TENSORS[ours]
-    return {
-        f"{ours}.weight": TensorSpec(f"{theirs}.weight", tuple(sizes[letter] for letter in letters))
-        for ours, (theirs, letters) in names.items()
-    }
+    return {name: TensorSpec(each.hf_name, each.sizes(model)) for name, each in model_parameters(model).items()}
 
 
 # ---- reading

@@ -19,6 +19,7 @@ from models.feed_forward import FeedForward
 from models.linear import Embedding, accumulation_dtype, identity
 from models.loss_head import LossHead
 from models.norm import RMSNorm
+from models.parameters import declared, parameter_problems
 
 
 class SequenceParallelComm(NamedTuple):
@@ -79,6 +80,8 @@ class Transformer(nn.Module):
         self.block_boundary_hook: Callable[[Tensor], Tensor] = identity
         if config.tie_embeddings and self.embed is not None and self.head is not None:
             self.head.proj.weight = self.embed.weight
+        if problems := parameter_problems(config, {name: tuple(x.shape) for name, x in self.named_parameters()}):
+            raise ValueError("; ".join(problems))
 
     def transformer_blocks(self) -> list[TransformerBlock]:
         return [cast(TransformerBlock, block) for block in self.blocks.values()]
@@ -88,10 +91,12 @@ class Transformer(nn.Module):
 
         0.02; the two projections that write to the residual stream get 0.02 / sqrt(2 num_layers), as in GPT-2.
         """
-        if name.endswith("norm.weight"):
+        parameter = declared(name)
+        if parameter is None:
+            raise KeyError(name)
+        if parameter.initial == "ones":
             return None
-        writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-        return 0.02 * (2 * self.config.num_layers) ** -0.5 if writes_residual else 0.02
+        return 0.02 * (2 * self.config.num_layers) ** -0.5 if parameter.initial == "residual" else 0.02
 
     def forward(self, batch: Batch, x_BSE: Tensor | None = None) -> Tensor:
         """Loss per token [B, S], zero where there is no target; see `LossHead.forward`.

@@ -28,7 +28,13 @@ from torch import Tensor
 
 from models.transformer import Transformer, TransformerBlock
 from parallelisms.activation_offload import HostActivationPool, SavedTensor
-from parallelisms.block_recompute import AttentionOutputs, BlockCompute, Tiling
+from parallelisms.block_recompute import (
+    AttentionOutputs,
+    BlockCompute,
+    Tiling,
+    attention_modules,
+    feed_forward_modules,
+)
 
 RecomputePolicy = Literal["none", "full", "keep_attention"]
 HalfBackward = Callable[[Tensor], tuple[Tensor, ...]]
@@ -50,11 +56,17 @@ class RecomputeConfig:
 
 
 def apply(model: Transformer, config: RecomputeConfig) -> None:
-    """Sets `forward_fn` of every block. Each batch allows one backward; batches may run backward in any order."""
+    """Sets `forward_fn` of every block. Each batch allows one backward; batches may run backward in any order.
+
+    Raises ValueError for parameters whose gradient the backward pass would lose.
+    """
     if config.policy == "none":
         return
     runner: BlockRunner | None = None
     for index, block in enumerate(model.transformer_blocks()):
+        known = {module.weight for module in (*attention_modules(block), *feed_forward_modules(block))}
+        if lost := [name for name, parameter in block.named_parameters() if parameter not in known]:
+            raise ValueError(f'memory.recompute = "{config.policy}" computes no gradient of {", ".join(lost)}')
         saves_input, is_last = index % config.blocks_per_checkpoint == 0, index == len(model.blocks) - 1
         block.forward_fn = runner = BlockRunner(config, runner, saves_input=saves_input, is_last=is_last)
 

@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models import norm, tiling
+from models.linear import Linear
+from models.norm import RMSNorm
 from models.tiling import GradAccumulator, QKVProjections, bytes_per_token
 from models.transformer import TransformerBlock
 
@@ -98,6 +100,19 @@ class NormedInput(NamedTuple):
     residual: Tensor
 
 
+def attention_modules(block: TransformerBlock) -> list[RMSNorm | Linear]:
+    """Norm, Q, K, V, the optional Q and K norms, output projection: in the order of `attention_backward`."""
+    attention = block.attention
+    projections = attention.q_proj, attention.k_proj, attention.v_proj
+    return [block.attention_norm, *projections, *attention.qk_norms(), attention.o_proj]
+
+
+def feed_forward_modules(block: TransformerBlock) -> list[RMSNorm | Linear]:
+    """Norm, gate, up, down: in the order of `feed_forward_backward`."""
+    feed_forward = block.feed_forward
+    return [block.ffn_norm, feed_forward.gate_proj, feed_forward.up_proj, feed_forward.down_proj]
+
+
 class BlockCompute:
     """Forward and backward of a block for one batch with a residual stream like `x_BSE`."""
 
@@ -118,10 +133,7 @@ class BlockCompute:
     # ---- weights, read on every use: FSDP frees and gathers them between forward and backward
 
     def attention_weights(self) -> tuple[Tensor, ...]:
-        """Norm, Q, K, V, the optional Q and K norms, output projection."""
-        norm, projections = self.block.attention_norm, self._projections()
-        o_EQ = self.block.attention.o_proj.local_weight()
-        return norm.view(norm.weight), *projections.weights, *projections.norm_weights, o_EQ
+        return tuple(module.view(module.weight) for module in attention_modules(self.block))
 
     def _projections(self) -> QKVProjections:
         attention, norms = self.block.attention, self.block.attention.qk_norms()
@@ -129,10 +141,7 @@ class BlockCompute:
         return QKVProjections(matrices, [norm.view(norm.weight) for norm in norms], self.block.attention_norm.eps)
 
     def feed_forward_weights(self) -> tuple[Tensor, ...]:
-        """Norm, gate, up, down."""
-        norm, feed_forward = self.block.ffn_norm, self.block.feed_forward
-        linears = (feed_forward.gate_proj, feed_forward.up_proj, feed_forward.down_proj)
-        return norm.view(norm.weight), *(linear.local_weight() for linear in linears)
+        return tuple(module.view(module.weight) for module in feed_forward_modules(self.block))
 
     # ---- attention half
 

@@ -2,18 +2,8 @@
 
 Styles as in torch: colwise shards a weight's dimension 0 (`Shard(0)`, output features), rowwise dimension 1 (`Shard(1)`,
 input features). A colwise and a rowwise layer form a tensor-parallel region with one collective at either end. Inside
-it a rank has all tokens, but only a shard of the heads or of the FFN width.
-
-    embed                                          vocab: Shard(0)   reduce-scatter after it
-    attention_norm                                 replicate
-    attention    q_proj, k_proj, v_proj            colwise           all-gather before them
-                 q_norm, k_norm                    replicate_heads
-                 o_proj                            rowwise           reduce-scatter after it
-    ffn_norm                                       replicate
-    feed_forward gate_proj, up_proj                colwise           all-gather before them
-                 down_proj                         rowwise           reduce-scatter after it
-    head.norm                                      replicate
-    head.proj                                      colwise           all-gather before it, loss parallel
+it a rank has all tokens, but only a shard of the heads or of the FFN width. `models/parameters.py` has every weight's
+style. Tokens are gathered before q, k, v, gate, up and the head, and reduce-scattered after o, down and the embedding.
 
 With sequence parallelism (Korthikanti et al., 2022) the ranks shard the tokens outside the regions. Without it every
 rank has all tokens: the all-gather is an identity, the reduce-scatter an all-reduce. The gradients use the conjugate
@@ -29,7 +19,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,27 +29,12 @@ from models.config import ModelConfig
 from models.linear import Embedding, Linear
 from models.loss_head import LossHead, VocabShard
 from models.norm import RMSNorm
+from models.parameters import ParallelStyle, block_parameters
 from models.transformer import SequenceParallelComm, Transformer
 from parallelisms import collectives
 from parallelisms.parallel_dims import tensor_parallel_problems
 
-ParallelStyle = Literal["replicate", "replicate_heads", "colwise", "rowwise", "vocab"]
-
-BLOCK_PLAN: dict[str, ParallelStyle] = {
-    "attention_norm": "replicate",
-    "attention.q_proj": "colwise",
-    "attention.k_proj": "colwise",
-    "attention.v_proj": "colwise",
-    "attention.q_norm": "replicate_heads",
-    "attention.k_norm": "replicate_heads",
-    "attention.o_proj": "rowwise",
-    "ffn_norm": "replicate",
-    "feed_forward.gate_proj": "colwise",
-    "feed_forward.up_proj": "colwise",
-    "feed_forward.down_proj": "rowwise",
-}
 COLWISE_ROWWISE_PAIRS = ("attention", "feed_forward")
-KV_PROJECTIONS = ("attention.k_proj", "attention.v_proj")
 
 
 def apply(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, loss_parallel: bool) -> None:
@@ -73,14 +48,14 @@ def apply(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, loss
     config = model.config
     _require_divisible(config, mesh.size(), replicate_vocab=config.tie_embeddings and not loss_parallel)
     parallelizer = TensorParallelizer(mesh, sequence_parallel=sequence_parallel)
-    replicated_projections = KV_PROJECTIONS if config.num_kv_heads < mesh.size() else ()
     for block in model.transformer_blocks():
-        for name, style in BLOCK_PLAN.items():
-            if style == "replicate_heads" and not config.qk_norm:
-                continue
-            module, is_replicated = cast(Any, block.get_submodule(name)), name in replicated_projections
-            parallelizer.distribute_weight(module, "replicate" if is_replicated else style)
-            if is_replicated:
+        for name, parameter in block_parameters(config).items():
+            module, style = (
+                cast(Any, block.get_submodule(name.rpartition(".")[0])),
+                parameter.style_over(config, mesh.size()),
+            )
+            parallelizer.distribute_weight(module, style)
+            if style != parameter.style:
                 parallelizer.select_kv_head(module, config.num_kv_heads)
         block.sp_comm = parallelizer.sequence_parallel_comm()
         for name in COLWISE_ROWWISE_PAIRS:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import cached_property, lru_cache
 from sys import maxsize
 
+from models.parameters import block_parameters
 from parallelisms.pipeline_plan import SINGLE_STAGE_SCHEDULES, SPLIT_BACKWARD_SCHEDULES
 from trainer.config.job_config import Config
 from trainer.hardware.host import GIB
@@ -70,11 +71,8 @@ class RankMemory:
 
     @cached_property
     def block_shapes(self) -> Shapes:
-        E, G, tp = self.model.dim, self.model.ffn_dim // self.tp, self.tp
-        q_dim = self.model.num_heads * self.model.head_dim // tp
-        kv_dim = self.model.num_kv_heads * self.model.head_dim // (tp if self.model.num_kv_heads >= tp else 1)
-        qk_norms = ((self.model.head_dim, 1),) * (2 * self.model.qk_norm)
-        return (q_dim, E), (kv_dim, E), (kv_dim, E), (E, q_dim), (G, E), (G, E), (E, G), (E, 1), (E, 1), *qk_norms
+        sizes = (each.local_sizes(self.model, self.tp) for each in block_parameters(self.model).values())
+        return tuple((rows, columns[0] if columns else 1) for rows, *columns in sizes)
 
     @property
     def head_rows(self) -> int:
