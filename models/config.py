@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Literal
 
-from models.parameters import block_parameters, model_parameters, numel
+from models import parameters
+from models.parameters import Parameter
 
 ROPE_FIELDS: Mapping[str, tuple[str, ...]] = {
     "default": (),
@@ -114,9 +116,45 @@ class ModelConfig:
         return self.nope_every is None or (layer + 1) % self.nope_every > 0
 
     @cached_property
+    def sizes(self) -> parameters.Sizes:
+        heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return dict(
+            zip("VEGQKH", (self.vocab_size, self.dim, self.ffn_dim, heads, kv_heads, self.head_dim), strict=True)
+        )
+
+    @cached_property
+    def block_parameters(self) -> dict[str, Parameter]:
+        """Of one block, by name within it."""
+        return {name: each for name, each in parameters.BLOCK.items() if not each.option or getattr(self, each.option)}
+
+    @cached_property
+    def parameters(self) -> dict[str, Parameter]:
+        """By name, in model order; a tied head is the embedding."""
+        blocks = {
+            f"blocks.{layer}.{name}": each._replace(hf_name=f"model.layers.{layer}.{each.hf_name}")
+            for layer in range(self.num_layers)
+            for name, each in self.block_parameters.items()
+        }
+        head = {name: each for name, each in parameters.HEAD.items() if not (self.tie_embeddings and each.is_matrix)}
+        return parameters.EMBEDDING | blocks | head
+
+    def parameter_problems(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+        """Every difference between the parameters of a model, or of a stage of it, and the declarations."""
+        problems, layers = [], {name.split(".")[1] for name in shapes if name.startswith("blocks.")}
+        for name, shape in shapes.items():
+            parameter = parameters.declared(name)
+            if parameter is None:
+                problems.append(f"parameter {name} {list(shape)} is not declared in models/parameters.py")
+            elif (expected := parameter.shape_of(self.sizes)) != shape:
+                problems.append(f"parameter {name} has shape {list(shape)}, declared as {list(expected)}")
+        missing = {f"blocks.{layer}.{name}" for layer in layers for name in self.block_parameters} - shapes.keys()
+        return problems + [f"parameter {name} is declared and not in the model" for name in sorted(missing)]
+
+    @cached_property
     def block_matrix_parameters(self) -> int:
         """Weights of one block's matrices."""
-        return numel(self, (each for each in block_parameters(self).values() if each.is_matrix))
+        matrices = (each for each in self.block_parameters.values() if each.is_matrix)
+        return sum(prod(each.shape_of(self.sizes)) for each in matrices)
 
     @property
     def matrix_parameters(self) -> int:
@@ -126,7 +164,7 @@ class ModelConfig:
     @cached_property
     def num_parameters(self) -> int:
         """All parameters; tied embeddings count once."""
-        return numel(self, model_parameters(self).values())
+        return sum(prod(each.shape_of(self.sizes)) for each in self.parameters.values())
 
     def flops(self, *, tokens: float, pairs: float) -> float:
         """Model FLOPs of training on these tokens, as MFU counts them: forward and backward, without recomputation.

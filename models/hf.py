@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from models.config import ModelConfig
-from models.parameters import model_parameters
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +42,7 @@ class TensorSpec(NamedTuple):
 
 def tensor_specs(model: ModelConfig) -> dict[str, TensorSpec]:
     """The Hugging Face tensor of every parameter, by our name, in model order; without a tied head."""
-    return {name: TensorSpec(each.hf_name, each.sizes(model)) for name, each in model_parameters(model).items()}
+    return {name: TensorSpec(each.hf_name, each.shape_of(model.sizes)) for name, each in model.parameters.items()}
 
 
 # ---- reading

@@ -9,13 +9,11 @@ H head dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from math import prod
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
 
-if TYPE_CHECKING:
-    from models.config import ModelConfig
-
+Sizes = Mapping[str, int]
+"""Of every letter, in one model."""
 ParallelStyle = Literal["replicate", "replicate_heads", "colwise", "rowwise", "vocab"]
 """As torch's: colwise shards dimension 0, rowwise dimension 1. Ranks use `replicate_heads` for their own heads."""
 
@@ -35,25 +33,17 @@ class Parameter(NamedTuple):
         """A matrix product has it, except for the embedding."""
         return len(self.shape) == 2
 
-    def sizes(self, model: ModelConfig) -> tuple[int, ...]:
-        letters = {
-            "V": model.vocab_size,
-            "E": model.dim,
-            "G": model.ffn_dim,
-            "Q": model.num_heads * model.head_dim,
-            "K": model.num_kv_heads * model.head_dim,
-            "H": model.head_dim,
-        }
-        return tuple(letters[letter] for letter in self.shape)
+    def shape_of(self, sizes: Sizes) -> tuple[int, ...]:
+        return tuple(sizes[letter] for letter in self.shape)
 
-    def style_over(self, model: ModelConfig, tp: int) -> ParallelStyle:
+    def style_over(self, sizes: Sizes, tp: int) -> ParallelStyle:
         """With fewer KV heads than ranks, their projections are replicated."""
-        return "replicate" if self.shape[0] == "K" and model.num_kv_heads < tp else self.style
+        return "replicate" if self.shape[0] == "K" and sizes["K"] < tp * sizes["H"] else self.style
 
-    def local_sizes(self, model: ModelConfig, tp: int) -> tuple[int, ...]:
+    def local_shape(self, sizes: Sizes, tp: int) -> tuple[int, ...]:
         """Of one of `tp` ranks."""
-        cut = {"colwise": 0, "vocab": 0, "rowwise": 1}.get(self.style_over(model, tp))
-        return tuple(size // tp if dim == cut else size for dim, size in enumerate(self.sizes(model)))
+        cut = {"colwise": 0, "vocab": 0, "rowwise": 1}.get(self.style_over(sizes, tp))
+        return tuple(size // tp if dim == cut else size for dim, size in enumerate(self.shape_of(sizes)))
 
 
 EMBEDDING = {"embed.weight": Parameter("VE", "vocab", "model.embed_tokens.weight")}
@@ -76,40 +66,6 @@ HEAD = {
 }
 
 
-def block_parameters(model: ModelConfig) -> dict[str, Parameter]:
-    """Of one block, by name within it."""
-    return {name: each for name, each in BLOCK.items() if not each.option or getattr(model, each.option)}
-
-
-def model_parameters(model: ModelConfig, layers: Iterable[int] | None = None) -> dict[str, Parameter]:
-    """By name, in model order; a tied head is the embedding."""
-    block, head = block_parameters(model), [name for name in HEAD if not (model.tie_embeddings and "proj" in name)]
-    found = dict(EMBEDDING)
-    for layer in range(model.num_layers) if layers is None else layers:
-        for name, each in block.items():
-            found[f"blocks.{layer}.{name}"] = each._replace(hf_name=f"model.layers.{layer}.{each.hf_name}")
-    return found | {name: HEAD[name] for name in head}
-
-
-def numel(model: ModelConfig, parameters: Iterable[Parameter]) -> int:
-    return sum(prod(each.sizes(model)) for each in parameters)
-
-
 def declared(name: str) -> Parameter | None:
     """By its name in the model or a pipeline stage; None if it is not declared."""
     return BLOCK.get(name.split(".", 2)[2]) if name.startswith("blocks.") else (EMBEDDING | HEAD).get(name)
-
-
-def parameter_problems(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Every difference between the parameters of a model, or of a stage of it, and the declarations."""
-    problems, layers = [], {name.split(".")[1] for name in shapes if name.startswith("blocks.")}
-    for name, shape in shapes.items():
-        parameter = declared(name)
-        if parameter is None:
-            problems.append(f"parameter {name} {list(shape)} is not declared in models/parameters.py")
-        elif parameter.sizes(model) != shape:
-            problems.append(f"parameter {name} has shape {list(shape)}, declared as {list(parameter.sizes(model))}")
-    expected = {f"blocks.{layer}.{name}" for layer in layers for name in block_parameters(model)}
-    return problems + [
-        f"parameter {name} is declared and not in the model" for name in sorted(expected - shapes.keys())
-    ]

@@ -19,7 +19,7 @@ from models.feed_forward import FeedForward
 from models.linear import Embedding, accumulation_dtype, identity
 from models.loss_head import LossHead
 from models.norm import RMSNorm
-from models.parameters import declared, parameter_problems
+from models.parameters import declared
 
 
 class SequenceParallelComm(NamedTuple):
@@ -80,7 +80,7 @@ class Transformer(nn.Module):
         self.block_boundary_hook: Callable[[Tensor], Tensor] = identity
         if config.tie_embeddings and self.embed is not None and self.head is not None:
             self.head.proj.weight = self.embed.weight
-        if problems := parameter_problems(config, {name: tuple(x.shape) for name, x in self.named_parameters()}):
+        if problems := config.parameter_problems({name: tuple(x.shape) for name, x in self.named_parameters()}):
             raise ValueError("; ".join(problems))
 
     def transformer_blocks(self) -> list[TransformerBlock]:

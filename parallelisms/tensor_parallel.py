@@ -29,7 +29,7 @@ from models.config import ModelConfig
 from models.linear import Embedding, Linear
 from models.loss_head import LossHead, VocabShard
 from models.norm import RMSNorm
-from models.parameters import ParallelStyle, block_parameters
+from models.parameters import ParallelStyle
 from models.transformer import SequenceParallelComm, Transformer
 from parallelisms import collectives
 from parallelisms.parallel_dims import tensor_parallel_problems
@@ -49,10 +49,10 @@ def apply(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, loss
     _require_divisible(config, mesh.size(), replicate_vocab=config.tie_embeddings and not loss_parallel)
     parallelizer = TensorParallelizer(mesh, sequence_parallel=sequence_parallel)
     for block in model.transformer_blocks():
-        for name, parameter in block_parameters(config).items():
+        for name, parameter in config.block_parameters.items():
             module, style = (
                 cast(Any, block.get_submodule(name.rpartition(".")[0])),
-                parameter.style_over(config, mesh.size()),
+                parameter.style_over(config.sizes, mesh.size()),
             )
             parallelizer.distribute_weight(module, style)
             if style != parameter.style:

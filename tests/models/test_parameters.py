@@ -14,7 +14,7 @@ from models import hf, parameters
 from models.attention import Attention
 from models.config import ModelConfig
 from models.linear import Linear
-from models.parameters import Parameter, model_parameters
+from models.parameters import Parameter
 from models.transformer import Transformer
 from parallelisms import activation_checkpoint
 from parallelisms.activation_checkpoint import RecomputeConfig
@@ -42,27 +42,27 @@ def declare(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, qk_norm=True), replace(CONFIG, tie_embeddings=True)])
 def test_a_model_has_the_declared_parameters_in_their_shapes(config: ModelConfig) -> None:
-    declared = {name: each.sizes(config) for name, each in model_parameters(config).items()}
+    declared = {name: each.shape_of(config.sizes) for name, each in config.parameters.items()}
     assert {name: tuple(x.shape) for name, x in Transformer(config).named_parameters()} == declared
 
 
 def test_a_parameter_that_is_not_declared_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with_head_gate(monkeypatch)
     with pytest.raises(ValueError, match=re.escape(f"blocks.1.{GATE} [16, 8] is not declared in models/parameters.py")):
-        Transformer(CONFIG)
+        Transformer(replace(CONFIG))
 
 
 def test_a_declared_shape_is_that_of_the_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     with_head_gate(monkeypatch, sizes=(4, 8))
     declare(monkeypatch)
     with pytest.raises(ValueError, match=re.escape(f"blocks.0.{GATE} has shape [4, 8], declared as [16, 8]")):
-        Transformer(CONFIG)
+        Transformer(replace(CONFIG))
 
 
 def test_a_declared_parameter_that_the_model_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     declare(monkeypatch)
     with pytest.raises(ValueError, match=re.escape(f"blocks.0.{GATE} is declared and not in the model")):
-        Transformer(CONFIG)
+        Transformer(replace(CONFIG))
 
 
 @pytest.mark.parametrize("policy", ["full", "keep_attention"])
@@ -72,7 +72,7 @@ def test_recomputation_loses_no_gradient(
     with_head_gate(monkeypatch)
     declare(monkeypatch)
     with pytest.raises(ValueError, match=f"computes no gradient of {re.escape(GATE)}"):
-        activation_checkpoint.apply(Transformer(CONFIG), RecomputeConfig(policy))
+        activation_checkpoint.apply(Transformer(replace(CONFIG)), RecomputeConfig(policy))
 
 
 def test_the_optimizer_names_a_parameter_without_gradient() -> None:
@@ -95,7 +95,7 @@ def test_counts_and_files_follow_the_declaration(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(("tp", "kv_rows"), [(1, 8), (2, 4), (4, 8)])
 def test_a_rank_has_its_cut_of_each_parameter(tp: int, kv_rows: int) -> None:
-    cut = {name: each.local_sizes(CONFIG, tp) for name, each in parameters.block_parameters(CONFIG).items()}
+    cut = {name: each.local_shape(CONFIG.sizes, tp) for name, each in CONFIG.block_parameters.items()}
     assert cut["attention.q_proj.weight"] == (16 // tp, 8)
     # With fewer KV heads than ranks each holds them all.
     assert cut["attention.k_proj.weight"] == (kv_rows, 8)

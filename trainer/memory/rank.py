@@ -8,7 +8,6 @@ from __future__ import annotations
 from functools import cached_property, lru_cache
 from sys import maxsize
 
-from models.parameters import block_parameters
 from parallelisms.pipeline_plan import SINGLE_STAGE_SCHEDULES, SPLIT_BACKWARD_SCHEDULES
 from trainer.config.job_config import Config
 from trainer.hardware.host import GIB
@@ -71,8 +70,8 @@ class RankMemory:
 
     @cached_property
     def block_shapes(self) -> Shapes:
-        sizes = (each.local_sizes(self.model, self.tp) for each in block_parameters(self.model).values())
-        return tuple((rows, columns[0] if columns else 1) for rows, *columns in sizes)
+        shapes = (each.local_shape(self.model.sizes, self.tp) for each in self.model.block_parameters.values())
+        return tuple((rows, columns[0] if columns else 1) for rows, *columns in shapes)
 
     @property
     def head_rows(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import combinations, product
 from math import gcd, log2, prod
 from pathlib import Path
@@ -263,7 +263,7 @@ def _with_sample_documents(config: Config, folder: Path) -> Config:
 
 def _describe_reduction(run: FullRun, mesh_cases: Sequence[MeshCase]) -> list[str]:
     config, reduced = run.config, mesh_cases[0].launch.config
-    degrees = {axis: size for axis, size in run.degrees.items() if size > 1}
+    degrees, models = {axis: size for axis, size in run.degrees.items() if size > 1}, (run.model, reduced.model.build())
     unchanged = [
         f"pp_schedule {run.pipeline_plan.schedule}" if "pp" in degrees else "",
         f"cp_method {run.context_plan.summary()}" if "cp" in degrees else "",
@@ -274,7 +274,7 @@ def _describe_reduction(run: FullRun, mesh_cases: Sequence[MeshCase]) -> list[st
     sections = {
         "mesh": ", ".join(_format_change(axis, size, run.folded_degrees[axis]) for axis, size in degrees.items())
         or "one process",
-        "model": _format_changes(vars(run.model), vars(reduced.model.build())),
+        "model": _format_changes(*({each.name: getattr(of, each.name) for each in fields(of)} for of in models)),
         "run": _format_changes(*(dict(of.training) | dict(of.memory) | dict(of.optimizer) for of in (config, reduced))),
         "kept": "; ".join(filter(None, unchanged)),
         "compare": f"with one process: {'; '.join(mesh_case.name.replace(' ', NO_BREAK_SPACE) for mesh_case in mesh_cases)}",
