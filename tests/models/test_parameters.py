@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-import torch
-from torch import nn
 
 from models import hf, parameters
 from models.attention import Attention
@@ -18,8 +16,6 @@ from models.parameters import Parameter
 from models.transformer import Transformer
 from parallelisms import activation_checkpoint
 from parallelisms.activation_checkpoint import RecomputeConfig
-from trainer.config.sections import OptimizerSection
-from trainer.optim.optimizer import Optimizer
 
 CONFIG = ModelConfig(vocab_size=10, dim=8, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, ffn_dim=12)
 GATE = "attention.head_gate.weight"
@@ -73,14 +69,6 @@ def test_recomputation_loses_no_gradient(
     declare(monkeypatch)
     with pytest.raises(ValueError, match=f"computes no gradient of {re.escape(GATE)}"):
         activation_checkpoint.apply(Transformer(replace(CONFIG)), RecomputeConfig(policy))
-
-
-def test_the_optimizer_names_a_parameter_without_gradient() -> None:
-    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in ("used", "left_out")})
-    optimizer = Optimizer([model], OptimizerSection())
-    model["used"](torch.ones(1, 2)).sum().backward()
-    with pytest.raises(RuntimeError, match=r"computed no gradient of left_out\.weight"):
-        optimizer.step(1e-3)
 
 
 def test_counts_and_files_follow_the_declaration(monkeypatch: pytest.MonkeyPatch) -> None:

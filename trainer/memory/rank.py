@@ -69,9 +69,15 @@ class RankMemory:
     # ---- parameters
 
     @cached_property
+    def block_weights(self) -> dict[str, tuple[int, int]]:
+        """By name; norms have one column."""
+        declared = self.model.block_parameters.items()
+        shapes = {name: each.local_shape(self.model.sizes, self.tp) for name, each in declared}
+        return {name: (rows, columns[0] if columns else 1) for name, (rows, *columns) in shapes.items()}
+
+    @cached_property
     def block_shapes(self) -> Shapes:
-        shapes = (each.local_shape(self.model.sizes, self.tp) for each in self.model.block_parameters.values())
-        return tuple((rows, columns[0] if columns else 1) for rows, *columns in shapes)
+        return tuple(self.block_weights.values())
 
     @property
     def head_rows(self) -> int:

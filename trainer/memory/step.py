@@ -29,6 +29,8 @@ from trainer.memory.weights import WeightMemory
 CUBLAS_HANDLES, CUBLAS_WORKSPACE = 2, 32 << 20
 """One for each thread that multiplies: the main thread, and autograd's. torch's default from compute capability 9.0 on."""
 STEP, RUN = "the step", "the run"
+AFTER_ATTENTION = ("attention.o", "feed_forward.gate", "feed_forward.up", "feed_forward.down")
+"""Projections, in the order of the forward pass."""
 
 
 class StepMemory:
@@ -329,11 +331,11 @@ class StepMemory:
         return self._fullest_parts[key]
 
     def _parts(self, index: int, *, leaves_weights: bool, adds: bool) -> Iterator[tuple[str, Tensors]]:
-        output, feed_forward = self.rank.block_shapes[3], self.rank.block_shapes[4:7]
+        output, *feed_forward = (self.rank.block_weights[f"{name}_proj.weight"] for name in AFTER_ATTENTION)
         grad_dtype = self.rank.kv_grad_dtype
         if not self.rank.recomputes:
             for name, alive in autograd_moments(self.block, grad_dtype, leaves_weights=leaves_weights):
-                computed = feed_forward[2:] if name == "feed-forward" else () if adds else (output, *feed_forward)
+                computed = (*feed_forward[2:],) if name == "feed-forward" else () if adds else (output, *feed_forward)
                 alive += self.weights.next_block(index)
                 yield name, alive + self.weights.computed(() if leaves_weights else computed)
             return

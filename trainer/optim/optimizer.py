@@ -73,11 +73,9 @@ class Optimizer:
 
         Returns two device scalars: the gradient norm over the whole mesh before clipping, and whether it is finite. A
         non-finite norm leaves weights and state unchanged on every rank, without a host sync: the fused kernel reads
-        `found_inf`, the flag of gradient scalers. Raises RuntimeError for a parameter without gradient.
+        `found_inf`, the flag of gradient scalers.
         """
         self.flush_deferred_updates()
-        if lost := [name for name, parameter in self.parameters_by_name.items() if parameter.grad is None]:
-            raise RuntimeError(f"the backward pass computed no gradient of {', '.join(lost)}")
         norm = self._grad_norm()
         self._pending = dict.fromkeys(self._parameters_by_module, (lr, norm))
         self._clip_and_step(None)

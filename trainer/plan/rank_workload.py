@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 from trainer.memory.rank import RankMemory
 from trainer.plan.comm_volume import fsdp_units
@@ -56,7 +57,7 @@ def causal_pairs(length: int) -> float:
 
 
 def _matmul_flops(rank: RankMemory) -> dict[str, float]:
-    _, _, _, out, ffn, *_ = (rows * columns for rows, columns in rank.block_shapes)
+    out, ffn = (prod(rank.block_weights[f"{name}_proj.weight"]) for name in ("attention.o", "feed_forward.gate"))
     keys = rank.block.kv_heads * rank.model.head_dim * rank.model.dim
     qkv = out + 2 * keys
     block = qkv + out + 3 * ffn

@@ -131,7 +131,7 @@ class RankTimeModel:
     def matmul_rate(self) -> float:
         """FLOP/s of a block's matmuls."""
         tokens = self.block.tile_tokens if self.rank.recomputes else self.rank.tokens
-        shapes = self.rank.block_shapes[:7]
+        shapes = [shape for shape in self.rank.block_shapes if shape[1] > 1]
         flops = sum(rows * columns for rows, columns in shapes)
         effective_flops = sum(
             rows * columns * (1 + MATMUL_HALF_RATE_DIM / min(rows, columns, tokens)) for rows, columns in shapes
