@@ -31,7 +31,6 @@ from trainer.memory.rank import RankMemory
 from trainer.memory.recompute import recompute_moments
 from trainer.memory.report import memory_savings
 from trainer.memory.tensors import total_bytes
-from trainer.plan.pipeline_bubble import ChunkTime, bubble_seconds
 from trainer.plan.plan import TrainingPlan, plan_stage
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -61,9 +60,6 @@ SCHEDULES: tuple[tuple[PipelineSchedule, int], ...] = (
     ("1F1B", 1),
     ("Interleaved1F1B", 2),
     ("Interleaved1F1B", 4),
-    ("InterleavedZeroBubble", 2),
-    ("ZBVZeroBubble", 2),
-    ("DualPipeV", 2),
 )
 Table = list[str]
 
@@ -160,32 +156,20 @@ def saved() -> Table:
 
 
 def bubbles(pp: int = 4, micro_batches: int = 16) -> Table:
-    """Share of a step that a rank waits, for three ratios of forward, input gradient and weight gradient."""
-    chunks = [ChunkTime(forward=1, input_grad=1, weight_grad=1), _chunk("405b", 2**17), _chunk("8b", 2**20)]
+    """Share of a step that a rank waits."""
     rows = []
     for schedule, each in SCHEDULES:
-        counts: dict[str, Any] = {
-            "num_layers": pp * each,
-            "pp_layers": (1,) * (pp * each),
-            "num_micro_batches": micro_batches,
-        }
-        plan = PipelinePlan(pp=pp, schedule=schedule, pp_stages_per_rank=each, **counts)
-        cells = []
-        for chunk in chunks:
-            wait = bubble_seconds(plan, chunk)
-            share = 100 * wait / (wait + micro_batches * each * chunk.total)
-            cells.append(f"{share:.{0 if share >= 9.95 else 1}f} %")
-        rows.append([f"`{schedule}`", str(each), *cells, f"{in_flight(schedule, each, pp):g}"])
-    ratios = ["bubble at 1 : 1 : 1", *(f"1 : {chunk.input_grad:.1f} : {chunk.weight_grad:.2f}" for chunk in chunks[1:])]
-    return markdown(["`pp_schedule`", "stages per rank", *ratios, "micro-batches in flight"], rows)
-
-
-def _chunk(size: str, tokens: int) -> ChunkTime:
-    """Times of a block, from its FLOPs over one document of `tokens` tokens; the forward pass takes 1."""
-    model = FAMILIES["llama3.1"][size]
-    matrices, attention = 2 * model.block_matrix_parameters, 2 * model.num_heads * model.head_dim * tokens
-    forward = matrices + attention
-    return ChunkTime(forward=1, input_grad=(matrices + 2.5 * attention) / forward, weight_grad=matrices / forward)
+        plan = PipelinePlan(
+            pp=pp,
+            schedule=schedule,
+            num_layers=pp * each,
+            pp_stages_per_rank=each,
+            num_micro_batches=micro_batches,
+        )
+        share = 100 * plan.bubble_fraction
+        cells = [f"{share:.{0 if share >= 9.95 else 1}f} %", f"{in_flight(schedule, each, pp):g}"]
+        rows.append([f"`{schedule}`", str(each), *cells])
+    return markdown(["`pp_schedule`", "stages per rank", "bubble", "micro-batches in flight"], rows)
 
 
 def in_flight(schedule: PipelineSchedule, each: int, pp: int) -> float:

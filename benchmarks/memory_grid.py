@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from math import prod
 
-from parallelisms.pipeline_plan import SINGLE_STAGE_SCHEDULES, SPLIT_BACKWARD_SCHEDULES
+from parallelisms.pipeline_plan import SINGLE_STAGE_SCHEDULES
 from trainer.commands import integer
 from trainer.config import checks
 from trainer.config.job_config import Config
@@ -44,9 +44,6 @@ PIPELINES: tuple[dict[str, object], ...] = (
             ("GPipe", (2, 3), {}),
             ("Interleaved1F1B", (2, 4), {}),
             ("Interleaved1F1B", (2,), {"parallelism.pp_stages_per_rank": 3}),
-            ("InterleavedZeroBubble", (2, 3), {}),
-            ("ZBVZeroBubble", (2, 3), {}),
-            ("DualPipeV", (2, 3), {}),
         )
         for pp in degrees
     ),
@@ -123,7 +120,6 @@ def draw_cases(seed: int) -> Iterator[GridCase]:
     rng, budgets = random.Random(seed), random.Random(seed)
     pp_ranks = {index: cycle(range(int(str(pipeline["parallelism.pp"])))) for index, pipeline in enumerate(PIPELINES)}
     for index in cycle(range(len(PIPELINES))):
-        # A split backward goes with no recomputation, and so without most other options.
         while (case := _draw(rng, PIPELINES[index])) is None:
             pass
         changes, world_size = case
@@ -144,7 +140,7 @@ def _draw(rng: random.Random, pipeline: dict[str, object]) -> tuple[tuple[tuple[
         values["memory.mlp_tile_mib"] = None
     if values["memory.recompute"] == "full" and values["memory.offload"] == "inputs_and_attention":
         values["memory.offload"] = "inputs"
-    if values.get("parallelism.pp_schedule") in (None, *SPLIT_BACKWARD_SCHEDULES):
+    if pp == 1:
         del values["parallelism.pp_reduce_gradients"]
     if values["parallelism.cp"] == 1:
         del values["parallelism.cp_method"]

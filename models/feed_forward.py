@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.config import ModelConfig
-from models.linear import LeaveGrad, Linear
+from models.linear import Linear
 
 
 class ActivationFunction(NamedTuple):
@@ -41,39 +41,25 @@ def gated_linear_backward(
     """Gradients of gate, up and weight, from the gradient of the output."""
     activated_G = ACTIVATIONS[activation].forward(gate_G)
     grad_weight_EG = grad_E.flatten(0, -2).T @ (activated_G * up_G).flatten(0, -2)
-    return *_gated_linear_input_grads(grad_E, activated_G, gate_G, up_G, weight_EG, activation), grad_weight_EG
-
-
-def _gated_linear_input_grads(
-    grad_E: Tensor, activated_G: Tensor, gate_G: Tensor, up_G: Tensor, weight_EG: Tensor, activation: str
-) -> tuple[Tensor, Tensor]:
-    """Overwrites `activated_G`."""
     grad_product_G = grad_E @ weight_EG
     grad_up_G = activated_G.mul_(grad_product_G)
     grad_product_G.mul_(up_G)
-    return ACTIVATIONS[activation].backward(grad_product_G, gate_G), grad_up_G
+    return ACTIVATIONS[activation].backward(grad_product_G, gate_G), grad_up_G, grad_weight_EG
 
 
 class GatedLinearFunction(torch.autograd.Function):
     """`gated_linear` that saves gate and up, and recomputes their product in the backward pass."""
 
     @staticmethod
-    def forward(
-        ctx: Any, gate_G: Tensor, up_G: Tensor, weight_EG: Tensor, leave_grad: LeaveGrad | None, activation: str
-    ) -> Tensor:
+    def forward(ctx: Any, gate_G: Tensor, up_G: Tensor, weight_EG: Tensor, activation: str) -> Tensor:
         ctx.save_for_backward(gate_G, up_G, weight_EG)
-        ctx.activation, ctx.leave_grad = activation, leave_grad
+        ctx.activation = activation
         return gated_linear(gate_G, up_G, weight_EG, activation=activation)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_E,), (gate_G, up_G, weight_EG) = grads, ctx.saved_tensors
-        if ctx.leave_grad is None:
-            return *gated_linear_backward(grad_E, gate_G, up_G, weight_EG, activation=ctx.activation), None, None
-        activate = ACTIVATIONS[ctx.activation].forward
-        ctx.leave_grad(lambda: grad_E.flatten(0, -2).T @ activate(gate_G).mul_(up_G).flatten(0, -2))
-        input_grads = _gated_linear_input_grads(grad_E, activate(gate_G), gate_G, up_G, weight_EG, ctx.activation)
-        return *input_grads, None, None, None
+        (grad_E,) = grads
+        return *gated_linear_backward(grad_E, *ctx.saved_tensors, activation=ctx.activation), None
 
 
 class FeedForward(nn.Module):
@@ -86,5 +72,5 @@ class FeedForward(nn.Module):
 
     def forward(self, x_E: Tensor) -> Tensor:
         gate_G, up_G = self.gate_proj(x_E), self.up_proj(x_E)
-        out: Tensor = GatedLinearFunction.apply(gate_G, up_G, *self.down_proj.weight_for_product(), self.activation)
+        out: Tensor = GatedLinearFunction.apply(gate_G, up_G, self.down_proj.local_weight(), self.activation)
         return out

@@ -16,10 +16,6 @@ from torch.nn import functional as F
 EMBEDDING_GRAD_COLUMNS = 64  # in `accumulation_dtype` at once: 32 MiB for a vocabulary of 128K
 WeightView = Callable[[Tensor], Tensor]
 """Maps a parameter to the tensor that this rank computes with: the identity, or what FSDP and tensor parallelism set."""
-LaterGrads = list[Callable[[], None]]
-"""Computations of weight gradients that a backward pass has left for later."""
-LeaveGrad = Callable[[Callable[[], Tensor]], None]
-"""Takes the computation of a weight's gradient."""
 
 
 def identity(x: Tensor) -> Tensor:
@@ -37,46 +33,13 @@ class Linear(nn.Linear):
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
         self.view: WeightView = identity
-        self.later_grads: LaterGrads | None = None
-        """Where backward passes leave the computation of the weight's gradient; None: they do it. Pipelines set it."""
 
     def local_weight(self) -> Tensor:
         """[O, I] as this rank uses it."""
         return self.view(self.weight)
 
-    def weight_for_product(self) -> tuple[Tensor, LeaveGrad | None]:
-        """`local_weight`; it is detached if its gradient is left for later, with what takes the computation."""
-        weight_OI, later_grads = self.local_weight(), self.later_grads
-        if later_grads is None:
-            return weight_OI, None
-
-        def leave_grad(compute: Callable[[], Tensor]) -> None:
-            later_grads.append(lambda: torch.autograd.backward(weight_OI, compute()))
-
-        return weight_OI.detach(), leave_grad
-
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name is torch's
-        weight_OI, leave_grad = self.weight_for_product()
-        if leave_grad is None:
-            return F.linear(input, weight_OI)
-        out: Tensor = LinearWithLaterGrad.apply(input, weight_OI, leave_grad)
-        return out
-
-
-class LinearWithLaterGrad(torch.autograd.Function):
-    """`F.linear` whose backward pass computes the gradient of its input alone."""
-
-    @staticmethod
-    def forward(ctx: Any, x_BSI: Tensor, weight_OI: Tensor, leave_grad: LeaveGrad) -> Tensor:
-        ctx.save_for_backward(x_BSI, weight_OI)
-        ctx.leave_grad = leave_grad
-        return F.linear(x_BSI, weight_OI)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_BSO,), (x_BSI, weight_OI) = grads, ctx.saved_tensors
-        ctx.leave_grad(lambda: grad_BSO.flatten(0, -2).T @ x_BSI.flatten(0, -2))
-        return grad_BSO @ weight_OI, None, None
+        return F.linear(input, self.local_weight())
 
 
 class EmbeddingFunction(torch.autograd.Function):

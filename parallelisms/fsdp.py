@@ -68,19 +68,6 @@ def set_gradient_reduction(model: nn.Module, *, reduces: bool) -> None:
         model.set_reshard_after_backward(False)
 
 
-def run_post_backward(model: nn.Module, *, last: bool) -> None:
-    """Does with gradients computed outside a backward pass what follows one. Uses a private API of torch.
-
-    They are added to the sums in the reduce dtype; the `last` time these are reduced.
-    """
-    from torch.distributed.fsdp import FSDPModule
-
-    if isinstance(model, FSDPModule):
-        for reduces in (False, True)[: 1 + last]:  # It can reduce no gradients of different dtypes.
-            set_gradient_reduction(model, reduces=reduces)
-            model._get_fsdp_state()._root_post_backward_final_callback()
-
-
 def reshard(model: nn.Module) -> None:
     """Frees the gathered weights."""
     for unit in fsdp_modules(model):

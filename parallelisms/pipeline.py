@@ -18,11 +18,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from models.batch import Batch
-from models.linear import LaterGrads, Linear
 from models.transformer import Transformer
 from parallelisms import collectives, fsdp
 from parallelisms.pipeline_plan import PipelinePlan
-from parallelisms.pipeline_schedules import Action, Message, StreamKey, rank_actions, ticks
+from parallelisms.pipeline_schedules import Action, Message, StreamKey, ticks
 
 
 class Pipeline:
@@ -75,7 +74,7 @@ class Pipeline:
 
 
 class StreamExchange:
-    """Residual streams and their gradients on the way between stages, of this rank and of others."""
+    """Residual streams and their gradients on the way between stages."""
 
     def __init__(
         self, group: ProcessGroup, *, device: torch.device, shape: tuple[int, int, int], dtype: torch.dtype
@@ -118,30 +117,17 @@ class Stage:
         self._reduces_per_micro_batch = plan.reduces_per_micro_batch
         self._roots: dict[int, Tensor] = {}
         """A scalar of each micro-batch whose backward pass is due: where autograd starts."""
-        self._linears = [linear for linear in module.modules() if isinstance(linear, Linear)]
-        actions = (each for each in rank_actions(plan, plan.stage_ranks[stage]) if each.stage == stage)
-        self._weight_grads: dict[int, LaterGrads] = {each.micro_batch: [] for each in actions if each.kind == "I"}
-        """Of each micro-batch whose weight gradients are computed later."""
-        self._num_finished = 0
 
     def run(self, action: Action, batch: Batch, scaled_loss: Callable[[Tensor, Batch], Tensor]) -> None:
         number = action.micro_batch
         if action.kind == "F":
             self._roots[number] = self._forward(number, batch, scaled_loss)
             return
-        if action.kind != "I":
-            self._num_finished += 1
-        is_last = self._num_finished == self._num_micro_batches
-        if action.kind == "W":
-            while self._weight_grads[number]:
-                self._weight_grads[number].pop(0)()
-            fsdp.run_post_backward(self._module, last=is_last)
-        else:
-            fsdp.set_gradient_reduction(self._module, reduces=is_last or self._reduces_per_micro_batch)
-            self._roots.pop(number).backward()
+        is_last = number == self._num_micro_batches - 1
+        fsdp.set_gradient_reduction(self._module, reduces=is_last or self._reduces_per_micro_batch)
+        self._roots.pop(number).backward()
         if is_last:
             fsdp.reshard(self._module)
-            self._num_finished = 0
 
     def _forward(self, number: int, batch: Batch, scaled_loss: Callable[[Tensor, Batch], Tensor]) -> Tensor:
         exchange, stage, x_BSE = self._exchange, self._stage, None
@@ -150,8 +136,6 @@ class Stage:
             put_grad = partial(exchange.put, ("B", stage - 1, number))
             x_BSE = StageInput.apply(torch.empty(0, requires_grad=True), received_BSE, put_grad)
             del received_BSE
-        for linear in self._linears:
-            linear.later_grads = self._weight_grads.get(number)
         out_BSE = self._module(batch, x_BSE)
         if stage == self._num_stages - 1:
             return scaled_loss(out_BSE, batch)
@@ -206,18 +190,15 @@ def pipeline_forward(
     `dtype` is that of the residual stream, whose tokens are sharded over `tp` ranks. A rank returns as soon as it has
     sent its output.
     """
-    x_BSE: Tensor | None = None
-    for stage in range(plan.num_stages):
-        previous_rank, stage_rank = plan.stage_ranks[max(0, stage - 1)], plan.stage_ranks[stage]
-        if previous_rank != stage_rank and group.rank() == previous_rank and x_BSE is not None:
-            collectives.send(x_BSE, group, to=stage_rank)
-        if group.rank() != stage_rank:
-            x_BSE = None
-            continue
-        if previous_rank != stage_rank:
-            batch_size, tokens = batch.tokens.shape
-            shape = (batch_size, tokens // tp, stage_modules[stage].config.dim)
+    batch_size, tokens = batch.tokens.shape
+    for stage in plan.stages_of(group.rank()):
+        module, x_BSE = stage_modules[stage], None
+        if stage > 0:
+            shape = (batch_size, tokens // tp, module.config.dim)
             buffer = torch.empty(shape, dtype=dtype, device=batch.tokens.device)
-            x_BSE = collectives.receive(group, buffer=buffer, source=previous_rank)
-        x_BSE = stage_modules[stage](batch, x_BSE)
-    return x_BSE
+            x_BSE = collectives.receive(group, buffer=buffer, source=plan.stage_ranks[stage - 1])
+        out: Tensor = module(batch, x_BSE)
+        if stage == plan.num_stages - 1:
+            return out
+        collectives.send(out, group, to=plan.stage_ranks[stage + 1])
+    return None

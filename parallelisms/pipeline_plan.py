@@ -1,10 +1,9 @@
 """Pipeline stages: the blocks of each stage, the stages of each rank, and the rules of a schedule. Imports no torch.
 
-The rank of each of 8 stages on 4 ranks; a rank has one stage, several interleaved ones, or two in a V:
+A rank has one stage, or several interleaved ones. The rank of each of 8 stages on 4 ranks:
 
-    stage                              0  1  2  3  4  5  6  7
-    Interleaved1F1B, ...ZeroBubble     0  1  2  3  0  1  2  3
-    ZBVZeroBubble, DualPipeV           0  1  2  3  3  2  1  0
+    stage    0  1  2  3  4  5  6  7
+    rank     0  1  2  3  0  1  2  3
 """
 
 from __future__ import annotations
@@ -15,12 +14,8 @@ from typing import Literal
 
 from models.config import StageSpec
 
-PipelineSchedule = Literal["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+PipelineSchedule = Literal["1F1B", "GPipe", "Interleaved1F1B"]
 SINGLE_STAGE_SCHEDULES: tuple[PipelineSchedule, ...] = ("1F1B", "GPipe")
-INTERLEAVED_SCHEDULES: tuple[PipelineSchedule, ...] = ("Interleaved1F1B", "InterleavedZeroBubble")
-V_SCHEDULES: tuple[PipelineSchedule, ...] = ("ZBVZeroBubble", "DualPipeV")
-# These compute the input gradient of a stage first, and its weight gradients later to fill the bubble.
-SPLIT_BACKWARD_SCHEDULES: tuple[PipelineSchedule, ...] = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +37,12 @@ class PipelinePlan:
     reduces_per_micro_batch: bool = False
     """Whether gradients are reduced over ranks after every micro-batch, rather than once per step."""
     tie_embeddings: bool = False
-    compiled: bool = False
-    recompute: str = "none"
 
     @property
     def stages_per_rank(self) -> int:
         if self.pp == 1 or self.schedule in SINGLE_STAGE_SCHEDULES:
             return 1
-        return 2 if self.schedule in V_SCHEDULES else self.pp_stages_per_rank or 2
+        return self.pp_stages_per_rank or 2
 
     @property
     def num_stages(self) -> int:
@@ -58,12 +51,10 @@ class PipelinePlan:
     @cached_property
     def stage_ranks(self) -> tuple[int, ...]:
         """The rank of each stage; that of the last stage has the losses."""
-        is_v = self.schedule in V_SCHEDULES
-        chunks = (divmod(stage, self.pp) for stage in range(self.num_stages))
-        return tuple(self.pp - 1 - position if is_v and chunk % 2 else position for chunk, position in chunks)
+        return tuple(stage % self.pp for stage in range(self.num_stages))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        return tuple(stage for stage, stage_rank in enumerate(self.stage_ranks) if stage_rank == rank)
+        return tuple(range(rank, self.num_stages, self.pp))
 
     @cached_property
     def blocks_per_stage(self) -> tuple[int, ...]:
@@ -91,22 +82,27 @@ class PipelinePlan:
         return self.num_micro_batches if self.schedule == "GPipe" else min(self.num_micro_batches, 2 * self.pp)
 
     @property
-    def bubble_fraction(self) -> float | None:
-        """The pipeline bubble as a fraction of the step, for equal stages (Narayanan et al., 2021).
+    def num_chunks(self) -> int:
+        """What a rank computes in a step: a chunk is one micro-batch in one stage."""
+        return self.stages_per_rank * self.num_micro_batches
 
-        None for schedules whose weight gradients fill the bubble.
-        """
-        if self.schedule in SPLIT_BACKWARD_SCHEDULES and self.pp > 1:
-            return None
-        chunks, batches = self.stages_per_rank, self.num_micro_batches
-        # With fewer micro-batches than ranks, every chunk first waits for the first micro-batch.
-        return 1 - chunks * batches / max(chunks * batches + self.pp - 1, chunks * self.pp + batches - 1)
+    @property
+    def bubble_chunks(self) -> int:
+        """As many chunks of equal stages as a rank could compute while it waits (Narayanan et al., 2021)."""
+        # With fewer micro-batches than ranks, every stage of a rank first waits for the first micro-batch.
+        shortest = self.stages_per_rank * self.pp + self.num_micro_batches - 1
+        return max(self.num_chunks + self.pp - 1, shortest) - self.num_chunks
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Of the step."""
+        return self.bubble_chunks / (self.bubble_chunks + self.num_chunks)
 
     def problems(self) -> list[str]:
         """Every broken rule, one message each."""
         if self.pp == 1:
             return []
-        problems = [*self._stage_problems(), *self._micro_batch_problems(), *self._split_backward_problems()]
+        problems = [*self._stage_problems(), *self._micro_batch_problems()]
         if self.tie_embeddings:
             problems.append(
                 f"model.tie_embeddings needs parallelism.pp = 1, not {self.pp}: the first stage has the embedding, the last "
@@ -116,11 +112,10 @@ class PipelinePlan:
 
     def summary(self) -> str:
         """One line for the log."""
-        bubble = "" if self.bubble_fraction is None else f", pipeline bubble at least {self.bubble_fraction:.0%}"
         blocks = " ".join(map(str, self.blocks_per_stage))
         return (
             f"{self.schedule}: {self.num_stages} stages on {self.pp} ranks, blocks {blocks}; "
-            f"{self.num_micro_batches} micro-batches{bubble}"
+            f"{self.num_micro_batches} micro-batches, pipeline bubble at least {self.bubble_fraction:.0%}"
         )
 
     def _stage_problems(self) -> list[str]:
@@ -154,9 +149,9 @@ class PipelinePlan:
 
     def _micro_batch_problems(self) -> list[str]:
         rounds = max(1, self.num_micro_batches // self.pp)
-        if self.schedule in ("1F1B", "DualPipeV") and self.num_micro_batches < self.num_stages:
+        if self.schedule == "1F1B" and self.num_micro_batches < self.num_stages:
             requirement = f"at least {self.num_stages}, the number of stages (parallelism.pp = {self.pp})"
-        elif self.schedule in INTERLEAVED_SCHEDULES and self.num_micro_batches % rounds:
+        elif self.schedule == "Interleaved1F1B" and self.num_micro_batches % rounds:
             requirement = f"a multiple of {rounds}, its rounds (micro-batches // parallelism.pp = {self.pp})"
         else:
             return []
@@ -164,28 +159,6 @@ class PipelinePlan:
             f"training.global_batch_size and training.micro_batch_size give each dp rank {self.num_micro_batches} "
             f'micro-batches per step; parallelism.pp_schedule = "{self.schedule}" needs {requirement}'
         ]
-
-    def _split_backward_problems(self) -> list[str]:
-        if self.schedule not in SPLIT_BACKWARD_SCHEDULES:
-            return []
-        schedule = f'parallelism.pp_schedule = "{self.schedule}" splits the backward of a stage into input and weight gradients'
-        problems = []
-        if self.compiled:
-            problems.append(
-                f"{schedule}; training.compile must be false: compiled blocks from torch's cache overwrite activations that "
-                "the second half needs, and gradients would be wrong"
-            )
-        if self.recompute != "none":
-            problems.append(
-                f'{schedule}; memory.recompute must be "none", not "{self.recompute}": each half would recompute the '
-                "activations"
-            )
-        if self.reduces_per_micro_batch:
-            problems.append(
-                f'{schedule}; parallelism.pp_reduce_gradients must be "per_step": a stage computes all its weight gradients '
-                "before it could reduce any"
-            )
-        return problems
 
 
 @lru_cache(maxsize=256)

@@ -203,19 +203,9 @@ def test_an_invalid_model_hides_problems_of_its_heads_on_the_mesh() -> None:
     assert checks.problems(config, 4) == ["model.num_heads = 6 must be a multiple of model.num_kv_heads = 4"]
 
 
-ZERO_BUBBLE: dict[str, object] = {"pp": 2, "pp_schedule": "ZBVZeroBubble"}
-NONE: dict[str, object] = {"recompute": "none"}
-
-
 @pytest.mark.parametrize(
     ("values", "world", "problem"),
     [
-        (
-            {"parallelism": ZERO_BUBBLE, "training": {"compile": True}, "memory": NONE},
-            2,
-            "training.compile must be false",
-        ),
-        ({"parallelism": ZERO_BUBBLE, "memory": {"recompute": "full"}}, 2, 'memory.recompute must be "none"'),
         ({"parallelism": {"pp": 2}, "model": {"tie_embeddings": True}}, 2, "tie_embeddings needs parallelism.pp = 1"),
         ({"parallelism": {"pp": 4}}, 16, "give each dp rank 2 micro-batches per step"),
         ({"parallelism": {"pp": 2, "pp_layers": [4, 4]}}, 2, "pp_layers sums to 8, which must be model.num_layers = 4"),
@@ -237,7 +227,6 @@ def test_an_unsupported_mesh_is_an_error(values: dict[str, dict[str, object]], w
 def test_supported_neighbours_of_unsupported_meshes_are_valid() -> None:
     whole: dict[str, object] = {"vocab_size": 265, "tie_embeddings": True}
     assert checks.problems(configured(model=whole, parallelism={"tp": 2, "loss_parallel": False}), 2) == []
-    assert checks.problems(configured(parallelism=ZERO_BUBBLE, memory=NONE), 2) == []
     assert checks.problems(configured(parallelism={"pp": 4}, training={"global_batch_size": 16}), 16) == []
     (uneven,) = checks.problems(
         configured(parallelism={"pp": 2}, training={"global_batch_size": 2, "micro_batch_size": 4}), 2

@@ -15,6 +15,7 @@ from trainer.config.toml_format import to_toml
 from trainer.errors import ConfigError
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
+REMOVED_SCHEDULES = MIGRATIONS[1].removed_values["parallelism.pp_schedule"].values
 
 
 def load_problems(*argv: str) -> list[str]:
@@ -31,7 +32,7 @@ def test_every_migration_leads_to_existing_keys() -> None:
     }
     for migration in MIGRATIONS:
         assert not keys & migration.renamed_keys.keys()
-        assert migration.renamed_values.keys() <= keys
+        assert migration.renamed_values.keys() | migration.removed_values.keys() <= keys
         assert {migrations.renamed_message(key) for key in migration.renamed_keys} <= {
             f"renamed to {key}" for key in keys
         }
@@ -74,10 +75,20 @@ def test_a_resolved_file_states_its_version_and_a_later_one_is_an_error(tmp_path
     path = tmp_path / "config.toml"
     path.write_text(text)
     assert load(["--config", str(path)]) == load([])
-    for version in ("3", '"2"', "0"):
-        path.write_text(text.replace("schema_version = 2", f"schema_version = {version}"))
+    for version in (str(SCHEMA_VERSION + 1), f'"{SCHEMA_VERSION}"', "0"):
+        path.write_text(text.replace(f"schema_version = {SCHEMA_VERSION}", f"schema_version = {version}"))
         (problem,) = load_problems("--config", str(path))
-        assert "is unknown; this version of the trainer reads 1 to 2" in problem
+        assert f"is unknown; this version of the trainer reads 1 to {SCHEMA_VERSION}" in problem
+
+
+def test_a_stored_run_with_a_removed_schedule_goes_on_interleaved(tmp_path: Path) -> None:
+    key, path = "parallelism.pp_schedule", tmp_path / "config.toml"
+    stored = load([f"--{key}=Interleaved1F1B"])
+    old = to_toml(stored).replace(f"schema_version = {SCHEMA_VERSION}", "schema_version = 2")
+    for schedule in REMOVED_SCHEDULES:
+        assert migrate({key: schedule}, version=1) == {key: "Interleaved1F1B"}
+        path.write_text(old.replace("Interleaved1F1B", schedule))
+        assert load(["--config", str(path)]) == stored
 
 
 FILE_ERRORS = {
@@ -94,6 +105,15 @@ FILE_ERRORS = {
         'data.bad_files = "refuse" must be "skip" or "error"; "refuse" was renamed to "error"'
     ),
     '[health]\non_spike = "tell"': '"tell" was renamed to "warn"',
+    '[parallelism]\npp_schedule = "DualPipeV"': (
+        'parallelism.pp_schedule = "DualPipeV" must be "1F1B", "GPipe" or "Interleaved1F1B"; "DualPipeV" was removed: it '
+        "allowed neither compilation nor recomputation, and held as much memory as blocks without recomputation; use "
+        '"Interleaved1F1B"'
+    ),
+    '[[stage]]\nname = "a"\nseq_len = 8\nparallelism = { pp_schedule = "ZBVZeroBubble" }': (
+        'stage "a": parallelism.pp_schedule = "ZBVZeroBubble" must be "1F1B", "GPipe" or "Interleaved1F1B"; '
+        '"ZBVZeroBubble" was removed: it allowed'
+    ),
 }
 
 
@@ -116,3 +136,11 @@ def test_an_old_value_of_a_flag_is_an_error_with_the_new_value() -> None:
     for key, (old, new) in values.items():
         (problem,) = load_problems(f"--{key}", old)
         assert problem.endswith(f'; "{old}" was renamed to "{new}"')
+
+
+def test_a_removed_value_of_a_flag_is_an_error_with_its_reason_and_substitute() -> None:
+    for schedule in REMOVED_SCHEDULES:
+        (problem,) = load_problems("--parallelism.pp_schedule", schedule)
+        assert problem.startswith(f"command line: --parallelism.pp_schedule {schedule} must be ")
+        assert f'"{schedule}" was removed: it allowed neither compilation nor recomputation' in problem
+        assert problem.endswith('; use "Interleaved1F1B"')

@@ -77,11 +77,6 @@ def test_an_explicit_policy_is_unchanged() -> None:
     assert fit_memory_options(config, 8, ranks_per_node=8, device_bytes=1, host_bytes=1) is config
 
 
-def test_split_backward_schedules_get_no_recomputation() -> None:
-    words = ("--parallelism.pp", "2", "--parallelism.pp_schedule", "ZBVZeroBubble", "--parallelism.dp_shard", "1")
-    assert chosen(400, *words, "--training.compile", "false").memory.recompute == "none"
-
-
 def test_the_error_names_host_memory_if_that_is_short() -> None:
     with pytest.raises(ConfigError, match="GiB of host memory per node"):
         chosen(80, host=8 * GIB)
@@ -98,6 +93,5 @@ def test_host_optimizer_state_does_not_count_against_the_offload_budget() -> Non
 
 
 def test_the_error_names_the_violated_rule() -> None:
-    words = ("--parallelism.pp", "2", "--parallelism.pp_schedule", "ZBVZeroBubble", "--parallelism.dp_shard", "1")
-    with pytest.raises(ConfigError, match=r"memory[.]offload"):
-        chosen(400, *words, "--training.compile", "false", "--memory.offload", "inputs")
+    with pytest.raises(ConfigError, match=r"memory[.]head_groups"):
+        chosen(400, "--memory.head_groups", "3")

@@ -114,15 +114,7 @@ MESHES = {
     "offload": (1, ("--memory.recompute=full", "--memory.offload=inputs")),
     "fsdp": (2, ("--memory.recompute=full",)),
     "tp": (2, ("--parallelism.tp=2", "--memory.recompute=keep_attention")),
-    "pipeline": (
-        2,
-        (
-            "--parallelism.pp=2",
-            "--parallelism.pp_schedule=InterleavedZeroBubble",
-            "--model.num_layers=4",
-            "--memory.recompute=none",
-        ),
-    ),
+    "pipeline": (2, ("--parallelism.pp=2", "--parallelism.pp_schedule=Interleaved1F1B", "--model.num_layers=4")),
 }
 
 

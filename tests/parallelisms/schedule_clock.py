@@ -17,20 +17,19 @@ def idle_fraction(
     queues = [deque(rank) for rank in actions]
     busy = sum(seconds[kind] for queue in queues for kind, *_ in queue) / len(queues)
     clocks = [0.0] * len(queues)
-    # When the output of a stage (F), or the gradient of its input (I), is ready.
-    ends = (("F", -1), ("I", plan.num_stages))
+    # When the output of a stage (F), or the gradient of its input (B), is ready.
+    ends = (("F", -1), ("B", plan.num_stages))
     ready = {(kind, stage, number): 0.0 for kind, stage in ends for number in range(plan.num_micro_batches)}
     while remaining := sum(map(len, queues)):
         for rank, queue in enumerate(queues):
             while queue:
                 kind, stage, number = queue[0]
-                needed = ("F", stage - 1, number) if kind == "F" else ("I", stage + (kind != "W"), number)
-                if needed not in ready:
+                other = stage - 1 if kind == "F" else stage + 1
+                if (kind, other, number) not in ready:
                     break
-                source = needed[1] if 0 <= needed[1] < plan.num_stages else stage
-                delay = hop * (plan.stage_ranks[source] != rank)
-                clocks[rank] = max(clocks[rank], ready[needed] + delay) + seconds[kind]
-                ready.setdefault(("F" if kind == "F" else "I", stage, number), clocks[rank])
+                delay = hop * (0 <= other < plan.num_stages)
+                clocks[rank] = max(clocks[rank], ready[kind, other, number] + delay) + seconds[kind]
+                ready[kind, stage, number] = clocks[rank]
                 queue.popleft()
         if remaining == sum(map(len, queues)):
             raise RuntimeError(f"{plan.schedule} deadlocks at {[queue[0] for queue in queues if queue]}")
@@ -39,7 +38,5 @@ def idle_fraction(
 
 def max_saved_blocks(actions: Sequence[Sequence[Action]], blocks_per_stage: Sequence[int]) -> int:
     """The most blocks whose activations of a micro-batch one rank holds at once."""
-    change = {"F": 1, "B": -1, "W": -1}
-    return max(
-        max(accumulate(change.get(kind, 0) * blocks_per_stage[stage] for kind, stage, _ in rank)) for rank in actions
-    )
+    change = {"F": 1, "B": -1}
+    return max(max(accumulate(change[kind] * blocks_per_stage[stage] for kind, stage, _ in rank)) for rank in actions)

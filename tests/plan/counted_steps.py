@@ -50,10 +50,7 @@ Key = tuple[str, str, bool]
 
 
 class Seen(TorchDispatchMode):
-    """Counts bytes and calls by channel and kind, without small messages, and matmul FLOPs by torch's formulas.
-
-    FlopCounterMode hooks into modules, which split-backward schedules do not allow.
-    """
+    """Counts bytes and calls by channel and kind, without small messages, and matmul FLOPs by torch's formulas."""
 
     def __init__(self, channels: dict[str, str]) -> None:
         """`channels`: channel by group name."""

@@ -97,9 +97,9 @@ def test_a_pipeline_may_reduce_once_per_micro_batch() -> None:
     assert of(found, "fsdp", "gradients of blocks") == {("reduce_scatter", "backward"): reduced}
 
 
-def test_adjacent_stages_on_one_rank_send_nothing() -> None:
-    config = configured("parallelism.pp=2 model.num_layers=4 parallelism.pp_schedule=ZBVZeroBubble")
-    # Rank 0 has stages 0 and 3, rank 1 has 1 and 2.
+def test_interleaved_stages_send_to_the_next_and_to_the_previous_one() -> None:
+    config = configured("parallelism.pp=2 model.num_layers=4 parallelism.pp_schedule=Interleaved1F1B")
+    # Four micro-batches. Rank 0 has stages 0 and 2, rank 1 has 1 and 3.
     calls = [
         {
             message.phase: message.calls
@@ -108,7 +108,7 @@ def test_adjacent_stages_on_one_rank_send_nothing() -> None:
         }
         for place in (0, 1)
     ]
-    assert calls == [{"forward": 4, "backward": 4}, {"forward": 4, "backward": 4}]
+    assert calls == [{"forward": 8, "backward": 4}, {"forward": 4, "backward": 8}]
 
 
 @pytest.mark.parametrize(("policy", "again"), [("none", 0), ("keep_attention", 3), ("full", 4)])

@@ -120,12 +120,6 @@ def test_redundant_compute_counts_on_every_rank() -> None:
     assert of_all_ranks(config, 2) == executed(configured())
 
 
-def test_a_split_backward_repeats_no_product() -> None:
-    for schedule in ("ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV"):
-        config = configured(f"parallelism.pp=2 model.num_layers=6 parallelism.pp_schedule={schedule}")
-        assert rank_workload(RankMemory(config, 2, 0)).matmul_flops["recompute"] == 0
-
-
 def test_contiguous_layout_is_bound_by_its_last_rank() -> None:
     ring = "parallelism.cp=4 parallelism.cp_method=ring"
     even, uneven = (

@@ -68,7 +68,7 @@ def micro_batches(parts: int) -> Results:
 
 
 WIDE = torch.float32
-SCHEDULES: dict[PipelineSchedule, tuple[int, ...]] = {"1F1B": (), "ZBVZeroBubble": (8,), "InterleavedZeroBubble": ()}
+SCHEDULES: dict[PipelineSchedule, tuple[int, ...]] = {"1F1B": (8,), "Interleaved1F1B": ()}
 THOUSANDS = (8, 64, 2048)
 ACCUMULATORS = [
     Accumulator("loss head: chunks", local.loss_head, THOUSANDS, (256,)),

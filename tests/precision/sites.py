@@ -30,7 +30,6 @@ SUMS = {
     *("add_", "addmm", "addmm_", "addmv_", "baddbmm", "addcmul_", "index_add", "index_add_", "scatter_add_", "einsum"),
     *("all_reduce", "all_reduce_functional", "reduce_scatter", "reduce_scatter_async", "reduce_scatter_tensor"),
     *(
-        "_root_post_backward_final_callback",
         "reduce_scatter_tokens",
         "_reduce_scatter_single",
         "embedding_dense_backward",

@@ -28,7 +28,6 @@ IN_GRID = {
     "parallelisms.context.ring.OnlineSoftmax.merge": ("lerp_ logaddexp", "attention: pieces of KV"),
     "parallelisms.context.ulysses.SeqToHeads.backward": ("sum", "Ulysses: repeated KV heads"),
     "parallelisms.fsdp.apply": ("fully_shard", "FSDP ranks, 2 replicas"),
-    "parallelisms.fsdp.run_post_backward": ("_root_post_backward_final_callback", "micro-batches, ZBVZeroBubble"),
     "parallelisms.tensor_parallel": ("reduce_scatter_tokens reduce_scatter_tokens", TP_SUMS),
     "parallelisms.tensor_parallel.TensorParallelizer.sequence_parallel_comm": (
         "all_reduce_functional reduce_scatter_tokens",

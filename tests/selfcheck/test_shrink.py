@@ -26,14 +26,7 @@ from trainer.selfcheck.shrink import (
 
 RUNS = {path.stem: load(["--config", path.stem]) for path in sorted(CONFIG_DIR.glob("*.toml"))}
 STAGES = {f"{name} {stage.name}".strip(): stage.config for name, run in RUNS.items() for stage in run.training_stages}
-SCHEDULES = {
-    "1F1B": None,
-    "GPipe": None,
-    "Interleaved1F1B": 3,
-    "InterleavedZeroBubble": 2,
-    "ZBVZeroBubble": None,
-    "DualPipeV": None,
-}
+SCHEDULES = {"1F1B": None, "GPipe": None, "Interleaved1F1B": 3}
 Shrink = Callable[..., ReducedRun]
 
 
@@ -202,8 +195,7 @@ def test_empty_micro_batches_are_kept(rows: int, micro: int, few: int, small: Sh
 @pytest.mark.parametrize("rows", [64, 63])
 def test_every_pipeline_schedule_gets_enough_micro_batches(schedule: str, rows: int, small: Shrink) -> None:
     mesh = {"pp": 4, "dp_shard": 4, "tp": 2, "pp_schedule": schedule, "pp_stages_per_rank": SCHEDULES[schedule]}
-    once: dict[str, object] = {"recompute": "none"}  # Zero-bubble schedules require it.
-    made = small(parallelism=mesh, model={"num_layers": 40}, training={"global_batch_size": rows}, memory=once)
+    made = small(parallelism=mesh, model={"num_layers": 40}, training={"global_batch_size": rows})
     assert [mesh_case.name for mesh_case in made.mesh_cases] == ["pp 2 x dp_shard 2 x tp 2"]
     plan = made.mesh_cases[0].launch.config.pipeline_plan(8)
     assert (plan.schedule, plan.num_layers) == (schedule, sum(plan.blocks_per_stage))

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from parallelisms.pipeline_plan import SPLIT_BACKWARD_SCHEDULES
 from tests.system.runs import digests, forked, metrics, state, tensors, write_run
 
 pytestmark = pytest.mark.ranks
@@ -60,9 +59,7 @@ def mesh(*, method: str = "auto", schedule: str = "1F1B", **degrees: int) -> tup
         stated["cp_method"] = method
     if degrees.get("pp", 1) > 1:
         stated["pp_schedule"] = schedule
-    # These schedules split the backward in two, which recomputation does not allow.
-    recompute = ("--memory.recompute=none",) if schedule in SPLIT_BACKWARD_SCHEDULES else ()
-    return prod(degrees.values()), (*(f"--parallelism.{key}={value}" for key, value in stated.items()), *recompute)
+    return prod(degrees.values()), tuple(f"--parallelism.{key}={value}" for key, value in stated.items())
 
 
 def case(
@@ -88,9 +85,8 @@ CASES = [
         OPTIMIZER_ON_HOST,
         slow=True,
     ),
-    case("pp 2 ZBVZeroBubble", mesh(pp=2, schedule="ZBVZeroBubble"), slow=True),
-    case("pp 2 DualPipeV", mesh(pp=2, schedule="DualPipeV"), slow=True),
-    case("dp_shard 2 x pp 2 ZBVZeroBubble", mesh(dp_shard=2, pp=2, schedule="ZBVZeroBubble"), slow=True),
+    case("pp 2 GPipe", mesh(pp=2, schedule="GPipe"), slow=True),
+    case("dp_shard 2 x pp 2 Interleaved1F1B", mesh(dp_shard=2, pp=2, schedule="Interleaved1F1B"), slow=True),
     case("tp 2 x pp 2", mesh(tp=2, pp=2), KEEP),
     case("cp 2 x tp 2 x pp 2", mesh(cp=2, tp=2, pp=2, method="ring", schedule="Interleaved1F1B"), KEEP, slow=True),
     case("tied, dp_shard 2 x tp 2", mesh(dp_shard=2, tp=2), TIED, slow=True),
@@ -234,15 +230,15 @@ def test_optimizer_on_the_host_is_bitwise(runs: Runs, tmp_path: Path, moments: s
 RESHARDED = [
     ("tp 2 x pp 2", "one rank", False),
     ("cp 2 x tp 2 x pp 2", "one rank", True),
-    ("cp 2 x tp 2 x pp 2", "pp 2 ZBVZeroBubble", True),
+    ("cp 2 x tp 2 x pp 2", "pp 2 GPipe", True),
     ("cp 2 x tp 2 x pp 2", "dp_shard 3, an empty micro-batch", True),
     ("cp 2 x tp 2 x pp 2", "dp_shard 2 x tp 2", True),
     ("one rank", "tp 2 x pp 2", True),
     ("one rank", "dp_replicate 2 x dp_shard 2 x tp 2", True),
-    ("pp 2 ZBVZeroBubble", "cp 4 ring", True),
-    ("pp 2 ZBVZeroBubble", "pp 2 Interleaved1F1B", True),
-    ("dp_replicate 2 x dp_shard 2", "pp 2 DualPipeV", True),
-    ("dp_shard 2 x tp 2", "dp_shard 2 x pp 2 ZBVZeroBubble", True),
+    ("pp 2 GPipe", "pp 2 Interleaved1F1B", True),
+    ("pp 2 Interleaved1F1B", "cp 4 ring", True),
+    ("dp_replicate 2 x dp_shard 2", "pp 2 Interleaved1F1B", True),
+    ("dp_shard 2 x tp 2", "dp_shard 2 x pp 2 Interleaved1F1B", True),
     ("dp_shard 2 x tp 2", "tp 2, no loss parallelism", True),
     ("dp_shard 2 x tp 2", "tp 4, replicated KV heads", True),
     ("cp 4 ring", "one rank", True),

@@ -53,7 +53,7 @@ MORE_MESHES: dict[int, list[Options]] = {
     2: [
         mesh(cp=2, cp_method="alltoall"),
         (*mesh(tp=2), *NO_LOSS_PARALLEL),
-        (*mesh(pp=2, pp_schedule="ZBVZeroBubble"), "memory.recompute=none"),
+        mesh(pp=2, pp_schedule="GPipe"),
     ],
     4: [
         mesh(cp=4, cp_method="hybrid", cp_ulysses=2),

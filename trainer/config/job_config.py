@@ -105,8 +105,6 @@ class Config(Section):
             num_micro_batches=self.micro_batches(world_size)[1],
             reduces_per_micro_batch=section.pp_reduce_gradients == "per_micro_batch",
             tie_embeddings=model.tie_embeddings,
-            compiled=self.training.compile,
-            recompute="none" if self.memory.recompute == "auto" else self.memory.recompute,
         )
 
     def micro_batches(self, world_size: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Schema versions of stored configurations, and the renames between them.
+"""Schema versions of stored configurations, and the renames and removals between them.
 
 A run folder's `config.toml` and a checkpoint's `state.json` carry `schema_version`. Older ones are migrated when they are
 read. In a file or flag that a user writes, the same tables turn an old name into an error that gives the new one.
@@ -8,9 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainer.errors import ConfigError
+
+
+class Removal(NamedTuple):
+    """Values that a key no longer has."""
+
+    values: tuple[str, ...]
+    substitute: str
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +29,13 @@ class Migration:
     """Old to new key of the same section."""
     renamed_values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """New key to its old and new values."""
+    removed_values: Mapping[str, Removal] = field(default_factory=dict)
+
+    def new_value(self, key: str, value: str) -> str:
+        removal = self.removed_values.get(key)
+        if removal is not None and value in removal.values:
+            return removal.substitute
+        return self.renamed_values.get(key, {}).get(value, value)
 
 
 # MIGRATIONS[n - 1] leads from version n to n + 1. A new one is appended; the others never change.
@@ -38,6 +53,15 @@ MIGRATIONS = (
             "schedule.final": "schedule.min_lr_factor",
         },
         renamed_values={"data.bad_files": {"refuse": "error"}, "health.on_spike": {"tell": "warn"}},
+    ),
+    Migration(
+        removed_values={
+            "parallelism.pp_schedule": Removal(
+                ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"),
+                "Interleaved1F1B",
+                "it allowed neither compilation nor recomputation, and held as much memory as blocks without recomputation",
+            )
+        }
     ),
 )
 SCHEMA_VERSION = len(MIGRATIONS) + 1
@@ -61,7 +85,7 @@ def migrate(values: Mapping[str, Any], *, version: object) -> dict[str, Any]:
         )
     migrated = dict(values)
     for migration in MIGRATIONS[version - 1 :]:
-        migrated = _rename("", migrated, migration)
+        migrated = _migrate_table("", migrated, migration)
     return migrated
 
 
@@ -80,12 +104,15 @@ def renamed_message(name: str) -> str | None:
     return None if current == name else f"renamed to {current}"
 
 
-def new_value(name: str, value: object) -> str | None:
-    """Today's spelling of a key's value that was renamed."""
-    current = str(value)
+def replaced_value_message(name: str, value: object) -> str | None:
+    """Names the value that replaced a key's value, or None."""
+    key, current, message = _section_name(name), str(value), None
     for migration in MIGRATIONS:
-        current = migration.renamed_values.get(_section_name(name), {}).get(current, current)
-    return None if current == str(value) else current
+        if (new := migration.new_value(key, current)) != current:
+            removal = migration.removed_values.get(key)
+            message = f'was removed: {removal.reason}; use "{new}"' if removal else f'was renamed to "{new}"'
+            current = new
+    return message and f'"{value}" {message}'
 
 
 def _section_name(name: str) -> str:
@@ -96,8 +123,8 @@ def _section_name(name: str) -> str:
     return f"data.{name}" if name.partition(".")[0] == "mix" else name
 
 
-def _rename(path: str, table: Mapping[str, Any], migration: Migration) -> dict[str, Any]:
-    renamed = {}
+def _migrate_table(path: str, table: Mapping[str, Any], migration: Migration) -> dict[str, Any]:
+    migrated = {}
     for key, value in table.items():
         name = _section_name(f"{path}.{key}" if path else key)
         name = migration.renamed_keys.get(name, name)
@@ -105,10 +132,10 @@ def _rename(path: str, table: Mapping[str, Any], migration: Migration) -> dict[s
         if new != key and new in table:
             continue
         if isinstance(value, dict):
-            value = _rename(name, value, migration)
+            value = _migrate_table(name, value, migration)
         elif isinstance(value, list) and value and isinstance(value[0], dict):
-            value = [_rename(name, item, migration) for item in value]
+            value = [_migrate_table(name, item, migration) for item in value]
         elif isinstance(value, str):
-            value = migration.renamed_values.get(name, {}).get(value, value)
-        renamed[new] = value
-    return renamed
+            value = migration.new_value(name, value)
+        migrated[new] = value
+    return migrated

@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
 from trainer.config import aliases
-from trainer.config.migrations import migrate_file, new_value, renamed_message
+from trainer.config.migrations import migrate_file, renamed_message, replaced_value_message
 from trainer.config.sections import Section
 from trainer.config.toml_format import toml_value
 from trainer.config.training_stages import Recipe
@@ -281,8 +281,8 @@ class ConfigSource:
         section = _section_at(details["loc"][:-1])
         if details["type"] == "string_pattern_mismatch" and section and names[-1] in section.fields_by_key():
             rule += f" ({section.fields_by_key()[names[-1]].description})"
-        if current := new_value(key, value):
-            rule += f'; "{value}" was renamed to "{current}"'
+        if replaced := replaced_value_message(key, value):
+            rule += f"; {replaced}"
         return f"{self.name}: {assignment}{f': item {items[0] + 1}' if items else ''} {rule}"
 
     def _locate(self, loc: tuple[int | str, ...]) -> tuple[str, list[int | str]]:

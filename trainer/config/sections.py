@@ -192,16 +192,14 @@ class ParallelismSection(Section):
     """Overlap tp communication with matrix products; needs torch.compile and CUDA devices joined by NVLink."""
     pp: PositiveInt = 1
     """Ranks that share the layers (pipeline parallelism)."""
-    pp_schedule: Literal["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"] = (
-        "1F1B"
-    )
+    pp_schedule: Literal["1F1B", "GPipe", "Interleaved1F1B"] = "1F1B"
     """Pipeline schedule."""
     pp_stages_per_rank: PositiveInt | None = None
-    """Pipeline stages per pp rank. Left out: 1, or 2 for schedules that need several."""
+    """Pipeline stages per pp rank. Left out: 2 for `Interleaved1F1B`, else 1."""
     pp_layers: tuple[NonNegativeInt, ...] | None = None
     """Blocks per pipeline stage, first to last. Left out: balanced, with embedding and output projection counted as fractions of a block."""
     pp_reduce_gradients: Literal["per_step", "per_micro_batch"] = "per_step"
-    """When pipelines reduce-scatter gradients over dp and cp ranks. `per_micro_batch` keeps only shards of gradients in between, for as many times the communication; zero-bubble schedules refuse it."""
+    """When pipelines reduce-scatter gradients over dp and cp ranks. `per_micro_batch` keeps only shards of gradients in between, for as many times the communication."""
     reshard_after_forward: bool = True
     """Whether to free a block's gathered weights after its forward and gather them again for its backward. Pipelines keep them, since they would gather them for every micro-batch."""
 

@@ -16,44 +16,41 @@ from trainer.memory.block import (
     saved_tensors,
     transient,
 )
-from trainer.memory.tensors import Tensors
+from trainer.memory.tensors import MemoryTensor, Tensors
 
 
-def autograd_moments(block: BlockMemory, grad_dtype: str, *, leaves_weights: bool) -> Moments:
-    """`grad_dtype` is that of KV gradients on the wire; `leaves_weights` for later, with what their gradients need."""
-    for name, alive in _feed_forward_moments(block, leaves_weights=leaves_weights):
+def autograd_moments(block: BlockMemory, grad_dtype: str) -> Moments:
+    """`grad_dtype` is that of KV gradients on the wire."""
+    for name, alive in _feed_forward_moments(block):
         yield name, block.attention_saved() + alive
-    attention, after = block.attention_saved(), block.feed_forward_left() if leaves_weights else ()
-    # Without a gather, the gradient of a half's output is that of the residual stream, and stays for its weights.
-    is_left = leaves_weights and not block.is_gathered
-    yield (
-        "the norm before the feed-forward",
-        attention + after + _norm_backward(block, "the feed-forward", has_gradient=is_left),
-    )
-    after += (
-        block.left(block.numbers("gradient of attention's output", block.tokens, block.model.dim))
-        if leaves_weights
-        else ()
-    )
-    stream = transient(ATTENTION, WHILE_RUNNING, block.stream("gradient of the residual stream", not is_left))
-    operands = attention if leaves_weights else block.attention_operator_saved()
+    yield "the norm before the feed-forward", block.attention_saved() + _norm_backward(block, "the feed-forward")
+    stream = transient(ATTENTION, WHILE_RUNNING, block.stream("gradient of the residual stream"))
     for name, operator in operator_moments(block, grad_dtype):
-        yield name, operands + after + stream + operator
-    after += block.left(block.queries("attention output")) if leaves_weights else ()
-    yield "the rotation of gradients", block.projections_saved() + after + stream + _rotation_backward(block)
+        yield name, block.attention_operator_saved() + stream + operator
+    yield "the rotation of gradients", block.projections_saved() + stream + _rotation_backward(block)
     if block.model.qk_norm:
-        yield "norms of heads", block.attention_inputs_saved() + after + stream + _query_norm_backward(block)
-    after = block.left_for_weight_gradients() if leaves_weights else block.attention_left()[:3]
-    residual = saved_tensors(ATTENTION, UNTIL_BACKWARD, block.stream("residual stream before attention"))
+        yield "norms of heads", block.attention_inputs_saved() + stream + _query_norm_backward(block)
     yield (
         "the input gradients of queries, keys and values",
-        after + residual + stream + _summed_input_gradients(block, ATTENTION),
+        saved_tensors(
+            ATTENTION,
+            UNTIL_BACKWARD,
+            block.stream("residual stream before attention"),
+            block.normalized_input("attention"),
+        )
+        + stream
+        + transient(
+            ATTENTION,
+            WHILE_RUNNING,
+            block.queries("gradients of queries"),
+            block.kv("gradients of KV"),
+            _summed_input_gradients(block),
+        ),
     )
-    after = after if leaves_weights else ()
-    yield "the norm before attention", after + _norm_backward(block, "attention", has_gradient=is_left)
+    yield "the norm before attention", _norm_backward(block, "attention")
 
 
-def _feed_forward_moments(block: BlockMemory, *, leaves_weights: bool) -> Moments:
+def _feed_forward_moments(block: BlockMemory) -> Moments:
     yield (
         "feed-forward",
         block.feed_forward_saved()
@@ -69,24 +66,22 @@ def _feed_forward_moments(block: BlockMemory, *, leaves_weights: bool) -> Moment
             ),
         ),
     )
-    after = block.feed_forward_left() if leaves_weights else ()
-    residual = saved_tensors(FEED_FORWARD, UNTIL_BACKWARD, block.stream("residual stream before the feed-forward"))
-    stream = transient(FEED_FORWARD, WHILE_RUNNING, block.stream("gradient of the output", not leaves_weights))
+    residual, stream = block.stream("residual stream before the feed-forward"), block.stream("gradient of the output")
     yield (
         "the input gradient of the feed-forward",
-        (after or block.feed_forward_left()[:1])
-        + residual
-        + stream
+        saved_tensors(FEED_FORWARD, UNTIL_BACKWARD, residual, block.normalized_input("the feed-forward"))
         + transient(
             FEED_FORWARD,
             WHILE_RUNNING,
-            block.numbers("gradient of gate or up", block.tokens, block.ffn_dim, copies=not leaves_weights),
+            stream,
+            block.numbers("gradient of gate or up", block.tokens, block.ffn_dim),
             block.numbers("gradients of the normalized input, by matrix", 2, block.tokens, block.model.dim),
         ),
     )
     yield (
         "the sum of the input gradients of the feed-forward",
-        after + residual + stream + _summed_input_gradients(block, FEED_FORWARD),
+        saved_tensors(FEED_FORWARD, UNTIL_BACKWARD, residual)
+        + transient(FEED_FORWARD, WHILE_RUNNING, stream, _summed_input_gradients(block)),
     )
 
 
@@ -102,19 +97,15 @@ def autograd_forward(block: BlockMemory) -> Tensors:
     )
 
 
-def _summed_input_gradients(block: BlockMemory, source: str) -> Tensors:
-    gradients = block.numbers(
-        "gradients of the normalized input, by matrix, and a sum", 3, block.tokens, block.model.dim
-    )
-    return transient(source, WHILE_RUNNING, gradients)
+def _summed_input_gradients(block: BlockMemory) -> MemoryTensor:
+    return block.numbers("gradients of the normalized input, by matrix, and a sum", 3, block.tokens, block.model.dim)
 
 
-def _norm_backward(block: BlockMemory, before: str, *, has_gradient: bool) -> Tensors:
-    """`has_gradient`: the gradient of the residual stream is counted elsewhere."""
+def _norm_backward(block: BlockMemory, before: str) -> Tensors:
     return saved_tensors(ATTENTION, UNTIL_BACKWARD, block.stream(f"residual stream before {before}")) + transient(
         "models/norm.py: rms_norm_backward",
         WHILE_RUNNING,
-        block.stream("gradient of the residual stream", not has_gradient),
+        block.stream("gradient of the residual stream"),
         block.stream("gradients of the norm's output, also by its weight", 2),
         block.sums("products of the norm's backward pass", 3, block.local_tokens, block.model.dim),
     )

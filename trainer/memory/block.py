@@ -253,41 +253,15 @@ class BlockMemory:
             ),
         )
 
-    def left_for_weight_gradients(self, copies: float = 1) -> Tensors:
-        """Inputs and output gradients of the matrices whose gradients are computed later."""
-        return self.attention_left(copies) + self.feed_forward_left(copies)
-
-    def attention_left(self, copies: float = 1) -> Tensors:
-        return self.left(
-            self.numbers("normalized inputs of attention", self.tokens, self.model.dim, copies=copies),
-            self.queries("gradients of queries", copies=copies),
-            self.kv("gradients of KV", copies=copies),
-        ) + self._output_left(copies)
-
-    def _output_left(self, copies: float = 1) -> Tensors:
-        return self.left(
-            self.queries("attention outputs", copies=copies),
-            self.numbers("gradients of attention's outputs", self.tokens, self.model.dim, copies=copies),
-        )
-
-    def feed_forward_left(self, copies: float = 1) -> Tensors:
-        return self.left(
-            self.numbers("normalized inputs of the feed-forward", self.tokens, self.model.dim, copies=copies),
-            self.numbers("gradients of the feed-forward's outputs", self.tokens, self.model.dim, copies=copies),
-            self.numbers("gate and up, with gradients", 4, self.tokens, self.ffn_dim, copies=copies),
-        )
-
-    def left(self, *entries: MemoryTensor) -> Tensors:
-        return saved_tensors(
-            "models/linear.py: LinearWithLaterGrad", "until the weight gradients are computed", *entries
-        )
-
     def _norm_saved(self, before: str, copies: float) -> tuple[MemoryTensor, ...]:
         return (
             self.stream(f"residual streams before {before}", copies),
             self.sums(f"inverse RMS before {before}", self.local_tokens, copies=copies),
-            self.numbers(f"normalized inputs of {before}", self.tokens, self.model.dim, copies=copies),
+            self.normalized_input(before, copies),
         )
+
+    def normalized_input(self, of: str, copies: float = 1) -> MemoryTensor:
+        return self.numbers(f"normalized inputs of {of}", self.tokens, self.model.dim, copies=copies)
 
     # ---- tiles
 

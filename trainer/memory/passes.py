@@ -20,8 +20,6 @@ class Pass:
     stage: int
     waiting: tuple[tuple[int, int], ...]
     """Micro-batches whose backward pass is due, without this one: (stage, how many)."""
-    left: tuple[tuple[int, int], ...]
-    """Micro-batches whose weight gradients are left for later: (stage, how many)."""
     is_first: bool
     """Whether the stage has no gradients yet."""
     is_last: bool
@@ -30,8 +28,6 @@ class Pass:
     """Whether it is the first forward pass of the rank's last stage, which gathers its weights beside all others."""
     whole: tuple[int, ...]
     """Other stages with gradients that are not reduced yet."""
-    begun: tuple[int, ...]
-    """Stages that have gradients of the embedding and the head, but leave those of blocks for later."""
     reduced: tuple[int, ...]
     """Other stages that have finished the step."""
     num_messages: int
@@ -83,14 +79,10 @@ def _stage_kinds(plan: PipelinePlan, pp_rank: int) -> dict[int, tuple[bool, bool
 def _fullest(plan: PipelinePlan, pp_rank: int) -> AlikePasses:
     kinds, fullest = _stage_kinds(plan, pp_rank), AlikePasses()
     for found in _passes(plan, pp_rank):
-        if found.kind == "W":
-            continue
         amounts = Amounts({("messages",): found.num_messages})
-        for name, counts in (("waiting", found.waiting), ("left", found.left)):
-            for stage, count in counts:
-                amounts[name, kinds[stage]] += count
+        for stage, count in found.waiting:
+            amounts["waiting", kinds[stage]] += count
         amounts.update(("whole", kinds[stage]) for stage in found.whole)
-        amounts.update(("ends", kinds[stage]) for stage in (*found.whole, *found.begun))
         reduced = tuple(sorted(kinds[stage] for stage in found.reduced))
         alike = found.kind, kinds[found.stage], found.is_first, found.is_last, found.gathers, reduced
         others = fullest.setdefault(alike, [])
@@ -116,49 +108,32 @@ def _normalized(plan: PipelinePlan) -> PipelinePlan:
 def _passes(plan: PipelinePlan, pp_rank: int) -> Iterator[Pass]:
     """Those of a step, in order."""
     if plan.pp == 1:  # Every micro-batch but the first is like the second.
-        common: dict[str, Any] = {
-            "stage": 0,
-            "waiting": (),
-            "left": (),
-            "whole": (),
-            "begun": (),
-            "reduced": (),
-            "num_messages": 0,
-        }
+        common: dict[str, Any] = {"stage": 0, "waiting": (), "whole": (), "reduced": (), "num_messages": 0}
         is_first = plan.num_micro_batches == 1
         yield from (Pass(kind=kind, is_first=is_first, is_last=True, gathers=False, **common) for kind in "FB")
         return
-    stages, neighbours = plan.stages_of(pp_rank), set(plan.stages_of(pp_rank))
-    saved, left, begun, finished = Counter[int](), Counter[int](), Counter[int](), Counter[int]()
+    stages, saved, finished = plan.stages_of(pp_rank), Counter[int](), Counter[int]()
     held, sending = set[StreamKey](), set[int]()
     for tick in ticks(plan):
         action = tick.actions[pp_rank]
         if action is not None:
             kind, stage, number = action
-            held.discard(("F" if kind == "F" else "B", stage, number))
-            saved[stage] -= kind in "BI"
-            left[stage] -= kind == "W"
+            held.discard(action)
+            saved[stage] -= kind == "B"
             others = [other for other in stages if other != stage]
             yield Pass(
                 kind=kind,
                 stage=stage,
                 waiting=tuple(sorted((+saved).items())),
-                left=tuple(sorted((+left).items())),
                 is_first=finished[stage] == 0,
                 is_last=finished[stage] == plan.num_micro_batches - 1,
                 gathers=kind == "F" and number == 0 and stage == max(stages),
                 whole=tuple(other for other in others if 0 < finished[other] < plan.num_micro_batches),
-                begun=tuple(each for each in stages if begun[each] and not finished[each]),
                 reduced=tuple(other for other in others if finished[other] == plan.num_micro_batches),
                 num_messages=len(held) + len(sending),
             )
             saved[stage] += kind == "F"
-            left[stage] += kind == "I"
-            begun[stage] += kind in "BI"
-            finished[stage] += kind in "BW"
-            neighbour = stage + (1 if kind == "F" else -1)
-            if kind != "W" and neighbour in neighbours:
-                held.add(("F" if kind == "F" else "B", neighbour, number))
+            finished[stage] += kind == "B"
         for message in tick.messages:
             if message.source == pp_rank:
                 sending.add(message.target)

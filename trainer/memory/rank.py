@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import cached_property, lru_cache
 from sys import maxsize
 
-from parallelisms.pipeline_plan import SINGLE_STAGE_SCHEDULES, SPLIT_BACKWARD_SCHEDULES
+from parallelisms.pipeline_plan import SINGLE_STAGE_SCHEDULES
 from trainer.config.job_config import Config
 from trainer.hardware.host import GIB
 from trainer.memory.block import BlockMemory
@@ -141,8 +141,6 @@ class RankMemory:
         plan, micro_batches = self.pipeline, self.num_micro_batches
         if plan.pp == 1 or plan.schedule == "GPipe":
             return 1 if plan.pp == 1 else micro_batches
-        if plan.schedule in SPLIT_BACKWARD_SCHEDULES:
-            return plan.pp + (plan.schedule == "DualPipeV") / 2
         if plan.schedule in SINGLE_STAGE_SCHEDULES:
             return min(micro_batches, plan.pp - self.pp_rank)
         chunks = plan.stages_per_rank

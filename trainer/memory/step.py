@@ -118,14 +118,9 @@ class StepMemory:
         )
         return tensors(SAVED_ACTIVATIONS, "models/rope.py: cos_sin_table", "until the stage's backward pass", angles)
 
-    def _left(self, stage: int, num_blocks: int | None = None) -> Tensors:
-        """Of one micro-batch whose weight gradients are computed later."""
-        count = self.rank.blocks_by_stage[stage] if num_blocks is None else num_blocks
-        return self.block.left_for_weight_gradients(count)
-
     def _held(self, found: Pass) -> Tensors:
         """What other micro-batches hold during a pass."""
-        key = found.waiting, found.left, found.num_messages
+        key = found.waiting, found.num_messages
         if key not in self._held_beside:
             self._held_beside[key] = self._held_by_others(found)
         return self._held_beside[key]
@@ -143,7 +138,6 @@ class StepMemory:
                 for stage, count in found.waiting
                 for each in self._saved(stage)
             ),
-            *(each._replace(copies=each.copies * count) for stage, count in found.left for each in self._left(stage)),
             *tensors("pipeline messages", "parallelisms/pipeline.py: StreamExchange", "until used or sent", message),
         )
 
@@ -289,17 +283,10 @@ class StepMemory:
         previous = (
             shapes if later else (() if rank.model.tie_embeddings or found.stage != self.last_stage else rank.head_unit)
         )
-        base = (
-            self._held(found)
-            + self.rank.saved_blocks(index, is_running=True)
-            + self._rotation()
-            + (self._left(found.stage, later) if found.kind == "I" else ())
-        )
+        base = self._held(found) + self.rank.saved_blocks(index, is_running=True) + self._rotation()
         gathered = self.weights.gathered_in(found, index + 1)
         gradients = self.weights.gradients(found, done_blocks=later, with_head=True, previous=previous)
-        name, alive = self._fullest_part(
-            index, leaves_weights=found.kind == "I", adds=self.weights.adds_at_once and not found.is_first
-        )
+        name, alive = self._fullest_part(index, adds=self.weights.adds_at_once and not found.is_first)
         yield self._moment(f"in {name} of {block}, backward", base, gathered, gradients, alive)
         if index % rank.config.memory.blocks_per_checkpoint:
             recomputed = recomputed_input(self.block) + self._recomputed_for(index)
@@ -318,26 +305,25 @@ class StepMemory:
         yield self._moment(f"before the reduce-scatter of {block}", held, gradients, before)
         yield self._moment(f"after the reduce-scatter of {block}", held, copied, after)
 
-    def _fullest_part(self, index: int, *, leaves_weights: bool, adds: bool) -> tuple[str, Tensors]:
+    def _fullest_part(self, index: int, *, adds: bool) -> tuple[str, Tensors]:
         """The part of a block's backward pass that needs most, with the gradients of weights that exist by then.
 
         `adds`: gradients are added to those of earlier micro-batches as soon as half a block has them.
         """
         beside = self._prefetched(index), self._recomputed_for(index)
-        key = leaves_weights, adds, index == 0, self._is_last_of_group(index), beside
+        key = adds, index == 0, self._is_last_of_group(index), beside
         if key not in self._fullest_parts:
-            parts = self._parts(index, leaves_weights=leaves_weights, adds=adds)
+            parts = self._parts(index, adds=adds)
             self._fullest_parts[key] = max(parts, key=lambda part: total_bytes(part[1]))
         return self._fullest_parts[key]
 
-    def _parts(self, index: int, *, leaves_weights: bool, adds: bool) -> Iterator[tuple[str, Tensors]]:
+    def _parts(self, index: int, *, adds: bool) -> Iterator[tuple[str, Tensors]]:
         output, *feed_forward = (self.rank.block_weights[f"{name}_proj.weight"] for name in AFTER_ATTENTION)
         grad_dtype = self.rank.kv_grad_dtype
         if not self.rank.recomputes:
-            for name, alive in autograd_moments(self.block, grad_dtype, leaves_weights=leaves_weights):
+            for name, alive in autograd_moments(self.block, grad_dtype):
                 computed = (*feed_forward[2:],) if name == "feed-forward" else () if adds else (output, *feed_forward)
-                alive += self.weights.next_block(index)
-                yield name, alive + self.weights.computed(() if leaves_weights else computed)
+                yield name, alive + self.weights.next_block(index) + self.weights.computed(computed)
             return
         position = index % self.rank.config.memory.blocks_per_checkpoint
         recomputed = self._recomputed_for(index)

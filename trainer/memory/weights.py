@@ -130,12 +130,12 @@ class WeightMemory:
             )
         summed = found.whole * self.sums_whole
         parts = [(f"blocks of stage {stage}", rank.block_shapes, rank.blocks_by_stage[stage]) for stage in summed]
-        for stage in (*summed, *found.begun):
+        for stage in summed:
             parts += [("the head", rank.head_unit, 1)] * (stage == self.last_stage)
             parts += [("the embedding", rank.embed_shapes, 1)] * (stage == 0)
         if found.is_first and not is_reduced:  # What this pass has computed
-            parts += [(f"blocks of stage {found.stage}", rank.block_shapes, done_blocks * (found.kind == "B"))]
-            parts += [("the head", rank.head_unit, is_end and with_head and found.stage not in found.begun)]
+            parts += [(f"blocks of stage {found.stage}", rank.block_shapes, done_blocks)]
+            parts += [("the head", rank.head_unit, is_end and with_head)]
         elif not found.is_first and self.sums_whole:
             remaining = rank.blocks_by_stage[found.stage] - done_blocks * is_reduced - (copied == "block")
             parts += [(f"blocks of stage {found.stage}", rank.block_shapes, remaining)]

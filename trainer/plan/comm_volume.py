@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Literal
 
 from parallelisms.parallel_dims import ContextPlan
@@ -256,11 +255,10 @@ def _ring_volumes(plan: ContextPlan, phase: Phase, what: str, size: float, num_r
 
 
 def _pp_volumes(rank: RankMemory) -> Iterator[CommVolume]:
-    """The residual stream forward and its gradient backward, unless the adjacent stage is on the same rank."""
-    plan, size, here = rank.pipeline, rank.block.residual_bytes, rank.pp_rank
-    changes = [*pairwise(plan.stage_ranks)]
-    sends = sum(one == here != other for one, other in changes) * rank.num_micro_batches
-    returns = sum(other == here != one for one, other in changes) * rank.num_micro_batches
+    """The residual stream forward and its gradient backward."""
+    plan, size = rank.pipeline, rank.block.residual_bytes
+    sends = (plan.stages_per_rank - rank.has_last_stage) * rank.num_micro_batches
+    returns = (plan.stages_per_rank - rank.has_first_stage) * rank.num_micro_batches
     yield from _volume("pp", "send", "forward", "residual stream", size=size, ranks=plan.pp, calls=sends)
     what = "gradients of the residual stream"
     yield from _volume("pp", "send", "backward", what, size=size, ranks=plan.pp, calls=returns)

@@ -12,7 +12,7 @@ from functools import cached_property
 from trainer.config.job_config import Config
 from trainer.hardware.device_specs import DeviceSpec
 from trainer.plan import interconnect
-from trainer.plan.pipeline_bubble import ChunkTime, bubble_seconds
+from trainer.plan.pipeline_bubble import bubble_seconds
 from trainer.plan.step_time import STEP_OVERHEAD, RankStepTime, RankTimeModel
 
 
@@ -59,9 +59,7 @@ def _pipeline_time(ranks: Sequence[RankTimeModel]) -> tuple[float, list[float]]:
     plan = ranks[0].rank.pipeline
     if plan.pp == 1:
         return ranks[0].step_time.busy, [0.0]
-    chunks = [stage.mean_chunk for stage in ranks]
-    parts = ("forward", "input_grad", "weight_grad")
-    mean_chunk = ChunkTime(**{part: sum(getattr(chunk, part) for chunk in chunks) / plan.pp for part in parts})
+    chunk_seconds = sum(stage.chunk_seconds for stage in ranks) / plan.pp
     busy = [stage.step_time.busy for stage in ranks]
-    total = max(busy) + bubble_seconds(plan, mean_chunk, p2p_seconds=max(stage.p2p_seconds for stage in ranks))
+    total = max(busy) + bubble_seconds(plan, chunk_seconds, p2p_seconds=max(stage.p2p_seconds for stage in ranks))
     return total, [total - each for each in busy]

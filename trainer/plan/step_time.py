@@ -16,7 +16,6 @@ from trainer.memory.rank import RankMemory
 from trainer.plan import interconnect
 from trainer.plan.comm_volume import CommVolume, comm_volumes
 from trainer.plan.interconnect import GroupTopology
-from trainer.plan.pipeline_bubble import ChunkTime
 from trainer.plan.rank_workload import rank_workload
 
 MATMUL_HALF_RATE_DIM = 256
@@ -304,16 +303,13 @@ class RankTimeModel:
         return exposed, overlapped
 
     @cached_property
-    def mean_chunk(self) -> ChunkTime:
-        count = self.rank.num_micro_batches * self.rank.pipeline.stages_per_rank
-        weight_grad = self.matmul_seconds("backward") / 2
-        forward, backward = (
-            self.compute_seconds(direction) + sum(exposed.values()) + self.head_seconds / 2
+    def chunk_seconds(self) -> float:
+        """Forward and backward of one micro-batch in one stage, on average."""
+        blocks = (
+            self.compute_seconds(direction) + sum(exposed.values())
             for direction, (exposed, _) in self._comm_by_direction.items()
         )
-        return ChunkTime(
-            forward=forward / count, input_grad=(backward - weight_grad) / count, weight_grad=weight_grad / count
-        )
+        return (sum(blocks) + self.head_seconds) / self.rank.pipeline.num_chunks
 
     @property
     def p2p_seconds(self) -> float:

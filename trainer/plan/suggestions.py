@@ -76,8 +76,8 @@ def _faster_values(config: Config, device: DeviceSpec) -> dict[str, tuple[Any, .
     if parallelism.tp > 1:
         values |= {f"parallelism.{key}": (True,) for key in ("async_tp", "sequence_parallel", "loss_parallel")}
     if parallelism.pp > 1:
-        schedules = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-        values |= {"parallelism.pp_schedule": schedules, "parallelism.pp_stages_per_rank": (2, 4)}
+        values["parallelism.pp_schedule"] = ("1F1B", "Interleaved1F1B")
+        values["parallelism.pp_stages_per_rank"] = (2, 4)
         values["parallelism.pp_reduce_gradients"] = ("per_step",)
     return values
 

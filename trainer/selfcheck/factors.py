@@ -55,10 +55,7 @@ FACTORS: Mapping[str, Mapping[str, ConfigValues]] = {
     **_key("parallelism.ranks_per_node", (8, 2)),
     **_key("parallelism.sequence_parallel", (True, False)),
     **_key("parallelism.loss_parallel", (True, False)),
-    **_key(
-        "parallelism.pp_schedule",
-        ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"),
-    ),
+    **_key("parallelism.pp_schedule", ("1F1B", "GPipe", "Interleaved1F1B")),
     **_key("parallelism.pp_stages_per_rank", (None, 2)),
     **_key("parallelism.pp_reduce_gradients", ("per_step", "per_micro_batch")),
     **_key("parallelism.reshard_after_forward", (True, False)),
