@@ -228,11 +228,10 @@ def draw_weights(trainer: Trainer, device: torch.device) -> None:
     (model,) = trainer.stage_modules.values()
     for name, tensor in trainer.state_dict().items():
         if name.startswith("model."):
-            weight, std = to_local(tensor), model.init_std(name.removeprefix("model."))
+            weight, (mean, std) = to_local(tensor), model.init_mean_std(name.removeprefix("model."))
             seed = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
             generator = torch.Generator(device).manual_seed(seed)
-            drawn = torch.ones_like(weight, device=device)
-            weight.copy_(drawn if std is None else drawn.normal_(std=std, generator=generator))
+            weight.copy_(torch.empty_like(weight, device=device).normal_(mean, std, generator=generator))
 
 
 def training_row(

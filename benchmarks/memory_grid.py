@@ -117,12 +117,12 @@ def parse_case(text: str) -> GridCase:
 
 def draw_cases(seed: int) -> Iterator[GridCase]:
     """Endless."""
-    rng, budgets = random.Random(seed), random.Random(seed)
+    rng, budgets, biases = random.Random(seed), random.Random(seed), random.Random(seed + 1)
     pp_ranks = {index: cycle(range(int(str(pipeline["parallelism.pp"])))) for index, pipeline in enumerate(PIPELINES)}
     for index in cycle(range(len(PIPELINES))):
         while (case := _draw(rng, PIPELINES[index])) is None:
             pass
-        changes, world_size = case
+        changes, world_size = (*case[0], ("model.qkv_bias", biases.choice(("false", "true")))), case[1]
         values, budget, is_full = dict(changes), budgets.choice(HOST_BUDGETS), world_size < 8 or world_size % 8 == 0
         if budget is not None and is_full and values["parallelism.pp"] == 1 and values["memory.offload"] != "none":
             changes += (("memory.host_budget_gib", budget),)

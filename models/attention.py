@@ -5,15 +5,18 @@ Shape suffixes: B batch, S tokens of this rank, N query heads, K KV heads, H hea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import functional as F
 
 from models import attention_op, rope
 from models.config import ModelConfig
-from models.linear import Linear
+from models.linear import Linear, local_parameters
 from models.norm import RMSNorm
+from models.sublayer import Mixer, Weights
 
 
 class AttentionCore(Protocol):
@@ -64,31 +67,36 @@ class LocalAttentionCore:
         return dq, dk, dv
 
 
-class Attention(nn.Module):
+class Attention(Mixer):
     """Grouped-query self-attention (Ainslie et al., 2023), with optional RMSNorm on query and key heads (Qwen3)."""
+
+    linears = ("q_proj", "k_proj", "v_proj")
+    last = "o_proj"
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.q_proj = Linear(config.dim, config.num_heads * config.head_dim)
-        self.k_proj = Linear(config.dim, config.num_kv_heads * config.head_dim)
-        self.v_proj = Linear(config.dim, config.num_kv_heads * config.head_dim)
-        self.o_proj = Linear(config.num_heads * config.head_dim, config.dim)
+        q_dim, kv_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj, self.k_proj, self.v_proj = (
+            Linear(config.dim, width, bias=config.qkv_bias) for width in (q_dim, kv_dim, kv_dim)
+        )
+        self.o_proj = Linear(q_dim, config.dim)
         self.q_norm, self.k_norm = (
-            RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity() for _ in "qk"
+            RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None for _ in "qk"
         )
         self.core: AttentionCore = LocalAttentionCore()
 
-    def qk_norms(self) -> list[RMSNorm]:
-        return [norm for norm in (self.q_norm, self.k_norm) if isinstance(norm, RMSNorm)]
-
-    def forward(self, x_BSE: Tensor, cos_sin_2BS1F: Tensor, boundaries_BD: Tensor) -> Tensor:
+    def inner(self, products: Sequence[Tensor], rotation_2BS1F: Tensor, weights: Weights) -> tuple[Tensor, ...]:
+        """Normed and rotated queries and keys, and values: [B, S, heads, H], of any group of heads."""
         # -1, not num_heads: under tensor parallelism this rank has fewer heads than the config.
-        q, k, v = (
-            projection(x_BSE).unflatten(-1, (-1, self.head_dim))
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k = (rope.apply_rotary_emb(norm(x), cos_sin_2BS1F) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in products)
+        if self.q_norm is not None and self.k_norm is not None:
+            q = self.q_norm.normalize(q, weights["q_norm.weight"])
+            k = self.k_norm.normalize(k, weights["k_norm.weight"])
+        return rope.apply_rotary_emb(q, rotation_2BS1F), rope.apply_rotary_emb(k, rotation_2BS1F), v
+
+    def forward(self, x_BSE: Tensor, rotation_2BS1F: Tensor, boundaries_BD: Tensor) -> Tensor:
+        weights = local_parameters(self)
+        q, k, v = self.inner(self.products(x_BSE, weights), rotation_2BS1F, weights)
         out_BSNH = self.core(q, k, v, boundaries_BD)
-        out: Tensor = self.o_proj(out_BSNH.flatten(-2))
-        return out
+        return F.linear(out_BSNH.flatten(-2), weights[f"{self.last}.weight"])

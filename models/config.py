@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from models import parameters
 from models.parameters import Parameter
@@ -83,6 +83,16 @@ class StageSpec:
     has_head: bool = True
 
 
+class BlockProducts(NamedTuple):
+    """Weights in the matrix products of a block, by what runs them."""
+
+    every: int
+    recomputed: int
+    """Of all but the last product, whose result no gradient needs; query and key norms need their input again."""
+    attention_inputs: int
+    """Of what attention reads: the QKV projections. All others produce the block's output from that of attention."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A decoder-only Transformer of the Llama architecture."""
@@ -98,6 +108,7 @@ class ModelConfig:
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
     qk_norm: bool = False
+    qkv_bias: bool = False
     nope_every: int | None = None
     rope: RopeConfig = field(default_factory=RopeConfig)
 
@@ -142,7 +153,7 @@ class ModelConfig:
         """Every difference between the parameters of a model, or of a stage of it, and the declarations."""
         problems, layers = [], {name.split(".")[1] for name in shapes if name.startswith("blocks.")}
         for name, shape in shapes.items():
-            parameter = parameters.declared(name)
+            parameter = parameters.find(name)
             if parameter is None:
                 problems.append(f"parameter {name} {list(shape)} is not declared in models/parameters.py")
             elif (expected := parameter.shape_of(self.sizes)) != shape:
@@ -150,16 +161,25 @@ class ModelConfig:
         missing = {f"blocks.{layer}.{name}" for layer in layers for name in self.block_parameters} - shapes.keys()
         return problems + [f"parameter {name} is declared and not in the model" for name in sorted(missing)]
 
+    def block_products(self, tp: int = 1) -> BlockProducts:
+        """Of one of `tp` ranks. With fewer KV heads than ranks, each multiplies by the part of one head."""
+        sizes, declared = {**self.sizes, "K": max(self.sizes["K"], tp * self.head_dim)}, self.block_parameters
+        weights = {name: prod(each.local_shape(sizes, tp)) for name, each in declared.items() if each.is_matrix}
+        inputs = {name for name in weights if declared[name].initial != "residual"}
+        every, read = sum(weights.values()), sum(weights[name] for name in inputs if name.startswith("attention."))
+        last = sum(weights[name] for name in weights.keys() - inputs if name.startswith("feed_forward."))
+        normed = sum(weights[f"attention.{name}_proj.weight"] for name in "qk" * self.qk_norm)
+        return BlockProducts(every, every - last + normed, read)
+
     @cached_property
-    def block_matrix_parameters(self) -> int:
-        """Weights of one block's matrices."""
-        matrices = (each for each in self.block_parameters.values() if each.is_matrix)
-        return sum(prod(each.shape_of(self.sizes)) for each in matrices)
+    def products(self) -> BlockProducts:
+        """Of a block that is not sharded."""
+        return self.block_products()
 
     @property
     def matrix_parameters(self) -> int:
         """Weights in matrix products: every block's and the head's (also when tied), without the embedding."""
-        return self.num_layers * self.block_matrix_parameters + self.vocab_size * self.dim
+        return self.num_layers * self.products.every + self.vocab_size * self.dim
 
     @cached_property
     def num_parameters(self) -> int:
@@ -189,15 +209,10 @@ class ModelConfig:
         executed = self.flops(tokens=tokens, pairs=pairs) + forward_attention / 2
         if recompute == "none":
             return executed
-        ffn_matrix = self.dim * self.ffn_dim
-        output_projection = self.dim * self.num_heads * self.head_dim
-        qkv_projections = self.block_matrix_parameters - 3 * ffn_matrix - output_projection
+        products = self.products
         not_saved = self.num_layers - -(-self.num_layers // blocks_per_checkpoint)
-        recomputed = self.num_layers * (self.block_matrix_parameters - ffn_matrix)
-        recomputed += not_saved * (output_projection + 3 * ffn_matrix)
-        if self.qk_norm:
-            recomputed += self.num_layers * self.dim * self.head_dim * (self.num_heads + self.num_kv_heads)
+        recomputed = self.num_layers * products.recomputed + not_saved * (products.every - products.attention_inputs)
         if recompute == "full":
-            recomputed += self.num_layers * qkv_projections
+            recomputed += self.num_layers * products.attention_inputs
             executed += forward_attention
         return executed + 2 * recomputed * tokens

@@ -5,64 +5,55 @@ Shape suffixes, after any leading dimensions: E model dim, G feed-forward dim of
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from models.config import ModelConfig
-from models.linear import Linear
+from models.linear import Linear, local_parameters
+from models.sublayer import LinearOfPiece, Mixer, Weights
 
 
-class ActivationFunction(NamedTuple):
-    forward: Callable[[Tensor], Tensor]
-    backward: Callable[[Tensor, Tensor], Tensor]
-    """(gradient of the output, gate) -> gradient of the gate, written in place into the first argument."""
+class SwiGLU(torch.autograd.Function):
+    """`silu(gate) * up`, differentiated within four tensors of this size, the gradients of gate and up included.
+
+    Overwrites `up`, which autograd refuses to anything else that saved it for a later backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate_G: Tensor, up_G: Tensor) -> Tensor:
+        activated_G = F.silu(gate_G)
+        ctx.save_for_backward(gate_G, up_G, activated_G)
+        return activated_G * up_G
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        (grad_G,), (gate_G, up_G, activated_G) = grads, ctx.saved_tensors
+        grad_up_G, grad_activated_G = activated_G.mul_(grad_G), up_G.mul_(grad_G)
+        inputs = grad_activated_G, gate_G
+        return torch.ops.aten.silu_backward.grad_input(*inputs, grad_input=grad_activated_G), grad_up_G
 
 
-def _silu_backward(grad_G: Tensor, gate_G: Tensor) -> Tensor:
-    out: Tensor = torch.ops.aten.silu_backward.grad_input(grad_G, gate_G, grad_input=grad_G)
+def swiglu(gate_G: Tensor, up_G: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():  # Dynamo of torch 2.11 differentiates what writes in place wrongly.
+        return F.silu(gate_G) * up_G
+    if not torch.is_grad_enabled():
+        return F.silu(gate_G).mul_(up_G)
+    out: Tensor = SwiGLU.apply(gate_G, up_G)
     return out
 
 
-ACTIVATIONS = {"silu": ActivationFunction(F.silu, _silu_backward)}
+GATES = {"silu": swiglu}
+"""From gate and up to their product, by `ModelConfig.activation`."""
 
 
-def gated_linear(gate_G: Tensor, up_G: Tensor, weight_EG: Tensor, *, activation: str) -> Tensor:
-    """`(activation(gate) * up) @ weight.T`."""
-    return F.linear(ACTIVATIONS[activation].forward(gate_G).mul_(up_G), weight_EG)
+class FeedForward(Mixer):
+    linears = ("gate_proj", "up_proj")
+    last = "down_proj"
 
-
-def gated_linear_backward(
-    grad_E: Tensor, gate_G: Tensor, up_G: Tensor, weight_EG: Tensor, *, activation: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of gate, up and weight, from the gradient of the output."""
-    activated_G = ACTIVATIONS[activation].forward(gate_G)
-    grad_weight_EG = grad_E.flatten(0, -2).T @ (activated_G * up_G).flatten(0, -2)
-    grad_product_G = grad_E @ weight_EG
-    grad_up_G = activated_G.mul_(grad_product_G)
-    grad_product_G.mul_(up_G)
-    return ACTIVATIONS[activation].backward(grad_product_G, gate_G), grad_up_G, grad_weight_EG
-
-
-class GatedLinearFunction(torch.autograd.Function):
-    """`gated_linear` that saves gate and up, and recomputes their product in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, gate_G: Tensor, up_G: Tensor, weight_EG: Tensor, activation: str) -> Tensor:
-        ctx.save_for_backward(gate_G, up_G, weight_EG)
-        ctx.activation = activation
-        return gated_linear(gate_G, up_G, weight_EG, activation=activation)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad_E,) = grads
-        return *gated_linear_backward(grad_E, *ctx.saved_tensors, activation=ctx.activation), None
-
-
-class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.activation = config.activation
@@ -70,7 +61,22 @@ class FeedForward(nn.Module):
         self.up_proj = Linear(config.dim, config.ffn_dim)
         self.down_proj = Linear(config.ffn_dim, config.dim)
 
-    def forward(self, x_E: Tensor) -> Tensor:
-        gate_G, up_G = self.gate_proj(x_E), self.up_proj(x_E)
-        out: Tensor = GatedLinearFunction.apply(gate_G, up_G, self.down_proj.local_weight(), self.activation)
+    def inner(self, products: Sequence[Tensor], rotation: object, weights: Weights) -> tuple[Tensor]:
+        del rotation, weights
+        return (GATES[self.activation](*products),)
+
+    def forward(self, x_E: Tensor, *rotation_and_boundaries: object) -> Tensor:
+        del rotation_and_boundaries
+        weights = local_parameters(self)
+        products, last_EG = self.products(x_E, weights), weights[f"{self.last}.weight"]
+        if torch.compiler.is_compiling():
+            return F.linear(*self.inner(products, None, weights), last_EG)
+        inner_weights = {name: weight for name, weight in weights.items() if not self.is_in_product(name)}
+        out: Tensor = LinearOfPiece.apply(
+            lambda inputs, given: self.inner(inputs, None, given),
+            (*inner_weights,),
+            last_EG,
+            *products,
+            *inner_weights.values(),
+        )
         return out

@@ -17,7 +17,9 @@ from models.config import ROPE_FIELDS, ModelConfig, RopeConfig
 from models.hf import CONFIG_FILE, HuggingFaceError
 from models.rope_scaling import attention_factor
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+EXPORTED_OPTIONS = {"", "qk_norm", "qkv_bias"}
+"""Of declared parameters."""
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 CONFIG_FIELDS = {
     "vocab_size": "vocab_size",
     "hidden_size": "dim",
@@ -78,8 +80,10 @@ def model_config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     if model_type not in ARCHITECTURES:
         raise HuggingFaceError([_unsupported("model_type", model_type, tuple(ARCHITECTURES))])
     supported = SUPPORTED_VALUES | {"architectures": ([ARCHITECTURES[model_type]], None)}
-    if values.get("use_sliding_window") is not False:
+    if values.get("use_sliding_window", None if model_type == "llama" else False) is not False:
         supported["sliding_window"] = (None,)
+    if model_type == "qwen2":  # q, k and v have biases, and o has none, whatever the key says.
+        del supported["attention_bias"]
     problems = [
         _unsupported(key, values[key], allowed)
         for key, allowed in supported.items()
@@ -92,8 +96,8 @@ def model_config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     rope = _rope_from_hf(values, problems)
     if problems or rope is None:
         raise HuggingFaceError(problems)
-    model = ModelConfig(**fields, qk_norm=model_type == "qwen3", rope=rope)
-    if model_problems := model.problems():
+    model = ModelConfig(**fields, qk_norm=model_type == "qwen3", qkv_bias=model_type == "qwen2", rope=rope)
+    if model_problems := _model_problems(model):
         raise HuggingFaceError([f"config.json: {problem}" for problem in model_problems])
     return model
 
@@ -104,7 +108,7 @@ def _with_defaults(values: Mapping[str, Any], model_type: str) -> dict[str, Any]
     default_head_dim = width // heads if isinstance(heads, int) and isinstance(width, int) and heads > 0 else None
     present = {key: value for key, value in values.items() if value is not None}
     defaults = {
-        "num_key_value_heads": 32 if model_type == "qwen3" and "num_key_value_heads" not in values else heads,
+        "num_key_value_heads": heads if model_type == "llama" or "num_key_value_heads" in values else 32,
         "head_dim": 128 if model_type == "qwen3" else default_head_dim,
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
@@ -221,15 +225,9 @@ def model_config_to_hf(
     model: ModelConfig, *, max_length: int, dtype: str, bos: int | None = None, eos: int | None = None
 ) -> dict[str, Any]:
     """The config.json of a model trained on `max_length` tokens. Raises `HuggingFaceError` for what it cannot express."""
-    model_type = "qwen3" if model.qk_norm else "llama"
-    problems = model.problems()
-    if model.nope_every is not None:
-        problems.append(f"model.nope_every = {model.nope_every} has no equivalent in transformers' Llama and Qwen3")
-    if model_type == "llama" and model.dim % model.num_heads:
-        dim, heads = model.dim, model.num_heads
-        problems.append(f"model.dim = {dim} must be a multiple of model.num_heads = {heads} for transformers' Llama")
-    if problems:
+    if problems := _model_problems(model):
         raise HuggingFaceError(problems)
+    model_type = "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else "llama"
     scaling = _rope_to_hf(model.rope)
     # transformers 4 reads it here, and falls back to `max_position_embeddings`.
     original_length = {ORIGINAL_LENGTH_KEY: model.rope.original_length} if model.rope.kind == "longrope" else {}
@@ -243,8 +241,8 @@ def model_config_to_hf(
         "rope_theta": model.rope.theta,
         "rope_scaling": scaling or None,
         "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": model.rope.theta},
-        **({"use_sliding_window": False} if model_type == "qwen3" else {"mlp_bias": False}),
-        "attention_bias": False,
+        **({"mlp_bias": False} if model_type == "llama" else {"use_sliding_window": False}),
+        **({} if model_type == "qwen2" else {"attention_bias": False}),
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
         "use_cache": True,
@@ -253,6 +251,25 @@ def model_config_to_hf(
         "dtype": dtype,
         "torch_dtype": dtype,
     }
+
+
+def _model_problems(model: ModelConfig) -> list[str]:
+    """What makes the model invalid, or leaves it without equivalent in transformers."""
+    problems, dim, heads = model.problems(), model.dim, model.num_heads
+    if model.nope_every is not None:
+        problems.append(
+            f"model.nope_every = {model.nope_every} has no equivalent in transformers' Llama, Qwen2 and Qwen3"
+        )
+    for option in sorted({each.option for each in model.block_parameters.values()} - EXPORTED_OPTIONS):
+        problems.append(f"model.{option} has no equivalent in transformers' Llama, Qwen2 and Qwen3")
+    if model.qk_norm and model.qkv_bias:
+        problems.append("model.qk_norm and model.qkv_bias have no common equivalent in transformers' Qwen2 and Qwen3")
+    elif model.qkv_bias and model.head_dim * heads != dim:
+        width = f"model.head_dim = {model.head_dim}"
+        problems.append(f"{width} must be model.dim / model.num_heads = {dim} / {heads} for transformers' Qwen2")
+    elif not model.qk_norm and dim % heads:
+        problems.append(f"model.dim = {dim} must be a multiple of model.num_heads = {heads} for transformers' Llama")
+    return problems
 
 
 def _rope_to_hf(rope: RopeConfig) -> dict[str, Any]:

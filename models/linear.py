@@ -1,4 +1,4 @@
-"""Linear and Embedding modules whose weight passes through `view`, and the dtype in which every module accumulates.
+"""Linear and Embedding modules, the part of a parameter that a rank computes with, and the dtype of every sum.
 
 Shape suffixes: B batch, S tokens of this rank, E model dim, I inputs, O outputs, V vocabulary rows of this rank.
 """
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 EMBEDDING_GRAD_COLUMNS = 64  # in `accumulation_dtype` at once: 32 MiB for a vocabulary of 128K
-WeightView = Callable[[Tensor], Tensor]
-"""Maps a parameter to the tensor that this rank computes with: the identity, or what FSDP and tensor parallelism set."""
+LocalView = Callable[[Tensor], Tensor]
+"""Maps a parameter to the tensor that this rank computes with: the identity, or what tensor parallelism sets."""
 
 
 def identity(x: Tensor) -> Tensor:
@@ -27,19 +27,35 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def set_local_view(module: nn.Module, name: str, view: LocalView) -> None:
+    """From now on, this rank computes with `view(parameter)`."""
+    module.__dict__.setdefault("local_views", {})[name] = view
+
+
+def local_parameter(module: nn.Module, name: str = "weight") -> Tensor:
+    """A parameter as this rank computes with it."""
+    view: LocalView = module.__dict__.get("local_views", {}).get(name, identity)
+    return view(getattr(module, name))
+
+
+def local_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """Every parameter of a module and of those inside it, by name, as this rank computes with it."""
+    return {
+        f"{prefix}.{name}".lstrip("."): local_parameter(each, name)
+        for prefix, each in module.named_modules()
+        for name, parameter in each._parameters.items()
+        if parameter is not None
+    }
+
+
 class Linear(nn.Linear):
-    """`x @ weight.T`, without bias."""
+    """`x @ weight.T`, and `+ bias` if it has one."""
 
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False)
-        self.view: WeightView = identity
-
-    def local_weight(self) -> Tensor:
-        """[O, I] as this rank uses it."""
-        return self.view(self.weight)
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
+        super().__init__(in_features, out_features, bias=bias)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name is torch's
-        return F.linear(input, self.local_weight())
+        return F.linear(input, **local_parameters(self))
 
 
 class EmbeddingFunction(torch.autograd.Function):
@@ -68,12 +84,11 @@ class Embedding(nn.Embedding):
 
     def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
         super().__init__(num_embeddings, embedding_dim)
-        self.view: WeightView = identity
         self.vocab_start_index: int | None = None
         """Token id of the shard's first row; None if the rank holds the full vocabulary."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name is torch's
-        weight_VE = self.view(self.weight)
+        weight_VE = local_parameter(self)
         if self.vocab_start_index is None:
             out_BSE: Tensor = EmbeddingFunction.apply(input, weight_VE)
             return out_BSE

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from models.batch import IGNORE_INDEX
 from models.config import ModelConfig
-from models.linear import Linear, accumulation_dtype, identity
+from models.linear import Linear, accumulation_dtype, identity, local_parameter
 from models.norm import RMSNorm
 
 
@@ -133,7 +133,7 @@ class LossHead(nn.Module):
 
         With `reports_correct`, [B, S, 2]: the loss, and 1 where the target is the argmax, else 0.
         """
-        weight_VE = self.proj.local_weight()
+        weight_VE = local_parameter(self.proj)
         bytes_per_token = weight_VE.shape[0] * accumulation_dtype(x_BSE.dtype).itemsize
         chunk_tokens = max(1, (self.chunk_mib << 20) // bytes_per_token)
         self.norm.chunk_tokens = chunk_tokens

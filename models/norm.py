@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.linear import WeightView, accumulation_dtype, identity
+from models.linear import accumulation_dtype, local_parameter
 
 
 def rms_norm(x_E: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -78,12 +78,16 @@ class RMSNorm(nn.Module):
     def __init__(self, dim: int, *, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
-        self.view: WeightView = identity
         self.eps = eps
         self.chunk_tokens: int | None = None
         """Tokens per chunk, which bounds the float32 temporaries; None: all tokens at once. The loss head sets it."""
 
     def forward(self, x_E: Tensor) -> Tensor:
         """[..., E] in x's dtype; statistics in `accumulation_dtype`."""
-        out: Tensor = RMSNormFunction.apply(x_E, self.view(self.weight), self.eps, self.chunk_tokens)
+        return self.normalize(x_E, local_parameter(self))
+
+    def normalize(self, x_E: Tensor, weight_E: Tensor) -> Tensor:
+        if self.chunk_tokens is None and not torch.is_grad_enabled():
+            return rms_norm(x_E, weight_E, self.eps)[0]
+        out: Tensor = RMSNormFunction.apply(x_E, weight_E, self.eps, self.chunk_tokens)
         return out

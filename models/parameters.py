@@ -1,7 +1,7 @@
 """Every parameter of the model, declared once. Imports no torch.
 
-From a declaration follow its tensor-parallel cut, initial values, Hugging Face tensor, its part of the parameter counts
-and FLOPs, and its bytes in the memory estimate. A parameter that is not declared ends the run when the model is built.
+From a declaration follow its tensor-parallel cut, initial values, weight decay, Hugging Face tensor, part of counts and
+FLOPs, and bytes in the memory estimate. A parameter that is not declared ends the run when the model is built.
 
 Letters of a shape: V vocabulary, E model dim, G feed-forward dim, Q query heads x head dim, K KV heads x head dim,
 H head dim.
@@ -19,19 +19,24 @@ ParallelStyle = Literal["replicate", "replicate_heads", "colwise", "rowwise", "v
 
 
 class Parameter(NamedTuple):
-    """`option`: the field of the model's configuration without which it does not exist."""
+    """`option`: the field of `ModelConfig` without which it does not exist. `weight_decay`: by default of matrices only."""
 
     shape: str
     style: ParallelStyle
     hf_name: str
-    initial: Literal["normal", "residual", "ones"] = "normal"
+    initial: Literal["normal", "residual", "ones", "zeros"] = "normal"
     """`residual`: normal, of a projection that writes to the residual stream."""
     option: str = ""
+    weight_decay: bool | None = None
 
     @property
     def is_matrix(self) -> bool:
         """A matrix product has it, except for the embedding."""
         return len(self.shape) == 2
+
+    @property
+    def decays(self) -> bool:
+        return self.is_matrix if self.weight_decay is None else self.weight_decay
 
     def shape_of(self, sizes: Sizes) -> tuple[int, ...]:
         return tuple(sizes[letter] for letter in self.shape)
@@ -50,8 +55,11 @@ EMBEDDING = {"embed.weight": Parameter("VE", "vocab", "model.embed_tokens.weight
 BLOCK = {
     "attention_norm.weight": Parameter("E", "replicate", "input_layernorm.weight", "ones"),
     "attention.q_proj.weight": Parameter("QE", "colwise", "self_attn.q_proj.weight"),
+    "attention.q_proj.bias": Parameter("Q", "colwise", "self_attn.q_proj.bias", "zeros", "qkv_bias"),
     "attention.k_proj.weight": Parameter("KE", "colwise", "self_attn.k_proj.weight"),
+    "attention.k_proj.bias": Parameter("K", "colwise", "self_attn.k_proj.bias", "zeros", "qkv_bias"),
     "attention.v_proj.weight": Parameter("KE", "colwise", "self_attn.v_proj.weight"),
+    "attention.v_proj.bias": Parameter("K", "colwise", "self_attn.v_proj.bias", "zeros", "qkv_bias"),
     "attention.o_proj.weight": Parameter("EQ", "rowwise", "self_attn.o_proj.weight", "residual"),
     "attention.q_norm.weight": Parameter("H", "replicate_heads", "self_attn.q_norm.weight", "ones", "qk_norm"),
     "attention.k_norm.weight": Parameter("H", "replicate_heads", "self_attn.k_norm.weight", "ones", "qk_norm"),
@@ -66,6 +74,13 @@ HEAD = {
 }
 
 
-def declared(name: str) -> Parameter | None:
+def find(name: str) -> Parameter | None:
     """By its name in the model or a pipeline stage; None if it is not declared."""
     return BLOCK.get(name.split(".", 2)[2]) if name.startswith("blocks.") else (EMBEDDING | HEAD).get(name)
+
+
+def declared(name: str) -> Parameter:
+    """As `find`. Raises ValueError if it is not declared."""
+    if (parameter := find(name)) is None:
+        raise ValueError(f"parameter {name} is not declared in models/parameters.py")
+    return parameter

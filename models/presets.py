@@ -8,6 +8,7 @@ from typing import Any
 from models.config import ModelConfig, RopeConfig
 
 COLUMNS = ("dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_dim")
+QWEN2_5: dict[str, Any] = {"qkv_bias": True, "rope": RopeConfig(theta=1_000_000.0)}
 
 
 def _family(
@@ -55,6 +56,29 @@ FAMILIES: dict[str, dict[str, ModelConfig]] = {
         vocab_size=128_256,
         tied=("1b", "3b"),
         rope=RopeConfig(theta=500_000.0, kind="llama3", factor=32.0),
+    ),
+    "qwen2.5": _family(
+        {
+            "debug": (256, 4, 8, 4, 32, 704),
+            "0.5b": (896, 24, 14, 2, 64, 4864),
+            "1.5b": (1536, 28, 12, 2, 128, 8960),
+            "3b": (2048, 36, 16, 2, 128, 11_008),
+        },
+        vocab_size=151_936,
+        tied=("debug", "0.5b", "1.5b", "3b"),
+        norm_eps=1e-6,
+        **QWEN2_5,
+    )
+    | _family({"7b": (3584, 28, 28, 4, 128, 18_944)}, vocab_size=152_064, norm_eps=1e-6, **QWEN2_5)
+    | _family(  # The instruction-tuned models of these sizes have norm_eps = 1e-6.
+        {
+            "14b": (5120, 48, 40, 8, 128, 13_824),
+            "32b": (5120, 64, 40, 8, 128, 27_648),
+            "72b": (8192, 80, 64, 8, 128, 29_568),
+        },
+        vocab_size=152_064,
+        norm_eps=1e-5,
+        **QWEN2_5,
     ),
     "qwen3": _family(
         {

@@ -66,17 +66,17 @@ class ApplyRotaryEmb(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos_BS1F, sin_BS1F = ctx.saved_tensors
-        return apply_rotary(grads[0], cos_BS1F, -sin_BS1F), None, None
+        return apply_rotary(grads[0], cos_BS1F, sin_BS1F, direction=-1), None, None
 
 
-def apply_rotary(x_BSNH: Tensor, cos_BS1F: Tensor, sin_BS1F: Tensor) -> Tensor:
-    """`apply_rotary_emb`, below autograd."""
+def apply_rotary(x_BSNH: Tensor, cos_BS1F: Tensor, sin_BS1F: Tensor, *, direction: int = 1) -> Tensor:
+    """`apply_rotary_emb`, below autograd; `direction` -1 rotates back."""
     # In place, half by half: temporaries would fragment the heap of a CPU run.
     left, right = x_BSNH.to(cos_BS1F.dtype).chunk(2, dim=-1)
     out_BSNH = torch.empty_like(x_BSNH, dtype=cos_BS1F.dtype)
     out_left, out_right = out_BSNH.chunk(2, dim=-1)
-    out_left.copy_(left).mul_(cos_BS1F).addcmul_(right, sin_BS1F, value=-1)
-    out_right.copy_(right).mul_(cos_BS1F).addcmul_(left, sin_BS1F)
+    torch.mul(left, cos_BS1F, out=out_left).addcmul_(right, sin_BS1F, value=-direction)
+    torch.mul(right, cos_BS1F, out=out_right).addcmul_(left, sin_BS1F, value=direction)
     return out_BSNH.to(x_BSNH.dtype)
 
 
@@ -87,5 +87,6 @@ def apply_rotary_emb(x_BSNH: Tensor, cos_sin_2BS1F: Tensor) -> Tensor:
         left, right = x_BSNH.to(cos_BS1F.dtype).chunk(2, dim=-1)
         halves = left * cos_BS1F - right * sin_BS1F, right * cos_BS1F + left * sin_BS1F
         return torch.cat(halves, dim=-1).to(x_BSNH.dtype)
-    out_BSNH: Tensor = ApplyRotaryEmb.apply(x_BSNH, cos_BS1F, sin_BS1F)
+    rotate = ApplyRotaryEmb.apply if torch.is_grad_enabled() else apply_rotary
+    out_BSNH: Tensor = rotate(x_BSNH, cos_BS1F, sin_BS1F)
     return out_BSNH

@@ -20,6 +20,7 @@ from models.linear import Embedding, accumulation_dtype, identity
 from models.loss_head import LossHead
 from models.norm import RMSNorm
 from models.parameters import declared
+from models.sublayer import Sublayer
 
 
 class SequenceParallelComm(NamedTuple):
@@ -44,6 +45,10 @@ class TransformerBlock(nn.Module):
         self.attention = Attention(config)
         self.ffn_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.feed_forward = FeedForward(config)
+        self.sublayers = (
+            Sublayer(self.attention, norm=self.attention_norm),
+            Sublayer(self.feed_forward, norm=self.ffn_norm),
+        )
         self.sp_comm = SequenceParallelComm()
         self.forward_fn: BlockForward = default_block_forward
 
@@ -55,9 +60,9 @@ def default_block_forward(
     block: TransformerBlock, x_BSE: Tensor, cos_sin_2BS1F: Tensor, boundaries_BD: Tensor
 ) -> Tensor:
     """Leaves the backward pass to autograd."""
-    x_BSE = x_BSE + block.attention(block.attention_norm(x_BSE), cos_sin_2BS1F, boundaries_BD)
-    out: Tensor = x_BSE + block.feed_forward(block.ffn_norm(x_BSE))
-    return out
+    for sublayer in block.sublayers:
+        x_BSE = sublayer(x_BSE, cos_sin_2BS1F, boundaries_BD)
+    return x_BSE
 
 
 class Transformer(nn.Module):
@@ -86,17 +91,14 @@ class Transformer(nn.Module):
     def transformer_blocks(self) -> list[TransformerBlock]:
         return [cast(TransformerBlock, block) for block in self.blocks.values()]
 
-    def init_std(self, name: str) -> float | None:
-        """Standard deviation of a parameter's initial values; None for norms, which start at 1.
+    def init_mean_std(self, name: str) -> tuple[float, float]:
+        """Mean and standard deviation of a parameter's initial values: norms start at 1, biases at 0.
 
         0.02; the two projections that write to the residual stream get 0.02 / sqrt(2 num_layers), as in GPT-2.
         """
-        parameter = declared(name)
-        if parameter is None:
-            raise KeyError(name)
-        if parameter.initial == "ones":
-            return None
-        return 0.02 * (2 * self.config.num_layers) ** -0.5 if parameter.initial == "residual" else 0.02
+        residual_std = 0.02 * (2 * self.config.num_layers) ** -0.5
+        values = {"normal": (0.0, 0.02), "residual": (0.0, residual_std), "ones": (1.0, 0.0), "zeros": (0.0, 0.0)}
+        return values[declared(name).initial]
 
     def forward(self, batch: Batch, x_BSE: Tensor | None = None) -> Tensor:
         """Loss per token [B, S], zero where there is no target; see `LossHead.forward`.

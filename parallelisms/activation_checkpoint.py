@@ -2,13 +2,14 @@
 
 With policy "keep_attention" blocks save the output and log-sum-exp of attention, which cost most to recompute
 (DISTFLASHATTN, Li et al., 2024), and recompute the rest in the backward pass; "full" recomputes these too. A block is
-two autograd functions around the manual backward of `block_recompute.BlockCompute`:
+two autograd functions around `block_recompute.BlockCompute`:
 
     x --> attention half --> x + attention --> feed-forward half --> output
               saves x and the attention output         saves nothing
 
 The autograd graph is that of the forward pass, so saved tensors may be on the device or on the host. With
-`blocks_per_checkpoint` = n only every n-th block saves its input; the others recompute theirs from it.
+`blocks_per_checkpoint` = n only every n-th block saves its input; the others recompute theirs from it. A block that is
+not attention and feed-forward in pieces runs under torch's own checkpointing, which recomputes all of it.
 
 Shape suffixes: B sequences, S tokens of this rank, T tokens of all tp ranks, E width of the residual stream, F rotary
 frequencies, D document starts and the sequence end.
@@ -25,16 +26,13 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from models.transformer import Transformer, TransformerBlock
+from models.attention import Attention
+from models.sublayer import Mixer
+from models.transformer import Transformer, TransformerBlock, default_block_forward
 from parallelisms.activation_offload import HostActivationPool, SavedTensor
-from parallelisms.block_recompute import (
-    AttentionOutputs,
-    BlockCompute,
-    Tiling,
-    attention_modules,
-    feed_forward_modules,
-)
+from parallelisms.block_recompute import AttentionOutputs, BlockCompute, Tiling
 
 RecomputePolicy = Literal["none", "full", "keep_attention"]
 HalfBackward = Callable[[Tensor], tuple[Tensor, ...]]
@@ -56,19 +54,32 @@ class RecomputeConfig:
 
 
 def apply(model: Transformer, config: RecomputeConfig) -> None:
-    """Sets `forward_fn` of every block. Each batch allows one backward; batches may run backward in any order.
-
-    Raises ValueError for parameters whose gradient the backward pass would lose.
-    """
+    """Sets `forward_fn` of every block. Each batch allows one backward; batches may run backward in any order."""
     if config.policy == "none":
         return
     runner: BlockRunner | None = None
     for index, block in enumerate(model.transformer_blocks()):
-        known = {module.weight for module in (*attention_modules(block), *feed_forward_modules(block))}
-        if lost := [name for name, parameter in block.named_parameters() if parameter not in known]:
-            raise ValueError(f'memory.recompute = "{config.policy}" computes no gradient of {", ".join(lost)}')
-        saves_input, is_last = index % config.blocks_per_checkpoint == 0, index == len(model.blocks) - 1
+        if not consists_of_pieces(block):
+            block.forward_fn, runner = checkpointed_block_forward, None
+            continue
+        saves_input = runner is None or index % config.blocks_per_checkpoint == 0
+        is_last = index == len(model.blocks) - 1
         block.forward_fn = runner = BlockRunner(config, runner, saves_input=saves_input, is_last=is_last)
+
+
+def consists_of_pieces(block: TransformerBlock) -> bool:
+    """Whether `BlockCompute` knows how to run the block: attention, then a feed-forward."""
+    mixers = [type(sublayer.mixer) for sublayer in block.sublayers]
+    return len(mixers) == 2 and issubclass(mixers[0], Attention) and issubclass(mixers[1], Mixer)
+
+
+def checkpointed_block_forward(
+    block: TransformerBlock, x_BSE: Tensor, rotation_2BT1F: Tensor, boundaries_BD: Tensor
+) -> Tensor:
+    """Saves the input, and runs the block again in its backward pass."""
+    inputs = (block, x_BSE, rotation_2BT1F, boundaries_BD)
+    out_BSE: Tensor = checkpoint(default_block_forward, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return out_BSE
 
 
 class BlockRunner:

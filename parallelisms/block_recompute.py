@@ -1,7 +1,10 @@
-"""Forward and manually written backward of a block, in head groups and token tiles; below autograd.
+"""Forward and backward of a block, in head groups and token tiles, below the autograd graph of the model.
 
     x --> norm, QKV projections, attention, output projection --> + x --> norm, feed-forward --> + --> output
           one head group at a time                                        one tile of tokens at a time
+
+Matrix products and their gradients are written here, and attention brings its own; `LocalGraph` differentiates the
+pieces between them (`models/sublayer.py`). So no product runs again to build a graph.
 
 The transient activations of a head group are freed before the next group starts, except the gradients of Q, K and V.
 Everything else runs tile by tile: the hidden state between the halves is recomputed from x and the attention output,
@@ -16,101 +19,180 @@ the sequence end.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models import norm, tiling
-from models.linear import Linear
-from models.norm import RMSNorm
-from models.tiling import GradAccumulator, QKVProjections, bytes_per_token
+from models.linear import accumulation_dtype, local_parameter
+from models.sublayer import LocalGraph, Restore, Sublayer, Weights, as_leaves, input_grad, weight_grad
+from models.tiling import GradAccumulator, TokenTiles, bytes_per_token
 from models.transformer import TransformerBlock
 
 AttentionOutputs = list[tuple[Tensor, Tensor]]
 """Output [B, T, N, H] and log-sum-exp of each head group."""
-TileOp = Callable[..., Any]
+Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-class TileOps(NamedTuple):
-    """The operations on a tile."""
-
-    normalize: TileOp = norm.rms_norm
-    normalize_backward: TileOp = norm.rms_norm_backward
-    project_qkv: TileOp = tiling.project_qkv
-    project_qkv_backward: TileOp = tiling.project_qkv_backward
-    feed_forward: TileOp = tiling.feed_forward
-    feed_forward_backward: TileOp = tiling.feed_forward_backward
+def eager(piece: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiles nothing."""
+    return piece
 
 
-def compile_tile_ops(**options: Any) -> TileOps:
-    """Tile operations compiled once for all blocks."""
-    return TileOps(*(torch.compile(op, fullgraph=True, **options) for op in TileOps()))
+def compiler(**options: Any) -> Compile:
+    """Compiles a piece once for all blocks."""
+    return lru_cache(partial(torch.compile, fullgraph=True, **options))
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Number of groups of KV heads, and bytes of a token tile (None: one tile)."""
+    """Number of groups of KV heads, bytes of a token tile (None: one tile), and what compiles the pieces of a block."""
 
     head_groups: int = 1
     tile_bytes: int | None = None
-    ops: TileOps = field(default_factory=TileOps)
+    compile: Compile = eager
 
 
-class TokenTiles:
-    """Tiles of a rank's S tokens, and their positions among all T tokens, which are ordered by tp rank."""
+class SublayerPass:
+    """What a pass, forward or backward, does with one tile in one sublayer, whose weights are gathered meanwhile."""
 
-    def __init__(self, local_tokens: int, total_tokens: int, max_tile_tokens: int | None) -> None:
-        self.num_tp_shards, self.total_tokens = total_tokens // local_tokens, total_tokens
-        self.tiles = tiling.split_into_tiles(
-            local_tokens, None if max_tile_tokens is None else max_tile_tokens // self.num_tp_shards
+    def __init__(self, compute: BlockCompute, sublayer: Sublayer, rotation_2BT1F: Tensor | None = None) -> None:
+        self._sublayer, self._mixer = sublayer, sublayer.mixer
+        self._tp_comm, self._tiles, self._rotation_2BT1F = compute.tp_comm, compute.token_tiles, rotation_2BT1F
+        self._before = compute.compile(type(sublayer).before)
+        self._inner = compute.compile(type(sublayer.mixer).inner)
+        self._after = compute.compile(type(sublayer).after)
+        self.has_after = sublayer.post_norm is not None
+        self._weights = sublayer.weights()
+        self._piece_weights = as_leaves(
+            {name: x for name, x in self._weights.items() if not self._mixer.is_in_product(name)}
+        )
+        self.last_name = f"{self._mixer.last}.weight"
+        self.last_weight = self._weights[self.last_name]
+        self.grads = GradAccumulator(self._weights)
+
+    # ---- forward
+
+    def before(self, x_BCE: Tensor) -> Tensor:
+        normed_BCE: Tensor = self._before(self._sublayer, x_BCE, self._piece_weights)
+        return normed_BCE
+
+    def linear_weights(self, group: int = 0, num_groups: int = 1) -> dict[str, Tensor]:
+        """Of the linear layers before `inner`, for one of `num_groups` groups of heads."""
+        names = self._weights.keys() - self._piece_weights.keys() - {self.last_name}
+        return {name: self._weights[name].chunk(num_groups)[group] for name in names}
+
+    def products(self, normed_BCE: Tensor, linear_weights: Weights) -> list[Tensor]:
+        return self._mixer.products(normed_BCE, linear_weights)
+
+    def inner(self, products: Sequence[Tensor], tile: slice) -> Sequence[Tensor]:
+        results: Sequence[Tensor] = self._inner(self._mixer, products, self.rotation(tile), self._piece_weights)
+        return results
+
+    def rotation(self, tile: slice) -> Tensor | None:
+        return None if self._rotation_2BT1F is None else self._tiles.select(self._rotation_2BT1F, tile, dim=2)
+
+    def last_product(self, last_input: Tensor) -> Tensor:
+        """A partial sum, under tensor parallelism."""
+        return F.linear(last_input, self.last_weight)
+
+    def residual(self, x_BCE: Tensor, product_BCE: Tensor) -> Tensor:
+        """The residual stream after the sublayer, from that before it and the last product."""
+        out_BCE = self._tp_comm.reduce(product_BCE)
+        if self.has_after:
+            out_BCE = self._after(self._sublayer, out_BCE, self._piece_weights)
+        return out_BCE.add_(x_BCE)
+
+    # ---- backward
+
+    def before_graph(self, x_BCE: Tensor) -> LocalGraph:
+        return LocalGraph(
+            lambda inputs, weights: [self._before(self._sublayer, *inputs, weights)], [x_BCE], self._piece_weights
         )
 
-    def select(self, x_BT: Tensor, tile: slice) -> Tensor:
-        """The tokens of a tile of every tp rank: [B, T, ...] -> [B, num_tp_shards * C, ...]."""
-        if self.num_tp_shards == 1:
-            return x_BT[:, tile]
-        tiles: Tensor = x_BT.unflatten(1, (self.num_tp_shards, -1))[:, :, tile]
-        return tiles.flatten(1, 2)
+    def inner_graph(self, products: Sequence[Tensor], tile: slice, *, restorable: bool = False) -> LocalGraph:
+        """If `restorable`, it keeps neither the products nor the rotation: its `backward` takes `restore_inputs`."""
+        rotation = self.rotation(tile)
+        return LocalGraph(
+            lambda inputs, weights: self._inner(self._mixer, inputs, rotation, weights),
+            products,
+            self._piece_weights,
+            restorable=(*products, cast(Tensor, rotation)) if restorable else (),
+        )
 
-    def map_tiles(self, compute: Callable[[slice], Sequence[Tensor]], *, gathered: bool = False) -> list[Tensor]:
-        """Runs `compute` on every tile and concatenates its outputs along the tokens."""
-        outputs: list[Tensor] = []
-        num_shards = self.num_tp_shards if gathered else 1
-        for tile in self.tiles:
-            results = compute(tile)
-            if len(self.tiles) == 1:
-                return [*results]
-            if not outputs:
-                num_tokens = self.total_tokens * num_shards // self.num_tp_shards
-                outputs = [x.new_empty(x.shape[0], num_tokens, *x.shape[2:]) for x in results]
-            for x, result in zip(outputs, results, strict=True):
-                x.unflatten(1, (num_shards, -1))[:, :, tile] = result.unflatten(1, (num_shards, -1))
-        return outputs
+    def last_grad(self, grad_BCE: Tensor, last_input: Tensor) -> Tensor:
+        """Gradient of the last product, from that of the residual stream. A norm after the product needs it again."""
+        if not self.has_after:
+            return grad_BCE
+        graph = LocalGraph(
+            lambda inputs, weights: [self._after(self._sublayer, *inputs, weights)],
+            [self._tp_comm.reduce(self.last_product(last_input))],
+            self._piece_weights,
+        )
+        (grad_last_BCE,), weight_grads = graph.backward([grad_BCE])
+        self.grads.add(weight_grads)
+        return grad_last_BCE
+
+    def restore_inputs(self, normed_BCE: Tensor, tile: slice, group: int, num_groups: int) -> Restore:
+        """Gives one product of `linears` of a head group again, or the rotation."""
+        linears = self._mixer.linears
+
+        def restore(index: int) -> Tensor:
+            if index == len(linears):
+                return cast(Tensor, self.rotation(tile))
+            return self._mixer.product(linears[index], normed_BCE, self.linear_weights(group, num_groups))
+
+        return restore
+
+    def linears_backward(self, product_grads: list[Tensor], normed_BCE: Tensor) -> Tensor:
+        """Gradient of the linear layers' input, a partial sum under tensor parallelism. Empties `product_grads`."""
+        for index, name in enumerate(self._mixer.linears):
+            self.grads.add({f"{name}.weight": weight_grad(product_grads[index], normed_BCE)})
+            if (bias := f"{name}.bias") in self._weights:
+                dtype = accumulation_dtype(normed_BCE.dtype)
+                self.grads.add({bias: product_grads[index].flatten(0, -2).sum(0, dtype=dtype)})
+        grad_BCE = input_grad(product_grads, [self._weights[f"{name}.weight"] for name in self._mixer.linears])
+        product_grads.clear()
+        return grad_BCE
+
+    def before_backward(self, grad_BCE: Tensor, before_graph: LocalGraph) -> Tensor:
+        """Gradient of the sublayer's input but for the residual connection."""
+        (grad_x_BCE,), weight_grads = before_graph.backward([grad_BCE])
+        self.grads.add(weight_grads)
+        return grad_x_BCE
 
 
-class NormedInput(NamedTuple):
-    """The normalized input of attention."""
+class NormedInput:
+    """The normalized input of attention, which all head groups share; under tensor parallelism it is gathered once."""
 
-    select: Callable[[slice], tuple[Tensor, Tensor]]
-    """A tile's normalized tokens of every tp rank, and the inverse RMS of this rank's."""
-    residual: Tensor
+    def __init__(self, run: SublayerPass, x_BSE: Tensor, compute: BlockCompute, *, with_graphs: bool = False) -> None:
+        self._run, self._x_BSE, self._tiles = run, x_BSE, compute.token_tiles
+        self._graphs: dict[int, LocalGraph] = {}
+        self._normed_BTE: Tensor | None = None
+        if self._tiles.num_tp_shards > 1:
+            (normed_BSE,) = self._tiles.map_tiles(lambda tile: [self._normalize(tile, with_graph=with_graphs)])
+            self._normed_BTE = compute.tp_comm.gather(normed_BSE)
 
+    def tile(self, tile: slice) -> Tensor:
+        """Of every tp rank."""
+        if self._normed_BTE is None:
+            return self._normalize(tile)
+        return self._tiles.select(self._normed_BTE, tile)
 
-def attention_modules(block: TransformerBlock) -> list[RMSNorm | Linear]:
-    """Norm, Q, K, V, the optional Q and K norms, output projection: in the order of `attention_backward`."""
-    attention = block.attention
-    projections = attention.q_proj, attention.k_proj, attention.v_proj
-    return [block.attention_norm, *projections, *attention.qk_norms(), attention.o_proj]
+    def tile_with_graph(self, tile: slice) -> tuple[Tensor, LocalGraph]:
+        """The graph is that of this rank's tokens; it can be asked for once."""
+        normed = self._normalize(tile, with_graph=True) if self._normed_BTE is None else self.tile(tile)
+        return normed, self._graphs.pop(tile.start)
 
-
-def feed_forward_modules(block: TransformerBlock) -> list[RMSNorm | Linear]:
-    """Norm, gate, up, down: in the order of `feed_forward_backward`."""
-    feed_forward = block.feed_forward
-    return [block.ffn_norm, feed_forward.gate_proj, feed_forward.up_proj, feed_forward.down_proj]
+    def _normalize(self, tile: slice, *, with_graph: bool = False) -> Tensor:
+        x_BCE = self._x_BSE[:, tile]
+        if not with_graph:
+            return self._run.before(x_BCE)
+        self._graphs[tile.start] = graph = self._run.before_graph(x_BCE)
+        return graph.outputs.pop()
 
 
 class BlockCompute:
@@ -119,42 +201,40 @@ class BlockCompute:
     def __init__(
         self, block: TransformerBlock, x_BSE: Tensor, rotation_2BT1F: Tensor, boundaries_BD: Tensor, tiling: Tiling
     ) -> None:
-        self.block, self._head_groups, self._ops = block, tiling.head_groups, tiling.ops
-        self._tp_comm, self._core = block.sp_comm, block.attention.core
-        self._activation = block.feed_forward.activation
-        self._cos, self._sin = rotation_2BT1F.unbind(0)
-        self._boundaries = boundaries_BD
+        self.block, self._head_groups, self.compile = block, tiling.head_groups, tiling.compile
+        self._attention, self._feed_forward = block.sublayers
+        self.tp_comm, self._core = block.sp_comm, block.attention.core
+        self._rotation_2BT1F, self._boundaries_BD = rotation_2BT1F, boundaries_BD
         max_tile_tokens = None
         if tiling.tile_bytes is not None:
-            ffn_dim, dim = block.feed_forward.gate_proj.local_weight().shape
+            ffn_dim, dim = local_parameter(block.feed_forward.gate_proj).shape
             max_tile_tokens = tiling.tile_bytes // bytes_per_token(dim, ffn_dim, x_BSE.element_size()) // x_BSE.shape[0]
-        self._token_tiles = TokenTiles(x_BSE.shape[1], rotation_2BT1F.shape[2], max_tile_tokens)
+        self.token_tiles = TokenTiles(x_BSE.shape[1], rotation_2BT1F.shape[2], max_tile_tokens)
 
-    # ---- weights, read on every use: FSDP frees and gathers them between forward and backward
+    # FSDP frees and gathers weights between passes, so each pass reads them.
 
     def attention_weights(self) -> tuple[Tensor, ...]:
-        return tuple(module.view(module.weight) for module in attention_modules(self.block))
-
-    def _projections(self) -> QKVProjections:
-        attention, norms = self.block.attention, self.block.attention.qk_norms()
-        matrices = [projection.local_weight() for projection in (attention.q_proj, attention.k_proj, attention.v_proj)]
-        return QKVProjections(matrices, [norm.view(norm.weight) for norm in norms], self.block.attention_norm.eps)
+        """In the order of `attention_backward`."""
+        return tuple(self._attention.weights().values())
 
     def feed_forward_weights(self) -> tuple[Tensor, ...]:
-        return tuple(module.view(module.weight) for module in feed_forward_modules(self.block))
+        """In the order of `feed_forward_backward`."""
+        return tuple(self._feed_forward.weights().values())
 
-    # ---- attention half
+    # ---- attention
 
     def attention_forward(self, x_BSE: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Output and log-sum-exp of attention, one head group at a time."""
-        for qkv in self._exchanged_qkv(self._norm_input(x_BSE)):
-            output = self._core.forward(qkv, self._boundaries)
+        run = self._attention_pass()
+        for qkv in self._exchanged_qkv(run, NormedInput(run, x_BSE, self)):
+            output = self._core.forward(qkv, self._boundaries_BD)
             del qkv  # Free it before the next group exists.
             yield output
 
     def output_projection(self, x_BSE: Tensor, attention_outputs: list[Tensor]) -> Tensor:
         """The hidden state between the halves: x plus the projected attention output."""
-        (hidden_BSE,) = self._token_tiles.map_tiles(lambda tile: [self._hidden_tile(x_BSE, attention_outputs, tile)])
+        run = self._attention_pass()
+        (hidden_BSE,) = self.token_tiles.map_tiles(lambda tile: [self._hidden(run, x_BSE, attention_outputs, tile)])
         return hidden_BSE
 
     def attention_backward(
@@ -167,110 +247,150 @@ class BlockCompute:
         """
         if self._head_groups == 1:
             prefetch()
-        o_EQ = self.attention_weights()[-1]
-        grad_o_EQ = torch.empty_like(o_EQ)
-        o_proj_groups = zip(*(x.chunk(self._head_groups, dim=1) for x in (o_EQ, grad_o_EQ)), strict=True)
-        normed_input, grad_BTE = self._norm_input(x_BSE), self._tp_comm.gather(grad_BSE)
+        run = self._attention_pass()
+        grad_o_EQ = torch.empty_like(run.last_weight)
+        o_proj_groups = zip(*(x.chunk(self._head_groups, dim=1) for x in (run.last_weight, grad_o_EQ)), strict=True)
+        normed_input = NormedInput(run, x_BSE, self, with_graphs=True)
+        grad_BTE = self.tp_comm.gather(self._projection_grad(run, grad_BSE, [out for out, _ in attention_outputs]))
         grads: list[tuple[Tensor, ...]] = []
-        for qkv in self._exchanged_qkv(normed_input):  # zip would keep a group alive until the next one exists.
+        graphs: list[dict[int, LocalGraph]] = []
+        for qkv in self._exchanged_qkv(run, normed_input, graphs):  # zip would keep a group until the next one exists.
             o_EP, grad_o_EP = next(o_proj_groups)
             out_BTNH, lse = attention_outputs.pop(0)
-            grad_o_EP.copy_(tiling.weight_grad(grad_BTE, out_BTNH.flatten(-2)))
+            weight_grad(grad_BTE, out_BTNH.flatten(-2), out_OI=grad_o_EP)
             grad_out_BTNH = (grad_BTE @ o_EP).view_as(out_BTNH)
-            grads.append(self._core.backward(grad_out_BTNH, qkv, out_BTNH, lse, self._boundaries))
+            grads.append(self._core.backward(grad_out_BTNH, qkv, out_BTNH, lse, self._boundaries_BD))
             del qkv, out_BTNH, lse, grad_out_BTNH
         del grad_BTE
         if self._head_groups > 1:
             prefetch()
-        return *self._project_qkv_backward(grad_BSE, normed_input, grads), grad_o_EQ
+        for tile in self.token_tiles.tiles:
+            normed, before_graph = normed_input.tile_with_graph(tile)
+            grad = run.linears_backward(self._product_grads(run, normed, tile, grads, graphs), normed)
+            del normed
+            grad = self.tp_comm.reduce(grad)
+            grad_BSE[:, tile] += run.before_backward(grad, before_graph)
+            del grad, before_graph  # Otherwise they would stay while the next tile's are computed.
+        run.grads.add({run.last_name: grad_o_EQ})
+        return grad_BSE, *run.grads.pop_grads()
 
-    def _norm_input(self, x_BSE: Tensor) -> NormedInput:
-        norm_E, *_ = self.attention_weights()
+    def _projection_grad(self, run: SublayerPass, grad_BSE: Tensor, attention_outputs: list[Tensor]) -> Tensor:
+        """Gradient of the output projection of this rank's tokens."""
+        if not run.has_after:
+            return grad_BSE
+        (grad_last_BSE,) = self.token_tiles.map_tiles(
+            lambda tile: [run.last_grad(grad_BSE[:, tile], self._tile_of_outputs(attention_outputs, tile))]
+        )
+        return grad_last_BSE
 
-        def normalize_tile(tile: slice) -> tuple[Tensor, Tensor]:
-            normed: tuple[Tensor, Tensor] = self._ops.normalize(x_BSE[:, tile], norm_E, self.block.attention_norm.eps)
-            return normed
+    def _attention_pass(self) -> SublayerPass:
+        return SublayerPass(self, self._attention, self._rotation_2BT1F)
 
-        if self._token_tiles.num_tp_shards == 1:
-            return NormedInput(normalize_tile, x_BSE)
-        # One all-gather for all head groups.
-        normed_BSE, inverse_BS1 = self._token_tiles.map_tiles(normalize_tile)
-        normed_BTE = self._tp_comm.gather(normed_BSE)
-        return NormedInput(lambda tile: (self._token_tiles.select(normed_BTE, tile), inverse_BS1[:, tile]), x_BSE)
-
-    def _exchanged_qkv(self, normed_input: NormedInput) -> Iterator[Any]:
-        """Q, K and V of each head group; their communication overlaps with the previous group."""
-        projections, next_qkv = self._projections(), None
+    def _exchanged_qkv(
+        self, run: SublayerPass, normed_input: NormedInput, graphs: list[dict[int, LocalGraph]] | None = None
+    ) -> Iterator[Any]:
+        """Q, K and V of each head group, whose communication overlaps with the previous group; adds their `graphs`."""
+        next_qkv = None
         for group in range(self._head_groups + 1):
             qkv = next_qkv
             if group < self._head_groups:
-                project = partial(self._project_qkv, normed_input, projections.head_group(group, self._head_groups))
-                next_qkv = self._core.start(*self._token_tiles.map_tiles(project, gathered=True))
+                group_graphs: dict[int, LocalGraph] = {}
+                if graphs is not None:
+                    graphs.append(group_graphs)
+                weights = run.linear_weights(group, self._head_groups)
+                compute = partial(self._qkv, run, normed_input, weights, None if graphs is None else group_graphs)
+                next_qkv = self._core.start(*self.token_tiles.map_tiles(compute, gathered=True))
             if qkv is not None:
                 yield qkv
 
-    def _project_qkv(self, normed_input: NormedInput, projections: QKVProjections, tile: slice) -> Sequence[Tensor]:
-        qkv: Sequence[Tensor] = self._ops.project_qkv(normed_input.select(tile)[0], *self._rope_tile(tile), projections)
-        return qkv
+    def _qkv(
+        self,
+        run: SublayerPass,
+        normed_input: NormedInput,
+        weights: Weights,
+        graphs: dict[int, LocalGraph] | None,
+        tile: slice,
+    ) -> Sequence[Tensor]:
+        products = run.products(normed_input.tile(tile), weights)
+        if graphs is None:
+            return run.inner(products, tile)
+        graphs[tile.start] = graph = run.inner_graph(products, tile, restorable=True)
+        outputs, graph.outputs = graph.outputs, []
+        return outputs
 
-    def _project_qkv_backward(
-        self, grad_BSE: Tensor, normed_input: NormedInput, grads: list[tuple[Tensor, ...]]
-    ) -> tuple[Tensor, ...]:
-        norm_E, *weights, _ = self.attention_weights()
-        projections, select = self._projections(), self._token_tiles.select
-        weight_grads = GradAccumulator((norm_E, *weights), len(self._token_tiles.tiles))
-        for tile in self._token_tiles.tiles:
-            normed, inverse = normed_input.select(tile)
-            dqkv = [_cat([select(x, tile) for x in groups], 2) for groups in zip(*grads, strict=True)]
-            grad, *grad_weights = self._ops.project_qkv_backward(normed, *self._rope_tile(tile), dqkv, projections)
-            x_BCE, grad = normed_input.residual[:, tile], self._tp_comm.reduce(grad)
-            grad, grad_norm_E = self._ops.normalize_backward(grad, x_BCE, norm_E, inverse)
-            grad_BSE[:, tile] += grad
-            weight_grads.add((grad_norm_E, *grad_weights))
-            del dqkv, grad, grad_weights  # Otherwise they would stay while the next tile's are computed.
-        return grad_BSE, *weight_grads.pop_grads()
+    def _product_grads(
+        self,
+        run: SublayerPass,
+        normed: Tensor,
+        tile: slice,
+        grads: list[tuple[Tensor, ...]],
+        graphs: list[dict[int, LocalGraph]],
+    ) -> list[Tensor]:
+        """Gradients of the products of a tile, from those of Q, K and V of every head group."""
+        by_group = []
+        for group, (dqkv, group_graphs) in enumerate(zip(grads, graphs, strict=True)):
+            restore = run.restore_inputs(normed, tile, group, self._head_groups)
+            selected = [self.token_tiles.select(x, tile) for x in dqkv]
+            product_grads, weight_grads = group_graphs.pop(tile.start).backward(selected, restore)
+            run.grads.add(weight_grads)
+            by_group.append(product_grads)
+        return [_cat(of_product, -1) for of_product in zip(*by_group, strict=True)]
 
-    # ---- feed-forward half
+    # ---- feed-forward
 
     def feed_forward(self, hidden_BSE: Tensor) -> Tensor:
-        norm_E, *weights = self.feed_forward_weights()
+        run = SublayerPass(self, self._feed_forward)
+        linear_weights = run.linear_weights()
 
         def compute_tile(tile: slice) -> list[Tensor]:
             x_BCE = hidden_BSE[:, tile]
-            normed, _ = self._ops.normalize(x_BCE, norm_E, self.block.ffn_norm.eps)
-            output = self._ops.feed_forward(self._tp_comm.gather(normed), *weights, activation=self._activation)
-            return [self._tp_comm.reduce(output).add_(x_BCE)]
+            # No names for what is not needed any more.
+            out = run.last_product(
+                *run.inner(run.products(self.tp_comm.gather(run.before(x_BCE)), linear_weights), tile)
+            )
+            return [run.residual(x_BCE, out)]
 
-        (out_BSE,) = self._token_tiles.map_tiles(compute_tile)
+        (out_BSE,) = self.token_tiles.map_tiles(compute_tile)
         return out_BSE
 
     def feed_forward_backward(
         self, grad_BSE: Tensor, x_BSE: Tensor, attention_outputs: list[Tensor]
     ) -> tuple[Tensor, ...]:
         """Gradients of the hidden state between the halves, and of the weights."""
-        norm_E, *weights = self.feed_forward_weights()
-        weight_grads = GradAccumulator((norm_E, *weights), len(self._token_tiles.tiles))
+        attention, run = self._attention_pass(), SublayerPass(self, self._feed_forward)
+        linear_weights = run.linear_weights()
 
         def compute_tile(tile: slice) -> list[Tensor]:
-            hidden_BCE, grad_BCE = self._hidden_tile(x_BSE, attention_outputs, tile), grad_BSE[:, tile]
-            normed, inverse = self._ops.normalize(hidden_BCE, norm_E, self.block.ffn_norm.eps)
-            normed, grad = self._tp_comm.gather(normed), self._tp_comm.gather(grad_BCE)
-            grad, *grad_weights = self._ops.feed_forward_backward(grad, normed, *weights, activation=self._activation)
+            hidden_BCE, grad_BCE = self._hidden(attention, x_BSE, attention_outputs, tile), grad_BSE[:, tile]
+            before_graph = run.before_graph(hidden_BCE)
+            normed = self.tp_comm.gather(before_graph.outputs.pop())
+            grad = self.tp_comm.gather(grad_BCE) if not run.has_after else grad_BCE
+            inner_graph = run.inner_graph(run.products(normed, linear_weights), tile)
+            (last_input,) = inner_graph.outputs
+            if run.has_after:
+                grad = self.tp_comm.gather(run.last_grad(grad_BCE, last_input))
+            run.grads.add({run.last_name: weight_grad(grad, last_input)})
+            inner_graph.outputs.clear()
+            del last_input  # The gradients of the products need its memory.
+            product_grads, weight_grads = inner_graph.backward([grad @ run.last_weight])
+            del inner_graph
+            run.grads.add(weight_grads)
+            grad = run.linears_backward(product_grads, normed)
             del normed
-            grad, grad_norm_E = self._ops.normalize_backward(self._tp_comm.reduce(grad), hidden_BCE, norm_E, inverse)
-            weight_grads.add((grad_norm_E, *grad_weights))
-            return [grad.add_(grad_BCE)]
+            grad = self.tp_comm.reduce(grad)
+            return [run.before_backward(grad, before_graph).add_(grad_BCE)]
 
-        (grad_hidden_BSE,) = self._token_tiles.map_tiles(compute_tile)
-        return grad_hidden_BSE, *weight_grads.pop_grads()
+        (grad_hidden_BSE,) = self.token_tiles.map_tiles(compute_tile)
+        return grad_hidden_BSE, *run.grads.pop_grads()
 
-    def _hidden_tile(self, x_BSE: Tensor, attention_outputs: list[Tensor], tile: slice) -> Tensor:
+    def _hidden(self, attention: SublayerPass, x_BSE: Tensor, attention_outputs: list[Tensor], tile: slice) -> Tensor:
         """A tile of the hidden state between the halves."""
-        out = _cat([self._token_tiles.select(out_BTNH, tile).flatten(-2) for out_BTNH in attention_outputs], -1)
-        return self._tp_comm.reduce(F.linear(out, self.attention_weights()[-1])).add_(x_BSE[:, tile])
+        product_BCE = attention.last_product(self._tile_of_outputs(attention_outputs, tile))
+        return attention.residual(x_BSE[:, tile], product_BCE)
 
-    def _rope_tile(self, tile: slice) -> tuple[Tensor, Tensor]:
-        return self._token_tiles.select(self._cos, tile), self._token_tiles.select(self._sin, tile)
+    def _tile_of_outputs(self, attention_outputs: list[Tensor], tile: slice) -> Tensor:
+        """Of all head groups, [B, num_tp_shards * C, Q]."""
+        return _cat([self.token_tiles.select(out_BTNH, tile).flatten(-2) for out_BTNH in attention_outputs], -1)
 
 
 def _cat(tensors: Sequence[Tensor], dim: int) -> Tensor:

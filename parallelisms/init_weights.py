@@ -22,12 +22,12 @@ def initialize(model: Transformer, *, seed: int | None, device: torch.device) ->
     """Allocates a model built on the meta device and draws its weights; seed None fills NaN, for weights to be loaded."""
     materialize(model, device)
     for name, parameter in model.named_parameters():
-        std = model.init_std(name)
+        mean, std = model.init_mean_std(name)
         with torch.no_grad():
             if seed is None:
                 parameter.fill_(torch.nan)
-            elif std is None:
-                parameter.fill_(1.0)
+            elif std == 0:
+                parameter.fill_(mean)
             else:
                 rows, columns = local_ranges(parameter)
                 values = normal_rows(

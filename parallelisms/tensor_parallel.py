@@ -26,9 +26,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from models.config import ModelConfig
-from models.linear import Embedding, Linear
+from models.linear import Embedding, set_local_view
 from models.loss_head import LossHead, VocabShard
-from models.norm import RMSNorm
 from models.parameters import ParallelStyle
 from models.transformer import SequenceParallelComm, Transformer
 from parallelisms import collectives
@@ -50,13 +49,11 @@ def apply(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, loss
     parallelizer = TensorParallelizer(mesh, sequence_parallel=sequence_parallel)
     for block in model.transformer_blocks():
         for name, parameter in config.block_parameters.items():
-            module, style = (
-                cast(Any, block.get_submodule(name.rpartition(".")[0])),
-                parameter.style_over(config.sizes, mesh.size()),
-            )
-            parallelizer.distribute_weight(module, style)
+            prefix, _, attribute = name.rpartition(".")
+            module, style = block.get_submodule(prefix), parameter.style_over(config.sizes, mesh.size())
+            parallelizer.distribute(module, style, attribute)
             if style != parameter.style:
-                parallelizer.select_kv_head(module, config.num_kv_heads)
+                parallelizer.select_kv_head(module, config.num_kv_heads, attribute)
         block.sp_comm = parallelizer.sequence_parallel_comm()
         for name in COLWISE_ROWWISE_PAIRS:
             parallelizer.add_region_hooks(block.get_submodule(name))
@@ -99,21 +96,23 @@ class TensorParallelizer:
         self._sequence_parallel = sequence_parallel
         self._group_name = self._group.group_name
 
-    def distribute_weight(self, module: Linear | Embedding | RMSNorm, style: ParallelStyle) -> None:
-        """Replaces the weight by a DTensor, and sets `module.view` to return its local shard."""
+    def distribute(self, module: nn.Module, style: ParallelStyle, name: str = "weight") -> None:
+        """Replaces a parameter by a DTensor, of which this rank computes with its local shard."""
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
         placement = {"colwise": Shard(0), "vocab": Shard(0), "rowwise": Shard(1)}.get(style, Replicate())
-        module.weight = nn.Parameter(distribute_tensor(module.weight, self._mesh, [placement], src_data_rank=None))
+        sharded = distribute_tensor(getattr(module, name), self._mesh, [placement], src_data_rank=None)
+        setattr(module, name, nn.Parameter(sharded))
         # The ranks use a replicated weight for different heads or tokens, so each has a part of its gradient.
         is_partial = style == "replicate_heads" or (style == "replicate" and self._sequence_parallel)
-        module.view = partial(_replicated_weight, group_name=self._group_name) if is_partial else _local_weight
+        set_local_view(module, name, partial(_replicated, group_name=self._group_name) if is_partial else _local)
 
-    def select_kv_head(self, projection: Linear, num_kv_heads: int) -> None:
+    def select_kv_head(self, projection: nn.Module, num_kv_heads: int, name: str = "weight") -> None:
         """With fewer KV heads than ranks the projection is replicated, and each rank computes only the head it needs."""
-        head_dim = projection.weight.shape[0] // num_kv_heads
+        head_dim = getattr(projection, name).shape[0] // num_kv_heads
         first = self._rank * num_kv_heads // self._size * head_dim
-        projection.view = partial(_replicated_weight, group_name=self._group_name, rows=slice(first, first + head_dim))
+        rows = slice(first, first + head_dim)
+        set_local_view(projection, name, partial(_replicated, group_name=self._group_name, rows=rows))
 
     def add_region_hooks(self, module: nn.Module) -> None:
         """Adds the collectives at both ends of a colwise-rowwise pair."""
@@ -129,18 +128,18 @@ class TensorParallelizer:
 
     def parallelize_embedding(self, module: Embedding, *, replicate: bool) -> None:
         if not replicate:
-            self.distribute_weight(module, "vocab")
+            self.distribute(module, "vocab")
             module.vocab_start_index = self._rank * (module.weight.shape[0] // self._size)
             module.register_forward_hook(lambda _, __, x_BTE: self._exit_region(x_BTE))
             return
-        self.distribute_weight(module, "replicate")
+        self.distribute(module, "replicate")
         if self._sequence_parallel:
             module.register_forward_pre_hook(lambda _, args: (_local_tokens(args[0], self._group_name, self._size),))
 
     def parallelize_head(self, module: LossHead, *, replicate: bool) -> None:
-        self.distribute_weight(module.norm, "replicate")
+        self.distribute(module.norm, "replicate")
         if not replicate:
-            self.distribute_weight(module.proj, "colwise")
+            self.distribute(module.proj, "colwise")
             module.norm.register_forward_hook(lambda _, __, x_BSE: self._enter_region(x_BSE))
             module.vocab_shard = VocabShard(
                 vocab_start_index=self._rank * (module.proj.weight.shape[0] // self._size),
@@ -149,7 +148,7 @@ class TensorParallelizer:
                 all_reduce_sum=partial(collectives.all_reduce, self._group),
             )
             return
-        self.distribute_weight(module.proj, "replicate")
+        self.distribute(module.proj, "replicate")
         if self._sequence_parallel:
             # Each rank computes the losses of its own tokens.
             group = (self._group_name, self._size)
@@ -163,14 +162,14 @@ class TensorParallelizer:
         return (ReduceScatter if self._sequence_parallel else AllReduce).apply(x_BTE, self._group_name, self._size)
 
 
-def _local_weight(weight: Tensor) -> Tensor:
+def _local(weight: Tensor) -> Tensor:
     local: Tensor = cast(Any, weight).to_local()
     return local
 
 
-def _replicated_weight(weight: Tensor, *, group_name: str, rows: slice | None = None) -> Tensor:
+def _replicated(weight: Tensor, *, group_name: str, rows: slice | None = None) -> Tensor:
     """A replicated weight, or these rows of it, whose gradient is summed over the tp ranks."""
-    local: Tensor = CopyWeightToTP.apply(_local_weight(weight), group_name, 0)
+    local: Tensor = CopyWeightToTP.apply(_local(weight), group_name, 0)
     return local if rows is None else local[rows]
 
 

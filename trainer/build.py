@@ -19,9 +19,9 @@ from models.transformer import Transformer
 from parallelisms import tensor_parallel
 from parallelisms.activation_checkpoint import RecomputeConfig
 from parallelisms.activation_offload import HostActivationPool
-from parallelisms.block_recompute import TileOps, Tiling, compile_tile_ops
-from parallelisms.compile_check import verify_compilation
+from parallelisms.block_recompute import Tiling, compiler, eager
 from parallelisms.context.context_parallel import ContextParallel
+from parallelisms.gradient_check import verify_gradients
 from parallelisms.init_weights import initialize
 from parallelisms.mesh import Mesh
 from parallelisms.parallelize import parallelize
@@ -58,8 +58,6 @@ class ParallelModel:
         if config.parallelism.async_tp:
             require_peer_access(world.device)
             tensor_parallel.enable_async_tp(self.mesh.tp_mesh)
-        if config.training.compile:
-            require_right_compilation(config)
         self.context_parallel = build_context_parallel(config, self.mesh, self.kernel) if context_plan.cp > 1 else None
         self.sequence_shard: SequenceShard = self.context_parallel or FullSequence(context_plan.seq_len_divisor)
         """Selects this rank's tokens of a sequence."""
@@ -170,26 +168,28 @@ def build_host_pool(config: Config, world: World, plan: PipelinePlan, *, rank: i
     return HostActivationPool(max_inputs=blocks * plan.max_in_flight, budget=budget)
 
 
-def require_right_compilation(config: Config) -> None:
-    """Raises RankFailedError if this torch gives compiled blocks of the model other gradients."""
+def require_right_gradients(config: Config) -> None:
+    """Raises RankFailedError if recomputation or compilation changes the gradients of the model's blocks."""
+    policy, compiled = build_recompute_config(config, None).policy, config.training.compile
     try:
-        verify_compilation(config.model.build(), build_recompute_config(config, None).policy)
+        verify_gradients(config.model.build(), policy, compiled=compiled)
     except ValueError as error:
-        raise RankFailedError(EXIT_BAD_CONFIG, f"training.compile = true does not work here: {error}") from error
+        options = f'memory.recompute = "{policy}"' + ", training.compile = true" * compiled
+        raise RankFailedError(EXIT_BAD_CONFIG, f"{options} cannot be used here: {error}") from error
 
 
 def build_recompute_config(config: Config, host_pool: HostActivationPool | None) -> RecomputeConfig:
     memory = config.memory
     if memory.recompute == "auto":
         raise ValueError('memory.recompute = "auto" must be resolved before the model is built')
-    ops = compile_tile_ops() if config.training.compile else TileOps()
+    compile_piece = compiler() if config.training.compile else eager
     tile_bytes = None if memory.mlp_tile_mib is None else memory.mlp_tile_mib << 20
     return RecomputeConfig(
         policy=memory.recompute,
         host_pool=host_pool,
         offload_attention=memory.offload == "inputs_and_attention",
         blocks_per_checkpoint=memory.blocks_per_checkpoint,
-        tiling=Tiling(memory.head_groups, tile_bytes, ops),
+        tiling=Tiling(memory.head_groups, tile_bytes, compile_piece),
         # A pipeline would repeat the all-gather for every micro-batch.
         reshard_after_forward=config.parallelism.reshard_after_forward and config.parallelism.pp == 1,
     )

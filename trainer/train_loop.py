@@ -9,6 +9,7 @@ from contextlib import closing
 
 import torch
 
+from trainer.build import require_right_gradients
 from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.run_dir import RunDir
 from trainer.config.job_config import Config, TrainingStage
@@ -58,6 +59,7 @@ def train(
     with Watchdog(run_dir.hangs_dir, rank=world.rank) as watchdog:
         watchdog.arm("start-up", 60 * stage_config.distributed.start_timeout_minutes)
         try:
+            require_right_gradients(stage_config)
             trainer = Trainer(stage_config, world, dataset, stage=stage)
             watchdog.arm("loading the checkpoint", LOAD_TIMEOUT_SECONDS)
             loop = TrainLoop(

@@ -84,7 +84,7 @@ MESHES: dict[str, tuple[int, tuple[str, ...]]] = {
     "one process": (1, ()),
     "fsdp 3, uneven": (3, ()),
     "qk norm, tp 2, fsdp 2": (4, ("--parallelism.tp=2", "--model.qk_norm=true", *ODD)),
-    "tp 4, replicated KV heads": (4, ("--parallelism.tp=4", *ODD)),
+    "biases, tp 4, replicated KV heads": (4, ("--parallelism.tp=4", "--model.qkv_bias=true", *ODD)),
     "pp 2, fsdp 2": (4, ("--parallelism.pp=2",)),
     "dp_replicate, cp": (4, ("--parallelism.dp_replicate=2", "--parallelism.dp_shard=1", "--parallelism.cp=2")),
     "tied, tp 2, fsdp 2": (4, ("--parallelism.tp=2", "--model.tie_embeddings=true")),

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from trainer.checkpoint import manifest
+from trainer.checkpoint.durable_io import format_bytes
 from trainer.checkpoint.manifest import DamageError, Manifest, read, read_validated
 from trainer.errors import ResumeError, RunFailedError
 
@@ -165,7 +166,7 @@ def test_transient_io_errors_are_retried_and_are_not_damage(
 
 
 def test_format_bytes_uses_binary_units() -> None:
-    assert [*map(manifest.format_bytes, (0, 1023, 1024, 1536, 5 * 2**30, 2**40))] == [
+    assert [*map(format_bytes, (0, 1023, 1024, 1536, 5 * 2**30, 2**40))] == [
         *("0 B", "1023 B", "1.0 KiB", "1.5 KiB", "5.0 GiB", "1.0 TiB")
     ]
 

@@ -538,6 +538,8 @@ def test_the_parallelism_summary_describes_the_rotary_embedding() -> None:
     preset = load(["--model.family", "qwen3"]).model.build()
     assert (preset.qk_norm, preset.nope_every, preset.rope.kind) == (True, None, "default")
     assert not load(["--model.family", "qwen3", "--model.qk_norm", "false"]).model.build().qk_norm
+    assert load(["--model.family", "qwen2.5"]).model.build().qkv_bias
+    assert load(["--model.qkv_bias", "true"]).model.build().qkv_bias
 
 
 def test_debug_runs_at_any_number_of_processes_up_to_eight() -> None:

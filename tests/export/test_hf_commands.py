@@ -174,7 +174,7 @@ def test_a_checkpoint_of_another_model_is_refused(run: Path, capsys: pytest.Capt
 # ---- import
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
 def test_import_and_export_of_a_transformers_model_is_bitwise(
     kind: str, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,6 +17,7 @@ from trainer.memory.estimator import (
     MemoryEstimate,
     estimate_memory,
     estimate_memory_per_pp_rank,
+    phase_estimates,
 )
 from trainer.memory.rank import RankMemory
 from trainer.memory.report import memory_savings, out_of_memory_advice
@@ -196,6 +197,14 @@ def test_bfloat16_moments_take_half_and_are_upcast_in_chunks() -> None:
     assert narrow.item(TRANSIENT_ACTIVATIONS).device_bytes == 8 * 8192 * 128
     huge = estimate_memory(configured(f"{NARROW} training.seq_len=2 model.num_layers=1 model.ffn_dim=200000"), 1)
     assert huge.item(TRANSIENT_ACTIVATIONS).device_bytes == 8 * OPTIMIZER_CHUNK_ELEMENTS
+
+
+def test_the_last_gradient_of_a_reduced_block_is_that_of_the_down_projection() -> None:
+    """FSDP2 reduces in the order of the model; QK norms come before."""
+    moments = phase_estimates(RankMemory(configured("model.qk_norm=true training.global_batch_size=2"), 2, 0))
+    after = [each for each in moments if each.phase.startswith("after the reduce-scatter of block")]
+    last = {each.shape for moment in after for each in moment.tensors if each.name == "gradient of the last weight"}
+    assert last == {(128 * 384,)}
 
 
 def test_the_first_pipeline_rank_has_the_highest_peak() -> None:

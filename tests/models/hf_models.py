@@ -32,7 +32,8 @@ LLAMA = ModelConfig(
     norm_eps=1e-4,
     rope=RopeConfig(theta=500.0, precision="float32"),
 )
-QWEN = replace(LLAMA, qk_norm=True, head_dim=10)
+QWEN2 = replace(LLAMA, qkv_bias=True)
+QWEN3 = replace(LLAMA, qk_norm=True, head_dim=10)
 LENGTH = 64
 
 

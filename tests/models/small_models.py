@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from models.batch import IGNORE_INDEX, Batch
 from models.config import ModelConfig, RopeConfig
+from models.feed_forward import FeedForward
 from models.transformer import Transformer
 
 SMALL = ModelConfig(
@@ -25,6 +27,7 @@ SMALL = ModelConfig(
 )
 TIED = replace(SMALL, tie_embeddings=True)
 NORMED = replace(SMALL, qk_norm=True)
+BIASED = replace(SMALL, qkv_bias=True)
 # Two of every three layers use rope, with scaled frequencies.
 YARN = RopeConfig(kind="yarn", theta=500.0, factor=4.0, original_length=16, beta_fast=2.0, beta_slow=0.5)
 MIXED = replace(NORMED, num_layers=3, nope_every=3, rope=YARN)
@@ -39,6 +42,19 @@ def small_model(config: ModelConfig = SMALL, *, dtype: torch.dtype = torch.float
             values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.copy_(1 + values / 5 if parameter.ndim == 1 else values / 3)
     return model
+
+
+def feed_forward_tokens(counts: list[int]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For `Tiling.compile`: compiles nothing, and adds the tokens of a tile whenever a feed-forward's gate runs."""
+
+    def wrap(piece: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(mixer: Any, products: Any, *given: Any) -> Any:
+            counts.append(products[0].shape[1])
+            return piece(mixer, products, *given)
+
+        return counted if piece is FeedForward.inner else piece
+
+    return wrap
 
 
 def starts(*rows: list[int], width: int = 0) -> Tensor:

@@ -16,7 +16,7 @@ from models.batch import Batch
 from models.config import ModelConfig, StageSpec
 from models.decode import Decoder
 from models.transformer import Transformer
-from tests.models.small_models import SMALL, TIED, packed, small_model
+from tests.models.small_models import BIASED, SMALL, TIED, packed, small_model
 
 LENGTH = 23
 ROW_S = packed([LENGTH]).tokens[0]
@@ -44,7 +44,7 @@ def assert_close_log_probs(logits_V: Tensor, expected_V: Tensor, dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("config", [SMALL, TIED, GROUPED])
+@pytest.mark.parametrize("config", [SMALL, TIED, GROUPED, BIASED])
 def test_decoding_token_by_token_equals_training_log_probs(config: ModelConfig, dtype: torch.dtype) -> None:
     reader, expected_SV = decoder(config, dtype), log_probs(config, dtype)
     for token_S, expected_V in zip(ROW_S.split(1), expected_SV, strict=True):

@@ -17,8 +17,19 @@ from models import hf
 from models.config import ModelConfig, RopeConfig
 from models.hf import HuggingFaceError
 from models.hf_config import config_differences, model_config_from_hf, model_config_to_hf, read_config
+from models.presets import FAMILIES
 from models.rope_scaling import attention_factor
-from tests.models.hf_models import LENGTH, LLAMA, QWEN, load, logits_of, logits_there, made_by_transformers, write
+from tests.models.hf_models import (
+    LENGTH,
+    LLAMA,
+    QWEN2,
+    QWEN3,
+    load,
+    logits_of,
+    logits_there,
+    made_by_transformers,
+    write,
+)
 from tests.models.small_models import small_model
 
 
@@ -48,8 +59,10 @@ MODELS = {
     **{f"llama {name}": replace(LLAMA, rope=rope) for name, rope in ROPES.items()},
     "llama tied": replace(LLAMA, tie_embeddings=True),
     "llama wide heads": replace(LLAMA, head_dim=8),
-    "qwen3": QWEN,
-    "qwen3 tied": replace(QWEN, tie_embeddings=True, rope=ROPES["yarn"]),
+    "qwen2": QWEN2,
+    "qwen2 tied": replace(QWEN2, tie_embeddings=True, rope=ROPES["yarn"]),
+    "qwen3": QWEN3,
+    "qwen3 tied": replace(QWEN3, tie_embeddings=True, rope=ROPES["yarn"]),
 }
 
 
@@ -92,6 +105,8 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_f
     [
         ("Llama", {}),
         ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3 | {"original_max_position_embeddings": 16}}),
+        ("Qwen2", {}),
+        ("Qwen2", {"tie_word_embeddings": True}),
         ("Qwen3", {"head_dim": 8}),
         ("Qwen3", {"tie_word_embeddings": True}),
     ],
@@ -113,7 +128,7 @@ def test_models_written_by_transformers_give_the_same_logits(
 
 
 @pytest.mark.parametrize("rope", ROPES.values(), ids=list(ROPES))
-@pytest.mark.parametrize("base", [LLAMA, QWEN], ids=["llama", "qwen3"])
+@pytest.mark.parametrize("base", [LLAMA, QWEN2, QWEN3], ids=["llama", "qwen2", "qwen3"])
 def test_config_round_trips_through_either_format(base: ModelConfig, rope: RopeConfig) -> None:
     if rope.short_factors:
         base = replace(base, head_dim=6)
@@ -142,11 +157,90 @@ def test_absent_keys_get_the_defaults_of_transformers() -> None:
     known = transformers.LlamaConfig(hidden_size=24, num_attention_heads=4)
     assert (known.num_key_value_heads, known.head_dim, known.rms_norm_eps) == (4, 6, 1e-6)
     assert known.rope_parameters["rope_theta"] == 10_000
-    known = transformers.Qwen3Config()
-    qwen = model_config_from_hf(
-        values_of(architectures=["Qwen3ForCausalLM"], model_type="qwen3", num_attention_heads=64, **absent)
-    )
-    assert (qwen.num_kv_heads, qwen.head_dim) == (known.num_key_value_heads, known.head_dim) == (32, 128)
+    for number, head_dim, width in (("2", 2, 128), ("3", 128, 24)):
+        known = getattr(transformers, f"Qwen{number}Config")(hidden_size=width, num_attention_heads=64)
+        qwen = model_config_from_hf(
+            values_of(
+                architectures=[f"Qwen{number}ForCausalLM"],
+                model_type=f"qwen{number}",
+                num_attention_heads=64,
+                hidden_size=width,
+                **absent,
+            )
+        )
+        assert (qwen.num_kv_heads, qwen.head_dim) == (known.num_key_value_heads, head_dim) == (32, head_dim)
+        assert (qwen.norm_eps, qwen.rope.theta) == (known.rms_norm_eps, known.rope_parameters["rope_theta"])
+        assert known.to_dict().get("head_dim") == (None if number == "2" else head_dim)
+
+
+QWEN2_5_0_5B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "initializer_range": 0.02,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 24,
+    "model_type": "qwen2",
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+"""The published config.json of Qwen2.5-0.5B."""
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"use_sliding_window": "absent"},
+        {"layer_types": ["full_attention"] * 24},
+        {"head_dim": 64},
+        {"head_dim": None},
+        {"attention_bias": False},
+        {"attention_bias": True},
+    ],
+    ids=str,
+)
+def test_the_published_config_of_qwen2_5_gives_its_preset(changes: dict[str, Any]) -> None:
+    values = {key: value for key, value in (QWEN2_5_0_5B | changes).items() if value != "absent"}
+    assert model_config_from_hf(values) == FAMILIES["qwen2.5"]["0.5b"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected_problems"),
+    [
+        (
+            {"use_sliding_window": True},
+            ["use_sliding_window = true is not supported; only false", "sliding_window = 32768 is not supported"],
+        ),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 12}, ["layer_types = "]),
+        ({"attention_dropout": 0.1}, ["attention_dropout = 0.1 is not supported; only 0"]),
+        ({"architectures": ["Qwen2ForTokenClassification"]}, ['only ["Qwen2ForCausalLM"]']),
+        ({"head_dim": 128}, ["model.head_dim = 128 must be model.dim / model.num_heads = 896 / 14"]),
+        ({"num_attention_heads": 12}, ["model.head_dim = 74 must be model.dim / model.num_heads = 896 / 12"]),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]}}, ['rope_scaling.rope_type = "mrope"']),
+    ],
+    ids=["window", "layers", "dropout", "other head", "head_dim", "heads", "mrope"],
+)
+def test_unsupported_features_of_qwen2_are_reported(changes: dict[str, Any], expected_problems: list[str]) -> None:
+    with pytest.raises(HuggingFaceError) as caught:
+        model_config_from_hf(QWEN2_5_0_5B | changes)
+    assert len(caught.value.problems) == len(expected_problems)
+    for problem in expected_problems:
+        assert any(problem in line for line in caught.value.problems), caught.value.problems
 
 
 def test_older_rope_keys_are_read() -> None:
@@ -180,7 +274,10 @@ UNSUPPORTED = {
         {"architectures": ["LlamaForSequenceClassification"]},
         ['architectures = ["LlamaForSequenceClassification"] is not supported; only ["LlamaForCausalLM"]'],
     ),
-    "model": ({"model_type": "qwen3_moe"}, ['model_type = "qwen3_moe" is not supported; only "llama" or "qwen3"']),
+    "model": (
+        {"model_type": "qwen3_moe"},
+        ['model_type = "qwen3_moe" is not supported; only "llama" or "qwen2" or "qwen3"'],
+    ),
     "rope": (
         {"rope_parameters": "absent", "rope_scaling": {"rope_type": "dynamic", "factor": 2}},
         ['rope_scaling.rope_type = "dynamic" is not supported; only "default" or "linear" or'],
@@ -222,9 +319,15 @@ def test_config_that_is_not_a_json_object_raises(content: str, tmp_path: Path) -
 
 
 def test_config_without_equivalent_is_not_written() -> None:
-    with pytest.raises(HuggingFaceError, match="nope_every = 4") as caught:
-        model_config_to_hf(replace(LLAMA, nope_every=4, dim=26), max_length=LENGTH, dtype="float32")
-    assert len(caught.value.problems) == 2
+    for config, expected_problems in (
+        (replace(LLAMA, nope_every=4, dim=26), ["model.nope_every = 4 has no equivalent", "model.dim = 26 must be a"]),
+        (replace(QWEN2, qk_norm=True), ["model.qk_norm and model.qkv_bias have no common equivalent"]),
+        (replace(QWEN2, head_dim=8), ["model.head_dim = 8 must be model.dim / model.num_heads = 24 / 4"]),
+    ):
+        with pytest.raises(HuggingFaceError) as caught:
+            model_config_to_hf(config, max_length=LENGTH, dtype="float32")
+        for problem, expected in zip(caught.value.problems, expected_problems, strict=True):
+            assert problem.startswith(expected)
 
 
 # ---- the files
@@ -253,7 +356,7 @@ def test_slices_of_a_tensor_are_read_alone(folder: Path) -> None:
 
 
 def test_missing_unexpected_and_misshaped_tensors_are_reported_together(folder: Path) -> None:
-    found = problems_of(folder, replace(QWEN, num_layers=1, ffn_dim=21, head_dim=6))
+    found = problems_of(folder, replace(QWEN3, num_layers=1, ffn_dim=21, head_dim=6))
     assert "model.layers.0.self_attn.q_norm.weight is missing" in found
     assert "model.layers.1.mlp.up_proj.weight [20, 24] is unexpected" in found
     assert "model.layers.0.mlp.down_proj.weight has shape [24, 20], expected [24, 21]" in found

@@ -15,7 +15,7 @@ from models.transformer import Transformer
 from parallelisms import activation_checkpoint
 from parallelisms.activation_checkpoint import RecomputeConfig
 from parallelisms.block_recompute import Tiling
-from tests.models.small_models import NORMED, SMALL, TIED, packed, small_model
+from tests.models.small_models import BIASED, NORMED, SMALL, TIED, packed, small_model
 
 PUBLISHED = {
     ("llama2", "7b"): 6_738_415_616,
@@ -28,6 +28,13 @@ PUBLISHED = {
     ("llama3.1", "405b"): 405_853_388_800,
     ("llama3.2", "1b"): 1_235_814_400,
     ("llama3.2", "3b"): 3_212_749_824,
+    ("qwen2.5", "0.5b"): 494_032_768,
+    ("qwen2.5", "1.5b"): 1_543_714_304,
+    ("qwen2.5", "3b"): 3_085_938_688,
+    ("qwen2.5", "7b"): 7_615_616_512,
+    ("qwen2.5", "14b"): 14_770_033_664,
+    ("qwen2.5", "32b"): 32_763_876_352,
+    ("qwen2.5", "72b"): 72_706_203_648,
     ("qwen3", "0.6b"): 596_049_920,
     ("qwen3", "1.7b"): 1_720_574_976,
     ("qwen3", "4b"): 4_022_468_096,
@@ -35,6 +42,7 @@ PUBLISHED = {
     ("qwen3", "14b"): 14_768_307_200,
     ("qwen3", "32b"): 32_762_123_264,
 }
+DEBUG_FAMILIES = ["llama3", "qwen2.5", "qwen3"]
 PRESETS = [(family, size) for family, sizes in FAMILIES.items() for size in sizes]
 
 
@@ -53,15 +61,16 @@ def test_model_has_the_parameter_count_of_its_config(family: str, size: str) -> 
 
 
 def test_every_preset_except_debug_has_a_published_count() -> None:
-    assert {*PRESETS} - {*PUBLISHED} == {("llama3", "debug"), ("qwen3", "debug")}
+    assert {*PRESETS} - {*PUBLISHED} == {(family, "debug") for family in DEBUG_FAMILIES}
 
 
-@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+@pytest.mark.parametrize("family", DEBUG_FAMILIES)
 def test_debug_models_are_divisible_by_eight_ranks(family: str) -> None:
     config = FAMILIES[family]["debug"]
     assert all(size % 8 == 0 for size in (config.vocab_size, config.dim, config.num_heads, config.ffn_dim))
     assert (config.num_layers, config.num_kv_heads) == (4, 4)
-    assert config.qk_norm == config.tie_embeddings == (family == "qwen3")
+    assert (config.qk_norm, config.qkv_bias) == (family == "qwen3", family == "qwen2.5")
+    assert config.tie_embeddings == (family != "llama3")
 
 
 @pytest.mark.parametrize("size", ["1b", "3b"])
@@ -77,6 +86,16 @@ def test_qwen3_has_qk_norm_and_ties_embeddings_of_small_models() -> None:
     for config in sizes.values():
         assert (config.norm_eps, config.rope, config.qk_norm) == (1e-6, RopeConfig(theta=1e6), True)
         assert (config.vocab_size, config.head_dim, config.num_kv_heads) == (151_936, 128, 8)
+
+
+def test_qwen2_5_has_biases_and_ties_embeddings_of_small_models() -> None:
+    sizes = {size: config for size, config in FAMILIES["qwen2.5"].items() if size != "debug"}
+    assert {size for size, config in sizes.items() if config.tie_embeddings} == {"0.5b", "1.5b", "3b"}
+    for size, config in sizes.items():
+        assert (config.rope, config.qkv_bias, config.qk_norm) == (RopeConfig(theta=1e6), True, False)
+        assert config.vocab_size == (151_936 if config.tie_embeddings else 152_064)
+        assert config.norm_eps == (1e-5 if size in ("14b", "32b", "72b") else 1e-6)
+        assert config.dim == config.num_heads * config.head_dim
 
 
 def test_llama_3_1_differs_from_llama_3_in_rope_only() -> None:
@@ -95,7 +114,7 @@ def test_llama_3_1_differs_from_llama_3_in_rope_only() -> None:
 def test_flops_equal_a_manual_count() -> None:
     config = ModelConfig(vocab_size=7, dim=2, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=4, ffn_dim=5)
     # per block: q 2x8, k 2x4, v 2x4, o 8x2, three of 2x5; head 7x2
-    assert config.block_matrix_parameters == 16 + 8 + 8 + 16 + 30
+    assert config.products.every == 16 + 8 + 8 + 16 + 30
     assert config.matrix_parameters == 3 * 78 + 14
     # one document of 4 tokens: 1 + 2 + 3 + 4 pairs; a pair costs 2 products of 8 multiply-adds, 3 times, in 3 layers
     assert config.flops(tokens=4, pairs=10) == 6 * 248 * 4 + 10 * (2 * 8 * 2) * 3 * 3
@@ -110,7 +129,7 @@ def flops_of_addition(_: object, left: torch.Size, right: torch.Size, **__: obje
 TILE = 5 * tiling.bytes_per_token(SMALL.dim, SMALL.ffn_dim, 8)  # Five tokens, in double precision.
 
 
-@pytest.mark.parametrize("config", [SMALL, TIED, NORMED])
+@pytest.mark.parametrize("config", [SMALL, TIED, NORMED, BIASED])
 @pytest.mark.parametrize(
     ("policy", "every", "pieces"),
     [
@@ -134,6 +153,33 @@ def test_flops_outside_attention_equal_torchs_count(
     executed = config.hardware_flops(tokens=batch.num_tokens, pairs=0, recompute=policy, blocks_per_checkpoint=every)
     assert counter.get_total_flops() == executed
     assert (executed == config.flops(tokens=batch.num_tokens, pairs=0)) == (policy == "none")
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "keep_attention"])
+@pytest.mark.parametrize(
+    "config", [NORMED, FAMILIES["llama2"]["7b"], FAMILIES["llama3"]["8b"], FAMILIES["qwen3"]["32b"]]
+)
+def test_hardware_flops_follow_the_closed_formula(config: ModelConfig, policy: str) -> None:
+    ffn, out, keys = (config.dim * size for size in (config.ffn_dim, config.sizes["Q"], config.sizes["K"]))
+    every, qkv = 2 * out + 2 * keys + 3 * ffn, out + 2 * keys
+    recomputed = {"none": 0, "full": every - ffn + qkv, "keep_attention": every - ffn}[policy]
+    if policy != "none":
+        recomputed += (out + keys) * config.qk_norm
+    layers = config.num_layers
+    products = 3 * (layers * every + config.vocab_size * config.dim) + layers * recomputed
+    assert config.hardware_flops(tokens=1, pairs=0, recompute=policy) == 2 * products
+    if policy != "none":
+        more = config.hardware_flops(tokens=1, pairs=0, recompute=policy, blocks_per_checkpoint=layers)
+        assert more == 2 * (products + (layers - 1) * (out + 3 * ffn))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
+def test_a_rank_multiplies_by_its_part_of_each_matrix(tp: int) -> None:
+    config = FAMILIES["qwen3"]["32b"]
+    ffn, out = config.dim * config.ffn_dim // tp, config.dim * config.sizes["Q"] // tp
+    keys = config.dim * config.head_dim * max(1, config.num_kv_heads // tp)
+    every = 2 * out + 2 * keys + 3 * ffn
+    assert config.block_products(tp) == (every, every - ffn + out + keys, out + 2 * keys)
 
 
 def test_hardware_flops_of_attention_are_3_5_forward_passes_and_4_5_with_recomputation() -> None:

@@ -14,7 +14,17 @@ from models.batch import IGNORE_INDEX, Batch
 from models.config import ModelConfig, RopeConfig, StageSpec
 from models.presets import FAMILIES
 from models.transformer import Transformer
-from tests.models.small_models import MIXED, NORMED, SMALL, TIED, gradients, largest_difference, packed, small_model
+from tests.models.small_models import (
+    BIASED,
+    MIXED,
+    NORMED,
+    SMALL,
+    TIED,
+    gradients,
+    largest_difference,
+    packed,
+    small_model,
+)
 
 GROUPED = replace(SMALL, num_heads=6, num_kv_heads=2, norm_eps=1e-2)
 STRETCHED = replace(SMALL, rope=RopeConfig(kind="llama3", theta=500.0, factor=8.0, original_length=32))
@@ -40,7 +50,10 @@ def reference_losses(model: Transformer, batch: Batch) -> Tensor:
         return out
 
     def heads(x: Tensor, name: str, *, rotated: bool) -> Tensor:
-        y = F.linear(x, weights[f"{name}_proj.weight"]).unflatten(-1, (-1, config.head_dim))
+        y = F.linear(x, weights[f"{name}_proj.weight"])
+        if f"{name}_proj.bias" in weights:
+            y = y + weights[f"{name}_proj.bias"]
+        y = y.unflatten(-1, (-1, config.head_dim))
         if f"{name}_norm.weight" in weights:
             y = norm(y, f"{name}_norm.weight")
         if rotated:
@@ -70,7 +83,7 @@ def reference_losses(model: Transformer, batch: Batch) -> Tensor:
     return losses.view_as(batch.labels)
 
 
-@pytest.mark.parametrize("config", [SMALL, TIED, GROUPED, STRETCHED, NORMED, MIXED])
+@pytest.mark.parametrize("config", [SMALL, TIED, GROUPED, STRETCHED, NORMED, BIASED, MIXED])
 def test_losses_and_every_gradient_equal_the_reference(config: ModelConfig) -> None:
     model = small_model(config)
     losses, found = gradients(model, BATCH)
@@ -127,7 +140,7 @@ def test_tied_gradient_is_the_sum_of_embedding_and_projection() -> None:
 
 
 @dynamo
-@pytest.mark.parametrize("config", [SMALL, TIED, MIXED])
+@pytest.mark.parametrize("config", [SMALL, TIED, BIASED, MIXED])
 def test_compiled_blocks_equal_eager(config: ModelConfig) -> None:
     torch._dynamo.reset()
     eager, compiled = small_model(config), small_model(config)
@@ -180,17 +193,19 @@ def test_sequence_length_of_the_run_selects_longrope_factors() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_qwen3_logits_equal_hugging_face() -> None:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+@pytest.mark.parametrize(("family", "kind"), [("qwen2.5", "Qwen2"), ("qwen3", "Qwen3")])
+def test_qwen_logits_equal_hugging_face(family: str, kind: str) -> None:
+    import transformers
 
-    config = FAMILIES["qwen3"]["debug"]
-    given = Qwen3Config(
+    config = FAMILIES[family]["debug"]
+    given = getattr(transformers, f"{kind}Config")(
         vocab_size=config.vocab_size, hidden_size=config.dim, intermediate_size=config.ffn_dim,
         num_hidden_layers=config.num_layers, num_attention_heads=config.num_heads, head_dim=config.head_dim,
         num_key_value_heads=config.num_kv_heads, rms_norm_eps=config.norm_eps, tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
     )  # fmt: skip
-    theirs, ours = Qwen3ForCausalLM(given).eval(), small_model(config, dtype=torch.float32)
+    theirs = getattr(transformers, f"{kind}ForCausalLM")(given).eval()
+    ours = small_model(config, dtype=torch.float32)
     names = {"embed.weight": "model.embed_tokens.weight", "head.norm.weight": "model.norm.weight"}
     inner = {"attention.": "self_attn.", "attention_norm": "input_layernorm"}
     inner |= {"ffn_norm": "post_attention_layernorm", "feed_forward": "mlp"}
@@ -214,10 +229,11 @@ def test_qwen3_logits_equal_hugging_face() -> None:
 
 def test_residual_projections_have_smaller_init_and_norms_start_at_one() -> None:
     model = small_model()
-    stds = {name: model.init_std(name) for name, _ in model.named_parameters()}
+    values = {name: model.init_mean_std(name) for name, _ in model.named_parameters()}
+    stds = {name: std for name, (mean, std) in values.items() if mean == 0}
     assert stds["embed.weight"] == stds["head.proj.weight"] == stds["blocks.0.attention.q_proj.weight"] == 0.02
     assert stds["blocks.1.attention.o_proj.weight"] == stds["blocks.1.feed_forward.down_proj.weight"] == 0.01
-    norms = {name for name, std in stds.items() if std is None}
+    norms = {name for name, value in values.items() if value == (1, 0)}
     assert norms == {name for name, parameter in model.named_parameters() if parameter.ndim == 1}
 
 

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from models import parameters
+from models.parameters import Parameter
 from trainer.config.sections import OptimizerSection
+from trainer.errors import EXIT_NO_RETRY, RankFailedError
 from trainer.optim.optimizer import Optimizer
 
 SECTION = OptimizerSection(lr=0.5, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.25, max_grad_norm=1.0)
+
+
+@pytest.fixture(autouse=True)
+def declare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parameters of the models below."""
+    for name, shape in {"matrix": "VE", "norm": "E", "first.weight": "EE", "second.weight": "EE", "scale": "E"}.items():
+        monkeypatch.setitem(parameters.HEAD, name, Parameter(shape, "replicate", name))
 
 
 class Model(nn.Module):
@@ -67,6 +79,47 @@ def test_only_matrices_have_weight_decay() -> None:
     optimizer.step(0.5)
     torch.testing.assert_close(model.matrix.detach(), before["matrix"] * (1 - 0.5 * 0.25))
     assert torch.equal(model.norm.detach(), before["norm"])
+
+
+def test_a_declaration_may_say_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, decays in {"matrix": False, "norm": True}.items():
+        monkeypatch.setitem(parameters.HEAD, name, parameters.HEAD[name]._replace(weight_decay=decays))
+    model = Model()
+    optimizer = Optimizer([model], SECTION)
+    before = state(optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step(0.5)
+    assert torch.equal(model.matrix.detach(), before["matrix"])
+    torch.testing.assert_close(model.norm.detach(), before["norm"] * (1 - 0.5 * 0.25))
+
+
+def test_a_parameter_that_is_not_declared_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(parameters.HEAD, "norm")
+    with pytest.raises(ValueError, match=r"parameter norm is not declared in models/parameters\.py"):
+        Optimizer([Model()], SECTION)
+
+
+@pytest.mark.parametrize("moment_dtype", [None, torch.bfloat16])
+def test_a_parameter_without_gradient_is_named_before_anything_is_updated(moment_dtype: torch.dtype | None) -> None:
+    model = Model()
+    optimizer = Optimizer([model], SECTION, moment_dtype=moment_dtype)
+    before = state(optimizer)
+    give_gradients(model, 1.0)
+    model.norm.grad = None
+    with pytest.raises(RankFailedError, match=r"^the backward pass computed no gradient of 1 of 2 parameters: norm$"):
+        optimizer.step(0.5)
+    assert [name for name, tensor in state(optimizer).items() if not torch.equal(before[name], tensor)] == []
+
+
+def test_a_few_parameters_without_gradient_are_named_and_all_are_counted() -> None:
+    model = nn.ModuleDict(
+        {"blocks": nn.ModuleList(nn.ModuleDict({"ffn_norm": nn.LayerNorm(2, bias=False)}) for _ in range(10))}
+    )
+    named = ", ".join(f"blocks.{layer}.ffn_norm.weight" for layer in range(8))
+    with pytest.raises(RankFailedError, match=re.escape(f"of 10 of 10 parameters: {named}, ...")) as failed:
+        Optimizer([model], SECTION).step(0.5)
+    assert failed.value.status == EXIT_NO_RETRY
 
 
 def test_gradients_of_other_strides_update_alike() -> None:
@@ -176,17 +229,6 @@ def test_skipped_step_does_not_change_bf16_moments() -> None:
     assert [name for name, tensor in state(optimizer).items() if not torch.equal(before[name], tensor)] == []
 
 
-def test_parameter_without_gradient_keeps_its_bf16_moments() -> None:
-    (model, _), (optimizer, _) = bf16_and_fp32_moments()
-    give_gradients(model, 1.0)
-    model.norm.grad = None
-    before = state(optimizer)
-    optimizer.step(0.5)
-    assert {
-        name.split(".")[0] for name, tensor in state(optimizer).items() if not torch.equal(before[name], tensor)
-    } == {"matrix"}
-
-
 def remaining_moment(beta: float) -> float:
     """What remains of a bfloat16 second moment of 1 after 100 steps with zero gradients."""
     (model, _), (optimizer, _) = bf16_and_fp32_moments(betas=(0.9, beta))
@@ -291,7 +333,7 @@ def test_state_dict_flushes_deferred_updates() -> None:
     assert {float(tensor) for name, tensor in optimizer.state_dict().items() if name.endswith("step")} == {1.0}
 
 
-def test_module_that_did_not_run_between_two_steps_misses_no_update() -> None:
+def test_module_that_did_not_run_between_two_steps_misses_no_update_and_is_named() -> None:
     torch.manual_seed(0)
     deferred, model = TwoLayers(), TwoLayers()
     deferred.load_state_dict(model.state_dict())
@@ -299,11 +341,8 @@ def test_module_that_did_not_run_between_two_steps_misses_no_update() -> None:
     for one, optimizer in zip((deferred, model), optimizers, strict=True):
         run_steps(one, optimizer, 1)
         one.first(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
-        optimizer.step(0.05)
-    ours, theirs = (optimizer.state_dict() for optimizer in optimizers)
-    assert {name: float(x) for name, x in ours.items() if name.endswith("step")} == {
-        "scale.step": 1.0,
-        "first.weight.step": 2.0,
-        "second.weight.step": 1.0,
-    }
+        with pytest.raises(RankFailedError, match=r"of 2 of 3 parameters: scale, second\.weight$"):
+            optimizer.step(0.05)
+    ours, theirs = map(state, optimizers)
+    assert {float(tensor) for name, tensor in ours.items() if name.endswith("step")} == {1.0}
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []

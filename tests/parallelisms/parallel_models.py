@@ -15,7 +15,7 @@ from models.transformer import Transformer
 from parallelisms import activation_checkpoint
 from parallelisms.activation_checkpoint import RecomputeConfig
 from parallelisms.activation_offload import HostActivationPool
-from parallelisms.block_recompute import TileOps, Tiling, compile_tile_ops
+from parallelisms.block_recompute import Compile, Tiling, compiler, eager
 from parallelisms.init_weights import initialize
 from parallelisms.mesh import Mesh
 from parallelisms.parallel_dims import AXES
@@ -50,12 +50,12 @@ def build(plan: Plan, mesh: Mesh) -> Transformer:
     double = torch.float64
     with torch.device("meta"):
         model = Transformer(plan.config).to(double)
-    ops = TileOps()
+    compile_piece: Compile = eager
     if plan.compiled:
         # A cheap backend; torch may warn about its own code.
         warnings.simplefilter("ignore")
-        ops = compile_tile_ops(backend="aot_eager")
-    tiling = Tiling(plan.head_groups, plan.tile_bytes, ops) if plan.policy != "none" else Tiling()
+        compile_piece = compiler(backend="aot_eager")
+    tiling = Tiling(plan.head_groups, plan.tile_bytes, compile_piece) if plan.policy != "none" else Tiling()
     host_pool = HostActivationPool(max_inputs=plan.config.num_layers) if plan.offload else None
     recompute_config = RecomputeConfig(
         plan.policy, host_pool, plan.offload, plan.blocks_per_checkpoint, tiling, plan.reshard_after_forward

@@ -8,11 +8,11 @@ import warnings
 import weakref
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -20,12 +20,23 @@ from torch.utils._pytree import tree_leaves
 from models import tiling
 from models.attention import LocalAttentionCore
 from models.config import ModelConfig
+from models.norm import RMSNorm
+from models.sublayer import Sublayer
 from models.transformer import Transformer
 from parallelisms import activation_checkpoint
 from parallelisms.activation_checkpoint import RecomputeConfig
 from parallelisms.activation_offload import HostActivationPool
-from parallelisms.block_recompute import TileOps, Tiling, compile_tile_ops
-from tests.models.small_models import MIXED, SMALL, TIED, gradients, largest_difference, packed, small_model
+from parallelisms.block_recompute import Tiling, compiler
+from tests.models.small_models import (
+    MIXED,
+    SMALL,
+    TIED,
+    feed_forward_tokens,
+    gradients,
+    largest_difference,
+    packed,
+    small_model,
+)
 
 BATCH = packed([9, 1, 14], [24])
 OTHER = packed([24], [20, 4], seed=3)
@@ -34,6 +45,7 @@ POLICIES: tuple[activation_checkpoint.RecomputePolicy, ...] = ("full", "keep_att
 # Three blocks: with blocks_per_checkpoint = 2 the last is alone. Four KV heads: a head group may have several.
 DEEP = replace(SMALL, num_layers=3, num_heads=8, num_kv_heads=4)
 NORMED = replace(MIXED, num_heads=8, num_kv_heads=4)
+BIASED = replace(DEEP, qkv_bias=True)
 TILE = 5 * tiling.bytes_per_token(SMALL.dim, SMALL.ffn_dim, 8)  # Five tokens of 24, in double precision.
 TILINGS = [(1, None), (1, TILE), (2, None), (2, TILE), (4, TILE), (2, 0)]
 
@@ -73,8 +85,8 @@ def autograd_result(config: ModelConfig = DEEP) -> tuple[Tensor, dict[str, Tenso
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     ("config", "blocks_per_checkpoint"),
-    [*((DEEP, blocks_per_checkpoint) for blocks_per_checkpoint in (1, 2, 3)), (NORMED, 2)],
-    ids=["1", "2", "3", "normed-2"],
+    [*((DEEP, blocks_per_checkpoint) for blocks_per_checkpoint in (1, 2, 3)), (NORMED, 2), (BIASED, 2)],
+    ids=["1", "2", "3", "normed-2", "biased-2"],
 )
 def test_losses_and_gradients_equal_autograd(
     config: ModelConfig,
@@ -95,6 +107,75 @@ def test_losses_and_gradients_equal_autograd(
     )
     torch.testing.assert_close(found_losses, losses, rtol=1e-12, atol=1e-12)
     assert largest_difference(found, expected) < 1e-12
+
+
+def with_post_norms(config: ModelConfig, placement: str) -> Transformer:
+    """A model whose sublayers norm their outputs ("post"), or inputs and outputs ("sandwich")."""
+    model, generator = small_model(config), torch.Generator().manual_seed(1)
+    for block in model.transformer_blocks():
+        sublayers = []
+        for index, sublayer in enumerate(block.sublayers):
+            post_norm = RMSNorm(config.dim, eps=config.norm_eps).double()
+            post_norm.weight.data = 1 + torch.randn(config.dim, generator=generator, dtype=torch.float64) / 5
+            block.add_module(f"post_norm_{index}", post_norm)
+            norm = None if placement == "post" else sublayer.norm
+            sublayers.append(Sublayer(sublayer.mixer, norm=norm, post_norm=post_norm))
+        if placement == "post":
+            del block.attention_norm, block.ffn_norm
+        block.sublayers = (sublayers[0], sublayers[1])
+    return model
+
+
+@pytest.mark.parametrize(("head_groups", "tile_bytes"), [(1, None), (2, TILE)])
+@pytest.mark.parametrize("placement", ["post", "sandwich"])
+def test_norms_of_outputs_have_the_gradients_of_autograd(
+    placement: str, head_groups: int, tile_bytes: int | None
+) -> None:
+    losses, expected = gradients(with_post_norms(NORMED, placement), BATCH)
+    model = with_post_norms(NORMED, placement)
+    tiling_config = Tiling(head_groups, tile_bytes)
+    activation_checkpoint.apply(model, RecomputeConfig("keep_attention", blocks_per_checkpoint=2, tiling=tiling_config))
+    found_losses, found = gradients(model, BATCH)
+    torch.testing.assert_close(found_losses, losses, rtol=1e-12, atol=1e-12)
+    assert largest_difference(found, expected) < 1e-12
+
+
+class Shift(nn.Module):
+    """A sublayer that is not given in pieces: each token gets something of the one before it."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, dim, dtype=torch.float64))
+
+    def forward(self, x_BSE: Tensor, *_: object) -> Tensor:
+        return (x_BSE.roll(1, dims=1) * self.scale).sin()
+
+
+def with_another_kind(config: ModelConfig) -> Transformer:
+    """The second of three blocks has another sublayer in place of attention."""
+    model = small_model(config)
+    block = model.transformer_blocks()[1]
+    shift = Shift(config.dim)
+    block.add_module("shift", shift)
+    block.sublayers = (Sublayer(cast(Any, shift), norm=block.attention_norm), block.sublayers[1])
+    del block.attention
+    return model
+
+
+@pytest.mark.parametrize("blocks_per_checkpoint", [1, 2])
+def test_a_block_of_another_kind_is_checkpointed_whole(blocks_per_checkpoint: int) -> None:
+    losses, expected = gradients(with_another_kind(DEEP), BATCH)
+    model, inputs = with_another_kind(DEEP), list[Tensor]()
+    activation_checkpoint.apply(
+        model, RecomputeConfig("keep_attention", blocks_per_checkpoint=blocks_per_checkpoint, tiling=Tiling(2, TILE))
+    )
+    shift = model.transformer_blocks()[1].get_submodule("shift")
+    shift.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+    found_losses, found = gradients(model, BATCH)
+    torch.testing.assert_close(found_losses, losses, rtol=1e-12, atol=1e-12)
+    assert found.keys() == expected.keys()
+    assert largest_difference(found, expected) < 1e-12
+    assert len(inputs) == 2, "once forward, once in the backward pass"
 
 
 @pytest.mark.parametrize(
@@ -131,7 +212,7 @@ def test_policy_none_leaves_blocks_to_autograd() -> None:
 
 @pytest.mark.parametrize("tile_bytes", [None, TILE])
 @pytest.mark.parametrize("head_groups", [1, 2])
-@pytest.mark.parametrize("config", [DEEP, NORMED], ids=["plain", "normed"])
+@pytest.mark.parametrize("config", [DEEP, NORMED, BIASED], ids=["plain", "normed", "biased"])
 def test_bfloat16_error_is_comparable_to_autograd(
     config: ModelConfig, head_groups: int, tile_bytes: int | None
 ) -> None:
@@ -182,21 +263,16 @@ def test_attention_is_recomputed_only_if_not_saved(
 
 def test_each_block_is_recomputed_at_most_once() -> None:
     """Of five blocks the first and the fourth save their input; the others recompute theirs."""
-    feed_forward_tokens: list[int] = []
-
-    def feed(x_BCE: Tensor, *weights: Tensor, activation: str) -> Tensor:
-        feed_forward_tokens.append(x_BCE.shape[1])
-        return tiling.feed_forward(x_BCE, *weights, activation=activation)
-
-    ops = TileOps(feed_forward=feed)
+    tokens: list[int] = []
     model = model_with(
-        RecomputeConfig("keep_attention", blocks_per_checkpoint=3, tiling=Tiling(ops=ops)),
+        RecomputeConfig("keep_attention", blocks_per_checkpoint=3, tiling=Tiling(compile=feed_forward_tokens(tokens))),
         replace(SMALL, num_layers=5),
     )
     losses = model(BATCH)
-    assert len(feed_forward_tokens) == 5
+    assert len(tokens) == 5
     losses.sum().backward()
-    assert len(feed_forward_tokens) == 5 + 3
+    # The backward passes need the gate of every block, and the output of three.
+    assert len(tokens) == 5 + 3 + 5
 
 
 @pytest.mark.parametrize(
@@ -213,7 +289,7 @@ def test_tile_operations_are_compiled_once_for_all_blocks(
     for layers in (3, 6):
         torch._dynamo.reset()
         counter = CompileCounterWithBackend("aot_eager")
-        tiling_config = Tiling(head_groups, tile_bytes, compile_tile_ops(backend=counter))
+        tiling_config = Tiling(head_groups, tile_bytes, compiler(backend=counter))
         model = model_with(
             RecomputeConfig("keep_attention", blocks_per_checkpoint=2, tiling=tiling_config),
             replace(config, num_layers=layers),
@@ -225,8 +301,8 @@ def test_tile_operations_are_compiled_once_for_all_blocks(
         if layers == 3:
             torch.testing.assert_close(found_losses, losses, rtol=1e-12, atol=1e-12)
             assert largest_difference(found, expected) < 1e-12
-    # Recompiled for tensors with and without requires_grad, and for tile lengths.
-    assert len(TileOps()) <= compilations[0] <= len(TileOps()) * (2 if tile_bytes is None else 4)
+    # Three pieces, with and without a graph, and again for other tile lengths.
+    assert 6 <= compilations[0] <= 10
     assert set(compilations) == {compilations[0]}
 
 

@@ -88,11 +88,13 @@ def test_seeds_and_parameter_names_give_different_values() -> None:
     assert not (first["embed.weight"] == first["head.proj.weight"]).any()
 
 
-def test_weights_are_normal_with_init_std_and_norms_are_one() -> None:
-    config = replace(SMALL, vocab_size=3000, dim=128, ffn_dim=512, num_kv_heads=4, head_dim=32, num_layers=8)
+def test_weights_are_normal_with_init_std_norms_are_one_and_biases_zero() -> None:
+    config = replace(
+        SMALL, vocab_size=3000, dim=128, ffn_dim=512, num_kv_heads=4, head_dim=32, num_layers=8, qkv_bias=True
+    )
     for name, tensor in single_process_weights(config).items():
         if tensor.ndim == 1:
-            assert tensor.eq(1).all()
+            assert tensor.eq(0 if name.endswith(".bias") else 1).all()
             continue
         expected = 0.005 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
         noise = tensor.numel() ** -0.5

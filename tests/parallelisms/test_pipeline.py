@@ -21,7 +21,7 @@ from models.transformer import Transformer
 from parallelisms import activation_checkpoint, collectives
 from parallelisms.activation_checkpoint import RecomputeConfig
 from parallelisms.activation_offload import HostActivationPool
-from parallelisms.block_recompute import TileOps, Tiling, compile_tile_ops
+from parallelisms.block_recompute import Tiling, compiler, eager
 from parallelisms.collectives import full_tensor
 from parallelisms.context.context_parallel import ContextParallel
 from parallelisms.mesh import Mesh
@@ -116,13 +116,13 @@ def build(
     module.load_state_dict({name: weights[name] for name in module.state_dict()})
     if case.compiled:
         warnings.simplefilter("ignore")
-    ops = compile_tile_ops(backend="aot_eager") if case.compiled else TileOps()
+    compile_piece = compiler(backend="aot_eager") if case.compiled else eager
     recompute_config = RecomputeConfig(
         case.policy,
         host,
         host is not None,
         case.blocks_per_checkpoint,
-        Tiling(case.head_groups, 2000 if case.tiled else None, ops),
+        Tiling(case.head_groups, 2000 if case.tiled else None, compile_piece),
     )
     parallelize(
         module,

@@ -19,12 +19,12 @@ from models.config import ModelConfig
 from models.transformer import Transformer
 from parallelisms import activation_checkpoint, fsdp, tensor_parallel
 from parallelisms.activation_checkpoint import RecomputeConfig
-from parallelisms.block_recompute import TileOps, Tiling, compile_tile_ops
+from parallelisms.block_recompute import Compile, Tiling, compiler, eager
 from parallelisms.collectives import all_reduce, full_tensor, to_local
-from parallelisms.init_weights import initialize
+from parallelisms.init_weights import initialize, local_ranges
 from parallelisms.mesh import Mesh
 from parallelisms.parallel_dims import AXES, tensor_parallel_problems
-from tests.models.small_models import MIXED, SMALL, packed
+from tests.models.small_models import MIXED, SMALL, feed_forward_tokens, packed
 from tests.parallelisms.parallel_models import concat_batches
 from tests.ranks import run_ranks
 from trainer.config.sections import OptimizerSection
@@ -35,7 +35,7 @@ CONFIG = replace(SMALL, vocab_size=44, num_heads=8, num_kv_heads=2, head_dim=2)
 TIED = replace(CONFIG, tie_embeddings=True)
 FOUR = replace(CONFIG, num_kv_heads=4)
 NORMED = replace(MIXED, vocab_size=44, num_heads=8, num_kv_heads=4)
-FEW = replace(NORMED, num_layers=2, nope_every=2, num_kv_heads=2)  # Fewer KV heads than 4 ranks.
+FEW = replace(NORMED, num_layers=2, nope_every=2, num_kv_heads=2, qkv_bias=True)  # Fewer KV heads than 4 ranks.
 DOCUMENTS = [[9, 1, 14], [24], [3, 21], [8] * 3]
 TARGETS = {count: 24 * count - sum(map(len, DOCUMENTS[:count])) for count in (3, 4)}
 
@@ -63,6 +63,7 @@ class Case:
         named = {
             "tied": self.config.tie_embeddings,
             "normed": self.config.qk_norm,
+            "biased": self.config.qkv_bias,
             "no-sequence-parallel": not self.sequence_parallel,
             "no-loss-parallel": not self.loss_parallel,
             "compiled": self.compiled,
@@ -94,10 +95,10 @@ def train(case: Case) -> Outcome:
     tensor_parallel.apply(
         model, mesh.tp_mesh, sequence_parallel=case.sequence_parallel, loss_parallel=case.loss_parallel
     )
-    ops = TileOps()
+    compile_piece: Compile = eager
     if case.compiled:
         warnings.simplefilter("ignore")
-        ops = compile_tile_ops(backend="aot_eager")
+        compile_piece = compiler(backend="aot_eager")
     if case.compiled and case.policy == "none":
         for block in model.transformer_blocks():
             block.compile(fullgraph=True, backend="aot_eager")
@@ -106,7 +107,9 @@ def train(case: Case) -> Outcome:
     activation_checkpoint.apply(
         model,
         RecomputeConfig(
-            case.policy, blocks_per_checkpoint=case.blocks_per_checkpoint, tiling=Tiling(case.head_groups, tile, ops)
+            case.policy,
+            blocks_per_checkpoint=case.blocks_per_checkpoint,
+            tiling=Tiling(case.head_groups, tile, compile_piece),
         ),
     )
     if mesh.size > 1:
@@ -124,8 +127,10 @@ def train(case: Case) -> Outcome:
     )  # The test gathers in an inefficient order.
     initial = {name: full_tensor(parameter.detach()).clone() for name, parameter in model.named_parameters()}
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             parameter.mul_(10 if parameter.ndim > 1 else 1)
+            if name.endswith(".bias"):
+                to_local(parameter).copy_(torch.tensor(local_ranges(parameter)[0]).sin())
     per_rank = case.num_sequences // mesh.dp_degree
     first = mesh.dp_rank * per_rank
     batch = concat_batches([packed(DOCUMENTS[i], seed=i, vocab_size=44) for i in range(first, first + per_rank)])
@@ -190,6 +195,7 @@ CASES = [
     Case(TP4, FEW),
     Case(TP4, FEW, sequence_parallel=False, policy="full"),
     Case(TP2, NORMED, sequence_parallel=False),
+    Case(TP2, replace(FOUR, qkv_bias=True), policy="keep_attention", head_groups=2, tiled=True),
     Case(TP2, NORMED, compiled=True, policy="full", head_groups=2, tiled=True),
     Case((("dp_shard", 2), ("tp", 2)), NORMED, policy="keep_attention", head_groups=2, tiled=True),
 ]
@@ -308,17 +314,14 @@ def test_sequence_parallelism_shards_the_tokens_of_the_residual_stream() -> None
 def largest_tile(sequence: bool) -> int:  # noqa: FBT001
     """The largest feed-forward tile in tokens of all ranks, with 24 tokens and bytes for 6."""
     mesh = Mesh("cpu", dict.fromkeys(AXES, 1) | {"tp": 2}, rank=distributed.get_rank())
-    model, tile_tokens = Transformer(CONFIG).double(), []
-
-    def feed(x_BCE: Tensor, *weights: Tensor, activation: str) -> Tensor:
-        tile_tokens.append(x_BCE.shape[1])
-        return tiling.feed_forward(x_BCE, *weights, activation=activation)
+    model = Transformer(CONFIG).double()
+    tile_tokens: list[int] = []
 
     tensor_parallel.apply(model, mesh.tp_mesh, sequence_parallel=sequence, loss_parallel=True)
     # A rank computes its shard of the FFN width.
     tile_bytes = 6 * tiling.bytes_per_token(CONFIG.dim, CONFIG.ffn_dim // 2, 8)
     activation_checkpoint.apply(
-        model, RecomputeConfig("full", tiling=Tiling(tile_bytes=tile_bytes, ops=TileOps(feed_forward=feed)))
+        model, RecomputeConfig("full", tiling=Tiling(tile_bytes=tile_bytes, compile=feed_forward_tokens(tile_tokens)))
     )
     model(packed([24], vocab_size=44)).sum().backward()
     return max(tile_tokens)

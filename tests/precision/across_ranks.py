@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from models.config import ModelConfig
-from models.linear import Linear
+from models.linear import Linear, local_parameter
 from models.loss_head import LinearCrossEntropy, VocabShard
 from models.norm import RMSNorm
 from models.transformer import Transformer
@@ -62,14 +62,14 @@ def shared_weights() -> Results:
     _, size, rank = world()
     parallelizer = TensorParallelizer(init_device_mesh("cpu", (size,)), sequence_parallel=True)
     norm, projection = RMSNorm(512, eps=1e-6).to(HALF), Linear(64, 8).to(HALF)
-    parallelizer.distribute_weight(norm, "replicate_heads")
-    parallelizer.distribute_weight(projection, "replicate")
+    parallelizer.distribute(norm, "replicate_heads")
+    parallelizer.distribute(projection, "replicate")
     parallelizer.select_kv_head(projection, 1)
     results = {}
     modules: dict[str, RMSNorm | Linear] = {"norm": norm, "projection": projection}
     for name, module in modules.items():
         grads = positive(size, *module.weight.shape)
-        module.view(module.weight).backward(grads[rank])
+        local_parameter(module).backward(grads[rank])
         results[name] = (local_grad(module.weight), grads.double().sum(0))
     return results
 

@@ -88,13 +88,13 @@ def norm_backward(parts: int) -> Results:
 
 
 def tile_grads(parts: int) -> Results:
-    """Tiles, each of which gives a matrix's gradient in bfloat16 and a norm's in float32."""
-    weights = [torch.empty(4, DIM, dtype=torch.bfloat16), torch.empty(DIM, dtype=torch.bfloat16)]
-    accumulator = GradAccumulator(weights, parts)
-    grads = [positive(parts, 4, DIM), positive(parts, DIM, seed=1).float()]
+    """Tiles, each of which gives gradients in bfloat16."""
+    weights = {"matrix": torch.empty(4, DIM, dtype=torch.bfloat16), "norm": torch.empty(DIM, dtype=torch.bfloat16)}
+    accumulator = GradAccumulator(weights)
+    grads = [positive(parts, 4, DIM), positive(parts, DIM, seed=1)]
     for matrix, vector in zip(*grads, strict=True):
-        accumulator.add([matrix, vector])
-    found = zip(("matrix", "norm"), accumulator.pop_grads(), grads, strict=True)
+        accumulator.add({"matrix": matrix, "norm": vector})
+    found = zip(weights, accumulator.pop_grads(), grads, strict=True)
     return {name: (total, parts_.double().sum(0)) for name, total, parts_ in found}
 
 
@@ -124,7 +124,8 @@ class SumCore:
 
 
 def positive_block() -> TransformerBlock:
-    block = TransformerBlock(replace(NORMED, num_heads=8, num_kv_heads=8, head_dim=4, ffn_dim=16))
+    """Heads are wide enough for a mean over the roundings of their norms."""
+    block = TransformerBlock(replace(NORMED, num_heads=8, num_kv_heads=8, head_dim=64, ffn_dim=16))
     block.attention.core = SumCore()
     for seed, parameter in enumerate(block.parameters()):
         scale = 1.0 if parameter.ndim == 1 else 1.0 / parameter.shape[1]
@@ -136,7 +137,7 @@ def block_grads(block: TransformerBlock) -> dict[str, Tensor]:
     """The gradients of a block's input and weights."""
     dtype = block.attention_norm.weight.dtype
     x_BSE, grad_BSE = (positive(1, BLOCK_TOKENS, NORMED.dim, seed=seed).to(dtype) for seed in (50, 51))
-    table = torch.ones(2, 1, BLOCK_TOKENS, 1, 2, dtype=accumulation_dtype(dtype))
+    table = torch.ones(2, 1, BLOCK_TOKENS, 1, 32, dtype=accumulation_dtype(dtype))
     boundaries_BD = torch.tensor([[0, BLOCK_TOKENS]], dtype=torch.int32)
     block(x_BSE.requires_grad_(), identity_rotation(table), boundaries_BD).backward(grad_BSE)
     leaves_by_name = {"x": x_BSE, **dict(block.named_parameters())}
@@ -278,8 +279,9 @@ def embedding(parts: int) -> Results:
 def grad_norm(parts: int, *, tensor_elements: int = 16) -> Results:
     """Tensors of a model."""
     grads = positive(parts, tensor_elements).float()
-    model = nn.ParameterList(nn.Parameter(torch.zeros_like(grad)) for grad in grads)
-    for parameter, grad in zip(model, grads, strict=True):
+    blocks = [nn.ModuleDict({"ffn_norm": nn.LayerNorm(tensor_elements, bias=False)}) for _ in grads]
+    model = nn.ModuleDict({"blocks": nn.ModuleList(blocks)})
+    for parameter, grad in zip(model.parameters(), grads, strict=True):
         parameter.grad = grad.clone()
     exact = grads.double().norm()
     return {"norm": (Optimizer([model], OptimizerSection()).step(0.0)[0], exact)}
@@ -292,14 +294,14 @@ def grad_norm_elements(parts: int) -> Results:
 
 def moments(parts: int, moment_dtype: torch.dtype | None = None) -> Results:
     """Steps with positive gradients: the moments of AdamW."""
-    model = nn.ParameterList([nn.Parameter(torch.zeros(256))])
+    model = nn.ModuleDict({"head": nn.ModuleDict({"norm": (module := nn.LayerNorm(256, bias=False))})})
     section = OptimizerSection(betas=(0.9, 0.95), max_grad_norm=1e9)
     optimizer = Optimizer([model], section, moment_dtype=moment_dtype)
     exact = {"exp_avg": torch.zeros(256, dtype=torch.float64), "exp_avg_sq": torch.zeros(256, dtype=torch.float64)}
     for step in range(parts):
-        model[0].grad = (grad := positive(256, seed=step)).float()
+        module.weight.grad = (grad := positive(256, seed=step)).float()
         optimizer.step(0.0)
         for (key, value), beta, power in zip(exact.items(), section.betas, (1, 2), strict=True):
             exact[key] = beta * value + (1 - beta) * grad.double() ** power
     state = optimizer.state_dict()
-    return {key: (state[f"0.{key}"], value) for key, value in exact.items()}
+    return {key: (state[f"head.norm.weight.{key}"], value) for key, value in exact.items()}

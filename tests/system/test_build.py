@@ -11,7 +11,7 @@ import torch.distributed.fsdp
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from parallelisms.activation_checkpoint import RecomputeConfig
-from parallelisms.block_recompute import TileOps, Tiling
+from parallelisms.block_recompute import Tiling, eager
 from parallelisms.collectives import to_local
 from tests.system.in_process import configured, trainer_of
 from tests.system.runs import forked, write_run
@@ -118,9 +118,9 @@ def test_recompute_config_follows_the_memory_section() -> None:
     assert not recompute_of("--parallelism.pp=2").reshard_after_forward
 
 
-def test_compile_compiles_the_tile_ops() -> None:
-    assert recompute_of().tiling.ops == TileOps()
-    assert not set(recompute_of("--training.compile=true").tiling.ops) & set(TileOps())
+def test_compile_compiles_the_pieces_of_a_block() -> None:
+    assert recompute_of().tiling.compile is eager
+    assert recompute_of("--training.compile=true").tiling.compile(eager) is not eager
 
 
 @pytest.mark.parametrize(("every", "inputs"), [(1, 4), (2, 2), (3, 2), (4, 1)])

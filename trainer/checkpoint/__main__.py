@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer.checkpoint import manifest
+from trainer.checkpoint.durable_io import format_bytes
 from trainer.checkpoint.initial_weights import find_checkpoint, is_hugging_face
 from trainer.checkpoint.manifest import DamageError
 from trainer.checkpoint.retention import (
@@ -68,7 +69,7 @@ def list_checkpoints(args: Namespace) -> None:
     for step, folder in select_checkpoints(args.folder):
         try:
             found = manifest.read_validated(folder)
-            facts = (found.saved, manifest.format_bytes(found.bytes), f"{found.world_size}", "intact")
+            facts = (found.saved, format_bytes(found.bytes), f"{found.world_size}", "intact")
         except DamageError as error:
             facts = ("-", "-", "-", f"damaged: {error}")
         rows.append((f"{step}", *facts, "pinned" if is_pinned(folder) else ""))
@@ -113,7 +114,7 @@ def export(args: Namespace) -> None:
         raise ConfigError([f"{args.output} exists already"])
     manifest.read_intact(checkpoint, check_hashes=True)
     num_bytes = export_weights(checkpoint, args.output)
-    print_lines(f"{args.output}: weights of {checkpoint}, {manifest.format_bytes(num_bytes)}")
+    print_lines(f"{args.output}: weights of {checkpoint}, {format_bytes(num_bytes)}")
 
 
 def select_checkpoints(folder: Path) -> list[tuple[int, Path]]:
@@ -138,7 +139,7 @@ def find_file_damage(folder: Path) -> Iterator[str]:
         yield from manifest.find_damage(folder, checkpoint_manifest, [name])
         bytes_read += size
         if sys.stderr.isatty():
-            progress = f"{manifest.format_bytes(bytes_read)} of {manifest.format_bytes(checkpoint_manifest.bytes)}"
+            progress = f"{format_bytes(bytes_read)} of {format_bytes(checkpoint_manifest.bytes)}"
             sys.stderr.write(f"\r\033[K{folder.name}: {progress}")
 
 

@@ -94,3 +94,11 @@ class LineAppender:
             with suppress(OSError):
                 file.truncate(end)
             raise
+
+
+def format_bytes(number: float) -> str:
+    """Human-readable size: 1.2 GiB."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if number >= 1024**power:
+            return f"{number / 1024**power:.1f} {unit}"
+    return f"{number:.0f} B"

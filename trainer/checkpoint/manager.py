@@ -16,8 +16,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from trainer.checkpoint import resume
+from trainer.checkpoint.durable_io import format_bytes
 from trainer.checkpoint.initial_weights import is_hugging_face
-from trainer.checkpoint.manifest import format_bytes
 from trainer.checkpoint.rank_sync import PhaseError, describe_error
 from trainer.checkpoint.retention import checkpoints_to_delete, delete_checkpoint, valid_checkpoints
 from trainer.checkpoint.run_dir import RunDir, flatten_config, stage_position

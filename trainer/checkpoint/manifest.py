@@ -166,14 +166,6 @@ def _validate(folder: Path, body: dict[str, Any]) -> Manifest:
     return Manifest(**body | {"files": {name: (size, digest) for name, (size, digest) in body["files"].items()}})
 
 
-def format_bytes(number: float) -> str:
-    """Human-readable size: 1.2 GiB."""
-    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if number >= 1024**power:
-            return f"{number / 1024**power:.1f} {unit}"
-    return f"{number:.0f} B"
-
-
 def _encode(body: dict[str, Any]) -> bytes:
     digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return (json.dumps(body | {"sha256": digest}, sort_keys=True, indent=1) + "\n").encode()

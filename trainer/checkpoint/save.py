@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from parallelisms.collectives import num_replicas, to_local
 from trainer.checkpoint import manifest
-from trainer.checkpoint.durable_io import fsync_path, write_and_fsync
+from trainer.checkpoint.durable_io import format_bytes, fsync_path, write_and_fsync
 from trainer.checkpoint.manifest import Manifest
 from trainer.checkpoint.rank_sync import PhaseError, run_and_gather, run_on_all_ranks, run_on_rank_zero
 from trainer.checkpoint.retention import remove_temporary_folders
@@ -184,7 +184,7 @@ def _free_bytes(folder: Path) -> int:
 
 
 def _disk_full_message(free: int, needed: int) -> str:
-    return f"disk full: {manifest.format_bytes(free)} free, {manifest.format_bytes(needed)} needed"
+    return f"disk full: {format_bytes(free)} free, {format_bytes(needed)} needed"
 
 
 class HostStaging:

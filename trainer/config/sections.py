@@ -118,6 +118,8 @@ class ModelSection(Section):
     """Whether the output projection shares the embedding weight."""
     qk_norm: bool | None = None
     """Whether queries and keys are normalized per head before rotation, as in Qwen3."""
+    qkv_bias: bool | None = None
+    """Whether the query, key and value projections have biases, as in Qwen2.5."""
     nope_every: PositiveInt | None = None
     """Every layer whose 1-based number is a multiple of this has no rotary embedding; 4 in SmolLM3. Left out: as in the preset."""
     rope: RopeSection = RopeSection()

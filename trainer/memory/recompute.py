@@ -48,7 +48,7 @@ def _rotation_moments(block: BlockMemory) -> Moments:
     """Of the projections of a head group, tile by tile."""
     tile, groups = block.tile_tokens, block.head_groups
     share = tile / block.tokens / groups
-    part = partial(transient, "models/tiling.py: project_qkv", WHILE_RUNNING)
+    part = partial(transient, "models/attention.py: Attention.inner", WHILE_RUNNING)
     projected = part(
         block.normalized_tile(),
         block.queries("a tile of the queries", share),
@@ -77,14 +77,16 @@ def feed_forward_pass(block: BlockMemory) -> Tensors:
     tile, dim = block.tile_tokens, block.model.dim
     part = partial(transient, f"{RECOMPUTE}.feed_forward", WHILE_RUNNING)
     output = block.numbers("a tile of the output", tile, dim)
-    products = part(block.numbers("gate, up, and their product", 3, tile, block.ffn_dim))
+    gate_and_up = part(
+        block.numbers("a tile of the normalized input", tile, dim),
+        block.numbers("gate and up", 2, tile, block.ffn_dim),
+    )
+    product = part(block.numbers("gate, up, and their product", 3, tile, block.ffn_dim))
     reducing = part(output, block.by_rank("the same, by rank", tile))
     return part(
         block.stream("hidden state"),
         block.stream("output", block.num_tiles() > 1 or block.is_gathered),
-        block.numbers("a tile of the normalized input", tile // block.sequence_shards, dim),
-        block.numbers("a gathered tile of the normalized input", tile, dim, copies=block.is_gathered),
-    ) + max(products + part(output), reducing, key=total_bytes)
+    ) + max(gate_and_up, product, reducing, key=total_bytes)
 
 
 def _prefetched_group(block: BlockMemory, share: float) -> tuple[MemoryTensor, ...]:
@@ -114,7 +116,7 @@ def _feed_forward_moments(block: BlockMemory) -> Moments:
         block.sums("sums of weight gradients", 3, dim, ffn_dim, copies=tiled),
         block.numbers("a tile of the hidden state", local, dim),
     )
-    part = partial(transient, "models/tiling.py: feed_forward_backward", WHILE_RUNNING)
+    part = partial(transient, "models/feed_forward.py: SwiGLU.backward", WHILE_RUNNING)
     gathered = (
         block.numbers("a tile of the normalized input", local, dim, copies=not block.is_gathered),
         block.numbers("a gathered tile of input and gradient", 2, tile, dim, copies=block.is_gathered),
@@ -132,14 +134,19 @@ def _feed_forward_moments(block: BlockMemory) -> Moments:
             block.numbers("a tile of the input gradient", tile, dim),
         ),
     )
+    weights = weight._replace(copies=3)
+    reduced = block.numbers("a tile of the gradient", local, dim, copies=block.tp > 1)
+    partial_sum = block.numbers("a tile of the gradient, before it is reduced", tile, dim)
+    yield (
+        "the reduction of the feed-forward's gradient",
+        held + part(partial_sum, reduced, block.by_rank("the same, by rank", tile), weights),
+    )
     yield (
         "the norm before the feed-forward",
         held
         + part(
-            block.numbers("a tile of the gradient, before it is reduced", tile, dim, copies=block.tp > 1),
-            block.by_rank("the same, by rank", tile),
             block.numbers("a tile of the gradient, also by the norm's weight", 2, local, dim),
-            weight._replace(copies=3),
+            weights,
             block.sums("products of the norm's backward pass", 3, local, dim),
             block.numbers("the gradient of the tile before", local, dim, copies=tiled),
         ),
@@ -147,57 +154,71 @@ def _feed_forward_moments(block: BlockMemory) -> Moments:
 
 
 def _projection_moments(block: BlockMemory) -> Moments:
-    tile, dim, tiled = block.tile_tokens, block.model.dim, block.num_tiles() > 1
+    tile, dim = block.tile_tokens, block.model.dim
     local, share = tile // block.sequence_shards, tile / block.tokens
     rows = (block.heads + 2 * block.kv_heads) * block.model.head_dim
     held = transient(
-        f"{RECOMPUTE}._project_qkv_backward",
+        f"{RECOMPUTE}.attention_backward",
         WHILE_RUNNING,
         block.stream("block input and its gradient", 2),
         block.gathered("gathered input"),
         block.queries("gradient of queries"),
         block.own_kv("gradients of KV"),
-        block.normalized_tile(),
-        block.sums("sums of weight gradients", rows, dim, copies=tiled),
+        block.sums("sums of weight gradients", rows, dim, copies=block.num_tiles() > 1),
     )
-    part = partial(transient, "models/tiling.py: project_qkv_backward", WHILE_RUNNING)
-    # Heads of several groups, and tiles of gathered tokens, are copied.
-    is_copied = block.head_groups > 1 or (block.is_gathered and tiled)
-    copied = (
-        block.queries("gradients of heads, of all groups", share * is_copied),
-        block.own_kv("gradients of KV heads, of all groups", share * is_copied),
-    )
-    rotated = (
-        block.queries("gradient of queries, rotated back", share),
-        block.own_kv("gradient of keys, rotated back", share / 2),
-    )
-    yield "the rotation of gradients", held + part(*copied, *rotated, block.widened(block.queries("queries", share)))
-    if block.model.qk_norm:
-        yield (
-            "norms of heads",
-            held
-            + part(
-                *copied,
-                *rotated,
-                block.queries("queries and their gradient", share, copies=2),
-                block.sums("products of the norm's backward pass", 3, block.q_numel, copies=share),
-            ),
-        )
+    normed = transient(f"{RECOMPUTE}.attention_backward", WHILE_RUNNING, block.normalized_tile())
+    for name, alive in _head_gradient_moments(block, share):
+        yield name, held + normed + alive
+    part = partial(transient, "parallelisms/block_recompute.py: SublayerPass.linears_backward", WHILE_RUNNING)
     weights = block.numbers("gradients of weights", rows, dim)
-    yield (
-        "the weights of projections",
-        held
-        + part(
-            *copied, *rotated, block.numbers("a tile of the input gradient, before it is reduced", tile, dim), weights
-        ),
+    products = part(
+        block.queries("gradient of the query projection", share),
+        block.own_kv("gradient of the key projection", share / 2),
+        block.own_kv("gradient of the value projection", share / 2 * (block.head_groups > 1)),
+        block.numbers("a tile of the input gradient, before it is reduced", tile, dim),
     )
+    yield "the weights of projections", held + normed + products + part(weights)
     yield (
         "projections",
         held
         + part(
-            *copied,
             weights,
             block.numbers("a tile of the input gradient, also by the norm's weight", 2, local, dim),
             block.sums("products of the norm's backward pass", 3, local, dim),
         ),
     )
+
+
+def _head_gradient_moments(block: BlockMemory, share: float) -> Moments:
+    """From the gradients of queries, keys and values to those of the projections, of a tile: this share of the tokens."""
+    groups, part = block.head_groups, partial(transient, f"{RECOMPUTE}._product_grads", WHILE_RUNNING)
+    # Of gathered tokens, a tile is a copy.
+    copied = share / groups * (block.is_gathered and block.num_tiles() > 1)
+    queries = block.queries("gradient of queries, rotated back", share / groups)
+    group = part(
+        block.queries("a tile of the gradient of queries", copied),
+        block.own_kv("a tile of the gradients of KV", copied),
+        block.queries("gradient of the query projections of other head groups", share * (groups - 1) / groups),
+        block.own_kv("gradient of the key projections of other head groups", share * (groups - 1) / groups / 2),
+        queries,
+        block.own_kv("gradient of keys, rotated back", share / groups / 2),
+    )
+    yield "the rotation of gradients", group + part(block.widened(queries))
+    if block.model.qk_norm:
+        yield (
+            "norms of heads",
+            group
+            + part(
+                block.queries("queries and their gradient", share / groups, copies=2),
+                block.own_kv("keys", share / groups / 2),
+                block.sums("products of the norm's backward pass", 3, block.q_numel, copies=share / groups),
+            ),
+        )
+    if groups > 1:
+        yield (
+            "gradients of all head groups, side by side",
+            part(
+                block.queries("gradient of the query projections", share, copies=2),
+                block.own_kv("gradients of the key projections, also side by side, and of values", 1.5 * share),
+            ),
+        )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from trainer.checkpoint.manifest import format_bytes
+from trainer.checkpoint.durable_io import format_bytes
 from trainer.config import checks
 from trainer.config.job_config import Config
 from trainer.config.sections import ParallelismSection

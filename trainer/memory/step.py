@@ -299,7 +299,7 @@ class StepMemory:
         # The block's own weights are freed by now.
         gathered = self.weights.gathered_in(found, 0 if rank.reshards_after_forward else index)
         held = base + self.block.block_input() + gathered + self.weights.next_block(index)
-        before, after = self.weights.reduction(found, shapes, shapes[6:7])
+        before, after = self.weights.reduction(found, shapes, shapes[-1:])
         gradients = self.weights.gradients(found, done_blocks=later, with_head=True)
         copied = self.weights.gradients(found, done_blocks=later, with_head=True, copied="block")
         yield self._moment(f"before the reduce-scatter of {block}", held, gradients, before)

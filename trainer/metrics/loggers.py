@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from trainer.checkpoint.manifest import format_bytes
+from trainer.checkpoint.durable_io import format_bytes
 from trainer.config.job_config import Config
 from trainer.hardware.host import GIB
 

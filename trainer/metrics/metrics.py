@@ -15,9 +15,8 @@ from socket import gethostname
 from typing import Any
 
 from parallelisms.collectives import all_gather_object, max_over_ranks
-from trainer.checkpoint.durable_io import LineAppender
+from trainer.checkpoint.durable_io import LineAppender, format_bytes
 from trainer.checkpoint.manager import Save
-from trainer.checkpoint.manifest import format_bytes
 from trainer.checkpoint.run_dir import RunDir
 from trainer.config.job_config import Config
 from trainer.errors import DivergedError

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,18 +20,21 @@ from torch.optim.adamw import adamw
 from torch.profiler import record_function
 
 from models.linear import identity
+from models.parameters import declared
 from parallelisms.collectives import num_replicas, to_local
 from trainer.config.sections import OPTIMIZER_CHUNK_ELEMENTS, OptimizerSection
+from trainer.errors import EXIT_NO_RETRY, RankFailedError
 
 HOST_NORM_ELEMENTS = 1 << 16
 """A float32 norm on the host adds element after element: over 16M equal ones it is 0.7% off, in such chunks 1e-5."""
 STATE_KEYS = ("exp_avg", "exp_avg_sq", "step")
+MAX_NAMED_PARAMETERS = 8
 
 
 class Optimizer:
     """AdamW whose state exists from construction, keyed by parameter name, so that checkpoints can load into it.
 
-    `stage_modules` must have distinct parameter names. `moment_dtype` defaults to that of the parameters; `all_reduce`
+    `stage_modules` must have distinct, declared parameters. `moment_dtype` defaults to that of the parameters; `all_reduce`
     sums a scalar over all ranks. The update of a module in `deferred_modules` (outer before inner) is deferred until
     its next forward or `flush_deferred_updates`: the host updates offloaded weights while the device runs other modules.
     """
@@ -49,6 +52,7 @@ class Optimizer:
         self.parameters_by_name = {
             name: parameter for module in stage_modules for name, parameter in module.named_parameters()
         }
+        self._decays = {parameter: declared(name).decays for name, parameter in self.parameters_by_name.items()}
         self._state = {parameter: _new_state(parameter, moment_dtype) for parameter in self.parameters_by_name.values()}
         deferred_module_of = {parameter: module for module in deferred_modules for parameter in module.parameters()}
         self._parameters_by_module: defaultdict[nn.Module | None, list[nn.Parameter]] = defaultdict(list)
@@ -73,7 +77,7 @@ class Optimizer:
 
         Returns two device scalars: the gradient norm over the whole mesh before clipping, and whether it is finite. A
         non-finite norm leaves weights and state unchanged on every rank, without a host sync: the fused kernel reads
-        `found_inf`, the flag of gradient scalers.
+        `found_inf`, the flag of gradient scalers. Raises RankFailedError, naming the parameters without gradient.
         """
         self.flush_deferred_updates()
         norm = self._grad_norm()
@@ -91,24 +95,27 @@ class Optimizer:
             return
         lr, norm = self._pending.pop(module)
         config = self._config
-        weights = {x: _local_with_grad(x) for x in self._parameters_by_module[module] if x.grad is not None}
+        weights = {x: _local_with_grad(x) for x in self._parameters_by_module[module]}
         nn.utils.clip_grads_with_norm_([*weights.values()], config.max_grad_norm, norm)
         options: dict[str, Any] = {"lr": lr, "eps": config.eps, "found_inf": (~norm.isfinite()).float(), "fused": True}
         options |= dict(zip(("beta1", "beta2"), config.betas, strict=True), amsgrad=False, maximize=False)
-        for is_matrix in (True, False):
-            members = [x for x in weights if (x.ndim > 1) == is_matrix]
+        for decays in (True, False):
+            members = [x for x in weights if self._decays[x] == decays]
             states = ([to_local(self._state[x][key]) for x in members] for key in STATE_KEYS)
-            options["weight_decay"] = config.weight_decay if is_matrix else 0.0
+            options["weight_decay"] = config.weight_decay if decays else 0.0
             (_adamw_in_chunks if self._has_bf16_moments else _adamw)([weights[x] for x in members], *states, **options)
         for parameter in weights:
             parameter.grad = None
 
     def _grad_norm(self) -> Tensor:
         """The norm of all gradients of the mesh, squares summed in float64; replicas count once."""
+        if lost := [name for name, parameter in self.parameters_by_name.items() if parameter.grad is None]:
+            named = ", ".join(lost[:MAX_NAMED_PARAMETERS]) + ", ..." * (len(lost) > MAX_NAMED_PARAMETERS)
+            count = f"{len(lost)} of {len(self.parameters_by_name)} parameters"
+            raise RankFailedError(EXIT_NO_RETRY, f"the backward pass computed no gradient of {count}: {named}")
         grads_by_replicas: defaultdict[int, list[Tensor]] = defaultdict(list)
-        for parameter in self.parameters_by_name.values():
-            if parameter.grad is not None:
-                grads_by_replicas[num_replicas(parameter.grad)].extend(_norm_chunks(to_local(parameter.grad)))
+        for grad in (cast(Tensor, parameter.grad) for parameter in self.parameters_by_name.values()):
+            grads_by_replicas[num_replicas(grad)].extend(_norm_chunks(to_local(grad)))
         squares = [
             nn.utils.get_total_norm(grads).double().square() / count for count, grads in grads_by_replicas.items()
         ]
@@ -128,14 +135,14 @@ def _new_state(parameter: nn.Parameter, moment_dtype: torch.dtype | None) -> dic
 def _local_with_grad(parameter: nn.Parameter) -> Tensor:
     """The local shard of a parameter; its `grad` is that of the gradient. The fused kernel ignores strides."""
     weight = to_local(parameter.detach())
-    weight.grad = None if parameter.grad is None else to_local(parameter.grad).contiguous()
+    weight.grad = to_local(cast(Tensor, parameter.grad)).contiguous()
     return weight
 
 
 def _adamw(
     weights: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], steps: list[Tensor], **options: Any
 ) -> None:
-    grads = [weight.grad for weight in weights if weight.grad is not None]
+    grads = [cast(Tensor, weight.grad) for weight in weights]
     adamw(weights, grads, exp_avgs, exp_avg_sqs, [], steps, **options)
 
 

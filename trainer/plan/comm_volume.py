@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Literal
 
 from parallelisms.parallel_dims import ContextPlan
@@ -184,11 +185,13 @@ def _embedding_and_head_calls(rank: RankMemory) -> TPCalls:
 def _replicated_grad_calls(rank: RankMemory) -> TPCalls:
     """Partial gradients of weights replicated over tp, reduced in float32 or wider."""
     model, first, last = rank.model, rank.has_first_stage, rank.has_last_stage
-    # Query and key norms are replicated too, but too small to count.
-    kv_projection = model.num_kv_heads * model.head_dim * model.dim
-    weights = [(kv_projection, 2 * rank.num_blocks * (model.num_kv_heads < rank.tp))]
+    weights = []
+    for each in model.block_parameters.values():
+        style = each.style_over(model.sizes, rank.tp)
+        if style != each.style or style == "replicate_heads" or (style == "replicate" and rank.block.sequence_parallel):
+            weights.append((prod(each.shape_of(model.sizes)), rank.num_blocks))
     if rank.block.sequence_parallel:
-        weights.append((model.dim, 2 * rank.num_blocks + last))
+        weights.append((model.dim, last))
         if not rank.config.parallelism.loss_parallel:
             weights.append((model.vocab_size * model.dim, last + first * model.tie_embeddings))
     for elements, calls in weights:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 
 from trainer.memory.rank import RankMemory
 from trainer.plan.comm_volume import fsdp_units
@@ -57,21 +56,17 @@ def causal_pairs(length: int) -> float:
 
 
 def _matmul_flops(rank: RankMemory) -> dict[str, float]:
-    out, ffn = (prod(rank.block_weights[f"{name}_proj.weight"]) for name in ("attention.o", "feed_forward.gate"))
-    keys = rank.block.kv_heads * rank.model.head_dim * rank.model.dim
-    qkv = out + 2 * keys
-    block = qkv + out + 3 * ffn
+    products = rank.model.block_products(rank.tp)
     flops_per_weight = 2.0 * rank.tokens * rank.num_micro_batches
     recomputed = 0.0
     if rank.recomputes:
-        # All products but the last, whose result no gradient needs; query and key norms need their input again.
-        recomputed = rank.num_blocks * (block - ffn + (out + keys) * rank.model.qk_norm)
-        recomputed += rank.num_blocks * rank.attention_recompute_fraction * qkv
-        recomputed += rank.num_recomputed_blocks * (out + 3 * ffn)
+        recomputed = rank.num_blocks * products.recomputed
+        recomputed += rank.num_blocks * rank.attention_recompute_fraction * products.attention_inputs
+        recomputed += rank.num_recomputed_blocks * (products.every - products.attention_inputs)
     head = 6.0 * rank.num_micro_batches * rank.head_tokens * rank.head_rows * rank.model.dim * rank.has_last_stage
     return {
-        "forward": flops_per_weight * rank.num_blocks * block,
-        "backward": 2 * flops_per_weight * rank.num_blocks * block,
+        "forward": flops_per_weight * rank.num_blocks * products.every,
+        "backward": 2 * flops_per_weight * rank.num_blocks * products.every,
         "recompute": flops_per_weight * recomputed,
         "head": head,
     }

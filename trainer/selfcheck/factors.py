@@ -78,6 +78,7 @@ FACTORS: Mapping[str, Mapping[str, ConfigValues]] = {
     # Model. Wide enough for several tiles of 1 MiB, or several chunks of logits.
     "model.family": {"llama3": {}, "qwen3": {"model.family": "qwen3"}},
     **_key("model.qk_norm", (None, True)),
+    **_key("model.qkv_bias", (None, True)),
     **_key("model.tie_embeddings", (False, True)),
     "model.num_layers": {
         "2": _keys(model__num_layers=2),
@@ -173,6 +174,8 @@ NEEDS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "memory.mlp_tile_mib": RECOMPUTED | {"model.ffn_dim": ["2056"]},
     "memory.host_budget_gib": {"memory.offload": ["inputs", "inputs_and_attention"]},
     "memory.loss_chunk_mib": {"model.vocab_size": ["8448"]},
+    # Unrotated, a bias of keys moves all scores of a query alike: its gradient is only rounding.
+    "model.qkv_bias": {"model.nope_every": ["None"]},
     "checkpoint.mesh": {"checkpoint": ["resume", "asynchronous", "stage"]},
     **_need(_above_one("cp"), "parallelism.cp_method", "parallelism.cp_layout"),
     **_need(_above_one("tp"), "parallelism.sequence_parallel", "parallelism.loss_parallel"),

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from models import kernel_check
 from models.norm import RMSNorm
+from parallelisms.block_recompute import eager
 from tests.config.wiring import runs
 from tests.config.wiring.cases import Task
 from tests.plan.counted_steps import OPERATORS
@@ -183,7 +184,7 @@ def compiled(recipe: Recipe) -> list[tuple[bool, bool]]:
     return [
         (
             block._compiled_call_impl is not None,
-            config is not None and hasattr(config.tiling.ops[0], "get_compiler_config"),
+            config is not None and config.tiling.compile is not eager,
         )
         for block, config in zip(blocks, ops, strict=True)
     ]

@@ -55,6 +55,8 @@ MODEL: Cases = {
     "model.norm_eps": (losses((1e-5, 1e-3)), case(see.normed, (1e-5, 1e-3), {"model.qk_norm": True})),
     "model.tie_embeddings": (losses((False, True)), case(see.weight_shapes, (False, True))),
     "model.qk_norm": (losses((False, True)), case(see.weight_shapes, (False, True))),
+    # Biases start at zero.
+    "model.qkv_bias": (steps((False, True)), case(see.weight_shapes, (False, True))),
     "model.nope_every": losses((None, 1)),
     "model.rope.kind": losses(("linear", "yarn"), {"model.family": "llama3.1", "model.size": "8b"}),
     "model.rope.theta": losses((1e2, 1e4)),

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from models.transformer import Transformer
 from parallelisms import activation_checkpoint
 from parallelisms.activation_checkpoint import RecomputeConfig
-from parallelisms.block_recompute import Tiling, compile_tile_ops
+from parallelisms.block_recompute import Tiling, compiler
 from parallelisms.context import ring, ulysses
 from parallelisms.context.context_parallel import ContextParallel, set_attention_core
 from tests.models.dense_attention import dense, inputs, run
@@ -119,7 +119,7 @@ def kernel_calls_and_error(method: str, *, compiled: bool, policies: tuple[str, 
     config = replace(SMALL, num_layers=NUM_LAYERS[compiled])
     losses, expected = gradients(small_model(config), BATCH)
     core = core_of(method, (SMALL.num_heads, SMALL.num_kv_heads))
-    cut = Tiling(ops=compile_tile_ops(backend="aot_eager")) if compiled else Tiling(tile_bytes=8000)
+    cut = Tiling(compile=compiler(backend="aot_eager")) if compiled else Tiling(tile_bytes=8000)
     kept = {
         "none": RecomputeConfig(),
         "full": RecomputeConfig("full", tiling=cut),

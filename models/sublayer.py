@@ -1,0 +1,214 @@
+"""A half of a block, in the pieces that recomputation, tiles and tensor parallelism act between, and their gradients.
+
+    x --> before --> linears --> inner --> core --> last --> after --> + x
+          norm       products    heads,    attention product norm, if
+                                 gate      only              it has one
+
+`before`, `inner` and `after` are ordinary forward functions that treat each token by itself, so that any tile of tokens
+gives the same numbers. They take their weights by name. To differentiate one of them alone, `LocalGraph` runs it on
+detached inputs. Products and their gradients, communication and attention are up to the caller
+(`parallelisms/block_recompute.py`).
+
+Shape suffixes: B batch, S tokens of this rank, E model dim, F rotary frequencies, D document boundaries; I inputs and
+O outputs of a linear layer, after any leading dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.nn import functional as F
+
+from models.linear import local_parameter, local_parameters
+from models.norm import RMSNorm
+
+Weights = Mapping[str, Tensor]
+"""Parameters as this rank computes with them, by name."""
+Piece = Callable[[Sequence[Tensor], Weights], Sequence[Tensor]]
+Restore = Callable[[int], Tensor]
+
+
+class Mixer(nn.Module):
+    """Attention or feed-forward: what a sublayer does between its norms."""
+
+    linears: ClassVar[tuple[str, ...]]
+    """The linear layers that take the input."""
+    last: ClassVar[str]
+    """The linear layer that gives the output; it has no bias."""
+
+    def inner(self, products: Sequence[Tensor], rotation_2BS1F: Tensor, weights: Weights) -> Sequence[Tensor]:
+        """From the products of `linears`: queries, keys and values for `core`, or the input of `last`."""
+        raise NotImplementedError
+
+    def products(self, x_BSE: Tensor, weights: Weights) -> list[Tensor]:
+        """Of `linears`."""
+        return [self.product(name, x_BSE, weights) for name in self.linears]
+
+    def product(self, name: str, x_BSE: Tensor, weights: Weights) -> Tensor:
+        return F.linear(x_BSE, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    def is_in_product(self, name: str) -> bool:
+        """Whether a parameter belongs to one of the linear layers, rather than to `inner`."""
+        return name.rpartition(".")[0] in (*self.linears, self.last)
+
+
+class Sublayer:
+    """A mixer with its residual connection and a norm of its input, of its output, or of both."""
+
+    def __init__(self, mixer: Mixer, *, norm: RMSNorm | None = None, post_norm: RMSNorm | None = None) -> None:
+        self.mixer, self.norm, self.post_norm = mixer, norm, post_norm
+
+    def __call__(self, x_BSE: Tensor, rotation_2BS1F: Tensor, boundaries_BD: Tensor) -> Tensor:
+        """Leaves the backward pass to autograd."""
+        weights = self.norm_weights()
+        out_BSE = self.mixer(self.before(x_BSE, weights), rotation_2BS1F, boundaries_BD)
+        return x_BSE + self.after(out_BSE, weights)
+
+    def norm_weights(self) -> dict[str, Tensor]:
+        norms = {"norm.weight": self.norm, "post_norm.weight": self.post_norm}
+        return {name: local_parameter(norm) for name, norm in norms.items() if norm is not None}
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every parameter as this rank computes with it, by name."""
+        return self.norm_weights() | local_parameters(self.mixer)
+
+    def before(self, x_BSE: Tensor, weights: Weights) -> Tensor:
+        """The input of `linears`."""
+        return x_BSE if self.norm is None else self.norm.normalize(x_BSE, weights["norm.weight"])
+
+    def after(self, out_BSE: Tensor, weights: Weights) -> Tensor:
+        """What the residual connection adds, from the output of `last`."""
+        return out_BSE if self.post_norm is None else self.post_norm.normalize(out_BSE, weights["post_norm.weight"])
+
+
+# ---- gradients of a piece
+
+
+class LocalGraph:
+    """The autograd graph of `piece(inputs, weights)`, whose results are in `outputs` until `backward`.
+
+    `weights` are leaves that require gradients. Keeps what the piece saves for its backward pass, except `restorable`:
+    tensors that `backward` can ask for again.
+    """
+
+    def __init__(
+        self, piece: Piece, inputs: Sequence[Tensor], weights: Weights, *, restorable: Sequence[Tensor] = ()
+    ) -> None:
+        self._weights = weights
+        self._hooks = SavedTensorHooks()
+        with torch.enable_grad(), self._hooks.pack_as_index(restorable) if restorable else nullcontext():
+            entered = Enter.apply(_ANCHOR, *inputs)
+            outputs = piece(entered, self._weights)
+        self._input_edges = [get_gradient_edge(x) for x in entered]
+        self._output_edges = [get_gradient_edge(x) for x in outputs]
+        self.outputs = [x.detach() for x in outputs]
+
+    def backward(
+        self, grads: Sequence[Tensor], restore: Restore | None = None
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Gradients of the inputs, and of the weights that the piece uses; `restore(i)` gives `restorable[i]`."""
+        self.outputs, self._hooks.restore = [], restore
+        num_inputs = len(self._input_edges)
+        wanted: Any = [*self._input_edges, *self._weights.values()]
+        found = torch.autograd.grad(self._output_edges, wanted, [*grads], allow_unused=True)
+        used = {name: grad for name, grad in zip(self._weights, found[num_inputs:], strict=True) if grad is not None}
+        return [*found[:num_inputs]], used
+
+
+class SavedTensorHooks:
+    """Saves a tensor that shares the memory of `restorable[i]` as i and its layout."""
+
+    def __init__(self) -> None:
+        self._storages: list[torch.UntypedStorage] = []
+        self._restored: dict[int, Tensor] = {}
+        self.restore: Restore | None = None
+
+    @contextmanager
+    def pack_as_index(self, restorable: Sequence[Tensor]) -> Iterator[None]:
+        self._storages = [x.untyped_storage() for x in restorable]
+        with saved_tensors_hooks(self._pack, self._unpack):
+            yield
+        self._storages.clear()  # The graph keeps the hooks.
+
+    def _pack(self, x: Tensor) -> Any:
+        storage = x.untyped_storage()
+        index = next((index for index, each in enumerate(self._storages) if each is storage), None)
+        return x if index is None else (index, x.shape, x.stride(), x.storage_offset())
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        index, *layout = packed
+        if self.restore is None:
+            raise RuntimeError("the backward pass of this piece needs a tensor that was not kept")
+        if index not in self._restored:
+            self._restored[index] = self.restore(index)
+        return self._restored[index].as_strided(*layout)
+
+
+class Enter(torch.autograd.Function):
+    """The inputs of a piece, where its graph begins. Unlike leaves of autograd, the graph does not keep them alive."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        del ctx, anchor
+        return tuple(x.view_as(x) for x in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        del ctx, grads
+        raise RuntimeError("gradients of a piece are taken before they get here")
+
+
+_ANCHOR = torch.empty(0, requires_grad=True, device="cpu")
+
+
+class LinearOfPiece(torch.autograd.Function):
+    """`F.linear(piece(inputs, weights), weight)`, which saves the inputs and recomputes the piece in the backward pass.
+
+    `tensors` are the inputs of the piece, then its weights, whose names are `names`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, piece: Piece, names: Sequence[str], weight_OI: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.piece, ctx.names = piece, names
+        ctx.save_for_backward(weight_OI, *tensors)
+        (x_I,) = piece(*_split([x.detach() for x in tensors], names))
+        return F.linear(x_I, weight_OI)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_O,), (weight_OI, *tensors) = grads, ctx.saved_tensors
+        inputs, weights = _split(tensors, ctx.names)
+        graph = LocalGraph(ctx.piece, inputs, as_leaves(weights))
+        grad_weight_OI = weight_grad(grad_O, graph.outputs.pop())
+        input_grads, weight_grads = graph.backward([grad_O @ weight_OI])
+        return None, None, grad_weight_OI, *input_grads, *(weight_grads.get(name) for name in ctx.names)
+
+
+def as_leaves(weights: Weights) -> dict[str, Tensor]:
+    """The weights, apart from any graph, as `LocalGraph` takes them."""
+    return {name: weight.detach().requires_grad_() for name, weight in weights.items()}
+
+
+def _split(tensors: Sequence[Tensor], names: Sequence[str]) -> tuple[Sequence[Tensor], Weights]:
+    num_inputs = len(tensors) - len(names)
+    return tensors[:num_inputs], dict(zip(names, tensors[num_inputs:], strict=True))
+
+
+def weight_grad(grad_O: Tensor, x_I: Tensor, *, out_OI: Tensor | None = None) -> Tensor:
+    """Weight gradient of `x @ weight.T`, from the gradient of the product."""
+    return torch.mm(grad_O.flatten(0, -2).T, x_I.flatten(0, -2), out=out_OI)
+
+
+def input_grad(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """Gradient of an input that several weights multiply: sum of `grad @ weight`."""
+    total = grads[0].flatten(0, -2) @ weights[0]
+    for grad_O, weight_OI in zip(grads[1:], weights[1:], strict=True):
+        total.addmm_(grad_O.flatten(0, -2), weight_OI)
+    return total.view(*grads[0].shape[:-1], -1)

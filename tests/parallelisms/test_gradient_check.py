@@ -1,0 +1,86 @@
+"""The start-up check: recomputed and compiled blocks have the gradients of plain autograd."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models import parameters, rope
+from models.attention import Attention
+from models.config import ModelConfig
+from models.parameters import Parameter
+from parallelisms import gradient_check
+from parallelisms.activation_checkpoint import RecomputePolicy
+from tests.models.small_models import NORMED, SMALL
+from trainer import build
+from trainer.config.parse import load
+from trainer.errors import RankFailedError
+
+RUN = ["--data.corpus=copy", "--training.compile=true", "--memory.recompute=none"]
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> None:
+    gradient_check._wrong_gradients.cache_clear()
+
+
+@pytest.fixture
+def lost_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compilation loses the gradient of the rotation, as it did with torch 2.11."""
+    rotate = rope.apply_rotary_emb
+
+    def detached(x_BSNH: Tensor, cos_sin_2BS1F: Tensor) -> Tensor:
+        return rotate(x_BSNH.detach() if torch.compiler.is_compiling() else x_BSNH, cos_sin_2BS1F)
+
+    monkeypatch.setattr(rope, "apply_rotary_emb", detached)
+
+
+@pytest.mark.parametrize("policy", ["none", "keep_attention"])
+def test_compiled_blocks_have_the_gradients_of_eager_ones(policy: RecomputePolicy) -> None:
+    gradient_check.verify_gradients(NORMED, policy, compiled=True)
+
+
+@pytest.mark.usefixtures("lost_gradients")
+def test_lost_gradients_are_named() -> None:
+    lost = r"torch \S+ gives compiled blocks other gradients: .*q_proj.weight \(off by 1 of its norm\), .*k_proj.weight"
+    with pytest.raises(ValueError, match=lost):
+        gradient_check.verify_gradients(SMALL, "none", compiled=True)
+
+
+@pytest.mark.usefixtures("lost_gradients")
+def test_a_run_does_not_start_with_them() -> None:
+    with pytest.raises(RankFailedError, match=r"training\.compile = true cannot be used here: torch .*q_proj"):
+        build.require_right_gradients(load(RUN))
+
+
+@pytest.mark.parametrize("policy", ["full", "keep_attention"])
+@pytest.mark.parametrize("config", [SMALL, replace(NORMED, qkv_bias=True)], ids=["plain", "normed-biased"])
+def test_recomputed_blocks_have_the_gradients_of_autograd(config: ModelConfig, policy: RecomputePolicy) -> None:
+    gradient_check.verify_gradients(config, policy, compiled=False)
+
+
+def test_a_run_does_not_start_with_a_weight_that_recomputation_would_lose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here because a piece reads it from its module, where gradients of a piece do not go."""
+    initialize, inner = Attention.__init__, Attention.inner
+
+    def with_scale(attention: Attention, config: ModelConfig) -> None:
+        initialize(attention, config)
+        attention.v_scale = nn.Parameter(torch.empty(config.head_dim))
+
+    def scaled(attention: Attention, products: Any, *given: Any) -> Any:
+        q, k, v = inner(attention, products, *given)
+        return q, k, v * cast(Tensor, attention.v_scale)
+
+    monkeypatch.setattr(Attention, "__init__", with_scale)
+    monkeypatch.setattr(Attention, "inner", scaled)
+    declared = Parameter("H", "replicate_heads", "self_attn.v_scale", "ones")
+    monkeypatch.setitem(parameters.BLOCK, "attention.v_scale", declared)
+    lost = (
+        r'memory\.recompute = "full" cannot be used here: recomputation found no gradient of v_scale: no piece uses it'
+    )
+    with pytest.raises(RankFailedError, match=lost):
+        build.require_right_gradients(load(["--data.corpus=copy", "--memory.recompute=full"]))
