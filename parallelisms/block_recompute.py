@@ -124,9 +124,7 @@ class SublayerPass:
         )
 
     def last_grad(self, grad_BCE: Tensor, last_input: Tensor) -> Tensor:
-        """Gradient of the last product, from that of the residual stream. A norm after the product needs it again."""
-        if not self.has_after:
-            return grad_BCE
+        """Gradient of the last product, from that of the residual stream, where a norm follows: it needs the product."""
         graph = LocalGraph(
             lambda inputs, weights: [self._after(self._sublayer, *inputs, weights)],
             [self._tp_comm.reduce(self.last_product(last_input))],

@@ -70,13 +70,19 @@ def test_three_steps_follow_the_adamw_paper(scale: float) -> None:
             assert parameter.grad is None
 
 
-def test_only_matrices_have_weight_decay() -> None:
+def step_of_decay() -> tuple[Model, dict[str, Tensor]]:
+    """A model after a step whose gradients are zero, and its weights before."""
     model = Model()
     optimizer = Optimizer([model], SECTION)
     before = state(optimizer)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step(0.5)
+    return model, before
+
+
+def test_only_matrices_have_weight_decay() -> None:
+    model, before = step_of_decay()
     torch.testing.assert_close(model.matrix.detach(), before["matrix"] * (1 - 0.5 * 0.25))
     assert torch.equal(model.norm.detach(), before["norm"])
 
@@ -84,12 +90,7 @@ def test_only_matrices_have_weight_decay() -> None:
 def test_a_declaration_may_say_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, decays in {"matrix": False, "norm": True}.items():
         monkeypatch.setitem(parameters.HEAD, name, parameters.HEAD[name]._replace(weight_decay=decays))
-    model = Model()
-    optimizer = Optimizer([model], SECTION)
-    before = state(optimizer)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step(0.5)
+    model, before = step_of_decay()
     assert torch.equal(model.matrix.detach(), before["matrix"])
     torch.testing.assert_close(model.norm.detach(), before["norm"] * (1 - 0.5 * 0.25))
 
