@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from models import attention_op, rope
 from models.config import ModelConfig
-from models.linear import Linear, local_parameters
-from models.norm import RMSNorm
+from models.layers import LayerKind
+from models.linear import local_parameters
 from models.sublayer import Mixer, Weights
 
 
@@ -70,29 +70,20 @@ class LocalAttentionCore:
 class Attention(Mixer):
     """Grouped-query self-attention (Ainslie et al., 2023), with optional RMSNorm on query and key heads (Qwen3)."""
 
+    module_name = "attention"
     linears = ("q_proj", "k_proj", "v_proj")
     last = "o_proj"
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
+    def __init__(self, config: ModelConfig, kind: LayerKind) -> None:
+        super().__init__(config, kind)
         self.head_dim = config.head_dim
-        q_dim, kv_dim = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj, self.k_proj, self.v_proj = (
-            Linear(config.dim, width, bias=config.qkv_bias) for width in (q_dim, kv_dim, kv_dim)
-        )
-        self.o_proj = Linear(q_dim, config.dim)
-        self.q_norm, self.k_norm = (
-            RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None for _ in "qk"
-        )
         self.core: AttentionCore = LocalAttentionCore()
 
     def inner(self, products: Sequence[Tensor], rotation_2BS1F: Tensor, weights: Weights) -> tuple[Tensor, ...]:
         """Normed and rotated queries and keys, and values: [B, S, heads, H], of any group of heads."""
         # -1, not num_heads: under tensor parallelism this rank has fewer heads than the config.
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in products)
-        if self.q_norm is not None and self.k_norm is not None:
-            q = self.q_norm.normalize(q, weights["q_norm.weight"])
-            k = self.k_norm.normalize(k, weights["k_norm.weight"])
+        q, k = self.norm("q_norm", q, weights), self.norm("k_norm", k, weights)
         return rope.apply_rotary_emb(q, rotation_2BS1F), rope.apply_rotary_emb(k, rotation_2BS1F), v
 
     def forward(self, x_BSE: Tensor, rotation_2BS1F: Tensor, boundaries_BD: Tensor) -> Tensor:

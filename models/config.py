@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Literal, NamedTuple
 
-from models import parameters
-from models.parameters import Parameter
+from models.layers import EMBEDDING, HEAD, LayerKind, Parameter, Sizes
 
 ROPE_FIELDS: Mapping[str, tuple[str, ...]] = {
     "default": (),
@@ -74,6 +73,10 @@ class RopeConfig:
         return problems
 
 
+ALIKE_OPTIONS = ("activation", "qk_norm", "qkv_bias", "nope_every")
+"""The fields of `ModelConfig` that say what all layers are, where there is no pattern."""
+
+
 @dataclass(frozen=True)
 class StageSpec:
     """The layers of one pipeline stage, and whether it has the embedding and the loss head."""
@@ -110,6 +113,8 @@ class ModelConfig:
     qk_norm: bool = False
     qkv_bias: bool = False
     nope_every: int | None = None
+    layer_pattern: tuple[LayerKind, ...] = ()
+    """Kinds of layers, which repeat in this order; without it layers differ by `nope_every` only."""
     rope: RopeConfig = field(default_factory=RopeConfig)
 
     def problems(self) -> list[str]:
@@ -120,71 +125,100 @@ class ModelConfig:
             problems.append(f"model.num_heads = {heads} must be a multiple of model.num_kv_heads = {kv_heads}")
         if self.head_dim % 2:
             problems.append(f"model.head_dim = {self.head_dim} must be even: rotary embedding rotates pairs")
+        if self.layer_pattern:
+            kinds = enumerate(self.layer_pattern)
+            problems += [f"model.layer_pattern[{index}].{each}" for index, kind in kinds for each in kind.problems()]
+            alike = [name for name in ALIKE_OPTIONS if getattr(self, name) != getattr(ModelConfig, name)]
+            problems += [f"model.{name} is said of each kind in model.layer_pattern" for name in alike]
         return problems
 
-    def uses_rope(self, layer: int) -> bool:
-        """False for the NoPE layers (Kazemnejad et al., 2023): every `nope_every`-th; `layer` counts from 0."""
-        return self.nope_every is None or (layer + 1) % self.nope_every > 0
+    @cached_property
+    def layers(self) -> tuple[LayerKind, ...]:
+        """Each layer's kind. All else that depends on what a layer is follows from it."""
+        pattern = self.layer_pattern
+        if not pattern:
+            alike = LayerKind(qk_norm=self.qk_norm, qkv_bias=self.qkv_bias, activation=self.activation)
+            pattern = (*(alike,) * ((self.nope_every or 1) - 1), replace(alike, rope=self.nope_every is None))
+        return tuple(pattern[layer % len(pattern)] for layer in range(self.num_layers))
 
     @cached_property
-    def sizes(self) -> parameters.Sizes:
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """Of its layers, each once, in order."""
+        return tuple(dict.fromkeys(self.layers))
+
+    @cached_property
+    def sizes(self) -> Sizes:
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return dict(
             zip("VEGQKH", (self.vocab_size, self.dim, self.ffn_dim, heads, kv_heads, self.head_dim), strict=True)
         )
 
     @cached_property
-    def block_parameters(self) -> dict[str, Parameter]:
-        """Of one block, by name within it."""
-        return {name: each for name, each in parameters.BLOCK.items() if not each.option or getattr(self, each.option)}
-
-    @cached_property
     def parameters(self) -> dict[str, Parameter]:
         """By name, in model order; a tied head is the embedding."""
         blocks = {
             f"blocks.{layer}.{name}": each._replace(hf_name=f"model.layers.{layer}.{each.hf_name}")
-            for layer in range(self.num_layers)
-            for name, each in self.block_parameters.items()
+            for layer, kind in enumerate(self.layers)
+            for name, each in kind.parameters.items()
         }
-        head = {name: each for name, each in parameters.HEAD.items() if not (self.tie_embeddings and each.is_matrix)}
-        return parameters.EMBEDDING | blocks | head
+        head = {name: each for name, each in HEAD.items() if not (self.tie_embeddings and each.is_matrix)}
+        return EMBEDDING | blocks | head
+
+    def declared(self, name: str) -> Parameter:
+        """By its name in the model or a pipeline stage. Raises ValueError if it is not declared."""
+        if (found := self.parameters.get(name) or HEAD.get(name)) is None:
+            raise ValueError(f"parameter {name} is not declared in models/layers.py")
+        return found
 
     def parameter_problems(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
         """Every difference between the parameters of a model, or of a stage of it, and the declarations."""
-        problems, layers = [], {name.split(".")[1] for name in shapes if name.startswith("blocks.")}
+        problems, layers = [], {int(name.split(".")[1]) for name in shapes if name.startswith("blocks.")}
+        declared = HEAD | self.parameters
         for name, shape in shapes.items():
-            parameter = parameters.find(name)
-            if parameter is None:
-                problems.append(f"parameter {name} {list(shape)} is not declared in models/parameters.py")
-            elif (expected := parameter.shape_of(self.sizes)) != shape:
+            if name not in declared:
+                problems.append(f"parameter {name} {list(shape)} is not declared in models/layers.py")
+            elif (expected := declared[name].shape_of(self.sizes)) != shape:
                 problems.append(f"parameter {name} has shape {list(shape)}, declared as {list(expected)}")
-        missing = {f"blocks.{layer}.{name}" for layer in layers for name in self.block_parameters} - shapes.keys()
+        missing = {
+            f"blocks.{layer}.{name}" for layer in layers for name in self.layers[layer].parameters
+        } - shapes.keys()
         return problems + [f"parameter {name} is declared and not in the model" for name in sorted(missing)]
 
-    def block_products(self, tp: int = 1) -> BlockProducts:
+    def products_of(self, kind: LayerKind, tp: int = 1) -> BlockProducts:
         """Of one of `tp` ranks. With fewer KV heads than ranks, each multiplies by the part of one head."""
-        sizes, declared = {**self.sizes, "K": max(self.sizes["K"], tp * self.head_dim)}, self.block_parameters
+        sizes, declared = {**self.sizes, "K": max(self.sizes["K"], tp * self.head_dim)}, kind.parameters
         weights = {name: prod(each.local_shape(sizes, tp)) for name, each in declared.items() if each.is_matrix}
         inputs = {name for name in weights if declared[name].initial != "residual"}
         every, read = sum(weights.values()), sum(weights[name] for name in inputs if name.startswith("attention."))
         last = sum(weights[name] for name in weights.keys() - inputs if name.startswith("feed_forward."))
-        normed = sum(weights[f"attention.{name}_proj.weight"] for name in "qk" * self.qk_norm)
+        if not kind.in_pieces:
+            return BlockProducts(every, every, 0)
+        normed = sum(weights[f"attention.{name}_proj.weight"] for name in "qk" * kind.qk_norm)
         return BlockProducts(every, every - last + normed, read)
 
     @cached_property
-    def products(self) -> BlockProducts:
-        """Of a block that is not sharded."""
-        return self.block_products()
+    def products(self) -> dict[LayerKind, BlockProducts]:
+        """Of blocks that are not sharded."""
+        return {kind: self.products_of(kind) for kind in self.kinds}
 
-    @property
+    @cached_property
     def matrix_parameters(self) -> int:
         """Weights in matrix products: every block's and the head's (also when tied), without the embedding."""
-        return self.num_layers * self.products.every + self.vocab_size * self.dim
+        return sum(self.products[kind].every for kind in self.layers) + self.vocab_size * self.dim
 
     @cached_property
     def num_parameters(self) -> int:
         """All parameters; tied embeddings count once."""
         return sum(prod(each.shape_of(self.sizes)) for each in self.parameters.values())
+
+    def saved_width(self, kind: LayerKind) -> int:
+        """Numbers that autograd saves of a token in such a block, besides those of norms."""
+        return sum(self.sizes[letter] for each in kind.sublayers.values() for letter in each.saved)
+
+    def attention_flops(self, kinds: Iterable[LayerKind], pairs: float) -> float:
+        """Of the forward pass of these layers: two products per pair of tokens."""
+        num_attending = sum(each.attends for kind in kinds for each in kind.sublayers.values())
+        return 4 * num_attending * self.sizes["Q"] * pairs
 
     def flops(self, *, tokens: float, pairs: float) -> float:
         """Model FLOPs of training on these tokens, as MFU counts them: forward and backward, without recomputation.
@@ -193,7 +227,7 @@ class ModelConfig:
         of L (L + 1) / 2 over documents. A multiply-add is 2 FLOPs. Each matrix product runs three times (forward,
         input gradient, weight gradient), and attention has two per pair: 6 N tokens + 12 layers (heads head_dim) pairs.
         """
-        return 6 * self.matrix_parameters * tokens + 12 * self.num_layers * self.num_heads * self.head_dim * pairs
+        return 6 * self.matrix_parameters * tokens + 3 * self.attention_flops(self.layers, pairs)
 
     def hardware_flops(
         self, *, tokens: float, pairs: float, recompute: str = "none", blocks_per_checkpoint: int = 1
@@ -203,16 +237,17 @@ class ModelConfig:
         Flash backward recomputes the scores. `keep_attention` repeats every matrix product of a block but the down
         projection; `full` also repeats attention, and the QKV projections once more. All but one of the
         `blocks_per_checkpoint` blocks also repeat what produces their output. QK norms repeat the query and key
-        projections in their backward pass.
+        projections in their backward pass. A block that does not run in pieces is repeated whole.
         """
-        forward_attention = 4 * self.num_layers * self.num_heads * self.head_dim * pairs
-        executed = self.flops(tokens=tokens, pairs=pairs) + forward_attention / 2
+        executed = self.flops(tokens=tokens, pairs=pairs) + self.attention_flops(self.layers, pairs) / 2
         if recompute == "none":
             return executed
-        products = self.products
-        not_saved = self.num_layers - -(-self.num_layers // blocks_per_checkpoint)
-        recomputed = self.num_layers * products.recomputed + not_saved * (products.every - products.attention_inputs)
-        if recompute == "full":
-            recomputed += self.num_layers * products.attention_inputs
-            executed += forward_attention
-        return executed + 2 * recomputed * tokens
+        recomputed, is_full = 0, recompute == "full"
+        for index, kind in enumerate(self.layers):
+            products = self.products[kind]
+            recomputed += products.recomputed + is_full * products.attention_inputs
+            next_kind = self.layers[index + 1 : index + 2]
+            if (index + 1) % blocks_per_checkpoint and next_kind and kind.in_pieces and next_kind[0].in_pieces:
+                recomputed += products.every - products.attention_inputs
+        repeated = [kind for kind in self.layers if is_full or not kind.in_pieces]
+        return executed + self.attention_flops(repeated, pairs) + 2 * recomputed * tokens

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from models import kernels
-from models.attention import AttentionCore
+from models.attention import Attention, AttentionCore
 from models.batch import IGNORE_INDEX, Batch
 from models.kernels import ScoreBlocks
 from models.transformer import Transformer
@@ -57,7 +57,7 @@ class Decoder:
     """Decodes one sequence of up to `capacity` tokens, with prefill in chunks of at most `chunk` tokens.
 
     Takes the model over: its head and its attention cores are replaced, so it no longer computes losses. Raises
-    ValueError for a pipeline stage.
+    ValueError for a pipeline stage, and for mixers other than attention.
     """
 
     def __init__(self, model: Transformer, *, capacity: int, chunk: int = 2048, kernel: str = "auto") -> None:
@@ -68,6 +68,8 @@ class Decoder:
         model.head = None  # The model then returns hidden states; logits are needed for the last token only.
         self._cores = [KVCacheCore(capacity, kernel) for _ in model.transformer_blocks()]
         for block, core in zip(model.transformer_blocks(), self._cores, strict=True):
+            if not isinstance(block.attention, Attention):
+                raise ValueError(f'mixer "{block.kind.mixer}" cannot decode: it has no KV cache')  # noqa: TRY004
             # No `start`, `forward` and `backward`: decoding needs no gradients.
             block.attention.core = cast(AttentionCore, core)
 

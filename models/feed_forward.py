@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models.config import ModelConfig
-from models.linear import Linear, local_parameters
-from models.sublayer import LinearOfPiece, Mixer, Weights
+from models.layers import LayerKind
+from models.sublayer import Mixer, Weights
 
 
 class SwiGLU(torch.autograd.Function):
@@ -47,36 +47,17 @@ def swiglu(gate_G: Tensor, up_G: Tensor) -> Tensor:
 
 
 GATES = {"silu": swiglu}
-"""From gate and up to their product, by `ModelConfig.activation`."""
+"""From gate and up to their product, by `LayerKind.activation`."""
 
 
 class FeedForward(Mixer):
     linears = ("gate_proj", "up_proj")
     last = "down_proj"
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.activation = config.activation
-        self.gate_proj = Linear(config.dim, config.ffn_dim)
-        self.up_proj = Linear(config.dim, config.ffn_dim)
-        self.down_proj = Linear(config.ffn_dim, config.dim)
+    def __init__(self, config: ModelConfig, kind: LayerKind) -> None:
+        super().__init__(config, kind)
+        self.activation = kind.activation
 
     def inner(self, products: Sequence[Tensor], rotation: object, weights: Weights) -> tuple[Tensor]:
         del rotation, weights
         return (GATES[self.activation](*products),)
-
-    def forward(self, x_E: Tensor, *rotation_and_boundaries: object) -> Tensor:
-        del rotation_and_boundaries
-        weights = local_parameters(self)
-        products, last_EG = self.products(x_E, weights), weights[f"{self.last}.weight"]
-        if torch.compiler.is_compiling():
-            return F.linear(*self.inner(products, None, weights), last_EG)
-        inner_weights = {name: weight for name, weight in weights.items() if not self.is_in_product(name)}
-        out: Tensor = LinearOfPiece.apply(
-            lambda inputs, given: self.inner(inputs, None, given),
-            (*inner_weights,),
-            last_EG,
-            *products,
-            *inner_weights.values(),
-        )
-        return out

@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from models.config import ROPE_FIELDS, ModelConfig, RopeConfig
+from models.config import ALIKE_OPTIONS, ROPE_FIELDS, ModelConfig, RopeConfig
 from models.hf import CONFIG_FILE, HuggingFaceError
+from models.layers import LayerKind
 from models.rope_scaling import attention_factor
 
 EXPORTED_OPTIONS = {"", "qk_norm", "qkv_bias"}
@@ -227,7 +228,8 @@ def model_config_to_hf(
     """The config.json of a model trained on `max_length` tokens. Raises `HuggingFaceError` for what it cannot express."""
     if problems := _model_problems(model):
         raise HuggingFaceError(problems)
-    model_type = "qwen3" if model.qk_norm else "qwen2" if model.qkv_bias else "llama"
+    kind = model.layers[0]
+    model_type = "qwen3" if kind.qk_norm else "qwen2" if kind.qkv_bias else "llama"
     scaling = _rope_to_hf(model.rope)
     # transformers 4 reads it here, and falls back to `max_position_embeddings`.
     original_length = {ORIGINAL_LENGTH_KEY: model.rope.original_length} if model.rope.kind == "longrope" else {}
@@ -255,19 +257,22 @@ def model_config_to_hf(
 
 def _model_problems(model: ModelConfig) -> list[str]:
     """What makes the model invalid, or leaves it without equivalent in transformers."""
-    problems, dim, heads = model.problems(), model.dim, model.num_heads
+    if problems := model.problems():
+        return problems
+    kind, dim, heads = model.layers[0], model.dim, model.num_heads
+    unknown = {each.option for each in kind.parameters.values()} - EXPORTED_OPTIONS
     if model.nope_every is not None:
-        problems.append(
-            f"model.nope_every = {model.nope_every} has no equivalent in transformers' Llama, Qwen2 and Qwen3"
-        )
-    for option in sorted({each.option for each in model.block_parameters.values()} - EXPORTED_OPTIONS):
+        unknown.add(f"nope_every = {model.nope_every}")
+    elif set(model.layers) != {LayerKind(qk_norm=kind.qk_norm, qkv_bias=kind.qkv_bias, activation=kind.activation)}:
+        unknown.add("layer_pattern")
+    for option in sorted(unknown):
         problems.append(f"model.{option} has no equivalent in transformers' Llama, Qwen2 and Qwen3")
-    if model.qk_norm and model.qkv_bias:
+    if kind.qk_norm and kind.qkv_bias:
         problems.append("model.qk_norm and model.qkv_bias have no common equivalent in transformers' Qwen2 and Qwen3")
-    elif model.qkv_bias and model.head_dim * heads != dim:
+    elif kind.qkv_bias and model.head_dim * heads != dim:
         width = f"model.head_dim = {model.head_dim}"
         problems.append(f"{width} must be model.dim / model.num_heads = {dim} / {heads} for transformers' Qwen2")
-    elif not model.qk_norm and dim % heads:
+    elif not kind.qk_norm and dim % heads:
         problems.append(f"model.dim = {dim} must be a multiple of model.num_heads = {heads} for transformers' Llama")
     return problems
 
@@ -287,8 +292,13 @@ def _rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
 
 def config_differences(theirs: ModelConfig, ours: ModelConfig) -> dict[str, tuple[Any, Any]]:
     """(their value, our value) of every field that differs, including the `rope.` fields that either kind uses."""
-    keys = [field.name for field in dataclasses.fields(ModelConfig) if field.name != "rope"]
-    pairs = {key: (getattr(theirs, key), getattr(ours, key)) for key in keys}
+    keys = {field.name for field in dataclasses.fields(ModelConfig)} - {"rope", "layer_pattern"}
+    pairs: dict[str, tuple[Any, Any]] = {}
+    if theirs.layer_pattern or ours.layer_pattern:
+        keys -= {*ALIKE_OPTIONS}
+        their_layers, our_layers = ([*map(dataclasses.asdict, model.layers)] for model in (theirs, ours))
+        pairs["layer_pattern"] = their_layers, our_layers
+    pairs |= {key: (getattr(theirs, key), getattr(ours, key)) for key in sorted(keys)}
     their_rope, our_rope = _without_default_factor(theirs.rope), _without_default_factor(ours.rope)
     for key in rope_fields(their_rope) | rope_fields(our_rope):
         pairs[f"rope.{key}"] = getattr(their_rope, key), getattr(our_rope, key)

@@ -74,7 +74,8 @@ def rope_summary(model: ModelConfig, seq_len: int) -> str:
     rope = model.rope
     freqs = frequencies(rope, model.head_dim, seq_len=seq_len)
     num_partial_rotations = sum(seq_len * frequency < 2 * math.pi for frequency in freqs)
-    nope_note = "" if model.nope_every is None else f"; no rope in every {model.nope_every}th layer"
+    without = sum(not kind.rope for kind in model.layers)
+    nope_note = f"; no rope in {without} of {model.num_layers} layers" * (without > 0)
     return (
         f"rope {rope.kind}: theta {rope.theta:,.0f}, longest wavelength {2 * math.pi / min(freqs):,.0f} tokens for "
         f"training.seq_len = {seq_len:,}, {num_partial_rotations} of {len(freqs)} frequencies complete no rotation, "

@@ -24,7 +24,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.nn import functional as F
 
-from models.linear import local_parameter, local_parameters
+from models.config import ModelConfig
+from models.layers import LayerKind
+from models.linear import Linear, local_parameter, local_parameters
 from models.norm import RMSNorm
 
 Weights = Mapping[str, Tensor]
@@ -36,14 +38,46 @@ Restore = Callable[[int], Tensor]
 class Mixer(nn.Module):
     """Attention or feed-forward: what a sublayer does between its norms."""
 
+    module_name: ClassVar[str] = "feed_forward"
+    """In a block."""
     linears: ClassVar[tuple[str, ...]]
     """The linear layers that take the input."""
     last: ClassVar[str]
     """The linear layer that gives the output; it has no bias."""
 
+    def __init__(self, config: ModelConfig, kind: LayerKind) -> None:
+        """Adds the linear layers, norms and other parameters that are declared."""
+        super().__init__()
+        declared = kind.parameters_of(self.module_name)
+        for name, parameter in declared.items():
+            (layer, _, attribute), shape = name.rpartition("."), parameter.shape_of(config.sizes)
+            if not layer:
+                self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+            elif attribute == "weight" and parameter.is_matrix:
+                self.add_module(layer, Linear(shape[1], shape[0], bias=f"{layer}.bias" in declared))
+            elif attribute == "weight":
+                self.add_module(layer, RMSNorm(*shape, eps=config.norm_eps))
+
     def inner(self, products: Sequence[Tensor], rotation_2BS1F: Tensor, weights: Weights) -> Sequence[Tensor]:
         """From the products of `linears`: queries, keys and values for `core`, or the input of `last`."""
         raise NotImplementedError
+
+    def forward(self, x_BSE: Tensor, rotation_2BS1F: Tensor, boundaries_BD: Tensor) -> Tensor:
+        """Without a core. The backward pass runs `inner` again."""
+        del boundaries_BD
+        weights = local_parameters(self)
+        products, last_EI = self.products(x_BSE, weights), weights[f"{self.last}.weight"]
+        if torch.compiler.is_compiling():
+            return F.linear(self.inner(products, rotation_2BS1F, weights)[0], last_EI)
+        inner_weights = {name: weight for name, weight in weights.items() if not self.is_in_product(name)}
+        out: Tensor = LinearOfPiece.apply(
+            lambda inputs, given: self.inner(inputs, rotation_2BS1F, given),
+            (*inner_weights,),
+            last_EI,
+            *products,
+            *inner_weights.values(),
+        )
+        return out
 
     def products(self, x_BSE: Tensor, weights: Weights) -> list[Tensor]:
         """Of `linears`."""
@@ -51,6 +85,11 @@ class Mixer(nn.Module):
 
     def product(self, name: str, x_BSE: Tensor, weights: Weights) -> Tensor:
         return F.linear(x_BSE, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    def norm(self, name: str, x: Tensor, weights: Weights) -> Tensor:
+        """Normed, if the norm is declared."""
+        norm = self._modules.get(name)
+        return norm.normalize(x, weights[f"{name}.weight"]) if isinstance(norm, RMSNorm) else x
 
     def is_in_product(self, name: str) -> bool:
         """Whether a parameter belongs to one of the linear layers, rather than to `inner`."""

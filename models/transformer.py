@@ -1,5 +1,7 @@
 """The Transformer of every family: embedding, blocks, loss head. Families differ by configuration only.
 
+`MIXERS` and `FEED_FORWARDS` have the modules of the kinds that `models/layers.py` declares.
+
 Shape suffixes: B batch, S tokens of this rank, T tokens of the sequence-parallel group, E model dim, F rotary
 frequencies, D document boundaries.
 """
@@ -16,11 +18,11 @@ from models.attention import Attention
 from models.batch import Batch
 from models.config import ModelConfig, StageSpec
 from models.feed_forward import FeedForward
+from models.layers import LayerKind
 from models.linear import Embedding, accumulation_dtype, identity
 from models.loss_head import LossHead
 from models.norm import RMSNorm
-from models.parameters import declared
-from models.sublayer import Sublayer
+from models.sublayer import Mixer, Sublayer
 
 
 class SequenceParallelComm(NamedTuple):
@@ -36,15 +38,20 @@ BlockForward = Callable[["TransformerBlock", Tensor, Tensor, Tensor], Tensor]
 """Runs a block. `parallelisms.activation_checkpoint` sets one that saves less and recomputes in the backward pass."""
 
 
-class TransformerBlock(nn.Module):
-    """Pre-norm attention and feed-forward with residual connections."""
+MIXERS: dict[str, Callable[[ModelConfig, LayerKind], Mixer]] = {"attention": Attention}
+FEED_FORWARDS: dict[str, Callable[[ModelConfig, LayerKind], Mixer]] = {"gated": FeedForward}
 
-    def __init__(self, config: ModelConfig) -> None:
+
+class TransformerBlock(nn.Module):
+    """Pre-norm attention and feed-forward with residual connections: those of one of the configuration's layers."""
+
+    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
+        self.kind = config.layers[layer]
         self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps)
-        self.attention = Attention(config)
+        self.attention = MIXERS[self.kind.mixer](config, self.kind)
         self.ffn_norm = RMSNorm(config.dim, eps=config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = FEED_FORWARDS[self.kind.feed_forward](config, self.kind)
         self.sublayers = (
             Sublayer(self.attention, norm=self.attention_norm),
             Sublayer(self.feed_forward, norm=self.ffn_norm),
@@ -79,7 +86,7 @@ class Transformer(nn.Module):
         self.config, self.seq_len = config, seq_len
         self.embed = Embedding(config.vocab_size, config.dim) if stage.has_embedding else None
         # Keyed by layer index, so that parameter names do not depend on the pipeline split.
-        self.blocks = nn.ModuleDict({str(index): TransformerBlock(config) for index in stage.layers})
+        self.blocks = nn.ModuleDict({str(index): TransformerBlock(config, index) for index in stage.layers})
         self.head = LossHead(config, chunk_mib=loss_chunk_mib) if stage.has_head else None
         # Called on the residual stream before each block and after the last one. The trainer sets it to track progress.
         self.block_boundary_hook: Callable[[Tensor], Tensor] = identity
@@ -98,7 +105,7 @@ class Transformer(nn.Module):
         """
         residual_std = 0.02 * (2 * self.config.num_layers) ** -0.5
         values = {"normal": (0.0, 0.02), "residual": (0.0, residual_std), "ones": (1.0, 0.0), "zeros": (0.0, 0.0)}
-        return values[declared(name).initial]
+        return values[self.config.declared(name).initial]
 
     def forward(self, batch: Batch, x_BSE: Tensor | None = None) -> Tensor:
         """Loss per token [B, S], zero where there is no target; see `LossHead.forward`.
@@ -114,8 +121,8 @@ class Transformer(nn.Module):
             config.rope, config.head_dim, batch.positions, accumulation_dtype(x_BSE.dtype), seq_len=self.seq_len
         )
         identity_2BS1F = rope.identity_rotation(cos_sin_2BS1F)
-        for index, block in self.blocks.items():
-            rotation_2BS1F = cos_sin_2BS1F if config.uses_rope(int(index)) else identity_2BS1F
+        for block in self.transformer_blocks():
+            rotation_2BS1F = cos_sin_2BS1F if block.kind.rope else identity_2BS1F
             x_BSE = block(self.block_boundary_hook(x_BSE), rotation_2BS1F, batch.boundaries)
         x_BSE = self.block_boundary_hook(x_BSE)
         return x_BSE if self.head is None else self.head(x_BSE, batch.labels)

@@ -58,13 +58,14 @@ def apply(model: Transformer, config: RecomputeConfig) -> None:
     if config.policy == "none":
         return
     runner: BlockRunner | None = None
-    for index, block in enumerate(model.transformer_blocks()):
+    blocks = model.transformer_blocks()
+    last = max((index for index, block in enumerate(blocks) if consists_of_pieces(block)), default=None)
+    for index, block in enumerate(blocks):
         if not consists_of_pieces(block):
             block.forward_fn, runner = checkpointed_block_forward, None
             continue
         saves_input = runner is None or index % config.blocks_per_checkpoint == 0
-        is_last = index == len(model.blocks) - 1
-        block.forward_fn = runner = BlockRunner(config, runner, saves_input=saves_input, is_last=is_last)
+        block.forward_fn = runner = BlockRunner(config, runner, saves_input=saves_input, is_last=index == last)
 
 
 def consists_of_pieces(block: TransformerBlock) -> bool:

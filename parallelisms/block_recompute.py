@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from models.attention import Attention
 from models.linear import accumulation_dtype, local_parameter
 from models.sublayer import LocalGraph, Restore, Sublayer, Weights, as_leaves, input_grad, weight_grad
 from models.tiling import GradAccumulator, TokenTiles, bytes_per_token
@@ -201,11 +202,12 @@ class BlockCompute:
     ) -> None:
         self.block, self._head_groups, self.compile = block, tiling.head_groups, tiling.compile
         self._attention, self._feed_forward = block.sublayers
-        self.tp_comm, self._core = block.sp_comm, block.attention.core
+        self.tp_comm, self._core = block.sp_comm, cast(Attention, block.attention).core
         self._rotation_2BT1F, self._boundaries_BD = rotation_2BT1F, boundaries_BD
         max_tile_tokens = None
         if tiling.tile_bytes is not None:
-            ffn_dim, dim = local_parameter(block.feed_forward.gate_proj).shape
+            feed_forward = block.feed_forward
+            ffn_dim, dim = local_parameter(feed_forward.get_submodule(feed_forward.linears[0])).shape
             max_tile_tokens = tiling.tile_bytes // bytes_per_token(dim, ffn_dim, x_BSE.element_size()) // x_BSE.shape[0]
         self.token_tiles = TokenTiles(x_BSE.shape[1], rotation_2BT1F.shape[2], max_tile_tokens)
 

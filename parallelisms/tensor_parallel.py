@@ -2,7 +2,7 @@
 
 Styles as in torch: colwise shards a weight's dimension 0 (`Shard(0)`, output features), rowwise dimension 1 (`Shard(1)`,
 input features). A colwise and a rowwise layer form a tensor-parallel region with one collective at either end. Inside
-it a rank has all tokens, but only a shard of the heads or of the FFN width. `models/parameters.py` has every weight's
+it a rank has all tokens, but only a shard of the heads or of the FFN width. `models/layers.py` has every weight's
 style. Tokens are gathered before q, k, v, gate, up and the head, and reduce-scattered after o, down and the embedding.
 
 With sequence parallelism (Korthikanti et al., 2022) the ranks shard the tokens outside the regions. Without it every
@@ -26,14 +26,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from models.config import ModelConfig
+from models.layers import ParallelStyle
 from models.linear import Embedding, set_local_view
 from models.loss_head import LossHead, VocabShard
-from models.parameters import ParallelStyle
 from models.transformer import SequenceParallelComm, Transformer
 from parallelisms import collectives
 from parallelisms.parallel_dims import tensor_parallel_problems
-
-COLWISE_ROWWISE_PAIRS = ("attention", "feed_forward")
 
 
 def apply(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, loss_parallel: bool) -> None:
@@ -48,15 +46,15 @@ def apply(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, loss
     _require_divisible(config, mesh.size(), replicate_vocab=config.tie_embeddings and not loss_parallel)
     parallelizer = TensorParallelizer(mesh, sequence_parallel=sequence_parallel)
     for block in model.transformer_blocks():
-        for name, parameter in config.block_parameters.items():
+        for name, parameter in block.kind.parameters.items():
             prefix, _, attribute = name.rpartition(".")
             module, style = block.get_submodule(prefix), parameter.style_over(config.sizes, mesh.size())
             parallelizer.distribute(module, style, attribute)
             if style != parameter.style:
                 parallelizer.select_kv_head(module, config.num_kv_heads, attribute)
         block.sp_comm = parallelizer.sequence_parallel_comm()
-        for name in COLWISE_ROWWISE_PAIRS:
-            parallelizer.add_region_hooks(block.get_submodule(name))
+        for sublayer in block.sublayers:
+            parallelizer.add_region_hooks(sublayer.mixer)
     replicate_vocab = not loss_parallel
     if model.embed is not None:
         parallelizer.parallelize_embedding(model.embed, replicate=replicate_vocab and config.tie_embeddings)

@@ -4,8 +4,21 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+from torch import distributed
+
+from tests.build_datasets import build_train_dataset
+from tests.ranks import run_ranks
+from trainer.config.parse import load
+from trainer.distributed import World
+from trainer.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
@@ -58,3 +71,30 @@ def test_the_page_lists_every_use_of_private_torch() -> None:
         if private.search(code):
             found.add(str(file.relative_to(ROOT)))
     assert found == listed
+
+
+def entered() -> set[str]:
+    """Files of the project with a function that the second step of a run calls, backward pass included."""
+    files = set[str]()
+
+    def see(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and (path := Path(frame.f_code.co_filename)).is_relative_to(ROOT):
+            files.add(str(path.relative_to(ROOT)))
+
+    config = load(["--data.corpus=copy", "--parallelism.cp=2", "--parallelism.cp_method=ring", "--training.steps=2"])
+    world = World(distributed.get_rank(), distributed.get_world_size(), torch.device("cpu"))
+    trainer = Trainer(config, world, build_train_dataset(config))
+    with closing(trainer.train_steps()) as steps:
+        next(steps)
+        sys.setprofile(see)
+        next(steps)
+        sys.setprofile(None)
+    return {file for file in files if file.startswith(("models/", "parallelisms/", "trainer/"))}
+
+
+@pytest.mark.ranks
+def test_a_step_of_two_ranks_can_be_read_in_30_files() -> None:
+    """From the batch that the loader hands over to the updated weights, in one thread or the other."""
+    for files in run_ranks(entered, 2):
+        assert {"parallelisms/context/ring.py", "trainer/optim/optimizer.py", "models/loss_head.py"} <= files
+        assert len(files) <= 30, sorted(files)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from models import attention_op, kernels
-from models.attention import AttentionCore, LocalAttentionCore
+from models.attention import Attention, AttentionCore, LocalAttentionCore
 from models.transformer import Transformer
 from parallelisms import collectives
 from parallelisms.context.attention_plan import permutation
@@ -93,6 +93,8 @@ class ContextParallel:
         if boundaries_BD is None:
             boundaries_1D = torch.tensor([[0, q_BSNH.shape[1] * self.plan.cp]], dtype=torch.int32, device="cpu")
             boundaries_BD = boundaries_1D.repeat(q_BSNH.shape[0], 1)
+        if self.ulysses_group.size == 1:
+            return self._core(q_BSNH, k_BSKH, v_BSKH, boundaries_BD)
         q, k, v = (self.ulysses_group.seq_to_heads(x) for x in (q_BSNH, k_BSKH, v_BSKH))
         return self.ulysses_group.heads_to_seq(self._core(q, k, v, boundaries_BD))
 
@@ -211,9 +213,15 @@ class ContextParallel:
 
 
 def set_attention_core(model: Transformer, core: ContextParallel | None, *, kernel: str) -> None:
-    """Sets the attention core of every block; None means full sequences on each rank."""
+    """Sets the attention core of every block; None means full sequences on each rank.
+
+    Raises ValueError for a mixer that is not attention: no context-parallel method knows what it needs of other ranks.
+    """
     for block in model.transformer_blocks():
-        block.attention.core = core or LocalAttentionCore(kernel)
+        if isinstance(block.attention, Attention):
+            block.attention.core = core or LocalAttentionCore(kernel)
+        elif core is not None:
+            raise ValueError(f'mixer "{block.kind.mixer}" has no context parallelism: parallelism.cp must be 1')
 
 
 def _select_tokens(x_BT: Tensor, index_BS: Tensor) -> Tensor:

@@ -25,8 +25,6 @@ class UlyssesGroup(NamedTuple):
 
         KV heads that the group size does not divide are repeated first, so each rank has the KV of its query heads.
         """
-        if self.size == 1:
-            return x_BSNH
         num_repeats = kv_head_repeats(self.size, x_BSNH.shape[2])
         if num_repeats > 1:
             x_BSNH = x_BSNH.repeat_interleave(num_repeats, dim=2)
@@ -35,7 +33,7 @@ class UlyssesGroup(NamedTuple):
 
     def heads_to_seq(self, x_BTMH: Tensor) -> Tensor:
         """[B, T, M, H] -> [B, S, N, H]; differentiable."""
-        out: Tensor = x_BTMH if self.size == 1 else _heads_to_seq(x_BTMH, *self)
+        out: Tensor = _heads_to_seq(x_BTMH, *self)
         return out
 
 

@@ -295,6 +295,15 @@ def test_a_moved_folder_resumes(tmp_path: Path) -> None:
     assert check_resume(moved, tmp_path / "there" / "checkpoints" / "step-6")["step"] == 6
 
 
+def test_a_checkpoint_of_before_an_option_resumes(tmp_path: Path) -> None:
+    checkpoint = commit(tmp_path, 6, config(tmp_path))
+    state = json.loads((checkpoint / "state.json").read_text())
+    for option in ("model.qkv_bias", "model.activation", "model.layer_pattern"):
+        del state["config"][option]
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    assert check_resume(config(tmp_path), checkpoint)["step"] == 6
+
+
 @pytest.mark.parametrize("content", [None, b"", b"{", b'{"step": 6, "ident\xff'])
 def test_an_unreadable_state_file_is_named(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:

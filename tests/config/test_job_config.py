@@ -534,7 +534,7 @@ def test_the_parallelism_summary_describes_the_rotary_embedding() -> None:
     )
     assert parallelism_summary(config, 1) == [rope_summary(config.model.build(), 64)]
     assert parallelism_summary(config, 1)[0].startswith("rope yarn: theta 500,000, ")
-    assert parallelism_summary(config, 1)[0].endswith("attention factor 1.2079; no rope in every 4th layer")
+    assert parallelism_summary(config, 1)[0].endswith("attention factor 1.2079; no rope in 1 of 4 layers")
     preset = load(["--model.family", "qwen3"]).model.build()
     assert (preset.qk_norm, preset.nope_every, preset.rope.kind) == (True, None, "default")
     assert not load(["--model.family", "qwen3", "--model.qk_norm", "false"]).model.build().qk_norm

@@ -15,7 +15,7 @@ from tests.models.small_models import SMALL, packed, starts
 def layer_inputs() -> tuple[Attention, Tensor, Tensor, Tensor]:
     batch = packed([5, 7, 4], [15, 1])
     torch.manual_seed(0)
-    attention = Attention(SMALL).double()
+    attention = Attention(SMALL, SMALL.layers[0]).double()
     x_BSE = torch.randn(2, 16, SMALL.dim, dtype=torch.float64)
     rotation = rope.cos_sin_table(SMALL.rope, SMALL.head_dim, batch.positions, torch.float64)
     return attention, x_BSE, rotation, batch.boundaries
@@ -35,12 +35,18 @@ def test_core_gets_rotated_q_and_k_plain_v_and_full_boundaries() -> None:
     q, k, v, given = seen
     width = SMALL.head_dim
     assert torch.equal(
-        q, rope.apply_rotary_emb((x_BSE @ attention.q_proj.weight.T).view(2, 16, SMALL.num_heads, width), rotation)
+        q,
+        rope.apply_rotary_emb(
+            (x_BSE @ attention.get_parameter("q_proj.weight").T).view(2, 16, SMALL.num_heads, width), rotation
+        ),
     )
     assert torch.equal(
-        k, rope.apply_rotary_emb((x_BSE @ attention.k_proj.weight.T).view(2, 16, SMALL.num_kv_heads, width), rotation)
+        k,
+        rope.apply_rotary_emb(
+            (x_BSE @ attention.get_parameter("k_proj.weight").T).view(2, 16, SMALL.num_kv_heads, width), rotation
+        ),
     )
-    assert torch.equal(v, (x_BSE @ attention.v_proj.weight.T).view(2, 16, SMALL.num_kv_heads, width))
+    assert torch.equal(v, (x_BSE @ attention.get_parameter("v_proj.weight").T).view(2, 16, SMALL.num_kv_heads, width))
     assert given is boundaries
 
 
@@ -56,7 +62,7 @@ def test_core_output_is_projected_head_by_head() -> None:
     attention.core = Core()
     torch.testing.assert_close(
         attention(x_BSE, rotation, boundaries),
-        answer.reshape(2, 16, -1) @ attention.o_proj.weight.T,
+        answer.reshape(2, 16, -1) @ attention.get_parameter("o_proj.weight").T,
         rtol=0,
         atol=1e-14,
     )

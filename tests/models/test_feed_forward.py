@@ -28,10 +28,10 @@ def test_a_second_backward_pass_is_refused() -> None:
 
 
 def test_values_and_gradients_equal_the_formula() -> None:
-    module, x_E = FeedForward(SMALL).double(), draw(*X)
-    gate, up, down = module.gate_proj.weight, module.up_proj.weight, module.down_proj.weight
+    module, x_E = FeedForward(SMALL, SMALL.layers[0]).double(), draw(*X)
+    gate, up, down = (module.get_parameter(f"{name}_proj.weight") for name in ("gate", "up", "down"))
     expected = (F.silu(x_E @ gate.T) * (x_E @ up.T)) @ down.T
-    found = module(x_E)
+    found = module(x_E, None, None)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
     grad = draw(*X, seed=1)
     leaves = (x_E, gate, up, down)
@@ -42,24 +42,24 @@ def test_values_and_gradients_equal_the_formula() -> None:
 
 
 def test_bfloat16_output_and_gradients_stay_bfloat16() -> None:
-    module, x_E = FeedForward(SMALL).bfloat16(), draw(*X).detach().bfloat16().requires_grad_()
-    out = module(x_E)
+    module, x_E = FeedForward(SMALL, SMALL.layers[0]).bfloat16(), draw(*X).detach().bfloat16().requires_grad_()
+    out = module(x_E, None, None)
     assert out.dtype == torch.bfloat16
     out.sum().backward()
-    wide = FeedForward(SMALL).double()
+    wide = FeedForward(SMALL, SMALL.layers[0]).double()
     wide.load_state_dict(module.state_dict())
     exact = x_E.detach().double().requires_grad_()
-    wide(exact).sum().backward()
+    wide(exact, None, None).sum().backward()
     assert x_E.grad is not None
     assert exact.grad is not None
     assert (x_E.grad - exact.grad).abs().max() < 0.02 * exact.grad.abs().max()
 
 
 def test_saves_gate_and_up_but_not_their_product() -> None:
-    module, x_E = FeedForward(SMALL).double(), draw(*X)
+    module, x_E = FeedForward(SMALL, SMALL.layers[0]).double(), draw(*X)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(remember(kept), unchanged):
-        module(x_E)
+        module(x_E, None, None)
     weights = {parameter.data_ptr() for parameter in module.parameters()}
     elements = {tensor.data_ptr(): tensor.numel() for tensor in kept if tensor.data_ptr() not in weights}
     assert sorted(elements.values()) == sorted([x_E.numel(), *[ROWS * TOKENS * SMALL.ffn_dim] * 2])

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from models import tiling
 from models.config import ModelConfig, RopeConfig
+from models.layers import LayerKind
 from models.presets import FAMILIES
 from models.transformer import Transformer
 from parallelisms import activation_checkpoint
@@ -114,7 +115,7 @@ def test_llama_3_1_differs_from_llama_3_in_rope_only() -> None:
 def test_flops_equal_a_manual_count() -> None:
     config = ModelConfig(vocab_size=7, dim=2, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=4, ffn_dim=5)
     # per block: q 2x8, k 2x4, v 2x4, o 8x2, three of 2x5; head 7x2
-    assert config.products.every == 16 + 8 + 8 + 16 + 30
+    assert config.products[LayerKind()].every == 16 + 8 + 8 + 16 + 30
     assert config.matrix_parameters == 3 * 78 + 14
     # one document of 4 tokens: 1 + 2 + 3 + 4 pairs; a pair costs 2 products of 8 multiply-adds, 3 times, in 3 layers
     assert config.flops(tokens=4, pairs=10) == 6 * 248 * 4 + 10 * (2 * 8 * 2) * 3 * 3
@@ -179,7 +180,7 @@ def test_a_rank_multiplies_by_its_part_of_each_matrix(tp: int) -> None:
     ffn, out = config.dim * config.ffn_dim // tp, config.dim * config.sizes["Q"] // tp
     keys = config.dim * config.head_dim * max(1, config.num_kv_heads // tp)
     every = 2 * out + 2 * keys + 3 * ffn
-    assert config.block_products(tp) == (every, every - ffn + out + keys, out + 2 * keys)
+    assert config.products_of(config.layers[0], tp) == (every, every - ffn + out + keys, out + 2 * keys)
 
 
 def test_hardware_flops_of_attention_are_3_5_forward_passes_and_4_5_with_recomputation() -> None:

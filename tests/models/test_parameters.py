@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import distributed
 
-from models import hf, parameters
+from models import hf
 from models.attention import Attention
 from models.config import ModelConfig
 from models.hf_write import write_safetensors
+from models.layers import FEED_FORWARDS, MIXERS, NORMS, LayerKind, Parameter
 from models.linear import Linear
-from models.parameters import Parameter
 from models.sublayer import Weights
 from models.transformer import Transformer
 from parallelisms import activation_checkpoint, tensor_parallel
@@ -48,17 +48,19 @@ HF_GATE = "model.layers.1.self_attn.gate.weight"
 
 def with_head_gate(monkeypatch: pytest.MonkeyPatch, *, sizes: tuple[int, int] = (16, 8)) -> None:
     """A matrix that the attention module has and does not use."""
-    initialize: Callable[[Attention, ModelConfig], None] = Attention.__init__
+    initialize: Callable[[Attention, ModelConfig, LayerKind], None] = Attention.__init__
 
-    def with_gate(attention: Attention, config: ModelConfig) -> None:
-        initialize(attention, config)
+    def with_gate(attention: Attention, config: ModelConfig, kind: LayerKind) -> None:
+        initialize(attention, config, kind)
         attention.head_gate = Linear(*sizes[::-1])
 
     monkeypatch.setattr(Attention, "__init__", with_gate)
 
 
 def declare(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(parameters.BLOCK, GATE, Parameter("QE", "colwise", "self_attn.gate.weight"))
+    monkeypatch.setitem(
+        MIXERS["attention"].parameters, "head_gate.weight", Parameter("QE", "colwise", "self_attn.gate.weight")
+    )
 
 
 @pytest.mark.parametrize("changes", [{}, {"qk_norm": True}, {"qkv_bias": True}, {"tie_embeddings": True}], ids=str)
@@ -70,7 +72,7 @@ def test_a_model_has_the_declared_parameters_in_their_shapes(changes: dict[str, 
 
 def test_a_parameter_that_is_not_declared_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with_head_gate(monkeypatch)
-    with pytest.raises(ValueError, match=re.escape(f"blocks.1.{GATE} [16, 8] is not declared in models/parameters.py")):
+    with pytest.raises(ValueError, match=re.escape(f"blocks.1.{GATE} [16, 8] is not declared in models/layers.py")):
         Transformer(replace(CONFIG))
 
 
@@ -82,8 +84,9 @@ def test_a_declared_shape_is_that_of_the_parameter(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_declared_parameter_that_the_model_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    declare(monkeypatch)
-    with pytest.raises(ValueError, match=re.escape(f"blocks.0.{GATE} is declared and not in the model")):
+    post_norm = Parameter("E", "replicate", "post_attention_layernorm.weight", "ones")
+    monkeypatch.setitem(NORMS["attention"], "post_norm.weight", post_norm)
+    with pytest.raises(ValueError, match=re.escape("blocks.0.post_norm.weight is declared and not in the model")):
         Transformer(replace(CONFIG))
 
 
@@ -109,20 +112,15 @@ def test_a_weight_added_to_a_piece_has_its_gradient(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With nothing added to recomputation: here a scale of values, by channel of a head."""
-    initialize, inner = Attention.__init__, Attention.inner
-
-    def with_scale(attention: Attention, config: ModelConfig) -> None:
-        initialize(attention, config)
-        attention.v_scale = nn.Parameter(torch.empty(config.head_dim))
+    inner = Attention.inner
 
     def scaled(attention: Attention, products: Any, rotation: Any, weights: Weights) -> Any:
         q, k, v = inner(attention, products, rotation, weights)
         return q, k, v * weights["v_scale"]
 
-    monkeypatch.setattr(Attention, "__init__", with_scale)
     monkeypatch.setattr(Attention, "inner", scaled)
     declared = Parameter("H", "replicate_heads", "self_attn.v_scale", "ones")
-    monkeypatch.setitem(parameters.BLOCK, "attention.v_scale", declared)
+    monkeypatch.setitem(MIXERS["attention"].parameters, "v_scale", declared)
     config, batch = replace(CONFIG), packed([9, 15], vocab_size=10)
     losses, expected = gradients(small_model(config), batch)
     model = small_model(config)
@@ -145,7 +143,7 @@ def test_counts_and_files_follow_the_declaration(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(("tp", "kv_rows"), [(1, 8), (2, 4), (4, 8)])
 def test_a_rank_has_its_cut_of_each_parameter(tp: int, kv_rows: int) -> None:
-    cut = {name: each.local_shape(CONFIG.sizes, tp) for name, each in CONFIG.block_parameters.items()}
+    cut = {name: each.local_shape(CONFIG.sizes, tp) for name, each in CONFIG.layers[0].parameters.items()}
     assert cut["attention.q_proj.weight"] == (16 // tp, 8)
     # With fewer KV heads than ranks each holds them all.
     assert cut["attention.k_proj.weight"] == (kv_rows, 8)
@@ -157,7 +155,7 @@ def test_initial_weights_and_optimizer_name_what_is_not_declared() -> None:
     with torch.device("meta"):
         model = Transformer(CONFIG)
         model.transformer_blocks()[1].attention.head_gate = Linear(8, 16)
-    expected = re.escape(f"parameter blocks.1.{GATE} is not declared in models/parameters.py")
+    expected = re.escape(f"parameter blocks.1.{GATE} is not declared in models/layers.py")
     with pytest.raises(ValueError, match=expected):
         initialize(model, seed=0, device=torch.device("cpu"))
     with pytest.raises(ValueError, match=expected):
@@ -258,7 +256,9 @@ def test_planner_and_memory_estimate_count_what_is_declared(monkeypatch: pytest.
 
     before = counted()
     declare(monkeypatch)
-    monkeypatch.setitem(parameters.BLOCK, "router.weight", Parameter("GE", "replicate", "router.weight"))
+    monkeypatch.setitem(
+        FEED_FORWARDS["gated"].parameters, "router.weight", Parameter("GE", "replicate", "router.weight")
+    )
     after, sizes = counted(), config.model.build().sizes
     gate, router = sizes["Q"] * sizes["E"], sizes["G"] * sizes["E"]
     elements = 2 * (gate // 2 + router)

@@ -112,10 +112,10 @@ def test_rope_summary() -> None:
         "rope yarn: theta 500,000, longest wavelength 20,473,564 tokens for training.seq_len = 65,536, "
         "29 of 64 frequencies complete no rotation, attention factor 1.2079"
     )
-    rope_4 = replace(SMALL, head_dim=4, nope_every=4, rope=RopeConfig(theta=100.0))
+    rope_4 = replace(SMALL, head_dim=4, nope_every=2, rope=RopeConfig(theta=100.0))
     assert rope_scaling.rope_summary(rope_4, 62) == (
         "rope default: theta 100, longest wavelength 63 tokens for training.seq_len = 62, "
-        "1 of 2 frequencies complete no rotation, attention factor 1.0000; no rope in every 4th layer"
+        "1 of 2 frequencies complete no rotation, attention factor 1.0000; no rope in 1 of 2 layers"
     )
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from models import parameters
-from models.parameters import Parameter
+from models import layers
+from models.layers import Parameter
+from tests.models.small_models import SMALL
 from trainer.config.sections import OptimizerSection
 from trainer.errors import EXIT_NO_RETRY, RankFailedError
 from trainer.optim.optimizer import Optimizer
@@ -21,7 +24,7 @@ SECTION = OptimizerSection(lr=0.5, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.25
 def declare(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parameters of the models below."""
     for name, shape in {"matrix": "VE", "norm": "E", "first.weight": "EE", "second.weight": "EE", "scale": "E"}.items():
-        monkeypatch.setitem(parameters.HEAD, name, Parameter(shape, "replicate", name))
+        monkeypatch.setitem(layers.HEAD, name, Parameter(shape, "replicate", name))
 
 
 class Model(nn.Module):
@@ -29,6 +32,7 @@ class Model(nn.Module):
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
+        self.config = SMALL
         generator = torch.Generator().manual_seed(0)
         self.matrix = nn.Parameter(torch.randn(3, 4, dtype=dtype, generator=generator))
         self.norm = nn.Parameter(torch.randn(4, dtype=dtype, generator=generator))
@@ -89,15 +93,15 @@ def test_only_matrices_have_weight_decay() -> None:
 
 def test_a_declaration_may_say_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, decays in {"matrix": False, "norm": True}.items():
-        monkeypatch.setitem(parameters.HEAD, name, parameters.HEAD[name]._replace(weight_decay=decays))
+        monkeypatch.setitem(layers.HEAD, name, layers.HEAD[name]._replace(weight_decay=decays))
     model, before = step_of_decay()
     assert torch.equal(model.matrix.detach(), before["matrix"])
     torch.testing.assert_close(model.norm.detach(), before["norm"] * (1 - 0.5 * 0.25))
 
 
 def test_a_parameter_that_is_not_declared_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(parameters.HEAD, "norm")
-    with pytest.raises(ValueError, match=r"parameter norm is not declared in models/parameters\.py"):
+    monkeypatch.delitem(layers.HEAD, "norm")
+    with pytest.raises(ValueError, match=r"parameter norm is not declared in models/layers\.py"):
         Optimizer([Model()], SECTION)
 
 
@@ -117,6 +121,7 @@ def test_a_few_parameters_without_gradient_are_named_and_all_are_counted() -> No
     model = nn.ModuleDict(
         {"blocks": nn.ModuleList(nn.ModuleDict({"ffn_norm": nn.LayerNorm(2, bias=False)}) for _ in range(10))}
     )
+    cast(Any, model).config = replace(SMALL, num_layers=10)
     named = ", ".join(f"blocks.{layer}.ffn_norm.weight" for layer in range(8))
     with pytest.raises(RankFailedError, match=re.escape(f"of 10 of 10 parameters: {named}, ...")) as failed:
         Optimizer([model], SECTION).step(0.5)
@@ -275,6 +280,7 @@ class TwoLayers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.config = SMALL
         self.first, self.second = (nn.Linear(3, 3, bias=False, dtype=torch.float64) for _ in range(2))
         self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from models import tiling
-from models.attention import LocalAttentionCore
+from models.attention import Attention, LocalAttentionCore
 from models.config import ModelConfig
 from models.norm import RMSNorm
 from models.sublayer import Sublayer
@@ -459,7 +459,7 @@ def test_at_most_two_head_groups_are_live(
     model = model_with(RecomputeConfig(policy, tiling=Tiling(head_groups)), DEEP)
     cores = [CountingCore() for _ in model.transformer_blocks()]
     for block, core in zip(model.transformer_blocks(), cores, strict=True):
-        block.attention.core = core
+        cast(Attention, block.attention).core = core
     gradients(model, BATCH)
     for core in cores:
         assert core.found == dict.fromkeys(("start", "forward", "backward"), max_live)  # type: ignore[attr-defined]

@@ -7,16 +7,17 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from models import parameters, rope
+from models import rope
 from models.attention import Attention
 from models.config import ModelConfig
-from models.parameters import Parameter
+from models.layers import MIXERS, Parameter
 from parallelisms import gradient_check
 from parallelisms.activation_checkpoint import RecomputePolicy
 from tests.models.small_models import NORMED, SMALL
 from trainer import build
+from trainer.config import sections
 from trainer.config.parse import load
 from trainer.errors import RankFailedError
 
@@ -65,20 +66,16 @@ def test_recomputed_blocks_have_the_gradients_of_autograd(config: ModelConfig, p
 
 def test_a_run_does_not_start_with_a_weight_that_recomputation_would_lose(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here because a piece reads it from its module, where gradients of a piece do not go."""
-    initialize, inner = Attention.__init__, Attention.inner
-
-    def with_scale(attention: Attention, config: ModelConfig) -> None:
-        initialize(attention, config)
-        attention.v_scale = nn.Parameter(torch.empty(config.head_dim))
+    inner = Attention.inner
 
     def scaled(attention: Attention, products: Any, *given: Any) -> Any:
         q, k, v = inner(attention, products, *given)
         return q, k, v * cast(Tensor, attention.v_scale)
 
-    monkeypatch.setattr(Attention, "__init__", with_scale)
     monkeypatch.setattr(Attention, "inner", scaled)
+    monkeypatch.setattr(sections, "_build_model_config", sections._build_model_config.__wrapped__)
     declared = Parameter("H", "replicate_heads", "self_attn.v_scale", "ones")
-    monkeypatch.setitem(parameters.BLOCK, "attention.v_scale", declared)
+    monkeypatch.setitem(MIXERS["attention"].parameters, "v_scale", declared)
     lost = (
         r'memory\.recompute = "full" cannot be used here: recomputation found no gradient of v_scale: no piece uses it'
     )

@@ -24,6 +24,7 @@ from parallelisms.collectives import all_reduce, full_tensor, to_local
 from parallelisms.init_weights import initialize, local_ranges
 from parallelisms.mesh import Mesh
 from parallelisms.parallel_dims import AXES, tensor_parallel_problems
+from tests.models.other_kinds import MIXED_KINDS, other_kinds
 from tests.models.small_models import MIXED, SMALL, feed_forward_tokens, packed
 from tests.parallelisms.parallel_models import concat_batches
 from tests.ranks import run_ranks
@@ -35,6 +36,7 @@ CONFIG = replace(SMALL, vocab_size=44, num_heads=8, num_kv_heads=2, head_dim=2)
 TIED = replace(CONFIG, tie_embeddings=True)
 FOUR = replace(CONFIG, num_kv_heads=4)
 NORMED = replace(MIXED, vocab_size=44, num_heads=8, num_kv_heads=4)
+KINDS = replace(MIXED_KINDS, vocab_size=44, num_heads=8, num_kv_heads=4, head_dim=2)
 FEW = replace(NORMED, num_layers=2, nope_every=2, num_kv_heads=2, qkv_bias=True)  # Fewer KV heads than 4 ranks.
 DOCUMENTS = [[9, 1, 14], [24], [3, 21], [8] * 3]
 TARGETS = {count: 24 * count - sum(map(len, DOCUMENTS[:count])) for count in (3, 4)}
@@ -64,6 +66,7 @@ class Case:
             "tied": self.config.tie_embeddings,
             "normed": self.config.qk_norm,
             "biased": self.config.qkv_bias,
+            "kinds": bool(self.config.layer_pattern),
             "no-sequence-parallel": not self.sequence_parallel,
             "no-loss-parallel": not self.loss_parallel,
             "compiled": self.compiled,
@@ -86,6 +89,11 @@ class Outcome:
 
 
 def train(case: Case) -> Outcome:
+    with other_kinds():
+        return train_kinds(case)
+
+
+def train_kinds(case: Case) -> Outcome:
     mesh = Mesh("cpu", dict.fromkeys(AXES, 1) | dict(case.sizes), rank=distributed.get_rank())
     double = torch.float64
     with torch.device("meta"):
@@ -196,6 +204,9 @@ CASES = [
     Case(TP4, FEW, sequence_parallel=False, policy="full"),
     Case(TP2, NORMED, sequence_parallel=False),
     Case(TP2, replace(FOUR, qkv_bias=True), policy="keep_attention", head_groups=2, tiled=True),
+    Case(TP2, KINDS),
+    Case((("dp_shard", 2), ("tp", 2)), KINDS, policy="keep_attention", blocks_per_checkpoint=2, tiled=True),
+    Case(TP2, KINDS, sequence_parallel=False, policy="full"),
     Case(TP2, NORMED, compiled=True, policy="full", head_groups=2, tiled=True),
     Case((("dp_shard", 2), ("tp", 2)), NORMED, policy="keep_attention", head_groups=2, tiled=True),
 ]

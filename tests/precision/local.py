@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models import norm
+from models.attention import Attention
 from models.kernels import ScoreBlocks
 from models.linear import Embedding, accumulation_dtype
 from models.loss_head import LinearCrossEntropy, VocabShard
@@ -29,7 +30,7 @@ from parallelisms.context.attention_plan import RankAttentionPlan
 from parallelisms.context.ring import Ring, Waitable
 from parallelisms.context.shard_layout import SeqLayout
 from tests.models.dense_attention import Inputs
-from tests.models.small_models import NORMED
+from tests.models.small_models import NORMED, SMALL
 from tests.precision.errors import Results, float64, positive
 from trainer.config.sections import OptimizerSection
 from trainer.optim.optimizer import Optimizer
@@ -126,7 +127,7 @@ class SumCore:
 def positive_block() -> TransformerBlock:
     """Heads are wide enough for a mean over the roundings of their norms."""
     block = TransformerBlock(replace(NORMED, num_heads=8, num_kv_heads=8, head_dim=64, ffn_dim=16))
-    block.attention.core = SumCore()
+    cast(Attention, block.attention).core = SumCore()
     for seed, parameter in enumerate(block.parameters()):
         scale = 1.0 if parameter.ndim == 1 else 1.0 / parameter.shape[1]
         parameter.data = positive(*parameter.shape, seed=seed, low=0.5 * scale, high=1.5 * scale)
@@ -281,6 +282,7 @@ def grad_norm(parts: int, *, tensor_elements: int = 16) -> Results:
     grads = positive(parts, tensor_elements).float()
     blocks = [nn.ModuleDict({"ffn_norm": nn.LayerNorm(tensor_elements, bias=False)}) for _ in grads]
     model = nn.ModuleDict({"blocks": nn.ModuleList(blocks)})
+    cast(Any, model).config = replace(SMALL, num_layers=len(grads))
     for parameter, grad in zip(model.parameters(), grads, strict=True):
         parameter.grad = grad.clone()
     exact = grads.double().norm()
@@ -295,6 +297,7 @@ def grad_norm_elements(parts: int) -> Results:
 def moments(parts: int, moment_dtype: torch.dtype | None = None) -> Results:
     """Steps with positive gradients: the moments of AdamW."""
     model = nn.ModuleDict({"head": nn.ModuleDict({"norm": (module := nn.LayerNorm(256, bias=False))})})
+    cast(Any, model).config = SMALL
     section = OptimizerSection(betas=(0.9, 0.95), max_grad_norm=1e9)
     optimizer = Optimizer([model], section, moment_dtype=moment_dtype)
     exact = {"exp_avg": torch.zeros(256, dtype=torch.float64), "exp_avg_sq": torch.zeros(256, dtype=torch.float64)}

@@ -10,6 +10,7 @@ from typing import Any
 from models.config import ModelConfig, RopeConfig
 from models.hf import HuggingFaceError, SafetensorsReader
 from models.hf_config import config_differences, model_config_from_hf, read_config
+from models.layers import LayerKind
 from trainer.checkpoint.initial_weights import is_hugging_face, resolve_initial_path
 from trainer.checkpoint.run_dir import RunDir, read_state
 from trainer.config.job_config import Config
@@ -26,7 +27,8 @@ def model_config_from_state(state: Mapping[str, Any]) -> ModelConfig:
         if section in sections:
             sections[section][name] = tuple(value) if isinstance(value, list) else value
     try:
-        return ModelConfig(**sections["model"], rope=RopeConfig(**sections["model.rope"]))
+        pattern = tuple(LayerKind(**kind) for kind in sections["model"].pop("layer_pattern", ()))
+        return ModelConfig(**sections["model"], layer_pattern=pattern, rope=RopeConfig(**sections["model.rope"]))
     except TypeError as error:
         raise ResumeError(f"state.json is not of this version's models: {error}") from None
 

@@ -25,6 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from models.config import ModelConfig
 from trainer.checkpoint import manifest
 from trainer.checkpoint.durable_io import LineAppender, write_atomic
 from trainer.checkpoint.manifest import DamageError
@@ -40,6 +41,12 @@ log = logging.getLogger("trainer")
 # Values that must not change on resume. The path of the corpus may change: its fingerprint is compared instead.
 IDENTITY_KEYS = ("model.", "tokenizer.kind.", "data.", "training.seq_len.", "training.seed.", "optimizer.name.")
 NON_IDENTITY_KEYS = ("data.cache_dir", "data.bad_files", "data.corpus")
+MODEL_DEFAULTS = {
+    f"model.{each.name}": [] if each.default == () else each.default
+    for each in dataclasses.fields(ModelConfig)
+    if each.default is not dataclasses.MISSING
+}
+"""Of what a model can be; a checkpoint of an earlier version lacks what it did not have yet."""
 STATE_FIELD_TYPES = {"step": int, "trainer": dict, "data": dict, "config": dict, "stage": dict}
 
 
@@ -204,7 +211,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     ):
         raise ResumeError(f"{path} is damaged: it must contain {', '.join(STATE_FIELD_TYPES)}")
     try:
-        state["config"] = migrate(state["config"], version=state.get(SCHEMA_KEY, 1))
+        state["config"] = MODEL_DEFAULTS | migrate(state["config"], version=state.get(SCHEMA_KEY, 1))
     except ConfigError as error:
         raise ResumeError(f"{path}: {error}") from None
     return state

@@ -28,7 +28,7 @@ def autograd_moments(block: BlockMemory, grad_dtype: str) -> Moments:
     for name, operator in operator_moments(block, grad_dtype):
         yield name, block.attention_operator_saved() + stream + operator
     yield "the rotation of gradients", block.projections_saved() + stream + _rotation_backward(block)
-    if block.model.qk_norm:
+    if block.kind.qk_norm:
         yield "norms of heads", block.attention_inputs_saved() + stream + _query_norm_backward(block)
     yield (
         "the input gradients of queries, keys and values",
@@ -48,6 +48,17 @@ def autograd_moments(block: BlockMemory, grad_dtype: str) -> Moments:
         ),
     )
     yield "the norm before attention", _norm_backward(block, "attention")
+
+
+def whole_block_moment(block: BlockMemory) -> Tensors:
+    """All that autograd saves of a block of kinds that do not run in pieces, and a few tensors of its widest activation."""
+    widest = max(block.width(letter) for kind in block.kind.sublayers.values() for letter in kind.saved)
+    return block.saved("none") + transient(
+        "parallelisms/activation_checkpoint.py: checkpointed_block_forward",
+        WHILE_RUNNING,
+        block.stream("gradients of the output and of the residual stream", 2),
+        block.numbers("an activation, its gradient, and what leads from one to the other", 4, block.tokens, widest),
+    )
 
 
 def _feed_forward_moments(block: BlockMemory) -> Moments:

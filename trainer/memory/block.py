@@ -12,6 +12,7 @@ from functools import partial
 from math import lcm, prod
 
 from models.config import ModelConfig
+from models.layers import LayerKind
 from parallelisms.parallel_dims import ContextPlan
 from trainer.memory.tensors import (
     DTYPE_BYTES,
@@ -23,7 +24,7 @@ from trainer.memory.tensors import (
     total_bytes,
 )
 
-ATTENTION, FEED_FORWARD = "models/attention.py: Attention.forward", "models/feed_forward.py: FeedForward.forward"
+ATTENTION, FEED_FORWARD = "models/attention.py: Attention.forward", "models/sublayer.py: Mixer.forward"
 VARLEN_KERNELS = ("flash", "fa3", "fa4")
 UNTIL_BACKWARD, WHILE_RUNNING = "until the block's backward pass", "while it runs"
 saved_tensors = partial(tensors, SAVED_ACTIVATIONS)
@@ -37,6 +38,7 @@ class BlockMemory:
     """Activations of one block for `tokens` tokens, counted over all tp ranks; sizes are per rank."""
 
     model: ModelConfig
+    kind: LayerKind
     tokens: int
     compute_dtype: str = "bfloat16"
     stats_dtype: str = "float32"
@@ -59,10 +61,6 @@ class BlockMemory:
     @property
     def compute_bytes(self) -> int:
         return DTYPE_BYTES[self.compute_dtype]
-
-    @property
-    def stats_bytes(self) -> int:
-        return DTYPE_BYTES[self.stats_dtype]
 
     @property
     def sequence_shards(self) -> int:
@@ -105,14 +103,6 @@ class BlockMemory:
     @property
     def kv_numel(self) -> int:
         return prod(self.kv_shape)
-
-    @property
-    def qkv_bytes(self) -> int:
-        return self.compute_bytes * (self.q_numel + self.kv_numel)
-
-    @property
-    def ffn_bytes(self) -> int:
-        return self.compute_bytes * self.model.ffn_dim * self.tokens // self.tp
 
     @property
     def attention_output_bytes(self) -> float:
@@ -212,11 +202,22 @@ class BlockMemory:
     def saved(self, policy: str) -> Tensors:
         """Between the block's forward and its backward pass, under a recompute policy, on the device."""
         if policy == "none":
-            return self.attention_saved() + self.feed_forward_saved()
+            return self.all_saved()
         return self.block_input() + (self.attention_output() if policy == "keep_attention" else ())
+
+    def all_saved(self, copies: float = 1) -> Tensors:
+        return self.attention_saved(copies) + self.feed_forward_saved(copies)
+
+    def width(self, letters: str) -> int:
+        """Of activations of these widths together, on this rank."""
+        return sum(self.model.sizes[letter] for letter in letters) // self.tp
 
     def attention_saved(self, copies: float = 1) -> Tensors:
         """By autograd, without recomputation."""
+        mixer = self.kind.sublayers["attention"]
+        if not mixer.attends:
+            activations = self.numbers("activations of the mixer", self.tokens, self.width(mixer.saved), copies=copies)
+            return saved_tensors(ATTENTION, UNTIL_BACKWARD, *self._norm_saved("attention", copies), activations)
         exchanged = self.queries("attention outputs, back at their tokens", copies=copies * (self.ulysses_degree > 1))
         return self.attention_operator_saved(copies) + saved_tensors(ATTENTION, UNTIL_BACKWARD, exchanged)
 
@@ -237,17 +238,18 @@ class BlockMemory:
             UNTIL_BACKWARD,
             *self._norm_saved("attention", copies),
             self.numbers(
-                "heads before their norms", self.tokens, heads, self.model.head_dim, copies=copies * self.model.qk_norm
+                "heads before their norms", self.tokens, heads, self.model.head_dim, copies=copies * self.kind.qk_norm
             ),
-            self.sums("inverse RMS of heads", self.tokens, heads, copies=copies * self.model.qk_norm),
+            self.sums("inverse RMS of heads", self.tokens, heads, copies=copies * self.kind.qk_norm),
         )
 
     def feed_forward_saved(self, copies: float = 1) -> Tensors:
+        activations = self.kind.sublayers["feed_forward"].saved
         return saved_tensors(
             FEED_FORWARD,
             UNTIL_BACKWARD,
             *self._norm_saved("the feed-forward", copies),
-            self.numbers("gate and up", 2, self.tokens, self.ffn_dim, copies=copies),
+            self.numbers("activations of the feed-forward", self.tokens, self.width(activations), copies=copies),
             self.numbers(
                 "their product, which the compiler saves", self.tokens, self.ffn_dim, copies=copies * self.compiled
             ),

@@ -5,9 +5,13 @@ Symbols are those of docs/parallelism.md.
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from functools import cached_property, lru_cache
+from itertools import chain
 from sys import maxsize
 
+from models.layers import LayerKind
 from parallelisms.pipeline_plan import SINGLE_STAGE_SCHEDULES
 from trainer.config.job_config import Config
 from trainer.hardware.host import GIB
@@ -41,10 +45,15 @@ class RankMemory:
         self.optimizer_on_host = config.memory.optimizer_placement == "host"
         is_single_rank = self.num_shards * self.num_replicas == 1
         self.is_sharded = not is_single_rank or self.compute_bytes != self.master_bytes or self.optimizer_on_host
+        self.recomputes = config.memory.recompute != "none"
         context_plan = config.context_plan()
         self.tokens = training.micro_batch_size * context_plan.padded_length(training.seq_len) // degrees["cp"]
         self.block = BlockMemory(
             self.model,
+            max(
+                self.model.kinds,
+                key=lambda kind: (self.recomputes and not kind.in_pieces, self.model.saved_width(kind)),
+            ),
             self.tokens,
             self.compute_dtype,
             self.master_dtype,
@@ -59,25 +68,33 @@ class RankMemory:
             training.deterministic,
             context_plan.padded_length(training.seq_len) != training.seq_len,
         )
-        self.recomputes = config.memory.recompute != "none"
         self.ranks_per_node = min(world_size, parallelism.ranks_per_node)
         stages = self.pipeline.stages_of(pp_rank)
         self.blocks_by_stage = {stage: self.pipeline.blocks_per_stage[stage] for stage in stages}
         self.num_blocks = sum(self.blocks_by_stage.values())
+        layers = chain.from_iterable(self.pipeline.stage_module(stage).layers for stage in stages)
+        self.kinds = Counter(replace(self.model.layers[layer], rope=True) for layer in layers)
+        """Layers of this rank. The block that runs is counted as of the kind that needs most."""
         self.has_first_stage, self.has_last_stage = 0 in stages, self.pipeline.num_stages - 1 in stages
 
     # ---- parameters
 
-    @cached_property
-    def block_weights(self) -> dict[str, tuple[int, int]]:
-        """By name; norms have one column."""
-        declared = self.model.block_parameters.items()
-        shapes = {name: each.local_shape(self.model.sizes, self.tp) for name, each in declared}
+    def weights_of(self, kind: LayerKind) -> dict[str, tuple[int, int]]:
+        """Of one block, by name; norms have one column."""
+        shapes = {name: each.local_shape(self.model.sizes, self.tp) for name, each in kind.parameters.items()}
         return {name: (rows, columns[0] if columns else 1) for name, (rows, *columns) in shapes.items()}
 
     @cached_property
     def block_shapes(self) -> Shapes:
-        return tuple(self.block_weights.values())
+        """Of the largest kind of block."""
+        return max((tuple(self.weights_of(kind).values()) for kind in self.model.kinds), key=numel)
+
+    @cached_property
+    def after_attention(self) -> Shapes:
+        """Of the matrices of such a block that follow attention, in the order of the forward pass."""
+        declared, weights = self.block.kind.parameters.items(), self.weights_of(self.block.kind)
+        after = (name for name, each in declared if each.initial == "residual" or name.startswith("feed_forward."))
+        return tuple(weights[name] for name in after)
 
     @property
     def head_rows(self) -> int:
@@ -110,7 +127,10 @@ class RankMemory:
 
     @cached_property
     def local_numel(self) -> int:
-        return self.num_blocks * self.sharded_numel(self.block_shapes) + self.sharded_numel(self.end_shapes)
+        blocks = (
+            count * self.sharded_numel(tuple(self.weights_of(kind).values())) for kind, count in self.kinds.items()
+        )
+        return sum(blocks) + self.sharded_numel(self.end_shapes)
 
     @property
     def is_mixed(self) -> bool:
@@ -202,15 +222,20 @@ class RankMemory:
         """
         block, memory = self.block, self.config.memory
         if not self.recomputes:
-            return block.attention_saved(num_blocks) + block.feed_forward_saved(num_blocks) if num_blocks else ()
+            saved = (
+                replace(block, kind=kind).all_saved(num_blocks * count / self.num_blocks)
+                for kind, count in self.kinds.items()
+            )
+            return tuple(chain.from_iterable(saved)) if num_blocks else ()
         every = memory.blocks_per_checkpoint
         inputs = num_blocks // every if is_running else -(-num_blocks // every)
         on_host, on_device = self.split_inputs(range(inputs))
         outputs, _ = self.split_outputs(range(num_blocks))
+        whole = sum(count for kind, count in self.kinds.items() if not kind.in_pieces) / max(1, self.num_blocks)
         return (
-            *block.block_input(copies=on_device),
+            *block.block_input(copies=on_device + whole * (num_blocks - inputs)),
             *block.block_input(copies=on_host, on_host=True),
-            *block.attention_output(copies=outputs, on_host=memory.offload == "inputs_and_attention"),
+            *block.attention_output(copies=outputs * (1 - whole), on_host=memory.offload == "inputs_and_attention"),
         )
 
     @property

@@ -204,7 +204,7 @@ def _head_gradient_moments(block: BlockMemory, share: float) -> Moments:
         block.own_kv("gradient of keys, rotated back", share / groups / 2),
     )
     yield "the rotation of gradients", group + part(block.widened(queries))
-    if block.model.qk_norm:
+    if block.kind.qk_norm:
         yield (
             "norms of heads",
             group

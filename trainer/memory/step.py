@@ -11,7 +11,7 @@ from functools import cached_property
 
 from trainer.config.sections import OPTIMIZER_CHUNK_ELEMENTS
 from trainer.memory import ends
-from trainer.memory.autograd import autograd_forward, autograd_moments
+from trainer.memory.autograd import autograd_forward, autograd_moments, whole_block_moment
 from trainer.memory.passes import Pass, fullest_passes
 from trainer.memory.rank import RankMemory
 from trainer.memory.recompute import feed_forward_pass, recompute_moments, recomputed_input
@@ -29,8 +29,6 @@ from trainer.memory.weights import WeightMemory
 CUBLAS_HANDLES, CUBLAS_WORKSPACE = 2, 32 << 20
 """One for each thread that multiplies: the main thread, and autograd's. torch's default from compute capability 9.0 on."""
 STEP, RUN = "the step", "the run"
-AFTER_ATTENTION = ("attention.o", "feed_forward.gate", "feed_forward.up", "feed_forward.down")
-"""Projections, in the order of the forward pass."""
 
 
 class StepMemory:
@@ -318,11 +316,15 @@ class StepMemory:
         return self._fullest_parts[key]
 
     def _parts(self, index: int, *, adds: bool) -> Iterator[tuple[str, Tensors]]:
-        output, *feed_forward = (self.rank.block_weights[f"{name}_proj.weight"] for name in AFTER_ATTENTION)
+        output, *feed_forward = self.rank.after_attention
         grad_dtype = self.rank.kv_grad_dtype
+        if not self.block.kind.in_pieces:
+            again, computed = self._recomputed_for(index), (output, *feed_forward)
+            yield "the whole", whole_block_moment(self.block) + again + self.weights.computed(computed)
+            return
         if not self.rank.recomputes:
             for name, alive in autograd_moments(self.block, grad_dtype):
-                computed = (*feed_forward[2:],) if name == "feed-forward" else () if adds else (output, *feed_forward)
+                computed = (*feed_forward[-1:],) if name == "feed-forward" else () if adds else (output, *feed_forward)
                 yield name, alive + self.weights.next_block(index) + self.weights.computed(computed)
             return
         position = index % self.rank.config.memory.blocks_per_checkpoint

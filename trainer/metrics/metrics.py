@@ -10,6 +10,7 @@ import logging
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from socket import gethostname
 from typing import Any
@@ -44,7 +45,14 @@ class MetricsProcessor:
         self.run_config, self.run_dir, self.trainer = config, run_dir, trainer
         self.config, self.stage, self.dataset = trainer.config, trainer.stage, trainer.dataset
         self.device, self.is_rank_zero = trainer.world.device, trainer.world.rank == 0
-        self.model = self.config.model.build()
+        self.model, memory = self.config.model.build(), self.config.memory
+        executed = partial(
+            self.model.hardware_flops,
+            recompute=memory.recompute,
+            blocks_per_checkpoint=memory.blocks_per_checkpoint,
+        )
+        self.flops = [(count(tokens=1, pairs=0), count(tokens=0, pairs=1)) for count in (self.model.flops, executed)]
+        """Of a token and of a pair: model FLOPs, and executed ones."""
         self.prediction = read_prediction(run_dir.prediction_path)
         self.peak_flops = self.config.metrics.peak_flops or peak_flops(self.device)
         self.last_metrics: StepMetrics | None = None
@@ -270,14 +278,8 @@ class MetricsProcessor:
         self._check_stragglers(seconds, data_wait_seconds)
         local_values = [seconds, data_wait_seconds, peak, reserved, peak_host_memory()]
         seconds, data_wait_seconds, peak, reserved, rss = max_over_ranks(None, local_values)
-        device_seconds, memory = seconds * self.trainer.world.size, self.config.memory
-        model_flops = self.model.flops(tokens=tokens, pairs=pairs)
-        executed_flops = self.model.hardware_flops(
-            tokens=tokens,
-            pairs=pairs,
-            recompute=memory.recompute,
-            blocks_per_checkpoint=memory.blocks_per_checkpoint,
-        )
+        device_seconds = seconds * self.trainer.world.size
+        model_flops, executed_flops = (of_token * tokens + of_pair * pairs for of_token, of_pair in self.flops)
         is_accelerator = self.device.type != "cpu"
         record: Record = {
             "step": result.step,

@@ -20,7 +20,6 @@ from torch.optim.adamw import adamw
 from torch.profiler import record_function
 
 from models.linear import identity
-from models.parameters import declared
 from parallelisms.collectives import num_replicas, to_local
 from trainer.config.sections import OPTIMIZER_CHUNK_ELEMENTS, OptimizerSection
 from trainer.errors import EXIT_NO_RETRY, RankFailedError
@@ -34,7 +33,7 @@ MAX_NAMED_PARAMETERS = 8
 class Optimizer:
     """AdamW whose state exists from construction, keyed by parameter name, so that checkpoints can load into it.
 
-    `stage_modules` must have distinct, declared parameters. `moment_dtype` defaults to that of the parameters; `all_reduce`
+    `stage_modules` must have distinct parameters, which the configuration of each declares. `moment_dtype` defaults to that of the parameters; `all_reduce`
     sums a scalar over all ranks. The update of a module in `deferred_modules` (outer before inner) is deferred until
     its next forward or `flush_deferred_updates`: the host updates offloaded weights while the device runs other modules.
     """
@@ -52,7 +51,11 @@ class Optimizer:
         self.parameters_by_name = {
             name: parameter for module in stage_modules for name, parameter in module.named_parameters()
         }
-        self._decays = {parameter: declared(name).decays for name, parameter in self.parameters_by_name.items()}
+        self._decays = {
+            parameter: cast(Any, module).config.declared(name).decays
+            for module in stage_modules
+            for name, parameter in module.named_parameters()
+        }
         self._state = {parameter: _new_state(parameter, moment_dtype) for parameter in self.parameters_by_name.values()}
         deferred_module_of = {parameter: module for module in deferred_modules for parameter in module.parameters()}
         self._parameters_by_module: defaultdict[nn.Module | None, list[nn.Parameter]] = defaultdict(list)

@@ -186,10 +186,10 @@ def _replicated_grad_calls(rank: RankMemory) -> TPCalls:
     """Partial gradients of weights replicated over tp, reduced in float32 or wider."""
     model, first, last = rank.model, rank.has_first_stage, rank.has_last_stage
     weights = []
-    for each in model.block_parameters.values():
+    for each, blocks in ((each, count) for kind, count in rank.kinds.items() for each in kind.parameters.values()):
         style = each.style_over(model.sizes, rank.tp)
         if style != each.style or style == "replicate_heads" or (style == "replicate" and rank.block.sequence_parallel):
-            weights.append((prod(each.shape_of(model.sizes)), rank.num_blocks))
+            weights.append((prod(each.shape_of(model.sizes)), blocks))
     if rank.block.sequence_parallel:
         weights.append((model.dim, last))
         if not rank.config.parallelism.loss_parallel:

@@ -54,7 +54,7 @@ class BlockTraffic:
     def attention_input(self) -> float:
         """Norm, query and key norms, and rotary embedding."""
         total = self.moved(self.hidden, NORM) + self.rotation
-        return total + self.moved(self.qk, NORM) * self.rank.model.qk_norm
+        return total + self.moved(self.qk, NORM) * self.block.kind.qk_norm
 
     @cached_property
     def feed_forward(self) -> float:
@@ -97,7 +97,7 @@ class BlockTraffic:
     def backward(self) -> float:
         total = 2 * (self.moved(self.hidden, NORM_BACKWARD) + self.moved(self.hidden, ADD))
         total += self.rotation + self.moved(self.ffn, SWIGLU_BACKWARD)
-        total += self.moved(self.qk, NORM_BACKWARD) * self.rank.model.qk_norm
+        total += self.moved(self.qk, NORM_BACKWARD) * self.block.kind.qk_norm
         if not self.rank.recomputes:
             # Autograd sums the input gradients of queries, keys and values, and of gate and up.
             total += 3 * self.moved(self.rank.model.dim * self.rank.tokens, ADD)

@@ -56,17 +56,18 @@ def causal_pairs(length: int) -> float:
 
 
 def _matmul_flops(rank: RankMemory) -> dict[str, float]:
-    products = rank.model.block_products(rank.tp)
     flops_per_weight = 2.0 * rank.tokens * rank.num_micro_batches
-    recomputed = 0.0
-    if rank.recomputes:
-        recomputed = rank.num_blocks * products.recomputed
-        recomputed += rank.num_blocks * rank.attention_recompute_fraction * products.attention_inputs
-        recomputed += rank.num_recomputed_blocks * (products.every - products.attention_inputs)
+    every = recomputed = 0.0
+    for kind, count in rank.kinds.items():
+        products = rank.model.products_of(kind, rank.tp)
+        every += count * products.every
+        again = count * (products.recomputed + rank.attention_recompute_fraction * products.attention_inputs)
+        again += count * rank.num_recomputed_blocks / rank.num_blocks * (products.every - products.attention_inputs)
+        recomputed += again * rank.recomputes
     head = 6.0 * rank.num_micro_batches * rank.head_tokens * rank.head_rows * rank.model.dim * rank.has_last_stage
     return {
-        "forward": flops_per_weight * rank.num_blocks * products.every,
-        "backward": 2 * flops_per_weight * rank.num_blocks * products.every,
+        "forward": flops_per_weight * every,
+        "backward": 2 * flops_per_weight * every,
         "recompute": flops_per_weight * recomputed,
         "head": head,
     }
@@ -88,6 +89,6 @@ def attention_pairs(rank: RankMemory) -> float:
 
 
 def _attention_flops(rank: RankMemory) -> dict[str, float]:
-    query_dim = rank.model.num_heads // rank.tp * rank.model.head_dim
-    forward = 4.0 * query_dim * attention_pairs(rank) * rank.num_blocks * rank.num_micro_batches
+    flops = rank.model.attention_flops(rank.kinds.elements(), attention_pairs(rank))
+    forward = flops / rank.tp * rank.num_micro_batches
     return {"forward": forward, "backward": 2.5 * forward, "recompute": rank.attention_recompute_fraction * forward}

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from models.attention import Attention
 from models.transformer import Transformer
 from parallelisms import activation_checkpoint
 from parallelisms.activation_checkpoint import RecomputeConfig
@@ -361,7 +362,7 @@ def order_of_calls(method: str, groups: int) -> tuple[list[str], list[str]]:
 
     model = small_model(replace(SMALL, num_layers=1, num_heads=8, num_kv_heads=4))
     activation_checkpoint.apply(model, RecomputeConfig("keep_attention", tiling=Tiling(groups)))
-    model.transformer_blocks()[0].attention.core = Told()
+    cast(Attention, model.transformer_blocks()[0].attention).core = Told()
     losses = model(shard_batch(core, BATCH))
     forward, told[:] = [*told], []
     losses.sum().backward()

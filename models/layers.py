@@ -1,0 +1,167 @@
+"""A layer as data, and every parameter of the model, declared once. Imports no torch.
+
+From a declaration follow a parameter's tensor-parallel cut, initial values, weight decay, Hugging Face tensor, part of
+counts and FLOPs, and bytes in the memory estimate. A parameter that is not declared ends the run when the model is built.
+
+A kind of mixer or feed-forward is declared in `MIXERS` or `FEED_FORWARDS`. Its module, with the forward function, has
+the same name in those of `models/transformer.py`.
+
+Letters of a shape: V vocabulary, E model dim, G feed-forward dim, Q query heads x head dim, K KV heads x head dim,
+H head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+Sizes = Mapping[str, int]
+"""Of every letter, in one model."""
+ParallelStyle = Literal["replicate", "replicate_heads", "colwise", "rowwise", "vocab"]
+"""As torch's: colwise shards dimension 0, rowwise dimension 1. Ranks use `replicate_heads` for their own heads."""
+
+
+class Parameter(NamedTuple):
+    """`option`: the field of `LayerKind` without which it does not exist. `weight_decay`: by default of matrices only."""
+
+    shape: str
+    style: ParallelStyle
+    hf_name: str
+    initial: Literal["normal", "residual", "ones", "zeros"] = "normal"
+    """`residual`: normal, of a projection that writes to the residual stream."""
+    option: str = ""
+    weight_decay: bool | None = None
+
+    @property
+    def is_matrix(self) -> bool:
+        """A matrix product has it, except for the embedding."""
+        return len(self.shape) == 2
+
+    @property
+    def decays(self) -> bool:
+        return self.is_matrix if self.weight_decay is None else self.weight_decay
+
+    def shape_of(self, sizes: Sizes) -> tuple[int, ...]:
+        return tuple(sizes[letter] for letter in self.shape)
+
+    def style_over(self, sizes: Sizes, tp: int) -> ParallelStyle:
+        """With fewer KV heads than ranks, their projections are replicated."""
+        return "replicate" if self.shape[0] == "K" and sizes["K"] < tp * sizes["H"] else self.style
+
+    def local_shape(self, sizes: Sizes, tp: int) -> tuple[int, ...]:
+        """Of one of `tp` ranks."""
+        cut = {"colwise": 0, "vocab": 0, "rowwise": 1}.get(self.style_over(sizes, tp))
+        return tuple(size // tp if dim == cut else size for dim, size in enumerate(self.shape_of(sizes)))
+
+
+EMBEDDING = {"embed.weight": Parameter("VE", "vocab", "model.embed_tokens.weight")}
+HEAD = {
+    "head.norm.weight": Parameter("E", "replicate", "model.norm.weight", "ones"),
+    "head.proj.weight": Parameter("VE", "colwise", "lm_head.weight"),
+}
+
+
+class SublayerKind(NamedTuple):
+    """A kind of mixer or of feed-forward."""
+
+    parameters: Mapping[str, Parameter]
+    """By name within its module; their Hugging Face names are those within a layer."""
+    options: frozenset[str] = frozenset()
+    """The fields of `LayerKind` that it reads, besides those that parameters depend on."""
+    saved: str = ""
+    """Activations that autograd saves, a number per token each: letters of their widths, as in a parameter's shape."""
+    attends: bool = False
+    """Whether it computes scores of token pairs: with matrix products all FLOPs that are counted."""
+    in_pieces: bool = True
+    """Whether recomputation runs it piece by piece (`models/sublayer.py`), rather than the whole block again."""
+
+
+NORMS = {
+    "attention": {"attention_norm.weight": Parameter("E", "replicate", "input_layernorm.weight", "ones")},
+    "feed_forward": {"ffn_norm.weight": Parameter("E", "replicate", "post_attention_layernorm.weight", "ones")},
+}
+"""Of a sublayer's input, by the name of its module."""
+MIXERS = {
+    "attention": SublayerKind(
+        {
+            "q_proj.weight": Parameter("QE", "colwise", "self_attn.q_proj.weight"),
+            "q_proj.bias": Parameter("Q", "colwise", "self_attn.q_proj.bias", "zeros", "qkv_bias"),
+            "k_proj.weight": Parameter("KE", "colwise", "self_attn.k_proj.weight"),
+            "k_proj.bias": Parameter("K", "colwise", "self_attn.k_proj.bias", "zeros", "qkv_bias"),
+            "v_proj.weight": Parameter("KE", "colwise", "self_attn.v_proj.weight"),
+            "v_proj.bias": Parameter("K", "colwise", "self_attn.v_proj.bias", "zeros", "qkv_bias"),
+            "o_proj.weight": Parameter("EQ", "rowwise", "self_attn.o_proj.weight", "residual"),
+            "q_norm.weight": Parameter("H", "replicate_heads", "self_attn.q_norm.weight", "ones", "qk_norm"),
+            "k_norm.weight": Parameter("H", "replicate_heads", "self_attn.k_norm.weight", "ones", "qk_norm"),
+        },
+        options=frozenset({"rope"}),
+        saved="QKKQ",
+        attends=True,
+    )
+}
+FEED_FORWARDS = {
+    "gated": SublayerKind(
+        {
+            "gate_proj.weight": Parameter("GE", "colwise", "mlp.gate_proj.weight"),
+            "up_proj.weight": Parameter("GE", "colwise", "mlp.up_proj.weight"),
+            "down_proj.weight": Parameter("EG", "rowwise", "mlp.down_proj.weight", "residual"),
+        },
+        options=frozenset({"activation"}),
+        saved="GG",
+    )
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerKind:
+    """One layer. Options that its mixer and feed-forward do not read must keep their defaults."""
+
+    mixer: str = "attention"
+    feed_forward: str = "gated"
+    rope: bool = True
+    """False in NoPE layers (Kazemnejad et al., 2023)."""
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    activation: Literal["silu"] = "silu"
+
+    def problems(self) -> list[str]:
+        """Every broken rule, with its values."""
+        for slot, kinds in (("mixer", MIXERS), ("feed_forward", FEED_FORWARDS)):
+            if getattr(self, slot) not in kinds:
+                return [f'{slot} = "{getattr(self, slot)}" is unknown; there are {", ".join(kinds)}']
+        read = {"mixer", "feed_forward"}.union(*(kind.options for kind in self.sublayers.values()))
+        read |= {each.option for each in self._declared.values()}
+        return [
+            f'{each.name} is read neither by mixer "{self.mixer}" nor by feed_forward "{self.feed_forward}"'
+            for each in fields(self)
+            if each.name not in read and getattr(self, each.name) != each.default
+        ]
+
+    @property
+    def sublayers(self) -> dict[str, SublayerKind]:
+        """By the name of their module."""
+        return {"attention": MIXERS[self.mixer], "feed_forward": FEED_FORWARDS[self.feed_forward]}
+
+    @property
+    def in_pieces(self) -> bool:
+        return all(each.in_pieces for each in self.sublayers.values())
+
+    @property
+    def _declared(self) -> dict[str, Parameter]:
+        """With every option."""
+        declared = dict[str, Parameter]()
+        for module, kind in self.sublayers.items():
+            declared |= NORMS[module] | {f"{module}.{name}": each for name, each in kind.parameters.items()}
+        return declared
+
+    def parameters_of(self, module: str) -> dict[str, Parameter]:
+        """By name within a module of the block."""
+        prefix = f"{module}."
+        return {name.removeprefix(prefix): each for name, each in self.parameters.items() if name.startswith(prefix)}
+
+    @cached_property
+    def parameters(self) -> dict[str, Parameter]:
+        """By name within the block."""
+        return {name: each for name, each in self._declared.items() if not each.option or getattr(self, each.option)}

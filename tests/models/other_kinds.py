@@ -1,0 +1,76 @@
+"""Kinds of layers that the project does not have, as someone would add them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+from torch import Tensor
+from torch.nn import functional as F
+
+from models import layers, transformer
+from models.layers import LayerKind, Parameter, SublayerKind
+from models.linear import local_parameters
+from models.sublayer import Mixer, Weights
+from tests.models.small_models import SMALL
+
+SHIFT = SublayerKind(
+    {
+        "in_proj.weight": Parameter("QE", "colwise", "shift.in_proj.weight"),
+        "o_proj.weight": Parameter("EQ", "rowwise", "shift.o_proj.weight", "residual"),
+    },
+    saved="QQ",
+    in_pieces=False,
+)
+SQUARED = SublayerKind(
+    {
+        "up_proj.weight": Parameter("GE", "colwise", "mlp.up_proj.weight"),
+        "down_proj.weight": Parameter("EG", "rowwise", "mlp.down_proj.weight", "residual"),
+    },
+    saved="G",
+)
+MIXED_KINDS = replace(
+    SMALL,
+    num_layers=5,
+    layer_pattern=(
+        LayerKind(qk_norm=True, qkv_bias=True),
+        LayerKind(feed_forward="squared", rope=False),
+        LayerKind(mixer="shift", feed_forward="squared"),
+        LayerKind(),
+    ),
+)
+"""The last layer is of the first kind again."""
+
+
+class Shift(Mixer):
+    """Each token gets something of the one before it. Only the whole block can be run again."""
+
+    module_name, linears, last = "attention", ("in_proj",), "o_proj"
+
+    def forward(self, x_BSE: Tensor, *_: object) -> Tensor:
+        weights = local_parameters(self)
+        (projected_BSQ,) = self.products(x_BSE, weights)
+        return F.linear(projected_BSQ.roll(1, dims=1).sin(), weights["o_proj.weight"])
+
+
+class Squared(Mixer):
+    """Squared ReLU without a gate (So et al., 2021), in pieces."""
+
+    linears, last = ("up_proj",), "down_proj"
+
+    def inner(self, products: Sequence[Tensor], rotation_2BS1F: object, weights: Weights) -> tuple[Tensor]:
+        del rotation_2BS1F, weights
+        return (products[0].relu().square(),)
+
+
+@contextmanager
+def other_kinds() -> Iterator[None]:
+    """Adds both kinds."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setitem(layers.MIXERS, "shift", SHIFT)
+        monkeypatch.setitem(layers.FEED_FORWARDS, "squared", SQUARED)
+        monkeypatch.setitem(transformer.MIXERS, "shift", Shift)
+        monkeypatch.setitem(transformer.FEED_FORWARDS, "squared", Squared)
+        yield
