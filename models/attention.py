@@ -16,7 +16,7 @@ from models import attention_op, rope
 from models.config import ModelConfig
 from models.layers import LayerKind
 from models.linear import local_parameters
-from models.sublayer import Mixer, Weights
+from models.sublayer import SublayerModule, Weights
 
 
 class AttentionCore(Protocol):
@@ -67,7 +67,7 @@ class LocalAttentionCore:
         return dq, dk, dv
 
 
-class Attention(Mixer):
+class Attention(SublayerModule):
     """Grouped-query self-attention (Ainslie et al., 2023), with optional RMSNorm on query and key heads (Qwen3)."""
 
     module_name = "attention"

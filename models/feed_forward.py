@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from models.config import ModelConfig
 from models.layers import LayerKind
-from models.sublayer import Mixer, Weights
+from models.sublayer import SublayerModule, Weights
 
 
 class SwiGLU(torch.autograd.Function):
@@ -50,7 +50,7 @@ GATES = {"silu": swiglu}
 """From gate and up to their product, by `LayerKind.activation`."""
 
 
-class FeedForward(Mixer):
+class FeedForward(SublayerModule):
     linears = ("gate_proj", "up_proj")
     last = "down_proj"
 

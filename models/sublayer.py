@@ -35,8 +35,8 @@ Piece = Callable[[Sequence[Tensor], Weights], Sequence[Tensor]]
 Restore = Callable[[int], Tensor]
 
 
-class Mixer(nn.Module):
-    """Attention or feed-forward: what a sublayer does between its norms."""
+class SublayerModule(nn.Module):
+    """What a sublayer does between its norms."""
 
     module_name: ClassVar[str] = "feed_forward"
     """In a block."""
@@ -97,15 +97,17 @@ class Mixer(nn.Module):
 
 
 class Sublayer:
-    """A mixer with its residual connection and a norm of its input, of its output, or of both."""
+    """Attention or feed-forward with its residual connection and a norm of its input, of its output, or of both."""
 
-    def __init__(self, mixer: Mixer, *, norm: RMSNorm | None = None, post_norm: RMSNorm | None = None) -> None:
-        self.mixer, self.norm, self.post_norm = mixer, norm, post_norm
+    def __init__(
+        self, module: SublayerModule, *, norm: RMSNorm | None = None, post_norm: RMSNorm | None = None
+    ) -> None:
+        self.module, self.norm, self.post_norm = module, norm, post_norm
 
     def __call__(self, x_BSE: Tensor, rotation_2BS1F: Tensor, boundaries_BD: Tensor) -> Tensor:
         """Leaves the backward pass to autograd."""
         weights = self.norm_weights()
-        out_BSE = self.mixer(self.before(x_BSE, weights), rotation_2BS1F, boundaries_BD)
+        out_BSE = self.module(self.before(x_BSE, weights), rotation_2BS1F, boundaries_BD)
         return x_BSE + self.after(out_BSE, weights)
 
     def norm_weights(self) -> dict[str, Tensor]:
@@ -114,7 +116,7 @@ class Sublayer:
 
     def weights(self) -> dict[str, Tensor]:
         """Every parameter as this rank computes with it, by name."""
-        return self.norm_weights() | local_parameters(self.mixer)
+        return self.norm_weights() | local_parameters(self.module)
 
     def before(self, x_BSE: Tensor, weights: Weights) -> Tensor:
         """The input of `linears`."""

@@ -22,7 +22,7 @@ from models.layers import LayerKind
 from models.linear import Embedding, accumulation_dtype, identity
 from models.loss_head import LossHead
 from models.norm import RMSNorm
-from models.sublayer import Mixer, Sublayer
+from models.sublayer import Sublayer, SublayerModule
 
 
 class SequenceParallelComm(NamedTuple):
@@ -38,8 +38,8 @@ BlockForward = Callable[["TransformerBlock", Tensor, Tensor, Tensor], Tensor]
 """Runs a block. `parallelisms.activation_checkpoint` sets one that saves less and recomputes in the backward pass."""
 
 
-MIXERS: dict[str, Callable[[ModelConfig, LayerKind], Mixer]] = {"attention": Attention}
-FEED_FORWARDS: dict[str, Callable[[ModelConfig, LayerKind], Mixer]] = {"gated": FeedForward}
+MIXERS: dict[str, Callable[[ModelConfig, LayerKind], SublayerModule]] = {"attention": Attention}
+FEED_FORWARDS: dict[str, Callable[[ModelConfig, LayerKind], SublayerModule]] = {"gated": FeedForward}
 
 
 class TransformerBlock(nn.Module):

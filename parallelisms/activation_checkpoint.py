@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from models.attention import Attention
-from models.sublayer import Mixer
+from models.sublayer import SublayerModule
 from models.transformer import Transformer, TransformerBlock, default_block_forward
 from parallelisms.activation_offload import HostActivationPool, SavedTensor
 from parallelisms.block_recompute import AttentionOutputs, BlockCompute, Tiling
@@ -70,8 +70,8 @@ def apply(model: Transformer, config: RecomputeConfig) -> None:
 
 def consists_of_pieces(block: TransformerBlock) -> bool:
     """Whether `BlockCompute` knows how to run the block: attention, then a feed-forward."""
-    mixers = [type(sublayer.mixer) for sublayer in block.sublayers]
-    return len(mixers) == 2 and issubclass(mixers[0], Attention) and issubclass(mixers[1], Mixer)
+    attention, feed_forward = (sublayer.module for sublayer in block.sublayers)
+    return block.kind.in_pieces and isinstance(attention, Attention) and isinstance(feed_forward, SublayerModule)
 
 
 def checkpointed_block_forward(

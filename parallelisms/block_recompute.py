@@ -61,17 +61,17 @@ class SublayerPass:
     """What a pass, forward or backward, does with one tile in one sublayer, whose weights are gathered meanwhile."""
 
     def __init__(self, compute: BlockCompute, sublayer: Sublayer, rotation_2BT1F: Tensor | None = None) -> None:
-        self._sublayer, self._mixer = sublayer, sublayer.mixer
+        self._sublayer, self._module = sublayer, sublayer.module
         self._tp_comm, self._tiles, self._rotation_2BT1F = compute.tp_comm, compute.token_tiles, rotation_2BT1F
         self._before = compute.compile(type(sublayer).before)
-        self._inner = compute.compile(type(sublayer.mixer).inner)
+        self._inner = compute.compile(type(sublayer.module).inner)
         self._after = compute.compile(type(sublayer).after)
         self.has_after = sublayer.post_norm is not None
         self._weights = sublayer.weights()
         self._piece_weights = as_leaves(
-            {name: x for name, x in self._weights.items() if not self._mixer.is_in_product(name)}
+            {name: x for name, x in self._weights.items() if not self._module.is_in_product(name)}
         )
-        self.last_name = f"{self._mixer.last}.weight"
+        self.last_name = f"{self._module.last}.weight"
         self.last_weight = self._weights[self.last_name]
         self.grads = GradAccumulator(self._weights)
 
@@ -87,10 +87,10 @@ class SublayerPass:
         return {name: self._weights[name].chunk(num_groups)[group] for name in names}
 
     def products(self, normed_BCE: Tensor, linear_weights: Weights) -> list[Tensor]:
-        return self._mixer.products(normed_BCE, linear_weights)
+        return self._module.products(normed_BCE, linear_weights)
 
     def inner(self, products: Sequence[Tensor], tile: slice) -> Sequence[Tensor]:
-        results: Sequence[Tensor] = self._inner(self._mixer, products, self.rotation(tile), self._piece_weights)
+        results: Sequence[Tensor] = self._inner(self._module, products, self.rotation(tile), self._piece_weights)
         return results
 
     def rotation(self, tile: slice) -> Tensor | None:
@@ -118,7 +118,7 @@ class SublayerPass:
         """If `restorable`, it keeps neither the products nor the rotation: its `backward` takes `restore_inputs`."""
         rotation = self.rotation(tile)
         return LocalGraph(
-            lambda inputs, weights: self._inner(self._mixer, inputs, rotation, weights),
+            lambda inputs, weights: self._inner(self._module, inputs, rotation, weights),
             products,
             self._piece_weights,
             restorable=(*products, cast(Tensor, rotation)) if restorable else (),
@@ -137,23 +137,23 @@ class SublayerPass:
 
     def restore_inputs(self, normed_BCE: Tensor, tile: slice, group: int, num_groups: int) -> Restore:
         """Gives one product of `linears` of a head group again, or the rotation."""
-        linears = self._mixer.linears
+        linears = self._module.linears
 
         def restore(index: int) -> Tensor:
             if index == len(linears):
                 return cast(Tensor, self.rotation(tile))
-            return self._mixer.product(linears[index], normed_BCE, self.linear_weights(group, num_groups))
+            return self._module.product(linears[index], normed_BCE, self.linear_weights(group, num_groups))
 
         return restore
 
     def linears_backward(self, product_grads: list[Tensor], normed_BCE: Tensor) -> Tensor:
         """Gradient of the linear layers' input, a partial sum under tensor parallelism. Empties `product_grads`."""
-        for index, name in enumerate(self._mixer.linears):
+        for index, name in enumerate(self._module.linears):
             self.grads.add({f"{name}.weight": weight_grad(product_grads[index], normed_BCE)})
             if (bias := f"{name}.bias") in self._weights:
                 dtype = accumulation_dtype(normed_BCE.dtype)
                 self.grads.add({bias: product_grads[index].flatten(0, -2).sum(0, dtype=dtype)})
-        grad_BCE = input_grad(product_grads, [self._weights[f"{name}.weight"] for name in self._mixer.linears])
+        grad_BCE = input_grad(product_grads, [self._weights[f"{name}.weight"] for name in self._module.linears])
         product_grads.clear()
         return grad_BCE
 

@@ -54,7 +54,7 @@ def apply(model: Transformer, mesh: DeviceMesh, *, sequence_parallel: bool, loss
                 parallelizer.select_kv_head(module, config.num_kv_heads, attribute)
         block.sp_comm = parallelizer.sequence_parallel_comm()
         for sublayer in block.sublayers:
-            parallelizer.add_region_hooks(sublayer.mixer)
+            parallelizer.add_region_hooks(sublayer.module)
     replicate_vocab = not loss_parallel
     if model.embed is not None:
         parallelizer.parallelize_embedding(model.embed, replicate=replicate_vocab and config.tie_embeddings)

@@ -39,6 +39,7 @@ QUICK = {
 SLOW = {
     "checkpoint": "--params-millions 0.2 --saves 1 --ranks 1 --folder {tmp}",
     "compare_commits": "HEAD HEAD --runs one_process",
+    "cpu_pairs": ". --pairs 2 --rehearse --only full",
     "cpu_step": "--rounds 1 --rehearse",
     "data": "prepare --vocab-size 512 --rounds 1 --corpus {tmp}/corpus",
     "dry_run": "--config debug --world-size 1",

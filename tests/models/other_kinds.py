@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from models import layers, transformer
 from models.layers import LayerKind, Parameter, SublayerKind
 from models.linear import local_parameters
-from models.sublayer import Mixer, Weights
+from models.sublayer import SublayerModule, Weights
 from tests.models.small_models import SMALL
 
 SHIFT = SublayerKind(
@@ -44,7 +44,7 @@ MIXED_KINDS = replace(
 """The last layer is of the first kind again."""
 
 
-class Shift(Mixer):
+class Shift(SublayerModule):
     """Each token gets something of the one before it. Only the whole block can be run again."""
 
     module_name, linears, last = "attention", ("in_proj",), "o_proj"
@@ -55,7 +55,7 @@ class Shift(Mixer):
         return F.linear(projected_BSQ.roll(1, dims=1).sin(), weights["o_proj.weight"])
 
 
-class Squared(Mixer):
+class Squared(SublayerModule):
     """Squared ReLU without a gate (So et al., 2021), in pieces."""
 
     linears, last = ("up_proj",), "down_proj"

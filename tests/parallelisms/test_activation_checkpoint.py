@@ -119,7 +119,7 @@ def with_post_norms(config: ModelConfig, placement: str) -> Transformer:
             post_norm.weight.data = 1 + torch.randn(config.dim, generator=generator, dtype=torch.float64) / 5
             block.add_module(f"post_norm_{index}", post_norm)
             norm = None if placement == "post" else sublayer.norm
-            sublayers.append(Sublayer(sublayer.mixer, norm=norm, post_norm=post_norm))
+            sublayers.append(Sublayer(sublayer.module, norm=norm, post_norm=post_norm))
         if placement == "post":
             del block.attention_norm, block.ffn_norm
         block.sublayers = (sublayers[0], sublayers[1])

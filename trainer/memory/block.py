@@ -24,7 +24,7 @@ from trainer.memory.tensors import (
     total_bytes,
 )
 
-ATTENTION, FEED_FORWARD = "models/attention.py: Attention.forward", "models/sublayer.py: Mixer.forward"
+ATTENTION, FEED_FORWARD = "models/attention.py: Attention.forward", "models/sublayer.py: SublayerModule.forward"
 VARLEN_KERNELS = ("flash", "fa3", "fa4")
 UNTIL_BACKWARD, WHILE_RUNNING = "until the block's backward pass", "while it runs"
 saved_tensors = partial(tensors, SAVED_ACTIVATIONS)
